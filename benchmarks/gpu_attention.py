@@ -23,10 +23,12 @@ from gpu_records import make_record, options, print_table, write_record
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.attention.backend import Batch, SequenceRows
-from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonPagedDeclaration
-from holdfast.attention.triton_paged import TritonPagedAttention
+from holdfast.attention.declarations import AttentionSpec, StepBounds
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
+from holdfast.families.grouped.declarations import TritonPagedDeclaration
+from holdfast.families.grouped.spec import GroupedAttentionSpec
+from holdfast.families.grouped.triton_backend import TritonPagedAttention
 from holdfast.kernels.attention.key_bias import KeyBias
 from holdfast.memory.device_rates import H200_READ_BYTES_PER_SECOND as READ_BYTES_PER_SECOND
 from holdfast.memory.ledger import Ledger
@@ -37,11 +39,11 @@ ROTATED_BYTES = 1.2e9
 """Keys and values of all layers of a measurement together: many times the L2 cache."""
 MAX_LAYERS = 40
 MAX_ERROR = 0.02
-"""Of a row against float32, relative to its length: what half-precision weights and outputs may cost."""
+"""For a row against float32, relative to its length: what half-precision weights and outputs may cost."""
 NUM_REPLAYS = 15
 LONG_CONTEXT = 2**20
 FLOPS_PER_PAIR = 4
-"""Of a query element and a key: two products, each a multiplication and an addition."""
+"""For a query element and a key: two products, each a multiplication and an addition."""
 
 
 class Shape(NamedTuple):
@@ -80,7 +82,7 @@ class Rig:
     bounds: StepBounds
     num_sms: int
     key_biases: tuple[KeyBias, ...] | None = None
-    """Of each layer, where quantized keys are stored without their bias."""
+    """For each layer, where quantized keys are stored without their bias."""
 
     def calls(self, batch_invariant: bool, captured: bool) -> list[Callable[[], torch.Tensor]]:
         """One call for each layer, planned as a step is."""
@@ -112,7 +114,7 @@ def make_rig(
     cache = uniform_cache(num_layers, KV_FORMATS[shape.dtype], shape.num_kv_heads, shape.head_dim, page_tokens)
     scale, dtype = shape.head_dim**-0.5, getattr(torch, shape.dtype)
     specs = tuple(
-        AttentionSpec(layer, shape.num_heads, scale, None, shape.max_model_len, shape.dtype, "cuda")
+        GroupedAttentionSpec(layer, shape.num_heads, scale, None, shape.max_model_len, shape.dtype, "cuda")
         for layer in cache.layers
     )
     storage = PageStorage(cache, sum(num_pages), device, Ledger())
@@ -172,7 +174,7 @@ def check(shape: Shape, device: torch.device) -> dict[str, Any]:
 
 
 def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """Of one call, where all of them follow each other in one graph; without a GPU, of one round."""
+    """For one call, where all of them follow each other in one graph; without a GPU, of one round."""
     if device.type != "cuda":
         start = time.perf_counter()
         for call in calls:
@@ -282,7 +284,7 @@ def run_prefill(shape: Shape, device: torch.device) -> dict[str, Any]:
 def scratch_bytes(shape: Shape, max_model_len: int) -> int:
     """What all layers together work in at this context, work lists included."""
     cache = uniform_cache(1, KV_FORMATS[shape.dtype], shape.num_kv_heads, shape.head_dim, shape.bounds.page_tokens)
-    specs = (AttentionSpec(cache.layers[0], shape.num_heads, 1.0, None, max_model_len, shape.dtype, "cuda"),)
+    specs = (GroupedAttentionSpec(cache.layers[0], shape.num_heads, 1.0, None, max_model_len, shape.dtype, "cuda"),)
     declaration = TritonPagedDeclaration()
     held = sum(term.num_bytes for term in declaration.terms(specs, shape.bounds))
     return arena_bytes(declaration.scratch(specs, shape.bounds)) + held

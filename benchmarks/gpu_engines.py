@@ -15,7 +15,7 @@ import holdfast.engine.build as engine_build
 from holdfast.api.llm import LLM
 from holdfast.engine.admission import TokensPrompt
 from holdfast.engine.engine import Engine
-from holdfast.models.decoder import Decoder
+from holdfast.models.layer_stack import LayerStack
 from holdfast.runner.build import BuiltRunner
 from holdfast.runner.runner import Runner
 
@@ -42,9 +42,9 @@ class OpenEngine(NamedTuple):
         return self.built.runner
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> LayerStack:
         model = self.built.runner.model
-        assert isinstance(model, Decoder), f"{model} is no decoder"
+        assert isinstance(model, LayerStack), f"{model} is no decoder"
         return model
 
     @property
@@ -132,7 +132,7 @@ def storages_by_owner(runner: Runner, device_type: str) -> dict[str, dict[int, i
 
 
 def pointers(runner: Runner) -> dict[str, tuple[int, int]]:
-    """Of every tensor under a runner: where it is, and where the memory that it is a view of begins."""
+    """For every tensor under a runner: where it is, and where the memory that it is a view of begins."""
     return {path: (tensor.data_ptr(), tensor.untyped_storage().data_ptr()) for path, tensor in tensors_of(runner)}
 
 

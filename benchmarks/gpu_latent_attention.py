@@ -17,10 +17,12 @@ from gpu_attention import READ_BYTES_PER_SECOND, ROTATED_BYTES, seconds_per_call
 from gpu_records import Budget, make_record, options, print_table, write_record
 
 from holdfast.attention.backend import Batch, SequenceRows
-from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonLatentDeclaration
-from holdfast.attention.triton_latent import TritonLatentAttention
+from holdfast.attention.declarations import AttentionSpec, StepBounds
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
+from holdfast.families.latent.declarations import TritonLatentDeclaration
+from holdfast.families.latent.spec import LatentAttentionSpec
+from holdfast.families.latent.triton_backend import TritonLatentAttention
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.latent_attention import latent_attention, latent_attention_reference
 from holdfast.kernels.latent.latent_planes import LatentCall
@@ -33,7 +35,7 @@ from holdfast.quant.formats import formats_of
 MAX_ERROR = 0.02
 MAX_LAYERS = 24
 ROW_TOKENS = 64
-"""Of a page."""
+"""For a page."""
 
 
 class Shape(NamedTuple):
@@ -133,7 +135,7 @@ def make_rig(
     cache = uniform_cache(num_layers, formats_of(is_latent=True)[name], 1, row_dim, ROW_TOKENS, shape.rope_dim)
     scale = (shape.nope_dim + shape.rope_dim) ** -0.5
     specs = tuple(
-        AttentionSpec(
+        LatentAttentionSpec(
             layer,
             num_heads,
             scale,

@@ -19,10 +19,12 @@ from gpu_records import make_record, options, print_table, write_record
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.attention.backend import Batch, SequenceRows
-from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonPagedDeclaration
-from holdfast.attention.triton_paged import TritonPagedAttention
+from holdfast.attention.declarations import StepBounds
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
+from holdfast.families.grouped.declarations import TritonPagedDeclaration
+from holdfast.families.grouped.spec import GroupedAttentionSpec
+from holdfast.families.grouped.triton_backend import TritonPagedAttention
 from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.quantized_attention import quantized_attention_reference
@@ -90,7 +92,7 @@ def make_rig(
     cache = uniform_cache(num_layers, kv_format, shape.num_kv_heads, shape.head_dim, page_tokens)
     scale, dtype = shape.head_dim**-0.5, getattr(torch, shape.dtype)
     specs = tuple(
-        AttentionSpec(layer, shape.num_heads, scale, None, shape.max_model_len, shape.dtype, "cuda")
+        GroupedAttentionSpec(layer, shape.num_heads, scale, None, shape.max_model_len, shape.dtype, "cuda")
         for layer in cache.layers
     )
     storage = PageStorage(cache, sum(num_pages), device, Ledger())
@@ -140,7 +142,7 @@ def check(shape: Shape, format_name: str, device: torch.device, has_bias: bool =
 
 
 def with_key_bias(rig: Rig, shape: Shape, device: torch.device) -> Rig:
-    """The same step over keys that are short of a bias."""
+    """A step like the last, over keys that are short of a bias."""
     frequency_C = 1e6 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     turns = make_key_turns(frequency_C, 1.0, shape.max_model_len, getattr(torch, shape.dtype), device)
     biases = tuple(KeyBias(torch.randn(shape.num_kv_heads, shape.head_dim, device=device), turns) for _ in rig.specs)
@@ -260,7 +262,7 @@ def scratch_bytes(shape: Shape, max_model_len: int) -> int:
     cache = uniform_cache(
         1, KV_FORMATS["turboquant_k8v4"], shape.num_kv_heads, shape.head_dim, shape.bounds.page_tokens
     )
-    specs = (AttentionSpec(cache.layers[0], shape.num_heads, 1.0, None, max_model_len, shape.dtype, "cuda"),)
+    specs = (GroupedAttentionSpec(cache.layers[0], shape.num_heads, 1.0, None, max_model_len, shape.dtype, "cuda"),)
     declaration = TritonPagedDeclaration()
     held = sum(term.num_bytes for term in declaration.terms(specs, shape.bounds))
     return arena_bytes(declaration.scratch(specs, shape.bounds)) + held

@@ -17,11 +17,11 @@ from gpu_latent_attention import FLOPS_PER_SECOND, num_sms
 from gpu_records import Budget, make_record, options, print_table, write_record
 
 from holdfast.attention.backend import SequenceRows
-from holdfast.attention.declarations import score_columns, sparse_partials
+from holdfast.attention.declarations import score_columns
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.kernels.latent.index_scores import index_scores, index_scores_reference
 from holdfast.kernels.latent.latent_attention import latent_attention, sparse_attention, sparse_attention_reference
-from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry
+from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry, sparse_partials
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentCall, LatentPlanes, SparseRows, store_latents
 from holdfast.kernels.latent.top_k_geometry import top_k_specs
 from holdfast.kernels.latent.top_k_tokens import top_k_tokens, top_k_tokens_reference

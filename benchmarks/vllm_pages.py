@@ -20,10 +20,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, EagerStep, GroupedAttention
-from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
-from holdfast.attention.select import build_backend
+from holdfast.attention.backend import AttentionBackend, Batch, EagerStep
+from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
 from holdfast.cache.storage import PageStorage
+from holdfast.families.backends import BackendInputs, build_backend
+from holdfast.families.grouped.pages import GroupedBackend
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.kv_quantize import hadamard_block, rotate_heads
@@ -44,7 +45,7 @@ class VllmFormat(NamedTuple):
     has_boundary: bool = True
 
     def head_bytes(self, head_dim: int) -> int:
-        """Of a token and head: codes, a float16 for each norm, step and least; rounded up to an even number."""
+        """For a token and head: codes, a float16 for each norm, step and least; rounded up to an even number."""
         keys = head_dim * self.key_bits // 8 + (0 if self.key_bits == 8 else 2)
         values = head_dim * self.value_bits // 8 + (0 if self.value_bits == 8 else 4)
         return keys + values + (keys + values) % 2
@@ -56,12 +57,12 @@ class VllmFormat(NamedTuple):
         return frozenset((*range(NUM_BOUNDARY), *range(num_layers - NUM_BOUNDARY, num_layers))) & {*range(num_layers)}
 
     def note(self, num_layers: int) -> str:
-        """Which layers those are, in words."""
+        """Description of these layers."""
         layers = sorted(self.exact_layers(num_layers))
         return f"layers {','.join(map(str, layers))} in half precision" if layers else ""
 
     def bytes_per_token(self, spec: ModelSpec) -> Fraction:
-        """Of all layers."""
+        """For all layers."""
         num_exact = len(self.exact_layers(spec.num_layers))
         exact = PLAIN_BYTES * 2 * spec.head_dim
         heads = (spec.num_layers - num_exact) * self.head_bytes(spec.head_dim) + num_exact * exact
@@ -135,7 +136,7 @@ class VllmPages:
 
     name: ClassVar[str] = "vllm_pages"
 
-    def __init__(self, inner: GroupedAttention[Any], storage: PageStorage, vllm_format: VllmFormat) -> None:
+    def __init__(self, inner: GroupedBackend, storage: PageStorage, vllm_format: VllmFormat) -> None:
         self._inner = inner
         self._storage = storage
         self._format = vllm_format
@@ -190,9 +191,8 @@ class MakeVllmPages(NamedTuple):
         declaration: BackendDeclaration,
         specs: Sequence[AttentionSpec],
         storage: PageStorage,
-        bounds: StepBounds,
-        num_sms: int,
-        batch_invariant: bool,
-    ) -> GroupedAttention[Any]:
-        inner = build_backend(declaration, specs, storage, bounds, num_sms, batch_invariant)
+        inputs: BackendInputs,
+    ) -> AttentionBackend:
+        inner = build_backend(declaration, specs, storage, inputs)
+        assert isinstance(inner, GroupedBackend), f"{inner.name} keeps no keys and values by head"
         return VllmPages(inner, storage, self.format)

@@ -20,8 +20,9 @@ from holdfast.cli import bench_record
 from holdfast.config import EngineConfig, Limits
 from holdfast.engine.scheduler import Scheduler
 from holdfast.loading.declared import open_declared
-from holdfast.planning.fit import PlanRequest, RunnerPlan
+from holdfast.planning.fit import RunnerPlan
 from holdfast.planning.plan import plan_runner
+from holdfast.planning.resolve import PlanRequest
 from holdfast.planning.target import memory_target
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, Sequence
@@ -33,7 +34,7 @@ CHECK_STEPS = 512
 
 
 class Traffic(NamedTuple):
-    """What is asked, all of it at once."""
+    """The requests, all at once."""
 
     num_requests: int = 64
     prompt_tokens: int = 31 * 1024
@@ -41,7 +42,7 @@ class Traffic(NamedTuple):
 
 
 def make_plan(kv_format: str, traffic: Traffic) -> RunnerPlan:
-    """Of the model, on its memory."""
+    """For the model, on its memory."""
     config = EngineConfig(
         model=MODEL,
         quantization="fp8",
@@ -94,7 +95,7 @@ class Watch:
 
 
 def drive(limits: Limits, groups: SequenceABC[CacheGroup], num_pages: int, traffic: Traffic, every: int) -> Watch:
-    """All requests to their ends, tokens by nobody."""
+    """All requests to their ends, without tokens."""
     scheduler = Scheduler(limits, num_pages, True, traffic.num_requests, groups=groups)
     watch = Watch(scheduler, every)
     for number in range(traffic.num_requests):

@@ -21,6 +21,7 @@ LAYERS = (
     ("cache", "kernels"),
     ("attention", "distributed"),
     ("layers",),
+    ("families",),
     ("models",),
     ("loading", "planning"),
     ("text", "runner"),
@@ -33,6 +34,7 @@ LAYERS = (
 """Lowest first. A package imports from rows before its own, and from itself."""
 ROOMS = {
     "kernels": (("",), ("attention", "exchange", "gemm", "load", "sampling"), ("latent", "moe")),
+    "families": (("grouped", "latent"), ("sparse",), ("compressed",), ("",)),
     "models": (("",), ("blueprints",)),
     "loading": (("sources",), ("gguf",), ("hub", "planning"), ("execution", "quantized"), ("",)),
     "runner": (("sampling",), ("",)),
@@ -69,6 +71,8 @@ TORCH_FREE = (
     "kernels.geometry",
     "kernels.stream_geometry",
     "kernels.up_projection",
+    "families.*.declarations",
+    "families.choose",
     "models.spec",
     "models.parameters",
     "models.grouped_readers",

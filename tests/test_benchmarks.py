@@ -19,11 +19,11 @@ from safetensors import safe_open
 import doc_tables
 from attention.steps import Geometry, build
 from cli.cli_models import make_model
-from holdfast.attention.native_paged import NativePagedAttention
-from holdfast.attention.torch_paged import TorchPagedAttention
-from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
+from holdfast.families.grouped.native_backend import NativePagedAttention
+from holdfast.families.grouped.torch_backend import TorchPagedAttention
+from holdfast.families.grouped.triton_backend import TritonPagedAttention
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -12,7 +12,8 @@ from holdfast.config import EngineConfig, Limits
 from holdfast.engine.scheduler import Scheduler
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.planning.fit import PlanRequest, RunnerPlan, fit_runner
+from holdfast.planning.fit import RunnerPlan, fit_runner
+from holdfast.planning.resolve import PlanRequest
 from planning.plan_cases import H200
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

@@ -357,7 +357,7 @@ def _checks() -> tuple[tuple[str, Callable[[object, str], object], bool], ...]:
     """List each field with its check, and True if None is accepted: exactly the fields whose default is None."""
     kinds = EngineConfig.__annotations__
     return tuple(
-        (field.name, *getattr(kinds[field.name], "__metadata__", (_check_bool,)), field.default is None)
+        (field.name, getattr(kinds[field.name], "__metadata__", (_check_bool,))[0], field.default is None)
         for field in dataclasses.fields(EngineConfig)
     )
 
@@ -397,7 +397,7 @@ def _own_value(name: str, value: object) -> object:
         return value
     fix = MISSING_VALUES.get(name, {}).get(key) if isinstance(key, str) else None
     if fix is not None:
-        raise ConfigError("config.value_not_here", name=name, value=value, fix=fix)
+        raise ConfigError("value.unsupported_option", name=name, value=value, instead=fix)
     known = ENGINE_VALUES.get(name, {})
     if types and isinstance(key, str):
         small = key.lower()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cli.cli_models import write_tokenizer
+from error_codes import raises_code
 from holdfast.api.llm import LLM
 from holdfast.errors import ModelFormatError
 from holdfast.request.sampling_params import SamplingParams
@@ -62,5 +63,5 @@ def test_a_table_with_an_unknown_expert_stops_the_engine_in_words(tmp_path: Path
     tensors = tensors_of(CONFIG)
     tensors["layers.0.ffn.gate.tid2eid"][7, 0] = 3
     folder = written(tmp_path / "m", CONFIG, tensors)
-    with pytest.raises(ModelFormatError, match=r"tid2eid' names the expert 3 in row 7; the model's settings have 3 of"):
+    with raises_code("weights.wrong_expert", ModelFormatError, expert=3, row=7, count=3):
         opened(folder, device="cpu")

@@ -294,8 +294,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: str | None = None) -> None:
         self.opened, self.error = threading.Event(), error
-        self._compile = grammar.compile_form
-        monkeypatch.setattr(grammar, "compile_form", self.compile)
+        self._compile = grammar.compile_grammar
+        monkeypatch.setattr(grammar, "compile_grammar", self.compile)
 
     def compile(self, form, vocabulary):
         if threading.current_thread().name.startswith("holdfast-grammars"):

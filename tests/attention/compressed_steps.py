@@ -7,12 +7,14 @@ import torch
 from attention.latent_steps import poisoned
 from attention.steps import BEYOND
 from holdfast.attention.backend import Batch, LogitRows, SequenceRows
-from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonCompressedDeclaration
-from holdfast.attention.torch_compressed import TorchCompressedAttention
-from holdfast.attention.triton_compressed import TritonCompressedAttention
+from holdfast.attention.declarations import StepBounds
 from holdfast.cache.compressed import compressed_cache, list_states
 from holdfast.cache.spec import CacheSpec
 from holdfast.cache.storage import PageStorage, StateStorage
+from holdfast.families.compressed.declarations import TritonCompressedDeclaration
+from holdfast.families.compressed.spec import CompressedAttentionSpec
+from holdfast.families.compressed.torch_backend import TorchCompressedAttention
+from holdfast.families.compressed.triton_backend import TritonCompressedAttention
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.latent_planes import IndexPlanes, store_latents
 from holdfast.memory.ledger import Ledger
@@ -51,14 +53,14 @@ class Shape:
         sizes = self.head_dim, self.rope_dim, self.window
         return compressed_cache(formats, *sizes, self.ratios, self.overlapped, INDEX_DIM, PAGE)
 
-    def specs(self, cache: CacheSpec, max_model_len: int = MAX_LEN) -> tuple[AttentionSpec, ...]:
+    def specs(self, cache: CacheSpec, max_model_len: int = MAX_LEN) -> tuple[CompressedAttentionSpec, ...]:
         dtype = str(self.dtype).removeprefix("torch.")
         specs = []
         for layer, ratio in enumerate(self.ratios):
-            spec = AttentionSpec(
+            spec = CompressedAttentionSpec(
                 cache.layers[layer], self.num_heads, self.head_dim**-0.5, self.window, max_model_len, dtype, self.device
             )
-            spec = replace(spec, is_compressed=True, has_sinks=True, ratio=ratio)
+            spec = replace(spec, ratio=ratio)
             if ratio:
                 place = next(i for i, own in enumerate(cache.layers) if own.layer == layer and i >= len(self.ratios))
                 group = cache.group_of(place)
@@ -188,7 +190,7 @@ class Step:
             out_TX = torch.full((num_rows, shape.num_heads * shape.head_dim), torch.nan, device=device).to(shape.dtype)
             wanted_only = self.batch.logits is not None
             outs.append(
-                backend.attend(q_TND, sinks_N, self.batch, rotary, layer, plan, own, out_TX, wanted_only)  # pyright: ignore[reportArgumentType]
+                backend.attend(q_TND, sinks_N, rotary, layer, plan, own, out_TX, wanted_only)  # pyright: ignore[reportArgumentType]
             )
         return outs
 

@@ -6,13 +6,17 @@ import torch
 
 from attention.steps import BEYOND
 from holdfast.attention.backend import Batch, LogitRows, SequenceRows
-from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonLatentDeclaration, TritonSparseDeclaration
-from holdfast.attention.torch_latent import TorchLatentAttention
-from holdfast.attention.torch_sparse import TorchSparseLatentAttention
-from holdfast.attention.triton_latent import TritonLatentAttention
-from holdfast.attention.triton_sparse import TritonSparseLatentAttention
+from holdfast.attention.declarations import AttentionSpec, StepBounds
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
+from holdfast.families.latent.declarations import TritonLatentDeclaration
+from holdfast.families.latent.spec import LatentAttentionSpec
+from holdfast.families.latent.torch_backend import TorchLatentAttention
+from holdfast.families.latent.triton_backend import TritonLatentAttention
+from holdfast.families.sparse.declarations import TritonSparseDeclaration
+from holdfast.families.sparse.spec import SparseAttentionSpec
+from holdfast.families.sparse.torch_backend import TorchSparseLatentAttention
+from holdfast.families.sparse.triton_backend import TritonSparseLatentAttention
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.write_index import IndexNorm
 from holdfast.kernels.latent.write_latent import LatentNorm
@@ -62,9 +66,11 @@ class Shape:
         scale = (self.nope_dim + self.rope_dim) ** -0.5
         dtype = str(self.dtype).removeprefix("torch.")
         sizes = {"nope_dim": self.nope_dim, "value_dim": self.value_dim}
-        sizes |= {"index_heads": self.index_heads, "index_top_k": self.top_k}
+        kind = SparseAttentionSpec if self.index_heads else LatentAttentionSpec
+        if self.index_heads:
+            sizes |= {"index_heads": self.index_heads, "index_top_k": self.top_k}
         return tuple(
-            AttentionSpec(cache, self.num_heads, scale, None, MAX_LEN, dtype, self.device, **sizes)
+            kind(cache, self.num_heads, scale, None, MAX_LEN, dtype, self.device, **sizes)
             for cache in storage.spec.layers
         )
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from holdfast.attention.backend import Batch, LogitRows, SequenceRows
-from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonPagedDeclaration
-from holdfast.attention.triton_paged import TritonPagedAttention
+from holdfast.attention.declarations import AttentionSpec, StepBounds
 from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.cache.storage import PageStorage
+from holdfast.families.grouped.declarations import TritonPagedDeclaration
+from holdfast.families.grouped.spec import GroupedAttentionSpec
+from holdfast.families.grouped.triton_backend import TritonPagedAttention
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv_reference
 from holdfast.memory.ledger import Ledger
@@ -64,7 +66,7 @@ class Geometry:
     def specs(self) -> tuple[AttentionSpec, ...]:
         dtype = str(self.dtype).removeprefix("torch.")
         return tuple(
-            AttentionSpec(
+            GroupedAttentionSpec(
                 layer,
                 self.num_heads,
                 self.head_dim**-0.5,

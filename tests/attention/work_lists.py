@@ -9,9 +9,10 @@ import torch
 
 from attention.steps import CPU
 from holdfast.attention.backend import Batch, SequenceRows
-from holdfast.attention.declarations import StepBounds, TileKind, max_partials, max_tiles
-from holdfast.attention.layer_pages import PlainPages
+from holdfast.attention.declarations import StepBounds, max_partials
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
+from holdfast.families.grouped.declarations import TileKind, max_tiles
+from holdfast.families.grouped.pages import PlainPages
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.geometry import TILE_FIELDS, TileGeometry
 

@@ -6,7 +6,7 @@ from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
 from holdfast.loading.declared import open_declared
 from holdfast.memory.devices import find_gpu
-from holdfast.planning.fit import PlanRequest
+from holdfast.planning.resolve import PlanRequest
 from holdfast.planning.target import Target, gpu_target, memory_target
 
 

@@ -126,6 +126,6 @@ def test_measured_rates_of_a_gpu_are_near_its_data_sheet() -> None:
     gpu = next((gpu for gpu in GPUS.values() if gpu.name == found.device), None)
     if gpu is None:
         pytest.skip(f"no data sheet of {found.device}")
-    sheet = measure.SHEETS[gpu.key]
+    sheet = gpu.sheet
     assert 0.7 < found.read_bytes_per_second / (sheet.gigabytes * 1e9) < 1.02
     assert 0.5 < found.flops_per_second / (sheet.bfloat16 * 1e12) < 1.05

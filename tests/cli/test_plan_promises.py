@@ -21,7 +21,8 @@ from holdfast.config import EngineConfig
 from holdfast.loading.declared import open_declared
 from holdfast.memory.devices import GPUS
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.planning.fit import PlanRequest, find_fit
+from holdfast.planning.fit import fit_runner
+from holdfast.planning.resolve import PlanRequest
 from holdfast.planning.target import Target, gpu_target
 
 MODELS = ("Qwen3-8B", "Qwen3-30B-A3B", "gpt-oss-20b", "DeepSeek-V2-Lite", "phi-4")
@@ -61,7 +62,7 @@ def tokens_of(line: str, requested: DeclaredModel, target: Target) -> tuple[int,
     else:
         few = {} if command == "serve" else {"max_num_seqs": ONE_SEQUENCE}
         request = place(EngineConfig.from_options(**(few | engine)), requested, target)[0]
-    fit = find_fit(request)
+    fit = fit_runner(request)
     return fit.kv_tokens, fit.resolved.limits.max_model_len
 
 

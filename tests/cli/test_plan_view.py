@@ -18,7 +18,8 @@ from holdfast.distributed.mesh import Mesh
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import PHASES
 from holdfast.planning.alternatives import Alternative, in_scheme, list_alternatives
-from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, settle
+from holdfast.planning.fit import fit_runner
+from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import cpu_target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 
@@ -41,14 +42,14 @@ def test_a_plan_that_fits_is_the_planners(requested: PlanRequest) -> None:
     assert view.kv_bytes_per_token == plan.kv_bytes_per_token
     assert view.budget_bytes == plan.memory.budget_bytes
     assert view.not_in_this_version == plan.not_in_this_version
-    assert view.alternatives == list_alternatives(requested)
+    assert view.alternatives == list_alternatives(resolve(requested))
 
 
 @pytest.mark.parametrize("requested", [TOO_LONG, TOO_LARGE], ids=["context", "model"])
 def test_a_plan_that_does_not_fit_is_as_short_as_the_refusal_says(requested: PlanRequest) -> None:
     view = view_of(requested, None)
     with pytest.raises(MemoryPlanError) as caught:
-        find_fit(requested)
+        fit_runner(requested)
     table = caught.value.table
     assert table is not None
     assert not view.fits
@@ -159,7 +160,7 @@ def test_words_about_tokens() -> None:
 
 
 def words_of(requested: PlanRequest) -> str:
-    return summary_of(requested, settle(requested)[1])
+    return summary_of(requested, resolve(requested))
 
 
 def change(option: str, value: object) -> Alternative:
@@ -314,7 +315,7 @@ def in_format(name: str) -> PlanRequest:
 
 def test_every_cell_is_the_plan_of_its_formats() -> None:
     for cell in CELLS:
-        alone = find_fit(in_scheme(in_format(cell.kv_cache_dtype), cell.quantization))
+        alone = fit_runner(in_scheme(in_format(cell.kv_cache_dtype), cell.quantization))
         assert cell.kv_tokens == alone.kv_tokens
         assert cell.kv_protected_layers == len(alone.resolved.protected.layers)
         assert cell.runs
@@ -325,7 +326,7 @@ def test_formats_go_from_the_requested_one_to_fewer_bytes() -> None:
     names = list(dict.fromkeys(cell.kv_cache_dtype for cell in CELLS))
     assert names[0] == "bfloat16"
     assert set(names) == {"bfloat16", *(name for name, value in KV_FORMATS.items() if value.is_quantized)}
-    sizes = [layout.bytes_per_token(resolved) for layout, resolved in (settle(in_format(name)) for name in names)]
+    sizes = [resolve(in_format(name)).bytes_per_token() for name in names]
     assert all(larger > smaller for larger, smaller in pairwise(sizes))
     assert {cell.quantization for cell in CELLS} == {"none", "fp8", "mxfp4"}
 

@@ -19,7 +19,7 @@ from holdfast.distributed.exchange_plan import ExchangeNeeds
 from holdfast.distributed.mesh import Mesh
 from holdfast.distributed.symmetric import SymmetricExchange
 from holdfast.kernels.exchange import links, signals
-from holdfast.kernels.exchange.gather_rows import _meet_kernel
+from holdfast.kernels.exchange.gather_rows import _rendezvous_kernel
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from pointer_bounds import BOUNDS
@@ -42,7 +42,7 @@ class InterpretedRanks:
         self._memory: dict[int, torch.Tensor] = {}
         self._store: dict[str, bytes] = {}
         # The language and its core, which functions of the language see.
-        self._languages = [interpreter._patch_lang(one.fn) for one in (_meet_kernel, interpreter.tl.zeros)]
+        self._languages = [interpreter._patch_lang(one.fn) for one in (_rendezvous_kernel, interpreter.tl.zeros)]
         # Launches overlap: none may take the language away from another.
         monkeypatch.setattr(interpreter, "_patch_lang", lambda function: SimpleNamespace(restore=lambda: None))
         monkeypatch.setattr(interpreter.interpreter_builder, "create_inline_asm", self._assemble)
@@ -87,11 +87,11 @@ class InterpretedRanks:
         return [results[mesh.rank] for mesh in self._meshes]
 
     def set(self, key: str, value: str) -> None:
-        """Of the store."""
+        """Read from the store."""
         self._store[key] = value.encode()
 
     def get(self, key: str) -> bytes:
-        """Of the store; waits for it."""
+        """Read from the store; waits."""
         while key not in self._store:
             self._let_others_run()
         return self._store[key]
@@ -105,8 +105,8 @@ class InterpretedRanks:
         self._memory[mesh.rank] = own
         while len(self._memory) < len(self._meshes):
             self._let_others_run()
-        everybodys = [self._memory[rank] for rank in range(len(self._meshes))]
-        return SimpleNamespace(own=own, everybodys=everybodys, name="ranks", close=lambda: None)
+        all_ranks = [self._memory[rank] for rank in range(len(self._meshes))]
+        return SimpleNamespace(own=own, all_ranks=all_ranks, name="ranks", close=lambda: None)
 
     def _let_others_run(self) -> None:
         if self._failures:
@@ -133,8 +133,8 @@ class InterpretedRanks:
         else:
             assert "st.release" in text, f"{text} is not known here"
             masks = values[2].data.ravel() if len(values) > 2 else [1] * len(read)
-            for address, value, is_told in zip(addresses.ravel(), values[1].data.ravel(), masks, strict=True):
-                if is_told:
+            for address, value, is_set in zip(addresses.ravel(), values[1].data.ravel(), masks, strict=True):
+                if is_set:
                     ctypes.c_int32.from_address(int(address)).value = int(value)
             found = addresses.astype("int32")
         return SimpleNamespace(get_result=lambda place: handle(found, int32))

@@ -15,15 +15,15 @@ CHANGE = PlanChange("take less", "--less", 3, 2)
 
 
 def open_core(config, on_progress, on_prepare) -> EngineCore:
-    """An EngineCore of a HashRunner, or the failure that was asked for."""
+    """An EngineCore of a HashRunner, or the failure that the config names."""
     name = config.model or ""
     for num_done in range(3):
         on_progress(num_done, 2)
     on_prepare(Preparing("Compiling fakes", 1, 1, "kept nowhere"))
     if name == "refused":
-        raise UnsupportedModelError("a fake was asked", "it has no weights", "take another")
+        raise UnsupportedModelError("value.empty", name="weights")
     if name == "does not fit":
-        error = MemoryPlanError("a fake was asked", "it is too large", "take less", table=TABLE)
+        error = MemoryPlanError("value.too_large", name="fake", maximum=5, value=7, table=TABLE)
         error.changes = (CHANGE,)
         raise error
     if name == "fails":
@@ -48,7 +48,7 @@ def open_core(config, on_progress, on_prepare) -> EngineCore:
     def on_step(step) -> None:
         nonlocal num_steps
         if name in ("dies", "exits late") and len(step.scheduled) < 2:
-            return  # the second request is on its way, and must find somebody
+            return  # the second request is on its way, and must find a sequence
         num_steps += 1
         if name == "layers":
             for _ in range(200):

@@ -108,7 +108,7 @@ def seen(live: LiveStep) -> list[object]:
 
 
 def open_rank(start: RankStart, server: RankServer) -> SlotsRank:
-    """Through all stations of a start, or the failure that was asked for."""
+    """Through all stations of a start, or the failure that the config names."""
     name = start.config.model or ""
     is_second = start.rank == 2
     if name == "slow plan":
@@ -125,7 +125,7 @@ def open_rank(start: RankStart, server: RankServer) -> SlotsRank:
             time.sleep(600)
         os._exit(0)
     if name == "refuses" and is_second:
-        raise UnsupportedModelError("a fake was asked", "it has no weights", "take another")
+        raise UnsupportedModelError("value.empty", name="weights")
     if name == "fails" and is_second:
         raise OSError("no weights today")
     if name == "exits" and is_second:

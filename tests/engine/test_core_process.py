@@ -17,6 +17,7 @@ import pytest
 from cli.cli_models import make_model
 from engine.fake_core import CHANGE, TABLE
 from engine.fakes import make_engine, own_pulse, run_all, shared_template, shared_tokenizer, solo, text_of, tokens_of
+from error_codes import raises_code
 from holdfast import LLM, AsyncLLM, SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine import child_process, core_process
@@ -72,7 +73,7 @@ def is_gone(pid: int, seconds: float = 60.0) -> bool:
             return True
         status = Path(f"/proc/{pid}/stat")
         if status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z" and os.getpid() != _parent(pid):
-            return True  # somebody else's to reap
+            return True  # another process reaps it
         time.sleep(0.02)
     return False
 
@@ -176,7 +177,7 @@ def test_the_queue_of_the_core_is_known_here(make_remote):
         while engine.stats().num_running < running:
             engine.step()
     add(8, 9, 10, 11)
-    with pytest.raises(QueueFullError, match="1 more completions were asked; 4 wait and the queue holds 4"):
+    with raises_code("request.queue_full", QueueFullError):
         engine.add_request("one more", "x", PARAMS)
     engine.abort_all()
     engine.add_request("after", "x", PARAMS)
@@ -188,13 +189,13 @@ def test_the_queue_of_the_core_is_known_here(make_remote):
     assert tokens_of(deltas) == solo("x", PARAMS, max_model_len=256)[0]
 
 
-def test_an_idle_core_is_asked_again_and_again_and_nothing_piles_up(make_remote):
+def test_repeated_watch_of_an_idle_core_leaves_no_messages(make_remote):
     core = make_remote().core
     for _ in range(50):
         core.ask_map()
         core.watch()
         taken = core.take_map()
-        assert taken is not None, "the map that was asked for comes before the answer to what was asked after it"
+        assert taken is not None, "the requested map arrives before the later answer"
         assert taken.num_free == taken.num_pages
     time.sleep(0.2)  # for whatever would come late
     rest = []
@@ -218,7 +219,7 @@ def test_the_prefix_cache_is_the_cores(make_remote):
     assert num_cached() == 0
 
 
-def test_progress_is_told():
+def test_progress_is_reported():
     seen, prepared = [], []
     core = CoreProcess(EngineConfig(model=""), lambda *counts: seen.append(counts), prepared.append, command=FAKE)
     core.close()
@@ -227,7 +228,7 @@ def test_progress_is_told():
 
 
 def test_a_model_that_cannot_be_opened_raises_its_own_error():
-    with pytest.raises(UnsupportedModelError, match="a fake was asked; it has no weights; take another"):
+    with raises_code("value.empty", UnsupportedModelError, name="weights"):
         open_fake("refused")
     with pytest.raises(MemoryPlanError) as caught:
         open_fake("does not fit")
@@ -255,7 +256,7 @@ def test_a_model_that_never_opens(monkeypatch):
 
 
 def run_to_death(engine: Engine, act=lambda: None) -> tuple[str, float]:
-    """Two long requests and one that waits: what all of them are told, and after how long."""
+    """Two long requests and one that waits: the error of each, and after how long."""
     for name in ("a", "b"):
         engine.add_request(name, name, LONG)
     ends = {}
@@ -283,21 +284,21 @@ def test_a_core_that_is_killed(make_remote):
     engine = make_remote("slow")
     error, seconds = run_to_death(engine, lambda: os.kill(engine.core.pid, signal.SIGKILL))
     assert "it ended with signal SIGKILL" in error
-    with pytest.raises(EngineDeadError) as told:
+    with pytest.raises(EngineDeadError) as reported:
         engine.raise_if_dead()
-    assert str(told.value).count("make a new engine") == 1
+    assert str(reported.value).count("Create a new engine") == 1
     assert seconds < 60
 
 
 def test_a_core_that_stops_answering(make_remote):
     engine = make_remote("slow", core_timeout=1.0)
     error, seconds = run_to_death(engine, lambda: os.kill(engine.core.pid, signal.SIGSTOP))
-    assert "it has said nothing for 1.0 seconds" in error
+    assert "it was silent for 1.0 seconds" in error
     assert 0.9 < seconds < 60
 
 
 @pytest.mark.slow
-def test_a_core_that_stops_answering_while_it_is_sent_more_than_fits(make_remote):
+def test_core_that_hangs_while_its_channel_is_full(make_remote):
     engine = make_remote("slow", core_timeout=1.0)
     engine.add_request("a", "a", LONG)
     engine.step()
@@ -307,7 +308,7 @@ def test_a_core_that_stops_answering_while_it_is_sent_more_than_fits(make_remote
         for number in range(2000):
             engine.add_request(f"more {number}", "words " * 20, SamplingParams(max_tokens=1, bad_words=["x" * 1000]))
 
-    with pytest.raises(EngineDeadError, match="taken and said nothing"):
+    with pytest.raises(EngineDeadError, match="read and sent nothing"):
         flood()
     assert {delta.finish_reason for delta in engine.step()} == {"error"}
     assert is_gone(engine.core.pid, 10.0), "it is reaped"
@@ -390,7 +391,7 @@ def test_ctrl_c_loses_nothing(make_remote):
     assert tokens_of(deltas) == solo("a", SamplingParams(temperature=0.0, max_tokens=30), max_model_len=256)[0]
 
 
-def test_a_core_that_nobody_holds_ends():
+def test_unreferenced_core_ends():
     core = open_fake("slow")
     pid = core.pid
     del core
@@ -458,15 +459,15 @@ ONE = CoreOutputs((SequenceOutput(0, (97,)),), CoreStats(num_submitted=1))
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (frames(READY) + frames(ONE, ONE, first=3), "number 3, and number 2 is the next"),
-        (frames(READY, ONE) + frames(ONE, first=2), "number 2, and number 3 is the next"),
-        (frames(READY) + b"garbage that is no frame", "does not begin as one"),
+        (frames(READY) + frames(ONE, ONE, first=3), "Message 3 arrived, but message 2 is next"),
+        (frames(READY, ONE) + frames(ONE, first=2), "Message 2 arrived, but message 3 is next"),
+        (frames(READY) + b"garbage that is no frame", "Not a Holdfast message"),
         (frames(READY) + frames(ONE, first=2)[:4] + b"\x09\x00" + frames(ONE, first=2)[6:], "version 9"),
         (frames(READY) + frames(ONE, first=2)[:-1] + b"\x55", "checksum"),
-        (frames(READY, CoreOutputs((SequenceOutput(5, (97,)),))), "it spoke of sequence 5"),
+        (frames(READY, CoreOutputs((SequenceOutput(5, (97,)),))), "it sent sequence 5"),
         (frames(READY, CoreOutputs((SequenceOutput(0, (264,)),))), "it chose token 264 of a vocabulary of 264"),
-        (frames(READY, READY), "it sent Ready"),
-        (frames(READY, Refused((), MessageError("a", "b", "c"))), "it refused what it was sent"),
+        (frames(READY, READY), "it sent an unexpected Ready"),
+        (frames(READY, Refused((), MessageError("wire.checksum"))), "it refused a message"),
     ],
     ids=[
         "out of order",
@@ -499,7 +500,7 @@ def test_a_core_that_ends_in_the_middle_of_a_message(monkeypatch):
     code = "import socket, sys; socket.socket(fileno=int(sys.argv[2])).sendall(bytes.fromhex(sys.argv[1]))"
     said = (frames(READY) + frames(ONE, first=2)[:-3]).hex()
     core = CoreProcess(EngineConfig(), lambda done, total: None, command=(sys.executable, "-c", code, said))
-    with pytest.raises(EngineDeadError, match="cut short"):
+    with raises_code("engine.core_dead", EngineDeadError):
         core.watch()
     assert is_gone(core.pid, 10.0)
 
@@ -538,23 +539,23 @@ SUBMIT = Submit((CoreRequest(0, (1, 2), PARAMS, 0, 4),))
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "code"),
     [
-        (frames(SUBMIT, first=2), "number 2, and number 1 is the next"),
-        (frames(Abort((0,))), "it names sequences [0], and those below 0 are known"),
-        (frames(Heartbeat(1.0)), "which a front does not send"),
-        (frames(Start(EngineConfig())), "which a front does not send"),
-        (frames(SUBMIT)[:-1] + b"\xff", "checksum"),
+        (frames(SUBMIT, first=2), "wire.out_of_order"),
+        (frames(Abort((0,))), "wire.wrong_sequences"),
+        (frames(Heartbeat(1.0)), "wire.unexpected"),
+        (frames(Start(EngineConfig())), "wire.unexpected"),
+        (frames(SUBMIT)[:-1] + b"\xff", "wire.checksum"),
     ],
     ids=["out of order", "unknown sequence", "heartbeat", "a second start", "altered"],
 )
-def test_a_command_that_is_not_sound_is_refused_and_changes_nothing(data, words):
+def test_malformed_command_is_refused_without_effect(data, code):
     server = Server()
     refused = server.ask(data)
     assert isinstance(refused, Refused)
     assert refused.sequence_ids == ()
-    assert words in str(refused.error)
-    number = 2 if words.endswith(("known", "not send")) else 1
+    assert refused.error.code == code
+    number = 2 if code in ("wire.wrong_sequences", "wire.unexpected") else 1
     found = server.ask(frames(StatsRequest(), first=number))
     while not isinstance(found, CoreStats):
         found = server.ask(b"")
@@ -571,7 +572,7 @@ def test_a_repeated_command_is_refused_and_the_first_goes_on():
         if isinstance(answers[-1], CoreOutputs):
             tokens += [token for output in answers[-1].outputs for token in output.token_ids]
     (refused,) = [answer for answer in answers if isinstance(answer, Refused)]
-    assert "it is number 1, and number 2 is the next" in str(refused.error)
+    assert (refused.error.code, refused.error.values["number"]) == ("wire.out_of_order", 1)
     assert server.engine.core.stats().num_submitted == 1
     server.end(2)
 
@@ -585,13 +586,13 @@ def test_a_request_that_cannot_run_is_refused_by_its_sequences():
     server.end(2)
 
 
-def test_a_request_that_the_core_refuses_late_is_an_error_of_its_own():
-    said = frames(READY, Refused((0, 1), QueueFullError("a", "b", "c")), ONE)
+def test_request_refused_late_fails_alone():
+    said = frames(READY, Refused((0, 1), QueueFullError("value.empty", name="a")), ONE)
     core = CoreProcess(EngineConfig(), lambda done, total: None, command=(*BROKEN, said.hex()))
     engine = Engine(core, shared_tokenizer(), None, 0)
     engine.add_request("a", "a", SamplingParams(n=2))
     deltas = engine.step()
-    assert [(delta.finish_reason, delta.error) for delta in deltas] == [("error", "a; b; c")] * 2
+    assert [(delta.finish_reason, delta.error) for delta in deltas] == [("error", "a must not be empty.")] * 2
     assert not engine.is_dead
     assert not engine.has_unfinished()
     engine.close()
@@ -647,7 +648,7 @@ def test_a_model_in_another_process_says_the_same_to_the_bit(model):
 
 
 @pytest.mark.parametrize("fits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fits", "does not fit"])
-def test_the_front_needs_no_torch_and_errors_of_the_model_come_through(model, fits):
+def test_front_runs_without_torch_and_raises_model_errors(model, fits):
     """That the error comes with its table and changes is held in every run by a core of fakes that does not fit."""
     code = f"""
 import sys
@@ -658,17 +659,17 @@ try:
         outputs = llm.generate("x", SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
         print(len(outputs[0].outputs[0].token_ids))
 except MemoryPlanError as error:
-    print(error.table.rows[0].owner, len(error.changes), error.do)
+    print(error.table.rows[0].owner, len(error.changes), error.code)
 print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    told, has_torch = done.stdout.splitlines()
+    reported, has_torch = done.stdout.splitlines()
     assert has_torch == "False", done.stderr
     if fits:
-        assert told == "2"
+        assert reported == "2"
     else:
-        assert told.startswith("python and torch")
-        assert "raise memory_limit" in told
+        assert reported.startswith("python and torch")
+        assert "raise memory_limit" in reported
 
 
 def run_async(engine: Engine, work) -> None:
@@ -711,7 +712,7 @@ def test_many_readers_of_a_core_process_and_its_death(make_remote):
     assert is_gone(engine.core.pid, 10.0)
 
 
-def test_a_core_that_ends_while_nothing_is_asked_is_noticed(make_remote):
+def test_idle_core_that_ends_is_noticed(make_remote):
     engine = make_remote()
 
     async def work(llm: AsyncLLM) -> None:

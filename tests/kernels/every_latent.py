@@ -11,9 +11,10 @@ from unittest.mock import patch
 
 import torch
 
-from holdfast.attention import torch_compressed, torch_latent
-from holdfast.attention.torch_compressed import OnlineSoftmax
-from holdfast.attention.torch_latent import attend_latents
+from holdfast.families.compressed import torch_backend as torch_compressed
+from holdfast.families.compressed.torch_backend import OnlineSoftmax
+from holdfast.families.latent import torch_backend as torch_latent
+from holdfast.families.latent.torch_backend import attend_latents
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent import latent_prefill
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
@@ -48,14 +49,14 @@ from red_zones import RedZones
 
 CPU = torch.device("cpu")
 BYTES = {Poison.NAN: 0xFF, Poison.ZEROS: 0x00, Poison.LEFTOVERS: 0x35}
-"""Of free slots and pages; 0x35 is a small number in every type that a plane has."""
+"""Bytes of free slots and pages; 0x35 is a small number in every type of a plane."""
 MANY_SMS = 12
 """So many multiprocessors want the lists of a few rows split."""
 TAKES = frozenset({"prefill", "peak", "splits"})
 
 
 class Sizes(NamedTuple):
-    """Of a layer and its pages."""
+    """Sizes of a layer and its pages."""
 
     name: str = "plain"
     num_heads: int = 3
@@ -111,7 +112,7 @@ def some_tokens(
 
 
 def tokens(step: Step, sizes: Sizes) -> list[torch.Tensor]:
-    """Of each sequence."""
+    """One per sequence."""
     made = []
     for index, (start, count) in enumerate(step.rows):
         peak = None if step.peak is None else min(step.peak, start + count - 1)
@@ -243,7 +244,7 @@ class SparseWorld:
         # The last row does not choose: nothing of it is followed, and its output stays.
         table_rows_T = torch.tensor([len(case.rows) - 1 - index for index in self.sequences] + [BEYOND])
         num_tokens_T = torch.tensor([*self.num_tokens, 0])
-        listed = (torch.cat((told_T, beyond)).int().to(self.device) for told_T in (table_rows_T, num_tokens_T))
+        listed = (torch.cat((one_T, beyond)).int().to(self.device) for one_T in (table_rows_T, num_tokens_T))
         call = LatentCall(
             amid(torch.cat((case.q_TNX, torch.full_like(case.q_TNX[:1], NAN))), self.device),
             held_on(self.planes, self.device),
@@ -397,7 +398,7 @@ class TorchWorld:
             token_S = torch.arange(start + count)
             slots_S = torch.tensor(pages)[token_S // page] * page + token_S % page
             q_nNX, rows = case.q_TNX[row : row + count], slice(row, row + count)
-            with patch.object(torch_latent, "LATENT_BLOCK_TOKENS", 64):
+            with patch.object(torch_latent, "BLOCK_TOKENS", 64):
                 out_TNL[rows] = attend_latents(q_nNX, self.planes, slots_S, start, case.scale)
         return out_TNL.flatten(1)
 
@@ -424,7 +425,7 @@ class TorchCompressedWorld:
         case, out_TND = self.case, memory.take("out", self.step.num_rows, self.case.num_heads, self.sizes.width)
         for index, ((start, count), row) in enumerate(zip(case.rows, case.row_starts, strict=True)):
             own_n = start + torch.arange(count)
-            with patch.object(torch_compressed, "LATENT_BLOCK_TOKENS", 64):
+            with patch.object(torch_compressed, "BLOCK_TOKENS", 64):
                 softmax = OnlineSoftmax(case.q_TNX[row : row + count], self.sinks_N, case.scale)
                 first = max(0, start - self.window + 1)
                 slots_S = self._slots(case, index)[first:]
@@ -657,4 +658,4 @@ HOPPER: tuple[Attention, ...] = (
         for scope, name in zip(SCOPES, ("plain", "fp8_ds_v4", "plain"), strict=True)
     ),
 )
-"""The same in the sizes that kernels for a Hopper alone take: without such a GPU they run nothing new."""
+"""Adapters in the sizes of Hopper kernels: without such a GPU they run nothing new."""

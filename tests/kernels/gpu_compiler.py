@@ -113,7 +113,7 @@ class CompiledOnly:
         self._kernel = kernel
         self.shared_bytes = 0
         self.num_copies = 0
-        """Of the last compilation: copies into shared memory that are under way while the kernel computes."""
+        """Last compilation: copies into shared memory that are under way while the kernel computes."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._compile
@@ -253,7 +253,7 @@ def attention_of(
 
 
 def streams_of(num_rows: int, hidden: int) -> None:
-    """Both launches around a block, streams that are mixed first, and those that are collapsed last."""
+    """Compile both launches around a block, the first mix, and the head."""
     x, norm_weight = torch.empty(num_rows, 4, hidden, dtype=BF16), torch.empty(hidden, dtype=BF16)
     mix = hyper_connections.StreamMix(torch.empty(24, 4 * hidden), torch.empty(24), torch.empty(3))
     head = hyper_connections.HeadMix(torch.empty(4, 4 * hidden), torch.empty(4), torch.empty(1))
@@ -263,8 +263,7 @@ def streams_of(num_rows: int, hidden: int) -> None:
     hyper_connections.enter_block(x, parts, mix, numbers, shares, norm_weight, 1e-6, y)
     hyper_connections.combine_add_up(x, y, shares, mix.weight_MX, parts)
     hyper_connections.combine_streams(x, y, shares, x)
-    hyper_connections.mix_head(x, *head, 1e-6, 1e-6, shares[:, :4], parts)
-    hyper_connections.collapse_streams(x, shares, y)
+    hyper_connections.enter_block(x, parts, head, numbers, shares[:, :4], norm_weight, 1e-6, y)
 
 
 def layer_norm_of(dtype: torch.dtype) -> None:
@@ -368,10 +367,19 @@ def experts_of(
             )
     ids = torch.zeros(num_rows, 2, dtype=torch.int32)
     tensors = [torch.empty(spec.shape, dtype=torch.int32) for spec in order_specs(num_rows, 2, 4)]
-    order = routing.order_experts_reference(ids, 4, tensors)
+    order = ordered(ids, 4, tensors)
     launch = expert_gemv.expert_gemv if order.block_rows == 1 else grouped_gemm.grouped_gemm
     out, bias = torch.empty(2 * num_rows, size_n, dtype=BF16), torch.empty(shape[:2], dtype=BF16)
     launch(torch.empty(num_rows, size_k, dtype=BF16), weight, order, out, gated, rows, bias if has_bias else None, form)
+
+
+def ordered(*arguments: Any) -> routing.ExpertOrder:
+    """Call `order_experts` without compiling the kernels that sort."""
+    launch, routing.fill_order.triton = routing.fill_order.triton, routing.fill_order.reference
+    try:
+        return routing.order_experts(*arguments)
+    finally:
+        routing.fill_order.triton = launch
 
 
 def rank_of(num_rows: int) -> None:
@@ -379,7 +387,7 @@ def rank_of(num_rows: int) -> None:
     ids = torch.zeros(num_rows, 8, dtype=torch.int32)
     own = routing.local_ids_triton(ids, 32, 32, torch.empty_like(ids))
     tensors = [torch.empty(spec.shape, dtype=torch.int32) for spec in order_specs(num_rows, 8, 128, 32)]
-    routing.order_experts_triton(routing.order_experts_reference(own.zero_(), 128, tensors, 32), tensors[2])
+    routing.fill_order_triton(ordered(own.zero_(), 128, tensors, 32), tensors[2])
     routed, out = torch.empty(8 * num_rows, 256, dtype=BF16), torch.empty(num_rows, 256, dtype=BF16)
     expert_sum.sum_experts_triton(routed, torch.empty(num_rows, 8), None, None, out, own)
     tokens = torch.zeros(num_rows, dtype=torch.int64)
@@ -719,7 +727,7 @@ def exchange_of(size: int) -> None:
     ids = torch.zeros(64, dtype=torch.int64)
     gather_rows.gather_small_triton(ids, [ids] * size, torch.zeros(size, 64, dtype=torch.int64), ranks)
     gather_rows.share_first_triton(ids, [ids] * size, ranks)
-    gather_rows.meet_triton(ranks)
+    gather_rows.rendezvous_triton(ranks)
     end = links.offer_end(torch.zeros(4096, dtype=torch.int32), torch.zeros(4096, dtype=torch.int32), 0, 0)
     links.offer_rows(rooms[0], torch.zeros(size, 16 * 5120, dtype=BF16), end)
     links.fetch_rows(torch.zeros(1, 16 * 5120, dtype=BF16), rooms[0], end)

@@ -3,16 +3,14 @@
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 import holdfast.kernels
-from holdfast.kernels import activation
+from holdfast.kernels import activation, operation
 from holdfast.kernels.exchange import add_rows, sum_rows
 from holdfast.kernels.exchange.add_rows import DeferredStream
 from holdfast.kernels.gemm import linear, quantize_activations
@@ -20,72 +18,38 @@ from holdfast.kernels.geometry import order_specs
 from holdfast.kernels.load import place_rows
 from holdfast.kernels.load.place_rows import UNSEEN, Findings
 from holdfast.kernels.moe import expert_linear, routing
+from holdfast.kernels.operation import Operation
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from kernels.exactness import random, same_bits
 from kernels.expert_cases import SCHEMES, expert_case, in_torch, order_of, room_for
+from kernels.gemm_references import quantized_linear_reference
 from kernels.quantized_cases import random_weight, room_amid, scheme_id
 from kernels.triton_cases import QUIET
 from red_zones import RedZones
 
 pytestmark = QUIET
 
-CHANGES_FIRST = {
-    *("gate_mul", "silu_mul", "add_rows", "add_rms_norm", "add_rms_norm_coded", "compressed_attention"),
-    *("place_plain", "place_quantized", "find_amax", "order_experts", "lookup_share"),
-}
-"""Functions that pass on something else than they get, or look at types: below, or in their own tests."""
 
-
-def dispatchers() -> Iterator[tuple[ModuleType, str]]:
-    """Public functions of all kernels that have a kernel of the same name in Triton, and plain torch beside it."""
+def operations() -> Iterator[tuple[str, Operation[..., Any]]]:
+    """Find the operations of all kernels."""
     for found in pkgutil.walk_packages(holdfast.kernels.__path__, "holdfast.kernels."):
-        module = importlib.import_module(found.name)
-        for name in vars(module):
-            has_both = all(hasattr(module, f"{name}_{kind}") for kind in ("triton", "reference"))
-            if has_both and hasattr(module, "can_run") and name not in CHANGES_FIRST:
-                yield module, name
+        for name, item in vars(importlib.import_module(found.name)).items():
+            if isinstance(item, Operation) and item.__module__ == found.name:
+                yield name, item
 
 
-DISPATCHERS = [
-    pytest.param(*one, id=f"{one[0].__name__.removeprefix('holdfast.kernels.')}.{one[1]}") for one in dispatchers()
-]
-
-
-class Called(Exception):
-    """What was called, and with what."""
-
-    def __init__(self, kind: str, arguments: dict[str, Any]) -> None:
-        super().__init__(kind)
-        self.kind = kind
-        self.arguments = arguments
-
-
-def recorder(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(function)
-
-    def record(*arguments: Any, **named: Any) -> None:
-        raise Called(kind, dict(signature.bind(*arguments, **named).arguments))
-
-    return record
-
-
-@pytest.mark.parametrize("can_run", [False, True], ids=["reference", "triton"])
-@pytest.mark.parametrize(("module", "name"), DISPATCHERS)
-def test_dispatcher_passes_arguments_under_their_names(monkeypatch, module, name, can_run):
-    function = getattr(module, name)
-    given = {parameter: MagicMock(name=parameter) for parameter in inspect.signature(function).parameters}
-    for kind in ("triton", "reference"):
-        monkeypatch.setattr(module, f"{name}_{kind}", recorder(kind, getattr(module, f"{name}_{kind}")))
-    monkeypatch.setattr(module, "can_run", lambda tensor: can_run)
-    for other in ("native_for", "native_library", "_check"):
-        if hasattr(module, other):
-            monkeypatch.setattr(module, other, lambda *tensors: None)
-    with pytest.raises(Called) as called:
-        function(**given)
-    assert called.value.kind == ("triton" if can_run else "reference")
-    for parameter, value in called.value.arguments.items():
-        assert value is given[parameter], f"{parameter} of {name}_{called.value.kind} is {value}"
-    assert called.value.arguments.keys() == given.keys()
+def test_implementations_of_an_operation_share_a_signature():
+    found = list(operations())
+    assert len(found) >= 35
+    for name, item in found:
+        parameters = inspect.signature(item).parameters
+        for implementation in filter(None, (item.triton, item.native, item.place)):
+            own = inspect.signature(implementation).parameters
+            assert own.keys() == parameters.keys(), f"{name}: {implementation.__name__}"
+            for parameter, value in own.items():
+                assert value.default == parameters[parameter].default, (
+                    f"{name}: {parameter} of {implementation.__name__}"
+                )
 
 
 @pytest.fixture
@@ -93,7 +57,7 @@ def on_triton(monkeypatch, device) -> None:
     """Functions choose kernels in Triton, which the interpreter runs on a CPU; on a GPU they do in every test."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
-    for module in (activation, add_rows, sum_rows, linear, quantize_activations, place_rows, expert_linear, routing):
+    for module in (operation, add_rows, sum_rows, linear, place_rows):
         monkeypatch.setattr(module, "can_run", lambda tensor: True)
 
 
@@ -102,7 +66,8 @@ def on_triton(monkeypatch, device) -> None:
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_gate_mul_on_triton_is_the_reference(device, kind, limit):
     gate_up = random(3, 2 * 70, scale=2.0)
-    expected = activation.gate_mul_reference(gate_up, kind, torch.empty(3, 70), limit)
+    gate, up = (gate_up if limit is None else activation.clamped_halves(gate_up, limit)).chunk(2, dim=1)
+    expected = activation.REFERENCES[kind](gate) * up
     out = torch.empty(3, 70, device=device)
     assert activation.gate_mul(gate_up.to(device), kind, out, limit) is out
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-6)
@@ -153,13 +118,14 @@ def test_placing_some_columns_on_triton_is_the_reference(monkeypatch, device, sc
 
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("num_local", [None, 3])
-def test_ordering_experts_on_triton_is_the_reference(device, num_local):
+def test_ordering_experts_on_triton_is_the_reference(monkeypatch, device, num_local):
     ids = torch.randint(-1 if num_local else 0, num_local or 7, (40, 2), generator=torch.Generator().manual_seed(0))
     results = []
-    for run, where in ((routing.order_experts, device), (routing.order_experts_reference, torch.device("cpu"))):
+    for launches, where in ((True, device), (False, torch.device("cpu"))):
+        monkeypatch.setattr(operation, "can_run", lambda tensor, launches=launches: launches)
         specs = order_specs(40, 2, 7, num_local)
         tensors = [torch.full(spec.shape, 77, dtype=torch.int32, device=where) for spec in specs]
-        order = run(ids.to(where, torch.int32), 7, tensors, num_local)
+        order = routing.order_experts(ids.to(where, torch.int32), 7, tensors, num_local)
         used = order.block_experts_B.cpu() >= 0
         results.append((order.block_experts_B.cpu(), order.pairs_BR.cpu()[used], order.num_experts))
     assert torch.equal(results[0][0], results[1][0])
@@ -185,8 +151,8 @@ def test_quantized_linear_on_triton_is_the_reference(monkeypatch, device, scheme
         quantize_activations.quantize_rows(x.to(device), view)
         given = torch.full_like(x, torch.nan)
     linear.quantized_linear(given.to(device), weight, bias.to(device), out, room, is_coded)
-    monkeypatch.setattr(quantize_activations, "can_run", lambda tensor: False)
-    expected = linear.quantized_linear_reference(
+    monkeypatch.setattr(operation, "can_run", lambda tensor: False)
+    expected = quantized_linear_reference(
         x, weight, bias, torch.empty(num_rows, 40), room_amid(RedZones(torch.device("cpu")), num_rows, weight)
     )
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Hyper-connections: against transformers' modules and float64 by hand, alone and fused, amid poison and in any company."""
+"""Hyper-connections: against transformers' modules and float64, amid poison, and batch invariant."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def make_head(num_streams: int, hidden: int) -> HeadMix:
 
 
 def by_hand(x: torch.Tensor, mix: StreamMix | HeadMix, numbers: MixNumbers = NUMBERS) -> torch.Tensor:
-    """In float64, row by row and number by number where it matters."""
+    """Compute shares in float64, row by row."""
     num_streams, weight = x.shape[1], mix[0].double()
     bias, scale = mix[1].double(), mix[2].double()
     rows = []
@@ -54,8 +54,8 @@ def by_hand(x: torch.Tensor, mix: StreamMix | HeadMix, numbers: MixNumbers = NUM
         sums = weight @ (flat / (flat.square().mean() + numbers.norm_eps).sqrt())
         row = [*(torch.sigmoid(sums[:num_streams] * scale[0] + bias[:num_streams]) + numbers.eps)]
         if isinstance(mix, StreamMix):
-            behind = slice(num_streams, 2 * num_streams)
-            row += [*(2 * torch.sigmoid(sums[behind] * scale[1] + bias[behind]))]
+            after = slice(num_streams, 2 * num_streams)
+            row += [*(2 * torch.sigmoid(sums[after] * scale[1] + bias[after]))]
             comb = (sums[2 * num_streams :] * scale[2] + bias[2 * num_streams :]).view(num_streams, num_streams)
             comb = comb.softmax(1) + numbers.eps
             comb /= comb.sum(0) + numbers.eps
@@ -72,13 +72,16 @@ def parts_for(zones: RedZones, x: torch.Tensor) -> torch.Tensor:
     return zones.allocate(*spec.shape).fill_(NAN)
 
 
-def mixed(x, mix, device, numbers=NUMBERS):
-    """By the kernels, between red zones."""
+def mixed(x, mix, device, fused=True):
+    """Compute shares by kernels or references, between red zones."""
     zones, on_device = RedZones(device), type(mix)(*(among(tensor, device) for tensor in mix))
     x = among(x, device)
     parts, shares = parts_for(zones, x), zones.allocate(len(x), len(mix[0])).fill_(NAN)
-    hc.add_up_triton(x, on_device[0], parts)
-    hc.finish_mix_triton(x, parts, on_device, numbers, shares)
+    add_up, enter = (hc.add_up_streams, hc.enter_block)
+    kind = "triton" if fused else "reference"
+    getattr(add_up, kind)(x, on_device[0], parts)
+    norm, out = torch.ones(x.shape[2], device=device), torch.empty_like(x[:, 0])
+    getattr(enter, kind)(x, parts, on_device, NUMBERS, shares, norm, RMS_EPS, out)
     zones.check()
     return shares.cpu()
 
@@ -90,37 +93,26 @@ def test_shares_against_float64(device, dtype, num_rows, num_streams, hidden):
     x = random(num_rows, num_streams, hidden, scale=3.0).to(dtype)
     for mix in (make_mix(num_streams, hidden), make_head(num_streams, hidden)):
         expected = by_hand(x, mix)
-        shares = torch.empty(num_rows, len(mix[0]))
-        if isinstance(mix, StreamMix):
-            hc.mix_streams(x, mix, *NUMBERS, shares)
-        else:
-            hc.mix_head(x, *mix, NUMBERS.norm_eps, NUMBERS.eps, shares)
-        for found in (shares, mixed(x, mix, device)):
+        for found in (mixed(x, mix, CPU, fused=False), mixed(x, mix, device)):
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.each_value
 @SIZES
 @DTYPES
-def test_streams_collapsed_and_combined(device, dtype, num_rows, num_streams, hidden):
+def test_combine_streams_matches_float64(device, dtype, num_rows, num_streams, hidden):
     width = num_shares(num_streams)
     x, y = random(num_rows, num_streams, hidden).to(dtype), random(num_rows, hidden, seed=1).to(dtype)
     shares = random(num_rows, width, seed=2)
-    pre, post = shares[:, :num_streams].double(), shares[:, num_streams : 2 * num_streams].double()
+    post = shares[:, num_streams : 2 * num_streams].double()
     comb = shares[:, 2 * num_streams :].view(num_rows, num_streams, num_streams).double()
-    collapsed = torch.einsum("ts,tsh->th", pre, x.double())
     combined = post[:, :, None] * y[:, None].double() + torch.einsum("tjk,tjh->tkh", comb, x.double())
     limits = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    for where, collapse, combine in (
-        (CPU, hc.collapse_streams_reference, hc.combine_streams_reference),
-        (device, hc.collapse_streams_triton, hc.combine_streams_triton),
-    ):
+    for where, combine in ((CPU, hc.combine_streams_reference), (device, hc.combine_streams_triton)):
         zones = RedZones(where)
         x_there, y_there, shares_there = among(x, where), amid_poison(y, where), amid_poison(shares, where)
-        out, streams = zones.allocate(*y.shape, dtype=dtype), zones.allocate(*x.shape, dtype=dtype)
-        assert collapse(x_there, shares_there, out.fill_(NAN)) is out
+        streams = zones.allocate(*x.shape, dtype=dtype)
         assert combine(x_there, y_there, shares_there, streams.fill_(NAN)) is streams
-        torch.testing.assert_close(out.cpu().double(), collapsed, **limits)
         torch.testing.assert_close(streams.cpu().double(), combined, **limits)
         combine(x_there, y_there, shares_there, x_there)
         assert same_bits(x_there, streams), "in place it must be the same"
@@ -149,7 +141,7 @@ def run_block(fused: bool, device, x, y, shares, mix, norm, numbers=COARSE):
 @SIZES
 @DTYPES
 @pytest.mark.parametrize("is_head", [False, True], ids=["layer", "head"])
-def test_two_launches_are_as_all_steps_alone(device, dtype, num_rows, num_streams, hidden, is_head):
+def test_two_launches_match_the_steps_one_by_one(device, dtype, num_rows, num_streams, hidden, is_head):
     x, y = random(num_rows, num_streams, hidden).to(dtype), random(num_rows, hidden, seed=1).to(dtype)
     norm = 1.0 + random(hidden, seed=3, scale=0.1)
     mix = make_head(num_streams, hidden) if is_head else make_mix(num_streams, hidden)
@@ -175,20 +167,16 @@ def limits_of(dtype: torch.dtype, is_gpu: bool = False) -> dict[str, float]:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 17])
 def test_streams_in_several_chunks_a_split_match(device, monkeypatch, num_rows):
-    """Two splits of four chunks and a last one that is short; columns of a collapse in two programs."""
+    """Two splits of four chunks and a short last one."""
     monkeypatch.setattr(stream_geometry, "MAX_SPLITS", 2)
-    monkeypatch.setattr(hc, "COLLAPSED_COLUMNS", 128)
     x, y, mix, norm = random(num_rows, 4, 200), random(num_rows, 200, seed=1), make_mix(4, 200), torch.ones(200)
     shares = by_hand(x, make_mix(4, 200, seed=5)).float()
     expected = run_block(False, CPU, x, y, shares, mix, norm)
     for found, wanted in zip(run_block(True, device, x, y, shares, mix, norm), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    out = hc.collapse_streams_triton(x.to(device), shares.to(device), torch.empty(num_rows, 200, device=device))
-    wanted = hc.collapse_streams_reference(x, shares, torch.empty(num_rows, 200))
-    torch.testing.assert_close(out.cpu(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_as_the_modules_of_transformers(device):
+def test_shares_match_the_modules_of_transformers(device):
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
@@ -204,12 +192,11 @@ def test_as_the_modules_of_transformers(device):
     shares = mixed(x, mix, device)
     torch.testing.assert_close(shares[:, 4:8], post[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(shares[:, 8:].view(5, 4, 4), comb[0], rtol=1e-5, atol=1e-6)
-    out = torch.empty(5, 48)
-    torch.testing.assert_close(hc.collapse_streams(x, shares, out), collapsed[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(hc.collapse_streams(x, mixed(x, head, device), out), final[0], rtol=1e-5, atol=1e-6)
+    for pre, wanted in ((shares[:, :4], collapsed[0]), (mixed(x, head, device), final[0])):
+        torch.testing.assert_close(torch.einsum("ts,tsh->th", pre, x), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_comb_is_doubly_stochastic_and_its_transpose_is_told_apart(device):
+def test_comb_is_doubly_stochastic_and_not_symmetric(device):
     shares = mixed(random(3, 4, 64), make_mix(4, 64), device)
     comb = shares[:, 8:].view(3, 4, 4)
     torch.testing.assert_close(comb.sum(1), torch.ones(3, 4), rtol=1e-4, atol=1e-4)
@@ -218,7 +205,7 @@ def test_comb_is_doubly_stochastic_and_its_transpose_is_told_apart(device):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
-def test_a_row_is_the_same_in_any_company_and_poison_stays_in_its_own(device):
+def test_block_is_batch_invariant_and_keeps_poison_in_its_row(device):
     x, y, mix, norm = random(20, 4, 64), random(20, 64, seed=1), make_mix(4, 64), torch.ones(64)
     shares = by_hand(x, make_mix(4, 64, seed=5)).float()
     whole = run_block(True, device, x, y, shares, mix, norm)
@@ -279,14 +266,14 @@ def test_room_for_sums_is_enough_and_never_shrinks(hidden):
 
 def test_wrong_shapes_are_refused():
     x, mix = torch.ones(2, 4, 64), make_mix(4, 64)
-    with pytest.raises(AssertionError, match="room for 5 sums"):
-        hc.add_up_triton(x, mix.weight_MX, torch.empty(5))
+    with pytest.raises(AssertionError, match="space for 5 sums"):
+        hc.add_up_streams_triton(x, mix.weight_MX, torch.empty(5))
     with pytest.raises(AssertionError, match="of 4 streams"):
         hc.combine_streams_triton(x, x[:, 0], torch.ones(2, 23), x)
     with pytest.raises(AssertionError, match="weight_MX"):
-        hc.add_up_triton(x, mix.weight_MX[:, :-1], torch.empty(10**5))
-    with pytest.raises(AssertionError, match="with strides"):
-        hc.collapse_streams_triton(x.transpose(0, 1).contiguous().transpose(0, 1), torch.ones(2, 24), x[:, 0].clone())
+        hc.add_up_streams_triton(x, mix.weight_MX[:, :-1], torch.empty(10**5))
+    with pytest.raises(AssertionError, match="not dense"):
+        hc.combine_streams_triton(x.transpose(0, 1).contiguous().transpose(0, 1), x[:, 0].clone(), torch.ones(2, 24), x)
 
 
 @pytest.mark.gpu

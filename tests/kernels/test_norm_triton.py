@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels import norm as module
+from holdfast.kernels import operation
 from holdfast.kernels.norm import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -251,7 +251,7 @@ SIZES_LAYER_NORM = (1, 2, 63, 64, 100, 577, 1000, 5120)
 @pytest.fixture
 def on_triton(monkeypatch):
     """The kernel, in the interpreter too."""
-    monkeypatch.setattr(module, "can_run", lambda tensor: True)
+    monkeypatch.setattr(operation, "can_run", lambda tensor: True)
 
 
 def inputs_layer_norm(num_rows, size, dtype=torch.float32):

@@ -56,7 +56,7 @@ def test_codes_in_the_place_of_a_weight():
         expected = exact_rows(x, scheme) @ exact_weight(weight).T + 1
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
         assert bool(room.scales_TB[:3].all()) == scheme.quantizes_activations
-    with pytest.raises(AssertionError, match="fp8 needs room for the codes of 3 rows"):
+    with pytest.raises(AssertionError, match="fp8 needs buffers for the codes of 3 rows"):
         Linear(QuantizedWeight(FP8, (6, 40), *quantize(values, FP8)))(x, torch.empty(3, 6))
 
 

@@ -4,12 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from holdfast.kernels import operation
 from holdfast.kernels.activation import GateForm
-from holdfast.kernels.gemm import quantize_activations
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.geometry import order_specs
-from holdfast.kernels.moe import expert_linear, expert_sum, hash_routing
-from holdfast.kernels.moe import routing as routing_module
 from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers
 from holdfast.layers.moe import ExpertBiases, ExpertBuffers, ExpertLayer, SharedExpert
@@ -260,8 +258,7 @@ def test_kernels_of_a_layer_with_a_table(device, monkeypatch, scheme, num_rows):
     x, tokens = random(num_rows, hidden, seed=8).to(dtype), torch.arange(num_rows) * 7 % 19
     found = []
     for where, launches in ((torch.device("cpu"), False), (device, True)):
-        for module in (expert_linear, expert_sum, hash_routing, quantize_activations, routing_module):
-            monkeypatch.setattr(module, "can_run", lambda tensor, launches=launches: launches)
+        monkeypatch.setattr(operation, "can_run", lambda tensor, launches=launches: launches)
         placed = [
             weight.to(where) if isinstance(weight, torch.Tensor) else weight_on(weight, where) for weight in weights
         ]

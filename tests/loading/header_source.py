@@ -1,4 +1,4 @@
-"""A checkpoint that is headers only: whoever reads a weight of it fails."""
+"""A checkpoint that is headers only: reading a weight fails."""
 
 from math import prod
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.declared import declare_file, open_declared
 from holdfast.models.catalogue import CATALOGUE
@@ -36,9 +37,9 @@ def test_a_folder_of_a_model_that_does_not_run(folder: Path, name: str) -> None:
     assert declared.weight_bytes("bfloat16") == known.weight_bytes("bfloat16")
 
 
-@pytest.mark.parametrize("asked", ["Qwen3-8B", "Qwen/Qwen3-8B", "qwen3-8b"])
-def test_a_catalogue_name(asked: str) -> None:
-    assert open_declared(asked).name == "Qwen3-8B"
+@pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen/Qwen3-8B", "qwen3-8b"])
+def test_a_catalogue_name(model: str) -> None:
+    assert open_declared(model).name == "Qwen3-8B"
 
 
 def test_a_folder_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +75,10 @@ def test_a_config_without_a_type_leaves_it_to_the_weights(tmp_path: Path) -> Non
     assert open_declared(str(tmp_path)).checkpoint_dtype == "float32", "as transformers assumes"
 
 
-@pytest.mark.parametrize("asked", ["", " ", "no-such-model", "/no/such/path", "x" * 5000, "~nobody/x", "a\x00b"])
-def test_what_is_not_there(asked: str) -> None:
+@for_each("model", ["", " ", "no-such-model", "/no/such/path", "x" * 5000, "~absent-user/x", "a\x00b"])
+def test_what_is_not_there(model: str) -> None:
     with pytest.raises(ModelNotFoundError):
-        open_declared(asked)
+        open_declared(model)
 
 
 def test_the_nearest_name_is_suggested() -> None:
@@ -94,7 +95,7 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
         open_declared(str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"architectures": 7}', '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
+@for_each("text", ["", "[]", "{", '{"architectures": 7}', '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
 def test_hostile_configs(folder: Path, text: str) -> None:
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelFormatError):
@@ -118,7 +119,7 @@ def test_files_that_are_no_models(tmp_path: Path, name: str, error: type[Excepti
         open_declared(str(tmp_path / name))
 
 
-def test_a_file_that_may_not_be_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_declared_unreadable_file_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 
@@ -127,7 +128,7 @@ def test_a_file_that_may_not_be_read_is_told(folder: Path, monkeypatch: pytest.M
         open_declared(str(folder))
 
 
-def test_neither_torch_nor_numpy_nor_a_reader_of_files_for_a_name() -> None:
+def test_open_declared_by_name_imports_no_torch_or_numpy() -> None:
     code = (
         "import sys; from holdfast.loading.declared import open_declared; open_declared('DeepSeek-V4-Pro');"
         "print([name for name in ('torch', 'numpy', 'holdfast.loading.model_files') if name in sys.modules])"
@@ -136,7 +137,7 @@ def test_neither_torch_nor_numpy_nor_a_reader_of_files_for_a_name() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Llama-4-Scout-17B-16E-Instruct", "Kimi-K2.5", "gemma-4-E2B-it"])
+@for_each("name", ["Qwen3.5-35B-A3B", "Llama-4-Scout-17B-16E-Instruct", "Kimi-K2.5", "gemma-4-E2B-it"])
 def test_a_folder_of_a_planned_model_has_its_config(folder: Path, name: str) -> None:
     (folder / "config.json").write_text(json.dumps(CATALOGUE[name]))
     declared, known = open_declared(str(folder)), open_declared(name)

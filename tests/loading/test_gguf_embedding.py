@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.config import EngineConfig
 from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import open_model
@@ -30,7 +31,7 @@ def untied(tmp_path):
     return path, tiny.write_model(path, "qwen2", tied=False)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@for_each("scheme", SCHEMES)
 def test_plan_load_and_dummies_agree_to_the_byte(untied, scheme):
     path, expected = untied
     declared = open_declared(str(path))
@@ -55,11 +56,11 @@ def test_plan_load_and_dummies_agree_to_the_byte(untied, scheme):
             assert torch.all((values - stored).abs() <= embedding.scales[:, None] / 2 * 1.0001)
 
 
-@pytest.mark.parametrize("asked", ["head", "none", "all"])
-def test_what_is_asked_goes_first(untied, asked):
+@pytest.mark.parametrize("option", ["head", "none", "all"])
+def test_embedding_option_comes_first(untied, option):
     path, _ = untied
-    resolved = resolve(config(path, quantization="int8", quantized_embeddings=asked), open_declared(str(path)), CPU)
-    assert resolved.recipe.embeddings == asked
+    resolved = resolve(config(path, quantization="int8", quantized_embeddings=option), open_declared(str(path)), CPU)
+    assert resolved.recipe.embeddings == option
     assert CHOICE not in resolved.choices
 
 

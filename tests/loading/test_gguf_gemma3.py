@@ -1,4 +1,4 @@
-"""Gemma 3 in GGUF files: logits of transformers, and what the metadata leaves to whoever reads it."""
+"""Gemma 3 in GGUF files: logits of transformers, and settings that the metadata leaves out."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.errors import ModelError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import open_gguf
@@ -139,8 +140,8 @@ def test_what_files_may_say(tmp_path: Path) -> None:
     assert spec.sliding_windows == (8, None, 8, None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "word"),
+@for_each(
+    "changes, word",
     [
         ({"attention.sliding_window": 0}, "sliding_window"),
         ({"attention.sliding_window": None}, "sliding_window"),

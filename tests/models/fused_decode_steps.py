@@ -11,24 +11,22 @@ import pytest
 import torch
 
 from holdfast.config import Limits
-from holdfast.kernels.gemm.deferred_rms_norm import (
-    defer_rms_norm_reference,
-    row_amax_reference,
-)
-from holdfast.kernels.gemm.small_batch import (
-    linear_add_reference,
-    normed_linear_reference,
-    small_batch_linear_reference,
-)
-from holdfast.layers import attention, latent_attention
+from holdfast.families.grouped import layer as attention
+from holdfast.families.latent import layer as latent_attention
+from holdfast.kernels.gemm.deferred_rms_norm import defer_rms_norm_reference
 from holdfast.models import decoder_declaration, fused_decode
 from holdfast.models.declaration import StepShape
-from holdfast.models.decoder import Decoder
-from holdfast.models.latent_decoder import LatentDecoder
+from holdfast.models.decoder_layer import DecoderParts
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
+from kernels.gemm_references import (
+    linear_add_reference,
+    normed_linear_reference,
+    row_amax_reference,
+    small_batch_linear_reference,
+)
 from kernels.quantized_cases import weight_on
 from runner import drive
 from runner.drive import CPU, LoadedModel, Rig
@@ -66,9 +64,7 @@ def make_rig(
 ) -> Rig:
     """A runner whose decoder takes the path or does not, whatever device and type it is for."""
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (Decoder, LatentDecoder):
-            path = partial(kind, takes_fused_decode=fused, dtype=dtype, recipe=recipe)
-            patch.setattr(drive, kind.__name__, path)
+        patch.setattr(drive, "DecoderParts", partial(DecoderParts, takes_fused_decode=fused, recipe=recipe))
         patch.setattr(drive, "CPU", device)
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
         patch.setattr(decoder_declaration, "takes_fused_decode", lambda *_: fused)

@@ -17,8 +17,9 @@ from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
-from holdfast.models.decoder_layer import LayerBuilder
+from holdfast.models.decoder_layer import DecoderLayer, DecoderParts, LayerBuilder
 from holdfast.models.grouped_readers import parameters, read_spec
+from holdfast.models.rope import StepRope
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import INT8
@@ -206,12 +207,18 @@ def make(name: str) -> tuple[ModelSpec, dict[str, Any]]:
 
 def builder(spec: ModelSpec, weights: dict[str, Any]) -> LayerBuilder:
     backend: Any = object()
-    return LayerBuilder(spec, weights, backend, (None,) * spec.num_layers)
+    nothing = (None,) * spec.num_layers
+    return LayerBuilder(DecoderParts(spec, weights, backend, StepRope(None, nothing, nothing), backend, ()))
+
+
+def built_layer(spec: ModelSpec, weights: dict[str, Any], index: int) -> DecoderLayer[Any]:
+    made = builder(spec, weights)
+    return made.layer(index, made.attention(index))
 
 
 def test_a_layer_has_the_weights_of_its_number() -> None:
     spec, weights = make("qwen3")
-    layer = builder(spec, weights).layer(2)
+    layer = built_layer(spec, weights, 2)
     assert layer.attention.qkv.weight_NK is weights["layers.2.qkv.weight"]
     assert layer.attention.o.weight_NK is weights["layers.2.o.weight"]
     assert layer.attention.qkv.bias_N is None
@@ -223,7 +230,7 @@ def test_a_layer_has_the_weights_of_its_number() -> None:
 
 def test_biases_and_plain_mlps() -> None:
     spec, weights = make("opt")
-    layer = builder(spec, weights).layer(1)
+    layer = built_layer(spec, weights, 1)
     assert layer.attention.qkv.bias_N is weights["layers.1.qkv.bias"]
     assert isinstance(layer.attn_norm, LayerNorm)
     assert isinstance(layer.mlp, PlainMLP)
@@ -231,7 +238,7 @@ def test_biases_and_plain_mlps() -> None:
 
 def test_experts_where_the_spec_has_them() -> None:
     spec, weights = make("qwen2_moe normalized, every second layer")
-    layers = [builder(spec, weights).layer(index) for index in range(4)]
+    layers = [built_layer(spec, weights, index) for index in range(4)]
     assert [isinstance(layer.mlp, ExpertLayer) for layer in layers] == [False, True, False, True]
     experts = layers[3].mlp
     assert isinstance(experts, ExpertLayer)
@@ -243,7 +250,7 @@ def test_experts_where_the_spec_has_them() -> None:
     assert experts.shared.mlp.gate_up.weight_NK is weights["layers.3.shared.gate_up.weight"]
     assert spec.experts is not None
     ungated = replace(spec, experts=replace(spec.experts, has_shared_gate=False))
-    layer = builder(ungated, weights).layer(1).mlp
+    layer = built_layer(ungated, weights, 1).mlp
     assert isinstance(layer, ExpertLayer)
     assert layer.shared is not None
     assert layer.shared.gate_1H is None
@@ -251,7 +258,7 @@ def test_experts_where_the_spec_has_them() -> None:
 
 def test_without_a_shared_expert() -> None:
     spec, weights = make("qwen3_moe")
-    experts = builder(spec, weights).layer(0).mlp
+    experts = built_layer(spec, weights, 0).mlp
     assert isinstance(experts, ExpertLayer)
     assert experts.shared is None
 
@@ -264,9 +271,9 @@ def test_codes_go_where_they_can_and_nowhere_else() -> None:
         shape = tuple(values.shape)
         weights[name] = QuantizedWeight(INT8, shape, codes.view(shape), scales.view(shape[:-1]))
     with pytest.raises(AssertionError, match=r"layers\.0\.router\.weight is quantized"):
-        builder(spec, weights).layer(0)
+        built_layer(spec, weights, 0)
     weights["layers.0.router.weight"] = torch.zeros(weights["layers.0.router.weight"].shape)
-    layer = builder(spec, weights).layer(0)
+    layer = built_layer(spec, weights, 0)
     assert layer.attention.qkv.weight_NK is weights["layers.0.qkv.weight"]
 
 

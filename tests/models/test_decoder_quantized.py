@@ -12,7 +12,7 @@ from holdfast.config import Limits
 from holdfast.kernels.gemm import linear
 from holdfast.layers import moe as experts
 from holdfast.models.declaration import StepShape
-from holdfast.models.decoder import Decoder
+from holdfast.models.decoder_layer import DecoderParts
 from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.parameters import Parameter
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -79,7 +79,7 @@ def make_rig(
 ) -> Rig:
     """As the runner does it: plan and decoder hear of the recipe."""
     with monkeypatch.context() as patch:
-        patch.setattr(drive, "Decoder", partial(Decoder, dtype="float32", recipe=recipe))
+        patch.setattr(drive, "DecoderParts", partial(DecoderParts, recipe=recipe))
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
         return Rig(model, backend, LIMITS, 100)
 

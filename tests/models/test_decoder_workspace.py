@@ -13,11 +13,12 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from holdfast.attention.declarations import DECLARATIONS, AttentionSpec, StepBounds
+from holdfast.attention.declarations import StepBounds
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import uniform_cache
 from holdfast.config import EngineConfig, Limits
 from holdfast.errors import WorkspaceError
+from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.memory.devices import GPUS
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace import Workspace
@@ -26,8 +27,8 @@ from holdfast.models import layer_stack
 from holdfast.models.activations import StepRequests, row_scaled_request
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.model import StepWorkspace
 from holdfast.models.spec import ModelSpec
-from holdfast.models.step_workspace import StepWorkspace
 from holdfast.planning.plan import PlanRequest, plan_runner
 from holdfast.planning.target import gpu_target
 from holdfast.quant.formats import KV_FORMATS
@@ -39,7 +40,7 @@ from loading.tiny_models import FAMILIES, VOCAB, save_tiny
 from models import tiny_latents
 from models.test_family_fields import CASES
 from models.tiny_compressed import make_compressed_drive, tiny_compressed
-from runner.drive import CPU, Drive, LoadedModel, Request, Rig, lanes, load_model, workspace_plan
+from runner.drive import CPU, Drive, LoadedModel, Request, Rig, declaration_named, lanes, load_model, workspace_plan
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=90, max_model_len=100, page_tokens=4)
 ONE_GROUP = (CacheGroup("whole context", LIMITS.page_tokens),)
@@ -195,11 +196,11 @@ def test_more_logits_than_were_reserved_are_refused():
 def reserved_bytes(spec: ModelSpec, backend: str, limits: Limits) -> dict[str, int]:
     layers = uniform_cache(spec.num_layers, KV_FORMATS["bfloat16"], spec.num_kv_heads, spec.head_dim, 16).layers
     specs = [
-        AttentionSpec(layer, spec.num_heads, spec.head_dim**-0.5, None, limits.max_model_len, "bfloat16", "cuda")
+        GroupedAttentionSpec(layer, spec.num_heads, spec.head_dim**-0.5, None, limits.max_model_len, "bfloat16", "cuda")
         for layer in layers
     ]
     bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
-    declaration = next(one for one in DECLARATIONS if one.name == backend)
+    declaration = declaration_named(backend)
     return workspace_plan(spec, limits, "bfloat16", declaration.scratch(specs, bounds)).lane_bytes
 
 

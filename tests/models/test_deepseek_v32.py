@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from holdfast.attention import torch_sparse
-from holdfast.attention.torch_sparse import TorchSparseLatentAttention, largest_tokens, score_tokens
 from holdfast.errors import ModelFormatError
+from holdfast.families.sparse import layer as latent_attention
+from holdfast.families.sparse import torch_backend as torch_sparse
+from holdfast.families.sparse.torch_backend import TorchSparseLatentAttention, largest_tokens, score_keys
 from holdfast.kernels.latent import write_index
 from holdfast.kernels.latent.write_latent import rotate_neighbours
-from holdfast.layers import latent_attention
 from holdfast.models.spec import IndexSpec, LatentSpec
 from models.tiny_experts import save_tiny_experts, tensors_of
 from models.tiny_latents import (
@@ -256,10 +256,10 @@ def seen_to(shift: int) -> Mutation:
     """Of the tokens behind a row's own so many are seen; below 0, some before it are not."""
 
     def mutate(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-        def shifted(q: Any, weights: Any, planes: Any, slots: Any, position: int) -> torch.Tensor:
-            return score_tokens(q, weights, planes, slots, position + shift)
+        def shifted(q: Any, weights: Any, planes: Any, slots: Any, num_seen: torch.Tensor) -> torch.Tensor:
+            return score_keys(q, weights, planes, slots, num_seen + shift)
 
-        monkeypatch.setattr(torch_sparse, "score_tokens", shifted)
+        monkeypatch.setattr(torch_sparse, "score_keys", shifted)
         return model
 
     return mutate

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from holdfast.attention import torch_compressed
-from holdfast.attention.torch_sparse import largest_tokens
 from holdfast.cache.groups import block_tokens
+from holdfast.families.compressed import torch_backend as torch_compressed
+from holdfast.families.sparse.torch_backend import largest_tokens
 from models.tiny_compressed import COMPRESSED_MODELS, alone, make_compressed_drive, tiny_compressed
 from models.tiny_latents import fork, judge, make_request, preempt_after
 from runner.drive import Request

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.attention import torch_compressed
-from holdfast.attention.torch_compressed import TorchCompressedAttention
 from holdfast.cache.compressed import ENTRIES, INDEX
+from holdfast.families.compressed import torch_backend as torch_compressed
+from holdfast.families.compressed.torch_backend import TorchCompressedAttention
 from holdfast.kernels.latent import compress
 from holdfast.layers import hyper_connections as stream_layers
 from holdfast.models import decoder_layer

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.attention import torch_sparse
 from holdfast.config import Limits
+from holdfast.families.sparse import torch_backend as torch_sparse
 from holdfast.kernels.latent import (
     index_scores,
     top_k_tokens,

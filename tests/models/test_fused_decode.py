@@ -16,8 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from holdfast.kernels.gemm.deferred_rms_norm import RowAmax, row_amax_reference
-from holdfast.kernels.gemm.small_batch import normed_linear_reference
+from holdfast.kernels.gemm.deferred_rms_norm import RowAmax
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX
 from holdfast.layers.mlp import GatedMLP, Linear
 from holdfast.memory.workspace_plan import TensorSpec
@@ -25,12 +24,14 @@ from holdfast.models import activations, fused_decode
 from holdfast.models.activations import fused_decode_request
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.models.decoder_layer import DecoderLayer, LayerBuilder
+from holdfast.models.decoder_layer import DecoderLayer, DecoderParts, LayerBuilder
 from holdfast.models.fused_decode import make_scratch
 from holdfast.models.grouped_readers import parameters, read_spec
+from holdfast.models.rope import StepRope
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightRecipe, WeightScheme
 from kernels.exactness import same_bits
+from kernels.gemm_references import normed_linear_reference, row_amax_reference
 from kernels.triton_cases import QUIET
 from loading.tiny_models import save_tiny
 from models.fused_decode_steps import CPU, LIMITS, decode, make_rig, placed, use_references
@@ -287,14 +288,15 @@ def test_fused_decode_declines_a_table_or_limit_in_any_layer():
 
     def layers_with(tables: set[int]) -> list[DecoderLayer[Any]]:
         own = replace(spec, experts=replace(spec.experts, table_layers=frozenset(tables)))
-        builder = LayerBuilder(own, weights, cast(Any, None), (None,) * 3)
-        return [builder.layer(index) for index in range(3)]
+        rope = StepRope(None, (None,) * 3, (None,) * 3)
+        builder = LayerBuilder(DecoderParts(own, weights, cast(Any, None), rope, cast(Any, None), ()))
+        return [builder.layer(index, builder.attention(index)) for index in range(3)]
 
     assert fused_decode.declined(layers_with(set()), None) is None
     for layer in range(3):
         assert "from a table by token id" in (fused_decode.declined(layers_with({layer}), None) or "")
         layers, product = layers_with(set()), Linear(torch.zeros(2, 2))
-        layers[layer].mlp = GatedMLP(product, product, "silu", limit=7.0)
+        layers[layer] = layers[layer]._replace(mlp=GatedMLP(product, product, "silu", limit=7.0))
         assert "has a limit on its gate" in (fused_decode.declined(layers, None) or "")
 
 

@@ -6,12 +6,12 @@ from functools import cache
 import pytest
 import torch
 
-from holdfast.kernels.gemm.small_batch import normed_linear_reference
 from holdfast.models import activations
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, WeightRecipe
+from kernels.gemm_references import normed_linear_reference
 from models.fused_decode_steps import decode, make_rig, placed, use_references
 from models.tiny_experts import assembled, config_of, make_random, tensors_of
 from models.tiny_latents import LATENT_MODELS, tiny
@@ -41,7 +41,7 @@ def test_every_product_but_those_of_queries_latents_has_its_norm_deferred(monkey
         shapes.append(tuple(weight.shape))
         return normed_linear_reference(rows, weight, *others)
 
-    for module in ("holdfast.layers.latent_attention", "holdfast.models.fused_decode"):
+    for module in ("holdfast.families.latent.layer", "holdfast.models.fused_decode"):
         monkeypatch.setattr(f"{module}.normed_linear", counted)
     decode(make_rig(model, backend="torch_latent"), 2, num_steps=1)
     own = {shape for shape in shapes if shape[1] == model.spec.hidden_size}

@@ -18,7 +18,7 @@ from holdfast.models import activations, decoder_declaration
 from holdfast.models.layer_stack import LayerStack
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
-from holdfast.runner import build as building
+from holdfast.runner import assembly
 from kernels.exactness import require_native
 from kernels.triton_cases import QUIET
 from models.fused_decode_steps import use_references
@@ -63,7 +63,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         seen.append((0 if self._exchange is None else self._exchange.rank, batch.num_rows))
         return run(self, batch, *others)
 
-    for module in (building, decoder_declaration):
+    for module in (assembly, decoder_declaration):
         monkeypatch.setattr(
             module, "takes_fused_decode", lambda spec, _, __, recipe: takes(spec, "bfloat16", "cuda", recipe)
         )

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.attention import torch_sparse
 from holdfast.attention.declarations import SELECTED
-from holdfast.attention.torch_sparse import TorchSparseLatentAttention, largest_tokens
 from holdfast.cache.spec import CacheSpec
 from holdfast.config import Limits
-from holdfast.layers.latent_attention import LatentAttentionLayer, SparseLatentAttentionLayer
+from holdfast.families.latent.layer import LatentAttentionLayer
+from holdfast.families.sparse import torch_backend as torch_sparse
+from holdfast.families.sparse.layer import SparseLatentAttentionLayer
+from holdfast.families.sparse.torch_backend import TorchSparseLatentAttention, largest_tokens
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations
 from holdfast.models.activations import CHOSEN, LAYERS

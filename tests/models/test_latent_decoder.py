@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from holdfast.config import Limits
-from holdfast.layers.latent_attention import LatentAttentionLayer, SparseLatentAttentionLayer
+from holdfast.families.latent.layer import LatentAttentionLayer
+from holdfast.families.sparse.layer import SparseLatentAttentionLayer
 from holdfast.layers.mlp import GatedMLP, Linear, RMSNorm
 from holdfast.layers.moe import ExpertLayer
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.declaration import StepShape
+from holdfast.models.decoder_layer import DecoderParts
 from holdfast.models.grouped_readers import parameters, read_spec
-from holdfast.models.latent_decoder import LatentDecoder
+from holdfast.models.layer_stack import LayerStack
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
 from loading.tiny_models import VOCAB
@@ -35,7 +37,7 @@ SCHEMES = pytest.mark.parametrize("scheme", WEIGHT_SCHEMES.values(), ids=WEIGHT_
 def test_a_layer_has_the_weights_of_its_number(case):
     model = tiny(case)[1]
     rig = Rig(model, "torch_latent", LIMITS, 25)
-    assert isinstance(rig.decoder, LatentDecoder)
+    assert isinstance(rig.decoder, LayerStack)
     layer = rig.decoder._layers[1]
     attention, weights = layer.attention, model.weights
     assert isinstance(attention, LatentAttentionLayer)
@@ -57,7 +59,7 @@ def test_a_layer_has_the_weights_of_its_number(case):
 def test_a_layer_has_the_index_of_its_number():
     model = tiny(SPARSE)[1]
     rig = Rig(model, "torch_sparse", LIMITS, 25)
-    assert isinstance(rig.decoder, LatentDecoder)
+    assert isinstance(rig.decoder, LayerStack)
     attention, weights = rig.decoder._layers[2].attention, model.weights
     assert isinstance(attention, SparseLatentAttentionLayer)
     index = attention.index
@@ -99,7 +101,7 @@ def both(case: str, recipe: WeightRecipe) -> tuple[LoadedModel, LoadedModel]:
 def make_rig(model: LoadedModel, recipe: WeightRecipe, monkeypatch: pytest.MonkeyPatch) -> Rig:
     """As the runner does it: plan and decoder hear of the recipe."""
     with monkeypatch.context() as patch:
-        patch.setattr(drive, "LatentDecoder", partial(LatentDecoder, recipe=recipe))
+        patch.setattr(drive, "DecoderParts", partial(DecoderParts, recipe=recipe))
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
         return Rig(model, backend_of(model), LIMITS, 100)
 

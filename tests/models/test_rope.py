@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.kernels.attention.rope_rows import fill_rope_rows
 from holdfast.models.grouped_readers import read_spec
 from holdfast.models.rope import StepRope, make_step_rope
 from holdfast.models.settings import Settings, read_rope
@@ -141,7 +142,7 @@ def test_step_rope_of_two_rotations_has_two_sets() -> None:
     rope = step_rope_of(
         "Gemma3ForCausalLM", head_dim=16, num_key_value_heads=1, sliding_window=8, sliding_window_pattern=2
     )
-    rope.fill(torch.tensor([2**20 - 1]))
+    fill_rope_rows(torch.tensor([2**20 - 1]), rope.rows)
     first, second, third, fourth = rope.rotaries
     assert first is not None
     assert second is not None
@@ -156,11 +157,11 @@ def test_entries_are_turned_at_their_first_token() -> None:
     rope = make_step_rope(spec, 300, 40, torch.float32, torch.device("cpu"))
     positions = torch.tensor([0, 7, 8, 15, 16, 33, 250])
     for ratio, layer in ((8, 0), (16, 2), (8, 3)):
-        rope.fill(positions // ratio * ratio)
+        fill_rope_rows(positions // ratio * ratio, rope.rows)
         firsts = rope.rotaries[layer]
         assert firsts is not None
         wanted = firsts.cos_TP[: len(positions)].clone(), firsts.sin_TP[: len(positions)].clone()
-        rope.fill(positions)
+        fill_rope_rows(positions, rope.rows)
         entries = rope.entries[layer]
         assert entries is not None
         found = entries.cos_TP[: len(positions)], entries.sin_TP[: len(positions)]
@@ -170,6 +171,6 @@ def test_entries_are_turned_at_their_first_token() -> None:
 
 def test_step_rope_of_learned_positions_has_no_rows() -> None:
     rope = step_rope_of("OPTForCausalLM", ffn_dim=8, max_position_embeddings=64, word_embed_proj_dim=32)
-    rope.fill(torch.arange(3))
+    fill_rope_rows(torch.arange(3), rope.rows)
     assert rope.rows is None
     assert rope.rotaries == (None,) * 4

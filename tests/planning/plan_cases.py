@@ -10,7 +10,7 @@ from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.alternatives import Alternative
-from holdfast.planning.fit import PlanRequest
+from holdfast.planning.resolve import PlanRequest
 from holdfast.planning.target import Target, gpu_target
 
 GIB = 1024**3

@@ -8,10 +8,10 @@ import pytest
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import MemoryPlanError
-from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, settle, try_fit, unfitting_runner
+from holdfast.planning.fit import fit_runner, try_fit, unfitting_runner
 from holdfast.planning.plan import plan_runner
 from holdfast.planning.ranks import rank_meshes
-from holdfast.planning.resolve import resolve
+from holdfast.planning.resolve import PlanRequest, resolve
 from planning.plan_cases import GIB, H200, HOST, declared, plan_request
 
 LARGE_HOST = HOST._replace(total_bytes=128 * GIB, available_bytes=128 * GIB)
@@ -39,33 +39,33 @@ def bounded(kind: str, target: Any, limit: int | None = None, **more: object) ->
 @pytest.mark.parametrize("target", [H200, LARGE_HOST], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_plan_needs_its_peak_and_not_one_byte_less(kind: str, target: Any) -> None:
-    smallest = unfitting_runner(bounded(kind, target)).memory
+    smallest = unfitting_runner(resolve(bounded(kind, target))).memory
     needed, page = smallest.peak_bytes, smallest.page_bytes
-    exact = try_fit(bounded(kind, target, needed))
+    exact = try_fit(resolve(bounded(kind, target, needed)))
     assert exact is not None
     assert exact.memory.num_pages == smallest.num_pages
     short = bounded(kind, target, needed - 1)
-    assert try_fit(short) is None
+    assert try_fit(resolve(short)) is None
     with pytest.raises(MemoryPlanError) as caught:
         fit_runner(short)
     assert caught.value.table is not None
     assert caught.value.table.short_bytes == 1
     if smallest.phase_bytes["serve"] == needed:
         for more, pages in ((page - 1, 0), (page, 1), (2 * page - 1, 1)):
-            assert find_fit(bounded(kind, target, needed + more)).memory.num_pages == smallest.num_pages + pages
+            assert fit_runner(bounded(kind, target, needed + more)).memory.num_pages == smallest.num_pages + pages
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_of_one_sequence_are_the_least_that_fit(kind: str) -> None:
     """A bound on pages alone: one longest sequence, all of them, and a byte around both."""
-    smallest = unfitting_runner(bounded(kind, H200)).memory
+    smallest = unfitting_runner(resolve(bounded(kind, H200))).memory
     least = smallest.num_pages * smallest.page_bytes
 
     def pages(num_bytes: int) -> tuple[int, str]:
-        memory = find_fit(bounded(kind, H200, kv_cache_memory=num_bytes)).memory
+        memory = fit_runner(bounded(kind, H200, kv_cache_memory=num_bytes)).memory
         return memory.num_pages, memory.pages_reason
 
-    assert try_fit(bounded(kind, H200, kv_cache_memory=least - 1)) is None
+    assert try_fit(resolve(bounded(kind, H200, kv_cache_memory=least - 1))) is None
     assert pages(least) == (smallest.num_pages, "kv_cache_memory")
     most, reason = pages(3 * least - 1)
     assert (most, reason) == (3 * smallest.num_pages - 1, "kv_cache_memory")
@@ -73,7 +73,7 @@ def test_pages_of_one_sequence_are_the_least_that_fit(kind: str) -> None:
 
 
 def test_bytes_that_are_short_are_told_in_a_plan() -> None:
-    needed = unfitting_runner(bounded("tied embedding", H200)).memory.peak_bytes
+    needed = unfitting_runner(resolve(bounded("tied embedding", H200))).memory.peak_bytes
     request = bounded("tied embedding", H200, needed - 1)
     with pytest.raises(MemoryPlanError, match=r"GiB \(memory_limit\), 1 B short"):
         plan_runner(request)
@@ -97,14 +97,14 @@ def test_protected_layers_are_those_of_each_stage(asked: object, layers: tuple[i
     """Qwen3-0.6B: 28 layers of 8 key heads of 128 on 4 stages; 132 bytes of a head and token in 4 bits, 260 in fp8."""
     requests = staged(4, size, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=asked)
     for rank, request in enumerate(requests):
-        plan, (layout, resolved) = fit_runner(request), settle(request)
+        plan, resolved = fit_runner(request), resolve(request)
         first = 7 * (rank // size)
         own = [layer for layer in layers if first <= layer < first + 7]
         assert plan.cache is not None
         wide = [layer.layer for layer in plan.cache.layers if layer.format.name == "fp8"]
         assert wide in (own, [layer - first for layer in own])
         names = ["fp8" if first + place in own else "turboquant_4bit_nc" for place in range(7)]
-        assert [kv_format.name for kv_format in layout.formats(resolved)] == names
+        assert [kv_format.name for kv_format in resolved.formats()] == names
         token = (7 - len(own)) * 8 * 132 + len(own) * 8 * 260
         assert plan.kv_bytes_per_token == token // size
         assert plan.memory.page_bytes == 64 * token // size
@@ -114,7 +114,7 @@ def test_protected_layers_are_those_of_each_stage(asked: object, layers: tuple[i
 def test_weights_of_ranks_add_up_to_those_of_one() -> None:
     """What is shared is a share, what is not is whole: norms on every rank, the tied embedding on both ends."""
     model = declared("Qwen3-0.6B")
-    whole = model.weight_bytes("bfloat16", settle(plan_request("Qwen3-0.6B"))[1].recipe, Mesh())
+    whole = model.weight_bytes("bfloat16", resolve(plan_request("Qwen3-0.6B")).recipe, Mesh())
     embedding, norms = 2 * 151936 * 1024, 2 * 28 * (2 * 1024 + 2 * 128)
 
     def weights(request: PlanRequest) -> int:
@@ -127,10 +127,10 @@ def test_weights_of_ranks_add_up_to_those_of_one() -> None:
 def test_context_that_is_open_gives_way_by_one_token() -> None:
     """With a byte fewer than the asked context needs, the open one is one token shorter, or a page."""
     request = bounded("tied embedding", H200, max_num_seqs=1, page_tokens=1)
-    needed = unfitting_runner(request).memory.peak_bytes
+    needed = unfitting_runner(resolve(request)).memory.peak_bytes
     for limit, length in ((needed, 1000), (needed - 1, 999)):
         config = replace(request.config, memory_limit=limit, max_model_len=None)
-        assert find_fit(replace(request, config=config)).resolved.limits.max_model_len == length
+        assert fit_runner(replace(request, config=config)).resolved.limits.max_model_len == length
 
 
 def test_windows_of_sequences_take_a_tenth_of_the_memory() -> None:
@@ -146,9 +146,9 @@ def test_windows_of_sequences_take_a_tenth_of_the_memory() -> None:
         (sequence, 1),
     ):
         config = EngineConfig(memory_limit=budget)
-        resolved = resolve(config, model, target)
+        resolved = resolve(PlanRequest(config, model, target))
         assert resolved.limits.max_num_seqs == expected
         told = [choice.value for choice in resolved.choices if choice.name == "max_num_seqs"]
         assert told == ([] if expected == 256 else [str(expected)])
-        asked = resolve(replace(config, max_num_seqs=300), model, target)
+        asked = resolve(PlanRequest(replace(config, max_num_seqs=300), model, target))
         assert asked.limits.max_num_seqs == 300

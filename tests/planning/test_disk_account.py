@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import MemoryPlanError
@@ -78,7 +79,7 @@ def default() -> DeclaredModel:
 
 
 def account(declared: DeclaredModel, **options) -> DiskAccount:
-    found = disk_account(declared, resolve(EngineConfig(**options), declared, CPU))
+    found = disk_account(resolve(PlanRequest(EngineConfig(**options), declared, CPU)))
     assert found is not None
     return found
 
@@ -93,8 +94,8 @@ def test_the_table_of_the_default_model(default, name):
 
 def test_account_of_a_rank_is_of_its_share(default):
     """Both numbers: what the rank holds, and what the scheme that is advised would hold of it."""
-    resolved = resolve(EngineConfig(dtype="bfloat16"), default, CPU)
-    found = disk_account(default, resolved, Mesh(tensor_rank=2, tensor_size=3))
+    resolved = resolve(PlanRequest(EngineConfig(dtype="bfloat16"), default, CPU))
+    found = disk_account(resolved, Mesh(tensor_rank=2, tensor_size=3))
     assert found is not None
     assert (found.memory_bytes, found.other_bytes) == (share_by_hand(3, False), share_by_hand(3, True))
     assert share_by_hand(1, False) == BYTES["bfloat16"]
@@ -137,23 +138,23 @@ def test_lines_fit_80_columns():
     found = DiskAccount(OnDisk(11, 2**40, types, True, "Q8_0"), 2**41, "bfloat16", None, "int8", 2**40)
     assert max(map(len, found.lines)) <= 80
     assert found.lines[1] == "           999 Q8_0"
-    assert found.on_disk.words.startswith("1024.00 GiB in 11 files: 999 Q4_K")
+    assert found.on_disk.summary.startswith("1024.00 GiB in 11 files: 999 Q4_K")
     plain = found._replace(on_disk=found.on_disk._replace(has_blocks=False, types=(StoredType("F16", 9, 1),)))
     assert plain.reason == "tensors are kept in bfloat16 as they load"
 
 
-def test_a_refusal_tells_why_a_small_file_does_not_fit(default):
-    with pytest.raises(MemoryPlanError) as caught:
+def test_refusal_of_a_small_file_shows_its_size_in_memory(default):
+    with raises_code("plan.over_budget", MemoryPlanError) as caught:
         plan_runner(PlanRequest(EngineConfig(memory_limit="256MiB"), default, CPU))
-    told = str(caught.value)
-    assert "its 93.81 MiB on disk are 513.13 MiB in memory, since blocks are expanded to float32 as they load" in told
-    assert "--quantization int8 would hold 129.16 MiB" in told
-    assert "\n" not in told
+    text = str(caught.value)
+    assert "Its 93.81 MiB on disk are 513.13 MiB in memory, since blocks are expanded to float32 as they load" in text
+    assert "--quantization int8 would hold 129.16 MiB" in text
+    assert "\n" not in text
 
 
 def test_a_folder_of_plain_weights_has_none():
     declared = open_declared("Qwen3-8B")
-    assert disk_account(declared, resolve(EngineConfig(), declared, CPU)) is None
+    assert disk_account(resolve(PlanRequest(EngineConfig(), declared, CPU))) is None
 
 
 def test_the_table_stands_in_the_documents():

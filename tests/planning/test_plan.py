@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from error_codes import raises_code
 from for_each import for_each
 from holdfast.cache.spec import kv_padding_term
 from holdfast.config import EngineConfig
@@ -17,17 +18,9 @@ from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PHASES
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
-from holdfast.planning.fit import (
-    NO_RANKS,
-    PlanRequest,
-    find_fit,
-    fit_runner,
-    missing_here,
-    settle,
-    try_fit,
-    unfitting_runner,
-)
+from holdfast.planning.fit import NO_RANKS, fit_runner, missing_here, try_fit, unfitting_runner
 from holdfast.planning.plan import RunnerPlan, plan_runner
+from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import memory_target
 from holdfast.quant.formats import (
     COMPRESSED_FORMATS,
@@ -189,12 +182,12 @@ MIXED = st.builds(
 @settings(max_examples=60)
 def test_pages_of_any_mix_take_what_was_planned(wanted: PlanRequest, num_pages: int) -> None:
     """What the arena of the pages takes is pages times the page, and padding no more than its term."""
-    layout, resolved = settle(wanted)
+    resolved = resolve(wanted)
     plan = fit_runner(wanted)
     assert plan.cache is not None
     padding = sum(term.num_bytes for term in plan.memory.terms if term.owner == "kv pages/padding")
     assert padding == kv_padding_term(plan.cache).num_bytes
-    assert plan.cache.bytes_per_page == layout.page_bytes(resolved) == plan.memory.page_bytes
+    assert plan.cache.bytes_per_page == resolved.page_bytes() == plan.memory.page_bytes
     specs = [
         TensorSpec(plane.name, (num_pages * plan.cache.page_tokens, *plane.token_shape), plane.dtype)
         for layer in plan.cache.layers
@@ -232,13 +225,13 @@ REQUESTS = st.builds(
 @given(REQUESTS)
 @settings(max_examples=150)
 def test_the_plan_is_the_largest_that_fits(wanted: PlanRequest) -> None:
-    fit = try_fit(wanted)
-    resolved = settle(wanted)[1]
+    fit = try_fit(resolve(wanted))
+    resolved = resolve(wanted)
     if fit is None:
-        smallest = unfitting_runner(wanted)
+        smallest = unfitting_runner(resolve(wanted))
         assert smallest.memory.peak_bytes > resolved.budget_bytes
         with pytest.raises(MemoryPlanError):
-            find_fit(wanted)
+            fit_runner(wanted)
         return
     memory, limits = fit.memory, fit.resolved.limits
     assert memory.peak_bytes <= resolved.budget_bytes
@@ -252,15 +245,15 @@ def test_the_plan_is_the_largest_that_fits(wanted: PlanRequest) -> None:
     if limits.max_model_len < resolved.limits.max_model_len:
         assert resolved.may_shorten
         longer = replace(wanted.config, max_model_len=limits.max_model_len + 1)
-        assert try_fit(replace(wanted, config=longer)) is None
+        assert try_fit(resolve(replace(wanted, config=longer))) is None
     assert fit_runner(wanted).kv_tokens == fit.kv_tokens
 
 
 @given(REQUESTS, st.integers(1, 64))
 @settings(max_examples=50)
 def test_more_memory_never_gives_fewer_tokens(wanted: PlanRequest, more: int) -> None:
-    fit = try_fit(wanted)
-    larger = try_fit(replace(wanted, target=memory_target(wanted.target.total_bytes + more * GIB)))
+    fit = try_fit(resolve(wanted))
+    larger = try_fit(resolve(replace(wanted, target=memory_target(wanted.target.total_bytes + more * GIB))))
     if fit is not None:
         assert larger is not None
         assert larger.kv_tokens >= fit.kv_tokens
@@ -280,12 +273,12 @@ def test_an_open_context_shrinks_with_a_reason() -> None:
     )
 
 
-def test_a_context_that_was_asked_does_not_shrink() -> None:
+def test_given_context_does_not_shrink() -> None:
     with pytest.raises(MemoryPlanError, match="short"):
         fit_runner(plan_request("Llama-3.1-8B", RTX4090, max_model_len=131072))
 
 
-def test_an_open_context_of_which_not_even_one_token_fits_is_refused_by_the_least_it_needs() -> None:
+def test_open_context_without_one_token_is_refused() -> None:
     with pytest.raises(MemoryPlanError) as caught:
         fit_runner(plan_request("Llama-3.1-70B", A100))
     table = caught.value.table
@@ -297,7 +290,7 @@ def test_an_open_context_of_which_not_even_one_token_fits_is_refused_by_the_leas
 def test_pages_on_a_host_are_bounded_unless_one_sequence_needs_more() -> None:
     plan = fit_runner(plan_request("Qwen3-0.6B", HOST, max_model_len=2048))
     assert GIB - plan.memory.page_bytes < plan.memory.kv_bytes <= GIB
-    assert "on a CPU, unless an option asks for more" in plan.memory.pages_reason
+    assert "on a CPU, unless an option sets more" in plan.memory.pages_reason
     long = fit_runner(plan_request("Qwen3-0.6B", HOST, max_model_len=40960))
     assert long.memory.kv_bytes == 40960 * 229376 > GIB
 
@@ -306,9 +299,7 @@ def test_memory_for_pages_alone() -> None:
     plan = fit_runner(plan_request("Qwen3-8B", H200, kv_cache_memory="7GiB", max_model_len=4096))
     assert plan.memory.kv_bytes == 7 * GIB // plan.memory.page_bytes * plan.memory.page_bytes
     assert plan.memory.pages_reason == "kv_cache_memory"
-    with pytest.raises(
-        MemoryPlanError, match=r"kv_cache_memory of 1.00 MiB was asked; one sequence of 4096 tokens takes"
-    ):
+    with raises_code("plan.kv_cache_too_small", MemoryPlanError, value="1.00 MiB", max_model_len=4096):
         fit_runner(plan_request("Qwen3-8B", H200, kv_cache_memory="1MiB", max_model_len=4096))
     shrunk = fit_runner(plan_request("Qwen3-8B", H200, kv_cache_memory="1GiB"))
     assert shrunk.resolved.limits.max_model_len == GIB // 147456 // 16 * 16
@@ -322,7 +313,7 @@ def test_no_more_pages_than_could_be_used() -> None:
 
 def test_a_plan_that_does_not_fit_can_be_drawn() -> None:
     wanted = plan_request("Qwen3-32B", RTX4090, max_model_len=4096)
-    plan = unfitting_runner(wanted)
+    plan = unfitting_runner(resolve(wanted))
     assert plan.kv_tokens == 4096
     with pytest.raises(MemoryPlanError) as caught:
         fit_runner(wanted)
@@ -404,54 +395,59 @@ def test_a_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "options", "do"),
+    ("name", "target", "options", "advice"),
     [
-        ("Qwen3-32B", A100, {"max_model_len": 40960}, r"raise memory_utilization to 0\.\d\d, or .*: each of them fits"),
+        (
+            "Qwen3-32B",
+            A100,
+            {"max_model_len": 40960},
+            r"Raise memory_utilization to 0\.\d\d, or .*: each of them fits\.$",
+        ),
         (
             "Llama-3.1-8B",
             RTX4090,
             {"max_model_len": 131072},
-            r"lower max_model_len to \d+, or .* or set quantization=fp8, .* and max_num_seqs=4: each of them fits",
+            r"Lower max_model_len to \d+, or .* or set quantization=fp8, .* and max_num_seqs=4: each of them fits\.$",
         ),
         (
             "Qwen3-32B",
             RTX4090,
             {},
-            r"keep weights in mxfp4 \(quantization=mxfp4\), or share it among 4 GPUs, or take \S+: each of them fits",
+            r"Keep weights in mxfp4 \(quantization=mxfp4\), or share it among 4 GPUs, or take \S+: each of them fits\.$",
         ),
         (
             "Llama-3.1-70B",
             RTX4090,
             {},
-            r"set tensor_parallel_size=2 and quantization=mxfp4, or take b200: each of them fits",
+            r"Set tensor_parallel_size=2 and quantization=mxfp4, or take b200: each of them fits\.$",
         ),
         (
             "Qwen3-0.6B",
             HOST,
             {"memory_limit": "2GiB", "max_model_len": 2048},
-            r"raise memory_limit to \d+MiB, or .*\(quantization=\w+\): each of them fits",
+            r"Raise memory_limit to \d+MiB, or .*\(quantization=\w+\): each of them fits\.$",
         ),
         (
             "DeepSeek-R1",
             H200,
             {},
-            r"share it among 8 GPUs, which fits",
+            r"Share it among 8 GPUs, which fits\.$",
         ),
     ],
 )
-def test_a_refusal_ends_with_the_smallest_changes(name, target, options, do) -> None:
-    with pytest.raises(MemoryPlanError, match=do) as caught:
+def test_a_refusal_ends_with_the_smallest_changes(name, target, options, advice) -> None:
+    with pytest.raises(MemoryPlanError, match=advice) as caught:
         plan_runner(PlanRequest(EngineConfig(**options), declared(name), target))
     error = caught.value
-    assert error.args == (error.asked, error.has, error.do)
+    assert error.code == "plan.over_budget"
     assert error.table is not None, "the table comes along"
     assert error.table.short_bytes > 0
-    plan = unfitting_runner(PlanRequest(EngineConfig(**options), declared(name), target))
+    plan = unfitting_runner(resolve(PlanRequest(EngineConfig(**options), declared(name), target)))
     assert plan.memory.peak_bytes - plan.memory.budget_bytes == error.table.short_bytes
 
 
 def test_pages_alone_that_are_too_few() -> None:
-    with pytest.raises(MemoryPlanError, match="leave out kv_cache_memory, which fits"):
+    with pytest.raises(MemoryPlanError, match="Leave out kv_cache_memory, which fits"):
         plan_runner(PlanRequest(EngineConfig(kv_cache_memory="1MiB", max_model_len=4096), declared("Qwen3-8B"), H200))
 
 
@@ -463,8 +459,8 @@ from holdfast.errors import MemoryPlanError
 from holdfast.loading.declared import open_declared
 from holdfast.memory.devices import find_gpu
 from holdfast.planning.alternatives import list_alternatives
-from holdfast.planning.fit import PlanRequest
 from holdfast.planning.plan import plan_runner
+from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import cpu_target, gpu_target
 for name in ("Qwen3-32B", "DeepSeek-V4-Pro", "Qwen1.5-MoE-A2.7B"):
     for target in (gpu_target(find_gpu("h200")), cpu_target()):
@@ -472,7 +468,7 @@ for name in ("Qwen3-32B", "DeepSeek-V4-Pro", "Qwen1.5-MoE-A2.7B"):
             plan_runner(PlanRequest(EngineConfig(), open_declared(name), target))
         except MemoryPlanError:
             pass
-        list_alternatives(PlanRequest(EngineConfig(), open_declared(name), target))
+        list_alternatives(resolve(PlanRequest(EngineConfig(), open_declared(name), target)))
 print(json.dumps([name for name in ("torch", "triton", "numpy", "transformers") if name in sys.modules]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

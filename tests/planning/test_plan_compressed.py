@@ -5,14 +5,16 @@ from fractions import Fraction
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.planning.alternatives import layers_note
-from holdfast.planning.fit import PlanRequest, fit_runner, settle, try_fit
+from holdfast.planning.fit import fit_runner, try_fit
 from holdfast.planning.plan import plan_runner
+from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import memory_target
 from holdfast.planning.terms import list_needs
 from planning.plan_cases import H200, declared, plan_request
@@ -72,8 +74,8 @@ def test_every_layer_says_what_it_attends_to() -> None:
 
 
 def test_states_and_tables_are_lines_of_the_plan() -> None:
-    layout, resolved = settle(plan_request(FLASH, H200, tensor_parallel_size=4, max_num_seqs=8))
-    terms = {term.owner: term.num_bytes for term in list_needs(layout, resolved).terms}
+    resolved = resolve(plan_request(FLASH, H200, tensor_parallel_size=4, max_num_seqs=8))
+    terms = {term.owner: term.num_bytes for term in list_needs(resolved).terms}
     states = sum(num_bytes for owner, num_bytes in terms.items() if owner.startswith("kv state"))
     assert states == 8 * 445_440
     assert terms["inputs/states"] == 8192 * 8
@@ -95,13 +97,13 @@ def test_pages_of_other_sizes() -> None:
     assert block.value == "8192 tokens"
 
 
-def test_what_is_declined_in_words() -> None:
-    with pytest.raises(ConfigError, match="keeps a state of a sequence, which cannot go back behind a rejected token"):
-        settle(plan_request(FLASH, H200, tensor_parallel_size=4, speculative="ngram:4"))
-    with pytest.raises(ConfigError, match="all its layers have one format"):
-        settle(plan_request(FLASH, H200, tensor_parallel_size=4, kv_protected_layers=4))
+def test_compressed_attention_refuses_other_options() -> None:
+    with raises_code("plan.no_draft_tokens", ConfigError):
+        resolve(plan_request(FLASH, H200, tensor_parallel_size=4, speculative="ngram:4"))
+    with raises_code("plan.one_kv_format", ConfigError):
+        resolve(plan_request(FLASH, H200, tensor_parallel_size=4, kv_protected_layers=4))
     with pytest.raises(ConfigError, match="turboquant_3bit_nc was asked"):
-        settle(plan_request(FLASH, H200, tensor_parallel_size=4, kv_cache_dtype="turboquant_3bit_nc"))
+        resolve(plan_request(FLASH, H200, tensor_parallel_size=4, kv_cache_dtype="turboquant_3bit_nc"))
     assert declared(FLASH).kv_bytes_per_sequence("fp8") == 445_440
 
 
@@ -116,7 +118,7 @@ def test_what_one_gpu_holds_of_it() -> None:
         changes = {"num_hidden_layers": num_layers, "compress_ratios": ratios[:num_layers]}
         cut = declare_config({**CATALOGUE[FLASH], **changes}, "cut")
         request = PlanRequest(EngineConfig.from_options(**options), cut, H200)
-        assert (try_fit(request) is not None) is fits
+        assert (try_fit(resolve(request)) is not None) is fits
         ours = declared(FLASH).first_layers(num_layers)
         assert ours is not None
         assert ours.weight_bytes("bfloat16") == cut.weight_bytes("bfloat16")
@@ -131,4 +133,4 @@ def test_layers_that_one_gpu_holds_are_the_most(gib: int) -> None:
     for num_layers, fits in ((held, True), (held + 1, False)):
         cut = declared(FLASH).first_layers(num_layers)
         assert cut is not None
-        assert (try_fit(replace(request, declared=cut)) is not None) is fits
+        assert (try_fit(resolve(replace(request, declared=cut))) is not None) is fits

@@ -1,26 +1,23 @@
 """Plans of models whose layers have windows: pages by group, tokens that fit, the longest context, and nothing settled twice."""
 
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from counted_work import num_lines
+from error_codes import raises_code
 from holdfast.cache.spec import CacheSpec, mixed_cache
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError, ModelFormatError
-from holdfast.loading.declared import open_declared
 from holdfast.memory.planner import Term
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
-from holdfast.planning import fit
-from holdfast.planning.alternatives import RANKS
-from holdfast.planning.fit import find_fit, fit_runner, settle, try_fit, unfitting_runner
+from holdfast.planning.fit import fit_runner, try_fit, unfitting_runner
 from holdfast.planning.plan import PlanRequest, plan_runner
-from holdfast.planning.resolve import Resolved
-from holdfast.planning.target import Target, memory_target
+from holdfast.planning.resolve import Resolved, resolve
+from holdfast.planning.target import memory_target
 from holdfast.planning.terms import batch_terms
 from holdfast.quant.formats import KV_FORMATS
 from planning.plan_cases import GIB, H200, declared, plan_request
@@ -103,10 +100,10 @@ def test_one_longest_sequence_must_fit_in_all_groups_together() -> None:
     plan = fit_runner(wanted)
     assert plan.memory.num_pages == sum(group.prompt_pages for group in plan.groups)
     page_bytes = plan.memory.page_bytes
-    asked = plan.memory.num_pages * page_bytes
-    assert fit_runner(request_of(ALTERNATING, max_model_len=65536, kv_cache_memory=asked)).memory.kv_bytes == asked
-    with pytest.raises(MemoryPlanError, match="one sequence of 65536 tokens takes"):
-        fit_runner(request_of(ALTERNATING, max_model_len=65536, kv_cache_memory=asked - 1))
+    given = plan.memory.num_pages * page_bytes
+    assert fit_runner(request_of(ALTERNATING, max_model_len=65536, kv_cache_memory=given)).memory.kv_bytes == given
+    with raises_code("plan.kv_cache_too_small", MemoryPlanError, max_model_len=65536):
+        fit_runner(request_of(ALTERNATING, max_model_len=65536, kv_cache_memory=given - 1))
 
 
 SMALL_WINDOWS = windowed(None, 30, 90, 90, 30, 30, max_position=200)
@@ -118,7 +115,7 @@ def sizes_of_lengths() -> dict[int, int]:
     """Bytes of the pages of one sequence, by its length."""
     sizes = {}
     for length in range(1, 201):
-        plan = unfitting_runner(request_of(SMALL_WINDOWS, max_model_len=length, **SMALL_STEPS)).memory
+        plan = unfitting_runner(resolve(request_of(SMALL_WINDOWS, max_model_len=length, **SMALL_STEPS))).memory
         sizes[length] = plan.num_pages * plan.page_bytes
     return sizes
 
@@ -129,7 +126,7 @@ def test_the_longest_context_that_fits_is_the_longest(most: int | None) -> None:
     sizes = sizes_of_lengths()
     asked = 40 * 1024 if most is None else sizes[most]
     lengths = [length for length, num_bytes in sizes.items() if num_bytes <= asked]
-    found = try_fit(request_of(SMALL_WINDOWS, kv_cache_memory=asked, **SMALL_STEPS))
+    found = try_fit(resolve(request_of(SMALL_WINDOWS, kv_cache_memory=asked, **SMALL_STEPS)))
     assert (None if found is None else found.resolved.limits.max_model_len) == (lengths[-1] if lengths else None)
 
 
@@ -159,43 +156,25 @@ def test_protected_layers_may_leave_what_others_leave(num_windows: int, num_whol
     assert len(asked.resolved.protected.layers) == 4
 
 
-def test_everything_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a plan does not fit: each change that would help is a request of its own, and settled once too."""
-    settled: Counter[tuple[EngineConfig, Target]] = Counter()
-    resolve = fit.resolve
-
-    def counted(config: EngineConfig, model: DeclaredModel, target: Target) -> Resolved:
-        settled[config, target] += 1
-        return resolve(config, model, target)
-
-    monkeypatch.setattr(fit, "resolve", counted)
-    asked: list[Resolved] = []
+def test_staging_is_computed_once_for_a_request() -> None:
+    """Also if the plan does not fit: the changes that would help take the same staging."""
+    seen: list[Resolved] = []
 
     def staging(resolved: Resolved) -> Term:
-        asked.append(resolved)
+        seen.append(resolved)
         return Term("staging", 12345, "counted", ("load",))
 
     plan = plan_runner(replace(plan_request("Qwen3-8B", H200, max_model_len=4096), staging=staging))
-    assert settled.total() == len(asked) == 1
-    assert asked[0] == plan.resolved
+    assert len(seen) == 1
     assert any(term.num_bytes == 12345 for term in plan.memory.terms)
-    settled.clear()
-    asked.clear()
     short = replace(plan_request("Qwen3-8B", memory_target("20GiB")), staging=staging)
     assert plan_runner(short).context_note
-    assert settled[short.config, short.target] == len(asked) == 1
-    settled.clear()
-    asked.clear()
+    assert len(seen) == 2
     refused = replace(plan_request("Llama-3.1-70B", memory_target("24GiB"), max_model_len=9000), staging=staging)
-    with pytest.raises(MemoryPlanError) as caught:
+    with raises_code("plan.over_budget", MemoryPlanError) as caught:
         plan_runner(refused)
     assert caught.value.changes
-    assert len(asked) == 1
-    # Itself, and the shortest useful context, which is the one that was asked; each number of ranks is a config of its own.
-    assert settled[refused.config, refused.target] == 2
-    for ranks in RANKS:
-        assert settled[replace(refused.config, tensor_parallel_size=ranks), refused.target] == 1
-    assert len(settled) > 5, "other requests were tried"
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("window", [0, -8, 8.5, "8", True])
@@ -241,12 +220,6 @@ def test_groups_cost_a_search_little() -> None:
     )
     counts = []
     for model in (plain, grouped):
-        find_fit(PlanRequest(config, model, target))
-        counts.append(num_lines(lambda model=model: find_fit(PlanRequest(config, model, target))))
+        fit_runner(PlanRequest(config, model, target))
+        counts.append(num_lines(lambda model=model: fit_runner(PlanRequest(config, model, target))))
     assert counts[1] < 2.5 * counts[0], counts
-
-
-def test_a_plan_of_windows_by_name() -> None:
-    wanted = PlanRequest(EngineConfig(), open_declared(MISTRAL), H200)
-    assert settle(wanted)[0] is settle(wanted)[0]
-    assert fit_runner(wanted).kv_tokens == find_fit(wanted).kv_tokens

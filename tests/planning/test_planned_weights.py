@@ -16,7 +16,7 @@ from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.grouped_readers import FAMILIES, parameters
 from holdfast.models.parameters import Parameter
-from holdfast.planning.fit import PlanRequest, settle
+from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
 from holdfast.runner.build import plan_model
 from loading.stored_models import MOE, make_stored
@@ -118,7 +118,7 @@ def test_a_plan_of_a_quantized_checkpoint_is_what_an_engine_loads(case: str, tmp
     sizes = []
     for options in ({}, *({"quantization": scheme, "weight_cache": "off"} | more for more in OPTIONS)):
         config = EngineConfig.from_options(model=folder, device="cpu", **options)
-        _, resolved = settle(PlanRequest(config, open_declared(folder), HOST))
+        resolved = resolve(PlanRequest(config, open_declared(folder), HOST))
         planned = open_declared(folder).weight_bytes(resolved.dtype, resolved.recipe)
         load, plan = plan_model(config, open_model(folder, "auto"), HOST)
         assert resolved.recipe == plan.resolved.recipe
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_stores_nothing_quantized_is_a_plain_one(said, load_fo
     folder = str(make_stored(tmp_path / "model", "fp8", ("model.",), said))
     for scheme in ("fp8", "int8"):
         config = EngineConfig.from_options(model=folder, device="cpu", quantization=scheme, weight_cache="off")
-        _, resolved = settle(PlanRequest(config, open_declared(folder), HOST))
+        resolved = resolve(PlanRequest(config, open_declared(folder), HOST))
         load, plan = plan_model(config, open_model(folder, load_format), HOST)
         assert resolved.recipe == plan.resolved.recipe
         assert open_declared(folder).weight_bytes(resolved.dtype, resolved.recipe) == load.plan.final_bytes

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.cache.groups import CacheGroup, unrewindable
 from holdfast.errors import ConfigError
 from holdfast.models.declaration import CacheRows
-from holdfast.planning.fit import settle
 from holdfast.planning.plan import plan_runner
+from holdfast.planning.resolve import resolve
 from holdfast.planning.terms import graph_term, list_needs, sampling_terms
 from planning.plan_cases import H200, HOST, declared, plan_request
 
@@ -32,7 +33,7 @@ DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 )
 def test_rows_that_are_chosen_from(speculative, max_num_seqs, max_num_batched_tokens, rows) -> None:
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    _, resolved = settle(plan_request(speculative=speculative, **options))
+    resolved = resolve(plan_request(speculative=speculative, **options))
     assert resolved.limits.max_sampled_rows == rows
     assert resolved.limits.sampled_rows == (rows or max_num_seqs)
     assert resolved.limits.max_num_seqs == max_num_seqs
@@ -48,7 +49,7 @@ def test_rows_that_are_chosen_from(speculative, max_num_seqs, max_num_batched_to
 @pytest.mark.parametrize("target", [H200, HOST], ids=["gpu", "cpu"])
 def test_the_terms_of_choosing_grow_to_these_rows_and_no_others_do(target) -> None:
     plain, guessing = (
-        list_needs(*settle(plan_request("Qwen3-8B", target, max_num_seqs=20, speculative=asked)))
+        list_needs(resolve(plan_request("Qwen3-8B", target, max_num_seqs=20, speculative=asked)))
         for asked in (None, "ngram:4")
     )
     before, after = ({term.owner: term.num_bytes for term in found.terms} for found in (plain, guessing))
@@ -69,19 +70,14 @@ def test_the_terms_of_choosing_grow_to_these_rows_and_no_others_do(target) -> No
 
 
 def test_steps_that_are_too_short_are_refused_with_what_works() -> None:
-    with pytest.raises(ConfigError) as caught:
-        settle(plan_request(speculative="ngram:4", max_num_batched_tokens=4))
-    assert str(caught.value) == (
-        "speculative=ngram:4 was asked; a sequence takes 5 tokens of a step, and max_num_batched_tokens is 4; "
-        "set max_num_batched_tokens to 5 or more, or ask for ngram:3"
-    )
-    with pytest.raises(ConfigError, match=r"set max_num_batched_tokens to 2 or more$"):
-        settle(plan_request(speculative="ngram:1", max_num_batched_tokens=1))
+    for number in (4, 1):
+        with raises_code("plan.few_batched_tokens", ConfigError, needed=number + 1, maximum=number):
+            resolve(plan_request(speculative=f"ngram:{number}", max_num_batched_tokens=number))
 
 
 def test_models_that_are_only_planned_are_declined() -> None:
-    with pytest.raises(ConfigError, match=r"speculative=ngram:4 was asked; .* is planned, not run: .*; leave specul"):
-        settle(plan_request("gemma-2-9b", speculative="ngram"))
+    with raises_code("plan.no_draft_tokens", ConfigError, value="ngram:4"):
+        resolve(plan_request("gemma-2-9b", speculative="ngram"))
 
 
 class Kept:
@@ -110,11 +106,11 @@ class Kept:
 def test_what_cannot_go_back_is_declined(kept, words: str) -> None:
     model = declared("Qwen3-8B")
     request = plan_request(speculative="ngram", max_num_seqs=4)
-    settle(request)
+    resolve(request)
     other = replace(request, declared=replace(model, declaration=Kept(model.declaration, **kept)))
     with pytest.raises(ConfigError, match=re.escape(words)):
-        settle(other)
-    settle(replace(other, config=replace(request.config, speculative=None)))
+        resolve(other)
+    resolve(replace(other, config=replace(request.config, speculative=None)))
 
 
 def test_groups_with_a_state_do_not_go_back() -> None:
@@ -129,5 +125,5 @@ def test_guesses_change_how_rows_round_on_a_gpu(target) -> None:
     if target.kind == "cpu":
         assert plan_runner(request).resolved.num_proposals == 4
         return
-    with pytest.raises(ConfigError, match=r"batch_invariant=True and speculative=ngram:4 were asked; .* leave out one"):
+    with raises_code("plan.variant_draft_tokens", ConfigError, value="ngram:4"):
         plan_runner(request)

@@ -12,7 +12,8 @@ from holdfast.memory.cache_folder import CACHE_VARIABLE
 from holdfast.memory.device_rates import Measured, Rates, cpu_identity, sheet_rates, write_measured
 from holdfast.memory.devices import GPUS
 from holdfast.planning.exchange_time import exchange_seconds, sum_seconds
-from holdfast.planning.fit import PlanRequest, find_fit, settle
+from holdfast.planning.fit import fit_runner
+from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.speed import (
     SPEED_CONTEXT,
     Range,
@@ -40,13 +41,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def estimate(name: str = "Qwen3-8B", target: Target = H200, **options: object) -> SpeedEstimate:
     request = plan_request(name, target, **options)
-    found = estimate_speed(request, find_fit(request))
+    found = estimate_speed(fit_runner(request))
     assert found is not None, f"{name} on {target.name}"
     return found
 
 
 def seconds(load: StepLoad, name: str = "Qwen3-8B", rates: Rates = RATES, **options: object) -> float:
-    return step_seconds(*settle(plan_request(name, H200 if rates.kind == "cuda" else HOST, **options)), rates, load)
+    return step_seconds(resolve(plan_request(name, H200 if rates.kind == "cuda" else HOST, **options)), rates, load)
 
 
 def test_range_middle_is_as_far_from_both_bounds() -> None:
@@ -71,7 +72,7 @@ def test_estimate_of_another_gpu_is_wider_and_says_why() -> None:
 @pytest.mark.parametrize("target", [memory_target("64GiB"), gpu_target(GPUS["v100-32g"])], ids=["size", "too old"])
 def test_estimate_without_rates_is_none(target: Target) -> None:
     request = plan_request("Qwen3-0.6B", target)
-    assert estimate_speed(request, find_fit(request)) is None
+    assert estimate_speed(fit_runner(request)) is None
 
 
 def test_every_gpu_that_kernels_run_on_has_a_speed() -> None:
@@ -82,9 +83,9 @@ def test_every_gpu_that_kernels_run_on_has_a_speed() -> None:
 def test_batch_size_is_what_fits_at_the_context() -> None:
     assert estimate(max_num_seqs=7).batch_size == 7
     small = estimate("Qwen3-8B", RTX4090)
-    fit = find_fit(plan_request("Qwen3-8B", RTX4090))
+    fit = fit_runner(plan_request("Qwen3-8B", RTX4090))
     assert small.batch_size == fit.kv_tokens // SPEED_CONTEXT
-    windows, whole = estimate("gpt-oss-20b", RTX4090), find_fit(plan_request("gpt-oss-20b", RTX4090))
+    windows, whole = estimate("gpt-oss-20b", RTX4090), fit_runner(plan_request("gpt-oss-20b", RTX4090))
     assert whole.memory.num_pages * 16 // (2 * SPEED_CONTEXT) < windows.batch_size
     short = estimate(max_model_len=512)
     assert short.assumption.startswith("contexts of 512 tokens")
@@ -96,8 +97,8 @@ def test_batch_is_of_sequences_whose_groups_all_fit(name: str) -> None:
     request = plan_request(
         name, RTX4090, max_model_len=4096, quantization="mxfp4" if name.startswith("gemma") else None
     )
-    fit, found = find_fit(request), estimate_speed(request, find_fit(request))
-    pages = fit.layout.pages(fit.resolved)
+    fit, found = fit_runner(request), estimate_speed(fit_runner(request))
+    pages = fit.resolved.pages()
     assert found is not None
     assert pages is not None
     own = 0
@@ -111,9 +112,9 @@ def test_batch_is_of_sequences_whose_groups_all_fit(name: str) -> None:
 def test_batch_has_one_sequence_at_least() -> None:
     """A context of the speeds that has no room beside itself still has a speed."""
     request = plan_request("Qwen3-8B", H200, kv_cache_memory=8 * 16 * 147456, max_num_seqs=4)
-    fit = find_fit(request)
+    fit = fit_runner(request)
     assert fit.kv_tokens == fit.resolved.limits.max_model_len == 128
-    found = estimate_speed(request, fit._replace(resolved=fit.resolved.with_max_model_len(4096, "longer than it has")))
+    found = estimate_speed(replace(fit, resolved=fit.resolved.with_max_model_len(4096, "longer than it has")))
     assert found is not None
     assert found.batch_size == 1
 
@@ -122,14 +123,14 @@ def test_batch_has_one_sequence_at_least() -> None:
 def test_bounds_are_shares_of_what_is_predicted(target: Target) -> None:
     """Rates of one stream and of a batch by both shares, seconds by their inverse."""
     request = plan_request("Qwen3-0.6B", target)
-    fit, device = find_fit(request), find_device_speed(target)
-    found = estimate_speed(request, fit)
+    fit, device = fit_runner(request), find_device_speed(target)
+    found = estimate_speed(fit)
     assert found is not None
     assert device is not None
     for rates, batch in ((found.one_stream, 1), (found.batch, found.batch_size)):
-        rate = decode_rate(fit.layout, fit.resolved, device.rates, batch, SPEED_CONTEXT)
+        rate = decode_rate(fit.resolved, device.rates, batch, SPEED_CONTEXT)
         assert rates == pytest.approx((device.slowest * rate, device.fastest * rate))
-    seconds = first_token_seconds(fit.layout, fit.resolved, device.rates, SPEED_CONTEXT)
+    seconds = first_token_seconds(fit.resolved, device.rates, SPEED_CONTEXT)
     assert found.first_token_seconds == pytest.approx((seconds / device.fastest, seconds / device.slowest))
     assert found.first_token_seconds.low < found.first_token_seconds.high
 
@@ -139,11 +140,11 @@ def test_every_guess_widens_an_estimate() -> None:
 
     def shares(**options: object) -> tuple[float, float]:
         request = plan_request("Qwen3-8B", RTX4090, **options)
-        fit, device = find_fit(request), find_device_speed(RTX4090)
-        found = estimate_speed(request, fit)
+        fit, device = fit_runner(request), find_device_speed(RTX4090)
+        found = estimate_speed(fit)
         assert found is not None
         assert device is not None
-        rate = decode_rate(fit.layout, fit.resolved, device.rates, 1, SPEED_CONTEXT)
+        rate = decode_rate(fit.resolved, device.rates, 1, SPEED_CONTEXT)
         return found.one_stream.low / rate, found.one_stream.high / rate
 
     assert shares() == pytest.approx((0.65, 1.15))
@@ -166,7 +167,7 @@ def test_measurement_of_a_gpu_with_other_memory_is_not_taken() -> None:
         rates = Measured(gpu.name, int(share * gpu.total_bytes), 0.5e12, 100e12, "2026-11-18")
         found = find_device_speed(RTX4090, (rates._replace(device="another"), rates))
         assert found is not None
-        assert ("as holdfast doctor measured" in found.words) is is_taken, share
+        assert ("as holdfast doctor measured" in found.source) is is_taken, share
 
 
 def test_cpu_without_a_measurement_asks_for_one() -> None:
@@ -186,16 +187,16 @@ def test_kept_measurement_of_this_cpu_is_used() -> None:
 def test_cpu_decode_is_within_25_percent_of_its_record(batch: int, measure: str) -> None:
     rows = json.loads((RECORDS / "neoverse-n1-2026-11-15-latency.json").read_text())["results"]
     measured = next(row["values"]["holdfast"] for row in rows if row["measure"] == measure)
-    layout, resolved = settle(plan_request("SmolLM2-135M", HOST))
-    assert decode_rate(layout, resolved, NEOVERSE, batch, 128) == pytest.approx(measured, rel=0.25)
+    resolved = resolve(plan_request("SmolLM2-135M", HOST))
+    assert decode_rate(resolved, NEOVERSE, batch, 128) == pytest.approx(measured, rel=0.25)
 
 
 @pytest.mark.parametrize("prompt", [512, 2048])
 def test_cpu_prefill_is_within_25_percent_of_its_record(prompt: int) -> None:
     rows = json.loads((RECORDS / "neoverse-n1-2026-11-15-latency.json").read_text())["results"]
     rate = next(row["values"]["holdfast"] for row in rows if row["measure"] == f"prefill, {prompt} tokens")
-    layout, resolved = settle(plan_request("SmolLM2-135M", HOST))
-    assert first_token_seconds(layout, resolved, NEOVERSE, prompt) == pytest.approx(prompt / rate, rel=0.25)
+    resolved = resolve(plan_request("SmolLM2-135M", HOST))
+    assert first_token_seconds(resolved, NEOVERSE, prompt) == pytest.approx(prompt / rate, rel=0.25)
 
 
 SLOWER = [
@@ -228,31 +229,31 @@ def test_distinct_experts_decide_what_a_step_reads() -> None:
 
 
 def test_windows_bound_what_decode_rows_read() -> None:
-    layout, resolved = settle(plan_request("gemma-3-27b-it"))
-    windows = {read.most_rows: read.num_layers for read in kv_reads(layout, resolved)}
+    resolved = resolve(plan_request("gemma-3-27b-it"))
+    windows = {read.most_rows: read.num_layers for read in kv_reads(resolved)}
     assert windows == {1024: 52, None: 10}
-    inside = step_seconds(layout, resolved, RATES, StepLoad(8, 1024))
-    beyond = step_seconds(layout, resolved, RATES, StepLoad(8, 8192))
+    inside = step_seconds(resolved, RATES, StepLoad(8, 1024))
+    beyond = step_seconds(resolved, RATES, StepLoad(8, 8192))
     whole = seconds(StepLoad(8, 8192), "Qwen3-32B") - seconds(StepLoad(8, 1024), "Qwen3-32B")
     assert beyond - inside < 0.4 * whole
 
 
 def test_index_bounds_latents_that_are_attended_to() -> None:
-    layout, resolved = settle(plan_request("DeepSeek-V3.2", kv_cache_dtype="fp8_ds_mla"))
-    latents, index = kv_reads(layout, resolved)
+    resolved = resolve(plan_request("DeepSeek-V3.2", kv_cache_dtype="fp8_ds_mla"))
+    latents, index = kv_reads(resolved)
     assert latents.attended(100_000) == 2048
     assert index.attended(100_000) == 100_000
     assert index.row_bytes == 132
 
 
 def test_entries_of_compressed_attention_stand_for_their_tokens() -> None:
-    layout, resolved = settle(plan_request("DeepSeek-V4-Flash", kv_cache_dtype="fp8"))
-    attended = {read.attended(131_072) for read in kv_reads(layout, resolved)}
+    resolved = resolve(plan_request("DeepSeek-V4-Flash", kv_cache_dtype="fp8"))
+    attended = {read.attended(131_072) for read in kv_reads(resolved)}
     assert attended >= {128.0, 512.0, 1024.0, 32_768.0}
 
 
 def test_prompt_rows_attend_to_half_of_a_square() -> None:
-    (read,) = kv_reads(*settle(plan_request("Qwen3-8B")))
+    (read,) = kv_reads(resolve(plan_request("Qwen3-8B")))
     assert read.attended_by_prompt(1000) == 500_000
     window = read._replace(most_rows=100)
     assert window.attended_by_prompt(1000) == sum(min(row, 100) for row in range(1000)) + 50
@@ -260,7 +261,7 @@ def test_prompt_rows_attend_to_half_of_a_square() -> None:
 
 def test_smaller_steps_do_not_read_a_prompt_sooner() -> None:
     whole, parts = (
-        first_token_seconds(*settle(plan_request("Qwen3-8B", max_num_batched_tokens=rows)), RATES, 2048)
+        first_token_seconds(resolve(plan_request("Qwen3-8B", max_num_batched_tokens=rows)), RATES, 2048)
         for rows in (2048, 256)
     )
     assert whole < parts < 1.6 * whole
@@ -279,8 +280,8 @@ def test_ranks_are_within_20_percent_of_their_prediction(size: int, batch: int, 
     expected = next(
         row["values"][engine] for row in rows if row["measure"] == f"Qwen3-32B, batch {batch}, tensor {size}"
     )
-    layout, resolved = settle(plan_request("Qwen3-32B", tensor_parallel_size=size))
-    assert decode_rate(layout, resolved, RATES, batch, 553) == pytest.approx(expected, rel=0.2)
+    resolved = resolve(plan_request("Qwen3-32B", tensor_parallel_size=size))
+    assert decode_rate(resolved, RATES, batch, 553) == pytest.approx(expected, rel=0.2)
 
 
 def test_estimate_with_guessed_parts_is_wider_and_says_so() -> None:
@@ -294,12 +295,12 @@ def test_estimate_with_guessed_parts_is_wider_and_says_so() -> None:
 def test_stages_add_up_for_one_stream_and_share_a_batch() -> None:
     config, model = EngineConfig.from_options(pipeline_parallel_size=2), declared("Qwen3-32B")
     mesh = Mesh(num_stages=2, layers=(0, 32))
-    layout, resolved = settle(PlanRequest(config, model, H200, mesh))
-    alone = settle(plan_request("Qwen3-32B"))
-    one, both = (decode_rate(*settled, RATES, 1, 512) for settled in ((layout, resolved), alone))
+    resolved = resolve(PlanRequest(config, model, H200, mesh))
+    alone = resolve(plan_request("Qwen3-32B"))
+    one, both = (decode_rate(settled, RATES, 1, 512) for settled in (resolved, alone))
     assert 0.9 * both < one < 1.05 * both
-    assert decode_rate(layout, resolved, RATES, 128, 512) > 1.05 * decode_rate(*alone, RATES, 128, 512)
-    staged, whole = (first_token_seconds(*settled, RATES, 2048) for settled in ((layout, resolved), alone))
+    assert decode_rate(resolved, RATES, 128, 512) > 1.05 * decode_rate(alone, RATES, 128, 512)
+    staged, whole = (first_token_seconds(settled, RATES, 2048) for settled in (resolved, alone))
     assert staged == pytest.approx(whole, rel=0.1)
 
 

@@ -8,10 +8,8 @@ from holdfast.config import EngineConfig
 from holdfast.memory.device_rates import sheet_rates
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import find_model
-from holdfast.planning.fit import PlanRequest, settle
-from holdfast.planning.resolve import Resolved
+from holdfast.planning.resolve import PlanRequest, Resolved, resolve
 from holdfast.planning.step_time import StepLoad, step_seconds
-from holdfast.planning.terms import Layout
 from planning.plan_cases import H200
 from planning.speed_records import NOT_ENGINES, READERS, SpeedCase, read_cases, read_records
 
@@ -21,25 +19,23 @@ CASES = read_cases()
 
 
 @cache
-def settled(model: str, options: tuple, shapes: tuple) -> tuple[Layout, Resolved]:
+def settled(model: str, options: tuple, shapes: tuple) -> Resolved:
     name, config = find_model(model)
     changed = {key: list(value) if isinstance(value, tuple) else value for key, value in shapes}
     declared = declare_config(dict(config) | changed, name)
-    return settle(PlanRequest(EngineConfig.from_options(**dict(options)), declared, H200))
+    return resolve(PlanRequest(EngineConfig.from_options(**dict(options)), declared, H200))
 
 
 def predict(case: SpeedCase, distinct: float | None = None) -> float:
-    layout, resolved = settled(case.model, case.options, case.shapes)
+    resolved = settled(case.model, case.options, case.shapes)
     if not case.prompt_rows:
         load = StepLoad(case.batch, case.context, distinct_experts=distinct)
-        return case.batch / step_seconds(layout, resolved, RATES, load)
+        return case.batch / step_seconds(resolved, RATES, load)
     rows, num_prompts = resolved.limits.max_num_batched_tokens, case.batch
     seconds, left = 0.0, case.prompt_rows
     while left:
         step = min(rows, left)
-        seconds += step_seconds(
-            layout, resolved, RATES, StepLoad(0, 0, step, -(-step * num_prompts // case.prompt_rows))
-        )
+        seconds += step_seconds(resolved, RATES, StepLoad(0, 0, step, -(-step * num_prompts // case.prompt_rows)))
         left -= step
     return seconds
 

@@ -10,7 +10,7 @@ from holdfast.distributed.mesh import Mesh
 from holdfast.memory.device_rates import Rates
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.planning.exchange_time import exchange_seconds, sum_seconds
-from holdfast.planning.fit import settle
+from holdfast.planning.resolve import resolve
 from holdfast.planning.speed import decode_rate, first_token_seconds
 from holdfast.planning.step_time import KvRead, StepLoad, step_seconds
 from planning.plan_cases import H200, HOST, plan_request
@@ -22,7 +22,7 @@ FIXED = 60e-6
 
 
 def seconds(name: str, load: StepLoad, rates: Rates = GPU, **options: object) -> float:
-    return step_seconds(*settle(plan_request(name, HOST if rates.kind == "cpu" else H200, **options)), rates, load)
+    return step_seconds(resolve(plan_request(name, HOST if rates.kind == "cpu" else H200, **options)), rates, load)
 
 
 def product(num_bytes: float, share: float, flops: float, flops_per_second: float = FLOPS) -> float:
@@ -278,23 +278,21 @@ def test_exchange_of_a_step_is_the_sum_by_hand(case: str) -> None:
 def test_step_of_ranks_adds_its_exchange() -> None:
     """Every product and every head is a half; the exchange comes on top."""
     mesh = Mesh(tensor_size=2)
-    layout, resolved = settle(plan_request("Qwen3-8B", mesh=mesh))
+    resolved = resolve(plan_request("Qwen3-8B", mesh=mesh))
     halves = product(QWEN_LAYERS + 2 * QWEN_NORMS, 0.93, 64 * QWEN_LAYERS)
     halves += product(2 * 4096, 0.93, 0) + product(QWEN_HEAD, 0.93, 64 * QWEN_HEAD)
     waves = 64 * 4 / 132
     attention = 64 * 100 * QWEN_TOKEN / 2 / (0.95 * waves / ceil(waves) * READ)
     exchange = exchange_seconds(mesh, 36, 64, 2 * 4096, "nvlink")
     expected = FIXED + 36 * 42e-6 + halves + attention + exchange
-    assert step_seconds(layout, resolved, GPU, StepLoad(64, 100)) == pytest.approx(expected, rel=1e-9)
+    assert step_seconds(resolved, GPU, StepLoad(64, 100)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_stages_share_a_batch_and_pass_every_prompt() -> None:
     """Three sequences on two stages are two and one; the larger step counts, and each stage takes it."""
-    layout, resolved = settle(
-        plan_request("Qwen3-8B", mesh=Mesh(num_stages=2, layers=(0, 18)), max_num_batched_tokens=64)
-    )
-    step = step_seconds(layout, resolved, GPU, StepLoad(2, 100))
-    assert decode_rate(layout, resolved, GPU, 3, 100) == pytest.approx(3 / (2 * step))
+    resolved = resolve(plan_request("Qwen3-8B", mesh=Mesh(num_stages=2, layers=(0, 18)), max_num_batched_tokens=64))
+    step = step_seconds(resolved, GPU, StepLoad(2, 100))
+    assert decode_rate(resolved, GPU, 3, 100) == pytest.approx(3 / (2 * step))
     loads = [StepLoad(0, 0, 64), StepLoad(0, 0, 64, prompt_context=64), StepLoad(0, 0, 22, prompt_context=128)]
-    expected = 2 * sum(step_seconds(layout, resolved, GPU, load) for load in loads)
-    assert first_token_seconds(layout, resolved, GPU, 150) == pytest.approx(expected)
+    expected = 2 * sum(step_seconds(resolved, GPU, load) for load in loads)
+    assert first_token_seconds(resolved, GPU, 150) == pytest.approx(expected)

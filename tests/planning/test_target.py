@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from error_codes import raises_code
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
 from holdfast.memory.devices import CONTEXT_BYTES, GPUS, MIB, PLANNED_GPUS
@@ -48,7 +49,7 @@ def test_a_gpu_by_size() -> None:
 
 @pytest.mark.parametrize("size", ["0", "-1GiB", "110%", "twenty", "", 0, -5, "1" * 30 + "GiB", True, None])
 def test_sizes_that_are_none(size) -> None:
-    with pytest.raises(ConfigError, match="memory="):
+    with raises_code("config.not_a_size", ConfigError, name="memory"):
         memory_target(size)
 
 
@@ -120,21 +121,21 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "num_devices", "chosen"),
+    ("device", "num_devices", "chosen"),
     [
         ("auto", 0, ("cpu", "no GPU is there")),
         ("auto", 2, ("cuda:0", "a GPU is there")),
-        ("cpu", 2, ("cpu", "asked")),
-        ("cuda", 1, ("cuda:0", "asked")),
-        ("cuda:1", 2, ("cuda:1", "asked")),
+        ("cpu", 2, ("cpu", "given")),
+        ("cuda", 1, ("cuda:0", "given")),
+        ("cuda:1", 2, ("cuda:1", "given")),
     ],
 )
-def test_devices_that_are_there(asked, num_devices, chosen, monkeypatch) -> None:
+def test_present_device_is_chosen(device, num_devices, chosen, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert choose_device(EngineConfig(device=asked)) == chosen
+    assert choose_device(EngineConfig(device=device)) == chosen
 
 
 def test_choose_device_on_torch_for_rocm_takes_the_cpu(monkeypatch) -> None:
@@ -147,7 +148,7 @@ def test_choose_device_on_torch_for_rocm_takes_the_cpu(monkeypatch) -> None:
     device, reason = choose_device(EngineConfig(device="auto"))
     assert device == "cpu"
     assert "AMD GPUs are not supported, and AMD Instinct MI300X is one" in reason
-    with pytest.raises(ConfigError, match=r"AMD GPUs are not supported.*; try device='cpu', or an NVIDIA GPU"):
+    with raises_code("device.unfit", ConfigError, value="cuda", other="an NVIDIA GPU"):
         choose_device(EngineConfig(device="cuda"))
 
 
@@ -158,7 +159,7 @@ def test_a_gpu_that_is_too_old_is_not_taken(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     words = "does not run: needs compute capability 8.0, and Tesla T4 has 7.5"
     assert choose_device(EngineConfig()) == ("cpu", f"the GPU that is there {words}")
-    with pytest.raises(ConfigError, match=f"device='cuda:0' was asked; it {words}; try device='cpu'"):
+    with raises_code("device.unfit", ConfigError, value="cuda:0", reason=words):
         choose_device(EngineConfig(device="cuda:0"))
 
 
@@ -171,19 +172,19 @@ def test_each_gpu_of_a_machine_is_looked_at_by_itself(monkeypatch, old: int) -> 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device == old else (9, 0))
     for index in range(3):
         if index == old:
-            with pytest.raises(ConfigError, match=f"device='cuda:{index}' was asked; .* GPU number {index} has 7.5"):
+            with raises_code("device.unfit", ConfigError, value=f"cuda:{index}"):
                 choose_device(EngineConfig(device=f"cuda:{index}"))
         else:
-            assert choose_device(EngineConfig(device=f"cuda:{index}")) == (f"cuda:{index}", "asked")
+            assert choose_device(EngineConfig(device=f"cuda:{index}")) == (f"cuda:{index}", "given")
     assert choose_device(EngineConfig())[0] == ("cpu" if old == 0 else "cuda:0")
 
 
-@pytest.mark.parametrize(("asked", "num_devices"), [("cuda", 0), ("cuda:2", 2), ("cuda:7", 0)])
-def test_devices_that_are_not_there(asked, num_devices, monkeypatch) -> None:
+@pytest.mark.parametrize(("device", "num_devices"), [("cuda", 0), ("cuda:2", 2), ("cuda:7", 0)])
+def test_absent_device_is_refused(device, num_devices, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-    with pytest.raises(ConfigError, match=f"device='{asked}' was asked; torch sees {num_devices} CUDA devices here"):
-        choose_device(EngineConfig(device=asked))
+    with raises_code("device.not_here", ConfigError, value=device, num_devices=num_devices):
+        choose_device(EngineConfig(device=device))
 
 
 def test_an_empty_device_is_all_ours(gpu) -> None:
@@ -195,20 +196,20 @@ def test_an_empty_device_is_all_ours(gpu) -> None:
     assert "held by others" not in target.reason
 
 
-def test_what_others_hold_is_told(gpu) -> None:
+def test_reason_shows_what_others_hold(gpu) -> None:
     target = gpu(100 * GIB - BARE_CONTEXT_BYTES, 140 * GIB)
     assert target.available_bytes == 100 * GIB
     assert target.reason == "40.00 GiB of 140.00 GiB are held by others"
 
 
-def test_a_first_engine_s_tensors_are_others_and_its_spare_memory_is_not(gpu) -> None:
+def test_tensors_of_another_engine_are_not_available(gpu) -> None:
     context = GPUS["h200"].context_bytes
     used = 60 * GIB + context
     target = gpu(140 * GIB - used, 140 * GIB, reserved=60 * GIB, allocated=45 * GIB, has_worked=True)
     assert target.held_by_others_bytes == 45 * GIB
 
 
-def test_noise_is_not_somebody(gpu) -> None:
+def test_noise_does_not_count_as_others(gpu) -> None:
     target = gpu(140 * GIB - BARE_CONTEXT_BYTES - 10 * MIB, 140 * GIB)
     assert "held by others" not in target.reason
 

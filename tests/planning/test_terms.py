@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from for_each import for_each
-from holdfast.attention.declarations import INDEX_SCORE_BYTES, AttentionSpec, StepBounds, TritonPagedDeclaration
+from holdfast.attention.declarations import INDEX_SCORE_BYTES, AttentionSpec, StepBounds
 from holdfast.config import EngineConfig, Limits
 from holdfast.distributed.mesh import meshes
+from holdfast.families.grouped.declarations import TritonPagedDeclaration
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM
 from holdfast.memory.devices import SPLIT_K_BYTES
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import declare_decoder
-from holdfast.planning.fit import PlanRequest, settle
-from holdfast.planning.resolve import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from holdfast.planning.resolve import DEFAULT_MAX_NUM_BATCHED_TOKENS, PlanRequest, resolve
 from holdfast.planning.target import Target
 from holdfast.planning.terms import (
     BLOCK_ELEMENTS,
@@ -203,7 +203,7 @@ NARROW = "turboquant_4bit_nc"
 
 
 def needs(*args, **options) -> Needs:
-    return list_needs(*settle(plan_request(*args, **options)))
+    return list_needs(resolve(plan_request(*args, **options)))
 
 
 def by_owner(found: Needs) -> dict[str, Term]:
@@ -217,8 +217,8 @@ def test_weights_add_up_to_their_arena(name: str) -> None:
     is_stored = declared(name).stored_recipe is not None
     for quantization in (None, *(() if is_stored else WEIGHT_SCHEMES)):
         wanted = plan_request(name, quantization=quantization)
-        layout, resolved = settle(wanted)
-        weights = [term for term in list_needs(layout, resolved).terms if term.group == "weights"]
+        resolved = resolve(wanted)
+        weights = [term for term in list_needs(resolved).terms if term.group == "weights"]
         assert sum(term.num_bytes for term in weights) == wanted.declared.weight_bytes(resolved.dtype, resolved.recipe)
         scheme = resolved.recipe.scheme
         assert scheme is None or any(scheme.name in term.reason for term in weights)
@@ -277,8 +277,8 @@ def test_owners_on_a_cpu() -> None:
 
 def test_neighbours_are_asked_for_their_own_terms() -> None:
     wanted = plan_request("Qwen3-8B", H200, max_num_seqs=17, max_num_batched_tokens=99)
-    found = list_needs(*settle(wanted))
-    limits = settle(wanted)[1].limits
+    found = list_needs(resolve(wanted))
+    limits = resolve(wanted).limits
     assert set(batch_terms(limits, "cuda")) <= set(found.terms)
     assert set(sampling_terms(17, 151936, "cuda")) <= set(found.terms)
     assert set(found.workspace.terms()) <= set(found.terms)
@@ -287,12 +287,12 @@ def test_neighbours_are_asked_for_their_own_terms() -> None:
 
 def test_rows_that_are_chosen_from_may_be_more_than_sequences() -> None:
     """Logits and what chooses from them have room for all of them; inputs and tables are as they were."""
-    layout, resolved = settle(plan_request("Qwen3-8B", H200, max_num_seqs=200, max_num_batched_tokens=2000))
+    resolved = resolve(plan_request("Qwen3-8B", H200, max_num_seqs=200, max_num_batched_tokens=2000))
     more = replace(resolved, limits=replace(resolved.limits, max_sampled_rows=1000))
-    found, plain = (by_owner(list_needs(layout, one)) for one in (more, resolved))
+    found, plain = (by_owner(list_needs(one)) for one in (more, resolved))
     assert found["sampling/chosen"].num_bytes == 8192 > plain["sampling/chosen"].num_bytes
     assert set(sampling_terms(1000, 151936, "cuda")) <= set(found.values())
-    logits = next(request for request in list_needs(layout, more).requests if request.owner == "head")
+    logits = next(request for request in list_needs(more).requests if request.owner == "head")
     assert any(spec.shape == (1000, 151936) for spec in logits.specs)
     same = [owner for owner in found if owner.startswith(("inputs/", "attention/", "cuda graphs"))]
     assert len(same) > 6
@@ -386,7 +386,7 @@ def test_planes_that_need_padding_say_so() -> None:
 
 def test_what_a_sequence_keeps_whatever_its_length() -> None:
     wanted = plan_request("DeepSeek-V4-Flash", H200, max_num_seqs=10)
-    terms = by_owner(list_needs(*settle(wanted)))
+    terms = by_owner(list_needs(resolve(wanted)))
     states = {owner: term for owner, term in terms.items() if owner.startswith("kv state/")}
     assert list(states) == ["kv state/entries of 4", "kv state/index of 4", "kv state/entries of 128"]
     # Of a channel the largest gate, the sum of weights and the weighted sum, in float32; twice where entries overlap.
@@ -399,13 +399,13 @@ def test_what_a_sequence_keeps_whatever_its_length() -> None:
 
 def test_scratch_of_a_backend_is_part_of_attention() -> None:
     wanted = plan_request("Qwen3-8B", H200)
-    layout, resolved = settle(wanted)
-    found = list_needs(layout, resolved)
+    resolved = resolve(wanted)
+    found = list_needs(resolved)
     assert isinstance(found.declaration, TritonPagedDeclaration)
-    heads, cache = layout.heads(), layout.cache(resolved)
+    heads, cache = resolved.heads(), resolved.pages().cache
     assert heads is not None
     assert cache is not None
-    specs = [layout.attention_spec(resolved, layer, heads) for layer in cache.layers]
+    specs = [resolved.attention_spec(layer, heads) for layer in cache.layers]
     scratch = found.declaration.scratch(specs, StepBounds(256, 8192, 16))
     attention = next(request for request in found.requests if request.owner == "attention")
     assert attention.specs[-len(scratch) :] == scratch
@@ -416,12 +416,12 @@ def test_scratch_of_a_backend_is_part_of_attention() -> None:
 @pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_quantized])
 def test_whoever_reads_quantized_pages_takes_every_layer(target: Target, kv_format: str) -> None:
     for options in ({}, {"kv_protected_layers": 3, "kv_protected_dtype": "auto"}):
-        layout, resolved = settle(plan_request("Qwen3-8B", target, kv_cache_dtype=kv_format, **options))
-        found, cache, heads = list_needs(layout, resolved), layout.cache(resolved), layout.heads()
+        resolved = resolve(plan_request("Qwen3-8B", target, kv_cache_dtype=kv_format, **options))
+        found, cache, heads = list_needs(resolved), resolved.pages().cache, resolved.heads()
         assert found.declaration is not None
         assert cache is not None
         assert heads is not None
-        specs = [layout.attention_spec(resolved, layer, heads) for layer in cache.layers]
+        specs = [resolved.attention_spec(layer, heads) for layer in cache.layers]
         assert [reason for spec in specs if (reason := found.declaration.unsupported(spec)) is not None] == []
         limits = resolved.limits
         bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
@@ -469,7 +469,7 @@ def test_one_layer_of_each_kind_is_asked_about(monkeypatch, changes, options, la
     asked = Asked()
     monkeypatch.setattr("holdfast.attention.declarations.DECLARATIONS", (asked,))
     config = EngineConfig(kv_cache_dtype=NARROW, **options)
-    list_needs(*settle(PlanRequest(config, declare_decoder(spec, "x"), H200)))
+    list_needs(resolve(PlanRequest(config, declare_decoder(spec, "x"), H200)))
     assert asked.layers == layers
 
 

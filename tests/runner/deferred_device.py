@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.attention import tile_scheduler, triton_compressed, triton_sparse
+from holdfast.attention import tile_scheduler
 from holdfast.attention.backend import Batch
+from holdfast.families.compressed import triton_backend as triton_compressed
+from holdfast.families.sparse import triton_backend as triton_sparse
 from holdfast.memory.arena import MirroredTensor
 from holdfast.memory.ledger import Ledger
 from holdfast.planning.terms import PROMPT_ROWS

@@ -5,13 +5,11 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from holdfast.attention.backend import CompressedAttention, GroupedAttention, LatentAttention
-from holdfast.attention.declarations import DECLARATIONS, AttentionSpec, StepBounds
-from holdfast.attention.select import build_backend, build_compressed_backend, build_latent_backend
+from holdfast.attention.backend import AttentionBackend
+from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.compressed import compressed_cache
 from holdfast.cache.spec import CacheSpec, mixed_cache
@@ -19,6 +17,9 @@ from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.config import Limits
 from holdfast.distributed.mesh import ALONE
 from holdfast.engine.scheduler import Scheduler
+from holdfast.families.backends import BackendInputs, build_backend
+from holdfast.families.choose import DECLARATIONS
+from holdfast.families.grouped.sinks import copy_sinks
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.plan import plan_load
@@ -29,8 +30,8 @@ from holdfast.models.compressed_declaration import CompressedDeclaration
 from holdfast.models.compressed_decoder import CompressedDecoder
 from holdfast.models.declaration import StepShape
 from holdfast.models.declared_model import declare_decoder
-from holdfast.models.decoder import Decoder
-from holdfast.models.latent_decoder import LatentDecoder
+from holdfast.models.decoder_layer import DecoderParts
+from holdfast.models.layer_stack import LayerStack
 from holdfast.models.rope import make_step_rope
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.terms import PROMPT_ROWS
@@ -39,14 +40,20 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, LiveStep, Sequence, SequenceState, StepResult, TokenLogprobs
 from holdfast.runner.pooled_rows import PooledRows
-from holdfast.runner.runner import Runner
+from holdfast.runner.runner import Runner, RunnerParts
 from holdfast.runner.sampling.batch import Choice, Choosing
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.sampler import Sampler
-from holdfast.runner.sinks import copy_sinks
 from holdfast.runner.step_inputs import BatchBuffers
 
 CPU = torch.device("cpu")
+
+
+def declaration_named(name: str) -> BackendDeclaration:
+    """The declaration of a backend, of any family."""
+    return next(one for family in DECLARATIONS.values() for one in family if one.name == name)
+
+
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -128,7 +135,7 @@ class Rig:
             kv_format = replace(kv_format, index_dtype=index_dtype)
         cache, specs = lay_out(spec, kv_format, limits, dtype)
         bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
-        declaration = next(one for one in DECLARATIONS if one.name == backend)
+        declaration = declaration_named(backend)
         scratch = declaration.scratch(specs, bounds)
         self.limits = limits
         self.storage = PageStorage(cache, num_pages, CPU, Ledger())
@@ -140,26 +147,18 @@ class Rig:
         self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.sampled_rows, Ledger())
         if keeps_tokens:
             self.sampler.take_device_sampler(limits.sampled_rows)
-        shared = self.workspace, scratch
-        self.backend: GroupedAttention[Any] | LatentAttention[Any] | CompressedAttention[Any]
-        self.decoder: Decoder | LatentDecoder | CompressedDecoder
-        if spec.compressed is not None:
-            self.states = self._make_states(spec, limits)
-            self.backend = windows = build_compressed_backend(declaration, specs, self.storage, self.states, bounds, 1)
-            self.decoder = CompressedDecoder(spec, model.weights, windows, rope, *shared, dtype=dtype)
-        elif spec.latent is not None:
-            self.backend = latents = build_latent_backend(declaration, specs, self.storage, bounds, 1)
-            self.decoder = LatentDecoder(spec, model.weights, latents, rope, *shared, dtype=dtype)
-        else:
-            sinks = copy_sinks(model.weights, specs) if spec.has_sinks else None
-            self.backend = by_head = build_backend(declaration, specs, self.storage, bounds, 1, False, sinks=sinks)
-            self.decoder = Decoder(spec, model.weights, by_head, rope, *shared, dtype=dtype)
+        self.states = None if spec.compressed is None else self._make_states(spec, limits)
+        sinks = copy_sinks(model.weights, specs) if spec.has_sinks and spec.compressed is None else None
+        inputs = BackendInputs(bounds, sinks=sinks, states=self.states)
+        self.backend: AttentionBackend = build_backend(declaration, specs, self.storage, inputs)
+        parts = DecoderParts(spec, model.weights, self.backend, rope, self.workspace, scratch, dtype=dtype)
+        self.decoder = (LayerStack if spec.compressed is None else CompressedDecoder)(parts)
         shapes, is_shared = chunk_shapes(cache, num_pages), not backend.startswith("triton") and not keeps_tokens
         self.buffers = BatchBuffers(
             limits, CPU, Ledger(), is_shared=is_shared, shapes=shapes, has_states=cache.has_states
         )
         self.groups = cache.cache_groups()
-        self.runner = Runner(
+        parts = (
             self.decoder,
             self.backend,
             self.buffers,
@@ -168,11 +167,9 @@ class Rig:
             self.groups,
             num_pages,
             spec.vocab_size,
-            frozenset({2}),
-            CPU,
-            row_sizes,
-            pooled_rows=PooledRows(spec.hidden_size, dtype, CPU, Ledger()),
         )
+        pooled_rows = PooledRows(spec.hidden_size, dtype, CPU, Ledger())
+        self.runner = Runner(RunnerParts(*parts, frozenset({2}), CPU, row_sizes=row_sizes, pooled_rows=pooled_rows))
         self.logits: dict[int, dict[int, torch.Tensor]] = {}
 
     @staticmethod

@@ -7,6 +7,7 @@ multiples of 16 or one, and the options. So a form that a step takes and the war
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import ALONE, Mesh
+from holdfast.families.backends import build_backend
 from holdfast.kernels import triton_compat
 from holdfast.kernels.gemm import linear
 from holdfast.loading.model_files import open_model
@@ -26,6 +27,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.planning.exactness import row_sizes
 from holdfast.planning.target import gpu_target
 from holdfast.planning.terms import PROMPT_ROWS
+from holdfast.runner import assembly
 from holdfast.runner import build as building
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling import sampler as sampling
@@ -141,14 +143,14 @@ def recorded_runner(
         with pytest.MonkeyPatch.context() as monkeypatch:
             forms = _record_kernels(monkeypatch)
             _take_no_product(monkeypatch)
-            takes_fused_decode = building.takes_fused_decode
+            takes_fused_decode = assembly.takes_fused_decode
             monkeypatch.setattr(
-                building,
+                assembly,
                 "takes_fused_decode",
                 lambda spec, dtype, _, recipe: takes_fused_decode(spec, dtype, "cuda", recipe),
             )
             monkeypatch.setattr(
-                building,
+                assembly,
                 "BatchBuffers",
                 lambda limits, device, ledger, is_shared, shapes, has_states: BatchBuffers(
                     limits, device, ledger, is_shared=False, shapes=shapes, has_states=has_states
@@ -159,14 +161,14 @@ def recorded_runner(
             monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
             monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
             runner: Any = build.assemble(
-                lambda declaration, specs, storage, bounds, num_sms, invariant, **keys: TritonPagedAttention(
-                    specs, storage, bounds, NUM_SMS, invariant, **keys
+                lambda declaration, specs, storage, inputs: build_backend(
+                    declaration, specs, storage, replace(inputs, num_sms=NUM_SMS)
                 )
             )
             own = runner.sampler if mesh.is_alone else runner.sampler._sampler
             own._has_kernels = True
             runner._stream = SimpleNamespace(synchronize=lambda: None)
-            runner._on_stream = runner._handing_over = nullcontext
+            runner._on_stream = runner._on_runner_stream = nullcontext
             monkeypatch.setattr(build, "_device", SimpleNamespace(type="cuda"))
             if config.batch_invariant:
                 limits = plan.resolved.limits

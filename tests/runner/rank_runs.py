@@ -15,8 +15,8 @@ from holdfast.distributed.mesh import ALONE, Mesh, meshes
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.ledger import Ledger
-from holdfast.planning.fit import Agreed
 from holdfast.planning.plan import RunnerPlan
+from holdfast.planning.resolve import Agreed
 from holdfast.planning.target import device_target
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.attention.layer_pages import QuantizedPages
 from holdfast.config import EngineConfig
+from holdfast.families.grouped.pages import QuantizedPages
 from holdfast.kernels.attention.key_bias import key_bias_rows
 from holdfast.kernels.latent.write_index import rotate_halves
 from holdfast.loading.model_files import open_model
@@ -19,7 +19,6 @@ from holdfast.models.rope import rope_frequencies
 from holdfast.quant.kv_quantize import rotate_heads
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
-from holdfast.runner.key_bias import key_part
 from holdfast.runner.key_means import average_turn, warm_token_ids
 from holdfast.runner.variants import Variant, build_variants
 from loading.tiny_models import save_tiny
@@ -106,7 +105,7 @@ def test_shared_weights_stay_as_they_are(build: TinyBuilder) -> None:
     first, _, last = (logits_of(runner, TEXT, (), list(range(8))) for runner in built.runners)
     assert torch.equal(first, last)
     (file,) = folder.glob("*.safetensors")
-    stored, keys = load_file(file), key_part(model.spec)
+    stored, keys = load_file(file), model.spec.key_part
     for runner, is_split in zip(built.runners, (False, True, False), strict=True):
         bias = runner.model._layers[0].attention.qkv.bias_N
         wanted = stored["model.layers.0.self_attn.k_proj.bias"]
@@ -125,7 +124,7 @@ def test_scores_get_what_keys_are_short_of(build: TinyBuilder) -> None:
     for layer, pages in enumerate(built.runner.backend.pages):
         assert isinstance(pages, QuantizedPages)
         assert pages.planes.key_bias is not None
-        projected = built.runner.model._layers[layer].attention.qkv.bias_N[key_part(spec)]
+        projected = built.runner.model._layers[layer].attention.qkv.bias_N[spec.key_part]
         bias = (stored[f"model.layers.{layer}.self_attn.k_proj.bias"] - projected).view(2, 1, -1).double()
         turned = rotate_halves(bias.expand(2, 64, -1).transpose(0, 1), rotary).transpose(0, 1).double()
         rows = key_bias_rows(pages.planes.key_bias, torch.arange(64)).double()
@@ -260,7 +259,7 @@ def test_keys_in_half_precision_lose_what_scores_get(build: TinyBuilder) -> None
     (file,) = (build.folder / "qwen2").glob("*.safetensors")
     stored = load_file(file)
     for layer, pages in enumerate(built.runner.backend.pages):
-        projected = built.runner.model._layers[layer].attention.qkv.bias_N[key_part(spec)]
+        projected = built.runner.model._layers[layer].attention.qkv.bias_N[spec.key_part]
         bias = stored[f"model.layers.{layer}.self_attn.k_proj.bias"].bfloat16().float()
         assert projected.dtype == torch.bfloat16
         assert projected.any()

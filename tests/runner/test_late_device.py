@@ -195,7 +195,7 @@ def test_late_stage_begins_a_step_when_all_but_the_last_ended(monkeypatch, model
         device.begin()
         runner: Any = rig.runner
         runner._stream = device.current
-        patch.setattr(type(rig.sampler), "num_stages", 2)
+        runner._num_stages = 2
         ended = []
         patch.setattr(runner, "_begin", lambda flight: (ended.append(len(done)), device.put(lambda: done.append(0))))
         for number in range(6):

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import re
 import subprocess
 import sys
 import weakref
@@ -19,9 +18,9 @@ from holdfast.memory.profiler import measure
 from holdfast.planning.target import Target
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
+from holdfast.runner import assembly, weight_load
 from holdfast.runner import build as building
 from holdfast.runner import runner as running
-from holdfast.runner import weight_load
 from holdfast.runner.build import BuiltRunner
 from runner.tiny_runners import TinyBuilder, held_storages, watched_arenas
 
@@ -33,7 +32,7 @@ STAGES = (
     "Workspace",
     "build_backend",
     "make_step_rope",
-    "Decoder",
+    "LayerStack",
     "BatchBuffers",
     "Sampler",
     "Runner",
@@ -50,7 +49,7 @@ class Trouble(Exception):
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException, is_done: bool) -> None:
     """The stage raises, before or after it has done its work."""
-    module = weight_load if stage == LOADING else building
+    module = weight_load if stage == LOADING else assembly
     real = getattr(module, stage)
 
     def fail(*arguments, **options):
@@ -132,12 +131,11 @@ def test_memory_that_somebody_else_took_is_told_with_the_plan(build, planned_byt
     assert told.table is not None, "the refusal is the table"
     assert {row.owner for row in told.table.rows} >= {"weights", "inputs", "rope"}
     if number > STAGING:
-        assert "kv pages 128.00 KiB" in told.asked
-        assert re.search(r"were free when it was made, and .* ran out on the way", told.has)
+        assert (told.code, told.values["pages"]) == ("runner.out_of_memory", "128.00 KiB")
         assert told.table.needed_bytes == planned_bytes
         assert told.__cause__ is error
     else:
-        assert "the weights need" in told.asked
+        assert told.code == "weights.no_memory"
 
 
 def test_what_lies_on_a_device_that_has_failed_stays_with_the_process(build, monkeypatch):
@@ -173,7 +171,7 @@ def run(built: BuiltRunner) -> int | None:
 
 
 def test_a_refusal_is_not_told_as_a_lack_of_memory(build, monkeypatch):
-    fail_at(monkeypatch, "Decoder", ConfigError("that was asked", "it is wrong", "change it"), is_done=False)
+    fail_at(monkeypatch, "LayerStack", ConfigError("value.empty", name="it"), is_done=False)
     error = caught_from(build, max_model_len=64)
     assert type(error) is ConfigError
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from attention.steps import Geometry
-from holdfast.attention.layer_pages import LayerPages, QuantizedPages
 from holdfast.cache.chunks import ring_tables
+from holdfast.families.grouped.pages import GroupedBackend, QuantizedPages
+from holdfast.families.grouped.sinks import copy_sinks, sinks_name
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
-from holdfast.runner.sinks import copy_sinks, sinks_name
 from kernels.exactness import random
 from loading.tiny_models import save_tiny
 from runner.tiny_runners import TinyBuilder, held_storages
@@ -107,7 +107,7 @@ def test_layers_with_a_cap_do_not_centre_their_keys(build: TinyBuilder) -> None:
         assert held == planned
         assert ("attention/key_means" in held) == centred
         backend = built.runner.backend
-        assert isinstance(backend, LayerPages)
+        assert isinstance(backend, GroupedBackend)
         for pages in backend.pages:
             assert isinstance(pages, QuantizedPages)
             assert (pages.planes.k_mean_KD is not None) == centred

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import meshes
+from holdfast.families.backends import build_backend
 from holdfast.kernels.triton_compat import triton
 from holdfast.loading.model_files import open_model
 from holdfast.memory.devices import H200
@@ -18,6 +19,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.planning.target import gpu_target
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
+from holdfast.runner import assembly
 from holdfast.runner import build as building
 from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.runner import Runner, _WantedRows
@@ -68,11 +70,11 @@ def first_stage(folder: Path, device: DeferredDevice) -> Iterator[tuple[Runner, 
             device.take_over(monkeypatch)
             make = BatchBuffers
             monkeypatch.setattr(
-                building, "BatchBuffers", lambda *told, **named: make(*told, **named | {"is_shared": False})
+                assembly, "BatchBuffers", lambda *told, **named: make(*told, **named | {"is_shared": False})
             )
             runner = build.assemble(
-                lambda declaration, specs, storage, bounds, num_sms, invariant, **tables: TritonPagedAttention(
-                    specs, storage, bounds, 4, invariant, **tables
+                lambda declaration, specs, storage, inputs: build_backend(
+                    declaration, specs, storage, replace(inputs, num_sms=4)
                 )
             )
             runner.graphs = DeferredGraphs(runner, device)

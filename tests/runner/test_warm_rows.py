@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.distributed.mesh import meshes
-from holdfast.kernels import triton_compat
+from holdfast.kernels import operation, triton_compat
 from holdfast.kernels.geometry import order_specs
 from holdfast.kernels.moe import routing
 from holdfast.kernels.triton_compat import triton
@@ -17,7 +17,7 @@ from holdfast.observability.preparing import Preparing
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep
-from holdfast.runner import build
+from holdfast.runner import warm_up
 from holdfast.runner.graphs import step_form, warm_rows
 from holdfast.runner.runner import Runner
 from runner.gpu_traffic import Known, Traffic, in_a_row
@@ -146,7 +146,7 @@ def test_orders_of_many_pairs_take_the_forms_that_are_said_of_them(monkeypatch):
     forms: set[Form] = set()
     for name in ("_count_kernel", "_order_kernel"):
         monkeypatch.setattr(routing, name, RecordedKernel(getattr(routing, name), forms))
-    monkeypatch.setattr(routing, "can_run", lambda tensor: True)
+    monkeypatch.setattr(operation, "can_run", lambda tensor: True)
     said = {}
     for num_rows in range(1, 4097):
         forms.clear()
@@ -187,6 +187,6 @@ def test_somebody_who_waits_is_told_what_is_compiled_and_where_it_is_kept(monkey
         on_graph(2, 7)
 
     told: list[Preparing] = []
-    build._warm(SimpleNamespace(warm=warm), (1, 16), None, told.append)
+    warm_up.report_warm(SimpleNamespace(warm=warm), (1, 16), None, told.append)
     compiling = [Preparing("Compiling GPU kernels", 1, 3, "1 compiled, kept in a-folder")]
     assert told == [*([] if is_compiled else compiling), Preparing("Capturing CUDA graphs", 2, 7)]

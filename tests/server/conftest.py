@@ -47,7 +47,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> "list[SamplingParams]":
 
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Conversations as the engine is given them: messages, params, and what the template is told."""
+    """Conversations as the engine gets them: messages, params and template options."""
     from holdfast.api.async_llm import AsyncLLM
 
     seen: list[dict[str, Any]] = []

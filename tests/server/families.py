@@ -1,4 +1,4 @@
-"""One question in the words of each API family, and its answer, whole or streamed, in one shape."""
+"""One request in the shape of each API family, and its answer, whole or streamed, in one shape."""
 
 import json
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ import httpx
 
 Turn = tuple[str, str]
 """Role and text."""
+Said = list[dict[str, str]]
+Stops = Sequence[str] | None
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Choice:
 
 
 @dataclass
-class Told:
+class Answered:
     """All that an answer says."""
 
     choices: list[Choice]
@@ -56,25 +58,36 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(one) for one in data if one != "[DONE]"]
 
 
-class Chat:
-    """/v1/chat/completions."""
-
-    path = "/v1/chat/completions"
-    called, stopped, cut = "tool_calls", "stop", "length"
+class Api:
+    """What the families share: how a request is put together."""
 
     def body(
         self,
         turns: Sequence[Turn],
         tools: Sequence[str] = (),
-        stop: Sequence[str] | None = None,
+        stop: Stops = None,
         max_tokens: int | None = None,
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {"messages": [{"role": role, "content": text} for role, text in turns]}
-        if tools:
-            body["tools"] = [{"type": "function", "function": {"name": name}} for name in tools]
-        return body | _known(stop=stop, max_tokens=max_tokens)
+        body = self._body([{"role": role, "content": text} for role, text in turns], stop, max_tokens)
+        return body | ({"tools": [self._tool(name) for name in tools]} if tools else {})
 
-    def whole(self, value: dict[str, Any]) -> Told:
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _tool(self, name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name}}
+
+
+class Chat(Api):
+    """/v1/chat/completions."""
+
+    path = "/v1/chat/completions"
+    called, stopped, cut = "tool_calls", "stop", "length"
+
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        return {"messages": messages} | _known(stop=stop, max_tokens=max_tokens)
+
+    def whole(self, value: dict[str, Any]) -> Answered:
         choices = []
         for place, one in enumerate(value["choices"]):
             assert one["index"] == place
@@ -87,9 +100,9 @@ class Chat:
             choices.append(
                 Choice(message["content"] or "", reasoning, calls, one["finish_reason"], one.get("stop_reason"))
             )
-        return Told(choices, _openai_usage(value["usage"]), value["id"])
+        return Answered(choices, _openai_usage(value["usage"]), value["id"])
 
-    def streamed(self, text: str) -> Told:
+    def streamed(self, text: str) -> Answered:
         assert text.endswith("data: [DONE]\n\n")
         chunks = events(text)
         choices: dict[int, Choice] = {}
@@ -109,7 +122,7 @@ class Chat:
                     choice.calls[call["index"]].written += call["function"]["arguments"]
                 choice.reason, choice.stop = one["finish_reason"], one.get("stop_reason")
         usage = _openai_usage(chunks[-1]["usage"]) if chunks[-1].get("usage") else (0, 0, 0)
-        return Told([choices[index] for index in sorted(choices)], usage, chunks[0]["id"])
+        return Answered([choices[index] for index in sorted(choices)], usage, chunks[0]["id"])
 
 
 class Completions(Chat):
@@ -117,23 +130,20 @@ class Completions(Chat):
 
     path = "/v1/completions"
 
-    def body(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[str] = (),
-        stop: Sequence[str] | None = None,
-        max_tokens: int | None = None,
-    ) -> dict[str, Any]:
-        return {"prompt": turns[-1][1], "max_tokens": max_tokens or 100} | _known(stop=stop)
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        return {"prompt": messages[-1]["content"], "max_tokens": max_tokens or 100} | _known(stop=stop)
 
-    def whole(self, value: dict[str, Any]) -> Told:
+    def body(self, turns: Sequence[Turn], tools: Sequence[str] = (), **more: Any) -> dict[str, Any]:
+        return super().body(turns, (), **more)
+
+    def whole(self, value: dict[str, Any]) -> Answered:
         assert [one["index"] for one in value["choices"]] == list(range(len(value["choices"])))
         choices = [
             Choice(one["text"], reason=one["finish_reason"], stop=one.get("stop_reason")) for one in value["choices"]
         ]
-        return Told(choices, _openai_usage(value["usage"]), value["id"])
+        return Answered(choices, _openai_usage(value["usage"]), value["id"])
 
-    def streamed(self, text: str) -> Told:
+    def streamed(self, text: str) -> Answered:
         as_chat = [
             {**chunk, "choices": [{**one, "delta": {"content": one["text"]}} for one in chunk["choices"]]}
             for chunk in events(text)
@@ -142,25 +152,19 @@ class Completions(Chat):
         return super().streamed("".join(f"data: {json.dumps(one)}\n\n" for one in as_chat) + "data: [DONE]\n\n")
 
 
-class Responses:
+class Responses(Api):
     """/v1/responses."""
 
     path = "/v1/responses"
     called, stopped, cut = "completed", "completed", "incomplete"
 
-    def body(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[str] = (),
-        stop: Sequence[str] | None = None,
-        max_tokens: int | None = None,
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {"input": [{"role": role, "content": text} for role, text in turns]}
-        if tools:
-            body["tools"] = [{"type": "function", "name": name, "parameters": None} for name in tools]
-        return body | _known(stop=stop, max_output_tokens=max_tokens)
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        return {"input": messages} | _known(stop=stop, max_output_tokens=max_tokens)
 
-    def whole(self, value: dict[str, Any]) -> Told:
+    def _tool(self, name: str) -> dict[str, Any]:
+        return {"type": "function", "name": name, "parameters": None}
+
+    def whole(self, value: dict[str, Any]) -> Answered:
         choice = Choice(reason=value["status"])
         for item in value["output"]:
             if item["type"] == "message":
@@ -172,14 +176,14 @@ class Responses:
         usage = value["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
         counts = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
-        return Told([choice], counts, value["id"])
+        return Answered([choice], counts, value["id"])
 
-    def streamed(self, text: str) -> Told:
+    def streamed(self, text: str) -> Answered:
         """What deltas add up to; the last event has to say the same."""
-        told = events(text)
-        assert [event["sequence_number"] for event in told] == list(range(len(told)))
+        found = events(text)
+        assert [event["sequence_number"] for event in found] == list(range(len(found)))
         choice, calls = Choice(), dict[int, Call]()
-        for event in told:
+        for event in found:
             match event["type"]:
                 case "response.output_text.delta":
                     choice.content += event["delta"]
@@ -189,35 +193,26 @@ class Responses:
                     calls[event["output_index"]].written += event["delta"]
                 case "response.output_item.added" if event["item"]["type"] == "function_call":
                     calls[event["output_index"]] = Call(event["item"]["name"], event["item"]["call_id"])
-        final = self.whole(told[-1]["response"])
-        choice.calls, choice.reason = [calls[place] for place in sorted(calls)], told[-1]["type"].split(".")[1]
+        final = self.whole(found[-1]["response"])
+        choice.calls, choice.reason = [calls[place] for place in sorted(calls)], found[-1]["type"].split(".")[1]
         assert choice == final.only
         return final
 
 
-class Messages:
+class Messages(Api):
     """/v1/messages."""
 
     path = "/v1/messages"
     called, stopped, cut = "tool_use", "end_turn", "max_tokens"
 
-    def body(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[str] = (),
-        stop: Sequence[str] | None = None,
-        max_tokens: int | None = None,
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "messages": [{"role": role, "content": text} for role, text in turns],
-            "max_tokens": max_tokens or 200,
-            "thinking": {"type": "adaptive"},
-        }
-        if tools:
-            body["tools"] = [{"name": name, "input_schema": {"type": "object"}} for name in tools]
-        return body | _known(stop_sequences=stop)
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        fixed = {"messages": messages, "max_tokens": max_tokens or 200, "thinking": {"type": "adaptive"}}
+        return fixed | _known(stop_sequences=stop)
 
-    def whole(self, value: dict[str, Any]) -> Told:
+    def _tool(self, name: str) -> dict[str, Any]:
+        return {"name": name, "input_schema": {"type": "object"}}
+
+    def whole(self, value: dict[str, Any]) -> Answered:
         choice = Choice(reason=value["stop_reason"], stop=value["stop_sequence"])
         for block in value["content"]:
             if block["type"] == "tool_use":
@@ -226,13 +221,13 @@ class Messages:
                 choice.reasoning += block["thinking"]
             else:
                 choice.content += block["text"]
-        return Told([choice], _anthropic_usage(value["usage"]), value["id"])
+        return Answered([choice], _anthropic_usage(value["usage"]), value["id"])
 
-    def streamed(self, text: str) -> Told:
-        told = [event for event in events(text) if event["type"] != "ping"]
-        assert (told[0]["type"], told[-1]["type"]) == ("message_start", "message_stop")
+    def streamed(self, text: str) -> Answered:
+        found = [event for event in events(text) if event["type"] != "ping"]
+        assert (found[0]["type"], found[-1]["type"]) == ("message_start", "message_stop")
         choice, open_block, num_blocks = Choice(), None, 0
-        for event in told:
+        for event in found:
             if event["type"] == "content_block_start":
                 assert (open_block, event["index"]) == (None, num_blocks), "blocks overlap, or one is skipped"
                 open_block = event["content_block"]
@@ -248,36 +243,27 @@ class Messages:
                 choice.reasoning += delta.get("thinking", "")
                 if "partial_json" in delta:
                     choice.calls[-1].written += delta["partial_json"]
-        end = told[-2]
+        end = found[-2]
         choice.reason, choice.stop = end["delta"]["stop_reason"], end["delta"]["stop_sequence"]
-        return Told([choice], _anthropic_usage(end["usage"]), told[0]["message"]["id"])
+        return Answered([choice], _anthropic_usage(end["usage"]), found[0]["message"]["id"])
 
 
-class Ollama:
+class Ollama(Api):
     """/api/chat."""
 
     path = "/api/chat"
     called, stopped, cut = "stop", "stop", "length"
 
-    def body(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[str] = (),
-        stop: Sequence[str] | None = None,
-        max_tokens: int | None = None,
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {"messages": [{"role": role, "content": text} for role, text in turns]}
-        if tools:
-            body["tools"] = [{"type": "function", "function": {"name": name}} for name in tools]
-        return body | {"options": _known(stop=stop, num_predict=max_tokens)}
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        return {"messages": messages, "options": _known(stop=stop, num_predict=max_tokens)}
 
-    def whole(self, value: dict[str, Any]) -> Told:
-        return self._told([value])
+    def whole(self, value: dict[str, Any]) -> Answered:
+        return self._answered([value])
 
-    def streamed(self, text: str) -> Told:
-        return self._told([json.loads(line) for line in text.split("\n") if line])
+    def streamed(self, text: str) -> Answered:
+        return self._answered([json.loads(line) for line in text.split("\n") if line])
 
-    def _told(self, lines: list[dict[str, Any]]) -> Told:
+    def _answered(self, lines: list[dict[str, Any]]) -> Answered:
         assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
         choice = Choice(reason=lines[-1]["done_reason"])
         for line in lines:
@@ -288,7 +274,7 @@ class Ollama:
                 function = call["function"]
                 assert function["index"] == len(choice.calls)
                 choice.calls.append(Call(function["name"], call["id"], json.dumps(function["arguments"])))
-        return Told([choice], (lines[-1]["prompt_eval_count"], -1, lines[-1]["eval_count"]))
+        return Answered([choice], (lines[-1]["prompt_eval_count"], -1, lines[-1]["eval_count"]))
 
 
 Family = Chat | Completions | Responses | Messages | Ollama
@@ -303,18 +289,14 @@ def ask(
     *,
     stream: bool,
     headers: dict[str, str] | None = None,
-) -> Told:
-    """Ask, with usage in the stream if the family wants to be asked for it."""
+) -> Answered:
+    """Send a request, with usage in the stream if the family needs an option for it."""
     body = {**body, "stream": stream}
     if stream and isinstance(family, Chat):
         body["stream_options"] = {"include_usage": True}
     answer = client.post(family.path, json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return family.streamed(answer.text) if stream else family.whole(answer.json())
-
-
-def names(families: Sequence[Family]) -> list[str]:
-    return [type(family).__name__ for family in families]
 
 
 def _known(**fields: Any) -> dict[str, Any]:

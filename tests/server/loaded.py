@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
         return {row["owner"]: (row["planned_bytes"], row["held_bytes"]) for row in memory["rows"]}
 
     def resident_bytes(self) -> dict[str, int]:
-        """Of both processes."""
+        """Resident bytes of both processes."""
         return self.memory()["processes"]
 
     def at_rest(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def run_load(server: Loaded, work: Sequence[Work], num_clients: int, abort_share
     async def send(item: Work, begin: float | None) -> Reply:
         if choose.random() >= abort_share:
             return await server.target.send(item, begin)
-        # A short answer is often there whole with its first bytes: nobody could leave in the middle of it.
+        # A short answer is often complete with its first bytes, so no client could leave in the middle.
         longer = replace(item, max_tokens=LEFT_TOKENS)
         return await server.target.send(longer, begin, abort_after=choose.randint(0, 2))
 
@@ -120,7 +120,7 @@ class Slope(NamedTuple):
 
 
 def slope(values: Sequence[float]) -> Slope:
-    """Of resident bytes: growth between looks, whose mean is judged by its own spread.
+    """Growth of resident bytes between samples; its mean is compared with its own spread.
 
     A line through the values would be too sure of itself: memory that grew once stays, so looks are not independent.
     """

@@ -1,4 +1,4 @@
-"""A server for the page alone: a pool of pages and answers that are told beforehand, behind the endpoints that the page asks.
+"""A server for the page only: a pool of pages and scripted answers at the endpoints that the page uses.
 
 `python tests/server/page_world.py` shows it at http://127.0.0.1:8017 without a model.
 """

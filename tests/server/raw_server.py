@@ -86,7 +86,7 @@ def make_router(seen: Seen) -> APIRouter:
 
     @router.get("/boom")
     async def boom() -> Response:
-        raise KeyError("/home/somebody/secret at 0xdeadbeef00")
+        raise KeyError("/home/user/secret at 0xdeadbeef00")
 
     return router
 
@@ -152,7 +152,7 @@ def talk(port: int, *pieces: bytes, seconds: float = 10.0) -> bytes:
 
 
 def status_of(answer: bytes) -> int:
-    """Of the first answer; 0 where none came."""
+    """Status of the first answer; 0 if none came."""
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
 
 

@@ -1,4 +1,4 @@
-"""What tests of endpoints ask: a model that says what it is told to, in this process or behind a real port.
+"""For tests of endpoints: a model with scripted answers, in this process or at a real port.
 
 The model of fakes continues a prompt with what stands between SAY and END in it, the last of them, and then ends; a prompt
 without them it continues with letters that are a hash of it.
@@ -55,7 +55,7 @@ def user(text: str) -> list[dict[str, Any]]:
 
 
 def make_served_engine(**options: Any) -> Engine:
-    """An engine whose model says what it is told to."""
+    """Make an engine whose model gives scripted answers."""
     sizes = {"max_model_len": 1024, "num_pages": 1024, "page_tokens": 16, "max_num_batched_tokens": 512}
     template = ChatTemplate(TEMPLATE, "fake", {})
     account = MemoryReport((), 0, "none", 1, 1, 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from for_each import for_each
 from holdfast.server import streams
 from server.served import MODEL, NAMES, Served, app_client, make_served_engine, said, user
 
@@ -59,11 +60,11 @@ def test_models_are_listed_with_their_names(api):
 
 
 def test_message_again_counts_tokens_of_the_cache(api):
-    asked = {"system": "A system prompt of more than one page " * 4, "messages": user(said("ab"))}
-    ask(api, "", **asked)
-    usage = ask(api, "", **asked).usage
+    given = {"system": "A system prompt of more than one page " * 4, "messages": user(said("ab"))}
+    ask(api, "", **given)
+    usage = ask(api, "", **given).usage
     assert usage.cache_read_input_tokens > 0
-    count = api.messages.count_tokens(model=MODEL, **asked).input_tokens
+    count = api.messages.count_tokens(model=MODEL, **given).input_tokens
     assert usage.input_tokens + usage.cache_read_input_tokens == count
     assert usage.cache_creation_input_tokens == 0
 
@@ -77,9 +78,9 @@ def test_message_ends_by_length_or_stop_sequence(api):
 
 def test_stream_helper_gives_the_same_message(api):
     text = f"<think>Let me see.</think>Well. {CALL}"
-    asked = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "tools": TOOLS}
-    whole = ask(api, text, **asked)
-    with api.messages.stream(model=MODEL, max_tokens=200, messages=user(said(text)), **asked) as stream:
+    given = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "tools": TOOLS}
+    whole = ask(api, text, **given)
+    with api.messages.stream(model=MODEL, max_tokens=200, messages=user(said(text)), **given) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
@@ -112,8 +113,8 @@ def test_tool_results_come_back_in_the_next_turn(api, rendered):
     assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"] == call.id
 
 
-@pytest.mark.parametrize(
-    ("choice", "num_calls", "is_forced"),
+@for_each(
+    "choice, num_calls, is_forced",
     [
         ({"type": "auto"}, 2, False),
         ({"type": "auto", "disable_parallel_tool_use": True}, 1, False),
@@ -123,6 +124,7 @@ def test_tool_results_come_back_in_the_next_turn(api, rendered):
     ],
 )
 def test_tool_choice_decides_the_calls(api, held, choice, num_calls, is_forced):
+    held.clear()
     done = ask(api, f"{CALL}\n{CALL}", tools=TOOLS, tool_choice=choice)
     calls = [block for block in done.content if block.type == "tool_use"]
     assert len(calls) == len({call.id for call in calls}) == num_calls
@@ -155,8 +157,8 @@ def test_async_client_streams_texts_side_by_side(server):
         async with anthropic.AsyncAnthropic(base_url=server.url, auth_token="none", max_retries=0) as client:
 
             async def said_by(text: str) -> str:
-                asked = {"model": "alias/model", "max_tokens": 50, "messages": user(said(text))}
-                async with client.messages.stream(**asked) as stream:
+                given = {"model": "alias/model", "max_tokens": 50, "messages": user(said(text))}
+                async with client.messages.stream(**given) as stream:
                     return "".join([piece async for piece in stream.text_stream])
 
             return await asyncio.gather(said_by("one"), said_by("two"))
@@ -164,8 +166,8 @@ def test_async_client_streams_texts_side_by_side(server):
     assert asyncio.run(main()) == ["one", "two"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "kind", "error_type", "words"),
+@for_each(
+    "fields, kind, error_type, words",
     [
         ({"model": "claude-x"}, "NotFoundError", "not_found_error", "ANTHROPIC_MODEL=fake"),
         ({"max_tokens": 0}, "BadRequestError", "invalid_request_error", "max_tokens"),

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from error_codes import raises_code
-from holdfast.server.anthropic_input import conversation_of, shows_thinking
-from holdfast.server.anthropic_messages import message_usage
+from for_each import for_each
+from holdfast.server.anthropic_messages import conversation_of, message_usage, shows_thinking
 from holdfast.server.anthropic_schemas import MessageRequest
 from holdfast.server.bodies import parse
 from holdfast.server.conversations import Conversation, plain_message
@@ -103,15 +103,13 @@ def test_tool_results_become_messages_of_their_own():
     assert [message["content"] for message in messages[2:]] == ["rain", "Error: no net", "So?"]
 
 
-@pytest.mark.parametrize(
-    ("last", "continues"), [(turn("assistant", text("The best is (")), True), (turn("user", text("x")), False)]
-)
+@for_each("last, continues", [(turn("assistant", text("The best is (")), True), (turn("user", text("x")), False)])
 def test_answer_that_was_begun_is_continued(last, continues):
     assert read(*user("x"), last).continues is continues
 
 
-@pytest.mark.parametrize(
-    ("role", "block"),
+@for_each(
+    "role, block",
     [
         ("user", CALL),
         ("assistant", {"type": "tool_result", "tool_use_id": "a"}),
@@ -124,8 +122,8 @@ def test_block_of_another_role_is_refused(role, block):
         read(*user("x"), turn(role, block))
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
+@for_each(
+    "fields, words",
     [
         (
             {"messages": [turn("user", {"type": "image", "source": {}})]},
@@ -160,8 +158,8 @@ TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("look",
 CALLS = "".join(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in ("look", "now"))
 
 
-@pytest.mark.parametrize(
-    ("choice", "called"),
+@for_each(
+    "choice, called",
     [
         ({"type": "auto"}, ["look", "now"]),
         ({"type": "auto", "disable_parallel_tool_use": False}, ["look", "now"]),
@@ -169,20 +167,20 @@ CALLS = "".join(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>
         ({"type": "none"}, []),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@for_each("stream", [False, True])
 def test_tool_choice_decides_the_calls(client, choice, called, stream):
     family = Messages()
-    told = ask(
+    found = ask(
         client,
         family,
         {**family.body([("user", said(CALLS))], ()), "tools": TOOLS, "tool_choice": choice},
         stream=stream,
     )
-    assert [call.name for call in told.only.calls] == called
+    assert [call.name for call in found.only.calls] == called
 
 
 def test_counted_tokens_are_those_of_the_answer(client):
-    """With tools, system blocks and what the template is told of thinking."""
+    """With tools, system blocks and the thinking options of the template."""
     body = {"messages": user(said("x")), "tools": TOOLS, "system": [text("one"), text("two")]}
     for more in ({}, {"tools": []}, {"system": ""}, {"thinking": {"type": "adaptive"}}):
         counted = client.post("/v1/messages/count_tokens", json={**body, **more}).json()["input_tokens"]
@@ -190,11 +188,12 @@ def test_counted_tokens_are_those_of_the_answer(client):
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
 
 
-@pytest.mark.parametrize("name", ["output_config", "output_format"])
+@for_each("name", ["output_config", "output_format"])
 def test_output_format_holds_the_answer(client, held, name):
+    held.clear()
     form = {"type": "json_schema", "schema": {"type": "object", "title": "mine"}}
-    asked = {name: {"format": form} if name == "output_config" else form}
-    body = {"messages": user(said("{}")), "max_tokens": 9, **asked}
+    given = {name: {"format": form} if name == "output_config" else form}
+    body = {"messages": user(said("{}")), "max_tokens": 9, **given}
     assert client.post("/v1/messages", json=body).json()["content"] == [{"type": "text", "text": "{}"}]
     assert "mine" in held[-1].structured_outputs.grammar
 
@@ -203,7 +202,7 @@ def test_blocks_of_an_answer_keep_their_second():
     thoughts = [{"type": "thinking", "thinking": words, "signature": "s"} for words in ("t1", "t2")]
     answer = turn("assistant", *thoughts, text("a1"), text("a2"))
     results = [{"type": "tool_result", "tool_use_id": "a", "content": [text("r1"), text("r2")]}]
-    asked = turn("user", text("before"), *results, text("after1"), text("after2"))
-    messages = plain(read(*user("1"), answer, asked))
+    given = turn("user", text("before"), *results, text("after1"), text("after2"))
+    messages = plain(read(*user("1"), answer, given))
     assert (messages[1]["content"], messages[1]["reasoning_content"]) == ("a1\na2", "t1\nt2")
     assert [message["content"] for message in messages[2:]] == ["before", "r1\nr2", "after1\nafter2"]

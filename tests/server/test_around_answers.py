@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from for_each import for_each
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.request.outputs import CompletionDelta
 from holdfast.server.app import make_app
 from holdfast.server.logs import RequestLog
 from holdfast.server.service import Service
-from server.families import ALL, Chat, Family, Ollama, ask, events, names
+from server.families import ALL, Chat, Family, Ollama, ask, events
 from server.served import NAMES, make_served_engine, said, user
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "now")]
 
 
-@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@for_each("family", ALL)
 def test_stream_has_headers_that_keep_it_flowing(client, family: Family):
     answer = client.post(family.path, json={**family.body([("user", said("x"))]), "stream": True})
     media_type = "application/x-ndjson" if isinstance(family, Ollama) else "text/event-stream"
@@ -34,12 +35,12 @@ def test_completion_without_a_limit_has_sixteen_tokens(client):
         assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == num_tokens
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@for_each("stream", [False, True])
 def test_reasoning_is_left_out_if_the_request_says_so(client, stream):
     """It is counted all the same."""
     body = {"messages": user(said("<think>why</think>x")), "include_reasoning": False}
-    told = ask(client, Chat(), body, stream=stream)
-    assert (told.only.reasoning, told.only.content) == ("", "x")
+    reported = ask(client, Chat(), body, stream=stream)
+    assert (reported.only.reasoning, reported.only.content) == ("", "x")
     text = client.post(Chat.path, json={**body, "stream": stream}).text
     assert "why" not in text
     counted = client.post(Chat.path, json=body).json()["usage"]["completion_tokens_details"]
@@ -65,8 +66,8 @@ def test_names_of_speakers_reach_the_template(client, rendered):
     assert [message["name"] for message in rendered[-1]["messages"]] == ["ann", "bob"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "reason"),
+@for_each(
+    "path, body, reason",
     [
         ("/api/generate", {}, "load"),
         ("/api/generate", {"prompt": ""}, "load"),
@@ -91,9 +92,7 @@ def test_ollama_lists_tell_of_what_runs(client):
     assert [client.head(path).status_code for path in ("/", "/api/tags", "/api/version")] == [200] * 3
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"tools": TOOLS}, {"continue_final_message": True}, {"add_generation_prompt": False}]
-)
+@for_each("more", [{}, {"tools": TOOLS}, {"continue_final_message": True}, {"add_generation_prompt": False}])
 def test_tokenized_conversation_is_the_prompt_of_its_answer(client, more):
     messages = [*user(said("x")), {"role": "assistant", "content": said("é")}]
     counted = client.post("/tokenize", json={"messages": messages, **more}).json()
@@ -103,9 +102,9 @@ def test_tokenized_conversation_is_the_prompt_of_its_answer(client, more):
 
 
 def test_tokens_of_a_text_go_there_and_back(client):
-    told = client.post("/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
-    assert (told["tokens"], told["count"], len(told["token_strs"])) == ([97, 0xC3, 0xA9], 3, 3)
-    assert client.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "aé"}
+    reported = client.post("/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
+    assert (reported["tokens"], reported["count"], len(reported["token_strs"])) == ([97, 0xC3, 0xA9], 3, 3)
+    assert client.post("/detokenize", json={"tokens": reported["tokens"]}).json() == {"prompt": "aé"}
     assert "token_strs" not in client.post("/tokenize", json={"prompt": "a"}).json()
     for body in ({}, {"prompt": "a", "messages": user("a")}):
         assert client.post("/tokenize", json=body).status_code == 400

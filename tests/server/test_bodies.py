@@ -1,4 +1,4 @@
-"""Bodies: bytes, time, JSON and fields with bounds; every fault is told with the name of its field."""
+"""Bodies: bytes, time, JSON and fields with bounds; every fault names its field."""
 
 import asyncio
 import time
@@ -11,6 +11,7 @@ from pydantic import Field
 from starlette.requests import ClientDisconnect, Request
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.server.bodies import Body, BodyBudget, parse, parse_json, read_json
 from holdfast.server.errors import ApiError
 from holdfast.server.service import ServerLimits
@@ -23,7 +24,7 @@ class Part(Body):
     content: str | list[int] = ""
 
 
-class Asked(Body):
+class Load(Body):
     model: str
     temperature: float = Field(1.0, ge=0, le=2)
     messages: list[Part] = Field(default_factory=list)
@@ -32,7 +33,7 @@ class Asked(Body):
 
 def fault_of(value: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        parse(Asked, value)
+        parse(Load, value)
     return caught.value
 
 
@@ -114,8 +115,8 @@ def test_unsound_json_is_refused() -> None:
         caught.value.to_json()
 
 
-@pytest.mark.parametrize(
-    ("body", "value"),
+@for_each(
+    "body, value",
     [
         (b"{}", {}),
         (b' {"a" : [1, -2.5e3, "\\ud83d\\ude00", null]}\n', {"a": [1, -2500.0, "\U0001f600", None]}),
@@ -160,8 +161,8 @@ def request_of(pieces: list[bytes | float], headers: dict[bytes, bytes] | None =
     return Request({"type": "http", "headers": list(all_headers.items()), "method": "POST", "path": "/"}, receive)
 
 
-@pytest.mark.parametrize(
-    ("pieces", "headers", "status"),
+@for_each(
+    "pieces, headers, status",
     [
         ([b"{", b'"a"', b":1}"], {}, None),
         ([b"{", 0.05, b'"a"', 0.05, b":1}"], {}, None),

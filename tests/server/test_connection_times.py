@@ -1,4 +1,4 @@
-"""Limits of time told apart: which one ends a connection in each of its phases, by a clock that the test moves."""
+"""Time limits: which one ends a connection in each of its phases, by a clock that the test moves."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from uvicorn.server import ServerState
 
+from for_each import for_each
 from holdfast.server import bodies
 from holdfast.server.bodies import read_json
 from holdfast.server.connections import (
@@ -261,7 +262,7 @@ def test_lingering_connection_ends_by_its_own_limit(world: World):
         (LIMITS.max_connections + SURPLUS_CONNECTIONS, b"", True),
     ],
 )
-def test_connection_beyond_the_limit_is_told_or_dropped(world: World, num_before, status, is_aborted):
+def test_connection_beyond_the_limit_is_refused_or_dropped(world: World, num_before, status, is_aborted):
     state, wire = ServerState(), Wire()
     state.connections |= set(range(num_before))  # type: ignore[arg-type]
     late = GuardedProtocol(world.connection.config, state, {}, world.loop)  # type: ignore[arg-type]
@@ -371,8 +372,8 @@ def test_slow_body_is_refused_by_its_limit_in_all(monkeypatch: pytest.MonkeyPatc
 WELL = {"is_alive": True, "core_silence_seconds": 1.9, "seconds_in_step": 4.9, "seconds_since_progress": 4.9}
 
 
-@pytest.mark.parametrize(
-    ("health", "state", "words"),
+@for_each(
+    "health, state, words",
     [
         ({}, "ready", None),
         ({}, "draining", None),
@@ -386,5 +387,5 @@ WELL = {"is_alive": True, "core_silence_seconds": 1.9, "seconds_in_step": 4.9, "
 def test_trouble_names_the_limit_that_was_passed(health: dict[str, Any], state, words):
     llm = SimpleNamespace(health=lambda: SimpleNamespace(**{**WELL, **health}))
     limits = ServerLimits(silence_seconds=2.0, step_seconds=5.0)
-    told = trouble(SimpleNamespace(llm=llm, limits=limits, state=state))  # type: ignore[arg-type]
-    assert (told is None) if words is None else words in (told or "")
+    found = trouble(SimpleNamespace(llm=llm, limits=limits, state=state))  # type: ignore[arg-type]
+    assert (found is None) if words is None else words in (found or "")

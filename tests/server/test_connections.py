@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from for_each import for_each
 from holdfast.server.logs import RequestLog
 from holdfast.server.service import ServerLimits
 from server.raw_server import Running, connect, get, post, read_to_end, running, status_of, talk
@@ -95,9 +96,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@for_each("name", HOSTILE)
 def test_hostile_bytes(server: Running, name: str) -> None:
-    """Refused with an error in the one shape, or cut; closed soon; nobody else notices."""
+    """Refused with an error in the one shape, or cut; closed soon; no other client notices."""
     started = time.monotonic()
     answer = talk(server.port, HOSTILE[name])
     assert time.monotonic() - started < 5
@@ -159,14 +160,13 @@ def test_good_requests_in_any_pieces(server: Running) -> None:
     assert status_of(upgrade) == 200
 
 
-@pytest.mark.parametrize(
+@for_each(
     "pieces",
     [
         (b"\r\n\r\n",),
         (post("/echo", b'{"a"', "Content-Length: 7"),),
         (get("/health", close=False), b"\r\n\r\n"),
     ],
-    ids=["blank lines", "body", "kept alive"],
 )
 def test_slow_clients_are_closed(server: Running, pieces: tuple[bytes, ...]) -> None:
     """By the sweep; test_connection_times.py has every phase."""
@@ -268,7 +268,7 @@ def resident_bytes() -> int:
 
 
 def test_connections_are_counted() -> None:
-    """Those above the limit are told, and it is over when others have gone."""
+    """Those above the limit are refused, until others have gone."""
     with running(ServerLimits(max_connections=8, header_seconds=5)) as server:
         held = [connect(server.port) for _ in range(8)]
         wait_for(lambda: len(server.server.guarded) == 8)

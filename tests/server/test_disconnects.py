@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from engine.fakes import Gate, assert_at_rest
+from for_each import for_each
 from server.served import MODEL, Served, said, served, until, user
 
 CHAT = {"model": MODEL, "messages": user("Hello"), "max_tokens": 200}
@@ -23,7 +24,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def held():
-    """A server whose model runs one step each time that it is told to."""
+    """A server whose model runs one step at a time, when the test says so."""
     with served(max_num_seqs=2) as running:
         yield running, Gate(running.engine)
 
@@ -43,9 +44,9 @@ def num_live(running: Served) -> int:
     return running.service.llm.health().num_unfinished_requests
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("num_steps", [0, 3])
+@for_each("path", BODIES)
+@for_each("stream", [False, True])
+@for_each("num_steps", [0, 3])
 def test_a_client_that_goes_takes_its_request_along(held, path, stream, num_steps):
     running, gate = held
     num_requests = 2 if path == "/v1/completions" else 1
@@ -53,7 +54,7 @@ def test_a_client_that_goes_takes_its_request_along(held, path, stream, num_step
     metrics = running.service.metrics
     aborted = metrics.finished["abort"] + num_requests
     connection = connect(running, path, {**BODIES[path], "stream": stream})
-    # The step in progress is held, and what it computes is a request that nobody waits for any more.
+    # The step in progress is held, and what it computes belongs to a request without a client.
     assert gate.started.acquire(timeout=20)
     for _ in range(num_steps):
         gate.allowed.release()
@@ -61,7 +62,7 @@ def test_a_client_that_goes_takes_its_request_along(held, path, stream, num_step
     if num_steps:
         until(lambda: num_live(running) == num_requests, "the requests did not come")
     connection.close()
-    until(lambda: running.service.llm.health().num_commands >= 1, "the engine was not told")
+    until(lambda: running.service.llm.health().num_commands >= 1, "the engine got no command")
     gate.open()
     until(lambda: num_live(running) == 0, "the request goes on")
     until(lambda: not running.engine.has_unfinished(), "the engine goes on")

@@ -12,8 +12,9 @@ from pydantic import BaseModel, model_validator
 from starlette.requests import Request
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from for_each import for_each
 from holdfast.server import conversations
-from holdfast.server.anthropic_input import conversation_of
+from holdfast.server.anthropic_messages import conversation_of
 from holdfast.server.anthropic_schemas import MessageRequest
 from holdfast.server.bodies import MAX_NAMES, SMALL_BODY_BYTES, Body, parse, parse_json, read_model
 from holdfast.server.embedding_schemas import EmbeddingRequest, OllamaEmbedRequest, RerankRequest, ScoreRequest
@@ -37,8 +38,8 @@ def fault_of(model: type[BaseModel], value: dict[str, Any]) -> ApiError:
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("model", "value", "param"),
+@for_each(
+    "model, value, param",
     [
         (CompletionRequest, {"prompt": [1, *(["a"] * MANY)]}, "prompt[1]"),
         (CompletionRequest, {"prompt": [[1], *([[1.5]] * MANY)]}, "prompt[1][0]"),
@@ -60,18 +61,13 @@ def fault_of(model: type[BaseModel], value: dict[str, Any]) -> ApiError:
         (ScoreRequest, {"text_1": "a", "text_2": [1] * MANY}, None),
         (OllamaEmbedRequest, {"model": "m", "input": [1] * MANY}, None),
     ],
-    ids=[
-        *("ids", "lists", "negative", "allowed", "detokenize", "parts", "unknown", "items"),
-        *("blocks", "misspelt", "turns", "options"),
-        *("inputs", "input lists", "many", "documents", "nulls", "texts", "ollama"),
-    ],
 )
 def test_a_body_full_of_faults_costs_no_more_than_one(model, value, param) -> None:
     started = time.process_time()
-    told = fault_of(model, value)
+    found = fault_of(model, value)
     assert time.process_time() - started < CPU_SECONDS
-    assert told.status == 400
-    assert param is None or told.param == param
+    assert found.status == 400
+    assert param is None or found.param == param
 
 
 def test_an_object_of_too_many_names_is_refused_as_json() -> None:
@@ -87,8 +83,8 @@ def test_a_million_token_ids_are_read_at_once() -> None:
     assert time.process_time() - started < CPU_SECONDS
 
 
-@pytest.mark.parametrize(
-    ("prompt", "param", "words"),
+@for_each(
+    "prompt, param, words",
     [
         (["a", ""], "prompt[1]", "at least 1 character"),
         (["a"] * 257, "prompt", "at most 256"),
@@ -97,10 +93,10 @@ def test_a_million_token_ids_are_read_at_once() -> None:
         ([1, True], "prompt[1]", "got a boolean"),
     ],
 )
-def test_the_fault_of_a_prompt_is_told_where_it_is(prompt, param, words) -> None:
-    told = fault_of(CompletionRequest, {"prompt": prompt})
-    assert told.param == param
-    assert words in str(told)
+def test_fault_of_a_prompt_names_its_place(prompt, param, words) -> None:
+    found = fault_of(CompletionRequest, {"prompt": prompt})
+    assert found.param == param
+    assert words in str(found)
 
 
 class Where(Body):
@@ -115,7 +111,7 @@ class Where(Body):
         return self
 
 
-@pytest.mark.parametrize("is_large", [False, True])
+@for_each("is_large", [False, True])
 def test_a_large_body_is_read_beside_the_event_loop(is_large) -> None:
     body = b'{"text":"%s"}' % (b"x" * (SMALL_BODY_BYTES if is_large else 10))
 
@@ -123,8 +119,8 @@ def test_a_large_body_is_read_beside_the_event_loop(is_large) -> None:
         return {"type": "http.request", "body": body, "more_body": False}
 
     scope = {"type": "http", "headers": [(b"content-type", b"application/json")], "method": "POST", "path": "/"}
-    asked = asyncio.run(read_model(Request(scope, receive), Where, ServerLimits()))
-    assert (asked.thread != threading.get_ident()) == is_large
+    given = asyncio.run(read_model(Request(scope, receive), Where, ServerLimits()))
+    assert (given.thread != threading.get_ident()) == is_large
 
 
 def test_others_run_while_a_large_text_is_encoded() -> None:
@@ -155,17 +151,17 @@ def client():
         yield made
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param", "words"),
+@for_each(
+    "path, body, param, words",
     [
         ("chat/completions", {"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role", "'system'"),
         ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role", "is required"),
         ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
         ("chat/completions", {"logit_bias": {"999999": 1}}, "logit_bias", "vocabulary"),
         ("chat/completions", {"stop_token_ids": [999999]}, "stop_token_ids", "vocabulary"),
-        ("chat/completions", {"min_tokens": 9, "max_tokens": 5}, "min_tokens", "max_tokens is 5"),
+        ("chat/completions", {"min_tokens": 9, "max_tokens": 5}, "min_tokens", "greater than max_tokens=5"),
         ("chat/completions", {"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
-        ("chat/completions", {"response_format": HUGE}, "response_format", "response_format with 5000 entries"),
+        ("chat/completions", {"response_format": HUGE}, "response_format", "response_format has 5000 entries"),
         ("chat/completions", {"prompt": "x"}, "prompt", "Did you mean messages?"),
         ("completions", {"messages": []}, "messages", "Did you mean prompt?"),
         ("responses", {"max_tokens": 5}, "max_tokens", "Did you mean max_output_tokens?"),
@@ -250,14 +246,14 @@ def spoiled(value: Any, bad: object) -> Iterator[Any]:
                 yield [*value[:name], other, *value[name + 1 :]]
 
 
-@pytest.mark.parametrize("path", [path for path in RICH if path in MODELS])
+@for_each("path", [path for path in RICH if path in MODELS])
 def test_wrong_value_in_any_field_is_refused_in_words(path) -> None:
     for bad in HOSTILE:
         for body in spoiled(RICH[path], bad):
             with contextlib.suppress(ApiError):
-                asked = parse(MODELS[path], body)
-                if isinstance(asked, MessageRequest):
-                    conversation_of(asked)
+                given = parse(MODELS[path], body)
+                if isinstance(given, MessageRequest):
+                    conversation_of(given)
 
 
 SAMPLED: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
@@ -289,7 +285,7 @@ BOUNDED: list[tuple[Any, dict[str, Any], dict[str, tuple[tuple[float, float], tu
 ]
 
 
-@pytest.mark.parametrize(("model", "body", "bounds"), BOUNDED, ids=lambda value: getattr(value, "__name__", ""))
+@for_each("model, body, bounds", BOUNDED)
 def test_number_at_its_bound_is_taken_and_beyond_refused(model, body, bounds) -> None:
     for name, (sound, wrong) in bounds.items():
         for value in sound:
@@ -300,8 +296,8 @@ def test_number_at_its_bound_is_taken_and_beyond_refused(model, body, bounds) ->
             assert caught.value.param == name, (name, value)
 
 
-@pytest.mark.parametrize(
-    ("model", "body", "name", "taken", "refused"),
+@for_each(
+    "model, body, name, taken, refused",
     [
         (ResponseRequest, {"input": "x"}, "service_tier", ("auto", "default", None), ("flex", "", 1)),
         (ResponseRequest, {"input": "x"}, "truncation", ("disabled", None), ("auto",)),
@@ -330,9 +326,9 @@ def test_wrong_value_in_any_field_is_answered(client, path, bad) -> None:
         assert answer.status_code == 200 or "error" in answer.json()
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
-@pytest.mark.parametrize(
-    ("body", "words"),
+@for_each("path", ["/v1/messages", "/api/chat"])
+@for_each(
+    "body, words",
     [
         (b'{"messages": ' + b"[" * 100 + b"]" * 100 + b"}", "nested deeper"),
         (b'{"max_tokens": NaN}', "not a JSON number"),
@@ -355,7 +351,7 @@ def test_a_token_that_cannot_be_detokenized_names_its_field(client) -> None:
     assert error["param"] == "tokens"
 
 
-def test_tokenize_adds_special_tokens_unless_told_otherwise(client, monkeypatch) -> None:
+def test_tokenize_adds_special_tokens_by_default(client, monkeypatch) -> None:
     from holdfast.api.chat_tokenizer import ChatTokenizer
 
     seen = []
@@ -367,7 +363,7 @@ def test_tokenize_adds_special_tokens_unless_told_otherwise(client, monkeypatch)
     assert seen == [True, True, True, False]
 
 
-def test_tools_that_cannot_be_told_name_their_field(client) -> None:
+def test_tools_that_cannot_be_rendered_name_their_field(client) -> None:
     twice = [{"type": "function", "function": {"name": "look"}}] * 2
     error = client.post("/tokenize", json={"messages": user("x"), "tools": twice}).json()["error"]
     assert error["param"] == "tools"

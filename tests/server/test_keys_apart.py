@@ -8,6 +8,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from for_each import for_each
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.server.app import make_app
 from holdfast.server.keys import Keys
@@ -58,7 +59,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", BODIES)
+@for_each("path", BODIES)
 def test_request_finds_what_its_own_key_cached_alone(guarded: Guarded, path):
     found = {(place, key): guarded.num_hit(key, path, BODIES[path]) for place, key in itertools.product((0, 1), KEYS)}
     assert {key: found[0, key] for key in KEYS} == dict.fromkeys(KEYS, 0)
@@ -80,7 +81,7 @@ def test_answer_held_to_a_form_keeps_the_salt(guarded: Guarded, held):
 SALTS = (None, "a", "b", "a:b", f"{LONG}1", f"{LONG}2")
 
 
-@pytest.mark.parametrize("family", [Chat(), Completions(), Responses()], ids=lambda family: type(family).__name__)
+@for_each("family", [Chat(), Completions(), Responses()])
 def test_salts_of_key_and_request_count_together(guarded: Guarded, family):
     """Each pair has its own cache, long salts to their last character."""
     body = family.body([("user", long_text(f"S{type(family).__name__}"))])
@@ -113,13 +114,13 @@ def _keys_of(guarded: Guarded) -> Keys:
 
 
 def test_cached_tokens_tell_of_the_own_key_alone(guarded: Guarded):
-    told = {}
-    body = Chat().body([("user", long_text("told"))])
+    reported = {}
+    body = Chat().body([("user", long_text("reported"))])
     for place, key in itertools.product((0, 1), KEYS[:2]):
         headers = {"x-api-key": key}
-        told[place, key] = ask(guarded.client, Chat(), body, stream=False, headers=headers).usage[1]
-    assert [told[0, key] for key in KEYS[:2]] == [0, 0]
-    assert min(told[1, key] for key in KEYS[:2]) > 0
+        reported[place, key] = ask(guarded.client, Chat(), body, stream=False, headers=headers).usage[1]
+    assert [reported[0, key] for key in KEYS[:2]] == [0, 0]
+    assert min(reported[1, key] for key in KEYS[:2]) > 0
 
 
 def test_salts_of_two_servers_differ():

@@ -28,7 +28,7 @@ NEIGHBOUR = {"model": MODEL, "prompt": "neighbour", "temperature": 0, "max_token
 
 @contextmanager
 def held_server(case: Case) -> Iterator[tuple[Served, Gate]]:
-    """A server whose model runs one step each time that it is told to."""
+    """A server whose model runs one step at a time, when the test says so."""
     options = {**SIZES, "max_num_seqs": 1 if case.kind == "queued" else 8, "run_ahead": case.run_ahead}
     with served(**options) as running:
         yield running, Gate(running.engine)
@@ -58,7 +58,7 @@ async def leave(case: Case, running: Served, gate: Gate) -> int:
     await until(lambda: health().num_commands >= 1, f"{case}: it did not come")
     await advance(gate, 1 + case.num_steps)
     victim.close()
-    await until(lambda: health().num_commands >= 1, f"{case}: the engine was not told")
+    await until(lambda: health().num_commands >= 1, f"{case}: the engine got no command")
     num_later = 0
     while engine.scheduler.num_waiting or pool.num_owned_by_group[0] != num_held(engine, first):
         num_later += 1

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from for_each import for_each
 from holdfast.server.bodies import parse
 from holdfast.server.errors import ApiError
 from holdfast.server.ollama_answers import OllamaWriter, read_messages, read_options
@@ -41,8 +42,8 @@ def test_tool_messages_name_the_calls_they_answer():
     calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("look", "now", "look")]
     results = [{"role": "tool", "tool_name": name, "content": name} for name in ("now", "look", "look", "other")]
     turns = [{"role": "assistant", "tool_calls": calls, "thinking": "Hm"}, *results, {"role": "system", "content": "s"}]
-    asked = parse(OllamaChatRequest, {"messages": [*user("1"), *turns, *user("2")]})
-    messages = read_messages(asked)
+    given = parse(OllamaChatRequest, {"messages": [*user("1"), *turns, *user("2")]})
+    messages = read_messages(given)
     assert [message.role for message in messages] == [one["role"] for one in [*user("1"), *turns, *user("2")]]
     assert [call.id for call in messages[1].tool_calls] == ["call_0", "call_1", "call_2"]
     assert [message.tool_call_id for message in messages[2:6]] == ["call_1", "call_0", "call_2", "call_0"]
@@ -58,8 +59,8 @@ def test_options_become_sampling_fields():
     assert read_options(Options(seed=-1)).seed is None
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
+@for_each(
+    "fields, words",
     [
         ({"options": {"temprature": 1}}, "there is no option 'temprature'"),
         ({"options": {"top_p": 2}}, "options.top_p"),
@@ -122,17 +123,17 @@ def test_options_reach_the_engine(client, rendered):
     assert (params.presence_penalty, params.frequency_penalty, tuple(params.stop)) == (0.5, -0.5, ("a", "b"))
 
 
-@pytest.mark.parametrize(("asked", "limit"), [(None, None), (-2, None), (-1, None), (0, None), (1, 1)])
-def test_num_predict_below_one_is_no_limit(client, rendered, asked, limit):
-    options = {} if asked is None else {"num_predict": asked}
+@for_each("given, limit", [(None, None), (-2, None), (-1, None), (0, None), (1, 1)])
+def test_num_predict_below_one_is_no_limit(client, rendered, given, limit):
+    rendered.clear()
+    options = {} if given is None else {"num_predict": given}
     ask(client, Ollama(), {"messages": user(said("x")), "options": options}, stream=False)
     assert rendered[-1]["params"].max_tokens == limit
 
 
-@pytest.mark.parametrize(
-    ("form", "rule"), [("json", {"json_object": True}), ({"type": "object"}, {"json": '{"type":"object"}'})]
-)
+@for_each("form, rule", [("json", {"json_object": True}), ({"type": "object"}, {"json": '{"type":"object"}'})])
 def test_format_holds_the_answer(client, held, form, rule):
+    held.clear()
     raw = {"prompt": said("{}"), "format": form, "raw": True, "stream": False}
     assert client.post("/api/generate", json=raw).json()["response"] == "{}"
     assert {name: getattr(held[-1].structured_outputs, name) for name in rule} == rule
@@ -140,31 +141,33 @@ def test_format_holds_the_answer(client, held, form, rule):
     assert held[-1].structured_outputs.grammar
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@for_each("stream", [False, True])
 def test_generate_uses_the_template_unless_raw(client, rendered, stream):
-    asked = {"prompt": said("abc"), "system": "Be kind", "stream": stream}
-    lines = [json.loads(line) for line in client.post("/api/generate", json=asked).text.splitlines()]
+    rendered.clear()
+    given = {"prompt": said("abc"), "system": "Be kind", "stream": stream}
+    lines = [json.loads(line) for line in client.post("/api/generate", json=given).text.splitlines()]
     assert "".join(line["response"] for line in lines) == "abc"
     [seen] = rendered
     assert [(one["role"], one["content"]) for one in seen["messages"]] == [("system", "Be kind"), ("user", said("abc"))]
     raw = client.post("/api/generate", json={"prompt": said("x"), "raw": True, "stream": stream}).text.splitlines()
     assert (json.loads(raw[-1])["prompt_eval_count"], len(rendered)) == (3, 1)
-    refused = client.post("/api/generate", json={**asked, "raw": True})
+    refused = client.post("/api/generate", json={**given, "raw": True})
     assert (refused.status_code, "Put it into the prompt" in refused.json()["error"]) == (400, True)
 
 
-@pytest.mark.parametrize(
-    ("roles", "continues"),
+@for_each(
+    "roles, continues",
     [(("user", "assistant"), True), (("assistant", "user"), False), (("user", "assistant", "user"), False)],
 )
 def test_chat_that_ends_with_an_answer_continues_it(client, rendered, roles, continues):
+    rendered.clear()
     messages = [{"role": role, "content": said("x")} for role in roles]
     assert client.post("/api/chat", json={"messages": messages, "stream": False}).status_code == 200
     assert rendered[-1]["continue_final_message"] is continues
 
 
-@pytest.mark.parametrize(
-    ("think", "told", "thinking"),
+@for_each(
+    "think, reported, thinking",
     [
         (None, {}, "Hm"),
         (True, {"enable_thinking": True, "thinking": True}, "Hm"),
@@ -172,18 +175,19 @@ def test_chat_that_ends_with_an_answer_continues_it(client, rendered, roles, con
         ("high", {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}, "Hm"),
     ],
 )
-def test_think_is_told_and_shown_if_asked(client, rendered, think, told, thinking):
+def test_think_decides_template_and_answer(client, rendered, think, reported, thinking):
+    rendered.clear()
     body = {"messages": user(said("<think>Hm</think>Yes")), "think": think}
     choice = ask(client, Ollama(), body, stream=False).only
-    assert (choice.content, choice.reasoning, rendered[-1]["chat_template_kwargs"]) == ("Yes", thinking, told)
+    assert (choice.content, choice.reasoning, rendered[-1]["chat_template_kwargs"]) == ("Yes", thinking, reported)
 
 
 def test_ids_of_calls_go_on_in_the_next_turn():
     call = {"function": {"name": "look", "arguments": {}}}
     answer = {"role": "assistant", "tool_calls": [call, call]}
     result = {"role": "tool", "tool_name": "look", "content": "x"}
-    asked = parse(OllamaChatRequest, {"messages": [answer, result, result, answer, result, result]})
-    messages = read_messages(asked)
+    given = parse(OllamaChatRequest, {"messages": [answer, result, result, answer, result, result]})
+    messages = read_messages(given)
     ids = [[call.id for call in messages[place].tool_calls] for place in (0, 3)]
     assert ids == [["call_0", "call_1"], ["call_2", "call_3"]]
     answered = [message.tool_call_id for message in messages if message.role == "tool"]

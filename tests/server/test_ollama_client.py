@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from for_each import for_each
 from holdfast.server.ollama_schemas import Options
 from server.served import MODEL, Served, app_client, make_served_engine, said, user
 
@@ -57,15 +58,16 @@ def test_chat_stream_pieces_make_the_whole_answer(api):
     assert {piece.model for piece in pieces} == {f"{MODEL}:latest"}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@for_each("stream", [False, True])
 def test_tool_round_trip_gives_an_answer(api, rendered, stream):
-    asked = user(said(f"Let me see. {CALL}{CALL}"))
-    done = api.chat(MODEL, asked, tools=[look], stream=stream)
+    rendered.clear()
+    given = user(said(f"Let me see. {CALL}{CALL}"))
+    done = api.chat(MODEL, given, tools=[look], stream=stream)
     calls = [call for piece in (done if stream else [done]) for call in piece.message.tool_calls or ()]
     assert [(call.function.name, call.function.arguments) for call in calls] == [("look", {"city": "Rome"})] * 2
     answered = {"role": "assistant", "content": "", "tool_calls": calls, "thinking": "Hm"}
     results = [{"role": "tool", "tool_name": "look", "content": look(**call.function.arguments)} for call in calls]
-    after = api.chat(MODEL, [*asked, answered, *results, *user(said("It rains."))], tools=[look])
+    after = api.chat(MODEL, [*given, answered, *results, *user(said("It rains."))], tools=[look])
     assert after.message.content == "It rains."
     messages = rendered[-1]["messages"]
     ids = [call["id"] for call in messages[1]["tool_calls"]]
@@ -79,8 +81,8 @@ def test_call_that_is_cut_off_is_left_out(api):
     assert (done.message.tool_calls, done.message.content, done.done_reason) == (None, "", "length")
 
 
-@pytest.mark.parametrize(
-    ("think", "told", "thinking"),
+@for_each(
+    "think, found, thinking",
     [
         (None, {}, "Hm."),
         (True, {"enable_thinking": True, "thinking": True}, "Hm."),
@@ -88,11 +90,12 @@ def test_call_that_is_cut_off_is_left_out(api):
         ("high", {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}, "Hm."),
     ],
 )
-def test_think_is_told_and_shown_if_asked(api, rendered, think, told, thinking):
+def test_think_decides_template_and_answer(api, rendered, think, found, thinking):
+    rendered.clear()
     done = api.chat(MODEL, user(said(THOUGHT)), think=think)
     assert (done.message.content, done.message.thinking) == ("Hello", thinking)
     assert api.generate(MODEL, said(THOUGHT), think=think).thinking == thinking
-    assert [one["chat_template_kwargs"] for one in rendered] == [told, told]
+    assert [one["chat_template_kwargs"] for one in rendered] == [found, found]
 
 
 def test_options_become_sampling_params(api, rendered):
@@ -116,8 +119,9 @@ def test_options_of_the_client_are_all_taken(api):
     assert "num_thread" not in Options.model_fields
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@for_each("stream", [False, True])
 def test_generate_uses_the_template_unless_raw(api, rendered, stream):
+    rendered.clear()
     done = api.generate(MODEL, said("abc"), system="Be kind", stream=stream)
     assert "".join(piece.response for piece in (done if stream else [done])) == "abc"
     assert [message["role"] for message in rendered[0]["messages"]] == ["system", "user"]
@@ -127,10 +131,9 @@ def test_generate_uses_the_template_unless_raw(api, rendered, stream):
     assert len(rendered) == 1
 
 
-@pytest.mark.parametrize(
-    ("form", "rule"), [("json", {"json_object": True}), ({"type": "object"}, {"json": '{"type":"object"}'})]
-)
+@for_each("form, rule", [("json", {"json_object": True}), ({"type": "object"}, {"json": '{"type":"object"}'})])
 def test_format_holds_the_answer(api, held, form, rule):
+    held.clear()
     assert api.generate(MODEL, said("{}"), format=form, raw=True).response == "{}"
     held_to = held[-1].structured_outputs
     assert {name: getattr(held_to, name) for name in rule} == rule
@@ -182,8 +185,8 @@ def test_async_client_streams_texts_side_by_side(server):
     assert asyncio.run(main()) == ["one", "two"]
 
 
-@pytest.mark.parametrize(
-    ("call", "status", "words"),
+@for_each(
+    "call, status, words",
     [
         (lambda api: api.chat("other", user("x")), 404, "fake, alias/model is served here"),
         (lambda api: list(api.chat("other:latest", user("x"), stream=True)), 404, "'other' does not exist"),

@@ -50,13 +50,13 @@ def test_a_chat(api):
 
 
 def test_several_completions_with_seeds(api):
-    asked = {"model": MODEL, "messages": user("Hello"), "max_tokens": 6, "n": 3, "seed": 7}
-    first = api.chat.completions.create(**asked)
+    given = {"model": MODEL, "messages": user("Hello"), "max_tokens": 6, "n": 3, "seed": 7}
+    first = api.chat.completions.create(**given)
     texts = [choice.message.content for choice in first.choices]
     assert [choice.index for choice in first.choices] == [0, 1, 2]
     assert [choice.finish_reason for choice in first.choices] == ["length"] * 3
     assert len(set(texts)) == 3
-    again = api.chat.completions.create(**{**asked, "stream": True})
+    again = api.chat.completions.create(**{**given, "stream": True})
     streamed = ["", "", ""]
     for chunk in again:
         for choice in chunk.choices:
@@ -98,27 +98,27 @@ def test_stops_and_biases(api):
 
 
 def test_log_probabilities(api):
-    asked = {"model": MODEL, "messages": user(said("aé")), "logprobs": True, "top_logprobs": 2}
-    whole = api.chat.completions.create(**asked).choices[0].logprobs.content
+    given = {"model": MODEL, "messages": user(said("aé")), "logprobs": True, "top_logprobs": 2}
+    whole = api.chat.completions.create(**given).choices[0].logprobs.content
     assert [entry.token for entry in whole] == ["a", "�", "�", "<eos>"]
     assert [bytes(entry.bytes) for entry in whole[:3]] == [b"a", b"\xc3", b"\xa9"]
     assert all(len(entry.top_logprobs) == 2 for entry in whole)
     streamed = []
-    for chunk in api.chat.completions.create(**asked, stream=True):
+    for chunk in api.chat.completions.create(**given, stream=True):
         streamed += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
     assert streamed == whole
 
 
 def test_a_tool_is_called(api):
-    asked = {"model": MODEL, "messages": user(said(f"Let me see. {CALL}")), "tools": TOOLS}
-    choice = api.chat.completions.create(**asked).choices[0]
+    given = {"model": MODEL, "messages": user(said(f"Let me see. {CALL}")), "tools": TOOLS}
+    choice = api.chat.completions.create(**given).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me see."
     call = choice.message.tool_calls[0]
     assert (call.type, call.function.name) == ("function", "look")
     assert json.loads(call.function.arguments) == {"city": "Rome"}
     after = [
-        *asked["messages"],
+        *given["messages"],
         choice.message,
         {"role": "tool", "tool_call_id": call.id, "content": "rain"},
         *user(said("It rains.")),
@@ -158,14 +158,14 @@ def test_tools_that_may_not_be_called(api):
 
 
 def test_reasoning_is_split_off(api):
-    asked = {"model": MODEL, "messages": user(said("<think>2 and 2</think>\n\n4"))}
-    done = api.chat.completions.create(**asked)
+    given = {"model": MODEL, "messages": user(said("<think>2 and 2</think>\n\n4"))}
+    done = api.chat.completions.create(**given)
     message = done.choices[0].message
     assert message.content == "4"
     assert message.model_extra["reasoning_content"] == message.model_extra["reasoning"] == "2 and 2"
     assert done.usage.completion_tokens_details.reasoning_tokens > 3
     reasoning = content = ""
-    for chunk in api.chat.completions.create(**asked, stream=True):
+    for chunk in api.chat.completions.create(**given, stream=True):
         delta = chunk.choices[0].delta
         reasoning += (delta.model_extra or {}).get("reasoning_content") or ""
         content += delta.content or ""
@@ -249,19 +249,19 @@ def test_a_response_as_events(api):
 
 def test_a_response_calls_functions(api):
     tools = [{"type": "function", **TOOLS[0]["function"]}]
-    asked = said(f"{CALL}{CALL}")
-    first = api.responses.create(model=MODEL, input=asked, tools=tools)
+    given = said(f"{CALL}{CALL}")
+    first = api.responses.create(model=MODEL, input=given, tools=tools)
     assert [item.type for item in first.output] == ["function_call", "function_call"]
     call = first.output[0]
     assert (call.name, json.loads(call.arguments)) == ("look", {"city": "Rome"})
     items = [
-        {"role": "user", "content": asked},
+        {"role": "user", "content": given},
         *first.output,
         *({"type": "function_call_output", "call_id": item.call_id, "output": "rain"} for item in first.output),
         {"role": "user", "content": [{"type": "input_text", "text": said("It rains.")}]},
     ]
     assert api.responses.create(model=MODEL, input=items, tools=tools).output_text == "It rains."
-    with api.responses.stream(model=MODEL, input=asked, tools=tools) as stream:
+    with api.responses.stream(model=MODEL, input=given, tools=tools) as stream:
         events = list(stream)
     arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
     assert arguments == 2 * '{"city": "Rome"}'
@@ -338,28 +338,28 @@ def test_response_with_store_false_is_not_kept(api, server):
 
 
 def test_token_ids_of_chat_equal_the_stream(api):
-    asked = {"model": MODEL, "messages": user(said(f"Hm. é {CALL}")), "tools": TOOLS, "temperature": 0}
-    whole = api.chat.completions.create(**asked, extra_body={"return_token_ids": True})
+    given = {"model": MODEL, "messages": user(said(f"Hm. é {CALL}")), "tools": TOOLS, "temperature": 0}
+    whole = api.chat.completions.create(**given, extra_body={"return_token_ids": True})
     ids = whole.choices[0].model_extra["token_ids"]
     assert bytes(ids[:-1]).decode() == f"Hm. é {CALL}"
     assert len(ids) == whole.usage.completion_tokens
     assert len(whole.model_extra["prompt_token_ids"]) == whole.usage.prompt_tokens
-    chunks = list(api.chat.completions.create(**asked, stream=True, extra_body={"return_token_ids": True}))
+    chunks = list(api.chat.completions.create(**given, stream=True, extra_body={"return_token_ids": True}))
     assert chunks[0].model_extra["prompt_token_ids"] == whole.model_extra["prompt_token_ids"]
     assert not any("prompt_token_ids" in chunk.model_extra for chunk in chunks[1:])
     assert [token for chunk in chunks for token in chunk.choices[0].model_extra["token_ids"]] == ids
-    plain = api.chat.completions.create(**asked)
+    plain = api.chat.completions.create(**given)
     assert "prompt_token_ids" not in plain.model_extra
     assert "token_ids" not in plain.choices[0].model_extra
 
 
 def test_token_ids_of_completions_equal_the_stream(api):
-    asked = {"model": MODEL, "prompt": [said("ab"), said("é")], "n": 2, "extra_body": {"return_token_ids": True}}
-    whole = [choice.model_extra for choice in api.completions.create(**asked).choices]
+    given = {"model": MODEL, "prompt": [said("ab"), said("é")], "n": 2, "extra_body": {"return_token_ids": True}}
+    whole = [choice.model_extra for choice in api.completions.create(**given).choices]
     assert [bytes(own["token_ids"][:-1]).decode() for own in whole] == ["ab", "ab", "é", "é"]
     assert [bytes(own["prompt_token_ids"]).decode() for own in whole] == [said("ab")] * 2 + [said("é")] * 2
     streamed = [{"prompt_token_ids": [], "token_ids": []} for _ in whole]
-    for chunk in api.completions.create(**asked, stream=True):
+    for chunk in api.completions.create(**given, stream=True):
         for choice in chunk.choices:
             for name in streamed[choice.index]:
                 streamed[choice.index][name] += choice.model_extra.get(name, [])
@@ -385,18 +385,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_answers_that_a_schema_holds_for(tiny):
-    asked = {"model": MODEL, "messages": user("A city"), "max_tokens": 100, "seed": 5}
-    parsed = tiny.chat.completions.parse(**asked, response_format=City).choices[0].message.parsed
+    given = {"model": MODEL, "messages": user("A city"), "max_tokens": 100, "seed": 5}
+    parsed = tiny.chat.completions.parse(**given, response_format=City).choices[0].message.parsed
     assert parsed.name in ("Rome", "Oslo")
     done = tiny.chat.completions.create(
-        **asked,
+        **given,
         response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": City.model_json_schema()}},
         stream=True,
     )
     City.model_validate_json("".join(chunk.choices[0].delta.content or "" for chunk in done))
     response = tiny.responses.parse(model=MODEL, input="A city", text_format=City, max_output_tokens=100)
     assert response.output_parsed.name in ("Rome", "Oslo")
-    chosen = tiny.chat.completions.create(**asked, extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
+    chosen = tiny.chat.completions.create(**given, extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
     assert chosen.choices[0].message.content in ("yes", "no")
     matched = tiny.completions.create(model=MODEL, prompt="A", max_tokens=50, extra_body={"guided_regex": "[ab]{3}c"})
     assert re.fullmatch("[ab]{3}c", matched.choices[0].text)

@@ -125,16 +125,16 @@ def fuzz(running: Served, document: BaseSchema, method: str, path: str, num_exam
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", STREAMED)
 def test_streams_are_as_the_document_has_them(document: BaseSchema, path: str) -> None:
-    asked = STREAMED[path]
+    query = STREAMED[path]
     operation = document[path]["POST"]
-    case = operation.Case(body={**asked, "stream": True}, media_type="application/json")
+    case = operation.Case(body={**query, "stream": True}, media_type="application/json")
     case.validate_response(case.call(timeout=60), excluded_checks=[positive_data_acceptance])
 
 
 def test_nothing_of_the_document_is_left_out(document: BaseSchema) -> None:
     paths = document.raw_schema["paths"]
-    told = {(method.upper(), path) for path, methods in paths.items() for method in methods}
-    assert told == {*OPERATIONS, ("GET", "/memory/stream")}
+    found = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    assert found == {*OPERATIONS, ("GET", "/memory/stream")}
     for path, methods in paths.items():
         for operation in methods.values():
             assert {"200", "400", "401", "500", "503"} <= operation["responses"].keys()

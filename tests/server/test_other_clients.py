@@ -16,20 +16,20 @@ def test_litellm(server: Served, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the internet
     import litellm
 
-    asked = {"model": f"openai/{MODEL}", "api_base": f"{server.url}/v1", "api_key": "none", "num_retries": 0}
-    done = litellm.completion(messages=user(said("Hello there")), temperature=0, **asked)
+    body = {"model": f"openai/{MODEL}", "api_base": f"{server.url}/v1", "api_key": "none", "num_retries": 0}
+    done = litellm.completion(messages=user(said("Hello there")), temperature=0, **body)
     assert done.choices[0].message.content == "Hello there"
     assert done.usage.completion_tokens == 12
     again = [*user("Hi"), done.choices[0].message, *user(said("Again"))]
-    assert litellm.completion(messages=again, **asked).choices[0].message.content == "Again"
-    chunks = litellm.completion(messages=user(said("<think>Hm</think>Streamed")), stream=True, **asked)
+    assert litellm.completion(messages=again, **body).choices[0].message.content == "Again"
+    chunks = litellm.completion(messages=user(said("<think>Hm</think>Streamed")), stream=True, **body)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == "Streamed"
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm"
     with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(messages=user("x" * 4000), **asked)
+        litellm.completion(messages=user("x" * 4000), **body)
     with pytest.raises(litellm.NotFoundError):
-        litellm.completion(messages=user("x"), **{**asked, "model": "openai/other"})
+        litellm.completion(messages=user("x"), **{**body, "model": "openai/other"})
 
 
 @pytest.mark.slow

@@ -245,7 +245,7 @@ def test_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
     expect(page.locator("#accounts")).to_contain_text("1.90 GiB")
     expect(page.locator("#accounts")).to_contain_text("−38.1 MiB")
     page.click("#fold summary")
-    expect(page.locator("#owners tr").filter(has_text="staging")).to_contain_text("given back")
+    expect(page.locator("#owners tr").filter(has_text="staging")).to_contain_text("freed")
     expect(page.locator("#owners tr").filter(has_text="sampling")).to_contain_text("a bound")
 
 
@@ -285,7 +285,7 @@ def test_regenerate_edit_clear_and_undo(opened: tuple[Page, World]) -> None:
     expect(page.locator("article")).to_have_count(2)
 
 
-def test_a_break_in_a_stream_is_told_where_it_happens(opened: tuple[Page, World]) -> None:
+def test_broken_stream_shows_an_error_in_its_message(opened: tuple[Page, World]) -> None:
     page, world = opened
     world.break_after = 3
     say(page, "Hello")
@@ -352,7 +352,9 @@ def test_markdown_as_it_streams_and_at_once(opened: tuple[Page, World]) -> None:
 
 
 @pytest.mark.slow
-def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, served: tuple[World, str], world: World) -> None:
+def test_page_without_a_key_opens_the_dialog_and_keeps_the_key(
+    browser: Browser, served: tuple[World, str], world: World
+) -> None:
     world.key = "secret"
     page, faults = open_page(browser, served[1])
     expect(page.locator("#key-dialog")).to_be_visible()

@@ -7,6 +7,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from for_each import for_each
 from holdfast.server import page
 
 FOLDER = Path(page.__file__).parent / page.FOLDER
@@ -25,7 +26,7 @@ def test_every_file_is_served_and_the_whole_is_small() -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < MAX_BYTES
 
 
-@pytest.mark.parametrize("path", sorted(page.PATHS))
+@for_each("path", sorted(page.PATHS))
 def test_a_file_is_answered_with_its_type_and_policy(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 200
@@ -53,7 +54,7 @@ def test_nothing_in_the_files_leads_elsewhere() -> None:
         assert addresses <= allowed, f"{path.name}: {addresses}"
 
 
-def test_the_page_has_no_inline_script_or_style_and_the_scripts_write_no_markup() -> None:
+def test_page_has_no_inline_script_or_style_and_writes_no_markup() -> None:
     markup = (FOLDER / "index.html").read_text(encoding="utf-8")
     assert re.findall(r"<script(?![^>]*\bsrc=)", markup) == []
     assert re.findall(r"<style|\sstyle=|\son\w+=", markup) == []
@@ -67,8 +68,8 @@ def test_every_id_that_the_scripts_ask_for_is_on_the_page_once() -> None:
     ids = re.findall(r'\bid="([\w-]+)"', (FOLDER / "index.html").read_text(encoding="utf-8"))
     assert len(ids) == len(set(ids))
     for path in FOLDER.glob("*.js"):
-        asked = set(re.findall(r'\bby\("([\w-]+)"\)', path.read_text(encoding="utf-8")))
-        assert asked <= set(ids), f"{path.name}: {asked - set(ids)}"
+        body = set(re.findall(r'\bby\("([\w-]+)"\)', path.read_text(encoding="utf-8")))
+        assert body <= set(ids), f"{path.name}: {body - set(ids)}"
 
 
 def test_every_field_has_a_label() -> None:
@@ -81,7 +82,7 @@ def test_every_field_has_a_label() -> None:
         assert has_label, f"{name[1]} has no label"
 
 
-@pytest.mark.parametrize("known", ["{}", "W/{}", '"other", {}', '"other",W/{}'])
+@for_each("known", ["{}", "W/{}", '"other", {}', '"other",W/{}'])
 def test_page_that_the_browser_has_is_not_sent_again(client: TestClient, known: str) -> None:
     etag = client.get("/").headers["etag"]
     answer = client.get("/", headers={"If-None-Match": known.format(etag)})

@@ -18,7 +18,7 @@ def response(number: int, size: int = 10) -> dict[str, Any]:
     return {"id": f"resp-{number}", "output": [{"id": f"out-{number}", "text": "x" * size}]}
 
 
-def asked(number: int) -> list[dict[str, Any]]:
+def query(number: int) -> list[dict[str, Any]]:
     return [{"id": f"in-{number}"}]
 
 
@@ -42,7 +42,7 @@ def test_memory_with_any_operations_stays_bounded(operations, limit_bytes, max_r
             found, items = links[pick % len(links)]
             previous = found if kind == "late" or found in memory._kept.values() else None
             items = items if previous is not None else []
-        memory.keep(response(number, size), asked(number), None, previous)
+        memory.keep(response(number, size), query(number), None, previous)
         memory.check()
         kept = memory.find(f"resp-{number}", None)
         if kept is not None:
@@ -53,31 +53,31 @@ def test_memory_with_any_operations_stays_bounded(operations, limit_bytes, max_r
 
 def test_memory_drops_the_oldest_and_keeps_what_goes_on():
     memory = ResponseMemory(4 * (OVERHEAD_BYTES + 200), 100)
-    memory.keep(response(0), asked(0), None, None)
+    memory.keep(response(0), query(0), None, None)
     for number in range(1, 4):
-        memory.keep(response(number), asked(number), None, memory.find(f"resp-{number - 1}", None))
-    memory.keep(response(9), asked(9), None, None)
-    memory.keep(response(10, 300), asked(10), None, None)
+        memory.keep(response(number), query(number), None, memory.find(f"resp-{number - 1}", None))
+    memory.keep(response(9), query(9), None, None)
+    memory.keep(response(10, 300), query(10), None, None)
     memory.check()
     assert memory.find("resp-0", None) is None
     assert memory.find("resp-10", None) is not None
-    memory.keep(response(11, 10_000), asked(11), None, None)
+    memory.keep(response(11, 10_000), query(11), None, None)
     assert memory.find("resp-11", None) is None
     assert memory.find("resp-10", None) is not None
 
 
 def test_memory_with_a_late_answer_counts_dropped_ones_again():
     memory = ResponseMemory(20_000, 8)
-    memory.keep(response(0), asked(0), None, None)
+    memory.keep(response(0), query(0), None, None)
     first = memory.find("resp-0", None)
     assert first is not None
-    memory.keep(response(1), asked(1), None, first)
+    memory.keep(response(1), query(1), None, first)
     second = memory.find("resp-1", None)
     assert second is not None
     assert memory.delete("resp-0", None)
     assert memory.delete("resp-1", None)
     assert memory.num_bytes == 0
-    memory.keep(response(2), asked(2), None, second)
+    memory.keep(response(2), query(2), None, second)
     memory.check()
     assert memory.num_bytes > first.num_bytes + second.num_bytes
 
@@ -105,8 +105,8 @@ def test_server_without_response_memory_keeps_nothing():
         with TestClient(make_app(service), base_url="http://localhost") as client:
             made = client.post("/v1/responses", json={"input": said("Yes.")}).json()
             assert (made["store"], len(service.responses)) == (False, 0)
-            told = client.get(f"/v1/responses/{made['id']}")
-            assert (told.status_code, "stores no responses" in told.text) == (404, True)
+            reported = client.get(f"/v1/responses/{made['id']}")
+            assert (reported.status_code, "stores no responses" in reported.text) == (404, True)
             refused = client.post("/v1/responses", json={"input": "x", "store": True})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "store")
     finally:
@@ -118,5 +118,5 @@ def test_continued_response_longer_than_a_body_is_refused():
         service = client.app.state.service  # type: ignore[attr-defined]
         made = client.post("/v1/responses", json={"input": said("Yes.")}).json()
         service.responses.find(made["id"], None).chain_bytes = service.limits.max_body_bytes + 1
-        told = client.post("/v1/responses", json={"input": "x", "previous_response_id": made["id"]})
-        assert (told.status_code, told.json()["error"]["param"]) == (413, "previous_response_id")
+        reported = client.post("/v1/responses", json={"input": "x", "previous_response_id": made["id"]})
+        assert (reported.status_code, reported.json()["error"]["param"]) == (413, "previous_response_id")

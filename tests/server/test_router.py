@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from for_each import for_each
 from server.test_server_process import Process, started
 
 RECIPE = Path(__file__).parents[2] / "docs" / "deploy" / "router.md"
@@ -35,15 +36,13 @@ ADDED_TO_CHATS = {"separate_reasoning": True, "stream_reasoning": True, "include
 
 
 def test_what_the_router_adds_to_requests_is_taken(client: httpx.Client) -> None:
-    asked = {"prompt": "go on", "max_tokens": 2, **ADDED, "echo": False}
-    assert client.post("/v1/completions", json=asked).status_code == 200
+    given = {"prompt": "go on", "max_tokens": 2, **ADDED, "echo": False}
+    assert client.post("/v1/completions", json=given).status_code == 200
     chat = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 2, **ADDED, **ADDED_TO_CHATS}
     assert client.post("/v1/chat/completions", json={**chat, "continue_final_message": False}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("no_stop_trim", True), ("return_hidden_states", True), ("separate_reasoning", False)]
-)
+@for_each("field, value", [("no_stop_trim", True), ("return_hidden_states", True), ("separate_reasoning", False)])
 def test_what_asks_for_something_in_those_fields_is_refused(client: httpx.Client, field: str, value: bool) -> None:
     chat = {"messages": [{"role": "user", "content": "go on"}], field: value}
     answer = client.post("/v1/chat/completions", json=chat)
@@ -69,7 +68,7 @@ def free_port() -> int:
 
 
 def recipe_options() -> list[str]:
-    """Of the command in the recipe, without addresses and ports, which are the test's own."""
+    """Arguments of the command in the recipe, without addresses and ports, which are the test's own."""
     text = RECIPE.read_text(encoding="utf-8")
     block = text[text.index("vllm-router --") :].partition("\n\n")[0].replace("\\\n", " ")
     words = shlex.split(block, comments=True)[1:]
@@ -127,7 +126,7 @@ def whole(url: str, number: int) -> Answer:
 def stream(url: str, number: int, has_begun: threading.Event | None = None) -> Answer:
     num_events, is_whole, status = 0, False, 0
     with (
-        suppress(httpx.RemoteProtocolError),  # cut off; what came is told
+        suppress(httpx.RemoteProtocolError),  # cut off; return what came
         httpx.stream("POST", f"{url}/v1/completions", json=body(number, stream=True), timeout=60) as answer,
     ):
         status = answer.status_code
@@ -139,8 +138,8 @@ def stream(url: str, number: int, has_begun: threading.Event | None = None) -> A
     return Answer(status, num_events, is_whole)
 
 
-class Asked:
-    """Whole requests and streams, half of them on each server, all under way; more are asked behind them."""
+class Load:
+    """Whole requests and streams, half of them on each server, all under way; more follow them."""
 
     def __init__(self, pool: ThreadPoolExecutor, url: str) -> None:
         self._pool, self._url = pool, url
@@ -158,16 +157,16 @@ class Asked:
 
 @pytest.mark.slow
 @needs_router
-def test_a_server_that_dies_fails_no_request_that_had_not_begun_to_stream() -> None:
+def test_dying_server_fails_no_request_before_its_first_token() -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(started("slow")) for _ in range(2)]
         url = stack.enter_context(routed(servers))
         pool = stack.enter_context(ThreadPoolExecutor(32))
-        asked = Asked(pool, url)
+        given = Load(pool, url)
         servers[0].process.kill()
-        answers = [future.result() for future in (*asked.wholes, *asked.more())]
+        answers = [future.result() for future in (*given.wholes, *given.more())]
         assert all(answer.status == 200 and answer.is_whole for answer in answers), answers
-        ended = [future.result() for future in asked.streams]
+        ended = [future.result() for future in given.streams]
         # Half of a stream cannot be sent again: it is cut off, never ended as if it were whole.
         assert all(answer.is_whole or (answer.status == 200 and answer.num_events > 0) for answer in ended), ended
         assert 0 < sum(answer.is_whole for answer in ended) < 4, "those of the other server go on"
@@ -180,11 +179,11 @@ def test_a_server_that_drains_fails_nothing() -> None:
         servers = [stack.enter_context(started("slow", drain_seconds=20.0)) for _ in range(2)]
         url = stack.enter_context(routed(servers))
         pool = stack.enter_context(ThreadPoolExecutor(32))
-        asked = Asked(pool, url)
+        given = Load(pool, url)
         servers[0].process.send_signal(signal.SIGTERM)
         while httpx.get(f"http://127.0.0.1:{servers[0].port}/ready").status_code != 503:
             time.sleep(0.01)
-        answers = [future.result() for future in (*asked.wholes, *asked.streams, *asked.more())]
+        answers = [future.result() for future in (*given.wholes, *given.streams, *given.more())]
         assert all(answer.status == 200 and answer.is_whole for answer in answers), answers
         assert servers[0].process.wait(30) == 0
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from for_each import for_each
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.engine.engine import EngineStats
 from holdfast.engine.engine_thread import Health
@@ -25,13 +26,13 @@ from holdfast.server.metrics import Histogram
 from holdfast.server.ollama_answers import times_of
 from holdfast.server.service import Service
 from holdfast.server.status import map_facts
-from server.families import ALL, Chat, Completions, Family, Ollama, ask, events, names
+from server.families import ALL, Chat, Completions, Family, Ollama, ask, events
 from server.served import NAMES, make_served_engine, said
 from server.test_server_status import samples
 
 PAGE_TOKENS = 16
-family_cases = pytest.mark.parametrize("family", ALL, ids=names(ALL))
-ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+family_cases = for_each("family", ALL)
+ways = for_each("stream", [False, True])
 
 
 class Logged:
@@ -77,8 +78,8 @@ def test_usage_of_a_prompt_that_was_cached_says_so(logged, family: Family, strea
     text = f"{stream!s:.1}{type(family).__name__}: a question of more than one page"
     logged.lines()
     for place in range(3):
-        told = ask(logged.client, family, family.body([("user", f"{text}{said('é.')}")]), stream=stream)
-        num_prompt, num_cached, num_output = told.usage
+        reported = ask(logged.client, family, family.body([("user", f"{text}{said('é.')}")]), stream=stream)
+        num_prompt, num_cached, num_output = reported.usage
         [line] = logged.lines()
         assert (line["prompt_tokens"], line["output_tokens"]) == (num_prompt, num_output)
         assert (line["cached_tokens"], num_output) == (cached(num_prompt) if place else 0, 4)
@@ -89,7 +90,7 @@ def test_usage_of_a_prompt_that_was_cached_says_so(logged, family: Family, strea
         assert 0 < line["first_token_seconds"] <= line["seconds"]
 
 
-@pytest.mark.parametrize("family", [Chat(), Completions()], ids=["Chat", "Completions"])
+@for_each("family", [Chat(), Completions()])
 @ways
 def test_usage_of_several_choices_counts_the_prompt_once(logged, family: Chat, stream):
     body = {**family.body([("user", f"{stream} several answers to one question {said('abc')}")]), "n": 3}
@@ -108,8 +109,8 @@ def test_usage_of_several_prompts_is_their_sum(logged, stream):
         assert usage == (*sums, 2 * (2 + 3 + 4))
 
 
-@pytest.mark.parametrize("family", [Chat(), Completions()], ids=["Chat", "Completions"])
-def test_usage_in_a_stream_comes_as_it_was_asked(logged, family: Chat):
+@for_each("family", [Chat(), Completions()])
+def test_stream_usage_follows_its_options(logged, family: Chat):
     body = {**family.body([("user", said("abcdef"))]), "n": 2, "stream": True}
 
     def usages(**options: bool) -> list[Any]:
@@ -132,8 +133,8 @@ def test_usage_in_a_stream_comes_as_it_was_asked(logged, family: Chat):
 @ways
 def test_usage_of_a_scored_prompt_has_no_answer(logged, stream):
     body = {"prompt": "abc", "echo": True, "logprobs": 0, "max_tokens": 0, "return_token_ids": True}
-    told = ask(logged.client, Completions(), body, stream=stream)
-    assert (told.usage, told.only.content, told.only.reason) == ((3, 0, 0), "abc", "length")
+    reported = ask(logged.client, Completions(), body, stream=stream)
+    assert (reported.usage, reported.only.content, reported.only.reason) == ((3, 0, 0), "abc", "length")
     answer = logged.client.post(Completions.path, json={**body, "stream": stream})
     [choice] = (events(answer.text) if stream else [answer.json()])[0]["choices"]
     assert (choice["logprobs"]["tokens"], choice["token_ids"]) == (["a", "b", "c"], [])
@@ -143,13 +144,13 @@ def test_usage_of_a_scored_prompt_has_no_answer(logged, stream):
 def test_usage_counts_the_thoughts_of_every_choice(logged):
     body = {**Chat().body([("user", said("<think>Well</think>Yes"))]), "n": 2}
     whole = logged.client.post(Chat.path, json=body).json()["usage"]
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    streamed = events(logged.client.post(Chat.path, json=asked).text)[-1]["usage"]
+    given = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    streamed = events(logged.client.post(Chat.path, json=given).text)[-1]["usage"]
     for usage in (whole, streamed):
         assert usage["completion_tokens_details"]["reasoning_tokens"] == 2 * len("Well")
 
 
-@pytest.mark.parametrize("num_texts", [1, 3])
+@for_each("num_texts", [1, 3])
 def test_usage_of_embeddings_is_that_of_every_text(logged, num_texts):
     texts = ["one", "three", "seven"][:num_texts]
     total = sum(map(len, texts))
@@ -245,8 +246,8 @@ def test_memory_map_tells_of_every_request_and_group(logged, monkeypatch):
     groups = (GroupPages("whole", 16, 5, 6), GroupPages("window", 8, 7, 9))
     seen = MemoryMap(0.0, 100, 73, groups, requests, 6, 42)
     facts: Any = map_facts(logged.service, seen)
-    told = ("name", "page_tokens", "in_use", "cached")
-    assert [tuple(group[name] for name in told) for group in facts["kv"]["groups"]] == [
+    reported = ("name", "page_tokens", "in_use", "cached")
+    assert [tuple(group[name] for name in reported) for group in facts["kv"]["groups"]] == [
         ("whole", 16, 5, 6),
         ("window", 8, 7, 9),
     ]
@@ -329,12 +330,12 @@ def test_log_cuts_long_texts_and_paths():
     assert not {"prompt", "answer", "client", "cut"} & set(quiet)
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(None, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (float("inf"), "1")])
-def test_full_queue_tells_when_to_come_again(seconds, told):
-    error = QueueFullError("a", "b", "c")
+@for_each("seconds, reported", [(None, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (float("inf"), "1")])
+def test_full_queue_sends_retry_after(seconds, reported):
+    error = QueueFullError("request.queue_full", count=1, waiting=1, maximum=1)
     if seconds is not None:
         error.retry_after_seconds = seconds
-    assert from_exception(error).headers["Retry-After"] == told
+    assert from_exception(error).headers["Retry-After"] == reported
 
 
 def test_message_of_an_error_is_cut_to_its_bound():
@@ -345,8 +346,8 @@ def test_message_of_an_error_is_cut_to_its_bound():
 
 def test_ollama_times_split_reading_from_writing():
     delta = CompletionDelta("r", 0, "", (1,), None, "length", None, metrics=RequestMetrics(1.0, 3.0, 8.0, 0, 0))
-    told = times_of(delta, SimpleNamespace(prompt_token_ids=[1, 2, 3]), 5, 9.0)  # type: ignore[arg-type]
-    assert told == {
+    reported = times_of(delta, SimpleNamespace(prompt_token_ids=[1, 2, 3]), 5, 9.0)  # type: ignore[arg-type]
+    assert reported == {
         "done": True,
         "done_reason": "length",
         "total_duration": 9 * 10**9,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.fakes import BOS, EOS, byte_tokenizer
+from for_each import for_each
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.request.outputs import CompletionDelta, Logprob
 from holdfast.request.sampling_params import SamplingParams
@@ -19,15 +20,15 @@ from holdfast.server.response_items import input_of, kept_item, messages_of
 from holdfast.server.sampling import sampling_params
 from holdfast.server.schemas import ResponseRequest
 from holdfast.server.service import Service
-from server.families import ALL, CHATS, Chat, Completions, Family, Messages, ask, events, names
+from server.families import ALL, CHATS, Chat, Completions, Family, Messages, ask, events
 from server.raw_server import SHORT, Running, connect, get, post, read_to_end, running, status_of, talk
 from server.served import NAMES, app_client, make_served_engine, said, user
 
 FIRST = '<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'
 SECOND = '<tool_call>{"name": "now", "arguments": {"b": [2]}}</tool_call>'
 TOOLS = ("look", "now")
-family_cases = pytest.mark.parametrize("family", CHATS, ids=names(CHATS))
-ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+family_cases = for_each("family", CHATS)
+ways = for_each("stream", [False, True])
 
 
 def turns(text: str) -> list[tuple[str, str]]:
@@ -51,7 +52,7 @@ def test_answer_with_two_calls_tells_both(client, family: Family, stream):
 
 @family_cases
 @ways
-@pytest.mark.parametrize("num_calls", [0, 1])
+@for_each("num_calls", [0, 1])
 def test_answer_says_whether_it_calls(client, family: Family, stream, num_calls):
     choice = ask(client, family, family.body(turns(FIRST * num_calls or "x"), TOOLS), stream=stream).only
     assert (len(choice.calls), choice.reason) == (num_calls, family.called if num_calls else family.stopped)
@@ -74,39 +75,39 @@ def test_answer_cut_in_its_second_call_keeps_the_first(client, family: Family, s
     assert (choice.calls[0].name, choice.calls[0].arguments) == ("look", {"a": 1})
 
 
-@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@for_each("family", ALL)
 @ways
 def test_second_request_owes_the_first_nothing(client, family: Family, stream):
-    """Of two requests, each has its own text, calls, counts and id."""
-    asked = [turns("One. é"), turns("Another one.")]
-    first, second, again = (ask(client, family, family.body(one), stream=stream) for one in (*asked, asked[0]))
+    """Two requests have their own text, calls, counts and id."""
+    query = [turns("One. é"), turns("Another one.")]
+    first, second, again = (ask(client, family, family.body(one), stream=stream) for one in (*query, query[0]))
     assert [one.only.content for one in (first, second, again)] == ["One. é", "Another one.", "One. é"]
     assert [one.usage[2] for one in (first, second, again)] == [8, 13, 8]
     assert first.usage[0] == again.usage[0] != second.usage[0]
     assert first.id != again.id or not first.id
 
 
-@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@for_each("family", ALL)
 @ways
-@pytest.mark.parametrize("stops", [["zz", " th"], [" th", "zz"], [" thr", " th"]], ids=["second", "first", "shorter"])
+@for_each("stops", [["zz", " th"], [" th", "zz"], [" thr", " th"]])
 def test_second_stop_string_ends_the_answer(client, family: Family, stream, stops):
-    told = ask(client, family, family.body(turns("one two three"), stop=stops), stream=stream).only
-    assert told.content == "one two"
+    reported = ask(client, family, family.body(turns("one two three"), stop=stops), stream=stream).only
+    assert reported.content == "one two"
     if isinstance(family, Chat | Messages):
-        assert (told.reason, told.stop) == ("stop" if isinstance(family, Chat) else "stop_sequence", " th")
+        assert (reported.reason, reported.stop) == ("stop" if isinstance(family, Chat) else "stop_sequence", " th")
 
 
-@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@for_each("family", ALL)
 @ways
-def test_answer_carries_the_name_that_was_asked(client, family: Family, stream):
+def test_answer_carries_the_requested_name(client, family: Family, stream):
     for model in (None, *NAMES):
         body = {**family.body(turns("x")), "stream": stream, **({} if model is None else {"model": model})}
         text = client.post(family.path, json=body).text
         assert set(re.findall(r'"model": ?"([^"]+)"', text)) == {model or NAMES[0]}
 
 
-def test_response_repeats_what_was_asked(client):
-    asked: dict[str, Any] = {
+def test_response_repeats_the_request(client):
+    query: dict[str, Any] = {
         "instructions": "Be brief",
         "max_output_tokens": 9,
         "max_tool_calls": 3,
@@ -122,9 +123,9 @@ def test_response_repeats_what_was_asked(client):
         "store": False,
     }
     tools = [{"type": "function", "name": name, "parameters": None} for name in TOOLS]
-    body = {"input": said("x"), "tools": tools, "reasoning": {"effort": "low"}, **asked}
+    body = {"input": said("x"), "tools": tools, "reasoning": {"effort": "low"}, **query}
     response = client.post("/v1/responses", json=body).json()
-    assert {name: response[name] for name in asked} == asked
+    assert {name: response[name] for name in query} == query
     assert [tool["name"] for tool in response["tools"]] == [*TOOLS]
     assert (response["reasoning"]["effort"], response["text"]) == ("low", {"format": {"type": "text"}})
     plain = client.post("/v1/responses", json={"input": said("x")}).json()
@@ -137,6 +138,7 @@ def test_response_repeats_what_was_asked(client):
 
 @family_cases
 def test_second_message_of_each_role_reaches_the_template(client, family: Family, rendered):
+    rendered.clear()
     said_by = [("system", "s1"), ("user", "u1"), ("assistant", "a1"), ("system", "s2"), ("user", "u2")]
     said_by += [("assistant", "a2"), ("user", said("x"))]
     ask(client, family, family.body(said_by, TOOLS), stream=False)
@@ -145,8 +147,8 @@ def test_second_message_of_each_role_reaches_the_template(client, family: Family
     assert [tool["function"]["name"] for tool in seen["tools"]] == [*TOOLS]
 
 
-@pytest.mark.parametrize(
-    ("path", "messages", "kind"),
+@for_each(
+    "path, messages, kind",
     [
         ("/v1/chat/completions", "messages", "text"),
         ("/v1/responses", "input", "input_text"),
@@ -154,6 +156,7 @@ def test_second_message_of_each_role_reaches_the_template(client, family: Family
     ],
 )
 def test_second_part_of_a_message_reaches_the_template(client, rendered, path, messages, kind):
+    rendered.clear()
     parts = [{"type": kind, "text": text} for text in ("one", "two", said("x"))]
     more = {"max_tokens": 9} if path != "/v1/responses" else {}
     assert client.post(path, json={messages: [{"role": "user", "content": parts}], **more}).status_code == 200
@@ -233,16 +236,17 @@ CALL_BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", CALL_BODIES)
+@for_each("path", CALL_BODIES)
 def test_second_call_and_result_reach_the_template(client, rendered, path):
+    rendered.clear()
     assert client.post(path, json=CALL_BODIES[path]).status_code == 200
     [seen] = rendered
     assert calls_in(seen["messages"]) == [*CALLED, *((own, "", text) for own, text in ANSWERED)]
     assert [message["role"] for message in seen["messages"]] == ["assistant", "tool", "tool", "user"]
 
 
-@pytest.mark.parametrize(
-    ("path", "choice"),
+@for_each(
+    "path, choice",
     [
         ("/v1/chat/completions", {"type": "function", "function": {"name": "now"}}),
         ("/v1/responses", {"type": "function", "name": "now"}),
@@ -250,6 +254,7 @@ def test_second_call_and_result_reach_the_template(client, rendered, path):
     ],
 )
 def test_second_tool_is_the_one_that_is_forced(client, held, path, choice):
+    held.clear()
     family = next(one for one in CHATS if one.path == path)
     ask(client, family, {**family.body(turns(SECOND), TOOLS), "tool_choice": choice}, stream=False)
     assert "now" in held[-1].structured_outputs.grammar
@@ -275,8 +280,8 @@ def test_items_of_a_response_become_the_same_turns():
         {"type": "function_call", "call_id": "c3", "name": "now", "arguments": "{}"},
         {"role": "user", "content": "u"},
     ]
-    asked = parse(ResponseRequest, {"input": items, "instructions": "s"})
-    messages = [plain_message(message, "") for message in messages_of(asked)]
+    query = parse(ResponseRequest, {"input": items, "instructions": "s"})
+    messages = [plain_message(message, "") for message in messages_of(query)]
 
     def texts(content: Any) -> Any:
         return [part["text"] for part in content] if isinstance(content, list) else content
@@ -288,14 +293,15 @@ def test_items_of_a_response_become_the_same_turns():
     assert messages[1]["reasoning_content"] == "r1\nr2"
     calls = [[call["id"] for call in one.get("tool_calls", ())] for one in messages]
     assert calls == [[], [], ["c1", "c2"], [], [], ["c3"], []]
-    kept = [kept_item(item) for item in input_of(asked)]
+    kept = [kept_item(item) for item in input_of(query)]
     assert len({item["id"] for item in kept}) == len(items)
     assert [part["text"] for part in kept[2]["content"]] == ["a2", "a3"]
     assert [part["text"] for part in kept[0]["content"]] == ["r1", "r2"]
 
 
-@pytest.mark.parametrize("names_of_it", [("reasoning_content",), ("reasoning",)])
+@for_each("names_of_it", [("reasoning_content",), ("reasoning",)])
 def test_thoughts_and_refusals_of_answers_reach_the_template(client, rendered, names_of_it):
+    rendered.clear()
     answers = [
         {"role": "assistant", "content": "a", **dict.fromkeys(names_of_it, "why")},
         {"role": "assistant", "content": None, "refusal": "no"},
@@ -340,7 +346,7 @@ def test_sampling_params_take_every_field(service):
     assert made == SamplingParams(**expected)
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@for_each("name", GIVEN)
 def test_sampling_params_take_each_field_alone(service, name):
     """A field that is left out keeps the model's advice, or its default."""
     made = sampling_params(service, SamplingFields(**{name: GIVEN[name]}), max_tokens=9, logprobs=None)
@@ -349,8 +355,8 @@ def test_sampling_params_take_each_field_alone(service, name):
     assert differing == {name}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
+@for_each(
+    "fields, param",
     [
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
@@ -376,8 +382,8 @@ def sampled(family: Chat, **more: Any) -> dict[str, Any]:
     return {**family.body([("user", "Hello")], max_tokens=6), "seed": 7, "n": 3, **more}
 
 
-@pytest.mark.parametrize("family", [Chat(), Completions()], ids=["Chat", "Completions"])
-def test_every_choice_is_streamed_as_it_is_told_whole(client, family: Chat):
+@for_each("family", [Chat(), Completions()])
+def test_every_choice_streams_as_it_is_sent_whole(client, family: Chat):
     whole = ask(client, family, sampled(family), stream=False)
     streamed = ask(client, family, sampled(family), stream=True)
     assert streamed.choices == whole.choices
@@ -388,16 +394,16 @@ def test_every_choice_is_streamed_as_it_is_told_whole(client, family: Chat):
 @ways
 def test_second_prompt_has_its_own_choices(client, stream):
     body = {"prompt": [said("abc"), said("de"), said("fgh")], "n": 2, "max_tokens": 8, "temperature": 0}
-    told = ask(client, Completions(), body, stream=stream)
-    assert [choice.content for choice in told.choices] == ["abc", "abc", "de", "de", "fgh", "fgh"]
-    assert told.usage == (5 + 4 + 5, 0, 2 * (4 + 3 + 4))
+    reported = ask(client, Completions(), body, stream=stream)
+    assert [choice.content for choice in reported.choices] == ["abc", "abc", "de", "de", "fgh", "fgh"]
+    assert reported.usage == (5 + 4 + 5, 0, 2 * (4 + 3 + 4))
 
 
 @ways
 def test_second_prompt_of_token_ids_is_echoed(client, stream):
     prompts = [list(said("ab").encode()), list(said("é").encode())]
-    told = ask(client, Completions(), {"prompt": prompts, "echo": True}, stream=stream)
-    assert [choice.content for choice in told.choices] == [said("ab") + "ab", said("é") + "é"]
+    reported = ask(client, Completions(), {"prompt": prompts, "echo": True}, stream=stream)
+    assert [choice.content for choice in reported.choices] == [said("ab") + "ab", said("é") + "é"]
 
 
 @ways
@@ -428,7 +434,7 @@ def expected_logprobs(
 SPECIAL = ("<bos>", "<eos>", "<end>", "<pad>")
 
 
-def told_logprobs(entries: list[dict[str, Any]]) -> list[tuple[int, float, list[tuple[int, float]]]]:
+def written_logprobs(entries: list[dict[str, Any]]) -> list[tuple[int, float, list[tuple[int, float]]]]:
     def token(entry: dict[str, Any]) -> int:
         return entry["bytes"][0] if len(entry["bytes"]) == 1 else BOS + SPECIAL.index(entry["token"])
 
@@ -445,7 +451,7 @@ LOGPROB_ASKS = {
 }
 
 
-@pytest.mark.parametrize("path", LOGPROB_ASKS)
+@for_each("path", LOGPROB_ASKS)
 @ways
 def test_logprobs_belong_to_their_own_position(client, path, stream):
     family = next(one for one in CHATS if one.path == path)
@@ -459,8 +465,8 @@ def test_logprobs_belong_to_their_own_position(client, path, stream):
         response = events(answer.text)[-1]["response"] if stream else answer.json()
         entries, count = response["output"][0]["content"][0]["logprobs"], response["usage"]["input_tokens"]
         if stream:
-            told = [event for event in events(answer.text) if event["type"] == "response.output_text.delta"]
-            streamed = [entry for event in told for entry in event["logprobs"]]
+            reported = [event for event in events(answer.text) if event["type"] == "response.output_text.delta"]
+            streamed = [entry for event in reported for entry in event["logprobs"]]
             assert streamed == entries[: max(len(streamed), len("aé bc".encode()))]  # the end token may come later
     elif stream:
         found = [one["logprobs"] for chunk in events(answer.text) for one in chunk["choices"]]
@@ -468,13 +474,13 @@ def test_logprobs_belong_to_their_own_position(client, path, stream):
         count = client.post(path, json={**body, "stream": False}).json()["usage"]["prompt_tokens"]
     else:
         entries, count = answer.json()["choices"][0]["logprobs"]["content"], answer.json()["usage"]["prompt_tokens"]
-    assert told_logprobs(entries) == expected_logprobs("aé bc", count, 2)
+    assert written_logprobs(entries) == expected_logprobs("aé bc", count, 2)
 
 
 @ways
-@pytest.mark.parametrize("n", [1, 2])
+@for_each("n", [1, 2])
 def test_completion_logprobs_belong_to_their_own_position(client, stream, n):
-    """Of each choice of each prompt; with echo those of the prompt come first."""
+    """Log-probabilities of each choice of each prompt; with echo those of the prompt come first."""
     texts = ["ab", "xyz"]
     body = {"prompt": [said(text) for text in texts], "echo": True, "logprobs": 1, "n": n, "stream": stream}
     answer = client.post("/v1/completions", json=body)
@@ -501,9 +507,9 @@ def test_response_logprobs_are_those_of_its_messages(client, stream):
     body = {"input": said(text), "tools": [{"type": "function", "name": "look", "parameters": None}], "top_logprobs": 0}
     answer = client.post("/v1/responses", json={**body, "stream": stream})
     response = events(answer.text)[-1]["response"] if stream else answer.json()
-    told = [item["content"][0] for item in response["output"] if item["type"] == "message"]
-    assert [part["text"] for part in told] == ["cd", "ef"]
-    tokens = ["".join(entry["token"] for entry in part["logprobs"]) for part in told]
+    reported = [item["content"][0] for item in response["output"] if item["type"] == "message"]
+    assert [part["text"] for part in reported] == ["cd", "ef"]
+    tokens = ["".join(entry["token"] for entry in part["logprobs"]) for part in reported]
     assert tokens[0] == "cd" or (tokens[0].startswith("cd") and "ab" not in tokens[0])
     # Whose the tokens beside a call are depends on how many come at once.
     tail = tokens[1].replace("<eos>", "")
@@ -511,7 +517,7 @@ def test_response_logprobs_are_those_of_its_messages(client, stream):
     assert "cd" not in tail
 
 
-@pytest.mark.parametrize("num_tokens", [3, 100])
+@for_each("num_tokens", [3, 100])
 @ways
 def test_response_that_is_cut_says_so_everywhere(client, num_tokens, stream):
     answer = client.post(
@@ -524,7 +530,7 @@ def test_response_that_is_cut_says_so_everywhere(client, num_tokens, stream):
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *batches: list[CompletionDelta]) -> None:
-    """Answers that come in this order, whatever was asked."""
+    """Answers in this order, whatever the request."""
 
     async def answer(llm: Any, prepared: Any, request_id: Any = None) -> Any:
         for batch in ([], *batches):
@@ -533,10 +539,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *batches: list[CompletionDelta]) -
     monkeypatch.setattr(AsyncLLM, "answer", answer)
 
 
-@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@for_each("family", ALL)
 @ways
-@pytest.mark.parametrize(("reason", "status"), [("abort", 503), ("error", 500)])
-def test_answer_that_breaks_off_is_never_told_as_whole(client, monkeypatch, family: Family, stream, reason, status):
+@for_each("reason, status", [("abort", 503), ("error", 500)])
+def test_broken_answer_is_never_sent_as_complete(client, monkeypatch, family: Family, stream, reason, status):
     """After its first token; the stream ends with the error, and none of the usual last events comes."""
     scripted(
         monkeypatch,
@@ -572,7 +578,7 @@ def test_later_choice_waits_for_the_logprobs_of_the_prompt(client, monkeypatch):
 
 
 def test_logprob_writers_bound_and_merge_their_numbers():
-    """JSON has no infinity; of two tokens with one text the more likely one is told."""
+    """JSON has no infinity; of two tokens with the same text the more likely one counts."""
     tokenizer = byte_tokenizer()
     position = {
         97: Logprob(float("-inf"), 9, "a"),
@@ -581,8 +587,8 @@ def test_logprob_writers_bound_and_merge_their_numbers():
     }
     [entry] = ChatLogprobWriter(tokenizer, 2).entries([97], [position])
     assert (entry["logprob"], [one["logprob"] for one in entry["top_logprobs"]]) == (-9999.0, [-1.0, -2.0])
-    told = CompletionLogprobWriter(tokenizer, 2).entries([97], [position])
-    assert (told["token_logprobs"], told["top_logprobs"]) == ([-9999.0], [{"a": -9999.0, "\ufffd": -1.0}])
+    reported = CompletionLogprobWriter(tokenizer, 2).entries([97], [position])
+    assert (reported["token_logprobs"], reported["top_logprobs"]) == ([-9999.0], [{"a": -9999.0, "\ufffd": -1.0}])
 
 
 OFFSET_TEXTS = {
@@ -594,8 +600,8 @@ OFFSET_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("text", OFFSET_TEXTS.values(), ids=OFFSET_TEXTS)
-@pytest.mark.parametrize("echo", [False, True])
+@for_each("text", OFFSET_TEXTS.values())
+@for_each("echo", [False, True])
 @ways
 def test_text_offsets_count_characters_of_the_text(client, text, echo, stream):
     """As code points: what follows an offset in the text is what the token and those after it say."""
@@ -651,8 +657,8 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("pause", [False, True], ids=["pipelined", "in turn"])
+@for_each("name", PAIRS)
+@for_each("pause", [False, True])
 def test_request_after_another_is_answered(server: Running, name, pause):
     """What the first needed is not taken from the second: bytes, headers, time, state."""
     first = PAIRS[name]
@@ -682,8 +688,8 @@ def test_request_after_a_refused_one_is_not_answered(server: Running):
 
 
 def test_second_list_of_prompts_finds_the_queue_as_the_first_did():
-    """Of a queue for three, each request gets all."""
+    """Each request may use the whole queue of three."""
     with app_client(make_served_engine(max_queue=3, max_num_seqs=3)) as client:
         for _ in range(3):
-            told = ask(client, Completions(), {"prompt": [said("a"), said("b"), said("c")]}, stream=False)
-            assert [choice.content for choice in told.choices] == ["a", "b", "c"]
+            reported = ask(client, Completions(), {"prompt": [said("a"), said("b"), said("c")]}, stream=False)
+            assert [choice.content for choice in reported.choices] == ["a", "b", "c"]

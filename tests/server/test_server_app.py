@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
+from for_each import for_each
 from holdfast.errors import EngineDeadError, MemoryPlanError, PromptError, QueueFullError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.server.app import endpoint_routers, make_app
@@ -70,7 +71,7 @@ def test_what_is_public() -> None:
     assert {path for path in PUBLIC_PATHS if not path.startswith("/page/")} == {"/", "/health", "/ready"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "path",
     [
         "//echo",
@@ -91,14 +92,14 @@ def test_no_path_looks_public(client: TestClient, path: str) -> None:
     assert client.post(f"http://localhost{path}", json={}).status_code == 401
 
 
-@pytest.mark.parametrize("key", ["key-1", "key-2"])
+@for_each("key", ["key-1", "key-2"])
 def test_every_key_opens(client: TestClient, key: str) -> None:
     answer = client.post("/echo", json={"a": 1}, headers={"Authorization": f"bearer {key}"})
     assert answer.json() == {"a": 1}
 
 
-@pytest.mark.parametrize(
-    ("pairs", "status"),
+@for_each(
+    "pairs, status",
     [
         ([("x-api-key", "key-2")], 200),
         ([("x-api-key", " key-2 ")], 200),
@@ -114,10 +115,10 @@ def test_api_key_header_opens_as_bearer_does(client: TestClient, pairs: list[tup
     assert client.post("/echo", json={}, headers=pairs).status_code == status
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/v1/messages", "authentication_error"), ("/api/chat", None), ("/echo", "authentication_error")]
+@for_each(
+    "path, kind", [("/v1/messages", "authentication_error"), ("/api/chat", None), ("/echo", "authentication_error")]
 )
-def test_missing_key_is_told_in_the_shape_of_the_path(client: TestClient, path: str, kind: str | None) -> None:
+def test_missing_key_is_answered_in_the_shape_of_the_path(client: TestClient, path: str, kind: str | None) -> None:
     answer = client.post(path, json={})
     assert answer.status_code == 401
     error = answer.json()["error"]
@@ -134,7 +135,7 @@ def test_two_keys_at_once_are_none(client: TestClient) -> None:
 
 
 def test_prefixes_are_shared_by_requests_of_one_key() -> None:
-    """With one key there is nobody to hide them from."""
+    """With one key there is no other client to hide them from."""
     seen: list[str | None] = []
     router = APIRouter()
 
@@ -157,8 +158,8 @@ def test_prefixes_are_shared_by_requests_of_one_key() -> None:
     assert "a" != seen[0] != "b"
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
+@for_each(
+    "host, status",
     [
         *(
             (host, 200)
@@ -188,7 +189,7 @@ def test_hosts(host: str, status: int) -> None:
     assert answer.status_code == status, answer.text
 
 
-def test_any_host_where_told() -> None:
+def test_wildcard_allows_any_host() -> None:
     assert make_client(allowed_hosts=("*",)).get("/health", headers={"Host": "any.example"}).status_code == 200
 
 
@@ -206,20 +207,20 @@ def test_pages_of_other_origins() -> None:
     good = {"Origin": "https://good.example"}
     answer = opened.post("/echo", json={}, headers={**good, **KEY})
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://good.example")
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    assert opened.options("/echo", headers={**good, **asked}).status_code == 200
-    assert opened.options("/echo", headers={"Origin": "https://evil.example", **asked}).status_code == 400
+    query = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert opened.options("/echo", headers={**good, **query}).status_code == 200
+    assert opened.options("/echo", headers={"Origin": "https://evil.example", **query}).status_code == 400
     assert opened.post("/echo", json={}, headers={"Origin": "https://evil.example", **KEY}).status_code == 403
 
 
-@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
+@for_each("media_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
 def test_forms_of_strangers_ask_nothing(client: TestClient, media_type: str) -> None:
     answer = client.post("/echo", content=b"{}", headers={**KEY, "Content-Type": media_type})
     assert answer.status_code == 415
 
 
-@pytest.mark.parametrize(
-    ("given", "is_kept"),
+@for_each(
+    "given, is_kept",
     [
         ("abc-1.2:3_4", True),
         ("x" * 64, True),
@@ -245,30 +246,30 @@ def test_our_own_faults_are_a_bare_sentence(client: TestClient, caplog: pytest.L
     assert "x-request-id" in answer.headers
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
+@for_each(
+    "error, status, code",
     [
-        (PromptError("a", "b", "c"), 400, None),
-        (QueueFullError("a", "b", "c"), 429, "queue_full"),
-        (EngineDeadError("a", "/home/user/x", "c"), 503, "engine_dead"),
-        (MemoryPlanError("a", "0xdeadbeefdead", "c"), 500, "internal_error"),
+        (PromptError("request.prompt_empty"), 400, "request.prompt_empty"),
+        (QueueFullError("request.queue_full", count=1, waiting=1, maximum=1), 429, "queue_full"),
+        (EngineDeadError("engine.dead", reason="/home/user/x"), 503, "engine_dead"),
+        (MemoryPlanError("transfer.not_allowed", what="0xdeadbeefdead"), 500, "internal_error"),
         (OSError("/home/user/x"), 500, "internal_error"),
         (RuntimeError(), 500, "internal_error"),
         (ApiError("http.bad_host", value="x"), 400, "bad_host"),
     ],
 )
 def test_exceptions_become_statuses_and_codes(error: Exception, status: int, code: str | None) -> None:
-    told = from_exception(error)
-    assert (told.status, told.public_code) == (status, code)
-    body = json.loads(told.to_json())
+    found = from_exception(error)
+    assert (found.status, found.public_code) == (status, code)
+    body = json.loads(found.to_json())
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert not LEAK.search(body["error"]["message"])
     if status == 429:
-        assert told.headers["Retry-After"] == "1"
+        assert found.headers["Retry-After"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
+@for_each(
+    "words, expected",
     [
         ("a file /usr/lib/x.py is gone", "a file ... is gone"),
         ("object at 0xffff8a001230", "object at ..."),
@@ -276,7 +277,7 @@ def test_exceptions_become_statuses_and_codes(error: Exception, status: int, cod
         ("and/or, 1/2, https://example.com/usr/x", "and/or, 1/2, https://example.com/usr/x"),
     ],
 )
-def test_nothing_of_this_machine_is_told(words: str, expected: str) -> None:
+def test_cleaned_removes_paths_and_addresses(words: str, expected: str) -> None:
     assert cleaned(words) == expected
 
 
@@ -296,7 +297,7 @@ def test_a_server_that_ends_takes_nothing_new() -> None:
 
 
 def test_a_line_for_each_request() -> None:
-    """With what is known, one line whatever a client sends; prompts only where asked; no key."""
+    """With what is known, one line whatever a client sends; prompts only with --log-requests; no key."""
     for log_format in ("text", "json"):
         stream = io.StringIO()
         client = make_client("key-1", log=RequestLog(log_format, stream=stream))  # type: ignore[arg-type]
@@ -316,7 +317,7 @@ def test_a_line_for_each_request() -> None:
             assert r'path="/a\nb\" c"' in lines[1]
 
 
-def test_a_broken_log_harms_nobody() -> None:
+def test_broken_log_fails_no_request() -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError("disk full")
@@ -337,7 +338,7 @@ class AdvisedLLM(StubLLM):
         return self.params
 
 
-def test_advice_of_the_server_is_for_models_whose_files_are_silent() -> None:
+def test_advice_of_the_server_needs_silent_model_files() -> None:
     silent, outspoken = (
         Service(AdvisedLLM(params), ("tiny",), advice={"temperature": 0.2})  # type: ignore[arg-type]
         for params in (SamplingParams(), SamplingParams(top_p=0.5))

@@ -206,7 +206,7 @@ def test_a_stopped_core_is_red_and_may_come_back() -> None:
 
 
 def running_end(process: Process, connection: socket.socket) -> socket.socket:
-    """A kept-alive connection that is closed when its answer is over, since the server is told to end."""
+    """A kept-alive connection that is closed when its answer is over, since the server shuts down."""
     process.process.send_signal(signal.SIGTERM)
     return connection
 

@@ -242,7 +242,7 @@ def test_metrics_have_the_names_that_dashboards_know():
     serve(work)
 
 
-def test_times_between_tokens_are_told_apart_by_completion():
+def test_inter_token_times_are_kept_by_completion():
     async def work(client, service, engine):
         with service.metrics.request(2) as watch:
             watch.token(1, index=0)
@@ -265,21 +265,21 @@ def test_times_between_tokens_are_told_apart_by_completion():
     serve(work)
 
 
-def test_a_full_queue_is_told_before_a_prompt_costs_anything():
+def test_full_queue_is_refused_before_tokenizing():
     async def work(client, service, engine):
         gate = Gate(engine)
-        asked = [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS)))]
+        given = [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS)))]
         await until(lambda: _started(gate))
-        asked += [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS))) for _ in range(2)]
+        given += [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS))) for _ in range(2)]
         await until(lambda: _full(service))
         prepared = []
-        engine.front.prepare = lambda *values: prepared.append(values)
+        engine.front.admission.prepare = lambda *values: prepared.append(values)
         with pytest.raises(QueueFullError) as caught:
             await anext(service.llm.stream("abc", PARAMS))
         assert not prepared
         assert caught.value.retry_after_seconds >= 1.0
         gate.open()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*given, return_exceptions=True)
 
     serve(work, max_queue=2, max_num_seqs=1)
 
@@ -295,7 +295,7 @@ async def _full(service: Service) -> bool:
 def test_a_long_step_is_no_alarm_and_a_hung_one_is():
     async def work(client, service, engine):
         gate = Gate(engine)
-        asked = asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS)))
+        given = asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS)))
         await until(lambda: _started(gate))
         await asyncio.sleep(0.3)
         assert await status_of(client, "/health") == 200
@@ -303,7 +303,7 @@ def test_a_long_step_is_no_alarm_and_a_hung_one_is():
         words = (await client.get("/health")).json()["error"]["message"]
         assert "the current step has run for" in words
         gate.open()
-        await asked
+        await given
         await until(lambda: _is(client, "/health", 200))
 
     serve(work, limits=ServerLimits(step_seconds=1.0))
@@ -337,7 +337,7 @@ async def _is_dead(engine: Engine) -> bool:
     return engine.is_dead
 
 
-def test_a_killed_core_is_noticed_where_nobody_asks(monkeypatch):
+def test_killed_core_is_noticed_without_requests(monkeypatch):
     with remote_engine(monkeypatch) as engine:
 
         async def work(client, service, engine):
@@ -351,23 +351,23 @@ def test_a_killed_core_is_noticed_where_nobody_asks(monkeypatch):
         serve(work, engine=engine)
 
 
-def test_a_full_queue_is_told_with_a_time_to_come_again():
+def test_full_queue_is_answered_with_retry_after():
     with served(max_queue=1, max_num_seqs=1) as running:
         gate = Gate(running.engine)
         body = {"model": MODEL, "prompt": "abc", "max_tokens": 4}
 
         async def main() -> None:
             async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
-                asked = [asyncio.ensure_future(client.post("/v1/completions", json=body))]
+                given = [asyncio.ensure_future(client.post("/v1/completions", json=body))]
                 await until(lambda: _started(gate))
-                asked.append(asyncio.ensure_future(client.post("/v1/completions", json=body)))
+                given.append(asyncio.ensure_future(client.post("/v1/completions", json=body)))
                 await until(lambda: _full(running.service))
                 for stream in (False, True):
                     refused = await client.post("/v1/completions", json={**body, "stream": stream})
                     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
                     assert 1 <= int(refused.headers["retry-after"]) <= 60
                 gate.open()
-                assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+                assert [answer.status_code for answer in await asyncio.gather(*given)] == [200, 200]
                 found = samples((await client.get("/metrics")).text)
                 assert found["holdfast:http_responses_total status=4xx"] == 2
                 assert found["holdfast:http_requests_total endpoint=/v1/completions"] == 4

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from for_each import for_each
 from holdfast.server.bodies import parse
 from holdfast.server.sampling import rule_of
 from holdfast.server.schemas import CompletionRequest
@@ -37,17 +38,17 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         yield client
 
 
-def asked(client: httpx.Client, **fields: Any) -> dict[str, Any]:
+def given(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     body = {"messages": user("Hi"), "seed": 3, "max_tokens": 400, **fields}
     answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@for_each("choice", ["required", NAMED])
 def test_a_model_that_must_call_calls(real, choice):
     # Nothing ends a random model's thoughts, and without an h it cannot begin them.
-    done = asked(real, tools=TOOLS, tool_choice=choice, logit_bias={str(ord("h")): -100})
+    done = given(real, tools=TOOLS, tool_choice=choice, logit_bias={str(ord("h")): -100})
     assert done["finish_reason"] == "tool_calls"
     assert done["message"]["content"] is None
     (call,) = done["message"]["tool_calls"]
@@ -56,17 +57,16 @@ def test_a_model_that_must_call_calls(real, choice):
     assert values == {} if name == "now" else values["unit"] in ("c", "f")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "fields",
     [
         {"guided_grammar": 'start: "a" start'},
         {"response_format": {"type": "json_object"}, "allowed_token_ids": [65]},
         {"allowed_token_ids": [258], "min_tokens": 4},
     ],
-    ids=["no-end", "form-and-allowed", "allowed-and-min-tokens"],
 )
-def test_a_request_that_asks_for_what_cannot_be_is_at_fault_itself(real, fields):
-    """500 would have clients send it again, and call whoever is on duty."""
+def test_request_without_a_valid_answer_gets_400(real, fields):
+    """500 would make clients retry, and page an operator."""
     body = {"messages": user("Hi"), "max_tokens": 400, "temperature": 0.0, **fields}
     answer = real.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400, answer.text
@@ -103,10 +103,11 @@ FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"name": "x"
 FORCED = {"tools": TOOLS, "tool_choice": "required"}
 
 
-@pytest.mark.parametrize(("options", "head"), [({}, "<think>hm</think>\n"), ({"think": True}, "hm</think>\n")])
-@pytest.mark.parametrize(("text", "fields"), [(ANSWER, FORMAT), (CALL, FORCED)], ids=["format", "forced"])
+@for_each("options, head", [({}, "<think>hm</think>\n"), ({"think": True}, "hm</think>\n")])
+@for_each("text, fields", [(ANSWER, FORMAT), (CALL, FORCED)])
 def test_answers_are_held_to_behind_their_thoughts(fake, held, options, head, text, fields):
-    done = asked(fake, messages=user(said(head + text)), chat_template_kwargs=options, **fields)
+    held.clear()
+    done = given(fake, messages=user(said(head + text)), chat_template_kwargs=options, **fields)
     assert done["message"]["reasoning_content"] == "hm"
     calls = done["message"].get("tool_calls")
     assert calls[0]["function"]["name"] == "now" if text is CALL else done["message"]["content"] == ANSWER
@@ -114,9 +115,10 @@ def test_answers_are_held_to_behind_their_thoughts(fake, held, options, head, te
     assert takes(held[0].structured_outputs.grammar, text) == (not options)
 
 
-@pytest.mark.parametrize(("parallel", "takes_two"), [(None, False), (True, True), (False, False)])
-def test_forced_call_ends_unless_several_are_asked(fake, held, parallel, takes_two):
-    done = asked(fake, messages=user(said(CALL)), **FORCED, parallel_tool_calls=parallel)
+@for_each("parallel, takes_two", [(None, False), (True, True), (False, False)])
+def test_forced_call_ends_unless_parallel_calls_are_on(fake, held, parallel, takes_two):
+    held.clear()
+    done = given(fake, messages=user(said(CALL)), **FORCED, parallel_tool_calls=parallel)
     assert (done["finish_reason"], len(done["message"]["tool_calls"])) == ("tool_calls", 1)
     grammar = held[0].structured_outputs.grammar
     assert takes(grammar, CALL)
@@ -127,29 +129,29 @@ def test_forced_list_of_calls_ends_at_its_marker(held):
     call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     section = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
     with app_client(chat_template=ChatTemplate(KIMI_TEMPLATE, "fake", {}), max_model_len=2048) as client:
-        done = asked(client, messages=user(said(section.format(call))), **FORCED)
+        done = given(client, messages=user(said(section.format(call))), **FORCED)
     assert (done["finish_reason"], len(done["message"]["tool_calls"])) == ("tool_calls", 1)
     grammar = held[0].structured_outputs.grammar
     assert takes(grammar, section.format(2 * call))
     assert not takes(grammar, 2 * section.format(call))
 
 
-def test_answers_without_thoughts_are_held_to_from_the_first_sign(fake, held):
-    done = asked(fake, messages=user(said(ANSWER)), chat_template_kwargs={"quiet": True}, **FORMAT)
+def test_answer_without_thoughts_is_constrained_from_the_start(fake, held):
+    done = given(fake, messages=user(said(ANSWER)), chat_template_kwargs={"quiet": True}, **FORMAT)
     assert done["message"]["content"] == ANSWER
     assert held[0].structured_outputs.json == '{"type":"object"}'
 
 
 def test_a_grammar_says_all_of_the_answer(fake, held):
     rule = {"structured_outputs": {"grammar": 'start: "a"'}}
-    done = asked(fake, messages=user(said("a")), chat_template_kwargs={"think": True}, **rule)
+    done = given(fake, messages=user(said("a")), chat_template_kwargs={"think": True}, **rule)
     assert done["message"]["content"] == "a"
     assert not done["message"].get("reasoning_content")
     assert held[0].structured_outputs.grammar == 'start: "a"'
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
+@for_each(
+    "fields, param",
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice"),
@@ -163,18 +165,18 @@ def test_bad_choices_are_refused_by_the_name_of_their_field(fake, fields, param)
     assert answer.json()["error"]["param"] == param
 
 
-def test_a_template_that_knows_no_tools_is_told_of_them_in_words():
+def test_template_without_tools_gets_them_as_text():
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
     calls = [{"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"unit":"c"}'}}]
     with app_client(chat_template=ChatTemplate(source, "fake", {}), max_model_len=2048) as client:
-        done = asked(client, messages=user(said(CALL)), tools=TOOLS)
+        done = given(client, messages=user(said(CALL)), tools=TOOLS)
         assert done["message"]["tool_calls"][0]["function"]["name"] == "now"
         messages = [
             *user("Hi"),
             {"role": "assistant", "content": None, "tool_calls": calls},
             {"role": "tool", "tool_call_id": "call_1", "content": said("It rains.")},
         ]
-        assert asked(client, messages=messages, tools=TOOLS)["message"]["content"] == "It rains."
+        assert given(client, messages=messages, tools=TOOLS)["message"]["content"] == "It rains."
         tokens = client.post("/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
         text = bytes(tokens).decode()
         assert "# Tools" in text
@@ -202,9 +204,9 @@ SHORT_ANALYSIS = {str(ord("a")): 90, str(259 + TOKENS.index("<|end|>")): 90}
 BOOLEAN = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize("bias", [NO_ANALYSIS, SHORT_ANALYSIS], ids=["no-analysis", "analysis"])
+@for_each("bias", [NO_ANALYSIS, SHORT_ANALYSIS])
 def test_harmony_forced_call_with_special_tokens_is_read(channels, bias):
-    done = asked(channels, tools=TOOLS, tool_choice=NAMED, logit_bias=bias)
+    done = given(channels, tools=TOOLS, tool_choice=NAMED, logit_bias=bias)
     (call,) = done["message"]["tool_calls"]
     assert (done["finish_reason"], call["function"]["name"]) == ("tool_calls", "look")
     assert json.loads(call["function"]["arguments"])["unit"] in ("c", "f")
@@ -212,21 +214,21 @@ def test_harmony_forced_call_with_special_tokens_is_read(channels, bias):
     assert set(done["message"].get("reasoning_content", "")) == (set() if bias is NO_ANALYSIS else {"a"})
 
 
-@pytest.mark.parametrize("bias", [NO_ANALYSIS, SHORT_ANALYSIS], ids=["no-analysis", "analysis"])
+@for_each("bias", [NO_ANALYSIS, SHORT_ANALYSIS])
 def test_harmony_schema_holds_the_final_channel(channels, bias):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": BOOLEAN}}
-    done = asked(channels, response_format=form, logit_bias=bias)
+    done = given(channels, response_format=form, logit_bias=bias)
     assert isinstance(json.loads(done["message"]["content"])["x"], bool)
     assert set(done["message"].get("reasoning_content", "")) == (set() if bias is NO_ANALYSIS else {"a"})
 
 
-@pytest.mark.parametrize("skips", [True, False])
+@for_each("skips", [True, False])
 def test_harmony_markers_are_shown_only_when_special_tokens_are(channels, skips):
     word = {"structured_outputs": {"grammar": f'start: <[{259 + TOKENS.index("<|message|>")}]> "a"'}}
-    done = asked(channels, **word, skip_special_tokens=skips)
+    done = given(channels, **word, skip_special_tokens=skips)
     assert done["message"]["content"] == ("a" if skips else "<|message|>a")
     rule = {"structured_outputs": {"choice": ["b"]}, "logit_bias": NO_ANALYSIS}
-    done = asked(channels, **rule, skip_special_tokens=skips)
+    done = given(channels, **rule, skip_special_tokens=skips)
     assert done["message"]["content"] == "b"
 
 
@@ -239,11 +241,11 @@ def test_kimi_k2_calls_keep_the_ids_of_the_model():
         "<|tool_call_end|><|tool_calls_section_end|>"
     )
     with app_client(chat_template=ChatTemplate(KIMI_TEMPLATE, "fake", {}), max_model_len=2048) as client:
-        done = asked(client, messages=user(said(f"Hm {section}")), tools=TOOLS)
+        done = given(client, messages=user(said(f"Hm {section}")), tools=TOOLS)
         assert done["message"]["content"] == "Hm"
         assert [call["id"] for call in done["message"]["tool_calls"]] == ["functions.now:3"]
         # Some models leave </think> out before a section.
-        done = asked(client, messages=user(said(f"<think>hm\n{section}")), tools=TOOLS)
+        done = given(client, messages=user(said(f"<think>hm\n{section}")), tools=TOOLS)
         assert done["message"]["reasoning_content"] == "hm"
         assert [call["id"] for call in done["message"]["tool_calls"]] == ["functions.now:3"]
         body = {"messages": user(said(section)), "tools": TOOLS, "stream": True}
@@ -262,8 +264,8 @@ def test_kimi_k2_calls_keep_the_ids_of_the_model():
 SCHEMAS = {"type": "object", "title": "mine"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "form", "rule"),
+@for_each(
+    "fields, form, rule",
     [
         ({}, None, None),
         ({"structured_outputs": {}}, None, None),
@@ -289,14 +291,14 @@ SCHEMAS = {"type": "object", "title": "mine"}
 )
 def test_rule_of_each_field_is_the_same_form(fields, form, rule):
     body = {"prompt": "x", **fields, **({} if form is None else {"response_format": form})}
-    asked = parse(CompletionRequest, body)
-    found = rule_of(asked, asked.response_format)
+    given = parse(CompletionRequest, body)
+    found = rule_of(given, given.response_format)
     assert (None if found is None else (found.param, found.value)) == rule
     assert found is None or found.made().kind in found.value
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
+@for_each(
+    "fields, reported",
     [
         ({}, {}),
         ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
@@ -308,13 +310,14 @@ def test_rule_of_each_field_is_the_same_form(fields, form, rule):
         ),
     ],
 )
-def test_template_is_told_of_thinking_and_the_rest(client, rendered, fields, told):
+def test_template_gets_thinking_and_other_options(client, rendered, fields, reported):
+    rendered.clear()
     assert client.post("/v1/chat/completions", json={"messages": user(said("x")), **fields}).status_code == 200
-    assert rendered[-1]["chat_template_kwargs"] == told
+    assert rendered[-1]["chat_template_kwargs"] == reported
 
 
-@pytest.mark.parametrize(
-    ("fields", "flags"),
+@for_each(
+    "fields, flags",
     [
         ({}, (True, False)),
         ({"continue_final_message": True}, (False, True)),
@@ -323,13 +326,15 @@ def test_template_is_told_of_thinking_and_the_rest(client, rendered, fields, tol
     ],
 )
 def test_prompt_ends_as_the_request_says(client, rendered, fields, flags):
+    rendered.clear()
     messages = [*user("x"), {"role": "assistant", "content": said("y")}]
     assert client.post("/v1/chat/completions", json={"messages": messages, **fields}).status_code == 200
     assert (rendered[-1]["add_generation_prompt"], rendered[-1]["continue_final_message"]) == flags
 
 
-@pytest.mark.parametrize(("choice", "num_shown"), [(None, 2), ("auto", 2), ("none", None)])
+@for_each("choice, num_shown", [(None, 2), ("auto", 2), ("none", None)])
 def test_tools_are_shown_unless_none_may_be_called(client, rendered, choice, num_shown):
+    rendered.clear()
     body = {"messages": user(said("x")), "tools": TOOLS, "tool_choice": choice}
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     tools = rendered[-1]["tools"]

@@ -9,6 +9,7 @@ import pytest
 from starlette.requests import Request
 
 from engine.fakes import Gate, assert_at_rest
+from for_each import for_each
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.server import streams
 from holdfast.server.app import make_app
@@ -24,7 +25,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("path", BODIES)
+@for_each("path", BODIES)
 def test_an_engine_that_dies_ends_streams_with_an_error(path):
     engine = make_served_engine()
     num_steps = 0
@@ -34,7 +35,7 @@ def test_an_engine_that_dies_ends_streams_with_an_error(path):
         num_steps += 1
         time.sleep(0.05)
         if num_steps == 5:
-            raise RuntimeError("secret of /home/somebody at 0xdeadbeef")
+            raise RuntimeError("secret of /home/user at 0xdeadbeef")
 
     engine.runner.on_step = fail
     with app_client(engine) as client:
@@ -50,7 +51,7 @@ def test_an_engine_that_dies_ends_streams_with_an_error(path):
         assert again.json()["error"]["code"] == "engine_dead"
 
 
-def test_more_than_the_queue_holds_is_told_at_once():
+def test_more_than_the_queue_holds_is_refused_at_once():
     engine = make_served_engine(max_queue=3, max_num_seqs=1)
     with app_client(engine) as client:
         for stream in (False, True):
@@ -133,15 +134,15 @@ def test_merged_streams_begin_and_end_together():
     assert {(0, "a"), (1, "b"), (2, "c")} <= set(found)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_a_template_is_told_no_more_than_it_asks_for(client, path):
+@for_each("path", ["/v1/chat/completions", "/tokenize"])
+def test_template_gets_only_its_own_options(client, path):
     """What chat_template_kwargs may set are variables of the template, and none that say how it is rendered."""
     for name in (*sorted(OWN_VARIABLES), "bos_token", "Upper", "a b"):
         answer = client.post(path, json={"messages": user("x"), "chat_template_kwargs": {name: True}})
         assert answer.status_code == 400, name
         assert answer.json()["error"]["param"].startswith("chat_template_kwargs"), name
-    told = {"enable_thinking": False, "reasoning_effort": "low", "budget": 3}
-    assert client.post(path, json={"messages": user(said("x")), "chat_template_kwargs": told}).status_code == 200
+    reported = {"enable_thinking": False, "reasoning_effort": "low", "budget": 3}
+    assert client.post(path, json={"messages": user(said("x")), "chat_template_kwargs": reported}).status_code == 200
     for value in ([1], {}, {"b": 1}, None, 1.5):
         answer = client.post(path, json={"messages": user("x"), "chat_template_kwargs": {"a": value}})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs.a")
@@ -196,11 +197,11 @@ def test_pings_come_after_silence_alone(monkeypatch):
             await asyncio.sleep(seconds)
             yield b"piece"
 
-    told = []
+    reported = []
 
     async def send(message) -> None:
         if message.get("body"):
-            told.append((round(clock.now), message["body"]))
+            reported.append((round(clock.now), message["body"]))
 
     async def main() -> None:
         request = Request({"type": "http", "method": "GET", "path": "/v1/messages", "headers": []})
@@ -208,7 +209,7 @@ def test_pings_come_after_silence_alone(monkeypatch):
 
     loop.run_until_complete(main())
     loop.close()
-    assert told == [
+    assert reported == [
         *((0, b"piece"), (4, b"piece"), (12, b"piece")),
         *((22, b"ping"), (32, b"ping"), (37, b"piece"), (38, b"piece")),
     ]

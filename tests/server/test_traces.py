@@ -1,4 +1,4 @@
-"""Traces: nothing unless asked for; a span for each request where OpenTelemetry's SDK is there."""
+"""Traces: nothing without a collector; a span for each request if OpenTelemetry's SDK is there."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -21,8 +21,8 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
     """What a stand-in for the SDK was given."""
     made: list[Span] = []
 
-    def start_span(name: str, **told: object) -> Span:
-        made.append(Span(name=name, **told))
+    def start_span(name: str, **found: object) -> Span:
+        made.append(Span(name=name, **found))
         return made[-1]
 
     tracer = SimpleNamespace(start_span=start_span)

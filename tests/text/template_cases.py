@@ -296,7 +296,7 @@ CHAT_TEMPLATES = {
             {%- set last_call.name = none %}
         {%- endif %}
     {%- elif message.role == 'tool' -%}
-        {%- if last_call.name is none %}{{- raise_exception("nobody has called a tool") }}{%- endif %}
+        {%- if last_call.name is none %}{{- raise_exception("no tool was called") }}{%- endif %}
         {{- "<|start|>" + last_call.name + " to=assistant<|message|>" + message.content|tojson + "<|end|>" }}
     {%- elif message.role == 'user' -%}
         {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}

@@ -1,4 +1,4 @@
-"""AnswerForm: reasoning, calls and hidden markers of each family, read alike whole and in pieces."""
+"""AnswerFormat: reasoning, calls and hidden markers of each family, read alike whole and in pieces."""
 
 import random
 
@@ -6,8 +6,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
+from for_each import for_each
 from holdfast.text.answer_deltas import ContentDelta, ToolCallDelta, joined
-from holdfast.text.answer_parser import AnswerForm, MarkerFilter
+from holdfast.text.answer_parser import AnswerFormat, MarkerFilter
 from holdfast.text.detokenizer import IncrementalDetokenizer
 from holdfast.text.reasoning import CLOSING, DEEPSEEK_R1, HARMONY, OPENING, QWEN3
 from holdfast.text.tokenizer import Tokenizer
@@ -17,8 +18,8 @@ from text.call_transcripts import KIMI_BEGIN, KIMI_CALL, KIMI_END, ROME
 from text.test_tool_calls import ALL_GOLDEN, mutated
 
 
-def form_of(calls) -> AnswerForm:
-    return AnswerForm(HARMONY if calls.name == "harmony" else QWEN3, calls, TOOLS)
+def form_of(calls) -> AnswerFormat:
+    return AnswerFormat(HARMONY if calls.name == "harmony" else QWEN3, calls, TOOLS)
 
 
 def check_mutations(calls, num_texts: int) -> None:
@@ -37,7 +38,7 @@ def check_mutations(calls, num_texts: int) -> None:
         assert streamed.num_calls == whole.num_calls == len(calls_of(deltas))
 
 
-@pytest.mark.parametrize("calls", FORMATS.values(), ids=FORMATS)
+@for_each("calls", FORMATS.values())
 def test_answer_parser_mutated_answers_read_alike(calls):
     check_mutations(calls, 100)
 
@@ -52,9 +53,9 @@ def test_answer_parser_many_mutated_answers_read_alike(calls):
 def test_kimi_k2_thoughts_end_at_a_section(pieces):
     text = f"hm{KIMI_BEGIN}{KIMI_CALL}{KIMI_END}"
     parts = [text[i : i + pieces] for i in range(0, len(text), pieces)]
-    form = AnswerForm(DEEPSEEK_R1, KIMI_K2, TOOLS)
+    form = AnswerFormat(DEEPSEEK_R1, KIMI_K2, TOOLS)
     assert in_short(read(form.parser(), parts)) == ["?hm", ROME]
-    no_tools = AnswerForm(DEEPSEEK_R1)
+    no_tools = AnswerFormat(DEEPSEEK_R1)
     assert in_short(read(no_tools.parser(), parts)) == [f"?{text}"]
 
 
@@ -78,7 +79,7 @@ def special_tokenizer(tokens: list[str], plain: list[str]) -> Tokenizer:
 def test_answer_form_special_markers_are_found_and_shown():
     markers = [*KIMI_K2.tokens, "<|im_end|>"]
     tokenizer = special_tokenizer(markers, [OPENING, CLOSING])
-    special = AnswerForm(QWEN3, KIMI_K2, TOOLS).special_tokens(tokenizer)
+    special = AnswerFormat(QWEN3, KIMI_K2, TOOLS).special_tokens(tokenizer)
     assert set(special) == set(KIMI_K2.tokens)
     ids = [
         token_id
@@ -88,17 +89,17 @@ def test_answer_form_special_markers_are_found_and_shown():
     shown = IncrementalDetokenizer(tokenizer, (), True, frozenset(special.values()))
     assert shown.append(ids).split() == [KIMI_BEGIN, OPENING]
     assert IncrementalDetokenizer(tokenizer, (), True).append(ids).split() == [OPENING]
-    assert AnswerForm(QWEN3, HERMES, TOOLS).special_tokens(tokenizer) == {}
-    assert AnswerForm(QWEN3, HERMES, TOOLS).special_tokens(None) == {}
+    assert AnswerFormat(QWEN3, HERMES, TOOLS).special_tokens(tokenizer) == {}
+    assert AnswerFormat(QWEN3, HERMES, TOOLS).special_tokens(None) == {}
 
 
 def test_answer_form_stops_are_those_of_channels():
     tokenizer = special_tokenizer(["<|call|>", "<|return|>"], [])
-    assert AnswerForm(HARMONY).stop_token_ids(tokenizer) == (3, 4)
-    assert AnswerForm(None, FORMATS["harmony"], TOOLS).stop_token_ids(tokenizer) == (3, 4)
-    assert AnswerForm(QWEN3, HERMES, TOOLS).stop_token_ids(tokenizer) == ()
+    assert AnswerFormat(HARMONY).stop_token_ids(tokenizer) == (3, 4)
+    assert AnswerFormat(None, FORMATS["harmony"], TOOLS).stop_token_ids(tokenizer) == (3, 4)
+    assert AnswerFormat(QWEN3, HERMES, TOOLS).stop_token_ids(tokenizer) == ()
 
 
 def test_llama_tagged_code_hides_the_tag():
-    parser = AnswerForm(None, LLAMA3_JSON, TOOLS).parser(None, LLAMA3_JSON.tokens)
+    parser = AnswerFormat(None, LLAMA3_JSON, TOOLS).parser(None, LLAMA3_JSON.tokens)
     assert content_of(read(parser, ["<|python_tag|>now.call()"])) == "now.call()"

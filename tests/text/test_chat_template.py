@@ -3,11 +3,12 @@
 import json
 import threading
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from counted_work import num_lines
+from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import ModelFormatError, PromptError, TemplateError
 from holdfast.text.chat_messages import MAX_CHAT_CHARS, MAX_DEPTH, MAX_MESSAGES, PlainData, plain_messages
 from holdfast.text.chat_template import (
@@ -60,8 +61,8 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
-@pytest.mark.parametrize("source", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES)
+@for_each("messages", CHATS.values())
+@for_each("source", CHAT_TEMPLATES.values())
 def test_templates_of_models_render_as_in_transformers(source, messages):
     for options in (
         {"tools": None},
@@ -71,7 +72,7 @@ def test_templates_of_models_render_as_in_transformers(source, messages):
         agree(source, messages=messages, **options)
 
 
-@pytest.mark.parametrize("source", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES)
+@for_each("source", CHAT_TEMPLATES.values())
 def test_templates_of_models_do_not_refuse_ordinary_chats(source):
     assert agree(source, messages=CHATS["system and turns"], tools=TOOLS)
 
@@ -86,7 +87,7 @@ def test_special_tokens_are_known_to_templates():
     assert template.render([{"role": "user", "content": "hi"}], bos_token="<other>") == "<other>hi</s>"
 
 
-def test_the_generation_prompt_is_asked_for_by_default():
+def test_render_adds_the_generation_prompt_by_default():
     template = ChatTemplate("{{ add_generation_prompt }}", "x", {})
     assert template.render([{"role": "user", "content": "hi"}]) == "True"
     assert template.render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "False"
@@ -100,9 +101,9 @@ def test_text_parts_are_joined():
 
 def test_messages_are_checked_before_the_template_runs():
     template = ChatTemplate("{{ raise_exception('ran') }}", "x", {})
-    with pytest.raises(PromptError, match="role"):
+    with raises_code("template.bad_message", PromptError):
         template.render([{"content": "hi"}])
-    with pytest.raises(PromptError, match="strings, finite numbers"):
+    with raises_code("template.bad_value", PromptError):
         template.render([{"role": "user", "content": "hi"}], tools=[object()])
 
 
@@ -114,38 +115,35 @@ def test_the_caller_s_messages_are_not_touched():
 
 
 ERRORS = {
-    "refusal": ("{{ raise_exception('no system role\\nhere') }}", "it refuses these messages: no system role here"),
-    "refusal with data": ("{{ raise_exception(messages) }}", "it refuses these messages"),
-    "syntax": ("a\n{% if %}", "line 2 is no Jinja"),
-    "unclosed": ("{% for x in y %}", "line 1 is no Jinja"),
-    "unknown filter": ("{{ 'a'|nope }}", "No filter named 'nope'"),
-    "undefined": ("{{ a.b.c }}", "'a' is undefined"),
-    "type error": ("{{ 'a' + 1 }}", "TypeError"),
-    "escape": ("{{ ''.__class__ }}", "it leaves its sandbox"),
-    "steps": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps"),
-    "memory": ("{{ 'a' * 10**9 }}", "builds more than"),
-    "output": ("{% for a in range(99999) %}" + "x" * 1000 + "{% endfor %}", "writes more than"),
-    "nesting": ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nested too deeply"),
-    "length": ("x" * (MAX_TEMPLATE_CHARS + 1), "characters"),
+    "refusal": ("{{ raise_exception('no system role\\nhere') }}", "template.refused"),
+    "refusal with data": ("{{ raise_exception(messages) }}", "template.refused"),
+    "syntax": ("a\n{% if %}", "template.syntax"),
+    "unclosed": ("{% for x in y %}", "template.syntax"),
+    "unknown filter": ("{{ 'a'|nope }}", "template.syntax"),
+    "undefined": ("{{ a.b.c }}", "template.failed"),
+    "type error": ("{{ 'a' + 1 }}", "template.failed"),
+    "escape": ("{{ ''.__class__ }}", "template.unsafe"),
+    "steps": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "template.over_budget"),
+    "memory": ("{{ 'a' * 10**9 }}", "template.over_budget"),
+    "output": ("{% for a in range(99999) %}" + "x" * 1000 + "{% endfor %}", "template.over_budget"),
+    "nesting": ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "template.over_budget"),
+    "length": ("x" * (MAX_TEMPLATE_CHARS + 1), "template.over_budget"),
 }
 
 
-@pytest.mark.parametrize(("source", "words"), ERRORS.values(), ids=ERRORS)
-def test_failures_are_one_line_that_names_the_file_and_says_what_to_do(source, words):
+@for_each("source, code", ERRORS.values())
+def test_render_failure_is_one_line_that_names_the_file(source, code):
     template = ChatTemplate(source, "model.gguf", {})
     for _ in range(2):
-        with pytest.raises(TemplateError) as caught:
+        with raises_code(code, TemplateError, origin="model.gguf") as caught:
             template.render([{"role": "user", "content": "hi"}])
-        assert words in str(caught.value)
-        assert "model.gguf" in caught.value.asked
-        assert caught.value.do
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 600
 
 
-def test_a_broken_template_is_found_at_its_first_use_or_on_request():
+def test_check_broken_template_is_refused():
     template = ChatTemplate("{% if %}", "x", {})
-    with pytest.raises(TemplateError, match="no Jinja"):
+    with raises_code("template.syntax", TemplateError):
         template.check()
     ChatTemplate("{{ messages }}", "x", {}).check()
 
@@ -159,7 +157,7 @@ def test_compiling_happens_once_even_when_it_fails(monkeypatch):
     sound, broken = ChatTemplate("{{ messages[0].content }}", "x", {}), ChatTemplate("{% if %}", "x", {})
     for _ in range(3):
         assert sound.render([{"role": "user", "content": "hi"}]) == "hi"
-        with pytest.raises(TemplateError, match="no Jinja"):
+        with raises_code("template.syntax", TemplateError):
             broken.render([{"role": "user", "content": "hi"}])
     assert compiled == [sound.source, broken.source]
 
@@ -187,7 +185,7 @@ def test_hostile_templates_are_stopped_in_other_threads_too():
         try:
             ChatTemplate(ERRORS["steps"][0], "x", {}).render([{"role": "user", "content": "hi"}])
         except TemplateError as error:
-            outcome.append(error.has)
+            outcome.append(str(error))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -241,19 +239,19 @@ def test_a_folder_without_a_template_has_none(tmp_path):
     assert chat_template_from_directory(tmp_path) is None
 
 
-@pytest.mark.parametrize("value", [5, [5], [{"name": "default"}], {"default": 3}], ids=str)
+@for_each("value", [5, [5], [{"name": "default"}], {"default": 3}])
 def test_templates_of_a_wrong_type_are_refused(tmp_path, value):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
-    with pytest.raises(ModelFormatError, match=r"tokenizer_config\.json"):
+    with raises_code("template.wrong_setting", ModelFormatError):
         chat_template_from_directory(tmp_path)
 
 
 def test_a_template_file_that_is_not_text_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ModelFormatError, match=r"chat_template\.jinja is not UTF-8"):
+    with raises_code("template.not_utf8", ModelFormatError):
         chat_template_from_directory(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"x" * 10**6)
-    with pytest.raises(ModelFormatError, match=r"chat_template\.jinja has 1000000 bytes"):
+    with raises_code("file.too_large", ModelFormatError):
         chat_template_from_directory(tmp_path)
 
 
@@ -268,7 +266,7 @@ def test_gguf_metadata_gives_the_template_and_its_tokens():
     template = chat_template_from_gguf(metadata, "a.gguf")
     assert template.render([{"role": "user", "content": "hi"}]) == "<s>hi</s>"
     assert chat_template_from_gguf({}, "a.gguf") is None
-    with pytest.raises(ModelFormatError, match=r"a\.gguf"):
+    with raises_code("template.wrong_setting", ModelFormatError):
         chat_template_from_gguf({"tokenizer.chat_template": 5}, "a.gguf")
 
 
@@ -287,55 +285,55 @@ class Dict(dict):
 
 
 BAD = {
-    "not a list": ("hello", "messages are"),
-    "a dict": ({"role": "user", "content": "a"}, "messages are"),
-    "nothing": (None, "messages are"),
-    "no messages": ([], "a chat without messages"),
-    "too many": ([{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1), "10001 messages were given"),
-    "message of a wrong type": (["hello"], r"messages\[0\] is 'hello'"),
-    "no role": ([{"content": "a"}], "has the role None"),
-    "empty role": ([{"role": "", "content": "a"}], "has the role ''"),
-    "role of a wrong type": ([{"role": 5, "content": "a"}], "has the role 5"),
-    "no content": ([{"role": "user"}], "has the content None"),
-    "nothing as content": ([{"role": "user", "content": None}], "has the content None"),
-    "content of a wrong type": ([{"role": "user", "content": 5}], "has the content 5"),
-    "content as dict": ([{"role": "user", "content": {"text": "a"}}], "has the content {"),
-    "no parts": ([{"role": "user", "content": []}], r"has the content \[\]"),
+    "not a list": ("hello", "template.bad_message"),
+    "a dict": ({"role": "user", "content": "a"}, "template.bad_message"),
+    "nothing": (None, "template.bad_message"),
+    "no messages": ([], "value.empty"),
+    "too many": ([{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1), "template.too_large"),
+    "message of a wrong type": (["hello"], "template.bad_message"),
+    "no role": ([{"content": "a"}], "template.bad_message"),
+    "empty role": ([{"role": "", "content": "a"}], "template.bad_message"),
+    "role of a wrong type": ([{"role": 5, "content": "a"}], "template.bad_message"),
+    "no content": ([{"role": "user"}], "template.bad_message"),
+    "nothing as content": ([{"role": "user", "content": None}], "template.bad_message"),
+    "content of a wrong type": ([{"role": "user", "content": 5}], "template.bad_message"),
+    "content as dict": ([{"role": "user", "content": {"text": "a"}}], "template.bad_message"),
+    "no parts": ([{"role": "user", "content": []}], "template.bad_message"),
     "image part": (
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
-        "a part of type 'image_url'",
+        "template.bad_message",
     ),
-    "part without text": ([{"role": "user", "content": [{"type": "text"}]}], "a part of type 'text'"),
-    "part of a wrong type": ([{"role": "user", "content": [5]}], "a part of type 5"),
-    "key of a wrong type": ([{"role": "user", "content": "a", 5: "b"}], "has the key 5"),
-    "bytes": ([{"role": "user", "content": "a", "x": b"b"}], r"messages\[0\]\['x'\] is b'b'"),
-    "object": ([{"role": "user", "content": "a", "x": object()}], r"messages\[0\]\['x'\] is <object"),
-    "set": ([{"role": "user", "content": "a", "x": {1}}], r"messages\[0\]\['x'\] is \{1\}"),
-    "not a number": ([{"role": "user", "content": "a", "x": float("nan")}], r"messages\[0\]\['x'\] is nan"),
-    "infinite": ([{"role": "user", "content": "a", "x": float("inf")}], r"messages\[0\]\['x'\] is inf"),
-    "huge integer": ([{"role": "user", "content": "a", "x": 10**5000}], r"messages\[0\]\['x'\] is "),
+    "part without text": ([{"role": "user", "content": [{"type": "text"}]}], "template.bad_message"),
+    "part of a wrong type": ([{"role": "user", "content": [5]}], "template.bad_message"),
+    "key of a wrong type": ([{"role": "user", "content": "a", 5: "b"}], "value.not_string"),
+    "bytes": ([{"role": "user", "content": "a", "x": b"b"}], "template.bad_value"),
+    "object": ([{"role": "user", "content": "a", "x": object()}], "template.bad_value"),
+    "set": ([{"role": "user", "content": "a", "x": {1}}], "template.bad_value"),
+    "not a number": ([{"role": "user", "content": "a", "x": float("nan")}], "template.bad_value"),
+    "infinite": ([{"role": "user", "content": "a", "x": float("inf")}], "template.bad_value"),
+    "huge integer": ([{"role": "user", "content": "a", "x": 10**5000}], "template.bad_value"),
     "too deep": (
         [{"role": "user", "content": "a", "x": json.loads("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2))}],
-        "nested more than 24 deep",
+        "template.too_large",
     ),
     "too long": (
         [{"role": "user", "content": "a" * (MAX_CHAT_CHARS + 1)}],
-        "ends a chat of more than 16777216 characters",
+        "template.too_large",
     ),
     "too long together": (
         [{"role": "user", "content": "a" * 2**20}] * 17,
-        r"messages\[15\].* ends a chat of more than 16777216 characters",
+        "template.too_large",
     ),
     "too many values": (
         [{"role": "user", "content": "a", "x": [0] * 300_000}],
-        "ends a chat of more than 200000 values",
+        "template.too_large",
     ),
 }
 
 
-@pytest.mark.parametrize(("messages", "words"), BAD.values(), ids=BAD)
-def test_bad_messages_are_refused_in_one_short_line_that_says_what_is_wrong(messages, words):
-    with pytest.raises(PromptError, match=words) as caught:
+@for_each("messages, code", BAD.values())
+def test_plain_messages_bad_message_is_refused_in_one_line(messages, code):
+    with raises_code(code, PromptError) as caught:
         plain_messages(messages, PlainData())
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
@@ -344,7 +342,7 @@ def test_bad_messages_are_refused_in_one_short_line_that_says_what_is_wrong(mess
 def test_a_message_that_holds_itself_is_refused():
     message = {"role": "user", "content": "a"}
     message["self"] = message
-    with pytest.raises(PromptError, match="deep"):
+    with raises_code("template.too_large", PromptError):
         plain(message)
 
 
@@ -443,5 +441,5 @@ def test_channels_of_gpt_oss():
     assert template.render([user, answer], add_generation_prompt=False).endswith(
         "so<|end|><|start|>assistant<|channel|>final<|message|>3<|return|>"
     )
-    with pytest.raises(TemplateError, match="nobody has called a tool"):
+    with raises_code("template.refused", TemplateError):
         template.render([user, result])

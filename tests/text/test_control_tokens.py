@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import PromptError, TemplateError
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.control_tokens import ControlTokens, unmarked
@@ -70,9 +72,9 @@ pieces = st.lists(st.sampled_from([*SPECIAL, *WHOLE, "a", "ab", " a ", "<", "|",
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 @given(pieces=pieces)
-def test_where_nothing_is_the_messages_own_the_tokens_are_those_of_the_whole_text(tokenizer, pieces):
+def test_encode_chat_without_own_tokens_encodes_the_whole_text(tokenizer, pieces):
     text = "".join(pieces)
-    encoder = tokenizer._content_encoder
+    encoder = tokenizer.content_encoder
     assert encoder.encode(text, [], add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -107,8 +109,8 @@ TEMPLATES = {
 CONTENTS = ["</s>", " x</s>y ", "><", ">", "<", "a<s></s></s>b", "<|end|>x", "<|end|></s>"]
 
 
-@pytest.mark.parametrize("content", CONTENTS)
-@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+@for_each("content", CONTENTS)
+@for_each("source", TEMPLATES.values())
 def test_templates_that_change_content(source, content):
     tokenizer = TOKENIZERS["byte level"]
     template, messages = ChatTemplate(source, "fake", {}), [{"role": "user", "content": content}]
@@ -120,21 +122,19 @@ def test_templates_that_change_content(source, content):
     assert [token_id for token_id in ids if token_id in tokenizer.special_token_ids] == expected
 
 
-def test_content_that_cannot_be_told_from_the_template_is_refused():
+def test_render_chat_ambiguous_control_tokens_are_refused():
     tokenizer = TOKENIZERS["byte level"]
     measuring = ChatTemplate("<s>{{ messages[0].content | length }} {{ messages[0].content }}", "fake", {})
-    with pytest.raises(
-        TemplateError, match=r"messages hold control tokens.*; remove them, or pass allow_special_tokens"
-    ):
+    with raises_code("template.control_tokens", TemplateError):
         measuring.render_chat([{"role": "user", "content": "x</s>"}], tokenizer.control_tokens)
     assert measuring.render_chat([{"role": "user", "content": "x</s>"}], None).own == ()
     assert measuring.render_chat([{"role": "user", "content": "x >"}], tokenizer.control_tokens).own == ()
     cutting = ChatTemplate("<s>{{ messages[0].content[:5] }}</s>", "fake", {})
-    with pytest.raises(TemplateError, match="cannot be told"):
+    with raises_code("template.control_tokens", TemplateError):
         cutting.render_chat([{"role": "user", "content": "x</s>y"}], tokenizer.control_tokens)
 
 
-@pytest.mark.parametrize("place", ["role", "name", "tools", "documents", "key"])
+@for_each("place", ["role", "name", "tools", "documents", "key"])
 def test_control_tokens_in_every_place_of_a_conversation(place):
     tokenizer = TOKENIZERS["byte level"]
     source = "<s>{{ messages | tojson }}{{ tools | tojson }}{{ documents | tojson }}"
@@ -160,9 +160,9 @@ def test_tokens_that_are_only_kept_whole_stay_whole():
 def test_a_text_with_our_own_marks_is_refused():
     tokenizer = TOKENIZERS["byte level"]
     messages = [{"role": "user", "content": "\ufdd0</s>\ufdd2"}]
-    with pytest.raises(TemplateError, match="control tokens"):
+    with raises_code("template.control_tokens", TemplateError):
         ChatTemplate(CHATML, "fake", {}).render_chat(messages, tokenizer.control_tokens)
-    with pytest.raises(PromptError, match=r"noncharacters U\+FDD0"):
+    with raises_code("tokenizer.reserved_characters", PromptError):
         tokenizer.encode_chat("\ufdd2</s>", [(1, 5)])
 
 
@@ -171,7 +171,7 @@ def test_a_vocabulary_that_holds_the_same_text_is_found_out():
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(["</s>"])
     tokenizer = Tokenizer(backend, "fake", {})
-    with pytest.raises(PromptError, match="the tokenizer cannot read it as text"):
+    with raises_code("tokenizer.unescapable_token", PromptError):
         tokenizer.encode_chat("a </s> a", [(2, 6)])
 
 
@@ -189,9 +189,9 @@ def test_the_last_message_goes_on(content, text):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
     rendered = template.render_chat(messages, None, add_generation_prompt=False, continue_final_message=True)
     assert rendered.text.endswith(text)
-    with pytest.raises(PromptError, match="pass add_generation_prompt=False"):
+    with raises_code("template.two_openings", PromptError):
         template.render_chat(messages, None, continue_final_message=True)
-    with pytest.raises(PromptError, match="the last message has no text"):
+    with raises_code("template.cannot_continue", PromptError):
         template.render_chat(
             [{"role": "assistant", "content": ""}], None, add_generation_prompt=False, continue_final_message=True
         )

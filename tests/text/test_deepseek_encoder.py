@@ -1,4 +1,4 @@
-"""DeepSeekEncoder: prompts byte for byte as DeepSeek and vLLM write them, text that stays text, errors in words."""
+"""DeepSeekEncoder: prompts byte for byte as DeepSeek and vLLM write them, text that stays text, errors."""
 
 import hashlib
 import json
@@ -15,6 +15,8 @@ import pytest
 import tokenizers
 
 from counted_work import num_lines
+from error_codes import raises_code
+from for_each import for_each
 from holdfast.config import EngineConfig
 from holdfast.engine.open_text import open_text
 from holdfast.errors import PromptError, RequestError, TemplateError
@@ -70,7 +72,7 @@ def is_fixture(prompt: str, name: str) -> bool:
     return prompt == (CASES / f"{name}.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@for_each("name", FIXTURES)
 def test_prompts_of_fixtures_are_equal_to_the_byte(name):
     version, chat, tools_first, options = FIXTURES[name]
     assert is_fixture(fixture_prompt(ENCODERS[version], chat, tools_first, options), name)
@@ -236,14 +238,14 @@ WRITTEN: dict[str, tuple[str, list[dict[str, object]], dict[str, Any], str]] = {
 """Version, chat, options, and the prompt after the beginning of sentence."""
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@for_each("name", WRITTEN)
 def test_prompts_by_hand_are_equal_to_the_byte(name):
     version, messages, options, expected = WRITTEN[name]
     assert ENCODERS[version].render(messages, **options) == BEGIN + expected  # type: ignore[arg-type]
 
 
 def changed_strings(encoding: Encoding) -> list[tuple[str, Encoding]]:
-    """The same encoding with one string changed, for each string that is written."""
+    """Yield the encoding with one string changed, for each string."""
     changed = []
     for field in fields(encoding):
         value = getattr(encoding, field.name)
@@ -326,47 +328,47 @@ def test_detection_sees_the_markers_of_a_version(version, marker):
     calls = choose_tool_parser(encoder.source)
     assert calls is not None
     assert calls.name == encoder.name
-    with pytest.raises(TemplateError, match="leave chat_template out"):
+    with raises_code("template.refused", TemplateError):
         ChatTemplate(encoder.source, "x", {}).render(CHAT)
 
 
 THINKS = {"thinking": True}
 FAILURES: list[tuple[str, list[dict[str, object]], dict[str, Any], str]] = [
-    (V32, [says("narrator")], {}, "messages[0] has the role 'narrator'; the encoder of DeepSeek V3.2 accepts system, user,"),
-    (V32, [says("latest_reminder")], {}, "accepts system, user, assistant, tool, developer; use one of these roles"),
-    (V4, [says("user"), says("SYSTEM")], {}, "messages[1] has the role 'SYSTEM'; the encoder of DeepSeek V4 accepts"),
-    (V4, [says("developer", "")], {}, "messages[0] of the role developer is empty"),
-    (V4, CHAT, {"thinking": "yes"}, "thinking='yes' was given; true and false are accepted"),
-    (V4, CHAT, {"enable_thinking": 1}, "enable_thinking=1 was given"),
-    (V4, CHAT, {"drop_thinking": 0}, "drop_thinking=0 was given"),
-    (V4, CHAT, {"thinking_mode": "deep"}, "thinking_mode='deep' was given; chat and thinking are accepted"),
-    (V4, CHAT, {"thinking": True, "enable_thinking": False}, "these switch thinking both on and off"),
-    (V4, CHAT, {"thinking": True, "thinking_mode": "chat"}, "thinking=True, thinking_mode='chat' was given"),
-    (V4, CHAT, {"reasoning_effort": "huge"}, "none, minimal, low, medium, high, xhigh, max are accepted"),
-    (V32, CHAT, {"reasoning_effort": 3}, "reasoning_effort=3 was given"),
-    (V4, CHAT, {"tools": "all"}, "tools='all' was given; a list of tools is accepted"),
-    (V4, CHAT, {"tools": [{"name": "f"}]}, "a tool has a function with a name"),
-    (V4, [says("system", tools=[1])], {}, "messages[0]['tools'][0]=1 was given"),
-    (V4, CHAT, {"documents": ["d"]}, "writes no documents; put their text into a message"),
-    (V4, [says("assistant", tool_calls=[call("f", "{a:")])], {}, "messages[0]['tool_calls'][0]['function']['arguments'] is '{a:'"),
-    (V32, [says("assistant", tool_calls=[call("f", "[1]")])], {}, "a JSON object, or its text, is accepted"),
-    (V4, [says("assistant", reasoning_content=["r"])], {}, "messages[0]['reasoning_content'] is ['r']"),
-    (V4, [says("user", task="dance")], {}, "action, query, authority, domain, title, read_url are accepted"),
-    (V4, [says("user"), says("user", task="title")], {}, "messages[1] has a task and follows a message of the same turn"),
-    (V32, [says("user"), says("assistant")], THINKS, "messages[1] of the role assistant has no reasoning_content"),
-    (V32, [says("tool")], {}, "messages[0] begins 1 tool results; the message before made 0 tool_calls"),
-    (V32, [*ADD, says("tool"), says("tool")], {}, "begins 2 tool results; the message before made 1 tool_calls"),
-    (V32, [*TWO, says("tool"), says("user")], {}, "begins 1 tool results; the message before made 2 tool_calls"),
-    (V4, [says("user")], {"continue_final_message": True}, "a last message of the role 'user'; an assistant message with text"),
-    (V4, [says("assistant", "")], {"continue_final_message": True}, "end the chat with the beginning of the answer"),
-    (V4, ADD, {"continue_final_message": True}, "without tool_calls can be continued"),
+    (V32, [says("narrator")], {}, "value.not_one_of"),
+    (V32, [says("latest_reminder")], {}, "value.not_one_of"),
+    (V4, [says("user"), says("SYSTEM")], {}, "value.not_one_of"),
+    (V4, [says("developer", "")], {}, "value.empty"),
+    (V4, CHAT, {"thinking": "yes"}, "value.not_bool"),
+    (V4, CHAT, {"enable_thinking": 1}, "value.not_bool"),
+    (V4, CHAT, {"drop_thinking": 0}, "value.not_bool"),
+    (V4, CHAT, {"thinking_mode": "deep"}, "value.not_one_of"),
+    (V4, CHAT, {"thinking": True, "enable_thinking": False}, "template.mixed_thinking"),
+    (V4, CHAT, {"thinking": True, "thinking_mode": "chat"}, "template.mixed_thinking"),
+    (V4, CHAT, {"reasoning_effort": "huge"}, "value.not_one_of"),
+    (V32, CHAT, {"reasoning_effort": 3}, "value.not_one_of"),
+    (V4, CHAT, {"tools": "all"}, "template.bad_message"),
+    (V4, CHAT, {"tools": [{"name": "f"}]}, "template.bad_message"),
+    (V4, [says("system", tools=[1])], {}, "template.bad_message"),
+    (V4, CHAT, {"documents": ["d"]}, "template.no_documents"),
+    (V4, [says("assistant", tool_calls=[call("f", "{a:")])], {}, "template.bad_message"),
+    (V32, [says("assistant", tool_calls=[call("f", "[1]")])], {}, "template.bad_message"),
+    (V4, [says("assistant", reasoning_content=["r"])], {}, "value.not_string"),
+    (V4, [says("user", task="dance")], {}, "value.not_one_of"),
+    (V4, [says("user"), says("user", task="title")], {}, "template.late_task"),
+    (V32, [says("user"), says("assistant")], THINKS, "template.no_reasoning"),
+    (V32, [says("tool")], {}, "template.results_mismatch"),
+    (V32, [*ADD, says("tool"), says("tool")], {}, "template.results_mismatch"),
+    (V32, [*TWO, says("tool"), says("user")], {}, "template.results_mismatch"),
+    (V4, [says("user")], {"continue_final_message": True}, "template.cannot_continue"),
+    (V4, [says("assistant", "")], {"continue_final_message": True}, "template.cannot_continue"),
+    (V4, ADD, {"continue_final_message": True}, "template.cannot_continue"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("version", "messages", "options", "sentence"), FAILURES)
-def test_wrong_chats_are_refused_in_one_sentence(version, messages, options, sentence):
+@for_each("version, messages, options, code", FAILURES)
+def test_encoder_wrong_chat_is_refused_in_one_line(version, messages, options, code):
     adds = "continue_final_message" not in options
-    with pytest.raises(PromptError, match=re.escape(sentence)) as caught:
+    with raises_code(code, PromptError) as caught:
         ENCODERS[version].render(messages, add_generation_prompt=adds, **options)
     assert "\n" not in str(caught.value)
 
@@ -493,8 +495,8 @@ def test_long_chats_cost_work_in_proportion(version):
     assert work[1] < 4.5 * work[0]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "template", "expected"),
+@for_each(
+    "architecture, template, expected",
     [
         ("DeepseekV32ForCausalLM", None, V32),
         ("DeepseekV4ForCausalLM", None, V4),

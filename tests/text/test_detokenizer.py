@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as NativeTokenizer
 from tokenizers import decoders, models
 
+from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import UnsupportedModelError
 from holdfast.text.detokenizer import IncrementalDetokenizer, TextStream, TokenPieces, byte_alphabet, decode_rule
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
@@ -46,7 +48,7 @@ def test_the_deltas_are_what_decoding_all_at_once_adds(form, prompt, output, cut
 
 @pytest.mark.parametrize("form", ["byte_level", "byte_level_nfc"])
 @given(prompt=st.text(max_size=12), output=token_ids(), skips=st.booleans())
-def test_the_deltas_are_what_the_native_decoder_adds_for_any_bytes(form, prompt, output, skips, tokenizers):
+def test_deltas_equal_the_native_decoder_for_any_bytes(form, prompt, output, skips, tokenizers):
     tokenizer = tokenizers[form]
     prompt_ids = tokenizer.encode(prompt)
     detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skips)
@@ -58,7 +60,7 @@ def test_the_deltas_are_what_the_native_decoder_adds_for_any_bytes(form, prompt,
 
 @pytest.mark.parametrize("form", ["byte_fallback", "byte_fallback_metaspace", "unigram", "word_level"])
 @given(prompt=st.text(max_size=12), output=token_ids(440), skips=st.booleans())
-def test_the_deltas_are_what_the_native_decoder_adds_where_it_finds_characters(form, prompt, output, skips, tokenizers):
+def test_deltas_equal_the_native_decoder_for_characters(form, prompt, output, skips, tokenizers):
     """Native byte tokens are characters only if a whole run of them is; here those around a broken byte survive."""
     tokenizer = tokenizers[form]
     prompt_ids = tokenizer.encode(prompt)
@@ -85,8 +87,8 @@ def test_at_most_the_bytes_of_one_character_wait(form, output, tokenizers):
         assert so_far[len(given_out) :] in ("", "\ufffd", "\ufffd" * 2, "\ufffd" * 3)
 
 
-@pytest.mark.parametrize("text", NASTY_TEXTS.values(), ids=NASTY_TEXTS)
-@pytest.mark.parametrize("form", ["byte_level", "byte_fallback", "byte_fallback_metaspace"])
+@for_each("text", NASTY_TEXTS.values())
+@for_each("form", ["byte_level", "byte_fallback", "byte_fallback_metaspace"])
 def test_no_replacement_character_shows_in_sound_text(form, text, tokenizers):
     tokenizer = tokenizers[form]
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
@@ -102,7 +104,7 @@ def test_a_character_comes_whole_with_its_last_byte(tokenizers):
     assert [detokenizer.append([byte]) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
 
 
-def test_a_character_that_the_prompt_begins_belongs_to_the_completion(tokenizers):
+def test_character_begun_by_the_prompt_is_in_the_completion(tokenizers):
     start, end = "😀".encode()[:2], "😀".encode()[2:]
     detokenizer = IncrementalDetokenizer(tokenizers["byte_level"], [0x61, *start])
     assert detokenizer.append(list(end)) == "😀"
@@ -111,9 +113,9 @@ def test_a_character_that_the_prompt_begins_belongs_to_the_completion(tokenizers
     assert detokenizer.append(list(end)) == "😀", "tokens that are left out are no context"
 
 
-@pytest.mark.parametrize("num_bytes", [1, 2, 3])
-@pytest.mark.parametrize("form", ["byte_level", "byte_fallback"])
-def test_every_byte_that_a_prompt_has_of_its_last_character_counts(form, num_bytes, tokenizers):
+@for_each("num_bytes", [1, 2, 3])
+@for_each("form", ["byte_level", "byte_fallback"])
+def test_follow_counts_every_byte_of_the_last_character(form, num_bytes, tokenizers):
     """The prompt ends after one, two or three bytes of a character of four, each a token of its own."""
     first = 0 if form == "byte_level" else 3
     data = [first + byte for byte in "a😀".encode()]
@@ -129,7 +131,7 @@ def test_an_unfinished_character_shows_at_the_end(tokenizers):
     assert detokenizer.flush() == ""
 
 
-def test_the_space_before_a_word_is_kept_after_a_prompt_and_dropped_without(tokenizers):
+def test_leading_space_is_kept_only_after_a_prompt(tokenizers):
     tokenizer = tokenizers["byte_fallback"]
     word = tokenizer.encode("hello", add_special_tokens=False)
     assert IncrementalDetokenizer(tokenizer, tokenizer.encode("the")).append(word) == " hello"
@@ -206,7 +208,7 @@ def state(decoder) -> bytes | None:
     return None if decoder is None else decoder.__getstate__()
 
 
-@pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
+@for_each("decoder", DECODERS.values())
 def test_pieces_join_to_what_the_native_decoder_writes(decoder):
     tokenizer = native_tokenizer(decoder)
     pieces = TokenPieces(tokenizer.id_to_token, decode_rule(state(decoder), "x"), frozenset())
@@ -221,9 +223,9 @@ def test_pieces_join_to_what_the_native_decoder_writes(decoder):
             assert text == expected, [TOKENS[i] for i in ids if i < len(TOKENS)]
 
 
-@pytest.mark.parametrize("decoder", DECLINED.values(), ids=DECLINED)
+@for_each("decoder", DECLINED.values())
 def test_decoders_that_cannot_be_streamed_are_declined(decoder):
-    with pytest.raises(UnsupportedModelError, match="known here"):
+    with raises_code("tokenizer.unsupported", UnsupportedModelError):
         decode_rule(state(decoder), "tokenizer.json")
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from holdfast.text.answer_parser import AnswerForm
+from for_each import for_each
+from holdfast.text.answer_parser import AnswerFormat
 from holdfast.text.harmony import HARMONY, MAX_HEADER_CHARS, TOKENS, HarmonyParser
 from holdfast.text.reasoning import HARMONY as HARMONY_REASONING
 from holdfast.text.tool_calls import MAX_CALLS
@@ -12,7 +13,7 @@ from text.call_transcripts import ANALYSIS, CITY, GOLDEN_HARMONY, HEAD
 CALL = f"<|channel|>commentary to=functions.look<|message|>{CITY}<|call|>"
 
 
-@pytest.mark.parametrize(("text", "expected"), GOLDEN_HARMONY.values(), ids=GOLDEN_HARMONY)
+@for_each("text, expected", GOLDEN_HARMONY.values())
 def test_harmony_transcripts_read_alike_however_cut(text, expected):
     whole = HarmonyParser(TOOLS)
     assert in_short(read(whole, [text])) == expected
@@ -22,8 +23,8 @@ def test_harmony_transcripts_read_alike_however_cut(text, expected):
         assert (parser.problems, parser.num_calls) == (whole.problems, whole.num_calls)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text", "expected"),
+@for_each(
+    "prompt, text, expected",
     [
         (f"a{HEAD}", "<|channel|>final<|message|>Yes", ["Yes"]),
         (f"a{HEAD}<|channel|>final<|message|>Well, ", "yes<|return|>", ["yes"]),
@@ -60,7 +61,7 @@ def test_harmony_calls_above_the_limit_are_content():
 
 
 def test_harmony_stray_markers_are_hidden_from_content():
-    form = AnswerForm(HARMONY_REASONING, HARMONY, TOOLS)
+    form = AnswerFormat(HARMONY_REASONING, HARMONY, TOOLS)
     text = "<|channel|>final<|message|>a<|constrain|>b<|mess<|message|>age|><|con"
     for pieces in ([text], list(text)):
         assert in_short(read(form.parser(None, TOKENS), pieces)) == ["ab<|message|><|con"]

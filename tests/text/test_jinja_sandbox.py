@@ -10,6 +10,8 @@ import pytest
 from jinja2.filters import FILTERS
 from jinja2.tests import TESTS
 
+from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import TemplateError
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.jinja_sandbox import FILTERS_ALLOWED, METHODS, ChatSandbox
@@ -28,15 +30,15 @@ from text.template_cases import (
 
 QUESTION = [{"role": "user", "content": "hi"}]
 MAX_SECONDS = 60.0
-"""Of processor time; less than a second is usual. Only to tell an end from none: machines differ, and are shared."""
+"""CPU seconds; less than one is usual. Only to detect an endless run: machines differ, and are shared."""
 MAX_BYTES = 64 * 2**20
 AGREEING = SNIPPETS | CORNERS | METHOD_SNIPPETS
 WRITING = FILTER_SNIPPETS | {f"is {name}": text for name, text in TEST_SNIPPETS.items()}
 WRITING |= {f".{name}()": text for name, text in STRING_SNIPPETS.items()}
 
 
-@pytest.mark.parametrize("source", WRITING.values(), ids=WRITING)
-def test_filters_tests_and_methods_write_what_transformers_writes(source):
+@for_each("source", WRITING.values())
+def test_filters_tests_and_methods_equal_transformers(source):
     assert agree(source) is not None
 
 
@@ -46,18 +48,18 @@ def test_every_filter_test_and_method_that_is_allowed_is_tried():
     assert STRING_SNIPPETS.keys() == METHODS[str]
 
 
-@pytest.mark.parametrize("name", AGREEING)
-def test_templates_write_what_transformers_writes_or_are_refused_by_both(name):
+@for_each("name", AGREEING)
+def test_templates_equal_transformers_or_both_refuse(name):
     assert (agree(AGREEING[name]) is None) == (name in REFUSED_BY_BOTH)
 
 
-@pytest.mark.parametrize("name", sorted(FILTERS.keys() - FILTERS_ALLOWED))
+@for_each("name", sorted(FILTERS.keys() - FILTERS_ALLOWED))
 def test_other_filters_do_not_exist(name):
-    with pytest.raises(TemplateError, match=f"No filter named '{name}'"):
+    with raises_code("template.syntax", TemplateError):
         ours("{{ text|" + name + " }}")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "source",
     [
         "{{ 'a'.encode() }}",
@@ -71,7 +73,7 @@ def test_other_filters_do_not_exist(name):
     ],
 )
 def test_other_methods_are_refused(source):
-    with pytest.raises(TemplateError, match="leaves its sandbox: it reaches for"):
+    with raises_code("template.unsafe", TemplateError):
         ours(source)
 
 
@@ -82,7 +84,7 @@ def test_nothing_else_is_known():
 
 
 def test_autoescape_is_refused():
-    with pytest.raises(TemplateError, match="autoescape"):
+    with raises_code("template.syntax", TemplateError):
         ours("{% autoescape true %}{{ '<' }}{% endautoescape %}")
 
 
@@ -117,7 +119,7 @@ def test_attacks_that_take_long_are_there() -> None:
         for name, source in ATTACKS.items()
     ],
 )
-def test_a_template_that_burns_time_or_memory_is_refused_soon(source):
+def test_template_that_burns_time_or_memory_is_refused(source):
     template = ChatTemplate(source, "evil.gguf", {})
     before, started = resident_peak(reset=True), time.process_time()
     with pytest.raises(TemplateError, match=r"evil\.gguf") as caught:
@@ -128,13 +130,13 @@ def test_a_template_that_burns_time_or_memory_is_refused_soon(source):
     assert len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize("source", COSTLY_BUT_LAWFUL.values(), ids=COSTLY_BUT_LAWFUL)
+@for_each("source", COSTLY_BUT_LAWFUL.values())
 def test_a_large_template_is_not_refused(source):
     assert isinstance(ours(source), str)
 
 
-@pytest.mark.parametrize("source", ESCAPES.values(), ids=ESCAPES)
-def test_a_template_that_leaves_the_sandbox_is_refused_and_touches_nothing(source, monkeypatch, tmp_path):
+@for_each("source", ESCAPES.values())
+def test_template_that_leaves_the_sandbox_is_refused(source, monkeypatch, tmp_path):
     import jinja2.ext  # noqa: F401 - imported before the door is shut
 
     ChatTemplate("warm", "x", {}).render(QUESTION)
@@ -156,7 +158,7 @@ def test_a_template_that_leaves_the_sandbox_is_refused_and_touches_nothing(sourc
 
 def test_routes_give_no_budget_back():
     refill = "{% for i in range(99999) %}{% set x = [-10**9]|map('|spend')|list %}{% endfor %}"
-    with pytest.raises(TemplateError, match="steps"):
+    with raises_code("template.over_budget", TemplateError):
         ours(refill)
 
 
@@ -164,21 +166,21 @@ def test_a_refused_template_leaves_the_next_rendering_alone():
     template = ChatTemplate(
         "{% for a in range(messages[0].content|int) %}{% for b in range(1000) %}{% endfor %}{% endfor %}ok", "x", {}
     )
-    with pytest.raises(TemplateError, match="steps"):
+    with raises_code("template.over_budget", TemplateError):
         template.render([{"role": "user", "content": "99999"}])
     assert template.render([{"role": "user", "content": "3"}]) == "ok"
 
 
 def test_more_messages_may_take_more_steps():
     template = ChatTemplate("{% for a in range(90000) %}{% if a == 5 %}five{% endif %}{% endfor %}", "x", {})
-    with pytest.raises(TemplateError, match="it takes more than 2"):
+    with raises_code("template.over_budget", TemplateError):
         template.render(QUESTION)
     assert template.render(QUESTION * 1000) == "five"
 
 
 def test_longer_messages_may_become_longer_texts():
     template = ChatTemplate("{% for a in range(3) %}{{ 'x' * 900000 }}{% endfor %}{{ messages|length }}", "x", {})
-    with pytest.raises(TemplateError, match="it writes more than 10"):
+    with raises_code("template.over_budget", TemplateError):
         template.render(QUESTION)
     assert template.render([{"role": "user", "content": "y" * 200_000}]) == "x" * 2_700_000 + "1"
 
@@ -186,14 +188,14 @@ def test_longer_messages_may_become_longer_texts():
 def test_a_long_body_costs_more_than_a_short_one():
     loop = "{{% for a in range(2000) %}}{}{{% endfor %}}"
     assert ours(loop.format("{% if yes %}{% endif %}" * 10)) == ""
-    with pytest.raises(TemplateError, match="steps"):
+    with raises_code("template.over_budget", TemplateError):
         ours(loop.format("{% if yes %}{% endif %}" * 1000))
 
 
 def test_time_is_the_backstop(monkeypatch):
     clock = iter(range(0, 10**9, 2))
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
-    with pytest.raises(TemplateError, match="it takes longer than 3 s"):
+    with raises_code("template.over_budget", TemplateError):
         ours("{% for a in range(2000) %}{{ a }}{% endfor %}")
 
 
@@ -202,9 +204,9 @@ def test_dates_are_written_as_in_transformers():
     assert agree("{{ strftime_now('%-d %b') }}") is not None
 
 
-@pytest.mark.parametrize("form", ["%0999999999d", "%10000Y", "%" * 300, "x" * 300, "%"], ids=lambda form: form[:12])
+@for_each("form", ["%0999999999d", "%10000Y", "%" * 300, "x" * 300, "%"])
 def test_dates_of_unknown_forms_are_refused(form):
-    with pytest.raises(TemplateError, match="writes the date"):
+    with raises_code("template.over_budget", TemplateError):
         ours("{{ strftime_now('" + form + "') }}")
 
 

@@ -56,7 +56,7 @@ def test_the_result_is_that_of_a_search_in_the_whole_text(text, stops, cuts, inc
 
 
 @given(text=st.text(alphabet="abc", max_size=30), stops=STOPS, cuts=st.lists(st.integers(0, 99), max_size=30))
-def test_what_is_shown_is_never_taken_back_and_never_holds_a_stop_string(text, stops, cuts):
+def test_shown_text_is_final_and_holds_no_stop_string(text, stops, cuts):
     stop_strings = StopStrings(stops, include=False)
     end = by_search(text, stops)
     final = text if end is None else text[: end[0] - len(end[1])]

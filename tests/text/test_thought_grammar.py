@@ -1,9 +1,8 @@
-"""behind_thoughts: a form of an answer is held to behind its thoughts, and is the same form there."""
+"""grammar_after_thoughts: a form of an answer is held to behind its thoughts, and is the same form there."""
 
-import pytest
-
+from for_each import for_each
 from holdfast.request.structured import StructuredOutputs
-from holdfast.text.thought_grammar import behind_thoughts
+from holdfast.text.thought_grammar import grammar_after_thoughts
 from text.test_tool_grammar import takes
 
 FORMS = {
@@ -17,11 +16,11 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("fields", "sound", "wrong"), FORMS.values(), ids=FORMS)
+@for_each("fields, sound, wrong", FORMS.values())
 def test_forms(fields, sound, wrong):
     form = StructuredOutputs(**fields)
-    may, is_open = behind_thoughts(form, "may"), behind_thoughts(form, "open")
-    assert behind_thoughts(form, "none") is form
+    may, is_open = grammar_after_thoughts(form, "may"), grammar_after_thoughts(form, "open")
+    assert grammar_after_thoughts(form, "none") is form
     assert may is not None
     assert is_open is not None
     for grammar, head in ((may.grammar, ""), (may.grammar, "<think>\nhm</think>\n\n"), (is_open.grammar, "hm</think>")):
@@ -31,4 +30,4 @@ def test_forms(fields, sound, wrong):
 
 
 def test_a_grammar_of_the_caller_s_own_is_left_alone():
-    assert behind_thoughts(StructuredOutputs(grammar='start: "a"'), "may") is None
+    assert grammar_after_thoughts(StructuredOutputs(grammar='start: "a"'), "may") is None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.cli.terminal import write_line
-from holdfast.memory.device_rates import SHEETS, Measured, num_cores, write_measured
+from holdfast.memory.device_rates import Measured, num_cores, write_measured
 from holdfast.memory.devices import GPUS
 
 PROBE = """import runpy, sys
@@ -89,5 +89,5 @@ def _rates(measured: Measured) -> str:
     gpu = next((gpu for gpu in GPUS.values() if gpu.name == measured.device), None)
     if gpu is None:
         return f"{read}, {products}; no GPU of this name is known to holdfast plan"
-    sheet = SHEETS[gpu.key]
+    sheet = gpu.sheet
     return f"{read} (data sheet {sheet.gigabytes:,.0f}), {products} (data sheet {sheet.bfloat16:,.0f})"

@@ -19,8 +19,9 @@ from holdfast.memory.sizes import UNITS, parse_bytes
 from holdfast.models.catalogue import CATALOGUE, SAME, is_known, stored_as
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.alternatives import layers_note, shortest_useful
-from holdfast.planning.fit import PlanRequest, settle, try_fit
+from holdfast.planning.fit import try_fit
 from holdfast.planning.ranks import RankPlans, check_ranks, sums_exactly, worst_request
+from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 1, CANNOT_START: 3}
@@ -120,9 +121,9 @@ def read_plan(options: PlanOptions, engine: Given) -> Planned:
         return Planned(*place(one, declared, target), purpose, Beside())
     request, all_ranks = place(config, declared, target)
     chat, chat_ranks = place(one, declared, target)
-    if try_fit(request) is not None:
+    if try_fit(resolve(request)) is not None:
         return Planned(request, all_ranks, "serve", Beside(chat=chat))
-    fit = try_fit(chat) if purpose is None else None
+    fit = try_fit(resolve(chat)) if purpose is None else None
     if fit is None or fit.resolved.limits.max_model_len < shortest_useful(chat):
         return Planned(request, all_ranks, "serve", Beside())
     return Planned(chat, chat_ranks, "chat", Beside(many=request))
@@ -188,7 +189,7 @@ def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
     stored, unread = stored_as(options.model), _unread(options.model, request.config.revision)
     if stored is None and not unread:
         return notes
-    resolved = settle(request)[1]
+    resolved = resolve(request)
     scheme = resolved.recipe.scheme
     advice = "pass the file or the folder for what it holds"
     if stored is not None and stored.scheme and scheme is None:

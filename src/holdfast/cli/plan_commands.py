@@ -14,7 +14,7 @@ from holdfast.loading.locate import locate_config
 from holdfast.memory.sizes import UNITS
 from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES, stored_as
 from holdfast.planning.alternatives import LEFT_OUT, Alternative
-from holdfast.planning.fit import PlanRequest
+from holdfast.planning.resolve import PlanRequest
 
 Purpose = Literal["chat", "run", "serve"]
 PURPOSES: tuple[Purpose, ...] = ("chat", "run", "serve")

@@ -22,20 +22,11 @@ from holdfast.planning.alternatives import (
     narrower_schemes,
 )
 from holdfast.planning.disk_account import disk_account
-from holdfast.planning.fit import (
-    PlanRequest,
-    RunnerPlan,
-    find_fit,
-    fit_runner,
-    missing_here,
-    settle,
-    try_fit,
-    unfitting_runner,
-)
+from holdfast.planning.fit import RunnerPlan, fit_runner, missing_here, plan_resolved, try_fit, unfitting_runner
 from holdfast.planning.ranks import RankPlans
-from holdfast.planning.resolve import KV_IS_ASKED, Choice, Resolved
+from holdfast.planning.resolve import KV_IS_GIVEN, Choice, PlanRequest, Resolved, resolve
 from holdfast.planning.speed import Range, SpeedEstimate, estimate_speed
-from holdfast.planning.target import too_old_words
+from holdfast.planning.target import too_old_reason
 from holdfast.planning.terms import list_needs
 from holdfast.quant.formats import ALL_KV_FORMATS, formats_of
 from holdfast.quant.weight_schemes import UNQUANTIZED
@@ -103,7 +94,7 @@ def blocked_text(request: PlanRequest) -> str:
         return "an estimate has no weights"
     if request.declared.not_runnable is not None:
         return f"this version does not run {name}"
-    if too_old_words(request.target) is not None:
+    if too_old_reason(request.target) is not None:
         return f"this version does not run on {device_text(request)}"
     return f"this version does not run {name} on several GPUs"
 
@@ -339,15 +330,14 @@ def view_of(
     Of several ranks the request is that of the one with the fewest pages; `ranks` has all plans.
     """
     beside = Beside() if beside is None else beside
-    try:
-        plan, fits = fit_runner(request), True
-    except MemoryPlanError:
-        plan, fits = unfitting_runner(request), False
-    memory, resolved, listed = plan.memory, plan.resolved, list_alternatives(request)
+    settled = resolve(request)
+    found = plan_resolved(settled)
+    fits = isinstance(found, RunnerPlan)
+    planned = found if isinstance(found, RunnerPlan) else unfitting_runner(settled)
+    memory, resolved, listed = planned.memory, planned.resolved, list_alternatives(settled)
     smallest = next((item for item in listed if item.is_smallest), None)
-    can_start = not plan.not_in_this_version and (fits or smallest is not None)
-    fit = try_fit(request) if fits else None
-    speed = None if fit is None else estimate_speed(request, fit)
+    can_start = not planned.not_in_this_version and (fits or smallest is not None)
+    speed = estimate_speed(planned) if fits else None
     started = None
     if can_start:
         started = start_command(request, model, None if fits else smallest, purpose)
@@ -357,21 +347,21 @@ def view_of(
         summary=summary_of(request, resolved),
         budget_bytes=memory.budget_bytes,
         budget_reason=memory.budget_reason,
-        terms=(*memory.terms, _page_term(memory, plan.groups)),
-        kv_bytes_per_token=plan.kv_bytes_per_token,
-        kv_tokens=plan.kv_tokens if fits else 0,
+        terms=(*memory.terms, _page_term(memory, planned.groups)),
+        kv_bytes_per_token=planned.kv_bytes_per_token,
+        kv_tokens=planned.kv_tokens if fits else 0,
         max_model_len=resolved.limits.max_model_len,
-        max_concurrency=plan.max_concurrency if fits else 0.0,
+        max_concurrency=planned.max_concurrency if fits else 0.0,
         choices=(*_purpose_choices(beside), *(choice for choice in resolved.choices if choice.name != "memory")),
         alternatives=listed,
         command=started,
-        not_in_this_version=plan.not_in_this_version,
-        disk=disk_account(request.declared, resolved, request.mesh),
-        context_note=context_note(request, plan, listed) if fits else "",
+        not_in_this_version=planned.not_in_this_version,
+        disk=disk_account(resolved),
+        context_note=context_note(settled, planned, listed) if fits else "",
         commands=tuple(plan_command(request, model, item, purpose) for item in listed),
-        groups=plan.groups,
-        max_kv_bytes=resolved.max_kv_bytes if resolved.max_kv_reason == KV_IS_ASKED else None,
-        tokens_without_groups=plan.tokens_without_groups if fits and plan.groups and not plan.states else 0,
+        groups=planned.groups,
+        max_kv_bytes=resolved.max_kv_bytes if resolved.max_kv_reason == KV_IS_GIVEN else None,
+        tokens_without_groups=planned.tokens_without_groups if fits and planned.groups and not planned.states else 0,
         ranks=() if ranks is None else rank_rows(ranks),
         device=device_text(request),
         blocked=blocked_text(request),
@@ -388,7 +378,7 @@ def _purpose_choices(beside: Beside) -> tuple[Choice, ...]:
     """Explain a plan for a chat that was not requested as one."""
     if beside.many is None:
         return ()
-    num_seqs = settle(beside.many)[1].limits.max_num_seqs
+    num_seqs = resolve(beside.many).limits.max_num_seqs
     return (Choice("for", "chat", f"one sequence fits, and up to {num_seqs} at once do not"),)
 
 
@@ -399,14 +389,14 @@ def _starts(view: PlanView, request: PlanRequest, model: str | None, beside: Bes
     """List the commands of a plan that fits: its own, then one chat beside a server, or a small server beside a chat."""
     assert view.command is not None, "what fits and runs can be started"
     starts = [Start(TITLES[view.purpose], view.command, view.kv_tokens, view.speed)]
-    chat = None if beside.chat is None else try_fit(beside.chat)
+    chat = None if beside.chat is None else try_fit(resolve(beside.chat))
     if chat is not None and beside.chat is not None:
         command = start_command(beside.chat, model, None, "chat")
         if command is not None and command.startswith("holdfast chat"):
-            speed = estimate_speed(beside.chat, chat)
+            speed = estimate_speed(chat)
             starts.append(Start("to chat with it, one sequence", command, chat.kv_tokens, speed))
     if beside.many is not None:
-        fewer = best_change(list_levers(beside.many, None))
+        fewer = best_change(list_levers(resolve(beside.many), None))
         command = None if fewer is None else start_command(beside.many, model, fewer)
         if fewer is not None and command is not None:
             starts.append(Start(f"to serve it: {fewer.change}", command, fewer.kv_tokens, fewer.speed))
@@ -508,8 +498,8 @@ class _Pages(NamedTuple):
 
 def sweep(request: PlanRequest) -> tuple[Cell, ...]:
     """Plan every KV format that is no wider than the request's, with weights as stored and in fewer bits."""
-    own, quantization = settle(request)[1].kv_format.name, request.config.quantization or UNQUANTIZED
-    schemes = dict.fromkeys((UNQUANTIZED, *narrower_schemes(in_scheme(request, UNQUANTIZED)), quantization))
+    own, quantization = resolve(request).kv_format.name, request.config.quantization or UNQUANTIZED
+    schemes = dict.fromkeys((UNQUANTIZED, *narrower_schemes(resolve(in_scheme(request, UNQUANTIZED))), quantization))
     return tuple(
         Cell(
             pages.name,
@@ -537,17 +527,17 @@ def _formats(request: PlanRequest, own: str) -> list[_Pages]:
 
 def _pages_in(request: PlanRequest, name: str) -> _Pages | None:
     """Change the KV format of a request; None if another option contradicts it, or no attention backend reads it."""
-    moved = request.with_config(replace(request.config, kv_cache_dtype=name))
+    moved = replace(request, config=replace(request.config, kv_cache_dtype=name))
     try:
-        layout, resolved = settle(moved)
-        list_needs(layout, resolved)
+        resolved = resolve(moved)
+        list_needs(resolved)
     except (ConfigError, UnsupportedModelError):
         return None
-    return _Pages(name, moved, layout.bytes_per_token(resolved), len(resolved.protected.layers))
+    return _Pages(name, moved, resolved.bytes_per_token(), len(resolved.protected.layers))
 
 
 def _tokens(request: PlanRequest) -> int:
     try:
-        return find_fit(request).kv_tokens
+        return fit_runner(request).kv_tokens
     except (ConfigError, MemoryPlanError):
         return 0

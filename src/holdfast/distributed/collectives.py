@@ -1,18 +1,18 @@
-"""CollectiveExchange: ranks that exchange by torch.distributed: gloo among CPUs, NCCL between nodes.
+"""CollectiveExchange: collectives by torch.distributed: gloo among CPUs, NCCL between nodes.
 
 S ranks that share layers; T, H, X, Y, R, V, W as in distributed/exchange.py
 
-Sums are gathered and added here, in float32 and in the order of ranks: an all-reduce adds in an order of its own, which depends
-on the size. So every rank has the same bits, and the same as over symmetric memory.
+Sums are an all-gather and an addition in float32, in rank order: the order of a library's all-reduce depends on the size. So every
+rank has the same bits, and the same as over symmetric memory.
 
-Gloo has a group for the ranks of a stage and one for all, without any state of the process. NCCL has one communicator for all, made
-at once; calls among some of its ranks are sends and receives in one group there. On a GPU calls are enqueued and waited for in the
-stream, never by the host: they work in memory that was taken before, so that a graph of one stage's steps may capture them.
+Gloo has a group for the ranks of a stage and one for all, without global state. NCCL has one communicator for all; calls among
+some of its ranks are grouped sends and receives. On a GPU calls are enqueued and awaited in the stream, never by the host, in
+preallocated memory: a graph of one stage's steps may capture them.
 """
 
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -39,47 +39,14 @@ from holdfast.observability.log import get_logger
 
 log = get_logger(__name__)
 CALL_SECONDS = 120.0
-"""Of patience with a peer inside a call. Who is dead is found sooner: its connection ends, and its heart does not beat."""
-
-
-class Peers(Protocol):
-    """Ranks of the stage (by their place in it) and of all (by rank)."""
-
-    def gather(self, part_N: torch.Tensor, out_SN: torch.Tensor) -> None:
-        """Of the stage; the part may be its own place in the output."""
-        ...
-
-    def share(self, tensor: torch.Tensor) -> None:
-        """The first one's of the stage in place of everybody's."""
-        ...
-
-    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 a Work; gloo and NCCL have different ones
-        """Under way; the tensor stays as it is until that was waited for."""
-        ...
-
-    def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Waits, on a GPU in its stream."""
-        ...
-
-    def send_head(self, tensor: torch.Tensor) -> None:
-        """From a rank of the last stage to rank 0; waits, on a GPU in its stream."""
-        ...
-
-    def receive_head(self, tensor: torch.Tensor, place: int) -> None:
-        """On rank 0, from that one of the last stage; waits, on a GPU in its stream."""
-        ...
-
-    def abandon(self) -> None:
-        """From any thread: whatever waits for peers waits no longer."""
-        ...
-
-    def close(self) -> None:
-        """End all connections."""
-        ...
+"""Timeout of a call. A dead peer is detected sooner, by its connection and heartbeat."""
 
 
 class GlooPeers:
-    """Two groups: the stage's, and all ranks' where there are several stages."""
+    """Two groups: the stage's (ranks by their place in it), and all ranks' with several stages (by rank).
+
+    A tensor that `send` takes must not change until the returned work is awaited. Other calls wait, on a GPU in its stream.
+    """
 
     def __init__(self, store: Store, mesh: Mesh, timeout_s: float) -> None:
         self._store = store  # rank 0's serves the others
@@ -90,25 +57,28 @@ class GlooPeers:
         )
 
     def gather(self, part_N: torch.Tensor, out_SN: torch.Tensor) -> None:
+        """All-gather in the stage; the part may be its own place in the output."""
         self._stage._allgather_base(out_SN.view(-1), part_N.view(-1)).wait()
 
     def share(self, tensor: torch.Tensor) -> None:
+        """Broadcast from the first rank of the stage."""
         self._stage.broadcast(tensor, 0).wait()
 
-    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 as above
+    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 a Work
         return self._all.send([tensor], rank, 0)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
         self._all.recv([tensor], rank, 0).wait()
 
     def send_head(self, tensor: torch.Tensor) -> None:
+        """Send from a rank of the last stage to rank 0."""
         self.send(tensor, 0).wait()
 
     def receive_head(self, tensor: torch.Tensor, place: int) -> None:
         self.receive(tensor, self._first_of_last + place)
 
     def abandon(self) -> None:
-        """Nothing: the connection of a peer that is gone ends, and so does every wait for it."""
+        """Do nothing: the connection to a dead peer closes, and so does every wait for it."""
 
     def close(self) -> None:
         for group in {self._stage, self._all}:
@@ -116,11 +86,10 @@ class GlooPeers:
 
 
 class NcclPeers:
-    """One communicator among all, connected when it is made; with stages another between the last one and rank 0.
+    """One communicator among all; with stages another between the last one and rank 0.
 
-    Calls over a communicator run in the order in which each rank makes them, and a send ends when it is received. Rank 0 sends the rows
-    of a step before it asks for the logits of an earlier one, and the last stage sends those before it takes the rows: over one
-    communicator both would wait for each other.
+    Calls of a communicator run in order, and a send ends when it is received. Rank 0 sends the rows of a step before it receives
+    the logits of an earlier one, and the last stage sends those before it receives the rows: one communicator would deadlock.
     """
 
     def __init__(self, store: Store, mesh: Mesh, timeout_s: float, device: torch.device) -> None:
@@ -159,7 +128,7 @@ class NcclPeers:
                 self._all.send([tensor], self._first + place, 0)
             self._all._end_coalescing().wait()
 
-    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 as above
+    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 a Work
         return self._all.send([tensor], rank, 0)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
@@ -173,7 +142,7 @@ class NcclPeers:
         self._head.recv([tensor], first + place, 0).wait()
 
     def abandon(self) -> None:
-        """End every call at once. NCCL then waits for graphs that have captured it, and so does whoever called this."""
+        """Abort every call. NCCL then waits for graphs that have captured it, and so does the caller."""
         with self._ending:
             for group in dict.fromkeys(self._open_groups):
                 group.abort()
@@ -184,6 +153,9 @@ class NcclPeers:
 
     def _others(self) -> list[int]:
         return [place for place in range(self._mesh.tensor_size) if place != self._mesh.tensor_rank]
+
+
+Peers = GlooPeers | NcclPeers
 
 
 class CollectiveExchange:
@@ -198,7 +170,7 @@ class CollectiveExchange:
         ledger: Ledger,
         specs: Mapping[str, TensorSpec] | None = None,
     ) -> None:
-        """`specs` are what it holds, where that is not all of what the plan has."""
+        """`specs`: what it holds, if that is not all of the plan."""
         kind = "gloo" if device.type == "cpu" else "nccl"
         specs = exchange_specs(needs, mesh, kind) if specs is None else specs
         tensors, self._arenas = allocate_held(specs, device, ledger, f"exchange of {mesh.num_ranks} ranks by {kind}")
@@ -241,13 +213,13 @@ class CollectiveExchange:
         return add_rows(parts_STH.unbind(), onto)
 
     def _gather(self, verb: str, part: torch.Tensor) -> torch.Tensor:
-        """The parts of all ranks, rank by rank."""
+        """All-gather the parts of all ranks."""
         self._held.take(part)
         if self.size == 1 or not part.numel():
             return part.unsqueeze(0).expand(self.size, *part.shape)
         gathered = self._held.tensors["exchange/gathered"].view(-1)[: self.size * part.nbytes]
         parts = gathered.view(part.dtype).view(self.size, *part.shape)
-        with lost_peers(f"rank {self.mesh.rank} called {verb} of {list(part.shape)}"):
+        with lost_peers(f"{verb} of {list(part.shape)} on rank {self.mesh.rank}"):
             self._open.gather(part, parts)
         return parts
 
@@ -260,7 +232,7 @@ class CollectiveExchange:
 
     def gather_logits(self, part_RV: torch.Tensor | None, out_RW: torch.Tensor | None) -> None:
         assert (out_RW is not None) == (self.mesh.rank == 0), f"rank {self.mesh.rank} passes {out_RW=}"
-        with lost_peers(f"rank {self.mesh.rank} gathered logits"):
+        with lost_peers(f"the gather of logits on rank {self.mesh.rank}"):
             if out_RW is None:
                 assert part_RV is not None, "a rank of the last stage has a part"
                 dense = part_RV if part_RV.is_contiguous() else self._held.share_room(*part_RV.shape).copy_(part_RV)
@@ -280,7 +252,7 @@ class CollectiveExchange:
         return list(out_RW.split([self._held.share_width(place) for place in range(self.size)], dim=1))
 
     def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
-        with lost_peers(f"rank {self.mesh.rank} gathered {list(out_SRX.shape)}"):
+        with lost_peers(f"the gather of {list(out_SRX.shape)} on rank {self.mesh.rank}"):
             if part_RX is not None:
                 out_SRX[self.rank].copy_(part_RX)
                 if self.size > 1:
@@ -293,13 +265,13 @@ class CollectiveExchange:
 
     def share_tokens(self, ids_T: torch.Tensor) -> None:
         if self.size > 1:
-            with lost_peers(f"rank {self.mesh.rank} shared {ids_T.shape[0]} tokens"):
+            with lost_peers(f"the broadcast of {ids_T.shape[0]} tokens on rank {self.mesh.rank}"):
                 self._open.share(ids_T)
 
     def send_rows(self, x_TH: torch.Tensor) -> None:
         slot = self._num_sent % self.mesh.num_stages
         self._num_sent += 1
-        with lost_peers(f"rank {self.mesh.rank} sent rows to the next stage"):
+        with lost_peers(f"the send of rows on rank {self.mesh.rank}"):
             if self._under_way[slot] is not None:
                 self._under_way[slot].wait()
             sent_TH = self._held.hidden_slot(slot, x_TH).copy_(x_TH)
@@ -307,12 +279,12 @@ class CollectiveExchange:
 
     def receive_rows(self, out_TH: torch.Tensor) -> torch.Tensor:
         assert out_TH.is_contiguous(), f"{out_TH.stride()=}: rows between stages are dense"
-        with lost_peers(f"rank {self.mesh.rank} waited for rows of the stage before"):
+        with lost_peers(f"the receive of rows on rank {self.mesh.rank}"):
             self._open.receive(out_TH, self.mesh.rank - self.size)
         return out_TH
 
     def end_step(self) -> None:
-        self._held.turn = 0  # parts are copied inside of each call, so that no peer reads a room
+        self._held.turn = 0  # each call copies its part, so no peer reads a room
 
     def abandon(self) -> None:
         peers = self._peers
@@ -333,9 +305,9 @@ class CollectiveExchange:
             self._ledger.release(self._nccl_owner)
 
     def warm(self) -> None:
-        """Every kind of call, so that all are known to be there and nothing connects or allocates later.
+        """Make every kind of call once, so that nothing connects or allocates later.
 
-        NCCL connects an algorithm when it is first chosen, by the size: smallest and largest, in the memory that is there for them.
+        NCCL connects an algorithm at its first use, by size: smallest and largest, in the memory for them.
         """
         is_nccl = self._nccl_owner is not None
         if "exchange/rows" in self._held.tensors:
@@ -387,9 +359,9 @@ def open_collectives(
     check: Check | None = None,
     call_timeout_s: float = CALL_SECONDS,
 ) -> CollectiveExchange:
-    """Among all ranks of the mesh, which call this together; memory is taken once all of them have come."""
+    """Connect all ranks of the mesh, which call this together, then allocate."""
     store = open_store(place, mesh, timeout_s, secret, check)
-    with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
+    with lost_peers(f"connecting rank {mesh.rank} to {mesh.num_ranks - 1} others"):
         peers, connected_bytes = open_peers(store, mesh, call_timeout_s, device)
     try:
         exchange = CollectiveExchange(mesh, needs, peers, device, ledger)
@@ -401,7 +373,7 @@ def open_collectives(
 
 
 def open_peers(store: Store, mesh: Mesh, timeout_s: float, device: torch.device) -> tuple[Peers, int]:
-    """All ranks connected, and what that took of a GPU."""
+    """Connect all ranks; return them and the GPU memory that it took."""
     if device.type == "cpu":
         return GlooPeers(store, mesh, timeout_s), 0
     before = _used_bytes(device)
@@ -410,7 +382,7 @@ def open_peers(store: Store, mesh: Mesh, timeout_s: float, device: torch.device)
 
 
 def warm_up(exchange: CollectiveExchange, device: torch.device, connected_bytes: int) -> None:
-    """Make every call once, and tell what NCCL took of a GPU; one that fails is closed."""
+    """Warm up the exchange, or close it; log the GPU memory of NCCL."""
     try:
         before = _used_bytes(device)
         exchange.warm()
@@ -427,7 +399,7 @@ def warm_up(exchange: CollectiveExchange, device: torch.device, connected_bytes:
 
 
 def _used_bytes(device: torch.device) -> int:
-    """Of the whole device, by everybody, once this process's work there is done; 0 of a CPU."""
+    """Used memory of the whole device after this process's work; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)

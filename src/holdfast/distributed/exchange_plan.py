@@ -1,13 +1,13 @@
-"""What an exchange holds on a rank, by owner, from shapes: rooms that peers read, logits, signals; no torch.
+"""Memory of an exchange on a rank, by owner, from shapes: rooms that peers read, logits, signals; no torch.
 
-exchange/rows      two rooms that take turns (sums and gathers of rows, of expert pairs, of tokens)
-exchange/gathered  of collectives (gloo, NCCL): the parts of all ranks, before they are added up or laid side by side
-exchange/logits    this rank's share of the logits where peers read it; on rank 0 the whole as well
-exchange/signals   who has written and who has read
-exchange/rounding  of symmetric memory: what the driver adds to the whole of it
-pipeline/hidden    rows on their way between stages
-sampling/shares    beside an exchange, of who chooses: the argmax of every share and its logit
-collectives/nccl   what NCCL takes for its communicators; measured, call by call; 0 on one node
+exchange/rows      two alternating rooms (all-reduce and all-gather of rows, expert pairs, tokens)
+exchange/gathered  for gloo and NCCL: the parts of all ranks
+exchange/logits    this rank's share of the logits, readable by peers; on rank 0 the whole too
+exchange/signals   which ranks have written and read
+exchange/rounding  of symmetric memory: rounding by the driver
+pipeline/hidden    rows between stages
+sampling/shares    on the sampling rank: the argmax of every share and its logit
+collectives/nccl   NCCL's communicators, measured; 0 on one node
 """
 
 from collections.abc import Sequence
@@ -18,31 +18,31 @@ from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import TensorSpec, aligned, arena_bytes
 
 ExchangeKind = Literal["symmetric", "gloo", "nccl", "linked"]
-"""Symmetric memory among GPUs of a node, gloo among CPUs, NCCL between nodes; linked: symmetric memory in each stage, NCCL between them."""
+"""Symmetric memory on a node, gloo among CPUs, NCCL between nodes; linked: symmetric memory in each stage, NCCL between."""
 NODE_GPUS = 8
-"""That are linked so that each reads the memory of all."""
+"""GPUs that read each other's memory."""
 SIGNAL_BYTES = 2**14
 NCCL_CONNECT_BYTES = 186 * 2**20
 NCCL_CALLS_BYTES = 186 * 2**20
 NCCL_HEAD_BYTES = 4 * 2**20
-"""What NCCL 2.28.9 took on an H200: when it connected, when every call had been made, and for a second communicator. 2 and 4 ranks
-that pretended to be nodes, and two stages, took 370, 370 and 376 MiB each in engines: most of it is code, so that it does not depend
-on how many ranks there are. (In a process that does nothing else a first send adds 58 MiB, which kernels of an engine have taken before.)"""
+"""Memory of NCCL 2.28.9 on an H200: at connection, after every call, and for a second communicator. 2 and 4 ranks as nodes, and two
+stages, took 370, 370 and 376 MiB each in engines: mostly code, so independent of the number of ranks. (In an otherwise idle process
+a first send adds 58 MiB, which kernels of an engine have taken before.)"""
 SYMMETRIC_UNIT_BYTES = 2 * 2**20
-"""In which the driver gives out memory that other processes may map."""
+"""Granularity of memory that other processes may map."""
 TORCH_SIGNAL_BYTES = 2048
-"""Which torch keeps beside every symmetric allocation, for collectives of its own."""
+"""Torch's own signals beside every symmetric allocation."""
 LOCAL_OWNERS = ("exchange/whole_logits",)
-"""What peers do not read."""
+"""Owners that peers do not read."""
 
 
 def can_be_captured(kind: ExchangeKind, mesh: Mesh) -> bool:
-    """Whether a CUDA graph may hold a rank's calls: all of those over symmetric memory; of NCCL's not the rows between stages."""
+    """True if a CUDA graph may capture a rank's calls: symmetric memory always, NCCL without stages."""
     return mesh.is_alone or kind == "symmetric" or (kind == "nccl" and mesh.num_stages == 1)
 
 
 def find_exchange(device_kind: str, nodes: Sequence[object], tensor_size: int) -> ExchangeKind:
-    """How ranks exchange; `nodes` is that of each of them, in order."""
+    """Choose how ranks exchange; `nodes`: the node of each rank, in order."""
     if device_kind == "cpu":
         return "gloo"
     if len(set(nodes)) == 1:
@@ -52,29 +52,29 @@ def find_exchange(device_kind: str, nodes: Sequence[object], tensor_size: int) -
 
 
 def planned_nodes(num_ranks: int, num_nodes: int | None) -> list[int]:
-    """The node of each rank, spread evenly over so many; None: over as many as have NODE_GPUS each."""
+    """Spread ranks evenly over nodes; None: as many as have NODE_GPUS each."""
     num_nodes = num_nodes or -(-num_ranks // NODE_GPUS)
     return [rank * num_nodes // num_ranks for rank in range(num_ranks)]
 
 
 class ExchangeNeeds(NamedTuple):
-    """What the steps of a model exchange at their largest."""
+    """The largest exchanges of a model's steps."""
 
     room_bytes: int
-    """Of the largest part that goes through a room."""
+    """Largest part in a room."""
     num_logit_rows: int
     vocab_size: int
-    """Of the whole model."""
+    """Vocabulary of the whole model."""
     hidden_bytes: int
-    """Of the rows that go from a stage to the next."""
+    """Rows between two stages."""
 
     def vocab_share(self, mesh: Mesh) -> int:
-        """Columns of logits of every rank but the last, which may have fewer."""
+        """Logit columns of every rank but the last, which may have fewer."""
         return -(-self.vocab_size // mesh.tensor_size)
 
 
 def exchange_specs(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict[str, TensorSpec]:
-    """The tensors by owner; an exchange allocates exactly these, and nothing where there is one rank."""
+    """Return the tensors of an exchange by owner; none for one rank."""
     found: dict[str, TensorSpec] = {}
     if mesh.tensor_size > 1:
         room = aligned(needs.room_bytes)
@@ -82,7 +82,7 @@ def exchange_specs(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict
         if kind in ("gloo", "nccl"):
             found["exchange/gathered"] = TensorSpec("gathered", (mesh.tensor_size, room), "uint8")
     has_logits = not mesh.is_alone and needs.num_logit_rows > 0
-    # On rank 0 they go through here as well; symmetric memory is as large on every rank.
+    # Rank 0 uses it too; symmetric memory has one size on every rank.
     if (mesh.is_last_stage or mesh.rank == 0 or kind == "symmetric") and has_logits:
         share = needs.num_logit_rows * needs.vocab_share(mesh)
         found["exchange/logits"] = TensorSpec("logits", (share,), "float32")
@@ -96,28 +96,28 @@ def exchange_specs(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict
 
 
 def shared_specs(needs: ExchangeNeeds, mesh: Mesh) -> dict[str, TensorSpec]:
-    """Those that lie in symmetric memory, one behind the other: the same on every rank."""
+    """Return the tensors in symmetric memory, equal on every rank."""
     specs = exchange_specs(needs, mesh, "symmetric")
     return {owner: spec for owner, spec in specs.items() if owner not in LOCAL_OWNERS}
 
 
 def in_stage(needs: ExchangeNeeds, mesh: Mesh) -> tuple[ExchangeNeeds, Mesh]:
-    """Of a linked exchange what the ranks of one stage exchange among themselves: no logits, and no rows between stages."""
+    """Return needs and mesh within one stage of a linked exchange: no logits, no rows between stages."""
     return needs._replace(num_logit_rows=0), mesh.all_layers
 
 
 def rounding_bytes(needs: ExchangeNeeds, mesh: Mesh) -> int:
-    """What symmetric memory takes beside its tensors."""
+    """Bytes of symmetric memory beside its tensors."""
     num_bytes = arena_bytes(shared_specs(needs, mesh).values())
     return -(-(num_bytes + TORCH_SIGNAL_BYTES) // SYMMETRIC_UNIT_BYTES) * SYMMETRIC_UNIT_BYTES - num_bytes
 
 
 CHOICE_FIELDS = 2
-"""Of a row and a share: the id of its argmax, and the logit; float32, in which ids below 2**24 are exact."""
+"""The id of a share's argmax and its logit, in float32: ids below 2**24 are exact."""
 
 
 def choice_specs(needs: ExchangeNeeds, mesh: Mesh) -> tuple[TensorSpec, TensorSpec]:
-    """What a choice among shares of the vocabulary holds: of its own share, and of all of them."""
+    """Return the tensors for sampling from shares of the vocabulary: of its own share, and of all."""
     rows = needs.num_logit_rows
     own = TensorSpec("own", (rows, CHOICE_FIELDS), "float32")
     return own, TensorSpec("all", (mesh.tensor_size * rows * CHOICE_FIELDS,), "float32")
@@ -127,13 +127,13 @@ NCCL_REASON = "NCCL's communicators; measured on an H200"
 
 
 def nccl_bytes(mesh: Mesh) -> int:
-    """What NCCL takes on a rank once it has made every call."""
+    """Memory of NCCL on a rank after every call."""
     has_head = mesh.num_stages > 1 and (mesh.is_last_stage or mesh.rank == 0)
     return NCCL_CONNECT_BYTES + NCCL_CALLS_BYTES + (NCCL_HEAD_BYTES if has_head else 0)
 
 
 def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tuple[Term, ...]:
-    """Lines of the plan."""
+    """Return the lines of the plan."""
     reasons = {
         "exchange/rows": "two rooms in which peers read parts of products",
         "exchange/gathered": f"parts of {mesh.tensor_size} ranks",

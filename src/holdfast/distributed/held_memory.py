@@ -1,6 +1,6 @@
-"""HeldMemory: what an exchange holds, as tensors: two rooms that take turns, logits, signals, rows on their way between stages.
+"""HeldMemory: the tensors of an exchange: two alternating rooms, logits, signals, rows between stages.
 
-They are exactly the specs of distributed/exchange_plan.py, each with its line in the ledger.
+They are the specs of distributed/exchange_plan.py, each with its line in the ledger.
 """
 
 from collections.abc import Mapping
@@ -15,29 +15,28 @@ from holdfast.memory.workspace_plan import TensorSpec
 
 
 class HeldMemory:
-    """Which room comes next, and views of what was allocated."""
+    """The next room, and views of the tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], needs: ExchangeNeeds, mesh: Mesh) -> None:
-        """`tensors` by owner."""
         self.tensors = dict(tensors)
         self.needs = needs
         self.mesh = mesh
         self.turn = 0
-        """The room that comes next."""
+        """Index of the next room."""
 
     def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first so many bytes of the room that comes next."""
+        """Return a view of the next room."""
         return self.room_at(self.turn, num_rows, width, dtype)
 
     def room_at(self, turn: int, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """One of the two."""
+        """Return a view of one of the two rooms."""
         room = self.tensors["exchange/rows"][turn]
         num_bytes = num_rows * width * dtype.itemsize
         assert num_bytes <= room.nbytes, f"[{num_rows}, {width}] {dtype} in a room of {room.nbytes} bytes"
         return room[:num_bytes].view(dtype).view(num_rows, width)
 
     def take(self, part: torch.Tensor) -> int:
-        """Which room a part lies in; the other one comes next."""
+        """Return the room of a part, and move on to the other."""
         turn = self.turn
         begin = self.tensors["exchange/rows"][turn].data_ptr()
         assert part.is_contiguous(), f"{part.shape=} {part.stride()=} is not dense"
@@ -46,21 +45,21 @@ class HeldMemory:
         return turn
 
     def share_width(self, rank: int) -> int:
-        """Columns of logits that this rank of the stage has."""
+        """Logit columns of this rank of the stage."""
         share = self.needs.vocab_share(self.mesh)
         return max(0, min(share, self.needs.vocab_size - rank * share))
 
     def share_room(self, num_rows: int, width: int) -> torch.Tensor:
-        """Where a share of the logits goes through: [num_rows, width]."""
+        """Return the buffer of a share of the logits: [num_rows, width]."""
         return self.tensors["exchange/logits"][: num_rows * width].view(num_rows, width)
 
     def whole_logits(self, num_rows: int) -> torch.Tensor:
-        """[num_rows, W], on rank 0."""
+        """Return the buffer of whole logits: [num_rows, W], on rank 0."""
         assert self.mesh.rank == 0, f"whole logits are rank 0's; this is {self.mesh.rank}"
         return self.tensors["exchange/whole_logits"][:num_rows]
 
     def hidden_slot(self, slot: int, like: torch.Tensor) -> torch.Tensor:
-        """A slot for rows between stages, in the shape of these."""
+        """Return a slot for rows between stages, in the shape of `like`."""
         place = self.tensors["pipeline/hidden"][slot % self.mesh.num_stages]
         assert like.nbytes <= place.nbytes, f"{like.shape=} in a slot of {place.nbytes} bytes"
         return place[: like.nbytes].view(like.dtype).view(like.shape)
@@ -69,7 +68,7 @@ class HeldMemory:
 def allocate_held(
     specs: Mapping[str, TensorSpec], device: torch.device, ledger: Ledger, reason: str
 ) -> tuple[dict[str, torch.Tensor], list[Arena]]:
-    """An arena for each group of owners; tensors by owner."""
+    """Allocate an arena for each group of owners; return tensors by owner."""
     groups: dict[str, list[TensorSpec]] = {}
     for owner, spec in specs.items():
         group, _, name = owner.partition("/")

@@ -1,9 +1,8 @@
-"""LinkedExchange: stages on nodes of their own: each sums and gathers over its node's memory, rows and logits go between them by NCCL.
+"""LinkedExchange: one stage a node: symmetric memory within a stage, NCCL for rows and logits between stages.
 
 R, X, S as in distributed/exchange.py
 
-The ranks of a stage have an exchange that knows of no other stage (distributed/symmetric.py); here it stands for every call among
-them. What is sent to another stage, and to rank 0, goes as distributed/collectives.py has it.
+Calls among the ranks of a stage go to its own exchange (distributed/symmetric.py), the others to distributed/collectives.py.
 """
 
 from contextlib import ExitStack
@@ -25,15 +24,9 @@ class LinkedExchange(CollectiveExchange):
     """The exchange of one rank; see distributed/exchange.py."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        needs: ExchangeNeeds,
-        stage: Exchange,
-        peers: Peers,
-        device: torch.device,
-        ledger: Ledger,
+        self, mesh: Mesh, needs: ExchangeNeeds, stage: Exchange, peers: Peers, device: torch.device, ledger: Ledger
     ) -> None:
-        """`stage` is that of the ranks which share these layers."""
+        """`stage`: the exchange of the ranks that share these layers."""
         assert stage.size == mesh.tensor_size > 1, f"{stage.size=} {mesh=}"
         super().__init__(mesh, needs, peers, device, ledger, link_specs(needs, mesh))
         self._stage = stage
@@ -53,7 +46,7 @@ class LinkedExchange(CollectiveExchange):
     def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
         if part_RX is not None:
             self._stage.gather_small(part_RX, out_SRX)
-        with lost_peers(f"rank {self.mesh.rank} gathered {list(out_SRX.shape)}"):
+        with lost_peers(f"the gather of {list(out_SRX.shape)} on rank {self.mesh.rank}"):
             if part_RX is None:
                 self._open.receive_head(out_SRX, 0)
             elif self.rank == 0:
@@ -76,7 +69,7 @@ class LinkedExchange(CollectiveExchange):
 
 
 def link_specs(needs: ExchangeNeeds, mesh: Mesh) -> dict[str, TensorSpec]:
-    """What is held beside the memory of the stage: logits and rows on their way."""
+    """Return the tensors beside the memory of the stage: logits and rows between stages."""
     shared = shared_specs(*in_stage(needs, mesh))
     return {owner: spec for owner, spec in exchange_specs(needs, mesh, "linked").items() if owner not in shared}
 
@@ -93,11 +86,11 @@ def open_linked(
     check: Check | None = None,
     **options: Any,  # noqa: ANN401 those of SymmetricExchange
 ) -> LinkedExchange:
-    """Among all ranks of the mesh, which call this together; those of a stage have GPUs of one node."""
+    """Connect all ranks of the mesh, which call this together; a stage is on one node."""
     from holdfast.distributed.symmetric import SymmetricExchange  # its kernels are for GPUs
 
     store = open_store(place, mesh, timeout_s, secret, check)
-    with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
+    with lost_peers(f"connecting rank {mesh.rank} to {mesh.num_ranks - 1} others"):
         peers, connected_bytes = open_peers(store, mesh, CALL_SECONDS, device)
         own_needs, own_mesh = in_stage(needs, mesh)
         own_store = c10d.PrefixStore(f"stage{mesh.stage}", store)
@@ -106,6 +99,6 @@ def open_linked(
             stage = SymmetricExchange(own_mesh, own_needs, own_store, device, ledger, **options)
             opened.callback(stage.close)
             exchange = LinkedExchange(mesh, needs, stage, peers, device, ledger)
-            opened.pop_all()  # all of it is the exchange's from here on
+            opened.pop_all()  # the exchange owns all of it now
     warm_up(exchange, device, connected_bytes)
     return exchange

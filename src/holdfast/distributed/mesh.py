@@ -1,4 +1,4 @@
-"""Mesh: where a rank stands among those that run one model: tensor, expert, stage, layers; no torch.
+"""Mesh: the place of a rank among those that run one model: tensor, expert, stage, layers; no torch.
 
     rank = stage * tensor_size + tensor_rank
 
@@ -9,36 +9,32 @@ experts in place of slices of all of them. Stages hold different layers; the fir
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError
 
 
 def _check(kind: str, rank: object, size: object, rank_name: str = "", size_name: str = "") -> None:
     rank_name, size_name = rank_name or f"{kind}_rank", size_name or f"{kind}_size"
     if type(rank) is int and type(size) is int and 0 <= rank < size:
         return
-    raise ConfigError(
-        f"{rank_name}={shown(rank)} of {size_name}={shown(size)} was asked",
-        "ranks are whole numbers from 0 to one less than their number",
-        f"take {rank_name}=0 and {size_name}=1 for a model on one device",
-    )
+    raise ConfigError("rank.not_a_rank", rank_name=rank_name, rank=rank, size_name=size_name, size=size)
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """One rank's place. Everything that a rank holds, plans and computes follows from the model and this."""
+    """One rank's place. Model and mesh determine what a rank holds, plans and computes."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
     expert_rank: int = 0
     expert_size: int = 1
-    """1, or as many as tensor_size: then each of those ranks holds whole experts."""
+    """1, or tensor_size: then each of those ranks holds whole experts."""
     stage: int = 0
     num_stages: int = 1
     layers: tuple[int, int] | None = None
     """The layers of this stage, from the first to before the last; None: all of the model."""
     is_exact: bool = False
-    """Output projections are cut along N as all other weights are, so that no number depends on how many ranks there are;
-    else along K, and float32 sums are exchanged."""
+    """Output projections are split along N like all other weights, so that no result depends on the number of ranks;
+    otherwise along K, with an all-reduce of float32 sums."""
 
     def __post_init__(self) -> None:
         for kind in ("tensor", "expert"):
@@ -48,7 +44,7 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """Among all."""
+        """Rank among all."""
         return self.stage * self.tensor_size + self.tensor_rank
 
     @property
@@ -57,26 +53,26 @@ class Mesh:
 
     @property
     def is_alone(self) -> bool:
-        """Whether one rank runs all of the model."""
+        """True if one rank runs the whole model."""
         return self.num_ranks == 1
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether it has the embedding."""
+        """True if it has the embedding."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it has the final norm and the head."""
+        """True if it has the final norm and the head."""
         return self.stage == self.num_stages - 1
 
     @property
     def all_layers(self) -> "Mesh":
-        """The same share of every layer, as if one stage had all of them."""
+        """This rank's share of every layer, as in a single stage."""
         return replace(self, stage=0, num_stages=1, layers=None)
 
     def layer_range(self, num_layers: int) -> range:
-        """The layers that it holds, of so many."""
+        """The layers that it holds."""
         return range(num_layers) if self.layers is None else range(*self.layers)
 
 
@@ -90,7 +86,7 @@ def meshes(
     has_expert_parallelism: bool = False,
     is_exact: bool = False,
 ) -> tuple[Mesh, ...]:
-    """All ranks in order; `cuts` are the layers of each stage, left out where there is one."""
+    """Return all ranks in order; `cuts`: the layers of each stage, None for one stage."""
     stages = (None,) if cuts is None or len(cuts) == 1 else tuple(cuts)
     return tuple(
         Mesh(

@@ -1,6 +1,6 @@
-"""How ranks of one engine find each other: rank 0 listens at a port of its own choice, the others are told which.
+"""Rendezvous of the ranks of one engine: rank 0 listens at a free port, and the others get its address.
 
-Nothing of torch.distributed's that is one for a process is touched, so that several engines may live in one process.
+It uses no global state of torch.distributed, so several engines may live in one process.
 """
 
 import os
@@ -18,31 +18,27 @@ from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, EngineDeadError
 
 c10d: Any = torch.distributed
-"""What groups and stores are made of; its stubs leave most of them out."""
+"""torch.distributed, whose stubs lack groups and stores."""
 Store = Any
 LOOPBACK = "127.0.0.1"
 OPEN_SECONDS = 30.0
 POLL_SECONDS = 0.02
 Check = Callable[[], None]
-"""Raises where there is no use in waiting any longer."""
+"""Raises if waiting is useless."""
 Place = socket.socket | tuple[str, int]
-"""Rank 0 has the socket that it listens at, every other rank its address."""
+"""Rank 0 has its listening socket, every other rank its address."""
 
 
 def listen_for_ranks(host: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """On rank 0, before anybody is told: `getsockname()` gives host and port. Loopback unless told otherwise."""
+    """Listen on rank 0; `getsockname()` returns host and port."""
     try:
         return serve_at(host, port)
     except OSError as error:
-        raise ConfigError(
-            f"ranks were to meet at {host}:{port}",
-            f"nobody can listen there: {error.strerror or error}",
-            "take another port, or 0 for any that is free",
-        ) from error
+        raise ConfigError("rank.cannot_listen", place=f"{host}:{port}", reason=error.strerror or error) from error
 
 
 def serve_at(host: str, port: int) -> socket.socket:
-    """A socket that listens at the first address of that name, whichever kind it is; OSError where nobody can."""
+    """Listen at the first address of that name, IPv4 or IPv6; raise OSError if impossible."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address, family=family)
 
@@ -50,9 +46,9 @@ def serve_at(host: str, port: int) -> socket.socket:
 def open_store(
     place: Place, mesh: Mesh, timeout_s: float = OPEN_SECONDS, secret: str = "", check: Check | None = None
 ) -> Store:
-    """Returns once every rank has come; a rank that does not is named. The socket is the store's from then on.
+    """Open the store once every rank has arrived, or name the missing ones. The store owns the socket from then on.
 
-    Who does not know the secret can connect, as every user of the machine can, but is nobody here.
+    Other users of the machine can connect, but without the secret they find nothing.
     """
     patience = timedelta(seconds=timeout_s)
     is_first = isinstance(place, socket.socket)
@@ -69,17 +65,14 @@ def open_store(
         store = c10d.PrefixStore(f"holdfast-{secret}", server)
         store.set(_key(mesh.rank), "here")
     except RuntimeError as error:
-        raise EngineDeadError(
-            f"rank {mesh.rank} looked for rank 0 at {host}:{port}",
-            f"nobody answered within {timeout_s:g} s: {told(error)}",
-            "look whether rank 0 lives and that its port can be reached",
-        ) from error
+        found = {"place": f"{host}:{port}", "seconds": f"{timeout_s:g}", "reason": first_line(error)}
+        raise EngineDeadError("rank.rank_zero_silent", rank=mesh.rank, **found) from error
     _wait_for_all(store, mesh, timeout_s, check)
     return store
 
 
 def make_gloo(store: Store, name: str, rank: int, size: int, timeout_s: float) -> Any:  # noqa: ANN401 no stub has it
-    """A group of its own over gloo, connected; over the network by which this rank reaches the store, or on loopback."""
+    """Make a connected gloo group, over the network by which this rank reaches the store."""
     options = c10d.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     server = store
@@ -91,10 +84,10 @@ def make_gloo(store: Store, name: str, rank: int, size: int, timeout_s: float) -
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this machine as that place would see it: what its name resolves to is often loopback."""
+    """Return the address of this machine as seen from that place: its name often resolves to loopback."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind, protocol) as way:
-            way.connect(address)  # of datagrams: nothing is sent
+            way.connect(address)  # datagrams: nothing is sent
             return way.getsockname()[0]
     return LOOPBACK
 
@@ -106,36 +99,28 @@ QUIET = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""How torch is told that peers are watched by us (engine/ranks.py): else it ends this process where one is gone, asks the store for
-news of it all the time, says so, and holds up the end of a group for a minute, in which something could be written down. It reads
-these when a group is made."""
+"""Disable torch's own watchdog, since engine/ranks.py watches peers: torch would end this process if one is gone, poll the store, log
+that, and delay the end of a group for a minute. It reads these when a group is created."""
 
 
-def make_nccl(
-    store: Store,
-    name: str,
-    rank: int,
-    size: int,
-    timeout_s: float,
-    device: torch.device,
-) -> Any:  # noqa: ANN401 no stub has it
-    """A group of its own over NCCL: one communicator, connected, for collectives and for sends and receives."""
+def make_nccl(store: Store, name: str, rank: int, size: int, timeout_s: float, device: torch.device) -> Any:  # noqa: ANN401 no stub has it
+    """Make a connected NCCL group: one communicator for collectives, sends and receives."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    with _while_told(QUIET, os.environ):
+    with _with_environment(QUIET, os.environ):
         group = c10d.ProcessGroupNCCL(c10d.PrefixStore(name, store), rank, size, options)
     group.eager_connect_single_device(device)
     return group
 
 
 @contextmanager
-def _while_told(told: Mapping[str, str], environment: MutableMapping[str, str]) -> Iterator[None]:
-    before = {key: value for key, value in environment.items() if key in told}
-    environment.update(told)
+def _with_environment(values: Mapping[str, str], environment: MutableMapping[str, str]) -> Iterator[None]:
+    before = {key: value for key, value in environment.items() if key in values}
+    environment.update(values)
     try:
         yield
     finally:
-        for key in told:
+        for key in values:
             environment.pop(key, None)
         environment.update(before)
 
@@ -146,7 +131,7 @@ def _key(rank: int) -> str:
 
 def _wait_for_all(store: Store, mesh: Mesh, timeout_s: float, check: Check | None) -> None:
     missing, end = set(range(mesh.num_ranks)), time.monotonic() + timeout_s
-    with lost_peers(f"{mesh.num_ranks} ranks were to meet"):
+    with lost_peers(f"the rendezvous of {mesh.num_ranks} ranks"):
         while True:
             missing = {rank for rank in missing if not store.check([_key(rank)])}
             if not missing or time.monotonic() > end:
@@ -155,30 +140,25 @@ def _wait_for_all(store: Store, mesh: Mesh, timeout_s: float, check: Check | Non
                 check()
             time.sleep(POLL_SECONDS)
     if missing:
-        raise EngineDeadError(
-            f"{mesh.num_ranks} ranks were to meet",
-            f"{named(missing)} did not come within {timeout_s:g} s",
-            "look at what they said, and start all ranks again",
-        )
+        found = {"num_ranks": mesh.num_ranks, "seconds": f"{timeout_s:g}"}
+        raise EngineDeadError("rank.missing_ranks", missing=named(missing), **found)
 
 
 @contextmanager
-def lost_peers(asked: str) -> Iterator[None]:
-    """Whatever torch.distributed says about peers and connections, as our sentence."""
+def lost_peers(doing: str) -> Iterator[None]:
+    """Turn RuntimeError of torch.distributed into EngineDeadError."""
     try:
         yield
     except RuntimeError as error:
-        raise EngineDeadError(
-            asked, f"a peer is gone or does not answer: {told(error)}", "open the model again; all ranks start anew"
-        ) from error
+        raise EngineDeadError("rank.lost_peer", doing=doing, reason=first_line(error)) from error
 
 
-def told(error: BaseException) -> str:
-    """What a library says, on one line and without its advice."""
-    words = str(error).partition("\n")[0].partition(". This is")[0]
-    return words if len(words) <= 200 else f"{words[:197]}..."
+def first_line(error: BaseException) -> str:
+    """Return a library's message in one line, without its advice."""
+    text = str(error).partition("\n")[0].partition(". This is")[0]
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def named(ranks: set[int]) -> str:
-    """One or several, in words."""
+    """Name one rank or several."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))

@@ -1,10 +1,10 @@
-"""SymmetricExchange: ranks on the GPUs of one node read each other's memory (torch symmetric memory); kernels of ours, in graphs.
+"""SymmetricExchange: GPUs of one node read each other's memory (torch symmetric memory); own kernels, in graphs.
 
 S ranks that share layers; T, H, X, Y, R, V, W as in distributed/exchange.py
 
-Rooms, logits and signals lie in one symmetric allocation of the same size on every rank, so that products write where peers read.
-Calls launch one kernel (kernels/exchange); they allocate nothing, copy nothing to or from the host and wait for nothing there.
-Why one meeting of all ranks a call is enough: kernels/exchange/signals.py. Rows between stages: kernels/exchange/links.py.
+Rooms, logits and signals lie in one symmetric allocation of equal size on every rank, so products write where peers read. A call
+launches one kernel (kernels/exchange) and neither allocates nor synchronizes with the host. kernels/exchange/signals.py explains
+why one barrier a call suffices; kernels/exchange/links.py has the rows between stages.
 """
 
 import json
@@ -25,7 +25,7 @@ from holdfast.kernels.exchange.add_rows import DeferredStream, add_rows_triton
 from holdfast.kernels.exchange.gather_rows import (
     gather_columns_triton,
     gather_small_triton,
-    meet_triton,
+    rendezvous_triton,
     share_first_triton,
 )
 from holdfast.kernels.exchange.links import (
@@ -45,47 +45,47 @@ from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 
 natives: Any = getattr(torch._C, "_distributed_c10d", None)
-"""What torch has of groups below Python; its stubs do not name it."""
+"""Torch's C++ groups; its stubs lack them."""
 GROUP_KEY = "group"
 WAITING_SHARE = 4
 WARM_ELEMENTS = 16
-"""As many as Triton tells numbers of elements apart by."""
+"""Triton specializes on divisibility by 16."""
 
 
 class SymmetricMemory:
-    """One allocation of the same size on every rank, and views of everybody's."""
+    """One allocation of equal size on every rank, and views of all of them."""
 
     def __init__(self, specs: dict[str, TensorSpec], store: Store, mesh: Mesh, device: torch.device) -> None:
         num_bytes = arena_bytes(specs.values())
         symmetric = natives._SymmetricMemory
         self.name, self._group = register_group(store, mesh)
         self.own = symmetric.empty_strided_p2p((num_bytes,), [1], torch.uint8, device, self.name)
-        # What `abandon` launches is brought to the device now: it could not be while a kernel waits.
+        # Load the kernels of `abandon` now: they cannot be loaded while a kernel waits.
         _release_all(_named_views(self.own, specs)["exchange/signals"].view(torch.int32))
-        # Signals are 0 before any peer can see them: nobody has this memory before all have come to the rendezvous.
+        # Zero the signals before the rendezvous maps this memory on peers.
         self.own.zero_()
         torch.cuda.synchronize(device)
         self._handle = symmetric.rendezvous(self.own, self.name)
-        self.everybodys = [
+        self.all_ranks = [
             self.own if rank == mesh.rank else self._handle.get_buffer(rank, (num_bytes,), torch.uint8)
             for rank in range(mesh.num_ranks)
         ]
 
     def close(self) -> None:
-        """The memory goes when the last view does; on a device that has failed, with this process."""
+        """Free the memory with its last view; on a failed device, with this process."""
         device = self.own.device
         with suppress(RuntimeError):
             torch.cuda.synchronize(device)
         if has_failed(device):
-            for held in (*self.everybodys, self._handle):
+            for held in (*self.all_ranks, self._handle):
                 keep_with_process(held)
-        self.everybodys.clear()
+        self.all_ranks.clear()
         natives._unregister_process_group(self.name)
         del self._handle, self.own, self._group
 
 
 def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
-    """A group that only symmetric memory knows, by a name that nobody else has; torch knows it as long as somebody holds it."""
+    """Register a group for symmetric memory under a unique name; it lives as long as the returned object."""
     if mesh.rank == 0:
         store.set(GROUP_KEY, f"holdfast-{secrets.token_hex(8)}")
     name = store.get(GROUP_KEY).decode()
@@ -101,10 +101,10 @@ def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
 
 
 def agree_blocks(store: Store, mesh: Mesh, device: torch.device, share: int) -> int:
-    """How many programs a kernel that waits may have: the same on all ranks, and few where several ranks are on one GPU.
+    """Agree on the programs of a waiting kernel: equal on all ranks, and few if several ranks share a GPU.
 
-    Those of some ranks wait there for a peer whose own kernels must find a place: a product may want whole processors, and several of
-    them side by side (a cluster). So all that can wait at once take one processor in `share`.
+    There they wait for a peer whose own kernels need SMs: a product may need whole SMs, several together (a cluster). So all that can
+    wait at once take one SM in `share`.
     """
     properties = torch.cuda.get_device_properties(device)
     own = {"device": str(properties.uuid), "num_processors": properties.multi_processor_count}
@@ -134,7 +134,7 @@ class SymmetricExchange:
         self._memory: SymmetricMemory | None = SymmetricMemory(shared, store, mesh, device)
         own = {owner: spec for owner, spec in specs.items() if owner not in shared}
         tensors, self._arenas = allocate_held(own, device, ledger, reason)
-        everybodys = [_named_views(buffer, shared) for buffer in self._memory.everybodys]
+        all_ranks = [_named_views(buffer, shared) for buffer in self._memory.all_ranks]
         held_bytes = {owner: spec.aligned_bytes for owner, spec in shared.items()}
         held_bytes["exchange/rounding"] = rounding_bytes(needs, mesh)
         self._owners = list(held_bytes)
@@ -143,12 +143,12 @@ class SymmetricExchange:
             ledger.record(owner, num_bytes, reason)
         self._store = store
         self.mesh = mesh
-        self._held = HeldMemory(tensors | everybodys[mesh.rank], needs, mesh)
+        self._held = HeldMemory(tensors | all_ranks[mesh.rank], needs, mesh)
         first, last = mesh.stage * mesh.tensor_size, (mesh.num_stages - 1) * mesh.tensor_size
-        stage = everybodys[first : first + mesh.tensor_size]
+        stage = all_ranks[first : first + mesh.tensor_size]
         self._peer_rooms = [views["exchange/rows"] for views in stage if mesh.tensor_size > 1]
-        self._peer_logits = [views["exchange/logits"] for views in everybodys[last:] if "exchange/logits" in views]
-        self._everybodys = everybodys
+        self._peer_logits = [views["exchange/logits"] for views in all_ranks[last:] if "exchange/logits" in views]
+        self._all_ranks = all_ranks
         self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self.ranks = self._make_ranks(stage, agree_blocks(store, mesh, device, waiting_share))
         self._is_at_rest = True
@@ -157,7 +157,7 @@ class SymmetricExchange:
         self._warmed_sums: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def _make_ranks(self, stage: list[dict[str, torch.Tensor]], max_blocks: int) -> Ranks:
-        """Signals of the ranks of this stage, with a table of their addresses behind this rank's own."""
+        """Make the signals of this stage's ranks, with a table of their addresses after this rank's own."""
         signals = stage[self.mesh.tensor_rank]["exchange/signals"].view(torch.int32)
         peers = signals[TABLES_WORD : TABLES_WORD + 2 * MAX_RANKS].view(torch.int64)
         addresses = [views["exchange/signals"].data_ptr() for views in stage]
@@ -173,14 +173,14 @@ class SymmetricExchange:
         return self.mesh.tensor_size
 
     def epochs(self) -> str:
-        """Where this rank stands and where it sees its peers, for whoever looks into a hang; in a stream of its own."""
+        """Describe the epochs of this rank and its peers, to debug a hang; in a separate stream."""
         with torch.cuda.stream(self._rescue):
             words = self._signals(self.mesh.rank)[: EPOCHS_WORD + 1].to("cpu")
         return f"own epoch {int(words[EPOCHS_WORD])}, peers at {words[: self.size].tolist()} (its own place is unused)"
 
     @property
     def group_name(self) -> str:
-        """By which torch knows these ranks."""
+        """Name of torch's group."""
         assert self._memory is not None, "the exchange is closed"
         return self._memory.name
 
@@ -188,7 +188,7 @@ class SymmetricExchange:
         return self._held.room(num_rows, width, dtype)
 
     def peer_rooms(self, turn: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """One of the two rooms of every rank, all of it in this type; a view is made once."""
+        """Return one of the two rooms of every rank in this type; views are cached."""
         found = self._typed_rooms.get((turn, dtype))
         if found is None:
             found = tuple(rooms[turn].view(dtype) for rooms in self._peer_rooms)
@@ -206,8 +206,8 @@ class SymmetricExchange:
         return sum_rows_triton(self._take(part_TH), out_TH, self.ranks)
 
     def _warm_sums(self, dtype: torch.dtype, out_TH: torch.Tensor) -> None:
-        """Every form that a sum of these types may take, over a few elements of the room that nobody needs: who warms steps of some
-        numbers of rows need not know at which of them another one begins."""
+        """Warm up every specialization of a sum of these types, on a few elements of the free room: the warm-up of steps need not
+        know at which row counts another one begins."""
         self._warmed_sums.add((dtype, out_TH.dtype))
         few_N, rooms = out_TH.view(-1)[:WARM_ELEMENTS], self.peer_rooms(1 - self._held.turn, dtype)
         for tiles in tile_forms(supports_pdl(out_TH)):
@@ -248,19 +248,19 @@ class SymmetricExchange:
         gather_columns_triton(self._peer_logits, out_RW, part_RV.shape[0], num_columns, self.ranks)
 
     def _offer_head(self, x_TH: torch.Tensor) -> None:
-        """To rank 0, through the logits of this rank."""
+        """Offer to rank 0, through the logits of this rank."""
         slots_LN = self._held.tensors["exchange/logits"].view(x_TH.dtype).unsqueeze(0)
         offer_rows(x_TH, slots_LN, offer_end(self._signals(self.mesh.rank), self._signals(0), HEAD_LINK, 1 + self.rank))
 
     def _fetch_head(self, place: int, out_TH: torch.Tensor) -> None:
-        """From one of the last stage."""
+        """Fetch from a rank of the last stage."""
         slots_LN = self._peer_logits[place].view(out_TH.dtype).unsqueeze(0)
         from_rank = (self.mesh.num_stages - 1) * self.size + place
         end = fetch_end(self._signals(self.mesh.rank), self._signals(from_rank), HEAD_LINK, 1 + place)
         fetch_rows(slots_LN, out_TH, end)
 
     def _signals(self, rank: int) -> torch.Tensor:
-        return self._everybodys[rank]["exchange/signals"].view(torch.int32)
+        return self._all_ranks[rank]["exchange/signals"].view(torch.int32)
 
     def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
         assert (part_RX is not None) == self.mesh.is_last_stage, f"rank {self.mesh.rank} passes {part_RX=}"
@@ -280,11 +280,11 @@ class SymmetricExchange:
             share_first_triton(ids_T, self._take_any(ids_T), self.ranks)
 
     def _take_any(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """For a part that lies elsewhere: a kernel brings it into the room."""
+        """Take the next room for a part that lies elsewhere: a kernel copies it."""
         return self._take(self._held.room(1, part.numel(), part.dtype))
 
     def send_rows(self, x_TH: torch.Tensor) -> None:
-        assert not self.mesh.is_last_stage, "the last stage has none behind it"
+        assert not self.mesh.is_last_stage, "the last stage has no next one"
         target = self._signals(self.mesh.rank + self.size)
         slots_LN = self._held.tensors["pipeline/hidden"].view(x_TH.dtype)
         offer_rows(x_TH, slots_LN, offer_end(self._signals(self.mesh.rank), target, ROWS_LINK, 0))
@@ -292,20 +292,20 @@ class SymmetricExchange:
     def receive_rows(self, out_TH: torch.Tensor) -> torch.Tensor:
         assert not self.mesh.is_first_stage, "the first stage has none before it"
         from_rank = self.mesh.rank - self.size
-        slots_LN = self._everybodys[from_rank]["pipeline/hidden"].view(out_TH.dtype)
+        slots_LN = self._all_ranks[from_rank]["pipeline/hidden"].view(out_TH.dtype)
         return fetch_rows(
             slots_LN, out_TH, fetch_end(self._signals(self.mesh.rank), self._signals(from_rank), ROWS_LINK, 0)
         )
 
     def end_step(self) -> None:
         if not self._is_at_rest:
-            meet_triton(self.ranks)
+            rendezvous_triton(self.ranks)
         self._is_at_rest = True
         self._held.turn = 0
 
     def abandon(self) -> None:
-        # A stream of its own: the one that steps run in waits for the kernel that waits. It was made when there was time.
-        # Others are let go too: they are about to be killed, which under MPS breaks the device for all where a kernel never ends.
+        # A separate stream, because the step stream waits. Release other ranks too: they are about to be killed, and under MPS a
+        # kernel that never ends breaks the device for all.
         with self._closing:
             if self._memory is None:
                 return
@@ -323,7 +323,7 @@ class SymmetricExchange:
         self._typed_rooms.clear()
         self._peer_rooms.clear()
         self._peer_logits.clear()
-        self._everybodys.clear()
+        self._all_ranks.clear()
         self._held.tensors.clear()
         del self.ranks
         memory.close()
@@ -355,16 +355,12 @@ def open_symmetric(
     check: Check | None = None,
     waiting_share: int = WAITING_SHARE,
 ) -> SymmetricExchange:
-    """Among all ranks of the mesh, which call this together, each with a GPU of this node.
+    """Connect all ranks of the mesh, which call this together, each with a GPU of this node.
 
-    Where several are on one GPU, kernels that wait take no more than one in `waiting_share` of its processors.
+    If several share a GPU, waiting kernels take at most one SM in `waiting_share`.
     """
     if mesh.tensor_size > MAX_RANKS:
-        raise ConfigError(
-            f"{mesh.tensor_size} ranks were to share layers over symmetric memory",
-            f"signals have places for {MAX_RANKS}",
-            f"take tensor_parallel_size={MAX_RANKS} at most",
-        )
+        raise ConfigError("rank.too_many_for_signals", size=mesh.tensor_size, maximum=MAX_RANKS)
     store = open_store(place, mesh, timeout_s, secret, check)
-    with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):
+    with lost_peers(f"opening symmetric memory on rank {mesh.rank} of {mesh.num_ranks}"):
         return SymmetricExchange(mesh, needs, store, device, ledger, waiting_share)

@@ -20,7 +20,7 @@ from holdfast.errors import HoldfastError, PromptError, RequestError, TemplateEr
 from holdfast.observability.log import get_logger
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.chat_template import ChatTemplate, RenderedChat
-from holdfast.text.grammar import FormCheck
+from holdfast.text.grammar import GrammarCheck
 from holdfast.text.tokenizer import Tokenizer
 
 MAX_CACHE_SALT_CHARS = 256
@@ -155,7 +155,7 @@ class Admission:
         max_queue: int,
         tokenizer: Tokenizer | None,
         chat_template: ChatTemplate | None,
-        forms: FormCheck | None = None,
+        forms: GrammarCheck | None = None,
         takes_priorities: bool = True,
     ) -> None:
         self._max_tokens = max_tokens
@@ -255,7 +255,7 @@ class Admission:
         control = None if is_open or self._tokenizer is None else self._tokenizer.control_tokens
         try:
             # render_chat checks the messages.
-            rendered = template.render_chat(messages, control, tools_in_words=True, **values)  # type: ignore[arg-type]
+            rendered = template.render_chat(messages, control, tools_as_text=True, **values)  # type: ignore[arg-type]
         except HoldfastError:
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Build an engine from a config: open the model, find its tokenizer and template, make its runner and its core."""
+"""Build an engine from a config: model, tokenizer and template, runner and core."""
 
 import os
 import weakref
@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from holdfast.config import AUTO_STRETCH, EngineConfig
+from holdfast.distributed.mesh import ALONE
 from holdfast.engine.core import CoreResources, EngineCore, StepRunner
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
@@ -29,11 +30,11 @@ from holdfast.text.grammar import Grammars, Vocabulary
 from holdfast.text.tokenizer import Tokenizer
 
 AUTO_STRETCHES = {"cpu": 3.0, "cuda": 1.7}
-"""Of a step over a decode step: a stream should see 4 and 2 at the most, and single steps are longer than they were predicted."""
+"""Duration of a step over a decode step: streams should see at most 4 and 2, and single steps exceed the prediction."""
 TILE_ROWS = {"cuda": 16}
-"""Rows of a prompt in a tile of attention whose query heads come in groups of 8; whole tiles of larger groups too."""
+"""Prompt rows in an attention tile for 8 query heads a group; whole tiles for larger groups too."""
 MAX_CPU_SECONDS = 1.0
-"""Of a step on a CPU in which no sequence decodes: whatever comes meanwhile waits for its end."""
+"""Longest CPU step in which no sequence decodes: new requests wait for its end."""
 
 
 def build_engine(
@@ -43,15 +44,15 @@ def build_engine(
     *,
     on_prepare: OnPrepare = prepare_silently,
 ) -> Engine:
-    """An engine that is ready; nothing is left behind where it fails. A model whose headers are open already is taken, and closed.
+    """Build an engine, or release everything. An open model is used, and closed.
 
-    `on_progress(done, total)` counts bytes read; `on_prepare` is told of kernels that are compiled and graphs captured.
+    `on_progress(done, total)` counts bytes read; `on_prepare` reports compilation and graph capture.
     """
     if model is None:
         model = open_model(config.model, config.load_format, config.revision)
     try:
         refuse_lost_threads(_use_threads)
-        # What can be wrong with small files is found before the large ones are read.
+        # Errors in small files are found before the large ones are read.
         tokenizer, chat_template = open_text(config, model)
         vocabulary = None if tokenizer is None else _vocabulary(model, lambda: tokenizer)
         core = build_core(config, model, on_progress, on_prepare, vocabulary=vocabulary)
@@ -79,9 +80,9 @@ def build_core(
     is_remote: bool = False,
     vocabulary: Vocabulary | None = None,
 ) -> EngineCore:
-    """The core of an engine; nothing is left behind where it fails. `is_remote`: its front is in another process.
+    """Build the core of an engine, or release everything. `is_remote`: its front is in another process.
 
-    `vocabulary` is the front's, for forms of answers; left out, one is opened when it is needed.
+    `vocabulary` is the front's, for grammars; by default one is opened on demand.
     """
     if vocabulary is None:
         vocabulary = _vocabulary(model, lambda: _reopened_tokenizer(config))
@@ -109,7 +110,7 @@ def _vocabulary(model: OpenModel, open_tokenizer: Callable[[], Tokenizer]) -> Vo
 
 
 def _reopened_tokenizer(config: EngineConfig) -> Tokenizer:
-    """The tokenizer of a model whose files were closed."""
+    """Open the tokenizer of a model whose files were closed."""
     model = open_model(config.model, config.load_format, config.revision)
     try:
         return open_tokenizer(config, model)
@@ -118,7 +119,7 @@ def _reopened_tokenizer(config: EngineConfig) -> Tokenizer:
 
 
 def _use_threads() -> None:
-    """A sum that torch shares among its threads, if it has more than one."""
+    """Run a sum on all threads of torch."""
     torch.ones(2**20).add_(1)
 
 
@@ -133,7 +134,7 @@ def _core(
 ) -> EngineCore:
     plan = built.plan
     assert plan.cache is not None, f"{plan.declared.name} runs without a cache"
-    # A remote front counts those that wait by what it last heard, and meanwhile everybody who ran may wait again.
+    # A remote front counts waiting sequences by the last message, and all running ones may wait again meanwhile.
     num_unheard = runner.limits.max_num_seqs if is_remote else 0
     scheduler = Scheduler(
         runner.limits,
@@ -145,7 +146,7 @@ def _core(
         num_stages=config.pipeline_parallel_size,
         is_invariant=config.batch_invariant and plan.target.kind == "cuda",
     )
-    # A step in each stage; on one device one runs while the next is prepared, where that gains anything.
+    # A step in each stage; on one device one runs while the next is prepared, if that helps.
     run_ahead = scheduler.num_stages - 1 or int(built.runner.can_run_ahead)
     core = EngineCore(
         runner,
@@ -158,7 +159,7 @@ def _core(
         resources=resources,
     )
     if plan.target.kind == "cpu" and config.num_ranks == 1:
-        # Weak: what the core holds must not hold the core.
+        # Weak: the core holds the runner.
         own = weakref.ref(core)
         built.runner.model.before_layer = lambda: _check_needed(own())
     return core
@@ -170,7 +171,7 @@ def _check_needed(core: EngineCore | None) -> None:
 
 
 def make_pacer(config: EngineConfig, runner: Runner) -> StepPacer | None:
-    """The pacer that a config asks for; None if steps are not cut. Steps of a pipeline hold different sequences each."""
+    """Make the pacer of a config; None if steps are not cut, as in pipelines."""
     stretch = config.max_step_stretch
     if not stretch or config.pipeline_parallel_size > 1:
         return None
@@ -191,5 +192,5 @@ def _report(built: BuiltRunner) -> MemoryReport:
     )
     if plan.groups:
         report = replace(report, kv_tokens=plan.kv_tokens, kv_bytes_per_token=int(plan.kv_bytes_per_token))
-    disk = disk_account(plan.declared, plan.resolved)
+    disk = disk_account(plan.resolved, ALONE)
     return replace(report, disk=disk, context_note=plan.context_note, kv_note=plan.kv_note())

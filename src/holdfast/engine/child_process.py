@@ -1,6 +1,6 @@
-"""Child: a process of this program with a channel to it, a pulse that both sides see, and its last lines; and its end; no torch.
+"""Child: a supervised process with a channel, a shared pulse and its last log lines; no torch.
 
-Knows nothing of what the child computes: a core (engine/core_process.py) or a rank (engine/ranks.py).
+The child runs a core (engine/core_process.py) or a rank (engine/ranks.py).
 """
 
 import contextlib
@@ -20,50 +20,50 @@ from holdfast.engine.messages import Message, Numbering, Shutdown, encode_messag
 from holdfast.engine.pulse import Pulse, open_pulse_file
 
 GRACE_SECONDS = 0.5
-"""For a step that is about to end, once the other side is gone."""
+"""Time for a step to end after the other side is gone."""
 END_SECONDS = (10.0, 2.0)
-"""For a child that was asked to end, and then for one that was told to."""
+"""Time to end after Shutdown, and then after SIGTERM."""
 NUM_LAST_LINES = 20
 
 
 class LastLines:
-    """What a child writes to its standard output and error: passed on to ours, the last lines kept."""
+    """Forwards standard output and error of a child to our stderr, and keeps the last lines."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._thread = threading.Thread(
-            target=_pass_on, args=(pipe, self._lines), name="holdfast-core-log", daemon=True
+            target=_forward, args=(pipe, self._lines), name="holdfast-core-log", daemon=True
         )
         self._thread.start()
 
     def join(self, timeout: float) -> None:
-        """Wait for the end of what it says."""
+        """Wait for the end of its output."""
         self._thread.join(timeout)
 
-    def words(self) -> str:
-        """The last line that says something; nothing where there is none."""
-        said = [line for line in self._lines if line]
-        return f": {said[-1][-160:]}" if said else ""
+    def last(self) -> str:
+        """Return the last line with text, after a colon; empty if there is none."""
+        lines = [line for line in self._lines if line]
+        return f": {lines[-1][-160:]}" if lines else ""
 
 
-def _pass_on(pipe: IO[bytes], lines: deque[str]) -> None:
+def _forward(pipe: IO[bytes], lines: deque[str]) -> None:
     with pipe:
         for data in pipe:
             line = data.decode(errors="replace")
             lines.append(line.strip())
-            # The stream of now: notebooks and tests put others there, and some programs none.
+            # The current stream: notebooks and tests replace it, and some programs have none.
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 sys.stderr.write(line)
                 sys.stderr.flush()
 
 
 class Child:
-    """The process, the channel to it, and its end. Knows nothing of who uses it."""
+    """A process, its channel, and its end."""
 
     def __init__(
         self, command: SequenceABC[str], silence_seconds: float | None = None, others: SequenceABC[int] = ()
     ) -> None:
-        """`others` are numbers of open files that it gets too; they are its last arguments."""
+        """`others`: descriptors that it inherits too; they are its last arguments."""
         ours, theirs = channel_pair()
         number = open_pulse_file()
         self.pulse = Pulse(number)
@@ -76,7 +76,7 @@ class Child:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(), number, *others),
-                    start_new_session=True,  # Ctrl-C on a terminal is for this process alone
+                    start_new_session=True,  # Ctrl-C on a terminal goes to this process alone
                     env=_environment(),
                 )
         finally:
@@ -89,24 +89,24 @@ class Child:
         self._home = os.getpid()
 
     def send(self, message: Message) -> None:
-        """Queue a message; waits only where the channel is full."""
+        """Send a message; waits only if the channel is full."""
         self.channel.send(lambda: encode_message(message, self._sent.next()))
 
     def kill(self) -> str:
-        """End it at once; how it ended, in words."""
+        """Kill it; return how it ended."""
         was_running = self._wait(GRACE_SECONDS) is None
         self.process.kill()
         status = self.process.wait()
         self.last_lines.join(GRACE_SECONDS)
         self.channel.close()
         if was_running:
-            return f"it was killed{self.last_lines.words()}"
+            return f"it was killed{self.last_lines.last()}"
         name = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return f"it ended with {name}{self.last_lines.words()}"
+        return f"it ended with {name}{self.last_lines.last()}"
 
     def end(self) -> None:
-        """Ask it to end, then tell it to, then end it."""
-        if os.getpid() != self._home:  # a fork of ours has no say
+        """End it: Shutdown, then SIGTERM, then SIGKILL."""
+        if os.getpid() != self._home:  # a fork does not own it
             return
         with contextlib.suppress(ChannelClosedError):
             self.channel.try_send(lambda: encode_message(Shutdown(), self._sent.next()))
@@ -125,7 +125,7 @@ class Child:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, and where this package is found, unless that is a place that every Python looks at."""
+    """Return our environment with this package on PYTHONPATH, unless it is installed."""
     environment, folder = dict(os.environ), str(Path(__file__).resolve().parents[2])
     if folder not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         others = environment.get("PYTHONPATH")

@@ -2,16 +2,16 @@
 
     this process                               the child: python -m holdfast.engine.core_process
     Engine = Front + CoreProcess  -- Start, Submit, Abort, ... -->  CoreServer: commands between two steps,
-    (text, templates, names)      <-- Ready, CoreOutputs, ... ----  EngineCore.step(), outputs without an answer awaited
-                                  <-- Heartbeat ------------------  pulse: a thread, all the time; also a time in
-                                                                    memory of both (engine/pulse.py)
+    (text, templates, names)      <-- Ready, CoreOutputs, ... ----  EngineCore.step(), outputs without an acknowledgement
+                                  <-- Heartbeat ------------------  watchdog thread; heartbeats also in shared memory
+                                                                    (engine/pulse.py)
 
-The child never waits for the front: it sends what a step brought and goes on, so that aborts and stop strings reach it
-a few steps late; the front drops what is surplus. Where nobody reads, it stops at a full socket.
+The child never waits for the front: it sends the outputs of a step and goes on. Aborts and stop strings reach it a few steps
+late, and the front drops the surplus. If the front does not read, the child stops at a full socket.
 
-**Ends.** A child that ends, or says nothing for `core_timeout` seconds, is an exception in the next call, which ends
-the engine; it is killed and reaped. A child whose parent is gone (the channel hangs up, or it has another parent) ends
-at once, in the middle of a step too. A `CoreProcess` that is dropped, or whose process ends, ends its child.
+**Ends.** A child that ends, or sends nothing for `core_timeout` seconds, raises in the next call, which ends the engine; it is
+killed and reaped. A child whose parent is gone (closed channel, or another parent) ends at once, even inside a step. A
+`CoreProcess` that is garbage collected, or whose process ends, ends its child.
 """
 
 import contextlib
@@ -73,17 +73,17 @@ from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silen
 
 HEARTBEAT_SECONDS = 0.25
 LOOK_SECONDS = 0.25
-"""How often a child looks whether its parent is there."""
+"""Interval at which a child checks its parent."""
 LOADING_SECONDS = 120.0
-"""Of silence while a model is opened, at the least: reading libraries from a slow disk may hold up every thread."""
+"""Shortest timeout while a model opens: reading libraries from a slow disk may block every thread."""
 PROGRESS_SECONDS = 0.05
-"""Between two messages about how far loading is."""
+"""Between two messages about loading progress."""
 HELD_SECONDS = 0.003
-"""That outputs of short steps are held back at the most, and a step."""
+"""Longest time that outputs of short steps are held back."""
 COLLECT_STEPS = 256
-"""Between two collections of garbage at the least."""
+"""Fewest steps between two garbage collections."""
 COMMAND = (sys.executable, "-P", "-m", "holdfast.engine.core_process")
-"""Three arguments follow: the child's end of the channel, the process that it belongs to, and the file of its pulse."""
+"""Three arguments follow: the descriptor of its channel, the pid of its parent, and the descriptor of its pulse."""
 _log = get_logger(__name__)
 
 
@@ -94,7 +94,7 @@ def connect_engine(
     *,
     on_prepare: OnPrepare = prepare_silently,
 ) -> Engine:
-    """An engine whose core is a child process: tokenizer and template are opened here, weights there."""
+    """Build an engine with a core process: it opens the weights, this process tokenizer and template."""
     if model is None:
         model = open_model(config.model, config.load_format, config.revision)
     try:
@@ -114,7 +114,7 @@ def connect_engine(
 
 
 class CoreProcess:
-    """The same as an EngineCore, for whoever drives one. One thread at a time (`stats` excepted)."""
+    """Implements `Core` by a child process. One thread at a time (`stats` excepted)."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class CoreProcess:
         on_prepare: OnPrepare = prepare_silently,
         command: SequenceABC[str] = COMMAND,
     ) -> None:
-        """Start the process and wait until its model is open; its errors are raised here."""
+        """Start the process and wait until its model is open, or raise its error."""
         self._timeout = max(config.core_timeout, LOADING_SECONDS)
         self._received = Numbering()
         self._stats = CoreStats()
@@ -131,11 +131,11 @@ class CoreProcess:
         self._pending: deque[CoreOutputs] = deque()
         self._live: set[int] = set()
         self._unseen: deque[int] = deque()
-        """Sequences that were sent, and that the core had not seen when it last spoke."""
+        """Sequences that were sent after the core's last stats."""
         self._num_submitted = 0
         self._death: str | None = None
         self._child = Child(command, config.core_timeout)
-        # Also runs when nobody holds the engine any more, and before the interpreter ends.
+        # Also runs when the engine is garbage collected, and before the interpreter ends.
         self._end = weakref.finalize(self, self._child.end)
         try:
             self._send(Start(replace(config, core_process=False)))
@@ -149,17 +149,17 @@ class CoreProcess:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Pid of the child."""
         return self._child.process.pid
 
     def pulse(self) -> CorePulse:
-        """Any thread: how the child is at this moment."""
+        """Signs of life of the child. Any thread."""
         return self._child.pulse.look()
 
     def check_room(self, num_sequences: int) -> None:
-        """QueueFullError where so many more find no place to wait; a core with nothing to do is asked first.
+        """Raise QueueFullError if the queue cannot take so many more. An idle core is queried first.
 
-        One that runs answers when its step ends, and would hold up everybody for each of those that are refused.
+        A busy core answers only after its step, which would delay every caller.
         """
         if num_sequences > self.facts.max_queue - self.num_queued:
             if self._live:
@@ -169,7 +169,7 @@ class CoreProcess:
         refuse_full(num_sequences, self.num_queued, self.facts.max_queue)
 
     def submit(self, requests: SequenceABC[CoreRequest]) -> None:
-        """Send the sequences of one request. What the core refuses later ends with an error."""
+        """Send the sequences of one request. A later refusal ends them with an error."""
         self.check_room(len(requests))
         self._send(Submit(tuple(requests)))
         ids = [request.sequence_id for request in requests]
@@ -178,13 +178,13 @@ class CoreProcess:
         self._unseen.extend(ids)
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """Tell the core that nobody waits for these."""
+        """End sequences. Idempotent."""
         ids = tuple(sequence_ids)
         self._live.difference_update(ids)
         self._send(Abort(ids))
 
     def hang_up(self, sequence_ids: Iterable[int]) -> None:
-        """Any thread: these are about to be aborted, so that a step with no others may stop."""
+        """Announce an abort, so that a step without other sequences may stop. Any thread."""
         self._child.pulse.hang_ups.add(sequence_ids)
 
     def reset_prefix_cache(self) -> None:
@@ -192,7 +192,7 @@ class CoreProcess:
         self._send(ResetPrefixCache())
 
     def step(self, waiting: Waiting = nullcontext) -> CoreOutputs:
-        """What the next step brings, once it is here; nothing where nobody waits for anything."""
+        """Wait for the outputs of the next step; empty if no sequence is live."""
         if not self._pending and not self._live and self._end.alive:
             self._hear_all()
         while not self._pending and self._live:
@@ -200,49 +200,46 @@ class CoreProcess:
         return self._pending.popleft() if self._pending else CoreOutputs((), self._stats)
 
     def settle(self, waiting: Waiting = nullcontext) -> None:
-        """The child waits for its own steps."""
+        """Do nothing: the child waits for its own steps."""
 
     def watch(self, waiting: Waiting = nullcontext) -> None:
-        """Hear how the core is now; raises where it is gone or silent."""
+        """Query the stats of the core; raise if it is gone or silent."""
         self._send(StatsRequest())
         while not self._hear(self._next(waiting)):
             pass
-        # What the core said unasked stands before its answer; left there, it would be taken for the next one.
-        while (message := self._take()) is not None:
-            if not isinstance(message, Heartbeat):
-                self._hear(message)
+        # Otherwise stats that the core sent on its own would count as the next answer.
+        self._hear_all()
 
     def stats(self) -> CoreStats:
-        """Any thread: as the core last said, but what changes when a step begins as it is now."""
-        told, counts = self._stats, self._child.pulse.counts()
-        told = replace(told, num_waiting=self.num_queued)
-        if counts.num_submitted < told.num_submitted:
-            return told
-        return replace(told, num_running=counts.num_running, kv_usage=counts.kv_usage)
+        """Return the core's last stats, updated with the counts in shared memory. Any thread."""
+        last, counts = replace(self._stats, num_waiting=self.num_queued), self._child.pulse.counts()
+        if counts.num_submitted < last.num_submitted:
+            return last
+        return replace(last, num_running=counts.num_running, kv_usage=counts.kv_usage)
 
     def ask_map(self) -> None:
-        """Have the child look at its pages between two steps."""
+        """Request a map of the pages between two steps."""
         self._send(MapRequest())
 
     def take_map(self) -> CoreMap | None:
-        """What it last saw there."""
+        """Return the requested map once it has arrived."""
         taken, self._map = self._map, None
         return taken
 
     @property
     def num_queued(self) -> int:
-        """Any thread: sequences that wait, as the core counts them now, and those that it has not seen.
+        """Sequences that wait in the core or are on their way. Any thread.
 
-        Room in the queue is what `stats` tells: else a client that reads of no waiting request is refused.
+        `stats` shows this number: a client that reads 0 must not find the queue full.
         """
-        told, counts = self._stats, self._child.pulse.counts()
-        num_new = counts.num_submitted - told.num_submitted
+        last, counts = self._stats, self._child.pulse.counts()
+        num_new = counts.num_submitted - last.num_submitted
         if num_new < 0:
-            return told.num_waiting + len(self._unseen)
+            return last.num_waiting + len(self._unseen)
         return counts.num_waiting + max(len(self._unseen) - num_new, 0)
 
     def close(self) -> None:
-        """End the child. May be called twice."""
+        """End the child. Idempotent."""
         self._end()
 
     def _await_ready(self, on_progress: Callable[[int, int], None], on_prepare: OnPrepare) -> Ready:
@@ -267,12 +264,12 @@ class CoreProcess:
         try:
             self._child.send(message)
         except ChannelClosedError:
-            self._die(self._last_words())
+            self._die(self._death_message())
         except MessageError as error:
-            self._die(str(error))
+            self._die(str(error).rstrip("."))
 
     def _next(self, waiting: Waiting) -> Message:
-        """The next message but heartbeats, awaited. Only the wait can be interrupted, and loses nothing."""
+        """Wait for the next message that is not a heartbeat. An interrupt of the wait loses nothing."""
         silent_seconds = 0.0
         while True:
             message = self._take()
@@ -282,15 +279,15 @@ class CoreProcess:
                 silent_seconds = 0.0
                 continue
             if silent_seconds >= self._timeout:
-                self._die(f"it has said nothing for {silent_seconds:.1f} seconds")
-            # Counted in waits and not by the clock: a machine that slept was silent as a whole.
+                self._die(f"it was silent for {silent_seconds:.1f} seconds")
+            # Count waits, not the clock: a machine that slept was silent as a whole.
             seconds = min(HEARTBEAT_SECONDS, self._timeout - silent_seconds)
             with waiting():
-                has_come = self._child.channel.wait(seconds)
-            silent_seconds += 0.0 if has_come else seconds
+                has_arrived = self._child.channel.wait(seconds)
+            silent_seconds += 0.0 if has_arrived else seconds
 
     def _take(self) -> Message | None:
-        """A message that is here."""
+        """Return a message that has arrived."""
         self._raise_if_dead()
         try:
             frame = self._child.channel.take()
@@ -301,17 +298,17 @@ class CoreProcess:
         except ChannelClosedError:
             self._die(None)
         except MessageError as error:
-            self._die(str(error))
+            self._die(str(error).rstrip("."))
         return message
 
     def _hear_all(self) -> None:
-        """Everything that is here, without waiting."""
+        """Process every message that has arrived."""
         while (message := self._take()) is not None:
             if not isinstance(message, Heartbeat):
                 self._hear(message)
 
-    def _last_words(self) -> str | None:
-        """Why it ended, where that is among what it has sent."""
+    def _death_message(self) -> str | None:
+        """Return why it ended, if it sent that."""
         try:
             while (frame := self._child.channel.take()) is not None:
                 _, message = decode_message(frame)
@@ -320,11 +317,11 @@ class CoreProcess:
         except ChannelClosedError:
             return None
         except MessageError as error:
-            return str(error)
+            return str(error).rstrip(".")
         return None
 
     def _hear(self, message: Message) -> bool:
-        """Take a message in; True where it was the answer to a StatsRequest."""
+        """Process a message; True if it is CoreStats."""
         if isinstance(message, CoreOutputs):
             self._check_outputs(message)
             self._see(message.stats)
@@ -343,18 +340,18 @@ class CoreProcess:
             outputs = tuple(SequenceOutput(sequence_id, ending=ending) for sequence_id in message.sequence_ids)
             self._pending.append(CoreOutputs(outputs, self._stats))
         elif isinstance(message, Refused):
-            self._die(f"it refused what it was sent ({message.error})")
+            self._die(f"it refused a message: {str(message.error).rstrip('.')}")
         elif isinstance(message, Died):
             self._die(f"it stopped at {message.cause}")
         else:
-            self._die(f"it sent {type(message).__name__}, which nobody asked for")
+            self._die(f"it sent an unexpected {type(message).__name__}")
         return False
 
     def _check_outputs(self, message: CoreOutputs) -> None:
-        """Tokens of this vocabulary, for sequences that there were; another core is not believed."""
+        """End the core if its outputs name unknown sequences or tokens."""
         for output in message.outputs:
             if output.sequence_id >= self._num_submitted:
-                self._die(f"it spoke of sequence {output.sequence_id}, and those below {self._num_submitted} are known")
+                self._die(f"it sent sequence {output.sequence_id}, expected ids below {self._num_submitted}")
             if output.token_ids and max(output.token_ids) >= self.facts.vocab_size:
                 self._die(f"it chose token {max(output.token_ids)} of a vocabulary of {self.facts.vocab_size}")
 
@@ -364,7 +361,7 @@ class CoreProcess:
             self._unseen.popleft()
 
     def _die(self, cause: str | None) -> NoReturn:
-        """Nothing of it is left, and every later call says why."""
+        """Kill the child; this and every later call raise the cause."""
         ended = self._child.kill()
         self._death = f"{cause}; {ended}" if cause is not None else ended
         self._raise_if_dead()
@@ -372,23 +369,23 @@ class CoreProcess:
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:
-            raise EngineDeadError(f"the core process {self.pid} was asked", self._death, "make a new engine")
+            raise EngineDeadError("engine.core_dead", pid=self.pid, reason=self._death)
         if not self._end.alive:
-            raise EngineDeadError(f"the core process {self.pid} was asked", "it was shut down", "make a new engine")
+            raise EngineDeadError("engine.core_dead", pid=self.pid, reason="it was shut down")
 
 
 def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:
-    """A thread of the child: tells again and again that it lives, and ends it where nobody listens."""
-    told_at, num_stopped = 0.0, 0
+    """Thread of the child: send heartbeats, and end this process once its parent is gone."""
+    sent_at, num_stopped = 0.0, 0
     with contextlib.suppress(ChannelClosedError):
         while os.getppid() == parent and not channel.is_other_side_gone():
             now = time.monotonic()
             server.pulse.beat()
-            if now - told_at >= HEARTBEAT_SECONDS:
-                told_at = now
+            if now - sent_at >= HEARTBEAT_SECONDS:
+                sent_at = now
                 channel.try_send(server.heartbeat)
             server.flush_overdue()
-            # A front that is stopped keeps other ranks' memory for nobody.
+            # A stopped front would keep the memory of all ranks.
             num_stopped = num_stopped + 1 if server.has_ranks and is_stopped(parent) else 0
             if num_stopped * LOOK_SECONDS >= SILENCE_SECONDS:
                 os._exit(1)
@@ -398,7 +395,7 @@ def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:
 
 
 class CoreServer:
-    """The child's side: opens a core, and carries out commands between its steps."""
+    """The child's side: opens a core, and executes commands between its steps."""
 
     def __init__(self, channel: Channel, pulse: Pulse) -> None:
         self._channel = channel
@@ -406,21 +403,19 @@ class CoreServer:
         self._sent = Numbering()
         self._received = Numbering()
         self._held: list[Message] = []
-        """What the front is told a little later."""
+        """Messages that wait to travel together."""
         self._holding = threading.Lock()
         self._flushed_at = 0.0
         self.has_ranks = False
-        """Whether other processes compute too."""
-        self._told_at = 0.0
-        """When the front was last told how far loading is."""
+        self._progress_at = 0.0
         self._num_steps = 0
         self._collector = IdleCollector(COLLECT_STEPS)
 
     def run(self, open_core: "OpenCore") -> None:
-        """Until the front says so, or is gone; or the core dies, which the front is told."""
+        """Serve until Shutdown or the front is gone; report a death to the front."""
         core: EngineCore | None = None
         try:
-            core = open_core(self._await_start(), self._tell_progress, self._tell_preparing)
+            core = open_core(self._await_start(), self._send_progress, self._send_preparing)
             keep_start()
             self.send(Ready(core.facts, core.memory))
             self.serve(core)
@@ -429,8 +424,8 @@ class CoreServer:
         except Exception as error:
             is_refusal = core is None and isinstance(error, HoldfastError)
             if not is_refusal:
-                is_told = isinstance(error, EngineDeadError)  # of a rank that is gone
-                _log.error("the core stopped: %s", describe(error), exc_info=None if is_told else error)
+                is_known = isinstance(error, EngineDeadError)  # a rank is gone
+                _log.error("the core stopped: %s", describe(error), exc_info=None if is_known else error)
             with contextlib.suppress(ChannelClosedError):
                 self.send(
                     Refused((), error) if isinstance(error, HoldfastError) and is_refusal else Died(describe(error))
@@ -441,13 +436,13 @@ class CoreServer:
                 core.close()
 
     def send(self, message: Message) -> None:
-        """Send a message, in the order of its number, behind what is held back."""
+        """Send a message, after those that are held back."""
         with self._holding:
             self._held.append(message)
             self._flush(is_owner=True)
 
     def flush_overdue(self) -> None:
-        """Another thread: a step that lasts does not keep what was held back before it."""
+        """Send messages that a long step holds back. Another thread."""
         if time.monotonic() - self._flushed_at > LOOK_SECONDS and self._holding.acquire(blocking=False):
             try:
                 self._flush(is_owner=False)
@@ -455,10 +450,10 @@ class CoreServer:
                 self._holding.release()
 
     def serve(self, core: EngineCore) -> None:
-        """Steps, as long as there is something to run; commands between them, and while there is not.
+        """Run steps and the commands between them.
 
-        A message of its own for each made the shortest steps up to a tenth longer. So outputs of steps shorter than
-        HELD_SECONDS are held back for as long, and travel together; not one that ends something, and none behind which a prompt is computed.
+        A message for each step made the shortest steps up to a tenth longer. So outputs of steps shorter than HELD_SECONDS
+        travel together, unless one ends a sequence or a prompt step follows.
         """
 
         @contextlib.contextmanager
@@ -469,7 +464,7 @@ class CoreServer:
             yield
 
         core.hang_ups = self.pulse.hang_ups
-        while self._carry_out_commands(core):
+        while self._run_commands(core):
             began = time.monotonic()
             self.pulse.begin_step()
             outputs = core.step(awaiting)
@@ -501,12 +496,12 @@ class CoreServer:
             self._channel.send(made, is_owner=is_owner)
 
     def heartbeat(self) -> bytes:
-        """Any thread: one more of them, in its turn."""
+        """Encode the next heartbeat. Any thread."""
         return encode_message(Heartbeat(self.pulse.look().step_seconds), self._sent.next())
 
-    def _carry_out_commands(self, core: EngineCore) -> bool:
-        """Until there is a step to run; False where the core is to end."""
-        is_told = True
+    def _run_commands(self, core: EngineCore) -> bool:
+        """Execute commands until there is a step to run; False at Shutdown."""
+        is_reported = True
         while True:
             core.watch()
             frame = self._channel.take()
@@ -514,24 +509,24 @@ class CoreServer:
                 message = self._checked(frame)
                 if isinstance(message, Shutdown):
                     return False
-                self._carry_out(core, message)
-                # Before a later request for stats is answered: the front lays these counts over the answer.
+                self._run_command(core, message)
+                # Before a later StatsRequest: the front overlays these counts.
                 self._write_counts(core)
-                # Where the front asked how it is, it has just been told; once more each second would fill the channel.
-                is_told = isinstance(message, StatsRequest) or (is_told and isinstance(message, MapRequest))
+                # A front that just got stats needs no more: it queries each second.
+                is_reported = isinstance(message, StatsRequest) or (is_reported and isinstance(message, MapRequest))
             elif core.has_unfinished:
                 return True
             else:
                 self._write_counts(core)
                 self._release()
-                if not is_told:
+                if not is_reported:
                     self.send(core.stats())
-                    is_told = True
+                    is_reported = True
                 self._collector.look(self._num_steps)
                 self._channel.wait(LOOK_SECONDS if core.has_ranks else None)
 
     def _checked(self, frame: bytes) -> Message | None:
-        """The next message; None for one that was refused, and then nothing has changed."""
+        """Decode the next message; refuse a malformed one and return None."""
         try:
             number, message = decode_message(frame)
             self._received.accept(number)
@@ -540,7 +535,7 @@ class CoreServer:
             return None
         return message
 
-    def _carry_out(self, core: EngineCore, message: Message | None) -> None:
+    def _run_command(self, core: EngineCore, message: Message | None) -> None:
         try:
             match message:
                 case None:
@@ -573,13 +568,13 @@ class CoreServer:
         self.has_ranks = message.config.num_ranks > 1
         return message.config
 
-    def _tell_progress(self, num_done: int, num_total: int) -> None:
+    def _send_progress(self, num_done: int, num_total: int) -> None:
         now = time.monotonic()
-        if now - self._told_at >= PROGRESS_SECONDS or num_done == num_total:
-            self._told_at = now
+        if now - self._progress_at >= PROGRESS_SECONDS or num_done == num_total:
+            self._progress_at = now
             self.send(LoadingProgress(num_done, num_total))
 
-    def _tell_preparing(self, preparing: Preparing) -> None:
+    def _send_preparing(self, preparing: Preparing) -> None:
         self.send(LoadingProgress(0, 0, preparing))
 
 
@@ -587,7 +582,7 @@ OpenCore = Callable[[EngineConfig, Callable[[int, int], None], OnPrepare], Engin
 
 
 def open_core(config: EngineConfig, on_progress: Callable[[int, int], None], on_prepare: OnPrepare) -> EngineCore:
-    """The core of a config, with its own view of the model's files."""
+    """Open the model of a config and build its core."""
     from holdfast.engine.build import build_core  # torch comes with it
 
     model = open_model(config.model, config.load_format, config.revision)
@@ -598,7 +593,7 @@ def open_core(config: EngineConfig, on_progress: Callable[[int, int], None], on_
 
 
 def main(open_core: OpenCore = open_core) -> None:
-    """The child: its end of the channel, the process that it belongs to, and the file of its pulse are its arguments."""
+    """Entry point of the child; COMMAND documents its arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_to_stderr()
     number, parent, pulse_number = map(int, sys.argv[1:])

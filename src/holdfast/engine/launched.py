@@ -1,11 +1,11 @@
-"""Ranks that a launcher (torchrun) has started, on one node or several: every process runs the same program; no torch until one is met.
+"""Ranks that a launcher (torchrun) started, on one node or several: every process runs the same program; no torch until one connects.
 
-    rank 0       listens, and leaves its address and a secret in the launcher's store
+    rank 0       listens, and writes its address and a secret to the launcher's store
     other ranks  read both there, connect, and serve rank 0 until it ends: for them `LLM(...)` does not return
 
-Whoever connects without the secret is turned away. Ranks give signs of life over the connection, and rank 0 over a second one
-(engine/life_line.py). Who ends processes on other nodes
-is the launcher, which ends all where one has failed. Ranks of several nodes exchange by NCCL, on CPUs by gloo.
+Rank 0 closes connections without the secret. Ranks send heartbeats over the connection, and rank 0 over a second one
+(engine/life_line.py). The launcher ends processes on other nodes: all of them if one fails. Ranks on several nodes exchange by
+NCCL, on CPUs by gloo.
 """
 
 import contextlib
@@ -38,59 +38,49 @@ log = get_logger(__name__)
 
 HEARTBEAT_SECONDS = 0.25
 GRACE_SECONDS = 0.5
-"""For a rank to end by itself where rank 0 has; one that waits on its device for a peer does not."""
+"""For a rank to end by itself after rank 0; one that waits on its device for a peer does not."""
 UNANSWERED_SECONDS = 2.0
-"""For the other node's system to say that it has got what was sent."""
+"""For TCP acknowledgements of the other node."""
 HELLO_SECONDS = 2.0
-"""For whoever has connected to say who it is."""
+"""For a new connection to identify itself."""
 SECRET_BYTES = 32
 MAX_PORT = 2**16 - 1
 _HELLO = struct.Struct(f"<{SECRET_BYTES}sI{PLACE_BYTES}s")
 _LIFE_LINE = 2**31
-"""Added to the number of a rank by its second connection."""
+"""Added to the rank for its second connection."""
 
 
 class Launched(NamedTuple):
-    """What a launcher has told this process."""
+    """The environment of a launched process."""
 
     rank: int
     num_ranks: int
     host: str
     port: int
     has_store: bool
-    """The launcher keeps the store; else rank 0 does."""
+    """The launcher keeps the store; otherwise rank 0 does."""
     local_rank: int = 0
-    """Among those of its node: which GPU is its own."""
+    """Rank within its node, which selects its GPU."""
     num_local: int = 1
     attempt: str = "0"
-    """How often it has started all anew; its store is the same."""
+    """Number of restarts; the store survives them."""
 
 
 def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """Who started this process as one of several ranks; None where nobody did, or one rank is asked."""
+    """Return the launcher's settings; None without a launcher or for one rank."""
     if config.num_ranks == 1 or not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return None
     num_ranks = check_world(config, environment)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    if missing:  # each of its processes would start all ranks again
-        raise ConfigError(
-            f"a launcher has set RANK={environment['RANK']} and WORLD_SIZE={num_ranks}",
-            f"where its ranks meet is not told: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-            "start with torchrun, which sets both, or unset RANK to have ranks started here",
-        )
+    if missing:  # otherwise each of its processes would start all ranks
+        rank = environment["RANK"]
+        raise ConfigError("rank.launcher_incomplete", rank=rank, size=num_ranks, missing=" and ".join(missing))
     rank, port = environment["RANK"], environment["MASTER_PORT"]
     if not rank.isdecimal() or int(rank) >= num_ranks or not port.isdecimal() or not 1 <= int(port) <= MAX_PORT:
-        raise ConfigError(
-            f"a launcher has set RANK={rank} and MASTER_PORT={port}",
-            f"ranks are 0 to {num_ranks - 1}, and a port is a number from 1 to {MAX_PORT}",
-            "start with torchrun, or unset RANK to have ranks started here",
-        )
+        largest = num_ranks - 1
+        raise ConfigError("rank.launcher_values", rank=rank, port=port, largest=largest, largest_port=MAX_PORT)
     if config.core_process:
-        raise ConfigError(
-            "core_process=True was asked of ranks that a launcher has started",
-            "each of its processes is one rank",
-            "add --no-core-process to holdfast serve, leave out core_process elsewhere; or do without the launcher",
-        )
+        raise ConfigError("rank.launcher_core_process")
     local_rank, num_local = _local(environment, int(rank), num_ranks)
     has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -99,7 +89,7 @@ def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.envi
 
 
 def _local(environment: Mapping[str, str], rank: int, num_ranks: int) -> tuple[int, int]:
-    """Which of its node this rank is, and of how many; a launcher that says neither has started all on one."""
+    """Return the rank within its node and their number; without both all ranks are on one node."""
     own, size = environment.get("LOCAL_RANK"), environment.get("LOCAL_WORLD_SIZE")
     if own is None and size in (None, str(num_ranks)):
         return rank, num_ranks
@@ -107,27 +97,23 @@ def _local(environment: Mapping[str, str], rank: int, num_ranks: int) -> tuple[i
         known = int(own) + 1 if size is None else int(size) if size.isdecimal() else 0
         if int(own) < known <= num_ranks:
             return int(own), known
-    raise ConfigError(
-        f"a launcher has set LOCAL_RANK={own} and LOCAL_WORLD_SIZE={size}",
-        f"a node has 1 to {num_ranks} of the {num_ranks} ranks, and they are numbered from 0",
-        "start every node with torchrun, which sets both",
-    )
+    raise ConfigError("rank.local_rank", own=own, size=size, num_ranks=num_ranks)
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Of the machine that this process is on; what a launcher takes for another node is another one."""
+    """Name the node of this process; the launcher's group counts as a node."""
     boot = ""
-    with contextlib.suppress(OSError):  # elsewhere than on Linux the name must do
+    with contextlib.suppress(OSError):  # not on Linux
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     return "-".join(filter(None, (socket.gethostname(), boot, environment.get("GROUP_RANK"))))
 
 
-class _Elsewhere:
-    """In the place of a process that is not ours to end: its connection is."""
+class RemoteProcess:
+    """Stands for a process of the launcher: `kill` closes its connections."""
 
     def __init__(self, connection: socket.socket, line: LifeLine, pid: int) -> None:
         self.pid = pid
-        """0 where it is on another machine."""
+        """0 if it is on another machine."""
         self._connection = connection
         self._line = line
 
@@ -144,22 +130,22 @@ class _Elsewhere:
 
 
 class _NoLines:
-    """What it wrote is where the launcher puts it."""
+    """Its output goes to the launcher."""
 
     def join(self, timeout: float) -> None: ...
 
-    def words(self) -> str:
+    def last(self) -> str:
         return ""
 
 
 class Peer:
-    """A rank at the other end of two connections, as RankGroup sees it."""
+    """A rank at the other end of two connections, like a `Child`."""
 
     def __init__(self, connection: socket.socket, line: socket.socket, pid: int) -> None:
         _prepare(connection)
         self.channel = Channel(connection, silence_seconds=PEER_SECONDS)
         self.life_line = LifeLine(line)
-        self.process = _Elsewhere(connection, self.life_line, pid)
+        self.process = RemoteProcess(connection, self.life_line, pid)
         self.last_lines = _NoLines()
         number = open_pulse_file()
         self.pulse = Pulse(number)
@@ -168,51 +154,54 @@ class Peer:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Small frames go at once; and a node that is gone without a word ends the connection, since signs of life are not answered."""
+    """Send small frames at once, and close the connection to a node that stops acknowledging."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNANSWERED_SECONDS))
 
 
-def meet_ranks(launched: Launched) -> list[Peer]:
-    """On rank 0: connections to ranks 1, 2, ..., once all have come."""
+def accept_ranks(launched: Launched) -> list[Peer]:
+    """Return connections to ranks 1, 2, ... once all have arrived. Rank 0."""
     secret = secrets.token_bytes(SECRET_BYTES)
     found: dict[int, tuple[socket.socket, int]] = {}
     due = [line + rank for line in (0, _LIFE_LINE) for rank in range(1, launched.num_ranks)]
     until = time.monotonic() + PEER_SECONDS
     with _listen(launched.host) as listening, contextlib.closing(_Door(listening)) as door:
         port = listening.getsockname()[1]
-        store = _store(launched)  # where it is this rank's own it serves the others until they have come
+        store = _store(launched)  # rank 0's own store serves the others until they have arrived
         store.set(_key(launched), f"{port}:{secret.hex()}")
         while len(found) < len(due):
             left_seconds = until - time.monotonic()
             if left_seconds <= 0:
                 missing = [number % _LIFE_LINE for number in due if number not in found]
                 raise EngineDeadError(
-                    f"{launched.num_ranks} ranks were to meet at {launched.host}:{port}",
-                    f"rank {missing[0]} did not come within {PEER_SECONDS:.0f} seconds{_unreachable(launched, listening)}",
-                    "look at what it said, and start all ranks again",
+                    "rank.missing_peer",
+                    rank=missing[0],
+                    num_ranks=launched.num_ranks,
+                    place=f"{launched.host}:{port}",
+                    seconds=f"{PEER_SECONDS:.0f}",
+                    detail=_unreachable(launched, listening),
                 )
             for connection, hello in door.callers(min(left_seconds, HEARTBEAT_SECONDS)):
-                told, number, place = _HELLO.unpack(hello)
-                if not secrets.compare_digest(told, secret) or number not in due or number in found:
-                    connection.close()  # a stranger, or one that is here already
+                given, number, place = _HELLO.unpack(hello)
+                if not secrets.compare_digest(given, secret) or number not in due or number in found:
+                    connection.close()  # a foreign process, or a second one with this rank
                 else:
                     found[number] = connection, pid_at(place)
-    _met.add(launched)
+    _served.add(launched)
     return [Peer(found[rank][0], *found[_LIFE_LINE + rank]) for rank in range(1, launched.num_ranks)]
 
 
 def _unreachable(launched: Launched, listening: socket.socket) -> str:
-    """Why ranks of other nodes could not come, if it is that; a machine may know its own name as that of loopback."""
+    """Explain an address that other nodes cannot reach: a machine's own name may resolve to loopback."""
     address = listening.getsockname()[0]
     if launched.num_local == launched.num_ranks or not ipaddress.ip_address(address).is_loopback:
         return ""
-    return f" (MASTER_ADDR={launched.host} is {address} on this node, which no other node reaches)"
+    return f" (MASTER_ADDR={launched.host} is {address} on this node, unreachable from others)"
 
 
 class _Door:
-    """Whoever connects to rank 0, and what it says of itself: all at once, so that a stranger without a word holds up nobody."""
+    """New connections to rank 0 and their hellos, read concurrently, so that a silent one delays none."""
 
     def __init__(self, listening: socket.socket) -> None:
         listening.setblocking(False)
@@ -220,13 +209,13 @@ class _Door:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
         self._waiting: dict[socket.socket, tuple[bytearray, float]] = {}
-        """What each has said so far, and until when it may."""
+        """Bytes of each so far, and its deadline."""
 
     def callers(self, seconds: float) -> Iterator[tuple[socket.socket, bytes]]:
-        """Those who have said everything, of what comes first within the time."""
+        """Yield connections with a whole hello, for at most `seconds`."""
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listening:
-                with contextlib.suppress(OSError):  # it has gone again
+                with contextlib.suppress(OSError):  # it has closed again
                     self._open(self._listening.accept()[0])
                 continue
             connection = key.fileobj
@@ -247,7 +236,7 @@ class _Door:
             self._forget(connection).close()
 
     def close(self) -> None:
-        """Turn away whoever has not said enough."""
+        """Close connections without a whole hello."""
         for connection in list(self._waiting):
             self._forget(connection).close()
         self._selector.close()
@@ -264,22 +253,18 @@ class _Door:
 
 
 def _listen(host: str) -> socket.socket:
-    """On rank 0, at a port of its own of the address that the launcher has named."""
+    """Listen at a free port of the launcher's address. Rank 0."""
     from holdfast.distributed.rendezvous import serve_at  # torch comes with it
 
     try:
         return serve_at(host, 0)
     except OSError as error:
-        raise ConfigError(
-            f"rank 0 was to listen at MASTER_ADDR={host}",
-            f"this machine cannot: {error.strerror or error}",
-            "name an address of the first node, on which rank 0 is",
-        ) from error
+        raise ConfigError("rank.cannot_listen", place=f"MASTER_ADDR={host}", reason=error.strerror or error) from error
 
 
 def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
-    """On every other rank: serve rank 0 until it ends, then end this program."""
-    connection, line = _call_rank_zero(launched)
+    """Serve rank 0 until it ends, then end this program. Every other rank."""
+    connection, line = _connect_to_rank_zero(launched)
     with connection, line:
         channel = Channel(connection)
         number = open_pulse_file()
@@ -290,26 +275,21 @@ def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         server.run(open_rank)
     if not server.num_received:
-        raise EngineDeadError(
-            f"rank {launched.rank} came to rank 0",
-            "it was turned away, or rank 0 ended: another process may have the same RANK",
-            "look at what rank 0 said, and give every process a RANK of its own",
-        )
-    if not server.was_asked_to_end:
+        raise EngineDeadError("rank.turned_away", rank=launched.rank)
+    if not server.got_shutdown:
         log.error("rank 0 is gone: this rank ends")
-    sys.exit(0 if server.was_asked_to_end else 1)  # by which a launcher knows whether all is to be started anew
+    sys.exit(0 if server.got_shutdown else 1)  # 1 lets the launcher restart all
 
 
-def _call_rank_zero(launched: Launched) -> tuple[socket.socket, socket.socket]:
-    """Two connections, one for messages and one for signs of life, once rank 0 has left word where it listens."""
-    asked = f"rank {launched.rank} looked for rank 0 by the launcher's store at {launched.host}:{launched.port}"
-    do = "look at what rank 0 said, and start all ranks again"
+def _connect_to_rank_zero(launched: Launched) -> tuple[socket.socket, socket.socket]:
+    """Connect twice to rank 0's address from the store: for messages and for heartbeats."""
+    looking = {"rank": launched.rank, "place": f"{launched.host}:{launched.port}"}
     store = _store(launched)
     try:
         port, _, secret = store.get(_key(launched)).decode().partition(":")
     except RuntimeError as error:
-        has = f"it has left no word there within {PEER_SECONDS:.0f} seconds, or has ended: {_first_line(error)}"
-        raise EngineDeadError(asked, has, do) from error
+        reason = f"no address within {PEER_SECONDS:.0f} seconds, or it ended: {_first_line(error)}"
+        raise EngineDeadError("rank.rank_zero_not_found", reason=reason, **looking) from error
     found = []
     try:
         for number in (launched.rank, _LIFE_LINE + launched.rank):
@@ -319,21 +299,21 @@ def _call_rank_zero(launched: Launched) -> tuple[socket.socket, socket.socket]:
     except OSError as error:
         for connection in found:
             connection.close()
-        has = f"nobody answers at port {port}, which it has named: {error.strerror or error}"
-        raise EngineDeadError(asked, has, do) from error
+        reason = f"no answer at its port {port}: {error.strerror or error}"
+        raise EngineDeadError("rank.rank_zero_not_found", reason=reason, **looking) from error
     found[0].settimeout(None)
     _prepare(found[0])
     return found[0], found[1]
 
 
 def _beat(server: RankServer, channel: Channel, line: socket.socket) -> None:
-    """A thread: tells again and again that this process lives, and ends it where rank 0 does not."""
+    """Watchdog thread: send heartbeats, and end this process if rank 0 is dead."""
     with contextlib.suppress(ChannelClosedError, OSError):
-        zero = ZeroSigns(line)  # which rank 0 begins once all ranks have come
+        zero = ZeroSigns(line)  # rank 0 starts it once all ranks have arrived
         while not channel.is_other_side_gone():
             channel.try_send(lambda: server.encoded(Heartbeat(0.0)))
             if zero.look(server.pulse.look().step_seconds > 0, server.num_received):
-                log.error("rank 0 is silent for %.1f seconds: this rank ends", zero.silent_seconds)
+                log.error("rank 0 was silent for %.1f seconds: this rank ends", zero.silent_seconds)
                 os._exit(1)
             channel.wait_for_end(HEARTBEAT_SECONDS)
     time.sleep(GRACE_SECONDS)
@@ -341,27 +321,23 @@ def _beat(server: RankServer, channel: Channel, line: socket.socket) -> None:
         os._exit(1)
 
 
-_met: set[Launched] = set()
-"""Launches whose ranks have come to an engine of this process, which is a fact about the process: there are no others to come."""
+_served: set[Launched] = set()
+"""Launches whose ranks already serve an engine of this process."""
 
 
 def refuse_second(launched: Launched) -> None:
-    """A launcher's ranks serve one engine."""
-    if launched in _met:
-        raise ConfigError(
-            "a second engine was asked of ranks that a launcher has started",
-            f"its {launched.num_ranks} ranks came to the first one, and end with it",
-            "start once for every engine; or without a launcher on one node, where each engine starts its own ranks",
-        )
+    """Raise ConfigError: a launcher's ranks serve one engine."""
+    if launched in _served:
+        raise ConfigError("rank.second_engine", num_ranks=launched.num_ranks)
 
 
 def _key(launched: Launched) -> str:
-    """Where rank 0 leaves its place; a launcher that starts all anew keeps its store."""
+    """Key of rank 0's address; the store survives restarts."""
     return f"holdfast/{launched.attempt}/{launched.num_ranks}"
 
 
 def _store(launched: Launched):  # noqa: ANN202 torch's, whose stubs leave it out
-    """The launcher's, where ranks leave each other words."""
+    """Open the launcher's store."""
     from holdfast.distributed.rendezvous import c10d  # torch comes with it
 
     is_master = launched.rank == 0 and not launched.has_store
@@ -373,15 +349,13 @@ def _store(launched: Launched):  # noqa: ANN202 torch's, whose stubs leave it ou
             launched.host, launched.port, is_master=is_master, wait_for_workers=False, timeout=patience
         )
     except (RuntimeError, OSError) as error:
-        raise EngineDeadError(
-            f"rank {launched.rank} looked for the launcher's store at {launched.host}:{launched.port}",
-            f"it could not be reached: {_first_line(error)}",
-            "look whether MASTER_ADDR and MASTER_PORT are those of the first node, and that the port is free",
-        ) from error
+        place = f"{launched.host}:{launched.port}"
+        reason = _first_line(error)
+        raise EngineDeadError("rank.store_unreachable", rank=launched.rank, place=place, reason=reason) from error
 
 
 def _await_store(launched: Launched) -> None:
-    """Until somebody listens there; OSError where nobody does in time. Torch would wait longer, and write its stack frames meanwhile."""
+    """Wait until the store listens; raise OSError on timeout. Torch would wait longer and print stack frames."""
     until = time.monotonic() + PEER_SECONDS
     while True:
         try:

@@ -1,12 +1,12 @@
-"""Life line: how a rank of a launcher sees that rank 0 lives: a connection of its own, since the other is not read during a step; no torch.
+"""Life line: a second connection by which a launched rank watches rank 0, because the first is not read during a step; no torch.
 
-    other rank  a Place, when it comes
+    other rank  sends its Place
     rank 0      LifeLine   its own Place, then a byte a look from the thread that watches the ranks (engine/ranks.py)
-    other rank  ZeroSigns  counts looks without one, as engine/vital_signs.py does
+    other rank  ZeroSigns  counts looks without a byte, like engine/vital_signs.py
 
-On one machine the system says whether rank 0 is stopped, or only keeps Python's lock: a library that it loads, a kernel that it
-compiles. From another machine both are silence. So there 1.5 s of it are a death only during a step, when rank 0 is at nothing but
-that step; else, while it loads or its program does something else, 30 s are.
+On one machine the system says whether rank 0 is stopped or holds the GIL, as while it loads a library or compiles a kernel. From
+another machine both are silence. So there 1.5 s of silence are a death only during a step; otherwise, while rank 0 loads or its
+program does something else, 30 s are.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ _MOST_UNREAD = 4096
 
 
 def own_place() -> bytes:
-    """Which process this is, and of which machine."""
+    """Encode the pid of this process and its machine."""
     return _PLACE.pack(os.getpid(), machine_mark())
 
 
 def pid_at(place: bytes) -> int:
-    """The number of that process, where it is on this machine, so that the system can be asked about it; else 0."""
+    """Return the pid of that process, or 0 if it is on another machine."""
     pid, mark = _PLACE.unpack(place)
     return pid if mark == machine_mark() else 0
 
 
 class LifeLine:
-    """Rank 0's end. The thread that watches the ranks."""
+    """Rank 0's end, used by the thread that watches the ranks."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -46,12 +46,12 @@ class LifeLine:
         connection.send(own_place())
 
     def beat(self) -> None:
-        """This process lives. One that does not read it, or is gone, is noticed by other means."""
+        """Send a heartbeat. Errors are ignored: others detect a rank that is gone."""
         with contextlib.suppress(OSError):
             self._connection.send(b"\1")
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the connection. Idempotent."""
         self._connection.close()
 
 
@@ -59,7 +59,7 @@ class ZeroSigns:
     """Another rank's end. One thread."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Wait until rank 0 has said where it is; OSError where it does not."""
+        """Wait for the Place of rank 0; raise OSError if the connection ends."""
         self._connection = connection
         place = connection.recv(PLACE_BYTES, socket.MSG_WAITALL)
         if len(place) < PLACE_BYTES:
@@ -67,7 +67,7 @@ class ZeroSigns:
         connection.setblocking(False)
         pid = pid_at(place)
         self.is_here = pid > 0
-        """On this machine."""
+        """True if rank 0 is on this machine."""
         number = open_pulse_file()
         self._pulse = Pulse(number)
         os.close(number)
@@ -79,9 +79,9 @@ class ZeroSigns:
         return self._signs.silent_seconds
 
     def look(self, in_step: bool, num_messages: int) -> bool:
-        """Once every LOOK_SECONDS or so: whether rank 0 is dead. What another machine has sent by the other connection is a sign of life too.
+        """True if rank 0 is dead; call it every LOOK_SECONDS. Messages of another machine count as heartbeats.
 
-        On this one the system says whether it is stopped, and messages may have waited here since before.
+        On this machine the system is queried, and a message may have waited here.
         """
         beats = b""
         with contextlib.suppress(OSError):
@@ -94,10 +94,10 @@ class ZeroSigns:
 
 
 def machine_mark() -> bytes:
-    """The same for processes that see each other's numbers in /proc, and for no others."""
+    """Identify the pid namespace: equal for processes that see each other in /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         names = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # elsewhere than on Linux nobody is asked
+    except OSError:  # not on Linux
         return os.urandom(_MARK_BYTES)
     return blake2b(f"{boot}{names}".encode(), digest_size=_MARK_BYTES).digest()

@@ -1,19 +1,18 @@
-"""NgramProposer: what may follow a sequence's last tokens, copied from where the same tokens stood before; no torch.
+"""NgramProposer: draft tokens copied from where a sequence's last tokens occurred before; no torch.
 
     token_ids   ... the quick brown | fox jumps over ...... the quick brown ?
                     first follower -^                       last n tokens -^ proposals: fox jumps over
 
-The longest run of last tokens that stood somewhere before is looked up, from `longest` down to `shortest`: the more tokens
-agree, the better their followers do. Of its places the latest is taken: it may hold what was changed since (an edited name,
-the row of a table before this one). A copy that reaches the end of the sequence goes on with itself, so that a period of p
-tokens is proposed in full where p is less than `num_proposals`.
+It looks up the longest run of last tokens that occurred before, from `longest` down to `shortest`, and takes its latest
+occurrence: that has recent changes (an edited name, the last row of a table). A copy that reaches the end of the sequence
+continues with itself, so a period of p < `num_proposals` tokens is proposed in full.
 
-Each sequence has an index of its own, n-gram to the place behind its latest occurrence, by hash and believed by comparison.
-A token costs one entry for each n, once. It holds the n-grams of the last max_indexed tokens at least and of twice as many at
-most: entries are kept in two generations, and the older one is dropped when the younger is full.
+Each sequence has an index from n-gram to the place after its latest occurrence, by hash, verified by comparison. A token costs one
+entry for each n. The index holds the n-grams of the last max_indexed to 2 * max_indexed tokens, in two generations: the older one
+is dropped when the younger is full.
 
-A proposal that is rejected costs a row of a step, so a sequence backs off: after `misses` proposals in a row of which nothing
-was accepted it waits for 2^(misses - 1) - 1 tokens, at most MAX_WAIT, before it proposes again. One accepted token ends that.
+A rejected draft costs a row of a step, so a sequence backs off: after `misses` drafts in a row without an accepted token it
+waits for 2^(misses - 1) - 1 tokens, at most MAX_WAIT. One accepted token ends that.
 """
 
 from collections.abc import Sequence as Tokens
@@ -24,30 +23,30 @@ SHORTEST = 2
 MAX_INDEXED = 2**15
 """An index takes about 350 bytes a token, less than a hundredth of its keys and values."""
 MAX_WAIT = 31
-"""Most tokens that a sequence goes without a proposal while there is something to propose."""
+"""Longest back-off in tokens."""
 
 
 @dataclass(eq=False, slots=True)
 class _Index:
-    """N-grams of one sequence, by length and generation, and how its proposals have fared."""
+    """N-grams of one sequence, by length and generation, and its back-off."""
 
     young: tuple[dict[int, int], ...]
     old: tuple[dict[int, int], ...]
     num_indexed: int = 0
-    """Tokens of which every n-gram that has a follower is in here."""
+    """Tokens whose n-grams are indexed."""
     num_young: int = 0
     misses: int = 0
-    """Proposals in a row of which nothing was accepted."""
+    """Drafts in a row without an accepted token."""
     resumes_at: int = 0
-    """Tokens that the sequence has when it proposes again."""
+    """Number of tokens at which it proposes again."""
 
 
 @dataclass(eq=False, slots=True)
 class NgramProposer:
-    """Proposals for all sequences of an engine, by sequence id."""
+    """Draft tokens for all sequences of an engine, by sequence id."""
 
     num_proposals: int
-    """Most tokens in a proposal."""
+    """Most draft tokens."""
     longest: int = LONGEST
     shortest: int = SHORTEST
     max_indexed: int = MAX_INDEXED
@@ -60,11 +59,11 @@ class NgramProposer:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that have an index."""
+        """Sequences with an index."""
         return len(self._indexes)
 
     def propose(self, sequence_id: int, token_ids: Tokens[int]) -> tuple[int, ...]:
-        """What may follow all of these tokens, at most `num_proposals`; () where nothing is known or the sequence backs off."""
+        """Return draft tokens, at most `num_proposals`; () if unknown or backing off."""
         index = self._indexes.get(sequence_id)
         if index is None or index.num_indexed > len(token_ids):
             index = self._indexes[sequence_id] = _Index(self._empty(), self._empty())
@@ -81,12 +80,12 @@ class NgramProposer:
         return tuple(copied)
 
     def is_waiting(self, sequence_id: int, num_tokens: int) -> bool:
-        """Whether a sequence that has come to so many tokens backs off, and will propose nothing."""
+        """True if a sequence of so many tokens backs off."""
         index = self._indexes.get(sequence_id)
         return index is not None and num_tokens < index.resumes_at
 
     def book(self, sequence_id: int, num_accepted: int, num_tokens: int) -> None:
-        """What became of a proposal of a sequence that has so many tokens now."""
+        """Record the accepted tokens of a draft; the sequence now has `num_tokens`."""
         index = self._indexes.get(sequence_id)
         if index is None:
             return
@@ -95,20 +94,20 @@ class NgramProposer:
         index.resumes_at = num_tokens + wait
 
     def forget(self, sequence_id: int) -> None:
-        """A sequence that has ended, or was preempted: should it propose again, it is read again. Unknown ones are nothing."""
+        """Drop the index of a sequence. Idempotent."""
         self._indexes.pop(sequence_id, None)
 
     def _empty(self) -> tuple[dict[int, int], ...]:
         return tuple({} for _ in range(self.longest - self.shortest + 1))
 
     def _extend(self, index: _Index, token_ids: Tokens[int]) -> None:
-        """Enter every n-gram that ends before the last token, so that the sequence's own last n-gram is not among them."""
+        """Index every n-gram that ends before the last token, which excludes the last n-gram itself."""
         while index.num_indexed < len(token_ids) - 1:
             if index.num_young == self.max_indexed:
                 index.old, index.young, index.num_young = index.young, self._empty(), 0
             end = min(len(token_ids) - 1, index.num_indexed + self.max_indexed - index.num_young)
             for n, entries in enumerate(index.young, self.shortest):
-                first = max(index.num_indexed + 1 - n, 0)  # n-grams from here on end behind token num_indexed or later
+                first = max(index.num_indexed + 1 - n, 0)  # n-grams from here on end after token num_indexed or later
                 part = token_ids[first:end]
                 if len(part) == n:  # a decoding sequence has one new token
                     entries[hash(tuple(part))] = end
@@ -119,7 +118,7 @@ class NgramProposer:
             index.num_indexed = end
 
     def _find(self, index: _Index, token_ids: Tokens[int]) -> int | None:
-        """The place behind the latest occurrence of the longest n-gram at the end that stood somewhere before."""
+        """Return the place after the latest earlier occurrence of the longest last n-gram."""
         for n in range(min(self.longest, len(token_ids) - 1), self.shortest - 1, -1):
             last = token_ids[len(token_ids) - n :]
             key = hash(tuple(last))

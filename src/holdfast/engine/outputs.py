@@ -1,10 +1,10 @@
-"""From tokens to outputs: text and ending of a completion, and its deltas, merged or added up; no torch.
+"""Outputs from tokens: text and ending of a completion, and its deltas, merged or summed up; no torch.
 
 SequenceOutput -> Completion -> CompletionDelta -> OutputAssembler -> RequestOutput
                                                 -> DeltaBuffer, until a reader takes them
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.engine.messages import CoreRequest, Ending, SequenceOutput
 from holdfast.request.outputs import (
@@ -23,7 +23,7 @@ from holdfast.text.tokenizer import Tokenizer
 
 
 def position_logprobs(measured: TokenLogprobs, num_top: int, tokenizer: Tokenizer | None) -> PositionLogprobs:
-    """The token at a place first, then the `num_top` most likely ones; a token that is both is there once."""
+    """Map the token at a position, then the `num_top` most likely ones, each once."""
     found = {measured.token_id: (measured.logprob, measured.rank)}
     for place, (token_id, logprob) in enumerate(measured.top[:num_top]):
         found.setdefault(token_id, (logprob, place + 1))
@@ -34,10 +34,7 @@ def position_logprobs(measured: TokenLogprobs, num_top: int, tokenizer: Tokenize
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens, collected from the steps that computed them.
-
-    A preempted sequence computes its prompt again; what is known already is kept.
-    """
+    """Prompt logprobs, collected from steps. A preempted sequence recomputes its prompt; known ones are kept."""
 
     def __init__(self, num_prompt_tokens: int, num_top: int) -> None:
         self._num_top = num_top
@@ -45,14 +42,14 @@ class PromptLogprobs:
         self._num_prompt_tokens = num_prompt_tokens
 
     def collect(self, start: int, measured: tuple[TokenLogprobs, ...], tokenizer: Tokenizer | None) -> None:
-        """Take in prompt positions start + 1, start + 2, ..."""
+        """Add prompt positions start + 1, start + 2, ..."""
         num_known = len(self._by_position)
         assert start + 1 <= num_known, f"prompt positions {num_known} to {start} were computed without logprobs"
         for entry in measured[num_known - start - 1 :]:
             self._by_position.append(position_logprobs(entry, self._num_top, tokenizer))
 
     def whole(self) -> tuple[PositionLogprobs | None, ...]:
-        """One entry a prompt token, the first None."""
+        """Return one entry a prompt token, the first None."""
         assert len(self._by_position) == self._num_prompt_tokens, (
             f"{len(self._by_position)} of {self._num_prompt_tokens} prompt positions have logprobs"
         )
@@ -60,10 +57,9 @@ class PromptLogprobs:
 
 
 class Completion:
-    """One sequence of a request, and the text that its tokens have become.
+    """One sequence of a request and its text.
 
-    Everything here that touches text runs code that the request controls, and may raise; the front then ends the
-    request, and only it.
+    Code that the request controls may raise here; the front then ends that request alone.
     """
 
     def __init__(
@@ -101,13 +97,13 @@ class Completion:
         return self.request.sequence_id
 
     def tokens_per_second(self, now: float) -> float:
-        """Of output, since the first token; 0 before the second."""
+        """Output tokens a second since the first; 0 before the second."""
         if self._first_token_at is None or now <= self._first_token_at:
             return 0.0
         return max(self._num_output_tokens - 1, 0) / (now - self._first_token_at)
 
     def advance(self, output: SequenceOutput, now: float) -> CompletionDelta | None:
-        """What a step has brought: tokens up to a stop string, if they made one, and the end; None for neither."""
+        """Return the delta of a step: tokens up to a stop string, and the ending; None if there is neither."""
         self._queue_seconds = output.queue_seconds
         self._num_cached_tokens = output.num_cached_tokens
         self._num_preemptions = output.num_preemptions
@@ -125,38 +121,27 @@ class Completion:
             measured = output.logprobs[:num_tokens]
             assert len(measured) == num_tokens, f"sequence {self.sequence_id} has no logprobs for {num_tokens=}"
             logprobs = tuple(position_logprobs(entry, num_top, self._tokenizer) for entry in measured)
-        return CompletionDelta(
-            request_id=self.request_id,
-            index=self.index,
-            text=text,
-            token_ids=output.token_ids[:num_tokens],
-            logprobs=logprobs,
-            finish_reason=None if ending is None else ending.finish_reason,
-            stop_reason=None if ending is None else ending.stop_reason,
-            num_cached_tokens=self._num_cached_tokens,
-            prompt_logprobs=self._prompt_logprobs.whole() if is_first and self._prompt_logprobs is not None else None,
-            metrics=None if ending is None else self._metrics(now),
-            error=None if ending is None else ending.error,
+        prompt_logprobs = self._prompt_logprobs.whole() if is_first and self._prompt_logprobs is not None else None
+        delta = CompletionDelta(
+            *(self.request_id, self.index, text, output.token_ids[:num_tokens], logprobs, None, None),
+            *(self._num_cached_tokens, prompt_logprobs),
         )
+        return delta if ending is None else self._ended(delta, ending, now)
 
     def end(self, ending: Ending, now: float, pooled: bytes = b"") -> CompletionDelta:
-        """The last delta of a completion that ends without a token of its own. Runs nothing that could fail."""
-        return CompletionDelta(
-            request_id=self.request_id,
-            index=self.index,
-            text="",
-            token_ids=(),
-            logprobs=None,
-            finish_reason=ending.finish_reason,
-            stop_reason=ending.stop_reason,
-            num_cached_tokens=self._num_cached_tokens,
-            metrics=self._metrics(now),
-            error=ending.error,
-            pooled=pooled,
+        """Return the last delta of a completion that ends without a token. Never fails."""
+        delta = CompletionDelta(
+            self.request_id, self.index, "", (), None, None, None, self._num_cached_tokens, pooled=pooled
         )
+        return self._ended(delta, ending, now)
+
+    def _ended(self, delta: CompletionDelta, ending: Ending, now: float) -> CompletionDelta:
+        finish_reason, stop_reason, error = ending
+        metrics = self._metrics(now)
+        return replace(delta, finish_reason=finish_reason, stop_reason=stop_reason, error=error, metrics=metrics)
 
     def _text_and_ending(self, output: SequenceOutput) -> tuple[str, int, Ending | None]:
-        """The text that tokens add, how many of them count, and how it ends: by a stop string, or as the core says."""
+        """Return the new text, how many tokens count, and the ending: by a stop string, or the core's."""
         texts, last = [], len(output.token_ids) - 1
         for place, token_id in enumerate(output.token_ids):
             ending = output.ending if place == last else None
@@ -168,8 +153,8 @@ class Completion:
         return "".join(texts), last + 1, output.ending
 
     def _text_of(self, token_id: int, ending: Ending | None) -> tuple[str, str | None]:
-        """What is shown of one more token, the last where there is an ending; and the stop string that it completes."""
-        # A token that ends the sequence is no text.
+        """Return the text of one more token, and the stop string that it completes."""
+        # A token that stops the sequence is not text.
         is_text = ending is None or ending.finish_reason != "stop"
         text = self._detokenizer.append([token_id]) if self._detokenizer is not None and is_text else ""
         if ending is not None and self._detokenizer is not None:
@@ -195,7 +180,7 @@ class Completion:
 
 @dataclass(slots=True)
 class _Parts:
-    """What was added to one completion, piece by piece."""
+    """The deltas of one completion."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -213,13 +198,13 @@ class _Parts:
         self.last = delta
 
     def text(self) -> str:
-        # Joined once and kept, so that asking after every token does not join everything every time.
+        # Keep the joined text, so that a call after every token stays cheap.
         self.texts = ["".join(self.texts)]
         return self.texts[0]
 
 
 class OutputAssembler:
-    """Adds up the deltas of one request; `output()` may be asked at any time and is not changed afterwards."""
+    """Sums up the deltas of one request; `output()` returns a snapshot."""
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], n: int) -> None:
         self._request_id = ""
@@ -238,13 +223,13 @@ class OutputAssembler:
         return self._num_unfinished == 0
 
     def add(self, delta: CompletionDelta) -> None:
-        """Take in what one step added."""
+        """Add a delta."""
         self._request_id = delta.request_id
         self._parts[delta.index].add(delta)
         if delta.logprobs is not None:
             total = self._cumulative[delta.index] or 0.0
             for token_id, logprobs in zip(delta.token_ids, delta.logprobs, strict=True):
-                total += logprobs[token_id].logprob  # one by one: the same sum however tokens come together
+                total += logprobs[token_id].logprob  # one by one: the sum must not depend on the batching
             self._cumulative[delta.index] = total
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = list(delta.prompt_logprobs)
@@ -257,7 +242,7 @@ class OutputAssembler:
         self._num_unfinished -= delta.finish_reason is not None
 
     def output(self) -> RequestOutput:
-        """The request as far as it has come."""
+        """Return the request so far."""
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt,
@@ -271,7 +256,7 @@ class OutputAssembler:
         )
 
     def added(self, deltas: list[CompletionDelta]) -> RequestOutput:
-        """The same with what these deltas, taken in already, have added, in place of whole completions."""
+        """Like `output`, with these deltas, added before, instead of whole completions."""
         output = self.output()
         output.outputs = [
             CompletionOutput(
@@ -288,7 +273,7 @@ class OutputAssembler:
         return output
 
     def reading(self, deltas: list[CompletionDelta], kind: RequestOutputKind | str) -> RequestOutput | None:
-        """What a reader gets after these deltas, by output_kind; None: nothing yet."""
+        """Return what a reader gets after these deltas, by output_kind; None: nothing yet."""
         if kind == RequestOutputKind.DELTA:
             return self.added(deltas)
         return self.output() if kind == RequestOutputKind.CUMULATIVE or self.finished else None
@@ -308,7 +293,7 @@ class OutputAssembler:
 
 
 class DeltaBuffer:
-    """Deltas of one request that nobody has read yet, merged by completion: never more than the answer itself."""
+    """Unread deltas of one request, merged by completion: never more than the answer."""
 
     def __init__(self) -> None:
         self._parts: dict[int, _Parts] = {}
@@ -318,13 +303,13 @@ class DeltaBuffer:
         return len(self._parts)
 
     def add(self, delta: CompletionDelta) -> None:
-        """Merge a delta into what waits."""
+        """Merge a delta."""
         self._parts.setdefault(delta.index, _Parts()).add(delta)
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = delta.prompt_logprobs
 
     def take(self) -> list[CompletionDelta]:
-        """What waits, one delta a completion, and forget it."""
+        """Return and forget what waits, one delta a completion."""
         taken = [self._merged(index, parts) for index, parts in sorted(self._parts.items())]
         self._parts = {}
         self._prompt_logprobs = None
@@ -350,7 +335,7 @@ class DeltaBuffer:
 
 
 def _merged(metrics: list[RequestMetrics]) -> RequestMetrics | None:
-    """One line for a request of several completions: its first token, its last, and all its preemptions."""
+    """Merge the metrics of several completions."""
     if not metrics:
         return None
     return RequestMetrics(

@@ -1,4 +1,4 @@
-"""Queues: sequences that wait and that run, by priority and arrival; SlotPool: the places of those that run; no torch."""
+"""Queues: waiting and running sequences, by priority and arrival; SlotPool: slots of running ones; no torch."""
 
 import heapq
 from bisect import insort
@@ -10,7 +10,7 @@ from holdfast.request.sequence import Sequence, SequenceState
 
 
 def named(sequence: Sequence) -> str:
-    """How messages call a sequence: never by its tokens, which are many and private."""
+    """Name a sequence in messages, never by its private tokens."""
     return f"sequence {sequence.sequence_id}"
 
 
@@ -42,9 +42,9 @@ class Lanes:
 
     def __init__(self) -> None:
         self._lanes: dict[int, OrderedDict[int, Sequence]] = {}
-        """None is empty."""
+        """No lane is empty."""
         self._priorities: list[int] = []
-        """Sorted. As many as there are lanes: nearly always one."""
+        """Sorted; one for each lane, nearly always one."""
         self._num_sequences = 0
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Lanes:
         return next(iter(self._lanes[self._priorities[0]].values()))
 
     def add(self, sequence: Sequence, *, is_oldest: bool = False) -> None:
-        """Behind all others of its priority, or before them."""
+        """Add after all others of its priority, or before them."""
         priority = sequence.params.priority
         lane = self._lanes.get(priority)
         if lane is None:
@@ -71,19 +71,19 @@ class Lanes:
         self._num_sequences += 1
 
     def pop_first(self) -> Sequence:
-        """The oldest of the most important."""
+        """Remove the oldest of the most important."""
         sequence = self.first
         self.discard(sequence)
         return sequence
 
     def pop_last(self) -> Sequence:
-        """The youngest of the least important."""
+        """Remove the youngest of the least important."""
         sequence = next(reversed(self._lanes[self._priorities[-1]].values()))
         self.discard(sequence)
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        """Nothing happens where it is not here."""
+        """Remove a sequence. Idempotent."""
         priority = sequence.params.priority
         lane = self._lanes.get(priority)
         if lane is None or lane.pop(sequence.sequence_id, None) is None:
@@ -94,7 +94,7 @@ class Lanes:
             self._priorities.remove(priority)
 
     def check(self) -> None:
-        """Every lane has somebody, and its place; everybody is listed under their id."""
+        """Assert that no lane is empty, and every sequence is listed under its id."""
         assert self._priorities == sorted(self._lanes), f"{self._priorities} of {sorted(self._lanes)}"
         assert all(self._lanes.values()), f"a lane of {self._priorities} is empty"
         listed = [one for lane in self._lanes.values() for one in lane.items()]
@@ -104,7 +104,7 @@ class Lanes:
 
 
 class Queues:
-    """Holds each sequence in exactly one place and keeps its state in step. Every move is O(1) among equals."""
+    """Holds each sequence in exactly one place and updates its state. Every move is O(1) among equals."""
 
     def __init__(self) -> None:
         self._running = Lanes()
@@ -134,7 +134,7 @@ class Queues:
         return list(self._waiting)
 
     def waiting_up_to(self, most: int) -> list[Sequence]:
-        """The first of them, at most so many."""
+        """The first waiting sequences, at most `most`."""
         return list(islice(self._waiting, most))
 
     @property
@@ -142,7 +142,7 @@ class Queues:
         return self._waiting.first
 
     def append(self, sequence: Sequence) -> None:
-        """A new sequence waits, behind all others of its priority."""
+        """Queue a new sequence after all others of its priority."""
         is_new = sequence not in self and sequence.state is SequenceState.WAITING and not any(sequence.tables)
         assert is_new, f"{named(sequence)} is not new: {sequence.state} {sequence.tables=}"
         self._arrivals[sequence.sequence_id] = self._num_arrived
@@ -150,28 +150,28 @@ class Queues:
         self._waiting.add(sequence)
 
     def admit(self) -> Sequence:
-        """The first that waits becomes the youngest that runs of its priority."""
+        """Make the first that waits the youngest that runs of its priority."""
         sequence = self._waiting.pop_first()
         self._running.add(sequence)
         sequence.state = SequenceState.RUNNING
         return sequence
 
     def preempt(self) -> Sequence:
-        """The last that runs becomes the oldest that waits of its priority."""
+        """Make the last that runs the oldest that waits of its priority."""
         sequence = self._running.pop_last()
         self._waiting.add(sequence, is_oldest=True)
         sequence.state = SequenceState.WAITING
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out for good, wherever it is; nothing happens when it is not here."""
+        """Remove a sequence for good. Idempotent."""
         sequence.state = SequenceState.FINISHED
         if self._arrivals.pop(sequence.sequence_id, None) is not None:
             self._waiting.discard(sequence)
             self._running.discard(sequence)
 
     def check(self) -> None:
-        """Every sequence once, in its state, in order; of equals, those that run arrived before those that wait."""
+        """Assert that every sequence is listed once, in its state, in order; among equals running ones arrived first."""
         self._running.check()
         self._waiting.check()
         ids = [sequence.sequence_id for lanes in (self._running, self._waiting) for sequence in lanes]

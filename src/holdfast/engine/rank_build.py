@@ -1,17 +1,17 @@
-"""Ranks built: rank 0 here, every other one in its process, station by station; both sides of each station stand together.
+"""Building ranks: rank 0 here, every other one in its process; both sides of each station of the handshake are together.
 
     rank 0                                      every other rank
     RankStart            ->                     opens the model's headers
                          <-  RankReported       free memory, versions, a digest of the headers
-    plans all ranks, or refuses
+    plans all ranks, or raises
     RankPlanned          ->                     plans for itself, and compares
     loads                                       loads
                          <-  RankLoaded         no collective before every rank is here
-    RankConnect          ->                     meets the others
-    assembles, captures: the same exchanges in the same order on all
+    RankConnect          ->                     connects to the others
+    assembles, captures: the same collectives in the same order on all
                          <-  RankReady
 
-Rank 0 does all of this in its step thread: whoever waits for it learns at once where another rank is gone.
+Rank 0 does all of this in its step thread, so a waiting caller sees the death of another rank at once.
 """
 
 import os
@@ -29,15 +29,8 @@ from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.linked import open_linked
 from holdfast.distributed.rendezvous import LOOPBACK, Place, listen_for_ranks
-from holdfast.engine.launched import Launched, find_launcher, meet_ranks, node_name, refuse_second, serve_launched
-from holdfast.engine.rank_messages import (
-    RankConnect,
-    RankLoaded,
-    RankPlanned,
-    RankReady,
-    RankReported,
-    RankStart,
-)
+from holdfast.engine.launched import Launched, accept_ranks, find_launcher, node_name, refuse_second, serve_launched
+from holdfast.engine.rank_messages import RankConnect, RankLoaded, RankPlanned, RankReady, RankReported, RankStart
 from holdfast.engine.rank_server import RankServer
 from holdfast.engine.ranked_runner import CLOSE_SECONDS, RankedRunner
 from holdfast.engine.ranks import (
@@ -77,19 +70,19 @@ from holdfast.runner.runner import Runner
 
 log = get_logger(__name__)
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""Set where several ranks may share a GPU, which only measurements want."""
+"""Set to let several ranks share a GPU, for measurements only."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltRanks:
-    """All ranks, ready: rank 0 and what drives the others."""
+    """All ranks, ready."""
 
     built: BuiltRunner
     runner: RankedRunner
     ranks: tuple[RankMemory, ...]
     release: Callable[[], None]
     watch: Callable[[], None]
-    """Raises where one is gone."""
+    """Raises if one is gone."""
 
 
 def build_ranks(
@@ -101,7 +94,7 @@ def build_ranks(
     is_remote: bool = False,
     command: tuple[str, ...] = COMMAND,
 ) -> BuiltRanks:
-    """Start every rank and build rank 0 here; nothing is left behind where one fails. `is_remote`: this process is ours."""
+    """Start every rank and build rank 0 here, or release everything. `is_remote`: this is a core process."""
     check_world(config, os.environ)
     launched = find_launcher(config)
     if launched is not None and launched.rank > 0:
@@ -115,8 +108,8 @@ def build_ranks(
     own = report(config, model, 0, launched)
     if launched is None:
         check_nodes(config, (own,) * config.num_ranks)
-    meet = None if launched is None else partial(meet_ranks, launched)
-    group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote, meet=meet)
+    rendezvous = None if launched is None else partial(accept_ranks, launched)
+    group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote, rendezvous=rendezvous)
     thread = StepThread()
     host = LOOPBACK if launched is None else launched.host
     zero = RankZero(config, model, group, own, on_progress, on_prepare, host)
@@ -124,7 +117,7 @@ def build_ranks(
     try:
         built, ranks = group.wait(building)
     except BaseException:
-        group.end()  # whatever rank 0 is at ends with its next word to the others
+        group.end()  # rank 0 stops at its next message to the others
         thread.submit(partial(_release_built, building))
         thread.close(CLOSE_SECONDS)
         raise
@@ -133,7 +126,7 @@ def build_ranks(
 
 
 def _release_built(building: "Future[tuple[BuiltRunner, tuple[RankMemory, ...]]]") -> None:
-    """Behind a build that nobody waits for any more: another rank was lost when this one was ready, or before."""
+    """Release a finished build after another rank was lost."""
     if building.exception() is None:
         building.result()[0].release()
 
@@ -142,38 +135,29 @@ def _is_eager(config: EngineConfig, runner: Runner) -> bool:
     return config.pipeline_parallel_size == 1 and not runner.can_run_ahead
 
 
+@dataclass(frozen=True, slots=True)
 class RankZero:
-    """The stations of rank 0."""
+    """Rank 0's side of the handshake."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model: OpenModel,
-        group: RankGroup,
-        own: RankReport,
-        on_progress: Callable[[int, int], None],
-        on_prepare: OnPrepare,
-        host: str = LOOPBACK,
-    ) -> None:
-        """`host` is where others reach this rank."""
-        self._config = config
-        self._own = own
-        self._host = host
-        self._model = model
-        self._group = group
-        self._on_progress = on_progress
-        self._on_prepare = on_prepare
+    config: EngineConfig
+    model: OpenModel
+    group: RankGroup
+    own: RankReport
+    on_progress: Callable[[int, int], None]
+    on_prepare: OnPrepare
+    host: str = LOOPBACK
+    """Address of this rank for others."""
 
     def build(self) -> tuple[BuiltRunner, tuple[RankMemory, ...]]:
-        """From the reports of all ranks to all of them ready."""
-        group, model = self._group, self._model
+        """Run the handshake from the reports of all ranks to their readiness."""
+        group, model = self.group, self.model
         others = (RankReport.of(message.report) for message in group.expect(RankReported, OPENING_SECONDS))
-        reports = self._own, *others
-        check_places(self._config, reports)
-        agreement = plan_ranks(self._config, declare_opened(model, model.name), reports).agreement
+        reports = self.own, *others
+        check_places(self.config, reports)
+        agreement = plan_ranks(self.config, declare_opened(model, model.name), reports).agreement
         group.send_all(RankPlanned(agreement.as_dict()))
-        telling = self._tell_progress, self._tell_preparing
-        built = build_share(self._config, model, self._own, agreement, *telling, self._connect)
+        reporting = self._report_progress, self._report_preparing
+        built = build_share(self.config, model, self.own, agreement, *reporting, self._connect)
         try:
             ready = group.expect(RankReady, LOADING_SECONDS)
         except BaseException:
@@ -185,28 +169,28 @@ class RankZero:
     def _connect(
         self, plan: RunnerPlan, ledger: Ledger, row_sizes: tuple[int, ...]
     ) -> tuple[Exchange, tuple[int, ...]]:
-        """All have loaded: tell where to meet, and how many rows steps may have."""
-        others = self._group.expect(RankLoaded, LOADING_SECONDS)
+        """All have loaded: send the address of the rendezvous and the allowed row counts."""
+        others = self.group.expect(RankLoaded, LOADING_SECONDS)
         row_sizes = common_sizes((row_sizes, *(message.row_sizes for message in others)))
-        place = listen_for_ranks(self._host)
+        place = listen_for_ranks(self.host)
         host, port = place.getsockname()[:2]
         secret = secrets.token_hex(16)
-        self._group.send_all(RankConnect(f"{host}:{port}", secret, row_sizes))
-        exchange = open_exchange(plan, place, secret, ledger, self._group.raise_if_dead)
-        self._group.on_death = exchange.abandon
+        self.group.send_all(RankConnect(f"{host}:{port}", secret, row_sizes))
+        exchange = open_exchange(plan, place, secret, ledger, self.group.raise_if_dead)
+        self.group.on_death = exchange.abandon
         return exchange, row_sizes
 
-    def _tell_progress(self, num_done: int, num_total: int) -> None:
-        self._group.raise_if_dead()
-        self._on_progress(num_done, num_total)
+    def _report_progress(self, num_done: int, num_total: int) -> None:
+        self.group.raise_if_dead()
+        self.on_progress(num_done, num_total)
 
-    def _tell_preparing(self, preparing: Preparing) -> None:
-        self._group.raise_if_dead()
-        self._on_prepare(preparing)
+    def _report_preparing(self, preparing: Preparing) -> None:
+        self.group.raise_if_dead()
+        self.on_prepare(preparing)
 
 
 class FollowingRank:
-    """The same stations in the process of another rank, and the steps behind them."""
+    """Another rank's share: runs steps after the handshake."""
 
     def __init__(self, built: BuiltRunner, rank: int) -> None:
         self._built: BuiltRunner | None = built
@@ -214,7 +198,7 @@ class FollowingRank:
         self.memory = rank_memory(built, rank)
 
     def book(self, tokens: tuple[tuple[int, ...], ...]) -> None:
-        """What rank 0 has chosen in the oldest step."""
+        """Apply the tokens that rank 0 sampled in the oldest step."""
         assert self._runner is not None, "this rank is closed"
         self._runner.take_result(StepResult(tuple(SequenceResult(own) for own in tokens)))
 
@@ -224,18 +208,18 @@ class FollowingRank:
         self._runner.run(step)
 
     def look(self) -> dict[str, int]:
-        """Counters of torch's allocator on a GPU; nothing on a CPU."""
+        """Return counters of torch's allocator; none on a CPU."""
         return {} if self._runner is None else allocator_counters(self._runner.device)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         built, self._built, self._runner = self._built, None, None
         if built is not None:
             built.release()
 
 
 def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
-    """This process's share of the model, step by step with rank 0."""
+    """Build this process's share of the model, in step with rank 0."""
     config, rank = start.config, start.rank
     model = open_model(config.model, config.load_format, config.revision)
     try:
@@ -248,9 +232,9 @@ def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
 
         def connect(plan: RunnerPlan, ledger: Ledger, row_sizes: tuple[int, ...]) -> tuple[Exchange, tuple[int, ...]]:
             server.send(RankLoaded(row_sizes))
-            told = server.expect(RankConnect)
-            host, _, port = told.address.rpartition(":")
-            return open_exchange(plan, (host, int(port)), told.secret, ledger), told.row_sizes
+            place = server.expect(RankConnect)
+            host, _, port = place.address.rpartition(":")
+            return open_exchange(plan, (host, int(port)), place.secret, ledger), place.row_sizes
 
         built = build_share(config, model, own, agreement, lambda done, total: None, prepare_silently, connect)
     finally:
@@ -270,7 +254,7 @@ def build_share(
     on_prepare: OnPrepare,
     connect: Connect,
 ) -> BuiltRunner:
-    """A rank's runner, once all have agreed."""
+    """Build a rank's runner after the agreement."""
     rank = own.rank
     own_config = replace(config, device=own.target.name)
     return build_runner(
@@ -284,7 +268,7 @@ def build_share(
 
 
 def rank_device(config: EngineConfig, rank: int, launched: Launched | None) -> str:
-    """The device of a rank: of GPUs, one each, counted in its node."""
+    """Return the device of a rank: one GPU each, counted in its node."""
     device, _ = choose_device(config)
     if device == "cpu":
         return device
@@ -293,48 +277,47 @@ def rank_device(config: EngineConfig, rank: int, launched: Launched | None) -> s
 
 
 def check_devices(config: EngineConfig, launched: Launched | None = None) -> None:
-    """More ranks of this node than devices are refused before anything is started."""
+    """Raise ConfigError for more ranks on this node than devices."""
     device, _ = choose_device(config)
     if device == "cpu" or os.environ.get(OVERLAPPING) == "1":
         return
     first, count = int(device.partition(":")[2]), torch.cuda.device_count()
-    asked = config.num_ranks if launched is None else launched.num_local
+    num_local = config.num_ranks if launched is None else launched.num_local
     if launched is not None and count == 1:
-        return  # a launcher may show each process one of its own; what they report says whether it did
-    if first + asked > count:
+        return  # a launcher may give each process its own GPU; check_places compares them
+    if first + num_local > count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         masked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         raise ConfigError(
-            f"{asked} ranks from {device} on were asked",
-            f"torch sees {count} CUDA devices here{masked}, and each rank takes one",
-            f"ask for {max(count - first, 1)} at the most, or let this process see more",
+            "rank.too_many_for_devices",
+            count=num_local,
+            device=device,
+            visible=count,
+            masked=masked,
+            maximum=max(count - first, 1),
         )
 
 
 def check_places(config: EngineConfig, reports: Sequence[RankReport]) -> None:
-    """Two ranks on one GPU are refused; ranks of a stage on several nodes are told what that costs."""
+    """Raise ConfigError for two ranks on one GPU; warn about a stage on several nodes."""
     on_device: dict[str, int] = {}
     for report in reports:
         first = on_device.setdefault(report.device, report.rank)
         if first != report.rank and report.target.kind == "cuda" and os.environ.get(OVERLAPPING) != "1":
-            raise ConfigError(
-                f"ranks {first} and {report.rank} were to have a GPU each",
-                f"both are on {report.device}",
-                "have the launcher set LOCAL_RANK, or show every process a GPU of its own (CUDA_VISIBLE_DEVICES)",
-            )
+            raise ConfigError("rank.same_device", first=first, second=report.rank, device=report.device)
     size = config.tensor_parallel_size
     stages = [reports[start : start + size] for start in range(0, len(reports), size)]
     if any(len({report.node for report in stage}) > 1 for stage in stages):
         log.warning(
-            "Ranks that share layers are on several nodes: two exchanges a layer go over the network. "
-            "Fewer ranks to a stage (tensor_parallel_size) and more stages (pipeline_parallel_size) send less."
+            "Ranks that share layers are on several nodes: two all-reduces a layer go over the network. "
+            "Fewer ranks a stage (tensor_parallel_size) and more stages (pipeline_parallel_size) send less."
         )
 
 
 def report(config: EngineConfig, model: OpenModel, rank: int, launched: Launched | None = None) -> RankReport:
-    """What a rank has to tell before all are planned."""
+    """Report what a rank has, for the plan of all ranks."""
     device = rank_device(config, rank, launched)
-    # Ranks of two nodes may both have cuda:0, and those that are told of as two nodes may be on one.
+    # Ranks of two nodes may both have cuda:0, and a launcher may call one machine two nodes.
     is_cpu = device == "cpu"
     place = f"cpu of {node_name({})}" if is_cpu else f"GPU {torch.cuda.get_device_properties(device).uuid}"
     target = device_target(device, model.spec.vocab_size)
@@ -342,7 +325,7 @@ def report(config: EngineConfig, model: OpenModel, rank: int, launched: Launched
 
 
 def headers_digest(model: OpenModel) -> str:
-    """Of everything that a model's headers say."""
+    """Digest of a model's headers."""
     digest = blake2b(digest_size=16)
     digest.update(repr((model.spec, model.parameters, model.generation)).encode())
     return digest.hexdigest()
@@ -351,7 +334,7 @@ def headers_digest(model: OpenModel) -> str:
 def open_exchange(
     plan: RunnerPlan, place: Place, secret: str, ledger: Ledger, check: Callable[[], None] | None = None
 ) -> Exchange:
-    """The way to the other ranks, once all are on their way there; `check` raises where one is gone meanwhile."""
+    """Connect to the other ranks; `check` raises if one is gone meanwhile."""
     device = torch.device(plan.target.name)
     assert plan.exchange_needs is not None, f"{plan.mesh} exchanges nothing"
     opening = plan.mesh, plan.exchange_needs, place, device, ledger
@@ -365,7 +348,7 @@ def open_exchange(
 
 
 def allocator_counters(device: torch.device) -> dict[str, int]:
-    """What torch's allocator has done so far."""
+    """Counters of torch's allocator."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
@@ -374,7 +357,7 @@ def allocator_counters(device: torch.device) -> dict[str, int]:
 
 
 def rank_memory(built: BuiltRunner, rank: int) -> RankMemory:
-    """What a rank was planned to take, holds, and took as its device says."""
+    """Planned, held and measured memory of a rank."""
     plan, profile = built.plan, built.profile
     measured_bytes = None
     if plan.target.kind == "cuda" and profile.taken_bytes is not None:

@@ -1,10 +1,10 @@
-"""The process of one rank: opens its share of a model as rank 0 says, then runs every step that comes; no torch until it runs.
+"""Process of one rank: opens its share of a model with rank 0, then runs every step; no torch until it runs.
 
-    main thread    RankServer (engine/rank_server.py): RankStart -> RankReported -> ... -> RankReady, then frame after frame
-    pulse thread   beats, watches rank 0, and ends this process where rank 0 is gone or silent
+    main thread    RankServer (engine/rank_server.py): RankStart -> RankReported -> ... -> RankReady, then one frame a step
+    watchdog       sends heartbeats, watches rank 0, and ends this process if rank 0 is gone or silent
 
-It lives no longer than rank 0: the channel ends, the system kills it with its parent (PR_SET_PDEATHSIG), and a rank 0 that is
-stopped is silent, which is the same. An error here is told in its own words, and this process ends.
+It lives no longer than rank 0: the channel closes, the system kills it with its parent (PR_SET_PDEATHSIG), and a stopped rank 0
+is silent. It reports an error to rank 0 and ends.
 """
 
 import contextlib
@@ -30,23 +30,23 @@ _log = get_logger(__name__)
 
 
 def open_rank(start: RankStart, server: RankServer) -> Rank:
-    """This rank's share of a model, step by step with rank 0."""
+    """Open this rank's share of a model, in step with rank 0."""
     from holdfast.engine.rank_build import build_rank  # torch comes with it
 
     return build_rank(start, server)
 
 
 def watch_rank_zero(server: RankServer, channel: Channel, parent: int, pulse: Pulse) -> NoReturn:
-    """A thread: tells again and again that this process lives, and ends it where rank 0 does not."""
+    """Watchdog thread: write heartbeats, and end this process if rank 0 is dead."""
     signs = VitalSigns(parent, pulse)
     with contextlib.suppress(ChannelClosedError):
         while os.getppid() == parent and not channel.is_other_side_gone():
             server.pulse.beat()
             signs.look()
-            # Rank 0 may be anybody's program: one that waits with Python's lock kept is not dead yet.
+            # Rank 0 may be a caller's program: waiting while holding the GIL is not death.
             if signs.is_dead(is_ready=False):
                 _log.error(
-                    "rank 0 (process %d) is silent for %.1f seconds: this rank ends", parent, signs.silent_seconds
+                    "rank 0 (process %d) was silent for %.1f seconds: this rank ends", parent, signs.silent_seconds
                 )
                 if server.owns_parent:
                     with contextlib.suppress(ProcessLookupError):
@@ -58,7 +58,7 @@ def watch_rank_zero(server: RankServer, channel: Channel, parent: int, pulse: Pu
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the system kill this process when the one that started it ends, however that ends; elsewhere than on Linux nothing."""
+    """Let Linux kill this process when its parent ends."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it was gone before
@@ -66,7 +66,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def main(open_rank: OpenRank = open_rank) -> None:
-    """The end of the channel, the process of rank 0, the file of this pulse and that of rank 0's are the arguments."""
+    """Entry point; COMMAND of engine/ranks.py documents its arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     number, parent, own_number, zero_number = map(int, sys.argv[1:])
     die_with_parent(parent)

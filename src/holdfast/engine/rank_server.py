@@ -1,6 +1,6 @@
-"""RankServer: the other end of rank 0's channel: the stations of a start, then frame after frame until rank 0 ends; no torch.
+"""RankServer: the other end of rank 0's channel: the handshake of a start, then one frame a step; no torch.
 
-Knows nothing of models: whoever makes one gives it what opens this rank's share (engine/rank_process.py, engine/launched.py).
+Its caller passes the function that opens this rank's share (engine/rank_process.py, engine/launched.py).
 """
 
 import contextlib
@@ -31,13 +31,13 @@ MessageT = TypeVar("MessageT")
 
 
 class Rank(Protocol):
-    """One rank's share of a model, as its process drives it."""
+    """One rank's share of a model."""
 
     @property
     def memory(self) -> RankMemory: ...
 
     def book(self, tokens: tuple[tuple[int, ...], ...]) -> None:
-        """What rank 0 has chosen in the oldest step, by item."""
+        """Apply the tokens that rank 0 sampled in the oldest step, by item."""
         ...
 
     def run(self, step: Step) -> None:
@@ -45,11 +45,11 @@ class Rank(Protocol):
         ...
 
     def look(self) -> dict[str, int]:
-        """Counters of its memory, by name."""
+        """Return counters of its memory by name."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         ...
 
 
@@ -63,22 +63,22 @@ class RankServer:
         self._frames = Numbering()
         self.pulse = pulse
         self.owns_parent = False
-        self.was_asked_to_end = False
-        """By rank 0, which else is gone."""
+        self.got_shutdown = False
+        """False if rank 0 is gone without a Shutdown."""
 
     @property
     def num_received(self) -> int:
-        """Messages of rank 0 that were read, steps among them. Any thread."""
+        """Messages of rank 0 that were read, including steps. Any thread."""
         return self._received.last + self._frames.last
 
     def run(self, open_rank: "OpenRank") -> None:
-        """Until rank 0 says so, or is gone; or something fails here, which rank 0 is told."""
+        """Serve until Shutdown or rank 0 is gone; report an error to rank 0."""
         rank: Rank | None = None
         try:
             start = self.expect(RankStart)
             self.owns_parent = start.owns_parent
             rank = open_rank(start, self)
-            gc.freeze()  # what a start has made stays to the end
+            gc.freeze()  # objects of the start stay
             self.send(RankReady(rank.memory))
             self._serve(rank)
         except ChannelClosedError:
@@ -95,15 +95,15 @@ class RankServer:
                 rank.close()
 
     def send(self, message: RankMessage) -> None:
-        """To rank 0."""
+        """Send a message to rank 0."""
         self._channel.send(lambda: self.encoded(message))
 
     def encoded(self, message: RankMessage) -> bytes:
-        """The next message as a frame, made when its turn has come."""
+        """Encode the next message."""
         return encode_rank_message(message, self._sent.next())
 
     def expect(self, kind: type[MessageT]) -> MessageT:
-        """The next message, which must be of this kind."""
+        """Wait for the next message, which must be of this kind."""
         message = self._next()
         if not isinstance(message, kind):
             if isinstance(message, Shutdown):
@@ -129,7 +129,7 @@ class RankServer:
             self._channel.wait()
         number, message = decode_rank_message(frame)
         (self._frames if isinstance(message, RankFrame) else self._received).accept(number)
-        self.was_asked_to_end |= isinstance(message, Shutdown)
+        self.got_shutdown |= isinstance(message, Shutdown)
         return message
 
 

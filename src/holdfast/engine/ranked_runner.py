@@ -1,10 +1,10 @@
-"""RankedRunner: steps on all ranks: each goes out as one frame, rank 0 computes its share in a thread of its own; no torch.
+"""RankedRunner: runs steps on all ranks: one frame to each, and rank 0's share in a thread; no torch.
 
-    launch(step)   frame = results of the steps that were collected since the last one, and this step -> every rank
-    collect()      waits for rank 0's own results, which need every rank's; raises where one is gone
+    launch(step)   frame = results of the steps collected since the last one, and this step -> every rank
+    collect()      waits for rank 0's results, which need every rank's; raises if one is gone
 
-Only rank 0 chooses tokens. Others learn them with the next frame, so that the sequences of all ranks are the same when a step
-begins (runner/slots.py). A step that has begun cannot be dropped: others are in the middle of it.
+Only rank 0 samples. Others get the tokens with the next frame, so the sequences of all ranks are equal when a step begins
+(runner/slots.py). A step that has begun cannot be cancelled: other ranks are inside it.
 """
 
 import weakref
@@ -21,7 +21,7 @@ from holdfast.request.sequence import StepResult
 from holdfast.request.step import Step
 
 CLOSE_SECONDS = 3.0
-"""For a step of this rank to end, once the others are gone."""
+"""For a step of this rank to end after the others are gone."""
 
 
 class _Flight:
@@ -33,10 +33,10 @@ class _Flight:
 
 
 class RankedRunner:
-    """What the core drives where there are several ranks. One thread at a time."""
+    """The StepRunner of several ranks. One thread at a time."""
 
     def __init__(self, runner: StepRunner, group: RankGroup, thread: StepThread, *, is_eager: bool = True) -> None:
-        """`is_eager`: a step is computed as soon as it is launched; else it is begun, and computed on when it is collected."""
+        """`is_eager`: compute a step when it is launched; otherwise finish it when it is collected."""
         self.limits = runner.limits
         self.num_pages = runner.num_pages
         self.vocab_size = runner.vocab_size
@@ -46,12 +46,12 @@ class RankedRunner:
         self._thread = thread
         self._is_eager = is_eager
         self._frames = Numbering()
-        self._told: list[StepResult] = []
-        """Results that other ranks do not have yet."""
+        self._unsent: list[StepResult] = []
+        """Results that other ranks do not have."""
         self._flights: deque[_Flight] = deque()
         self._collected: StepResult | None = None
-        """Of the oldest flight, where it was handed out."""
-        # Also runs when nobody holds the engine any more, and before the interpreter ends.
+        """Result of the oldest flight, if it was returned."""
+        # Also runs when the engine is garbage collected, and before the interpreter ends.
         self._end = weakref.finalize(self, _end, group, thread)
 
     @property
@@ -62,11 +62,11 @@ class RankedRunner:
 
     @property
     def pids(self) -> list[int]:
-        """Of ranks 1, 2, ..."""
+        """Pids of ranks 1, 2, ..."""
         return self._group.pids
 
     def look(self) -> list[dict[str, int]]:
-        """Counters of the memory of ranks 1, 2, ...; no step may be in flight."""
+        """Return memory counters of ranks 1, 2, ...; no step may be in flight."""
         return self._group.look()
 
     def launch(self, step: Step) -> None:
@@ -74,13 +74,13 @@ class RankedRunner:
         self._advance()
         runner = self._runner
         assert runner is not None, "the runner is closed"
-        self._group.send_frame(encode_frame(self._told, for_followers(step), self._frames.next()))
-        self._told = []
+        self._group.send_frame(encode_frame(self._unsent, for_followers(step), self._frames.next()))
+        self._unsent = []
         launched = self._thread.submit(partial(runner.launch, step))
         self._flights.append(_Flight(launched, self._begin(runner) if self._is_eager else None))
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step; where this is interrupted it can be called again."""
+        """Wait for the oldest step. Call it again after an interrupt."""
         self._advance()
         flight, runner = self._flights[0], self._runner
         assert runner is not None, "the runner is closed"
@@ -88,22 +88,22 @@ class RankedRunner:
             flight.result = self._begin(runner)
         self._group.wait(flight.launched)
         result = self._group.wait(flight.result)
-        # As in a runner: what follows from having handed it out is done at the next call.
+        # Like a runner: the next call completes this one.
         self._collected = result
         return result
 
     def cancel(self) -> bool:
-        """Whether nothing is in flight: what has begun on several ranks goes on."""
+        """True if nothing is in flight: steps on several ranks cannot be cancelled."""
         self._advance()
         return not self._flights
 
     def close(self, release: Callable[[], None]) -> None:
-        """End the other ranks, and give this one's memory back where it computes; again is nothing."""
+        """End the other ranks, and release this one's memory in its thread. Idempotent."""
         if self._runner is None:
             return
         self._runner = None
         self._flights.clear()
-        self._thread.submit(release)  # behind a step that others' end will end
+        self._thread.submit(release)  # after a step that the end of others will end
         self._end()
         self._thread.close(CLOSE_SECONDS)
 
@@ -112,7 +112,7 @@ class RankedRunner:
 
     def _advance(self) -> None:
         if self._collected is not None:
-            self._told.append(self._collected)
+            self._unsent.append(self._collected)
             self._collected = None
             self._flights.popleft()
 

@@ -1,96 +1,89 @@
-"""Scheduler: who runs next, how many of their tokens, on which pages; by priority, then first come, first served; no torch.
+"""Scheduler: which sequences run next, how many of their tokens, on which pages; by priority, then arrival; no torch.
 
-Of equal priority, laid end to end, running before waiting, the sequences are always sorted by arrival. Admission moves the
-border one to the right, preemption one to the left; besides that, they only join at the right end and leave from anywhere.
+Among equal priorities, running before waiting, sequences are always sorted by arrival. Admission moves the border one to the
+right, preemption one to the left; otherwise sequences only join at the right end and leave from anywhere.
 
     add() -> [ waiting ... ] --admit--> [ running ... ] --finish()--> [ quarantine ] --> gone
                     ^                          |
                     '------- preempt ----------'   the last, when one before it needs its pages
 
-**Steps in flight.** schedule() may be called again before the step that it gave has ended. A step in flight is believed
-as far as positions go: `num_scheduled` is behind its last one, and a token that it chooses is *coming*, so that a
-sequence goes on from there without anybody knowing the token. complete() books steps in the order in which they were
-given. What is not known is never acted upon: window pages are given back and tokens appended when a step is booked, and
-whoever is preempted has nothing in flight.
+**Steps in flight.** schedule() may be called before the last step has ended. Positions of a step in flight count as done:
+`num_scheduled` is after its last one, and a token that it samples is *coming*, so a sequence goes on before its token is known.
+complete() books steps in order. Nothing depends on unknown tokens: window pages are released and tokens appended when a step is
+booked, and a preempted sequence has nothing in flight.
 
     position    0 ......... num_computed ......... num_scheduled ......... tokens, known and coming
                 [ booked   )[ steps in flight     )[ the next steps       )
 
-A sequence that ends with steps in flight leaves surplus behind: those steps still write its pages and its slot. Both
-stay in *quarantine*, owned by nobody who runs and given to nobody, until the last of these steps is booked. Its surplus
-tokens are dropped there. An end by max_tokens leaves none: nobody is scheduled past it.
+A sequence that ends with steps in flight leaves surplus: those steps still write its pages and its slot. Both stay in
+*quarantine*, owned by no running sequence and not reused, until the last of these steps is booked, which drops its surplus
+tokens. An end by max_tokens leaves none: no position past it is scheduled.
 
-**Sharing** (engine/sharing.py). Full blocks of known tokens are registered as soon as their step is certain, so sequences that
-are admitted in the same step, or while it is in flight, start on them. Equal prompts fork: they cost no row. A leader that is
-aborted leaves its pages to those that share them, because its steps still run. If steps in flight are dropped, their blocks
-are forgotten, and what started on them starts anew. A waiting sequence never computes what a running one of the same or a
-higher priority is about to compute; that one is running, so it computes in the next steps or leaves.
+**Sharing** (engine/sharing.py). Full blocks of known tokens are registered once their step is certain, so sequences admitted in
+that step, or while it is in flight, start on them. Equal prompts fork without a row. An aborted leader leaves its pages to those
+that share them, because its steps still run. If steps in flight are dropped, their blocks are forgotten, and sequences that
+started on them restart. A waiting sequence never computes what a running one of the same or a higher priority is about to compute;
+that one computes in the next steps or leaves.
 
-**Pipelines.** With `num_stages` stages (pipeline parallelism) as many steps are in flight, one in each, and a sequence is in
-one of them at a time: its next token goes through all stages before the first can go on from it. So that no stage waits for
-another, a step takes a stage's share of those that run, at most ceil(running / num_stages), and of those that have nothing
-in flight an even part for each stage that is free, the first in order; and it admits up to a share of all that run or wait.
-Shares of all stages hold everybody: in a pipe that is kept full, while nobody leaves, nobody is passed over in num_stages
-steps in a row. Where one of them lacks pages, none goes on before it is
-served or the pipe is empty, and then it is served before others: it may be far from the first, which are served first.
+**Pipelines.** With `num_stages` stages as many steps are in flight, one in each, and a sequence is in one of them at a time: its
+next token passes all stages before the first can continue. So that no stage waits for another, a step takes a stage's share of
+the running sequences, at most ceil(running / num_stages), and of those with nothing in flight an even part for each free stage,
+the first in order; and it admits up to a share of all that run or wait. The shares hold every sequence: in a full pipe from which
+none leaves, none is skipped num_stages times in a row. If one lacks pages, no other step is given until it is served or the pipe
+is empty; then it is served first.
 
-**Invariance.** Attention on a GPU takes rows of a prompt in large tiles and rows behind it in small ones, which add up otherwise.
-So that nobody else decides which (`is_invariant`), a step holds of a sequence rows of its prompt, or one row behind it: what a
-preempted one had chosen is computed again row by row. And only pages of prompts are cached, and only found for a prompt: what follows
-one was computed row by row.
+**Invariance.** GPU attention computes prompt rows in large tiles and later rows in small ones, which round differently. So that
+the batch does not decide (`is_invariant`), a step holds for a sequence rows of its prompt, or one row after it: a preempted
+sequence recomputes its output row by row. And only pages of prompts are cached and found.
 
-**Pages.** A sequence has a page table for each cache group, and all groups take from one pool. A step from position
-`start` on needs, in a group with a window, only the pages from `first_page(start)` on: once a step is booked, those
-before the first position that is not are given back and their places become holes; steps in flight start there or
-later. So with nothing in flight such a group holds at most W - 1 tokens and one page, and with n tokens in flight at
-most W - 1 + n and one page, where n is never more than max_num_batched_tokens: a sequence with windows is not scheduled
-further ahead. Whole contexts only grow; a state is held whole from the first token on.
+**Pages.** A sequence has a page table for each cache group, and all groups share one pool. A step from position `start` on needs,
+in a group with a window, only pages from `first_page(start)` on: when a step is booked, pages before the first unbooked position
+are released and become holes; steps in flight start there or later. So such a group holds at most W - 1 tokens and one page, and
+with n tokens in flight W - 1 + n and one page, where n <= max_num_batched_tokens: a sequence with windows is not scheduled further
+ahead. Whole contexts only grow; a state is held from the first token on.
 
-**States beside pages.** A row that stands for several tokens is added up in a state at the sequence's slot. It begins anew
-with every row, and blocks of the prefix cache end with one in every group, so that a hit needs none; but for rows that
-overlap: there a sequence that starts on a hit of h tokens computes the last `tokens_again` of them again. Nothing is
-written for those (`num_stored` is h until they are computed), so that they may lie on pages of others, and windows are wide
-enough for them to see what they saw the first time. For everything that follows about pages it is as far as h.
+**States beside pages.** A row that stands for several tokens accumulates in a state at the sequence's slot. It restarts with every
+row, and blocks of the prefix cache end with a row in every group, so a hit needs none. Rows that overlap are the exception: a
+sequence that starts on a hit of h tokens recomputes the last `tokens_again` of them. Nothing is written for those (`num_stored` is
+h until they are computed), so they may lie on shared pages, and windows are wide enough for what they saw the first time. For the
+page rules below the sequence is at h.
 
-**Order.** A sequence comes before another if its priority is a lower number or, of equals, if it arrived before. Both queues
-are in this order. Admission takes the first that waits, preemption the last that runs; nothing else moves. So nobody who
-runs is pushed out by one that waits, and of equals every running one arrived before every waiting one, and was admitted
-in order of arrival. As long as lower numbers keep coming higher ones wait: whoever gives priorities answers for that.
+**Order.** A sequence precedes another if its priority is a lower number or, among equals, if it arrived before. Both queues have
+this order. Admission takes the first that waits, preemption the last that runs. So a waiting sequence never displaces a running
+one, and among equals every running one arrived before every waiting one, and was admitted in order of arrival. While lower numbers
+keep arriving, higher ones wait: callers that set priorities accept that.
 
-**Admission.** A waiting sequence starts only when its *claim* fits beside the claims of all that run. A claim is what a
-sequence may still take out of the pool, at the most, until every token known or coming is computed and, in each group,
-one page of tokens more (where it may ever need that). In a group with a window this is no more than its bound less what
-it holds, because each page behind the window comes back; except one that somebody else holds too, which comes back to
-nobody, and therefore is claimed again. Proposals take pages only beside all claims. So between an admission and the
-moment a sequence has filled its extra page nobody is preempted: at least a page of tokens each, of the group with the
-smallest pages. In a step that preempted someone nobody is admitted.
+**Admission.** A waiting sequence starts only if its *claim* fits beside the claims of all that run. A claim is the most that a
+sequence may still take from the pool until every token known or coming is computed and, in each group, one more page of tokens. In
+a group with a window this is at most its bound less what it holds, because pages before the window are released; a page with other
+owners is not, so it is claimed again. Draft tokens take pages only beside all claims. So between an admission and the moment a
+sequence has filled its extra page, none is preempted: at least a page of tokens each, of the group with the smallest pages. A step
+that preempted one admits none.
 
-**Preemption frees memory at once**, because it happens only with nothing in flight. A sequence that is admitted on a hit
-of h tokens takes a new page in every group that keeps rows, because h ends a page in all of them and the token at h is
-never part of a hit, and its states are its own. What it computed can be shared only with sequences admitted later; of
-equals these are preempted first. So each preemption makes pages available, as long as some group still holds the newest
-token, or a state, between steps: every one but a window of 1, which at the end of a page holds nothing. If all groups
-are such, or one gives way whose pages a more important one shares, a preemption may free nothing, and the next one
-follows; nothing below needs more.
+**Preemption frees memory at once**, because it happens only with nothing in flight. A sequence admitted on a hit of h tokens takes
+a new page in every group that keeps rows, because h ends a page in all of them and the token at h is never part of a hit, and its
+states are its own. What it computed is shared only with sequences admitted later; among equals these are preempted first. So each
+preemption makes pages available, as long as some group holds the newest token, or a state, between steps: every group but a window
+of 1, which at the end of a page holds nothing. If all groups are such, or a more important sequence shares the pages, a preemption
+may free nothing, and the next one follows; the argument below does not need more.
 
-**Liveness.** Whoever calls books the oldest step in flight whenever schedule() gives None or an empty step. Then the first
-that runs advances by at least one token in every step that is given with nothing in flight, and in between it goes on or
-waits for what is in flight: N equal sequences finish within N * max_model_len such steps once they stop arriving:
-1. If nothing runs, then once the steps in flight are booked nothing is in quarantine and every page and slot is
-   available. What the first that waits starts on and what it claims then are together no more than the sum of its
-   groups' bounds, with or without a hit, and add() has checked that this fits: admitted.
-2. If it runs and has positions left that are not in flight, it is served first, with one row or more. If a page
-   is missing, schedule() gives None until nothing is in flight; then those behind it are preempted; at the latest when
-   it is alone every page that it does not hold is available. What it holds once it has grown is in each group within
-   the bound that add() has summed up, so these suffice.
+**Liveness.** The caller books the oldest step in flight whenever schedule() returns None or an empty step. Then the first that runs
+advances by at least one token in every step given with nothing in flight, and otherwise goes on or waits for what is in flight: N
+equal sequences finish within N * max_model_len such steps after the last arrival:
+1. If nothing runs, then once the steps in flight are booked the quarantine is empty and every page and slot is available. The hit
+   and the claim of the first that waits are together at most the sum of its groups' bounds, and add() has checked that this fits:
+   it is admitted.
+2. If it runs and has positions that are not in flight, it is served first, with one row or more. If a page is missing, schedule()
+   returns None until nothing is in flight; then later ones are preempted. Once it is alone, every page that it does not hold is
+   available. What it holds after growing is within the bound that add() summed up, so these suffice.
 3. If it runs and has none left, what it needs is in flight, and booking brings its token.
-4. It is never preempted, because only the last is, and only for one that is before it.
-5. In a pipeline the same: a step's share is at least one, so that the first that runs is in the next step whenever it has
-   nothing in flight, and one that lacks pages holds up the others until at most num_stages - 1 steps are booked.
-6. Not all equal: while the first of all waits, nobody else is admitted, so that the first that runs ends, and the next, each
-   within max_model_len, until it is admitted; from then on it is the first that runs, and ends within as much. What the
-   first that runs had computed until then may be lost, once for each such admission: 2 * N * max_model_len in all.
-This needs a caller that finishes a sequence once it has max_tokens of output, or got no token where it should have.
+4. It is never preempted: only the last is, and only for one before it.
+5. A pipeline is alike: a share is at least one, so the first that runs is in the next step whenever it has nothing in flight, and
+   one that lacks pages delays the others until at most num_stages - 1 steps are booked.
+6. Unequal priorities: while the first of all waits, no other is admitted, so the first that runs ends, and the next, each within
+   max_model_len, until it is admitted; then it is the first that runs, and ends within as much. What the first that runs had
+   computed may be lost, once for each such admission: 2 * N * max_model_len in all.
+The caller must finish a sequence that has max_tokens of output, or got no token where it should have.
 """
 
 from collections import deque
@@ -112,17 +105,17 @@ from holdfast.request.step import Admitted, Step, StepItem
 
 
 def _rows_alike(sequence: Sequence, start: int) -> int:
-    """Rows from a position on that are computed in one way: the rest of the prompt, or one."""
+    """Rows from a position on that are computed alike: the rest of the prompt, or one."""
     return max(sequence.num_prompt_tokens - start, 1)
 
 
 class Scheduler:
-    """Decides each step. One thread: schedule(), run the model, complete(); add() and finish() at any moment between.
+    """Decides each step. One thread: schedule(), run the model, complete(); add() and finish() at any time between.
 
-    `groups` are the cache groups of the model; left out, one that keeps the whole context of pages of limits.page_tokens.
-    `prefix_root` should be random bytes, so that nobody outside can predict the names of cached pages.
-    `num_stages` of a pipeline: so many steps are kept in flight, with different sequences.
-    `is_invariant`: how a row is computed does not depend on others; nobody speculates then.
+    `groups`: the cache groups of the model; default: one that keeps the whole context.
+    `prefix_root`: random bytes, so that clients cannot predict the names of cached pages.
+    `num_stages`: stages of a pipeline, and steps in flight with different sequences.
+    `is_invariant`: a row is computed alike in every batch; excludes draft tokens.
     """
 
     def __init__(
@@ -160,20 +153,20 @@ class Scheduler:
         self._tracks: dict[int, Track] = {}
         self._blocked: Blocked | None = None
         self._offered: tuple[int, int] | None = None
-        """The first that waited when rows of a cut step were last kept for it, and the number of those that ran."""
+        """The first waiting sequence and the number of running ones when rows were last reserved for it."""
         self._in_flight: deque[LiveStep] = deque()
-        """Steps that were given and not booked, the oldest first."""
+        """Steps that are not booked, the oldest first."""
         self._short: Sequence | None = None
-        """In a pipeline: who lacked pages while steps were in flight; until it is served no other step is given."""
+        """In a pipeline: the sequence that lacks pages; until it is served no other step is given."""
         self._quarantine: list[Quarantined] = []
         self._released: list[int] = []
-        """Slots that the next step tells to be free."""
+        """Slots that the next step releases."""
         self._num_steps = 0
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         """Tokens of sequences that could share at their first admission."""
         self.num_prefix_hit_tokens = 0
-        """How many of those were on pages, cached or of the same step; all but the last of a fork."""
+        """Those of them on pages, cached or of the same step; all but the last of a fork."""
 
     @property
     def num_waiting(self) -> int:
@@ -185,12 +178,12 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Running sequences whose whole prompt was given to steps."""
+        """Running sequences whose whole prompt is scheduled."""
         return sum(one.num_scheduled >= one.num_prompt_tokens for one in self._queues.running)
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were given and not booked."""
+        """Steps that are not booked."""
         return len(self._in_flight)
 
     @property
@@ -204,7 +197,7 @@ class Scheduler:
         return self._queues.waiting
 
     def first_waiting(self, most: int) -> list[Sequence]:
-        """At most so many of those that wait, the next ones."""
+        """The next waiting sequences, at most `most`."""
         return self._queues.waiting_up_to(most)
 
     @property
@@ -213,14 +206,14 @@ class Scheduler:
         return 1.0 - self.pool.num_available / self.pool.num_pages
 
     def pages_by_group(self) -> dict[str, int]:
-        """Pages that sequences hold now, by the name of the group; one that several hold counts once."""
+        """Pages that sequences hold, by name of the group; a shared page counts once."""
         held: dict[str, int] = {}
         for group, num_owned in zip(self.groups, self.pool.num_owned_by_group, strict=True):
             held[group.name] = held.get(group.name, 0) + num_owned
         return held
 
     def pages_held(self, sequence: Sequence) -> tuple[int, ...]:
-        """Pages of a sequence in each group, those that it shares included; counted without looking at its tables."""
+        """Pages of a sequence in each group, shared ones included, without reading its tables."""
         num_kept = sequence.num_kept
         return tuple(
             len(table) - min(group.first_page(num_kept), len(table))
@@ -228,11 +221,11 @@ class Scheduler:
         )
 
     def check_fits(self, sequence: Sequence) -> None:
-        """RequestError for a sequence that can never run."""
+        """Raise RequestError for a sequence that can never run."""
         self._needs.max_pages(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Appends a new sequence to the queue, or refuses one that can never run or that finds the queue full."""
+        """Queue a new sequence; raise for one that can never run or a full queue."""
         max_pages = self._needs.max_pages(sequence)
         if self.num_waiting >= self.max_queue:
             raise QueueFullError("request.queue_full", count=1, waiting=self.num_waiting, maximum=self.max_queue)
@@ -242,12 +235,12 @@ class Scheduler:
         self._tracks[sequence.sequence_id] = Track(self._needs.longest(sequence), max_pages, chain)
 
     def schedule(self, propose: Propose | None = None, max_prompt_rows: int | None = None) -> LiveStep | None:
-        """The next step: running sequences in order, then waiting ones as far as limits and pages allow.
+        """Return the next step: running sequences in order, then waiting ones as far as limits and pages allow.
 
-        Steps may be in flight. None where only booking one of them can show how to go on: pages are missing, or are in
-        quarantine. Without items where there is nothing to run now; such a step has no number and is not in flight.
-        With `propose`, sequences that may speculate are given proposals, and wait for their tokens to be booked.
-        `max_prompt_rows` limits the rows of sequences that have several left; the first in the step gets one in any case.
+        Steps may be in flight. None: one of them must be booked first, because pages are missing or in quarantine. A step
+        without items has no number and is not in flight: there is nothing to run. With `propose`, sequences that may
+        speculate get draft tokens, and wait for their tokens to be booked. `max_prompt_rows` limits the rows of sequences
+        with several left; the first in the step gets one in any case.
         """
         items: list[ScheduledSequence] = []
         full: list[tuple[Sequence, int]] = []
@@ -257,10 +250,10 @@ class Scheduler:
         if self._short is not None and not self._serve_short(self._short):
             return None
         running = self._queues.running if self.num_stages == 1 else self._share()
-        assert propose is None or not self.is_invariant, "rows of proposals would be computed beside each other"
+        assert propose is None or not self.is_invariant, "rows of draft tokens would be computed together"
         guesses = None if propose is None or self._has_states else Guesses(propose, self._spare_rows())
         for num_before, sequence in enumerate(running):
-            # Victims are the last, so everybody after the first victim is one too, and nobody before it.
+            # Victims are the last: every sequence after the first victim is one too, and none before it.
             if budget == 0 or sequence.state is not SequenceState.RUNNING:
                 break
             track = self._tracks[sequence.sequence_id]
@@ -281,7 +274,7 @@ class Scheduler:
                 break
             proposals = ()
             if guesses is not None and sequence.may_speculate and num_new_tokens == 1 and end == num_tokens:
-                # One token is left for each of those behind, so that nobody waits for somebody else's guesses.
+                # One token is left for each later sequence, so that drafts delay none.
                 proposals = self._proposals(sequence, guesses, budget - (len(running) - num_before))
             items.append(
                 ScheduledSequence(sequence, start, num_new_tokens + len(proposals), end == num_tokens, proposals)
@@ -290,18 +283,18 @@ class Scheduler:
             if end // block_tokens > start // block_tokens:
                 full.append((sequence, end))
             ends_prompt |= end == sequence.num_prompt_tokens
-        # From here on the step is certain, so those that are admitted may start on what it computes.
+        # From here on the step is certain, so admitted sequences may start on what it computes.
         for sequence, end in full:
             self._register(sequence, end, self._num_steps + 1)
         if self.num_waiting and self.num_preemptions == num_preemptions:
-            self._admit_waiting(items, min(budget, max(rows.left, not items)), ends_prompt)
+            self._admit_waiting(items, min(budget, max(rows.left, int(not items))), ends_prompt)
         if items:
             return self._launched(items)
         is_stuck = self._in_flight and self._quarantine and self.num_waiting
         return None if is_stuck else LiveStep(())
 
     def _prompt_rows(self, most: int | None) -> PromptRows:
-        """Rows of prompts in the next step. One that waits has a share, once until a sequence comes or goes."""
+        """Prompt rows of the next step. A waiting prompt has a share, once until a sequence arrives or leaves."""
         if most is None:
             return PromptRows(self.limits.max_num_batched_tokens)
         has_place = self.num_waiting > 0 and self._slots.num_free > 0
@@ -310,10 +303,10 @@ class Scheduler:
         return PromptRows(most, self.num_running - self.num_decoding + may_admit)
 
     def complete(self, step: LiveStep, token_ids: SequenceABC[SequenceABC[int]]) -> None:
-        """Books the oldest step in flight: its tokens are computed, and those that it chose are appended.
+        """Book the oldest step in flight: its positions are computed, and its sampled tokens appended.
 
-        `token_ids` has one entry for each scheduled sequence: none where none was chosen, one, or the accepted proposals
-        and one. Sequences that were finished since schedule() are passed over, their tokens with them.
+        `token_ids` has an entry for each scheduled sequence: empty, one token, or the accepted draft tokens and one.
+        Sequences that finished since schedule() are skipped.
         """
         is_oldest = bool(self._in_flight) and step is self._in_flight[0]
         assert is_oldest, "only the oldest step in flight can be completed, and only once"
@@ -327,9 +320,9 @@ class Scheduler:
             self._leave_quarantine(step.step.number)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out and releases its pages; legal in any state, at any moment, and any number of times.
+        """Remove a sequence and release its pages. Idempotent, in any state.
 
-        Where steps in flight may still write them, pages and slot are released once the last of those is booked.
+        If steps in flight may still write them, pages and slot are released when the last of those is booked.
         """
         self._queues.remove(sequence)
         track = self._tracks.pop(sequence.sequence_id, None)
@@ -344,11 +337,11 @@ class Scheduler:
         self._release_slot(sequence, track)
 
     def forget_steps(self) -> None:
-        """The runner has dropped everything in flight: it is scheduled again, from the last booked position on.
+        """Forget steps that the runner dropped: schedule again from the last booked position on.
 
-        What those steps told stays told: admissions, pages and releases; numbers go on. A state may have been moved on,
-        and none can be computed from its middle: its sequence starts anew, released and admitted again. So does one that
-        started on what a dropped step was to compute.
+        What those steps sent stays valid: admissions, pages and releases; numbers go on. A state may have advanced and
+        cannot be recomputed from its middle, so its sequence restarts: released and admitted again. So does one that started on
+        what a dropped step would have computed.
         """
         steps, self._in_flight = self._in_flight, deque()
         num_booked = self._num_steps - len(steps)
@@ -366,22 +359,22 @@ class Scheduler:
                 self._start_anew(sequence)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets every cached prefix, for instance because the weights have changed."""
+        """Forget every cached prefix."""
         self.prefix.reset()
 
     def _share(self) -> list[Sequence]:
-        """Who may be in the next step of a pipeline: of those that run and have nothing in flight a stage's share, in order."""
+        """Sequences for the next step of a pipeline: a stage's share of those with nothing in flight, in order."""
         running = self._queues.running
         idle = [sequence for sequence in running if sequence.num_scheduled == sequence.num_computed]
         return idle[: self._part_of(len(idle), len(running))]
 
     def _part_of(self, num_idle: int, num_all: int) -> int:
-        """Sequences for one step: an even part of those that have nothing in flight, and no more than a stage's share of all."""
+        """Sequences of one step: an even part of the idle ones, and at most a stage's share of all."""
         num_free = max(self.num_stages - len(self._in_flight), 1)
         return min(-(-num_all // self.num_stages), -(-num_idle // num_free))
 
     def _serve_short(self, sequence: Sequence) -> bool:
-        """Gives the one that lacked pages those of its next step; False where the steps in flight must end before."""
+        """Give the sequence that lacked pages those of its next step; False if steps in flight must end first."""
         if sequence.state is SequenceState.RUNNING:
             longest = self._tracks[sequence.sequence_id].longest
             most = sequence.num_scheduled + self.limits.max_num_batched_tokens
@@ -392,40 +385,40 @@ class Scheduler:
         return True
 
     def _most_ahead(self, sequence: Sequence) -> int:
-        """Tokens that may be added to what is in flight of it: a window has pages for one step's."""
+        """Tokens that may join those in flight: a window has pages for one step."""
         return self.limits.max_num_batched_tokens - (sequence.num_scheduled - sequence.num_computed)
 
     def _launched(self, items: list[ScheduledSequence]) -> LiveStep:
-        """From now on these are in flight; the step says what the runner does not know yet."""
+        """Make a step of these items, with what the runner does not know yet."""
         self._num_steps += 1
-        came: list[Admitted] = []
-        told: list[StepItem] = []
+        new: list[Admitted] = []
+        sent: list[StepItem] = []
         for item in items:
             sequence = item.sequence
             track = self._tracks[sequence.sequence_id]
             sequence.num_scheduled = item.start + item.num_new_tokens
             sequence.num_coming += item.samples
             track.last_step = self._num_steps
-            if not track.is_told:
-                came.append(admitted(sequence, -1 if item.source is None else item.source.slot))
-                track.is_told = True
+            if not track.is_sent:
+                new.append(admitted(sequence, -1 if item.source is None else item.source.slot))
+                track.is_sent = True
             pages = new_pages(sequence, track) if track.is_grown else ()
-            told.append(StepItem(sequence.slot, item.start, item.num_new_tokens, item.samples, pages, item.proposals))
-        step = Step(self._num_steps, tuple(self._released), tuple(came), tuple(told))
+            sent.append(StepItem(sequence.slot, item.start, item.num_new_tokens, item.samples, pages, item.proposals))
+        step = Step(self._num_steps, tuple(self._released), tuple(new), tuple(sent))
         self._released.clear()
         live = LiveStep(tuple(items), step)
         self._in_flight.append(live)
         return live
 
     def _book(self, item: ScheduledSequence, chosen: SequenceABC[int]) -> None:
-        """What a step did for a sequence that still runs."""
+        """Book a step for a running sequence."""
         sequence, proposals = item.sequence, item.proposals
         num_computed = item.start + item.num_new_tokens
         assert item.samples or not chosen, f"{named(sequence)} sampled before its last token"
         if proposals:
             num_accepted = max(len(chosen) - 1, 0)
             assert tuple(chosen[:num_accepted]) == proposals[:num_accepted], f"{named(sequence)} accepts other guesses"
-            # Nothing of it was scheduled behind its guesses.
+            # No later position was scheduled.
             num_computed = sequence.num_scheduled = num_computed - len(proposals) + num_accepted
         else:
             assert len(chosen) <= 1, f"{named(sequence)} got {len(chosen)} tokens and had no guesses"
@@ -440,7 +433,7 @@ class Scheduler:
             self._give_back(sequence)
 
     def _register(self, sequence: Sequence, num_tokens: int, step: int = 0) -> None:
-        """Enters the full blocks among the first `num_tokens`, as far as they are known; `step` computes them, or 0: they are."""
+        """Register the full blocks of the first `num_tokens` known tokens; `step` computes them, 0 if they are computed."""
         if not self._caches_prefixes:
             return
         num_tokens = min(num_tokens, len(sequence.token_ids))
@@ -451,7 +444,7 @@ class Scheduler:
             self.prefix.register(chain, sequence.token_ids, sequence.tables, num_tokens, step)
 
     def _leave_quarantine(self, number: int) -> None:
-        """Step `number` was the last to write some of what is there."""
+        """Release what step `number` was the last to write."""
         left = [held for held in self._quarantine if held.last_step <= number]
         if not left:
             return
@@ -460,13 +453,13 @@ class Scheduler:
             self.pool.release_many(by_position(self.groups, held.tables))
             self._slots.put(held.slot)
             self._released.append(held.slot)
-        # Pages have come back that no claim had counted on.
+        # No claim has counted on these pages.
         self._blocked = None
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Gives a running sequence pages for its first `num_tokens`.
+        """Give a running sequence pages for its first `num_tokens`.
 
-        False when it had to be preempted itself, or when somebody would have to be and steps are in flight.
+        False if it was preempted itself, or if a preemption must wait for steps in flight.
         """
         missing = self._needs.missing(sequence.tables, num_tokens)
         while sum(missing) > self.pool.num_available:
@@ -476,7 +469,7 @@ class Scheduler:
         return True
 
     def _extend(self, sequence: Sequence, num_tokens: int, missing: SequenceABC[int]) -> None:
-        """Takes what is missing of each group."""
+        """Allocate what is missing in each group."""
         track = self._tracks[sequence.sequence_id]
         assert num_tokens <= track.longest, (
             f"{named(sequence)} goes on after max_tokens: {num_tokens=} {track.longest=}"
@@ -491,12 +484,12 @@ class Scheduler:
         track.is_grown = True
 
     def _spare_rows(self) -> int:
-        """Positions that may choose a token when everybody who could be in the step has chosen one."""
+        """Rows for draft tokens after one sampled row for every possible sequence of the step."""
         num_sequences = min(self.num_running + self.num_waiting, self.limits.max_num_seqs)
         return self.limits.sampled_rows - num_sequences
 
     def _proposals(self, sequence: Sequence, guesses: Guesses, most: int) -> tuple[int, ...]:
-        """What is guessed to follow the last token: at most `most`, none of no use, on pages that nobody claims."""
+        """Draft tokens after the last token: at most `most`, on unclaimed pages."""
         track, num_tokens = self._tracks[sequence.sequence_id], len(sequence.token_ids)
         most = min(most, guesses.num_rows, track.longest - num_tokens)
         if self._windows:
@@ -517,7 +510,7 @@ class Scheduler:
         return proposals
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Releases what no later token sees: in each group with a window the pages behind it, the last of them first."""
+        """Release the pages before the window in each group that has one, the last first."""
         for index in self._windows:
             table = sequence.tables[index]
             place = self.groups[index].first_page(sequence.num_kept) - 1
@@ -527,11 +520,11 @@ class Scheduler:
                 place -= 1
 
     def _start_anew(self, sequence: Sequence) -> None:
-        """From its first token on, in its slot."""
+        """Restart a sequence from its first token, in its slot."""
         track = self._tracks[sequence.sequence_id]
         self._release_pages(sequence)
         self._released.append(sequence.slot)
-        track.is_told = False
+        track.is_sent = False
         self._start(sequence, NO_START)
 
     def _preempt_last(self) -> Sequence:
@@ -545,12 +538,12 @@ class Scheduler:
         return sequence
 
     def _admit_waiting(self, scheduled: list[ScheduledSequence], budget: int, ends_prompt: bool) -> None:
-        """Admit from the front of the queue; `ends_prompt`: the prompt of a running sequence ends in this step."""
+        """Admit from the front of the queue; `ends_prompt`: a running sequence ends its prompt in this step."""
         if not ends_prompt and (budget == 0 or self._is_still_blocked(self._queues.first_waiting)):
             return
-        claims: int | None = None  # of all that run, summed up once somebody is worth a try
+        claims: int | None = None  # of all running sequences, summed up on demand
         most = self.limits.max_num_seqs if self.num_stages == 1 else self._most_admitted()
-        # Forks choose without a row, and the last layer has no more rows than a step may have.
+        # Forks sample without a row, and the last layer has no more rows than a step may have.
         num_left = self.limits.max_num_batched_tokens - sum(item.num_logits for item in scheduled)
         leaders: Leaders | None = None
         while self.num_waiting and self._slots.num_free and len(scheduled) < most:
@@ -576,7 +569,7 @@ class Scheduler:
                     return
             hit = start.hit
             if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
-                # Pages of a window that two share come back later than those of one: it may fit without them.
+                # Shared pages of a window are released later: it may fit without them.
                 start = hit_start(self.prefix.miss(), self._tokens_again) if self._windows else start
             if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
                 self._blocked = Blocked(
@@ -600,19 +593,19 @@ class Scheduler:
             claims = sum(map(self._claim, self._queues.running)) if self._windows else claims + self._claim(sequence)
 
     def _most_admitted(self) -> int:
-        """Sequences of a step of a pipeline, those that are admitted included: a part of all that could be in one."""
+        """Most sequences of a pipeline step, admitted ones included."""
         num_idle = sum(one.num_scheduled == one.num_computed for one in self._queues.running)
         num_new = min(self.num_waiting, self._slots.num_free)
         return self._part_of(num_idle + num_new, self.num_running + num_new)
 
     def _num_taken(self, sequence: Sequence, start: Start) -> int:
-        """Pages that are no more available to others once it starts: its claim, and what it takes at once."""
+        """Pages that its start makes unavailable: its claim, and what it takes at once."""
         num_owners = self.pool.num_owners
         longest = self._tracks[sequence.sequence_id].longest
         claim = self._needs.claim(sequence, start.tables, start.num_kept, longest, lambda page: num_owners(page) > 0)
-        # Hits save pages, but pages without an owner were counted as available.
+        # Hits save pages, but pages without an owner counted as available.
         num_revived = sum(num_owners(page) == 0 for table in start.tables for page in table if page != HOLE)
-        # A page that had one owner will have two: after that one's window it would no longer come back.
+        # A page of one owner will have two: it is no longer released after that one's window.
         joined = (page for index in self._windows for page in start.tables[index] if page != HOLE)
         return claim + num_revived + sum(num_owners(page) == 1 for page in joined)
 
@@ -631,9 +624,9 @@ class Scheduler:
             num_new_tokens = min(num_new_tokens, max_new_tokens)
             if self.is_invariant:
                 num_new_tokens = min(num_new_tokens, _rows_alike(sequence, first))
-        # Even if its first step does not reach the end of the hit, it has a page of its own to give back.
+        # Even if its first step does not reach the end of the hit, it has a page of its own to release.
         has_grown = self._grow(sequence, max(first + num_new_tokens, start.hit.num_tokens + 1))
-        assert has_grown, f"{named(sequence)} was admitted without room"
+        assert has_grown, f"{named(sequence)} was admitted without pages"
         if start.source is None:
             # A fork's own pages are copied after the forward pass: nothing of this step may read them.
             self._register(sequence, first + num_new_tokens, self._num_steps + 1)
@@ -647,19 +640,19 @@ class Scheduler:
         sequence.num_stored = start.num_stored
         is_fork = start.source is not None
         track.ready_step = self._num_steps + 1 if is_fork else self.prefix.pending_step(sequence.tables)
-        track.num_told = [0] * len(self.groups)
+        track.num_sent = [0] * len(self.groups)
         track.is_grown = True
         track.capacity = self._needs.capacity(sequence.tables)
         track.end = start.hit.num_tokens
 
     def _hit(self, sequence: Sequence) -> PrefixHit:
-        """Cached pages that it can start on; its last token is always computed, since that is where logits come from."""
-        if not self._asks_cache(sequence):
+        """Cached pages that it can start on; its last token is always computed, for its logits."""
+        if not self._uses_cache(sequence):
             return self.prefix.miss()
         chain = self._tracks[sequence.sequence_id].chain
         most = len(sequence.token_ids) - 1
         if self.is_invariant:
-            # What it had chosen may be in somebody's prompt.
+            # Its output may be in the prompt of another sequence.
             most = min(most, sequence.num_prompt_tokens)
         return self.prefix.match(chain, sequence.token_ids, most)
 
@@ -671,19 +664,19 @@ class Scheduler:
             return False
         if self.pool.num_available > blocked.num_available or self.num_running < blocked.num_running:
             return False
-        # Of whole contexts alone, a claim only falls by what was taken; a window's falls as its prompt is computed.
+        # Claims of whole contexts only fall by what was taken; those of windows fall as prompts are computed.
         if self._windows:
             num_claimed = sum(map(self._claim, self._queues.running))
             if self.pool.num_available - num_claimed > blocked.num_available - blocked.num_claimed:
                 return False
-        if not self._asks_cache(sequence):
+        if not self._uses_cache(sequence):
             return True
         chain = self._tracks[sequence.sequence_id].chain
         if self.prefix.may_hold_more(chain, blocked.hit) or self.prefix.num_filled != blocked.num_filled:
             return False
         return self.prefix.owners_seen(blocked.hit) == blocked.num_owners
 
-    def _asks_cache(self, sequence: Sequence) -> bool:
+    def _uses_cache(self, sequence: Sequence) -> bool:
         return self._caches_prefixes and sequence.use_prefix_cache
 
     def _claim(self, sequence: Sequence) -> int:
@@ -694,20 +687,20 @@ class Scheduler:
 
     def _release_pages(self, sequence: Sequence) -> None:
         self.pool.release_many(by_position(self.groups, sequence.tables))
-        # Not cleared in place: somebody may still be looking at the old lists.
+        # Not cleared in place: callers may hold the old lists.
         sequence.tables = [[] for _ in self.groups]
 
     def _release_slot(self, sequence: Sequence, track: Track) -> None:
-        """Where it has one; the runner hears of it if it knew."""
+        """Release its slot, if it has one; the next step sends that if the runner knows it."""
         if sequence.slot >= 0:
             self._slots.put(sequence.slot)
-            if track.is_told:
+            if track.is_sent:
                 self._released.append(sequence.slot)
-        track.is_told = False
+        track.is_sent = False
         sequence.slot = -1
 
     def check(self) -> None:
-        """All pages accounted for from their owners, every sequence in one place, in order, and within the limits."""
+        """Assert that owners account for all pages, and every sequence is in one place, in order, within the limits."""
         self.pool.check()
         self.prefix.check()
         self._queues.check()
@@ -733,7 +726,7 @@ class Scheduler:
         assert num_owners == counted, f"sequences hold pages {num_owners} times, the pool counts {counted}"
 
     def _check_in_flight(self, running: list[Sequence]) -> None:
-        """Steps in flight are the latest, add up to what is scheduled and coming, and keep what they write."""
+        """Assert that steps in flight are the latest and add up to what is scheduled and coming."""
         numbers = [step.step.number for step in self._in_flight]
         latest = list(range(self._num_steps - len(numbers) + 1, self._num_steps + 1))
         assert numbers == latest, f"steps {numbers} are in flight, of {self._num_steps}"
@@ -749,7 +742,7 @@ class Scheduler:
                 end = ends[sequence.sequence_id]
                 is_alone = self.num_stages == 1 or end == sequence.num_computed
                 assert is_alone, f"{named(sequence)} is in two stages of a pipeline"
-                assert item.start == end, f"{named(sequence)} has a step in flight from {item.start} on, behind {end}"
+                assert item.start == end, f"{named(sequence)} has a step in flight from {item.start} on, after {end}"
                 ends[sequence.sequence_id] += item.num_new_tokens
                 coming[sequence.sequence_id] += item.samples
         for sequence in running:
@@ -766,10 +759,10 @@ class Scheduler:
         track, tables = self._tracks[sequence.sequence_id], sequence.tables
         most = min(self._needs.capacity(tables), self.limits.max_model_len, len(sequence.token_ids))
         assert sequence.num_computed <= most, f"{named(sequence)} has more computed tokens than {most}"
-        num_told = [min(told, len(table)) for told, table in zip(track.num_told, tables, strict=True)]
-        assert num_told == track.num_told, f"{named(sequence)} has {tables}, told are {track.num_told}"
-        is_grown = any(told < len(table) for told, table in zip(num_told, tables, strict=True))
-        assert track.is_grown >= is_grown, f"{named(sequence)} has new pages in {tables}, told are {num_told}"
+        num_sent = [min(sent, len(table)) for sent, table in zip(track.num_sent, tables, strict=True)]
+        assert num_sent == track.num_sent, f"{named(sequence)} has {tables}, sent are {track.num_sent}"
+        is_grown = any(sent < len(table) for sent, table in zip(num_sent, tables, strict=True))
+        assert track.is_grown >= is_grown, f"{named(sequence)} has new pages in {tables}, sent are {num_sent}"
         pages = [page for table in tables for page in table if page != HOLE]
         assert len(pages) <= track.max_pages, f"{named(sequence)} holds more than {track.max_pages} pages"
         assert len(set(pages)) == len(pages), f"{named(sequence)} holds a page twice"
@@ -781,16 +774,16 @@ class Scheduler:
         assert num_registered <= num_full, f"{named(sequence)}: {num_registered=} blocks, {num_full=}"
 
     def _check_table(self, sequence: Sequence, group: CacheGroup, table: list[int]) -> None:
-        """A state whole, a row in each place, holes behind the window and nowhere else, and no more than the bound."""
+        """Assert a whole state, a page in each place, holes only before the window, and the bound."""
         track, num_kept = self._tracks[sequence.sequence_id], sequence.num_kept
         num_places = group.pages_for(track.end)
         assert len(table) == num_places, f"{named(sequence)} has not {num_places} places in {group.name}: {table}"
         first = group.first_page(num_kept)
         is_held = [page != HOLE for page in table]
-        assert not any(is_held[:first]), f"{named(sequence)} holds what is behind its {group.name}: {table}"
+        assert not any(is_held[:first]), f"{named(sequence)} holds what is before its {group.name}: {table}"
         assert all(is_held[first:]), f"{named(sequence)} has not what its {group.name} sees from {first=} on: {table}"
         if group.window is not None:
-            # Afterwards, when its steps have one token each, this is the window and one page.
+            # With one token a step this is the window and one page.
             num_step_tokens = max(track.end - num_kept, 1)
             most, num_held = group.most_held(num_step_tokens), sum(is_held)
             assert num_step_tokens <= self.limits.max_num_batched_tokens, f"{named(sequence)}: {num_step_tokens=}"

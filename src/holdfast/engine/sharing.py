@@ -23,7 +23,7 @@ from holdfast.request.sequence import Sequence as Completion
 
 Tables = tuple[tuple[int, ...], ...]
 Key = tuple[bytes, int, tuple[int, ...]]
-"""Of a prompt, to find twins: salt, length and last tokens."""
+"""Key of a prompt, to find twins: salt, length and last tokens."""
 KEY_TOKENS = 8
 
 

@@ -1,10 +1,10 @@
-"""Vital signs: whether another process of this machine lives, by its pulse and by what the system says of it; no torch.
+"""Vital signs: whether another process of this machine lives, by its heartbeat and by its state in /proc; no torch.
 
-A thread of a process beats its pulse (engine/pulse.py) a few times a second. It cannot while another thread keeps Python's lock:
-a library that is loaded, a kernel that is compiled. Such a process computes, or waits for a disk, and the system says so. So
-silence is: no beat, no processor time used, and neither ready to run nor waiting for a disk. A stopped process is silent.
+A thread of a process writes heartbeats (engine/pulse.py) a few times a second. It cannot while another thread holds the GIL:
+loading a library, compiling a kernel. Such a process computes or waits for a disk, and /proc says so. So silence is: no heartbeat,
+no processor time used, and neither runnable nor waiting for a disk. A stopped process is silent.
 
-Silence is counted in looks and not by the clock: where this process got no time, or the machine slept, so did the other.
+Silence counts looks, not the clock: if this process got no time, or the machine slept, so did the other.
 """
 
 import time
@@ -14,16 +14,16 @@ from holdfast.engine.pulse import Pulse
 
 LOOK_SECONDS = 0.25
 SILENCE_SECONDS = 1.5
-"""A process that is silent for so long is dead."""
+"""A process that is silent for so long counts as dead."""
 LOCKED_SECONDS = 30.0
-"""The same before it is ready, where it waits and is not stopped: whoever loads libraries may keep Python's lock and wait."""
+"""Like SILENCE_SECONDS, before it is ready and unless it is stopped: a library that loads may hold the GIL and wait."""
 _MOST_COUNTED = 2 * LOOK_SECONDS
 _STOPPED = frozenset("TtZX")
 _BUSY = frozenset("RD")
 
 
 class VitalSigns:
-    """Looks at one process. One thread."""
+    """Watches one process. One thread."""
 
     def __init__(self, pid: int, pulse: Pulse) -> None:
         self._pid = pid
@@ -35,7 +35,7 @@ class VitalSigns:
         self.silent_seconds = 0.0
 
     def look(self) -> None:
-        """Once every LOOK_SECONDS or so."""
+        """Read heartbeat and state; call it every LOOK_SECONDS."""
         now = time.monotonic()
         elapsed, self._looked_at = now - self._looked_at, now
         self._state, ticks = process_state(self._pid)
@@ -48,13 +48,13 @@ class VitalSigns:
             self.silent_seconds += min(elapsed, _MOST_COUNTED)
 
     def is_dead(self, is_ready: bool) -> bool:
-        """Whether the last look has found it silent for too long."""
+        """True if it has been silent for too long at the last look."""
         most = SILENCE_SECONDS if is_ready or self._state in _STOPPED else LOCKED_SECONDS
         return self.silent_seconds >= most - LOOK_SECONDS / 2
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """The letter of its state and its processor time in ticks; ("S", 0) where the system does not say."""
+    """Return its state letter and processor time in ticks; ("S", 0) without /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -64,5 +64,5 @@ def process_state(pid: int) -> tuple[str, int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped it (SIGSTOP, a debugger)."""
+    """True if it is stopped (SIGSTOP, a debugger)."""
     return process_state(pid)[0] in "Tt"

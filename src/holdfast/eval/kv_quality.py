@@ -23,7 +23,7 @@ from holdfast.errors import ConfigError, HoldfastError, UnsupportedModelError
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.plan import RunnerPlan
-from holdfast.planning.resolve import numbers, resolve
+from holdfast.planning.resolve import PlanRequest, numbers, resolve
 from holdfast.planning.target import choose_device, device_target
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.quant.formats import DTYPE_BYTES, formats_of
@@ -297,7 +297,8 @@ def settle_config(config: EngineConfig, model: OpenModel, window: int) -> Engine
     )
     # Protected layers depend on the format.
     plain = replace(config, kv_protected_layers=None)
-    resolved = resolve(plain, model.spec, device_target(choose_device(config)[0]))
+    declared = declare_decoder(model.spec, model.spec.architecture)
+    resolved = resolve(PlanRequest(plain, declared, device_target(choose_device(config)[0])))
     return replace(config, dtype=resolved.dtype, device=resolved.device)
 
 

@@ -1,4 +1,4 @@
-"""Activations element by element (silu, relu, both gelus), the gate of a gated MLP, activation(gate) * up, and the clamped ones of gpt-oss and DeepSeek-V4.
+"""Activations (silu, relu, both gelus), the gate of a gated MLP, and the clamped gates of gpt-oss and DeepSeek-V4.
 
 T rows, I columns, X = 2 I of gate and up
 """
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.native_library import native_for
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_constant, tl
+from holdfast.kernels.operation import DECLINED, operation
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 # ruff: noqa: SIM108 a branch on a constant is taken when a kernel is compiled
@@ -23,26 +24,27 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-"""By the names of models/spec.py."""
+"""Named as in models/spec.py."""
 NATIVE_KINDS = ("silu", "gelu", "gelu_tanh")
-"""As the C kernel counts them; relu has nothing to round."""
+"""As the C function numbers them; relu needs no rounding."""
 COLUMNS_PER_PROGRAM = 2048
 NUM_WARPS = 8
-"""A thread loads 16 bytes, of gate and of up: a full processor has 64 KiB on their way, and one row of 25,600 columns still
-spreads over 13 processors."""
+"""A thread loads 16 bytes each of gate and up: a full multiprocessor has 64 KiB in flight, and one row of 25,600 columns
+still spreads over 13 of them."""
 
 
-def activate(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
-    """[T, I] to [T, I], into `out_TI` where it is given, which may be x itself; rows may lie apart.
+def activate_reference(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
+    """Apply an activation, into `out_TI` if given, which may be x itself; rows may lie apart."""
+    y_TI = REFERENCES[kind](x_TI)
+    return y_TI if out_TI is None else out_TI.copy_(y_TI)
 
-    On CPU in float32 torch rounds the last elements of a tensor differently; the C kernel does not.
-    """
-    if can_run(x_TI):
-        return activate_triton(x_TI, kind, out_TI)
+
+def activate_native(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
+    """Batch invariant: torch rounds the last elements of a float32 tensor differently."""
     places = (x_TI[:0], None if out_TI is None else out_TI[:0])  # rows that lie apart are copied first
     library = native_for(*places) if kind in NATIVE_KINDS else None
     if library is None:
-        return activate_reference(x_TI, kind, out_TI)
+        return DECLINED
     if out_TI is not None and out_TI.is_contiguous():
         y_TI = out_TI if out_TI is x_TI else out_TI.copy_(x_TI)
     else:
@@ -51,14 +53,8 @@ def activate(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
     return y_TI if out_TI is None or y_TI is out_TI else out_TI.copy_(y_TI)
 
 
-def activate_reference(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
-    """The same in plain torch."""
-    y_TI = REFERENCES[kind](x_TI)
-    return y_TI if out_TI is None else out_TI.copy_(y_TI)
-
-
 def activate_triton(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
-    """The same as a Triton kernel, a program for some columns of a row."""
+    """Launch one program for some columns of a row."""
     num_rows, size = x_TI.shape
     y_TI = x_TI.new_empty(num_rows, size) if out_TI is None else out_TI
     assert kind in REFERENCES, f"{kind=} is none of {', '.join(REFERENCES)}"
@@ -70,6 +66,9 @@ def activate_triton(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Te
             KIND=kind, NUM_BLOCKS=num_blocks, BLOCK=COLUMNS_PER_PROGRAM, num_warps=NUM_WARPS,
         )  # fmt: skip
     return y_TI
+
+
+activate = operation(reference=activate_reference, triton=activate_triton, native=activate_native)
 
 
 @jit
@@ -89,20 +88,18 @@ def activated_numbers(b_x, KIND: constexpr):
     elif KIND == "gelu":
         b_y = 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
     elif KIND == "gelu_tanh":
-        # (1 + tanh(z)) / 2 is sigmoid(2 z), which nothing cancels in
+        # (1 + tanh(z)) / 2 = sigmoid(2 z), without cancellation
         b_y = b_x * tl.sigmoid(1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x))
     else:
-        b_y = tl.where(b_x < 0.0, 0.0, b_x)  # a maximum would swallow NaN
+        b_y = tl.where(b_x < 0.0, 0.0, b_x)  # a maximum would drop NaN
     return b_y
 
 
-def gate_mul(gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None = None) -> Tensor:
-    """The activation of the left half times the right half: [T, 2 I] -> [T, I], into `out_TI`.
+def gate_mul_reference(gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None = None) -> Tensor:
+    """Multiply the activation of the left half by the right half: [T, 2 I] -> [T, I], into `out_TI`.
 
-    With a limit, the left half is at most, and the right half within plus and minus, this.
+    A limit bounds the left half from above, and the right half on both sides.
     """
-    if can_run(gate_up_TX):
-        return gate_mul_triton(gate_up_TX, kind, out_TI, limit)
     if limit is not None:
         gate_up_TX = clamped_halves(gate_up_TX, limit)
     if kind == "silu":
@@ -111,57 +108,54 @@ def gate_mul(gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None 
     return activate(gate_TI, kind, out_TI).mul_(up_TI)
 
 
-def gate_mul_reference(gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None = None) -> Tensor:
-    """The same in plain torch."""
-    if limit is not None:
-        gate_up_TX = clamped_halves(gate_up_TX, limit)
-    gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
-    return torch.mul(REFERENCES[kind](gate_TI), up_TI, out=out_TI)
-
-
 def clamped_halves(gate_up_TX: Tensor, limit: float) -> Tensor:
-    """Gates that are at most, and ups that are within plus and minus, this; what is NaN stays so."""
+    """Clamp gates from above and ups on both sides; NaN stays NaN."""
     gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
     return torch.cat((gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)), dim=-1)
 
 
-def silu_mul(gate_up_TX: Tensor, out_TI: Tensor | None = None) -> Tensor:
-    """silu of the left half times the right half: [T, 2 I] -> [T, I], into `out_TI` where it is given."""
-    num_rows, width = gate_up_TX.shape
-    y_TI = gate_up_TX.new_empty(num_rows, width // 2) if out_TI is None else out_TI
-    if can_run(gate_up_TX):
-        return silu_mul_triton(gate_up_TX, y_TI)
-    library = native_for(gate_up_TX, y_TI)
-    if library is None:
-        return silu_mul_reference(gate_up_TX, y_TI)
-    library.holdfast_silu_mul(gate_up_TX.data_ptr(), y_TI.data_ptr(), num_rows, width // 2)
-    return y_TI
-
-
 def silu_mul_reference(gate_up_TX: Tensor, out_TI: Tensor | None = None) -> Tensor:
-    """The same in plain torch."""
+    """Multiply silu of the left half by the right half: [T, 2 I] -> [T, I], into `out_TI` if given."""
     gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
     return torch.mul(F.silu(gate_TI), up_TI, out=out_TI)
 
 
+def silu_mul_native(gate_up_TX: Tensor, out_TI: Tensor | None = None) -> Tensor:
+    y_TI = _halved(gate_up_TX) if out_TI is None else out_TI
+    library = native_for(gate_up_TX, y_TI)
+    if library is None:
+        return DECLINED
+    library.holdfast_silu_mul(gate_up_TX.data_ptr(), y_TI.data_ptr(), len(gate_up_TX), gate_up_TX.shape[1] // 2)
+    return y_TI
+
+
 def silu_mul_triton(gate_up_TX: Tensor, out_TI: Tensor | None = None) -> Tensor:
-    """The same as a Triton kernel."""
-    num_rows, width = gate_up_TX.shape
-    y_TI = gate_up_TX.new_empty(num_rows, width // 2) if out_TI is None else out_TI
-    return gate_mul_triton(gate_up_TX, "silu", y_TI)
+    return gate_mul_triton(gate_up_TX, "silu", _halved(gate_up_TX) if out_TI is None else out_TI)
 
 
-def gate_mul_triton(gate_up_TX: Tensor, kind: str, y_TI: Tensor, limit: float | None = None) -> Tensor:
-    """A program for some columns of a row; rounded once, where torch rounds the activation too."""
+def _halved(gate_up_TX: Tensor) -> Tensor:
+    return gate_up_TX.new_empty(len(gate_up_TX), gate_up_TX.shape[1] // 2)
+
+
+silu_mul = operation(reference=silu_mul_reference, triton=silu_mul_triton, native=silu_mul_native)
+
+
+def gate_mul_triton(gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None = None) -> Tensor:
+    """Launch one program for some columns of a row. It rounds once; torch rounds the activation too."""
     num_rows, width = gate_up_TX.shape
-    assert gate_up_TX.stride(1) == y_TI.stride(1) == 1, f"{gate_up_TX.stride()=} {y_TI.stride()=}: columns lie apart"
-    if y_TI.numel():
+    assert gate_up_TX.stride(1) == out_TI.stride(1) == 1, (
+        f"{gate_up_TX.stride()=} {out_TI.stride()=}: columns lie apart"
+    )
+    if out_TI.numel():
         num_blocks = -(-width // 2 // COLUMNS_PER_PROGRAM)
         _gate_mul_kernel[(num_rows * num_blocks,)](
-            gate_up_TX, y_TI, gate_up_TX.stride(0), y_TI.stride(0), width // 2,
+            gate_up_TX, out_TI, gate_up_TX.stride(0), out_TI.stride(0), width // 2,
             KIND=kind, LIMIT=limit or 0.0, NUM_BLOCKS=num_blocks, BLOCK=COLUMNS_PER_PROGRAM, num_warps=NUM_WARPS,
         )  # fmt: skip
-    return y_TI
+    return out_TI
+
+
+gate_mul = operation(reference=gate_mul_reference, triton=gate_mul_triton)
 
 
 @jit
@@ -180,19 +174,19 @@ def _gate_mul_kernel(
 
 
 SWIGLU_ALPHA = 1.702
-"""What the clamped gate is multiplied by before the sigmoid."""
+"""Factor of the clamped gate before the sigmoid."""
 ALPHA = kernel_constant(SWIGLU_ALPHA)
 
 
 class GateForm(NamedTuple):
-    """How gate and up lie beside each other, and what becomes of the two."""
+    """Layout of gate and up, and how they are combined."""
 
     is_interleaved: bool = False
     """gate 0, up 0, gate 1, ...; else all gates come first."""
     limit: float | None = None
-    """gate * sigmoid(1.702 * gate) * (up + 1), with gate at most, and up within plus and minus, this; None: silu(gate) * up."""
+    """Bound of gate from above, and of up on both sides: gate * sigmoid(1.702 * gate) * (up + 1). None: silu(gate) * up."""
     is_silu: bool = False
-    """silu(gate) * up with a limit too, as without one."""
+    """Compute silu(gate) * up even with a limit."""
 
     @property
     def is_scaled(self) -> bool:
@@ -210,7 +204,7 @@ SILU_HALVES = GateForm()
 
 
 def gate_up_product(gate_up_TX: Tensor, form: GateForm) -> Tensor:
-    """[T, 2 I] -> [T, I] on a CPU; on a GPU it is in the epilogue of products (`gated_numbers`)."""
+    """Combine gate and up on a CPU: [T, 2 I] -> [T, I]. On a GPU the epilogue of products does it (`gated_numbers`)."""
     if form == SILU_HALVES:
         return silu_mul(gate_up_TX)
     library = native_for(gate_up_TX) if form.is_scaled else None
@@ -224,7 +218,7 @@ def gate_up_product(gate_up_TX: Tensor, form: GateForm) -> Tensor:
 
 
 def gate_up_product_reference(gate_up_TX: Tensor, form: GateForm) -> Tensor:
-    """The same in plain torch."""
+    """Like `gate_up_product`, without C."""
     halves = (gate_up_TX[:, ::2], gate_up_TX[:, 1::2]) if form.is_interleaved else gate_up_TX.chunk(2, dim=-1)
     gate_TI, up_TI = (half.contiguous() for half in halves)
     if form.limit is None:
@@ -237,7 +231,7 @@ def gate_up_product_reference(gate_up_TX: Tensor, form: GateForm) -> Tensor:
 
 @jit
 def _clamped_numbers(b_gate, b_up, LIMIT: constexpr):
-    # A minimum would swallow NaN.
+    # A minimum would drop NaN.
     b_gate = tl.where(b_gate > LIMIT, LIMIT, b_gate)
     b_up = tl.where(b_up > LIMIT, LIMIT, tl.where(b_up < -LIMIT, -LIMIT, b_up))
     return b_gate, b_up
@@ -245,7 +239,7 @@ def _clamped_numbers(b_gate, b_up, LIMIT: constexpr):
 
 @jit
 def gated_numbers(b_gate, b_up, LIMIT: constexpr, IS_SCALED: constexpr):
-    """The same of numbers in registers; LIMIT is 0 where there is none."""
+    """Combine gate and up in registers; LIMIT is 0 if there is none."""
     if LIMIT > 0:
         b_gate, b_up = _clamped_numbers(b_gate, b_up, LIMIT)
     if IS_SCALED:

@@ -1,4 +1,4 @@
-"""RMSNorm, RMSNorm with the residual added first, and LayerNorm, over the last dimension.
+"""RMSNorm, residual add with RMSNorm, and LayerNorm, over the last dimension.
 
 T rows, D columns
 """
@@ -8,34 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.native_library import native_for
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
+from holdfast.kernels.operation import DECLINED, operation
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
-
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor | None = None, offset: float = 0.0) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * (weight + offset), row by row, rounded once to x's dtype, whatever that of the weight.
-
-    Into `out_TD` where it is given, which may be x itself. Rows may lie apart; the elements of a row may not.
-    """
-    if can_run(x_TD):
-        return rms_norm_triton(x_TD, weight_D, eps, out_TD, offset)
-    library = native_for(x_TD[:0], weight_D, None if out_TD is None else out_TD[:0])
-    if library is None:
-        return rms_norm_reference(x_TD, weight_D, eps, out_TD, offset)
-    rows_TD = x_TD.contiguous()  # a single row always is: others must not be computed by other means than it
-    y_TD = out_TD if out_TD is not None and out_TD.is_contiguous() else torch.empty_like(rows_TD)
-    size = weight_D.shape[0]
-    library.holdfast_rms_norm(
-        rows_TD.data_ptr(), weight_D.data_ptr(), y_TD.data_ptr(), rows_TD.numel() // size, size, eps, offset
-    )
-    return y_TD if out_TD is None or y_TD is out_TD else out_TD.copy_(y_TD)
 
 
 def rms_norm_reference(
     x_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor | None = None, offset: float = 0.0
 ) -> Tensor:
-    """The same in plain torch."""
+    """x / sqrt(mean(x^2) + eps) * (weight + offset), row by row, rounded once to x's dtype.
+
+    `out_TD` may be x itself. Rows may lie apart; the elements of a row may not.
+    """
     if offset == 0.0 and weight_D.dtype == x_TD.dtype:
         y_TD = F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
     else:
@@ -44,10 +29,25 @@ def rms_norm_reference(
     return y_TD if out_TD is None else out_TD.copy_(y_TD)
 
 
+def rms_norm_native(
+    x_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor | None = None, offset: float = 0.0
+) -> Tensor:
+    library = native_for(x_TD[:0], weight_D, None if out_TD is None else out_TD[:0])
+    if library is None:
+        return DECLINED
+    rows_TD = x_TD.contiguous()  # a single row always is: several rows must be computed the same way
+    y_TD = out_TD if out_TD is not None and out_TD.is_contiguous() else torch.empty_like(rows_TD)
+    size = weight_D.shape[0]
+    library.holdfast_rms_norm(
+        rows_TD.data_ptr(), weight_D.data_ptr(), y_TD.data_ptr(), rows_TD.numel() // size, size, eps, offset
+    )
+    return y_TD if out_TD is None or y_TD is out_TD else out_TD.copy_(y_TD)
+
+
 def rms_norm_triton(
     x_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor | None = None, offset: float = 0.0
 ) -> Tensor:
-    """The same as a Triton kernel, a program a row."""
+    """Launch one program a row."""
     size = weight_D.shape[0]
     y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if out_TD is None else out_TD
     x_RD, y_RD = as_rows(x_TD, size), as_rows(y_TD, size)
@@ -60,14 +60,17 @@ def rms_norm_triton(
     return y_TD
 
 
+rms_norm = operation(reference=rms_norm_reference, triton=rms_norm_triton, native=rms_norm_native)
+
+
 def as_rows(x_TD: Tensor, size: int) -> Tensor:
-    """Whatever comes before the last dimension as one number of rows, without a copy."""
+    """View all dimensions before the last as one of rows."""
     assert x_TD.stride(-1) == 1 or size == 1, f"{x_TD.stride()=}: the elements of a row must lie side by side"
     return x_TD.view(-1, size)
 
 
 def num_warps_for(block: int) -> int:
-    """Warps for a row, so that each thread holds 16 elements: few enough to reduce quickly, enough to load at once."""
+    """Return the warps of a row, so that each thread holds 16 elements."""
     return max(1, min(16, block // 512))
 
 
@@ -84,26 +87,17 @@ def _rms_norm_kernel(p_x, p_weight, p_y, x_stride, y_stride, size, eps, OFFSET: 
     tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
 
 
-def add_rms_norm(
-    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor, offset: float = 0.0
-) -> Tensor:
-    """x += delta, rounded to x's dtype; then out = rms_norm(x). `out_TD` may be delta itself; rows may lie apart."""
-    if can_run(x_TD):
-        return add_rms_norm_triton(x_TD, delta_TD, weight_D, eps, out_TD, offset)
-    return rms_norm(x_TD.add_(delta_TD), weight_D, eps, out_TD, offset)
-
-
 def add_rms_norm_reference(
     x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor, offset: float = 0.0
 ) -> Tensor:
-    """The same in plain torch."""
-    return rms_norm_reference(x_TD.add_(delta_TD), weight_D, eps, out_TD, offset)
+    """x += delta, rounded to x's dtype; then out = rms_norm(x). `out_TD` may be delta itself; rows may lie apart."""
+    return rms_norm(x_TD.add_(delta_TD), weight_D, eps, out_TD, offset)
 
 
 def add_rms_norm_triton(
     x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor, offset: float = 0.0
 ) -> Tensor:
-    """The same as one Triton kernel, a program a row."""
+    """Launch one program a row."""
     size = weight_D.shape[0]
     x_RD, delta_RD, y_RD = (as_rows(tensor, size) for tensor in (x_TD, delta_TD, out_TD))
     if x_RD.numel():
@@ -114,6 +108,9 @@ def add_rms_norm_triton(
             OFFSET=offset, BLOCK=block, num_warps=num_warps_for(block),
         )  # fmt: skip
     return out_TD
+
+
+add_rms_norm = operation(reference=add_rms_norm_reference, triton=add_rms_norm_triton)
 
 
 @jit
@@ -128,27 +125,26 @@ def _add_rms_norm_kernel(
     b_delta = tl.load(p_delta + i_row * delta_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_stored = (b_x + b_delta).to(p_x.dtype.element_ty)
     tl.store(p_x + i_row * x_stride + o_d, b_stored, mask=m_d)
-    b_x = b_stored.to(tl.float32)  # what the next layer will read is what is normed
+    b_x = b_stored.to(tl.float32)  # normalize what the next layer will read
     if OFFSET != 0.0:
         b_weight += OFFSET
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / size + eps) * b_weight
     tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
 
 
-def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, out_TD: Tensor) -> Tensor:
+def layer_norm_reference(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, out_TD: Tensor) -> Tensor:
     """(x - mean) / std * weight + bias, row by row, with float32 statistics; `out_TD` may be x itself."""
-    if not can_run(x_TD):
-        return layer_norm_reference(x_TD, weight_D, bias_D, eps, out_TD)
+    return out_TD.copy_(F.layer_norm(x_TD, weight_D.shape, weight_D, bias_D, eps))
+
+
+def layer_norm_triton(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, out_TD: Tensor) -> Tensor:
     num_rows, size = x_TD.shape
     if num_rows:
-        block = next_power_of_two(size)
-        _layer_norm_kernel[(num_rows,)](x_TD, weight_D, bias_D, out_TD, size, eps, BLOCK=block)
+        _layer_norm_kernel[(num_rows,)](x_TD, weight_D, bias_D, out_TD, size, eps, BLOCK=next_power_of_two(size))
     return out_TD
 
 
-def layer_norm_reference(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, out_TD: Tensor) -> Tensor:
-    """The same in plain torch."""
-    return out_TD.copy_(F.layer_norm(x_TD, weight_D.shape, weight_D, bias_D, eps))
+layer_norm = operation(reference=layer_norm_reference, triton=layer_norm_triton)
 
 
 @jit

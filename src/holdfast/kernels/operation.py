@@ -1,4 +1,4 @@
-"""Operations: one callable over a torch reference, a Triton launch and a C function, chosen by device."""
+"""Operations: one callable over a torch reference, a Triton launch and a C function, chosen by device; and launch flags."""
 
 import inspect
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from holdfast.kernels.triton_compat import can_run
+from holdfast.kernels.triton_compat import can_run, pdl_launch, supports_pdl
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,3 +67,9 @@ def operation(
     default is the first parameter annotated as a tensor.
     """
     return Operation(reference, triton, native, place)
+
+
+def pdl_flags(tensor: torch.Tensor) -> dict[str, bool]:
+    """Return the constant PDL of a kernel, with the launch option that it must match."""
+    pdl = supports_pdl(tensor)
+    return {"PDL": pdl, **pdl_launch(pdl)}

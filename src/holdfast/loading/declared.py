@@ -125,7 +125,6 @@ def _names_type(config: dict[str, object]) -> bool:
 
 
 def _open_weights(folder: Path) -> OpenModel | None:
-    """Open a folder's weights; None if they are absent or broken."""
     from holdfast.loading.model_files import open_directory
 
     try:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from holdfast.loading.hub.download import CheckConfig, Watch
 
 MAX_PATH = 400
-"""Characters of a path in a message."""
 
 
 @dataclass(frozen=True, slots=True)

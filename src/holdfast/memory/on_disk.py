@@ -1,4 +1,4 @@
-"""OnDisk: a model's files by stored type; DiskAccount: what becomes of them in memory and why, in words; no torch."""
+"""OnDisk: a model's files by stored type; DiskAccount: what they become in memory, and why; no torch."""
 
 import re
 from textwrap import wrap
@@ -8,11 +8,11 @@ from holdfast.memory.sizes import format_bytes
 
 COLUMNS, INDENT = 80, 11
 JOINT = "\N{NO-BREAK SPACE}"
-_BEHIND_NUMBER = re.compile(r"(?<=[0-9]) ")
+_AFTER_NUMBER = re.compile(r"(?<=[0-9]) ")
 
 
 class StoredType(NamedTuple):
-    """Tensors that are stored alike."""
+    """Tensors of one stored type."""
 
     name: str
     num_tensors: int
@@ -20,28 +20,27 @@ class StoredType(NamedTuple):
 
 
 class OnDisk(NamedTuple):
-    """What a checkpoint of stored types takes on disk."""
+    """What a checkpoint takes on disk."""
 
     num_files: int
     num_bytes: int
-    """Of the files whole, headers included."""
+    """Includes headers."""
     types: tuple[StoredType, ...]
-    """What most tensors have comes first."""
+    """The most frequent type first."""
     has_blocks: bool
-    """Some tensors are blocks of codes and scales, which are expanded as they load."""
+    """True if some tensors are blocks of codes and scales, which are expanded as they load."""
     embedding_type: str | None
-    """The type of the embedding where that is such blocks."""
+    """The type of the embedding if it is stored in blocks."""
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         files = f" in {self.num_files} files" if self.num_files > 1 else ""
-        return (
-            f"{format_bytes(self.num_bytes)}{files}: {', '.join(f'{one.num_tensors} {one.name}' for one in self.types)}"
-        )
+        types = ", ".join(f"{one.num_tensors} {one.name}" for one in self.types)
+        return f"{format_bytes(self.num_bytes)}{files}: {types}"
 
 
 class DiskAccount(NamedTuple):
-    """The same in memory, and what one option would make of it."""
+    """What the files take in memory, and what one option would change."""
 
     on_disk: OnDisk
     memory_bytes: int
@@ -49,20 +48,16 @@ class DiskAccount(NamedTuple):
     scheme: str | None
     """None: weights are kept in `dtype`."""
     other_scheme: str | None = None
-    """A scheme that would hold less, where none is taken."""
+    """A scheme that would take less, if none is used."""
     other_bytes: int = 0
 
     @property
     def reason(self) -> str:
         """Why memory holds other bytes than the disk."""
-        kept = (
-            f"blocks are expanded to {self.dtype}" if self.on_disk.has_blocks else f"tensors are kept in {self.dtype}"
-        )
-        if self.scheme is None:
-            return f"{kept} as they load"
-        return (
-            f"{'blocks' if self.on_disk.has_blocks else 'tensors'} are quantized again, to {self.scheme}, as they load"
-        )
+        what = "blocks" if self.on_disk.has_blocks else "tensors"
+        if self.scheme is not None:
+            return f"{what} are quantized again, to {self.scheme}, as they load"
+        return f"{what} are {'expanded to' if self.on_disk.has_blocks else 'kept in'} {self.dtype} as they load"
 
     @property
     def advice(self) -> str | None:
@@ -73,23 +68,21 @@ class DiskAccount(NamedTuple):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Two lines, or three with the advice; longer ones go on below, since a terminal has 80 columns."""
+        """Two lines, or three with the advice, wrapped at 80 columns."""
         memory = f"{format_bytes(self.memory_bytes)}: {self.reason}"
-        told = [("on disk", self.on_disk.words), ("in memory", memory), ("", self.advice or "")]
+        rows = [("on disk", self.on_disk.summary), ("in memory", memory), ("", self.advice or "")]
         # A number stays beside what it counts.
-        joined = [f"{title:<{INDENT}}{_BEHIND_NUMBER.sub(JOINT, words)}" for title, words in told]
-        lines = (line for words in joined for line in wrap(words, COLUMNS, subsequent_indent=" " * INDENT))
+        joined = [f"{title:<{INDENT}}{_AFTER_NUMBER.sub(JOINT, text)}" for title, text in rows]
+        lines = (line for text in joined for line in wrap(text, COLUMNS, subsequent_indent=" " * INDENT))
         return tuple(line.replace(JOINT, " ") for line in lines)
 
     @property
-    def clause(self) -> str:
-        """All of it in the middle of a sentence."""
+    def sentence(self) -> str:
         disk, memory = format_bytes(self.on_disk.num_bytes), format_bytes(self.memory_bytes)
         advice = "" if self.advice is None else f" ({self.advice})"
-        return f"its {disk} on disk are {memory} in memory, since {self.reason}{advice}"
+        return f"Its {disk} on disk are {memory} in memory, since {self.reason}{advice}."
 
     def as_dict(self) -> dict[str, object]:
-        """For a program."""
         return {
             "disk_bytes": self.on_disk.num_bytes,
             "num_files": self.on_disk.num_files,

@@ -1,10 +1,10 @@
-"""From a budget and named terms to a number of KV pages, or a refusal that is the table; no torch.
+"""plan_memory: the number of KV pages from a budget and named terms, or a refusal with the table; no torch.
 
     load       weights arrive          weights, inputs, ..., staging
-    capture    graphs are recorded     the same without staging, and pages, workspace, what capture takes
+    capture    graphs are recorded     no staging, but pages, workspace, what capture takes
     serve      steps run               what is left
 
-The budget bounds each phase by itself, so what is given back before the next one begins costs no pages.
+The budget bounds each phase by itself, so memory that is freed before the next phase costs no pages.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from holdfast.memory.sizes import format_bytes
 
 PHASES = ("load", "capture", "serve")
 PAGE_PHASES = ("capture", "serve")
-"""Pages are taken once the weights are in."""
+"""Pages are allocated after the weights are loaded."""
 KV_OWNER = "kv pages"
 
 
@@ -39,7 +39,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What was decided, and from what."""
+    """The number of pages, and what it follows from."""
 
     budget_bytes: int
     budget_reason: str
@@ -54,7 +54,6 @@ class MemoryPlan:
 
     @property
     def phase_bytes(self) -> dict[str, int]:
-        """Bytes that each phase takes."""
         return {phase: _fixed_bytes(self.terms, phase) + self._kv_bytes_in(phase) for phase in PHASES}
 
     @property
@@ -68,7 +67,7 @@ class MemoryPlan:
         return max(self.phase_bytes.values())
 
     def table(self, phase: str) -> PlanTable:
-        """Who takes what in a phase, by group, the largest first; the reason is that of a group's largest term."""
+        """List the groups of owners of a phase, the largest first, with the reason of each group's largest term."""
         groups: dict[str, list[Term]] = {}
         if phase in PAGE_PHASES:
             reason = f"{self.num_pages} pages: {self.pages_reason}"
@@ -96,10 +95,9 @@ def plan_memory(
     max_pages: int,
     max_pages_reason: str = "every sequence at its longest needs no more",
 ) -> MemoryPlan:
-    """The most pages that fit the budget in every phase, at least `min_pages` and no more than could ever be used.
+    """Return the most pages that fit the budget in every phase, from `min_pages` to `max_pages`.
 
-    `min_pages` is one sequence of the longest allowed context: an engine that could not finish the longest request it
-    accepts must not start.
+    `min_pages` is one sequence of the longest context: an engine must be able to finish the longest request it accepts.
     """
     assert page_bytes > 0, f"{page_bytes=} must be positive"
     assert 0 < min_pages <= max_pages, f"{min_pages=} must be positive and at most {max_pages=}"
@@ -107,33 +105,25 @@ def plan_memory(
     fitting_pages = min((budget_bytes - fixed_bytes[phase]) // page_bytes for phase in PAGE_PHASES)
     if fitting_pages < min_pages or max(fixed_bytes.values()) > budget_bytes:
         smallest = MemoryPlan(budget_bytes, budget_reason, terms, page_bytes, min_pages, "for one longest sequence")
-        raise _refusal(smallest, fitting_pages)
+        raise _refusal(smallest)
     if fitting_pages >= max_pages:
         return MemoryPlan(budget_bytes, budget_reason, terms, page_bytes, max_pages, max_pages_reason)
-    return MemoryPlan(
-        budget_bytes, budget_reason, terms, page_bytes, fitting_pages, "as many as the budget leaves beside the rest"
-    )
+    reason = "as many as the budget leaves beside the rest"
+    return MemoryPlan(budget_bytes, budget_reason, terms, page_bytes, fitting_pages, reason)
 
 
 def _fixed_bytes(terms: tuple[Term, ...], phase: str) -> int:
     return sum(term.num_bytes for term in terms if phase in term.phases)
 
 
-def _refusal(smallest: MemoryPlan, fitting_pages: int) -> MemoryPlanError:
-    """Why not even one longest sequence fits: the phase that needs most, and the serve phase among equals."""
+def _refusal(smallest: MemoryPlan) -> MemoryPlanError:
+    """Explain why not even one longest sequence fits, by the phase that needs most (serve among equals)."""
     needed = smallest.phase_bytes
     phase = max(reversed(PHASES), key=needed.__getitem__)
     table = smallest.table(phase)
-    parts = [f"{row.owner} {format_bytes(row.num_bytes)}" for row in table.rows]
-    fitting_percent = 100 * fitting_pages // smallest.num_pages
-    if fitting_percent > 0 and needed["load"] <= smallest.budget_bytes:
-        do = f"lower max_model_len to {fitting_percent}% of what was asked, or raise the memory limit"
-    else:
-        needed_mib = -(-table.needed_bytes // 1024**2)  # rounded up, so that what is offered does fit
-        do = f"raise the memory limit to at least {needed_mib}MiB, or take a smaller model or dtype"
+    sizes = {"needed": table.needed_bytes, "budget": table.budget_bytes, "short": table.short_bytes}
+    values = {name: format_bytes(num_bytes) for name, num_bytes in sizes.items()}
+    parts = tuple(f"{row.owner} {format_bytes(row.num_bytes)}" for row in table.rows)
     return MemoryPlanError(
-        f"the plan needs {format_bytes(table.needed_bytes)} in its {phase} phase ({', '.join(parts)})",
-        f"the budget is {format_bytes(table.budget_bytes)} ({table.budget_reason}), {format_bytes(table.short_bytes)} short",
-        do,
-        table=table,
+        "plan.over_budget", table=table, phase=phase, parts=parts, reason=table.budget_reason, **values
     )

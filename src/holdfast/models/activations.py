@@ -26,7 +26,7 @@ from holdfast.kernels.geometry import (
     row_scaled_splits,
 )
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
+from holdfast.models.spec import ExpertsSpec, ModelSpec
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 STREAM = "stream"
@@ -84,7 +84,7 @@ def stream_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
 
 
 def chosen_request(spec: ModelSpec, scratch: tuple[TensorSpec, ...]) -> Request:
-    """Of the backend's scratch what must outlive a layer; nothing where every layer chooses for itself, or none does."""
+    """Pick the backend's scratch that must outlive a layer: none unless layers share choices."""
     specs = tuple(one for one in scratch if one.name == SELECTED) if spec.shares_choices else ()
     return Request(CHOSEN, "chosen", specs)
 
@@ -92,37 +92,8 @@ def chosen_request(spec: ModelSpec, scratch: tuple[TensorSpec, ...]) -> Request:
 def attention_request(spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple[TensorSpec, ...]) -> Request:
     """One layer's attention: fused projection, queries, outputs, and the backend's scratch but for what outlives a layer."""
     lasting = chosen_request(spec, scratch).specs
-    if spec.latent is not None:
-        specs = _latent_specs(spec.num_heads, spec.latent, num_rows, dtype)
-    else:
-        specs = (
-            TensorSpec("qkv", (num_rows, spec.qkv_size), dtype),
-            TensorSpec("q", (num_rows, spec.num_heads, spec.head_dim), dtype),
-            TensorSpec("attended", (num_rows, spec.query_size), dtype),
-        )
-    return Request(LAYERS, "attention", (*specs, *(one for one in scratch if one not in lasting)))
-
-
-def _latent_specs(num_heads: int, latent: LatentSpec, num_rows: int, dtype: str) -> tuple[TensorSpec, ...]:
-    """Projections to latents, the norm of the queries' own where there is one, queries and outputs; and those of an index."""
-    q_rank = latent.q_rank or 0
-    normed = (TensorSpec("q_normed", (num_rows, q_rank), dtype),) if q_rank else ()
-    return (
-        TensorSpec("qkv_a", (num_rows, q_rank + latent.row_dim), dtype),
-        *normed,
-        TensorSpec("q", (num_rows, num_heads * latent.query_dim), dtype),
-        TensorSpec("attended", (num_rows, num_heads * latent.value_dim), dtype),
-        *(() if latent.index is None else _index_specs(latent.index, num_rows, dtype)),
-    )
-
-
-def _index_specs(index: IndexSpec, num_rows: int, dtype: str) -> tuple[TensorSpec, ...]:
-    """Queries and a key of each row, and how much each head counts."""
-    return (
-        TensorSpec("index_q", (num_rows, index.num_heads * index.head_dim), dtype),
-        TensorSpec("index_k", (num_rows, index.head_dim), dtype),
-        TensorSpec("index_weights", (num_rows, index.num_heads), "float32"),
-    )
+    own = spec.attention.tensors(spec.num_heads, spec.head_dim, num_rows, dtype)
+    return Request(LAYERS, "attention", (*own, *(one for one in scratch if one not in lasting)))
 
 
 def mlp_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
@@ -335,7 +306,7 @@ def layer_scheme(spec: ModelSpec, recipe: WeightRecipe) -> WeightScheme | None:
     if recipe.scheme is None or not recipe.ignore:
         return recipe.scheme
     ignored = frozenset(recipe.ignore)
-    attention = spec.attention_modules
+    attention = spec.attention.modules
     modules = {True: attention, False: (*attention, "gate_up" if spec.gated_mlp else "up", "down")}
     names = (
         f"layers.{layer}.{module}.weight"

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from holdfast.kernels.stream_geometry import num_shares, stream_specs
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.activations import LAYERS, STREAM, Request, experts_request, quantized_rows_request
-from holdfast.models.spec import CompressedSpec, ModelSpec, StreamsSpec
+from holdfast.models.activations import STREAM, Request, attention_request, experts_request, quantized_rows_request
+from holdfast.models.spec import ModelSpec, StreamsSpec
 from holdfast.quant.weight_schemes import WeightRecipe
 
 WANTED = ("wanted", "wanted_shares", "wanted_ids")
@@ -32,11 +32,10 @@ def compressed_requests(
     spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple[TensorSpec, ...], recipe: WeightRecipe
 ) -> CompressedRequests:
     """All of them: a plan reserves those of the largest step, and every step acquires its own by the same names."""
-    assert spec.compressed is not None, f"{spec.architecture} does not compress"
     assert spec.streams is not None, f"{spec.architecture} has one stream"
     return CompressedRequests(
         streams_request(spec.streams, spec.hidden_size, num_rows, dtype),
-        compressed_attention_request(spec, spec.compressed, num_rows, dtype, scratch),
+        attention_request(spec, num_rows, dtype, scratch),
         streamed_experts_request(spec, spec.streams, num_rows, dtype),
         quantized_rows_request(spec, num_rows, 0, recipe),
     )
@@ -51,27 +50,6 @@ def streams_request(streams: StreamsSpec, hidden_size: int, num_rows: int, dtype
         *stream_specs(num_rows, streams.num_streams),
     )
     return Request(STREAM, "stream", specs)
-
-
-def compressed_attention_request(
-    spec: ModelSpec, compressed: CompressedSpec, num_rows: int, dtype: str, scratch: tuple[TensorSpec, ...]
-) -> Request:
-    """One layer's attention: projections, queries and outputs, what is pooled, and the backend's scratch."""
-    query_size, index = spec.query_size, compressed.index
-    specs = [
-        TensorSpec("qkv_a", (num_rows, compressed.q_rank + spec.head_dim), dtype),
-        TensorSpec("q_normed", (num_rows, compressed.q_rank), dtype),
-        TensorSpec("q", (num_rows, query_size), dtype),
-        TensorSpec("attended", (num_rows, query_size), dtype),
-        TensorSpec("grouped", (num_rows, compressed.num_output_groups * compressed.output_rank), dtype),
-    ]
-    if widest := max(map(spec.pooled_width, range(spec.num_layers))):
-        # A vector, of which a layer takes what it needs.
-        specs.append(TensorSpec("pooled", (num_rows * widest,), "float32"))
-    if index is not None:
-        specs.append(TensorSpec("index_q", (num_rows, index.num_heads * index.head_dim), dtype))
-        specs.append(TensorSpec("index_weights", (num_rows, index.num_heads), "float32"))
-    return Request(LAYERS, "attention", (*specs, *scratch))
 
 
 def streamed_experts_request(spec: ModelSpec, streams: StreamsSpec, num_rows: int, dtype: str) -> Request:

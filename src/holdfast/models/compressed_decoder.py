@@ -8,35 +8,23 @@ last layer streams are collapsed once more.
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, CompressedAttention
+from holdfast.attention.backend import Batch, StepPlan
+from holdfast.families.compressed.layer import CompressedAttentionLayer, CompressedWeights
+from holdfast.families.compressed.spec import CompressedBuffers
+from holdfast.kernels.attention.rope_rows import fill_rope_rows
 from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix
-from holdfast.kernels.latent.compress import Compressor
-from holdfast.kernels.latent.write_latent import LatentNorm
-from holdfast.layers.compressed_attention import (
-    CompressedAttentionLayer,
-    CompressedBuffers,
-    Entries,
-    EntryIndex,
-    OutputGroups,
-)
 from holdfast.layers.hyper_connections import HyperConnection, StreamBuffers, StreamHead
-from holdfast.layers.mlp import RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
-from holdfast.memory.workspace import Workspace
-from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.compressed_activations import WANTED, CompressedRequests, compressed_requests
-from holdfast.models.decoder_layer import PartBuilder, Weights
-from holdfast.models.model import Stream
-from holdfast.models.rope import StepRope
-from holdfast.models.spec import CompressedSpec, CompressorSpec, ModelSpec, StreamsSpec
-from holdfast.models.step_workspace import MAX_CACHED_SIZES, StepWorkspace, norm_dtype
-from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
+from holdfast.models.decoder_layer import DecoderParts, LayerBuilder
+from holdfast.models.model import MAX_CACHED_SIZES, StepWorkspace, Stream, norm_dtype
+from holdfast.models.spec import CompressedSpec, StreamsSpec
 
 MIX_NAMES = ("weight", "bias", "scale")
 
@@ -50,101 +38,51 @@ class StreamedLayer(NamedTuple):
     experts: ExpertLayer
 
 
-class CompressedLayerBuilder(PartBuilder[CompressedAttentionLayer]):
-    """Layers with windows and entries, and how their streams are mixed."""
+class StreamedBuilder(LayerBuilder):
+    """Builds layers with windows and entries, and how their streams are mixed."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        compressed: CompressedSpec,
-        streams: StreamsSpec,
-        weights: Weights,
-        backend: CompressedAttention[Any],
-        rope: StepRope,
-    ) -> None:
-        super().__init__(spec, weights)
+    def __init__(self, parts: DecoderParts, compressed: CompressedSpec, streams: StreamsSpec) -> None:
+        super().__init__(parts)
         self._compressed = compressed
-        self._numbers = MixNumbers(spec.norm_eps, streams.eps, streams.num_iterations)
-        self._backend = backend
-        self._rope = rope
+        self._numbers = MixNumbers(parts.spec.norm_eps, streams.eps, streams.num_iterations)
 
     def streamed_layer(self, index: int) -> StreamedLayer:
-        """All of a layer."""
-        layer, prefix = self.layer(index), f"layers.{index}"
+        eps, rope, prefix = self._spec.norm_eps, self._rope, f"layers.{index}"
+        weights = CompressedWeights.of(self, index, self._compressed, eps, rope.entries[index])
+        rotary = rope.rotaries[index]
+        assert rotary is not None, f"layer {index} rotates nothing"
+        layer = self.layer(index, CompressedAttentionLayer(index, weights, rotary, self._backend))
         assert isinstance(layer.mlp, ExpertLayer), f"layer {index} has an MLP, and no family with streams has one"
         around = self._streams(f"{prefix}.attn"), self._streams(f"{prefix}.mlp")
         return StreamedLayer(around[0], layer.attention, around[1], layer.mlp)
 
     def stream_head(self) -> StreamHead:
-        """Behind the last layer."""
+        """Build what follows the last layer."""
         mix = HeadMix(*(self.plain(f"head_streams.{name}") for name in MIX_NAMES))
-        return StreamHead(mix, self._numbers, self._rms_norm("final_norm"))
+        return StreamHead(mix, self._numbers, self.rms_norm("final_norm", self._spec.norm_eps))
 
     def _streams(self, prefix: str) -> HyperConnection:
         mix = StreamMix(*(self.plain(f"{prefix}_streams.{name}") for name in MIX_NAMES))
-        return HyperConnection(mix, self._numbers, self._rms_norm(f"{prefix}_norm"))
-
-    def _rms_norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.plain(f"{name}.weight"), self._spec.norm_eps)
-
-    def attention(self, index: int, prefix: str) -> CompressedAttentionLayer:
-        compressed, eps, rotary = self._compressed, self._spec.norm_eps, self._rope.rotaries[index]
-        assert rotary is not None, f"layer {index} rotates nothing"
-        groups = (compressed.num_output_groups, compressed.output_rank, -1)
-        compressor = compressed.compressors[index]
-        return CompressedAttentionLayer(
-            index,
-            self.linear(f"{prefix}.qkv_a"),
-            self.linear(f"{prefix}.q_b"),
-            OutputGroups(self.plain(f"{prefix}.o_a.weight").view(groups), self.linear(f"{prefix}.o_b")),
-            self._rms_norm(f"{prefix}.q_a_norm"),
-            LatentNorm(self.plain(f"{prefix}.kv_norm.weight"), eps),
-            self.plain(f"{prefix}.sinks"),
-            None if compressor is None else self._entries(index, compressor, prefix),
-            rotary,
-            self._backend,
-        )
-
-    def _entries(self, layer: int, compressor: CompressorSpec, prefix: str) -> Entries:
-        own, rotary = self._compressor(compressor, f"{prefix}.compressor"), self._rope.entries[layer]
-        pool_XH, index = self.plain(f"{prefix}.pool.weight"), self._spec.layer_index(layer)
-        assert rotary is not None, f"entries of layer {layer} are not rotated"
-        if index is None:
-            return Entries(pool_XH, own, rotary, None)
-        keys = self._compressor(compressor, f"{prefix}.index")
-        return Entries(pool_XH, own, rotary, EntryIndex(self.linear(f"{prefix}.index_q"), keys, index.num_heads))
-
-    def _compressor(self, compressor: CompressorSpec, prefix: str) -> Compressor:
-        positions_RX, weight_D = self.plain(f"{prefix}.positions"), self.plain(f"{prefix}.norm.weight")
-        return Compressor(compressor.ratio, compressor.is_overlapped, positions_RX, weight_D, self._spec.norm_eps)
+        return HyperConnection(mix, self._numbers, self.rms_norm(f"{prefix}_norm", self._spec.norm_eps))
 
 
 class CompressedDecoder(StepWorkspace):
-    """The Model of models/model.py with streams. It holds references to its weights and no state of its own."""
+    """The Model of models/model.py with streams. It has no state of its own."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        backend: CompressedAttention[Any],
-        rope: StepRope,
-        workspace: Workspace,
-        scratch: tuple[TensorSpec, ...],
-        dtype: str | None = None,
-        recipe: WeightRecipe = AS_STORED,
-    ) -> None:
-        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
+    def __init__(self, parts: DecoderParts) -> None:
+        spec, weights = parts.spec, parts.weights
         assert spec.compressed is not None, f"{spec.architecture} does not compress"
         assert spec.streams is not None, f"{spec.architecture} has one stream"
-        builder = CompressedLayerBuilder(spec, spec.compressed, spec.streams, weights, backend, rope)
-        super().__init__(spec, workspace, dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight")), recipe)
-        self._rope = rope
+        builder = StreamedBuilder(parts, spec.compressed, spec.streams)
+        dtype = parts.dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight"))
+        super().__init__(spec, parts.workspace, dtype, parts.recipe)
+        self._rope = parts.rope.rows
         self._embed_VH = weights["embed.weight"]
         self._layers = [builder.streamed_layer(index) for index in range(spec.num_layers)]
         self._head = builder.stream_head()
         self._head_VH = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
         self._requests: Callable[[int], CompressedRequests] = lru_cache(MAX_CACHED_SIZES)(
-            partial(compressed_requests, spec, dtype=self._dtype, scratch=scratch, recipe=recipe)
+            partial(compressed_requests, spec, dtype=dtype, scratch=parts.scratch, recipe=parts.recipe)
         )
 
     @property
@@ -156,17 +94,18 @@ class CompressedDecoder(StepWorkspace):
     def num_layers(self) -> int:
         return len(self._layers)
 
-    def step_logits(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
+    def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again."""
         return self.logits(self.hidden(batch, plan))
 
-    def hidden(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
+    def hidden(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """Final hidden states of the rows whose logits are wanted: [R, H]."""
         return self.finish(self.run_layers(self.embed(batch), batch, plan, range(self.num_layers)))
 
     def embed(self, batch: Batch) -> Stream:
         """The first end: token embeddings, the same in every stream, and cos and sin of the step's rows for all layers."""
-        self._rope.fill(batch.positions_T)
+        if self._rope is not None:
+            fill_rope_rows(batch.positions_T, self._rope)
         held = self._acquire(self._requests(batch.num_rows).stream)
         x_TSH, normed_TH = held["x"], held["normed"]
         x_TSH.copy_(lookup_rows(batch.token_ids_T, self._embed_VH, normed_TH).unsqueeze(1).expand_as(x_TSH))
@@ -176,7 +115,7 @@ class CompressedDecoder(StepWorkspace):
         self,
         stream: Stream,
         batch: Batch,
-        plan: Any,  # noqa: ANN401 the backend's own type
+        plan: StepPlan,
         layers: range,
     ) -> Stream:
         """Some layers in a row. Behind the last one's attention only rows whose logits are wanted go on, normed for the head."""
@@ -223,7 +162,7 @@ class CompressedDecoder(StepWorkspace):
         layer: StreamedLayer,
         normed_TH: torch.Tensor,
         batch: Batch,
-        plan: Any,  # noqa: ANN401 the backend's own type
+        plan: StepPlan,
         out_TH: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:

@@ -5,10 +5,13 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
-from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.compressed import ENTRIES
 from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.distributed.mesh import Mesh
+from holdfast.families.compressed.spec import CompressedAttentionSpec
+from holdfast.families.grouped.spec import GroupedAttentionSpec
+from holdfast.families.latent.spec import LatentAttentionSpec
+from holdfast.families.sparse.spec import SparseAttentionSpec
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request, experts_request
 from holdfast.models.declared_weights import Weight
@@ -37,7 +40,7 @@ class HeadGeometry(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of a latent all that is kept of a token, `rope_dim` included."""
+    """For latents, all that is kept of a token, `rope_dim` included."""
     windows: tuple[int | None, ...]
     """One entry a layer."""
     has_key_bias: bool = False
@@ -52,22 +55,22 @@ class HeadGeometry(NamedTuple):
     is_rotated: bool = True
     """Positions are rotated into keys and queries; else they are learned."""
     rope_dim: int = 0
-    """Of a latent that all query heads share (MLA), the rotated elements; 0: keys and values by head."""
+    """Rotated elements of a latent (MLA); 0: keys and values by head."""
     nope_dim: int = 0
     """Elements of a query head that meet the latent through kv_b, beside `rope_dim`; 0 where there are no latents."""
     value_dim: int = 0
     """Elements of a head's output there."""
     index_heads: int = 0
-    """Of sparse attention to latents (DSA): heads of the index, of `index_dim` elements each; 0: none."""
+    """Heads of the index (DSA), of `index_dim` elements each; 0: none."""
     index_dim: int = 0
     index_top_k: int = 0
-    """Tokens that a row attends to at the most."""
+    """Most tokens that a row attends to."""
     index_turns_neighbours: bool = False
     """Rope turns neighbouring elements of the index, not halves."""
     shared_layers: frozenset[int] = frozenset()
     """Layers without an index, which take what one before them chose."""
     ratios: tuple[int, ...] = ()
-    """Of compressed attention, one entry a layer: tokens that one entry stands for, 0 where the layer has its window only; empty:
+    """Compressed attention, by layer: tokens that one entry stands for, 0 if the layer has its window only; empty:
     every other attention."""
     overlapped_layers: frozenset[int] = frozenset()
     """Layers whose entries overlap, and which have an index to choose among them."""
@@ -79,46 +82,49 @@ class HeadGeometry(NamedTuple):
 
     def compressed_specs(
         self, cache: CacheSpec, max_model_len: int, dtype: str, device_kind: str
-    ) -> tuple[AttentionSpec, ...]:
-        """What the attention of every layer computes over its window and its entries, where there are such."""
+    ) -> tuple[CompressedAttentionSpec, ...]:
+        """List what the attention of every layer computes over its window and its entries."""
         places = {own.layer: place for place, own in enumerate(cache.layers) if own.name == ENTRIES}
         specs = []
         for layer, ratio in enumerate(self.ratios):
-            spec = self.attention_spec(cache.layers[layer], cache.group_of(layer), max_model_len, dtype, device_kind)
-            is_overlapped = layer in self.overlapped_layers
-            spec = replace(spec, is_compressed=True, ratio=ratio, is_overlapped=is_overlapped)
-            if not is_overlapped:
-                spec = replace(spec, index_heads=0, index_top_k=0)
+            own, is_overlapped, place = cache.layers[layer], layer in self.overlapped_layers, places.get(layer, -1)
+            spec = CompressedAttentionSpec(
+                *(own, self.num_heads, self.score_scale, self.windows[layer], max_model_len, dtype, device_kind),
+                group=cache.group_of(layer),
+                ratio=ratio,
+                is_overlapped=is_overlapped,
+                index_heads=self.index_heads if is_overlapped else 0,
+                index_top_k=self.index_top_k if is_overlapped else 0,
+            )
             if ratio:
-                place = places[layer]
-                spec = replace(
-                    spec, entries=cache.layers[place], entries_group=cache.group_of(place), entries_index=place
-                )
+                entries, group = cache.layers[place], cache.group_of(place)
+                spec = replace(spec, entries=entries, entries_group=group, entries_index=place)
             specs.append(spec)
         return tuple(specs)
 
     def attention_spec(
         self, cache: LayerCache, group: int, max_model_len: int, dtype: str, device_kind: str
-    ) -> AttentionSpec:
-        """What the attention of one layer computes, over what its cache keeps."""
-        return AttentionSpec(
-            cache=cache,
-            num_heads=self.num_heads,
-            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
-            window=self.windows[cache.layer],
-            max_model_len=max_model_len,
-            dtype=dtype,
-            device_kind=device_kind,
-            has_key_bias=self.is_rotated and self.has_separable_key_bias and cache.format.is_quantized,
-            group=group,
-            softcap=self.softcap,
-            has_sinks=self.has_sinks,
+    ) -> GroupedAttentionSpec | LatentAttentionSpec:
+        """Return what the attention of one layer computes over its cache, with keys and values by head or over latents."""
+        window = self.windows[cache.layer]
+        base = cache, self.num_heads, self.score_scale, window, max_model_len, dtype, device_kind, group
+        if not self.rope_dim:
+            has_key_bias = self.is_rotated and self.has_separable_key_bias and cache.format.is_quantized
+            return GroupedAttentionSpec(*base, has_key_bias, self.softcap, self.has_sinks)
+        if not self.index_heads:
+            return LatentAttentionSpec(*base, nope_dim=self.nope_dim, value_dim=self.value_dim)
+        return SparseAttentionSpec(
+            *base,
             nope_dim=self.nope_dim,
             value_dim=self.value_dim,
             index_heads=self.index_heads,
             index_top_k=self.index_top_k,
             index_turns_neighbours=self.index_turns_neighbours,
         )
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 class StepShape(NamedTuple):
@@ -134,14 +140,14 @@ class StepShape(NamedTuple):
 
 
 class Declaration(Protocol):
-    """One kind of model. What is asked is of the rank that stands where the mesh says."""
+    """One kind of model; each method answers for the rank of the mesh."""
 
     def rope_pairs(self, mesh: Mesh) -> int:
         """Columns of cos that a step has of each token, for all rotations of its stage together; 0 where positions are learned."""
         ...
 
     def indivisible(self, mesh: Mesh) -> str | None:
-        """None, or what does not divide into so many parts, in words; the same for all ranks."""
+        """Return None, or what does not divide into so many parts; equal on all ranks."""
         ...
 
     def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
@@ -149,7 +155,7 @@ class Declaration(Protocol):
         ...
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
-        """None, or why the cache cannot be kept in that format, in words."""
+        """Return None, or why the cache cannot be kept in that format."""
         ...
 
     def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
@@ -174,7 +180,7 @@ class Declaration(Protocol):
 
 
 def split(size: int, num_ranks: int, what: str) -> str | None:
-    """None where `size` divides into equal parts, else the reason in words."""
+    """Return None if `size` divides into equal parts, else the reason."""
     return None if size % num_ranks == 0 else f"{size} {what} do not divide into {num_ranks} equal parts"
 
 
@@ -204,7 +210,7 @@ class Experts(NamedTuple):
         return indivisible_experts(self.num_experts, self.intermediate_size, self.shared_size, mesh)
 
     def weights(self, prefix: str, hidden: int, mesh: Mesh) -> tuple[Weight, ...]:
-        """Of one layer, on one rank; gate and up are fused."""
+        """List the weights of one layer on one rank; gate and up are fused."""
         size = mesh.tensor_size if mesh.expert_size == 1 else 1
         inner, shared = self.intermediate_size // size, self.shared_size // mesh.tensor_size
         count, native = self.num_experts // mesh.expert_size, self.expert_native
@@ -256,7 +262,7 @@ def rank_experts(experts: ExpertsSpec, mesh: Mesh) -> ExpertsSpec:
 
 
 def indivisible_experts(num_experts: int, intermediate_size: int, shared_size: int, mesh: Mesh) -> str | None:
-    """None, or which width, or number of experts, does not divide into so many parts, in words."""
+    """Return None, or which width or number of experts does not divide into so many parts."""
     if mesh.expert_size > 1:
         reason = split(num_experts, mesh.expert_size, "experts")
     else:

@@ -1,4 +1,4 @@
-"""DecoderDeclaration: what the decoder of models/decoder.py takes: weights, caches, scratch; the only source for plan, load and run; no torch."""
+"""DecoderDeclaration: what the decoder of models/layer_stack.py takes: weights, caches, scratch; the only source for plan, load and run; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,22 +16,9 @@ from holdfast.models.activations import (
     step_requests,
     takes_fused_decode,
 )
-from holdfast.models.declaration import (
-    CacheRows,
-    HeadGeometry,
-    StepShape,
-    indivisible_experts,
-    rank_experts,
-    split,
-)
+from holdfast.models.declaration import CacheRows, HeadGeometry, StepShape, indivisible_experts, rank_experts, split
 from holdfast.models.declared_weights import Weight, weight_of
-from holdfast.models.parameters import (
-    CheckpointNames,
-    Parameter,
-    list_before_layers,
-    list_behind_layers,
-    list_layer,
-)
+from holdfast.models.parameters import CheckpointNames, Parameter, list_before_layers, list_behind_layers, list_layer
 from holdfast.models.sharding import shard_parameters, vocabulary_rows
 from holdfast.models.spec import LayerKind, ModelSpec
 from holdfast.quant.formats import QUANTIZED_HEAD_DIM, KVFormat
@@ -84,7 +71,7 @@ class DecoderDeclaration(NamedTuple):
         return (*weights, *self._weights(list_behind_layers(spec, self.names), mesh))
 
     def _weights(self, parameters: Sequence[Parameter], mesh: Mesh) -> list[Weight]:
-        """Of those of the whole model what a rank has."""
+        """Return a rank's share of the model's parameters."""
         linear = None if self.native == MXFP4.name else self.native
         natives: dict[str, str | None] = {"linear": linear, "expert": self.expert_native or self.native}
         shared = shard_parameters(parameters, mesh, *self.units)

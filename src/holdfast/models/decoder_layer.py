@@ -1,77 +1,105 @@
-"""Layers of decoders, put together from the spec's values and the weights' names: attention by head, or over latents."""
+"""Layers of decoders, put together from the spec's values and the weights' names, and the parts that decoders are built from."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
-
-from holdfast.attention.backend import GroupedAttention, LatentAttention, SparseLatentAttention
+from holdfast.attention.backend import AttentionBackend
+from holdfast.distributed.exchange import Exchange
+from holdfast.families.compressed.layer import CompressedAttentionLayer
+from holdfast.families.grouped.layer import GroupedAttentionLayer
+from holdfast.families.grouped.layer import build_layer as grouped_layer
+from holdfast.families.latent.layer import LatentAttentionLayer, LatentWeights
+from holdfast.families.sparse.layer import build_layer as sparse_layer
 from holdfast.kernels.activation import GateForm
-from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
-from holdfast.kernels.latent.write_index import IndexNorm
-from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.kernels.moe.routing import Routing
-from holdfast.layers.attention import AttentionLayer
-from holdfast.layers.compressed_attention import CompressedAttentionLayer
-from holdfast.layers.latent_attention import LatentAttentionLayer, LatentIndex, SparseLatentAttentionLayer
-from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
+from holdfast.layers.mlp import GatedMLP, LayerNorm, PlainMLP, RMSNorm
 from holdfast.layers.moe import ExpertBiases, ExpertLayer, SharedExpert
+from holdfast.layers.parts import LayerParts, Weights
 from holdfast.layers.shared_experts import ExpertSharing
-from holdfast.layers.shared_linear import OutputSharing
-from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
-from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.layers.shared_linear import Gathering, OutputSharing
+from holdfast.memory.workspace import Workspace
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models.activations import GATHERED
+from holdfast.models.rope import StepRope
+from holdfast.models.spec import ExpertsSpec, ModelSpec
+from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
-Weights = Mapping[str, torch.Tensor | QuantizedWeight]
 Norm = RMSNorm | LayerNorm
 OUTPUT_NORMS = ("attn_out_norm", "mlp_out_norm")
 FeedForward = GatedMLP | PlainMLP | ExpertLayer
-AttentionT = TypeVar("AttentionT", AttentionLayer, LatentAttentionLayer)
-AnyAttentionT = TypeVar("AnyAttentionT", AttentionLayer, LatentAttentionLayer, CompressedAttentionLayer)
-"""Those around one residual stream, and those of streams too."""
+AttentionT = TypeVar("AttentionT", bound=GroupedAttentionLayer | LatentAttentionLayer | CompressedAttentionLayer)
 
 
-class DecoderLayer(Generic[AnyAttentionT]):
+class DecoderLayer(NamedTuple, Generic[AttentionT]):
     """Attention and MLP, or experts, around a residual stream."""
 
-    def __init__(
-        self,
-        attn_norm: Norm,
-        attention: AnyAttentionT,
-        mlp_norm: Norm,
-        mlp: FeedForward,
-        attn_out_norm: Norm | None = None,
-        mlp_out_norm: Norm | None = None,
-    ) -> None:
-        """The last two norm what each half gives before it joins the stream; None where nothing does."""
-        self.attn_norm = attn_norm
-        self.attention = attention
-        self.attn_out_norm = attn_out_norm
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.mlp_out_norm = mlp_out_norm
+    attn_norm: Norm
+    attention: AttentionT
+    mlp_norm: Norm
+    mlp: FeedForward
+    attn_out_norm: Norm | None = None
+    """The norm of the attention's output before it joins the stream."""
+    mlp_out_norm: Norm | None = None
 
 
-class PartBuilder(ABC, Generic[AnyAttentionT]):
-    """Parts of one model over its final weights; what attention is made of is left to those who know."""
+@dataclass(frozen=True, eq=False)
+class DecoderParts:
+    """What a decoder is built from: a spec, final weights, attention over pages, and a workspace."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, sharing: OutputSharing | None = None) -> None:
-        """With `sharing` spec and weights are those of a rank."""
-        self._spec = spec
-        self._weights = weights
-        self._sharing = sharing
+    spec: ModelSpec
+    weights: Weights
+    backend: AttentionBackend
+    rope: StepRope
+    workspace: Workspace
+    scratch: tuple[TensorSpec, ...]
+    """The backend's, as its declaration lists it."""
+    takes_fused_decode: bool = False
+    dtype: str | None = None
+    """The type of activations; None for that of norms."""
+    recipe: WeightRecipe = AS_STORED
+    """How the weights were quantized."""
+    exchange: Exchange | None = None
+    """With it, spec and weights are those of one rank, and logits those of its share of the vocabulary."""
+    is_exact: bool = False
+    """As in the rank's Mesh."""
 
-    @abstractmethod
-    def attention(self, index: int, prefix: str) -> AnyAttentionT:
-        """The attention of a layer whose weights have names that begin so."""
-        ...
+    @property
+    def sharing(self) -> OutputSharing | None:
+        """How ranks that share layers make outputs whole; None if one rank has all of them."""
+        exchange = self.exchange
+        if exchange is None or exchange.size == 1:
+            return None
+        return OutputSharing(exchange, Gathering(exchange, self.workspace.lanes[GATHERED]) if self.is_exact else None)
 
-    def layer(self, index: int) -> DecoderLayer[AnyAttentionT]:
+
+class LayerBuilder(LayerParts):
+    """Builds the layers of one model over its final weights."""
+
+    def __init__(self, parts: DecoderParts) -> None:
+        super().__init__(parts.weights, parts.sharing)
+        self._spec = parts.spec
+        self._backend: Any = parts.backend  # of the spec's family
+        self._rope = parts.rope
+
+    def attention(self, index: int) -> GroupedAttentionLayer | LatentAttentionLayer:
+        """Build the attention of a layer with one residual stream."""
+        spec, rotary = self._spec, self._rope.rotaries[index]
+        if spec.latent is None:
+            norm = (spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
+            return grouped_layer(self, index, norm, rotary, self._backend)
+        assert rotary is not None, f"{spec.architecture} rotates nothing"
+        weights = LatentWeights.of(self, index, spec.latent)
+        if spec.latent.index is None:
+            return LatentAttentionLayer(index, weights, rotary, self._backend)
+        return sparse_layer(self, index, weights, spec.layer_index(index), rotary, self._backend)
+
+    def layer(self, index: int, attention: AttentionT) -> DecoderLayer[AttentionT]:
+        """Build norms and MLP or experts of a layer around its attention."""
         prefix = f"layers.{index}"
         experts = self._spec.layer_experts(index)
         return DecoderLayer(
             self.norm(f"{prefix}.attn_norm"),
-            self.attention(index, prefix),
+            attention,
             self.norm(f"{prefix}.mlp_norm"),
             self._mlp(prefix) if experts is None else self._experts(experts, index, prefix),
             *((self.norm(f"{prefix}.{name}") for name in OUTPUT_NORMS) if self._spec.has_output_norms else ()),
@@ -84,24 +112,6 @@ class PartBuilder(ABC, Generic[AnyAttentionT]):
             if self._spec.norm == "rms"
             else LayerNorm(weight_H, self.plain(f"{name}.bias"), eps)
         )
-
-    def linear(self, name: str) -> Linear:
-        return Linear(self._weights[f"{name}.weight"], self._bias(name))
-
-    def output(self, name: str, keeps_share: bool = False) -> Linear:
-        """A projection whose outputs all ranks need; with `keeps_share` it gives a rank's part of them."""
-        if self._sharing is None:
-            return self.linear(name)
-        return self._sharing.linear(self._weights[f"{name}.weight"], self._bias(name), keeps_share)
-
-    def _bias(self, name: str) -> torch.Tensor | None:
-        return self.plain(f"{name}.bias") if f"{name}.bias" in self._weights else None
-
-    def plain(self, name: str) -> torch.Tensor:
-        """A weight that is never quantized."""
-        weight = self._weights[name]
-        assert isinstance(weight, torch.Tensor), f"{name} is quantized"
-        return weight
 
     def _mlp(self, prefix: str) -> GatedMLP | PlainMLP:
         down = self.output(f"{prefix}.down")
@@ -122,8 +132,8 @@ class PartBuilder(ABC, Generic[AnyAttentionT]):
         has_table = index in experts.table_layers
         return ExpertLayer(
             self.plain(f"{prefix}.router.weight"),
-            self._weights[f"{prefix}.experts.gate_up.weight"],
-            self._weights[f"{prefix}.experts.down.weight"],
+            self.weights[f"{prefix}.experts.gate_up.weight"],
+            self.weights[f"{prefix}.experts.down.weight"],
             _routing(experts),
             shared,
             self._expert_biases(experts.has_score_bias and not has_table, prefix),
@@ -133,94 +143,15 @@ class PartBuilder(ABC, Generic[AnyAttentionT]):
         )
 
     def _expert_sharing(self, experts: ExpertsSpec) -> ExpertSharing | None:
-        if self._sharing is None:
+        if self.sharing is None:
             return None
-        return ExpertSharing(self._sharing, experts.first_local, experts.num_local)
+        return ExpertSharing(self.sharing, experts.first_local, experts.num_local)
 
     def _expert_biases(self, has_score_bias: bool, prefix: str) -> ExpertBiases:
         names = ("router", "experts.gate_up", "experts.down")
-        router_E, gate_up_EX, down_EH = (self._bias(f"{prefix}.{name}") for name in names)
+        router_E, gate_up_EX, down_EH = (self.bias(f"{prefix}.{name}") for name in names)
         score_E = self.plain(f"{prefix}.router.score_bias") if has_score_bias else None
         return ExpertBiases(router_E, gate_up_EX, down_EH, score_E)
-
-
-class LayerBuilder(PartBuilder[AttentionLayer]):
-    """Layers with keys and values by head."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        backend: GroupedAttention[Any],
-        rotaries: Sequence[Rotary | None],
-        sharing: OutputSharing | None = None,
-    ) -> None:
-        super().__init__(spec, weights, sharing)
-        self._backend = backend
-        self._rotaries = rotaries
-
-    def attention(self, index: int, prefix: str) -> AttentionLayer:
-        spec, head_norm = self._spec, None
-        if spec.qk_norm:
-            q_weight_D, k_weight_D = (self.plain(f"{prefix}.{name}.weight") for name in ("q_norm", "k_norm"))
-            head_norm = HeadNorm(q_weight_D, k_weight_D, spec.norm_eps, spec.norm_offset)
-        qkv, o = self.linear(f"{prefix}.qkv"), self.output(f"{prefix}.o")
-        return AttentionLayer(index, qkv, o, head_norm, self._rotaries[index], self._backend)
-
-
-class LatentLayerBuilder(PartBuilder[LatentAttentionLayer]):
-    """Layers with latents, which all rotate alike; with an index, too, where a layer has one."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        latent: LatentSpec,
-        weights: Weights,
-        backend: LatentAttention[Any],
-        rotary: Rotary,
-        sharing: OutputSharing | None = None,
-    ) -> None:
-        super().__init__(spec, weights, sharing)
-        self._latent = latent
-        self._backend = backend
-        self._rotary = rotary
-
-    def attention(self, index: int, prefix: str) -> LatentAttentionLayer:
-        latent, q_norm = self._latent, None
-        if latent.q_rank is not None:
-            q_norm = RMSNorm(self.plain(f"{prefix}.q_a_norm.weight"), latent.norm_eps)
-        qkv_a, q = (self.linear(f"{prefix}.{name}") for name in ("qkv_a", "q" if q_norm is None else "q_b"))
-        o = self.output(f"{prefix}.o")
-        norm = LatentNorm(self.plain(f"{prefix}.kv_a_norm.weight"), latent.norm_eps)
-        kv_b_NXL = self.plain(f"{prefix}.kv_b.weight").view(-1, latent.expanded_dim, latent.kv_rank)
-        if latent.index is not None:
-            assert isinstance(self._backend, SparseLatentAttention), f"{self._backend.name} attends to all tokens"
-        own_index = self._spec.layer_index(index)
-        if own_index is None:
-            return LatentAttentionLayer(index, qkv_a, q, o, q_norm, norm, kv_b_NXL, self._rotary, self._backend)
-        assert q_norm is not None, "an index takes its queries from the queries' latent"
-        assert isinstance(self._backend, SparseLatentAttention), f"{self._backend.name} attends to all tokens"
-        return SparseLatentAttentionLayer(
-            index,
-            qkv_a,
-            q,
-            o,
-            q_norm,
-            norm,
-            kv_b_NXL,
-            self._rotary,
-            self._backend,
-            self._index(own_index, prefix),
-        )
-
-    def _index(self, index: IndexSpec, prefix: str) -> LatentIndex:
-        weight_D, bias_D = (self.plain(f"{prefix}.index_k_norm.{end}") for end in ("weight", "bias"))
-        return LatentIndex(
-            self.linear(f"{prefix}.index_q"),
-            self.linear(f"{prefix}.index_k"),
-            self.plain(f"{prefix}.index_weights.weight"),
-            IndexNorm(weight_D, bias_D, index.norm_eps),
-        )
 
 
 def _routing(experts: ExpertsSpec) -> Routing:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from holdfast.attention.backend import Batch
+from holdfast.attention.backend import Batch, StepPlan
 from holdfast.kernels.gemm.deferred_rms_norm import (
     AmaxScratch,
     NormedRows,
@@ -95,7 +95,7 @@ class FusedDecode:
     def run_layers(
         self,
         batch: Batch,
-        plan: Any,  # noqa: ANN401 the backend's own type
+        plan: StepPlan,
         stream: Stream,
         attention_buffers: Callable[[int], Any],
         mlp_buffers: Callable[[int], MLPBuffers],
@@ -131,12 +131,7 @@ class FusedDecode:
         return row_amax(a_TX, amax.inputs, amax.gated[: a_TX.shape[0] * NUM_GATE_AMAX])
 
     def _add(
-        self,
-        a_TX: torch.Tensor,
-        product: Linear,
-        stream: Stream,
-        norm: RMSNorm,
-        amax: RowAmax | None,
+        self, a_TX: torch.Tensor, product: Linear, stream: Stream, norm: RMSNorm, amax: RowAmax | None
     ) -> NormedRows:
         """x += the product, of all ranks together where they share it, with the next norm deferred."""
         weight, bias_N, (x_TH, scaled_TH, _, _) = product.weight_NK, product.bias_N, stream

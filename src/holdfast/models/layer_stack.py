@@ -6,73 +6,54 @@ The residual stream is x, and what the last product computed is added to it by t
 for both.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Generic
+from typing import Any
 
 import torch
 
-from holdfast.attention.backend import Batch
-from holdfast.distributed.exchange import Exchange
+from holdfast.attention.backend import Batch, StepPlan
+from holdfast.families.grouped.spec import GroupedBuffers
+from holdfast.families.latent.spec import LatentBuffers
+from holdfast.kernels.attention.rope_rows import fill_rope_rows
 from holdfast.kernels.gemm.embedding import lookup_rows, lookup_share
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.layers.mlp import MLPBuffers
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
-from holdfast.layers.shared_linear import Gathering, OutputSharing
-from holdfast.memory.workspace import Workspace
-from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations, fused_decode
 from holdfast.models.activations import StepRequests
-from holdfast.models.decoder_layer import AttentionT, DecoderLayer, PartBuilder, Weights
+from holdfast.models.decoder_layer import DecoderLayer, DecoderParts, LayerBuilder
 from holdfast.models.fused_decode import FusedDecode
-from holdfast.models.model import Stream
-from holdfast.models.rope import StepRope
-from holdfast.models.spec import ModelSpec
-from holdfast.models.step_workspace import MAX_CACHED_SIZES, StepWorkspace, norm_dtype
+from holdfast.models.model import MAX_CACHED_SIZES, StepWorkspace, Stream, norm_dtype
 from holdfast.observability.log import get_logger
-from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
 log = get_logger(__name__)
 
 
-class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
-    """A whole model over final weights (the Model of models/model.py). It holds references to them and no state of its own."""
+class LayerStack(StepWorkspace):
+    """A decoder with one residual stream over final weights (the Model of models/model.py). It has no state of its own."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        builder: PartBuilder[AttentionT],
-        rope: StepRope,
-        workspace: Workspace,
-        scratch: tuple[TensorSpec, ...],
-        takes_fused_decode: bool = False,
-        dtype: str | None = None,
-        recipe: WeightRecipe = AS_STORED,
-        exchange: Exchange | None = None,
-    ) -> None:
-        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized.
-
-        With `exchange` spec and weights are those of one rank, and so are the logits: those of its share of the vocabulary.
-        """
-        super().__init__(spec, workspace, dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight")), recipe)
-        self._rope = rope
-        self._exchange = exchange
+    def __init__(self, parts: DecoderParts) -> None:
+        spec, weights, builder = parts.spec, parts.weights, LayerBuilder(parts)
+        dtype = parts.dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight"))
+        super().__init__(spec, parts.workspace, dtype, parts.recipe)
+        self._rope = parts.rope.rows
+        self._exchange = parts.exchange
+        self._make_buffers = GroupedBuffers.of if spec.latent is None else LatentBuffers.of
         self._embed_VE = weights.get("embed.weight")
         """None between the first stage of a pipeline and the last, and there too where the head is another weight."""
         self._embed_scale = _rounded(spec.embedding_scale, self._dtype)
         self._positions_PH = weights.get("positions.weight")
         self._embed_in = builder.linear("embed_in") if "embed_in.weight" in weights else None
         self._embed_out = builder.linear("embed_out") if "embed_out.weight" in weights else None
-        self._layers = [builder.layer(index) for index in range(spec.num_layers)]
+        self._layers = [builder.layer(index, builder.attention(index)) for index in range(spec.num_layers)]
         self._final_norm = builder.norm("final_norm") if spec.has_final_norm and spec.is_last_stage else None
         head = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
         self._head_VE = weights[head] if spec.is_last_stage else None
         self._requests: Callable[[int], StepRequests] = lru_cache(MAX_CACHED_SIZES)(
-            partial(activations.step_requests, spec, dtype=self._dtype, scratch=scratch, recipe=recipe)
+            partial(activations.step_requests, spec, dtype=dtype, scratch=parts.scratch, recipe=parts.recipe)
         )
-        self.fused = self._fused_decode() if takes_fused_decode else None
+        self.fused = self._fused_decode() if parts.takes_fused_decode else None
         """The fused decode path; None where no step takes it."""
 
     @property
@@ -84,15 +65,15 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
     def num_layers(self) -> int:
         return len(self._layers)
 
-    def step_logits(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
+    def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again; none before the last stage."""
         if self.fused is not None and batch.logits is None and activations.fits_fused_decode(batch.num_rows):
             return self._fused_logits(batch, plan, self.fused)
         hidden_RH = self.hidden(batch, plan)
         return self.logits(hidden_RH) if self._spec.is_last_stage else hidden_RH
 
-    def _fused_logits(self, batch: Batch, plan: Any, fused: FusedDecode) -> torch.Tensor:  # noqa: ANN401
-        """The same on the fused decode path; stages need not agree on it, since what goes between them is the stream."""
+    def _fused_logits(self, batch: Batch, plan: StepPlan, fused: FusedDecode) -> torch.Tensor:
+        """Compute logits on the fused decode path. Stages need not agree on it: they exchange the residual stream."""
         stream, buffers = self.embed(batch), (self._attention_buffers, self._mlp_buffers, self._expert_buffers)
         rows = fused.run_layers(batch, plan, stream, *buffers)
         if not self._spec.is_last_stage:
@@ -101,7 +82,7 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         return fused.logits(rows, head["logits"])
 
     def fused_decode_declined(self) -> str | None:
-        """None, or why what was loaded cannot take the fused decode path, in words."""
+        """Return None, or why the loaded weights cannot take the fused decode path."""
         return fused_decode.declined(self._layers, self._head_VE)
 
     def _fused_decode(self) -> FusedDecode | None:
@@ -113,7 +94,7 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         scratch = fused_decode.make_scratch(self._acquire(activations.fused_decode_request(self._spec, self._recipe)))
         return FusedDecode(self._layers, self._final_norm, self._head_VE, scratch)
 
-    def hidden(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
+    def hidden(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """Final hidden states of the rows whose logits are wanted: [R, H], in the stream.
 
         A stage before the last sends its rows to the next one, all of them, and has none itself: [0, H].
@@ -126,12 +107,13 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
 
         Every stage computes cos and sin of the step's rows first, for all of its layers.
         """
-        self._rope.fill(batch.positions_T)
+        if self._rope is not None:
+            fill_rope_rows(batch.positions_T, self._rope)
         requests = self._requests(batch.num_rows)
         stream = self._acquire(requests.stream)
         x_TH = stream["x"]
         if not self._spec.is_first_stage:
-            assert self._exchange is not None, "a stage of a pipeline has nobody to receive from"
+            assert self._exchange is not None, "a pipeline stage has no exchange to receive by"
             self._exchange.receive_rows(x_TH)
             return Stream(x_TH, stream["normed"], stream["delta"], has_delta=False)
         buffers = self._acquire(requests.embed) if requests.embed.specs else {}
@@ -149,7 +131,7 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
 
     def _send(self, stream: Stream) -> torch.Tensor:
         """The stream to the next stage, with what the next norm would have added first: it rounds the same sum (kernels/norm.py)."""
-        assert self._exchange is not None, "a stage of a pipeline has nobody to send to"
+        assert self._exchange is not None, "a pipeline stage has no exchange to send by"
         if stream.has_delta:
             stream.x_TH.add_(stream.delta_TH)
         self._exchange.send_rows(stream.x_TH)
@@ -170,7 +152,7 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         self,
         stream: Stream,
         batch: Batch,
-        plan: Any,  # noqa: ANN401 the backend's own type
+        plan: StepPlan,
         layers: range,
     ) -> Stream:
         """Some layers in a row. Behind the attention of the last of all only rows whose logits are wanted go on."""
@@ -217,7 +199,7 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         return logits_RV if cap is None else logits_RV.div_(cap).tanh_().mul_(cap)
 
     def _feed_forward(
-        self, layer: DecoderLayer[AttentionT], x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
+        self, layer: DecoderLayer[Any], x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
     ) -> None:
         """x += delta, and delta = MLP of it; where norms come last, x is finished instead."""
         if self._spec.norm_first:
@@ -235,7 +217,7 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         layer.mlp_norm(x_RH, delta_RH, x_RH)
 
     def _run_normed_mlp(
-        self, layer: DecoderLayer[AttentionT], x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
+        self, layer: DecoderLayer[Any], x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
     ) -> None:
         """x += delta, and delta = MLP of the norm of x, which the norm leaves as codes too where the MLP takes them."""
         num_rows = x_RH.shape[0]
@@ -247,10 +229,12 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         inputs_RH = layer.mlp_norm(x_RH, delta_RH, normed_RH, codes)
         layer.mlp(inputs_RH, buffers, delta_RH, is_coded=codes is not None)
 
-    @abstractmethod
-    def _attention_buffers(self, num_rows: int) -> Any:  # noqa: ANN401 the attention's own type
-        """The tensors of a layer's attention in a step of so many rows."""
-        ...
+    def _attention_buffers(self, num_rows: int) -> Any:  # noqa: ANN401 each family's own type
+        requests = self._requests(num_rows)
+        held = self._acquire(requests.attention)
+        if requests.chosen.specs:
+            held |= self._acquire(requests.chosen)
+        return self._make_buffers(held, self._quantized(requests.codes))
 
     def _mlp_buffers(self, num_rows: int) -> MLPBuffers:
         requests = self._requests(num_rows)
@@ -260,15 +244,6 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         requests = self._requests(num_rows)
         assert requests.experts is not None, f"{self._spec.architecture} has no experts"
         return ExpertBuffers.of(self._acquire(requests.experts), self._quantized(requests.codes))
-
-
-def output_sharing(exchange: Exchange | None, is_exact: bool, workspace: Workspace) -> OutputSharing | None:
-    """How ranks that share layers make outputs whole; None where one rank has all of them."""
-    if exchange is None or exchange.size == 1:
-        return None
-    if not is_exact:
-        return OutputSharing(exchange, None)
-    return OutputSharing(exchange, Gathering(exchange, workspace.lanes[activations.GATHERED]))
 
 
 def _rounded(number: float | None, dtype: str) -> float | None:

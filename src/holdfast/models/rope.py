@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.kernels.attention.key_bias import KeyTurns, make_key_turns
-from holdfast.kernels.attention.rope_rows import RopeRows, fill_rope_rows
+from holdfast.kernels.attention.rope_rows import RopeRows
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.models.spec import ModelSpec, RopeSpec
 
@@ -25,11 +25,6 @@ class StepRope:
     """By layer, of tokens; layers that rotate alike share rows."""
     entries: tuple[Rotary | None, ...]
     """By layer, of the first token of each row's entry; None in layers without entries."""
-
-    def fill(self, positions_T: torch.Tensor) -> None:
-        """Compute the rows of a step."""
-        if self.rows is not None:
-            fill_rope_rows(positions_T, self.rows)
 
 
 def make_step_rope(
@@ -59,7 +54,7 @@ def make_step_rope(
 def key_turns(
     rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> KeyTurns:
-    """The same rotations for biases of keys that are stored without them (kernels/attention/key_bias.py)."""
+    """Compute the rotations of key biases that pages are stored without (kernels/attention/key_bias.py)."""
     return make_key_turns(*rope_frequencies(rope, head_dim, max_position, max_model_len), max_model_len, dtype, device)
 
 

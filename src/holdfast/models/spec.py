@@ -3,7 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from holdfast.quant.entry_state import pooled_width
+from holdfast.families.compressed.spec import CompressedSpec, CompressorSpec
+from holdfast.families.grouped.spec import GroupedSpec
+from holdfast.families.latent.spec import IndexSpec, LatentSpec
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["largest", "two_largest"]
@@ -84,98 +86,9 @@ class ExpertsSpec:
     table_size: int = 0
     """Token ids of such a table: the whole vocabulary, whatever a rank has of it."""
     first_local: int = 0
-    """Of expert parallelism: the first expert that this rank holds; routers know all `num_experts`."""
+    """Expert parallelism: the first expert that this rank holds; routers know all `num_experts`."""
     num_local: int | None = None
     """How many it holds; None: all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class IndexSpec:
-    """The index of sparse latent attention (DSA): short keys by which a layer chooses the tokens that a row attends to.
-
-    A row's score of a token is the sum over heads of weight * relu(q . k), and the `top_k` best are attended to. Queries come
-    from the queries' latent, keys and weights from the layer's input; keys have a LayerNorm with a bias. Rope turns the first
-    `LatentSpec.rope_dim` elements of both, by halves (element i with element i + rope_dim / 2) or by neighbours.
-    """
-
-    num_heads: int
-    head_dim: int
-    top_k: int
-    norm_eps: float = 1e-6
-    turns_neighbours: bool = False
-    """Rope turns elements 2 i and 2 i + 1 by frequency i, as that of latents does."""
-    shared_layers: frozenset[int] = frozenset()
-    """Layers that have no index and attend to what the last layer before them that has one chose; never the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class LatentSpec:
-    """Latent attention (MLA): keys and values of all heads are projections of one latent, which is all that is kept of a token.
-
-    A query head is [nope_dim | rope_dim]; a latent row is [kv_rank | rope_dim], where the rotated part is shared by all heads.
-    Rope turns neighbours: elements 2 i and 2 i + 1 by frequency i.
-    """
-
-    q_rank: int | None
-    """Width of the queries' own latent, which has a norm; None: queries are projected in one step."""
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    norm_eps: float = 1e-6
-    """Of the norms of both latents."""
-    index: IndexSpec | None = None
-    """Layers attend to the tokens that an index chooses; None: to all of them."""
-
-    @property
-    def row_dim(self) -> int:
-        """Elements that are kept of a token."""
-        return self.kv_rank + self.rope_dim
-
-    @property
-    def query_dim(self) -> int:
-        """Elements of a query head."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def expanded_dim(self) -> int:
-        """Rows of kv_b for a head: keys without positions, then values."""
-        return self.nope_dim + self.value_dim
-
-
-@dataclass(frozen=True, slots=True)
-class CompressorSpec:
-    """How a layer makes one entry of `ratio` tokens: a softmax over them, channel by channel, of what they project to.
-
-    `is_overlapped`: an entry is made of its own tokens' last columns and of the first columns of the `ratio` tokens before them;
-    such a layer has an index by which a row chooses its entries. Else a row attends to all of them.
-    """
-
-    ratio: int
-    is_overlapped: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedSpec:
-    """Attention of DeepSeek-V4: to a window of tokens, and to entries that stand for several tokens each.
-
-    A token, and an entry, is one vector of `ModelSpec.head_dim` elements that is key and value of all heads; its last
-    `rope_dim` elements are rotated, neighbours together, an entry's at its first token. The output is rotated back.
-    """
-
-    q_rank: int
-    """Width of the queries' own latent, which has a norm; a query head has another, without a weight."""
-    rope_dim: int
-    window: int
-    """How many of the newest tokens, the current one included, a token sees in every layer."""
-    compressors: tuple[CompressorSpec | None, ...]
-    """By layer; None: the layer has its window only."""
-    num_output_groups: int
-    """Heads go through the output projection in so many groups of neighbours ..."""
-    output_rank: int
-    """... each to a latent of this width; those together to the stream."""
-    index: IndexSpec | None
-    """Of layers with overlapped entries; None where there are none. Rope turns the last elements of its heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +97,7 @@ class StreamsSpec:
 
     num_streams: int
     num_iterations: int
-    """Of Sinkhorn-Knopp, which makes rows and columns of a mix add up to one."""
+    """Iterations of Sinkhorn-Knopp, which makes rows and columns of a mix add up to one."""
     eps: float
 
 
@@ -246,7 +159,7 @@ class ModelSpec:
     attention_softcap: float | None = None
     """cap * tanh(score / cap) in the place of every score; None: as they are."""
     logit_softcap: float | None = None
-    """The same of logits."""
+    """Like `attention_softcap`, for logits."""
     has_sinks: bool = False
     """One logit a query head that joins every softmax and has no value."""
     norm_offset: float = 0.0
@@ -276,7 +189,7 @@ class ModelSpec:
     first_token: int = 0
     """The first row of the vocabulary that this rank has."""
     first_layer: int = 0
-    """Of a pipeline stage: the layer of the whole model that is layer 0 here."""
+    """Pipeline stage: the layer of the whole model that is layer 0 here."""
     is_first_stage: bool = True
     """Tokens are embedded here; else hidden rows come from the stage before."""
     is_last_stage: bool = True
@@ -295,43 +208,24 @@ class ModelSpec:
         return self.query_size + 2 * self.kv_size
 
     @property
+    def key_part(self) -> slice:
+        """Columns of the fused QKV projection that are keys."""
+        return slice(self.query_size, self.query_size + self.kv_size)
+
+    @property
+    def attention(self) -> GroupedSpec | LatentSpec | CompressedSpec:
+        """The family of the model's attention, which answers what depends on it."""
+        return self.latent or self.compressed or GroupedSpec(self.num_kv_heads)
+
+    @property
     def attended_size(self) -> int:
-        """Columns of what attention gives, before its output projection."""
+        """Columns of the attention's output, before its output projection."""
         return self.query_size if self.latent is None else self.num_heads * self.latent.value_dim
 
     @property
-    def attention_modules(self) -> tuple[str, ...]:
-        """Names of these weights in a layer, as parameters have them."""
-        if self.compressed is not None:
-            own = ("qkv_a", "q_b", "o_b")
-            return own if self.compressed.index is None else (*own, "index_q")
-        if self.latent is None:
-            return "qkv", "o"
-        queries = ("q", "qkv_a") if self.latent.q_rank is None else ("qkv_a", "q_b")
-        return (*queries, "o") if self.latent.index is None else (*queries, "o", "index_q", "index_k")
-
-    @property
     def attention_products(self) -> tuple[tuple[int, int], ...]:
-        """Outputs and inputs of the weights around a layer's attention, in the order of computation, those of an index last.
-
-        kv_b of latents is not among them: attention itself multiplies by it, and it is never quantized; nor is o_a of groups.
-        """
-        hidden, latent, compressed = self.hidden_size, self.latent, self.compressed
-        if compressed is not None:
-            q_rank, groups = compressed.q_rank, compressed.num_output_groups * compressed.output_rank
-            products = ((q_rank + self.head_dim, hidden), (self.query_size, q_rank), (hidden, groups))
-            index = compressed.index
-            return products if index is None else (*products, (index.num_heads * index.head_dim, q_rank))
-        if latent is None:
-            return ((self.qkv_size, hidden), (hidden, self.query_size))
-        queries, values = self.num_heads * latent.query_dim, self.num_heads * latent.value_dim
-        if latent.q_rank is None:
-            return ((queries, hidden), (latent.row_dim, hidden), (hidden, values))
-        products = ((latent.q_rank + latent.row_dim, hidden), (queries, latent.q_rank), (hidden, values))
-        if latent.index is None:
-            return products
-        dim = latent.index.head_dim
-        return (*products, (latent.index.num_heads * dim, latent.q_rank), (dim, hidden))
+        """Outputs and inputs of the weights around a layer's attention, in the order of computation, those of an index last."""
+        return self.attention.products(self.hidden_size, self.num_heads, self.head_dim)
 
     @property
     def has_separable_key_bias(self) -> bool:
@@ -346,9 +240,8 @@ class ModelSpec:
     @property
     def rope_dim(self) -> int:
         """Elements of a head, or beside a latent, that positions rotate."""
-        if self.compressed is not None:
-            return self.compressed.rope_dim
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        attention = self.attention
+        return self.head_dim if isinstance(attention, GroupedSpec) else attention.rope_dim
 
     def layer_rope(self, layer: int) -> RopeSpec | None:
         """The rotation of a layer; None where positions are learned."""
@@ -385,19 +278,13 @@ class ModelSpec:
     def layer_index(self, layer: int) -> IndexSpec | None:
         """The index of a layer, or None where it takes what another chose, or attends to all tokens."""
         if self.compressed is not None:
-            compressor = self.compressed.compressors[layer]
-            return self.compressed.index if compressor is not None and compressor.is_overlapped else None
+            return self.compressed.layer_index(layer)
         index = None if self.latent is None else self.latent.index
         return None if index is None or layer in index.shared_layers else index
 
     def pooled_width(self, layer: int) -> int:
-        """Columns of what a layer pools entries from: kv and gates of its own and of its index, and the weights of index heads."""
-        compressor = None if self.compressed is None else self.compressed.compressors[layer]
-        if compressor is None:
-            return 0
-        index = self.layer_index(layer)
-        own = 2 * pooled_width(self.head_dim, compressor.is_overlapped)
-        return own if index is None else own + 2 * pooled_width(index.head_dim, True) + index.num_heads
+        """Columns that a layer pools entries from; 0 without entries."""
+        return 0 if self.compressed is None else self.compressed.pooled_width(layer, self.head_dim)
 
     @property
     def shares_choices(self) -> bool:
@@ -413,7 +300,7 @@ class ModelSpec:
         return LayerKind(experts, self.layer_index(layer), compressor, has_table)
 
     def first_layers(self, num_layers: int) -> "ModelSpec":
-        """The same model with fewer layers."""
+        """Keep only the first layers."""
         return self._only_layers(0, num_layers)
 
     def layer_slice(self, first: int, last: int) -> "ModelSpec":

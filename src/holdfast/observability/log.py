@@ -1,4 +1,4 @@
-"""The one logger, and how much of it reaches a person."""
+"""The logger of the package: where its lines go, and at which level."""
 
 import logging
 import os
@@ -9,14 +9,14 @@ LOG_LEVEL_VARIABLE = "HOLDFAST_LOG_LEVEL"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger under `holdfast.`; handlers come with `log_to_stderr` (commands) and `log_in_scripts` (programs)."""
+    """Return a logger under `holdfast.`; `log_to_stderr` (commands) and `log_in_scripts` (programs) add handlers."""
     return logging.getLogger(name if name.startswith("holdfast") else f"holdfast.{name}")
 
 
 def log_to_stderr(default_level: str = "WARNING") -> None:
     """Send the package's log to stderr, once; `HOLDFAST_LOG_LEVEL` overrides the level."""
     root = logging.getLogger("holdfast")
-    root.setLevel(_asked_level() or default_level)
+    root.setLevel(_configured_level() or default_level)
     if not any(not isinstance(handler, _ScriptHandler) for handler in root.handlers):
         root.handlers.clear()
         root.addHandler(_formatted(logging.StreamHandler()))
@@ -24,12 +24,12 @@ def log_to_stderr(default_level: str = "WARNING") -> None:
 
 
 def log_in_scripts() -> None:
-    """For a program that imports the package: its log reaches stderr unless the program configures logging itself.
+    """Log to stderr in a program that imports the package, unless it configures logging itself.
 
-    The root logger is never touched. `HOLDFAST_LOG_LEVEL` sets the package's level where the program has set none.
+    The root logger is never touched. `HOLDFAST_LOG_LEVEL` sets the package's level if the program has set none.
     """
     root = logging.getLogger("holdfast")
-    level = _asked_level()
+    level = _configured_level()
     if level is not None and root.level == logging.NOTSET:
         root.setLevel(level)
     if not root.handlers:
@@ -37,11 +37,11 @@ def log_in_scripts() -> None:
 
 
 class _ScriptHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes where nobody else would: not beside handlers of the program, even if they come later."""
+    """Writes only if the program has no handlers, even if they are added later."""
 
     @property
     def stream(self) -> TextIO:
-        # Looked up at every line, as logging's own last resort does: notebooks and tests put other streams there.
+        # Looked up at every line, like logging's last resort: notebooks and tests replace it.
         return sys.stderr
 
     @stream.setter
@@ -53,8 +53,8 @@ class _ScriptHandler(logging.StreamHandler):  # type: ignore[type-arg]
         return not is_heard and sys.stderr is not None and bool(super().filter(record))
 
 
-def _asked_level() -> str | None:
-    """The level in the environment; None where there is none, or one that nobody knows."""
+def _configured_level() -> str | None:
+    """Return the level in the environment; None if unset or unknown."""
     level = os.environ.get(LOG_LEVEL_VARIABLE, "").upper()
     return level if level in logging.getLevelNamesMapping() else None
 

@@ -1,26 +1,18 @@
-"""Seconds that ranks take to exchange rows: all-reduces and gathers in a node, rows between stages; no torch."""
+"""Seconds of exchanges among ranks: all-reduce and all-gather in a node, rows between stages; no torch."""
 
 from collections.abc import Mapping
 from itertools import pairwise
 
 from holdfast.distributed.mesh import Mesh
 from holdfast.memory.device_rates import Link
+from holdfast.memory.devices import read_data
 
-SUM_US: Mapping[int, tuple[tuple[int, float], ...]] = {
-    2: ((4096, 4.64), (16384, 4.62), (65536, 4.82), (262144, 6.34), (524288, 8.43), (1048576, 12.44), (4194304, 42.99)),
-    4: ((4096, 4.77), (16384, 4.92), (65536, 5.81), (262144, 10.48), (524288, 12.1), (1048576, 17.8), (4194304, 51.77)),
-    8: (
-        (4096, 5.14),
-        (16384, 5.67),
-        (65536, 7.94),
-        (262144, 11.14),
-        (524288, 14.07),
-        (1048576, 18.11),
-        (4194304, 48.39),
-    ),
+SUM_US: Mapping[int, list[tuple[int, float]]] = {
+    int(size): [(elements, microseconds) for elements, microseconds in rows]
+    for size, rows in read_data("all_reduce_us.json").items()
 }
-"""bfloat16 elements and microseconds of an all-reduce among so many H200 over NVLink inside a graph: vLLM 0.24.0's own kernel as
-aiconfigurator 0.12.0 (Apache-2.0) has it in h200_sxm/comm/vllm/0.24.0/custom_allreduce_perf, some of its rows."""
+"""By number of H200s: bfloat16 elements and microseconds of an all-reduce over NVLink inside a graph. vLLM 0.24.0's kernel in
+aiconfigurator 0.12.0 (Apache-2.0), some rows of h200_sxm/comm/vllm/0.24.0/custom_allreduce_perf."""
 NETWORK_BYTES_PER_SECOND, NETWORK_SECONDS = 50e9, 10e-6
 """Between nodes, one way: a 400 Gb/s card a GPU, and aiconfigurator's latency of a message (h200_sxm.yaml)."""
 SLOW_LINKS: Mapping[Link, tuple[float, float]] = {"pcie": (20e9, 20e-6), "host": (4e9, 200e-6)}
@@ -28,11 +20,11 @@ SLOW_LINKS: Mapping[Link, tuple[float, float]] = {"pcie": (20e9, 20e-6), "host":
 SUMS_PER_LAYER = 2
 """After attention and after the MLP or experts."""
 GATHERS_PER_LAYER = 4
-"""Of exact sums: inputs and outputs of both output projections."""
+"""With exact sums: inputs and outputs of both output projections."""
 
 
 def sum_seconds(num_elements: float, size: int) -> float:
-    """One all-reduce over NVLink, between the two rows of the table that it lies between; beyond the last in proportion."""
+    """Return the seconds of an all-reduce over NVLink, interpolated in the table and proportional beyond it."""
     table = SUM_US[next((known for known in SUM_US if known >= size), max(SUM_US))]
     if num_elements <= table[0][0]:
         return table[0][1] * 1e-6
@@ -43,12 +35,12 @@ def sum_seconds(num_elements: float, size: int) -> float:
 
 
 def gather_seconds(num_elements: float, size: int) -> float:
-    """Every rank reads what all others have: as much as in a sum of one share, if each rank adds up for itself."""
+    """Return the seconds of an all-gather: as long as an all-reduce of one share."""
     return sum_seconds(num_elements / size, size)
 
 
 def exchange_seconds(mesh: Mesh, num_layers: int, rows: int, row_bytes: int, link: Link) -> float:
-    """All exchanges of a step of one stage; `row_bytes` of hidden states."""
+    """Return the seconds of all exchanges of a step of one stage; `row_bytes` are hidden states."""
     seconds = 0.0
     if mesh.num_stages > 1:
         seconds += NETWORK_SECONDS + rows * row_bytes / NETWORK_BYTES_PER_SECOND

@@ -1,100 +1,38 @@
-"""RunnerPlan: everything settled and counted before a weight is read; the most pages, and the longest context, that fit; no torch."""
+"""RunnerPlan: the most pages, and the longest context, that fit the memory, counted before a weight is read; no torch."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
+from functools import cached_property
 
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
 from holdfast.cache.compressed import StateKind
-from holdfast.cache.groups import CacheGroup, unrewindable
+from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import CacheSpec
-from holdfast.config import NGRAM, EngineConfig, Limits
-from holdfast.distributed.exchange_plan import ExchangeKind, ExchangeNeeds, find_exchange, planned_nodes
-from holdfast.distributed.mesh import ALONE, Mesh
-from holdfast.errors import ConfigError, MemoryPlanError
-from holdfast.memory.planner import PAGE_PHASES, MemoryPlan, Term, plan_memory
+from holdfast.config import Limits
+from holdfast.distributed.exchange_plan import ExchangeKind, ExchangeNeeds
+from holdfast.distributed.mesh import Mesh
+from holdfast.errors import MemoryPlanError
+from holdfast.memory.planner import PAGE_PHASES, MemoryPlan, plan_memory
 from holdfast.memory.report import GroupAccount
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.planning.exactness import refuse_inequality, refuse_variant_attention, refuse_variant_weights
-from holdfast.planning.resolve import KV_IS_ASKED, Resolved, numbers, resolve
-from holdfast.planning.target import Target, too_old_words
-from holdfast.planning.terms import Layout, Needs, list_needs
+from holdfast.planning.exactness import refuse_variant_attention
+from holdfast.planning.resolve import KV_IS_GIVEN, PlanRequest, Resolved, numbers, resolve
+from holdfast.planning.target import Target, too_old_reason
+from holdfast.planning.terms import Needs, list_needs
 
 NO_RANKS = "ranks do not share compressed attention in this version; it runs on one GPU, or on a CPU"
 SHORTENED = "shortened from the model's own"
-AGREED_CONTEXT = "what fits on every rank"
 AGREED_PAGES = "as many as the rank with the fewest has"
 
 
-class Agreed(NamedTuple):
-    """What ranks of one engine have in common, before any of them reads a weight."""
-
-    max_model_len: int
-    num_pages: int | None = None
-    """None: not settled yet."""
-    exchange: ExchangeKind | None = None
-    """None: as ranks would that are spread evenly over the nodes of the config."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What a plan of one rank is made from."""
-
-    config: EngineConfig
-    declared: DeclaredModel
-    target: Target
-    mesh: Mesh = ALONE
-    """Where the rank stands; the config's own sizes are for who plans all of them."""
-    staging: Callable[[Resolved], Term | None] | Term | None = None
-    """What loading holds beside the weights, or who knows it once dtype and recipe are settled; None: the most that it may."""
-    agreed: Agreed | None = None
-    """What all ranks have settled together; None: this one is asked what it would have by itself."""
-    exchange: ExchangeKind | None = None
-    """How ranks exchange, where that is known before all else."""
-    _settled: list[tuple[Layout, Resolved]] = field(default_factory=list, init=False, compare=False, repr=False)
-    """What the request became: everything that is asked of it later goes on from there."""
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Ranks that share every layer."""
-        return self.mesh.tensor_size
-
-    def with_config(self, config: EngineConfig) -> "PlanRequest":
-        """The same with other settings. What loading holds is not asked again."""
-        return replace(self, config=config, staging=self.known_staging)
-
-    @property
-    def known_staging(self) -> Term | None:
-        """What loading holds, settled."""
-        return settle(self)[0].staging if callable(self.staging) else self.staging
-
-
-class Fit(NamedTuple):
-    """A plan that fits, as numbers."""
-
-    layout: Layout
-    resolved: Resolved
-    needs: Needs
-    memory: MemoryPlan
-
-    @property
-    def kv_tokens(self) -> int:
-        pages = self.layout.pages(self.resolved)
-        return count_tokens(() if pages is None else pages.groups, self.resolved.limits, self.memory.num_pages)[0]
-
-    @property
-    def max_concurrency(self) -> float:
-        return self.kv_tokens / self.resolved.limits.max_model_len
-
-
 def count_tokens(groups: tuple[CacheGroup, ...], limits: Limits, num_pages: int) -> tuple[int, float]:
-    """Tokens that so many pages hold, and the sequences of the longest context that decode together on them.
+    """Return the tokens that so many pages hold, and how many sequences of the longest context decode on them.
 
-    Where some layers give pages back, a token is its share of a longest sequence.
+    If some layers free pages, a token is its share of a longest sequence.
     """
     if not any(group.window is not None for group in groups):
         num_tokens = num_pages * limits.page_tokens
@@ -103,42 +41,86 @@ def count_tokens(groups: tuple[CacheGroup, ...], limits: Limits, num_pages: int)
     return num_pages * limits.max_model_len // per_sequence, num_pages / per_sequence
 
 
-class RunnerPlan(NamedTuple):
-    """What a runner is built from, or what a person reads instead."""
+@dataclass(frozen=True)
+class RunnerPlan:
+    """Settings, needs and pages of one rank. A runner is built from it, and `holdfast plan` prints it."""
 
-    declared: DeclaredModel
     resolved: Resolved
-    cache: CacheSpec | None
-    """None where the model keeps something else than keys and values by head."""
-    attention_specs: tuple[AttentionSpec, ...]
-    declaration: BackendDeclaration | None
-    workspace: WorkspacePlan
+    needs: Needs
     memory: MemoryPlan
-    requests: tuple[Request, ...]
-    target: Target
-    mesh: Mesh
-    kv_bytes_per_token: Fraction
-    kv_bytes_per_sequence: int
-    not_in_this_version: tuple[str, ...]
-    """Why an engine of this version cannot run it, in words; empty where it can."""
-
-    states: tuple[StateKind, ...] = ()
-    """What sequences keep beside their pages: of rows that are not finished."""
-    exchange_needs: ExchangeNeeds | None = None
-    """What its steps exchange with other ranks; None where there are none."""
-    exchange_kind: ExchangeKind = "gloo"
     context_note: str = ""
-    """Which limit shortened the context, from what to what, and what would lift it; empty where none did."""
+    """Which limit shortened the context, from what to what, and what would lift it; empty if none did."""
+
+    @property
+    def declared(self) -> DeclaredModel:
+        return self.resolved.declared
+
+    @property
+    def target(self) -> Target:
+        return self.resolved.target
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.resolved.mesh
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that share every layer."""
-        return self.mesh.tensor_size
+        return self.resolved.mesh.tensor_size
 
     @property
+    def cache(self) -> CacheSpec | None:
+        """None if the model stores something else than keys and values by head."""
+        pages = self.resolved.pages()
+        return None if pages is None else pages.cache
+
+    @property
+    def states(self) -> tuple[StateKind, ...]:
+        """What sequences keep beside their pages: rows that are not finished."""
+        pages = self.resolved.pages()
+        return () if pages is None else pages.states
+
+    @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Empty where the model keeps something else than keys and values by head."""
-        return () if self.cache is None else self.cache.cache_groups()
+        pages = self.resolved.pages()
+        return () if pages is None else pages.groups
+
+    @cached_property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        return self.resolved.attention_specs()
+
+    @property
+    def declaration(self) -> BackendDeclaration | None:
+        return self.needs.declaration
+
+    @property
+    def workspace(self) -> WorkspacePlan:
+        return self.needs.workspace
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self.needs.requests
+
+    @property
+    def exchange_needs(self) -> ExchangeNeeds | None:
+        """What its steps exchange with other ranks; None if there are none."""
+        return self.needs.exchange
+
+    @property
+    def exchange_kind(self) -> ExchangeKind:
+        return self.resolved.exchange_kind
+
+    @property
+    def kv_bytes_per_token(self) -> Fraction:
+        return self.resolved.bytes_per_token()
+
+    @property
+    def kv_bytes_per_sequence(self) -> int:
+        return self.declared.kv_bytes_per_sequence(self.resolved.kv_format, self.mesh)
+
+    @property
+    def not_in_this_version(self) -> tuple[str, ...]:
+        """Why an engine of this version cannot run it; empty if it can."""
+        return missing_here(self.resolved.request)
 
     @property
     def kv_tokens(self) -> int:
@@ -151,7 +133,7 @@ class RunnerPlan(NamedTuple):
 
     @property
     def tokens_without_groups(self) -> int:
-        """Tokens that the same budget holds where every layer keeps every token."""
+        """Tokens that the same budget would hold if every layer kept every token."""
         limits, memory = self.resolved.limits, self.memory
         page_bytes = self.kv_bytes_per_token * limits.page_tokens
         taken = max(memory.phase_bytes[phase] for phase in PAGE_PHASES) - memory.kv_bytes
@@ -163,145 +145,111 @@ class RunnerPlan(NamedTuple):
 
     @property
     def groups(self) -> tuple[GroupAccount, ...]:
-        """Every group of the cache, in numbers; nothing where all layers keep all tokens."""
-        groups, limits = self.cache_groups, self.resolved.limits
-        if self.cache is None or not any(group.window is not None for group in groups):
+        """Every group of the cache, in numbers; empty if all layers keep all tokens."""
+        groups, limits, cache = self.cache_groups, self.resolved.limits, self.cache
+        if cache is None or not any(group.window is not None for group in groups):
             return ()
         accounts, length = [], limits.max_model_len
-        for index, (group, own) in enumerate(zip(groups, self.cache.groups, strict=True)):
-            padding_bytes = self.cache.padding_bytes(index)
-            accounts.append(
-                GroupAccount(
-                    group.name,
-                    len(own.layers),
-                    group.page_tokens,
-                    group.most_pages(length, limits.max_num_batched_tokens),
-                    group.most_pages(length, 1),
-                    padding_bytes,
-                    padding_bytes / self.memory.page_bytes,
-                )
-            )
+        for index, (group, own) in enumerate(zip(groups, cache.groups, strict=True)):
+            padding = cache.padding_bytes(index)
+            most = group.most_pages(length, limits.max_num_batched_tokens), group.most_pages(length, 1)
+            share = padding / self.memory.page_bytes
+            accounts.append(GroupAccount(group.name, len(own.layers), group.page_tokens, *most, padding, share))
         return tuple(accounts)
 
     def kv_note(self) -> str:
-        """What quantized pages, or an index alone, mean for answers, on one line; empty where none of them is."""
-        resolved = self.resolved
-        if not resolved.kv_format.is_quantized:
-            if resolved.kv_format.index_dtype != "fp8":
+        """Say on one line what quantized pages, or a quantized index, mean for answers; empty if there are none."""
+        kv_format, dtype, protected = self.resolved.kv_format, self.resolved.dtype, self.resolved.protected
+        if not kv_format.is_quantized:
+            if kv_format.index_dtype != "fp8":
                 return ""
-            return f"index in fp8; it can choose other tokens than one in {resolved.dtype}, and answers can differ"
-        words, protected = [f"KV cache in {resolved.kv_format.name}"], resolved.protected
+            return f"index in fp8; it can choose other tokens than one in {dtype}, and answers can differ"
+        parts = [f"KV cache in {kv_format.name}"]
         if protected.layers:
-            why = protected.reason.rpartition(": ")[2] or "asked"
-            words.append(f"layers {numbers(protected.layers)} protected in {protected.format.name} ({why})")
+            why = protected.reason.rpartition(": ")[2] or "given"
+            parts.append(f"layers {numbers(protected.layers)} protected in {protected.format.name} ({why})")
         if any(spec.has_key_bias for spec in self.attention_specs):
-            words.append("keys stored without their bias")
-        words.append(f"answers can differ from {resolved.dtype} pages: holdfast eval kv measures how much")
-        return "; ".join(words)
+            parts.append("keys stored without their bias")
+        parts.append(f"answers can differ from {dtype} pages: holdfast eval kv measures how much")
+        return "; ".join(parts)
 
     def with_protected(self, layers: tuple[int, ...], reason: str) -> "RunnerPlan":
-        """The same bytes with as many other layers in the wider format."""
-        protected = self.resolved.protected
-        assert self.cache is not None, f"{self.declared.name} has no layers to protect"
+        """Return a plan of the same bytes with as many other layers in the wider format."""
+        protected, cache = self.resolved.protected, self.cache
+        assert cache is not None, f"{self.declared.name} has no layers to protect"
         assert len(layers) == len(protected.layers), f"{layers} were not planned for, {protected.layers} were"
-        assert len(self.cache.groups) == 1, f"{self.cache.groups} share columns, which layers cannot change"
+        assert len(cache.groups) == 1, f"{cache.groups} share columns, which layers cannot change"
         protected = protected._replace(layers=layers, is_open=False, reason=reason)
-        formats = protected.formats(self.resolved.kv_format, len(self.cache.layers))
-        caches = tuple(
-            replace(layer, format=kv_format) for layer, kv_format in zip(self.cache.layers, formats, strict=True)
-        )
-        has_biases = any(spec.has_key_bias for spec in self.attention_specs)
-        specs = (
-            replace(spec, cache=cache, has_key_bias=has_biases and cache.format.is_quantized)
-            for spec, cache in zip(self.attention_specs, caches, strict=True)
-        )
-        return self._replace(
-            resolved=self.resolved.with_protected(protected),
-            cache=replace(self.cache, layers=caches),
-            attention_specs=tuple(specs),
-        )
+        return replace(self, resolved=self.resolved.with_protected(protected))
+
+
+def plan_resolved(resolved: Resolved) -> RunnerPlan | MemoryPlanError:
+    """Plan pages for the longest context that fits. Returns a refusal if none fits, or not the given one."""
+    found = try_fit(resolved) or _fit(_shortest(resolved) if resolved.may_shorten else resolved)
+    if isinstance(found, RunnerPlan):
+        _refuse_variance(found)
+    return found
+
+
+def try_fit(resolved: Resolved) -> RunnerPlan | None:
+    """Like `plan_resolved`, but returns None instead of a refusal."""
+    # Weights alone rule out most GPUs that are too small, and their bytes are cached.
+    if resolved.declared.weight_bytes(resolved.dtype, resolved.recipe, resolved.mesh) > resolved.budget_bytes:
+        return None
+    spare_bytes, needs = _spare_bytes(resolved)
+    if spare_bytes >= 0:
+        found = _fit(resolved, needs)
+        assert isinstance(found, RunnerPlan), found
+        return found
+    return longest_that_fits(resolved, 1, resolved.limits.max_model_len - 1) if resolved.may_shorten else None
 
 
 def fit_runner(request: PlanRequest) -> RunnerPlan:
-    """The plan, or the planner's refusal."""
-    return _runner_plan(request, find_fit(request))
+    """Plan a request; a refusal is raised."""
+    found = plan_resolved(resolve(request))
+    if isinstance(found, MemoryPlanError):
+        raise found
+    return found
 
 
-def unfitting_runner(request: PlanRequest) -> RunnerPlan:
-    """The plan with pages for one longest sequence, however little memory there is: what a refusal is drawn from."""
-    layout, resolved = settle(request)
-    if resolved.may_shorten:
-        resolved = _shortest(resolved)
-    needs = list_needs(layout, resolved)
-    num_pages = layout.sequence_pages(resolved, resolved.limits.max_num_batched_tokens)
-    reason = "for one longest sequence"
-    page_bytes = layout.page_bytes(resolved)
-    memory = MemoryPlan(resolved.budget_bytes, resolved.budget_reason, needs.terms, page_bytes, num_pages, reason)
-    return _runner_plan(request, Fit(layout, resolved, needs, memory))
+def unfitting_runner(resolved: Resolved) -> RunnerPlan:
+    """Return the plan with pages for one longest sequence, whatever the memory: for printing a refusal."""
+    resolved = _shortest(resolved) if resolved.may_shorten else resolved
+    needs = list_needs(resolved)
+    num_pages = resolved.sequence_pages(resolved.limits.max_num_batched_tokens)
+    budget = resolved.budget_bytes, resolved.budget_reason
+    memory = MemoryPlan(*budget, needs.terms, resolved.page_bytes(), num_pages, "for one longest sequence")
+    found = RunnerPlan(resolved, needs, memory)
+    _refuse_variance(found)
+    return found
 
 
-def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
-    layout, resolved = fit.layout, fit.resolved
-    refuse_variant_attention(request.config, request.declared, resolved, fit.needs.declaration)
-    return RunnerPlan(
-        declared=request.declared,
-        resolved=resolved,
-        cache=layout.cache(resolved),
-        attention_specs=layout.attention_specs(resolved),
-        declaration=fit.needs.declaration,
-        workspace=fit.needs.workspace,
-        memory=fit.memory,
-        requests=fit.needs.requests,
-        target=request.target,
-        mesh=request.mesh,
-        kv_bytes_per_token=layout.bytes_per_token(resolved),
-        kv_bytes_per_sequence=request.declared.kv_bytes_per_sequence(resolved.kv_format, layout.mesh),
-        not_in_this_version=missing_here(request),
-        states=layout.states(resolved),
-        exchange_needs=fit.needs.exchange,
-        exchange_kind=layout.exchange_kind,
-    )
+def _refuse_variance(found: RunnerPlan) -> None:
+    request = found.resolved.request
+    refuse_variant_attention(request.config, found.declared, found.resolved.dtype, request.target, found.declaration)
 
 
-def find_fit(request: PlanRequest) -> Fit:
-    """Pages for the longest context that fits; a context that was asked for fits or is refused."""
-    fit = try_fit(request)
-    if fit is not None:
-        return fit
-    layout, resolved = settle(request)
-    return _fit_or_refuse(layout, _shortest(resolved) if resolved.may_shorten else resolved)
+def longest_that_fits(resolved: Resolved, low: int, high: int) -> RunnerPlan | None:
+    """Return the plan with the longest context from low to high that fits.
 
-
-def try_fit(request: PlanRequest) -> Fit | None:
-    """The same without the words of a refusal."""
-    layout, resolved = settle(request)
-    # Weights alone tell of most GPUs that are too small, and cost nothing to look at again.
-    if request.declared.weight_bytes(resolved.dtype, resolved.recipe, layout.mesh) > resolved.budget_bytes:
-        return None
-    room_bytes, needs = _room(layout, resolved)
-    if room_bytes >= 0:
-        return _fit_or_refuse(layout, resolved, needs)
-    if not resolved.may_shorten:
-        return None
-    return longest_that_fits(layout, resolved, 1, resolved.limits.max_model_len - 1)
-
-
-def longest_that_fits(layout: Layout, resolved: Resolved, low: int, high: int) -> Fit | None:
-    """The longest context from low to high with which a plan fits.
-
-    Beyond each window layers are grouped otherwise, and pages have another size: between two windows one search finds it.
+    Beyond each window layers are grouped differently, and pages have another size: each range between two windows has its
+    own search.
     """
-    reason = _shortened_reason(layout, resolved)
-    for first, last in _ranges(layout, low, high):
-        found = _longest_between(layout, resolved, first, last, reason)
+    min_pages, max_pages, _ = _page_bounds(resolved)
+    limit = f"{format_bytes(resolved.budget_bytes)} ({resolved.budget_reason})"
+    if max_pages < min_pages:
+        limit = f"{KV_IS_GIVEN} of {format_bytes(resolved.max_kv_bytes or 0)}"
+    reason = f"{SHORTENED} {resolved.limits.max_model_len:,}: no more fits {limit}"
+    for first, last in _ranges(resolved, low, high):
+        found = _longest_between(resolved, first, last, reason)
         if found is not None:
             return found
     return None
 
 
-def _ranges(layout: Layout, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Lengths from low to high in parts in which layers are grouped alike, the longest first."""
-    heads = layout.heads()
+def _ranges(resolved: Resolved, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Split low to high into ranges in which layers are grouped alike, the longest contexts first."""
+    heads = resolved.heads()
     windows = set() if heads is None else {window for window in heads.windows if window is not None}
     for window in sorted(windows, reverse=True):
         if low <= window < high:
@@ -311,14 +259,17 @@ def _ranges(layout: Layout, low: int, high: int) -> Iterator[tuple[int, int]]:
         yield low, high
 
 
-def _longest_between(layout: Layout, resolved: Resolved, low: int, high: int, reason: str) -> Fit | None:
-    """The pages of a sequence grow with the context, and so do block tables: all but in proportion, so that a guess
-    from the bytes that are left comes near at once; halving the range in between bounds the number of guesses."""
+def _longest_between(resolved: Resolved, low: int, high: int, reason: str) -> RunnerPlan | None:
+    """Search by regula falsi and bisection in turn.
 
-    def room(length: int) -> int:
-        return _room(layout, resolved.with_max_model_len(length, reason))[0]
+    Pages and block tables grow almost in proportion to the context, so a guess from the bytes left is near at once;
+    bisection in between bounds the number of guesses.
+    """
 
-    left, short = room(low), -room(high)
+    def spare(length: int) -> int:
+        return _spare_bytes(resolved.with_max_model_len(length, reason))[0]
+
+    left, short = spare(low), -spare(high)
     if left < 0:
         return None
     if short <= 0:
@@ -327,118 +278,71 @@ def _longest_between(layout: Layout, resolved: Resolved, low: int, high: int, re
     while high - low > 1:
         guess = (low + high) // 2 if halves else low + (high - low) * left // (left + short)
         middle = min(max(guess, low + 1), high - 1)
-        found = room(middle)
+        found = spare(middle)
         if found >= 0:
             low, left = middle, found
         else:
             high, short = middle, -found
         halves = not halves
-    return _fit_or_refuse(layout, resolved.with_max_model_len(low, reason))
-
-
-def _shortened_reason(layout: Layout, resolved: Resolved) -> str:
-    """Which limit a context that was left open gives way to, and from what."""
-    min_pages, max_pages, _ = _page_bounds(layout, resolved)
-    limit = f"{format_bytes(resolved.budget_bytes)} ({resolved.budget_reason})"
-    if max_pages < min_pages:
-        limit = f"{KV_IS_ASKED} of {format_bytes(resolved.max_kv_bytes or 0)}"
-    return f"{SHORTENED} {resolved.limits.max_model_len:,}: no more fits {limit}"
+    found = _fit(resolved.with_max_model_len(low, reason))
+    assert isinstance(found, RunnerPlan), found
+    return found
 
 
 def _shortest(resolved: Resolved) -> Resolved:
     return resolved.with_max_model_len(1, "even the shortest context does not fit")
 
 
-def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
-    """Everything that does not depend on what fits, settled once; what cannot be planned at all raises."""
-    if not request._settled:
-        request.declared.check_ranks(request.mesh)
-        resolved = resolve(request.config, request.declared, request.target)
-        refuse_variant_weights(request.config, resolved, request.target)
-        refuse_inequality(request.config, request.declared, resolved, request.target, request.mesh)
-        staging = request.staging(resolved) if callable(request.staging) else request.staging
-        agreed, eager = request.agreed, request.config.enforce_eager
-        num_pages = None if agreed is None else agreed.num_pages
-        invariant, kind = request.config.batch_invariant, _exchange_kind(request)
-        layout = Layout(request.declared, request.target, request.mesh, eager, staging, num_pages, invariant, kind)
-        if agreed is not None:
-            if agreed.max_model_len != resolved.limits.max_model_len:
-                resolved = resolved.with_max_model_len(agreed.max_model_len, AGREED_CONTEXT)
-            resolved = replace(resolved, may_shorten=False)
-        _check_rewinding(layout, resolved)
-        request._settled.append((layout, resolved))
-    return request._settled[0]
-
-
-def _exchange_kind(request: PlanRequest) -> ExchangeKind:
-    """As ranks have agreed on by where they are; of devices that are not here, as the config says."""
-    agreed, mesh = request.agreed, request.mesh
-    nodes = planned_nodes(mesh.num_ranks, request.config.nnodes)
-    known = request.exchange or (None if agreed is None else agreed.exchange)
-    return known or find_exchange(request.target.kind, nodes, mesh.tensor_size)
-
-
-def _check_rewinding(layout: Layout, resolved: Resolved) -> None:
-    """Proposals are rejected by going back, which every cache group must be able to do."""
-    pages = layout.pages(resolved) if resolved.num_proposals else None
-    reason = None if pages is None else unrewindable(pages.groups)
-    if reason is not None:
-        raise ConfigError(f"speculative={NGRAM}:{resolved.num_proposals} was asked", reason, "leave speculative out")
-
-
 def missing_here(request: PlanRequest) -> tuple[str, ...]:
-    """What of a request an engine of this version cannot do, in words."""
-    reasons = [] if request.declared.not_runnable is None else [request.declared.not_runnable]
-    if not request.mesh.is_alone and request.declared.is_compressed:
-        reasons.append(NO_RANKS)
-    too_old = too_old_words(request.target)
-    if too_old is not None:
-        reasons.append(too_old)
-    return tuple(reasons)
+    """List what of a request an engine of this version cannot run."""
+    too_old = too_old_reason(request.target)
+    no_ranks = NO_RANKS if not request.mesh.is_alone and request.declared.is_compressed else None
+    return tuple(reason for reason in (request.declared.not_runnable, no_ranks, too_old) if reason is not None)
 
 
-def _room(layout: Layout, resolved: Resolved) -> tuple[int, Needs | None]:
-    """Bytes that are left beside one longest sequence and everything else, below 0 what is short; and what was found to be needed."""
-    min_pages, max_pages, _ = _page_bounds(layout, resolved)
-    page_bytes = layout.page_bytes(resolved)
+def _spare_bytes(resolved: Resolved) -> tuple[int, Needs | None]:
+    """Return the bytes left beside one longest sequence, negative if they are short, and the needs if they were counted."""
+    min_pages, max_pages, _ = _page_bounds(resolved)
+    page_bytes = resolved.page_bytes()
     if max_pages < min_pages:
         return (max_pages - min_pages) * page_bytes, None
-    needs = list_needs(layout, resolved)
+    needs = list_needs(resolved)
     smallest = MemoryPlan(resolved.budget_bytes, "", needs.terms, page_bytes, min_pages, "")
     return resolved.budget_bytes - smallest.peak_bytes, needs
 
 
-def _fit_or_refuse(layout: Layout, resolved: Resolved, needs: Needs | None = None) -> Fit:
-    page_bytes = layout.page_bytes(resolved)
-    min_pages, max_pages, reasons = _page_bounds(layout, resolved)
+def _fit(resolved: Resolved, needs: Needs | None = None) -> RunnerPlan | MemoryPlanError:
+    page_bytes, (min_pages, max_pages, reasons) = resolved.page_bytes(), _page_bounds(resolved)
     if max_pages < min_pages:
-        raise MemoryPlanError(
-            f"kv_cache_memory of {format_bytes(resolved.max_kv_bytes or 0)} was asked",
-            f"one sequence of {resolved.limits.max_model_len} tokens takes {format_bytes(min_pages * page_bytes)}",
-            "raise kv_cache_memory or lower max_model_len",
+        given, needed = format_bytes(resolved.max_kv_bytes or 0), format_bytes(min_pages * page_bytes)
+        length = resolved.limits.max_model_len
+        return MemoryPlanError(
+            "plan.kv_cache_too_small", name=KV_IS_GIVEN, value=given, needed=needed, max_model_len=length
         )
-    needs = list_needs(layout, resolved) if needs is None else needs
-    memory = plan_memory(
-        resolved.budget_bytes, resolved.budget_reason, needs.terms, page_bytes, min_pages, max_pages, *reasons
-    )
-    return Fit(layout, resolved, needs, memory)
+    needs = list_needs(resolved) if needs is None else needs
+    budget = resolved.budget_bytes, resolved.budget_reason
+    try:
+        memory = plan_memory(*budget, needs.terms, page_bytes, min_pages, max_pages, *reasons)
+    except MemoryPlanError as refusal:
+        return refusal
+    return RunnerPlan(resolved, needs, memory)
 
 
-def _page_bounds(layout: Layout, resolved: Resolved) -> tuple[int, int, tuple[str, ...]]:
-    """Pages of one longest sequence, the most that are wanted, and why no more where that is not plain.
+def _page_bounds(resolved: Resolved) -> tuple[int, int, tuple[str, ...]]:
+    """Return the pages of one longest sequence, the most pages that are wanted, and the reason if it is not obvious.
 
-    A bound that was asked for holds even if no sequence fits; our own gives way.
+    A bound that the user gave holds even if no sequence fits; our own gives way.
     """
-    limits = resolved.limits
-    min_pages = layout.sequence_pages(resolved, limits.max_num_batched_tokens)
+    limits, agreed = resolved.limits, resolved.request.agreed
+    min_pages = resolved.sequence_pages(limits.max_num_batched_tokens)
     max_pages = limits.max_num_seqs * min_pages
-    if layout.agreed_pages is not None:
-        return min_pages, layout.agreed_pages, (AGREED_PAGES,)
+    if agreed is not None and agreed.num_pages is not None:
+        return min_pages, agreed.num_pages, (AGREED_PAGES,)
     if resolved.max_kv_bytes is None:
         return min_pages, max_pages, ()
-    bound = resolved.max_kv_bytes // layout.page_bytes(resolved)
+    bound = resolved.max_kv_bytes // resolved.page_bytes()
     if bound >= max_pages:
         return min_pages, max_pages, ()
-    if resolved.max_kv_reason != KV_IS_ASKED:
+    if resolved.max_kv_reason != KV_IS_GIVEN:
         bound = max(bound, min_pages)
     return min_pages, bound, (resolved.max_kv_reason,)

@@ -1,15 +1,15 @@
-"""All ranks planned by one of them before a weight is read: reports in, stages cut, pages and context that every rank has; no torch.
+"""Plans of all ranks, made by rank 0 before a weight is read: reports in, stages cut, common pages and context out; no torch.
 
     RankReport      what a rank has: memory, versions, a digest of the model's headers
-    plan_ranks      a plan of every rank, or a refusal in one sentence: which rank, which term, both numbers
-    Agreement       what all of them are told; each plans for itself with it, and compares (Agreement.check)
+    plan_ranks      a plan of every rank, or a refusal that names the rank, the term and both numbers
+    Agreement       what rank 0 sends to all; each plans for itself with it, and compares (Agreement.check)
 
-A page id means the same everywhere, so ranks have as many pages and as long a context as the one that has least.
+A page id means the same everywhere, so all ranks have the pages and the context of the rank with the least memory.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from json import dumps
@@ -21,59 +21,54 @@ from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, UnsupportedModelError, shown
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.planning.fit import NO_RANKS, Agreed, PlanRequest, RunnerPlan, fit_runner, try_fit
-from holdfast.planning.plan import plan_runner
-from holdfast.planning.resolve import resolve
+from holdfast.planning.fit import RunnerPlan, plan_resolved, try_fit
+from holdfast.planning.plan import with_advice
+from holdfast.planning.resolve import Agreed, PlanRequest, resolve
 from holdfast.planning.stages import Cuts, StageCosts, best_cuts
 from holdfast.planning.target import Target
 
 PACKAGES = ("holdfast", "torch", "triton")
 OWN_CHOICES = ("memory", "device", "max_model_len")
 """Choices that may differ among ranks, or that are compared as numbers."""
-LIKE_RANK_0 = "give every rank the same files, the same installation and the same kind of device"
 
 
 class RankReport(NamedTuple):
-    """What a rank has to tell before all are planned."""
+    """What a rank sends to rank 0 before all are planned."""
 
     rank: int
     target: Target
     device: str
-    """Which device it is on: ranks with the same one share its memory."""
+    """Ranks with the same device share its memory."""
     versions: Mapping[str, str]
     model: str
     """A digest of what the model's headers say."""
     node: str = ""
-    """Which node it is on: ranks with another one are reached over a network."""
+    """Ranks on another node are reached over a network."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
+        """Return JSON values."""
         return self._asdict() | {"target": self.target._asdict(), "versions": dict(self.versions)}
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> "RankReport":
-        """What `as_dict` gave; another release may tell other things."""
+    def of(cls, sent: Mapping[str, Any]) -> "RankReport":
+        """Restore what `as_dict` returned; another release may send something else."""
         try:
-            target = dict(told["target"])
+            target = dict(sent["target"])
             capability = target.pop("capability")
             own = Target(**target, capability=None if capability is None else (capability[0], capability[1]))
-            return cls(told["rank"], own, told["device"], told["versions"], told["model"], told["node"])
+            return cls(sent["rank"], own, sent["device"], sent["versions"], sent["model"], sent["node"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"rank {told.get('rank')} was to run with the others",
-                f"what it tells of itself is not what this release tells ({error!r:.80})",
-                LIKE_RANK_0,
-            ) from error
+            raise ConfigError("plan.rank_report", rank=sent.get("rank"), reason=f"{error!r:.80}") from error
 
 
 def report_rank(rank: int, target: Target, model: str, device: str = "", node: str = "") -> RankReport:
-    """The report of this process; `device` is left out where ranks of one name are on one device."""
+    """Report this process. Without `device`, ranks with a target of the same name share it."""
     return RankReport(rank, target, device or target.name, installed_versions(), model, node)
 
 
 def installed_versions() -> dict[str, str]:
-    """Of what results depend on, as the installation says."""
-    from importlib.metadata import PackageNotFoundError, version  # here, since a plan of one rank does without
+    """Return the versions of the packages that results depend on."""
+    from importlib.metadata import PackageNotFoundError, version  # a plan of one rank does not need it
 
     found = {"python": ".".join(map(str, sys.version_info[:2]))}
     for package in PACKAGES:
@@ -85,61 +80,55 @@ def installed_versions() -> dict[str, str]:
 
 
 def sums_exactly(config: EngineConfig) -> bool:
-    """Whether ranks gather where they could add up: answers then do not depend on their number."""
-    asked = config.tensor_parallel_sums
-    return asked == "exact" or (asked == "auto" and config.batch_invariant)
+    """Return True if ranks all-gather instead of all-reduce, so that answers do not depend on their number."""
+    sums = config.tensor_parallel_sums
+    return sums == "exact" or (sums == "auto" and config.batch_invariant)
 
 
 def rank_meshes(config: EngineConfig, cuts: Cuts | None = None) -> tuple[Mesh, ...]:
-    """Where every rank of a config stands; `cuts` are the layers of each stage."""
+    """Return the mesh of every rank of a config; `cuts` are the layers of each stage."""
     has_experts, is_exact = config.enable_expert_parallel, sums_exactly(config)
     size = config.tensor_parallel_size
     return meshes(size, cuts, has_expert_parallelism=has_experts, is_exact=is_exact)
 
 
 class Agreement(NamedTuple):
-    """What all ranks are told, before any of them reads a weight."""
+    """What rank 0 sends to all ranks before any of them reads a weight."""
 
     max_model_len: int
     num_pages: int
     cuts: Cuts | None
-    """The layers of each stage; None where there is one."""
+    """The layers of each stage; None if there is one."""
     num_sharing: tuple[int, ...]
-    """Of each rank: how many ranks share its device."""
+    """For each rank, how many ranks share its device."""
     summaries: tuple[Mapping[str, Any], ...]
-    """Of each rank: what its plan must be."""
+    """For each rank, what its plan must be."""
     exchange: ExchangeKind
-    """How they exchange, which follows from the nodes that they are on."""
+    """How they exchange, which follows from their nodes."""
 
     @property
     def agreed(self) -> Agreed:
-        """For a rank's own `PlanRequest`."""
+        """The part for a rank's own `PlanRequest`."""
         return Agreed(self.max_model_len, self.num_pages, self.exchange)
 
     def target(self, rank: int, target: Target) -> Target:
-        """What a rank may count on of the device that it reported."""
+        """Return a rank's share of the device that it reported."""
         return shared_target(target, self.num_sharing[rank])
 
     def check(self, rank: int, plan: RunnerPlan) -> None:
-        """Raise where a rank's own plan is not the one that rank 0 made for it."""
+        """Raise if a rank's own plan is not the one that rank 0 made for it."""
         refuse_difference(rank, plan_summary(plan), self.summaries[rank])
 
     def as_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
+        """Return JSON values."""
         return self._asdict() | {"summaries": [dict(one) for one in self.summaries]}
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> "Agreement":
-        """What `as_dict` gave."""
-        cuts = told["cuts"]
-        return cls(
-            told["max_model_len"],
-            told["num_pages"],
-            None if cuts is None else tuple((first, last) for first, last in cuts),
-            tuple(told["num_sharing"]),
-            tuple(told["summaries"]),
-            told["exchange"],
-        )
+    def of(cls, sent: Mapping[str, Any]) -> "Agreement":
+        """Restore what `as_dict` returned."""
+        cuts = None if sent["cuts"] is None else tuple((first, last) for first, last in sent["cuts"])
+        listed = cuts, tuple(sent["num_sharing"]), tuple(sent["summaries"])
+        return cls(sent["max_model_len"], sent["num_pages"], *listed, sent["exchange"])
 
 
 class RankPlans(NamedTuple):
@@ -148,16 +137,16 @@ class RankPlans(NamedTuple):
     plans: tuple[RunnerPlan, ...]
     agreement: Agreement
     least: tuple[int, ...]
-    """Pages that each would have by itself, with the context that all have."""
+    """Pages that each would have by itself, with the common context."""
 
     @property
     def worst(self) -> int:
-        """The rank that has the fewest pages, and so decides for all; the first of several."""
+        """The first rank with the fewest pages, which decides for all."""
         return min(range(len(self.plans)), key=self.least.__getitem__)
 
 
 def plan_ranks(config: EngineConfig, declared: DeclaredModel, reports: Sequence[RankReport]) -> RankPlans:
-    """Every rank's plan, with the pages and the context of the one that has least; whatever does not fit or match raises."""
+    """Plan every rank with common pages and a common context. Raises if something does not fit or match."""
     _refuse_unlike_reports(config, reports)
     check_ranks(config, declared)
     check_nodes(config, reports)
@@ -171,52 +160,43 @@ def plan_ranks(config: EngineConfig, declared: DeclaredModel, reports: Sequence[
         PlanRequest(config, declared, target, mesh, exchange=kind)
         for target, mesh in zip(targets, rank_meshes(config, cuts), strict=True)
     ]
-    longest = [plan.resolved.limits.max_model_len for plan in _each(requests)]
-    requests = [replace(request, agreed=Agreed(min(longest))) for request in requests]
-    least = tuple(plan.memory.num_pages for plan in _each(requests))
-    requests = [replace(request, agreed=Agreed(min(longest), min(least))) for request in requests]
-    plans = _each(requests)
-    summaries = tuple(plan_summary(plan) for plan in plans)
+    longest = min(found.resolved.limits.max_model_len for found in _each(requests))
+    requests = [replace(request, agreed=Agreed(longest)) for request in requests]
+    least = tuple(found.memory.num_pages for found in _each(requests))
+    plans = _each([replace(request, agreed=Agreed(longest, min(least))) for request in requests])
+    summaries = tuple(plan_summary(found) for found in plans)
     _refuse_unlike_plans(summaries)
-    agreement = Agreement(min(longest), min(least), cuts, num_sharing, summaries, kind)
-    return RankPlans(plans, agreement, least)
+    return RankPlans(plans, Agreement(longest, min(least), cuts, num_sharing, summaries, kind), least)
 
 
 def check_nodes(config: EngineConfig, reports: Sequence[RankReport]) -> None:
-    """Raise where ranks are not on as many nodes as were asked for."""
+    """Raise if ranks are not on the given number of nodes."""
     num_nodes = len({report.node for report in reports})
     if config.nnodes not in (None, num_nodes):
-        raise ConfigError(
-            f"nnodes={config.nnodes} was asked",
-            f"the {len(reports)} ranks are on {num_nodes}: a launcher decides where they are, and without one they are all here",
-            f"start {config.nnodes} nodes with torchrun, or leave nnodes out",
-        )
+        values = {"value": config.nnodes, "num_ranks": len(reports), "num_nodes": num_nodes}
+        raise ConfigError("plan.wrong_nodes", name="nnodes", **values)
 
 
 def worst_request(
     config: EngineConfig, declared: DeclaredModel, target: Target
 ) -> tuple[PlanRequest, RankPlans | None]:
-    """Of ranks that all have such a device: the request of the one that decides for all, and all plans where every rank fits.
+    """Return the request of the rank that decides for all, and all plans if every rank fits.
 
-    Processes on a CPU share its memory.
+    All ranks have such a device; processes on a CPU share its memory.
     """
-    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    num_ranks = config.num_ranks
     check_ranks(config, declared)
     first = report_rank(0, target, declared.name)
     is_shared, nodes = target.kind == "cpu", planned_nodes(num_ranks, config.nnodes)
     reports = [
-        first._replace(
-            rank=rank,
-            device="cpu" if is_shared else f"{target.name} {rank}",
-            node=str(nodes[rank]),
-        )
+        first._replace(rank=rank, device="cpu" if is_shared else f"{target.name} {rank}", node=str(nodes[rank]))
         for rank in range(num_ranks)
     ]
     own = shared_target(target, num_ranks if is_shared else 1)
     cuts = cut_stages(config, declared, [own] * num_ranks)
     requests = [PlanRequest(config, declared, own, mesh) for mesh in rank_meshes(config, cuts)]
     first_of_stages = requests[:: config.tensor_parallel_size]
-    unfitting = next((request for request in first_of_stages if try_fit(request) is None), None)
+    unfitting = next((request for request in first_of_stages if try_fit(resolve(request)) is None), None)
     if unfitting is not None:
         return unfitting, None
     plans = plan_ranks(config, declared, reports)
@@ -226,29 +206,16 @@ def worst_request(
 def refuse_unshared(config: EngineConfig, declared: DeclaredModel) -> None:
     """Refuse to start a model on ranks that is only planned for them."""
     if config.num_ranks > 1 and declared.is_compressed:
-        raise UnsupportedModelError(
-            f"{declared.name} on {config.num_ranks} ranks was asked",
-            NO_RANKS,
-            "leave out tensor_parallel_size and pipeline_parallel_size; holdfast plan says which GPU holds it, if one does",
-        )
+        raise UnsupportedModelError("plan.no_ranks", model=declared.name, num_ranks=config.num_ranks)
 
 
 def check_ranks(config: EngineConfig, declared: DeclaredModel) -> None:
-    """What cannot be shared by so many ranks raises, whatever memory they have."""
-    num_ranks = config.num_ranks
-    if config.nnodes is not None and config.nnodes > num_ranks:
-        raise ConfigError(
-            f"nnodes={config.nnodes} was asked",
-            f"there {'is one rank' if num_ranks == 1 else f'are {num_ranks} ranks'}, and every node has one at least",
-            f"take {num_ranks} or fewer, or leave it out",
-        )
+    """Raise if so many ranks cannot share the model, whatever memory they have."""
+    if config.nnodes is not None and config.nnodes > config.num_ranks:
+        raise ConfigError("plan.more_nodes_than_ranks", name="nnodes", value=config.nnodes, num_ranks=config.num_ranks)
     declared.check_ranks(rank_meshes(config)[0])
     if config.enable_expert_parallel and (declared.spec is None or declared.spec.experts is None):
-        raise ConfigError(
-            "enable_expert_parallel=True was asked",
-            f"{declared.name} has no experts that ranks could hold",
-            "leave it out",
-        )
+        raise ConfigError("plan.no_experts", name="enable_expert_parallel", model=declared.name)
     num_stages = config.pipeline_parallel_size
     if num_stages > 1:
         declared.check_ranks(Mesh(num_stages=num_stages))
@@ -257,7 +224,7 @@ def check_ranks(config: EngineConfig, declared: DeclaredModel) -> None:
 def cut_stages(
     config: EngineConfig, declared: DeclaredModel, targets: Sequence[Target], exchange: ExchangeKind | None = None
 ) -> Cuts | None:
-    """The layers of each stage, for ranks with this memory; None where there is one stage."""
+    """Return the layers of each stage, for ranks with this memory; None if there is one stage."""
     num_stages, size = config.pipeline_parallel_size, config.tensor_parallel_size
     if num_stages == 1:
         return None
@@ -266,12 +233,9 @@ def cut_stages(
     shared = frozenset() if heads is None else heads.shared_layers
     cuts = best_cuts(declared.num_layers, num_stages, costs.count_pages, costs.weigh, shared)
     if cuts is None:
-        raise ConfigError(
-            f"pipeline_parallel_size={num_stages} was asked",
-            f"{declared.name} has {declared.num_layers - len(shared)} layers that do not attend to what one before them chose, "
-            "and a stage begins with such a layer",
-            f"take {declared.num_layers - len(shared)} or fewer",
-        )
+        maximum = declared.num_layers - len(shared)
+        values = {"value": num_stages, "model": declared.name, "maximum": maximum}
+        raise ConfigError("plan.too_many_stages", name="pipeline_parallel_size", **values)
     assert len(cuts) * size == len(targets), f"{cuts} for {len(targets)} ranks"
     return cuts
 
@@ -279,22 +243,16 @@ def cut_stages(
 def stage_costs(
     config: EngineConfig, declared: DeclaredModel, targets: Sequence[Target], exchange: ExchangeKind | None = None
 ) -> StageCosts:
-    """What layers cost in each stage, by the rank of it that may take least."""
-    size = config.tensor_parallel_size
-    by_rank = [(resolve(config, declared, target), target) for target in targets]
-    smallest = [
-        min(by_rank[start : start + size], key=lambda one: one[0].budget_bytes)
-        for start in range(0, len(targets), size)
-    ]
-    resolved, own = [one for one, _ in smallest], [target for _, target in smallest]
-    return StageCosts(
-        *(declared, rank_meshes(config)[0], own, resolved, config.enforce_eager, config.batch_invariant),
-        exchange or find_exchange(targets[0].kind, planned_nodes(len(targets), config.nnodes), size),
-    )
+    """Return what layers cost in each stage, by its rank with the smallest budget."""
+    size, mesh = config.tensor_parallel_size, rank_meshes(config)[0]
+    exchange = exchange or find_exchange(targets[0].kind, planned_nodes(len(targets), config.nnodes), size)
+    ranks = [resolve(PlanRequest(config, declared, target, mesh, exchange=exchange)) for target in targets]
+    starts = range(0, len(targets), size)
+    return StageCosts([min(ranks[start : start + size], key=lambda one: one.budget_bytes) for start in starts])
 
 
 def shared_target(target: Target, num_sharing: int) -> Target:
-    """One device's memory as one of several ranks on it may count on it."""
+    """Return the share of a device's memory of one of several ranks on it."""
     if num_sharing == 1:
         return target
     return target._replace(
@@ -305,7 +263,7 @@ def shared_target(target: Target, num_sharing: int) -> Target:
 
 
 def _each(requests: Sequence[PlanRequest]) -> tuple[RunnerPlan, ...]:
-    """The plan of each rank; those that are alike are made once. A refusal says which rank, and what else would fit."""
+    """Plan each rank, and like ranks once. A refusal names the rank and what would fit."""
     known: dict[object, RunnerPlan] = {}
     plans = []
     for request in requests:
@@ -313,30 +271,27 @@ def _each(requests: Sequence[PlanRequest]) -> tuple[RunnerPlan, ...]:
         is_edge = mesh.tensor_rank in (0, mesh.tensor_size - 1)
         key = mesh.stage, mesh.tensor_rank if is_edge else -1, request.target
         if key not in known:
-            try:
-                known[key] = fit_runner(request)
-            except HoldfastError as error:
-                raise _of_rank(request, error) from error
-        plans.append(known[key]._replace(mesh=mesh))
+            known[key] = _plan_rank(request)
+        plans.append(replace(known[key], resolved=known[key].resolved.with_mesh(mesh)))
     return tuple(plans)
 
 
-def _of_rank(request: PlanRequest, error: HoldfastError) -> HoldfastError:
-    """The refusal with the rank in front, and of a plan that does not fit with what would."""
-    if isinstance(error, MemoryPlanError):
-        try:
-            plan_runner(request)
-        except MemoryPlanError as worded:
-            error = worded
+def _plan_rank(request: PlanRequest) -> RunnerPlan:
     mesh = request.mesh
     layers = "" if mesh.layers is None else f", layers {mesh.layers[0]} to {mesh.layers[1] - 1}"
-    error.asked = f"rank {mesh.rank} of {mesh.num_ranks} ({request.target.name}{layers}): {error.asked}"
-    error.args = (error.asked, *error.args[1:])
-    return error
+    try:
+        resolved = resolve(request)
+        found = plan_resolved(resolved)
+        if isinstance(found, MemoryPlanError):
+            raise with_advice(resolved, found)
+    except HoldfastError as error:
+        error.within(f"rank {mesh.rank} of {mesh.num_ranks} ({request.target.name}{layers})")
+        raise
+    return found
 
 
 def plan_summary(plan: RunnerPlan) -> dict[str, Any]:
-    """Everything of a plan that two who make it must agree on; not what loading holds for a while."""
+    """Return everything that a rank and rank 0 must plan alike, which excludes what loading holds for a while."""
     resolved, limits = plan.resolved, plan.resolved.limits
     terms = {term.owner: term.num_bytes for term in plan.memory.terms if term.phases != ("load",)}
     choices = {one.name: one.value for one in resolved.choices if one.name not in OWN_CHOICES}
@@ -359,64 +314,55 @@ def plan_summary(plan: RunnerPlan) -> dict[str, Any]:
 
 
 def plan_digest(plan: RunnerPlan) -> str:
-    """Of all of that, the same wherever the plan is made."""
+    """Return a digest of `plan_summary`, which is the same in every process."""
     text = dumps(plan_summary(plan), sort_keys=True, separators=(",", ":"))
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def refuse_difference(rank: int, own: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-    """Raise where a rank's own plan is not what rank 0 planned for it; the first difference is named, with both numbers."""
+def refuse_difference(rank: int, own: Mapping[str, Any], sent: Mapping[str, Any]) -> None:
+    """Raise if a rank's own plan is not what rank 0 planned for it. The error names the first difference."""
     for part in ("settings", "numbers", "terms"):
-        for name in dict.fromkeys((*told[part], *own[part])):
-            ours, theirs = own[part].get(name), told[part].get(name)
+        for name in dict.fromkeys((*sent[part], *own[part])):
+            ours, theirs = own[part].get(name), sent[part].get(name)
             if ours != theirs:
-                as_words = _bytes_words if part == "terms" else _words
-                raise ConfigError(
-                    f"rank {rank} was to be planned as rank 0 planned it",
-                    f"{name} is {as_words(ours)} in its own plan, and {as_words(theirs)} in rank 0's",
-                    LIKE_RANK_0,
-                )
+                printed = _printed_bytes if part == "terms" else _printed
+                values = {"name": name, "value": printed(ours), "expected": printed(theirs)}
+                raise ConfigError("plan.rank_differs", rank=rank, **values)
 
 
-def _words(value: object) -> str:
+def _printed(value: object) -> str:
     return "missing" if value is None else shown(value)
 
 
-def _bytes_words(value: int | None) -> str:
+def _printed_bytes(value: int | None) -> str:
     return "missing" if value is None else f"{value:,} B ({format_bytes(value)})"
 
 
 def _refuse_unlike_reports(config: EngineConfig, reports: Sequence[RankReport]) -> None:
-    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
-    if [report.rank for report in reports] != list(range(num_ranks)):
-        raise ConfigError(
-            f"{num_ranks} ranks were asked ({config.tensor_parallel_size} to a stage, {config.pipeline_parallel_size} stages)",
-            f"{len(reports)} have told what they have: {', '.join(str(report.rank) for report in reports) or 'none'}",
-            "start as many as are asked, each with a number of its own",
-        )
-    first = reports[0]
+    ranks = [report.rank for report in reports]
+    if ranks != list(range(config.num_ranks)):
+        values = {"size": config.tensor_parallel_size, "num_stages": config.pipeline_parallel_size}
+        raise ConfigError("plan.missing_ranks", num_ranks=config.num_ranks, **values, reported=ranks)
     for report in reports[1:]:
-        pairs = {name: (report.versions.get(name), number) for name, number in first.versions.items()}
-        pairs["device"] = report.target.kind, first.target.kind
-        pairs["model"] = report.model, first.model
-        for name, (own, theirs) in pairs.items():
-            if own != theirs:
-                what = "model (a digest of its headers)" if name == "model" else name
-                raise ConfigError(
-                    f"rank {report.rank} was to run with the others",
-                    f"its {what} is {_words(own)}, and rank 0's is {_words(theirs)}",
-                    LIKE_RANK_0,
-                )
+        for name, own, first in _differences(report, reports[0]):
+            raise ConfigError("plan.rank_differs", rank=report.rank, name=name, value=own, expected=first)
+
+
+def _differences(report: RankReport, first: RankReport) -> Iterator[tuple[str, str, str]]:
+    """List what a rank has otherwise than rank 0: name and both values."""
+    pairs = {name: (report.versions.get(name), number) for name, number in first.versions.items()}
+    pairs["device"] = report.target.kind, first.target.kind
+    pairs["model (a digest of its headers)"] = report.model, first.model
+    for name, (own, theirs) in pairs.items():
+        if own != theirs:
+            yield name, _printed(own), _printed(theirs)
 
 
 def _refuse_unlike_plans(summaries: Sequence[Mapping[str, Any]]) -> None:
-    """What was settled for a rank by its device must be what was settled for all."""
+    """Raise if the device of a rank led to other settings than rank 0's."""
     first = summaries[0]["settings"]
     for rank, summary in enumerate(summaries[1:], 1):
         for name, value in summary["settings"].items():
             if value != first.get(name):
-                raise ConfigError(
-                    f"rank {rank} would take {name}={value}",
-                    f"rank 0 takes {name}={first.get(name)}, and all must be alike",
-                    f"ask for {name}, or take devices of one kind",
-                )
+                values = {"name": name, "value": value, "expected": first.get(name)}
+                raise ConfigError("plan.rank_setting_differs", rank=rank, **values)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast.memory.device_rates import (
-    SHEETS,
     Measured,
     Rates,
     assumed_cpu_rates,
@@ -16,18 +15,17 @@ from holdfast.memory.device_rates import (
     with_measured,
 )
 from holdfast.memory.devices import H200, PLANNED_GPUS
-from holdfast.planning.fit import Fit, PlanRequest
+from holdfast.planning.fit import RunnerPlan
 from holdfast.planning.resolve import Resolved
 from holdfast.planning.step_time import StepLoad, step_seconds
 from holdfast.planning.target import Target
-from holdfast.planning.terms import Layout
 
 SPEED_CONTEXT = 2048
-"""Tokens of a prompt, and of the context of each sequence, that speeds are told for."""
+"""Tokens of the prompt, and of the context of each sequence, of an estimate."""
 
 
 class Range(NamedTuple):
-    """Two bounds of an estimate."""
+    """Bounds of an estimate."""
 
     low: float
     high: float
@@ -60,7 +58,7 @@ class DeviceSpeed(NamedTuple):
     slowest: float
     """Speed at the low bound, as a share of what is predicted."""
     fastest: float
-    words: str
+    source: str
     """Where the rates come from."""
 
 
@@ -75,56 +73,55 @@ GUESSED = 0.8
 """Factor on the low bound for a part of a step that no record has: exchange between ranks, launches without graphs."""
 
 
-def estimate_speed(request: PlanRequest, fit: Fit) -> SpeedEstimate | None:
+def estimate_speed(fit: RunnerPlan) -> SpeedEstimate | None:
     """Estimate a plan that fits; None if bandwidth or FLOP/s of its device are unknown, or kernels do not run on it."""
-    device = find_device_speed(request.target)
+    resolved, device = fit.resolved, find_device_speed(fit.target)
     if device is None:
         return None
-    layout, resolved = fit.layout, fit.resolved
-    for guess in _guesses(layout, device.rates):
-        device = device._replace(slowest=GUESSED * device.slowest, words=f"{device.words}; {guess}")
+    for guess in _guesses(resolved, device.rates):
+        device = device._replace(slowest=GUESSED * device.slowest, source=f"{device.source}; {guess}")
     context = min(SPEED_CONTEXT, resolved.limits.max_model_len)
     batch_size = _batch_size(fit, context)
 
     def tokens_per_second(num_sequences: int) -> Range:
-        rate = decode_rate(layout, resolved, device.rates, num_sequences, context)
+        rate = decode_rate(resolved, device.rates, num_sequences, context)
         return Range(device.slowest * rate, device.fastest * rate)
 
-    seconds = first_token_seconds(layout, resolved, device.rates, context)
+    seconds = first_token_seconds(resolved, device.rates, context)
     first = Range(seconds / device.fastest, seconds / device.slowest)
-    assumption = f"contexts of {context:,} tokens; {device.words}"
+    assumption = f"contexts of {context:,} tokens; {device.source}"
     return SpeedEstimate(tokens_per_second(1), batch_size, tokens_per_second(batch_size), first, assumption)
 
 
-def _guesses(layout: Layout, rates: Rates) -> Iterator[str]:
-    """Parts of a step that nothing was measured for, in words."""
-    if layout.mesh.tensor_size > 1:
+def _guesses(resolved: Resolved, rates: Rates) -> Iterator[str]:
+    """Name the parts of a step without a measurement."""
+    if resolved.mesh.tensor_size > 1:
         links = {"nvlink": "NVLink as published for H200", "pcie": "PCIe, assumed", "host": "gloo, assumed"}
-        yield f"exchange of {layout.mesh.tensor_size} ranks over {links[rates.link]}"
-    if layout.enforce_eager and rates.kind == "cuda":
+        yield f"exchange of {resolved.mesh.tensor_size} ranks over {links[rates.link]}"
+    if resolved.enforce_eager and rates.kind == "cuda":
         yield "launches without graphs, assumed"
 
 
-def decode_rate(layout: Layout, resolved: Resolved, rates: Rates, num_sequences: int, context: float) -> float:
-    """Tokens/s of so many sequences together. Every stage works on a part of them, and a token passes all stages."""
-    num_stages = layout.mesh.num_stages
+def decode_rate(resolved: Resolved, rates: Rates, num_sequences: int, context: float) -> float:
+    """Return the tokens/s of so many sequences together. Each stage works on a part of them; a token passes all stages."""
+    num_stages = resolved.mesh.num_stages
     load = StepLoad(-(-num_sequences // num_stages), context)
-    return num_sequences / (num_stages * step_seconds(layout, resolved, rates, load))
+    return num_sequences / (num_stages * step_seconds(resolved, rates, load))
 
 
-def first_token_seconds(layout: Layout, resolved: Resolved, rates: Rates, prompt: int) -> float:
-    """Seconds of the steps that read a prompt alone, through all stages."""
+def first_token_seconds(resolved: Resolved, rates: Rates, prompt: int) -> float:
+    """Return the seconds of prefilling one prompt alone, through all stages."""
     seconds, done = 0.0, 0
     while done < prompt:
         rows = min(resolved.limits.max_num_batched_tokens, prompt - done)
-        seconds += step_seconds(layout, resolved, rates, StepLoad(0, 0, rows, prompt_context=done))
+        seconds += step_seconds(resolved, rates, StepLoad(0, 0, rows, prompt_context=done))
         done += rows
-    return seconds * layout.mesh.num_stages
+    return seconds * resolved.mesh.num_stages
 
 
-def _batch_size(fit: Fit, context: int) -> int:
-    """Sequences of so many tokens that fit together."""
-    limits, pages = fit.resolved.limits, fit.layout.pages(fit.resolved)
+def _batch_size(fit: RunnerPlan, context: int) -> int:
+    """Count the sequences of so many tokens that fit together."""
+    limits, pages = fit.resolved.limits, fit.resolved.pages()
     own = -(-context // limits.page_tokens)
     if pages is not None:
         own = sum(group.most_pages(context, 1) for group in pages.groups)
@@ -132,16 +129,16 @@ def _batch_size(fit: Fit, context: int) -> int:
 
 
 def find_device_speed(target: Target, measured: tuple[Measured, ...] | None = None) -> DeviceSpeed | None:
-    """The rates of a target: measured on this machine, else from data sheets; `measured` is left out to take what is kept."""
+    """Return a target's rates: measured on this machine, else from data sheets. `measured` defaults to the kept records."""
     kept = read_measured() if measured is None else measured
     if target.kind == "cpu":
         cpu, cores = measured_cpu(kept), num_cores()
         assumed = assumed_cpu_rates(cores)
         if cpu is None:
-            words = f"{_told(assumed)} assumed for {cores} cores; holdfast doctor --measure finds what they do"
-            return DeviceSpeed(assumed, *ON_OTHER_CPU, words)
+            source = f"{_printed(assumed)} assumed for {cores} cores; holdfast doctor --measure finds what they do"
+            return DeviceSpeed(assumed, *ON_OTHER_CPU, source)
         rates = with_measured(assumed, cpu)
-        return DeviceSpeed(rates, *ON_MEASURED_CPU, f"{_told(rates)} as holdfast doctor measured on {cpu.date}")
+        return DeviceSpeed(rates, *ON_MEASURED_CPU, f"{_printed(rates)} as holdfast doctor measured on {cpu.date}")
     gpu = PLANNED_GPUS.get(target.key)
     if gpu is None or gpu.is_too_old:
         return None
@@ -150,16 +147,17 @@ def find_device_speed(target: Target, measured: tuple[Measured, ...] | None = No
     if found is not None:
         rates = with_measured(rates, found)
         own = ON_H200 if gpu is H200 else ON_MEASURED_GPU
-        return DeviceSpeed(rates, *own, f"{_told(rates)} as holdfast doctor measured on {found.date}")
+        return DeviceSpeed(rates, *own, f"{_printed(rates)} as holdfast doctor measured on {found.date}")
     if gpu is H200:
-        return DeviceSpeed(rates, *ON_H200, f"{_told(rates)} as measured on an H200")
-    sheet = SHEETS[gpu.key]
-    words = f"{_told(rates)}: an H200's share of the data sheet's {sheet.gigabytes:,.0f} GB/s, not measured on this GPU"
-    return DeviceSpeed(rates, *ON_OTHER_GPU, words)
+        return DeviceSpeed(rates, *ON_H200, f"{_printed(rates)} as measured on an H200")
+    sheet = gpu.sheet
+    source = (
+        f"{_printed(rates)}: an H200's share of the data sheet's {sheet.gigabytes:,.0f} GB/s, not measured on this GPU"
+    )
+    return DeviceSpeed(rates, *ON_OTHER_GPU, source)
 
 
-def _told(rates: Rates) -> str:
-    """Rates in words."""
+def _printed(rates: Rates) -> str:
     flops = rates.flops_per_second
     products = f"{flops / 1e12:,.0f} TFLOP/s" if flops >= 1e13 else f"{flops / 1e9:,.0f} GFLOP/s"
     return f"{rates.read_bytes_per_second / 1e9:,.0f} GB/s and {products}"

@@ -1,26 +1,22 @@
-"""Where a model is cut into pipeline stages: contiguous layers, so that the stage with fewest pages has most; no torch.
+"""Cuts of a model into pipeline stages: contiguous layers that maximize the pages of the stage with the fewest; no torch.
 
-A stage's pages are what its weights and all else leave of its budget; embedding and head count where they are. Among cuts
-that leave as many, those are taken whose largest stage reads the fewest weights: a step waits for it.
+Pages of a stage are what weights and all else leave of its budget. Among equal cuts, the one whose largest stage reads the
+fewest weights wins: a step waits for that stage.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from holdfast.distributed.exchange_plan import ExchangeKind
-from holdfast.distributed.mesh import Mesh
 from holdfast.memory.planner import PAGE_PHASES
-from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import weight_bytes
 from holdfast.models.sharding import BEFORE_LAYERS
 from holdfast.planning.resolve import Resolved
-from holdfast.planning.target import Target
-from holdfast.planning.terms import Layout, needs_beside_weights
+from holdfast.planning.terms import needs_beside_weights
 
 Cuts = tuple[tuple[int, int], ...]
 CountPages = Callable[[int, int, int], int]
-"""Pages of a stage with the layers from the second number to before the third."""
+"""Pages of a stage with layers [first, last): (stage, first, last)."""
 
 
 def best_cuts(
@@ -30,9 +26,9 @@ def best_cuts(
     weigh: Callable[[int, int], int],
     shared_layers: frozenset[int] = frozenset(),
 ) -> Cuts | None:
-    """The layers of each stage; no stage begins with one of `shared_layers`. None where there are too few layers for that.
+    """Return the layers of each stage; None if there are too few layers. No stage begins with one of `shared_layers`.
 
-    More layers leave no more pages and weigh no less: whoever calls sees to that.
+    More layers must leave no more pages and weigh no less.
     """
 
     def fewest(first: int, last: int, stage: int) -> int:
@@ -55,7 +51,7 @@ def _smallest_largest(
     cost: Callable[[int, int, int], int | None],
     shared_layers: frozenset[int],
 ) -> Cuts | None:
-    """Cuts whose most expensive stage is as cheap as can be; a stage without a cost cannot be."""
+    """Return the cuts that minimize the most expensive stage. A stage whose cost is None is impossible."""
     reached: dict[int, tuple[int | None, Cuts]] = {0: (None, ())}
     for stage in range(num_stages):
         is_last = stage == num_stages - 1
@@ -81,88 +77,65 @@ def _smallest_largest(
     return reached[num_layers][1] if num_layers in reached else None
 
 
-def equal_cuts(num_layers: int, num_stages: int) -> Cuts:
-    """As many layers in each stage, one more in the first ones where they do not divide."""
-    share, rest = divmod(num_layers, num_stages)
-    ends = [share * (stage + 1) + min(stage + 1, rest) for stage in range(num_stages)]
-    return tuple(zip([0, *ends], ends, strict=False))
-
-
 class StageCosts:
-    """What a model's layers cost on the first rank of a stage, which holds most; counted once for all stages that are alike."""
+    """Cost of a model's layers on the first rank of a stage, which holds most. Like stages are counted once."""
 
-    def __init__(
-        self,
-        declared: DeclaredModel,
-        mesh: Mesh,
-        targets: Sequence[Target],
-        resolved: Sequence[Resolved],
-        enforce_eager: bool,
-        is_invariant: bool = False,
-        exchange: ExchangeKind = "symmetric",
-    ) -> None:
-        """`mesh` stands for the ranks of a stage; of targets and what is resolved for them there is one a stage, the smallest."""
-        self._declared, self._mesh, self._targets, self._resolved = declared, mesh, targets, resolved
-        self._enforce_eager, self._is_invariant = enforce_eager, is_invariant
-        self._exchange: ExchangeKind = exchange
-        self._sums, self._ends = _weigh_layers(declared, mesh, resolved[0])
-        self._kinds = _layer_kinds(declared, mesh, resolved[0])
+    def __init__(self, resolved: Sequence[Resolved]) -> None:
+        """`resolved` has one rank for each stage, the one with the smallest budget."""
+        self._resolved, self._mesh, self._declared = resolved, resolved[0].mesh, resolved[0].declared
+        self._sums, self._ends = _weigh_layers(resolved[0])
+        self._kinds = _layer_kinds(resolved[0])
         self._known: dict[object, tuple[int, int]] = {}
 
     def weigh(self, first: int, last: int) -> int:
-        """Bytes of the weights that a step reads in these layers; the head is one of them, an embedding is not."""
+        """Return the bytes of the weights that a step reads in these layers, with the head but not the embedding."""
         head = self._ends[1] if last == self._declared.num_layers else 0
         return self._sums[last] - self._sums[first] + head
 
     def count_pages(self, stage: int, first: int, last: int) -> int:
-        """Pages that are left of the budget; below 0 the bytes that are short of the rest."""
-        num_stages = len(self._targets)
+        """Return the pages that the budget leaves; if it is too small, the negative number of bytes."""
         beside_bytes, page_bytes = self._beside(stage, first, last)
         weights = self._sums[last] - self._sums[first]
-        weights += self._ends[0] * (stage == 0) + self._ends[1] * (stage == num_stages - 1)
+        weights += self._ends[0] * (stage == 0) + self._ends[1] * (stage == len(self._resolved) - 1)
         left_bytes = self._resolved[stage].budget_bytes - weights - beside_bytes
-        # What is short is counted in bytes: in pages, which are larger with more layers, more layers would be short of less.
+        # A lack is counted in bytes: pages are larger with more layers, so more layers would lack fewer pages.
         return left_bytes // page_bytes if left_bytes >= 0 else left_bytes
 
     def _beside(self, stage: int, first: int, last: int) -> tuple[int, int]:
-        """What a stage holds beside weights, and bytes of a page: the same of all stages with as many layers of each kind."""
-        num_stages = len(self._targets)
+        """Return what a stage holds beside weights, and bytes of a page: the same with as many layers of each kind."""
+        own, num_stages = self._resolved[stage], len(self._resolved)
         kinds = frozenset(Counter(self._kinds[first:last]).items())
-        ends = stage == 0, stage == num_stages - 1
-        key = ends, kinds, self._targets[stage], self._resolved[stage].limits
+        key = (stage == 0, stage == num_stages - 1), kinds, own.target, own.limits
         if key not in self._known:
-            mesh = replace(self._mesh, stage=stage, num_stages=num_stages, layers=(first, last))
-            layout = Layout(
-                *(self._declared, self._targets[stage], mesh, self._enforce_eager, None),
-                is_invariant=self._is_invariant,
-                exchange_kind=self._exchange,
-            )
-            terms = needs_beside_weights(layout, self._resolved[stage]).terms
+            placed = own.with_mesh(replace(self._mesh, stage=stage, num_stages=num_stages, layers=(first, last)))
+            terms = needs_beside_weights(placed).terms
             beside = max(sum(term.num_bytes for term in terms if phase in term.phases) for phase in PAGE_PHASES)
-            self._known[key] = beside, layout.page_bytes(self._resolved[stage])
+            self._known[key] = beside, placed.page_bytes()
         return self._known[key]
 
 
-def _weigh_layers(declared: DeclaredModel, mesh: Mesh, resolved: Resolved) -> tuple[list[int], tuple[int, int]]:
-    """Bytes of all layers before each, and those of the first stage before its layers and of the last behind them."""
-    layers, before, behind = [0] * declared.num_layers, 0, 0
-    for weight in declared.parameters(mesh.all_layers):
+def _weigh_layers(resolved: Resolved) -> tuple[list[int], tuple[int, int]]:
+    """Return the bytes of all layers before each layer, and the bytes before the first and after the last layer."""
+    declared = resolved.declared
+    layers, before, after = [0] * declared.num_layers, 0, 0
+    for weight in declared.parameters(resolved.mesh.all_layers):
         num_bytes = weight_bytes(weight, resolved.dtype, resolved.recipe)
         first, _, rest = weight.name.partition(".")
         if first == "layers":
             layers[int(rest.partition(".")[0])] += num_bytes
             continue
         before += num_bytes if first in BEFORE_LAYERS else 0
-        behind += num_bytes if first not in BEFORE_LAYERS or (first == "embed" and weight.kind == "head") else 0
+        after += num_bytes if first not in BEFORE_LAYERS or (first == "embed" and weight.kind == "head") else 0
     sums = [0]
     for num_bytes in layers:
         sums.append(sums[-1] + num_bytes)
-    return sums, (before, behind)
+    return sums, (before, after)
 
 
-def _layer_kinds(declared: DeclaredModel, mesh: Mesh, resolved: Resolved) -> list[object]:
-    """Of each layer what its room follows from."""
-    heads, spec = declared.declaration.heads(mesh.all_layers), declared.spec
+def _layer_kinds(resolved: Resolved) -> list[object]:
+    """Return what determines the memory of each layer."""
+    declared = resolved.declared
+    heads, spec = declared.declaration.heads(resolved.mesh.all_layers), declared.spec
     formats = resolved.protected.formats(resolved.kv_format, declared.num_layers)
     windows = (None,) * declared.num_layers if heads is None else heads.windows
     shared = frozenset() if heads is None else heads.shared_layers

@@ -21,7 +21,7 @@ from holdfast.models.declared_weights import WeightGroup
 from holdfast.models.spec import ExpertsSpec, ModelSpec, uniform_experts
 from holdfast.planning.exchange_time import exchange_seconds
 from holdfast.planning.resolve import Resolved
-from holdfast.planning.terms import MAX_GRAPH_ROWS, TOKEN_BUCKETS, Layout
+from holdfast.planning.terms import MAX_GRAPH_ROWS, TOKEN_BUCKETS
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat, index_dtype_beside, index_planes
 from holdfast.quant.weight_schemes import MXFP4, WEIGHT_SCHEMES
 
@@ -60,13 +60,13 @@ CPU_LAYER_SECONDS = 60e-6
 """Calls of one layer on a CPU, which no record tells apart; 2 ms of 28 in neoverse-n1-2026-11-15-latency."""
 
 CODES_SHARE = 0.9
-"""Of the read rate, of weights in codes: Qwen3-32B and 30B-A3B in fp8 (h200-2026-11-17-overlap)."""
+"""Share of the read rate for weights in codes: Qwen3-32B and 30B-A3B in fp8 (h200-2026-11-17-overlap)."""
 MXFP4_BYTES_PER_SECOND = 1.3e12
-"""At the most: decoding e2m1 takes arithmetic, not bandwidth. gpt-oss-20b on an H200 (h200-2026-11-17-groups), taken for every GPU."""
+"""Upper bound: decoding e2m1 takes arithmetic, not bandwidth. gpt-oss-20b on an H200 (h200-2026-11-17-groups), taken for every GPU."""
 GEMV_SHARE, GEMM_SHARE = 1.0, 0.93
-"""Of plain weights: one row by GEMV, more rows by small-batch GEMM or cuBLAS (Qwen3-32B at 1, 32 and 64)."""
+"""Shares for plain weights: one row by GEMV, more rows by small-batch GEMM or cuBLAS (Qwen3-32B at 1, 32 and 64)."""
 PRODUCT_SHARE = 0.9
-"""Of the FLOP/s of one large product: 1,000 rows of Qwen3-8B through all layers (h200-2026-11-18-shared-prompts)."""
+"""Share of the FLOP/s of one large product: 1,000 rows of Qwen3-8B through all layers (h200-2026-11-18-shared-prompts)."""
 KV_SHARES = {
     "fp8": 0.92,
     "turboquant_k8v4": 0.84,
@@ -74,15 +74,15 @@ KV_SHARES = {
     "turboquant_k3v4_nc": 0.56,
     "turboquant_3bit_nc": 0.42,
 }
-"""Of the read rate, 32 x 8192 and 8 x 32768 (h200-2026-11-18-quantized-attention)."""
+"""Shares of the read rate, 32 x 8192 and 8 x 32768 (h200-2026-11-18-quantized-attention)."""
 KV_SHARE, INDEX_SHARE, ONE_SEQUENCE_SHARE, WHOLE_BATCH = 0.95, 0.8, 0.6, 8
-"""The same of plain pages, and of one sequence alone, which has fewer splits than the device has multiprocessors (-attention)."""
+"""Shares for plain pages, and for one sequence, which has fewer splits than the device has multiprocessors (-attention)."""
 PROMPT_ATTENTION_SHARES = {"cuda": 0.43, "cpu": 1.0}
-"""Of the FLOP/s: 344 of 790 TFLOP/s at 8,192 rows (h200-2026-11-18-attention); 2,048 rows (neoverse-n1-2026-11-15-latency)."""
+"""Shares of the FLOP/s: 344 of 790 TFLOP/s at 8,192 rows (h200-2026-11-18-attention); 2,048 rows (neoverse-n1-2026-11-15-latency)."""
 CPU_CODES_SHARE = 0.3
-"""Of a CPU's FLOP/s: weights in codes or half precision are widened first (2026-11-18, int8 and mxfp4 at 128 rows)."""
+"""Share of a CPU's FLOP/s: weights in codes or half precision are widened first (2026-11-18, int8 and mxfp4 at 128 rows)."""
 LATENT_SHARE, CODED_LATENT_SHARE, CHOSEN_SHARE = 0.52, 0.18, 0.4
-"""Of the FLOP/s, absorbed decode over latents: plain, quantized, and lists of chosen tokens (h200-2026-11-17-latent-attention)."""
+"""Shares of the FLOP/s, absorbed decode over latents: plain, quantized, and lists of chosen tokens (h200-2026-11-17-latent-attention)."""
 
 
 class StepLoad(NamedTuple):
@@ -114,21 +114,21 @@ class _Sizes(NamedTuple):
 
     dense: int
     experts: int
-    """Of all experts that the rank holds, in all layers."""
+    """All experts of the rank, in all layers."""
     head: int
     num_expert_layers: int
 
 
-def step_seconds(layout: Layout, resolved: Resolved, rates: Rates, load: StepLoad) -> float:
+def step_seconds(resolved: Resolved, rates: Rates, load: StepLoad) -> float:
     """Predict one step of one rank; ranks of other stages take as long."""
-    spec, num_layers = rank_spec(layout.declared, layout.mesh), layout.num_layers
-    is_fused = _is_fused(layout, resolved, spec, load)
+    spec, num_layers = rank_spec(resolved.declared, resolved.mesh), len(resolved.layers)
+    is_fused = _is_fused(resolved, spec, load)
     seconds = STEP_SECONDS + num_layers * _layer_seconds(spec, rates, is_fused, load.rows)
-    seconds += _product_seconds(layout, resolved, rates, load, spec)
-    seconds += _attention_seconds(layout, resolved, rates, load)
-    row_bytes = layout.declared.hidden_size * DTYPE_BYTES[resolved.dtype]
-    seconds += exchange_seconds(layout.mesh, num_layers, load.rows, row_bytes, rates.link)
-    has_graph = not layout.enforce_eager and load.rows <= (TOKEN_BUCKETS[-1] if load.prompt_rows else MAX_GRAPH_ROWS)
+    seconds += _product_seconds(resolved, rates, load, spec)
+    seconds += _attention_seconds(resolved, rates, load)
+    row_bytes = resolved.declared.hidden_size * DTYPE_BYTES[resolved.dtype]
+    seconds += exchange_seconds(resolved.mesh, num_layers, load.rows, row_bytes, rates.link)
+    has_graph = not resolved.enforce_eager and load.rows <= (TOKEN_BUCKETS[-1] if load.prompt_rows else MAX_GRAPH_ROWS)
     if rates.kind == "cpu":
         return seconds
     host = (
@@ -146,10 +146,10 @@ def rank_spec(declared: DeclaredModel, mesh: Mesh) -> ModelSpec | None:
     return None if rank is None else declared.remembered(("rank spec", mesh), lambda: rank(mesh))
 
 
-def _is_fused(layout: Layout, resolved: Resolved, spec: ModelSpec | None, load: StepLoad) -> bool:
-    if spec is None or layout.is_invariant or load.prompt_rows or not fits_fused_decode(load.rows):
+def _is_fused(resolved: Resolved, spec: ModelSpec | None, load: StepLoad) -> bool:
+    if spec is None or resolved.is_invariant or load.prompt_rows or not fits_fused_decode(load.rows):
         return False
-    return takes_fused_decode(spec, resolved.dtype, layout.target.kind, resolved.recipe)
+    return takes_fused_decode(spec, resolved.dtype, resolved.target.kind, resolved.recipe)
 
 
 def _layer_seconds(spec: ModelSpec | None, rates: Rates, is_fused: bool, rows: int) -> float:
@@ -171,10 +171,10 @@ def _layer_seconds(spec: ModelSpec | None, rates: Rates, is_fused: bool, rows: i
 # --- products
 
 
-def _sizes(layout: Layout) -> _Sizes:
+def _sizes(resolved: Resolved) -> _Sizes:
     def count() -> _Sizes:
         dense = experts = head = layers = 0
-        for weight in layout.declared.parameters(layout.mesh):
+        for weight in resolved.declared.parameters(resolved.mesh):
             size = prod(weight.shape)
             if weight.group == "experts":
                 experts += size
@@ -185,13 +185,13 @@ def _sizes(layout: Layout) -> _Sizes:
                 dense += size
         return _Sizes(dense, experts, head, layers)
 
-    return layout.declared.remembered(("step sizes", layout.mesh), count)
+    return resolved.declared.remembered(("step sizes", resolved.mesh), count)
 
 
-def _product_seconds(layout: Layout, resolved: Resolved, rates: Rates, load: StepLoad, spec: ModelSpec | None) -> float:
+def _product_seconds(resolved: Resolved, rates: Rates, load: StepLoad, spec: ModelSpec | None) -> float:
     """All products of a step, experts and head among them."""
-    groups = layout.declared.group_bytes(resolved.dtype, resolved.recipe, layout.mesh)
-    sizes = _sizes(layout)
+    groups = resolved.declared.group_bytes(resolved.dtype, resolved.recipe, resolved.mesh)
+    sizes = _sizes(resolved)
     seconds = 0.0
     for name, group in groups.items():
         rows, elements, read = float(load.rows), sizes.dense, 1.0
@@ -211,7 +211,7 @@ def _product_seconds(layout: Layout, resolved: Resolved, rates: Rates, load: Ste
 
 
 def _expert_shares(spec: ModelSpec | None, load: StepLoad) -> tuple[float, float]:
-    """Of all experts of a rank: the share that rows choose, and rows that go through each, on average."""
+    """Return the share of a rank's experts that rows choose, and the mean rows of each expert."""
     experts: ExpertsSpec | None = None if spec is None else spec.experts
     if experts is None:
         return 1.0, float(load.rows)
@@ -248,11 +248,11 @@ class KvRead(NamedTuple):
     num_layers: int
     row_bytes: int
     share: float
-    """Of the read rate."""
+    """Share of the read rate."""
     ratio: int = 1
     """Tokens that a stored row stands for."""
     most_rows: int | None = None
-    """That a row attends to at the most: a window, or those that an index chooses; None: all."""
+    """Most stored rows that a row attends to: a window, or those that an index selects; None: all."""
     flops: float = 0.0
     """FLOPs of a decode row with one stored row; 0: reading always takes longer."""
     flops_share: float = 1.0
@@ -267,28 +267,28 @@ class KvRead(NamedTuple):
         return rows if self.most_rows is None else min(rows, self.most_rows)
 
     def attended_by_prompt(self, length: float) -> float:
-        """The same, of all rows of a prompt of so many tokens together."""
+        """Like `attended`, summed over all rows of a prompt."""
         most = self.most_rows
         if most is None or length <= most * self.ratio:
             return length * length / (2 * self.ratio)
         return most * (length - most * self.ratio / 2)
 
 
-def kv_reads(layout: Layout, resolved: Resolved) -> tuple[KvRead, ...]:
+def kv_reads(resolved: Resolved) -> tuple[KvRead, ...]:
     """Every kind of stored row that a step reads."""
-    return layout.declared.remembered(("kv reads", *layout.stored_key(resolved)), lambda: _list_reads(layout, resolved))
+    return resolved.declared.remembered(("kv reads", *resolved.stored_key()), lambda: _list_reads(resolved))
 
 
-def _list_reads(layout: Layout, resolved: Resolved) -> tuple[KvRead, ...]:
-    heads, declared = layout.heads(), layout.declared
-    sequence_bytes = declared.kv_bytes_per_sequence(resolved.kv_format, layout.mesh)
+def _list_reads(resolved: Resolved) -> tuple[KvRead, ...]:
+    heads, declared = resolved.heads(), resolved.declared
+    sequence_bytes = declared.kv_bytes_per_sequence(resolved.kv_format, resolved.mesh)
     fixed = (KvRead(1, sequence_bytes, KV_SHARE, most_rows=1),) if sequence_bytes else ()
     if heads is None:
-        rows = declared.declaration.cache_rows(resolved.kv_format, layout.mesh)
-        flops = 4.0 * declared.num_heads * declared.head_dim / layout.mesh.tensor_size
+        rows = declared.declaration.cache_rows(resolved.kv_format, resolved.mesh)
+        flops = 4.0 * declared.num_heads * declared.head_dim / resolved.mesh.tensor_size
         share = _kv_share(resolved.kv_format)
         return (*(KvRead(row.num_layers, row.row_bytes, share, row.ratio, prompt_flops=flops) for row in rows), *fixed)
-    formats = layout.formats(resolved)
+    formats = resolved.formats()
     if heads.is_compressed:
         return (*_compressed_reads(heads, formats), *fixed)
     if heads.rope_dim:
@@ -348,12 +348,12 @@ def _kv_share(kv_format: KVFormat) -> float:
     return KV_SHARES.get(kv_format.name, KV_SHARE)
 
 
-def _attention_seconds(layout: Layout, resolved: Resolved, rates: Rates, load: StepLoad) -> float:
+def _attention_seconds(resolved: Resolved, rates: Rates, load: StepLoad) -> float:
     """Decode rows, then rows of prompts."""
     seconds, before, rows = 0.0, load.prompt_context, load.prompt_rows / load.num_prompts
-    alone, waves = (1.0, 1.0) if rates.kind == "cpu" else _occupied(layout, rates, load.num_sequences)
+    alone, waves = (1.0, 1.0) if rates.kind == "cpu" else _occupied(resolved, rates, load.num_sequences)
     prompt_share = PROMPT_ATTENTION_SHARES[rates.kind]
-    for read in kv_reads(layout, resolved):
+    for read in kv_reads(resolved):
         if load.num_sequences:
             attended = load.num_sequences * read.num_layers * read.attended(load.context)
             share = read.share * alone * (waves if read.in_waves else 1.0)
@@ -366,13 +366,13 @@ def _attention_seconds(layout: Layout, resolved: Resolved, rates: Rates, load: S
     return seconds
 
 
-def _occupied(layout: Layout, rates: Rates, num_sequences: int) -> tuple[float, float]:
-    """Of the read rate: what few sequences reach with their splits, and what a last wave of tiles leaves.
+def _occupied(resolved: Resolved, rates: Rates, num_sequences: int) -> tuple[float, float]:
+    """Return two shares of the read rate: of few sequences with their splits, and of a partly empty last wave.
 
     36 sequences of 8 KV heads are 2.2 waves on 132 multiprocessors, and take 3 (h200-2026-11-15-quantized-kv).
     """
     spread = min(1.0, (num_sequences - 1) / (WHOLE_BATCH - 1))
-    alone, heads = ONE_SEQUENCE_SHARE + (1 - ONE_SEQUENCE_SHARE) * spread, layout.heads()
+    alone, heads = ONE_SEQUENCE_SHARE + (1 - ONE_SEQUENCE_SHARE) * spread, resolved.heads()
     if not rates.num_multiprocessors or heads is None:
         return alone, 1.0
     waves = num_sequences * heads.num_kv_heads / rates.num_multiprocessors

@@ -1,56 +1,40 @@
-"""Everything a runner holds beside its pages, as terms of a plan: from shapes, by owner and phase; no torch.
+"""Terms of a plan: everything a runner holds beside its pages, from shapes, by owner and phase; no torch.
 
-`list_needs` puts them together; before it stand the terms that no other package declares. Inputs of a step: one buffer
-each, and on a GPU the page table (block table). CUDA graphs: what the driver keeps for them. Sampling: on a CPU
-temporaries of a step, in blocks of rows, so that they do not grow with the number of sequences; on a GPU buffers that are
-taken once: kernels leave no temporaries, and only rows whose logits are edited are copied, a block at a time.
+`list_needs` collects them. Terms that no other package declares come first: inputs of a step and the page table (block
+table); what the driver keeps for CUDA graphs; sampling. On a CPU sampling works in blocks of rows, so temporaries do not
+grow with the number of sequences; on a GPU its buffers are allocated once, and only edited rows of logits are copied.
 
 T rows of a step, N sequences, P pages of the longest one, U changed pages
 """
 
 from collections import Counter
-from fractions import Fraction
-from math import ceil
 from typing import NamedTuple
 
-from holdfast.attention.declarations import (
-    AttentionSpec,
-    BackendDeclaration,
-    StepBounds,
-    choose_declaration,
-    key_bias_terms,
-    sink_terms,
-)
-from holdfast.cache.compressed import StateKind, state_terms
-from holdfast.cache.groups import CacheGroup
-from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
+from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
+from holdfast.cache.compressed import state_terms
+from holdfast.cache.spec import LayerCache, kv_padding_term, uniform_cache
 from holdfast.config import Limits
-from holdfast.distributed.exchange_plan import (
-    CHOICE_FIELDS,
-    ExchangeKind,
-    ExchangeNeeds,
-    can_be_captured,
-    exchange_terms,
-)
-from holdfast.distributed.mesh import Mesh
+from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeNeeds, can_be_captured, exchange_terms
+from holdfast.families.choose import choose_declaration
+from holdfast.families.grouped.declarations import key_bias_terms, sink_terms
+from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, key_bias_spec, logit_scratch_specs
 from holdfast.memory.devices import SPLIT_K_BYTES
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, WorkspacePlan
 from holdfast.models.activations import Request
 from holdfast.models.declaration import HeadGeometry, StepShape
-from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import WeightGroup
-from holdfast.planning.resolve import Resolved, compressed_pages
-from holdfast.planning.target import TOKEN_BYTES, Target, tokenizer_bytes
+from holdfast.planning.resolve import Resolved
+from holdfast.planning.target import TOKEN_BYTES, tokenizer_bytes
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 from holdfast.request.sampling_params import MAX_LOGPROBS
 
 LISTED_PAGES = 16
-"""Most new pages of one sequence that reach the device in a list; the list has room for as many of every sequence."""
+"""Most new pages of one sequence that a step copies to the device as a list."""
 
 ONE_GROUP = (1,)
-"""Chunks of a page where all layers are one cache group."""
+"""Chunks of a page if all layers are one cache group."""
 
 _BATCH_REASONS = {
     "token_ids": "one a row of a step",
@@ -71,9 +55,9 @@ def batch_terms(
     tokens_per_row: tuple[int, ...] = (),
     has_states: bool = False,
 ) -> tuple[Term, ...]:
-    """Bytes of the input buffers, and of the page tables where kernels read them; `device_kind` is cpu or cuda.
+    """Return the bytes of the input buffers, and on a GPU of the page tables.
 
-    `chunks_per_page` and `tokens_per_row`: of each cache group; the latter left out where it is 1 in all of them.
+    `chunks_per_page` and `tokens_per_row` have a number for each cache group; the latter may be empty if all are 1.
     """
     specs = input_specs(limits, len(chunks_per_page), device_kind, has_states)
     if device_kind != "cpu":
@@ -83,7 +67,7 @@ def batch_terms(
 
 
 def input_term(spec: TensorSpec) -> Term:
-    """The line of one buffer in plan and ledger."""
+    """Return the term of one buffer, in plan and ledger."""
     name, _, group = spec.name.partition(".")
     reason = _BATCH_REASONS[name]
     return Term(f"inputs/{spec.name}", spec.num_bytes, f"{reason}, of cache group {group}" if group else reason)
@@ -92,9 +76,9 @@ def input_term(spec: TensorSpec) -> Term:
 def input_specs(
     limits: Limits, num_groups: int = 1, device_kind: str = "cpu", has_states: bool = False
 ) -> tuple[TensorSpec, ...]:
-    """The buffers with an entry a row. They lie one behind the other, and their length makes each begin aligned.
+    """Return the buffers with one element a row. They are adjacent, and their length aligns each.
 
-    On a CPU a step begins when the tokens of the last one are known, and none is kept for it.
+    On a CPU a step starts after the tokens of the last one are known, so it keeps none of them.
     """
     per_unit = ALIGNMENT_BYTES // DTYPE_BYTES["int64"]
     shape_T = (-(-limits.max_num_batched_tokens // per_unit) * per_unit,)
@@ -108,7 +92,7 @@ def input_specs(
 def page_table_specs(
     limits: Limits, chunks_per_page: int = 1, group: int = 0, tokens_per_row: int = 1
 ) -> tuple[TensorSpec, TensorSpec]:
-    """The table of a group, and the list of what changed in it: (place in the table, chunk) in each entry."""
+    """Return the block table of a group, and the list of its changes: (index in the table, chunk)."""
     num_pages = -(-limits.max_model_len // (limits.page_tokens * chunks_per_page * tokens_per_row))
     shape_NP = (limits.max_num_seqs, num_pages * chunks_per_page)
     shape_U2 = (limits.max_num_seqs * listed_entries(chunks_per_page), 2)
@@ -117,7 +101,7 @@ def page_table_specs(
 
 
 def listed_entries(chunks_per_page: int) -> int:
-    """Most new entries of one sequence that reach the device in a list: at least those of one page."""
+    """Return the most new table elements of one sequence in a list: at least those of one page."""
     return -(-max(LISTED_PAGES, chunks_per_page) // LISTED_PAGES) * LISTED_PAGES
 
 
@@ -126,20 +110,20 @@ def _of_group(name: str, group: int) -> str:
 
 
 MAX_GRAPH_ROWS = 1024
-"""Sequences in the largest captured step; a larger one runs without a graph, where launches no longer count."""
+"""Sequences in the largest captured step; in larger steps launches no longer matter."""
 TOKEN_BUCKETS = (64, 128, 256, 512)
 PROPOSAL_BUCKETS = (8, 16, 32)
-"""Rows of smaller mixed steps that are captured too where a sequence may bring several: those of few sequences with proposals."""
+"""Rows of smaller mixed steps that are captured too if sequences have draft tokens."""
 PRESENT_BYTES = 4 * 2**20
-"""Of what the driver keeps for graphs, so much lies in memory that the context has already; measured on an H200."""
+"""Part of the graphs' memory that the context already holds; measured on an H200."""
 LEAST_BYTES = 2 * 2**20
-"""The driver takes memory in pieces of this size. The graphs' own pool stays empty: steps work in the workspace."""
+"""The driver allocates in pieces of this size. The graphs' own pool stays empty: steps use the workspace."""
 GRAPH_BYTES_PER_LAYER = 38_800
-"""What the driver keeps on the device for one layer's kernels in one graph; measured on an H200."""
+"""Device memory that the driver keeps for one layer's kernels in one graph; measured on an H200."""
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes of decode steps that are captured: close together where a padded row costs most."""
+    """Return the captured batch sizes of decode steps, closest together where a padded row costs most."""
     largest = min(max_num_seqs, MAX_GRAPH_ROWS)
     ladder = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_GRAPH_ROWS + 1, 32))
     sizes = [size for size in ladder if size <= largest]
@@ -147,18 +131,18 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def mixed_sizes(max_num_batched_tokens: int, has_proposals: bool = False) -> tuple[int, ...]:
-    """Rows of the captured steps in which some sequences have several: prompts, or proposals."""
+    """Return the row counts of captured steps with prompts or draft tokens."""
     buckets = (*PROPOSAL_BUCKETS, *TOKEN_BUCKETS) if has_proposals else TOKEN_BUCKETS
     return tuple(size for size in buckets if size <= max_num_batched_tokens)
 
 
 def graph_bytes(num_layers: int, num_graphs: int) -> int:
-    """What so many graphs take together."""
+    """Return the bytes of so many graphs."""
     return max(LEAST_BYTES, num_graphs * num_layers * GRAPH_BYTES_PER_LAYER - PRESENT_BYTES)
 
 
 def graph_term(num_layers: int, max_num_seqs: int, max_num_batched_tokens: int, has_proposals: bool = False) -> Term:
-    """The line of the plan."""
+    """Return the term of all graphs."""
     num_decode = len(graph_sizes(min(max_num_seqs, max_num_batched_tokens)))
     num_mixed = len(mixed_sizes(max_num_batched_tokens, has_proposals))
     reason = f"{num_decode} decode and {num_mixed} mixed sizes of {num_layers} layers, one pool"
@@ -166,27 +150,23 @@ def graph_term(num_layers: int, max_num_seqs: int, max_num_batched_tokens: int, 
 
 
 BLOCK_ELEMENTS = 2**22
-"""Most logits in a block of rows on a CPU; a row that is longer is a block of its own."""
+"""Most logits in a block of rows on a CPU; a longer row is a block by itself."""
 EDIT_ENTRIES = 2**16
-"""Most single logits that are penalised, biased or banned at once on a CPU."""
+"""Most logits that are penalised, biased or banned at once on a CPU."""
 NUM_BUCKETS = 2048
 """Histogram buckets of one round of the search for a cutoff on a CPU."""
 MAX_NARROW_TOP_K = 256
-"""Up to this top_k a row is sampled from its sorted candidates on a CPU, beyond it from the whole vocabulary."""
+"""Largest top_k for which a CPU samples from sorted candidates instead of the whole vocabulary."""
 EDITED_ELEMENTS = 2**23
 """Most logits in a block of edited rows on a GPU: every block costs a dozen launches."""
 LISTED_EDITS = 2**20
-"""Most edits that are on their way to a GPU at once. More go in rounds, between which the host waits."""
+"""Most edits in one copy to a GPU. More need several rounds, between which the host waits."""
 PROMPT_ROWS = 64
-"""Rows of a prompt whose log-probabilities a GPU computes at once, however few sequences there are."""
+"""Rows of a prompt whose log-probabilities a GPU computes at once."""
 NUM_COLUMNS = 4 + 2 * MAX_LOGPROBS
-"""Of one row's log-probabilities."""
+"""Numbers of one row's log-probabilities."""
 
-_FLOAT32 = 4
-_INT32 = 4
-_INT64 = 8
-_FLOAT64 = 8
-_BOOL = 1
+_FLOAT32, _INT32, _INT64, _FLOAT64, _BOOL = 4, 4, 8, 8, 1
 
 _SAMPLING_REASONS = {
     "argmax": "argmax of each row",
@@ -210,22 +190,22 @@ _SAMPLING_REASONS = {
 
 
 def rows_per_block(vocab_size: int, max_rows: int) -> int:
-    """Rows that are worked on together on a CPU."""
+    """Return the rows that a CPU samples together."""
     return min(max_rows, max(1, BLOCK_ELEMENTS // vocab_size))
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words of 32 bits with a bit for each token."""
+    """Return the 32-bit words of a bitmask over the vocabulary."""
     return -(-vocab_size // 32)
 
 
 def edited_rows_per_block(vocab_size: int, max_rows: int) -> int:
-    """Rows whose edited logits are held at once on a GPU."""
+    """Return the rows whose edited logits a GPU holds at once."""
     return min(max_rows, MAX_LOGIT_ROWS, max(1, EDITED_ELEMENTS // vocab_size))
 
 
 def sampling_terms(max_rows: int, vocab_size: int, device_kind: str) -> tuple[Term, ...]:
-    """What a step that chooses from `max_rows` rows needs at its largest; `device_kind` is cpu or cuda."""
+    """Return what sampling `max_rows` rows needs."""
     if device_kind != "cpu":
         return tuple(
             Term(f"sampling/{spec.name}", spec.aligned_bytes, _SAMPLING_REASONS[spec.name], PAGE_PHASES)
@@ -249,7 +229,7 @@ def sampling_terms(max_rows: int, vocab_size: int, device_kind: str) -> tuple[Te
 
 
 def device_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
-    """The buffers on a GPU."""
+    """Return the sampling buffers on a GPU."""
     rows = max(max_rows, PROMPT_ROWS)
     return (
         TensorSpec("argmax", (rows,), "int64"),
@@ -263,7 +243,7 @@ def device_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
 
 
 def host_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
-    """Buffers that have a double in pinned memory of the host, through which their numbers come and go."""
+    """Return the buffers that have a copy in pinned host memory."""
     rows = max(max_rows, PROMPT_ROWS)
     most_edits = 4 * edited_rows_per_block(vocab_size, max_rows) * vocab_size
     num_edits = (4 + min(most_edits, LISTED_EDITS) // EDITS_PER_PROGRAM) * EDITS_PER_PROGRAM  # kinds begin apart
@@ -276,17 +256,17 @@ def host_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
 
 
 def host_mask_spec(max_rows: int, vocab_size: int) -> TensorSpec:
-    """Masks in pinned memory: those of a whole step, since the device reads one block of them when it is done with another."""
+    """Return the masks in pinned memory: those of a whole step, which the device reads block by block."""
     return TensorSpec("masks", (max_rows, mask_words(vocab_size)), "int32")
 
 
 def _row_bytes(vocab_size: int) -> int:
-    """The most that lives at once for one row, which is while the buckets of a nucleus are filled."""
+    """Return the peak bytes of one row: while the buckets of top_p are filled."""
     whole_vocabulary = (
         _FLOAT32  # distances below the row's largest logit, read as int32 keys
         + _INT64  # weights
         + _INT32  # bucket numbers
-        + _INT64  # the same, as scatter_add wants them
+        + _INT64  # bucket numbers for scatter_add
     )
     buckets = 2 * (NUM_BUCKETS + 2) * _INT64  # histogram and running total
     candidates = MAX_NARROW_TOP_K * (8 * _INT64 + 2 * _FLOAT32 + 2 * _BOOL)  # keys, ids, orders, weights, totals
@@ -294,246 +274,111 @@ def _row_bytes(vocab_size: int) -> int:
 
 
 def _edit_entry_bytes() -> int:
-    """One penalised logit: where it is, its penalty, its value, whether it is positive, and what it could become."""
+    """Return the bytes of one penalised logit: index, penalty, value, sign and the possible results."""
     return _INT64 + _FLOAT32 + _FLOAT32 + _BOOL + 3 * _FLOAT32
 
 
 def _result_bytes() -> int:
-    """Of one row: seven parameters in two forms, and ids with log-probabilities while they are put together."""
+    """Return the bytes of one row: seven parameters twice, and ids with log-probabilities."""
     parameters = 2 * 7 * _FLOAT64
     logprobs = 3 * NUM_COLUMNS * _FLOAT64
     return parameters + logprobs + 8 * _INT64
 
 
 POOLED_ROWS = 64
-"""Hidden states of pooled sequences that a step brings to the host at once on a GPU; more go in rounds."""
+"""Hidden states of pooled sequences that one copy brings from a GPU to the host."""
 POOLED_OWNER = "pooling/row"
 POOLED_REASON = "a hidden state on its way out, in float32"
 
 
 def pooled_spec(hidden_size: int, dtype: str, device_kind: str) -> TensorSpec:
-    """The buffer of pooled rows: pinned memory of the host on a GPU, which has none of its own; one row on a CPU."""
+    """Return the buffer of pooled rows: pinned host memory for a GPU, one row on a CPU."""
     if device_kind == "cpu":
         return TensorSpec("row", (1, hidden_size), "float32")
     return TensorSpec("rows", (POOLED_ROWS, hidden_size), dtype)
 
 
-def _pooled_terms(layout: "Layout", resolved: Resolved) -> list[Term]:
-    if layout.target.kind != "cpu":
+def _pooled_terms(resolved: Resolved) -> list[Term]:
+    if resolved.target.kind != "cpu":
         return []
-    spec = pooled_spec(layout.declared.hidden_size, resolved.dtype, layout.target.kind)
+    spec = pooled_spec(resolved.declared.hidden_size, resolved.dtype, "cpu")
     return [Term(POOLED_OWNER, spec.num_bytes, POOLED_REASON)]
 
 
 PROCESS_OWNER = "python and torch"
-"""Of a host's memory; beside it stand an engine's own tensors."""
+"""Owner of a process's own memory on a host, without the engine's tensors."""
 TOKENIZER_OWNER = "tokenizer"
-"""Of a host's memory, if the process that will hold it could not be measured."""
+"""Owner of the tokenizer's memory, if the process that will hold it could not be measured."""
 LIBRARY_BYTES = 32 * 2**20
-"""The workspace that torch gives to cuBLAS on the one stream that an engine uses; next to nothing where products are invariant."""
+"""Workspace that torch gives to cuBLAS on the engine's stream; almost none with batch_invariant."""
 ROUNDING_BYTES = 26 * 2**20
-"""What torch's allocator holds beyond what it was asked for: arenas in whole 2 MiB, small ones in 20 MiB; measured.
-
-No other term has a share of it: owners are planned at the bytes that they ask for."""
+"""Rounding of torch's allocator: arenas to 2 MiB, small ones to 20 MiB; measured. Other terms are exact bytes."""
 STAGING_BYTES = 64 * 2**20
 """Most that loading may hold on a GPU beside the final weights."""
 
 
-class Pages(NamedTuple):
-    """How a model's pages are laid out, and what a plan counts of them."""
-
-    cache: CacheSpec
-    page_bytes: int
-    groups: tuple[CacheGroup, ...]
-    padding: Term
-    """Behind planes; what groups leave of a page is part of `page_bytes`."""
-    states: tuple[StateKind, ...] = ()
-    """What sequences keep beside their pages."""
-
-    @property
-    def has_groups(self) -> bool:
-        """Whether there is more than one lifetime to tell apart from what all layers keep."""
-        return len(self.groups) > 1
-
-
-class Layout(NamedTuple):
-    """How one rank keeps a model, and who attends: what a plan's terms follow from."""
-
-    declared: DeclaredModel
-    target: Target
-    mesh: Mesh
-    enforce_eager: bool
-    staging: Term | None
-    """What loading holds beside the weights; None takes the most that it may."""
-    agreed_pages: int | None = None
-    """As many as every rank has; None: as many as fit."""
-    is_invariant: bool = False
-    """Products do not depend on their company (batch_invariant): cuBLAS has no workspace to split them along K in."""
-    exchange_kind: ExchangeKind = "symmetric"
-    """With other ranks, where there are any."""
-
-    @property
-    def all_layers(self) -> "Layout":
-        """The same share of the layers of all stages: groups of the cache and who attends follow from these."""
-        return self if self.mesh.layers is None else self._replace(mesh=self.mesh.all_layers)
-
-    def heads(self) -> HeadGeometry | None:
-        return self.declared.remembered(("heads", self.mesh), lambda: self.declared.declaration.heads(self.mesh))
-
-    def stored_key(self, resolved: Resolved) -> tuple[object, ...]:
-        """Whatever layers of its stage keep follows from this, and from the windows that contexts outgrow."""
-        protected = resolved.protected
-        return resolved.kv_format, protected.format, protected.layers, resolved.limits.page_tokens, self.mesh
-
-    def formats(self, resolved: Resolved) -> tuple[KVFormat, ...]:
-        """One entry a layer of its stage."""
-        by_layer = resolved.protected.formats(resolved.kv_format, self.declared.num_layers)
-        layers = self.mesh.layer_range(self.declared.num_layers)
-        return by_layer[layers.start : layers.stop]
-
-    @property
-    def num_layers(self) -> int:
-        """Of its stage."""
-        return len(self.mesh.layer_range(self.declared.num_layers))
-
-    def bytes_per_token(self, resolved: Resolved) -> Fraction:
-        """Of all layers of its stage; where formats are mixed they have the same heads, so that only the numbers of layers count."""
-        protected, num_layers = resolved.protected, self.num_layers
-        num_protected = sum(layer in self.mesh.layer_range(self.declared.num_layers) for layer in protected.layers)
-        token_bytes = self.declared.kv_bytes_per_token(resolved.kv_format, self.mesh)
-        if not num_protected:
-            return token_bytes
-        wider_bytes = self.declared.kv_bytes_per_token(protected.format, self.mesh)
-        return token_bytes + (wider_bytes - token_bytes) * num_protected / num_layers
-
-    def page_bytes(self, resolved: Resolved) -> int:
-        """Of one page of the pool; rows that stand for several tokens are rounded up to whole bytes."""
-        pages = self.pages(resolved)
-        if pages is not None:
-            return pages.page_bytes
-        return ceil(resolved.limits.page_tokens * self.bytes_per_token(resolved))
-
-    def cache(self, resolved: Resolved) -> CacheSpec | None:
-        """Keys and values by head, or None where the model keeps something else."""
-        pages = self.pages(resolved)
-        return None if pages is None else pages.cache
-
-    def states(self, resolved: Resolved) -> tuple[StateKind, ...]:
-        """What sequences keep beside their pages; nothing in most models."""
-        pages = self.pages(resolved)
-        return () if pages is None else pages.states
-
-    def pages(self, resolved: Resolved) -> "Pages | None":
-        """The same with what is counted from it. A search asks for many lengths, and few of them change anything."""
-        heads, limits = self.all_layers.heads(), resolved.limits
-        if heads is None:
-            return None
-        outgrown = frozenset(w for w in set(heads.windows) if w is not None and w < limits.max_model_len)
-
-        def make() -> Pages:
-            if self.mesh.num_stages > 1:
-                whole = self.all_layers.cache(resolved)
-                assert whole is not None, f"{self.declared.name} has heads and no cache"
-                cache = whole.for_stage(self.mesh.layer_range(self.declared.num_layers))
-                return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache))
-            if heads.is_compressed:
-                cache, states = compressed_pages(heads, self.formats(resolved), limits.page_tokens)
-                return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache), states)
-            shape = heads.num_kv_heads, heads.head_dim, limits.page_tokens
-            latent = heads.rope_dim, heads.index_dim, heads.shared_layers
-            cache = mixed_cache(self.formats(resolved), *shape, heads.windows, limits.max_model_len, *latent)
-            return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache))
-
-        return self.declared.remembered(("pages", *self.stored_key(resolved), outgrown), make)
-
-    def sequence_pages(self, resolved: Resolved, max_step_tokens: int) -> int:
-        """Pages of one sequence of the longest context, at the most, in steps of so many tokens."""
-        limits, pages = resolved.limits, self.pages(resolved)
-        if pages is None:
-            return -(-limits.max_model_len // limits.page_tokens)
-        return sum(group.most_pages(limits.max_model_len, max_step_tokens) for group in pages.groups)
-
-    def attention_spec(
-        self, resolved: Resolved, layer: LayerCache, heads: HeadGeometry, group: int = 0
-    ) -> AttentionSpec:
-        return heads.attention_spec(layer, group, resolved.limits.max_model_len, resolved.dtype, self.target.kind)
-
-    def attention_specs(self, resolved: Resolved) -> tuple[AttentionSpec, ...]:
-        """Of every layer; nothing where the model keeps something else."""
-        cache, heads = self.cache(resolved), self.heads()
-        if cache is None or heads is None:
-            return ()
-        if heads.is_compressed:
-            length, kind = resolved.limits.max_model_len, self.target.kind
-            return heads.compressed_specs(cache, length, resolved.dtype, kind)
-        group_of = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
-        return tuple(self.attention_spec(resolved, layer, heads, group_of[layer.layer]) for layer in cache.layers)
-
-
 class Needs(NamedTuple):
-    """What a plan must find room for beside pages."""
+    """What a plan needs beside pages."""
 
     declaration: BackendDeclaration | None
     requests: tuple[Request, ...]
     workspace: WorkspacePlan
     terms: tuple[Term, ...]
     exchange: ExchangeNeeds | None = None
-    """None where one rank runs all of the model."""
+    """None if one rank runs the whole model."""
 
 
-def list_needs(layout: Layout, resolved: Resolved) -> Needs:
-    """Every term, from shapes."""
-    needs = needs_beside_weights(layout, resolved)
-    return needs._replace(terms=(*_weight_terms(layout, resolved), *needs.terms))
+def list_needs(resolved: Resolved) -> Needs:
+    """Count every term, from shapes."""
+    needs = needs_beside_weights(resolved)
+    groups = resolved.declared.group_bytes(resolved.dtype, resolved.recipe, resolved.mesh)
+    weights = (Term(f"weights/{name}", group.num_bytes, _counted(group)) for name, group in groups.items())
+    return needs._replace(terms=(*weights, *needs.terms))
 
 
-def needs_beside_weights(layout: Layout, resolved: Resolved) -> Needs:
-    """Every other term."""
-    declared, target, limits = layout.declared, layout.target, resolved.limits
+def needs_beside_weights(resolved: Resolved) -> Needs:
+    """Like `list_needs`, without the weights."""
+    declared, limits, kind, mesh = resolved.declared, resolved.limits, resolved.target.kind, resolved.mesh
     bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
-    specs = _distinct_specs(layout, resolved)
-    of_all = specs if layout.all_layers is layout else _distinct_specs(layout.all_layers, resolved)
+    specs = _distinct_specs(resolved)
+    of_all = specs if resolved.all_layers is resolved else _distinct_specs(resolved.all_layers)
     declaration = choose_declaration(of_all) if specs else None
     scratch = () if declaration is None else declaration.scratch(specs, bounds)
     logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
-    step = StepShape(
-        limits.max_num_batched_tokens, logit_rows, limits.max_model_len, resolved.dtype, target.kind, resolved.recipe
-    )
-    requests = declared.declaration.requests(step, layout.mesh, scratch)
+    rows = limits.max_num_batched_tokens, logit_rows, limits.max_model_len
+    step = StepShape(*rows, resolved.dtype, kind, resolved.recipe)
+    requests = declared.declaration.requests(step, mesh, scratch)
     workspace = WorkspacePlan()
     for request in requests:
         workspace.reserve(request.owner, request.specs, request.lane)
+    captures = (declaration is None or declaration.can_be_captured) and can_be_captured(resolved.exchange_kind, mesh)
     terms = [
-        *_cache_terms(layout, resolved),
+        *_cache_terms(resolved),
         *workspace.terms(),
-        *batch_terms(limits, target.kind, *_group_shapes(layout, resolved)),
-        *sampling_terms(limits.sampled_rows, declared.vocab_size, target.kind),
-        *_pooled_terms(layout, resolved),
-        *_rope_terms(layout, resolved),
+        *batch_terms(limits, kind, *_group_shapes(resolved)),
+        *sampling_terms(limits.sampled_rows, declared.vocab_size, kind),
+        *_pooled_terms(resolved),
+        *_rope_terms(resolved),
         *(() if declaration is None else declaration.terms(specs, bounds)),
-        *_key_bias_terms(layout, resolved, specs),
-        # Those of compressed attention are read where they were loaded.
-        *(() if not specs or specs[0].is_compressed else sink_terms(specs[:1] * layout.num_layers)),
-        *_device_terms(
-            layout,
-            resolved,
-            (declaration is None or declaration.can_be_captured) and can_be_captured(layout.exchange_kind, layout.mesh),
-        ),
+        *_key_bias_terms(resolved, specs),
+        # Sinks of compressed attention stay where they were loaded.
+        *sink_terms(specs[:1] * len(resolved.layers)),
+        *_device_terms(resolved, captures),
     ]
-    exchange = exchange_needs(layout, resolved)
+    exchange = exchange_needs(resolved)
     if exchange is not None:
-        terms += exchange_terms(exchange, layout.mesh, layout.exchange_kind)
+        terms += exchange_terms(exchange, mesh, resolved.exchange_kind)
     return Needs(declaration, requests, workspace, tuple(terms), exchange)
 
 
-def exchange_needs(layout: Layout, resolved: Resolved) -> ExchangeNeeds | None:
-    """What the steps of a rank exchange with others at their largest; None where there are no others."""
-    declared, limits, mesh = layout.declared, resolved.limits, layout.mesh
+def exchange_needs(resolved: Resolved) -> ExchangeNeeds | None:
+    """Return the largest buffers that a rank's steps exchange with others; None if there are no others."""
+    declared, limits, mesh = resolved.declared, resolved.limits, resolved.mesh
     if mesh.is_alone:
         return None
     rows, element_bytes = limits.max_num_batched_tokens, DTYPE_BYTES[resolved.dtype]
     logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
-    # Ids of tokens, and argmaxes of shares, go through rooms too.
+    # Token ids, and argmaxes of vocabulary shards, use the same buffers.
     room_bytes = max(
         declared.declaration.room_elements(mesh, rows) * element_bytes,
         rows * DTYPE_BYTES["int64"],
@@ -543,34 +388,35 @@ def exchange_needs(layout: Layout, resolved: Resolved) -> ExchangeNeeds | None:
     return ExchangeNeeds(room_bytes, logit_rows, declared.vocab_size, hidden_bytes)
 
 
-def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, ...]:
-    """One layer for each that differs, by its window or its format."""
-    heads = layout.heads()
+def _distinct_specs(resolved: Resolved) -> tuple[AttentionSpec, ...]:
+    """Return one layer for each window and format."""
+    heads = resolved.heads()
     if heads is None:
         return ()
     if heads.is_compressed:
-        every = layout.attention_specs(resolved)
-        return tuple({(spec.ratio, spec.is_overlapped): spec for spec in reversed(every)}.values())
-    key = "distinct layers", *layout.stored_key(resolved), resolved.protected.is_open
-    caches = layout.declared.remembered(key, lambda: _distinct_layers(layout, resolved, heads))
-    return tuple(layout.attention_spec(resolved, cache, heads) for cache in caches)
+        every = resolved.attention_specs()
+        kinds = zip(heads.ratios, (layer in heads.overlapped_layers for layer in range(len(every))), strict=True)
+        return tuple(dict(zip(reversed(list(kinds)), reversed(every), strict=True)).values())
+    key = "distinct layers", *resolved.stored_key(), resolved.protected.is_open
+    caches = resolved.declared.remembered(key, lambda: _distinct_layers(resolved, heads))
+    return tuple(resolved.attention_spec(cache, heads) for cache in caches)
 
 
-def _distinct_layers(layout: Layout, resolved: Resolved, heads: HeadGeometry) -> tuple[LayerCache, ...]:
-    by_layer = layout.formats(resolved)
+def _distinct_layers(resolved: Resolved, heads: HeadGeometry) -> tuple[LayerCache, ...]:
+    by_layer = resolved.formats()
+    # If weights decide which layers are protected, any layer may have any of the formats.
     everywhere = tuple(dict.fromkeys(by_layer)) if resolved.protected.is_open else ()
     first_of: dict[tuple[KVFormat, int | None], int] = {}
     for layer, (own, window) in enumerate(zip(by_layer, heads.windows, strict=True)):
-        # Where weights will say which layers are protected, any layer may have any of the formats.
         for kv_format in everywhere or (own,):
             first_of.setdefault((kv_format, window), layer)
     shape = heads.num_kv_heads, heads.head_dim, heads.rope_dim, heads.index_dim
     return tuple(LayerCache(layer, "attention", kv_format, *shape) for (kv_format, _), layer in first_of.items())
 
 
-def _group_shapes(layout: Layout, resolved: Resolved) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """Of each group chunks of a page and tokens of a row; and whether sequences have states beside pages."""
-    pages = layout.pages(resolved)
+def _group_shapes(resolved: Resolved) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """Return each group's chunks of a page and tokens of a row, and True if sequences have states beside pages."""
+    pages = resolved.pages()
     if pages is None:
         return ONE_GROUP, ONE_GROUP, False
     groups = pages.cache.groups
@@ -578,47 +424,34 @@ def _group_shapes(layout: Layout, resolved: Resolved) -> tuple[tuple[int, ...], 
     return chunks, tuple(group.tokens_per_row for group in groups), pages.cache.has_states
 
 
-def _weight_terms(layout: Layout, resolved: Resolved) -> list[Term]:
-    groups = layout.declared.group_bytes(resolved.dtype, resolved.recipe, layout.mesh)
-    return [Term(f"weights/{name}", group.num_bytes, _counted(group)) for name, group in groups.items()]
-
-
 def _counted(group: WeightGroup) -> str:
-    noun = "tensor" if group.num_tensors == 1 else "tensors"
-    return f"{group.num_tensors} {noun} in {_enumerated(group.stored_as)}"
+    *others, last = group.stored_as
+    names = f"{', '.join(others)} and {last}" if others else last
+    return f"{group.num_tensors} {'tensor' if group.num_tensors == 1 else 'tensors'} in {names}"
 
 
-def _enumerated(names: tuple[str, ...]) -> str:
-    """All of them: a, b and c."""
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
-    """What pages cost beyond their number: alignment, and what a sequence keeps whatever its length."""
-    terms, heads, pages = [], layout.heads(), layout.pages(resolved)
+def _cache_terms(resolved: Resolved) -> list[Term]:
+    """Return what pages cost beyond their number: alignment, and what a sequence keeps whatever its length."""
+    heads, pages, num_seqs = resolved.heads(), resolved.pages(), resolved.limits.max_num_seqs
+    padding = () if pages is None or not pages.padding.num_bytes else (pages.padding,)
     if pages is not None and pages.cache.has_states:
-        terms += [pages.padding] if pages.padding.num_bytes else []
-        return [*terms, *state_terms(pages.states, resolved.limits.max_num_seqs)]
-    if pages is not None and pages.has_groups:
-        terms += [pages.padding] if pages.padding.num_bytes else []
-    elif heads is not None:
-        key = "padding", *layout.stored_key(resolved)
-        terms += layout.declared.remembered(key, lambda: _padding_terms(layout, resolved, heads))
-    sequence_bytes = layout.declared.kv_bytes_per_sequence(resolved.kv_format, layout.mesh)
-    if sequence_bytes:
-        num_seqs = resolved.limits.max_num_seqs
-        reason = f"windows and unfinished entries of {num_seqs} sequences, whatever their length"
-        terms.append(Term("kv state", num_seqs * sequence_bytes, reason, PAGE_PHASES))
-    return terms
+        return [*padding, *state_terms(pages.states, num_seqs)]
+    if heads is not None and (pages is None or len(pages.groups) == 1):
+        key = "padding", *resolved.stored_key()
+        padding = resolved.declared.remembered(key, lambda: _padding_terms(resolved, heads))
+    sequence_bytes = resolved.declared.kv_bytes_per_sequence(resolved.kv_format, resolved.mesh)
+    if not sequence_bytes:
+        return [*padding]
+    reason = f"windows and unfinished entries of {num_seqs} sequences, whatever their length"
+    return [*padding, Term("kv state", num_seqs * sequence_bytes, reason, PAGE_PHASES)]
 
 
-def _padding_terms(layout: Layout, resolved: Resolved, heads: HeadGeometry) -> tuple[Term, ...]:
-    """What the arrays of layers that are not grouped lose to their alignment."""
+def _padding_terms(resolved: Resolved, heads: HeadGeometry) -> tuple[Term, ...]:
+    """Return what the arrays of ungrouped layers lose to alignment."""
     shape = (heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
     kinds = (
         (kv_format, 0 if layer in heads.shared_layers else heads.index_dim)
-        for layer, kv_format in enumerate(layout.formats(resolved))
+        for layer, kv_format in enumerate(resolved.formats())
     )
     alone = (
         (count, uniform_cache(1, kv_format, *shape, heads.rope_dim, index_dim))
@@ -632,8 +465,8 @@ def _padding_terms(layout: Layout, resolved: Resolved, heads: HeadGeometry) -> t
     return (Term(paddings[0][1].owner, num_bytes, reason, PAGE_PHASES),)
 
 
-def _rope_terms(layout: Layout, resolved: Resolved) -> list[Term]:
-    declared, mesh = layout.declared, layout.mesh
+def _rope_terms(resolved: Resolved) -> list[Term]:
+    declared, mesh = resolved.declared, resolved.mesh
     pairs = declared.remembered(("rope pairs", mesh), lambda: declared.declaration.rope_pairs(mesh))
     if not pairs:
         return []
@@ -644,21 +477,20 @@ def _rope_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     ]
 
 
-def _key_bias_terms(layout: Layout, resolved: Resolved, specs: tuple[AttentionSpec, ...]) -> list[Term]:
-    """What quantized layers hold so that their pages have keys without bias: copies of it, without and with the keys' part."""
-    heads = layout.heads()
-    num_layers = sum(kv_format.is_quantized for kv_format in layout.formats(resolved))
+def _key_bias_terms(resolved: Resolved, specs: tuple[AttentionSpec, ...]) -> list[Term]:
+    """Return what quantized layers hold to store keys without bias: copies of it, without and with the keys' part."""
+    heads = resolved.heads()
+    num_layers = sum(kv_format.is_quantized for kv_format in resolved.formats())
     if heads is None or heads.rope_dim or num_layers == 0:
         return []
-    is_plain, has_turned_bias = specs[0].is_plain_softmax, any(spec.has_key_bias for spec in specs)
-    if is_plain and not has_turned_bias:
+    is_plain = isinstance(specs[0], GroupedAttentionSpec) and specs[0].is_plain_softmax
+    has_rotated_bias = any(spec.has_key_bias for spec in specs)
+    means = []
+    if is_plain and not has_rotated_bias:
         mean_bytes = num_layers * key_bias_spec(heads.num_kv_heads, heads.head_dim).num_bytes
-        means = [
-            Term("attention/key_means", mean_bytes, f"what the keys of a head have in common, in {num_layers} layers")
-        ]
-    else:
-        means = []
-    if not heads.has_separable_key_bias or not (is_plain or has_turned_bias):
+        reason = f"what the keys of a head have in common, in {num_layers} layers"
+        means = [Term("attention/key_means", mean_bytes, reason)]
+    if not heads.has_separable_key_bias or not (is_plain or has_rotated_bias):
         return means
     width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
     num_bytes = num_layers * width * DTYPE_BYTES[resolved.dtype]
@@ -667,33 +499,28 @@ def _key_bias_terms(layout: Layout, resolved: Resolved, specs: tuple[AttentionSp
     return terms if biased is None else [*terms, *key_bias_terms((biased,) * num_layers)]
 
 
-def _tokenizer_terms(layout: Layout) -> list[Term]:
-    """The vocabulary, if the process that will hold it was not measured with it; rank 0 alone has a tokenizer."""
-    if layout.target.present_bytes or layout.mesh.rank:
-        return []
-    vocab_size = layout.declared.vocab_size
-    reason = f"{vocab_size:,} tokens of {TOKEN_BYTES} bytes each, as measured"
-    return [Term(TOKENIZER_OWNER, tokenizer_bytes(vocab_size), reason)]
-
-
-def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[Term]:
-    """What a device costs whatever the model, and what loading takes for a while."""
-    target, limits = layout.target, resolved.limits
-    terms = [] if layout.staging is None else [layout.staging]
+def _device_terms(resolved: Resolved, has_graphs: bool) -> list[Term]:
+    """Return what a device costs whatever the model, and what loading holds for a while."""
+    target, limits, staging = resolved.target, resolved.limits, resolved.staging
+    terms = [] if staging is None else [staging]
     if target.kind != "cuda":
         if target.context_bytes:
             held = "libraries, code, vocabulary" if target.present_bytes else "libraries and code"
             terms.append(Term(PROCESS_OWNER, target.context_bytes, f"the process itself: {held}"))
-            terms += _tokenizer_terms(layout)
+        # Rank 0 alone has a tokenizer, which a measured process already holds.
+        if target.context_bytes and not target.present_bytes and not resolved.mesh.rank:
+            vocab_size = resolved.declared.vocab_size
+            reason = f"{vocab_size:,} tokens of {TOKEN_BYTES} bytes each, as measured"
+            terms.append(Term(TOKENIZER_OWNER, tokenizer_bytes(vocab_size), reason))
         return terms
-    context_bytes = target.context_bytes - (SPLIT_K_BYTES if layout.is_invariant else 0)
+    context_bytes = target.context_bytes - (SPLIT_K_BYTES if resolved.is_invariant else 0)
     terms.append(Term("cuda context", context_bytes, "CUDA, its libraries' handles and the code of kernels"))
-    if not layout.is_invariant:
+    if not resolved.is_invariant:
         terms.append(Term("libraries", LIBRARY_BYTES, "workspace of cuBLAS", PAGE_PHASES))
     terms.append(Term("allocator", ROUNDING_BYTES, "what torch rounds up", PAGE_PHASES))
-    if has_graphs and not layout.enforce_eager:
+    if has_graphs and not resolved.enforce_eager:
         bounds = limits.max_num_seqs, limits.max_num_batched_tokens, resolved.num_proposals > 0
-        terms.append(graph_term(layout.num_layers, *bounds))
-    if layout.staging is None:
+        terms.append(graph_term(len(resolved.layers), *bounds))
+    if staging is None:
         terms.append(Term("staging", STAGING_BYTES, "rows on their way to their place", ("load",)))
     return terms

@@ -1,4 +1,4 @@
-"""What comes back: the completions of a request, whole or so far; no torch."""
+"""Outputs: the completions of a request, whole or so far; no torch."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,7 +8,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability at one place, its rank there (1 is the argmax), and its text."""
+    """Log-probability of a token at one position, its rank (1 is the argmax), and its text."""
 
     logprob: float
     rank: int
@@ -16,7 +16,7 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""By token id: the token at this place, and the most likely ones."""
+"""By token id: the token at this position, and the most likely ones."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop string or token that ended it; None for the model's own end token and for length."""
     pooled: bytes = b""
-    """Of a pooled request: the final hidden state of the prompt's last token as float32, little-endian."""
+    """Final hidden state of a pooled request's last token, as little-endian float32."""
 
     @property
     def finished(self) -> bool:
@@ -69,7 +69,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """What one step added to one completion of one request."""
+    """The output of one step for one completion."""
 
     request_id: str
     index: int
@@ -80,10 +80,10 @@ class CompletionDelta:
     stop_reason: int | str | None
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
-    """Where the request asked: the whole prompt's, with the first delta of completion 0."""
+    """Those of the whole prompt, with the first delta of completion 0, if the request wants them."""
     metrics: RequestMetrics | None = None
     """With the last delta of a completion that has at least one token."""
     error: str | None = None
-    """Why it failed, where finish_reason is "error"."""
+    """Why it failed, if finish_reason is "error"."""
     pooled: bytes = b""
-    """Of a pooled request, with its last delta: the final hidden state of the prompt's last token, as float32."""
+    """Like CompletionOutput.pooled, with the last delta."""

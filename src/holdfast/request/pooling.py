@@ -1,4 +1,4 @@
-"""PoolingParams, and what embeddings and scores come back as, in vLLM's names; vectors from hidden states; no torch.
+"""PoolingParams, outputs of embeddings and scores in vLLM's names, vectors from hidden states; no torch.
 
 H dimensions of a hidden state
 """
@@ -6,38 +6,34 @@ H dimensions of a hidden state
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from holdfast.errors import RequestError, shown
+from holdfast.errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np
 
 Vector: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
-"""numpy is imported with the first vector, so that a wrong path does not wait for it."""
+"""numpy is imported with the first vector, to start quickly."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """What is made of a hidden state."""
+    """How to turn a hidden state into a vector."""
 
     dimensions: int | None = None
-    """Keep so many numbers from the first on (Matryoshka), then normalise; None keeps all."""
+    """Keep the first so many dimensions (Matryoshka), then normalise; None keeps all."""
     normalize: bool | None = None
-    """Whether a vector has unit length; None does as the model's files say, and yes if they say nothing."""
+    """True for unit length; None follows the model's files, or True."""
     truncate_prompt_tokens: int | None = None
     """-1 cuts a text that is longer than the context at its end; None refuses it."""
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
-            raise RequestError(
-                f"dimensions={shown(self.dimensions)} was given", "a count from 1 on works", "change it or leave it out"
-            )
+            raise RequestError("request.not_dimensions", name="dimensions", value=self.dimensions)
         if self.normalize not in (None, True, False):
-            raise RequestError(f"normalize={shown(self.normalize)} was given", "True or False works", "change it")
+            raise RequestError("value.not_bool", name="normalize", value=self.normalize)
         if self.truncate_prompt_tokens not in (None, -1):
             raise RequestError(
-                f"truncate_prompt_tokens={shown(self.truncate_prompt_tokens)} was given",
-                "-1 cuts an input to the context, None refuses a longer one",
-                "pass one of these",
+                "request.not_truncation", name="truncate_prompt_tokens", value=self.truncate_prompt_tokens
             )
 
 
@@ -53,55 +49,46 @@ class EmbeddingOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingRequestOutput:
-    """An input and its embedding."""
-
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    finished: bool = True
-    num_cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """One vector."""
+    """One vector, a float32 tensor."""
 
     data: Any
-    """A float32 tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingRequestOutput:
-    """An input and what was pooled from it."""
-
-    request_id: str
-    outputs: PoolingOutput
-    prompt_token_ids: list[int]
-    finished: bool = True
-    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """How well two texts go together."""
+    """Similarity of two texts."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringRequestOutput:
-    """Two texts and their score; `prompt_token_ids` are those of both."""
+class PoolingRequestOutput:
+    """An input and its pooled vector."""
 
     request_id: str
-    outputs: ScoringOutput
+    outputs: Any
     prompt_token_ids: list[int]
     finished: bool = True
     num_cached_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    """An input and its embedding."""
+
+    outputs: EmbeddingOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput(PoolingRequestOutput):
+    """Two texts and their score; `prompt_token_ids` are those of both."""
+
+    outputs: ScoringOutput
+
+
 def vector_of(pooled: bytes, dimensions: int | None, normalizes: bool) -> Vector:
-    """A hidden state cut to its first numbers, and to unit length; one without length stays as it is."""
+    """Cut a hidden state to its first dimensions, and normalise it unless it is zero."""
     import numpy as np
 
     vector_H = np.frombuffer(pooled, dtype="<f4")[:dimensions].astype(np.float32)
@@ -113,7 +100,7 @@ def vector_of(pooled: bytes, dimensions: int | None, normalizes: bool) -> Vector
 
 
 def cosine(one_H: Vector, other_H: Vector) -> float:
-    """Of two vectors of any length; 0 if one has none."""
+    """Cosine similarity; 0 if a vector is zero."""
     import numpy as np
 
     one, other = one_H.astype(np.float64), other_H.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Sequence: a completion as scheduler and runner see it, each its own; LiveStep: a step over them; StepResult; no torch.
+"""Sequence: a completion as scheduler and runner each see it; LiveStep: a step over sequences; StepResult; no torch.
 
 token_ids   [ prompt ......................... | output ........ ] coming ...
             [0, num_computed)  have their keys and values on the pages of `tables`
@@ -6,9 +6,8 @@ token_ids   [ prompt ......................... | output ........ ] coming ...
             [num_scheduled, num_tokens + num_coming)  still have to be computed; a step takes some or all from the left
             [0, num_stored)  are on pages whether they are computed again or not: nothing is written for them
 
-A token that is *coming* is chosen by a step in flight: the device has it before the host does. What travels between
-scheduler and runner is the `Step` of request/step.py, which names slots; a `LiveStep` is that step with one's own
-sequences in place of slots.
+A step in flight samples a token that is *coming*: the device has it before the host. Scheduler and runner exchange the `Step`
+of request/step.py, which names slots; a `LiveStep` is that step with their own sequences instead of slots.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from holdfast.request.wire import Count, TokenId
 
 
 class SequenceState(Enum):
-    """Where a sequence is. Preempted sequences are WAITING again, with what they have generated so far."""
+    """State of a sequence. Preempted ones are WAITING again, with their output so far."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -34,37 +33,36 @@ class Sequence:
     """One completion of one request. The scheduler owns the fields below `state`."""
 
     sequence_id: int
-    """Unique in the engine and never reused; client-given names are labels only."""
+    """Unique in the engine and never reused."""
     token_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
-    """The counter-based random choices of this sequence: a function of (seed, position) and nothing else."""
+    """Random choices are a function of (seed, position) alone."""
     max_tokens: int
-    """Most output tokens, already bounded by max_model_len."""
+    """Most output tokens, bounded by max_model_len."""
     cache_salt: bytes = b""
     """Sequences share prefix pages only with the same salt."""
     use_prefix_cache: bool = True
-    """False where every prompt position must be computed (prompt logprobs)."""
+    """False if every prompt position must be computed (prompt logprobs)."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """Tokens in a row that the output must not hold: the last of them is ruled out behind the others."""
+    """Token sequences that the output must not contain: the last token is banned after the others."""
     is_pooled: bool = False
-    """The final hidden state of its prompt's last row comes back with its first token, which is its last."""
+    """Returns the final hidden state of its prompt's last row with its first token, which is its last."""
     may_speculate: bool = False
-    """Proposals may follow its last token: nothing in its choices needs the tokens before them on the host."""
+    """Draft tokens may follow its last token: sampling needs no earlier tokens on the host."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
-    """The runner's place for it while it runs."""
+    """The runner's slot while it runs."""
     num_computed: int = 0
     num_stored: int = 0
-    """Where it began behind a prefix whose last tokens are computed again, because a state is made of them, so many tokens of it
-    were on pages already; else 0."""
+    """Tokens of its prefix that were on pages, if a state makes the last of them be computed again; else 0."""
     num_scheduled: int = 0
-    """Positions that were given to steps, those in flight included."""
+    """Positions given to steps, including those in flight."""
     num_coming: int = 0
     """Tokens that steps in flight will bring."""
     tables: list[list[int]] = field(default_factory=lambda: [[]])
-    """The pages of each cache group by place; HOLE where a page was given back (cache/groups.py)."""
+    """Page table of each cache group; HOLE for a released page (cache/groups.py)."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held at the first admission."""
     num_preemptions: int = 0
@@ -79,12 +77,12 @@ class Sequence:
 
     @property
     def num_kept(self) -> int:
-        """Tokens that are on its pages: those that were computed, or found there."""
+        """Tokens on its pages: computed, or found there."""
         return max(self.num_computed, self.num_stored)
 
     @property
     def num_tokens_coming(self) -> int:
-        """Its tokens once every step in flight has ended."""
+        """Its tokens after every step in flight."""
         return len(self.token_ids) + self.num_coming
 
 
@@ -98,11 +96,11 @@ class ScheduledSequence(NamedTuple):
     start: int
     num_new_tokens: int
     samples: bool
-    """True when the step reaches the last token, known or coming, so that the next one can be chosen."""
+    """True if the step reaches the last token, known or coming, so it samples the next."""
     proposals: tuple[int, ...] = ()
-    """What is guessed to follow that token. They are the last of the new tokens; each that is chosen too is accepted."""
+    """Draft tokens after that token, the last of the new tokens; each that is sampled too is accepted."""
     source: Sequence | None = None
-    """The sequence that it forks from. Its one position has no row then: it samples from the source's last row."""
+    """The sequence that it forks from: it has no row and samples from the source's last row."""
 
     @classmethod
     def of(cls, sequence: Sequence, start: int, num_new_tokens: int) -> "ScheduledSequence":
@@ -116,29 +114,29 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def num_prompt_logits(self) -> int:
-        """Rows of its prompt whose logits it wants, for prompt logprobs."""
+        """Prompt rows with logits, for prompt logprobs."""
         if self.sequence.params.prompt_logprobs is None:
             return 0
         return max(0, min(self.num_rows, self.sequence.num_prompt_tokens - 1 - self.start))
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits that it wants: those of its prompt, and one for each choice."""
+        """Rows with logits: those of its prompt, and one for each sampled token."""
         return self.num_prompt_logits + self.samples + len(self.proposals)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequence before this step chooses, proposals left out; the position of the first chosen one."""
+        """Tokens before this step samples, without draft tokens; the position of the first sampled one."""
         return self.start + self.num_new_tokens - len(self.proposals)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveStep:
-    """One run of the model: who, and which of their tokens."""
+    """One run of the model over live sequences."""
 
     scheduled: tuple[ScheduledSequence, ...]
     step: Step = NO_STEP
-    """The same as a value."""
+    """Its value for the wire."""
 
     @property
     def num_tokens(self) -> int:
@@ -147,16 +145,16 @@ class LiveStep:
 
     @property
     def has_forks(self) -> bool:
-        """Known without a look at every item: nearly no step has one."""
+        """True if a sequence forks in this step."""
         return self.step.num_forks > 0
 
     def sampling(self) -> Iterator[ScheduledSequence]:
-        """Those that choose a token in this step, in order."""
+        """Sequences that sample in this step, in order."""
         return (item for item in self.scheduled if item.samples)
 
 
 NO_TOKEN = -1
-"""In place of a token id: the logits of this sequence held NaN, so nothing can be chosen and the sequence fails."""
+"""Stands for a token id: the logits were NaN, so the sequence fails."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -170,17 +168,16 @@ class TokenLogprobs(NamedTuple):
 
 
 class SequenceResult(NamedTuple):
-    """One sequence's part of a step. One for every token of a step, on every rank: therefore a tuple."""
+    """One sequence's result of a step. A tuple, because every token of a step makes one on every rank."""
 
     token_ids: tuple[int, ...] = ()
-    """The accepted proposals and one token more, or that one alone, which may be NO_TOKEN; none where the step did not
-    reach the sequence's last token."""
+    """Accepted draft tokens and one more, which may be NO_TOKEN; empty if the step did not reach the last token."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of each of these but NO_TOKEN, where the request asked."""
+    """One for each of these but NO_TOKEN, if the request wants them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of prompt positions start + 1 ... start + num_new_tokens (as far as the prompt goes), where the request asked."""
+    """For prompt positions start + 1 ... start + num_new_tokens, if the request wants them."""
     pooled: bytes = b""
-    """The final hidden state of the prompt's last row as float32, little-endian, when a pooled sequence samples."""
+    """Final hidden state of a pooled sequence's last prompt row, as little-endian float32."""
 
     @classmethod
     def of(
@@ -189,7 +186,7 @@ class SequenceResult(NamedTuple):
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> "SequenceResult":
-        """That of a step without proposals."""
+        """Make the result of a step without draft tokens."""
         token_ids = () if token_id is None else (token_id,)
         return cls(token_ids, () if logprobs is None else (logprobs,), prompt_logprobs)
 

@@ -1,12 +1,12 @@
-"""Numbers of rows that cuBLAS multiplies alike: a start compares them, and steps are padded to them where batches or ranks are to change nothing.
+"""Row counts that cuBLAS multiplies alike: a start compares them, and steps are padded to them if neither batch nor ranks may matter.
 
 T rows, K inputs, N outputs
 
-With batch_invariant a row must be multiplied the same way in any company, and on exact ranks by a share of a weight as by all of
-it. cuBLAS chooses kernels by shape, and nobody says which of them add up in one order. So steps have few numbers of rows
-(planning/exactness.py, `row_sizes`). A start multiplies by each of them; those whose bits are not those of the most rows are left
-out, and a step is padded to the next. Of several ranks each compares its own shares, and all take what is left on every one:
-rows go from stage to stage in one size.
+With batch_invariant a row is multiplied the same way in any batch, and on exact ranks by a share of a weight as by all of it.
+cuBLAS chooses kernels by shape and does not document their order of summation. So steps have few row counts
+(planning/exactness.py, `row_sizes`). A start multiplies with each count and drops those whose bits differ from the largest; a step
+is padded to the next one left. Each rank compares its own shares, and all take the counts that every rank has left, because rows
+go from stage to stage in one size.
 """
 
 from bisect import bisect_left
@@ -18,12 +18,15 @@ import torch
 from holdfast.errors import ConfigError
 from holdfast.kernels.gemm.linear import linear, linear_float32
 from holdfast.observability.log import get_logger
+from holdfast.planning.exactness import row_sizes
+from holdfast.planning.plan import RunnerPlan
+from holdfast.planning.terms import PROMPT_ROWS
 
 log = get_logger(__name__)
 
 HEADS = ("lm_head.weight", "embed.weight")
 LOOKED_UP = "positions.weight"
-"""As the embedding is where it is not the head: rows of it are taken, and nothing is multiplied."""
+"""Looked up, never multiplied; so is the embedding if it is not the head."""
 
 
 class Product(NamedTuple):
@@ -32,26 +35,26 @@ class Product(NamedTuple):
     name: str
     size_n: int
     all_n: int
-    """Rows of the whole weight, where a share is to give what all of it gives; else its own."""
+    """Rows of the whole weight if a share must match it; else its own."""
     size_k: int
     has_bias: bool
     is_head: bool
-    """Logits are float32, of rows that are wanted alone."""
+    """Logits are float32, and only of wanted rows."""
 
     def __str__(self) -> str:
         rows = f"{self.size_n}" if self.size_n == self.all_n else f"{self.size_n} of the {self.all_n}"
         return f"{rows} rows of {self.name}"
 
     def multiply(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-        """As a step does."""
+        """Multiply as a step does."""
         if not self.is_head:
             return linear(x_TK, weight_NK, bias_N)
         return linear_float32(x_TK, weight_NK, x_TK.new_empty(len(x_TK), len(weight_NK), dtype=torch.float32))
 
     def alike(self, sizes: Sequence[int], most_rows: int, dtype: torch.dtype, device: torch.device) -> set[int]:
-        """Of these numbers of rows those by which every row comes out as it does among `most_rows` by the whole weight.
+        """Return the row counts with which every row comes out as among `most_rows` by the whole weight.
 
-        Random numbers stand for all. Of a share the first and the last place in the whole are asked.
+        Random numbers stand for all. A share is tried at its first and its last place in the whole.
         """
         made = {"device": device, "dtype": dtype, "generator": torch.Generator(device).manual_seed(0)}
         weight_NK, x_TK = torch.randn(self.all_n, self.size_k, **made), torch.randn(most_rows, self.size_k, **made)
@@ -70,7 +73,7 @@ class Product(NamedTuple):
 def products(
     shares: Mapping[str, tuple[int, ...]], whole: Mapping[str, tuple[int, ...]], *, is_exact: bool
 ) -> tuple[Product, ...]:
-    """One of every shape among a rank's weights, by name; `is_exact`: a share is to give what the whole gives."""
+    """List one product for every shape among a rank's weights; if `is_exact`, a share must match the whole."""
     found: dict[tuple[int | bool, ...], Product] = {}
     has_head = "lm_head.weight" in whole
     for name, shape in shares.items():
@@ -85,52 +88,66 @@ def products(
     return tuple(found.values())
 
 
+def compared_sizes(
+    plan: RunnerPlan,
+    shares: Mapping[str, tuple[int, ...]],
+    whole: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    on_compared: Callable[[int, int], None],
+) -> tuple[int, ...]:
+    """Return the row counts of a plan's steps that this device multiplies alike by weights of these shapes."""
+    limits = plan.resolved.limits
+    most_rows, most_logits = limits.max_num_batched_tokens, max(limits.sampled_rows, PROMPT_ROWS)
+    sizes = invariant_sizes(
+        products(shares, whole, is_exact=plan.mesh.is_exact),
+        row_sizes(most_rows, most_logits),
+        min(most_rows, most_logits),
+        plan.resolved.dtype,
+        device,
+        on_compared,
+    )
+    torch.cuda.empty_cache()
+    return sizes
+
+
 def invariant_sizes(
-    asked: Sequence[Product],
+    compared_products: Sequence[Product],
     sizes: Sequence[int],
     most_logits: int,
     dtype: str,
     device: torch.device,
     on_compared: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[int, ...]:
-    """Of `sizes` those that all products are alike in; the last of them, and `most_logits`, are, or this raises.
+    """Return those of `sizes` in which all products are alike; raise if the last, or `most_logits`, is not.
 
-    `most_logits` is one of them too: the head is multiplied by no more rows. `on_compared` counts products.
+    The head multiplies at most `most_logits` rows, which is one of `sizes`. `on_compared` counts products.
     """
     left, most_rows = set(sizes), sizes[-1]
     assert most_logits in left, f"{most_logits=} is none of {sizes}"
-    for num_done, product in enumerate(asked):
-        on_compared(num_done, len(asked))
+    for num_done, product in enumerate(compared_products):
+        on_compared(num_done, len(compared_products))
         most = most_logits if product.is_head else most_rows
         compared = [size for size in sizes if size <= most]
         alike = product.alike(compared, most, getattr(torch, dtype), device)
         if most not in alike:
-            raise ConfigError(
-                "tensor_parallel_sums=exact was asked",
-                f"cuBLAS multiplies {most} rows by {product} differently than by all",
-                "take fewer ranks, or tensor_parallel_sums=reduce",
-            )
+            raise ConfigError("runner.shares_round_differently", num_rows=most, product=product)
         if most_logits not in alike:
-            raise ConfigError(
-                "batch_invariant=True was asked",
-                f"cuBLAS multiplies {most_logits} rows, as many as are chosen from at once, by {product} differently than {most}",
-                "start the engine before anything else uses the GPU in this process, take another max_num_seqs, or leave it out",
-            )
+            raise ConfigError("runner.rows_round_differently", num_rows=most_logits, product=product, most=most)
         different = left.intersection(compared) - alike
         if different:
-            words = ", ".join(map(str, sorted(different)))
-            log.info("no step has %s rows because cuBLAS multiplies so many by %s differently", words, product)
+            skipped = ", ".join(map(str, sorted(different)))
+            log.info("skipping step sizes %s: cuBLAS rounds %s differently there (batch_invariant)", skipped, product)
         left -= different
-    on_compared(len(asked), len(asked))
+    on_compared(len(compared_products), len(compared_products))
     return tuple(size for size in sizes if size in left)
 
 
 def padded_rows(num_rows: int, sizes: Sequence[int]) -> int:
-    """The least size of steps that takes so many; where there are no sizes, any number will do."""
+    """Return the least step size that holds so many rows; without sizes the number itself."""
     return sizes[bisect_left(sizes, num_rows)] if sizes else num_rows
 
 
 def common_sizes(of_ranks: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """What every rank has left; nothing where no rank pads its steps."""
+    """Return the sizes that every rank has left; empty if no rank pads its steps."""
     first, *others = of_ranks
     return tuple(size for size in first if all(size in other for other in others))

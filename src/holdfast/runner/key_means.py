@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.attention.declarations import AttentionSpec
-from holdfast.attention.layer_pages import LayerPages, QuantizedPages
 from holdfast.cache.chunks import ring_tables
 from holdfast.cache.groups import CacheGroup
+from holdfast.families.grouped.pages import GroupedBackend, QuantizedPages
+from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.key_bias import KeyBias
 from holdfast.kernels.attention.write_kv import HeadNorm
 from holdfast.kernels.norm import rms_norm_reference
@@ -31,14 +31,13 @@ from holdfast.quant.kv_quantize import rotate_heads
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence
 from holdfast.request.sequence import Sequence as TokenSequence
-from holdfast.runner.key_bias import key_part
 from holdfast.runner.runner import Runner
 
 WARM_TOKENS = 128
 FIRST_TOKENS = 4
 """They attract attention and have keys of their own kind: no mean has a share of them."""
 LEAST_TOKENS = 32
-"""Of fewer there is no mean worth having."""
+"""Fewer tokens give no useful mean."""
 LEAST_ID = 16
 """Below it vocabularies have tokens that no text holds."""
 GOLDEN = 0.6180339887498949
@@ -51,7 +50,7 @@ def warm_token_ids(vocab_size: int, num_tokens: int) -> list[int]:
     return [int(least * (vocab_size / least) ** place) if least else 0 for place in places]
 
 
-def make_means(specs: Sequence[AttentionSpec], device: torch.device) -> tuple[torch.Tensor | None, ...]:
+def make_means(specs: Sequence[GroupedAttentionSpec], device: torch.device) -> tuple[torch.Tensor | None, ...]:
     """Room for the mean of every quantized layer without a key bias, sinks or a cap; zeros until it is known."""
     layers = [
         layer
@@ -88,7 +87,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
     num_tokens = min(WARM_TOKENS, limits.max_model_len, limits.max_num_batched_tokens)
     while sum(group.pages_for(num_tokens) for group in runner.groups) > runner.num_pages:
         num_tokens -= 1
-    if num_tokens < LEAST_TOKENS or not isinstance(backend, LayerPages):
+    if num_tokens < LEAST_TOKENS or not isinstance(backend, GroupedBackend):
         return 0
     found: dict[int, torch.Tensor] = {}
 
@@ -109,12 +108,12 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
     }
     for layer, mean_KD in found.items():
         if not bool(mean_KD.isfinite().all()):
-            continue  # weights without numbers have no mean, and whoever runs them will be told
+            continue  # weights that are not finite have no mean; steps report them
         bias, room_KD = rooms.biases[layer], rooms.means[layer]
         if bias is not None:
             qkv_X = rooms.qkv[layer]
             mean_KD = mean_KD.to(qkv_X.dtype)  # what keys are short of is what scores get, to the bit
-            qkv_X[key_part(spec)] -= mean_KD.flatten()
+            qkv_X[spec.key_part] -= mean_KD.flatten()
             bias.bias_KD.add_(mean_KD)
         elif room_KD is not None:
             rope = spec.layer_rope(layer)
@@ -127,7 +126,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
 
 def mean_key(qkv_TX: torch.Tensor, spec: ModelSpec, head_norm: HeadNorm | None) -> torch.Tensor:
     """float32 [K, D]: of what rope would turn next."""
-    k_TKD = qkv_TX[:, key_part(spec)].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
+    k_TKD = qkv_TX[:, spec.key_part].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
     if head_norm is not None:
         k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps, offset=head_norm.offset)
     return k_TKD.mean(0, dtype=torch.float32)
@@ -147,7 +146,7 @@ def average_turn(frequency_P: torch.Tensor, magnitude: float, num_positions: int
 
 
 def _step(token_ids: list[int], groups: Sequence[CacheGroup]) -> LiveStep:
-    """One sequence on the first pages, which nobody has yet."""
+    """Make a step of one sequence on the first pages, which are free."""
     num_tokens = len(token_ids)
     tables = ring_tables(groups, num_tokens, num_tokens)
     sequence = TokenSequence(0, token_ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)

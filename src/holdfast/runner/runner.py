@@ -25,14 +25,15 @@ from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from holdfast.attention.backend import AttentionFamily, Batch
+from holdfast.attention.backend import AttentionBackend, Batch, StepPlan
 from holdfast.cache.chunks import ring_tables
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.kernels.sampling.last_tokens import NO_SLOT
 from holdfast.memory.arena import has_failed, keep_with_process
 from holdfast.models.model import Model
@@ -59,16 +60,16 @@ CopyCache = Callable[[SequenceABC[tuple[int, int]], int, int], None]
 
 
 class _WantedRows(NamedTuple):
-    """Rows of a step whose logits are wanted: all that are chosen from, and prompts where they are asked for."""
+    """Rows of a step whose logits are wanted: all that are sampled, and prompts with logprobs."""
 
     logit_rows: list[int]
     prompt_rows: list[tuple[int, int]]
-    """Of each scheduled sequence that asks for its prompt: the first among the logit rows, and how many; else (0, 0)."""
+    """By scheduled sequence with prompt logprobs: its first logit row, and how many; else (0, 0)."""
     sampled: list[int]
     """The places among the logit rows that are chosen from."""
     choices: list[Choice]
     keep_slots: list[int]
-    """Of each choice: the slot whose next step may begin with it before the host knows it."""
+    """By choice: the slot whose next step may begin with it before the host knows it."""
     pooled: list[int]
     """The places among the logit rows whose hidden states go to the host."""
 
@@ -123,51 +124,60 @@ class _Flight:
     """What another stage has the logits of, once this one's part is computed."""
 
 
-class Runner:
-    """Runs steps. Everything it needs was built and allocated before: what a step goes through stands here by name."""
+@dataclass(frozen=True, eq=False)
+class RunnerParts:
+    """What a runner is built from; everything is allocated."""
 
-    def __init__(
-        self,
-        model: Model,
-        backend: AttentionFamily[Any],
-        buffers: BatchBuffers,
-        sampler: Sampler | SharedSampler,
-        limits: Limits,
-        groups: SequenceABC[CacheGroup],
-        num_pages: int,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
-        device: torch.device,
-        row_sizes: SequenceABC[int] = (),
-        copy_cache: CopyCache | None = None,
-        pooled_rows: PooledRows | None = None,
-    ) -> None:
-        """`groups` are those of the cache; `row_sizes`: numbers of rows that products round alike in, which every step is padded
-        to; none where any number will do. `copy_cache` copies pages and states for forks, `pooled_rows` hidden states to the host."""
-        self.limits = limits
-        self.groups = tuple(groups)
-        self.num_pages = num_pages
-        self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
-        self.model = model
-        self.backend = backend
-        self.buffers = buffers
-        self.sampler = sampler
-        self.device = device
-        self._row_sizes = tuple(row_sizes)
-        self._copy_cache = copy_cache
-        self._pooled_rows = pooled_rows
+    model: Model
+    backend: AttentionBackend
+    buffers: BatchBuffers
+    sampler: Sampler | SharedSampler
+    limits: Limits
+    groups: SequenceABC[CacheGroup]
+    """Those of the cache."""
+    num_pages: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    device: torch.device
+    mesh: Mesh = ALONE
+    """Which stage of the pipeline this rank has, and whether it samples."""
+    row_sizes: SequenceABC[int] = ()
+    """Row counts whose products round alike: every step is padded to one. Empty if any count will do."""
+    copy_cache: CopyCache | None = None
+    """Copies pages and states for forks."""
+    pooled_rows: PooledRows | None = None
+    """Copies hidden states to the host."""
+
+
+class Runner:
+    """Runs steps. Everything it needs was built and allocated before."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self.limits, self.groups = parts.limits, tuple(parts.groups)
+        self.num_pages, self.vocab_size = parts.num_pages, parts.vocab_size
+        self.eos_token_ids = parts.eos_token_ids
+        self.model, self.backend = parts.model, parts.backend
+        self.buffers, self.sampler = parts.buffers, parts.sampler
+        device = self.device = parts.device
+        self._num_stages = parts.mesh.num_stages
+        self._logits_on_other_stage = not parts.mesh.is_last_stage
+        self._is_sampling_rank = parts.mesh.rank == 0
+        self._row_sizes = tuple(parts.row_sizes)
+        self._most_sampled = parts.limits.sampled_rows
+        self._copy_cache = parts.copy_cache
+        self._pooled_rows = parts.pooled_rows
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.graphs: StepGraphs | None = None
         self._is_kept = False
         self._dummy_ids = count(-1, -1)
-        self._slots = Slots(limits, groups, num_pages, vocab_size)
+        self._slots = Slots(self.limits, self.groups, self.num_pages, self.vocab_size)
         self._flights: deque[_Flight] = deque()
         self._collected: _Flight | None = None
         """The oldest flight, where its results were handed out."""
         self._stage_ends: deque[torch.cuda.Event] = deque()
-        """Of a pipeline on a GPU: where the last steps end that were begun here."""
-        assert not sampler.keeps_tokens or buffers.keep_slots_T is not None, "chosen tokens have no slots to be kept by"
+        """Ends of the last steps that were begun here, in a pipeline on a GPU."""
+        has_slots = self.buffers.keep_slots_T is not None
+        assert has_slots or not self.sampler.keeps_tokens, "chosen tokens have no slots to be kept by"
 
     @property
     def can_run_ahead(self) -> bool:
@@ -183,14 +193,14 @@ class Runner:
     def launch(self, step: Step) -> None:
         """Take a step; on a GPU begin it, at most one beyond the oldest that is not collected. One that is not sound is refused."""
         self._advance()
-        is_staged = self.sampler.num_stages > 1
+        is_staged = self._num_stages > 1
         if self.can_run_ahead and not is_staged:
             assert len(self._flights) < MAX_UNDER_WAY, f"{len(self._flights)} steps are in flight"
         flight = _Flight(self._slots.accept(step))
         self._flights.append(flight)
-        if self.can_run_ahead or self.sampler.is_behind:
+        if self.can_run_ahead or self._logits_on_other_stage:
             try:
-                with self._on_stream(), self._staying_near() if is_staged else nullcontext():
+                with self._on_stream(), self._throttle_stage() if is_staged else nullcontext():
                     self._begin(flight)
             except Exception:  # also in the words of an exchange
                 self._keep_if_failed()
@@ -226,12 +236,12 @@ class Runner:
         self._slots.book(flight.step, result)
 
     def cancel(self) -> bool:
-        """Drop every step in flight, as if none had run; what they told of sequences, pages and releases stands.
+        """Drop every step in flight, as if none had run; their admissions, pages and releases stand.
 
         Where steps begin when they are launched this cannot be done, unless there are none.
         """
         self._advance()
-        if (self.can_run_ahead or self.sampler.is_behind) and self._flights:
+        if (self.can_run_ahead or self._logits_on_other_stage) and self._flights:
             return False
         self._flights.clear()
         self._slots.forget_flights()
@@ -239,7 +249,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: LiveStep) -> StepResult:
-        """Run one step over somebody else's sequences, and wait for it; nothing else may be in flight."""
+        """Run one step over the caller's sequences, and wait for it; nothing else may be in flight."""
         self._check_idle()
         flight = _Flight(step)
         with self._on_stream():
@@ -249,7 +259,7 @@ class Runner:
     def hidden_rows(self, step: LiveStep) -> torch.Tensor:
         """Run a step and choose nothing: the final hidden states of every row, [T, H], valid until the next step."""
         self._check_idle()
-        with self._handing_over():
+        with self._on_runner_stream():
             batch = self._fill(step, list(range(step.num_tokens)))
             hidden_TH = self.model.hidden(batch, self.backend.plan(batch))[: step.num_tokens]
             self.sampler.end_step()
@@ -258,7 +268,7 @@ class Runner:
     @torch.inference_mode()
     def row_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """float32 logits of up to PROMPT_ROWS of these rows: [R, V], valid until the next call or step."""
-        with self._handing_over():
+        with self._on_runner_stream():
             return self.model.logits(hidden_RH)
 
     @torch.inference_mode()
@@ -307,16 +317,16 @@ class Runner:
             return self._run_captured(*batches[size, is_decode])
 
         def meet(size: int, is_decode: bool) -> None:
-            if self.sampler.is_behind:
+            if self._logits_on_other_stage:
                 self.sampler.find_argmax(_absent(graphs.logit_rows(size, is_decode)))
 
         graphs.capture(run, stream, on_progress, meet)
 
-    def _run_captured(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
+    def _run_captured(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """What a graph holds: tokens into their places, this stage's layers, and behind the last one the argmax of every row."""
         self.sampler.resolve(batch.token_ids_T)
         logits_RV = self.model.step_logits(batch, plan)
-        if self.sampler.is_behind:
+        if self._logits_on_other_stage:
             self.sampler.end_step()
         else:
             self.sampler.find_argmax(logits_RV, self._keep_slots(logits_RV.shape[0]))
@@ -329,22 +339,22 @@ class Runner:
         self.sampler.resolve(batch.token_ids_T)
         hidden_TH = self.model.hidden(batch, plan)
         self.sampler.end_step()
-        if num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS) and self.sampler.is_behind:
+        if num_rows <= max(self._most_sampled, PROMPT_ROWS) and self._logits_on_other_stage:
             self.model.step_logits(batch, plan)
             self.sampler.end_step()
             self._warm_choices(_absent(num_rows))
-        elif num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS):
+        elif num_rows <= max(self._most_sampled, PROMPT_ROWS):
             self.model.logits(hidden_TH)
             self._warm_choices(self.model.step_logits(batch, plan))
 
     def _warm_choices(self, logits_RV: torch.Tensor) -> None:
         """From the rows of a step, or where another stage has them with it."""
-        num_chosen = min(len(logits_RV), self.limits.sampled_rows)
+        num_chosen = min(len(logits_RV), self._most_sampled)
         self.sampler.find_argmax(logits_RV[:num_chosen], self._keep_slots(num_chosen))
         self.sampler.warm(logits_RV)
 
     def close(self) -> None:
-        """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""
+        """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Idempotent."""
         if self._flights and self._stream is not None:
             with suppress(RuntimeError):  # a device that has failed runs nothing any more
                 self._stream.synchronize()
@@ -369,8 +379,8 @@ class Runner:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @contextmanager
-    def _staying_near(self) -> Iterator[None]:
-        """Of a stage on a GPU: the host begins no step before the one before the last has ended here."""
+    def _throttle_stage(self) -> Iterator[None]:
+        """On a GPU stage, begin no step before the one before the last has ended."""
         if self._stream is None:
             yield
             return
@@ -382,7 +392,7 @@ class Runner:
         self._stage_ends.append(end)
 
     @contextmanager
-    def _handing_over(self) -> Iterator[None]:
+    def _on_runner_stream(self) -> Iterator[None]:
         """On the runner's stream, after what the caller's stream has begun and before what it begins next."""
         if self._stream is None:
             yield
@@ -419,14 +429,14 @@ class Runner:
         what was in flight before it; their results wait to be collected in order.
         """
         wanted = _WantedRows.of(flight.step)
-        if self.sampler.is_behind:
+        if self._logits_on_other_stage:
             self._compute_stage(flight.step, wanted)
             flight.elsewhere = wanted
             return
         if not wanted.has_prompts:
             flight.choosing = self._choose(flight, wanted)
             return
-        is_follower = self.sampler.is_follower  # which is told what was chosen
+        is_follower = not self._is_sampling_rank  # rank 0 sends the result later
         for earlier in self._flights:
             if earlier is flight or is_follower:
                 break
@@ -460,12 +470,12 @@ class Runner:
         self.sampler.end_step()
 
     def _meet_last_stage(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
-        """The choices of a step whose logits the last stage has; nothing on ranks that are told them.
+        """Get the choices of a step whose logits the last stage has; nothing on ranks that do not sample.
 
         On a GPU this waits in the stream, where later steps of this stage may queue behind it: the last stage needs none of them
         for this one.
         """
-        if self.sampler.is_follower:
+        if not self._is_sampling_rank:
             return StepResult(())
         if wanted.has_prompts:
             return self._prompt_results(step, wanted, None)
@@ -479,7 +489,7 @@ class Runner:
         return _result_of(step, choosing.read())
 
     def _settle(self, flight: _Flight) -> StepResult:
-        """The same, once all before it are settled; its tokens are known from here on, and what waited for them is chosen."""
+        """Compute and book a step after all before it are settled; then make choices that waited for its tokens."""
         result = self._compute(flight)
         if not flight.is_booked:
             self._slots.book(flight.step, result)
@@ -519,7 +529,7 @@ class Runner:
 
     def _padded(self, num_rows: int) -> int:
         """The least size of steps that takes so many."""
-        return padded_rows(num_rows, self._row_sizes)
+        return padded_rows(num_rows, self._row_sizes) if self._row_sizes else num_rows
 
     def _graph_for(self, step: LiveStep, wanted: _WantedRows) -> tuple[int, bool] | None:
         """Size and kind (is it a decode step) of the graph that a step takes; None: its kernels are launched one by one.
@@ -527,7 +537,7 @@ class Runner:
         Over stages that is all that a step takes which chooses nothing: a graph of the last one would offer rank 0 what it does
         not wait for, and a long prompt goes on in the first stage before the last has seen it.
         """
-        num_rows, num_logits, is_staged = step.num_tokens, len(wanted.logit_rows), self.sampler.num_stages > 1
+        num_rows, num_logits, is_staged = step.num_tokens, len(wanted.logit_rows), self._num_stages > 1
         if self.graphs is None or not step.scheduled or wanted.has_prompts or (is_staged and not num_logits):
             return None
         if wanted.pooled:  # small batches have no normed hidden states in a graph
@@ -593,7 +603,7 @@ class Runner:
 
     def _send_pooled(self, hidden_RH: torch.Tensor, wanted: _WantedRows) -> PooledCopy | None:
         """Begin to copy pooled rows to the host; ranks that follow copy none."""
-        if not wanted.pooled or self.sampler.is_follower:
+        if not wanted.pooled or not self._is_sampling_rank:
             return None
         assert self._pooled_rows is not None, "pooled rows need buffers on the host"
         return self._pooled_rows.send(hidden_RH, wanted.pooled)
@@ -611,7 +621,7 @@ class Runner:
         self, item: ScheduledSequence, first_row: int, num_rows: int, hidden_RH: torch.Tensor | None
     ) -> tuple[TokenLogprobs, ...]:
         num_top = item.sequence.params.prompt_logprobs
-        assert num_top is not None, f"{item.sequence.sequence_id=} asked for no prompt logprobs"
+        assert num_top is not None, f"{item.sequence.sequence_id=} has no prompt logprobs"
         logprobs: list[TokenLogprobs] = []
         for offset in range(0, num_rows, PROMPT_ROWS):
             count = min(PROMPT_ROWS, num_rows - offset)

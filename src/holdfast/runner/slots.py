@@ -1,4 +1,4 @@
-"""Slots: the sequences that a runner has, by slot, as steps told of them; every step is checked before it changes anything; no torch.
+"""Slots: the sequences that a runner has, by slot; every step is checked before it changes anything; no torch.
 
 A step names slots, and brings what is new: sequences once, pages as they are given. What follows from earlier steps is kept
 here: tokens (chosen here, and added when a step is booked), page tables, and how far each sequence is.
@@ -8,7 +8,7 @@ here: tokens (chosen here, and added when a step is booked), page tables, and ho
                 [.., next_start)    of steps in flight: the next step begins where the last one ends
 
 With proposals the end of a step is not known before it is booked: until then its sequence is *open*, and takes no other step.
-Pages that a window has given back stay in the tables as they were: nobody reads there. A sequence may begin some tokens
+Pages that a window has given back stay in the tables and are never read. A sequence may begin some tokens
 before the end of what is stored of it, where a state has to be made again of them (engine/scheduler.py): see `num_stored`.
 """
 
@@ -34,7 +34,7 @@ class _Seat:
     next_start: int | None = None
     """None: wherever its first step begins, which the prefix cache decides."""
     num_computed: int | None = None
-    """Of steps that are booked; None before the first."""
+    """By booked steps; None before the first."""
     is_open: bool = False
     """A step with proposals is in flight."""
     room: int = 0
@@ -42,7 +42,7 @@ class _Seat:
 
 
 class Slots:
-    """What steps have told."""
+    """The sequences of a runner by slot."""
 
     def __init__(self, limits: Limits, groups: SequenceABC[CacheGroup], num_pages: int, vocab_size: int) -> None:
         self._limits = limits
@@ -57,11 +57,7 @@ class Slots:
     def accept(self, step: Step) -> LiveStep:
         """The step with the sequences of its slots; one that cannot be run is refused, and nothing has changed."""
         if step.number != self._number + 1:
-            raise MessageError(
-                f"step {step.number} came",
-                f"step {self._number + 1} is the next",
-                "send every step once and in order",
-            )
+            raise MessageError("runner.step_out_of_order", number=step.number, expected=self._number + 1)
         seats = self._seated(step)
         sources = self._sources(step, seats)
         self._check_items(step, seats, sources)
@@ -86,7 +82,7 @@ class Slots:
                 seat.next_start, seat.num_tokens, seat.is_open = num_computed, sequence.num_tokens, False
 
     def forget_flights(self) -> None:
-        """Steps in flight were dropped: nothing was computed, and what they told stands."""
+        """Steps in flight were dropped: nothing was computed; their admissions and pages stand."""
         for seat in self._seats.values():
             seat.next_start, seat.num_tokens, seat.is_open = seat.num_computed, seat.sequence.num_tokens, False
 
@@ -95,16 +91,16 @@ class Slots:
         seats = dict(self._seats)
         for slot in step.released:
             if seats.pop(slot, None) is None:
-                _refuse(step, f"it releases slot {slot}, which is free")
+                _refuse(step, f"releases slot {slot}, which is free")
         present = {seat.sequence.sequence_id for seat in seats.values()} if step.admitted else set()
         for admitted in step.admitted:
             slot, sequence_id = admitted.slot, admitted.sequence_id
             if not 0 <= slot < self._limits.max_num_seqs:
-                _refuse(step, f"it gives slot {slot}, and there are {self._limits.max_num_seqs}")
+                _refuse(step, f"gives slot {slot}, and there are {self._limits.max_num_seqs}")
             if slot in seats:
-                _refuse(step, f"it gives slot {slot} to sequence {sequence_id}, and it is taken")
+                _refuse(step, f"gives slot {slot} to sequence {sequence_id}, and it is taken")
             if sequence_id in present:
-                _refuse(step, f"it gives slot {slot} to sequence {sequence_id}, which has one already")
+                _refuse(step, f"gives slot {slot} to sequence {sequence_id}, which has one already")
             self._check_admitted(step, admitted)
             present.add(sequence_id)
             seats[slot] = self._seat(admitted)
@@ -172,9 +168,9 @@ class Slots:
         for item in step.items:
             seat = seats.get(item.slot)
             if seat is None:
-                _refuse(step, f"it runs slot {item.slot}, which is free")
+                _refuse(step, f"runs slot {item.slot}, which is free")
             if item.slot in seen:
-                _refuse(step, f"it runs slot {item.slot} twice")
+                _refuse(step, f"runs slot {item.slot} twice")
             seen.add(item.slot)
             self._check_positions(step, item, seat, item.slot in sources)
             # What the tables hold was looked at when it came.
@@ -183,9 +179,9 @@ class Slots:
             num_tokens += 0 if item.slot in sources else item.num_new_tokens
             num_sampled += item.samples + len(item.proposals)
         if num_tokens > limits.max_num_batched_tokens:
-            _refuse(step, f"it runs {num_tokens} tokens, and at most {limits.max_num_batched_tokens} fit")
+            _refuse(step, f"runs {num_tokens} tokens, and at most {limits.max_num_batched_tokens} fit")
         if num_sampled > limits.sampled_rows:
-            _refuse(step, f"it chooses from {num_sampled} rows, and at most {limits.sampled_rows} fit")
+            _refuse(step, f"chooses from {num_sampled} rows, and at most {limits.sampled_rows} fit")
 
     def _check_positions(self, step: Step, item: StepItem, seat: _Seat, is_fork: bool) -> None:
         start, end = item.start, item.start + item.num_new_tokens
@@ -281,9 +277,9 @@ def _is_hole(held: SequenceABC[int], new: SequenceABC[int], place: int) -> bool:
     return place - len(held) < len(new) and new[place - len(held)] == HOLE
 
 
-def _refuse(step: Step, has: str) -> NoReturn:
-    raise MessageError(f"step {step.number} came", has, "send one that follows from those before it")
+def _refuse(step: Step, fault: str) -> NoReturn:
+    raise MessageError("runner.bad_step", number=step.number, fault=fault)
 
 
-def _refuse_item(step: Step, whose: Admitted | StepItem, has: str) -> NoReturn:
-    _refuse(step, f"the sequence of slot {whose.slot} {has}")
+def _refuse_item(step: Step, owner: Admitted | StepItem, fault: str) -> NoReturn:
+    _refuse(step, f"is wrong: the sequence of slot {owner.slot} {fault}")

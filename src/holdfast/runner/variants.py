@@ -14,7 +14,8 @@ from holdfast.memory.ledger import Ledger
 from holdfast.memory.sizes import format_bytes
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.target import choose_device, device_target
-from holdfast.runner.build import HELD_OUTSIDE, MakeBackend, RunnerBuild, plan_model, refuse_out_of_memory
+from holdfast.runner.assembly import HELD_OUTSIDE, MakeBackend
+from holdfast.runner.build import RunnerBuild, plan_model, refuse_out_of_memory
 from holdfast.runner.runner import Runner
 
 
@@ -28,7 +29,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BuiltVariants:
-    """Runners that are ready, in the order that was asked for."""
+    """Runners that are ready, in the order of the variants."""
 
     runners: tuple[Runner, ...]
     plans: tuple[RunnerPlan, ...]
@@ -45,7 +46,7 @@ def build_variants(
     planned = [plan_model(variant.config, model, target) for variant in variants]
     plans = [plan for _, plan in planned]
     kinds = {(plan.resolved.device, plan.resolved.dtype, plan.resolved.recipe) for plan in plans}
-    assert len(kinds) == 1, f"weights of {len(kinds)} kinds were asked"
+    assert len(kinds) == 1, f"{len(kinds)} kinds of weights, and variants share one"
     _refuse_crowd(plans)
     builds = [
         RunnerBuild(variant.config, model, plan, Ledger(), torch.device(device))
@@ -63,7 +64,7 @@ def build_variants(
             build.share(first)
         runners = [build.assemble(variant.make_backend) for build, variant in zip(builds, variants, strict=True)]
     except BaseException as error:
-        # Frames that the error has left behind still name tensors, and somebody may keep the error.
+        # The frames of the error still name tensors, and the caller may keep the error.
         traceback.clear_frames(error.__traceback__)
         release()
         refuse_out_of_memory(error, plans[0])
@@ -84,9 +85,11 @@ def _refuse_crowd(plans: Sequence[RunnerPlan]) -> None:
     if memory.peak_bytes + sum(own) <= memory.budget_bytes or not own:
         return
     raise MemoryPlanError(
-        f"{len(plans)} runners over one set of weights need {format_bytes(memory.peak_bytes + sum(own))}, "
-        f"each but the first up to {format_bytes(max(own))}",
-        f"the budget is {format_bytes(memory.budget_bytes)} ({memory.budget_reason})",
-        "ask for fewer at once or for shorter windows",
+        "runner.too_many_runners",
+        num_runners=len(plans),
+        needed=format_bytes(memory.peak_bytes + sum(own)),
+        largest=format_bytes(max(own)),
+        budget=format_bytes(memory.budget_bytes),
+        reason=memory.budget_reason,
         table=memory.table("serve"),
     )

@@ -18,8 +18,11 @@ from holdfast.loading.sources.source import WeightSource
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes
+from holdfast.models.declared_model import DeclaredModel
+from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.parameters import Parameter
 from holdfast.models.sharding import shard_parameters
+from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.quant.weight_schemes import WeightRecipe
 
@@ -63,8 +66,8 @@ class WeightLoad:
             if not loaded.is_finite:
                 log.info("quantized weights are not kept for the next start: %s", reason)
             if reason is not None and self.config.weight_cache == "on":
-                do = "make room for it, or leave it out" if loaded.is_finite else "leave it out"
-                raise ConfigError("weight_cache=on was asked", reason, do)
+                fix = "Free some disk space, or leave it out." if loaded.is_finite else "Leave it out."
+                raise ConfigError("runner.weight_cache", reason=reason, fix=fix)
         if self.config.save_quantized is not None:
             folder = _folder(self.config.save_quantized)
             num_bytes = save_quantized(folder, self.model, self.plan, loaded.weights, planned=self.identity)
@@ -102,14 +105,17 @@ def plan_weights(
         plan = plan_load(parameters, model.source, dtype, recipe, model.stored, whole)
     folder = None if config.save_quantized is None else _folder(config.save_quantized)
     if folder is not None and not mesh.is_alone:
-        raise ConfigError(
-            f"save_quantized={config.save_quantized} was asked",
-            f"each of {mesh.num_ranks} ranks holds a share of the weights",
-            "save the model on one rank, or leave it out: shares are kept for the next start by themselves",
-        )
+        raise ConfigError("runner.shares_not_saved", folder=config.save_quantized, num_ranks=mesh.num_ranks)
     identity = None if folder is None else refuse_saving(folder, model, plan)
     slot = _find_slot(config, model, plan, mesh) if uses_cache else None
     return WeightLoad(config, model, plan, slot, identity)
+
+
+def rank_spec(declared: DeclaredModel, mesh: Mesh) -> ModelSpec:
+    """Return the decoder as a rank has it."""
+    declaration = declared.declaration
+    assert isinstance(declaration, DecoderDeclaration), f"{declared.name} cannot run"
+    return declaration.rank(mesh)
 
 
 def rank_parameters(model: OpenModel, mesh: Mesh) -> tuple[Parameter, ...]:
@@ -125,7 +131,7 @@ def _folder(name: str) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"save_quantized={name} was asked", str(error), "name a folder by its full path") from error
+        raise ConfigError("runner.bad_folder", folder=name, reason=error) from error
 
 
 def _find_slot(config: EngineConfig, model: OpenModel, plan: LoadPlan, mesh: Mesh) -> CacheSlot | None:
@@ -135,6 +141,6 @@ def _find_slot(config: EngineConfig, model: OpenModel, plan: LoadPlan, mesh: Mes
     if isinstance(found, CacheSlot):
         return found
     if config.weight_cache == "on":
-        raise ConfigError("weight_cache=on was asked", found, "leave it out")
+        raise ConfigError("runner.weight_cache", reason=found, fix="Leave it out.")
     log.info("quantized weights are not kept between starts: %s", found)
     return None

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -23,9 +23,9 @@ from holdfast.server.schemas import AssistantMessage, FunctionDefinition, Messag
 from holdfast.server.schemas import Tool as ToolBody
 from holdfast.server.service import Service, service_of
 from holdfast.server.streams import Answer, Counted
-from holdfast.text.answer_parser import AnswerForm
+from holdfast.text.answer_parser import AnswerFormat
 from holdfast.text.reasoning import ReasoningFormat, Thoughts, choose_reasoning_parser
-from holdfast.text.thought_grammar import behind_thoughts
+from holdfast.text.thought_grammar import grammar_after_thoughts
 from holdfast.text.tokenizer import Tokenizer
 from holdfast.text.tool_calls import ToolFormat
 from holdfast.text.tool_formats import choose_tool_parser
@@ -71,7 +71,7 @@ class Chat:
     """A conversation that the engine can take, and how its answer is read."""
 
     prepared: PreparedRequest
-    form: AnswerForm
+    form: AnswerFormat
     hidden: tuple[str, ...]
     """Markers that the text contains only so that it can be parsed."""
     one_call: bool
@@ -112,7 +112,7 @@ async def prepare_chat(request: Request, fields: SamplingFields, said: Conversat
         logprobs=said.logprobs,
         **_stops(service, form, fields),
     )
-    salt = cache_salt(request, fields)
+    salt = cache_salt(request, fields.cache_salt)
     try:
         prepared = await service.llm.prepare_chat(
             [plain_message(message, template.source) for message in said.messages],
@@ -132,9 +132,9 @@ async def prepare_chat(request: Request, fields: SamplingFields, said: Conversat
         prepared = await _constrained(service, prepared, forced, forced.made(), make_params, salt)
     elif said.rule is not None:
         made = said.rule.made()
-        after_thoughts = behind_thoughts(made, thoughts, special)
+        after_thoughts = grammar_after_thoughts(made, thoughts, special)
         if after_thoughts is None:  # the client's own grammar describes the whole answer
-            form, special = AnswerForm(None, form.calls, form.tools), {}
+            form, special = AnswerFormat(None, form.calls, form.tools), {}
         prepared = await _constrained(service, prepared, said.rule, after_thoughts or made, make_params, salt)
     if (record := record_of(request)).wants_text:
         record.prompt = prepared.prompt
@@ -145,7 +145,7 @@ async def prepare_chat(request: Request, fields: SamplingFields, said: Conversat
     return Chat(prepared, form, hidden, said.one_call, tokenizer, said.logprobs)
 
 
-def _stops(service: Service, form: AnswerForm, fields: SamplingFields) -> dict[str, list[int]]:
+def _stops(service: Service, form: AnswerFormat, fields: SamplingFields) -> dict[str, list[int]]:
     """Add the tokens that end an answer of this form to those of the request."""
     stops = () if fields.ignore_eos else form.stop_token_ids(service.llm.tokenizer)
     return {"stop_token_ids": [*(fields.stop_token_ids or ()), *stops]} if stops else {}
@@ -176,16 +176,9 @@ async def _constrained(
         raise rule.refused(error) from error
 
 
-class Salted(Protocol):
-    """A request that may restrict with which requests it shares cached prefixes."""
-
-    @property
-    def cache_salt(self) -> str | None: ...
-
-
-def cache_salt(request: Request, fields: Salted) -> str | None:
+def cache_salt(request: Request, given: str | None) -> str | None:
     """Combine the salts of the API key and of the request, so that no request finds prefixes of another key."""
-    own, given = record_of(request).cache_salt, fields.cache_salt
+    own = record_of(request).cache_salt
     if own is None or given is None:
         return given if own is None else own
     # A digest: every character of both counts, and the result is short.
@@ -264,9 +257,9 @@ class ToolSetting:
         """Return the tools for the template."""
         return None if self._form is None else [tool.listed() for tool in self._tools]
 
-    def form(self, reasoning: ReasoningFormat | None) -> AnswerForm:
+    def form(self, reasoning: ReasoningFormat | None) -> AnswerFormat:
         """Return how an answer is parsed."""
-        return AnswerForm(reasoning, self._form, self._tools)
+        return AnswerFormat(reasoning, self._form, self._tools)
 
     def forced_rule(self, thoughts: Thoughts, special: Mapping[str, int], said: Conversation) -> Rule | None:
         """Return the grammar that forces a tool call; None if none is forced."""

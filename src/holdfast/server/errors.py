@@ -6,79 +6,18 @@ A client never receives a path, an address or a traceback of this machine.
 import json
 import math
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any, Final, Literal, Self
 
-from holdfast.errors import LEGACY_CODE, EngineDeadError, HoldfastError, QueueFullError, RequestError
+from holdfast.errors import EngineDeadError, HoldfastError, QueueFullError, RequestError
 
 Dialect = Literal["openai", "anthropic", "ollama"]
-ANSWERS: Final[Mapping[str, tuple[int, str | None]]] = {
-    "QueueFullError": (429, "queue_full"),
-    "RequestError": (400, None),
-    "request.prompt_too_long": (400, "context_length_exceeded"),
-    "http.answer_failed": (500, "answer_failed"),
-    "http.answer_impossible": (400, "answer_failed"),
-    "http.bad_host": (400, "bad_host"),
-    "http.bodies_full": (503, "bodies_full"),
-    "http.body_timeout": (408, None),
-    "http.body_too_large": (413, "body_too_large"),
-    "http.chain_too_large": (413, "body_too_large"),
-    "http.chunk_overhead": (400, "bad_http"),
-    "http.client_gone": (499, "client_gone"),
-    "http.compressed_body": (415, None),
-    "http.content_type": (415, None),
-    "http.cut_while_draining": (503, "draining"),
-    "http.draining": (503, "draining"),
-    "http.engine_dead": (503, "engine_dead"),
-    "http.headers_too_large": (431, "headers_too_large"),
-    "http.host_not_allowed": (421, "host_not_allowed"),
-    "http.internal_error": (500, "internal_error"),
-    "http.invalid_api_key": (401, "invalid_api_key"),
-    "http.invalid_json": (400, "invalid_json"),
-    "http.invalid_tag": (400, "invalid_value"),
-    "http.invalid_value": (400, "invalid_value"),
-    "http.loading": (503, "loading"),
-    "http.malformed": (400, "bad_http"),
-    "http.method_not_allowed": (405, "method_not_allowed"),
-    "http.misplaced_block": (400, "invalid_value"),
-    "http.missing_field": (400, "missing_field"),
-    "http.model_not_found": (404, "model_not_found"),
-    "http.not_found": (404, "not_found"),
-    "http.not_ready": (503, "not_ready"),
-    "http.origin_not_allowed": (403, "origin_not_allowed"),
-    "http.previous_response_not_found": (404, "previous_response_not_found"),
-    "http.request_timeout": (408, "timeout"),
-    "http.response_not_found": (404, "response_not_found"),
-    "http.too_many_connections": (503, "too_many_connections"),
-    "http.too_many_listeners": (429, "too_many_listeners"),
-    "http.too_many_pipelined": (400, "bad_http"),
-    "http.tools_not_supported": (400, "tools_not_supported"),
-    "http.transfer_encoding": (400, "bad_http"),
-    "http.unhealthy": (503, "unhealthy"),
-    "http.unknown_field": (400, "unknown_field"),
-    "http.url_too_long": (414, "bad_http"),
-    "http.version_not_supported": (505, "bad_http"),
-}
-"""Status and `code` of the body by error code or class. None: the body has the error code itself. Codes not listed: 400, None."""
-OPENAI_TYPES: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    421: "permission_error",
-    429: "rate_limit_error",
-    500: "internal_error",
-    503: "service_unavailable_error",
-}
-"""`type` of the body by status; `invalid_request_error` for the others."""
-ANTHROPIC_TYPES: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-"""By status; any other is `invalid_request_error` below 500 and `api_error` from there."""
+_TABLE: Final = tomllib.loads(resources.files("holdfast").joinpath("data", "http_errors.toml").read_text("utf-8"))
+ANSWERS: Final[Mapping[str, Sequence[Any]]] = _TABLE["answers"]
+"""Status and optional `code` of the body, by error code or class."""
+ANTHROPIC_TYPES: Final = {int(status): kind for status, kind in _TABLE["anthropic_types"].items()}
 MAX_MESSAGE_CHARS: Final = 2000
 INTERNAL_TEXT: Final = re.compile(
     r"0x[0-9a-fA-F]{6,}"
@@ -96,11 +35,14 @@ class ApiError(HoldfastError):
         self, code: str, /, *, param: str | None = None, headers: Mapping[str, str] | None = None, **values: object
     ) -> None:
         super().__init__(code, **values)
-        self.status, public = ANSWERS.get(code, (400, None))
-        self.public_code: str | None = public or code
-        """`code` of the body."""
+        self._answer_by(ANSWERS.get(code, (400,)))
         self.param = param
         self.headers = dict(headers or {})
+
+    def _answer_by(self, row: Sequence[Any]) -> None:
+        self.status: int = row[0]
+        self.public_code: str = row[1] if len(row) > 1 else self.code
+        """`code` of the body."""
 
     def reword(self, text: str) -> Self:
         """Replace the whole message."""
@@ -110,7 +52,7 @@ class ApiError(HoldfastError):
     @property
     def kind(self) -> str:
         """`type` of OpenAI's body."""
-        return OPENAI_TYPES.get(self.status, "invalid_request_error")
+        return _TABLE["openai_types"].get(str(self.status), "invalid_request_error")
 
     def to_json(self, path: str = "", request_id: str = "") -> bytes:
         """Return the whole body, in the shape that clients of this path expect."""
@@ -136,8 +78,7 @@ class ForwardedError(ApiError):
 
     def __init__(self, error: HoldfastError, row: str, param: str | None, headers: Mapping[str, str] | None) -> None:
         super().__init__(error.code, param=param, headers=headers, **error.values)
-        self.status, public = ANSWERS.get(error.code) or ANSWERS[row]
-        self.public_code = public or (None if error.code == LEGACY_CODE else error.code)
+        self._answer_by(ANSWERS.get(error.code) or ANSWERS[row])
         self.reword(str(error))
 
 

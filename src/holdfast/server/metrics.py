@@ -13,8 +13,10 @@ Label values come from closed sets: no client can create a series.
 
 import os
 import time
+import tomllib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from importlib import resources
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -33,54 +35,15 @@ from holdfast.server.response_memory import ResponseMemory
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 REASONS: Final[tuple[FinishReason, ...]] = get_args(FinishReason)
-SECONDS: Final = tuple(step * 10.0**power for power in range(-3, 4) for step in (1.0, 1.5, 2.5, 4.0, 6.5))
-TOKENS: Final = tuple(float(step * 10**power) for power in range(7) for step in (1, 2, 5))
+BOUNDS: Final = {
+    "seconds": tuple(step * 10.0**power for power in range(-3, 4) for step in (1.0, 1.5, 2.5, 4.0, 6.5)),
+    "tokens": tuple(float(step * 10**power) for power in range(7) for step in (1, 2, 5)),
+}
 HTTP_CLASSES: Final = ("2xx", "3xx", "4xx", "5xx")
 Rows = list[tuple[Mapping[str, str], float]]
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-ENGINE_VALUES: Final = (
-    ("gauge", "vllm:num_requests_running", "Running sequences.", "stats.num_running"),
-    ("gauge", "vllm:num_requests_waiting", "Waiting sequences.", "stats.num_waiting"),
-    ("gauge", "vllm:kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", "stats.kv_usage"),
-    ("counter", "vllm:num_preemptions", "Preempted sequences.", "stats.num_preemptions"),
-    ("counter", "vllm:prefix_cache_queries", "Prompt tokens looked up.", "stats.num_prefix_query_tokens"),
-    ("counter", "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "stats.num_prefix_hit_tokens"),
-    ("counter", "vllm:generation_tokens", "Generated tokens.", "stats.num_output_tokens"),
-)
-OWN_VALUES: Final = (
-    ("gauge", "holdfast:requests_open", "Requests in progress.", "server.num_open"),
-    ("gauge", "holdfast:core_silence_seconds", "Time since the last heartbeat.", "health.core_silence_seconds"),
-    ("gauge", "holdfast:step_seconds", "Duration of the current step.", "health.seconds_in_step"),
-    ("counter", "holdfast:steps", "Steps of the model.", "stats.num_steps"),
-    ("counter", "holdfast:proposed_tokens", "Draft tokens.", "stats.num_proposed_tokens"),
-    ("counter", "holdfast:accepted_tokens", "Accepted draft tokens.", "stats.num_accepted_tokens"),
-)
-RESPONSE_VALUES: Final = (
-    ("gauge", "holdfast:responses_kept", "Stored responses.", "kept.count"),
-    ("gauge", "holdfast:response_bytes", "Memory of stored responses.", "kept.num_bytes"),
-    ("gauge", "holdfast:response_limit_bytes", "Limit on the memory of stored responses.", "kept.limit_bytes"),
-)
-MEMORY_VALUES: Final = (
-    ("gauge", "holdfast:memory_budget_bytes", "Memory budget of the engine.", "memory.budget_bytes"),
-    ("gauge", "holdfast:kv_bytes_per_token", "KV cache per token.", "memory.kv_bytes_per_token"),
-    ("gauge", "holdfast:kv_tokens", "Capacity of the KV cache.", "memory.kv_tokens"),
-)
-MEASURED_VALUES: Final = (
-    ("gauge", "holdfast:memory_measured_bytes", "Memory as the device measures it.", "memory.measured_bytes"),
-    ("gauge", "holdfast:memory_unaccounted_bytes", "Memory without an owner.", "memory.unaccounted_bytes"),
-)
-"""Kind, name, help and source of every metric with one value."""
-HISTOGRAMS: Final = {
-    "first_token_seconds": ("time_to_first_token_seconds", "From a request to its first token.", SECONDS),
-    "inter_token_seconds": ("inter_token_latency_seconds", "Between two tokens.", SECONDS),
-    "output_token_seconds": ("request_time_per_output_token_seconds", "Mean per token of a completion.", SECONDS),
-    "total_seconds": ("e2e_request_latency_seconds", "From a request to its last token.", SECONDS),
-    "queue_seconds": ("request_queue_time_seconds", "From a request to its first step.", SECONDS),
-    "prefill_seconds": ("request_prefill_time_seconds", "From the first step to the first token.", SECONDS),
-    "decode_seconds": ("request_decode_time_seconds", "From the first token to the last.", SECONDS),
-    "prompt_tokens": ("request_prompt_tokens", "Tokens of a prompt.", TOKENS),
-    "generation_tokens": ("request_generation_tokens", "Tokens of a completion.", TOKENS),
-}
+TABLE: Final = tomllib.loads(resources.files("holdfast").joinpath("data", "metrics.toml").read_text("utf-8"))
+HISTOGRAMS: Final[Mapping[str, tuple[str, str, str]]] = TABLE["histograms"]
 
 
 class Histogram:
@@ -198,7 +161,7 @@ class Metrics(Collector):
         self.responses = dict.fromkeys(HTTP_CLASSES, 0)
         self.endpoints: dict[str, int] = {}
         """Requests by the path of their route, or `unknown`."""
-        self.histograms = {name: Histogram(bounds) for name, (_, _, bounds) in HISTOGRAMS.items()}
+        self.histograms = {name: Histogram(BOUNDS[unit]) for name, (_, _, unit) in HISTOGRAMS.items()}
         self._map: MemoryMap | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -233,7 +196,7 @@ class Metrics(Collector):
             kept=SimpleNamespace(count=len(kept), num_bytes=kept.num_bytes, limit_bytes=kept.limit_bytes),
             memory=report,
         )
-        yield from self._values(ENGINE_VALUES, sources)
+        yield from self._values("engine", sources)
         counts, num_tokens = llm.step_sizes()
         sizes = Histogram(tuple(float(2**place) for place in range(len(counts) - 1)), counts, float(num_tokens))
         yield sizes.family("vllm:iteration_tokens_total", "Tokens of a step, prompts included.", self._labels)
@@ -244,18 +207,18 @@ class Metrics(Collector):
         yield self._family("counter", "vllm:prompt_tokens", "Prompt tokens.", [({}, self.num_prompt_tokens)])
         yield self._by("vllm:request_success", "Completions by reason.", "finished_reason", self.finished)
         for name, (metric, text, _) in HISTOGRAMS.items():
-            yield self.histograms[name].family(f"vllm:{metric}", text, self._labels)
-        yield from self._values(OWN_VALUES, sources)
+            yield self.histograms[name].family(metric, text, self._labels)
+        yield from self._values("own", sources)
         yield self._by("holdfast:http_responses", "Answers by class of status.", "status", self.responses)
         yield self._by("holdfast:http_requests", "Requests by endpoint.", "endpoint", self.endpoints)
         resident: Rows = [({"process": name}, float(count)) for name, count in resident_bytes(llm).items()]
         yield self._family("gauge", "holdfast:process_resident_bytes", "Resident memory by process.", resident)
-        yield from self._values(RESPONSE_VALUES, sources)
+        yield from self._values("response", sources)
         yield _family("gauge", "holdfast:build_info", "Version of this server.", [({"version": __version__}, 1.0)])
         yield from self._memory_families(report)
-        yield from self._values(MEMORY_VALUES, sources)
+        yield from self._values("memory", sources)
         if report.measured_bytes is not None and report.unaccounted_bytes is not None:
-            yield from self._values(MEASURED_VALUES, sources)
+            yield from self._values("measured", sources)
         if self._map is not None:
             pages: Rows = [({"state": "free", "group": ""}, float(self._map.num_free))]
             for group in self._map.groups:
@@ -263,8 +226,8 @@ class Metrics(Collector):
                 pages.append(({"state": "cached", "group": group.name}, float(group.num_cached)))
             yield self._family("gauge", "holdfast:kv_pages", "KV pages by state and cache group.", pages)
 
-    def _values(self, table: tuple[tuple[str, str, str, str], ...], sources: SimpleNamespace) -> Iterator[Metric]:
-        for kind, name, text, source in table:
+    def _values(self, section: str, sources: SimpleNamespace) -> Iterator[Metric]:
+        for name, (kind, text, source) in TABLE[section].items():
             yield self._family(kind, name, text, [({}, attrgetter(source)(sources))])
 
     def _by(self, name: str, text: str, label: str, counts: Mapping[Any, int]) -> Metric:

@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast.engine.admission import PreparedRequest
 from holdfast.request.outputs import CompletionDelta
+from holdfast.server import schemas
 from holdfast.server.answers import AnswerText, SplitWriter, WholeCall, arguments_of, respond, to_json
 from holdfast.server.completions import prepare_prompts
 from holdfast.server.conversations import Conversation, function_tool, prepare_chat, thinking_options
@@ -24,15 +25,6 @@ from holdfast.server.ollama_schemas import (
 )
 from holdfast.server.openapi import LINES, post
 from holdfast.server.sampling import Rule, sampling_params
-from holdfast.server.schemas import (
-    AssistantMessage,
-    CalledFunction,
-    InstructionMessage,
-    Message,
-    MessageToolCall,
-    ToolMessage,
-    UserMessage,
-)
 from holdfast.server.service import service_of
 from holdfast.server.streams import Answer, Counted, EventStream, new_id
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
@@ -83,7 +75,7 @@ async def _opened(request: Request, body: OllamaRequest) -> "OllamaWriter":
             raise ApiError("http.raw_system")
         made = {} if rule is None else {"structured_outputs": rule.made()}
         params = sampling_params(service, fields, max_tokens=max_tokens, logprobs=num_top, **made)
-        [prepared] = await prepare_prompts(request, fields, [body.prompt or ""], params, rule)
+        [prepared] = await prepare_prompts(request, None, [body.prompt or ""], params, rule)
     else:
         tools = (body.tools or ()) if isinstance(body, OllamaChatRequest) else ()
         messages = read_messages(body)
@@ -128,45 +120,49 @@ def _rule(body: OllamaRequest) -> Rule | None:
     return Rule("format", {"json_object": True} if body.format == "json" else {"json": body.format})
 
 
-def read_messages(body: OllamaRequest) -> list[Message]:
+def read_messages(body: OllamaRequest) -> list[schemas.Message]:
     """Convert the conversation of a request; every call gets an id."""
     if isinstance(body, OllamaGenerateRequest):
-        system: list[Message] = [InstructionMessage(role="system", content=body.system)] if body.system else []
-        return [*system, UserMessage(role="user", content=body.prompt or "")]
+        system: list[schemas.Message] = (
+            [schemas.InstructionMessage(role="system", content=body.system)] if body.system else []
+        )
+        return [*system, schemas.UserMessage(role="user", content=body.prompt or "")]
     assert isinstance(body, OllamaChatRequest), f"{type(body)=} has no messages"
-    messages: list[Message] = []
-    waiting: list[MessageToolCall] = []
+    messages: list[schemas.Message] = []
+    waiting: list[schemas.MessageToolCall] = []
     num_calls = 0
     for message in body.messages or ():
         content = message.content or ""
         if message.role == "assistant":
             waiting = _calls(message, num_calls)
             num_calls += len(waiting)
-            reply = AssistantMessage(role="assistant", content=content or (None if waiting else ""))
+            reply = schemas.AssistantMessage(role="assistant", content=content or (None if waiting else ""))
             reply.reasoning_content, reply.tool_calls = message.thinking or None, [*waiting] or None
             messages.append(reply)
         elif message.role == "tool":
             call_id = message.tool_call_id or _answered_call(waiting, message.tool_name)
-            messages.append(ToolMessage(role="tool", content=content, tool_call_id=call_id, name=message.tool_name))
+            messages.append(
+                schemas.ToolMessage(role="tool", content=content, tool_call_id=call_id, name=message.tool_name)
+            )
         elif message.role == "system":
-            messages.append(InstructionMessage(role="system", content=content))
+            messages.append(schemas.InstructionMessage(role="system", content=content))
         else:
-            messages.append(UserMessage(role="user", content=content))
+            messages.append(schemas.UserMessage(role="user", content=content))
     return messages
 
 
-def _calls(message: OllamaMessage, num_before: int) -> list[MessageToolCall]:
+def _calls(message: OllamaMessage, num_before: int) -> list[schemas.MessageToolCall]:
     """Give calls their ids: Ollama's clients may leave them out, templates may need them."""
     return [
-        MessageToolCall(
+        schemas.MessageToolCall(
             id=call.id or f"call_{num_before + place}",
-            function=CalledFunction(name=call.function.name, arguments=call.function.arguments),
+            function=schemas.CalledFunction(name=call.function.name, arguments=call.function.arguments),
         )
         for place, call in enumerate(message.tool_calls or ())
     ]
 
 
-def _answered_call(waiting: list[MessageToolCall], name: str | None) -> str:
+def _answered_call(waiting: list[schemas.MessageToolCall], name: str | None) -> str:
     """Remove the first open call of that tool and return its id."""
     place = next((place for place, call in enumerate(waiting) if name in (None, call.function.name)), None)
     return "call_0" if place is None else waiting.pop(place).id
@@ -193,7 +189,6 @@ class OllamaWriter(SplitWriter):
         """The call whose arguments are incomplete."""
         self._num_calls = 0
         self._last: CompletionDelta | None = None
-        self._text = ""
 
     def add_piece(self, piece: AnswerDelta) -> None:
         if isinstance(piece, ToolCallDelta):
@@ -227,15 +222,11 @@ class OllamaWriter(SplitWriter):
     def end(self) -> None:
         self._written.append(self._line({**self._said("", "", []), **self._times()}))
 
-    def whole(self) -> dict[str, Any]:
-        self._text = "".join(text for text, _, _ in self._pieces)
+    def whole(self) -> tuple[dict[str, Any], str | None]:
+        content = "".join(text for text, _, _ in self._pieces)
         thinking = "".join(text for _, text, _ in self._pieces)
         calls = [call for _, _, some in self._pieces for call in some]
-        return self._object({**self._said(self._text, thinking, calls), **self._times()})
-
-    @property
-    def text(self) -> str:
-        return self._text
+        return self._object({**self._said(content, thinking, calls), **self._times()}), content
 
     def _said(self, content: str, thinking: str, calls: list[WholeCall]) -> dict[str, Any]:
         said: dict[str, Any] = {"thinking": thinking} if thinking else {}

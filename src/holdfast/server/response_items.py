@@ -3,49 +3,35 @@
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.server.schemas import (
-    AssistantMessage,
-    CalledFunction,
-    FunctionCallItem,
-    FunctionOutputItem,
-    InstructionMessage,
-    Item,
-    Message,
-    MessageItem,
-    MessageToolCall,
-    ReasoningItem,
-    ResponseRequest,
-    ToolMessage,
-    UserMessage,
-)
+from holdfast.server import schemas
 from holdfast.server.streams import new_id
 
 
-def messages_of(body: ResponseRequest, earlier: Sequence[Item] = ()) -> list[Message]:
+def messages_of(body: schemas.ResponseRequest, earlier: Sequence[schemas.Item] = ()) -> list[schemas.Message]:
     """Convert a request to messages, after the items of the response that it continues."""
-    messages: list[Message] = []
+    messages: list[schemas.Message] = []
     if body.instructions:
-        messages.append(InstructionMessage(role="system", content=body.instructions))
+        messages.append(schemas.InstructionMessage(role="system", content=body.instructions))
     for item in (*earlier, *input_of(body)):
         _append(messages, item)
     return messages
 
 
-def input_of(body: ResponseRequest) -> list[Item]:
+def input_of(body: schemas.ResponseRequest) -> list[schemas.Item]:
     """Return the items of a request itself."""
-    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    return [schemas.MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
-def kept_item(item: Item) -> dict[str, Any]:
+def kept_item(item: schemas.Item) -> dict[str, Any]:
     """Write an input item in the shape that OpenAI's clients read."""
-    if isinstance(item, MessageItem):
+    if isinstance(item, schemas.MessageItem):
         kind = "output_text" if item.role == "assistant" else "input_text"
         more: dict[str, Any] = {"annotations": []} if item.role == "assistant" else {}
         texts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
         own = {"role": item.role, "content": [{"type": kind, "text": text, **more} for text in texts]}
-    elif isinstance(item, FunctionCallItem):
+    elif isinstance(item, schemas.FunctionCallItem):
         own = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
-    elif isinstance(item, FunctionOutputItem):
+    elif isinstance(item, schemas.FunctionOutputItem):
         texts = item.output if isinstance(item.output, str) else [part.text for part in item.output]
         output = texts if isinstance(texts, str) else [{"type": "input_text", "text": text} for text in texts]
         own = {"call_id": item.call_id, "output": output}
@@ -55,32 +41,32 @@ def kept_item(item: Item) -> dict[str, Any]:
     return {"type": item.type, "id": item.id or new_id(prefix), "status": item.status or "completed", **own}
 
 
-def _append(messages: list[Message], item: Item) -> None:
-    if isinstance(item, FunctionOutputItem):
-        messages.append(ToolMessage(role="tool", content=item.output, tool_call_id=item.call_id))
-    elif isinstance(item, FunctionCallItem):
+def _append(messages: list[schemas.Message], item: schemas.Item) -> None:
+    if isinstance(item, schemas.FunctionOutputItem):
+        messages.append(schemas.ToolMessage(role="tool", content=item.output, tool_call_id=item.call_id))
+    elif isinstance(item, schemas.FunctionCallItem):
         answer = _answer(messages)
-        function = CalledFunction(name=item.name, arguments=item.arguments)
-        answer.tool_calls = [*(answer.tool_calls or ()), MessageToolCall(id=item.call_id, function=function)]
-    elif isinstance(item, ReasoningItem):
+        function = schemas.CalledFunction(name=item.name, arguments=item.arguments)
+        answer.tool_calls = [*(answer.tool_calls or ()), schemas.MessageToolCall(id=item.call_id, function=function)]
+    elif isinstance(item, schemas.ReasoningItem):
         text = "\n".join(part.text for part in item.content or ())
         if text:
-            messages.append(AssistantMessage(role="assistant", reasoning_content=text))
+            messages.append(schemas.AssistantMessage(role="assistant", reasoning_content=text))
     elif item.role == "user":
-        messages.append(UserMessage(role="user", content=item.content))
+        messages.append(schemas.UserMessage(role="user", content=item.content))
     elif item.role == "assistant":
         answer = _answer(messages)
         if answer.content is not None or answer.tool_calls:
-            answer = AssistantMessage(role="assistant")
+            answer = schemas.AssistantMessage(role="assistant")
             messages.append(answer)
         answer.content = item.content
     else:
-        messages.append(InstructionMessage(role=item.role, content=item.content))
+        messages.append(schemas.InstructionMessage(role=item.role, content=item.content))
 
 
-def _answer(messages: list[Message]) -> AssistantMessage:
+def _answer(messages: list[schemas.Message]) -> schemas.AssistantMessage:
     """Return the answer that the last items belong to, or a new one."""
-    if messages and isinstance(messages[-1], AssistantMessage):
+    if messages and isinstance(messages[-1], schemas.AssistantMessage):
         return messages[-1]
-    messages.append(AssistantMessage(role="assistant"))
+    messages.append(schemas.AssistantMessage(role="assistant"))
     return messages[-1]  # type: ignore[return-value]

@@ -76,7 +76,7 @@ def chat_tokens(
         tokens = service.llm.get_tokenizer().apply_chat_template(
             messages,  # type: ignore[arg-type]
             tools=tools,
-            tools_in_words=True,
+            tools_as_text=True,
             add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
             continue_final_message=continues,
             **options,

@@ -1,10 +1,10 @@
-"""What an answer is made of as it streams: content, reasoning and calls of tools, in pieces; no torch."""
+"""Deltas of an answer as it streams: content, reasoning and calls of tools; no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_HELD_SPACE_CHARS = 2**14
-"""White space that may turn out to stand beside a marker; a longer run is shown."""
+"""Longest white space that waits for a marker; a longer run is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +26,28 @@ class ToolCallDelta:
     """More of one call: first its name, alone; then its arguments, as JSON text in pieces."""
 
     index: int
-    """Of the call in the answer, from 0."""
     name: str | None
-    """With the first delta of a call and with no other."""
+    """Only in the first delta of a call."""
     arguments: str = ""
     id: str | None = None
-    """With the name, if the model numbers its calls itself; its template needs the same string in the next turn."""
+    """With the name, if the model numbers its calls; its template needs the same string in the next turn."""
 
 
 AnswerDelta = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 class DeltaList:
-    """Deltas in order, neighbours of one kind as one."""
+    """Deltas in order; adjacent ones of one kind are joined."""
 
     def __init__(self) -> None:
         self._done: list[AnswerDelta] = []
         self._parts: list[str] = []
         self._kind: type[ContentDelta] | type[ReasoningDelta] | int = ContentDelta
-        """Of the parts: a number is the index of the call whose arguments they are."""
+        """Kind of the parts: a number is the index of a call whose arguments they are."""
         self._call_ids: set[str] = set()
 
     def add(self, kind: type[ContentDelta] | type[ReasoningDelta] | int, text: str) -> None:
-        """More text of one kind."""
+        """Append text of one kind."""
         if not text:
             return
         if kind != self._kind:
@@ -57,7 +56,7 @@ class DeltaList:
         self._parts.append(text)
 
     def begin_call(self, index: int, name: str, call_id: str | None = None) -> None:
-        """A call, whose arguments follow. An id that an earlier call has is left out: ids tell calls apart."""
+        """Begin a call. A repeated id is dropped: ids identify calls."""
         self._close()
         call_id = None if call_id in self._call_ids else call_id
         if call_id is not None:
@@ -65,7 +64,7 @@ class DeltaList:
         self._done.append(ToolCallDelta(index, name, id=call_id))
 
     def take(self) -> list[AnswerDelta]:
-        """All of them, once."""
+        """Return and clear all deltas."""
         self._close()
         done, self._done = self._done, []
         return done
@@ -80,7 +79,7 @@ class DeltaList:
 
 
 class HeldSpace:
-    """White space at the end of a text so far, kept back until it is known whether it counts."""
+    """White space at the end of a text, held back until the next text shows whether it counts."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
@@ -88,7 +87,7 @@ class HeldSpace:
         self._is_over = False
 
     def show(self, text: str) -> str:
-        """What may be shown now of what was held and this text."""
+        """Add a text and return what may be shown."""
         body = text.rstrip()
         shown = self.release() + body if body else ""
         if body:
@@ -104,20 +103,20 @@ class HeldSpace:
         return shown
 
     def release(self) -> str:
-        """What is held."""
+        """Return and clear the held space."""
         held = "".join(self._held)
         self._held.clear()
         self._num_chars = 0
         return held
 
     def drop(self) -> None:
-        """It stands beside a marker and does not count."""
+        """Clear the held space: it is beside a marker."""
         self.release()
         self._is_over = False
 
 
 def partial_end(text: str, marker: str) -> int:
-    """Characters at the end of the text that may be the beginning of a marker."""
+    """Return how many characters at the end of the text may begin a marker."""
     first = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
     while first >= 0:
         if marker.startswith(text[first:]):
@@ -127,7 +126,7 @@ def partial_end(text: str, marker: str) -> int:
 
 
 def joined(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
-    """The same deltas with neighbours of one kind as one."""
+    """Join adjacent deltas of one kind."""
     whole = DeltaList()
     for delta in deltas:
         if isinstance(delta, ToolCallDelta):

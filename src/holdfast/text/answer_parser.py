@@ -1,4 +1,4 @@
-"""AnswerForm, AnswerParser: an answer as it streams, as reasoning, content and calls of tools, by what its model can do; no torch."""
+"""AnswerFormat, AnswerParser: split a streaming answer into reasoning, content and calls of tools; no torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
+class AnswerFormat:
     """How the answers to one request are read."""
 
     reasoning: ReasoningFormat | None = None
@@ -26,33 +26,33 @@ class AnswerForm:
 
     @property
     def splits(self) -> bool:
-        """Whether an answer may hold more than content."""
+        """True if an answer may hold more than content."""
         return self.reasoning is not None or self.calls is not None
 
     @property
     def thoughts_end(self) -> str:
-        """The marker that the content follows."""
+        """The marker before the content."""
         return CLOSING if self.reasoning is None else self.reasoning.ending
 
     def thoughts(self, prompt: str | None) -> Thoughts:
-        """What an answer to this prompt begins with."""
+        """Return the beginning of an answer to this prompt."""
         return "none" if self.reasoning is None else self.reasoning.thoughts(prompt)
 
     def special_tokens(self, tokenizer: "Tokenizer | None") -> dict[str, int]:
-        """Find the markers that are special tokens: a text leaves them out unless it must be read."""
+        """Find the markers that are special tokens: a text has them only if it is parsed."""
         if tokenizer is None:
             return {}
         names = (*(self.reasoning.tokens if self.reasoning else ()), *(self.calls.tokens if self.calls else ()))
         return _ids(tokenizer, names, tokenizer.special_token_ids)
 
     def stop_token_ids(self, tokenizer: "Tokenizer | None") -> tuple[int, ...]:
-        """Find the tokens that end an answer of this form."""
+        """Find the tokens that end an answer of this format."""
         is_channel = self.reasoning is not None and self.reasoning.is_channel
         names = HARMONY.stops if is_channel else self.calls.stops if self.calls else ()
         return () if tokenizer is None else tuple(_ids(tokenizer, names, None).values())
 
     def parser(self, prompt: str | None = None, hidden: Sequence[str] = ()) -> "AnswerParser":
-        """For one answer to this prompt. Markers in `hidden` that mark nothing are left out."""
+        """Make the parser of one answer to this prompt. Stray markers in `hidden` are removed."""
         tools = None if self.calls is None else self.tools
         if self.calls is HARMONY or (self.reasoning is not None and self.reasoning.is_channel):
             reads_reasoning = self.reasoning is not None
@@ -71,17 +71,17 @@ def _ids(tokenizer: "Tokenizer", names: Sequence[str], among: frozenset[int] | N
 
 
 class MarkerFilter:
-    """Leaves markers out of content and reasoning, however they are cut. Arguments of calls stay as they are."""
+    """Removes markers from content and reasoning, however they are cut. Arguments of calls stay unchanged."""
 
     def __init__(self, hidden: Sequence[str] = ()) -> None:
         self._hidden = tuple(hidden)
         self._marker = re.compile("|".join(map(re.escape, hidden)))
         self._kept = ""
         self._kind: type[ContentDelta] | type[ReasoningDelta] = ContentDelta
-        """Of what is kept: the end of a text, which may begin a marker."""
+        """Kind of the held text, which may begin a marker."""
 
     def filtered(self, deltas: list[AnswerDelta]) -> list[AnswerDelta]:
-        """The same deltas without markers."""
+        """Return the deltas without markers."""
         if not self._hidden:
             return deltas
         out = DeltaList()
@@ -104,7 +104,7 @@ class MarkerFilter:
         return "".join(pieces)
 
     def finish(self) -> list[AnswerDelta]:
-        """What is kept; the answer has ended."""
+        """Return the held text, at the end of the answer."""
         rest = self.rest()
         return [self._kind(rest)] if rest else []
 
@@ -114,7 +114,7 @@ class MarkerFilter:
 
 
 class AnswerParser:
-    """One completion: thoughts are split off first, and only what is left may call tools."""
+    """Parses one completion: thoughts are split off first, and only the rest may call tools."""
 
     def __init__(
         self,
@@ -128,21 +128,21 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls so far."""
+        """Number of calls so far."""
         return 0 if self._tools is None else self._tools.num_calls
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What looked like a call and was none, or was one and broke."""
+        """Descriptions of texts that looked like calls, and of broken calls."""
         return () if self._tools is None else tuple(self._tools.problems)
 
     def feed(self, text: str) -> list[AnswerDelta]:
-        """What a further piece of the answer makes certain."""
+        """Read a further piece of the answer; return the deltas that are certain."""
         deltas: list[AnswerDelta] = [ContentDelta(text)] if self._reasoning is None else self._reasoning.feed(text)
         return self._markers.filtered(self._called(deltas))
 
     def finish(self) -> list[AnswerDelta]:
-        """What was held back; the answer has ended."""
+        """Return the deltas that were held back, at the end of the answer."""
         deltas = self._called([] if self._reasoning is None else self._reasoning.finish())
         deltas += [] if self._tools is None else self._tools.finish()
         return self._markers.filtered(deltas) + self._markers.finish()

@@ -1,6 +1,6 @@
-"""CallReader: one call of a tool, from its first sign to its last: a JSON object, or a name with JSON arguments; no torch.
+"""CallReader: reads one call of a tool: a JSON object, or a name with JSON arguments; no torch.
 
-Nothing is told of a call before it is certain. From then on its arguments are, as far as they have come.
+Nothing is reported before the call is certain. From then on its arguments stream.
 """
 
 import json
@@ -14,21 +14,21 @@ from holdfast.text.answer_deltas import DeltaList
 from holdfast.text.json_scanner import Found, JsonScanner, is_object
 from holdfast.text.tools import NAME, Tool
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
+"""Records a problem of the answer."""
 
 
 class CallReader(Protocol):
-    """One call. `read` takes text from a place on, up to a limit, and says how far."""
+    """Reads one call."""
 
     is_certain: bool
-    """It is a call, and was told."""
+    """It is a call, and has been reported."""
     is_done: bool
-    """Its arguments are whole, and nothing of it is still to come."""
     is_broken: bool
-    """It is none, or its arguments are not what they began as."""
+    """It is no call, or its arguments are broken."""
 
     def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
-        """Read on; stops where the call is done or broken, else at the limit or before half a tag there."""
+        """Read from `place`; stop if the call is done or broken, at the limit, or before half a tag there."""
         ...
 
 
@@ -56,11 +56,11 @@ def escaped(piece: str, found: Found) -> str:
     return piece[:-1] + json.dumps(piece[-1])[1:-1] if found is Found.CONTROL else piece
 
 
-def told_unknown(name: str, tools: Mapping[str, Tool] | None, tell: Tell) -> bool:
-    """Tell of a name that the request does not list. True if the request lists tools without it."""
+def report_unknown(name: str, tools: Mapping[str, Tool] | None, report: Report) -> bool:
+    """Report a name that is not among the tools of the request; return True then."""
     if tools is None or name in tools:
         return False
-    tell(f"{shown(name)} is called, which is no tool of the request")
+    report(f"{shown(name)} is called, which is no tool of the request")
     return True
 
 
@@ -70,9 +70,9 @@ class JsonSyntax:
 
     arguments_key: str
 
-    def reader(self, index: int, tools: Mapping[str, Tool] | None, tell: Tell, is_marked: bool) -> CallReader:
+    def reader(self, index: int, tools: Mapping[str, Tool] | None, report: Report, is_marked: bool) -> CallReader:
         """Make the reader of one call."""
-        return JsonCall(index, tools, tell, is_marked)
+        return JsonCall(index, tools, report, is_marked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +80,16 @@ class HeadSyntax:
     """Calls that are a name, a separator and a JSON object."""
 
     head: re.Pattern[str]
-    """Matches the text before the separator: group "name", and group "id" if the model numbers its calls."""
+    """Pattern of the text before the separator: group "name", and group "id" if the model numbers its calls."""
     separator: str
     closing: str
-    """Follows the arguments."""
     written_head: str
     written_end: str = ""
     """For a forced call: the text before the arguments, with {name}, and the text after them, before the closing marker."""
 
-    def reader(self, index: int, tools: Mapping[str, Tool] | None, tell: Tell, is_marked: bool) -> CallReader:
+    def reader(self, index: int, tools: Mapping[str, Tool] | None, report: Report, is_marked: bool) -> CallReader:
         """Make the reader of one call."""
-        return HeadedCall(self, index, tools, tell)
+        return HeadedCall(self, index, tools, report)
 
 
 MAX_HEAD_CHARS = 512
@@ -98,19 +97,19 @@ _SPACE = re.compile(r"\s*")
 
 
 class HeadedCall:
-    """Reads NAME <separator> {...}. The markers prove that it is a call, so arguments that are not JSON break only them."""
+    """Reads NAME <separator> {...}. The markers prove that it is a call, so invalid JSON breaks only the arguments."""
 
-    def __init__(self, syntax: HeadSyntax, index: int, tools: Mapping[str, Tool] | None, tell: Tell) -> None:
+    def __init__(self, syntax: HeadSyntax, index: int, tools: Mapping[str, Tool] | None, report: Report) -> None:
         self.is_certain = self.is_done = self.is_broken = False
         self._syntax = syntax
         self._index = index
         self._tools = tools
-        self._tell = tell
+        self._report = report
         self._named: re.Match[str] | None = None
         self._arguments = ArgumentsReader()
 
     def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
-        """Read on; half a separator at the end waits for the next piece."""
+        """Read from `place`; half a separator at the end waits for the next piece."""
         if self._named is None:
             place = self._head(text, place, limit)
         if self._named is not None and not self.is_certain:
@@ -135,7 +134,7 @@ class HeadedCall:
         return found + len(separator)
 
     def _first(self, text: str, place: int, limit: int, out: DeltaList) -> int:
-        """Look at the first sign of the arguments; with it the call is certain."""
+        """Read the first character of the arguments; then the call is certain."""
         match = _SPACE.match(text, place, limit)
         place = place if match is None else match.end()
         rest = text[place : min(limit, place + len(self._syntax.closing))]
@@ -144,7 +143,7 @@ class HeadedCall:
             return place
         assert self._named is not None, "the head of a call has no name"
         name = self._named["name"]
-        told_unknown(name, self._tools, self._tell)
+        report_unknown(name, self._tools, self._report)
         self.is_certain = True
         out.begin_call(self._index, name, self._named.groupdict().get("id"))
         if is_empty:
@@ -154,27 +153,27 @@ class HeadedCall:
 
 
 class JsonCall:
-    """{"name": ..., "arguments": {...}}, in any order; `parameters` means the same."""
+    """Reads {"name": ..., "arguments": {...}}, in any order; `parameters` is a synonym of `arguments`."""
 
-    def __init__(self, index: int, tools: Mapping[str, Tool] | None, tell: Tell, is_marked: bool) -> None:
+    def __init__(self, index: int, tools: Mapping[str, Tool] | None, report: Report, is_marked: bool) -> None:
         self.is_certain = self.is_done = self.is_broken = False
         self._index = index
         self._tools = tools
-        self._tell = tell
+        self._report = report
         self._is_marked = is_marked
-        """A marker says that this is a call; else only its form does, which an answer in JSON may share."""
+        """A marker shows that this is a call; else only its keys do, which an answer in JSON may share."""
         self._scanner = JsonScanner()
         self._key = ""
         self._name: str | None = None
         self._captured: list[str] = []
-        """A key with what stands before it, or a value."""
+        """A key with the text before it, or a value."""
         self._arguments: list[str] = []
         self._has_arguments = False
         self._in_arguments = False
         """Between the braces of an arguments object."""
 
     def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
-        """Read on."""
+        """Read from `place`."""
         while True:
             end, found = self._scanner.scan(text, place, limit)
             self._keep(escaped(text[place:end], found), out)
@@ -247,7 +246,7 @@ class JsonCall:
             self._begin_call(out)
 
     def _is_known(self, name: str) -> bool:
-        return not told_unknown(name, self._tools, self._tell) or self._is_marked
+        return not report_unknown(name, self._tools, self._report) or self._is_marked
 
     def _begin_call(self, out: DeltaList) -> None:
         if self._name is None:
@@ -265,13 +264,12 @@ class JsonCall:
         self.is_broken = not self.is_certain
 
     def _break(self) -> None:
-        # A brace that is missing at the end costs nothing.
+        # A missing brace at the end is harmless.
         self.is_done = self.is_certain and not self._in_arguments
         self.is_broken = not self.is_done
 
 
 def _decoded(text: str) -> str:
-    """The string that a JSON string means; the scanner has found it sound."""
     return str(json.loads(text, strict=False))
 
 

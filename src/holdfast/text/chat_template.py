@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.errors import ModelFormatError, PromptError, TemplateError, shown
+from holdfast.errors import ModelFormatError, PromptError, TemplateError
 from holdfast.loading.sources.files import read_json_object, read_small_file
 from holdfast.text.chat_messages import PlainData, plain_messages
 from holdfast.text.control_tokens import ControlTokens, Span, unmarked
@@ -22,37 +22,28 @@ if TYPE_CHECKING:
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE_CHARS = 128 * 2**10
 MAX_REASON_CHARS = 300
-
-
 CONTENT_VARIABLES = ("messages", "tools", "documents")
-"""What others have written: control tokens in these are text."""
+"""Variables from the request: control tokens in these are text."""
 
 
 class RenderedChat(NamedTuple):
-    """A chat as its template writes it."""
+    """A chat as its template writes it; `own` are control tokens of the messages, which are text."""
 
     text: str
     own: tuple[Span, ...]
-    """Control tokens in it that the messages brought along, and that are text."""
 
 
 class ChatTemplate:
-    """The template of one model. It is compiled at its first use; a broken one fails chats, not the model.
+    """The template of one model, compiled at its first use; a broken one fails chats, not the model.
 
-    Whatever it does, rendering ends with a text or with TemplateError, soon and in bounded memory.
+    Rendering always ends with a text or with TemplateError, soon and in bounded memory.
     """
 
-    def __init__(
-        self,
-        source: str,
-        origin: str,
-        special_tokens: Mapping[str, str],
-    ) -> None:
+    def __init__(self, source: str, origin: str, special_tokens: Mapping[str, str]) -> None:
+        """`origin` is the file of the template, `special_tokens` bos_token and the like, which templates may write."""
         self.source = source
         self.origin = origin
-        """The file it came from."""
         self.special_tokens = dict(special_tokens)
-        """bos_token, eos_token and the like, which templates may write."""
         self.control_texts: tuple[str, ...] = ()
         """Tokens that are control tokens in messages, whether or not the tokenizer flags them as special."""
         self._compiled: tuple[jinja2.Template, ChatSandbox] | TemplateError | None = None
@@ -61,7 +52,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True, **extra: object
     ) -> str:
-        """The prompt for these messages; `extra` are further variables that the template knows."""
+        """Return the prompt for these messages; `extra` are further variables of the template."""
         return self.render_chat(messages, None, add_generation_prompt, **extra).text  # type: ignore[arg-type]
 
     def render_chat(
@@ -70,19 +61,15 @@ class ChatTemplate:
         control: ControlTokens | None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools_in_words: bool = False,
+        tools_as_text: bool = False,
         **extra: object,
     ) -> RenderedChat:
-        """The same, and which control tokens in it are the messages' own; without `control` none is looked for.
+        """Like `render`, with the control tokens that come from the messages; without `control` none is looked for.
 
-        A template that knows no tools passes over them; with `tools_in_words` it is given them in the messages.
+        A template that knows no tools skips them; `tools_as_text` puts them into the messages.
         """
         if continue_final_message and add_generation_prompt:
-            raise PromptError(
-                "continue_final_message was asked beside add_generation_prompt",
-                "the first goes on with the last message, the second begins a new one",
-                "pass add_generation_prompt=False",
-            )
+            raise PromptError("template.two_openings", name="continue_final_message")
         data = PlainData()
         variables: dict[str, object] = {
             "tools": None,
@@ -92,9 +79,9 @@ class ChatTemplate:
             "messages": plain_messages(messages, data),
             "add_generation_prompt": bool(add_generation_prompt),
         }
-        # One rendering at a time: the budget belongs to the sandbox, and threads would not be faster.
+        # One rendering at a time: the sandbox has one budget, and threads would not be faster.
         with self._lock:
-            text, variables = self._first_rendered(self._ways(variables, data, tools_in_words), data)
+            text, variables = self._first_rendered(self._ways(variables, data, tools_as_text), data)
             own = () if control is None else self._own_tokens(text, variables, control, data.num_chars)
         if continue_final_message:
             text = self._until_final(text, variables["messages"])
@@ -103,26 +90,26 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether it lists tools by itself."""
+        """True if it lists tools by itself."""
         return re.search(r"\btools\b", self.source) is not None
 
-    def _ways(self, variables: dict[str, object], data: PlainData, in_words: bool) -> list[dict[str, object]]:
-        """What the template is given, in the order to try: templates differ in what they take calls of tools to be."""
+    def _ways(self, variables: dict[str, object], data: PlainData, as_text: bool) -> list[dict[str, object]]:
+        """Return the variables to try in order: templates differ in how they expect calls of tools."""
         messages, tools = variables["messages"], variables["tools"]
         assert isinstance(messages, list), f"{messages=} are no plain messages"
         if "developer" not in self.source:
-            # Templates pass over roles that they do not know, without a word.
+            # Templates silently skip unknown roles.
             messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
         if not tools and not has_tools(messages):
             return [{**variables, "messages": messages}]
         messages = with_names_of_tools(messages)
-        if in_words and not self.takes_tools:
+        if as_text and not self.takes_tools:
             chats = [as_plain_chat(messages, tools, data, in_system) for in_system in (True, False)]
             return [{**variables, "messages": chat, "tools": None} for chat in chats]
         return [{**variables, "messages": chat} for chat in (with_argument_objects(messages, data), messages)]
 
     def _first_rendered(self, ways: list[dict[str, object]], data: PlainData) -> tuple[str, dict[str, object]]:
-        """What comes of the first way that the template takes; the error of the first where it takes none."""
+        """Render the first variables that the template accepts; raise the first error if there are none."""
         failure: TemplateError | None = None
         for variables in ways:
             messages = variables["messages"]
@@ -144,10 +131,10 @@ class ChatTemplate:
     def _own_tokens(
         self, text: str, variables: Mapping[str, object], control: ControlTokens, num_chars: int
     ) -> tuple[Span, ...]:
-        """Control tokens of the text that messages, tools and documents brought along.
+        """Find the control tokens that come from messages, tools and documents.
 
-        Marks inside of them come first: a whole control token cannot lose its mark. A template that looks for one, or
-        measures, makes another text of that; marks around them leave them whole, and both must be there.
+        Marks inside them come first: a whole control token cannot lose its mark. If the template reads or measures them, the
+        text changes; then marks go around them, and both must be there.
         """
         num_whole = 0
         messages = variables["messages"]
@@ -166,13 +153,10 @@ class ChatTemplate:
                 return tuple(control.find(text, marks))
         if not num_whole:
             return ()
-        raise self._error(
-            "messages hold control tokens, and it looks into them, so that they cannot be told from its own",
-            "remove them, or pass allow_special_tokens=True",
-        )
+        raise TemplateError("template.control_tokens", origin=self.origin)
 
     def _until_final(self, text: str, messages: object) -> str:
-        """A rendered chat up to the end of its last message, which is to go on."""
+        """Cut a rendered chat at the end of its last message, which the answer continues."""
         assert isinstance(messages, list), f"{messages=} are no plain messages"
         content = messages[-1].get("content")
         if isinstance(content, str) and content.strip():
@@ -180,14 +164,11 @@ class ChatTemplate:
                 place = text.rfind(final)
                 if place >= 0:
                     return text[: place + len(final)]
-        raise PromptError(
-            "continue_final_message was asked",
-            "the last message has no text, or the template changes it",
-            "give the beginning of the answer as the content of the last message",
-        )
+        expected = "a text that the template keeps"
+        raise PromptError("template.cannot_continue", name="continue_final_message", expected=expected)
 
     def check(self) -> None:
-        """Raise now if the template cannot even be compiled."""
+        """Raise if the template cannot be compiled."""
         with self._lock:
             self._compile()
 
@@ -195,15 +176,13 @@ class ChatTemplate:
         if self._compiled is None:
             self._compiled = self._try_to_compile()
         if isinstance(self._compiled, TemplateError):
-            raise TemplateError(*self._compiled.args)
+            raise TemplateError(self._compiled.code, **self._compiled.values)
         return self._compiled
 
     def _try_to_compile(self) -> "tuple[jinja2.Template, ChatSandbox] | TemplateError":
         if len(self.source) > MAX_TEMPLATE_CHARS:
-            return self._error(
-                f"it has {len(self.source)} characters, and at most {MAX_TEMPLATE_CHARS} are read",
-                "pass a shorter chat_template",
-            )
+            reason = f"it has {len(self.source)} characters, and at most {MAX_TEMPLATE_CHARS} are read"
+            return TemplateError("template.over_budget", origin=self.origin, reason=reason)
         from holdfast.text.jinja_sandbox import ChatSandbox
 
         sandbox = ChatSandbox()
@@ -217,33 +196,29 @@ class ChatTemplate:
 
         from holdfast.text.jinja_sandbox import BudgetError, TemplateRefusalError
 
-        reason = plain_reason(error)
+        origin, reason = self.origin, plain_reason(error)
         if isinstance(error, TemplateRefusalError):
-            return self._error(f"it refuses these messages: {reason}", "change the messages")
+            return TemplateError("template.refused", origin=origin, reason=reason)
         if isinstance(error, SecurityError):
-            return self._error(f"it leaves its sandbox: {reason}", "do not trust this model; pass a chat_template")
+            return TemplateError("template.unsafe", origin=origin, reason=reason)
         if isinstance(error, BudgetError):
-            return self._error(reason, "pass a simpler chat_template")
+            return TemplateError("template.over_budget", origin=origin, reason=reason)
         if isinstance(error, TemplateSyntaxError):
-            return self._error(f"line {error.lineno} is no Jinja: {reason}", "pass a corrected chat_template")
+            return TemplateError("template.syntax", origin=origin, line=error.lineno, reason=reason)
         if isinstance(error, RecursionError | MemoryError):
-            return self._error("it is nested too deeply or too large", "pass a simpler chat_template")
-        return self._error(
-            f"it fails with {type(error).__name__}: {reason}", "change the messages, or pass another chat_template"
-        )
-
-    def _error(self, has: str, do: str) -> TemplateError:
-        return TemplateError(f"the chat template of {self.origin} was asked for a prompt", has, do)
+            reason = "it is nested too deeply or too large"
+            return TemplateError("template.over_budget", origin=origin, reason=reason)
+        return TemplateError("template.failed", origin=origin, reason=f"{type(error).__name__}: {reason}")
 
 
 def plain_reason(error: Exception) -> str:
-    """An error's own words on one line, bounded; what a terminal would obey is shown as a code instead."""
-    words = " ".join(str(error).split())[:MAX_REASON_CHARS]
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in words)
+    """Return an error's message on one line, bounded and with control characters escaped."""
+    text = " ".join(str(error).split())[:MAX_REASON_CHARS]
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def chat_template_from_directory(path: Path) -> ChatTemplate | None:
-    """The template of a folder: a file of its own, or an entry of tokenizer_config.json; None when it has none."""
+    """Read the template of a folder: its own file, or an entry of tokenizer_config.json; None if it has none."""
     file = path / TEMPLATE_FILE
     tokens = special_tokens_of(path).texts()
     if file.exists():
@@ -255,7 +230,7 @@ def chat_template_from_directory(path: Path) -> ChatTemplate | None:
 
 
 def chat_template_from_gguf(metadata: Mapping[str, object], file_name: str) -> ChatTemplate | None:
-    """The template in a GGUF file's metadata; None when there is none."""
+    """Read the template in a GGUF file's metadata; None if it has none."""
     source = _default_of(metadata.get("tokenizer.chat_template"), file_name)
     if source is None:
         return None
@@ -270,17 +245,13 @@ def chat_template_from_gguf(metadata: Mapping[str, object], file_name: str) -> C
 
 
 def _default_of(value: object, file_name: str) -> str | None:
-    """A template as it is, or the one called default of several."""
+    """Return a template, or the one called default of several."""
     if value is None or isinstance(value, str):
         return value
     named = {}
     for entry in value if isinstance(value, list) else [value]:
         if not isinstance(entry, dict) or not isinstance(entry.get("template"), str):
-            raise ModelFormatError(
-                f"{file_name} says chat_template = {shown(value)}",
-                "a template or a list of named ones is needed there",
-                "check it",
-            )
+            raise ModelFormatError("template.wrong_setting", file=file_name, value=value)
         named[entry.get("name")] = entry["template"]
     return named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
 
@@ -289,6 +260,4 @@ def _utf8_text(data: bytes, file_name: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ModelFormatError(
-            f"{file_name} is not UTF-8 at byte {error.start}", "templates are UTF-8", "download the model again"
-        ) from error
+        raise ModelFormatError("template.not_utf8", file=file_name, byte=error.start) from error

@@ -1,13 +1,13 @@
-"""Control tokens written out in messages: told from those of the template, and encoded as the text that they are; no torch.
+"""Control tokens written out in messages: distinguished from those of the template, and encoded as text; no torch.
 
-A message may hold "<|im_end|>". Read as a control token it would end the turn and let whoever wrote it speak as
-somebody else, so in content it is text: the same characters, cut into tokens like any others.
+A message may hold "<|im_end|>". As a control token it would end the turn and let its author speak in another role, so in
+content it is text: the same characters, cut into tokens like any others.
 
     marked    a copy of the messages with marks at their control tokens, for a second rendering
-    find      marks and control tokens in what came out: which of them are the messages' own
+    find      the control tokens of the messages in the result, by their marks
     encode    all at once, with the template's control tokens as placeholders and every other as text
 
-Text without such tokens takes none of these steps. Marks are noncharacters of Unicode, which no text has.
+Text without such tokens skips these steps. Marks are noncharacters of Unicode, which no text has.
 """
 
 import json
@@ -26,26 +26,25 @@ PLACEHOLDER = "\ufdd2"
 MARKS = re.compile(f"[{START}{END}{PLACEHOLDER}]")
 Span = tuple[int, int]
 LARGE_TEXT_CHARS = 2**14
-"""From which on a text is encoded without the interpreter's lock."""
+"""Texts of at least so many characters are encoded without the interpreter's lock."""
 
 
 def encode_ids(backend: "tokenizers.Tokenizer", text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text. While a large one is cut, other threads go on: a batch of one lets go of the interpreter's lock,
-    where a single text holds it for seconds."""
+    """Encode a text. For a large one use a batch: it releases the interpreter's lock, which a single text holds for seconds."""
     if len(text) < LARGE_TEXT_CHARS:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 class Mark(NamedTuple):
-    """What stands before position `place` of a text in the marked copy of it."""
+    """A mark before position `place` of a text."""
 
     place: int
     sign: str
 
 
 class ControlTokens:
-    """The special tokens of one tokenizer, by their texts; and tokens that are only kept whole, which hide them."""
+    """The special tokens of one tokenizer by text, and tokens that are only kept whole, which hide them."""
 
     def __init__(self, special: Mapping[str, int], kept_whole: Iterable[str] = ()) -> None:
         self.special = {text: token_id for text, token_id in special.items() if text}
@@ -63,16 +62,16 @@ class ControlTokens:
         return frozenset(text[length:] for text in self.special for length in range(1, len(text)))
 
     def spans(self, text: str) -> list[Span]:
-        """Control tokens in a text, those that overlap included."""
+        """Find the control tokens in a text, including those that overlap."""
         if self._special is None:
             return []
         return [(match.start(), match.start() + len(match[1])) for match in self._special.finditer(text)]
 
     def _marks(self, text: str, around: bool) -> tuple[set[Mark], int]:
-        """Where marks go, and how many whole control tokens there are.
+        """Return the places of marks, and the number of whole control tokens.
 
-        Beginnings of control tokens at a text's end count too, and ends at its beginning: what stands beside may
-        complete them, and their inside then reaches to the end of the text.
+        Beginnings of control tokens at a text's end count too, and ends at its beginning: adjacent text may complete them,
+        and their inside then reaches to the end of the text.
         """
         whole, size = self.spans(text), len(text)
         longest = min(max(map(len, self.special), default=0) - 1, size)
@@ -87,7 +86,7 @@ class ControlTokens:
         return {Mark(place, START) for place in inside} | lone, len(whole)
 
     def marked(self, value: object, around: bool) -> tuple[object, int]:
-        """A copy of plain data with marks inside, or around, whatever is or may become a control token; and how many are."""
+        """Copy plain data with marks inside, or around, actual and possible control tokens; return the number of actual ones too."""
         if isinstance(value, str):
             marks, num_whole = self._marks(value, around)
             return _with_marks(value, sorted(marks)), num_whole
@@ -100,7 +99,7 @@ class ControlTokens:
         return value, 0
 
     def find(self, text: str, marks: list[Mark]) -> list[Span]:
-        """Control tokens of a rendered text that are the messages' own: marked inside, or on both sides."""
+        """Find the control tokens of a rendered text that come from messages: marked inside, or on both sides."""
         starts = {place for place, sign in marks if sign == START}
         ends = {place for place, sign in marks if sign == END}
         own: list[Span] = []
@@ -111,7 +110,7 @@ class ControlTokens:
         return own
 
     def in_template(self, text: str, own: list[Span]) -> Iterator[tuple[int, int, str]]:
-        """Control tokens as the tokenizer would find them, leftmost and longest, without those of the messages."""
+        """Yield control tokens like the tokenizer, leftmost and longest, without those of the messages."""
         taken, place = set(own), 0
         while self._any is not None and (match := self._any.search(text, place)) is not None:
             if match.span() in taken or any(s < match.end() and match.start() < e for s, e in own):
@@ -131,7 +130,7 @@ def _with_marks(text: str, marks: list[Mark]) -> str:
 
 
 def unmarked(text: str) -> tuple[str, list[Mark]]:
-    """A rendered text without its marks, and where they were."""
+    """Return a rendered text without its marks, and their places."""
     marks = [Mark(match.start() - before, match[0]) for before, match in enumerate(MARKS.finditer(text))]
     return MARKS.sub("", text), marks
 
@@ -145,7 +144,7 @@ def _with_special(state: str, texts: set[str]) -> str:
 
 
 class ContentEncoder:
-    """A second tokenizer, in which control tokens are text and placeholders stand for them."""
+    """A second tokenizer, in which control tokens are text and placeholders replace those of the template."""
 
     def __init__(self, backend: "tokenizers.Tokenizer", control: ControlTokens) -> None:
         import tokenizers
@@ -179,13 +178,9 @@ class ContentEncoder:
         }
 
     def encode(self, text: str, own: list[Span], add_special_tokens: bool) -> list[int]:
-        """Token ids of a text in which these control tokens are text."""
+        """Encode a text in which these control tokens are text."""
         if MARKS.search(text):
-            raise PromptError(
-                "messages with control tokens and the noncharacters U+FDD0 to U+FDD2 were given",
-                "these mark control tokens here",
-                "remove them",
-            )
+            raise PromptError("tokenizer.reserved_characters")
         pieces, last = [], 0
         for start, end, token in self._control.in_template(text, own):
             pieces += (text[last:start], self._placeholders[token])
@@ -195,9 +190,5 @@ class ContentEncoder:
         # Checked, not assumed: a vocabulary may hold the same text as a piece of its own.
         if not add_special_tokens and not written.isdisjoint(encoded):
             token_id = next(token_id for token_id in encoded if token_id in written)
-            raise PromptError(
-                f"a message with the control token {token_id} written out was given",
-                "the tokenizer cannot read it as text",
-                "remove it, or pass allow_special_tokens=True",
-            )
+            raise PromptError("tokenizer.unescapable_token", token_id=token_id)
         return [self._meant.get(token_id, token_id) for token_id in encoded]

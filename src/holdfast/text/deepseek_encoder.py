@@ -1,4 +1,4 @@
-"""DeepSeekEncoder: chats of DeepSeek V3.2 and V4, which ship an encoder in place of a Jinja template; no torch.
+"""DeepSeekEncoder: chats of DeepSeek V3.2 and V4, which ship an encoder instead of a Jinja template; no torch.
 
 Every string that it writes is in deepseek_encodings.json. The two versions differ in these rules:
 
@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import NoReturn
 
-from holdfast.errors import PromptError, shown
+from holdfast.errors import PromptError
 from holdfast.text.chat_messages import PlainData
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tool_messages import Message, calls_of, function_of, with_argument_objects
@@ -34,7 +33,7 @@ _NO_JINJA = "{{ raise_exception('this text lists the strings of an encoder; leav
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """The strings of one version; braces stand for what a chat fills in."""
+    """The strings of one version, with placeholders in braces."""
 
     title: str
     roles: Sequence[str]
@@ -56,12 +55,10 @@ class Encoding:
     openings: Mapping[str, str]
     tasks: Mapping[str, str]
     results: str = ""
-    """V3.2 only: around the results of one answer's calls."""
     latest_reminder: str = ""
-    """V4 only."""
 
     def texts(self) -> list[str]:
-        """Every string, for detection of the formats of calls and thoughts."""
+        """Return every string, to detect the formats of calls and thoughts."""
         values = (getattr(self, name) for name in self.__slots__)
         return [text for value in values for text in _leaves(value)]
 
@@ -75,7 +72,7 @@ def _leaves(value: object) -> list[str]:
 
 @cache
 def encodings() -> dict[str, Encoding]:
-    """Both versions by name, as the data file has them."""
+    """Read both versions by name."""
     data = json.loads((files("holdfast.text") / DATA_FILE).read_text(encoding="utf-8"))
     return {name: Encoding(**strings) for name, strings in data["versions"].items()}
 
@@ -99,7 +96,6 @@ class Turn:
 
     role: str
     place: int
-    """Index of the first message."""
     messages: list[Message]
 
     @property
@@ -108,7 +104,7 @@ class Turn:
 
 
 class DeepSeekEncoder(ChatTemplate):
-    """Stands in for the chat template of a model: the same calls, the same care for control tokens, the same errors."""
+    """A ChatTemplate without Jinja: the same methods, handling of control tokens and errors."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -119,7 +115,7 @@ class DeepSeekEncoder(ChatTemplate):
     def check(self) -> None:
         """Do nothing: there is no Jinja to compile."""
 
-    def _ways(self, variables: dict[str, object], data: PlainData, in_words: bool) -> list[dict[str, object]]:
+    def _ways(self, variables: dict[str, object], data: PlainData, as_text: bool) -> list[dict[str, object]]:
         messages = variables["messages"]
         assert isinstance(messages, list), f"{messages=} are no plain messages"
         self._check_roles(messages)
@@ -129,11 +125,7 @@ class DeepSeekEncoder(ChatTemplate):
         messages = variables["messages"]
         assert isinstance(messages, list), f"{messages=} are no plain messages"
         if variables.get("documents"):
-            raise PromptError(
-                f"documents={shown(variables['documents'])} was given",
-                f"{self.origin} writes no documents",
-                "put their text into a message",
-            )
+            raise PromptError("template.no_documents", name="documents", origin=self.origin)
         tools = functions(variables.get("tools"), "tools")
         return ChatWriter(self, self._mode(variables), self._turns(messages), tools).text()
 
@@ -141,24 +133,17 @@ class DeepSeekEncoder(ChatTemplate):
         assert isinstance(messages, list), f"{messages=} are no plain messages"
         final = messages[-1]
         if final["role"] != "assistant" or not final.get("content") or calls_of(final):
-            raise PromptError(
-                f"continue_final_message was given with a last message of the role {shown(final['role'])}",
-                "an assistant message with text and without tool_calls can be continued",
-                "end the chat with the beginning of the answer",
-            )
+            expected = "an assistant message with text and without tool_calls"
+            raise PromptError("template.cannot_continue", name="continue_final_message", expected=expected)
         return text.removesuffix(self.encoding.end)
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
         for place, message in enumerate(messages):
             if message["role"] not in self.encoding.roles:
-                raise PromptError(
-                    f"messages[{place}] has the role {shown(message['role'])}",
-                    f"{self.origin} accepts {', '.join(self.encoding.roles)}",
-                    "use one of these roles",
-                )
+                raise _not_one_of(f"messages[{place}]['role']", message["role"], self.encoding.roles)
 
     def _turns(self, messages: Sequence[Message]) -> list[Turn]:
-        """Join results of tools to one turn; V4 joins user texts to it too."""
+        """Join results of tools into one turn; V4 joins user texts to it too."""
         joined = {"tool": "tool"} if self.name == V32 else {"tool": "user", "user": "user"}
         turns: list[Turn] = []
         for place, message in enumerate(messages):
@@ -168,31 +153,26 @@ class DeepSeekEncoder(ChatTemplate):
                 turns.append(Turn(joined.get(role, role), place, [message]))
                 continue
             if message.get("task") is not None:
-                raise PromptError(
-                    f"messages[{place}] has a task and follows a message of the same turn",
-                    "a task belongs to the first message of a turn",
-                    "move the task, or put an assistant message before it",
-                )
+                raise PromptError("template.late_task", name=f"messages[{place}]")
             last.messages.append(message)
         return turns
 
     def _mode(self, variables: Mapping[str, object]) -> Mode:
-        asked = {name: flag for name in ("thinking", "enable_thinking") if (flag := _flag(variables, name)) is not None}
+        given = {name: flag for name in ("thinking", "enable_thinking") if (flag := _flag(variables, name)) is not None}
         mode = variables.get("thinking_mode")
         if mode not in (None, "chat", "thinking"):
-            _refuse("thinking_mode", mode, "chat and thinking are accepted", "pass one of them")
+            raise _not_one_of("thinking_mode", mode, ("chat", "thinking"))
         if mode is not None:
-            asked["thinking_mode"] = mode == "thinking"
-        if len(set(asked.values())) > 1:
-            given = ", ".join(f"{name}={variables[name]!r}" for name in asked)
-            raise PromptError(f"{given} was given", "these switch thinking both on and off", "pass one of them")
-        thinks = next(iter(asked.values()), self.name == V4)
+            given["thinking_mode"] = mode == "thinking"
+        if len(set(given.values())) > 1:
+            options = " and ".join(f"{name}={variables[name]!r}" for name in given)
+            raise PromptError("template.mixed_thinking", options=options)
+        thinks = next(iter(given.values()), self.name == V4)
         effort = variables.get("reasoning_effort")
         if effort is None:
             effort = DEFAULT_EFFORT
         if not isinstance(effort, str) or effort not in (NO_EFFORT, *EFFORT_NAMES):
-            accepted = ", ".join((NO_EFFORT, *EFFORT_NAMES))
-            _refuse("reasoning_effort", effort, f"{accepted} are accepted", "pass one of them, or leave it out")
+            raise _not_one_of("reasoning_effort", effort, (NO_EFFORT, *EFFORT_NAMES))
         text = self.encoding.efforts[EFFORT_NAMES.get(effort, DEFAULT_EFFORT)]
         drops = _flag(variables, "drop_thinking") is not False
         return Mode(thinks and effort != NO_EFFORT, text, drops, bool(variables["add_generation_prompt"]))
@@ -216,7 +196,7 @@ class ChatWriter:
         self._keeps_thoughts = self._is_v4 and (declares or not mode.drops)
 
     def text(self) -> str:
-        """The whole prompt."""
+        """Return the whole prompt."""
         pieces = [self._strings.begin, self._mode.effort if self._mode.thinks else ""]
         if self._turns[0].role != "system":
             pieces.append(self._declared(self._tools))
@@ -250,20 +230,14 @@ class ChatWriter:
 
     def _developer(self, message: Message, place: int) -> str:
         if not message["content"]:
-            raise PromptError(
-                f"messages[{place}] of the role developer is empty",
-                f"{self._origin} needs text in it",
-                "write its content, or leave the message out",
-            )
+            raise PromptError("value.empty", name=f"messages[{place}]['content']")
         tools, form = self._declared([], message, place), self._form(message)
         return self._strings.developer.format(content=message["content"], tools=tools, response_format=form)
 
     def _answer(self, index: int, message: Message, place: int) -> str:
         reasoning = message.get("reasoning_content") or ""
         if not isinstance(reasoning, str):
-            raise PromptError(
-                f"messages[{place}]['reasoning_content'] is {shown(reasoning)}", "it is a string", "pass its text"
-            )
+            raise PromptError("value.not_string", name=f"messages[{place}]['reasoning_content']", value=reasoning)
         made = calls_of(message)
         calls = [self._call(call, f"messages[{place}]['tool_calls'][{n}]") for n, call in enumerate(made)]
         if made:
@@ -274,11 +248,7 @@ class ChatWriter:
         is_recent = self._keeps_thoughts or index > self._last_user
         if self._mode.thinks and is_recent and not follows_task:
             if not (reasoning or calls or self._is_v4):
-                raise PromptError(
-                    f"messages[{place}] of the role assistant has no reasoning_content",
-                    f"in thinking mode {self._origin} needs it, or tool_calls, after the last user message",
-                    "pass reasoning_content, or chat_template_kwargs={'thinking': False}",
-                )
+                raise PromptError("template.no_reasoning", name=f"messages[{place}]", origin=self._origin)
             thoughts = f"{reasoning}{self._strings.answering}"
         written = self._strings.calls.format(calls="\n".join(calls)) if calls else ""
         return f"{thoughts}{message.get('content') or ''}{written}{self._strings.end}"
@@ -287,11 +257,7 @@ class ChatWriter:
         function = function_of(call)
         arguments = function.get("arguments", {})
         if not isinstance(arguments, dict):
-            raise PromptError(
-                f"{name}['function']['arguments'] is {shown(arguments)}",
-                "a JSON object, or its text, is accepted",
-                "pass the arguments that the call had",
-            )
+            raise _bad(f"{name}['function']['arguments']", "a JSON object, or its text", arguments)
         written = [
             self._strings.argument.format(
                 name=key,
@@ -303,7 +269,7 @@ class ChatWriter:
         return self._strings.call.format(name=function["name"], arguments="\n".join(written))
 
     def _declared(self, extra: list[Message], message: Message | None = None, place: int = 0) -> str:
-        """The listing of tools, of a message and of the request; nothing without any."""
+        """List the tools of a message and of the request; empty without any."""
         own = functions(message.get("tools"), f"messages[{place}]['tools']") if message else []
         schemas = "\n".join(map(_json, [*own, *extra]))
         return self._strings.tools.format(schemas=schemas) if schemas else ""
@@ -313,7 +279,6 @@ class ChatWriter:
         return self._strings.response_format.format(schema=_json(form)) if form else ""
 
     def _opening(self, index: int, turn: Turn) -> str:
-        """The tokens that open the answer to a turn."""
         is_last = index + 1 == len(self._turns)
         if is_last and not self._mode.opens:
             return ""
@@ -328,11 +293,7 @@ class ChatWriter:
 
     def _task_opening(self, turn: Turn) -> str:
         if not isinstance(turn.task, str) or turn.task not in self._strings.tasks:
-            raise PromptError(
-                f"messages[{turn.place}] has the task {shown(turn.task)}",
-                f"{', '.join(self._strings.tasks)} are accepted",
-                "use one of them, or leave it out",
-            )
+            raise _not_one_of(f"messages[{turn.place}]['task']", turn.task, tuple(self._strings.tasks))
         token = self._strings.tasks[turn.task]
         return f"{self._strings.openings['assistant']}{self._mark(True)}{token}" if turn.task == ACTION else token
 
@@ -343,41 +304,33 @@ class ChatWriter:
         before = self._turns[index - 1] if index else None
         calls = calls_of(before.messages[0]) if before is not None and before.role == "assistant" else []
         if len(calls) != len(turn.messages):
-            raise PromptError(
-                f"messages[{turn.place}] begins {len(turn.messages)} tool results",
-                f"the message before made {len(calls)} tool_calls, and {self._origin} writes one result for each",
-                "give one result for each call, right after the message with the calls",
-            )
+            name, count = f"messages[{turn.place}]", len(turn.messages)
+            raise PromptError("template.results_mismatch", name=name, count=count, calls=len(calls))
 
 
 def encoder_of(architecture: str) -> DeepSeekEncoder | None:
-    """The encoder of a model that ships no template; None if this architecture has none."""
+    """Return the encoder of a model without a template; None if this architecture has none."""
     name = ARCHITECTURES.get(architecture)
     return None if name is None else DeepSeekEncoder(name)
 
 
 def functions(tools: object, name: str) -> list[Message]:
-    """The function of each tool in OpenAI's form."""
+    """Return the function of each tool in OpenAI's format."""
     if tools is None:
         return []
     if not isinstance(tools, list):
-        _refuse(name, tools, "a list of tools is accepted", "pass a list")
+        raise _bad(name, "a list of tools", tools)
     found: list[Message] = []
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            _refuse(
-                f"{name}[{place}]",
-                tool,
-                "a tool has a function with a name",
-                'write {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}',
-            )
+            raise _bad(f"{name}[{place}]", "a tool that has a function with a name", tool)
         found.append(function)
     return found
 
 
 def _in_call_order(messages: list[Message], order: Mapping[str, int]) -> list[Message]:
-    """Results sorted among the places that results have; an id without a call counts as the first."""
+    """Sort the results among their places; an id without a call counts as the first."""
     results = [message for message in messages if message["role"] == "tool"]
     results.sort(key=lambda result: order.get(str(result.get("tool_call_id")), 0))
     waiting = iter(results)
@@ -387,7 +340,7 @@ def _in_call_order(messages: list[Message], order: Mapping[str, int]) -> list[Me
 def _flag(variables: Mapping[str, object], name: str) -> bool | None:
     value = variables.get(name)
     if value is not None and not isinstance(value, bool):
-        _refuse(name, value, "true and false are accepted", "pass one of them")
+        raise PromptError("value.not_bool", name=name, value=value)
     return value
 
 
@@ -395,5 +348,9 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _refuse(name: str, value: object, accepted: str, do: str) -> NoReturn:
-    raise PromptError(f"{name}={shown(value)} was given", accepted, do)
+def _bad(name: str, expected: str, value: object) -> PromptError:
+    return PromptError("template.bad_message", name=name, expected=expected, value=value)
+
+
+def _not_one_of(name: str, value: object, accepted: Sequence[str]) -> PromptError:
+    return PromptError("value.not_one_of", name=name, accepted=accepted, value=value)

@@ -1,9 +1,8 @@
-"""IncrementalDetokenizer: the text of a completion as its tokens come, in constant time a token; no torch.
+"""IncrementalDetokenizer: the text of a completion as its tokens come, in constant time per token; no torch.
 
-What each token adds to a text, as bytes, is read from the decoder of its tokenizer. A text is its tokens' bytes joined
-and read as UTF-8, so it can be built token by token: nothing that was written changes later, and at most the three
-bytes of an unfinished character wait. Bytes that are no character become U+FFFD, each broken run in the way that
-Unicode recommends, wherever they stand.
+The tokenizer's decoder gives the bytes of each token. A text is its tokens' bytes joined and decoded as UTF-8, so it grows
+token by token: written text never changes, and at most the three bytes of an unfinished character wait. Invalid bytes become
+U+FFFD, each broken run as Unicode recommends.
 """
 
 import codecs
@@ -18,27 +17,25 @@ from holdfast.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from holdfast.text.tokenizer import Tokenizer
 
-KNOWN_DECODERS = "none, ByteLevel, Metaspace, and sequences of Replace, ByteFallback, Fuse and Strip"
+KNOWN_DECODERS = ("none", "ByteLevel", "Metaspace", "sequences of Replace, ByteFallback, Fuse and Strip")
 MIN_CONTEXT_BYTES = 8
-"""Bytes of a prompt that decide how the text goes on: twice the longest character."""
+"""Bytes of a prompt that the continuation depends on: twice the longest character."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRule:
-    """How token strings become bytes."""
+    """How token strings become bytes; `first_piece` is for the first token of a text."""
 
     piece: Callable[[str], bytes]
     first_piece: Callable[[str], bytes]
-    """The same for the first token of a text."""
     strip: str = ""
-    """A character that is taken off the start of a text."""
     max_strips: int = 0
 
 
 class TokenPieces:
-    """The bytes of every token id, looked up once each."""
+    """The bytes of every token id, cached."""
 
     def __init__(self, token_of: Callable[[int], str | None], rule: DecodeRule, skipped: frozenset[int]) -> None:
         self._token_of = token_of
@@ -48,7 +45,7 @@ class TokenPieces:
         self._cache: dict[int, bytes | None] = {}
 
     def piece(self, token_id: int) -> bytes | None:
-        """What the token adds inside a text; None for ids that no token has."""
+        """Return the bytes of a token inside a text; None for ids without a token."""
         try:
             return self._cache[token_id]
         except KeyError:
@@ -59,19 +56,19 @@ class TokenPieces:
             return piece
 
     def first_piece(self, token_id: int) -> bytes:
-        """What the token adds at the start of a text."""
+        """Return the bytes of a token at the start of a text."""
         token = self._token_of(token_id)
         assert token is not None, f"{token_id=} has a piece but no token"
         return self.rule.first_piece(token)
 
 
 class TextStream:
-    """Token ids in, text out, in constant time a token; what was given out never changes."""
+    """Turns token ids into text, in constant time per token; returned text never changes."""
 
     def __init__(
         self, pieces: TokenPieces, skip_special_tokens: bool, kept_token_ids: frozenset[int] = frozenset()
     ) -> None:
-        """`kept_token_ids`: special tokens that are text all the same."""
+        """`kept_token_ids` are special tokens that count as text."""
         self._pieces = pieces
         self._skipped = pieces.skipped if skip_special_tokens else frozenset()
         if kept_token_ids:
@@ -81,7 +78,7 @@ class TextStream:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Stand where a text of these tokens ends; reads only as many of them as matter."""
+        """Continue a text of these tokens; reads only as many of them as matter."""
         needed = MIN_CONTEXT_BYTES + 4 * self._strips_left
         tail: list[int] = []
         for token_id in reversed(token_ids):
@@ -93,7 +90,7 @@ class TextStream:
         self.push(reversed(tail))
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         found: list[bytes] = []
         for token_id in token_ids:
             if token_id in self._skipped:
@@ -108,7 +105,7 @@ class TextStream:
         return self._stripped(self._characters.decode(b"".join(found)))
 
     def finish(self) -> str:
-        """What was waiting for more bytes, as U+FFFD."""
+        """Return the incomplete rest as U+FFFD."""
         return self._stripped(self._characters.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:
@@ -124,11 +121,10 @@ class TextStream:
 
 
 class IncrementalDetokenizer:
-    """What the tokens of a completion add to the text of its prompt.
+    """The text that the tokens of a completion add to its prompt.
 
-    All deltas and the flush together are exactly what decoding prompt and completion at once would add. At most the
-    bytes of one unfinished character are held back. A character that the prompt begins and the completion ends belongs
-    to the completion.
+    All deltas and the flush together equal the text that decoding prompt and completion at once would add. At most the bytes
+    of one unfinished character wait. A character that spans prompt and completion belongs to the completion.
     """
 
     def __init__(
@@ -142,16 +138,16 @@ class IncrementalDetokenizer:
         self._stream.follow(prompt_token_ids)
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; it never changes later."""
+        """Return the text that these tokens complete; it never changes later."""
         return self._stream.push(token_ids)
 
     def flush(self) -> str:
-        """The rest, when no more tokens come."""
+        """Return the rest after the last token."""
         return self._stream.finish()
 
 
 def decode_rule(decoder_json: bytes | str | None, origin: str) -> DecodeRule:
-    """The rule of a `tokenizers` decoder in its JSON form; None is a tokenizer without one."""
+    """Return the rule of a `tokenizers` decoder, given as JSON; None for a tokenizer without one."""
     if decoder_json is None:
         return DecodeRule(lambda token: b" " + token.encode(), str.encode)
     steps = _flattened(json.loads(decoder_json))
@@ -163,16 +159,15 @@ def decode_rule(decoder_json: bytes | str | None, origin: str) -> DecodeRule:
     rule = _sequence_rule(steps)
     if rule is None:
         names = " + ".join(str(kind) for kind in kinds)
+        fix, value = "Use a tokenizer with one of them", names or "Sequence"
         raise UnsupportedModelError(
-            f"{origin} joins tokens with the decoder {names or 'Sequence'}",
-            f"those known here are {KNOWN_DECODERS}",
-            "use a tokenizer with one of them",
+            "tokenizer.unsupported", file=origin, what="decoder", value=value, accepted=KNOWN_DECODERS, fix=fix
         )
     return rule
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes with: printable Latin-1 for itself, others from U+0100."""
+    """Return the characters of bytes in byte-level vocabularies: printable Latin-1 as it is, others from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if byte not in printable]
@@ -199,7 +194,7 @@ def _metaspace_rule(step: dict[str, object]) -> DecodeRule:
 
 
 def _sequence_rule(steps: list[dict[str, object]]) -> DecodeRule | None:
-    """Replacements in each token, then byte tokens, then a strip at the start of the whole; None for any other order."""
+    """Return the rule of replacements, then byte tokens, then a strip at the start; None for any other order."""
     replacements: list[tuple[str, str]] = []
     has_byte_tokens = fused = False
     strip, max_strips = "", 0

@@ -1,8 +1,10 @@
 """The tokenizer in a GGUF file's metadata: byte-level BPE and SentencePiece-style vocabularies; no torch."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError
@@ -12,25 +14,17 @@ if TYPE_CHECKING:
     import tokenizers
 
 PREFIX = "tokenizer.ggml."
-BESIDE = "name a folder with tokenizer.json of the same model as tokenizer"
+FIX = f"Name a folder with tokenizer.json of the same model as tokenizer, or {BY_IDS}"
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""Values of token_type that are found whole in a text; the last is not special."""
+"""Values of token_type for tokens that are found whole in a text; the last is not special."""
 SPACE_MARK = "▁"
 MAX_SCORED_TOKEN_CHARS = 512
-"""Longest token of a vocabulary whose merges follow from scores: each is cut at every place to find them."""
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-_WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+"""Longest token of a vocabulary with scores: each is cut at every place to find its merges."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a byte-level vocabulary cuts text before its merges, and what llama.cpp assumes along with it."""
+    """How a byte-level vocabulary splits text before its merges, with llama.cpp's defaults."""
 
     split: str | None = None
     """A pattern whose matches are the pieces; None takes GPT-2's."""
@@ -38,38 +32,17 @@ class PreTokenizer:
     """Cut around every digit before anything else."""
     nfc: bool = False
     ignore_merges: bool = False
-    """A piece that is a token is taken whole, merges or not."""
+    """A piece that is a token stays whole, whatever the merges."""
     add_bos: bool = False
-    """Whether a text starts with bos where the file does not say."""
 
 
-_GPT2 = PreTokenizer()
-_DIGITS = PreTokenizer(single_digits=True)
-_LLAMA3 = PreTokenizer(rf"{_WORDS}|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_SPACE}", ignore_merges=True, add_bos=True)
-_QWEN2 = PreTokenizer(rf"{_WORDS}|\p{{N}}|{_PUNCTUATION}|{_SPACE}", nfc=True)
-_TEKKEN = PreTokenizer(
-    rf"{_CASED_WORDS}|\p{{N}}|{_PATHS}|{_SPACE}",
-    ignore_merges=True,
-    add_bos=True,
-)
-PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,
-}
+_DATA = resources.files("holdfast").joinpath("data", "pre_tokenizers.json").read_text(encoding="utf-8")
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {name: PreTokenizer(**row) for name, row in json.loads(_DATA).items()}
 """By `tokenizer.ggml.pre`."""
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object], file_name: str) -> Tokenizer:
-    """The tokenizer that the metadata describes; `file_name` is for messages."""
+    """Make the tokenizer of the metadata; `file_name` is for messages."""
     fields = _Fields(metadata, file_name)
     model = fields.text("model")
     if model == "gpt2":
@@ -77,10 +50,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], file_name: str) -> Token
     elif model == "llama":
         backend, add_bos = _scored(fields), True
     else:
+        accepted = ("gpt2 (byte-level BPE)", "llama (SentencePiece)")
         raise UnsupportedModelError(
-            f"{file_name} has a tokenizer of kind {model!r}",
-            "gpt2 (byte-level BPE) and llama (SentencePiece) are known here",
-            f"{BESIDE}, or {BY_IDS}",
+            "tokenizer.unsupported", file=file_name, what="tokenizer", value=model, accepted=accepted, fix=FIX
         )
     named = fields.named_ids()
     _add_found_tokens(backend, fields, named)
@@ -137,7 +109,7 @@ class _Fields:
         try:
             "".join(found).encode()
         except UnicodeEncodeError as error:
-            # What reads the header keeps bytes that are no UTF-8 as surrogates.
+            # The header keeps invalid UTF-8 as surrogates.
             raise self.broken(name, "a string in it is not UTF-8") from error
         return found
 
@@ -154,23 +126,20 @@ class _Fields:
         found = {f"{name}_token": self.token_id(f"{key}_token_id") for name, key in keys.items()}
         return {name: token_id for name, token_id in found.items() if token_id is not None and self.tokens[token_id]}
 
-    def broken(self, name: str, has: str) -> ModelFormatError:
-        return ModelFormatError(
-            f"{self.file_name} was to give {PREFIX}{name}", has, "download the file again or convert the model anew"
-        )
+    def broken(self, name: str, reason: str) -> ModelFormatError:
+        return ModelFormatError("tokenizer.wrong_field", file=self.file_name, key=PREFIX + name, reason=reason)
 
 
 def _byte_level(fields: _Fields) -> tuple["tokenizers.Tokenizer", bool]:
-    """Byte-level BPE with the merges of the file; and whether texts start with bos by default."""
+    """Make byte-level BPE with the merges of the file; return the default of add_bos_token too."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     name = fields.text("pre") or "default"
     if name not in PRE_TOKENIZERS:
+        file, accepted = fields.file_name, list(PRE_TOKENIZERS)
         raise UnsupportedModelError(
-            f"{fields.file_name} cuts text in the way {name!r}",
-            f"those known here are {', '.join(PRE_TOKENIZERS)}",
-            f"{BESIDE}, or {BY_IDS}",
+            "tokenizer.unsupported", file=file, what="pre-tokenizer", value=name, accepted=accepted, fix=FIX
         )
     pre = PRE_TOKENIZERS[name]
     merges = _merges(fields)
@@ -192,7 +161,7 @@ def _byte_level(fields: _Fields) -> tuple["tokenizers.Tokenizer", bool]:
 
 
 def _merges(fields: _Fields) -> list[tuple[str, str]]:
-    """Both sides of each merge; a side may itself be a space, so the space between is looked for after the first."""
+    """Split each merge into its sides; a side may itself be a space, so look for the separator after the first."""
     merges = fields.strings("merges")
     split = [merge.split(" ") for merge in merges]
     if all(len(sides) == 2 and sides[0] and sides[1] for sides in split):
@@ -210,7 +179,7 @@ def _merges(fields: _Fields) -> list[tuple[str, str]]:
 
 
 def _scored(fields: _Fields) -> "tokenizers.Tokenizer":
-    """SentencePiece-style: the pair whose joined token scores highest merges first; unknown characters become bytes."""
+    """Make a SentencePiece-style BPE: the pair with the highest score merges first; unknown characters become bytes."""
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
@@ -242,7 +211,7 @@ def _scored(fields: _Fields) -> "tokenizers.Tokenizer":
 
 
 def _merges_by_score(fields: _Fields) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, best score first; of one score, the longer left side first."""
+    """Return every pair of tokens that joins to a token, best score first, then the longer left side."""
     scores = fields.sequence("scores")
     if len(scores) != len(fields.tokens):
         raise fields.broken("scores", f"it has {len(scores)} entries for {len(fields.tokens)} tokens")
@@ -264,7 +233,6 @@ def _merges_by_score(fields: _Fields) -> list[tuple[str, str]]:
 
 
 def _add_found_tokens(backend: "tokenizers.Tokenizer", fields: _Fields, named: Mapping[str, int]) -> None:
-    """Control tokens are special; user-defined ones are only kept whole."""
     import tokenizers
 
     unusual = [(i, kind) for i, kind in enumerate(fields.types) if kind != 1]
@@ -279,7 +247,7 @@ def _add_found_tokens(backend: "tokenizers.Tokenizer", fields: _Fields, named: M
 def _add_ends(
     backend: "tokenizers.Tokenizer", fields: _Fields, named: Mapping[str, int], default_add_bos: bool
 ) -> None:
-    """bos before and eos after a text, where the file asks for them or llama.cpp assumes it."""
+    """Add bos before and eos after a text, by the file or llama.cpp's default."""
     from tokenizers import processors
 
     wanted = [
@@ -289,7 +257,7 @@ def _add_ends(
     ends = {name: named[name] for name, is_wanted in wanted if is_wanted and name in named}
     if not ends:
         return
-    # Aliases, since a template's own syntax would trip over a token with a colon in it.
+    # Aliases: the template's syntax fails on a token with a colon in it.
     single = [f"{name}:0" for name in ends if name == "bos_token"]
     single += ["$A:0"] + [f"{name}:0" for name in ends if name == "eos_token"]
     with native_calls(fields.file_name):

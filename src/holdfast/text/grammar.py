@@ -1,12 +1,12 @@
-"""Grammars: forms of answers compiled, and which tokens a sequence may take next, as bits; llguidance follows them; no torch.
+"""Grammars of structured outputs: compiled by llguidance, with a bitmask of the tokens that may come next; no torch.
 
-    front   FormCheck        whether a form can be met: found out once, before its request costs anything else
+    front   GrammarCheck     checks once whether a grammar compiles, before its request costs anything else
     core    Grammars         a matcher for each sequence, compiled beside the step loop
-    runner  Grammars.fill    the masks of a step, from the tokens that the sequences have by then
+    runner  Grammars.fill    the masks of a step, from the current tokens of the sequences
 
-A vocabulary is made of the bytes that our detokenizer gives for each token, so that what a grammar has seen is the text that
-the caller gets. It is made when the first form is asked for. Matchers of one request share what they have built; those of
-different requests share nothing, so that none can use up the bounds of another.
+A vocabulary has the bytes that our detokenizer gives for each token, so a grammar sees the text that the caller gets. It is
+made for the first grammar. Matchers of one request share their caches; those of different requests share nothing, so none can
+use up the limits of another.
 
 R rows, W words of 32 bits
 """
@@ -34,20 +34,18 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_VERDICT_BYTES = 2**20
-"""Of what is remembered of forms: a digest, and why one was refused."""
+"""Most bytes of cached verdicts: a digest, and the reason of a refusal."""
 VERDICT_BYTES = 128
-"""Of one of these, beside its words."""
 ANY_OBJECT = '{"type":"object"}'
 HARD_WORDS = ('"allOf"', '"pattern', '"not"', '"if"', '"format"', '"$dynamicRef"', '"x-guidance"')
-"""What a schema must hold for its compiler to compare expressions; a schema without them compiles in proportion to its size."""
+"""Keywords for which the compiler compares expressions; a schema without them compiles in linear time."""
 MASK_THREADS = 8
-"""Most threads that fill masks, and ..."""
 SHARED_ROWS = 16
-"""... rows from which on they do: one takes about 0.1 ms, and to wake another thread may take as long."""
+"""Rows from which several threads fill masks: a row takes about 0.1 ms, and waking a thread may take as long."""
 
 
-def form_text(form: StructuredOutputs) -> tuple[str, str]:
-    """The kind of a form, and its text: of choices a JSON list."""
+def grammar_text(form: StructuredOutputs) -> tuple[str, str]:
+    """Return the kind of a structured output, and its text; choices are a JSON list."""
     if form.json_object:
         return "json", ANY_OBJECT
     if form.choice is not None:
@@ -56,7 +54,7 @@ def form_text(form: StructuredOutputs) -> tuple[str, str]:
 
 
 class Vocabulary:
-    """Tokens as llguidance knows them, made at the first use. Any thread may ask."""
+    """Tokens for llguidance, made at the first use. Thread-safe."""
 
     def __init__(
         self, open_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Iterable[int] = ()
@@ -69,16 +67,16 @@ class Vocabulary:
 
     @property
     def has_end(self) -> bool:
-        """Whether the model has a token that ends an answer."""
+        """True if the model has a token that ends an answer."""
         return bool(self._eos_token_ids)
 
     @property
     def num_words(self) -> int:
-        """Of a mask; where no token ends an answer, one more bit than the model has tokens stands for the end."""
+        """32-bit words of a mask; if no token ends an answer, one more bit stands for the end."""
         return -(-(self.vocab_size + (not self.has_end)) // 32)
 
     def get(self) -> "LLTokenizer":
-        """The vocabulary, made now if it was not."""
+        """Return the vocabulary, made at the first call."""
         with self._lock:
             if self._made is None:
                 self._made = self._make()
@@ -95,7 +93,7 @@ class Vocabulary:
 
 
 class _TokenBytes:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface of llguidance."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, num_tokens: int, ends: list[int]) -> None:
         self.eos_token_id = ends[0]
@@ -110,12 +108,12 @@ class _TokenBytes:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def compile_form(form: StructuredOutputs, vocabulary: Vocabulary) -> "LLMatcher":
-    """A matcher at the beginning of an answer; ValueError with what is wrong where there can be none."""
+def compile_grammar(form: StructuredOutputs, vocabulary: Vocabulary) -> "LLMatcher":
+    """Compile a matcher at the beginning of an answer; ValueError with the reason if that fails."""
     from llguidance import LLMatcher
 
     try:
-        matcher = LLMatcher(vocabulary.get(), llguidance_text(*form_text(form)), log_level=0, limits=parser_limits())
+        matcher = LLMatcher(vocabulary.get(), llguidance_text(*grammar_text(form)), log_level=0, limits=parser_limits())
     except RequestError:
         raise
     except Exception as error:
@@ -126,15 +124,13 @@ def compile_form(form: StructuredOutputs, vocabulary: Vocabulary) -> "LLMatcher"
 
 
 def refuse_missing(form: StructuredOutputs) -> None:
-    """Where the library is not installed."""
+    """Raise if llguidance is not installed."""
     if importlib.util.find_spec("llguidance") is None:
-        raise RequestError(
-            f"structured_outputs.{form.kind} was asked", "llguidance is not installed", install_words("server")
-        )
+        raise RequestError("grammar.not_installed", kind=form.kind, install=install_words("server"))
 
 
-class FormCheck:
-    """Whether forms can be met. Any thread may ask; what was found out is remembered, within a bound."""
+class GrammarCheck:
+    """Checks whether grammars compile. Thread-safe; verdicts are cached, within a bound."""
 
     def __init__(self, vocabulary: Vocabulary, guard: GrammarGuard | None = None) -> None:
         self._vocabulary = vocabulary
@@ -144,9 +140,9 @@ class FormCheck:
         self._num_bytes = 0
 
     def check(self, form: StructuredOutputs) -> None:
-        """RequestError where an answer of this form cannot be written, or not be followed in time."""
+        """Raise RequestError for a grammar that does not compile, or not in time."""
         refuse_missing(form)
-        kind, text = form_text(form)
+        kind, text = grammar_text(form)
         digest = blake2b(f"{kind}\0{text}".encode(), digest_size=32).digest()
         with self._lock:
             is_known, error = digest in self._verdicts, self._verdicts.get(digest)
@@ -154,15 +150,15 @@ class FormCheck:
             error = self._error(form, kind, text)
             self._remember(digest, error)
         if error is not None:
-            raise RequestError(f"structured_outputs.{form.kind} was asked", error, "ask for a simpler or another form")
+            raise RequestError("grammar.refused", name="structured_outputs", kind=form.kind, reason=error)
 
     def close(self) -> None:
-        """End the child that forms are tried out in, if there is one."""
+        """End the child process that compiles grammars, if there is one."""
         self._guard.close()
 
     @property
     def num_bytes(self) -> int:
-        """Of what is remembered."""
+        """Bytes of cached verdicts."""
         return self._num_bytes
 
     def _error(self, form: StructuredOutputs, kind: str, text: str) -> str | None:
@@ -171,7 +167,7 @@ class FormCheck:
         if error is not None:
             return error
         try:
-            matcher = compile_form(form, self._vocabulary)
+            matcher = compile_grammar(form, self._vocabulary)
         except ValueError as failure:
             return str(failure)
         mask = matcher.compute_bitmask()
@@ -196,7 +192,7 @@ def _verdict_bytes(error: str | None) -> int:
 
 @dataclass(eq=False, slots=True)
 class _Following:
-    """Where one sequence is in its form."""
+    """State of one sequence in its grammar."""
 
     matcher: "LLMatcher"
     num_consumed: int = 0
@@ -205,20 +201,20 @@ class _Following:
 
 
 def _zeros_like(masks_RW: "np.ndarray", num_rows: int, num_words: int) -> "np.ndarray":
-    import numpy as np  # whoever has masks has it; a command that only opens files need not wait for it
+    import numpy as np  # imported late: a command that only opens files need not wait for it
 
     return np.zeros((num_rows, num_words), masks_RW.dtype)
 
 
 class Prepared(NamedTuple):
-    """Sequences whose form was compiled, and what was wrong with it, if anything was."""
+    """Sequences whose grammar was compiled, and the error if that failed."""
 
     sequence_ids: tuple[int, ...]
     error: str | None
 
 
 class Grammars:
-    """The forms of the sequences of one core. One thread at a time; compiling happens beside it."""
+    """The grammars of the sequences of one core. For one thread; compiling happens in another."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -228,24 +224,23 @@ class Grammars:
         self._executor: LLExecutor | None = None
 
     def __len__(self) -> int:
-        """Sequences that are followed."""
         return len(self._following)
 
     def begin(self, sequence_ids: SequenceABC[int], form: StructuredOutputs) -> None:
-        """Compile the form of these sequences, without waiting; `ready` tells when that is done."""
+        """Start to compile the grammar of these sequences; `ready` returns it."""
         refuse_missing(form)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, "holdfast-grammars")
-        compiling = self._threads.submit(compile_form, form, self._vocabulary)
+        compiling = self._threads.submit(compile_grammar, form, self._vocabulary)
         self._compiling[compiling] = list(sequence_ids)
 
     def wait(self, seconds: float) -> None:
-        """Until one that is being compiled is done, if there is any; no longer than so. May be interrupted."""
+        """Wait for one running compilation, at most `seconds`. May be interrupted."""
         if self._compiling:
             wait(self._compiling, seconds, FIRST_COMPLETED)
 
     def ready(self) -> list[Prepared]:
-        """Those that are done since the last time."""
+        """Return the compilations that have ended since the last call."""
         done = [compiling for compiling in self._compiling if compiling.done()]
         return [self._prepared(compiling, tuple(self._compiling.pop(compiling))) for compiling in done]
 
@@ -259,9 +254,7 @@ class Grammars:
         return Prepared(sequence_ids, None)
 
     def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: "np.ndarray") -> None:
-        """Bit t of row i: whether token t may follow what sequences[i] has; none where its form cannot be followed. Rows of
-        None stay as they are."""
-
+        """Set bit t of row i if token t may follow sequences[i]; no bits after a failure. Rows of None stay unchanged."""
         num_words = self._vocabulary.num_words
         is_own = masks_RW.shape[1] == num_words and masks_RW.flags.c_contiguous
         words_RW = masks_RW if is_own else _zeros_like(masks_RW, len(sequences), num_words)
@@ -277,7 +270,7 @@ class Grammars:
                 masks_RW[row] = words_RW[row, : masks_RW.shape[1]]
 
     def _advanced(self, sequence: Sequence) -> _Following | None:
-        """A sequence's place behind all of its tokens; None for one that has ended, whose last steps bring nothing."""
+        """Return the state of a sequence after all of its tokens; None for one that has ended."""
         one = self._following.get(sequence.sequence_id)
         if one is None or one.failure is not None:
             return one
@@ -301,19 +294,19 @@ class Grammars:
         self._executor.unsafe_compute_mask_ptr(moving, begin, num_bytes, words_RW.shape[0])
 
     def is_complete(self, sequence_id: int) -> bool:
-        """Whether nothing but the end can follow, and the model has no token for it."""
+        """Return True if only the end can follow, and the model has no token for it."""
         one = self._following.get(sequence_id)
         if one is None or one.failure is not None or self._vocabulary.has_end:
             return False
         return one.matcher.is_stopped() and not one.matcher.is_error()
 
     def failure(self, sequence_id: int) -> str | None:
-        """Why a sequence's form could not be followed any further, where that is so."""
+        """Return the reason why a sequence's grammar failed, or None."""
         one = self._following.get(sequence_id)
         return None if one is None else one.failure
 
     def forget(self, sequence_id: int) -> None:
-        """The sequence has ended; a form that nobody waits for any more is not compiled, unless that has begun."""
+        """Drop an ended sequence; cancel a compilation without sequences, unless it has begun."""
         if self._following.pop(sequence_id, None) is not None:
             return
         for compiling, sequence_ids in self._compiling.items():
@@ -325,7 +318,7 @@ class Grammars:
                 return
 
     def close(self) -> None:
-        """End the thread; what it compiles is not waited for."""
+        """End the thread without waiting for its compilation."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None

@@ -1,9 +1,8 @@
-"""GrammarGuard: forms of answers compiled once in a process of their own, which ends where one takes too long; no torch.
+"""GrammarGuard: compiles grammars of requests first in a child process, which dies if one takes too long; no torch.
 
-A form comes with a request. What its compiler does has bounds of its own (fuel, states, sizes), but not everywhere: whether
-several patterns can hold at once takes a time that grows without end. Native code cannot be stopped in a thread, so a form
-is tried out in a child first, under limits that the kernel keeps: seconds of its processor, and bytes. A child that reaches
-one is gone, and the next form gets another.
+The compiler has limits (fuel, states, sizes), but not everywhere: the conjunction of several patterns may take forever. Native
+code cannot be stopped in a thread, so a child compiles a grammar first, under limits of the kernel: CPU seconds and bytes. A
+child that reaches one dies, and the next grammar gets another.
 
 This file is also the child: it runs by its path, and imports nothing of the package.
 """
@@ -20,14 +19,13 @@ from pathlib import Path
 from typing import IO, Any
 
 CPU_SECONDS = 2
-"""Of a child's processor for one form, and the rest of a second that has begun."""
+"""CPU time of a child for one grammar, rounded up to a whole second."""
 WALL_SECONDS = 15.0
-"""The same by the clock, on a machine that has no time for it."""
+"""Wall time for one grammar, on a busy machine."""
 CHILD_BYTES = 2 * 2**30
-"""Addresses that a child may have."""
 MAX_ERROR_CHARS = 240
 WHITESPACE = r"(\x20|\n[\x20\t]{0,40})"
-"""Between two parts of JSON: a space, or a new line with its indent. Without a bound a model may write nothing else."""
+"""Between two parts of JSON: a space, or a new line with its indent. Unbounded, a model may write nothing else."""
 LIMITS = {
     "max_items_in_row": 2500,
     "max_lexer_states": 20_000,
@@ -35,16 +33,16 @@ LIMITS = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-"""Beside llguidance's own fuel for every step: room for an object of 512 optional properties, up to about 20 MB of states,
-no work ahead of need, and errors that repeat nothing of the text."""
+"""Limits beside llguidance's fuel per step: enough for an object of 512 optional properties, up to about 20 MB of states, no
+precomputation, and errors that do not repeat the text."""
 
 
 def llguidance_text(kind: str, text: str) -> str:
-    """A form as llguidance takes it; `text` is a schema, a regex, a grammar, or choices as a JSON list."""
+    """Return a grammar for llguidance; `text` is a schema, a regex, a grammar, or choices as a JSON list."""
     from llguidance import LLMatcher
 
     if kind == "json":
-        # What a schema says of this itself (x-guidance) does not count: an answer is JSON.
+        # These override x-guidance of the schema: an answer is JSON.
         return LLMatcher.grammar_from_json_schema(
             text, overrides={"whitespace_pattern": WHITESPACE, "item_separator": ",", "key_separator": ":"}
         )
@@ -56,7 +54,7 @@ def llguidance_text(kind: str, text: str) -> str:
         from llguidance.gbnf_to_lark import any_to_lark
 
         text = any_to_lark(text)
-    # By itself a text could be a grammar of llguidance's own kind too.
+    # A bare text could be a grammar in llguidance's own format too.
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
@@ -64,7 +62,7 @@ _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_"}
 
 
 def ascii_classes(regex: str) -> str:
-    r"""The same expression with \d and \w as JSON schemas mean them, and most people: digits and letters of ASCII alone."""
+    r"""Return the expression with \d and \w as in JSON schemas: digits and letters of ASCII alone."""
     found: list[str] = []
     is_in_class, place = False, 0
     while place < len(regex):
@@ -86,7 +84,7 @@ def ascii_classes(regex: str) -> str:
         if one == "[" and not is_in_class:
             is_in_class = True
             lead = next(lead for lead in ("[^]", "[]", "[^", "[") if regex.startswith(lead, place))
-            found.append(lead)  # a bracket that comes first is a character
+            found.append(lead)  # a leading bracket is a character
             place += len(lead)
             continue
         is_in_class = is_in_class and one != "]"
@@ -96,14 +94,14 @@ def ascii_classes(regex: str) -> str:
 
 
 def parser_limits() -> Any:  # noqa: ANN401 - llguidance may be missing
-    """The bounds of compiling and of every step."""
+    """Return the limits of compiling and of every step."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(**LIMITS)
 
 
 def plain_error(text: str) -> str:
-    """What a compiler said, in one bounded line that repeats no more than it must."""
+    """Return a compiler's error as one bounded line."""
     text = text.replace("<non-verbose/>", " ").partition("\n   1 |")[0]
     text = text.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "use anyOf")
     text = text.replace("NoExtensionBias", "it refers to itself and to nothing else")
@@ -113,7 +111,7 @@ def plain_error(text: str) -> str:
 
 
 class GrammarGuard:
-    """One child at a time, started when it is needed. Any thread may ask; they take turns."""
+    """One child at a time, started on demand. Thread-safe."""
 
     def __init__(self, cpu_seconds: int = CPU_SECONDS, wall_seconds: float = WALL_SECONDS) -> None:
         self._cpu_seconds, self._wall_seconds = cpu_seconds, wall_seconds
@@ -122,7 +120,7 @@ class GrammarGuard:
         self._end = weakref.finalize(self, lambda: None)
 
     def error(self, kind: str, text: str) -> str | None:
-        """Why this form cannot be compiled; None where it can."""
+        """Return the reason why this grammar does not compile; None if it does."""
         with self._lock:
             child = self._started()
             line = json.dumps([kind, text]).encode() + b"\n"
@@ -132,16 +130,16 @@ class GrammarGuard:
                 child.stdin.write(line)
                 child.stdin.flush()
                 answer = self._answer(child)
-            except OSError:  # it ended at the form before
+            except OSError:  # it died at the grammar before
                 pass
             if not answer.endswith(b"\n"):
                 self._end()
                 self._child = None
-                return f"it takes more than {self._cpu_seconds} seconds to compile, or more memory than there is for it"
+                return f"it takes more than {self._cpu_seconds} seconds to compile, or too much memory"
             return json.loads(answer)
 
     def close(self) -> None:
-        """End the child, in the middle of a form too; the next one starts another."""
+        """End the child, also while it compiles; the next grammar starts another."""
         self._end()
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -153,14 +151,14 @@ class GrammarGuard:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C on a terminal is for this process alone
+                start_new_session=True,  # Ctrl-C on a terminal must not reach the child
             )
-            # Also runs when nobody holds the guard any more, and before the interpreter ends.
+            # Also runs when the guard is collected, and before the interpreter ends.
             self._end = weakref.finalize(self, _end_child, self._child)
         return self._child
 
     def _answer(self, child: subprocess.Popen[bytes]) -> bytes:
-        """One line, as far as it came in time."""
+        """Read one line, or a part of it before the timeout."""
         assert child.stdout is not None, "it was opened with a pipe"
         end, answer = time.monotonic() + self._wall_seconds, b""
         with selectors.DefaultSelector() as selector:
@@ -183,7 +181,7 @@ def _end_child(child: subprocess.Popen[bytes]) -> None:
 
 
 def try_out(kind: str, text: str) -> str | None:
-    """In the child: compile a form without a vocabulary; why that cannot be, if it cannot."""
+    """Compile a grammar without a vocabulary, in the child; return the reason if that fails."""
     from llguidance import LLMatcher
 
     try:
@@ -194,7 +192,7 @@ def try_out(kind: str, text: str) -> str | None:
 
 
 def serve(requests: IO[bytes], answers: IO[bytes], cpu_seconds: int) -> None:
-    """The child: one form a line, until there are no more."""
+    """Run the child: one grammar per line."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))

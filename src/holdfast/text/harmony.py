@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from holdfast.errors import shown
-from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, DeltaList, ReasoningDelta, partial_end
-from holdfast.text.call_readers import ArgumentsReader, told_unknown
-from holdfast.text.tool_calls import MAX_CALLS, MAX_PROBLEMS, AnswerReader, ToolFormat
+from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, partial_end
+from holdfast.text.call_readers import ArgumentsReader, report_unknown
+from holdfast.text.tool_calls import MAX_CALLS, AnswerReader, StreamReader, ToolFormat
 from holdfast.text.tools import NAME, Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 TURN = f"{START}assistant"
-"""What a prompt ends in."""
 MAX_HEADER_CHARS = 512
 FUNCTIONS = "functions."
 
@@ -52,7 +51,6 @@ class _State(Enum):
     FIRST = auto()
     """At the beginning of an answer, in a header that the prompt began."""
     NEXT = auto()
-    """After the end of a message."""
     HEADER = auto()
     BODY = auto()
     CALL = auto()
@@ -62,11 +60,11 @@ class _State(Enum):
 
 
 _HEADERS = {_State.FIRST: (CHANNEL, MESSAGE, START, CONSTRAIN, "to="), _State.NEXT: (START, CHANNEL, MESSAGE)}
-"""What a header begins with; any other text is content."""
+"""Beginnings of a header; any other text is content."""
 
 
-class HarmonyParser:
-    """Reads one answer: `feed` gives what is certain, `finish` what was still held back."""
+class HarmonyParser(StreamReader):
+    """Reads one answer in channels."""
 
     def __init__(
         self,
@@ -76,18 +74,14 @@ class HarmonyParser:
         prompt: str | None = None,
         is_any_tool: bool = False,
     ) -> None:
-        """`tools`: None leaves calls in the content; `is_any_tool` does not hold names against them."""
-        self.problems: list[str] = []
-        self.num_calls = 0
+        """`tools`: None leaves calls in the content; `is_any_tool` accepts any name."""
+        super().__init__()
         self._reads_calls = tools is not None
         self._tools = None if is_any_tool else {tool.name: tool for tool in tools or ()}
         self._reasoning = ReasoningDelta if reads_reasoning else ContentDelta
-        self._out = DeltaList()
-        self._kept = ""
         self._kind: type[ContentDelta] | type[ReasoningDelta] | None = ContentDelta
-        """Of the body that is read; None leaves it out."""
+        """Kind of the body that is read; None drops it."""
         self._name = ""
-        """Of the call that is read."""
         self._arguments = ArgumentsReader()
         self._shown: set[type[ContentDelta] | type[ReasoningDelta]] = set()
         self._is_new_message = False
@@ -105,7 +99,7 @@ class HarmonyParser:
         self._follow(prompt)
 
     def _follow(self, prompt: str | None) -> None:
-        """Stand where the prompt ends: in a header that it began, or in the body of a message."""
+        """Continue the prompt: in a header that it began, or in the body of a message."""
         _, turn, tail = (prompt or "").rpartition(TURN)
         header, message, _ = tail.rpartition(MESSAGE)
         if turn and message:
@@ -113,22 +107,18 @@ class HarmonyParser:
         elif turn:
             self.feed(tail)
 
-    def feed(self, text: str) -> list[AnswerDelta]:
-        """What a further piece of the answer makes certain."""
-        text, self._kept, place = self._kept + text, "", 0
-        while place < len(text):
-            place = self._steps[self._state](text, place)
-        return self._out.take()
+    def _step(self, text: str, place: int) -> int:
+        return self._steps[self._state](text, place)
 
     def finish(self) -> list[AnswerDelta]:
-        """What was held back; the answer has ended."""
+        """Return the deltas that were held back, at the end of the answer."""
         kept, self._kept = self._kept, ""
         if self._state is _State.HEADER:
-            self._tell("a header was cut off before its message, and is left out")
+            self._report("dropped a header that was cut off before its message")
         elif self._state is _State.CALL:
-            self._tell(f"a call of {shown(self._name)} was cut off before its arguments, and is left out")
+            self._report(f"dropped a call of {shown(self._name)} that was cut off before its arguments")
         elif self._state is _State.ARGUMENTS:
-            self._tell(f"call {self.num_calls - 1} was cut off")
+            self._report(f"call {self.num_calls - 1} was cut off")
         else:
             self._text(kept)
         self._state, self._kind = _State.BODY, ContentDelta
@@ -145,22 +135,20 @@ class HarmonyParser:
             self._state = _State.HEADER
             return begin
         if any(start.startswith(rest) for start in starts):
-            self._kept = text[place:] if is_first else text[begin:]
-            return len(text)
+            return self._keep(text, place if is_first else begin)
         self._state, self._kind, self._is_new_message = _State.BODY, ContentDelta, not is_first
         return place if is_first else begin
 
     def _header(self, text: str, place: int) -> int:
         limit = place + MAX_HEADER_CHARS
-        # The first character begins the header, and is the end of no other.
+        # The first character begins the header, so it ends no other.
         found = _HEADER_END.search(text, place if text.startswith(MESSAGE, place) else place + 1, limit)
         if found is None and len(text) < limit:
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         if found is not None and found[0] == MESSAGE:
             self._begin_message(text[place : found.start()])
             return found.end()
-        self._tell("what begins like a header has no message, and is content")
+        self._report("a text that begins like a header has no message, and is content")
         self._state, self._kind, self._is_new_message = _State.BODY, ContentDelta, True
         end = limit if found is None else found.start()
         self._text(text[place:end])
@@ -176,7 +164,7 @@ class HarmonyParser:
         self._is_new_message, self._state = True, _State.BODY
         self._kind = self._reasoning if channel == "analysis" else ContentDelta
         if role != "assistant":
-            self._tell(f"a message of {shown(role)} is left out")
+            self._report(f"dropped a message of {shown(role)}")
             self._kind = None
         elif recipient is not None and self._is_call(recipient):
             self._state, self._name = _State.CALL, recipient.removeprefix(FUNCTIONS)
@@ -187,23 +175,22 @@ class HarmonyParser:
             return False
         is_function = name != recipient or (self._tools is not None and name in self._tools)
         if not is_function or NAME.fullmatch(name) is None:
-            self._tell(f"{shown(recipient)} is called, which is no function; what it is sent is no call")
+            self._report(f"{shown(recipient)} is called, which is no function; its message is no call")
             return False
         if self.num_calls >= MAX_CALLS:
-            self._tell(f"more than {MAX_CALLS} calls; the rest is content")
+            self._report(f"more than {MAX_CALLS} calls; the rest is content")
             return False
         return True
 
     def _call(self, text: str, place: int) -> int:
-        """Read up to the first sign of the arguments; with it the call is certain."""
+        """Read up to the first character of the arguments; then the call is certain."""
         match = _SPACE.match(text, place)
         place = place if match is None else match.end()
         rest = text[place : place + len(CHANNEL)]
         if not rest or (rest not in _ENDS and any(end.startswith(rest) for end in _ENDS)):
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         is_empty = any(rest.startswith(end) for end in _ENDS)
-        told_unknown(self._name, self._tools, self._tell)
+        report_unknown(self._name, self._tools, self._report)
         self._out.begin_call(self.num_calls, self._name)
         self.num_calls += 1
         self._arguments = ArgumentsReader()
@@ -218,12 +205,12 @@ class HarmonyParser:
         if self._arguments.is_done:
             self._end_arguments()
         elif self._arguments.is_broken:
-            self._tell(f"the arguments of call {self.num_calls - 1} are no JSON")
+            self._report(f"the arguments of call {self.num_calls - 1} are no JSON")
             self._state = _State.BROKEN_ARGUMENTS
         return place
 
     def _end_arguments(self) -> None:
-        """Text after the arguments, before the end of the message, is content."""
+        """Read the rest of the message as content."""
         self._state, self._kind, self._is_new_message, self._is_after_call = _State.BODY, ContentDelta, True, True
 
     def _body(self, text: str, place: int) -> int:
@@ -235,8 +222,7 @@ class HarmonyParser:
             return found.start() if goes_on else found.end()
         end = len(text) - max(partial_end(text[place:], marker) for marker in _ENDS)
         self._text(text[place:end])
-        self._kept = text[end:]
-        return len(text)
+        return self._keep(text, end)
 
     def _text(self, text: str) -> None:
         if self._state is _State.BROKEN_ARGUMENTS:
@@ -251,10 +237,6 @@ class HarmonyParser:
         self._is_new_message = False
         self._shown.add(self._kind)
         self._out.add(self._kind, text)
-
-    def _tell(self, problem: str) -> None:
-        if len(self.problems) < MAX_PROBLEMS:
-            self.problems.append(problem)
 
 
 def _word(text: str) -> str:

@@ -1,10 +1,10 @@
 """Jinja for chat templates: an immutable sandbox with an allow-list and a budget of work, text and time; no torch.
 
-A template is a program that comes with the model. Jinja's sandbox keeps it away from Python's insides and bounds neither
-time nor memory, so here every operation spends from a budget: a step, and more for what it reads and makes. Only what
-can make much of little (repetition, formatting, joining) is weighed before it runs; all else is weighed by its result.
-What Jinja compiles to plain Python (loops, `~`, slices, comparisons) is routed through filters that no template can
-name, and the body of each loop and macro begins with a charge for its length.
+A template is a program that comes with the model. Jinja's sandbox hides Python's internals and bounds neither time nor memory,
+so here every operation spends from a budget: a step, and more for what it reads and makes. Operations that can make much of
+little (repetition, formatting, joining) are charged before they run; all others by their result. Operations that Jinja compiles
+to plain Python (loops, `~`, slices, comparisons) go through filters that no template can name, and the body of each loop and
+macro begins with a charge for its length.
 """
 
 import json
@@ -31,23 +31,20 @@ from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
 Value: TypeAlias = Any
-"""Whatever a template computes with."""
 
 STEP_BYTES = 64
-"""Read or made in one step, so that steps bound memory too."""
+"""Bytes that one step reads or makes, so that steps bound memory too."""
 MAX_ITEMS = 100_000
-"""Of ranges and lists."""
 MAX_NESTING = 64
-"""Of lists and dicts in one another."""
 MAX_INTEGER_BITS = 8192
 MAX_FORMAT_CHARS = 4096
 MAX_INDENT = 64
-MAX_TEMPLATE_WORDS = 16_000
-"""Names, literals, operators and brackets, which is what compiling costs; long templates have a few thousand."""
+MAX_TEMPLATE_TOKENS = 16_000
+"""Most names, literals, operators and brackets, which compiling costs; long templates have a few thousand."""
 
 
-def _names(words: str) -> frozenset[str]:
-    return frozenset(words.split())
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
 METHODS: Mapping[type, frozenset[str]] = {
@@ -67,7 +64,7 @@ _LAZY = _names("map reject rejectattr select selectattr")
 _SHALLOW = _LAZY | _names("abs attr count d default first items last length")
 """Filters that do not look into the items of their value."""
 _LISTING = _names("list reverse dictsort indent join max min sort title unique")
-"""Filters that make a list of their value, be it of the characters or words of a string."""
+"""Filters that make a list of their value, such as the characters of a string."""
 _TEXTUAL = _names("capitalize e escape float format int lower replace safe string tojson trim truncate upper")
 FILTERS_ALLOWED = _SHALLOW | _LISTING | _TEXTUAL
 _WEIGHED: Mapping[str, tuple[str, ...]] = {
@@ -78,23 +75,23 @@ _WEIGHED: Mapping[str, tuple[str, ...]] = {
     "tojson": ("ensure_ascii", "indent", "separators"),
     "trim": ("chars",),
 }
-"""Filters that are weighed before they run, and their arguments."""
+"""Filters that are charged before they run, and their arguments."""
 _COMPARING_TESTS = _names("== != < <= > >= eq equalto ge greaterthan gt in le lessthan lower lt ne upper")
 _NUMBER_TESTS = _names("divisibleby even odd")
 _SLOW_SEARCHES = _names("lstrip rfind rindex rpartition rsplit rstrip strip")
 """They compare with all of their argument at every character."""
 _LOOP, _SPEND, _WEIGH, _CONCAT, _SLICE = "|loop", "|spend", "|weigh", "|concat", "|slice"
-"""Routes; in the source of a template no name can begin so."""
+"""Routes; no name in the source of a template can begin so."""
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{4})")
 _WIDE_SPEC = re.compile(r"\{|\d{4}")
 _DATE_FORMAT = re.compile(r"(?:[^%]|%-?[a-zA-Z%]){0,100}")
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _PRINTABLE = (str, int, float, list, tuple, dict, range, Undefined, NoneType, *_VIEWS)
-"""Anything else would only show where it is in memory."""
+"""Other types would only print their address."""
 
 
 class BudgetError(Exception):
-    """A template wanted more than it may have; the text says of what."""
+    """A template exceeded its budget; the message says which."""
 
 
 class TemplateRefusalError(TemplateRuntimeError):
@@ -102,20 +99,20 @@ class TemplateRefusalError(TemplateRuntimeError):
 
 
 class Budget:
-    """What one rendering may still spend; longer conversations may spend more, in proportion."""
+    """Budget of one rendering; longer conversations may spend more, in proportion."""
 
     def __init__(self, num_chars: int = 0, num_messages: int = 0) -> None:
         self.max_steps = 250_000 + 4 * num_chars + 8000 * num_messages
         self.max_chars = 2**20 + 16 * num_chars
-        """Of the output, and of any string on the way to it."""
+        """Characters of the output, and of any intermediate string."""
         self.max_items = MAX_ITEMS + num_chars
         self.max_seconds = 3.0 + 4e-6 * num_chars + 8e-3 * num_messages
-        """Of this thread's processor time. Only a backstop: the steps are meant to run out before."""
+        """CPU time of this thread. Only a backstop: steps run out first."""
         self._steps_left = self._next_check = self.max_steps
         self._deadline = time.thread_time() + self.max_seconds
 
     def spend(self, num_steps: int) -> None:
-        # Never gives back: a template can reach this with a number of its own, by the name of the route.
+        # Never gives back: a template could reach this with its own number, by the name of the route.
         self._steps_left -= abs(num_steps)
         if self._steps_left < self._next_check:
             self._next_check = max(self._steps_left - 1024, 0)
@@ -125,17 +122,17 @@ class Budget:
                 raise BudgetError(f"it takes longer than {self.max_seconds:.0f} s")
 
     def expect(self, num_chars: int) -> None:
-        """Refuse a text that is about to be made."""
+        """Refuse a text before it is made."""
         if num_chars > self.max_chars:
             raise BudgetError(f"it builds more than {self.max_chars} characters of text")
 
     def expect_items(self, num_items: int) -> None:
-        """Refuse a list that is about to be made."""
+        """Refuse a list before it is made."""
         if num_items > self.max_items:
             raise BudgetError(f"it builds a list of more than {self.max_items} items")
 
     def admit(self, value: Value) -> Value:
-        """Charge what an operation has made; what is lazy is charged as it is consumed."""
+        """Charge for a result; a lazy one is charged as it is consumed."""
         if isinstance(value, str):
             self.expect(len(value))
             self.spend(1 + sys.getsizeof(value) // STEP_BYTES)
@@ -155,13 +152,13 @@ class Budget:
             yield item
 
     def settled(self, value: Value) -> Value:
-        """A lazy value as a list, so that its size is known."""
+        """Return a lazy value as a list, so that its size is known."""
         return self.admit(list(islice(value, self.max_items + 1))) if isinstance(value, Iterator) else value
 
     def weigh(self, value: Value, printed: bool = False, indent: int = 0) -> int:
-        """Charge for going through a value and all that it holds, as often as it is held; its most characters as text.
+        """Charge for traversing a value and its items, as often as they occur; return an upper bound of its text's length.
 
-        Native code does so to compare, hash and print, without an end for lists that hold each other twice.
+        Native code traverses values to compare, hash and print, without end for lists that hold each other twice.
         """
         if isinstance(value, str):
             self.spend(1 + len(value) // STEP_BYTES)
@@ -173,7 +170,7 @@ class Budget:
                 self.spend(1)
                 num_chars += 48 + indent * len(stack)
                 if isinstance(item, str):
-                    # What is not printable, or not ASCII in JSON, is written as up to 12 characters.
+                    # A character that is not printable, or not ASCII in JSON, takes up to 12.
                     self.spend(len(item) // STEP_BYTES)
                     num_chars += len(item) * (6 if item.isascii() else 12)
                 elif isinstance(item, int):
@@ -206,7 +203,7 @@ class Budget:
         self.expect(_growth(separator) * num_chars + len(separator) * len(items))
 
     def expect_formatted(self, template: str, mark: str, values: Iterable[Value]) -> None:
-        """Room for as many times the longest value as there are places for one, each up to three digits wide."""
+        """Reserve the longest value for every placeholder, each up to three digits wide."""
         if len(template) > MAX_FORMAT_CHARS:
             raise BudgetError(f"it formats a text of more than {MAX_FORMAT_CHARS} characters")
         specs = [spec for _, _, spec, _ in Formatter().parse(template) if spec] if mark == "{" else []
@@ -217,12 +214,12 @@ class Budget:
 
 
 def _growth(text: str) -> int:
-    """How much longer text may become that is joined to this one: what is safe for HTML escapes it."""
+    """Return the growth of text that is joined to this one: Markup escapes it for HTML."""
     return 5 if isinstance(text, Markup) else 1
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks answers for training: here only its content counts."""
+    """`{% generation %}...{% endgeneration %}`, which marks answers for training; only its content counts."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
@@ -233,7 +230,7 @@ class GenerationTag(Extension):
 
 
 class ChatNamespace(Namespace):
-    """Jinja's namespace, without names that Python gives a meaning to."""
+    """Jinja's namespace, without names that begin with an underscore."""
 
     def __init__(self, /, *args: Value, **kwargs: Value) -> None:
         super().__init__()
@@ -247,7 +244,7 @@ class ChatNamespace(Namespace):
 
 
 class ChatSandbox(ImmutableSandboxedEnvironment):
-    """The environment of one template, for one rendering at a time: each has a budget of its own."""
+    """The environment of one template, for one rendering at a time: each has its own budget."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
@@ -264,16 +261,16 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def compile_template(self, source: str) -> Template:
-        """Raises whatever Jinja or Python raise for a broken template."""
-        words = (kind for _, kind, _ in self.lex(source) if kind != "whitespace")
-        if next(islice(words, MAX_TEMPLATE_WORDS, None), None) is not None:
-            raise BudgetError(f"it has more than {MAX_TEMPLATE_WORDS} words of Jinja")
+        """Compile a template; raises the errors of Jinja or Python."""
+        tokens = (kind for _, kind, _ in self.lex(source) if kind != "whitespace")
+        if next(islice(tokens, MAX_TEMPLATE_TOKENS, None), None) is not None:
+            raise BudgetError(f"it has more than {MAX_TEMPLATE_TOKENS} tokens of Jinja")
         tree = _Routing().visit(self.parse(source))
         tree.set_environment(self)
         return self.template_class.from_code(self, self.compile(tree), self.globals)
 
     def render(self, template: Template, variables: Mapping[str, Value], num_chars: int, num_messages: int) -> str:
-        """The text for messages of so many characters; raises BudgetError, TemplateRefusalError, or what Jinja does."""
+        """Render messages of so many characters; raises BudgetError, TemplateRefusalError, or errors of Jinja."""
         self.budget = Budget(num_chars, num_messages)
         pieces: list[str] = []
         num_written = 0
@@ -354,7 +351,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
     def _filter(self, name: str, function: Callable[..., Value]) -> Callable[..., Value]:
         wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
 
-        # Filters that ask for the context are never run while a template is compiled.
+        # Filters with a context never run while a template is compiled.
         @pass_context
         def call(context: Context, value: Value, *args: Value, **kwargs: Value) -> Value:
             self.budget.spend(8)
@@ -404,7 +401,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         def call(value: Value, *args: Value) -> Value:
             for operand in (value, *args):
                 self.budget.weigh(operand)
-                # A string would be formatted by the remainder.
+                # The remainder would format a string.
                 if name in _NUMBER_TESTS and not isinstance(operand, int | float):
                     raise TypeError(f"a number is needed, not a {type(operand).__name__}")
             return function(value, *args)
@@ -440,7 +437,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
 
 class _Routing(NodeTransformer):
-    """Sends what Jinja would compile to plain Python through the routes of the sandbox.
+    """Sends operations that Jinja would compile to plain Python through the routes of the sandbox.
 
     for x in items       ->  for x in items | loop(steps of one round)
     a ~ b    x[1:]       ->  a | concat(b)        x | slice(1, none, none)
@@ -475,7 +472,7 @@ def _routed(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 
 def _length(node: nodes.Node) -> int:
-    """Steps to run what is in a loop or macro once: its nodes, and its text."""
+    """Return the steps of one pass through a loop or macro: its nodes, and its text."""
     num_chars = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
     return 1 + sum(1 for _ in node.find_all(nodes.Node)) + num_chars // STEP_BYTES
 
@@ -487,13 +484,13 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as transformers writes it for templates: nothing is escaped for HTML."""
+    """Write JSON like transformers does for templates: nothing is escaped for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _range(*args: int) -> range:
     numbers = range(*args)
-    # Not len(), which fails where the number does not fit a machine word.
+    # Not len(), which fails if the number does not fit a machine word.
     if numbers[MAX_ITEMS:]:
         raise BudgetError(f"it counts over a range of more than {MAX_ITEMS}")
     return numbers
@@ -501,7 +498,7 @@ def _range(*args: int) -> range:
 
 def _strftime_now(format: object) -> str:
     if not isinstance(format, str) or not _DATE_FORMAT.fullmatch(format):
-        raise BudgetError("it writes the date in a form that is too long or unknown")
+        raise BudgetError("it writes the date in a format that is too long or unknown")
     return datetime.now().strftime(format)
 
 

@@ -1,7 +1,7 @@
-"""JsonScanner: reads one JSON object as it comes, in pieces, and tells where its members begin and end; no torch.
+"""JsonScanner: reads one JSON object in pieces, and reports where its members begin and end; no torch.
 
-Each character is looked at once, in a state that is the same however the text is cut. What is no JSON is found at the
-first character that shows it; only control characters in strings, which models write, are told and let through.
+Each character is read once, in a state that does not depend on how the text is cut. Invalid JSON is found at its first wrong
+character; only control characters in strings, which models write, are reported and accepted.
 """
 
 import re
@@ -23,7 +23,7 @@ _NUMBER: dict[str, dict[str, str]] = {
     "sign": {"0": "power", "1": "power"},
     "power": {"0": "power", "1": "power"},
 }
-"""By what was read of a number: what may follow; 1 stands for 1 to 9, e for E."""
+"""Transitions inside a number; 1 stands for 1 to 9, e for E."""
 _WHOLE_NUMBERS = frozenset({"zero", "whole", "part", "power"})
 _DIGIT_KINDS = {**dict.fromkeys("123456789", "1"), "0": "0", "E": "e", "e": "e", ".": ".", "-": "-", "+": "+"}
 
@@ -40,11 +40,11 @@ class Found(Enum):
     VALUE_END = auto()
     """After the value."""
     CONTROL = auto()
-    """After a control character that stands bare in a string, where JSON wants an escape."""
+    """After an unescaped control character in a string."""
     END = auto()
     """After the object."""
     BROKEN = auto()
-    """Before the character that no JSON object has there."""
+    """Before the wrong character."""
 
 
 class _State(Enum):
@@ -65,24 +65,23 @@ class _State(Enum):
 
 
 _TIGHT = frozenset({_State.STRING, _State.ESCAPE, _State.HEX, _State.LITERAL, _State.NUMBER})
-"""In which white space has a meaning."""
+"""States in which white space counts."""
 
 
 class JsonScanner:
-    """One object. `scan` goes on to the next thing that is worth telling; its caller keeps the place."""
+    """Scans one object. `scan` continues to the next event; its caller keeps the place."""
 
     def __init__(self) -> None:
         self._state = _State.START
         self._brackets: list[str] = []
         self._is_key = False
         self._rest = ""
-        """Of a literal, what must follow."""
         self._number = ""
         self._num_hex = 0
-        self._has_told_value = False
+        self._has_reported_value = False
 
     def scan(self, text: str, place: int, limit: int) -> tuple[int, Found]:
-        """Read on from `place`, up to `limit`: how far, and what is there."""
+        """Read from `place` up to `limit`; return the new place and the event there."""
         while True:
             if self._state not in _TIGHT and self._state is not _State.END:
                 match = _SPACE.match(text, place, limit)
@@ -98,7 +97,6 @@ class JsonScanner:
                 return place, found
 
     def _read(self, text: str, place: int, limit: int) -> tuple[int, Found | None]:
-        """One step, at a character that is there."""
         match self._state:
             case _State.STRING:
                 return self._string(text, place, limit)
@@ -128,8 +126,8 @@ class JsonScanner:
 
     def _value(self, text: str, place: int) -> tuple[int, Found | None]:
         character = text[place]
-        if len(self._brackets) == 1 and not self._has_told_value:
-            self._has_told_value = True
+        if len(self._brackets) == 1 and not self._has_reported_value:
+            self._has_reported_value = True
             return place, Found.VALUE
         if character == "]" and self._state is _State.FIRST_ITEM:
             return self._close(character, place)
@@ -155,7 +153,7 @@ class JsonScanner:
         return (place, self._end_value()) if self._number in _WHOLE_NUMBERS else self._break(place)
 
     def _sign(self, character: str, place: int) -> tuple[int, Found | None]:
-        """States in which one character decides."""
+        """Handle states in which one character decides."""
         state = self._state
         if state is _State.ESCAPE and (character in '"\\/bfnrt' or character == "u"):
             self._state, self._num_hex = (_State.HEX, 4) if character == "u" else (_State.STRING, 0)
@@ -199,7 +197,7 @@ class JsonScanner:
         self._state = _State.NEXT
         if len(self._brackets) > 1:
             return None
-        self._has_told_value = False
+        self._has_reported_value = False
         return Found.VALUE_END
 
     def _break(self, place: int) -> tuple[int, Found]:
@@ -208,7 +206,7 @@ class JsonScanner:
 
 
 def is_object(text: str) -> bool:
-    """Whether the text is one JSON object, and nothing besides."""
+    """Return True if the text is exactly one JSON object."""
     scanner, place, found = JsonScanner(), 0, Found.VALUE
     while found not in (Found.MORE, Found.CONTROL, Found.END, Found.BROKEN):
         place, found = scanner.scan(text, place, len(text))

@@ -1,7 +1,7 @@
-"""ReasoningParser: the thoughts of a model, between <think> and </think>, told from its answer as it streams; no torch.
+"""ReasoningParser: separates the thoughts of a model, between <think> and </think>, from its answer; no torch.
 
-Thoughts stand at the beginning of an answer. Some templates write <think> themselves, at the end of the prompt, and then
-only </think> comes. White space beside the markers belongs to them.
+An answer begins with thoughts. Some templates write <think> at the end of the prompt, and then only </think> comes. White
+space beside the markers belongs to them.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-from holdfast.errors import RequestError, shown
+from holdfast.errors import RequestError
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, DeltaList, HeldSpace, ReasoningDelta, partial_end
 from holdfast.text.harmony import CHANNEL, MESSAGE, TOKENS, TURN
 
@@ -18,8 +18,8 @@ AUTO, NONE = "auto", "none"
 OPENING, CLOSING = "<think>", "</think>"
 
 Thoughts = Literal["none", "may", "open", "channels"]
-"""At the beginning of an answer: there are none, <think> may open them, the prompt has opened them, or they are messages in
-a channel of their own."""
+"""The beginning of an answer: no thoughts, <think> may open them, the prompt has opened them, or they are messages in their
+own channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +28,26 @@ class ReasoningFormat:
 
     name: str
     is_open: bool
-    """Its answers begin with thoughts, whether or not <think> is written."""
+    """Answers begin with thoughts, with or without <think>."""
     is_channel: bool = False
     """Thoughts are messages in a channel, which HarmonyParser reads."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Markers that are tokens of their own in the vocabulary."""
+        """Markers that are tokens of the vocabulary."""
         return TOKENS if self.is_channel else (OPENING, CLOSING)
 
     @property
     def ending(self) -> str:
-        """What the content follows."""
+        """The marker before the content."""
         return MESSAGE if self.is_channel else CLOSING
 
     def parser(self, prompt: str | None = None, also_ends: Sequence[str] = ()) -> "ReasoningParser":
-        """For one answer to this prompt; thoughts end at </think>, or before any of `also_ends`."""
+        """Make the parser of one answer to this prompt; thoughts end at </think>, or before any of `also_ends`."""
         return ReasoningParser(self.thoughts(prompt) == "open", also_ends)
 
     def thoughts(self, prompt: str | None) -> Thoughts:
-        """What an answer to this prompt begins with: its end says whether thoughts were begun or skipped there."""
+        """Return the beginning of an answer: the end of the prompt shows whether thoughts were begun or skipped."""
         end = "" if prompt is None else prompt[-64:].rstrip()
         if self.is_channel:
             return "channels" if prompt is None or end.endswith(TURN) else "none"
@@ -65,21 +65,18 @@ _OTHER_NAMES = {
     **dict.fromkeys(("glm", "glm45", "glm47", "kimi_k2"), QWEN3),
     **dict.fromkeys(("openai_gptoss", "openai"), HARMONY),
 }
-"""Families whose prompt says whether thoughts were begun, as Qwen3's does; and vLLM's names."""
+"""Families whose prompt shows whether thoughts were begun, like Qwen3's; and vLLM's names."""
 
 
 def choose_reasoning_parser(template: str | None, name: str = AUTO) -> ReasoningFormat | None:
-    """The format with this name, or the one that a chat template knows; None where there is none."""
+    """Return the format with this name, or that of a chat template; None if there is none."""
     if name == NONE:
         return None
     if name != AUTO:
         form = FORMATS.get(name) or _OTHER_NAMES.get(name)
         if form is None:
-            raise RequestError(
-                f"the reasoning parser {shown(name)} was asked",
-                f"{', '.join((*FORMATS, *_OTHER_NAMES))} are there",
-                f"use one, {AUTO} or {NONE}",
-            )
+            accepted = (*FORMATS, *_OTHER_NAMES, AUTO, NONE)
+            raise RequestError("value.not_one_of", name="reasoning_parser", accepted=accepted, value=name)
         return form
     if template is not None and CHANNEL in template:
         return HARMONY
@@ -95,7 +92,7 @@ class _State(Enum):
 
 
 class ReasoningParser:
-    """Reads one answer: `feed` gives what is certain, `finish` what was still held back."""
+    """Reads one answer: `feed` returns certain deltas, `finish` the rest."""
 
     def __init__(self, is_open: bool = False, also_ends: Sequence[str] = ()) -> None:
         self._is_open = is_open
@@ -109,11 +106,11 @@ class ReasoningParser:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether thoughts have begun and not ended."""
+        """True between the beginning and the end of thoughts."""
         return self._state in (_State.OPENED, _State.THOUGHT) or (self._state is _State.START and self._is_open)
 
     def feed(self, text: str) -> list[AnswerDelta]:
-        """What a further piece of the answer makes certain."""
+        """Read a further piece of the answer; return the deltas that are certain."""
         text, self._kept = self._kept + text, ""
         if text and self._state is _State.START:
             text = self._start(text)
@@ -130,11 +127,11 @@ class ReasoningParser:
         return self._out.take()
 
     def finish(self) -> list[AnswerDelta]:
-        """What was held back; the answer has ended."""
+        """Return the deltas that were held back, at the end of the answer."""
         kept, self._kept = self._kept, ""
         if self._state is _State.START:
             kind = ReasoningDelta if self._is_open else ContentDelta
-            # An answer of white space alone is none of thoughts.
+            # An answer of white space alone has no thoughts.
             text = kept.strip() if self._is_open else self._space.release() + kept
             self._out.add(kind, text)
         elif self._state is _State.THOUGHT:
@@ -143,7 +140,7 @@ class ReasoningParser:
         return self._out.take()
 
     def _start(self, text: str) -> str:
-        """Look for <think>; what of the text is still to be read."""
+        """Look for <think>; return the text that is still unread."""
         bare = text.lstrip()
         space = self._space.show(text[: len(text) - len(bare)])
         if not self._is_open:

@@ -1,7 +1,7 @@
-"""StopStrings: finds the first stop string in text that comes in pieces, and never gives out text too early; no torch.
+"""StopStrings: finds the first stop string in a streaming text, and never shows text too early; no torch.
 
-The strings form one automaton (Aho and Corasick): its state is the longest end of the text so far that begins some stop
-string, which is exactly what must be held back. Each character is looked at once, however the text is cut.
+The strings form one automaton (Aho and Corasick): its state is the longest end of the text that begins a stop string, which
+is exactly the text to hold back. Each character is read once, however the text is cut.
 """
 
 from collections import deque
@@ -14,8 +14,8 @@ _ROOT: _Node = 0
 class StopStrings:
     """Ends a text at the stop string that is complete first; of those complete at one place, at the longest.
 
-    `feed` gives the text that may be shown and the stop string found, if any. `feed_unstoppable` is for text in which
-    stop strings do not count yet (fewer than min_tokens): a string that begins there and ends later still does.
+    `feed` returns the text to show and the stop string, if any. `feed_unstoppable` is for text in which stop strings do not
+    count yet (fewer than min_tokens): a string that begins there and ends later does count.
     """
 
     def __init__(self, stop: Sequence[str], include: bool) -> None:
@@ -34,7 +34,7 @@ class StopStrings:
         """The stop string that ended the text."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Text to show, and the stop string that ended it; after that nothing is shown any more."""
+        """Return the text to show, and the stop string that ended it; nothing is shown after that."""
         if self.matched is not None:
             return "", self.matched
         if len(self._children) == 1:
@@ -51,7 +51,7 @@ class StopStrings:
         return self._advance(node, text), None
 
     def feed_unstoppable(self, text: str) -> str:
-        """Text to show, where no stop string may end it yet."""
+        """Return the text to show, while no stop string may end it."""
         if self.matched is not None or len(self._children) == 1:
             return "" if self.matched is not None else text
         node = self._node
@@ -60,7 +60,7 @@ class StopStrings:
         return self._advance(node, text)
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return the held text, after the last piece."""
         held, self._held, self._node = self._held, "", _ROOT
         return held
 
@@ -70,7 +70,7 @@ class StopStrings:
         return len(self._held)
 
     def _advance(self, node: _Node, text: str) -> str:
-        # A complete string that no longer one continues cannot become a match again: only what follows it can.
+        # A complete string that no longer one continues cannot match again.
         while node != _ROOT and not self._children[node]:
             node = self._fallback[node]
         whole = self._held + text
@@ -100,7 +100,7 @@ class StopStrings:
         self._found[node] = string
 
     def _link(self) -> None:
-        """Breadth first: where each node goes on when its text does not, and the longest string that ends in it."""
+        """Compute, breadth first, the fallback of each node and the longest string that ends in it."""
         waiting = deque(self._children[_ROOT].values())
         while waiting:
             node = waiting.popleft()

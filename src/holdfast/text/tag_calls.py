@@ -1,6 +1,6 @@
-"""TagCall: one call of a tool as a name and parameters in tags: Qwen3-Coder, GLM, DeepSeek's DSML; no torch.
+"""TagCall: reads one call of a tool with its name and parameters in tags: Qwen3-Coder, GLM, DeepSeek's DSML; no torch.
 
-Arguments come out as one JSON object. A parameter is a text or JSON, by its tag or by the schema of the tool.
+Arguments become one JSON object. A parameter is a text or JSON, by its tag or by the schema of the tool.
 """
 
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import shown
 from holdfast.text.answer_deltas import DeltaList, partial_end
-from holdfast.text.call_readers import CallReader, Tell, told_unknown
+from holdfast.text.call_readers import CallReader, Report, report_unknown
 from holdfast.text.json_scanner import is_object
 from holdfast.text.tools import NAME, Tool
 
@@ -19,12 +19,12 @@ KEY = re.compile(r"[^<>\s](?:[^<>\n]{0,254}[^<>\s])?")
 MAX_TAG_CHARS = 512
 """White space before it included."""
 MAX_VALUE_CHARS = 2**16
-"""Of a value that is no text, which is held until it is whole."""
-_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Longest value of another type than text, which waits until it is complete."""
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 class TagPattern:
-    """A tag as literals and regular expressions, by turns; it knows its beginnings too."""
+    """A tag as alternating literals and regular expressions; matches its beginnings too."""
 
     def __init__(self, *parts: str) -> None:
         units: list[str] = []
@@ -41,7 +41,7 @@ class TagPattern:
         return self._whole.match(text)
 
     def may_become(self, text: str) -> bool:
-        """Whether more characters can complete this text to a tag."""
+        """Return True if more characters can complete this text to a tag."""
         return self._begun.fullmatch(text) is not None
 
 
@@ -50,7 +50,7 @@ class TagSyntax:
     """The tags of a family of models. The first group of a pattern is a name."""
 
     heads: tuple[TagPattern, ...]
-    """Forms of what precedes the parameters."""
+    """Alternatives of the text before the parameters."""
     parameter: TagPattern
     """A second group says "true" if the value is a text; without one, the schema of the tool does."""
     value_end: str
@@ -67,20 +67,20 @@ class TagSyntax:
     is_name_bare: bool = False
     """A head is the bare name, up to another tag. A name without parameters must then be that of a known tool."""
 
-    def reader(self, index: int, tools: Mapping[str, Tool] | None, tell: Tell, is_marked: bool) -> CallReader:
+    def reader(self, index: int, tools: Mapping[str, Tool] | None, report: Report, is_marked: bool) -> CallReader:
         """Make the reader of one call."""
-        return TagCall(self, index, tools, tell)
+        return TagCall(self, index, tools, report)
 
 
 class TagCall:
-    """Reads a name and parameters in tags; arguments come out as a JSON object."""
+    """Reads a name and parameters in tags; arguments become a JSON object."""
 
-    def __init__(self, syntax: TagSyntax, index: int, tools: Mapping[str, Tool] | None, tell: Tell) -> None:
+    def __init__(self, syntax: TagSyntax, index: int, tools: Mapping[str, Tool] | None, report: Report) -> None:
         self.is_certain = self.is_done = self.is_broken = False
         self._syntax = syntax
         self._index = index
         self._tools = tools
-        self._tell = tell
+        self._report = report
         self._properties: Mapping[str, object] = {}
         self._seen: set[str] = set()
         self._in_value = False
@@ -89,7 +89,7 @@ class TagCall:
         self._num_value = 0
 
     def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
-        """Read on; half a tag at the end is left for the next time."""
+        """Read from `place`; half a tag at the end waits for the next piece."""
         while place < limit and not (self.is_done or self.is_broken):
             start, was = place, (self.is_certain, self._in_value)
             step = self._value_text if self._in_value else self._tag if self.is_certain else self._head
@@ -113,7 +113,7 @@ class TagCall:
         return place
 
     def _begin_call(self, name: str, must_be_known: bool, out: DeltaList) -> None:
-        is_unknown = NAME.fullmatch(name) is None or told_unknown(name, self._tools, self._tell)
+        is_unknown = NAME.fullmatch(name) is None or report_unknown(name, self._tools, self._report)
         if NAME.fullmatch(name) is None or (is_unknown and must_be_known):
             self.is_broken = True
             return
@@ -140,14 +140,14 @@ class TagCall:
         may_go_on = match is not None or self._syntax.parameter.may_become(bare)
         if (may_go_on or self._syntax.call_end.startswith(bare)) and len(rest) < MAX_TAG_CHARS:
             return place
-        self._tell(f"call {self._index} has something else where a parameter or its end is due")
+        self._report(f"call {self._index} has another text in the place of a parameter or its end")
         self._close(out)
         return place
 
     def _begin_value(self, match: re.Match[str], out: DeltaList) -> None:
         key = match[1].strip()
         if key in self._seen:
-            self._tell(f"call {self._index} has the parameter {shown(key)} twice")
+            self._report(f"call {self._index} has the parameter {shown(key)} twice")
         out.add(self._index, f"{', ' if self._seen else ''}{json.dumps(key, ensure_ascii=False)}: ")
         self._seen.add(key)
         by_tag = match.re.groups > 1
@@ -181,13 +181,13 @@ class TagCall:
         if self._is_text:
             out.add(self._index, json.dumps(piece, ensure_ascii=False)[1:-1])
             return
-        room = MAX_VALUE_CHARS - self._num_value
-        self._value.append(piece[:room])
-        self._num_value += len(piece[:room])
-        if len(piece) > room:
-            # Too long to be held until it is whole: a text after all.
+        left = MAX_VALUE_CHARS - self._num_value
+        self._value.append(piece[:left])
+        self._num_value += len(piece[:left])
+        if len(piece) > left:
+            # Too long to wait until it is complete: it becomes a text.
             self._is_text = True
-            out.add(self._index, '"' + json.dumps("".join(self._value) + piece[room:], ensure_ascii=False)[1:-1])
+            out.add(self._index, '"' + json.dumps("".join(self._value) + piece[left:], ensure_ascii=False)[1:-1])
             self._value = []
 
     def _close(self, out: DeltaList) -> None:
@@ -196,9 +196,9 @@ class TagCall:
 
 
 def as_json(value: str) -> str:
-    """Write a value as JSON: unchanged if it is JSON, Python's words as JSON's, anything else as a string."""
+    """Write a value as JSON: unchanged if it is JSON, Python's constants as JSON's, anything else as a string."""
     bare = value.strip()
-    bare = _WORDS.get(bare, bare)
+    bare = _CONSTANTS.get(bare, bare)
     try:
         if is_object(f'{{"":{bare}}}'):
             json.loads(bare)

@@ -1,6 +1,6 @@
-"""Grammars of answers that begin with thoughts: any form of an answer, held to behind </think> alone; no torch.
+"""Grammars of answers that begin with thoughts: a structured output that starts after </think>; no torch.
 
-Lark, as llguidance reads it. A marker that is a special token has no text there, and is named by its id.
+Lark, as llguidance reads it. A marker that is a special token is named by its id.
 """
 
 import json
@@ -16,7 +16,7 @@ _NO_TOKENS: SpecialTokens = {}
 
 
 def with_thoughts(answer: str, thoughts: Thoughts, special: SpecialTokens = _NO_TOKENS) -> str:
-    """The first rules of a grammar: an answer behind its thoughts."""
+    """Return the first rules of a grammar: an answer after its thoughts."""
     if thoughts == "none":
         return f"start: {answer}"
     if thoughts == "channels":
@@ -30,10 +30,10 @@ def with_thoughts(answer: str, thoughts: Thoughts, special: SpecialTokens = _NO_
     return f"start: (opened thoughts space)? {answer}\nopened: {lark_marked(OPENING, special)}\n{rules}"
 
 
-def behind_thoughts(
+def grammar_after_thoughts(
     form: StructuredOutputs, thoughts: Thoughts, special: SpecialTokens = _NO_TOKENS
 ) -> StructuredOutputs | None:
-    """The same form for an answer that may begin with thoughts; None for a grammar, whose first rule is the caller's."""
+    """Return the structured output for an answer that may begin with thoughts; None for a grammar with its own first rule."""
     if thoughts == "none":
         return form
     if form.grammar is not None:
@@ -46,7 +46,7 @@ def _answer(form: StructuredOutputs) -> str:
     if form.choice is not None:
         return " | ".join(map(lark_text, form.choice))
     if form.regex is not None:
-        # As one literal of Lark: its own slashes and line breaks are written as escapes.
+        # One literal of Lark: slashes and line breaks become escapes.
         return f"/{re.sub(_ESCAPED, lambda match: _ESCAPES.get(match[0], match[0]), form.regex)}/"
     schema = str(form.json or _ANY_OBJECT)
     return f"%json {_SCHEMAS_OF_ONE_WORD.get(schema, schema)}"
@@ -59,12 +59,12 @@ _ESCAPES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
 
 
 def lark_text(text: str) -> str:
-    """A literal; empty for nothing."""
+    """Return a literal; empty for an empty text."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def lark_marked(text: str, special: SpecialTokens) -> str:
-    """Write a text as literals, with the special tokens in it by their ids; empty for nothing."""
+    """Write a text as literals, with special tokens by their ids; empty for an empty text."""
     if not special:
         return lark_text(text)
     parts = re.split(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text)

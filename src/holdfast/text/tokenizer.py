@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back, from the files of a folder and the special tokens they name; no torch."""
+"""Tokenizer: text to token ids and back, from the files of a folder and the special tokens in them; no torch."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from holdfast.errors import ModelFormatError, PromptError, shown
+from holdfast.errors import ModelFormatError, PromptError
 from holdfast.loading.sources.files import read_json_object, read_small_file
 from holdfast.models.settings import plain
 from holdfast.text.control_tokens import ContentEncoder, ControlTokens, Span, encode_ids
@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 * 2**20
-OTHER_FORMS = {
+OTHER_FORMATS = {
     "tokenizer.model": "a SentencePiece or tiktoken model",
     "spiece.model": "a SentencePiece model",
     "tiktoken.model": "a tiktoken model",
     "tekken.json": "a Mistral tekken vocabulary",
     "vocab.json": "a vocabulary and merges in files of their own",
 }
-"""What a folder may hold in place of tokenizer.json, in words."""
-BY_IDS = 'give prompts as token ids: LLM(model, tokenizer="none").generate(prompt_token_ids=[...])'
-"""What works with a model whose tokenizer is not read here."""
+BY_IDS = 'pass prompts as token ids: LLM(model, tokenizer="none").generate(prompt_token_ids=[...])'
+"""The fix for a model whose tokenizer is not supported."""
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
@@ -39,16 +38,15 @@ NO_BOUND = 2**31
 """More characters than any text has."""
 _COMPOSING = {"NFC", "NFD", "NFKC", "NFKD"}
 MAX_COMPOSED_CHARS = 4
-"""Most characters that Unicode composes into one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """A token that is found in text before anything else is done with it."""
+    """A token that is found in text before anything else."""
 
     content: str
     flags: Mapping[str, bool] = field(default_factory=dict)
-    """single_word, lstrip, rstrip, normalized and special, where the file says them."""
+    """single_word, lstrip, rstrip, normalized and special, if the file has them."""
 
     def as_special(self) -> "TokenEntry":
         return replace(self, flags={**self.flags, "special": True})
@@ -56,18 +54,18 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """What the files beside tokenizer.json say about tokens."""
+    """Special tokens of the files beside tokenizer.json."""
 
     named: Mapping[str, TokenEntry]
     """By name: bos_token, eos_token and the like."""
     extra: tuple[TokenEntry, ...]
     added: Mapping[int, TokenEntry] | None
-    """By id, when a file lists them; None leaves it to tokenizer.json."""
+    """By id, if a file lists them; None: those of tokenizer.json."""
     are_plain_text: bool = False
-    """Special tokens written out in a text are not understood as such."""
+    """Special tokens written out in a text are text."""
 
     def texts(self) -> dict[str, str]:
-        """Names and texts, as chat templates see them."""
+        """Return names and texts, for chat templates."""
         return {name: entry.content for name, entry in self.named.items()}
 
 
@@ -82,10 +80,9 @@ class Tokenizer:
         end_token_ids: Sequence[int] = (),
         vocab_size: int | None = None,
     ) -> None:
+        """`origin` is its file, `special_tokens` the texts of bos_token, eos_token and the like."""
         self.origin = origin
-        """The file it came from."""
         self.special_tokens = dict(special_tokens)
-        """bos_token, eos_token and the like, as text."""
         self._backend = backend
         with native_calls(origin):
             backend.no_truncation()
@@ -95,13 +92,13 @@ class Tokenizer:
             if vocab_size is None:
                 vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.vocab_size: int = vocab_size
-        """Size of the id space that the tokenizer knows; a model may have more rows."""
+        """Size of the tokenizer's id space; a model may have more rows."""
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         eos = () if self.eos_token_id is None else (self.eos_token_id,)
         self.end_token_ids = frozenset((*eos, *end_token_ids))
-        """Tokens that end an answer, as far as the tokenizer's files say."""
+        """Tokens that end an answer, by the tokenizer's files."""
         self._kept_whole = {token.content: token_id for token_id, token in added.items() if not token.special}
         self._control_texts: frozenset[str] = frozenset()
         self._encoder_lock = Lock()
@@ -109,21 +106,21 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """Most characters of a text that one token stands for, so that a text too long for the context costs nothing.
+        """Most characters of a text that one token stands for: a text that is too long is refused before encoding.
 
-        Characters that leave no token at all, such as spaces beside a token that strips them, are not counted.
+        Characters without a token, such as spaces beside a token that strips them, do not count.
         """
         return longest_token_chars(self._backend)
 
     def guard(self, texts: Iterable[str]) -> None:
-        """Count these added tokens among the control tokens, although the files do not flag them as special."""
+        """Treat these added tokens as control tokens, although the files do not flag them as special."""
         self._control_texts |= frozenset(texts)
         self.__dict__.pop("control_tokens", None)
-        self.__dict__.pop("_content_encoder", None)
+        self.__dict__.pop("content_encoder", None)
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """Special tokens as they are written; none where the tokenizer reads them all as text."""
+        """Special tokens by text; none if the tokenizer reads them all as text."""
         if self._backend.encode_special_tokens:
             return ControlTokens({})
         special = {self._backend.id_to_token(token_id): token_id for token_id in sorted(self.special_token_ids)}
@@ -131,30 +128,26 @@ class Tokenizer:
         return ControlTokens({text: token_id for text, token_id in special.items() if text}, self._kept_whole)
 
     @cached_property
-    def _content_encoder(self) -> ContentEncoder:
+    def content_encoder(self) -> ContentEncoder:
         return ContentEncoder(self._backend, self.control_tokens)
 
     def encode_chat(self, text: str, own: Sequence[Span]) -> list[int]:
-        """Token ids of a rendered chat, in which the control tokens at `own` are text."""
+        """Encode a rendered chat, in which the control tokens at `own` are text."""
         if not own:
             return self.encode(text, add_special_tokens=False)
         with self._encoder_lock:
-            encoder = self._content_encoder
+            encoder = self.content_encoder
         return self._guarded(text, lambda: encoder.encode(text, list(own), add_special_tokens=False))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written out in it are understood, as in transformers."""
+        """Encode a text; special tokens written out in it count as such, as in transformers."""
         if not isinstance(text, str):
-            raise PromptError(f"a prompt of type {type(text).__name__} was given", "text is a string", "pass a string")
+            raise PromptError("value.not_string", name="prompt", value=text)
         if not text.isascii():
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise PromptError(
-                    f"a prompt with half a surrogate pair at character {error.start} was given",
-                    "text is valid Unicode",
-                    "remove the character or replace it by U+FFFD",
-                ) from error
+                raise PromptError("tokenizer.not_unicode", place=error.start) from error
         return self._guarded(text, lambda: encode_ids(self._backend, text, add_special_tokens))
 
     def _guarded(self, text: str, encode: Callable[[], list[int]]) -> list[int]:
@@ -162,35 +155,32 @@ class Tokenizer:
             with native_calls(self.origin):
                 return encode()
         except ModelFormatError as error:
-            raise PromptError(
-                f"a prompt of {len(text)} characters was given",
-                f"the tokenizer of {self.origin} failed on it: {error.has}",
-                "change the text",
-            ) from error
+            reason, origin = error.values.get("reason", ""), self.origin
+            raise PromptError("tokenizer.encode_failed", origin=origin, num_chars=len(text), reason=reason) from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids without a token add nothing."""
+        """Decode token ids; ids without a token add nothing."""
         stream = self.text_stream(skip_special_tokens)
         return stream.push(token_ids) + stream.finish()
 
     def vocabulary_token(self, token_id: int) -> str | None:
-        """A token as the vocabulary writes it."""
+        """Return a token as the vocabulary writes it."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
 
     def vocabulary_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it."""
+        """Return the id of a token as the vocabulary writes it."""
         return self._backend.token_to_id(token)
 
     def token_text(self, token_id: int) -> str:
-        """One token as it stands inside a text; bytes that are no whole character show as U+FFFD."""
+        """Return one token as text; incomplete characters become U+FFFD."""
         return (self._pieces.piece(token_id) or b"").decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """What one token adds inside a text; None for ids that no token has."""
+        """Return the bytes of one token inside a text; None for ids without a token."""
         return self._pieces.piece(token_id)
 
     def text_stream(self, skip_special_tokens: bool, kept_token_ids: frozenset[int] = frozenset()) -> TextStream:
-        """A text to be built from token ids as they come."""
+        """Return a stream that builds a text from token ids."""
         return TextStream(self._pieces, skip_special_tokens, kept_token_ids)
 
     def _named_id(self, name: str) -> int | None:
@@ -199,7 +189,7 @@ class Tokenizer:
 
 
 def tokenizer_from_directory(path: Path) -> Tokenizer:
-    """The tokenizer of a folder in Hugging Face layout: tokenizer.json, and the special tokens that others name."""
+    """Read the tokenizer of a folder in Hugging Face layout: tokenizer.json, and the special tokens of other files."""
     file = path / TOKENIZER_FILE
     if not file.is_file():
         raise _missing_tokenizer(path)
@@ -216,7 +206,7 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
 
 
 def _tokens_to_add(backend: "tokenizers.Tokenizer", special: SpecialTokens) -> list[TokenEntry]:
-    """Tokens listed by id, then named ones and extra ones that are not among them; named ones are special."""
+    """Return tokens listed by id, then other named and extra ones; named ones are special."""
     present = {
         token_id: TokenEntry(token.content, _flags_of(token))
         for token_id, token in sorted(backend.get_added_tokens_decoder().items())
@@ -233,34 +223,22 @@ def _tokens_to_add(backend: "tokenizers.Tokenizer", special: SpecialTokens) -> l
 
 
 def _flags_of(token: "tokenizers.AddedToken") -> dict[str, bool]:
-    return {
-        "single_word": token.single_word,
-        "lstrip": token.lstrip,
-        "rstrip": token.rstrip,
-        "normalized": token.normalized,
-        "special": token.special,
-    }
+    return {flag: getattr(token, flag) for flag in _FLAGS}
 
 
 def _missing_tokenizer(path: Path) -> ModelFormatError:
-    found = [f"{name} ({words})" for name, words in OTHER_FORMS.items() if (path / name).is_file()]
-    found += [f"{file.name} (a tiktoken vocabulary)" for file in sorted(path.glob("*.tiktoken"))[:1]]
-    if not found:
-        return ModelFormatError(
-            f"{path} has no {TOKENIZER_FILE}",
-            "there is no tokenizer of another form either",
-            f"download {TOKENIZER_FILE} from where the model came from",
-        )
-    return ModelFormatError(
-        f"{path} has no {TOKENIZER_FILE}",
-        f"it has {', '.join(found)}",
-        f"convert it once with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder), or {BY_IDS}",
-    )
+    others = [f"{name} ({what})" for name, what in OTHER_FORMATS.items() if (path / name).is_file()]
+    others += [f"{file.name} (a tiktoken vocabulary)" for file in sorted(path.glob("*.tiktoken"))[:1]]
+    found, fix = "no tokenizer of another format either", f"Download {TOKENIZER_FILE} from the model's source"
+    if others:
+        convert = "Convert it once with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        found, fix = f"it has {', '.join(others)}", f"{convert}, or {BY_IDS}"
+    return ModelFormatError("tokenizer.missing", path=path, file=TOKENIZER_FILE, found=found, fix=fix)
 
 
 @contextmanager
 def native_calls(origin: str) -> Iterator[None]:
-    """Whatever the `tokenizers` library raises, as an error that names the file."""
+    """Turn any error of the `tokenizers` library into one that names the file."""
     try:
         yield
     except PromptError:
@@ -278,11 +256,11 @@ def _broken_tokenizer(origin: str, error: BaseException) -> ModelFormatError:
     if isinstance(error, ModelFormatError):
         return error
     reason = plain(str(error)) or type(error).__name__
-    return ModelFormatError(f"{origin} is no sound tokenizer", reason, "download the model again")
+    return ModelFormatError("tokenizer.invalid", file=origin, reason=reason)
 
 
 def special_tokens_of(directory: Path) -> SpecialTokens:
-    """Read the files of one folder; a missing file says nothing."""
+    """Read the special tokens of one folder; a file may be missing."""
     path = directory / CONFIG_FILE
     config = _optional_json(path)
     added = _added_tokens(config["added_tokens_decoder"], path) if "added_tokens_decoder" in config else None
@@ -327,7 +305,7 @@ def _added_tokens(value: object, path: Path) -> dict[int, TokenEntry]:
 
 
 def _legacy_added_tokens(path: Path, special: set[str]) -> dict[int, TokenEntry] | None:
-    """added_tokens.json of older models: texts and ids, with no word about which are special."""
+    """Read added_tokens.json of older models: texts and ids, without flags."""
     entries: dict[int, TokenEntry] = {}
     for content, token_id in _optional_json(path).items():
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
@@ -360,12 +338,14 @@ def _optional_json(path: Path) -> dict[str, object]:
 
 
 def _wrong_token(path: Path, name: str, value: object) -> ModelFormatError:
-    return ModelFormatError(f"{path.name} says {name} = {shown(value)}", "a token is needed there", "check the file")
+    return ModelFormatError("tokenizer.wrong_token", file=path.name, key=name, value=value)
 
 
 def longest_token_chars(backend: "tokenizers.Tokenizer") -> int:
-    """Characters of the longest token, times what a normalizer may have made one of; NO_BOUND where words of any
-    length become one unknown token, or where a normalizer takes text away."""
+    """Return the characters of the longest token, times those that a normalizer may merge into one.
+
+    NO_BOUND if words of any length become one unknown token, or a normalizer removes text.
+    """
     from tokenizers import models
 
     model = backend.model
@@ -382,7 +362,7 @@ def longest_token_chars(backend: "tokenizers.Tokenizer") -> int:
 
 
 def _shrinking(normalizer: dict[str, object]) -> int | None:
-    """How many characters a normalizer may make one of; None when there is no saying."""
+    """Return how many characters a normalizer may merge into one; None if unknown."""
     kind = normalizer.get("type")
     if kind == "Sequence":
         inner = normalizer.get("normalizers")

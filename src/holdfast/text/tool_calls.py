@@ -1,4 +1,4 @@
-"""ToolParser: calls of tools in an answer, told from its text as it streams, in the format of its model; no torch.
+"""ToolParser: separates calls of tools from the text of an answer as it streams, in the format of its model; no torch.
 
     hermes        <tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>
     llama3_json   {"name": "look", "parameters": {"city": "Rome"}}, alone or several with ; between
@@ -7,9 +7,9 @@
     deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, kimi_k2    a section of calls between two markers
     harmony       messages in channels, read by HarmonyParser
 
-A call is told when it is certain: its name is there and its arguments have begun. What is none after all is content,
-to the letter. Each character is looked at once, and what is held back is bounded, so that the same text gives the same
-deltas, joined, however it is cut, at a cost in proportion to its length.
+A call is reported when it is certain: its name is there and its arguments have begun. Text that turns out to be no call is
+content, unchanged. Each character is read once, and at most a bounded text waits. So the same text gives the same joined deltas,
+however it is cut, in linear time.
 """
 
 import re
@@ -24,7 +24,7 @@ from holdfast.text.tag_calls import TagSyntax
 from holdfast.text.tools import Tool
 
 MAX_HELD_CHARS = 2**16
-"""Of a call that is not certain yet; a longer one is content."""
+"""Longest call that is not certain yet; a longer one is content."""
 MAX_CALLS = 128
 MAX_PROBLEMS = 8
 
@@ -43,47 +43,44 @@ class AnswerReader(Protocol):
     problems: list[str]
 
     def feed(self, text: str) -> list[AnswerDelta]:
-        """What a further piece of the answer makes certain."""
+        """Read a further piece of the answer; return the deltas that are certain."""
         ...
 
     def finish(self) -> list[AnswerDelta]:
-        """What was held back; the answer has ended."""
+        """Return the deltas that were held back, at the end of the answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls; `parser` makes what reads them in one answer."""
+    """How a family of models writes calls."""
 
     name: str
     opening: str
-    """Stands before a call."""
     closing: str
-    """Stands behind it; empty where nothing does, or where the syntax has an end of its own."""
+    """Marker after it; empty if there is none, or the syntax has its own end."""
     syntax: JsonSyntax | HeadSyntax | TagSyntax | None
     """How one call is written between the two; None for channels."""
     section: tuple[str, str] = ("", "")
-    """Begins and ends a run of calls; empty if each call stands alone."""
+    """Markers around a run of calls; empty if each call stands alone."""
     is_bare: bool = False
     """An answer may begin with a call that has no opening."""
     slack: re.Pattern[str] = _NO_SLACK
-    """Matches what may stand between a call and its closing marker."""
+    """Pattern of the text between a call and its closing marker."""
     between: str = "\n"
-    """Stands between two forced calls."""
     breaks_lines: bool = False
     """A forced call has a line break on the inner side of each marker."""
     tokens: tuple[str, ...] = ()
-    """Markers that are tokens of their own in the vocabulary. A text without special tokens may lack them."""
+    """Markers that are tokens of the vocabulary. A text without special tokens may lack them."""
     stops: tuple[str, ...] = ()
-    """Those of them that end an answer."""
 
     @property
     def lists_calls(self) -> bool:
-        """Whether a marker ends the list of calls. Without one only the model's end token does."""
+        """True if a marker ends the list of calls. Without one only the model's end token does."""
         return bool(self.section[1])
 
     def parser(self, tools: Sequence[Tool] | None = None) -> AnswerReader:
-        """For one answer; names of calls are held against these tools where they are given."""
+        """Make the parser of one answer; names of calls are compared with these tools, if given."""
         return ToolParser(self, tools)
 
 
@@ -97,29 +94,55 @@ class _State(Enum):
     BETWEEN = auto()
 
 
-class ToolParser:
-    """Reads one answer: `feed` gives what is certain, `finish` what was still held back.
+class StreamReader:
+    """Reads one answer: `feed` returns certain deltas, `finish` the rest.
 
-    `problems` says in words what looked like a call and was none, or was one and broke.
+    `problems` describes texts that looked like calls, and broken calls. A step reads from a place, and returns the next.
     """
 
-    def __init__(self, form: ToolFormat, tools: Sequence[Tool] | None = None) -> None:
-        self.form = form
+    def __init__(self) -> None:
         self.problems: list[str] = []
         self.num_calls = 0
-        self._tools = None if tools is None else {tool.name: tool for tool in tools}
         self._out = DeltaList()
-        self._space = HeldSpace()
         self._kept = ""
         """The end of the last piece, which may begin a marker."""
+
+    def feed(self, text: str) -> list[AnswerDelta]:
+        """Read a further piece of the answer; return the deltas that are certain."""
+        text, self._kept, place = self._kept + text, "", 0
+        while place < len(text):
+            place = self._step(text, place)
+        return self._out.take()
+
+    def _step(self, text: str, place: int) -> int:
+        raise NotImplementedError
+
+    def _keep(self, text: str, place: int) -> int:
+        """Hold back the text from `place` for the next piece."""
+        self._kept = text[place:]
+        return len(text)
+
+    def _report(self, problem: str) -> None:
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
+
+
+class ToolParser(StreamReader):
+    """Reads one answer in a format of markers."""
+
+    def __init__(self, form: ToolFormat, tools: Sequence[Tool] | None = None) -> None:
+        super().__init__()
+        self.form = form
+        self._tools = None if tools is None else {tool.name: tool for tool in tools}
+        self._space = HeldSpace()
         self._held: list[str] = []
+        """Text of the call that is read, until it is certain."""
         self._num_held = 0
-        """Of the call that is read: its text, until it is certain."""
         self._reader: CallReader | None = None
         self._is_after_call = False
         self._begin = _any_of(form.section[0], form.opening)
         self._ends = [end for end in (form.closing, *form.section, form.section[0] and form.opening) if end]
-        """Markers that end arguments which are not JSON."""
+        """Markers that end arguments that are not JSON."""
         self._end = _any_of(*self._ends)
         self._state = _State.START if form.is_bare else _State.TEXT
         self._steps: dict[_State, Callable[[str, int], int]] = {
@@ -132,24 +155,20 @@ class ToolParser:
             _State.BETWEEN: self._between,
         }
 
-    def feed(self, text: str) -> list[AnswerDelta]:
-        """What a further piece of the answer makes certain."""
-        text, self._kept, place = self._kept + text, "", 0
-        while place < len(text):
-            place = self._steps[self._state](text, place)
-        return self._out.take()
+    def _step(self, text: str, place: int) -> int:
+        return self._steps[self._state](text, place)
 
     def finish(self) -> list[AnswerDelta]:
-        """What was held back; the answer has ended."""
+        """Return the deltas that were held back, at the end of the answer."""
         kept, self._kept = self._kept, ""
         if self._state in (_State.TEXT, _State.START):
             self._end_text(kept)
         elif self._state is _State.SECTION:
             self._end_text(self.form.section[0] + kept)
         elif self._state is _State.CALL:
-            assert self._reader is not None, "a call is read by nobody"
+            assert self._reader is not None, "a call has no reader"
             if self._reader.is_certain:
-                self._tell(f"call {self.num_calls - 1} was cut off")
+                self._report(f"call {self.num_calls - 1} was cut off")
             else:
                 self._end_text("".join(self._held) + kept)
         elif self._state is _State.BROKEN_ARGUMENTS:
@@ -159,16 +178,16 @@ class ToolParser:
         return self._out.take()
 
     def _end_text(self, rest: str) -> None:
-        """The rest of an answer, which may be the beginning of a marker or of a call."""
+        """End an answer with the beginning of a marker or of a call."""
         if rest and self._is_after_call:
-            self._tell(f"what follows call {self.num_calls - 1} was cut off, and is left out")
+            self._report(f"dropped the text after call {self.num_calls - 1}, which was cut off")
             return
         if self._state is _State.CALL:
-            self._tell("a call was cut off before its name and arguments, and is content")
+            self._report("a call was cut off before its name and arguments, and is content")
         self._content(rest)
 
     def _start(self, text: str, place: int) -> int:
-        """An answer may be a call from its first sign on."""
+        """Read the beginning of an answer, which may be a call without a marker."""
         rest = text[place:].lstrip()
         begin = len(text) - len(rest)
         self._space_only(text[place:begin])
@@ -191,14 +210,13 @@ class ToolParser:
                 self._state = _State.SECTION
             return found.end()
         if found is not None:
-            self._tell(f"more than {MAX_CALLS} calls; the rest is content")
+            self._report(f"more than {MAX_CALLS} calls; the rest is content")
         end = len(text) - _partial_end_of_any(text[place:], (self.form.opening, self.form.section[0]))
         self._content(text[place:end])
-        self._kept = text[end:]
-        return len(text)
+        return self._keep(text, end)
 
     def _section(self, text: str, place: int) -> int:
-        """Read what follows the marker of a section: the first call, or the marker is content."""
+        """Read the text after the marker of a section: the first call, or the marker is content."""
         match = _SPACE.match(text, place)
         begin = place if match is None else match.end()
         if text.startswith(self.form.opening, begin):
@@ -206,24 +224,23 @@ class ToolParser:
             self._begin_call(self.form.section[0] + text[place:end], is_marked=True)
             return end
         if self.form.opening.startswith(text[begin : begin + len(self.form.opening)]):
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         self._state = _State.TEXT
         self._content(self.form.section[0])
         return place
 
     def _begin_call(self, lead: str, is_marked: bool) -> None:
         assert self.form.syntax is not None, f"{self.form.name} is read by another parser"
-        self._reader = self.form.syntax.reader(self.num_calls, self._tools, self._tell, is_marked)
+        self._reader = self.form.syntax.reader(self.num_calls, self._tools, self._report, is_marked)
         self._held, self._num_held = [lead], len(lead)
         self._state = _State.CALL
 
     def _call(self, text: str, place: int) -> int:
         reader = self._reader
-        assert reader is not None, "a call is read by nobody"
+        assert reader is not None, "a call has no reader"
         was_certain, limit = reader.is_certain, len(text)
         if not was_certain:
-            # Bounded by where it stands in the text, not by how the text is cut.
+            # Bounded by its place in the text, not by how the text is cut.
             limit = min(limit, place + MAX_HELD_CHARS - self._num_held)
         end = reader.read(text, place, limit, self._out)
         if reader.is_certain and not was_certain:
@@ -234,12 +251,12 @@ class ToolParser:
             self._held.append(text[place:end])
             self._num_held += end - place
         if not reader.is_certain and (reader.is_broken or self._num_held + limit - end >= MAX_HELD_CHARS):
-            self._tell("what begins like a call is none, and is content")
+            self._report("a text that begins like a call is none, and is content")
             self._fall_back()
         elif reader.is_done:
             self._state, self._is_after_call = _State.AFTER, True
         elif reader.is_broken:
-            self._tell(f"the arguments of call {self.num_calls - 1} are no JSON")
+            self._report(f"the arguments of call {self.num_calls - 1} are no JSON")
             self._state = _State.BROKEN_ARGUMENTS
         elif limit == len(text):
             self._kept = text[end:]
@@ -253,7 +270,7 @@ class ToolParser:
         self._content(held)
 
     def _broken_arguments(self, text: str, place: int) -> int:
-        """As the model wrote them, up to the marker; whoever called can tell the model."""
+        """Stream broken arguments unchanged, up to the marker: the caller can report them to the model."""
         found = self._end.search(text, place) if self._ends else None
         if found is not None:
             self._out.add(self.num_calls - 1, text[place : found.start()])
@@ -262,11 +279,10 @@ class ToolParser:
             return found.end() if found[0] == self.form.closing else found.start()
         end = len(text) - _partial_end_of_any(text[place:], self._ends)
         self._out.add(self.num_calls - 1, text[place:end])
-        self._kept = text[end:]
-        return len(text)
+        return self._keep(text, end)
 
     def _after(self, text: str, place: int) -> int:
-        """The marker behind a call, or the next call; anything else is content."""
+        """Read the marker after a call, or the next call; anything else is content."""
         if self.form.is_bare:
             return self._after_bare(text, place)
         following = _State.BETWEEN if self.form.section[0] else _State.TEXT
@@ -275,8 +291,7 @@ class ToolParser:
         begin = place if match is None else match.end()
         rest = text[begin : begin + len(marker)]
         if marker.startswith(rest) and rest != marker:
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         self._state = following
         return begin + len(marker) if marker and rest == marker else place
 
@@ -286,8 +301,7 @@ class ToolParser:
         marker = self.form.opening
         rest = text[begin : begin + len(marker)]
         if marker.startswith(rest) and rest != marker:
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         is_marked = rest == marker
         if not (is_marked or rest[0] == "{") or self.num_calls >= MAX_CALLS:
             self._state = _State.TEXT
@@ -297,14 +311,13 @@ class ToolParser:
         return end
 
     def _between(self, text: str, place: int) -> int:
-        """Read what follows a call in a section: its end, or whatever stands in a text too."""
+        """Read the text after a call in a section: its end, or anything that a text may hold."""
         match = _SPACE.match(text, place)
         begin = place if match is None else match.end()
         ending = self.form.section[1]
         rest = text[begin : begin + len(ending)]
         if rest != ending and ending.startswith(rest):
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         self._state = _State.TEXT
         return begin + len(ending) if rest == ending else place
 
@@ -315,10 +328,6 @@ class ToolParser:
                 return
             self._is_after_call = False
         self._out.add(ContentDelta, self._space.show(text))
-
-    def _tell(self, problem: str) -> None:
-        if len(self.problems) < MAX_PROBLEMS:
-            self.problems.append(problem)
 
 
 def _any_of(*markers: str) -> re.Pattern[str]:

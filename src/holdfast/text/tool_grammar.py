@@ -1,12 +1,12 @@
-"""tool_call_grammar: a grammar of the calls that must be made, in the form that the model's parser reads; no torch.
+"""tool_call_grammar: a grammar of forced calls, in the format of the model's parser; no torch.
 
-Lark, as llguidance reads it. Each tool's schema stands alone, so that what it refers to by "#/$defs/..." is found.
+Lark, as llguidance reads it. Each tool has its own schema, so that references to "#/$defs/..." resolve.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 
-from holdfast.errors import RequestError, shown
+from holdfast.errors import RequestError
 from holdfast.text.call_readers import HeadSyntax, JsonSyntax
 from holdfast.text.harmony import CHANNEL, CONSTRAIN, FUNCTIONS, MESSAGE
 from holdfast.text.reasoning import Thoughts
@@ -17,7 +17,7 @@ from holdfast.text.tools import Tool, ToolChoice
 
 MAX_FORCED_CALLS = 16
 _WRITING: Mapping[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As models have learned JSON; free white space is a place where small ones stay for ever."""
+"""JSON as models have learned it; with free white space, small models write nothing else."""
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "unevaluatedProperties")
 
 
@@ -29,9 +29,9 @@ def tool_call_grammar(
     thoughts: Thoughts = "none",
     special: SpecialTokens | None = None,
 ) -> str:
-    """One call or several of the tools that may be chosen, behind thoughts where the model has them.
+    """Write the grammar of one or several calls of the allowed tools, after thoughts if the model has them.
 
-    `special`: markers of the format that are special tokens of the vocabulary, by their ids.
+    `special` are markers of the format that are special tokens of the vocabulary, with their ids.
     """
     allowed = choice.allowed(tools)
     assert allowed, f"{choice=} leaves none of {len(tools)} tools"
@@ -47,7 +47,7 @@ def tool_call_grammar(
     # An answer in channels ends at its first call.
     num_more = MAX_FORCED_CALLS - 1 if is_parallel and choice.name is None and form.syntax is not None else 0
     more = f"({lark_text(form.between)} call){{0,{num_more}}}" if num_more else ""
-    # The lexer takes the longest literal, so the line break before the end must not be part of it: calls begin with one too.
+    # The lexer takes the longest literal, so the line break before the end must be apart: calls begin with one too.
     last = (lark_text(line), lark_marked(end, special)) if end else ()
     parts = (begin and lark_marked(begin + line, special), "call", more, *last)
     names = " | ".join(f"call{index}" for index in range(len(allowed)))
@@ -77,7 +77,7 @@ def _rules(index: int, tool: Tool, form: ToolFormat, special: SpecialTokens) -> 
 
 
 def _closed(schema: Mapping[str, object] | None) -> Mapping[str, object]:
-    """The schema without properties that it does not name, unless it speaks of them; what is left is still valid."""
+    """Forbid additional properties, unless the schema mentions them."""
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if "additionalProperties" in schema or any(word in schema for word in _COMBINING):
@@ -86,7 +86,7 @@ def _closed(schema: Mapping[str, object] | None) -> Mapping[str, object]:
 
 
 def _tag_rules(index: int, tool: Tool, syntax: TagSyntax, special: SpecialTokens) -> list[str]:
-    """Parameters in the order of the schema, each on lines of its own."""
+    """Write parameters in the order of the schema, each on its own lines."""
     schema = tool.parameters or {}
     properties, required = schema.get("properties"), schema.get("required")
     needed = frozenset(map(str, required)) if isinstance(required, list) else frozenset()
@@ -94,11 +94,7 @@ def _tag_rules(index: int, tool: Tool, syntax: TagSyntax, special: SpecialTokens
     parts, rules = [_lined(head, syntax, special)], []
     for number, (key, own) in enumerate(properties.items() if isinstance(properties, dict) else ()):
         if KEY.fullmatch(key) is None or ('"' in key and '"{key}"' in syntax.written_parameter):
-            raise RequestError(
-                f"the tool {shown(tool.name)} has the parameter {shown(key)}",
-                'this model writes names of parameters in tags, without < > " and line breaks',
-                "rename it",
-            )
+            raise RequestError("tools.bad_parameter_name", name="tools", tool=tool.name, parameter=key)
         name = f"parameter{index}_{number}"
         parts.append(name if key in needed else f"{name}?")
         rules += _tag_value(name, key, own if isinstance(own, dict) else {}, syntax, special, schema)
@@ -113,14 +109,14 @@ def _tag_value(
     special: SpecialTokens,
     schema: Mapping[str, object],
 ) -> list[str]:
-    words = own.get("enum", [own["const"]] if "const" in own else None)
-    is_choice = isinstance(words, list) and bool(words) and all(isinstance(word, str) for word in words)
+    choices = own.get("enum", [own["const"]] if "const" in own else None)
+    is_choice = isinstance(choices, list) and bool(choices) and all(isinstance(one, str) for one in choices)
     is_text = is_choice or own.get("type") == "string"
     tag = syntax.written_parameter.replace("{is_text}", "true" if is_text else "false").replace("{key}", key)
     rules = [f"{name}: {_lined(tag, syntax, special)} {name}_value {_lined(syntax.written_line, syntax, special)}"]
     end = ("\n" if syntax.trims_lines else "") + syntax.value_end
-    if is_choice and isinstance(words, list):
-        return [*rules, f"{name}_value: ({' | '.join(map(lark_text, words))}) {lark_marked(end, special)}"]
+    if is_choice and isinstance(choices, list):
+        return [*rules, f"{name}_value: ({' | '.join(map(lark_text, choices))}) {lark_marked(end, special)}"]
     if is_text:
         return [*rules, lark_until(f"{name}_value", end, special)]
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

@@ -1,15 +1,15 @@
-"""Messages about tools, brought into the form that a chat template takes, or into words where it takes none; no torch."""
+"""Messages about tools, converted to what a chat template accepts, or to text if it knows no tools; no torch."""
 
 import json
 from collections.abc import Sequence
 from typing import NoReturn
 
-from holdfast.errors import PromptError, shown
+from holdfast.errors import PromptError
 from holdfast.text.chat_messages import PlainData
 
 Message = dict[str, object]
 
-_WORDS = """# Tools
+_LISTING = """# Tools
 
 You can call functions. These are there, one JSON object a line:
 <tools>
@@ -24,12 +24,12 @@ What a function answers comes within <tool_response></tool_response> tags."""
 
 
 def has_tools(messages: Sequence[Message]) -> bool:
-    """Whether tools were called, or have answered."""
+    """Return True if the messages hold calls or answers of tools."""
     return any("tool_calls" in message or message["role"] == "tool" for message in messages)
 
 
 def with_names_of_tools(messages: Sequence[Message]) -> list[Message]:
-    """Answers of tools with the name of the tool that was called, which some templates write."""
+    """Add the name of the called tool to answers of tools, which some templates write."""
     names: dict[object, object] = {}
     named = []
     for message in messages:
@@ -44,7 +44,7 @@ def with_names_of_tools(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_argument_objects(messages: Sequence[Message], data: PlainData) -> list[Message]:
-    """Calls whose arguments are objects where they were the JSON text of one, as most templates want them."""
+    """Parse arguments of calls that are JSON text into objects, as most templates expect."""
     return [
         {**message, "tool_calls": [_with_object(call, data) for call in calls_of(message)]}
         if "tool_calls" in message
@@ -54,7 +54,7 @@ def with_argument_objects(messages: Sequence[Message], data: PlainData) -> list[
 
 
 def as_plain_chat(messages: Sequence[Message], tools: object, data: PlainData, in_system: bool) -> list[Message]:
-    """The same conversation for a template that knows no tools: they are listed in words, calls and answers are text."""
+    """Return the conversation for a template that knows no tools: their list, calls and answers become text."""
     chat: list[Message] = []
     was_answer = False
     for message in messages:
@@ -64,42 +64,42 @@ def as_plain_chat(messages: Sequence[Message], tools: object, data: PlainData, i
             kept = {key: value for key, value in message.items() if key != "tool_calls"}
             chat.append({**kept, "content": "\n".join([str(content), *calls] if content else calls)})
         elif was_answer:
-            # Some templates want turns to alternate.
+            # Some templates need alternating turns.
             chat[-1]["content"] = f"{chat[-1]['content']}\n{_answer_text(content)}"
         else:
             chat.append({"role": "user", "content": _answer_text(content)})
         was_answer = is_answer
     if tools:
-        _tell_tools(chat, str(data.copy(_listing(tools), "tools")), in_system)
+        _insert_listing(chat, str(data.copy(_listing(tools), "tools")), in_system)
     return chat
 
 
-def _tell_tools(chat: list[Message], words: str, in_system: bool) -> None:
-    """In the system message, or in the first question where the template has none."""
+def _insert_listing(chat: list[Message], listing: str, in_system: bool) -> None:
+    """Put the list of tools into the system message, or into the first question."""
     role = "system" if in_system else "user"
     first = next((message for message in chat if message["role"] == role), None)
     if first is None:
-        chat.insert(0, {"role": role, "content": words})
+        chat.insert(0, {"role": role, "content": listing})
     elif in_system:
-        first["content"] = f"{first['content']}\n\n{words}"
+        first["content"] = f"{first['content']}\n\n{listing}"
     else:
-        first["content"] = f"{words}\n\n{first['content']}"
+        first["content"] = f"{listing}\n\n{first['content']}"
 
 
 def _listing(tools: object) -> str:
     if not isinstance(tools, list):
-        raise PromptError(f"tools={shown(tools)} was given", "tools are a list", "pass a list of tools")
-    return _WORDS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        raise PromptError("template.bad_message", name="tools", expected="a list of tools", value=tools)
+    return _LISTING.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
 def calls_of(message: Message) -> list[dict[str, object]]:
-    """Calls of tools that a message makes."""
+    """Return the calls of a message."""
     calls = message.get("tool_calls")
     return calls if isinstance(calls, list) else []
 
 
 def function_of(call: dict[str, object]) -> dict[str, object]:
-    """Name and arguments of a call, which may stand under `function`."""
+    """Return name and arguments of a call, which may be under `function`."""
     function = call.get("function", call)
     assert isinstance(function, dict), f"{call=} was not checked"
     return function
@@ -111,8 +111,8 @@ def _answer_text(content: object) -> str:
 
 def _call_text(call: dict[str, object]) -> str:
     function = function_of(call)
-    told = {"name": function["name"], "arguments": function.get("arguments", {})}
-    return f"<tool_call>\n{json.dumps(told, ensure_ascii=False)}\n</tool_call>"
+    written = {"name": function["name"], "arguments": function.get("arguments", {})}
+    return f"<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>"
 
 
 def _with_object(call: dict[str, object], data: PlainData) -> dict[str, object]:

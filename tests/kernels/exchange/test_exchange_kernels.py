@@ -9,7 +9,6 @@ from holdfast.distributed.exchange_plan import SIGNAL_BYTES
 from holdfast.kernels.exchange.gather_rows import (
     gather_columns_reference,
     gather_columns_triton,
-    gather_small_reference,
     gather_small_triton,
     share_first_triton,
 )
@@ -24,6 +23,7 @@ from holdfast.kernels.exchange.sum_rows import (
     takes_two_passes,
     tile_forms,
 )
+from kernels.gemm_references import gather_small_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Guarded = Callable[..., torch.Tensor]
@@ -175,15 +175,15 @@ def test_words_of_links_do_not_overlap() -> None:
     for link, source in ((0, 0), *((1, 1 + rank) for rank in range(16))):
         for end in (offer_end(signals[0], signals[1], link, source), fetch_end(signals[1], signals[0], link, source)):
             number += 1
-            for words in (end.awaited, end.told, end.counted):
+            for words in (end.awaited, end.signaled, end.counted):
                 words += number
     assert END_WORD <= SIGNAL_BYTES // 4
-    # Each word of the target is written by its own source and by nobody else; the source has two links.
+    # Each word of the target is written by its own source only; the source has two links.
     assert len(set(signals[1].tolist())) == 1 + 2 * 17
     assert not signals[0][: TABLES_WORD + 64].any()
 
 
-def test_an_abandoned_rank_waits_for_nobody() -> None:
+def test_abandoned_rank_does_not_wait() -> None:
     signals = torch.zeros(SIGNAL_BYTES // 4, dtype=torch.int32)
     epochs = torch.arange(MAX_BLOCKS, dtype=torch.int32) + (2**31 - 40)  # some are about to wrap
     signals[EPOCHS_WORD : EPOCHS_WORD + MAX_BLOCKS] = epochs

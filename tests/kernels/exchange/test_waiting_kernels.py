@@ -1,4 +1,4 @@
-"""Kernels that wait for a peer that will never come, on a GPU: they go on when they are let go, and trap when nobody does."""
+"""Kernels that wait for a peer that will never come, on a GPU: they go on when they are let go, and trap otherwise."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 
 from holdfast.distributed.exchange_plan import SIGNAL_BYTES
 from holdfast.kernels.exchange import links, signals
-from holdfast.kernels.exchange.gather_rows import meet_triton
+from holdfast.kernels.exchange.gather_rows import rendezvous_triton
 from holdfast.kernels.exchange.links import fetch_end, fetch_rows, offer_end, offer_rows, release_links
 from holdfast.kernels.exchange.signals import release_waits
 from holdfast.kernels.exchange.sum_rows import Ranks
@@ -38,7 +38,7 @@ def waiting_calls(own: torch.Tensor, other: torch.Tensor) -> dict[str, Callable[
             offer_rows(rows_TH, slots_LN, offer_end(own, other, 0, 0))
 
     return {
-        "meet": lambda: meet_triton(ranks),
+        "meet": lambda: rendezvous_triton(ranks),
         "fetch": lambda: fetch_rows(slots_LN, rows_TH, fetch_end(own, other, 0, 0)),
         "offer": offer_twice,
     }
@@ -78,7 +78,7 @@ def test_who_waits_for_a_dead_peer_goes_on_when_let_go(device: torch.device, nam
         for _ in range(3):
             graph.replay() if is_captured else call()
         ended.record(stream)
-    assert not is_done_within(ended, 0.2), "nobody has come"
+    assert not is_done_within(ended, 0.2), "no peer has arrived"
     with torch.cuda.stream(rescue):
         release_waits(own)
         release_links(own)

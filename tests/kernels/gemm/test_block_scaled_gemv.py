@@ -12,7 +12,6 @@ from holdfast.kernels.gemm.block_scaled_gemv import (
     BlockGemvForm,
     block_products_asm,
     block_scaled_gemv,
-    block_scaled_gemv_reference,
     gemv_form,
     row_form,
     takes,
@@ -23,6 +22,7 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
 from kernels.assembler import run_assembler
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
+from kernels.gemm_references import block_scaled_gemv_reference
 from kernels.quantized_cases import (
     HALF_SLACK,
     codable_rows,
@@ -44,7 +44,7 @@ BLOCK_SCHEMES = pytest.mark.parametrize(
     "scheme", [replace(FP8_BLOCK, block_rows=rows) for rows in (128, 64, 24)], ids=scheme_id
 )
 DEEPSEEK = [(2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (7168, 18432), (128, 7168)]
-"""Of V3 and V3.2."""
+"""Shapes of V3 and V3.2."""
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +243,7 @@ def test_a_product_of_one_row_needs_no_room_and_allocates_nothing(device):
 
 
 def test_the_assembler_sums_sixteen_products():
-    """Of integers, whose sums are exact in half precision."""
+    """For integers, whose sums are exact in half precision."""
     generator = torch.Generator().manual_seed(0)
     weights, inputs = (torch.randint(-8, 9, (50, 16), generator=generator).float() for _ in range(2))
     codes = np.ascontiguousarray(weights.to(torch.float8_e4m3fn).view(torch.uint8).numpy()).view(np.uint32)

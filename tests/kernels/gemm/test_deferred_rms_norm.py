@@ -13,10 +13,10 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     defer_rms_norm,
     defer_rms_norm_reference,
     row_amax,
-    row_amax_reference,
 )
 from holdfast.kernels.norm import rms_norm_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
+from kernels.gemm_references import row_amax_reference
 from kernels.small_batch_cases import EPS
 from kernels.tiled_cases import NAN, amid
 from kernels.triton_cases import DTYPES, QUIET, assert_allocates_nothing

@@ -5,9 +5,9 @@ import torch
 
 from holdfast.kernels.gemm import embedding as module
 from holdfast.kernels.gemm.embedding import (
+    lookup_codes_reference,
+    lookup_codes_triton,
     lookup_rows,
-    lookup_rows_reference,
-    lookup_rows_triton,
     lookup_share,
     lookup_share_triton,
 )
@@ -42,7 +42,7 @@ def test_rows_of_codes_are_decoded_and_rounded_once(device, guarded, scheme, dty
     expected = dequantize(table_of(scheme, num_columns))[IDS].to(dtype)
     out = guarded(len(IDS), num_columns + 3, dtype=dtype).fill_(torch.nan)
     assert (
-        lookup_rows_triton(IDS.to(device), table_of(scheme, num_columns, device), out[:, :num_columns]).shape
+        lookup_codes_triton(IDS.to(device), table_of(scheme, num_columns, device), out[:, :num_columns]).shape
         == expected.shape
     )
     assert same_bits(out[:, :num_columns].cpu(), expected)
@@ -58,7 +58,7 @@ def test_every_code(device, scheme):
     table = QuantizedWeight(scheme, (1, 256), codes.view(getattr(torch, scheme.code_dtype)), torch.tensor([0.37]))
     expected = dequantize(table)[0]
     table = QuantizedWeight(scheme, (1, 256), table.codes.to(device), table.scales.to(device))
-    y = lookup_rows_triton(
+    y = lookup_codes_triton(
         torch.zeros(1, dtype=torch.int32, device=device), table, torch.empty(1, 256, device=device)
     ).cpu()[0]
     assert torch.equal(y.isnan(), expected.isnan())
@@ -75,9 +75,9 @@ def test_a_plain_table_is_copied(dtype):
 @TABLES
 def test_many_tokens_in_pieces(scheme, monkeypatch):
     table, ids = table_of(scheme, 64), torch.arange(100) % 29
-    whole = lookup_rows_reference(ids, table, torch.empty(100, 64))
+    whole = lookup_codes_reference(ids, table, torch.empty(100, 64))
     monkeypatch.setattr(module, "PIECE_ELEMENTS", 300)
-    assert same_bits(lookup_rows_reference(ids, table, torch.empty(100, 64)), whole)
+    assert same_bits(lookup_codes_reference(ids, table, torch.empty(100, 64)), whole)
     assert same_bits(whole, dequantize(table)[ids])
 
 
@@ -97,13 +97,13 @@ def test_room_of_another_shape_is_refused(device):
     with pytest.raises(AssertionError, match=r"out_TK\.shape"):
         lookup_rows(IDS, table_of(FP8, 64), torch.empty(len(IDS), 65))
     with pytest.raises(AssertionError, match="columns lie apart"):
-        lookup_rows_triton(IDS.to(device), table_of(FP8, 9, device), torch.empty(9, len(IDS), device=device).t())
+        lookup_codes_triton(IDS.to(device), table_of(FP8, 9, device), torch.empty(9, len(IDS), device=device).t())
 
 
 @TABLES
 def test_no_tokens(device, scheme):
     nothing = torch.empty(0, dtype=torch.int64, device=device)
-    assert lookup_rows_triton(nothing, table_of(scheme, 8, device), torch.empty(0, 8, device=device)).shape == (0, 8)
+    assert lookup_codes_triton(nothing, table_of(scheme, 8, device), torch.empty(0, 8, device=device)).shape == (0, 8)
     assert lookup_rows(nothing.cpu(), table_of(scheme, 8), torch.empty(0, 8)).shape == (0, 8)
 
 
@@ -145,7 +145,7 @@ def test_shares_of_ranks_add_up_to_the_row(device, guarded, scheme, dtype, num_c
     table = plain.to(device) if scheme is None else table_of(scheme, num_columns, device)
     ids = IDS.to(device)
     whole = (
-        lookup_rows_reference(IDS, table_of(scheme, num_columns), plain.new_empty(len(IDS), num_columns))
+        lookup_codes_reference(IDS, table_of(scheme, num_columns), plain.new_empty(len(IDS), num_columns))
         if scheme
         else plain[IDS]
     )

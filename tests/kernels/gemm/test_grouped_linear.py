@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.gemm.grouped_linear import _batched, grouped_linear, grouped_linear_reference
+from holdfast.kernels.gemm.grouped_linear import batched_linear, grouped_linear
 from kernels.exactness import random, same_bits
 from kernels.triton_cases import assert_allocates_nothing
 
@@ -19,7 +19,7 @@ def parts(num_rows: int, groups: int, size_k: int, size_n: int) -> tuple[torch.T
 
 
 @SHAPES
-@pytest.mark.parametrize("product", [grouped_linear, grouped_linear_reference, _batched])
+@pytest.mark.parametrize("product", [grouped_linear, batched_linear])
 def test_every_group_by_its_own_weight(device, guarded, product, num_rows, groups, size_k, size_n):
     x, weight, expected = parts(num_rows, groups, size_k, size_n)
     out = guarded(num_rows, groups * size_n, dtype=torch.float32).fill_(torch.nan)

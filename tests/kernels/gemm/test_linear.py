@@ -9,12 +9,12 @@ from holdfast.kernels.gemm.linear import (
     linear_float32,
     plain_linear,
     plain_linear_float32,
-    plain_linear_float32_reference,
     plain_linear_reference,
     quantized_linear,
 )
 from holdfast.quant.weight_schemes import FP8, INT8
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, random, same_bits
+from kernels.gemm_references import plain_linear_float32_reference
 from kernels.quantized_cases import EVERY_SCHEME, random_weight, room_amid, scheme_id
 from kernels.triton_cases import assert_allocates_nothing
 from red_zones import RedZones
@@ -63,11 +63,11 @@ def test_codes_go_to_the_quantized_product(guarded_host, scheme, dtype):
     assert same_bits(out, wide)
 
 
-def test_room_is_asked_for_where_rows_are_quantized():
+def test_linear_without_buffers_for_codes_fails():
     x = random(3, 64)
     assert linear(x, random_weight(5, 64, INT8), None).shape == (3, 5)
     for call in (lambda weight: linear(x, weight, None), lambda weight: linear_float32(x, weight, torch.empty(3, 5))):
-        with pytest.raises(AssertionError, match="needs room"):
+        with pytest.raises(AssertionError, match="needs buffers"):
             call(random_weight(5, 64, FP8))
 
 

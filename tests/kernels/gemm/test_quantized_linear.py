@@ -6,7 +6,6 @@ import torch
 from holdfast.kernels.gemm.linear import (
     dequantize_rows,
     quantized_linear,
-    quantized_linear_reference,
     quantized_view,
     room_for_codes,
     takes_scaled_product,
@@ -15,6 +14,7 @@ from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_r
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
+from kernels.gemm_references import quantized_linear_reference
 from kernels.quantized_cases import (
     EVERY_SCHEME,
     codable_rows,
@@ -172,7 +172,7 @@ def test_rows_that_come_as_codes_are_not_coded_again():
             assert not same_bits(function(other, weight, None, torch.empty(3, 9), room), expected)
 
 
-def test_whoever_makes_rows_finds_room_where_they_have_one_scale():
+def test_room_for_codes_needs_one_scale_a_row():
     room = QuantizedRows(torch.zeros(600, dtype=torch.float8_e4m3fn), torch.zeros(6))
     for scheme in (FP8, FP8_TENSOR):
         found = room_for_codes(room, random_weight(9, 200, scheme), 3)
@@ -181,12 +181,12 @@ def test_whoever_makes_rows_finds_room_where_they_have_one_scale():
         assert room_for_codes(room, other, 3) is None
 
 
-def test_room_is_asked_for_only_where_rows_are_quantized():
+def test_quantized_linear_needs_buffers_only_for_codes():
     for scheme in (INT8, MXFP4):
         assert quantized_view(None, random_weight(5, 64, scheme), 3) is None
         assert quantized_linear(random(3, 64), random_weight(5, 64, scheme), None, torch.empty(3, 5)).isfinite().all()
     for function in (quantized_linear, quantized_linear_reference):
-        with pytest.raises(AssertionError, match="fp8 needs room for the codes of 3 rows"):
+        with pytest.raises(AssertionError, match="fp8 needs buffers for the codes of 3 rows"):
             function(random(3, 64), random_weight(5, 64, FP8), None, torch.empty(3, 5))
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.kernels.gemm.linear import quantized_linear_reference
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows_reference
 from holdfast.kernels.gemm.quantized_tiles import (
     E2M1_ASM_TEXT,
@@ -24,6 +23,7 @@ from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
 from kernels.assembler import run_assembler
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
 from kernels.expert_cases import SCHEMES, expert_case, quantized_case_rows
+from kernels.gemm_references import quantized_linear_reference
 from kernels.quantized_cases import (
     EVERY_SCHEME,
     codable_rows,
@@ -281,7 +281,7 @@ def test_operands_say_how_the_weight_is_quantized(scheme):
     assert found.tensors[0].data_ptr() == rows.data_ptr()
 
 
-def test_rows_as_codes_are_asked_for_where_the_scheme_wants_them():
+def test_operands_need_codes_if_the_scheme_quantizes_rows():
     case = expert_case((1, 1, 2, 6, 64), scheme="fp8")
     with pytest.raises(AssertionError, match="fp8 with quantized=None"):
         operands_of(case.x_XK, case.weight, None)

@@ -14,16 +14,21 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     defer_rms_norm,
     defer_rms_norm_reference,
     row_amax,
-    row_amax_reference,
 )
 from holdfast.kernels.gemm.gemv import num_k_splits
-from holdfast.kernels.gemm.small_batch import linear_add, linear_add_reference, normed_linear, normed_linear_reference
-from holdfast.kernels.gemm.small_batch_quantized import BLOCK_K, quantized_sums_reference, takes_weight
+from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
+from holdfast.kernels.gemm.small_batch_quantized import BLOCK_K, takes_weight
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from kernels.exactness import random, same_bits
+from kernels.gemm_references import (
+    linear_add_reference,
+    normed_linear_reference,
+    quantized_sums_reference,
+    row_amax_reference,
+)
 from kernels.quantized_cases import (
     E4M3_SLACK,
     ROW_SCHEMES,
@@ -270,7 +275,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_column(device, scheme, num_row
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("function", [normed_linear, normed_linear_reference], ids=["kernel", "reference"])
 def test_amax_of_a_gated_product_only_rises(device, num_rows, function):
-    """Blocks of one row share places, so each raises what is there; whoever comes before has to clear them."""
+    """Blocks of one row share places, so each raises what is there; the kernel before must clear them."""
     case = quantized_case(num_rows, 65, 320, widest_on(device), FP8, gated=True).to(device)
     guarded = Guarded(case, device, 1)
     guarded.scratch.squares[:num_rows] = squares_of(case.x_MK, 1).flatten()
@@ -348,16 +353,16 @@ def test_sums_of_integers_are_exact_in_the_reference():
     assert torch.equal(quantized_sums_reference(x, quantized(values, INT8), None), x @ values.T)
 
 
-def test_what_is_missing_is_told(device):
+def test_missing_amax_is_an_error(device):
     case = quantized_case(2, 5, 64, widest_on(device), FP8).to(device)
     scratch = SmallBatchScratch(torch.zeros(2, device=device), torch.zeros(0), torch.zeros(0, dtype=torch.int32))
     more = (case.norm_N, EPS, torch.empty_like(case.residual_MN))
-    with pytest.raises(AssertionError, match="room for amax"):
+    with pytest.raises(AssertionError, match="needs amax"):
         linear_add(case.x_MK, case.weight_NK, None, case.residual_MN, *more, scratch)
     for function, where in ((linear_add, device), (linear_add_reference, CPU)):
         host = case.to(where)
         more = (host.norm_N, EPS, torch.empty_like(host.residual_MN))
-        with pytest.raises(AssertionError, match="amax of rows that are to be quantized are missing"):
+        with pytest.raises(AssertionError, match="rows that become codes need amax"):
             function(host.x_MK, host.weight_NK, None, host.residual_MN, *more, Guarded(host, where).scratch)
 
 

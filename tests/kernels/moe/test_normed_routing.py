@@ -173,7 +173,7 @@ def test_the_norm_is_not_finished_in_its_own_place():
     x, tensor = torch.zeros(1, 4), torch.zeros(1)
     scratch = SmallBatchScratch(tensor, tensor, tensor.int())
     ids = torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(AssertionError, match="others still read the rows"):
+    with pytest.raises(AssertionError, match="other programs still read the rows"):
         route_normed_triton(
             NormedRows(x, 1, EPS), torch.zeros(2, 4), None, False, torch.zeros(1, 2), ids, torch.zeros(1, 1), x, scratch
         )

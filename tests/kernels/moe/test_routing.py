@@ -14,11 +14,10 @@ from holdfast.kernels.moe.routing import (
     PADDING,
     ExpertOrder,
     Routing,
+    fill_order_triton,
     local_ids,
     local_ids_triton,
     order_experts,
-    order_experts_reference,
-    order_experts_triton,
     route_tokens,
     route_tokens_reference,
     route_tokens_triton,
@@ -201,13 +200,13 @@ def order_by_hand(
 def check(ids: torch.Tensor, num_experts: int, device: torch.device, cut_pairs: int = CUT_PAIRS) -> None:
     """The reference is as by hand, and the kernel is as the reference."""
     host, zones = RedZones(torch.device("cpu")), RedZones(device)
-    expected = order_experts_reference(ids, num_experts, empty_tensors(ids, num_experts, host))
+    expected = order_experts(ids, num_experts, empty_tensors(ids, num_experts, host))
     assert used(expected) == order_by_hand(ids, num_experts, expected.block_rows, len(expected.block_experts_B))
     tensors = empty_tensors(ids, num_experts, zones)
     order = replace(expected, expert_ids_TS=among(ids, device), pairs_BR=tensors[0], block_experts_B=tensors[1])
     num_cuts = -(-ids.numel() // cut_pairs)
     counts = zones.allocate(num_cuts if num_cuts > 1 else 0, num_experts, dtype=torch.int32).fill_(BEYOND)
-    order_experts_triton(order, counts, cut_pairs)
+    fill_order_triton(order, counts, cut_pairs)
     host.check()
     zones.check()
     assert used(order) == used(expected)

@@ -1,4 +1,4 @@
-"""Lists of tokens: enough for whoever needs them, in the order of the vocabulary, and sums that are exact."""
+"""Lists of tokens: enough for their readers, in the order of the vocabulary, and sums that are exact."""
 
 import pytest
 import torch
@@ -136,5 +136,5 @@ def test_what_does_not_fit_the_scratch_is_refused(device, guarded):
         list_near_tokens(logits[:, :60], top, table[:1], None, scratch)
     with pytest.raises(AssertionError, match="side by side"):
         list_near_tokens(torch.zeros(100, 2, device=device).T, top, table[:1], None, scratch)
-    with pytest.raises(AssertionError, match="must be dense"):
+    with pytest.raises(AssertionError, match="not dense"):
         list_near_tokens(logits, top, table.T, None, make_scratch(guarded, 8, 100, 64, 8))

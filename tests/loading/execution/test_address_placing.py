@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.load import place_kernels
 from holdfast.kernels.load.place_kernels import UNSPECIALIZED, Pointer
 from holdfast.kernels.load.place_rows import UNSEEN
@@ -35,9 +36,11 @@ class AtAddresses:
         def launch(*arguments, **options):
             assert set(options) == (set() if self.is_program else {"num_warps"})
             named = zip(self.kernel.arg_names, arguments, strict=False)
-            told = [value.address for name, value in named if name not in UNSPECIALIZED and isinstance(value, Pointer)]
-            assert len(told) in (1, 2), "no pointers that the compiler is told of"
-            self.log.append((self.is_program, all(address % 16 == 0 for address in told)))
+            pointers = [
+                value.address for name, value in named if name not in UNSPECIALIZED and isinstance(value, Pointer)
+            ]
+            assert len(pointers) in (1, 2), "no pointers that the compiler specializes on"
+            self.log.append((self.is_program, all(address % 16 == 0 for address in pointers)))
             self.kernel[grid[:1]](*map(self._tensor, arguments), **options)
             return AtAddresses(self.kernel, self.log, is_program=True)
 
@@ -54,7 +57,7 @@ class AtAddresses:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Of every launch whether it was of a program that was at hand, and whether all addresses were aligned that matter."""
+    """For every launch: the program was cached, and all relevant addresses were aligned."""
     log = []
     monkeypatch.setattr(
         BOUNDS, "check", lambda verb, pointers, mask: None
@@ -147,7 +150,7 @@ def test_exponents_become_numbers_or_stay_what_they_are(launches):
     assert launches
 
 
-@pytest.mark.parametrize("scheme", [None, FP8, INT8, FP8_TENSOR], ids=lambda scheme: scheme.name if scheme else "plain")
+@for_each("scheme", [None, FP8, INT8, FP8_TENSOR])
 def test_rows_of_odd_width_find_their_program_by_their_alignment(launches, scheme):
     tensors = {"a": torch.randn(20, 33)}
     moves = [Move("a", "float32", "w", Part("a", 5, (20, 33)), scheme, 0)]
@@ -157,8 +160,8 @@ def test_rows_of_odd_width_find_their_program_by_their_alignment(launches, schem
     assert all(is_aligned for is_program, is_aligned in launches if is_program)
 
 
-@pytest.mark.parametrize("stored", ["float64", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("final", [torch.float32, torch.float16])
+@for_each("stored", ["float64", "float32", "float16", "bfloat16"])
+@for_each("final", [torch.float32, torch.float16])
 def test_vectors_and_conversions(launches, stored, final):
     tensors = {"v": torch.randn(300).to(getattr(torch, stored))}
     moves = [Move("v", stored, "w", Part("v", 100, (300,)), None, 0)]
@@ -166,9 +169,7 @@ def test_vectors_and_conversions(launches, stored, final):
     assert all(taken)
 
 
-@pytest.mark.parametrize(
-    "scheme", [None, FP8, INT8, FP8_BLOCK, MXFP4], ids=lambda scheme: scheme.name if scheme else "plain"
-)
+@for_each("scheme", [None, FP8, INT8, FP8_BLOCK, MXFP4])
 def test_tied_weights_are_compared(launches, scheme):
     scheme = scheme and scheme.with_parts((16,))
     tensors = {"a": torch.randn(32, 64), "t": torch.zeros(32, 64), "u": torch.zeros(32, 64)}

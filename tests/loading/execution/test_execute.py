@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import MemoryPlanError, ModelFormatError
 from holdfast.loading.execution import execute
 from holdfast.loading.execution.execute import LoadReport, load_weights
@@ -113,7 +114,7 @@ def expected(parameter, state):
 @pytest.mark.parametrize("layout", ["apart", "fused", "transposed"])
 @pytest.mark.parametrize("chunk_bytes", [5000, None])
 @pytest.mark.usefixtures("poison")
-def test_every_scheme_gives_the_bytes_of_its_definition_in_any_layout_and_chunks(recipe, layout, chunk_bytes):
+def test_load_weights_every_scheme_gives_its_defined_bytes(recipe, layout, chunk_bytes):
     values, parameters = uprights(), parameters_for(layout)
     source = TensorSource(tensors=tensors_for(parameters, values))
     plan = plan_load(parameters, source, "bfloat16", RECIPES[recipe])
@@ -127,8 +128,8 @@ def test_every_scheme_gives_the_bytes_of_its_definition_in_any_layout_and_chunks
     assert (plan.num_quantized > 0) == (recipe != "none")
 
 
-@pytest.mark.parametrize("recipe", ["none", "fp8_tensor", "fp8_block"])
-@pytest.mark.parametrize("seed", [0, 1])
+@for_each("recipe", ["none", "fp8_tensor", "fp8_block"])
+@for_each("seed", [0, 1])
 def test_order_and_files_do_not_matter(recipe, seed, tmp_path):
     from safetensors.torch import save_file
 
@@ -208,8 +209,8 @@ def test_types_are_converted_as_torch_converts_them(stored, final, tmp_path):
     opened.source.close()
 
 
-@pytest.mark.parametrize("recipe", ["none", "fp8"])
-@pytest.mark.parametrize("dummy", [False, True], ids=["read", "written"])
+@for_each("recipe", ["none", "fp8"])
+@for_each("dummy", [False, True])
 def test_all_weights_lie_in_one_allocation_of_the_planned_size(recipe, dummy):
     odd = Parameter("odd.bias", (77,), (Part("odd.bias", 0, (77,)),), "bias")
     wide = Parameter("wide.weight", (5, 129), (Part("wide.weight", 0, (5, 129)),))
@@ -246,7 +247,7 @@ def test_staging_is_in_the_ledger_while_it_lasts(dummy):
 @pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["none", "fp8_tensor", "mxfp4"])
 @pytest.mark.parametrize("chunk_bytes", [512, None])
-def test_rows_that_a_source_writes_itself_are_those_that_it_would_read(recipe, chunk_bytes, monkeypatch):
+def test_writing_source_writes_the_rows_that_it_reads(recipe, chunk_bytes, monkeypatch):
     parameters = tuple(parameter for parameter in parameters_for("apart") if parameter.kind != "router")
     source = DummySource(parameters, "bfloat16")
     stored = {name: read_rows(source, name, 0, entry.shape[0]) for name, entry in source.entries.items()}
@@ -259,7 +260,7 @@ def test_rows_that_a_source_writes_itself_are_those_that_it_would_read(recipe, c
 
 
 @pytest.mark.parametrize("seconds", [0.0, 100.0])
-def test_progress_rises_from_nothing_to_everything_a_few_times_a_second(seconds, monkeypatch):
+def test_progress_rises_from_zero_to_total_at_a_bounded_rate(seconds, monkeypatch):
     source = TensorSource(tensors=random_tensors(UNTIED))
     tied = source.tensors | {"lm_head.weight": source.tensors["model.embed_tokens.weight"]}
     monkeypatch.setattr(execute, "SECONDS_BETWEEN_PROGRESS", seconds)
@@ -284,8 +285,8 @@ def test_the_report_says_what_was_done():
     assert report.peak_allocated_bytes is None
 
 
-@pytest.mark.parametrize("final", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recipe", [AS_STORED, WeightRecipe(INT8, "all")], ids=["plain", "quantized"])
+@for_each("final", ["float32", "bfloat16"])
+@for_each("recipe", [AS_STORED, WeightRecipe(INT8, "all")])
 def test_a_tied_head_that_equals_the_embedding_is_loaded_once(final, recipe):
     tensors = random_tensors(TIED)
     tensors["model.embed_tokens.weight"][3, 1] = float("nan")
@@ -294,8 +295,8 @@ def test_a_tied_head_that_equals_the_embedding_is_loaded_once(final, recipe):
     assert set(weights) == {"embed.weight", "layers.0.qkv.weight"}
 
 
-@pytest.mark.parametrize("row", [0, 7, 9])
-@pytest.mark.parametrize("chunk_bytes", [64, None])
+@for_each("row", [0, 7, 9])
+@for_each("chunk_bytes", [64, None])
 def test_a_tied_head_that_differs_is_an_error_and_leaves_nothing(row, chunk_bytes):
     tensors = random_tensors(TIED)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -310,7 +311,7 @@ def test_a_tied_head_that_differs_is_an_error_and_leaves_nothing(row, chunk_byte
 @pytest.mark.parametrize("recipe", ["none", "fp8", "fp8_block", "fp8_tensor", "int8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("chunk_bytes", [600, None])
-def test_numbers_that_are_none_are_told_with_file_tensor_and_row(recipe, bad, chunk_bytes, monkeypatch, caplog):
+def test_load_nonfinite_numbers_are_refused_by_tensor_and_row(recipe, bad, chunk_bytes, monkeypatch, caplog):
     made = watch_arenas(monkeypatch)
     tensor = torch.randn(300, 128).bfloat16()
     tensor[[217, 250], 5] = bad
@@ -326,15 +327,13 @@ def test_numbers_that_are_none_are_told_with_file_tensor_and_row(recipe, bad, ch
     assert "'t' is not finite in row 217" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("num_bad", "told"), [(1, ";"), (2, ", and 1 more tensor is not;"), (3, ", and 2 more tensors are not;")]
-)
-def test_tensors_that_are_not_finite_are_counted_not_their_moves(num_bad, told):
+@pytest.mark.parametrize(("num_bad", "others"), [(1, ""), (2, ", nor 1 more tensor"), (3, ", nor 2 more tensors")])
+def test_load_counts_nonfinite_tensors_not_moves(num_bad, others):
     names = "abc"[:num_bad]
     tensors = {name: torch.full((4, 8), float("nan")) for name in names}
     halves = [Part(name, row, (4, 8), rows=(row, row + 2)) for name in names for row in (0, 2)]
     parameters = [Parameter(f"w{place}", (2, 8), (half._replace(row_start=0),)) for place, half in enumerate(halves)]
-    with raises_code("weights.not_finite", ModelFormatError):
+    with raises_code("weights.not_finite", ModelFormatError, others=others):
         load(parameters, TensorSource(tensors=tensors), "bfloat16")
 
 
@@ -366,10 +365,8 @@ def test_whatever_stops_a_load_leaves_nothing_behind(error, at, dummy, monkeypat
     assert ledger.total_bytes == 3 * 256
 
 
-@pytest.mark.parametrize("fails", ["read", "write", "place"])
-@pytest.mark.parametrize(
-    "error", [ModelFormatError("file.changed", file="m"), KeyboardInterrupt()], ids=["error", "interrupt"]
-)
+@for_each("fails", ["read", "write", "place"])
+@for_each("error", [ModelFormatError("file.changed", file="m"), KeyboardInterrupt()])
 def test_a_failure_half_way_leaves_nothing_behind(fails, error, monkeypatch):
     """In a reader's thread or in ours: frames that failed have rows of the arenas as arguments, and the error keeps frames."""
     made = watch_arenas(monkeypatch)
@@ -436,13 +433,12 @@ def test_every_byte_is_written_over_the_poison():
     assert (bits(holed[target][-plan.moves[-1].num_source_rows :]) == UNWRITTEN).all()
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-@pytest.mark.parametrize(
+@for_each("failing", [1, 2])
+@for_each(
     "error",
     [torch.OutOfMemoryError("no"), RuntimeError("can't allocate memory"), RuntimeError("CUDA error: out of memory")],
-    ids=["device", "host", "pinned"],
 )
-def test_memory_that_cannot_be_had_is_told_with_sizes(failing, error, monkeypatch):
+def test_load_out_of_memory_is_refused_with_sizes(failing, error, monkeypatch):
     allocate = arena.allocate_bytes
     num_calls = 0
 
@@ -461,7 +457,7 @@ def test_memory_that_cannot_be_had_is_told_with_sizes(failing, error, monkeypatc
     assert list(ledger) == []
 
 
-def test_other_failures_of_allocation_are_not_called_a_lack_of_memory(monkeypatch):
+def test_other_allocation_errors_are_not_out_of_memory(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("Found no NVIDIA driver on your system")
 

@@ -1,10 +1,11 @@
-"""Feeds over sources in memory; the way to a GPU with streams that note what they are told and do it at once."""
+"""Feeds over sources in memory; the way to a GPU with streams that record calls and run them at once."""
 
 import threading
 
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.errors import ModelFormatError
 from holdfast.loading.execution import feeds
 from holdfast.loading.execution.feeds import HostFeed, PinnedFeed, WriterFeed
@@ -62,7 +63,7 @@ class FakeEvent:
         stream.log.append("timed" if self.is_timed else "copied")
 
     def synchronize(self):
-        assert self.time is not None, "waited for what was never told"
+        assert self.time is not None, "waited for an unrecorded event"
 
     def elapsed_time(self, later):
         assert self.is_timed
@@ -94,8 +95,8 @@ def fake_gpu(monkeypatch):
     return log
 
 
-@pytest.mark.parametrize("num_places", [1, 3])
-@pytest.mark.parametrize("num_readers", [1, 2])
+@for_each("num_places", [1, 3])
+@for_each("num_readers", [1, 2])
 def test_chunks_are_placed_where_they_were_read(num_places, num_readers):
     tensors, moves = some_moves(6)
     feed = HostFeed(
@@ -126,8 +127,8 @@ def test_chunks_come_through_pinned_memory(num_places, num_pinned, num_readers, 
     assert fake_gpu[-1] == "synchronize"
 
 
-@pytest.mark.parametrize("num_places", [1, 3])
-@pytest.mark.parametrize(("num_pinned", "num_readers"), [(1, 1), (2, 4), (12, 4)])
+@for_each("num_places", [1, 3])
+@for_each("num_pinned, num_readers", [(1, 1), (2, 4), (12, 4)])
 def test_late_gpu_has_read_a_pinned_chunk_before_it_is_filled(monkeypatch, num_places, num_pinned, num_readers):
     """Copies and kernels run when a reader waits for its buffer; a chunk on the device is placed before the next comes."""
     device = DeferredDevice(is_deferred=True)
@@ -175,7 +176,7 @@ def test_some_chunks_are_timed_and_stand_for_all_by_their_bytes(num_chunks, fake
     assert feed.place_seconds == pytest.approx(num_chunks)
 
 
-def test_the_first_chunk_in_which_kernels_are_compiled_is_no_sample_where_there_are_others(fake_gpu):
+def test_sample_skips_the_first_chunk_if_there_are_others(fake_gpu):
     tensors, moves = some_moves(9)
     feed = PinnedFeed(TensorSource(tensors=tensors), moves, cut_chunks(moves, [], CHUNK_BYTES), places(3), 1, 3)
     num_placed = 0
@@ -209,13 +210,13 @@ def test_a_reader_that_fails_ends_the_way_to_a_gpu(fake_gpu):
     assert fake_gpu[-1] == "synchronize", "copies that are under way must end before their memory goes"
 
 
-def test_a_source_that_reads_several_at_once_is_asked_so(fake_gpu):
+def test_feed_of_a_together_source_reads_together(fake_gpu):
     tensors, moves = some_moves(9)
-    asked = []
+    requested = []
 
     class Together(TensorSource):
         def read_together(self, reads):
-            asked.append([read.name for read in reads])
+            requested.append([read.name for read in reads])
             for read in reads:
                 self.read_into(*read)
 
@@ -224,7 +225,7 @@ def test_a_source_that_reads_several_at_once_is_asked_so(fake_gpu):
     feed.close()
     assert all(torch.equal(rows[name], tensor) for name, tensor in tensors.items())
     wanted = [[moves[piece.move].tensor for piece in chunk.pieces] for chunk in cut_chunks(moves, [], CHUNK_BYTES)]
-    assert asked == wanted
+    assert requested == wanted
 
 
 def test_chunks_are_written_in_order_by_the_source():

@@ -42,7 +42,7 @@ def empty_planes(scheme, shape):
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_rows_of_vectors_matrices_and_stacks_are_converted_in_any_order(backwards):
+def test_placer_converts_rows_of_any_shape_in_any_order(backwards):
     tensors = {"v": torch.randn(50).double(), "a": torch.randn(20, 6), "b": torch.randn(3, 6, 10).half()}
     final = {"v": torch.zeros(50), "w": torch.zeros(50, 6)}
     moves = [
@@ -92,7 +92,7 @@ def test_codes_and_scales_land_in_the_rows_of_the_part(scheme, is_transposed, ch
     assert not bits(final["w.scale"][first + len(scales) :]).any(), "scales of others were written"
 
 
-def test_what_is_wrong_is_told_by_move_in_rows_of_the_tensor():
+def test_wrong_rows_are_reported_by_move_and_row():
     tensors = {"a": torch.randn(30, 4), "b": torch.randn(30, 4)}
     tensors["b"][[12, 25], 1] = float("inf")
     head = tensors["a"].clone()
@@ -122,15 +122,15 @@ def test_a_stored_scale_stands_for_several_rows(chunk_bytes):
 
 
 @pytest.mark.parametrize(("on_gpu", "interpreted"), [(True, False), (True, True), (False, False)])
-def test_on_a_gpu_addresses_are_tried_first_and_tensors_do_the_rest(on_gpu, interpreted, monkeypatch):
-    asked = []
+def test_placer_on_a_gpu_tries_addresses_before_tensors(on_gpu, interpreted, monkeypatch):
+    requested = []
 
     class ByAddress:
         def __init__(self, *_):
             pass
 
         def place(self, piece, address):
-            asked.append((piece.move, address))
+            requested.append((piece.move, address))
             return piece.move == 0
 
     monkeypatch.setattr(placing, "AddressPlacer", ByAddress)
@@ -141,7 +141,7 @@ def test_on_a_gpu_addresses_are_tried_first_and_tensors_do_the_rest(on_gpu, inte
     moves = [Move(name, "float32", name, Part(name, 0, (4, 4)), None, 0) for name in "ab"]
     place_all(tensors, final, moves)
     is_tried = on_gpu and not interpreted
-    assert [move for move, _ in asked] == ([0, 1] if is_tried else [])
-    assert all(address for _, address in asked)
+    assert [move for move, _ in requested] == ([0, 1] if is_tried else [])
+    assert all(address for _, address in requested)
     assert torch.equal(final["b"], tensors["b"])
     assert torch.equal(final["a"], tensors["a"]) != is_tried, "done twice, or not at all"

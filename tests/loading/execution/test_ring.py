@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counted_work import num_lines
+from for_each import for_each
 from holdfast.loading.execution.ring import Chunk, ChunkRing, PinnedMemory, cut_chunks
 from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
@@ -32,7 +33,7 @@ class FakeRuntime:
         del self.pinned[address]
 
 
-def test_exactly_what_was_asked_is_pinned_and_given_back(monkeypatch):
+def test_pinned_memory_pins_exactly_its_bytes(monkeypatch):
     runtime = FakeRuntime(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     memory = PinnedMemory(NUM_BYTES)
@@ -45,7 +46,7 @@ def test_exactly_what_was_asked_is_pinned_and_given_back(monkeypatch):
     assert runtime.pinned == {}
 
 
-def test_memory_that_cannot_be_pinned_is_told(monkeypatch):
+def test_pinned_memory_failure_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(2))
     with pytest.raises(RuntimeError, match="could not be allocated as pinned: CUDA error 2"):
         PinnedMemory(NUM_BYTES)
@@ -149,7 +150,7 @@ def test_amax_comes_before_rows_and_moves_before_tied_weights(moves, tied, chunk
         assert chunk.after == max([first_tied if is_tied else 0, *waits])
 
 
-def test_small_moves_share_a_chunk_and_one_that_fits_is_never_cut():
+def test_cut_chunks_small_moves_share_a_chunk_uncut():
     moves = [move((n, 64)) for n in (2, 3, 5, 30, 4, 200)]  # rows of 128 bytes, 32 to a chunk
     chunks = list(cut_chunks(moves, [], 4096))
     assert [[piece.move for piece in chunk.pieces] for chunk in chunks][:3] == [[0, 1, 2], [3], [4]]
@@ -157,7 +158,7 @@ def test_small_moves_share_a_chunk_and_one_that_fits_is_never_cut():
     assert all(chunk.after == 0 for chunk in chunks)
 
 
-def test_a_transposed_matrix_is_read_whole_where_it_fits_and_by_columns_where_not():
+def test_cut_chunks_transposed_matrix_is_whole_or_by_columns():
     whole = pieces_of(cut_chunks([move((2, 10, 6), is_transposed=True)], [], 200))
     assert [(piece.row, piece.num_rows, piece.read) for piece in whole] == [
         (0, 6, (0, 10, None)),
@@ -167,7 +168,7 @@ def test_a_transposed_matrix_is_read_whole_where_it_fits_and_by_columns_where_no
     assert [piece.read for piece in cut] == [(2, 7, (0, 4)), (2, 7, (4, 6)), (12, 17, (0, 4)), (12, 17, (4, 6))]
 
 
-def test_a_tensor_with_one_scale_is_read_once_if_it_fits_and_twice_if_not():
+def test_cut_chunks_one_scale_reads_once_if_it_fits_else_twice():
     (piece,) = pieces_of(cut_chunks([move((10, 10), FP8_TENSOR)], [], 256))
     assert (piece.finds_amax, piece.places) == (True, True)
     pieces = pieces_of(cut_chunks([move((10, 10), FP8_TENSOR)], [], 100))
@@ -184,14 +185,14 @@ def test_a_tensor_with_one_scale_is_read_once_if_it_fits_and_twice_if_not():
     ]
 
 
-def test_rows_that_share_a_scale_stay_together_even_if_they_are_too_large():
+def test_cut_chunks_rows_of_one_scale_stay_together():
     moves = [move((3,)), move((300, 100), FP8_BLOCK), move((3, 100), FP8)]
     sizes = [chunk.num_bytes for chunk in cut_chunks(moves, [], 1000)]
     assert sizes == [256, 128 * 200, 128 * 200, 44 * 200 + 160, 768]
     assert moves[1].least_bytes == 128 * 200
 
 
-def test_chunks_are_cut_while_they_are_asked_for():
+def test_cut_chunks_is_lazy():
     """Twenty thousand tensors cost nothing before the first chunk, and little each."""
     moves = [move((64, 2048), FP8)] * 20_000
     chunks: list[Iterator[Chunk]] = []
@@ -230,13 +231,13 @@ def take_all(ring, place=lambda chunk, buffer: None):
     return taken
 
 
-@pytest.mark.parametrize("num_readers", [1, 2, 5])
-@pytest.mark.parametrize("num_buffers", [1, 2, 3, 12])
-def test_every_chunk_is_filled_once_in_a_buffer_that_nobody_else_has(num_readers, num_buffers):
+@for_each("num_readers", [1, 2, 5])
+@for_each("num_buffers", [1, 2, 3, 12])
+def test_ring_fills_every_chunk_once_in_an_exclusive_buffer(num_readers, num_buffers):
     buffers = [-1] * num_buffers
 
     def fill(chunk, buffer):
-        assert buffers[buffer] == -1, "filled while somebody uses it"
+        assert buffers[buffer] == -1, "filled while in use"
         time.sleep(0.0002 * (chunk.number % 3))
         buffers[buffer] = chunk.number
 
@@ -254,7 +255,7 @@ def test_no_chunks_are_none():
 
 
 def test_chunks_come_as_they_are_filled():
-    """A slow one holds up nobody but itself."""
+    """A slow one delays only itself."""
     slow = threading.Event()
 
     def fill(chunk, buffer):
@@ -270,8 +271,8 @@ def test_chunks_come_as_they_are_filled():
     assert take_all(ring, place)[-1] == 0
 
 
-@pytest.mark.parametrize("num_buffers", [1, 2, 4])
-@pytest.mark.parametrize("num_readers", [1, 3])
+@for_each("num_buffers", [1, 2, 4])
+@for_each("num_readers", [1, 3])
 def test_a_chunk_that_waits_for_others_comes_after_them(num_buffers, num_readers):
     after = {5: 5, 6: 3, 7: 7, 12: 12, 19: 18}
     ring = ChunkRing(
@@ -282,7 +283,7 @@ def test_a_chunk_that_waits_for_others_comes_after_them(num_buffers, num_readers
         assert set(range(first)) <= set(taken[: taken.index(number)])
 
 
-def test_a_buffer_is_written_when_its_wait_is_over_and_the_reader_waits():
+def test_ring_reader_waits_before_it_writes_a_buffer():
     events = []
 
     def fill(chunk, buffer):
@@ -306,9 +307,9 @@ def test_a_buffer_is_written_when_its_wait_is_over_and_the_reader_waits():
     assert threading.main_thread() not in waiters
 
 
-@pytest.mark.parametrize("num_readers", [1, 4])
-@pytest.mark.parametrize("where", ["fill", "chunks", "wait"])
-def test_the_first_error_is_raised_where_chunks_are_taken_and_threads_end(num_readers, where):
+@for_each("num_readers", [1, 4])
+@for_each("where", ["fill", "chunks", "wait"])
+def test_ring_take_raises_the_first_error_and_threads_end(num_readers, where):
     before = threading.active_count()
 
     def fill(chunk, buffer):
@@ -338,7 +339,7 @@ def test_the_first_error_is_raised_where_chunks_are_taken_and_threads_end(num_re
 
 
 @pytest.mark.parametrize("num_readers", [1, 4])
-def test_threads_end_when_nobody_takes_any_more(num_readers):
+def test_ring_stop_ends_threads(num_readers):
     before = threading.active_count()
     ring = ChunkRing(chunks(50), 2, num_readers, lambda chunk, buffer: None)
     ring.take()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import HoldfastError, ModelFormatError, UnsupportedModelError
 from holdfast.loading.gguf.config import decimal, gguf_config
 from holdfast.loading.gguf.file import TYPES, GGUFFile, GGUFTensor
@@ -116,15 +117,13 @@ def test_yarn():
     assert rope.attention_factor == pytest.approx(2.2772588722239782)
 
 
-@pytest.mark.parametrize(
-    ("ggml_type", "dtype"), [(F32, "float32"), (F16, "float16"), (BF16, "bfloat16"), (Q8_0, "bfloat16")]
-)
+@for_each("ggml_type, dtype", [(F32, "float32"), (F16, "float16"), (BF16, "bfloat16"), (Q8_0, "bfloat16")])
 def test_dtype_is_that_of_most_elements(ggml_type, dtype):
     big = GGUFTensor("blk.0.ffn_up.weight", ggml_type, (1024, 64), 0, 0)
     assert gguf_config(file(tensors=(big,)))["dtype"] == dtype
 
 
-@pytest.mark.parametrize("written", [1e-5, 1e-6, 5e-324, 0.1, 500_000.0, 1e30, 1 / 3])
+@for_each("written", [1e-5, 1e-6, 5e-324, 0.1, 500_000.0, 1e30, 1 / 3])
 def test_decimal_undoes_single_precision(written):
     rounded = array("f", [written])[0]
     assert array("f", [decimal(rounded)])[0] == rounded
@@ -161,7 +160,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@for_each("case", BROKEN)
 def test_wrong_values_are_refused_by_name(case):
     keys, named = BROKEN[case]
     with pytest.raises(ModelFormatError) as caught:
@@ -186,7 +185,7 @@ DECLINED = {
 }
 
 
-@pytest.mark.parametrize("case", DECLINED)
+@for_each("case", DECLINED)
 def test_what_is_not_computed_is_declined_in_words(case):
     with raises_code("gguf.unsupported_setting", UnsupportedModelError) as caught:
         spec(**DECLINED[case])
@@ -198,7 +197,7 @@ def test_neutral_values_change_nothing():
     assert spec(**neutral, split__count=1, general__type="model", rope__scaling__factor=0.0) == spec()
 
 
-@pytest.mark.parametrize("arch", ["opt", "qwen3next", "gemma2", "", "x" * 500])
+@for_each("arch", ["opt", "qwen3next", "gemma2", "", "x" * 500])
 def test_other_architectures_are_declined_with_the_list(arch):
     with raises_code("gguf.unsupported_architecture", UnsupportedModelError) as caught:
         gguf_config(file(arch))
@@ -269,8 +268,8 @@ def test_neutral_values_for_experts_change_nothing(arch):
     assert experts_spec(arch, **neutral) == experts_spec(arch)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
+@for_each(
+    "key, value",
     [
         ("leading_dense_block_count", 1),
         ("expert_gating_func", 2),
@@ -307,7 +306,7 @@ BROKEN_GGUF_EXPERTS: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN_GGUF_EXPERTS)
+@for_each("case", BROKEN_GGUF_EXPERTS)
 def test_wrong_values_of_experts_are_refused_by_name(case):
     keys, named = BROKEN_GGUF_EXPERTS[case]
     with pytest.raises(ModelFormatError) as caught:
@@ -332,18 +331,17 @@ def test_single_experts_are_declined_in_words():
         ("glm-dsa", "GlmMoeDsaForCausalLM"),
     ],
 )
-def test_a_family_that_runs_from_a_folder_alone_sends_people_there(arch, architecture):
-    with raises_code("gguf.unsupported_architecture", UnsupportedModelError):
+def test_gguf_config_family_for_folders_only_names_its_folder(arch, architecture):
+    with raises_code("gguf.unsupported_architecture", UnsupportedModelError) as caught:
         spec(general__architecture=arch)
+    assert architecture in str(caught.value)
 
 
 @pytest.mark.parametrize(("arch", "is_planned"), [("mamba", False), ("glm4moe", True)])
-def test_a_family_that_does_not_run_sends_nobody_to_a_folder_of_it(arch, is_planned):
+def test_gguf_config_unsupported_family_names_no_folder(arch, is_planned):
     with raises_code("gguf.unsupported_architecture", UnsupportedModelError) as caught:
         spec(general__architecture=arch)
     message = str(caught.value)
-    assert (
-        f"describes a {arch}; GGUF files of llama, qwen2, qwen3, gemma3, qwen2moe, qwen3moe, deepseek2 run" in message
-    )
-    assert "a folder of the same model would not run either" in message
+    assert f"describes a {arch}. GGUF files of llama, qwen2," in message
+    assert "A folder of the same model would not run either." in message
     assert ("holdfast plan" in message) is is_planned

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.loading.gguf.dequantize import CHUNK_ELEMENTS, dequantize
 from holdfast.loading.gguf.file import TYPES
 from loading.quantized_blocks import assert_same_bits, extreme_blocks
@@ -34,28 +35,28 @@ def test_every_type_has_its_case():
     assert CASES.keys() == SCALE_PLACES.keys()
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_random_bytes(name):
     ggml_type = CASES[name]
     raw = np.random.default_rng(1).integers(0, 256, (64, 9 * ggml_type.block_bytes), dtype=np.uint8)
     assert_same_bits(raw, ggml_type)
 
 
-@pytest.mark.parametrize("codes", ["zeros", "ones", "random"])
-@pytest.mark.parametrize("name", CASES)
+@for_each("codes", ["zeros", "ones", "random"])
+@for_each("name", CASES)
 def test_extreme_scales(name, codes):
     ggml_type = CASES[name]
     assert_same_bits(extreme_blocks(ggml_type, SCALE_PLACES[name], codes), ggml_type)
 
 
-@pytest.mark.parametrize("name", WITH_QUANTIZER)
+@for_each("name", WITH_QUANTIZER)
 def test_quantized_numbers(name):
     numbers = np.random.default_rng(3).standard_normal((40, 320), dtype=np.float32) * 0.02
     raw = gguf.quants.quantize(numbers, getattr(gguf.GGMLQuantizationType, name))
     assert_same_bits(raw, CASES[name])
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_every_bit_of_a_block_counts_where_it_should(name):
     """One block for each bit of a block, with that bit alone changed."""
     ggml_type = CASES[name]

@@ -190,7 +190,7 @@ def test_tokens_that_are_not_utf8_keep_their_bytes(tmp_path):
     assert [token.encode("utf-8", "surrogateescape") for token in tokens] == [b"a", b"\xff\xfe", "é".encode(), b""]
 
 
-@pytest.mark.parametrize("alignment", [1, 8, 64, 4096])
+@for_each("alignment", [1, 8, 64, 4096])
 def test_alignment_of_the_file_is_used(tmp_path, alignment):
     keys = (*KEYS, key(b"general.alignment", U32, struct.pack("<I", alignment)))
     tensors = (NORM, tensor(b"embed", (32, 3), Q8_0, max(32, alignment)))
@@ -345,7 +345,7 @@ WORST_VALUES = {
 }
 
 
-@pytest.mark.parametrize("case", WORST_VALUES)
+@for_each("case", WORST_VALUES)
 def test_memory_is_a_few_times_the_file(tmp_path, case):
     content = build((ARCHITECTURE, key(b"values", ARRAY, WORST_VALUES[case])))
     tracemalloc.start()
@@ -451,7 +451,7 @@ def test_reads_outside_the_tensor_are_our_own_mistake(file):
         GGUFData(file).read_into(file.tensors["four"], 4, memoryview(bytearray(16)))
 
 
-@pytest.mark.parametrize("change", ["shorter", "longer", "touched", "gone"])
+@for_each("change", ["shorter", "longer", "touched", "gone"])
 def test_changed_file_is_refused(file, change):
     if change == "shorter":
         os.truncate(file.path, file.file_bytes - 4)

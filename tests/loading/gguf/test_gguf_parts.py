@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import HoldfastError, ModelError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.execution.execute import load_weights
@@ -166,7 +167,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@for_each("case", WRONG)
 def test_wrong_parts_are_refused_in_one_line(tmp_path, case):
     parts = write(tmp_path / "tiny.gguf", 3)
     spoil, code = WRONG[case]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.loading.gguf import source as gguf_source
 from holdfast.loading.gguf.file import read_gguf
 from holdfast.loading.gguf.source import GGUFSource, hugging_face_name
@@ -179,7 +180,7 @@ def test_rows_stay_as_they_are_without_interleaved_heads(tmp_path):
     reordered.close()
 
 
-def test_reordered_rows_turn_halves_as_stored_rows_turn_neighbours(tmp_path):
+def test_reordered_rows_rotate_halves_like_stored_neighbours(tmp_path):
     """The reason for the reorder, without reference to how files are converted: attention scores are the same."""
     raw = {name: stored_bytes("F32", (HEAD_DIM, 8), seed) for seed, name in enumerate(("attn_q", "attn_k"))}
     file = write(tmp_path / "model.gguf", {f"blk.0.{name}.weight": ("F32", data) for name, data in raw.items()})
@@ -229,8 +230,8 @@ def test_rotary_tables_may_stay_unused(tmp_path):
     assert set(source.entries) == set(tables) | set(others)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
+@for_each(
+    "theirs, ours",
     [
         ("token_embd.weight", "model.embed_tokens.weight"),
         ("output.weight", "lm_head.weight"),

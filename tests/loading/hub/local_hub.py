@@ -43,11 +43,11 @@ def etag_of(name: str, data: bytes) -> str:
 
 
 class LocalHub:
-    """Repositories by name, and what was asked of them."""
+    """Repositories by name, and the requests to them."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
-        self.asked: list[tuple[str, str, str]] = []
+        self.requests: list[tuple[str, str, str]] = []
         """Method, path and Range of every request, in order."""
         self.cuts: dict[str, int] = {}
         """Files whose next download breaks off after so many bytes; each once."""
@@ -57,7 +57,7 @@ class LocalHub:
 
     def gets(self, word: str) -> list[str]:
         """Ranges of the downloads of files whose path holds a word."""
-        return [span for method, path, span in self.asked if method == "GET" and word in path]
+        return [span for method, path, span in self.requests if method == "GET" and word in path]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, has_body: bool) -> None:
         url = urlsplit(self.path)
         path = unquote(url.path)
-        self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
+        self.hub.requests.append((self.command, path, self.headers.get("Range", "")))
         if path.startswith("/store/"):
             return self._store(path.removeprefix("/store/"))
         if path.startswith("/api/models/"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import ModelError, ModelNotFoundError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.hub.cache import (
@@ -49,8 +50,8 @@ def put(cache: Path, files: dict[str, bytes], repo: str = "org/tiny", commit: st
     return folder / "snapshots" / commit
 
 
-@pytest.mark.parametrize(
-    ("variables", "folder"),
+@for_each(
+    "variables, folder",
     [
         ({}, "/home/me/.cache/huggingface/hub"),
         ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
@@ -85,7 +86,7 @@ def test_the_client_agrees(tmp_path):
         assert done.stdout == said
 
 
-@pytest.mark.parametrize(("value", "offline"), [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
+@for_each("value, offline", [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
 def test_offline(value, offline, monkeypatch):
     for name, other in (("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")):
         monkeypatch.setenv(name, value)
@@ -112,7 +113,7 @@ def test_a_revision_leads_to_its_snapshot(cache):
     assert list(cached_repos()) == ["org/tiny"]
 
 
-def test_commits_that_begin_alike_are_told_apart(cache):
+def test_find_snapshot_ambiguous_short_commit_is_none(cache):
     """A short commit that two snapshots begin with leads to neither; one letter more leads to each."""
     first, second = "b" * 8 + "c" * 32, "b" * 8 + "d" * 32
     for commit in (first, second):
@@ -184,7 +185,7 @@ def test_a_plan_needs_the_config_alone(cache):
         open_model("org/tiny", "auto")
 
 
-def test_a_cached_config_goes_before_the_catalogue_and_the_catalogue_before_an_error(cache):
+def test_open_declared_prefers_cache_then_catalogue(cache):
     assert open_declared("Qwen/Qwen3-8B").num_layers == 36
     assert open_declared("unsloth/Qwen3-8B-GGUF:Q4_K_M").num_layers == 36
     put(cache, {"config.json": json.dumps(CONFIG).encode()}, "Qwen/Qwen3-8B")
@@ -223,7 +224,7 @@ def test_every_gguf_part_with_a_broken_link_is_missing(cache):
 
 
 def test_a_snapshot_without_a_tokenizer_opens(cache, sharded):
-    """Another tokenizer may have been asked for; the engine tells where there is none."""
+    """Another tokenizer may replace it; the engine reports a missing one."""
     put(cache, {name: data for name, data in sharded.items() if name != "tokenizer.json"})
     assert open_model("org/tiny", "auto").spec.num_layers == 2
 

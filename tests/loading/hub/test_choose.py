@@ -1,8 +1,7 @@
 """Which files of a repository are needed, by the names of all its files."""
 
-import pytest
-
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.hub.choose import (
     choose_gguf,
@@ -32,8 +31,8 @@ def chosen(text, files=MANY):
     return choose_gguf(name, gguf_models(files), "the Hub")
 
 
-@pytest.mark.parametrize(
-    ("tag", "files"),
+@for_each(
+    "tag, files",
     [
         ("Q8_0", ("Qwen3-8B-Q8_0.gguf",)),
         ("q8_0", ("Qwen3-8B-Q8_0.gguf",)),
@@ -49,7 +48,7 @@ def test_a_tag_finds_its_files(tag, files):
     assert choice.others == ()
 
 
-def test_without_a_tag_the_usual_one_is_taken_and_the_others_are_told():
+def test_choose_gguf_without_tag_takes_the_usual_one():
     choice = chosen("a/b")
     assert choice.model.files == ("Qwen3-8B-Q4_K_M.gguf",)
     assert choice.others == ("BF16", "Q8_0", "UD-Q4_K_XL")
@@ -64,8 +63,8 @@ def test_a_file_is_found_by_its_name_with_all_its_parts():
     assert chosen(f"a/b/{MANY[-1]}").model.files == tuple(MANY[-2:])
 
 
-@pytest.mark.parametrize(
-    ("text", "files", "words"),
+@for_each(
+    "text, files, words",
     [
         ("a/b:Q5_K_M", MANY, "the Hub has BF16, Q4_K_M, Q8_0, UD-Q4_K_XL. Write a/b:BF16"),
         ("a/b:K_M", MANY, "the Hub has BF16"),
@@ -119,7 +118,7 @@ def test_only_what_is_read_is_needed():
     assert weight_files(saved, ()) == ("holdfast-weights.json", "model-00001.safetensors")
 
 
-def test_safetensors_go_before_gguf_unless_that_is_asked_for():
+def test_takes_gguf_prefers_safetensors_by_default():
     both, gguf = {"model.safetensors", "x-Q8_0.gguf"}, {"x-Q8_0.gguf", "config.json"}
     assert not takes_gguf(HubName("a/b"), both)
     assert takes_gguf(HubName("a/b", tag="Q8_0"), both)

@@ -1,4 +1,4 @@
-"""Downloads by the real client from a server that speaks the Hub's protocol: what is fetched, resumed, refused and told."""
+"""Downloads by the real client from a server that speaks the Hub's protocol: files that are fetched, resumed and refused."""
 
 import json
 import logging
@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import huggingface_hub  # noqa: F401
 import pytest
@@ -33,6 +34,14 @@ JUNK = {
 }
 
 
+class Disk(NamedTuple):
+    """Like the result of shutil.disk_usage."""
+
+    total: int
+    used: int
+    free: int
+
+
 class Watched:
     """A watch that remembers."""
 
@@ -54,7 +63,7 @@ def refusal(code: str, model: str, kind: type[ModelError] = ModelNotFoundError, 
     return message
 
 
-def test_only_what_is_needed_is_fetched_and_then_found_in_the_cache(hub, cache, sharded):
+def test_fetch_model_takes_only_needed_files_then_the_cache(hub, cache, sharded):
     hub.repos["org/tiny"] = Repo(sharded | JUNK)
     watch = Watched()
     opened = open_model("org/tiny", "auto", watch=watch)
@@ -67,13 +76,13 @@ def test_only_what_is_needed_is_fetched_and_then_found_in_the_cache(hub, cache, 
     assert (seen.num_files, seen.num_bytes) == (len(rest), sum(len(sharded[name]) for name in rest))
     assert watch.counts[-1] == seen.num_bytes
     assert watch.counts == sorted(watch.counts)
-    num_asked = len(hub.asked)
+    num_requests = len(hub.requests)
     assert open_model("org/tiny@main", "auto").path == opened.path
     assert open_declared("org/tiny").num_layers == 2
-    assert len(hub.asked) == num_asked
+    assert len(hub.requests) == num_requests
 
 
-def test_a_model_by_name_answers_and_answers_again_without_the_server(hub, sharded, monkeypatch):
+def test_model_by_name_answers_again_without_the_server(hub, sharded, monkeypatch):
     from holdfast import LLM, SamplingParams
 
     hub.repos["org/tiny"] = Repo(sharded)
@@ -100,14 +109,16 @@ def test_a_connection_that_is_cut_is_taken_up_where_it_ended(hub, sharded):
 def test_what_an_earlier_download_finished_is_not_fetched_again(hub, cache, sharded):
     last = "model-00003-of-00003.safetensors"
     hub.repos["org/tiny"] = Repo({name: data for name, data in sharded.items() if name != last})
-    assert "names 1 files that the Hub does not have, such as model-00003" in refusal("org/tiny")
+    assert last in refusal("hub.missing_file", "org/tiny")
     hub.repos["org/tiny"] = Repo(sharded)
     commit = commit_of(sharded)
     open_model("org/tiny", "auto").source.close()
     (cache / "models--org--tiny" / "snapshots" / commit / last).resolve().unlink()
-    hub.asked.clear()
+    hub.requests.clear()
     open_model("org/tiny", "auto").source.close()
-    assert [path.rpartition("/")[2] for method, path, _ in hub.asked if method == "GET" and "/store/" in path] == [last]
+    assert [path.rpartition("/")[2] for method, path, _ in hub.requests if method == "GET" and "/store/" in path] == [
+        last
+    ]
 
 
 def test_revisions(hub, sharded):
@@ -146,12 +157,12 @@ def test_a_gguf_repository(hub, monkeypatch, caplog):
     assert "the Hub has Q4_K_M, Q8_0. Write org/tiny-GGUF:Q4_K_M" in refusal(
         "hub.no_quantization", "org/tiny-GGUF:Q5_0"
     )
-    num_asked = len(hub.asked)
+    num_requests = len(hub.requests)
     assert open_model("org/tiny-GGUF:Q8_0", "auto") == first
-    assert len(hub.asked) == num_asked
+    assert len(hub.requests) == num_requests
 
 
-def test_families_that_do_not_run_are_refused_before_their_weights_are_fetched(hub, sharded):
+def test_fetch_model_unsupported_family_fetches_no_weights(hub, sharded):
     config = json.loads(sharded["config.json"]) | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
     hub.repos["org/mamba"] = Repo(sharded | {"config.json": json.dumps(config).encode()})
     with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
@@ -165,7 +176,7 @@ def test_families_that_do_not_run_are_refused_before_their_weights_are_fetched(h
 
 def test_room_is_checked_before_the_first_weight(hub, sharded, monkeypatch):
     hub.repos["org/tiny"] = Repo(sharded)
-    usage = downloads.shutil._ntuple_diskusage(10**9, 10**9, 100_000)
+    usage = Disk(10**9, 10**9, 100_000)
     monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path: usage)
     assert "has 97.66 KiB free. Free some space" in refusal("hub.no_space", "org/tiny")
     assert not hub.gets("/store/")
@@ -175,39 +186,39 @@ def test_room_that_blobs_take_already_is_not_needed_again(tmp_path, monkeypatch)
     """To the byte: what is not whole counts, what another download has finished does not."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "there").write_bytes(bytes(300))
-    files = [downloads._File("a", 300, "there"), downloads._File("b", 500, "not"), downloads._File("c", 11, "")]
+    files = [downloads.HubFile("a", 300, "there"), downloads.HubFile("b", 500, "not"), downloads.HubFile("c", 11, "")]
     download = downloads.Download("org/tiny", 3, 811, tmp_path)
     for free in (511, 510):
-        usage = downloads.shutil._ntuple_diskusage(10**9, 10**9, free)
+        usage = Disk(10**9, 10**9, free)
         monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path, usage=usage: usage)
         if free == 511:
-            downloads._check_space(download, files, tmp_path)
-    with pytest.raises(ModelNotFoundError, match=r"511 B are to be downloaded; .* has room for 510 B"):
-        downloads._check_space(download, files, tmp_path)
+            downloads.check_space(download, files, tmp_path)
+    with raises_code("hub.no_space", ModelNotFoundError, needed="511 B", free="510 B"):
+        downloads.check_space(download, files, tmp_path)
 
 
 def test_bytes_of_a_second_partial_file_are_not_added(tmp_path):
     """A download that was cut leaves one behind: the larger is how far it is, and a whole blob ends it."""
     (tmp_path / "blobs").mkdir()
-    file = downloads._File("a", 90_000, "blob")
-    assert downloads._bytes_there(file, tmp_path) == 0
+    file = downloads.HubFile("a", 90_000, "blob")
+    assert downloads.bytes_there(file, tmp_path) == 0
     for ending, num_bytes in (("", 20_000), (".0123abcd", 50_000)):
         (tmp_path / "blobs" / f"blob{ending}.incomplete").write_bytes(b"x" * num_bytes)
-    assert downloads._bytes_there(file, tmp_path) == 50_000
+    assert downloads.bytes_there(file, tmp_path) == 50_000
     (tmp_path / "blobs" / "blob").write_bytes(b"x" * 90_000)
-    assert downloads._bytes_there(file, tmp_path) == 90_000
-    assert downloads._bytes_there(downloads._File("b", 5, ""), tmp_path) == 0
+    assert downloads.bytes_there(file, tmp_path) == 90_000
+    assert downloads.bytes_there(downloads.HubFile("b", 5, ""), tmp_path) == 0
 
 
-def repository(fetch_one) -> downloads._Repository:
+def repository(fetch_one) -> downloads.Repository:
     """A repository whose files are fetched by a function."""
-    repo = object.__new__(downloads._Repository)
-    repo.name, repo._fetch_one = HubName("org/tiny"), fetch_one  # type: ignore[method-assign]
+    repo = object.__new__(downloads.Repository)
+    repo.name, repo.fetch_one = HubName("org/tiny"), fetch_one  # type: ignore[method-assign]
     return repo
 
 
-def test_first_failure_stops_the_others_and_is_told(tmp_path):
-    """Of twenty files the third fails: those that are under way end, no further one begins, and its error is told."""
+def test_fetch_first_failure_stops_the_others(tmp_path):
+    """The third of twenty files fails: running ones end, no further one begins, and its error is raised."""
     begun: list[str] = []
 
     def fetch_one(file: str, stop: threading.Event) -> None:
@@ -215,11 +226,11 @@ def test_first_failure_stops_the_others_and_is_told(tmp_path):
         if file == "2":
             raise OSError("the disk is gone")
         assert stop.wait(10)
-        raise downloads._StoppedError
+        raise downloads.StoppedError
 
-    files = [downloads._File(str(number), 1, "") for number in range(20)]
+    files = [downloads.HubFile(str(number), 1, "") for number in range(20)]
     with raises_code("hub.failed", ModelNotFoundError):
-        repository(fetch_one)._fetch_all(files, tmp_path, lambda num_bytes: None)
+        repository(fetch_one).fetch_all(files, tmp_path, lambda num_bytes: None)
     assert len(begun) <= downloads.NUM_WORKERS
 
 
@@ -242,7 +253,7 @@ def test_partial_file_of_a_thread_that_hangs_is_removed(tmp_path, monkeypatch):
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            repository(fetch_one)._fetch_all([downloads._File("a", 1, "")], tmp_path, interrupt)
+            repository(fetch_one).fetch_all([downloads.HubFile("a", 1, "")], tmp_path, interrupt)
     finally:
         release.set()
     assert sorted(path.name for path in blobs.iterdir()) == ["other.01234567.incomplete", "own.incomplete"]
@@ -291,22 +302,21 @@ def threading_server():
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_plan_fetches_the_config_alone_and_only_of_names_that_nobody_knows(hub, sharded):
+def test_plan_fetches_only_the_config_of_unknown_names(hub, sharded):
     hub.repos["org/tiny"] = Repo(sharded)
     assert open_declared("Qwen/Qwen3-8B").num_layers == 36
-    assert not hub.asked
+    assert not hub.requests
     assert open_declared("org/tiny").num_layers == 2
     assert not hub.gets("/store/")
-    num_asked = len(hub.asked)
+    num_requests = len(hub.requests)
     assert open_declared("org/tiny").num_layers == 2
-    assert len(hub.asked) == num_asked
+    assert len(hub.requests) == num_requests
     assert open_model("org/tiny", "auto").spec.num_layers == 2
     hub.repos["org/gguf"] = Repo({"m-Q8_0.gguf": b"GGUF"})
     with raises_code("hub.no_config", ModelNotFoundError) as caught:
         open_declared("org/gguf")
-    assert caught.value.do.endswith(
-        'or download it: hf download org/gguf --include "*Q8_0*.gguf" --include "*q8_0*.gguf"'
-    )
+    download = 'hf download org/gguf --include "*Q8_0*.gguf" --include "*q8_0*.gguf"'
+    assert caught.value.hints[0] == f"It has only GGUF files: download one with {download}."
 
 
 def test_dummy_weights_and_a_tokenizer_fetch_no_weights(hub, sharded):
@@ -332,7 +342,7 @@ def environment(hub: LocalHub, cache: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_command_tells_where_it_goes_and_json_says_nothing_else(hub, cache, sharded):
+def test_command_prints_the_download_and_json_stays_clean(hub, cache, sharded):
     hub.repos["org/tiny"] = Repo(sharded)
     env = environment(hub, cache)
     ended = finish(start("run", "org/tiny", "-p", "Hi", "--max-tokens", "1", env=env))
@@ -369,7 +379,7 @@ def test_an_interrupt_ends_a_download_and_leaves_nothing_partial(hub, cache, sha
     assert find_snapshot(HubName("org/tiny")) is None
 
 
-def test_nothing_of_the_client_is_imported_until_something_is_fetched(hub, sharded, cache):
+def test_client_is_imported_only_for_a_download(hub, sharded, cache):
     hub.repos["org/tiny"] = Repo(sharded)
     open_model("org/tiny", "auto").source.close()
     code = (

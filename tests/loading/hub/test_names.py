@@ -1,16 +1,15 @@
 """Names of models on the Hub: every way that people type them, and what is a path."""
 
-import pytest
-
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import ConfigError
 from holdfast.loading.hub.names import HubName, is_revision, parse_hub_name
 
 REPO = "Qwen/Qwen3-8B"
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
+@for_each(
+    "text, name",
     [
         (REPO, HubName(REPO)),
         (f"{REPO}@main", HubName(REPO, "main")),
@@ -34,7 +33,7 @@ def test_what_people_type(text, name):
     assert parse_hub_name(text) == name
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         *("", "Qwen3-8B", "/models/qwen", "./models/qwen", "~/models/qwen", "../a/b", "a/b/c", "a//b", "a/b/"),
@@ -46,12 +45,12 @@ def test_what_is_none(text):
     assert parse_hub_name(text) is None
 
 
-@pytest.mark.parametrize("text", ["main", "v1.0", "refs/pr/12", "0" * 40, "feature+x"])
+@for_each("text", ["main", "v1.0", "refs/pr/12", "0" * 40, "feature+x"])
 def test_revisions(text):
     assert is_revision(text)
 
 
-@pytest.mark.parametrize("text", ["", "..", "a/../b", "/a", "a/", "a.lock", "a b", "-x", "a\n", "x" * 300])
+@for_each("text", ["", "..", "a/../b", "/a", "a/", "a.lock", "a b", "-x", "a\n", "x" * 300])
 def test_what_is_no_revision(text):
     assert not is_revision(text)
 
@@ -64,8 +63,8 @@ def test_a_setting_and_a_name_must_agree():
         name.at("v2")
 
 
-@pytest.mark.parametrize(
-    ("text", "command"),
+@for_each(
+    "text, command",
     [
         (REPO, f"hf download {REPO}"),
         (f"{REPO}:q4_k_m", f'hf download {REPO} --include "*Q4_K_M*.gguf" --include "*q4_k_m*.gguf"'),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ModelError
 from holdfast.loading.planning.coverage import Filled, check_coverage, check_sources, uncovered
@@ -34,8 +35,8 @@ def test_pieces_that_tile_are_sound_in_any_order(heights, random):
     assert uncovered([*pieces, pieces[0]], bounds[-1]) is not None
 
 
-@pytest.mark.parametrize(
-    ("filled", "words"),
+@for_each(
+    "filled, words",
     [
         ([], "rows 0 to 9 are filled by nothing"),
         ([Filled(0, 4, "a"), Filled(6, 10, "b")], "rows 4 to 5 are filled by nothing"),
@@ -54,7 +55,7 @@ def move(part, target="w", scheme=None):
     return Move(part.tensor, "bfloat16", target, part, scheme, 0)
 
 
-@pytest.mark.parametrize("scheme", [None, FP8, FP8_BLOCK, MXFP4], ids=lambda scheme: scheme and scheme.name)
+@for_each("scheme", [None, FP8, FP8_BLOCK, MXFP4])
 def test_codes_and_scales_are_both_proved(scheme):
     weight = PlannedWeight("w", (384, 256), "bfloat16", scheme)
     first, second = Part("a", 0, (128, 256)), Part("b", 128, (256, 256))
@@ -169,7 +170,7 @@ def test_tensors_that_may_be_ignored_are():
     assert "rotary.inv_freq" not in {move.tensor for move in plan.moves}
 
 
-@pytest.mark.parametrize("shape", [(4, 2), (2, 4, 1), (8,), (2, 5), ()])
+@for_each("shape", [(4, 2), (2, 4, 1), (8,), (2, 5), ()])
 def test_wrong_shapes_name_file_and_tensor(shape):
     entries = [entry("k", shape) if item.name == "k" else item for item in entries_for(UNTIED)]
     message = refusal("weights.wrong_shape", UNTIED, entries)
@@ -189,7 +190,7 @@ def test_one_expert_of_another_shape_is_named():
     assert "'experts.2.up.weight' has the shape [6, 5]" in refusal("weights.wrong_shape", [whole], entries)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "F8_E5M2", "bool", "uint8", "float8_e4m3fn"])
+@for_each("dtype", ["int8", "F8_E5M2", "bool", "uint8", "float8_e4m3fn"])
 def test_types_that_are_no_floats_are_refused(dtype):
     entries = [dataclasses.replace(item, dtype=dtype) if item.name == "v" else item for item in entries_for(UNTIED)]
     assert f"m.safetensors: 'v' is stored as {dtype}" in refusal("weights.unsupported_dtype", UNTIED, entries)
@@ -208,7 +209,7 @@ def test_a_tensor_for_two_parameters_is_our_own_mistake():
         plan_load([QKV, other], HeaderSource(entries_for([QKV])), "float32")
 
 
-def test_columns_that_do_not_divide_are_said_before_anything_is_read():
+def test_plan_refuses_columns_that_do_not_divide():
     odd = stacked("layers.3.down.weight", [64], 100)
     message = refusal("weights.unsupported_scheme", [odd], entries_for([odd]), WeightRecipe(MXFP4))
     assert "layers.3.down.weight [64, 100] cannot be stored as mxfp4: " in message

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.execution.execute import load_weights
@@ -96,8 +97,8 @@ def load(parameters, source, dtype, stored, recipe=None, device="cpu"):
     return plan, load_weights(plan, source, device, Ledger(), lambda done, total: None).weights
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("way", WAYS)
+@for_each("dtype", ["float32", "float16", "bfloat16"])
+@for_each("way", WAYS)
 def test_it_is_code_times_scale_rounded_once(way, dtype):
     stored, tensors = checkpoint(way)
     source = dequantize_plain_kinds(TensorSource(tensors=tensors), [KV_B], stored)
@@ -151,16 +152,16 @@ def test_some_columns_are_read_too():
     assert torch.equal(out, wanted(tensors)[126:131, 100:140])
 
 
-@pytest.mark.parametrize("recipe", WEIGHT_SCHEMES)
+@for_each("recipe", WEIGHT_SCHEMES)
 def test_it_is_never_quantized_and_counts_as_plain(recipe):
     stored, tensors = checkpoint("blocks")
-    asked = WeightRecipe(WEIGHT_SCHEMES[recipe])
+    wanted_recipe = WeightRecipe(WEIGHT_SCHEMES[recipe])
     source = dequantize_plain_kinds(TensorSource(tensors=tensors), [KV_B], stored)
-    plan, weights = load([KV_B], source, "float32", stored, asked)
+    plan, weights = load([KV_B], source, "float32", stored, wanted_recipe)
     assert torch.equal(weights[NAME], wanted(tensors))
-    assert plan.final_bytes == weight_bytes(weight_of(KV_B), "float32", asked)
+    assert plan.final_bytes == weight_bytes(weight_of(KV_B), "float32", wanted_recipe)
     plain = TensorSource(tensors={TENSOR: wanted(tensors)})
-    assert torch.equal(load([KV_B], plain, "float32", None, asked)[1][NAME], wanted(tensors))
+    assert torch.equal(load([KV_B], plain, "float32", None, wanted_recipe)[1][NAME], wanted(tensors))
 
 
 def test_a_review_of_what_is_stored_leaves_it_out():
@@ -190,7 +191,7 @@ def test_other_tensors_pass_through_and_go_together():
     assert torch.equal(outs[0], other)
     assert torch.equal(outs[1], wanted(tensors)[127:129])
     assert below.together == 1
-    assert set(source.entries) == {*tensors, "other"}, "whoever asks for the files of all tensors hears of scales too"
+    assert set(source.entries) == {*tensors, "other"}, "the files of all tensors include those of scales"
     assert source.ignorable == {f"{TENSOR}_scale_inv"}
 
 

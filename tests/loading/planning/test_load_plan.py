@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from for_each import for_each
 from holdfast.distributed.mesh import Mesh
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
@@ -68,7 +69,7 @@ def test_bytes_are_known_before_anything_is_read():
     assert plan.num_quantized == 0
 
 
-def test_the_final_tensors_are_specs_in_the_order_of_the_parameters():
+def test_plan_specs_are_in_the_order_of_parameters():
     shuffled = [entries_for(UNTIED)[index] for index in (3, 0, 4, 2, 5, 1)]
     plan = plan_of(UNTIED, "float16", entries=shuffled)
     assert plan.specs == tuple(TensorSpec(parameter.name, parameter.shape, "float16") for parameter in UNTIED)
@@ -101,7 +102,7 @@ def test_types_of_the_checkpoint_are_kept_in_the_moves():
     assert {move.tensor: move.tensor_dtype for move in plan.moves} == {"q": "float16", "k": "float64", "v": "bfloat16"}
 
 
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES.values(), ids=lambda scheme: scheme.name)
+@for_each("scheme", WEIGHT_SCHEMES.values())
 def test_matrices_and_the_head_are_quantized(scheme):
     wide = stacked("layers.0.qkv.weight", [256, 128, 128], 256)
     head = Parameter("lm_head.weight", (300, 256), (Part("lm_head.weight", 0, (300, 256)),), "head")
@@ -123,10 +124,8 @@ def test_what_is_to_be_ignored_is_left_as_it_is():
         assert [weight.scheme for weight in plan.weights] == [FP8, None], pattern
 
 
-@pytest.mark.parametrize(
-    ("heights", "block_rows"),
-    [([256, 128], 128), ([576, 192, 192], 64), ([200], 128), ([192, 7], 64), ([36, 36], 4)],
-    ids=["whole blocks", "nine heads", "one part", "a ragged end", "odd parts"],
+@for_each(
+    "heights, block_rows", [([256, 128], 128), ([576, 192, 192], 64), ([200], 128), ([192, 7], 64), ([36, 36], 4)]
 )
 def test_blocks_of_rows_end_where_parts_do(heights, block_rows):
     plan = plan_of([stacked("w", heights, 128)], recipe=WeightRecipe(FP8_BLOCK))
@@ -136,8 +135,8 @@ def test_blocks_of_rows_end_where_parts_do(heights, block_rows):
     assert weight.specs[1].shape == (-(-sum(heights) // block_rows), 1)
 
 
-@pytest.mark.parametrize("layout", range(3), ids=["apart", "fused", "transposed"])
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES.values(), ids=lambda scheme: scheme.name)
+@for_each("layout", range(3))
+@for_each("scheme", WEIGHT_SCHEMES.values())
 def test_every_layout_of_experts_gives_the_same_weight(layout, scheme):
     parameter = experts(4, 96, 64)
     parts = (parameter.parts, *parameter.layouts)[layout]
@@ -167,8 +166,8 @@ def test_a_tied_embedding_may_be_stored_as_the_head_alone():
     assert {move.tensor: move.target for move in plan.moves}["lm_head.weight"] == "embed.weight"
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "scheme", "chunk_bytes"),
+@for_each(
+    "shape, dtype, scheme, chunk_bytes",
     [
         ((10, 4), "bfloat16", None, 256),
         ((1000, 2**14), "float32", None, CHUNK_BYTES),
@@ -177,15 +176,6 @@ def test_a_tied_embedding_may_be_stored_as_the_head_alone():
         ((256, 2**18), "bfloat16", FP8_BLOCK, 128 * 2**19),
         ((100, 2**18), "bfloat16", FP8_BLOCK, 100 * 2**19),
         ((256, 2**18), "bfloat16", MXFP4, CHUNK_BYTES),
-    ],
-    ids=[
-        "small",
-        "many rows",
-        "rows longer than a chunk",
-        "one row",
-        "blocks of long rows",
-        "less than a block",
-        "mxfp4",
     ],
 )
 def test_a_chunk_is_a_constant_and_no_more_than_the_model_needs(shape, dtype, scheme, chunk_bytes):
@@ -226,9 +216,7 @@ def test_a_tied_head_has_findings_too():
     assert next(spec.shape for spec in plan.staging_specs("cuda") if spec.name == "findings") == (6, 2)
 
 
-@pytest.mark.parametrize(
-    ("reader_bytes", "num_readers"), [(0, MAX_READERS), (MIB, MAX_READERS), (10 * MIB, 3), (100 * MIB, 1)]
-)
+@for_each("reader_bytes, num_readers", [(0, MAX_READERS), (MIB, MAX_READERS), (10 * MIB, 3), (100 * MIB, 1)])
 def test_readers_that_hold_much_are_few(reader_bytes, num_readers):
     plan = plan_of(UNTIED, scratch_bytes_per_reader=reader_bytes)
     assert plan.num_readers == num_readers
@@ -238,7 +226,7 @@ def test_readers_that_hold_much_are_few(reader_bytes, num_readers):
 
 
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
-def test_terms_are_the_weights_for_good_and_staging_while_they_arrive(device_kind):
+def test_plan_terms_are_weights_and_staging(device_kind):
     plan = plan_of(UNTIED)
     weights, staging = plan.terms(device_kind)
     assert (weights.owner, weights.num_bytes, weights.phases) == ("weights", plan.final_bytes, PHASES)
@@ -256,8 +244,8 @@ def test_terms_say_how_weights_are_stored():
     assert plan_of(UNTIED[:1]).terms("cuda")[0].reason == "1 tensor in bfloat16"
 
 
-@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@for_each("device_kind", ["cpu", "cuda"])
+@for_each("dtype", ["float64", "float32", "bfloat16"])
 def test_dummy_weights_take_the_staging_of_real_ones(device_kind, dtype):
     large = (Parameter("w", (5000, 4096), (Part("x", 0, (5000, 4096)),)),)
     dummy = plan_load(large, DummySource(large, dtype), "bfloat16")
@@ -285,9 +273,7 @@ def test_a_rank_reads_only_what_it_needs_and_knows_the_rest():
     assert plan.weights[0].shape == (2, 128, 128)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "share"), [(FP8, 1), (FP8_TENSOR, 1), (INT8, 1), (FP8_BLOCK, 2), (MXFP4, 2), (None, 2)]
-)
+@for_each("scheme, share", [(FP8, 1), (FP8_TENSOR, 1), (INT8, 1), (FP8_BLOCK, 2), (MXFP4, 2), (None, 2)])
 def test_rows_are_read_whole_only_where_a_scale_needs_them(scheme, share):
     whole = stacked("layers.0.o.weight", [128], 512, split="columns")
     (half,) = shard_parameters([whole], Mesh(1, 2), 8, 8)

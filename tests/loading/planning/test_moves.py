@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.loading.planning.moves import Move, PlannedWeight, choose, choose_all
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.parameters import EXPERT_NAMES, Parameter, Part, list_experts
@@ -67,13 +68,12 @@ def test_joined_rows_are_read_as_they_are_stored():
     assert move(part).read_columns is None, "stored rows are narrower than ours"
 
 
-@pytest.mark.parametrize(
-    ("scheme", "read_columns", "kept"),
+@for_each(
+    "scheme, read_columns, kept",
     [(None, (128, 256), (0, 128)), (FP8_BLOCK, (128, 256), (0, 128)), (MXFP4, (128, 256), (0, 128))]
     + [(scheme, None, (128, 256)) for scheme in (FP8, FP8_TENSOR)],
-    ids=["as stored", "fp8_block", "mxfp4", "fp8", "fp8_tensor"],
 )
-def test_a_scale_by_row_needs_whole_rows_and_others_only_what_is_kept(scheme, read_columns, kept):
+def test_move_row_scale_reads_whole_rows_others_only_kept(scheme, read_columns, kept):
     own = move(Part("t", 0, (256, 512), columns=(128, 256)), scheme)
     assert (own.read_columns, own.kept_columns) == (read_columns, kept)
     assert own.row_bytes == 2 * (512 if read_columns is None else 128)
@@ -111,15 +111,14 @@ def test_a_plain_weight_is_one_tensor():
     assert (weight.num_bytes, weight.stored_as) == (24, "bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("scheme", "codes", "scales", "num_bytes"),
+@for_each(
+    "scheme, codes, scales, num_bytes",
     [
         (FP8, ((2, 128, 64), "float8_e4m3fn"), ((2, 128), "float32"), 16384 + 1024),
         (INT8, ((2, 128, 64), "int8"), ((2, 128), "float32"), 16384 + 1024),
         (FP8_BLOCK, ((2, 128, 64), "float8_e4m3fn"), ((2, 1, 1), "float32"), 16384 + 8),
         (MXFP4, ((2, 128, 32), "uint8"), ((2, 128, 2), "uint8"), 8192 + 512),
     ],
-    ids=["fp8", "int8", "fp8_block", "mxfp4"],
 )
 def test_a_quantized_weight_is_codes_and_scales(scheme, codes, scales, num_bytes):
     weight = PlannedWeight("a.weight", (2, 128, 64), "bfloat16", scheme)
@@ -137,8 +136,8 @@ def by_name(entries):
     return {item.name: item for item in entries}
 
 
-@pytest.mark.parametrize(
-    ("entries", "layout"),
+@for_each(
+    "entries, layout",
     [
         (APART, 0),
         ([FUSED], 1),
@@ -149,7 +148,6 @@ def by_name(entries):
         ([entry("experts.gate_up", (4, 7, 5))], 1),
         ([], 0),
     ],
-    ids=["apart", "fused", "transposed", "both", "some", "some and transposed", "another shape", "none"],
 )
 def test_the_first_that_is_there_is_taken(entries, layout):
     choice = choose(EXPERTS, by_name(entries))
@@ -169,15 +167,14 @@ def test_a_share_takes_the_layout_of_the_whole():
 HEAD_ENTRY, EMBED_ENTRY = entry("lm_head.weight", (10, 4)), entry("model.embed_tokens.weight", (10, 4))
 
 
-@pytest.mark.parametrize(
-    ("entries", "fills", "tied"),
+@for_each(
+    "entries, fills, tied",
     [
         ([EMBED_ENTRY], ["model.embed_tokens.weight"], []),
         ([HEAD_ENTRY], ["lm_head.weight"], []),
         ([EMBED_ENTRY, HEAD_ENTRY], ["model.embed_tokens.weight"], ["lm_head.weight"]),
         ([], ["model.embed_tokens.weight"], []),
     ],
-    ids=["embedding", "head", "both", "neither"],
 )
 def test_tied_embeddings_go_by_either_name(entries, fills, tied):
     choices = choose_all([EMBED], by_name(entries))
@@ -198,11 +195,9 @@ def moe_parameters(hidden, inner):
     return [p for p in list_experts(spec, EXPERT_NAMES, hidden, "layers.0.", "") if p.kind == "expert"]
 
 
-@pytest.mark.parametrize("is_share", [False, True])
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize(
-    ("hidden", "inner"), [(8, 4), (4, 4), (4, 6)], ids=["square gate_up", "square down", "neither"]
-)
+@for_each("is_share", [False, True])
+@for_each("is_transposed", [False, True])
+@for_each("hidden, inner", [(8, 4), (4, 4), (4, 6)])
 def test_square_matrices_lie_as_the_others_of_the_same_experts(hidden, inner, is_transposed, is_share):
     shapes = {"gate_up_proj": (3, 2 * inner, hidden), "down_proj": (3, hidden, inner)}
     stored = {name: (shape[0], shape[2], shape[1]) if is_transposed else shape for name, shape in shapes.items()}

@@ -42,7 +42,7 @@ def test_stages_together_read_every_tensor_and_none_twice() -> None:
     assert {name.split(".")[1] for name in names} == {"0", "1"}, "layers of a stage count from 0"
 
 
-def test_both_ends_have_a_tied_embedding_and_compare_a_stored_head() -> None:
+def test_stage_ends_have_tied_embedding_and_compare_the_head() -> None:
     _, plans = stage_loads(is_tied=True)
     assert ["embed.weight" in {weight.name for weight in plan.weights} for plan in plans] == [True, False, True]
     _, plans = stage_loads(is_tied=True, add=(entry("lm_head.weight", (259, 64)),))

@@ -88,14 +88,14 @@ def test_a_second_start_finds_what_the_first_has_kept(cache, model, caplog, reci
     first = slot_of(model, plan)
     assert first.hit is None
     assert first.save(weights) is None
-    assert "the next start reads these" in caplog.text
+    assert "for the next start" in caplog.text
     second = slot_of(open_written(model.path), plan_of(model, recipe))
     assert second.hit is not None
     source, again = second.hit
     assert (again.weights, again.recipe) == (plan.weights, plan.recipe)
     assert read_all(source, again, 300_000) == {name: bits(plane) for name, plane in planes_of(plan, weights).items()}
     source.close()
-    assert "quantized weights of an earlier start are read from" in caplog.text
+    assert "reading quantized weights of an earlier start from" in caplog.text
     assert names(cache) == [cache_key(first.identity, plan)]
 
 
@@ -192,7 +192,7 @@ def test_a_source_that_changed_is_quantized_again(cache, model, caplog, file, ch
     changed = open_written(model.path)
     slot = slot_of(changed, plan_of(changed))
     assert slot.hit is None
-    assert f"cached weights are of another source, and the model is quantized again: {words}" in caplog.text
+    assert f"cached weights have another source, so the model is quantized again: {words}" in caplog.text
     assert slot.save(loaded(slot.plan)) is None
     assert len(names(cache)) == 2
     hit = slot_of(changed, plan_of(changed)).hit
@@ -200,7 +200,7 @@ def test_a_source_that_changed_is_quantized_again(cache, model, caplog, file, ch
     hit[0].close()
 
 
-def test_a_source_that_changes_while_it_loads_is_kept_under_its_old_name(cache, model):
+def test_cache_source_changed_while_loading_keeps_its_old_name(cache, model):
     plan = plan_of(model)
     slot = slot_of(model, plan)
     touch(model.path / "model-a.safetensors")
@@ -215,7 +215,7 @@ def test_a_damaged_entry_is_dropped_and_written_again(cache, model, caplog):
     os.truncate(slot.folder / FILE, 1000)
     again = slot_of(model, plan)
     assert again.hit is None
-    assert f"cached weights are dropped, and the model is quantized again: {FILE} has 1000 bytes" in caplog.text
+    assert f"dropping cached weights and quantizing the model again: {FILE}: it has 1000 bytes" in caplog.text
     assert names(cache) == []
     assert again.save(loaded(plan)) is None
     hit = slot_of(model, plan).hit
@@ -246,7 +246,7 @@ def test_an_entry_under_anothers_name_is_dropped(cache, model, caplog):
     slots[0].save(loaded(plans[0]))
     slots[0].folder.rename(slots[1].folder)
     assert slot_of(model, plans[1]).hit is None
-    assert "tells of another load than the folder is named after" in caplog.text
+    assert "describes another load than the folder's name" in caplog.text
     slots[0].save(loaded(plans[0]))
     manifest = slots[0].folder / MANIFEST_FILE
     manifest.write_text(manifest.read_text().replace('"mtime_ns": 1', '"mtime_ns": 2'))
@@ -254,15 +254,15 @@ def test_an_entry_under_anothers_name_is_dropped(cache, model, caplog):
     assert "the source changed: model-a.safetensors was written at another time" in caplog.text
 
 
-def test_what_is_not_worth_caching_is_told(cache, model):
-    assert find_cached(model, plan_of(model, WeightRecipe())) == "nothing is quantized as it loads"
+def test_find_cached_without_use_returns_the_reason(cache, model):
+    assert find_cached(model, plan_of(model, WeightRecipe())) == "nothing is quantized on load"
     dummy = replace(model, source=DummySource(PARAMETERS, "bfloat16"))
     assert find_cached(dummy, plan_of(model)) == "weights are dummies"
     plan = plan_of(model)
     odd = replace(plan.weights[2], scheme=replace(FP8, name="own"))
-    told = find_cached(model, replace(plan, weights=(odd,)))
-    assert isinstance(told, str)
-    assert "stored as own" in told
+    reason = find_cached(model, replace(plan, weights=(odd,)))
+    assert isinstance(reason, str)
+    assert "stored as own" in reason
     assert not cache.exists()
 
 
@@ -270,10 +270,10 @@ def test_a_disk_that_is_short_of_room_is_left_alone(cache, model, monkeypatch, c
     plan = plan_of(model)
     slot = slot_of(model, plan)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(2**40, 2**39, 16 * 2**30 + 1000))
-    told = slot.save(loaded(plan))
-    assert told is not None
-    assert "are needed on a disk that has 16.00 GiB left" in told
-    assert told in caplog.text
+    reason = slot.save(loaded(plan))
+    assert reason is not None
+    assert "are needed on a disk that has 16.00 GiB left" in reason
+    assert reason in caplog.text
     assert names(cache) == []
 
 
@@ -290,7 +290,7 @@ def test_a_disk_that_fills_up_leaves_nothing(cache, model, monkeypatch, caplog):
     monkeypatch.setattr(quantized_writer, "write_fully", full)
     assert slot_of(model, plan).save(loaded(plan)) == "No space left on device"
     assert len(num_written) > 1
-    assert "not kept for the next start: No space left on device" in caplog.text
+    assert "not saved for the next start: No space left on device" in caplog.text
     assert names(cache) == []
 
 
@@ -306,9 +306,9 @@ def test_a_cache_that_may_not_be_written_is_no_obstacle(cache, model, monkeypatc
         assert slot.save(loaded(plan)) == "Permission denied"
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
-    told = find_cached(model, plan)
-    assert isinstance(told, str)
-    assert "Not a directory" in told
+    reason = find_cached(model, plan)
+    assert isinstance(reason, str)
+    assert "Not a directory" in reason
     assert "quantized weights are not cached" in caplog.text
 
 
@@ -321,7 +321,7 @@ def test_a_folder_that_others_can_write_is_not_believed(cache, tmp_path, monkeyp
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "holdfast" / "weights"
-    monkeypatch.setenv(CACHE_VARIABLE, "~nobody-of-this-name/x")
+    monkeypatch.setenv(CACHE_VARIABLE, "~absent-user/x")
     with pytest.raises(OSError, match="names no folder here"):
         cache_folder()
 
@@ -369,10 +369,10 @@ def test_the_least_recently_used_goes_first(cache, model, caplog):
     assert not slots["int8"].folder.exists()
     assert slots["fp8"].folder.exists()
     assert slots["tensor"].folder.exists()
-    assert "of cached weights removed" in caplog.text
-    told = slot_of(model, plan_of(model, WeightRecipe(FP8, "none")), max_bytes=1000).save({})
-    assert told is not None
-    assert "the cache 1000 B" in told
+    assert "of cached weights: " in caplog.text
+    reason = slot_of(model, plan_of(model, WeightRecipe(FP8, "none")), max_bytes=1000).save({})
+    assert reason is not None
+    assert "the cache 1000 B" in reason
 
 
 def test_an_entry_that_is_read_stays(cache, model):
@@ -391,7 +391,7 @@ def test_an_entry_that_is_read_stays(cache, model):
 
 
 def test_trimming_stops_at_the_bound_and_counts_what_went(cache, model):
-    """The least recently used of three first, one that is read is passed over, and the sum of all that went is told."""
+    """The least recently used of three first, one that is read is passed over, and the sum of removed bytes is returned."""
     schemes = {1: FP8, 2: INT8, 3: FP8_TENSOR}
     slots = [save_under(model, WeightRecipe(scheme), used) for used, scheme in schemes.items()]
     sizes = [entry.num_bytes for entry in cache_entries(cache)]
@@ -427,7 +427,7 @@ def test_entry_of_another_rank_is_not_taken(cache, model):
     assert names(cache) == []
 
 
-def test_change_is_told_of_the_entry_that_was_used_last(cache, model, caplog):
+def test_change_is_logged_for_the_latest_entry(cache, model, caplog):
     """Two sources before this one: what is said of the newest is what a person did since."""
     plan, path = plan_of(model), model.path / "model-a.safetensors"
     for used in (1, 2):

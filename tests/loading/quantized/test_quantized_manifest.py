@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import HoldfastError, ModelFormatError, UnsupportedModelError
 from holdfast.loading.gguf.file import GGUFFile
@@ -65,7 +66,7 @@ def touch(path: Path) -> None:
         ("config.json", grow, "config.json was changed"),
     ],
 )
-def test_what_changed_is_told(tmp_path, file, change, words):
+def test_source_change_is_described(tmp_path, file, change, words):
     model = write_model(tmp_path / "m")
     then = identify_source(model)
     change(tmp_path / "m" / file)
@@ -73,12 +74,12 @@ def test_what_changed_is_told(tmp_path, file, change, words):
     assert then is not None
     assert now is not None
     assert then.change(then) is None
-    told = now.change(then)
-    assert told is not None
-    assert re.match(words, told)
+    change_text = now.change(then)
+    assert change_text is not None
+    assert re.match(words, change_text)
 
 
-def test_files_that_came_and_went_are_told(tmp_path):
+def test_source_change_lists_new_and_removed_files(tmp_path):
     now = identify_source(write_model(tmp_path / "m"))
     assert now is not None
     less = replace(now, files=now.files[1:])
@@ -142,7 +143,7 @@ def test_what_is_written_is_read(tmp_path):
     assert MANIFEST.num_bytes == 99
 
 
-def test_a_scheme_that_a_manifest_cannot_name_is_told():
+def test_unsaved_scheme_is_described():
     assert unsaved(MANIFEST.weights) is None
     for scheme in (replace(FP8_BLOCK, block_rows=256), replace(MXFP4, block_columns=16), replace(INT8, name="own")):
         reason = unsaved([PlannedWeight("b", (256, 64), "bfloat16", scheme)])
@@ -194,7 +195,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize(("place", "value", "key"), HOSTILE)
+@for_each("place, value, key", HOSTILE)
 def test_a_hostile_value_is_named(tmp_path, place, value, key):
     values = json.loads(manifest_text(MANIFEST))
     inner = values
@@ -210,8 +211,8 @@ def test_a_hostile_value_is_named(tmp_path, place, value, key):
         read_manifest(path)
 
 
-@pytest.mark.parametrize("place", [("dtype",), ("files", 0), ("weights", 1, "scheme"), ("mesh",), ("source",)])
-@pytest.mark.parametrize("junk", [None, 0, "x", [], {}, [[]], {"a": 1}, 1e300])
+@for_each("place", [("dtype",), ("files", 0), ("weights", 1, "scheme"), ("mesh",), ("source",)])
+@for_each("junk", [None, 0, "x", [], {}, [[]], {"a": 1}, 1e300])
 def test_junk_anywhere_is_an_error_of_ours_or_sound(tmp_path, place, junk):
     values = json.loads(manifest_text(MANIFEST))
     inner = values
@@ -227,7 +228,7 @@ def test_junk_anywhere_is_an_error_of_ours_or_sound(tmp_path, place, junk):
         read_manifest(path)
 
 
-def test_another_version_is_told_from_a_broken_file(tmp_path):
+def test_read_manifest_other_version_has_its_own_code(tmp_path):
     path = tmp_path / "manifest.json"
     path.write_text(manifest_text(MANIFEST).replace('"version": 2', '"version": 1'))
     with raises_code("weights.manifest_version", UnsupportedModelError):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, ModelError, ModelFormatError
 from holdfast.loading.execution.execute import load_weights
@@ -47,7 +48,7 @@ def saved(tmp_path, model):
     return tmp_path / "out", plan, {name: bits(plane) for name, plane in planes_of(plan, weights).items()}
 
 
-@pytest.mark.parametrize("max_bytes", [1, 999, 262_144, 300_000, 10**9])
+@for_each("max_bytes", [1, 999, 262_144, 300_000, 10**9])
 def test_any_chunks_give_the_same_bytes(saved, max_bytes):
     folder, plan, expected = saved
     assert has_saved_weights(folder)
@@ -91,9 +92,9 @@ def flip(path: Path, place: int) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-@pytest.mark.parametrize("max_bytes", [70_000, 10**9])
-@pytest.mark.parametrize("seed", range(4))
-def test_one_changed_bit_is_found_wherever_it_is_and_however_it_is_read(saved, max_bytes, seed):
+@for_each("max_bytes", [70_000, 10**9])
+@for_each("seed", range(4))
+def test_load_one_changed_bit_is_found_anywhere(saved, max_bytes, seed):
     folder, plan, expected = saved
     source = open_quantized(folder)
     draw = random.Random(seed)
@@ -104,7 +105,7 @@ def test_one_changed_bit_is_found_wherever_it_is_and_however_it_is_read(saved, m
     spec = plan.specs[bisect_right(ends, place)]
     cached, ledger = plan_from_cache(plan, source), Ledger()
     with chunks_of(max_bytes):
-        with raises_code("weights.damaged", ModelFormatError):
+        with raises_code("weights.damaged", ModelFormatError, tensor=spec.name):
             load_weights(cached, source, "cpu", ledger, lambda done, total: None, allow_nonfinite=True)
         assert not list(ledger)
         flip(folder / FILE, header + place)
@@ -113,7 +114,7 @@ def test_one_changed_bit_is_found_wherever_it_is_and_however_it_is_read(saved, m
     source.close()
 
 
-def test_planes_that_are_converted_on_their_way_are_checked_as_they_were_saved(saved):
+def test_load_converted_planes_are_checked_as_saved(saved):
     folder, _, _ = saved
     for is_damaged in (False, True):
         source = open_quantized(folder)
@@ -232,7 +233,7 @@ def test_open_quantized_damaged_folder_is_refused(saved, damage, code):
         open_quantized(folder)
 
 
-def test_a_file_that_is_cut_after_it_was_opened_is_told(saved):
+def test_load_file_cut_after_opening_is_refused(saved):
     folder, plan, _ = saved
     source = open_quantized(folder)
     cut(folder)
@@ -241,7 +242,7 @@ def test_a_file_that_is_cut_after_it_was_opened_is_told(saved):
     source.close()
 
 
-def test_a_file_that_may_not_be_read_is_told(saved, monkeypatch):
+def test_open_declared_unreadable_file_is_refused(saved, monkeypatch):
     folder, _, _ = saved
 
     def refuse(*arguments: object, **options: object) -> None:
@@ -294,7 +295,7 @@ def test_a_saved_model_is_planned_from_its_manifest(saved):
     source.close()
 
 
-def test_what_a_saved_model_is_not_is_told(saved):
+def test_plan_quantized_other_model_is_refused(saved):
     folder, _, _ = saved
     source = open_quantized(folder)
     with raises_code("weights.saved_otherwise", ConfigError):
@@ -342,7 +343,7 @@ def layer_of(hidden: int, wide: int, vocab: int) -> list[Parameter]:
 
 @pytest.mark.parametrize("max_bytes", [CPU_CHUNK_BYTES, CHUNK_BYTES])
 def test_a_second_start_reads_little_more_than_half(tmp_path, model, monkeypatch, max_bytes):
-    """Bytes that the system is asked for, headers and manifest included, against the bf16 that the first start reads."""
+    """Bytes that are read, headers and manifest included, against the bf16 that the first start reads."""
     parameters = layer_of(512, 1408, 4500)
     entries = {
         part.tensor: TensorEntry(part.tensor, "bfloat16", part.shape, "m.safetensors", 2 * prod(part.shape))

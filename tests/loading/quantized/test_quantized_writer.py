@@ -189,7 +189,7 @@ def model(tmp_path):
     return write_model(tmp_path / "m")
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe.scheme and recipe.scheme.name) for recipe in RECIPES])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_saved_model_is_a_model_of_its_own(tmp_path, model, recipe):
     plan = plan_of(model, recipe)
     weights, folder = loaded(plan), tmp_path / "out"
@@ -311,7 +311,7 @@ def test_a_crash_in_the_middle_leaves_nothing_that_looks_whole(tmp_path, model):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, model, monkeypatch):
+def test_save_quantized_full_disk_leaves_nothing(tmp_path, model, monkeypatch):
     plan = plan_of(model)
 
     def full(file: FileIO, data: memoryview) -> None:
@@ -342,7 +342,7 @@ def test_a_model_that_changes_meanwhile_is_not_saved(tmp_path, model, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_another_process_that_saves_to_the_same_folder_is_told_as_that(tmp_path, model):
+def test_save_quantized_beside_another_process_is_refused(tmp_path, model):
     plan, out = plan_of(model), tmp_path / "out"
 
     def intrude(done: int, total: int) -> None:
@@ -354,7 +354,7 @@ def test_another_process_that_saves_to_the_same_folder_is_told_as_that(tmp_path,
     assert [path.name for path in out.iterdir()] == ["theirs"]
 
 
-def test_a_folder_that_may_not_be_written_is_told(tmp_path, model, monkeypatch):
+def test_save_quantized_unwritable_folder_is_refused(tmp_path, model, monkeypatch):
     def refuse(*arguments: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 

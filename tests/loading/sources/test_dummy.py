@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources import dummy
@@ -96,7 +97,7 @@ def by_definition(source, name):
     return values.to(getattr(torch, entry.dtype))
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 13])
+@for_each("chunk", [1, 2, 7, 13])
 def test_values_do_not_depend_on_chunks(chunk):
     whole = read_rows(DummySource([matrix("a.weight", 13, 11)], "float32"), "a.weight", 0, 13)
     source = DummySource([matrix("b.weight", 3, 2), matrix("a.weight", 13, 11)], "float32")
@@ -105,7 +106,7 @@ def test_values_do_not_depend_on_chunks(chunk):
         assert torch.equal(read_rows(source, "a.weight", start, end), whole[start:end])
 
 
-def test_values_are_those_of_place_and_name_across_the_end_of_the_table():
+def test_dummy_values_depend_on_name_and_place_across_the_end():
     name, width = "model.embed_tokens.weight", 1000
     num_rows = 2 * TABLE_VALUES // width + 3
     source = DummySource([matrix(name, num_rows, width)], "float32")
@@ -209,7 +210,7 @@ def test_rows_wider_than_the_table_have_columns_too():
     assert torch.equal(bits(written(source, "a.weight", columns=columns)), bits(whole))
 
 
-def test_a_transposed_matrix_is_scaled_by_what_it_is_multiplied_with():
+def test_dummy_transposed_matrix_is_scaled_by_its_inputs():
     parameter = Parameter("t.weight", (64, 16), (Part("t", 0, (16, 64), is_transposed=True),))
     source = DummySource([parameter], "float32")
     assert read_rows(source, "t", 0, 16).std() == pytest.approx(1 / 4, rel=0.1)
@@ -277,7 +278,7 @@ def test_planes_make_matrices_of_the_spread_of_plain_ones():
         DummyPlane.codes("a.weight", (2, 2), INT8)
 
 
-@pytest.mark.parametrize(("limit", "top_k"), [(256, 6), (64, 6), (8, 2), (5, 5), (7, 1)])
+@for_each("limit, top_k", [(256, 6), (64, 6), (8, 2), (5, 5), (7, 1)])
 def test_numbers_of_a_row_are_distinct_and_all_occur(limit, top_k):
     source = DummySource([], "bfloat16", [DummyPlane.numbers("t", (4001, top_k), "int64", limit)])
     numbers = read_rows(source, "t", 0, 4001)

@@ -36,9 +36,9 @@ def test_reads_go_as_far_as_the_file_does(content):
         assert set(buffer[num_read:]) <= {0xAA}
 
 
-@pytest.mark.parametrize("gap", [0, 1, 100, MAX_GAP_BYTES, MAX_GAP_BYTES + 1])
-@pytest.mark.parametrize("run_bytes", [1, 3, 77])
-@pytest.mark.parametrize("num_runs", [1, 2, 5])
+@for_each("gap", [0, 1, 100, MAX_GAP_BYTES, MAX_GAP_BYTES + 1])
+@for_each("run_bytes", [1, 3, 77])
+@for_each("num_runs", [1, 2, 5])
 def test_runs_are_read_without_what_lies_between(content, gap, run_bytes, num_runs):
     path, data = content
     opened = OpenFile(path)
@@ -60,9 +60,9 @@ def test_thousands_of_runs_take_few_calls(content, monkeypatch):
     assert max(calls) <= 1024, "more buffers than a system takes"
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 5, 1000])
-@pytest.mark.parametrize("gap", [0, 4, MAX_GAP_BYTES + 1])
-def test_a_system_that_returns_less_than_asked_is_asked_again(content, at_once, gap, monkeypatch):
+@for_each("at_once", [1, 2, 5, 1000])
+@for_each("gap", [0, 4, MAX_GAP_BYTES + 1])
+def test_scatter_short_reads_are_continued(content, at_once, gap, monkeypatch):
     path, data = content
     opened = OpenFile(path)
     pread = os.pread
@@ -110,7 +110,7 @@ def test_threads_read_places_of_their_own(content):
         assert all(pool.map(read, [index * 997 % 190_000 for index in range(500)]))
 
 
-def test_the_last_reference_closes_it_and_a_path_that_is_not_there_leaves_nothing(content, tmp_path, monkeypatch):
+def test_open_file_closes_with_its_last_reference(content, tmp_path, monkeypatch):
     closed = []
     monkeypatch.setattr(
         open_file.os, "close", lambda descriptor, close=os.close: closed.append(descriptor) or close(descriptor)

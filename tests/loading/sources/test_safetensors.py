@@ -1,5 +1,6 @@
 """Safetensors: files that the package accepts and no others; folders with an index; rows of all files as one source."""
 
+import gc
 import json
 import os
 import random
@@ -69,7 +70,7 @@ def test_bytes_are_read_from_any_place(tmp_path):
     file.close()
 
 
-def test_buffers_are_filled_one_after_the_other_as_far_as_the_file_goes(tmp_path):
+def test_scatter_fills_buffers_up_to_the_end_of_the_file(tmp_path):
     path = write(tmp_path / "m.safetensors", GOOD)
     data, file = path.read_bytes(), SafetensorsFile(path)
     for sizes, is_filled in (((3, 0, 20, 1), True), ((len(data), 1), False)):
@@ -82,9 +83,8 @@ def test_buffers_are_filled_one_after_the_other_as_far_as_the_file_goes(tmp_path
     file.close()
 
 
-@pytest.mark.parametrize(
-    ("change", "is_open"),
-    [("truncate", False), ("grow", False), ("replace", False), ("truncate", True), ("grow", True)],
+@for_each(
+    "change, is_open", [("truncate", False), ("grow", False), ("replace", False), ("truncate", True), ("grow", True)]
 )
 def test_a_file_that_changes_after_it_was_checked_is_noticed(tmp_path, change, is_open):
     path = write(tmp_path / "m.safetensors", GOOD)
@@ -101,7 +101,7 @@ def test_a_file_that_changes_after_it_was_checked_is_noticed(tmp_path, change, i
     file.close()
 
 
-def test_a_file_that_vanishes_is_told(tmp_path):
+def test_read_vanished_file_is_refused(tmp_path):
     path = write(tmp_path / "m.safetensors", GOOD)
     file = SafetensorsFile(path)
     path.unlink()
@@ -373,7 +373,7 @@ def test_weight_file_that_is_no_regular_file_is_refused(tmp_path, put, code):
         assert name in refusal_of_folder(folder, code)
 
 
-def test_the_download_cache_of_hugging_face_is_read_through_its_links(tmp_path):
+def test_hugging_face_cache_is_read_through_its_links(tmp_path):
     snapshot = tmp_path / "models--x" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (tmp_path / "models--x" / "blobs").mkdir()
@@ -400,7 +400,7 @@ def test_missing_shards_are_named(tmp_path):
 
 def test_index_and_files_must_agree(tmp_path):
     shards(tmp_path, {"a.safetensors": ["x"], "b.safetensors": ["y"]}, {"x": "b.safetensors", "y": "b.safetensors"})
-    assert "a.safetensors disagree about the tensor 'x'" in refusal_of_folder(tmp_path, "weights.index_mismatch")
+    assert "disagree about the tensor 'x'" in refusal_of_folder(tmp_path, "weights.index_mismatch")
     shards(tmp_path, {"a.safetensors": ["x", "extra"]}, {"x": "a.safetensors"})
     assert "a.safetensors disagree about the tensor 'extra'" in refusal_of_folder(tmp_path, "weights.index_mismatch")
 
@@ -452,7 +452,7 @@ def test_entries_are_in_the_order_of_files_and_data(tmp_path):
     source.close()
 
 
-def test_types_that_torch_does_not_read_keep_their_name_for_messages(tmp_path):
+def test_unreadable_types_keep_their_name_for_messages(tmp_path):
     source = source_of(
         tmp_path, {"m.safetensors": {"a": ("F8_E4M3", [4]), "b": ("F8_E5M2", [4]), "c": ("F8_E8M0", [4])}}
     )
@@ -516,8 +516,8 @@ def test_rows_are_those_that_the_safetensors_package_reads(tmp_path):
     source.close()
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "num_bytes"),
+@for_each(
+    "rows, columns, num_bytes",
     [
         ((0, 8), None, 96),
         ((-1, 2), None, 36),
@@ -534,17 +534,17 @@ def test_reads_outside_the_tensor_are_our_own_mistake(tmp_path, rows, columns, n
 
 
 @pytest.mark.parametrize("columns", [None, (1, 3)])
-def test_a_file_that_was_cut_is_told_with_its_name_and_the_tensor(tmp_path, columns):
+def test_read_together_cut_file_is_refused_by_name(tmp_path, columns):
     source = source_of(tmp_path, {"m.safetensors": TENSORS})
     os.truncate(tmp_path / "m.safetensors", (tmp_path / "m.safetensors").stat().st_size - 1)
     with raises_code("file.changed", ModelFormatError):
         read_rows(source, "f8", 0, 3, columns)
 
 
-def reads_of(source, *asked):
+def reads_of(source, *wanted_reads):
     """Reads of (name, first row, last row, columns), each into memory of its own."""
     reads = []
-    for name, row_start, row_end, columns in asked:
+    for name, row_start, row_end, columns in wanted_reads:
         entry = source.entries[name]
         num_columns = entry.shape[-1] if len(entry.shape) > 1 else 1
         element_bytes = entry.num_bytes // max(1, prod(entry.shape))
@@ -564,7 +564,7 @@ def count_calls(monkeypatch):
 def test_reads_that_lie_side_by_side_are_one_call_of_the_system(tmp_path, monkeypatch):
     more = {"next": ("F32", [2, 2]), "none": ("F32", [0, 2]), "last": ("F32", [2])}
     source = source_of(tmp_path, {"1.safetensors": TENSORS, "2.safetensors": more})
-    asked = [
+    wanted_reads = [
         *((name, 0, rows, None) for name, rows in (("odd", 3), ("f64", 5))),
         ("f32", 0, 4, None),  # all up to here lie side by side
         ("f32", 5, 7, None),
@@ -576,11 +576,11 @@ def test_reads_that_lie_side_by_side_are_one_call_of_the_system(tmp_path, monkey
         ("none", 0, 0, None),
         ("last", 0, 2, None),
     ]
-    reads = reads_of(source, *asked)
+    reads = reads_of(source, *wanted_reads)
     calls = count_calls(monkeypatch)
     source.read_together(reads)
     assert [count for count in calls if count < 10] == [3, 2, 1, 1, 3]
-    alone = reads_of(source, *asked)
+    alone = reads_of(source, *wanted_reads)
     for read in alone:
         source.read_into(*read)
     assert [bytes(read.out) for read in reads] == [bytes(read.out) for read in alone]
@@ -632,7 +632,7 @@ def test_more_side_by_side_than_a_system_takes_are_several_calls(tmp_path, monke
     assert b"".join(bytes(read.out) for read in reads) == data[-3 * count :]
 
 
-def test_what_goes_wrong_together_is_told_with_the_tensor(tmp_path, monkeypatch):
+def test_read_together_error_names_the_tensor(tmp_path, monkeypatch):
     source = source_of(tmp_path, {"m.safetensors": TENSORS})
     (good, bad) = reads_of(source, ("f64", 0, 5, None), ("f32", 0, 7, None))
     with pytest.raises(AssertionError, match="f32"):
@@ -669,6 +669,7 @@ def test_threads_in_many_files_get_their_own_bytes(tmp_path):
     """Files are closed for others while some are being read: a number that is used again must not be mistaken."""
     files = {f"{index:03}.safetensors": {f"t{index}": ("F32", [40, 50 + index])} for index in range(20)}
     source = source_of(tmp_path, files)
+    gc.collect()  # errors of earlier tests hold open files
     before = len(os.listdir("/proc/self/fd"))
     wanted = {name: read_rows(source, name, 0, 40) for name in source.entries}
 

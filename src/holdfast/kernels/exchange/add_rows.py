@@ -1,10 +1,10 @@
-"""The parts of all ranks added up and onto the residual stream, with the next RMSNorm deferred: all-reduce, residual and norm of small batches in one launch.
+"""All-reduce of small batches onto the residual stream, with the next RMSNorm deferred, in one launch.
 
 T rows, H columns, J blocks of H; S ranks
 
-What is left is what an epilogue leaves (kernels/gemm/deferred_rms_norm.py): x * norm_weight, the squares of x summed by block, and
-where products quantize their rows the largest magnitude by block. Sums are those of kernels/exchange/sum_rows.py to the bit, in
-one pass: rows are few. How a row is cut is the same for 2 to FUSED_DECODE_ROWS rows, so that its bits do not depend on the others.
+The kernel stores what kernels/gemm/deferred_rms_norm.py stores: x * norm_weight, the squares of x by block, and amax by
+block if products quantize their rows. Sums have the bits of kernels/exchange/sum_rows.py. Rows are cut the same way for 2
+to FUSED_DECODE_ROWS rows, so results are batch invariant.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.exchange.signals import begin_meeting, end_meeting
+from holdfast.kernels.exchange.signals import begin_rendezvous, end_rendezvous
 from holdfast.kernels.exchange.sum_rows import Ranks, Tiles, add_rooms, sum_rows_reference, tile_forms
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS
 from holdfast.kernels.triton_compat import (
     can_run,
+    check_dense,
     constexpr,
     jit_counting,
     next_power_of_two,
@@ -30,41 +31,41 @@ from holdfast.kernels.triton_compat import (
 
 
 class DeferredStream(NamedTuple):
-    """The residual stream of a small batch, and where its next RMSNorm is left."""
+    """The residual stream of a small batch, and the buffers of its deferred RMSNorm."""
 
     x_TH: Tensor
     norm_weight_H: Tensor
     scaled_TH: Tensor
     """x * norm_weight."""
     squares: Tensor
-    """float32: the squares of x summed by block, row by row."""
+    """float32: the squares of x summed by block."""
     amax: Tensor | None = None
-    """float32, where products quantize their rows: the largest magnitude of `scaled_TH` by block."""
+    """float32: the largest magnitude of `scaled_TH` by block, if products quantize their rows."""
 
 
 def row_form(num_rows: int) -> bool:
-    """Whether one row is alone: what of a launch follows from the number of rows."""
+    """Return True for a single row: the specialization that depends on the number of rows."""
     return num_rows == 1
 
 
 def column_tiles(num_rows: int, size: int, max_blocks: int, pdl: bool = False) -> Tiles:
-    """Columns of a tile, whose rows are one: as many programs as may be, for the most rows that a small batch can have.
+    """Return one-row tiles that give as many programs as allowed, for the largest small batch.
 
-    Where ranks share a GPU few may be, and then a tile is wide, so that a program has few of them one after the other.
+    If ranks share a GPU, few programs are allowed, and tiles are wide.
     """
     most_rows, forms = 1 if row_form(num_rows) else FUSED_DECODE_ROWS, (*tile_forms(pdl), Tiles(8192, 16, pdl=pdl))
     return next((tiles for tiles in forms if most_rows * -(-size // tiles.block) <= max_blocks), forms[-1])
 
 
 def add_rows(parts: Sequence[Tensor], onto: DeferredStream) -> int:
-    """x += parts that are all here already, with the next RMSNorm deferred; blocks of a row."""
+    """x += parts that are complete already, with the next RMSNorm deferred; return the blocks of a row."""
     if can_run(onto.x_TH):
         return add_rows_triton(parts, onto, Ranks(0, len(parts), None))
     return add_rows_reference(parts, onto)
 
 
 def add_rows_reference(parts: Sequence[Tensor], onto: DeferredStream) -> int:
-    """The same in plain torch; a row is one block."""
+    """Like `add_rows`, in plain torch; a row is one block."""
     x_TH, norm_weight_H, scaled_TH, squares, amax = onto
     num_rows = x_TH.shape[0]
     x_TH.add_(sum_rows_reference(parts, torch.empty_like(x_TH)))
@@ -78,14 +79,13 @@ def add_rows_reference(parts: Sequence[Tensor], onto: DeferredStream) -> int:
 def add_rows_triton(
     rooms: Sequence[Tensor], onto: DeferredStream, ranks: Ranks, tiles: Tiles | None = None, begins_next: bool = True
 ) -> int:
-    """The same as one Triton kernel. Each room begins with its rank's part, dense, as many elements as `x_TH` has.
+    """Like `add_rows`, from the exchange buffers of all ranks, each of which begins with the rank's dense part.
 
-    `begins_next`: the next kernel may begin with what waits for nobody, once peers are met.
+    If `begins_next`, release the next kernel after the rendezvous.
     """
     x_TH, norm_weight_H, scaled_TH, squares, amax = onto
     num_rows, size = x_TH.shape
-    for tensor in (x_TH, scaled_TH):
-        assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
+    check_dense(x_TH, scaled_TH)
     pdl = ranks.signals is not None and supports_pdl(x_TH)
     tiles = tiles or column_tiles(num_rows, size, ranks.max_blocks, pdl)
     num_blocks = -(-size // tiles.block)
@@ -108,9 +108,9 @@ def _add_kernel(
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
-    epoch = begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
+    epoch = begin_rendezvous(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
     if PDL and BEGINS_NEXT:
-        # Not before the meeting: programs that wait for this kernel could take the places of a peer's on the same GPU, which it waits for.
+        # Not before the rendezvous: waiting programs could take the occupancy that a peer on this GPU needs to arrive.
         tl.extra.cuda.gdc_launch_dependents()
     num_blocks = tl.cdiv(size, BLOCK)
     for i_tile in range(tl.program_id(0), num_rows * num_blocks, tl.num_programs(0)):
@@ -128,4 +128,4 @@ def _add_kernel(
         tl.store(p_squares + i_tile, tl.sum(b_x * b_x, axis=0))
         if HAS_AMAX:
             tl.store(p_amax + i_tile, tl.max(tl.abs(b_scaled.to(tl.float32)), axis=0))
-    end_meeting(p_signals, epoch)
+    end_rendezvous(p_signals, epoch)

@@ -1,19 +1,19 @@
-"""Links: rows from one rank to another without the others: the source offers them in its own memory, the target fetches them.
+"""Links: send and receive of rows between two ranks: the source offers them in its own memory, the target fetches them.
 
 T rows, H columns
 
-Between stages, and from the last stage to rank 0. The source has slots in turn, so that several steps may be under way. Its kernel waits
-for a free slot, copies its rows there and tells the target; the target's kernel waits for that, copies them out and tells the source
-that the slot is free again. As in signals.py the same block of both goes through the same elements, so that each pair of blocks
-counts for itself and no kernel waits for all of its blocks: always LINK_BLOCKS of them, however few rows there are, so that all counts
-of a link are the same. Counts live in device memory and only grow: graphs may replay them.
+Links connect stages, and the last stage with rank 0. The source has several slots, so several steps can be in flight. Its
+kernel waits for a free slot, copies its rows there and signals the target. The target's kernel waits for that, copies them
+out and signals that the slot is free. As in signals.py the same block on both sides handles the same elements, so each pair
+of blocks counts for itself. There are always LINK_BLOCKS blocks, so all counts of a link are equal. Counts live in device
+memory and only grow: graphs can replay them.
 
-Words of a rank, behind what signals.py has there:
+int32 counts of a rank, after those of signals.py:
 
-    arrived   [1 + MAX_RANKS, LINK_BLOCKS]  of each source, what it has offered; the source writes it
-    fetched   [1 + MAX_RANKS, LINK_BLOCKS]  of each source, what this rank has fetched
-    acked     [NUM_LINKS, LINK_BLOCKS]      of each link, what the target has fetched; the target writes it
-    offered   [NUM_LINKS, LINK_BLOCKS]      of each link, what this rank has offered
+    arrived   [1 + MAX_RANKS, LINK_BLOCKS]  for each source: offered; the source writes it
+    fetched   [1 + MAX_RANKS, LINK_BLOCKS]  for each source: fetched by this rank
+    acked     [NUM_LINKS, LINK_BLOCKS]      for each link: fetched by the target, which writes it
+    offered   [NUM_LINKS, LINK_BLOCKS]      for each link: offered by this rank
 
 Source 0 is the stage before, source 1 + r rank r of the last stage; link 0 goes to the next stage, link 1 to rank 0.
 """
@@ -31,7 +31,7 @@ LINK_BLOCKS = 16
 NUM_LINKS = 2
 ROWS_LINK, HEAD_LINK = range(NUM_LINKS)
 TILE = kernel_constant(1024)
-"""Elements of a row that a block copies at once."""
+"""Elements of a row that a block copies at a time."""
 ARRIVED_WORD = TABLES_WORD + 4 * MAX_RANKS
 FETCHED_WORD = ARRIVED_WORD + (1 + MAX_RANKS) * LINK_BLOCKS
 ACKED_WORD = FETCHED_WORD + (1 + MAX_RANKS) * LINK_BLOCKS
@@ -46,25 +46,25 @@ RELEASE_ASM = kernel_constant(
 
 
 class LinkEnd(NamedTuple):
-    """What one side of a link reads and writes: words of LINK_BLOCKS each."""
+    """Counts that one side of a link reads and writes, LINK_BLOCKS each."""
 
     awaited: Tensor
-    """Of this rank, which the other side writes."""
-    told: Tensor
-    """Of the other side, which this rank writes."""
+    """On this rank; the other side writes them."""
+    signaled: Tensor
+    """On the other side; this rank writes them."""
     counted: Tensor
-    """This rank's own."""
+    """On this rank; private."""
 
 
 def offer_end(signals: Tensor, target: Tensor, link: int, source: int) -> LinkEnd:
-    """At the source; `source` is what the target knows it by."""
+    """Return the source's end; `source` is its index at the target."""
     return LinkEnd(
         _words(signals, ACKED_WORD, link), _words(target, ARRIVED_WORD, source), _words(signals, OFFERED_WORD, link)
     )
 
 
 def fetch_end(signals: Tensor, from_rank: Tensor, link: int, source: int) -> LinkEnd:
-    """At the target."""
+    """Return the target's end."""
     return LinkEnd(
         _words(signals, ARRIVED_WORD, source),
         _words(from_rank, ACKED_WORD, link),
@@ -78,7 +78,7 @@ def _words(signals: Tensor, first: int, place: int) -> Tensor:
 
 
 def release_links(signals: Tensor) -> None:
-    """The same as signals.release_waits for links: whatever is awaited has come, as far as this rank can see."""
+    """Like `release_waits`, for links: make this rank see everything it awaits as arrived."""
     for awaited, counted, size in (
         (ARRIVED_WORD, FETCHED_WORD, FETCHED_WORD - ARRIVED_WORD),
         (ACKED_WORD, OFFERED_WORD, OFFERED_WORD - ACKED_WORD),
@@ -87,7 +87,7 @@ def release_links(signals: Tensor) -> None:
 
 
 def offer_rows(x_TH: Tensor, slots_LN: Tensor, end: LinkEnd | None) -> None:
-    """Into the next of `slots_LN`, which have the type of `x_TH`; None: into the first, and nobody is told."""
+    """Copy rows into the next of `slots_LN`, and signal; if `end` is None, into the first without a signal."""
     num_rows, width = x_TH.shape
     if not x_TH.numel():
         return
@@ -99,7 +99,7 @@ def offer_rows(x_TH: Tensor, slots_LN: Tensor, end: LinkEnd | None) -> None:
 
 
 def fetch_rows(slots_LN: Tensor, out_TH: Tensor, end: LinkEnd | None) -> Tensor:
-    """Out of the next of the source's slots; rows of `out_TH` may lie apart."""
+    """Copy rows out of the source's next slot; rows of `out_TH` may lie apart."""
     num_rows, width = out_TH.shape
     if out_TH.numel():
         _fetch_kernel[(LINK_BLOCKS,)](
@@ -112,7 +112,7 @@ def fetch_rows(slots_LN: Tensor, out_TH: Tensor, end: LinkEnd | None) -> Tensor:
 
 @jit
 def _wait(p_awaited, count):
-    """Until the other side has counted so far."""
+    """Wait until the other side has counted so far."""
     p_word = (p_awaited + tl.program_id(0)).to(tl.int64)
     ahead = tl.inline_asm_elementwise(ACQUIRE_ASM, "=r,l", [p_word], tl.int32, is_pure=False, pack=1) - count
     num_polls = 0
@@ -124,17 +124,17 @@ def _wait(p_awaited, count):
 
 
 @jit
-def _tell(p_told, p_count, count):
-    """The other side, once all threads are done; and this one's own count."""
+def _signal(p_signaled, p_count, count):
+    """Signal the other side after all threads are done, and store this side's count."""
     tl.debug_barrier()
-    p_word = (p_told + tl.program_id(0)).to(tl.int64)
+    p_word = (p_signaled + tl.program_id(0)).to(tl.int64)
     tl.inline_asm_elementwise(RELEASE_ASM, "=r,l,r", [p_word, count], tl.int32, is_pure=False, pack=1)
     tl.store(p_count + tl.program_id(0), count)
 
 
 @jit
 def _copy_tiles(p_from, p_to, num_rows, width, from_stride, to_stride):
-    """This block's: those of the other side's same block, whatever the strides."""
+    """Copy this block's tiles, which are those of the same block on the other side."""
     num_tiles = tl.cdiv(width, TILE)
     for i_tile in range(tl.program_id(0), num_rows * num_tiles, tl.num_programs(0)):
         i_row = (i_tile // num_tiles).to(tl.int64)
@@ -144,7 +144,7 @@ def _copy_tiles(p_from, p_to, num_rows, width, from_stride, to_stride):
 
 
 @jit_counting("num_rows")
-def _offer_kernel(p_x, p_slots, p_awaited, p_told, p_count, num_rows, width, x_stride, slot_stride, num_slots):
+def _offer_kernel(p_x, p_slots, p_awaited, p_signaled, p_count, num_rows, width, x_stride, slot_stride, num_slots):
     count = 0
     if p_count is not None:
         count = tl.load(p_count + tl.program_id(0))
@@ -152,11 +152,11 @@ def _offer_kernel(p_x, p_slots, p_awaited, p_told, p_count, num_rows, width, x_s
     p_slot = p_slots + (count % num_slots) * slot_stride
     _copy_tiles(p_x, p_slot, num_rows, width, x_stride, width)
     if p_count is not None:
-        _tell(p_told, p_count, count + 1)
+        _signal(p_signaled, p_count, count + 1)
 
 
 @jit_counting("num_rows")
-def _fetch_kernel(p_slots, p_out, p_awaited, p_told, p_count, num_rows, width, out_stride, slot_stride, num_slots):
+def _fetch_kernel(p_slots, p_out, p_awaited, p_signaled, p_count, num_rows, width, out_stride, slot_stride, num_slots):
     count = 0
     if p_count is not None:
         count = tl.load(p_count + tl.program_id(0))
@@ -164,4 +164,4 @@ def _fetch_kernel(p_slots, p_out, p_awaited, p_told, p_count, num_rows, width, o
     p_slot = p_slots + (count % num_slots) * slot_stride
     _copy_tiles(p_slot, p_out, num_rows, width, width, out_stride)
     if p_count is not None:
-        _tell(p_told, p_count, count + 1)
+        _signal(p_signaled, p_count, count + 1)

@@ -1,21 +1,20 @@
-"""Signals between ranks: each block of a kernel tells the same block of every peer that it has come, and waits for theirs.
+"""Rendezvous of ranks: each block of a kernel signals the same block of every peer, and waits for theirs.
 
 Each rank has SIGNAL words (int32, `exchange/signals`) that peers may write:
 
-    flags    [MAX_BLOCKS, MAX_RANKS]  the last epoch that block b of rank r has come to; rank r writes it
-    epochs   [MAX_BLOCKS]             the last epoch that block b of this rank has come to; only it reads and writes it
+    flags    [MAX_BLOCKS, MAX_RANKS]  the last epoch that block b of rank r reached; rank r writes it
+    epochs   [MAX_BLOCKS]             the last epoch that block b of this rank reached; private
 
-An epoch is how often a block has met its peers; all ranks make the same calls with as many blocks, so the same block has the same
-epoch everywhere. It only grows, and in device memory, so that a replayed graph goes on where the last one stopped; numbers
-may wrap, because only their difference is looked at: a peer is never more than one meeting ahead.
+An epoch counts the rendezvous of a block. All ranks make the same calls with as many blocks, so the same block has the same
+epoch everywhere. It only grows and lives in device memory, so a replayed graph continues where the last one stopped. It may
+wrap: only differences matter, and a peer is at most one rendezvous ahead.
 
-Why one meeting a call is enough, with two rooms in turn: a block meets its peers when all earlier kernels of its rank have ended. Call
-k reads peers' room A. Who has met its peers in call k + 1 therefore knows that all of them have ended call k, and may write
-room A again: that is where the part of call k + 2 goes. Kernels of a rank run one after the other in one stream.
+Why one rendezvous a call is enough with two alternating buffers: a block arrives after all earlier kernels of its rank
+ended. Call k reads the peers' buffer A. A rank that passed the rendezvous of call k + 1 knows that all peers ended call k,
+so call k + 2 may write buffer A again. Kernels of a rank run one after the other in one stream.
 
-What a kernel before this one has written is told by the release: stream order puts those writes before it. What this kernel itself has
-written is told where all its threads stand at a barrier before the release. Peers read behind an acquire. Both are of
-system scope: peers may be other GPUs.
+The release publishes writes of earlier kernels, which stream order puts before it, and writes of this kernel before a
+barrier of all its threads. Peers read after an acquire. Both have system scope: peers may be other GPUs.
 """
 
 from torch import Tensor
@@ -25,29 +24,28 @@ from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 MAX_BLOCKS = 64
-"""Of a kernel that waits: all of them must have a place beside those of peers on the same GPU, and leave some for what peers have to
-do before they come."""
+"""Blocks of a waiting kernel: they must be resident beside those of peers on the same GPU, with occupancy to spare for the
+kernels that peers run before they arrive."""
 MAX_RANKS = 16
 EPOCHS_WORD = MAX_BLOCKS * MAX_RANKS
 TABLES_WORD = EPOCHS_WORD + MAX_BLOCKS
-"""Behind the signals: int64 addresses, which only this rank reads; see distributed/symmetric.py."""
+"""After the signals: int64 addresses, which only this rank reads; see distributed/symmetric.py."""
 
 RANKS = kernel_constant(MAX_RANKS)
 EPOCHS = kernel_constant(EPOCHS_WORD)
 MAX_POLLS = kernel_constant(2**29)
-"""Minutes: 22 on a GPU that others use too. Who waits longer has lost a peer that nobody else has missed, and must not go on with what lies in its room: a trap
-ends every call of this process from here on."""
+"""About 22 minutes on a shared GPU. A longer wait means a lost peer, whose buffer must not be read: a trap ends this process's
+use of the GPU."""
 TRAP_ASM = kernel_constant("trap; mov.b32 $0, 0;")
 
 ATOMIC, ASSEMBLER, RELAXED = range(3)
-"""Ways to write a signal: an atomic exchange, a store with release, a store without.
+"""Ways to write a signal: an atomic exchange, a store with release, a relaxed store.
 
-Without is for measurements: a part that a kernel before this one wrote is in the L2 of its GPU by then, where peers read it, and others
-rely on that; but nothing that PTX promises orders it at system scope, and no test on one GPU would find it late.
+The relaxed store is for measurements only: PTX does not order it at system scope, and no test on one GPU would notice.
 """
 IS_ATOMIC = kernel_constant(ATOMIC)
 IS_RELAXED = kernel_constant(RELAXED)
-# The block may be held several times over by the threads of a program: one warp stores.
+# Threads of a program may hold copies of the block: one warp stores.
 RELEASE_ASM = kernel_constant(
     "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32; setp.ne.and.b32 p, $3, 0, p; "
     "@p st.release.sys.global.b32 [$1], $2; mov.b32 $0, 0; }"
@@ -60,39 +58,39 @@ ACQUIRE_ASM = kernel_constant("ld.acquire.sys.global.b32 $0, [$1];")
 
 
 FAR_AHEAD = 2**30
-"""Of calls: what an abandoned rank believes its peers to be."""
+"""Epochs by which an abandoned rank believes its peers to be ahead."""
 
 
 def release_waits(signals: Tensor) -> None:
-    """Every block of this rank that waits, or will, finds its peers far ahead; in the current stream, without new memory."""
+    """Make every waiting block of this rank see its peers far ahead; in the current stream, without new memory."""
     flags = signals[:EPOCHS_WORD].view(MAX_BLOCKS, MAX_RANKS)
     flags.copy_(signals[EPOCHS_WORD : EPOCHS_WORD + MAX_BLOCKS].unsqueeze(1).expand_as(flags))
     flags.add_(FAR_AHEAD)
 
 
 @jit
-def begin_meeting(p_signals, p_peers, rank, SIZE: constexpr, WIDE_SIZE: constexpr, FORM: constexpr):
-    """Meet the same block of every peer once more; the epoch that this one has come to. 0 where there are no signals: nobody is met."""
+def begin_rendezvous(p_signals, p_peers, rank, SIZE: constexpr, WIDE_SIZE: constexpr, FORM: constexpr):
+    """Wait for the same block of every peer, and return this block's epoch; without signals return 0."""
     epoch = 0
     if p_signals is not None:
         epoch = tl.load(p_signals + EPOCHS + tl.program_id(0)) + 1
-        meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
+        rendezvous(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
     return epoch
 
 
 @jit
-def end_meeting(p_signals, epoch):
-    """Keep the epoch for the next kernel, once all threads have read the old one."""
+def end_rendezvous(p_signals, epoch):
+    """Store the epoch for the next kernel, after all threads have read the old one."""
     if p_signals is not None:
         tl.debug_barrier()
         tl.store(p_signals + EPOCHS + tl.program_id(0), epoch)
 
 
 @jit
-def meet_peers(p_signals, p_peers, epoch, rank, SIZE: constexpr, WIDE_SIZE: constexpr, FORM: constexpr):
-    """Tell this block of every peer that this one has come to `epoch`, and wait until they have; WIDE_SIZE: SIZE or more, a power of 2.
+def rendezvous(p_signals, p_peers, epoch, rank, SIZE: constexpr, WIDE_SIZE: constexpr, FORM: constexpr):
+    """Signal `epoch` to this block of every peer, and wait for theirs. WIDE_SIZE is SIZE rounded up to a power of two.
 
-    `p_peers`: addresses of all ranks' signals.
+    `p_peers` holds addresses of all ranks' signals.
     """
     i_block = tl.program_id(0)
     o_rank = tl.arange(0, WIDE_SIZE)
@@ -121,7 +119,7 @@ def meet_peers(p_signals, p_peers, epoch, rank, SIZE: constexpr, WIDE_SIZE: cons
 
 @jit
 def _least_ahead(p_own, epoch, m_peer, FORM: constexpr):
-    """How far the last of all peers is ahead of this block; below 0: it has not come yet."""
+    """Return how far the last peer is ahead of this block; negative before it arrives."""
     if FORM == IS_ATOMIC:
         b_flag = tl.atomic_add(p_own, 0, mask=m_peer, sem="acquire", scope="sys")
     else:

@@ -1,10 +1,10 @@
-"""The parts of all ranks added up in float32, in the order of ranks, rounded once: all-reduce over rooms that peers read.
+"""All-reduce: the parts of all ranks added in float32, in rank order, rounded once, over buffers that peers can read.
 
 T rows, H columns, N their product; S ranks
 
-In one pass (one-shot) every rank reads all parts: one meeting, the least latency. In two passes (two-shot) every rank adds up its
-share of the elements in its own room and reads the other shares from theirs: two meetings, and 2 (S - 1) / S parts that
-cross the link in place of S - 1. Bits are the same: each element is added up by the same additions.
+One pass (one-shot): every rank reads all parts. It needs one rendezvous and has the least latency. Two passes (two-shot): a
+reduce-scatter into each rank's own buffer, then an all-gather. It needs two rendezvous, and moves 2 (S - 1) / S parts over
+the link instead of S - 1. Both give the same bits.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, begin_meeting, end_meeting, meet_peers
+from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, begin_rendezvous, end_rendezvous, rendezvous
 from holdfast.kernels.triton_compat import (
     can_run,
+    check_dense,
     constexpr,
     jit,
     jit_counting,
@@ -28,67 +29,67 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 TWO_PASS_BYTES = 2**20
-"""From here on, and from 3 ranks on, what crosses the link counts for more than a second meeting."""
+"""From this size and 3 ranks on, traffic costs more than a second rendezvous."""
 
 
 class Ranks(NamedTuple):
-    """What a kernel needs to reach its peers."""
+    """How a kernel reaches its peers."""
 
     rank: int
     size: int
     signals: Tensor | None
-    """int32, this rank's own; None: all rooms are complete already, as in tests of one process."""
+    """int32, of this rank; None if all buffers are complete already, as in tests of one process."""
     peers: Tensor | None = None
-    """int64 [S]: where the signals of all ranks are."""
+    """int64 [S]: addresses of the signals of all ranks."""
     max_blocks: int = MAX_BLOCKS
-    """Of a kernel, and the same on every rank."""
+    """Equal on every rank."""
 
 
 class Tiles(NamedTuple):
-    """How a sum is cut among programs."""
+    """Elements and warps of a program, how it signals, and whether it is launched early."""
 
     block: int
     num_warps: int
     form: int = ASSEMBLER
     pdl: bool = False
-    """Programmatic dependent launch: the kernel waits by itself, before it says that it has come."""
+    """Programmatic dependent launch: the kernel waits before it signals its arrival."""
 
 
 BLOCKS = (1024, 2048, 4096)
 
 
 def tile_forms(pdl: bool) -> tuple[Tiles, ...]:
-    """All that `choose_tiles` may give: each is compiled by itself."""
+    """List the results of `choose_tiles`: each is a specialization."""
     return tuple(Tiles(block, block // 256, pdl=pdl) for block in BLOCKS)
 
 
 def choose_tiles(num_elements: int, max_blocks: int, pdl: bool = False) -> Tiles:
-    """Eight elements a thread, and as many programs as may be: few rows leave most of the device free."""
+    """Return tiles of eight elements a thread, with as many programs as allowed."""
     forms = tile_forms(pdl)
     return next((tiles for tiles in forms if num_elements <= tiles.block * max_blocks), forms[-1])
 
 
 def takes_two_passes(dtype: torch.dtype, out: Tensor, size: int) -> bool:
-    """Whether parts of this type are added up in shares; sums lie in rooms meanwhile, which must hold them as they are."""
+    """Return True if parts of this type take two passes; the buffers must hold sums exactly."""
     return may_take_two_passes(dtype, out.dtype, size) and out.numel() * dtype.itemsize >= TWO_PASS_BYTES
 
 
 def may_take_two_passes(dtype: torch.dtype, out_dtype: torch.dtype, size: int) -> bool:
-    """Whether any number of rows does."""
+    """Return True if some number of rows takes two passes."""
     return size > 2 and dtype in (out_dtype, torch.float32)
 
 
 def add_parts(parts: Sequence[Tensor], out_TH: Tensor, scratch_F: Tensor) -> Tensor:
-    """The sum of parts that are all here already; `scratch_F` (float32) is where a CPU's sum grows."""
+    """Add parts that are complete already; a CPU accumulates in `scratch_F` (float32)."""
     if can_run(out_TH):
         return sum_rows_triton(parts, out_TH, Ranks(0, len(parts), None), tile_forms(pdl=False)[-1], two_passes=False)
     return sum_rows_reference(parts, out_TH, scratch_F)
 
 
 def sum_rows_reference(rooms: Sequence[Tensor], out_TH: Tensor, scratch_F: Tensor | None = None) -> Tensor:
-    """The same in plain torch: rooms[0] + rooms[1] + ... in float32, rounded once to the dtype of `out_TH`. What CPUs run.
+    """Compute rooms[0] + rooms[1] + ... in float32, rounded once to the dtype of `out_TH`. CPUs run it.
 
-    The sum grows in `out_TH` where that is wide, else in `scratch_F` (float32, any length), piece by piece; without one in new memory.
+    It accumulates in `out_TH` if that is float32, else piece by piece in `scratch_F` (any length), else in new memory.
     """
     if out_TH.dtype == torch.float32:
         return _add(rooms, out_TH)
@@ -112,11 +113,11 @@ def _add(parts: Sequence[Tensor], wide: Tensor) -> Tensor:
 def sum_rows_triton(
     rooms: Sequence[Tensor], out_TH: Tensor, ranks: Ranks, tiles: Tiles | None = None, two_passes: bool | None = None
 ) -> Tensor:
-    """The same as one Triton kernel. Each room begins with its rank's part, dense, as many elements as `out_TH` has."""
+    """Launch one all-reduce; each buffer begins with its rank's dense part."""
     num_elements = out_TH.numel()
     if not num_elements:
         return out_TH
-    assert out_TH.is_contiguous(), f"{out_TH.stride()=}"
+    check_dense(out_TH)
     tiles = tiles or choose_tiles(num_elements, ranks.max_blocks, ranks.signals is not None and supports_pdl(out_TH))
     if two_passes is None:
         two_passes = takes_two_passes(rooms[0].dtype, out_TH, ranks.size)
@@ -132,7 +133,7 @@ def sum_rows_triton(
 
 @jit
 def add_rooms(rooms, o_n, m_n, SIZE: constexpr):
-    """float32: the elements of all rooms, in the order of ranks."""
+    """Add the elements of all buffers in float32, in rank order."""
     b_sum = tl.load(rooms[0] + o_n, mask=m_n, other=0.0).to(tl.float32)
     for r in tl.static_range(1, SIZE):
         b_sum += tl.load(rooms[r] + o_n, mask=m_n, other=0.0).to(tl.float32)
@@ -147,13 +148,13 @@ def _sum_kernel(
     i_block = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    epoch = begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
+    epoch = begin_rendezvous(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
     for i_start in range(i_block * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
         o_n = i_start + tl.arange(0, BLOCK)
         m_n = o_n < num_elements
         b_sum = add_rooms(rooms, o_n, m_n, SIZE)
         tl.store(p_out + o_n, b_sum.to(p_out.dtype.element_ty), mask=m_n)
-    end_meeting(p_signals, epoch)
+    end_rendezvous(p_signals, epoch)
 
 
 @jit_counting("rank")
@@ -161,13 +162,13 @@ def _sum_in_two_passes_kernel(
     rooms, p_out, p_signals, p_peers, rank, num_elements, share,
     SIZE: constexpr, WIDE_SIZE: constexpr, BLOCK: constexpr, FORM: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    # Rank r alone reads share r of any room in the first pass, and writes it in its own: nobody's input is overwritten. A block
-    # reads in the second pass what the same blocks of its peers wrote in the first.
+    # In the first pass only rank r reads share r of any buffer, and writes it into its own: no input is overwritten early.
+    # In the second pass a block reads what the same blocks of its peers wrote in the first.
     i_block = tl.program_id(0)
     step = tl.num_programs(0) * BLOCK
     if PDL:
         tl.extra.cuda.gdc_wait()
-    epoch = begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
+    epoch = begin_rendezvous(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
     for i_start in range(i_block * BLOCK, share, step):
         o_n = rank * share + i_start + tl.arange(0, BLOCK)
         m_n = o_n < num_elements
@@ -179,11 +180,11 @@ def _sum_in_two_passes_kernel(
     if p_signals is not None:
         epoch += 1
         tl.debug_barrier()
-        meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
+        rendezvous(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
     for r in tl.static_range(SIZE):
         for i_start in range(i_block * BLOCK, share, step):
             o_n = r * share + i_start + tl.arange(0, BLOCK)
             m_n = o_n < num_elements
             b_sum = tl.load(rooms[r] + o_n, mask=m_n, other=0.0)
             tl.store(p_out + o_n, b_sum.to(p_out.dtype.element_ty), mask=m_n)
-    end_meeting(p_signals, epoch)
+    end_rendezvous(p_signals, epoch)

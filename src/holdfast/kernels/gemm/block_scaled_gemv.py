@@ -1,11 +1,10 @@
-"""GEMV by e4m3 weights with a scale for every block of rows and columns: one row, coded where it is multiplied, at the speed of memory.
+"""GEMV by block-scaled e4m3 weights: one row, which each program quantizes itself, bound by memory.
 
 M rows, N outputs, K inputs, G blocks of 128 columns
 
-Every thread keeps sixteen columns for all outputs of its program: the row is coded once a program, in the registers that
-multiply it, and no kernel stands before the product. Weights are widened to half precision and multiplied there, two at a
-time; a sum in half precision has four products, of inputs divided by 16 (4 x 448 x 28 stays below 65504), and then goes on in
-float32 with the scales of both blocks.
+Every thread holds sixteen columns for all outputs of its program, so the row is quantized once a program, in the registers
+that multiply it. Weights are converted to half precision and multiplied two at a time. A half-precision sum has four
+products of inputs / 16 (4 x 448 x 28 stays below 65504); then float32 takes over with the scales of both blocks.
 """
 
 from typing import NamedTuple
@@ -14,19 +13,11 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_of, e4m3_value, float32_of, size_bits
-from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS, QuantizedRows, quantize_rows_reference, scale_of
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit,
-    kernel_constant,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS, scale_of
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE, dequantize
+from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
 # ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
@@ -34,17 +25,17 @@ from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE, dequantize
 
 
 MOST_ROWS = 1
-"""Two would read the weight twice, which pays for few shapes."""
+"""Two rows would read the weight twice, which pays for few shapes."""
 ALIGNED_COLUMNS = 16
-"""Codes of a load: a weight's rows have to begin at multiples of it."""
+"""Codes of a load: rows of a weight must begin at multiples of it."""
 LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 WARP_COLUMNS = 32 * ALIGNED_COLUMNS
-"""That a warp has at a time."""
+"""Columns that a warp holds at a time."""
 WIDTH = kernel_constant(BLOCK_COLUMNS)
 
 
 def block_products_asm() -> str:
-    """$4 to $7: sixteen e4m3 weights; $8 to $11: inputs 0 and 1 of each four in half precision; $12 to $15: 2 and 3; $0 to $3: their sums."""
+    """Assembler: $4 to $7 are sixteen e4m3 weights, $8 to $11 inputs 0 and 1 of each four in half precision, $12 to $15 inputs 2 and 3, $0 to $3 sums."""
     lines = ["{", ".reg .b16 low, high;", ".reg .b32 a, b, c, d;"]
     for word in range(4):
         sums = "cd"[word // 2]
@@ -73,33 +64,29 @@ PRODUCTS_ASM = kernel_constant(block_products_asm())
 
 
 class BlockGemvForm(NamedTuple):
-    """How a launch is cut."""
+    """Outputs of a program, warps of 512 columns each, and whether columns are loaded one step ahead."""
 
     block_n: int
-    """Outputs of a program."""
     num_warps: int
-    """Each has 512 columns at a time."""
     ahead: bool
-    """Whether the next columns are loaded before these are multiplied."""
 
 
 def row_form(num_rows: int) -> bool:
-    """Whether these kernels take so many rows: what of a launch follows from their number."""
+    """Return True if these kernels take so many rows: the specialization that depends on their number."""
     return num_rows <= MOST_ROWS
 
 
 def takes(weight: QuantizedWeight, num_rows: int) -> bool:
-    """Whether these kernels multiply so many rows by the weight: e4m3 in blocks, and rows that loads can begin at."""
+    """Return True if these kernels multiply so many rows by the weight: block-scaled e4m3 with aligned rows."""
     scheme = weight.scheme
     in_blocks = scheme.quantizes_activations and scheme.block_columns == BLOCK_COLUMNS and len(weight.shape) == 2
     return in_blocks and weight.shape[1] % ALIGNED_COLUMNS == 0 and row_form(num_rows)
 
 
 def gemv_form(size_n: int, size_k: int) -> BlockGemvForm:
-    """The cut for a weight of this shape: measured on an H200 for some (docs/log.md), and for others that of the nearest.
+    """Return the cut for a weight of this shape, as measured on an H200 (docs/log.md), or that of the nearest one.
 
-    Few outputs have many warps each, so that all of the weight is soon on its way; many outputs have few, which wait for one
-    another at every step.
+    Few outputs get many warps each, which load all of the weight early. Many outputs get few: warps synchronize every step.
     """
     if size_n < 1024:
         form = BlockGemvForm(1, 16, ahead=False)
@@ -115,12 +102,12 @@ def gemv_form(size_n: int, size_k: int) -> BlockGemvForm:
 
 
 def block_scaled_gemv(x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor) -> Tensor:
-    """x @ weight.T + bias into `out_MN`, in its type, for weights and rows that `takes` holds of."""
+    """Compute x @ weight.T + bias into `out_MN`, in its type, for weights and rows that `takes` accepts."""
     (num_rows, size_k), size_n, scheme = x_MK.shape, weight.shape[0], weight.scheme
     assert weight.shape == (size_n, size_k), f"{weight.shape=} {x_MK.shape=}"
     assert out_MN.shape == (num_rows, size_n), f"{out_MN.shape=} {weight.shape=} {x_MK.shape=}"
     assert x_MK.stride(1) == 1, f"{x_MK.stride()=}: columns lie apart"
-    form, pdl = gemv_form(size_n, size_k), supports_pdl(x_MK)
+    form = gemv_form(size_n, size_k)
     # A program stays within a block of rows: the largest power of two that divides it.
     block_n, block_k = min(form.block_n, scheme.block_rows & -scheme.block_rows), WARP_COLUMNS * form.num_warps
     block_scaled_gemv_kernel[(-(-size_n // block_n), num_rows)](
@@ -128,24 +115,14 @@ def block_scaled_gemv(x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | No
         bias_N if bias_N is not None else weight.scales, out_MN, size_n, weight.scales.shape[1], x_MK.stride(0),
         SIZE_K=size_k, BLOCK_ROWS=scheme.block_rows, EVEN_N=size_n % block_n == 0, HAS_BIAS=bias_N is not None,
         EVEN_K=size_k % block_k == 0, BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=form.ahead, PLAIN=is_interpreted(),
-        PDL=pdl, num_warps=form.num_warps, **pdl_launch(pdl),
+        num_warps=form.num_warps, **pdl_flags(x_MK),
     )  # fmt: skip
     return out_MN
 
 
-def block_scaled_gemv_reference(x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor) -> Tensor:
-    """The same in plain torch."""
-    num_blocks = -(-x_MK.shape[1] // BLOCK_COLUMNS)
-    codes, scales = torch.empty_like(x_MK, dtype=torch.float8_e4m3fn), x_MK.new_empty(len(x_MK), num_blocks).float()
-    quantize_rows_reference(x_MK, QuantizedRows(codes, scales))
-    rows = codes.float() * scales.repeat_interleave(BLOCK_COLUMNS, dim=1)[:, : x_MK.shape[1]]
-    y = rows @ dequantize(weight).t()
-    return out_MN.copy_(y if bias_N is None else y + bias_N.float())
-
-
 @jit
 def _load_words(p_w, o_w, num_words, EVEN_K: constexpr):
-    """Four codes a word, and zeros beyond the last."""
+    """Load four codes a word, and zeros after the last."""
     if EVEN_K:
         b_w = tl.load(p_w, eviction_policy="evict_first")
     else:
@@ -155,9 +132,9 @@ def _load_words(p_w, o_w, num_words, EVEN_K: constexpr):
 
 @jit
 def _divided(b_x, b_divisor, b_inverse, EXACT: constexpr):
-    """x / divisor, rounded once: the product with an inverse that may be two units off, corrected by its remainder.
+    """Return x / divisor rounded once: a product with an inverse at most two units off, corrected by its remainder.
 
-    EXACT corrects twice, for x in float32; numbers of 16 bits and what follows from them need it once.
+    EXACT corrects twice, for x in float32; 16-bit numbers need it once.
     """
     b_q = b_x * b_inverse
     b_q = tl.fma(tl.fma(-b_q, b_divisor, b_x), b_inverse, b_q)
@@ -168,7 +145,7 @@ def _divided(b_x, b_divisor, b_inverse, EXACT: constexpr):
 
 @jit
 def _scale_and_quotients(b_x, EXACT: constexpr, PLAIN: constexpr):
-    """What `quantize_rows` makes of blocks of columns: their scales, and quotients that only a code's rounding is left of."""
+    """Return scales and quotients of blocks of columns, as `quantize_rows` computes them before rounding."""
     b_bits = tl.max(size_bits(b_x), axis=1)
     if PLAIN or EXACT:
         b_scale = scale_of(b_bits)
@@ -189,7 +166,7 @@ def _scale_and_quotients(b_x, EXACT: constexpr, PLAIN: constexpr):
 
 @jit
 def _coded_pairs(b_even, b_odd, PLAIN: constexpr):
-    """Words of two sixteenths of e4m3 numbers in half precision; of quotients."""
+    """Round quotients to e4m3, and pack two of them / 16 in half precision a word."""
     if PLAIN:
         b_low = (e4m3_value(e4m3_of(b_even)) * 0.0625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         b_high = (e4m3_value(e4m3_of(b_odd)) * 0.0625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
@@ -201,7 +178,7 @@ def _coded_pairs(b_even, b_odd, PLAIN: constexpr):
 
 @jit
 def _coded_row(p_x, p_scales, k, size_k, scale_columns, EVEN_K: constexpr, BLOCK_K: constexpr, PLAIN: constexpr):
-    """Inputs 0 and 1 of every four as a word, 2 and 3 as another, and the factor of their products."""
+    """Return inputs 0 and 1 of every four as a word, 2 and 3 as another, and the factor of their products."""
     GROUPS: constexpr = BLOCK_K // WIDTH
     o_g = tl.arange(0, GROUPS)
     o_k = k + o_g[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -223,13 +200,13 @@ def _coded_row(p_x, p_scales, k, size_k, scale_columns, EVEN_K: constexpr, BLOCK
 
 @jit
 def _half_value(b_words, SHIFT: constexpr):
-    """float32 of the half precision in the lower or upper bits of words."""
+    """Convert the half precision number in the low or high bits of words to float32."""
     return (b_words >> SHIFT).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @jit
 def _products(b_w, b_row, PLAIN: constexpr):
-    """Sums of sixteen products, which are one thread's, times their scales."""
+    """Sum the sixteen products of a thread, times their scales."""
     b_first = tl.broadcast_to(b_row[0][None, :], b_w.shape)
     b_second = tl.broadcast_to(b_row[1][None, :], b_w.shape)
     if PLAIN:
@@ -264,7 +241,7 @@ def block_scaled_gemv_kernel(
     p_w = p_codes + first.to(tl.int64) * NUM_WORDS + (o_r[:, None] * NUM_WORDS + o_w[None, :])
     p_scales += first // BLOCK_ROWS * scale_columns
     p_x += i_row * x_stride
-    # The weight waits for nobody: its first block is on the way before the producer of x has ended.
+    # Load the first block of the weight before the wait: it is a constant.
     b_w = _load_words(p_w, o_w, NUM_WORDS, EVEN_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -282,7 +259,7 @@ def block_scaled_gemv_kernel(
             b_w = _load_words(p_w + word, word + o_w, NUM_WORDS, EVEN_K)
     b_sum += _products(b_w, _coded_row(p_x, p_scales, LAST, SIZE_K, scale_columns, EVEN_K, BLOCK_K, PLAIN), PLAIN)
     if PDL:
-        # Not sooner: the programs of the next kernel would take places from those of this one.
+        # Not sooner: programs of the next kernel would take occupancy from this one.
         tl.extra.cuda.gdc_launch_dependents()
     b_y = tl.sum(b_sum, axis=1)
     if HAS_BIAS:

@@ -1,4 +1,4 @@
-"""RMSNorm with the residual added first, whose result comes as e4m3 codes too: one kernel before a product that takes rows so.
+"""Residual add, RMSNorm and e4m3 quantization in one kernel.
 
 T rows, D columns
 """
@@ -6,37 +6,12 @@ T rows, D columns
 from torch import Tensor
 
 from holdfast.kernels.fp8 import as_bits, e4m3_quotients, size_bits
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference, scale_of
-from holdfast.kernels.norm import add_rms_norm, add_rms_norm_reference, num_warps_for
-from holdfast.kernels.triton_compat import (
-    can_run,
-    constexpr,
-    is_interpreted,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, scale_of
+from holdfast.kernels.norm import add_rms_norm, num_warps_for
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, release_then_wait, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
-
-def add_rms_norm_coded(
-    x_TD: Tensor,
-    delta_TD: Tensor,
-    weight_D: Tensor,
-    eps: float,
-    out_TD: Tensor,
-    quantized: QuantizedRows,
-    offset: float = 0.0,
-) -> Tensor:
-    """`add_rms_norm`, and `out_TD` as e4m3 codes with a scale a row into `quantized`: the bits that `quantize_rows` makes of it."""
-    if can_run(x_TD):
-        return add_rms_norm_coded_triton(x_TD, delta_TD, weight_D, eps, out_TD, quantized, offset)
-    quantize_rows(add_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset), quantized)
-    return out_TD
 
 
 def add_rms_norm_coded_reference(
@@ -48,8 +23,8 @@ def add_rms_norm_coded_reference(
     quantized: QuantizedRows,
     offset: float = 0.0,
 ) -> Tensor:
-    """The same in plain torch."""
-    quantize_rows_reference(add_rms_norm_reference(x_TD, delta_TD, weight_D, eps, out_TD, offset), quantized)
+    """Call `add_rms_norm`, then `quantize_rows` of `out_TD` with a scale a row."""
+    quantize_rows(add_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset), quantized)
     return out_TD
 
 
@@ -62,22 +37,24 @@ def add_rms_norm_coded_triton(
     quantized: QuantizedRows,
     offset: float = 0.0,
 ) -> Tensor:
-    """The same as one Triton kernel, a program a row."""
+    """Launch one program a row."""
     num_rows, size = x_TD.shape
     codes_TD, scales_T1, _ = quantized
     assert codes_TD.shape == x_TD.shape, f"{codes_TD.shape=} {x_TD.shape=}"
     assert scales_T1.shape == (num_rows, 1), f"{scales_T1.shape=}: a row has one scale"
     if x_TD.numel():
-        block, pdl = next_power_of_two(size), supports_pdl(x_TD)
+        block = next_power_of_two(size)
         rows = (x_TD, delta_TD, out_TD, codes_TD)
         assert all(row.stride(1) == 1 for row in rows), "the elements of a row must lie side by side"
         _add_rms_norm_coded_kernel[(num_rows,)](
             x_TD, delta_TD, weight_D, out_TD, as_bits(codes_TD), scales_T1,
             *(row.stride(0) for row in (*rows, scales_T1)), size, eps,
-            OFFSET=offset, BLOCK=block, PLAIN=is_interpreted(), PDL=pdl, num_warps=num_warps_for(block),
-            **pdl_launch(pdl),
+            OFFSET=offset, BLOCK=block, PLAIN=is_interpreted(), num_warps=num_warps_for(block), **pdl_flags(x_TD),
         )  # fmt: skip
     return out_TD
+
+
+add_rms_norm_coded = operation(reference=add_rms_norm_coded_reference, triton=add_rms_norm_coded_triton)
 
 
 @jit
@@ -100,7 +77,7 @@ def _add_rms_norm_coded_kernel(
         b_weight += OFFSET
     b_y = (b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / size + eps) * b_weight).to(p_y.dtype.element_ty)
     tl.store(p_y + i_row * y_stride + o_d, b_y, mask=m_d)
-    b_y = b_y.to(tl.float32)  # codes are of what is stored
+    b_y = b_y.to(tl.float32)  # quantize what was stored
     b_scale = scale_of(tl.max(size_bits(b_y), axis=0))
     tl.store(p_codes + i_row * code_stride + o_d, e4m3_quotients(b_y, b_scale, PLAIN), mask=m_d)
     tl.store(p_scales + i_row * scale_stride, b_scale)

@@ -1,10 +1,10 @@
-"""Deferred RMSNorm: its beginning, amax of rows, and the scratch that products share.
+"""Deferred RMSNorm: its first half, amax of rows, and the scratch buffers that products share.
 
 M rows, K columns, J blocks of K
 
-The norm of x is x * norm_weight / rms. Whoever writes x leaves x * norm_weight and the squares of x, summed by block; the
-product that follows is a factor 1 / rms away from that of the norm, and applies it to its result. Where it quantizes its
-rows, a row's e4m3 scale follows from its amax, which is left in the same way.
+The norm of x is x * norm_weight / rms. The producer of x stores x * norm_weight and the squares of x, summed by block. The
+next product multiplies its result by 1 / rms. If that product quantizes its rows, the producer also stores their amax,
+which gives the e4m3 scales.
 """
 
 from dataclasses import dataclass
@@ -12,42 +12,35 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
 
 class AmaxScratch(NamedTuple):
-    """Largest magnitudes, from which the scale of a row follows where products quantize their rows (small_batch_quantized.py)."""
+    """Largest magnitudes of rows that a product quantizes (small_batch_quantized.py)."""
 
     normed: Tensor
-    """float32, as many as there are squares: of x * norm_weight, by block."""
+    """float32, one a square: of x * norm_weight, by block."""
     inputs: Tensor
-    """float32, one a row: of what goes into a residual product and comes from elsewhere."""
+    """float32, one a row: of inputs of a residual product that come from elsewhere."""
     gated: Tensor
-    """int32, the bits of float32, some a row: of what a gated product leaves, raised by its blocks; zeros before it."""
+    """int32, the bits of float32, several a row: of a gated product's result, raised by its blocks; zeros before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmallBatchScratch:
-    """What products share: sums of squares, partial sums of split-K, and how many of them have arrived (zeros between launches)."""
+    """Scratch buffers of products: sums of squares, split-K partial sums, and arrival counts (zeros between launches)."""
 
     squares: Tensor
     partials: Tensor
     arrived: Tensor
     amax: AmaxScratch | None = None
-    """None where no weight is quantized."""
+    """None if no weight is quantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormedRows:
-    """The input of a product whose RMSNorm is deferred: x * norm_weight, and squares of x by block; amax too, if wanted."""
+    """Input of a product with a deferred RMSNorm: x * norm_weight, with squares and amax in the scratch buffers."""
 
     scaled_MK: Tensor
     num_squares: int
@@ -62,7 +55,7 @@ def defer_rms_norm(
     scratch: SmallBatchScratch,
     delta_MK: Tensor | None = None,
 ) -> NormedRows:
-    """x += delta where there is one, and the norm of x deferred, as an epilogue leaves it."""
+    """x += delta if given; then defer the norm of x."""
     num_rows, size_k = x_MK.shape
     _defer_kernel[(num_rows,)](
         x_MK, norm_weight_K, x_MK if delta_MK is None else delta_MK, scaled_MK, scratch.squares,
@@ -80,7 +73,7 @@ def defer_rms_norm_reference(
     scratch: SmallBatchScratch,
     delta_MK: Tensor | None = None,
 ) -> NormedRows:
-    """The same in plain torch."""
+    """Like `defer_rms_norm`, in plain torch."""
     if delta_MK is not None:
         x_MK.add_(delta_MK)
     scaled_MK.copy_((x_MK.float() * norm_weight_K.float()).to(x_MK.dtype))
@@ -113,29 +106,20 @@ def _defer_kernel(
 
 
 class RowAmax(NamedTuple):
-    """Magnitudes of which the largest is a row's: `num_amax` of them a row, one row behind the other."""
+    """float32 magnitudes, `num_amax` a row, of which the largest is the row's."""
 
     values: Tensor
-    """float32."""
     num_amax: int
 
 
 def row_amax(x_MK: Tensor, values: Tensor, cleared: Tensor) -> RowAmax:
-    """One amax a row, into `values`; on the way the amax of a later product are set to zero (`cleared`, a share by each row)."""
+    """Store one amax a row into `values`, and zero the amax of a later product (`cleared`)."""
     num_rows, size_k = x_MK.shape
     share = -(-cleared.numel() // num_rows)
-    pdl = supports_pdl(x_MK)
     _amax_kernel[(num_rows,)](
         x_MK, values, cleared, size_k, share, cleared.numel(),
-        BLOCK=next_power_of_two(max(size_k, share)), PDL=pdl, num_warps=8, **pdl_launch(pdl),
+        BLOCK=next_power_of_two(max(size_k, share)), num_warps=8, **pdl_flags(x_MK),
     )  # fmt: skip
-    return RowAmax(values, 1)
-
-
-def row_amax_reference(x_MK: Tensor, values: Tensor, cleared: Tensor) -> RowAmax:
-    """The same in plain torch."""
-    cleared.zero_()
-    values[: x_MK.shape[0]] = x_MK.float().abs().amax(-1)
     return RowAmax(values, 1)
 
 

@@ -1,4 +1,4 @@
-"""The embedding: rows by token id, from a plain table or from a quantized one with a scale for every row; whole, or a rank's share.
+"""Embedding lookup: rows by token id, from a plain table or one quantized by row; whole, or a rank's share.
 
 T tokens, V rows of the table, K columns
 """
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.fp8 import as_bits, e4m3_value, narrowed_bits
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, tl
+from holdfast.kernels.operation import operation
+from holdfast.kernels.triton_compat import check_dense, constexpr, jit, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -15,24 +16,22 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 COLUMNS_PER_PROGRAM = 1024
 PIECE_ELEMENTS = 2**20
-"""Elements that plain torch dequantizes at a time."""
+"""Elements that the reference dequantizes at a time."""
 
 
 def lookup_rows(ids_T: Tensor, table: Tensor | QuantizedWeight, out_TK: Tensor) -> Tensor:
-    """Row ids_T[t] of the table into row t of `out_TK`; codes are dequantized in float32 and rounded once to its type.
+    """Copy row ids_T[t] of the table to row t of `out_TK`; codes are dequantized in float32 and rounded once.
 
-    Ids are rows of the table: others are an error on a CPU, and are not looked for on a GPU.
+    An id outside the table is an error on a CPU, and unchecked on a GPU.
     """
     if isinstance(table, Tensor):
         return torch.index_select(table, 0, ids_T, out=out_TK)
+    return lookup_codes(ids_T, table, out_TK)
+
+
+def lookup_codes_reference(ids_T: Tensor, table: QuantizedWeight, out_TK: Tensor) -> Tensor:
+    """Like `lookup_rows`, from a quantized table."""
     _check(ids_T, table, out_TK)
-    if can_run(out_TK):
-        return lookup_rows_triton(ids_T, table, out_TK)
-    return lookup_rows_reference(ids_T, table, out_TK)
-
-
-def lookup_rows_reference(ids_T: Tensor, table: QuantizedWeight, out_TK: Tensor) -> Tensor:
-    """The same for codes in plain torch."""
     codes_VK = table.codes.view(torch.uint8)
     step = max(1, PIECE_ELEMENTS // out_TK.shape[1])
     for start in range(0, ids_T.shape[0], step):
@@ -43,8 +42,9 @@ def lookup_rows_reference(ids_T: Tensor, table: QuantizedWeight, out_TK: Tensor)
     return out_TK
 
 
-def lookup_rows_triton(ids_T: Tensor, table: QuantizedWeight, out_TK: Tensor) -> Tensor:
-    """The same for codes as a Triton kernel, a program for some columns of a token."""
+def lookup_codes_triton(ids_T: Tensor, table: QuantizedWeight, out_TK: Tensor) -> Tensor:
+    """Launch one program for some columns of a token."""
+    _check(ids_T, table, out_TK)
     num_tokens, num_columns = out_TK.shape
     assert out_TK.stride(1) == 1, f"{out_TK.stride()=}: columns lie apart"
     if num_tokens:
@@ -56,53 +56,51 @@ def lookup_rows_triton(ids_T: Tensor, table: QuantizedWeight, out_TK: Tensor) ->
     return out_TK
 
 
-def lookup_share(ids_T: Tensor, table: Tensor | QuantizedWeight, first_row: int, out_TK: Tensor) -> Tensor:
-    """The same from the rows of a whole table that begin at `first_row`; zeros for ids that other ranks have the rows of.
-
-    So what all ranks find, added up, is what the whole table has.
-    """
-    if isinstance(table, QuantizedWeight):
-        _check(ids_T, table, out_TK)
-    else:
-        assert table.dtype == out_TK.dtype, f"rows of {table.dtype} into {out_TK.dtype}"
-    if can_run(out_TK):
-        return lookup_share_triton(ids_T, table, first_row, out_TK)
-    return lookup_share_reference(ids_T, table, first_row, out_TK)
+lookup_codes = operation(reference=lookup_codes_reference, triton=lookup_codes_triton)
 
 
 def lookup_share_reference(ids_T: Tensor, table: Tensor | QuantizedWeight, first_row: int, out_TK: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """Like `lookup_rows` from a rank's share of a table, which begins at `first_row`; zeros for rows of other ranks.
+
+    The sum over all ranks is what the whole table holds.
+    """
+    _check(ids_T, table, out_TK)
     rows_T = ids_T - first_row
     is_other_T = (rows_T < 0) | (rows_T >= table.shape[0])
     rows_T = rows_T.masked_fill(is_other_T, 0)
     if isinstance(table, Tensor):
         torch.index_select(table, 0, rows_T, out=out_TK)
     else:
-        lookup_rows_reference(rows_T, table, out_TK)
+        lookup_codes_reference(rows_T, table, out_TK)
     return out_TK.masked_fill_(is_other_T[:, None], 0.0)
 
 
 def lookup_share_triton(ids_T: Tensor, table: Tensor | QuantizedWeight, first_row: int, out_TK: Tensor) -> Tensor:
-    """The same as a Triton kernel, a program for some columns of a token."""
+    """Launch one program for some columns of a token."""
+    _check(ids_T, table, out_TK)
     num_tokens, num_columns = out_TK.shape
     assert out_TK.stride(1) == 1, f"{out_TK.stride()=}: columns lie apart"
-    is_plain = isinstance(table, Tensor)
     codes, scales = (table, ids_T) if isinstance(table, Tensor) else (table.codes, table.scales)
-    assert codes.is_contiguous(), f"{codes.shape} with strides {codes.stride()}"
+    check_dense(codes)
     if num_tokens:
         _lookup_share_kernel[(num_tokens, -(-num_columns // COLUMNS_PER_PROGRAM))](
             ids_T, as_bits(codes), scales, as_bits(out_TK), first_row, table.shape[0], num_columns, out_TK.stride(0),
-            TARGET=str(out_TK.dtype).removeprefix("torch."), IS_PLAIN=is_plain,
+            TARGET=str(out_TK.dtype).removeprefix("torch."), IS_PLAIN=isinstance(table, Tensor),
             IS_INT8=not isinstance(table, Tensor) and table.scheme.code_dtype == "int8",
             BLOCK=COLUMNS_PER_PROGRAM, num_warps=4,
         )  # fmt: skip
     return out_TK
 
 
-def _check(ids_T: Tensor, table: QuantizedWeight, out_TK: Tensor) -> None:
-    scheme = table.scheme
-    assert scheme.block_columns == 0, f"{scheme.name}: a row cannot be looked up by itself"
-    assert scheme.codes_per_byte == 1, f"{scheme.name}: a row cannot be looked up by itself"
+lookup_share = operation(reference=lookup_share_reference, triton=lookup_share_triton)
+
+
+def _check(ids_T: Tensor, table: Tensor | QuantizedWeight, out_TK: Tensor) -> None:
+    if isinstance(table, Tensor):
+        assert table.dtype == out_TK.dtype, f"rows of {table.dtype} into {out_TK.dtype}"
+        return
+    is_by_row = table.scheme.block_columns == 0 and table.scheme.codes_per_byte == 1
+    assert is_by_row, f"{table.scheme.name}: a row cannot be looked up by itself"
     assert out_TK.shape == (ids_T.shape[0], table.shape[1]), f"{ids_T.shape=} {table.shape=} {out_TK.shape=}"
 
 

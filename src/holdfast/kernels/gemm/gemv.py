@@ -1,9 +1,8 @@
-"""GEMV: one row by a weight, plain or of eight bits with a scale a row, at the speed of memory; and what small batches share with it.
+"""GEMV: one row by a weight, plain or 8-bit with a scale a row, bound by memory; and pieces that small batches share.
 
-M rows, N outputs, K inputs, J blocks of K or N, P places for amax
+M rows, N outputs, K inputs, J blocks of K or N, P amax values
 
-Prologue and epilogue are those of kernels/gemm/small_batch.py, which launches these kernels for a single row. Shared are
-the form that follows from the number of rows, the number of splits along K, their sum, and the residual epilogue.
+kernels/gemm/small_batch.py describes prologue and epilogue, and launches these kernels for a single row.
 """
 
 from typing import NamedTuple
@@ -24,12 +23,12 @@ LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 
 
 def row_form(num_rows: int) -> bool:
-    """Whether a product is a GEMV: what of a launch follows from the number of rows."""
+    """Return True if a product is a GEMV: the specialization that depends on the number of rows."""
     return num_rows == 1
 
 
 def num_k_splits(size_n: int, size_k: int, block_k: int) -> int:
-    """Splits along K (split-K) for a weight of this shape: enough programs, and whole blocks of K in each."""
+    """Return the splits along K (split-K) for this shape: enough programs, and whole blocks of K in each."""
     splits = 1
     num_blocks = -(-size_n // SMALL_BATCH_BLOCK_N)
     while num_blocks * splits < SPLIT_K_PROGRAMS and splits < MAX_K_SPLITS and size_k % (2 * splits * block_k) == 0:
@@ -39,7 +38,7 @@ def num_k_splits(size_n: int, size_k: int, block_k: int) -> int:
 
 @jit
 def sum_partials(p_partial, partial_size, m_nm, NUM_SPLITS: constexpr):
-    """The end of split-K: all partial sums of a block of outputs in their order, as other programs have left them."""
+    """Finish split-K: add the partial sums of a block of outputs in order, as other programs stored them."""
     b_y = tl.load(p_partial, mask=m_nm, other=0.0, cache_modifier=".cg")
     for i in tl.static_range(1, NUM_SPLITS):
         b_y += tl.load(p_partial + i * partial_size, mask=m_nm, other=0.0, cache_modifier=".cg")
@@ -48,7 +47,7 @@ def sum_partials(p_partial, partial_size, m_nm, NUM_SPLITS: constexpr):
 
 @jit
 def residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n):
-    """Epilogue of one row: x + y, and the deferred RMSNorm of it (scaled input and squares); x + y and that input come back."""
+    """Epilogue of one row: return x + y and x + y scaled by the norm's weight; store the latter and the squares."""
     b_x = tl.load(p_y + o_n, mask=m_n, other=0.0).to(tl.float32)
     b_y = (b_x + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
     b_norm = tl.load(p_norm_weight + o_n, mask=m_n, other=0.0).to(tl.float32)
@@ -60,7 +59,7 @@ def residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n
 
 @jit
 def residual_epilogue_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m):
-    """The same for a block of outputs of all rows, as [N, M]."""
+    """Like `residual_epilogue_row`, for a block of outputs of all rows, [N, M]."""
     m_nm = m_n[:, None] & m_m[None, :]
     b_old = tl.load(p_y + o_y, mask=m_nm, other=0.0).to(tl.float32)
     b_y = (b_old + b_y.to(p_y.dtype.element_ty).to(tl.float32)).to(p_y.dtype.element_ty).to(tl.float32)
@@ -73,7 +72,7 @@ def residual_epilogue_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_
 
 
 def gemv_blocks(size_k: int, gated: bool) -> tuple[int, int, int]:
-    """Outputs and inputs of a program's block, and warps, for a plain weight: measured on an H200 (docs/log.md)."""
+    """Return outputs, inputs and warps of a block for a plain weight, as measured on an H200 (docs/log.md)."""
     if size_k > 16384:
         return 4, 512, 2
     if size_k > 6144:
@@ -97,7 +96,7 @@ def gemv_kernel(
     up_offset = size_n.to(tl.int64) * size_k
     b_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     b_up_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    # The weight waits for nobody: its first block is on the way before the producer of x has ended.
+    # Load the first block of the weight before the wait: it is a constant.
     m_k = o_k < size_k
     m_w = m_n[:, None] & m_k[None, :]
     b_first_w = tl.load(p_w, mask=m_w, other=0.0, eviction_policy="evict_first")
@@ -145,27 +144,25 @@ def gemv_kernel(
 
 
 class GemvBlocks(NamedTuple):
-    """How the GEMV of a quantized weight is cut."""
+    """Outputs of a program, inputs of a load, loads at a time, and warps."""
 
     block_n: int
-    """Outputs of a program."""
     block_k: int
-    """Inputs that are loaded at a time, of each output."""
     depth: int
-    """Loads whose products are added in half precision before the sum goes on in float32; 0: all of it in float32."""
+    """Loads whose products are added in half precision before float32; 0: all sums are float32."""
     num_warps: int
 
 
 def quantized_gemv_blocks(size_k: int, gated: bool, residual: bool, quantized: bool) -> GemvBlocks:
-    """The blocks for a quantized weight: measured on an H200 (docs/log.md)."""
+    """Return the blocks for a quantized weight, as measured on an H200 (docs/log.md)."""
     block_k = next((size for size in (512, 256, 128) if size_k % size == 0), 0)
     if not quantized or block_k == 0:
         return GemvBlocks(4 if gated else 8, 512, 0, 4)
     loads = size_k // block_k
     if residual and size_k % 1024 == 0 and 3 <= size_k // 1024 <= 5:
-        return GemvBlocks(8, 1024, size_k // 1024, 4)  # all of a program's weight is on the way at once
+        return GemvBlocks(8, 1024, size_k // 1024, 4)  # a program loads its whole weight at once
     if residual:
-        # Programs of more outputs leave fewer squares and amax for the next product to read.
+        # Programs with more outputs store fewer squares and amax for the next product to read.
         num_warps = 4 if size_k > 16384 else 2
         return GemvBlocks(8, block_k, next(depth for depth in (2, 5, 3, 1) if loads % depth == 0), num_warps)
     depth = next(depth for depth in (5, 4, 3, 2, 1) if loads % depth == 0)
@@ -186,7 +183,7 @@ fma.rn.f16x2 $1, b, $4, $6;
 
 @jit
 def half_sums(b_w, b_x, b_sums, PLAIN: constexpr):
-    """sums + w * x in half precision."""
+    """Compute sums + w * x in half precision."""
     if PLAIN:
         b_sums = (loaded_numbers(b_w, PLAIN).to(tl.float32) * b_x.to(tl.float32) + b_sums).to(tl.float16)
     else:
@@ -198,7 +195,7 @@ def half_sums(b_w, b_x, b_sums, PLAIN: constexpr):
 
 @jit
 def _load_deep(p, BLOCK_K: constexpr, DEPTH: constexpr):
-    """DEPTH blocks of a weight, one behind the other; what is beyond is the first one again, and unused."""
+    """Load DEPTH consecutive blocks; the rest of the tuple repeats the first and is unused."""
     b_0 = tl.load(p, eviction_policy="evict_first")
     b_1 = b_0
     b_2 = b_0
@@ -217,7 +214,7 @@ def _load_deep(p, BLOCK_K: constexpr, DEPTH: constexpr):
 
 @jit
 def _halved_inputs(p_x, factor, BLOCK_N: constexpr, BLOCK_K: constexpr, PLAIN: constexpr):
-    """A block of the row as codes in half precision, a sixteenth of them: five products of 448 by 28 stay below 65504."""
+    """Load a block of the row as codes / 16 in half precision: five products of 448 by 28 stay below 65504."""
     b_x = tl.load(p_x + tl.arange(0, BLOCK_K)).to(tl.float32) * factor
     b_x = quantized_numbers(b_x, PLAIN).to(tl.float16) * 0.0625
     return tl.broadcast_to(b_x.to(tl.float16)[None, :], (BLOCK_N, BLOCK_K))
@@ -225,29 +222,19 @@ def _halved_inputs(p_x, factor, BLOCK_N: constexpr, BLOCK_K: constexpr, PLAIN: c
 
 @jit
 def _deep_sums(b_w, p_x, factor, DEPTH: constexpr, PLAIN: constexpr):
-    """float32 sums of DEPTH blocks' products."""
+    """Return the products of DEPTH blocks summed column by column, in float32."""
     BLOCK_N: constexpr = b_w[0].shape[0]
     BLOCK_K: constexpr = b_w[0].shape[1]
     b_sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float16)
-    b_sums = half_sums(b_w[0], _halved_inputs(p_x, factor, BLOCK_N, BLOCK_K, PLAIN), b_sums, PLAIN)
-    if DEPTH > 1:
-        b_x = _halved_inputs(p_x + BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
-        b_sums = half_sums(b_w[1], b_x, b_sums, PLAIN)
-    if DEPTH > 2:
-        b_x = _halved_inputs(p_x + 2 * BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
-        b_sums = half_sums(b_w[2], b_x, b_sums, PLAIN)
-    if DEPTH > 3:
-        b_x = _halved_inputs(p_x + 3 * BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
-        b_sums = half_sums(b_w[3], b_x, b_sums, PLAIN)
-    if DEPTH > 4:
-        b_x = _halved_inputs(p_x + 4 * BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
-        b_sums = half_sums(b_w[4], b_x, b_sums, PLAIN)
+    for i in tl.static_range(DEPTH):
+        b_x = _halved_inputs(p_x + i * BLOCK_K, factor, BLOCK_N, BLOCK_K, PLAIN)
+        b_sums = half_sums(b_w[i], b_x, b_sums, PLAIN)
     return b_sums.to(tl.float32)
 
 
 @jit
 def _row_scale(p_amax, i_row, num_amax, BLOCK_P: constexpr):
-    """What takes the codes of a row back: its largest magnitude goes to 448."""
+    """Return the scale of a row's codes: its largest magnitude maps to 448."""
     o_p = tl.arange(0, BLOCK_P)
     b_amax = tl.load(p_amax + i_row * num_amax + o_p, mask=o_p < num_amax, other=0.0)
     if b_amax.dtype == tl.int32:
@@ -257,7 +244,7 @@ def _row_scale(p_amax, i_row, num_amax, BLOCK_P: constexpr):
 
 @jit
 def _single(b_codes, QUANTIZES_ROWS: constexpr, PLAIN: constexpr):
-    """Codes of a weight as float32."""
+    """Convert codes of a weight to float32."""
     if QUANTIZES_ROWS:
         b_w = loaded_numbers(b_codes, PLAIN).to(tl.float32)
     else:
@@ -282,7 +269,7 @@ def quantized_gemv_kernel(
     up_offset = size_n.to(tl.int64) * size_k
     b_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     b_up_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    # The weight waits for nobody: its first blocks are on the way before the producer of x has ended.
+    # Load the first blocks of the weight before the wait: they are constants.
     m_k = o_k < size_k
     m_w = m_n[:, None] & m_k[None, :]
     if DEPTH > 0:
@@ -339,7 +326,7 @@ def quantized_gemv_kernel(
                 b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
                 b_up_sum += _single(b_up, QUANTIZES_ROWS, PLAIN) * b_x[None, :]
     if PDL:
-        # Not sooner: the programs of the next kernel would take places from those of this one.
+        # Not sooner: programs of the next kernel would take occupancy from this one.
         tl.extra.cuda.gdc_launch_dependents()
     b_y = tl.sum(b_sum, axis=1) * b_scales * scale
     if HAS_BIAS:

@@ -1,12 +1,12 @@
-"""x @ w.T + bias for any number of rows and any weight: plain, or quantized, where a scheme may take rows as codes too.
+"""Linear layers: x @ w.T + bias for any number of rows and any weight, plain or quantized.
 
 T rows, K inputs, N outputs, B blocks of K
 
-On a GPU a plain weight goes to cuBLAS; one of e4m3 with scales by row to tiles of our own up to 64 rows, or 128
-(kernels/gemm/row_scaled_tiles.py), and beyond to the scaled product of torch (cuBLAS too); a single row by e4m3 in blocks is a
-GEMV that codes the row by itself (kernels/gemm/block_scaled_gemv.py); all else goes to tensor-core tiles that dequantize
-(kernels/gemm/quantized_tiles.py). On a CPU both go to C, whose order of
-summation neighbours cannot change. Small batches on the fused decode path do not come here (kernels/gemm/small_batch.py).
+On a GPU a plain weight goes to cuBLAS. e4m3 with scales by row goes to kernels/gemm/row_scaled_tiles.py up to 64 or 128
+rows, then to torch's scaled product (cuBLAS too). A single row by e4m3 in blocks is a GEMV that quantizes the row itself
+(kernels/gemm/block_scaled_gemv.py). Everything else goes to tiles that dequantize (kernels/gemm/quantized_tiles.py). On a
+CPU both go to C, whose order of summation is batch invariant. Small batches of the fused decode path use
+kernels/gemm/small_batch.py instead.
 """
 
 import ctypes
@@ -25,18 +25,18 @@ from holdfast.kernels.gemm.quantize_activations import (
 from holdfast.kernels.gemm.quantized_tiles import tile_linear
 from holdfast.kernels.gemm.row_scaled_tiles import row_scaled_gate, row_scaled_linear, takes, takes_gate
 from holdfast.kernels.native_library import native_for
-from holdfast.kernels.triton_compat import can_run
+from holdfast.kernels.triton_compat import can_run, check_dense
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
 WIDENED_ELEMENTS = 2**20
-"""Elements of a weight, in half precision or quantized, that a CPU turns into float32 at a time."""
+"""Elements of a weight that a CPU converts to float32 at a time."""
 WIDE_RESULTS = 2**20
-"""Elements of a result that are float32 for a while, where another type is asked for."""
+"""Elements of a result kept in float32 at a time if the output has another type."""
 KINDS = {"float8_e4m3fn": 0, "int8": 1, "uint8": 2}
-"""Types of codes by the number that native/codes.h has for them."""
+"""Types of codes as native/codes.h numbers them."""
 SCALED_PRODUCT_SIZES = 16
-"""torch's scaled product takes inputs and outputs in multiples of this."""
+"""torch's scaled product takes multiples of this as inputs and outputs."""
 
 
 def linear(
@@ -47,9 +47,9 @@ def linear(
     quantized: QuantizedRows | None = None,
     is_coded: bool = False,
 ) -> Tensor:
-    """[T, K] by [N, K] to [T, N], into `out_TN` where it is given; `quantized` is room for rows as codes, for weights that want them so.
+    """Multiply [T, K] by [N, K] to [T, N], into `out_TN` if given. On CPU the result is batch invariant.
 
-    With `is_coded` whoever made the rows has left their codes there (`room_for_codes`). On CPU a row's result does not depend, to the bit, on the other rows.
+    `quantized` holds buffers for rows as codes, if the weight needs them. If `is_coded`, they already hold the codes of x.
     """
     if not isinstance(weight, QuantizedWeight):
         return plain_linear(x_TK, weight, bias_N, out_TN)
@@ -60,14 +60,14 @@ def linear(
 def linear_float32(
     x_TK: Tensor, weight: Tensor | QuantizedWeight, out_TN: Tensor, quantized: QuantizedRows | None = None
 ) -> Tensor:
-    """The same without a bias, in float32 whatever the inputs are: no conversion follows, and no digit is lost."""
+    """Like `linear`, without a bias and with a float32 result."""
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(x_TK, weight, None, out_TN, quantized)
     return plain_linear_float32(x_TK, weight, out_TN)
 
 
 def plain_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor | None = None) -> Tensor:
-    """[T, K] by [N, K] to [T, N], into `out_TN` where it is given. On CPU a row's result does not depend, to the bit, on the other rows."""
+    """Like `linear`, for a plain weight."""
     y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]) if out_TN is None else out_TN
     library = native_for(x_TK, weight_NK, bias_N, y_TN)
     if library is not None:
@@ -85,7 +85,7 @@ def plain_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN:
 def plain_linear_reference(
     x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor | None = None
 ) -> Tensor:
-    """The same in plain torch."""
+    """Call torch's own product."""
     if out_TN is None:
         return F.linear(x_TK, weight_NK, bias_N)
     if bias_N is None:
@@ -94,7 +94,7 @@ def plain_linear_reference(
 
 
 def plain_linear_float32(x_TK: Tensor, weight_NK: Tensor, out_TN: Tensor) -> Tensor:
-    """The same without a bias, in float32 whatever the inputs are: no conversion follows, and no digit is lost."""
+    """Like `plain_linear`, without a bias and with a float32 result."""
     if x_TK.dtype == torch.float32:
         return plain_linear(x_TK, weight_NK, None, out_TN)
     if x_TK.is_cpu:
@@ -102,13 +102,8 @@ def plain_linear_float32(x_TK: Tensor, weight_NK: Tensor, out_TN: Tensor) -> Ten
     return torch.mm(x_TK, weight_NK.t(), out_dtype=torch.float32, out=out_TN)
 
 
-def plain_linear_float32_reference(x_TK: Tensor, weight_NK: Tensor, out_TN: Tensor) -> Tensor:
-    """The same in plain torch."""
-    return torch.mm(x_TK.float(), weight_NK.float().t(), out=out_TN)
-
-
 def _widened(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_TN: Tensor) -> Tensor:
-    """Half precision in float32, some rows of the weight at a time: a CPU without such instructions is 30 times slower in it."""
+    """Convert half precision to float32, piece by piece: a CPU without such instructions is 30 times slower in it."""
     x32_TK = x_TK.float()
     num_rows = max(1, WIDENED_ELEMENTS // weight_NK.shape[1])
     for start in range(0, weight_NK.shape[0], num_rows):
@@ -119,10 +114,10 @@ def _widened(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_TN: Tenso
 
 
 def quantized_view(quantized: QuantizedRows | None, weight: QuantizedWeight, num_rows: int) -> QuantizedRows | None:
-    """As much of the room for codes as these rows take; None where the scheme takes rows as they are."""
+    """View the buffers for the codes of these rows; None if the scheme does not quantize activations."""
     if not weight.scheme.quantizes_activations:
         return None
-    assert quantized is not None, f"{weight.scheme.name} needs room for the codes of {num_rows} rows"
+    assert quantized is not None, f"{weight.scheme.name} needs buffers for the codes of {num_rows} rows"
     size_k = weight.shape[-1]
     num_blocks = -(-size_k // weight.scheme.block_columns) if weight.scheme.block_columns else 1
     codes = quantized.codes_TK.view(-1)[: num_rows * size_k].view(num_rows, size_k)
@@ -133,7 +128,7 @@ def quantized_view(quantized: QuantizedRows | None, weight: QuantizedWeight, num
 def room_for_codes(
     quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
 ) -> QuantizedRows | None:
-    """Where whoever makes rows for a product with this weight leaves their codes; None where it takes none, or several scales a row."""
+    """View the buffers that a producer of rows fills with codes; None if the weight needs none, or several scales a row."""
     if not isinstance(weight, QuantizedWeight) or weight.scheme.block_columns:
         return None
     return quantized_view(quantized, weight, num_rows)
@@ -142,7 +137,7 @@ def room_for_codes(
 def coded_rows(
     x_TK: Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None, is_coded: bool
 ) -> QuantizedRows | None:
-    """Rows as the codes that the product takes, made now unless they are there; None where it takes rows as they are."""
+    """Quantize rows unless `is_coded`; None if the scheme does not quantize activations."""
     rows = quantized_view(quantized, weight, x_TK.shape[0])
     return rows if rows is None or is_coded else quantize_rows(x_TK, rows)
 
@@ -155,11 +150,11 @@ def quantized_linear(
     quantized: QuantizedRows | None = None,
     is_coded: bool = False,
 ) -> Tensor:
-    """x @ weight.T + bias into `out_TN`, in its type; `quantized` is room for rows as codes where the scheme wants them so, or has them."""
+    """Like `linear`, for a quantized weight."""
     if x_TK.shape[0] == 0:
         return out_TN  # torch's scaled product does not promise to take no rows
     if not can_run(x_TK):
-        return native_quantized_linear(_taken_rows(x_TK, weight, quantized, is_coded), weight, bias_N, out_TN)
+        return native_quantized_linear(dequantized_rows(x_TK, weight, quantized, is_coded), weight, bias_N, out_TN)
     if not is_coded and block_scaled_gemv.takes(weight, x_TK.shape[0]):
         return block_scaled_gemv.block_scaled_gemv(x_TK, weight, bias_N, out_TN)
     rows = coded_rows(x_TK, weight, quantized, is_coded)
@@ -169,10 +164,7 @@ def quantized_linear(
         return row_scaled_linear(rows, weight, bias_N, out_TN)
     if takes_scaled_product(weight, out_TN):
         return torch._scaled_mm(  # type: ignore[attr-defined] the public form takes no `out`
-            rows.codes_TK,
-            weight.codes.t(),
-            scale_a=rows.scales_TB,
-            scale_b=weight.scales.view(1, -1),
+            *(rows.codes_TK, weight.codes.t(), rows.scales_TB, weight.scales.view(1, -1)),
             bias=bias_N,
             out_dtype=out_TN.dtype,
             out=out_TN,
@@ -183,7 +175,7 @@ def quantized_linear(
 def fuses_gate(
     x_TK: Tensor, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, quantized: QuantizedRows | None
 ) -> bool:
-    """Whether `gated_linear` takes these rows and weights."""
+    """Return True if `gated_linear` takes these rows and weights."""
     return quantized is not None and can_run(x_TK) and takes_gate(gate_up, down, x_TK.shape[0], quantized.scratch)
 
 
@@ -197,48 +189,32 @@ def gated_linear(
     quantized: QuantizedRows | None,
     is_coded: bool = False,
 ) -> Tensor:
-    """The activation of the gate times up into `out_TI`, in its type; its codes, for the product with `down`, into `quantized`."""
+    """Compute activation(gate) * up into `out_TI`, and its codes for the product with `down` into `quantized`."""
     assert isinstance(gate_up, QuantizedWeight), "gate and up are plain"
     assert isinstance(down, QuantizedWeight), "down is plain"
     rows = coded_rows(x_TK, gate_up, quantized, is_coded)
-    assert rows is not None, f"{gate_up.scheme.name} takes rows as they are"
+    assert rows is not None, f"{gate_up.scheme.name} does not quantize activations"
     amax = row_scaled_gate(rows, gate_up, bias_N, kind, out_TI)
     codes = quantized_view(quantized, down, x_TK.shape[0])
-    assert codes is not None, f"{down.scheme.name} takes rows as they are"
+    assert codes is not None, f"{down.scheme.name} does not quantize activations"
     quantize_rows_by_amax(out_TI, amax, codes)
     return out_TI
 
 
 def takes_scaled_product(weight: QuantizedWeight, out_TN: Tensor) -> bool:
-    """Whether torch's scaled product takes it: scales by row, bfloat16 out, and sizes that suit cuBLAS."""
-    sizes = weight.shape
-    return (
-        weight.scheme.block_columns == 0
-        and out_TN.dtype == torch.bfloat16
-        and all(size % SCALED_PRODUCT_SIZES == 0 for size in sizes)
-    )
+    """Return True if torch's scaled product takes it: scales by row, bfloat16 out, and sizes that suit cuBLAS."""
+    is_aligned = all(size % SCALED_PRODUCT_SIZES == 0 for size in weight.shape)
+    return weight.scheme.block_columns == 0 and out_TN.dtype == torch.bfloat16 and is_aligned
 
 
-def quantized_linear_reference(
-    x_TK: Tensor,
-    weight: QuantizedWeight,
-    bias_N: Tensor | None,
-    out_TN: Tensor,
-    quantized: QuantizedRows | None = None,
-    is_coded: bool = False,
-) -> Tensor:
-    """The same in plain torch: rows and weight turned back into float32."""
-    return native_quantized_linear_reference(_taken_rows(x_TK, weight, quantized, is_coded), weight, bias_N, out_TN)
-
-
-def _taken_rows(x_TK: Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None, is_coded: bool) -> Tensor:
-    """float32 rows as the product takes them: as they are, or quantized and dequantized."""
+def dequantized_rows(x_TK: Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None, is_coded: bool) -> Tensor:
+    """Return rows in float32, quantized and dequantized if the scheme quantizes activations."""
     rows = coded_rows(x_TK, weight, quantized, is_coded)
     return x_TK.float() if rows is None else dequantize_rows(rows)
 
 
 def dequantize_rows(rows: QuantizedRows) -> Tensor:
-    """float32 numbers that the codes stand for."""
+    """Return the float32 values of codes."""
     num_rows, size_k = rows.codes_TK.shape
     num_blocks = rows.scales_TB.shape[1]
     if num_blocks == 1:
@@ -249,7 +225,7 @@ def dequantize_rows(rows: QuantizedRows) -> Tensor:
 
 
 def native_quantized_linear(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_TN: Tensor) -> Tensor:
-    """float32 [T, K] by a weight [N, K] into `out_TN`, in its type. A row's result does not depend, to the bit, on the other rows."""
+    """Multiply float32 [T, K] by a weight [N, K] into `out_TN`, in its type. Batch invariant."""
     _check(x_TK, weight, bias_N, out_TN)
     bias = None if bias_N is None else bias_N.float()
     library = native_for(x_TK, bias)
@@ -270,7 +246,7 @@ def native_quantized_linear(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tenso
 def native_quantized_linear_reference(
     x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_TN: Tensor
 ) -> Tensor:
-    """The same in plain torch, some rows of the weight at a time."""
+    """Dequantize the weight piece by piece, and multiply."""
     size_n, size_k = weight.shape
     step = max(1, WIDENED_ELEMENTS // max(1, size_k))
     for start in range(0, size_n, step):
@@ -281,7 +257,7 @@ def native_quantized_linear_reference(
 
 
 def _check(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_TN: Tensor) -> None:
-    """Sizes go together, and codes and scales are all there: C does not look."""
+    """Assert that shapes match: the C function does not check."""
     size_n, size_k = weight.shape
     assert x_TK.shape[1] == size_k, f"{x_TK.shape=} {weight.shape=}"
     assert out_TN.shape == (x_TK.shape[0], size_n), f"{out_TN.shape=}, not {(x_TK.shape[0], size_n)}"
@@ -290,22 +266,12 @@ def _check(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_TN:
     assert num_codes == size_n * size_k, f"{num_codes} codes of a weight of {weight.shape}"
     scale_shape = weight.scheme.scale_shape(weight.shape)
     assert weight.scales.shape == scale_shape, f"{weight.scales.shape=}, not {scale_shape}"
-    for tensor in (weight.codes, weight.scales):
-        assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
+    check_dense(weight.codes, weight.scales)
 
 
 def _multiply(library: ctypes.CDLL, x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, y_TN: Tensor) -> None:
     scheme, (size_n, size_k) = weight.scheme, weight.shape
-    library.holdfast_quantized_linear(
-        x_TK.data_ptr(),
-        weight.codes.data_ptr(),
-        weight.scales.data_ptr(),
-        0 if bias_N is None else bias_N.data_ptr(),
-        y_TN.data_ptr(),
-        x_TK.shape[0],
-        size_n,
-        size_k,
-        KINDS[scheme.code_dtype],
-        scheme.block_rows,
-        scheme.block_columns or max(1, size_k),
-    )
+    bias = 0 if bias_N is None else bias_N.data_ptr()
+    pointers = x_TK.data_ptr(), weight.codes.data_ptr(), weight.scales.data_ptr(), bias, y_TN.data_ptr()
+    cut = KINDS[scheme.code_dtype], scheme.block_rows, scheme.block_columns or max(1, size_k)
+    library.holdfast_quantized_linear(*pointers, x_TK.shape[0], size_n, size_k, *cut)

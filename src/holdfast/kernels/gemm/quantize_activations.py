@@ -1,4 +1,4 @@
-"""Activations quantized to e4m3: codes with a scale for every token, or for every block of a token's columns.
+"""Activations quantized to e4m3, with a scale a token or a block of its columns.
 
 T rows, K columns, B blocks of columns
 """
@@ -10,16 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, e4m3_quotients, float32_of, size_bits
+from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     is_interpreted,
     jit,
     kernel_constant,
     next_power_of_two,
-    pdl_launch,
     release_then_wait,
-    supports_pdl,
     tl,
 )
 from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN, LEAST_E4M3_SCALE
@@ -30,57 +28,49 @@ from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN, LEAST_E4M3_SCALE
 
 
 BLOCK_COLUMNS = 128
-"""Columns that share a scale where a row has several: those of a block of weights."""
+"""Columns that share a scale if a row has several: those of a block of weights."""
 WHOLE_ROW = 16384
-"""Columns that stay in registers between their scale and their codes; more are read twice."""
+"""Columns that fit into registers; longer rows are read twice."""
 COLUMNS_PER_PROGRAM = 2048
-"""Of rows in blocks: enough programs for one row to spread over a GPU."""
+"""Few enough to spread one row over a GPU."""
 LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 
 
 class TileScratch(NamedTuple):
-    """What products of middle batches share (kernels/gemm/row_scaled_tiles.py)."""
+    """Scratch buffers of kernels/gemm/row_scaled_tiles.py."""
 
     partials: Tensor
-    """float32 partial sums of split-K: splits x rows x outputs."""
+    """float32 split-K partial sums: splits x rows x outputs."""
     arrived: Tensor
-    """int32, the splits that have arrived, for each block of outputs: zeros between launches."""
+    """int32 arrival counts for each block of outputs: zeros between launches."""
     amax: Tensor
-    """int32: what a gated product leaves for each row and block of outputs."""
+    """int32: amax bits of a gated product, for each row and block of outputs."""
 
 
 class QuantizedRows(NamedTuple):
-    """x is about codes * scales; room for them comes from the workspace."""
+    """float8_e4m3fn codes and float32 scales of rows: x is about codes * scales."""
 
     codes_TK: Tensor
-    """float8_e4m3fn."""
     scales_TB: Tensor
-    """float32; B is 1 where a row has one scale, else one for every 128 columns. Any strides."""
+    """B is 1, or one for every 128 columns. Any strides."""
     scratch: TileScratch | None = None
-    """For the product that takes the rows; without it nothing is split and no gate is fused."""
+    """For the product that takes the rows. If None, it uses no split-K and fuses no gate."""
 
 
 class RowAmaxBits(NamedTuple):
-    """The bits of float32 magnitudes of which the largest is a row's: `num_amax` of them a row, one row behind the other."""
+    """The bits of float32 magnitudes, `num_amax` a row, of which the largest is the row's."""
 
     bits: Tensor
     """int32, in which NaN is above all numbers."""
     num_amax: int
 
 
-def quantize_rows(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRows:
-    """Fill `quantized`: scale = max(|x|) / 448 of the row, or of every 128 columns of it, and codes to the nearest, ties to even.
+def quantize_rows_reference(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRows:
+    """Fill `quantized`: scale = max(|x|) / 448 of the row, or of every 128 columns; codes round to nearest even.
 
-    What is not finite makes a NaN of its scale, and of all codes under that scale, so that it shows in every product.
+    A value that is not finite makes its scale, and all codes of that scale, NaN.
     """
     _check(x_TK, quantized)
-    if can_run(x_TK):
-        return quantize_rows_triton(x_TK, quantized)
-    return quantize_rows_reference(x_TK, quantized)
-
-
-def quantize_rows_reference(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRows:
-    """The same in plain torch."""
     num_rows, num_columns = x_TK.shape
     num_blocks = quantized.scales_TB.shape[1]
     width = num_columns if num_blocks == 1 else BLOCK_COLUMNS
@@ -96,59 +86,49 @@ def quantize_rows_reference(x_TK: Tensor, quantized: QuantizedRows) -> Quantized
 
 
 def quantize_rows_triton(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRows:
-    """The same as a Triton kernel: a program for a row, or for some blocks of one."""
+    """Launch one program a row, or for some blocks of a row."""
+    _check(x_TK, quantized)
     num_rows, num_columns = x_TK.shape
     num_blocks = quantized.scales_TB.shape[1]
     assert x_TK.stride(1) == 1, f"{x_TK.stride()=}: columns lie apart"
     assert quantized.codes_TK.stride(1) == 1, f"{quantized.codes_TK.stride()=}: columns lie apart"
     if num_rows == 0:
         return quantized
-    arguments = (
-        as_kernels_read(x_TK),
-        as_bits(quantized.codes_TK),
-        quantized.scales_TB,
-        num_columns,
-        x_TK.stride(0),
-        quantized.codes_TK.stride(0),
-        *quantized.scales_TB.stride(),
-    )
-    pdl = supports_pdl(x_TK)
+    strides = x_TK.stride(0), quantized.codes_TK.stride(0), *quantized.scales_TB.stride()
+    arguments = as_kernels_read(x_TK), as_bits(quantized.codes_TK), quantized.scales_TB, num_columns, *strides
     if num_blocks == 1:
         block = min(WHOLE_ROW, next_power_of_two(num_columns))
         _quantize_rows_kernel[(num_rows,)](
             *arguments,
-            IS_ONE_SWEEP=num_columns <= block, BLOCK=block, PLAIN=is_interpreted(), PDL=pdl,
-            num_warps=max(1, min(16, block // 128)), **pdl_launch(pdl),
+            IS_ONE_SWEEP=num_columns <= block, BLOCK=block, PLAIN=is_interpreted(),
+            num_warps=max(1, min(16, block // 128)), **pdl_flags(x_TK),
         )  # fmt: skip
     else:
         _quantize_blocks_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
             *arguments,
-            WIDTH=BLOCK_COLUMNS, BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS, PDL=pdl, num_warps=4, **pdl_launch(pdl),
+            WIDTH=BLOCK_COLUMNS, BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS, num_warps=4, **pdl_flags(x_TK),
         )  # fmt: skip
     return quantized
 
 
+quantize_rows = operation(reference=quantize_rows_reference, triton=quantize_rows_triton)
+
+
 def quantize_rows_by_amax(x_TK: Tensor, amax: RowAmaxBits, quantized: QuantizedRows) -> QuantizedRows:
-    """The same, with a scale a row, where whoever made the rows has left their amax: many programs share a row."""
+    """Like `quantize_rows` with a scale a row, if the producer stored amax: many programs share a row."""
     num_rows, num_columns = x_TK.shape
     _check(x_TK, quantized)
     assert quantized.scales_TB.shape[1] == 1, f"{quantized.scales_TB.shape=}: amax are of whole rows"
     assert x_TK.stride(1) == quantized.codes_TK.stride(1) == 1, "columns lie apart"
     if num_rows == 0:
         return quantized
-    pdl = supports_pdl(x_TK)
     _quantize_by_amax_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
         as_kernels_read(x_TK), amax.bits, as_bits(quantized.codes_TK), quantized.scales_TB, num_columns, amax.num_amax,
         x_TK.stride(0), quantized.codes_TK.stride(0), quantized.scales_TB.stride(0),
-        BLOCK=COLUMNS_PER_PROGRAM, BLOCK_P=next_power_of_two(amax.num_amax), PLAIN=is_interpreted(), PDL=pdl,
-        num_warps=8, **pdl_launch(pdl),
+        BLOCK=COLUMNS_PER_PROGRAM, BLOCK_P=next_power_of_two(amax.num_amax), PLAIN=is_interpreted(),
+        num_warps=8, **pdl_flags(x_TK),
     )  # fmt: skip
     return quantized
-
-
-def quantize_rows_by_amax_reference(x_TK: Tensor, amax: RowAmaxBits, quantized: QuantizedRows) -> QuantizedRows:
-    """The same in plain torch, which takes no amax on trust."""
-    return quantize_rows_reference(x_TK, quantized)
 
 
 def _check(x_TK: Tensor, quantized: QuantizedRows) -> None:
@@ -226,7 +206,7 @@ def _quantize_blocks_kernel(
 
 @jit
 def scale_of(b_bits):
-    """From the bits of the amax."""
+    """Return the scale from the bits of the amax."""
     b_amax = b_bits.to(tl.float32, bitcast=True)
     b_scale = tl.maximum(tl.div_rn(b_amax, b_amax * 0 + 448.0), LEAST_SCALE)
     return tl.where(b_bits < 0x7F800000, b_scale, float("nan"))

@@ -1,8 +1,8 @@
-"""Tensor-core tiles for quantized weights: codes are dequantized where they are multiplied, for any scheme and any number of rows.
+"""Tensor-core tiles for quantized weights of any scheme, dequantized in registers, for any number of rows.
 
 M rows, N outputs, K inputs
 
-The weight is the first operand of the tensor cores and the rows are the second, so that a small batch wastes little.
+The weight is the first operand of wgmma and the rows are the second, so a small batch wastes little.
 """
 
 from enum import IntEnum
@@ -30,13 +30,13 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 
 class OperandKind(IntEnum):
-    """What a product is made of."""
+    """Types of a product's operands."""
 
     PLAIN = 0
     FP8_ROWS = 1
     """e4m3 by e4m3, with a scale for each row of the weight and each row of x."""
     FP8_BLOCKS = 2
-    """The same, with scales for blocks of columns too."""
+    """FP8_ROWS with scales for blocks of columns too."""
     INT8_ROWS = 3
     """x by int8, with a scale for each row of the weight."""
     E2M1_GROUPS = 4
@@ -64,13 +64,13 @@ lop3.b32 $1, m, $2, 0x80808080, 0xF8;
 
 
 def e2m1_wide_asm() -> str:
-    """$4: four bytes of codes; $0, $1: their lower halves as bfloat16, whose two bytes are looked up; $2, $3: their upper halves."""
+    """Assembler: $4 is four bytes of codes; $0, $1 are their low nibbles as bfloat16 by table lookup; $2, $3 the high ones."""
     lines = ["{", ".reg .b32 m, s, t, u, v;", "and.b32 m, $4, 0x77777777;"]
     for half, (low, high) in enumerate((("$0", "$2"), ("$1", "$3"))):
         if half:
             lines.append("shr.u32 m, m, 16;")
         lines += ["prmt.b32 t, 0x3F3F3F00, 0x40404040, m;", "prmt.b32 u, 0xC0800000, 0xC0804000, m;"]
-        lines += [f"prmt.b32 s, $4, 0x0, {('0x1404', '0x3424')[half]};"]  # the bytes as upper ones of two numbers
+        lines += [f"prmt.b32 s, $4, 0x0, {('0x1404', '0x3424')[half]};"]  # each byte becomes the high one of a number
         lines += ["prmt.b32 v, u, t, 0x7351;", f"lop3.b32 {high}, v, s, 0x80008000, 0xF8;"]
         lines += ["shl.b32 s, s, 4;", "prmt.b32 v, u, t, 0x6240;", f"lop3.b32 {low}, v, s, 0x80008000, 0xF8;"]
     return "\n".join([*lines, "}"])
@@ -81,20 +81,20 @@ E2M1_WIDE_ASM = kernel_constant(e2m1_wide_asm())
 
 
 class WeightOperands(NamedTuple):
-    """What kernels are given for a product with a weight."""
+    """Kernel arguments of a product with a weight."""
 
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-    """Rows and their scales, weight and its scales; anything in the place of scales that are not there."""
+    """Rows and their scales, weight and its scales; any tensor if there are no scales."""
     kind: OperandKind
     block_rows: int = 1
     """Rows of the weight that share a scale."""
     group: int = 0
-    """Columns of weight and rows that share a scale; 0: all."""
+    """Columns that share a scale; 0: all."""
     scale_columns: int = 1
 
 
 def operands_of(x_XK: Tensor, weight: Tensor | QuantizedWeight, quantized: QuantizedRows | None) -> WeightOperands:
-    """The operands of x by the weight; `quantized` are the same rows as codes, for a scheme that takes them so."""
+    """Return the operands of x by the weight; `quantized` are the rows as codes, if the scheme needs them."""
     if isinstance(weight, Tensor):
         return WeightOperands((x_XK, x_XK, weight, weight), OperandKind.PLAIN)
     scheme = weight.scheme
@@ -112,7 +112,7 @@ def operands_of(x_XK: Tensor, weight: Tensor | QuantizedWeight, quantized: Quant
 
 @jit
 def e2m1_parts(b_codes, PLAIN: constexpr):
-    """The numbers of the lower and of the upper halves of bytes (uint8), without their scales, in half precision."""
+    """Decode the low and the high nibbles of bytes (uint8) to half precision, without scales."""
     if PLAIN:
         b_codes = b_codes.to(tl.int32)
         return e2m1_numbers(b_codes & 15), e2m1_numbers(b_codes >> 4)
@@ -125,7 +125,7 @@ def e2m1_parts(b_codes, PLAIN: constexpr):
 
 @jit
 def e2m1_wide_parts(b_codes):
-    """The same as bfloat16, without a way for the interpreter."""
+    """Like `e2m1_parts`, to bfloat16; not for the interpreter."""
     return tl.inline_asm_elementwise(
         E2M1_WIDE_ASM, "=r,=r,=r,=r,r", [b_codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
     )
@@ -133,32 +133,32 @@ def e2m1_wide_parts(b_codes):
 
 @jit
 def e2m1_numbers(b_codes):
-    """Codes of four bits (int32) in half precision: their bits are its upper ones, of numbers 2^14 times as small."""
+    """Decode 4-bit codes (int32) to half precision: as its high bits they are 2^14 times too small."""
     b_bits = ((b_codes & 7) << 9) | ((b_codes & 8) << 12)
     return (b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(tl.float16)
 
 
 @jit
 def e8m0_numbers(b_exponents):
-    """2^(e - 127) of bytes, in float32. 255 becomes infinite and not NaN: a load finds it, and few ask to go on with it."""
+    """Return 2^(e - 127) of bytes in float32. 255 becomes inf, not NaN: loading a checkpoint rejects it."""
     return tl.maximum(b_exponents.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
 
 
 BLOCK_K = 128
-"""Columns that are multiplied at a time; of e4m3 with scales for blocks of columns, such a block."""
+"""Columns of a step, and of a block of block-scaled e4m3."""
 FULL_GPU_PROGRAMS = 132
-"""Below so many programs a large GPU is not busy, and tiles get fewer outputs."""
+"""Below this a large GPU is not full, and tiles get fewer outputs."""
 
 
 def row_form(num_rows: int) -> int:
-    """Rows of a tile: what of a launch follows from the number of rows."""
+    """Return the rows of a tile: the specialization that depends on the number of rows."""
     return min(128, max(16, next_power_of_two(num_rows)))
 
 
 def tile_linear(
     x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor, quantized: QuantizedRows | None
 ) -> Tensor:
-    """x @ weight.T + bias into `out_MN`, in its type. `quantized` are the same rows as codes, for schemes that take them so."""
+    """Compute x @ weight.T + bias into `out_MN`, in its type; `quantized` are the rows as codes, if the scheme needs them."""
     num_rows, size_k = x_MK.shape
     size_n, operands = weight.shape[0], operands_of(x_MK, weight, quantized)
     assert operands.group in (0, BLOCK_K), f"scales for {operands.group} columns, and tiles of {BLOCK_K}"
@@ -178,7 +178,7 @@ def tile_linear(
 
 @jit
 def _scaled_e2m1(b_codes, b_scales, dtype: constexpr):
-    """Codes of four bits (int32) times their scales, in the type of the rows."""
+    """Decode 4-bit codes (int32) times their scales, in the type of the rows."""
     return (e2m1_numbers(b_codes).to(tl.float32) * b_scales).to(dtype)
 
 
@@ -231,7 +231,7 @@ def tile_kernel(
             if KIND == INT8_ROWS:
                 b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y)
             elif KIND == FP8_ROWS:
-                # Tensor cores add e4m3 products in few bits: the sum goes on in float32 after every block.
+                # Tensor cores add e4m3 products with few bits: accumulate in float32 after every block.
                 b_w, b_x = loaded_numbers(b_w, PLAIN), loaded_numbers(b_x, PLAIN)
                 b_y = tl.dot(b_w, b_x, b_y, max_num_imprecise_acc=128)
             else:

@@ -1,26 +1,25 @@
-"""Small batches: up to 16 rows by a weight at the speed of memory, with RMSNorm in the prologue and gate or residual in the epilogue.
+"""Small batches: up to 16 rows by a weight, bound by memory, with RMSNorm in the prologue and gate or residual in the epilogue.
 
 M rows, N outputs, K inputs, J blocks of K or N
 
-A decode step reads every weight once, so its time is that of the memory; what can be lost is the time between products.
-So everything between two of them happens in the epilogue of the first and the prologue of the second:
+A decode step reads every weight once, so memory bounds it, and only time between products can be lost. So everything
+between two of them happens in the epilogue of the first and the prologue of the second:
 
-    prologue   deferred RMSNorm: the producer has left x * norm_weight and the squares of x summed by block; this product
-               is scaled by 1 / rms when it is done, because the scale is the same for the whole row
+    prologue   deferred RMSNorm: the producer stored x * norm_weight and the squares of x summed by block; this product
+               scales its result by 1 / rms, which is the same for a whole row
     epilogue   y                                           plain
                silu(gate) * up                             gated: the upper and the lower half of the weight's rows
                x += y;  x * next norm_weight;  squares     residual, with the next norm deferred
 
-One row is a GEMV: it is multiplied where the weight is loaded (kernels/gemm/gemv.py). More rows go through the tensor cores:
-the weight is their first operand and the rows are the second, so that sixteen rows fill an instruction. A weight of few
-outputs is split along K (split-K) into a number of splits that its shape alone decides, and whoever finishes last adds the
-partial sums in their order. So among steps of 2 to FUSED_DECODE_ROWS rows a row's bits do not depend on the others.
+One row is a GEMV (kernels/gemm/gemv.py). More rows go through the tensor cores: the weight is the first operand and the
+rows are the second, so that sixteen rows fill an instruction. A weight with few outputs is split along K (split-K). The
+shape alone decides the number of splits, and the last program to finish adds the partial sums in order. So steps of 2 to
+FUSED_DECODE_ROWS rows are batch invariant.
 """
 
-import torch
 from torch import Tensor
 
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowAmax, SmallBatchScratch, defer_rms_norm_reference
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import (
     gemv_blocks,
     gemv_kernel,
@@ -29,17 +28,10 @@ from holdfast.kernels.gemm.gemv import (
     row_form,
     sum_partials,
 )
-from holdfast.kernels.gemm.small_batch_quantized import gate_amax_reference, launch_quantized, quantized_sums_reference
+from holdfast.kernels.gemm.small_batch_quantized import launch_quantized
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, SMALL_BATCH_BLOCK_N
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, release_then_wait, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -57,40 +49,8 @@ def normed_linear(
     y_MN: Tensor,
     scratch: SmallBatchScratch,
 ) -> Tensor:
-    """norm(x) @ weight.T + bias, or silu(upper half) * lower half of it, into `y_MN`, in its type."""
-    if isinstance(weight, QuantizedWeight):
-        launch_quantized(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated)
-    else:
-        _launch(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated)
-    return y_MN
-
-
-def normed_linear_reference(
-    rows: NormedRows,
-    weight: Tensor | QuantizedWeight,
-    bias_N: Tensor | None,
-    gated: bool,
-    y_MN: Tensor,
-    scratch: SmallBatchScratch,
-) -> Tensor:
-    """The same in plain torch."""
-    num_rows, size_k = rows.scaled_MK.shape
-    squares_MJ = scratch.squares[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
-    scale_M1 = (squares_MJ.sum(-1, keepdim=True) / size_k + rows.eps).rsqrt()
-    if isinstance(weight, QuantizedWeight):
-        assert scratch.amax is not None, "a quantized product needs amax"
-        sums = quantized_sums_reference(rows.scaled_MK, weight, RowAmax(scratch.amax.normed, rows.num_squares))
-    else:
-        sums = rows.scaled_MK.float() @ weight.float().t()
-    y = sums * scale_M1
-    if bias_N is not None:
-        y = y + bias_N.float()
-    if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = torch.nn.functional.silu(gate) * up
-    y_MN.copy_(y.to(y_MN.dtype))
-    if gated and isinstance(weight, QuantizedWeight):
-        gate_amax_reference(y_MN, weight, scratch)
+    """Compute norm(x) @ weight.T + bias, or silu(upper half) * lower half of it, into `y_MN`, in its type."""
+    _launch(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated)
     return y_MN
 
 
@@ -102,35 +62,9 @@ def small_batch_linear(
     scratch: SmallBatchScratch,
     amax: RowAmax | None = None,
 ) -> Tensor:
-    """a @ weight.T + bias into `y_MN`, with nothing before or behind it: a rank's part of a sum; `amax` as in `linear_add`."""
-    if isinstance(weight, QuantizedWeight):
-        launch_quantized(a_MK, weight, bias_N, y_MN, scratch, amax=amax)
-    else:
-        _launch(a_MK, weight, bias_N, y_MN, scratch)
+    """Compute a @ weight.T + bias into `y_MN` without prologue or epilogue: a rank's part of a sum."""
+    _launch(a_MK, weight, bias_N, y_MN, scratch, amax=amax)
     return y_MN
-
-
-def small_batch_linear_reference(
-    a_MK: Tensor,
-    weight: Tensor | QuantizedWeight,
-    bias_N: Tensor | None,
-    y_MN: Tensor,
-    scratch: SmallBatchScratch,
-    amax: RowAmax | None = None,
-) -> Tensor:
-    """The same in plain torch."""
-    return y_MN.copy_(_sums_reference(a_MK, weight, bias_N, amax))
-
-
-def _sums_reference(
-    a_MK: Tensor, weight: Tensor | QuantizedWeight, bias_N: Tensor | None, amax: RowAmax | None
-) -> Tensor:
-    """float32 a @ weight.T + bias."""
-    if isinstance(weight, QuantizedWeight):
-        y = quantized_sums_reference(a_MK, weight, amax)
-    else:
-        y = a_MK.float() @ weight.float().t()
-    return y if bias_N is None else y + bias_N.float()
 
 
 def linear_add(
@@ -144,36 +78,16 @@ def linear_add(
     scratch: SmallBatchScratch,
     amax: RowAmax | None = None,
 ) -> NormedRows:
-    """x += a @ weight.T + bias, with the next RMSNorm deferred; `amax` are those of `a`, for a weight that takes rows as codes."""
-    if isinstance(weight, QuantizedWeight):
-        num_blocks = launch_quantized(
-            a_MK, weight, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN, amax=amax
-        )
-    else:
-        num_blocks = _launch(a_MK, weight, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN)
+    """x += a @ weight.T + bias, with the next RMSNorm deferred; `amax` is that of `a`, if the weight quantizes rows."""
+    num_blocks = _launch(
+        a_MK, weight, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN, amax=amax
+    )
     return NormedRows(scaled_MN, num_blocks, eps)
-
-
-def linear_add_reference(
-    a_MK: Tensor,
-    weight: Tensor | QuantizedWeight,
-    bias_N: Tensor | None,
-    x_MN: Tensor,
-    norm_weight_N: Tensor,
-    eps: float,
-    scaled_MN: Tensor,
-    scratch: SmallBatchScratch,
-    amax: RowAmax | None = None,
-) -> NormedRows:
-    """The same in plain torch; the squares of a row are summed as one block."""
-    y = _sums_reference(a_MK, weight, bias_N, amax)
-    x_MN.copy_((x_MN.float() + y.to(x_MN.dtype).float()).to(x_MN.dtype))
-    return defer_rms_norm_reference(x_MN, norm_weight_N, eps, scaled_MN, scratch)
 
 
 def _launch(
     x_MK: Tensor,
-    weight_NK: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias_N: Tensor | None,
     y_MN: Tensor,
     scratch: SmallBatchScratch,
@@ -181,35 +95,23 @@ def _launch(
     gated: bool = False,
     norm_weight_N: Tensor | None = None,
     scaled_MN: Tensor | None = None,
+    amax: RowAmax | None = None,
 ) -> int:
-    """Launch the kernel for this many rows; how many blocks of outputs it was cut into."""
+    """Launch the kernel for this many rows, and return its blocks of outputs; `amax` is for quantized weights only."""
+    if isinstance(weight, QuantizedWeight):
+        return launch_quantized(x_MK, weight, bias_N, y_MN, scratch, rows, gated, norm_weight_N, scaled_MN, amax)
     num_rows, size_k = x_MK.shape
     size_n = y_MN.shape[1]
     num_squares, eps = (rows.num_squares, rows.eps) if rows else (1, 0.0)
-    pdl = supports_pdl(x_MK)
     arguments = (
-        x_MK,
-        weight_NK,
-        bias_N if bias_N is not None else weight_NK,
-        y_MN,
-        norm_weight_N if norm_weight_N is not None else weight_NK,
-        scaled_MN if scaled_MN is not None else y_MN,
-        scratch.squares,
-        scratch.partials,
-        scratch.arrived,
-        num_rows,
-        size_n,
-        size_k,
-    )
+        x_MK, weight, bias_N if bias_N is not None else weight, y_MN,
+        norm_weight_N if norm_weight_N is not None else weight, scaled_MN if scaled_MN is not None else y_MN,
+        scratch.squares, scratch.partials, scratch.arrived, num_rows, size_n, size_k,
+    )  # fmt: skip
     flags = {
-        "HAS_BIAS": bias_N is not None,
-        "GATED": gated,
-        "RESIDUAL": norm_weight_N is not None,
-        "DEFERRED_NORM": rows is not None,
-        "BLOCK_J": next_power_of_two(num_squares),
-        "PDL": pdl,
-        **pdl_launch(pdl),
-    }
+        "HAS_BIAS": bias_N is not None, "GATED": gated, "RESIDUAL": norm_weight_N is not None,
+        "DEFERRED_NORM": rows is not None, "BLOCK_J": next_power_of_two(num_squares), **pdl_flags(x_MK),
+    }  # fmt: skip
     if row_form(num_rows):
         block_n, block_k, num_warps = gemv_blocks(size_k, gated)
         num_blocks = -(-size_n // block_n)

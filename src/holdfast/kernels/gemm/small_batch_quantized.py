@@ -1,13 +1,12 @@
-"""Small batches by a weight of eight bits and a scale a row: the products of kernels/gemm/small_batch.py, for half of the bytes.
+"""Small batches by an 8-bit weight with a scale a row: the products of kernels/gemm/small_batch.py for half the bytes.
 
-M rows, N outputs, K inputs, J blocks of K or N, P places for amax
+M rows, N outputs, K inputs, J blocks of K or N, P amax values
 
-Prologue and epilogue are the same. With e4m3 weights rows are quantized to e4m3 in the prologue: a row's scale follows from
-its amax, which its producer has left by block, so that no kernel stands between. With int8 weights rows stay as they are. A
-deferred RMSNorm changes nothing in a row's codes: 1 / rms is a factor of the whole row, as its scale is.
+Prologue and epilogue are those of kernels/gemm/small_batch.py. For e4m3 weights the prologue quantizes rows to e4m3: their
+producer stored amax by block, which gives the scale. For int8 weights rows are not quantized. A deferred RMSNorm does not
+change a row's codes: 1 / rms is a factor of the whole row, like its scale.
 """
 
-import torch
 from torch import Tensor
 
 from holdfast.kernels.fp8 import kernel_codes, loaded_numbers, quantized_numbers
@@ -22,18 +21,10 @@ from holdfast.kernels.gemm.gemv import (
     row_form,
     sum_partials,
 )
-from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.geometry import FUSED_DECODE_ROWS, SMALL_BATCH_BLOCK_N
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit_counting, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 
 # ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
@@ -44,7 +35,7 @@ BLOCK_K = 256
 
 
 def takes_weight(weight: QuantizedWeight | Tensor) -> bool:
-    """Whether these kernels take the weight: eight bits, and a scale for every row of it."""
+    """Return True if these kernels take the weight: 8-bit with a scale a row."""
     return isinstance(weight, QuantizedWeight) and weight.scheme.block_columns == 0 and len(weight.shape) == 2
 
 
@@ -60,50 +51,32 @@ def launch_quantized(
     scaled_MN: Tensor | None = None,
     amax: RowAmax | None = None,
 ) -> int:
-    """Launch the kernel for this many rows; how many blocks of outputs it was cut into.
+    """Launch the kernel for this many rows, and return its blocks of outputs.
 
-    `rows` is the deferred RMSNorm that x_MK comes with; otherwise `amax` are those of x_MK.
+    `rows` is the deferred RMSNorm of x_MK; without it, `amax` is that of x_MK.
     """
     num_rows, size_k = x_MK.shape
     size_n = y_MN.shape[1]
     own = scratch.amax
-    assert own is not None, "a quantized product needs room for amax"
+    assert own is not None, "a quantized product needs amax"
     quantizes_rows = weight.scheme.quantizes_activations
     if rows is not None:
         amax = RowAmax(own.normed, rows.num_squares)
-    assert amax is not None or not quantizes_rows, "the amax of rows that are to be quantized are missing"
+    assert amax is not None or not quantizes_rows, "rows that become codes need amax"
     num_squares, num_amax = rows.num_squares if rows else 1, amax.num_amax if amax else 1
-    pdl = supports_pdl(x_MK)
     arguments = (
-        x_MK,
-        kernel_codes(weight.codes),
-        weight.scales,
-        bias_N if bias_N is not None else weight.scales,
-        y_MN,
-        norm_weight_N if norm_weight_N is not None else weight.scales,
-        scaled_MN if scaled_MN is not None else y_MN,
-        scratch.squares,
-        amax.values if amax is not None else own.normed,
-        own.normed,
-        own.gated,
-        scratch.partials,
-        scratch.arrived,
-        num_rows,
-        size_n,
-        size_k,
-    )
+        x_MK, kernel_codes(weight.codes), weight.scales, bias_N if bias_N is not None else weight.scales, y_MN,
+        norm_weight_N if norm_weight_N is not None else weight.scales, scaled_MN if scaled_MN is not None else y_MN,
+        scratch.squares, amax.values if amax is not None else own.normed, own.normed, own.gated,
+        scratch.partials, scratch.arrived, num_rows, size_n, size_k,
+    )  # fmt: skip
     flags = {
-        "HAS_BIAS": bias_N is not None,
-        "GATED": gated,
-        "RESIDUAL": norm_weight_N is not None,
-        "DEFERRED_NORM": rows is not None,
-        "QUANTIZES_ROWS": quantizes_rows,
-        "BLOCK_J": next_power_of_two(num_squares),
-        "BLOCK_P": next_power_of_two(num_amax),
+        "HAS_BIAS": bias_N is not None, "GATED": gated, "RESIDUAL": norm_weight_N is not None,
+        "DEFERRED_NORM": rows is not None, "QUANTIZES_ROWS": quantizes_rows,
+        "BLOCK_J": next_power_of_two(num_squares), "BLOCK_P": next_power_of_two(num_amax),
         "PLAIN": is_interpreted(),
-        "PDL": pdl,
-    }
-    eps, options = rows.eps if rows else 0.0, pdl_launch(pdl)
+    }  # fmt: skip
+    eps, options = rows.eps if rows else 0.0, pdl_flags(x_MK)
     if row_form(num_rows):
         blocks = quantized_gemv_blocks(size_k, gated, norm_weight_N is not None, quantizes_rows)
         num_blocks = -(-size_n // blocks.block_n)
@@ -121,27 +94,6 @@ def launch_quantized(
         BLOCK_K=BLOCK_K, NUM_STAGES=4, num_warps=4, **flags, **options,
     )  # fmt: skip
     return num_blocks
-
-
-def quantized_sums_reference(x_MK: Tensor, weight: QuantizedWeight, amax: RowAmax | None) -> Tensor:
-    """float32 x @ weight.T in plain torch, in the rounding of these kernels: rows times the inverse of their scale."""
-    x = x_MK.float()
-    scale_M1 = torch.ones(len(x), 1, device=x.device)
-    if weight.scheme.quantizes_activations:
-        assert amax is not None, "the amax of rows that are to be quantized are missing"
-        values = amax.values[: len(x) * amax.num_amax].view(torch.float32).view(len(x), amax.num_amax)
-        scale_M1 = (values.amax(-1, keepdim=True) / E4M3_MAX).clamp_min(LEAST_E4M3_SCALE)
-        x = (x * (1.0 / scale_M1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return x @ weight.codes.float().t() * scale_M1 * weight.scales
-
-
-def gate_amax_reference(y_MN: Tensor, weight: QuantizedWeight, scratch: SmallBatchScratch) -> None:
-    """The amax of what a gated product has left, raised in plain torch: the first of each row's places."""
-    if not weight.scheme.quantizes_activations:
-        return
-    assert scratch.amax is not None, "a quantized product needs room for amax"
-    first_M = scratch.amax.gated[: len(y_MN) * NUM_GATE_AMAX].view(len(y_MN), NUM_GATE_AMAX)[:, 0]
-    first_M.copy_(torch.maximum(first_M, y_MN.float().abs().amax(-1).view(torch.int32)))
 
 
 @jit_counting("num_rows")
@@ -202,7 +154,7 @@ def small_batch_quantized_kernel(
             else:
                 b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y)
     if PDL:
-        # Not sooner: the programs of the next kernel would take places from those of this one.
+        # Not sooner: programs of the next kernel would take occupancy from this one.
         tl.extra.cuda.gdc_launch_dependents()
     m_nm = m_n[:, None] & m_m[None, :]
     if NUM_SPLITS > 1:

@@ -6,23 +6,14 @@ A small batch is bound by reading its experts once. A row is a few consecutive l
 precision over these loads, then in float32, as in kernels/gemm/gemv.py.
 """
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from holdfast.kernels.activation import GateForm, gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers, quantized_numbers
-from holdfast.kernels.gemm.gemv import half_sums
+from holdfast.kernels.gemm.gemv import GemvBlocks, half_sums
 from holdfast.kernels.gemm.quantized_tiles import FP8_ROWS, INT8_ROWS, WeightOperands
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # ruff: noqa: ANN001, ANN201, ANN202 pointers of kernels have no types
@@ -37,15 +28,6 @@ BLOCKS_K = (256, 512, 1024)
 """Columns of a load."""
 PROGRAM_BYTES = 16384
 """Bytes of the weight that a program loads."""
-
-
-class DeepBlocks(NamedTuple):
-    """Outputs of a program, columns of a load, loads of a row, and warps."""
-
-    block_n: int
-    block_k: int
-    depth: int
-    num_warps: int
 
 
 def takes_deep_loads(weight: Tensor | QuantizedWeight) -> bool:
@@ -64,11 +46,11 @@ def column_blocks(size_k: int) -> tuple[int, int]:
     return block_k, depths[block_k]
 
 
-def gemv_blocks(size_k: int, gated: bool, element_bytes: int) -> DeepBlocks:
+def gemv_blocks(size_k: int, gated: bool, element_bytes: int) -> GemvBlocks:
     """Return the blocks of a GEMV, as measured on an H200 (docs/log.md)."""
     block_k, depth = column_blocks(size_k)
     num_rows = PROGRAM_BYTES // (element_bytes * block_k * depth) // (2 if gated else 1)
-    return DeepBlocks(min(16, 1 << max(0, num_rows.bit_length() - 1)), block_k, depth, 4)
+    return GemvBlocks(min(16, 1 << max(0, num_rows.bit_length() - 1)), block_k, depth, 4)
 
 
 def deep_gemv(
@@ -77,13 +59,12 @@ def deep_gemv(
     """Multiply each pair's row by its expert's weight, which `takes_deep_loads` accepts."""
     (num_pairs, size_n), (num_rows, size_k) = out_PN.shape, operands.tensors[0].shape
     blocks = gemv_blocks(size_k, gated, operands.tensors[2].element_size())
-    pdl = supports_pdl(out_PN)
     _deep_gemv_kernel[(-(-size_n // blocks.block_n), num_pairs)](
         *operands.tensors, out_PN if bias_EN is None else bias_EN, expert_ids_TS, out_PN, size_n, size_k,
         KIND=int(operands.kind), HAS_BIAS=bias_EN is not None, PAIRS_PER_ROW=num_pairs // num_rows,
         EVEN=size_k == blocks.block_k * blocks.depth, BLOCK_N=blocks.block_n, BLOCK_K=blocks.block_k,
-        DEPTH=blocks.depth, PLAIN=is_interpreted(), PDL=pdl, num_warps=blocks.num_warps, **form.flags(gated),
-        **pdl_launch(pdl),
+        DEPTH=blocks.depth, PLAIN=is_interpreted(), num_warps=blocks.num_warps, **form.flags(gated),
+        **pdl_flags(out_PN),
     )  # fmt: skip
     return out_PN
 

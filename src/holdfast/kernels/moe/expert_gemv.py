@@ -19,16 +19,8 @@ from holdfast.kernels.gemm.quantized_tiles import (
 )
 from holdfast.kernels.moe.deep_gemv import deep_gemv, takes_deep_loads, weight_rows
 from holdfast.kernels.moe.routing import ExpertOrder
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, release_then_wait, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -55,14 +47,14 @@ def expert_gemv(
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
         return out_PN
-    size_k, pdl = x_XK.shape[1], supports_pdl(x_XK)
+    size_k = x_XK.shape[1]
     operands = operands_of(x_XK, weight, quantized)
     if takes_deep_loads(weight):
         return deep_gemv(operands, order.expert_ids_TS, out_PN, gated, bias_EN, form)
     bias = out_PN if bias_EN is None else bias_EN
     arguments = (*operands.tensors, bias, order.expert_ids_TS, out_PN, size_n, size_k)
     flags = {"HAS_BIAS": bias_EN is not None, "PAIRS_PER_ROW": num_pairs // len(x_XK), "PLAIN": is_interpreted()}
-    flags |= {"PDL": pdl, **pdl_launch(pdl), **form.flags(gated)}
+    flags |= {**pdl_flags(x_XK), **form.flags(gated)}
     if operands.kind == OperandKind.E2M1_GROUPS:
         block_n, groups = _mxfp4_blocks(size_k // 32)
         _mxfp4_gemv_kernel[(-(-size_n // block_n), num_pairs)](

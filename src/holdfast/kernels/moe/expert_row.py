@@ -11,21 +11,12 @@ from torch import Tensor
 
 from holdfast.kernels.fp8 import kernel_codes
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
-from holdfast.kernels.gemm.gemv import LEAST_SCALE
+from holdfast.kernels.gemm.gemv import LEAST_SCALE, GemvBlocks
 from holdfast.kernels.gemm.quantized_tiles import FP8_ROWS, INT8_ROWS, OperandKind
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N
-from holdfast.kernels.moe.deep_gemv import DeepBlocks, column_blocks, deep_load, deep_products
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.moe.deep_gemv import column_blocks, deep_load, deep_products
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantize
 
@@ -39,7 +30,7 @@ MAX_REGISTERS = 100
 """Registers of a thread for weights and sums."""
 
 
-def down_blocks(size_k: int, top_k: int, kind: OperandKind, element_bytes: int) -> DeepBlocks:
+def down_blocks(size_k: int, top_k: int, kind: OperandKind, element_bytes: int) -> GemvBlocks:
     """Cut the launch so that the rows of all experts for a few outputs fit into registers with their sums."""
     block_k, depth = column_blocks(size_k)
     block_n, num_warps = 8, 8
@@ -50,7 +41,7 @@ def down_blocks(size_k: int, top_k: int, kind: OperandKind, element_bytes: int) 
             block_n //= 2
         else:
             num_warps *= 2
-    return DeepBlocks(block_n, block_k, depth, num_warps)
+    return GemvBlocks(block_n, block_k, depth, num_warps)
 
 
 def _kind(weight: Tensor | QuantizedWeight) -> OperandKind:
@@ -122,7 +113,7 @@ def down_row_add_triton(
     assert expert_ids_1S.shape == shares_1S.shape == (1, top_k), f"{expert_ids_1S.shape=} {shares_1S.shape=}"
     codes, weight_scales = _operands(weight)
     blocks = down_blocks(size_k, top_k, _kind(weight), codes.element_size())
-    num_blocks, pdl = -(-size_n // blocks.block_n), supports_pdl(x_1N)
+    num_blocks = -(-size_n // blocks.block_n)
     _down_kernel[(num_blocks,)](
         active_SK, codes, weight_scales, x_1N if bias_EN is None else bias_EN, expert_ids_1S, shares_1S, x_1N,
         norm_weight_N, scaled_1N, scratch.squares, scratch.squares if scratch.amax is None else scratch.amax.normed,
@@ -131,7 +122,7 @@ def down_row_add_triton(
         EVEN=size_k == blocks.block_k * blocks.depth,
         COLUMNS_AT_A_TIME=16 // active_SK.element_size() if size_k % 8 == 0 else 1, TOP_K=top_k,
         BLOCK_S=next_power_of_two(top_k), BLOCK_N=blocks.block_n, BLOCK_K=blocks.block_k, DEPTH=blocks.depth,
-        PLAIN=is_interpreted(), PDL=pdl, num_warps=blocks.num_warps, **pdl_launch(pdl),
+        PLAIN=is_interpreted(), num_warps=blocks.num_warps, **pdl_flags(x_1N),
     )  # fmt: skip
     return NormedRows(scaled_1N, num_blocks, eps)
 

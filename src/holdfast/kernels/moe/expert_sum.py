@@ -7,17 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    check_dense,
-    constexpr,
-    jit,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-    wait_then_release,
-)
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import check_dense, constexpr, jit, release_then_wait, tl, wait_then_release
 
 # ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 
@@ -94,13 +85,12 @@ def sum_experts_triton(
     if not out_TH.numel():
         return out_TH
     columns = row_form(num_rows)
-    pdl = supports_pdl(routed_PH)
     _sum_kernel[(num_rows, -(-size // columns))](
         routed_PH, shares_TS, shared_TH if shared_TH is not None else routed_PH,
         shared_logit_T1 if shared_logit_T1 is not None else shares_TS,
         local_ids_TS if local_ids_TS is not None else shares_TS, out_TH, size,
         TOP_K=top_k, HAS_IDS=local_ids_TS is not None, HAS_SHARED=shared_TH is not None,
-        HAS_GATE=shared_logit_T1 is not None, BLOCK=columns, PDL=pdl, num_warps=columns // 256, **pdl_launch(pdl),
+        HAS_GATE=shared_logit_T1 is not None, BLOCK=columns, num_warps=columns // 256, **pdl_flags(routed_PH),
     )  # fmt: skip
     return out_TH
 
@@ -184,13 +174,13 @@ def add_experts_triton(
     """Launch one program for some columns of a token; each stores a sum of squares."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, x_TH)
     (num_rows, top_k), size = shares_TS.shape, x_TH.shape[1]
-    pdl, num_blocks = supports_pdl(routed_PH), -(-size // SMALL_BATCH_COLUMNS)
+    num_blocks = -(-size // SMALL_BATCH_COLUMNS)
     _add_kernel[(num_rows, num_blocks)](
         routed_PH, shares_TS, shared_TH if shared_TH is not None else routed_PH,
         shared_logit_T1 if shared_logit_T1 is not None else shares_TS, x_TH, norm_weight_H, scaled_TH, scratch.squares,
         scratch.squares if scratch.amax is None else scratch.amax.normed, size,
         TOP_K=top_k, HAS_SHARED=shared_TH is not None, HAS_GATE=shared_logit_T1 is not None,
-        HAS_AMAX=scratch.amax is not None, BLOCK=SMALL_BATCH_COLUMNS, PDL=pdl, num_warps=1, **pdl_launch(pdl),
+        HAS_AMAX=scratch.amax is not None, BLOCK=SMALL_BATCH_COLUMNS, num_warps=1, **pdl_flags(routed_PH),
     )  # fmt: skip
     return NormedRows(scaled_TH, num_blocks, eps)
 

@@ -27,16 +27,8 @@ from holdfast.kernels.gemm.quantized_tiles import (
 )
 from holdfast.kernels.moe.deep_gemv import weight_rows
 from holdfast.kernels.moe.routing import ExpertOrder
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -98,7 +90,7 @@ def grouped_gemm(
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
         return out_PN
-    size_k, pdl = x_XK.shape[1], supports_pdl(x_XK)
+    size_k = x_XK.shape[1]
     operands = operands_of(x_XK, weight, quantized)
     tile = tile_for(order.block_rows, gated, operands.kind, operands.tensors[0].element_size())
     assert operands.group in (0, tile.block_k), f"scales for {operands.group} columns, and tiles of {tile.block_k}"
@@ -112,7 +104,7 @@ def grouped_gemm(
         "BLOCK_S": next_power_of_two(order.top_k), "PAIRS_PER_ROW": num_pairs // len(x_XK),
         "EVEN_N": size_n % num_outputs == 0, "EVEN_K": size_k % tile.block_k == 0,
         "BLOCK_M": order.block_rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "NUM_STAGES": tile.num_stages,
-        "PLAIN": is_interpreted(), "PDL": pdl, "num_warps": tile.num_warps, **form.flags(gated), **pdl_launch(pdl),
+        "PLAIN": is_interpreted(), "num_warps": tile.num_warps, **form.flags(gated), **pdl_flags(x_XK),
     }  # fmt: skip
     if operands.kind == OperandKind.E2M1_GROUPS:
         # The fast path loads exponents of a block of K as words; bfloat16 holds all products of codes and scales.

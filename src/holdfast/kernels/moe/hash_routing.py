@@ -15,17 +15,8 @@ from holdfast.kernels.moe.routing import (
     scores_of,
     shares_of,
 )
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    check_dense,
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import check_dense, constexpr, jit, next_power_of_two, release_then_wait, tl
 
 # ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 
@@ -82,13 +73,12 @@ def route_by_table_triton(
     (num_rows, num_experts), top_k = logits_TE.shape, expert_ids_TS.shape[1]
     if not num_rows:
         return
-    pdl = supports_pdl(logits_TE)
     _route_by_table_kernel[(num_rows,)](
         logits_TE, logits_TE if bias_E is None else bias_E, table_VS, token_ids_T, expert_ids_TS, shares_TS,
         len(table_VS), num_experts,
         HAS_BIAS=bias_E is not None, NORMALIZE=routing.normalizes, SCORING=routing.scoring,
         SHARE_SCALE=routing.share_scale, TOP_K=top_k, BLOCK_E=next_power_of_two(num_experts),
-        BLOCK_S=next_power_of_two(top_k), PDL=pdl, num_warps=1, **pdl_launch(pdl),
+        BLOCK_S=next_power_of_two(top_k), num_warps=1, **pdl_flags(logits_TE),
     )  # fmt: skip
 
 

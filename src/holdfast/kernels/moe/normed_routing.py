@@ -16,15 +16,13 @@ from holdfast.kernels.gemm.gemv import LEAST_SCALE
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.small_batch import normed_linear
 from holdfast.kernels.moe.routing import Routing, choose_experts, route_tokens_reference
-from holdfast.kernels.operation import operation
+from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import (
     check_dense,
     constexpr,
     is_interpreted,
     jit,
     next_power_of_two,
-    pdl_launch,
-    supports_pdl,
     tl,
     wait_then_release,
 )
@@ -87,7 +85,7 @@ def route_normed_triton(
 ) -> None:
     (num_rows, size_k), (num_experts, top_k) = rows.scaled_MK.shape, (len(router_EK), expert_ids_TS.shape[1])
     _check(rows, router_EK, logits_TE, expert_ids_TS, shares_TS, finished)
-    is_coded, pdl = not isinstance(finished, Tensor), supports_pdl(router_EK)
+    is_coded = not isinstance(finished, Tensor)
     assert not is_coded or scratch.amax is not None, "rows that become codes need amax"
     arguments = (
         rows.scaled_MK, router_EK, logits_TE if bias_E is None else bias_E, logits_TE, expert_ids_TS, shares_TS,
@@ -100,7 +98,7 @@ def route_normed_triton(
         "HAS_BIAS": bias_E is not None, "NORMALIZE": normalize, "IS_CODED": is_coded, "TOP_K": top_k,
         "BLOCK_S": next_power_of_two(top_k), "BLOCK_E": next_power_of_two(num_experts),
         "BLOCK_K": next_power_of_two(size_k), "BLOCK_J": next_power_of_two(rows.num_squares),
-        "PLAIN": is_interpreted(), "PDL": pdl, **pdl_launch(pdl),
+        "PLAIN": is_interpreted(), **pdl_flags(router_EK),
         "num_warps": max(1, next_power_of_two(size_k) // COLUMNS_PER_WARP),
     }  # fmt: skip
     if num_rows == 1:

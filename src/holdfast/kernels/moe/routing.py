@@ -23,7 +23,7 @@ from holdfast.kernels.geometry import (
     order_specs,
     sorts_pairs,
 )
-from holdfast.kernels.operation import operation
+from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import (
     check_dense,
     constexpr,
@@ -31,9 +31,7 @@ from holdfast.kernels.triton_compat import (
     jit_counting,
     kernel_constant,
     next_power_of_two,
-    pdl_launch,
     release_then_wait,
-    supports_pdl,
     tl,
 )
 
@@ -180,7 +178,7 @@ def route_tokens_triton(
         return
     num_groups = routing.num_groups if routing.limits_groups else 1
     group_size = num_experts // num_groups
-    pdl, block_g, block_m = supports_pdl(logits_TE), next_power_of_two(num_groups), next_power_of_two(group_size)
+    block_g, block_m = next_power_of_two(num_groups), next_power_of_two(group_size)
     _route_kernel[(num_rows,)](
         logits_TE, logits_TE if bias_E is None else bias_E, logits_TE if score_bias_E is None else score_bias_E,
         expert_ids_TS, shares_TS, num_experts,
@@ -189,8 +187,8 @@ def route_tokens_triton(
         BY_LOGITS=routing.ranks_by_logits(score_bias_E is not None), SUMS_TWO=routing.group_score == "two_largest",
         SHARE_SCALE=routing.share_scale, GROUP_SIZE=group_size,
         GROUPS_TAKEN=routing.groups_taken if routing.limits_groups else 0, TOP_K=top_k, BLOCK_G=block_g,
-        BLOCK_M=block_m, BLOCK_S=next_power_of_two(top_k), PDL=pdl, num_warps=max(1, min(4, block_g * block_m // 256)),
-        **pdl_launch(pdl),
+        BLOCK_M=block_m, BLOCK_S=next_power_of_two(top_k), num_warps=max(1, min(4, block_g * block_m // 256)),
+        **pdl_flags(logits_TE),
     )  # fmt: skip
 
 
@@ -487,8 +485,7 @@ def fill_order_triton(order: ExpertOrder, counts_CE: Tensor, cut_pairs: int = CU
         block_rows=order.block_rows
     )
     block_e = next_power_of_two(num_experts)
-    pdl = supports_pdl(order.expert_ids_TS)
-    flags = {"BLOCK_E": block_e, "CUT_PAIRS": cut_pairs, "PDL": pdl, **pdl_launch(pdl)}
+    flags = {"BLOCK_E": block_e, "CUT_PAIRS": cut_pairs, **pdl_flags(order.expert_ids_TS)}
     if num_cuts > 1:
         _count_kernel[(num_cuts,)](order.expert_ids_TS, counts_CE, num_pairs, num_experts, num_warps=4, **flags)
     _order_kernel[(num_experts, num_cuts)](

@@ -40,7 +40,6 @@ class LoadReport:
 
     seconds: float
     read_bytes: int
-    """Bytes of the checkpoint in the plan."""
     read_seconds: float
     """Summed over the readers; 0 if the source writes the rows itself."""
     num_readers: int

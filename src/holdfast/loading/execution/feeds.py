@@ -194,7 +194,6 @@ class _Sample:
         self._sampled_bytes = 0
         self._bytes_under_way = 0
         self.num_bytes = 0
-        """Bytes of all chunks."""
 
     def begin(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
         self._add_up()

@@ -44,7 +44,6 @@ class _Lane(NamedTuple):
     shift: int
     """Bytes from the beginning of a row to the first column that the kernel reads."""
     target: int
-    """Address of row 0."""
     row_bytes: int
     scales: int
     scale_row_bytes: int
@@ -111,62 +110,43 @@ class AddressPlacer:
         return True
 
     def _new_lane(self, move: Move, verify: bool) -> _Lane:
-        source, target = getattr(torch, move.tensor_dtype), self._tensors[move.target]
-        assert target.is_contiguous(), f"{move.target}: rows lie apart"
+        target, scheme = self._tensors[move.target], move.scheme
         num_columns, kept = move.num_read_columns, move.kept_columns
-        x = torch.empty(0, dtype=source)
-        assert is_placeable(source, target.dtype) or move.scheme is not None, f"{move}: into {target.dtype}"
-        if move.scheme is not None:
-            return self._new_codes_lane(move, move.scheme, x, target, verify)
-        if move.keeps_exponents and target.dtype == torch.uint8:
-            x, target = x.view(E8M0), target.view(E8M0)
-        p_x = Pointer((as_bits(x) if x.dtype == target.dtype else as_kernels_read(x)).dtype)
-        p_y, p_nonfinite, p_differing = Pointer(as_bits(target).dtype), Pointer(torch.int32), Pointer(torch.int32)
-        width = kept[1] - kept[0]
+        x = torch.empty(0, dtype=getattr(torch, move.tensor_dtype))
+        scales = find_amax = p_scales = p_amax = None
+        width, seen, num_scales = kept[1] - kept[0], kept, 0
+        assert target.is_contiguous(), f"{move.target}: rows are not adjacent"
+        if scheme is None:
+            assert is_placeable(x.dtype, target.dtype), f"{move}: into {target.dtype}"
+            if move.keeps_exponents and target.dtype == torch.uint8:
+                x, target = x.view(E8M0), target.view(E8M0)
+            read = as_bits(x) if x.dtype == target.dtype else as_kernels_read(x)
+            launch = plain_launch(x.dtype, target.dtype, width, (num_columns, 1), (width, 1), verify)
+        else:
+            scales, read = self._tensors[move.target + SCALE_SUFFIX], as_kernels_read(x)
+            seen = seen_columns(num_columns, kept, scheme)
+            num_scales = -(-width // scheme.block_columns) if scheme.block_columns else 1
+            assert x.dtype in FLOATS, f"{move}: is not quantized"
+            assert scales.is_contiguous(), f"{move.target}: scales are not adjacent"
+            assert not scheme.block_columns or scales.shape[-1] == num_scales, f"{move}: {scales.shape=}"
+            assert not (verify and scheme.is_whole_tensor), f"{move}: a tied weight has no amax"
+            p_scales = Pointer(as_bits(scales).dtype)
+            if scheme.is_whole_tensor:
+                p_amax, find_amax = Pointer(torch.int32), amax_launch(num_columns, (num_columns, 1))
+            columns = kept[0] - seen[0], kept[1] - seen[0]
+            launch = codes_launch(scheme, seen[1] - seen[0], columns, (num_columns, 1), verify)
+        p_x, p_y, p_nonfinite, p_differing = map(Pointer, (read.dtype, as_bits(target).dtype, torch.int32, torch.int32))
+        row_amax = () if scheme is None or scheme.block_columns else (p_amax,)
         return _Lane(
-            launch=plain_launch(x.dtype, target.dtype, width, (num_columns, 1), (width, 1), verify),
-            find_amax=None,
-            shift=kept[0] * x.element_size(),
-            target=target.data_ptr(),
-            row_bytes=width * target.element_size(),
-            scales=0,
-            scale_row_bytes=0,
-            block_rows=1,
-            leading=(p_x, p_y, p_nonfinite, p_differing),
-            p_x=p_x,
-            p_y=p_y,
-            p_scales=None,
-            p_amax=None,
-            p_nonfinite=p_nonfinite,
-            p_differing=p_differing,
-        )
-
-    def _new_codes_lane(
-        self, move: Move, scheme: WeightScheme, x: torch.Tensor, target: torch.Tensor, verify: bool
-    ) -> _Lane:
-        num_columns, kept, width = move.num_read_columns, move.kept_columns, scheme.block_columns
-        scales = self._tensors[move.target + SCALE_SUFFIX]
-        seen = seen_columns(num_columns, kept, scheme)
-        assert x.dtype in FLOATS, f"{move}: is not quantized"
-        assert scales.is_contiguous(), f"{move.target}: scales lie apart"
-        assert not width or scales.shape[-1] == -(-(kept[1] - kept[0]) // width), f"{move}: {scales.shape=}"
-        assert not (verify and scheme.is_whole_tensor), f"{move}: a tied weight has no amax"
-        p_x, p_y, p_scales = (Pointer(read.dtype) for read in (as_kernels_read(x), as_bits(target), as_bits(scales)))
-        p_nonfinite, p_differing = Pointer(torch.int32), Pointer(torch.int32)
-        p_amax = Pointer(torch.int32) if scheme.is_whole_tensor else None
-        row_amax = () if width else (p_amax,)
-        return _Lane(
-            launch=codes_launch(
-                scheme, seen[1] - seen[0], (kept[0] - seen[0], kept[1] - seen[0]), (num_columns, 1), verify
-            ),
-            find_amax=amax_launch(num_columns, (num_columns, 1)) if scheme.is_whole_tensor else None,
+            launch=launch,
+            find_amax=find_amax,
             shift=seen[0] * x.element_size(),
             target=target.data_ptr(),
-            row_bytes=(kept[1] - kept[0]) // scheme.codes_per_byte,
-            scales=scales.data_ptr(),
-            scale_row_bytes=(scales.shape[-1] if width else 1) * scales.element_size(),
-            block_rows=scheme.block_rows,
-            leading=(p_x, p_y, p_scales, *row_amax, p_nonfinite, p_differing),
+            row_bytes=width * target.element_size() if scheme is None else width // scheme.codes_per_byte,
+            scales=0 if scales is None else scales.data_ptr(),
+            scale_row_bytes=0 if scales is None else num_scales * scales.element_size(),
+            block_rows=1 if scheme is None else scheme.block_rows,
+            leading=(p_x, p_y, *(() if p_scales is None else (p_scales,)), *row_amax, p_nonfinite, p_differing),
             p_x=p_x,
             p_y=p_y,
             p_scales=p_scales,
@@ -197,17 +177,13 @@ class _Route(NamedTuple):
     dtype: str
     element_bytes: int
     num_columns: int
-    """Read columns."""
     kept: tuple[int, int]
     is_transposed: bool
     first_row: int
-    """First row of the move in the tensor."""
     row_start: int
-    """First row in the target."""
     repeats: int
     scheme: WeightScheme | None
     target: torch.Tensor
-    """The whole target, as rows."""
     scales: torch.Tensor | None
     findings: Findings
     amax: torch.Tensor | None

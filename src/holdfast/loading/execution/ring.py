@@ -35,7 +35,6 @@ class Piece(NamedTuple):
     num_rows: int
     read: Read
     offset: int
-    """Of its bytes in the chunk."""
     num_bytes: int
     finds_amax: bool
     """True if the amax of its rows is needed before any of the move's rows is placed."""
@@ -231,7 +230,6 @@ class ChunkRing:
         self._num_in_order = number
 
     def _read(self) -> None:
-        """Run a reader thread."""
         try:
             while (work := self._next()) is not None:
                 chunk, free = work

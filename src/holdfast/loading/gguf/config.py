@@ -33,9 +33,7 @@ SHARED_ARCHITECTURES = ("qwen2moe",)
 LATENT_ARCHITECTURES = ("deepseek2",)
 """Architectures with latent attention, whose first layers may have an MLP. GLM-4.7-Flash is converted to the same."""
 SIGMOID_ARCHITECTURE = "DeepseekV3ForCausalLM"
-"""Name in config.json of latent attention with sigmoid scores."""
 SOFTMAX, SIGMOID = 1, 2
-"""Gating functions by their number in files."""
 SCORE_BIAS = "exp_probs_b"
 """Files' name of the bias on a router's scores; only models with sigmoid scores have it."""
 GEMMA3_27B_LAYERS = 62
@@ -134,7 +132,6 @@ def _wrong_tensor(file: GGUFFile, tensor: str, found: str, expected: str) -> Mod
 
 
 def _expert_config(file: GGUFFile, own: Settings, arch: str, num_layers: int, hidden_size: int) -> dict[str, object]:
-    """Return what config.json says of experts in every layer."""
     config = _routing(file, own, range(num_layers), hidden_size, NORMALIZES[arch])
     config["num_experts"] = config.pop("n_routed_experts")
     if arch in SHARED_ARCHITECTURES:

@@ -78,7 +78,6 @@ def _fill_q8_0(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
 
 
 NONLINEAR_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the sixteen codes of IQ4_NL and IQ4_XS stand for."""
 E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of e2m1; its negative zero is a plain one here."""
 

@@ -276,8 +276,12 @@ def _read_header(header: HeaderBytes, modified_ns: int) -> GGUFFile:
             raise header.malformed(f"key {shown(key)} occurs twice")
         metadata[key] = read_value(header, key)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    is_integer = isinstance(alignment, int) and not isinstance(alignment, bool)
-    if not is_integer or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+    if (
+        isinstance(alignment, bool)
+        or not isinstance(alignment, int)
+        or not 0 < alignment <= MAX_ALIGNMENT
+        or alignment & (alignment - 1)
+    ):
         raise header.malformed(f"general.alignment is {shown(alignment)}, not a power of two up to {MAX_ALIGNMENT}")
     declared = [_read_tensor(header, index) for index in range(num_tensors)]
     data_start = -(-header.position // alignment) * alignment

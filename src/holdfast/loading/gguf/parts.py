@@ -90,7 +90,6 @@ def _number(file: GGUFFile, key: str, default: int) -> int:
 
 
 def _part_names(named: GGUFFile, count: int) -> list[str]:
-    """Return the names of all parts, given one of them."""
     match = _PART.fullmatch(named.path.name)
     if match is None:
         number = _number(named, NUMBER, 0) + 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
-from holdfast.loading.sources.source import TensorEntry, check_read, table_shape
+from holdfast.loading.sources.source import Columns, TensorEntry, check_read, table_shape
 from holdfast.models.parameters import LLAMA_NAMES, CheckpointNames
 
 if TYPE_CHECKING:
@@ -159,9 +159,7 @@ class GGUFSource:
         raw, values = (getattr(self._buffers, name, None) for name in ("raw", "values"))
         return (0 if raw is None else len(raw)) + (0 if values is None else values.nbytes)
 
-    def read_into(
-        self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
-    ) -> None:
+    def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
         """Dequantize rows [row_start, row_end) step by step into `out`; whole rows of native types go straight there."""
         import torch
 
@@ -264,7 +262,6 @@ class GGUFSource:
 
 
 def _as_expected(tensor: GGUFTensor) -> GGUFTensor:
-    """Return the tensor with Hugging Face's dimensions."""
     match = _LAYER_TENSOR.fullmatch(tensor.name)
     if len(tensor.shape) == 1 and match is not None and match[2] == SHARED_GATE and match[3] == "weight":
         return replace(tensor, shape=(1, *tensor.shape))

@@ -144,7 +144,6 @@ class Found:
     """The files of a model in a snapshot: the path to open, and what is still missing."""
 
     path: Path
-    """The snapshot's folder, or the first GGUF file in it."""
     missing: tuple[str, ...] = ()
     """Required files that are absent, or a description if their names are unknown."""
     others: tuple[str, ...] = ()

@@ -21,7 +21,6 @@ SETTINGS_FILES = (
     "chat_template.jinja",
     *POOLING_FILES,
 )
-"""Every file that is read beside weights."""
 PREFERRED_TAGS = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0")
 """Default among several quantizations: the first of these that a repository has."""
 _PARTS = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})", re.IGNORECASE)
@@ -30,7 +29,6 @@ _TAG = re.compile(
 )
 _NO_MODEL = re.compile(r"(?:mmproj|imatrix)", re.IGNORECASE)
 MAX_TAGS = 12
-"""Most tags in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,6 @@ class GGUFModel:
     """The path without its ending and the number of a part."""
     num_parts: int
     files: tuple[str, ...]
-    """Those that are there, the first part first."""
 
     @property
     def tag(self) -> str:

@@ -91,7 +91,7 @@ def why_not() -> str | None:
     return None
 
 
-class _File(NamedTuple):
+class HubFile(NamedTuple):
     """A file of a repository as the Hub lists it; `blob` is its name in the cache's folder of blobs."""
 
     name: str
@@ -104,7 +104,7 @@ def fetch_config(name: HubName) -> Path:
     if not _answers():  # importing the client takes longer than a plan
         raise hub_error(name, ConnectionError())
     with _quiet_client():
-        repo = _Repository(name, SHORT_PATIENCE_SECONDS)
+        repo = Repository(name, SHORT_PATIENCE_SECONDS)
         if CONFIG_FILE not in repo.files:
             error = ModelNotFoundError("hub.no_config", model=name.text)
             if models := gguf_models(repo.files):
@@ -119,7 +119,7 @@ def fetch_config(name: HubName) -> Path:
 def fetch_tokenizer(name: HubName, watch: Watch) -> Path:
     """Fetch a snapshot with a tokenizer and nothing else."""
     with _quiet_client():
-        repo = _Repository(name)
+        repo = Repository(name)
         folder = repo.fetch(tuple(file for file in settings_files(repo.files) if file != CONFIG_FILE), watch)
         repo.note()
         return folder
@@ -128,7 +128,7 @@ def fetch_tokenizer(name: HubName, watch: Watch) -> Path:
 def fetch_model(name: HubName, load_format: str, watch: Watch, check_config: CheckConfig) -> Path:
     """Fetch all files of a model; return the snapshot's folder, or the first GGUF file in it."""
     with _quiet_client():
-        repo = _Repository(name)
+        repo = Repository(name)
         if takes_gguf(name, repo.files, load_format):
             choice = choose_gguf(name, gguf_models(repo.files), "the Hub")
             model, others = choice.model, choice.others
@@ -144,7 +144,7 @@ def fetch_model(name: HubName, load_format: str, watch: Watch, check_config: Che
         return path
 
 
-def _fetch_folder(repo: _Repository, load_format: str, watch: Watch, check_config: CheckConfig) -> Path:
+def _fetch_folder(repo: Repository, load_format: str, watch: Watch, check_config: CheckConfig) -> Path:
     """Fetch the settings and the index first: they decide whether the weights are of any use, and which there are."""
     is_dummy = load_format == "dummy"
     if not is_dummy:
@@ -157,7 +157,7 @@ def _fetch_folder(repo: _Repository, load_format: str, watch: Watch, check_confi
     return repo.fetch((*settings_files(repo.files), *weights), watch)
 
 
-class _Repository:
+class Repository:
     """One commit of a repository on the Hub, with the files that it lists."""
 
     def __init__(self, name: HubName, patience_seconds: float = PATIENCE_SECONDS) -> None:
@@ -174,7 +174,7 @@ class _Repository:
             raise hub_error(name, error) from error
         assert info.sha is not None, f"the Hub lists {name.repo} without a commit"
         self.commit: str = info.sha
-        self.files: Mapping[str, _File] = {file.name: file for file in map(_file, info.siblings or ())}
+        self.files: Mapping[str, HubFile] = {file.name: file for file in map(_file, info.siblings or ())}
         _refuse_gguf_architecture(name, getattr(info, "gguf", None), self.files)
 
     def fetch(self, names: Sequence[str], watch: Watch) -> Path:
@@ -187,10 +187,10 @@ class _Repository:
         wanted = [self.files[name] for name in names if not (folder / name).is_file()]
         if wanted:
             download = Download(self.name.text, len(wanted), sum(file.num_bytes for file in wanted), cache_folder())
-            _check_space(download, wanted, storage)
+            check_space(download, wanted, storage)
             log.info("downloading %s", download.summary)
             with watch(download) as show:
-                self._fetch_all(wanted, storage, show)
+                self.fetch_all(wanted, storage, show)
         absent = [name for name in names if name not in read_snapshot(folder).files] if folder.is_dir() else list(names)
         if absent:
             raise ModelNotFoundError("hub.not_downloaded", model=self.name.text, file=absent[0], folder=folder)
@@ -200,7 +200,7 @@ class _Repository:
         """Record that the revision is this commit, once all of it is there."""
         write_ref(self.name.repo, self.name.wanted_revision, self.commit)
 
-    def _fetch_all(self, files: Sequence[_File], storage: Path, show: Callable[[int], None]) -> None:
+    def fetch_all(self, files: Sequence[HubFile], storage: Path, show: Callable[[int], None]) -> None:
         """Fetch several at a time, in daemon threads; remove the partial files of those that hang."""
         stop, errors = threading.Event(), list[BaseException]()
         waiting = iter(files)
@@ -213,7 +213,7 @@ class _Repository:
                         file = next(waiting, None)
                     if file is None:
                         return
-                    self._fetch_one(file.name, stop)
+                    self.fetch_one(file.name, stop)
             except BaseException as error:
                 errors.append(error)
                 stop.set()
@@ -231,7 +231,7 @@ class _Repository:
                 started.append(ended)
             while working := [ended for ended in ends if not ended.is_set()]:
                 working[0].wait(SECONDS_BETWEEN_LOOKS)
-                show(sum(_bytes_there(file, storage) for file in files))
+                show(sum(bytes_there(file, storage) for file in files))
         finally:
             stop.set()
             hanging = True  # a second Ctrl-C does not wait
@@ -244,10 +244,11 @@ class _Repository:
                     if _LEFTOVER.search(partial.name):
                         partial.unlink(missing_ok=True)
         if errors:
-            first = next((error for error in errors if not isinstance(error, _StoppedError)), errors[0])
+            first = next((error for error in errors if not isinstance(error, StoppedError)), errors[0])
             raise hub_error(self.name, first) from first
 
-    def _fetch_one(self, file: str, stop: threading.Event) -> None:
+    def fetch_one(self, file: str, stop: threading.Event) -> None:
+        """Fetch one file into the cache."""
         import inspect
 
         options: dict[str, object] = {
@@ -260,7 +261,7 @@ class _Repository:
         self._hub.hf_hub_download(self.name.repo, file, **options)  # type: ignore[arg-type]
 
 
-class _StoppedError(Exception):
+class StoppedError(Exception):
     """Another file failed, or the user pressed Ctrl-C."""
 
 
@@ -274,7 +275,7 @@ def _silent_bar(stop: threading.Event) -> type:
 
         def update(self, n: float | None = 1) -> bool | None:
             if stop.is_set():
-                raise _StoppedError
+                raise StoppedError
             return super().update(n)
 
     return SilentBar
@@ -325,18 +326,18 @@ def _bounded(request: Callable[[], Answer], seconds: float) -> Answer:
     return answers[0]
 
 
-def _file(sibling: RepoSibling) -> _File:
+def _file(sibling: RepoSibling) -> HubFile:
     lfs = getattr(sibling, "lfs", None)
     sha256 = getattr(lfs, "sha256", None) or (lfs.get("sha256") if isinstance(lfs, dict) else None)
     blob = sha256 or getattr(sibling, "blob_id", None) or ""
-    return _File(sibling.rfilename, getattr(sibling, "size", None) or 0, blob)
+    return HubFile(sibling.rfilename, getattr(sibling, "size", None) or 0, blob)
 
 
 def _partial_files(storage: Path) -> list[Path]:
     return list((storage / "blobs").glob("*.incomplete"))
 
 
-def _bytes_there(file: _File, storage: Path) -> int:
+def bytes_there(file: HubFile, storage: Path) -> int:
     """Return the bytes of a file that are on disk, whole or in part."""
     if not file.blob:
         return 0
@@ -354,7 +355,7 @@ def _bytes_there(file: _File, storage: Path) -> int:
     return max(sizes)
 
 
-def _check_space(download: Download, files: Sequence[_File], storage: Path) -> None:
+def check_space(download: Download, files: Sequence[HubFile], storage: Path) -> None:
     """Refuse a download that would fill the disk, before the first byte."""
     whole = [file for file in files if (storage / "blobs" / file.blob).is_file()] if storage.is_dir() else []
     needed = download.num_bytes - sum(file.num_bytes for file in whole)

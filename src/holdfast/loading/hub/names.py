@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from holdfast.errors import ConfigError
 
 MAIN = "main"
-"""The default revision."""
 LATEST = "latest"
 """ollama's tag for no tag."""
 MAX_NAME = 512
-"""Characters of the longest name."""
 _SITE = re.compile(r"(?:(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/|hf://)(?:models/)?", re.IGNORECASE)
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 _REVISION = r"[A-Za-z0-9][A-Za-z0-9_.+/-]{0,199}"
@@ -22,7 +20,6 @@ _NAME = re.compile(
 )
 _FILE_ENDINGS = (".gguf", ".safetensors", ".bin", ".json", ".pt", ".pth")
 _PARTS = re.compile(r"(.+)-[0-9]{5}-(of-[0-9]{5}\.gguf)", re.IGNORECASE)
-"""A file that is one part of a model."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

@@ -17,6 +17,7 @@ from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.planning.coverage import EXPONENT_DTYPE, FLOAT_DTYPES
 from holdfast.loading.planning.stored_schemes import StoredSchemes, scale_parts
 from holdfast.loading.sources.source import (
+    Columns,
     RowRead,
     TensorEntry,
     TogetherSource,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 PLAIN_KINDS: tuple[Kind, ...] = ("absorbed",)
 """Parameters that no product takes as codes."""
 STEP_ELEMENTS = 2**18
-"""Elements per step."""
 READ_DTYPE = "float32"
 
 
@@ -122,9 +122,7 @@ class DequantizedSource:
         own_bytes = max(coded.scratch_bytes for coded in self._coded.values())
         return self._source.scratch_bytes_per_reader + own_bytes
 
-    def read_into(
-        self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
-    ) -> None:
+    def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
         """Read rows of codes as float32, some at a time; others as they are stored."""
         coded = self._coded.get(name)
         if coded is None:

@@ -32,14 +32,12 @@ class Move:
 
     tensor: str
     tensor_dtype: str
-    """As it is read."""
     target: str
     """The final tensor; `part.row_start` counts in rows of `part.num_columns` elements, or of their codes."""
     part: Part
     scheme: WeightScheme | None
     """Quantize into the target and its scales; None: convert to the target's type."""
     num_bytes: int
-    """Read from disk."""
 
     @property
     def read_columns(self) -> tuple[int, int] | None:

@@ -45,7 +45,6 @@ class OpenModel:
     """A model on disk, known from its headers alone: its spec, its parameters and their source."""
 
     path: Path
-    """The folder or the first GGUF file."""
     kind: Literal["directory", "gguf"]
     spec: ModelSpec
     parameters: tuple[Parameter, ...]

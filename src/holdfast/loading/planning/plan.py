@@ -31,11 +31,8 @@ Copies and kernels follow each other on one stream, so one is enough. A source t
 the second.
 """
 PINNED_CHUNKS = 12
-"""Chunks of pinned host memory."""
 CPU_CHUNK_BYTES, CPU_CHUNKS = 4 * 2**20, 3
-"""Host memory of a load on a CPU."""
 MAX_READERS = 12
-"""Threads that read at once."""
 MAX_READER_BYTES = 32 * 2**20
 """Host memory of all readers together beside the chunks, unless one alone needs more."""
 
@@ -203,7 +200,6 @@ def _choices(
     recipe: WeightRecipe,
     stored: StoredSchemes | None,
 ) -> tuple[Choice, ...]:
-    """Return the choices of these parameters, on any rank."""
     parameters = tuple(parameters)
     choices = choose_all(
         parameters if stored is None else stored.planes(parameters, entries, recipe).parameters, entries
@@ -253,7 +249,6 @@ def _moves(
 
 
 def _as_read(entry: TensorEntry, dtype: str | None) -> TensorEntry:
-    """Read signed bytes of codes as bytes."""
     return replace(entry, dtype=BYTES) if dtype == BYTES and entry.dtype == SIGNED_BYTES else entry
 
 

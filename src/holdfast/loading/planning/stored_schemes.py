@@ -557,7 +557,6 @@ def dummy_source(parameters: Iterable[Parameter], dtype: str, stored: StoredSche
 
 
 def _planes_of(codes: Iterable[Part], stored: StoredSchemes) -> Iterable[DummyPlane]:
-    """Yield every tensor of codes, and its scales."""
     scheme = stored.scheme
     for part in {part.tensor: part for part in codes}.values():
         yield DummyPlane.codes(part.tensor, part.shape, scheme)

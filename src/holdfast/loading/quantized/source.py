@@ -21,7 +21,7 @@ from holdfast.loading.quantized.manifest import Manifest, PlaneFile, header_dige
 from holdfast.loading.quantized.writer import locked
 from holdfast.loading.sources.files import MANIFEST_FILE, unreadable
 from holdfast.loading.sources.safetensors import TORCH_DTYPES, SafetensorsFile, file_inside, has_file
-from holdfast.loading.sources.source import TensorEntry, check_read, table_shape
+from holdfast.loading.sources.source import Columns, TensorEntry, check_read, table_shape
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.settings import listed
@@ -70,9 +70,7 @@ class QuantizedSource:
         file = self._planes[name].file.path.name
         return ModelFormatError("weights.damaged", file=file, tensor=name, manifest=MANIFEST_FILE)
 
-    def read_into(
-        self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
-    ) -> None:
+    def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
         """Read whole rows of a plane, like `moves`: parts of rows would go unchecked."""
         plane, out = self._planes[name], out.cast("B")
         num_rows, num_columns = table_shape(plane.spec.shape)

@@ -53,10 +53,8 @@ COPIED_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""The files beside the weights that are read here."""
 STORED_DTYPES = {torch_name: name for name, torch_name in TORCH_DTYPES.items()}
 Progress = Callable[[int, int], None]
-"""Bytes written so far, and in all."""
 
 
 def save_quantized(
@@ -129,7 +127,6 @@ def _refuse_changed(folder: Path, model: OpenModel, planned: SourceIdentity) -> 
 
 
 def _nothing_to_save(model: OpenModel, plan: LoadPlan) -> str:
-    """Return the fix for weights that are not quantized on load."""
     if model.kind == "directory" and os.path.lexists(model.path / MANIFEST_FILE):
         return f"Copy the folder {model.path.name}, which is already saved so"
     if model.stored is not None and plan.num_quantized:
@@ -206,7 +203,6 @@ class PlaneWriter:
         return PlaneFile(path.name, num_bytes, digest(header).hex(), checksums)
 
     def _write_plane(self, file: FileIO, spec: TensorSpec, plane: torch.Tensor) -> int:
-        """Write a plane and return its checksum."""
         import torch
 
         from holdfast.kernels.load.checksum import add_checksum, as_unsigned

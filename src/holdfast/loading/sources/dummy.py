@@ -1,4 +1,4 @@
-"""Dummy weights for load_format="dummy": values that depend on a tensor's name and an element's place alone."""
+"""Dummy weights for load_format="dummy": values that depend only on a tensor's name and an element's place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import log2, sqrt
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.loading.sources.source import RowWriter, TensorEntry
+from holdfast.loading.sources.source import Columns, RowWriter, TensorEntry
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.formats import bytes_for
@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 TABLE_VALUES = 1_048_573
 """A prime, so that rows of any width begin at different places of the table and no two of a matrix are alike."""
 DRAW_VALUES = 2**16
-"""Values of the table that are drawn at a time, so that drawing takes little memory beside it."""
+"""Values of the table per draw, so that drawing takes little memory beside it."""
 READ_VALUES = 2**18
-"""Values that a read scales and rounds at a time."""
 SPREAD = 0.1
 """Standard deviation of biases, and of norm weights around 1; of scales, as a share of them."""
 E4M3_SPREAD = 256.0
 """Standard deviation of dummy e4m3 codes: the largest is then 443, which becomes 448 and never NaN."""
 E2M1_SPREAD = sqrt(68.5 / 8)
-"""The same of e2m1 where all codes are equally common: 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
+"""Standard deviation of e2m1 if all codes are equally common: 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 EXPONENT_BIAS = 127
 EMBEDDING_SPREAD = 16.0
 """Standard deviation of the embedding in a model with experts; layers add values of about 1 each.
@@ -42,7 +41,7 @@ UNBIASED = ("router.bias", "router.score_bias")
 
 
 class DummyPlane(NamedTuple):
-    """Codes or scales of a matrix that the checkpoint stores quantized: how values of the table become them."""
+    """Codes or scales of a quantized matrix, made from values of the table."""
 
     name: str
     dtype: str
@@ -56,7 +55,7 @@ class DummyPlane(NamedTuple):
 
     @classmethod
     def codes(cls, name: str, shape: tuple[int, ...], scheme: WeightScheme) -> DummyPlane:
-        """Numbers of e4m3; or bytes, all equally common, so that both halves of each are any code of e2m1."""
+        """Make numbers of e4m3; or bytes, all equally common, so that both halves are any code of e2m1."""
         if scheme.codes_per_byte == 1:
             assert scheme.code_dtype == "float8_e4m3fn", f"{name}: there are no dummy codes of {scheme.name}"
             return cls(name, scheme.code_dtype, shape, E4M3_SPREAD, 0.0)
@@ -64,17 +63,17 @@ class DummyPlane(NamedTuple):
 
     @classmethod
     def scales(cls, name: str, shape: tuple[int, ...], scheme: WeightScheme, num_inputs: int) -> DummyPlane:
-        """What gives a matrix with so many inputs the spread that it would have unquantized; of exponents nearly so."""
+        """Make scales that give a matrix the spread of an unquantized one; with exponents nearly so."""
         if not scheme.scale_is_power_of_two:
             scale = 1 / (E4M3_SPREAD * sqrt(num_inputs))
             return cls(name, scheme.scale_dtype, shape, SPREAD * scale, scale)
         exponent = EXPONENT_BIAS - log2(E2M1_SPREAD * sqrt(num_inputs))
-        # Bytes are cut off, not rounded: a value from 0 to 1 on top makes the next one as common as it is near.
+        # Bytes are truncated, not rounded: adding 0 to 1 makes the next one as common as it is near.
         return cls(name, scheme.scale_dtype, shape, 0.5 / sqrt(3), exponent + 0.5)
 
     @classmethod
     def numbers(cls, name: str, shape: tuple[int, ...], dtype: str, limit: int) -> DummyPlane:
-        """Whole numbers from 0 to one less than `limit`; they are cut off, not rounded. Those of a row differ.
+        """Make integers from 0 to `limit` - 1; they are truncated, not rounded. Those of a row differ.
 
         Column c of S has limit // S numbers from c * (limit // S) on, all equally common: a token has S distinct experts.
         The rest of limit / S is added in every second row, so that all numbers occur.
@@ -84,17 +83,17 @@ class DummyPlane(NamedTuple):
 
 
 class DummySource:
-    """Stands for a checkpoint that has exactly the tensors the parameters need, and planes of those that are quantized.
+    """A checkpoint with exactly the tensors of the parameters, and planes of the quantized ones.
 
     Element i of a tensor is entry (start(name) + i) mod TABLE_VALUES of one fixed table, scaled for its kind of tensor.
-    Chunking, device and neighbours do not enter, and a chunk costs about as much as copying it.
+    It does not depend on chunking or device, and a chunk costs about as much as copying it.
     """
 
     def __init__(self, parameters: Iterable[Parameter], dtype: str, planes: Iterable[DummyPlane] = ()) -> None:
         self._dtype = dtype
         self._entries: dict[str, TensorEntry] = {}
         self._scales: dict[str, tuple[float, float]] = {}
-        """Factor and summand of every tensor that is no plane."""
+        """Factor and summand of every tensor except planes."""
         self._lock = Lock()
         self._table: torch.Tensor | None = None
         planes, parameters = list(planes), list(parameters)
@@ -107,7 +106,7 @@ class DummySource:
                 num_bytes = bytes_for(dtype, part.shape)
                 self._entries[part.tensor] = TensorEntry(part.tensor, dtype, part.shape, "dummy weights", num_bytes)
                 self._scales[part.tensor] = _scale_and_shift(parameter, part, has_experts)
-        # Those that are made alike one after the other, so that the writer scales its table seldom.
+        # Similar planes are adjacent, so that the writer rarely scales its table.
         self._planes = {plane.name: plane for plane in sorted(planes, key=lambda plane: plane[3:])}
         for name, plane in self._planes.items():
             num_bytes = bytes_for(plane.dtype, plane.shape)
@@ -132,10 +131,8 @@ class DummySource:
         """Values before they are rounded."""
         return 4 * READ_VALUES
 
-    def read_into(
-        self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
-    ) -> None:
-        """The values of these rows, or of some of their columns; any number of threads share the table."""
+    def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
+        """Write the values of these rows, or of some of their columns; threads share the table."""
         import torch
 
         entry, row_elements = self._entries[name], self.row_elements(name)
@@ -155,7 +152,7 @@ class DummySource:
         self.shift_numbers(name, row_start, first, rows)
 
     def writer(self, tensors: Mapping[str, torch.Tensor]) -> RowWriter:
-        """The table is scaled and rounded, not every element, and rows are copies of it."""
+        """Return a writer that scales and rounds the table, not every element, and copies rows from it."""
         return _TableWriter(self, tensors).write
 
     def close(self) -> None:
@@ -163,7 +160,7 @@ class DummySource:
             self._table = None
 
     def _fill(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Scaled values of the table from `start` on, rounded to the type of `out`."""
+        """Write scaled values of the table from `start`, rounded to the type of `out`."""
         import torch
 
         table = self._drawn_table()
@@ -184,18 +181,18 @@ class DummySource:
             return self._table
 
     def row_elements(self, name: str) -> int:
-        """Elements of a row, all leading dimensions counted as rows; of a vector, one."""
+        """Return the elements of a row; leading dimensions are rows, and elements of a vector."""
         shape = self._entries[name].shape
         return shape[-1] if len(shape) > 1 else 1
 
     def scale_and_shift(self, name: str) -> tuple[float, float]:
-        """Factor and summand of a tensor's values. They are applied in two steps, so that every device rounds alike."""
+        """Return factor and summand of a tensor's values. They are applied in two steps, so every device rounds alike."""
         if name in self._planes:
             return self._planes[name].factor, self._planes[name].summand
         return self._scales[name]
 
     def shift_numbers(self, name: str, row_start: int, first_column: int, values_RC: torch.Tensor) -> None:
-        """Add to whole numbers what depends on their column and row; of other tensors nothing changes."""
+        """Add the offsets of columns and rows to integers; other tensors stay unchanged."""
         plane = self._planes.get(name)
         if plane is None or not plane.column_step:
             return
@@ -205,9 +202,9 @@ class DummySource:
 
 
 class _TableWriter:
-    """Rows as copies of the table, which is scaled, and rounded to the tensor's type, when another kind of tensor comes.
+    """Copies rows from the table, which is scaled and rounded for each kind of tensor.
 
-    A method writes, not a closure: an error keeps the functions that it came through, and a closure would keep the tensors.
+    A method, not a closure: an error's traceback would keep the tensors of a closure.
     """
 
     def __init__(self, source: DummySource, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -217,9 +214,7 @@ class _TableWriter:
         self._values = self._stored
         draw_table(self._table)
 
-    def write(
-        self, name: str, row_start: int, row_end: int, out: torch.Tensor, columns: tuple[int, int] | None = None
-    ) -> None:
+    def write(self, name: str, row_start: int, row_end: int, out: torch.Tensor, columns: Columns = None) -> None:
         import torch
 
         wanted = (self._source.entries[name].dtype, *self._source.scale_and_shift(name))
@@ -239,8 +234,8 @@ class _TableWriter:
         self._source.shift_numbers(name, row_start, first, rows)
 
     def _made(self, dtype: str, scale: float, shift: float) -> torch.Tensor:
-        """The table scaled, in a type: in the place for the checkpoint's own, which is too narrow for scales and for whole
-        numbers; those are cut off as they are copied."""
+        """Return the scaled table in a type. Scales and integers are wider than the checkpoint's type: they stay float32 and are
+        truncated by the copy."""
         import torch
 
         scaled = self._scaled.copy_(self._table).mul_(scale).add_(shift)
@@ -253,7 +248,7 @@ class _TableWriter:
 
 
 def draw_table(table: torch.Tensor) -> None:
-    """Fill it with uniform values of variance 1; the raw bits of PCG64 are the same for every version and machine."""
+    """Fill it with uniform values of variance 1; the raw bits of PCG64 are equal for every version and machine."""
     import numpy as np
     import torch
 
@@ -264,7 +259,7 @@ def draw_table(table: torch.Tensor) -> None:
 
 
 def _repeat(table: torch.Tensor, start: int, out: torch.Tensor) -> None:
-    """Fill `out` with the table's values from `start` on, round and round: at most three copies, whatever its length."""
+    """Fill `out` with the table's values from `start`, cyclically: at most three copies for any length."""
     head = table[start % TABLE_VALUES :][: out.numel()]
     out[: head.numel()].copy_(head)
     rest = out[head.numel() :]
@@ -275,13 +270,13 @@ def _repeat(table: torch.Tensor, start: int, out: torch.Tensor) -> None:
 
 
 def _repeat_runs(table: torch.Tensor, start: int, stride: int, out_RC: torch.Tensor) -> None:
-    """As `_repeat`, for runs that begin `stride` apart: one copy for all that lie in the table before its end."""
+    """Like `_repeat`, for runs that begin `stride` apart: one copy for all before the end of the table."""
     num_runs, width = out_RC.shape
     done = 0
     while done < num_runs:
         place = (start + done * stride) % TABLE_VALUES
         num_fitting = min((TABLE_VALUES - place - width) // stride + 1, num_runs - done)
-        if num_fitting <= 0:  # it goes over the end
+        if num_fitting <= 0:  # it wraps
             _repeat(table, place, out_RC[done])
             done += 1
             continue
@@ -291,7 +286,7 @@ def _repeat_runs(table: torch.Tensor, start: int, stride: int, out_RC: torch.Ten
 
 
 def _scale_and_shift(parameter: Parameter, part: Part, has_experts: bool) -> tuple[float, float]:
-    """Factor and summand of a checkpoint tensor. A transposed matrix has its inputs as rows."""
+    """Return factor and summand of a checkpoint tensor. A transposed matrix has its inputs as rows."""
     if parameter.name.endswith(UNBIASED):
         return 0.0, 0.0
     if has_experts and parameter.name == "embed.weight":

@@ -27,7 +27,7 @@ from holdfast.loading.sources.files import (
     read_json_object,
     unreadable,
 )
-from holdfast.loading.sources.source import RowRead, TensorEntry, check_read, table_shape
+from holdfast.loading.sources.source import Columns, RowRead, TensorEntry, check_read, table_shape
 from holdfast.models.settings import listed
 from holdfast.quant.formats import DTYPE_BYTES
 
@@ -356,7 +356,6 @@ class SafetensorsSource:
         self._files = tuple(files)
         self._lock = Lock()
         self._open_files: dict[SafetensorsFile, None] = {}
-        """Least recently used first."""
         for file in files:
             for tensor in file.tensors.values():
                 name = tensor.name if respell is None else respell(tensor.name)
@@ -383,9 +382,7 @@ class SafetensorsSource:
         """Tensors of parts of the model that do not run."""
         return frozenset(name for name in self._entries if self._unread and name.startswith(self._unread))
 
-    def read_into(
-        self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
-    ) -> None:
+    def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
         """Read rows as they are stored, straight from the file into `out`; errors name the file and the tensor."""
         file, stored_name = self._places[name]
         first, last = check_read(self._entries[name], row_start, row_end, out, columns)

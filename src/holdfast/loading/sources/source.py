@@ -13,6 +13,8 @@ from holdfast.quant.formats import DTYPE_BYTES
 if TYPE_CHECKING:
     import torch
 
+Columns: TypeAlias = "tuple[int, int] | None"
+"""The columns [first, last) of every row; None: all."""
 RowWriter: TypeAlias = "Callable[[str, int, int, torch.Tensor, tuple[int, int] | None], None]"
 """write(name, row_start, row_end, out, columns): like `read_into`, into bytes on the device."""
 
@@ -49,9 +51,7 @@ class WeightSource(Protocol):
         """Most host memory that one call of `read_into` holds beside `out`; 0 if bytes go straight into it."""
         ...
 
-    def read_into(
-        self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
-    ) -> None:
+    def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
         """Read rows [row_start, row_end) as they are stored, in the entry's type, into exactly so many bytes.
 
         Rows count all leading dimensions; rows of a vector are elements. With `columns`, only those of each row. Any
@@ -116,9 +116,7 @@ def table_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
 
 
-def check_read(
-    entry: TensorEntry, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None
-) -> tuple[int, int]:
+def check_read(entry: TensorEntry, row_start: int, row_end: int, out: memoryview, columns: Columns) -> tuple[int, int]:
     """Check the arguments of `read_into` against the tensor, and return the columns."""
     num_rows, num_columns = table_shape(entry.shape)
     first, last = columns or (0, num_columns)
@@ -129,9 +127,7 @@ def check_read(
     return first, last
 
 
-def read_rows(
-    source: WeightSource, name: str, row_start: int, row_end: int, columns: tuple[int, int] | None = None
-) -> torch.Tensor:
+def read_rows(source: WeightSource, name: str, row_start: int, row_end: int, columns: Columns = None) -> torch.Tensor:
     """Read rows [row_start, row_end) as a new tensor; elements of a vector."""
     import torch
 

@@ -34,8 +34,7 @@ export class Chat {
     for (const name of NUMBERS) {
       const field = by(name);
       field.addEventListener("input", () => {
-        const value = field.value === "" || !field.validity.valid ? null : Number(field.value);
-        this.set(name, value);
+        this.set(name, field.value === "" || !field.validity.valid ? null : Number(field.value));
       });
     }
     by("reset").addEventListener("click", () => {
@@ -119,17 +118,15 @@ export class Chat {
   clear() {
     this.stop();
     const before = this.messages;
-    this.messages = [];
-    this.keep();
-    this.render();
-    this.showContext();
-    by("prompt").focus();
-    this.toast("The conversation is cleared.", () => {
-      this.messages = before;
+    const show = (messages) => {
+      this.messages = messages;
       this.keep();
       this.render();
       this.showContext();
-    });
+    };
+    show([]);
+    by("prompt").focus();
+    this.toast("The conversation is cleared.", () => show(before));
   }
 
   // ---- an answer
@@ -162,7 +159,7 @@ export class Chat {
       const answer = await ask("v1/chat/completions", { body, signal: running.signal });
       for await (const event of events(answer)) {
         this.take(event, message, clock);
-        this.showFigures(clock);
+        this.showRates(figures(clock));
         this.showContext((clock.prompt || before) + clock.chunks);
         this.draw(message);
       }
@@ -223,8 +220,7 @@ export class Chat {
     });
   }
 
-  showFigures(clock) {
-    const { promptRate, outputRate } = figures(clock);
+  showRates({ promptRate, outputRate }) {
     if (promptRate) by("prompt-rate").textContent = rate(promptRate);
     if (outputRate) by("output-rate").textContent = rate(outputRate);
   }
@@ -266,16 +262,13 @@ export class Chat {
   edit(at) {
     if (this.running) return;
     const article = by("log").children[at];
-    const form = element("form", "edit");
     const field = element("textarea");
     field.value = this.messages[at].content;
     field.setAttribute("aria-label", "Edit the message");
-    const row = element("div", "row");
     const cancel = element("button", "quiet", "Cancel");
     cancel.type = "button";
-    const ok = element("button", "solid", "Ask again");
-    row.append(cancel, ok);
-    form.append(field, row);
+    const row = element("div", "row", cancel, element("button", "solid", "Ask again"));
+    const form = element("form", "edit", field, row);
     article.replaceChildren(form);
     fit(field);
     field.focus();
@@ -314,9 +307,7 @@ export class Chat {
     log.replaceChildren(...articles);
     by("hello").hidden = this.messages.length > 0;
     by("clear").disabled = this.messages.length === 0;
-    const newest = this.messages.findLast((message) => message.figures)?.figures;
-    if (newest?.promptRate) by("prompt-rate").textContent = rate(newest.promptRate);
-    if (newest?.outputRate) by("output-rate").textContent = rate(newest.outputRate);
+    this.showRates(this.messages.findLast((message) => message.figures)?.figures ?? {});
   }
 
   keep() {
@@ -403,8 +394,7 @@ function thoughts(article, text, message, isRunning) {
   let box = article.querySelector(":scope > details.thoughts");
   if (!message.reasoning) return;
   if (!box) {
-    box = element("details", "thoughts");
-    box.append(element("summary"), element("div", "text"));
+    box = element("details", "thoughts", element("summary"), element("div", "text"));
     article.insertBefore(box, text);
   }
   box.firstChild.textContent = isRunning && !message.content ? "Thinking…" : "Thoughts";

@@ -114,10 +114,8 @@ export class MemoryMap {
   tell(words, kind = "") {
     const list = by("events");
     list.querySelector(".none")?.remove();
-    const item = element("li", kind);
     const time = element("time", "", new Date().toLocaleTimeString("en-GB"));
-    item.append(time, element("span", "", words));
-    list.prepend(item);
+    list.prepend(element("li", kind, time, element("span", "", words)));
     while (list.children.length > 30) list.lastChild.remove();
   }
 
@@ -270,11 +268,6 @@ export class MemoryMap {
     const key = JSON.stringify([kv.in_use, kv.cached, kv.free, kv.groups, ownPages, this.marked]);
     if (this.legend === key) return;
     this.legend = key;
-    const chip = (kind, words) => {
-      const node = element("span", "chip");
-      node.append(element("i", kind), element("span", "", words));
-      return node;
-    };
     const chips = [
       ...(ownPages ? [chip(`used mine r${this.marked % COLOURS}`, `${number(ownPages)} of this chat`)] : []),
       chip("used", `${number(kv.in_use)} in use`),
@@ -314,7 +307,7 @@ export class MemoryMap {
     for (const kind of ["output", "prompt"]) {
       const rates = ratesOf(this.history, kind);
       drawSpark(by(`spark-${kind}`), rates);
-      setText(`rate-${kind}`, rate(currentRate(this.history, kind)));
+      setText(`rate-${kind}`, rate(rates.at(-1)));
     }
     const queried = totals.prefix_query_tokens ?? 0;
     const facts = [
@@ -348,11 +341,7 @@ function ownersOf(memory) {
 function ownerClass(name) {
   const known = OWNERS.indexOf(name);
   const letters = [...name].reduce((sum, letter) => sum + letter.codePointAt(0), 0);
-  return `${slug(name)} p${known >= 0 ? known : 8 + (letters % 4)}`;
-}
-
-function slug(name) {
-  return `o-${name.replace(/\W+/g, "-")}`;
+  return `o-${name.replace(/\W+/g, "-")} p${known >= 0 ? known : 8 + (letters % 4)}`;
 }
 
 function drawHeadline(memory) {
@@ -373,7 +362,7 @@ function drawBlocks(memory) {
     Object.assign(block.style, { left: part(x / wide), top: part(y / high), width: part(w / wide), height: part(h / high) });
     block.title = `${owner}: ${bytes(size)}\n${reason}`;
     if (owner === "kv pages") block.append(element("span", "use"), element("span", "cache"));
-    if (!hasRoom(owner, w, h)) small.push(ownerChip(owner, size, ownerClass(owner)));
+    if (!hasRoom(owner, w, h)) small.push(chip(`swatch ${ownerClass(owner)}`, `${owner} ${bytes(size)}`));
     else block.append(element("b", "", owner), element("small", "", bytes(size)));
     return block;
   });
@@ -390,11 +379,8 @@ function hasRoom(name, width, height) {
   return width > 7.6 * needed + 20 && height > 40 + (isLong ? 17 * (words.length - 1) : 0);
 }
 
-// For blocks that are too small for their name.
-function ownerChip(owner, size, kind) {
-  const chip = element("span", "chip");
-  chip.append(element("i", `swatch ${kind}`), element("span", "", `${owner} ${bytes(size)}`));
-  return chip;
+function chip(kind, words) {
+  return element("span", "chip", element("i", kind), element("span", "", words));
 }
 
 // Squarified treemap: rows along the shorter side, each closed when one more block would make its worst block longer.
@@ -457,30 +443,29 @@ function drawAccounts(memory, coreBytes) {
 }
 
 function factNode(name, value, title = "") {
-  const fact = element("div");
+  const fact = element("div", "", element("dt", "", name), element("dd", "", value));
   fact.title = title;
-  fact.append(element("dt", "", name), element("dd", "", value));
   return fact;
 }
 
 function ownerRow(row, most, kind) {
-  const tr = element("tr", kind === "gone" ? "gone" : "");
-  const name = element("th");
-  name.scope = "row";
-  name.append(element("i", `swatch ${kind}`), element("span", "", row.owner));
-  tr.title = row.reason;
-  const bar = element("td", "bar-cell");
-  const track = element("div", "track");
   const planned = element("span", "planned");
   planned.style.width = part(row.planned_bytes / most);
   const held = element("span", `held ${kind}`);
   held.style.width = part((row.held_bytes ?? 0) / most);
-  track.append(planned, held);
-  bar.append(track);
-  let words = row.held_bytes == null ? "a bound" : bytes(row.held_bytes);
-  if (kind === "gone") words = "given back";
-  tr.append(name, bar, element("td", "", row.planned_bytes ? bytes(row.planned_bytes) : "–"), element("td", "", words));
+  const bar = element("td", "bar-cell", element("div", "track", planned, held));
+  const words = row.held_bytes == null ? "a bound" : bytes(row.held_bytes);
+  const cells = [row.planned_bytes ? bytes(row.planned_bytes) : "–", kind === "gone" ? "freed" : words];
+  const name = rowHead(`swatch ${kind}`, row.owner);
+  const tr = element("tr", kind === "gone" ? "gone" : "", name, bar, ...cells.map((text) => element("td", "", text)));
+  tr.title = row.reason;
   return tr;
+}
+
+function rowHead(kind, words) {
+  const head = element("th", "", element("i", kind), element("span", "", words));
+  head.scope = "row";
+  return head;
 }
 
 // ---- pages and requests
@@ -498,14 +483,10 @@ function named(request) {
 }
 
 function requestRow(id, colour) {
-  const row = element("tr");
-  row.dataset.id = id;
-  row.dataset.colour = colour;
-  const name = element("th");
-  name.scope = "row";
+  const name = rowHead(`swatch r${colour % COLOURS}`, shortId(id));
   name.title = id;
-  name.append(element("i", `swatch r${colour % COLOURS}`), element("span", "", shortId(id)));
-  row.append(name, ...["state", "", "", "", ""].map((kind) => element("td", kind)));
+  const row = element("tr", "", name, ...["state", "", "", "", ""].map((kind) => element("td", kind)));
+  Object.assign(row.dataset, { id, colour });
   return row;
 }
 
@@ -535,11 +516,10 @@ function fillRow(row, request, isOver, isMine) {
 }
 
 function emptyRow() {
-  const row = element("tr", "empty");
-  row.dataset.id = "none";
   const cell = element("td", "", "No request runs. Every page is free or cached.");
   cell.colSpan = 6;
-  row.append(cell);
+  const row = element("tr", "empty", cell);
+  row.dataset.id = "none";
   return row;
 }
 
@@ -570,11 +550,6 @@ function ratesOf(history, kind) {
     rates.push(totalAt(history, now - second + 1, kind) - totalAt(history, now - second, kind));
   }
   return rates;
-}
-
-function currentRate(history, kind) {
-  const now = history.at(-1).time;
-  return totalAt(history, now, kind) - totalAt(history, now - 1, kind);
 }
 
 function drawSpark(svg, rates) {

@@ -7,14 +7,14 @@ const QUOTE = /^ {0,3}>\s?(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const TABLE_RULE = /^\s*\|?[\s:|-]*-[\s:|-]*$/;
 
-export function element(tag, className = "", text = null) {
+export function element(tag, className = "", ...children) {
   const node = document.createElement(tag);
   if (className) node.className = className;
-  if (text !== null) node.textContent = text;
+  node.append(...children);
   return node;
 }
 
-// A block is {kind, lines, ...}; its source decides whether what is shown can stay.
+// A block is {kind, lines, ...}; if its source is unchanged, its node stays.
 export function split(text) {
   const lines = text.replace(/\r\n?/g, "\n").split("\n");
   const blocks = [];
@@ -81,56 +81,44 @@ function endOfList(lines, at) {
   return at;
 }
 
-// Shows `text` in `box`. Blocks that are as they were stay, so that a stream costs what it adds, and a selection holds.
+// Shows `text` in `box`. Unchanged blocks stay: a stream costs only what it adds, and a selection survives.
 export function show(box, text) {
   const blocks = split(text);
   const shown = box.sources ?? [];
   let same = 0;
   while (same < blocks.length && same < shown.length && shown[same] === blocks[same].source) same++;
   while (box.childNodes.length > same) box.lastChild.remove();
-  for (const block of blocks.slice(same)) box.append(node(block));
+  for (const block of blocks.slice(same)) box.append(NODES[block.kind](block));
   box.sources = blocks.map((block) => block.source);
 }
 
-function node(block) {
-  switch (block.kind) {
-    case "code":
-      return codeNode(block);
-    case "heading": {
-      const [, marks, words] = HEADING.exec(block.lines[0]);
-      return inline(element(`h${Math.min(6, marks.length + 2)}`), words.replace(/\s+#+\s*$/, ""));
-    }
-    case "rule":
-      return element("hr");
-    case "list":
-      return listNode(block.lines);
-    case "quote": {
-      const quote = element("blockquote");
-      show(quote, block.lines.map((line) => QUOTE.exec(line)[1]).join("\n"));
-      return quote;
-    }
-    case "table":
-      return tableNode(block.lines);
-    default:
-      return inline(element("p"), block.lines.join("\n"));
-  }
-}
+const NODES = {
+  code: codeNode,
+  heading: ({ lines }) => {
+    const [, marks, words] = HEADING.exec(lines[0]);
+    return inline(element(`h${Math.min(6, marks.length + 2)}`), words.replace(/\s+#+\s*$/, ""));
+  },
+  rule: () => element("hr"),
+  list: ({ lines }) => listNode(lines),
+  quote: ({ lines }) => {
+    const quote = element("blockquote");
+    show(quote, lines.map((line) => QUOTE.exec(line)[1]).join("\n"));
+    return quote;
+  },
+  table: ({ lines }) => tableNode(lines),
+  paragraph: ({ lines }) => inline(element("p"), lines.join("\n")),
+};
 
-function codeNode(block) {
-  const figure = element("figure", "code");
-  const bar = element("figcaption");
+function codeNode({ language, lines }) {
   const copy = element("button", "quiet", "Copy");
   copy.type = "button";
   copy.dataset.copy = "code";
-  bar.append(element("span", "", block.language || "code"), copy);
-  const pre = element("pre");
+  const pre = element("pre", "", element("code", "", lines.join("\n")));
   pre.tabIndex = 0;
-  pre.append(element("code", "", block.lines.join("\n")));
-  figure.append(bar, pre);
-  return figure;
+  return element("figure", "code", element("figcaption", "", element("span", "", language || "code"), copy), pre);
 }
 
-// Items may hold deeper items and further lines; deeper means indented by more than their own mark.
+// An item may contain further lines and nested items, which are indented deeper than its mark.
 function listNode(lines) {
   const first = ITEM.exec(lines[0]);
   const isOrdered = /\d/.test(first[2]);
@@ -171,29 +159,18 @@ function unindent(lines) {
 
 function tableNode(lines) {
   const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
-  const room = element("div", "table-room");
+  const row = (line, tag) => element("tr", "", ...cells(line).map((cell) => inline(element(tag), cell)));
+  const body = element("tbody", "", ...lines.slice(2).map((line) => row(line, "td")));
+  const room = element("div", "table-room", element("table", "", element("thead", "", row(lines[0], "th")), body));
   room.tabIndex = 0;
-  const table = element("table");
-  const head = element("thead");
-  const body = element("tbody");
-  const row = (line, tag) => {
-    const tr = element("tr");
-    for (const cell of cells(line)) tr.append(inline(element(tag), cell));
-    return tr;
-  };
-  head.append(row(lines[0], "th"));
-  for (const line of lines.slice(2)) body.append(row(line, "td"));
-  table.append(head, body);
-  room.append(table);
   return room;
 }
 
-// Code, strong, emphasis and links inside a line. Each mark is looked for once from where it opens, so this ends.
+// Code, strong, emphasis and links inside a line. Every step moves forward, so this ends.
 const MARKS = /(`+)|(\*\*|__)|([*_])|\[|(https?:\/\/)/g;
 
 function inline(parent, text, depth = 0) {
   let rest = 0;
-  MARKS.lastIndex = 0;
   const plain = (until) => {
     if (until > rest) parent.append(text.slice(rest, until));
   };

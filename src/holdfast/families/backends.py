@@ -1,0 +1,59 @@
+"""The attention backend that a declaration stands for, built over its pages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.attention.backend import AttentionBackend
+from holdfast.attention.declarations import BackendDeclaration, StepBounds
+from holdfast.cache.storage import PageStorage, StateStorage
+from holdfast.families.compressed.torch_backend import TorchCompressedAttention
+from holdfast.families.compressed.triton_backend import TritonCompressedAttention
+from holdfast.families.grouped.native_backend import NativePagedAttention
+from holdfast.families.grouped.pages import KeyBiases, KeyMeans, Sinks
+from holdfast.families.grouped.torch_backend import TorchPagedAttention
+from holdfast.families.grouped.triton_backend import TritonPagedAttention
+from holdfast.families.latent.torch_backend import TorchLatentAttention
+from holdfast.families.latent.triton_backend import TritonLatentAttention
+from holdfast.families.sparse.torch_backend import TorchSparseLatentAttention
+from holdfast.families.sparse.triton_backend import TritonSparseLatentAttention
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInputs:
+    """What backends take beside specs and pages; each reads the fields of its family."""
+
+    bounds: StepBounds
+    num_sms: int = 1
+    batch_invariant: bool = False
+    k_means: KeyMeans | None = None
+    """Subtracted from the keys of each grouped layer before they are quantized."""
+    key_biases: KeyBiases | None = None
+    """Keys are stored without these; scores get them."""
+    sinks: Sinks | None = None
+    """Logits that join the softmax of each grouped layer's query heads."""
+    states: StateStorage | None = None
+    """States of compressed layers, if one has entries."""
+
+
+def build_backend(
+    declaration: BackendDeclaration, specs: Sequence[Any], storage: PageStorage, inputs: BackendInputs
+) -> AttentionBackend:
+    """Build the backend of a declaration; `specs` are those of its family."""
+    name, machine = declaration.name, (inputs.bounds, inputs.num_sms)
+    layers = {"k_means": inputs.k_means, "key_biases": inputs.key_biases, "sinks": inputs.sinks}
+    match name:
+        case NativePagedAttention.name:
+            return NativePagedAttention(specs, storage, inputs.sinks)
+        case TorchPagedAttention.name:
+            return TorchPagedAttention(specs, storage, **layers)
+        case TritonPagedAttention.name:
+            return TritonPagedAttention(specs, storage, *machine, inputs.batch_invariant, **layers)
+        case TorchCompressedAttention.name:
+            return TorchCompressedAttention(specs, storage, inputs.states)
+        case TritonCompressedAttention.name:
+            return TritonCompressedAttention(specs, storage, inputs.states, *machine)
+    on_gpu = {one.name: one for one in (TritonLatentAttention, TritonSparseLatentAttention)}
+    if name in on_gpu:
+        return on_gpu[name](specs, storage, *machine)
+    return {one.name: one for one in (TorchLatentAttention, TorchSparseLatentAttention)}[name](specs, storage)

@@ -1,0 +1,83 @@
+"""Grouped attention layer: fused QKV projection, backend, output projection."""
+
+import torch
+
+from holdfast.attention.backend import Batch, StepPlan
+from holdfast.families.grouped.pages import GroupedBackend
+from holdfast.families.grouped.spec import GroupedBuffers
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.kernels.gemm.small_batch import normed_linear
+from holdfast.layers.mlp import Linear
+from holdfast.layers.parts import LayerParts
+
+
+class GroupedAttentionLayer:
+    """One layer's attention over any backend of the family."""
+
+    def __init__(
+        self,
+        layer: int,
+        qkv: Linear,
+        o: Linear,
+        head_norm: HeadNorm | None,
+        rotary: Rotary | None,
+        backend: GroupedBackend,
+    ) -> None:
+        self.qkv = qkv
+        self.o = o
+        self._layer = layer
+        self._head_norm = head_norm
+        self._rotary = rotary
+        self._backend = backend
+
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        batch: Batch,
+        plan: StepPlan,
+        buffers: GroupedBuffers,
+        out_TH: torch.Tensor,
+        wanted_only: bool = False,
+        is_coded: bool = False,
+    ) -> torch.Tensor:
+        """Write all rows' keys and values; attend with all rows, or with those whose logits are wanted: [T, H] or [R, H].
+
+        If `is_coded`, x has already been quantized into `buffers.quantized`.
+        """
+        self.qkv(x_TH, buffers.qkv_TX, buffers.quantized, is_coded)
+        attended_RX = self.attend(batch, plan, buffers, wanted_only)
+        return self.o(attended_RX, out_TH[: attended_RX.shape[0]], buffers.quantized)
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        return self.qkv, self.o
+
+    def attend_normed(
+        self, rows: NormedRows, batch: Batch, plan: StepPlan, buffers: GroupedBuffers, scratch: SmallBatchScratch
+    ) -> torch.Tensor:
+        """Fused decode path, up to the output projection, with rows whose RMSNorm is deferred."""
+        normed_linear(rows, self.qkv.weight_NK, self.qkv.bias_N, False, buffers.qkv_TX, scratch)
+        return self.attend(batch, plan, buffers)
+
+    def room_for_codes(self, quantized: QuantizedRows | None, num_rows: int) -> QuantizedRows | None:
+        """Return the buffer in which a norm leaves quantized x; None if the projection takes it as it is."""
+        return self.qkv.room_for_codes(quantized, num_rows)
+
+    def attend(self, batch: Batch, plan: StepPlan, buffers: GroupedBuffers, wanted_only: bool = False) -> torch.Tensor:
+        """Run what lies between the two products: `qkv_TX` to `attended_TX`."""
+        self._backend.write(buffers.qkv_TX, batch, self._head_norm, self._rotary, self._layer, buffers.q_THD)
+        attended_TX = self.o.room_for_inputs(buffers.attended_TX)
+        return self._backend.attend(buffers.q_THD, self._layer, plan, buffers.scratch, attended_TX, wanted_only)
+
+
+def build_layer(
+    parts: LayerParts, layer: int, norm: tuple[float, float] | None, rotary: Rotary | None, backend: GroupedBackend
+) -> GroupedAttentionLayer:
+    """Build a layer from its weights; `norm` is epsilon and offset of the norms of query and key heads, if it has them."""
+    prefix, head_norm = f"layers.{layer}", None
+    if norm is not None:
+        head_norm = HeadNorm(parts.plain(f"{prefix}.q_norm.weight"), parts.plain(f"{prefix}.k_norm.weight"), *norm)
+    qkv, o = parts.linear(f"{prefix}.qkv"), parts.output(f"{prefix}.o")
+    return GroupedAttentionLayer(layer, qkv, o, head_norm, rotary, backend)

@@ -1,0 +1,85 @@
+"""Attention over float32 pages on the CPU with the C kernel: bits independent of batch and chunking, no mask, no copy."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.cache.storage import PageStorage
+from holdfast.families.grouped.pages import GroupedBackend, PlainPages, Sinks
+from holdfast.families.grouped.spec import GroupedAttentionSpec
+from holdfast.kernels.attention.paged_attention import SEQUENCE_FIELDS, Scoring, paged_attention
+
+
+@dataclass(frozen=True, slots=True)
+class NativeRows:
+    """Where each sequence's rows and its pages of one cache group lie, as the kernel reads it."""
+
+    pages_P: torch.Tensor
+    sequences_N4: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """All rows; and those whose logits are wanted, where they are not all; by cache group."""
+
+    every: tuple[NativeRows, ...]
+    wanted: tuple[NativeRows, ...] | None
+    wanted_rows_R: torch.Tensor | None
+
+
+class NativePagedAttention(GroupedBackend):
+    """The backend."""
+
+    name: ClassVar[str] = "native_paged"
+
+    def __init__(self, specs: Sequence[GroupedAttentionSpec], storage: PageStorage, sinks: Sinks | None = None) -> None:
+        super().__init__(specs, storage, sinks=sinks)
+        self._page_tokens = storage.spec.page_tokens
+        self._planes = [pages.planes for pages in self.pages if isinstance(pages, PlainPages)]
+        assert len(self._planes) == len(specs), "the C kernel reads plain pages"
+        self._num_groups = 1 + max(spec.group for spec in specs)
+
+    def plan(self, batch: Batch, captured: bool = False) -> NativePlan:
+        if batch.logits is None:
+            return NativePlan(self._rows(batch.sequences), None, None)
+        return NativePlan(self._rows(batch.sequences), self._rows(batch.logits.sequences), batch.logits.rows_R)
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        layer: int,
+        plan: NativePlan,
+        scratch: Mapping[str, torch.Tensor],
+        out_TX: torch.Tensor,
+        wanted_only: bool,
+    ) -> torch.Tensor:
+        spec = self._specs[layer]
+        rows = plan.every[spec.group]
+        if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
+            rows, q_THD = plan.wanted[spec.group], q_THD.index_select(0, plan.wanted_rows_R)
+        return paged_attention(
+            q_THD,
+            *self._planes[layer],
+            rows.pages_P,
+            rows.sequences_N4,
+            self._page_tokens,
+            Scoring(spec.scale, spec.window, self._sinks[layer], spec.softcap),
+            out_TX[: q_THD.shape[0]],
+        )
+
+    def _rows(self, sequences: Sequence[SequenceRows]) -> tuple[NativeRows, ...]:
+        return tuple(_group_rows(sequences, group) for group in range(self._num_groups))
+
+
+def _group_rows(sequences: Sequence[SequenceRows], group: int) -> NativeRows:
+    """The kernel follows no entry that lies behind a window: holes may stay."""
+    rows, pages = [], []
+    for sequence in sequences:
+        rows.append((sequence.row_start, sequence.num_rows, sequence.start, len(pages)))
+        pages.extend(sequence.tables[group])
+    pages_P = torch.from_numpy(np.array(pages, dtype=np.int32))
+    return NativeRows(pages_P, torch.tensor(rows, dtype=torch.int64).view(-1, len(SEQUENCE_FIELDS)))

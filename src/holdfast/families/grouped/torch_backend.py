@@ -1,0 +1,229 @@
+"""Attention over paged keys and values in plain torch, on any device and in any mix of formats.
+
+    T rows of the step, H query heads, K key/value heads, G = H / K, D head dim, L stored tokens, n rows of a block
+
+Rows of a sequence are taken in blocks aligned to absolute positions. A block sees stored tokens [low, high), so one call of
+torch's fused attention with one slice of a mask template does it, whatever the chunking. A lone row folds its G heads into
+the row dimension instead and needs no mask. Quantized tokens become numbers again for as long as they are attended to.
+
+Torch's attention knows neither sinks nor soft-capping: where a layer has them its blocks are computed here, in float32, a
+key head at a time. A block begins with the first token that its first row sees, so nothing behind a window is ever read;
+what later rows of it do not see is the sequence's own, because pages are given back by what a whole step sees.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.cache.storage import PageStorage
+from holdfast.families.grouped.declarations import mask_rows
+from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, PagedRows, Sinks
+from holdfast.families.grouped.spec import GroupedAttentionSpec
+
+GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Those of torch that pass on what they do not take. cuDNN's is not among them: torch tries it first, and it fails."""
+MASK_ALIGNMENT = 8
+"""Elements. Fused kernels load a mask in vectors: rows must lie so far apart, and the first begin at such a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows [row, row + num_rows) of the step against tokens [low, high) of their sequence, counted from what was located."""
+
+    row: int
+    num_rows: int
+    low: int
+    high: int
+    mask_nL: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """One sequence: where its tokens lie, and the blocks of its rows."""
+
+    rows: PagedRows
+    blocks: tuple[Block, ...]
+
+
+WindowPlans = dict[tuple[int | None, int], tuple[SequencePlan, ...]]
+"""Some rows of a step, for each distinct window among the layers and the cache group that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """All rows; and those whose logits are wanted, where they are not all."""
+
+    every: WindowPlans
+    wanted: WindowPlans | None
+    wanted_rows_R: torch.Tensor | None
+
+
+class TorchPagedAttention(GroupedBackend):
+    """The backend."""
+
+    name: ClassVar[str] = "torch_paged"
+
+    def __init__(
+        self,
+        specs: Sequence[GroupedAttentionSpec],
+        storage: PageStorage,
+        k_means: KeyMeans | None = None,
+        key_biases: KeyBiases | None = None,
+        sinks: Sinks | None = None,
+    ) -> None:
+        super().__init__(specs, storage, k_means, is_read=True, key_biases=key_biases, sinks=sinks)
+        self._dtype: torch.dtype = getattr(torch, specs[0].dtype)
+        self._page_tokens = storage.spec.page_tokens
+        self._max_model_len = specs[0].max_model_len
+        self._block_rows = mask_rows(self._max_model_len)
+        self._windows = tuple(dict.fromkeys((spec.window, spec.group) for spec in specs))
+        self._masks = {window: self._mask_template(window) for window in dict.fromkeys(spec.window for spec in specs)}
+
+    def held_bytes(self) -> dict[str, int]:
+        mask_bytes = sum(mask_nX.nbytes for mask_nX in self._masks.values())
+        return {"attention/masks": mask_bytes, **super().held_bytes()}
+
+    def plan(self, batch: Batch, captured: bool = False) -> TorchPlan:
+        if batch.logits is None:
+            return TorchPlan(self._plan_rows(batch.sequences), None, None)
+        wanted = self._plan_rows(batch.logits.sequences)
+        return TorchPlan(self._plan_rows(batch.sequences), wanted, batch.logits.rows_R)
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        layer: int,
+        plan: TorchPlan,
+        scratch: Mapping[str, torch.Tensor],
+        out_TX: torch.Tensor,
+        wanted_only: bool,
+    ) -> torch.Tensor:
+        spec, pages, rows = self._specs[layer], self.pages[layer], plan.every
+        if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
+            rows, q_THD = plan.wanted, q_THD.index_select(0, plan.wanted_rows_R)
+        num_rows, num_heads, head_dim = q_THD.shape
+        num_kv_heads = spec.cache.num_kv_heads
+        q_TKGD = pages.queries(q_THD).view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        out_TKGD = out_TX[:num_rows].view_as(q_TKGD)
+        with self._kernels():
+            for sequence in rows[spec.window, spec.group]:
+                k_KLD, v_KLD = pages.read(sequence.rows, self._dtype)
+                for block in sequence.blocks:
+                    if spec.is_plain_softmax:
+                        self._attend(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec.scale)
+                    else:
+                        attend_block(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec, self._sinks[layer])
+        pages.finish(out_TX[:num_rows])
+        return out_TX[:num_rows]
+
+    def _kernels(self) -> AbstractContextManager[object]:
+        """Among which torch chooses; on a CPU it has no choice that could go wrong."""
+        return sdpa_kernel(GPU_KERNELS) if self._device.type == "cuda" else nullcontext()
+
+    def _plan_rows(self, sequences: Sequence[SequenceRows]) -> WindowPlans:
+        parts = [tuple(part) for _, part in groupby(sequences, key=lambda rows: id(rows.tables))]
+        return {
+            (window, group): tuple(self._plan_sequence(part, window, group) for part in parts)
+            for window, group in self._windows
+        }
+
+    def _attend(
+        self,
+        q_TKGD: torch.Tensor,
+        k_KLD: torch.Tensor,
+        v_KLD: torch.Tensor,
+        out_TKGD: torch.Tensor,
+        block: Block,
+        scale: float,
+    ) -> None:
+        rows, tokens = slice(block.row, block.row + block.num_rows), slice(block.low, block.high)
+        k_KlD, v_KlD = k_KLD[:, tokens], v_KLD[:, tokens]
+        if block.mask_nL is None:
+            out_TKGD[rows] = F.scaled_dot_product_attention(
+                q_TKGD[rows], k_KlD.unsqueeze(0), v_KlD.unsqueeze(0), scale=scale
+            )
+            return
+        out_KGnD = F.scaled_dot_product_attention(
+            q_TKGD[rows].permute(1, 2, 0, 3),
+            self._per_query_head(k_KlD, q_TKGD.shape[2]),
+            self._per_query_head(v_KlD, q_TKGD.shape[2]),
+            attn_mask=block.mask_nL,
+            scale=scale,
+        )
+        out_TKGD[rows] = out_KGnD.permute(2, 0, 1, 3)
+
+    @staticmethod
+    def _per_query_head(x_KlD: torch.Tensor, num_groups: int) -> torch.Tensor:
+        num_kv_heads, num_tokens, head_dim = x_KlD.shape
+        return x_KlD.unsqueeze(1).expand(num_kv_heads, num_groups, num_tokens, head_dim)
+
+    def _plan_sequence(self, parts: Sequence[SequenceRows], window: int | None, group: int) -> SequencePlan:
+        """Rows of one sequence, perhaps not all of them: what they see is located, and read, once."""
+        first = 0 if window is None else max(0, min(rows.start for rows in parts) - window + 1)
+        end = max(rows.end for rows in parts)
+        located = PagedRows.locate(parts[0].tables[group], first, end, self._page_tokens, self._device)
+        return SequencePlan(located, tuple(block for rows in parts for block in self._blocks(rows, window, first)))
+
+    def _blocks(self, rows: SequenceRows, window: int | None, first: int) -> list[Block]:
+        blocks, position = [], rows.start
+        while position < rows.end:
+            block_end = min(rows.end, (position // self._block_rows + 1) * self._block_rows)
+            low = 0 if window is None else max(0, position - window + 1)
+            mask_nL = None if rows.num_rows == 1 else self._mask(window, position, block_end, low)
+            row = rows.row_start + position - rows.start
+            blocks.append(Block(row, block_end - position, low - first, block_end - first, mask_nL))
+            position = block_end
+        return blocks
+
+    def _mask_template(self, window: int | None) -> torch.Tensor:
+        """0 where row i may see column x, with the row's own position at column max_model_len + i; -inf elsewhere."""
+        row_n1 = torch.arange(self._block_rows).unsqueeze(1)
+        distance_nX = self._max_model_len + row_n1 - torch.arange(self._max_model_len + self._block_rows)
+        seen_nX = distance_nX >= 0 if window is None else (distance_nX >= 0) & (distance_nX < window)
+        return torch.where(seen_nX, 0.0, float("-inf")).to(self._device, self._dtype)
+
+    def _mask(self, window: int | None, position: int, end: int, low: int) -> torch.Tensor:
+        """The slice for rows at positions [position, end) and tokens [low, end)."""
+        shift = self._max_model_len - position
+        mask_nL = self._masks[window][: end - position, shift + low : shift + end]
+        return aligned_mask(mask_nL) if self._device.type == "cuda" else mask_nL
+
+
+def attend_block(
+    q_TKGD: torch.Tensor,
+    k_KLD: torch.Tensor,
+    v_KLD: torch.Tensor,
+    out_TKGD: torch.Tensor,
+    block: Block,
+    spec: GroupedAttentionSpec,
+    sinks_H: torch.Tensor | None,
+) -> None:
+    """One block with scores that are capped, and sinks in the softmax; one key head at a time has its scores in memory."""
+    rows, tokens = slice(block.row, block.row + block.num_rows), slice(block.low, block.high)
+    sinks_KG11 = None if sinks_H is None else sinks_H.view(*q_TKGD.shape[1:3], 1, 1)
+    for head, (k_LD, v_LD) in enumerate(zip(k_KLD[:, tokens].float(), v_KLD[:, tokens].float(), strict=True)):
+        q_GnD = q_TKGD[rows, head].transpose(0, 1).float()
+        scores_GnL = q_GnD @ k_LD.T * spec.scale
+        if spec.softcap is not None:
+            scores_GnL = torch.tanh(scores_GnL.div_(spec.softcap)).mul_(spec.softcap)
+        if block.mask_nL is not None:
+            scores_GnL += block.mask_nL
+        sum_Gn1 = scores_GnL.logsumexp(-1, keepdim=True)
+        if sinks_KG11 is not None:
+            sum_Gn1 = torch.logaddexp(sum_Gn1, sinks_KG11[head])
+        out_TKGD[rows, head] = ((scores_GnL - sum_Gn1).exp_() @ v_LD).transpose(0, 1).to(out_TKGD.dtype)
+
+
+def aligned_mask(mask_nL: torch.Tensor) -> torch.Tensor:
+    """A copy that a fused kernel can load: torch looks at the strides of a mask but not at where it begins."""
+    num_rows, num_tokens = mask_nL.shape
+    padded_nX = mask_nL.new_zeros(num_rows, num_tokens + -num_tokens % MASK_ALIGNMENT)
+    padded_nX[:, :num_tokens] = mask_nL
+    return padded_nX[:, :num_tokens]

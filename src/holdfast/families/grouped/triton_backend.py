@@ -1,0 +1,104 @@
+"""Attention over half-precision and quantized pages on a GPU: a kernel for each kind of page, all over lists of tiles."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from holdfast.attention.backend import Batch, wanted_rows
+from holdfast.attention.declarations import StepBounds, max_partials
+from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
+from holdfast.cache.storage import PageStorage
+from holdfast.families.grouped.declarations import TileKind, least_tile_rows, max_tiles, tile_kinds
+from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, Sinks
+from holdfast.families.grouped.spec import GroupedAttentionSpec
+from holdfast.kernels.attention.tiled_attention import TileWork
+
+WorkKey = tuple[TileKind, int | None]
+"""What layers that share their lists have in common: the kind of their tiles, and the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """One step's work for each kind of tiles and window among the layers, and the page table of each cache group."""
+
+    work: dict[WorkKey, TileWork]
+    page_tables: tuple[torch.Tensor, ...]
+    wanted_rows_R: torch.Tensor | None
+
+
+class TritonPagedAttention(GroupedBackend):
+    """The backend."""
+
+    name: ClassVar[str] = "triton_paged"
+
+    def __init__(
+        self,
+        specs: Sequence[GroupedAttentionSpec],
+        storage: PageStorage,
+        bounds: StepBounds,
+        num_sms: int,
+        batch_invariant: bool = False,
+        k_means: KeyMeans | None = None,
+        key_biases: KeyBiases | None = None,
+        sinks: Sinks | None = None,
+    ) -> None:
+        super().__init__(specs, storage, k_means, key_biases=key_biases, sinks=sinks)
+        self._num_sms = num_sms
+        self._keys: list[WorkKey] = [(TileKind.of(spec), spec.window) for spec in specs]
+        machine = Machine(num_sms, batch_invariant, self._device)
+        max_model_len = specs[0].max_model_len
+        self._lists: dict[WorkKey, TileScheduler] = {}
+        for kind in tile_kinds(specs):
+            pages = self.pages[next(layer for layer, (other, _) in enumerate(self._keys) if other == kind)]
+            geometry = pages.tile_geometry(kind.num_heads)
+            least_rows = least_tile_rows(kind)
+            assert geometry.large_rows >= least_rows, f"{geometry=}: lists are made for tiles of {least_rows} rows"
+            room = ListRoom(
+                max_tiles(kind, max_model_len, bounds),
+                bounds.max_num_rows,
+                bounds.max_num_seqs,
+                max_partials(max_model_len, bounds),
+            )
+            for window in dict.fromkeys(spec.window for spec in specs):
+                self._lists[kind, window] = TileScheduler(geometry, kind.num_kv_heads, window, room, machine)
+
+    def held_bytes(self) -> dict[str, int]:
+        lists = self._lists.values()
+        return {
+            "attention/tiles": sum(one.tile_bytes for one in lists),
+            "attention/rows": sum(one.row_bytes for one in lists),
+            **super().held_bytes(),
+        }
+
+    def plan(self, batch: Batch, captured: bool = False) -> TritonPlan:
+        assert batch.page_tables is not None, "the batch has no page tables on the device"
+        step = StepRows.of(batch.sequences, batch.num_rows)
+        work = {key: self._lists[key].fill(step, captured) for key in dict.fromkeys(self._keys)}
+        return TritonPlan(work, batch.page_tables, batch.logits.rows_R if batch.logits else None)
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        layer: int,
+        plan: TritonPlan,
+        scratch: Mapping[str, torch.Tensor],
+        out_TX: torch.Tensor,
+        wanted_only: bool,
+    ) -> torch.Tensor:
+        spec, work = self._specs[layer], plan.work[self._keys[layer]]
+        partials = (scratch["partial_out"], scratch["partial_lse"]) if scratch else (out_TX, out_TX)
+        self.pages[layer].attend_tiles(
+            q_THD,
+            plan.page_tables[spec.group],
+            work,
+            spec.scale,
+            spec.window,
+            partials,
+            out_TX,
+            self._num_sms,
+            self._sinks[layer],
+            spec.softcap,
+        )
+        return wanted_rows(q_THD, out_TX, plan.wanted_rows_R if wanted_only else None)

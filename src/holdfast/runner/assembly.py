@@ -1,0 +1,239 @@
+"""Assembly: pages, workspace, attention, model and runner of a plan over loaded weights, each byte in the ledger."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdfast.attention.backend import AttentionBackend
+from holdfast.attention.declarations import BackendDeclaration, StepBounds
+from holdfast.cache.chunks import chunk_shapes
+from holdfast.cache.storage import PageStorage, StateStorage
+from holdfast.distributed.exchange import Exchange
+from holdfast.families.backends import BackendInputs, build_backend
+from holdfast.families.grouped.key_bias import SplitBiases, key_bias_norms, split_biases
+from holdfast.families.grouped.sinks import copy_sinks
+from holdfast.families.grouped.spec import GroupedAttentionSpec
+from holdfast.families.latent.rotation import fold_rotation
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.workspace import Workspace
+from holdfast.models.activations import takes_fused_decode
+from holdfast.models.compressed_decoder import CompressedDecoder
+from holdfast.models.decoder_layer import DecoderParts
+from holdfast.models.layer_stack import LayerStack
+from holdfast.models.rope import StepRope, key_turns, make_step_rope
+from holdfast.models.spec import ModelSpec
+from holdfast.observability.log import get_logger
+from holdfast.planning.plan import RunnerPlan
+from holdfast.planning.resolve import by_key_bias, listed
+from holdfast.planning.terms import PROCESS_OWNER, TOKENIZER_OWNER
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
+from holdfast.runner.pooled_rows import PooledRows
+from holdfast.runner.runner import Runner, RunnerParts
+from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.shared_sampler import SharedSampler
+from holdfast.runner.step_inputs import BatchBuffers
+
+log = get_logger(__name__)
+
+HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER, TOKENIZER_OWNER)
+"""Owners without a tensor of ours. The ledger takes their planned bytes; the report has the device's own total beside it."""
+MakeBackend = Callable[[BackendDeclaration, Sequence[Any], PageStorage, BackendInputs], AttentionBackend]
+"""Replaces `build_backend`, for measurements."""
+Weights = Mapping[str, torch.Tensor | QuantizedWeight]
+
+
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@dataclass(eq=False)
+class Assembly:
+    """What a runner is put together from. `releases` frees everything that was taken, last first."""
+
+    plan: RunnerPlan
+    whole: ModelSpec
+    """The model."""
+    spec: ModelSpec
+    """This rank's part of it."""
+    weights: Weights
+    ledger: Ledger
+    device: torch.device
+    exchange: Exchange | None = None
+    row_sizes: tuple[int, ...] = ()
+    batch_invariant: bool = False
+    is_sharing: bool = False
+    """Other runners read the weights too, so they are not changed in place."""
+    releases: list[Callable[[], None]] = field(default_factory=list)
+    storage: PageStorage | None = None
+
+    def settle_layers(self) -> None:
+        """Protect the layers that the weights choose: as many as were planned, so no byte changes."""
+        protected = self.plan.resolved.protected
+        if not protected.is_open:
+            return
+        assert self.spec.qkv_bias, f"{self.spec.architecture} has no key biases"
+        norms = key_bias_norms(self.weights, self._by_head(), self.exchange, self.whole.num_kv_heads)
+        layers, reason = by_key_bias(len(protected.layers), norms)
+        self.plan = self.plan.with_protected(layers, reason)
+        log.info("kv_protected_layers=%s because %s", listed(layers), reason)
+
+    def runner(self, eos_token_ids: frozenset[int], make_backend: MakeBackend | None = None) -> Runner:
+        """Build the runner; `make_backend` replaces `build_backend` of grouped attention."""
+        self.settle_layers()
+        plan, spec, device, ledger = self.plan, self.spec, self.device, self.ledger
+        limits, cache, declaration = plan.resolved.limits, plan.cache, plan.declaration
+        assert cache is not None and declaration is not None, f"{plan.declared.name} cannot run"  # noqa: PT018
+        storage = self.storage = PageStorage(cache, plan.memory.num_pages, device, ledger)
+        self.releases.append(storage.release)
+        workspace = Workspace(plan.workspace, device, ledger)
+        self.releases.append(workspace.release)
+        rope, bounds = self._step_rope(), self._bounds
+        by_head = self._by_head()
+        biases, means = self._split_biases(by_head), make_means(by_head, device)
+        states = self._states() if spec.compressed is not None else None
+        inputs = BackendInputs(
+            bounds, num_sms(device), self.batch_invariant, **self._layer_tables(by_head, biases, means), states=states
+        )
+        make = make_backend if by_head and make_backend is not None else build_backend
+        backend = make(declaration, plan.attention_specs, storage, inputs)
+        parts = DecoderParts(
+            spec,
+            {**self.weights, **biases.qkv, **self._folded_weights()},
+            backend,
+            rope,
+            workspace,
+            declaration.scratch(plan.attention_specs, bounds),
+            self._takes_fused_decode,
+            plan.resolved.dtype,
+            plan.resolved.recipe,
+            self.exchange,
+            plan.mesh.is_exact,
+        )
+        model = LayerStack(parts) if spec.compressed is None else CompressedDecoder(parts)
+        self._record(backend)
+        shapes = chunk_shapes(cache, storage.num_pages)
+        buffers = BatchBuffers(
+            limits, device, ledger, is_shared=device.type == "cpu", shapes=shapes, has_states=cache.has_states
+        )
+        runner = Runner(
+            RunnerParts(
+                model,
+                backend,
+                buffers,
+                self._sampler(),
+                limits,
+                cache.cache_groups(),
+                plan.memory.num_pages,
+                self.whole.vocab_size,
+                eos_token_ids,
+                device,
+                plan.mesh,
+                self.row_sizes,
+                partial(_copy_cache, storage, states),
+                PooledRows(spec.hidden_size, plan.resolved.dtype, device, ledger),
+            )
+        )
+        self.releases.append(runner.close)
+        self._centre_keys(runner, biases, means)
+        return runner
+
+    def _by_head(self) -> list[GroupedAttentionSpec]:
+        return [own for own in self.plan.attention_specs if isinstance(own, GroupedAttentionSpec)]
+
+    @property
+    def _bounds(self) -> StepBounds:
+        limits = self.plan.resolved.limits
+        return StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
+
+    @property
+    def _takes_fused_decode(self) -> bool:
+        """True if small batches take the fused decode path, as far as is known before weights are read."""
+        resolved = self.plan.resolved
+        takes = takes_fused_decode(self.spec, resolved.dtype, self.device.type, resolved.recipe)
+        return takes and not self.batch_invariant
+
+    def _states(self) -> StateStorage:
+        states = StateStorage(self.plan.states, self.plan.resolved.limits.max_num_seqs, self.device, self.ledger)
+        self.releases.append(states.release)
+        return states
+
+    def _sampler(self) -> Sampler | SharedSampler:
+        """Build a sampler of whole logits, or on ranks of a share of them."""
+        limits, mesh = self.plan.resolved.limits, self.plan.mesh
+        sampler = Sampler(self.whole.vocab_size, self.device, limits.sampled_rows, self.ledger)
+        if self.exchange is None:
+            return sampler
+        needs = self.plan.exchange_needs
+        assert needs is not None, f"{mesh} exchanges nothing"
+        return SharedSampler(sampler, self.exchange, mesh, needs, self.device, self.ledger)
+
+    def _folded_weights(self) -> dict[str, torch.Tensor]:
+        """Fold the rotation of stored latents into the weights around them; copies are the runner's own."""
+        folded = fold_rotation(self.weights, self.plan.attention_specs, self.is_sharing)
+        if self.is_sharing and folded:
+            num_bytes = sum(weight.nbytes for weight in folded.values())
+            owner = "attention/o_a" if self.spec.latent is None else "attention/kv_b"
+            self.ledger.record(owner, num_bytes, "rotated copies, because other runners read the weights too")
+        return folded
+
+    def _layer_tables(
+        self, specs: Sequence[GroupedAttentionSpec], biases: SplitBiases, means: Sequence[torch.Tensor | None]
+    ) -> dict[str, Any]:
+        """List what grouped layers have beside their pages; nothing that no layer has."""
+        sinks = copy_sinks(self.weights, specs)
+        named: dict[str, Sequence[Any]] = {"key_biases": biases.keys, "k_means": means, "sinks": sinks}
+        return {name: tables for name, tables in named.items() if any(table is not None for table in tables)}
+
+    def _record(self, backend: AttentionBackend) -> None:
+        """Enter what the backend holds, and what no tensor of ours holds, into the ledger."""
+        for owner, num_bytes in backend.held_bytes().items():
+            self.ledger.record(owner, num_bytes, f"{backend.name}'s own")
+        for term in self.plan.memory.terms:
+            if term.owner in HELD_OUTSIDE:
+                self.ledger.record(term.owner, term.num_bytes, term.reason)
+
+    def _centre_keys(self, runner: Runner, biases: SplitBiases, means: Sequence[torch.Tensor | None]) -> None:
+        """Measure the mean keys before the first page of a request is written. They never change afterwards."""
+        mean_bytes = sum(mean_KD.nbytes for mean_KD in means if mean_KD is not None)
+        if mean_bytes:
+            self.ledger.record("attention/key_means", mean_bytes, "what the keys of a head have in common")
+        # The prompt goes through all stages, even those that have nothing to measure.
+        is_staged = self.plan.mesh.num_stages > 1 and self.plan.resolved.kv_format.is_quantized
+        if mean_bytes or any(biases.keys) or is_staged:
+            rooms = KeyRooms(biases.keys, biases.by_layer, means)
+            num_tokens = centre_keys(runner, self.spec, rooms)
+            log.info("Keys are centred by their mean over %d warm-up tokens", num_tokens)
+
+    def _step_rope(self) -> StepRope:
+        """Allocate cos and sin of the largest step."""
+        limits, dtype = self.plan.resolved.limits, getattr(torch, self.plan.resolved.dtype)
+        rope = make_step_rope(self.spec, limits.max_model_len, limits.max_num_batched_tokens, dtype, self.device)
+        if rope.rows is not None:
+            table_bytes = rope.rows.cos_STP.nbytes + rope.rows.sin_STP.nbytes
+            self.ledger.record("rope/table", table_bytes, "cos and sin of a step's tokens")
+            self.ledger.record("rope/frequencies", rope.rows.frequency_SP.nbytes, "of the pairs that RoPE turns")
+        return rope
+
+    def _split_biases(self, specs: Sequence[GroupedAttentionSpec]) -> SplitBiases:
+        """Split biases for layers that store keys without theirs."""
+        spec, plan, turns = self.spec, self.plan, None
+        if spec.rope is not None and any(own.has_key_bias for own in specs):
+            dtype, longest = getattr(torch, plan.resolved.dtype), plan.resolved.limits.max_model_len
+            turns = key_turns(spec.rope, spec.head_dim, spec.max_position, longest, dtype, self.device)
+        biases = split_biases(self.weights, specs, spec.has_separable_key_bias, turns)
+        if biases.qkv:
+            self.ledger.record("attention/qkv_bias", biases.qkv_bytes, "biases with zeros for the keys")
+        return biases
+
+
+def _copy_cache(
+    storage: PageStorage, states: StateStorage | None, pairs: Sequence[tuple[int, int]], source: int, target: int
+) -> None:
+    """Copy pages, and the states of a slot, for a sequence that forks."""
+    storage.copy_pages(pairs)
+    if states is not None:
+        states.copy_place(source, target)
