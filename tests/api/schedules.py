@@ -23,7 +23,7 @@ HELD_CHARS = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class Planned:
     """One request of a schedule."""
 
     name: str
@@ -63,11 +63,11 @@ class Answer:
 Answers = dict[tuple[str, int], Answer]
 
 
-def make_schedule(number: int, vocab_size: int, longest: int) -> list[Asked]:
+def make_schedule(number: int, vocab_size: int, longest: int) -> list[Planned]:
     """The schedule of this number: 3 to 12 requests for an engine with contexts of up to `longest` tokens."""
     chance = random.Random(number)
     shared = [_tokens(chance, vocab_size, chance.randint(6, 30)) for _ in range(2)]
-    asked, turn = [], 0
+    requested, turn = [], 0
     for place in range(chance.randint(3, 12)):
         turn += chance.choice((0, 0, 0, 1, 2, 5))
         params = make_params(chance, vocab_size)
@@ -77,8 +77,8 @@ def make_schedule(number: int, vocab_size: int, longest: int) -> list[Asked]:
             aborts["abort_after_tokens"] = chance.randint(1, 12)
         elif chance.random() < 0.15:
             aborts["abort_after_turns"] = chance.randint(0, 15)
-        asked.append(Asked(f"{number}.{place}", turn, prompt, params, **aborts))
-    return asked
+        requested.append(Planned(f"{number}.{place}", turn, prompt, params, **aborts))
+    return requested
 
 
 def _tokens(chance: random.Random, vocab_size: int, length: int) -> list[int]:
@@ -132,10 +132,10 @@ def make_params(chance: random.Random, vocab_size: int) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def run_schedule(engine: Any, asked: list[Asked], aborts: bool = True) -> Answers:
+def run_schedule(engine: Any, requested: list[Planned], aborts: bool = True) -> Answers:
     """All requests to their ends; `engine` has add_request, step, abort and has_unfinished."""
     answers: Answers = {}
-    to_come, alive, turn = list(asked), {}, 0
+    to_come, alive, turn = list(requested), {}, 0
     while to_come or engine.has_unfinished():
         if not engine.has_unfinished():
             turn = max(turn, to_come[0].turn)
@@ -163,11 +163,11 @@ def run_schedule(engine: Any, asked: list[Asked], aborts: bool = True) -> Answer
     return answers
 
 
-def compare(asked: list[Asked], whole: Answers, found: Answers) -> Counter[str]:
+def compare(requested: list[Planned], whole: Answers, found: Answers) -> Counter[str]:
     """What was seen, by kind; AssertionError at the first difference."""
     assert found.keys() == whole.keys(), "other completions were answered"
     seen: Counter[str] = Counter()
-    for one in asked:
+    for one in requested:
         own = [found[one.name, index] for index in range(one.params.n)]
         for index, answer in enumerate(own):
             expected = whole[one.name, index]

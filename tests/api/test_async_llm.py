@@ -1,4 +1,4 @@
-"""AsyncLLM: many readers of one batch; whoever leaves takes its request along, and every end reaches its reader."""
+"""AsyncLLM: many readers of one batch; a caller that leaves takes its request along, and every end reaches its reader."""
 
 import asyncio
 import gc
@@ -182,7 +182,7 @@ def test_a_slow_reader_misses_nothing_and_queues_nothing():
     run(work)
 
 
-def test_a_slow_reader_holds_up_nobody():
+def test_a_slow_reader_holds_up_none():
     async def work(llm, engine):
         slow = llm.generate("slow", LONG)
         await anext(slow)
@@ -232,7 +232,7 @@ def test_abort_by_name():
         task = asyncio.create_task(last(llm.generate("x", LONG, "name")))
         await asyncio.to_thread(gate.started.acquire)
         await llm.abort("name")
-        await llm.abort("nobody")
+        await llm.abort("no caller")
         gate.open()
         output = await task
         assert (output.finished, output.outputs[0].finish_reason) == (True, "abort")
@@ -293,7 +293,7 @@ def test_drain_answers_what_there_is():
         gate.open()
         assert answer_of(await task) == solo("x", PARAMS)
         await draining
-        with pytest.raises(EngineDeadError, match="it was shut down"):
+        with pytest.raises(EngineDeadError, match="was shut down"):
             llm.generate("z", PARAMS)
 
     run(work)

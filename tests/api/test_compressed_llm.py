@@ -15,7 +15,7 @@ from models.tiny_compressed import tiny_compressed
 
 MODELS = {"flash": "like V4-Flash", "windows": "windows"}
 PROMPTS = [[(7 * number + 5 * place * place) % 120 + 3 for place in range(3 + 31 * number)] for number in range(4)]
-"""Of 3 to 96 tokens: shorter and longer than windows and blocks of the prefix cache."""
+"""For 3 to 96 tokens: shorter and longer than windows and blocks of the prefix cache."""
 NUM_OUTPUT = 8
 
 

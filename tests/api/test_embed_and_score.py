@@ -174,7 +174,7 @@ def test_score_of_a_reranker_matches_transformers(judge):
     assert control["<|im_end|>"] not in inner
 
 
-def test_reranker_asks_again_for_a_token_that_was_not_told(judge, monkeypatch):
+def test_reranker_asks_again_for_a_token_that_was_not_reported(judge, monkeypatch):
     """With one log-probability each the token that was not chosen is unknown after the first request."""
     folder, _ = judge
     with LLM(str(folder), **OPTIONS) as llm:
@@ -182,9 +182,9 @@ def test_reranker_asks_again_for_a_token_that_was_not_told(judge, monkeypatch):
         params = Reranker.params
 
         def fewer(self: Reranker, *args: Any, **options: Any) -> SamplingParams:
-            asked = params(self, *args, **options)
-            asked.logprobs = 0
-            return asked
+            requested = params(self, *args, **options)
+            requested.logprobs = 0
+            return requested
 
         monkeypatch.setattr(Reranker, "params", fewer)
         before = llm.stats().num_requests
@@ -193,7 +193,7 @@ def test_reranker_asks_again_for_a_token_that_was_not_told(judge, monkeypatch):
     assert again.outputs.score == pytest.approx(usual.outputs.score, abs=1e-6)
 
 
-def test_chat_model_is_told_of_once_and_gives_no_scores(tmp_path, caplog):
+def test_chat_model_is_reported_of_once_and_gives_no_scores(tmp_path, caplog):
     save_tiny("qwen3", tmp_path / "chat", vocab_size=264)
     write_tokenizer(tmp_path / "chat", adds_end=False)
     with LLM(str(tmp_path / "chat"), **OPTIONS) as llm, caplog.at_level(logging.WARNING, "holdfast"):

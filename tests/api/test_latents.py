@@ -25,7 +25,7 @@ MODELS = {
     "glm5": "sparse like GLM-5",
 }
 PROMPTS = [[(7 * number + 5 * place * place) % 250 + 3 for place in range(3 + 13 * number)] for number in range(4)]
-"""Of 3 to 42 tokens, none of them a multiple of a page."""
+"""For 3 to 42 tokens, none of them a multiple of a page."""
 NUM_OUTPUT = 8
 
 

@@ -57,7 +57,7 @@ def test_stages_pad_steps_to_sizes_that_all_of_them_have_left(model, monkeypatch
     monkeypatch.setenv("PYTHONPATH", with_tests(dict(os.environ))["PYTHONPATH"])
     monkeypatch.setenv(unlike_rank.UNLIKE, "rows 5 24 64 72")
     monkeypatch.setattr(
-        engine_build, "build_ranks", lambda *told, **named: build_ranks(*told, command=command, **named)
+        engine_build, "build_ranks", lambda *reported, **named: build_ranks(*reported, command=command, **named)
     )
     monkeypatch.setattr(RunnerBuild, "_compare_products", RunnerBuild._compare_products)  # as it was, in the end
     unlike_rank.take_sizes(5, 16, 64, 72)
@@ -67,8 +67,8 @@ def test_stages_pad_steps_to_sizes_that_all_of_them_have_left(model, monkeypatch
         assert answers(llm) == alone
 
 
-def test_what_steps_in_flight_bring_to_nobody_is_dropped(model):
-    """A stream is left with a step in every stage; what follows is answered as if nobody had been there."""
+def test_what_steps_in_flight_bring_to_none_is_dropped(model):
+    """A stream is left with a step in every stage; what follows is answered as if no caller had been there."""
     with LLM(model, **OPTIONS) as llm:
         alone = answers(llm)
     with LLM(model, pipeline_parallel_size=3, **OPTIONS) as llm:

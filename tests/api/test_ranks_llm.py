@@ -208,7 +208,7 @@ def test_a_killed_or_stopped_rank_is_an_error_and_memory_comes_back(model, how):
 
 @pytest.mark.slow
 def test_a_script_without_a_main_guard_just_works(model, tmp_path):
-    """Ranks are started as modules of ours: nobody imports the script again."""
+    """Ranks are started as modules of ours: no caller imports the script again."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(f"""
@@ -252,7 +252,7 @@ def test_a_launcher_with_another_number_is_refused(model, monkeypatch):
 
 @pytest.mark.slow
 def test_ranks_that_torchrun_has_started(model, alone, tmp_path):
-    """The same program in every process: rank 0 answers, the other serves it and ends with it; a second engine finds nobody."""
+    """Like the one before program in every process: rank 0 answers, the other serves it and ends with it; a second engine finds no caller."""
     script = tmp_path / "launched.py"
     script.write_text(
         textwrap.dedent(f"""

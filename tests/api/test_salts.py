@@ -115,7 +115,7 @@ def test_async_llm_abort_of_several_ends_each_of_them():
             tasks = [asyncio.create_task(last(name)) for name in "abc"]
             while llm.health().num_commands + llm.health().num_unfinished_requests < 3:
                 await asyncio.sleep(0.005)
-            await llm.abort(["nobody", "a", "b"])
+            await llm.abort(["no caller", "a", "b"])
             await llm.abort(iter(["b", "a"]))
             gate.open()
             reasons = await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""The same answers, to the bit, however steps are run: ahead of those in flight, from bytes, with proposals, in a child process.
+"""Like the one before answers, to the bit, however steps are run: ahead of those in flight, from bytes, with proposals, in a child process.
 
 Every schedule (tests/api/schedules.py) runs on a plain engine with room for all, and in each of these ways on a small one.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from api.schedules import Answers, Asked, compare, make_schedule, run_schedule
+from api.schedules import Answers, Planned, compare, make_schedule, run_schedule
 from cli.cli_models import write_tokenizer
 from holdfast.api.llm import LLM
 from holdfast.engine.core import EngineCore
@@ -107,10 +107,10 @@ class Case:
         shape: dict[str, Any] = {"device": "cpu", "dtype": "float32", "page_tokens": 4, "max_model_len": MAX_MODEL_LEN}
         return LLM(str(self.folder), batch_invariant=True, seed=7, **shape, **options)
 
-    def answer(self, schedules: list[list[Asked]]) -> list[Answers]:
+    def answer(self, schedules: list[list[Planned]]) -> list[Answers]:
         """By the plain engine with room for all, where nothing is aborted and nothing is shared."""
         llm = self.open(max_num_seqs=16, max_num_batched_tokens=128, enable_prefix_caching=False)
-        answers = [run_schedule(llm.engine, asked, aborts=False) for asked in schedules]
+        answers = [run_schedule(llm.engine, requested, aborts=False) for requested in schedules]
         llm.shutdown()
         return answers
 
@@ -128,20 +128,20 @@ def engine_of(llm: LLM, way: Way) -> Engine:
     return Engine(remade, engine.tokenizer, engine.chat_template, seed=7, generation=engine.generation)
 
 
-def run_way(case: Case, way: Way, schedules: list[list[Asked]], answers: list[Answers]) -> Counter[str]:
+def run_way(case: Case, way: Way, schedules: list[list[Planned]], answers: list[Answers]) -> Counter[str]:
     """All schedules of a house in one way; what was seen."""
     llm = case.open(speculative=way.speculative, core_process=way.core_process, **case.house.options)
     engine = engine_of(llm, way)
     seen: Counter[str] = Counter()
-    for number, (asked, whole) in enumerate(zip(schedules, answers, strict=True)):
-        seen += compare(asked, whole, run_schedule(engine, asked))
+    for number, (requested, whole) in enumerate(zip(schedules, answers, strict=True)):
+        seen += compare(requested, whole, run_schedule(engine, requested))
         engine.settle()
         if not way.core_process:
             engine.scheduler.check()
         if number % 4 == 3:
             engine.reset_prefix_cache()
     stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0), f"{stats} with nobody there"
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0), f"{stats} with no caller there"
     seen["schedules"] += len(schedules)
     seen["steps"] += stats.num_steps
     seen["preemptions"] += stats.num_preemptions
@@ -157,7 +157,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, tmp_path_factory.mktemp("model"))
 
 
-def schedules_of(case: Case, number: int) -> list[list[Asked]]:
+def schedules_of(case: Case, number: int) -> list[list[Planned]]:
     first = 1000 * list(HOUSES).index(case.name) + 3
     return [make_schedule(first + place, VOCAB, MAX_MODEL_LEN) for place in range(number)]
 
@@ -199,7 +199,7 @@ def test_an_index_is_dropped_with_its_sequence(case: Case) -> None:
     core = llm.engine.core
     assert isinstance(core, EngineCore), f"{core} is in this process"
     assert isinstance(core.proposer, NgramProposer), f"{core.proposer} proposes"
-    for asked in schedules_of(case, 3):
-        run_schedule(llm.engine, asked)
+    for requested in schedules_of(case, 3):
+        run_schedule(llm.engine, requested)
         assert core.proposer.num_sequences == 0, f"{core.proposer.num_sequences} sequences are still known"
     llm.shutdown()

@@ -75,7 +75,7 @@ def test_llm_conversations_are_answered_one_by_one():
 
 
 def test_llm_cached_tokens_are_those_of_each_prompt():
-    """Of answers, embeddings and scores; a page has four tokens, and the last token is always computed."""
+    """For answers, embeddings and scores; a page has four tokens, and the last token is always computed."""
     llm = LLM.from_engine(engine())
 
     def cached(prompt: str) -> int:
@@ -114,7 +114,7 @@ def test_llm_engine_abort_of_several_leaves_the_others(alone):
     for name, prompt, params in zip("abc", PROMPTS, PARAMS, strict=True):
         own.add_request(name, prompt, params)
     own.step()
-    own.abort_request(["a", "nobody", "c"])
+    own.abort_request(["a", "no caller", "c"])
     own.abort_request("a")
     assert own.get_num_unfinished_requests() == 1
     outputs = []

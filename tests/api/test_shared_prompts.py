@@ -42,9 +42,9 @@ def each_case(quick: Collection[str]) -> pytest.MarkDecorator:
 
 NUM_OUTPUT = 3
 NEAR = {"cpu": 1e-4, "cuda": 0.06}
-"""The same where also a CPU rounds by rows: over latents, and a lone row over codes."""
+"""Like the one before where also a CPU rounds by rows: over latents, and a lone row over codes."""
 TOLERANCE = {"cpu": 0.0, "cuda": 0.06}
-"""Of log-probabilities: on a GPU products round by the number of rows of a step."""
+"""For log-probabilities: on a GPU products round by the number of rows of a step."""
 
 
 @contextmanager
@@ -82,15 +82,15 @@ class Counted:
     def run(self, engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[Any]]:
         """Answer prompts that arrive together: of each completion the tokens with their log-probabilities."""
         self.num_rows = self.max_pages = 0
-        told: dict[tuple[str, int], list[Any]] = {}
+        reported: dict[tuple[str, int], list[Any]] = {}
         for number, prompt in enumerate(prompts):
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params_of(**params))
         pool = engine.scheduler.pool
         while engine.has_unfinished():
             for delta in engine.step():
-                _take(told, delta)
+                _take(reported, delta)
             self.max_pages = max(self.max_pages, sum(pool.num_owned_by_group))
-        return [told[key] for key in sorted(told)]
+        return [reported[key] for key in sorted(reported)]
 
 
 def params_of(**params: Any) -> SamplingParams:
@@ -98,9 +98,9 @@ def params_of(**params: Any) -> SamplingParams:
     return SamplingParams(**(options | params))
 
 
-def _take(told: dict[tuple[str, int], list[Any]], delta: CompletionDelta) -> None:
+def _take(reported: dict[tuple[str, int], list[Any]], delta: CompletionDelta) -> None:
     assert delta.error is None, delta.error
-    own = told.setdefault((delta.request_id, delta.index), [])
+    own = reported.setdefault((delta.request_id, delta.index), [])
     own += [
         (token, by_token[token].logprob) for token, by_token in zip(delta.token_ids, delta.logprobs or (), strict=True)
     ]
@@ -111,7 +111,7 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 def assert_alike(ones: list[list[Any]], others: list[list[Any]], tolerance: float) -> None:
-    """The same tokens and log-probabilities; with a tolerance, up to where two tokens were as likely."""
+    """Like the one before tokens and log-probabilities; with a tolerance, up to where two tokens were as likely."""
     assert len(ones) == len(others)
     if not tolerance:
         assert ones == others

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from api.random_schemas import make_schema
-from api.schedules import Asked as Scheduled
+from api.schedules import requested as Scheduled
 from api.schedules import run_schedule
 from api.test_schedules import FromBytes
 from cli.cli_models import write_tokenizer
@@ -62,8 +62,8 @@ def is_valid(text: str, schema: object) -> bool:
 def check_schemas(llm: LLM, numbers: range, **params) -> int:
     """All at once, of a random model; every answer that came to its end holds. How many did."""
     schemas = [make_schema(number) for number in numbers]
-    asked = [SamplingParams(structured_outputs={"json": schema}, max_tokens=700, **params) for schema in schemas]
-    outputs = llm.generate([f"Object {number}:" for number in numbers], asked, use_tqdm=False)
+    requested = [SamplingParams(structured_outputs={"json": schema}, max_tokens=700, **params) for schema in schemas]
+    outputs = llm.generate([f"Object {number}:" for number in numbers], requested, use_tqdm=False)
     num_finished = 0
     for schema, output in zip(schemas, outputs, strict=True):
         (completion,) = output.outputs
@@ -133,7 +133,7 @@ def test_log_probabilities_and_penalties(llm):
 # However steps are run
 
 
-def make_asked() -> list[Scheduled]:
+def make_requested() -> list[Scheduled]:
     """Requests with and without forms, which come and go while others run."""
     prompts = [list(range(3 + place, 23 + place)) for place in range(4)]
     forms: list[dict[str, Any] | None] = [
@@ -146,11 +146,11 @@ def make_asked() -> list[Scheduled]:
         None,
         {"regex": "(ab|cd){3,9}"},
     ]
-    asked = []
+    requested = []
     for place, form in enumerate(forms):
         params: dict[str, Any] = {"max_tokens": 24, "temperature": (0.0, 0.9)[place % 2], "n": 1 + place % 2}
         params |= {"logprobs": 1} if place % 3 == 0 else {}
-        asked.append(
+        requested.append(
             Scheduled(
                 f"r{place}",
                 place // 2,
@@ -158,11 +158,11 @@ def make_asked() -> list[Scheduled]:
                 SamplingParams(structured_outputs=form, seed=place, **params),
             )
         )
-    return asked
+    return requested
 
 
-def answers_of(engine: Engine, asked: list[Scheduled]) -> dict[tuple[str, int], tuple[object, ...]]:
-    answers = run_schedule(engine, asked)
+def answers_of(engine: Engine, requested: list[Scheduled]) -> dict[tuple[str, int], tuple[object, ...]]:
+    answers = run_schedule(engine, requested)
     return {
         key: (one.token_ids, one.text, one.finish_reason, one.stop_reason, one.error, repr(one.logprobs))
         for key, one in answers.items()
@@ -172,7 +172,7 @@ def answers_of(engine: Engine, asked: list[Scheduled]) -> dict[tuple[str, int], 
 @pytest.fixture(scope="module")
 def expected(folder):
     llm = LLM(str(folder), max_model_len=72, max_num_seqs=16, enable_prefix_caching=False, **SHAPE)
-    answers = answers_of(llm.engine, make_asked())
+    answers = answers_of(llm.engine, make_requested())
     llm.shutdown()
     return answers
 
@@ -204,12 +204,12 @@ def test_however_steps_are_run(folder, expected, run_ahead, options):
             grammars=core.grammars,
         )
         engine = Engine(remade, engine.tokenizer, engine.chat_template, seed=7, generation=engine.generation)
-    assert answers_of(engine, make_asked()) == expected
+    assert answers_of(engine, make_requested()) == expected
     engine.settle()
     if run_ahead is not None:
         assert isinstance(engine.core, EngineCore)
         assert engine.core.grammars is not None
-        assert len(engine.core.grammars) == 0, "nobody is followed any more"
+        assert len(engine.core.grammars) == 0, "no caller is followed any more"
         engine.scheduler.check()
         assert engine.scheduler.pool.num_available == engine.scheduler.pool.num_pages
         if options is FEW_PAGES:
@@ -217,8 +217,8 @@ def test_however_steps_are_run(folder, expected, run_ahead, options):
     llm.shutdown()
 
 
-def test_neighbours_are_as_if_nobody_had_a_form(llm, expected, folder):
-    plain = [one for one in make_asked() if one.params.structured_outputs is None]
+def test_neighbours_are_as_if_none_had_a_form(llm, expected, folder):
+    plain = [one for one in make_requested() if one.params.structured_outputs is None]
     alone = answers_of(llm.engine, plain)
     names = {one.name for one in plain}
     assert alone == {key: answer for key, answer in expected.items() if key[0] in names}
@@ -227,7 +227,7 @@ def test_neighbours_are_as_if_nobody_had_a_form(llm, expected, folder):
 # Ends
 
 
-def test_a_complete_form_ends_whatever_else_is_asked(llm):
+def test_a_complete_form_ends_whatever_else_is_requested(llm):
     for params in ({"min_tokens": 50}, {"ignore_eos": True}):
         completion = ask(llm, structured_outputs={"choice": ["yes"]}, **params).outputs[0]
         assert (completion.text, completion.finish_reason) == ("yes", "stop")
@@ -299,7 +299,7 @@ class Gate:
 
     def compile(self, form, vocabulary):
         if threading.current_thread().name.startswith("holdfast-grammars"):
-            assert self.opened.wait(30.0), "nobody opened the gate"
+            assert self.opened.wait(30.0), "no caller opened the gate"
             if self.error is not None:
                 raise ValueError(self.error)
         return self._compile(form, vocabulary)
@@ -315,7 +315,7 @@ def test_others_run_on_while_a_form_is_compiled(llm, monkeypatch):
             seen[delta.request_id] += len(delta.token_ids)
     assert seen == {"held": 0, "plain": 5}
     assert engine.stats().num_waiting == 1
-    assert [engine.step() for _ in range(2)] == [[], []], "a step with nobody to run waits a moment"
+    assert [engine.step() for _ in range(2)] == [[], []], "a step with no caller to run waits a moment"
     gate.opened.set()
     text = ""
     while engine.has_unfinished():

@@ -9,6 +9,7 @@ import pytest
 
 import holdfast
 from engine.fakes import make_engine
+from error_codes import raises_code
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.llm import LLM
 from holdfast.api.llm_engine import LLMEngine
@@ -85,7 +86,7 @@ def test_absent_name_is_an_import_error_in_one_sentence(line: str, words: str) -
     with pytest.raises(ImportError) as caught:
         run_line(line)
     assert isinstance(caught.value, ImportAbsentError)
-    assert "it is not in this version; " in str(caught.value)
+    assert "is not in this version: " in str(caught.value)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -120,7 +121,7 @@ def test_aliases_are_the_same_objects() -> None:
 
 def test_hasattr_is_false_for_an_absent_name() -> None:
     assert not hasattr(holdfast, "PoolerConfig")
-    with pytest.raises(NameAbsentError, match=r"holdfast\.ModelRegistry was asked; it is not in this version; "):
+    with pytest.raises(NameAbsentError, match=r"holdfast\.ModelRegistry is not in this version: "):
         holdfast.ModelRegistry  # noqa: B018
     module = importlib.import_module("holdfast.sampling_params")
     assert not hasattr(module, "BeamSearchParams")
@@ -158,7 +159,7 @@ def test_engine_args_fill_in_from_a_command_line(caplog: pytest.LogCaptureFixtur
     assert made.create_engine_config() == EngineConfig(model="m", enable_prefix_caching=False, **same)
     assert "trust_remote_code=True" in caplog.text
     assert "swap_space=4" in caplog.text
-    assert "disable_log_stats" not in caplog.text, "what was not typed is not told"
+    assert "disable_log_stats" not in caplog.text, "what was not typed is not reported"
     with pytest.raises(ConfigError, match="merge the adapter"):
         EngineArgs.from_cli_args(parser.parse_args(["--enable-lora"]))
 
@@ -207,7 +208,7 @@ def test_llm_engine_steps_to_the_answers_of_an_llm() -> None:
     assert engine.reset_prefix_cache(reset_running_requests=True)
     engine.shutdown()
     engine.shutdown()
-    with pytest.raises(EngineDeadError, match="it was shut down; make a new LLMEngine"):
+    with pytest.raises(EngineDeadError, match="LLMEngine was shut down"):
         engine.add_request("2", "x", params)
 
 
@@ -219,7 +220,7 @@ def test_llm_engine_abort_ends_a_request_without_output() -> None:
     engine.abort_request(["a"])
     found = step_all(engine)
     assert set(found) == {"b"}
-    with pytest.raises(RequestError, match="params and sampling_params were given"):
+    with raises_code("api.params_twice", RequestError):
         engine.add_request("c", "x", SamplingParams(), sampling_params=SamplingParams())
     with pytest.raises(NameAbsentError, match=r"LLMEngine\.add_lora was asked; it is not in this version; merge"):
         engine.add_lora  # noqa: B018
@@ -276,16 +277,16 @@ def test_output_kind_that_is_none_is_refused() -> None:
 def test_generate_without_max_tokens_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     from holdfast.api import llm as module
 
-    module._ROOM_TOLD.clear()
+    module._WARNED.clear()
     llm = LLM.from_engine(make_engine(max_model_len=32))
     llm.generate("Hello", SamplingParams(temperature=0.0, max_tokens=2))
     llm.chat([{"role": "user", "content": "x"}], SamplingParams(temperature=0.0))
     assert "max_tokens is left out" not in caplog.text
     for _ in range(2):
         llm.generate("Hello", SamplingParams(temperature=0.0))
-    told = [record for record in caplog.records if "max_tokens is left out" in record.getMessage()]
-    assert [record.levelname for record in told] == ["WARNING"]
-    assert "up to 27 tokens" in told[0].getMessage()
+    reported = [record for record in caplog.records if "max_tokens is left out" in record.getMessage()]
+    assert [record.levelname for record in reported] == ["WARNING"]
+    assert "up to 27 tokens" in reported[0].getMessage()
 
 
 def test_cleanup_takes_vllms_argument():

@@ -172,9 +172,9 @@ def test_a_wrong_keyword_tells_the_nearest(call, words: str) -> None:
 
 
 def test_prompts_are_given_once() -> None:
-    with pytest.raises(PromptError, match="no prompts were given"):
+    with pytest.raises(PromptError, match="Pass either prompts"):
         make_llm().generate()
-    with pytest.raises(PromptError, match="prompts and prompt_token_ids were given"):
+    with pytest.raises(PromptError, match="Pass either prompts"):
         make_llm().generate("x", prompt_token_ids=[[1]])
 
 
@@ -254,7 +254,7 @@ def test_methods_that_are_missing_say_what_to_do(kind: type[LLM | AsyncLLM]) -> 
     llm.shutdown()
 
 
-def test_what_goes_wrong_in_a_property_of_a_subclass_is_told_by_it() -> None:
+def test_what_goes_wrong_in_a_property_of_a_subclass_is_reported_by_it() -> None:
     class Own(LLM):
         @property
         def own(self) -> object:
@@ -291,7 +291,7 @@ for num_threads in (1, 2):
 
 @pytest.mark.slow  # the next but one asks the same of a whole model
 @pytest.mark.parametrize("uses_threads", [True, False])
-def test_threads_of_torch_stay_in_the_parent_whoever_started_them(uses_threads: bool) -> None:
+def test_threads_of_torch_stay_in_the_parent_caller_started_them(uses_threads: bool) -> None:
     script = THREADS.replace("USES_THREADS", str(uses_threads))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, check=True
@@ -355,19 +355,19 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("ending", ["closed", pytest.param("forgotten", marks=pytest.mark.slow)])
-def test_a_forked_child_is_told_at_once_and_ends(ending: str) -> None:
-    """Locks are held by other threads while it forks, as they are during a step: nobody ever opens them in the child."""
+def test_a_forked_child_is_reported_at_once_and_ends(ending: str) -> None:
+    """Locks are held by other threads while it forks, as they are during a step: no caller ever opens them in the child."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS, ending], check=False, timeout=60, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
-    *told, codes = run.stdout.splitlines()
+    *reported, codes = run.stdout.splitlines()
     assert codes == "0 0", run.stderr
-    assert len(told) == 2 * 7, run.stdout
+    assert len(reported) == 2 * 7, run.stdout
     words = (
         r"an (Async)?LLM of process \d+ was asked in process \d+, forked from it; .*; start .*'spawn'.* in the parent"
     )
-    assert all(re.fullmatch(words, line) for line in told), told
+    assert all(re.fullmatch(words, line) for line in reported), reported
 
 
 OPENED_IN_A_FORK = """
@@ -429,7 +429,7 @@ def test_the_tokenizer_of_a_program() -> None:
     assert 257 in tokenizer.apply_chat_template(message, allow_special_tokens=True)
     assert tokenizer.apply_chat_template([message, message], tokenize=False) == ["user: a<eos>\n"] * 2
     for wrong in ("text", [[1], [2]], None):
-        with pytest.raises(PromptError, match="a list of integers works"):
+        with pytest.raises(PromptError, match="list of integers"):
             tokenizer.decode(wrong)
 
 

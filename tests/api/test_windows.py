@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 PROMPTS = [[(7 * number + 5 * place * place) % 250 + 3 for place in range(3 + 13 * number)] for number in range(6)]
-"""Of 3 to 68 tokens: several windows, none of them a multiple of a page."""
+"""For 3 to 68 tokens: several windows, none of them a multiple of a page."""
 NUM_OUTPUT = 30
 
 

@@ -125,7 +125,7 @@ def forget_log() -> None:
 
 
 def run_apart(*arguments: object) -> Ended:
-    """A command in this process for several tests, whose streams are nobody's."""
+    """A command in this process for several tests, whose streams are no caller's."""
     from holdfast.cli.app import run
 
     out, err = io.StringIO(), io.StringIO()
@@ -136,7 +136,7 @@ def run_apart(*arguments: object) -> Ended:
 
 
 def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
-    """A command in a process of its own, whose three streams are pipes unless something else is asked."""
+    """A command in a process of its own, whose three streams are pipes unless something else is requested."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | options.pop("env", {})
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     words = [str(argument) for argument in arguments]
@@ -144,7 +144,7 @@ def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
 
 
 def _hear_interrupts() -> None:
-    # Whoever was started in the background of a shell ignores them, and so would its children.
+    # A caller that was started in the background of a shell ignores them, and so would its children.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -16,7 +16,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same without a chat template."""
+    """Like the one before without a chat template."""
     return make_model(tmp_path_factory.mktemp("bare") / "model", has_template=False)
 
 
@@ -40,5 +40,5 @@ def no_log_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test names and nobody has is not looked for on the Hub, in this process and in those that it starts."""
+    """What a test names and no caller has is not looked for on the Hub, in this process and in those that it starts."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

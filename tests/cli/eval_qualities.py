@@ -1,4 +1,4 @@
-"""Dummy figures of formats, for tests of what is told about them."""
+"""Dummy figures of formats, for tests of what is reported about them."""
 
 from holdfast.cli.tables import EvalView
 from holdfast.eval.kv_quality import Quality

@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's API in a few lines, as well or as badly as the asked model's name says."""
+"""A server that speaks OpenAI's API in a few lines, as well or as badly as the requested model's name says."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding:
 
 @dataclass
 class FakeServer:
-    """Where it is, and what it was asked."""
+    """Where it is, and what it was requested."""
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)

@@ -62,7 +62,7 @@ def test_no_command_is_a_question_for_help(here: Here, arguments: tuple[str, ...
         ),
     ],
 )
-def test_a_wrong_command_line_is_told_in_one_line(here: Here, arguments: tuple[str, ...], words: str) -> None:
+def test_a_wrong_command_line_is_reported_in_one_line(here: Here, arguments: tuple[str, ...], words: str) -> None:
     ended = here(*arguments)
     assert ended.code == 2
     assert ended.out == ""
@@ -71,7 +71,7 @@ def test_a_wrong_command_line_is_told_in_one_line(here: Here, arguments: tuple[s
     assert ended.refuses(words), ended
 
 
-def test_a_full_disk_is_told(here: Here, tiny: Path) -> None:
+def test_a_full_disk_is_reported(here: Here, tiny: Path) -> None:
     with open("/dev/full", "w") as full, redirect_stdout(full):
         ended = here("run", tiny, "-q", "-p", "Hello", "--max-tokens", "4")
     assert ended.code == 1
@@ -189,7 +189,7 @@ def test_files_and_memory_have_words_of_their_own(capsys: pytest.CaptureFixture[
     assert "smaller model" in capsys.readouterr().err
 
 
-def test_a_traceback_comes_where_it_is_asked_for(
+def test_a_traceback_comes_where_it_is_requested_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOLDFAST_DEBUG", "1")
@@ -246,7 +246,7 @@ def test_the_log_has_tracebacks_only_for_those_who_ask(
     assert ("Traceback" in shown) is is_debugging
 
 
-def test_a_refused_plan_is_drawn_for_whoever_watches_and_is_one_line_elsewhere(
+def test_a_refused_plan_is_drawn_for_caller_watches_and_is_one_line_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = PlanTable("serve", (PlanRow("weights", 3 * 2**30, "12 tensors"),), 3 * 2**30, 2**30, "memory_limit")
@@ -256,9 +256,9 @@ def test_a_refused_plan_is_drawn_for_whoever_watches_and_is_one_line_elsewhere(
     assert capsys.readouterr().err == line
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert app.report(error) == 1
-    told = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err)
-    assert told.startswith(line)
-    assert re.search(r"short +2.00 GiB", told)
+    reported = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err)
+    assert reported.startswith(line)
+    assert re.search(r"short +2.00 GiB", reported)
     assert app.report(MemoryPlanError("value.empty", name="--x")) == 1
     assert capsys.readouterr().err == line, "not every refusal has a table"
 
@@ -269,9 +269,7 @@ def test_the_package_runs_as_a_module() -> None:
 
 
 @pytest.mark.parametrize("is_profiled", [False, True])
-def test_a_command_leaves_at_once_unless_somebody_measures_it(
-    is_profiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_leaves_at_once_unless_caller_measures_it(is_profiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A profiler writes its file when the program has returned to it."""
     left: list[int] = []
     ended: list[str] = []

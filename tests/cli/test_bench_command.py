@@ -96,11 +96,11 @@ def test_engines_take_turns() -> None:
 
 def test_every_engine_warms_up_on_every_case_before_any_is_timed() -> None:
     log: list[str] = []
-    told: list[str] = []
+    reported: list[str] = []
     cases = latency_cases([4], [1], 4, 3, random.Random(0), IDS)
-    check_agreement(cases, [Fake("ours", log), Fake("theirs", log)], told.append)
+    check_agreement(cases, [Fake("ours", log), Fake("theirs", log)], reported.append)
     assert log == [f"{name} {case.measure}" for case in cases for name in ("ours", "theirs")]
-    assert len(told) == 4
+    assert len(reported) == 4
 
 
 @pytest.mark.parametrize("wrong_at", [0, 4])
@@ -187,7 +187,7 @@ def test_the_machine_has_a_name() -> None:
 
 
 def test_a_machine_that_tells_nothing_still_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*asked: object, **options: object) -> None:
+    def missing(*requested: object, **options: object) -> None:
         raise FileNotFoundError("there is nothing here")
 
     monkeypatch.setattr(subprocess, "run", missing)

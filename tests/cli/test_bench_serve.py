@@ -123,7 +123,7 @@ def test_answers_with_a_length_and_without() -> None:
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * 70_000,
     ],
 )
-def test_what_is_no_answer_is_told(data: bytes) -> None:
+def test_what_is_no_answer_is_reported(data: bytes) -> None:
     with pytest.raises(BadAnswerError):
         AnswerReader().feed(data)
 
@@ -131,7 +131,7 @@ def test_what_is_no_answer_is_told(data: bytes) -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"HTTP/1.1 200", CHUNKED[:-5], b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nab"]
 )
-def test_an_end_that_comes_too_soon_is_told(sent: bytes) -> None:
+def test_an_end_that_comes_too_soon_is_reported(sent: bytes) -> None:
     reader = AnswerReader()
     reader.feed(sent)
     with pytest.raises(BadAnswerError, match="closed"):
@@ -158,7 +158,7 @@ def test_urls(text: str, address: str) -> None:
     "text", ["", "127.0.0.1:8000", "ftp://x", "http://x:99999", "http://u:p@x", "http://x y", "http://x\r\n"]
 )
 def test_wrong_urls_are_refused(text: str) -> None:
-    if text == "http://x\r\n":  # a line break at the end is nobody's fault, and goes
+    if text == "http://x\r\n":  # a line break at the end is no caller's fault, and goes
         assert Url.read(text).address == "http://x:80"
         return
     with raises_code("bench.bad_url", ConfigError):
@@ -234,14 +234,14 @@ def test_arrivals_are_those_of_the_seed() -> None:
         await asyncio.sleep(0.005)
         return Reply(start, start + 1, [], 2, 3)
 
-    told: list[tuple[int, int, int]] = []
+    reported: list[tuple[int, int, int]] = []
     work = [Work(f"{place}", 1) for place in range(12)]
-    asyncio.run(drive(send, work, None, 1000.0, lambda *counts: told.append(counts), seed=5))
+    asyncio.run(drive(send, work, None, 1000.0, lambda *counts: reported.append(counts), seed=5))
     choose, due = random.Random(5), 0.0
     for place in range(12):
         assert starts[str(place)] - starts["0"] == pytest.approx(due, abs=1e-6)
         due += choose.expovariate(1000.0)
-    assert told[-1] == (12, 24, 36)
+    assert reported[-1] == (12, 24, 36)
 
 
 def test_percentiles() -> None:
@@ -313,8 +313,8 @@ def test_a_dataset(bench: Bench, tmp_path: Path) -> None:
     file.write_text('{"prompt": "one"}\n\n{"messages": [{"role": "user", "content": "two"}], "max_tokens": 5}\n')
     ended = bench("--dataset", file, "--requests", "3", "--output-len", "2")
     assert ended.code == 0, ended
-    asked = [(body["messages"][-1]["content"], body["max_tokens"]) for body in bench.fake.bodies[2:]]
-    assert sorted(asked) == [("one", 2), ("one", 2), ("two", 5)]
+    requested = [(body["messages"][-1]["content"], body["max_tokens"]) for body in bench.fake.bodies[2:]]
+    assert sorted(requested) == [("one", 2), ("one", 2), ("two", 5)]
     assert "ignore_eos" not in bench.fake.bodies[-1]
 
 
@@ -348,7 +348,7 @@ def test_errors_are_counted_by_kind(bench: Bench, model: str, kind: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (("--model", "keyed"), "HTTP 401: wrong key. Pass --api-key, or set HOLDFAST_API_KEY."),
         (("--model", "garbage"), "not an HTTP answer"),
@@ -368,14 +368,14 @@ def test_errors_are_counted_by_kind(bench: Bench, model: str, kind: str) -> None
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_is_told_in_words(bench: Bench, words: tuple[str, ...], told: str) -> None:
+def test_what_cannot_be_is_reported_in_words(bench: Bench, words: tuple[str, ...], reported: str) -> None:
     import resource
 
     if words == ("--clients", "65000") and resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 65000:
         pytest.skip("so many files may be open here")
     ended = bench(*words)
     assert ended.code in (1, 2)
-    assert ended.refuses(told), ended
+    assert ended.refuses(reported), ended
     assert "Traceback" not in ended.err
 
 

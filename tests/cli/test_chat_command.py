@@ -52,7 +52,7 @@ def test_a_chat_is_saved_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["no/such/folder/chat.json", ".", "a\0b", "~nobody-of-this-name/x"])
-def test_a_place_that_cannot_be_written_is_told(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_written_is_reported(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with raises_code("cli.chat_not_saved", ConfigError):
         ChatHistory(None).save(file, "A-Model")
@@ -60,7 +60,7 @@ def test_a_place_that_cannot_be_written_is_told(file: str, tmp_path: Path, monke
 
 
 def typing(*events: str | type[BaseException]) -> tuple[Callable[[str], str], list[str]]:
-    """Somebody at a keyboard, and the prompts that they saw; they leave at the end."""
+    """A caller at a keyboard, and the prompts that they saw; they leave at the end."""
     left, prompts = list(events), []
 
     def ask(prompt: str) -> str:
@@ -139,14 +139,14 @@ class FakeAnswers:
         self.engine = make_engine(max_model_len=context, num_pages=context // 4, page_tokens=4)
         self.context_tokens = context
         self.llm = LLM.from_engine(self.engine)
-        self.asked: list[list[tuple[str, str]]] = []
+        self.requested: list[list[tuple[str, str]]] = []
         self.interrupt_at: int | None = None
 
     def params(self, given):
         return sampling_params(given, self.engine.generation)
 
     def prepare(self, messages, params):
-        self.asked.append([(message["role"], message["content"]) for message in messages])
+        self.requested.append([(message["role"], message["content"]) for message in messages])
         return prepare(self.engine, messages, params, 10)
 
     def stream(self, prepared):
@@ -193,18 +193,18 @@ def test_answers_stream_to_stdout_and_join_the_history(chat: Chat) -> None:
     assert "cut at max_tokens=10" in err
     assert "context" in err
     chat("And?")
-    assert [role for role, _ in chat.answers.asked[1]] == ["user", "assistant", "user"]
-    assert chat.answers.asked[1][1][1] == chat.contents[1]
+    assert [role for role, _ in chat.answers.requested[1]] == ["user", "assistant", "user"]
+    assert chat.answers.requested[1][1][1] == chat.contents[1]
 
 
 def test_nothing_is_no_question(chat: Chat) -> None:
     assert chat("", "   ") == ("", "")
-    assert chat.answers.asked == []
+    assert chat.answers.requested == []
 
 
 def test_a_slash_is_a_command_only_where_a_word_follows_it(chat: Chat) -> None:
     chat("/etc/passwd is a file", "//clear")
-    assert [asked[-1][1] for asked in chat.answers.asked] == ["/etc/passwd is a file", "/clear"]
+    assert [requested[-1][1] for requested in chat.answers.requested] == ["/etc/passwd is a file", "/clear"]
 
 
 def test_leaving(chat: Chat) -> None:
@@ -218,7 +218,7 @@ def test_help_lists_every_command(chat: Chat) -> None:
     assert chat("/?")[1] == err
 
 
-def test_an_unknown_command_is_told_with_the_nearest(chat: Chat) -> None:
+def test_an_unknown_command_is_reported_with_the_nearest(chat: Chat) -> None:
     assert "Did you mean /clear?" in chat("/claer")[1]
     assert "Type /help" in chat("/zzz")[1]
     assert chat.session.num_failures == 2
@@ -237,7 +237,7 @@ def test_the_system_message(chat: Chat) -> None:
     assert "no system message" in chat("/system")[1]
     assert "Be brief." in chat("/system Be brief.")[1]
     chat("Hello", "/clear")
-    assert chat.answers.asked[0][0] == ("system", "Be brief.")
+    assert chat.answers.requested[0][0] == ("system", "Be brief.")
     assert chat.history.system == "Be brief."
     chat("/system off")
     assert chat.history.system is None
@@ -364,7 +364,7 @@ def test_ctrl_c_before_the_first_word_takes_the_question_back(chat: Chat) -> Non
     assert chat.contents == []
 
 
-def test_ctrl_c_where_nobody_watches_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_where_none_watches_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(capsys, is_watched=False)
     chat.answers.interrupt_at = 2
     with pytest.raises(KeyboardInterrupt):
@@ -392,7 +392,7 @@ def test_an_answer_that_fills_the_context_says_so(capsys: pytest.CaptureFixture[
     assert "nothing was dropped" in err
 
 
-def test_a_first_message_that_is_too_long_is_not_told_to_undo(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_first_message_that_is_too_long_is_not_reported_to_undo(capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(capsys, context=32)
     _, err = chat("x" * 100)
     assert "the context holds 32" in err
@@ -424,7 +424,7 @@ def test_a_line_is_a_turn_and_only_answers_reach_stdout(here: Here, tiny: Path) 
 
 def test_commands_work_when_piped(here: Here, tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
-    said = f'/set max_tokens=3\n"""\nHello\nthere\n"""\n/stats\n/memory\n/save {file}\n/exit\nnever asked\n'
+    said = f'/set max_tokens=3\n"""\nHello\nthere\n"""\n/stats\n/memory\n/save {file}\n/exit\nnever requested\n'
     ended = here("chat", tiny, stdin=said)
     assert ended.code == 0, ended
     assert "context" in ended.err
@@ -433,7 +433,7 @@ def test_commands_work_when_piped(here: Here, tiny: Path, tmp_path: Path) -> Non
     assert "Hello\\nthere" in file.read_text()
 
 
-def test_the_memory_is_drawn_where_it_is_asked(here: Here, tiny: Path, tmp_path: Path) -> None:
+def test_the_memory_is_drawn_where_it_is_requested(here: Here, tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "memory.html"
     ended = here("chat", tiny, "--memory-report", file, stdin="")
     assert (ended.code, ended.out, ended.err) == (0, "", "")

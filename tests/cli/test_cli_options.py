@@ -168,7 +168,7 @@ def test_counts(text: str, count: int | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "k", "8q", "1.5", "8 k", "1e3", "0x10", "٣", "9" * 30, "1_000", "inf"])
-def test_what_is_no_count_is_left_to_whoever_asked(text: str) -> None:
+def test_what_is_no_count_is_left_to_caller_requested(text: str) -> None:
     assert read_count(text) == text
 
 
@@ -187,7 +187,7 @@ def test_shares_are_numbers_or_percentages(text: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["110%", "0%", "-5%", "%", "x%", "nan%", "inf%", "half", "", "0.5%%"])
-def test_what_is_no_share_is_left_to_whoever_asked(text: str) -> None:
+def test_what_is_no_share_is_left_to_caller_requested(text: str) -> None:
     assert read_share(text) == text
 
 

@@ -71,7 +71,7 @@ def test_all_commands_are_listed(here: Here) -> None:
 
 
 @pytest.mark.usefixtures("wide")
-def test_defaults_are_told_where_a_setting_has_one(here: Here) -> None:
+def test_defaults_are_reported_where_a_setting_has_one(here: Here) -> None:
     shown = " ".join(here("run", "--help").out.split())
     assert "--top-k N Keep the k most likely tokens; 0 keeps all. Default: 0." in shown
     assert "--memory-utilization SHARE Share of the device's memory that the engine may take: 0.9 or 90%. --kv" in shown

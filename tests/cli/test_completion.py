@@ -95,7 +95,7 @@ def test_bash_completes_names_in_any_case(complete: Complete) -> None:
     assert complete("plan", "qwen3\\") == []
 
 
-def test_bash_offers_files_where_a_path_is_asked(complete: Complete, tmp_path: Path) -> None:
+def test_bash_offers_files_where_a_path_is_requested(complete: Complete, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     assert complete("run", "mod") == ["model.gguf"]
     assert complete("run", "--tokenizer", "mod") == ["model.gguf"]
@@ -127,7 +127,7 @@ def test_offered_values_are_those_that_settings_take() -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("tcsh",)])
-def test_another_shell_is_told_which_there_are(here: Here, arguments: tuple[str, ...]) -> None:
+def test_another_shell_is_reported_which_there_are(here: Here, arguments: tuple[str, ...]) -> None:
     ended = here("completion", *arguments)
     assert ended.code == 2
     assert "bash, zsh, fish" in ended.err

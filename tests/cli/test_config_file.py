@@ -1,4 +1,4 @@
-"""--config: a TOML file with the names of options; what is typed wins, and what is wrong is told with the nearest name."""
+"""--config: a TOML file with the names of options; what is typed wins, and what is wrong is reported with the nearest name."""
 
 from pathlib import Path
 

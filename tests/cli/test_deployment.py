@@ -51,7 +51,7 @@ def test_the_container_serves(dockerfile: str, root: Path) -> None:
     health = json.loads(re.search(r"^HEALTHCHECK .*?CMD (\[.*\])$", dockerfile, re.MULTILINE)[1])  # type: ignore[index]
     compile(health[2], "health", "exec")
     assert f"127.0.0.1:{port}/health" in health[2]
-    # Root opens no model, and a server that is asked to end gets the signal itself: no shell in between.
+    # Root opens no model, and a server that is requested to end gets the signal itself: no shell in between.
     assert re.search(r"^USER (?!root)", dockerfile, re.MULTILINE)
     assert "STOPSIGNAL SIGTERM" in dockerfile
     copied = re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE)

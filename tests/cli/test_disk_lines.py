@@ -44,5 +44,5 @@ def test_a_run_tells_it_at_both_ends(here: Here) -> None:
 def test_a_refusal_tells_it(here: Here) -> None:
     ended = here("run", "-p", "Hi", "--memory-limit", "256MiB")
     assert ended.code != 0
-    told = "its 93.81 MiB on disk are 513.13 MiB in memory, since blocks are expanded to float32 as they load"
-    assert ended.refuses(told), ended
+    reported = "its 93.81 MiB on disk are 513.13 MiB in memory, since blocks are expanded to float32 as they load"
+    assert ended.refuses(reported), ended

@@ -1,4 +1,4 @@
-"""`holdfast eval`: a table, a record and a page of a text; progress; and whatever can be typed wrong, told in one line."""
+"""`holdfast eval`: a table, a record and a page of a text; progress; and whatever can be typed wrong, reported in one line."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def rows(out: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in lines[start + 1 : lines.index("", start)]}
 
 
-class Told(NamedTuple):
+class Run(NamedTuple):
     """One evaluation of every format: what it wrote, and where."""
 
     ended: Ended
@@ -52,26 +52,26 @@ class Told(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def told(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    folder = tmp_path_factory.mktemp("told")
+def reported(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("reported")
     record, html = folder / "record.json", folder / "page.html"
     ended = run_apart("eval", "kv", tiny, "--text", text, *SMALL, "--json", record, "--html", html)
     assert ended.code == 0, ended
-    return Told(ended, json.loads(record.read_text()), read_page(html.read_text(encoding="utf-8")))
+    return Run(ended, json.loads(record.read_text()), read_page(html.read_text(encoding="utf-8")))
 
 
-def test_every_format_has_a_row_the_reference_first(told: Told) -> None:
-    found = rows(told.ended.out)
+def test_every_format_has_a_row_the_reference_first(reported: Run) -> None:
+    found = rows(reported.ended.out)
     assert list(found) == list(KV_FORMATS)
     assert len(found["float32"]) == 4, "nothing is compared with itself"
     assert all(len(cells) == 8 for name, cells in found.items() if name != "float32")
-    assert "2 windows of 48 tokens of book.txt, 94 predictions" in told.ended.out
-    assert "tokens/s" in told.ended.err
-    assert "\x1b" not in told.ended.out
+    assert "2 windows of 48 tokens of book.txt, 94 predictions" in reported.ended.out
+    assert "tokens/s" in reported.ended.err
+    assert "\x1b" not in reported.ended.out
 
 
-def test_record_and_page_say_what_the_table_says(told: Told) -> None:
-    made, found = told.record, rows(told.ended.out)
+def test_record_and_page_say_what_the_table_says(reported: Run) -> None:
+    made, found = reported.record, rows(reported.ended.out)
     assert [result["measure"] for result in made["results"]] == list(found)
     fp8 = next(result for result in made["results"] if result["measure"] == "fp8")
     assert fp8["num_predictions"] == 94
@@ -79,39 +79,39 @@ def test_record_and_page_say_what_the_table_says(told: Told) -> None:
     assert (made["window"], made["num_windows"], made["text"]) == (48, 2, "book.txt")
     assert re.fullmatch(r"[0-9a-f]{64}", made["text_sha256"])
     assert f"{fp8['perplexity']:.4f}" in found["fp8"]
-    cells = [[cell.text for cell in row.all("td")] for row in told.page.all("tbody")[0].all("tr")]
+    cells = [[cell.text for cell in row.all("td")] for row in reported.page.all("tbody")[0].all("tr")]
     assert {name: own for name, *own in cells}["fp8"] == found["fp8"]
-    assert "page written to" in told.ended.err
-    assert "record written to" in told.ended.err
+    assert "page written to" in reported.ended.err
+    assert "record written to" in reported.ended.err
 
 
-def test_formats_that_are_asked_come_once_and_alike_with_their_record_alone_on_stdout(
-    here: Here, tiny: Path, text: Path, told: Told
+def test_formats_that_are_requested_come_once_and_alike_with_their_record_alone_on_stdout(
+    here: Here, tiny: Path, text: Path, reported: Run
 ) -> None:
-    asked = " bfloat16,turboquant_3bit_nc, bfloat16,float32"
-    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--formats", asked, "--json", "-")
+    requested = " bfloat16,turboquant_3bit_nc, bfloat16,float32"
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--formats", requested, "--json", "-")
     assert "turboquant_3bit_nc" in ended.err, "the table gives way to the record"
     made = json.loads(ended.out)
     assert made["command"].startswith("holdfast eval kv ")
     assert [result["measure"] for result in made["results"]] == ["float32", "bfloat16", "turboquant_3bit_nc"]
-    before = {result["measure"]: result for result in told.record["results"]}
+    before = {result["measure"]: result for result in reported.record["results"]}
     for result in made["results"]:
         assert {**result, "seconds": 0} == {**before[result["measure"]], "seconds": 0}, "in other company"
 
 
-def test_less_than_a_window_is_one_window_and_says_so(here: Here, tiny: Path, text: Path, told: Told) -> None:
+def test_less_than_a_window_is_one_window_and_says_so(here: Here, tiny: Path, text: Path, reported: Run) -> None:
     ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--tokens", "20", "--formats", "float16")
     assert "one window of 48 tokens" in ended.out
     assert "reading 48 tokens, not 20: one window is the minimum" in ended.err
-    assert "tokens are read, not" not in told.ended.err
+    assert "tokens are read, not" not in reported.ended.err
 
 
 def test_protected_layers_are_for_quantized_formats_and_count_in_their_bytes(
     here: Here, tiny: Path, text: Path
 ) -> None:
     def bytes_with(layers: str) -> list[str]:
-        asked = ("--formats", "float16,fp8,turboquant_4bit_nc", "--kv-protected-layers", layers, "--tokens", "48")
-        ended = here("eval", "kv", tiny, "--text", text, *SMALL, *asked)
+        requested = ("--formats", "float16,fp8,turboquant_4bit_nc", "--kv-protected-layers", layers, "--tokens", "48")
+        ended = here("eval", "kv", tiny, "--text", text, *SMALL, *requested)
         assert ended.code == 0, ended
         notes.append(ended.out.splitlines()[-1])
         return [cells[0] for cells in rows(ended.out).values()]
@@ -170,8 +170,8 @@ def test_a_text_must_be_named(here: Here, tiny: Path) -> None:
     ("data", "words"),
     [
         (b"caf\xe9 " * 100, "byte 3, 0xe9, is not UTF-8"),
-        (b"", "the whole text has 0"),
-        (b"ab", "the whole text has 2"),
+        (b"", "eval.short_text"),
+        (b"ab", "eval.short_text"),
     ],
     ids=["latin", "empty", "short"],
 )
@@ -337,7 +337,7 @@ def test_nothing_to_do_is_no_error() -> None:
 
 
 class Watched(io.StringIO):
-    """A stderr that somebody watches."""
+    """A stderr that a caller watches."""
 
     def isatty(self) -> bool:
         return True

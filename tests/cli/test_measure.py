@@ -1,4 +1,4 @@
-"""`holdfast doctor --measure`: devices timed in another process with tiny sizes, told beside data sheets, kept for plans."""
+"""`holdfast doctor --measure`: devices timed in another process with tiny sizes, reported beside data sheets, kept for plans."""
 
 import json
 from pathlib import Path

@@ -63,7 +63,7 @@ def test_quietly(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert opened.llm.memory is opened.memory
 
 
-def test_plain_lines_where_nobody_watches(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_where_none_watches(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     open_visibly(EngineConfig(model=str(tiny)))
     lines = capsys.readouterr().err.splitlines()
     stages = ["Planning memory", "Reading 394.75 KiB of weights", "Taking KV pages and workspace"]
@@ -89,7 +89,9 @@ def test_a_bar_with_bytes_on_a_terminal(tiny: Path, monkeypatch: pytest.MonkeyPa
     assert "Model loading took" not in shown
 
 
-def test_the_memory_is_drawn_where_it_is_asked(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_memory_is_drawn_where_it_is_requested(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "memory.html"
     opened = open_quietly(EngineConfig(model=str(tiny), max_num_seqs=1), file)
     assert capsys.readouterr() == ("", "")
@@ -138,7 +140,7 @@ def test_interrupts_are_exceptions_once_torch_is_there() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         import_torch()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "a choice of somebody else is left alone"
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "a choice of a caller else is left alone"
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -156,7 +158,7 @@ def test_interrupts_are_exceptions_once_torch_is_there() -> None:
         (None, "käse".encode(), "käse"),
     ],
 )
-def test_what_is_asked(monkeypatch: pytest.MonkeyPatch, option: str | None, piped: bytes, prompt: str) -> None:
+def test_what_is_requested(monkeypatch: pytest.MonkeyPatch, option: str | None, piped: bytes, prompt: str) -> None:
     pipe_in(monkeypatch, piped)
     assert read_prompt(option) == prompt
 
@@ -178,7 +180,7 @@ def test_a_terminal_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr(sys, "stdin", Terminal("typed by nobody"))
+    monkeypatch.setattr(sys, "stdin", Terminal("typed by no caller"))
     assert read_prompt("Hello") == "Hello"
 
 
@@ -237,7 +239,7 @@ ADVICE = GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20)
         ({"max_tokens": 5}, SILENT, 0.0),
     ],
 )
-def test_what_was_asked_goes_before_advice_and_advice_before_greedy(given, advice, temperature) -> None:
+def test_what_was_requested_goes_before_advice_and_advice_before_greedy(given, advice, temperature) -> None:
     params = sampling_params(given, advice)
     assert params.temperature == temperature
     assert all(getattr(params, name) == value for name, value in given.items())
@@ -253,17 +255,17 @@ def test_what_was_asked_goes_before_advice_and_advice_before_greedy(given, advic
     ],
     ids=["default", "less", "more", "at least"],
 )
-def test_an_answer_has_a_bound_unless_one_is_asked(params: SamplingParams, max_tokens: int) -> None:
+def test_an_answer_has_a_bound_unless_one_is_requested(params: SamplingParams, max_tokens: int) -> None:
     prepared = prepare(make_engine(max_model_len=128), "Hello", params, 50)
     assert (prepared.max_tokens, prepared.params.max_tokens) == (max_tokens, max_tokens)
 
 
-@pytest.mark.parametrize("asked", [None, 50], ids=["open", "asked for"])
-def test_the_bound_stays_inside_the_context(asked: int | None, caplog: pytest.LogCaptureFixture) -> None:
-    prepared = prepare(make_engine(max_model_len=16), "Hello", SamplingParams(max_tokens=asked), 50)
+@pytest.mark.parametrize("requested", [None, 50], ids=["open", "requested"])
+def test_the_bound_stays_inside_the_context(requested: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    prepared = prepare(make_engine(max_model_len=16), "Hello", SamplingParams(max_tokens=requested), 50)
     assert prepared.max_tokens == 11
-    told = [record.getMessage() for record in caplog.records if "the answer ends after 11" in record.getMessage()]
-    assert len(told) == (asked is not None), "what was asked and is cut is told"
+    reported = [record.getMessage() for record in caplog.records if "the answer ends after 11" in record.getMessage()]
+    assert len(reported) == (requested is not None), "what was asked and is cut is told"
 
 
 def test_messages_go_through_the_template() -> None:
@@ -318,7 +320,7 @@ def test_speed_is_tokens_by_the_seconds_they_took() -> None:
     ("num_output", "metrics"),
     [(0, None), (1, RequestMetrics(0.0, 0.0, 0.0, 0, 0)), (1, RequestMetrics(0.0, 1.0, 1.0, 3, 0))],
 )
-def test_what_was_not_measured_is_not_told(num_output: int, metrics: RequestMetrics | None) -> None:
+def test_what_was_not_measured_is_not_reported(num_output: int, metrics: RequestMetrics | None) -> None:
     speed = speed_of(output(3, num_output, metrics))
     assert speed.decode_rate is None
     assert "decode" not in speed.line

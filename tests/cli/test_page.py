@@ -230,9 +230,9 @@ def rows_under(document: Element, heading: str) -> list[Element]:
     return [row for table in tables for row in table.all("tbody")[0].all("tr")]
 
 
-@pytest.mark.parametrize("asked", [("Qwen3-32B", "h200"), ("Qwen3-30B-A3B", "h200")], ids=" ".join)
-def test_every_owner_of_a_plan_has_a_colour_of_its_own(asked: tuple[str, str]) -> None:
-    planned = view_of(plan_request(*asked), None)
+@pytest.mark.parametrize("requested", [("Qwen3-32B", "h200"), ("Qwen3-30B-A3B", "h200")], ids=" ".join)
+def test_every_owner_of_a_plan_has_a_colour_of_its_own(requested: tuple[str, str]) -> None:
+    planned = view_of(plan_request(*requested), None)
     rows = rows_under(read_page(plan_page(planned, ())), "owner")[:-1]
     found = [row.all("span")[1].attributes["style"] for row in rows]
     assert len(found) == len(planned.rows) == len(set(found))
@@ -248,9 +248,9 @@ def test_a_page_shows_cache_groups_where_layers_keep_other_things() -> None:
 
 
 def test_the_bars_of_a_sweep_have_colours_that_no_owner_has() -> None:
-    asked = plan_request("Qwen3-32B", "h200")
-    cells = sweep(asked)
-    document = read_page(plan_page(view_of(asked, None), cells))
+    requested = plan_request("Qwen3-32B", "h200")
+    cells = sweep(requested)
+    document = read_page(plan_page(view_of(requested, None), cells))
     rows = rows_under(document, "owner")[:-1]
     owners = {row.all("span")[1].attributes["style"].removeprefix("background:") for row in rows}
     drawn = {box.attributes["fill"] for box in document.all("svg")[-1].all("rect") if "fill" in box.attributes}
@@ -281,7 +281,7 @@ def report_of(ledger: Ledger, *more: MemoryRow, budget: int = 0, measured: int |
 
 
 def strip_boxes(page: str) -> tuple[list[Element], list[Element]]:
-    """Of the budget's strip and of the map."""
+    """For the budget's strip and of the map."""
     budget, held = read_page(page).all("svg")
     return boxes_of(budget), boxes_of(held)
 
@@ -334,7 +334,7 @@ def test_the_table_adds_up_and_has_the_colours_of_the_boxes() -> None:
     assert "KV cache of 4,096 tokens, 1.00 KiB each: 8.00 requests of 512 tokens at once" in document.text
 
 
-def test_what_is_planned_only_and_what_nobody_holds_are_drawn_apart() -> None:
+def test_what_is_planned_only_and_what_none_holds_are_drawn_apart() -> None:
     step = MemoryRow("sampling", 10 * MIB, None, "temporaries")
     staging = MemoryRow("staging", 64 * MIB, None, "a ring", ("load",))
     report = report_of(SMALL, step, staging, measured=87 * MIB)
@@ -349,7 +349,7 @@ def test_what_is_planned_only_and_what_nobody_holds_are_drawn_apart() -> None:
     assert looks(page, 1)[-2:] == ["planned", "#9aa3ac"]
 
 
-def test_a_device_that_says_less_than_the_ledger_is_told_and_not_drawn() -> None:
+def test_a_device_that_says_less_than_the_ledger_is_reported_and_not_drawn() -> None:
     page = memory_page("A-Model", report_of(SMALL, measured=70 * MIB), tuple(SMALL))
     assert total(strip_boxes(page)[1]) == 80 * MIB
     assert "-10.00 MiB" in page
@@ -400,8 +400,8 @@ def test_an_old_page_is_replaced(tmp_path: Path) -> None:
     read_page(file.read_text(encoding="utf-8"))
 
 
-ASKED = plan_request("Qwen3-8B", "rtx4090")
-VIEW, CELLS = view_of(ASKED, None), sweep(ASKED)
+REQUEST = plan_request("Qwen3-8B", "rtx4090")
+VIEW, CELLS = view_of(REQUEST, None), sweep(REQUEST)
 
 
 def test_every_phase_is_a_strip_that_fills_the_budget() -> None:
@@ -413,9 +413,9 @@ def test_every_phase_is_a_strip_that_fills_the_budget() -> None:
 
 
 def test_a_plan_that_does_not_fit_is_drawn_whole() -> None:
-    asked = plan_request("Qwen3-32B", "l4")
-    planned = view_of(asked, None)
-    document = read_page(plan_page(planned, sweep(asked)))
+    requested = plan_request("Qwen3-32B", "l4")
+    planned = view_of(requested, None)
+    document = read_page(plan_page(planned, sweep(requested)))
     serve = document.all("svg")[2]
     assert sum(int(box.attributes["data-bytes"]) for box in boxes_of(serve)) == planned.phase_bytes["serve"]
     (verdict,) = [part for part in document.all("p") if "verdict" in part.attributes.get("class", "")]
@@ -553,8 +553,8 @@ def test_lines_go_from_the_beginning_of_a_window_to_its_end() -> None:
     ]
     assert points[0][0] < points[1][0]
     assert points[0][1] > points[1][1], "the end of the window is worse"
-    told = [text.text for text in chart.all("text")]
-    assert {"0", "1,024", "position in the window"} <= set(told)
+    reported = [text.text for text in chart.all("text")]
+    assert {"0", "1,024", "position in the window"} <= set(reported)
 
 
 def test_all_is_inside_the_picture() -> None:

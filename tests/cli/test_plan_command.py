@@ -1,4 +1,4 @@
-"""`holdfast plan`: exit codes, JSON, pages, and every wrong word told in one line that says what would work."""
+"""`holdfast plan`: exit codes, JSON, pages, and every wrong word reported in one line that says what would work."""
 
 import builtins
 import json
@@ -35,9 +35,9 @@ def record(here: Here, *arguments: object, code: int = 0) -> dict:
 def test_a_plan_that_fits(here: Here) -> None:
     ended = here("plan", "Qwen3-32B", "--gpu", "h200")
     assert (ended.code, ended.err) == (0, "")
-    first, asked, blank, title, command, *_ = ended.out.splitlines()
+    first, requested, blank, title, command, *_ = ended.out.splitlines()
     assert first.startswith("YES: 25")
-    assert asked.startswith("Qwen3-32B on NVIDIA H200: weights in bfloat16")
+    assert requested.startswith("Qwen3-32B on NVIDIA H200: weights in bfloat16")
     assert (blank, title.partition(":")[0], command) == ("", "to serve it", "  holdfast serve Qwen/Qwen3-32B")
     assert "KV cache size: " in ended.out
     assert "\x1b" not in ended.out
@@ -56,12 +56,12 @@ def test_a_plan_that_does_not_fit_exits_with_one_and_the_table(here: Here) -> No
 
 
 def test_the_smallest_change_fits_and_less_does_not(here: Here) -> None:
-    asked = ("Qwen3-8B", "--memory", "24GiB", "--max-num-seqs", "8")
-    refused = record(here, *asked, "--max-model-len", "100000", code=1)
+    requested = ("Qwen3-8B", "--memory", "24GiB", "--max-num-seqs", "8")
+    refused = record(here, *requested, "--max-model-len", "100000", code=1)
     smallest = next(way for way in refused["alternatives"] if way["is_smallest"])
     assert smallest["option"] == "max_model_len"
-    assert record(here, *asked, "--max-model-len", smallest["value"])["kv_tokens"] == smallest["kv_tokens"]
-    assert record(here, *asked, "--max-model-len", int(smallest["value"]) + 16, code=1)["fits"] is False
+    assert record(here, *requested, "--max-model-len", smallest["value"])["kv_tokens"] == smallest["kv_tokens"]
+    assert record(here, *requested, "--max-model-len", int(smallest["value"]) + 16, code=1)["fits"] is False
 
 
 ADVISED = [
@@ -75,9 +75,9 @@ ADVISED = [
 ]
 
 
-@pytest.mark.parametrize("asked", ADVISED, ids=" ".join)
-def test_every_command_that_is_advised_prints_what_it_promises(here: Here, asked: tuple[str, ...]) -> None:
-    ended = here("plan", *asked, "--json")
+@pytest.mark.parametrize("requested", ADVISED, ids=" ".join)
+def test_every_command_that_is_advised_prints_what_it_promises(here: Here, requested: tuple[str, ...]) -> None:
+    ended = here("plan", *requested, "--json")
     ways = [way for way in json.loads(ended.out)["alternatives"] if way["fits"]]
     assert ways
     for way in ways:
@@ -99,20 +99,20 @@ def test_plan_that_does_not_fit_names_the_best_command_first(here: Here) -> None
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("requested", "words"),
     [
         (("Qwen3-8B", "--gpu", "v100-32g"), "this version does not run on v100-32g; it would fit: "),
         (("GLM-4.5", "--gpu", "h200"), "this version does not run GLM-4.5; nor does it fit: "),
         (("DeepSeek-V4-Flash", "--gpu", "8xh200"), "does not run DeepSeek-V4-Flash on several GPUs; it would fit: "),
     ],
 )
-def test_plan_that_cannot_start_exits_with_three(here: Here, asked: tuple[str, ...], words: str) -> None:
-    ended = here("plan", *asked)
+def test_plan_that_cannot_start_exits_with_three(here: Here, requested: tuple[str, ...], words: str) -> None:
+    ended = here("plan", *requested)
     assert ended.code == 3
     assert ended.out.startswith("CANNOT START: ")
     assert words in ended.out.splitlines()[0]
     assert "holdfast " not in ended.out
-    found = record(here, *asked, code=3)
+    found = record(here, *requested, code=3)
     assert (found["status"], found["best_command"], found["command"]) == ("cannot_start", None, None)
     assert found["not_in_this_version"][0] in ended.out
 
@@ -132,9 +132,9 @@ def test_plan_for_chat_assumes_one_sequence(here: Here) -> None:
 
 
 def test_plan_that_fits_one_chat_alone_says_so(here: Here) -> None:
-    asked = ("Qwen3-8B", "--memory", "18.76GiB", "--max-model-len", "256")
-    assert record(here, *asked, "--for", "serve", code=1)["status"] == "does_not_fit"
-    found = record(here, *asked)
+    requested = ("Qwen3-8B", "--memory", "18.76GiB", "--max-model-len", "256")
+    assert record(here, *requested, "--for", "serve", code=1)["status"] == "does_not_fit"
+    found = record(here, *requested)
     assert (found["status"], found["for"]) == ("fits", "chat")
     assert found["verdict"].startswith(f"YES, for one chat: {found['kv_tokens']:,} tokens")
     assert found["choices"][0] == {
@@ -143,15 +143,15 @@ def test_plan_that_fits_one_chat_alone_says_so(here: Here) -> None:
         "reason": "one sequence fits, and up to 256 at once do not",
     }
     assert found["best_command"] == "holdfast chat Qwen/Qwen3-8B --max-model-len 256"
-    out = here("plan", *asked).out
+    out = here("plan", *requested).out
     assert "to serve it: raise memory_utilization to 0.98" in out
     assert "--max-num-seqs 256" not in out
-    assert record(here, *asked, "--max-num-seqs", "256", code=1)["for"] == "serve", "a number that was asked stays"
+    assert record(here, *requested, "--max-num-seqs", "256", code=1)["for"] == "serve", "a number that was asked stays"
 
 
-def test_plan_folds_small_owners_unless_all_are_asked(here: Here) -> None:
-    asked = ("plan", "Qwen3-8B", "--gpu", "rtx4090")
-    folded, all_owners = here(*asked).out, here(*asked, "--owners").out
+def test_plan_folds_small_owners_unless_all_are_requested(here: Here) -> None:
+    requested = ("plan", "Qwen3-8B", "--gpu", "rtx4090")
+    folded, all_owners = here(*requested).out, here(*requested, "--owners").out
     assert re.search(r"^\d+ small owners +[\d.]+ MiB", folded, re.MULTILINE)
     assert "small owners" not in all_owners
     assert "workspace of cuBLAS" in all_owners
@@ -251,12 +251,12 @@ def test_plan_of_kv_cache_memory_equals_what_an_engine_holds(here: Here, tiny: P
 
 
 def test_plan_of_too_little_kv_cache_memory_does_not_fit(here: Here, tiny: Path) -> None:
-    asked = ("plan", tiny, "--kv-cache-memory", "80KiB", "--max-model-len", "161")
-    ended = here(*asked)
+    requested = ("plan", tiny, "--kv-cache-memory", "80KiB", "--max-model-len", "161")
+    ended = here(*requested)
     assert ended.code == 1
     assert ended.out.startswith("NO: 8.00 KiB short of kv_cache_memory on the CPU of this machine\n")
     assert "what fits best: leave out kv_cache_memory" in ended.out
-    found = record(here, *asked[1:], code=1)
+    found = record(here, *requested[1:], code=1)
     assert (found["fits"], found["short_bytes"], found["kv_tokens"]) == (False, 8192, 0)
     first = next(item for item in found["alternatives"] if item["is_smallest"])
     assert first["change"] == "leave out kv_cache_memory"
@@ -266,23 +266,23 @@ def test_plan_of_too_little_kv_cache_memory_does_not_fit(here: Here, tiny: Path)
 
 
 def test_quantized_pages_are_planned_to_be_run(here: Here) -> None:
-    asked = ("Qwen3-32B", "--gpu", "h200", "--kv-cache-dtype", "turboquant_4bit_nc")
-    found = record(here, *asked)
+    requested = ("Qwen3-32B", "--gpu", "h200", "--kv-cache-dtype", "turboquant_4bit_nc")
+    found = record(here, *requested)
     assert found["not_in_this_version"] == []
     assert found["kv_bytes_per_token"] == 60 * 8 * 132 + 4 * 8 * 260
     choices = {choice["name"]: choice["value"] for choice in found["choices"]}
     assert (choices["kv_protected_layers"], choices["page_tokens"]) == ("4", "64")
     assert found["command"] == "holdfast serve Qwen/Qwen3-32B --kv-cache-dtype turboquant_4bit_nc"
-    assert "KV pages in turboquant_4bit_nc, 4 of 64 layers in fp8," in here("plan", *asked).out.splitlines()[1]
-    listed = record(here, *asked, "--kv-protected-layers", "0,1,63")
+    assert "KV pages in turboquant_4bit_nc, 4 of 64 layers in fp8," in here("plan", *requested).out.splitlines()[1]
+    listed = record(here, *requested, "--kv-protected-layers", "0,1,63")
     assert listed["kv_bytes_per_token"] == 61 * 8 * 132 + 3 * 8 * 260
     assert "--kv-protected-layers 0,1,63" in listed["command"]
-    bare = record(here, *asked, "--kv-protected-layers", "0")
+    bare = record(here, *requested, "--kv-protected-layers", "0")
     assert bare["kv_bytes_per_token"] == 64 * 8 * 132
     assert "--kv-protected-layers 0" in bare["command"]
 
 
-def test_heads_that_cannot_be_quantized_are_told_what_works(here: Here, tmp_path: Path) -> None:
+def test_heads_that_cannot_be_quantized_are_reported_what_works(here: Here, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "odd")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"head_dim": 24}))
@@ -375,7 +375,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "words"), BAD, ids=[" ".join(options)[:40] for options, _ in BAD])
-def test_wrong_values_are_told_in_one_line_that_says_what_works(
+def test_wrong_values_are_reported_in_one_line_that_says_what_works(
     here: Here, options: tuple[str, ...], words: str
 ) -> None:
     ended = here("plan", "Qwen3-8B", *options)
@@ -402,7 +402,7 @@ def test_wrong_values_are_told_in_one_line_that_says_what_works(
     ],
     ids=lambda value: ascii(value)[:20],
 )
-def test_unknown_models_are_told_in_one_line(here: Here, model: str, words: str) -> None:
+def test_unknown_models_are_reported_in_one_line(here: Here, model: str, words: str) -> None:
     ended = here("plan", model, "--gpu", "h200")
     assert ended.code == 1, ended
     assert ended.out == ""
@@ -412,7 +412,7 @@ def test_unknown_models_are_told_in_one_line(here: Here, model: str, words: str)
     assert "\x1b" not in ended.err
 
 
-def test_a_name_that_nobody_answers_for_is_looked_for_in_the_catalogue(
+def test_a_name_that_none_answers_for_is_looked_for_in_the_catalogue(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("huggingface_hub")
@@ -429,7 +429,7 @@ def test_a_name_that_nobody_answers_for_is_looked_for_in_the_catalogue(
     assert "did you mean Qwen3-32B or Qwen3-30B-A3B" in ended.err
 
 
-def test_a_hostile_config_is_told_in_one_line(here: Here, tmp_path: Path) -> None:
+def test_a_hostile_config_is_reported_in_one_line(here: Here, tmp_path: Path) -> None:
     for name, text in (
         ("json", "{"),
         ("deep", "[" * 100_000),
@@ -504,7 +504,7 @@ def test_a_closed_pipe_ends_in_silence() -> None:
     assert (ended.code, ended.err) == (141, "")
 
 
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         ended = finish(start("plan", "Qwen3-8B", "--gpu", "h200", stdout=full))
     assert ended.code == 1
@@ -531,7 +531,7 @@ def on_a_terminal(*arguments: str, **environment: str) -> bytes:
     while True:
         try:
             piece = os.read(master, 4096)
-        except OSError:  # nobody holds the other end any more
+        except OSError:  # no caller holds the other end any more
             break
         if not piece:
             break
@@ -554,15 +554,15 @@ def shown_lines(shown: bytes) -> list[str]:
 
 
 def test_nothing_is_cut_on_a_terminal_that_has_no_blocks() -> None:
-    asked = ("Qwen3-8B", "--gpu", "rtx4090", "--sweep")
-    shown = on_a_terminal(*asked, COLUMNS="60", PYTHONIOENCODING="ascii")
+    requested = ("Qwen3-8B", "--gpu", "rtx4090", "--sweep")
+    shown = on_a_terminal(*requested, COLUMNS="60", PYTHONIOENCODING="ascii")
     assert shown.isascii()
     lines = shown_lines(shown)
     assert max(map(len, lines)) <= 60
     assert not any("~" in line for line in lines)
     # All that a wide terminal has is there; words of a cell may stand on lines of their own.
     signs = r"[#.\\]+"
-    wide = shown_lines(on_a_terminal(*asked, COLUMNS="250", PYTHONIOENCODING="ascii"))
+    wide = shown_lines(on_a_terminal(*requested, COLUMNS="250", PYTHONIOENCODING="ascii"))
     words = {word for line in wide for word in line.split() if not re.fullmatch(signs, word)}
     assert not words - {word for line in lines for word in line.split()}
 

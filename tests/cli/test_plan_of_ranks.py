@@ -1,4 +1,4 @@
-"""`holdfast plan` of several ranks: the worst one and what differs on others, in words and in JSON; what ranks cannot share."""
+"""`holdfast plan` of several ranks: the worst one and what differs on others and in JSON; what ranks cannot share."""
 
 import json
 import shlex
@@ -17,8 +17,8 @@ def record(here: Here, words: str) -> dict:
 
 
 def test_the_worst_rank_and_what_differs_on_others(here: Here) -> None:
-    asked = "Qwen3-8B --gpu 4xh200 --pipeline-parallel-size 2"
-    found = record(here, asked)
+    requested = "Qwen3-8B --gpu 4xh200 --pipeline-parallel-size 2"
+    found = record(here, requested)
     ranks = found["ranks"]
     assert [one["rank"] for one in ranks] == [0, 1, 2, 3]
     assert [one["layers"] for one in ranks] == [[0, 18], [0, 18], [18, 36], [18, 36]]
@@ -31,7 +31,7 @@ def test_the_worst_rank_and_what_differs_on_others(here: Here) -> None:
     assert {"exchange/rows", "exchange/signals", "pipeline/hidden"} <= {term["owner"] for term in found["terms"]}
     assert "--pipeline-parallel-size 2" in found["command"]
     assert "--tensor-parallel-size 2" in found["command"]
-    text = here("plan", *shlex.split(asked)).out
+    text = here("plan", *shlex.split(requested)).out
     assert "Qwen3-8B on each of 4 x NVIDIA H200" in text
     assert "this is the one" in text
     assert "0 to 17" in text
@@ -56,8 +56,8 @@ def test_one_rank_says_nothing_of_others(here: Here) -> None:
 
 def test_ranks_that_gather_are_planned_as_a_gpu_takes_them(here: Here) -> None:
     """On a GPU only with batch_invariant: the plan is of that, and both commands say it."""
-    asked = "Qwen3-8B --gpu 2xh200"
-    exact, both = (record(here, f"{asked} {way}") for way in ("--tensor-parallel-sums exact", "--batch-invariant"))
+    requested = "Qwen3-8B --gpu 2xh200"
+    exact, both = (record(here, f"{requested} {way}") for way in ("--tensor-parallel-sums exact", "--batch-invariant"))
     assert exact["terms"] == both["terms"]
     assert "--batch-invariant" in exact["command"].split()
     assert "--batch-invariant" in both["command"].split()

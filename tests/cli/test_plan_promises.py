@@ -54,14 +54,14 @@ def parsed(words: list[str]) -> tuple[str, Given, Given]:
     return words[1], {option.name: values[option.name] for option in command.options}, given(command.engine, values)
 
 
-def tokens_of(line: str, asked: DeclaredModel, target: Target) -> tuple[int, int]:
+def tokens_of(line: str, requested: DeclaredModel, target: Target) -> tuple[int, int]:
     """Tokens and context that a command gives: of a plan on the device that it names, of an engine on the target."""
     command, own, engine = parsed(shlex.split(line))
     if command == "plan":
         request: PlanRequest = read_plan(PlanOptions(**own), engine).request
     else:
         few = {} if command == "serve" else {"max_num_seqs": ONE_SEQUENCE}
-        request = place(EngineConfig.from_options(**(few | engine)), asked, target)[0]
+        request = place(EngineConfig.from_options(**(few | engine)), requested, target)[0]
     fit = fit_runner(request)
     return fit.kv_tokens, fit.resolved.limits.max_model_len
 
@@ -127,8 +127,8 @@ def test_chat_and_run_open_one_sequence(opens: Callable[[], object], monkeypatch
 
 @pytest.mark.parametrize("name", ["a\nb", "it's \x1b[31m", "a model; rm -rf", "caf\udce9"], ids=ascii)
 def test_plan_command_of_an_odd_name_is_one_printable_line(name: str) -> None:
-    asked = PlanRequest(EngineConfig(), declared("Qwen3-8B"), gpu_target(GPUS["h200"]))
-    command = plan_command(asked, name)
+    requested = PlanRequest(EngineConfig(), declared("Qwen3-8B"), gpu_target(GPUS["h200"]))
+    command = plan_command(requested, name)
     assert command is not None
     assert command.isprintable()
     ended = subprocess.run(["bash", "-c", f'set -- {command}; printf %s "$3"'], capture_output=True, check=True)

@@ -1,4 +1,4 @@
-"""The view of a plan: the planner's own numbers, the same in words, a command that makes it again, and the sweep."""
+"""The view of a plan: the planner's own numbers, the same as text, a command that makes it again, and the sweep."""
 
 import json
 import shlex
@@ -32,9 +32,9 @@ TOO_LONG = plan_request("Qwen3-8B", "rtx4090", max_model_len=1_000_000)
 TOO_LARGE = plan_request("Qwen3-32B", "l4")
 
 
-@pytest.mark.parametrize("asked", [FITTING, plan_request("DeepSeek-V4-Flash", "b200", tensor_parallel_size=8)])
-def test_a_plan_that_fits_is_the_planners(asked: PlanRequest) -> None:
-    view, plan = view_of(asked, None), fit_runner(asked)
+@pytest.mark.parametrize("requested", [FITTING, plan_request("DeepSeek-V4-Flash", "b200", tensor_parallel_size=8)])
+def test_a_plan_that_fits_is_the_planners(requested: PlanRequest) -> None:
+    view, plan = view_of(requested, None), fit_runner(requested)
     assert view.fits
     assert view.short_bytes == 0
     assert view.phase_bytes == plan.memory.phase_bytes
@@ -42,14 +42,14 @@ def test_a_plan_that_fits_is_the_planners(asked: PlanRequest) -> None:
     assert view.kv_bytes_per_token == plan.kv_bytes_per_token
     assert view.budget_bytes == plan.memory.budget_bytes
     assert view.not_in_this_version == plan.not_in_this_version
-    assert view.alternatives == list_alternatives(resolve(asked))
+    assert view.alternatives == list_alternatives(resolve(requested))
 
 
-@pytest.mark.parametrize("asked", [TOO_LONG, TOO_LARGE], ids=["context", "model"])
-def test_a_plan_that_does_not_fit_is_as_short_as_the_refusal_says(asked: PlanRequest) -> None:
-    view = view_of(asked, None)
+@pytest.mark.parametrize("requested", [TOO_LONG, TOO_LARGE], ids=["context", "model"])
+def test_a_plan_that_does_not_fit_is_as_short_as_the_refusal_says(requested: PlanRequest) -> None:
+    view = view_of(requested, None)
     with pytest.raises(MemoryPlanError) as caught:
-        fit_runner(asked)
+        fit_runner(requested)
     table = caught.value.table
     assert table is not None
     assert not view.fits
@@ -159,15 +159,15 @@ def test_words_about_tokens() -> None:
     assert view_of(TOO_LARGE, None).kv_text == "a token of KV takes 256.00 KiB"
 
 
-def words_of(asked: PlanRequest) -> str:
-    return summary_of(asked, resolve(asked))
+def words_of(requested: PlanRequest) -> str:
+    return summary_of(requested, resolve(requested))
 
 
 def change(option: str, value: object) -> Alternative:
     return Alternative("", ((option, str(value)),), "lever", 1, 1, True, True)
 
 
-def test_what_is_asked_is_one_line() -> None:
+def test_what_is_requested_is_one_line() -> None:
     assert words_of(plan_request(max_model_len=4096, max_num_seqs=1)) == (
         "Qwen3-8B on NVIDIA H200: weights in bfloat16, KV pages in bfloat16, context 4,096, one sequence, 8,192 tokens a step"
     )
@@ -180,15 +180,15 @@ def test_what_is_asked_is_one_line() -> None:
     assert "on the CPU of this machine" in words_of(replace(plan_request(), target=cpu_target()))
 
 
-def test_what_is_asked_reads_as_a_person_would_say_it() -> None:
+def test_what_is_requested_reads_as_a_person_would_say_it() -> None:
     one = words_of(plan_request(max_num_batched_tokens=1, quantization="none"))
     assert "weights in bfloat16" in one
     assert one.endswith(", 1 token a step")
 
 
 def test_a_hostile_name_of_a_folder_stays_on_its_line() -> None:
-    asked = plan_request()
-    hostile = replace(asked, declared=replace(asked.declared, name="a\nb\x1b[2J"))
+    requested = plan_request()
+    hostile = replace(requested, declared=replace(requested.declared, name="a\nb\x1b[2J"))
     words = words_of(hostile)
     assert words.isprintable()
     assert words.startswith("a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}[2J on ")
@@ -199,7 +199,7 @@ def test_bytes_of_a_token() -> None:
     assert token_text(Fraction(1000, 3)) == "333.33 B on average"
 
 
-def test_only_what_was_asked_is_repeated() -> None:
+def test_only_what_was_requested_is_repeated() -> None:
     assert start_command(plan_request(), "Qwen3-8B") == "holdfast serve Qwen/Qwen3-8B"
     assert start_command(replace(plan_request(), target=cpu_target()), None) == "holdfast serve --device cpu"
     alone = plan_request(max_num_seqs=1)
@@ -237,18 +237,18 @@ def test_only_what_was_asked_is_repeated() -> None:
 def test_ranks_of_several_nodes_are_started_by_a_launcher() -> None:
     """Without one such a start is refused."""
 
-    def told(nnodes: int | None) -> str:
-        asked = plan_request(tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=nnodes)
-        return start_command(asked, "Qwen3-8B") or ""
+    def reported(nnodes: int | None) -> str:
+        requested = plan_request(tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=nnodes)
+        return start_command(requested, "Qwen3-8B") or ""
 
-    assert told(None).startswith("holdfast serve Qwen/Qwen3-8B ")
-    command = told(2)
+    assert reported(None).startswith("holdfast serve Qwen/Qwen3-8B ")
+    command = reported(2)
     assert command == (
         "torchrun --nnodes 2 --node-rank NODE --nproc-per-node 2 --master-addr FIRST_NODE --master-port 29500 "
         "-m holdfast serve Qwen/Qwen3-8B --tensor-parallel-size 2 --pipeline-parallel-size 2 --nnodes 2 "
         "--no-core-process"
     )
-    assert "--nnodes 3 --node-rank NODE --nproc-per-node ITS_RANKS " in told(3)
+    assert "--nnodes 3 --node-rank NODE --nproc-per-node ITS_RANKS " in reported(3)
 
 
 def test_no_protected_layers_are_repeated_too() -> None:
@@ -303,14 +303,14 @@ def test_another_gpu_is_no_option_of_a_command() -> None:
     assert start_command(plan_request(), "Qwen3-8B", change("gpu", "b200")) is None
 
 
-ASKED = plan_request("Qwen3-8B", "rtx4090", max_num_seqs=64)
+REQUEST = plan_request("Qwen3-8B", "rtx4090", max_num_seqs=64)
 
 
-CELLS = sweep(ASKED)
+CELLS = sweep(REQUEST)
 
 
 def in_format(name: str) -> PlanRequest:
-    return replace(ASKED, config=replace(ASKED.config, kv_cache_dtype=name))
+    return replace(REQUEST, config=replace(REQUEST.config, kv_cache_dtype=name))
 
 
 def test_every_cell_is_the_plan_of_its_formats() -> None:
@@ -322,7 +322,7 @@ def test_every_cell_is_the_plan_of_its_formats() -> None:
     assert [cell for cell in CELLS if cell.is_planned] == [CELLS[0]]
 
 
-def test_formats_go_from_the_asked_one_to_fewer_bytes() -> None:
+def test_formats_go_from_the_requested_one_to_fewer_bytes() -> None:
     names = list(dict.fromkeys(cell.kv_cache_dtype for cell in CELLS))
     assert names[0] == "bfloat16"
     assert set(names) == {"bfloat16", *(name for name, value in KV_FORMATS.items() if value.is_quantized)}
@@ -331,7 +331,7 @@ def test_formats_go_from_the_asked_one_to_fewer_bytes() -> None:
     assert {cell.quantization for cell in CELLS} == {"none", "fp8", "mxfp4"}
 
 
-def test_what_was_asked_is_always_among_them() -> None:
+def test_what_was_requested_is_always_among_them() -> None:
     cells = sweep(plan_request("Qwen3-8B", "h200", quantization="int8", kv_cache_dtype="fp8"))
     assert [(cell.kv_cache_dtype, cell.quantization) for cell in cells if cell.is_planned] == [("fp8", "int8")]
     assert {cell.quantization for cell in cells if cell.runs} == {"none", "fp8", "mxfp4", "int8"}

@@ -146,9 +146,9 @@ def test_control_tokens_in_a_prompt_are_text_unless_they_are_allowed(here: Here,
 
 
 def test_an_answer_that_was_cut_says_so(here: Here, tiny: Path) -> None:
-    told = "cut at 9 tokens; --max-tokens N allows more, within the context"
+    reported = "cut at 9 tokens; --max-tokens N allows more, within the context"
     options = (tiny, "-p", "Hello", "--ignore-eos", "--max-model-len", "20")
-    assert here("run", *options).err.splitlines()[-1] == told
+    assert here("run", *options).err.splitlines()[-1] == reported
     assert "cut at" not in here("run", *options, "--max-tokens", "9").err, "it was asked for"
 
 
@@ -306,7 +306,7 @@ def test_what_does_not_fit_is_refused_with_the_table(here: Here, tiny: Path) -> 
     assert "weights" in ended.err
 
 
-def test_loading_is_told_where_nobody_watches(here: Here, tmp_path: Path) -> None:
+def test_loading_is_reported_where_none_watches(here: Here, tmp_path: Path) -> None:
     model = make_model(tmp_path / "A-Model")
     ended = here("run", model, "-p", "Hello", "--max-tokens", "1")
     assert ended.err.startswith("Loading A-Model\n")

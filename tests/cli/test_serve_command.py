@@ -101,7 +101,7 @@ def test_host_that_is_public_too_is_no_loopback(monkeypatch: pytest.MonkeyPatch)
     """A name stands for several addresses: one that others reach is enough, whichever comes first."""
     for addresses in (("127.0.0.1", "10.0.0.7"), ("10.0.0.7", "::1"), ("::1", "127.0.0.1", "fe80::1%eth0")):
         found = [(None, None, 0, "", (address, 0)) for address in addresses]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, found=found, **more: found)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *requested, found=found, **more: found)
         assert not module.is_loopback("several")
 
 
@@ -235,10 +235,10 @@ def test_the_command(tiny: Path, tmp_path: Path) -> None:
             assert answered(port, "GET", "/v1/models")[0] == 401
             status, body = answered(port, "GET", "/v1/models", "key-1")
             assert (status, [model["id"] for model in body["data"]]) == (200, ["mine", "alias"])
-            asked = {"model": "alias", "prompt": "Hello", "max_tokens": 4}
-            status, body = answered(port, "POST", "/v1/completions", "key-1", asked)
+            requested = {"model": "alias", "prompt": "Hello", "max_tokens": 4}
+            status, body = answered(port, "POST", "/v1/completions", "key-1", requested)
             assert (status, body["usage"]["completion_tokens"] <= 4) == (200, True)
-            status, refused = answered(port, "POST", "/v1/completions", "key-1", asked | {"priority": -1})
+            status, refused = answered(port, "POST", "/v1/completions", "key-1", requested | {"priority": -1})
             assert (status, "(scheduling_policy=fcfs)" in refused["error"]["message"]) == (400, True)
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()

@@ -7,7 +7,7 @@ from holdfast.cli.serve import ServeOptions, serve
 from holdfast.errors import ConfigError
 from holdfast.server import run
 
-TOLD = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+LAUNCHED = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TYPED = ServeOptions(
     *(None, "127.0.0.1", "0", None, None, None, None, None),
     *(False, "100", "5", False, "text", "auto", "auto", None, None),
@@ -16,7 +16,7 @@ OPTIONS = {"device": "cpu", "tensor_parallel_size": 2}
 
 
 class Bound(Exception):
-    """The port was asked for."""
+    """The port was requested."""
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def steps(monkeypatch) -> None:
 
     for name in ("HOLDFAST_API_KEY", "HOLDFAST_API_KEYS", "OTEL_EXPORTER_OTLP_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in TOLD.items():
+    for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(run, "bind_socket", bind)
     monkeypatch.setattr(command, "open_visibly", become_a_rank)

@@ -42,8 +42,8 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(here: Here, folder: Path, sentence: str, **options: str) -> None:
     """From both doors, in one line each."""
-    asked = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
-    ended = here("plan", folder, *asked)
+    requested = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    ended = here("plan", folder, *requested)
     assert ended.code != 0
     assert ended.out == ""
     assert len(ended.err.splitlines()) == 1
@@ -59,7 +59,7 @@ def not_opened(folder: Path, sentence: str, **options: Any) -> None:
 
 
 def changed(sparse: Path, folder: Path, **settings: object) -> Path:
-    """The same files with other settings."""
+    """Like the one before files with other settings."""
     shutil.copytree(sparse, folder, dirs_exist_ok=True)
     config = json.loads((sparse / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | settings))

@@ -1,4 +1,4 @@
-"""The line of a start: drawn at once on a terminal, redrawn while nothing else is told, erased; plain lines elsewhere."""
+"""The line of a start: drawn at once on a terminal, redrawn while nothing else is reported, erased; plain lines elsewhere."""
 
 import io
 import sys

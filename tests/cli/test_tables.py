@@ -62,7 +62,7 @@ def memory_texts(report: MemoryReport, is_compact: bool = False) -> list[str]:
     return [line.text for line in memory_lines(report, is_compact)]
 
 
-def test_every_owner_has_a_line_and_the_sum_is_told() -> None:
+def test_every_owner_has_a_line_and_the_sum_is_reported() -> None:
     heading, *rows, total, meaning = memory_texts(REPORT)
     assert heading.split() == ["owner", "planned", "held", "why"]
     assert [re.split(r"\s{2,}", row)[0] for row in rows] == ["weights", "kv pages", "activations"]
@@ -93,7 +93,7 @@ def test_nothing_at_all_is_no_division_by_zero() -> None:
     assert memory_texts(empty)[1].startswith("weights")
 
 
-def test_plain_lines_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_where_none_watches(capsys: pytest.CaptureFixture[str]) -> None:
     show_beside(memory_lines(REPORT))
     assert capsys.readouterr().err == "\n".join(memory_texts(REPORT)) + "\n"
 
@@ -117,7 +117,7 @@ def test_a_compact_table_leaves_out_why() -> None:
     assert not any(row.reason in line for row in REPORT.rows for line in lines)
 
 
-def test_what_the_device_says_and_nobody_holds() -> None:
+def test_what_the_device_says_and_none_holds() -> None:
     measured = dataclasses.replace(REPORT, measured_bytes=80 * MIB)
     *_, unaccounted, device, meaning = memory_texts(measured)
     assert unaccounted.split()[:3] == ["unaccounted", "5.00", "MiB"]
@@ -197,11 +197,11 @@ def test_bars_are_shares_of_the_budget() -> None:
     assert BAR_CELLS - 2 <= drawn <= BAR_CELLS + 2
 
 
-def test_what_fits_is_told_with_tokens_choices_and_a_command() -> None:
+def test_what_fits_is_reported_with_tokens_choices_and_a_command() -> None:
     text = text_of(FITTING)
-    verdict, asked = text.splitlines()[:2]
+    verdict, requested = text.splitlines()[:2]
     assert verdict.startswith(f"YES: {FITTING.kv_tokens:,} tokens")
-    assert asked.startswith("Qwen3-32B on NVIDIA H200: weights in bfloat16")
+    assert requested.startswith("Qwen3-32B on NVIDIA H200: weights in bfloat16")
     assert "budget 125.82 GiB: 90% of the device's 139.80 GiB" in text
     assert f"KV cache size: {FITTING.kv_tokens:,} tokens (256.00 KiB each)" in text
     assert "Maximum concurrency for 40,960 tokens per request:" in text
@@ -321,14 +321,14 @@ def test_lines_are_as_wide_as_their_columns() -> None:
     assert "over float32 pages, in nats" in lines[-1]
 
 
-def test_a_format_that_computed_no_numbers_is_told() -> None:
+def test_a_format_that_computed_no_numbers_is_reported() -> None:
     made = view(FP8, BROKEN)
     assert quality_cells(made)[2][3:8] == ("not finite", "not finite", "not finite", "not finite", "50.00%")
     assert quality_lines(made)[-1].text == "half: 1,023 of 2,046 predictions are not finite"
     assert quality_lines(made)[-1].style == "bold red"
 
 
-def test_what_is_to_be_known_of_pages_is_told_once() -> None:
+def test_what_is_to_be_known_of_pages_is_reported_once() -> None:
     noted = [quality(name, 10.0, note="layers 0,1 in fp8") for name in ("a", "b")]
     lines = [line.text for line in quality_lines(view(*noted, quality("c", 10.0, note="layers 0, in float32"), FP8))]
     assert lines[-2:] == ["layers 0,1 in fp8: a, b", "layers 0, in float32: c"]

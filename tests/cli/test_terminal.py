@@ -27,7 +27,7 @@ def test_the_default_is_replaced_until_there_is_something_to_clean_up():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_handler_of_somebody_elses_stays():
+def test_a_handler_of_caller_elses_stays():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     terminal.leave_on_interrupt()
     terminal.raise_interrupts()

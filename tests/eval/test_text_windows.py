@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from engine.fakes import BOS, EOS, VOCAB_SIZE, byte_tokenizer, shared_tokenizer
+from error_codes import raises_code
 from holdfast.errors import PromptError
 from holdfast.eval.text_windows import beginning, cut_windows
 from holdfast.text.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ def test_windows_are_the_text_in_order_and_only_the_end_is_left_out(text: str, w
     tokenizer = shared_tokenizer()
     bound = max_tokens or None
     if len(ids) < window:
-        with pytest.raises(PromptError, match=f"the whole text has {len(ids)}"):
+        with raises_code("eval.short_text", PromptError, num_tokens=len(ids)):
             cut_windows(tokenizer, text, window, bound, VOCAB_SIZE)
         return
     windows = cut_windows(tokenizer, text, window, bound, VOCAB_SIZE)
@@ -59,7 +60,7 @@ def test_what_comes_behind_a_text_is_no_part_of_a_window(template: str, prefix: 
 
 
 def test_a_window_with_no_room_for_text_is_refused() -> None:
-    with pytest.raises(PromptError, match=r"windows of 2 tokens .* ask for 3 or more"):
+    with raises_code("eval.short_window", PromptError, window=2, minimum=3):
         cut_windows(processed("<bos> <eos> $A"), "abcdefgh", 2, None, VOCAB_SIZE)
 
 
@@ -71,7 +72,7 @@ def test_a_short_text_is_refused_with_what_it_has(text: str, do: str) -> None:
 
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:
-    with pytest.raises(PromptError, match="the vocabulary has 50 tokens"):
+    with raises_code("eval.wrong_tokenizer", PromptError, vocab_size=50):
         cut_windows(shared_tokenizer(), "zzzz", 2, None, 50)
 
 

@@ -95,7 +95,7 @@ def test_a_reference_whose_logits_are_no_numbers_is_refused(folder: Path, opened
     (first,) = (opened(entry) for entry in entries(folder))
     real = first.runner.row_logits
     monkeypatch.setattr(first.runner, "row_logits", lambda hidden: real(hidden).fill_(float("nan")))
-    with pytest.raises(HoldfastError, match=r"a comparison with float32 was asked; .*not finite; check its weights"):
+    with pytest.raises(HoldfastError, match=r"reference float32 are not finite. Check the weights"):
         ReferenceReading(first, WINDOWS).read(lambda num: None)
 
 
@@ -110,9 +110,9 @@ def config(folder: Path, **options) -> EngineConfig:
     return EngineConfig.from_options(**{"model": str(folder), "device": "cpu"} | options)
 
 
-def test_the_reference_is_as_stored_in_float32_whatever_is_asked(folder: Path, model) -> None:
-    asked = config(folder, dtype="bfloat16", quantized_embeddings="all")
-    reference, settled = settle_entries(asked, model, 32)
+def test_the_reference_is_as_stored_in_float32_whatever_is_requested(folder: Path, model) -> None:
+    requested = config(folder, dtype="bfloat16", quantized_embeddings="all")
+    reference, settled = settle_entries(requested, model, 32)
     assert (reference.dtype, reference.quantization) == ("float32", None)
     assert (settled.dtype, settled.quantized_embeddings, settled.max_model_len) == ("bfloat16", "all", 32)
     assert reference.quantized_embeddings == "auto", "that is for schemes"
@@ -143,20 +143,20 @@ def test_a_checkpoint_that_is_quantized_already_is_called_after_its_scheme(tmp_p
     assert as_stored_entry(reference, stored).name == "fp8 as stored (float32)"
     assert as_stored_entry(settled, stored).name == "fp8 as stored (bfloat16)"
     assert choice.names == ("fp8",)
-    assert choice.left_out["mxfp4"] == "the checkpoint has its weights in fp8 already"
+    assert choice.left_out["mxfp4"] == "the checkpoint stores its weights in fp8"
 
 
 def test_each_is_loaded_in_its_turn_and_let_go(folder: Path, model, monkeypatch) -> None:
     reference, settled = settle_entries(config(folder), model, 32)
-    told: list[object] = []
-    listener = Listener(told.append, lambda done, total: None, lambda done, total: told.append((done, total)))
+    reported: list[object] = []
+    listener = Listener(reported.append, lambda done, total: None, lambda done, total: reported.append((done, total)))
     windows = [list(range(3, 35))]
     entries = [scheme_entry(settled, name, ()) for name in ("int8", "fp8_block")]
     with watched_arenas(monkeypatch) as taken:
         qualities = compare_schemes(SchemeEntry("float32", reference), entries, windows, listener)
     assert [quality.name for quality in qualities] == ["float32", "int8", "fp8_block"]
-    assert [name for name in told if isinstance(name, str)] == ["float32", "int8", "fp8_block"]
-    assert told[-1] == (96, 96)
+    assert [name for name in reported if isinstance(name, str)] == ["float32", "int8", "fp8_block"]
+    assert reported[-1] == (96, 96)
     assert taken
     assert all(storage() is None for storage in taken)
     assert qualities[1].mean_kl < qualities[2].mean_kl, "weights alone cost less than weights and activations"

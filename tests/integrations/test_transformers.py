@@ -17,6 +17,7 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from error_codes import raises_code
 from holdfast.cli.bench_transformers import open_transformers
 from holdfast.errors import ConfigError
 from holdfast.integrations import transformers as integration
@@ -476,7 +477,7 @@ def test_cropping_forgets_bytes_and_declines_lengths() -> None:
     cache.crop(-45)
     assert cache.memory_bytes().tail == 0
     assert cache.memory_bytes().planes["k_codes"] == 3 * 2 * 5 * 16
-    with pytest.raises(ConfigError, match="the number of tokens to remove is negative; pass -3"):
+    with raises_code("transformers.positive_crop", ConfigError, negative=-3):
         cache.crop(3)
 
 
@@ -603,8 +604,8 @@ def test_no_tensor_is_held_beyond_what_is_reported() -> None:
 
 def test_layers_are_protected_from_both_ends() -> None:
     config = transformers.LlamaConfig(num_hidden_layers=9)
-    for asked, layers in [(None, (0, 1, 7, 8)), (3, (0, 1, 8)), (0, ()), ((5, 2, 5), (2, 5)), (9, tuple(range(9)))]:
-        cache = TurboQuantCache(config, "turboquant_4bit_nc", asked)
+    for requested, layers in [(None, (0, 1, 7, 8)), (3, (0, 1, 8)), (0, ()), ((5, 2, 5), (2, 5)), (9, tuple(range(9)))]:
+        cache = TurboQuantCache(config, "turboquant_4bit_nc", requested)
         assert cache.protected_layers == layers
         formats = [layer.format.name for layer in cache.layers]
         assert [number for number, name in enumerate(formats) if name == "fp8"] == list(layers)
@@ -615,17 +616,17 @@ def test_layers_are_protected_from_both_ends() -> None:
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"format": "turboquant_k8v5"}, "kv_cache_dtype='turboquant_k8v5' was asked; .*; try turboquant_k8v4"),
-    ({"format": "bfloat16"}, "bfloat16 was asked of TurboQuantCache; it has no codes; pass fp8 or turboquant_k8v4"),
-    ({"protected_format": "float32"}, "float32 was asked of TurboQuantCache"),
-    ({"tail": -1}, "tail=-1 was asked; it is a number of tokens; pass 0 or more"),
-    ({"tail": 1.5}, r"tail=1\.5 was asked"),
-    ({"tail": True}, "tail=True was asked"),
-    ({"protected_layers": (0, -1)}, r"protected_layers=\(0, -1\) was asked; the layers are 0 to 3; list some"),
-    ({"protected_layers": (4,)}, r"protected_layers=\(4,\) was asked; the layers are 0 to 3"),
-    ({"protected_layers": 5}, "protected_layers=5 was asked; the layers are 0 to 3"),
-    ({"protected_layers": -1}, "protected_layers=-1 was asked"),
-    ({"protected_layers": ("0",)}, "protected_layers=.* was asked"),
+    ({"format": "turboquant_k8v5"}, "turboquant_k8v5"),
+    ({"format": "bfloat16"}, "format must be one of fp8, turboquant_k8v4"),
+    ({"protected_format": "float32"}, "got 'float32'"),
+    ({"tail": -1}, "tail must be at least 0, got -1"),
+    ({"tail": 1.5}, r"got 1\.5"),
+    ({"tail": True}, "got True"),
+    ({"protected_layers": (0, -1)}, r"layers from 0 to 3, got \(0, -1\)"),
+    ({"protected_layers": (4,)}, r"layers from 0 to 3, got \(4,\)"),
+    ({"protected_layers": 5}, "layers from 0 to 3, got 5"),
+    ({"protected_layers": -1}, "got -1"),
+    ({"protected_layers": ("0",)}, "layers from 0"),
 ]
 
 
@@ -638,7 +639,7 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (transformers.T5Config(num_layers=2), "T5Config; it has an encoder, .*; leave past_key_values out"),
+        (transformers.T5Config(num_layers=2), "T5Config: its encoder"),
         (
             transformers.MistralConfig(num_hidden_layers=2, sliding_window=8),
             r"none of its layers keeps the keys and values of all tokens \(DynamicSlidingWindowLayer\)",
@@ -654,16 +655,14 @@ def test_models_that_are_declined(config: Any, words: str) -> None:
 @pytest.mark.parametrize("head_dim", [8, 24, 100])
 def test_other_head_dims_are_declined_in_words(head_dim: int) -> None:
     cache = TurboQuantCache()
-    with pytest.raises(
-        ConfigError, match=f"for heads of {head_dim}; codes take multiples of 16; leave past_key_values"
-    ):
+    with pytest.raises(ConfigError, match=f"heads of a multiple of 16, got {head_dim}"):
         cache.update(*heads(1, 3, dim=head_dim), 0)
 
 
 def test_without_a_config_the_last_layers_are_unknown() -> None:
-    with pytest.raises(ConfigError, match="4 protected layers are the default; without a config nobody knows"):
+    with raises_code("transformers.layers_without_config", ConfigError, count=4):
         TurboQuantCache(format="turboquant_4bit_nc")
-    with pytest.raises(ConfigError, match="2 protected layers were asked"):
+    with raises_code("transformers.layers_without_config", ConfigError, count=2):
         TurboQuantCache(protected_layers=2)
     assert TurboQuantCache(format="turboquant_4bit_nc", protected_layers=(0, 99)).protected_layers == (0, 99)
 
@@ -675,8 +674,8 @@ def test_without_transformers_there_is_one_sentence(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError) as refused:
         importlib.import_module(TurboQuantCache.__module__)
     words = str(refused.value)
-    assert words.startswith("TurboQuantCache was asked; transformers cannot be imported (")
-    assert words.endswith("; run pip install '.[transformers]' in the tree of Holdfast")
+    assert words.startswith("TurboQuantCache needs transformers, which cannot be imported (")
+    assert words.endswith("Run pip install '.[transformers]' in the source tree of Holdfast.")
     assert "\n" not in words
 
 
@@ -688,7 +687,7 @@ def test_it_is_a_layer_of_transformers() -> None:
 
 
 HARBOUR = (
-    "The harbour of Lindvik freezes every winter, and for three hundred years nobody could leave it between December and "
+    "The harbour of Lindvik freezes every winter, and for three hundred years no caller could leave it between December and "
     "March. In 1891 the town bought a steam icebreaker, the Hedvig, for 214,000 crowns. It was paid for by a tax on salted "
     "fish, which the fishermen hated until the first January in which they could sail. The Hedvig served for 46 years. Her "
     "last captain, Anna Lund, kept a diary in which she noted the thickness of the ice each morning; the institute in the "
