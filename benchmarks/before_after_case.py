@@ -59,9 +59,9 @@ def seconds_of(llm: Any, prompts: list[list[int]], num_tokens: int) -> float:  #
     from holdfast import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    asked = [{"prompt_token_ids": ids} for ids in prompts]
+    requests = [{"prompt_token_ids": ids} for ids in prompts]
     start = time.perf_counter()
-    outputs = llm.generate(asked, params, progress=False)
+    outputs = llm.generate(requests, params, progress=False)
     seconds = time.perf_counter() - start
     assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs), f"{num_tokens=}"
     return seconds

@@ -37,7 +37,7 @@ class Place(HoldfastContestant):
         super().__init__(engine)
         self.name = name
         self.seconds: dict[str, list[float]] = {}
-        """Of each run, by case."""
+        """For each run, by case."""
         core = engine.core
         self._pid = core.pid if isinstance(core, CoreProcess) else os.getpid()
 

@@ -47,7 +47,7 @@ class Piece(NamedTuple):
     entry: TensorEntry
     file: int
     start: int
-    """Of its bytes, counted from the end of the header."""
+    """For its bytes, counted from the end of the header."""
 
 
 class _Room(NamedTuple):
@@ -160,7 +160,7 @@ def _write_numbers(rooms: Sequence[_Room], seed: int, stop_at: float) -> None:
 
 
 def read_seconds(path: Path, num_readers: int = NUM_READERS) -> float:
-    """Of reading every weight file once with plain positional reads from several threads, into memory that is used again."""
+    """For reading every weight file once with plain positional reads from several threads, into memory that is used again."""
     files = sorted(path.glob("*.safetensors"))
     with ExitStack() as opened, ThreadPoolExecutor(num_readers) as pool:
         handles = [opened.enter_context(file.open("rb", buffering=0)) for file in files]

@@ -28,7 +28,7 @@ TELL_AT = "HOLDFAST_TELL_AT"
 """The time (of time.time) from which on a process says where it stands, in stack-N.txt of the same folder, once LATE_FILE is there."""
 LATE_FILE = "late"
 NUM_MISSES = 5
-"""That are kept in words."""
+"""Texts that are kept."""
 
 
 def device_counts() -> dict[str, int]:
@@ -46,7 +46,7 @@ def device_counts() -> dict[str, int]:
 
 
 def tell_later(rank: int) -> None:
-    """All stacks, and where its exchange stands, should whoever started it say that it is late."""
+    """All stacks, and where its exchange stands, when its parent says that it is late."""
     if TELL_AT not in os.environ:
         return
     folder = Path(os.environ[FOLDER])
@@ -54,8 +54,8 @@ def tell_later(rank: int) -> None:
     def tell() -> None:
         while not (folder / LATE_FILE).exists():
             time.sleep(0.25)
-        with (folder / f"stack-{rank}.txt").open("w") as told:
-            faulthandler.dump_traceback(told)
+        with (folder / f"stack-{rank}.txt").open("w") as output:
+            faulthandler.dump_traceback(output)
         from holdfast.distributed.symmetric import SymmetricExchange
 
         exchanges = [thing for thing in gc.get_objects() if type(thing) is SymmetricExchange]
@@ -75,8 +75,8 @@ class CountedRank:
         self._path = folder / f"rank-{inner.memory.rank}.json"
         self._count_file, self._plain_file = folder / COUNT_FILE, folder / PLAIN_FILE
         self._own: deque[list[int]] = deque()
-        self._told: dict[str, Any] = {"steps": 0, "compared": 0, "different": 0, "misses": [], "counted_steps": 0}
-        self._told |= device_counts() | {"at_count": None}
+        self._facts: dict[str, Any] = {"steps": 0, "compared": 0, "different": 0, "misses": [], "counted_steps": 0}
+        self._facts |= device_counts() | {"at_count": None}
         self._write()
 
     @property
@@ -88,11 +88,11 @@ class CountedRank:
         self._inner.book(tokens)
         chosen, own = [item[0] for item in tokens if item], self._own.popleft() if self._own else []
         if own and chosen:
-            self._told["compared"] += len(chosen)
+            self._facts["compared"] += len(chosen)
             if chosen != own[: len(chosen)]:
-                self._told["different"] += 1
-                if len(self._told["misses"]) < NUM_MISSES:
-                    self._told["misses"].append(f"step {self._told['steps']}: {chosen} != {own[: len(chosen)]}")
+                self._facts["different"] += 1
+                if len(self._facts["misses"]) < NUM_MISSES:
+                    self._facts["misses"].append(f"step {self._facts['steps']}: {chosen} != {own[: len(chosen)]}")
 
     def run(self, step: Step) -> None:
         """The step, and then a look."""
@@ -102,20 +102,20 @@ class CountedRank:
             return
         is_counting = self._count_file.exists()
         self._inner.run(step)
-        self._told["steps"] += 1
+        self._facts["steps"] += 1
         if is_counting:
             self._own.append([])
             counts = device_counts()
-            self._told["at_count"] = self._told["at_count"] or counts
-            self._told["counted_steps"] += 1
-            self._told |= counts
+            self._facts["at_count"] = self._facts["at_count"] or counts
+            self._facts["counted_steps"] += 1
+            self._facts |= counts
         else:
             self._own.append(self._argmax(len(step.items)))
-        if self._told["steps"] % 20 == 0 or is_counting:
+        if self._facts["steps"] % 20 == 0 or is_counting:
             self._write()
 
     def _argmax(self, num_rows: int) -> list[int]:
-        """Of the step that was just begun: it runs in a stream of the runner's own, which this thread's reads do not wait for."""
+        """For the step that was just begun: it runs in a stream of the runner's own, which this thread's reads do not wait for."""
         argmax_S = self._inner._runner.sampler.argmax_S
         if argmax_S.is_cuda:
             import torch
@@ -134,7 +134,7 @@ class CountedRank:
 
     def _write(self) -> None:
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._told))
+        partial.write_text(json.dumps(self._facts))
         partial.rename(self._path)
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     """Run the benchmark that the documents quote."""
     name = sys.argv[1] if len(sys.argv) > 1 else "latency"
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,39}", name):
-        sys.exit(f"error: the name {name!r} was asked; small letters, digits and hyphens work; choose another")
+        sys.exit(f"error: the name {name!r} must consist of small letters, digits and hyphens")
     os.chdir(ROOT)
     RECORDS.mkdir(parents=True, exist_ok=True)
     arguments = ["bench", "latency", "--against", "transformers", "--json", str(record_path(name))]

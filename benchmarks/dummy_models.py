@@ -22,7 +22,7 @@ TINY = {
 }
 """In place of a model's own shapes, where a script only shows that it runs."""
 TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-"""The same for a mixture of experts, whose shared expert is as wide as an MLP would be."""
+"""Like the one above, for a mixture of experts, whose shared expert is as wide as an MLP would be."""
 
 
 TINY_LATENTS = {
@@ -40,7 +40,7 @@ TINY_LATENTS = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
-"""The same for latent attention (MLA)."""
+"""Like the one above, for latent attention (MLA)."""
 
 
 TINY_ENTRIES = {
@@ -63,7 +63,7 @@ TINY_ENTRIES = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-"""The same for windows and entries (DeepSeek-V4), with what kernels and formats are made for: 64 elements and 16 rotated ones."""
+"""Like the one above, for windows and entries (DeepSeek-V4), with what kernels and formats are made for: 64 elements and 16 rotated ones."""
 
 
 def tiny_settings(name: str) -> dict[str, Any]:

@@ -34,14 +34,14 @@ from holdfast.kernels.exchange.add_rows import DeferredStream, add_rows_referenc
 from holdfast.kernels.exchange.sum_rows import sum_rows_reference
 from holdfast.memory.ledger import Ledger
 
-NUM_TOLD_LINES = 25
+NUM_SHOWN_LINES = 25
 NUM_REPLAYS = 100
 TELL_SECONDS = 3.0
 """Before the time of a rank is over it says where it stands."""
 
 
 class Sizes(NamedTuple):
-    """Of what is checked and measured."""
+    """For what is checked and measured."""
 
     hidden: int = 5120
     max_rows: int = 2048
@@ -69,7 +69,7 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """`command` once a rank, with --rank, --size, --port and --result; what each has left, or an error with its last words.
 
-    Nobody outlives this call. `after_failure_s`: for the others, once one has failed.
+    No process outlives this call. `after_failure_s`: for the others, once one has failed.
     """
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
@@ -80,9 +80,9 @@ def run_ranks(
                 place = ["--rank", str(rank), "--size", str(size), "--port", str(port)]
                 place += ["--tell-after", str(max(1.0, timeout_s - TELL_SECONDS))]
                 full = [sys.executable, *command, *place, "--result", str(folder / f"{rank}.json")]
-                with (folder / f"{rank}.txt").open("w") as told:
+                with (folder / f"{rank}.txt").open("w") as output:
                     own = {**os.environ, **(environment or {})}
-                    children.append(subprocess.Popen(full, stdout=told, stderr=subprocess.STDOUT, env=own))
+                    children.append(subprocess.Popen(full, stdout=output, stderr=subprocess.STDOUT, env=own))
             _wait(children, timeout_s, after_failure_s)
             return [_found(folder, rank, child) for rank, child in enumerate(children)]
         finally:
@@ -103,11 +103,11 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], timeout_s: float, after_f
 
 
 def _found(folder: Path, rank: int, child: subprocess.Popen[bytes]) -> dict[str, Any]:
-    result, told = folder / f"{rank}.json", folder / f"{rank}.txt"
+    result, output = folder / f"{rank}.json", folder / f"{rank}.txt"
     found = json.loads(result.read_text()) if result.exists() else {}
     if child.poll() == 0:
         return found
-    words = told.read_text(errors="replace").splitlines()[-NUM_TOLD_LINES:]
+    words = output.read_text(errors="replace").splitlines()[-NUM_SHOWN_LINES:]
     how = "did not end" if child.poll() is None else f"ended with {child.poll()}"
     return {**found, "error": f"rank {rank} {how}: " + "\n".join(words)}
 
@@ -178,7 +178,7 @@ class Checks:
         self.num_checked = 0
 
     def parts(self, seed: int, rows: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Of all ranks."""
+        """For all ranks."""
         chance = torch.Generator().manual_seed(seed)
         shape = (self.mesh.tensor_size, rows, width)
         return list(torch.randn(shape, generator=chance).to(self.device).to(dtype).unbind())
@@ -331,7 +331,7 @@ class Checks:
 
 
 def lose_a_peer(mesh: Mesh, exchange: Exchange, arguments: argparse.Namespace) -> dict[str, float]:
-    """The last rank ends hard before a replay; seconds until the others, told so, stand where their own replay is over."""
+    """The last rank ends hard before a replay; seconds until the others, which are abandoned, stand where their own replay is over."""
     device: str = arguments.device
     x = torch.zeros(16, 64, device=device)
 
@@ -344,13 +344,13 @@ def lose_a_peer(mesh: Mesh, exchange: Exchange, arguments: argparse.Namespace) -
     replay()
     torch.cuda.synchronize()
     leave({}, arguments.result)
-    wait_for_others(arguments)  # who has its own rows may still owe some to the next, which is told nothing yet
+    wait_for_others(arguments)  # who has its own rows may still owe some to the next, which knows nothing yet
     if mesh.rank == mesh.num_ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     replay()
-    told = threading.Timer(0.5, exchange.abandon)
-    told.daemon = True
-    told.start()
+    timer = threading.Timer(0.5, exchange.abandon)
+    timer.daemon = True
+    timer.start()
     begin = time.monotonic()
     torch.cuda.synchronize()
     ended = time.monotonic()

@@ -30,7 +30,7 @@ NUM_BEFORE = 40
 NUM_WARM = 6
 STREAM_PROMPT_TOKENS = 32
 MOST_RATIO = {"cpu": 4.0, "cuda": 2.0}
-"""Of the largest gap to the median before: what was asked for."""
+"""Goal: the largest gap relative to the median before."""
 MOST_SLOWER = 1.1
 
 
@@ -40,10 +40,10 @@ class Round:
 
     sent_at: float = 0.0
     first_at: list[float] = field(default_factory=list)
-    """Of each prompt: when its first token came."""
+    """For each prompt: when its first token came."""
     ended_at: float = 0.0
     arrivals: list[list[float]] = field(default_factory=list)
-    """Of each stream."""
+    """For each stream."""
 
     def figures(self) -> dict[str, Any]:
         """Gaps in milliseconds before and while the prompts were read; seconds from sending them."""
@@ -189,7 +189,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run what was asked, as far as the time goes."""
+    """Run the requested parts while time allows."""
     parser = options("Gaps between tokens of streams while a long prompt is read")
     parser.add_argument("--model", default=None, help="of the catalogue; else Qwen3-32B, on a CPU SmolLM2-135M")
     parser.add_argument("--streams", type=int, default=None, help="else 64, on a CPU 4")

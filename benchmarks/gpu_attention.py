@@ -39,11 +39,11 @@ ROTATED_BYTES = 1.2e9
 """Keys and values of all layers of a measurement together: many times the L2 cache."""
 MAX_LAYERS = 40
 MAX_ERROR = 0.02
-"""Of a row against float32, relative to its length: what half-precision weights and outputs may cost."""
+"""For a row against float32, relative to its length: what half-precision weights and outputs may cost."""
 NUM_REPLAYS = 15
 LONG_CONTEXT = 2**20
 FLOPS_PER_PAIR = 4
-"""Of a query element and a key: two products, each a multiplication and an addition."""
+"""For a query element and a key: two products, each a multiplication and an addition."""
 
 
 class Shape(NamedTuple):
@@ -82,7 +82,7 @@ class Rig:
     bounds: StepBounds
     num_sms: int
     key_biases: tuple[KeyBias, ...] | None = None
-    """Of each layer, where quantized keys are stored without their bias."""
+    """For each layer, where quantized keys are stored without their bias."""
 
     def calls(self, batch_invariant: bool, captured: bool) -> list[Callable[[], torch.Tensor]]:
         """One call for each layer, planned as a step is."""
@@ -174,7 +174,7 @@ def check(shape: Shape, device: torch.device) -> dict[str, Any]:
 
 
 def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """Of one call, where all of them follow each other in one graph; without a GPU, of one round."""
+    """For one call, where all of them follow each other in one graph; without a GPU, of one round."""
     if device.type != "cuda":
         start = time.perf_counter()
         for call in calls:

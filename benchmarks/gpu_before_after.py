@@ -24,7 +24,7 @@ OLD, NEW = "old", "new"
 MIN_SECONDS = 20.0
 """A process is not begun with less than this left."""
 MOST_APART = 0.02
-"""Of a rate: trees that are closer than this count as equally fast."""
+"""For a rate: trees that are closer than this count as equally fast."""
 
 
 class EngineCase(NamedTuple):
@@ -62,7 +62,7 @@ TINY = Shape(24, (2, 6), 128, 1, 3)
 
 
 def task_of(case: EngineCase, folder: Path, shape: Shape, tiny: bool, device: str) -> dict[str, Any]:
-    """What the process of an engine is told."""
+    """Arguments of an engine's process."""
     settings = tiny_settings(case.model) if tiny else {}
     path = write_dummy_model(folder, case.model, **settings)
     batches = sorted({min(batch, shape.max_batch) for batch in case.batches})
@@ -164,9 +164,9 @@ def measure_all(
             with tempfile.TemporaryDirectory() as folder:
                 task = task_of(case, Path(folder), shape, arguments.tiny, arguments.device)
                 found[name] = run_case(task, tree, budget.left_seconds)
-            told = {fact: value for fact, value in found[name].items() if fact != "decode"}
-            engines.setdefault(key, {})[name] = told
-            print(json.dumps({"engine": key, "tree": name, **told}))
+            facts = {fact: value for fact, value in found[name].items() if fact != "decode"}
+            engines.setdefault(key, {})[name] = facts
+            print(json.dumps({"engine": key, "tree": name, **facts}))
             sys.stdout.flush()
         rows += rows_of(case, found)
     return rows, engines
@@ -182,19 +182,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--tree was given {len(arguments.tree)} times; an old and a new tree are needed; name both")
     for tree in arguments.tree:
         if not (tree / "src" / "holdfast").is_dir():
-            parser.error(f"--tree {tree} was asked; it has no src/holdfast; name the root of a checkout")
+            parser.error(f"--tree {tree} has no src/holdfast; name the root of a checkout")
     if unknown := set(arguments.engines.split(",")) - ENGINES.keys():
-        parser.error(f"--engines {', '.join(sorted(unknown))} was asked; there are {', '.join(ENGINES)}; change it")
+        parser.error(f"unknown --engines {', '.join(sorted(unknown))}; choose from {', '.join(ENGINES)}")
     return arguments
 
 
 def main() -> None:
-    """Run what was asked, as far as the time goes."""
+    """Run the requested parts while time allows."""
     arguments = parse()
     shape = TINY if arguments.tiny else FULL
     rows, engines = measure_all(dict(zip((OLD, NEW), arguments.tree, strict=True)), shape, arguments)
     if not rows:
-        sys.exit("error: two speeds were asked; no engine ran on both trees; see above")
+        sys.exit("error: no engine ran on both trees; see above")
     facts = {
         "context": f"{shape.prompt_tokens} tokens of prompt, then {shape.lengths[0]} to {shape.lengths[1]} of output",
         "old_commit": arguments.old_commit,

@@ -36,7 +36,7 @@ from holdfast.quant.formats import ALL_KV_FORMATS
 PAGE = 64
 MAX_ERROR = 0.02
 POOL_SLOTS = 2**19
-"""Of entries that are chosen: a pool of 306 MB at 584 bytes."""
+"""For entries that are chosen: a pool of 306 MB at 584 bytes."""
 
 
 class Shape(NamedTuple):
@@ -64,7 +64,7 @@ TINY = Shape(72, 8, 20, "float16", ("fp8_ds_v4",), ((3, 5),), (2,), (72,), 4, 16
 
 
 class Kind(NamedTuple):
-    """Of a layer."""
+    """For a layer."""
 
     ratio: int
     top_k: int

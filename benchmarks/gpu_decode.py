@@ -130,7 +130,7 @@ def run_holdfast(
 
 
 def graph_seconds(opened: "OpenEngine", batch: int, num_replays: int) -> dict[str, Any]:
-    """Of one replay of the graph of this size, over and over, by device events; nothing where there is no such graph."""
+    """For one replay of the graph of this size, over and over, by device events; nothing where there is no such graph."""
     import torch
 
     runner = opened.runner
@@ -153,7 +153,7 @@ def graph_seconds(opened: "OpenEngine", batch: int, num_replays: int) -> dict[st
 
 
 def run_transformers(model: str, shape: Shape, tiny: bool, device: str) -> dict[str, Any]:
-    """The same shapes with random weights: eager generate with a dynamic cache."""
+    """Equal shapes with random weights: eager generate with a dynamic cache."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import gpu_engines
     import torch
@@ -210,7 +210,7 @@ def run_transformers(model: str, shape: Shape, tiny: bool, device: str) -> dict[
 
 
 def decode_results(found: Mapping[str, dict[str, Any]], shape: Shape) -> list[dict[str, Any]]:
-    """A row for each batch size, with whoever ran it."""
+    """A row for each batch size, with the engines that ran it."""
     ours = found.get("default", {})
     results = []
     for batch in shape.batches:
@@ -291,13 +291,13 @@ def measure_all(modes: Sequence[str], arguments: argparse.Namespace) -> dict[str
         found[mode] = run_child([sys.argv[0], "--child", mode, *shared], budget.left_seconds)
         seconds = round(budget.spent_seconds - start, 1)
         words = found[mode].get("error", f"started in {found[mode].get('start_seconds', 0):.1f} s")
-        print(json.dumps({"engine": MODES[mode], "seconds": seconds, "told": words}))
+        print(json.dumps({"engine": MODES[mode], "seconds": seconds, "output": words}))
         sys.stdout.flush()
     return found
 
 
 def main() -> None:
-    """Run what was asked, as far as the time goes."""
+    """Run the requested parts while time allows."""
     parser = options("Decode and prefill speed of the whole engine")
     parser.add_argument("--model", default="Qwen3-32B", help="a model of the catalogue")
     parser.add_argument("--transformers", action="store_true", help="also transformers, with the same shapes")
@@ -320,7 +320,7 @@ def main() -> None:
     results = [*decode_results(found, shape), *([prefill] if prefill is not None else [])]
     errors = {mode: entry["error"] for mode, entry in found.items() if "error" in entry}
     if not results:
-        sys.exit(f"error: speeds were asked; no engine ran: {errors}; see above")
+        sys.exit(f"error: no engine ran: {errors}; see above")
     facts = {
         "context": f"{shape.prompt_tokens} tokens of prompt, then {shape.lengths[0]} to {shape.lengths[1]} of output",
         "read_bytes_per_second": READ_BYTES_PER_SECOND,

@@ -132,7 +132,7 @@ def storages_by_owner(runner: Runner, device_type: str) -> dict[str, dict[int, i
 
 
 def pointers(runner: Runner) -> dict[str, tuple[int, int]]:
-    """Of every tensor under a runner: where it is, and where the memory that it is a view of begins."""
+    """For every tensor under a runner: where it is, and where the memory that it is a view of begins."""
     return {path: (tensor.data_ptr(), tensor.untyped_storage().data_ptr()) for path, tensor in tensors_of(runner)}
 
 

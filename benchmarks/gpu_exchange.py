@@ -50,7 +50,7 @@ GOALS = {2: 6.0, 4: 10.0}
 """Microseconds of a sum of 16 x 5120."""
 ROWS = (1, 4, 16, 64, 256, 2048)
 LIMIT_SECONDS = 44.0
-"""Of one number of ranks."""
+"""For one number of ranks."""
 VARIANTS: dict[str, tuple[Tiles | None, bool]] = {
     "as chosen": (None, False),
     "release, 1024": (Tiles(1024, 4), False),
@@ -67,14 +67,14 @@ VARIANTS: dict[str, tuple[Tiles | None, bool]] = {
 }
 """Relaxed signals are measured, not used: see kernels/exchange/signals.py."""
 STREAM_TILES = tuple(Tiles(*sizes, pdl=True) for sizes in ((1024, 4), (2048, 8), (4096, 16), (8192, 8), (8192, 16)))
-"""Of the sum that is added onto a stream with the next norm deferred (kernels/exchange/add_rows.py)."""
+"""For the sum that is added onto a stream with the next norm deferred (kernels/exchange/add_rows.py)."""
 
 
 # --- in a rank
 
 
 def microseconds(call: Callable[[], None], device: str, num_calls: int = NUM_CALLS) -> float:
-    """Of one of the calls in a graph of many, the median over replays."""
+    """For one of the calls in a graph of many, the median over replays."""
 
     def calls() -> None:
         for _ in range(num_calls):
@@ -98,8 +98,8 @@ def microseconds(call: Callable[[], None], device: str, num_calls: int = NUM_CAL
     return times[len(times) // 2] / num_calls * 1e3
 
 
-def timed_variants(exchange: SymmetricExchange, sizes: Sizes, told: dict[str, Any], result: Path) -> None:
-    """Of the kernel alone, over both rooms in turn, and torch's own."""
+def timed_variants(exchange: SymmetricExchange, sizes: Sizes, facts: dict[str, Any], result: Path) -> None:
+    """For the kernel alone, over both rooms in turn, and torch's own."""
     shape = (16, sizes.hidden)
     out = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
     for turn in range(2):
@@ -134,11 +134,11 @@ def timed_variants(exchange: SymmetricExchange, sizes: Sizes, told: dict[str, An
     calls["torch one-shot"] = torch_one_shot(exchange, shape)
     for name, call in calls.items():
         try:
-            told["variants"][name] = round(microseconds(lambda call=call: void(call()), "cuda"), 2)
+            facts["variants"][name] = round(microseconds(lambda call=call: void(call()), "cuda"), 2)
         except Exception as error:  # a form that this version cannot compile must not hide the others
-            told["variants"][name] = f"{type(error).__name__}: {error}"[:300]
+            facts["variants"][name] = f"{type(error).__name__}: {error}"[:300]
             torch.cuda.synchronize()
-        leave(told, result)
+        leave(facts, result)
 
 
 def void(_: object) -> None:
@@ -151,14 +151,14 @@ def torch_one_shot(exchange: SymmetricExchange, shape: tuple[int, int]) -> Calla
     return lambda: torch.ops.symm_mem.one_shot_all_reduce(room, "sum", exchange.group_name)
 
 
-def timed_calls(exchange: Exchange, sizes: Sizes, device: str, told: dict[str, Any], result: Path) -> None:
+def timed_calls(exchange: Exchange, sizes: Sizes, device: str, facts: dict[str, Any], result: Path) -> None:
     """Through the exchange itself, as a model calls it."""
     bf16, size, num_calls = torch.bfloat16, exchange.size, 4 if device == "cpu" else NUM_CALLS
 
     def put(name: str, call: Callable[[], object]) -> None:
-        told["calls"][name] = round(microseconds(lambda: void(call()), device, num_calls), 2)
+        facts["calls"][name] = round(microseconds(lambda: void(call()), device, num_calls), 2)
         exchange.end_step()
-        leave(told, result)
+        leave(facts, result)
 
     for rows in (rows for rows in ROWS if rows <= sizes.max_rows):
         out = torch.empty(rows, sizes.hidden, dtype=bf16, device=device)
@@ -198,20 +198,20 @@ def timed_calls(exchange: Exchange, sizes: Sizes, device: str, told: dict[str, A
 def run_rank(arguments: argparse.Namespace, sizes: Sizes) -> None:
     """Checks, then times; what is known so far is left after each."""
     begin = time.perf_counter()
-    told: dict[str, Any] = {"variants": {}, "calls": {}}
+    facts: dict[str, Any] = {"variants": {}, "calls": {}}
     mesh, exchange = open_rank(arguments, sizes)
-    told["open_seconds"] = round(time.perf_counter() - begin, 1)
-    leave(told, arguments.result)
+    facts["open_seconds"] = round(time.perf_counter() - begin, 1)
+    leave(facts, arguments.result)
     checks = Checks(mesh, exchange, arguments.device, sizes)
     for name in ("all_calls", "graph"):
         getattr(checks, name)()
-        told |= {"checked": name, "wrong": checks.wrong, "num_checked": checks.num_checked}
-        told[f"{name}_seconds"] = round(time.perf_counter() - begin, 1)
-        leave(told, arguments.result)
+        facts |= {"checked": name, "wrong": checks.wrong, "num_checked": checks.num_checked}
+        facts[f"{name}_seconds"] = round(time.perf_counter() - begin, 1)
+        leave(facts, arguments.result)
     if not checks.wrong and not arguments.checks_only:
         if isinstance(exchange, SymmetricExchange):
-            timed_variants(exchange, sizes, told, arguments.result)
-        timed_calls(exchange, sizes, arguments.device, told, arguments.result)
+            timed_variants(exchange, sizes, facts, arguments.result)
+        timed_calls(exchange, sizes, arguments.device, facts, arguments.result)
     wait_for_others(arguments)
     exchange.close()
 
@@ -220,7 +220,7 @@ def run_rank(arguments: argparse.Namespace, sizes: Sizes) -> None:
 
 
 def slowest(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """Of all ranks, by name; words where one of them has some."""
+    """For all ranks, by name; words where one of them has some."""
     names = found[0].get(kind, {})
     gathered = {name: [entry.get(kind, {}).get(name) for entry in found] for name in names}
     return {

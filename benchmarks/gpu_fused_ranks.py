@@ -70,13 +70,13 @@ WIDE = {
     "qk_nope_head_dim": 48,
     "v_head_dim": 32,
 }
-"""Of a tiny model: widths that the path takes on four ranks too. Keys that a model does not have are left out."""
+"""For a tiny model: widths that the path takes on four ranks too. Keys that a model does not have are left out."""
 
 
 # --- in a rank
 
 
-def build(arguments: argparse.Namespace, mesh: Mesh, path: Path, told: dict[str, Any]) -> tuple[RunnerBuild, Runner]:
+def build(arguments: argparse.Namespace, mesh: Mesh, path: Path, facts: dict[str, Any]) -> tuple[RunnerBuild, Runner]:
     """As an engine builds a rank, but nothing is warmed or captured."""
     is_cuda = arguments.device == "cuda"
     config = EngineConfig.from_options(
@@ -96,7 +96,7 @@ def build(arguments: argparse.Namespace, mesh: Mesh, path: Path, told: dict[str,
     own = RunnerBuild(config, model, plan, Ledger(), torch.device(arguments.device))
     begin = time.perf_counter()
     own.load(load, lambda done, total: None)
-    told["load_seconds"] = round(time.perf_counter() - begin, 1)
+    facts["load_seconds"] = round(time.perf_counter() - begin, 1)
     if not mesh.is_alone:
         own.connect(connect(arguments, mesh, plan.exchange_needs))
     return own, own.assemble()
@@ -186,13 +186,13 @@ def one_token_each(runner: Runner, num_rows: int) -> LiveStep:
 
 @torch.inference_mode()
 def measure(
-    runner: Runner, exchange: Exchange | None, num_rows: int, arguments: argparse.Namespace, told: dict[str, Any]
+    runner: Runner, exchange: Exchange | None, num_rows: int, arguments: argparse.Namespace, facts: dict[str, Any]
 ) -> None:
     """All ways of a step of so many rows, round by round."""
     model: Any = runner.model
     batch = runner.buffers.fill(one_token_each(runner, num_rows), list(range(num_rows)), num_rows, num_rows)
     plan = runner.backend.plan(batch, captured=arguments.device == "cuda")
-    replays, logits, own = {}, {}, told["rows"].setdefault(str(num_rows), {"us": {}, "digests": {}, "off": {}})
+    replays, logits, own = {}, {}, facts["rows"].setdefault(str(num_rows), {"us": {}, "digests": {}, "off": {}})
     for name, way in ways_of(model, exchange is None).items():
 
         def step(way: Callable[..., torch.Tensor] = way) -> None:
@@ -205,7 +205,7 @@ def measure(
         stream = model._acquire(model._requests(num_rows).stream)["x"] if name != "plain" else logits[0]
         own["digests"][name] = hashlib.sha256(stream.float().cpu().numpy().tobytes()).hexdigest()[:12]
         replays[name] = capture(step, arguments.device)
-        leave(told, arguments.result)
+        leave(facts, arguments.result)
     wanted = logits["plain"]
     for name in replays:
         own["off"][name] = float((logits[name] - wanted).square().mean().sqrt() / wanted.std())
@@ -217,7 +217,7 @@ def measure(
     own["us"] = {name: round(sorted(values)[len(values) // 2], 1) for name, values in times.items()}
     after = torch.cuda.memory_stats()["allocation.all.allocated"] if arguments.device == "cuda" else 0
     own["allocations"] = after - before
-    leave(told, arguments.result)
+    leave(facts, arguments.result)
 
 
 def timed(replay: Callable[[], None], device: str, num_replays: int) -> float:
@@ -242,17 +242,17 @@ def run_rank(arguments: argparse.Namespace) -> None:
         faulthandler.dump_traceback_later(arguments.tell_after)
     mesh = ALONE if arguments.size == 1 else meshes(arguments.size)[arguments.rank]
     begin = time.perf_counter()
-    told: dict[str, Any] = {"rows": {}}
+    facts: dict[str, Any] = {"rows": {}}
     with tempfile.TemporaryDirectory() as folder:
         path = write_dummy_model(Path(folder), arguments.model, **settings_of(arguments))
-        own, runner = build(arguments, mesh, path, told)
-    told["start_seconds"] = round(time.perf_counter() - begin, 1)
-    told["takes_it"] = runner.model.fused is not None  # type: ignore[attr-defined]
-    leave(told, arguments.result)
+        own, runner = build(arguments, mesh, path, facts)
+    facts["start_seconds"] = round(time.perf_counter() - begin, 1)
+    facts["takes_it"] = runner.model.fused is not None  # type: ignore[attr-defined]
+    leave(facts, arguments.result)
     for num_rows in ROWS:
-        measure(runner, own._exchange, num_rows, arguments, told)
-    told["all_seconds"] = round(time.perf_counter() - begin, 1)
-    leave(told, arguments.result)
+        measure(runner, own._exchange, num_rows, arguments, facts)
+    facts["all_seconds"] = round(time.perf_counter() - begin, 1)
+    leave(facts, arguments.result)
     wait_for_others(arguments)
     own.release()
 

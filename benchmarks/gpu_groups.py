@@ -58,9 +58,9 @@ class Case(NamedTuple):
     @property
     def label(self) -> str:
         """What rows of a record call it."""
-        told = (self.options.get(key) for key in ("quantization", "kv_cache_dtype"))
+        facts = (self.options.get(key) for key in ("quantization", "kv_cache_dtype"))
         layers = self.shapes.get("num_hidden_layers")
-        return ", ".join([self.model, *filter(None, told), *([f"{layers} layers"] if layers else [])])
+        return ", ".join([self.model, *filter(None, facts), *([f"{layers} layers"] if layers else [])])
 
 
 CASES: Mapping[str, Case] = {
@@ -197,7 +197,7 @@ def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
 
 
 def seen_bytes(own: "AttentionSpec") -> list[tuple[float, int | None]]:
-    """Bytes a token of a layer, and how many tokens a row reads at the most: of latents those chosen, of their index all."""
+    """Bytes a token of a layer, and how many tokens a row reads at most: of latents those chosen, of their index all."""
     if own.is_compressed:
         return [(own.cache.bytes_per_token, own.window), *entry_bytes(own)]
     if not own.index_heads:
@@ -208,7 +208,7 @@ def seen_bytes(own: "AttentionSpec") -> list[tuple[float, int | None]]:
 
 
 def entry_bytes(own: "AttentionSpec") -> list[tuple[float, int | None]]:
-    """The same of entries, each of which stands for several tokens: all of them, or those chosen and the whole index."""
+    """Like the one above, for entries, each of which stands for several tokens: all of them, or those chosen and the whole index."""
     if own.entries is None:
         return []
     entry = replace(own.entries, index_dim=0).bytes_per_token
@@ -341,7 +341,7 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def decode_row(case: Case, entry: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """Of one batch size behind one context."""
+    """For one batch size behind one context."""
     batch = entry["batch"]
     seconds = {int(length): runs for length, runs in entry["seconds"].items()}
     context = mean_context(entry["context"], case.lengths)
@@ -363,7 +363,7 @@ def decode_row(case: Case, entry: Mapping[str, Any], read: Mapping[str, Any]) ->
 
 
 def main() -> None:
-    """Run what was asked, as far as the time goes."""
+    """Run the requested parts while time allows."""
     parser = options("Models with sliding windows: plan, speed, pages by cache group")
     run(parser, TINY_CASES, CASES, "gpu-groups", "groups")
 
@@ -421,7 +421,7 @@ def measure_all(
         if entry.get("used_bytes") is not None and before is not None:
             entry["measured_bytes"] = entry["used_bytes"] - before
         found[name] = entry
-        print(json.dumps({"case": name, "told": entry.get("error", "ok")}))
+        print(json.dumps({"case": name, "outcome": entry.get("error", "ok")}))
         sys.stdout.flush()
     return found
 

@@ -1,4 +1,4 @@
-"""Ears inside a runner for benchmarks/gpu_steady.py: what steps take, which bits their logits have, and poison for what nobody owns.
+"""Ears inside a runner for benchmarks/gpu_steady.py: what steps take, which bits their logits have, and poison for unowned memory.
 
 R rows, V vocabulary, N sequences, P pages
 """
@@ -38,7 +38,7 @@ def fingerprints(logits_RV: torch.Tensor) -> list[int]:
 
 
 def num_real_rows(batch: Batch) -> int:
-    """Rows of the logits that are somebody's; behind them comes padding."""
+    """Rows of logits that belong to a sequence; padding follows."""
     if batch.logits is not None:
         return len(batch.logits.sequences)
     return sum(sequence.num_rows for sequence in batch.sequences)
@@ -82,7 +82,7 @@ class Heard:
 
 
 class Ears:
-    """Remembers the last batch and plan of a runner, and takes fingerprints of its logits while it is asked to."""
+    """Remembers the last batch and plan of a runner, and takes fingerprints of its logits while enabled."""
 
     def __init__(self, opened: OpenEngine) -> None:
         self.runner: Any = opened.runner
@@ -191,7 +191,7 @@ COUNTERS = {
     "num_segments": "segment.all.allocated",
     "reserved_growth_bytes": "reserved_bytes.all.current",
 }
-"""Of torch's allocator; the first two only ever grow."""
+"""For torch's allocator; the first two only ever grow."""
 
 
 class Watch:
@@ -273,7 +273,7 @@ def _note_moved(found: Stillness, paths: list[str]) -> None:
 
 
 class Poison:
-    """NaN into every page that nobody owns, into the workspace, and a poisoned page's number into unused places of the page table."""
+    """Write NaN into every unowned page, into the workspace, and a poisoned page's number into unused places of the page table."""
 
     def __init__(self, opened: OpenEngine, device: torch.device) -> None:
         runner: Any = opened.runner

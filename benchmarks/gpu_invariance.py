@@ -3,7 +3,7 @@
 What batch_invariant and exact ranks rely on: cuBLAS, without a workspace to split products along K in, has kernels that multiply a row
 the same way whatever the number of rows is, and by a share of a weight's rows as by all of them. An engine asks for the numbers that
 its steps can have when it starts (runner/invariance.py); here it is every one up to MOST_ROWS, and some beyond, for the shapes of whole
-models and of 2, 4 and 8 ranks, against the most rows by the whole weight. Rows that differ are told as ranges; sizes of steps that are
+models and of 2, 4 and 8 ranks, against the most rows by the whole weight. Rows that differ are printed as ranges; sizes of steps that are
 left are counted.
 
 With --workspace cuBLAS gets another one than an engine gives it (":0:0" is none at all).
@@ -85,9 +85,9 @@ def main() -> None:
     results = []
     for model in MODELS[2:3] if tiny else MODELS:
         for size in SIZES[:2] if tiny else SIZES:
-            asked = products_of(model, size)
+            products = products_of(model, size)
             results += [
-                row_of(model, size, product, rows, arguments.device) for product in (asked[:1] if tiny else asked)
+                row_of(model, size, product, rows, arguments.device) for product in (products[:1] if tiny else products)
             ]
     shown = [(row["measure"], *row["values"].values(), ", ".join(row["rows"])[:80]) for row in results]
     print_table("The same bits in any company", ("", *results[0]["values"], "rows that differ"), shown)

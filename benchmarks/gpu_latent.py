@@ -77,7 +77,7 @@ TINY_CASES: Mapping[str, Case] = {
 
 
 def main() -> None:
-    """Run what was asked, as far as the time goes."""
+    """Run the requested parts while time allows."""
     run(
         options("Models with latent attention: plan, speed, tokens that fit"), TINY_CASES, CASES, "gpu-latent", "latent"
     )

@@ -35,7 +35,7 @@ from holdfast.quant.formats import formats_of
 MAX_ERROR = 0.02
 MAX_LAYERS = 24
 ROW_TOKENS = 64
-"""Of a page."""
+"""For a page."""
 
 
 class Shape(NamedTuple):

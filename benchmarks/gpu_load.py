@@ -32,13 +32,13 @@ DUMMY_MODEL = "Qwen3-32B"
 """Loaded with dummy weights in any case."""
 SCHEMES = ("fp8", "bfloat16")
 MAX_OVER_BYTES = 64 * MIB
-"""Of device memory beyond the final weights."""
+"""For device memory beyond the final weights."""
 MAX_ERROR_BYTES = MIB
 """Between the predicted and the measured peak of live tensors."""
 MIN_BYTES_PER_SECOND = 25e9
 MAX_HOST_BYTES = 256 * MIB
 MAX_CACHE_SHARE = 0.6
-"""Of the bytes of the source, that a start from the cache reads."""
+"""For the bytes of the source, that a start from the cache reads."""
 SPARE_DISK_BYTES = 2 * 2**30
 """Left free on the disk."""
 MIN_SECONDS = 15.0
@@ -82,7 +82,7 @@ def prepare(folder: Path, model: str, arguments: argparse.Namespace, budget: Bud
 
 
 def no_room(folder: Path, num_bytes: int, max_bytes: float) -> str | None:
-    """None, or why a checkpoint of so many bytes is not written, in words."""
+    """None, or why a checkpoint of so many bytes is not written."""
     if num_bytes > max_bytes:
         return f"it has {num_bytes / 1e9:.1f} GB, and {max_bytes / 1e9:.1f} were allowed"
     free_bytes = shutil.disk_usage(folder).free
@@ -148,7 +148,7 @@ def device_bytes(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def verdicts(row: Mapping[str, Any]) -> dict[str, bool]:
-    """What was asked and whether it is so; nothing about what was not measured."""
+    """Goals and whether they are met; nothing for what was not measured."""
     found: dict[str, bool] = {}
     for name, over in row.get("over_final", {}).items():
         found[f"peak - final <= 64 MiB, {name}"] = over <= MAX_OVER_BYTES
@@ -201,12 +201,12 @@ class Run:
         self.left_out: list[str] = []
 
     def all(self, folder: Path) -> None:
-        """Everything that was asked."""
+        """Run everything requested."""
         arguments = self._arguments
         if arguments.dummy:
             made = tiny_settings(arguments.dummy) if arguments.tiny else {}
             headers = write_checkpoint(folder, arguments.dummy, arguments.files, headers_only=True, **made)
-            self.checkpoints[arguments.dummy] = {"bytes": headers.num_bytes, "not_written": "headers alone were asked"}
+            self.checkpoints[arguments.dummy] = {"bytes": headers.num_bytes, "not_written": "headers only"}
             self._load_made_up(arguments.dummy, arguments.schemes[:1], headers.path)
             shutil.rmtree(headers.path)
         sizes = {model: self._size(folder, model) for model in arguments.models}
@@ -260,8 +260,8 @@ class Run:
 
     def _add(self, row: dict[str, Any]) -> None:
         self.results.append({**row, "verdicts": verdicts(row)})
-        told = {name: row.get(name) for name in ("measure", "values", "seconds", "over_final", "error")}
-        print(json.dumps({**told, "verdicts": self.results[-1]["verdicts"]}))
+        facts = {name: row.get(name) for name in ("measure", "values", "seconds", "over_final", "error")}
+        print(json.dumps({**facts, "verdicts": self.results[-1]["verdicts"]}))
         sys.stdout.flush()
         self.write()
 
@@ -335,7 +335,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what was asked, as far as the time goes."""
+    """Run the requested parts while time allows."""
     arguments = parse()
     if arguments.child is not None:
         from load_case import Case, run_case
@@ -347,7 +347,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         run.all(Path(folder))
     if not run.results:
-        sys.exit("error: loads were asked; none was run; see above")
+        sys.exit("error: no load ran; see above")
     show(run.results)
 
 

@@ -2,11 +2,11 @@
 
 Each case is an engine in a process of its own: started at a share of the device, a short generation, and a look at everything:
 
-    tensors        under the owner whose they are, each piece of memory as large as it was asked for
+    tensors        under the owner whose they are, each piece of memory as large as requested
     libraries      blocks of torch's allocator that no tensor of the engine lies in: workspaces of cuBLAS
     cuda graphs    the graphs' pool, and what the driver took while they were captured
     cuda context   what else the driver took: used - reserved by torch - graphs
-    allocator      what torch has reserved beyond all that: rounding, and what nobody uses
+    allocator      what torch has reserved beyond all that: rounding, and unused memory
 
 `used` is what the driver reports, less what nvidia-smi reported before the process began. The sum of all owners is `used`.
 """
@@ -129,7 +129,7 @@ def measured_by_owner(
 
 
 def compare(planned: Mapping[str, int], measured: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Owners, the largest first, with the error in percent of the plan; an owner that nobody planned is all error."""
+    """Owners, the largest first, with the error in percent of the plan; an unplanned owner is all error."""
     rows = []
     for owner in sorted({*planned, *measured}, key=lambda name: -max(planned.get(name, 0), measured.get(name, 0))):
         ours, found = planned.get(owner, 0), measured.get(owner, 0)
@@ -139,7 +139,7 @@ def compare(planned: Mapping[str, int], measured: Mapping[str, int]) -> list[dic
 
 
 def worst(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the large owners the one with the largest error."""
+    """For the large owners the one with the largest error."""
     large = [row for row in rows if max(row["planned_bytes"], row["measured_bytes"]) > LARGE_BYTES]
     return max(large or rows, key=lambda row: abs(row["percent"]))
 

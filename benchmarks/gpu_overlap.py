@@ -37,7 +37,7 @@ KEPT_STEPS = 6
 
 
 class EngineCase(NamedTuple):
-    """A model, its scheme, the batches that it is run with, those that are traced, and what was asked for."""
+    """A model, its scheme, the batches that it is run with, those that are traced, and the goal."""
 
     model: str
     quantization: str
@@ -189,7 +189,7 @@ def rows_of(found: Mapping[str, Mapping[str, Any]], shape: Shape, device: str) -
 
 
 def verdict(goal: tuple[float, str], row: Mapping[str, Any]) -> dict[str, bool]:
-    """Was what was asked for reached?"""
+    """Compare with the goals."""
     least, unit = goal
     found = row["values"] if unit == RATE else row["percent_of_roof"]
     return {f">= {least:g} {unit}": found[AHEAD] >= least}
@@ -230,7 +230,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run what was asked, as far as the time goes."""
+    """Run the requested parts while time allows."""
     parser = options("Decode speed with and without steps that run ahead, and a trace of the device")
     parser.add_argument("--engines", default=",".join(ENGINES), help=", ".join(ENGINES))
     arguments = parser.parse_args()
@@ -252,7 +252,7 @@ def main() -> None:
         sys.stdout.flush()
         rows = write(found, shape, arguments)
     if not rows:
-        sys.exit("error: speeds were asked; no engine ran; see above")
+        sys.exit("error: no engine ran; see above")
     show(rows)
 
 

@@ -30,7 +30,7 @@ BATCHES = {"Qwen3-32B": (1, 8, 32, 64), "Qwen3-30B-A3B": (1, 8, 64), "Qwen1.5-Mo
 """Models, and the batches that each is run with."""
 QUANTIZATIONS = ("fp8", "none")
 GOALS = {("Qwen3-32B", "fp8", 1): 105.0}
-"""Tokens a second that were asked for, by model, scheme and batch."""
+"""Goals in tokens a second, by model, scheme and batch."""
 MIN_SECONDS = 20.0
 """A process is not begun with less than this left."""
 
@@ -255,7 +255,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Shape]
 
 
 def main() -> None:
-    """Run what was asked, as far as the time goes."""
+    """Run the requested parts while time allows."""
     arguments, shape = parse()
     if arguments.child is not None:
         model, quantization = arguments.child.split(",")
@@ -273,12 +273,12 @@ def main() -> None:
                 continue
             command = [sys.argv[0], "--models", model, "--child", f"{model},{quantization}", *shared]
             engine = found[model, quantization] = run_child(command, budget.left_seconds)
-            told = {name: engine.get(name) for name in ("start_seconds", "weight_bytes", "error")}
-            print(json.dumps({"engine": f"{model}, {quantization}", **told}))
+            facts = {name: engine.get(name) for name in ("start_seconds", "weight_bytes", "error")}
+            print(json.dumps({"engine": f"{model}, {quantization}", **facts}))
             sys.stdout.flush()
             rows = write(found, shape, arguments)
     if not rows:
-        sys.exit("error: speeds were asked; no engine ran; see above")
+        sys.exit("error: no engine ran; see above")
     show(rows)
 
 

@@ -142,7 +142,7 @@ def check(shape: Shape, format_name: str, device: torch.device, has_bias: bool =
 
 
 def with_key_bias(rig: Rig, shape: Shape, device: torch.device) -> Rig:
-    """The same step over keys that are short of a bias."""
+    """A step like the last, over keys that are short of a bias."""
     frequency_C = 1e6 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     turns = make_key_turns(frequency_C, 1.0, shape.max_model_len, getattr(torch, shape.dtype), device)
     biases = tuple(KeyBias(torch.randn(shape.num_kv_heads, shape.head_dim, device=device), turns) for _ in rig.specs)

@@ -1,7 +1,7 @@
 """A whole engine over quantized pages against bfloat16 ones: python benchmarks/gpu_quantized_kv.py [--model NAME]
 
 One process a format, at utilization 0.98 with dummy weights: tokens a second of one stream; decode steps of as many
-sequences of 8K and 32K as were asked and fit at once (steps run as the engine runs them, over pages that hold whatever they
+sequences of 8K and 32K as requested that fit at once (steps run as the engine runs them, over pages that hold whatever they
 hold: what is stored does not change the time); and, quantized, prompts that really fill 99 % of the pool, served to the end.
 """
 
@@ -25,7 +25,7 @@ UTILIZATION = 0.98
 GOAL_TOKENS = 720_000
 FILLED = 0.99
 MADE_UP_IDS = count(-(10**6), -1)
-"""Of sequences that no scheduler knows."""
+"""For sequences that no scheduler knows."""
 
 
 class Shape(NamedTuple):
@@ -78,7 +78,7 @@ def run_format(
             fits = min(batch, opened.runner.num_pages * opened.runner.limits.page_tokens // length)
             seconds = step_seconds(opened, fits, length, shape.num_steps)
             found["steps"].append(
-                {"length": length, "asked": batch, "at_once": fits, "tokens_per_second": fits / seconds}
+                {"length": length, "requested": batch, "at_once": fits, "tokens_per_second": fits / seconds}
             )
             keep(found, result)
     if fills:
@@ -105,7 +105,7 @@ def one_stream(opened: "OpenEngine", shape: Shape) -> dict[str, Any]:
 
 
 def step_seconds(opened: "OpenEngine", batch: int, length: int, num_steps: int) -> float:
-    """Of a decode step with so many stored tokens in each sequence, on pages of their own in any order."""
+    """For a decode step with so many stored tokens in each sequence, on pages of their own in any order."""
     from holdfast.request.sampling_params import SamplingParams
     from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 

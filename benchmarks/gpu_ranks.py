@@ -14,7 +14,7 @@ Speeds are measured while ranks do not look at themselves.
 
 What a rank takes of a GPU that it shares: what torch's allocator has reserved in it, its symmetric memory, and an equal part of what the
 device has lost besides (contexts, code, graphs), so that all ranks together are what the device says. All ranks are on one GPU: tokens a
-second say what exchanges and processes cost, and nothing about the speed of several GPUs. Nodes are pretended: NCCL is told that each
+second say what exchanges and processes cost, and nothing about the speed of several GPUs. Nodes are pretended: NCCL sees each
 process is on a host of its own, and goes through sockets of this one.
 
 On a CPU, to see that it runs: python benchmarks/gpu_ranks.py --tiny --device cpu
@@ -100,8 +100,8 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
     rank_build.build_rank = partial(open_counted, open_plain=rank_build.build_rank)  # type: ignore[assignment]
     (folder / f"pid-{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
 
-    def build_counted(*told: Any, **named: Any) -> Any:  # noqa: ANN401 handed on as it is
-        kept.append(build_ranks(*told, command=command, **named))
+    def build_counted(*given: Any, **named: Any) -> Any:  # noqa: ANN401 handed on as it is
+        kept.append(build_ranks(*given, command=command, **named))
         return kept[0]
 
     engine_build.build_ranks = build_counted
@@ -137,9 +137,7 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
             keep(found, result)
         if mode in ON_NODES:
             found["killed"] = lose_one(llm, folder, shape, num_ranks - 1)
-            keep(
-                found | {"is_done": True}, result
-            )  # under MPS whoever is killed takes the contexts of all others along
+            keep(found | {"is_done": True}, result)  # under MPS a killed process takes the contexts of all others along
         begin = time.perf_counter()
     return found | {"close_seconds": round(time.perf_counter() - begin, 2)}
 
@@ -150,7 +148,7 @@ def tensor_size(mode: str, num_ranks: int) -> int:
 
 
 def lose_one(llm: Any, folder: Path, shape: Shape, rank: int) -> dict[str, Any]:  # noqa: ANN401
-    """Kill a rank in the middle of an answer: seconds until whoever asked has an error, and its words."""
+    """Kill a rank in the middle of an answer: seconds until the caller has an error, and its text."""
     killed: list[float] = []
 
     def kill() -> None:
@@ -164,7 +162,7 @@ def lose_one(llm: Any, folder: Path, shape: Shape, rank: int) -> dict[str, Any]:
             answers(llm, shape, seed=5, num_tokens=shape.max_model_len // 2)
     except Exception as error:
         return {"seconds": round(time.monotonic() - killed[0], 3) if killed else None, "words": str(error)[:300]}
-    return {"seconds": None, "words": "nobody has noticed"}
+    return {"seconds": None, "words": "no error was seen"}
 
 
 def answers(
@@ -175,7 +173,7 @@ def answers(
     *,
     has_sampled: bool = False,
 ) -> list[list[int]]:
-    """Of prompts that follow from the seed; greedy, or every third of them sampled."""
+    """For prompts that follow from the seed; greedy, or every third of them sampled."""
     from holdfast.request.sampling_params import SamplingParams
 
     dice = Random(seed)
@@ -226,7 +224,7 @@ def steady(llm: Any, folder: Path, shape: Shape, num_ranks: int) -> dict[str, An
         grown[rank] = {key: at_last[rank][key] - at_first[rank][key] for key in after}
         grown[rank]["steps"] = at_last[rank]["counted_steps"] - at_first[rank]["counted_steps"]
     kept = ("compared", "different", "misses")
-    return {"grown": grown, "own": {rank: {key: told[key] for key in kept} for rank, told in at_first.items()}}
+    return {"grown": grown, "own": {rank: {key: facts[key] for key in kept} for rank, facts in at_first.items()}}
 
 
 def rank_files(folder: Path, num_ranks: int) -> dict[int, dict[str, Any]]:
@@ -251,7 +249,7 @@ def look_at(
     if used is None or before is None:
         return found
     reserved = {0: device_counts()["reserved_bytes"]}
-    reserved |= {rank: told["reserved_bytes"] for rank, told in rank_files(folder, num_ranks).items()}
+    reserved |= {rank: facts["reserved_bytes"] for rank, facts in rank_files(folder, num_ranks).items()}
     others = (used - before - sum(reserved.values()) - num_ranks * symmetric) / num_ranks
     measured = {rank: int(reserved[rank] + symmetric + others) for rank in reserved}
     return found | {
@@ -263,7 +261,7 @@ def look_at(
 
 
 def symmetric_bytes(plan: Any) -> int:  # noqa: ANN401 a RunnerPlan, imported late
-    """Of a rank: the same on each."""
+    """For a rank: the same on each."""
     from holdfast.distributed.exchange_plan import rounding_bytes, shared_specs
     from holdfast.memory.workspace_plan import arena_bytes
 
@@ -297,12 +295,12 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
             "own" in entry and mode == "reduce" and size > 1
         ):  # of stages only the last has an argmax, of all rows of a graph
             values = {
-                f"rank {rank} {key}": told[key]
-                for rank, told in entry["own"].items()
+                f"rank {rank} {key}": facts[key]
+                for rank, facts in entry["own"].items()
                 for key in ("compared", "different")
             }
-            holds = all(told["compared"] and not told["different"] for told in entry["own"].values())
-            words = {rank: told["misses"] for rank, told in entry["own"].items()}
+            holds = all(facts["compared"] and not facts["different"] for facts in entry["own"].values())
+            words = {rank: facts["misses"] for rank, facts in entry["own"].items()}
             rows.append(
                 {
                     "measure": f"{label}: argmax of each rank",
@@ -314,10 +312,10 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
             )
         if "grown" in entry:
             values = {
-                f"rank {rank} {key}": count for rank, told in entry["grown"].items() for key, count in told.items()
+                f"rank {rank} {key}": count for rank, facts in entry["grown"].items() for key, count in facts.items()
             }
             still = ("allocations", "segments", "reserved_bytes")
-            holds = not any(told[key] for told in entry["grown"].values() for key in still)
+            holds = not any(facts[key] for facts in entry["grown"].values() for key in still)
             rows.append({"measure": f"{label}: after ready", "unit": "count", "values": values, "holds": holds})
         if "killed" in entry:
             seconds = entry["killed"]["seconds"]
@@ -337,9 +335,9 @@ def memory_row(label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     planned, measured = entry["planned_bytes"], entry["measured_bytes"]
     percents = {rank: round(100 * (measured[rank] - planned[rank]) / planned[rank], 3) for rank in planned}
     values = {
-        f"rank {rank} {kind}": told[rank]
+        f"rank {rank} {kind}": facts[rank]
         for rank in planned
-        for kind, told in (("planned", planned), ("taken", measured))
+        for kind, facts in (("planned", planned), ("taken", measured))
     }
     facts = {key: entry[key] for key in ("reserved_bytes", "symmetric_bytes", "context_bytes")}
     holds = all(abs(percent) <= MAX_PERCENT for percent in percents.values())
@@ -361,7 +359,7 @@ def chosen_parts(text: str) -> Sequence[tuple[str, int]]:
 
 
 def main() -> None:
-    """Run what was asked, as far as the time goes; the record is written after every part."""
+    """Run the requested parts while time allows; the record is written after every part."""
     parser = options("Engines on several ranks, all on one GPU")
     parser.add_argument("--parts", default="", help="such as exact-1,exact-2; else all")
     arguments = parser.parse_args()
@@ -388,14 +386,14 @@ def run_limited(mode: str, size: int, limit: float, arguments: argparse.Namespac
     is_cuda = arguments.device.startswith("cuda")
     with tempfile.TemporaryDirectory() as name, mps() if is_cuda else contextlib.nullcontext(OVERLAP) as environment:
         folder = Path(name)
-        result, told = folder / "result.json", folder / "told.txt"
+        result, facts = folder / "result.json", folder / "output.txt"
         shared = ["--device", arguments.device, "--result", str(result), *(["--tiny"] if arguments.tiny else [])]
         own = {FOLDER: name, TELL_AT: str(time.time() + limit - TELL_SECONDS)}
         command = [sys.executable, __file__, "--child", f"{mode}-{size}", *shared]
         nodes = node_environments(size, 2 if mode == "links" else size) if mode in ON_NODES else [{}]
         children = []
         for place, node in enumerate(nodes):
-            with told.with_name(f"{place}-told.txt" if place else told.name).open("w") as out:
+            with facts.with_name(f"{place}-output.txt" if place else facts.name).open("w") as out:
                 everybodys = {**os.environ, **(environment or OVERLAP), **own, **node}
                 children.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=everybodys))
         child = children[0]
@@ -407,7 +405,9 @@ def run_limited(mode: str, size: int, limit: float, arguments: argparse.Namespac
         found = json.loads(kept.read_text()) if kept.exists() else {}
         if found.pop("is_done", False):
             return found
-        words = [line for line in told.read_text(errors="replace").splitlines() if not line.startswith("frame #")][-25:]
+        words = [line for line in facts.read_text(errors="replace").splitlines() if not line.startswith("frame #")][
+            -25:
+        ]
         stands = [
             f"{path.stem}: {shortened(path.read_text(errors='replace'))}" for path in sorted(folder.glob("*-*.txt"))
         ]
@@ -423,12 +423,12 @@ def node_environments(size: int, num_nodes: int) -> list[dict[str, str]]:
     shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(num_local)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     places = [(str(rank), *map(str, divmod(rank, num_local))) for rank in range(size)]
-    told = [{"RANK": rank, "GROUP_RANK": node, "LOCAL_RANK": local} for rank, node, local in places]
-    return [shared | own | pretended_node(int(own["RANK"])) for own in told]
+    facts = [{"RANK": rank, "GROUP_RANK": node, "LOCAL_RANK": local} for rank, node, local in places]
+    return [shared | own | pretended_node(int(own["RANK"])) for own in facts]
 
 
 def end_all(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Those that follow the first end with it; whoever is left, and ranks that it has started, are killed."""
+    """Those that follow the first end with it; the others, and ranks that it started, are killed."""
     end = time.monotonic() + END_SECONDS * (children[0].poll() is not None)
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -439,7 +439,7 @@ def end_all(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def shortened(stacks: str) -> str:
-    """Of each thread the innermost frames in a line; of a text without threads all of it."""
+    """For each thread the innermost frames in a line; of a text without threads all of it."""
     frames = [
         [f"{Path(place).stem}:{line}:{name}" for place, line, name in FRAME.findall(thread)]
         for thread in stacks.split("most recent call first")[1:]
@@ -497,7 +497,7 @@ def write(found: Mapping[tuple[str, int], Mapping[str, Any]], arguments: argpars
 def numbered(entry: dict[str, Any]) -> dict[str, Any]:
     """JSON has made names of the numbers of ranks."""
     kinds = ("planned_bytes", "measured_bytes", "reserved_bytes", "grown", "own")
-    return entry | {kind: {int(rank): told for rank, told in entry[kind].items()} for kind in kinds if kind in entry}
+    return entry | {kind: {int(rank): facts for rank, facts in entry[kind].items()} for kind in kinds if kind in entry}
 
 
 if __name__ == "__main__":

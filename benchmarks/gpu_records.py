@@ -28,8 +28,8 @@ COMMIT_VARIABLE = "HOLDFAST_COMMIT"
 PRIVATE_OPTIONS = ("--out", "--commit", "--folder", "--tree", "--old-commit")
 """Where a record goes, what it is of and where files lie: no part of the command that measures."""
 POLL_SECONDS = 0.05
-NUM_TOLD_LINES = 25
-"""Of what a failed process has said."""
+NUM_SHOWN_LINES = 25
+"""For what a failed process has said."""
 
 
 def options(description: str) -> argparse.ArgumentParser:
@@ -75,9 +75,9 @@ def run_child(
     `environment` is added to that of this process. The script leaves its findings with `leave` and waits there, still holding what it holds, for `while_it_waits`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        result, told = Path(folder) / "result.json", Path(folder) / "told.txt"
+        result, output = Path(folder) / "result.json", Path(folder) / "output.txt"
         command = [sys.executable, *arguments, "--result", str(result)]
-        with told.open("w") as out:
+        with output.open("w") as out:
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -92,8 +92,8 @@ def run_child(
             if result.exists():
                 found = json.loads(result.read_text())
                 return {**found, **while_it_waits()}
-            words = told.read_text(errors="replace").splitlines()
-            print("\n".join(words[-NUM_TOLD_LINES:]), file=sys.stderr)
+            words = output.read_text(errors="replace").splitlines()
+            print("\n".join(words[-NUM_SHOWN_LINES:]), file=sys.stderr)
             if child.poll() is None:
                 kept = result.with_suffix(".kept")
                 found = json.loads(kept.read_text()) if kept.exists() else {}
@@ -131,7 +131,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def smi(field: str) -> str | None:
-    """What nvidia-smi says of the first GPU, asked without a context of our own; None where there is none."""
+    """What nvidia-smi says of the first GPU, queried without a CUDA context; None where there is none."""
     command = ("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -211,7 +211,7 @@ def record_name(device: str, name: str, date: str) -> str:
 
 
 def write_record(record: Mapping[str, object], name: str, arguments: argparse.Namespace) -> Path:
-    """Into the folder that was asked for."""
+    """Write into the requested folder."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / record_name(device_name(arguments.device), name, str(record["date"]))
     path.write_text(json.dumps(record, indent=1) + "\n")

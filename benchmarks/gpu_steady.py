@@ -1,7 +1,7 @@
 """Nothing is taken after ready, and a graph computes what eager steps compute: python benchmarks/gpu_steady.py [--model NAME]
 
 Requests come and go so that the number of sequences is another one at every step. Prompts of the decode stretches lie in the
-prefix cache up to their last token, so that whoever arrives takes part with one row, at any context, and every step is a
+prefix cache up to their last token, so that a new request takes part with one row, at any context, and every step is a
 decode step. Counted inside Runner.launch and collect: allocations, segments, waits of the host, tensors that moved. Compared to the
 bit: logits of a replayed graph and of the same step run eagerly in its place, at every context from 1 to the longest and
 back; logits with and without NaN in free pages, in the workspace and in unused places of the page table.
@@ -121,7 +121,7 @@ def different_tokens(one: Trace, other: Trace) -> tuple[int, int]:
 
 
 def different_rows(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """The same for fingerprints of logits; a row that only one of them has differs."""
+    """Like the one above, for fingerprints of logits; a row that only one of them has differs."""
     num_compared = num_different = 0
     for mine, yours in zip(one, other, strict=True):
         num_compared += max(len(mine), len(yours))
@@ -130,7 +130,7 @@ def different_rows(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]])
 
 
 class Bench:
-    """One engine and everything that is asked of it."""
+    """One engine and everything that runs on it."""
 
     def __init__(
         self, opened: "OpenEngine", shape: Shape, device: str, is_invariant: bool, result: Path | None = None
@@ -223,7 +223,7 @@ class Bench:
         return len(long) + num_generated - 1  # the last one is never computed
 
     def poisoned(self) -> None:
-        """The same stretches clean and poisoned; and that poison is noticed where it should be."""
+        """Equal stretches clean and poisoned; and that poison is noticed where it should be."""
         for kind in ("decode", "mixed"):
             rows = []
             for before_step in (lambda: None, self.poison.spread):
@@ -305,7 +305,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
         for row in phases
     ]
     print_table("Steps after ready", columns, lines)
-    words = {(True, True): "yes", (True, False): "yes", (False, True): "NO", (False, False): "not asked"}
+    words = {(True, True): "yes", (True, False): "yes", (False, True): "NO", (False, False): "not measured"}
     lines = [
         (
             *(row["measure"], row["num_compared"], row["num_different"], row["num_wild"]),
@@ -341,7 +341,7 @@ def main() -> None:
     results = rows_of(found)
     errors = {mode: entry["error"] for mode, entry in found.items() if "error" in entry}
     if not results:
-        sys.exit(f"error: steps were asked; no engine ran: {errors}; see above")
+        sys.exit(f"error: no engine ran: {errors}; see above")
     holds = not errors and all(row["holds"] or not row.get("must_hold", True) for row in results)
     facts = {"holds": holds, "errors": errors, "shape": shape._asdict()}
     dtype = "bfloat16" if arguments.device.startswith("cuda") else "float32"

@@ -178,7 +178,7 @@ def collect(lane: Lane, folder: Path) -> tuple[dict[str, bool], dict[str, Found]
         else:
             failures[note["id"]] = Found(note["outcome"], note["reason"])
     if not found and not failures:
-        sys.exit(f"error: tests marked gpu were asked; pytest found none and ended with {status}; see above")
+        sys.exit(f"error: pytest found no tests marked gpu and ended with {status}; see above")
     return found, failures
 
 
@@ -228,7 +228,7 @@ def function_of(name: str) -> str:
 
 
 def known_seconds(records: Path) -> dict[str, float]:
-    """Of one test of each function, from the records of earlier runs; later ones win."""
+    """For one test of each function, from the records of earlier runs; later ones win."""
     found: dict[str, float] = {}
     for path in sorted(records.glob("*-tests*.json")):
         for function, (count, seconds) in json.loads(path.read_text()).get("seconds_by_function", {}).items():
@@ -237,7 +237,7 @@ def known_seconds(records: Path) -> dict[str, float]:
 
 
 def parts_of(ids: Iterable[str], num_parts: int, known: Mapping[str, float]) -> list[list[str]]:
-    """The same parts for the same tests: whole functions, the longest first, each to the part that has least."""
+    """Deterministic parts for a set of tests: whole functions, the longest first, each to the part that has least."""
     functions: dict[str, list[str]] = defaultdict(list)
     for name in ids:
         functions[function_of(name)].append(name)
@@ -288,7 +288,7 @@ def run_lane(lane: Lane, part: tuple[int, int], known: Mapping[str, float]) -> d
 
 
 def why_not_here() -> str | None:
-    """None, or why this Python cannot run them, in words."""
+    """None, or why this Python cannot run them."""
     code = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -321,9 +321,7 @@ def main() -> int:
     parser.set_defaults(device="cuda")
     arguments = parser.parse_args()
     if (reason := why_not_here()) is not None:
-        sys.exit(
-            f"error: the tests that need CUDA were asked; {reason}; give a Python that has it: make test-gpu PYTHON=..."
-        )
+        sys.exit(f"error: the tests need CUDA; {reason}; give a Python that has it: make test-gpu PYTHON=...")
     missing = missing_packages()
     for name, words in missing.items():
         print(f"{name} is not there: {words}")
@@ -331,8 +329,8 @@ def main() -> int:
     lane = Lane(ROOT, max(1, arguments.jobs), arguments.budget_seconds, start)
     found = run_lane(lane, arguments.part, known_seconds(arguments.out))
     seconds = time.monotonic() - start
-    told = summary(found)
-    counts = {"passed": told["passed"], "failed": len(told["failed"]), "skipped": sum(told["skipped"].values())}
+    facts = summary(found)
+    counts = {"passed": facts["passed"], "failed": len(facts["failed"]), "skipped": sum(facts["skipped"].values())}
     number, num_parts = arguments.part
     facts = {"jobs": lane.num_jobs, "part": f"{number}/{num_parts}", "seconds": round(seconds, 1), "missing": missing}
     record = make_record(
@@ -341,12 +339,12 @@ def main() -> int:
         "every test marked gpu",
         f"part {number} of {num_parts}",
         arguments,
-        facts | told,
+        facts | facts,
     )
     record["commit"] = record["commit"] or "unknown"
-    for name, why in told["failed"].items():
+    for name, why in facts["failed"].items():
         print(f"FAILED {shlex.quote(name)}: {why}")
-    for why, count in told["skipped"].items():
+    for why, count in facts["skipped"].items():
         print(f"skipped {count}: {why}")
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped in {seconds:.0f} s")
     write_record(record, "tests" if num_parts == 1 else f"tests-{number}-of-{num_parts}", arguments)

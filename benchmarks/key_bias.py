@@ -63,7 +63,7 @@ def plant(folder: Path, seed: int, factor: float, place: str) -> list[int]:
 
 
 def plant_bias(tensors: dict[str, torch.Tensor], layer: str, factor: float, place: str, dice: torch.Generator) -> None:
-    """The same numbers are drawn whatever the factor, so that models differ in nothing else."""
+    """Equal numbers are drawn for every factor, so that models differ in nothing else."""
     pairs = torch.tensor(PLACES[place])
     channels = torch.cat((pairs, pairs + HEAD_DIM // 2))
     bias_KD = torch.zeros(KV_HEADS, HEAD_DIM)
@@ -111,8 +111,8 @@ def qualities(folder: Path, text: list[int], formats: tuple[str, ...], protected
     """Every format against float32 pages of the same model; None protects as many layers as are protected by default."""
     model = open_model(str(folder), "auto")
     try:
-        asked = EngineConfig(model=str(folder), device="cpu", kv_protected_layers=protected)
-        config = settle_config(asked, model, len(text))
+        config = EngineConfig(model=str(folder), device="cpu", kv_protected_layers=protected)
+        config = settle_config(config, model, len(text))
         entries = [reference_entry(config), *(format_entry(config, model, name) for name in formats)]
         opened = open_contenders(entries, model, lambda done, total: None)
     finally:

@@ -44,7 +44,7 @@ NONE = "no layer protected"
 
 
 def options() -> argparse.ArgumentParser:
-    """What can be asked."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=None, help="a folder or a GGUF file; left out: the default model")
     parser.add_argument("--text", default=None, help=f"a file of plain text; left out: {TOPICS}")
@@ -61,7 +61,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def entries(config: EngineConfig, model: OpenModel, with_layers: bool) -> list[Entry]:
-    """The reference, our formats, and theirs; with other layers protected, where that is asked."""
+    """The reference, our formats, and theirs; with other layers protected, if requested."""
     ours = [name for name in narrower_formats(config, model).names if KV_FORMATS[name].is_quantized]
     found = [reference_entry(config), *(format_entry(config, model, name) for name in ours)]
     if with_layers:

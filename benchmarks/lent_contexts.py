@@ -1,4 +1,4 @@
-"""Long contexts that nobody computed: pages full of finite random rows, and prompts that the prefix cache finds on them.
+"""Long contexts without prefill: pages full of finite random rows, and prompts that the prefix cache finds on them.
 
 What a decode step over a long context takes does not depend on what the rows hold, as long as they are numbers; and to compute
 64 prompts of 128 thousand tokens would take longer than all that is measured behind them.
@@ -51,7 +51,7 @@ def lend_pages(scheduler: "Scheduler", prompts: Sequence[Sequence[int]]) -> None
 
 
 def lent_tokens(scheduler: "Scheduler", prompt_tokens: int) -> int:
-    """Of a prompt, what is found; the rest is computed with every run, so that prompts are best one token longer than blocks."""
+    """For a prompt, what is found; the rest is computed with every run, so that prompts are best one token longer than blocks."""
     block = scheduler.prefix.block_tokens
     return (prompt_tokens - 1) // block * block
 

@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
     model: str
     scheme: str
-    """Of weights; the type itself where nothing is quantized."""
+    """For weights; the type itself where nothing is quantized."""
     path: str
     load_format: str = "auto"
     headers: str | None = None

@@ -3,7 +3,7 @@
 Greedy answers to tasks that repeat their input (edit this text, this program, this table), and to one that does not. Both engines
 are open at once and take turns, so that a busy machine slows both. A rate is of output tokens after the first of each answer,
 by the median of some rounds. Tokens must be identical on a CPU; on a GPU more rows are summed in another order, so the first
-difference of each answer is told with the gap of its two logits.
+difference of each answer is printed with the gap of its two logits.
 """
 
 import argparse
@@ -51,7 +51,7 @@ TABLE = "\n".join(
 
 
 class Task(NamedTuple):
-    """What is asked, and how long the answer may be."""
+    """Prompts, and how long an answer may be."""
 
     name: str
     message: str
@@ -106,7 +106,7 @@ def _gap(place: dict[int, Any]) -> float:
 
 
 def first_differences(plain: Run, guessing: Run) -> list[dict[str, object]]:
-    """Of each answer that is not the same: where, and how close the choice was."""
+    """For each answer that is not the same: where, and how close the choice was."""
     found = []
     for number, (ours, theirs) in enumerate(zip(guessing.token_ids, plain.token_ids, strict=True)):
         place = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)

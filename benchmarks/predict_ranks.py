@@ -35,7 +35,7 @@ FP8_FLOPS_PER_SECOND = 2 * H200_FLOPS_PER_SECOND
 """Twice what an H200 gave in bfloat16 (flops_per_second of the record of latent attention)."""
 GPU_BYTES = 139.8 * 2**30
 UTILIZATION, OTHER_BYTES = 0.98, 6 * 2**30
-"""Of the GPU's memory; and what a rank has beside weights and pages: workspace, rooms, graphs, the context."""
+"""For the GPU's memory; and what a rank has beside weights and pages: workspace, rooms, graphs, the context."""
 AICONFIGURATOR: Mapping[str, Mapping[int, float]] = {
     "Qwen3-32B, batch 1": {1: 54.80, 2: 94.28, 4: 143.96, 8: 200.63},
     "Qwen3-32B, batch 128": {1: 4885.24, 2: 8289.66, 4: 12568.20, 8: 17887.70},
@@ -137,13 +137,13 @@ class DeepSeek(NamedTuple):
     expert_bytes: int
     dense_bytes: int
     head_bytes: int
-    """Of the embedding or of the head."""
+    """For the embedding or of the head."""
     read_bytes_per_second: float
-    """Of weights, through a whole engine: the share of the roof that experts in fp8 reach at 64 rows."""
+    """For weights, through a whole engine: the share of the roof that experts in fp8 reach at 64 rows."""
     layer_seconds: float
     """What of a layer does not shrink: all above the roof of a step of one row."""
     latent_seconds: Mapping[int, float]
-    """Of one layer's attention to one stored token, by heads."""
+    """For one layer's attention to one stored token, by heads."""
 
 
 def deepseek() -> DeepSeek:
@@ -182,7 +182,7 @@ def deepseek() -> DeepSeek:
 
 
 def expert_seconds(model: DeepSeek, num_rows: int, num_local: int) -> float:
-    """Of the experts that one rank holds in one layer, for the rows of all ranks: bytes of those that are chosen, or arithmetic."""
+    """For the experts that one rank holds in one layer, for the rows of all ranks: bytes of those that are chosen, or arithmetic."""
     chosen = 1 - (1 - model.top_k / model.num_experts) ** num_rows
     pairs = num_rows * model.top_k * num_local / model.num_experts
     read = num_local * chosen * model.expert_bytes / model.read_bytes_per_second
@@ -292,7 +292,7 @@ def results() -> list[dict[str, Any]]:
 
 
 def make_record(found: list[dict[str, Any]], argv: list[str]) -> dict[str, Any]:
-    """With its sources, and in words what it is."""
+    """A figure with its sources and a description."""
     one = one_gpu(1)
     return {
         "section": "predicted-ranks",

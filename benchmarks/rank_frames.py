@@ -36,7 +36,7 @@ PLACE = "HOLDFAST_RANK_FRAMES"
 MOST_RANKS = 8
 PAGE_TOKENS = 16
 LIMITS_US = {1: 60.0, 3: 150.0}
-"""Asked for 64 sequences, by the number of other ranks."""
+"""Goals for 64 sequences, by the number of other ranks."""
 SECTION = "rank-frames"
 
 

@@ -43,7 +43,7 @@ TINY_CONFIG = {"num_hidden_layers": 2}
 
 
 class Shape(NamedTuple):
-    """How much is asked."""
+    """Size of the load."""
 
     clients: tuple[int, ...] = (1, 8, 32)
     num_input: int = 64
@@ -73,7 +73,7 @@ def write_model(folder: Path, tiny: bool) -> Path:
         model.model.layers = model.model.layers[: TINY_CONFIG["num_hidden_layers"]]
         model.config.update(TINY_CONFIG)
         model.config.layer_types = None
-    # No end token anywhere: answers are as long as they are asked to be, in every server.
+    # No end token anywhere: answers are as long as requested, in every server.
     model.config.eos_token_id = None
     model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     model.save_pretrained(path)
@@ -196,7 +196,7 @@ def comparison_rows(clients: int, rounds: Mapping[str, Sequence[Figures]]) -> li
 
 
 def server_cost(server: Running, path: Path, shape: Shape) -> dict[str, Any]:
-    """The same prompts over HTTP and through LLM in this process, in turn."""
+    """Equal prompts over HTTP and through LLM in this process, in turn."""
     from holdfast.api.llm import LLM
     from holdfast.request.sampling_params import SamplingParams
 
@@ -218,7 +218,7 @@ def server_cost(server: Running, path: Path, shape: Shape) -> dict[str, Any]:
         seconds, mine = time.perf_counter() - start, processor_seconds(os.getpid()) - mine
         num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         if figures.errors or num_tokens != figures.num_output_tokens:
-            sys.exit(f"error: the same tokens were asked; {num_tokens} and {figures.num_output_tokens} came")
+            sys.exit(f"error: token counts differ: {num_tokens} and {figures.num_output_tokens}")
         if number:  # the first warms both
             served.append(figures)
             alone.append(seconds)

@@ -1,7 +1,7 @@
 """Where the time of a start goes, from the shell to the first token of the default model: python benchmarks/start.py
 
 Each start is a fresh process that runs `holdfast run -p Hi --max-tokens 1 --json`; one more before them compiles kernels and
-fills the page cache. The best of them is told phase by phase, by the clock and in processor time: on a machine that others
+fills the page cache. The best of them is printed phase by phase, by the clock and in processor time: on a machine that others
 use too the second says more. `--out FOLDER` keeps the record there.
 """
 
@@ -46,7 +46,7 @@ Phases = dict[str, dict[str, float]]
 
 
 def main() -> None:
-    """Start several times, print the best start, and keep it if asked."""
+    """Start several times, print the best start, and keep it if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None)
@@ -112,7 +112,7 @@ def timed(phases: Phases, name: str) -> Iterator[None]:
 
 
 def wrapped(phases: Phases, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, its time added to a phase."""
+    """Wrap a function so that its time counts for a phase."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 whatever the function takes and gives

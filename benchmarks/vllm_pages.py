@@ -45,7 +45,7 @@ class VllmFormat(NamedTuple):
     has_boundary: bool = True
 
     def head_bytes(self, head_dim: int) -> int:
-        """Of a token and head: codes, a float16 for each norm, step and least; rounded up to an even number."""
+        """For a token and head: codes, a float16 for each norm, step and least; rounded up to an even number."""
         keys = head_dim * self.key_bits // 8 + (0 if self.key_bits == 8 else 2)
         values = head_dim * self.value_bits // 8 + (0 if self.value_bits == 8 else 4)
         return keys + values + (keys + values) % 2
@@ -57,12 +57,12 @@ class VllmFormat(NamedTuple):
         return frozenset((*range(NUM_BOUNDARY), *range(num_layers - NUM_BOUNDARY, num_layers))) & {*range(num_layers)}
 
     def note(self, num_layers: int) -> str:
-        """Which layers those are, in words."""
+        """Description of these layers."""
         layers = sorted(self.exact_layers(num_layers))
         return f"layers {','.join(map(str, layers))} in half precision" if layers else ""
 
     def bytes_per_token(self, spec: ModelSpec) -> Fraction:
-        """Of all layers."""
+        """For all layers."""
         num_exact = len(self.exact_layers(spec.num_layers))
         exact = PLAIN_BYTES * 2 * spec.head_dim
         heads = (spec.num_layers - num_exact) * self.head_bytes(spec.head_dim) + num_exact * exact

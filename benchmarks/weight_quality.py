@@ -19,7 +19,7 @@ from holdfast.config import EngineConfig
 
 
 def options() -> argparse.ArgumentParser:
-    """What can be asked."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=None, help="a folder or a GGUF file; left out: the default model")
     parser.add_argument("--schemes", default="all", help="with commas between; all: every one that can run")

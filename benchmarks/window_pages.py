@@ -34,7 +34,7 @@ CHECK_STEPS = 512
 
 
 class Traffic(NamedTuple):
-    """What is asked, all of it at once."""
+    """The requests, all at once."""
 
     num_requests: int = 64
     prompt_tokens: int = 31 * 1024
@@ -42,7 +42,7 @@ class Traffic(NamedTuple):
 
 
 def make_plan(kv_format: str, traffic: Traffic) -> RunnerPlan:
-    """Of the model, on its memory."""
+    """For the model, on its memory."""
     config = EngineConfig(
         model=MODEL,
         quantization="fp8",
@@ -95,7 +95,7 @@ class Watch:
 
 
 def drive(limits: Limits, groups: SequenceABC[CacheGroup], num_pages: int, traffic: Traffic, every: int) -> Watch:
-    """All requests to their ends, tokens by nobody."""
+    """All requests to their ends, without tokens."""
     scheduler = Scheduler(limits, num_pages, True, traffic.num_requests, groups=groups)
     watch = Watch(scheduler, every)
     for number in range(traffic.num_requests):

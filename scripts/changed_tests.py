@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE, TESTS = ROOT / "src", ROOT / "tests"
 SMOKE = ("tests/test_smoke.py", "tests/test_architecture.py", "tests/test_errors.py", "tests/test_imports.py")
 BUDGET_SECONDS = 35.0
-"""Of the tests; starting, collecting and the smoke run come on top, so that all of it ends within a minute."""
+"""For the tests; starting, collecting and the smoke run come on top, so that all of it ends within a minute."""
 OTHER_TESTS = {
     "docs": ("test_docs.py",),
     "README.md": ("test_docs.py",),

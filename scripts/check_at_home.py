@@ -22,7 +22,7 @@ from home_table import CHECKS, PARAGRAPHS, Check
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = 80
 SHOWN_LINES = 90
-"""Of a transcript's output; the rest is counted."""
+"""For a transcript's output; the rest is counted."""
 BAR_CELLS = 20
 BAR_SIGN = "━"
 GPU_SIGNS = ("/dev/nvidiactl", "/dev/dxg")
@@ -169,8 +169,8 @@ def transcripts(home: Home, checks: list[Check]) -> str:
         lines = [line for text in shown(home, ended.output) for line in wrapped(text)]
         rest = len(lines) - SHOWN_LINES
         lines = lines[:SHOWN_LINES] + ([f"... ({rest} more lines)"] if rest > 0 else [])
-        asked = wrapped(f"$ {check.command.strip()}") if "\n" not in check.command else [f"$ {check.command.strip()}"]
-        parts += ["", f"## {check.paragraph}: {check.says}", "", "```", *asked, *lines, "```"]
+        command = wrapped(f"$ {check.command.strip()}") if "\n" not in check.command else [f"$ {check.command.strip()}"]
+        parts += ["", f"## {check.paragraph}: {check.says}", "", "```", *command, *lines, "```"]
     return "\n".join(parts) + "\n"
 
 
@@ -239,7 +239,7 @@ def main() -> None:
     options = parser.parse_args()
     checks = chosen(options.only)
     if not checks:
-        sys.exit(f"error: checks of {options.only!r} were asked; no check has that word; see --list")
+        sys.exit(f"error: no check has the word {options.only!r}; see --list")
     if options.list:
         for paragraph in PARAGRAPHS:
             for check in checks:

@@ -54,7 +54,7 @@ def main() -> None:
         print(f"{len(found)} CUDA packages {where} for the GPU of this machine")
     else:
         sys.exit(
-            f"error: a set-up for a machine without a GPU was asked; {len(found)} CUDA packages {where} "
+            f"error: the set-up is for a machine without a GPU; {len(found)} CUDA packages {where} "
             f"({', '.join(found[:4])}{', ...' if len(found) > 4 else ''}); give pip the index of torch's CPU wheels that "
             "pytorch.org names, as PIP_EXTRA_INDEX_URL=... make clean demo"
         )

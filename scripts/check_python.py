@@ -4,21 +4,16 @@ import sys
 from importlib.util import find_spec
 
 OLDEST = (3, 11)
-ASKED_VERSION = (
-    "Python {0}.{1} or newer was asked; this is Python {2}.{3}; install a newer one and run make PYTHON=python3.11 demo"
-)
-ASKED_VENV = (
-    "a virtual environment was asked; this Python {2}.{3} comes without venv; "
-    "install it (Debian and Ubuntu: the package python{2}.{3}-venv)"
-)
+OLD_VERSION = "Python {0}.{1} or newer is required; this is Python {2}.{3}; install a newer one and run make PYTHON=python3.11 demo"
+NO_VENV = "this Python {2}.{3} comes without venv; install it (Debian and Ubuntu: the package python{2}.{3}-venv)"
 
 
 def complaint(version, has_venv):  # noqa: ANN001, ANN201 (must parse where annotations do not)
-    """What was asked, what is there and what to do; nothing when all is well."""
+    """Return what is wrong and the fix; nothing if all is well."""
     if tuple(version[:2]) < OLDEST:
-        return ASKED_VERSION.format(OLDEST[0], OLDEST[1], version[0], version[1])
+        return OLD_VERSION.format(OLDEST[0], OLDEST[1], version[0], version[1])
     if not has_venv:
-        return ASKED_VENV.format(OLDEST[0], OLDEST[1], version[0], version[1])
+        return NO_VENV.format(OLDEST[0], OLDEST[1], version[0], version[1])
     return ""
 
 

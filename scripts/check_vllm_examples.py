@@ -85,7 +85,7 @@ EXAMPLES = (
 
 
 def rewrite(text: str, model: str, port: int) -> str:
-    """The same script for this package, a model and a port."""
+    """Rewrite a script for this package, a model and a port."""
     text = _PACKAGE.sub(r"\1\2 holdfast", text)
     text = _MODEL.sub(lambda match: repr(model), text)
     return _SERVER.sub(f"127.0.0.1:{port}", text)
@@ -172,11 +172,11 @@ def run_example(
             timeout=seconds,
             check=False,
         )
-        told = outcome(done.returncode, done.stderr)
+        facts = outcome(done.returncode, done.stderr)
         (folder / f"{script.stem}.out").write_text(f"{done.stdout}\n{done.stderr}", encoding="utf-8")
     except subprocess.TimeoutExpired:
-        told = outcome(None, "")
-    return told.replace(str(folder), "FOLDER"), time.monotonic() - started
+        facts = outcome(None, "")
+    return facts.replace(str(folder), "FOLDER"), time.monotonic() - started
 
 
 def main() -> None:
@@ -200,14 +200,15 @@ def main() -> None:
         def run_all(some: list[Example]) -> None:
             for example in some:
                 text = read_example(options.checkout, example.path)
-                told, spent = (
+                facts, spent = (
                     ("is not in this checkout", 0.0)
                     if text is None
                     else (run_example(example, text, folder, source, port, options.seconds))
                 )
-                results.append((example, told))
+                results.append((example, facts))
                 print(
-                    f"| `{example.path}`{f' `{example.arguments}`' if example.arguments else ''} | {told} |", flush=True
+                    f"| `{example.path}`{f' `{example.arguments}`' if example.arguments else ''} | {facts} |",
+                    flush=True,
                 )
                 print(f"{spent:6.1f} s", file=sys.stderr, flush=True)
 
@@ -216,7 +217,7 @@ def main() -> None:
         if clients:
             with served(with_context(source, folder, SERVER_CONTEXT), port, folder / "server.log"):
                 run_all(clients)
-    broken = [example.path for example, told in results if told.startswith(("breaks", "ran out"))]
+    broken = [example.path for example, facts in results if facts.startswith(("breaks", "ran out"))]
     print(f"{len(results) - len(broken)} of {len(results)} run, or stop with a sentence", file=sys.stderr)
     sys.exit(1 if broken else 0)
 

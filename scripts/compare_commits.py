@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 PROBE = Path(__file__).parent / "probe_numbers.py"
 WORKING_TREE = "."
 NUM_SHOWN = 20
-"""Differences that are told in full."""
+"""Differences that are printed in full."""
 MAX_SHOWN_CHARS = 160
 ABSENT = "(nothing)"
 ENDINGS = (REFUSED_KEY, FAILED_KEY)
@@ -63,7 +63,7 @@ def checked_out(commit: str) -> Iterator[Path]:
     done = subprocess.run(["git", "archive", commit, "src"], cwd=ROOT, capture_output=True, check=False)
     if done.returncode != 0:
         words = done.stderr.decode(errors="replace").strip().partition("\n")[0]
-        sys.exit(f"error: the commit {commit} was asked; git says: {words}; name another")
+        sys.exit(f"error: no commit {commit}: {words}")
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
             archive.extractall(folder, filter="data")
@@ -78,7 +78,7 @@ def environment(tree: Path) -> dict[str, str]:
 def check_tree(tree: Path) -> None:
     """Refuse a folder that has no package in it, before anything is run."""
     if not (tree / "src" / "holdfast" / "__init__.py").is_file():
-        sys.exit(f"error: the tree {tree} was asked; it has no src/holdfast; name the root of a checkout")
+        sys.exit(f"error: the tree {tree} has no src/holdfast; name the root of a checkout")
 
 
 # --- numbers
@@ -104,7 +104,7 @@ def probe(tree: Path, options: Sequence[str], num_jobs: int = 1) -> dict[str, An
                     process.kill()
                     process.wait()
         if any(codes):
-            sys.exit(f"error: the numbers of {tree} were asked; the probe ended with {codes}; see above")
+            sys.exit(f"error: the probe of {tree} ended with {codes}; see above")
         return merged([json.loads(out.read_text()) for out in outs], tree)
 
 
@@ -205,7 +205,7 @@ def bench(tree: Path, options: Sequence[str]) -> dict[str, float]:
         command = [sys.executable, "-c", CALL_MAIN, "bench", "latency", *options, "--json", str(record)]
         done = subprocess.run(command, cwd=folder, env=environment(tree), capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            sys.exit(f"error: the speed of {tree} was asked; the benchmark said: {done.stderr.strip()}; see above")
+            sys.exit(f"error: the benchmark of {tree} failed: {done.stderr.strip()}; see above")
         results = json.loads(record.read_text())["results"]
     return {result["measure"]: result["values"]["holdfast"] for result in results}
 
@@ -227,7 +227,7 @@ def compare_speed(old: Path, new: Path, num_rounds: int, options: Sequence[str] 
 
 
 def compare(old: Path, new: Path, arguments: argparse.Namespace) -> int:
-    """What was asked of two trees; the exit code."""
+    """Compare two trees, and return the exit code."""
     for tree in (old, new):
         check_tree(tree)
     if arguments.speed:
@@ -242,7 +242,7 @@ def compare(old: Path, new: Path, arguments: argparse.Namespace) -> int:
             for dump in (before, after)
         )
     if not before:
-        sys.exit("error: a comparison was asked; no case has such a name; see --cases")
+        sys.exit("error: no case has such a name; see --cases")
     found = differences(before, after)
     show(before, after, found)
     has_failed = any(FAILED_KEY in values for values in (*before.values(), *after.values()))
@@ -255,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", help="a commit, or a folder with --trees")
     parser.add_argument("new", help=f'the same; "{WORKING_TREE}" is the working tree')
-    parser.add_argument("--trees", action="store_true", help="old and new are folders, and git is not asked")
+    parser.add_argument("--trees", action="store_true", help="old and new are folders, and git is not used")
     parser.add_argument("--what", default="plans,numbers", help="plans, numbers, or both")
     parser.add_argument(
         "--cases", action="append", default=[], help='those with this in their names, such as "numbers/opt"; repeats'
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of either tree with --speed")
     arguments = parser.parse_args()
     if arguments.jobs < 1 or arguments.rounds < 1:
-        parser.error(f"{arguments.jobs} jobs and {arguments.rounds} rounds were asked; 1 or more work; change it")
+        parser.error(f"--jobs and --rounds must be at least 1, got {arguments.jobs} and {arguments.rounds}")
     if arguments.trees:
         sys.exit(compare(Path(arguments.old), Path(arguments.new), arguments))
     with checked_out(arguments.old) as old, checked_out(arguments.new) as new:

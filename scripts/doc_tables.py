@@ -45,9 +45,9 @@ def read_record(path: Path) -> dict[str, Any]:
         numbers = [float(value) for result in record["results"] for value in result["values"].values()]
         labels = [result[key] for result in record["results"] for key in ("measure", "unit")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        sys.exit(f"error: a record was asked; {path.name} is none ({error!r}); see the top of scripts/doc_tables.py")
+        sys.exit(f"error: {path.name} is no record ({error!r}); see the top of scripts/doc_tables.py")
     if not numbers or not all(isinstance(text, str) and text for text in (*titles, *labels)):
-        sys.exit(f"error: a record was asked; {path.name} has empty places; see the top of scripts/doc_tables.py")
+        sys.exit(f"error: the record {path.name} has empty places; see the top of scripts/doc_tables.py")
     return record
 
 
@@ -124,7 +124,7 @@ def _value(*path: str) -> Callable[[Result], object]:
 
 
 def _percent(*path: str) -> Callable[[Result], object]:
-    """The same with its sign and two places."""
+    """Format a number with its sign and two places."""
 
     def found(result: Result) -> object:
         value = _value(*path)(result)
@@ -134,7 +134,7 @@ def _percent(*path: str) -> Callable[[Result], object]:
 
 
 def _mib(*path: str) -> Callable[[Result], object]:
-    """The same number, which is of bytes, in MiB."""
+    """Format a number of bytes in MiB."""
 
     def found(result: Result) -> object:
         value = _value(*path)(result)
@@ -149,7 +149,7 @@ def _load_rate(result: Result) -> object:
 
 
 def _best_seconds(result: Result) -> object:
-    """Of the fastest of several loads."""
+    """For the fastest of several loads."""
     return min(result.get("seconds", ()), default=None)
 
 
@@ -474,7 +474,7 @@ class Highlight(NamedTuple):
     """`{model}` is the record's."""
     section: str | None
     measure: str
-    """Of the result; "" where it is about all of them."""
+    """For the result; "" where it is about all of them."""
     ours: Callable[[Result], str]
     beside: Callable[[Result], str]
 
@@ -560,7 +560,7 @@ HIGHLIGHTS = (
 
 
 def records(folder: Path, section: str | None) -> list[dict[str, Any]]:
-    """Of one section, or of none: newest first."""
+    """For one section, or of none: newest first."""
     found = [read_record(path) for path in sorted(folder.glob("*.json"))]
     return sorted(
         (record for record in found if record.get("section") == section), key=lambda item: item["date"], reverse=True
@@ -637,7 +637,7 @@ def written(document: str, folder: Path) -> str:
 def replaced(document: str, content: str, begin: str, end: str) -> str:
     """The document with everything between the two marks replaced."""
     if document.count(begin) != 1 or document.count(end) != 1 or document.index(begin) > document.index(end):
-        sys.exit(f"error: one {begin} before one {end} was asked; the document has other marks; put them back")
+        sys.exit(f"error: the document must have one {begin} before one {end}; put the marks back")
     before, _, rest = document.partition(begin)
     after = rest.partition(end)[2]
     return f"{before}{begin}\n{content}\n{end}{after}"

@@ -33,7 +33,7 @@ WARM = multiprocessing.get_context("forkserver")
 IMPORTED = ["torch", "triton", "numpy", "pytest", "hypothesis", "fastapi", "httpx", "transformers.modeling_utils"]
 VERDICTS = ("caught", "equivalent", "needs CUDA", "survived", "broken")
 LIMIT_S = 300
-"""Of one run of tests: a bug that makes them hang is caught as well."""
+"""For one run of tests: a bug that makes them hang is caught as well."""
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ QUESTION = "Write a Python function that adds two numbers."
 OTHERS = (
     "Tell a long story about a lighthouse keeper and a whale.",
     "Write a letter from a grandmother to her grandson who is far away." + " She misses him." * 60,
-    "Explain what a computer is to somebody from 1850." + " Be patient and thorough." * 40,
+    "Explain what a computer is to a person from 1850." + " Be patient and thorough." * 40,
 )
 EARLIER = ("Name three seas." * 12, "What is a page of memory?" * 14)
-"""Asked and answered before; what they leave in the cache is on the pictures."""
+"""Earlier chats; what they leave in the cache is on the pictures."""
 START_SECONDS = 180.0
 SIZES = {"wide": (1600, 1100), "narrow": (400, 860)}
 

@@ -12,7 +12,7 @@ def main() -> int:
     command = [sys.executable, "-m", "pip", "install", *sys.argv[1:]]
     # Only stderr passes through here: bars need a terminal, and warnings go to stderr.
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") as process:
-        assert process.stderr is not None, "stderr was asked to be a pipe"
+        assert process.stderr is not None, "stderr must be a pipe"
         for line in process.stderr:
             if NOISE not in line:
                 sys.stderr.write(line)

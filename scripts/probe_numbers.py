@@ -31,9 +31,9 @@ Wanted = Callable[[str], bool]
 PACKAGE_KEY = "package"
 """Under which a dump says where the package lay that it is of."""
 REFUSED_KEY = "refused"
-"""In place of a case's numbers where the engine declined it, in words."""
+"""In place of a case's numbers if the engine declined it: the reason."""
 FAILED_KEY = "failed"
-"""The same where it broke: the other cases are run all the same, but nothing is shown for this one."""
+"""In place of a case's numbers if it broke: the other cases run, but nothing is shown for this one."""
 SCHEMES = ("none", "fp8", "fp8_tensor", "fp8_block", "int8", "mxfp4")
 KV_FORMATS = (
     "auto",
@@ -417,7 +417,7 @@ def _answer(output: "RequestOutput") -> dict[str, Any]:
 
 
 def _logprobs(places: Sequence[Mapping[int, Any] | None] | None) -> list[list[list[Any]] | None] | None:
-    """Of every place: token, log-probability to the bit, rank and text."""
+    """For every place: token, log-probability to the bit, rank and text."""
     if places is None:
         return None
     return [
@@ -489,7 +489,7 @@ def known_models() -> list[str]:
     refusal = run_command("plan", NO_MODEL, "--gpu", GPUS[0], "--json")["stderr"]  # of trees without --list
     names = re.search(r"those are (.+)", refusal)
     if names is None:
-        sys.exit(f"error: the models known by name were asked; `plan {NO_MODEL}` said {refusal!r}; teach the probe")
+        sys.exit(f"error: `plan {NO_MODEL}` said {refusal!r} instead of listing the models; update the probe")
     return names[1].strip().split(", ")
 
 
@@ -508,7 +508,7 @@ def parse_part(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", text)
     index, number = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= index <= number:
-        raise argparse.ArgumentTypeError(f"{text!r} was asked; a part is written 1/4 to 4/4; change it")
+        raise argparse.ArgumentTypeError(f"a part is written 1/4 to 4/4, got {text!r}")
     return index, number
 
 
@@ -525,7 +525,7 @@ def main() -> None:
     arguments = parser.parse_args()
     wanted = arguments.what.split(",")
     if unknown := set(wanted) - {"plans", "numbers"}:
-        parser.error(f"--what {', '.join(sorted(unknown))} was asked; plans and numbers work; change it")
+        parser.error(f"unknown --what {', '.join(sorted(unknown))}; choose plans or numbers")
     import holdfast
 
     def is_wanted(case: str) -> bool:

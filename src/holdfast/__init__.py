@@ -5,10 +5,10 @@ The names below are imported on first use, so that `import holdfast` costs no to
 
 from typing import TYPE_CHECKING
 
-import holdfast.forks  # noqa: F401 - to see forks from here on
+import holdfast.forks  # noqa: F401 - registers the fork handler
 from holdfast.api.vllm_paths import NAMES, install, look_up
 from holdfast.errors import NameAbsentError
-from holdfast.request.vllm_names import ABSENT_NAMES, NOT_HERE
+from holdfast.request.vllm_names import ABSENT_NAMES
 
 if TYPE_CHECKING:
     from holdfast.api.async_llm import AsyncLLM
@@ -61,25 +61,18 @@ __all__ = [
     "TurboQuantCache",
     "__version__",
 ]
+_POOLING = [name for name in __all__ if name.startswith(("Embedding", "Pooling", "Scoring"))]
 _HOMES = {
     "LLM": "holdfast.api.llm",
     "AsyncLLM": "holdfast.api.async_llm",
-    "CompletionOutput": "holdfast.request.outputs",
     "EngineConfig": "holdfast.config",
     "HoldfastError": "holdfast.errors",
-    "RequestOutput": "holdfast.request.outputs",
     "SamplingParams": "holdfast.request.sampling_params",
     "StructuredOutputs": "holdfast.request.structured",
-    "TextPrompt": "holdfast.engine.admission",
-    "TokensPrompt": "holdfast.engine.admission",
     "TurboQuantCache": "holdfast.integrations.transformers",
-    "EmbeddingOutput": "holdfast.request.pooling",
-    "EmbeddingRequestOutput": "holdfast.request.pooling",
-    "PoolingOutput": "holdfast.request.pooling",
-    "PoolingParams": "holdfast.request.pooling",
-    "PoolingRequestOutput": "holdfast.request.pooling",
-    "ScoringOutput": "holdfast.request.pooling",
-    "ScoringRequestOutput": "holdfast.request.pooling",
+    **dict.fromkeys(("CompletionOutput", "RequestOutput"), "holdfast.request.outputs"),
+    **dict.fromkeys(("TextPrompt", "TokensPrompt"), "holdfast.engine.admission"),
+    **dict.fromkeys(_POOLING, "holdfast.request.pooling"),
     **NAMES,
 }
 install()  # import paths of vLLM: holdfast.sampling_params and the like
@@ -88,9 +81,8 @@ install()  # import paths of vLLM: holdfast.sampling_params and the like
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         return look_up(name, _HOMES)
-    do = ABSENT_NAMES.get(name)
-    if do is not None:
-        raise NameAbsentError(f"holdfast.{name} was asked", NOT_HERE, do)
+    if name in ABSENT_NAMES:
+        raise NameAbsentError("api.absent_name", name=f"holdfast.{name}", advice=ABSENT_NAMES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -255,12 +255,13 @@ def shown(value: object, max_chars: int = 80) -> str:
     return text if len(text) < max_chars else f"{text[: max_chars - 3]}..."
 
 
-def did_you_mean(value: object, choices: Iterable[str]) -> str:
+def did_you_mean(value: object, choices: Iterable[str], cutoff: float = 0.6, form: str = "{}") -> str:
     """Return "Did you mean x?" for the nearest choice; empty if none is near."""
     import difflib  # only when an error is printed
 
-    near = difflib.get_close_matches(value, list(choices), n=1) if isinstance(value, str) else []
-    return f"Did you mean {near[0]}?" if near else ""
+    known = list(dict.fromkeys(choices))
+    near = difflib.get_close_matches(value, known, n=1, cutoff=cutoff) if isinstance(value, str) else []
+    return f"Did you mean {form.format(near[0])}?" if near else ""
 
 
 def install_words(extra: str) -> str:

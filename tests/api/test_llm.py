@@ -16,8 +16,7 @@ from engine.fakes import answer_of, assert_at_rest, make_engine, solo, text_of, 
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.llm import LLM
 from holdfast.api.options import EngineOptions, chat_values, sampling_params_from
-from holdfast.api.preparing_bar import PreparingBar
-from holdfast.api.progress import GenerationBar, LoadingBar, is_watched
+from holdfast.api.progress import GenerationBar, LoadingBar, PreparingBar, is_watched
 from holdfast.config import ALIASES, EngineConfig
 from holdfast.engine.driver import Driver
 from holdfast.errors import ConfigError, EngineDeadError, ModelFormatError, PromptError, RequestError
@@ -419,7 +418,7 @@ def test_a_person_sees_prompts_and_tokens_per_second(monkeypatch):
     terminal = watch(monkeypatch)
     with GenerationBar(3, wanted=True) as bar:
         for number in range(4):
-            bar.update(number, number * 100, number * 10)
+            bar.count(number, number * 100, number * 10)
     shown = terminal.getvalue()
     assert "Processed prompts" in shown
     assert "3/3" in shown
@@ -453,7 +452,7 @@ def test_a_person_sees_what_is_compiled_and_where_it_is_kept(monkeypatch):
 def test_nobody_sees_anything_when_it_is_not_wanted(monkeypatch):
     terminal = watch(monkeypatch)
     with GenerationBar(3, wanted=False) as bar:
-        bar.update(3, 1, 1)
+        bar.count(3, 1, 1)
     assert terminal.getvalue() == ""
 
 
@@ -464,7 +463,7 @@ def test_a_program_sees_nothing(monkeypatch, stream):
     with GenerationBar(3, wanted=True) as bar, LoadingBar() as loading, PreparingBar() as preparing:
         loading(1, 2)
         preparing(Preparing("Compiling CPU kernels", 1, 4))
-        bar.update(3, 1, 1)
+        bar.count(3, 1, 1)
     assert stream is None or stream.getvalue() == ""
 
 

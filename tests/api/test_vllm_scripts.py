@@ -462,6 +462,6 @@ def test_a_notebook_shows_bars_and_a_log_file_none(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stderr", stream)
     assert is_watched() is (shell is not None)
     with GenerationBar(2, wanted=True) as bar:
-        bar.update(1, 10, 10)
-        bar.update(2, 20, 20)
+        bar.count(1, 10, 10)
+        bar.count(2, 20, 20)
     assert ("2/2" in stream.getvalue()) is (shell is not None)

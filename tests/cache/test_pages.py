@@ -217,7 +217,7 @@ def test_a_listener_that_keeps_the_page_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        (lambda pool: pool.allocate_many(4), "4 pages were asked, 2 are left"),
+        (lambda pool: pool.allocate_many(4), "4 pages requested, 2 are left"),
         (lambda pool: pool.release(3), "no owner"),
         (lambda pool: pool.share(3), "free and cannot be shared"),
         (lambda pool: pool.keep(3), "no owner"),

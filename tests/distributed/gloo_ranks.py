@@ -56,7 +56,7 @@ def run_gloo(
 
 
 def main() -> None:
-    """Sums for ever, a line for each; whoever kills a peer reads what this one says."""
+    """Sum forever, a line for each; a test that kills a peer reads the lines."""
     rank, size, port = map(int, sys.argv[1:])
     mesh = meshes(size)[rank]
     place = listen_for_ranks() if rank == 0 else ("127.0.0.1", port)

@@ -87,11 +87,11 @@ class InterpretedRanks:
         return [results[mesh.rank] for mesh in self._meshes]
 
     def set(self, key: str, value: str) -> None:
-        """Of the store."""
+        """Read from the store."""
         self._store[key] = value.encode()
 
     def get(self, key: str) -> bytes:
-        """Of the store; waits for it."""
+        """Read from the store; waits."""
         while key not in self._store:
             self._let_others_run()
         return self._store[key]
@@ -105,8 +105,8 @@ class InterpretedRanks:
         self._memory[mesh.rank] = own
         while len(self._memory) < len(self._meshes):
             self._let_others_run()
-        everybodys = [self._memory[rank] for rank in range(len(self._meshes))]
-        return SimpleNamespace(own=own, everybodys=everybodys, name="ranks", close=lambda: None)
+        all_ranks = [self._memory[rank] for rank in range(len(self._meshes))]
+        return SimpleNamespace(own=own, all_ranks=all_ranks, name="ranks", close=lambda: None)
 
     def _let_others_run(self) -> None:
         if self._failures:
@@ -133,8 +133,8 @@ class InterpretedRanks:
         else:
             assert "st.release" in text, f"{text} is not known here"
             masks = values[2].data.ravel() if len(values) > 2 else [1] * len(read)
-            for address, value, is_told in zip(addresses.ravel(), values[1].data.ravel(), masks, strict=True):
-                if is_told:
+            for address, value, is_set in zip(addresses.ravel(), values[1].data.ravel(), masks, strict=True):
+                if is_set:
                     ctypes.c_int32.from_address(int(address)).value = int(value)
             found = addresses.astype("int32")
         return SimpleNamespace(get_result=lambda place: handle(found, int32))

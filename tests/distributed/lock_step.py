@@ -184,7 +184,7 @@ class ThreadExchange:
     def __init__(self, steps: LockStep, mesh: Mesh, needs: ExchangeNeeds | None, device: torch.device) -> None:
         self.mesh = mesh
         self.num_calls = 0
-        """Of the stage."""
+        """Within the stage."""
         self._steps = steps
         self._needs = needs
         self._num_head_calls = 0
@@ -208,7 +208,7 @@ class ThreadExchange:
         num_bytes = num_rows * width * dtype.itemsize
         room = self._rooms[self._turn]
         if num_bytes > room.nbytes:
-            assert self._needs is None, f"a room of {num_bytes} bytes was asked; {room.nbytes} are planned"
+            assert self._needs is None, f"a room of {num_bytes} bytes exceeds the planned {room.nbytes}"
             room = self._rooms[self._turn] = torch.empty(num_bytes, dtype=torch.uint8, device=room.device)
         room.fill_(POISON)
         return room[:num_bytes].view(dtype).view(num_rows, width)

@@ -39,7 +39,7 @@ def two_steps(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
     [meshes(2), meshes(4), meshes(1, [(0, 1), (1, 2)]), meshes(2, [(0, 1), (1, 2), (2, 3)])],
     ids=["tensor2", "tensor4", "stages2", "tensor2-stages3"],
 )
-def test_gloo_answers_as_lock_step_does_and_holds_what_is_planned(ranks: tuple[Mesh, ...]) -> None:
+def test_gloo_equals_lock_step_within_its_plan(ranks: tuple[Mesh, ...]) -> None:
     ledgers = [Ledger() for _ in ranks]
     held: dict[int, dict[str, int]] = {}
 
@@ -136,7 +136,7 @@ def test_send_rows_waits_for_the_send_whose_slot_it_takes() -> None:
     exchange.close()
 
 
-def test_stages_that_are_linked_answer_as_lock_step_does_and_hold_what_is_planned() -> None:
+def test_linked_stages_equal_lock_step_within_their_plan() -> None:
     """Each stage with an exchange of its own, here over gloo in the place of symmetric memory."""
     ranks = meshes(2, [(0, 1), (1, 2), (2, 3)])
     ledgers, held = [Ledger() for _ in ranks], {}
@@ -203,7 +203,7 @@ def test_a_wait_that_is_in_vain_ends_at_once() -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_stranger_is_nobody() -> None:
+def test_foreign_process_is_ignored() -> None:
     place = listen_for_ranks()
     address = place.getsockname()[:2]
     strangers = []
@@ -221,7 +221,7 @@ def test_a_stranger_is_nobody() -> None:
     assert len(strangers) == 1
 
 
-def test_nobody_at_the_port() -> None:
+def test_rank_0_not_listening_raises() -> None:
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         with raises_code("rank.cannot_listen", ConfigError):
@@ -246,8 +246,8 @@ def test_a_peer_that_is_killed_is_an_error_within_a_second() -> None:
         said, _ = process.communicate(timeout=60)
         if process is others[1]:
             break
-        told, kind, words = json.loads(said.splitlines()[-1])
-        assert told - killed < 1.0
+        reported, kind, words = json.loads(said.splitlines()[-1])
+        assert reported - killed < 1.0
         assert kind == "EngineDeadError"
         assert "called sum_rows of [1, 4]; a peer is gone or does not answer" in words
 

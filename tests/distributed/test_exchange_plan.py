@@ -1,7 +1,6 @@
 """What an exchange holds, from shapes alone: symmetric memory is as large on every rank, and as large as the driver gives it."""
 
-import pytest
-
+from for_each import for_each
 from holdfast.distributed.exchange_plan import (
     SYMMETRIC_UNIT_BYTES,
     ExchangeKind,
@@ -21,7 +20,7 @@ NEEDS = ExchangeNeeds(room_bytes=1000, num_logit_rows=3, vocab_size=101, hidden_
 MESHES = [meshes(2), meshes(3), meshes(1, [(0, 1), (1, 2)]), meshes(4, [(0, 1), (1, 2), (2, 3)])]
 
 
-@pytest.mark.parametrize("ranks", MESHES)
+@for_each("ranks", MESHES)
 def test_symmetric_memory_is_as_large_on_every_rank(ranks: tuple[Mesh, ...]) -> None:
     assert len({tuple(shared_specs(NEEDS, mesh).items()) for mesh in ranks}) == 1
     for mesh in ranks:
@@ -34,14 +33,14 @@ def test_symmetric_memory_is_as_large_on_every_rank(ranks: tuple[Mesh, ...]) -> 
         )
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "gloo", "nccl", "linked"])
+@for_each("kind", ["symmetric", "gloo", "nccl", "linked"])
 def test_one_rank_exchanges_nothing(kind: ExchangeKind) -> None:
     assert not exchange_specs(NEEDS, ALONE, kind)
     assert not exchange_terms(NEEDS, ALONE, kind)
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "gloo", "nccl", "linked"])
-@pytest.mark.parametrize("ranks", MESHES)
+@for_each("kind", ["symmetric", "gloo", "nccl", "linked"])
+@for_each("ranks", MESHES)
 def test_who_needs_what_has_it(ranks: tuple[Mesh, ...], kind: ExchangeKind) -> None:
     for mesh in ranks:
         specs = exchange_specs(NEEDS, mesh, kind)
@@ -52,8 +51,8 @@ def test_who_needs_what_has_it(ranks: tuple[Mesh, ...], kind: ExchangeKind) -> N
         assert "exchange/logits" in specs or not (mesh.is_last_stage or mesh.rank == 0)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "tensor_size", "kind"),
+@for_each(
+    "nodes, tensor_size, kind",
     [
         ("aaaa", 2, "symmetric"),
         ("aabb", 2, "linked"),

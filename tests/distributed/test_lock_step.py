@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distributed.lock_step import LockStep, LockStepError, ThreadExchange
+from for_each import for_each
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import ExchangeNeeds
 from holdfast.distributed.mesh import Mesh, meshes
@@ -18,14 +19,14 @@ def sum_ones(mesh: Mesh, exchange: Exchange) -> torch.Tensor:
     return exchange.sum_rows(room, torch.empty(2, 3, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("is_serial", [False, True])
+@for_each("is_serial", [False, True])
 def test_sums_are_wide_and_rounded_once(is_serial: bool) -> None:
     # One after the other in bfloat16 each 1 would be lost: 256 + 1 is 256 there.
     for total in LockStep(4, is_serial=is_serial).run(sum_ones):
         assert torch.equal(total, torch.full((2, 3), 260.0, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("is_serial", [False, True])
+@for_each("is_serial", [False, True])
 def test_many_calls_need_two_rooms_only(is_serial: bool) -> None:
     def work(mesh: Mesh, exchange: Exchange) -> list[float]:
         totals, out = [], torch.empty(1, 8)
@@ -109,8 +110,8 @@ def ends_early(mesh: Mesh, exchange: Exchange) -> None:
         exchange.share_tokens(torch.zeros(1, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(
-    ("work", "words"),
+@for_each(
+    "work, words",
     [
         (other_shape, r"rank \d calls sum_rows of \[\d, 2\] .*, rank \d calls sum_rows of \[\d, 2\]"),
         (other_call, "calls gather_columns of|calls sum_rows of"),

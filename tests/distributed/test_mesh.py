@@ -1,8 +1,7 @@
-"""Mesh: every rank has its place, ranks are numbered stage by stage, and wrong places are refused in words."""
-
-import pytest
+"""Mesh: every rank has its place, ranks are numbered stage by stage, and wrong places raise."""
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.distributed.mesh import ALONE, Mesh, meshes
 from holdfast.errors import ConfigError
 
@@ -27,9 +26,7 @@ def test_one_rank_is_alone() -> None:
     assert list(ALONE.layer_range(3)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "place", [{"tensor_rank": 2, "tensor_size": 2}, {"stage": -1}, {"expert_rank": True, "expert_size": 2}]
-)
+@for_each("place", [{"tensor_rank": 2, "tensor_size": 2}, {"stage": -1}, {"expert_rank": True, "expert_size": 2}])
 def test_places_that_are_not_there_are_refused(place: dict[str, int]) -> None:
     with raises_code("rank.not_a_rank", ConfigError):
         Mesh(**place)

@@ -14,7 +14,7 @@ COMMAND = [exchange_ranks.__file__, "--device", "cuda", "--nccl"]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_call_over_nccl_answers_to_the_bit_and_graphs_replay(size: int) -> None:
+def test_every_nccl_call_is_exact_and_graphs_replay(size: int) -> None:
     found = exchange_ranks.run_ranks(COMMAND, size, 180.0)
     assert not [entry["error"] for entry in found if "error" in entry]
     assert [entry["wrong"] for entry in found] == [[]] * size

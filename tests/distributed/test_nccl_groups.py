@@ -1,4 +1,4 @@
-"""NCCL's groups without a GPU: what torch is told while one is made, which of them a call takes, and how they end."""
+"""NCCL's groups without a GPU: settings of torch while one is made, which of them a call takes, and how they end."""
 
 import os
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ X = torch.zeros(4)
 
 
 class FakeGroup:
-    """In the place of ProcessGroupNCCL: keeps what it is asked for."""
+    """Stands for ProcessGroupNCCL: records its calls."""
 
     made: ClassVar["list[FakeGroup]"] = []
 
@@ -30,8 +30,8 @@ class FakeGroup:
         self.calls.append(("connect",))
 
     def __getattr__(self, name: str) -> Any:
-        def call(*told: Any) -> Any:
-            self.calls.append((name, *(one for one in told if isinstance(one, int))))
+        def call(*reported: Any) -> Any:
+            self.calls.append((name, *(one for one in reported if isinstance(one, int))))
             return SimpleNamespace(wait=lambda: self.calls.append(("wait",)))
 
         return call
@@ -50,7 +50,7 @@ def peers_of(mesh: Mesh) -> NcclPeers:
     return NcclPeers(object(), mesh, 1.0, torch.device("cpu"))
 
 
-def test_torch_leaves_peers_to_us_and_its_settings_are_as_they_were(monkeypatch, groups) -> None:
+def test_torch_watchdog_is_off_and_settings_are_restored(monkeypatch, groups) -> None:
     kept, given = "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.setenv(kept, "1")
     monkeypatch.delenv(given, raising=False)
@@ -84,7 +84,7 @@ def test_rows_and_logits_never_go_over_one_group(groups) -> None:
     assert head_of_last.calls[1:] == [("send", 0, 0), ("wait",)]
 
 
-def test_a_group_is_aborted_once_whoever_ends_it(groups) -> None:
+def test_group_is_aborted_once(groups) -> None:
     peers = peers_of(STAGES[4])
     peers.abandon()
     peers.abandon()

@@ -39,9 +39,9 @@ def test_one_allocation_on_any_rank_shows(key: str | None) -> None:
 
 
 def test_an_argmax_that_was_never_compared_does_not_hold() -> None:
-    told = {"compared": 0, "different": 0, "misses": []}
-    assert not rows(reduce_2={"own": {"1": told}})["2 ranks, reduce: argmax of each rank"]["holds"]
-    assert rows(reduce_2={"own": {"1": told | {"compared": 3}}})["2 ranks, reduce: argmax of each rank"]["holds"]
+    reported = {"compared": 0, "different": 0, "misses": []}
+    assert not rows(reduce_2={"own": {"1": reported}})["2 ranks, reduce: argmax of each rank"]["holds"]
+    assert rows(reduce_2={"own": {"1": reported | {"compared": 3}}})["2 ranks, reduce: argmax of each rank"]["holds"]
 
 
 def test_memory_is_judged_rank_by_rank() -> None:
@@ -59,11 +59,11 @@ def test_a_death_that_is_noticed_late_or_never_does_not_hold(seconds: float | No
 
 
 def test_every_process_of_a_launcher_knows_its_node() -> None:
-    told = gpu_ranks.node_environments(4, 2)
+    reported = gpu_ranks.node_environments(4, 2)
     keys = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    places = [tuple(own[key] for key in keys) for own in told]
+    places = [tuple(own[key] for key in keys) for own in reported]
     assert places == [("0", "0", "0", "2"), ("1", "0", "1", "2"), ("2", "1", "0", "2"), ("3", "1", "1", "2")]
-    assert len({own["NCCL_HOSTID"] for own in told}) == 4
+    assert len({own["NCCL_HOSTID"] for own in reported}) == 4
 
 
 def test_a_part_that_failed_says_so() -> None:
@@ -91,7 +91,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_time_of_a_part_counts_from_ready(name: str, tmp_path: Path, monkeypatch) -> None:
-    """Kernels that are compiled for the first time are no part of it; ranks that are late are told so, and say where they are."""
+    """Kernels that are compiled for the first time are no part of it; late ranks report where they are."""
     monkeypatch.setattr(gpu_ranks, "START_SECONDS", 0.8)
     monkeypatch.setattr(gpu_ranks, "TELL_SECONDS", 0.2)
     program, late = PROGRAMS[name]

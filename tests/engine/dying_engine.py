@@ -1,8 +1,8 @@
 """A program with an engine on real ranks, to be killed: python -m engine.dying_engine MODEL SETTINGS (JSON)
 
-It prints a line of JSON for all that happens: `here` when it has come to the station that it was asked for, with the processes of
+It prints a line of JSON for each event: `here` at the configured station, with the processes of
 its ranks; then its error, how long it took to close, and whether its device still works. In the middle of a capture it kills
-by itself: nobody else could be in time.
+by itself: no other process could be in time.
 """
 
 import json
@@ -36,7 +36,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def processes(is_front: bool) -> dict[str, int]:
-    """Of every rank, by name."""
+    """By name of every rank."""
     zero = (
         next(pid for pid in children_of(os.getpid()) if b"core_process" in command_of(pid)) if is_front else os.getpid()
     )

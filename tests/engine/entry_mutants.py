@@ -23,7 +23,7 @@ def a_hit_begins_behind_its_last_token(patch):
 
 
 @mutant("reads what is not its own")
-def nobody_is_told_what_is_stored(patch):
+def stored_tokens_are_not_sent(patch):
     real = holdfast.engine.scheduler.admitted
     patch.setattr(holdfast.engine.scheduler, "admitted", lambda *own: real(*own)._replace(num_stored=0))
 
@@ -36,7 +36,7 @@ def a_window_serves_only_what_follows_the_hit(patch):
     patch.setattr(BlockPart, "serves", serves)
 
 
-@mutant("holds what is behind|has not what its window of|reads what is not its own")
+@mutant("holds what is before|has not what its window of|reads what is not its own")
 def windows_go_back_as_if_nothing_were_computed_again(patch):
     real = PrefixCache._tables
 
@@ -70,7 +70,7 @@ def a_preempted_sequence_keeps_what_was_stored(patch):
 
 
 @mutant(
-    "holds what is behind|has not what its window of|is written and has other owners|more than|at most", first_seed=9
+    "holds what is before|has not what its window of|is written and has other owners|more than|at most", first_seed=9
 )
 def pages_are_counted_from_where_it_computes(patch):
     patch.setattr(Sequence, "num_kept", property(lambda self: self.num_computed))

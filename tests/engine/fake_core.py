@@ -48,7 +48,7 @@ def open_core(config, on_progress, on_prepare) -> EngineCore:
     def on_step(step) -> None:
         nonlocal num_steps
         if name in ("dies", "exits late") and len(step.scheduled) < 2:
-            return  # the second request is on its way, and must find somebody
+            return  # the second request is on its way, and must find a sequence
         num_steps += 1
         if name == "layers":
             for _ in range(200):

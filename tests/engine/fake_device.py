@@ -6,7 +6,7 @@ since, its rows and its slot's last token, may come later still: at the collect.
 too early is overwritten under its new owner, and what that one reads is wrong.
 
 The last token of each slot is kept on the device: a row whose token was not known when its step was launched takes it
-from there, whoever wrote it last.
+from there, by the last writer.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ class Launched:
     client: Client
     item: StepItem
     tokens: list[int | None]
-    """Of its positions; None where it was coming at the launch."""
+    """Tokens of its positions; None if coming at the launch."""
     tables: list[list[int]]
     chosen: tuple[int, ...] | None = None
     """Once it has run ..."""
@@ -88,13 +88,13 @@ class FakeDevice:
         assert step.number == self.num_steps + 1, f"step {step.number} came behind step {self.num_steps}"
         self.num_steps = step.number
         for slot in step.released:
-            assert slot in self.slots, f"slot {slot} is released, and nobody is in it"
+            assert slot in self.slots, f"slot {slot} is released, and it is empty"
             del self.slots[slot]
         for admitted in step.admitted:
             self._admit(admitted)
         flight = Flight()
         for item in step.items:
-            assert item.slot in self.slots, f"slot {item.slot} is running, and nobody is in it"
+            assert item.slot in self.slots, f"slot {item.slot} is running, and it is empty"
             part = self._accept(item, self.slots[item.slot])
             if part.held.fork_of >= 0:
                 part.source = self._source(part, flight)
@@ -157,7 +157,7 @@ class FakeDevice:
         return results
 
     def cancel(self) -> None:
-        """Forgets what was launched, whether it has run or not; what it told stays."""
+        """Forget launched steps, run or not; what they sent stays."""
         for flight in self.flights:
             for part in flight.parts:
                 held = part.held
@@ -167,7 +167,7 @@ class FakeDevice:
     def _admit(self, admitted: Admitted) -> None:
         slot = admitted.slot
         assert 0 <= slot < len(self._last_tokens), f"slot {slot} is given, of {len(self._last_tokens)}"
-        assert slot not in self.slots, f"slot {slot} is given, and somebody is in it"
+        assert slot not in self.slots, f"slot {slot} is given, and it is taken"
         ids = [held.sequence_id for held in self.slots.values()]
         assert admitted.sequence_id not in ids, f"sequence {admitted.sequence_id} has two slots"
         tables: list[list[int]] = [[] for _ in self._groups]
@@ -184,7 +184,7 @@ class FakeDevice:
             table += pages
         for group, table in zip(self._groups, held.tables, strict=True):
             num_places = group.pages_for(end)
-            assert len(table) >= num_places, f"{name} was told {len(table)} of {num_places} places in {group.name}"
+            assert len(table) >= num_places, f"{name} was sent {len(table)} of {num_places} places in {group.name}"
         num_known, num_guessed = len(held.token_ids) + held.num_coming, len(item.proposals)
         assert end - num_guessed <= num_known, f"{name} runs up to {end}, and {num_known} tokens are known or coming"
         assert item.samples == (end - num_guessed == num_known), f"{name} samples at {end} of {num_known}"

@@ -77,7 +77,7 @@ class FolderStore:
 def as_launched(kind: str) -> launched.Launched:
     """What a launcher has said; ranks but 0 serve, and do not come back."""
     found = launched.Launched(int(os.environ["RANK"]), NUM_RANKS, "127.0.0.1", 1, True)
-    launched._store = lambda told: FolderStore()
+    launched._store = lambda reported: FolderStore()
     if kind == "nodes":
         life_line.machine_mark = lambda: f"machine {found.rank:8}".encode()
     if found.rank:

@@ -43,7 +43,7 @@ HIDDEN_SIZE = 16
 VOCAB_SIZE = 264
 """More rows than the tokenizer has tokens, as models do."""
 usual_run_ahead = 0
-"""Of engines that are made without a word about it; tests/engine/conftest.py sets it."""
+"""Default of run_ahead; tests/engine/conftest.py sets it."""
 
 
 def byte_tokenizer(kind: type[Tokenizer] = Tokenizer) -> Tokenizer:
@@ -288,7 +288,7 @@ def answer_of(output: RequestOutput, index: int = 0) -> tuple[list[int], str]:
 
 
 class Gate:
-    """Holds the model between steps until it is told how many to run."""
+    """Holds the model between steps until a test releases some."""
 
     def __init__(self, engine) -> None:
         self.allowed = threading.Semaphore(0)

@@ -127,5 +127,5 @@ def later(traffic: Traffic) -> list[int]:
 
 
 def at_once(traffic: Traffic) -> Traffic:
-    """The same requests, all at the start."""
+    """Like the others, with all requests at the start."""
     return replace(traffic, arrivals=tuple(replace(own, time=0) for own in traffic.arrivals))

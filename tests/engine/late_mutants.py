@@ -113,13 +113,13 @@ def a_slot_never_comes_back(patch):
     patch.setattr(Scheduler, "_leave_quarantine", leave)
 
 
-@mutant("is given, and somebody is in it|slots .* are free, .* are taken")
+@mutant("is given, and it is taken|slots .* are free, .* are taken")
 def a_slot_is_given_twice(patch):
     patch.setattr(SlotPool, "take", lambda self: self._free[0])
 
 
-@mutant("is given, and somebody is in it|was not told that")
-def a_release_is_not_told(patch):
+@mutant("is given, and it is taken|has no release for")
+def a_release_is_not_sent(patch):
     def launched(self, items):
         del self._released[:1]
         return real(self, items)
@@ -128,8 +128,8 @@ def a_release_is_not_told(patch):
     patch.setattr(Scheduler, "_launched", launched)
 
 
-@mutant("is (released|running), and nobody is in it|the device has .* in its slots")
-def a_release_is_told_twice(patch):
+@mutant("is (released|running), and it is empty|the device has .* in its slots")
+def a_release_is_sent_twice(patch):
     def launched(self, items):
         released = list(self._released)
         live = real(self, items)
@@ -151,7 +151,7 @@ def surplus_tokens_are_counted(patch):
 
 
 @mutant("has other pages in its slot")
-def new_pages_are_told_twice(patch):
+def new_pages_are_sent_twice(patch):
     def new_pages(sequence, track):
         num_sent = list(track.num_sent)
         pages = real(sequence, track)
@@ -162,19 +162,19 @@ def new_pages_are_told_twice(patch):
     patch.setattr(holdfast.engine.scheduler, "new_pages", new_pages)
 
 
-@mutant(r"was told \d+ of \d+ places")
-def new_pages_are_not_told(patch):
+@mutant(r"was sent \d+ of \d+ places")
+def new_pages_are_not_sent(patch):
     def act(self, sequence, num_tokens, missing):
         track = self._tracks[sequence.sequence_id]
         track.num_sent = [
-            max(told, len(table) - 1) for told, table in zip(track.num_sent, sequence.tables, strict=True)
+            max(reported, len(table) - 1) for reported, table in zip(track.num_sent, sequence.tables, strict=True)
         ]
 
     after(patch, "_extend", act)
 
 
-@mutant(r"was told \d+ of \d+ places")
-def pages_of_a_hit_are_not_told(patch):
+@mutant(r"was sent \d+ of \d+ places")
+def pages_of_a_hit_are_not_sent(patch):
     def act(self, sequence, hit):
         self._tracks[sequence.sequence_id].num_sent = [len(table) for table in sequence.tables]
 
@@ -235,7 +235,7 @@ def a_prefix_is_registered_with_tokens_that_are_not_known(patch):
     after(patch, "_book", act)
 
 
-@mutant("none of .* has outgrown what admission promised|was admitted without room", first_seed=34)
+@mutant("none of .* has outgrown what admission promised|was admitted without pages", first_seed=34)
 def a_claim_ignores_coming_tokens(patch):
     def claim(self, sequence, *rest):
         num_coming, sequence.num_coming = sequence.num_coming, 0
@@ -249,7 +249,7 @@ def a_claim_ignores_coming_tokens(patch):
 
 
 @mutant(r"was preempted with \d+ steps in flight", first_seed=34)
-def somebody_in_flight_is_preempted(patch):
+def a_sequence_in_flight_is_preempted(patch):
     def grow(self, sequence, num_tokens):
         steps, self._in_flight = self._in_flight, type(self._in_flight)()
         try:
@@ -323,7 +323,7 @@ def proposals_take_no_part_of_the_budget(patch):
     )
 
 
-@mutant("none of .* has outgrown what admission promised|was admitted without room", first_seed=40)
+@mutant("none of .* has outgrown what admission promised|was admitted without pages", first_seed=40)
 def proposals_take_what_others_claim(patch):
     def proposals(self, sequence, guesses, most):
         guesses.num_claimed = 0
@@ -333,8 +333,8 @@ def proposals_take_what_others_claim(patch):
     patch.setattr(Scheduler, "_proposals", proposals)
 
 
-@mutant("behind tokens that nobody knows", first_seed=36)
-def guesses_are_asked_for_behind_coming_tokens(patch):
+@mutant("drafts after unknown tokens", first_seed=36)
+def drafts_follow_coming_tokens(patch):
     def schedule(self, propose=None, limit=None):
         if propose is not None:
             for sequence in self._queues.running:
@@ -371,7 +371,7 @@ def forgotten_steps_leave_their_quarantine(patch):
     patch.setattr(Scheduler, "forget_steps", forget)
 
 
-@mutant("is given, and somebody is in it")
+@mutant("is given, and it is taken")
 def one_that_starts_anew_is_not_released(patch):
     def start_anew(self, sequence):
         real(self, sequence)
@@ -382,17 +382,17 @@ def one_that_starts_anew_is_not_released(patch):
 
 
 @mutant(r"runs up to \d+, and \d+ tokens are known or coming", first_seed=34)
-def outputs_before_a_preemption_are_not_told(patch):
+def outputs_before_a_preemption_are_not_sent(patch):
     def admitted(sequence, fork_of):
-        told = real(sequence, fork_of)
-        return told._replace(token_ids=told.token_ids[: told.num_prompt_tokens])
+        reported = real(sequence, fork_of)
+        return reported._replace(token_ids=reported.token_ids[: reported.num_prompt_tokens])
 
     real = holdfast.engine.scheduler.admitted
     patch.setattr(holdfast.engine.scheduler, "admitted", admitted)
 
 
 @mutant(r"step \d+ came behind step \d+")
-def steps_that_run_nobody_are_numbered(patch):
+def empty_steps_are_numbered(patch):
     def schedule(self, propose=None, limit=None):
         step = real(self, propose, limit)
         if step is not None and not step.scheduled and not self._in_flight:

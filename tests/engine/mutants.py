@@ -26,7 +26,7 @@ class Mutant(NamedTuple):
     says: str
     """Found in the words of the check that is meant to see it: a regular expression."""
     first_seed: int | None = None
-    """Of the world that shows it soonest, where another comes first; it is only quicker to begin there."""
+    """Seed of the world that shows it soonest."""
 
 
 def entering(registry: dict[str, Mutant]) -> Callable[..., Callable[[Callable], Callable]]:
@@ -343,7 +343,7 @@ def one_page_too_few_for_a_full_last_page(patch):
     patch.setattr(PageNeeds, "missing", lambda self, tables, num_tokens: real(self, tables, max(num_tokens - 1, 1)))
 
 
-@mutant("was admitted without room", first_seed=4)
+@mutant("was admitted without pages", first_seed=4)
 def cached_hits_count_as_available_too(patch):
     def admit_waiting(self, scheduled, budget, ends_prompt):
         with patch.context() as inside:
@@ -449,7 +449,7 @@ def sequences_that_can_never_run_are_taken_in(patch):
 
 
 def shift_what_is_given_back(patch, by: int) -> None:
-    """The scheduler, and nobody who checks it, thinks that windows begin so many places later."""
+    """The scheduler, but not its checks, starts windows so many places later."""
 
     def give_back(self, sequence):
         with patch.context() as inside:
@@ -473,12 +473,12 @@ def a_page_is_given_back_too_early(patch):
     shift_what_is_given_back(patch, 1)
 
 
-@mutant("holds what is behind its", first_seed=14)
+@mutant("holds what is before its", first_seed=14)
 def a_page_is_given_back_too_late(patch):
     shift_what_is_given_back(patch, -1)
 
 
-@mutant("holds what is behind its", first_seed=6)
+@mutant("holds what is before its", first_seed=6)
 def nothing_is_given_back(patch):
     patch.setattr(Scheduler, "_give_back", lambda self, sequence: None)
 
@@ -494,7 +494,7 @@ def what_is_given_back_is_not_released(patch):
     patch.setattr(Scheduler, "_give_back", give_back)
 
 
-@mutant("holds what is behind its|is released and has no owner", first_seed=14)
+@mutant("holds what is before its|is released and has no owner", first_seed=14)
 def what_is_given_back_stays_in_the_table(patch):
     def give_back(self, sequence):
         tables = [list(table) for table in sequence.tables]
@@ -519,7 +519,7 @@ def a_hit_wants_a_page_too_few_of_a_window(patch):
     patch.setattr(BlockPart, "serves", lambda self, run, tokens: real(self, run + self.group.page_tokens, tokens))
 
 
-@mutant(r"holds what is behind its|the oldest sequence \d+ does not run|fits on \d+ tokens and waits", first_seed=6)
+@mutant(r"holds what is before its|the oldest sequence \d+ does not run|fits on \d+ tokens and waits", first_seed=6)
 def a_hit_takes_what_is_behind_the_window_too(patch):
     def tables(self, entries):
         with patch.context() as inside:
@@ -700,7 +700,7 @@ def claim_of(patch, change: Callable) -> None:
     patch.setattr(PageNeeds, "claim", claim)
 
 
-@mutant("was admitted without room|none of .* has outgrown", first_seed=3)
+@mutant("was admitted without pages|none of .* has outgrown", first_seed=3)
 def a_claim_forgets_a_group(patch):
     def change(real, self, sequence, tables, *rest):
         return real(replace(self, groups=self.groups[:1]), sequence, tables[:1], *rest)
@@ -708,7 +708,7 @@ def a_claim_forgets_a_group(patch):
     claim_of(patch, change)
 
 
-@mutant("was admitted without room|none of .* has outgrown", first_seed=18)
+@mutant("was admitted without pages|none of .* has outgrown", first_seed=18)
 def a_claim_of_a_window_forgets_the_prompt(patch):
     def change(real, *arguments):
         with patch.context() as inside:
@@ -726,7 +726,7 @@ def the_bound_of_a_window_is_a_page_too_low(patch):
     patch.setattr(CacheGroup, "most_held", lambda self, step_tokens: real(self, step_tokens) - 1)
 
 
-@mutant("none of .* has outgrown what admission promised|was admitted without room")
+@mutant("none of .* has outgrown what admission promised|was admitted without pages")
 def a_claim_has_no_page_to_grow_into(patch):
     def change(real, self, sequence, tables, done, longest, is_shared):
         return real(self, sequence, tables, done, min(longest, len(sequence.token_ids)), is_shared)

@@ -86,9 +86,9 @@ class Guard:
         assert set(names) <= set(self.held), f"{set(names) - set(self.held)} did not happen"
 
     def _seen(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def seen(*told: Any, **named: Any) -> Any:
+        def seen(*reported: Any, **named: Any) -> Any:
             self.see(name)
-            return call(*told, **named)
+            return call(*reported, **named)
 
         return seen
 
@@ -100,9 +100,9 @@ class Guard:
         def method(own: str) -> Callable[..., Any]:
             plain = getattr(kind, own)
 
-            def call(container: Any, *told: Any, **named: Any) -> Any:
+            def call(container: Any, *reported: Any, **named: Any) -> Any:
                 self.see(f"{name}.{own}")
-                return plain(container, *told, **named)
+                return plain(container, *reported, **named)
 
             return call
 

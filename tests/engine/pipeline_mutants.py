@@ -74,7 +74,7 @@ def the_last_come_first(patch):
     patch.setattr(Scheduler, "_share", share)
 
 
-@mutant("nothing is in flight, and nobody is scheduled")
+@mutant("nothing is in flight, and nothing is scheduled")
 def who_lacks_pages_is_never_served(patch):
     patch.setattr(Scheduler, "_serve_short", lambda self, sequence: False)
 

@@ -35,7 +35,7 @@ def the_youngest_gives_way_whatever_it_is_worth(patch):
 
 
 @mutant("out of order of arrival")
-def whoever_gave_way_waits_behind_its_equals(patch):
+def preempted_sequence_waits_after_its_equals(patch):
     def preempt(self):
         sequence = real(self)
         self._waiting.discard(sequence)

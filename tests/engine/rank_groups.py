@@ -30,7 +30,7 @@ def with_tests(environment: dict[str, str]) -> dict[str, str]:
 
 
 def open_group(name: str = "", num_ranks: int = 4, **options) -> RankGroup:
-    """Processes that have been told who they are."""
+    """Processes that have started."""
     config = EngineConfig(model=name, tensor_parallel_size=num_ranks)
     return RankGroup(config, num_ranks, FAKE, **options)
 

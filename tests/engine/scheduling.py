@@ -28,7 +28,7 @@ def sequence(number: int, prompt: int | list[int], max_tokens: int = 8, **option
 
 
 def run(scheduler: Scheduler, token: int = 7, max_prompt_rows: int | None = None) -> LiveStep:
-    """One step; whoever has all its tokens is finished."""
+    """Run one step and finish sequences with all tokens."""
     step = scheduler.schedule(None, max_prompt_rows)
     scheduler.check()
     assert step is not None, "nothing is in flight, and the scheduler waits"
@@ -46,7 +46,7 @@ def has_work(scheduler: Scheduler) -> bool:
 
 
 def num_cached(scheduler: Scheduler) -> int:
-    """Pages that nobody owns and whose contents may still be shared."""
+    """Pages without an owner whose contents may be shared."""
     return scheduler.pool.num_available - scheduler.pool.num_free
 
 

@@ -7,7 +7,7 @@ at every position but those where the state begins anew.
 
 Where a group says itself that its rows stand for several tokens, the unfinished row is beside the pages, by slot: it is added
 up token by token and begins anew with every row, as compressed attention does it. Rows that overlap go on from what the row
-before gathered. Nobody checks such a state; a wrong one makes a wrong row, and rows are read.
+before gathered. A wrong state makes a wrong row, and rows are read.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class ShadowGroup:
 
     @property
     def rows(self) -> int:
-        """Of a page."""
+        """Contents of a page."""
         return self.group.page_tokens // self.ratio
 
     def most_pages(self, num_tokens: int, budget: int) -> int:
@@ -119,13 +119,13 @@ class Shadow:
         rows = [index for index, own in enumerate(groups) if not own.group.is_state]
         self._states = [index for index, own in enumerate(groups) if own.group.is_state]
         self.pooled: dict[tuple[int, int], Pooled] = {}
-        """By slot and group: whoever had the slot before leaves what he had."""
+        """By slot and group; a slot keeps the state of its last sequence."""
         seen = [i for i in rows if groups[i].ratio == 1 and groups[i].window != 1]
         self._carrier = seen[0] if seen else None
         self._rows = rows
 
     def poison(self, num_owners: Sequence[int], kept: Sequence[int]) -> None:
-        """Pages that nobody holds and nobody may find hold nothing any more."""
+        """Poison pages that no sequence holds or may find."""
         for page in set(range(len(self.pages))) - set(kept):
             if num_owners[page] == 0:
                 self.pages[page] = None

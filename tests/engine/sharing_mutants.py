@@ -85,8 +85,8 @@ def sequences_that_must_not_share_fork(patch):
 @mutant(OTHERS)
 def open_page_of_a_fork_is_not_copied(patch):
     def admitted(sequence, fork_of):
-        told = real(sequence, fork_of)
-        return told._replace(num_stored=told.num_stored + 64) if fork_of >= 0 else told
+        reported = real(sequence, fork_of)
+        return reported._replace(num_stored=reported.num_stored + 64) if fork_of >= 0 else reported
 
     real = holdfast.engine.scheduler.admitted
     patch.setattr(holdfast.engine.scheduler, "admitted", admitted)
@@ -115,7 +115,7 @@ def forks_sample_from_a_decode_row(patch):
     patch.setattr(Leaders, "add", add)
 
 
-@mutant("sequences are left after|the oldest sequence .* does not run|nobody is scheduled")
+@mutant("sequences are left after|the oldest sequence .* does not run|nothing is scheduled")
 def equal_prompts_wait_for_ever(patch):
     def awaits(self, sequence, chain):
         return any(leader.cache_salt == sequence.cache_salt for leader, _ in self._computing) or not self._twins
@@ -123,7 +123,7 @@ def equal_prompts_wait_for_ever(patch):
     patch.setattr(Leaders, "awaits", awaits)
 
 
-@mutant("holds what is behind its", first_seed=13)
+@mutant("holds what is before its", first_seed=13)
 def window_pages_of_a_fork_are_not_trimmed(patch):
     def fork_start(hit, twin, groups):
         return Start(hit, hit.tables, twin.num_prompt_tokens - 1, hit.num_tokens, twin)
@@ -131,7 +131,7 @@ def window_pages_of_a_fork_are_not_trimmed(patch):
     patch.setattr(holdfast.engine.scheduler, "fork_start", fork_start)
 
 
-@mutant("holds what is behind its", first_seed=13)
+@mutant("holds what is before its", first_seed=13)
 def window_pages_of_a_fork_after_its_hit_are_kept(patch):
     def fork_start(hit, twin, groups):
         start = real(hit, twin, groups)

@@ -56,11 +56,11 @@ class World:
     long_share: float = 0.9
     """How many sequences take all the tokens that they may."""
     abort_share: float = 0.05
-    """In how many rounds somebody goes away, once before the step and once inside it."""
+    """Share of rounds with an abort, before and inside the step."""
     shadows: tuple[ShadowGroup, ...] = ()
     """Left out: one group, whole contexts, of pages of limits.page_tokens."""
     run_ahead: int = 0
-    """Steps that are launched before the oldest is collected, at the most, beside that one."""
+    """Most steps launched before the oldest is collected."""
     is_late: bool = False
     """Steps run at any moment before they are collected, stops are learned late, and everything is forgotten at times."""
     guess_share: float = 0.0
@@ -70,7 +70,7 @@ class World:
     has_priorities: bool = False
     """Not all sequences are equally important."""
     num_stages: int = 1
-    """Of a pipeline, with a step in each."""
+    """Stages of a pipeline."""
     is_invariant: bool = False
     """How a row is computed does not depend on others."""
     comes_together: bool = False
@@ -122,12 +122,12 @@ class World:
 
     @classmethod
     def late(cls, seed: int) -> "World":
-        """The same with results that come late: up to two steps ahead; in half of those that can rewind, with proposals."""
+        """Like `seeded`, with late results: up to two steps ahead; half of those that can rewind draft."""
         return cls._made_late(cls.from_seed(seed), seed)
 
     @classmethod
     def piped(cls, seed: int) -> "World":
-        """The same in a pipeline of two to four stages; not all sequences of every fourth world are equal."""
+        """Like `late`, in a pipeline of two to four stages; every fourth world has priorities."""
         world, num_stages = cls._made_late(cls.from_seed(seed), seed), Random(f"stages {seed}").choice((2, 2, 3, 4))
         return replace(world, num_stages=num_stages, run_ahead=num_stages - 1, has_priorities=seed % 4 == 3)
 
@@ -152,7 +152,7 @@ class World:
 
     @classmethod
     def invariant(cls, seed: int) -> "World":
-        """Any of these, where nobody guesses and how a row is computed does not depend on others."""
+        """Any of these, invariant and without drafts."""
         makers = (cls.from_seed, cls.late, cls.piped, cls.unequal)
         return replace(makers[seed // 2 % 4](seed), guess_share=0.0, is_invariant=True)
 
@@ -271,13 +271,13 @@ class Client:
     """How many tokens it will take before it ends."""
     truth: Truth
     last_value: int = 0
-    """Of the last token that the truth knows."""
+    """Position of the last token of the truth."""
     tokens: list[int] = field(default_factory=list)
     """Those that the truth knows: the prompt, and what the model says."""
     lag: int = 0
-    """Rounds between its last token and the moment when somebody learns that it was the last."""
+    """Rounds between its last token and the moment when that is known."""
     num_rounds_left: int | None = None
-    """Of these, once it has that token."""
+    """Rounds left after that token."""
     num_final: int | None = None
     """Its tokens, once it has ended."""
     num_flying: int = 0

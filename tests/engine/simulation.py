@@ -4,7 +4,7 @@ The fake model: the value of a position is a mix of the value at the position be
 that should hold it*, and its token. The next token is a function of the last value. So whatever goes wrong with pages
 (a page handed out twice, reused too early, shared by mistake, never computed) changes what is read, and what is read
 is compared with the truth at every position that attention would touch, in every group, in every step. The salt is
-mixed in too, so a page that crosses salts is a wrong read. Pages that nobody holds and nobody may find are poisoned.
+mixed in too, so a page that crosses salts is a wrong read. Pages that no sequence holds or may find are poisoned.
 """
 
 import sys
@@ -112,7 +112,7 @@ class Simulation:
         self._num_ran = 0
         """Before the last schedule()."""
         self._safe: dict[int, int] = {}
-        """Of each that ran after the last admission: up to how many tokens nobody has to be preempted for it."""
+        """For each that ran after the last admission: tokens without a preemption."""
         self._evict = self.scheduler.pool.on_evict
         self.scheduler.pool.on_evict = self._see_eviction
         self._trace = sha256()
@@ -128,7 +128,7 @@ class Simulation:
 
     @property
     def digest(self) -> str:
-        """Of everything that the scheduler decided."""
+        """Digest of every decision of the scheduler."""
         return self._trace.hexdigest()
 
     def run(self, num_events: int) -> None:
@@ -278,7 +278,7 @@ class Simulation:
         """What may follow, right or not; more than anybody may use."""
         client, late = self.clients[sequence.sequence_id], self.late_rng
         num_tokens = sequence.num_tokens
-        assert client.num_coming == 0, f"{sequence} is asked for guesses behind tokens that nobody knows"
+        assert client.num_coming == 0, f"{sequence} drafts after unknown tokens"
         client.learn(num_tokens + 6)
         guesses = client.tokens[num_tokens : num_tokens + late.choice((0, 1, 2, 4, 6))]
         if guesses and late.random() < 0.5:
@@ -289,7 +289,7 @@ class Simulation:
     def see_schedule(self, step: LiveStep | None, waits: bool = True) -> None:
         """Checks what schedule() decided, then launches it; `waits`: those that may speculate wait for their tokens."""
         if step is None:
-            assert self.flights, "nothing is in flight, and nobody is scheduled"
+            assert self.flights, "nothing is in flight, and nothing is scheduled"
             self.seen["drain"] += 1
         items = () if step is None else step.scheduled
         number = 0 if step is None else step.step.number
@@ -311,11 +311,11 @@ class Simulation:
             client.num_coming += item.samples
             client.is_placed = True
         self.flights.append(step)
-        told = step.step
+        reported = step.step
         if self.world.travels:
-            told = decode_step(encode_step(told))
-            assert told == step.step, f"{step.step} came as {told}"
-        self.device.launch(told)
+            reported = decode_step(encode_step(reported))
+            assert reported == step.step, f"{step.step} came as {reported}"
+        self.device.launch(reported)
         self._check_mirror(items)
 
     def book(self, client: Client, item: ScheduledSequence, tokens: tuple[int, ...]) -> None:
@@ -376,7 +376,7 @@ class Simulation:
             client.num_outputs = self.rng.randint(1, min(max_tokens, 6))
         if self.world.is_late:
             late = self.late_rng
-            if late.random() < 0.3:  # ends by a token that nobody foresees
+            if late.random() < 0.3:  # ends by an unforeseen token
                 client.num_outputs = late.randint(1, max_tokens)
             client.lag = late.choice((0, 0, 1, 3))
             client.sequence.may_speculate = late.random() < self.world.guess_share
@@ -477,7 +477,7 @@ class Simulation:
         return max((step for step in steps if step > num_booked), default=0)
 
     def _check_victims(self, victims: list[Sequence]) -> None:
-        """Whoever gave way was less important, or as important and younger, than all that stayed; whoever started, the reverse."""
+        """A preempted sequence is less important or younger than all that stayed; an admitted one the reverse."""
         running = [one.sequence for one in self.alive.values() if one.is_running]
         waiting = [one.sequence for one in self.alive.values() if not one.is_running]
         if victims and running:
@@ -514,7 +514,7 @@ class Simulation:
         assert found == placed, f"the device has {found} in its slots, they are in {placed}"
         for number in held.values():
             client = self.clients[number]
-            assert client.num_final is None or client.num_flying, f"the device was not told that {number} has ended"
+            assert client.num_final is None or client.num_flying, f"the device has no release for {number} has ended"
         for item in items:
             tables = self.device.slots[item.sequence.slot].tables
             for group, table, own in zip(self.groups, tables, item.sequence.tables, strict=True):
@@ -623,7 +623,7 @@ class Simulation:
         assert is_pending or not pool.is_kept(page), f"page {page} is written and holds a registered prefix"
 
     def _check_share(self, step: LiveStep) -> None:
-        """In a pipeline: nobody twice, no more than a stage's share, and nobody left out while there is room."""
+        """In a pipeline: none twice, at most a stage's share, and none left out while places are free."""
         num_stages, limits, running = self.world.num_stages, self.world.limits, self.scheduler.num_running
         for item in step.scheduled:
             in_flight = self.alive[item.sequence.sequence_id].num_flying
@@ -671,7 +671,7 @@ class Simulation:
         return is_last or num_outputs >= client.sequence.max_tokens
 
     def _stop_late(self) -> None:
-        """Whoever reads the text tells of an end that was some tokens ago."""
+        """The front reports an end some tokens late."""
         for client in [client for client in self.alive.values() if client.num_rounds_left is not None]:
             assert client.num_rounds_left is not None, "just looked"
             client.num_rounds_left -= 1
@@ -692,7 +692,7 @@ class Simulation:
         self._finish(sequence)
 
     def _leader(self) -> Client:
-        """Who comes first of those that ran, or of all where nobody did: the most important, then the oldest."""
+        """Return the first that ran, or of all: the most important, then the oldest."""
         ran = [one for number, one in self.alive.items() if one.is_running and number not in self._admitted]
         return min(ran or self.alive.values(), key=lambda client: rank(client.sequence))
 
@@ -731,8 +731,8 @@ class Simulation:
                 f"{sequence} runs rows of its prompt and others, or several of these: {item.start} to {end}"
             )
             self.seen["rows again"] += client.is_running and end <= sequence.num_tokens - 1 and end > len(client.prompt)
-        is_asked = item.proposals == client.guesses[:num_guessed] and (sequence.may_speculate or not num_guessed)
-        assert is_asked, f"{sequence} is given {item.proposals} of {client.guesses}"
+        is_wanted = item.proposals == client.guesses[:num_guessed] and (sequence.may_speculate or not num_guessed)
+        assert is_wanted, f"{sequence} is given {item.proposals} of {client.guesses}"
 
     def _see_pages(self, client: Client, pages: list[int]) -> None:
         for page in pages:

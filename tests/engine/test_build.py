@@ -74,7 +74,7 @@ def test_no_file_stays_open(model):
     del engine
 
 
-def test_a_tokenizer_that_cannot_be_read_is_told_before_weights_are_and_token_ids_work_without(model, tmp_path):
+def test_unreadable_tokenizer_fails_before_weights_are_read(model, tmp_path):
     """As Kimi-K2's, which is tiktoken's."""
     folder = tmp_path / "ids"
     shutil.copytree(model, folder)
@@ -170,7 +170,7 @@ def test_a_stream_that_is_open_when_its_model_is_shut_down_ends(model):
     assert sum(len(delta.token_ids) for delta in stream) < 49
 
 
-def test_experts_by_rank_of_a_model_without_experts_are_refused_on_one_rank_too(model):
+def test_expert_parallelism_without_experts_is_refused(model):
     with pytest.raises(ConfigError, match="has no experts that ranks could hold; leave it out"):
         build(model, enable_expert_parallel=True)
 

@@ -8,6 +8,7 @@ import pytest
 from engine.fakes import EOS, assert_at_rest, hidden_of, logprobs_at, make_engine, run_all, tokens_of
 from engine.test_core_proposals import GuessRunner, answers, guessing_engine
 from engine.test_hang_ups import with_layers
+from for_each import for_each
 from holdfast.engine.engine import Engine
 from holdfast.engine.messages import CoreOutputs, SequenceOutput
 from holdfast.engine.outputs import DeltaBuffer, OutputAssembler, position_logprobs
@@ -25,7 +26,7 @@ def counted(engine: Engine) -> tuple[int, int, int, int]:
     return stats.num_running, stats.num_waiting, stats.num_unfinished_requests, round(stats.kv_usage * num_pages)
 
 
-@pytest.mark.parametrize("order", list(permutations(range(3))))
+@for_each("order", list(permutations(range(3))))
 def test_cached_tokens_of_a_request_are_its_first_completions(order: tuple[int, ...]) -> None:
     engine, params = make_engine(), replace(GREEDY, n=3, max_tokens=4)
     prompt = "a prompt that fills a few pages"
@@ -70,8 +71,8 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1, 2])
-@pytest.mark.parametrize("name", STAGES)
+@for_each("run_ahead", [0, 1, 2])
+@for_each("name", STAGES)
 def test_counts_after_an_abort_are_those_of_the_others(name: str, run_ahead: int) -> None:
     stage, params = STAGES[name], replace(GREEDY, max_tokens=20)
     engine = make_engine(run_ahead=run_ahead, enable_prefix_caching=False, **stage.options)
@@ -167,7 +168,7 @@ def test_accepted_drafts_after_an_end_are_not_counted(name: str, monkeypatch: py
     assert stats.num_output_tokens == num_tokens
 
 
-@pytest.mark.parametrize("num_top", [0, 1, 2])
+@for_each("num_top", [0, 1, 2])
 def test_logprobs_of_every_draft_are_those_of_its_place(num_top: int) -> None:
     said = list(b"abcabcabcabcabcabc")
     params = SamplingParams(temperature=0.0, max_tokens=len(said), logprobs=num_top)
@@ -183,16 +184,16 @@ def test_logprobs_of_every_draft_are_those_of_its_place(num_top: int) -> None:
     assert [len(place) for place in found] == [1 + num_top] * len(said)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 5, 64])
-@pytest.mark.parametrize("n", [1, 3])
+@for_each("chunk", [1, 3, 5, 64])
+@for_each("n", [1, 3])
 def test_prompt_logprobs_come_once_with_the_first_completion(n: int, chunk: int) -> None:
     prompt = "seventeen tokens!"
     engine = make_engine(max_num_batched_tokens=chunk, run_ahead=0)
     for name in ("one", "two"):
         engine.add_request(name, prompt, replace(GREEDY, n=n, max_tokens=3, prompt_logprobs=2, logprobs=1))
         deltas = run_all(engine)
-        told = [(index, delta.prompt_logprobs) for (_, index), own in deltas.items() for delta in own]
-        ((index, whole),) = [one for one in told if one[1] is not None]
+        reported = [(index, delta.prompt_logprobs) for (_, index), own in deltas.items() for delta in own]
+        ((index, whole),) = [one for one in reported if one[1] is not None]
         assert index == 0
         expected = [
             position_logprobs(logprobs_at(token, place, 2), 2, engine.tokenizer)
@@ -214,7 +215,7 @@ def test_prompt_logprobs_come_once_with_the_first_completion(n: int, chunk: int)
                 position_logprobs(logprobs_at(token, 17 + place, 1), 1, engine.tokenizer)
                 for place, token in enumerate(tokens)
             ]
-        # Whoever measures the prompt computes all of it.
+        # Prompt logprobs compute the whole prompt.
         assert deltas[name, 0][-1].num_cached_tokens == 0
 
 
@@ -257,8 +258,8 @@ def test_stopped_step_ends_every_sequence_that_was_in_it() -> None:
     assert counted(engine) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("min_tokens", [0, 1, 2, 3, 4, 5, 6, 7])
-@pytest.mark.parametrize("kind", ["eos", "stop token", "stop string", "stop string of two"])
+@for_each("min_tokens", [0, 1, 2, 3, 4, 5, 6, 7])
+@for_each("kind", ["eos", "stop token", "stop string", "stop string of two"])
 def test_min_tokens_holds_off_every_end_exactly_so_long(kind: str, min_tokens: int) -> None:
     end = EOS if kind == "eos" else ord("X")
     options = {"eos": {}, "stop token": {"stop_token_ids": [end]}, "stop string": {"stop": ["X"]}}
@@ -294,7 +295,7 @@ def test_abort_takes_undelivered_deltas_of_its_request_alone() -> None:
         engine.add_request(name, name, GREEDY)
     outputs = [SequenceOutput(number, (97 + number,)) for number in range(3)]
     engine.front.take(CoreOutputs(tuple(outputs), engine.core.stats()))
-    told = engine.abort("two")
-    assert [(delta.token_ids, delta.finish_reason) for delta in told] == [((98,), None), ((), "abort")]
+    reported = engine.abort("two")
+    assert [(delta.token_ids, delta.finish_reason) for delta in reported] == [((98,), None), ((), "abort")]
     assert [(delta.request_id, delta.token_ids) for delta in engine.step()] == [("one", (97,)), ("three", (99,))]
     engine.abort_all()

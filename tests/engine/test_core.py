@@ -8,6 +8,7 @@ import pytest
 
 from engine.fakes import EOS, HashRunner, make_engine
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.engine.core import EngineCore
 from holdfast.engine.messages import CoreRequest, Ending
 from holdfast.errors import MessageError, QueueFullError, RequestError
@@ -49,7 +50,7 @@ def at_rest(core: EngineCore) -> None:
     assert core.scheduler.pool.num_available == core.scheduler.pool.num_pages
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1, 3])
+@for_each("run_ahead", [0, 1, 3])
 def test_steps_run_ahead_and_tokens_are_the_same(run_ahead):
     core, runner = make_core(run_ahead)
     core.submit([request(0, b"one"), request(1, b"two", 3)])
@@ -67,9 +68,9 @@ def make_sequential() -> EngineCore:
     return core
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize(
-    ("params", "tokens", "ending"),
+@for_each("run_ahead", [0, 1])
+@for_each(
+    "params, tokens, ending",
     [
         ({}, [*b"ab", EOS], Ending("stop")),
         ({"ignore_eos": True}, [*b"ab", EOS, *b"cdef"], Ending("length")),
@@ -78,7 +79,6 @@ def make_sequential() -> EngineCore:
         ({"min_tokens": 4}, [*b"ab", EOS, *b"cdef"], Ending("length")),
         ({"stop_token_ids": [EOS], "ignore_eos": True}, [*b"ab", EOS], Ending("stop", EOS)),
     ],
-    ids=str,
 )
 def test_ends(run_ahead, params, tokens, ending):
     core, runner = make_core(run_ahead)
@@ -88,7 +88,7 @@ def test_ends(run_ahead, params, tokens, ending):
     at_rest(core)
 
 
-def test_an_end_by_length_brings_no_surplus_and_one_by_eos_at_most_a_step():
+def test_surplus_is_empty_by_length_and_one_step_by_eos():
     core, runner = make_core(1)
     core.submit([request(0, max_tokens=5)])
     run(core)
@@ -101,7 +101,7 @@ def test_an_end_by_length_brings_no_surplus_and_one_by_eos_at_most_a_step():
     assert core.stats().num_prompt_tokens == 1
 
 
-@pytest.mark.parametrize("num_steps", range(6))
+@for_each("num_steps", range(6))
 def test_an_abort_with_steps_in_flight(num_steps):
     core, _ = make_core(1, num_pages=24, max_num_seqs=2)
     core.submit([request(0, b"one", 9), request(1, b"two", 9), request(2, b"three", 9)])
@@ -121,8 +121,8 @@ def test_an_abort_with_steps_in_flight(num_steps):
     at_rest(core)
 
 
-@pytest.mark.parametrize("run_ahead", [1, 2, 3])
-def test_settling_waits_for_what_nobody_wants(run_ahead):
+@for_each("run_ahead", [1, 2, 3])
+def test_settle_waits_for_steps_without_live_sequences(run_ahead):
     core, runner = make_core(run_ahead)
     core.submit([request(0)])
     core.step()
@@ -135,7 +135,7 @@ def test_settling_waits_for_what_nobody_wants(run_ahead):
     core.submit([request(1)])
     core.step()
     core.settle()
-    assert core.num_in_flight == run_ahead, "somebody waits for it"
+    assert core.num_in_flight == run_ahead, "a request waits for it"
 
 
 def test_several_tokens_of_a_step_are_cut_at_an_end():
@@ -148,16 +148,16 @@ def test_several_tokens_of_a_step_are_cut_at_an_end():
         return SequenceResult(tuple(brought[item.sequence.sequence_id]))
 
     def complete(step, token_ids):
-        told.append([tuple(one) for one in token_ids])
+        reported.append([tuple(one) for one in token_ids])
         return original(step, [one[:1] for one in token_ids])
 
-    told, original = [], core.scheduler.complete
+    reported, original = [], core.scheduler.complete
     runner.answer, core.scheduler.complete = guessed, complete
     outputs = core.step().outputs
     assert [output.token_ids for output in outputs] == [(97, EOS), (97, 98, 99), (97, 98)]
     assert [output.ending.finish_reason for output in outputs] == ["stop", "length", "error"]
     assert "after 2 tokens" in outputs[2].ending.error
-    assert told == [[(97, EOS), (97, 98, 99), (97, 98)]]
+    assert reported == [[(97, EOS), (97, 98, 99), (97, 98)]]
     assert not core.has_unfinished
 
 
@@ -175,7 +175,7 @@ def test_all_or_none_are_queued():
     at_rest(core)
 
 
-@pytest.mark.parametrize("ids", [(), (0,), (1,), (3, 2), (3, 3), (2, 5, 1)], ids=str)
+@for_each("ids", [(), (0,), (1,), (3, 2), (3, 3), (2, 5, 1)])
 def test_sequences_are_new_and_in_order(ids):
     core, _ = make_core()
     core.submit([request(0), request(1)])
@@ -199,10 +199,10 @@ class Interrupt(BaseException):
     """As Ctrl-C."""
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize("can_cancel", [True, False])
-@pytest.mark.parametrize("k", range(7))
+@for_each("when", ["before", "after"])
+@for_each("run_ahead", [0, 1])
+@for_each("can_cancel", [True, False])
+@for_each("k", range(7))
 def test_an_interrupted_wait_loses_nothing(when, run_ahead, can_cancel, k):
     """Before: the step has not run. After: its result is there, and the wait is left by the interrupt."""
     core, runner = make_core(run_ahead, can_cancel=can_cancel)
@@ -235,7 +235,7 @@ def test_an_interrupted_wait_loses_nothing(when, run_ahead, can_cancel, k):
     at_rest(core)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@for_each("seed", range(12))
 def test_random_company_ends_and_aborts(seed):
     """Ahead and in turn, with few pages: everybody gets what it gets alone, up to its own end or abort."""
     choose = random.Random(seed)
@@ -260,10 +260,10 @@ def test_random_company_ends_and_aborts(seed):
             victim = choose.randrange(next_id)
             aborted.add(victim)
             core.abort([victim])
-    for name, asked in wanted.items():
+    for name, one in wanted.items():
         alone, own = make_core(0, max_model_len=60)
         own.answer = ending_answer
-        alone.submit([asked])
+        alone.submit([one])
         expected = run(alone)[0][name]
         found = tokens.get(name, [])
         assert found == (expected[: len(found)] if name in aborted else expected)

@@ -3,27 +3,25 @@
 from collections import deque
 from types import SimpleNamespace
 
-import pytest
-
+from for_each import for_each
 from holdfast.engine.core_process import CoreProcess
 from holdfast.engine.pulse import CoreCounts
 
 
-@pytest.mark.parametrize(
-    ("num_told", "counts", "num_unseen", "expected"),
+@for_each(
+    "num_sent, counts, num_unseen, expected",
     [
         (4, CoreCounts(4, 0, 4, 0.5), 0, 0),
         (0, CoreCounts(4, 0, 4, 0.5), 4, 0),
         (0, CoreCounts(3, 1, 4, 0.5), 6, 3),
         (4, CoreCounts(0, 0, 0, 0.0), 2, 9),
     ],
-    ids=["all seen", "seen by the pulse alone", "two on their way", "pulse not written"],
 )
 def test_num_queued_counts_each_sequence_once(
-    num_told: int, counts: CoreCounts, num_unseen: int, expected: int
+    num_sent: int, counts: CoreCounts, num_unseen: int, expected: int
 ) -> None:
     core = CoreProcess.__new__(CoreProcess)
-    core._stats = SimpleNamespace(num_waiting=7, num_submitted=num_told)  # type: ignore[assignment]
-    core._unseen = deque(range(num_told, num_told + num_unseen))
+    core._stats = SimpleNamespace(num_waiting=7, num_submitted=num_sent)  # type: ignore[assignment]
+    core._unseen = deque(range(num_sent, num_sent + num_unseen))
     core._child = SimpleNamespace(pulse=SimpleNamespace(counts=lambda: counts))  # type: ignore[assignment]
     assert core.num_queued == expected

@@ -5,6 +5,7 @@ import pytest
 from engine.fakes import EOS, HashRunner
 from engine.test_core import GREEDY, at_rest, request, run
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.config import Limits
 from holdfast.engine.core import EngineCore
 from holdfast.engine.messages import Ending
@@ -95,7 +96,7 @@ def test_form_that_fails_ends_all_sequences_of_its_request_alone() -> None:
     at_rest(core)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@for_each("is_compiled", [False, True])
 def test_abort_of_a_held_sequence_leaves_the_others(is_compiled: bool) -> None:
     core, grammars, _ = make_core()
     core.submit([request(number, params=FORM) for number in range(3)])
@@ -149,18 +150,15 @@ def test_core_without_grammars_refuses_a_form() -> None:
     assert not core.has_unfinished
 
 
-@pytest.mark.parametrize(
-    ("options", "said", "num_tokens", "reason"),
+@for_each(
+    "options, said, num_tokens, reason",
     [
         ({"ignore_eos": True}, [*b"ab", EOS, *b"c"], 3, "stop"),
         ({"min_tokens": 6}, [*b"ab", EOS, *b"c"], 3, "stop"),
         ({}, list(b"abcdef"), 5, "length"),
     ],
-    ids=["end tokens ignored", "before min_tokens", "length"],
 )
-def test_complete_form_ends_whatever_else_is_asked(
-    options: dict, said: list[int], num_tokens: int, reason: str
-) -> None:
+def test_complete_grammar_ends_the_answer(options: dict, said: list[int], num_tokens: int, reason: str) -> None:
     core, grammars, runner = make_core()
     runner.script["Q"] = said
     params = SamplingParams(temperature=0.0, structured_outputs=FORM.structured_outputs, **options)
@@ -170,8 +168,8 @@ def test_complete_form_ends_whatever_else_is_asked(
     assert (len(tokens[0]), endings[0].finish_reason) == (num_tokens, reason)
 
 
-@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
-def test_end_without_a_token_is_told_by_the_grammar(second: bool) -> None:
+@for_each("second", [False, True])
+def test_end_without_a_token_names_the_grammar(second: bool) -> None:
     core, grammars, runner = make_core()
     runner.script["Q"] = [*b"ab", NO_TOKEN]
     names = (0, 1) if second else (0,)

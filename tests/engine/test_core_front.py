@@ -114,7 +114,7 @@ def test_front_steps_bring_outputs_in_order_each_once(connect):
         outputs(output(2, 9, "stop")),
     ]
     assert [tokens(core.step()) for _ in range(4)] == [[(5,), (6,)], [(7,)], [(8,)], [(9,)]]
-    assert core.step() == CoreOutputs((), CoreStats()), "nobody waits for anything"
+    assert core.step() == CoreOutputs((), CoreStats()), "no request waits"
     assert child.waited[-1] == HEARTBEAT_SECONDS
 
 
@@ -169,7 +169,7 @@ def test_front_refusals_end_their_sequences_alone(connect):
 
 
 @pytest.mark.parametrize(
-    ("told", "counts", "num_queued", "num_running"),
+    ("reported", "counts", "num_queued", "num_running"),
     [
         pytest.param((0, 0), (0, 0, 0), 3, 0, id="it has seen none"),
         pytest.param((2, 1), (1, 0, 0), 3, 2, id="its counts are older than its message"),
@@ -178,12 +178,12 @@ def test_front_refusals_end_their_sequences_alone(connect):
         pytest.param((2, 1), (1, 0, 5), 0, 1, id="it has seen more than were sent"),
     ],
 )
-def test_front_counts_who_waits_once(connect, told, counts, num_queued, num_running):
-    """Of three that were sent, some are in the last message, some in the counts of now, and some in neither."""
+def test_front_counts_who_waits_once(connect, reported, counts, num_queued, num_running):
+    """Three were sent: some are in the last message, some in the counts, some in neither."""
     core, child = connect()
     core.submit([request(0), request(1), request(2)])
-    num_waiting, num_submitted = told[0] and 1, told[1]
-    child.script.append(CoreStats(num_running=told[0], num_waiting=num_waiting, num_submitted=num_submitted))
+    num_waiting, num_submitted = reported[0] and 1, reported[1]
+    child.script.append(CoreStats(num_running=reported[0], num_waiting=num_waiting, num_submitted=num_submitted))
     core.watch()
     child.pulse.write_counts(CoreCounts(*counts, 0.5))
     assert core.num_queued == num_queued
@@ -218,23 +218,25 @@ def test_front_counts_silence_in_waits(connect):
     assert tokens(core.step()) == [(5,)]
     child.waited.clear()
     child.script += [SILENT] * 9
-    with pytest.raises(EngineDeadError, match=r"it has said nothing for 1\.1 seconds; it was killed"):
+    with pytest.raises(EngineDeadError, match=r"it was silent for 1\.1 seconds; it was killed"):
         core.step()
     assert child.waited == pytest.approx([*[HEARTBEAT_SECONDS] * 4, 0.1])
     for call in (core.step, core.watch, lambda: core.submit([request(1)]), core.ask_map):
-        with pytest.raises(EngineDeadError, match="said nothing"):
+        with pytest.raises(EngineDeadError, match="was silent"):
             call()
     assert child.num_kills == 1, "it dies once"
 
 
 def test_front_hears_how_far_loading_is_in_order(monkeypatch):
-    told: list[object] = []
+    reported: list[object] = []
     preparing = Preparing("Compiling", 1, 2)
     steps: list[Any] = [LoadingProgress(1, 3), LoadingProgress(0, 0, preparing), LoadingProgress(2, 3)]
     child = Child([*steps, *[SILENT] * 9, Heartbeat(0.0), LoadingProgress(3, 3), Ready(FACTS)])
     monkeypatch.setattr(core_process, "Child", lambda *_: child)
-    core = CoreProcess(EngineConfig(core_timeout=1.0), lambda done, total: told.append((done, total)), told.append)
-    assert told == [(1, 3), preparing, (2, 3), (3, 3)]
+    core = CoreProcess(
+        EngineConfig(core_timeout=1.0), lambda done, total: reported.append((done, total)), reported.append
+    )
+    assert reported == [(1, 3), preparing, (2, 3), (3, 3)]
     assert len(child.waited) * HEARTBEAT_SECONDS > 2.0, "a start may be silent for longer"
     core.submit([request(0)])
     child.script += [SILENT] * 9

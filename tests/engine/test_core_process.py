@@ -73,7 +73,7 @@ def is_gone(pid: int, seconds: float = 60.0) -> bool:
             return True
         status = Path(f"/proc/{pid}/stat")
         if status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z" and os.getpid() != _parent(pid):
-            return True  # somebody else's to reap
+            return True  # another process reaps it
         time.sleep(0.02)
     return False
 
@@ -189,13 +189,13 @@ def test_the_queue_of_the_core_is_known_here(make_remote):
     assert tokens_of(deltas) == solo("x", PARAMS, max_model_len=256)[0]
 
 
-def test_an_idle_core_is_asked_again_and_again_and_nothing_piles_up(make_remote):
+def test_repeated_watch_of_an_idle_core_leaves_no_messages(make_remote):
     core = make_remote().core
     for _ in range(50):
         core.ask_map()
         core.watch()
         taken = core.take_map()
-        assert taken is not None, "the map that was asked for comes before the answer to what was asked after it"
+        assert taken is not None, "the requested map arrives before the later answer"
         assert taken.num_free == taken.num_pages
     time.sleep(0.2)  # for whatever would come late
     rest = []
@@ -219,7 +219,7 @@ def test_the_prefix_cache_is_the_cores(make_remote):
     assert num_cached() == 0
 
 
-def test_progress_is_told():
+def test_progress_is_reported():
     seen, prepared = [], []
     core = CoreProcess(EngineConfig(model=""), lambda *counts: seen.append(counts), prepared.append, command=FAKE)
     core.close()
@@ -256,7 +256,7 @@ def test_a_model_that_never_opens(monkeypatch):
 
 
 def run_to_death(engine: Engine, act=lambda: None) -> tuple[str, float]:
-    """Two long requests and one that waits: what all of them are told, and after how long."""
+    """Two long requests and one that waits: the error of each, and after how long."""
     for name in ("a", "b"):
         engine.add_request(name, name, LONG)
     ends = {}
@@ -284,21 +284,21 @@ def test_a_core_that_is_killed(make_remote):
     engine = make_remote("slow")
     error, seconds = run_to_death(engine, lambda: os.kill(engine.core.pid, signal.SIGKILL))
     assert "it ended with signal SIGKILL" in error
-    with pytest.raises(EngineDeadError) as told:
+    with pytest.raises(EngineDeadError) as reported:
         engine.raise_if_dead()
-    assert str(told.value).count("make a new engine") == 1
+    assert str(reported.value).count("Create a new engine") == 1
     assert seconds < 60
 
 
 def test_a_core_that_stops_answering(make_remote):
     engine = make_remote("slow", core_timeout=1.0)
     error, seconds = run_to_death(engine, lambda: os.kill(engine.core.pid, signal.SIGSTOP))
-    assert "it has said nothing for 1.0 seconds" in error
+    assert "it was silent for 1.0 seconds" in error
     assert 0.9 < seconds < 60
 
 
 @pytest.mark.slow
-def test_a_core_that_stops_answering_while_it_is_sent_more_than_fits(make_remote):
+def test_core_that_hangs_while_its_channel_is_full(make_remote):
     engine = make_remote("slow", core_timeout=1.0)
     engine.add_request("a", "a", LONG)
     engine.step()
@@ -308,7 +308,7 @@ def test_a_core_that_stops_answering_while_it_is_sent_more_than_fits(make_remote
         for number in range(2000):
             engine.add_request(f"more {number}", "words " * 20, SamplingParams(max_tokens=1, bad_words=["x" * 1000]))
 
-    with pytest.raises(EngineDeadError, match="taken and said nothing"):
+    with pytest.raises(EngineDeadError, match="read and sent nothing"):
         flood()
     assert {delta.finish_reason for delta in engine.step()} == {"error"}
     assert is_gone(engine.core.pid, 10.0), "it is reaped"
@@ -391,7 +391,7 @@ def test_ctrl_c_loses_nothing(make_remote):
     assert tokens_of(deltas) == solo("a", SamplingParams(temperature=0.0, max_tokens=30), max_model_len=256)[0]
 
 
-def test_a_core_that_nobody_holds_ends():
+def test_unreferenced_core_ends():
     core = open_fake("slow")
     pid = core.pid
     del core
@@ -464,10 +464,10 @@ ONE = CoreOutputs((SequenceOutput(0, (97,)),), CoreStats(num_submitted=1))
         (frames(READY) + b"garbage that is no frame", "Not a Holdfast message"),
         (frames(READY) + frames(ONE, first=2)[:4] + b"\x09\x00" + frames(ONE, first=2)[6:], "version 9"),
         (frames(READY) + frames(ONE, first=2)[:-1] + b"\x55", "checksum"),
-        (frames(READY, CoreOutputs((SequenceOutput(5, (97,)),))), "it spoke of sequence 5"),
+        (frames(READY, CoreOutputs((SequenceOutput(5, (97,)),))), "it sent sequence 5"),
         (frames(READY, CoreOutputs((SequenceOutput(0, (264,)),))), "it chose token 264 of a vocabulary of 264"),
-        (frames(READY, READY), "it sent Ready"),
-        (frames(READY, Refused((), MessageError("wire.checksum"))), "it refused what it was sent"),
+        (frames(READY, READY), "it sent an unexpected Ready"),
+        (frames(READY, Refused((), MessageError("wire.checksum"))), "it refused a message"),
     ],
     ids=[
         "out of order",
@@ -586,7 +586,7 @@ def test_a_request_that_cannot_run_is_refused_by_its_sequences():
     server.end(2)
 
 
-def test_a_request_that_the_core_refuses_late_is_an_error_of_its_own():
+def test_request_refused_late_fails_alone():
     said = frames(READY, Refused((0, 1), QueueFullError("value.empty", name="a")), ONE)
     core = CoreProcess(EngineConfig(), lambda done, total: None, command=(*BROKEN, said.hex()))
     engine = Engine(core, shared_tokenizer(), None, 0)
@@ -648,7 +648,7 @@ def test_a_model_in_another_process_says_the_same_to_the_bit(model):
 
 
 @pytest.mark.parametrize("fits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fits", "does not fit"])
-def test_the_front_needs_no_torch_and_errors_of_the_model_come_through(model, fits):
+def test_front_runs_without_torch_and_raises_model_errors(model, fits):
     """That the error comes with its table and changes is held in every run by a core of fakes that does not fit."""
     code = f"""
 import sys
@@ -663,13 +663,13 @@ except MemoryPlanError as error:
 print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    told, has_torch = done.stdout.splitlines()
+    reported, has_torch = done.stdout.splitlines()
     assert has_torch == "False", done.stderr
     if fits:
-        assert told == "2"
+        assert reported == "2"
     else:
-        assert told.startswith("python and torch")
-        assert "raise memory_limit" in told
+        assert reported.startswith("python and torch")
+        assert "raise memory_limit" in reported
 
 
 def run_async(engine: Engine, work) -> None:
@@ -712,7 +712,7 @@ def test_many_readers_of_a_core_process_and_its_death(make_remote):
     assert is_gone(engine.core.pid, 10.0)
 
 
-def test_a_core_that_ends_while_nothing_is_asked_is_noticed(make_remote):
+def test_idle_core_that_ends_is_noticed(make_remote):
     engine = make_remote()
 
     async def work(llm: AsyncLLM) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.fakes import EOS, HashRunner, make_engine, run_all, text_of, tokens_of
+from for_each import for_each
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.core import EngineCore
@@ -60,8 +61,8 @@ def answers(engine: Engine, said: list[int], params: SamplingParams, prompt: str
     return deltas
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize("num_proposals", [1, 4, 16])
+@for_each("run_ahead", [0, 1])
+@for_each("num_proposals", [1, 4, 16])
 def test_a_text_that_repeats_takes_fewer_steps_and_is_the_same(num_proposals: int, run_ahead: int) -> None:
     said = list(b"abcabcabcabcabcabcabcxyabcabcabcabcabcab")
     plain = make_engine(run_ahead=0)
@@ -86,10 +87,9 @@ def answers_plain(engine: Engine, said: list[int]) -> tuple[list[int], str]:
     return tokens_of(deltas), text_of(deltas)
 
 
-@pytest.mark.parametrize(
-    ("end", "options", "reason"),
+@for_each(
+    "end, options, reason",
     [(EOS, {}, "stop"), (ord("X"), {"stop_token_ids": [ord("X")]}, "stop"), (ord("a"), {"max_tokens": 10}, "length")],
-    ids=["eos", "stop token", "length"],
 )
 def test_what_is_accepted_behind_an_end_is_cut(end: int, options: dict, reason: str) -> None:
     said = [*b"ab", end, *b"ab", end, *b"ab", end, *b"ab"]
@@ -117,7 +117,7 @@ def test_a_stop_string_inside_of_what_was_accepted_ends_there() -> None:
     assert engine.stats().num_output_tokens == 10, "drafts after the stop string are no output"
 
 
-def test_a_row_without_a_token_among_the_accepted_fails_the_request_alone() -> None:
+def test_missing_token_among_accepted_ones_fails_one_request() -> None:
     engine = guessing_engine()
     engine.runner.answer = lambda item, result: (
         SequenceResult((*result.token_ids[:1], NO_TOKEN)) if len(result.token_ids) > 1 else result
@@ -128,8 +128,8 @@ def test_a_row_without_a_token_among_the_accepted_fails_the_request_alone() -> N
     assert tokens_of(deltas) == list(b"ababababab")[: len(tokens_of(deltas))]
 
 
-@pytest.mark.parametrize(
-    ("params", "may"),
+@for_each(
+    "params, may",
     [
         (SamplingParams(temperature=0.0, max_tokens=20), True),
         (SamplingParams(temperature=0.9, seed=5, max_tokens=20), True),
@@ -158,7 +158,7 @@ def test_proposals_go_no_further_than_the_answer_may() -> None:
     )
 
 
-def test_no_step_runs_ahead_of_one_that_proposes_and_a_rejected_sequence_runs_ahead_again() -> None:
+def test_no_step_runs_ahead_of_one_that_drafts() -> None:
     engine = guessing_engine(run_ahead=1)
     engine.runner.script["guessing"] = list(b"abab" * 9)
     engine.add_request("one", "guessing", GREEDY)

@@ -6,6 +6,7 @@ import pytest
 
 from engine.fakes import make_engine, own_pulse
 from engine.test_core import request
+from for_each import for_each
 from holdfast.engine import core_process
 from holdfast.engine.core import EngineCore
 from holdfast.engine.core_process import CoreServer
@@ -155,31 +156,28 @@ def test_core_server_tells_how_it_is_at_every_moment(monkeypatch: pytest.MonkeyP
     assert line.num_looks > 10
     messages = [message for sending in line.sent for _, message in sending]
     answers = [message for message in messages if isinstance(message, CoreStats)]
-    assert [answer.num_submitted for answer in answers] == [3, 4], (
-        "to what was asked, and once when there is nothing to do"
-    )
+    assert [answer.num_submitted for answer in answers] == [3, 4], "once as an answer, and once when idle"
     assert (answers[0].num_waiting, answers[1].num_waiting, answers[1].num_running) == (3, 0, 0)
     assert sum(isinstance(message, CoreMap) for message in messages) == 1
 
 
-@pytest.mark.parametrize(
-    ("last", "num_told"),
+@for_each(
+    "last, num_sent",
     [
         ((StatsRequest(),), 1),
         ((StatsRequest(), MapRequest()), 1),
         ((MapRequest(), StatsRequest()), 1),
         ((MapRequest(),), 0),
     ],
-    ids=["stats", "stats and a map", "a map and stats", "a map"],
 )
-def test_core_server_that_was_just_asked_says_no_more(last: tuple[Message, ...], num_told: int) -> None:
+def test_core_server_sends_stats_once(last: tuple[Message, ...], num_sent: int) -> None:
     engine = make_engine()
     assert isinstance(engine.core, EngineCore)
     line = WatchedLine([*last], num_waits=3)
     line.core, line.server = engine.core, CoreServer(line, line.pulse)  # type: ignore[arg-type]
     line.server.serve(engine.core)
     messages = [message for sending in line.sent for _, message in sending]
-    assert sum(isinstance(message, CoreStats) for message in messages) == num_told
+    assert sum(isinstance(message, CoreStats) for message in messages) == num_sent
 
 
 def test_core_server_sends_an_end_of_any_sequence_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from engine.fakes import assert_at_rest, make_engine, solo, text_of, tokens_of
+from for_each import for_each
 from holdfast.engine.driver import Driver
 from holdfast.engine.outputs import DeltaBuffer, OutputAssembler
 from holdfast.errors import EngineDeadError, RequestError
@@ -36,7 +37,7 @@ def test_two_calls_share_steps_and_read_their_own():
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+@for_each("error", [None, ValueError, KeyboardInterrupt])
 def test_what_a_call_leaves_behind_is_aborted_and_nothing_else(error):
     engine = make_engine(max_num_seqs=2)
     driver = Driver(engine)
@@ -125,7 +126,7 @@ def test_ctrl_c_between_queueing_and_hearing_of_it_leaks_nothing():
     assert_at_rest(engine)
 
 
-def test_death_is_raised_once_everybody_has_been_told():
+def test_death_is_raised_after_every_request_failed():
     engine = make_engine()
     driver = Driver(engine)
     sinks = [Sink(), Sink()]

@@ -21,6 +21,7 @@ from engine.fakes import (
     tokens_of,
 )
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.outputs import CompletionDelta, Logprob
@@ -72,8 +73,8 @@ def test_no_max_tokens_fills_the_context():
     assert deltas[-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("eos", [EOS, OTHER_EOS])
-def test_every_end_token_of_the_model_ends_and_is_a_token_but_no_text(eos):
+@for_each("eos", [EOS, OTHER_EOS])
+def test_every_eos_token_ends_without_text(eos):
     deltas, _ = scripted([*b"ab", eos, *b"zz"], SamplingParams(max_tokens=9))
     assert (tokens_of(deltas), text_of(deltas)) == ([*b"ab", eos], "ab")
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", None)
@@ -90,7 +91,7 @@ def test_ignore_eos_goes_on():
     assert deltas[-1].finish_reason == "length"
 
 
-def test_special_tokens_show_when_asked():
+def test_special_tokens_are_shown_on_request():
     params = SamplingParams(max_tokens=5, ignore_eos=True, skip_special_tokens=False)
     deltas, _ = scripted([*b"ab", EOS, *b"cd"], params)
     assert text_of(deltas) == "ab<eos>cd"
@@ -102,13 +103,13 @@ def test_stop_token_ends_and_is_named():
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", ord("X"))
 
 
-def test_end_token_as_stop_token_counts_even_when_end_tokens_are_ignored():
+def test_stop_token_counts_even_if_it_is_an_ignored_eos():
     params = SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=[EOS])
     deltas, _ = scripted([*b"ab", EOS, *b"cd"], params)
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", EOS)
 
 
-@pytest.mark.parametrize("min_tokens", range(8))
+@for_each("min_tokens", range(8))
 def test_min_tokens_holds_off_end_tokens(min_tokens):
     deltas, _ = scripted([*b"ab", EOS, *b"c", EOS, *b"defg"], SamplingParams(max_tokens=8, min_tokens=min_tokens))
     ends_at = next((place for place in (3, 5) if place >= min_tokens), 8)
@@ -116,7 +117,7 @@ def test_min_tokens_holds_off_end_tokens(min_tokens):
     assert deltas[-1].finish_reason == ("length" if ends_at == 8 else "stop")
 
 
-@pytest.mark.parametrize("include", [False, True], ids=["left out", "kept"])
+@for_each("include", [False, True])
 def test_stop_string_across_tokens(include):
     params = SamplingParams(max_tokens=9, stop=["END", "zzz"], include_stop_str_in_output=include)
     deltas, _ = scripted(list(b"abENDcd"), params)
@@ -192,7 +193,7 @@ def test_preemption_happens_and_changes_nothing():
     assert_at_rest(engine)
 
 
-def test_n_completions_have_their_own_seeds_and_the_first_is_that_of_n_1():
+def test_n_completions_have_seeds_of_their_own():
     engine = make_engine()
     engine.add_request("four", "Q", SamplingParams(n=4, seed=7, max_tokens=10))
     found = run_all(engine)
@@ -211,7 +212,7 @@ def _only(params: SamplingParams, index: int, **options):
     return run_all(engine)["r", index]
 
 
-def test_unseeded_requests_follow_the_engines_seed_and_their_number():
+def test_unseeded_requests_follow_the_engine_seed():
     def answers(seed: int) -> list[list[int]]:
         engine = make_engine(seed=seed)
         names = [engine.add_request(None, "Q", SamplingParams(max_tokens=10)) for _ in range(3)]
@@ -223,7 +224,7 @@ def test_unseeded_requests_follow_the_engines_seed_and_their_number():
     assert len(set(map(tuple, answers(1)))) == 3
 
 
-def test_a_refused_request_does_not_shift_the_seeds_of_later_ones():
+def test_refused_request_leaves_later_seeds_unchanged():
     engine = make_engine()
     with pytest.raises(RequestError):
         engine.add_request(None, "", SamplingParams(max_tokens=10))
@@ -248,7 +249,7 @@ def test_completions_of_one_request_end_one_by_one():
     assert_at_rest(engine)
 
 
-def test_logprobs_hold_the_chosen_token_and_the_most_likely_with_texts():
+def test_logprobs_have_the_chosen_and_the_likeliest_tokens():
     deltas, _ = scripted(list(b"ab"), SamplingParams(max_tokens=2, logprobs=3))
     for position, (delta, token) in enumerate(zip(deltas, b"ab", strict=True), start=1):
         (found,) = delta.logprobs
@@ -263,7 +264,7 @@ def test_logprobs_zero_is_the_chosen_token_alone():
     assert [list(delta.logprobs[0]) for delta in deltas] == [[ord("a")], [ord("b")]]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 32])
+@for_each("chunk", [1, 2, 3, 7, 32])
 def test_prompt_logprobs_are_whole_whatever_the_chunks(chunk):
     engine = make_engine(max_num_batched_tokens=chunk)
     prompt = "0123456789"
@@ -360,22 +361,22 @@ def test_names_are_labels_and_only_live_ones_clash():
     assert tokens_of(run_all(engine)["0", 0]) == solo("Q", GREEDY)[0]
 
 
-def test_names_that_nobody_gave_avoid_those_that_somebody_did():
+def test_generated_names_avoid_given_ones():
     engine = make_engine()
     for name in ("1", "2"):
         engine.add_request(name, "Q", GREEDY)
     assert engine.add_request(None, "Q", GREEDY) == "3"
 
 
-@pytest.mark.parametrize("name", ["", "x" * 257, 5, b"x", ["x"]], ids=repr)
+@for_each("name", ["", "x" * 257, 5, b"x", ["x"]])
 def test_odd_names_are_refused(name):
     with raises_code("request.request_id", RequestError):
         make_engine().add_request(name, "Q", GREEDY)
 
 
-def test_abort_of_nobody_is_nothing():
+def test_abort_of_an_unknown_request_is_a_no_op():
     engine = make_engine()
-    assert engine.abort("nobody") == []
+    assert engine.abort("unknown") == []
     engine.add_request("r", "Q", GREEDY)
     run_all(engine)
     assert engine.abort("r") == []
@@ -430,7 +431,7 @@ def undisturbed(prompt: str, params: SamplingParams) -> tuple[list[int], str]:
     "num_steps",
     [steps if steps in QUICK_STEPS else pytest.param(steps, marks=pytest.mark.slow) for steps in range(65)],
 )
-def test_abort_at_every_token_frees_pages_and_leaves_neighbours_alone(state, num_steps):
+def test_abort_at_every_token_frees_pages(state, num_steps):
     case = ABORT_CASES[state]
     engine = case.engine()
     heard: dict[str, list[CompletionDelta]] = {"neighbour": [], "victim": []}
@@ -452,7 +453,7 @@ def test_abort_at_every_token_frees_pages_and_leaves_neighbours_alone(state, num
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("state", ABORT_CASES)
+@for_each("state", ABORT_CASES)
 def test_the_states_of_the_abort_test_are_reached(state):
     engine = ABORT_CASES[state].engine()
     seen = set()
@@ -478,8 +479,8 @@ def test_abort_tells_what_the_caller_has_not_heard_yet():
     engine.scheduler.complete = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    told = engine.abort("r")
-    assert [len(delta.token_ids) for delta in told] == [1, 0]
+    reported = engine.abort("r")
+    assert [len(delta.token_ids) for delta in reported] == [1, 0]
     engine.scheduler.complete = complete
     assert_at_rest(engine)
 

@@ -15,6 +15,7 @@ from engine.fakes import (
     tokens_of,
 )
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.engine import outputs as completion
 from holdfast.errors import EngineDeadError, PromptError, RequestError, TemplateError
 from holdfast.request.sampling_params import SamplingParams
@@ -109,8 +110,8 @@ def run_beside_neighbours(engine, victim_params: SamplingParams):
     return {key: deltas for key, deltas in found.items() if key[0] == "victim"}
 
 
-@pytest.mark.parametrize("k", range(4))
-@pytest.mark.parametrize("method", ["push", "finish", "token_text"])
+@for_each("k", range(4))
+@for_each("method", ["push", "finish", "token_text"])
 def test_a_fault_in_making_text_ends_only_that_request(method, k):
     engine = make_engine(tokenizer=faulty_tokenizer(method, k))
     victim = SamplingParams(n=4, seed=1, max_tokens=5, logprobs=1 if method == "token_text" else None)
@@ -141,7 +142,7 @@ def test_a_fault_in_prompt_logprobs_ends_only_that_request():
     assert deltas[0].metrics is None
 
 
-@pytest.mark.parametrize(("method", "error"), [("encode", PromptError), ("follow", RequestError)])
+@for_each("method, error", [("encode", PromptError), ("follow", RequestError)])
 def test_a_fault_at_admission_is_a_refusal(method, error):
     engine = make_engine(tokenizer=faulty_tokenizer(method, 0))
     with pytest.raises(error):
@@ -161,9 +162,9 @@ def test_a_fault_in_the_template_is_a_refusal():
     run_beside_neighbours(engine, PARAMS)
 
 
-@pytest.mark.parametrize("bad_token", [NO_TOKEN, 264, -7, 2**40])
-@pytest.mark.parametrize("k", [0, 3])
-def test_a_completion_without_a_token_fails_and_its_siblings_go_on(bad_token, k):
+@for_each("bad_token", [NO_TOKEN, 264, -7, 2**40])
+@for_each("k", [0, 3])
+def test_completion_without_a_token_fails_alone(bad_token, k):
     engine = make_engine()
 
     def without_token(item, result):
@@ -181,8 +182,8 @@ def test_a_completion_without_a_token_fails_and_its_siblings_go_on(bad_token, k)
     assert f"after {k} tokens" in last.error
 
 
-def test_nothing_computed_before_numbers_that_are_not_finite_is_shared_afterwards():
-    """Nobody knows which pages hold them: a prompt that was cached is computed again."""
+def test_prefixes_are_dropped_after_non_finite_logits():
+    """Any page may hold them, so a cached prompt is computed again."""
     engine = make_engine()
     known = "a prompt of several pages"
 
@@ -201,7 +202,7 @@ def test_nothing_computed_before_numbers_that_are_not_finite_is_shared_afterward
     assert cached_tokens() == 0
 
 
-def test_a_request_that_bans_every_token_itself_takes_no_cached_prefix_from_others():
+def test_request_that_bans_every_token_keeps_cached_prefixes():
     engine = make_engine()
     known = "a prompt of several pages"
 
@@ -221,8 +222,8 @@ def test_a_request_that_bans_every_token_itself_takes_no_cached_prefix_from_othe
     assert cached_tokens() == len(known) // 4 * 4
 
 
-@pytest.mark.parametrize("k", [0, 1, 5])
-def test_a_failing_model_ends_the_engine_and_everybody_is_told(k):
+@for_each("k", [0, 1, 5])
+def test_failing_model_ends_the_engine_and_every_request(k):
     engine = make_engine(max_num_seqs=2)
     for name in "abc":
         engine.add_request(name, "Q", SamplingParams(n=2, max_tokens=9, temperature=0.0))
@@ -248,8 +249,8 @@ def test_a_failing_model_ends_the_engine_and_everybody_is_told(k):
     assert engine.stats().num_unfinished_requests == 0
 
 
-@pytest.mark.parametrize("results", [0, 1, 3])
-def test_a_model_that_answers_for_the_wrong_number_ends_the_engine(results):
+@for_each("results", [0, 1, 3])
+def test_model_with_a_wrong_number_of_results_ends_the_engine(results):
     engine = make_engine()
     for name in "ab":
         engine.add_request(name, "Q", PARAMS)
@@ -258,7 +259,7 @@ def test_a_model_that_answers_for_the_wrong_number_ends_the_engine(results):
     assert engine.is_dead
 
 
-@pytest.mark.parametrize("method", ["schedule", "complete", "finish"])
+@for_each("method", ["schedule", "complete", "finish"])
 def test_a_failing_scheduler_ends_the_engine(method):
     engine = make_engine()
     engine.add_request("a", "Q", SamplingParams(max_tokens=1))
@@ -275,7 +276,7 @@ def test_a_failing_scheduler_ends_the_engine(method):
 @pytest.mark.parametrize(
     ("cause", "has_frames"), [(Fault("broken"), True), (EngineDeadError("rank.dead", reason="b"), False)]
 )
-def test_the_log_has_frames_of_a_fault_and_of_a_rank_that_is_gone_its_sentence(cause, has_frames, caplog):
+def test_log_has_a_traceback_of_faults_but_not_of_dead_ranks(cause, has_frames, caplog):
     engine = make_engine()
     engine.add_request("a", "Q", PARAMS)
 
@@ -306,7 +307,7 @@ def test_an_engine_that_dies_in_an_abort_tells_the_others():
         engine.step()
 
 
-def test_a_scheduler_that_runs_nobody_does_not_hang_the_engine():
+def test_scheduler_that_runs_nothing_does_not_hang_the_engine():
     engine = make_engine()
     engine.add_request("a", "Q", PARAMS)
     engine.scheduler.schedule = lambda propose: LiveStep(())
@@ -334,7 +335,7 @@ def test_a_request_that_the_scheduler_refuses_leaves_nothing():
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("k", range(12))
+@for_each("k", range(12))
 def test_ctrl_c_in_the_model_leaves_an_engine_that_goes_on(k):
     engine = make_engine(max_num_batched_tokens=6)
     for prompt in NEIGHBOURS:
@@ -355,7 +356,7 @@ def test_ctrl_c_in_the_model_leaves_an_engine_that_goes_on(k):
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("k", range(12))
+@for_each("k", range(12))
 def test_ctrl_c_in_the_model_then_abort_gives_everything_back(k):
     engine = make_engine(max_num_batched_tokens=6)
     for prompt in NEIGHBOURS:
@@ -373,7 +374,7 @@ def test_ctrl_c_in_the_model_then_abort_gives_everything_back(k):
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("method", ["schedule", "complete", "finish", "add"])
+@for_each("method", ["schedule", "complete", "finish", "add"])
 def test_ctrl_c_while_tables_change_waits_and_loses_nothing(method):
     engine = make_engine()
     original = getattr(engine.scheduler, method)

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.fakes import EOS, logprobs_at, shared_tokenizer
+from for_each import for_each
 from holdfast.engine.messages import CoreRequest, Ending, SequenceOutput
 from holdfast.engine.outputs import Completion, DeltaBuffer, OutputAssembler, PromptLogprobs, position_logprobs
 from holdfast.request.outputs import CompletionDelta, Logprob, RequestMetrics
@@ -36,9 +37,9 @@ def say(subject: Completion, tokens: bytes | list[int], ending: Ending | None = 
 LENGTH, STOP = Ending("length"), Ending("stop")
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 5])
-@pytest.mark.parametrize(
-    ("params", "tokens", "core", "text", "count", "ending"),
+@for_each("at_once", [1, 2, 5])
+@for_each(
+    "params, tokens, core, text, count, ending",
     [
         ({}, b"abc", None, "abc", 3, None),
         ({}, b"abc", LENGTH, "abc", 3, LENGTH),
@@ -57,7 +58,6 @@ LENGTH, STOP = Ending("length"), Ending("stop")
         ({}, "aé".encode()[:2], LENGTH, "a\ufffd", 2, LENGTH),
         ({}, b"ab", Ending("error", error="why"), "ab", 2, Ending("error", error="why")),
     ],
-    ids=str,
 )
 def test_text_and_ending(params, tokens, core, text, count, ending, at_once):
     subject = completion(logprobs=1, **params)
@@ -119,12 +119,12 @@ def test_a_chosen_token_in_the_top_is_there_once():
     assert found[97].rank == 2
 
 
-def test_the_rank_of_a_chosen_token_is_the_measured_one_among_equals():
+def test_rank_of_the_chosen_token_among_equals():
     tied = TokenLogprobs(97, -0.1, 1, ((98, -0.1), (97, -0.1)))
     assert position_logprobs(tied, 2, None)[97].rank == 1
 
 
-def test_none_of_the_top_when_none_was_asked():
+def test_zero_logprobs_have_no_top():
     assert list(position_logprobs(TokenLogprobs(97, -2.0, 2, TOP), 0, None)) == [97]
 
 
@@ -132,7 +132,7 @@ def entry(position: int) -> TokenLogprobs:
     return TokenLogprobs(97 + position, -float(position), 1, ())
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 6])
+@for_each("chunk", [1, 2, 3, 5, 6])
 def test_chunks_add_up_and_repeats_are_passed_over(chunk):
     prompt = PromptLogprobs(6, 0)
     for _ in range(2):
@@ -233,7 +233,7 @@ def test_logprobs_add_up():
     assert [list(position) for position in completion.logprobs] == [[1], [2], [3]]
 
 
-def test_logprobs_add_up_to_the_same_bits_however_tokens_come_together():
+def test_cumulative_logprob_does_not_depend_on_batching():
     first, others = delta(0, "", 9, logprob=-0.7), [delta(0, "", token, logprob=-0.1) for token in (1, 2, 3)]
     totals = {
         assembled(deltas, n=1).output().outputs[0].cumulative_logprob
@@ -242,7 +242,7 @@ def test_logprobs_add_up_to_the_same_bits_however_tokens_come_together():
     assert totals == {-0.7 - 0.1 - 0.1 - 0.1}
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@for_each("every", [1, 2, 3, 5])
 def test_merged_deltas_say_the_same(every):
     assembler, buffer = OutputAssembler("prompt", [5, 6], 2), DeltaBuffer()
     for number, item in enumerate(ANSWER):

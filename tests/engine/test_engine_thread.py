@@ -7,6 +7,7 @@ import pytest
 
 from engine.fakes import Gate, assert_at_rest, make_engine, solo, text_of, tokens_of
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.engine.engine_thread import EngineThread, Mailbox
 from holdfast.errors import EngineDeadError, RequestError
 from holdfast.request.outputs import CompletionDelta
@@ -148,7 +149,7 @@ def test_a_refusal_reaches_its_reader_only():
     run(work)
 
 
-def test_withdrawing_takes_effect_before_the_next_step_is_launched(run_ahead):
+def test_withdrawal_takes_effect_before_the_next_step(run_ahead):
     async def work():
         engine = make_engine()
         gate = Gate(engine)
@@ -169,7 +170,7 @@ def test_withdrawing_takes_effect_before_the_next_step_is_launched(run_ahead):
     run(work)
 
 
-def test_withdrawing_late_does_not_hit_a_new_request_of_the_same_name():
+def test_late_withdrawal_spares_a_new_request_of_its_name():
     async def work():
         thread = EngineThread(make_engine())
         old = submitted(thread, "old", "name")
@@ -190,7 +191,7 @@ def test_abort_by_name_gives_the_reader_an_end(run_ahead):
         mailbox = submitted(thread, "x", "name", SamplingParams(n=2, max_tokens=20))
         gate.started.acquire()
         thread.abort("name")
-        thread.abort("nobody")
+        thread.abort("unknown")
         gate.open()
         heard = await read(mailbox)
         assert [delta.finish_reason for delta in heard[-2:]] == ["abort", "abort"]
@@ -298,7 +299,7 @@ def test_stop_aborts_everybody_queued_or_running():
     run(work)
 
 
-@pytest.mark.parametrize("where", ["execute", "finish", "schedule"])
+@for_each("where", ["execute", "finish", "schedule"])
 def test_when_the_engine_dies_everybody_hears_why(where):
     async def work():
         engine = make_engine(max_num_seqs=1)

@@ -10,6 +10,7 @@ import pytest
 
 from engine.first_token import at_once, random_traffic, run_traffic
 from engine.scheduling import run, sequence, shape
+from for_each import for_each
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
@@ -56,7 +57,7 @@ def test_hit_whose_window_pages_do_not_fit_is_not_used() -> None:
     assert shape(run(scheduler)) == [(0, 8, 1), (1, 0, 7)], "shared pages would come back to neither of them"
 
 
-@pytest.mark.parametrize("has_windows", [False, True], ids=["whole", "windows"])
+@for_each("has_windows", [False, True])
 def test_first_token_with_room_for_all_is_never_later(has_windows: bool) -> None:
     check_room_for_all(range(30), has_windows)
 
@@ -67,9 +68,9 @@ def test_first_token_with_room_is_never_later_in_many(has_windows: bool) -> None
     check_room_for_all(range(NUM_SLOW_WORLDS), has_windows)
 
 
-@pytest.mark.parametrize("is_tight", [False, True], ids=["ample", "tight"])
-@pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize("has_windows", [False, True], ids=["whole", "windows"])
+@for_each("is_tight", [False, True])
+@for_each("run_ahead", [0, 1])
+@for_each("has_windows", [False, True])
 def test_first_token_is_later_only_if_another_is_earlier(has_windows: bool, run_ahead: int, is_tight: bool) -> None:
     check_scarce(range(20), has_windows, run_ahead, is_tight)
 

@@ -100,7 +100,7 @@ def test_an_error_and_an_interrupt_are_both_known():
     assert isinstance(caught.value.__context__, ValueError)
 
 
-def test_somebody_elses_handler_is_called_and_kept():
+def test_foreign_handler_is_called_and_kept():
     calls = []
 
     def own(signum, frame):

@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
-
 from engine.fakes import make_engine, run_all
 from engine.scheduling import has_work, run, sequence
+from for_each import for_each
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.admission import PreparedRequest
@@ -53,7 +52,7 @@ def cached_tokens(engine: Engine, prepared: PreparedRequest) -> int:
     return run_all(engine)["one", 0][-1].num_cached_tokens
 
 
-@pytest.mark.parametrize("way", WAYS)
+@for_each("way", WAYS)
 def test_hit_needs_the_same_salt(way) -> None:
     engine = make_engine()
     for salt in SALTS:
@@ -71,8 +70,8 @@ def test_salt_of_the_call_replaces_that_of_the_prompt() -> None:
     assert cached_tokens(engine, engine.prepare_pooled(prompt, cache_salt="of the key")) == 44
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("salts", [(None, "a"), ("a", None), ("a", "b")])
+@for_each("n", [1, 3])
+@for_each("salts", [(None, "a"), ("a", None), ("a", "b")])
 def test_equal_prompts_of_two_salts_share_no_row(salts: tuple[str | None, str | None], n: int) -> None:
     engine = make_engine(max_num_batched_tokens=128, run_ahead=0)
     for name, salt in zip(("one", "two"), salts, strict=True):
@@ -99,7 +98,7 @@ def steps_of(first_salt: bytes, first: list[int], tokens: list[int]) -> list[lis
     return found
 
 
-@pytest.mark.parametrize("num_common", [2, 4, 7, 11, 15])
+@for_each("num_common", [2, 4, 7, 11, 15])
 def test_steps_do_not_show_what_another_salt_computes(num_common: int) -> None:
     tokens = list(range(20))
     beside = tokens[:num_common] + [99] * (20 - num_common)
@@ -118,7 +117,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@for_each("name", GROUPS)
 def test_groups_of_every_kind_keep_salts_apart(name: str) -> None:
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, page_tokens=2)
     scheduler = Scheduler(limits, 200, True, 10, groups=GROUPS[name], prefix_root=b"root")

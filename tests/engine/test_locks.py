@@ -13,6 +13,7 @@ from engine.owned_locks import Guard, OwnedLock
 from engine.test_core import request
 from engine.test_core_server import Line
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.engine import core_process
 from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
 from holdfast.engine.core import EngineCore
@@ -82,7 +83,7 @@ def test_driver_changes_its_engine_under_its_lock():
         second.try_submit(engine.prepare("two", PARAMS), left)
         assert driver.num_unfinished == 2
         second.pump()
-        assert driver.unfinished({"nobody"}) == set()
+        assert driver.unfinished({"unknown"}) == set()
         while not first.take(ended)[1]:
             first.pump()
         first.try_submit(engine.prepare("three", PARAMS), DeltaBuffer())
@@ -133,7 +134,7 @@ class WatchedSocket:
         return getattr(self._socket, name)
 
 
-@pytest.mark.parametrize("name", ["send", "send_frame", "try_send"])
+@for_each("name", ["send", "send_frame", "try_send"])
 def test_channel_makes_and_sends_a_frame_in_its_turn(name):
     ours, theirs = map(Channel, channel_pair())
     watched, made = WatchedSocket(ours), []
@@ -156,7 +157,7 @@ def test_channel_makes_and_sends_a_frame_in_its_turn(name):
         end.close()
 
 
-@pytest.mark.parametrize("name", ["send", "send_frame", "try_send"])
+@for_each("name", ["send", "send_frame", "try_send"])
 def test_channel_is_free_after_a_send_that_failed(name):
     ours, theirs = map(Channel, channel_pair())
     theirs.close()
@@ -221,7 +222,7 @@ def test_core_server_flushes_twice_from_the_pulse_thread(monkeypatch):
         with server._holding:
             server._held.append(CoreOutputs())
             in_thread(server.flush_overdue)
-            assert len(line.sent) == number, "somebody else has the lock"
+            assert len(line.sent) == number, "another thread has the lock"
         in_thread(server.flush_overdue)
         in_thread(server.flush_overdue)
         assert len(line.sent) == number + 1
@@ -295,7 +296,7 @@ def test_engine_thread_changes_shared_state_under_its_condition():
         mailboxes = [Mailbox(1) for _ in range(3)]
         for number, mailbox in enumerate(mailboxes):
             thread.submit(thread.engine.prepare(f"prompt {number}", PARAMS), f"name {number}", mailbox)
-        thread.abort("nobody")
+        thread.abort("unknown")
         thread.health()
         thread.reset_prefix_cache()
         reader = MapReader()
@@ -360,13 +361,13 @@ def test_rank_group_gives_no_result_while_ranks_are_ended():
     with group._changed:
         waiting, found = end_of(group, done)
         waiting.join(0.1)
-        assert not found, "it waits for whoever ends the ranks"
+        assert not found, "it waits for the thread that ends the ranks"
         group._death = "rank 2 was killed"
     waiting.join(10)
     assert "rank 2 was killed" in str(found[0])
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@for_each("dies", [False, True])
 def test_rank_group_wakes_who_waits_for_a_step(dies):
     group, step = make_group(), Future()
     waiting, found = end_of(group, step)

@@ -1,4 +1,4 @@
-"""Memory maps: pages by group as the pool has them, whoever holds them, from this process and from another."""
+"""Memory maps: pages by group like the pool, in this process and from another."""
 
 import asyncio
 import time
@@ -9,6 +9,7 @@ from engine.fakes import Gate, make_engine, run_all
 from engine.simulated_world import World
 from engine.simulation import Simulation
 from engine.test_core_process import children_find_tests, make_remote
+from for_each import for_each
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.cache.groups import HOLE
 from holdfast.engine.engine import Engine
@@ -62,7 +63,7 @@ def test_those_that_wait_are_listed_in_order_and_not_all():
     assert "6" not in [one.request_id for one in engine.front.named_map(seen).requests]
 
 
-@pytest.mark.parametrize("seed", [2, 3, 6, 7, 10, 11])
+@for_each("seed", [2, 3, 6, 7, 10, 11])
 def test_groups_are_counted_as_their_pages_change_hands(seed):
     simulation = Simulation(seed, World.from_seed(seed))
     step, num_looks = simulation.step, 0
@@ -127,7 +128,7 @@ def test_the_same_of_a_core_in_another_process(make_remote):
     check_maps(asyncio.run(main()))
 
 
-def test_nobody_waits_long_for_a_step_that_lasts():
+def test_long_step_does_not_delay_callers():
     engine = make_engine(clock=time.monotonic)
     gate = Gate(engine)
 

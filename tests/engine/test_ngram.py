@@ -11,7 +11,7 @@ from holdfast.engine.ngram import MAX_WAIT, NgramProposer
 
 
 def search(token_ids: list[int], num_proposals: int, longest: int, shortest: int) -> tuple[int, ...]:
-    """The same from the definition: every n, every place from the latest on, token by token."""
+    """Reference by definition: every n, every place from the latest on."""
     for n in range(longest, shortest - 1, -1):
         for place in range(len(token_ids) - 1, n - 1, -1):
             if len(token_ids) > n and token_ids[place - n : place] == token_ids[-n:]:
@@ -24,7 +24,7 @@ def search(token_ids: list[int], num_proposals: int, longest: int, shortest: int
 
 @st.composite
 def growing_sequences(draw):
-    """Tokens of a small vocabulary, and the lengths at which proposals are asked for."""
+    """Tokens of a small vocabulary, and the lengths at which it drafts."""
     token_ids = draw(st.lists(st.integers(0, draw(st.integers(0, 4))), min_size=1, max_size=60))
     lengths = draw(st.lists(st.integers(1, len(token_ids)), min_size=1, max_size=12))
     return token_ids, sorted(lengths)
@@ -42,7 +42,7 @@ def test_proposals_are_those_of_a_plain_search(grown, num_proposals, shortest, f
 
 @settings(max_examples=200, deadline=None)
 @given(growing_sequences(), st.integers(1, 9))
-def test_a_full_index_looks_back_one_generation_at_least_and_two_at_most(grown, max_indexed):
+def test_full_index_spans_one_to_two_generations(grown, max_indexed):
     token_ids, lengths = grown
     proposer = NgramProposer(3, 3, 2, max_indexed)
     for length in lengths:
@@ -61,7 +61,7 @@ def test_a_full_index_looks_back_one_generation_at_least_and_two_at_most(grown, 
         assert sum(map(len, (*index.young, *index.old))) <= 2 * 2 * max_indexed
 
 
-def test_the_longest_match_counts_before_the_latest_and_of_equals_the_latest():
+def test_longest_then_latest_match_wins():
     proposer = NgramProposer(2, 3, 2)
     assert proposer.propose(1, [1, 2, 3, 40, 41, 2, 3, 50, 51, 1, 2, 3]) == (40, 41)
     assert proposer.propose(2, [2, 3, 40, 41, 2, 3, 50, 51, 9, 2, 3]) == (50, 51)
@@ -75,18 +75,18 @@ def test_a_period_goes_on_with_itself():
     assert proposer.propose(2, [1, 2, 3, 1, 2, 3, 1]) == (2, 3, 1, 2, 3, 1, 2)
 
 
-def test_a_rejected_sequence_proposes_rarely_and_an_accepted_token_ends_that():
+def test_rejected_sequence_backs_off_until_a_token_is_accepted():
     proposer = NgramProposer(2, 2, 1)
-    token_ids, asked = [1, 1], []
+    token_ids, wanted = [1, 1], []
     for _ in range(200):
         if proposer.propose(1, token_ids):
-            asked.append(len(token_ids))
+            wanted.append(len(token_ids))
             token_ids.append(1)
             proposer.book(1, 0, len(token_ids))
         else:
             assert proposer.is_waiting(1, len(token_ids))
             token_ids.append(1)
-    gaps = [later - earlier for earlier, later in pairwise(asked)]
+    gaps = [later - earlier for earlier, later in pairwise(wanted)]
     assert gaps[:6] == [1, 2, 4, 8, 16, 32]
     assert set(gaps[6:]) == {MAX_WAIT + 1}
     proposer.book(1, 1, len(token_ids))

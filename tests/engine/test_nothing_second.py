@@ -7,6 +7,7 @@ import pytest
 
 from engine.fakes import EOS, assert_at_rest, make_engine, run_all, solo, tokens_of
 from engine.scheduling import has_work, make, run, sequence
+from for_each import for_each
 from holdfast.engine.engine import Engine
 from holdfast.errors import RequestError
 from holdfast.request.outputs import CompletionDelta
@@ -91,7 +92,7 @@ def test_second_request_answers_as_if_it_was_the_first(second: str) -> None:
         assert outcome(engine, "one", CASES[second]) == alone
 
 
-@pytest.mark.parametrize("name", ["length", "three completions", "stop string"])
+@for_each("name", ["length", "three completions", "stop string"])
 def test_every_later_hit_is_as_long_as_the_second(name: str) -> None:
     engine, case = fresh_engine(), CASES[name]
     num_tokens = len(case.prompt)
@@ -193,7 +194,7 @@ def drop_steps(scheduler) -> None:
     scheduler.forget_steps()
 
 
-@pytest.mark.parametrize("event", [finish_waiting, finish_running, reset, drop_steps])
+@for_each("event", [finish_waiting, finish_running, reset, drop_steps])
 def test_scheduler_event_twice_leaves_every_page(event: Callable) -> None:
     scheduler = make(num_pages=14, max_num_seqs=3, max_tokens_a_step=6)
     for number in range(12):

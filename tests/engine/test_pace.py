@@ -10,6 +10,7 @@ from engine.simulated_world import World
 from engine.simulation import Simulation
 from engine.test_simulation import NEEDED
 from engine.test_simulation import run_all as run_worlds
+from for_each import for_each
 from holdfast.engine.pacing import StepPacer
 from holdfast.engine.scheduler import Scheduler
 from holdfast.request.sampling_params import SamplingParams
@@ -158,7 +159,7 @@ class Clock:
         self.steps.append((step.num_tokens, seconds))
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
+@for_each("run_ahead", [0, 1])
 def test_core_with_a_pacer_keeps_streams_at_their_pace(run_ahead: int) -> None:
     engine = make_engine(
         max_num_batched_tokens=256, max_model_len=512, num_pages=400, run_ahead=run_ahead, enable_prefix_caching=False
@@ -184,23 +185,23 @@ def test_core_with_a_pacer_keeps_streams_at_their_pace(run_ahead: int) -> None:
 
 
 class Seen(StepPacer):
-    """Keeps what it is told, and limits nothing."""
+    """Records its calls, and limits nothing."""
 
     def __init__(self) -> None:
         super().__init__(3.0)
-        self.asked: list[int] = []
+        self.wanted: list[int] = []
         self.steps: list[tuple[int, int, int, float]] = []
 
     def prompt_rows(self, num_decoding: int) -> int | None:
-        self.asked.append(num_decoding)
+        self.wanted.append(num_decoding)
         return None
 
     def see(self, num_rows: int, num_prompt_rows: int, num_decoding: int, seconds: float) -> None:
         self.steps.append((num_rows, num_prompt_rows, num_decoding, round(seconds, 6)))
 
 
-@pytest.mark.parametrize("is_interrupted", [False, True])
-@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@for_each("is_interrupted", [False, True])
+@for_each("run_ahead", [0, 1, 2])
 def test_pacer_sees_each_step_with_its_own_rows_and_time(run_ahead: int, is_interrupted: bool) -> None:
     engine = make_engine(run_ahead=run_ahead, enable_prefix_caching=False, max_num_batched_tokens=64)
     clock, pacer, launches = Clock(engine), Seen(), []
@@ -236,4 +237,4 @@ def test_pacer_sees_each_step_with_its_own_rows_and_time(run_ahead: int, is_inte
         assert num_decoding >= rows or prompt_rows
     prompts = [seen[:3] for seen in pacer.steps if seen[1]]
     assert prompts == [(12, 12, 2), (22, 20, 2)]
-    assert pacer.asked == [0, 2, 2, 3], "it is not asked while no prompt waits or is half read"
+    assert pacer.wanted == [0, 2, 2, 3], "it is not called while no prompt waits or is half computed"

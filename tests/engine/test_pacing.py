@@ -4,8 +4,7 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 
-import pytest
-
+from for_each import for_each
 from holdfast.engine.pacing import LOOK_STEPS, MIN_ROWS, START_ROWS, StepPacer
 
 SIZES = (64, 128, 256, 512)
@@ -34,13 +33,13 @@ def read_prompt(
     lag: int = 0,
     noise: Callable[[], float] = lambda: 1.0,
 ) -> list[tuple[int, float]]:
-    """Rows of prompts and seconds of each step until the prompt is read; results are told `lag` steps late."""
+    """Rows of prompts and seconds of each step until the prompt is read; results arrive `lag` steps late."""
     steps: list[tuple[int, float]] = []
     late: list[tuple[int, int, int, float]] = []
     done = 0
     while done < num_tokens:
-        asked = pacer.prompt_rows(num_decoding)
-        rows = num_tokens - done if asked is None else min(asked, num_tokens - done)
+        wanted = pacer.prompt_rows(num_decoding)
+        rows = num_tokens - done if wanted is None else min(wanted, num_tokens - done)
         seconds = cost(num_decoding + rows, rows, done) * noise()
         steps.append((rows, seconds))
         late.append((num_decoding + rows, rows, num_decoding, seconds))
@@ -58,8 +57,8 @@ def warm(pacer: StepPacer, cost: Cost, num_decoding: int) -> float:
     return cost(num_decoding, 0, 0)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("num_decoding", [1, 8, 64])
+@for_each("lag", [0, 1])
+@for_each("num_decoding", [1, 8, 64])
 def test_pacer_on_a_gpu_keeps_steps_below_twice(num_decoding: int, lag: int) -> None:
     pacer = StepPacer(1.7, SIZES, tile_rows=TILE_ROWS)
     base = warm(pacer, gpu_seconds, num_decoding)
@@ -69,7 +68,7 @@ def test_pacer_on_a_gpu_keeps_steps_below_twice(num_decoding: int, lag: int) -> 
     assert sum(seconds for _, seconds in steps) / len(steps) > 1.4 * base, "too few rows"
 
 
-@pytest.mark.parametrize("num_decoding", [1, 4, 8])
+@for_each("num_decoding", [1, 4, 8])
 def test_pacer_on_a_cpu_reaches_its_target_from_below(num_decoding: int) -> None:
     pacer = StepPacer(3.0, max_seconds=1.0)
     base = warm(pacer, cpu_seconds, num_decoding)
@@ -114,10 +113,10 @@ def test_pacer_without_a_decode_step_looks_at_one() -> None:
 def test_pacer_looks_at_a_decode_step_now_and_then() -> None:
     pacer = StepPacer(3.0)
     warm(pacer, cpu_seconds, 4)
-    asked = [rows for rows, _ in read_prompt(pacer, cpu_seconds, 4, 4000)]
-    looks = [place for place, rows in enumerate(asked) if rows == 0]
+    wanted = [rows for rows, _ in read_prompt(pacer, cpu_seconds, 4, 4000)]
+    looks = [place for place, rows in enumerate(wanted) if rows == 0]
     assert looks[0] == LOOK_STEPS
-    assert len(looks) == len(asked) // (LOOK_STEPS + 1)
+    assert len(looks) == len(wanted) // (LOOK_STEPS + 1)
 
 
 def test_pacer_without_decoders_keeps_to_seconds() -> None:

@@ -8,6 +8,7 @@ from engine.fakes import HashRunner, assert_at_rest, make_engine, run_all, solo,
 from engine.pipeline_mutants import PIPELINE_MUTANTS
 from engine.simulated_world import World
 from engine.simulation import Simulation
+from for_each import for_each
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.core import EngineCore
@@ -39,7 +40,7 @@ def test_a_sample_with_stages_leaves_no_leak_and_no_wrong_read() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(10))
-def test_a_million_events_with_stages_leave_no_leak_and_no_wrong_read(batch: int) -> None:
+def test_million_events_with_stages_are_sound(batch: int) -> None:
     assert run_worlds(range(batch * 10, batch * 10 + 10), 10_000) >= NEEDED - {"preempt"}
 
 
@@ -98,7 +99,7 @@ class Pipe:
         self.scheduler.check()
 
 
-def test_prompts_and_decodes_are_cut_evenly_and_every_stage_stays_busy() -> None:
+def test_steps_are_split_evenly_over_stages() -> None:
     pipe = Pipe(num_stages=3)
     for _ in range(7):
         pipe.add()
@@ -108,7 +109,7 @@ def test_prompts_and_decodes_are_cut_evenly_and_every_stage_stays_busy() -> None
         (step,) = pipe.fill()
         assert 1 <= len(step) <= 3
         in_flight = sorted(item.sequence.sequence_id for one in pipe.flights for item in one.scheduled)
-        assert in_flight == list(range(7)), "somebody waits though there is room in the pipe"
+        assert in_flight == list(range(7)), "a sequence waits though a stage is free"
 
 
 def test_one_sequence_is_in_one_step() -> None:
@@ -134,8 +135,8 @@ def test_uneven_steps_become_even_again() -> None:
     assert pipe.fill() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize(("num_stages", "num_running"), [(2, 5), (3, 4), (3, 10), (4, 9)])
-def test_nobody_is_passed_over_as_often_as_there_are_stages(num_stages: int, num_running: int) -> None:
+@for_each("num_stages, num_running", [(2, 5), (3, 4), (3, 10), (4, 9)])
+def test_no_sequence_is_skipped_num_stages_times(num_stages: int, num_running: int) -> None:
     """Those that were idle too long come with the next step, though those before them are idle again."""
     pipe = Pipe(num_stages, max_num_seqs=16)
     for _ in range(num_running):
@@ -167,7 +168,7 @@ def test_a_step_is_not_cut_by_those_who_cannot_be_admitted() -> None:
     assert max(shares) <= -(-num_running // 2) + 1
 
 
-def test_one_that_lacks_pages_empties_the_pipe_and_the_last_gives_way() -> None:
+def test_sequence_without_pages_drains_the_pipe() -> None:
     """Sequence 4 is in none of the first steps of three stages, and must not wait until those before it end."""
     pipe = Pipe(num_stages=3, num_pages=18)
     for num_prompt in (5, 5, 5, 5, 8, 8):
@@ -178,7 +179,7 @@ def test_one_that_lacks_pages_empties_the_pipe_and_the_last_gives_way() -> None:
         assert pipe.flights, "the pipe is empty"
         pipe.book()
         num_rounds += 1
-    assert num_rounds < 20, "somebody else had to run out of pages"
+    assert num_rounds < 20, "another sequence had to run out of pages"
     running = pipe.scheduler.running
     assert [sequence.sequence_id for sequence in running] == [0, 1, 2, 3, 4]
     assert running[-1].num_tokens > max(sequence.num_tokens for sequence in running[:-1])
@@ -188,7 +189,7 @@ def test_one_that_lacks_pages_empties_the_pipe_and_the_last_gives_way() -> None:
     assert pipe.scheduler.pool.num_available == 18
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@for_each("num_stages", [2, 3])
 def test_the_more_important_runs_first_in_every_stage(num_stages: int) -> None:
     pipe = Pipe(num_stages, max_num_seqs=4)
     for _ in range(4):
@@ -199,7 +200,7 @@ def test_the_more_important_runs_first_in_every_stage(num_stages: int) -> None:
     for _ in range(2 * num_stages):
         pipe.fill()
         pipe.book()
-    # Nobody who runs is pushed out by one that waits.
+    # A waiting sequence displaces no running one.
     assert urgent.num_computed == 0
     pipe.scheduler.finish(pipe.scheduler.running[-1])
     for _ in range(2 * num_stages):
@@ -241,7 +242,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@for_each("num_stages", [2, 3])
 def test_answers_are_those_of_one_step_at_a_time(num_stages: int) -> None:
     """Choices that count or follow tokens too: each token that a step begins with is known when it is launched."""
     engine = piped_engine(num_stages)
@@ -256,7 +257,7 @@ def test_answers_are_those_of_one_step_at_a_time(num_stages: int) -> None:
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize(("num_requests", "num_in_flight"), [(1, 1), (4, 2)])
+@for_each("num_requests, num_in_flight", [(1, 1), (4, 2)])
 def test_stages_compute_while_text_is_made(num_requests: int, num_in_flight: int) -> None:
     """When the tokens of a step are handed out, what follows them has been launched, also of a sequence that is alone."""
     engine = piped_engine(2)

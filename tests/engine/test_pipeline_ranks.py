@@ -25,7 +25,7 @@ from runner.tiny_runners import held_storages
 
 
 class FramedRunner:
-    """Rank 0's runner; every other rank is told each step, and before it the results that it does not have yet."""
+    """Rank 0's runner; every other rank gets each step and the results before it."""
 
     def __init__(self, runner: Runner, others: list["queue.Queue[tuple[list[StepResult], bytes] | None]"]) -> None:
         self.limits: Limits = runner.limits
@@ -35,19 +35,19 @@ class FramedRunner:
         self.most_in_flight = self._num_in_flight = 0
         self._runner = runner
         self._others = others
-        self._told: list[StepResult] = []
+        self._unsent: list[StepResult] = []
 
     def launch(self, step: Step) -> None:
         for other in self._others:
-            other.put((self._told, encode_step(step)))
-        self._told = []
+            other.put((self._unsent, encode_step(step)))
+        self._unsent = []
         self._runner.launch(step)
         self._num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
 
     def collect(self) -> StepResult:
         result = self._runner.collect()
-        self._told.append(result)
+        self._unsent.append(result)
         self._num_in_flight -= 1
         return result
 
@@ -57,10 +57,10 @@ class FramedRunner:
 
 def follow(runner: Runner, steps: "queue.Queue[tuple[list[StepResult], bytes] | None]") -> None:
     """What another rank does until there are no more steps."""
-    while (told := steps.get(timeout=60)) is not None:
-        for result in told[0]:
+    while (reported := steps.get(timeout=60)) is not None:
+        for result in reported[0]:
             runner.take_result(result)
-        runner.run(decode_step(told[1]))
+        runner.run(decode_step(reported[1]))
 
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
@@ -185,7 +185,7 @@ def test_answers_of_stages_are_those_of_one_process(tmp_path: Path, family: str,
 
 
 @pytest.mark.parametrize("kv_dtype", ["turboquant_k8v4", pytest.param("turboquant_3bit_nc", marks=pytest.mark.slow)])
-def test_two_stages_of_turboquant_share_no_scratch_and_nothing_moves(tmp_path: Path, kv_dtype: str) -> None:
+def test_two_turboquant_stages_share_no_scratch(tmp_path: Path, kv_dtype: str) -> None:
     """What went wrong elsewhere: a scratch of one stage that the other resized. Run twice: addresses and answers stay."""
     path, options = find_model(tmp_path, "llama"), {"kv_cache_dtype": kv_dtype, "enable_prefix_caching": False}
     expected = run_alone(path, **options)

@@ -10,6 +10,7 @@ import torch
 
 from engine.fakes import hidden_of, make_engine, run_all
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.engine.core import EngineCore
 from holdfast.engine.messages import CoreRequest
 from holdfast.engine.scheduler import Scheduler
@@ -172,7 +173,7 @@ def test_truncate_cuts_a_text_and_keeps_added_tokens():
     assert engine.prepare_pooled({"prompt_token_ids": [7] * 40}, truncate=True).prompt_token_ids == [7] * 16
 
 
-@pytest.mark.parametrize("prompt", ["", {"prompt_token_ids": []}, {"prompt_token_ids": [9999]}, 5, "\ud800"], ids=repr)
+@for_each("prompt", ["", {"prompt_token_ids": []}, {"prompt_token_ids": [9999]}, 5, "\ud800"])
 def test_unsound_pooled_prompt_is_refused(prompt):
     for truncate in (False, True):
         with pytest.raises(RequestError):

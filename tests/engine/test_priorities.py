@@ -29,7 +29,7 @@ def filled(scheduler: Scheduler, *sequences: Sequence) -> None:
         scheduler.add(one)
 
 
-def test_the_lowest_number_starts_first_and_equals_in_order_of_arrival() -> None:
+def test_lowest_priority_number_starts_first() -> None:
     scheduler = make(max_num_seqs=1)
     filled(scheduler, *(important(number, priority) for number, priority in enumerate((5, 0, -2, 0, 5, -2))))
     order = []
@@ -38,7 +38,7 @@ def test_the_lowest_number_starts_first_and_equals_in_order_of_arrival() -> None
     assert order == [2, 5, 1, 3, 0, 4]
 
 
-def test_whoever_runs_is_not_pushed_out_by_one_that_waits() -> None:
+def test_waiting_sequence_displaces_no_running_one() -> None:
     scheduler = make(max_num_seqs=1)
     filled(scheduler, important(0, 9, max_tokens=5))
     run(scheduler)
@@ -64,7 +64,7 @@ def test_the_least_important_gives_way_even_where_it_came_first() -> None:
     assert (high.num_preemptions, low.num_output_tokens, high.num_output_tokens) == (0, 10, 10)
 
 
-def test_a_later_one_of_more_importance_is_tried_where_the_first_did_not_fit() -> None:
+def test_more_important_sequence_is_tried_after_a_blocked_one() -> None:
     scheduler = make(num_pages=4, page_tokens=2, max_model_len=8)
     filled(scheduler, important(0, 0, prompt=2, max_tokens=4))
     run(scheduler)
@@ -102,13 +102,13 @@ def test_a_priority_is_bounded_and_travels() -> None:
     assert (number, came) == (1, sent)
 
 
-def test_a_sample_with_priorities_leaves_no_leak_and_no_wrong_read() -> None:
+def test_sample_with_priorities_is_sound() -> None:
     assert run_worlds(range(16), 400, World.unequal) >= NEEDED
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(10))
-def test_a_million_events_with_priorities_leave_no_leak_and_no_wrong_read(batch: int) -> None:
+def test_million_events_with_priorities_are_sound(batch: int) -> None:
     seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
     assert run_worlds(seeds, EVENTS_PER_WORLD, World.unequal) >= NEEDED
 

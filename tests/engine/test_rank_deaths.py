@@ -1,4 +1,4 @@
-"""Kill -9 and SIGSTOP of every rank and of the parent at every station: noticed in time, an error for whoever waits, nothing left."""
+"""Kill -9 and SIGSTOP of every rank and of the parent at every station: noticed in time, an error for callers, nothing left."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ VICTIMS = {
     "front": ("parent", "rank 0", "rank 1", "rank 2"),
     "launched": ("parent", "rank 1"),
 }
-"""Of a script rank 0 is the parent; of a front rank 0 is the core process; what a launcher has started are no parents, but rank 0 is
+"""In a script rank 0 is the parent; with a front rank 0 is the core process; launched ranks have no parent, but rank 0 is
 named as one."""
 PARENTS = ("script", "front")
 CASES = [
@@ -130,7 +130,7 @@ def test_a_death_is_noticed_and_leaves_nothing(kind, victim, how, station, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["script", "launched", "nodes"])
-def test_a_rank_0_that_keeps_the_lock_between_steps_raises_no_alarm(kind, tmp_path):
+def test_rank_0_holding_the_gil_between_steps_is_alive(kind, tmp_path):
     program = Program(kind, "locked", tmp_path)
     try:
         until = time.monotonic() + 60

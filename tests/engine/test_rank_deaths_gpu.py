@@ -1,4 +1,4 @@
-"""Ranks of real engines killed and stopped on one GPU: whoever waits has an error in time, nobody hangs in a kernel, the memory is back.
+"""Ranks of real engines killed and stopped on one GPU: callers get an error in time, no kernel hangs, the memory is released.
 
 Ranks share the GPU under MPS, each test with a daemon of its own, and without, in turns. Fakes on a CPU show every station and
 every victim (test_rank_deaths.py); here is what only a device can show: kernels that wait for a rank that will not come.
@@ -71,7 +71,7 @@ class Seen(NamedTuple):
     words: str
     device: str
     status: int | None
-    told: tuple[str, ...]
+    reported: tuple[str, ...]
     """What it wrote to its standard error at last."""
     held: int | None
     """Bytes of the device that were in use before."""
@@ -131,7 +131,7 @@ class Dying:
         return time.monotonic()
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def reported(self) -> tuple[str, ...]:
         return tuple(self._log.read_text(errors="replace").splitlines()[-40:])
 
     def end(self) -> None:
@@ -147,7 +147,7 @@ class Dying:
 def watch(case: Case, dying: Dying) -> Seen:
     """Kill, and see what becomes of all."""
     here = dying.line("here", time.monotonic() + START_SECONDS)
-    assert here is not None, f"{dying.process.poll()=} {dying.lines=} {dying.told=}"
+    assert here is not None, f"{dying.process.poll()=} {dying.lines=} {dying.reported=}"
     dying.pids = here["pids"]
     began = here["at"]
     held = gpu_records.used_bytes() if case.station != "capture" else None
@@ -170,7 +170,7 @@ def watch(case: Case, dying: Dying) -> Seen:
         *("", "") if error is None else (error["kind"], error["words"]),
         "" if device is None else device["words"],
         dying.process.poll(),
-        dying.told,
+        dying.reported,
         held,
     )
 
@@ -185,13 +185,13 @@ def run_case(case: Case, folder: Path, device: str = "cuda") -> Seen:
             seen = watch(case, dying)
         finally:
             dying.end()
-    shown = seen._asdict() | {"told": seen.told[:3] if seen.status else ()}
+    shown = seen._asdict() | {"reported": seen.reported[:3] if seen.status else ()}
     print("\n" + json.dumps({"case": case.name, **shown}), flush=True)
     return seen
 
 
 def check(case: Case, seen: Seen, patience: float = 1.0) -> None:
-    """What was promised to whoever waits; where a dozen other tests use the device and all processors, so much later."""
+    """Deadline for callers; later while other tests use the device."""
     assert seen.gone is not None, seen
     assert seen.gone < patience * GONE_SECONDS, seen
     assert seen.ended is not None, seen

@@ -17,15 +17,15 @@ from holdfast.engine.launched import Launched, accept_ranks, find_launcher, node
 from holdfast.engine.life_line import LifeLine, ZeroSigns, own_place
 from holdfast.errors import ConfigError, EngineDeadError
 
-TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TWO = EngineConfig(tensor_parallel_size=2, device="cuda")
 
 
-def test_a_launcher_is_found_where_ranks_are_asked():
-    assert find_launcher(TWO, TOLD) == Launched(1, 2, "127.0.0.1", 29500, False, 1, 2)
-    assert find_launcher(EngineConfig(), TOLD) is None
+def test_launcher_is_found_for_several_ranks():
+    assert find_launcher(TWO, ENVIRONMENT) == Launched(1, 2, "127.0.0.1", 29500, False, 1, 2)
+    assert find_launcher(EngineConfig(), ENVIRONMENT) is None
     assert find_launcher(TWO, {}) is None
-    assert find_launcher(TWO, TOLD | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store  # type: ignore[union-attr]
+    assert find_launcher(TWO, ENVIRONMENT | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_a_launcher_is_found_where_ranks_are_asked():
 )
 def test_what_a_launcher_says_is_checked(config, changes, words):
     with pytest.raises(ConfigError, match=words):
-        find_launcher(config, TOLD | changes)
+        find_launcher(config, ENVIRONMENT | changes)
 
 
 @pytest.mark.parametrize(
-    ("told", "place"),
+    ("reported", "place"),
     [
         ({}, (1, 2)),
         ({"LOCAL_WORLD_SIZE": "2"}, (1, 2)),
@@ -60,8 +60,8 @@ def test_what_a_launcher_says_is_checked(config, changes, words):
         ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, (0, 1)),
     ],
 )
-def test_a_rank_has_the_device_of_its_place_in_its_node(told, place):
-    found = find_launcher(TWO, TOLD | told)
+def test_a_rank_has_the_device_of_its_place_in_its_node(reported, place):
+    found = find_launcher(TWO, ENVIRONMENT | reported)
     assert found is not None
     assert (found.local_rank, found.num_local) == place
 
@@ -76,26 +76,26 @@ class FakeStore:
     """Words that ranks leave each other."""
 
     def __init__(self) -> None:
-        self.told: dict[str, str] = {}
-        self.is_told = threading.Event()
+        self.reported: dict[str, str] = {}
+        self.is_set = threading.Event()
 
     def set(self, key: str, value: str) -> None:
-        self.told[key] = value
-        self.is_told.set()
+        self.reported[key] = value
+        self.is_set.set()
 
 
 @pytest.fixture
 def store(monkeypatch) -> FakeStore:
     made = FakeStore()
-    monkeypatch.setattr(launched, "_store", lambda told: made)
+    monkeypatch.setattr(launched, "_store", lambda reported: made)
     monkeypatch.setattr(launched, "PEER_SECONDS", 5.0)
     return made
 
 
 def address(store: FakeStore) -> tuple[int, bytes]:
-    assert store.is_told.wait(10)
-    (told,) = store.told.values()
-    port, _, secret = told.partition(":")
+    assert store.is_set.wait(10)
+    (reported,) = store.reported.values()
+    port, _, secret = reported.partition(":")
     return int(port), bytes.fromhex(secret)
 
 
@@ -127,7 +127,7 @@ def test_strangers_are_turned_away_and_ranks_are_not(store):
         connection.close()
 
 
-def test_strangers_without_a_word_hold_up_nobody(store):
+def test_silent_connections_delay_no_rank(store):
     """More of them than two seconds each would leave time for; some have begun to speak, one has gone."""
     found: list = []
     meeting = threading.Thread(target=lambda: found.extend(accept_ranks(Launched(0, 2, "127.0.0.1", 1, True))))
@@ -152,10 +152,10 @@ def test_strangers_without_a_word_hold_up_nobody(store):
 def test_an_address_that_is_not_of_this_machine_is_refused(store):
     with raises_code("rank.cannot_listen", ConfigError):
         accept_ranks(Launched(0, 2, "203.0.113.7", 1, True))
-    assert not store.told
+    assert not store.reported
 
 
-class Told:
+class Launch:
     """A store in which rank 0 has left its word, or never does."""
 
     def __init__(self, word: str | None) -> None:
@@ -169,28 +169,28 @@ class Told:
         return self.word.encode()
 
 
-def serve(word: str | None, monkeypatch, attempt: str = "0") -> Told:
-    """Rank 1 of two, told this; it does not come to be one."""
-    told = Told(word)
-    monkeypatch.setattr(launched, "_store", lambda place: told)
+def serve(word: str | None, monkeypatch, attempt: str = "0") -> Launch:
+    """Run rank 1 of two with this entry in the store; it fails."""
+    reported = Launch(word)
+    monkeypatch.setattr(launched, "_store", lambda place: reported)
     monkeypatch.setattr(launched, "_beat", lambda *_: None)  # which ends the process where rank 0 is gone
     monkeypatch.setattr(launched.signal, "signal", lambda *_: None)
     with pytest.raises(EngineDeadError) as refused:
         launched.serve_launched(
             Launched(1, 2, "127.0.0.1", 29500, True, attempt=attempt), lambda start, server: pytest.fail("no start")
         )
-    told.word = str(refused.value)
-    return told
+    reported.word = str(refused.value)
+    return reported
 
 
-def test_rank_0_that_is_not_there_is_told_in_a_sentence(monkeypatch):
+def test_missing_rank_0_raises(monkeypatch):
     assert "no address within 30 seconds" in str(serve(None, monkeypatch).word)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     assert f"no answer at its port {port}" in str(serve(f"{port}:{'00' * 32}", monkeypatch).word)
 
 
-def test_a_store_that_nobody_keeps_is_told_in_a_sentence(monkeypatch):
+def test_unreachable_store_raises(monkeypatch):
     monkeypatch.setattr(launched, "PEER_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
@@ -208,11 +208,11 @@ def test_who_is_turned_away_says_so(monkeypatch):
     assert "Another process may have the same RANK" in str(words)
 
 
-def test_ranks_that_are_started_anew_do_not_find_the_word_of_those_before(monkeypatch):
+def test_restarted_ranks_ignore_the_old_address(monkeypatch):
     """torchrun --max-restarts keeps its store."""
     keys = set()
     for attempt in ("0", "1"):
-        found = find_launcher(TWO, TOLD | {"TORCHELASTIC_RESTART_COUNT": attempt})
+        found = find_launcher(TWO, ENVIRONMENT | {"TORCHELASTIC_RESTART_COUNT": attempt})
         assert found is not None
         keys.add(serve(None, monkeypatch, found.attempt).key)
     assert len(keys) == 2

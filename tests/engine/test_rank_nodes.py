@@ -59,7 +59,7 @@ SCRIPT = """
 
 @contextmanager
 def launched(nodes: list[int], options: dict, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """The same program as often as nodes have ranks, as a launcher starts it; nobody outlives this."""
+    """Run one program per rank, as a launcher does; no process outlives this."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     program = [sys.executable, "-c", textwrap.dedent(SCRIPT % PROMPT), json.dumps(options), *words]
@@ -102,16 +102,16 @@ def test_ranks_of_several_nodes_answer_as_one_does(model: str, nodes: list[int],
 
 
 @pytest.mark.slow
-def test_another_number_of_nodes_than_was_asked_for_is_refused(model: str) -> None:
+def test_wrong_number_of_nodes_is_refused(model: str) -> None:
     with launched([1, 1], EXACT | {"model": model, "tensor_parallel_size": 2, "nnodes": 1}) as children:
-        words = "nnodes=1 was asked; the 2 ranks are on 2: a launcher decides where they are"
+        words = "nnodes=1"
         assert line_of(children[0])["refused"].startswith(words)
         assert children[0].wait(20) == 3
         children[1].wait(20)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_on_another_node_is_an_error_at_once(model: str) -> None:
+def test_rank_killed_on_another_node_raises_at_once(model: str) -> None:
     with launched([1, 1, 1], EXACT | {"model": model, "tensor_parallel_size": 2}, "again") as children:
         assert line_of(children[0])["refused"], "three processes are not two ranks"
     with launched([1, 1], EXACT | {"model": model, "tensor_parallel_size": 2}, "again") as children:
@@ -126,7 +126,7 @@ def test_a_rank_that_is_killed_on_another_node_is_an_error_at_once(model: str) -
 
 
 @pytest.mark.slow
-def test_nobody_outlives_a_rank_0_that_is_killed(model: str) -> None:
+def test_no_rank_outlives_a_killed_rank_0(model: str) -> None:
     with launched([1, 1], EXACT | {"model": model, "tensor_parallel_size": 2}, "again") as children:
         assert "tokens" in line_of(children[0])
         children[0].send_signal(signal.SIGKILL)
@@ -135,10 +135,8 @@ def test_nobody_outlives_a_rank_0_that_is_killed(model: str) -> None:
         assert time.monotonic() - began < 5
 
 
-def test_nodes_without_a_launcher_are_refused_before_anything_starts(model: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"nnodes=2 was asked; the 2 ranks are on 1: .* without one they are all here"
-    ):
+def test_nodes_without_a_launcher_are_refused_at_once(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"nnodes=2"):
         LLM(model, tensor_parallel_size=2, nnodes=2, **OPTIONS)  # type: ignore[arg-type]
 
 
@@ -157,10 +155,10 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch) -> None:
     rank_build.check_places(config, reports(("GPU x", "a"), ("GPU x", "b")))
 
 
-@pytest.mark.parametrize(("nodes", "is_told"), [("aabb", False), ("abab", True), ("aaab", True), ("aaaa", False)])
-def test_ranks_of_a_stage_on_several_nodes_are_told_what_that_costs(nodes: str, is_told: bool, monkeypatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(rank_build.log, "warning", lambda words, *rest: told.append(words))
+@pytest.mark.parametrize(("nodes", "is_set"), [("aabb", False), ("abab", True), ("aaab", True), ("aaaa", False)])
+def test_stage_on_several_nodes_logs_a_warning(nodes: str, is_set: bool, monkeypatch) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr(rank_build.log, "warning", lambda words, *rest: reported.append(words))
     config = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     rank_build.check_places(config, reports(*((f"GPU {rank}", node) for rank, node in enumerate(nodes))))
-    assert bool(told) == is_told
+    assert bool(reported) == is_set

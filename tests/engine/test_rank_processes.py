@@ -117,7 +117,7 @@ def test_a_rank_that_cannot_load_ends_the_start_in_its_own_words(name, error, wo
 @pytest.mark.parametrize(
     ("how", "words"), [("gone", "cannot be read: No such file"), ("short", "changed after"), ("folder", "changed")]
 )
-def test_files_that_break_on_one_rank_end_the_start_with_its_number(how, words, tmp_path, monkeypatch):
+def test_broken_files_of_one_rank_name_the_rank(how, words, tmp_path, monkeypatch):
     """Between plan and load, on a disk that is not rank 0's; with the real ranks of a model."""
     monkeypatch.setenv(HOW, how)
     path = str(make_model(tmp_path / "tiny"))
@@ -129,12 +129,12 @@ def test_files_that_break_on_one_rank_end_the_start_with_its_number(how, words, 
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_what_rank_0_has_built_is_given_back_where_another_is_lost_meanwhile(tmp_path, monkeypatch, is_built):
+def test_build_of_rank_0_is_released_if_another_is_lost(tmp_path, monkeypatch, is_built):
     """Lost when all were ready, or so early that rank 0 never was."""
     released, ended = [], []
 
     class Zero:
-        def __init__(self, *told: object) -> None:
+        def __init__(self, *reported: object) -> None:
             pass
 
         def build(self) -> tuple[SimpleNamespace, tuple[()]]:
@@ -143,7 +143,7 @@ def test_what_rank_0_has_built_is_given_back_where_another_is_lost_meanwhile(tmp
             return SimpleNamespace(release=lambda: released.append(len(ended))), ()
 
     class Lost:
-        def __init__(self, *told: object, **named: object) -> None:
+        def __init__(self, *reported: object, **named: object) -> None:
             pass
 
         def wait(self, building: Future) -> None:
@@ -172,7 +172,7 @@ def test_a_rank_that_never_comes_is_waited_for_so_long():
     assert all(map(is_gone, group.pids))
 
 
-def test_a_rank_that_fails_in_a_step_is_an_error_for_every_request():
+def test_rank_failure_in_a_step_fails_every_request():
     engine = ranked_engine("dies", num_ranks=3, run_ahead=1, is_eager=False)
     try:
         engine.add_request("one", "some text", SamplingParams(temperature=0.0, max_tokens=50))
@@ -213,7 +213,7 @@ def test_a_killed_rank_is_noticed_at_once_and_named():
     assert all(map(is_gone, engine.group.pids))
 
 
-def test_whoever_waits_on_a_device_is_let_go_more_than_once():
+def test_waiting_kernels_are_released_repeatedly():
     """A kernel that a dead rank had begun may still say that it has come, and undo the first time."""
     group, times = open_group(num_ranks=2), []
     group.on_death = lambda: times.append(time.monotonic())
@@ -228,7 +228,7 @@ def test_whoever_waits_on_a_device_is_let_go_more_than_once():
 
 
 def test_a_step_that_ended_because_it_was_let_go_is_no_result():
-    """Its sums lack what the dead rank had; the same for whoever asks later."""
+    """Its sums lack what the dead rank had; later callers get the same."""
     group, step = open_group(num_ranks=2), Future()
     group.on_death = lambda: step.done() or step.set_result("what lay in the rooms")
     try:
@@ -328,10 +328,10 @@ def test_shutdown_is_no_error():
     assert decode_rank_message(encode_rank_message(Shutdown(), 3)) == (3, Shutdown())
 
 
-@pytest.mark.parametrize("told", ["3", "x", "1"])
-def test_a_launcher_must_have_started_as_many(told):
+@pytest.mark.parametrize("reported", ["3", "x", "1"])
+def test_a_launcher_must_have_started_as_many(reported):
     config = EngineConfig(tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=f"WORLD_SIZE={told}"):
-        check_world(config, {"WORLD_SIZE": told, "RANK": "0"})
+    with pytest.raises(ConfigError, match=f"WORLD_SIZE={reported}"):
+        check_world(config, {"WORLD_SIZE": reported, "RANK": "0"})
     assert check_world(config, {"WORLD_SIZE": "2", "RANK": "0"}) == 2
-    assert check_world(config, {"WORLD_SIZE": told}) == 2
+    assert check_world(config, {"WORLD_SIZE": reported}) == 2

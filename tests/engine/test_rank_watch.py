@@ -108,7 +108,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def test_rank_group_takes_one_message_of_each_in_order_of_ranks():
-    """Whoever is ahead is heard in its turn: its second message is for the second question."""
+    """The second message of a fast rank answers the second `expect`."""
     with group_of(3) as (group, peers):
         peers[2].say(RankReported({"rank": 3}), Heartbeat(0.0), RankLoaded())
         peers[0].say(RankReported({"rank": 1}))
@@ -241,18 +241,18 @@ def test_rank_group_counts_silence_of_ranks_that_serve(monkeypatch):
             looks[0] += 0.25
             peers[0].say(Heartbeat(0.0))
             until(lambda before=before: group._death is not None or peers[1].num_beats > before + 1)
-        with pytest.raises(EngineDeadError, match=r"rank 2 has given no sign of life for 1\.5 seconds"):
+        with pytest.raises(EngineDeadError, match=r"rank 2 was silent for 1\.5 seconds"):
             group.raise_if_dead()
 
 
 def test_rank_group_ends_once_and_asks_first():
     with group_of(2) as (group, peers):
-        asked: list[bool] = []
+        wanted: list[bool] = []
         for peer in peers:
             send: Any = peer.channel.try_send
 
             def ask(make: Callable[[], bytes], send: Any = send) -> bool:
-                asked.append(group._changed._is_owned())  # type: ignore[attr-defined]
+                wanted.append(group._changed._is_owned())  # type: ignore[attr-defined]
                 return send(make)
 
             peer.channel.try_send = ask  # type: ignore[method-assign]
@@ -262,7 +262,7 @@ def test_rank_group_ends_once_and_asks_first():
             assert peer.heard(1) == [(2, Shutdown())]
             peer.other.close()
         ending.join(10)
-        assert asked == [True, True], "none ends the others before all are asked"
+        assert wanted == [True, True], "all get Shutdown before one ends"
         assert not ending.is_alive()
         with pytest.raises(EngineDeadError, match="it was shut down"):
             group.raise_if_dead()
@@ -271,7 +271,7 @@ def test_rank_group_ends_once_and_asks_first():
 
 
 def test_rank_group_ends_ranks_that_do_not_go(monkeypatch):
-    """Asked in vain, they are let go of on this device, and killed."""
+    """After Shutdown without effect, they are released on this device and killed."""
     monkeypatch.setattr(ranks, "END_SECONDS", 0.1)
     with group_of(2) as (group, peers):
         let_go: list[int] = []
@@ -295,9 +295,9 @@ def test_rank_group_that_cannot_send_says_why_a_rank_is_gone(verb, monkeypatch):
 
         monkeypatch.setattr(peers[1].channel, "send", fail)
         monkeypatch.setattr(peers[1].channel, "send_frame", fail)
-        told = RankPlanned({}) if verb == "send_all" else encode_rank_message(RankPlanned({}), 2)
+        reported = RankPlanned({}) if verb == "send_all" else encode_rank_message(RankPlanned({}), 2)
         with pytest.raises(EngineDeadError, match="rank 2 was killed"):
-            getattr(group, verb)(told)
+            getattr(group, verb)(reported)
         assert peers[0].heard(1) == [(2, RankPlanned({}))], "those before it have it"
 
 
@@ -352,9 +352,9 @@ def test_ranked_runner_tells_each_result_once_with_a_frame(is_eager, run_ahead):
     group, runner, thread = Frames(), Numbered(), StepThread()
     ranked = RankedRunner(runner, group, thread, is_eager=is_eager)  # type: ignore[arg-type]
     collected: list[int] = []
-    told: list[tuple[int, ...]] = []
+    reported: list[tuple[int, ...]] = []
     for step in steps(6):
-        told.append(tuple(collected[sum(map(len, told)) :]))
+        reported.append(tuple(collected[sum(map(len, reported)) :]))
         ranked.launch(step)
         if step.number > run_ahead:
             collected.append(ranked.collect().results[0].token_ids[0])
@@ -362,7 +362,7 @@ def test_ranked_runner_tells_each_result_once_with_a_frame(is_eager, run_ahead):
     assert collected == list(range(1, 7 - run_ahead))
     assert [number for number, _ in group.frames] == list(range(1, 7))
     assert [frame.step.number for _, frame in group.frames] == list(range(1, 7))
-    assert [tuple(own[0] for (own,) in frame.results) for _, frame in group.frames] == told
+    assert [tuple(own[0] for (own,) in frame.results) for _, frame in group.frames] == reported
     if is_eager:
         assert runner.calls == [f"{verb} {number}" for number in range(1, 7) for verb in ("launch", "collect")]
     elif run_ahead == 1:

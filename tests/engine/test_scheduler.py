@@ -44,8 +44,8 @@ def test_pages_for_tokens_at_the_edges() -> None:
     assert missing == [[-1], [0], [0], [0], [1], [1], [2]]
 
 
-@pytest.mark.parametrize(
-    ("num_prompt", "max_tokens", "pages"),
+@for_each(
+    "num_prompt, max_tokens, pages",
     [(1, 1, 1), (4, 1, 1), (4, 2, 2), (5, 4, 2), (5, 5, 3), (32, 1, 8), (1, 32, 8), (31, 2, 8)],
 )
 def test_the_last_token_needs_no_page(num_prompt: int, max_tokens: int, pages: int) -> None:
@@ -67,12 +67,12 @@ def test_sequence_that_never_fits_is_refused(num_prompt: int, max_tokens: int, c
     assert "\n" not in str(caught.value)
 
 
-def test_a_longer_context_than_the_pool_is_bounded_by_max_model_len() -> None:
+def test_max_pages_are_bounded_by_max_model_len() -> None:
     needs = PageNeeds(Limits(8, 64, max_model_len=16, page_tokens=4), num_pages=4, groups=WHOLE)
     assert needs.max_pages(grown(10, 1000)) == 4
 
 
-def test_a_claim_has_one_page_to_grow_into_but_never_more_than_it_may_need() -> None:
+def test_claim_has_one_extra_page_within_its_need() -> None:
     assert claim(NEEDS, grown(5, 20), longest=24) == 3
     assert claim(NEEDS, grown(5, 20, num_pages=2), longest=24) == 1
     assert claim(NEEDS, grown(5, 4), longest=8) == 2
@@ -179,7 +179,7 @@ def test_the_most_important_starts_first_and_gives_way_last(moves: list[str], ra
         assert queues.waiting_up_to(2) == queues.waiting[:2]
 
 
-@pytest.mark.parametrize("state", [SequenceState.RUNNING, SequenceState.FINISHED])
+@for_each("state", [SequenceState.RUNNING, SequenceState.FINISHED])
 def test_only_new_sequences_join(state: SequenceState) -> None:
     queues, (one,) = filled(1)
     with pytest.raises(AssertionError, match="sequence 0 is not new"):
@@ -191,7 +191,7 @@ def test_only_new_sequences_join(state: SequenceState) -> None:
     assert (queues.num_waiting, queues.num_running) == (1, 0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "damage",
     [
         lambda queues: queues._waiting._lanes[0].move_to_end(2, last=False),
@@ -203,7 +203,6 @@ def test_only_new_sequences_join(state: SequenceState) -> None:
         lambda queues: queues._waiting._lanes.update({1: queues._waiting._lanes.pop(0)}),
         lambda queues: setattr(queues._waiting, "_num_sequences", 2),
     ],
-    ids=["order", "both", "state", "id", "arrival", "lane", "priority", "count"],
 )
 def test_check_notices_damage(damage) -> None:
     queues, _ = filled(4)
@@ -250,7 +249,7 @@ def test_pages_are_taken_as_tokens_come() -> None:
     assert held == [1, 2, 2, 3, 3, 0]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 7, 8, 9, 100])
+@for_each("chunk", [1, 2, 3, 4, 5, 7, 8, 9, 100])
 def test_any_chunk_size(chunk: int) -> None:
     scheduler = make(max_tokens_a_step=chunk)
     one = sequence(0, 17, max_tokens=2)
@@ -290,7 +289,7 @@ def test_max_num_seqs_holds() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 3)
 
 
-def test_nobody_overtakes_one_that_does_not_fit() -> None:
+def test_no_sequence_overtakes_a_blocked_one() -> None:
     scheduler = make(num_pages=8)
     scheduler.add(sequence(0, 16, max_tokens=2))
     scheduler.add(sequence(1, 20, max_tokens=2))
@@ -313,8 +312,8 @@ def test_the_queue_is_bounded_and_says_so() -> None:
     assert scheduler.num_waiting == 1
 
 
-@pytest.mark.parametrize("prompt", [[], list(range(65)), list(range(64))], ids=["empty", "too long", "too many pages"])
-def test_what_can_never_run_is_refused_even_when_the_queue_is_full(prompt: list[int]) -> None:
+@for_each("prompt", [[], list(range(65)), list(range(64))])
+def test_impossible_sequence_is_refused_before_a_full_queue(prompt: list[int]) -> None:
     scheduler = make(num_pages=8, max_queue=1)
     scheduler.add(sequence(0, 2))
     with pytest.raises(RequestError) as caught:
@@ -365,7 +364,7 @@ def test_several_victims_of_one_step_keep_their_order() -> None:
     for _ in range(2):
         assert len(run(scheduler).scheduled) == 4
     assert scheduler.pool.num_available == 0
-    assert shape(run(scheduler)) == [(0, 2, 1), (1, 2, 1)], "the fourth yields to the first, the third to nobody"
+    assert shape(run(scheduler)) == [(0, 2, 1), (1, 2, 1)], "the fourth yields to the first, the third to none"
     assert scheduler.num_preemptions == 2
     assert scheduler.waiting == sequences[2:]
     while has_work(scheduler):
@@ -373,7 +372,7 @@ def test_several_victims_of_one_step_keep_their_order() -> None:
     assert [one.num_output_tokens for one in sequences] == [7] * 4
 
 
-def test_nobody_is_preempted_for_a_page_of_tokens_after_an_admission() -> None:
+def test_no_preemption_for_a_page_after_an_admission() -> None:
     page_tokens = 4
     scheduler = make(num_pages=24, page_tokens=page_tokens, max_model_len=96, max_num_seqs=16, caching=False)
     steps_since_admission = None
@@ -404,7 +403,7 @@ def test_no_admission_in_a_step_that_preempts() -> None:
             assert not waiting & {number for number, _, _ in shape(step)}
 
 
-def test_the_oldest_always_advances_even_when_it_needs_every_page() -> None:
+def test_oldest_sequence_always_advances() -> None:
     scheduler = make(num_pages=8, page_tokens=2, max_model_len=16)
     old = sequence(0, 1, max_tokens=15)
     scheduler.add(old)
@@ -421,7 +420,7 @@ def test_the_oldest_always_advances_even_when_it_needs_every_page() -> None:
     assert steps <= 5 * 16
 
 
-def test_a_sequence_alone_has_consecutive_pages_and_so_have_eight() -> None:
+def test_one_or_eight_sequences_have_consecutive_pages() -> None:
     scheduler = make(num_pages=256, max_model_len=128)
     sequences = [sequence(number, 8, max_tokens=90) for number in range(8)]
     for one in sequences:
@@ -433,7 +432,7 @@ def test_a_sequence_alone_has_consecutive_pages_and_so_have_eight() -> None:
         assert pages == list(range(pages[0], pages[0] + len(pages)))
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@for_each("caching", [True, False])
 def test_a_step_of_256_sequences_is_cheap_at_any_length(caching: bool) -> None:
     def lines(num_prompt: int) -> int:
         scheduler = make(60_000, 256, 65_536, 4096, page_tokens=16, max_queue=256, caching=caching)
@@ -465,7 +464,7 @@ CORE = (
 )
 
 
-@pytest.mark.parametrize("module", CORE, ids=lambda module: module.__name__)
+@for_each("module", CORE)
 def test_the_core_has_no_order_but_that_of_its_calls(module) -> None:
     """No clock, no chance, no torch, and no set whose order could decide anything outside check()."""
     assert module.__file__
@@ -495,7 +494,7 @@ def test_the_core_has_no_order_but_that_of_its_calls(module) -> None:
             assert not is_set, f"{module.__name__}:{function.name} line {getattr(node, 'lineno', 0)}"
 
 
-@pytest.mark.parametrize("when", ["waiting", "running", "in flight", "preempted", "finished", "stranger"])
+@for_each("when", ["waiting", "running", "in flight", "preempted", "finished", "stranger"])
 def test_finish_in_any_state_any_number_of_times(when: str) -> None:
     scheduler = make(num_pages=6, page_tokens=2, max_model_len=12, max_tokens_a_step=16)
     keeper = sequence(0, 2, max_tokens=10)
@@ -527,7 +526,7 @@ def test_finish_in_any_state_any_number_of_times(when: str) -> None:
     assert scheduler.pool.num_available == 6
 
 
-def test_one_that_was_blocked_is_tried_again_when_somebody_leaves_and_another_takes_the_page() -> None:
+def test_blocked_sequence_retries_after_its_page_was_retaken() -> None:
     """As many pages are available as when it was blocked, but the page that the other might have claimed is not needed."""
     scheduler = make(num_pages=8, page_tokens=4, caching=False)
     leaver, grower, blocked = sequence(0, 1), sequence(1, 4), sequence(2, 16, max_tokens=4)
@@ -587,7 +586,7 @@ def test_one_that_sampled_nothing_waits_for_its_caller() -> None:
     scheduler.check()
 
 
-def test_nobody_goes_on_after_max_tokens_and_the_caller_has_to_finish_it() -> None:
+def test_no_sequence_runs_past_max_tokens() -> None:
     scheduler = make(page_tokens=2)
     one = sequence(0, 2, max_tokens=1)
     scheduler.add(one)
@@ -609,7 +608,7 @@ def test_a_prompt_that_was_seen_is_not_computed_again() -> None:
     assert (scheduler.num_prefix_query_tokens, scheduler.num_prefix_hit_tokens) == (20, 8)
 
 
-@pytest.mark.parametrize(("length", "hit"), [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+@for_each("length, hit", [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
 def test_the_last_token_is_always_computed(length: int, hit: int) -> None:
     scheduler = make()
     prompt = list(range(length))
@@ -629,7 +628,7 @@ def test_generated_tokens_are_found_by_the_next_turn() -> None:
     assert shape(run(scheduler)) == [(1, 8, 3)]
 
 
-def test_running_sequences_share_pages_and_the_last_owner_leaves_them_cached() -> None:
+def test_last_owner_leaves_shared_pages_cached() -> None:
     scheduler = make()
     prompt = list(range(9))
     first, second = sequence(0, prompt), sequence(1, prompt)
@@ -655,7 +654,7 @@ def test_pages_of_the_same_step_are_shared() -> None:
     assert shape(run(scheduler)) == [(0, 0, 9), (1, 8, 1)]
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["salt or opt-out", "no caching"])
+@for_each("caching", [True, False])
 def test_who_must_not_share_does_not(caching: bool) -> None:
     scheduler = make(caching=caching)
     prompt = list(range(9))
@@ -708,7 +707,7 @@ def test_reset_forgets_and_later_requests_compute_again() -> None:
     assert (2, 8, 1) in shape(run(scheduler)), "pages computed after the reset are found"
 
 
-@pytest.mark.parametrize(("last", "start"), [(11, 11), (50, 10)], ids=["equal", "equal blocks"])
+@for_each("last, start", [(11, 11), (50, 10)])
 def test_prompts_that_fit_only_when_shared_are_admitted(last: int, start: int) -> None:
     scheduler = make(num_pages=10, page_tokens=2, max_model_len=20)
     first, second = sequence(0, [*range(12)], max_tokens=6), sequence(1, [*range(11), last], max_tokens=2)
@@ -728,4 +727,4 @@ def test_a_blocked_prompt_is_not_matched_again_in_every_step(monkeypatch: pytest
     monkeypatch.setattr(scheduler.prefix, "match", lambda *arguments: calls.append(1) or match(*arguments))
     while scheduler.num_running != 1 or scheduler.num_waiting:
         run(scheduler)
-    assert len(calls) == 3, "one admission, one try, and one more when somebody has left"
+    assert len(calls) == 3, "one admission, one try, and one more after a sequence left"

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.scheduling import make, num_cached, run, sequence, shape
+from for_each import for_each
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
@@ -24,7 +25,7 @@ def given(scheduler: Scheduler, propose=None) -> LiveStep:
 
 
 def book(scheduler: Scheduler, step: LiveStep, *tokens: tuple[int, ...]) -> None:
-    """With tokens, or 7 for whoever samples."""
+    """Complete with tokens, or 7 for each that samples."""
     scheduler.complete(step, tokens or [(7,) if item.samples else () for item in step.scheduled])
     scheduler.check()
 
@@ -50,7 +51,7 @@ def test_a_token_that_is_coming_is_gone_on_from() -> None:
     assert one.token_ids[6:] == [5, 4, 3]
 
 
-def test_a_prompt_goes_on_in_chunks_and_only_the_last_one_samples() -> None:
+def test_chunked_prompt_samples_in_its_last_chunk() -> None:
     scheduler = make(max_tokens_a_step=4)
     scheduler.add(sequence(0, 9))
     steps = [given(scheduler) for _ in range(4)]
@@ -99,7 +100,7 @@ def test_surplus_tokens_are_dropped_and_not_counted() -> None:
     assert one.num_computed == 6
 
 
-def test_pages_are_in_quarantine_until_the_last_step_that_may_write_them() -> None:
+def test_pages_stay_in_quarantine_until_their_last_step() -> None:
     scheduler = make()
     one, other = sequence(0, 9), sequence(1, 2)
     scheduler.add(one)
@@ -152,7 +153,7 @@ def test_a_slot_is_given_again_once_nothing_in_flight_writes_it() -> None:
     assert [(admitted.slot, admitted.sequence_id) for admitted in third.step.admitted] == [(0, 1)]
 
 
-def test_nobody_is_preempted_while_steps_are_in_flight() -> None:
+def test_no_preemption_while_steps_are_in_flight() -> None:
     scheduler = make(num_pages=4, page_tokens=2, max_model_len=8, caching=False)
     old, young = sequence(0, 2, max_tokens=6), sequence(1, 2, max_tokens=6)
     scheduler.add(old)
@@ -161,7 +162,7 @@ def test_nobody_is_preempted_while_steps_are_in_flight() -> None:
     second = given(scheduler)
     third = given(scheduler)
     assert shape(third) == [(0, 3, 1), (1, 3, 1)]
-    assert scheduler.schedule() is None, "a page would have to be taken from somebody in flight"
+    assert scheduler.schedule() is None, "a sequence in flight would have to be preempted"
     scheduler.check()
     book(scheduler, first)
     assert scheduler.schedule() is None
@@ -179,7 +180,7 @@ def test_nobody_is_preempted_while_steps_are_in_flight() -> None:
     assert (admitted.num_prompt_tokens, len(admitted.token_ids), again.step.released) == (2, 5, (0,))
 
 
-def test_who_needs_pages_in_quarantine_waits_and_the_others_go_on() -> None:
+def test_sequence_waits_for_pages_in_quarantine() -> None:
     scheduler = make(num_pages=8, caching=False)
     leaver, stayer, late = sequence(0, 12), sequence(1, 2, max_tokens=12), sequence(2, 12, max_tokens=2)
     scheduler.add(leaver)
@@ -194,7 +195,7 @@ def test_who_needs_pages_in_quarantine_waits_and_the_others_go_on() -> None:
     assert shape(given(scheduler)) == [(1, 4, 1), (2, 0, 12)]
 
 
-def test_steps_are_numbered_without_gaps_and_empty_ones_are_not_given_a_number() -> None:
+def test_steps_are_numbered_without_gaps() -> None:
     scheduler = make()
     assert given(scheduler).step == NO_STEP
     one = sequence(0, 2, max_tokens=2)
@@ -205,13 +206,13 @@ def test_steps_are_numbered_without_gaps_and_empty_ones_are_not_given_a_number()
     book(scheduler, first)
     book(scheduler, second)
     scheduler.finish(one)
-    assert given(scheduler).step == NO_STEP, "its release waits for a step that runs somebody"
+    assert given(scheduler).step == NO_STEP, "its release waits for a step that runs a sequence"
     scheduler.add(sequence(1, 2))
     third = given(scheduler).step
     assert (third.number, third.released, [admitted.slot for admitted in third.admitted]) == (3, (0,), [0])
 
 
-def test_what_is_admitted_is_told_once_and_pages_as_they_come() -> None:
+def test_admission_is_sent_once_and_pages_as_they_grow() -> None:
     scheduler = make()
     one = replace(sequence(5, 7, bad_word_ids=((1, 2),)), seed=99)
     scheduler.add(one)
@@ -221,12 +222,12 @@ def test_what_is_admitted_is_told_once_and_pages_as_they_come() -> None:
     assert (admitted.params, admitted.seed, admitted.bad_word_ids) == (one.params, 99, ((1, 2),))
     assert [step.admitted for step in steps[1:]] == [(), ()]
     (pages,) = one.tables
-    told = [step.items[0].pages for step in steps]
-    assert told == [((pages[0], pages[1]),), (), ((pages[2],),)]
+    reported = [step.items[0].pages for step in steps]
+    assert reported == [((pages[0], pages[1]),), (), ((pages[2],),)]
     assert steps[1].items[0].samples is True
 
 
-def test_cached_pages_and_holes_are_told_with_the_first_step() -> None:
+def test_first_step_sends_cached_pages_and_holes() -> None:
     scheduler = with_groups(WHOLE, WINDOW)
     prompt = list(range(24))
     scheduler.add(sequence(0, prompt, max_tokens=1))
@@ -240,7 +241,7 @@ def test_cached_pages_and_holes_are_told_with_the_first_step() -> None:
     assert item.pages[1][:4] == (HOLE,) * 4
 
 
-def test_a_window_keeps_what_steps_in_flight_see_and_is_not_run_further_ahead_than_a_step() -> None:
+def test_window_keeps_pages_that_steps_in_flight_see() -> None:
     scheduler = with_groups(WINDOW, budget=8)
     one = sequence(0, 20, max_tokens=20)
     scheduler.add(one)
@@ -273,7 +274,7 @@ def test_a_prefix_is_found_before_its_step_is_booked() -> None:
     assert (2, 8, 1) in shape(given(scheduler))
 
 
-def test_forgotten_steps_are_scheduled_again_and_what_they_told_stays_told() -> None:
+def test_forgotten_steps_are_scheduled_again() -> None:
     scheduler = make(max_tokens_a_step=8)
     one, gone = sequence(0, 6), sequence(1, 6)
     scheduler.add(one)
@@ -290,7 +291,7 @@ def test_forgotten_steps_are_scheduled_again_and_what_they_told_stays_told() -> 
     again = given(scheduler)
     assert shape(again) == [(0, 6, 1)]
     assert again.step == Step(4, released=(1,), items=again.step.items)
-    assert again.step.items[0].pages == (), "the second step told of them"
+    assert again.step.items[0].pages == (), "the second step sent them"
     assert third.step.number == 3
 
 
@@ -328,8 +329,8 @@ def test_forgetting_nothing_changes_nothing() -> None:
     assert given(scheduler).step.released == ()
 
 
-@pytest.mark.parametrize(
-    ("chosen", "words"),
+@for_each(
+    "chosen, words",
     [
         ([(7, 7)], "got 2 tokens and had no guesses"),
         ([(), ()], "2 results for 1 sequences"),
@@ -369,10 +370,8 @@ def four(sequence: Sequence) -> list[int]:
     return [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "num_computed"), [((9,), 7), ((1, 9), 8), ((1, 2, 9), 9), ((1, 2, 3, 4, 9), 11), ((), 7)]
-)
-def test_proposals_follow_the_last_token_and_what_is_not_accepted_is_not_computed(chosen, num_computed: int) -> None:
+@for_each("chosen, num_computed", [((9,), 7), ((1, 9), 8), ((1, 2, 9), 9), ((1, 2, 3, 4, 9), 11), ((), 7)])
+def test_rejected_drafts_are_not_computed(chosen, num_computed: int) -> None:
     scheduler, one = guessing()
     step = given(scheduler, four)
     (item,) = step.scheduled
@@ -393,20 +392,20 @@ def test_only_what_was_proposed_can_be_accepted() -> None:
         scheduler.complete(step, [(2, 9)])
 
 
-def test_one_that_speculates_waits_for_its_token_and_the_others_go_on() -> None:
+def test_speculating_sequence_waits_for_its_token() -> None:
     scheduler, one = guessing()
     scheduler.add(sequence(1, 4))
     first = given(scheduler, lambda sequence: [])
     assert shape(first) == [(0, 6, 1), (1, 0, 4)]
     second = given(scheduler, four)
     assert shape(second) == [(1, 4, 1)]
-    assert shape(given(scheduler)) == [(0, 7, 1), (1, 5, 1)], "without a proposer nobody waits"
+    assert shape(given(scheduler)) == [(0, 7, 1), (1, 5, 1)], "without a proposer none waits"
     book(scheduler, first)
     assert one.num_coming == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "num_guesses"),
+@for_each(
+    "options, num_guesses",
     [
         ({}, 4),
         ({"rows": 8}, 4),
@@ -416,7 +415,6 @@ def test_one_that_speculates_waits_for_its_token_and_the_others_go_on() -> None:
         ({"max_model_len": 9}, 2),
         ({"max_model_len": 7}, 0),
     ],
-    ids=str,
 )
 def test_proposals_are_bounded_by_every_limit(options: dict, num_guesses: int) -> None:
     scheduler, _ = guessing(**options)
@@ -462,7 +460,7 @@ def test_guesses_take_no_page_that_others_claim() -> None:
     assert [item.start for item in step.scheduled] == [7, 17]
 
 
-def test_nobody_guesses_what_cannot_be_taken_back() -> None:
+def test_states_exclude_drafts() -> None:
     scheduler = with_groups(WHOLE, STATE)
     one = sequence(0, 6)
     one.may_speculate = True
@@ -486,28 +484,27 @@ def test_guesses_count_as_far_ahead_as_a_window_may_be_run() -> None:
     assert rest.scheduled[1].proposals == ()
 
 
-def test_who_may_not_speculate_is_not_asked() -> None:
+def test_only_speculating_sequences_are_drafted() -> None:
     scheduler, _ = guessing()
     scheduler.add(sequence(1, 4))
     book(scheduler, given(scheduler))
-    asked = []
-    step = given(scheduler, lambda sequence: asked.append(sequence.sequence_id) or [5])
-    assert asked == [0]
+    wanted = []
+    step = given(scheduler, lambda sequence: wanted.append(sequence.sequence_id) or [5])
+    assert wanted == [0]
     assert [item.proposals for item in step.scheduled] == [(5,), ()]
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
+@for_each(
+    "damage, words",
     [
         (lambda scheduler, one: setattr(one, "slot", 3), "slots .* are free"),
         (lambda scheduler, one: setattr(one, "num_coming", 5), "num_coming=5, in flight are 2 tokens"),
         (lambda scheduler, one: setattr(one, "num_scheduled", 6), "num_scheduled=6"),
-        (lambda scheduler, one: scheduler._in_flight.popleft(), "steps .* are in flight|from .* on, behind"),
+        (lambda scheduler, one: scheduler._in_flight.popleft(), "steps .* are in flight|from .* on, after"),
         (lambda scheduler, one: scheduler._quarantine.clear(), "slots .* are free"),
-        (lambda scheduler, one: scheduler._tracks[0].num_told.__setitem__(0, 9), "told are"),
+        (lambda scheduler, one: scheduler._tracks[0].num_sent.__setitem__(0, 9), "sent are"),
         (lambda scheduler, one: scheduler._slots.put(5), "slots .* are free"),
     ],
-    ids=["slot", "coming", "scheduled", "flight", "quarantine", "told", "free slot"],
 )
 def test_check_notices_damage(damage, words: str) -> None:
     scheduler = make()

@@ -1,8 +1,9 @@
-"""Scheduler with several cache groups: what is given back, what is claimed, and what is refused in words."""
+"""Scheduler with several cache groups: what is given back, what is claimed, and what is refused."""
 
 import pytest
 
 from engine.scheduling import PARAMS, has_work, run, sequence, shape
+from for_each import for_each
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.page_needs import PageNeeds
@@ -41,7 +42,7 @@ def test_a_window_gives_back_what_no_later_token_sees() -> None:
     assert scheduler.pool.num_available == 32
 
 
-def test_a_window_alone_runs_sequences_that_are_longer_than_the_pool() -> None:
+def test_window_alone_runs_sequences_longer_than_the_pool() -> None:
     scheduler = make(WINDOW, num_pages=8)
     one = sequence(0, 100, max_tokens=20)
     scheduler.add(one)
@@ -64,7 +65,7 @@ def test_a_state_has_its_pages_from_the_first_token_to_the_last() -> None:
     assert scheduler.pool.num_available == 32
 
 
-def test_a_state_is_computed_anew_after_a_step_that_never_came_back() -> None:
+def test_state_restarts_after_a_dropped_step() -> None:
     scheduler = make(WHOLE, STATE)
     one = sequence(0, 30, max_tokens=3)
     scheduler.add(one)
@@ -75,15 +76,14 @@ def test_a_state_is_computed_anew_after_a_step_that_never_came_back() -> None:
     scheduler.check()
 
 
-@pytest.mark.parametrize(
-    ("groups", "num_pages", "words"),
+@for_each(
+    "groups, num_pages, words",
     [
         ((WHOLE,), 7, "the KV cache holds 28 tokens"),
         ((WINDOW,), 6, "the KV cache holds 6 pages, and such a sequence needs 7"),
         ((WHOLE, WINDOW), 14, "the KV cache holds 14 pages, and such a sequence needs 15"),
         ((WHOLE, STATE), 9, "the KV cache holds 9 pages, and such a sequence needs 10"),
     ],
-    ids=["whole", "window", "both", "state"],
 )
 def test_sequence_that_never_fits_names_the_capacity(groups, num_pages: int, words: str) -> None:
     with pytest.raises(RequestError) as caught:
@@ -95,7 +95,7 @@ def test_sequence_that_never_fits_names_the_capacity(groups, num_pages: int, wor
         run(roomy)
 
 
-def test_a_claim_is_bounded_by_the_window_and_counts_what_comes_back_to_nobody() -> None:
+def test_claim_is_bounded_by_the_window_and_counts_shared_pages() -> None:
     needs = PageNeeds(Limits(8, 16, 128, 4), 64, (WINDOW,))
 
     def claim(num_tokens: int, num_computed: int, table: list[int], is_shared=lambda page: False) -> int:
@@ -105,7 +105,7 @@ def test_a_claim_is_bounded_by_the_window_and_counts_what_comes_back_to_nobody()
     assert claim(100, 0, []) == WINDOW.most_held(16) == 7
     decoding = [*[HOLE] * 23, 1, 2, 3]
     assert claim(102, 101, decoding) == 0, "a page more, and one comes back"
-    assert claim(102, 101, decoding, lambda page: page == 1) == 1, "it comes back to nobody"
+    assert claim(102, 101, decoding, lambda page: page == 1) == 1, "it is shared"
     assert claim(102, 101, decoding, lambda page: page == 3) == 0, "it stays anyway"
 
 
@@ -149,7 +149,7 @@ def test_pages_of_groups_with_one_name_add_up() -> None:
     assert scheduler.kv_usage == 9 / 32
 
 
-def test_slots_are_given_lowest_first_whatever_order_they_come_back() -> None:
+def test_lowest_free_slot_is_taken_first() -> None:
     slots = SlotPool(6)
     assert [slots.take() for _ in range(5)] == [0, 1, 2, 3, 4]
     for slot in (3, 0, 4, 1):
@@ -160,7 +160,7 @@ def test_slots_are_given_lowest_first_whatever_order_they_come_back() -> None:
     slots.check([0, 1, 3, 4, 5])
 
 
-@pytest.mark.parametrize("num_filled", [0, 1])
+@for_each("num_filled", [0, 1])
 def test_blocked_sequence_is_tried_again_once_a_hole_is_filled(num_filled: int) -> None:
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=4, max_model_len=64, page_tokens=2)
     scheduler = Scheduler(limits, 7, True, 100, groups=[CacheGroup("window of 4", 2, window=4)], prefix_root=b"root")

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.scheduling import PARAMS, has_work, run, sequence, shape
+from for_each import for_each
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
 from holdfast.request.sequence import Sequence
@@ -24,7 +25,7 @@ def test_a_prompt_is_cut_wherever_the_budget_ends():
     ]
 
 
-def test_what_a_preempted_sequence_had_chosen_is_computed_row_by_row():
+def test_preempted_output_is_recomputed_row_by_row():
     scheduler = make(num_pages=7)
     first, second = sequence(1, 8, max_tokens=20), sequence(2, 6, max_tokens=12)
     for one in (first, second):
@@ -41,7 +42,7 @@ def test_what_a_preempted_sequence_had_chosen_is_computed_row_by_row():
     assert [step for step in steps if step[0] >= 6] == [(place, 1) for place in range(6, end)]
 
 
-@pytest.mark.parametrize(("num_prompt", "num_hit"), [(8, 8), (7, 4), (3, 0), (12, 12)])
+@for_each("num_prompt, num_hit", [(8, 8), (7, 4), (3, 0), (12, 12)])
 def test_only_pages_of_prompts_are_found_again(num_prompt, num_hit):
     """What was chosen behind them was computed in another way than a prompt with the same tokens is."""
     scheduler = make()
@@ -55,15 +56,15 @@ def test_only_pages_of_prompts_are_found_again(num_prompt, num_hit):
     assert again.num_cached_tokens == num_hit
 
 
-def test_nobody_guesses():
+def test_no_sequence_drafts():
     scheduler = make()
     scheduler.add(sequence(1, 4))
-    with pytest.raises(AssertionError, match="proposals"):
+    with pytest.raises(AssertionError, match="draft tokens"):
         scheduler.schedule(lambda one: (1, 2))
 
 
 def test_a_preempted_sequence_finds_no_page_behind_its_prompt():
-    """Of somebody whose prompt holds what it had chosen: those rows went through large tiles, its own one by one."""
+    """A prompt that contains its output: those rows went through large tiles, its own one by one."""
     scheduler = make(num_pages=14)
     stem = [*range(200, 208)]
     talk, second = sequence(1, [*stem, *[7] * 12, 99], max_tokens=28), sequence(2, stem, max_tokens=28)

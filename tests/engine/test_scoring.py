@@ -27,7 +27,7 @@ def reranking_engine():
     )
 
 
-def told(*logprobs: tuple[int, float]) -> RequestOutput:
+def reported(*logprobs: tuple[int, float]) -> RequestOutput:
     """The output of a request that chose the first of these tokens."""
     assembler = OutputAssembler(None, [1, 2, 3], 1)
     measured = {token: Logprob(value, 1, "") for token, value in logprobs}
@@ -77,20 +77,20 @@ def test_reranker_has_a_request_for_each_pair() -> None:
 
 def test_second_request_of_a_pair_asks_for_the_missing_token() -> None:
     scoring = Scoring(reranking_engine(), ["q"] * 3, ["a", "b", "c"], cache_salt="salt", priority=4)
-    outputs = [told((YES, -0.5), (NO, -1.5)), told((YES, -0.25)), told((NO, -0.125))]
+    outputs = [reported((YES, -0.5), (NO, -1.5)), reported((YES, -0.25)), reported((NO, -0.125))]
     assert scoring.again(0, outputs[0]) is None
     for place, missing in ((1, NO), (2, YES)):
         again = scoring.again(place, outputs[place])
         assert again is not None
         assert again.params.allowed_token_ids == (missing,)
         assert (again.prompt_token_ids, again.cache_salt, again.params.priority) == ([1, 2, 3], b"salt", 4)
-    scores = scoring.scores(outputs, {1: told((NO, -3.0)), 2: told((YES, -2.0))})
+    scores = scoring.scores(outputs, {1: reported((NO, -3.0)), 2: reported((YES, -2.0))})
     expected = [1 / (1 + math.exp(no - yes)) for yes, no in ((-0.5, -1.5), (-0.25, -3.0), (-2.0, -0.125))]
     assert scores == pytest.approx(expected)
     assert scoring.used(outputs, 2) == [outputs[2]]
 
 
-def test_long_pair_is_cut_in_its_document_if_asked() -> None:
+def test_long_pair_is_cut_in_its_document_with_truncate() -> None:
     engine = reranking_engine()
     longest = engine.core.facts.longest
     with pytest.raises(PromptError):

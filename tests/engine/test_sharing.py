@@ -6,6 +6,7 @@ from engine.scheduling import PARAMS, has_work, make, run, sequence, shape
 from engine.sharing_mutants import SHARING_MUTANTS
 from engine.simulated_world import World
 from engine.simulation import Simulation
+from for_each import for_each
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
@@ -106,8 +107,8 @@ def test_equal_prompts_fork_when_no_row_is_left() -> None:
     finish_all(scheduler)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 5])
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+@for_each("max_tokens", [1, 5])
+@for_each("length", [1, 3, 4, 5, 8, 9])
 def test_forks_of_prompts_of_any_length_finish(length: int, max_tokens: int) -> None:
     scheduler = make()
     together = added(scheduler, *[[*range(length)]] * 3, max_tokens=max_tokens)
@@ -134,7 +135,7 @@ def test_forks_of_more_sequences_than_slots_come_later() -> None:
     assert shape(steps[2]) == [(2, 8, 2), (3, 9, 1)]
 
 
-@pytest.mark.parametrize("change", ["salt", "opt-out", "no caching"])
+@for_each("change", ["salt", "opt-out", "no caching"])
 def test_sequences_that_must_not_share_do_not(change: str) -> None:
     scheduler = make(caching=change != "no caching")
     options = {"salt": {"cache_salt": b"b"}, "opt-out": {"use_prefix_cache": False}, "no caching": {}}[change]
@@ -147,7 +148,7 @@ def test_sequences_that_must_not_share_do_not(change: str) -> None:
     assert second.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("change", [{"cache_salt": b"b"}, {"use_prefix_cache": False}], ids=["salt", "opt-out"])
+@for_each("change", [{"cache_salt": b"b"}, {"use_prefix_cache": False}])
 def test_sequences_that_must_not_share_do_not_wait(change: dict) -> None:
     scheduler, (leader,) = held_up_leader()
     (other,) = added(scheduler, leader.token_ids[:20], first=1, **change)
@@ -177,7 +178,7 @@ def test_equal_prompt_waits_for_a_leader_held_up_by_its_steps() -> None:
     finish_all(scheduler)
 
 
-@pytest.mark.parametrize("how", ["priority", "reset", "abort"])
+@for_each("how", ["priority", "reset", "abort"])
 def test_equal_prompt_does_not_wait_for_a_leader(how: str) -> None:
     scheduler, (leader,) = held_up_leader()
     other = sequence(1, [*range(40)])
@@ -205,7 +206,7 @@ def test_abort_of_a_leader_before_its_step_leaves_no_trace() -> None:
     finish_all(scheduler)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in flight", "booked"])
+@for_each("late", [False, True])
 def test_abort_of_a_leader_leaves_its_forks_running(late: bool) -> None:
     scheduler = make()
     first, second = added(scheduler, PROMPT, PROMPT)
@@ -317,12 +318,10 @@ def test_pending_pages_settle_with_their_step() -> None:
     assert not scheduler.prefix._pending
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [(WHOLE, WINDOW), (WINDOW,), (WHOLE, STATE), (WINDOW, ENTRIES), (CacheGroup("large pages", 16), WINDOW)],
-    ids=["window beside", "window alone", "state", "entries", "windows within a block"],
+@for_each(
+    "groups", [(WHOLE, WINDOW), (WINDOW,), (WHOLE, STATE), (WINDOW, ENTRIES), (CacheGroup("large pages", 16), WINDOW)]
 )
-@pytest.mark.parametrize("length", [3, 8, 18, 30])
+@for_each("length", [3, 8, 18, 30])
 def test_forks_hold_what_each_cache_group_sees(groups: tuple[CacheGroup, ...], length: int) -> None:
     scheduler = with_groups(*groups)
     leader, fork = added(scheduler, *[[*range(length)]] * 2, max_tokens=20)
@@ -445,7 +444,7 @@ def test_slots_accept_a_fork_without_a_row() -> None:
     assert live.scheduled[1].source is live.scheduled[0].sequence
 
 
-@pytest.mark.parametrize("name", BAD_FORKS)
+@for_each("name", BAD_FORKS)
 def test_slots_refuse_a_bad_fork_and_change_nothing(name: str) -> None:
     slots = Slots(LIMITS, (WHOLE,), 50, 100)
     step, words = BAD_FORKS[name]

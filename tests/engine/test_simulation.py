@@ -42,13 +42,13 @@ def run_worlds(first: int | None = None) -> None:
 
 
 def run_late_worlds(first: int | None = None) -> None:
-    """The same with steps in flight."""
+    """Like the base, with steps in flight."""
     for seed in beginning_with(BUGGED_LATE_SEEDS, first):
         Simulation(seed, World.late(seed)).run(NUM_EVENTS)
 
 
 def run_compressed_worlds(first: int | None = None) -> None:
-    """The same with rows of several tokens."""
+    """Like the base, with compressed rows."""
     for seed in beginning_with(BUGGED_ENTRY_SEEDS, first):
         Simulation(seed, World.compressed(seed)).run(NUM_ENTRY_EVENTS)
 
@@ -79,31 +79,31 @@ def test_three_million_events_leave_no_leak_and_no_wrong_read(batch: int) -> Non
     assert run_all(seeds, EVENTS_PER_WORLD) >= NEEDED
 
 
-def test_a_sample_with_late_results_leaves_no_leak_and_no_wrong_read() -> None:
+def test_sample_with_late_results_is_sound() -> None:
     assert run_all(BUGGED_LATE_SEEDS, NUM_EVENTS, World.late) >= NEEDED | LATE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(NUM_LATE_BATCHES))
-def test_two_million_events_with_late_results_leave_no_leak_and_no_wrong_read(batch: int) -> None:
+def test_two_million_events_with_late_results_are_sound(batch: int) -> None:
     assert NUM_LATE_BATCHES * WORLDS_PER_BATCH * EVENTS_PER_WORLD >= 2_000_000
     seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
     # Pages run short in few worlds of this kind, and not in all of them can anybody guess.
     assert run_all(seeds, EVENTS_PER_WORLD, World.late) >= (NEEDED | LATE) - GUESSES - {"preempt"}
 
 
-def test_a_sample_with_rows_of_several_tokens_leaves_no_leak_and_no_wrong_read() -> None:
+def test_sample_with_compressed_rows_is_sound() -> None:
     assert run_all(BUGGED_ENTRY_SEEDS, NUM_ENTRY_EVENTS, World.compressed) >= (NEEDED | LATE) - GUESSES
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(10))
-def test_a_million_events_with_rows_of_several_tokens_leave_no_wrong_read(batch: int) -> None:
+def test_million_events_with_compressed_rows_are_sound(batch: int) -> None:
     seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
     assert run_all(seeds, EVENTS_PER_WORLD, World.compressed) >= NEEDED
 
 
-def test_a_sample_where_batches_change_nothing_leaves_no_leak_and_no_wrong_read() -> None:
+def test_sample_of_invariant_worlds_is_sound() -> None:
     assert run_all(range(16), 300, World.invariant) >= NEEDED | {"rows again"}
 
 

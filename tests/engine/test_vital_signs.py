@@ -92,7 +92,7 @@ def test_process_state_reads_past_any_name(monkeypatch):
         assert vital_signs.is_stopped(12)
 
 
-def test_process_state_of_nobody_says_nothing():
+def test_process_state_of_an_unknown_pid():
     assert vital_signs.process_state(-1) == ("S", 0)
 
 

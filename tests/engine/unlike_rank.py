@@ -30,8 +30,8 @@ def open_unlike(start: RankStart, server: RankServer) -> Rank:
     elif kind == "version":
         ranks.installed_versions = lambda: versions() | {"torch": "1.0"}
     elif kind == "dtype":
-        rank_build.build_runner = lambda config, *told, **named: build(
-            replace(config, dtype="bfloat16"), *told, **named
+        rank_build.build_runner = lambda config, *reported, **named: build(
+            replace(config, dtype="bfloat16"), *reported, **named
         )
     elif kind.startswith("rows "):
         take_sizes(*map(int, kind.split()[1:]))

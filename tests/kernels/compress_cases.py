@@ -83,7 +83,7 @@ class States:
 
 
 def compressor_on(compressor: Compressor, device: torch.device | str) -> Compressor:
-    """The same on a device, amid poison."""
+    """Copy to a device, amid poison."""
 
     def alone(values: torch.Tensor) -> torch.Tensor:
         return amid_poison(values.reshape(1, -1), torch.device(device)).view(values.shape)

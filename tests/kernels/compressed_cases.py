@@ -26,7 +26,7 @@ Make = Callable[[bool, int, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer."""
+    """Sizes of a layer."""
 
     num_heads: int = 3
     head_dim: int = 32
@@ -149,7 +149,7 @@ class _Scope:
         head_dim, nope_dim = sizes.head_dim, sizes.head_dim - sizes.rope_dim
         needed = [(place_S // page_tokens).unique().tolist() for place_S in places]
         generator = torch.Generator().manual_seed(seed)
-        # Page 0 is nobody's, and all poison.
+        # Page 0 belongs to no sequence and is all poison.
         order = (torch.randperm(sum(map(len, needed)) + 1, generator=generator) + 1).tolist()
         num_pages, width = len(order) + 1, 3 + max((page for pages in needed for page in pages), default=0)
         zones = RedZones(torch.device("cpu"))
@@ -204,7 +204,7 @@ def run_compressed(
 
 
 def partial_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of partial outputs beside queries of this type."""
+    """Type of partial outputs for queries of this type."""
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 

@@ -21,7 +21,7 @@ PEAK_NATS = 5.0
 
 
 ROUNDING = {torch.float16: 6e-3, torch.bfloat16: 3e-2}
-"""Of a head's error if weights, partials and outputs are rounded to these types, as on a GPU."""
+"""Error of a head if weights, partials and outputs are rounded to these types, as on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,16 @@ class Attention:
     name: str
     make: Callable[[Step, torch.device], World]
     head_dim: int
-    """Of the output: errors are taken head by head."""
+    """Elements of an output head: errors are taken per head."""
     tolerance: float
-    """Of a head's error as a share of its length."""
+    """Largest error of a head relative to its norm."""
     family: str = ""
     """Adapters of one family run the same code on other formats: most properties take one of them in a quick run."""
     block: int = 64
     """Tokens that a loop takes at a time."""
     page: int = 16
     takes: frozenset[str] = frozenset()
-    """Of window, sinks, softcap, splits, uneven, prefill, padding, peak."""
+    """Some of window, sinks, softcap, splits, uneven, prefill, padding, peak."""
 
     def __str__(self) -> str:
         return self.name

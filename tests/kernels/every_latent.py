@@ -49,14 +49,14 @@ from red_zones import RedZones
 
 CPU = torch.device("cpu")
 BYTES = {Poison.NAN: 0xFF, Poison.ZEROS: 0x00, Poison.LEFTOVERS: 0x35}
-"""Of free slots and pages; 0x35 is a small number in every type that a plane has."""
+"""Bytes of free slots and pages; 0x35 is a small number in every type of a plane."""
 MANY_SMS = 12
 """So many multiprocessors want the lists of a few rows split."""
 TAKES = frozenset({"prefill", "peak", "splits"})
 
 
 class Sizes(NamedTuple):
-    """Of a layer and its pages."""
+    """Sizes of a layer and its pages."""
 
     name: str = "plain"
     num_heads: int = 3
@@ -112,7 +112,7 @@ def some_tokens(
 
 
 def tokens(step: Step, sizes: Sizes) -> list[torch.Tensor]:
-    """Of each sequence."""
+    """One per sequence."""
     made = []
     for index, (start, count) in enumerate(step.rows):
         peak = None if step.peak is None else min(step.peak, start + count - 1)
@@ -244,7 +244,7 @@ class SparseWorld:
         # The last row does not choose: nothing of it is followed, and its output stays.
         table_rows_T = torch.tensor([len(case.rows) - 1 - index for index in self.sequences] + [BEYOND])
         num_tokens_T = torch.tensor([*self.num_tokens, 0])
-        listed = (torch.cat((told_T, beyond)).int().to(self.device) for told_T in (table_rows_T, num_tokens_T))
+        listed = (torch.cat((one_T, beyond)).int().to(self.device) for one_T in (table_rows_T, num_tokens_T))
         call = LatentCall(
             amid(torch.cat((case.q_TNX, torch.full_like(case.q_TNX[:1], NAN))), self.device),
             held_on(self.planes, self.device),
@@ -658,4 +658,4 @@ HOPPER: tuple[Attention, ...] = (
         for scope, name in zip(SCOPES, ("plain", "fp8_ds_v4", "plain"), strict=True)
     ),
 )
-"""The same in the sizes that kernels for a Hopper alone take: without such a GPU they run nothing new."""
+"""Adapters in the sizes of Hopper kernels: without such a GPU they run nothing new."""

@@ -30,7 +30,7 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 
 def island(values: torch.Tensor) -> torch.Tensor:
-    """The same values in the middle of NaN, so that a read outside of them shows in the result."""
+    """Put values in the middle of NaN, so that a read outside of them shows in the result."""
     buffer = torch.full((values.numel() + 2 * MOAT,), float("nan"), dtype=values.dtype)
     body = buffer[MOAT : MOAT + values.numel()].view(values.shape)
     body.copy_(values)

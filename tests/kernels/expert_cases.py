@@ -45,7 +45,7 @@ class ExpertCase:
         return self.weight.shape[1] // (2 if self.gated else 1)
 
     def rows(self, which: list[int]) -> "ExpertCase":
-        """The same with some of the tokens."""
+        """Keep some of the tokens."""
         per_token = len(self.x_XK) // len(self.expert_ids_TS)
         x = self.x_XK.view(len(self.expert_ids_TS), per_token, -1)[which].flatten(0, 1)
         return replace(self, x_XK=x, expert_ids_TS=self.expert_ids_TS[which])
@@ -62,7 +62,7 @@ def expert_case(
     has_bias: bool = False,
     form: GateForm = SILU_HALVES,
 ) -> ExpertCase:
-    """(T, S, E, N, K). Choice: "any" experts, "same" for every token, or "some" of which many are nobody's.
+    """(T, S, E, N, K). Choice: "any" experts, "same" for every token, or "some" of which many are unused.
 
     "twice": as a table may name them, the same one several times for a token.
     """
@@ -98,7 +98,7 @@ def quantized(weight: torch.Tensor, name: str, part_rows: int) -> QuantizedWeigh
 
 
 def among(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same values on the device between bytes that are NaN in every type that has it."""
+    """Put values on the device between bytes that are NaN in every type that has it."""
     buffer = torch.full((values.nbytes + 2 * MOAT_BYTES,), 0xFF, dtype=torch.uint8, device=device)
     body = buffer[MOAT_BYTES : MOAT_BYTES + values.nbytes].view(values.dtype).view(values.shape)
     body.copy_(values)
@@ -106,7 +106,7 @@ def among(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def placed(case: ExpertCase, device: torch.device) -> ExpertCase:
-    """The same on a device, amid poison."""
+    """Put the case on a device, amid poison."""
     if isinstance(case.weight, torch.Tensor):
         weight = among(case.weight, device)
     else:

@@ -113,7 +113,7 @@ class CompiledOnly:
         self._kernel = kernel
         self.shared_bytes = 0
         self.num_copies = 0
-        """Of the last compilation: copies into shared memory that are under way while the kernel computes."""
+        """Last compilation: copies into shared memory that are under way while the kernel computes."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._compile

@@ -34,7 +34,7 @@ class Case:
         return self.qkv.shape[1] // head_dim - 2 * num_kv_heads
 
     def rounded(self, dtype: torch.dtype) -> "Case":
-        """The same with values that the type can hold."""
+        """Round values to the type."""
         return self._with(lambda tensor: tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor)
 
     def on(self, device: torch.device) -> "Case":
@@ -49,7 +49,7 @@ class Case:
         )
 
     def float32_norms(self, offset: float) -> "Case":
-        """The same with norms that `offset` is added to, in float32 whatever the type of the rows."""
+        """Take norms with an `offset`, in float32 for rows of any type."""
         norm = self.head_norm
         assert norm is not None, "a case without norms"
         # With values that narrower types hold too: judges may take them in the type of the rows.
@@ -57,7 +57,7 @@ class Case:
         return replace(self, head_norm=HeadNorm(*weights, norm.eps, offset))
 
     def padded(self, rows: Sequence[int]) -> "Case":
-        """The same with these rows as padding, which nothing has filled: poison in all of them."""
+        """Make these rows padding full of poison."""
         qkv, slots, rotary = self.qkv.clone(), self.slots.clone(), self.rotary
         if rotary is not None:
             rotary = Rotary(rotary.cos_TP.clone(), rotary.sin_TP.clone())

@@ -25,7 +25,7 @@ def make_index_planes(name: str, dim: int, page_tokens: int, num_pages: int, zon
 
 
 def planes_to(planes: IndexPlanes, device: torch.device | str) -> IndexPlanes:
-    """The same on a device."""
+    """Copy to a device."""
     scales = planes.scales_S1
     return planes._replace(rows_SD=planes.rows_SD.to(device), scales_S1=None if scales is None else scales.to(device))
 
@@ -61,7 +61,7 @@ def make_score_case(
 ) -> ScoreCase:
     """Rows of (row of the page table, tokens).
 
-    What no row sees is NaN: slots, page 0, which is nobody's, and queries and weights of rows without tokens.
+    What no row sees is NaN: slots, page 0, which has no owner, and queries and weights of rows without tokens.
     Pages that a sequence does not have are -1.
     """
     generator = torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ def make_score_case(
 
 
 def slots_of(case: ScoreCase, i_table: int, num_tokens: int) -> torch.Tensor:
-    """Of the first tokens of a sequence."""
+    """Index keys of the first tokens of a sequence."""
     token_S, page_tokens = torch.arange(num_tokens), case.planes.page_tokens
     return case.pages[i_table, token_S // page_tokens].long() * page_tokens + token_S % page_tokens
 

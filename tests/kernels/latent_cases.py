@@ -1,4 +1,4 @@
-"""Latents scattered over pages, with poison wherever nobody may read, and tiles over them: from the real scheduler, or cut by hand."""
+"""Latents scattered over pages, with poison in all other slots, and tiles over them: from the scheduler, or cut by hand."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class LatentCase:
         return self.q_TNX.shape[1]
 
     def rounded(self, dtype: torch.dtype) -> "LatentCase":
-        """The same case with everything as `dtype` holds it."""
+        """Round everything to `dtype`."""
         tokens = [token_SX.to(dtype) for token_SX in self.tokens]
         return replace(self, q_TNX=self.q_TNX.to(dtype), plane_SX=self.plane_SX.to(dtype), tokens=tokens)
 
@@ -59,7 +59,7 @@ class LatentCase:
         return out_TNL
 
     def page_table(self) -> torch.Tensor:
-        """Rows in reverse; places behind a sequence's pages name pages that nobody may follow."""
+        """Rows in reverse; places after a sequence's pages name pages that no kernel may read."""
         longest = max(len(pages) for pages in self.pages)
         table_NP = torch.full((len(self.pages), longest + 3), BEYOND, dtype=torch.int32)
         for index, pages in enumerate(self.pages):

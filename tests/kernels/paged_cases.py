@@ -1,4 +1,4 @@
-"""Sequences scattered over pages, with poison in every slot that nobody may read."""
+"""Sequences scattered over pages, with poison in all other slots."""
 
 from dataclasses import dataclass
 
@@ -92,7 +92,7 @@ def exact_weights(scores: torch.Tensor, sinks: torch.Tensor | None, softcap: flo
 
 
 def odd_sinks(num_heads: int, seed: int = 0) -> torch.Tensor:
-    """Around the scores that cases have; one that nobody sees, and one that nobody sees anything beside."""
+    """Sinks around the scores of cases, one far below and one far above all of them."""
     sinks = random(num_heads, seed=seed + 77, scale=3.0)
     sinks[0] = -1e4
     if num_heads > 1:

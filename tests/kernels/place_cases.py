@@ -46,7 +46,7 @@ def new_findings(device: torch.device) -> Findings:
 
 
 def laid_out(rows: torch.Tensor, layout: str, device: torch.device) -> torch.Tensor:
-    """The same rows amid NaN: one behind the other, transposed, or with columns apart."""
+    """Put rows amid NaN: one behind the other, transposed, or with columns apart."""
     if layout == "transposed":
         return amid_poison(rows.t().contiguous(), device).t()
     if layout == "apart":
@@ -107,7 +107,7 @@ def place(
     first_row: int = 0,
     verify: torch.Tensor | None = None,
 ) -> Placed:
-    """The same for rows that are converted or copied."""
+    """Like the one above, for rows that are converted or copied."""
     where = torch.device("cpu") if device is None else device
     zones, findings = RedZones(where), new_findings(where)
     out = zones.allocate(*rows.shape, dtype=dtype)

@@ -18,7 +18,7 @@ EVERY_SCHEME = (*ROW_SCHEMES, *(replace(FP8_BLOCK, block_rows=rows) for rows in 
 E4M3_SLACK = 2**15
 """Tensor cores add products of e4m3 with some fourteen bits, where float32 has 24."""
 HALF_SLACK = 2**10
-"""Of sums that are begun in half precision, and go on in float32 after a few products."""
+"""For sums that are begun in half precision, and go on in float32 after a few products."""
 
 
 def scheme_id(scheme: WeightScheme) -> str:
@@ -80,12 +80,12 @@ def exact_weight(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def weight_on(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    """The same weight elsewhere."""
+    """Move a weight to a device."""
     return replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device))
 
 
 def weight_amid(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    """The same weight on the device with the worst of its codes and scales before and behind."""
+    """Put a weight on the device with the worst of its codes and scales before and behind."""
     return replace(weight, codes=_bytes_amid(weight.codes, device), scales=_bytes_amid(weight.scales, device))
 
 
@@ -115,5 +115,5 @@ def slack(device: torch.device, scheme: WeightScheme) -> float:
 
 
 def widest_on(device: torch.device) -> torch.dtype:
-    """Float32 in the interpreter. A GPU would multiply it as tf32, and nobody asks for that: half precision there."""
+    """Float32 in the interpreter. A GPU would multiply it as tf32, which is not requested: half precision there."""
     return torch.float32 if device.type == "cpu" else torch.float16

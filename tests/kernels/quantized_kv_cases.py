@@ -36,7 +36,7 @@ from scratch_memory import Memory, Poison
 POISON_BYTE = 0xFF
 """As a scale, and as an e4m3 code, this is NaN."""
 BITS = ((8, 8), (8, 4), (4, 4), (3, 4), (3, 3))
-"""Of keys and values, format by format."""
+"""Bits of keys and values of every format."""
 FORMATS = pytest.mark.parametrize(
     ("key_bits", "value_bits"), BITS, ids=[f"k{key_bits}v{value_bits}" for key_bits, value_bits in BITS]
 )
@@ -133,7 +133,7 @@ QUIET = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|divide by zero|All-NaN slice) encountered:RuntimeWarning"
 )
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 3e-3}
-"""Of an output as a share of its length: operands are half precision, and the result is rounded once more."""
+"""Error of an output relative to its norm: operands are half precision, and the result is rounded again."""
 
 
 @dataclass
@@ -141,7 +141,7 @@ class QuantizedStep:
     """Sequences of a step, as the layer has them; nothing is quantized yet."""
 
     bits: tuple[int, int]
-    """Of keys and values."""
+    """Bits of keys and values."""
     rows: list[tuple[int, int]]
     """(position of the first row, number of rows) of each sequence."""
     q: torch.Tensor
@@ -152,7 +152,7 @@ class QuantizedStep:
     window: int | None
     scale: float
     seed: int
-    """Of the order of pages."""
+    """Seed of the order of pages."""
     bias: torch.Tensor | None = None
     """[K, D]: what the keys have beside `tokens`, turned by their positions, and pages do not hold."""
     rope: tuple[torch.Tensor, float] = (torch.zeros(0), 1.0)
@@ -176,7 +176,7 @@ class QuantizedStep:
         return [sum(count for _, count in self.rows[:index]) for index in range(len(self.rows))]
 
     def pages(self) -> list[list[int]]:
-        """Of each sequence, in random order among some that belong to none."""
+        """Pages of each sequence, in random order among free ones."""
         counts = [-(-len(k) // self.page_tokens) for k, _ in self.tokens]
         order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(self.seed)).tolist()
         if self.seed % 2 == 0:  # that masked loads read page 0 shows only where it is poison

@@ -1,6 +1,6 @@
 """Starts kernels over addresses where no GPU is: compiled for one, and handed to a driver that only writes down.
 
-Run as a program it prints, as JSON, what the driver was told at each launch. Every case is started three times: twice at
+Run as a program it prints, as JSON, the arguments of the driver at each launch. Every case is started three times: twice at
 aligned addresses and once at others.
 """
 
@@ -25,7 +25,7 @@ from holdfast.kernels.load.place_kernels import (  # noqa: E402  # noqa: E402
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, MXFP4  # noqa: E402
 
 I16, U8, I32 = torch.int16, torch.uint8, torch.int32
-told: list[dict[str, Any]] = []
+launches: list[dict[str, Any]] = []
 
 
 class Writing:
@@ -38,7 +38,7 @@ class Writing:
     def __call__(self, *arguments: Any) -> None:
         grid, values = arguments[:3], arguments[9:]
         assert len(values) == len(self._types), f"{len(values)} arguments for {self._types}"
-        told.append(
+        launches.append(
             {
                 "grid": grid,
                 "program": id(self),
@@ -95,8 +95,8 @@ def main() -> None:
                     # All but the first two are at odd places: nothing follows from where they are.
                     pointer.address = first + (1024 * index if index < 2 else 1000 * index + 4)
             launch.start_at(num_rows, first, *pointers, *numbers)
-        results[case] = told.copy()
-        told.clear()
+        results[case] = launches.copy()
+        launches.clear()
     json.dump(results, sys.stdout)
 
 

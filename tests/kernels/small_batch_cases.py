@@ -54,7 +54,7 @@ class SmallBatchCase:
         return self.weight_NK.shape[0] // (2 if self.gated else 1)
 
     def to(self, device: torch.device) -> "SmallBatchCase":
-        """The same product on a device, where large ones are copied sooner."""
+        """Put the product on a device, where large ones are copied sooner."""
         bias = None if self.bias_N is None else self.bias_N.to(device)
         weight = self.weight_NK
         weight = weight_on(weight, device) if isinstance(weight, QuantizedWeight) else weight.to(device)
@@ -62,7 +62,7 @@ class SmallBatchCase:
         return SmallBatchCase(x, weight, bias, residual, norm, self.gated)
 
     def rows(self, which: list[int]) -> "SmallBatchCase":
-        """The same product of some of the rows."""
+        """Keep some of the rows."""
         return SmallBatchCase(
             self.x_MK[which], self.weight_NK, self.bias_N, self.residual_MN[which], self.norm_N, self.gated
         )
@@ -99,7 +99,7 @@ def quantized_case(
     with_bias: bool = False,
     seed: int = 0,
 ) -> SmallBatchCase:
-    """The same with a weight as codes, and rows whose codes are beyond doubt."""
+    """Like the one above, with a weight as codes, and rows whose codes are beyond doubt."""
     case = small_batch_case(num_rows, size_n, 1, dtype, gated, with_bias, seed)
     weight = random_weight(case.weight_NK.shape[0], size_k, scheme, seed + 1)
     return replace(case, x_MK=codable_rows(num_rows, size_k, seed).to(dtype), weight_NK=weight)
@@ -171,7 +171,7 @@ def _check_gate_amax(case: SmallBatchCase, y_MN: torch.Tensor, amax: AmaxScratch
     assert isinstance(case.weight_NK, QuantizedWeight), "only quantized products leave amax"
     assert amax.inputs.isnan().all(), "the amax of others were written"
     if not case.gated or not case.weight_NK.scheme.quantizes_activations:
-        assert not amax.gated.any(), "amax were raised and nobody asked"
+        assert not amax.gated.any(), "unrequested amax were raised"
         return
     left = amax.gated.view(torch.float32).view(len(y_MN), NUM_GATE_AMAX).amax(-1)
     expected = y_MN.float().abs().amax(-1)
@@ -197,10 +197,10 @@ def run_add(
     assert rows.scaled_MK is scaled
     assert rows.eps == EPS
     used = guarded.scratch.squares[: len(x) * rows.num_squares].cpu()
-    assert guarded.scratch.squares[len(x) * rows.num_squares :].isnan().all(), "more squares were written than told"
+    assert guarded.scratch.squares[len(x) * rows.num_squares :].isnan().all(), "more squares were written than reported"
     if guarded.scratch.amax is not None:
         amax = guarded.scratch.amax.normed.cpu()
-        assert amax[len(x) * rows.num_squares :].isnan().all(), "more amax were written than told"
+        assert amax[len(x) * rows.num_squares :].isnan().all(), "more amax were written than reported"
         amax_M = amax[: len(x) * rows.num_squares].view(len(x), rows.num_squares).amax(-1)
         expected_M = scaled.cpu().float().abs().amax(-1)
         finite = expected_M.isfinite()

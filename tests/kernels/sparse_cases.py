@@ -67,7 +67,9 @@ def sparse_case(
     generator = torch.Generator().manual_seed(seed)
     tokens_TK = torch.full((len(contexts), top_k), -1, dtype=torch.int32)
     counts = [-(-context // page_tokens) for context in contexts]
-    order = (torch.randperm(sum(counts) + 1, generator=generator) + 1).tolist()  # page 0 is nobody's, and all poison
+    order = (
+        torch.randperm(sum(counts) + 1, generator=generator) + 1
+    ).tolist()  # page 0 belongs to no sequence and is all poison
     table_NP = torch.full((len(contexts), max(counts) + 3), BEYOND, dtype=torch.int32)
     planes = _planes(name, latent_dim, rope_dim, page_tokens, len(order) + 1, dtype)
     latents = []

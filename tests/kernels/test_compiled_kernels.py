@@ -20,7 +20,7 @@ COMMON_CASES = (
     "chosen tokens, 16 heads in low tiles",
     "streams of V4-Flash, 1 row",
 )
-"""Of each way to write a kernel one that is compiled in a second or three."""
+"""For each way to write a kernel, one that is compiled in a second or three."""
 OTHER_CASES = (
     "rope rows",
     "write D128",

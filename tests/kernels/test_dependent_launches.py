@@ -278,4 +278,4 @@ def test_pdl_launch_names_it_to_the_kernel():
                 named = zip(node.keys, node.values, strict=True)
                 tells += [value for key, value in named if key is not None and ast.unparse(key) == "'PDL'"]
             wanted = {ast.unparse(node.args[0]) for node in asks}
-            assert {ast.unparse(told) for told in tells} == wanted, f"{module.name}.{function.name}"
+            assert {ast.unparse(one) for one in tells} == wanted, f"{module.name}.{function.name}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from for_each import for_each
 from kernels.every_attention import Attention, Memory, Poison, Step, assert_near, run_step
 from kernels.every_grouped import GROUPED
 from kernels.every_latent import HOPPER, LATENT
@@ -125,7 +126,7 @@ def test_peak_in_the_last_block_rescales_the_others(device, attention):
 
 
 @that_take("peak", turn=3)
-@pytest.mark.parametrize("place", ["first", "middle", "last"])
+@for_each("place", ["first", "middle", "last"])
 def test_peak_in_any_split_weighs_the_others(device, attention, place):
     """A merge rescales what came before a larger maximum, and weighs what comes after it."""
     end = 2 * attention.block + 9
@@ -166,9 +167,7 @@ def test_memory_before_a_window_is_not_read(device, attention):
 
 
 @that_take("window", turn=1)
-@pytest.mark.parametrize(
-    "window", ["one", "inside", "edge", *(pytest.param(name, marks=pytest.mark.slow) for name in ("below", "above"))]
-)
+@for_each("window", ["one", "inside", "below", "edge", "above"])
 def test_window_of_any_size_hides_older_tokens(device, attention, window):
     """One sequence is shorter than the window."""
     block = attention.block
@@ -192,9 +191,9 @@ def test_soft_cap_bends_every_score(device, attention):
 
 
 @that_take("padding", turn=4)
-@pytest.mark.parametrize("num_padding", [1, 9], ids=["few rows", "many rows"])
+@for_each("num_padding", [1, 9])
 def test_padding_is_written_as_zeros(device, attention, num_padding):
-    """Whole and split rows beside it; steps of many rows merge in another shape."""
+    """Whole and split rows beside it; a merge of many rows has another shape."""
     for splits in {1, splits_of(attention)}:
         judge(attention, Step(((attention.block, 1), (3, 1)), splits=splits, num_padding=num_padding), device)
 

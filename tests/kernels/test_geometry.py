@@ -1,7 +1,6 @@
 """Sizes that kernels and plans agree on: known numbers at every edge of a rule."""
 
-import pytest
-
+from for_each import for_each
 from holdfast.kernels.geometry import (
     ExpertOrderForm,
     TileGeometry,
@@ -17,8 +16,8 @@ from holdfast.kernels.geometry import (
 )
 
 
-@pytest.mark.parametrize(
-    ("size_n", "size_k", "splits"),
+@for_each(
+    "size_n, size_k, splits",
     [
         (64, 128, 1),
         (128, 640, 2),
@@ -41,7 +40,7 @@ def test_rows_of_an_expert_block_follow_what_experts_get() -> None:
     assert found == [1, 1, 16, 16, 16, 16, 32, 32, 64, 64, 128]
 
 
-def test_order_of_experts_has_a_form_for_every_size() -> None:
+def test_expert_order_of_every_size_has_a_launch() -> None:
     unsorted = [expert_order_form(rows, 8, 128) for rows in (4, 16)]
     assert unsorted == [ExpertOrderForm(rows, False, 0, 0, False) for rows in (1, 16)]
     found = [expert_order_form(rows, 8, 128)[2:] for rows in (17, 32, 33, 256, 257, 512, 513)]
@@ -56,7 +55,7 @@ def test_order_of_experts_has_a_form_for_every_size() -> None:
     ]
 
 
-def test_room_for_pairs_of_experts_is_the_most_that_can_be() -> None:
+def test_scratch_of_expert_pairs_is_the_maximum() -> None:
     assert [num_expert_blocks(*own) for own in ((10, 4, 1), (3, 8, 16), (8, 8, 16), (24, 8, 16), (100, 8, 16))] == [
         0,
         3,
@@ -96,7 +95,7 @@ def test_small_tiles_run_fewer_programs_in_small_batches() -> None:
 
 
 def test_scratch_of_logits_is_bounded_by_rows_and_candidates() -> None:
-    """128 rows at a time and 4096 candidates at the most; the first two tensors have every row."""
+    """At most 128 rows at once and 4096 candidates; the first two tensors have every row."""
     assert [num_chunks(size) for size in (1, 8192, 8193)] == [1, 1, 2]
     found = [[spec.shape for spec in logit_scratch_specs(*own)] for own in ((200, 10000), (5, 300))]
     assert found == [

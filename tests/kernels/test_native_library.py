@@ -1,4 +1,4 @@
-"""What is compiled is kept, whoever compiles it; in processes of their own where the kernels of this one would be others."""
+"""The compiled library is kept and shared; tests that need other kernels run in processes of their own."""
 
 import ctypes
 import json
@@ -49,7 +49,7 @@ print(json.dumps(results))
 )
 
 RUNS_TO_COMPILE = len(list(native_library.SOURCES.glob("*.c"))) + 1
-"""Of the compiler: once a file, and once to make a library of them."""
+"""Runs of the compiler: once a file, and once to make a library of them."""
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is there")
 
@@ -111,7 +111,7 @@ cp "$kept" "$output"
 
 @pytest.fixture(scope="session")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a real compiler keeps what it made of a source, for whoever asks for the same again, in all processes."""
+    """Where a real compiler keeps what it made of a source, for later requests of all processes."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "objects"
     folder.mkdir(exist_ok=True)
@@ -148,18 +148,18 @@ def test_compiling_is_counted_and_nothing_is_where_it_is_done(tmp_path, real_com
     monkeypatch.setenv("PATH", path_with(real_compiler))
     native_library.native_library.cache_clear()
     seen: list[tuple[Path, int, int]] = []
-    native_library.compile_native(lambda *told: seen.append(told))
+    native_library.compile_native(lambda *facts: seen.append(facts))
     build, total = native_library.find_native_build(), RUNS_TO_COMPILE - 1
     assert build.compiler == str(real_compiler / "cc")
     assert build.path.exists()
     assert seen == [(build.path, num_done, total) for num_done in range(total + 1)]
-    native_library.compile_native(lambda *told: pytest.fail("it is compiled already"))
+    native_library.compile_native(lambda *facts: pytest.fail("it is compiled already"))
     monkeypatch.setenv("PATH", path_with(make_compiler(tmp_path / "broken", "exit 1")))
     native_library.compile_native(lambda path, num_done, num_total: None)
     assert not native_library.find_native_build().path.exists()
     monkeypatch.undo()
     assert native_library.native_library() is not None
-    native_library.compile_native(lambda *told: pytest.fail("this process has them"))
+    native_library.compile_native(lambda *facts: pytest.fail("this process has them"))
 
 
 def test_a_damaged_library_is_compiled_again(tmp_path, real_compiler, monkeypatch, caplog):

@@ -37,7 +37,7 @@ def _histogram_kernel(p_x, p_out, p_words, SIZE: constexpr, BINS: constexpr):
 
 @jit
 def _permute_kernel(p_x, p_order, p_out, SIZE: constexpr, PLAIN: constexpr):
-    """Elements that are asked for, each to its place; the others are zero, and stay where they are not asked to be written."""
+    """Masked elements gather zeros and scatter nothing."""
     o_x = tl.arange(0, SIZE // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     o_from = tl.load(p_order + o_x)
     b_x = gather(p_x, o_from, o_from % 3 != 0, PLAIN)

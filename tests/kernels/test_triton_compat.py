@@ -86,7 +86,7 @@ def test_only_gpus_from_hopper_on_support_pdl(monkeypatch, capability, expected)
     assert supports_pdl(on_gpu) is expected  # type: ignore[arg-type]
 
 
-def test_the_option_is_passed_only_where_it_is_asked():
+def test_pdl_launch_is_empty_without_pdl():
     """Neither the interpreter nor an older GPU knows it."""
     assert pdl_launch(True) == {"launch_pdl": True}
     assert pdl_launch(False) == {}
@@ -112,7 +112,7 @@ def test_a_plain_cpu_run_imports_no_triton():
 
 
 class FakeKernels:
-    """Stands for Triton: a place for a listener, which is told of every kernel that is wanted."""
+    """Stands for Triton: a place for a listener, which hears of every requested kernel."""
 
     def __init__(self, listener=None):
         self.knobs = SimpleNamespace(
@@ -123,17 +123,17 @@ class FakeKernels:
         self.knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=is_compiled)
 
 
-def test_what_is_compiled_is_counted_and_what_was_found_is_not_told(monkeypatch):
-    heard, told = [], []
+def test_counting_compiles_reports_compiled_kernels_only(monkeypatch):
+    heard, reported = [], []
     fake = FakeKernels(lambda **event: heard.append(event["cache_hit"]))
     before = fake.knobs.compilation.listener
     monkeypatch.setattr(triton_compat, "triton", fake)
-    with triton_compat.counting_compiles(lambda: told.append(count.num_compiled)) as count:
+    with triton_compat.counting_compiles(lambda: reported.append(count.num_compiled)) as count:
         for is_compiled in (False, True, False):
             fake.want(is_compiled)
     assert (count.num_compiled, count.num_found) == (2, 1)
-    assert told == [1, 2]
-    assert heard == [False, True, False], "somebody who listened before hears all"
+    assert reported == [1, 2]
+    assert heard == [False, True, False], "an earlier listener hears all"
     assert fake.knobs.compilation.listener is before
     assert triton_compat.compiled_folder() == "a folder"
 

@@ -1,9 +1,10 @@
-"""Sizes of up-projected latent attention: the room is bounded whatever is asked, and the rule is that of the work."""
+"""Sizes of up-projected latent attention: scratch is bounded for any step, and the choice follows the work."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.up_projection import (
     CHUNK_STEP,
     LEAST_ROWS,
@@ -24,7 +25,7 @@ shapes = st.builds(UpProjection, st.integers(1, 256), dims, dims, dims, dims)
 
 
 @given(shapes, st.sampled_from(["bfloat16", "float32"]), st.integers(1, 10**6), st.integers(1, 10**7))
-def test_the_room_is_bounded_and_enough(shape, dtype, max_rows, max_context):
+def test_scratch_is_bounded_and_sufficient(shape, dtype, max_rows, max_context):
     chunk, state = expanded_specs(shape, dtype, max_rows, max_context)
     assert chunk.num_bytes + state.num_bytes <= UP_PROJECTED_BYTES
     for num_rows in {1, max_rows}:
@@ -34,15 +35,15 @@ def test_the_room_is_bounded_and_enough(shape, dtype, max_rows, max_context):
 
 
 @given(shapes, st.integers(1, 20000), st.integers(1, 10**6), st.integers(1, 10**6))
-def test_splits_have_room(shape, num_rows, num_tokens, state_rows):
+def test_splits_fit_the_partials(shape, num_rows, num_tokens, state_rows):
     group = shape.group_heads(num_rows)
     splits = num_splits(num_rows, group, num_tokens, state_rows)
     assert splits == 1 or splits * num_rows * group <= state_rows
     assert splits == 1 or splits * group * -(-num_rows // TILE_ROWS) <= 132
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_tokens", "state_rows", "splits"),
+@for_each(
+    "num_rows, num_tokens, state_rows, splits",
     [
         (128, 10**6, 10**9, 8),
         (129, 10**6, 10**9, 4),
@@ -84,21 +85,19 @@ def test_groups_are_equal_but_for_one_head(num_heads, num_rows):
     assert num_heads > (num_groups - 1) * group
 
 
-def test_a_small_model_takes_little():
+def test_scratch_of_a_small_model_is_small():
     small = UpProjection(4, 32, 8, 16, 16)
     assert sum(spec.num_bytes for spec in expanded_specs(small, "float32", 64, 256)) < 300_000
 
 
-@pytest.mark.parametrize(
-    ("shape", "least"), [(V2_LITE, LEAST_ROWS), (V3, LEAST_ROWS), (GLM, 189)], ids=["V2-Lite", "V3", "GLM"]
-)
-def test_behind_a_long_context_rows_decide(shape, least):
+@for_each("shape, least", [(V2_LITE, LEAST_ROWS), (V3, LEAST_ROWS), (GLM, 189)])
+def test_up_projection_after_a_long_context_follows_rows(shape, least):
     assert not takes_up_projection(least - 1, 10**7, shape)
     assert takes_up_projection(least, 10**7, shape)
 
 
-@pytest.mark.parametrize("shape", [V2_LITE, V3, GLM], ids=["V2-Lite", "V3", "GLM"])
-def test_a_prompt_of_its_own_is_worth_its_launches_once_it_is_long(shape):
+@for_each("shape", [V2_LITE, V3, GLM])
+def test_prompt_without_context_is_up_projected_if_long(shape):
     takes = [takes_up_projection(num_rows, 0, shape) for num_rows in range(1, 4000)]
     assert takes == sorted(takes)
     assert not takes[512]
@@ -125,10 +124,11 @@ def launches(num_rows: int, start: int, shape: UpProjection, max_rows: int, max_
     return {"gather", "attend", "merge"} if splits > 1 else {"gather", "attend"}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_heads", [1, 4, 7, 16, 20, 128])
 @pytest.mark.parametrize("dims", [(128, 128), (192, 256)], ids=str)
 @pytest.mark.parametrize(("max_rows", "max_context"), [(100, 5000), (512, 2000), (2048, 4096), (8192, 163840)], ids=str)
-def test_what_is_warmed_is_all_that_is_launched(num_heads, dims, max_rows, max_context):
+def test_warm_up_launches_every_kernel(num_heads, dims, max_rows, max_context):
     shape = UpProjection(num_heads, 512, 64, *dims)
     steps = warm_steps(shape, max_rows, max_context)
     warmed: set[str] = set()

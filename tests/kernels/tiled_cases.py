@@ -12,12 +12,12 @@ from kernels.paged_cases import PagedCase
 from scratch_memory import Memory
 
 BEYOND = 2**30
-"""Page ids that nobody may follow."""
+"""Page ids that no kernel may read."""
 NAN = float("nan")
 
 
 def rounded(case: PagedCase, dtype: torch.dtype) -> PagedCase:
-    """The same case with everything as `dtype` holds it."""
+    """Round everything to `dtype`."""
     tokens = [(k.to(dtype), v.to(dtype)) for k, v in case.tokens]
     planes = case.k_plane.to(dtype), case.v_plane.to(dtype)
     return replace(case, q=case.q.to(dtype), k_plane=planes[0], v_plane=planes[1], tokens=tokens)
@@ -113,7 +113,7 @@ def run_tiles(
 
 
 def amid(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same values on the device with NaN before and behind them."""
+    """Copy values to the device, with NaN before and after them."""
     buffer = torch.full((values.numel() + 2 * MOAT,), NAN, dtype=values.dtype, device=device)
     body = buffer[MOAT : MOAT + values.numel()].view(values.shape)
     body.copy_(values)

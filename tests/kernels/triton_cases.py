@@ -23,7 +23,7 @@ MOATS = cycle(MOAT + 16 * more for more in range(5))
 
 
 def amid_poison(values_TX: torch.Tensor, device: torch.device, moat: int | None = None) -> torch.Tensor:
-    """The same rows on the device with NaN before, behind and between them: a read outside of a row shows.
+    """Put rows on the device with NaN before, behind and between them: a read outside of a row shows.
 
     Rows of the next tensor lie further apart, or nearer: no tensor has the row stride of another.
     """

@@ -150,23 +150,23 @@ def refusal(call, *arguments: object) -> str:
 
 def test_more_than_was_reserved_is_refused_by_name_and_number(workspace: Workspace) -> None:
     words = refusal(workspace.acquire, "attention", attention(MAX_ROWS + 1))
-    asked = 65 * 192 * 2 + 65 * 64 * 2 + 130 * 4 * 4
+    wanted = 65 * 192 * 2 + 65 * 64 * 2 + 130 * 4 * 4
     for part in (
         "'attention'",
         "'layers'",
         "qkv float16 (65, 192)",
         "partial_lse float32 (130, 4)",
-        "34816 bytes are held",
+        "34816 bytes are reserved",
     ):
         assert part in words, words
-    assert f"{asked + 128 + 128 + 224} bytes" in words, words
+    assert f"{wanted + 128 + 128 + 224} bytes" in words, words
 
 
 def test_a_lane_that_is_large_enough_for_another_owner_is_no_excuse(workspace: Workspace) -> None:
     """It would fit into the lane, but not into what its owner said: the plan would no longer be the truth."""
     words = refusal(workspace.acquire, "attention", (TensorSpec("a", (40_000,), "uint8"),))
     assert "40192 bytes" in words
-    assert "34816 bytes are held for 'attention'" in words
+    assert "34816 bytes are reserved" in words
     (fits,) = workspace.acquire("mlp", (TensorSpec("a", (40_000,), "uint8"),))
     assert fits.nbytes == 40_000
 
@@ -174,16 +174,16 @@ def test_a_lane_that_is_large_enough_for_another_owner_is_no_excuse(workspace: W
 @pytest.mark.parametrize(
     ("owner", "specs", "lane", "words"),
     [
-        ("sampler", mlp(1), "layers", "0 bytes are held for that owner; reserved are attention, mlp"),
-        ("stream", mlp(1), "layers", "0 bytes are held for that owner"),
-        ("mlp", mlp(1), "stream", "0 bytes are held for that owner; reserved are stream"),
-        ("mlp", mlp(1), "prefill", "0 bytes are held for that lane; reserved are layers, stream"),
+        ("sampler", mlp(1), "layers", "this owner is not reserved. Reserved are attention, mlp"),
+        ("stream", mlp(1), "layers", "this owner is not reserved"),
+        ("mlp", mlp(1), "stream", "this owner is not reserved. Reserved are stream"),
+        ("mlp", mlp(1), "prefill", "this lane is not reserved. Reserved are layers, stream"),
         ("mlp", (TensorSpec("wide", (-1, 4), "float16"),), "layers", "wide: (-1, 4) is not a shape"),
         ("mlp", (TensorSpec("wide", (1.5, 4), "float16"),), "layers", "is not a shape"),  # type: ignore[arg-type]
         ("mlp", (TensorSpec("wide", [1, 4], "float16"),), "layers", "is not a shape"),  # type: ignore[arg-type]
         ("mlp", (TensorSpec("wide", (1, 4), "half"),), "layers", "'half' is not the name of a type"),
         ("mlp", (TensorSpec("wide", (1, 4), torch.half),), "layers", "torch.float16 is not the name"),  # type: ignore[arg-type]
-        ("mlp", (TensorSpec("wide", (2**70, 4), "int8"),), "layers", "65536 bytes are held"),
+        ("mlp", (TensorSpec("wide", (2**70, 4), "int8"),), "layers", "65536 bytes are reserved"),
     ],
     ids=["owner", "owner of another lane", "lane of another owner", "lane", "negative", "fraction", "list", "type", "torch type", "huge"],
 )  # fmt: skip
@@ -227,7 +227,7 @@ def test_what_is_released_is_gone(device: torch.device) -> None:
     made.release()
     assert list(ledger) == []
     assert ledger.peak_bytes == make_plan().total_bytes
-    assert "reserved are none" in refusal(made.acquire, "mlp", mlp(1))
+    assert "Reserved are none" in refusal(made.acquire, "mlp", mlp(1))
     made.release()
 
 
@@ -248,9 +248,9 @@ def test_a_lane_that_cannot_be_had_leaves_no_other_behind(monkeypatch: pytest.Mo
     assert ledger.peak_bytes == lane_bytes["layers"]
 
 
-def test_nobody_reserved_anything() -> None:
+def test_acquire_without_reservation_is_refused() -> None:
     made = Workspace(WorkspacePlan(), CPU, Ledger())
-    assert "reserved are none" in refusal(made.acquire, "mlp", mlp(1))
+    assert "Reserved are none" in refusal(made.acquire, "mlp", mlp(1))
     plan = WorkspacePlan()
     plan.reserve("idle", ())
     assert Workspace(plan, CPU, Ledger()).acquire("idle", ()) == ()

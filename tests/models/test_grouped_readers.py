@@ -350,7 +350,7 @@ def test_sliding_windows_by_layer(config, windows):
         (QWEN3_MOE | {"hidden_act": "gelu"}, "experts are gated with silu"),
         (GPT_OSS | {"hidden_act": "gelu"}, "a gate of their own"),
         (GPT_OSS | {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5"),
-        (GPT_OSS | {"layer_types": ["linear_attention"] * 36}, "'linear_attention' are not computed"),
+        (GPT_OSS | {"layer_types": ["linear_attention"] * 36}, "'linear_attention' are not supported"),
         (QWEN3_MOE | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (LLAMA | {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         (LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -415,9 +415,9 @@ def test_an_unknown_architecture_lists_the_known_ones():
         (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
         (QWEN3_MOE | {"num_experts": 4, "num_experts_per_tok": 8}, "num_experts_per_tok"),
         (GPT_OSS | {"num_local_experts": 0}, "num_local_experts"),
-        (GPT_OSS | {"swiglu_limit": 0.0}, "swiglu_limit = 0.0; a number above 0 is needed"),
+        (GPT_OSS | {"swiglu_limit": 0.0}, "swiglu_limit = 0.0. It must be a number above 0"),
         (GPT_OSS | {"swiglu_limit": -7.0}, "swiglu_limit"),
-        (GPT_OSS | {"sliding_window": 0}, "sliding_window = 0; a whole number from 1"),
+        (GPT_OSS | {"sliding_window": 0}, "sliding_window = 0. It must be a whole number from 1"),
         (GPT_OSS | {"sliding_window": None}, "sliding_window"),
         (GPT_OSS | {"layer_types": ["full_attention"] * 35}, "one entry for each of 36 layers"),
         (QWEN2_MOE | {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
@@ -430,7 +430,7 @@ def test_wrong_values_are_refused_with_file_and_key(config, word):
         read_spec(config, "config.json")
     assert word in str(caught.value)
     assert "config.json" in str(caught.value)
-    assert len(str(caught.value)) < 450
+    assert len(str(caught.value)) < 500
 
 
 JSON_VALUES = st.recursive(

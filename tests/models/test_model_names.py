@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from error_codes import raises_code
 from for_each import for_each
 from holdfast.errors import ModelNotFoundError
 from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES, StoredAs, find_model, is_known, stored_as
@@ -122,7 +123,7 @@ def test_what_a_name_says_of_stored_bits(name: str, stored: StoredAs | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("asked", "near"),
+    ("name", "near"),
     [
         ("Qwen3-9B", "Qwen3-8B"),
         ("deepseek-v4", "DeepSeek-V4-Pro"),
@@ -137,11 +138,11 @@ def test_what_a_name_says_of_stored_bits(name: str, stored: StoredAs | None) -> 
         ("Gemma-4-27B", "gemma-4-26B-A4B-it"),
     ],
 )
-def test_the_nearest_is_suggested(asked: str, near: str) -> None:
+def test_the_nearest_is_suggested(name: str, near: str) -> None:
     with pytest.raises(
-        ModelNotFoundError, match=f"did you mean .*{near}.* Else pass its config.json with --config FILE"
+        ModelNotFoundError, match=f"Did you mean .*{near}.* Else pass its config.json with --config FILE"
     ):
-        find_model(asked)
+        find_model(name)
 
 
 UNKNOWN = (
@@ -154,14 +155,13 @@ UNKNOWN = (
 )
 
 
-@pytest.mark.parametrize("asked", UNKNOWN.split(", "))
-def test_an_unknown_name_gets_no_other_models_name(asked: str) -> None:
-    with pytest.raises(ModelNotFoundError, match="this version does not know it") as caught:
-        find_model(asked)
-    assert re.match(
-        r"pass its config\.json with --config FILE, or --parameters [\d.]+[BM] for an estimate", caught.value.do
-    )
-    assert not is_known(asked)
+@pytest.mark.parametrize("name", UNKNOWN.split(", "))
+def test_an_unknown_name_gets_no_other_models_name(name: str) -> None:
+    with raises_code("architecture.not_in_catalogue", ModelNotFoundError, name=name) as caught:
+        find_model(name)
+    fix = r"Pass its config\.json with --config FILE, or --parameters [\d.]+[BM] for an estimate"
+    assert re.match(fix, caught.value.hints[0])
+    assert not is_known(name)
 
 
 def test_an_unknown_name_offers_an_estimate_of_its_size() -> None:
@@ -169,11 +169,9 @@ def test_an_unknown_name_offers_an_estimate_of_its_size() -> None:
         find_model("llama-5-70b")
 
 
-@pytest.mark.parametrize(
-    "asked", ["", "/", "x" * 100_000, "\x1b[31m", "../../etc/passwd", "Qwen3-8B" + " " * 300 + "x"]
-)
-def test_nonsense_is_sent_to_the_list(asked: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=f"nor among the {len(CATALOGUE)} models known by name") as caught:
-        find_model(asked)
+@pytest.mark.parametrize("name", ["", "/", "x" * 100_000, "\x1b[31m", "../../etc/passwd", "Qwen3-8B" + " " * 300 + "x"])
+def test_nonsense_is_sent_to_the_list(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=f"nor one of the {len(CATALOGUE)} models known by name") as caught:
+        find_model(name)
     assert "\x1b" not in str(caught.value)
     assert len(str(caught.value)) < 600

@@ -27,13 +27,13 @@ def test_absent_keys_take_the_default_and_null_means_none_only_where_it_may():
 
 @pytest.mark.parametrize("value", [0, 11, True, 1.0, "1", [], 10**40])
 def test_counts_have_a_type_and_bounds(value):
-    with pytest.raises(ModelFormatError, match=r"config.json says n = .*from 1 to 10"):
+    with pytest.raises(ModelFormatError, match=r"config.json has n = .*from 1 to 10"):
         settings(n=value).count("n", 1, 10)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), True, "2", None, 10**400])
 def test_numbers_are_finite_and_positive(value):
-    with pytest.raises(ModelFormatError, match=r"config\.json says x"):
+    with pytest.raises(ModelFormatError, match=r"config\.json has x"):
         settings(x=value).number("x", 1.0)
 
 
@@ -63,7 +63,7 @@ def test_other_token_ids_are_refused(value):
 def test_a_count_that_has_to_be_there() -> None:
     settings = Settings({"a": 3, "b": 0}, "config.json")
     assert settings.required_count("a", 3) == 3
-    with pytest.raises(ModelFormatError, match="has no c; a whole number is needed"):
+    with pytest.raises(ModelFormatError, match="has no c: a whole number is needed"):
         settings.required_count("c", 3)
     for key, high in (("a", 2), ("b", 9)):
         with pytest.raises(ModelFormatError, match=f"a whole number from 1 to {high}"):
@@ -100,16 +100,14 @@ def test_either_name_of_the_number_of_experts() -> None:
     for config in ({"num_experts": 16}, {"num_local_experts": 16}, {"num_experts": 16, "num_local_experts": 16}):
         assert read(config) == ExpertsSpec(16, 8, 768)
     assert read({"num_experts": None, "num_local_experts": 16}) == ExpertsSpec(16, 8, 768)
-    with pytest.raises(ModelFormatError, match="num_local_experts = 8; the same as num_experts = 16 is needed"):
+    with pytest.raises(ModelFormatError, match=r"num_local_experts = 8.* the same as num_experts = 16"):
         read({"num_experts": 16, "num_local_experts": 8})
 
 
 def test_more_experts_than_can_be_listed_are_refused() -> None:
     assert read({"num_experts": 2**16}, num_layers=2) is not None
     assert read({"num_experts": 2**16, "mlp_only_layers": list(range(98))}, num_layers=100) is not None
-    with pytest.raises(
-        ModelFormatError, match="num_local_experts = 65536; at most 43690 in each of 3 layers is needed"
-    ):
+    with pytest.raises(ModelFormatError, match=r"num_local_experts = 65536.* at most 43690 in each of 3 layers"):
         read({"num_local_experts": 2**16}, num_layers=3)
 
 
@@ -140,7 +138,7 @@ def test_models_without_experts() -> None:
         ({"num_experts": -1}, "num_experts = -1"),
         ({"num_experts": 2**40}, "num_experts"),
         ({"num_experts": "8"}, "num_experts"),
-        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5; a whole number from 1 to 4"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5.* a whole number from 1 to 4"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob"),

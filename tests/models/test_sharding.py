@@ -151,7 +151,7 @@ def test_a_vocabulary_need_not_divide(size):
 
 def test_a_vocabulary_too_small_for_its_ranks_is_said():
     for rank in range(4):
-        with pytest.raises(UnsupportedModelError, match="a vocabulary of 5 rows was to be shared by 4 ranks"):
+        with pytest.raises(UnsupportedModelError, match="A vocabulary of 5 rows cannot be shared by 4 ranks"):
             vocabulary_rows(5, Mesh(rank, 4))
 
 
@@ -233,7 +233,7 @@ def test_a_share_of_a_share_knows_the_whole():
 def test_what_does_not_divide_is_said(parameter, mesh, heads, words):
     with pytest.raises(UnsupportedModelError, match=words) as caught:
         shard_parameters([parameter], mesh, *heads)
-    assert str(caught.value).startswith(f"{parameter.name} {list(parameter.shape)} was to be shared by ")
+    assert str(caught.value).startswith(f"{parameter.name} {list(parameter.shape)} cannot be shared by ")
 
 
 @pytest.mark.parametrize("values", [(2, 2), (-1, 2), (0, 0), (True, 2), (0, 1.0), (0, 1, 4, 4), (0, 1, "0", 1)])

@@ -1,4 +1,4 @@
-"""The logger: quiet until asked, once however often it is asked, and a wrong level is no reason to fall."""
+"""The logger: quiet by default, set up once, robust to a wrong level."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ def test_a_library_adds_no_handlers_of_its_own() -> None:
     assert logging.getLogger("holdfast").handlers == []
 
 
-def test_lines_reach_stderr_once_however_often_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_reach_stderr_once_after_repeated_setup(capsys: pytest.CaptureFixture[str]) -> None:
     log_to_stderr("INFO")
     log_to_stderr("INFO")
     get_logger("runner").info("attention=%s because %s", "torch", "no GPU")

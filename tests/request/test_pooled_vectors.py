@@ -5,6 +5,7 @@ import struct
 import numpy as np
 import pytest
 
+from for_each import for_each
 from holdfast.errors import RequestError
 from holdfast.request.pooling import PoolingParams, cosine, vector_of
 
@@ -36,10 +37,9 @@ def test_cosine_ignores_lengths():
     assert cosine(one, np.zeros(2, np.float32)) == 0.0
 
 
-@pytest.mark.parametrize(
+@for_each(
     "wrong",
     [{"dimensions": 0}, {"dimensions": True}, {"dimensions": 1.5}, {"normalize": 2}, {"truncate_prompt_tokens": 5}],
-    ids=str,
 )
 def test_pooling_params_of_wrong_values_are_refused(wrong):
     with pytest.raises(RequestError):

@@ -1,9 +1,9 @@
 """Sequence and LiveStep: the arithmetic of what is computed and what is sampled."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
 
@@ -58,8 +58,8 @@ def test_new_sequence_waits_without_pages() -> None:
     assert second.tables == [[]]
 
 
-@pytest.mark.parametrize(
-    ("start", "num_new", "samples", "proposals", "is_fork", "expected"),
+@for_each(
+    "start, num_new, samples, proposals, is_fork, expected",
     [
         (0, 4, False, (), False, (4, 4, 4, 4)),
         (4, 5, False, (), False, (5, 5, 5, 9)),
@@ -69,7 +69,6 @@ def test_new_sequence_waits_without_pages() -> None:
         (10, 4, True, (1, 2, 3), False, (4, 0, 4, 11)),
         (9, 1, True, (), True, (0, 0, 1, 10)),
     ],
-    ids=["begin", "all but the last", "to the end", "last row", "answer", "drafts", "fork"],
 )
 def test_rows_and_logits_of_a_prompt_of_ten_are_counted(
     start: int, num_new: int, samples: bool, proposals: tuple[int, ...], is_fork: bool, expected: tuple[int, ...]

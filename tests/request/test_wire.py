@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import HoldfastError, MessageError, QueueFullError
 from holdfast.request.wire import (
     HEADER_BYTES,
@@ -103,7 +104,7 @@ def test_header_announces_a_bounded_length() -> None:
         body_length(huge)
 
 
-@pytest.mark.parametrize("header", [b"\xdd", b"\xc6", b"\xdb", b"\xdf"], ids=["array", "bytes", "text", "map"])
+@for_each("header", [b"\xdd", b"\xc6", b"\xdb", b"\xdf"])
 def test_announced_item_count_allocates_nothing(header: bytes) -> None:
     body = b"\x92\x01" + header + struct.pack(">I", 2**31 - 1) + b"\0" * 16
     CODEC.encode(Note(), 1)

@@ -101,17 +101,17 @@ def test_what_cannot_be_equal_to_the_bit_on_a_gpu_is_declined(tmp_path: Path) ->
     path = write_model(tmp_path, "llama", num_attention_heads=16, num_key_value_heads=16, vocab_size=512)
     assert plan_on_gpu(path, 4).mesh.is_exact
     assert plan_on_gpu(path, 8, max_num_batched_tokens=64).mesh.is_exact
-    with pytest.raises(ConfigError, match="below 64 rows, and a step has at most 40"):
+    with pytest.raises(ConfigError, match="below 64 rows"):
         plan_on_gpu(path, 8)
-    with pytest.raises(ConfigError, match="16 ranks; the product of cuBLAS by a share of a weight was never compared"):
+    with pytest.raises(ConfigError, match="16 ranks"):
         plan_on_gpu(path, 16, max_num_batched_tokens=64)
     few_heads = write_model(tmp_path / "few", "llama", num_attention_heads=16, num_key_value_heads=2)
     assert plan_on_gpu(few_heads, 2).mesh.is_exact
-    with pytest.raises(ConfigError, match="they share 2 key heads"):
+    with pytest.raises(ConfigError, match="2 key heads"):
         plan_on_gpu(few_heads, 4)
-    with pytest.raises(ConfigError, match="add batch_invariant=True"):
+    with pytest.raises(ConfigError, match="batch_invariant=True"):
         plan_on_gpu(path, 2, batch_invariant=False)
-    with pytest.raises(ConfigError, match="products with weights in fp8"):
+    with pytest.raises(ConfigError, match="fp8"):
         plan_on_gpu(path, 2, quantization="fp8")
 
 

@@ -33,13 +33,13 @@ from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.grouped_readers import parameters
 from holdfast.models.parameters import Parameter
-from holdfast.planning import fit
+from holdfast.planning import resolve
 from holdfast.planning.plan import RunnerPlan
-from holdfast.planning.stages import equal_cuts
 from holdfast.planning.target import gpu_target
 from holdfast.planning.terms import graph_term
 from holdfast.runner import assembly, step_inputs
 from holdfast.runner.build import RunnerBuild, plan_model
+from planning.test_plan_stages import equal_cuts
 
 META = torch.device("meta")
 TARGET = gpu_target(GPUS["b200"])._replace(total_bytes=2**42, available_bytes=2**42)
@@ -182,7 +182,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of pages compiles its kernel when it is made, which the meta device has no numbers for; bytes are counted also
     of ranks whose sums a GPU could not make exact."""
     monkeypatch.setattr(step_inputs, "scatter_pages", lambda *tensors: None)
-    monkeypatch.setattr(fit, "refuse_inequality", lambda *arguments: None)
+    monkeypatch.setattr(resolve, "refuse_inequality", lambda *arguments: None)
     monkeypatch.setattr(assembly, "centre_keys", lambda *arguments: 0)
 
 

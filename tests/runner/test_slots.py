@@ -78,9 +78,9 @@ def decode(**changes) -> StepItem:
 
 
 BAD_STEPS = {
-    "repeated": (Step(3, items=(StepItem(2, 7, 1, True),)), "step 3 came; step 4 is the next"),
+    "repeated": (Step(3, items=(StepItem(2, 7, 1, True),)), "Step 3 arrived, but step 4 is the next"),
     "of long ago": (Step(1), "step 4 is the next"),
-    "out of order": (Step(5), "step 5 came; step 4 is the next"),
+    "out of order": (Step(5), "Step 5 arrived, but step 4 is the next"),
     "releases a free slot": (Step(4, released=(3,)), "releases slot 3, which is free"),
     "releases a slot twice": (Step(4, released=(1, 1)), "releases slot 1, which is free"),
     "releases a slot that never was": (Step(4, released=(9,)), "releases slot 9, which is free"),

@@ -1,4 +1,4 @@
-"""One question in the words of each API family, and its answer, whole or streamed, in one shape."""
+"""One request in the shape of each API family, and its answer, whole or streamed, in one shape."""
 
 import json
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ import httpx
 
 Turn = tuple[str, str]
 """Role and text."""
+Said = list[dict[str, str]]
+Stops = Sequence[str] | None
 
 
 @dataclass
@@ -56,23 +58,34 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(one) for one in data if one != "[DONE]"]
 
 
-class Chat:
-    """/v1/chat/completions."""
-
-    path = "/v1/chat/completions"
-    called, stopped, cut = "tool_calls", "stop", "length"
+class Api:
+    """What the families share: how a request is put together."""
 
     def body(
         self,
         turns: Sequence[Turn],
         tools: Sequence[str] = (),
-        stop: Sequence[str] | None = None,
+        stop: Stops = None,
         max_tokens: int | None = None,
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {"messages": [{"role": role, "content": text} for role, text in turns]}
-        if tools:
-            body["tools"] = [{"type": "function", "function": {"name": name}} for name in tools]
-        return body | _known(stop=stop, max_tokens=max_tokens)
+        body = self._body([{"role": role, "content": text} for role, text in turns], stop, max_tokens)
+        return body | ({"tools": [self._tool(name) for name in tools]} if tools else {})
+
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _tool(self, name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name}}
+
+
+class Chat(Api):
+    """/v1/chat/completions."""
+
+    path = "/v1/chat/completions"
+    called, stopped, cut = "tool_calls", "stop", "length"
+
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        return {"messages": messages} | _known(stop=stop, max_tokens=max_tokens)
 
     def whole(self, value: dict[str, Any]) -> Answered:
         choices = []
@@ -117,14 +130,11 @@ class Completions(Chat):
 
     path = "/v1/completions"
 
-    def body(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[str] = (),
-        stop: Sequence[str] | None = None,
-        max_tokens: int | None = None,
-    ) -> dict[str, Any]:
-        return {"prompt": turns[-1][1], "max_tokens": max_tokens or 100} | _known(stop=stop)
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        return {"prompt": messages[-1]["content"], "max_tokens": max_tokens or 100} | _known(stop=stop)
+
+    def body(self, turns: Sequence[Turn], tools: Sequence[str] = (), **more: Any) -> dict[str, Any]:
+        return super().body(turns, (), **more)
 
     def whole(self, value: dict[str, Any]) -> Answered:
         assert [one["index"] for one in value["choices"]] == list(range(len(value["choices"])))
@@ -142,23 +152,17 @@ class Completions(Chat):
         return super().streamed("".join(f"data: {json.dumps(one)}\n\n" for one in as_chat) + "data: [DONE]\n\n")
 
 
-class Responses:
+class Responses(Api):
     """/v1/responses."""
 
     path = "/v1/responses"
     called, stopped, cut = "completed", "completed", "incomplete"
 
-    def body(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[str] = (),
-        stop: Sequence[str] | None = None,
-        max_tokens: int | None = None,
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {"input": [{"role": role, "content": text} for role, text in turns]}
-        if tools:
-            body["tools"] = [{"type": "function", "name": name, "parameters": None} for name in tools]
-        return body | _known(stop=stop, max_output_tokens=max_tokens)
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        return {"input": messages} | _known(stop=stop, max_output_tokens=max_tokens)
+
+    def _tool(self, name: str) -> dict[str, Any]:
+        return {"type": "function", "name": name, "parameters": None}
 
     def whole(self, value: dict[str, Any]) -> Answered:
         choice = Choice(reason=value["status"])
@@ -195,27 +199,18 @@ class Responses:
         return final
 
 
-class Messages:
+class Messages(Api):
     """/v1/messages."""
 
     path = "/v1/messages"
     called, stopped, cut = "tool_use", "end_turn", "max_tokens"
 
-    def body(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[str] = (),
-        stop: Sequence[str] | None = None,
-        max_tokens: int | None = None,
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "messages": [{"role": role, "content": text} for role, text in turns],
-            "max_tokens": max_tokens or 200,
-            "thinking": {"type": "adaptive"},
-        }
-        if tools:
-            body["tools"] = [{"name": name, "input_schema": {"type": "object"}} for name in tools]
-        return body | _known(stop_sequences=stop)
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        fixed = {"messages": messages, "max_tokens": max_tokens or 200, "thinking": {"type": "adaptive"}}
+        return fixed | _known(stop_sequences=stop)
+
+    def _tool(self, name: str) -> dict[str, Any]:
+        return {"name": name, "input_schema": {"type": "object"}}
 
     def whole(self, value: dict[str, Any]) -> Answered:
         choice = Choice(reason=value["stop_reason"], stop=value["stop_sequence"])
@@ -253,23 +248,14 @@ class Messages:
         return Answered([choice], _anthropic_usage(end["usage"]), found[0]["message"]["id"])
 
 
-class Ollama:
+class Ollama(Api):
     """/api/chat."""
 
     path = "/api/chat"
     called, stopped, cut = "stop", "stop", "length"
 
-    def body(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[str] = (),
-        stop: Sequence[str] | None = None,
-        max_tokens: int | None = None,
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {"messages": [{"role": role, "content": text} for role, text in turns]}
-        if tools:
-            body["tools"] = [{"type": "function", "function": {"name": name}} for name in tools]
-        return body | {"options": _known(stop=stop, num_predict=max_tokens)}
+    def _body(self, messages: Said, stop: Stops, max_tokens: int | None) -> dict[str, Any]:
+        return {"messages": messages, "options": _known(stop=stop, num_predict=max_tokens)}
 
     def whole(self, value: dict[str, Any]) -> Answered:
         return self._answered([value])
@@ -311,10 +297,6 @@ def ask(
     answer = client.post(family.path, json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return family.streamed(answer.text) if stream else family.whole(answer.json())
-
-
-def names(families: Sequence[Family]) -> list[str]:
-    return [type(family).__name__ for family in families]
 
 
 def _known(**fields: Any) -> dict[str, Any]:

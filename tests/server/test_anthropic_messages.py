@@ -7,8 +7,7 @@ import pytest
 
 from error_codes import raises_code
 from for_each import for_each
-from holdfast.server.anthropic_input import conversation_of, shows_thinking
-from holdfast.server.anthropic_messages import message_usage
+from holdfast.server.anthropic_messages import conversation_of, message_usage, shows_thinking
 from holdfast.server.anthropic_schemas import MessageRequest
 from holdfast.server.bodies import parse
 from holdfast.server.conversations import Conversation, plain_message

@@ -48,7 +48,6 @@ def num_live(running: Served) -> int:
 @for_each("stream", [False, True])
 @for_each("num_steps", [0, 3])
 def test_a_client_that_goes_takes_its_request_along(held, path, stream, num_steps):
-    held.clear()
     running, gate = held
     num_requests = 2 if path == "/v1/completions" else 1
     gate.allowed = type(gate.allowed)(0)

@@ -97,7 +97,7 @@ def test_more_inputs_than_the_queue_holds_are_answered(client):
     [
         ({"input": ["fine", "x" * 2000]}, "input[1]", "maximum context length is 1024"),
         ({"input": ["fine", ""]}, "input[1]", "at least 1 character"),
-        ({"input": [[1], [99999]]}, "input[1]", "the vocabulary has"),
+        ({"input": [[1], [99999]]}, "input[1]", "The vocabulary has"),
         ({"input": []}, "input", "at least 1 item"),
         ({"input": "x", "dimensions": HIDDEN_SIZE + 1}, "dimensions", "has 16"),
         ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),

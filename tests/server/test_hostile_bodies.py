@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from for_each import for_each
 from holdfast.server import conversations
-from holdfast.server.anthropic_input import conversation_of
+from holdfast.server.anthropic_messages import conversation_of
 from holdfast.server.anthropic_schemas import MessageRequest
 from holdfast.server.bodies import MAX_NAMES, SMALL_BODY_BYTES, Body, parse, parse_json, read_model
 from holdfast.server.embedding_schemas import EmbeddingRequest, OllamaEmbedRequest, RerankRequest, ScoreRequest
@@ -159,9 +159,9 @@ def client():
         ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
         ("chat/completions", {"logit_bias": {"999999": 1}}, "logit_bias", "vocabulary"),
         ("chat/completions", {"stop_token_ids": [999999]}, "stop_token_ids", "vocabulary"),
-        ("chat/completions", {"min_tokens": 9, "max_tokens": 5}, "min_tokens", "max_tokens is 5"),
+        ("chat/completions", {"min_tokens": 9, "max_tokens": 5}, "min_tokens", "greater than max_tokens=5"),
         ("chat/completions", {"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
-        ("chat/completions", {"response_format": HUGE}, "response_format", "response_format with 5000 entries"),
+        ("chat/completions", {"response_format": HUGE}, "response_format", "response_format has 5000 entries"),
         ("chat/completions", {"prompt": "x"}, "prompt", "Did you mean messages?"),
         ("completions", {"messages": []}, "messages", "Did you mean prompt?"),
         ("responses", {"max_tokens": 5}, "max_tokens", "Did you mean max_output_tokens?"),

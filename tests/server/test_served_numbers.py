@@ -332,7 +332,7 @@ def test_log_cuts_long_texts_and_paths():
 
 @for_each("seconds, reported", [(None, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (float("inf"), "1")])
 def test_full_queue_sends_retry_after(seconds, reported):
-    error = QueueFullError("a", "b", "c")
+    error = QueueFullError("request.queue_full", count=1, waiting=1, maximum=1)
     if seconds is not None:
         error.retry_after_seconds = seconds
     assert from_exception(error).headers["Retry-After"] == reported

@@ -249,10 +249,10 @@ def test_our_own_faults_are_a_bare_sentence(client: TestClient, caplog: pytest.L
 @for_each(
     "error, status, code",
     [
-        (PromptError("a", "b", "c"), 400, None),
-        (QueueFullError("a", "b", "c"), 429, "queue_full"),
-        (EngineDeadError("a", "/home/user/x", "c"), 503, "engine_dead"),
-        (MemoryPlanError("a", "0xdeadbeefdead", "c"), 500, "internal_error"),
+        (PromptError("request.prompt_empty"), 400, "request.prompt_empty"),
+        (QueueFullError("request.queue_full", count=1, waiting=1, maximum=1), 429, "queue_full"),
+        (EngineDeadError("engine.dead", reason="/home/user/x"), 503, "engine_dead"),
+        (MemoryPlanError("transfer.not_allowed", what="0xdeadbeefdead"), 500, "internal_error"),
         (OSError("/home/user/x"), 500, "internal_error"),
         (RuntimeError(), 500, "internal_error"),
         (ApiError("http.bad_host", value="x"), 400, "bad_host"),

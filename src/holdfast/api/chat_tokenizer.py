@@ -1,15 +1,15 @@
-"""ChatTokenizer: a model's tokenizer and chat template under the names that programs know from transformers; no torch."""
+"""ChatTokenizer: a model's tokenizer and chat template under the names of transformers; no torch."""
 
 from collections.abc import Mapping, Sequence
 
 from holdfast.engine.admission import Conversation
-from holdfast.errors import PromptError, TemplateError, shown
+from holdfast.errors import PromptError, TemplateError
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tokenizer import Tokenizer
 
 
 class ChatTokenizer:
-    """What `LLM.get_tokenizer` gives: encode, decode and apply_chat_template, with the defaults of transformers."""
+    """Encode, decode and apply_chat_template, with the defaults of transformers."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
@@ -17,19 +17,19 @@ class ChatTokenizer:
         self.name_or_path = tokenizer.origin
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; special tokens written out in the text are understood."""
+        """Return token ids; special tokens in the text are parsed."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
-        """The text of token ids, special tokens included unless they are to be skipped."""
+        """Return the text of token ids."""
         return self._tokenizer.decode(_listed(token_ids), skip_special_tokens)
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
-        """The text of each."""
+        """Decode each sequence."""
         return [self.decode(token_ids, skip_special_tokens) for token_ids in sequences]
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, object]:
-        """`input_ids` and `attention_mask` of one text or of several, without padding."""
+        """Return `input_ids` and `attention_mask` of one text or of several, without padding."""
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
             return {"input_ids": ids, "attention_mask": [1] * len(ids)}
@@ -37,15 +37,15 @@ class ChatTokenizer:
         return {"input_ids": many, "attention_mask": [[1] * len(ids) for ids in many]}
 
     def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
-        """Tokens as the vocabulary writes them."""
+        """Return tokens as the vocabulary has them."""
         return self.convert_ids_to_tokens(self.encode(text, add_special_tokens))
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them; an id without a token is empty."""
+        """Return tokens as the vocabulary has them; an id without a token is empty."""
         return [self._tokenizer.vocabulary_token(token_id) or "" for token_id in token_ids]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
-        """The id of one token, or of each; None where there is no such token."""
+        """Return the id of one token, or of each; None if there is none."""
         if isinstance(tokens, str):
             return self._tokenizer.vocabulary_id(tokens)
         return [self._tokenizer.vocabulary_id(token) for token in tokens]
@@ -61,9 +61,9 @@ class ChatTokenizer:
         allow_special_tokens: bool = False,
         **template_options: object,
     ) -> object:
-        """The prompt of a conversation, or of each of several, as text or as token ids.
+        """Render a conversation, or each of several, as text or as token ids.
 
-        In ids, control tokens written out in messages are text unless they are allowed; a text can only carry them.
+        In ids, special tokens written out in messages are text unless `allow_special_tokens`.
         """
         if conversation and isinstance(conversation[0], list | tuple):
             options = {"tools": tools, "chat_template": chat_template, "tokenize": tokenize, **template_options}
@@ -82,7 +82,6 @@ class ChatTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the template."""
         return None if self._template is None else self._template.source
 
     @property
@@ -94,7 +93,6 @@ class ChatTokenizer:
 
     @property
     def special_tokens_map(self) -> Mapping[str, str]:
-        """bos_token, eos_token and the like, as text."""
         return dict(self._tokenizer.special_tokens)
 
     @property
@@ -141,14 +139,14 @@ class ChatTokenizer:
         if source is not None:
             return ChatTemplate(source, "chat_template", self._tokenizer.special_tokens)
         if self._template is None:
-            raise TemplateError("a chat was asked", "the model has no chat template", "pass chat_template")
+            raise TemplateError("api.no_chat_template")
         return self._template
 
 
 def _listed(token_ids: object) -> list[int]:
-    """Token ids of a list, a tuple, a tensor or an array, or one alone."""
+    """Return token ids of a list, a tuple, a tensor, an array, or one id."""
     listed = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids  # type: ignore[attr-defined]
     listed = [listed] if isinstance(listed, int) else listed
     if not isinstance(listed, list | tuple) or not all(isinstance(token_id, int) for token_id in listed):
-        raise PromptError(f"token ids {shown(token_ids)} were given", "a list of integers works", "pass one sequence")
+        raise PromptError("api.not_token_ids", value=token_ids)
     return list(listed)

@@ -1,25 +1,23 @@
-"""LLMEngine: a model that a program steps itself, under vLLM's names; torch is imported when a model is opened."""
+"""LLMEngine: a model whose steps the program runs, under vLLM's names; torch is imported when a model is opened."""
 
 from collections.abc import Iterable
 from os import PathLike
-from typing import TYPE_CHECKING, NoReturn, Unpack
+from typing import Unpack
 
-from holdfast.api.chat_tokenizer import ChatTokenizer
 from holdfast.api.llm import OnProgress, open_engine
-from holdfast.api.options import EngineOptions, one_of_params, sampling_params_from, takes_vllm_names
+from holdfast.api.opened import Opened
+from holdfast.api.options import EngineOptions, one_of_params, takes_vllm_names
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import Prompt
-from holdfast.engine.engine import Engine, EngineStats
+from holdfast.engine.engine import Engine
 from holdfast.engine.outputs import OutputAssembler
-from holdfast.errors import EngineDeadError, RequestError, refuse_transfer
+from holdfast.errors import EngineDeadError
 from holdfast.forks import HomeProcess
-from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import RequestOutputKind, SamplingParams
-from holdfast.request.vllm_names import missing_attribute
 
 
-class LLMEngine:
+class LLMEngine(Opened):
     """A model whose steps the caller runs, one thread at a time. `LLM` and `AsyncLLM` step by themselves.
 
     >>> engine.add_request("0", "Hello", SamplingParams(max_tokens=8))
@@ -34,17 +32,12 @@ class LLMEngine:
         on_progress: OnProgress | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        """Open a model; the options are those of `LLM`."""
+        """Open a model with the options of `LLM`."""
         self._start(open_engine(EngineConfig.from_options(model=model, **options), on_progress))
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineConfig, **others: object) -> "LLMEngine":
-        """vLLM's way to open a model; what it takes beside the options has no effect here."""
-        return cls(**vars(engine_args))
-
-    @classmethod
     def from_engine(cls, engine: Engine) -> "LLMEngine":
-        """An LLMEngine over an engine that exists already, and that nothing else steps."""
+        """Make an LLMEngine of an existing engine that has no other user."""
         own = cls.__new__(cls)
         own._start(engine)
         return own
@@ -59,62 +52,47 @@ class LLMEngine:
         *,
         sampling_params: SamplingParams | None = None,
     ) -> str:
-        """Check a request and queue it; returns its name. Waiting is counted from this call, not from arrival_time."""
+        """Check and queue a request, and return its name. Waiting counts from this call, not from arrival_time."""
         given = one_of_params(params, sampling_params)
-        prepared = self.engine.prepare(prompt, sampling_params_from(self.engine.generation) if given is None else given)
+        prepared = self.engine.prepare(prompt, self.default_sampling_params() if given is None else given)
         name = self.engine.submit(prepared, request_id)
         assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
         self._requests[name] = (assembler, prepared.params.output_kind)
         return name
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; an output of each request that it changed, by the output_kind of its params."""
+        """Run one step; return an output of each changed request, by its output_kind."""
         return self._outputs(self.engine.step() if self.engine.has_unfinished() else [])
 
     def has_unfinished_requests(self) -> bool:
-        """True while a step could bring something."""
+        """Return True while requests are unfinished."""
         return self.engine.has_unfinished()
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests whose last output is still to come."""
+        """Return the number of requests without their last output."""
         return len(self._requests)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End a request, or several, now; no output of theirs comes any more."""
+        """Abort requests now; they give no more outputs."""
         for name in (request_id,) if isinstance(request_id, str) else request_id:
             self.engine.abort(name)
             self._requests.pop(name, None)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget every cached prefix. Requests that run keep their pages, which no other request finds any more."""
+        """Drop every cached prefix. Running requests keep their pages."""
         self.engine.reset_prefix_cache()
         return True
 
-    def get_tokenizer(self) -> ChatTokenizer:
-        """The tokenizer and the chat template, under the names that programs know from transformers."""
-        if self.engine.tokenizer is None:
-            raise RequestError("the tokenizer was asked", "the engine has none", "open a model with a tokenizer")
-        return ChatTokenizer(self.engine.tokenizer, self.engine.chat_template)
-
     @property
     def engine(self) -> Engine:
-        """What answers, in the process that opened it."""
+        """The engine, in the process that opened it."""
         self._home.check()
         if self._engine is None:
-            raise EngineDeadError("the model was asked to answer", "it was shut down", "make a new LLMEngine")
+            raise EngineDeadError("api.shut_down", kind="LLMEngine")
         return self._engine
 
-    @property
-    def memory(self) -> MemoryReport | None:
-        """Who holds how many bytes, planned and taken."""
-        return self.engine.memory
-
-    def stats(self) -> EngineStats:
-        """Counters since the start, and the state of now."""
-        return self.engine.stats()
-
     def shutdown(self) -> None:
-        """Let go of the model; may be called twice."""
+        """Free the model. Idempotent."""
         if self._engine is not None:
             engine, self._engine = self._engine, None
             self._requests.clear()
@@ -122,14 +100,6 @@ class LLMEngine:
                 engine.abort_all()
                 engine.settle()
             engine.close()
-
-    if not TYPE_CHECKING:  # checkers go on to tell unknown names
-
-        def __getattr__(self, name: str) -> object:
-            return missing_attribute(self, name)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        refuse_transfer("an LLMEngine")
 
     def _start(self, engine: Engine) -> None:
         self._engine: Engine | None = engine

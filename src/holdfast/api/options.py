@@ -1,4 +1,4 @@
-"""The keyword options that LLM and AsyncLLM share, and what the makers of a model advise for sampling; no torch."""
+"""Keyword options of LLM and AsyncLLM, and the sampling defaults of a model; no torch."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ _Call = ParamSpec("_Call")
 _Result = TypeVar("_Result")
 
 ADVISED = ("temperature", "top_p", "top_k", "repetition_penalty")
-"""What makers of models advise in generation_config.json."""
+"""Sampling defaults in generation_config.json."""
 
 
 class EngineOptions(TypedDict, total=False):
-    """Every field of `EngineConfig` but the model, for editors and type checkers; `EngineConfig` explains and checks them."""
+    """Every field of `EngineConfig` but the model, for editors and type checkers; `EngineConfig` documents them."""
 
     revision: str | None
     tokenizer: str | None
@@ -70,7 +70,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 def takes_vllm_names(call: Callable[_Call, _Result]) -> Callable[_Call, _Result]:
-    """The same method: vLLM's other arguments are taken where they ask for nothing, a wrong name tells the nearest."""
+    """Decorate a method: accept vLLM's other arguments if they have no effect; refuse a wrong name with the nearest."""
     names = set(inspect.signature(call).parameters) - {"self"}
 
     @wraps(call)
@@ -84,51 +84,49 @@ def takes_vllm_names(call: Callable[_Call, _Result]) -> Callable[_Call, _Result]
 
 
 class ChatKeywords(TypedDict, total=False):
-    """Keywords of every call that takes a conversation."""
+    """Keywords of calls with a conversation."""
 
     chat_template: str | None
-    """The text of a template for this call, in place of the model's own."""
+    """Text of a template to use instead of the model's own."""
     chat_template_kwargs: Mapping[str, object] | None
-    """Further variables that the template knows, such as enable_thinking."""
+    """Further variables of the template, such as enable_thinking."""
     add_generation_prompt: bool
-    """Whether the prompt ends where an answer begins; True unless told otherwise."""
+    """End the prompt where an answer begins. Default: True."""
     continue_final_message: bool
-    """Go on with the last message, in place of a new one; needs add_generation_prompt=False."""
+    """Continue the last message; needs add_generation_prompt=False."""
     tools: Sequence[object] | None
-    """Tools as the template lists them."""
+    """Tools for the template."""
     allow_special_tokens: bool
-    """Read control tokens that are written out in messages, such as <|im_end|>, as control tokens; else they are text."""
+    """Parse special tokens that are written out in messages, such as <|im_end|>; by default they are text."""
 
 
 def chat_values(keywords: Mapping[str, object]) -> tuple[dict[str, object], ChatOptions]:
-    """What a template is told, and how a conversation is read, from the keywords of a call."""
+    """Split the keywords of a call into variables of the template and chat options."""
     settled = settle(keywords, ChatKeywords.__annotations__, CALL_NAMES, KeywordError).options
     template, allows = settled.pop("chat_template", None), settled.pop("allow_special_tokens", False)
-    told = settled.pop("chat_template_kwargs", None) or {}
-    if not isinstance(told, Mapping) or not all(isinstance(name, str) for name in told):
-        raise RequestError("chat_template_kwargs were given", "a dict of names and values works", "pass such a dict")
+    more = settled.pop("chat_template_kwargs", None) or {}
+    if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
+        raise RequestError("api.not_template_kwargs", value=more)
     values = {name: value for name, value in settled.items() if name != "tools" or value is not None}
     if allows not in (True, False):
-        raise RequestError("allow_special_tokens was asked", "it is a switch", "pass True or False")
-    return {**told, **values}, ChatOptions(template, bool(allows))  # type: ignore[arg-type]
+        raise RequestError("value.not_bool", name="allow_special_tokens", value=allows)
+    return {**more, **values}, ChatOptions(template, bool(allows))  # type: ignore[arg-type]
 
 
 _Given = TypeVar("_Given")
 
 
 def one_of_params(params: _Given | None, sampling_params: _Given | None) -> _Given | None:
-    """Params by whichever name they were given."""
+    """Return the params, given by one of two names."""
     if params is not None and sampling_params is not None:
-        raise RequestError("params and sampling_params were given", "they are the same", "pass one of them")
+        raise RequestError("api.params_twice")
     return params if params is not None else sampling_params
 
 
 def sampling_params_from(generation: GenerationDefaults) -> SamplingParams:
-    """What the makers of the model advise; the usual defaults where they say nothing."""
+    """Return the model's sampling defaults, or the usual ones."""
     advised = {name: value for name in ADVISED if (value := getattr(generation, name)) is not None}
     try:
         return SamplingParams(**advised)
     except RequestError as error:
-        raise ModelFormatError(
-            "the model's own sampling defaults were asked", str(error), "pass SamplingParams instead"
-        ) from error
+        raise ModelFormatError("api.bad_model_defaults", reason=str(error)) from error

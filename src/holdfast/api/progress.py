@@ -1,6 +1,6 @@
-"""Progress in terminals and notebooks: bytes while a model is downloaded and loads, prompts and tokens/s later; no torch.
+"""Progress bars in terminals and notebooks: downloads, loading, compilation, prompts; no torch.
 
-rich is imported where somebody watches, and not before.
+rich is imported only if a terminal or a notebook shows the bars.
 """
 
 from __future__ import annotations
@@ -8,128 +8,150 @@ from __future__ import annotations
 import sys
 import time
 from importlib.util import find_spec
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
     from holdfast.loading.hub.download import Download
+    from holdfast.observability.preparing import Preparing
 
 SECONDS_BETWEEN_UPDATES = 0.1
 NOTEBOOK_COLUMNS = 100
 
 
 def is_watched() -> bool:
-    """True when somebody sits in front of stderr: at a terminal, or in a notebook."""
+    """Return True if stderr is a terminal or a notebook."""
     return sys.stderr is not None and (sys.stderr.isatty() or is_notebook())
 
 
 def is_notebook() -> bool:
-    """True inside the kernel of a notebook, whose cells show what is written to them."""
-    # IPython puts its function there; a shell in a terminal has another class, and is a terminal anyhow.
+    """Return True inside the kernel of a notebook."""
+    # IPython defines this function; its shell in a terminal has another class.
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return type(shell).__name__ in ("ZMQInteractiveShell", "Shell")
 
 
 def bar_console() -> Console:
-    """Where bars are drawn: rich shows widgets in a notebook that has them, and lines over each other elsewhere."""
+    """Return the console for bars: widgets in a notebook that has them, else carriage returns."""
     from rich.console import Console
 
     if is_notebook() and find_spec("ipywidgets") is None:
-        # Cells understand a carriage return, which is all that a bar of one line needs.
         return Console(file=sys.stderr, force_terminal=True, force_jupyter=False, width=NOTEBOOK_COLUMNS)
     return Console(stderr=True)
 
 
-def _bytes_bar(title: str) -> Progress | None:
-    """A bar with one task that counts bytes; None where nobody watches."""
-    if not is_watched():
-        return None
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+class Bar:
+    """A context around one task of a rich progress bar; without a terminal it does nothing."""
 
-    columns = (
-        TextColumn(title, markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
-        TextColumn("left"),
-    )
-    progress = Progress(*columns, console=bar_console(), transient=True)
-    progress.add_task("", total=None)
-    return progress
+    starts_at_once = False
+    _progress: Progress | None = None
 
+    def open(self, columns: tuple[Any, ...], *, transient: bool = True, **fields: object) -> None:
+        """Make the bar with its task."""
+        from rich.progress import Progress
 
-class LoadingBar:
-    """`bar(done, total)` in bytes; shows nothing where nobody watches, nor before and after the bytes, when others draw."""
+        self._progress = Progress(*columns, console=bar_console(), transient=transient)
+        self._progress.add_task("", **({"total": None} | fields))  # type: ignore[arg-type]
 
-    def __init__(self, title: str = "Loading weights") -> None:
-        self._progress = _bytes_bar(title)
+    def update(self, **fields: object) -> None:
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], **fields)  # type: ignore[arg-type]
 
-    def __enter__(self) -> LoadingBar:
+    def __enter__(self) -> Self:
+        if self._progress is not None and self.starts_at_once:
+            self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+class LoadingBar(Bar):
+    """`bar(done, total)` in bytes; drawn only between the first byte and the last."""
+
+    def __init__(self, title: str = "Loading weights") -> None:
+        if not is_watched():
+            return
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        self.open(
+            (
+                TextColumn(title, markup=False),
+                BarColumn(),
+                DownloadColumn(binary_units=True),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(compact=True),
+                TextColumn("left"),
+            )
+        )
 
     def __call__(self, num_done: int, num_total: int) -> None:
         if self._progress is None:
             return
         self._progress.start()
-        self._progress.update(self._progress.task_ids[0], completed=num_done, total=num_total)
+        self.update(completed=num_done, total=num_total)
         if num_done == num_total:
             self._progress.stop()
 
 
-class DownloadBar:
-    """`bar(done)` in bytes over all files of a download; shows nothing where nobody watches."""
+class DownloadBar(LoadingBar):
+    """`bar(done)` in bytes over all files of a download."""
 
     def __init__(self, download: Download) -> None:
+        super().__init__(f"Downloading {download.name}")
         self._num_bytes = download.num_bytes
-        self._bar = LoadingBar(f"Downloading {download.name}")
 
-    def __enter__(self) -> DownloadBar:
-        self._bar.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.__exit__(kind, error, trace)
-
-    def __call__(self, num_done: int) -> None:
-        self._bar(num_done, self._num_bytes)
+    def __call__(self, num_done: int) -> None:  # type: ignore[override]
+        super().__call__(num_done, self._num_bytes)
 
 
-class GenerationBar:
+class PreparingBar(Bar):
+    """`bar(preparing)` shows compilation and graph capture; a start without either draws nothing."""
+
+    def __call__(self, preparing: Preparing) -> None:
+        if not is_watched() or preparing.num_total == 0:
+            return
+        if self._progress is None:
+            self._start()
+        note = f" {preparing.note}" if preparing.note else ""
+        # Drawn at once: a compiler may run for long without another update.
+        counts = {"completed": preparing.num_done, "total": preparing.num_total}
+        self.update(**counts, description=preparing.what, note=note, refresh=True)
+        if preparing.num_done == preparing.num_total:
+            self.__exit__()
+            self._progress = None
+
+    def _start(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+        self.open(
+            (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[note]}", markup=False),
+            ),
+            note="",
+        )
+        assert self._progress is not None, "the bar was opened"
+        self._progress.start()
+
+
+class GenerationBar(Bar):
     """Counts finished prompts, and estimates tokens per second in and out."""
+
+    starts_at_once = True
 
     def __init__(self, num_prompts: int, wanted: bool) -> None:
         self._started_at = self._shown_at = time.monotonic()
         self._num_prompts = num_prompts
-        self._progress = None
         if not (wanted and is_watched()):
             return
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         columns = (
             TextColumn("Processed prompts"),
@@ -139,22 +161,10 @@ class GenerationBar:
             TimeRemainingColumn(),
             TextColumn("{task.fields[speed]}"),
         )
-        self._progress = Progress(*columns, console=bar_console())
-        self._progress.add_task("", total=num_prompts, speed="")
+        self.open(columns, transient=False, total=num_prompts, speed="")
 
-    def __enter__(self) -> GenerationBar:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def update(self, num_finished: int, num_input_tokens: int, num_output_tokens: int) -> None:
-        """Show how far it is; cheap enough for every step."""
+    def count(self, num_finished: int, num_input_tokens: int, num_output_tokens: int) -> None:
+        """Show the progress; cheap enough for every step."""
         now = time.monotonic()
         is_last = num_finished == self._num_prompts
         if self._progress is None or (now - self._shown_at < SECONDS_BETWEEN_UPDATES and not is_last):
@@ -165,4 +175,4 @@ class GenerationBar:
             f"est. speed input: {num_input_tokens / seconds:.2f} toks/s, "
             f"output: {num_output_tokens / seconds:.2f} toks/s"
         )
-        self._progress.update(self._progress.task_ids[0], completed=num_finished, speed=speed)
+        self.update(completed=num_finished, speed=speed)

@@ -32,9 +32,9 @@ class StepRows(NamedTuple):
     columns_4N: np.ndarray
     """int64: row of the page table, first row, rows, position of the first row."""
     num_rows: int
-    """Of the step, padding included."""
+    """All rows, padding included."""
     is_prompt_N: np.ndarray
-    """Of each sequence, whether these are rows of its prompt."""
+    """True for sequences whose rows are of the prompt."""
 
     @classmethod
     def of(cls, sequences: Sequence[SequenceRows], num_rows: int) -> "StepRows":
@@ -65,7 +65,7 @@ class Splits(NamedTuple):
     """How the tokens of each block are split."""
 
     tokens_B: np.ndarray
-    """Of a split; whole blocks of the kernel."""
+    """Tokens of a split; whole blocks of the kernel."""
     count_B: np.ndarray
 
     @classmethod
@@ -82,7 +82,7 @@ class ListRoom(NamedTuple):
     max_num_rows: int
     max_num_seqs: int
     max_partials: int
-    """Of all rows and splits together; 0: nothing is split."""
+    """Total of all rows and splits; 0: nothing is split."""
 
 
 class Machine(NamedTuple):

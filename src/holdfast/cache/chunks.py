@@ -1,4 +1,4 @@
-"""From pool pages to the chunks that kernels read: entries of block tables, and page lists for whoever has no scheduler; no torch.
+"""From pool pages to the chunks that kernels read: entries of block tables, and page lists without a scheduler; no torch.
 
 Chunk j of a sequence lies on the page at place j // chunks_per_page of its list (cache/spec.py has the picture).
 """
@@ -17,7 +17,7 @@ class ChunkShape(NamedTuple):
 
     chunks_per_page: int = 1
     num_pages: int = 0
-    """Of the pool; 0 where a page is one chunk, and its number is the page's."""
+    """Pages of the pool; 0 if a page is one chunk, with the page's number."""
     tokens_per_row: int = 1
     """Tokens that a row of a chunk stands for."""
 
@@ -31,7 +31,7 @@ class ChunkShape(NamedTuple):
         return number_PC.reshape(-1)
 
     def number(self, pages: Sequence[int], chunk: int) -> int:
-        """Of one chunk, on a page that is no hole."""
+        """Return the number of one chunk, on a page that is not a hole."""
         place, nth = divmod(chunk, self.chunks_per_page)
         return nth * self.num_pages + pages[place]
 
@@ -46,7 +46,7 @@ def chunk_shapes(spec: CacheSpec, num_pages: int) -> tuple[ChunkShape, ...]:
 
 
 class ChunkTable(Sequence[int]):
-    """A page list read as chunks. Only what is asked for is made: most readers want the newest few of a long context."""
+    """A page list read as chunks. It is lazy: most readers need the newest few of a long context."""
 
     def __init__(self, shape: ChunkShape, pages: list[int]) -> None:
         self._shape = shape
@@ -65,7 +65,7 @@ class ChunkTable(Sequence[int]):
         size = self._shape.chunks_per_page
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
-            assert step == 1, f"every {step}. chunk was asked"
+            assert step == 1, f"every {step}. chunk is not supported"
             first = start // size
             numbers = self._shape.numbers(self._pages[first : -(-stop // size)])
             return numbers[start - first * size : max(start, stop) - first * size].tolist()

@@ -126,7 +126,7 @@ class StateKind(NamedTuple):
 
     @property
     def place_bytes(self) -> int:
-        """Of one sequence in all of these layers."""
+        """Bytes of one sequence in all of these layers."""
         return len(self.layers) * state_bytes(self.dim, self.is_overlapped)
 
     def tensor(self, num_places: int) -> TensorSpec:
@@ -156,7 +156,7 @@ def list_states(
 
 
 def place_bytes(kinds: Sequence[StateKind]) -> int:
-    """Of one sequence."""
+    """Return the bytes of one sequence."""
     return sum(kind.place_bytes for kind in kinds)
 
 

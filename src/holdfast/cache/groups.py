@@ -71,12 +71,12 @@ class CacheGroup:
         return max(0, start - self.window + 1) // self.page_tokens
 
     def most_pages(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Pages that it holds at the most, until `num_tokens` are computed in steps of at most `max_step_tokens`."""
+        """Return the most pages that it holds until `num_tokens` are computed in steps of at most `max_step_tokens`."""
         every = self.pages_for(num_tokens)
         return every if self.window is None else min(every, self.most_held(min(max_step_tokens, num_tokens)))
 
     def most_held(self, step_tokens: int) -> int:
-        """Pages of a window that a step of so many tokens reads and writes at the most, wherever it begins."""
+        """Return the most pages of a window that a step of so many tokens reads and writes."""
         assert self.window is not None, f"{self.name} keeps every token, and no step bounds that"
         return -(-(self.window - 1 + step_tokens) // self.page_tokens) + 1
 
@@ -94,7 +94,7 @@ def longest_sequence(groups: Sequence[CacheGroup], num_pages: int, most: int, ma
 
 
 def unrewindable(groups: Sequence[CacheGroup]) -> str | None:
-    """None where a sequence can go back to a shorter one (what lay behind is written again), or what cannot, in words."""
+    """Return why a sequence cannot be cut to a shorter one; None if it can."""
     for group in groups:
         if group.is_state:
             return (

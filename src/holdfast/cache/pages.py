@@ -2,8 +2,8 @@
 
 Every page is in exactly one of three places:
 
-    free     nobody owns it and nobody wants what it holds
-    cached   nobody owns it, but it holds a registered prefix; the least recently used one is evicted when free pages run out
+    free     no owner, and its content is not needed
+    cached   no owner, but it holds a registered prefix; the least recently used one is evicted when free pages run out
     owned    its reference count says by how many sequences
 """
 
@@ -98,12 +98,12 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, num_groups: int = 1) -> None:
-        assert num_pages >= 1, f"a pool of {num_pages} pages was asked"
+        assert num_pages >= 1, f"a pool of {num_pages} pages is empty"
         self.num_pages = num_pages
         self.num_owned_by_group = [0] * num_groups
         """Pages that sequences hold, by the cache group that they were allocated for ..."""
         self.num_cached_by_group = [0] * num_groups
-        """... and those that nobody owns and that hold a registered prefix."""
+        """Free pages, and those without an owner that hold a registered prefix."""
         self._group_of = [0] * num_pages
         """That each page was last allocated for."""
         self._num_owners = [0] * num_pages
@@ -155,7 +155,7 @@ class PagePool:
         All pages or an error: the caller asks num_available first. `num_expected` is how many the caller will ask for
         in all, if it knows; a run is then chosen so that they fit too. `group` is whom they are counted for.
         """
-        assert 0 <= num_pages <= self.num_available, f"{num_pages} pages were asked, {self.num_available} are left"
+        assert 0 <= num_pages <= self.num_available, f"{num_pages} pages requested, {self.num_available} are left"
         while self._free.num_pages < num_pages:
             self._evict()
         pages: list[int] = []

@@ -16,7 +16,7 @@ last W - 1 tokens where it has a window, and nothing where its state begins anew
 
 A block enters when the scheduler issues the step that completes it. A sequence that computes it again keeps a private
 copy and fills holes. An evicted page of a window leaves a hole. One of a whole context takes its entry and
-everything below, because without it nobody could use them. An entry without pages and without children goes; one with
+everything below, because they are unreachable without it. An entry without pages and without children goes; one with
 children stays as their link. Hence: every parent of an entry is an entry, each entry leads to a page, and as links
 are short beside pages their number is bounded by a small multiple of the pages.
 """
@@ -76,7 +76,7 @@ class PrefixChain:
     salt: bytes
     salt_digest: bytes
     keys: list[BlockKey] = field(default_factory=list)
-    """Of its first full blocks, each hashed once."""
+    """Hashes of its first full blocks, each computed once."""
     num_blocks: int = 0
     """How many of its blocks, from the first on, are entries: `tip` is the last of them."""
     tip: PrefixEntry | None = None
@@ -147,7 +147,7 @@ class PrefixCache:
         self._parts = tuple(parts)
         self._windows = tuple(part for part in parts if part.group.window is not None)
         self._is_whole = tuple(part.group.window is None for part in parts for _ in range(part.count))
-        """Of each slot: whether its group keeps the whole context."""
+        """For each slot, True if its group keeps the whole context."""
         self._periods = tuple(group.state_period for group in groups if group.is_state)
         self._can_hit = can_hit(groups)
         self._hash = hash_bytes
@@ -187,7 +187,7 @@ class PrefixCache:
         return PrefixHit(entries, self._tables(entries), num_served * self.block_tokens, tuple(found))
 
     def miss(self) -> PrefixHit:
-        """Of a sequence that starts on nothing."""
+        """Return the match of a sequence without a cached prefix."""
         return PrefixHit((), self._tables(()), 0)
 
     def may_hold_more(self, chain: PrefixChain, hit: PrefixHit) -> bool:

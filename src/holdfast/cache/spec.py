@@ -42,7 +42,7 @@ class LayerCache:
     num_kv_heads: int
     head_dim: int
     rope_dim: int = 0
-    """Of a latent (MLA), the rotated elements at the end of its `head_dim`; 0: keys and values by head."""
+    """Rotated elements at the end of a latent (MLA); 0: keys and values by head."""
 
     index_dim: int = 0
     """Elements of the index of sparse attention that lies beside a latent; 0: none."""
@@ -66,7 +66,7 @@ class LayerCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a row."""
+        """Bytes of a row."""
         return _token_bytes(self.planes)
 
     @property
@@ -136,7 +136,7 @@ class CacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a row in all layers, for a token that none of them has given back."""
+        """Bytes of a row in all layers, for a token that every layer keeps."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
     def _count_columns(self) -> dict[tuple[Plane, ...], int]:
@@ -148,7 +148,7 @@ class CacheSpec:
         return most
 
     def _kinds(self) -> list[tuple[tuple[Plane, ...], ...]]:
-        """Of every layer. Many layers have few kinds, and to list the planes of one takes a while."""
+        """Bytes of every layer. Layers have few kinds, and listing planes is slow, so each kind is counted once."""
         kinds: dict[tuple[object, ...], tuple[tuple[Plane, ...], ...]] = {}
         for layer in self.layers:
             if layer.shape not in kinds:
@@ -160,7 +160,7 @@ class CacheSpec:
         return self.page_tokens * sum(count * _token_bytes(kind) for kind, count in self.columns.items())
 
     def padding_bytes(self, group: int) -> int:
-        """Of a page that a group has taken, what it has no layer for."""
+        """Bytes of a group's page that no layer uses."""
         own, kinds = self.groups[group], self._kinds()
         counts = Counter(kind for layer in own.layers for kind in kinds[layer])
         used = own.chunks_per_page * sum(count * _token_bytes(kind) for kind, count in counts.items())
@@ -303,7 +303,7 @@ def _spread(page_tokens: int, layers: tuple[LayerCache, ...], groups: tuple[Laye
 
 
 def _group_bytes(layers: tuple[LayerCache, ...], group: LayerGroup) -> int:
-    """Of one token in all layers of a group."""
+    """Return the bytes of one token in all layers of a group."""
     own = {layers[i].shape: layers[i] for i in group.layers}
     counts = Counter(layers[i].shape for i in group.layers)
     return sum(count * own[shape].bytes_per_token for shape, count in counts.items())

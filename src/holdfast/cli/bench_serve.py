@@ -115,7 +115,7 @@ async def _run(
         choose = random.Random(load.seed)
         work = random_work(options.endpoint, load.num_requests or DEFAULT_REQUESTS, load.sizes, fit, choose)
     with GenerationBar(len(work), True) as bar:
-        figures = await measure(target, work, load.num_clients, load.rate, bar.update, load.seed)
+        figures = await measure(target, work, load.num_clients, load.rate, bar.count, load.seed)
     return model, target, figures
 
 

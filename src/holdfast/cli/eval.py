@@ -8,11 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.api.llm import open_headers
-from holdfast.api.progress import SECONDS_BETWEEN_UPDATES, LoadingBar, is_watched
+from holdfast.api.progress import SECONDS_BETWEEN_UPDATES, Bar, LoadingBar, is_watched
 from holdfast.cli.bench_record import make_record, record_file, write_record
 from holdfast.cli.opened_model import BYTE_ORDER_MARK, import_torch, model_name, shown_download
 from holdfast.cli.options import Given, read_count, read_whole
@@ -38,48 +37,31 @@ TOPICS = "the topics of Python's help"
 """A text that every installation has."""
 
 
-class EvalBar:
-    """`bar(done, total)` in tokens of all formats or schemes."""
+class EvalBar(Bar):
+    """`bar(done, total)` in tokens of all formats or schemes; a line for each tenth without a terminal."""
+
+    starts_at_once = True
 
     def __init__(self) -> None:
         self._started_at = self._shown_at = time.monotonic()
         self._num_reported = 0
-        self._progress = None
         if not is_watched():
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-        columns = (
-            TextColumn("Reading"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("tokens, {task.fields[speed]:.0f} tokens/s, {task.fields[left]} left"),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("", total=None, speed=0.0, left="-:--:--")
-
-    def __enter__(self) -> "EvalBar":
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        speed = TextColumn("tokens, {task.fields[speed]:.0f} tokens/s, {task.fields[left]} left")
+        self.open((TextColumn("Reading"), BarColumn(), MofNCompleteColumn(), speed), speed=0.0, left="-:--:--")
 
     def __call__(self, num_done: int, num_total: int) -> None:
         now = time.monotonic()
         speed = num_done / max(now - self._started_at, 1e-6)
-        progress = num_done, num_total, speed
         if self._progress is None:
-            self._report(*progress)
+            self._report(num_done, num_total, speed)
         elif now - self._shown_at >= SECONDS_BETWEEN_UPDATES or num_done == num_total:
             self._shown_at = now
-            left = "-:--:--" if num_done == 0 else str(datetime.timedelta(seconds=round(_seconds_left(*progress))))
-            self._progress.update(self._task, completed=num_done, total=num_total, speed=speed, left=left)
+            seconds = round(_seconds_left(num_done, num_total, speed))
+            left = "-:--:--" if num_done == 0 else str(datetime.timedelta(seconds=seconds))
+            self.update(completed=num_done, total=num_total, speed=speed, left=left)
 
     def _report(self, num_done: int, num_total: int, speed: float) -> None:
         tenth = num_done * NUM_LINES // max(num_total, 1)

@@ -15,8 +15,7 @@ from typing import BinaryIO
 
 from holdfast.api.llm import LLM, open_engine, open_headers
 from holdfast.api.options import ADVISED
-from holdfast.api.preparing_bar import PreparingBar
-from holdfast.api.progress import DownloadBar, LoadingBar, is_watched
+from holdfast.api.progress import DownloadBar, LoadingBar, PreparingBar, is_watched
 from holdfast.cli.options import Given
 from holdfast.cli.start_line import StartLine
 from holdfast.cli.terminal import MAX_PATH, log_plainly, raise_interrupts, raising_interrupts, write_line

@@ -12,7 +12,7 @@ preallocated memory: a graph of one stage's steps may capture them.
 
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -42,44 +42,11 @@ CALL_SECONDS = 120.0
 """Timeout of a call. A dead peer is detected sooner, by its connection and heartbeat."""
 
 
-class Peers(Protocol):
-    """Ranks of the stage (by their place in it) and of all (by rank)."""
-
-    def gather(self, part_N: torch.Tensor, out_SN: torch.Tensor) -> None:
-        """All-gather in the stage; the part may be its own place in the output."""
-        ...
-
-    def share(self, tensor: torch.Tensor) -> None:
-        """Broadcast from the first rank of the stage."""
-        ...
-
-    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 a Work; gloo and NCCL have different ones
-        """Start a send; the tensor must not change until the returned work is awaited."""
-        ...
-
-    def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Receive; waits, on a GPU in its stream."""
-        ...
-
-    def send_head(self, tensor: torch.Tensor) -> None:
-        """Send from a rank of the last stage to rank 0; waits, on a GPU in its stream."""
-        ...
-
-    def receive_head(self, tensor: torch.Tensor, place: int) -> None:
-        """Receive on rank 0 from that rank of the last stage; waits, on a GPU in its stream."""
-        ...
-
-    def abandon(self) -> None:
-        """Release calls that wait for peers. Any thread."""
-        ...
-
-    def close(self) -> None:
-        """Close all connections."""
-        ...
-
-
 class GlooPeers:
-    """Two groups: the stage's, and all ranks' with several stages."""
+    """Two groups: the stage's (ranks by their place in it), and all ranks' with several stages (by rank).
+
+    A tensor that `send` takes must not change until the returned work is awaited. Other calls wait, on a GPU in its stream.
+    """
 
     def __init__(self, store: Store, mesh: Mesh, timeout_s: float) -> None:
         self._store = store  # rank 0's serves the others
@@ -90,18 +57,21 @@ class GlooPeers:
         )
 
     def gather(self, part_N: torch.Tensor, out_SN: torch.Tensor) -> None:
+        """All-gather in the stage; the part may be its own place in the output."""
         self._stage._allgather_base(out_SN.view(-1), part_N.view(-1)).wait()
 
     def share(self, tensor: torch.Tensor) -> None:
+        """Broadcast from the first rank of the stage."""
         self._stage.broadcast(tensor, 0).wait()
 
-    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 as above
+    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 a Work
         return self._all.send([tensor], rank, 0)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
         self._all.recv([tensor], rank, 0).wait()
 
     def send_head(self, tensor: torch.Tensor) -> None:
+        """Send from a rank of the last stage to rank 0."""
         self.send(tensor, 0).wait()
 
     def receive_head(self, tensor: torch.Tensor, place: int) -> None:
@@ -158,7 +128,7 @@ class NcclPeers:
                 self._all.send([tensor], self._first + place, 0)
             self._all._end_coalescing().wait()
 
-    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 as above
+    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 a Work
         return self._all.send([tensor], rank, 0)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
@@ -183,6 +153,9 @@ class NcclPeers:
 
     def _others(self) -> list[int]:
         return [place for place in range(self._mesh.tensor_size) if place != self._mesh.tensor_rank]
+
+
+Peers = GlooPeers | NcclPeers
 
 
 class CollectiveExchange:

@@ -24,13 +24,7 @@ class LinkedExchange(CollectiveExchange):
     """The exchange of one rank; see distributed/exchange.py."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        needs: ExchangeNeeds,
-        stage: Exchange,
-        peers: Peers,
-        device: torch.device,
-        ledger: Ledger,
+        self, mesh: Mesh, needs: ExchangeNeeds, stage: Exchange, peers: Peers, device: torch.device, ledger: Ledger
     ) -> None:
         """`stage`: the exchange of the ranks that share these layers."""
         assert stage.size == mesh.tensor_size > 1, f"{stage.size=} {mesh=}"

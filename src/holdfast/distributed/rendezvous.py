@@ -65,11 +65,8 @@ def open_store(
         store = c10d.PrefixStore(f"holdfast-{secret}", server)
         store.set(_key(mesh.rank), "here")
     except RuntimeError as error:
-        place, seconds = f"{host}:{port}", f"{timeout_s:g}"
-        reason = first_line(error)
-        raise EngineDeadError(
-            "rank.rank_zero_silent", rank=mesh.rank, place=place, seconds=seconds, reason=reason
-        ) from error
+        found = {"place": f"{host}:{port}", "seconds": f"{timeout_s:g}", "reason": first_line(error)}
+        raise EngineDeadError("rank.rank_zero_silent", rank=mesh.rank, **found) from error
     _wait_for_all(store, mesh, timeout_s, check)
     return store
 
@@ -106,14 +103,7 @@ QUIET = {
 that, and delay the end of a group for a minute. It reads these when a group is created."""
 
 
-def make_nccl(
-    store: Store,
-    name: str,
-    rank: int,
-    size: int,
-    timeout_s: float,
-    device: torch.device,
-) -> Any:  # noqa: ANN401 no stub has it
+def make_nccl(store: Store, name: str, rank: int, size: int, timeout_s: float, device: torch.device) -> Any:  # noqa: ANN401 no stub has it
     """Make a connected NCCL group: one communicator for collectives, sends and receives."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)

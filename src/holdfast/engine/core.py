@@ -624,11 +624,7 @@ def _sequence(request: CoreRequest) -> Sequence:
 
 
 def _output(
-    live: _Live,
-    item: ScheduledSequence,
-    result: SequenceResult,
-    token_ids: tuple[int, ...],
-    ending: Ending | None,
+    live: _Live, item: ScheduledSequence, result: SequenceResult, token_ids: tuple[int, ...], ending: Ending | None
 ) -> SequenceOutput:
     sequence = live.sequence
     assert live.scheduled_at is not None, f"sequence {sequence.sequence_id} ran before it was scheduled"

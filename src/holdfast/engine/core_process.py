@@ -279,7 +279,7 @@ class CoreProcess:
                 silent_seconds = 0.0
                 continue
             if silent_seconds >= self._timeout:
-                self._die(f"it has said nothing for {silent_seconds:.1f} seconds")
+                self._die(f"it was silent for {silent_seconds:.1f} seconds")
             # Count waits, not the clock: a machine that slept was silent as a whole.
             seconds = min(HEARTBEAT_SECONDS, self._timeout - silent_seconds)
             with waiting():

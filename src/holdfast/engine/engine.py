@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from holdfast.config import Limits
 from holdfast.engine.admission import ChatOptions, PreparedRequest, describe
@@ -153,13 +153,13 @@ class Engine:
     def prepare(self, prompt: object, params: object, *, cache_salt: str | None = None) -> PreparedRequest:
         """Check a request; changes no state. Any thread."""
         self.pooling.check_answers()
-        return self.front.prepare(prompt, params, cache_salt)
+        return self.front.admission.prepare(prompt, params, cache_salt)
 
     def prepare_pooled(
         self, prompt: object, *, cache_salt: str | None = None, truncate: bool = False, priority: int = 0
     ) -> PreparedRequest:
         """Like `prepare`, for a hidden state; `truncate` cuts a long prompt at its end."""
-        return self.front.prepare_pooled(prompt, cache_salt, truncate=truncate, priority=priority)
+        return self.front.admission.prepare_pooled(prompt, cache_salt, truncate=truncate, priority=priority)
 
     def prepare_chat(
         self,
@@ -172,11 +172,7 @@ class Engine:
     ) -> PreparedRequest:
         """Like `prepare`, for a conversation."""
         self.pooling.check_answers()
-        return self.front.prepare_chat(messages, params, cache_salt, template_options, options)
-
-    def check_form(self, params: object) -> None:
-        """Check that the grammar of an answer compiles: the slow part of `prepare`. Any thread."""
-        self.front.check_form(params)
+        return self.front.admission.prepare_chat(messages, params, cache_salt, template_options, options)
 
     def add_request(
         self, request_id: str | None, prompt: object, params: SamplingParams, *, cache_salt: str | None = None
@@ -264,8 +260,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the current state, or that of the core process's last message, and the counters since the start."""
         core, front = self.core.stats(), self.front
-        own = front.num_unfinished, front.num_output_tokens, front.num_requests
-        return EngineStats(*(getattr(core, field.name) for field in fields(CoreStats)), *own)
+        counters: dict[str, Any] = {field.name: getattr(core, field.name) for field in fields(CoreStats)}
+        counters |= {"num_unfinished_requests": front.num_unfinished, "num_requests": front.num_requests}
+        return EngineStats(**counters, num_output_tokens=front.num_output_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

@@ -1,6 +1,6 @@
 """Front: requests in, deltas out: admission, names, text, stop strings, metrics; a request can only fail itself; no torch.
 
-    prepare    check a request (engine/admission.py)
+    admission  checks a request (engine/admission.py)
     open       make its completions, and the sequences for the core
     take       turn outputs of the core into text and deltas; return sequences that ended here first
     deliver    return the deltas, once
@@ -9,10 +9,10 @@ A front knows its core by `CoreFacts` alone, and never calls it: an `Engine` joi
 Names of callers are labels; sequences have integers that never repeat.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from holdfast.engine.admission import Admission, ChatOptions, PreparedRequest, derive_seed, describe
+from holdfast.engine.admission import Admission, PreparedRequest, derive_seed, describe
 from holdfast.engine.memory_map import CoreMap, MemoryMap, RequestPages
 from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, Ending, SequenceOutput
 from holdfast.engine.outputs import Completion
@@ -41,7 +41,7 @@ class OpenedRequest:
 
 
 class Front:
-    """The text side of one engine. One thread at a time (`prepare` and `prepare_chat` excepted)."""
+    """The text side of one engine. One thread at a time (`admission` excepted)."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Front:
         if vocabulary is None and tokenizer is not None:
             vocabulary = Vocabulary(lambda: tokenizer, facts.vocab_size, facts.eos_token_ids)
         self._forms = forms = None if vocabulary is None else GrammarCheck(vocabulary)
-        self._admission = Admission(
+        self.admission = Admission(
             facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template, forms, takes_priorities
         )
         self._tokenizer = tokenizer
@@ -83,31 +83,6 @@ class Front:
     @property
     def has_undelivered(self) -> bool:
         return bool(self._undelivered)
-
-    def prepare(self, prompt: object, params: object, cache_salt: str | None = None) -> PreparedRequest:
-        """Check a request; changes no state. Any thread."""
-        return self._admission.prepare(prompt, params, cache_salt)
-
-    def prepare_pooled(
-        self, prompt: object, cache_salt: str | None = None, *, truncate: bool = False, priority: int = 0
-    ) -> PreparedRequest:
-        """Like `prepare`, for a hidden state. Any thread."""
-        return self._admission.prepare_pooled(prompt, cache_salt, truncate=truncate, priority=priority)
-
-    def prepare_chat(
-        self,
-        messages: object,
-        params: object,
-        cache_salt: str | None = None,
-        template_options: Mapping[str, object] | None = None,
-        options: ChatOptions | None = None,
-    ) -> PreparedRequest:
-        """Like `prepare`, for a conversation. Any thread."""
-        return self._admission.prepare_chat(messages, params, cache_salt, template_options, options)
-
-    def check_form(self, params: object) -> None:
-        """Check that the grammar of an answer compiles: the slow part of `prepare`. Any thread."""
-        self._admission.check_form(params)
 
     def unused_name(self) -> str:
         """Return a name that no live request has."""

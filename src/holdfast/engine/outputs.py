@@ -4,7 +4,7 @@ SequenceOutput -> Completion -> CompletionDelta -> OutputAssembler -> RequestOut
                                                 -> DeltaBuffer, until a reader takes them
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.engine.messages import CoreRequest, Ending, SequenceOutput
 from holdfast.request.outputs import (
@@ -121,35 +121,24 @@ class Completion:
             measured = output.logprobs[:num_tokens]
             assert len(measured) == num_tokens, f"sequence {self.sequence_id} has no logprobs for {num_tokens=}"
             logprobs = tuple(position_logprobs(entry, num_top, self._tokenizer) for entry in measured)
-        return CompletionDelta(
-            request_id=self.request_id,
-            index=self.index,
-            text=text,
-            token_ids=output.token_ids[:num_tokens],
-            logprobs=logprobs,
-            finish_reason=None if ending is None else ending.finish_reason,
-            stop_reason=None if ending is None else ending.stop_reason,
-            num_cached_tokens=self._num_cached_tokens,
-            prompt_logprobs=self._prompt_logprobs.whole() if is_first and self._prompt_logprobs is not None else None,
-            metrics=None if ending is None else self._metrics(now),
-            error=None if ending is None else ending.error,
+        prompt_logprobs = self._prompt_logprobs.whole() if is_first and self._prompt_logprobs is not None else None
+        delta = CompletionDelta(
+            *(self.request_id, self.index, text, output.token_ids[:num_tokens], logprobs, None, None),
+            *(self._num_cached_tokens, prompt_logprobs),
         )
+        return delta if ending is None else self._ended(delta, ending, now)
 
     def end(self, ending: Ending, now: float, pooled: bytes = b"") -> CompletionDelta:
         """Return the last delta of a completion that ends without a token. Never fails."""
-        return CompletionDelta(
-            request_id=self.request_id,
-            index=self.index,
-            text="",
-            token_ids=(),
-            logprobs=None,
-            finish_reason=ending.finish_reason,
-            stop_reason=ending.stop_reason,
-            num_cached_tokens=self._num_cached_tokens,
-            metrics=self._metrics(now),
-            error=ending.error,
-            pooled=pooled,
+        delta = CompletionDelta(
+            self.request_id, self.index, "", (), None, None, None, self._num_cached_tokens, pooled=pooled
         )
+        return self._ended(delta, ending, now)
+
+    def _ended(self, delta: CompletionDelta, ending: Ending, now: float) -> CompletionDelta:
+        finish_reason, stop_reason, error = ending
+        metrics = self._metrics(now)
+        return replace(delta, finish_reason=finish_reason, stop_reason=stop_reason, error=error, metrics=metrics)
 
     def _text_and_ending(self, output: SequenceOutput) -> tuple[str, int, Ending | None]:
         """Return the new text, how many tokens count, and the ending: by a stop string, or the core's."""

@@ -91,7 +91,7 @@ class StepPacer:
         return rows - rows % self.tile_rows or rows
 
     def see(self, num_rows: int, num_prompt_rows: int, num_decoding: int, seconds: float) -> None:
-        """A step has ended: its rows, those of prompts among them, and the sequences that decode, as they were asked about."""
+        """Record a finished step: its rows, its prompt rows, and the decoding sequences."""
         if num_prompt_rows == 0:
             self._decode_steps.append((num_decoding, seconds))
             self._num_since_look = 0

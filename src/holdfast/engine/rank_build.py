@@ -30,14 +30,7 @@ from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.linked import open_linked
 from holdfast.distributed.rendezvous import LOOPBACK, Place, listen_for_ranks
 from holdfast.engine.launched import Launched, accept_ranks, find_launcher, node_name, refuse_second, serve_launched
-from holdfast.engine.rank_messages import (
-    RankConnect,
-    RankLoaded,
-    RankPlanned,
-    RankReady,
-    RankReported,
-    RankStart,
-)
+from holdfast.engine.rank_messages import RankConnect, RankLoaded, RankPlanned, RankReady, RankReported, RankStart
 from holdfast.engine.rank_server import RankServer
 from holdfast.engine.ranked_runner import CLOSE_SECONDS, RankedRunner
 from holdfast.engine.ranks import (
@@ -142,38 +135,29 @@ def _is_eager(config: EngineConfig, runner: Runner) -> bool:
     return config.pipeline_parallel_size == 1 and not runner.can_run_ahead
 
 
+@dataclass(frozen=True, slots=True)
 class RankZero:
     """Rank 0's side of the handshake."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model: OpenModel,
-        group: RankGroup,
-        own: RankReport,
-        on_progress: Callable[[int, int], None],
-        on_prepare: OnPrepare,
-        host: str = LOOPBACK,
-    ) -> None:
-        """`host`: the address of this rank for others."""
-        self._config = config
-        self._own = own
-        self._host = host
-        self._model = model
-        self._group = group
-        self._on_progress = on_progress
-        self._on_prepare = on_prepare
+    config: EngineConfig
+    model: OpenModel
+    group: RankGroup
+    own: RankReport
+    on_progress: Callable[[int, int], None]
+    on_prepare: OnPrepare
+    host: str = LOOPBACK
+    """Address of this rank for others."""
 
     def build(self) -> tuple[BuiltRunner, tuple[RankMemory, ...]]:
         """Run the handshake from the reports of all ranks to their readiness."""
-        group, model = self._group, self._model
+        group, model = self.group, self.model
         others = (RankReport.of(message.report) for message in group.expect(RankReported, OPENING_SECONDS))
-        reports = self._own, *others
-        check_places(self._config, reports)
-        agreement = plan_ranks(self._config, declare_opened(model, model.name), reports).agreement
+        reports = self.own, *others
+        check_places(self.config, reports)
+        agreement = plan_ranks(self.config, declare_opened(model, model.name), reports).agreement
         group.send_all(RankPlanned(agreement.as_dict()))
         reporting = self._report_progress, self._report_preparing
-        built = build_share(self._config, model, self._own, agreement, *reporting, self._connect)
+        built = build_share(self.config, model, self.own, agreement, *reporting, self._connect)
         try:
             ready = group.expect(RankReady, LOADING_SECONDS)
         except BaseException:
@@ -186,23 +170,23 @@ class RankZero:
         self, plan: RunnerPlan, ledger: Ledger, row_sizes: tuple[int, ...]
     ) -> tuple[Exchange, tuple[int, ...]]:
         """All have loaded: send the address of the rendezvous and the allowed row counts."""
-        others = self._group.expect(RankLoaded, LOADING_SECONDS)
+        others = self.group.expect(RankLoaded, LOADING_SECONDS)
         row_sizes = common_sizes((row_sizes, *(message.row_sizes for message in others)))
-        place = listen_for_ranks(self._host)
+        place = listen_for_ranks(self.host)
         host, port = place.getsockname()[:2]
         secret = secrets.token_hex(16)
-        self._group.send_all(RankConnect(f"{host}:{port}", secret, row_sizes))
-        exchange = open_exchange(plan, place, secret, ledger, self._group.raise_if_dead)
-        self._group.on_death = exchange.abandon
+        self.group.send_all(RankConnect(f"{host}:{port}", secret, row_sizes))
+        exchange = open_exchange(plan, place, secret, ledger, self.group.raise_if_dead)
+        self.group.on_death = exchange.abandon
         return exchange, row_sizes
 
     def _report_progress(self, num_done: int, num_total: int) -> None:
-        self._group.raise_if_dead()
-        self._on_progress(num_done, num_total)
+        self.group.raise_if_dead()
+        self.on_progress(num_done, num_total)
 
     def _report_preparing(self, preparing: Preparing) -> None:
-        self._group.raise_if_dead()
-        self._on_prepare(preparing)
+        self.group.raise_if_dead()
+        self.on_prepare(preparing)
 
 
 class FollowingRank:

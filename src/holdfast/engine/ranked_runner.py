@@ -50,8 +50,8 @@ class RankedRunner:
         """Results that other ranks do not have."""
         self._flights: deque[_Flight] = deque()
         self._collected: StepResult | None = None
-        """Of the oldest flight, where it was handed out."""
-        # Also runs when nobody holds the engine any more, and before the interpreter ends.
+        """Result of the oldest flight, if it was returned."""
+        # Also runs when the engine is garbage collected, and before the interpreter ends.
         self._end = weakref.finalize(self, _end, group, thread)
 
     @property

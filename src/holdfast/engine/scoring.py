@@ -6,39 +6,45 @@ scores    one for each pair
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.engine import Engine
+from holdfast.engine.pooling import Reranker
 from holdfast.errors import HoldfastError, PromptError, RequestError
 from holdfast.request.outputs import PositionLogprobs, RequestOutput
 from holdfast.request.pooling import PoolingParams, Vector, cosine
 
 
+@dataclass(frozen=True)
 class Scoring:
     """The pairs of one call; `queries` and `documents` are equally long."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        queries: Sequence[str],
-        documents: Sequence[str],
-        *,
-        instruction: str | None = None,
-        cache_salt: str | None = None,
-        truncate: bool = False,
-        priority: int = 0,
-    ) -> None:
-        engine.pooling.check_scores()
-        assert len(queries) == len(documents), f"{len(queries)} queries for {len(documents)} documents"
-        self._engine = engine
-        self._pairs = list(zip(queries, documents, strict=True))
-        self._reranker = engine.pooling.reranker
-        self._instruction = instruction
-        self._salt = cache_salt
-        self._truncate = truncate
-        self._priority = priority
-        self.texts = list(dict.fromkeys((*queries, *documents)))
+    engine: Engine
+    queries: Sequence[str]
+    documents: Sequence[str]
+    instruction: str | None = field(default=None, kw_only=True)
+    cache_salt: str | None = field(default=None, kw_only=True)
+    truncate: bool = field(default=False, kw_only=True)
+    priority: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.engine.pooling.check_scores()
+        assert len(self.queries) == len(self.documents), f"{len(self.queries)} queries, {len(self.documents)} documents"
+
+    @cached_property
+    def texts(self) -> list[str]:
         """Each text once, for an embedding model."""
+        return list(dict.fromkeys((*self.queries, *self.documents)))
+
+    @cached_property
+    def _pairs(self) -> list[tuple[str, str]]:
+        return list(zip(self.queries, self.documents, strict=True))
+
+    @property
+    def _reranker(self) -> Reranker | None:
+        return self.engine.pooling.reranker
 
     def __len__(self) -> int:
         """Requests to make."""
@@ -52,16 +58,16 @@ class Scoring:
         """The request of one text, or of one pair."""
         if self._reranker is None:
             text = self.texts[place]
-            return self._engine.prepare_pooled(
-                text, cache_salt=self._salt, truncate=self._truncate, priority=self._priority
+            return self.engine.prepare_pooled(
+                text, cache_salt=self.cache_salt, truncate=self.truncate, priority=self.priority
             )
         query, document = self._pairs[place]
         if not query or not document:
             raise PromptError("request.prompt_empty")
-        most = self._engine.core.facts.longest - 1 if self._truncate else None
-        token_ids = self._reranker.prompt(query, document, self._instruction, most)
-        params = self._reranker.params(priority=self._priority)
-        return self._engine.prepare({"prompt_token_ids": token_ids}, params, cache_salt=self._salt)
+        most = self.engine.core.facts.longest - 1 if self.truncate else None
+        token_ids = self._reranker.prompt(query, document, self.instruction, most)
+        params = self._reranker.params(priority=self.priority)
+        return self.engine.prepare({"prompt_token_ids": token_ids}, params, cache_salt=self.cache_salt)
 
     def again(self, place: int, output: RequestOutput) -> PreparedRequest | None:
         """Return a second request, if the first has not both tokens."""
@@ -70,8 +76,8 @@ class Scoring:
         missing = self._reranker.missing(_logprobs(output))
         if missing is None:
             return None
-        params = self._reranker.params((missing,), self._priority)
-        return self._engine.prepare({"prompt_token_ids": output.prompt_token_ids}, params, cache_salt=self._salt)
+        params = self._reranker.params((missing,), self.priority)
+        return self.engine.prepare({"prompt_token_ids": output.prompt_token_ids}, params, cache_salt=self.cache_salt)
 
     def scores(self, outputs: Sequence[RequestOutput], later: Mapping[int, RequestOutput]) -> list[float]:
         """Score every pair from the outputs of all requests; `later` has second requests by place."""
@@ -82,7 +88,7 @@ class Scoring:
                 reranker.score({**own, **(_logprobs(later[place]) if place in later else {})})
                 for place, own in enumerate(found)
             ]
-        pooling, params = self._engine.pooling, PoolingParams()
+        pooling, params = self.engine.pooling, PoolingParams()
         pairs = zip(self.texts, outputs, strict=True)
         vectors: dict[str, Vector] = {text: pooling.vector(pooled_of(output), params) for text, output in pairs}
         return [cosine(vectors[query], vectors[document]) for query, document in self._pairs]

@@ -1,10 +1,9 @@
-"""What KV formats cost in quality: one model over pages of several formats at once, compared prediction by prediction.
+"""Quality of KV formats: runners of several formats over one set of weights, compared prediction by prediction.
 
 T rows of a step, R rows of a piece, H hidden, V vocabulary, N windows, P predictions of a window
 
-First how anything is measured against a reference (formats here, weights in weight_quality.py), then which formats a
-model can have and how their runners are opened over one set of weights. All runners go through the text together, a chunk of a window at a time. Logits come in pieces of a few rows, so that
-memory grows neither with the window nor with the text; of every prediction two numbers are kept.
+All runners read the text together, a chunk of a window at a time. Logits come in pieces of a few rows, so memory grows
+neither with the window nor with the text; two numbers are kept per prediction.
 """
 
 import math
@@ -36,30 +35,30 @@ from holdfast.runner.runner import Runner
 from holdfast.runner.variants import Variant, build_variants
 
 PIECE_ELEMENTS = 2**21
-"""Most logits of a piece: some tensors of them in float64 live at once."""
+"""Maximum logits of a piece: several float64 tensors of them live at once."""
 NUM_BINS = 8
-"""Parts of a window whose divergence is told apart."""
+"""Parts of a window with their own mean divergence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A runner over pages of some format, or with weights in some scheme."""
+    """A runner with a KV format or a weight scheme."""
 
     name: str
     runner: Runner
     size_bytes: Fraction
-    """Of what is compared: KV pages of a token, or all weights."""
+    """KV bytes of a token, or bytes of all weights."""
     note: str = ""
-    """What else there is to know of it, such as layers in another format."""
+    """Such as layers in another format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How one contender did. Of predictions whose logits are no numbers the divergence is infinite."""
+    """Figures of one contender. Predictions with logits that are not finite have infinite divergence."""
 
     name: str
     size_bytes: float
-    """Of what is compared: KV pages of a token, or all weights."""
+    """KV bytes of a token, or bytes of all weights."""
     num_predictions: int
     perplexity: float
     mean_kl: float
@@ -69,18 +68,18 @@ class Quality:
     p99_kl: float
     max_kl: float
     agreement: float
-    """Share of predictions whose argmax token is the reference's."""
+    """Share of predictions with the reference's argmax."""
     kl_by_place: tuple[float, ...]
-    """Mean divergence in equal parts of a window, from its beginning to its end."""
+    """Mean divergence in equal parts of a window."""
     num_broken: int
-    """Predictions whose logits are no numbers."""
+    """Predictions with logits that are not finite."""
     seconds: float
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferencePiece:
-    """What the reference says of some rows."""
+    """Predictions of the reference for some rows."""
 
     logprob_RV: torch.Tensor
     prob_RV: torch.Tensor
@@ -94,7 +93,7 @@ class ReferencePiece:
 
 
 class Tally:
-    """What is kept of one contender, for every prediction."""
+    """Divergence and loss of every prediction of one contender."""
 
     def __init__(self, num_windows: int, num_predictions: int) -> None:
         self.kl_NP = np.full((num_windows, num_predictions), np.nan, dtype=np.float32)
@@ -103,14 +102,14 @@ class Tally:
         self.seconds = 0.0
 
     def add(self, window: int, first: int, reference: ReferencePiece, logits_RV: torch.Tensor) -> None:
-        """Predictions from `first` on of a window."""
+        """Add the predictions of a window from `first` on."""
         logprob_RV = torch.log_softmax(logits_RV, dim=-1, dtype=torch.float64)
         loss_R = -logprob_RV.gather(1, reference.target_ids_R1).squeeze(1)
         is_sound_R = logprob_RV.sum(dim=-1).isfinite()
-        # Half the time of an argmax; where two tokens are as likely, either is right.
+        # Half the time of an argmax; of equally likely tokens either counts.
         is_same_R = logits_RV.gather(1, reference.argmax_R1).squeeze(1) == logits_RV.amax(dim=-1)
         self.num_agreeing += int((is_sound_R & is_same_R).sum())
-        # In place: the tensor is as large as the logits twice.
+        # In place: the tensor is twice as large as the logits.
         kl_R = logprob_RV.sub_(reference.logprob_RV).mul_(reference.prob_RV).sum(dim=-1).neg_().clamp_(min=0)
         place = slice(first, first + len(kl_R))
         self.kl_NP[window, place] = torch.where(is_sound_R, kl_R, math.inf).cpu().numpy()
@@ -118,7 +117,7 @@ class Tally:
 
     @contextmanager
     def timed(self, device: torch.device) -> Iterator[None]:
-        """Count the time of what runs inside."""
+        """Add the time of the context."""
         start = time.monotonic()
         yield
         if device.type == "cuda":
@@ -126,8 +125,8 @@ class Tally:
         self.seconds += time.monotonic() - start
 
     def quality(self, contender: Contender) -> Quality:
-        """The figures of all windows."""
-        assert not np.isnan(self.loss_NP).any(), f"{contender.name} has predictions that nobody made"
+        """Compute the figures of all windows."""
+        assert not np.isnan(self.loss_NP).any(), f"{contender.name} has missing predictions"
         kl_NP, count = self.kl_NP.astype(np.float64), self.kl_NP.size
         is_broken = bool(np.isinf(kl_NP).any())
         bins = np.array_split(kl_NP, min(NUM_BINS, kl_NP.shape[1]), axis=1)
@@ -149,19 +148,19 @@ class Tally:
 
 
 class HalfTokens:
-    """How far it is, in whole tokens."""
+    """Progress in whole tokens."""
 
     def __init__(self, num_tokens: int, on_progress: Callable[[int, int], None]) -> None:
-        self._num_tokens, self._num_halves, self._num_told = num_tokens, 0, 0
+        self._num_tokens, self._num_halves, self._num_reported = num_tokens, 0, 0
         self._on_progress = on_progress
         on_progress(0, num_tokens)
 
     def add(self, num_halves: int) -> None:
-        """So many more, which are told unless they make no whole token."""
+        """Add half tokens, and report whole ones."""
         self._num_halves += num_halves
-        if self._num_halves // 2 > self._num_told:
-            self._num_told = self._num_halves // 2
-            self._on_progress(self._num_told, self._num_tokens)
+        if self._num_halves // 2 > self._num_reported:
+            self._num_reported = self._num_halves // 2
+            self._on_progress(self._num_reported, self._num_tokens)
 
 
 @torch.inference_mode()
@@ -171,9 +170,9 @@ def measure(
     windows: Sequence[Sequence[int]],
     on_progress: Callable[[int, int], None],
 ) -> list[Quality]:
-    """The reference's figures, then everybody's against it. `on_progress(done, total)` counts tokens of everybody.
+    """Measure the reference, then all others against it. `on_progress(done, total)` counts tokens of all.
 
-    A token counts half when it was read and half when its prediction was compared: either may take most of the time.
+    A token counts half after reading and half after comparing: either may take most of the time.
     """
     contenders = [reference, *others]
     num_predictions = len(windows[0]) - 1
@@ -193,19 +192,19 @@ def measure(
 
 
 def steps_of(window: int, token_ids: Sequence[int], runner: Runner) -> list[LiveStep]:
-    """One sequence on the first pages, in chunks."""
+    """Return the steps of one sequence on the first pages, in chunks."""
     limits, num_tokens = runner.limits, len(token_ids)
     chunk = limits.max_num_batched_tokens
     assert num_tokens <= limits.max_model_len, f"{num_tokens=} is more than {limits}"
     tables = ring_tables(runner.groups, num_tokens, chunk)
     sequence = TokenSequence(window, list(token_ids), num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
-    sequence.slot = 0  # where a model keeps states beside pages, the first place is its own
+    sequence.slot = 0  # states beside pages use the first slot
     starts = range(0, num_tokens, chunk)
     return [LiveStep((ScheduledSequence.of(sequence, start, min(chunk, num_tokens - start)),)) for start in starts]
 
 
 def pieces_of(step: LiveStep, vocab_size: int) -> Iterator[tuple[int, slice, list[int]]]:
-    """Rows of a step that predict a token, a few at a time: the place of the first, which they are, what follows each."""
+    """Yield a few predicting rows of a step at a time: position of the first, row slice, target tokens."""
     (item,) = step.scheduled
     num_rows = min(item.num_new_tokens, item.sequence.num_tokens - 1 - item.start)
     piece_rows = max(1, min(PROMPT_ROWS, PIECE_ELEMENTS // vocab_size))
@@ -223,7 +222,7 @@ def _compare(
     hidden: Sequence[torch.Tensor],
     halves: HalfTokens,
 ) -> None:
-    """Everybody's logits of a chunk against the reference's, piece by piece."""
+    """Compare the logits of a chunk with the reference's, piece by piece."""
     runner, num_left = contenders[0].runner, len(contenders) * step.num_tokens
     for first, rows, targets in pieces_of(step, runner.vocab_size):
         piece = None
@@ -236,20 +235,15 @@ def _compare(
             tally.add(window, first, piece, logits_RV)
             num_left -= len(targets)
             halves.add(len(targets))
-    halves.add(num_left)  # the last token of a window predicts nothing
+    halves.add(num_left)  # the last token of a window has no prediction
 
 
 def refuse_broken(reference: Contender, dtype: torch.dtype, logits_RV: torch.Tensor) -> None:
-    """Nothing can be compared with a reference whose logits are no numbers. `dtype` is what it computes in."""
+    """Refuse a reference with logits that are not finite; `dtype` is its compute type."""
     if not bool(logits_RV.isfinite().all()):
-        is_widest = dtype == torch.float32
-        raise HoldfastError(
-            f"a comparison with {reference.name} was asked",
-            "the model's own logits there are not finite",
-            "check its weights: they or their scales may hold a NaN or an infinity"
-            if is_widest
-            else "run it in another dtype, such as float32",
-        )
+        widest = "Check the weights and scales for NaN or infinity."
+        advice = widest if dtype == torch.float32 else "Run it in another dtype, such as float32."
+        raise HoldfastError("eval.reference_not_finite", name=reference.name, advice=advice)
 
 
 def _exp(number: float) -> float:
@@ -260,13 +254,13 @@ def _exp(number: float) -> float:
 
 
 CHUNK_TOKENS = 512
-"""Most tokens of a step, unless somebody asks for more: every contender has a workspace for as many."""
+"""Default tokens of a step: every contender has a workspace for them."""
 PLAIN_BYTES = 2
-"""Of an element in half precision, which others are compared with."""
+"""Bytes of an element in half precision."""
 
 
 class Entry(NamedTuple):
-    """Somebody who is to be measured."""
+    """A contender to open."""
 
     name: str
     variant: Variant
@@ -277,23 +271,23 @@ class Entry(NamedTuple):
 
 
 class OpenedContenders(NamedTuple):
-    """All of them, the reference first, and what they have in common."""
+    """The contenders, the reference first."""
 
     contenders: list[Contender]
     plain_bytes_per_token: Fraction
-    """What a token takes in half precision."""
+    """KV bytes of a token in half precision."""
     release: Callable[[], None]
 
 
 class FormatChoice(NamedTuple):
-    """Formats that this model can have here, and why it cannot have the others."""
+    """Formats that can run, and why the others cannot."""
 
     names: tuple[str, ...]
     left_out: dict[str, str]
 
 
 def settle_config(config: EngineConfig, model: OpenModel, window: int) -> EngineConfig:
-    """Type and device decided; one sequence of a window's length, in steps that fit any machine."""
+    """Settle type and device for one sequence of a window, in small steps."""
     config = replace(
         config,
         max_model_len=window,
@@ -301,7 +295,7 @@ def settle_config(config: EngineConfig, model: OpenModel, window: int) -> Engine
         max_num_batched_tokens=min(window, config.max_num_batched_tokens or CHUNK_TOKENS),
         enforce_eager=True,
     )
-    # Layers are protected format by format.
+    # Protected layers depend on the format.
     plain = replace(config, kv_protected_layers=None)
     declared = declare_decoder(model.spec, model.spec.architecture)
     resolved = resolve(PlanRequest(plain, declared, device_target(choose_device(config)[0])))
@@ -309,26 +303,26 @@ def settle_config(config: EngineConfig, model: OpenModel, window: int) -> Engine
 
 
 def reference_entry(config: EngineConfig) -> Entry:
-    """Pages, and an index beside them, in the type that is computed in; the config is settled."""
+    """Make the reference: pages and index in the compute type."""
     plain = replace(config, kv_cache_dtype=config.dtype, index_cache_dtype="auto", kv_protected_layers=None)
     return Entry(config.dtype, Variant(plain))
 
 
 def format_entry(config: EngineConfig, model: OpenModel, name: str) -> Entry:
-    """Pages of a format. Protected layers are for formats that are narrower than what protects them."""
-    spec, asked = model.spec, None
+    """Make the entry of a format; protect layers only if the format is narrower than the protecting one."""
+    spec, layers = model.spec, None
     declared, rope_dim = declare_decoder(spec, model.name), 0 if spec.latent is None else spec.latent.rope_dim
     if declared.check_format(name).is_quantized:
         own, wide = (
             declared.check_format(config.dtype if each == "auto" else each).bytes_per_token(1, spec.head_dim, rope_dim)
             for each in (name, config.kv_protected_dtype)
         )
-        asked = config.kv_protected_layers if own < wide else None
-    return Entry(name, Variant(replace(config, kv_cache_dtype=name, kv_protected_layers=asked)))
+        layers = config.kv_protected_layers if own < wide else None
+    return Entry(name, Variant(replace(config, kv_cache_dtype=name, kv_protected_layers=layers)))
 
 
 def narrower_formats(config: EngineConfig, model: OpenModel) -> FormatChoice:
-    """Every format that takes less than the reference and can run; the config is settled."""
+    """List every format that is narrower than the reference and can run."""
     target = device_target(config.device)
     least = DTYPE_BYTES[config.dtype]
     names, left_out = [], {}
@@ -345,7 +339,7 @@ def narrower_formats(config: EngineConfig, model: OpenModel) -> FormatChoice:
 
 
 def protection_note(plan: RunnerPlan) -> str:
-    """Which layers have a wider format; nothing where none has."""
+    """Name the layers with a wider format."""
     protected = plan.resolved.protected
     return f"layers {numbers(protected.layers)} in {protected.format.name}" if protected.layers else ""
 
@@ -353,7 +347,7 @@ def protection_note(plan: RunnerPlan) -> str:
 def open_contenders(
     entries: Sequence[Entry], model: OpenModel, on_progress: Callable[[int, int], None]
 ) -> OpenedContenders:
-    """One load of the weights, a runner for each entry. The first is the reference, in plain pages of the computed type."""
+    """Load the weights once and open a runner for each entry; the first is the reference."""
     built = build_variants([entry.variant for entry in entries], model, on_progress)
     contenders = []
     for entry, runner, plan in zip(entries, built.runners, built.plans, strict=True):

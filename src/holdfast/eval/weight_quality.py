@@ -1,9 +1,9 @@
-"""What weight schemes cost in quality: one model with its weights as stored, then in one scheme after the other.
+"""Quality of weight schemes: one model with its weights as stored, then in one scheme after the other.
 
 R rows of a piece, T rows of a step, H hidden, V vocabulary
 
-Schemes are loaded one after the other beside the reference, which reads the text once: its hidden states are kept, a few
-kilobytes a token, and become logits again when there is something to compare them with.
+Schemes load one after the other beside the reference. It reads the text once and keeps its hidden states, a few kilobytes
+per token, which become logits again for each comparison.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,11 +37,11 @@ from holdfast.runner.build import plan_model
 from holdfast.runner.variants import Variant, build_variants
 
 OnTokens = Callable[[int], None]
-"""Called with the number of tokens that have been read and compared since the last call."""
+"""Called with the tokens read and compared since the last call."""
 
 
 class ReferenceReading:
-    """The reference's hidden states of a whole text, on the host, and its own figures."""
+    """Hidden states of the reference for a whole text, on the host."""
 
     def __init__(self, reference: Contender, windows: Sequence[Sequence[int]]) -> None:
         self.reference = reference
@@ -50,18 +50,18 @@ class ReferenceReading:
 
     @property
     def num_predictions(self) -> int:
-        """Of each window."""
+        """Predictions of a window."""
         return len(self.windows[0]) - 1
 
     def steps(self) -> Iterator[tuple[int, LiveStep]]:
-        """Every chunk of every window."""
+        """Yield every chunk of every window."""
         for index, token_ids in enumerate(self.windows):
             for step in steps_of(index, token_ids, self.reference.runner):
                 yield index, step
 
     @torch.inference_mode()
     def read(self, on_tokens: OnTokens) -> Quality:
-        """Go through the text once; the figures of the reference."""
+        """Read the text once and return the reference's figures."""
         tally = Tally(len(self.windows), self.num_predictions)
         device = self.reference.runner.device
         for index, step in self.steps():
@@ -75,7 +75,7 @@ class ReferenceReading:
         return tally.quality(self.reference)
 
     def pieces(self, index: int, step: LiveStep) -> Iterator[tuple[int, slice, ReferencePiece, torch.Tensor]]:
-        """A few rows of a step at a time: their first place, which rows they are, what the reference says, its logits."""
+        """Yield a few rows of a step at a time: first position, row slice, reference predictions, logits."""
         runner = self.reference.runner
         hidden_TH = self._hidden[index, step.scheduled[0].start].to(runner.device)
         for first, rows, targets in pieces_of(step, runner.vocab_size):
@@ -85,7 +85,7 @@ class ReferenceReading:
 
 @torch.inference_mode()
 def measure_scheme(contender: Contender, reading: ReferenceReading, on_tokens: OnTokens) -> Quality:
-    """One scheme's figures against the reference's. Both have the same limits, so that steps are the same."""
+    """Measure one scheme against the reference. Both have the same limits, so their steps are equal."""
     limits, wanted = contender.runner.limits, reading.reference.runner.limits
     assert limits == wanted, f"{contender.name} has {limits}, the reference {wanted}"
     tally = Tally(len(reading.windows), reading.num_predictions)
@@ -107,37 +107,37 @@ OnProgress = Callable[[int, int], None]
 
 
 class SchemeEntry(NamedTuple):
-    """Somebody who is to be measured."""
+    """A scheme to measure."""
 
     name: str
     config: EngineConfig
 
 
 class SchemeChoice(NamedTuple):
-    """Schemes that a model can have here, and why it cannot have the others."""
+    """Schemes that can run, and why the others cannot."""
 
     names: tuple[str, ...]
     left_out: dict[str, str]
 
 
 class Listener(NamedTuple):
-    """Who is told how far it is."""
+    """Callbacks for progress."""
 
     opening: Callable[[str], None]
-    """Gets the name of what is loaded next."""
+    """Gets the name of the next load."""
     loading: OnProgress
     reading: OnProgress
 
 
 def settle_entries(config: EngineConfig, model: OpenModel, window: int) -> tuple[EngineConfig, EngineConfig]:
-    """The reference's config, in float32 and as stored, and the one that schemes are variations of."""
+    """Return the reference's config, float32 as stored, and the base config of the schemes."""
     settled = settle_config(config.with_quantization(None), model, window)
-    # What is asked of head and embedding is for the schemes.
+    # quantized_embeddings is for the schemes.
     return replace(settled, dtype=REFERENCE_DTYPE), replace(settled, quantized_embeddings=config.quantized_embeddings)
 
 
 def stored_scheme(reference: EngineConfig, model: OpenModel) -> str | None:
-    """The scheme in which the checkpoint has its weights already, the reference's too; None where they are plain."""
+    """Return the scheme in which the checkpoint stores its weights; None if they are plain."""
     if model.stored is None and not isinstance(model.source, QuantizedSource):
         return None
     _, plan = plan_model(reference, model, device_target(reference.device))
@@ -146,13 +146,13 @@ def stored_scheme(reference: EngineConfig, model: OpenModel) -> str | None:
 
 
 def as_stored_entry(config: EngineConfig, stored: str | None) -> SchemeEntry:
-    """The model with its weights as they are, which a quantized checkpoint has in its scheme whatever is computed in."""
+    """Make the entry with weights as stored; a quantized checkpoint keeps its scheme in any compute type."""
     plain = config.with_quantization(None)
     return SchemeEntry(config.dtype if stored is None else f"{stored} as stored ({config.dtype})", plain)
 
 
 def scheme_entry(settled: EngineConfig, name: str, ignore: tuple[str, ...] | str) -> SchemeEntry:
-    """The model with its weights in a scheme."""
+    """Make the entry of a scheme."""
     config = settled.with_quantization(name)
     return SchemeEntry(name, replace(config, quantization_ignore=ignore, weight_cache="off"))
 
@@ -160,12 +160,12 @@ def scheme_entry(settled: EngineConfig, name: str, ignore: tuple[str, ...] | str
 def possible_schemes(
     settled: EngineConfig, model: OpenModel, ignore: tuple[str, ...] | str, stored: str | None = None
 ) -> SchemeChoice:
-    """Every scheme that can be planned here; of a checkpoint that is quantized already only its own."""
+    """List every scheme that can run; for a quantized checkpoint only its own."""
     target = device_target(settled.device)
     names, left_out = [], {}
     for name in WEIGHT_SCHEMES:
         if stored is not None and name != stored:
-            left_out[name] = f"the checkpoint has its weights in {stored} already"
+            left_out[name] = f"the checkpoint stores its weights in {stored}"
             continue
         try:
             plan_model(scheme_entry(settled, name, ignore).config, model, target)
@@ -177,14 +177,14 @@ def possible_schemes(
 
 
 def plain_bytes(model: OpenModel) -> int:
-    """What the weights take in half precision."""
+    """Return the bytes of the weights in half precision."""
     return declare_decoder(model.spec, model.path.name).weight_bytes(HALF)
 
 
 def compare_schemes(
     reference: SchemeEntry, entries: Sequence[SchemeEntry], windows: Sequence[Sequence[int]], listener: Listener
 ) -> list[Quality]:
-    """The reference's figures, then everybody's, each loaded when its turn comes and let go after it."""
+    """Measure the reference, then each scheme, loaded and freed in turn."""
     num_tokens = sum(map(len, windows))
     num_done, num_total = 0, (1 + len(entries)) * num_tokens
 
@@ -204,7 +204,7 @@ def compare_schemes(
 
 @contextmanager
 def opened_scheme(entry: SchemeEntry, listener: Listener) -> Iterator[Contender]:
-    """A runner of the model with its weights in a scheme, as long as the context lasts."""
+    """Open a runner with weights in a scheme for the context."""
     listener.opening(entry.name)
     model = open_model(entry.config.model, entry.config.load_format, entry.config.revision)
     try:

@@ -2,16 +2,13 @@
 
 N sequences, K key/value heads, T tokens, R room for tokens, D head dim, B bytes of a head's codes, S bytes of its sign bits
 
-The newest tokens, the tail, stay as they came. When there are enough of them, the oldest leave it in blocks and are quantized
-for good. A token is quantized after the call that brought it, so a prompt attends to itself exactly. Keys and values come back
-dequantized and rotated back, so that any implementation of attention reads them.
+The newest tokens, the tail, stay plain. The oldest of them leave it in blocks and are quantized for good, after the call that
+brought them, so a prompt attends to itself exactly. Keys and values come back dequantized and rotated back, so any attention
+implementation reads them. It saves memory, not time: every call dequantizes all older tokens, a bounded piece at a time.
 
-It saves memory, not time: all older tokens are dequantized again in every call, a bounded piece at a time.
-
-Given the model and not only its config, the cache sees the biases of key projections. Layers with the largest ones are
-protected, as in the engine, and keys are quantized without their bias, turned by the place of the token (R_p b), which is
-added again when they are read. What was subtracted is added, so this is right whatever positions the model gives its tokens;
-a layer whose keys do not become smaller by it, as its first block shows, is quantized as it is.
+Given the model and not only its config, the cache sees the biases of key projections. It protects the layers with the largest
+ones, as the engine does, and quantizes keys without their bias after RoPE (R_p b), which it adds again on reading. A layer
+whose first block does not become smaller by that is quantized with its bias.
 """
 
 import re
@@ -21,7 +18,7 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import ConfigError, install_words, shown
+from holdfast.errors import ConfigError
 from holdfast.observability.log import get_logger
 from holdfast.planning.resolve import by_key_bias, by_position, numbers
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, QUANTIZED_HEAD_DIM, KVFormat, Plane, kv_format
@@ -37,36 +34,31 @@ from holdfast.quant.kv_quantize import (
 try:
     from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 except ImportError as error:
-    raise ConfigError(
-        "TurboQuantCache was asked",
-        f"transformers cannot be imported ({str(error).partition(chr(10))[0]})",
-        install_words("transformers"),
-    ) from error
+    raise ConfigError("transformers.not_importable", reason=str(error).partition(chr(10))[0]) from error
 
 log = get_logger(__name__)
 
 KEY_PROJECTION = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:\w+\.)?k_proj$")
-"""The module that makes the keys of a layer, in models with a projection for keys alone."""
+"""The key projection of a layer."""
 BLOCK_TOKENS = 16
-"""So many tokens leave the tail at once."""
+"""Tokens that leave the tail at once."""
 ROOM_STEP = 64
-"""Room is made for so many tokens at a time."""
+"""Tokens by which the planes grow."""
 MAX_NUMBERS = 2**22
-"""So many numbers are quantized or dequantized at a time, which bounds the scratch however long the context is."""
+"""Maximum numbers of a piece, which bounds the scratch buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnedBias:
-    """The bias of a layer's keys at every place: R_p b, or b where the model has no rope."""
+    """The key bias of a layer at every position: R_p b, or b without RoPE."""
 
     bias_X: torch.Tensor
-    """The model's own."""
     inverse_frequency_C: torch.Tensor | None
-    """As it was when the cache was made: what is subtracted must be what is added."""
+    """A copy: what is subtracted must be what is added."""
     magnitude: float
 
     def rows(self, begin: int, end: int, like_NKTD: torch.Tensor) -> torch.Tensor:
-        """float32 [K, T, D] for the tokens at these places."""
+        """Return float32 [K, T, D] for these positions."""
         bias_K1D = self.bias_X.detach().to(like_NKTD.device, torch.float32).view(like_NKTD.shape[1], 1, -1)
         if self.inverse_frequency_C is None:
             return bias_K1D.expand(-1, end - begin, -1)
@@ -78,7 +70,7 @@ class TurnedBias:
 
 
 class QuantizedTokens:
-    """One side of one layer. Numbers go in as they are and come out as they are: the rotation is its own affair."""
+    """Quantized keys or values of one layer; the rotation is internal."""
 
     def __init__(
         self,
@@ -88,7 +80,7 @@ class QuantizedTokens:
         rotation_DD: torch.Tensor | None,
         bias: TurnedBias | None = None,
     ) -> None:
-        """The planes of this side, as its format has them; the tensor says sequences, heads and device."""
+        """`planes` are those of this side; the tensor gives sequences, heads and device."""
         assert (rotation_DD is not None) == (bits < 8), f"{bits} bits"
         self._is_keys = planes[0].name.startswith("k")
         self._bits, self._head_dim, self._rotation_DD = bits, like_NKTD.shape[-1], rotation_DD
@@ -101,19 +93,19 @@ class QuantizedTokens:
         }
         self.length = 0
         self._bias = bias
-        """What tokens are stored without; settled by the first of them."""
+        """Subtracted from stored tokens; decided by the first block."""
 
     @property
     def used_bytes(self) -> dict[str, int]:
-        """By plane, of the tokens that are there."""
+        """Bytes of stored tokens by plane."""
         return {name: plane_NKR[:, :, : self.length].nbytes for name, plane_NKR in self._planes.items()}
 
     @property
     def held_bytes(self) -> int:
-        """With the room for tokens to come."""
+        """Bytes with spare capacity."""
         return sum(plane_NKR.nbytes for plane_NKR in self._planes.values())
 
-    # Planes outlive the call: one made in inference mode could not be written outside of it.
+    # A plane made in inference mode could not be written outside of it.
     @torch.inference_mode(False)
     @torch.no_grad()
     def append(self, x_NKTD: torch.Tensor) -> None:
@@ -137,7 +129,7 @@ class QuantizedTokens:
 
     @torch.no_grad()
     def read(self, out_NKTD: torch.Tensor) -> None:
-        """Write what was stored, dequantized, into a tensor of as many tokens."""
+        """Dequantize all tokens into a tensor."""
         for begin, piece_NKTD in _pieces(out_NKTD):
             place = slice(begin, begin + piece_NKTD.shape[2])
             read_NKTD = self._dequantize({name: plane[:, :, place] for name, plane in self._planes.items()})
@@ -146,17 +138,17 @@ class QuantizedTokens:
             piece_NKTD.copy_(read_NKTD)
 
     def truncate(self, length: int) -> None:
-        """Forget the newest tokens; their room stays."""
+        """Drop the newest tokens; the capacity stays."""
         assert 0 <= length <= self.length, f"{length} of {self.length} tokens"
         self.length = length
 
     @torch.inference_mode(False)
     def select(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Repeat, reorder or drop sequences: the same change of the first dimension for every plane."""
+        """Apply a change of the batch dimension to every plane."""
         self._planes = {name: change(plane_NKR) for name, plane_NKR in self._planes.items()}
 
     def _make_room(self, length: int) -> None:
-        """One plane at a time, so that hardly more than all of them is ever held."""
+        """Grow one plane at a time, which bounds the peak memory."""
         for name, old_NKR in self._planes.items():
             if old_NKR.shape[2] >= length:
                 continue
@@ -171,7 +163,7 @@ class QuantizedTokens:
         return (quantize_keys if self._is_keys else quantize_values)(x_NKTD, self._bits)
 
     def _dequantize(self, planes: dict[str, torch.Tensor]) -> torch.Tensor:
-        """float32 [N, K, T, D]."""
+        """Return float32 [N, K, T, D]."""
         side = "k" if self._is_keys else "v"
         heads = QuantizedHeads(planes[f"{side}_codes"], planes.get(f"{side}_signs"), planes[f"{side}_scale"])
         x_NKTD = (dequantize_keys if self._is_keys else dequantize_values)(heads, self._bits, self._head_dim)
@@ -184,7 +176,7 @@ class QuantizedTokens:
 
 
 def _pieces(x_NKTD: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Views of some tokens each, with the number of the first."""
+    """Split into views of bounded size, with the index of their first token."""
     per_token = max(1, x_NKTD.shape[0] * x_NKTD.shape[1] * x_NKTD.shape[3])
     step = max(1, MAX_NUMBERS // per_token)
     return [(begin, x_NKTD[:, :, begin : begin + step]) for begin in range(0, x_NKTD.shape[2], step)]
@@ -195,13 +187,13 @@ class CacheMemory:
     """Bytes of a cache."""
 
     planes: dict[str, int] = field(default_factory=dict)
-    """By plane: the quantized tokens, exactly what the format says of them."""
+    """Quantized tokens by plane, exactly as the format declares."""
     spare: int = 0
-    """Room in the planes for tokens to come."""
+    """Spare capacity of the planes."""
     tail: int = 0
-    """The newest tokens, as they came."""
+    """The newest tokens, plain."""
     plain: int = 0
-    """Layers that are not quantized, such as those with a sliding window."""
+    """Layers that are not quantized, such as sliding windows."""
 
     @property
     def total(self) -> int:
@@ -214,13 +206,13 @@ class CacheMemory:
 
 
 class Rotations:
-    """The rotation of each head dim and device, once for all layers."""
+    """Caches the rotation by head dim and device."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def of(self, head_dim: int, device: torch.device) -> torch.Tensor:
-        """[D, D] in float32; symmetric, and its own inverse."""
+        """Return [D, D] in float32; symmetric, and its own inverse."""
         key = head_dim, device
         if key not in self._made:
             self._made[key] = rotate_heads(torch.eye(head_dim, device=device))
@@ -228,9 +220,9 @@ class Rotations:
 
 
 class QuantizedLayer(DynamicLayer):
-    """The keys and values of one layer. Its own `keys` and `values` are the tail alone."""
+    """Keys and values of one layer; `keys` and `values` are the tail."""
 
-    # After a rollback tokens that left the tail stay quantized: what comes next could differ in a late digit.
+    # After a rollback, tokens that left the tail stay quantized, so later digits could differ.
     is_croppable = False
 
     def __init__(self, format: KVFormat, tail: int, rotations: Rotations, bias: TurnedBias | None = None) -> None:
@@ -243,7 +235,7 @@ class QuantizedLayer(DynamicLayer):
         self._quantized: tuple[QuantizedTokens, ...] = ()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is stored yet; shapes, type and device are those of the tensors."""
+        """Take shapes, dtype and device of the tensors; store nothing."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
         bits = (self.format.key_bits, self.format.value_bits)
@@ -252,11 +244,7 @@ class QuantizedLayer(DynamicLayer):
             assert side_bits is not None, f"{self.format.name} is not quantized"
             num_heads, head_dim = like_NKTD.shape[1], like_NKTD.shape[-1]
             if head_dim % QUANTIZED_HEAD_DIM:
-                raise ConfigError(
-                    f"TurboQuantCache was asked for heads of {head_dim}",
-                    f"codes take multiples of {QUANTIZED_HEAD_DIM}",
-                    "leave past_key_values out for this model",
-                )
+                raise ConfigError("transformers.head_dim", head_dim=head_dim, multiple=QUANTIZED_HEAD_DIM)
             planes = [plane for plane in self.format.planes(num_heads, head_dim) if plane.name.startswith(side)]
             rotation_DD = self._rotations.of(head_dim, self.device) if side_bits < 8 else None
             bias = self._bias if side == "k" else None
@@ -271,7 +259,7 @@ class QuantizedLayer(DynamicLayer):
         *args: Any,  # noqa: ANN401 - what a newer transformers may pass
         **kwargs: Any,  # noqa: ANN401
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in the newest tokens, and give back all."""
+        """Append the newest tokens and return all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys_NKTD, values_NKTD = self._tails
@@ -283,23 +271,19 @@ class QuantizedLayer(DynamicLayer):
         if leaving > 0:
             for quantized, tail_NKTD in zip(self._quantized, tails, strict=True):
                 quantized.append(tail_NKTD[:, :, :leaving])
-            # Copies: a view would keep the tokens that left.
+            # A view would keep the memory of the tokens that left.
             tails = tails[0][:, :, leaving:].clone(), tails[1][:, :, leaving:].clone()
         self.keys, self.values = tails
         return keys_NKTD, values_NKTD
 
     def get_seq_length(self) -> int:
-        """Tokens that are stored, quantized or not."""
+        """Return the number of tokens, quantized or not."""
         return self._quantized[0].length + self._tails[0].shape[-2] if self.is_initialized else 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget so many of the newest tokens, given as a negative number, as transformers does."""
+        """Drop the newest tokens; the number is negative, as in transformers."""
         if tokens_to_remove > 0:
-            raise ConfigError(
-                f"crop({tokens_to_remove}) was asked",
-                "the number of tokens to remove is negative",
-                f"pass {-tokens_to_remove} to remove {tokens_to_remove}",
-            )
+            raise ConfigError("transformers.positive_crop", value=tokens_to_remove, negative=-tokens_to_remove)
         if tokens_to_remove == 0 or not self.is_initialized:
             return
         length = max(0, self.get_seq_length() + tokens_to_remove)
@@ -309,26 +293,26 @@ class QuantizedLayer(DynamicLayer):
         self.keys, self.values = (tail_NKTD[:, :, :in_tail].clone() for tail_NKTD in self._tails)
 
     def reset(self) -> None:
-        """Forget everything, shapes and type too."""
+        """Drop everything, shapes and dtype too."""
         self._quantized = ()
         super().reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """The sequences in another order, some of them perhaps twice."""
+        """Reorder sequences; an index may occur twice."""
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence so many times."""
+        """Repeat every sequence."""
         if self.is_initialized:
             self._select(torch.arange(self._tails[0].shape[0], device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """These sequences alone, by number or by mask."""
+        """Keep these sequences, by index or by mask."""
         if self.is_initialized:
             self._select(torch.arange(self._tails[0].shape[0], device=self.device)[indices])
 
     def memory_bytes(self) -> CacheMemory:
-        """What this layer holds."""
+        """Return the bytes of this layer."""
         if not self.is_initialized:
             return CacheMemory()
         planes = {name: size for quantized in self._quantized for name, size in quantized.used_bytes.items()}
@@ -353,9 +337,9 @@ class QuantizedLayer(DynamicLayer):
 class TurboQuantCache(Cache):
     """`model.generate(..., past_key_values=TurboQuantCache(model))`, for decoders with standard attention.
 
-    A config in the place of the model serves too; then nobody sees key biases, and protected layers are those at both ends.
-    Layers with a sliding window, and those that keep something else than keys and values, get the cache layer that
-    transformers has for them; `memory_bytes().plain` is theirs. Without a config every layer is quantized.
+    A config works in place of the model; then key biases are unknown, and protected layers are those at both ends. Layers with
+    a sliding window or without keys and values get the cache layer of transformers (`memory_bytes().plain`). Without a config
+    every layer is quantized.
     """
 
     def __init__(
@@ -366,10 +350,10 @@ class TurboQuantCache(Cache):
         protected_format: str = "fp8",
         tail: int = 64,
     ) -> None:
-        """`config` is a model or its config. Protected layers are numbers of layers, or how many; None is the format's default."""
+        """`config` is a model or its config. `protected_layers` is a list, a count, or None for the format's default."""
         self.format, self.protected_format = _quantized_format(format), _quantized_format(protected_format)
         if not isinstance(tail, int) or isinstance(tail, bool) or tail < 0:
-            raise ConfigError(f"tail={shown(tail)} was asked", "it is a number of tokens", "pass 0 or more, such as 64")
+            raise ConfigError("value.too_small", name="tail", minimum=0, value=tail)
         self.tail = tail
         self._rotations = Rotations()
         model = config if isinstance(config, torch.nn.Module) else None
@@ -387,10 +371,10 @@ class TurboQuantCache(Cache):
             ]
         )
 
-    def _choose_layers(self, asked: int | Sequence[int] | None, num_layers: int | None, is_blind: bool) -> None:
-        """Where only the number of protected layers is settled: those with the largest key biases, as in the engine."""
+    def _choose_layers(self, given: int | Sequence[int] | None, num_layers: int | None, is_blind: bool) -> None:
+        """Choose a count of protected layers by the largest key biases, as the engine does."""
         count = len(self.protected_layers)
-        if not count or num_layers is None or not (asked is None or isinstance(asked, int)):
+        if not count or num_layers is None or not (given is None or isinstance(given, int)):
             return
         reason = "they are the first and the last"
         if self._biases.keys() >= set(range(num_layers)) and count < num_layers:
@@ -399,13 +383,13 @@ class TurboQuantCache(Cache):
                 for layer in range(num_layers)
             ]
             self.protected_layers, reason = by_key_bias(count, norms)
-        words = f"layers {numbers(self.protected_layers)} stay in {self.protected_format.name} because {reason}"
+        choice = f"layers {numbers(self.protected_layers)} stay in {self.protected_format.name} because {reason}"
         if is_blind:
             log.warning(
-                "%s: keys of this model have biases, which only the model shows: pass it, not its config", words
+                "%s: keys of this model have biases, which only the model shows: pass it, not its config", choice
             )
         else:
-            log.info("%s", words)
+            log.info("%s", choice)
 
     def update(
         self,
@@ -415,13 +399,13 @@ class TurboQuantCache(Cache):
         *args: Any,  # noqa: ANN401 - what a newer transformers may pass
         **kwargs: Any,  # noqa: ANN401
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in the newest tokens of a layer, and give back all of that layer."""
+        """Append the newest tokens of a layer and return all of them."""
         while len(self.layers) <= layer_idx:
             self.layers.append(self._quantized_layer(len(self.layers)))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def memory_bytes(self) -> CacheMemory:
-        """What is held: codes and scales by plane, the tail, and the rest."""
+        """Return the bytes of codes and scales by plane, of the tail, and of plain layers."""
         found = CacheMemory()
         for layer in self.layers:
             if isinstance(layer, QuantizedLayer):
@@ -437,7 +421,7 @@ class TurboQuantCache(Cache):
 
 
 def _key_biases(model: torch.nn.Module) -> dict[int, TurnedBias]:
-    """Of each layer that has one, with the rotation of the model; of keys that are normed behind it there is no such part."""
+    """Find the key bias of each layer with the model's RoPE; keys with a norm after the projection have none."""
     modules = dict(model.named_modules())
     frequencies = [
         (frequency_C.detach().clone().float(), float(getattr(module, "attention_scaling", 1.0)))
@@ -460,20 +444,20 @@ def _key_biases(model: torch.nn.Module) -> dict[int, TurnedBias]:
 
 
 def _may_have_biases(config: Any) -> bool:  # noqa: ANN401 - a config class of transformers
-    """Whether models of this kind have key biases, as far as a config says."""
+    """Return True if the config suggests key biases."""
     kind = str(getattr(config, "model_type", ""))
     return kind in ("qwen2", "qwen2_moe", "opt") or bool(getattr(config, "attention_bias", False))
 
 
 def _tensors_of(layer: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a cache layer of transformers
-    """What it keeps, be it keys and values or states by number."""
+    """Yield the tensors of a cache layer."""
     for value in vars(layer).values():
         kept = value.values() if isinstance(value, dict) else (value,)
         yield from (tensor for tensor in kept if isinstance(tensor, torch.Tensor))
 
 
 def _whole(quantized: QuantizedTokens, tail_NKTD: torch.Tensor) -> torch.Tensor:
-    """Dequantized tokens and the tail behind them."""
+    """Join dequantized tokens and the tail."""
     if quantized.length == 0:
         return tail_NKTD
     batch, heads, in_tail, head_dim = tail_NKTD.shape
@@ -487,32 +471,24 @@ def _quantized_format(name: str) -> KVFormat:
     found = kv_format(name)
     if not found.is_quantized:
         names = [other.name for other in KV_FORMATS.values() if other.is_quantized]
-        raise ConfigError(f"{name} was asked of TurboQuantCache", "it has no codes", f"pass {' or '.join(names)}")
+        raise ConfigError("value.not_one_of", name="format", accepted=names, value=name)
     return found
 
 
 def _plain_layers(config: Any) -> list[Any]:  # noqa: ANN401 - classes of transformers
-    """The cache layers that transformers would use, of which some can be quantized."""
+    """Return the cache layers that transformers would use; refuse a model without quantizable ones."""
     if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"TurboQuantCache was asked for {type(config).__name__}",
-            "it has an encoder, whose cross attention keeps another cache",
-            "leave past_key_values out for this model",
-        )
+        raise ConfigError("transformers.encoder", kind=type(config).__name__)
     layers = DynamicCache(config=config).layers
     if not any(type(layer) is DynamicLayer for layer in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise ConfigError(
-            f"TurboQuantCache was asked for {type(config).__name__}",
-            f"none of its layers keeps the keys and values of all tokens ({kinds})",
-            "leave past_key_values out for this model",
-        )
+        raise ConfigError("transformers.no_plain_layers", kind=type(config).__name__, kinds=kinds)
     return layers
 
 
-def _protected(asked: int | Sequence[int] | None, default: int, num_layers: int | None) -> tuple[int, ...]:
-    """Numbers of layers, rising. Where only their number is said, they are those at both ends, which suffer most."""
-    count = default if asked is None else asked
+def _protected(given: int | Sequence[int] | None, default: int, num_layers: int | None) -> tuple[int, ...]:
+    """Return sorted layer indices; a count means the layers at both ends, which lose most."""
+    count = default if given is None else given
     highest = None if num_layers is None else num_layers - 1
     if not isinstance(count, int):
         if all(isinstance(layer, int) and layer >= 0 and (highest is None or layer <= highest) for layer in count):
@@ -520,15 +496,8 @@ def _protected(asked: int | Sequence[int] | None, default: int, num_layers: int 
     elif count == 0:
         return ()
     elif num_layers is None:
-        raise ConfigError(
-            f"{count} protected layers {'are the default' if asked is None else 'were asked'}",
-            "without a config nobody knows which layers are the last",
-            "pass model.config, or the numbers of the layers as protected_layers",
-        )
-    elif asked is None or 0 < count <= num_layers:
-        return by_position(min(count, num_layers // 2) if asked is None else count, num_layers)
-    raise ConfigError(
-        f"protected_layers={shown(asked)} was asked",
-        f"the layers are {'0 and higher' if highest is None else f'0 to {highest}'}",
-        "list some of these, or say how many",
-    )
+        raise ConfigError("transformers.layers_without_config", count=count)
+    elif given is None or 0 < count <= num_layers:
+        return by_position(min(count, num_layers // 2) if given is None else count, num_layers)
+    last = "up" if highest is None else f"to {highest}"
+    raise ConfigError("transformers.bad_protected_layers", value=given, last=last)

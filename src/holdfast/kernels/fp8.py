@@ -1,8 +1,8 @@
-"""Pieces of kernels that work on the bits of numbers: KV heads quantized and packed into words, fp8 (e4m3), bf16 and e8m0 to and from float32.
+"""Bit-level pieces of kernels: KV heads quantized and packed into words, and fp8 (e4m3), bf16 and e8m0 to and from float32.
 
-A head is four blocks, its quarters: what a word holds lies at the same place of several of them, or side by side in one.
-All of it gives the same bits on a GPU and in the interpreter. bfloat16 comes and goes as int16, because the interpreter does not round it; e4m3 as uint8, because not every GPU has it.
-Bytes that become float32 are exponents (e8m0), a type that Triton does not know.
+A head is four blocks, its quarters: a word packs the same place of several quarters, or neighbours of one. Results are the
+same on a GPU and in the interpreter. bfloat16 is passed as int16, because the interpreter does not round it; e4m3 as uint8,
+because not every GPU has it. Bytes that become float32 are exponents (e8m0), a type that Triton lacks.
 """
 
 import torch
@@ -18,7 +18,7 @@ from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
 
 @jit
 def quarters(p_x, m_x, HEAD_DIM: constexpr):
-    """The quarters of heads as float32, from pointers to the first."""
+    """Load the quarters of heads as float32, from pointers to the first."""
     b_0 = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
     b_1 = tl.load(p_x + HEAD_DIM // 4, mask=m_x, other=0.0).to(tl.float32)
     b_2 = tl.load(p_x + 2 * (HEAD_DIM // 4), mask=m_x, other=0.0).to(tl.float32)
@@ -28,21 +28,21 @@ def quarters(p_x, m_x, HEAD_DIM: constexpr):
 
 @jit
 def sum_of_products(b_x, b_y):
-    """A number for each head."""
+    """Return the dot product of each head."""
     return tl.sum(b_x[0] * b_y[0] + b_x[1] * b_y[1] + b_x[2] * b_y[2] + b_x[3] * b_y[3], axis=1)
 
 
 @jit
 def _quotient(b_x, b_y):
-    """A scale: at most what float16 holds. NaN stays."""
+    """Return a scale, at most the largest float16; NaN stays NaN."""
     b_scale = tl.div_rn(b_x, b_y)
     return tl.where(b_scale > 65504.0, 65504.0, b_scale)
 
 
 @jit
 def _fp8_codes(b_x):
-    """The e4m3 numbers of heads as int32, quarter by quarter, and the scale that takes the largest of a head to 448."""
-    # As integers: NaN is above all numbers there, and is not lost.
+    """Return the e4m3 codes of heads as int32, by quarter, and the scale that maps the largest of a head to 448."""
+    # As integers, NaN is above all numbers and is not lost.
     b_amax = tl.maximum(size_bits(b_x[0]), size_bits(b_x[1]))
     b_amax = tl.maximum(b_amax, tl.maximum(size_bits(b_x[2]), size_bits(b_x[3])))
     b_amax = tl.max(b_amax, axis=1).to(tl.float32, bitcast=True)
@@ -56,8 +56,8 @@ def _fp8_codes(b_x):
 
 @jit
 def e4m3_code(b_x):
-    """The bits of the nearest e4m3 number as int32: of two the even one, and no larger than 448."""
-    # In integers, because not every GPU has the instruction, and the interpreter has it wrong.
+    """Round to the nearest even e4m3 number, at most 448; return its bits as int32."""
+    # In integers: not every GPU has the instruction, and the interpreter rounds wrongly.
     b_size = tl.minimum(size_bits(b_x), 0x43E00000)
     b_normal = (b_size + 0x7FFFF + (b_size >> 20 & 1) >> 20) - 960
     # Below 2^-6 the steps are 2^-9: those of float32 at 2^14, where the sum rounds.
@@ -69,7 +69,7 @@ def e4m3_code(b_x):
 
 @jit
 def _nearest_codes(b_x, HEAD_DIM: constexpr, BITS: constexpr, GAIN: constexpr, MAGNITUDES: constexpr):
-    """The norm of heads; then by quarter: numbers of magnitudes, 1 where the sign is negative, and the magnitudes."""
+    """Return the norm of heads; then by quarter: indices of magnitudes, 1 for a negative sign, and the magnitudes."""
     m_x = (tl.arange(0, b_x[0].shape[1]) < HEAD_DIM // 4)[None, :]
     b_norm = tl.sqrt_rn(sum_of_products(b_x, b_x))
     b_factor = tl.div_rn(tl.full(b_norm.shape, GAIN, tl.float32), tl.where(b_norm > 0, b_norm, 1.0))[:, None]
@@ -104,7 +104,7 @@ def store_keys(
     p_codes, p_signs, i_place, m_store, b_x,
     HEAD_DIM: constexpr, BITS: constexpr, GAIN: constexpr, MAGNITUDES: constexpr,
 ):  # fmt: skip
-    """Code heads into their places among all heads of the pages: bytes, or 32-bit words for 4 bits; gives their scales."""
+    """Store the codes of keys in the pages: bytes, or 32-bit words for 4 bits; return their scales."""
     QUARTER: constexpr = HEAD_DIM // 4
     if BITS == 8:
         b_codes, b_scale = _fp8_codes(b_x)
@@ -136,7 +136,7 @@ def store_values(
     p_codes, p_signs, i_place, m_store, b_x,
     HEAD_DIM: constexpr, BITS: constexpr, GAIN: constexpr, MAGNITUDES: constexpr,
 ):  # fmt: skip
-    """The same for values, as 16-bit words."""
+    """Like `store_keys` for values, as 16-bit words."""
     QUARTER: constexpr = HEAD_DIM // 4
     if BITS == 8:
         b_codes, b_scale = _fp8_codes(b_x)
@@ -145,7 +145,7 @@ def store_values(
             _store_words(p_codes, i_place, m_store, b_bits, 1, i * QUARTER, QUARTER, HEAD_DIM // 2)
     else:
         _, b_numbers, b_signs, b_sizes = _nearest_codes(b_x, HEAD_DIM, BITS, GAIN, MAGNITUDES)
-        # A code has the sign of its number, so that sizes will do.
+        # A code has the sign of its number, so magnitudes are enough.
         b_along = sum_of_products((tl.abs(b_x[0]), tl.abs(b_x[1]), tl.abs(b_x[2]), tl.abs(b_x[3])), b_sizes)
         b_scale = _quotient(b_along, sum_of_products(b_sizes, b_sizes))
         SIDE_BY_SIDE: constexpr = 2 if BITS == 4 else 4
@@ -175,7 +175,7 @@ def _rising(b_number, b_sign, BITS: constexpr):
 def _store_words(
     p_words, i_place, m_store, b_bits, SIDE_BY_SIDE: constexpr, FIRST: constexpr, COUNT: constexpr, STRIDE: constexpr
 ):
-    """Bits of neighbours, which share no place, become words: `COUNT` of each head from its `FIRST`, of `STRIDE` in all."""
+    """Add the disjoint bits of neighbours to words, and store `COUNT` of a head's `STRIDE` words from `FIRST` on."""
     WORDS: constexpr = b_bits.shape[1] // SIDE_BY_SIDE
     b_words = b_bits
     if SIDE_BY_SIDE > 1:
@@ -187,8 +187,8 @@ def _store_words(
 
 @jit
 def _store_split_words(p_bytes, i_place, m_store, b_bits, FIRST: constexpr, COUNT: constexpr, STRIDE: constexpr):
-    """Pairs of columns of keys of 3 bits. A word of two pairs may lie in two quarters, but a byte is one part of one pair:
-    the even pair's bytes are 0 and 2 of a word, the odd one's 1 and 3."""
+    """Store pairs of columns of 3-bit keys. The even pair has bytes 0 and 2 of a word, the odd one 1 and 3: a word may
+    span two quarters, a byte does not."""
     PAIRS: constexpr = b_bits.shape[1] // 4
     b_bytes = tl.sum(tl.reshape(b_bits, (b_bits.shape[0], PAIRS, 2, 2)), axis=2)
     o_pair, o_part = tl.arange(0, PAIRS)[None, :, None], tl.arange(0, 2)[None, None, :]
@@ -198,7 +198,7 @@ def _store_split_words(p_bytes, i_place, m_store, b_bits, FIRST: constexpr, COUN
 
 
 AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types of the same size by bytes of an element."""
+"""Integer types by bytes of an element."""
 EXPONENT_BITS = {
     torch.float8_e4m3fn: 0x7F,
     torch.float8_e8m0fnu: 0xFF,
@@ -207,29 +207,29 @@ EXPONENT_BITS = {
     torch.float32: 0x7F800000,
     torch.float64: 0x7FF0000000000000,
 }
-"""Bits that are all set in what is not finite, and in no other number; other types have no such bits."""
+"""Bits that are all set only in values that are not finite; other types have none."""
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers."""
+    """View memory as integers."""
     return tensor.view(AS_INTEGERS[tensor.element_size()])
 
 
 def as_kernels_read(tensor: Tensor) -> Tensor:
-    """The same memory in a type that `float32_of` takes: bfloat16 and e4m3 as integers."""
+    """View memory as a type that `float32_of` takes: bfloat16 and e4m3 as integers."""
     return as_bits(tensor) if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn) else tensor
 
 
 @jit
 def float32_of(b_x):
-    """Loaded numbers as float32: int16 stands for bfloat16. From float64 to the nearest, all others as they are."""
+    """Convert loaded numbers to float32; int16 is bfloat16. float64 rounds to nearest."""
     is_bfloat16: constexpr = b_x.dtype == tl.int16
     return (b_x.to(tl.int32) << 16).to(tl.float32, bitcast=True) if is_bfloat16 else b_x.to(tl.float32)
 
 
 @jit
 def float32_to_odd(b_x):
-    """The same for a result that is rounded again: what is cut off a float64 stays as an odd last bit."""
+    """Like `float32_of`, but float64 rounds to odd, so that the next rounding is exact."""
     b_near = float32_of(b_x)
     if b_x.dtype == tl.float64:
         b_bits, b_back = b_near.to(tl.int32, bitcast=True), b_near.to(tl.float64)
@@ -241,20 +241,20 @@ def float32_to_odd(b_x):
 
 @jit
 def size_bits(b_x):
-    """The bits of the magnitudes of float32 numbers, which rise with them; NaN is above all."""
+    """Return the bits of float32 magnitudes, which sort like them; NaN is above all."""
     return b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def finite_bits(b_x):
-    """The same, and 0 for what is not finite."""
+    """Like `size_bits`, with 0 for values that are not finite."""
     b_size = size_bits(b_x)
     return tl.where(b_size < 0x7F800000, b_size, 0)
 
 
 @jit
 def bfloat16_bits(b_x):
-    """The bits of the nearest bfloat16 as int16: of two the even one."""
+    """Round to the nearest even bfloat16; return its bits as int16."""
     b_bits = b_x.to(tl.int32, bitcast=True)
     # Unsigned, so that the carry and the shift leave the sign alone.
     b_round = (b_bits.to(tl.uint32, bitcast=True) + 0x7FFF + (b_bits >> 16 & 1).to(tl.uint32)) >> 16
@@ -263,24 +263,24 @@ def bfloat16_bits(b_x):
 
 @jit
 def e4m3_of(b_x):
-    """The bits of the nearest e4m3 number as int32, at most 448; NaN has no sign."""
+    """Like `e4m3_code`, with NaN without a sign."""
     return tl.where(b_x == b_x, e4m3_code(b_x), 0x7F)
 
 
 @jit
 def e4m3_quotients(b_x, scale, PLAIN: constexpr):
-    """The bits of the e4m3 numbers nearest to x / scale, as uint8: `e4m3_of` of the rounded quotient. The scale is one number,
-    at least 2^-18 or NaN, and x no more than 448 of it."""
+    """Return `e4m3_of` of the rounded x / scale as uint8. The scale is one number, at least 2^-18 or NaN; |x| is at most
+    448 times the scale."""
     if PLAIN:
         b_codes = e4m3_of(tl.div_rn(b_x, tl.zeros_like(b_x) + scale)).to(tl.uint8)
     else:
-        # The instruction for a division is many, and a call where x is zero. A product with the rounded inverse, corrected
-        # twice by its remainder, is the rounded quotient; below 2^-100 it may not be, and its code is zero all the same.
+        # A division is many instructions, and a call if x is zero. A product with the rounded inverse, corrected twice by
+        # its remainder, is the rounded quotient; below 2^-100 it may not be, but its code is zero anyway.
         b_scale, b_inverse = tl.zeros_like(b_x) + scale, tl.zeros_like(b_x) + tl.div_rn(scale * 0 + 1.0, scale)
         b_product = b_x * b_inverse
         b_quotient = tl.fma(tl.fma(-b_product, b_scale, b_x), b_inverse, b_product)
         b_quotient = tl.fma(tl.fma(-b_quotient, b_scale, b_x), b_inverse, b_quotient)
-        # A remainder of zero has no sign of its own, and would take that of -0 away.
+        # A zero remainder would drop the sign of -0.
         b_quotient = tl.where(b_quotient == 0, b_product, b_quotient)
         b_codes = b_quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return b_codes
@@ -288,15 +288,15 @@ def e4m3_quotients(b_x, scale, PLAIN: constexpr):
 
 @jit
 def int8_of(b_x):
-    """The bits of the nearest integer within 127 of zero, as int32 from 0 to 255: of two the even one; 0 for NaN."""
-    # At 1.5 * 2^23 the steps of float32 are 1, so that the sum rounds and its last byte is the integer.
+    """Round to the nearest even integer in -127 to 127; return its byte as int32; 0 for NaN."""
+    # At 1.5 * 2^23 the steps of float32 are 1: the sum rounds, and its last byte is the integer.
     b_near = tl.minimum(tl.maximum(tl.where(b_x == b_x, b_x, 0.0), -127.0), 127.0) + 12582912.0
     return b_near.to(tl.int32, bitcast=True) & 0xFF
 
 
 @jit
 def e2m1_of(b_x):
-    """The code of the nearest e2m1 number as int32: of two the even one; zero has no sign, and NaN is zero."""
+    """Round to the nearest even e2m1 number; return its code as int32. Zero has no sign, and NaN is zero."""
     b_size = tl.abs(b_x)
     b_code = (b_size > 0.25).to(tl.int32) + (b_size >= 0.75).to(tl.int32) + (b_size > 1.25).to(tl.int32)
     b_code += (b_size >= 1.75).to(tl.int32) + (b_size > 2.5).to(tl.int32) + (b_size >= 3.5).to(tl.int32)
@@ -306,18 +306,18 @@ def e2m1_of(b_x):
 
 @jit
 def e4m3_value(b_code):
-    """The float32 numbers that e4m3 codes, as int32, stand for."""
+    """Decode e4m3 codes (int32) to float32."""
     b_size = b_code & 0x7F
     b_normal = ((b_size << 20) + 0x3C000000).to(tl.float32, bitcast=True)
     b_value = tl.where(b_size < 8, b_size.to(tl.float32) * 0.001953125, b_normal)
     b_value = tl.where(b_size == 0x7F, float("nan"), b_value)
-    # By its bit: a minus would be a subtraction, which has no -0.
+    # Set the sign bit: a minus would be a subtraction, which loses -0.
     return (b_value.to(tl.int32, bitcast=True) | (b_code & 0x80) << 24).to(tl.float32, bitcast=True)
 
 
 @jit
 def e8m0_bits(b_code):
-    """The bits of the float32 powers of two, 2^(e - 127), whose exponents are bytes, as int32; NaN for 255."""
+    """Return the float32 bits of 2^(e - 127) for byte exponents, as int32; NaN for 255."""
     b_exponent = b_code.to(tl.int32)
     b_bits = tl.where(b_exponent == 0, 0x400000, b_exponent << 23)  # 2^-127 is below the normal numbers
     return tl.where(b_exponent == 255, 0x7FC00000, b_bits)
@@ -325,9 +325,9 @@ def e8m0_bits(b_code):
 
 @jit
 def narrowed_bits(b_x, TARGET: constexpr):
-    """The bits of loaded numbers in another type, rounded once: "float64", "float32", "float16" or "bfloat16".
+    """Convert loaded numbers to "float64", "float32", "float16" or "bfloat16", rounded once; return their bits.
 
-    Bytes are exponents of two, for "float32" alone.
+    Bytes are exponents of two, for "float32" only.
     """
     if TARGET == "bfloat16":
         b_bits = bfloat16_bits(float32_to_odd(b_x))
@@ -342,7 +342,7 @@ def narrowed_bits(b_x, TARGET: constexpr):
 
 @jit
 def quantized_numbers(b_x, PLAIN: constexpr):
-    """float32 as the operand of a product of e4m3 numbers: e4m3, or, in the interpreter, the same numbers in half precision."""
+    """Round float32 to an e4m3 operand; in the interpreter, to the same numbers in half precision."""
     if PLAIN:
         b_numbers = e4m3_value(e4m3_code(b_x)).to(tl.float16)
     else:
@@ -353,7 +353,7 @@ def quantized_numbers(b_x, PLAIN: constexpr):
 
 @jit
 def loaded_numbers(b_codes, PLAIN: constexpr):
-    """Codes that were loaded, as such an operand; the interpreter loads bytes (see `kernel_codes`)."""
+    """Convert loaded codes to an e4m3 operand; the interpreter loads bytes (see `kernel_codes`)."""
     if PLAIN:
         b_numbers = e4m3_value(b_codes.to(tl.int32)).to(tl.float16)
     else:
@@ -362,5 +362,5 @@ def loaded_numbers(b_codes, PLAIN: constexpr):
 
 
 def kernel_codes(codes: Tensor) -> Tensor:
-    """Codes as a kernel takes them: e4m3 as bytes in the interpreter, which does not know it; all else as it is."""
+    """View codes as a kernel takes them: the interpreter takes e4m3 as bytes."""
     return codes.view(torch.uint8) if is_interpreted() and codes.dtype == torch.float8_e4m3fn else codes

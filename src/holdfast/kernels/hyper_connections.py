@@ -67,11 +67,11 @@ class MixNumbers(NamedTuple):
     """Numbers that all mixes of a model share."""
 
     norm_eps: float
-    """Of the rms."""
+    """Epsilon of the rms."""
     eps: float
     """Added to pre and comb, and to the sums that divide comb."""
     num_iterations: int
-    """Of Sinkhorn-Knopp."""
+    """Iterations of Sinkhorn-Knopp."""
 
 
 def row_form(num_rows: int) -> int:

@@ -1,7 +1,7 @@
-"""The one door to C: compile the CPU kernels once, keep the library in the user's cache, and load it.
+"""CPU kernels in C: compiled once, kept in the user's cache, and loaded. No other module loads C.
 
-Triton has no CPU; a BLAS copies the whole weight for the few rows of a decode step, and rounds a row differently in other
-company. Some small C files do neither. Where no compiler is found the torch references run instead.
+A BLAS copies the whole weight for the few rows of a decode step and is not batch invariant. Without a compiler the torch
+references run instead.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ SOURCES = Path(__file__).parent / "native"
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
 COMPILE_SECONDS = 120
 OnCompile = Callable[[Path, int, int], None]
-"""Told where the library will lie, how many files are compiled and how many there are; first of all of none."""
+"""Receives the library's path, the files compiled so far, beginning with 0, and the number of files."""
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
@@ -49,7 +49,7 @@ log = get_logger(__name__)
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """The kernels, compiled for this machine, or None; the log says why."""
+    """Return the library compiled for this machine, or None; the log says why."""
     library, reason = _load()
     if library is None:
         log.warning("CPU kernels run in plain torch because %s", reason)
@@ -57,22 +57,19 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def compile_native(on_compile: OnCompile) -> None:
-    """Compile the kernels where they are not compiled yet, and count; else, and where that fails, do nothing.
-
-    Whoever wants them calls `native_library`, which says what is wrong.
-    """
+    """Compile the kernels unless they are compiled. Errors are only logged: `native_library` reports them."""
     if native_library.cache_info().currsize:
-        return  # this process has them, or knows why not
+        return
     try:
         build = find_native_build()
         if not build.path.exists():
             _compile(build, on_compile)
     except (OSError, subprocess.SubprocessError) as error:
-        log.debug("compiling the CPU kernels failed: %s", _words(error))
+        log.debug("compiling the CPU kernels failed: %s", _message(error))
 
 
 def native_for(*tensors: Tensor | None) -> ctypes.CDLL | None:
-    """The kernels where they can run on these tensors (float32 on the CPU, laid out in order), else None."""
+    """Return the library if it can run on these tensors (dense float32 on the CPU), else None."""
     for tensor in tensors:
         if tensor is not None and not (tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()):
             return None
@@ -80,15 +77,14 @@ def native_for(*tensors: Tensor | None) -> ctypes.CDLL | None:
 
 
 class NativeBuild(NamedTuple):
-    """How the kernels are made on this machine."""
+    """The compiler, and the path of the library, which may not exist yet."""
 
     compiler: str
     path: Path
-    """Of the library, whether it exists yet or not."""
 
 
 def find_native_build() -> NativeBuild:
-    """The compiler, and where the library lies or will lie; an OSError says why there can be none. Compiles nothing."""
+    """Find the compiler and the library's path without compiling. Raise OSError with the reason if there is none."""
     if os.environ.get(NATIVE_VARIABLE, "1") == "0":
         raise OSError(f"{NATIVE_VARIABLE}=0")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -97,7 +93,7 @@ def find_native_build() -> NativeBuild:
     try:
         return NativeBuild(compiler, _library_path(compiler))
     except OSError as error:
-        raise OSError(f"compiling them failed: {_words(error)[:300]}") from error
+        raise OSError(f"compiling them failed: {_message(error)[:300]}") from error
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
@@ -114,10 +110,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         _compile(build, lambda path, num_done, num_total: None)
         return _open(build.path), ""
     except (OSError, subprocess.SubprocessError) as error:
-        return None, f"compiling them failed: {_words(error)[:300]}"
+        return None, f"compiling them failed: {_message(error)[:300]}"
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, subprocess.TimeoutExpired):
         return f"the compiler took more than {COMPILE_SECONDS} seconds"
     if isinstance(error, subprocess.CalledProcessError):
@@ -135,25 +131,19 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _library_path(compiler: str) -> Path:
-    """A path that changes with the sources, the flags, the compiler, the machine and torch's thread library."""
+    """Return a path that changes with the sources, flags, compiler, machine and torch's OpenMP library."""
     identity = hashlib.blake2b(digest_size=12)
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".c", ".h"):
             identity.update(source.read_bytes())
-    facts = (
-        *FLAGS,
-        compiler,
-        str(os.stat(compiler).st_mtime_ns),
-        platform.machine(),
-        _cpu_model(),
-        str(_openmp_library()),
-    )
+    built_with = str(os.stat(compiler).st_mtime_ns), platform.machine(), _cpu_model(), str(_openmp_library())
+    facts = (*FLAGS, compiler, *built_with)
     identity.update("\n".join(facts).encode())
     return private_folder() / f"kernels-{identity.hexdigest()}.so"
 
 
 def _compile(build: NativeBuild, on_compile: OnCompile) -> None:
-    """Every file for itself, as many at once as there are processors, and then one library of all."""
+    """Compile every file in parallel, then link one library."""
     openmp = _openmp_library()
     sources = sorted(SOURCES.glob("*.c"))
     log.info("Compiling CPU kernels with %s, once; they are kept in %s", build.compiler, build.path)
@@ -167,39 +157,32 @@ def _compile(build: NativeBuild, on_compile: OnCompile) -> None:
     with tempfile.TemporaryDirectory(dir=build.path.parent) as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            made = [
-                pool.submit(run, ("-c", "-o", str(target), str(source)))
-                for source, target in zip(sources, objects, strict=True)
-            ]
-            for num_done, one in enumerate(as_completed(made), 1):
+            pairs = zip(sources, objects, strict=True)
+            jobs = [pool.submit(run, ("-c", "-o", str(target), str(source))) for source, target in pairs]
+            for num_done, one in enumerate(as_completed(jobs), 1):
                 one.result()
                 on_compile(build.path, num_done, len(sources))
         output = Path(scratch) / build.path.name
         run(("-shared", "-o", str(output), *map(str, objects), *([str(openmp)] if openmp else []), "-lm"))
         with open(output, "rb") as library:
-            os.fsync(library.fileno())  # a machine that fails now must not leave half a library under the final name
+            os.fsync(library.fileno())  # a crash must not leave half a library under the final name
         os.replace(output, build.path)
 
 
 class _SymbolPlace(ctypes.Structure):
-    """What dladdr tells of an address."""
+    """The result of dladdr."""
 
-    _fields_: ClassVar = [
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    ]
+    _fields_: ClassVar = [("file", ctypes.c_char_p), ("base", _POINTER), ("symbol", ctypes.c_char_p), ("at", _POINTER)]
 
 
 def _openmp_library() -> Path | None:
-    """The OpenMP library that torch runs on: sharing it shares its threads, where a second one would fight for the cores."""
+    """Return torch's OpenMP library: a second one would compete for the cores with its own threads."""
     try:
         torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         function = ctypes.cast(torch_library.omp_get_max_threads, ctypes.c_void_p)
         place = _SymbolPlace()
         found = ctypes.CDLL(None).dladdr(function, ctypes.byref(place))
-    except (OSError, AttributeError):  # another system's names, or a torch without OpenMP
+    except (OSError, AttributeError):  # not Linux, or a torch without OpenMP
         return None
     return Path(os.fsdecode(place.file)) if found and place.file else None
 

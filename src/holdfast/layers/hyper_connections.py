@@ -43,7 +43,7 @@ class StreamHead:
         self._norm = norm
 
     def __call__(self, x_TSH: torch.Tensor, buffers: StreamBuffers, out_TH: torch.Tensor) -> torch.Tensor:
-        """All of it, of rows whose sums nobody has left."""
+        """Sum, mix and norm rows whose sums no block has computed."""
         add_up_streams(x_TSH, self._mix.weight_SX, buffers.parts)
         shares_TS = buffers.shares_TM[: len(x_TSH), : x_TSH.shape[1]]
         norm = self._norm

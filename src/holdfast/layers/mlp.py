@@ -17,7 +17,7 @@ class Linear:
     """y = x @ weight.T + bias for rows [T, K]."""
 
     takes_codes = True
-    """Whether whoever makes the rows may leave their codes."""
+    """True if the producer of the rows may quantize them."""
 
     def __init__(self, weight_NK: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None = None) -> None:
         self.weight_NK = weight_NK
@@ -34,7 +34,7 @@ class Linear:
         return room_for_codes(quantized, self.weight_NK, num_rows)
 
     def room_for_inputs(self, like_TK: torch.Tensor) -> torch.Tensor:
-        """Where whoever makes the next rows for this product best leaves them: `like_TK` itself, or where other ranks read."""
+        """Return the buffer in which to compute the next rows for this product: `like_TK`, or one that other ranks read."""
         return like_TK
 
 

@@ -102,7 +102,7 @@ class ExpertLayer:
         table_VS: torch.Tensor | None = None,
         sharing: ExpertSharing | None = None,
     ) -> None:
-        """Of the experts, `gate_up` is [E, 2 I, H], as `form` says, and `down` is [E, H, I]; with `sharing` a rank's share of them.
+        """`gate_up` is [E, 2 I, H], as `form` says, and `down` is [E, H, I]; with `sharing` a rank's share of them.
 
         `table_VS` are the experts of each token id, of which `table_problem` knows no problem (kernels/moe/hash_routing.py).
         """

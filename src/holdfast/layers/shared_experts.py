@@ -32,7 +32,7 @@ class OwnPairs(NamedTuple):
     """What `dispatch` gave."""
     shares_TS: torch.Tensor
     shared_TX: torch.Tensor | None
-    """Of the expert that every row takes, and the logit of its gate, each where there is one."""
+    """Output of the shared expert, and the logit of its gate, if there are any."""
     shared_logit_T1: torch.Tensor | None
 
 

@@ -97,7 +97,7 @@ class GatheredLinear(Linear):
         gathering: Gathering,
         keeps_share: bool = False,
     ) -> None:
-        """With `keeps_share` outputs stay the rank's own columns: whoever takes them gathers."""
+        """With `keeps_share` outputs stay the rank's own columns, and the caller gathers them."""
         super().__init__(weight_NK, bias_N)
         self._gathering = gathering
         self._keeps_share = keeps_share

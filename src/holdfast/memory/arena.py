@@ -1,8 +1,8 @@
 """Arena: one allocation for many tensors, each a view and a line of the ledger; MirroredTensor: a pinned double.
 
-**A device that has failed** does nothing more for this process, and some memory cannot even be let go of: when pinned or symmetric
-memory goes, torch asks the device whether it is done with it, and throws its error where nothing may be thrown, which ends the
-process. Such memory stays with the process instead (`has_failed`, `keep_with_process`): nobody has it again before that goes.
+**A device that has failed** does no more work for this process, and freeing pinned or symmetric memory would end the process:
+torch synchronizes with the device first, and its error is thrown in a destructor. Such memory is kept until the process ends
+(`has_failed`, `keep_with_process`).
 """
 
 import ctypes
@@ -15,10 +15,9 @@ from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, arena_by
 
 CPU_PAGE_BYTES = 4096
 UNWRITTEN = 0xFF
-"""What touching leaves in a byte of each page: the byte that torch fills unwritten memory with when asked to, so that
-such memory stays NaN in every float."""
+"""Byte written to each page: the one with which torch can fill unwritten memory, so that it stays NaN in every float."""
 OUT_OF_MEMORY = ("out of memory", "allocate", "ALLOC_FAILED")
-"""How torch, the driver, cuBLAS, a mapping and a CPU's allocator say it; not all of them have an exception of their own."""
+"""Phrases of torch, the driver, cuBLAS, mmap and the CPU allocator; not all have an exception class."""
 
 
 class Arena:
@@ -43,14 +42,14 @@ class Arena:
             self._owners.append(f"{owner}/{spec.name}")
 
     def release(self) -> None:
-        """Out of the ledger, and free as soon as nobody has a view; again is nothing."""
+        """Remove it from the ledger; the memory is free after the last view. Idempotent."""
         self.tensors.clear()
         while self._owners:
             self._ledger.release(self._owners.pop())
 
 
 def allocate_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Aligned bytes. On a CPU they are touched: a system that promises more than it has would take it back at the worst time."""
+    """Allocate aligned bytes. On a CPU they are touched, so that an overcommitted system fails now."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     # A CPU allocator aligns less; through numpy the few bytes around stay out of the tensor's storage.
@@ -62,12 +61,12 @@ def allocate_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had."""
+    """Return True if an error means that memory ran out."""
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def has_failed(device: torch.device) -> bool:
-    """As far as is known without waiting for what still runs. A CPU never fails, nor a GPU that this process has not used yet."""
+    """Return True if the device is known to have failed, without synchronizing. A CPU or an unused GPU never fails."""
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return False
     try:
@@ -79,12 +78,12 @@ def has_failed(device: torch.device) -> bool:
 
 
 def keep_with_process(held: object) -> None:
-    """It is never collected, nor is what it holds: not at the interpreter's end either."""
+    """Leak an object, also at the interpreter's exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 def views_of(buffer: torch.Tensor, specs: tuple[TensorSpec, ...]) -> tuple[torch.Tensor, ...]:
-    """A view for each spec, one behind the other, each at an aligned place."""
+    """Return a view for each spec, adjacent and aligned."""
     views = []
     start = 0
     for spec in specs:
@@ -112,7 +111,7 @@ class MirroredTensor:
         self._sent = torch.cuda.Event() if is_cuda else None
 
     def send(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Bring elements [start, end) of each range to the device, counted over the flat tensor."""
+        """Copy elements [start, end) of each range of the flat tensor to the device."""
         if self.is_shared:
             return
         for start, end in ranges:
@@ -121,6 +120,6 @@ class MirroredTensor:
             self._sent.record(torch.cuda.current_stream(self.tensor.device))
 
     def wait(self) -> None:
-        """Return once everything that was sent has been read."""
+        """Wait until all copies are done."""
         if self._sent is not None and not self._sent.query():
             self._sent.synchronize()

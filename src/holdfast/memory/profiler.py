@@ -1,4 +1,4 @@
-"""What the device says was taken, phase by phase, held against the plan; no torch until a GPU is asked."""
+"""Profiler: memory that the device reports in each phase, compared with the plan; imports torch late."""
 
 import os
 from collections.abc import Callable
@@ -13,20 +13,20 @@ STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
-    """One look at a device. On a CPU, which has no allocator to ask, all but the total is what this process has resident."""
+    """One measurement of a device. On a CPU all but the total is resident memory of this process."""
 
     allocated: int
     """In live tensors of this process."""
     reserved: int
     """Taken from the device by this process's allocator, live or not."""
     used: int
-    """Of the whole device: by every process, contexts and libraries included."""
+    """On the whole device, by every process, with contexts and libraries."""
     total: int
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseBytes:
-    """What a phase left behind, and the most it took in between, both above what there was at the start."""
+    """What a phase left, and its peak, both above the start."""
 
     at_end: DeviceBytes
     taken_bytes: int
@@ -45,7 +45,7 @@ class PhaseComparison:
 
 
 def measure(device: object, statm: Path = STATM) -> DeviceBytes | None:
-    """A device by its torch name or as torch's own; None where it cannot be asked."""
+    """Measure a device; None if it cannot be queried."""
     if not str(device).startswith("cuda"):
         return _measure_host(statm) if str(device) == "cpu" else None
     import torch
@@ -61,7 +61,7 @@ def measure(device: object, statm: Path = STATM) -> DeviceBytes | None:
 
 
 def take_peak_bytes(device: object) -> int | None:
-    """The most bytes in live tensors since the last call, and a new beginning; None where nobody counts them."""
+    """Return and reset the peak bytes in live tensors; None if the device does not count them."""
     if not str(device).startswith("cuda"):
         return None
     import torch
@@ -73,17 +73,17 @@ def take_peak_bytes(device: object) -> int | None:
 
 
 def anonymous_bytes(status: Path = STATUS) -> int | None:
-    """Resident memory of this process that no file is behind; None where the system does not tell."""
+    """Return the anonymous resident memory of this process; None if unknown."""
     return _status_bytes("RssAnon", status)
 
 
 def file_bytes(status: Path = STATUS) -> int | None:
-    """Resident memory of this process that files are behind: libraries and code; None where the system does not tell."""
+    """Return the file-backed resident memory of this process; None if unknown."""
     return _status_bytes("RssFile", status)
 
 
 def most_resident_bytes(status: Path = STATUS) -> int | None:
-    """The most that this process ever had resident; None where the system does not tell."""
+    """Return the peak resident memory of this process; None if unknown."""
     return _status_bytes("VmHWM", status)
 
 
@@ -106,7 +106,7 @@ def _measure_host(statm: Path) -> DeviceBytes | None:
 
 
 class PhaseProfile:
-    """Measures a device at the end of each phase. It is made before the first byte is taken; what is there then is not ours."""
+    """Measures a device at the end of each phase. What is there when it is made is not ours."""
 
     def __init__(
         self,
@@ -122,14 +122,14 @@ class PhaseProfile:
         self.phases: dict[str, PhaseBytes] = {}
 
     def end(self, phase: str) -> PhaseBytes | None:
-        """Measure at the end of a phase, or of the same one again. None where the device cannot be asked."""
+        """Measure at the end of a phase; may be repeated. None if the device cannot be queried."""
         assert phase in PHASES, f"{phase=} must be one of {PHASES}"
         later = PHASES[PHASES.index(phase) + 1 :]
         assert self.phases.keys().isdisjoint(later), f"{phase=} cannot end after {list(self.phases)}"
         at_end, peak = self._measure(self._device), self._take_peak_bytes(self._device)
         if at_end is None or self.before is None:
             return None
-        # Where nobody counts, the end is the only moment that is known.
+        # Without a counter, the end of the phase is the only known moment.
         peak_bytes = max(at_end.allocated, peak or 0) - self.before.allocated
         if phase in self.phases:
             peak_bytes = max(peak_bytes, self.phases[phase].peak_allocated_bytes)
@@ -138,14 +138,14 @@ class PhaseProfile:
 
     @property
     def taken_bytes(self) -> int | None:
-        """What the last phase that ended left taken; None where nothing was measured, or others gave back more than was taken."""
+        """What the last phase left; None if nothing was measured, or if others freed more than we took."""
         taken_bytes = list(self.phases.values())[-1].taken_bytes if self.phases else None
         return None if taken_bytes is None or taken_bytes < 0 else taken_bytes
 
     def compare(self, plan: MemoryPlan, before_bytes: int = 0) -> tuple[PhaseComparison, ...]:
         """Every measured phase against the plan.
 
-        `before_bytes` were planned too, but taken before the first measurement: a GPU must have its context to be asked.
+        `before_bytes` were planned too, but taken before the first measurement: a GPU needs its context to be queried.
         """
         return tuple(
             PhaseComparison(

@@ -1,4 +1,4 @@
-"""The memory table: what each owner was planned to take, what it holds, and what the device says of it all; no torch."""
+"""MemoryReport: planned and held bytes of each owner, and what the device reports; no torch."""
 
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from holdfast.memory.planner import KV_OWNER, PHASES, MemoryPlan
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One owner. What it holds is None where it has nothing of its own: the plan then is a bound, or the phase is over."""
+    """One owner. It holds None if it has no memory of its own: the plan is a bound, or the phase is over."""
 
     owner: str
     planned_bytes: int
@@ -31,11 +31,11 @@ class GroupAccount:
     page_tokens: int
     """Tokens that a page holds for all of its layers."""
     prompt_pages: int
-    """That one longest sequence holds at the most, while its prompt is computed."""
+    """Most pages of one longest sequence during prefill."""
     decode_pages: int
-    """That it holds at the most from then on."""
+    """Most pages of it during decode."""
     padding_bytes: int
-    """Of a page that the group has taken, what it has no layer for."""
+    """Bytes of a group's page that no layer uses."""
     padding_share: float
 
 
@@ -48,7 +48,7 @@ class RankMemory(NamedTuple):
     """While serving."""
     held_bytes: int
     measured_bytes: int | None = None
-    """None where nobody measured."""
+    """None if not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +65,19 @@ class MemoryReport:
     phase_bytes: dict[str, int] = field(default_factory=dict)
     """Planned bytes of each phase."""
     measured_bytes: int | None = None
-    """What this engine took of its device, as the device says; None where nobody measured."""
+    """What this engine took, as the device reports; None if not measured."""
     entries: tuple[Entry, ...] = ()
     """Every owner by its full path, in the order in which they were taken."""
     disk: DiskAccount | None = None
-    """What the weights took on disk, where that is something else than what they take here."""
+    """Bytes of the weights on disk, if they differ from memory."""
     context_note: str = ""
-    """Which limit shortened the context, and what would lift it; empty where none did."""
+    """Which limit shortened the context, and what would lift it; empty if none did."""
     kv_note: str = ""
-    """What quantized pages mean for answers, on one line; empty where they are not."""
+    """What quantized pages mean for answers, on one line; empty if they are not quantized."""
     kv_groups: tuple[GroupAccount, ...] = ()
-    """Where some layers give pages back: who shares the pages."""
+    """Cache groups, if some layers free pages."""
     ranks: tuple[RankMemory, ...] = ()
-    """The other ranks, where there are several: all above is of rank 0."""
+    """The other ranks; everything above is about rank 0."""
 
     @property
     def planned_bytes(self) -> int:
@@ -90,11 +90,11 @@ class MemoryReport:
 
     @property
     def unaccounted_bytes(self) -> int | None:
-        """What the device says was taken and no owner holds; None where nobody measured."""
+        """What the device reports beyond all owners; None if not measured."""
         return None if self.measured_bytes is None else self.measured_bytes - self.held_bytes
 
     def as_dict(self) -> dict[str, object]:
-        """The same for a program."""
+        """Return JSON values."""
         fields = asdict(self)
         del fields["entries"]
         del fields["disk"]
@@ -123,7 +123,7 @@ def memory_report(
     measured_bytes: int | None = None,
     groups: tuple[GroupAccount, ...] = (),
 ) -> MemoryReport:
-    """Hold the plan against the ledger, owner by owner (the first part of each path), and both against the device."""
+    """Compare the plan with the ledger by owner (the first part of each path), and both with the device."""
     planned: dict[str, dict[str, int]] = {}
     reasons: dict[str, str] = {}
     for phase in reversed(PHASES):
@@ -161,5 +161,5 @@ def memory_report(
 
 
 def page_words(groups: tuple[GroupAccount, ...]) -> str:
-    """What a page holds, where that is not the same for all layers, or pages are given back; else nothing."""
+    """Say what a page holds, if layers differ or free pages; else empty."""
     return f"of {' or '.join(f'{group.page_tokens} tokens ({group.name})' for group in groups)}" if groups else ""

@@ -1,7 +1,8 @@
-"""Workspace: one locked arena a lane, and views of it for whoever reserved them; nothing is allocated after it is made."""
+"""Workspace: one locked arena for each lane, and views of it for owners that reserved them. It never allocates later."""
 
 import torch
 
+from holdfast.errors import WorkspaceError
 from holdfast.memory.arena import Arena, views_of
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import (
@@ -11,12 +12,11 @@ from holdfast.memory.workspace_plan import (
     WorkspacePlan,
     arena_bytes,
     checked_specs,
-    not_reserved,
-    too_large,
+    request_values,
 )
 
 MAX_CACHED_REQUESTS = 512
-"""Of different shapes. Beyond it those of the oldest are made anew, at the same places: a server meets new numbers of rows for hours."""
+"""Most cached requests. Views of the oldest are made again: a server sees new numbers of rows for hours."""
 
 
 class Workspace:
@@ -50,7 +50,7 @@ class Workspace:
     def acquire_named(
         self, owner: str, specs: tuple[TensorSpec, ...], lane: str = DEFAULT_LANE
     ) -> dict[str, torch.Tensor]:
-        """The same views by the names of their specs."""
+        """Like `acquire`, by the names of the specs."""
         return {spec.name: view for spec, view in zip(specs, self.acquire(owner, specs, lane), strict=True)}
 
     @property
@@ -67,14 +67,22 @@ class Workspace:
     def _first_views(self, owner: str, specs: tuple[TensorSpec, ...], lane: str) -> tuple[torch.Tensor, ...]:
         specs = checked_specs(owner, specs, lane)
         if lane not in self._arenas:
-            raise not_reserved(owner, specs, lane, "lane", tuple(self._arenas))
+            raise self._not_reserved(owner, specs, lane, "lane", tuple(self._arenas))
         held_bytes = self._plan.reserved_bytes(owner, lane)
         if held_bytes is None:
-            raise not_reserved(owner, specs, lane, "owner", tuple(self._plan.requesters(lane)))
+            raise self._not_reserved(owner, specs, lane, "owner", tuple(self._plan.requesters(lane)))
         if arena_bytes(specs) > held_bytes:
-            raise too_large(owner, specs, lane, held_bytes)
+            values = request_values(owner, specs, lane)
+            raise WorkspaceError("memory.scratch_too_small", **values, held=held_bytes)
         while len(self._views) >= MAX_CACHED_REQUESTS:
-            # One and not all of them: memory that is given back in one piece and taken again bit by bit would never be level.
+            # Evict one entry, not all: clearing the cache makes RSS oscillate.
             del self._views[next(iter(self._views))]
         views = self._views[lane, owner, specs] = views_of(self._arenas[lane].tensors[lane], specs)
         return views
+
+    @staticmethod
+    def _not_reserved(
+        owner: str, specs: tuple[TensorSpec, ...], lane: str, kind: str, names: tuple[str, ...]
+    ) -> WorkspaceError:
+        values = request_values(owner, specs, lane)
+        return WorkspaceError("memory.scratch_not_reserved", **values, kind=kind, accepted=names or ("none",))

@@ -84,7 +84,7 @@ def stream_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
 
 
 def chosen_request(spec: ModelSpec, scratch: tuple[TensorSpec, ...]) -> Request:
-    """Of the backend's scratch what must outlive a layer; nothing where every layer chooses for itself, or none does."""
+    """Pick the backend's scratch that must outlive a layer: none unless layers share choices."""
     specs = tuple(one for one in scratch if one.name == SELECTED) if spec.shares_choices else ()
     return Request(CHOSEN, "chosen", specs)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
-from holdfast.errors import ModelNotFoundError, shown
+from holdfast.errors import ModelNotFoundError
 from holdfast.models.published import PUBLISHED, Config
 
 CATALOGUE: Mapping[str, Config] = {model.name: model.config for model in PUBLISHED}
@@ -16,8 +16,8 @@ SOURCES: Mapping[str, str] = {model.name: model.repository for model in PUBLISHE
 SAME: Mapping[str, str] = {other: model.name for model in PUBLISHED for other in model.same}
 """Other releases, and the model that has the same figures."""
 MAX_NAME = 200
-"""Characters of a name; a longer one names nothing."""
-NUM_TOLD = 3
+"""Most characters of a name."""
+NUM_SUGGESTED = 3
 """Names that an error suggests."""
 ALIKE = 0.75
 """How alike two words are at least, of which one is taken for a slip of the other (difflib's ratio)."""
@@ -57,12 +57,9 @@ def find_model(name: str) -> tuple[str, Config]:
         return found, CATALOGUE[SAME.get(found, found)]
     near = _near(name[: MAX_NAME + 1])
     size = (*_sizes(name), "32b")[0].upper()
-    do = f"pass its config.json with --config FILE, or --parameters {size} for an estimate; holdfast plan --list shows what is known"
-    raise ModelNotFoundError(
-        f"model {shown(name)} was asked for",
-        f"this version does not know it: it is neither a path nor among the {len(CATALOGUE)} models known by name",
-        f"did you mean {' or '.join(near)}? Else {do}" if near else do,
-    )
+    fix = f"ass its config.json with --config FILE, or --parameters {size} for an estimate. `holdfast plan --list` shows the known models."
+    error = ModelNotFoundError("architecture.not_in_catalogue", name=name, count=len(CATALOGUE))
+    raise error.hinting(f"Did you mean {' or '.join(near)}? Else p{fix}" if near else f"P{fix}")
 
 
 def is_known(name: str) -> bool:
@@ -100,16 +97,16 @@ def _near(name: str) -> list[str]:
         return len(set(tokens) - set(_tokens(one))), -difflib.SequenceMatcher(None, wanted, _plain(one)).ratio()
 
     known.sort(key=distance)
-    return known[:NUM_TOLD]
+    return known[:NUM_SUGGESTED]
 
 
-def _is_slip(asked: tuple[str, ...], known: tuple[str, ...]) -> bool:
+def _is_slip(typed: tuple[str, ...], known: tuple[str, ...]) -> bool:
     """Whether every part of a name is in the known one, or is spelled almost like one there."""
-    if not any(_is_alike(token, known[0]) for token in asked if token.isalpha()):
+    if not any(_is_alike(token, known[0]) for token in typed if token.isalpha()):
         return False
-    has_all_words = all(any(_is_alike(word, token) for token in asked) for word in known if word.isalpha())
+    has_all_words = all(any(_is_alike(word, token) for token in typed) for word in known if word.isalpha())
     sizes = [_billions(token) for token in known if _SIZE.fullmatch(token) and has_all_words]
-    for token in asked:
+    for token in typed:
         if token in known or (token.isalpha() and any(_is_alike(token, other) for other in known)):
             continue
         is_bare = f"{token}b" in known or f"{token}m" in known  # Qwen3-32
@@ -164,7 +161,7 @@ def _sizes(name: str) -> tuple[str, ...]:
 
 
 def _bare(name: str) -> str:
-    """The same with all of its words."""
+    """Like `_plain`, with all words."""
     return re.sub(r"[^a-z\d]", "", _last_part(name))
 
 

@@ -49,7 +49,7 @@ class CompressedDeclaration(DecoderDeclaration):
         return replace(spec, compressed=replace(spec.compressed, num_output_groups=groups))
 
     def compressed_of(self, mesh: Mesh) -> CompressedSpec:
-        """Of the layers of a stage."""
+        """Return the attention of the layers of a stage."""
         compressed = self.rank(mesh).compressed
         assert compressed is not None, f"{self.decoder.architecture} does not compress"
         return compressed

@@ -21,7 +21,6 @@ from holdfast.models.settings import (
     MAX_WIDTH,
     Settings,
     check_total,
-    declined,
     read_activation,
     read_dtype,
     rope_of,
@@ -109,19 +108,19 @@ def _decline_unknown(settings: Settings) -> None:
         ("mlp_bias", "experts of this family have no biases here"),
     ):
         if settings.values.get(key) not in (None, False):
-            raise declined(settings, key, why)
+            raise settings.unsupported(key, why)
     if settings.values.get("num_key_value_heads") not in (None, 1):
-        raise declined(settings, "num_key_value_heads", "all query heads share one vector here")
+        raise settings.unsupported("num_key_value_heads", "all query heads share one vector here")
     for key in ("n_group", "topk_group"):
         if settings.values.get(key) not in (None, 0, 1):
-            raise declined(settings, key, "experts of this family stand in no groups")
+            raise settings.unsupported(key, "experts of this family stand in no groups")
 
 
 def _read_dims(settings: Settings) -> tuple[int, int]:
     """Elements of a head, and how many of them are rotated: said as they are, or as a share."""
     head_dim = settings.count("head_dim", 512, MAX_WIDTH)
     if head_dim > MAX_LATENT_DIM:
-        raise settings.refuse("head_dim", head_dim, f"up to {MAX_LATENT_DIM}, which kernels take,")
+        raise settings.refuse("head_dim", head_dim, f"up to {MAX_LATENT_DIM}, which kernels support")
     key = "qk_rope_head_dim"
     share = settings.optional_number("partial_rotary_factor")
     if settings.values.get(key) is not None:
@@ -173,9 +172,11 @@ def _read_ratio(settings: Settings, kind: str, taken: set[int]) -> int:
     key, where = (old_key, settings) if old_key in settings or rates is None else (kind, rates)
     ratio = where.count(key, default, MAX_RATIO, low=2)
     if ratio & (ratio - 1):
-        raise where.refuse(key, ratio, "a power of two, which divides the tokens of a page,")
+        raise where.refuse(key, ratio, "a power of two, which divides the tokens of a page")
     if ratio in taken:
-        raise declined(where, key, f"entries of {ratio} tokens overlap in other layers, and one ratio is one kind here")
+        raise where.unsupported(
+            key, f"entries of {ratio} tokens overlap in other layers, and one ratio is one kind here"
+        )
     return ratio
 
 
@@ -223,10 +224,10 @@ def _read_index(
         return None
     num_heads = settings.count("index_n_heads", 64, MAX_HEADS)
     if num_heads > MAX_INDEX_HEADS:
-        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels take,")
+        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels support")
     head_dim = settings.count("index_head_dim", 128, MAX_WIDTH)
     if head_dim % INDEX_MULTIPLE or head_dim > MAX_INDEX_DIM:
-        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels take,"
+        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels support"
         raise settings.refuse("index_head_dim", head_dim, wanted)
     if head_dim < rope_dim:
         wanted = f"at least {rope_dim}, since so many of its elements are rotated,"
@@ -242,13 +243,13 @@ def _read_index(
 def _read_experts(settings: Settings, num_layers: int) -> ExpertsSpec:
     """Experts of every layer, the first ones by token."""
     if read_activation(settings, "hidden_act", "silu") != "silu":
-        raise declined(settings, "hidden_act", "experts are gated with silu here")
+        raise settings.unsupported("hidden_act", "experts are gated with silu here")
     if settings.text("scoring_func", SCORING) != SCORING:
-        raise declined(settings, "scoring_func", f"scores of {NAME} are a {SCORING} of logits")
+        raise settings.unsupported("scoring_func", f"scores of {NAME} are a {SCORING} of logits")
     if settings.text("topk_method", METHOD) != METHOD:
-        raise declined(settings, "topk_method", f"experts of {NAME} are chosen by {METHOD}")
+        raise settings.unsupported("topk_method", f"experts of {NAME} are chosen by {METHOD}")
     if not settings.flag("norm_topk_prob", True):
-        raise declined(settings, "norm_topk_prob", "shares of this family are divided by their sum")
+        raise settings.unsupported("norm_topk_prob", "shares of this family are divided by their sum")
     num_experts = settings.count("n_routed_experts", 256, MAX_EXPERTS)
     check_total(settings, "n_routed_experts", num_experts, num_layers)
     inner = settings.count("moe_intermediate_size", 2048, MAX_EXPERT_WIDTH)
@@ -318,7 +319,7 @@ LAYER_SPELLINGS: Mapping[str, str] = {
             "compressor.indexer.scorer.weights_proj": "indexer.weights_proj",
         }.items()
     },
-    # What transformers writes back into DeepSeek's names, where these cannot be told apart any more.
+    # Names that transformers writes back ambiguously.
     "attn.norm": "attn.kv_norm",
     "mlp.gate.e_score_correction_bias": "ffn.gate.bias",
     "mlp.shared_experts.gate_proj": "ffn.shared_experts.w1",
@@ -327,7 +328,7 @@ LAYER_SPELLINGS: Mapping[str, str] = {
     "mlp.experts.down_proj": "ffn.experts.w2",
     "mlp": "ffn",
 }
-"""The same of a layer, behind its number."""
+"""Renames within a layer, after its number."""
 PREFIX = "model."
 
 
@@ -341,7 +342,7 @@ _TOP, _LAYER = _pattern(SPELLINGS, ""), _pattern(LAYER_SPELLINGS, r"layers\.\d+\
 
 
 def respell(name: str) -> str:
-    """The name of a tensor as DeepSeek writes it, whoever wrote it: three spellings of the same model are about."""
+    """Return DeepSeek's name of a tensor from any of the three spellings."""
     name = name.removeprefix(PREFIX)
     for pattern, names in ((_LAYER, LAYER_SPELLINGS), (_TOP, SPELLINGS)):
         if found := pattern.match(name):

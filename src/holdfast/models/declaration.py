@@ -40,7 +40,7 @@ class HeadGeometry(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of a latent all that is kept of a token, `rope_dim` included."""
+    """For latents, all that is kept of a token, `rope_dim` included."""
     windows: tuple[int | None, ...]
     """One entry a layer."""
     has_key_bias: bool = False
@@ -55,22 +55,22 @@ class HeadGeometry(NamedTuple):
     is_rotated: bool = True
     """Positions are rotated into keys and queries; else they are learned."""
     rope_dim: int = 0
-    """Of a latent that all query heads share (MLA), the rotated elements; 0: keys and values by head."""
+    """Rotated elements of a latent (MLA); 0: keys and values by head."""
     nope_dim: int = 0
     """Elements of a query head that meet the latent through kv_b, beside `rope_dim`; 0 where there are no latents."""
     value_dim: int = 0
     """Elements of a head's output there."""
     index_heads: int = 0
-    """Of sparse attention to latents (DSA): heads of the index, of `index_dim` elements each; 0: none."""
+    """Heads of the index (DSA), of `index_dim` elements each; 0: none."""
     index_dim: int = 0
     index_top_k: int = 0
-    """Tokens that a row attends to at the most."""
+    """Most tokens that a row attends to."""
     index_turns_neighbours: bool = False
     """Rope turns neighbouring elements of the index, not halves."""
     shared_layers: frozenset[int] = frozenset()
     """Layers without an index, which take what one before them chose."""
     ratios: tuple[int, ...] = ()
-    """Of compressed attention, one entry a layer: tokens that one entry stands for, 0 where the layer has its window only; empty:
+    """Compressed attention, by layer: tokens that one entry stands for, 0 if the layer has its window only; empty:
     every other attention."""
     overlapped_layers: frozenset[int] = frozenset()
     """Layers whose entries overlap, and which have an index to choose among them."""
@@ -140,14 +140,14 @@ class StepShape(NamedTuple):
 
 
 class Declaration(Protocol):
-    """One kind of model. What is asked is of the rank that stands where the mesh says."""
+    """One kind of model; each method answers for the rank of the mesh."""
 
     def rope_pairs(self, mesh: Mesh) -> int:
         """Columns of cos that a step has of each token, for all rotations of its stage together; 0 where positions are learned."""
         ...
 
     def indivisible(self, mesh: Mesh) -> str | None:
-        """None, or what does not divide into so many parts, in words; the same for all ranks."""
+        """Return None, or what does not divide into so many parts; equal on all ranks."""
         ...
 
     def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
@@ -155,7 +155,7 @@ class Declaration(Protocol):
         ...
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
-        """None, or why the cache cannot be kept in that format, in words."""
+        """Return None, or why the cache cannot be kept in that format."""
         ...
 
     def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
@@ -180,7 +180,7 @@ class Declaration(Protocol):
 
 
 def split(size: int, num_ranks: int, what: str) -> str | None:
-    """None where `size` divides into equal parts, else the reason in words."""
+    """Return None if `size` divides into equal parts, else the reason."""
     return None if size % num_ranks == 0 else f"{size} {what} do not divide into {num_ranks} equal parts"
 
 
@@ -210,7 +210,7 @@ class Experts(NamedTuple):
         return indivisible_experts(self.num_experts, self.intermediate_size, self.shared_size, mesh)
 
     def weights(self, prefix: str, hidden: int, mesh: Mesh) -> tuple[Weight, ...]:
-        """Of one layer, on one rank; gate and up are fused."""
+        """List the weights of one layer on one rank; gate and up are fused."""
         size = mesh.tensor_size if mesh.expert_size == 1 else 1
         inner, shared = self.intermediate_size // size, self.shared_size // mesh.tensor_size
         count, native = self.num_experts // mesh.expert_size, self.expert_native
@@ -262,7 +262,7 @@ def rank_experts(experts: ExpertsSpec, mesh: Mesh) -> ExpertsSpec:
 
 
 def indivisible_experts(num_experts: int, intermediate_size: int, shared_size: int, mesh: Mesh) -> str | None:
-    """None, or which width, or number of experts, does not divide into so many parts, in words."""
+    """Return None, or which width or number of experts does not divide into so many parts."""
     if mesh.expert_size > 1:
         reason = split(num_experts, mesh.expert_size, "experts")
     else:

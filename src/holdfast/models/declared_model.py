@@ -39,13 +39,13 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class DeclaredModel:
-    """A model as numbers. Sizes are those of the whole; what a rank has of it is asked with its `Mesh`."""
+    """A model as numbers. Sizes are those of the whole; methods take a `Mesh` for a rank's part."""
 
     name: str
     spec: ModelSpec | None
     """The decoder that runs; None where this version has none."""
     not_runnable: str | None
-    """Why there is none, in words."""
+    """Why there is none."""
     max_position: int
     checkpoint_dtype: str
     vocab_size: int
@@ -55,16 +55,16 @@ class DeclaredModel:
     num_kv_heads: int
     """1 where all query heads share what is kept."""
     head_dim: int
-    """Of what is kept of a token: a key, or a latent with its rotated part."""
+    """Elements kept of a token: a key, or a latent with its rotated part."""
     declaration: Declaration
     stored: Mapping[str, WeightScheme] = field(default_factory=dict)
     """Weights that the checkpoint has quantized, as its headers say; nothing where they have not been read."""
     open_weights: frozenset[str] = frozenset()
-    """Of the others those that a load may quantize: neither were they left out by the makers, nor saved as they are."""
+    """Other weights that a load may quantize: neither excluded nor saved unquantized by the makers."""
     on_disk: OnDisk | None = None
     """The files by stored type, where their headers have been read and store blocks (GGUF)."""
     unread_pattern: str | None = None
-    """Of the names that the makers left out, a pattern that is not followed: with one, it is not known what is open."""
+    """An exclusion pattern of the makers that is not supported; with one, open weights are unknown."""
     keeps_latents: bool = False
     """What is kept of a token is one latent (MLA), which has formats of its own."""
     is_compressed: bool = False
@@ -89,7 +89,7 @@ class DeclaredModel:
         return cast("_Made", found)
 
     def first_layers(self, num_layers: int) -> "DeclaredModel | None":
-        """The same model with fewer layers; None where its layers are not told apart."""
+        """Keep only the first layers; None if layers are not declared one by one."""
         declaration = self.declaration
         if not isinstance(declaration, DecoderDeclaration):
             return None
@@ -102,23 +102,18 @@ class DeclaredModel:
         )
 
     def check_ranks(self, mesh: Mesh) -> None:
-        """An error in words where layers cannot be shared by so many ranks, or there are too few for so many stages."""
+        """Raise if so many ranks cannot share layers, or there are fewer layers than stages."""
         if mesh.num_stages > self.num_layers:
-            raise ConfigError(
-                f"pipeline_parallel_size={mesh.num_stages} was asked",
-                f"{self.name} has {self.num_layers} layers, and a stage has one at least",
-                f"take {self.num_layers} or fewer",
-            )
+            raise ConfigError("families.too_many_stages", value=mesh.num_stages, model=self.name, layers=self.num_layers)
         if self.is_divisible(mesh):
             return
         if self.is_divisible(mesh.all_layers):
-            asked, has = f"pipeline_parallel_size={mesh.num_stages} was asked", self.declaration.indivisible(mesh)
-            other = "" if self.is_compressed else ", or take tensor_parallel_size"
-            raise ConfigError(asked, has or "", f"leave it out{other}")
+            reason, other = self.declaration.indivisible(mesh), "" if self.is_compressed else ", or use tensor_parallel_size"
+            raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason, other=other)
         works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
-        asked = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
-        do = f"try {', '.join(works)}" if works else "leave pipeline_parallel_size out"
-        raise ConfigError(f"{asked} was asked", self.declaration.indivisible(mesh) or "", do)
+        option = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
+        fix = f"Try {', '.join(works)}." if works else "Leave pipeline_parallel_size out."
+        raise ConfigError("families.indivisible", option=option, reason=self.declaration.indivisible(mesh), fix=fix)
 
     def is_divisible(self, mesh: Mesh) -> bool:
         """Whether layers can be shared by so many ranks."""
@@ -149,11 +144,11 @@ class DeclaredModel:
         assert found is None or isinstance(found, WeightRecipe), f"the stored recipe became {found!r}"
         return found
 
-    def review_stored(self, asked: WeightRecipe) -> WeightRecipe:
+    def review_stored(self, wanted: WeightRecipe) -> WeightRecipe:
         """The recipe of a load where `stored_recipe` is there; one that asks for what cannot be raises."""
-        key = ("stored", asked)
+        key = ("stored", wanted)
         if key not in self._memo:
-            self._memo[key] = review_stored(self.parameters(), asked, self.open_weights)
+            self._memo[key] = review_stored(self.parameters(), wanted, self.open_weights)
         found = self._memo[key]
         assert isinstance(found, WeightRecipe), f"{key} became {found!r}"
         return found
@@ -199,7 +194,7 @@ class DeclaredModel:
     def check_format(self, format: KVFormat | str, option: str = "kv_cache_dtype") -> KVFormat:
         """The format, by name or as it is, or an error that names the option where this model's cache cannot be kept in it."""
         found = kv_format(format) if isinstance(format, str) else format
-        asked, known = found.name, formats_of(self.keeps_latents, self.is_compressed)
+        given, known = found.name, formats_of(self.keeps_latents, self.is_compressed)
         names = COMPRESSED_NAMES if self.is_compressed else MLA_NAMES if self.keeps_latents else {}
         if found.name in names:
             found = known[names[found.name]]
@@ -214,12 +209,12 @@ class DeclaredModel:
                 for name in ("bfloat16", "fp8", *(COMPRESSED_FORMATS if self.is_compressed else MLA_FORMATS))
                 if name in known and self.declaration.unsupported_format(known[name]) is None
             ]
-            raise ConfigError(f"{option}={asked} was asked", reason, f"try {' or '.join(works)}")
+            raise ConfigError("families.format", option=option, value=given, reason=reason, works=" or ".join(works))
         return found
 
 
 def _resized(mesh: Mesh, size: int) -> Mesh:
-    """The same kind of mesh with so many ranks to a layer."""
+    """Return such a mesh with so many ranks to a layer."""
     is_exact, expert_size = mesh.is_exact and size > 1, size if mesh.expert_size > 1 else 1
     return replace(mesh, tensor_rank=0, tensor_size=size, expert_rank=0, expert_size=expert_size, is_exact=is_exact)
 

@@ -1,12 +1,11 @@
 """Weights of a plan: how each is stored and what it takes, and a recipe of quantization held against them; no torch."""
 
-import difflib
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError, did_you_mean
 from holdfast.memory.workspace_plan import aligned
 from holdfast.models.parameters import Kind, Parameter
 from holdfast.quant.formats import bytes_for
@@ -53,12 +52,12 @@ class Weight(NamedTuple):
         return self.whole_name or self.name
 
     def scheme(self, recipe: WeightRecipe) -> WeightScheme | None:
-        """How it is stored: as it is asked, else as the checkpoint has it; None for plain numbers."""
-        asked = self.stored_scheme or recipe.scheme_for(self.kind, self.names)
-        if asked is None:
+        """How it is stored: as it is given, else as the checkpoint has it; None for plain numbers."""
+        given = self.stored_scheme or recipe.scheme_for(self.kind, self.names)
+        if given is None:
             return None
         # Stacked matrices end where a block does, each of them; those of a rank may be lower than the ones that were settled.
-        return asked.with_parts((self.seam_rows, self.shape[-2] if len(self.shape) > 2 else 0))
+        return given.with_parts((self.seam_rows, self.shape[-2] if len(self.shape) > 2 else 0))
 
     @property
     def stored_scheme(self) -> WeightScheme | None:
@@ -119,11 +118,10 @@ def _bytes(weight: Weight, dtype: str, scheme: WeightScheme | None) -> int:
 
 
 QUANTIZED_KINDS = ("linear", "expert", "head", "embedding")
-"""Weights that a scheme may be for."""
+"""Kinds of weights that a scheme may apply to."""
 HEAD_NAMES = ("lm_head", "lm_head.weight")
-"""How a head is called also where a model has none of its own."""
+"""Names of a head, also if it is tied to the embedding."""
 BEFORE = "take the model as it was before it was quantized"
-"""The advice for whoever wants other codes than a checkpoint has."""
 
 
 class Review(NamedTuple):
@@ -136,7 +134,7 @@ class Review(NamedTuple):
 
 
 def review_recipe(weights: Iterable[Weight], recipe: WeightRecipe) -> Review:
-    """How much is quantized; what has the wrong shape and what matches nothing is refused."""
+    """Count what is quantized. Wrong shapes and patterns without a match raise."""
     weights = tuple(weights)
     assert recipe.scheme is not None, "a recipe without a scheme does nothing"
     eager = replace(recipe, ignore=())
@@ -153,63 +151,58 @@ def review_recipe(weights: Iterable[Weight], recipe: WeightRecipe) -> Review:
     return Review(len(weights), num_quantized, idle)
 
 
-def review_stored(weights: Iterable[Weight], asked: WeightRecipe, open_weights: Collection[str]) -> WeightRecipe:
-    """The recipe of a load from a checkpoint that is quantized already: what is asked reaches the weights that it left open.
+def review_stored(weights: Iterable[Weight], given: WeightRecipe, open_weights: Collection[str]) -> WeightRecipe:
+    """Return the recipe of a load from a quantized checkpoint: the given recipe applies to the weights that it left open.
 
-    The others stay as they are stored; what asks for something else of them is refused.
+    The others stay as they are stored, and a recipe that would change them raises.
     """
     settled: list[Weight] = []
     for weight in weights:
         if weight.stored_scheme is None and weight.name in open_weights:
-            scheme = asked.scheme_for(weight.kind, weight.names)
+            scheme = given.scheme_for(weight.kind, weight.names)
             if scheme is not None and (reason := scheme.unsupported(weight.shape)) is not None:
                 raise _unsupported(scheme, weight, reason, ", or leave quantization out")
             weight = weight._replace(native=scheme)
         settled.append(weight)
-    _refuse_stored_patterns(tuple(settled), asked)
-    _refuse_stored_embeddings(settled, asked)
+    _refuse_stored_patterns(tuple(settled), given)
+    _refuse_stored_embeddings(settled, given)
     recipe = stored_recipe(settled)
     assert recipe is not None, "a checkpoint that is quantized already has a recipe"
     return recipe
 
 
-def _refuse_stored_patterns(weights: tuple[Weight, ...], asked: WeightRecipe) -> None:
-    """A pattern keeps weights plain as they load; it cannot make one plain again that is stored as codes."""
-    for pattern in asked.ignore:
+def _refuse_stored_patterns(weights: tuple[Weight, ...], given: WeightRecipe) -> None:
+    """Refuse patterns over weights that are already stored as codes."""
+    for pattern in given.ignore:
         alone = WeightRecipe(ignore=(pattern,))
         matched = [weight for weight in weights if alone.is_ignored(weight.names)]
         if not matched:
             raise _nothing_matches(pattern, weights)
         quantized = next((weight for weight in matched if weight.stored_scheme is not None), None)
         if quantized is not None and quantized.stored_scheme is not None:
-            raise ConfigError(
-                f"quantization_ignore: the pattern {shown(pattern)} was asked",
-                f"{quantized.name} is stored as {quantized.stored_scheme.name} already",
-                f"leave quantization and quantization_ignore out to load it as it is, or {BEFORE}",
-            )
+            values = {"weight": quantized.name, "stored": quantized.stored_scheme.name, "other": BEFORE}
+            raise ConfigError("quant.stored_weight", name="quantization_ignore", value=pattern, **values)
 
 
-def _refuse_stored_embeddings(weights: Iterable[Weight], asked: WeightRecipe) -> None:
-    """The default asks for nothing; another choice must be what the load will give."""
+def _refuse_stored_embeddings(weights: Iterable[Weight], given: WeightRecipe) -> None:
+    """Refuse a choice other than the default if the load does not give it."""
     for weight in weights:
-        scheme = weight.stored_scheme
-        if asked.embeddings == "none" and weight.kind in ("head", "embedding") and scheme is not None:
-            has = f"{weight.name} is stored as {scheme.name} already"
-        elif asked.embeddings == "all" and weight.kind == "embedding" and scheme is None:
-            if asked.is_ignored(weight.names):
-                continue
-            has = f"{weight.name} is stored unquantized beside weights that are quantized, and stays so"
-        else:
-            continue
-        do = f"leave quantized_embeddings out to load it as it is, or {BEFORE}"
-        raise ConfigError(f"quantized_embeddings={asked.embeddings} was asked", has, do)
+        scheme, reason = weight.stored_scheme, ""
+        if given.embeddings == "none" and weight.kind in ("head", "embedding") and scheme is not None:
+            reason = f"{weight.name} is stored as {scheme.name} already"
+        is_plain_embedding = weight.kind == "embedding" and scheme is None
+        if given.embeddings == "all" and is_plain_embedding and not given.is_ignored(weight.names):
+            reason = f"{weight.name} is stored unquantized beside weights that are quantized, and stays so"
+        if reason:
+            values = {"value": given.embeddings, "reason": reason, "other": BEFORE}
+            raise ConfigError("quant.stored_embedding", name="quantized_embeddings", **values)
 
 
 def stored_recipe(weights: Iterable[Weight]) -> WeightRecipe | None:
-    """The recipe that says of each kind of weight how the checkpoint stores it; None where nothing is quantized.
+    """Return the recipe by which the checkpoint stores each kind of weight; None if none is quantized.
 
-    Where there are several schemes, the one whose products take activations as codes speaks for all: it needs most room.
-    Without such a one it is that of the layers: a head and an embedding have their own beside any scheme.
+    If there are several schemes, the one that quantizes activations represents all, since it needs most memory. Without
+    one, that of the layers does: head and embedding have their own.
     """
     weights = [weight for weight in weights if weight.kind in QUANTIZED_KINDS]
     schemes = [weight.stored_scheme for weight in weights if weight.stored_scheme is not None]
@@ -227,7 +220,7 @@ def stored_recipe(weights: Iterable[Weight]) -> WeightRecipe | None:
 
 
 def _quiets(pattern: str, weights: tuple[Weight, ...], eager: WeightRecipe) -> bool:
-    """Whether a pattern keeps a weight from being quantized; one that matches nothing at all is a slip of the pen."""
+    """Return True if a pattern keeps a weight from being quantized. A pattern without a match raises."""
     alone = replace(eager, ignore=(pattern,))
     matched = [weight for weight in weights if alone.is_ignored(weight.names)]
     if not matched:
@@ -237,40 +230,30 @@ def _quiets(pattern: str, weights: tuple[Weight, ...], eager: WeightRecipe) -> b
 
 def _nothing_matches(pattern: str, weights: tuple[Weight, ...]) -> ConfigError:
     names = tuple(dict.fromkeys(name for weight in weights for name in weight.names))
-    do = "leave it out"
     is_tied = not any(weight.kind == "head" and weight.name in HEAD_NAMES for weight in weights)
+    hint = did_you_mean(_plain(pattern), map(_module, names), 0.5, "*{}*") or "Leave it out."
     if is_tied and WeightRecipe(ignore=(pattern,)).is_ignored(HEAD_NAMES):
-        do = "the head of this model is its embedding: ask for quantized_embeddings=none instead"
-    else:
-        near = difflib.get_close_matches(_plain(pattern), [*dict.fromkeys(map(_module, names))], n=1, cutoff=0.5)
-        if near:
-            do = f"did you mean *{near[0]}*?"
-    return ConfigError(
-        f"quantization_ignore: the pattern {shown(pattern)} was asked",
-        f"none of the {len(names)} names of weights matches it",
-        do,
-    )
+        hint = "The head of this model is tied to its embedding: use quantized_embeddings=none instead."
+    values = {"name": "quantization_ignore", "value": pattern, "count": len(names)}
+    return ConfigError("quant.no_such_weight", **values).hinting(hint)
 
 
 def _unsupported(scheme: WeightScheme, weight: Weight, reason: str, instead: str) -> ConfigError:
-    return ConfigError(
-        f"quantization={scheme.name} was asked",
-        f"{weight.name} cannot be stored so: {reason}",
-        f"add {_in_every_layer(weight.name)} to quantization_ignore{instead}",
-    )
+    values = {"weight": weight.name, "reason": reason, "pattern": _in_every_layer(weight.name), "instead": instead}
+    return ConfigError("quant.unsupported_shape", name="quantization", value=scheme.name, **values)
 
 
 def _in_every_layer(name: str) -> str:
-    """The pattern of a weight and of those in its place in other layers, which have the same shape in most models."""
+    """Return the pattern of a weight in every layer."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _plain(pattern: str) -> str:
-    """The part of a pattern that a person typed as a name."""
+    """Return the name within a pattern."""
     return _module(pattern.strip("*?."))
 
 
 def _module(name: str) -> str:
-    """The last part of a name that tells weights apart: down_proj of model.layers.0.mlp.down_proj.weight."""
+    """Return the module of a weight: down_proj of model.layers.0.mlp.down_proj.weight."""
     parts = [part for part in name.split(".") if part not in ("weight", "bias") and not part.isdecimal()]
     return parts[-1] if parts else name

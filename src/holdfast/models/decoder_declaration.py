@@ -71,7 +71,7 @@ class DecoderDeclaration(NamedTuple):
         return (*weights, *self._weights(list_behind_layers(spec, self.names), mesh))
 
     def _weights(self, parameters: Sequence[Parameter], mesh: Mesh) -> list[Weight]:
-        """Of those of the whole model what a rank has."""
+        """Return a rank's share of the model's parameters."""
         linear = None if self.native == MXFP4.name else self.native
         natives: dict[str, str | None] = {"linear": linear, "expert": self.expert_native or self.native}
         shared = shard_parameters(parameters, mesh, *self.units)

@@ -78,8 +78,7 @@ class LayerBuilder(LayerParts):
     def __init__(self, parts: DecoderParts) -> None:
         super().__init__(parts.weights, parts.sharing)
         self._spec = parts.spec
-        self._backend: Any = parts.backend
-        """Of the family that the spec has."""
+        self._backend: Any = parts.backend  # of the spec's family
         self._rope = parts.rope
 
     def attention(self, index: int) -> GroupedAttentionLayer | LatentAttentionLayer:

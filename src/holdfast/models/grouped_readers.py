@@ -1,7 +1,7 @@
-"""The families: architecture name -> how its config.json becomes a ModelSpec, and what its tensors are called; no torch.
+"""The families: from an architecture's config.json to a ModelSpec, and the names of its tensors; no torch.
 
-A new family is a reader and a row in FAMILIES. Keys that a config.json leaves out take the value that transformers gives
-them; a setting that the decoder does not compute is declined in words.
+A new family is a reader, a row in FAMILIES and its defaults in data/families.json. An absent key takes the default of
+transformers; a setting that the decoder does not compute raises.
 """
 
 import re
@@ -10,18 +10,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.errors import UnsupportedModelError, shown
+from holdfast.memory.devices import read_data
 from holdfast.models.compressed_readers import ARCHITECTURE as DEEPSEEK_V4
 from holdfast.models.compressed_readers import NAME as DEEPSEEK_V4_TYPE
 from holdfast.models.compressed_readers import read_compressed, respell
-from holdfast.models.latent_readers import (
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    DEEPSEEK_V32,
-    GLM4_LITE,
-    GLM_DSA,
-    LatentFamily,
-    read_latent,
-)
+from holdfast.models.latent_readers import LATENT_FAMILIES, LatentFamily, read_latent
 from holdfast.models.parameters import (
     COMPRESSED_NAMES,
     DEEPSEEK_NAMES,
@@ -44,7 +37,6 @@ from holdfast.models.settings import (
     MAX_WIDTH,
     ExpertDefaults,
     Settings,
-    declined,
     plain,
     read_activation,
     read_clamped_experts,
@@ -57,7 +49,7 @@ from holdfast.models.settings import (
 from holdfast.models.spec import ModelSpec
 
 TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""A `model_type` that is not its architecture's name, and one that is."""
+"""A `model_type` that differs from its architecture's name, and the one that does not."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (None, {}),
     "is_encoder_decoder": (None, False),
@@ -77,12 +69,12 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "final_logit_softcapping": (None,),
     "attn_logit_softcapping": (None,),
 }
-"""Settings that some checkpoints carry and most families here do not compute, with the values that change nothing."""
+"""Settings that most families here do not compute, with the values that have no effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One row of the table."""
+    """One architecture: its reader, tensor names and special tokens."""
 
     name: str
     """Also the `model_type` of its config.json."""
@@ -90,46 +82,46 @@ class Family:
     read: Callable[[Settings], ModelSpec]
     names: CheckpointNames
     renames: tuple[tuple[str, str], ...] = ()
-    """Prefixes of tensor names in some checkpoints, and what they stand for."""
+    """Prefixes of tensor names in some checkpoints, and our prefixes."""
     respell: Callable[[str], str] | None = None
-    """What a tensor's name stands for where other than prefixes differ; None: itself."""
+    """Maps a tensor's name to ours, if more than prefixes differ."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    """What transformers assumes where config.json does not say."""
+    """Defaults of transformers."""
     reads: tuple[str, ...] = ()
-    """Settings in NEUTRAL that this family does compute."""
+    """Settings in NEUTRAL that this family computes."""
     text_key: str = ""
-    """Where config.json has the decoder's settings, of a model that has more parts; nothing: they are all of it."""
+    """Key of the decoder's settings in the config.json of a model with more parts; empty: the whole file."""
     text_type: str = ""
     """The `model_type` there."""
     unread: tuple[str, ...] = ()
-    """Prefixes of the tensors of the other parts, which are left where they are."""
+    """Prefixes of the tensors of the other parts, which are not read."""
     unread_words: str = ""
     """What these are."""
     draft: str = ""
-    """What names of layers that draft tokens begin with; nothing: they are layers behind the last, as many as settings say."""
+    """Prefix of layers that draft tokens; empty: they are the layers after the last one."""
 
 
 def read_spec(config: Mapping[str, object], file: str = "config.json") -> ModelSpec:
-    """The decoder that a config.json describes."""
+    """Read the decoder of a config.json."""
     settings = Settings(config, file)
     family = find_family(settings)
     own = model_settings(settings)
     for part in (settings, own):
         for key, neutral in NEUTRAL.items():
             if key not in family.reads and part.values.get(key) not in neutral:
-                raise declined(part, key, "that setting is not computed here")
+                raise part.unsupported(key, "that setting is not supported here")
     return family.read(own)
 
 
 SHARED_KEYS = ("dtype", "torch_dtype")
-"""Said of all parts of a model, unless one says otherwise."""
+"""Keys of all parts of a model, unless a part has its own."""
 OUTER_KEYS = ("bos_token_id", "eos_token_id", "quantization_config")
-"""Said of all parts, whatever one says."""
+"""Keys of all parts, whatever a part has."""
 
 
 def model_settings(settings: Settings) -> Settings:
-    """The settings of the decoder: the whole config.json, or a part of it where the model has others."""
+    """Return the decoder's settings: the whole config.json, or its part of a larger model."""
     family = find_family(settings)
     if not family.text_key:
         return settings
@@ -143,7 +135,7 @@ def model_settings(settings: Settings) -> Settings:
 
 
 def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
-    """Every final tensor of a decoder, and the checkpoint tensors that fill it."""
+    """List every final tensor of a decoder, and the checkpoint tensors that fill it."""
     return list_parameters(spec, FAMILIES[spec.architecture].names)
 
 
@@ -151,10 +143,10 @@ DRAFTS = "drafts of tokens"
 
 
 def unread_tensors(spec: ModelSpec) -> tuple[tuple[str, ...], str]:
-    """Prefixes of tensors that a checkpoint of the model may hold and nobody reads, and what these are for, in words."""
+    """Return the prefixes of tensors that are never read, and what they are for."""
     family = FAMILIES[spec.architecture]
-    behind = range(spec.num_layers, spec.num_layers + spec.num_draft_layers)
-    drafts = (family.draft,) if family.draft else tuple(family.names.layer.format(layer) for layer in behind)
+    after = range(spec.num_layers, spec.num_layers + spec.num_draft_layers)
+    drafts = (family.draft,) if family.draft else tuple(family.names.layer.format(layer) for layer in after)
     if not drafts:
         return family.unread, family.unread_words
     words = f"{family.unread_words} and {DRAFTS}" if family.unread_words else DRAFTS
@@ -162,23 +154,20 @@ def unread_tensors(spec: ModelSpec) -> tuple[tuple[str, ...], str]:
 
 
 def find_family(settings: Settings) -> Family:
-    """The family that a config.json names."""
+    """Find the family of a config.json."""
     architecture = named_architecture(settings, FAMILIES)
     family = FAMILIES.get(architecture)
     if family is None:
-        raise UnsupportedModelError(
-            f"{settings.file} describes a {plain(architecture)}",
-            f"what runs, in any format, is {', '.join(FAMILIES)}",
-            "use a model of one of these",
-        )
+        values = {"file": settings.file, "architecture": plain(architecture), "accepted": tuple(FAMILIES)}
+        raise UnsupportedModelError("architecture.not_supported", **values)
     model_type = settings.text("model_type", family.name)
     if TYPE_ALIASES.get(model_type, model_type) != family.name:
-        raise settings.refuse("model_type", model_type, f"{family.name!r}, the type of {family.architecture},")
+        raise settings.refuse("model_type", model_type, f"{family.name!r}, the type of {family.architecture}")
     return family
 
 
 def named_architecture(settings: Settings, known: Collection[str]) -> str:
-    """The architecture that a config.json names: by `architectures`, and by `model_type` where that is left out."""
+    """Return the architecture of a config.json, by `architectures`, else by `model_type`."""
     architectures = settings.texts("architectures")
     if architectures:
         return _with_head(settings, architectures[0], known)
@@ -190,51 +179,45 @@ def named_architecture(settings: Settings, known: Collection[str]) -> str:
     first_of = {_bare_type(name): name for name in reversed(tuple(known))}
     found = by_type.get(model_type) or first_of.get(plain_type)
     if found is None:
-        raise UnsupportedModelError(
-            f"{settings.file} says model_type = {shown(model_type)} and names no architecture",
-            f"the types here are {', '.join(_type_of(name) for name in known)}",
-            "use a model of one of these",
-        )
+        types = tuple(_type_of(name) for name in known)
+        raise UnsupportedModelError("architecture.unknown_type", file=settings.file, value=model_type, accepted=types)
     return found
 
 
 def _bare_type(architecture: str) -> str:
-    """What an architecture and its `model_type` share."""
+    """Return the part that an architecture and its `model_type` share."""
     return architecture.partition("For")[0].replace("_", "").lower()
 
 
 BARE = "Model"
-"""The end of an architecture's name that is saved without its head, as embedding models are."""
+"""Suffix of an architecture that is saved without its head, such as an embedding model."""
 CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 def _with_head(settings: Settings, architecture: str, known: Collection[str]) -> str:
-    """Qwen3Model is the decoder of Qwen3ForCausalLM; one with a classifier as its head has nothing that runs here."""
+    """Map Qwen3Model to Qwen3ForCausalLM, and refuse a classifier head."""
     causal = architecture.removesuffix(BARE) + CAUSAL
     if architecture.endswith(BARE) and causal in known:
         return causal
     if architecture.endswith(CLASSIFIER):
-        raise UnsupportedModelError(
-            f"{settings.file} describes a {plain(architecture)}",
-            "it has a classifier in place of the language-model head",
-            "use the reranker that it was converted from, such as Qwen/Qwen3-Reranker-0.6B: the scores are the same",
-        )
+        name = plain(architecture)
+        raise UnsupportedModelError("architecture.classifier", file=settings.file, architecture=name)
     return architecture
 
 
 BARE_RENAMES = tuple((f"{name}.", f"model.{name}.") for name in ("embed_tokens", "layers", "norm"))
-"""Tensor names of a decoder that was saved without its head, and those of the whole model."""
+"""Prefixes of a decoder that was saved without its head, and those of the whole model."""
 
 
 def bare_renames(names: Collection[str], family: Family) -> tuple[tuple[str, str], ...]:
-    """BARE_RENAMES if a checkpoint with these tensors is a decoder without its head; else nothing."""
+    """Return BARE_RENAMES if these tensors are a decoder without its head; else nothing."""
     embed = f"{family.names.embed}.weight"
     is_bare = embed not in names and embed.removeprefix("model.") in names
     return BARE_RENAMES if is_bare and family.names.embed == "model.embed_tokens" else ()
 
 
 def _type_of(architecture: str) -> str:
-    """The `model_type` that belongs to an architecture."""
+    """Return the `model_type` of an architecture."""
     if architecture in FAMILIES:
         return FAMILIES[architecture].name
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.partition("For")[0]).lower()
@@ -243,10 +226,9 @@ def _type_of(architecture: str) -> str:
 def _read_llama(settings: Settings) -> ModelSpec:
     for key in ("sliding_window", "layer_types"):
         if settings.values.get(key) is not None and set(settings.texts("layer_types") or ["?"]) != {"full_attention"}:
-            raise declined(settings, key, "every layer of this family sees all tokens")
-    defaults = _Defaults(vocab_size=32000, intermediate_size=11008, num_kv_heads=None, max_position=2048)
+            raise settings.unsupported(key, "every layer of this family sees all tokens")
     has_bias = settings.flag("attention_bias", False)
-    spec = _read_rotary(settings, LLAMA, defaults)
+    spec = _read_rotary(settings, LLAMA)
     return replace(spec, qkv_bias=has_bias, o_bias=has_bias, mlp_bias=settings.flag("mlp_bias", False))
 
 
@@ -254,37 +236,25 @@ def _read_mistral(settings: Settings) -> ModelSpec:
     window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
     kind = "full_attention" if window is None else "sliding_attention"
     if set(settings.texts("layer_types") or [kind]) != {kind}:
-        raise declined(settings, "layer_types", f"with sliding_window = {window} every layer here is {kind}")
-    defaults = _Defaults(vocab_size=32000, intermediate_size=14336, num_kv_heads=8, max_position=131072)
-    spec = _read_rotary(settings, MISTRAL, defaults)
+        raise settings.unsupported("layer_types", f"with sliding_window = {window} every layer here is {kind}")
+    spec = _read_rotary(settings, MISTRAL)
     return replace(spec, sliding_windows=() if window is None else (window,) * spec.num_layers)
 
 
 def _read_qwen2(settings: Settings) -> ModelSpec:
-    defaults = _Defaults(vocab_size=151936, intermediate_size=22016, num_kv_heads=32, max_position=32768)
-    spec = _read_rotary(settings, QWEN2, defaults)
+    spec = _read_rotary(settings, QWEN2)
     return replace(spec, sliding_windows=_qwen_windows(settings, spec.num_layers), qkv_bias=True)
 
 
 def _read_qwen3(settings: Settings) -> ModelSpec:
-    defaults = _Defaults(vocab_size=151936, intermediate_size=22016, num_kv_heads=32, max_position=32768, head_dim=128)
     has_bias = settings.flag("attention_bias", False)
-    spec = _read_rotary(settings, QWEN3, defaults)
+    spec = _read_rotary(settings, QWEN3)
     windows = _qwen_windows(settings, spec.num_layers)
     return replace(spec, sliding_windows=windows, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True)
 
 
 def _read_qwen2_moe(settings: Settings) -> ModelSpec:
-    defaults = _Defaults(
-        vocab_size=151936,
-        intermediate_size=5632,
-        num_kv_heads=16,
-        max_position=32768,
-        hidden_size=2048,
-        num_layers=24,
-        num_heads=16,
-    )
-    spec = _read_rotary(settings, QWEN2_MOE, defaults)
+    spec = _read_rotary(settings, QWEN2_MOE)
     window = _moe_window(settings)
     windows: tuple[int | None, ...] = ()
     if settings.texts("layer_types") is not None:
@@ -298,17 +268,8 @@ def _read_qwen2_moe(settings: Settings) -> ModelSpec:
 
 
 def _read_qwen3_moe(settings: Settings) -> ModelSpec:
-    defaults = _Defaults(
-        vocab_size=151936,
-        intermediate_size=6144,
-        num_kv_heads=4,
-        max_position=32768,
-        hidden_size=2048,
-        num_layers=24,
-        num_heads=32,
-    )
     has_bias = settings.flag("attention_bias", False)
-    spec = _read_rotary(settings, QWEN3_MOE, defaults)
+    spec = _read_rotary(settings, QWEN3_MOE)
     windows = _unless_none((_moe_window(settings),) * spec.num_layers)
     spec = _read_silu_experts(settings, spec, ExpertDefaults(128, 8, 768))
     return replace(spec, sliding_windows=windows, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True)
@@ -317,12 +278,12 @@ def _read_qwen3_moe(settings: Settings) -> ModelSpec:
 def _read_silu_experts(settings: Settings, spec: ModelSpec, defaults: ExpertDefaults) -> ModelSpec:
     experts = read_experts(settings, spec.num_layers, defaults)
     if experts is not None and spec.activation != "silu":
-        raise declined(settings, "hidden_act", "experts are gated with silu here")
+        raise settings.unsupported("hidden_act", "experts are gated with silu here")
     return replace(spec, experts=experts)
 
 
 GEMMA3_PATTERN = 6
-"""Every so many layers one sees all tokens."""
+"""One layer in so many has full attention."""
 
 
 def _read_gemma3(settings: Settings) -> ModelSpec:
@@ -334,22 +295,10 @@ def _read_gemma3_images(settings: Settings) -> ModelSpec:
 
 
 def _read_gemma3_text(settings: Settings, family: Family) -> ModelSpec:
-    defaults = _Defaults(
-        vocab_size=262208,
-        intermediate_size=9216,
-        num_kv_heads=4,
-        max_position=131072,
-        head_dim=256,
-        hidden_size=2304,
-        num_layers=26,
-        num_heads=8,
-        is_tied=True,
-        global_theta=1_000_000.0,
-    )
-    spec = _read_rotary(settings, family, defaults)
+    spec = _read_rotary(settings, family)
     windows = _gemma3_windows(settings, spec.num_layers)
     # Positions are stretched already in what a config.json of this family calls the longest context.
-    max_position = settings.count("max_position_embeddings", defaults.max_position, MAX_POSITIONS)
+    max_position = settings.count("max_position_embeddings", DEFAULTS[GEMMA3.name].max_position, MAX_POSITIONS)
     local_theta = settings.number("rope_local_base_freq", 10_000.0, low=2.0)
     local_rope = read_layer_rope(settings, "sliding_attention", local_theta, spec.head_dim, max_position)
     has_bias = settings.flag("attention_bias", False)
@@ -373,7 +322,7 @@ def _read_gemma3_text(settings: Settings, family: Family) -> ModelSpec:
 
 
 def _gemma3_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
-    """As layers are listed, else of all but every so many; what says how many has two spellings."""
+    """Return the windows of listed layers, else of all but one in so many, a key with two spellings."""
     window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
     pattern = settings.count("_sliding_window_pattern", GEMMA3_PATTERN, MAX_LAYERS)
     every = settings.count("sliding_window_pattern", pattern, MAX_LAYERS)
@@ -393,29 +342,17 @@ GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What transformers assumes where config.json says nothing of rotary positions."""
+"""Default rotary positions of transformers."""
 
 
 def _read_gpt_oss(settings: Settings) -> ModelSpec:
     if settings.number("swiglu_alpha", 1.702) != 1.702:
-        raise declined(settings, "swiglu_alpha", "gates are multiplied by 1.702 before the sigmoid here")
+        raise settings.unsupported("swiglu_alpha", "gates are multiplied by 1.702 before the sigmoid here")
     if settings.part("rope_scaling") is None and settings.part("rope_parameters") is None:
         settings = Settings({**settings.values, "rope_parameters": GPT_OSS_ROPE}, settings.file, settings.section)
-    defaults = _Defaults(
-        vocab_size=201088,
-        intermediate_size=2880,
-        num_kv_heads=8,
-        max_position=131072,
-        head_dim=64,
-        hidden_size=2880,
-        num_layers=36,
-        num_heads=64,
-        norm_eps=1e-5,
-        rope_theta=150_000.0,
-    )
-    spec = _read_rotary(settings, GPT_OSS, defaults)
+    spec = _read_rotary(settings, GPT_OSS)
     if spec.activation != "silu":
-        raise declined(settings, "hidden_act", "experts of this family have a gate of their own, which goes by silu")
+        raise settings.unsupported("hidden_act", "experts of this family have a gate of their own, which goes by silu")
     has_bias = settings.flag("attention_bias", True)
     window = settings.optional_count("sliding_window", 128, MAX_POSITIONS)
     if settings.texts("layer_types") is None:
@@ -433,7 +370,7 @@ def _read_gpt_oss(settings: Settings) -> ModelSpec:
 
 def _read_opt(settings: Settings) -> ModelSpec:
     if not settings.flag("layer_norm_elementwise_affine", True):
-        raise declined(settings, "layer_norm_elementwise_affine", "norms have weights here")
+        raise settings.unsupported("layer_norm_elementwise_affine", "norms have weights here")
     hidden_size = settings.count("hidden_size", 768, MAX_WIDTH)
     num_heads = settings.count("num_attention_heads", 12, MAX_HEADS)
     embedding_size = settings.optional_count("word_embed_proj_dim", None, MAX_WIDTH)
@@ -468,7 +405,7 @@ def _read_opt(settings: Settings) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Defaults:
-    """What transformers assumes where families with rotary positions differ; the rest they share."""
+    """Defaults of transformers by which families with rotary positions differ."""
 
     vocab_size: int
     intermediate_size: int
@@ -480,13 +417,18 @@ class _Defaults:
     num_heads: int = 32
     is_tied: bool = False
     global_theta: float | None = None
-    """Rotations may differ by kind of layer: theirs in the layers that see all tokens."""
+    """Theta of layers with full attention, if kinds of layers differ."""
     norm_eps: float = 1e-6
     rope_theta: float = DEFAULT_THETA
 
 
-def _read_rotary(settings: Settings, family: Family, defaults: _Defaults) -> ModelSpec:
-    """What Llama and its descendants share."""
+DEFAULTS = {name: _Defaults(**row) for name, row in read_data("families.json")["grouped"].items()}
+"""By `model_type`."""
+
+
+def _read_rotary(settings: Settings, family: Family) -> ModelSpec:
+    """Read what Llama and its descendants share."""
+    defaults = DEFAULTS[family.text_type or family.name]
     hidden_size = settings.count("hidden_size", defaults.hidden_size, MAX_WIDTH)
     num_heads = settings.count("num_attention_heads", defaults.num_heads, MAX_HEADS)
     num_kv_heads = settings.optional_count("num_key_value_heads", defaults.num_kv_heads, MAX_HEADS) or num_heads
@@ -531,7 +473,7 @@ def _qwen_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]
 
 
 def _moe_window(settings: Settings) -> int | None:
-    """None where windows are off; transformers then writes a width of 0."""
+    """Return None if windows are off: transformers then writes a width of 0."""
     if not settings.flag("use_sliding_window", False):
         return None
     return settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
@@ -541,15 +483,15 @@ def _typed_windows(
     settings: Settings,
     num_layers: int,
     window: int | None,
-    wanted: str = "a sliding_window, with use_sliding_window true,",
+    wanted: str = "a sliding_window, with use_sliding_window true",
 ) -> tuple[int | None, ...]:
-    """The window of every layer whose kind is said to have one."""
+    """Return the window of every layer by its kind in `layer_types`."""
     kinds = settings.texts("layer_types") or ()
     if len(kinds) != num_layers:
         raise settings.refuse("layer_types", list(kinds), f"one entry for each of {num_layers} layers")
     for kind in kinds:
         if kind not in ("full_attention", "attention", "sliding_attention"):
-            raise declined(settings, "layer_types", f"layers of kind {shown(kind)} are not computed here")
+            raise settings.unsupported("layer_types", f"layers of kind {shown(kind)} are not supported here")
         if kind == "sliding_attention" and window is None:
             raise settings.refuse("layer_types", list(kinds), wanted)
     return _unless_none(tuple(window if kind == "sliding_attention" else None for kind in kinds))
@@ -602,11 +544,10 @@ GEMMA3_IMAGES = replace(
 GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _read_gpt_oss, GPT_OSS_NAMES, reads=EXPERT_COUNT_KEYS)
 
 
-def _latent_family(row: LatentFamily, bos_token_id: int, eos_token_id: int) -> Family:
+def _latent_family(row: LatentFamily) -> Family:
+    bos, eos = (1, 2) if row.name == "deepseek_v2" else (0, 1)
     read = partial(read_latent, row)
-    return Family(
-        row.name, row.architecture, read, DEEPSEEK_NAMES, bos_token_id=bos_token_id, eos_token_ids=(eos_token_id,)
-    )
+    return Family(row.name, row.architecture, read, DEEPSEEK_NAMES, bos_token_id=bos, eos_token_ids=(eos,))
 
 
 COMPRESSED = Family(
@@ -633,8 +574,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE),
         *(GEMMA3, GEMMA3_IMAGES, GPT_OSS, OPT),
-        _latent_family(DEEPSEEK_V2, 1, 2),
-        *(_latent_family(row, 0, 1) for row in (DEEPSEEK_V3, DEEPSEEK_V32, GLM4_LITE, GLM_DSA)),
+        *map(_latent_family, LATENT_FAMILIES.values()),
         COMPRESSED,
     )
 }

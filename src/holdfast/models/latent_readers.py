@@ -1,11 +1,13 @@
-"""Families with latent attention (MLA): how config.json of DeepSeek-V2, V3 and what took its architecture, V3.2, GLM-4.7-Flash and GLM-5 becomes a ModelSpec; no torch.
+"""Readers of config.json with latent attention (MLA): DeepSeek-V2, V3, V3.2, GLM-4.7-Flash and GLM-5; no torch.
 
 Keys that a config.json leaves out take the value that transformers gives them. Layers that draft tokens (multi-token
 prediction) are counted, so that their tensors are known, and are no part of the model.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log
+from typing import Any
 
 from holdfast.kernels.geometry import (
     INDEX_MULTIPLE,
@@ -15,6 +17,7 @@ from holdfast.kernels.geometry import (
     MAX_INDEX_HEADS,
     MAX_LATENT_DIM,
 )
+from holdfast.memory.devices import read_data
 from holdfast.models.settings import (
     MAX_EXPERT_WIDTH,
     MAX_EXPERTS,
@@ -26,7 +29,6 @@ from holdfast.models.settings import (
     MAX_WIDTH,
     Settings,
     check_total,
-    declined,
     read_activation,
     read_dtype,
     read_rope,
@@ -79,114 +81,13 @@ class LatentFamily:
     """Layers may have no index and take what one before them chose."""
 
 
-DEEPSEEK_V2 = LatentFamily(
-    name="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
-    scoring="softmax",
-    methods=(GREEDY, LIMITED_GREEDY),
-    vocab_size=102400,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_layers=32,
-    num_heads=32,
-    max_position=2048,
-    q_rank=1536,
-    nope_dim=128,
-    value_dim=128,
-    num_experts=64,
-    top_k=None,
-    expert_size=1407,
-    num_shared=2,
-    num_groups=None,
-    groups_taken=None,
-    share_scale=1.0,
-    num_dense_layers=0,
-    num_draft_layers=0,
-    normalizes=False,
-)
-DEEPSEEK_V3 = LatentFamily(
-    name="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
-    scoring="sigmoid",
-    methods=(CORRECTED,),
-    vocab_size=129280,
-    hidden_size=7168,
-    intermediate_size=18432,
-    num_layers=61,
-    num_heads=128,
-    max_position=4096,
-    q_rank=1536,
-    nope_dim=128,
-    value_dim=128,
-    num_experts=256,
-    top_k=8,
-    expert_size=2048,
-    num_shared=1,
-    num_groups=8,
-    groups_taken=4,
-    share_scale=2.5,
-    num_dense_layers=3,
-    num_draft_layers=1,
-)
-DEEPSEEK_V32 = replace(
-    DEEPSEEK_V3,
-    name="deepseek_v32",
-    architecture="DeepseekV32ForCausalLM",
-    max_position=163840,
-    index=IndexSpec(num_heads=64, head_dim=128, top_k=2048),
-)
-GLM4_LITE = LatentFamily(
-    name="glm4_moe_lite",
-    architecture="Glm4MoeLiteForCausalLM",
-    scoring="sigmoid",
-    methods=(CORRECTED,),
-    vocab_size=154880,
-    hidden_size=2048,
-    intermediate_size=10240,
-    num_layers=47,
-    num_heads=20,
-    max_position=202752,
-    q_rank=768,
-    nope_dim=192,
-    value_dim=256,
-    num_experts=64,
-    top_k=4,
-    expert_size=1536,
-    num_shared=1,
-    num_groups=1,
-    groups_taken=1,
-    share_scale=1.8,
-    num_dense_layers=1,
-    num_draft_layers=1,
-    norm_eps=1e-5,
-)
-GLM_DSA = LatentFamily(
-    name="glm_moe_dsa",
-    architecture="GlmMoeDsaForCausalLM",
-    scoring="sigmoid",
-    methods=(CORRECTED,),
-    vocab_size=154880,
-    hidden_size=6144,
-    intermediate_size=12288,
-    num_layers=78,
-    num_heads=64,
-    max_position=202752,
-    q_rank=2048,
-    nope_dim=192,
-    value_dim=256,
-    num_experts=256,
-    top_k=8,
-    expert_size=2048,
-    num_shared=1,
-    num_groups=1,
-    groups_taken=1,
-    share_scale=2.5,
-    num_dense_layers=3,
-    num_draft_layers=1,
-    norm_eps=1e-5,
-    index=IndexSpec(num_heads=32, head_dim=128, top_k=2048, turns_neighbours=True),
-    shares_choices=True,
-)
+def _read_row(row: Mapping[str, Any]) -> LatentFamily:
+    index = None if row.get("index") is None else IndexSpec(**row["index"])
+    return LatentFamily(**{**row, "methods": tuple(row["methods"]), "index": index})
+
+
+LATENT_FAMILIES = {name: _read_row(row) for name, row in read_data("families.json")["latent"].items()}
+"""By `model_type`."""
 
 
 def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
@@ -194,7 +95,7 @@ def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
     _decline_unknown(settings)
     num_heads = settings.count("num_attention_heads", family.num_heads, MAX_HEADS)
     if settings.optional_count("num_key_value_heads", None, MAX_HEADS) not in (None, 1, num_heads):
-        raise declined(settings, "num_key_value_heads", "all query heads share one latent here")
+        raise settings.unsupported("num_key_value_heads", "all query heads share one latent here")
     latent = _read_dims(settings, family)
     num_layers = settings.count("num_hidden_layers", family.num_layers, MAX_LAYERS)
     max_position = settings.count("max_position_embeddings", family.max_position, MAX_POSITIONS)
@@ -233,23 +134,23 @@ def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
 def _decline_unknown(settings: Settings) -> None:
     """Settings with a meaning in some checkpoints of these families that is not computed here."""
     if settings.values.get("rope_interleave") not in (None, True):
-        raise declined(settings, "rope_interleave", "rope turns neighbouring elements of these families, not halves")
+        raise settings.unsupported("rope_interleave", "rope turns neighbouring elements of these families, not halves")
     if settings.values.get("moe_layer_freq") not in (None, 1):
         why = "every layer behind the first dense ones is taken to have experts"
-        raise declined(settings, "moe_layer_freq", why)
+        raise settings.unsupported("moe_layer_freq", why)
     if settings.values.get("mlp_bias") not in (None, False):
-        raise declined(settings, "mlp_bias", "MLPs of these families have no biases here")
+        raise settings.unsupported("mlp_bias", "MLPs of these families have no biases here")
 
 
 def _read_dims(settings: Settings, family: LatentFamily) -> LatentSpec:
     """Widths of queries, latents and values; those that no kernel takes are refused."""
     kv_rank = settings.count("kv_lora_rank", family.kv_rank, MAX_WIDTH)
     if kv_rank % LATENT_MULTIPLE or kv_rank > MAX_LATENT_DIM:
-        wanted = f"a multiple of {LATENT_MULTIPLE} up to {MAX_LATENT_DIM}, which kernels take,"
+        wanted = f"a multiple of {LATENT_MULTIPLE} up to {MAX_LATENT_DIM}, which kernels support"
         raise settings.refuse("kv_lora_rank", kv_rank, wanted)
     rope_dim = settings.count("qk_rope_head_dim", family.rope_dim, MAX_HEAD_DIM)
     if rope_dim not in LATENT_ROPE_DIMS:
-        wanted = f"{' or '.join(map(str, LATENT_ROPE_DIMS))}, which kernels take,"
+        wanted = f"{' or '.join(map(str, LATENT_ROPE_DIMS))}, which kernels support"
         raise settings.refuse("qk_rope_head_dim", rope_dim, wanted)
     return LatentSpec(
         q_rank=settings.optional_count("q_lora_rank", family.q_rank, MAX_WIDTH),
@@ -266,10 +167,10 @@ def _read_index(settings: Settings, default: IndexSpec, latent: LatentSpec, max_
         raise settings.missing("q_lora_rank", "an index takes its queries from there")
     num_heads = settings.count("index_n_heads", default.num_heads, MAX_HEADS)
     if num_heads > MAX_INDEX_HEADS:
-        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels take,")
+        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels support")
     head_dim = settings.count("index_head_dim", default.head_dim, MAX_HEAD_DIM)
     if head_dim % INDEX_MULTIPLE or head_dim > MAX_INDEX_DIM:
-        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels take,"
+        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels support"
         raise settings.refuse("index_head_dim", head_dim, wanted)
     if head_dim < latent.rope_dim:
         wanted = f"at least qk_rope_head_dim = {latent.rope_dim}, since so many of its elements are rotated,"
@@ -279,7 +180,7 @@ def _read_index(settings: Settings, default: IndexSpec, latent: LatentSpec, max_
         raise settings.refuse("index_topk", top_k, f"at most the {max_position} tokens of the longest context")
     if settings.values.get("indexer_rope_interleave") not in (None, default.turns_neighbours):
         turned = "neighbouring elements" if default.turns_neighbours else "halves"
-        raise declined(settings, "indexer_rope_interleave", f"rope turns {turned} of this family's index")
+        raise settings.unsupported("indexer_rope_interleave", f"rope turns {turned} of this family's index")
     return replace(default, num_heads=num_heads, head_dim=head_dim, top_k=top_k)
 
 
@@ -296,7 +197,7 @@ def _read_shared(settings: Settings, family: LatentFamily, num_layers: int, num_
         raise settings.refuse(key, settings.values.get(key), wanted)
     shared = frozenset(layer for layer in range(num_layers) if kinds[layer] == SHARED)
     if shared and not family.shares_choices:
-        raise declined(settings, key, f"every layer of {family.name} chooses its tokens itself")
+        raise settings.unsupported(key, f"every layer of {family.name} chooses its tokens itself")
     if 0 in shared:
         raise settings.refuse(
             key, settings.values.get(key), f"{FULL} for the first layer, before which nothing is chosen,"
@@ -340,7 +241,7 @@ def _read_experts(settings: Settings, family: LatentFamily, num_layers: int) -> 
     if len(dense_layers) == num_layers:
         return None
     if read_activation(settings, "hidden_act", "silu") != "silu":
-        raise declined(settings, "hidden_act", "experts are gated with silu here")
+        raise settings.unsupported("hidden_act", "experts are gated with silu here")
     num_experts = settings.count("n_routed_experts", family.num_experts, MAX_EXPERTS)
     check_total(settings, "n_routed_experts", num_experts, num_layers - len(dense_layers))
     if family.top_k is None:
@@ -349,7 +250,7 @@ def _read_experts(settings: Settings, family: LatentFamily, num_layers: int) -> 
         top_k = settings.count("num_experts_per_tok", family.top_k, num_experts)
     normalizes = settings.flag("norm_topk_prob", family.normalizes)
     if normalizes and family.scoring == "softmax":
-        raise declined(settings, "norm_topk_prob", "shares of this family are scores as they are, times a factor")
+        raise settings.unsupported("norm_topk_prob", "shares of this family are scores as they are, times a factor")
     method = _read_method(settings, family)
     num_groups, groups_taken = _read_groups(settings, family, method, num_experts, top_k)
     group_scores: dict[str, GroupScore] = {CORRECTED: "two_largest"}
@@ -386,11 +287,11 @@ def _dense_layers(settings: Settings, family: LatentFamily, num_layers: int) -> 
 def _read_method(settings: Settings, family: LatentFamily) -> str:
     """How experts are chosen. What makes a score of a logit is fixed in a family, and a file may only agree."""
     if settings.text("scoring_func", family.scoring) != family.scoring:
-        raise declined(settings, "scoring_func", f"scores of {family.name} are a {family.scoring} of logits")
+        raise settings.unsupported("scoring_func", f"scores of {family.name} are a {family.scoring} of logits")
     method = settings.text("topk_method", family.methods[0])
     if method not in family.methods:
         why = f"experts of {family.name} are chosen by {' or '.join(family.methods)}"
-        raise declined(settings, "topk_method", why)
+        raise settings.unsupported("topk_method", why)
     return method
 
 

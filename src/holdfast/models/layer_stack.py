@@ -73,7 +73,7 @@ class LayerStack(StepWorkspace):
         return self.logits(hidden_RH) if self._spec.is_last_stage else hidden_RH
 
     def _fused_logits(self, batch: Batch, plan: StepPlan, fused: FusedDecode) -> torch.Tensor:
-        """The same on the fused decode path; stages need not agree on it, since what goes between them is the stream."""
+        """Compute logits on the fused decode path. Stages need not agree on it: they exchange the residual stream."""
         stream, buffers = self.embed(batch), (self._attention_buffers, self._mlp_buffers, self._expert_buffers)
         rows = fused.run_layers(batch, plan, stream, *buffers)
         if not self._spec.is_last_stage:
@@ -82,7 +82,7 @@ class LayerStack(StepWorkspace):
         return fused.logits(rows, head["logits"])
 
     def fused_decode_declined(self) -> str | None:
-        """None, or why what was loaded cannot take the fused decode path, in words."""
+        """Return None, or why the loaded weights cannot take the fused decode path."""
         return fused_decode.declined(self._layers, self._head_VE)
 
     def _fused_decode(self) -> FusedDecode | None:
@@ -113,7 +113,7 @@ class LayerStack(StepWorkspace):
         stream = self._acquire(requests.stream)
         x_TH = stream["x"]
         if not self._spec.is_first_stage:
-            assert self._exchange is not None, "a stage of a pipeline has nobody to receive from"
+            assert self._exchange is not None, "a pipeline stage has no exchange to receive by"
             self._exchange.receive_rows(x_TH)
             return Stream(x_TH, stream["normed"], stream["delta"], has_delta=False)
         buffers = self._acquire(requests.embed) if requests.embed.specs else {}
@@ -131,7 +131,7 @@ class LayerStack(StepWorkspace):
 
     def _send(self, stream: Stream) -> torch.Tensor:
         """The stream to the next stage, with what the next norm would have added first: it rounds the same sum (kernels/norm.py)."""
-        assert self._exchange is not None, "a stage of a pipeline has nobody to send to"
+        assert self._exchange is not None, "a pipeline stage has no exchange to send by"
         if stream.has_delta:
             stream.x_TH.add_(stream.delta_TH)
         self._exchange.send_rows(stream.x_TH)

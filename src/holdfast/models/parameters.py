@@ -14,7 +14,7 @@ by kind      gate, up and down of all experts are one tensor each: [E, I, H], [E
 interleaved  transposed, and nothing else: columns of gate and up alternate; biases [E, 2 I] and [E, H] (gpt-oss)
 
 Those from fused to by kind go by module names with and without ".weight". Parts are by expert and by gate and up in every layout, so
-that whoever divides experts among ranks finds them in the same order; interleaved, gate and up are one.
+that ranks divide experts in the same order; interleaved, gate and up are one.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Part(NamedTuple):
     tensor: str
     row_start: int
     shape: tuple[int, ...]
-    """Of the whole checkpoint tensor."""
+    """Shape of the whole checkpoint tensor."""
     rows: tuple[int, int] | None = None
     """The rows [start, end) of the checkpoint tensor that are taken, leading dimensions counted as rows; None: all.
     Of a transposed one they are rows after transposing."""

@@ -54,7 +54,7 @@ def make_step_rope(
 def key_turns(
     rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> KeyTurns:
-    """The same rotations for biases of keys that are stored without them (kernels/attention/key_bias.py)."""
+    """Compute the rotations of key biases that pages are stored without (kernels/attention/key_bias.py)."""
     return make_key_turns(*rope_frequencies(rope, head_dim, max_position, max_model_len), max_model_len, dtype, device)
 
 

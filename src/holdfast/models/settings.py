@@ -1,4 +1,4 @@
-"""Settings: values of a config.json, checked as they are read; its experts, its rotary positions and what else families share; no torch.
+"""Settings: checked values of a config.json, its experts, rotary positions and what else families share; no torch.
 
 Rotary settings come in an old spelling (rope_theta, rope_scaling) and a new one (rope_parameters).
 """
@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast, get_args
 
-from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
+from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.models.spec import Activation, ExpertsSpec, RopeKind, RopeSpec
 
 MAX_SHOWN = 60
-"""Characters of a wrong value that a message repeats."""
+"""Most characters of a name in a message."""
 MAX_LISTED = 5
-"""Names that a message lists."""
+"""Most names in a message."""
 SMALLEST, LARGEST = 1e-30, 1e30
-"""Numbers are bounded so that arithmetic with them stays finite."""
+"""Bounds that keep arithmetic finite."""
 _ABSENT = object()
 
 MAX_LAYERS = 1024
@@ -23,11 +23,11 @@ MAX_HEADS = 4096
 MAX_HEAD_DIM = 1024
 MAX_WIDTH = 2**20
 MAX_VOCAB = 2**24
-"""Bounds far above any model there is and far below what would hurt a program that believes them."""
+"""Bounds far above any model, and low enough to be harmless."""
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 EXPERT_DTYPES: Mapping[str, str | None] = {"fp4": "mxfp4", "fp8": None}
-"""What `expert_dtype` says beside matrices in fp8, and the scheme of experts; None: the same as theirs."""
+"""Values of `expert_dtype` beside fp8 matrices, and the scheme of experts; None: that of the matrices."""
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -40,10 +40,10 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 MAX_EXPERTS = 2**16
 MAX_MODEL_EXPERTS = 2**17
-"""Of all layers together: every one is listed before a file is looked at. The largest models have some 23 thousand."""
+"""Most experts of all layers: each is listed before a file is read. The largest models have about 23 thousand."""
 MAX_EXPERT_WIDTH = 2**20
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
-"""Both mean the same; transformers writes one or the other, by family and version."""
+"""Two names of one key, by family and version of transformers."""
 
 DEFAULT_THETA = 10_000.0
 KINDS: tuple[str, ...] = get_args(RopeKind)
@@ -59,18 +59,18 @@ KNOWN_KEYS = frozenset(
 
 
 def plain(text: str) -> str:
-    """A name from a file without quotes around it, escaped and short."""
+    """Escape and shorten a name from a file."""
     return repr(text[:MAX_SHOWN])[1:-1] + ("..." if len(text) > MAX_SHOWN else "")
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names and how many more there are."""
+    """Join the first few names, and count the rest."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(plain(name) for name in names[:MAX_LISTED]) + more
 
 
 class Settings:
-    """One JSON object of a config file. An absent key takes the default; null counts only where it has a meaning."""
+    """One JSON object of a config file. An absent key takes the default; null counts only if it has a meaning."""
 
     def __init__(self, values: Mapping[str, object], file: str, section: str = "") -> None:
         self.values = values
@@ -81,38 +81,40 @@ class Settings:
         return key in self.values
 
     def refuse(self, key: str, value: object, wanted: str) -> ModelFormatError:
-        """The error for a value of the wrong type or out of bounds."""
+        """Return the error for a value of the wrong type or out of bounds."""
+        key = f"{self.section}{key}"
         return ModelFormatError(
-            f"{self.file} says {self.section}{key} = {shown(value)}",
-            f"{wanted} is needed there",
-            "correct the file or download the model again",
+            "architecture.wrong_value", file=self.file, key=key, value=value, wanted=wanted.rstrip(",")
         )
 
-    def missing(self, key: str, why: str) -> ModelFormatError:
-        """The error for a key without which nothing can be computed."""
-        return ModelFormatError(
-            f"{self.file} has no {self.section}{key}", why, "add the key or download the model again"
-        )
+    def missing(self, key: str, reason: str) -> ModelFormatError:
+        """Return the error for a key that must be there."""
+        return ModelFormatError("architecture.missing_key", file=self.file, key=f"{self.section}{key}", reason=reason)
+
+    def unsupported(self, key: str, reason: str) -> UnsupportedModelError:
+        """Return the error for a valid value that this version does not compute."""
+        values = {"file": self.file, "key": f"{self.section}{key}", "value": self.values.get(key)}
+        return UnsupportedModelError("architecture.unsupported_setting", **values, reason=reason)
 
     def count(self, key: str, default: int, high: int, low: int = 1) -> int:
-        """A whole number from `low` to `high`."""
+        """Read a whole number from `low` to `high`."""
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.refuse(key, value, f"a whole number from {low} to {high}")
         return value
 
     def required_count(self, key: str, high: int) -> int:
-        """A whole number from 1 to `high` that has to be there."""
+        """Like `count`, without a default."""
         if key not in self:
             raise self.missing(key, "a whole number is needed")
         return self.count(key, 0, high)
 
     def optional_count(self, key: str, default: int | None, high: int) -> int | None:
-        """A whole number from 1 to `high`, or null for none."""
+        """Like `count`, with null for none."""
         return None if self.values.get(key, default) is None else self.count(key, default or 1, high)
 
     def number(self, key: str, default: float | None = None, low: float = SMALLEST) -> float:
-        """A finite number, at least `low`; without a default the key must be there."""
+        """Read a finite number, at least `low`; without a default the key must be there."""
         value = self.values.get(key, _ABSENT if default is None else default)
         if value is _ABSENT:
             raise self.missing(key, "a number is needed")
@@ -121,11 +123,11 @@ class Settings:
         return float(value)
 
     def optional_number(self, key: str, low: float = SMALLEST) -> float | None:
-        """A finite number, at least `low`, or None where the key is absent or null."""
+        """Like `number`, with None if the key is absent or null."""
         return None if self.values.get(key) is None else self.number(key, low=low)
 
     def numbers(self, key: str, num_values: int) -> tuple[float, ...]:
-        """A list of exactly `num_values` finite numbers above zero."""
+        """Read a list of exactly `num_values` finite numbers above zero."""
         value = self.values.get(key, _ABSENT)
         if value is _ABSENT:
             raise self.missing(key, f"a list of {num_values} numbers is needed")
@@ -134,21 +136,19 @@ class Settings:
         return tuple(float(item) for item in value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self.refuse(key, value, "true or false")
         return value
 
     def text(self, key: str, default: str) -> str:
-        """A string."""
         value = self.values.get(key, default)
         if not isinstance(value, str):
             raise self.refuse(key, value, "a string")
         return value
 
     def texts(self, key: str) -> tuple[str, ...] | None:
-        """A list of strings, or None where the key is absent or null."""
+        """Read a list of strings, or None if the key is absent or null."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -157,7 +157,7 @@ class Settings:
         return tuple(value)
 
     def part(self, key: str) -> "Settings | None":
-        """A nested object, or None where the key is absent, null or empty."""
+        """Read a nested object, or None if the key is absent, null or empty."""
         value = self.values.get(key)
         if value is None or value == {}:
             return None
@@ -166,7 +166,7 @@ class Settings:
         return Settings(value, self.file, f"{self.section}{key}.")
 
     def token_ids(self, key: str, default: Sequence[int]) -> tuple[int, ...]:
-        """Token ids from a number or a list; null and negative ids mean none."""
+        """Read token ids from a number or a list; null and negative ids mean none."""
         value = self.values.get(key, list(default))
         token_ids: list[int] = []
         for item in value if isinstance(value, list) else [] if value is None else [value]:
@@ -183,7 +183,7 @@ def _is_positive(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExpertDefaults:
-    """What transformers assumes where config.json does not say."""
+    """Defaults of transformers."""
 
     num_experts: int
     top_k: int
@@ -193,7 +193,7 @@ class ExpertDefaults:
 
 
 def read_experts(settings: Settings, num_layers: int, defaults: ExpertDefaults) -> ExpertsSpec | None:
-    """The experts of a model; None where no layer has any."""
+    """Read the experts of a model; None if no layer has any."""
     num_experts = _num_experts(settings, defaults.num_experts)
     dense_layers = _dense_layers(settings, num_layers)
     if num_experts == 0 or len(dense_layers) == num_layers:
@@ -216,7 +216,7 @@ def read_experts(settings: Settings, num_layers: int, defaults: ExpertDefaults) 
 def read_clamped_experts(
     settings: Settings, num_layers: int, intermediate_size: int, defaults: ExpertDefaults
 ) -> ExpertsSpec:
-    """The experts of gpt-oss, in every layer: biases everywhere, gate and up in turn, and a clamp on both."""
+    """Read the experts of gpt-oss: biases, interleaved gate and up, and a clamp on both, in every layer."""
     num_experts = _num_experts(settings, defaults.num_experts, low=1)
     check_total(settings, _count_key(settings), num_experts, num_layers)
     return ExpertsSpec(
@@ -232,14 +232,14 @@ def read_clamped_experts(
 
 
 def check_total(settings: Settings, key: str, num_experts: int, num_sparse: int) -> None:
-    """An error where all layers together have more experts, which `key` says, than can be listed."""
+    """Refuse more experts in all layers together than can be listed."""
     if num_experts * num_sparse > MAX_MODEL_EXPERTS:
         most = f"at most {MAX_MODEL_EXPERTS // num_sparse} in each of {num_sparse} layers"
         raise settings.refuse(key, num_experts, most)
 
 
 def _count_key(settings: Settings) -> str:
-    """Which of the keys says how many experts there are."""
+    """Return the key that holds the number of experts."""
     return next((key for key in EXPERT_COUNT_KEYS if settings.values.get(key) is not None), EXPERT_COUNT_KEYS[0])
 
 
@@ -252,7 +252,7 @@ def _num_experts(settings: Settings, default: int, low: int = 0) -> int:
 
 
 def _dense_layers(settings: Settings, num_layers: int) -> frozenset[int]:
-    """Every `decoder_sparse_step`-th layer has experts, less those that are listed as having none."""
+    """Return layers without experts: all but every `decoder_sparse_step`-th, and those of `mlp_only_layers`."""
     step = settings.count("decoder_sparse_step", 1, MAX_EXPERTS)
     listed = settings.values.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
@@ -261,23 +261,21 @@ def _dense_layers(settings: Settings, num_layers: int) -> frozenset[int]:
 
 
 def read_rope(config: Settings, head_dim: int, max_position: int, default_theta: float = DEFAULT_THETA) -> RopeSpec:
-    """The rotation that a config describes, with what it leaves out filled in as transformers does."""
+    """Read the rotary positions of a config, with the defaults of transformers."""
     rope = config.part("rope_scaling") or config.part("rope_parameters") or Settings({}, config.file)
     return rope_of(config, rope, config.number("rope_theta", default_theta), head_dim, max_position)
 
 
 ROPE_LAYERS = ("full_attention", "sliding_attention")
-"""Kinds of layers that may have a rotation of their own."""
+"""Kinds of layers that may have rotary settings of their own."""
 
 
 def read_layer_rope(config: Settings, kind: str, theta: float, head_dim: int, max_position: int) -> RopeSpec:
-    """The rotation of one kind of layer. Scaling in the old spelling is of those that see all tokens."""
+    """Read the rotary positions of one kind of layer. The old spelling scales layers with full attention."""
     by_kind = config.part("rope_parameters") or Settings({}, config.file)
     for key in by_kind.values:
         if key not in ROPE_LAYERS:
-            raise by_kind.refuse(
-                key, by_kind.values[key], f"rotary settings of {' and '.join(ROPE_LAYERS)}, no others,"
-            )
+            raise by_kind.refuse(key, by_kind.values[key], f"rotary settings of {' and '.join(ROPE_LAYERS)}, no others")
     rope = by_kind.part(kind) or Settings({}, config.file)
     old = config.part("rope_scaling") if kind == "full_attention" else None
     if old is not None:
@@ -286,31 +284,20 @@ def read_layer_rope(config: Settings, kind: str, theta: float, head_dim: int, ma
 
 
 def rope_of(config: Settings, rope: Settings, default_theta: float, head_dim: int, max_position: int) -> RopeSpec:
-    """The rotation that these rotary settings of a config describe."""
+    """Read rotary positions from these rotary settings of a config."""
     unknown = sorted(set(rope.values) - KNOWN_KEYS)
     if unknown:
-        raise UnsupportedModelError(
-            f"{config.file} sets {rope.section}{plain(unknown[0])}",
-            "rotary positions are not computed with that setting",
-            "use a model without it",
-        )
+        key = f"{rope.section}{plain(unknown[0])}"
+        raise UnsupportedModelError("architecture.unknown_rope_setting", file=config.file, key=key)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in KINDS:
-        raise UnsupportedModelError(
-            f"{config.file} asks for rotary positions of kind {shown(kind)}",
-            f"the kinds computed here are {', '.join(KINDS)}",
-            "use a model with one of these",
-        )
+        key = "rope_type" if "rope_type" in rope else "type"
+        raise rope.unsupported(key, f"the kinds of rotary positions are {', '.join(KINDS)}")
     if head_dim % 2:
-        raise config.refuse("head_dim", head_dim, "an even number, for rotary positions,")
+        raise config.refuse("head_dim", head_dim, "an even number, for rotary positions")
     for part in (config, rope):
         if part.optional_number("partial_rotary_factor") not in (None, 1.0):
-            raise UnsupportedModelError(
-                f"{config.file} rotates only a part of each head "
-                f"({part.section}partial_rotary_factor = {shown(part.values['partial_rotary_factor'])})",
-                "whole heads are rotated here",
-                "use a model without it",
-            )
+            raise part.unsupported("partial_rotary_factor", "whole heads are rotated here")
     theta = rope.number("rope_theta", default_theta, low=2.0)
     if kind == "default":
         return RopeSpec(theta)
@@ -326,7 +313,7 @@ def _scaled(
         return RopeSpec(theta, kind, factor=rope.number("factor"))
     if kind == "dynamic":
         if head_dim == 2:
-            raise config.refuse("head_dim", head_dim, "more than 2, for dynamic rotary positions,")
+            raise config.refuse("head_dim", head_dim, "more than 2, for dynamic rotary positions")
         return RopeSpec(theta, kind, factor=rope.number("factor"), original_max_position=max_position)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
@@ -375,34 +362,24 @@ def _factor(rope: Settings, stretch: float | None) -> float:
 
 
 def read_activation(settings: Settings, key: str, default: str) -> Activation:
-    """The activation that a key names."""
     name = settings.text(key, default)
     if name not in ACTIVATIONS:
-        raise declined(settings, key, f"the activations here are {', '.join(ACTIVATIONS)}")
+        raise settings.unsupported(key, f"the activations here are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def read_dtype(settings: Settings) -> str:
-    """torch's name of the type in which the checkpoint says it is stored."""
+    """Read torch's name of the checkpoint's type."""
     key = "torch_dtype" if settings.values.get("dtype") is None else "dtype"
     if settings.values.get(key) is None:
         return "float32"
     name = settings.text(key, "").removeprefix("torch.")
     if name not in DTYPES:
-        raise declined(settings, key, f"the types here are {', '.join(DTYPES)}")
+        raise settings.unsupported(key, f"the types here are {', '.join(DTYPES)}")
     return name
 
 
-def declined(settings: Settings, key: str, why: str) -> UnsupportedModelError:
-    """The error for a value that has a meaning which is not computed here."""
-    return UnsupportedModelError(
-        f"{settings.file} sets {settings.section}{key} = {shown(settings.values.get(key))}",
-        why,
-        "use a model without it",
-    )
-
-
 def stretched(rope: RopeSpec, max_position: int) -> int:
-    """The longest context: linear and yarn settings name the length before stretching as often as the one after."""
+    """Return the longest context: linear and yarn configs hold the length before or after stretching."""
     plain = {"linear": max_position, "yarn": rope.original_max_position}.get(rope.kind, 0)
     return min(max(max_position, int(plain * rope.factor)), MAX_POSITIONS)

@@ -81,11 +81,8 @@ def vocabulary_rows(num_rows: int, mesh: Mesh) -> tuple[int, int]:
     most = -(-num_rows // mesh.tensor_size)
     start, end = (min(num_rows, rank * most) for rank in (mesh.tensor_rank, mesh.tensor_rank + 1))
     if num_rows <= most * (mesh.tensor_size - 1):
-        raise UnsupportedModelError(
-            f"a vocabulary of {num_rows} rows was to be shared by {mesh.tensor_size} ranks",
-            f"the first ones would hold {most} rows each, and none would be left for the last",
-            "take fewer ranks",
-        )
+        values = {"num_rows": num_rows, "num_ranks": mesh.tensor_size, "most": most}
+        raise UnsupportedModelError("architecture.vocabulary_too_small", **values)
     return start, end
 
 
@@ -218,8 +215,5 @@ def _taken(parts: tuple[Part, ...], ranges: list[tuple[int, int]]) -> tuple[Part
 
 
 def _indivisible(parameter: Parameter, has: str, num_ranks: int) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{parameter.name} {list(parameter.shape)} was to be shared by {num_ranks} ranks",
-        f"{has}, which do not divide by {num_ranks}",
-        "take a number of ranks that divides them",
-    )
+    values = {"name": parameter.name, "shape": list(parameter.shape), "num_ranks": num_ranks}
+    return UnsupportedModelError("architecture.not_divisible", **values, reason=has)

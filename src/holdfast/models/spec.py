@@ -86,7 +86,7 @@ class ExpertsSpec:
     table_size: int = 0
     """Token ids of such a table: the whole vocabulary, whatever a rank has of it."""
     first_local: int = 0
-    """Of expert parallelism: the first expert that this rank holds; routers know all `num_experts`."""
+    """Expert parallelism: the first expert that this rank holds; routers know all `num_experts`."""
     num_local: int | None = None
     """How many it holds; None: all of them."""
 
@@ -97,7 +97,7 @@ class StreamsSpec:
 
     num_streams: int
     num_iterations: int
-    """Of Sinkhorn-Knopp, which makes rows and columns of a mix add up to one."""
+    """Iterations of Sinkhorn-Knopp, which makes rows and columns of a mix add up to one."""
     eps: float
 
 
@@ -159,7 +159,7 @@ class ModelSpec:
     attention_softcap: float | None = None
     """cap * tanh(score / cap) in the place of every score; None: as they are."""
     logit_softcap: float | None = None
-    """The same of logits."""
+    """Like `attention_softcap`, for logits."""
     has_sinks: bool = False
     """One logit a query head that joins every softmax and has no value."""
     norm_offset: float = 0.0
@@ -189,7 +189,7 @@ class ModelSpec:
     first_token: int = 0
     """The first row of the vocabulary that this rank has."""
     first_layer: int = 0
-    """Of a pipeline stage: the layer of the whole model that is layer 0 here."""
+    """Pipeline stage: the layer of the whole model that is layer 0 here."""
     is_first_stage: bool = True
     """Tokens are embedded here; else hidden rows come from the stage before."""
     is_last_stage: bool = True
@@ -300,7 +300,7 @@ class ModelSpec:
         return LayerKind(experts, self.layer_index(layer), compressor, has_table)
 
     def first_layers(self, num_layers: int) -> "ModelSpec":
-        """The same model with fewer layers."""
+        """Keep only the first layers."""
         return self._only_layers(0, num_layers)
 
     def layer_slice(self, first: int, last: int) -> "ModelSpec":

@@ -20,7 +20,7 @@ SLOW_LINKS: Mapping[Link, tuple[float, float]] = {"pcie": (20e9, 20e-6), "host":
 SUMS_PER_LAYER = 2
 """After attention and after the MLP or experts."""
 GATHERS_PER_LAYER = 4
-"""Of exact sums: inputs and outputs of both output projections."""
+"""With exact sums: inputs and outputs of both output projections."""
 
 
 def sum_seconds(num_elements: float, size: int) -> float:

@@ -197,7 +197,7 @@ class Resolved:
 
     @property
     def all_layers(self) -> "Resolved":
-        """The same share of the layers of all stages: cache groups and the backend follow from these."""
+        """This rank's share of the layers of all stages, which decide cache groups and the backend."""
         return self if self.mesh.layers is None else self.with_mesh(self.mesh.all_layers)
 
     @property

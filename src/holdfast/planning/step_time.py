@@ -60,13 +60,13 @@ CPU_LAYER_SECONDS = 60e-6
 """Calls of one layer on a CPU, which no record tells apart; 2 ms of 28 in neoverse-n1-2026-11-15-latency."""
 
 CODES_SHARE = 0.9
-"""Of the read rate, of weights in codes: Qwen3-32B and 30B-A3B in fp8 (h200-2026-11-17-overlap)."""
+"""Share of the read rate for weights in codes: Qwen3-32B and 30B-A3B in fp8 (h200-2026-11-17-overlap)."""
 MXFP4_BYTES_PER_SECOND = 1.3e12
-"""At the most: decoding e2m1 takes arithmetic, not bandwidth. gpt-oss-20b on an H200 (h200-2026-11-17-groups), taken for every GPU."""
+"""Upper bound: decoding e2m1 takes arithmetic, not bandwidth. gpt-oss-20b on an H200 (h200-2026-11-17-groups), taken for every GPU."""
 GEMV_SHARE, GEMM_SHARE = 1.0, 0.93
-"""Of plain weights: one row by GEMV, more rows by small-batch GEMM or cuBLAS (Qwen3-32B at 1, 32 and 64)."""
+"""Shares for plain weights: one row by GEMV, more rows by small-batch GEMM or cuBLAS (Qwen3-32B at 1, 32 and 64)."""
 PRODUCT_SHARE = 0.9
-"""Of the FLOP/s of one large product: 1,000 rows of Qwen3-8B through all layers (h200-2026-11-18-shared-prompts)."""
+"""Share of the FLOP/s of one large product: 1,000 rows of Qwen3-8B through all layers (h200-2026-11-18-shared-prompts)."""
 KV_SHARES = {
     "fp8": 0.92,
     "turboquant_k8v4": 0.84,
@@ -74,15 +74,15 @@ KV_SHARES = {
     "turboquant_k3v4_nc": 0.56,
     "turboquant_3bit_nc": 0.42,
 }
-"""Of the read rate, 32 x 8192 and 8 x 32768 (h200-2026-11-18-quantized-attention)."""
+"""Shares of the read rate, 32 x 8192 and 8 x 32768 (h200-2026-11-18-quantized-attention)."""
 KV_SHARE, INDEX_SHARE, ONE_SEQUENCE_SHARE, WHOLE_BATCH = 0.95, 0.8, 0.6, 8
-"""The same of plain pages, and of one sequence alone, which has fewer splits than the device has multiprocessors (-attention)."""
+"""Shares for plain pages, and for one sequence, which has fewer splits than the device has multiprocessors (-attention)."""
 PROMPT_ATTENTION_SHARES = {"cuda": 0.43, "cpu": 1.0}
-"""Of the FLOP/s: 344 of 790 TFLOP/s at 8,192 rows (h200-2026-11-18-attention); 2,048 rows (neoverse-n1-2026-11-15-latency)."""
+"""Shares of the FLOP/s: 344 of 790 TFLOP/s at 8,192 rows (h200-2026-11-18-attention); 2,048 rows (neoverse-n1-2026-11-15-latency)."""
 CPU_CODES_SHARE = 0.3
-"""Of a CPU's FLOP/s: weights in codes or half precision are widened first (2026-11-18, int8 and mxfp4 at 128 rows)."""
+"""Share of a CPU's FLOP/s: weights in codes or half precision are widened first (2026-11-18, int8 and mxfp4 at 128 rows)."""
 LATENT_SHARE, CODED_LATENT_SHARE, CHOSEN_SHARE = 0.52, 0.18, 0.4
-"""Of the FLOP/s, absorbed decode over latents: plain, quantized, and lists of chosen tokens (h200-2026-11-17-latent-attention)."""
+"""Shares of the FLOP/s, absorbed decode over latents: plain, quantized, and lists of chosen tokens (h200-2026-11-17-latent-attention)."""
 
 
 class StepLoad(NamedTuple):
@@ -114,7 +114,7 @@ class _Sizes(NamedTuple):
 
     dense: int
     experts: int
-    """Of all experts that the rank holds, in all layers."""
+    """All experts of the rank, in all layers."""
     head: int
     num_expert_layers: int
 
@@ -211,7 +211,7 @@ def _product_seconds(resolved: Resolved, rates: Rates, load: StepLoad, spec: Mod
 
 
 def _expert_shares(spec: ModelSpec | None, load: StepLoad) -> tuple[float, float]:
-    """Of all experts of a rank: the share that rows choose, and rows that go through each, on average."""
+    """Return the share of a rank's experts that rows choose, and the mean rows of each expert."""
     experts: ExpertsSpec | None = None if spec is None else spec.experts
     if experts is None:
         return 1.0, float(load.rows)
@@ -248,11 +248,11 @@ class KvRead(NamedTuple):
     num_layers: int
     row_bytes: int
     share: float
-    """Of the read rate."""
+    """Share of the read rate."""
     ratio: int = 1
     """Tokens that a stored row stands for."""
     most_rows: int | None = None
-    """That a row attends to at the most: a window, or those that an index chooses; None: all."""
+    """Most stored rows that a row attends to: a window, or those that an index selects; None: all."""
     flops: float = 0.0
     """FLOPs of a decode row with one stored row; 0: reading always takes longer."""
     flops_share: float = 1.0
@@ -267,7 +267,7 @@ class KvRead(NamedTuple):
         return rows if self.most_rows is None else min(rows, self.most_rows)
 
     def attended_by_prompt(self, length: float) -> float:
-        """The same, of all rows of a prompt of so many tokens together."""
+        """Like `attended`, summed over all rows of a prompt."""
         most = self.most_rows
         if most is None or length <= most * self.ratio:
             return length * length / (2 * self.ratio)
@@ -367,7 +367,7 @@ def _attention_seconds(resolved: Resolved, rates: Rates, load: StepLoad) -> floa
 
 
 def _occupied(resolved: Resolved, rates: Rates, num_sequences: int) -> tuple[float, float]:
-    """Of the read rate: what few sequences reach with their splits, and what a last wave of tiles leaves.
+    """Return two shares of the read rate: of few sequences with their splits, and of a partly empty last wave.
 
     36 sequences of 8 KV heads are 2.2 waves on 132 multiprocessors, and take 3 (h200-2026-11-15-quantized-kv).
     """

@@ -27,5 +27,5 @@ def state_shape(dim: int, is_overlapped: bool) -> tuple[int, int, int]:
 
 
 def state_bytes(dim: int, is_overlapped: bool) -> int:
-    """Of a sequence, in one layer or its index."""
+    """State of a sequence, in one layer or its index."""
     return bytes_for(STATE_DTYPE, state_shape(dim, is_overlapped))

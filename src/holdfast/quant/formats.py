@@ -64,7 +64,7 @@ class KVFormat:
     """Bits of a quantized key (quant/kv_quantize.py); None: every element is stored as `key_dtype`."""
     value_bits: int | None = None
     rope_dtype: str | None = None
-    """Of a format for latents alone: how the rotated elements beside a latent are stored; None: every other format."""
+    """Type of the rotated elements beside a latent; None: a format by head."""
     index_dtype: str = ""
     """How an index beside latents is kept (DSA), one of INDEX_FORMATS; nothing: as goes with the format."""
     has_exponents: bool = False
@@ -201,7 +201,7 @@ def index_planes(dtype: str, dim: int) -> tuple[Plane, ...]:
 
 
 def index_dtype_beside(kv_format: KVFormat) -> str:
-    """How an index is kept beside latents of a format, unless somebody says otherwise: in fp8 where they are quantized, else as they are."""
+    """Return the default type of an index beside latents: fp8 if they are quantized, else theirs."""
     return kv_format.index_dtype or ("fp8" if kv_format.is_quantized else kv_format.key_dtype)
 
 
@@ -212,7 +212,7 @@ DEFAULT_PROTECTED_LAYERS: dict[str, int] = {
     "turboquant_k3v4_nc": 4,
     "turboquant_3bit_nc": 4,
 }
-"""Layers that stay in a wider format unless somebody says how many, by format; formats that are not here protect none."""
+"""Default number of layers in a wider format, by format; others protect none."""
 QUANTIZED_HEAD_DIM = 16
 """Quantized formats take heads of a multiple of so many elements: that is what their rotation and their words of codes divide into."""
 

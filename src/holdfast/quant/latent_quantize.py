@@ -7,7 +7,7 @@ fp8_ds_mla    one row of bytes: L e4m3 numbers in order; a little-endian float32
               normal float32. That is how vLLM and FlashMLA lay rows out.
 fp8_ds_v4     two rows: L e4m3 numbers in order and R bfloat16 numbers; and an exponent for every tile of 64 of the L, filled up to a
               multiple of 8 bytes. Elements are rounded to bfloat16 first. A scale is the least power of two that takes the largest
-              of its tile, which is at least 1e-4, to 448 at the most; its byte is the exponent + 127, and 255 what is not finite.
+              of its tile, which is at least 1e-4, to at most 448; its byte is the exponent + 127, and 255 what is not finite.
 TurboQuant    the latent in the rotated space (`rotate_heads` in kv_quantize.py) as codes of 4 bits: little-endian 16-bit word c
               has in bits 4 j to 4 j + 3 the rising code of coordinate j L / 4 + c, j < 4. A float16 scale. The rotated elements
               are bfloat16, or e4m3 numbers with a second scale, which takes their largest to 448.

@@ -17,7 +17,7 @@ class QuantizedWeight:
 
     scheme: WeightScheme
     shape: tuple[int, ...]
-    """Of the matrix (or of the stacked matrices) that they stand for."""
+    """Shape of the matrix, or of the stacked matrices."""
     codes: torch.Tensor
     scales: torch.Tensor
 

@@ -77,7 +77,7 @@ class WeightScheme:
         return (*leading, scale_rows, -(-num_columns // self.block_columns))
 
     def with_parts(self, part_rows: Iterable[int]) -> "WeightScheme":
-        """The same with blocks of rows so low that none reaches over the seam between two of a weight's parts.
+        """Return the scheme with blocks of rows so low that none crosses two of a weight's parts.
 
         Parts of 576 and 192 rows get blocks of 64 instead of 128 rows; parts in whole blocks change nothing.
         """
@@ -86,7 +86,7 @@ class WeightScheme:
         return replace(self, block_rows=reduce(gcd, part_rows, self.block_rows))
 
     def unsupported(self, shape: tuple[int, ...]) -> str | None:
-        """None, or why a weight of this shape cannot be stored so, in words."""
+        """Return why a weight of this shape cannot be stored so; None if it can."""
         num_columns = shape[-1]
         whole = self.block_columns if self.codes_per_byte > 1 else 1
         if num_columns % whole:
@@ -106,8 +106,8 @@ WEIGHT_SCHEMES: Mapping[str, WeightScheme] = {
 ROW_SCHEMES = tuple(scheme for scheme in WEIGHT_SCHEMES.values() if scheme.block_columns == 0)
 """Those with a scale for every row, as a head has to have them."""
 HEAD_SCHEME = INT8
-"""Of the head and of embeddings, whatever the layers have. Rows are looked up one by one, so they need scales of their own; and
-of the two codes of eight bits int8 loses a tenth of what e4m3 does on rows without outliers (docs/log.md)."""
+"""Scheme of head and embeddings. Rows are looked up one by one, so each needs a scale; on rows without outliers int8 loses a
+tenth of what e4m3 does (docs/log.md)."""
 
 
 def find_scheme(value: object, name: str = "quantization") -> WeightScheme | None:
@@ -130,7 +130,7 @@ REGEX_PREFIX = "re:"
 
 @dataclass(frozen=True, slots=True)
 class WeightRecipe:
-    """Matrices of layers and experts are quantized, and the head unless told otherwise; routers, norms and biases never are."""
+    """Which weights are quantized: matrices of layers and experts, by default the head, never routers, norms and biases."""
 
     scheme: WeightScheme | None = None
     embeddings: QuantizedEmbeddings = "head"

@@ -49,33 +49,10 @@ class EmbeddingOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingRequestOutput:
-    """An input and its embedding."""
-
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    finished: bool = True
-    num_cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """One vector."""
+    """One vector, a float32 tensor."""
 
     data: Any
-    """A float32 tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingRequestOutput:
-    """An input and its pooled vector."""
-
-    request_id: str
-    outputs: PoolingOutput
-    prompt_token_ids: list[int]
-    finished: bool = True
-    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +63,28 @@ class ScoringOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringRequestOutput:
-    """Two texts and their score; `prompt_token_ids` are those of both."""
+class PoolingRequestOutput:
+    """An input and its pooled vector."""
 
     request_id: str
-    outputs: ScoringOutput
+    outputs: Any
     prompt_token_ids: list[int]
     finished: bool = True
     num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    """An input and its embedding."""
+
+    outputs: EmbeddingOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput(PoolingRequestOutput):
+    """Two texts and their score; `prompt_token_ids` are those of both."""
+
+    outputs: ScoringOutput
 
 
 def vector_of(pooled: bytes, dimensions: int | None, normalizes: bool) -> Vector:

@@ -107,13 +107,11 @@ def _is_utf8(text: str, most_bytes: int) -> bool:
 
 def _choices(choices: object) -> tuple[str, ...]:
     name = f"{_NAME}.choice"
-    is_list = isinstance(choices, SequenceABC) and not isinstance(choices, str | bytes)
-    if (
-        not is_list
-        or not 1 <= len(choices) <= MAX_CHOICES
-        or not all(isinstance(text, str) and text for text in choices)
-    ):
-        raise RequestError("request.choices", name=name, value=choices, maximum=MAX_CHOICES)
+    wrong = RequestError("request.choices", name=name, value=choices, maximum=MAX_CHOICES)
+    if not isinstance(choices, SequenceABC) or isinstance(choices, str | bytes) or not 1 <= len(choices) <= MAX_CHOICES:
+        raise wrong
+    if not all(isinstance(text, str) and text for text in choices):
+        raise wrong
     num_chars = sum(map(len, choices))
     if num_chars > MAX_CHOICE_CHARS:
         raise RequestError("request.too_long", name=name, count=num_chars, maximum=MAX_CHOICE_CHARS)

@@ -30,7 +30,7 @@ from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silen
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
 from holdfast.planning.resolve import Agreed, Resolved
 from holdfast.planning.target import SMALL_WORKSPACE, Target, choose_device, device_target
-from holdfast.runner.assembly import Assembly, MakeBackend, Weights, num_sms
+from holdfast.runner.assembly import Assembly, MakeBackend, Weights
 from holdfast.runner.invariance import compared_sizes
 from holdfast.runner.runner import Runner
 from holdfast.runner.warm_up import WarmUp, warm_up
@@ -75,12 +75,11 @@ def build_runner(
 ) -> BuiltRunner:
     """Everything from a model's headers to a runner, or to that of one rank.
 
-    `on_progress(done, total)` counts bytes read; `on_prepare` is told of kernels that are compiled and graphs captured.
-    Of several ranks each plans for what they have `agreed` on, calls `agree` with its plan before a weight is read, which
-    raises where they differ, and `connect` when its weights are there, for the exchange with the others. `target` is what a rank
-    has told of its device, and may count on.
+    `on_progress(done, total)` counts bytes read; `on_prepare` gets compiled kernels and captured graphs.
+    Each of several ranks plans for what they have `agreed` on. It calls `agree` with its plan before a weight is read, which
+    raises if plans differ, and `connect` after its weights are loaded. `target` is the device as the rank has reported it.
     """
-    assert mesh.is_alone or connect is not None, f"{mesh} has nobody to exchange with"
+    assert mesh.is_alone or connect is not None, f"{mesh} has no exchange"
     device, device_reason = choose_device(config)
     if device == "cpu":
         # The choice of an attention backend would compile them too, without a word.
@@ -113,7 +112,7 @@ def build_runner(
         build.capture(runner, config.enforce_eager, on_prepare)
         profile.end("capture")
     except BaseException as error:
-        # Frames that the error has left behind still name tensors, and somebody may keep the error.
+        # The frames of the error still name tensors, and the caller may keep the error.
         traceback.clear_frames(error.__traceback__)
         build.release()
         refuse_out_of_memory(error, plan)
@@ -271,7 +270,7 @@ class RunnerBuild:
         """Warm up: run every kernel specialization once, then capture graphs unless `enforce_eager`. A CPU has none."""
         if self._device.type == "cuda":
             warm_up(
-                runner, WarmUp(self._plan, self._spec, self.row_sizes, num_sms(self._device)), enforce_eager, on_prepare
+                runner, WarmUp(self._plan, self._spec, self.row_sizes, self._device), enforce_eager, on_prepare
             )
 
     def release(self) -> None:
@@ -287,7 +286,7 @@ class RunnerBuild:
 
 
 def _telling(on_prepare: OnPrepare) -> Callable[[Path, int, int], None]:
-    """What is told of each C file that is compiled."""
+    """Report each C file that is compiled."""
     return lambda file, done, total: on_prepare(Preparing(COMPILING_CPU, done, total, f"kept in {file.parent}"))
 
 
@@ -299,7 +298,7 @@ def _refuse_ranks(plan: RunnerPlan) -> None:
 
 
 def refuse_out_of_memory(error: BaseException, plan: RunnerPlan) -> None:
-    """Somebody else took the memory that the plan had found free: say so, with the plan."""
+    """Raise with the plan if another process took the memory that was free when it was made."""
     if isinstance(error, MemoryPlanError):
         error.table = error.table or plan.memory.table("load")  # loading has said it in its own words
     if not isinstance(error, RuntimeError) or not is_out_of_memory(error):

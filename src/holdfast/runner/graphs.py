@@ -8,7 +8,7 @@ fixed buffers that are filled before it runs; what it works in is the workspace.
 
 On ranks a graph holds a rank's exchanges too: sums and gathers, rows of the stage before it and to the one behind it, and in the
 last stage the argmaxes for rank 0, which fetches them outside of its own graph, when it collects. While graphs are captured a size
-runs once on all ranks before any of them captures it: what runs waits for its peers, and a capture runs nothing and waits for nobody.
+runs once on all ranks before any of them captures it: what runs waits for its peers, and a capture runs nothing and waits for no rank.
 
 Before ready a step is run at every number of rows of `warm_rows`, so that together they take every form of every kernel. A
 form is what Triton compiles a kernel for. Weights, formats and the model decide most of it, and any step shows that much.

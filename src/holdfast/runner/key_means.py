@@ -37,7 +37,7 @@ WARM_TOKENS = 128
 FIRST_TOKENS = 4
 """They attract attention and have keys of their own kind: no mean has a share of them."""
 LEAST_TOKENS = 32
-"""Of fewer there is no mean worth having."""
+"""Fewer tokens give no useful mean."""
 LEAST_ID = 16
 """Below it vocabularies have tokens that no text holds."""
 GOLDEN = 0.6180339887498949
@@ -108,7 +108,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
     }
     for layer, mean_KD in found.items():
         if not bool(mean_KD.isfinite().all()):
-            continue  # weights without numbers have no mean, and whoever runs them will be told
+            continue  # weights that are not finite have no mean; steps report them
         bias, room_KD = rooms.biases[layer], rooms.means[layer]
         if bias is not None:
             qkv_X = rooms.qkv[layer]
@@ -146,7 +146,7 @@ def average_turn(frequency_P: torch.Tensor, magnitude: float, num_positions: int
 
 
 def _step(token_ids: list[int], groups: Sequence[CacheGroup]) -> LiveStep:
-    """One sequence on the first pages, which nobody has yet."""
+    """Make a step of one sequence on the first pages, which are free."""
     num_tokens = len(token_ids)
     tables = ring_tables(groups, num_tokens, num_tokens)
     sequence = TokenSequence(0, token_ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)

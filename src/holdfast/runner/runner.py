@@ -60,16 +60,16 @@ CopyCache = Callable[[SequenceABC[tuple[int, int]], int, int], None]
 
 
 class _WantedRows(NamedTuple):
-    """Rows of a step whose logits are wanted: all that are chosen from, and prompts where they are asked for."""
+    """Rows of a step whose logits are wanted: all that are sampled, and prompts with logprobs."""
 
     logit_rows: list[int]
     prompt_rows: list[tuple[int, int]]
-    """Of each scheduled sequence that asks for its prompt: the first among the logit rows, and how many; else (0, 0)."""
+    """By scheduled sequence with prompt logprobs: its first logit row, and how many; else (0, 0)."""
     sampled: list[int]
     """The places among the logit rows that are chosen from."""
     choices: list[Choice]
     keep_slots: list[int]
-    """Of each choice: the slot whose next step may begin with it before the host knows it."""
+    """By choice: the slot whose next step may begin with it before the host knows it."""
     pooled: list[int]
     """The places among the logit rows whose hidden states go to the host."""
 
@@ -175,7 +175,7 @@ class Runner:
         self._collected: _Flight | None = None
         """The oldest flight, where its results were handed out."""
         self._stage_ends: deque[torch.cuda.Event] = deque()
-        """Of a pipeline on a GPU: where the last steps end that were begun here."""
+        """Ends of the last steps that were begun here, in a pipeline on a GPU."""
         has_slots = self.buffers.keep_slots_T is not None
         assert has_slots or not self.sampler.keeps_tokens, "chosen tokens have no slots to be kept by"
 
@@ -236,7 +236,7 @@ class Runner:
         self._slots.book(flight.step, result)
 
     def cancel(self) -> bool:
-        """Drop every step in flight, as if none had run; what they told of sequences, pages and releases stands.
+        """Drop every step in flight, as if none had run; their admissions, pages and releases stand.
 
         Where steps begin when they are launched this cannot be done, unless there are none.
         """
@@ -249,7 +249,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: LiveStep) -> StepResult:
-        """Run one step over somebody else's sequences, and wait for it; nothing else may be in flight."""
+        """Run one step over the caller's sequences, and wait for it; nothing else may be in flight."""
         self._check_idle()
         flight = _Flight(step)
         with self._on_stream():
@@ -354,7 +354,7 @@ class Runner:
         self.sampler.warm(logits_RV)
 
     def close(self) -> None:
-        """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""
+        """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Idempotent."""
         if self._flights and self._stream is not None:
             with suppress(RuntimeError):  # a device that has failed runs nothing any more
                 self._stream.synchronize()
@@ -380,7 +380,7 @@ class Runner:
 
     @contextmanager
     def _throttle_stage(self) -> Iterator[None]:
-        """Of a stage on a GPU: the host begins no step before the one before the last has ended here."""
+        """On a GPU stage, begin no step before the one before the last has ended."""
         if self._stream is None:
             yield
             return
@@ -470,7 +470,7 @@ class Runner:
         self.sampler.end_step()
 
     def _meet_last_stage(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
-        """The choices of a step whose logits the last stage has; nothing on ranks that are told them.
+        """Get the choices of a step whose logits the last stage has; nothing on ranks that do not sample.
 
         On a GPU this waits in the stream, where later steps of this stage may queue behind it: the last stage needs none of them
         for this one.
@@ -489,7 +489,7 @@ class Runner:
         return _result_of(step, choosing.read())
 
     def _settle(self, flight: _Flight) -> StepResult:
-        """The same, once all before it are settled; its tokens are known from here on, and what waited for them is chosen."""
+        """Compute and book a step after all before it are settled; then make choices that waited for its tokens."""
         result = self._compute(flight)
         if not flight.is_booked:
             self._slots.book(flight.step, result)
@@ -621,7 +621,7 @@ class Runner:
         self, item: ScheduledSequence, first_row: int, num_rows: int, hidden_RH: torch.Tensor | None
     ) -> tuple[TokenLogprobs, ...]:
         num_top = item.sequence.params.prompt_logprobs
-        assert num_top is not None, f"{item.sequence.sequence_id=} asked for no prompt logprobs"
+        assert num_top is not None, f"{item.sequence.sequence_id=} has no prompt logprobs"
         logprobs: list[TokenLogprobs] = []
         for offset in range(0, num_rows, PROMPT_ROWS):
             count = min(PROMPT_ROWS, num_rows - offset)

@@ -1,4 +1,4 @@
-"""Slots: the sequences that a runner has, by slot, as steps told of them; every step is checked before it changes anything; no torch.
+"""Slots: the sequences that a runner has, by slot; every step is checked before it changes anything; no torch.
 
 A step names slots, and brings what is new: sequences once, pages as they are given. What follows from earlier steps is kept
 here: tokens (chosen here, and added when a step is booked), page tables, and how far each sequence is.
@@ -8,7 +8,7 @@ here: tokens (chosen here, and added when a step is booked), page tables, and ho
                 [.., next_start)    of steps in flight: the next step begins where the last one ends
 
 With proposals the end of a step is not known before it is booked: until then its sequence is *open*, and takes no other step.
-Pages that a window has given back stay in the tables as they were: nobody reads there. A sequence may begin some tokens
+Pages that a window has given back stay in the tables and are never read. A sequence may begin some tokens
 before the end of what is stored of it, where a state has to be made again of them (engine/scheduler.py): see `num_stored`.
 """
 
@@ -34,7 +34,7 @@ class _Seat:
     next_start: int | None = None
     """None: wherever its first step begins, which the prefix cache decides."""
     num_computed: int | None = None
-    """Of steps that are booked; None before the first."""
+    """By booked steps; None before the first."""
     is_open: bool = False
     """A step with proposals is in flight."""
     room: int = 0
@@ -42,7 +42,7 @@ class _Seat:
 
 
 class Slots:
-    """What steps have told."""
+    """The sequences of a runner by slot."""
 
     def __init__(self, limits: Limits, groups: SequenceABC[CacheGroup], num_pages: int, vocab_size: int) -> None:
         self._limits = limits
@@ -82,7 +82,7 @@ class Slots:
                 seat.next_start, seat.num_tokens, seat.is_open = num_computed, sequence.num_tokens, False
 
     def forget_flights(self) -> None:
-        """Steps in flight were dropped: nothing was computed, and what they told stands."""
+        """Steps in flight were dropped: nothing was computed; their admissions and pages stand."""
         for seat in self._seats.values():
             seat.next_start, seat.num_tokens, seat.is_open = seat.num_computed, seat.sequence.num_tokens, False
 

@@ -8,7 +8,7 @@ row n   [ chunk 0 | chunk 1 | ... | chunk k-1 | anything ...... ]      int32, N 
 
 Where a row of a chunk stands for several tokens (cache/compressed.py), the last of them has its slot, and the others none.
 
-Behind a window pages are given back, and entries stay what they were: numbers of chunks that somebody else may have by now.
+Behind a window pages are given back, and entries stay what they were: numbers of chunks that other sequences may have by now.
 
 How entries reach the device, by what each way costs:
 - A copy costs the host some 5 us whatever its length, and 65,536 pages (1M tokens) cross in another 5. So a sequence
@@ -202,7 +202,7 @@ class PageTable:
         return rows
 
     def num_chunks_by_row(self) -> list[dict[int, int]]:
-        """Of each group: how many places of each row are in use; what stands behind them is read by nobody."""
+        """By group: how many places of each row are in use; the rest is never read."""
         sizes = [group.shape.chunks_per_page for group in self.groups]
         rows = self._rows.values()
         return [{own.row: size * own.num_pages[group] for own in rows} for group, size in enumerate(sizes)]
@@ -367,7 +367,7 @@ class BatchBuffers:
         return sequences
 
     def _entry_slots(self, shape: ChunkShape, pages: list[int], start: int, num_rows: int) -> np.ndarray:
-        """Of rows that stand for several tokens: at the last token of each."""
+        """For rows that stand for several tokens: at the last token of each."""
         ratio = shape.tokens_per_row
         slots_T = np.full(num_rows, PADDING_SLOT)
         first, end = start // ratio, (start + num_rows) // ratio
@@ -376,7 +376,7 @@ class BatchBuffers:
         return slots_T
 
     def _slots(self, shape: ChunkShape, pages: list[int], start: int, num_rows: int) -> np.ndarray:
-        """Of the rows of a chunk, which are positions where each stands for one token."""
+        """Rows of a chunk: positions, if each stands for one token."""
         positions = np.arange(start, start + num_rows)
         page_tokens = shape.chunks_per_page * self._page_tokens
         first = start // page_tokens

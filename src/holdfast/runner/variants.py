@@ -29,7 +29,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BuiltVariants:
-    """Runners that are ready, in the order that was asked for."""
+    """Runners that are ready, in the order of the variants."""
 
     runners: tuple[Runner, ...]
     plans: tuple[RunnerPlan, ...]
@@ -64,7 +64,7 @@ def build_variants(
             build.share(first)
         runners = [build.assemble(variant.make_backend) for build, variant in zip(builds, variants, strict=True)]
     except BaseException as error:
-        # Frames that the error has left behind still name tensors, and somebody may keep the error.
+        # The frames of the error still name tensors, and the caller may keep the error.
         traceback.clear_frames(error.__traceback__)
         release()
         refuse_out_of_memory(error, plans[0])

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from holdfast.config import Limits
 from holdfast.distributed.exchange_plan import can_be_captured
 from holdfast.kernels.latent.latent_geometry import compressed_splits
@@ -14,6 +16,7 @@ from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.terms import graph_sizes, mixed_sizes
+from holdfast.runner.assembly import num_sms
 from holdfast.runner.graphs import StepGraphs, warm_rows
 from holdfast.runner.invariance import padded_rows
 from holdfast.runner.runner import Runner
@@ -30,7 +33,7 @@ class WarmUp(NamedTuple):
     spec: ModelSpec
     row_sizes: tuple[int, ...]
     """Row counts that steps are padded to, if products must round alike; empty if any count will do."""
-    num_sms: int
+    device: torch.device
 
     def graphs(self, limits: Limits) -> StepGraphs:
         """Choose the captured sizes, and how many logits each has."""
@@ -47,7 +50,7 @@ class WarmUp(NamedTuple):
     def rows(self, limits: Limits) -> tuple[int, ...]:
         """List row counts whose steps launch every kernel specialization."""
         spec, numbers = self.spec, self.row_sizes or range(1, limits.max_num_batched_tokens + 1)
-        splits = None if spec.compressed is None else partial(_is_split, spec.num_heads, self.num_sms)
+        splits = None if spec.compressed is None else partial(_is_split, spec.num_heads, num_sms(self.device))
         return warm_rows(numbers, spec.experts, splits)
 
 

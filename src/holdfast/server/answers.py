@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from holdfast.request.outputs import CompletionDelta
 from holdfast.server.errors import ApiError, from_exception
+from holdfast.server.fields import SamplingFields
 from holdfast.server.logprobs import ChatLogprobWriter
 from holdfast.server.streams import Answer, EventStream, gathered, merged, new_id, while_connected
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
@@ -112,14 +113,46 @@ class AnswerWriter:
         """Return what was written since the last time."""
         raise NotImplementedError
 
-    def whole(self) -> dict[str, Any]:
-        """Return the complete answer."""
+    def whole(self) -> tuple[dict[str, Any], str | None]:
+        """Return the complete answer, and its text for the log."""
         raise NotImplementedError
 
-    @property
-    def text(self) -> str | None:
-        """Text of the complete answer, for the log."""
-        raise NotImplementedError
+
+class ChunkWriter(AnswerWriter):
+    """Writes OpenAI's older streams: chunks with one choice each, then the usage and [DONE]."""
+
+    def __init__(self, answers: Sequence[Answer], names: dict[str, Any], fields: SamplingFields) -> None:
+        """`names` are the first fields of every chunk."""
+        super().__init__(answers)
+        options = fields.stream_options
+        self.includes_usage = options is not None and bool(options.include_usage)
+        self._is_continuous = self.includes_usage and options is not None and bool(options.continuous_usage_stats)
+        self._head = f'data: {to_json(names)[:-1]},"choices":['
+        self._choices: list[str] = []
+        """Choices that the stream does not have yet."""
+        self._first = ""
+        """Fields of the first chunk only."""
+        self._last = ""
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage so far."""
+        return self.answers[0].counted.usage()
+
+    def take(self) -> str:
+        choices, self._choices = self._choices, []
+        last, self._last = self._last, ""
+        tail = '],"usage":null}\n\n' if self.includes_usage else "]}\n\n"
+        if choices and self._is_continuous:
+            tail = f'],"usage":{json.dumps(self.usage())}}}\n\n'
+        chunks = [f"{self._head}{choice}{tail}" for choice in choices]
+        if chunks and self._first:
+            chunks[0] = f"data: {{{self._first}{chunks[0].removeprefix('data: {')}"
+            self._first = ""
+        return "".join(chunks) + last
+
+    def end(self) -> None:
+        usage = f'{self._head}],"usage":{json.dumps(self.usage())}}}\n\n' if self.includes_usage else ""
+        self._last = f"{usage}data: [DONE]\n\n"
 
 
 class SplitWriter(AnswerWriter):
@@ -210,7 +243,7 @@ async def _whole(opening: Coroutine[Any, Any, AnswerWriter]) -> Response:
                     writer.collect(place, delta)
 
     await gathered([collect(place, answer) for place, answer in enumerate(writer.answers)])
-    body = to_json(writer.whole())
+    value, text = writer.whole()
     if writer.answers[0].record.wants_text:
-        writer.answers[0].record.answer = writer.text
-    return Response(body, media_type="application/json")
+        writer.answers[0].record.answer = text
+    return Response(to_json(value), media_type="application/json")

@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's Messages API, whole or as events."""
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's Messages API; blocks become messages, answers become blocks."""
 
 import asyncio
 from collections.abc import Mapping
@@ -10,14 +10,25 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast.request.outputs import CompletionDelta
+from holdfast.server import anthropic_schemas as blocks
+from holdfast.server import schemas
 from holdfast.server.answers import SplitWriter, arguments_of, respond, to_json
-from holdfast.server.anthropic_input import conversation_of, shows_thinking
-from holdfast.server.anthropic_schemas import CountTokensRequest, MessageRequest
-from holdfast.server.conversations import Chat, Conversation, ToolSetting, plain_message, prepare_chat
+from holdfast.server.anthropic_schemas import CountTokensRequest, InputMessage, MessageRequest
+from holdfast.server.conversations import (
+    Chat,
+    Conversation,
+    ToolChoiceBody,
+    ToolSetting,
+    function_tool,
+    named_choice,
+    plain_message,
+    prepare_chat,
+    thinking_options,
+)
 from holdfast.server.errors import ApiError
 from holdfast.server.fields import SamplingFields
 from holdfast.server.openapi import post
-from holdfast.server.sampling import check_model
+from holdfast.server.sampling import Rule, check_model
 from holdfast.server.service import Service, service_of
 from holdfast.server.streams import Answer, Counted, EventStream, new_id
 from holdfast.server.tokens import chat_tokens
@@ -28,6 +39,10 @@ _STARTS: Mapping[str, Mapping[str, str]] = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
 }
+BILLING = "x-anthropic-billing-header:"
+"""First words of a coding agent's system block for its vendor's accounts. It changes with every request, so it would
+end every cached prefix."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 router = APIRouter(tags=["messages"])
 
 
@@ -83,6 +98,150 @@ async def _opened(request: Request, body: MessageRequest) -> "MessageWriter":
     return MessageWriter(chat, answer, body.model or service.name, shows_thinking=shows_thinking(body))
 
 
+def conversation_of(body: CountTokensRequest) -> Conversation:
+    """Convert a request; ApiError for blocks that their message may not have."""
+    messages: list[schemas.Message] = []
+    system = _joined(body.system)
+    if system:
+        messages.append(schemas.InstructionMessage(role="system", content=system))
+    for index, message in enumerate(body.messages):
+        _append(messages, message, f"messages[{index}]")
+    if isinstance(messages[-1], schemas.AssistantMessage) and messages[-1].tool_calls:
+        place = f"messages[{len(body.messages) - 1}]"
+        raise _misplaced(place, "a tool call without its tool_result", "Add a user message.")
+    choice = body.tool_choice
+    return Conversation(
+        messages=messages,
+        tools=[
+            function_tool({"name": tool.name, "description": tool.description, "parameters": tool.input_schema})
+            for tool in body.tools or ()
+        ],
+        tool_choice=_choice(body),
+        one_call=choice is not None and choice.disable_parallel_tool_use is True,
+        effort=None if body.output_config is None else body.output_config.effort,
+        template_options=_thinking_options(body.thinking),
+        continues=body.messages[-1].role == "assistant",
+        rule=_rule(body),
+        max_tokens=body.max_tokens if isinstance(body, MessageRequest) else None,
+    )
+
+
+def shows_thinking(body: CountTokensRequest) -> bool:
+    """True if the answer contains its thinking: only if the request enables it, even if the model thinks anyway."""
+    thinking = body.thinking
+    return thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
+
+
+def _rule(body: CountTokensRequest) -> Rule | None:
+    """Return the constraint on the answer, under either of its names."""
+    config = body.output_config
+    if config is not None and config.format is not None:
+        return Rule("output_config.format", {"json": config.format.schema_})
+    return None if body.output_format is None else Rule("output_format", {"json": body.output_format.schema_})
+
+
+def _thinking_options(thinking: blocks.ThinkingSetting | None) -> dict[str, object]:
+    """Return the template's options. The default is off, as in Anthropic's API; `adaptive` leaves it to the model."""
+    if thinking is None or thinking.type == "disabled":
+        return thinking_options(False)
+    options = thinking_options(True) if thinking.type == "enabled" else {}
+    return options if thinking.budget_tokens is None else {**options, "thinking_budget": thinking.budget_tokens}
+
+
+def _choice(body: CountTokensRequest) -> ToolChoiceBody:
+    choice = body.tool_choice
+    if choice is None:
+        return None
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
+    if choice.name is None:
+        raise ApiError("http.tool_name_missing", param="tool_choice.name")
+    return named_choice(choice.name)
+
+
+def _joined(content: str | list[blocks.TextBlock] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(block.text for block in content if not block.text.startswith(BILLING))
+
+
+def _append(messages: list[schemas.Message], message: InputMessage, place: str) -> None:
+    if message.role == "assistant":
+        messages.append(_assistant(message, place))
+    elif message.role == "user":
+        _append_user(messages, message, place)
+    else:
+        content = message.content
+        texts = [content] if isinstance(content, str) else []
+        for index, block in enumerate(() if isinstance(content, str) else content):
+            if not isinstance(block, blocks.TextBlock):
+                raise _misplaced(f"{place}.content[{index}]", f"a {block.type} block of the system", "Send text.")
+            texts.append(block.text)
+        messages.append(schemas.InstructionMessage(role="system", content="\n".join(texts)))
+
+
+def _append_user(messages: list[schemas.Message], message: InputMessage, place: str) -> None:
+    """Append tool results as messages of their own, in the order of the blocks, and join the texts between them."""
+    content = message.content or ""
+    texts: list[str] = [content] if isinstance(content, str) else []
+    for index, block in enumerate(() if isinstance(content, str) else content):
+        if isinstance(block, blocks.TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, blocks.ToolResultBlock):
+            _append_text(messages, texts)
+            texts = []
+            result = _joined(block.content)
+            result = f"Error: {result}" if block.is_error else result
+            messages.append(schemas.ToolMessage(role="tool", content=result, tool_call_id=block.tool_use_id))
+        else:
+            raise _misplaced(
+                f"{place}.content[{index}]", f"a {block.type} block of the user", "Send text or tool_result."
+            )
+    _append_text(messages, texts)
+
+
+def _append_text(messages: list[schemas.Message], texts: list[str]) -> None:
+    """Append to the last user message if there is one: many templates need alternating roles."""
+    if not texts:
+        return
+    last = messages[-1] if messages else None
+    if isinstance(last, schemas.UserMessage):
+        assert isinstance(last.content, str), "a user message is one text"
+        last.content = "\n".join([last.content, *texts])
+    else:
+        messages.append(schemas.UserMessage(role="user", content="\n".join(texts)))
+
+
+def _assistant(message: InputMessage, place: str) -> schemas.AssistantMessage:
+    answer = schemas.AssistantMessage(role="assistant")
+    if isinstance(message.content, str):
+        answer.content = message.content
+        return answer
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[schemas.MessageToolCall] = []
+    for index, block in enumerate(message.content):
+        if isinstance(block, blocks.TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, blocks.ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, blocks.ToolUseBlock):
+            function = schemas.CalledFunction(name=block.name, arguments=block.input)
+            calls.append(schemas.MessageToolCall(id=block.id, function=function))
+        elif not isinstance(block, blocks.RedactedThinkingBlock):
+            raise _misplaced(
+                f"{place}.content[{index}]", f"a {block.type} block of the assistant", "Send it as the user."
+            )
+    answer.content = "\n".join(texts) if texts or not calls else None
+    answer.reasoning_content = "\n".join(thoughts) or None
+    answer.tool_calls = calls or None
+    return answer
+
+
+def _misplaced(place: str, what: str, fix: str) -> ApiError:
+    return ApiError("http.misplaced_block", param=place, name=place, what=what, fix=fix)
+
+
 class MessageWriter(SplitWriter):
     """Writes content blocks one after the other; the last is open until the next begins."""
 
@@ -107,13 +266,9 @@ class MessageWriter(SplitWriter):
         self._reasoning: list[str] = []
         self._num_calls = 0
 
-    @property
-    def text(self) -> str:
-        """Return the text blocks that are closed."""
-        return "".join(block["text"] for block in self._message["content"] if block["type"] == "text")
-
-    def whole(self) -> dict[str, Any]:
-        return self._message
+    def whole(self) -> tuple[dict[str, Any], str | None]:
+        texts = [block["text"] for block in self._message["content"] if block["type"] == "text"]
+        return self._message, "".join(texts)
 
     def begin(self) -> None:
         self._write("message_start", f'"message":{to_json(self._message)}')

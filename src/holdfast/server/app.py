@@ -121,7 +121,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     found, record = _api_error(request, error), record_of(request)
     if found.status >= 500:
         log_failure(record, error)
-    record.error = found.public_code or found.kind
+    record.error = found.public_code
     return Response(found.to_json(record.path, record.request_id), found.status, found.headers, "application/json")
 
 

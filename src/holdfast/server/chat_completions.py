@@ -11,15 +11,14 @@ from starlette.responses import Response
 
 from holdfast.engine.outputs import OutputAssembler
 from holdfast.request.outputs import CompletionDelta, CompletionOutput
-from holdfast.server.answers import AnswerText, AnswerWriter, respond, to_json, whole_answer
+from holdfast.server.answers import AnswerText, ChunkWriter, respond, to_json, whole_answer
 from holdfast.server.conversations import Chat, Conversation, prepare_chat
 from holdfast.server.errors import ApiError
-from holdfast.server.fields import SamplingFields
 from holdfast.server.openapi import post
 from holdfast.server.sampling import check_model, rule_of
 from holdfast.server.schemas import ChatCompletionRequest
 from holdfast.server.service import service_of
-from holdfast.server.streams import DONE, Answer, Counted, new_id
+from holdfast.server.streams import Answer, new_id
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta
 
 router = APIRouter(tags=["chat"])
@@ -55,46 +54,19 @@ async def _opened(request: Request, body: ChatCompletionRequest) -> "ChatWriter"
     return ChatWriter(chat, answer, body, body.model or service.name)
 
 
-class ChunkFrame:
-    """Everything of a chunk around its choices; both streams of OpenAI's older endpoints use it."""
-
-    def __init__(self, names: dict[str, Any], fields: SamplingFields) -> None:
-        options = fields.stream_options
-        self.includes_usage = options is not None and bool(options.include_usage)
-        self.is_continuous = self.includes_usage and options is not None and bool(options.continuous_usage_stats)
-        self._head = f'data: {to_json(names)[:-1]},"choices":['
-
-    def chunks(self, choices: Sequence[str], counted: Counted) -> list[str]:
-        """Write one chunk for each choice."""
-        tail = '],"usage":null}\n\n' if self.includes_usage else "]}\n\n"
-        if choices and self.is_continuous:
-            tail = f'],"usage":{json.dumps(counted.usage())}}}\n\n'
-        return [f"{self._head}{choice}{tail}" for choice in choices]
-
-    def last(self, counted: Counted) -> str:
-        """Write the chunk with the usage, if the request wants it, and the end of the stream."""
-        end = f'{self._head}],"usage":{json.dumps(counted.usage())}}}\n\n' if self.includes_usage else ""
-        return end + DONE.decode()
-
-
-class ChatWriter(AnswerWriter):
+class ChatWriter(ChunkWriter):
     """Writes the answers to a conversation, one for each choice."""
 
     def __init__(self, chat: Chat, answer: Answer, body: ChatCompletionRequest, model: str) -> None:
-        super().__init__([answer])
-        self._chat, self._answer, self._body = chat, answer, body
         self._names = {"id": answer.id, "object": "", "created": int(time.time()), "model": model}
-        names = {**self._names, "object": "chat.completion.chunk", "system_fingerprint": None}
-        self._frame = ChunkFrame(names, body)
+        chunk = {**self._names, "object": "chat.completion.chunk", "system_fingerprint": None}
+        super().__init__([answer], chunk, body)
+        self._chat, self._counted, self._body = chat, answer.counted, body
         self._logprobs = chat.logprobs()
         prepared = chat.prepared
         self._streams: list[_ChoiceStream] = []
-        self._choices: list[str] = []
-        self._last = ""
-        self._ids_once = f'"prompt_token_ids":{[*prepared.prompt_token_ids]},' if body.return_token_ids else ""
-        """For the first chunk."""
+        self._first = f'"prompt_token_ids":{[*prepared.prompt_token_ids]},' if body.return_token_ids else ""
         self._assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
-        self._text: str | None = None
 
     def begin(self) -> None:
         self._streams = [_ChoiceStream(at, self._chat, self._body) for at in range(self._chat.prepared.params.n)]
@@ -102,50 +74,35 @@ class ChatWriter(AnswerWriter):
     def add(self, place: int, delta: CompletionDelta) -> None:
         self._choices += self._streams[delta.index].choices(delta)
 
-    def take(self) -> str:
-        choices, self._choices = self._choices, []
-        chunks = self._frame.chunks(choices, self._answer.counted)
-        if chunks and self._ids_once:
-            chunks[0] = f"data: {{{self._ids_once}{chunks[0].removeprefix('data: {')}"
-            self._ids_once = ""
-        last, self._last = self._last, ""
-        return "".join(chunks) + last
-
     def end(self) -> None:
-        counted = self._answer.counted
-        if counted.num_reasoning_tokens is not None and self._frame.includes_usage:
-            counted.num_reasoning_tokens = sum(self._chat.num_tokens(stream.reasoning) for stream in self._streams)
-        self._last = self._frame.last(counted)
+        if self._counted.num_reasoning_tokens is not None and self.includes_usage:
+            num_tokens = sum(self._chat.num_tokens(stream.reasoning) for stream in self._streams)
+            self._counted.num_reasoning_tokens = num_tokens
+        super().end()
 
     def collect(self, place: int, delta: CompletionDelta) -> None:
         self._assembler.add(delta)
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> tuple[dict[str, Any], str | None]:
         outputs = self._assembler.output().outputs
         choices = [self._choice(output) for output in outputs]
-        self._text = choices[0]["message"]["content"]
         value = {
             **self._names,
             "object": "chat.completion",
             "choices": choices,
-            "usage": self._answer.counted.usage(),
+            "usage": self.usage(),
             "system_fingerprint": None,
         }
         if self._body.return_token_ids:
             value["prompt_token_ids"] = [*self._chat.prepared.prompt_token_ids]
             for choice, output in zip(choices, outputs, strict=True):
                 choice["token_ids"] = [*output.token_ids]
-        return value
-
-    @property
-    def text(self) -> str | None:
-        return self._text
+        return value, choices[0]["message"]["content"]
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         whole = whole_answer(self._chat.parser().feed(output.text, is_last=True))
-        counted = self._answer.counted
-        if counted.num_reasoning_tokens is not None:
-            counted.num_reasoning_tokens += self._chat.num_tokens(whole.reasoning)
+        if self._counted.num_reasoning_tokens is not None:
+            self._counted.num_reasoning_tokens += self._chat.num_tokens(whole.reasoning)
         # vLLM's clients read message.reasoning whether or not there is any.
         message: dict[str, Any] = {"role": "assistant", "content": whole.content, "refusal": None, "reasoning": None}
         if whole.reasoning and self._body.include_reasoning is not False:

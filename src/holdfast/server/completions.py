@@ -15,9 +15,8 @@ from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import PromptError, QueueFullError, RequestError
 from holdfast.request.outputs import CompletionDelta, PositionLogprobs, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.server.answers import AnswerWriter, respond, to_json
-from holdfast.server.chat_completions import ChunkFrame
-from holdfast.server.conversations import Salted, cache_salt
+from holdfast.server.answers import ChunkWriter, respond, to_json
+from holdfast.server.conversations import cache_salt
 from holdfast.server.errors import ApiError
 from holdfast.server.logprobs import CompletionLogprobWriter
 from holdfast.server.logs import record_of
@@ -93,13 +92,13 @@ async def _opened(request: Request, body: CompletionRequest) -> "CompletionWrite
         prompt_logprobs=body.logprobs if body.echo else None,
         **({} if rule is None else {"structured_outputs": rule.made()}),
     )
-    prepared = await prepare_prompts(request, body, prompts, params, rule)
+    prepared = await prepare_prompts(request, body.cache_salt, prompts, params, rule)
     name, counted = new_id("cmpl"), Counted()
     names = [name] if len(prepared) == 1 else [f"{name}-{place}" for place in range(len(prepared))]
     answers = [Answer(request, one, own, counted) for own, one in zip(names, prepared, strict=True)]
     form = _Format(bool(body.echo), drops, body.logprobs, service.llm.tokenizer, bool(body.return_token_ids))
     frame = {"id": name, "object": "text_completion", "created": int(time.time()), "model": body.model or service.name}
-    return CompletionWriter(answers, form, frame, ChunkFrame(frame, body))
+    return CompletionWriter(answers, form, frame, body)
 
 
 def _check_count(service: Service, num_prompts: int, n: int) -> None:
@@ -113,14 +112,14 @@ def _check_count(service: Service, num_prompts: int, n: int) -> None:
 
 
 async def prepare_prompts(
-    request: Request, body: Salted, prompts: Sequence[Prompt], params: SamplingParams, rule: Rule | None
+    request: Request, salt: str | None, prompts: Sequence[Prompt], params: SamplingParams, rule: Rule | None
 ) -> list[PreparedRequest]:
     """Validate prompts completely before the first is queued; errors name the prompt."""
-    llm, salt = service_of(request).llm, cache_salt(request, body)
+    llm, own_salt = service_of(request).llm, cache_salt(request, salt)
     prepared: list[PreparedRequest] = []
     for place, prompt in enumerate(prompts):
         try:
-            prepared.append(await llm.prepare(prompt, params, cache_salt=salt))
+            prepared.append(await llm.prepare(prompt, params, cache_salt=own_salt))
         except PromptError as error:
             raise prompt_error(error, "prompt" if len(prompts) == 1 else f"prompt[{place}]") from error
         except RequestError as error:
@@ -133,24 +132,22 @@ async def prepare_prompts(
     return prepared
 
 
-class CompletionWriter(AnswerWriter):
+class CompletionWriter(ChunkWriter):
     """Writes the continuations of all prompts, `n` choices for each."""
 
-    def __init__(self, answers: Sequence[Answer], form: _Format, names: dict[str, Any], frame: ChunkFrame) -> None:
-        super().__init__(answers)
-        self._form, self._names, self._frame = form, names, frame
+    def __init__(
+        self, answers: Sequence[Answer], form: _Format, names: dict[str, Any], body: CompletionRequest
+    ) -> None:
+        super().__init__(answers, names, body)
+        self._form, self._names = form, names
         self._n = n = answers[0].prepared.params.n
         self._streams: list[_ChoiceStream] = []
-        self._choices: list[str] = []
-        self._last = ""
         self._assemblers = [OutputAssembler(one.prepared.prompt, one.prepared.prompt_token_ids, n) for one in answers]
-        self._text = ""
 
-    def _counted(self) -> Counted:
-        counted = self.answers[0].counted
+    def usage(self) -> dict[str, Any]:
         if self._form.drops_answer:
-            counted.num_output_tokens = 0
-        return counted
+            self.answers[0].counted.num_output_tokens = 0
+        return super().usage()
 
     def begin(self) -> None:
         prompts = [answer.prepared for answer in self.answers for _ in range(self._n)]
@@ -163,26 +160,14 @@ class CompletionWriter(AnswerWriter):
             for other in streams[place * n + 1 : (place + 1) * n]:
                 self._choices += other.take_prompt(delta.prompt_logprobs)
 
-    def take(self) -> str:
-        choices, self._choices = self._choices, []
-        last, self._last = self._last, ""
-        return "".join(self._frame.chunks(choices, self._counted())) + last
-
-    def end(self) -> None:
-        self._last = self._frame.last(self._counted())
-
     def collect(self, place: int, delta: CompletionDelta) -> None:
         self._assemblers[place].add(delta)
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> tuple[dict[str, Any], str | None]:
         outputs = [assembler.output() for assembler in self._assemblers]
         choices = [choice for place, output in enumerate(outputs) for choice in self._whole_choices(place, output)]
-        self._text = choices[0]["text"]
-        return {**self._names, "choices": choices, "usage": self._counted().usage(), "system_fingerprint": None}
-
-    @property
-    def text(self) -> str | None:
-        return self._text
+        value = {**self._names, "choices": choices, "usage": self.usage(), "system_fingerprint": None}
+        return value, choices[0]["text"]
 
     def _whole_choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
         prepared, form = self.answers[place].prepared, self._form

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -112,7 +112,7 @@ async def prepare_chat(request: Request, fields: SamplingFields, said: Conversat
         logprobs=said.logprobs,
         **_stops(service, form, fields),
     )
-    salt = cache_salt(request, fields)
+    salt = cache_salt(request, fields.cache_salt)
     try:
         prepared = await service.llm.prepare_chat(
             [plain_message(message, template.source) for message in said.messages],
@@ -176,16 +176,9 @@ async def _constrained(
         raise rule.refused(error) from error
 
 
-class Salted(Protocol):
-    """A request that may restrict with which requests it shares cached prefixes."""
-
-    @property
-    def cache_salt(self) -> str | None: ...
-
-
-def cache_salt(request: Request, fields: Salted) -> str | None:
+def cache_salt(request: Request, given: str | None) -> str | None:
     """Combine the salts of the API key and of the request, so that no request finds prefixes of another key."""
-    own, given = record_of(request).cache_salt, fields.cache_salt
+    own = record_of(request).cache_salt
     if own is None or given is None:
         return given if own is None else own
     # A digest: every character of both counts, and the result is short.

@@ -20,18 +20,10 @@ from holdfast.engine.scoring import Scoring, paired, pooled_of
 from holdfast.errors import PromptError, RequestError
 from holdfast.request.outputs import RequestOutput
 from holdfast.request.pooling import PoolingParams, Vector
+from holdfast.server import embedding_schemas as schemas
 from holdfast.server.answers import to_json
 from holdfast.server.completions import listed_prompts
 from holdfast.server.conversations import cache_salt
-from holdfast.server.embedding_schemas import (
-    EmbeddingRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    PooledFields,
-    RerankRequest,
-    ScoreRequest,
-    TextDocument,
-)
 from holdfast.server.logs import record_of
 from holdfast.server.models import check_tagged_model
 from holdfast.server.openapi import post
@@ -42,20 +34,20 @@ from holdfast.server.streams import Answer, Counted, gathered, new_id, while_con
 router = APIRouter(tags=["embeddings"])
 
 
-@post(router, "/v1/embeddings", EmbeddingRequest, "EmbeddingList")
-async def create_embeddings(request: Request, body: EmbeddingRequest) -> Response:
+@post(router, "/v1/embeddings", schemas.EmbeddingRequest, "EmbeddingList")
+async def create_embeddings(request: Request, body: schemas.EmbeddingRequest) -> Response:
     """Embed texts."""
     return await while_connected(request, _embedded(request, body))
 
 
-@post(router, "/v1/rerank", RerankRequest, "RerankReply")
-async def rerank(request: Request, body: RerankRequest) -> Response:
+@post(router, "/v1/rerank", schemas.RerankRequest, "RerankReply")
+async def rerank(request: Request, body: schemas.RerankRequest) -> Response:
     """Sort documents by how well they answer a query."""
     return await while_connected(request, _reranked(request, body))
 
 
-@post(router, "/v1/score", ScoreRequest, "ScoreList")
-async def score(request: Request, body: ScoreRequest) -> Response:
+@post(router, "/v1/score", schemas.ScoreRequest, "ScoreList")
+async def score(request: Request, body: schemas.ScoreRequest) -> Response:
     """Score pairs of texts."""
     return await while_connected(request, _scored(request, body))
 
@@ -64,23 +56,23 @@ for _path, _endpoint in {"/rerank": rerank, "/v2/rerank": rerank, "/score": scor
     router.add_api_route(_path, _endpoint, methods=["POST"], include_in_schema=False)
 
 
-@post(router, "/api/embed", OllamaEmbedRequest, "OllamaEmbedReply")
-async def ollama_embed(request: Request, body: OllamaEmbedRequest) -> Response:
+@post(router, "/api/embed", schemas.OllamaEmbedRequest, "OllamaEmbedReply")
+async def ollama_embed(request: Request, body: schemas.OllamaEmbedRequest) -> Response:
     """Embed texts, for Ollama's clients."""
     texts = [body.input] if isinstance(body.input, str) and body.input else list(body.input)
     params = PoolingParams(body.dimensions or None, truncate_prompt_tokens=None if body.truncate is False else -1)
     return await while_connected(request, _ollama_embedded(request, body.model, texts, params))
 
 
-@post(router, "/api/embeddings", OllamaEmbeddingsRequest, "OllamaEmbeddingsReply")
-async def ollama_embeddings(request: Request, body: OllamaEmbeddingsRequest) -> Response:
+@post(router, "/api/embeddings", schemas.OllamaEmbeddingsRequest, "OllamaEmbeddingsReply")
+async def ollama_embeddings(request: Request, body: schemas.OllamaEmbeddingsRequest) -> Response:
     """Embed one text; the older endpoint."""
     texts = [body.prompt] if body.prompt else []
     params = PoolingParams(truncate_prompt_tokens=-1)
     return await while_connected(request, _ollama_embedded(request, body.model, texts, params, is_old=True))
 
 
-async def _embedded(request: Request, body: EmbeddingRequest) -> Response:
+async def _embedded(request: Request, body: schemas.EmbeddingRequest) -> Response:
     service = service_of(request)
     check_model(service, body.model)
     params = PoolingParams(body.dimensions, body.normalize, body.truncate_prompt_tokens)
@@ -93,10 +85,12 @@ async def _embedded(request: Request, body: EmbeddingRequest) -> Response:
     return _json(f'{{"object":"list","data":[{data}],{tail[1:]}')
 
 
-async def _reranked(request: Request, body: RerankRequest) -> Response:
+async def _reranked(request: Request, body: schemas.RerankRequest) -> Response:
     service = service_of(request)
     check_model(service, body.model)
-    documents = [document.text if isinstance(document, TextDocument) else document for document in body.documents]
+    documents = [
+        document.text if isinstance(document, schemas.TextDocument) else document for document in body.documents
+    ]
     scoring = _scoring(request, body, [body.query] * len(documents), documents, body.instruction)
     places = {text: f"documents[{place}]" for place, text in reversed(list(enumerate(documents)))}
     scores, counted = await _scores(request, scoring, {**places, body.query: "query"})
@@ -107,12 +101,12 @@ async def _reranked(request: Request, body: RerankRequest) -> Response:
     results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in best]
     for result in results if shows else ():
         given = body.documents[result["index"]]
-        result["document"] = given.model_dump() if isinstance(given, TextDocument) else {"text": given}
+        result["document"] = given.model_dump() if isinstance(given, schemas.TextDocument) else {"text": given}
     names = {"id": new_id("rerank"), "model": body.model or service.name}
     return _json(to_json({**names, "results": results, "usage": _usage(counted)}))
 
 
-async def _scored(request: Request, body: ScoreRequest) -> Response:
+async def _scored(request: Request, body: schemas.ScoreRequest) -> Response:
     service = service_of(request)
     check_model(service, body.model)
     try:
@@ -138,7 +132,7 @@ async def _ollama_embedded(
 ) -> Response:
     service, started = service_of(request), time.monotonic_ns()
     check_tagged_model(service, model)
-    fields, prompts = PooledFields(), list[Prompt](texts)
+    fields, prompts = schemas.PooledFields(), list[Prompt](texts)
     vectors, counted = await _vectors(request, fields, prompts, params, "prompt" if is_old else "input")
     written = await _vector_texts(vectors, False)
     if is_old:
@@ -153,7 +147,7 @@ async def _ollama_embedded(
 
 
 async def _vectors(
-    request: Request, body: PooledFields, inputs: Sequence[Prompt], params: PoolingParams, field: str
+    request: Request, body: schemas.PooledFields, inputs: Sequence[Prompt], params: PoolingParams, field: str
 ) -> tuple[list[Vector], Counted]:
     """Embed every input; all are validated before any runs."""
     llm = service_of(request).llm
@@ -161,9 +155,9 @@ async def _vectors(
     try:
         pooling.check(params)
     except RequestError as error:
-        is_dimensions = error.values.get("name") == "dimensions" or error.asked.startswith("dimensions")
-        raise prompt_error(error, "dimensions" if is_dimensions else "model") from error
-    salt, truncate = cache_salt(request, body), params.truncate_prompt_tokens is not None
+        is_too_large = error.code == "request.dimensions_too_large"
+        raise prompt_error(error, "dimensions" if is_too_large else "model") from error
+    salt, truncate = cache_salt(request, body.cache_salt), params.truncate_prompt_tokens is not None
     prepared: list[PreparedRequest] = []
     for place, prompt in enumerate(inputs):
         name = f"{field}[{place}]" if len(inputs) > 1 else field
@@ -178,14 +172,14 @@ async def _vectors(
 
 
 def _scoring(
-    request: Request, body: PooledFields, first: Sequence[str], second: Sequence[str], instruction: str | None
+    request: Request, body: schemas.PooledFields, first: Sequence[str], second: Sequence[str], instruction: str | None
 ) -> Scoring:
     try:
         return service_of(request).llm.scoring(
             first,
             second,
             instruction=instruction,
-            cache_salt=cache_salt(request, body),
+            cache_salt=cache_salt(request, body.cache_salt),
             truncate=body.truncate_prompt_tokens is not None,
             priority=body.priority or 0,
         )

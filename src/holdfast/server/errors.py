@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, Final, Literal, Self
 
-from holdfast.errors import LEGACY_CODE, EngineDeadError, HoldfastError, QueueFullError, RequestError
+from holdfast.errors import EngineDeadError, HoldfastError, QueueFullError, RequestError
 
 Dialect = Literal["openai", "anthropic", "ollama"]
 _TABLE: Final = tomllib.loads(resources.files("holdfast").joinpath("data", "http_errors.toml").read_text("utf-8"))
@@ -41,7 +41,7 @@ class ApiError(HoldfastError):
 
     def _answer_by(self, row: Sequence[Any]) -> None:
         self.status: int = row[0]
-        self.public_code: str | None = row[1] if len(row) > 1 else self.code
+        self.public_code: str = row[1] if len(row) > 1 else self.code
         """`code` of the body."""
 
     def reword(self, text: str) -> Self:
@@ -79,8 +79,6 @@ class ForwardedError(ApiError):
     def __init__(self, error: HoldfastError, row: str, param: str | None, headers: Mapping[str, str] | None) -> None:
         super().__init__(error.code, param=param, headers=headers, **error.values)
         self._answer_by(ANSWERS.get(error.code) or ANSWERS[row])
-        if self.public_code == LEGACY_CODE:
-            self.public_code = None
         self.reword(str(error))
 
 

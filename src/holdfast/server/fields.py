@@ -18,16 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from holdfast.request.sampling_params import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_STOP_STRING_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
+from holdfast.request import sampling_params as limits
 from holdfast.server.bodies import Body
 
 MAX_TEXT_CHARS = 8 * 2**20
@@ -40,23 +31,23 @@ MAX_PROMPT_TOKENS = 2**21
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def refuse(words: str) -> PydanticCustomError:
-    """Make an error whose message is exactly `words`, braces included."""
-    return PydanticCustomError("refused", "{words}", {"words": words})
+def refuse(message: str) -> PydanticCustomError:
+    """Make an error with exactly this message, braces included."""
+    return PydanticCustomError("refused", "{message}", {"message": message})
 
 
 class Refused:
     """The type of a known field that is not implemented: accepts null and the values that change nothing."""
 
-    def __init__(self, words: str, *accepted: object) -> None:
-        self._words = words
+    def __init__(self, message: str, *accepted: object) -> None:
+        self._message = message
         self._accepted = accepted
 
     def check(self, value: object) -> object:
         """Return the value if it changes nothing."""
         if value is None or any(type(value) is type(same) and value == same for same in self._accepted):
             return value
-        raise refuse(self._words)
+        raise refuse(self._message)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:  # noqa: ANN401
         return core_schema.no_info_plain_validator_function(self.check)
@@ -64,7 +55,7 @@ class Refused:
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"enum": [None, *self._accepted], "description": self._words}
+        return {"enum": [None, *self._accepted], "description": self._message}
 
 
 @cache
@@ -116,11 +107,13 @@ PLAIN_IDS = WrapValidator(_plain_ids)
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT), WHOLE]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True), PLAIN_IDS]
 TokenPrompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True), PLAIN_IDS]
-AllowedIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True), PLAIN_IDS]
+AllowedIds = Annotated[
+    list[TokenId], Field(min_length=1, max_length=limits.MAX_ALLOWED_TOKEN_IDS, fail_fast=True), PLAIN_IDS
+]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT), WHOLE]
 Natural = Annotated[int, Field(ge=0, le=MAX_INT), WHOLE]
 NaturalOrMinusOne = Annotated[int, Field(ge=-1, le=MAX_INT), WHOLE]
-NumTop = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE]
+NumTop = Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS), WHOLE]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE]
 Priority = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT, description="Lower runs first."), WHOLE]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -133,12 +126,12 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 Description = Annotated[str, Field(max_length=2**16)]
 SchemaName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/$@-]{1,128}$")]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
-Stops = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+StopString = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_STRING_CHARS)]
+Stops = StopString | Annotated[list[StopString], Field(max_length=limits.MAX_STOP_STRINGS)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Biases = Annotated[
     dict[BiasKey, Annotated[Number, Field(ge=-100, le=100)]],
-    Field(max_length=MAX_LOGIT_BIASES, json_schema_extra=CLOSED),
+    Field(max_length=limits.MAX_LOGIT_BIASES, json_schema_extra=CLOSED),
 ]
 Pattern = Annotated[str, Field(min_length=1, max_length=4096)]
 Choices = Annotated[list[Pattern], Field(min_length=1, max_length=1024)]
@@ -179,7 +172,7 @@ class SamplingFields(Body):
     """Sampling options: OpenAI's names, and those that vLLM adds."""
 
     model: ServedModel = None
-    n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
+    n: Annotated[int, Field(ge=1, le=limits.MAX_N), WHOLE] | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: NaturalOrMinusOne | None = None
@@ -190,8 +183,8 @@ class SamplingFields(Body):
     logit_bias: Biases | None = None
     seed: Seed | None = None
     stop: Stops | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=limits.MAX_BAD_WORDS)] | None = None
     allowed_token_ids: AllowedIds | None = None
     ignore_eos: bool | None = None
     min_tokens: Natural | None = None

@@ -82,7 +82,7 @@ class RecordGuard:
                 log_failure(record, error)
             if not is_over:
                 found = ApiError("http.cut_while_draining") if is_cut else from_exception(error)
-                record.error = found.public_code or found.kind
+                record.error = found.public_code
                 if not record.status:
                     await answer(send_named, found, scope)
                 elif is_stream:  # one more piece; another body stays cut
@@ -211,7 +211,7 @@ async def answer(send: Send, error: ApiError, scope: Mapping[str, Any]) -> None:
     record = scope.get(RECORD)
     request_id = ""
     if isinstance(record, RequestRecord):
-        record.error = error.public_code or error.kind
+        record.error = error.public_code
         request_id = record.request_id
     body = error.to_json(scope["path"], request_id)
     headers = [

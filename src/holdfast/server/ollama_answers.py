@@ -75,7 +75,7 @@ async def _opened(request: Request, body: OllamaRequest) -> "OllamaWriter":
             raise ApiError("http.raw_system")
         made = {} if rule is None else {"structured_outputs": rule.made()}
         params = sampling_params(service, fields, max_tokens=max_tokens, logprobs=num_top, **made)
-        [prepared] = await prepare_prompts(request, fields, [body.prompt or ""], params, rule)
+        [prepared] = await prepare_prompts(request, None, [body.prompt or ""], params, rule)
     else:
         tools = (body.tools or ()) if isinstance(body, OllamaChatRequest) else ()
         messages = read_messages(body)
@@ -189,7 +189,6 @@ class OllamaWriter(SplitWriter):
         """The call whose arguments are incomplete."""
         self._num_calls = 0
         self._last: CompletionDelta | None = None
-        self._text = ""
 
     def add_piece(self, piece: AnswerDelta) -> None:
         if isinstance(piece, ToolCallDelta):
@@ -223,15 +222,11 @@ class OllamaWriter(SplitWriter):
     def end(self) -> None:
         self._written.append(self._line({**self._said("", "", []), **self._times()}))
 
-    def whole(self) -> dict[str, Any]:
-        self._text = "".join(text for text, _, _ in self._pieces)
+    def whole(self) -> tuple[dict[str, Any], str | None]:
+        content = "".join(text for text, _, _ in self._pieces)
         thinking = "".join(text for _, text, _ in self._pieces)
         calls = [call for _, _, some in self._pieces for call in some]
-        return self._object({**self._said(self._text, thinking, calls), **self._times()})
-
-    @property
-    def text(self) -> str:
-        return self._text
+        return self._object({**self._said(content, thinking, calls), **self._times()}), content
 
     def _said(self, content: str, thinking: str, calls: list[WholeCall]) -> dict[str, Any]:
         said: dict[str, Any] = {"thinking": thinking} if thinking else {}

@@ -3,7 +3,6 @@
 The files contain no secrets and no data, so they need no API key; the page's own requests do.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -49,31 +48,22 @@ HEADERS = {
 router = APIRouter(include_in_schema=False)
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    """One file with its headers."""
-
-    content: bytes
-    media_type: str
-    etag: str
-
-
 @cache
-def page_file(name: str) -> PageFile:
-    """Read a file once: an upgrade of a running server must not mix two versions."""
+def page_file(name: str) -> tuple[bytes, str]:
+    """Read a file and its ETag once: an upgrade of a running server must not mix two versions."""
     content = (files("holdfast.server") / FOLDER / name).read_bytes()
-    media_type = MEDIA_TYPES[name[name.rindex(".") :]]
-    return PageFile(content, media_type, f'"{sha256(content).hexdigest()[:32]}"')
+    return content, f'"{sha256(content).hexdigest()[:32]}"'
 
 
 async def send_page(request: Request) -> Response:
     """Return the file of this path; 304 if the browser has it."""
-    file = page_file(PATHS[request.url.path])
-    headers = HEADERS | {"ETag": file.etag}
+    name = PATHS[request.url.path]
+    content, etag = page_file(name)
+    headers = HEADERS | {"ETag": etag}
     known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-    if file.etag in known:
+    if etag in known:
         return Response(status_code=304, headers=headers)
-    return Response(file.content, media_type=file.media_type, headers=headers)
+    return Response(content, media_type=MEDIA_TYPES[name[name.rindex(".") :]], headers=headers)
 
 
 for _path in PATHS:

@@ -151,16 +151,12 @@ class ResponseWriter(SplitWriter):
         """Text of the last reasoning tokens."""
         self._number = 0
 
-    @property
-    def text(self) -> str:
-        return self._said("message")
-
     def _said(self, kind: str) -> str:
         whole = [item["content"][0]["text"] for item in self._items if item["type"] == kind and item is not self._open]
         return "".join(whole + (self._texts if self._open is not None and self._open["type"] == kind else []))
 
-    def whole(self) -> dict[str, Any]:
-        return self._frame
+    def whole(self) -> tuple[dict[str, Any], str | None]:
+        return self._frame, self._said("message")
 
     def begin(self) -> None:
         self._write("response.created", response=self._frame)

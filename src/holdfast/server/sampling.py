@@ -1,6 +1,5 @@
 """Fields of a request as SamplingParams, the constraint on its answer, and errors that name the field."""
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,6 @@ from holdfast.server.fields import SamplingFields
 from holdfast.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat
 from holdfast.server.service import Service
 
-CONTEXT = re.compile(r"the context holds (\d+)")
-LEADING_NAME = re.compile(r"(?:\d+ )?([a-z_]+)(?![a-z_])")
 SMALLEST_TOP_P = 1e-6
 """OpenAI's top_p = 0 keeps only the most likely token."""
 _SAME_NAMES = (
@@ -101,18 +98,12 @@ def sampling_params(
 def field_of(error: RequestError) -> str | None:
     """Return the sampling field that an error names."""
     name = error.values.get("name")
-    if name is None:
-        match = LEADING_NAME.match(error.asked)
-        name = match[1] if match is not None else None
     return name if isinstance(name, str) and name in SamplingFields.model_fields else None
 
 
 def prompt_error(error: RequestError, param: str) -> ApiError:
-    """Return an error of a prompt with its field; a prompt that is too long in the words that clients look for."""
-    match = CONTEXT.match(error.has)
-    if match is not None:
-        found = from_exception(error, param)
-        found.public_code = "context_length_exceeded"
-        limit = f"this model's maximum context length is {match[1]} tokens, the answer included"
-        return found.reword(f"{error.asked}; {limit}; shorten it")
-    return from_exception(error, param)
+    """Return an error of a prompt with its field; one that is too long also has the words that clients look for."""
+    found = from_exception(error, param)
+    if found.public_code == "context_length_exceeded":
+        found.hinting(f"This model's maximum context length is {error.values['maximum']} tokens, the answer included.")
+    return found

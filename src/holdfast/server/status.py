@@ -29,6 +29,11 @@ IDLE_SECONDS: Final = 1.0
 """... and the longest, while nothing changes."""
 METRICS_WAIT_SECONDS: Final = 0.1
 MAX_REQUESTS_SHOWN: Final = 256
+TOTALS: Final = (
+    *("running", "waiting", "prompt_tokens", "output_tokens", "preemptions", "requests"),
+    *("prefix_query_tokens", "prefix_hit_tokens", "steps"),
+)
+REQUEST_COUNTS: Final = ("prompt_tokens", "output_tokens", "computed_tokens", "cached_tokens", "preemptions")
 _EVENTS: Final = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
@@ -146,17 +151,7 @@ def map_facts(service: Service, seen: MemoryMap | None) -> dict[str, object]:
         "state": service.state,
         "trouble": trouble(service),
         "time": time.time(),
-        "totals": {
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
-            "prompt_tokens": stats.num_prompt_tokens,
-            "output_tokens": stats.num_output_tokens,
-            "preemptions": stats.num_preemptions,
-            "requests": stats.num_requests,
-            "prefix_query_tokens": stats.num_prefix_query_tokens,
-            "prefix_hit_tokens": stats.num_prefix_hit_tokens,
-            "steps": stats.num_steps,
-        },
+        "totals": {name: getattr(stats, f"num_{name}") for name in TOTALS},
         "processes": resident_bytes(service.llm),
         "responses": {
             "kept": len(service.responses),
@@ -196,11 +191,7 @@ def _request_facts(one: RequestPages) -> dict[str, object]:
         "id": one.request_id,
         "index": one.index,
         "state": state,
-        "prompt_tokens": one.num_prompt_tokens,
-        "output_tokens": one.num_output_tokens,
-        "computed_tokens": one.num_computed_tokens,
-        "cached_tokens": one.num_cached_tokens,
-        "preemptions": one.num_preemptions,
+        **{name: getattr(one, f"num_{name}") for name in REQUEST_COUNTS},
         "priority": one.priority,
         "pages": list(one.pages),
         "age_seconds": round(one.age_seconds, 3),

@@ -25,7 +25,6 @@ from holdfast.server.errors import ApiError, from_exception, is_our_fault
 from holdfast.server.logs import RequestRecord, record_of
 from holdfast.server.service import Service, service_of
 
-DONE = b"data: [DONE]\n\n"
 PING_SECONDS = 10.0
 _HEADERS = [
     (b"cache-control", b"no-cache"),
@@ -117,7 +116,7 @@ def _is_impossible(params: SamplingParams, error: str) -> bool:
         return True
     return (
         allowed is not None or (form is not None and bool(params.bad_words))
-    ) and "no token could be chosen" in error
+    ) and "no token could be sampled" in error
 
 
 async def merged(
@@ -260,6 +259,6 @@ class EventStream(Response):
 
     async def _write_last(self, send: Send, error: ApiError) -> None:
         """Write an error as the last event of an answer that has started."""
-        self._record.error = error.public_code or error.kind
+        self._record.error = error.public_code
         body = error.to_event(self._record.path, self._record.request_id)
         await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.attention import dequantize
 from holdfast.kernels.attention.dequantize import (
     fast_exp2,
@@ -63,6 +64,7 @@ def expected_parts(heads: QuantizedHeads, what: str, bits: int) -> torch.Tensor:
     return decode(heads, bits, HEAD_DIM)[:, part_dims(num_parts, HEAD_DIM)].transpose(0, 1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
 def test_every_code_lies_at_every_place_of_what_is_tried(what, bits):
@@ -96,18 +98,18 @@ def test_words_are_a_float16_twice(number, sign):
     assert int(dequantize.fp16_twice(number), 16) == int(f16_word([number, number]))
 
 
-@pytest.mark.parametrize("number", [CUBIC_4_BITS, CUBIC_3_BITS, 1.0, -519.5, -515.5])
+@for_each("number", [CUBIC_4_BITS, CUBIC_3_BITS, 1.0, -519.5, -515.5])
 def test_constants_are_what_float16_holds(number):
     assert int(dequantize.fp16_twice(number), 16) == int(f16_word([number, number]))
     assert float(torch.tensor(number).half()) == number
 
 
-@pytest.mark.parametrize("number", [LATENT_STEP, -23.5 * LATENT_STEP, -263.5 * LATENT_STEP])
+@for_each("number", [LATENT_STEP, -23.5 * LATENT_STEP, -263.5 * LATENT_STEP])
 def test_constants_of_latents_are_what_float16_holds(number):
     assert float(torch.tensor(number).half()) == number
 
 
-def test_the_assembler_of_latents_makes_every_code_at_every_place():
+def test_latent_assembler_decodes_every_code_everywhere():
     """Every word of four codes, beside another."""
     words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     words = torch.stack((words, words.flip(0)), dim=1).contiguous()
@@ -130,7 +132,7 @@ def from_f16(words: list[np.ndarray]) -> torch.Tensor:
     return torch.stack([torch.from_numpy(word.view(np.float16)).float() for word in words])
 
 
-@pytest.mark.parametrize("bits", [4, 3])
+@for_each("bits", [4, 3])
 def test_the_assembler_looks_keys_up(bits):
     heads = any_heads("keys", bits)
     codes = heads.codes_XB.numpy()
@@ -152,7 +154,7 @@ def test_the_assembler_looks_both_halves_of_keys_up():
     assert torch.equal(torch.cat((from_e4m3(out[:4]), from_e4m3(out[4:])), -1), expected_parts(heads, "keys", 3))
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3])
+@for_each("bits", [8, 4, 3])
 def test_the_assembler_computes_values(bits):
     heads = any_heads("values", bits)
     words = [heads.codes_XB.numpy()]
@@ -246,6 +248,7 @@ def run_parts(what: str, bits: int, device: torch.device, halved: bool = False) 
     return out.cpu(), heads
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
 def test_parts_are_the_numbers_of_the_codebook_to_the_bit(device, what, bits):
@@ -265,6 +268,7 @@ def _upper_kernel(p_upper, p_out, COLUMNS: constexpr):
     tl.store(p_out + o_c[:, None], upper_columns(p_upper, o_c))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
 def test_the_table_tells_columns_of_the_upper_half(device, head_dim, dtype):
@@ -283,7 +287,7 @@ def _power_kernel(p_x, p_exp2, p_log2, BLOCK: constexpr, PLAIN: constexpr):
 
 
 def test_powers_and_logarithms(device):
-    """Of all that weights and scales are made of: a score of nothing weighs nothing, and a scale of zero is bounded."""
+    """exp2 of -inf is 0, and log2 of a zero scale is bounded."""
     infinity = float("inf")
     x = torch.tensor([-infinity, -200, -126, -24.5, -1, -(2.0**-24), 0, 2.0**-24, 0.3, 1, 24, 38.25, 127, 3, 5, 7])
     exp2, log2 = torch.full((2, 16), float("nan"), device=device)

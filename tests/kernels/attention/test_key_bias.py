@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows, make_key_turns
 from holdfast.kernels.geometry import BLOCK_TOKENS, key_bias_spec, key_turns_specs
 from kernels.exactness import random, same_bits
@@ -36,6 +37,7 @@ def turned(bias_KD: torch.Tensor, positions: torch.Tensor, frequency_C: torch.Te
     return torch.cat((turned_KLC.real, turned_KLC.imag), dim=-1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
 @pytest.mark.parametrize("max_model_len", LENGTHS)
 def test_rows_are_the_bias_turned_by_its_position(head_dim, max_model_len):
@@ -50,7 +52,7 @@ def test_rows_are_the_bias_turned_by_its_position(head_dim, max_model_len):
         assert float(error.max()) < tolerance, f"{dtype=} {float(error.max())=}"
 
 
-def test_a_pair_that_turns_slowly_is_held_much_better_than_half_precision_holds_it():
+def test_slow_pair_is_more_exact_than_half_precision():
     """What differs from token to token counts, and not the size of the bias."""
     frequency = torch.tensor([1e-3, 1e-5])
     turns = make_key_turns(frequency, 1.0, 4096, torch.float16, "cpu")
@@ -73,6 +75,7 @@ def test_any_positions_in_any_order():
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("max_model_len", LENGTHS)
 def test_bytes_are_those_that_a_plan_counts(max_model_len, dtype):
@@ -119,13 +122,13 @@ def test_every_head_dim(device, head_dim, bits):
         judge(with_bias(quantized_step((bits, 4), [(65, 1)], head_dim, group=2), 1.0), cut, device)
 
 
-@pytest.mark.parametrize("group", [1, 3, 8, 9], ids=lambda group: f"{group} queries a key")
+@for_each("group", [1, 3, 8, 9])
 def test_every_grouping(device, group):
     step = with_bias(quantized_step((4, 4), [(62, 3), (67, 1)], 16, group, num_kv_heads=2), 1.0)
     judge(step, [SMALL, HALVES], device)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 16, 64, 128], ids=lambda size: f"pages of {size}")
+@for_each("page_tokens", [1, 16, 64, 128])
 def test_every_page_size(device, page_tokens):
     """Blocks of tokens have their rotations, wherever pages end."""
     judge(with_bias(quantized_step((3, 4), [(139, 1)], 32, page_tokens=page_tokens), 1.0), HALVES, device)

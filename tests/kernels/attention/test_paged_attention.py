@@ -5,6 +5,7 @@ import random as chance
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.paged_attention import Scoring, paged_attention, paged_attention_reference
 from kernels.exactness import assert_as_exact_as_torch, island, num_threads, random, same_bits
 from kernels.paged_cases import PagedCase, paged_case
@@ -20,7 +21,7 @@ def judge(case: PagedCase) -> None:
     assert_as_exact_as_torch(out, case.run(paged_attention_reference), case.exact(), magnitude=4.0)
 
 
-@pytest.mark.parametrize("head_dim", [2, 16, 24, 64, 80, 96, 128, 256], ids=lambda size: f"D{size}")
+@for_each("head_dim", [2, 16, 24, 64, 80, 96, 128, 256])
 def test_every_head_dim(head_dim):
     judge(paged_case(MIXED, head_dim=head_dim))
 
@@ -32,7 +33,7 @@ def test_every_grouping(group, num_kv_heads):
     judge(paged_case([(0, 5), (70, 1), (60, 9)], group=group, num_kv_heads=num_kv_heads))
 
 
-@pytest.mark.parametrize("page_tokens", [1, 4, 16, 256], ids=lambda size: f"pages of {size}")
+@for_each("page_tokens", [1, 4, 16, 256])
 def test_every_page_size(page_tokens):
     judge(paged_case(MIXED, page_tokens=page_tokens))
 
@@ -44,13 +45,13 @@ def test_every_window(window, group):
     judge(paged_case([*MIXED, (190, 1), (120, 70)], window=window, group=group))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 127, 128, 129, 1000])
+@for_each("num_tokens", [1, 2, 63, 64, 65, 127, 128, 129, 1000])
 def test_every_length(num_tokens):
     judge(paged_case([(num_tokens - 1, 1)], page_tokens=16))
     judge(paged_case([(max(0, num_tokens - 70), min(70, num_tokens))], page_tokens=16))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@for_each("seed", range(16))
 def test_random_steps(seed):
     dice = chance.Random(seed)
     rows = [
@@ -79,8 +80,8 @@ def test_scores_too_far_apart_for_float32_pick_one_token():
     assert_as_exact_as_torch(out, case.run(paged_attention_reference), case.exact(), magnitude=1e5)
 
 
-@pytest.mark.parametrize(
-    ("group", "head_dim", "window"),
+@for_each(
+    "group, head_dim, window",
     [(1, 16, None), (3, 24, None), (7, 16, 5), (3, 64, 64), (3, 16, 100), (71, 16, None), (1, 80, 1)],
 )
 def test_any_chunking_gives_the_same_bits(group, head_dim, window):
@@ -105,8 +106,8 @@ def test_any_chunking_gives_the_same_bits(group, head_dim, window):
             assert same_bits(out, expected[start:end]), f"{chunk=} {start=}"
 
 
-@pytest.mark.parametrize("window", [None, 5, 64])
-def test_any_company_and_order_give_the_same_bits(window):
+@for_each("window", [None, 5, 64])
+def test_rows_in_any_batch_and_order_have_the_same_bits(window):
     case = paged_case(MIXED, group=3, window=window)
     expected = case.run(paged_attention)
     dice = chance.Random(0)
@@ -121,7 +122,7 @@ def test_any_company_and_order_give_the_same_bits(window):
                     assert same_bits(out[rows], expected[rows]), f"{threads=} {order=} {index=}"
 
 
-@pytest.mark.parametrize("page_tokens", [1, 2, 16, 256], ids=lambda size: f"pages of {size}")
+@for_each("page_tokens", [1, 2, 16, 256])
 def test_any_page_order_and_size_give_the_same_bits(page_tokens):
     expected = paged_case(MIXED, page_tokens=4).run(paged_attention)
     for seed in (0, 1):
@@ -136,6 +137,7 @@ def test_any_page_order_and_size_give_the_same_bits(page_tokens):
         assert same_bits(other.run(paged_attention), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("group", [1, 3, 71])
 @pytest.mark.parametrize("head_dim", [2, 16, 24])
 @pytest.mark.parametrize("window", [None, 5])
@@ -167,8 +169,8 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, group, head_di
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_query_that_is_not_finite_stays_in_its_row(bad):
+@for_each("bad", [float("nan"), float("inf")])
+def test_query_not_finite_stays_in_its_row(bad):
     case = paged_case([(0, 7), (66, 1)])
     clean = case.run(paged_attention)
     for row in range(8):
@@ -181,10 +183,11 @@ def test_a_query_that_is_not_finite_stays_in_its_row(bad):
         assert same_bits(out[others], clean[others])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("plane", ["k_plane", "v_plane"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("position", [3, 63, 64, 80, 89])
-def test_a_token_that_is_not_finite_reaches_only_later_rows_of_its_own_sequence(plane, bad, position):
+def test_token_not_finite_reaches_later_rows_of_its_sequence(plane, bad, position):
     """Earlier rows may be shared as a cached prefix, so a later token must not touch them."""
     case = paged_case([(0, 90), (80, 1), (0, 30)], group=3)
     clean = case.run(paged_attention)
@@ -196,7 +199,7 @@ def test_a_token_that_is_not_finite_reaches_only_later_rows_of_its_own_sequence(
     assert not out[position].isfinite().all()
 
 
-def test_the_window_hides_what_it_has_passed():
+def test_window_hides_older_tokens():
     case = paged_case([(99, 1), (50, 40)], window=8)
     clean = case.run(paged_attention)
     for index, first_seen in ((0, 92), (1, 43)):
@@ -222,7 +225,7 @@ def test_planes_that_are_not_float32_run_in_torch():
 @pytest.mark.parametrize(
     "function", [paged_attention, paged_attention_reference], ids=lambda function: function.__name__
 )
-def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, function):
+def test_out_changes_only_where_the_result_is(guarded_host, function):
     case = paged_case([(0, 9), (30, 1)])
     pages, sequences = case.tables()
     arguments = (case.q, case.k_plane, case.v_plane, pages, sequences, case.page_tokens, Scoring(case.scale))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.quantized_attention import (
     large_shape,
@@ -44,7 +45,7 @@ pytestmark = QUIET
 SMALL, LARGE, HALVES = Cut(), Cut(large=True), Cut(splits=2)
 
 
-@pytest.mark.parametrize("bits", [(8, 4), (3, 3)], ids=str)
+@for_each("bits", [(8, 4), (3, 3)])
 def test_decode_prefill_and_padding_in_one_step(device, bits):
     rows = [(63, 1), (0, 12), (10, 2), (64, 1), (150, 9)]
     step = quantized_step(bits, rows, 32, group=4, num_kv_heads=2)
@@ -75,7 +76,7 @@ def test_any_step(device, data):
 @pytest.mark.each_value
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)], ids=["as they are", "rotated"])
-def test_rows_that_are_merged_are_those_that_are_not(device, bits, large):
+def test_merged_rows_equal_unsplit_rows(device, bits, large):
     """Straight to the output, or as partial results: of one range that has all, and of several."""
     step = quantized_step(bits, [(190, 2)], 80, group=3)
     direct = run_tiles(step, cut_tiles(step, [Cut(large)]), device)
@@ -85,7 +86,7 @@ def test_rows_that_are_merged_are_those_that_are_not(device, bits, large):
             assert_near(run_tiles(step, tiles, device)[:2], direct.double(), step)
 
 
-@pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (3, 2), (7, 1), (9, 1)], ids=str)
+@for_each("group, num_kv_heads", [(1, 1), (3, 2), (7, 1), (9, 1)])
 def test_every_number_of_heads_is_merged(device, group, num_kv_heads):
     """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
     assert MERGED_HEADS < 9
@@ -93,15 +94,15 @@ def test_every_number_of_heads_is_merged(device, group, num_kv_heads):
         judge(quantized_step((4, 4), [(70, 1)], 48, group, num_kv_heads), HALVES, device, num_padding)
 
 
-@pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
+@for_each("num_padding", [0, MERGE_BY_HEAD_ROWS])
 def test_more_splits_than_are_merged_at_once(device, num_padding):
     """Most of them empty: nothing at first is not the end of it."""
     for bounds in (17 * (0,), (64, *(20 * (128,)))):
         judge(quantized_step((4, 4), [(70, 1)], 16, group=2), Cut(bounds=bounds), device, num_padding)
 
 
-@pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
-def test_a_peak_in_the_last_of_many_splits_rescales_what_was_merged_before_it(device, num_padding):
+@for_each("num_padding", [0, MERGE_BY_HEAD_ROWS])
+def test_peak_in_the_last_split_rescales_earlier_splits(device, num_padding):
     """Those between are empty, so that only the first and the last count: 16 are merged at once."""
     step = peaked_step(4, 2 * BLOCK_TOKENS, gap=5, peak=2 * BLOCK_TOKENS - 1)
     judge(step, Cut(bounds=17 * (BLOCK_TOKENS,)), device, num_padding)
@@ -124,8 +125,8 @@ def test_programs_beyond_the_work_do_nothing(device):
     assert same_bits(run_tiles(step, tiles, device, num_sms=3), expected)
 
 
-def test_kernels_that_were_captured_and_have_no_work_change_nothing(device):
-    """A graph launches all of them; the numbers of tiles decide. Rows without a tile are padding, or somebody else's."""
+def test_captured_kernels_without_work_change_nothing(device):
+    """A graph launches all of them; the numbers of tiles decide. Rows without a tile are padding."""
     planes = make_planes(4, 4, 1, 16, 16, 1, torch.float16, device)
     planes = replace(planes, rotation_DD=rotation_table(16, torch.float16, device))
     q, table = random(4, 2, 16).to(device, torch.float16), torch.zeros(1, 1, dtype=torch.int32, device=device)
@@ -140,8 +141,8 @@ def test_kernels_that_were_captured_and_have_no_work_change_nothing(device):
         assert same_bits(out[[1, 3]].cpu(), torch.zeros(2, 32, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("cut", [SMALL, Cut(splits=3), LARGE], ids=["small", "split", "large"])
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, cut):
+@for_each("cut", [SMALL, Cut(splits=3), LARGE])
+def test_row_in_any_batch_is_equal_to_the_bit(device, cut):
     """Its own tiles given, and steps of many rows: few take a merge of another shape. Pages may lie elsewhere."""
     step = quantized_step((4, 4), [(130, 1), (30, 2), (64, 2), (9, 1)], 16, group=2)
     whole = run_tiles(step, cut_tiles(step, 4 * [cut], MERGE_BY_HEAD_ROWS), device, num_sms=2)
@@ -179,6 +180,7 @@ def test_the_reference_is_attention_over_what_is_stored(key_bits, value_bits):
             torch.testing.assert_close(out[row].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16, 64, 71, 128])
 def test_tiles_fill_the_operands_and_no_more(group, key_bits, value_bits):
@@ -202,7 +204,7 @@ def test_steps_of_many_rows_take_kernels_of_one_shape():
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time(device):
+def test_repeated_launches_give_the_same_bits(device):
     step = quantized_step((4, 4), [(3000, 1), (0, 300), (1500, 140)], 128, 8, page_tokens=64, dtype=torch.bfloat16)
     tiles = cut_tiles(step, [Cut(splits=30), LARGE, Cut(large=True, splits=4)])
     expected = run_tiles(step, tiles, device, num_sms=132)

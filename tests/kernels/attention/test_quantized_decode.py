@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.quantized_attention import quantized_geometry
 from kernels.exactness import same_bits
 from kernels.quantized_kv_cases import (
@@ -31,6 +32,7 @@ CODERS = pytest.mark.parametrize("bits", [8, 4, 3], ids=lambda bits: f"{bits} bi
 """Every way to take keys and values apart once."""
 
 
+@pytest.mark.each_value
 @DTYPES
 @FORMATS
 def test_every_format(device, key_bits, value_bits, dtype):
@@ -55,7 +57,7 @@ def test_decode_in_float32_matches_reference(device, head_dim, key_bits, value_b
     judge(step, SMALL, device)
 
 
-@pytest.mark.parametrize("group", [1, 3, 8, 9, 71], ids=lambda group: f"{group} queries a key")
+@for_each("group", [1, 3, 8, 9, 71])
 def test_every_grouping(device, group):
     """Also those that leave columns of a tile empty, and those that are wider than one instruction."""
     rows = quantized_geometry(group, 1, 4, 4).small_rows
@@ -65,13 +67,13 @@ def test_every_grouping(device, group):
     judge(step, [SMALL, HALVES], device)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 16, 64, 128, 256], ids=lambda size: f"pages of {size}")
+@for_each("page_tokens", [1, 16, 64, 128, 256])
 def test_every_page_size(device, page_tokens):
     judge(quantized_step((3, 4), [(139, 1)], 32, num_kv_heads=2, page_tokens=page_tokens), HALVES, device)
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 3), (61, 5), (64, 2), (126, 8)], ids=str)
-def test_short_queries_see_no_token_behind_their_own(device, start, count):
+@for_each("start, count", [(0, 3), (61, 5), (64, 2), (126, 8)])
+def test_short_queries_see_no_later_token(device, start, count):
     """Rows of a tile that end in different blocks."""
     judge(quantized_step((4, 4), [(start, count)], 16, group=1), SMALL, device)
 
@@ -80,17 +82,17 @@ def test_more_splits_than_blocks_weigh_nothing(device):
     judge(quantized_step((8, 4), [(250, 1), (62, 3)], 16, group=2), Cut(splits=5), device)
 
 
-@pytest.mark.parametrize("bounds", [(0, 0, 64), (64, 64), (192, 256, 320)], ids=["first", "between", "last"])
+@for_each("bounds", [(0, 0, 64), (64, 64), (192, 256, 320)])
 def test_ranges_that_are_empty(device, bounds):
     judge(quantized_step((3, 3), [(190, 1), (62, 4)], 16, group=2), Cut(bounds=bounds), device)
 
 
-def test_a_range_that_only_the_later_rows_of_a_tile_see(device):
+def test_range_seen_by_later_rows_only_is_masked(device):
     judge(quantized_step((4, 4), [(62, 4), (60, 8)], 16, group=1), Cut(bounds=(64,)), device)
 
 
-@pytest.mark.parametrize("number", [NAN, 6e4])
-def test_the_window_hides_what_it_has_passed(device, number):
+@for_each("number", [NAN, 6e4])
+def test_window_hides_older_tokens(device, number):
     """A token that no row sees any more may hold anything, also in a block that is read for others."""
     step = quantized_step((8, 8), [(99, 1), (126, 3)], 16, group=2, window=8)
     tiles = cut_tiles(step, [SMALL, HALVES])
@@ -118,7 +120,7 @@ def test_keys_and_values_of_any_size(device, bits, factor):
 
 
 @CODERS
-def test_one_token_with_huge_values(device, bits):
+def test_one_token_of_huge_values_stays_exact(device, bits):
     """Its weight decides what the others' are rounded to."""
     step = quantized_step((bits, bits), [(100, 1), (100, 1)], group=2)
     for (_, v), token in zip(step.tokens, (3, 80), strict=True):
@@ -175,8 +177,8 @@ def test_small_weights_of_many_tokens_do_not_vanish(device):
     assert float((others - theirs).norm() / theirs.norm()) < 2e-3
 
 
-@pytest.mark.parametrize("bad", [NAN, float("inf")])
-def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
+@for_each("bad", [NAN, float("inf")])
+def test_query_not_finite_stays_in_its_row(device, bad):
     step = quantized_step((4, 4), [(60, 3), (66, 1)], 16, group=2)
     tiles = cut_tiles(step, [SMALL, HALVES])
     clean = run_tiles(step, tiles, device)
@@ -187,9 +189,10 @@ def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
         assert same_bits(run_tiles(hurt, tiles, device)[others], clean[others])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("bits", [8, 4], ids=lambda bits: f"{bits} bits")
-def test_a_token_that_is_no_number_stays_in_its_sequence(device, which, bits):
+def test_token_of_nan_stays_in_its_sequence(device, which, bits):
     step = quantized_step((bits, bits), [(30, 1), (70, 1), (5, 1)], 16, group=2)
     cuts = [SMALL, HALVES, SMALL]
     clean = run_tiles(step, cut_tiles(step, cuts), device)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.quantized_planes import (
     LEAST_LOG2,
     P_ONE,
@@ -49,7 +50,7 @@ def storage_of(name: str, num_kv_heads: int, head_dim: int, num_slots: int) -> d
     }
 
 
-@pytest.mark.parametrize("name", [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized])
+@for_each("name", [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized])
 def test_planes_are_the_bytes_of_the_storage(name):
     kv_format = KV_FORMATS[name]
     assert kv_format.key_bits is not None
@@ -82,9 +83,10 @@ def test_tokens_of_a_head_are_neighbours_within_a_page(key_bits, value_bits):
     assert torch.equal(storage[start : start + row], torch.arange(row, dtype=torch.uint8))
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_what_is_stored_is_found_again(head_dim, key_bits, value_bits):
+def test_stored_latents_are_read_back(head_dim, key_bits, value_bits):
     planes = make_planes(key_bits, value_bits, 3, head_dim, 4, 3, torch.float32)
     keys = quantize_keys(random(5, 3, head_dim, seed=1), key_bits)
     values = quantize_values(random(5, 3, head_dim, seed=2), value_bits)
@@ -97,7 +99,7 @@ def test_what_is_stored_is_found_again(head_dim, key_bits, value_bits):
     assert_untouched(planes, pages * 4 + tokens)
 
 
-def test_nothing_is_stored_where_there_is_nothing():
+def test_rows_without_slots_store_nothing():
     planes = make_planes(3, 3, 2, 16, 4, 2, torch.float32)
     none = torch.empty(0, dtype=torch.int64)
     planes.store(none, none, quantize_keys(torch.empty(0, 2, 16), 3), quantize_values(torch.empty(0, 2, 16), 3))
@@ -114,6 +116,7 @@ def test_cases_start_as_poison(key_bits, value_bits):
     assert planes.rotation_DD.dtype == torch.float16
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("with_mean", [False, True], ids=["plain", "centered"])
 def test_cases_are_filled_and_read_in_the_layers_own_space(with_mean, key_bits, value_bits):
@@ -154,7 +157,7 @@ def _slots_kernel(
     tl.store(p_pages + o_n, tl.zeros((BLOCK_N,), tl.int32) + page)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 2, 16, 32, 64, 128, 256], ids=lambda size: f"pages of {size}")
+@for_each("page_tokens", [1, 2, 16, 32, 64, 128, 256])
 def test_slots_are_where_a_head_of_a_page_lies(device, page_tokens):
     num_kv_heads, high = 3, 300
     num_pages = -(-high // page_tokens)
@@ -173,7 +176,7 @@ def test_slots_are_where_a_head_of_a_page_lies(device, page_tokens):
         assert (slots < (num_pages + 2) * num_kv_heads * page_tokens).all(), "a slot that is not there"
 
 
-def test_a_block_behind_the_end_reads_no_page(device):
+def test_block_past_the_end_reads_no_page(device):
     """Pages and scales are read a block ahead, also behind the last one."""
     for page_tokens in (16, 64):
         slots = torch.full((BLOCK_N,), -1, dtype=torch.int64, device=device)
@@ -202,7 +205,7 @@ def _dims_kernel(p_dims, NUM_PARTS: constexpr, HEAD_DIM: constexpr, COLUMNS: con
         tl.store(p_dims + part * (HEAD_DIM // NUM_PARTS) + o_c, o_d, mask=o_c < HEAD_DIM // NUM_PARTS)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 4, 8])
+@for_each("num_parts", [1, 2, 4, 8])
 def test_coordinates_of_parts_are_those_of_the_format(device, num_parts):
     for head_dim in HEAD_DIMS:
         dims = torch.full((num_parts, head_dim // num_parts), -1, dtype=torch.int32, device=device)
@@ -219,7 +222,7 @@ def _bytes_kernel(p, p_out, p_slots, num_tokens, limit, ROW: constexpr, COLUMNS:
 
 
 @pytest.mark.parametrize("row", [10, 16], ids=["narrow", "whole"])
-def test_bytes_of_tokens_and_nothing_beside_them(device, row, guarded):
+def test_write_changes_bytes_of_its_tokens_only(device, row, guarded):
     plane = guarded(20, row, dtype=torch.uint8)
     plane.copy_(torch.randint(1, 256, (20, row), generator=torch.Generator().manual_seed(0)))
     slots = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:16]
@@ -308,6 +311,7 @@ def _store_kernel(
         store_parts(b_acc, b_scale, p_out, o_q, m_g, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rotated", [False, True], ids=["parts", "rotated"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 112, 128, 256], ids=lambda size: f"D{size}")

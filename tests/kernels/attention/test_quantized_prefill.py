@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.quantized_attention import quantized_geometry
 from kernels.exactness import same_bits
 from kernels.quantized_kv_cases import (
@@ -30,6 +31,7 @@ CODERS = pytest.mark.parametrize("bits", [8, 4, 3], ids=lambda bits: f"{bits} bi
 """Every way to take keys and values apart once."""
 
 
+@pytest.mark.each_value
 @DTYPES
 @FORMATS
 def test_every_format(device, key_bits, value_bits, dtype):
@@ -45,7 +47,7 @@ def test_every_head_dim(device, head_dim, bits):
     judge(quantized_step((bits, bits), [(62, 5)], head_dim, group=2), LARGE, device)
 
 
-@pytest.mark.parametrize("group", [1, 7, 16, 71, 128], ids=lambda group: f"{group} queries a key")
+@for_each("group", [1, 7, 16, 71, 128])
 def test_every_grouping(device, group):
     """A tile that is full, and one more row; groups that leave rows of a tile empty, and that are higher than one."""
     for bits in ((8, 4), (4, 4)) if group in (7, 128) else ((4, 4),):
@@ -53,7 +55,7 @@ def test_every_grouping(device, group):
         judge(quantized_step(bits, [(50, rows + 1)], 16, group, num_kv_heads=2 if group == 7 else 1), LARGE, device)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 16, 64, 128, 256], ids=lambda size: f"pages of {size}")
+@for_each("page_tokens", [1, 16, 64, 128, 256])
 def test_every_page_size(device, page_tokens):
     judge(quantized_step((3, 4), [(130, 9)], 32, num_kv_heads=2, page_tokens=page_tokens), HALVES, device)
 
@@ -62,12 +64,12 @@ def test_more_splits_than_blocks_weigh_nothing(device):
     judge(quantized_step((8, 4), [(250, 9), (0, 5)], 16, group=1), Cut(large=True, splits=5), device)
 
 
-@pytest.mark.parametrize("bounds", [(0, 0, 64), (64, 64), (192, 256, 320)], ids=["first", "between", "last"])
+@for_each("bounds", [(0, 0, 64), (64, 64), (192, 256, 320)])
 def test_ranges_that_are_empty(device, bounds):
     judge(quantized_step((3, 3), [(186, 5), (62, 4)], 16, group=2), Cut(large=True, bounds=bounds), device)
 
 
-@pytest.mark.parametrize(("start", "bounds"), [(0, (64,)), (120, (64, 128))], ids=str)
+@for_each("start, bounds", [(0, (64,)), (120, (64, 128))])
 def test_ranges_that_only_later_rows_see(device, start, bounds):
     """Rows before the range get nothing from it, and it takes nothing from the range before it."""
     judge(
@@ -75,7 +77,7 @@ def test_ranges_that_only_later_rows_see(device, start, bounds):
     )
 
 
-def test_the_window_hides_what_it_has_passed(device):
+def test_window_hides_older_tokens(device):
     step = quantized_step((8, 8), [(99, 3), (126, 30)], 16, group=2, window=8)
     tiles = cut_tiles(step, [LARGE, HALVES])
     clean = run_tiles(step, tiles, device)
@@ -84,6 +86,7 @@ def test_the_window_hides_what_it_has_passed(device):
     assert same_bits(run_tiles(step, tiles, device), clean)
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize("factor", [1e-4, 1000], ids=lambda factor: f"times {factor:g}")
 def test_keys_and_values_of_any_size(device, bits, factor):
@@ -96,7 +99,7 @@ def test_keys_and_values_of_any_size(device, bits, factor):
 
 
 @CODERS
-def test_one_token_with_huge_values(device, bits):
+def test_one_token_of_huge_values_stays_exact(device, bits):
     step = quantized_step((bits, bits), [(60, 9)], group=2)
     step.tokens[0][1][62] *= 2000
     assert_near(run_tiles(step, cut_tiles(step, [HALVES]), device), step.exact(), step)
@@ -112,6 +115,7 @@ def test_zeros(device, bits):
     assert not run_tiles(step, cut_tiles(step, [HALVES]), device).any()
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(("gap", "peak"), [(3, 0), (60, 70), (3000, 70)], ids=lambda number: str(number))
 def test_a_value_of_zeros_at_the_highest_score(device, bits, gap, peak):
@@ -134,8 +138,8 @@ def test_small_weights_of_many_tokens_do_not_vanish(device):
     assert float((others - theirs).norm() / theirs.norm()) < 2e-3
 
 
-@pytest.mark.parametrize("bad", [NAN, float("inf")])
-def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
+@for_each("bad", [NAN, float("inf")])
+def test_query_not_finite_stays_in_its_row(device, bad):
     step = quantized_step((4, 4), [(60, 7)], 16, group=2)
     tiles = cut_tiles(step, [LARGE])
     clean = run_tiles(step, tiles, device)
@@ -144,8 +148,8 @@ def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
     assert same_bits(run_tiles(step, tiles, device)[others], clean[others])
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
-def test_a_token_that_is_no_number_stays_behind_its_tile(device, which):
+@for_each("which", [0, 1])
+def test_token_of_nan_stays_after_its_tile(device, which):
     """Tiles that end before it do not see it, and other sequences never do."""
     step = quantized_step((4, 4), [(0, 100), (0, 5)], 16, group=2)
     cuts = [LARGE, LARGE]

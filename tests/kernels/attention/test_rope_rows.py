@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.rope_rows import (
     RopeRows,
     fill_rope_rows,
@@ -84,12 +85,12 @@ def judge(function: Any, name: str, positions_T: torch.Tensor, device: torch.dev
     return error
 
 
-@pytest.mark.parametrize("name", ROPES)
+@for_each("name", ROPES)
 def test_reference_up_to_a_million_is_the_table(name: str) -> None:
     judge(fill_rope_rows_reference, name, far_positions(), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ROPES)
+@for_each("name", ROPES)
 def test_kernel_at_far_positions_is_near_the_table(device: torch.device, name: str) -> None:
     """The interpreter runs a row at a time, so few of them; all of them are compared on a GPU."""
     positions_T = far_positions(64)[:: 1 if name == "theta 1e4" else 4].contiguous()
@@ -133,7 +134,7 @@ def test_half_rows_are_the_rounded_float32_rows(device: torch.device, dtype: tor
 
 
 @FUNCTIONS
-def test_a_row_in_other_company_has_the_same_bits(device: torch.device, function: Any) -> None:
+def test_row_in_another_batch_has_the_same_bits(device: torch.device, function: Any) -> None:
     positions_T = far_positions(9)[:12]
     together = filled(function, positions_T, several_sets(), device)
     for row in (0, 5, 11):
@@ -155,7 +156,7 @@ def test_a_step_without_rows_writes_nothing(device: torch.device, function: Any)
     filled(function, torch.empty(0, dtype=torch.int64), several_sets(), device)
 
 
-def test_rows_that_lie_apart_are_refused(device: torch.device) -> None:
+def test_strided_rows_are_refused(device: torch.device) -> None:
     rows = several_sets()
     apart = rows._replace(cos_STP=torch.empty(4, 1, 24, device=device)[..., ::2])
     with pytest.raises(AssertionError, match="rows must lie side by side"):

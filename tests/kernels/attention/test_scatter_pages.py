@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels import triton_compat
 from holdfast.kernels.attention.write_kv import (
     BLOCK,
@@ -42,6 +43,7 @@ def test_only_the_places_in_the_list_change(scatter, device, data):
     assert table.view(-1).tolist() == expected
 
 
+@pytest.mark.each_value
 @ALL
 @pytest.mark.parametrize("num_updates", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK])
 def test_first_and_last_place_and_nothing_outside(scatter, guarded, device, num_updates):
@@ -59,8 +61,8 @@ def test_padding_anywhere_in_the_list(scatter, guarded, device):
     assert table.tolist() == [[6, 0, 5, 0]]
 
 
-@pytest.mark.parametrize("num_updates", [1, BLOCK - 1, BLOCK + 1])
-def test_a_list_that_is_not_whole_blocks_is_refused(device, num_updates):
+@for_each("num_updates", [1, BLOCK - 1, BLOCK + 1])
+def test_scatter_of_partial_blocks_is_refused(device, num_updates):
     updates = torch.zeros(num_updates, 2, dtype=torch.int64, device=device)
     with pytest.raises(AssertionError, match="not a multiple"):
         scatter_pages_triton(updates, torch.zeros(1, 1, dtype=torch.int32, device=device))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.paged_attention import paged_attention, paged_attention_reference
 from holdfast.kernels.attention.quantized_attention import quantized_attention_reference
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
@@ -89,20 +90,20 @@ def test_tiles_of_every_shape(device, widest, group, num_kv_heads, head_dim, sof
 @pytest.mark.each_value
 @WINDOWS
 @pytest.mark.parametrize("cut", TILED_CUTS.values(), ids=TILED_CUTS)
-def test_tiles_behind_every_window(device, widest, window, cut):
+def test_tiles_with_every_window_are_exact(device, widest, window, cut):
     case = paged_case([(130, 3), (99, 1), (0, 5)], group=2, num_kv_heads=1, page_tokens=16, window=window)
     judge_tiled(with_sinks(case, 1.5), 3 * [cut], device, widest)
 
 
-@pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
-def test_a_sink_is_added_once_however_many_splits_there_are(device, widest, num_padding):
+@for_each("num_padding", [0, MERGE_BY_HEAD_ROWS])
+def test_sink_of_a_split_row_is_added_once(device, widest, num_padding):
     """Splits that see nothing are neutral, also where they are all that was merged so far."""
     case = with_sinks(paged_case([(40, 1), (20, 1)], group=3, num_kv_heads=1))
     for bounds in (17 * [0], [20, *(17 * [41])]):
         judge_tiled(case, 2 * [tiled.Cut(bounds=bounds)], device, widest, num_padding)
 
 
-def test_a_sink_far_above_or_below_every_score_leaves_nothing_or_everything(device, widest):
+def test_sink_far_from_every_score_takes_all_or_nothing(device, widest):
     """Also where the other is beyond what float32 can add to it."""
     plain = tiled.rounded(paged_case([(70, 1), (0, 20), (3, 1)], group=2, num_kv_heads=1), widest)
     cuts = [tiled.Cut(splits=2), tiled.Cut(large=True), tiled.Cut()]
@@ -120,8 +121,8 @@ def test_a_sink_far_above_or_below_every_score_leaves_nothing_or_everything(devi
     torch.testing.assert_close(halves.double(), alone.double() * num_seen / (num_seen + 1), rtol=3e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("cut", TILED_CUTS.values(), ids=TILED_CUTS)
-def test_a_cap_holds_scores_of_any_size(device, widest, cut):
+@for_each("cut", TILED_CUTS.values())
+def test_soft_cap_of_scores_of_any_size_is_finite(device, widest, cut):
     """Scores of tiny ones are left as they are; huge and infinite ones are the cap itself, never NaN."""
     case = tiled.rounded(paged_case([(66, 5)], group=2, num_kv_heads=1, q_scale=1e-3), widest)
     tiles = tiled.cut_tiles(case, [cut])
@@ -139,7 +140,7 @@ def test_a_cap_holds_scores_of_any_size(device, widest, cut):
 @pytest.mark.each_value
 @POISONS
 @pytest.mark.parametrize("cut", TILED_CUTS.values(), ids=TILED_CUTS)
-def test_tiles_do_not_look_behind_the_window(device, widest, cut, bad):
+def test_tiles_do_not_read_before_the_window(device, widest, cut, bad):
     for window in (1, 70):
         case = tiled.rounded(paged_case([(99, 1), (133, 6)], group=2, num_kv_heads=1, window=window), widest)
         case = with_sinks(case)
@@ -159,7 +160,7 @@ def judge_native(case: PagedCase) -> None:
 @pytest.mark.each_value
 @SHAPES
 @CAPS
-def test_c_in_every_shape(native, group, num_kv_heads, head_dim, softcap):
+def test_c_kernel_in_every_shape_is_exact(native, group, num_kv_heads, head_dim, softcap):
     rows = [(0, 1), (63, 1), (0, 65), (10, 3), (100, 17)]
     judge_native(with_sinks(paged_case(rows, head_dim, group, num_kv_heads), softcap))
 
@@ -167,13 +168,13 @@ def test_c_in_every_shape(native, group, num_kv_heads, head_dim, softcap):
 @pytest.mark.each_value
 @WINDOWS
 @CAPS
-def test_c_behind_every_window(native, window, softcap):
+def test_c_kernel_with_every_window_is_exact(native, window, softcap):
     rows = [(0, 1), (190, 1), (120, 70), (0, 9)]
     judge_native(with_sinks(paged_case(rows, page_tokens=16, window=window), softcap))
     judge_native(replace(paged_case(rows, page_tokens=16, window=window, q_scale=30.0), softcap=softcap))
 
 
-def test_c_takes_sinks_and_scores_of_any_size(native):
+def test_c_kernel_takes_sinks_and_scores_of_any_size(native):
     case = paged_case([(70, 3), (0, 1)], group=2, num_kv_heads=1)
     without = case.run(paged_attention)
     for low in (-1e4, -INF):
@@ -189,8 +190,8 @@ def test_c_takes_sinks_and_scores_of_any_size(native):
     torch.testing.assert_close(small.run(paged_attention).double(), small.exact(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, 2.0), (64, None), (100, 30.0), (1, None)])
-def test_c_gives_the_same_bits_in_any_chunks_while_pages_are_given_back(native, window, softcap):
+@for_each("window, softcap", [(None, None), (5, 2.0), (64, None), (100, 30.0), (1, None)])
+def test_c_kernel_in_any_chunks_with_freed_pages_is_equal(native, window, softcap):
     """Before each chunk everything behind its window becomes NaN and its pages are holes."""
     num_tokens = 140
     whole = with_sinks(paged_case([(0, num_tokens)], window=window), softcap)
@@ -208,9 +209,10 @@ def test_c_gives_the_same_bits_in_any_chunks_while_pages_are_given_back(native, 
             assert case.run(paged_attention_reference).isfinite().all()
 
 
+@pytest.mark.each_value
 @POISONS
 @pytest.mark.parametrize("window", [1, 5, 63, 64, 65, 100])
-def test_c_does_not_look_behind_the_window(native, window, bad):
+def test_c_kernel_does_not_read_before_the_window(native, window, bad):
     case = with_sinks(paged_case([(99, 1), (133, 40), (3, 2)], window=window))
     clean, reference = case.run(paged_attention), case.run(paged_attention_reference)
     case.poison_behind_the_window(bad)
@@ -247,7 +249,7 @@ def test_every_format(device, key_bits, value_bits, softcap):
     judge_quantized(step if softcap is None else with_bias(step), [*QUANTIZED_CUTS.values()], device, num_padding=2)
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (8, 256), (12, 16), (16, 64)], ids=str)
+@for_each("group, head_dim", [(1, 64), (8, 256), (12, 16), (16, 64)])
 def test_quantized_heads_of_every_shape(device, group, head_dim):
     step = with_sinks(quantized_step((4, 4), [(69, 1), (64, 3)], head_dim, group), 20.0)
     judge_quantized(step, [QUANTIZED_CUTS["small, split"], QUANTIZED_CUTS["large"]], device, MERGE_BY_HEAD_ROWS)
@@ -280,7 +282,7 @@ def test_sinks_beside_values_of_any_size(device, size, cut):
     [(7, 16, NAN, -1), (70, 4, INF, tiled.BEYOND), (65, 64, INF, -1)],
     ids=["pages of 16", "pages of 4", "pages of 64"],
 )
-def test_quantized_kernels_do_not_look_behind_the_window(device, bits, has_bias, window, page_tokens, bad, hole):
+def test_quantized_kernels_do_not_read_before_the_window(device, bits, has_bias, window, page_tokens, bad, hole):
     """Neither at codes, signs and scales there, which are read for others, nor at pages that the table has no longer."""
     step = quantized_step(bits, [(99, 1), (130, 3)], 16, 2, 1, page_tokens, window)
     step = with_bias(step) if has_bias else step

@@ -1,8 +1,8 @@
 """Parts that attention kernels over tiles share: the soft cap to the last bits of float32."""
 
-import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.split_kv import LOG2_E, soft_capped
 from holdfast.kernels.triton_compat import constexpr, jit, tl
 from kernels.quantized_kv_cases import QUIET
@@ -16,7 +16,7 @@ def _cap_kernel(p_score, p_out, cap, BLOCK: constexpr):
     tl.store(p_out + o, soft_capped(tl.load(p_score + o), cap))
 
 
-@pytest.mark.parametrize("cap", [0.5, 30.0])
+@for_each("cap", [0.5, 30.0])
 def test_soft_cap_of_any_score_is_exact_in_float32(device, cap):
     """From scores that the cap leaves as they are to those that it holds; both forms of tanh meet at a quarter."""
     shares = torch.cat((torch.logspace(-6, 2, 400), torch.linspace(0.2, 0.3, 111), torch.tensor([0.0])))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import (
@@ -36,12 +37,12 @@ pytestmark = pytest.mark.filterwarnings(
 SMALL, LARGE = Cut(), Cut(large=True)
 HALVES = Cut(splits=2)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of values around one: weights are rounded to the type of the values, and the result once more."""
+"""For values around one: weights are rounded to the type of the values, and the result again."""
 
 
 @pytest.fixture
 def widest(device) -> torch.dtype:
-    """Float32 in the interpreter. A GPU would multiply it as tf32, and nobody asks for that: half precision there."""
+    """Float32 in the interpreter; half precision on a GPU, which would multiply float32 as tf32."""
     return torch.float32 if device.type == "cpu" else torch.float16
 
 
@@ -76,7 +77,7 @@ def test_every_head_dim(device, widest, head_dim, cut):
     judge(paged_case([(69, 1), (30, 4)], head_dim, group=2, num_kv_heads=1, page_tokens=16), cut, device, widest)
 
 
-@pytest.mark.parametrize("group", [1, 4, 7, 8, 16, 17, 71, 128], ids=lambda group: f"{group} queries a key")
+@for_each("group", [1, 4, 7, 8, 16, 17, 71, 128])
 def test_every_grouping(device, widest, group):
     """Also those that leave rows of a tile empty, and those that are higher than a small one."""
     judge(paged_case([(60, 9), (20, 1)], group=group, num_kv_heads=2), LARGE, device, widest)
@@ -84,13 +85,14 @@ def test_every_grouping(device, widest, group):
     judge(paged_case([(60, 3), (70, 1)], group=group, num_kv_heads=2), cuts, device, widest)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", [HALVES, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("page_tokens", [1, 16, 64], ids=lambda size: f"pages of {size}")
 def test_every_page_size(device, widest, page_tokens, cut):
     judge(paged_case([(99, 1), (60, 6)], num_kv_heads=1, page_tokens=page_tokens), cut, device, widest)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 1000])
+@for_each("num_tokens", [1, 63, 64, 65, 1000])
 def test_every_length(device, widest, num_tokens):
     count = min(5, num_tokens)
     rows = [(num_tokens - 1, 1), (num_tokens - count, count)]
@@ -125,14 +127,14 @@ def test_ranges_that_are_empty_or_odd(device, widest, bounds, large):
     judge(paged_case([(90, 4), (95, 1)], group=2, num_kv_heads=1), Cut(large, bounds=bounds), device, widest)
 
 
-@pytest.mark.parametrize(("start", "bounds"), [(0, [4]), (0, [66]), (0, [64, 65]), (3, [68, 80])], ids=str)
+@for_each("start, bounds", [(0, [4]), (0, [66]), (0, [64, 65]), (3, [68, 80])])
 def test_ranges_that_only_later_rows_see(device, widest, start, bounds):
     """Rows before the range get nothing from it, and it takes nothing from the range before it."""
     judge(paged_case([(start, 85)], group=1, num_kv_heads=1), Cut(large=True, bounds=bounds), device, widest)
 
 
-@pytest.mark.parametrize("start", [62, 63, 126, 127])
-def test_tiles_that_begin_where_a_block_ends_see_no_token_behind_their_own(device, widest, start):
+@for_each("start", [62, 63, 126, 127])
+def test_tiles_at_a_block_edge_see_no_later_token(device, widest, start):
     """Whether the first row sees the last token of the block decides whether the block needs a mask."""
     judge(paged_case([(start, 3), (start, 3)], group=2, num_kv_heads=1), [SMALL, LARGE], device, widest)
 
@@ -170,7 +172,7 @@ def test_any_step(device, data):
     judge(case, cuts, device, dtype, data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2)))
 
 
-@pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (3, 1), (3, 2), (8, 1), (12, 1)], ids=str)
+@for_each("group, num_kv_heads", [(1, 1), (3, 1), (3, 2), (8, 1), (12, 1)])
 def test_every_number_of_heads_is_merged(device, widest, group, num_kv_heads):
     """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
     for num_padding in (0, MERGE_BY_HEAD_ROWS):
@@ -186,7 +188,7 @@ def test_programs_beyond_the_work_do_nothing(device, widest):
         assert same_bits(run_tiles(case, tiles, device, num_sms=num_sms), expected), f"{num_sms=}"
 
 
-def test_kernels_that_were_captured_and_have_no_work_change_nothing(device, widest):
+def test_captured_kernels_without_work_change_nothing(device, widest):
     """A graph launches all of them; the numbers of tiles decide."""
     q = random(4, 2, 16).to(device, widest)
     plane, table = random(8, 1, 16, seed=1).to(device, widest), torch.zeros(1, 1, dtype=torch.int32, device=device)
@@ -201,8 +203,8 @@ def test_kernels_that_were_captured_and_have_no_work_change_nothing(device, wide
         assert not out[[1, 3]].any()
 
 
-@pytest.mark.parametrize("cut", [SMALL, Cut(splits=20), LARGE], ids=["small", "split", "large"])
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, widest, cut):
+@for_each("cut", [SMALL, Cut(splits=20), LARGE])
+def test_row_in_any_batch_is_equal_to_the_bit(device, widest, cut):
     """Its own tiles given, and steps of many rows: few take kernels of another shape."""
     case = rounded(paged_case([(69, 1), (30, 5), (64, 2), (9, 1)], group=2, num_kv_heads=1), widest)
     cuts = 4 * [cut]
@@ -224,9 +226,10 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, widest, cut):
         assert same_bits(run_tiles(some, tiles, device)[: len(rows)], whole[rows]), f"{order=}"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", [SMALL, HALVES, LARGE], ids=["small", "split", "large"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_query_that_is_not_finite_stays_in_its_row(device, widest, cut, bad):
+def test_query_not_finite_stays_in_its_row(device, widest, cut, bad):
     case = rounded(paged_case([(0, 7), (66, 1)], group=2, num_kv_heads=1), widest)
     tiles = cut_tiles(case, [cut, cut])
     clean = run_tiles(case, tiles, device)
@@ -243,7 +246,7 @@ def test_a_query_that_is_not_finite_stays_in_its_row(device, widest, cut, bad):
 @pytest.mark.each_value
 @pytest.mark.parametrize("cut", [SMALL, HALVES, LARGE], ids=["small", "split", "large"])
 @pytest.mark.parametrize("plane", ["k_plane", "v_plane"])
-def test_a_token_that_is_not_finite_stays_in_its_sequence_and_behind_its_tile(device, widest, cut, plane):
+def test_token_not_finite_stays_in_its_sequence_and_tile(device, widest, cut, plane):
     """Tiles that end before it do not see it; sequences that lie between its pages never do."""
     case = rounded(paged_case([(0, 12), (30, 1), (0, 5)], group=4, num_kv_heads=1), widest)
     cuts = [cut, HALVES, SMALL]
@@ -258,7 +261,7 @@ def test_a_token_that_is_not_finite_stays_in_its_sequence_and_behind_its_tile(de
     assert out[position].isnan().any()
 
 
-def test_the_window_hides_what_it_has_passed(device, widest):
+def test_window_hides_older_tokens(device, widest):
     case = rounded(paged_case([(99, 1), (50, 3)], window=8), widest)
     tiles = cut_tiles(case, [HALVES, LARGE])
     clean = run_tiles(case, tiles, device)
@@ -276,7 +279,7 @@ def test_scores_too_far_apart_for_float32_pick_one_token(device, widest):
     torch.testing.assert_close(out.double(), case.exact(), rtol=TOLERANCE[widest], atol=50 * TOLERANCE[widest])
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 16, 17, 71, 128])
+@for_each("group", [1, 2, 4, 7, 8, 16, 17, 71, 128])
 def test_rows_of_a_tile_fill_it_and_no_more(group):
     for large, height in ((False, SMALL_TILE), (True, LARGE_TILE)):
         rows = tile_rows(3 * group, 3, large)
@@ -302,7 +305,7 @@ def test_long_contexts_on_a_gpu(device, dtype, group, head_dim):
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time(device):
+def test_repeated_launches_give_the_same_bits(device):
     case = rounded(paged_case([(3000, 1), (0, 300), (1500, 140)], 128, 8, page_tokens=16), torch.bfloat16)
     tiles = cut_tiles(case, [Cut(splits=30), LARGE, Cut(large=True, splits=4)])
     expected = run_tiles(case, tiles, device, num_sms=132)
@@ -324,7 +327,7 @@ def test_nothing_is_allocated(device):
     assert_allocates_nothing(lambda: tiled_attention(call, plane, plane, 16))
 
 
-def test_large_tiles_fit_what_a_gpu_lets_a_program_have():
+def test_large_tiles_fit_into_shared_memory():
     hopper, ada = 227 * 1024, 99 * 1024
     assert large_blocks(128, hopper) == (64, 3)
     assert large_blocks(128, ada) == (32, 2)
@@ -334,21 +337,21 @@ def test_large_tiles_fit_what_a_gpu_lets_a_program_have():
 PLAIN = TileGeometry(2, 16, small_programs_per_sm=4, large_programs_per_sm=2, block_tokens=64)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 8192])
+@for_each("num_rows", [1, 2, 8192])
 def test_the_programs_are_the_same_for_any_step(num_rows):
     assert PLAIN.small_programs(num_rows) == 4
 
 
-@pytest.mark.parametrize(("num_rows", "programs"), [(0, 3), (1, 3), (2, 3), (3, 4), (8192, 4)])
-def test_or_fewer_for_few_rows(num_rows, programs):
+@for_each("num_rows, programs", [(0, 3), (1, 3), (2, 3), (3, 4), (8192, 4)])
+def test_few_rows_take_fewer_programs(num_rows, programs):
     assert PLAIN._replace(small_batch_rows=2, small_batch_programs_per_sm=3).small_programs(num_rows) == programs
 
 
-def test_nothing_more_is_asked_of_a_list_unless_it_is_said():
+def test_tile_geometry_defaults_add_no_constraints():
     assert not PLAIN.has_aligned_starts
     assert not PLAIN.takes_whole_turns
 
 
-def test_it_is_known_without_torch():
+def test_sizes_import_without_torch():
     code = "import sys, holdfast.kernels.geometry; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

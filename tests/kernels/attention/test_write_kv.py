@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.write_kv import HeadNorm, write_kv, write_kv_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, same_bits
 from kernels.head_cases import FEATURES, POISON, Case, make_case
@@ -37,6 +38,7 @@ def test_every_head_dim_is_as_exact_as_torch(head_dim, with_norm, with_rope):
         judge(make_case(num_rows, head_dim, with_norm=with_norm, with_rope=with_rope))
 
 
+@pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group} queries a key")
 def test_every_grouping_is_as_exact_as_torch(group, with_norm, with_rope):
@@ -44,7 +46,7 @@ def test_every_grouping_is_as_exact_as_torch(group, with_norm, with_rope):
         judge(make_case(5, 24, group, num_kv_heads, with_norm, with_rope))
 
 
-@pytest.mark.parametrize("head_dim", [2, 24, 64], ids=lambda size: f"D{size}")
+@for_each("head_dim", [2, 24, 64])
 def test_an_offset_is_added_to_the_weights_of_norms(head_dim):
     case = make_case(5, head_dim)
     with_offset = case.float32_norms(1.0)
@@ -69,7 +71,7 @@ def test_plain_heads_pass_as_they_are():
 @pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("head_dim", [2, 24, 64, 80], ids=lambda size: f"D{size}")
-def test_a_row_is_the_same_to_the_bit_in_any_company(head_dim, with_norm, with_rope):
+def test_row_in_any_batch_is_equal_to_the_bit(head_dim, with_norm, with_rope):
     case = make_case(65, head_dim, with_norm=with_norm, with_rope=with_rope)
     whole_q, whole_k, whole_v = case.run()
     for threads in (1, 2):
@@ -82,6 +84,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(head_dim, with_norm, with_r
                 assert same_bits(v_plane[slots], whole_v[slots]), f"{threads=} {rows=}"
 
 
+@pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("head_dim", [2, 24, 64], ids=lambda size: f"D{size}")
 @pytest.mark.parametrize("edge", ["first slots", "last slots"])
@@ -115,8 +118,8 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, head_dim, with
     assert q.isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(bad):
+@for_each("bad", [float("nan"), float("inf")])
+def test_value_not_finite_stays_in_its_row(bad):
     case = make_case(9, 24)
     clean_q, clean_k, clean_v = case.run()
     case.qkv[4] = bad
@@ -129,6 +132,7 @@ def test_what_is_not_finite_stays_in_its_row(bad):
     assert same_bits(v_plane[slots], clean_v[slots])
 
 
+@pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_planes_hold_the_nearest_value(dtype, with_norm, with_rope):
@@ -153,10 +157,11 @@ def test_no_rows_change_nothing():
 PADDED = pytest.mark.parametrize("padding", [[8], [0], [3, 4, 7], range(9)], ids=["last", "first", "some", "all"])
 
 
+@pytest.mark.each_value
 @PADDED
 @FEATURES
 @pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
-def test_padding_stores_nothing_and_asks_for_nothing(function, with_norm, with_rope, padding):
+def test_padding_stores_and_reads_nothing(function, with_norm, with_rope, padding):
     case = make_case(9, 24, with_norm=with_norm, with_rope=with_rope)
     clean_q, clean_k, clean_v = case.run(function)
     q, k_plane, v_plane = case.padded(padding).run(function)
@@ -169,10 +174,11 @@ def test_padding_stores_nothing_and_asks_for_nothing(function, with_norm, with_r
     assert same_bits(v_plane, clean_v)
 
 
+@pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_out_changes_where_queries_lie_and_nothing_else(guarded_host, function, with_norm, with_rope, num_rows):
+def test_out_changes_only_where_queries_are(guarded_host, function, with_norm, with_rope, num_rows):
     case = make_case(num_rows, 24, with_norm=with_norm, with_rope=with_rope).padded([num_rows - 1])
     expected = case.run(function)
     how = (case.head_norm, case.rotary)
@@ -191,7 +197,7 @@ def test_out_changes_where_queries_lie_and_nothing_else(guarded_host, function, 
     assert wide[:, 7].isnan().all()
 
 
-def test_rows_that_lie_apart_are_computed_as_those_side_by_side():
+def test_strided_rows_equal_contiguous_rows():
     case = make_case(5, 24)
     expected = case.run()
     wide = torch.full((5, case.qkv.shape[1] + 7), POISON)
@@ -202,7 +208,7 @@ def test_rows_that_lie_apart_are_computed_as_those_side_by_side():
     assert all(same_bits(mine, theirs) for mine, theirs in zip((q, k_plane, v_plane), expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@for_each("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_run_in_torch_with_padding_and_out(dtype):
     case = make_case(5, 24).rounded(dtype).padded([1, 4])
     expected = case.run(write_kv_reference, dtype=dtype)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv, write_kv_reference, write_kv_triton
 from kernels.exactness import assert_as_exact_as_torch, companies, same_bits
 from kernels.head_cases import FEATURES, POISON, Case, make_case
@@ -79,12 +80,14 @@ def test_every_head_dim_is_as_exact_as_torch(device, head_dim, with_norm, dtype)
         judge(make_case(num_rows, head_dim, with_norm=with_norm).rounded(dtype), device)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_norms_in_float32_with_and_without_an_offset(device, offset, dtype):
     judge(make_case(3, 64).rounded(dtype).float32_norms(offset), device)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (1, 12), (3, 5), (7, 2), (8, 8), (71, 1)])
 def test_every_grouping_is_as_exact_as_torch(device, group, num_kv_heads, dtype):
@@ -113,7 +116,7 @@ def test_any_shape(device, num_rows, half, group, num_kv_heads, with_norm, with_
 @DTYPES
 @FEATURES
 @pytest.mark.parametrize("padding", [[4], [0, 2, 3], range(5)], ids=["last", "some", "all"])
-def test_padding_stores_nothing_and_asks_for_nothing(device, with_norm, with_rope, padding, dtype):
+def test_padding_stores_and_reads_nothing(device, with_norm, with_rope, padding, dtype):
     case = make_case(5, 48, with_norm=with_norm, with_rope=with_rope).rounded(dtype)
     clean_q, clean_k, clean_v = run(case, device)
     q, k_plane, v_plane = run(case.padded(padding), device)
@@ -129,7 +132,7 @@ def test_padding_stores_nothing_and_asks_for_nothing(device, with_norm, with_rop
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("head_dim", [80, 128], ids=lambda size: f"D{size}")
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, head_dim, dtype):
+def test_row_in_any_batch_is_equal_to_the_bit(device, head_dim, dtype):
     case = make_case(5, head_dim, group=2).rounded(dtype)
     whole_q, whole_k, whole_v = run(case, device)
     for rows in [[0], [4], *companies(5)[4:8]]:
@@ -140,6 +143,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, head_dim, dtype):
         assert same_bits(v_plane[slots], whole_v[slots]), f"{rows=}"
 
 
+@pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("edge", ["first slots", "last slots"])
 def test_the_edges_of_planes(device, with_norm, with_rope, edge):
@@ -149,13 +153,14 @@ def test_the_edges_of_planes(device, with_norm, with_rope, edge):
     judge(case, device)
 
 
-@pytest.mark.parametrize("moat", [0, 1, 8])
-def test_rows_lie_side_by_side_or_apart(device, moat):
+@for_each("moat", [0, 1, 8])
+def test_rows_may_be_strided(device, moat):
     case = make_case(3, 64)
     for mine, theirs in zip(run(case, device, moat=moat), case.run(write_kv_reference), strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
 
 
+@pytest.mark.each_value
 @DTYPES
 @FEATURES
 def test_queries_may_stay_where_they_are(device, poison, with_norm, with_rope, dtype):
@@ -184,8 +189,8 @@ def test_half_planes_hold_the_nearest_value(device, with_norm, with_rope):
     assert same_bits(half_v, v_plane.half())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_head(device, bad):
+@for_each("bad", [float("nan"), float("inf")])
+def test_value_not_finite_stays_in_its_head(device, bad):
     case = make_case(3, 24)
     clean_q, clean_k, clean_v = run(case, device)
     case.qkv[1, 2 * 24] = bad
@@ -202,7 +207,7 @@ def test_no_rows_change_nothing(device):
     assert v_plane.isnan().all()
 
 
-def test_heads_that_lie_apart_are_refused(device):
+def test_strided_heads_are_refused(device):
     case = make_case(3, 16, with_norm=False, with_rope=False).on(device)
     rows, planes = (case.qkv, case.slots), (case.k_plane, case.v_plane)
     out = torch.empty(3, 6, 32, device=device)[..., :16]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
 from holdfast.kernels.attention.write_quantized_kv import (
@@ -33,7 +34,7 @@ from red_zones import RedZones
 pytestmark = QUIET
 
 RELATIVE_ERROR = {8: 0.04, 4: 0.16, 3: 0.3}
-"""Of a quantized head of normal numbers, as a share of its norm, by bits: a good deal above the mean."""
+"""Error of a quantized head of normal numbers relative to its norm, by bits; well above the mean."""
 CODERS = pytest.mark.parametrize("bits", [(8, 8), (4, 4), (3, 3)], ids=["k8v8", "k4v4", "k3v3"])
 """Formats that have every way to code once; keys and values never meet in a program."""
 
@@ -47,7 +48,7 @@ class Written:
     slots: torch.Tensor
 
     def quantized(self, what: str) -> QuantizedHeads:
-        """Of the slots that were written: [R, K, ...]."""
+        """Codes of the written slots: [R, K, ...]."""
         places = self.slots // self.planes.page_tokens, self.slots % self.planes.page_tokens
         return self.planes.keys_at(*places) if what == "keys" else self.planes.values_at(*places)
 
@@ -159,12 +160,14 @@ def test_every_head_dim_in_every_type(device, head_dim, key_bits, value_bits, dt
     judge(make_case(3, head_dim).rounded(dtype), (key_bits, value_bits), device)
 
 
+@pytest.mark.each_value
 @DTYPES
 @FORMATS
 def test_every_format_in_every_type(device, key_bits, value_bits, dtype):
     judge(make_case(1, 128, group=8).rounded(dtype), (key_bits, value_bits), device)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)], ids=["k8v8", "k4v4"])
 def test_norms_in_float32_with_an_offset(device, bits, dtype):
@@ -176,13 +179,13 @@ def test_heads_may_come_without_norm_and_without_positions(device, with_norm, wi
     judge(make_case(1, 64, with_norm=with_norm, with_rope=with_rope), (4, 3), device)
 
 
-@pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (1, 12), (3, 5), (7, 2), (8, 8), (71, 1)])
+@for_each("group, num_kv_heads", [(1, 1), (1, 12), (3, 5), (7, 2), (8, 8), (71, 1)])
 def test_every_grouping_is_quantized_like_the_reference(device, group, num_kv_heads):
     """Programs are full, or have heads that are not there."""
     judge(make_case(1, 64, group, num_kv_heads), (4, 4), device)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 2, 16, 256])
+@for_each("page_tokens", [1, 2, 16, 256])
 def test_pages_of_any_size(device, page_tokens):
     slots = sorted({0, page_tokens - 1, page_tokens, 3 * page_tokens - 1})
     case = make_case(len(slots), 32, group=1)
@@ -212,11 +215,12 @@ def test_any_shape(
     judge(case.padded([row for row in padding if row < num_rows]), bits, device, page_tokens=3, mean=mean)
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_padding_stores_nothing_and_asks_for_nothing(device, function, bits):
+def test_padding_stores_and_reads_nothing(device, function, bits):
     case = make_case(2, 48, group=1)
     clean = written(function, case, bits, device)
     for padding in ([0], range(2)):
@@ -233,7 +237,7 @@ def test_padding_stores_nothing_and_asks_for_nothing(device, function, bits):
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, function, bits):
+def test_row_in_any_batch_is_equal_to_the_bit(device, function, bits):
     if function is write_quantized_kv_triton:
         case, choices = make_case(3, 64, group=1).rounded(torch.float16), ([2], [1, 0])
     else:
@@ -247,11 +251,12 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, function, bits):
                 assert tensor is None or torch.equal(tensor, other[rows]), what
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_what_is_read_back_is_near_what_was_written(device, function, bits):
+def test_codes_read_back_are_near_the_rows(device, function, bits):
     case = make_case(2, 128, with_norm=False)
     mine = written(function, case, bits, device)
     _, *true = turned_heads(case.qkv, 2, 128, None, case.rotary)
@@ -259,6 +264,7 @@ def test_what_is_read_back_is_near_what_was_written(device, function, bits):
         assert ((head - back).norm(dim=-1) <= RELATIVE_ERROR[head_bits] * head.norm(dim=-1)).all()
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
@@ -282,7 +288,7 @@ def test_outliers_are_quantized_like_the_reference(device, bits):
 
 
 @CODERS
-def test_a_mean_is_taken_off_every_key(device, bits):
+def test_key_mean_is_subtracted_before_quantization(device, bits):
     """The kernel as the reference does it, and both as it should: a bias thirty times the signal is not seen."""
     mean = 30 * random(2, 64, seed=5)
     case = make_case(2, 64, group=1, with_norm=False, with_rope=False)
@@ -294,6 +300,7 @@ def test_a_mean_is_taken_off_every_key(device, bits):
     assert ((back - k).norm(dim=-1) <= RELATIVE_ERROR[bits[0]] * (k - mean).norm(dim=-1)).all()
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
@@ -326,7 +333,7 @@ def test_heads_too_small_for_a_scale_are_finite(device, bits):
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(("bad", "head_dim"), [(float("nan"), 64), (float("inf"), 64), (float("nan"), 80)])
-def test_what_is_not_finite_stays_in_its_head(device, head_dim, bits, bad):
+def test_value_not_finite_stays_in_its_head(device, head_dim, bits, bad):
     """Head 3 of the queries, and the second key and value head of row 1."""
     case = make_case(2, head_dim, with_norm=False)
     clean = written(write_quantized_kv_triton, case, bits, device)
@@ -343,8 +350,8 @@ def test_what_is_not_finite_stays_in_its_head(device, head_dim, bits, bad):
     assert_same(mine, clean)
 
 
-@pytest.mark.parametrize("moat", [0, 1, 8])
-def test_rows_lie_side_by_side_or_apart(device, moat):
+@for_each("moat", [0, 1, 8])
+def test_rows_may_be_strided(device, moat):
     case = make_case(2, 64)
     assert_same(
         written(write_quantized_kv_triton, case, (4, 4), device, moat=moat),
@@ -352,6 +359,7 @@ def test_rows_lie_side_by_side_or_apart(device, moat):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
@@ -371,7 +379,7 @@ def test_queries_may_stay_where_they_are(device, poison, function, bits):
         assert torch.equal(plane.view(torch.uint8), tensors_of(others)[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("edge", ["first slots", "last slots"])
+@for_each("edge", ["first slots", "last slots"])
 def test_the_edges_of_planes(device, edge):
     case = make_case(2, 80, group=1)
     case.slots = torch.arange(2) if edge == "first slots" else torch.arange(len(case.k_plane) - 2, len(case.k_plane))
@@ -379,13 +387,13 @@ def test_the_edges_of_planes(device, edge):
         judge(case, bits, device, page_tokens=7)
 
 
-@pytest.mark.parametrize("function", [write_quantized_kv, write_quantized_kv_triton, write_quantized_kv_reference])
+@for_each("function", [write_quantized_kv, write_quantized_kv_triton, write_quantized_kv_reference])
 def test_no_rows_change_nothing(device, function):
     mine = written(function, make_case(3, 16), (4, 4), device, rows=[])
     assert mine.q.shape == (0, 6, 16)
 
 
-def test_what_the_kernel_cannot_take_is_refused(device):
+def test_arguments_out_of_range_are_refused(device):
     case = make_case(2, 32, with_norm=False, with_rope=False).on(device)
     slots = case.slots
     planes = make_planes(4, 4, 2, 32, 4, 2, torch.float32, device)

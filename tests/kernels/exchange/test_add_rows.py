@@ -57,7 +57,7 @@ def test_x_and_its_deferred_norm_are_those_of_plain_torch(guarded, device, dtype
     if has_amax:
         assert torch.equal(amax.view(rows, -1).amax(-1), wanted_amax)
     else:
-        assert amax.isnan().all(), "nobody asked for it"
+        assert amax.isnan().all(), "it was not requested"
 
 
 def test_it_is_a_sum_and_then_the_norm_deferred(guarded, device):

@@ -178,12 +178,12 @@ def test_words_of_links_do_not_overlap() -> None:
             for words in (end.awaited, end.signaled, end.counted):
                 words += number
     assert END_WORD <= SIGNAL_BYTES // 4
-    # Each word of the target is written by its own source and by nobody else; the source has two links.
+    # Each word of the target is written by its own source only; the source has two links.
     assert len(set(signals[1].tolist())) == 1 + 2 * 17
     assert not signals[0][: TABLES_WORD + 64].any()
 
 
-def test_an_abandoned_rank_waits_for_nobody() -> None:
+def test_abandoned_rank_does_not_wait() -> None:
     signals = torch.zeros(SIGNAL_BYTES // 4, dtype=torch.int32)
     epochs = torch.arange(MAX_BLOCKS, dtype=torch.int32) + (2**31 - 40)  # some are about to wrap
     signals[EPOCHS_WORD : EPOCHS_WORD + MAX_BLOCKS] = epochs

@@ -1,4 +1,4 @@
-"""Kernels that wait for a peer that will never come, on a GPU: they go on when they are let go, and trap when nobody does."""
+"""Kernels that wait for a peer that will never come, on a GPU: they go on when they are let go, and trap otherwise."""
 
 import time
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_who_waits_for_a_dead_peer_goes_on_when_let_go(device: torch.device, nam
         for _ in range(3):
             graph.replay() if is_captured else call()
         ended.record(stream)
-    assert not is_done_within(ended, 0.2), "nobody has come"
+    assert not is_done_within(ended, 0.2), "no peer has arrived"
     with torch.cuda.stream(rescue):
         release_waits(own)
         release_links(own)

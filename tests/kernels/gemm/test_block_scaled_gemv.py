@@ -44,7 +44,7 @@ BLOCK_SCHEMES = pytest.mark.parametrize(
     "scheme", [replace(FP8_BLOCK, block_rows=rows) for rows in (128, 64, 24)], ids=scheme_id
 )
 DEEPSEEK = [(2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (7168, 18432), (128, 7168)]
-"""Of V3 and V3.2."""
+"""Shapes of V3 and V3.2."""
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +243,7 @@ def test_a_product_of_one_row_needs_no_room_and_allocates_nothing(device):
 
 
 def test_the_assembler_sums_sixteen_products():
-    """Of integers, whose sums are exact in half precision."""
+    """For integers, whose sums are exact in half precision."""
     generator = torch.Generator().manual_seed(0)
     weights, inputs = (torch.randint(-8, 9, (50, 16), generator=generator).float() for _ in range(2))
     codes = np.ascontiguousarray(weights.to(torch.float8_e4m3fn).view(torch.uint8).numpy()).view(np.uint32)

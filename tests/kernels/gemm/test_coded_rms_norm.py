@@ -75,7 +75,7 @@ def test_in_place_of_delta_and_on_rows_that_lie_apart(device):
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
-def test_whoever_runs_it_codes_are_of_what_is_stored(num_rows):
+def test_codes_match_the_stored_rows_on_any_device(num_rows):
     x, delta, weight = random(num_rows, 96), random(num_rows, 96, seed=1), random(96, seed=2)
     results = []
     for function in (add_rms_norm_coded, add_rms_norm_coded_reference):

@@ -63,7 +63,7 @@ def test_codes_go_to_the_quantized_product(guarded_host, scheme, dtype):
     assert same_bits(out, wide)
 
 
-def test_room_is_asked_for_where_rows_are_quantized():
+def test_linear_without_buffers_for_codes_fails():
     x = random(3, 64)
     assert linear(x, random_weight(5, 64, INT8), None).shape == (3, 5)
     for call in (lambda weight: linear(x, weight, None), lambda weight: linear_float32(x, weight, torch.empty(3, 5))):

@@ -161,7 +161,7 @@ def test_every_power_of_two_that_mxfp4_has(num_rows):
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_power_that_is_no_number_makes_none_of_its_row(num_rows):
-    """Of one block among others; were it an infinity, ones would show it as such."""
+    """One block among others; were it an infinity, ones would show it as such."""
     scales = torch.full((6, 3), 127, dtype=torch.uint8)
     scales[4, 1] = 255
     y = run(torch.ones(num_rows, 96), coded_bytes(torch.full((6, 48), 0x22, dtype=torch.uint8), MXFP4, scales))

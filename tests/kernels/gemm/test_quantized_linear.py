@@ -172,7 +172,7 @@ def test_rows_that_come_as_codes_are_not_coded_again():
             assert not same_bits(function(other, weight, None, torch.empty(3, 9), room), expected)
 
 
-def test_whoever_makes_rows_finds_room_where_they_have_one_scale():
+def test_room_for_codes_needs_one_scale_a_row():
     room = QuantizedRows(torch.zeros(600, dtype=torch.float8_e4m3fn), torch.zeros(6))
     for scheme in (FP8, FP8_TENSOR):
         found = room_for_codes(room, random_weight(9, 200, scheme), 3)
@@ -181,7 +181,7 @@ def test_whoever_makes_rows_finds_room_where_they_have_one_scale():
         assert room_for_codes(room, other, 3) is None
 
 
-def test_room_is_asked_for_only_where_rows_are_quantized():
+def test_quantized_linear_needs_buffers_only_for_codes():
     for scheme in (INT8, MXFP4):
         assert quantized_view(None, random_weight(5, 64, scheme), 3) is None
         assert quantized_linear(random(3, 64), random_weight(5, 64, scheme), None, torch.empty(3, 5)).isfinite().all()

@@ -281,7 +281,7 @@ def test_operands_say_how_the_weight_is_quantized(scheme):
     assert found.tensors[0].data_ptr() == rows.data_ptr()
 
 
-def test_rows_as_codes_are_asked_for_where_the_scheme_wants_them():
+def test_operands_need_codes_if_the_scheme_quantizes_rows():
     case = expert_case((1, 1, 2, 6, 64), scheme="fp8")
     with pytest.raises(AssertionError, match="fp8 with quantized=None"):
         operands_of(case.x_XK, case.weight, None)

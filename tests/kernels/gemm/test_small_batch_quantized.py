@@ -275,7 +275,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_column(device, scheme, num_row
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("function", [normed_linear, normed_linear_reference], ids=["kernel", "reference"])
 def test_amax_of_a_gated_product_only_rises(device, num_rows, function):
-    """Blocks of one row share places, so each raises what is there; whoever comes before has to clear them."""
+    """Blocks of one row share places, so each raises what is there; the kernel before must clear them."""
     case = quantized_case(num_rows, 65, 320, widest_on(device), FP8, gated=True).to(device)
     guarded = Guarded(case, device, 1)
     guarded.scratch.squares[:num_rows] = squares_of(case.x_MK, 1).flatten()
@@ -353,7 +353,7 @@ def test_sums_of_integers_are_exact_in_the_reference():
     assert torch.equal(quantized_sums_reference(x, quantized(values, INT8), None), x @ values.T)
 
 
-def test_what_is_missing_is_told(device):
+def test_missing_amax_is_an_error(device):
     case = quantized_case(2, 5, 64, widest_on(device), FP8).to(device)
     scratch = SmallBatchScratch(torch.zeros(2, device=device), torch.zeros(0), torch.zeros(0, dtype=torch.int32))
     more = (case.norm_N, EPS, torch.empty_like(case.residual_MN))

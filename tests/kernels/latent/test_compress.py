@@ -122,7 +122,7 @@ def test_the_width_of_the_model(device, function) -> None:
 
 
 @BOTH
-def test_company_changes_no_bit(device, function) -> None:
+def test_batch_changes_no_bit(device, function) -> None:
     compressor, where = make_compressor(4, True, 24), where_of(function, device)
     sequences = [make_rows(length, compressor, 4.0, i) for i, length in enumerate((14, 13))]
     together = run(function, sequences, in_steps([14, 13], [5, 3], [1, 0]), compressor, where)
@@ -147,7 +147,7 @@ def test_states_are_those_of_the_reference(device, ratio, is_overlapped, dim) ->
 
 
 @BOTH
-def test_a_sequence_resumed_a_window_before_its_prefix_ends_has_all_entries_behind_it(device, function) -> None:
+def test_sequence_resumed_a_window_earlier_has_all_entries(device, function) -> None:
     """Without a state: what its place holds is another's."""
     compressor = make_compressor(4, True, 24)
     rows_NX, where = make_rows(40, compressor), where_of(function, device)
@@ -166,7 +166,7 @@ def test_a_sequence_resumed_a_window_before_its_prefix_ends_has_all_entries_behi
 
 
 @BOTH
-def test_gates_without_an_end(device, function) -> None:
+def test_infinite_gates_are_handled(device, function) -> None:
     """A token whose gate is -inf is left out; one that is far above the others is alone."""
     compressor = make_compressor(4, True, 16)
     rows_NX = make_rows(16, compressor)
@@ -210,7 +210,7 @@ def make_step(compressor: Compressor) -> tuple[CompressStep, torch.Tensor]:
 
 
 def rotary_on(device, step: CompressStep, ratio: int = 1) -> Rotary:
-    """Of the first token of each row's entry, of its own token where `ratio` is 1; poison in rows of padding."""
+    """Rotation of the first token of each row's entry (its own token if `ratio` is 1); poison in padding."""
     rotary = rotary_rows(step.positions // ratio * ratio, ROPE_DIM)
     rotary.cos_TP[step.states < 0], rotary.sin_TP[step.states < 0] = torch.nan, torch.nan
     return Rotary(rotary.cos_TP.to(device), rotary.sin_TP.to(device))
@@ -298,6 +298,7 @@ def index_written(function, compressor: Compressor, name: str, device, num_heads
     return planes_to(planes, "cpu"), q_TID.cpu(), slots_T[slots_T >= 0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["float32", "fp8"])
 @pytest.mark.parametrize(("dim", "num_heads"), [(32, 5), (48, 1)])
 def test_the_index_is_that_of_the_reference(device, monkeypatch, name, dim, num_heads) -> None:

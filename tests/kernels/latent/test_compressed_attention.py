@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
 from holdfast.kernels.latent.compressed_scopes import MERGED_SPLITS, CompressedCall
@@ -50,7 +51,7 @@ def test_rows_attend_to_both_scopes(device, widest, name, scope, num_sms) -> Non
     judge(compressed_case(AROUND, sizes_of(name, **scope), widest), device, num_sms)
 
 
-@pytest.mark.parametrize(("head_dim", "num_sms"), [(72, 1), (56, 9)])
+@for_each("head_dim, num_sms", [(72, 1), (56, 9)])
 def test_codes_of_four_bits(device, widest, head_dim, num_sms) -> None:
     """In the rotated space, where queries are and outputs stay."""
     sizes = replace(sizes_of(FOUR_BITS, top_k=10, num_heads=5), head_dim=head_dim)
@@ -75,8 +76,8 @@ def test_every_window_and_page(device, widest, name, window, pages) -> None:
 
 
 @FORMATS
-def test_many_splits_and_none_that_is_empty_is_read(device, widest, name) -> None:
-    """Splits are chosen for long rows: most of a short one's are written by nobody."""
+def test_merge_of_many_splits_skips_empty_ones(device, widest, name) -> None:
+    """Splits are chosen for long rows: most splits of a short one are never written."""
     positions = [1500, 3, PADDING, 260]
     assert compressed_splits(4, 3, 132) > 8
     judge(compressed_case(positions, sizes_of(name, ratio=2), widest), device, num_sms=132)
@@ -85,8 +86,8 @@ def test_many_splits_and_none_that_is_empty_is_read(device, widest, name) -> Non
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("num_padding", [9, 65], ids=lambda n: f"{n} padded")
-def test_every_form_of_the_merge(device, widest, name, num_padding) -> None:
-    """Of 11 rows also with more splits than are merged at once; the largest score is in the last one."""
+def test_merge_of_every_shape_is_exact(device, widest, name, num_padding) -> None:
+    """Merge 11 rows also with more splits than fit at once; the last split has the largest score."""
     sizes = sizes_of(name, num_heads=2, ratio=2)
     case = compressed_case([800, *num_padding * [PADDING], 129], sizes, widest)
     case.q_TND[0] = case.seen[0][-1].to(widest)
@@ -103,7 +104,7 @@ def test_half_precision(device, name, dtype) -> None:
 
 
 @FORMATS
-def test_a_sink_takes_everything_or_nothing(device, widest, name) -> None:
+def test_sink_of_extreme_size_takes_all_or_nothing(device, widest, name) -> None:
     for num_sms in (1, 30):
         case = compressed_case([50], sizes_of(name), widest)
         case.sinks_N = torch.tensor([1e4, -1e4, -torch.inf])
@@ -113,7 +114,7 @@ def test_a_sink_takes_everything_or_nothing(device, widest, name) -> None:
 
 @FORMATS
 def test_places_that_name_no_entry_are_not_followed(device, widest, name) -> None:
-    """Sentinels amid a list, and entries that the row does not see, which a table would not have: nobody looks there."""
+    """Sentinels in a list, and entries that the row does not see, are never looked up in the table."""
     case = compressed_case([90, 60], sizes_of(name, top_k=9), widest)
     listed_TK = case.scopes.selected_TK
     assert listed_TK is not None
@@ -134,7 +135,7 @@ def test_the_reference_is_plain_attention(name) -> None:
 
 
 @FORMATS
-def test_the_same_to_the_bit_in_any_company(device, widest, name) -> None:
+def test_row_in_any_batch_gives_the_same_bits(device, widest, name) -> None:
     """In steps of as many rows."""
     sizes = sizes_of(name, top_k=10)
     case = compressed_case([90, 80, PADDING, 70], sizes, widest)
@@ -144,6 +145,7 @@ def test_the_same_to_the_bit_in_any_company(device, widest, name) -> None:
     assert same_bits(out[3], run_compressed(case, device, num_sms=20)[3])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_sms", [1, 20, 132, 160])
 @pytest.mark.parametrize("num_heads", [1, 64, 65, 128])
 def test_partials_are_planned_for_every_number_of_rows(num_heads, num_sms) -> None:

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.latent import index_scores as index_scores_module
 from holdfast.kernels.latent.index_scores import (
     OPERAND_BYTES,
@@ -102,13 +103,13 @@ def test_pages_of_every_size(device, name, page_tokens) -> None:
     judge(make_score_case([(1, 300), (0, 17), (1, 299)], 4, 32, name, page_tokens, DTYPES[name]), device)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@for_each("name", FORMATS)
 def test_neighbours_of_a_sequence_share_keys(device, name) -> None:
     judge(make_score_case(RUNS, 8, 32, name, dtype=DTYPES[name]), device)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_row_has_the_same_bits_in_any_company(device, name) -> None:
+@for_each("name", FORMATS)
+def test_row_in_any_batch_has_the_same_bits(device, name) -> None:
     case = make_score_case(RUNS, 8, 32, name, dtype=DTYPES[name])
     together_TC = scored(index_scores_triton, case, device)
     for row, (_, count) in enumerate(RUNS):
@@ -121,7 +122,7 @@ def test_a_row_has_the_same_bits_in_any_company(device, name) -> None:
             assert torch.equal(scored(index_scores_triton, other, device)[0, :count], together_TC[row, :count])
 
 
-@pytest.mark.parametrize("function", [index_scores_triton, index_scores_reference])
+@for_each("function", [index_scores_triton, index_scores_reference])
 def test_long_contexts(device, function) -> None:
     """Several blocks a program, and several programs a row; in the reference, several blocks of tokens."""
     count = TOKENS_AT_ONCE + 3 if function is index_scores_reference else 900
@@ -134,7 +135,7 @@ def test_long_contexts(device, function) -> None:
         torch.testing.assert_close(mine_TC[row, :num_tokens], wanted_S, rtol=2**-17, atol=2**-17)
 
 
-@pytest.mark.parametrize("name", ["float32", "fp8"])
+@for_each("name", ["float32", "fp8"])
 def test_index_scores_at_block_edges_match_the_reference(device, name) -> None:
     """Contexts of a block less two to two blocks and two, a lone row and a pair of rows each."""
     counts = [block * 128 + step for block in (1, 2) for step in (-2, -1, 0, 1, 2)]
@@ -146,7 +147,7 @@ def test_queries_and_keys_of_different_types(device) -> None:
     judge(make_score_case([(0, 40), (1, 9)], 4, 32, "float32", dtype=torch.float16), device)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@for_each("name", FORMATS)
 def test_codes_are_near_the_numbers_that_they_stand_for(name) -> None:
     rows = [(0, 200), (1, 150)]
     exact = scored(index_scores_reference, make_score_case(rows, 64, 128, "float32"))
@@ -154,7 +155,7 @@ def test_codes_are_near_the_numbers_that_they_stand_for(name) -> None:
     assert float((near - exact).norm() / (exact - UNTOUCHED).norm()) < 0.02
 
 
-@pytest.mark.parametrize("name", ["float32", "fp8"])
+@for_each("name", ["float32", "fp8"])
 def test_a_key_that_is_not_a_number_is_one_score(device, name) -> None:
     case = make_score_case([(0, 40), (0, 41)], 8, 32, name)
     wanted_TC = scored(index_scores_triton, case, device)
@@ -166,19 +167,19 @@ def test_a_key_that_is_not_a_number_is_one_score(device, name) -> None:
     assert torch.equal(mine_TC, wanted_TC)
 
 
-def test_rows_that_do_not_choose_write_nothing(device) -> None:
+def test_rows_without_selection_write_nothing(device) -> None:
     for rows in ([(0, 0)], [(0, 0), (0, -3), (1, 0)]):
         mine_TC = scored(index_scores_triton, make_score_case(rows, 2, 16, "fp8"), device)
         assert bool((mine_TC == UNTOUCHED).all())
 
 
-def test_no_rows(device) -> None:
+def test_no_rows_launch_nothing(device) -> None:
     case = make_score_case([(0, 3)], 2, 16, "float32")
     none = SparseRows(*(numbers[:0] for numbers in case.rows))
     scored(index_scores_triton, replace(case, q=case.q[:0], weights=case.weights[:0], rows=none), device)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 16, 64, 800, 8192])
+@for_each("num_rows", [1, 3, 8, 16, 64, 800, 8192])
 def test_programs_follow_from_rows_and_the_longest_context(num_rows) -> None:
     blocks = index_blocks("e4m3", 128)
     at_once = 132 * blocks.programs_per_sm
@@ -192,7 +193,7 @@ def test_programs_follow_from_rows_and_the_longest_context(num_rows) -> None:
 
 
 def test_blocks_pages_and_splits_are_known() -> None:
-    """16 KiB of keys in a block of 128 tokens at the most; whole pages make a block, or a block lies in one."""
+    """16 KiB of keys in a block of at most 128 tokens; whole pages make a block, or a block lies in one."""
     blocks = {(kind, dim): index_blocks(kind, dim) for kind in OPERAND_BYTES for dim in (16, 128)}
     assert {key: own.tokens for key, own in blocks.items() if own.tokens < 128} == {
         ("bytes", 128): 64,

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.latent.latent_attention import latent_attention, latent_attention_reference, latent_blocks
@@ -33,7 +34,7 @@ from kernels.triton_cases import assert_allocates_nothing
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""Of values around one: weights are rounded to the type of the latents, and the result once more."""
+"""For values around one: weights are rounded to the type of the latents, and the result again."""
 DECODE, PROMPTS = [(64, 1), (10, 1), (129, 1)], [(0, 9), (60, 12)]
 MIXED = [(63, 1), (0, 17), (10, 3), (64, 1), (0, 1)]
 
@@ -104,7 +105,7 @@ def test_half_precision(device, dtype, large):
     judge_cut(latent_case([(64, 1), (10, 3), (0, 9)], 5, 64, 32), 2, large, device, dtype, num_padding=2)
 
 
-@pytest.mark.parametrize("num_heads", [1, 17, 65, *more(3, 5, 8, 16, 20, 128)], ids=lambda heads: f"{heads} heads")
+@for_each("num_heads", [1, 17, 65, *more(3, 5, 8, 16, 20, 128)])
 def test_every_number_of_heads(device, widest, num_heads):
     """Also those that leave places of a block, or of the last one, empty."""
     for large in (False, True):
@@ -121,7 +122,7 @@ def test_every_width(device, widest, latent_dim, rope_dim):
         judge_cut(latent_case([(69, 1), (30, 4)], 2, latent_dim, rope_dim), 2, large, device, widest)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 128, *more(2, 32, 256)], ids=lambda size: f"pages of {size}")
+@for_each("page_tokens", [1, 128, *more(2, 32, 256)])
 def test_every_page_size(device, widest, page_tokens):
     for large in (False, True):
         judge_cut(latent_case([(199, 1), (60, 6)], page_tokens=page_tokens), 2, large, device, widest)
@@ -157,7 +158,7 @@ def test_any_step(device, data):
     judge_step(case, scheduling, device, dtype, data.draw(st.integers(0, 2)))
 
 
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, widest):
+def test_row_in_any_batch_is_equal_to_the_bit(device, widest):
     """Its own tiles given, and steps of many rows: few take a merge of another shape."""
     rows = [(269, 1), (30, 1), (400, 1)]
     case = latent_case(rows).rounded(widest)
@@ -173,7 +174,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, widest):
     assert same_bits(outs[0][2:], one[:1])
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@for_each("large", [False, True])
 def test_heads_may_come_in_groups(device, widest, large):
     """With the tiles of all heads, the same to the bit as long as blocks are the same."""
     case = latent_case([(100, 1), (7, 4)], 16).rounded(widest)
@@ -186,7 +187,7 @@ def test_heads_may_come_in_groups(device, widest, large):
         torch.testing.assert_close(out, whole[:, first : first + 8], rtol=1e-3, atol=1e-3)
 
 
-def test_kernels_that_were_captured_and_have_no_work_change_nothing(device, widest):
+def test_captured_kernels_without_work_change_nothing(device, widest):
     """A graph launches all of them; the numbers of tiles decide."""
     q, plane = random(4, 2, 32).to(device, widest), random(8, 32, seed=1).to(device, widest)
     tiles = torch.full((3, 8), 2**30, dtype=torch.int32, device=device)
@@ -202,7 +203,7 @@ def test_kernels_that_were_captured_and_have_no_work_change_nothing(device, wide
         assert not out[[1, 3]].any()
 
 
-@pytest.mark.parametrize("num_heads", [1, 3, 8, 16, 20, 32, 64, 65, 96, 128, 130])
+@for_each("num_heads", [1, 3, 8, 16, 20, 32, 64, 65, 96, 128, 130])
 def test_blocks_and_tiles_hold_all_heads(num_heads):
     geometry = latent_geometry(num_heads)
     for large, rows in ((False, geometry.small_rows), (True, geometry.large_rows)):
@@ -221,7 +222,7 @@ def test_steps_of_many_rows_differ_in_nothing_that_changes_bits():
     assert {row_form(num_rows).merges_side_by_side for num_rows in range(16, 300)} == {False}
 
 
-def test_blocks_fit_what_a_gpu_lets_a_program_have():
+def test_blocks_of_a_program_fit_into_shared_memory():
     hopper, ada, row_bytes = 227 * 1024, 99 * 1024, 2 * 576
     assert [latent_blocks(height, row_bytes, hopper) for height in (16, 32, 64)] == [(64, 3, 4), (64, 3, 8), (64, 2, 8)]
     for height in (16, 32):
@@ -229,6 +230,7 @@ def test_blocks_fit_what_a_gpu_lets_a_program_have():
     assert latent_blocks(64, row_bytes, ada) == (16, 2, 8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "quantized"])
 @pytest.mark.parametrize("num_heads", [16, 20, 128])
 def test_programs_of_small_tiles_are_those_that_are_launched(num_heads, is_quantized):
@@ -268,7 +270,7 @@ def test_warpgroups_take_the_sizes_and_pages_they_know(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [16, 128], ids=lambda heads: f"{heads} heads")
-def test_the_same_bits_every_time(device, num_heads):
+def test_repeated_launches_give_the_same_bits(device, num_heads):
     case = latent_case([(3000, 1), (0, 300), (1500, 140)], num_heads, 512, 64).rounded(torch.bfloat16)
     work = Scheduling(132, 256).work(case, 441, device)
     expected = run_latents(case, work, 441, 256, device, num_sms=132)

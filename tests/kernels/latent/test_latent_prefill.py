@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents, store_latents
 from holdfast.kernels.latent.latent_prefill import (
     attend_up_projected,
@@ -23,7 +24,7 @@ from red_zones import RedZones
 NAN = float("nan")
 CPU = torch.device("cpu")
 BEYOND = 2**30
-"""Page ids that nobody may follow."""
+"""Page ids that no kernel may read."""
 WHOLE = UpProjection(num_heads=2, latent_dim=64, rope_dim=16, nope_dim=32, value_dim=32)
 ODD = UpProjection(num_heads=3, latent_dim=96, rope_dim=48, nope_dim=48, value_dim=80)
 V2_LITE = UpProjection(num_heads=16, latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128)
@@ -134,17 +135,13 @@ def test_several_chunks(device, shape, num_rows, start):
     check(make_case(shape, num_rows, start, torch.float32), device, tokens=CHUNK_STEP)
 
 
-@pytest.mark.parametrize("start", [0, 131], ids=["within a chunk", "beyond it"])
-def test_rows_one_after_another_where_their_state_has_no_room(device, start):
+@for_each("start", [0, 131])
+def test_rows_run_in_batches_if_the_state_is_small(device, start):
     """The first of a prompt see less of a chunk than those that come after them."""
     check(make_case(WHOLE, 150, start, torch.float32), device, tokens=CHUNK_STEP, state_rows=2 * 64)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "start", "tokens"),
-    [(5, 1500, None), (140, 1000, 2 * SPLIT_TOKENS)],
-    ids=["one chunk", "two chunks"],
-)
+@for_each("num_rows, start, tokens", [(5, 1500, None), (140, 1000, 2 * SPLIT_TOKENS)])
 def test_chunks_that_are_split(device, num_rows, start, tokens):
     check(make_case(WHOLE, num_rows, start, torch.float32, page_tokens=64), device, tokens=tokens)
 
@@ -156,6 +153,7 @@ def test_heads_in_groups(device):
     check(make_case(shape, 20, 140, torch.float32), device, tokens=CHUNK_STEP)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", QUANTIZED_LATENTS)
 @pytest.mark.parametrize("latent_dim", [64, 256])
 def test_quantized_pages(device, name, latent_dim):
@@ -163,6 +161,7 @@ def test_quantized_pages(device, name, latent_dim):
     check(make_case(shape, 21, 30, torch.float32, name), device)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["auto", *QUANTIZED_LATENTS])
 @pytest.mark.parametrize(("first", "count"), [(0, 40), (13, 9), (39, 1)], ids=str)
 def test_latents_are_gathered_as_they_are_read(device, name, first, count):
@@ -187,7 +186,7 @@ def test_the_reference_is_exact(shape):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-def test_a_row_of_nan_stays_alone(device):
+def test_row_of_nan_changes_no_other_row(device):
     case = make_case(WHOLE, 30, 200, torch.float32)
     clean = run(case, device, tokens=CHUNK_STEP)
     case.q[11] = NAN
@@ -197,9 +196,9 @@ def test_a_row_of_nan_stays_alone(device):
     assert same_bits(found[others], clean[others])
 
 
-def test_what_does_not_fit_is_refused(device):
+def test_top_k_of_wrong_shapes_is_refused(device):
     case = make_case(WHOLE, 5, 10, torch.float32)
-    with pytest.raises(AssertionError, match="a chunk is 128 at the least"):
+    with pytest.raises(AssertionError, match="a chunk has at least 128"):
         run(case, device, tokens=CHUNK_STEP - 1)
     case.kv_b = case.kv_b[:, :-16].contiguous()
     with pytest.raises(AssertionError, match="shape"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.latent.latent_projection import (
     absorb_queries,
     absorb_queries_reference,
@@ -79,29 +80,30 @@ def check(device, num_rows: int, sizes: tuple[int, ...], dtype: torch.dtype) -> 
         torch.testing.assert_close(found.double(), values, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.each_value
 @EACH
 @DTYPES
 def test_sizes(device, sizes, dtype):
     check(device, 5, sizes, dtype)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 16, 17, 65, 520])
-def test_rows_of_every_form(device, num_rows):
+@for_each("num_rows", [0, 1, 16, 17, 65, 520])
+def test_rows_of_every_launch_match(device, num_rows):
     check(device, num_rows, (2, 16, 16, 32, 16), torch.float32)
 
 
-@pytest.mark.parametrize("num_rows", [17, 65, 520])
+@for_each("num_rows", [17, 65, 520])
 def test_latents_and_values_of_several_blocks_match(device, num_rows):
     """More columns than a program takes, and more than it multiplies at a time, in every form that has a loop."""
     check(device, num_rows, (2, 16, 16, 304, 144), torch.float32)
 
 
-@pytest.mark.parametrize("num_rows", [3, 17])
+@for_each("num_rows", [3, 17])
 def test_many_heads(device, num_rows):
     check(device, num_rows, (64, 16, 16, 32, 48), torch.float32)
 
 
-def test_forms_change_at_their_numbers_of_rows_and_heads():
+def test_projection_blocks_change_at_rows_and_heads():
     """(rows, columns, depth) of both products at each edge."""
     found = {
         (num_rows, num_heads): [tuple(blocks[:3]) for blocks in projection_form(num_rows, num_heads)]
@@ -118,7 +120,7 @@ def test_forms_change_at_their_numbers_of_rows_and_heads():
     assert row_form(40) == (projection_form(40, 16), projection_form(40, 128))
 
 
-def test_forms_grow_with_the_rows():
+def test_projection_blocks_grow_with_rows():
     for num_heads in (16, 128):
         forms = [projection_form(num_rows, num_heads) for num_rows in range(1, 600)]
         assert len(set(forms)) <= 4
@@ -142,7 +144,7 @@ def test_a_group_of_heads(device):
     assert out[:, [0, 4]].isnan().all()
 
 
-def test_a_row_is_the_same_in_any_company_of_its_form(device):
+def test_row_in_batches_of_one_launch_has_the_same_bits(device):
     q, kv_b, latent = case(9, (2, 32, 16, 64, 48), torch.float32)
     queries = absorb(absorb_queries_triton, q, kv_b, 16, device)
     values = project(project_values_triton, latent, kv_b, 48, device)
@@ -151,7 +153,7 @@ def test_a_row_is_the_same_in_any_company_of_its_form(device):
         assert same_bits(project(project_values_triton, latent[rows], kv_b, 48, device), values[rows])
 
 
-def test_a_row_of_nan_stays_alone(device):
+def test_row_of_nan_changes_no_other_row(device):
     q, kv_b, latent = case(4, (2, 32, 16, 64, 48), torch.float32)
     q[2], latent[2] = NAN, NAN
     for found in (
@@ -162,7 +164,7 @@ def test_a_row_of_nan_stays_alone(device):
         assert found[[0, 1, 3]].isfinite().all()
 
 
-def test_the_functions_take_the_references_on_a_cpu():
+def test_operations_run_the_reference_on_a_cpu():
     q, kv_b, latent = case(3, (2, 32, 16, 64, 48), torch.float16)
     assert same_bits(absorb(absorb_queries, q, kv_b, 16, CPU), absorb(absorb_queries_reference, q, kv_b, 16, CPU))
     assert same_bits(
@@ -170,7 +172,7 @@ def test_the_functions_take_the_references_on_a_cpu():
     )
 
 
-def test_what_does_not_fit_is_refused():
+def test_top_k_of_wrong_shapes_is_refused():
     q, kv_b, latent = case(3, (2, 32, 16, 64, 48), torch.float32)
     with pytest.raises(AssertionError, match="by the weights of 1 heads"):
         absorb_queries_triton(q, kv_b[:1], torch.empty(3, 2, 80))

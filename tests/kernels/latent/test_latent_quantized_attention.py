@@ -24,7 +24,7 @@ FORMATS = pytest.mark.parametrize("name", QUANTIZED_LATENTS)
 FEW_FORMATS = pytest.mark.parametrize("name", ["fp8_ds_mla", "turboquant_mla_4bit_r8"])
 """For what does not depend on how rotated elements are kept."""
 TOLERANCE = {torch.float32: 3e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Of values around one: weights, and queries beside latents, are half precision."""
+"""For values around one: weights and queries are half precision."""
 DECODE, MIXED = [(64, 1), (10, 1), (129, 1)], [(63, 1), (0, 17), (10, 3), (64, 1), (0, 1)]
 
 
@@ -135,6 +135,7 @@ def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
         judge_cut(latent_case([(69, 1), (30, 2)], 2, latent_dim, rope_dim), name, 1, large, device, widest)
 
 
+@pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("page_tokens", [1, 16, 128], ids=lambda size: f"pages of {size}")
 def test_every_page_size(device, widest, name, page_tokens) -> None:
@@ -151,10 +152,11 @@ def test_every_length(device, widest, name, num_tokens) -> None:
     judge_cut(case, name, 4, True, device, widest, num_padding=MERGE_BY_HEAD_ROWS)
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("height", [16, 32, 64])
 def test_blocks_fit_into_shared_memory(name, height) -> None:
-    """Of a Hopper: the largest; of an Ada others, where they are needed."""
+    """Hopper takes the largest blocks; Ada smaller ones if needed."""
     planes = make_latent_planes(name, 512, 64, 64, 1, RedZones(torch.device("cpu")))
     large, small = (quantized_blocks(height, planes, kib * 1024) for kib in (227, 99))
     assert height % large.height == 0

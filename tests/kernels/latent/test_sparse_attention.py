@@ -27,7 +27,7 @@ FEW_FORMATS = pytest.mark.parametrize("name", ["plain", "fp8_ds_mla", "turboquan
 """For what does not depend on how rotated elements are kept."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 QUANTIZED_TOLERANCE = {torch.float32: 3e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Of values around one: over codes, queries and weights are half precision."""
+"""For values around one: over codes, queries and weights are half precision."""
 CONTEXTS = [100, 0, 37, 33, 7, 0]
 """Longer than the lists of 33 places, not choosing, as long, shorter."""
 
@@ -62,6 +62,7 @@ def test_half_precision(device, name, dtype) -> None:
     judge(sparse_case([150, 0, 40], 70, name, 5, 64, 32, dtype=dtype), device, num_sms=3)
 
 
+@pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_heads", [1, 20, 65], ids=lambda heads: f"{heads} heads")
 def test_every_number_of_heads(device, widest, name, num_heads) -> None:
@@ -80,7 +81,7 @@ def test_every_number_of_heads(device, widest, name, num_heads) -> None:
 )
 @pytest.mark.parametrize("num_heads", [66], ids=lambda heads: f"{heads} heads")
 def test_high_tiles_over_codes(device, widest, name, latent_dim, num_heads) -> None:
-    """Of up to 64 heads; split, with a last block of tokens and of heads that are not whole."""
+    """Up to 64 heads, split, with partial last blocks of tokens and heads."""
     case = sparse_case([150, 0, 3], 70, name, num_heads, latent_dim, 32, dtype=widest)
     judge(case, device, num_sms=8)
 
@@ -96,12 +97,14 @@ def test_scales_of_one_token_may_be_far_apart(device, widest) -> None:
     judge(case, device)
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(48, 32), (192, 24), (512, 64)], ids=lambda size: str(size))
 def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
     judge(sparse_case([80], 40, name, 2, latent_dim, rope_dim, dtype=widest), device, num_sms=1)
 
 
+@pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("page_tokens", [1, 64], ids=lambda size: f"pages of {size}")
 def test_every_page_size(device, widest, name, page_tokens) -> None:
@@ -128,7 +131,7 @@ def test_lists_of_many_blocks(device, widest, name, num_heads) -> None:
 @FEW_FORMATS
 @pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS, SPREAD_MERGE_ROWS], ids=lambda n: f"{n} padded")
 def test_splits_without_tokens_weigh_nothing(device, widest, name, num_padding) -> None:
-    """Of rows with few tokens, in every form of the merge, which leaves padding alone."""
+    """Rows of few tokens, with every shape of the merge, which skips padding."""
     case = sparse_case([300, 3, 129, *num_padding * [0]], 256, name, 2, 16, dtype=widest)
     judge(case, device, num_sms=150)
 
@@ -154,7 +157,7 @@ def test_a_list_of_everything_is_dense_attention(device, widest, name) -> None:
 
 @FEW_FORMATS
 def test_places_that_name_no_token_are_not_followed(device, widest, name) -> None:
-    """Sentinels amid a list, and positions behind the context, which a table would not have: nobody looks there."""
+    """Sentinels in a list, and positions past the context, are never looked up in the table."""
     case = sparse_case([90, 50, 70], 70, name, 2, 16, dtype=widest)
     case.tokens_TK[0, ::3] = -1
     case.tokens_TK[1, :] = -1
@@ -168,7 +171,7 @@ def test_places_that_name_no_token_are_not_followed(device, widest, name) -> Non
 
 
 @FEW_FORMATS
-def test_the_same_to_the_bit_in_any_company(device, widest, name) -> None:
+def test_row_in_any_batch_gives_the_same_bits(device, widest, name) -> None:
     """In steps of as many rows; twice, too."""
     case = sparse_case([90, 80, 0, 70], 66, name, 2, 16, dtype=widest)
     out = run_sparse(case, device, num_sms=4)
@@ -190,6 +193,7 @@ def dense(case: SparseCase) -> torch.Tensor:
     return latent_attention_reference(call, work)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_sms", [1, 20, 132, 160])
 @pytest.mark.parametrize("num_heads", [1, 16, 20, 64, 65, 128])
 def test_partials_are_planned_for_every_number_of_rows(num_heads, num_sms) -> None:
@@ -233,7 +237,7 @@ def test_splits_are_whole_blocks_and_none_is_empty() -> None:
                 assert splits.num_splits <= sparse_splits(num_rows, 16, 132)
 
 
-def test_too_few_partials_are_told_before_a_kernel_is_launched() -> None:
+def test_list_splits_without_room_for_partials_raise() -> None:
     with pytest.raises(AssertionError, match="1024 partials of rows and heads, room for 1023"):
         ListSplits.of(list_call(2, torch.empty(1023)), 2048, 64)
     assert ListSplits.of(list_call(2, torch.empty(1024)), 2048, 64) == (32, 64)

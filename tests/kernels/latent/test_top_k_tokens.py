@@ -24,7 +24,7 @@ INF, NAN = float("inf"), float("nan")
 SMALL = TopKForm(block_items=256, chunk_tokens=128, sample_tokens=64)
 """Borders of chunks and blocks within a few hundred tokens, samples that mislead, and lists that overflow."""
 NOWHERE = 2**26
-"""In place of a position or a key that nobody wrote."""
+"""Marks a position or a key that was not written."""
 
 
 def rows_of(num_tokens, device="cpu"):
@@ -53,7 +53,7 @@ def make_scratch(allocate, num_rows, context, k, form):
 
 
 def chosen(allocate, device, scores, num_tokens, k, form=SMALL, scratch=None):
-    """What the kernels choose, amid scores that nobody may look at."""
+    """Run the kernels amid scores that they must not read."""
     num_rows, context = scores.shape
     scores = amid_poison(scores, device)
     for row, length in enumerate(num_tokens):
@@ -76,6 +76,7 @@ SPECIAL = torch.tensor(
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 6, 9], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("length", [0, 1, 4, 6], ids=lambda length: f"{length} tokens")
 def test_reference_is_the_definition(k, length):
@@ -114,7 +115,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-def test_kernels_choose_as_the_reference(device, guarded, kind):
+def test_top_k_kernels_select_like_the_reference(device, guarded, kind):
     scores = kind(600).expand(2, 600)
     # The second is short, and looked through by one program.
     assert chosen(guarded, device, scores, [600, 77], 20) == by_reference(scores, [600, 77], 20)
@@ -155,7 +156,7 @@ def test_top_k_of_random_scores_lists_a_few_near_tokens(device, guarded):
     assert all(20 <= count <= 256 for count in num_near), num_near
 
 
-def test_rows_of_any_length_and_rows_that_do_not_choose(device, guarded):
+def test_rows_of_any_length_and_without_selection_match(device, guarded):
     lengths = [0, 1, 15, 16, 17, 64, 65, 0, 256, 257, 300]
     scores = random(len(lengths), 300)
     assert chosen(guarded, device, scores, lengths, 16) == by_reference(scores, lengths, 16)
@@ -168,7 +169,7 @@ def test_ties_across_the_border_of_a_chunk_and_a_block(device, guarded, first):
     assert chosen(guarded, device, scores, [300], 5) == [list(range(first, first + 5))]
 
 
-def test_a_row_is_chosen_as_if_it_were_alone(device, guarded):
+def test_row_in_a_batch_selects_as_alone(device, guarded):
     scores, lengths = (random(4, 300) * 2).round(), [300, 40, 0, 260]
     together = chosen(guarded, device, scores, lengths, 24)
     order = [2, 0, 3, 1]
@@ -198,7 +199,7 @@ class Misled(TopKForm):
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["random", "rising", "falling", "neighbours in bits", "NaN"])
 @pytest.mark.parametrize("sample", [64, 128], ids=["too few", "too many"])
-def test_where_a_sample_misleads_the_whole_row_is_gone_through(device, guarded, kind, sample):
+def test_misleading_sample_scans_the_whole_row(device, guarded, kind, sample):
     scores = KINDS[kind](1200).view(1, -1)
     found = chosen(guarded, device, scores, [1200], 50, Misled(*SMALL)._replace(sample_tokens=sample))
     assert found == by_reference(scores, [1200], 50)
@@ -209,7 +210,7 @@ def test_where_a_sample_misleads_the_whole_row_is_gone_through(device, guarded, 
 @pytest.mark.parametrize(
     ("context", "k"), [(7000, 500), (BLOCK_ITEMS + 999, 70), (20000, 4096)], ids=["short", "long", "most tokens"]
 )
-def test_real_forms(device, guarded, kind, context, k):
+def test_top_k_of_real_sizes_matches(device, guarded, kind, context, k):
     scores = KINDS[kind](context).view(1, -1)
     assert chosen(guarded, device, scores, [context], k, TOP_K_FORM) == by_reference(scores, [context], k)
 
@@ -229,6 +230,7 @@ def test_any_scores(device, data):
     assert chosen(allocate, device, scores, [length], k, form) == by_python(scores, [length], k)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("k", [1, 512, 1024, 2048])
 @pytest.mark.parametrize("context", [100, BLOCK_ITEMS, BLOCK_ITEMS + 1, 163840, 2**20])
 def test_scratch_is_small_beside_the_scores(k, context):
@@ -252,7 +254,7 @@ def test_sizes_of_the_selection_are_known():
     assert unsupported_top_k(9, most + 1) == f"a row may choose among up to {most} tokens, not {most + 1}"
 
 
-def test_what_does_not_fit_is_refused(device, guarded):
+def test_top_k_of_wrong_shapes_is_refused(device, guarded):
     scores, rows = torch.zeros(2, 400, device=device), rows_of([300, 300], device)
     out, scratch = guarded(2, 5, dtype=torch.int32), make_scratch(guarded, 2, 400, 5, SMALL)
     for wrong, reason in (

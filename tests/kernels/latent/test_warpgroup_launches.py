@@ -191,7 +191,7 @@ def test_lists_are_merged_if_split(monkeypatch, num_splits):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_turns_are_taken_by_kinds_that_gain(record, monkeypatch, name):
+def test_turns_run_for_faster_kinds_only(record, monkeypatch, name):
     step, launches = Step(name, 16), record(sparse_low_attention)
     monkeypatch.setattr(sparse_low_attention, "attend_turns", lambda *_: 77)
     num_partials = sparse_low_attention.attend_low_lists(step.call(60), step.rows, step.tokens)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.index_scores import read_index
 from holdfast.kernels.latent.latent_planes import IndexPlanes
@@ -139,6 +140,7 @@ def test_every_shape_is_written_like_the_reference(device, name, dim, rope_dim, 
     judge(make_case(5, num_heads, dim, rope_dim), name, device)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("name", ["float32", "fp8"])
 def test_every_type_of_rows(device, dtype, name) -> None:
@@ -169,7 +171,7 @@ def test_a_key_is_normed_then_turned(device, function, by_neighbours, dim, rope_
     torch.testing.assert_close(turned.squeeze(1), plain_keys(rows), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("function", [write_index_triton, write_index_reference])
+@for_each("function", [write_index_triton, write_index_reference])
 def test_codes_read_back_are_near_the_key(device, function) -> None:
     case = make_case(6, 2, 128, 64)
     planes, _ = written(function, case, "fp8", "cpu" if function is write_index_reference else device)
@@ -181,8 +183,8 @@ def test_codes_read_back_are_near_the_key(device, function) -> None:
     torch.testing.assert_close(keys_of(planes, case.slots), keys_XD, rtol=2**-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_the_same_row_in_other_company_has_the_same_bytes(device, name) -> None:
+@for_each("name", KINDS)
+def test_row_in_another_batch_has_the_same_bytes(device, name) -> None:
     case = make_case(5, 4, 128, 64)
     together, _ = written(write_index_triton, case, name, device)
     for row in (0, 3):
@@ -199,7 +201,7 @@ def test_no_rows_and_rows_of_padding_write_nothing(device) -> None:
         written(write_index_triton, case, "fp8", device)
 
 
-@pytest.mark.parametrize("name", ["float32", "fp8"])
+@for_each("name", ["float32", "fp8"])
 def test_a_row_without_variance_is_the_bias(device, name) -> None:
     case = make_case(2, 2, 32, 16)
     case.k.fill_(3.0)
@@ -227,6 +229,7 @@ def coded(function, q_TID: torch.Tensor, weights_TI: torch.Tensor, device="cpu")
     return codes.view(torch.uint8).cpu(), weights.cpu()
 
 
+@pytest.mark.each_value
 @SHAPES
 @DTYPES
 def test_queries_have_the_codes_of_the_reference(device, dtype, dim, rope_dim, num_heads) -> None:
@@ -240,7 +243,7 @@ def test_queries_have_the_codes_of_the_reference(device, dtype, dim, rope_dim, n
     assert torch.equal(mine[1], theirs[1])
 
 
-@pytest.mark.parametrize("function", [quantize_index_queries_triton, quantize_index_queries_reference])
+@for_each("function", [quantize_index_queries_triton, quantize_index_queries_reference])
 def test_scales_at_their_edges(device, function) -> None:
     """A power of two takes amax to 448 exactly; one step above it takes the next. Beneath 1e-10 there is no smaller scale."""
     where = "cpu" if function is quantize_index_queries_reference else device
@@ -257,8 +260,8 @@ def test_scales_at_their_edges(device, function) -> None:
     torch.testing.assert_close(numbers[:, 7], -numbers[:, 3] / 2)
 
 
-@pytest.mark.parametrize("function", [quantize_index_queries_triton, quantize_index_queries_reference])
-def test_what_is_not_a_number_stays_in_its_head(device, function) -> None:
+@for_each("function", [quantize_index_queries_triton, quantize_index_queries_reference])
+def test_nan_stays_in_its_head(device, function) -> None:
     q_TID = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
     q_TID[0, 1, 5] = torch.nan
     where = "cpu" if function is quantize_index_queries_reference else device

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent import write_latent as write_latent_module
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
@@ -127,14 +128,15 @@ def test_a_latent_is_normed_with_its_eps() -> None:
     torch.testing.assert_close(planes.rows_SX[case.slots[used], :48].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("name", ["float16", *QUANTIZED_LATENTS])
 def test_every_type(device, dtype, name) -> None:
     judge(make_latent_case(4, 4, 256, 32, dtype, NUM_PAGES * PAGE_TOKENS, seed=1), name, device)
 
 
-@pytest.mark.parametrize("name", QUANTIZED_LATENTS)
-def test_what_is_read_back_is_the_normed_and_rotated_row(name) -> None:
+@for_each("name", QUANTIZED_LATENTS)
+def test_rows_read_back_are_normed_and_rotated(name) -> None:
     case = make_latent_case(4, 2, 512, 64, torch.float32, NUM_PAGES * PAGE_TOKENS)
     planes, _ = written(write_latent, case, name)
     plain, _ = written(write_latent_reference, case, "float32")
@@ -148,7 +150,7 @@ def test_what_is_read_back_is_the_normed_and_rotated_row(name) -> None:
         assert float(((read - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()) < 0.11
 
 
-def test_the_same_row_in_other_company_has_the_same_bytes(device) -> None:
+def test_row_in_another_batch_has_the_same_bytes(device) -> None:
     case = make_latent_case(5, 4, 512, 64, torch.float32, NUM_PAGES * PAGE_TOKENS)
     together, _ = written(write_latent_triton, case, "turboquant_mla_4bit", device)
     for row in (0, 3):
@@ -167,7 +169,7 @@ def test_no_rows_and_rows_of_padding_write_nothing(device) -> None:
         written(write_latent_triton, case, "fp8_ds_mla", device)
 
 
-@pytest.mark.parametrize("name", QUANTIZED_LATENTS)
+@for_each("name", QUANTIZED_LATENTS)
 def test_zeros_are_zeros(device, name) -> None:
     case = make_latent_case(2, 2, 256, 32, torch.float32, NUM_PAGES * PAGE_TOKENS)
     case.latent.zero_()

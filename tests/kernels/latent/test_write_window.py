@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent import write_window as write_window_module
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
@@ -107,22 +108,23 @@ def judge(case: WindowCase, name: str, device, is_rotated=False) -> None:
     assert_same_latents(mine, theirs, used_slots(case))
 
 
-@pytest.mark.parametrize(
-    ("latent_dim", "rope_dim", "num_heads", "name"),
+@for_each(
+    "latent_dim, rope_dim, num_heads, name",
     [(448, 64, 9, "fp8_ds_v4"), (448, 64, 2, "float32"), (64, 8, 3, "fp8_ds_v4"), (24, 8, 5, "float16")],
 )
 def test_every_shape_is_written_like_the_reference(device, latent_dim, rope_dim, num_heads, name) -> None:
     judge(make_case(5, num_heads, latent_dim, rope_dim), name, device)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(448, 64), (64, 8), (24, 8), (48, 4)])
 @pytest.mark.parametrize("name", ["float32", "turboquant_mla_4bit"])
 def test_rotated_like_the_reference(device, name, latent_dim, rope_dim) -> None:
     judge(make_case(4, 3, latent_dim, rope_dim), name, device, is_rotated=True)
 
 
-def test_heads_and_vectors_meet_in_the_rotated_space() -> None:
-    """Products of both are what they were, and rotating again gives both back; TurboQuant's pages need not be asked for."""
+def test_heads_and_vectors_share_the_rotated_space() -> None:
+    """Rotation keeps products and is its own inverse; TurboQuant windows are always rotated."""
     case = make_case(4, 3, 448, 64)
     plain, q = written(write_window, case, "float32")
     rotated, rotated_q = written(write_window, case, "float32", is_rotated=True)
@@ -136,6 +138,7 @@ def test_heads_and_vectors_meet_in_the_rotated_space() -> None:
     assert float((error_XD.norm(dim=-1) / rotated.rows_SX[used].norm(dim=-1)).max()) < 0.11
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("name", NAMES)
 def test_every_type(device, dtype, name) -> None:
@@ -152,8 +155,8 @@ def test_bytes_are_those_of_the_packed_vector() -> None:
     assert torch.equal(planes.scales_SC[used_slots(case)], exponents)
 
 
-@pytest.mark.parametrize("function", [write_window_triton, write_window_reference])
-def test_heads_are_normed_by_themselves_and_a_row_without_a_slot_too(device, function) -> None:
+@for_each("function", [write_window_triton, write_window_reference])
+def test_heads_are_normed_alone_also_without_a_slot(device, function) -> None:
     case = make_case(4, 3, 24, 8)
     case.rotary.cos_TP[2], case.rotary.sin_TP[2] = 1.0, 0.0
     _, q = written(function, case, "float32", "cpu" if function is write_window_reference else device)
@@ -161,7 +164,7 @@ def test_heads_are_normed_by_themselves_and_a_row_without_a_slot_too(device, fun
     torch.testing.assert_close(q[2], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_not_finite_stays_in_its_row(device) -> None:
+def test_value_not_finite_stays_in_its_row(device) -> None:
     case = make_case(4, 2, 64, 8)
     case.kv[0, 3], case.q[3, 1, 2] = torch.inf, torch.nan
     planes, q = written(write_window_triton, case, "fp8_ds_v4", device)
@@ -172,6 +175,7 @@ def test_what_is_not_finite_stays_in_its_row(device) -> None:
     assert bool(q[3, 0].isfinite().all())
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize(("dim", "rope_dim", "num_heads"), [(512, 64, 5), (40, 8, 40)])
 def test_rotated_back_like_the_reference(device, dtype, dim, rope_dim, num_heads) -> None:
@@ -222,7 +226,7 @@ def test_a_vector_is_normed_with_its_own_eps() -> None:
     torch.testing.assert_close(planes.rows_SX[case.slots[used]].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_no_rows(device) -> None:
+def test_no_rows_launch_nothing(device) -> None:
     case = make_case(0, 2, 24, 8)
     written(write_window_triton, case, "float32", device)
     rotate_back_triton(case.q.to(device), case.rotary)

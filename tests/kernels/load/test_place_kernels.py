@@ -173,7 +173,7 @@ def test_planes_that_lie_apart_are_refused(device):
     rows, found = random(4, 32).to(device), new_findings(device)
     codes, scales = torch.empty(4, 64, dtype=torch.int8, device=device), torch.empty(8, device=device)
     for planes in ((codes[:, ::2], scales[:4]), (codes[:, :32].contiguous(), scales[::2])):
-        with pytest.raises(AssertionError, match="lie apart"):
+        with pytest.raises(AssertionError, match="not dense"):
             place_quantized_triton(rows, (0, 32), INT8, *planes, None, 0, found.nonfinite, found.differing, False)
 
 
@@ -240,7 +240,7 @@ def test_no_rows_are_no_launch():
     assert len(log) == 1
 
 
-def test_a_program_is_asked_for_once_and_only_started_where_all_is_aligned():
+def test_row_launch_looks_up_its_program_once_if_aligned():
     log = []
     launch = RowLaunch(Kernel(log), TILE, 1, (64,), ())
     for addresses in (8, 16, 32, 40, 48):
@@ -274,10 +274,10 @@ def test_triton_takes_a_pointer_for_a_tensor_at_the_same_address():
         for start in (0, 8):
             tensor = memory[start : start + 8].view(dtype)
             pointer.address = tensor.data_ptr()
-            for is_told in (True, False):
-                asked = False, is_told, True
-                assert jit.native_specialize_impl(backend, pointer, *asked) == jit.native_specialize_impl(
-                    backend, tensor, *asked
+            for is_given in (True, False):
+                flags = False, is_given, True
+                assert jit.native_specialize_impl(backend, pointer, *flags) == jit.native_specialize_impl(
+                    backend, tensor, *flags
                 )
 
 

@@ -100,7 +100,7 @@ def judge_down(down: DownCase, device) -> None:
     assert amax.max() == scaled.float().abs().max()
     without = run_down(down, device, has_amax=False)
     assert same_bits(without[0], x)
-    assert without[3].isnan().all(), "amax that nobody wants are written"
+    assert without[3].isnan().all(), "unrequested amax are written"
 
 
 @EACH_SIZE
@@ -170,7 +170,7 @@ def test_experts_whose_rows_are_zeros_leave_the_residual(device):
 
 
 def test_no_more_squares_are_left_than_there_is_room_for():
-    """Of every kind and size: two outputs a program at least, and registers that a thread has."""
+    """Every kind and size: two outputs a program at least, and registers that a thread has."""
     for kind, element_bytes in ((OperandKind.FP8_ROWS, 1), (OperandKind.INT8_ROWS, 1), (OperandKind.PLAIN, 2)):
         for size_k in (16, 300, 768, 1408, 2880, 5120):
             for top_k in (1, 6, 8, 16):

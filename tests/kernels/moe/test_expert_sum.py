@@ -41,7 +41,7 @@ class Case:
         self.norm_H = (1 + 0.3 * random(size, seed=seed + 5)).to(dtype)
 
     def rows(self, which: list[int]) -> "Case":
-        """The same with some of the tokens."""
+        """Keep some of the tokens."""
         num_rows, size = self.x_TH.shape
         some = Case(1, 1, 1)
         some.routed_PH = self.routed_PH.view(num_rows, -1, size)[which].flatten(0, 1)
@@ -82,7 +82,7 @@ def judge(case: Case, device) -> None:
     assert same_bits(amax.amax(-1), scaled.float().abs().amax(-1))
     without = run(case, device, has_amax=False)
     assert same_bits(without[0], x)
-    assert without[3].isnan().all(), "amax that nobody wants are written"
+    assert without[3].isnan().all(), "unrequested amax are written"
 
 
 @pytest.mark.each_pair

@@ -84,7 +84,7 @@ def test_scales_of_blocks_of_rows(device):
 
 @EVERY_SCHEME
 def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme):
-    """Of so many rows that blocks are as high, in another order, and among others."""
+    """So many rows that blocks are as high, in another order, and among others."""
     case = expert_case((9, 2, 4, 5, 64), True, scheme, torch.float16)
     whole = run_kernel(grouped_gemm, case, device).view(9, 2, -1)
     for rows in ([8, 7, 6, 5, 4, 3, 2, 1, 0], [1, 3, 5, 7, 8]):

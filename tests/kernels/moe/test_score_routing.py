@@ -148,7 +148,7 @@ def assert_chooses(device, logits, routing, score_bias, ids, shares) -> None:
 
 
 def test_of_equals_the_lower_comes_first(device):
-    """Of groups and of experts: zeros everywhere, then one group that is better."""
+    """Groups and experts: zeros everywhere, then one group that is better."""
     logits = torch.zeros(2, 12)
     logits[1, 9] = 1.0
     for route, where in both(device):

@@ -1,4 +1,4 @@
-"""Lists of tokens: enough for whoever needs them, in the order of the vocabulary, and sums that are exact."""
+"""Lists of tokens: enough for their readers, in the order of the vocabulary, and sums that are exact."""
 
 import pytest
 import torch

@@ -116,7 +116,7 @@ def test_rows_at_their_edges(device, guarded, edge, num_candidates):
 
 @LISTS
 def test_a_nucleus_ends_with_the_token_that_reaches_it(device, guarded, num_candidates):
-    """Of equal tokens exactly half; and one more where half is not quite enough."""
+    """Keep exactly half of equal tokens; and one more where half is not quite enough."""
     logits = torch.zeros(1, 6, device=device)
     top_ps = (0.5, 0.5 + 2.0**-50, 0.5 - 2.0**-50, 1 / 6 + 1e-9, 1 - 1e-9)
     for uniform, expected in ((0.999, [2, 3, 2, 1, 5]), (1.0, [2, 3, 2, 1, 5]), (0.0, [0] * 5)):

@@ -105,7 +105,7 @@ class Dequantizer:
 
     @property
     def num_bytes(self) -> int:
-        """Of its tables and orders."""
+        """Bytes of its tables and orders."""
         held = (self._key_table, self._value_table, self.key_order_D, self.value_places_D)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
@@ -367,11 +367,11 @@ def _heads(
 
 
 KeyMeans = Sequence[torch.Tensor | None]
-"""Of each quantized layer [K, D] in float32, rotated like its keys; None: nothing is subtracted from them."""
+"""By quantized layer [K, D] in float32, rotated like its keys; None: nothing is subtracted from them."""
 KeyBiases = Sequence[KeyBias | None]
-"""Of each layer whose pages hold keys without their bias; None: there is none, or the keys have it."""
+"""By layer whose pages hold keys without their bias; None: there is none, or the keys have it."""
 Sinks = Sequence[torch.Tensor | None]
-"""Of each layer [H] in float32; None: its softmax is a plain one."""
+"""By layer [H] in float32; None: its softmax is a plain one."""
 
 
 class GroupedBackend(AttentionBackend):
@@ -393,7 +393,7 @@ class GroupedBackend(AttentionBackend):
             shape = None if sinks_H is None else tuple(sinks_H.shape)
             assert shape == ((spec.num_heads,) if spec.has_sinks else None), f"sinks of {shape} for {spec}"
         self.on_write: Callable[[int, torch.Tensor, HeadNorm | None], None] | None = None
-        """Is told the layer, the projection of a step and the norm of its heads, before anything is written."""
+        """Called with the layer, the projection of a step and its head norm, before anything is written."""
         self._device = storage.plane(0, specs[0].cache.planes[0].name).device
         dtype: torch.dtype = getattr(torch, specs[0].dtype)
         self._rotations = {dim: rotation_table(dim, dtype, self._device) for dim in rotated_head_dims(specs)}
@@ -406,7 +406,7 @@ class GroupedBackend(AttentionBackend):
             else PlainPages(storage.plane(layer, "k"), storage.plane(layer, "v"), storage.spec.page_tokens, spec.group)
             for layer, (spec, k_mean_KD) in enumerate(zip(specs, means, strict=True))
         )
-        """Of each layer, in order."""
+        """By layer."""
 
     def write(
         self,

@@ -28,7 +28,7 @@ from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans,
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Those of torch that pass on what they do not take. cuDNN's is not among them: it is asked first and fails instead."""
+"""Those of torch that pass on what they do not take. cuDNN's is not among them: torch tries it first, and it fails."""
 MASK_ALIGNMENT = 8
 """Elements. Fused kernels load a mask in vectors: rows must lie so far apart, and the first begin at such a place."""
 

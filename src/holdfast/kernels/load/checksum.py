@@ -1,12 +1,12 @@
-"""Checksums of saved weights, summed piece by piece where the bytes lie: on a GPU with Triton, on a CPU in C or plain torch.
+"""Checksums of saved weights, summed piece by piece on the device of the bytes.
 
-A plane's checksum is a sum over its bytes, so the pieces of a plane may come in any order and begin anywhere:
+A plane's checksum is a sum over its bytes, so its pieces may come in any order and begin anywhere:
 
     sum over blocks of B(block) * (sum over the block's words of W(place in the block) * word)      modulo 2^64
 
-A word is 4 bytes, little endian; a block has 16 KiB; W is 32 bits and B an odd number of 64, both mixed from their index. One
-wrong word is always found, words or blocks that changed places, and anything else but once in about 2^32 times. It guards
-against damage, not against somebody who means harm: who can write the weights can write the manifest beside them.
+A word is 4 little-endian bytes; a block has 16 KiB; W has 32 bits and B is an odd number of 64, both mixed from their
+index. It always finds one wrong word and words or blocks that changed places; it misses other damage once in about 2^32
+times. It guards against damage, not attacks: an attacker who can write the weights can write the manifest too.
 """
 
 from functools import cache
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.native_library import native_library
-from holdfast.kernels.triton_compat import can_run, constexpr, jit_counting, kernel_constant, tl
+from holdfast.kernels.operation import DECLINED, operation
+from holdfast.kernels.triton_compat import constexpr, jit_counting, kernel_constant, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -23,27 +24,15 @@ BLOCK_BYTES = 2**14
 WORD_BYTES = 4
 BLOCK_WORDS = BLOCK_BYTES // WORD_BYTES
 BLOCKS_AT_ONCE = 64
-"""That plain torch works on: what it needs in between stays below 8 MiB."""
+"""Blocks of one pass of the reference, which needs less than 8 MiB for them."""
 MASK_32, MASK_64 = 2**32 - 1, 2**64 - 1
 FIRST_FACTOR, SECOND_FACTOR = kernel_constant(0x85EBCA6B), kernel_constant(0xC2B2AE35)
 TILE_BYTES = 4096
-"""Of a block, that a program of the kernel sums at a time."""
-
-
-def add_checksum(bytes_N: Tensor, first_byte: int, sum_1: Tensor) -> None:
-    """Add to `sum_1` [1] int64 what these bytes (uint8) give as the bytes from `first_byte` on of their plane."""
-    if can_run(bytes_N):
-        add_checksum_triton(bytes_N, first_byte, sum_1)
-        return
-    library = native_library() if bytes_N.is_cpu and bytes_N.is_contiguous() else None
-    if library is None:
-        add_checksum_reference(bytes_N, first_byte, sum_1)
-    else:
-        library.holdfast_add_checksum(bytes_N.data_ptr(), bytes_N.numel(), first_byte, sum_1.data_ptr())
+"""Bytes of a block that a program sums at a time."""
 
 
 def add_checksum_reference(bytes_N: Tensor, first_byte: int, sum_1: Tensor) -> None:
-    """The same in plain torch."""
+    """Add the checksum of these bytes (uint8), which begin at `first_byte` of their plane, to `sum_1` [1] int64."""
     keys_W = torch.tensor(_word_keys(), dtype=torch.int64, device=bytes_N.device)
     end, start = first_byte + bytes_N.numel(), first_byte
     while start < end:
@@ -51,9 +40,8 @@ def add_checksum_reference(bytes_N: Tensor, first_byte: int, sum_1: Tensor) -> N
         stop = min(end, (block + BLOCKS_AT_ONCE) * BLOCK_BYTES)
         num_blocks = -(-stop // BLOCK_BYTES) - block
         padded = bytes_N.new_zeros(num_blocks * BLOCK_BYTES)
-        padded[start - block * BLOCK_BYTES : stop - block * BLOCK_BYTES] = bytes_N[
-            start - first_byte : stop - first_byte
-        ]
+        inside = slice(start - block * BLOCK_BYTES, stop - block * BLOCK_BYTES)
+        padded[inside] = bytes_N[start - first_byte : stop - first_byte]
         words_BW = padded.view(torch.int32).view(num_blocks, BLOCK_WORDS).long() & MASK_32
         block_keys = [_signed(block_key(index)) for index in range(block, block + num_blocks)]
         blocks_B = (words_BW * keys_W).sum(dim=1)
@@ -62,7 +50,7 @@ def add_checksum_reference(bytes_N: Tensor, first_byte: int, sum_1: Tensor) -> N
 
 
 def add_checksum_triton(bytes_N: Tensor, first_byte: int, sum_1: Tensor) -> None:
-    """The same as a Triton kernel, a program for each block that the bytes touch."""
+    """Launch one program for each block that the bytes touch."""
     num_bytes = bytes_N.numel()
     if num_bytes:
         first_block, end_block = first_byte // BLOCK_BYTES, -(-(first_byte + num_bytes) // BLOCK_BYTES)
@@ -72,19 +60,29 @@ def add_checksum_triton(bytes_N: Tensor, first_byte: int, sum_1: Tensor) -> None
         )  # fmt: skip
 
 
+def add_checksum_native(bytes_N: Tensor, first_byte: int, sum_1: Tensor) -> None:
+    library = native_library() if bytes_N.is_cpu and bytes_N.is_contiguous() else None
+    if library is None:
+        return DECLINED
+    return library.holdfast_add_checksum(bytes_N.data_ptr(), bytes_N.numel(), first_byte, sum_1.data_ptr())
+
+
+add_checksum = operation(reference=add_checksum_reference, triton=add_checksum_triton, native=add_checksum_native)
+
+
 def block_key(index: int) -> int:
-    """The factor of a block: odd, so that none of its bits is lost."""
+    """Return the factor of a block: odd, so that no bit is lost."""
     return _mixed(2 * index + 1) << 32 | _mixed(2 * index + 2) | 1
 
 
 @cache
 def _word_keys() -> list[int]:
-    """The factors of a block's words; 0, which would hide its word, is none of them."""
+    """Return the factors of a block's words; none is 0."""
     return [_mixed(index + 1) for index in range(BLOCK_WORDS)]
 
 
 def _mixed(value: int) -> int:
-    """32 bits from 32 bits, one to one (the finalizer of MurmurHash3); only 0 gives 0."""
+    """Mix 32 bits one to one (the finalizer of MurmurHash3); only 0 gives 0."""
     value &= MASK_32
     value = (value ^ value >> 16) * 0x85EBCA6B & MASK_32
     value = (value ^ value >> 13) * 0xC2B2AE35 & MASK_32
@@ -96,13 +94,13 @@ def _signed(value: int) -> int:
 
 
 def as_unsigned(value: int) -> int:
-    """A sum as a tensor has it, as 64 bits without a sign."""
+    """Convert a sum from a tensor to an unsigned 64-bit number."""
     return value & MASK_64
 
 
 @jit_counting("first_block", "first_byte", "num_bytes")
 def _checksum_kernel(p_bytes, p_sum, first_block, first_byte, num_bytes, BLOCK: constexpr, TILE: constexpr):
-    """`first_byte` is counted from the beginning of `first_block`."""
+    """Sum one block; `first_byte` counts from the start of `first_block`."""
     i_block = tl.program_id(0).to(tl.int64)
     total = tl.zeros((TILE,), dtype=tl.int64)
     for tile in range(BLOCK // TILE):
@@ -118,7 +116,7 @@ def _checksum_kernel(p_bytes, p_sum, first_block, first_byte, num_bytes, BLOCK: 
 
 @jit_counting()
 def _mix(value):
-    """`_mixed`."""
+    """Like `_mixed`."""
     value = (value ^ (value >> 16)) * FIRST_FACTOR
     value = (value ^ (value >> 13)) * SECOND_FACTOR
     return value ^ (value >> 16)

@@ -1,12 +1,12 @@
-"""Triton kernels that place rows of a checkpoint: converted, or quantized into codes and scales (kernels/load/place_rows.py).
+"""Triton kernels of kernels/load/place_rows.py.
 
-R rows, C the columns that scales follow from, K those that are kept
+R rows, C the columns that scales depend on, K those that are kept
 
-A call is one launch, allocates nothing and waits for nothing. Rows may lie anyhow: loads follow the axis that is dense,
-stores the columns of the target.
+A call is one launch, allocates nothing and does not synchronize. Loads follow the dense axis of the rows, stores the columns
+of the target.
 
-A launch over tensors finds out anew which program it needs. A load starts thousands over the same kind of rows: over
-addresses it asks once and then starts that program, as long as all addresses are aligned as they were.
+Triton looks up the specialization at every launch over tensors. Loading launches thousands over the same kind of rows, so
+`RowLaunch` takes addresses, looks up once, and reuses the compiled program while all addresses stay aligned.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from holdfast.kernels.fp8 import (
     narrowed_bits,
     size_bits,
 )
-from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, next_power_of_two, tl, triton
+from holdfast.kernels.triton_compat import check_dense, constexpr, jit, kernel_constant, next_power_of_two, tl, triton
 from holdfast.quant.weight_quantize import E8M0_MOST, LEAST_E4M3_SCALE, LEAST_INT8_SCALE
 from holdfast.quant.weight_schemes import WeightScheme
 
@@ -38,7 +38,7 @@ from holdfast.quant.weight_schemes import WeightScheme
 
 @jit
 def tile_place(num_columns, ROWS: constexpr, BLOCK: constexpr):
-    """The rows of this program's tile [R], and its first column; tiles of the same rows are neighbours."""
+    """Return the rows of this program's tile [R] and its first column; tiles of the same rows are neighbours."""
     num_blocks = tl.cdiv(num_columns, BLOCK)
     i_row = tl.program_id(0) // num_blocks * ROWS + tl.arange(0, ROWS)
     return i_row, tl.program_id(0) % num_blocks * BLOCK
@@ -46,25 +46,25 @@ def tile_place(num_columns, ROWS: constexpr, BLOCK: constexpr):
 
 @jit
 def numbers_at(p_rows, i_column, m_row, num_columns, column_stride):
-    """Columns [C] of rows that begin at p_rows [R, 1], in float32; zeros where no row or no column is."""
+    """Load columns [C] of rows that begin at p_rows [R, 1] in float32; zeros outside."""
     m_x = m_row[:, None] & (i_column < num_columns)[None, :]
     return float32_of(tl.load(p_rows + i_column.to(tl.int64)[None, :] * column_stride, mask=m_x, other=0))
 
 
 @jit
 def report_rows(p_finding, i_row, m_row):
-    """Lower a finding to the first of these rows that the mask has."""
+    """Lower a finding to the first row of the mask."""
     tl.atomic_min(p_finding + tl.zeros_like(i_row), i_row, mask=m_row, sem="relaxed")
 
 
 UNSPECIALIZED = ("first_row", "num_rows", "p_scales", "p_amax", "p_nonfinite", "p_differing")
-"""Arguments that differ from call to call and tell the compiler nothing that matters: what they point to is small."""
+"""Arguments that differ from call to call and do not help the compiler."""
 ALIGNMENT_BYTES = 16
-"""What the compiler makes use of, where an address is a multiple of it."""
+"""The compiler specializes on addresses that are multiples of it."""
 
 
 class Tile(NamedTuple):
-    """What a program holds at a time."""
+    """Rows and columns that a program holds at a time, and its warps."""
 
     rows: int
     columns: int
@@ -72,7 +72,7 @@ class Tile(NamedTuple):
 
 
 class Pointer:
-    """A place in a GPU's memory; kernels take it like a tensor that begins there."""
+    """A device address that kernels take like a tensor."""
 
     __slots__ = ("address", "dtype")
 
@@ -85,7 +85,7 @@ class Pointer:
 
 
 def jit_for_rows(function: Callable[..., Any]) -> Any:  # noqa: ANN401 a kernel is launched by subscript, which no type describes
-    """triton.jit that does not compile anew for other numbers of rows, or other findings."""
+    """Apply triton.jit without a specialization for UNSPECIALIZED arguments."""
     if triton is None:
         return function
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -93,7 +93,7 @@ def jit_for_rows(function: Callable[..., Any]) -> Any:  # noqa: ANN401 a kernel 
 
 
 class RowLaunch:
-    """Arguments of the kernel: leading ones, the number of rows, counts, and constants of the program."""
+    """A kernel with its constants; arguments are leading ones, the number of rows, counts, and constants."""
 
     __slots__ = ("_column_tiles", "_kernel", "_num_warps", "_program", "_rest", "_tile_rows")
 
@@ -111,17 +111,17 @@ class RowLaunch:
         self._column_tiles = column_tiles
         self._rest = (*counts, *constants)
         self._program: Any = None
-        """The one that was compiled for aligned addresses."""
+        """Compiled for aligned addresses."""
 
     def start(self, num_rows: int, *leading: object) -> Any:  # noqa: ANN401 Triton's program, or None in the interpreter
-        """One launch, or none over no rows."""
+        """Launch over tensors; no rows need no launch."""
         num_programs = -(-num_rows // self._tile_rows) * self._column_tiles
         if num_programs == 0:
             return None
         return self._kernel[(num_programs,)](*leading, num_rows, *self._rest, num_warps=self._num_warps)
 
     def start_at(self, num_rows: int, addresses: int, *leading: object) -> None:
-        """The same where leading arguments are `Pointer`s. `addresses` are those of all that matter, their bits joined."""
+        """Launch over `Pointer`s; `addresses` is the bitwise or of those that the compiler specializes on."""
         if addresses % ALIGNMENT_BYTES:
             self.start(num_rows, *leading)
         elif self._program is None:
@@ -133,13 +133,13 @@ class RowLaunch:
 
 
 WIDE, MIDDLE, NARROW, TALL = Tile(1, 4096, 4), Tile(16, 256, 4), Tile(256, 16, 4), Tile(64, 64, 4)
-"""Of dense rows by width, and of rows whose columns lie apart."""
+"""For dense rows by width, and for rows whose columns lie apart."""
 
 
 def place_plain_triton(
     rows_RK: Tensor, out_RK: Tensor, first_row: int, nonfinite: Tensor, differing: Tensor, verify: bool
 ) -> None:
-    """`place_plain` of the columns that are kept: bit by bit in the same type, exponents as numbers, else rounded once."""
+    """Like `place_plain`, for the kept columns."""
     launch = plain_launch(rows_RK.dtype, out_RK.dtype, rows_RK.shape[1], rows_RK.stride(), out_RK.stride(), verify)
     x_RK = as_bits(rows_RK) if rows_RK.dtype == out_RK.dtype else as_kernels_read(rows_RK)
     launch.start(rows_RK.shape[0], x_RK, as_bits(out_RK), nonfinite, differing, first_row)
@@ -153,31 +153,22 @@ def plain_launch(
     out_strides: tuple[int, ...],
     verify: bool,
 ) -> RowLaunch:
-    """The launch for rows of one kind, which leads with p_x, p_y, p_nonfinite, p_differing and first_row."""
+    """Return the launch for rows of one kind; it leads with p_x, p_y, p_nonfinite, p_differing and first_row."""
     tile = _plain_tile(num_columns, strides)
-    return RowLaunch(
-        _place_plain_kernel,
-        tile,
-        -(-num_columns // tile.columns),
-        (num_columns, *strides, *out_strides),
-        (
-            "" if source == target else str(target).removeprefix("torch."),
-            EXPONENT_BITS.get(target, 0),
-            verify,
-            tile.rows,
-            tile.columns,
-        ),
-    )
+    counts = (num_columns, *strides, *out_strides)
+    name = "" if source == target else str(target).removeprefix("torch.")
+    constants = (name, EXPONENT_BITS.get(target, 0), verify, tile.rows, tile.columns)
+    return RowLaunch(_place_plain_kernel, tile, -(-num_columns // tile.columns), counts, constants)
 
 
 def find_amax_triton(rows_RC: Tensor, amax: Tensor) -> None:
-    """`find_amax`; magnitudes are compared as integers."""
+    """Like `find_amax`; the kernel compares magnitudes as integers."""
     launch = amax_launch(rows_RC.shape[1], rows_RC.stride())
     launch.start(rows_RC.shape[0], as_kernels_read(rows_RC), as_bits(amax))
 
 
 def amax_launch(num_columns: int, strides: tuple[int, ...]) -> RowLaunch:
-    """The launch for rows of one kind, which leads with p_x and p_amax."""
+    """Return the launch for rows of one kind; it leads with p_x and p_amax."""
     tile = _plain_tile(num_columns, strides)
     column_tiles = -(-num_columns // tile.columns)
     return RowLaunch(_find_amax_kernel, tile, column_tiles, (num_columns, *strides), (tile.rows, tile.columns))
@@ -226,13 +217,13 @@ LEAST_E4M3 = kernel_constant(LEAST_E4M3_SCALE)
 LEAST_INT8 = kernel_constant(LEAST_INT8_SCALE)
 MOST_E8M0 = kernel_constant(E8M0_MOST)
 WHOLE_ROWS = (Tile(4, 1024, 4), Tile(2, 2048, 4), Tile(1, 4096, 4), Tile(1, 8192, 8), Tile(1, 16384, 16))
-"""Rows that stay in registers between their scale and their codes."""
+"""For rows that fit into registers."""
 LONG_ROW = Tile(1, 8192, 8)
-"""Of a longer row, which is read twice, the second time from the cache."""
+"""For longer rows, which are read twice, the second time from the cache."""
 TALL_ROWS = Tile(16, 512, 8)
-"""Of rows whose columns lie apart: 16 neighbours are whole sectors, and some hundred rows still keep a GPU busy."""
+"""For rows whose columns lie apart: 16 neighbours fill sectors, and some hundred rows still fill a GPU."""
 WIDE_BLOCKS, TALL_BLOCKS = Tile(1, 2048, 4), Tile(32, 64, 4)
-"""The same for scales of 32 columns."""
+"""For scales of 32 columns: dense rows, and rows whose columns lie apart."""
 
 
 def place_quantized_triton(
@@ -247,9 +238,8 @@ def place_quantized_triton(
     differing: Tensor,
     verify: bool,
 ) -> None:
-    """`place_quantized` of rows with the columns that their scales follow from; `kept` counts among these."""
-    assert codes.is_contiguous(), f"{codes.stride()=}: codes lie apart"
-    assert scales.is_contiguous(), f"{scales.stride()=}: scales lie apart"
+    """Like `place_quantized`; rows have all columns that their scales depend on, `kept` counts in these."""
+    check_dense(codes, scales)
     if codes.numel() == 0:
         return
     planes = as_kernels_read(rows_RC), as_bits(codes), as_bits(scales)
@@ -261,9 +251,9 @@ def place_quantized_triton(
 def codes_launch(
     scheme: WeightScheme, num_columns: int, kept: tuple[int, int], strides: tuple[int, ...], verify: bool
 ) -> RowLaunch:
-    """The launch for rows of one kind: it leads with p_x, p_codes, p_scales, p_nonfinite, p_differing and first_row.
+    """Return the launch for rows of one kind; it leads with p_x, p_codes, p_scales, p_nonfinite, p_differing, first_row.
 
-    For a scheme without blocks of columns p_amax, or None, comes before p_nonfinite.
+    Without blocks of columns p_amax, or None, comes before p_nonfinite.
     """
     counts = (num_columns, kept[0], kept[1] - kept[0], *strides)
     if scheme.block_columns == 0:
@@ -292,7 +282,7 @@ def _by_row_kernel(
     first_row, num_rows, num_columns, kept_start, num_kept, row_stride, column_stride,
     IS_INT8: constexpr, IS_ONE_SWEEP: constexpr, VERIFY: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """A scale for every row, from its largest number or from the amax of the tensor."""
+    """Quantize with a scale a row, from its largest number or from the amax of the tensor."""
     i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = i_row < num_rows
     p_rows = p_x + i_row.to(tl.int64)[:, None] * row_stride
@@ -333,7 +323,7 @@ def _by_block_kernel(
     first_row, num_rows, num_columns, kept_start, num_kept, row_stride, column_stride,
     VERIFY: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """A program for a block of rows and columns that share a scale."""
+    """Quantize one block of rows and columns that share a scale."""
     i_row, i_start = tile_place(num_columns, ROWS, BLOCK)
     i_column = i_start + tl.arange(0, BLOCK)
     m_row = i_row < num_rows
@@ -356,7 +346,7 @@ def _by_power_kernel(
     first_row, num_rows, num_columns, kept_start, num_kept, row_stride, column_stride,
     VERIFY: constexpr, ROWS: constexpr, BLOCK: constexpr, WIDTH: constexpr,
 ):  # fmt: skip
-    """e2m1 codes, two to a byte, and an exponent for every `WIDTH` columns of a row."""
+    """Quantize to e2m1, two codes to a byte, with an exponent for every `WIDTH` columns of a row."""
     i_row, i_start = tile_place(num_columns, ROWS, BLOCK)
     m_row = i_row < num_rows
     i_row64 = i_row.to(tl.int64)[:, None]
@@ -389,14 +379,14 @@ def _by_power_kernel(
 
 @jit
 def _scale_of(b_amax, IS_INT8: constexpr):
-    """The scale that takes an amax to the largest code, and is never 0."""
+    """Return the scale that maps an amax to the largest code; never 0."""
     b_scale = tl.div_rn(b_amax, tl.full(b_amax.shape, 127.0 if IS_INT8 else 448.0, tl.float32))
     return tl.maximum(b_scale, LEAST_INT8 if IS_INT8 else LEAST_E4M3)
 
 
 @jit
 def _put_codes(p_out, b_x, b_scale, i_kept, num_kept, m_row, IS_INT8: constexpr, VERIFY: constexpr):
-    """Codes of a tile into the kept columns, or 1 for every row where others lie there."""
+    """Store codes of a tile to the kept columns, or return 1 for every row that differs."""
     b_quotient = tl.div_rn(b_x, tl.broadcast_to(b_scale[:, None], b_x.shape))
     b_code = (int8_of(b_quotient) if IS_INT8 else e4m3_of(b_quotient)).to(tl.uint8)
     m_code = m_row[:, None] & ((i_kept >= 0) & (i_kept < num_kept))[None, :]
@@ -411,7 +401,7 @@ def _put_codes(p_out, b_x, b_scale, i_kept, num_kept, m_row, IS_INT8: constexpr,
 
 @jit
 def _put_scales(p_scale, b_bits, m_scale, b_differs, i_row, p_differing, VERIFY: constexpr):
-    """The bits of scales, one a row, into their place; or the rows where these or the codes are others."""
+    """Store the bits of scales, one a row, or report rows whose scale or codes differ."""
     if VERIFY:
         m_other = (tl.load(p_scale, mask=m_scale, other=0) != b_bits) & m_scale
         report_rows(p_differing, i_row, m_other | (b_differs > 0))

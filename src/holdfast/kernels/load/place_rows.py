@@ -1,9 +1,9 @@
-"""Rows of a checkpoint into their final place: converted, or quantized, and looked over for numbers that are none.
+"""Placement of checkpoint rows: converted or quantized into their final tensors, and checked for values that are not finite.
 
 R rows of the checkpoint, C all of their columns, K the columns that are kept
 
-What is not finite is reported and still stored, always the same way: a copy keeps its bits, a conversion keeps an infinity
-and makes some NaN of a NaN, and codes are as quant/quantized_weight.py has them.
+Values that are not finite are reported and still stored: a copy keeps their bits, a conversion keeps infinities and NaN,
+and codes follow quant/quantized_weight.py.
 """
 
 from collections.abc import Iterator
@@ -18,37 +18,35 @@ from holdfast.quant.weight_quantize import E8M0_NAN, e8m0_values, encode, find_s
 from holdfast.quant.weight_schemes import WeightScheme
 
 UNSEEN = 2**31 - 1
-"""What a finding holds while nothing has been found."""
+"""A finding before anything is found."""
 PIECE_ELEMENTS = 2**20
-"""Elements that plain torch works on at a time: what it needs for them in between stays below 32 MiB."""
+"""Elements of one pass of the references, which need less than 32 MiB for them."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types that are converted into each other. Of all others bytes become float32, as exponents; else they are only copied."""
+"""Types that convert to each other. Of others, bytes convert to float32 as exponents; the rest is only copied."""
 E8M0 = torch.float8_e8m0fnu
-"""Exponents of two that stay what they are; their one number that is not finite is 255."""
+"""Exponents of two that are copied; only 255 is not finite."""
 EXPONENTS = (torch.uint8, torch.float32)
-"""From and to: scales that are stored as exponents of two."""
+"""Source and target types of scales stored as exponents of two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was wrong with the rows of one move: the lowest such row, counted from the move's first; UNSEEN for none."""
+    """The lowest faulty row of one move, counted from the move's first; UNSEEN for none. Both are [1] int32."""
 
     nonfinite: Tensor
-    """[1] int32: a row with a NaN or an infinity, or one that became infinite in a narrower type."""
+    """A row with a NaN or an infinity, or one that became infinite in a narrower type."""
     differing: Tensor
-    """[1] int32: a row that, when verifying, is not what lies in its place."""
+    """A row that differs from the stored one when verifying."""
 
 
 def place_plain(
     rows_RC: Tensor, columns: tuple[int, int], out_RK: Tensor, first_row: int, findings: Findings, verify: bool
 ) -> None:
-    """Convert rows to the type of `out_RK` and write them there; with `verify`, compare instead of writing.
+    """Convert rows to the type of `out_RK` and write them there; if `verify`, compare instead.
 
-    Exponents that stay what they are come as float8_e8m0fnu, which has a NaN to look for; as uint8 they would be any bytes.
-
-    `rows_RC` may have any strides (a transposed tensor). `first_row` is what row 0 counts as in the findings. Rounding is
-    to the nearest, ties to even, in one step from the stored type. Bytes become float32 as the powers of two whose
-    exponents they are (e8m0), which is exact; 255 is NaN.
+    `rows_RC` may have any strides. `first_row` is the number of row 0 in the findings. Rounding is to nearest even, in one
+    step. uint8 to float32 reads bytes as exponents of two (e8m0), exactly; 255 is NaN. Exponents that are only copied come
+    as float8_e8m0fnu, so that NaN can be found.
     """
     kept_RK = rows_RC[:, columns[0] : columns[1]]
     assert kept_RK.shape == out_RK.shape, f"{rows_RC.shape=} {columns=} into {out_RK.shape=}"
@@ -70,11 +68,11 @@ def place_quantized(
     findings: Findings,
     verify: bool,
 ) -> None:
-    """Quantize rows into their codes and scales (views of exactly these rows); with `verify`, compare instead.
+    """Quantize rows into their codes and scales (views of exactly these rows); if `verify`, compare instead.
 
-    A scale by row follows from all C columns, whichever are kept. `amax` [1] float32 is the largest magnitude of the whole
-    tensor for a scheme that needs it. R is a multiple of the scheme's block_rows, but for the last rows of a weight. Of a
-    scheme with blocks of columns the kept ones begin with a block or lie in a single one; scales follow from whole blocks.
+    A scale by row depends on all C columns. `amax` [1] float32 is the largest magnitude of the whole tensor, if the scheme
+    needs it. R is a multiple of the scheme's block_rows, except for the last rows of a weight. If the scheme has blocks of
+    columns, the kept ones begin with a block or lie in one; scales depend on whole blocks.
     """
     seen = seen_columns(rows_RC.shape[1], columns, scheme)
     kept = columns[0] - seen[0], columns[1] - seen[0]
@@ -91,10 +89,7 @@ def place_quantized(
 
 
 def find_amax(rows_RC: Tensor, amax: Tensor) -> None:
-    """Raise `amax` [1] float32 to the largest magnitude of these rows; the order of calls does not matter.
-
-    What is not finite does not count: `place_quantized` reports it.
-    """
+    """Raise `amax` [1] float32 to the largest finite magnitude of these rows."""
     assert rows_RC.dtype in FLOATS, f"{rows_RC.dtype=} has no amax"
     if can_run(rows_RC):
         find_amax_triton(rows_RC, amax)
@@ -103,7 +98,7 @@ def find_amax(rows_RC: Tensor, amax: Tensor) -> None:
 
 
 def place_plain_reference(rows_RK: Tensor, out_RK: Tensor, first_row: int, findings: Findings, verify: bool) -> None:
-    """The same in plain torch, for the columns that are kept."""
+    """Like `place_plain`, for the kept columns, in plain torch."""
     for start, end in _pieces(rows_RK.shape[0], rows_RK.shape[1]):
         rows, out = _once_rounded(rows_RK[start:end], out_RK.dtype), out_RK[start:end]
         if verify:
@@ -125,10 +120,10 @@ def place_quantized_reference(
     findings: Findings,
     verify: bool,
 ) -> None:
-    """The same in plain torch: rows with all columns that their scales follow from, and the kept ones among these."""
+    """Like `place_quantized` in plain torch; rows have all columns that their scales depend on, `kept` counts in these."""
     width = scheme.block_columns
     for start, end in _pieces(rows_RC.shape[0], rows_RC.shape[1], scheme.block_rows):
-        # Rows of blocks may be too much for one piece; their columns are then taken some blocks at a time.
+        # A row of blocks may be too large for one piece: take some blocks of columns at a time.
         for left, right in _column_pieces(end - start, rows_RC.shape[1], width):
             values = rows_RC[start:end, left:right].to(torch.float32)
             _report(findings.nonfinite, _nonfinite_rows(values), first_row + start)
@@ -153,7 +148,7 @@ def place_quantized_reference(
 
 
 def find_amax_reference(rows_RC: Tensor, amax: Tensor) -> None:
-    """The same in plain torch."""
+    """Like `find_amax`, in plain torch."""
     for start, end in _pieces(rows_RC.shape[0], rows_RC.shape[1]):
         for left, right in _column_pieces(end - start, rows_RC.shape[1], 1):
             values = rows_RC[start:end, left:right].to(torch.float32)
@@ -161,12 +156,12 @@ def find_amax_reference(rows_RC: Tensor, amax: Tensor) -> None:
 
 
 def is_placeable(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether `place_plain` takes one to the other."""
+    """Return True if `place_plain` converts one to the other."""
     return source == target or (source in FLOATS and target in FLOATS) or (source, target) == EXPONENTS
 
 
 def seen_columns(num_columns: int, columns: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]:
-    """The columns from which the scales of the kept ones follow."""
+    """Return the columns that the scales of the kept ones depend on."""
     start, end = columns
     width = scheme.block_columns
     if width == 0:
@@ -176,14 +171,14 @@ def seen_columns(num_columns: int, columns: tuple[int, int], scheme: WeightSchem
 
 
 def _pieces(num_rows: int, num_columns: int, block_rows: int = 1) -> Iterator[tuple[int, int]]:
-    """Ranges of rows in whole blocks, each of few elements, or one block of them."""
+    """Yield ranges of rows in whole blocks, of at most PIECE_ELEMENTS or one block."""
     step = max(1, PIECE_ELEMENTS // max(1, num_columns * block_rows)) * block_rows
     for start in range(0, num_rows, step):
         yield start, min(start + step, num_rows)
 
 
 def _column_pieces(num_rows: int, num_columns: int, block_columns: int) -> Iterator[tuple[int, int]]:
-    """Ranges of columns in whole blocks of them; all at once where a scale follows from all."""
+    """Yield ranges of columns in whole blocks; all at once if a scale depends on all."""
     step = num_columns
     if block_columns:
         step = max(1, PIECE_ELEMENTS // (num_rows * block_columns)) * block_columns
@@ -196,9 +191,9 @@ def _kept_codes(codes: Tensor, kept: tuple[int, int], scheme: WeightScheme) -> T
 
 
 def _once_rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows that torch converts to this type with one rounding: from float64 it would round to float32 on the way.
+    """Prepare rows so that torch converts them with one rounding: from float64 it rounds to float32 first.
 
-    Exponents are powers of two here already, because torch would take bytes for whole numbers.
+    Exponents become powers of two: torch would read bytes as integers.
     """
     if (rows.dtype, dtype) == EXPONENTS:
         return e8m0_values(rows)
@@ -206,14 +201,14 @@ def _once_rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
         return rows
     near = rows.to(torch.float32)
     bits, back = near.view(torch.int32), near.to(torch.float64)
-    # What was cut off is kept as an odd last bit, so that the next rounding knows on which side of a tie it is.
+    # Round to odd: the last bit tells the next rounding on which side of a tie the number is.
     outward = (back.abs() < rows.abs()).to(torch.int32) * 2 - 1
     is_cut = (back != rows) & (rows == rows) & (bits & 1 == 0)
     return torch.where(is_cut, bits + outward, bits).view(torch.float32)
 
 
 def _nonfinite_rows(rows: Tensor) -> Tensor | None:
-    """Whether each row has a number that is not finite; None where all numbers are, or the type has no others."""
+    """Return a mask of rows with a value that is not finite; None if there is none."""
     if rows.dtype == torch.float8_e4m3fn:
         is_bad = rows.view(torch.uint8) & 0x7F == 0x7F
         return is_bad.any(dim=1)
@@ -228,7 +223,7 @@ def _nonfinite_rows(rows: Tensor) -> Tensor | None:
 
 
 def _differing_rows(new: Tensor, there: Tensor) -> Tensor:
-    """By their bytes, so that NaN is like itself and -0 is not like 0."""
+    """Compare bytes, so that NaN equals itself and -0 differs from 0."""
     return (_bytes_of(new) != _bytes_of(there)).any(dim=1)
 
 

@@ -1,10 +1,9 @@
 // Attention of rows to the stored keys and values of their sequence, straight over the pages.
 //
-// A task is a few rows of one sequence, each with the query heads of one key/value head, or with some of them where they are
-// many; a row and a query head are a query. The task walks the sequence's tokens in tiles that start at multiples of TILE, with
-// an online softmax (m the running maximum, l the running sum, alpha what rescales them), so a query's result depends on its own
-// position and the tokens below it, never on how the prompt was cut into steps. A sink is a score without a value, so m and l
-// begin with it.
+// A task is a few rows of one sequence with the query heads of one key/value head, or some of them if there are many; a row and
+// a query head are a query. The task walks the sequence's tokens in tiles that start at multiples of TILE, with an online softmax
+// (m is the running maximum, l the running sum, alpha rescales them). So a query's result depends on its position and the tokens
+// before it, never on how the prompt was cut into steps. A sink is a score without a value: m and l begin with it.
 #include <omp.h>
 
 #include "vector.h"
@@ -27,7 +26,7 @@ typedef struct {
     int64_t row, num_rows, start, first_page;  // rows of the step; position of the first; where its pages begin in `pages`
 } sequence;
 
-// scores[r][t] = q[r] . key[t]. Rows and tokens beyond the last repeat an earlier one, and what they give is not used.
+// scores[r][t] = q[r] . key[t]. Rows and tokens after the last repeat an earlier one; their results are unused.
 static void score_tile(const float *q, const float *const *keys, float *scores, long num_queries, long num_tokens,
                        long head_dim) {
     for (long r = 0; r < num_queries; r += MR) {
@@ -91,7 +90,7 @@ static void add_values(const float *p, const float *const *values, float *acc, l
     }
 }
 
-// cap * tanh(x / cap): by its series near zero, where the closed form would cancel; cap itself far away; NaN stays NaN.
+// cap * tanh(x / cap): by its series near zero, to avoid cancellation; NaN stays NaN.
 static inline vec soft_cap(vec score, float cap) {
     vec x = score / splat(cap), size = (vec)((ivec)x & 0x7fffffff), x2 = x * x;
     vec e = exp_vec(size * splat(-2.0f)), closed = (splat(1.0f) - e) / (splat(1.0f) + e);
@@ -102,10 +101,10 @@ static inline vec soft_cap(vec score, float cap) {
     return splat(cap) * (vec)(((ivec)series & near) | ((ivec)closed & ~near) | sign);
 }
 
-// One query in one tile: scores of tokens [low, high) become p, all others 0; m, l and what was accumulated follow.
+// One query in one tile: scores of tokens [low, high) become p, all others 0; update m, l and acc.
 static void online_softmax(float *scores, long low, long high, float cap, float *m, float *l, float *acc, long head_dim) {
     if (cap > 0.0f) {
-        for (long t = high; t < TILE; t++) scores[t] = 0.0f;  // nobody has written these
+        for (long t = high; t < TILE; t++) scores[t] = 0.0f;  // not written yet
         for (long t = 0; t < TILE; t += LANES) store(scores + t, soft_cap(load(scores + t), cap));
     }
     for (long t = 0; t < low; t++) scores[t] = -INFINITY;
@@ -122,7 +121,7 @@ static void online_softmax(float *scores, long low, long high, float cap, float 
         *m = new_m;
     }
     vec total = splat(0.0f), shift = splat(*m);
-    for (long t = 0; t < TILE; t += 2 * LANES) {  // two at a time: one waits while the other works
+    for (long t = 0; t < TILE; t += 2 * LANES) {  // two at a time, to hide latency
         vec left = exp_vec(load(scores + t) - shift), right = exp_vec(load(scores + t + LANES) - shift);
         store(scores + t, left);
         store(scores + t + LANES, right);
@@ -149,18 +148,18 @@ static void attend(const problem *p, const sequence *s, long first, long count, 
     for (long tile = lowest / TILE * TILE; tile < end; tile += TILE) {
         long num_tokens = end - tile < TILE ? end - tile : TILE;
         const float *keys[TILE], *values[TILE];
-        // A tile may begin before the first token that the first row sees. Pages there belong to others, or are none, and what
-        // they hold may be no number, which a p of 0 would not keep out: zeros stand for them. All from there on are the
-        // sequence's own, also for later rows that see less, because pages are given back by what a whole step sees.
-        long behind = lowest > tile ? lowest - tile : 0;
-        for (long t = 0; t < behind; t++) keys[t] = values[t] = zeros;
-        for (long t = behind; t < num_tokens; t++) {
+        // A tile may begin before the first visible token. Pages there may belong to other sequences and hold NaN, which a p
+        // of 0 does not remove: read zeros instead. All later pages belong to the sequence, because a step frees only pages
+        // that none of its rows sees.
+        long hidden = lowest > tile ? lowest - tile : 0;
+        for (long t = 0; t < hidden; t++) keys[t] = values[t] = zeros;
+        for (long t = hidden; t < num_tokens; t++) {
             long page = p->pages[s->first_page + (tile + t) / p->page_tokens];
             long offset = ((page * p->page_tokens + (tile + t) % p->page_tokens) * p->num_kv_heads + kv_head) * head_dim;
             keys[t] = p->k_plane + offset;
             values[t] = p->v_plane + offset;
         }
-        // Rows whose position lies below the tile see none of it.
+        // Rows before the tile see none of it.
         long row = tile > position ? tile - position : 0, skipped = row * group, queries = num_queries - skipped;
         score_tile(q + skipped * head_dim, keys, scores + skipped * TILE, queries, num_tokens, head_dim);
         for (long r = skipped; r < num_queries; r++) {
@@ -172,8 +171,8 @@ static void attend(const problem *p, const sequence *s, long first, long count, 
             else
                 online_softmax(scores + r * TILE, low, high, p->softcap, m + r, l + r, acc + r * head_dim, head_dim);
         }
-        // A row that sees a part of the tile goes alone and stops at its own token: a p of 0 would not keep out a later
-        // value that is not finite. The others go together.
+        // A row that sees a part of the tile goes alone and stops at its own token: a p of 0 does not remove a later value
+        // that is not finite. The others go together.
         for (; position + row + 1 < tile + num_tokens; row++)
             add_values(scores + row * group * TILE, values, acc + row * group * head_dim, group, position + row + 1 - tile,
                        head_dim);
@@ -197,7 +196,7 @@ void holdfast_paged_attention(const float *q, const float *k_plane, const float 
     const sequence *all = (const sequence *)sequences;
 #pragma omp parallel
     for (long i = 0; i < num_sequences; i++) {
-        // A short piece of a prompt is cut further, so that every thread has tasks: three KV heads are few for two threads.
+        // Cut a short chunk of a prompt further, so that every thread has tasks.
         long least_blocks = (2 * omp_get_num_threads() + tasks_per_block - 1) / tasks_per_block;
         long rows_per_task = (all[i].num_rows + least_blocks - 1) / least_blocks;
         if (rows_per_task < MR) rows_per_task = MR;
@@ -205,7 +204,7 @@ void holdfast_paged_attention(const float *q, const float *k_plane, const float 
         long num_blocks = (all[i].num_rows + rows_per_task - 1) / rows_per_task;
 #pragma omp for schedule(dynamic, 1) nowait
         for (long task = 0; task < num_blocks * tasks_per_block; task++) {
-            // The last rows see the most tokens: they go first, so that no thread ends with the longest task.
+            // The last rows see the most tokens: run them first, so that no thread ends with the longest task.
             long first = (num_blocks - 1 - task / tasks_per_block) * rows_per_task, rest = all[i].num_rows - first;
             long kv_head = task % num_kv_heads, part = task % tasks_per_block / num_kv_heads * heads_per_task;
             long heads = group - part < heads_per_task ? group - part : heads_per_task;

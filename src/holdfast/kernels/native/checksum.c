@@ -16,7 +16,7 @@ static uint64_t block_key(uint64_t block) {
     return (uint64_t)mixed((uint32_t)(2 * block + 1)) << 32 | mixed((uint32_t)(2 * block + 2)) | 1;
 }
 
-// Whole words of one block, from a place in it on.
+// Whole words of one block.
 static uint64_t sum_words(const unsigned char *bytes, const uint32_t *keys, long num_words) {
     uint64_t sum = 0;
     for (long i = 0; i < num_words; i++) {
@@ -42,7 +42,7 @@ void holdfast_add_checksum(const unsigned char *bytes, long num_bytes, long firs
         long block = start / BLOCK_BYTES, place = start - block * BLOCK_BYTES;
         long stop = end - block * BLOCK_BYTES;
         if (stop > BLOCK_BYTES) stop = BLOCK_BYTES;
-        // Up to the next word, whole words, and what is left of one.
+        // The rest of a word, whole words, and the start of the last one.
         long low = (place + 3) / 4 * 4, high = stop / 4 * 4;
         if (low > stop) low = stop;
         if (high < low) high = low;

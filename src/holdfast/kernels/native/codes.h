@@ -1,7 +1,7 @@
-// What the codes and scales of a weight stand for, one by one and, where the machine has the instructions, a line at a time.
+// Dequantization of codes, one by one or, if the machine has the instructions, a line at a time.
 //
-// A line is dequantized up to a power of two, which is exact, and which its scale makes up for; a code times its scale is
-// then rounded once, as it is for single codes.
+// A line is dequantized up to a power of two, exactly, and its scale makes up for it. So a code times its scale is rounded
+// once, as for single codes.
 #ifndef HOLDFAST_CODES_H
 #define HOLDFAST_CODES_H
 
@@ -39,7 +39,7 @@ static inline float code_value(enum kind kind, const uint8_t *codes, long column
 }
 
 #if defined(__ARM_NEON) && LANES == 4
-// Bytes are laid where float32 has sign, exponent and mantissa. Conversions would take two turns of the one unit for them.
+// Shift bytes to where float32 has sign, exponent and mantissa: there is one unit for conversions, and it would need two passes.
 #define HAS_LINES 1
 #define E4M3_FACTOR 0x1p120f
 
@@ -58,7 +58,7 @@ static inline void e4m3_line(const uint8_t *p, vec *out) {
 }
 
 static inline void int8_line(const uint8_t *p, vec *out) {
-    // 2^23 + (code + 128), less what was added
+    // 2^23 + (code + 128), minus the same
     uint8x16_t codes = veorq_u8(vld1q_u8(p), vdupq_n_u8(0x80)), zero = vdupq_n_u8(0);
     uint16x8_t top = vdupq_n_u16(0x4B00);
     float32x4_t added = vdupq_n_f32(0x1p23f + 128);
@@ -77,7 +77,7 @@ static inline void e2m1_line(const uint8_t *p, vec *out) {
     halfwords_line(vqtbl1q_u8(low, codes), vqtbl1q_u8(high, codes), out);
 }
 #elif defined(__AVX2__) && defined(__F16C__)
-// Bytes are laid where half precision has sign, exponent and mantissa, because subnormal float32 numbers are slow here.
+// Shift bytes to where half precision has sign, exponent and mantissa: subnormal float32 numbers are slow here.
 #define HAS_LINES 1
 #define E4M3_FACTOR 0x1p8f
 
@@ -122,11 +122,11 @@ static inline void int8_line(const uint8_t *p, vec *out) { (void)p, (void)out; }
 static inline void e2m1_line(const uint8_t *p, vec *out) { (void)p, (void)out; }
 #endif
 
-// What a scale has to be multiplied by for lines.
+// Factor of a scale for lines.
 static inline float line_factor(enum kind kind) { return kind == E4M3 ? E4M3_FACTOR : 1.0f; }
 
-// Whether codes under this scale can be taken by lines: not where the factor makes it infinite, nor where the caller's thread
-// takes subnormal numbers for zeros.
+// True if codes of this scale can be taken by lines: not if the factor makes it infinite, nor if this thread flushes subnormal
+// numbers to zero.
 static inline int has_lines(enum kind kind, float scale) {
     static const volatile float least = 0x1p-149f;
     return HAS_LINES && (kind != E4M3 || (isfinite(scale * E4M3_FACTOR) && least * 0x1p120f > 0));

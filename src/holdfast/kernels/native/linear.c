@@ -1,13 +1,9 @@
 // y[m][n] = sum over k of x[m][k] * w[n][k], plus bias[n].
 //
-// Both operands lie with k in a row, so a tile of some rows of x and some rows of w is a square of running vectors of sums
-// and needs no packed copy of w: that copy is what makes a BLAS slow for the few rows of a decode step. Every output is
-// one running vector from k = 0 up, whatever tile it falls into.
-#include <omp.h>
-
+// Both operands are dense in k, so a register tile of rows of x and w needs no packed copy of w: that copy makes a BLAS slow
+// for the few rows of a decode step. Every output has the same order of summation in any tile.
 #include "tiles.h"
 
-#define BLOCK_N 96
 #define BLOCK_M 16
 #define LINE 16              // floats in a cache line
 #define FETCH_AHEAD (4 << 10)  // floats, 16 KiB: measured best of 8 to 56 KiB for a lone row
@@ -22,7 +18,7 @@
             finish(sums + i * COLS, COLS, x + i * k_size, w, k_size, bias, y + i * ldy, k, k_size);                     \
     }
 
-// A lone row is bound by memory: its weights are fetched ahead in the order in which they lie.
+// A lone row is bound by memory: prefetch its weights in memory order.
 static void lone_row(const float *restrict x, const float *restrict w, const float *restrict bias, float *restrict y,
                      long k_size, long ldy) {
     (void)ldy;
@@ -59,10 +55,7 @@ static tile_function *const wide_tiles[] = {0, lone_row, WIDE(2), WIDE(3), WIDE(
 static tile_function *const narrow_tiles[] = {0, tile_1_1, tile_2_1, tile_3_1, tile_4_1};
 
 void holdfast_linear(const float *x, const float *w, const float *bias, float *y, long m_size, long n_size, long k_size) {
-    // As many columns for every thread, in blocks of about BLOCK_N.
-    long share = (n_size + omp_get_max_threads() - 1) / omp_get_max_threads(), turns = (share + BLOCK_N - 1) / BLOCK_N;
-    long block_n = turns ? ((share + turns - 1) / turns + NR - 1) / NR * NR : NR;
-    long num_blocks = (n_size + block_n - 1) / block_n;
+    long block_n = columns_of_block(n_size), num_blocks = (n_size + block_n - 1) / block_n;
 #pragma omp parallel for schedule(static)
     for (long block = 0; block < num_blocks; block++) {
         long n_end = (block + 1) * block_n < n_size ? (block + 1) * block_n : n_size;

@@ -1,13 +1,10 @@
-// The same product as linear.c with a weight that is stored as codes with scales, to the bit that of its float32 values.
+// Like linear.c with a quantized weight: the same bits as for its dequantized float32 values.
 //
-// A lone row meets codes that are dequantized in registers. More rows share what was dequantized: some rows of the weight,
-// a chunk of k at a time, in a buffer that stays in the first cache. Memory gives a quarter or an eighth of the bytes.
-#include <omp.h>
-
+// A lone row dequantizes in registers. More rows share a buffer of dequantized weight rows, one chunk of k at a time, which
+// stays in the L1 cache. Memory delivers a quarter or an eighth of the bytes.
 #include "codes.h"
 #include "tiles.h"
 
-#define BLOCK_N 96
 #define BLOCK_M 64  // rows of x that share what was dequantized
 #define CHUNK 1024  // columns: 16 KiB of floats for NR rows
 #define INLINE static inline __attribute__((always_inline))
@@ -43,7 +40,7 @@ INLINE void dequantize(const enum kind kind, const struct quantized_weight *w, l
     }
 }
 
-// Outputs n to n + NR of a lone row, or false where codes cannot be taken by lines.
+// Outputs n to n + NR of a lone row, or false if codes cannot be taken by lines.
 INLINE int lone_row(const enum kind kind, const struct quantized_weight *w, const float *x, const float *bias, float *y,
                     long n) {
     long k_size = w->columns, column = 0, lines_end = k_size / LINE * LINE;
@@ -78,7 +75,7 @@ INLINE int lone_row(const enum kind kind, const struct quantized_weight *w, cons
     return 1;
 }
 
-// Sums go on from where the chunk before left them.
+// Continue the sums of the chunk before.
 #define DEFINE_SUMS(ROWS)                                                                                               \
     static void sums_##ROWS(const float *restrict x, long ldx, const float *restrict w, vec *restrict kept, long k_size) { \
         vec sums[ROWS * NR];                                                                                            \
@@ -107,7 +104,7 @@ INLINE void some_rows(const enum kind kind, const struct quantized_weight *w, co
         for (long m = 0; m < rows; m += MR)
             sums_functions[rows - m < MR ? rows - m : MR](x + m * k_size + start, k_size, values, sums + m * NR, width);
     }
-    start -= width;  // of the last chunk, which holds what is left of k
+    start -= width;  // of the last chunk, which holds the rest of k
     for (long m = 0; m < rows; m++)
         finish(sums + m * NR, cols, x + m * k_size + start, values, CHUNK, bias, y + m * ldy, width / LANES * LANES,
                width);
@@ -129,10 +126,7 @@ void holdfast_quantized_linear(const float *x, const uint8_t *codes, const void 
                            long m_size, long n_size, long k_size, long kind, long block_rows, long block_columns) {
     long blocks_per_row = (k_size + block_columns - 1) / block_columns;
     struct quantized_weight w = {codes, scales, k_size, block_rows, block_columns, blocks_per_row};
-    // As many columns for every thread, in blocks of about BLOCK_N.
-    long share = (n_size + omp_get_max_threads() - 1) / omp_get_max_threads(), turns = (share + BLOCK_N - 1) / BLOCK_N;
-    long block_n = turns ? ((share + turns - 1) / turns + NR - 1) / NR * NR : NR;
-    long num_blocks = (n_size + block_n - 1) / block_n;
+    long block_n = columns_of_block(n_size), num_blocks = (n_size + block_n - 1) / block_n;
 #pragma omp parallel for schedule(static)
     for (long block = 0; block < num_blocks; block++) {
         long n_end = (block + 1) * block_n < n_size ? (block + 1) * block_n : n_size;

@@ -1,10 +1,10 @@
-// Row-wise work: RMS norm, the gate of an MLP, activations, the way of a fused projection into pages, masks of logits.
+// Row-wise kernels: RMSNorm, the gate of an MLP, activations, KV heads into pages, logit masks.
 #include "vector.h"
 
-#define ROWS_PER_THREAD 16  // below this a second thread costs more than it brings
+#define ROWS_PER_THREAD 16  // below this a second thread does not pay
 #define ELEMENTS_PER_THREAD 4096
 
-// Weights get `offset` added.
+// `offset` is added to weights.
 static inline void rms_row(const float *x, const float *weight, float *y, long size, float eps, float offset) {
     vec sums = splat(0.0f);
     long i = 0;
@@ -27,7 +27,7 @@ void holdfast_rms_norm(const float *x, const float *weight, float *y, long num_r
     for (long row = 0; row < num_rows; row++) rms_row(x + row * size, weight, y + row * size, size, eps, offset);
 }
 
-// silu(x) = x / (1 + exp(-x)); below -80 the true value is under 1e-33 and 0 is taken for it.
+// silu(x) = x / (1 + exp(-x)); below -80 the value is under 1e-33 and becomes 0.
 static inline vec silu_vec(vec x) {
     ivec gone = x < splat(-80.0f);
     vec negated = (vec)((ivec)(-x) & ~gone);
@@ -40,7 +40,7 @@ void holdfast_silu_mul(const float *gate_up, float *y, long num_rows, long size)
         const float *gate = gate_up + row * 2 * size, *up = gate + size;
         float *out = y + row * size;
         long i = 0;
-        for (; i + 2 * LANES <= size; i += 2 * LANES) {  // two at a time: one waits while the other works
+        for (; i + 2 * LANES <= size; i += 2 * LANES) {  // two at a time, to hide latency
             vec left = silu_vec(load(gate + i)), right = silu_vec(load(gate + i + LANES));
             store(out + i, left * load(up + i));
             store(out + i + LANES, right * load(up + i + LANES));
@@ -55,8 +55,8 @@ void holdfast_silu_mul(const float *gate_up, float *y, long num_rows, long size)
     }
 }
 
-// gate * sigmoid(1.702 gate) * (up + 1), with gate at most, and up within plus and minus, the limit. Gates of a row lie
-// `step` apart, and each up `up_offset` behind its gate. What is NaN stays so.
+// gate * sigmoid(1.702 gate) * (up + 1); the limit bounds gate from above and up on both sides. Gates of a row lie `step` apart,
+// and each up `up_offset` after its gate. NaN stays NaN.
 void holdfast_clamped_gate(const float *gate_up, float *y, long num_rows, long size, long step, long up_offset, float limit) {
 #pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD / 4)
     for (long row = 0; row < num_rows; row++) {
@@ -79,7 +79,7 @@ void holdfast_clamped_gate(const float *gate_up, float *y, long num_rows, long s
     }
 }
 
-// In place, element by element with the C library's functions; kinds as kernels/activation.py counts them.
+// In place, by the C library's functions; kinds as kernels/activation.py numbers them.
 void holdfast_activate(float *x, long size, long kind) {
 #pragma omp parallel for schedule(static) if (size >= ELEMENTS_PER_THREAD)
     for (long i = 0; i < size; i++) {
@@ -108,7 +108,7 @@ static inline void rotate_row(const float *x, const float *cosine, const float *
     }
 }
 
-// Rows of q | k | v: norm and rotate query and key heads where asked, queries to q, keys and values to their slots.
+// Rows of q | k | v: normalize and rotate query and key heads if given, store queries to q, keys and values to their slots.
 // A row with a negative slot is padding: it stores nothing, and its queries are zeros. cosine and sine have a row of half a head for each.
 void holdfast_write_heads(const float *qkv, const int64_t *slots, const float *cosine, const float *sine,
                           const float *q_norm, const float *k_norm, float eps, float offset, float *q,
@@ -143,7 +143,7 @@ void holdfast_write_heads(const float *qkv, const int64_t *slots, const float *c
     }
 }
 
-// -inf wherever the bit of a token is 0; all other logits stay as they are.
+// -inf if the bit of a token is 0; other logits do not change.
 void holdfast_mask_logits(float *logits, const uint32_t *masks, long num_rows, long size) {
     long num_words = (size + 31) / 32;
 #pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD / 4)

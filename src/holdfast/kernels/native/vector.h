@@ -1,7 +1,6 @@
 // Vectors of floats as wide as the machine has them, sums in a fixed order, and exp.
 //
-// Every result in these kernels is a function of its own inputs alone: the order of additions depends on shapes, never on
-// how many rows or sequences are computed beside it. That is what makes a token independent of its neighbours, to the bit.
+// These kernels are batch invariant: the order of additions depends on shapes, never on the number of rows or sequences.
 #ifndef HOLDFAST_VECTOR_H
 #define HOLDFAST_VECTOR_H
 
@@ -32,8 +31,8 @@ static inline vec load(const float *p) { return *(const loose_vec *)p; }
 static inline void store(float *p, vec v) { *(loose_vec *)p = v; }
 static inline vec splat(float x) { return x - (vec){0}; }
 
-// a * b + c, rounded once where the machine can. Written out, because a compiler that may fuse as it likes fuses
-// differently in tiles of different shapes, and then a row's last bit depends on the tile it fell into.
+// a * b + c, rounded once if the machine can. Explicit, because a compiler would fuse differently in tiles of different shapes,
+// and then a row's last bit would depend on its tile.
 static inline vec multiply_add(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -46,7 +45,7 @@ static inline vec multiply_add(vec a, vec b, vec c) {
 #endif
 }
 
-// The same with one factor for all lanes.
+// Like multiply_add, with one factor for all lanes.
 static inline vec multiply_add_by(vec a, float b, vec c) {
 #if defined(__ARM_NEON) && LANES == 4
     return (vec)vfmaq_n_f32((float32x4_t)c, (float32x4_t)a, b);
@@ -55,7 +54,7 @@ static inline vec multiply_add_by(vec a, float b, vec c) {
 #endif
 }
 
-// The lanes of a vector, added neighbour to neighbour.
+// Add the lanes of a vector pairwise.
 static inline float sum_lanes(vec v) {
     float s[LANES];
     UNROLL for (int i = 0; i < LANES; i++) s[i] = v[i];
@@ -64,7 +63,7 @@ static inline float sum_lanes(vec v) {
     return s[0];
 }
 
-// Four such sums at once, in the same order, to four places in a row.
+// Store four of these sums, in the same order.
 static inline void store_sums4(float *p, vec a, vec b, vec c, vec d) {
 #if defined(__ARM_NEON) && LANES == 4
     vst1q_f32(p, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
@@ -100,7 +99,7 @@ static inline vec exp_vec(vec x) {
     vec shifted = multiply_add(kept, splat(1.44269504f), splat(12582912.0f));  // 1.5 * 2^23: the low bits are round(x / ln 2)
     vec n = shifted - splat(12582912.0f);
     vec r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), kept));
-    vec r2 = r * r;  // pairs of terms side by side: half the waiting of one long chain
+    vec r2 = r * r;  // pairs of terms in parallel: half the latency of one chain
     vec high = multiply_add(r2, splat(1.0f / 720), multiply_add(r, splat(1.0f / 120), splat(1.0f / 24)));
     vec middle = multiply_add(r2, high, multiply_add(r, splat(1.0f / 6), splat(0.5f)));
     vec p = multiply_add(r2, middle, r + splat(1.0f));

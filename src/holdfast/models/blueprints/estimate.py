@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import log, prod
 from typing import NamedTuple
 
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError
 from holdfast.models.blueprints.layered import Layer, LayeredBlueprint, Part, attention, mlp, norm
 from holdfast.models.declared_model import DeclaredModel, declare_named
 from holdfast.models.decoder_declaration import DecoderDeclaration
@@ -53,11 +53,7 @@ def parse_count(text: str) -> int:
     found = _COUNT.fullmatch(text.strip()) if len(text) <= 20 else None
     count = 0 if found is None else round(float(found[1]) * UNITS[found[2].lower()])
     if not LEAST <= count <= MOST:
-        raise ConfigError(
-            f"--parameters {shown(text)} is no number of parameters",
-            "numbers from 70M to 20T are accepted, with M, B or T after them",
-            "write --parameters 32B",
-        )
+        raise ConfigError("plan.parameter_count", name="--parameters", value=text)
     return count
 
 

@@ -120,7 +120,7 @@ def _qwen_experts(text: Settings, spec: ModelSpec) -> tuple[tuple[Part, ...], Mo
     """Experts in every layer, and a gated one that every token takes."""
     for key, plain in (("decoder_sparse_step", (None, 1)), ("mlp_only_layers", (None, []))):
         if text.values.get(key) not in plain:
-            raise text.refuse(key, text.values[key], "experts in every layer, as in published models,")
+            raise text.refuse(key, text.values[key], "experts in every layer, as in published models")
     hidden, inner = spec.hidden_size, needed(text, "moe_intermediate_size", MAX_EXPERT_WIDTH)
     shared = text.optional_count("shared_expert_intermediate_size", None, MAX_EXPERT_WIDTH) or 0
     spec = _with_experts(text, spec, "num_experts", "num_experts_per_tok", inner, shared)
@@ -285,7 +285,7 @@ def read_minimax(settings: Settings, native: str | None) -> LayeredBlueprint:
 
 
 SYMBOLS: Mapping[str, str] = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
-"""Of `hybrid_override_pattern`, and the words of `layers_block_type`."""
+"""Letters of `hybrid_override_pattern`, and the names of `layers_block_type`."""
 
 
 def read_nemotron(settings: Settings, native: str | None) -> LayeredBlueprint:

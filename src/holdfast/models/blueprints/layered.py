@@ -56,7 +56,7 @@ class Part(NamedTuple):
         return tuple(shape)
 
     def indivisible(self, mesh: Mesh) -> str | None:
-        """None, or what does not divide, in words."""
+        """Return what does not divide; None if all does."""
         size, is_expert = mesh.tensor_size, self.kind == "expert"
         if is_expert and mesh.expert_size > 1:
             return split(self.shape[0], mesh.expert_size, "experts")
@@ -76,7 +76,7 @@ class State(NamedTuple):
     heads: int
     """Ranks divide heads, and groups."""
     elements: int
-    """Of the recurrent state of one head."""
+    """Elements of the recurrent state of one head."""
     groups: int
     group_channels: int
     head_channels: int

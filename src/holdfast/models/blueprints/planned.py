@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from holdfast.attention.declarations import PARTIAL_HEAD_ROWS
 from holdfast.distributed.mesh import ALONE, Mesh
-from holdfast.errors import UnsupportedModelError, shown
+from holdfast.errors import shown
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request
 from holdfast.models.declaration import CacheRows, Experts, HeadGeometry, StepShape, needed
@@ -42,7 +42,7 @@ class PlannedBlueprint(NamedTuple):
     rotated_dim: int
     """Elements of a head that positions rotate."""
     num_more_norms: int = 0
-    """Of a layer, behind attention and MLP."""
+    """Norms of a layer after attention and MLP."""
     experts: Experts | None = None
     """Those of the decoder, with how they are stored."""
     tower: tuple[Weight, ...] = ()
@@ -260,11 +260,7 @@ def _windows(settings: Settings, spec: ModelSpec, window: int | None, every: int
         raise settings.refuse("layer_types", list(kinds), f"one entry for each of {spec.num_layers} layers")
     unknown = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
     if unknown is not None:
-        raise UnsupportedModelError(
-            f"{settings.file} sets layer_types with {shown(unknown)}",
-            "layers of full_attention and sliding_attention can be planned",
-            "use a model without it",
-        )
+        raise settings.unsupported("layer_types", f"a plan has no layers of kind {shown(unknown)}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -1,4 +1,4 @@
-"""Which declaration a config.json gets: that of a model that runs, or the blueprint of one that can only be planned; no torch."""
+"""declare_config: the declaration of a model that runs, or the blueprint of one that can only be planned; no torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from holdfast.quant.weight_schemes import WeightScheme
 
 
 def declare_config(config: Mapping[str, object], name: str, file: str = "config.json") -> DeclaredModel:
-    """What is declared of the model that a config.json describes; settings that cannot be planned raise."""
+    """Declare the model of a config.json. Settings that cannot be planned raise."""
     settings = Settings(config, file)
     architecture = named_architecture(settings, known_architectures())
     if architecture in PLANNED_FAMILIES:
@@ -28,28 +28,22 @@ def _read_known_spec(config: Mapping[str, object], file: str) -> ModelSpec:
     known = known_architectures()
     architecture = named_architecture(Settings(config, file), known)
     if architecture not in FAMILIES:
-        raise UnsupportedModelError(
-            f"{file} describes a {plain(architecture)}",
-            f"plans are made for {', '.join(known)}",
-            "use a model of one of these",
-        )
+        values = {"file": file, "architecture": plain(architecture), "accepted": known}
+        raise UnsupportedModelError("architecture.not_planned", **values)
     return read_spec(config, file)
 
 
 def known_architectures() -> tuple[str, ...]:
-    """All that can be planned; those that run come first."""
+    """List the architectures that can be planned; those that run come first."""
     return (*FAMILIES, *PLANNED_FAMILIES)
 
 
 def refuse_planned_only(config: Mapping[str, object], file: str) -> None:
-    """An error for a model that is to run and can only be planned; others are left to whoever reads the config."""
+    """Refuse to run a model that can only be planned."""
     architecture = named_architecture(Settings(config, file), known_architectures())
     if architecture in PLANNED_FAMILIES:
-        raise UnsupportedModelError(
-            f"{file} describes a {plain(architecture)}",
-            f"it can be planned and does not run in this version, in any format; what runs is {', '.join(FAMILIES)}",
-            "use a model of one of these, or see what it would take with holdfast plan",
-        )
+        values = {"file": file, "architecture": plain(architecture), "accepted": tuple(FAMILIES)}
+        raise UnsupportedModelError("architecture.only_planned", **values)
 
 
 def _read_planned(settings: Settings, name: str, architecture: str) -> DeclaredModel:
@@ -65,7 +59,7 @@ def _read_planned(settings: Settings, name: str, architecture: str) -> DeclaredM
 
 
 def _read_kimi(settings: Settings, name: str, architecture: str) -> DeclaredModel:
-    """Kimi-K2.5: the text model is a DeepSeek-V3 with experts in int4."""
+    """Read Kimi-K2.5, whose text model is a DeepSeek-V3 with experts in int4."""
     text = settings.part("text_config")
     if text is None:
         raise settings.missing("text_config", "a plan would be a guess without it")
@@ -86,17 +80,15 @@ INT4 = WeightScheme("int4", "uint8", "bfloat16", block_columns=32, codes_per_byt
 
 
 def _check_int4(settings: Settings) -> None:
-    """An error unless experts are stored as Kimi-K2.5 has them; nothing else of it is quantized."""
+    """Refuse experts that are not stored as in Kimi-K2.5, the only quantized part."""
     part = settings.part("quantization_config") or settings
     for key in ("config_groups", "group_0", "weights"):
         part = part.part(key) or Settings({}, part.file, f"{part.section}{key}.")
     said = tuple(part.values.get(key) for key in ("num_bits", "type", "group_size"))
     if said != (4, "int", 32):
-        raise UnsupportedModelError(
-            f"{settings.file} says {part.section}num_bits, type, group_size = {shown(said)}",
-            "experts in int4 with a scale for 32 codes, or not quantized, can be planned",
-            "use the model's own checkpoint",
-        )
+        reason = "plans have experts in int4 with a scale for 32 codes, or not quantized"
+        values = {"file": settings.file, "key": f"{part.section}num_bits, type, group_size", "value": said}
+        raise UnsupportedModelError("architecture.unsupported_setting", **values, reason=reason)
 
 
 def _not_runnable(architecture: str) -> str:
@@ -107,7 +99,7 @@ DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 
 
 def _notes(settings: Settings, architecture: str) -> tuple[str, ...]:
-    """What a plan leaves out. The tower of Mistral 3 is planned with it."""
+    """List what a plan leaves out. The tower of Mistral 3 is part of its plan."""
     notes = []
     if settings.part("text_config") is not None and not architecture.startswith("Mistral3"):
         notes.append("the text model alone is planned: weights for images, video and sound are left out")
@@ -117,7 +109,7 @@ def _notes(settings: Settings, architecture: str) -> tuple[str, ...]:
 
 
 def _native_scheme(settings: Settings) -> str | None:
-    """The scheme in which the checkpoint stores its matrices, from quantization_config."""
+    """Read the scheme of the checkpoint's matrices from quantization_config."""
     part = settings.part("quantization_config")
     if part is None:
         return None
@@ -125,11 +117,7 @@ def _native_scheme(settings: Settings) -> str | None:
     if method == "mxfp4" and settings.texts("architectures") == ("GptOssForCausalLM",):
         return method  # of its experts
     if method != "fp8":
-        raise UnsupportedModelError(
-            f"{settings.file} says {part.section}quant_method = {shown(method)}",
-            "checkpoints in fp8, or not quantized, can be planned",
-            "use the model's checkpoint before it was quantized, and choose a quantization",
-        )
+        raise part.unsupported("quant_method", "plans are for checkpoints in fp8, or not quantized")
     block = part.values.get("weight_block_size")
     if block is None:
         return "fp8_tensor"
@@ -139,7 +127,7 @@ def _native_scheme(settings: Settings) -> str | None:
 
 
 def _expert_scheme(settings: Settings) -> str | None:
-    """That of experts, where a checkpoint (DeepSeek-V4) stores them in fewer bits than its other matrices."""
+    """Read the scheme of experts that are stored in fewer bits than other matrices (DeepSeek-V4)."""
     part = settings.part("quantization_config")
     if part is None:
         return None

@@ -1,4 +1,4 @@
-"""The choices of one step: which token each row is asked for, their random numbers, kinds on a CPU and parameters.
+"""The choices of one step: the token that each row chooses, their random numbers, kinds on a CPU and parameters.
 
 R rows of a block
 
@@ -35,7 +35,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 class Choice(NamedTuple):
-    """What one row of logits is asked for: the token at `position` of a sequence."""
+    """What one row of logits chooses: the token at `position` of a sequence."""
 
     sequence: Sequence
     position: int
@@ -80,7 +80,7 @@ class SequenceSample(NamedTuple):
     token_id: int
     """Or NO_TOKEN, where the logits hold NaN or rule every token out."""
     logprobs: TokenLogprobs | None
-    """Where the request asked and a token was chosen."""
+    """If the request wants them and a token was chosen."""
 
 
 class Choosing(Protocol):
@@ -114,9 +114,9 @@ class SamplingBatch:
     wide: tuple[int, ...]
     """A random one of a share of the vocabulary: top_p, or a large top_k."""
     logprobs: tuple[int, ...]
-    """Rows that asked for log-probabilities; they are of one of the kinds above as well, or plain greedy."""
+    """Rows with log-probabilities; they are of one of the kinds above as well, or plain greedy."""
     num_top: int
-    """The largest number of most likely tokens that any of them asked for."""
+    """The largest number of most likely tokens among them."""
 
     @property
     def is_plain(self) -> bool:
@@ -151,7 +151,7 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class RowParameters:
-    """Of a block of random rows on a CPU: rows is [R], the others [R, 1]."""
+    """Parameters of a block of random rows on a CPU: rows is [R], the others [R, 1]."""
 
     rows: torch.Tensor
     negative_temperature: torch.Tensor
@@ -162,7 +162,7 @@ class RowParameters:
     any_min_p: bool
     any_top_p: bool
     max_top_k: int
-    """0 where nobody has one."""
+    """0 if no row has one."""
 
     @classmethod
     def of(cls, rows: tuple[int, ...], choices: SequenceABC[Choice], vocab_size: int) -> "RowParameters":

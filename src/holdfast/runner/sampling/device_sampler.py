@@ -1,8 +1,8 @@
 """DeviceSampler: choices and log-probabilities by kernels, in buffers that are taken once; only who reads results waits.
 
-One table says what is asked of every row and goes to the device in one copy. Rows whose logits are edited are copied into a
+One table has the parameters of every row and goes to the device in one copy. Rows whose logits are edited are copied into a
 block and edited there; all others are read where they are. What comes back is token ids, and a few numbers for each row
-that asked for log-probabilities. After construction nothing is allocated on the device.
+with log-probabilities. After construction nothing is allocated on the device.
 
 Two steps may be under way. The device works on them one after the other, so its buffers serve both; what the host writes for a
 step and reads of it lies in pinned memory of that step's own. Rows that are late (batch.py) are chosen when the tokens of the
@@ -159,15 +159,15 @@ class DeviceSampler:
         self._choose_edited(step, table.late, rows.late_XF, doubles, first_mask=len(table.edited))
         if choosing.keep_slots_S is not None and not table.is_plain:
             keep_tokens(step.chosen_S, choosing.keep_slots_S, self._last_tokens_N)
-        self._measure(step.logits_SV, step.argmax_S, step.chosen_S, rows.asked_XF)
-        self._return(doubles, step.chosen_S, len(table.asked))
+        self._measure(step.logits_SV, step.argmax_S, step.chosen_S, rows.reported_XF)
+        self._return(doubles, step.chosen_S, len(table.reported))
 
     def read(self, choosing: "DeviceChoosing") -> list[SequenceSample]:
         table, choices, doubles = choosing.table, choosing.step.choices, choosing.doubles
         doubles.wait()
         token_ids = doubles.chosen_S[: len(choices)].tolist()
         samples = list(map(SequenceSample, token_ids, repeat(None)))
-        for row, column in zip(table.asked, doubles.columns_SC[: len(table.asked)].tolist(), strict=True):
+        for row, column in zip(table.reported, doubles.columns_SC[: len(table.reported)].tolist(), strict=True):
             if token_ids[row] != NO_TOKEN:
                 num_top = min(choices[row].sequence.params.logprobs or 0, self._vocab_size)
                 samples[row] = SequenceSample(token_ids[row], read_logprobs(token_ids[row], column, num_top))
@@ -279,7 +279,7 @@ class _TableRows(NamedTuple):
     direct_XF: torch.Tensor
     edited_XF: torch.Tensor
     late_XF: torch.Tensor
-    asked_XF: torch.Tensor
+    reported_XF: torch.Tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -310,17 +310,17 @@ class DeviceChoosing:
 
 
 class _Table(NamedTuple):
-    """What is asked of the rows of a step."""
+    """Parameters of the rows of a step."""
 
     fields: list[float]
-    """Of random rows that are read where they are, then `edited`, `late` and `asked`. The most likely raw token takes no row."""
+    """Random rows that are read in place, then `edited`, `late` and `reported`. The most likely raw token takes no row."""
     num_direct: int
     edited: list[int]
     """Rows of the step whose logits are edited, and can be already."""
     late: list[int]
     """Rows whose edits have to wait."""
-    asked: list[int]
-    """Rows of the step that asked for log-probabilities."""
+    reported: list[int]
+    """Rows of the step with log-probabilities."""
 
     @property
     def is_plain(self) -> bool:
@@ -329,14 +329,14 @@ class _Table(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int, int, int]:
-        return self.num_direct, len(self.edited), len(self.late), len(self.asked)
+        return self.num_direct, len(self.edited), len(self.late), len(self.reported)
 
     @classmethod
     def of(cls, choices: SequenceABC[Choice], vocab_size: int, edited_at_once: int) -> "_Table":
         fields: list[float] = []
         edited: list[int] = []
         late: list[int] = []
-        asked: list[int] = []
+        reported: list[int] = []
         for row, choice in enumerate(choices):
             params = choice.sequence.params
             if choice.is_edited:
@@ -344,15 +344,15 @@ class _Table(NamedTuple):
             elif params.temperature != 0.0:
                 fields += logit_row(choice, row, row, vocab_size)
             if params.logprobs is not None:
-                asked.append(row)
+                reported.append(row)
         num_direct = len(fields) // NUM_FIELDS
         for rows in (edited, late):
             for index, row in enumerate(rows):
                 is_blank = choices[row].sequence.params.allowed_token_ids is not None
                 fields += (*logit_row(choices[row], index % edited_at_once, row, vocab_size)[:-1], float(is_blank))
-        for row in asked:
+        for row in reported:
             fields += _logprob_row(row, min(choices[row].sequence.params.logprobs or 0, vocab_size))
-        return cls(fields, num_direct, edited, late, asked)
+        return cls(fields, num_direct, edited, late, reported)
 
 
 def _logprob_row(row: int, num_top: int) -> LogitRow:

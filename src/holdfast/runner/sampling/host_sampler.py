@@ -147,7 +147,7 @@ class HostSampler:
         return torch.where(argmax_S == NO_TOKEN, NO_TOKEN, chosen_S)
 
     def _measure(self, logits_SV: torch.Tensor, chosen_S: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """float64 [S, 1 + columns of logprob_columns]: token ids, and numbers from raw logits where somebody asked."""
+        """float64 [S, 1 + columns of logprob_columns]: token ids, and numbers from raw logits for rows with log-probabilities."""
         columns_SC = logits_SV.new_zeros((batch.num_rows, 1 + FIXED_COLUMNS + 2 * batch.num_top), dtype=torch.float64)
         columns_SC[:, 0] = chosen_S
         for rows in self._blocks(batch.logprobs):
@@ -251,7 +251,7 @@ def _choose_looking(
     uniform_R1: torch.Tensor,
     vocabulary_V: torch.Tensor,
 ) -> torch.Tensor:
-    """The same choice by a look at the numbers: most nuclei are small, and then candidates do."""
+    """Choose like `_nucleus`, by a look at the numbers: most nuclei are small, and then candidates do."""
     _, ids_RK = nearest(distance_RV, vocabulary_V, min(MAX_NARROW_TOP_K, len(vocabulary_V)))
     weight_RK = weight_RV.gather(1, ids_RK)
     running_RK = weight_RK.cumsum(dim=1)

@@ -6,7 +6,7 @@ The host lists the few (row, token) pairs that change, and only those logits are
 between steps, so nothing has to be rebuilt after a preemption and nothing can leak from one sequence into another.
 
 Penalties ask for the counts of tokens at every step, and a sequence only grows. A count is believed only of the very list
-of tokens that it was made from, so one that was forgotten or belongs to somebody else is simply made anew.
+of tokens that it was made from, so a forgotten one, or one of another sequence, is made anew.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from holdfast.runner.sampling.batch import Choice
 
 
 class SeenTokens:
-    """Counts of the sequences that asked last."""
+    """Counts of the sequences that were read last."""
 
     def __init__(self, vocab_size: int, max_sequences: int) -> None:
         self._vocab_size = vocab_size
@@ -36,12 +36,12 @@ class SeenTokens:
         return len(self._counts)
 
     def of(self, sequence: Sequence) -> "TokenCounts":
-        """What a sequence holds now; the arrays in it are good until the sequence is asked for again."""
+        """What a sequence holds now; the arrays in it are valid until the next call for the sequence."""
         counts = self._counts.pop(sequence.sequence_id, None)
         if counts is None or not counts.is_of(sequence):
             counts = TokenCounts(sequence, self._vocab_size)
         counts.count_new()
-        self._counts[sequence.sequence_id] = counts  # at the end: who has not asked for longest comes first
+        self._counts[sequence.sequence_id] = counts  # at the end: the least recently read comes first
         if len(self._counts) > self._max_sequences:
             del self._counts[next(iter(self._counts))]
         return counts
@@ -62,7 +62,7 @@ class TokenCounts:
 
     @property
     def seen_ids(self) -> np.ndarray:
-        """Of prompt and output."""
+        """Counts over prompt and output."""
         return self._seen_ids.values
 
     @property

@@ -89,7 +89,7 @@ def logprob_columns(
 
 
 def read_logprobs(token_id: int, row: list[float], num_top: int) -> TokenLogprobs:
-    """One row of `logprob_columns` in words; a row that nothing can be chosen from has nan, rank 0 and no tops."""
+    """Read one row of `logprob_columns`; a row that nothing can be chosen from has nan, rank 0 and no tops."""
     choosable, total, distance, rank = row[:FIXED_COLUMNS]
     if not choosable:
         return TokenLogprobs(token_id, math.nan, 0, ())

@@ -21,7 +21,7 @@ _WORD_BITS = 32
 
 
 class MaskSource(Protocol):
-    """Whoever follows the forms of sequences."""
+    """Follows the grammars of sequences."""
 
     def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: np.ndarray) -> None:
         """Bit t of row i: whether token t may follow what sequences[i] has; rows of None stay as they are."""
@@ -36,7 +36,7 @@ def has_masks(choices: Iterable[Choice]) -> bool:
 def fill_masks(
     source: MaskSource | None, choices: SequenceABC[Choice], eos_token_ids: frozenset[int], masks_RW: np.ndarray
 ) -> None:
-    """The masks of all rows of a block; every token where a row follows no form, none where nobody follows it."""
+    """The masks of all rows of a block; every token if a row has no grammar, none if its grammar is not followed."""
     followed = [None if choice.sequence.params.structured_outputs is None else choice.sequence for choice in choices]
     for row, sequence in enumerate(followed):
         masks_RW[row] = EVERY_TOKEN if sequence is None else 0

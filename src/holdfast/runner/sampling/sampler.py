@@ -69,7 +69,7 @@ class Sampler:
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline that steps go through."""
+        """Stages of the pipeline."""
         return 1
 
     @property
@@ -83,7 +83,7 @@ class Sampler:
         return False
 
     def end_step(self) -> None:
-        """Behind a step that chose nothing: there is nobody to tell."""
+        """End a step that chose nothing."""
 
     def follow(self, source: MaskSource) -> None:
         """Have this one say which tokens the forms of answers leave; before, such rows can choose nothing."""
@@ -151,7 +151,7 @@ class Sampler:
     def prompt_logprobs(
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
     ) -> list[TokenLogprobs]:
-        """Of target_ids[i] where row i of the float32 logits predicts it."""
+        """Score target_ids[i] by row i of the float32 logits, which predicts it."""
         self._check(logits_TV, len(target_ids), "targets")
         return self._chooser.prompt_logprobs(logits_TV, target_ids, num_top) if target_ids else []
 

@@ -1,4 +1,4 @@
-"""SharedSampler: choices where each rank has a share of the vocabulary: argmax by share, whole logits on rank 0 where asked for.
+"""SharedSampler: sampling if each rank has a share of the vocabulary: argmax by share, whole logits on rank 0 if a row needs them.
 
 S rows that are chosen from, V a rank's share of the vocabulary, W all of it, N ranks, X the id and the logit of an argmax
 
@@ -30,11 +30,11 @@ from holdfast.runner.sampling.sampler import Sampler
 
 OWNER = "sampling/shares"
 LINK_FORM_ROWS = 8
-"""Of so many rows argmaxes and logits are a multiple of 16 numbers, for which what brings them to rank 0 has a form of its own."""
+"""With so many rows, argmaxes and logits are multiples of 16 numbers, which have a kernel specialization of their own."""
 
 
 class SharedSampler:
-    """The same verbs as a Sampler's, over this rank's columns of the logits."""
+    """A Sampler over this rank's columns of the logits."""
 
     def __init__(
         self,
@@ -129,17 +129,17 @@ class SharedSampler:
         argmax_S = (self.argmax_S if chosen_by_graph is None else chosen_by_graph)[: len(choices)]
         whole_SW = None if all(map(_is_plain, choices)) else self._gather(logits_SV)
         if self.is_follower:
-            # On a GPU nobody waits here for a token that rank 0 will tell.
+            # On a GPU do not wait for a token that rank 0 will send.
             ids = [NO_TOKEN] * len(choices) if self.keeps_tokens else argmax_S.tolist()
             return Chosen([SequenceSample(token_id, None) for token_id in ids])
         if whole_SW is None:
-            whole_SW = self._exchange.whole_logits(len(choices))  # nobody looks at it where every row is plain
+            whole_SW = self._exchange.whole_logits(len(choices))  # not read if every row is plain
         return self._sampler.launch(whole_SW, choices, eos_token_ids, argmax_S, keep_slots_S)
 
     def prompt_logprobs(
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
     ) -> list[TokenLogprobs]:
-        """Of target_ids[i] where row i predicts it; nothing on other ranks than 0."""
+        """Score target_ids[i] by row i, which predicts it; nothing on other ranks than 0."""
         whole_TW = self._gather(logits_TV)
         return [] if whole_TW is None else self._sampler.prompt_logprobs(whole_TW, target_ids, num_top)
 
@@ -161,6 +161,6 @@ class SharedSampler:
 
 
 def _is_plain(choice: Choice) -> bool:
-    """Whether the argmax of the raw logits is all that is asked of a row."""
+    """True if a row needs only the argmax of its raw logits."""
     params = choice.sequence.params
     return params.temperature == 0.0 and params.logprobs is None and not choice.is_edited

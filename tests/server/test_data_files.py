@@ -1,0 +1,63 @@
+"""Data files of the server: errors, refused fields, other paths, reply schemas and metrics."""
+
+import json
+import re
+import tomllib
+from http import HTTPStatus
+from pathlib import Path
+
+from error_codes import PACKAGE, message_table
+from holdfast import errors
+from holdfast.server import anthropic_schemas, embedding_schemas, fields, ollama_schemas, schemas
+
+DATA = Path(PACKAGE) / "data"
+
+
+def read(name: str) -> dict:
+    return tomllib.loads((DATA / name).read_text(encoding="utf-8"))
+
+
+def test_http_errors_name_known_codes_and_statuses():
+    table = read("http_errors.toml")
+    assert set(table) == {"answers", "openai_types", "anthropic_types"}
+    statuses = {*map(int, HTTPStatus), 499}  # nginx' status for a client that has gone
+    for code, (status, *public) in table["answers"].items():
+        assert code in message_table() or hasattr(errors, code), code
+        assert status in statuses, code
+        assert len(public) <= 1, code
+        assert all(re.fullmatch(r"[a-z_]+", one) for one in public), code
+    for types in (table["openai_types"], table["anthropic_types"]):
+        assert {int(status) for status in types} <= statuses
+
+
+def test_refused_fields_belong_to_request_models():
+    modules = (fields, schemas, anthropic_schemas, ollama_schemas, embedding_schemas)
+    for model, rows in read("refused_fields.toml").items():
+        [made] = {getattr(module, model) for module in modules if hasattr(module, model)}
+        for name, (sentence, *_) in rows.items():
+            assert name in made.model_fields, (model, name)
+            assert isinstance(sentence, str)
+
+
+def test_other_paths_are_patterns_with_sentences():
+    for pattern, answer in read("other_paths.toml").items():
+        re.compile(pattern)
+        assert answer.endswith("."), pattern
+
+
+def test_reply_schemas_refer_to_each_other():
+    text = (DATA / "reply_schemas.json").read_text(encoding="utf-8")
+    made = json.loads(text)
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', text)) <= set(made)
+    assert all(schema["type"] == "object" and schema["description"] for schema in made.values())
+
+
+def test_metrics_have_one_row_each():
+    table = read("metrics.toml")
+    histograms = table.pop("histograms")
+    assert {unit for _, _, unit in histograms.values()} == {"seconds", "tokens"}
+    rows = [(name, *row) for section in table.values() for name, row in section.items()]
+    names = [name for name, *_ in rows] + [name for name, _, _ in histograms.values()]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith(("vllm:", "holdfast:")) for name in names)
+    assert {kind for _, kind, _, _ in rows} == {"gauge", "counter"}
