@@ -100,7 +100,7 @@ def outcome(code: int | None, error: str) -> str:
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     for line in reversed(lines):
         found = _ERROR.fullmatch(line)
-        if found and (found[2] or "").count("; ") >= 1:
+        if found and line.startswith("holdfast.errors."):
             return f"stops: {found[2]}"
         if found:
             return f"breaks: {line[:200]}"

@@ -69,11 +69,11 @@ def arguments(out: Path, **settings) -> SimpleNamespace:
     return SimpleNamespace(**{"device": "cpu", "commit": None, "out": out, "tiny": True, **settings})
 
 
-@pytest.mark.parametrize(("asked", "told", "commit"), [("abc", "def", "abc"), (None, "def", "def")])
-def test_a_record_can_be_read_and_says_what_it_is_of(tmp_path: Path, monkeypatch, asked, told, commit) -> None:
-    monkeypatch.setenv(gpu_records.COMMIT_VARIABLE, told)
+@pytest.mark.parametrize(("given", "found", "commit"), [("abc", "def", "abc"), (None, "def", "def")])
+def test_a_record_can_be_read_and_says_what_it_is_of(tmp_path: Path, monkeypatch, given, found, commit) -> None:
+    monkeypatch.setenv(gpu_records.COMMIT_VARIABLE, found)
     results = [{"measure": "decode, batch 1", "unit": "tokens/s", "values": {"holdfast": 62.5}}]
-    made = gpu_records.make_record("gpu-decode", results, "M", "s", arguments(tmp_path, commit=asked), {"more": 1})
+    made = gpu_records.make_record("gpu-decode", results, "M", "s", arguments(tmp_path, commit=given), {"more": 1})
     path = gpu_records.write_record(made, "decode", arguments(tmp_path))
     record = doc_tables.read_record(path)
     assert record["commit"] == commit
@@ -111,7 +111,7 @@ def test_a_child_waits_until_it_was_looked_at(tmp_path: Path) -> None:
     assert found == {"answer": 42, "seen": True}
 
 
-def test_a_child_that_fails_leaves_its_last_words(tmp_path: Path, capsys) -> None:
+def test_failed_child_leaves_its_output(tmp_path: Path, capsys) -> None:
     found = gpu_records.run_child(child(tmp_path, "raise ValueError('no room')"), 60)
     assert found == {"error": "ValueError: no room"}
     assert "on the way" in capsys.readouterr().err
@@ -266,7 +266,7 @@ def test_a_tensor_belongs_to_the_owner_of_its_place(path: str, owner: str) -> No
         (TritonPagedAttention, "float16 turboquant_k8v4"),
     ],
 )
-def test_pages_are_found_under_every_backend_and_nothing_else_is_called_pages(backend_type, kv_dtype: str) -> None:
+def test_pages_are_found_under_every_backend(backend_type, kv_dtype: str) -> None:
     dtype = torch.float32 if kv_dtype == "float32" else torch.float16
     geometry = Geometry(kv_dtype=kv_dtype, windows=(None, None), dtype=dtype)
     storage = geometry.storage(num_pages=4)
@@ -387,7 +387,7 @@ class FakeEngine:
 
 
 @given(st.integers(0, 2**16), st.integers(2, 12), st.integers(1, 12))
-def test_traffic_changes_the_batch_at_every_step_and_repeats_itself(seed: int, most: int, most_change: int) -> None:
+def test_traffic_changes_every_step_and_is_deterministic(seed: int, most: int, most_change: int) -> None:
     traffic = gpu_steady.Traffic([[1, 2], [3]], seed, most, most_change)
     engines = FakeEngine(), FakeEngine()
     traces = [traffic.drive(SimpleNamespace(engine=engine), 30) for engine in engines]
@@ -503,7 +503,7 @@ def tiny_checkpoint(folder: Path, name: str = MOE, **settings):
     return checkpoints.write_checkpoint(folder, name, **{**dummy_models.tiny_settings(name), **settings})
 
 
-def test_a_checkpoint_is_shuffled_over_files_and_holds_plausible_numbers(tmp_path: Path) -> None:
+def test_checkpoint_is_shuffled_over_files(tmp_path: Path) -> None:
     made = tiny_checkpoint(tmp_path, num_files=3)
     files = sorted(made.path.glob("*.safetensors"))
     stored = {}
@@ -523,7 +523,7 @@ def test_a_checkpoint_is_shuffled_over_files_and_holds_plausible_numbers(tmp_pat
     assert checkpoints.read_seconds(made.path) > 0
 
 
-def test_a_tensor_longer_than_the_numbers_at_hand_takes_them_again(tmp_path: Path, monkeypatch) -> None:
+def test_long_tensor_repeats_the_numbers(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(checkpoints, "BUFFER_VALUES", 1000)
     made = tiny_checkpoint(tmp_path, "Qwen3-8B", num_files=1)
     with safe_open(next(made.path.glob("*.safetensors")), "pt") as opened:
@@ -532,7 +532,7 @@ def test_a_tensor_longer_than_the_numbers_at_hand_takes_them_again(tmp_path: Pat
     assert len(values.unique()) > 100
 
 
-def test_headers_alone_are_as_long_and_take_no_room(tmp_path: Path) -> None:
+def test_headers_alone_take_no_disk_space(tmp_path: Path) -> None:
     whole, headers = (tiny_checkpoint(tmp_path / str(alone), headers_only=alone) for alone in (False, True))
     for one, other in zip(sorted(whole.path.glob("*")), sorted(headers.path.glob("*")), strict=True):
         assert (one.name, one.stat().st_size) == (other.name, other.stat().st_size)
@@ -621,7 +621,7 @@ def test_every_kind_of_load_is_recorded(tmp_path: Path, monkeypatch, capsys) -> 
     assert "from the cache: cache bytes <= 0.6 x" in capsys.readouterr().out
 
 
-def test_a_load_without_time_is_left_out_and_one_that_failed_is_a_row(tmp_path: Path, capsys) -> None:
+def test_load_without_time_is_skipped_and_a_failed_one_kept(tmp_path: Path, capsys) -> None:
     given = load_arguments(tmp_path, "--models", "Qwen3-8B", "--dummy", "")
     late = gpu_load.Run(given, gpu_records.Budget(1.0), lambda case, seconds: {})
     late.all(tmp_path)
@@ -723,7 +723,7 @@ def test_schemes_stand_side_by_side_with_their_roofs(tmp_path: Path, capsys) -> 
 
 
 @pytest.mark.parametrize(("model", "quantization"), [("Qwen3-32B", "fp8"), (MOE, "fp8"), (MOE, "none")])
-def test_a_tiny_quantized_engine_is_timed_and_its_experts_counted(model: str, quantization: str) -> None:
+def test_tiny_quantized_engine_is_timed(model: str, quantization: str) -> None:
     _, shape = gpu_quantized.parse(["--tiny", "--batches", "2"])
     found = json.loads(json.dumps(gpu_quantized.run_engine(model, quantization, shape, True, "cpu")))
     (row,) = gpu_quantized.rows_of({(model, quantization): found}, shape, "cpu")
@@ -872,23 +872,23 @@ def test_two_trees_are_needed(argv: list[str]) -> None:
 @pytest.mark.slow
 def test_proposals_are_measured_beside_none(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", max_position_embeddings=1024)
-    asked = arguments(tmp_path, model=str(model), speculative="ngram:2", rounds=1)
+    options = arguments(tmp_path, model=str(model), speculative="ngram:2", rounds=1)
     task = ngram.Task("repeat", "abababab", 24)
-    results = ngram.run_all(asked, (task,), [1, 2])
+    results = ngram.run_all(options, (task,), [1, 2])
     assert [result["measure"] for result in results] == ["repeat, batch 1", "repeat, batch 2"]
     for result in results:
         assert result["identical"]
         assert result["first_differences"] == []
         assert result["values"]["plain"] > 0
         assert 0 <= result["accepted"] <= result["proposed"]
-    record = gpu_records.make_record("ngram", results, "M", "s", asked, {})
-    gpu_records.write_record(record, "ngram", asked)
+    record = gpu_records.make_record("ngram", results, "M", "s", options, {})
+    gpu_records.write_record(record, "ngram", options)
     table = doc_tables.section_tables(tmp_path, "ngram")
     assert "| repeat, batch 1 |" in table
     assert "| yes |" in table
 
 
-def test_the_first_difference_is_told_with_the_gap_of_its_logits() -> None:
+def test_first_difference_is_printed_with_its_logit_gap() -> None:
     plain = ngram.Run([[1, 2, 3], [4, 5]], [[0.5, 0.001, 0.2], [1.0, 1.0]], 1.0, 0, 0)
     other = plain._replace(token_ids=[[1, 9, 9], [4, 5]])
     assert ngram.first_differences(plain, other) == [{"answer": 0, "token": 1, "gap of logits": 0.001}]
@@ -903,8 +903,8 @@ def test_the_first_difference_is_told_with_the_gap_of_its_logits() -> None:
 @pytest.mark.slow
 def test_masks_are_measured_beside_none(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", max_position_embeddings=1024)
-    asked = arguments(tmp_path, model=str(model), batch=2, rounds=1, steps=4, tiny=True)
-    results = structured.run_all(asked)
+    options = arguments(tmp_path, model=str(model), batch=2, rounds=1, steps=4, tiny=True)
+    results = structured.run_all(options)
     assert [result["measure"] for result in results][:2] == [
         "json schema, greedy, batch 2",
         "json schema, random, batch 2",
@@ -912,12 +912,12 @@ def test_masks_are_measured_beside_none(tmp_path: Path) -> None:
     for result in results:
         assert 0 < result["values"]["masks"] < result["values"]["structured"]
         assert result["steps"] == [4]
-    record = gpu_records.make_record("structured", results, "M", "s", asked, {})
-    gpu_records.write_record(record, "structured", asked)
+    record = gpu_records.make_record("structured", results, "M", "s", options, {})
+    gpu_records.write_record(record, "structured", options)
     assert "| json schema, greedy, batch 2 |" in doc_tables.section_tables(tmp_path, "structured")
 
 
-def test_rows_that_differ_are_told_as_ranges_and_shares_of_a_product_once() -> None:
+def test_differing_rows_are_printed_as_ranges() -> None:
     rows = [16, 17, 18, 19, 20, 64, 128]
     assert list(gpu_invariance.ranges([17, 18, 20, 64], rows)) == ["17 to 18", "20 to 64"]
     assert list(gpu_invariance.ranges([], rows)) == []

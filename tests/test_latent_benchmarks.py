@@ -38,7 +38,7 @@ def test_lent_contexts_are_found_to_the_last_block_before_the_last_token(num_tok
     prompts = [[number, *range(1, num_tokens)] for number in range(2)]
     lent_contexts.lend_pages(scheduler, prompts)
     scheduler.prefix.check()
-    assert scheduler.pool.num_available == 100, "nobody owns what is lent"
+    assert scheduler.pool.num_available == 100, "lent pages have no owner"
     for prompt in prompts:
         hit = scheduler.prefix.match(scheduler.prefix.chain(b""), prompt, num_tokens - 1)
         assert hit.num_tokens == found

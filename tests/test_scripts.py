@@ -170,7 +170,7 @@ def test_every_committed_record_has_a_section_of_the_documents() -> None:
     assert found <= doc_tables.MAKERS.keys()
 
 
-def test_older_records_are_told_in_words_of_today(tmp_path: Path) -> None:
+def test_older_records_use_the_names_of_today(tmp_path: Path) -> None:
     old = {**RECORD, "settings": "made-up weights", "note": "It took the kernels for few rows."}
     (tmp_path / "a.json").write_text(json.dumps({**old, "section": "gpu-decode"}))
     text = doc_tables.section_tables(tmp_path, "gpu-decode")
@@ -257,7 +257,7 @@ def test_loads_are_shown_with_their_peaks_and_failures(tmp_path: Path) -> None:
     assert failed == ["B-Model, fp8", "no room", *[""] * 6]
 
 
-def test_a_first_load_stands_for_a_second_that_nobody_watched(tmp_path: Path) -> None:
+def test_first_load_stands_for_an_unwatched_second(tmp_path: Path) -> None:
     host = {"first load": {"RssAnon": 300 * MIB}, "second load": None}
     titles, loaded = shown_section(tmp_path, "gpu-load", {**LOADED, "host": host, "read_share": 0.5128})
     row = dict(zip(titles, loaded, strict=True))
@@ -290,7 +290,7 @@ def test_a_section_without_a_record_says_so(tmp_path: Path, section: str) -> Non
     assert "old" not in doc_tables.written(document, tmp_path)
 
 
-def test_pip_keeps_its_words_and_its_exit_status_and_loses_the_noise(
+def test_pip_install_keeps_errors_and_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = tmp_path / "python"
@@ -407,9 +407,9 @@ def test_what_fails_alike_in_both_trees_is_not_the_same(monkeypatch: pytest.Monk
         raise ZeroDivisionError("by chance")
 
     failed = probe_numbers.outcome(raising)
-    monkeypatch.setattr(compare_commits, "probe", lambda *asked: {"numbers/a": failed})
-    asked = SimpleNamespace(speed=False, what="numbers", device="cpu", cases=[], jobs=1, words=False)
-    assert compare_commits.compare(ROOT, ROOT, asked) == 1
+    monkeypatch.setattr(compare_commits, "probe", lambda *given: {"numbers/a": failed})
+    options = SimpleNamespace(speed=False, what="numbers", device="cpu", cases=[], jobs=1, words=False)
+    assert compare_commits.compare(ROOT, ROOT, options) == 1
     assert "failed: numbers/a\n  ZeroDivisionError: by chance" in capsys.readouterr().out
 
 
@@ -446,7 +446,7 @@ def test_every_paragraph_has_checks_that_can_fail() -> None:
     for check in home_table.CHECKS:
         assert check.timeout <= 60, check.says
         assert check.wants or check.refuses or check.number or check.codes != (0,), (
-            f"{check.says}: nothing is asked of its output"
+            f"{check.says}: its output is not checked"
         )
         check_at_home.missing_for(check)
         for pattern in (*check.wants, *check.refuses, *([check.number[0]] if check.number else [])):
@@ -469,7 +469,7 @@ def test_every_paragraph_has_checks_that_can_fail() -> None:
         (check_at_home.Ended(0, "total 5 tokens\n", 9.0), "it took 9.00 s, and not at most 2 s"),
     ],
 )
-def test_what_is_wrong_with_a_command_is_told(ended: check_at_home.Ended, words: str) -> None:
+def test_wrong_command_is_explained(ended: check_at_home.Ended, words: str) -> None:
     check = home_table.Check("plan", "a sum", "true", ("^total",), ("error",), number=(r"total (\d+)", 1, 9), seconds=2)
     wrong = check_at_home.complaint(check, ended, patience=1)
     assert words in wrong
@@ -516,11 +516,11 @@ words = "vLLM is from vllm"
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "told"),
+    ("code", "error", "outcome"),
     [
         (0, "a warning", "runs"),
         (None, "", "ran out of time"),
-        (1, "Traceback\n  x\nholdfast.errors.ConfigError: a was asked; b; do c\n", "stops: a was asked; b; do c"),
+        (1, "Traceback\n  x\nholdfast.errors.ConfigError: a is wrong. Do c.\n", "stops: a is wrong. Do c."),
         (
             1,
             "Traceback\nAttributeError: 'X' object has no attribute 'y'\n",
@@ -529,8 +529,8 @@ words = "vLLM is from vllm"
         (3, "", "breaks: exit code 3"),
     ],
 )
-def test_check_vllm_examples_tells_a_sentence_from_a_break(code: int | None, error: str, told: str) -> None:
-    assert check_vllm_examples.outcome(code, error).startswith(told)
+def test_check_vllm_examples_tells_a_sentence_from_a_break(code: int | None, error: str, outcome: str) -> None:
+    assert check_vllm_examples.outcome(code, error).startswith(outcome)
 
 
 def test_check_vllm_examples_shortens_the_context_of_a_copy(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from voice_rules import FOLDERS, PAGES, faults_of, files
 
 FIELD_WORDS = {

@@ -31,28 +31,23 @@ from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple, NoReturn, Self
 
-LEGACY_CODE = "legacy"
-
 
 class HoldfastError(Exception):
     """Base class of every error: a stable code, the values it is about, and a message of one to three sentences."""
 
-    def __init__(self, code: str, /, *clauses: str, **values: object) -> None:
-        super().__init__(code, *clauses)
-        self.code = LEGACY_CODE if clauses else code
+    def __init__(self, code: str, /, **values: object) -> None:
+        super().__init__(code)
+        self.code = code
         self.values = values
         self.contexts: tuple[str, ...] = ()
         """Where it happened, outermost first: `prompt 3`, `rank 1 of 4`."""
         self.hints: tuple[str, ...] = ()
         """Whole sentences after the message."""
         self._text: str | None = None
-        self.asked, self.has, self.do = (code, *clauses) if clauses else ("", "", "")
 
     @property
     def message(self) -> str:
         """The sentences of the table, without contexts and hints."""
-        if self.code == LEGACY_CODE and self._text is None:
-            return "; ".join(clause for clause in (self.asked, self.has, self.do) if clause)
         return message_of(self.code, self.values) if self._text is None else self._text
 
     def __str__(self) -> str:
@@ -181,8 +176,8 @@ class PlanChange(NamedTuple):
 class MemoryPlanError(HoldfastError):
     """The plan does not fit its budget. A refusal of a whole plan has a table and changes."""
 
-    def __init__(self, code: str, /, *clauses: str, table: PlanTable | None = None, **values: object) -> None:
-        super().__init__(code, *clauses, **values)
+    def __init__(self, code: str, /, *, table: PlanTable | None = None, **values: object) -> None:
+        super().__init__(code, **values)
         self.table = table
         self.changes: tuple[PlanChange, ...] = ()
         """The smallest that fit, the one that costs least first."""

@@ -41,7 +41,7 @@ def test_as_exact_as_torch(kind):
 @pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
-def test_an_element_is_the_same_to_the_bit_in_any_company(kind, size):
+def test_elements_are_batch_invariant(kind, size):
     """Torch's own silu and gelu are not: what a vector does not fill, and what a thread ends with, is rounded otherwise."""
     x = random(129, size, scale=3)
     alone = torch.cat([activate(x[row : row + 1], kind) for row in range(129)])
@@ -132,7 +132,7 @@ def test_as_exact_as_torch_silu_mul(size, scale):
         assert_as_exact_as_torch(silu_mul(gate_up), silu_mul_reference(gate_up), exact_gate(gate_up))
 
 
-def test_the_whole_range_of_the_gate_to_a_few_units_in_the_last_place():
+def test_gate_is_exact_to_a_few_ulps_over_its_range():
     gate = torch.cat([torch.linspace(-79.9, 200, 200_001), torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e38])])
     y = silu_mul(torch.cat([gate, torch.ones_like(gate)]).unsqueeze(0)).squeeze(0).double()
     exact = gate.double() * torch.sigmoid(gate.double())
@@ -147,7 +147,7 @@ def test_a_gate_far_below_zero_closes():
 
 
 @pytest.mark.parametrize("size", SIZES_SILU_MUL, ids=lambda size: f"I{size}")
-def test_a_row_is_the_same_to_the_bit_in_any_company(size):
+def test_rows_are_batch_invariant(size):
     gate_up = random(129, 2 * size, scale=5)
     alone = torch.cat([silu_mul(gate_up[row : row + 1]) for row in range(129)])
     for threads in (1, 2):
@@ -193,7 +193,7 @@ FORM = pytest.mark.parametrize("is_interleaved", [False, True], ids=["halves", "
 
 @FORM
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
-def test_the_clamped_gate_is_as_exact_as_torch_and_the_same_in_any_company(is_interleaved, size):
+def test_clamped_gate_is_exact_and_batch_invariant(is_interleaved, size):
     form = GateForm(is_interleaved, 7.0)
     x = torch.cat([random(20, 2 * size), random(20, 2 * size, scale=30), torch.full((1, 2 * size), -300.0)])
     exact = gate_up_product_reference(x.double(), form)
@@ -205,7 +205,7 @@ def test_the_clamped_gate_is_as_exact_as_torch_and_the_same_in_any_company(is_in
 
 @FORM
 @pytest.mark.parametrize("size", [1, 33, 100], ids=lambda size: f"I{size}")
-def test_a_limit_beside_silu_is_as_exact_as_torch_and_the_same_in_any_company(is_interleaved, size):
+def test_silu_with_limit_is_exact_and_batch_invariant(is_interleaved, size):
     form, x = GateForm(is_interleaved, 10.0, is_silu=True), random(20, 2 * size, scale=9)
     halves = (x[:, ::2], x[:, 1::2]) if is_interleaved else x.chunk(2, dim=-1)
     gate, up = halves[0].double().clamp(max=10), halves[1].double().clamp(-10, 10)

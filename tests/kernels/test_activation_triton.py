@@ -79,7 +79,7 @@ def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, kind
 @pytest.mark.each_value
 @DTYPES
 @KINDS
-def test_an_element_is_the_same_to_the_bit_in_any_company(device, kind, dtype):
+def test_elements_are_batch_invariant(device, kind, dtype):
     x = random(9, 65, scale=3).to(device, dtype)
     alone = torch.cat([activate_triton(x[row : row + 1], kind) for row in range(9)])
     for rows in companies(9):
@@ -139,7 +139,7 @@ def test_one_wide_row_and_many_narrow_ones(device):
 
 
 @DTYPES
-def test_out_changes_where_the_result_lies_and_nothing_else_silu_mul_triton(device, poison, dtype):
+def test_silu_mul_triton_with_out_gives_the_same_result(device, poison, dtype):
     gate_up = random(5, 200).to(device, dtype)
     alone = silu_mul_triton(gate_up)
     wide = torch.full((5, 132), POISON, dtype=dtype, device=device)
@@ -150,7 +150,7 @@ def test_out_changes_where_the_result_lies_and_nothing_else_silu_mul_triton(devi
 
 
 @DTYPES
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, dtype):
+def test_rows_are_batch_invariant(device, dtype):
     gate_up = random(9, 2 * 577, scale=4).to(device, dtype)
     alone = torch.cat([silu_mul_triton(gate_up[row : row + 1]) for row in range(9)])
     for rows in companies(9):

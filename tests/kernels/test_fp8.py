@@ -87,7 +87,7 @@ def test_e4m3_keeps_its_own_numbers_and_rounds_halves_to_even(device):
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_words_are_those_of_the_format(device, head_dim, bits, what):
+def test_packed_words_match_the_format(device, head_dim, bits, what):
     x = random(3, head_dim, seed=head_dim)
     x[1] *= 100
     encode, codebooks, first = (
@@ -180,7 +180,7 @@ def neighbours(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([beside, -beside])
 
 
-def test_every_number_of_half_precision_becomes_the_code_that_torch_gives_it(device):
+def test_every_half_precision_number_gets_torchs_code(device):
     values = every_half()
     bits = bits_of(values, device)
     is_nan = values.isnan()
@@ -189,7 +189,7 @@ def test_every_number_of_half_precision_becomes_the_code_that_torch_gives_it(dev
     assert (bits[is_nan] & 0x7F == 0x7F).all()
 
 
-def test_numbers_of_every_size_become_the_code_that_torch_gives_them(device):
+def test_numbers_of_every_size_get_torchs_code(device):
     values = torch.cat([random(20000, seed=size) * 4.0**size for size in range(-7, 6)])
     assert torch.equal(bits_of(values, device), torch_bits(values))
 
@@ -212,7 +212,7 @@ def test_half_way_between_two_codes_the_even_one_is_taken(device):
     assert torch.equal(bits_of(neighbours(ties), device), torch_bits(neighbours(ties)))
 
 
-def test_every_number_of_e4m3_is_its_own_code_and_so_is_what_lies_beside_it(device):
+def test_every_e4m3_number_keeps_its_code(device):
     finite = CODES[NUMBERS.isfinite()]
     assert torch.equal(bits_of(finite.view(E4M3).float(), device), finite)
     beside = neighbours(NUMBERS[:127])
@@ -376,7 +376,7 @@ def test_what_is_not_finite_has_no_size(device):
 
 
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
-def test_float64_beside_a_tie_of_the_narrow_type_is_not_rounded_twice(device, target):
+def test_float64_beside_a_tie_is_rounded_once(device, target):
     narrow = random(1000).to(target)
     above = (narrow.view(torch.int16) + 1).view(target).double()
     tie = (narrow.double() + above) / 2
@@ -396,7 +396,7 @@ def test_bits_of_what_is_not_finite(dtype):
     assert as_bits(numbers).data_ptr() == numbers.data_ptr()
 
 
-def test_only_types_that_the_interpreter_has_wrong_are_read_as_integers():
+def test_as_kernels_read_views_bfloat16_and_e4m3_only():
     kept = (torch.float16, torch.float32, torch.float64, torch.uint8)
     assert all(as_kernels_read(torch.empty(2, dtype=dtype)).dtype == dtype for dtype in kept)
     assert as_kernels_read(torch.empty(2, dtype=torch.bfloat16)).dtype == torch.int16

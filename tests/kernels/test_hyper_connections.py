@@ -254,7 +254,7 @@ def test_splits_and_blocks_of_streams_are_known():
 
 
 @pytest.mark.parametrize("hidden", [40, 4096, 7168])
-def test_room_for_sums_is_enough_and_never_shrinks(hidden):
+def test_stream_parts_are_enough_and_never_shrink(hidden):
     before = 0
     for num_rows in [*range(1, 700), 4096, 8192, 40000]:
         room = stream_parts_spec(num_rows, 4).shape[0]

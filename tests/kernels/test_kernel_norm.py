@@ -50,7 +50,7 @@ def test_every_leading_shape_is_rows():
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"D{size}")
-def test_a_row_is_the_same_to_the_bit_in_any_company(size):
+def test_rows_are_batch_invariant(size):
     x, weight = random(129, size), random(size, seed=1)
     alone = torch.cat([rms_norm(x[row : row + 1], weight, EPS) for row in range(129)])
     for threads in (1, 2):

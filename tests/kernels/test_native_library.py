@@ -125,7 +125,7 @@ def real_compiler(tmp_path: Path, objects: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_compiled_once_and_kept_by_processes_that_start_together_too(tmp_path, real_compiler, monkeypatch, caplog):
+def test_processes_that_start_together_compile_once(tmp_path, real_compiler, monkeypatch, caplog):
     environment = {"PATH": path_with(real_compiler), "HOLDFAST_CACHE": str(tmp_path / "cache")}
     (path, first_log), (same_path, second_log) = map(finish, [start(LOAD, **environment), start(LOAD, **environment)])
     assert path is not None, first_log
@@ -260,7 +260,7 @@ def test_every_signature_is_in_the_library(native):
         assert getattr(native, name).argtypes == arguments
 
 
-def test_every_signature_counts_the_arguments_that_its_function_has():
+def test_signatures_match_the_c_functions():
     """What C takes for a pointer, a long or a float is given as one, and nothing in C is out of reach."""
     found = {}
     for source in native_library.SOURCES.glob("*.c"):

@@ -77,7 +77,7 @@ def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, dtyp
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", [63, 128, 1000], ids=lambda size: f"D{size}")
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, size, dtype):
+def test_rows_are_batch_invariant(device, size, dtype):
     x, weight = random(9, size).to(device, dtype), random(size, seed=1).to(device, dtype)
     alone = torch.cat([rms_norm_triton(x[row : row + 1], weight, EPS) for row in range(9)])
     for rows in companies(9):
@@ -191,7 +191,7 @@ def test_it_is_the_norm_of_what_is_stored_to_the_bit(device, dtype):
 
 
 @DTYPES
-def test_rows_may_lie_apart_and_the_result_may_take_the_place_of_what_was_added(device, dtype):
+def test_add_rms_norm_takes_strided_rows_and_out_as_delta(device, dtype):
     x, delta, weight = (tensor.to(device) for tensor in inputs(5, 100, dtype))
     wide = [torch.full((5, 148), POISON, dtype=dtype, device=device) for _ in range(2)]
     stream, added = (tensor[:, 16:116] for tensor in wide)
@@ -210,7 +210,7 @@ def test_rows_may_lie_apart_and_the_result_may_take_the_place_of_what_was_added(
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", [63, 128, 1000], ids=lambda size: f"D{size}")
-def test_a_row_is_the_same_to_the_bit_in_any_company_add_rms_norm(device, size, dtype):
+def test_add_rms_norm_is_batch_invariant(device, size, dtype):
     x, delta, weight = (tensor.to(device) for tensor in inputs(9, size, dtype))
 
     def run(rows):
@@ -290,7 +290,7 @@ def test_the_result_may_take_the_place_of_its_rows(on_triton, device, dtype):
 
 
 @DTYPES
-def test_a_row_is_the_same_to_the_bit_in_any_company_layer_norm(on_triton, device, dtype):
+def test_layer_norm_is_batch_invariant(on_triton, device, dtype):
     x, weight, bias = inputs_layer_norm(9, 577, dtype)
     whole = run(x, weight, bias, device)
     for rows in companies(9):

@@ -373,7 +373,7 @@ def test_what_lies_on_a_device_stays_from_the_step_on_in_which_it_fails(load, mo
 
     def fail(*arguments: object) -> None:
         words = "an illegal memory access was encountered"
-        raise RuntimeError(words) if kind is RuntimeError else EngineDeadError("rank 0 called sum_rows", words, "start")
+        raise RuntimeError(words) if kind is RuntimeError else EngineDeadError("value.empty", name=words)
 
     monkeypatch.setattr(runner.model, "hidden", fail)
     monkeypatch.setattr(runner.model, "step_logits", fail)

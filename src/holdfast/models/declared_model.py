@@ -104,11 +104,16 @@ class DeclaredModel:
     def check_ranks(self, mesh: Mesh) -> None:
         """Raise if so many ranks cannot share layers, or there are fewer layers than stages."""
         if mesh.num_stages > self.num_layers:
-            raise ConfigError("families.too_many_stages", value=mesh.num_stages, model=self.name, layers=self.num_layers)
+            raise ConfigError(
+                "families.too_many_stages", value=mesh.num_stages, model=self.name, layers=self.num_layers
+            )
         if self.is_divisible(mesh):
             return
         if self.is_divisible(mesh.all_layers):
-            reason, other = self.declaration.indivisible(mesh), "" if self.is_compressed else ", or use tensor_parallel_size"
+            reason, other = (
+                self.declaration.indivisible(mesh),
+                "" if self.is_compressed else ", or use tensor_parallel_size",
+            )
             raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason, other=other)
         works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
         option = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)

@@ -269,9 +269,7 @@ class RunnerBuild:
     def capture(self, runner: Runner, enforce_eager: bool, on_prepare: OnPrepare = prepare_silently) -> None:
         """Warm up: run every kernel specialization once, then capture graphs unless `enforce_eager`. A CPU has none."""
         if self._device.type == "cuda":
-            warm_up(
-                runner, WarmUp(self._plan, self._spec, self.row_sizes, self._device), enforce_eager, on_prepare
-            )
+            warm_up(runner, WarmUp(self._plan, self._spec, self.row_sizes, self._device), enforce_eager, on_prepare)
 
     def release(self) -> None:
         for give_back in reversed(self._releases):

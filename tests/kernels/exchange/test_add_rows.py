@@ -82,7 +82,7 @@ def test_it_is_a_sum_and_then_the_norm_deferred(guarded, device):
 
 @pytest.mark.parametrize("max_blocks", [2, 8, 16, 33, 64])
 @pytest.mark.parametrize("size", [64, 2048, 5120, 7168, 16384])
-def test_rows_are_cut_alike_in_any_company_and_leave_no_more_than_there_is_room_for(size, max_blocks):
+def test_rows_are_cut_alike_and_squares_fit(size, max_blocks):
     """Room is what `fused_decode_request` has for squares."""
     room = max(FUSED_DECODE_ROWS * -(-size // SMALL_BATCH_BLOCK_N), -(-size // GEMV_MIN_BLOCK_N))
     found = {rows: column_tiles(rows, size, max_blocks) for rows in range(1, FUSED_DECODE_ROWS + 1)}
@@ -94,7 +94,7 @@ def test_rows_are_cut_alike_in_any_company_and_leave_no_more_than_there_is_room_
 
 
 @pytest.mark.parametrize("max_blocks", [3, 64])
-def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(guarded, device, max_blocks):
+def test_rows_are_batch_invariant_from_two_on(guarded, device, max_blocks):
     width, rows = 2100, 5
     rooms, x, norm_weight = operands(guarded, 2, rows, width, torch.float32)
     parts = torch.stack([room[: rows * width].view(rows, width) for room in rooms])

@@ -118,7 +118,7 @@ def test_sizes_choose_the_way() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 48), (7, 60), (5, 25), (3, 2), (2, 4200)])
 @pytest.mark.each_value
-def test_columns_lie_side_by_side_and_the_last_share_may_be_narrow(
+def test_gather_columns_takes_a_narrow_last_share(
     size: int, rows: int, columns: int, guarded: Guarded, device: torch.device
 ) -> None:
     share = -(-columns // size)
@@ -134,7 +134,7 @@ def test_columns_lie_side_by_side_and_the_last_share_may_be_narrow(
 
 @pytest.mark.parametrize("dtype", [FP32, torch.int64])
 @pytest.mark.parametrize("num_elements", [1, 2500])
-def test_small_parts_and_tokens_go_through_the_room(
+def test_small_parts_and_tokens_use_the_exchange_buffer(
     dtype: torch.dtype, num_elements: int, guarded: Guarded, device: torch.device
 ) -> None:
     rooms = [room.to(dtype) for room in rooms_of(guarded, 3, num_elements, FP32, slack=0)]
@@ -169,7 +169,7 @@ def test_what_is_offered_is_fetched(rows: int, width: int, guarded: Guarded, dev
     assert not out[:, width:].any()
 
 
-def test_words_of_links_do_not_overlap() -> None:
+def test_counts_of_links_do_not_overlap() -> None:
     signals = [torch.zeros(SIGNAL_BYTES // 4, dtype=torch.int32) for _ in range(2)]
     number = 0
     for link, source in ((0, 0), *((1, 1 + rank) for rank in range(16))):

@@ -181,7 +181,7 @@ def test_zeros_are_the_bias(device):
     assert same_bits(run(block_scaled_gemv, torch.zeros(1, 656), weight, bias, device)[0], bias)
 
 
-def test_a_row_is_the_same_to_the_bit_in_any_company(device):
+def test_rows_are_batch_invariant(device):
     x, weight = random(3, 1040), random_weight(40, 1040, FP8_BLOCK)
     whole = run(block_scaled_gemv, x, weight, None, device)
     for row in range(3):
@@ -234,7 +234,7 @@ def test_bfloat16_at_the_sizes_of_a_large_model(device, shape):
 
 
 @pytest.mark.gpu
-def test_a_product_of_one_row_needs_no_room_and_allocates_nothing(device):
+def test_product_of_one_row_allocates_nothing(device):
     x, weight = random(1, 512).to(device, torch.bfloat16), weight_on(random_weight(256, 512, FP8_BLOCK), device)
     out = torch.empty(1, 256, dtype=torch.bfloat16, device=device)
     assert_allocates_nothing(lambda: quantized_linear(x, weight, None, out))

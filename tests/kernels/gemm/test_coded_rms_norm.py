@@ -87,7 +87,7 @@ def test_codes_match_the_stored_rows_on_any_device(num_rows):
     assert torch.allclose(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
 
 
-def test_codes_of_another_shape_or_with_several_scales_are_refused(device):
+def test_codes_of_wrong_shape_or_scales_are_an_error(device):
     x, weight = random(3, 256).to(device), random(256).to(device)
     for codes, scales in (((3, 255), (3, 1)), ((3, 256), (3, 2))):
         wrong = QuantizedRows(

@@ -114,7 +114,7 @@ def test_squares_of_half_precision_do_not_overflow(device):
 
 
 @DTYPES
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, dtype):
+def test_rows_are_batch_invariant(device, dtype):
     x, norm = inputs(9, 577, dtype)
     whole = run(defer_rms_norm, x, norm, device)
     for rows in companies(9):
@@ -274,7 +274,7 @@ def test_zeros_have_none(device, function):
 
 
 @BOTH_AMAX
-def test_a_row_is_the_same_in_any_company(device, function):
+def test_results_are_batch_invariant(device, function):
     x = random(9, 200)
     whole = run_row_amax(function, x, device, 576)
     for rows in companies(9):

@@ -93,7 +93,7 @@ def test_schemes_without_scales_by_row_are_refused(scheme):
         lookup_rows(IDS, table_of(scheme, 64), torch.empty(len(IDS), 64))
 
 
-def test_room_of_another_shape_is_refused(device):
+def test_buffers_of_another_shape_are_an_error(device):
     with pytest.raises(AssertionError, match=r"out_TK\.shape"):
         lookup_rows(IDS, table_of(FP8, 64), torch.empty(len(IDS), 65))
     with pytest.raises(AssertionError, match="columns lie apart"):

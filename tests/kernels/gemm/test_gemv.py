@@ -105,7 +105,7 @@ def test_a_row_that_is_not_finite_shows(device, scheme, bad):
 
 
 @given(st.integers(1, 40_000), st.booleans(), st.booleans(), st.booleans())
-def test_blocks_are_powers_of_two_and_whole_where_sums_begin_in_half_precision(size_k, gated, residual, quantized):
+def test_blocks_are_powers_of_two_and_whole_for_half_sums(size_k, gated, residual, quantized):
     blocks = quantized_gemv_blocks(size_k, gated, residual, quantized)
     for size in (blocks.block_n, blocks.block_k, blocks.num_warps):
         assert size & (size - 1) == 0

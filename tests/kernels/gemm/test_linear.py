@@ -111,7 +111,7 @@ def test_any_magnitude(scale):
 @pytest.mark.each_value
 @pytest.mark.parametrize("n_size", [1, 3, 47, 48, 49, 100], ids=lambda size: f"N{size}")
 @pytest.mark.parametrize("k_size", [1, 5, 64, 577], ids=lambda size: f"K{size}")
-def test_a_row_is_the_same_to_the_bit_in_any_company(n_size, k_size):
+def test_rows_are_batch_invariant(n_size, k_size):
     x, weight, bias = operands(129, n_size, k_size)
     alone = torch.cat([plain_linear(x[row : row + 1], weight, bias) for row in range(129)])
     for threads in (1, 2):
@@ -228,7 +228,7 @@ def test_float32_results_of_any_type_lose_no_digit(guarded_host, dtype, num_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_float32_row_is_the_same_to_the_bit_in_any_company(dtype):
+def test_float32_rows_are_batch_invariant(dtype):
     x, weight = (values.to(dtype) for values in operands(17, 50, 100, with_bias=False)[:2])
     whole = plain_linear_float32(x, weight, torch.empty(17, 50))
     for rows in companies(17):

@@ -73,7 +73,7 @@ def test_it_is_the_product_of_what_codes_stand_for_to_the_bit(scheme, num_rows, 
 @pytest.mark.each_value
 @SCHEMES
 @pytest.mark.parametrize(("size_n", "size_k"), [(1, 1), (7, 63), (50, 577), (100, 1100)])
-def test_a_row_is_the_same_to_the_bit_in_any_company_on_any_threads(scheme, size_n, size_k):
+def test_rows_are_batch_invariant_on_any_threads(scheme, size_n, size_k):
     size_k = width(size_k, scheme)
     x, weight, bias = random(129, size_k), random_weight(size_n, size_k, scheme), random(size_n, seed=3)
     whole = product(x, weight, bias)
@@ -215,7 +215,7 @@ def test_operands_may_lie_apart():
 
 
 @SCHEMES
-def test_the_reference_turns_a_weight_back_in_parts(monkeypatch, scheme):
+def test_reference_dequantizes_in_parts(monkeypatch, scheme):
     """Wherever the parts meet, in the midst of a block of scales too, every column is there once."""
     size_k = width(160, scheme)
     x, weight, bias = random(3, size_k), random_weight(150, size_k, scheme), random(150, seed=3)
@@ -225,7 +225,7 @@ def test_the_reference_turns_a_weight_back_in_parts(monkeypatch, scheme):
         assert same_bits(native_quantized_linear_reference(x, weight, bias, torch.empty(3, 150)), expected), f"{rows=}"
 
 
-def test_torch_turns_nothing_back_where_c_can(monkeypatch):
+def test_torch_dequantizes_nothing_if_c_can(monkeypatch):
     def refuse(*_: object) -> None:
         raise AssertionError("a weight was turned back in plain torch")
 

@@ -114,7 +114,7 @@ def test_no_rows(device, blocked):
         assert codes.shape == (0, 200)
 
 
-def test_a_row_has_the_same_codes_in_any_company(device):
+def test_codes_of_rows_are_batch_invariant(device):
     x = random(7, 260).half().to(device)
     for blocked in (False, True):
         codes, scales = quantized(quantize_rows_triton, x, blocked, device)
@@ -123,7 +123,7 @@ def test_a_row_has_the_same_codes_in_any_company(device):
             assert_same(alone, (codes[row : row + 1], scales[row : row + 1].contiguous()))
 
 
-def test_room_of_another_shape_is_refused():
+def test_buffers_of_another_shape_are_an_error():
     x = random(2, 300)
     codes = torch.empty(2, 300, dtype=torch.float8_e4m3fn)
     for scales in (torch.empty(2, 2), torch.empty(3, 1), torch.empty(2, 4)):

@@ -93,7 +93,7 @@ def test_half_precision_is_rounded_once_at_the_end(scheme):
 
 @SCHEMES
 @pytest.mark.usefixtures("native")
-def test_a_row_is_the_same_to_the_bit_in_any_company(scheme):
+def test_rows_are_batch_invariant(scheme):
     x, weight = random(17, 160), random_weight(35, 160, scheme)
     whole = run(quantized_linear, x, weight, None)
     for rows in companies(17):
@@ -134,7 +134,7 @@ def test_no_rows_give_no_rows(scheme):
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 8])
 @pytest.mark.parametrize("as_vectors", [True, False], ids=["vectors", "matrices"])
-def test_a_view_is_as_much_of_the_room_as_rows_take(num_rows, as_vectors):
+def test_quantized_view_covers_the_rows_only(num_rows, as_vectors):
     room = QuantizedRows(torch.zeros(8 * 300, dtype=torch.float8_e4m3fn), torch.zeros(8 * 3))
     if not as_vectors:
         room = QuantizedRows(room.codes_TK.view(8, 300), room.scales_TB.view(8, 3))
@@ -148,7 +148,7 @@ def test_a_view_is_as_much_of_the_room_as_rows_take(num_rows, as_vectors):
         assert view.codes_TK.storage_offset() == view.scales_TB.storage_offset() == 0
 
 
-def test_a_product_writes_into_no_more_of_the_room_than_its_rows_take():
+def test_product_writes_codes_of_its_rows_only():
     for scheme, num_blocks in ((FP8, 1), (FP8_BLOCK, 2)):
         codes = torch.full((5 * 200,), 0x55, dtype=torch.uint8)
         scales = torch.full((5 * 2,), -7.0)

@@ -200,7 +200,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_rows(device, scheme):
     assert same_bits(y[:, :first], clean[:, :first])
 
 
-def test_rows_come_as_codes_where_the_scheme_wants_them_so_and_nowhere_else(device):
+def test_rows_come_as_codes_only_if_the_scheme_needs_them(device):
     for scheme in (FP8, INT8):
         x, weight = inputs(3, 33, 160, scheme)
         other = room_amid(RedZones(device), 3, random_weight(33, 160, FP8)) if scheme is INT8 else None

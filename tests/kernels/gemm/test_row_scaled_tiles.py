@@ -170,7 +170,7 @@ def test_split_sums_are_those_of_the_whole_where_they_are_exact(device):
 
 
 @SPLIT
-def test_a_row_is_the_same_in_any_company(device, split):
+def test_results_are_batch_invariant(device, split):
     assert row_scaled_splits(65, 1100) > 2
     x, weight = codable_rows(64, 1100).to(widest_on(device)), random_weight(65, 1100, FP8)
     whole = run(x, weight, None, device, torch.float32, split)
@@ -217,7 +217,7 @@ def test_a_row_of_zeros_is_the_bias(device):
 @pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize(("num_rows", "size_i", "size_k"), [(1, 3, 5), (17, 64, 300), (40, 101, 640)])
-def test_the_gate_is_that_of_torch_and_its_amax_is_of_what_is_stored(device, kind, num_rows, size_i, size_k):
+def test_gate_matches_torch_and_amax_the_stored_rows(device, kind, num_rows, size_i, size_k):
     dtype = widest_on(device)
     x, weight = codable_rows(num_rows, size_k).to(dtype), random_weight(2 * size_i, size_k, FP8)
     for bias, out_dtype in ((None, dtype), (random(2 * size_i, seed=5).to(dtype), torch.float16)):

@@ -184,7 +184,7 @@ def check_companies(device, dtype, size_n, size_k) -> None:
 
 
 @pytest.mark.parametrize(("size_n", "size_k"), [(70, 512), (64, 192)], ids=["split-K", "one split"])
-def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, widest, size_n, size_k):
+def test_rows_are_batch_invariant_from_two_on(device, widest, size_n, size_k):
     check_companies(device, widest, size_n, size_k)
 
 
@@ -192,7 +192,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, wid
 @pytest.mark.parametrize(
     ("size_n", "size_k"), [(5120, 8192), (10240, 5120), (5120, 25600), (1000, 576)], ids=["o", "qkv", "down", "odd"]
 )
-def test_a_bfloat16_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, size_n, size_k):
+def test_bfloat16_rows_are_batch_invariant_from_two_on(device, size_n, size_k):
     check_companies(device, torch.bfloat16, size_n, size_k)
 
 

@@ -170,7 +170,7 @@ def check_companies(device, dtype, scheme, size_n, size_k, companies) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "size_n", "size_k"), [(FP8, 70, 512), (INT8, 70, 512), (FP8, 33, 200)])
-def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, scheme, size_n, size_k):
+def test_rows_are_batch_invariant_from_two_on(device, scheme, size_n, size_k):
     companies = ([15, 3], [4, 9, 2, 11, 7, 1, 0])
     check_companies(device, widest_on(device), scheme, size_n, size_k, companies)
 
@@ -178,7 +178,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, sch
 @pytest.mark.gpu
 @BOTH
 @pytest.mark.parametrize(("size_n", "size_k"), [(640, 4096), (2560, 4096), (5120, 2560), (8192, 1024), (1000, 576)])
-def test_a_bfloat16_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, scheme, size_n, size_k):
+def test_bfloat16_rows_are_batch_invariant_from_two_on(device, scheme, size_n, size_k):
     companies = [
         *(list(range(count)) for count in range(2, FUSED_DECODE_ROWS)),
         list(range(FUSED_DECODE_ROWS))[::-1],
@@ -223,7 +223,7 @@ def test_rows_of_very_different_sizes(device, scheme, num_rows):
             assert (x[row].double() - expected[row]).abs().max() <= 4 * allowed * sizes[first + row], f"{first + row=}"
 
 
-def test_a_row_below_the_least_scale_loses_digits_and_stays_a_number(device):
+def test_row_below_the_least_scale_stays_finite(device):
     case = quantized_case(3, 65, 300, torch.float32, FP8)
     case.x_MK[1] = codable_rows(1, 300, seed=5)[0] * (150 * LEAST_E4M3_SCALE / 3)
     case.x_MK[2] = 1e-30

@@ -84,7 +84,7 @@ def test_without_a_compiler_the_sum_is_the_same(monkeypatch):
     assert native_library_file.SIGNATURES["holdfast_add_checksum"]
 
 
-def test_a_changed_bit_and_exchanged_words_or_blocks_change_the_sum():
+def test_changed_or_exchanged_data_changes_the_sum():
     data = some_bytes(4 * BLOCK_BYTES, 3)
     whole = [0, len(data)]
     right = summed(data, whole)

@@ -121,7 +121,7 @@ def test_blocks_of_fewer_rows(device, block_rows):
 @pytest.mark.parametrize(
     "bad", [float("nan"), -float("nan"), float("inf"), -float("inf")], ids=["nan", "-nan", "inf", "-inf"]
 )
-def test_what_is_not_finite_is_reported_and_stored_like_in_the_reference(device, scheme, bad):
+def test_nonfinite_values_are_reported_and_stored(device, scheme, bad):
     rows = random(6, 64).half()
     rows[5, 3] = rows[4, 60] = bad
     mine = place_codes(laid_out(rows, "dense", device), scheme, device, first_row=100)
@@ -129,7 +129,7 @@ def test_what_is_not_finite_is_reported_and_stored_like_in_the_reference(device,
     assert (mine.nonfinite, mine.differing) == (104, UNSEEN)
 
 
-def test_it_is_reported_from_long_rows_and_from_rows_that_lie_apart_too(device):
+def test_nonfinite_values_are_reported_from_any_layout(device):
     for scheme in (FP8, FP8_TENSOR):
         rows = random(2, 16500)
         rows[1, 16499] = torch.inf

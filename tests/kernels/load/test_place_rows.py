@@ -245,7 +245,7 @@ def test_no_rows(scheme):
     place_plain(torch.empty(0, 3), (0, 3), torch.empty(0, 3), 0, new_findings(CPU), False)
 
 
-def test_rows_by_themselves_need_no_company():
+def test_rows_can_be_placed_one_by_one():
     rows = random(9, 64)
     whole = placed(rows, FP8)
     assert same(
@@ -337,7 +337,7 @@ def test_exponents_become_powers_of_two(device, is_transposed):
         assert (found.nonfinite, found.differing) == (107, differing)
 
 
-def test_exponents_that_stay_what_they_are_have_a_number_that_is_not_finite(device):
+def test_copied_exponents_report_nan(device):
     noise = torch.arange(255, dtype=torch.uint8).repeat(4).view(12, 85)
     for bad_row in (None, 7):
         if bad_row is not None:
@@ -395,7 +395,7 @@ def test_a_sign_of_zero_and_the_bits_of_a_nan_differ(device):
     assert place(rows.to(device), torch.float32, device, verify=there).differing == 1
 
 
-def test_a_row_that_stands_for_several_into_columns_that_lie_apart(device):
+def test_broadcast_row_into_strided_columns(device):
     out, found = torch.full((6, 4), 9.0, device=device), new_findings(device)
     row = torch.tensor([[2.5]], device=device).expand(6, 1)
     place_plain_triton(row, out[:, 1:2], 0, found.nonfinite, found.differing, False)

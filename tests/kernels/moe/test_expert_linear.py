@@ -76,7 +76,7 @@ def test_biases_and_forms_of_the_gate(num_rows, scheme, form):
 
 
 @pytest.mark.parametrize("scheme", [None, "mxfp4"], ids=str)
-def test_a_clamped_row_is_the_same_to_the_bit_in_any_company(native, scheme):
+def test_clamped_rows_are_batch_invariant(native, scheme):
     case = expert_case((20, 2, 5, 13, 96), True, scheme, has_bias=True, form=GPT_OSS)
     whole = run(case).view(20, 2, -1)
     for rows in companies(20):
@@ -93,7 +93,7 @@ def test_any_number_of_experts(sizes):
 @pytest.mark.each_value
 @EVERY_SCHEME
 @GATED
-def test_a_row_is_the_same_to_the_bit_in_any_company(native, scheme, gated):
+def test_rows_are_batch_invariant(native, scheme, gated):
     case = expert_case((20, 2, 5, 13, 96), gated, scheme)
     whole = run(case).view(20, 2, -1)
     for rows in companies(20):
@@ -117,7 +117,7 @@ def test_pieces_of_a_large_weight():
         torch.testing.assert_close(run(case).double(), exact(case), rtol=1e-5, atol=1e-5)
 
 
-def test_more_room_for_codes_than_rows_need():
+def test_larger_buffers_for_codes_work():
     case = expert_case((3, 2, 3, 8, 64), False, "fp8")
     exactly = room_for(case)
     assert exactly is not None
@@ -232,7 +232,7 @@ def test_the_sum_may_lie_where_the_shared_expert_did(device):
     assert same_bits(sum_experts_triton(*parts, parts[2]), expected)
 
 
-def test_a_sum_is_the_same_to_the_bit_in_any_company(device):
+def test_sums_are_batch_invariant(device):
     routed, shares, shared, logit = operands(SMALL_BATCH_TOKENS + 4, 2, 20, "gated", torch.float32, device)
     whole = sum_experts_triton(routed, shares, shared, logit, torch.empty_like(shared))
     for count in (1, 5):
@@ -240,7 +240,7 @@ def test_a_sum_is_the_same_to_the_bit_in_any_company(device):
         assert same_bits(sum_experts_triton(*rows, torch.empty(count, 20, device=device)), whole[:count])
 
 
-def test_a_sum_is_the_same_to_the_bit_in_any_company_on_a_cpu():
+def test_sums_are_batch_invariant_on_a_cpu():
     routed, shares, shared, logit = operands(29, 3, 7, "gated", torch.float32, CPU)
     whole = sum_experts(routed, shares, shared, logit, torch.empty(29, 7))
     for rows in companies(29):

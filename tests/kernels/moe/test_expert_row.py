@@ -169,7 +169,7 @@ def test_experts_whose_rows_are_zeros_leave_the_residual(device):
     assert same_bits(x, down.x_1N)
 
 
-def test_no_more_squares_are_left_than_there_is_room_for():
+def test_squares_fit_their_buffer():
     """Every kind and size: two outputs a program at least, and registers that a thread has."""
     for kind, element_bytes in ((OperandKind.FP8_ROWS, 1), (OperandKind.INT8_ROWS, 1), (OperandKind.PLAIN, 2)):
         for size_k in (16, 300, 768, 1408, 2880, 5120):

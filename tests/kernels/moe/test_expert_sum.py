@@ -115,7 +115,7 @@ def test_the_reference_is_the_same_sum(kind):
         assert same_bits(mine, theirs), "a CPU takes it"
 
 
-def test_a_row_is_the_same_to_the_bit_in_any_company(device):
+def test_rows_are_batch_invariant(device):
     case = Case(9, 3, 300, kind="gated")
     whole = run(case, device)
     for rows in companies(9):

@@ -83,7 +83,7 @@ def test_scales_of_blocks_of_rows(device):
 
 
 @EVERY_SCHEME
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme):
+def test_rows_are_batch_invariant(device, scheme):
     """So many rows that blocks are as high, in another order, and among others."""
     case = expert_case((9, 2, 4, 5, 64), True, scheme, torch.float16)
     whole = run_kernel(grouped_gemm, case, device).view(9, 2, -1)
@@ -174,7 +174,7 @@ def test_bfloat16_at_the_sizes_of_models(device, scheme, num_rows):
 
 @pytest.mark.gpu
 @EVERY_SCHEME
-def test_a_bfloat16_row_is_the_same_to_the_bit_in_blocks_of_any_height(device, scheme):
+def test_bfloat16_rows_match_in_blocks_of_any_height(device, scheme):
     case = expert_case((700, 2, 4, 256, 1024), True, scheme, torch.bfloat16)
     whole = run_kernel(grouped_gemm, case, device).view(700, 2, -1)
     for count in (5, 30, 100):

@@ -88,7 +88,7 @@ def test_as_the_router_of_transformers(device):
         torch.testing.assert_close(shares, expected, rtol=4e-6, atol=1e-30)
 
 
-def test_ids_beyond_the_table_and_entries_beyond_the_experts_read_nothing_else(device):
+def test_ids_outside_table_and_experts_are_clamped(device):
     """Padding may hold any id; a damaged table is refused when it is loaded, and stays within its memory all the same."""
     table, tokens = make_table(9, 3, 12), torch.tensor([-1, 9, 2**40, -(2**40), 4])
     table[4] = torch.tensor([-5, 12, 2**40])
@@ -117,7 +117,7 @@ def test_no_rows(device):
         assert ids.shape == (0, 3)
 
 
-def test_what_is_wrong_with_a_table_in_words():
+def test_table_problem_names_the_fault():
     table = make_table(9, 3, 12)
     assert table_problem(table, 12) is None
     assert table_problem(table.int(), 12) is None

@@ -145,7 +145,7 @@ def test_half_precision(device, dtype, is_coded):
 
 
 @CODED
-def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, is_coded):
+def test_rows_are_batch_invariant_from_two_on(device, is_coded):
     case = Case(9, (3, 20, 256), widest_on(device), num_squares=4)
     whole = run(case, device, is_coded)
     for rows in ([8, 1], [3, 4, 5], [7, 6, 5, 4, 3, 2, 1, 0]):
@@ -157,7 +157,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(device, is_
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_row_that_is_not_finite_still_has_experts_and_leaves_others_alone(device, num_rows):
+def test_nonfinite_row_has_experts_and_leaves_others_alone(device, num_rows):
     case = Case(num_rows, (3, 9, 64), widest_on(device))
     clean = run(case, device)
     case.squares_TJ[0] = NAN

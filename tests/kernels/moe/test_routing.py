@@ -82,7 +82,7 @@ def test_a_bias_counts_before_the_choice(device, normalize, dtype):
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e4, 3e37, -3e37])
-def test_normalized_shares_are_the_softmax_over_the_chosen_of_large_logits_too(device, offset):
+def test_normalized_shares_are_a_softmax_of_the_chosen(device, offset):
     logits = torch.tensor([[0.0, 3, 1, -2, 2.5, -88], [-200, -1e4, 90, 88.5, 0, 87]]) + offset
     logits[1, 3] = -1e38
     chosen_ids, _ = route_by_hand(logits, 4, True)
@@ -105,7 +105,7 @@ def test_of_equals_the_lower_comes_first(device):
 
 @NORMALIZE
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_stays_in_its_token_and_chooses_experts_that_are_there(device, bad, normalize):
+def test_nan_stays_in_its_token_and_ids_stay_valid(device, bad, normalize):
     logits = random(4, 6)
     clean = run(route_tokens_triton, logits, 3, normalize, device)
     logits[1, 4] = bad
@@ -126,7 +126,7 @@ def test_a_nan_is_chosen_last(device):
         assert run(route, logits, 4, False, where)[0].tolist() == [[3, 0, 1, 2]]
 
 
-def test_a_token_is_routed_the_same_in_any_company(device):
+def test_routing_is_batch_invariant(device):
     logits = random(9, 12)
     ids, shares = run(route_tokens_triton, logits, 4, True, device)
     for rows in companies(9):
@@ -229,7 +229,7 @@ def test_sixty_experts(device):
 
 
 @pytest.mark.parametrize("expert", [0, 30, 59])
-def test_one_of_sixty_experts_gets_more_blocks_than_a_block_has_rows(device, expert):
+def test_one_expert_may_get_more_blocks_than_block_rows(device, expert):
     """Its blocks, and those without an expert after them, are written by several stores each."""
     ids = torch.full((300, 1), expert, dtype=torch.int32)
     assert expert_block_rows(300, 1, 60) ** 2 < 300
@@ -269,7 +269,7 @@ def test_the_function_fills_what_it_is_given():
     assert used(order) == order_by_hand(ids, 3, order.block_rows, len(tensors[1]))
 
 
-def test_wrong_room_is_refused():
+def test_wrong_buffers_are_an_error():
     ids = choose(19, 2, 3)
     tensors = empty_tensors(ids, 3, RedZones(torch.device("cpu")))
     with pytest.raises(AssertionError, match="expert pairs"):
@@ -305,7 +305,7 @@ def test_any_choice_of_experts_fits(experts: list[int], top_k: int) -> None:
 
 
 @given(sizes, st.integers(1, 50))
-def test_a_smaller_step_takes_no_more_room(size: tuple[int, int, int], fewer: int) -> None:
+def test_smaller_step_needs_no_more_memory(size: tuple[int, int, int], fewer: int) -> None:
     num_rows, top_k, num_experts = size
     smaller = order_specs(max(1, num_rows - fewer), top_k, num_experts)
     assert arena_bytes(smaller) <= arena_bytes(order_specs(*size))

@@ -167,7 +167,7 @@ def test_a_group_is_as_good_as_its_best_two(device):
 
 
 @EACH
-def test_a_nan_stays_in_its_token_and_chooses_experts_that_are_there(device, routing):
+def test_nan_stays_in_its_token_and_ids_stay_valid(device, routing):
     logits = random(4, 12)
     clean = run(route_tokens_triton, logits, 5, routing, device)
     logits[1, 4] = float("nan")
@@ -184,7 +184,7 @@ def test_a_nan_stays_in_its_token_and_chooses_experts_that_are_there(device, rou
 
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf")])
-def test_infinite_logits_and_biases_choose_experts_that_are_there(device, bad):
+def test_infinite_logits_and_biases_choose_valid_experts(device, bad):
     logits, bias = random(3, 12), torch.zeros(12)
     logits[1, 4], logits[2] = bad, bad
     bias[:3] = -bad
@@ -237,7 +237,7 @@ def test_a_bias_on_logits_counts_before_the_scores(device):
 
 
 @pytest.mark.parametrize("routing", [V2, V3], ids=["V2", "V3"])
-def test_a_token_is_routed_the_same_in_any_company(device, routing):
+def test_routing_is_batch_invariant(device, routing):
     logits, bias = random(9, 12), random(12, seed=2)
     ids, shares = run(route_tokens_triton, logits, 4, routing, device, score_bias=bias)
     for rows in companies(9):

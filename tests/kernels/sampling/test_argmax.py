@@ -95,7 +95,7 @@ def test_any_row(device, row):
         assert ids == [row.index(max(row))]
 
 
-def test_a_row_is_the_same_in_any_company(device, guarded):
+def test_results_are_batch_invariant(device, guarded):
     logits = random(17, 130).round().to(device)
     alone = [found(logits[row : row + 1], guarded)[0] for row in range(17)]
     for rows in companies(17):

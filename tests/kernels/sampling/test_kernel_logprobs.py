@@ -93,7 +93,7 @@ def test_no_token_is_taken_for_the_first_one(device, guarded):
 
 
 @LISTS
-def test_a_row_is_the_same_in_any_company(device, guarded, num_candidates):
+def test_results_are_batch_invariant(device, guarded, num_candidates):
     logits = random(5, 300, scale=2.0).to(device)
     tokens = [5, 299, 0, 7, 100]
     rows = rows_with(3, 20, 0, 7, 1)

@@ -173,7 +173,7 @@ def test_rows_without_a_token_and_greedy_ones(device, guarded, choose):
 
 
 @LISTS
-def test_a_row_is_the_same_in_any_company(device, guarded, num_candidates):
+def test_results_are_batch_invariant(device, guarded, num_candidates):
     logits = random(4, 300, scale=2.0).to(device)
     rows = settings_rows(300, temperature=1.3, names=SOME)
     together = chosen(sample_tokens_triton, logits, rows, guarded, device, 128, num_candidates)

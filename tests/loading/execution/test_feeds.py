@@ -198,7 +198,7 @@ def test_a_reader_that_fails_ends_the_way_to_a_gpu(fake_gpu):
 
     def fail(name, start, end):
         if name == "t5":
-            raise ModelFormatError("a", "b", "c")
+            raise ModelFormatError("value.empty", name="t5")
 
     source = TensorSource(tensors=tensors, on_read=fail)
     feed = PinnedFeed(source, moves, cut_chunks(moves, [], CHUNK_BYTES), places(2), 4, 3)
