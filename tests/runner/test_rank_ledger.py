@@ -35,11 +35,11 @@ from holdfast.models.grouped_readers import parameters
 from holdfast.models.parameters import Parameter
 from holdfast.planning import fit
 from holdfast.planning.plan import RunnerPlan
-from planning.test_plan_stages import equal_cuts
 from holdfast.planning.target import gpu_target
 from holdfast.planning.terms import graph_term
 from holdfast.runner import assembly, step_inputs
 from holdfast.runner.build import RunnerBuild, plan_model
+from planning.test_plan_stages import equal_cuts
 
 META = torch.device("meta")
 TARGET = gpu_target(GPUS["b200"])._replace(total_bytes=2**42, available_bytes=2**42)
