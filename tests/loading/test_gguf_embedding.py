@@ -9,7 +9,7 @@ from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import open_model
 from holdfast.memory.devices import GIB
 from holdfast.memory.ledger import Ledger
-from holdfast.planning.resolve import Choice, resolve
+from holdfast.planning.resolve import Choice, PlanRequest, resolve
 from holdfast.planning.target import Target
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.build import plan_model
@@ -35,7 +35,7 @@ def untied(tmp_path):
 def test_plan_load_and_dummies_agree_to_the_byte(untied, scheme):
     path, expected = untied
     declared = open_declared(str(path))
-    resolved = resolve(config(path, quantization=scheme), declared, CPU)
+    resolved = resolve(PlanRequest(config(path, quantization=scheme), declared, CPU))
     assert (resolved.recipe.embeddings, CHOICE in resolved.choices) == ("all", True)
     planned_bytes = declared.weight_bytes("float32", resolved.recipe)
     for load_format in ("auto", "dummy"):
@@ -70,12 +70,12 @@ def test_an_embedding_that_is_stored_wide_stays_so(tmp_path, monkeypatch):
     declared = open_declared(str(tmp_path / "tiny.gguf"))
     assert declared.on_disk is not None
     assert declared.on_disk.embedding_type is None
-    resolved = resolve(config(tmp_path, quantization="int8"), declared, CPU)
+    resolved = resolve(PlanRequest(config(tmp_path, quantization="int8"), declared, CPU))
     assert resolved.recipe.embeddings == "head"
 
 
 def test_without_quantization_nothing_is(untied):
     path, _ = untied
-    resolved = resolve(config(path), open_declared(str(path)), CPU)
+    resolved = resolve(PlanRequest(config(path), open_declared(str(path)), CPU))
     assert resolved.recipe.scheme is None
     assert CHOICE not in resolved.choices
