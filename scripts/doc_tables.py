@@ -30,6 +30,7 @@ WORDS = {
     "made-up weights": "dummy weights",
     "the kernels for few rows": "the GEMV path",
     "compressed pages": "quantized pages",
+    "which then waited where nobody had told it yet": "which then waited for a message that had not come",
 }
 """What older records call things, and what these are called now."""
 Result = Mapping[str, Any]

@@ -59,7 +59,8 @@ def test_plan_load_and_dummies_agree_to_the_byte(untied, scheme):
 @pytest.mark.parametrize("option", ["head", "none", "all"])
 def test_embedding_option_comes_first(untied, option):
     path, _ = untied
-    resolved = resolve(config(path, quantization="int8", quantized_embeddings=option), open_declared(str(path)), CPU)
+    chosen = config(path, quantization="int8", quantized_embeddings=option)
+    resolved = resolve(PlanRequest(chosen, open_declared(str(path)), CPU))
     assert resolved.recipe.embeddings == option
     assert CHOICE not in resolved.choices
 
