@@ -16,12 +16,8 @@ from holdfast.models.compressed_readers import NAME as DEEPSEEK_V4_TYPE
 from holdfast.models.compressed_readers import read_compressed, respell
 from holdfast.models.latent_readers import LATENT_FAMILIES, LatentFamily, read_latent
 from holdfast.models.parameters import (
-    COMPRESSED_NAMES,
-    DEEPSEEK_NAMES,
-    GEMMA3_NAMES,
-    GPT_OSS_NAMES,
     LLAMA_NAMES,
-    OPT_NAMES,
+    NAMES,
     CheckpointNames,
     Parameter,
     list_parameters,
@@ -519,7 +515,7 @@ GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     _read_gemma3,
-    GEMMA3_NAMES,
+    NAMES["gemma3"],
     bos_token_id=2,
     eos_token_ids=(1,),
     reads=SOFT_CAPS,
@@ -541,20 +537,20 @@ GEMMA3_IMAGES = replace(
     ),
     unread_words="images",
 )
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _read_gpt_oss, GPT_OSS_NAMES, reads=EXPERT_COUNT_KEYS)
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _read_gpt_oss, NAMES["gpt_oss"], reads=EXPERT_COUNT_KEYS)
 
 
 def _latent_family(row: LatentFamily) -> Family:
     bos, eos = (1, 2) if row.name == "deepseek_v2" else (0, 1)
     read = partial(read_latent, row)
-    return Family(row.name, row.architecture, read, DEEPSEEK_NAMES, bos_token_id=bos, eos_token_ids=(eos,))
+    return Family(row.name, row.architecture, read, NAMES["deepseek"], bos_token_id=bos, eos_token_ids=(eos,))
 
 
 COMPRESSED = Family(
     DEEPSEEK_V4_TYPE,
     DEEPSEEK_V4,
     read_compressed,
-    COMPRESSED_NAMES,
+    NAMES["compressed"],
     respell=respell,
     bos_token_id=0,
     eos_token_ids=(1,),
@@ -564,7 +560,7 @@ OPT = Family(
     "opt",
     "OPTForCausalLM",
     _read_opt,
-    OPT_NAMES,
+    NAMES["opt"],
     renames=(("decoder.", "model.decoder."),),
     bos_token_id=2,
     eos_token_ids=(2,),
