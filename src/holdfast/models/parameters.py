@@ -417,7 +417,7 @@ class _Lister:
     def _of_experts(
         self,
         name: str,
-        modules: tuple[str, ...],
+        modules: Sequence[str],
         names: ExpertNames,
         each: tuple[int, int, int],
         split: Split,
