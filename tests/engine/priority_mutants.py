@@ -76,4 +76,4 @@ def one_that_does_not_fit_holds_up_more_important_ones_for_ever(patch):
     def is_still_blocked(self, sequence):
         return self._blocked is not None
 
-    patch.setattr(Scheduler, "_is_still_blocked", is_still_blocked)
+    patch.setattr(Scheduler, "is_still_blocked", is_still_blocked)
