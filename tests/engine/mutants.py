@@ -193,8 +193,8 @@ def preemption_keeps_the_pages(patch):
 def preempted_sequences_go_to_the_back(patch):
     def preempt(self):
         sequence = real(self)
-        self._waiting.discard(sequence)
-        self._waiting.add(sequence)
+        self.waiting_lanes.discard(sequence)
+        self.waiting_lanes.add(sequence)
         return sequence
 
     real = Queues.preempt
@@ -414,8 +414,8 @@ def a_blocked_sequence_is_never_tried_again(patch):
 def young_sequences_overtake_the_queue(patch):
     def admit(self):
         youngest = self.waiting[-1]
-        self._waiting.discard(youngest)
-        self._waiting.add(youngest, is_oldest=True)
+        self.waiting_lanes.discard(youngest)
+        self.waiting_lanes.add(youngest, is_oldest=True)
         return real(self)
 
     real = Queues.admit
