@@ -834,12 +834,20 @@ def test_a_rate_is_the_difference_of_the_medians_of_both_lengths() -> None:
     assert gpu_before_after.rate_of(4, seconds) == pytest.approx(4 * 200 / 1.9)
 
 
-def test_what_only_one_tree_ran_is_no_row() -> None:
+def test_rows_of_a_batch_that_one_tree_ran_are_left_out() -> None:
     case = gpu_before_after.ENGINES["32b-bf16"]
     one, four = ({"batch": batch, "seconds": {"1": [1.0], "11": [1.5]}} for batch in (1, 4))
-    (row,) = gpu_before_after.rows_of(case, {"old": {"decode": [one]}, "new": {"decode": [one, four]}})
+    (row,) = gpu_before_after.rows_of(case, {"old": {"decode": [one]}, "new": {"decode": [one, four]}}, 100)
     assert (row["measure"], row["ratio"]) == ("Qwen3-32B, bfloat16, batch 1", 1.0)
-    assert gpu_before_after.rows_of(case, {"old": {"error": "no room"}, "new": {"decode": [one]}}) == []
+    assert gpu_before_after.rows_of(case, {"old": {"error": "no room"}, "new": {"decode": [one]}}, 100) == []
+
+
+def test_rows_of_prefill_compare_the_medians() -> None:
+    case = gpu_before_after.ENGINES["32b-bf16"]
+    found = {"old": {"prefill_seconds": [9.0, 2.0, 1.0]}, "new": {"prefill_seconds": [1.0, 1.0, 5.0]}}
+    (row,) = gpu_before_after.rows_of(case, found, 100)
+    assert row["measure"] == "Qwen3-32B, bfloat16, prefill of 100 tokens"
+    assert (row["values"], row["ratio"]) == ({"old": 50.0, "new": 100.0}, 2.0)
 
 
 @pytest.mark.slow
@@ -849,12 +857,12 @@ def test_a_tree_is_run_through_the_public_names(tmp_path: Path, capsys) -> None:
     found = gpu_before_after.run_case(task, ROOT, 300)
     assert [entry["batch"] for entry in found["decode"]] == [1, 3]
     assert [entry["distinct_experts"]["uniform"] for entry in found["decode"]] == [2.0, 4.62]
-    rows = gpu_before_after.rows_of(case, {"old": found, "new": found})
+    rows = gpu_before_after.rows_of(case, {"old": found, "new": found}, shape.prefill_tokens)
     gpu_before_after.show(rows)
     assert "Qwen3-30B-A3B, fp8, batch 3" in capsys.readouterr().out
     record = gpu_records.make_record("gpu-before-after", rows, "M", "s", arguments(tmp_path), {})
     kept = doc_tables.read_record(gpu_records.write_record(record, "before-after", arguments(tmp_path)))
-    assert [row["values"].keys() for row in kept["results"]] == [{"old", "new"}] * 2
+    assert [row["values"].keys() for row in kept["results"]] == [{"old", "new"}] * 3
 
 
 @pytest.mark.parametrize(
