@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from error_codes import raises_code
 from holdfast.errors import HoldfastError
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model
@@ -245,7 +246,7 @@ def test_a_plain_checkpoint_may_be_quantized_as_it_loads(scheme, tmp_path):
 
 def test_other_schemes_do_not_go_on_top_of_mxfp4(tmp_path):
     save_mxfp4(tmp_path)
-    with pytest.raises(HoldfastError, match="is stored as mxfp4 already"):
+    with raises_code("weights.already_quantized", stored="mxfp4", requested="fp8"):
         planned(tmp_path, WeightRecipe(WEIGHT_SCHEMES["fp8"]))
 
 
