@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from holdfast.errors import ModelError
+from holdfast.kernels.attention.rope_rows import fill_rope_rows
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.compressed_readers import respell
 from holdfast.models.grouped_readers import FAMILIES, parameters, read_spec, unread_tensors
@@ -153,7 +154,8 @@ def test_rotations_are_those_of_transformers(case):
     assert spec.layer_rope(0) is spec.local_rope
     assert all(spec.layer_rope(layer) is spec.rope for layer in range(1, 5))
     step = make_step_rope(spec, 90, 90, torch.float32, torch.device("cpu"))
-    step.fill(torch.arange(90))
+    assert step.rows is not None
+    fill_rope_rows(torch.arange(90), step.rows)
     rotary = DeepseekV4RotaryEmbedding(theirs)
     for layer, kind in ((0, "main"), (1, "compress"), (2, "compress")):
         table, entries, ratio = step.rotaries[layer], step.entries[layer], spec.entry_ratio(layer)

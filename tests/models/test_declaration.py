@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ModelFormatError
 from holdfast.models.activations import experts_request
@@ -27,10 +28,10 @@ def test_what_divides_has_no_reason() -> None:
 def test_what_is_needed_is_not_guessed() -> None:
     assert needed(Settings({"head_dim": 7}, "config.json"), "head_dim", 10) == 7
     for values in ({}, {"head_dim": None}):
-        with pytest.raises(ModelFormatError, match=r"config.json has no head_dim; a plan would be a guess without it"):
+        with raises_code("architecture.missing_key", ModelFormatError, key="head_dim"):
             needed(Settings(values, "config.json"), "head_dim", 10)
     for value in (0, 11, "7", True, 7.0):
-        with pytest.raises(ModelFormatError, match="a whole number from 1 to 10 is needed there"):
+        with raises_code("architecture.wrong_value", ModelFormatError, key="head_dim", value=value):
             needed(Settings({"head_dim": value}, "config.json"), "head_dim", 10)
 
 
