@@ -18,7 +18,7 @@ from error_codes import raises_code
 from holdfast.api.llm import LLM
 from holdfast.cli.chat import MORE, PROMPT, ChatHistory, ChatSession, Piped, Typed, split_thoughts
 from holdfast.cli.opened_model import prepare, sampling_params, stream
-from holdfast.errors import ConfigError, HoldfastError, PromptError
+from holdfast.errors import ConfigError, EngineDeadError, PromptError
 
 
 def test_messages_alternate_after_the_system_message() -> None:
@@ -51,7 +51,7 @@ def test_a_chat_is_saved_once(tmp_path: Path) -> None:
     assert (tmp_path / "chat.json").read_text() == "mine"
 
 
-@pytest.mark.parametrize("file", ["no/such/folder/chat.json", ".", "a\0b", "~nobody-of-this-name/x"])
+@pytest.mark.parametrize("file", ["no/such/folder/chat.json", ".", "a\0b", "~no-user-of-this-name/x"])
 def test_a_place_that_cannot_be_written_is_reported(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with raises_code("cli.chat_not_saved", ConfigError):
@@ -409,7 +409,7 @@ def test_a_dead_engine_ends_the_chat(chat: Chat) -> None:
         raise RuntimeError("no more")
 
     chat.answers.engine.runner.on_step = die  # type: ignore[attr-defined]
-    with raises_code("cli.answer_failed", HoldfastError):
+    with raises_code("engine.dead", EngineDeadError):
         chat.session.take("Hello")
 
 
