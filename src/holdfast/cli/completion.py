@@ -103,7 +103,7 @@ def write_completion(shell: str | None, pages: Sequence[Page]) -> None:
     templates.filters["quoted"] = _fish_text
     summaries = {page.path: page.summary for page in pages}
     write_answer(
-        templates.get_template(name).render(shell=shell, install=INSTALL[shell], pages=pages, summaries=summaries)
+        templates.get_template(name).render(name=shell, install=INSTALL[shell], pages=pages, summaries=summaries)
     )
 
 
