@@ -175,7 +175,7 @@ def test_a_checkpoint_is_loaded_as_it_lies(tmp_path):
 
 def test_a_layer_that_takes_a_choice_keeps_no_index():
     rig = make_drive(tiny(GLM5)[1], 9).rig
-    kinds = [type(layer.attention) for layer in rig.decoder._layers]
+    kinds = [type(layer.attention) for layer in rig.decoder.layers]
     full, shared = SparseLatentAttentionLayer, LatentAttentionLayer
     assert kinds == [full, full, shared, shared, full]
     cache: CacheSpec = rig.storage.spec
@@ -265,10 +265,10 @@ def all_tokens(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedMod
     attend = TorchSparseLatentAttention.attend
 
     def attend_all(own: Any, q: Any, kv_b: Any, layer: int, *rest: Any) -> torch.Tensor:
-        top_k = own._top_k
-        own._top_k = 90 if layer in (2, 3) else top_k
+        top_k = own.top_k
+        own.top_k = 90 if layer in (2, 3) else top_k
         found = attend(own, q, kv_b, layer, *rest)
-        own._top_k = top_k
+        own.top_k = top_k
         return found
 
     monkeypatch.setattr(TorchSparseLatentAttention, "attend", attend_all)
@@ -277,7 +277,7 @@ def all_tokens(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedMod
 
 def over_lost_tensors(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     """What is left of a layer's tensors may be anything; a position that is none becomes the first."""
-    feed, attend = LayerStack._feed_forward, TorchSparseLatentAttention.attend
+    feed, attend = LayerStack.feed_forward, TorchSparseLatentAttention.attend
 
     def feed_and_lose(own: Any, *rest: Any) -> None:
         feed(own, *rest)
@@ -287,7 +287,7 @@ def over_lost_tensors(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Lo
         scratch[SELECTED].masked_fill_(scratch[SELECTED] < 0, 0)
         return attend(own, q, kv_b, layer, plan, scratch, *rest)
 
-    monkeypatch.setattr(LayerStack, "_feed_forward", feed_and_lose)
+    monkeypatch.setattr(LayerStack, "feed_forward", feed_and_lose)
     monkeypatch.setattr(TorchSparseLatentAttention, "attend", within)
     return model
 

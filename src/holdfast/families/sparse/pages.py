@@ -24,7 +24,7 @@ class SparseBackend(LatentBackend):
     def __init__(self, specs: Sequence[SparseAttentionSpec], storage: PageStorage) -> None:
         super().__init__(specs, storage)
         self._index_specs = specs
-        self._top_k = specs[0].index_top_k
+        self.top_k = specs[0].index_top_k
         self.indexes = {
             layer: IndexPlanes.of(storage.planes(layer), storage.spec.page_tokens)
             for layer, spec in enumerate(specs)
@@ -56,4 +56,4 @@ class SparseBackend(LatentBackend):
 
     def _selected(self, scratch: Mapping[str, torch.Tensor], num_rows: int) -> torch.Tensor:
         """[T, K], the choice of every row of the step."""
-        return scratch[SELECTED][: num_rows * self._top_k].view(num_rows, self._top_k)
+        return scratch[SELECTED][: num_rows * self.top_k].view(num_rows, self.top_k)

@@ -36,7 +36,7 @@ class TorchSparseLatentAttention(TorchLatentAttention, SparseBackend):
         scratch: Mapping[str, torch.Tensor],
     ) -> None:
         """Write positions in rising order into `selected`; rows that see up to K tokens have none there."""
-        planes, top_k, num_heads = self.indexes[layer], self._top_k, q_TID.shape[1]
+        planes, top_k, num_heads = self.indexes[layer], self.top_k, q_TID.shape[1]
         for sequence in plan.every:
             rows, first = sequence.rows, max(0, top_k - sequence.rows.start)
             while first < rows.num_rows:
@@ -60,7 +60,7 @@ class TorchSparseLatentAttention(TorchLatentAttention, SparseBackend):
         wanted_only: bool,
     ) -> torch.Tensor:
         sequences, q_RND = self._rows(plan, q_TND, wanted_only)
-        planes, scale, top_k = self.planes[layer], self._specs[layer].scale, self._top_k
+        planes, scale, top_k = self.planes[layer], self._specs[layer].scale, self.top_k
         tokens_RK: torch.Tensor | None = None
         if any(sequence.rows.end > top_k for sequence in sequences):
             tokens_RK = self._selected(scratch, len(q_TND))
