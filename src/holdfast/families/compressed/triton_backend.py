@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from holdfast.attention.backend import Batch, wanted_rows
+from holdfast.attention.backend import Batch, LayerStep, wanted_rows
 from holdfast.attention.declarations import SELECTED, StepBounds
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.families.compressed.declarations import choosing_spec
@@ -89,14 +89,8 @@ class TritonCompressedAttention(CompressedBackend):
         self.rows_3T.send((start, start + num_rows) for start in (0, most, 2 * most))
         return has_chosen
 
-    def select(
-        self,
-        q_TID: torch.Tensor,
-        weights_TI: torch.Tensor,
-        layer: int,
-        plan: TritonCompressedPlan,
-        scratch: Mapping[str, torch.Tensor],
-    ) -> None:
+    def select(self, q_TID: torch.Tensor, weights_TI: torch.Tensor, step: LayerStep) -> None:
+        layer, plan, scratch = step
         spec = self._choosing
         if spec is None or not plan.has_chosen:
             return
@@ -111,12 +105,11 @@ class TritonCompressedAttention(CompressedBackend):
         q_TND: torch.Tensor,
         sinks_N: torch.Tensor,
         rotary: Rotary,
-        layer: int,
-        plan: TritonCompressedPlan,
-        scratch: Mapping[str, torch.Tensor],
+        step: LayerStep,
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
+        layer, plan, scratch = step
         num_rows, num_heads, _ = q_TND.shape
         table_rows_T, positions_T, _ = self.rows_3T.tensor
         call = CompressedCall(

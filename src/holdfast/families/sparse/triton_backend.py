@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, SequenceRows
 from holdfast.attention.declarations import StepBounds, score_columns, score_rows
 from holdfast.cache.storage import PageStorage
 from holdfast.families.latent.triton_backend import LatentPart, TritonLatentAttention, TritonLatentPlan
@@ -54,33 +54,23 @@ class TritonSparseLatentAttention(TritonLatentAttention, SparseBackend):
         num_choosing = self._write_rows(batch)
         return replace(plan, parts=tuple(part._replace(has_chosen=captured or num_choosing > 0) for part in plan.parts))
 
-    def select(
-        self,
-        q_TID: torch.Tensor,
-        weights_TI: torch.Tensor,
-        layer: int,
-        plan: TritonLatentPlan,
-        scratch: Mapping[str, torch.Tensor],
-    ) -> None:
+    def select(self, q_TID: torch.Tensor, weights_TI: torch.Tensor, step: LayerStep) -> None:
+        layer, plan, scratch = step
         if any(part.has_chosen for part in plan.parts):
             keys = Keys(self.indexes[layer], plan.page_table_NP, self._num_keys, self._bounds)
             rows = self.choosing_rows(0, len(q_TID))
             keys.select(q_TID, weights_TI, rows, scratch, self._selected(scratch, len(q_TID)))
 
     def _attend_chosen(
-        self,
-        absorbed_TNX: torch.Tensor,
-        layer: int,
-        page_table_NP: torch.Tensor,
-        part: LatentPart,
-        scratch: Mapping[str, torch.Tensor],
-        latent_TNL: torch.Tensor,
+        self, absorbed_TNX: torch.Tensor, step: LayerStep, part: LatentPart, latent_TNL: torch.Tensor
     ) -> None:
         if not part.has_chosen:
             return
+        layer, plan, scratch = step
         end_row = part.first_row + part.num_rows
         scale, partials = self._specs[layer].scale, (scratch["partial_out"], scratch["partial_lse"])
-        call = LatentCall(absorbed_TNX, self.planes[layer], page_table_NP, scale, *partials, latent_TNL, self._num_sms)
+        pages = self.planes[layer], plan.page_table_NP
+        call = LatentCall(absorbed_TNX, *pages, scale, *partials, latent_TNL, self._num_sms)
         selected_TK = self._selected(scratch, end_row)[part.first_row :]
         sparse_attention(call, self.choosing_rows(part.first_row, part.num_rows), selected_TK)
 
