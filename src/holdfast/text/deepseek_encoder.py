@@ -16,7 +16,7 @@ from importlib.resources import files
 
 from holdfast.errors import PromptError
 from holdfast.text.chat_messages import PlainData
-from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.chat_template import ChatTemplate, messages_in
 from holdfast.text.tool_messages import Message, calls_of, function_of, with_argument_objects
 
 DATA_FILE = "deepseek_encodings.json"
@@ -116,21 +116,18 @@ class DeepSeekEncoder(ChatTemplate):
         """Do nothing: there is no Jinja to compile."""
 
     def _ways(self, variables: dict[str, object], data: PlainData, as_text: bool) -> list[dict[str, object]]:
-        messages = variables["messages"]
-        assert isinstance(messages, list), f"{messages=} are no plain messages"
+        messages = messages_in(variables)
         self._check_roles(messages)
         return [{**variables, "messages": with_argument_objects(messages, data)}]
 
     def _rendered(self, variables: Mapping[str, object], num_chars: int, num_messages: int) -> str:
-        messages = variables["messages"]
-        assert isinstance(messages, list), f"{messages=} are no plain messages"
+        messages = messages_in(variables)
         if variables.get("documents"):
             raise PromptError("template.no_documents", name="documents", origin=self.origin)
         tools = functions(variables.get("tools"), "tools")
         return ChatWriter(self, self._mode(variables), self._turns(messages), tools).text()
 
-    def _until_final(self, text: str, messages: object) -> str:
-        assert isinstance(messages, list), f"{messages=} are no plain messages"
+    def _until_final(self, text: str, messages: Sequence[Message]) -> str:
         final = messages[-1]
         if final["role"] != "assistant" or not final.get("content") or calls_of(final):
             expected = "an assistant message with text and without tool_calls"

@@ -200,7 +200,7 @@ class HarmonyParser(StreamReader):
             goes_on = found[0] in (START, CHANNEL)
             self._state, self._is_after_call = self._header if goes_on else self._next, False
             return found.start() if goes_on else found.end()
-        end = len(text) - max(partial_end(text[place:], marker) for marker in _ENDS)
+        end = len(text) - partial_end(text[place:], *_ENDS)
         self._text(text[place:end])
         return self._keep(text, end)
 

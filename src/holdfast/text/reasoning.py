@@ -144,7 +144,7 @@ class ReasoningParser(StreamReader):
     def _thought(self, text: str, place: int) -> int:
         found = self._end.search(text, place)
         if found is None:
-            end = len(text) - max(partial_end(text[place:], marker) for marker in self._ends)
+            end = len(text) - partial_end(text[place:], *self._ends)
             self._out.add(ReasoningDelta, self._space.show(text[place:end]))
             return self._keep(text, end)
         self._out.add(ReasoningDelta, self._space.show(text[place : found.start()]))

@@ -327,10 +327,8 @@ def _bounded(request: Callable[[], Answer], seconds: float) -> Answer:
 
 
 def _file(sibling: RepoSibling) -> HubFile:
-    lfs = getattr(sibling, "lfs", None)
-    sha256 = getattr(lfs, "sha256", None) or (lfs.get("sha256") if isinstance(lfs, dict) else None)
-    blob = sha256 or getattr(sibling, "blob_id", None) or ""
-    return HubFile(sibling.rfilename, getattr(sibling, "size", None) or 0, blob)
+    blob = sibling.blob_id if sibling.lfs is None else sibling.lfs.sha256
+    return HubFile(sibling.rfilename, sibling.size or 0, blob or "")
 
 
 def _partial_files(storage: Path) -> list[Path]:
