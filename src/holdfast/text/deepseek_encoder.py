@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 
 from holdfast.errors import PromptError
-from holdfast.text.chat_messages import PlainData
+from holdfast.text.chat_messages import PlainData, bad_message
 from holdfast.text.chat_template import ChatTemplate, messages_in
 from holdfast.text.tool_messages import Message, calls_of, function_of, with_argument_objects
 
@@ -254,7 +254,7 @@ class ChatWriter:
         function = function_of(call)
         arguments = function.get("arguments", {})
         if not isinstance(arguments, dict):
-            raise _bad(f"{name}['function']['arguments']", "a JSON object, or its text", arguments)
+            raise bad_message(f"{name}['function']['arguments']", "a JSON object, or its text", arguments)
         written = [
             self._strings.argument.format(
                 name=key,
@@ -316,12 +316,12 @@ def functions(tools: object, name: str) -> list[Message]:
     if tools is None:
         return []
     if not isinstance(tools, list):
-        raise _bad(name, "a list of tools", tools)
+        raise bad_message(name, "a list of tools", tools)
     found: list[Message] = []
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad(f"{name}[{place}]", "a tool that has a function with a name", tool)
+            raise bad_message(f"{name}[{place}]", "a tool that has a function with a name", tool)
         found.append(function)
     return found
 
@@ -343,10 +343,6 @@ def _flag(variables: Mapping[str, object], name: str) -> bool | None:
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _bad(name: str, expected: str, value: object) -> PromptError:
-    return PromptError("template.bad_message", name=name, expected=expected, value=value)
 
 
 def _not_one_of(name: str, value: object, accepted: Sequence[str]) -> PromptError:

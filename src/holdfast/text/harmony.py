@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from holdfast.errors import shown
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, partial_end
 from holdfast.text.call_readers import ArgumentsReader, report_unknown
-from holdfast.text.tool_calls import MAX_CALLS, AnswerReader, StreamReader, ToolFormat
+from holdfast.text.tool_calls import MAX_CALLS, AnswerReader, ToolFormat
 from holdfast.text.tools import NAME, Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -50,7 +50,7 @@ _FIRST_HEADERS, _HEADERS = (CHANNEL, MESSAGE, START, CONSTRAIN, "to="), (START, 
 """Beginnings of a header, the first of which the prompt began; any other text is content."""
 
 
-class HarmonyParser(StreamReader):
+class HarmonyParser(AnswerReader):
     """Reads one answer in channels."""
 
     def __init__(

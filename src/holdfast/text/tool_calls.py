@@ -15,7 +15,6 @@ however it is cut, in linear time.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, DeltaList, HeldSpace, ToolCallDelta, partial_end
 from holdfast.text.call_readers import CallContext, CallReader, HeadedCall, HeadSyntax, JsonCall, JsonSyntax
@@ -36,19 +35,41 @@ _READERS: dict[type, type[CallReader]] = {JsonSyntax: JsonCall, HeadSyntax: Head
 __all__ = ["AnswerReader", "ContentDelta", "ToolCallDelta", "ToolFormat", "ToolParser"]
 
 
-class AnswerReader(Protocol):
-    """Reads one answer as it streams."""
+class AnswerReader:
+    """Reads one answer as it streams: `feed` returns certain deltas, `finish` the rest.
 
-    num_calls: int
-    problems: list[str]
+    `problems` describes texts that looked like calls, and broken calls.
+    """
+
+    _state: Callable[[str, int], int]
+    """The method that reads the text from a place on, and returns the next place."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.num_calls = 0
+        self._out = DeltaList()
+        self._kept = ""
+        """The end of the last piece, which may begin a marker."""
 
     def feed(self, text: str) -> list[AnswerDelta]:
         """Read a further piece of the answer; return the deltas that are certain."""
-        ...
+        text, self._kept, place = self._kept + text, "", 0
+        while place < len(text):
+            place = self._state(text, place)
+        return self._out.take()
 
     def finish(self) -> list[AnswerDelta]:
         """Return the deltas that were held back, at the end of the answer."""
-        ...
+        raise NotImplementedError
+
+    def _keep(self, text: str, place: int) -> int:
+        """Hold back the text from `place` for the next piece."""
+        self._kept = text[place:]
+        return len(text)
+
+    def _report(self, problem: str) -> None:
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,40 +105,7 @@ class ToolFormat:
         return ToolParser(self, tools)
 
 
-class StreamReader:
-    """Reads one answer: `feed` returns certain deltas, `finish` the rest.
-
-    `problems` describes texts that looked like calls, and broken calls.
-    """
-
-    _state: Callable[[str, int], int]
-    """The method that reads the text from a place on, and returns the next place."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-        self.num_calls = 0
-        self._out = DeltaList()
-        self._kept = ""
-        """The end of the last piece, which may begin a marker."""
-
-    def feed(self, text: str) -> list[AnswerDelta]:
-        """Read a further piece of the answer; return the deltas that are certain."""
-        text, self._kept, place = self._kept + text, "", 0
-        while place < len(text):
-            place = self._state(text, place)
-        return self._out.take()
-
-    def _keep(self, text: str, place: int) -> int:
-        """Hold back the text from `place` for the next piece."""
-        self._kept = text[place:]
-        return len(text)
-
-    def _report(self, problem: str) -> None:
-        if len(self.problems) < MAX_PROBLEMS:
-            self.problems.append(problem)
-
-
-class ToolParser(StreamReader):
+class ToolParser(AnswerReader):
     """Reads one answer in a format of markers."""
 
     def __init__(self, form: ToolFormat, tools: Sequence[Tool] | None = None) -> None:
