@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine.fakes import EOS, HIDDEN_SIZE, HashRunner, make_engine
 from holdfast.api.async_llm import AsyncLLM
-from holdfast.api.llm import open_engine
+from holdfast.api.opened import open_engine
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
 from holdfast.engine.pooling import Pooling

@@ -8,20 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from os import PathLike
 from types import TracebackType
 from typing import Unpack
 
-from holdfast.api.llm import OnProgress, embedding_output, open_engine, scoring_output
+from holdfast.api.llm import embedding_output, scoring_output
 from holdfast.api.opened import Opened
-from holdfast.api.options import (
-    ChatKeywords,
-    EngineOptions,
-    chat_values,
-    one_of_params,
-    takes_vllm_names,
-)
-from holdfast.config import EngineConfig, Limits
+from holdfast.api.options import ChatKeywords, chat_values, takes_vllm_names
+from holdfast.config import Limits
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
 from holdfast.engine.engine import Engine, EngineStats
 from holdfast.engine.engine_thread import EngineThread, Health, Mailbox, MapReader
@@ -55,23 +48,7 @@ class AsyncLLM(Opened):
     ...     print(output.outputs[0].text)
     """
 
-    def __init__(
-        self,
-        model: str | PathLike[str] | None = None,
-        *,
-        on_progress: OnProgress | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        """Open a model with the options of `LLM`. This blocks while the model loads."""
-        config = EngineConfig.from_options(model=model, **options)
-        self._start(open_engine(config.paced(), on_progress))
-
-    @classmethod
-    def from_engine(cls, engine: Engine) -> "AsyncLLM":
-        """Make an AsyncLLM of an existing engine that has no other user."""
-        llm = cls.__new__(cls)
-        llm._start(engine)
-        return llm
+    is_paced = True
 
     @takes_vllm_names
     def generate(
@@ -87,7 +64,7 @@ class AsyncLLM(Opened):
 
         `SamplingParams(output_kind="delta")` yields only what was added. `sampling_params` is vLLM's name of `params`.
         """
-        given = one_of_params(params, sampling_params)
+        given = self._given(params, sampling_params)
         return self._outputs(self._prompt_preparation(prompt, given, cache_salt), request_id)
 
     def chat(
@@ -352,7 +329,7 @@ class AsyncLLM(Opened):
     def _prompt_preparation(
         self, prompt: object, params: SamplingParams | None, cache_salt: str | None
     ) -> "_Preparation":
-        engine, own = self.engine, self.default_sampling_params() if params is None else params
+        engine, own = self.engine, self._given(params)
         return _Preparation.of(engine, own, partial(engine.prepare, prompt, own, cache_salt=cache_salt))
 
     def _chat_preparation(
@@ -362,7 +339,7 @@ class AsyncLLM(Opened):
         cache_salt: str | None,
         keywords: Mapping[str, object],
     ) -> "_Preparation":
-        engine, own = self.engine, self.default_sampling_params() if params is None else params
+        engine, own = self.engine, self._given(params)
         values, options = chat_values(keywords)
         more = {"cache_salt": cache_salt, "template_options": values, "options": options}
         return _Preparation.of(engine, own, partial(engine.prepare_chat, messages, own, **more))  # type: ignore[arg-type]

@@ -1,8 +1,5 @@
 """Field types that request models share: numbers, texts and token ids with their bounds, and known but refused fields."""
 
-import tomllib
-from functools import cache
-from importlib import resources
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -20,6 +17,7 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from holdfast.request import sampling_params as limits
 from holdfast.server.bodies import Body
+from holdfast.server.tables import data_table
 
 MAX_TEXT_CHARS = 8 * 2**20
 """Per text; the body as a whole is bounded in bytes."""
@@ -58,15 +56,11 @@ class Refused:
         return {"enum": [None, *self._accepted], "description": self._message}
 
 
-@cache
-def _refused_fields() -> dict[str, dict[str, list[Any]]]:
-    return tomllib.loads(resources.files("holdfast").joinpath("data", "refused_fields.toml").read_text("utf-8"))
-
-
 def with_refused(model: type[Model]) -> type[Model]:
     """Add the refused fields that data/refused_fields.toml lists under the name of a model."""
     fields: dict[str, Any] = {
-        name: (Annotated[object, Refused(*row)], None) for name, row in _refused_fields()[model.__name__].items()
+        name: (Annotated[object, Refused(*row)], None)
+        for name, row in data_table("refused_fields.toml")[model.__name__].items()
     }
     return create_model(model.__name__, __base__=model, __doc__=model.__doc__, __module__=model.__module__, **fields)
 

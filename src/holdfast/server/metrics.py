@@ -13,10 +13,8 @@ Label values come from closed sets: no client can create a series.
 
 import os
 import time
-import tomllib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -32,6 +30,7 @@ from holdfast.engine.memory_map import MemoryMap
 from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, FinishReason
 from holdfast.server.response_memory import ResponseMemory
+from holdfast.server.tables import data_table
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 REASONS: Final[tuple[FinishReason, ...]] = get_args(FinishReason)
@@ -42,7 +41,7 @@ BOUNDS: Final = {
 HTTP_CLASSES: Final = ("2xx", "3xx", "4xx", "5xx")
 Rows = list[tuple[Mapping[str, str], float]]
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-TABLE: Final = tomllib.loads(resources.files("holdfast").joinpath("data", "metrics.toml").read_text("utf-8"))
+TABLE: Final = data_table("metrics.toml")
 HISTOGRAMS: Final[Mapping[str, tuple[str, str, str]]] = TABLE["histograms"]
 
 
