@@ -61,7 +61,8 @@ def test_metrics_have_one_row_each():
     names = [name for name, *_ in rows] + [name for name, _, _ in histograms.values()]
     assert len(set(names)) == len(names)
     assert all(name.startswith(("vllm:", "holdfast:")) for name in names)
-    assert {kind for _, kind, _, _ in rows} == {"gauge", "counter"}
+    assert {kind for _, kind, *_ in rows} == {"gauge", "counter"}
+    assert all(len(row) in (4, 5) for row in rows)
 
 
 def test_openapi_table_describes_known_statuses_and_schemas():
