@@ -6,7 +6,6 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Unpack
@@ -36,6 +35,8 @@ MAX_AT_ONCE = 64
 """Texts of one call in the queue at once, so that other requests find a place."""
 GRAMMAR_THREADS = 4
 """Threads that compile grammars: a slow one does not delay the others."""
+_Preparation = tuple[Callable[[], PreparedRequest], object]
+"""The work before a request is queued, and its params."""
 
 
 class AsyncLLM(Opened):
@@ -107,7 +108,7 @@ class AsyncLLM(Opened):
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
     ) -> PreparedRequest:
         """Check a request before it is queued; `answer` takes the result."""
-        return await self._prepared(self._prompt_preparation(prompt, params, cache_salt))
+        return await self._prepared(*self._prompt_preparation(prompt, params, cache_salt))
 
     async def prepare_chat(
         self,
@@ -118,7 +119,7 @@ class AsyncLLM(Opened):
         **keywords: Unpack[ChatKeywords],
     ) -> PreparedRequest:
         """Like `prepare`, for a conversation."""
-        return await self._prepared(self._chat_preparation(messages, params, cache_salt, keywords))
+        return await self._prepared(*self._chat_preparation(messages, params, cache_salt, keywords))
 
     async def prepare_pooled(
         self, prompt: Prompt, *, cache_salt: str | None = None, truncate: bool = False, priority: int = 0
@@ -126,11 +127,11 @@ class AsyncLLM(Opened):
         """Like `prepare`, for a pooled prompt; with `truncate` a long one is cut at its end."""
         engine = self.engine
         options = {"cache_salt": cache_salt, "truncate": truncate, "priority": priority}
-        return await self._prepared(_Preparation(None, partial(engine.prepare_pooled, prompt, **options)))  # type: ignore[arg-type]
+        return await self._prepared(partial(engine.prepare_pooled, prompt, **options))  # type: ignore[arg-type]
 
     async def prepare_score(self, scoring: Scoring, place: int) -> PreparedRequest:
         """Like `prepare`, for one request of a scoring."""
-        return await self._prepared(_Preparation(None, partial(scoring.prepare, place)))
+        return await self._prepared(partial(scoring.prepare, place))
 
     def scoring(
         self,
@@ -328,9 +329,9 @@ class AsyncLLM(Opened):
 
     def _prompt_preparation(
         self, prompt: object, params: SamplingParams | None, cache_salt: str | None
-    ) -> "_Preparation":
+    ) -> _Preparation:
         engine, own = self.engine, self._given(params)
-        return _Preparation.of(engine, own, partial(engine.prepare, prompt, own, cache_salt=cache_salt))
+        return partial(engine.prepare, prompt, own, cache_salt=cache_salt), own
 
     def _chat_preparation(
         self,
@@ -338,16 +339,14 @@ class AsyncLLM(Opened):
         params: SamplingParams | None,
         cache_salt: str | None,
         keywords: Mapping[str, object],
-    ) -> "_Preparation":
+    ) -> _Preparation:
         engine, own = self.engine, self._given(params)
         values, options = chat_values(keywords)
         more = {"cache_salt": cache_salt, "template_options": values, "options": options}
-        return _Preparation.of(engine, own, partial(engine.prepare_chat, messages, own, **more))  # type: ignore[arg-type]
+        return partial(engine.prepare_chat, messages, own, **more), own  # type: ignore[arg-type]
 
-    async def _outputs(
-        self, preparation: "_Preparation", request_id: str | None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        prepared = await self._prepared(preparation)
+    async def _outputs(self, preparation: _Preparation, request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
+        prepared = await self._prepared(*preparation)
         assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
         with self._request(prepared, request_id) as mailbox:
             is_last = False
@@ -359,10 +358,8 @@ class AsyncLLM(Opened):
                 if output is not None:
                     yield output
 
-    async def _deltas(
-        self, preparation: "_Preparation", request_id: str | None
-    ) -> AsyncGenerator[CompletionDelta, None]:
-        prepared = await self._prepared(preparation)
+    async def _deltas(self, preparation: _Preparation, request_id: str | None) -> AsyncGenerator[CompletionDelta, None]:
+        prepared = await self._prepared(*preparation)
         with self._request(prepared, request_id) as mailbox:
             is_last = False
             while not is_last:
@@ -370,14 +367,18 @@ class AsyncLLM(Opened):
                 for delta in deltas:
                     yield delta
 
-    async def _prepared(self, preparation: "_Preparation") -> PreparedRequest:
-        """Prepare in another thread, so that a long prompt does not delay other requests; check the queue first."""
+    async def _prepared(self, prepare: Callable[[], PreparedRequest], params: object = None) -> PreparedRequest:
+        """Prepare in another thread, so that a long prompt does not delay other requests; check the queue first.
+
+        The grammar of `params` is compiled before, and cached for `prepare`.
+        """
         self._checked().check_room(1)
         try:
             loop = asyncio.get_running_loop()
-            if preparation.check_grammar is not None:
-                await loop.run_in_executor(self._grammar_threads, preparation.check_grammar)
-            return await loop.run_in_executor(self._prompt_thread, preparation.prepare)
+            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+                check_grammar = self.engine.front.admission.check_form
+                await loop.run_in_executor(self._grammar_threads, check_grammar, params)
+            return await loop.run_in_executor(self._prompt_thread, prepare)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -393,20 +394,6 @@ class AsyncLLM(Opened):
             yield mailbox
         finally:
             thread.withdraw(mailbox)
-
-
-@dataclass(frozen=True, slots=True)
-class _Preparation:
-    """The work before a request is queued."""
-
-    check_grammar: Callable[[], None] | None
-    """Compiles the grammar of the answer, which is cached for `prepare`."""
-    prepare: Callable[[], PreparedRequest]
-
-    @classmethod
-    def of(cls, engine: Engine, params: SamplingParams, prepare: Callable[[], PreparedRequest]) -> "_Preparation":
-        has_grammar = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        return cls(partial(engine.front.admission.check_form, params) if has_grammar else None, prepare)
 
 
 def _shut_down(thread: EngineThread, preparing: Iterable[ThreadPoolExecutor]) -> None:

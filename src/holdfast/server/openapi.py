@@ -11,6 +11,7 @@ from starlette.responses import Response
 from holdfast.server.bodies import read_model
 from holdfast.server.errors import dialect_of
 from holdfast.server.service import service_of
+from holdfast.server.streams import while_connected
 from holdfast.server.tables import data_table
 
 TABLE: Final = data_table("openapi.toml")
@@ -23,13 +24,24 @@ Endpoint = Callable[[Request, BodyModel], Coroutine[Any, Any, Response]]
 
 
 def post(
-    router: APIRouter, path: str, model: type[BodyModel], reply: str, *, queues: bool = True, streams: bool = False
+    router: APIRouter,
+    path: str,
+    model: type[BodyModel],
+    reply: str,
+    *,
+    queues: bool = True,
+    streams: bool = False,
+    is_whole: bool = False,
 ) -> Callable[[Endpoint[BodyModel]], Callable[[Request], Coroutine[Any, Any, Response]]]:
-    """Register an endpoint that reads a model. `reply` names its answer in data/reply_schemas.json; `queues`: may return 429."""
+    """Register an endpoint that reads a model. `reply` names its answer in data/reply_schemas.json.
+
+    `queues`: it may return 429. `is_whole`: it never streams, and ends with the client's connection.
+    """
 
     def register(endpoint: Endpoint[BodyModel]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def run(request: Request) -> Response:
-            return await endpoint(request, await read_model(request, model, service_of(request).limits))
+            work = endpoint(request, await read_model(request, model, service_of(request).limits))
+            return await (while_connected(request, work) if is_whole else work)
 
         run.__doc__ = endpoint.__doc__
         described = responses(path, reply, *((429,) if queues else ()), *_OF_BODIES, streams=streams)
