@@ -32,7 +32,8 @@ from holdfast.request.pooling import (
 from holdfast.request.sampling_params import SamplingParams
 
 _log = get_logger(__name__)
-_WARNED = Event()
+OPEN_ENDED_WARNED = Event()
+"""Set after the first warning of an answer without max_tokens."""
 
 Prompts = Prompt | list[int] | SequenceABC[Prompt | list[int]]
 Params = SamplingParams | SequenceABC[SamplingParams]
@@ -304,8 +305,8 @@ def scoring_output(used: SequenceABC[RequestOutput], score: float) -> ScoringReq
 
 def _warn_open_ended(max_tokens: int) -> None:
     """Warn once how long an answer may become: programs written for vLLM expect 16 tokens."""
-    if not _WARNED.is_set():
-        _WARNED.set()
+    if not OPEN_ENDED_WARNED.is_set():
+        OPEN_ENDED_WARNED.set()
         _log.warning(
             "max_tokens is not set, so an answer may have up to %d tokens, the rest of the context (vLLM's default is 16); "
             "set SamplingParams(max_tokens=...) to bound it (logged once)",
