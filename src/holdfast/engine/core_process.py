@@ -256,7 +256,8 @@ class CoreProcess:
         try:
             self.child.send(message)
         except ChannelClosedError:
-            self._die(self._death_message())
+            self._hear_all()  # its last message may say why it ended
+            self._die(None)
         except MessageError as error:
             self._die(str(error).rstrip("."))
 
@@ -298,19 +299,6 @@ class CoreProcess:
         while (message := self.take()) is not None:
             if not isinstance(message, Heartbeat):
                 self._hear(message)
-
-    def _death_message(self) -> str | None:
-        """Return why it ended, if it sent that."""
-        try:
-            while (frame := self.child.channel.take()) is not None:
-                _, message = decode_message(frame)
-                if isinstance(message, Died):
-                    return f"it stopped at {message.cause}"
-        except ChannelClosedError:
-            return None
-        except MessageError as error:
-            return str(error).rstrip(".")
-        return None
 
     def _hear(self, message: Message) -> bool:
         """Process a message; True if it is CoreStats."""
