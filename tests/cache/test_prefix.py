@@ -294,7 +294,7 @@ def test_block_registered_anew_after_eviction_may_be_found() -> None:
     hit = bench.cache.match(chain, tokens, 12)
     bench.pool.release_many(pages)
     assert not bench.cache.may_hold_more(chain, hit)
-    bench.cache._evict(pages[1])
+    bench.cache.evict(pages[1])
     assert not bench.cache.may_hold_more(chain, hit), "less is left, and nothing else"
     bench.compute(tokens[:8])
     assert bench.cache.may_hold_more(chain, hit)

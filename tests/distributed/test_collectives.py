@@ -150,7 +150,7 @@ def test_linked_stages_equal_lock_step_within_their_plan() -> None:
         stage = open_collectives(own_mesh, own_needs, place, CPU, own_ledger, timeout_s=20)
         stage.abandon = lambda: abandoned.append(mesh.rank)  # type: ignore[method-assign]
         assert isinstance(whole, CollectiveExchange)
-        linked = LinkedExchange(mesh, NEEDS, stage, whole._open, CPU, ledgers[mesh.rank])
+        linked = LinkedExchange(mesh, NEEDS, stage, whole.peers, CPU, ledgers[mesh.rank])
         linked.warm()
         held[mesh.rank] = {entry.owner: entry.num_bytes for entry in ledgers[mesh.rank]}
         found = two_steps(mesh, linked)

@@ -259,7 +259,7 @@ def sharing_does_not_count(patch):
 
 @mutant("the pool keeps .* registered are")
 def an_evicted_page_is_still_found(patch):
-    patch.setattr(PrefixCache, "_evict", lambda self, page: self._pool.forget(page))
+    patch.setattr(PrefixCache, "evict", lambda self, page: self._pool.forget(page))
 
 
 @mutant(r"\d+ children for \d+ entries")
@@ -270,7 +270,7 @@ def eviction_leaves_the_children(patch):
         del self._entries[entry.key.digest]
         self._pool.forget(page)
 
-    patch.setattr(PrefixCache, "_evict", evict)
+    patch.setattr(PrefixCache, "evict", evict)
 
 
 @mutant("no run is left, though")
@@ -546,7 +546,7 @@ def a_hit_mixes_up_groups_with_pages_of_one_size(patch):
 
 @mutant("took its entry with it", first_seed=14)
 def a_window_page_evicts_the_whole_chain(patch):
-    patch.setattr(PrefixCache, "_evict", lambda self, page: self._drop(self._by_page[page]))
+    patch.setattr(PrefixCache, "evict", lambda self, page: self._drop(self._by_page[page]))
 
 
 @mutant("has a hole where the whole context is kept", first_seed=3)
@@ -557,7 +557,7 @@ def a_page_of_a_whole_context_leaves_a_hole(patch):
             real(self, page)
 
     real = PrefixCache._evict
-    patch.setattr(PrefixCache, "_evict", evict)
+    patch.setattr(PrefixCache, "evict", evict)
 
 
 @mutant("leads to no page", first_seed=14)
@@ -572,7 +572,7 @@ def entries_without_pages_stay(patch):
         return self._pool.forget(page)
 
     real = PrefixCache._evict
-    patch.setattr(PrefixCache, "_evict", evict)
+    patch.setattr(PrefixCache, "evict", evict)
 
 
 @mutant("listed with another entry|entries have .* in their slots|is registered twice", first_seed=14)
@@ -585,7 +585,7 @@ def an_evicted_page_of_a_window_keeps_its_slot(patch):
             entry.slots[slot] = page
 
     real = PrefixCache._evict
-    patch.setattr(PrefixCache, "_evict", evict)
+    patch.setattr(PrefixCache, "evict", evict)
 
 
 @mutant(r"^\d+ entries, at most \d+", first_seed=86)

@@ -25,7 +25,7 @@ from holdfast.planning.ranks import (
     report_rank,
     worst_request,
 )
-from holdfast.planning.ranks import _refuse_unlike_plans as refuse_unlike_plans
+from holdfast.planning.ranks import refuse_unlike_plans
 from holdfast.planning.resolve import Agreed, PlanRequest, resolve
 from planning.plan_cases import GIB, H200, HOST, RTX4090, declared
 

@@ -239,7 +239,7 @@ class DeferredDevice:
         hidden_size = rig.model.spec.hidden_size
         with self.pinning():
             rig.sampler.take_device_sampler(rig.limits.sampled_rows)
-            runner._pooled_rows = PooledRows(hidden_size, "float32", GPU, Ledger())
+            runner.pooled_rows = PooledRows(hidden_size, "float32", GPU, Ledger())
         num_rows = max(rig.limits.max_num_batched_tokens, rig.limits.sampled_rows, PROMPT_ROWS)
         logits_RV = torch.full((num_rows, runner.vocab_size), torch.nan)
         hidden_RH = torch.full((num_rows, hidden_size), torch.nan)

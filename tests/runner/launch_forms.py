@@ -167,13 +167,13 @@ def recorded_runner(
             )
             own = runner.sampler if mesh.is_alone else runner.sampler._sampler
             own._has_kernels = True
-            runner._stream = SimpleNamespace(synchronize=lambda: None)
-            runner._on_stream = runner._on_runner_stream = nullcontext
-            monkeypatch.setattr(build, "_device", SimpleNamespace(type="cuda"))
+            runner.stream = SimpleNamespace(synchronize=lambda: None)
+            runner.on_stream = runner.on_runner_stream = nullcontext
+            monkeypatch.setattr(build, "device", SimpleNamespace(type="cuda"))
             if config.batch_invariant:
                 limits = plan.resolved.limits
                 most_logits = max(limits.sampled_rows, PROMPT_ROWS)
-                runner._row_sizes = build.row_sizes = row_sizes(limits.max_num_batched_tokens, most_logits)
+                runner.row_sizes = build.row_sizes = row_sizes(limits.max_num_batched_tokens, most_logits)
             build.capture(runner, config.enforce_eager)
             yield runner, forms
     finally:

@@ -160,7 +160,7 @@ class PrefixCache:
         self.max_entries = ENTRIES_PER_PAGE * pool.num_pages
         self.num_filled = 0
         """Holes that were filled since the start."""
-        pool.on_evict = self._evict
+        pool.on_evict = self.evict
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -287,7 +287,7 @@ class PrefixCache:
         """The steps in flight were dropped: forget the pages that they were to compute, and all blocks after them."""
         for page in list(self._pending):
             if page in self._pending:
-                self._evict(page)
+                self.evict(page)
         assert not self._pending, f"pages {list(self._pending)} are pending and no entry has them"
 
     def reset(self) -> None:
@@ -374,7 +374,7 @@ class PrefixCache:
             entry.num_pages += 1
         return entry.num_pages - before
 
-    def _evict(self, page: int) -> None:
+    def evict(self, page: int) -> None:
         entry = self._by_page[page]
         slot = entry.slots.index(page)
         if self._is_whole[slot]:

@@ -190,11 +190,11 @@ class RunnerBuild:
         self._model = model
         self._plan = plan
         self._ledger = ledger
-        self._device = device
-        self._weights: Weights = {}
+        self.device = device
+        self.weights: Weights = {}
         self._spec = model.spec if plan.mesh.is_alone else rank_spec(plan.declared, plan.mesh)
         """What this rank computes."""
-        self._exchange: Exchange | None = None
+        self.exchange: Exchange | None = None
         self.row_sizes: tuple[int, ...] = ()
         """Rows that a step is padded to, where products are to round alike; none where any number will do."""
         self._is_sharing = False
@@ -207,30 +207,30 @@ class RunnerBuild:
         """Bring the weights to the device; the source is closed afterwards."""
         # Before the first weight: what it takes for a moment is less than weights, workspace and pages will.
         self._compare_products({weight.name: weight.shape for weight in load.plan.weights}, on_prepare)
-        loaded = load.run(str(self._device), self._ledger, on_progress)
-        self._weights = loaded.weights
-        self._releases.append(self._weights.clear)
+        loaded = load.run(str(self.device), self._ledger, on_progress)
+        self.weights = loaded.weights
+        self._releases.append(self.weights.clear)
         return loaded.report
 
     def _compare_products(self, shares: Mapping[str, tuple[int, ...]], on_prepare: OnPrepare) -> None:
         """Which numbers of rows this device multiplies alike by weights of these shapes, where a batch is to change nothing."""
-        if self._config.batch_invariant and self._device.type == "cuda":
+        if self._config.batch_invariant and self.device.type == "cuda":
             whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
             self.row_sizes = compared_sizes(
-                self._plan, shares, whole, self._device, lambda *counts: on_prepare(Preparing(COMPARING, *counts))
+                self._plan, shares, whole, self.device, lambda *counts: on_prepare(Preparing(COMPARING, *counts))
             )
 
     def connect(self, exchange: Exchange, row_sizes: tuple[int, ...] | None = None) -> None:
         """Take the way to the other ranks, and close it in the end; and the sizes of steps that all have left, if they are others."""
-        self._exchange = exchange
+        self.exchange = exchange
         self.row_sizes = self.row_sizes if row_sizes is None else row_sizes
         self._releases.append(exchange.close)
 
     def share(self, loaded: "RunnerBuild") -> None:
         """Take the weights that another build has loaded, and will give back."""
-        self._weights = loaded._weights
+        self.weights = loaded.weights
         self._is_sharing = True
-        self._compare_products({name: tuple(weight.shape) for name, weight in self._weights.items()}, prepare_silently)
+        self._compare_products({name: tuple(weight.shape) for name, weight in self.weights.items()}, prepare_silently)
 
     @property
     def plan(self) -> RunnerPlan:
@@ -253,10 +253,10 @@ class RunnerBuild:
             self._plan,
             self._model.spec,
             self._spec,
-            self._weights,
+            self.weights,
             self._ledger,
-            self._device,
-            self._exchange,
+            self.device,
+            self.exchange,
             self.row_sizes,
             self._config.batch_invariant,
             self._is_sharing,
@@ -268,8 +268,8 @@ class RunnerBuild:
 
     def capture(self, runner: Runner, enforce_eager: bool, on_prepare: OnPrepare = prepare_silently) -> None:
         """Warm up: run every kernel specialization once, then capture graphs unless `enforce_eager`. A CPU has none."""
-        if self._device.type == "cuda":
-            warm_up(runner, WarmUp(self._plan, self._spec, self.row_sizes, self._device), enforce_eager, on_prepare)
+        if self.device.type == "cuda":
+            warm_up(runner, WarmUp(self._plan, self._spec, self.row_sizes, self.device), enforce_eager, on_prepare)
 
     def release(self) -> None:
         for give_back in reversed(self._releases):
@@ -278,7 +278,7 @@ class RunnerBuild:
         for entry in tuple(self._ledger):
             self._ledger.release(entry.owner)
         gc.collect()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             with suppress(RuntimeError):  # a device that has failed cannot even do this
                 torch.cuda.empty_cache()
 
