@@ -246,10 +246,11 @@ def test_a_peer_that_is_killed_is_an_error_within_a_second() -> None:
         said, _ = process.communicate(timeout=60)
         if process is others[1]:
             break
-        reported, kind, words = json.loads(said.splitlines()[-1])
+        reported, kind, code, doing = json.loads(said.splitlines()[-1])
         assert reported - killed < 1.0
         assert kind == "EngineDeadError"
-        assert "called sum_rows of [1, 4]; a peer is gone or does not answer" in words
+        assert code == "rank.lost_peer"
+        assert doing.startswith("sum_rows of [1, 4]")
 
 
 def test_connections_end_where_memory_cannot_be_had(monkeypatch) -> None:

@@ -151,7 +151,7 @@ def test_graphs_of_a_stage_are_its_kernels_to_the_bit(tmp_path, name, num_stages
     built = build_alone(path, ranks[stage * tensor_size], device, options | {"max_num_batched_tokens": 128})
     try:
         runner: Any = built.runner
-        exchange, graphs = runner.sampler._exchange, runner.graphs or StepGraphs((4,), (64, 128), 4)
+        exchange, graphs = runner.sampler.exchange, runner.graphs or StepGraphs((4,), (64, 128), 4)
         assert (runner.graphs is not None) == (device == "cuda")
 
         def found(step: LiveStep, logits_RV: torch.Tensor, num_logits: int) -> list[torch.Tensor]:

@@ -46,8 +46,8 @@ from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.invariance import padded_rows
 from holdfast.runner.pooled_rows import PooledCopy, PooledRows
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
-from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY
-from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY, DeviceSampler
+from holdfast.runner.sampling.sampler import HostSampler
 from holdfast.runner.sampling.shared_sampler import SharedSampler
 from holdfast.runner.slots import Slots
 from holdfast.runner.step_inputs import BatchBuffers
@@ -131,7 +131,7 @@ class RunnerParts:
     model: Model
     backend: AttentionBackend
     buffers: BatchBuffers
-    sampler: Sampler | SharedSampler
+    sampler: HostSampler | DeviceSampler | SharedSampler
     limits: Limits
     groups: SequenceABC[CacheGroup]
     """Those of the cache."""
