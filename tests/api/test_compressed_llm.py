@@ -121,7 +121,7 @@ def test_preemption_here_and_there(case: Case, monkeypatch: pytest.MonkeyPatch) 
     def preempting(propose: Any = None) -> Any:
         nonlocal countdown
         if countdown == 0 and scheduler.num_running:
-            scheduler._preempt_last()
+            scheduler.preempt_last()
         countdown -= 1
         return schedule(propose)
 

@@ -257,7 +257,7 @@ def test_preemption_at_every_position() -> None:
         def book(*arguments: Any, drive=drive, complete=complete, steps=steps, stop=stop) -> None:
             complete(*arguments)
             if next(steps) == stop - 1:
-                drive.scheduler._preempt_last()
+                drive.scheduler.preempt_last()
 
         drive.scheduler.complete = book  # type: ignore[method-assign]
         drive.run([request])
