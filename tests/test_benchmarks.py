@@ -119,7 +119,9 @@ def test_failed_child_leaves_its_output(tmp_path: Path, capsys) -> None:
 
 def test_a_child_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch) -> None:
     ended = []
-    monkeypatch.setattr(gpu_records, "_end", lambda process: (ended.append(process), process.kill(), process.wait()))
+    monkeypatch.setattr(
+        gpu_records, "end_child", lambda process: (ended.append(process), process.kill(), process.wait())
+    )
     found = gpu_records.run_child(child(tmp_path, "time.sleep(60)"), 0.2)
     assert "more than 0 s" in found["error"]
     assert len(ended) == 1
@@ -247,7 +249,7 @@ def test_every_tensor_is_found_once_by_its_shortest_path() -> None:
         ("decoder.workspace._arenas[layers].tensors[layers]", "workspace"),
         ("backend._lists[None].tensor", "attention"),
         ("buffers.page_table.table.tensor", "inputs"),
-        ("sampler._chooser.argmax_S", "sampling"),
+        ("sampler.argmax_S", "sampling"),
         ("model._layers[0].attention._rotary.cos_TP", "rope"),
         ("model._rope.rows.frequency_SP", "rope"),
         ("model._layers[0].attention.qkv.weight_NK", "weights"),
@@ -438,14 +440,14 @@ def test_stretches_and_comparisons_are_shown_and_recorded(tiny_steps: dict, tmp_
 def test_a_difference_between_graph_and_eager_is_noticed(tmp_path: Path) -> None:
     opened = gpu_engines.open_engine("Qwen3-0.6B", tmp_path, True, "cpu", max_model_len=64, max_num_seqs=2)
     ears = gpu_insides.Ears(opened)
-    replay = ears._replay
+    replay = ears.replay
 
     def wrong_replay(size: int, is_decode: bool) -> torch.Tensor:
         logits_RV = replay(size, is_decode).clone()
         logits_RV[0, 7] += 1e-3
         return logits_RV
 
-    ears._replay = wrong_replay
+    ears.replay = wrong_replay
     with ears.listening(compare=True) as heard:
         opened.llm.generate([{"prompt_token_ids": [1, 2, 3]}], gpu_steady.sampling(0, 4, 0), progress=False)
     assert (heard.num_compared, heard.num_mismatched) == (4, 4)
@@ -570,8 +572,8 @@ def test_a_load_is_measured(tmp_path: Path, scheme: str, load_format: str) -> No
     assert row["host"]["second load"]["RssAnon"] < 64 * MIB
     if headers is not None:
         assert all(row["same_plan"][name] for name in ("weights", "moves", "final bytes"))
-        bare = load_case._plan(case._replace(scheme="bfloat16")).plan
-        same = load_case.compare_plans(load_case._plan(case).plan, bare, "cpu")
+        bare = load_case.planned_case(case._replace(scheme="bfloat16")).plan
+        same = load_case.compare_plans(load_case.planned_case(case).plan, bare, "cpu")
         assert [name for name, is_same in same.items() if is_same] == ["staging bytes"]
 
 

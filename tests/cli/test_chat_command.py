@@ -16,7 +16,7 @@ from cli.cli_models import Here, pipe_in, start
 from engine.fakes import assert_at_rest, make_engine
 from error_codes import raises_code
 from holdfast.api.llm import LLM
-from holdfast.cli.chat import MORE, PROMPT, ChatHistory, ChatSession, Piped, Typed, split_thoughts
+from holdfast.cli.chat import MORE, PROMPT, Answers, ChatHistory, ChatSession, Piped, Typed, split_thoughts
 from holdfast.cli.opened_model import prepare, sampling_params, stream
 from holdfast.errors import ConfigError, EngineDeadError, PromptError
 
@@ -130,14 +130,12 @@ def test_history_keeps_opened_thoughts_apart(prompt, text, kept):
     assert history.messages()[1] == {"role": "assistant", **kept}
 
 
-class FakeAnswers:
+class FakeAnswers(Answers):
     """An engine whose tokens are hashes of what came before."""
-
-    model_name = "A-Model"
 
     def __init__(self, context: int = 400) -> None:
         self.engine = make_engine(max_model_len=context, num_pages=context // 4, page_tokens=4)
-        self.context_tokens = context
+        self.model_name, self.context_tokens = "A-Model", context
         self.llm = LLM.from_engine(self.engine)
         self.requested: list[list[tuple[str, str]]] = []
         self.interrupt_at: int | None = None

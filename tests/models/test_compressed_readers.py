@@ -254,7 +254,10 @@ TYPED = {"compress_ratios": None, "layer_types": ["sliding_attention"] * 4 + ["c
         ({"index_topk": -3}, "index_topk = -3.* a whole number from 1"),
         ({"index_n_heads": 65}, "index_n_heads = 65.* up to 64 heads, which kernels support"),
         ({"index_head_dim": 40}, "index_head_dim = 40.* a multiple of 16 up to 128"),
-        ({"qk_rope_head_dim": 32}, "index_head_dim = 16.* at least 32, since so many of its elements are rotated"),
+        (
+            {"qk_rope_head_dim": 32},
+            "index_head_dim = 16.* at least qk_rope_head_dim = 32, since so many of its elements are rotated",
+        ),
         ({"sliding_window": 0}, "sliding_window = 0.* a whole number from 1"),
         ({"sliding_window": None}, "sliding_window = None.* a whole number from 1"),
         ({"o_groups": 3}, "o_groups = 3.* a divisor of num_attention_heads = 4"),

@@ -11,7 +11,7 @@ from error_codes import raises_code
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.models.grouped_readers import parameters, read_spec
-from holdfast.models.parameters import DEEPSEEK_NAMES, Parameter, Part, list_parameters
+from holdfast.models.parameters import NAMES, Parameter, Part, list_parameters
 from holdfast.models.sharding import shard_parameters, vocabulary_rows
 from holdfast.models.spec import LatentSpec
 from models.test_family_fields import CASES
@@ -193,7 +193,7 @@ def test_latent_attention_is_shared_by_whole_heads():
     """Of kv_b in its halves a rank has both, of its own heads; the latents' projection is the same on all ranks."""
     latent = LatentSpec(q_rank=8, kv_rank=16, nope_dim=4, rope_dim=2, value_dim=6)
     spec = replace(read_spec(LATENT_SHAPES), num_heads=6, num_kv_heads=1, head_dim=18, latent=latent)
-    by_name = {one.name: one for one in list_parameters(spec, DEEPSEEK_NAMES)}
+    by_name = {one.name: one for one in list_parameters(spec, NAMES["deepseek"])}
     shares = [
         {share.name: share for share in shard_parameters(by_name.values(), Mesh(rank, 3), 6, 1)} for rank in range(3)
     ]
