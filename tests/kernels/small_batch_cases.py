@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from holdfast.kernels.gemm import small_batch, small_batch_quantized
+from holdfast.kernels.gemm import small_batch
 from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import num_k_splits
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear
@@ -114,7 +114,7 @@ class Guarded:
         num_rows, size_n, size_k = len(case.x_MK), case.num_outputs, case.x_MK.shape[1]
         num_blocks = -(-size_n // (GEMV_MIN_BLOCK_N if num_rows == 1 else SMALL_BATCH_BLOCK_N))
         is_quantized = isinstance(case.weight_NK, QuantizedWeight)
-        block_k = small_batch_quantized.BLOCK_K if is_quantized else small_batch.BLOCK_K
+        block_k = small_batch.QUANTIZED_BLOCK_K if is_quantized else small_batch.BLOCK_K
         splits = 1 if case.gated or num_rows == 1 else num_k_splits(size_n, size_k, block_k)
         size_j = max(num_rows * num_squares, num_rows * num_blocks)
         self.scratch = SmallBatchScratch(

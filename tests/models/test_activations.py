@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.gemm import small_batch, small_batch_quantized
+from holdfast.kernels.gemm import small_batch
 from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, RowAmax, SmallBatchScratch
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, order_specs
 from holdfast.memory.workspace_plan import TensorSpec
@@ -369,8 +369,6 @@ def test_scratch_is_enough_for_every_product_that_can_occur(spec, num_rows, sche
             for module, name in (
                 (small_batch, "gemv_kernel"),
                 (small_batch, "_small_batch_kernel"),
-                (small_batch_quantized, "quantized_gemv_kernel"),
-                (small_batch_quantized, "small_batch_quantized_kernel"),
             ):
                 patch.setattr(module, name, launches)
             left = launch(empty(num_rows, size_k), size_n)

@@ -24,8 +24,7 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     defer_rms_norm,
     row_amax,
 )
-from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear
-from holdfast.kernels.gemm.small_batch_quantized import takes_weight
+from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear, takes_weight
 from holdfast.kernels.geometry import NUM_GATE_AMAX
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer

@@ -16,8 +16,7 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     row_amax,
 )
 from holdfast.kernels.gemm.gemv import num_k_splits
-from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
-from holdfast.kernels.gemm.small_batch_quantized import BLOCK_K, takes_weight
+from holdfast.kernels.gemm.small_batch import QUANTIZED_BLOCK_K, linear_add, normed_linear, takes_weight
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
@@ -102,7 +101,7 @@ def test_sizes_that_are_odd_and_even(device, scheme, size_n, size_k):
     ("scheme", "size_k", "splits"), [(FP8, 768, 1), (FP8, 512, 2), (FP8, 1024, 4), (INT8, 1536, 2), (INT8, 2048, 8)]
 )
 def test_split_k(device, scheme, size_k, splits):
-    assert num_k_splits(70, size_k, BLOCK_K) == splits
+    assert num_k_splits(70, size_k, QUANTIZED_BLOCK_K) == splits
     judge_add(quantized_case(FUSED_DECODE_ROWS - 1, 70, size_k, widest_on(device), scheme, with_bias=True), device)
     judge_normed(quantized_case(2, 70, size_k, widest_on(device), scheme, with_bias=True), device)
 

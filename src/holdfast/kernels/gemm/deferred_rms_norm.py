@@ -17,7 +17,7 @@ from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, re
 
 
 class AmaxScratch(NamedTuple):
-    """Largest magnitudes of rows that a product quantizes (small_batch_quantized.py)."""
+    """Largest magnitudes of rows that a product quantizes (small_batch.py)."""
 
     normed: Tensor
     """float32, one a square: of x * norm_weight, by block."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from holdfast.kernels.fp8 import (
     EXPONENT_BITS,
+    LEAST_SCALE,
     as_bits,
     as_kernels_read,
     e2m1_of,
@@ -28,7 +29,7 @@ from holdfast.kernels.fp8 import (
     size_bits,
 )
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, kernel_constant, next_power_of_two, tl, triton
-from holdfast.quant.weight_quantize import E8M0_MOST, LEAST_E4M3_SCALE, LEAST_INT8_SCALE
+from holdfast.quant.weight_quantize import E8M0_MOST, LEAST_INT8_SCALE
 from holdfast.quant.weight_schemes import WeightScheme
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
@@ -213,7 +214,6 @@ def _find_amax_kernel(p_x, p_amax, num_rows, num_columns, row_stride, column_str
     tl.atomic_max(p_amax, tl.max(tl.max(finite_bits(b_x), axis=1), axis=0), sem="relaxed")
 
 
-LEAST_E4M3 = kernel_constant(LEAST_E4M3_SCALE)
 LEAST_INT8 = kernel_constant(LEAST_INT8_SCALE)
 MOST_E8M0 = kernel_constant(E8M0_MOST)
 WHOLE_ROWS = (Tile(4, 1024, 4), Tile(2, 2048, 4), Tile(1, 4096, 4), Tile(1, 8192, 8), Tile(1, 16384, 16))
@@ -381,7 +381,7 @@ def _by_power_kernel(
 def _scale_of(b_amax, IS_INT8: constexpr):
     """Return the scale that maps an amax to the largest code; never 0."""
     b_scale = tl.div_rn(b_amax, tl.full(b_amax.shape, 127.0 if IS_INT8 else 448.0, tl.float32))
-    return tl.maximum(b_scale, LEAST_INT8 if IS_INT8 else LEAST_E4M3)
+    return tl.maximum(b_scale, LEAST_INT8 if IS_INT8 else LEAST_SCALE)
 
 
 @jit

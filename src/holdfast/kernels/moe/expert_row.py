@@ -9,9 +9,9 @@ before the gate and up kernel ends (see kernels/moe/deep_gemv.py).
 import torch
 from torch import Tensor
 
-from holdfast.kernels.fp8 import kernel_codes
+from holdfast.kernels.fp8 import LEAST_SCALE, kernel_codes
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
-from holdfast.kernels.gemm.gemv import LEAST_SCALE, GemvBlocks
+from holdfast.kernels.gemm.gemv import GemvBlocks
 from holdfast.kernels.gemm.quantized_tiles import FP8_ROWS, INT8_ROWS, OperandKind
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N
 from holdfast.kernels.moe.deep_gemv import column_blocks, deep_load, deep_products
