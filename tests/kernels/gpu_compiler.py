@@ -39,7 +39,6 @@ from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.exchange import add_rows, gather_rows, links, sum_rows  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
     block_scaled_gemv,
-    coded_rms_norm,
     deferred_rms_norm,
     embedding,
     quantize_activations,
@@ -86,7 +85,7 @@ from holdfast.kernels.moe import (  # noqa: E402
     normed_routing,
     routing,
 )
-from holdfast.kernels.sampling import mask_logits  # noqa: E402
+from holdfast.kernels.sampling import edit_logits  # noqa: E402
 from holdfast.kernels.stream_geometry import stream_parts_spec  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
 from holdfast.quant.entry_state import pooled_width, state_shape  # noqa: E402
@@ -274,7 +273,7 @@ def layer_norm_of(dtype: torch.dtype) -> None:
 def mask_of(num_rows: int, vocab_size: int) -> None:
     """Forms of answers over a block of logits."""
     masks = torch.empty(num_rows, -(-vocab_size // 32), dtype=torch.int32)
-    mask_logits.mask_logits_triton(torch.empty(num_rows, vocab_size), masks)
+    edit_logits.mask_logits_triton(torch.empty(num_rows, vocab_size), masks)
 
 
 def planes_of(
@@ -410,7 +409,7 @@ def row_scaled_of(num_rows: int, size_n: int, size_k: int) -> None:
     codes = torch.empty(num_rows, size_k, dtype=torch.float8_e4m3fn)
     rows = QuantizedRows(codes, torch.empty(num_rows, 1), scratch)
     x, out = torch.empty(num_rows, size_k, dtype=BF16), torch.empty(num_rows, size_n, dtype=BF16)
-    coded_rms_norm.add_rms_norm_coded(x, x, torch.empty(size_k, dtype=BF16), 1e-6, x, rows)
+    quantize_activations.add_rms_norm_coded(x, x, torch.empty(size_k, dtype=BF16), 1e-6, x, rows)
     row_scaled_tiles.row_scaled_linear(rows, weight, None, out)
     amax = row_scaled_tiles.row_scaled_gate(rows, gate_up, bias, "silu", out)
     coded = QuantizedRows(torch.empty(num_rows, size_n, dtype=torch.float8_e4m3fn), torch.empty(num_rows, 1))
@@ -869,7 +868,6 @@ def main() -> None:
     modules: list[ModuleType] = [
         add_rows,
         block_scaled_gemv,
-        coded_rms_norm,
         compressed_attention,
         compressed_scopes,
         compressed_warpgroups,
@@ -892,7 +890,7 @@ def main() -> None:
         latent_tiles,
         latent_warpgroups,
         links,
-        mask_logits,
+        edit_logits,
         operation,
         normed_routing,
         operation,

@@ -10,7 +10,16 @@ from torch import Tensor
 from holdfast.kernels.fp8 import as_bits, e4m3_quotients, e4m3_scale, size_bits
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.operation import DECLINED, operation
-from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, pdl_launch, release_then_wait, supports_pdl, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    is_interpreted,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+)
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 

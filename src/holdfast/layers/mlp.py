@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.activation import activate, gate_mul
-from holdfast.kernels.gemm.coded_rms_norm import add_rms_norm_coded
 from holdfast.kernels.gemm.linear import fuses_gate, gated_linear, linear, room_for_codes
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, add_rms_norm_coded, quantize_rows
 from holdfast.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from holdfast.quant.quantized_weight import QuantizedWeight
 

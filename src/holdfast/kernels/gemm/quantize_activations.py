@@ -1,4 +1,4 @@
-"""Activations quantized to e4m3, with a scale a token or a block of its columns.
+"""Activations quantized to e4m3, with a scale a token or a block of its columns; also straight from an RMSNorm.
 
 T rows, K columns, B blocks of columns
 """
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, e4m3_quotients, e4m3_scale, float32_of, size_bits
+from holdfast.kernels.norm import add_rms_norm, launch_rms_norm
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -127,6 +128,39 @@ def quantize_rows_by_amax(x_TK: Tensor, amax: RowAmaxBits, quantized: QuantizedR
         num_warps=8, **pdl_flags(x_TK),
     )  # fmt: skip
     return quantized
+
+
+def add_rms_norm_coded_reference(
+    x_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    out_TD: Tensor,
+    quantized: QuantizedRows,
+    offset: float = 0.0,
+) -> Tensor:
+    """Call `add_rms_norm`, then `quantize_rows` of `out_TD` with a scale a row."""
+    quantize_rows(add_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset), quantized)
+    return out_TD
+
+
+def add_rms_norm_coded_triton(
+    x_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    out_TD: Tensor,
+    quantized: QuantizedRows,
+    offset: float = 0.0,
+) -> Tensor:
+    """Launch one program a row."""
+    assert quantized.codes_TK.shape == x_TD.shape, f"{quantized.codes_TK.shape=} {x_TD.shape=}"
+    assert quantized.scales_TB.shape == (len(x_TD), 1), f"{quantized.scales_TB.shape=}: a row has one scale"
+    assert quantized.codes_TK.stride(1) == 1, "the elements of a row must lie side by side"
+    return launch_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset, quantized[:2])
+
+
+add_rms_norm_coded = operation(reference=add_rms_norm_coded_reference, triton=add_rms_norm_coded_triton)
 
 
 def _check(x_TK: Tensor, quantized: QuantizedRows) -> None:
