@@ -225,9 +225,10 @@ def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, s
             (size_k,),
         )
     )
-    rows = deferred_rms_norm.defer_rms_norm(x, norm_weight, 1e-5, x, scratch)
+    rows = deferred_rms_norm.defer_rms_norm(deferred_rms_norm.ResidualStream(x, norm_weight, 1e-5, x, scratch))
     small_batch.normed_linear(rows, weight, bias if gated else None, gated, y, scratch)
-    small_batch.linear_add(x, weight, None if gated else bias, y, norm_weight, 1e-5, out, scratch)
+    stream = deferred_rms_norm.ResidualStream(y, norm_weight, 1e-5, out, scratch)
+    small_batch.linear_add(x, weight, None if gated else bias, stream)
     small_batch.small_batch_linear(x, weight, None if gated else bias, out, scratch)
 
 
@@ -388,7 +389,7 @@ def rank_of(num_rows: int) -> None:
     tensors = [torch.empty(spec.shape, dtype=torch.int32) for spec in order_specs(num_rows, 8, 128, 32)]
     routing.fill_order_triton(ordered(own.zero_(), 128, tensors, 32), tensors[2])
     routed, out = torch.empty(8 * num_rows, 256, dtype=BF16), torch.empty(num_rows, 256, dtype=BF16)
-    expert_sum.sum_experts_triton(routed, torch.empty(num_rows, 8), None, None, out, own)
+    expert_sum.sum_experts_triton(expert_sum.ExpertOutputs(routed, torch.empty(num_rows, 8)), out, own)
     tokens = torch.zeros(num_rows, dtype=torch.int64)
     embedding.lookup_share_triton(tokens, torch.empty(64, 256, dtype=BF16), 64, out)
     for name in ("fp8", "int8"):
@@ -449,15 +450,15 @@ def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, 
     given = codes if coded else finished
     router, logits = torch.empty(num_experts, hidden, dtype=BF16), torch.empty(num_rows, num_experts)
     normed_routing.route_normed(rows, router, None, True, logits, ids, shares, given, scratch)
-    norm_weight = torch.empty(hidden, dtype=BF16)
+    stream = deferred_rms_norm.ResidualStream(x, torch.empty(hidden, dtype=BF16), 1e-6, scaled, scratch)
     if num_rows == 1:
         active = torch.empty(top_k, inner, dtype=BF16)
         operands = expert_gemv.operands_of(finished, weights[0], codes if coded else None)
         deep_gemv.deep_gemv(operands, ids, active, True, None, SILU_HALVES)
-        expert_row.down_row_add(active, weights[1], ids, shares, None, x, norm_weight, 1e-6, scaled, scratch)
+        expert_row.down_row_add(active, weights[1], ids, shares, None, stream)
     else:
         routed = torch.empty(num_rows * top_k, hidden, dtype=BF16)
-        expert_sum.add_experts(routed, shares, None, None, x, norm_weight, 1e-6, scaled, scratch)
+        expert_sum.add_experts(expert_sum.ExpertOutputs(routed, shares), stream)
 
 
 def routing_of(num_experts: int, top_k: int, way: routing.Routing, has_score_bias: bool = False) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from holdfast.kernels.gemm.deferred_rms_norm import (
     AmaxScratch,
     NormedRows,
+    ResidualStream,
     RowAmax,
     SmallBatchScratch,
     defer_rms_norm,
@@ -306,17 +307,17 @@ def step_of(device, scheme, num_rows, functions) -> torch.Tensor:
     qkv, out, gate_up, down = (
         weight_on(random_weight(*shape, scheme, seed), device) for seed, shape in enumerate(shapes)
     )
-    rows = begin(x, norm, EPS, torch.empty_like(x), scratch)
+    rows = begin(ResidualStream(x, norm, EPS, torch.empty_like(x), scratch))
     for _ in range(1 if num_rows == 1 else 2):
         y = normed(rows, qkv, None, False, x.new_empty(num_rows, 32), scratch)
         found = amax(y, scratch.amax.inputs, scratch.amax.gated)
-        rows = add(y, out, None, x, norm, EPS, torch.empty_like(x), scratch, found)
+        rows = add(y, out, None, ResidualStream(x, norm, EPS, torch.empty_like(x), scratch), found)
         active = normed(rows, gate_up, None, True, x.new_empty(num_rows, 40), scratch)
         if scheme is not INT8:
             left = places.view(torch.float32).view(num_rows, NUM_GATE_AMAX).amax(-1)
             assert torch.equal(left, active.float().abs().amax(-1)), "amax of the layer before were not cleared"
         found = RowAmax(scratch.amax.gated, NUM_GATE_AMAX)
-        rows = add(active, down, None, x, norm, EPS, torch.empty_like(x), scratch, found)
+        rows = add(active, down, None, ResidualStream(x, norm, EPS, torch.empty_like(x), scratch), found)
     assert not scratch.arrived.any()
     return x.float().cpu()
 
@@ -357,12 +358,14 @@ def test_missing_amax_is_an_error(device):
     scratch = SmallBatchScratch(torch.zeros(2, device=device), torch.zeros(0), torch.zeros(0, dtype=torch.int32))
     more = (case.norm_N, EPS, torch.empty_like(case.residual_MN))
     with pytest.raises(AssertionError, match="needs amax"):
-        linear_add(case.x_MK, case.weight_NK, None, case.residual_MN, *more, scratch)
+        linear_add(case.x_MK, case.weight_NK, None, ResidualStream(case.residual_MN, *more, scratch))
     for function, where in ((linear_add, device), (linear_add_reference, CPU)):
         host = case.to(where)
         more = (host.norm_N, EPS, torch.empty_like(host.residual_MN))
         with pytest.raises(AssertionError, match="rows that become codes need amax"):
-            function(host.x_MK, host.weight_NK, None, host.residual_MN, *more, Guarded(host, where).scratch)
+            function(
+                host.x_MK, host.weight_NK, None, ResidualStream(host.residual_MN, *more, Guarded(host, where).scratch)
+            )
 
 
 @pytest.mark.gpu
@@ -404,9 +407,11 @@ def test_nothing_is_allocated(device, scheme, num_rows):
 
     def step():
         found = row_amax(a, scratch.amax.inputs, places)
-        rows = linear_add(a, weight, None, x, norm, EPS, scaled, scratch, found)
+        rows = linear_add(a, weight, None, ResidualStream(x, norm, EPS, scaled, scratch), found)
         normed_linear(rows, gate_up, None, True, a, scratch)
-        rows = linear_add(a, weight, None, x, norm, EPS, scaled, scratch, RowAmax(places, NUM_GATE_AMAX))
+        rows = linear_add(
+            a, weight, None, ResidualStream(x, norm, EPS, scaled, scratch), RowAmax(places, NUM_GATE_AMAX)
+        )
         normed_linear(rows, weight, None, False, a, scratch)
 
     assert_allocates_nothing(step)

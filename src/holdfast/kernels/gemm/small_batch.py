@@ -24,7 +24,7 @@ FUSED_DECODE_ROWS rows are batch invariant.
 from torch import Tensor
 
 from holdfast.kernels.fp8 import LEAST_SCALE, kernel_codes, loaded_numbers, quantized_numbers
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowAmax, SmallBatchScratch
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import (
     GATE_AMAX,
     arrive,
@@ -91,18 +91,12 @@ def linear_add(
     a_MK: Tensor,
     weight: Tensor | QuantizedWeight,
     bias_N: Tensor | None,
-    x_MN: Tensor,
-    norm_weight_N: Tensor,
-    eps: float,
-    scaled_MN: Tensor,
-    scratch: SmallBatchScratch,
+    stream: ResidualStream,
     amax: RowAmax | None = None,
 ) -> NormedRows:
     """x += a @ weight.T + bias, with the next RMSNorm deferred; `amax` is that of `a`, if the weight quantizes rows."""
-    num_blocks = _launch(
-        a_MK, weight, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN, amax=amax
-    )
-    return NormedRows(scaled_MN, num_blocks, eps)
+    num_blocks = _launch(a_MK, weight, bias_N, stream.x_MN, stream.scratch, stream=stream, amax=amax)
+    return NormedRows(stream.scaled_MN, num_blocks, stream.eps)
 
 
 def _launch(
@@ -113,8 +107,7 @@ def _launch(
     scratch: SmallBatchScratch,
     rows: NormedRows | None = None,
     gated: bool = False,
-    norm_weight_N: Tensor | None = None,
-    scaled_MN: Tensor | None = None,
+    stream: ResidualStream | None = None,
     amax: RowAmax | None = None,
 ) -> int:
     """Launch the kernel for this many rows, and return its blocks of outputs.
@@ -122,7 +115,7 @@ def _launch(
     `rows` is the deferred RMSNorm of x_MK; without it, `amax` is that of x_MK if the weight quantizes rows.
     """
     (num_rows, size_k), size_n = x_MK.shape, y_MN.shape[1]
-    residual, quantizes_rows, num_amax = norm_weight_N is not None, False, None
+    residual, quantizes_rows, num_amax = stream is not None, False, None
     codes, quantized = weight, (None,) * 4
     if isinstance(weight, QuantizedWeight):
         own, quantizes_rows = scratch.amax, weight.scheme.quantizes_activations
@@ -133,8 +126,8 @@ def _launch(
         codes, quantized = kernel_codes(weight.codes), (weight.scales, values, own.normed, own.gated)
     num_squares, eps = (rows.num_squares, rows.eps) if rows else (1, 0.0)
     arguments = (
-        x_MK, codes, y_MN if bias_N is None else bias_N, y_MN, y_MN if norm_weight_N is None else norm_weight_N,
-        y_MN if scaled_MN is None else scaled_MN, scratch.squares, scratch.partials, scratch.arrived, *quantized,
+        x_MK, codes, y_MN if bias_N is None else bias_N, y_MN, y_MN if stream is None else stream.norm_weight_N,
+        y_MN if stream is None else stream.scaled_MN, scratch.squares, scratch.partials, scratch.arrived, *quantized,
         num_rows, size_n, size_k,
     )  # fmt: skip
     flags = {
