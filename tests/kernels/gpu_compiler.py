@@ -24,7 +24,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from holdfast.kernels import hyper_connections, norm, operation, up_projection  # noqa: E402
-from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
+from holdfast.kernels.activation import GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
     quantized_attention,
     rope_rows,
@@ -259,10 +259,10 @@ def streams_of(num_rows: int, hidden: int) -> None:
     head = hyper_connections.HeadMix(torch.empty(4, 4 * hidden), torch.empty(4), torch.empty(1))
     numbers, shares = hyper_connections.MixNumbers(1e-6, 1e-6, 20), torch.empty(num_rows, 24)
     y, parts = x[:, 0].contiguous(), torch.empty(stream_parts_spec(num_rows, 4).shape)
-    hyper_connections.add_up_streams(x, mix.weight_MX, parts)
+    hyper_connections.combine_streams(x, None, None, mix.weight_MX, parts)
     hyper_connections.enter_block(x, parts, mix, numbers, shares, norm_weight, 1e-6, y)
-    hyper_connections.combine_add_up(x, y, shares, mix.weight_MX, parts)
-    hyper_connections.combine_streams(x, y, shares, x)
+    hyper_connections.combine_streams(x, y, shares, mix.weight_MX, parts)
+    hyper_connections.combine_streams(x, y, shares, None, None)
     hyper_connections.enter_block(x, parts, head, numbers, shares[:, :4], norm_weight, 1e-6, y)
 
 
@@ -370,7 +370,8 @@ def experts_of(
     order = ordered(ids, 4, tensors)
     launch = expert_gemv.expert_gemv if order.block_rows == 1 else grouped_gemm.grouped_gemm
     out, bias = torch.empty(2 * num_rows, size_n, dtype=BF16), torch.empty(shape[:2], dtype=BF16)
-    launch(torch.empty(num_rows, size_k, dtype=BF16), weight, order, out, gated, rows, bias if has_bias else None, form)
+    x = torch.empty(num_rows, size_k, dtype=BF16)
+    launch(routing.ExpertProduct(x, weight, order, out, gated, rows, bias if has_bias else None, form))
 
 
 def ordered(*arguments: Any) -> routing.ExpertOrder:
@@ -454,7 +455,8 @@ def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, 
     if num_rows == 1:
         active = torch.empty(top_k, inner, dtype=BF16)
         operands = expert_gemv.operands_of(finished, weights[0], codes if coded else None)
-        deep_gemv.deep_gemv(operands, ids, active, True, None, SILU_HALVES)
+        order = routing.ExpertOrder(ids, num_experts, 1, ids, ids)
+        deep_gemv.deep_gemv(routing.ExpertProduct(finished, weights[0], order, active, True), operands)
         expert_row.down_row_add(active, weights[1], ids, shares, None, stream)
     else:
         routed = torch.empty(num_rows * top_k, hidden, dtype=BF16)

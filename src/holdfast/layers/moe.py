@@ -18,7 +18,7 @@ from holdfast.kernels.moe.expert_row import down_row_add
 from holdfast.kernels.moe.expert_sum import ExpertOutputs, add_experts, sum_experts
 from holdfast.kernels.moe.hash_routing import route_by_table
 from holdfast.kernels.moe.normed_routing import route_normed
-from holdfast.kernels.moe.routing import ExpertOrder, Routing, order_experts, route_tokens
+from holdfast.kernels.moe.routing import ExpertOrder, ExpertProduct, Routing, order_experts, route_tokens
 from holdfast.layers.mlp import GatedMLP, MLPBuffers
 from holdfast.layers.shared_experts import ExpertSharing, OwnPairs
 from holdfast.layers.shared_linear import add_part
@@ -153,7 +153,7 @@ class ExpertLayer:
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded, sharing.room_for_inputs(buffers.active_PI))
         active_PI = sharing.whole_inputs(active_PI)
         pairs_PX, bias_EX = sharing.room_for_pairs(buffers.routed_PH), self._biases.down_EH
-        expert_linear(active_PI, self.down, order, pairs_PX, False, buffers.quantized, bias_EX)
+        expert_linear(ExpertProduct(active_PI, self.down, order, pairs_PX, False, buffers.quantized, bias_EX))
         return OwnPairs(ExpertOutputs(pairs_PX, buffers.shares_TS, *shared), buffers.routed_PH, ids_TS)
 
     @property
@@ -230,16 +230,16 @@ class ExpertLayer:
     ) -> torch.Tensor:
         """Into `active_PI`, or the buffer for it."""
         bias_EX, active_PI = self._biases.gate_up_EX, buffers.active_PI if active_PI is None else active_PI
-        return expert_linear(
-            x_TH, self.gate_up, order, active_PI, True, buffers.quantized, bias_EX, self._form, is_coded
-        )  # fmt: skip
+        product = ExpertProduct(x_TH, self.gate_up, order, active_PI, True, buffers.quantized, bias_EX, self._form)
+        return expert_linear(product, is_coded)
 
     def _multiply(self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False) -> ExpertOutputs:
         """Compute what each expert gives for each of its rows."""
         order = self._order(buffers.expert_ids_TS, buffers)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded)
         bias_EH = self._biases.down_EH
-        expert_linear(active_PI, self.down, order, buffers.routed_PH, False, buffers.quantized, bias_EH)
+        routed_PH = buffers.routed_PH
+        expert_linear(ExpertProduct(active_PI, self.down, order, routed_PH, False, buffers.quantized, bias_EH))
         return ExpertOutputs(buffers.routed_PH, buffers.shares_TS, *self._share(x_TH, buffers))
 
     def _share(self, x_TH: torch.Tensor, buffers: ExpertBuffers) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -18,7 +18,7 @@ from holdfast.kernels.moe.expert_sum import (
     sum_experts_triton,
 )
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm
-from holdfast.kernels.moe.routing import PADDING
+from holdfast.kernels.moe.routing import PADDING, ExpertProduct
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
 from kernels.expert_cases import (
     CPU,
@@ -47,7 +47,7 @@ def run(case, device=CPU, function=expert_linear, out_dtype=None) -> torch.Tenso
     shape = case.expert_ids_TS.numel(), case.num_outputs
     out = zones.allocate(*shape, dtype=out_dtype or case.x_XK.dtype).fill_(NAN)
     operands = case.x_XK, case.weight, order_of(case), out, case.gated, room_for(case), case.bias_EN, case.form
-    assert function(*operands) is out
+    assert function(ExpertProduct(*operands)) is out
     zones.check()
     return out.cpu()
 
@@ -124,9 +124,8 @@ def test_larger_buffers_for_codes_work():
     assert exactly is not None
     codes, scales = torch.empty(9, 64, dtype=torch.float8_e4m3fn), torch.empty(9, 4)
     out = torch.empty(6, 8)
-    expert_linear(
-        case.x_XK, case.weight, order_of(case), out, False, exactly._replace(codes_TK=codes, scales_TB=scales)
-    )
+    room = exactly._replace(codes_TK=codes, scales_TB=scales)
+    expert_linear(ExpertProduct(case.x_XK, case.weight, order_of(case), out, False, room))
     assert same_bits(out, run(case))
 
 
@@ -134,18 +133,18 @@ def test_operands_that_do_not_go_together_are_refused():
     case = expert_case((3, 2, 3, 8, 64))
     order, out = order_of(case), torch.empty(6, 8)
     with pytest.raises(AssertionError, match="x_XK"):
-        expert_linear(case.x_XK[:2], case.weight, order, out, False, None)
+        expert_linear(ExpertProduct(case.x_XK[:2], case.weight, order, out, False, None))
     with pytest.raises(AssertionError, match="out_PN"):
-        expert_linear(case.x_XK, case.weight, order, out, True, None)
+        expert_linear(ExpertProduct(case.x_XK, case.weight, order, out, True, None))
     with pytest.raises(AssertionError, match="pairs of 3 experts"):
-        expert_linear(case.x_XK, random(2, 8, 64), order, out, False, None)
+        expert_linear(ExpertProduct(case.x_XK, random(2, 8, 64), order, out, False, None))
     with pytest.raises(AssertionError, match="bias_EN"):
-        expert_linear(case.x_XK, case.weight, order, out, False, None, random(3, 7))
+        expert_linear(ExpertProduct(case.x_XK, case.weight, order, out, False, None, random(3, 7)))
     with pytest.raises(AssertionError, match="strides"):
-        expert_linear(case.x_XK, random(3, 64, 8).mT, order, out, False, None)
+        expert_linear(ExpertProduct(case.x_XK, random(3, 64, 8).mT, order, out, False, None))
     quantized = expert_case((3, 2, 3, 8, 64), scheme="fp8")
     with pytest.raises(AssertionError, match="buffers"):
-        expert_linear(quantized.x_XK, quantized.weight, order, out, False, None)
+        expert_linear(ExpertProduct(quantized.x_XK, quantized.weight, order, out, False, None))
 
 
 def test_no_tokens():
@@ -184,7 +183,7 @@ def test_nothing_is_allocated(device, num_rows, scheme):
         order_of(case),
         room_for(case),
     )
-    assert_allocates_nothing(lambda: expert_linear(case.x_XK, case.weight, order, out, True, room))
+    assert_allocates_nothing(lambda: expert_linear(ExpertProduct(case.x_XK, case.weight, order, out, True, room)))
 
 
 pytestmark = QUIET

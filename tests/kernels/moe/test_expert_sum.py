@@ -155,14 +155,14 @@ def test_pairs_of_experts_elsewhere_count_nothing(device, kind, num_rows, size):
     is_elsewhere = ids < 0
     routed = case.routed_PH.masked_fill(is_elsewhere.flatten()[:, None], NAN)
     operands = case.shares_TS.masked_fill(is_elsewhere, 0.0), case.shared_TH, case.logit_T1
-    expected = sum_experts_reference(case.routed_PH, *operands, torch.empty_like(case.x_TH))
-    found = sum_experts_reference(routed, *operands, torch.full_like(case.x_TH, NAN), ids)
+    expected = sum_experts_reference(ExpertOutputs(case.routed_PH, *operands), torch.empty_like(case.x_TH))
+    found = sum_experts_reference(ExpertOutputs(routed, *operands), torch.full_like(case.x_TH, NAN), ids)
     assert torch.equal(found, expected)
     shared, logit = (None if one is None else among(one, device) for one in (case.shared_TH, case.logit_T1))
     zones = RedZones(device)
     out = zones.allocate(num_rows, size).fill_(NAN)
     given, plain = (among(one, device) for one in (routed, case.routed_PH))
     shares = among(operands[0], device)
-    sum_experts_triton(given, shares, shared, logit, out, among(ids, device))
+    sum_experts_triton(ExpertOutputs(given, shares, shared, logit), out, among(ids, device))
     zones.check()
-    assert torch.equal(out, sum_experts_triton(plain, shares, shared, logit, torch.empty_like(out)))
+    assert torch.equal(out, sum_experts_triton(ExpertOutputs(plain, shares, shared, logit), torch.empty_like(out)))

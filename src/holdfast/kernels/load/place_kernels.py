@@ -10,6 +10,7 @@ Triton looks up the specialization at every launch over tensors. Loading launche
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,20 @@ UNSPECIALIZED = ("first_row", "num_rows", "p_scales", "p_amax", "p_nonfinite", "
 """Arguments that differ from call to call and do not help the compiler."""
 ALIGNMENT_BYTES = 16
 """The compiler specializes on addresses that are multiples of it."""
+
+
+UNSEEN = 2**31 - 1
+"""A finding before anything is found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The lowest faulty row of one move, counted from the move's first; UNSEEN for none. Both are [1] int32."""
+
+    nonfinite: Tensor
+    """A row with a NaN or an infinity, or one that became infinite in a narrower type."""
+    differing: Tensor
+    """A row that differs from the stored one when verifying."""
 
 
 class Tile(NamedTuple):
@@ -137,13 +152,11 @@ WIDE, MIDDLE, NARROW, TALL = Tile(1, 4096, 4), Tile(16, 256, 4), Tile(256, 16, 4
 """For dense rows by width, and for rows whose columns lie apart."""
 
 
-def place_plain_triton(
-    rows_RK: Tensor, out_RK: Tensor, first_row: int, nonfinite: Tensor, differing: Tensor, verify: bool
-) -> None:
+def place_plain_triton(rows_RK: Tensor, out_RK: Tensor, first_row: int, findings: Findings, verify: bool) -> None:
     """Like `place_plain`, for the kept columns."""
     launch = plain_launch(rows_RK.dtype, out_RK.dtype, rows_RK.shape[1], rows_RK.stride(), out_RK.stride(), verify)
     x_RK = as_bits(rows_RK) if rows_RK.dtype == out_RK.dtype else as_kernels_read(rows_RK)
-    launch.start(rows_RK.shape[0], x_RK, as_bits(out_RK), nonfinite, differing, first_row)
+    launch.start(rows_RK.shape[0], x_RK, as_bits(out_RK), findings.nonfinite, findings.differing, first_row)
 
 
 def plain_launch(
@@ -234,8 +247,7 @@ def place_quantized_triton(
     scales: Tensor,
     amax: Tensor | None,
     first_row: int,
-    nonfinite: Tensor,
-    differing: Tensor,
+    findings: Findings,
     verify: bool,
 ) -> None:
     """Like `place_quantized`; rows have all columns that their scales depend on, `kept` counts in these."""
@@ -245,7 +257,7 @@ def place_quantized_triton(
     planes = as_kernels_read(rows_RC), as_bits(codes), as_bits(scales)
     row_amax = () if scheme.block_columns else (None if amax is None else as_bits(amax),)
     launch = codes_launch(scheme, rows_RC.shape[1], kept, rows_RC.stride(), verify)
-    launch.start(rows_RC.shape[0], *planes, *row_amax, nonfinite, differing, first_row)
+    launch.start(rows_RC.shape[0], *planes, *row_amax, findings.nonfinite, findings.differing, first_row)
 
 
 def codes_launch(
