@@ -202,6 +202,17 @@ class _Parts:
         self.texts = ["".join(self.texts)]
         return self.texts[0]
 
+    def merged(self) -> CompletionDelta:
+        """Return all of them as one delta; the prompt's logprobs are not part of it."""
+        assert self.last is not None, "a completion waits without a delta"
+        return replace(
+            self.last,
+            text=self.text(),
+            token_ids=tuple(self.token_ids),
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None,
+        )
+
 
 class OutputAssembler:
     """Sums up the deltas of one request; `output()` returns a snapshot."""
@@ -247,7 +258,10 @@ class OutputAssembler:
             request_id=self._request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[self._completion(index) for index in range(len(self._parts))],
+            outputs=[
+                self._completion(index, None if parts.last is None else parts.merged())
+                for index, parts in enumerate(self._parts)
+            ],
             finished=self.finished,
             prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
@@ -258,18 +272,7 @@ class OutputAssembler:
     def added(self, deltas: list[CompletionDelta]) -> RequestOutput:
         """Like `output`, with these deltas, added before, instead of whole completions."""
         output = self.output()
-        output.outputs = [
-            CompletionOutput(
-                index=delta.index,
-                text=delta.text,
-                token_ids=list(delta.token_ids),
-                cumulative_logprob=self._cumulative[delta.index],
-                logprobs=None if delta.logprobs is None else list(delta.logprobs),
-                finish_reason=delta.finish_reason,
-                stop_reason=delta.stop_reason,
-            )
-            for delta in deltas
-        ]
+        output.outputs = [self._completion(delta.index, delta) for delta in deltas]
         return output
 
     def reading(self, deltas: list[CompletionDelta], kind: RequestOutputKind | str) -> RequestOutput | None:
@@ -278,17 +281,13 @@ class OutputAssembler:
             return self.added(deltas)
         return self.output() if kind == RequestOutputKind.CUMULATIVE or self.finished else None
 
-    def _completion(self, index: int) -> CompletionOutput:
-        parts = self._parts[index]
+    def _completion(self, index: int, delta: CompletionDelta | None) -> CompletionOutput:
+        if delta is None:
+            return CompletionOutput(index)
         return CompletionOutput(
-            index=index,
-            text=parts.text(),
-            token_ids=list(parts.token_ids),
-            cumulative_logprob=self._cumulative[index],
-            logprobs=None if parts.logprobs is None else list(parts.logprobs),
-            finish_reason=None if parts.last is None else parts.last.finish_reason,
-            stop_reason=None if parts.last is None else parts.last.stop_reason,
-            pooled=b"" if parts.last is None else parts.last.pooled,
+            *(index, delta.text, list(delta.token_ids), self._cumulative[index]),
+            *(None if delta.logprobs is None else list(delta.logprobs), delta.finish_reason, delta.stop_reason),
+            pooled=delta.pooled,
         )
 
 
@@ -310,28 +309,12 @@ class DeltaBuffer:
 
     def take(self) -> list[CompletionDelta]:
         """Return and forget what waits, one delta a completion."""
-        taken = [self._merged(index, parts) for index, parts in sorted(self._parts.items())]
+        taken = [parts.merged() for _, parts in sorted(self._parts.items())]
+        if taken and taken[0].index == 0:
+            taken[0] = replace(taken[0], prompt_logprobs=self._prompt_logprobs)
         self._parts = {}
         self._prompt_logprobs = None
         return taken
-
-    def _merged(self, index: int, parts: _Parts) -> CompletionDelta:
-        last = parts.last
-        assert last is not None, f"completion {index} waits without a delta"
-        return CompletionDelta(
-            request_id=last.request_id,
-            index=index,
-            text=parts.text(),
-            token_ids=tuple(parts.token_ids),
-            logprobs=None if parts.logprobs is None else tuple(parts.logprobs),
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            num_cached_tokens=last.num_cached_tokens,
-            prompt_logprobs=self._prompt_logprobs if index == 0 else None,
-            metrics=last.metrics,
-            error=last.error,
-            pooled=last.pooled,
-        )
 
 
 def _merged(metrics: list[RequestMetrics]) -> RequestMetrics | None:

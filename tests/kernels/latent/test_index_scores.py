@@ -103,12 +103,14 @@ def test_pages_of_every_size(device, name, page_tokens) -> None:
     judge(make_score_case([(1, 300), (0, 17), (1, 299)], 4, 32, name, page_tokens, DTYPES[name]), device)
 
 
-@for_each("name", FORMATS)
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", FORMATS)
 def test_neighbours_of_a_sequence_share_keys(device, name) -> None:
     judge(make_score_case(RUNS, 8, 32, name, dtype=DTYPES[name]), device)
 
 
-@for_each("name", FORMATS)
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", FORMATS)
 def test_row_in_any_batch_has_the_same_bits(device, name) -> None:
     case = make_score_case(RUNS, 8, 32, name, dtype=DTYPES[name])
     together_TC = scored(index_scores_triton, case, device)
@@ -147,7 +149,8 @@ def test_queries_and_keys_of_different_types(device) -> None:
     judge(make_score_case([(0, 40), (1, 9)], 4, 32, "float32", dtype=torch.float16), device)
 
 
-@for_each("name", FORMATS)
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_near_the_numbers_that_they_stand_for(name) -> None:
     rows = [(0, 200), (1, 150)]
     exact = scored(index_scores_reference, make_score_case(rows, 64, 128, "float32"))

@@ -105,7 +105,8 @@ def test_half_precision(device, dtype, large):
     judge_cut(latent_case([(64, 1), (10, 3), (0, 9)], 5, 64, 32), 2, large, device, dtype, num_padding=2)
 
 
-@for_each("num_heads", [1, 17, 65, *more(3, 5, 8, 16, 20, 128)])
+@pytest.mark.each_value
+@pytest.mark.parametrize("num_heads", [1, 17, 65, *more(3, 5, 8, 16, 20, 128)])
 def test_every_number_of_heads(device, widest, num_heads):
     """Also those that leave places of a block, or of the last one, empty."""
     for large in (False, True):
@@ -122,7 +123,8 @@ def test_every_width(device, widest, latent_dim, rope_dim):
         judge_cut(latent_case([(69, 1), (30, 4)], 2, latent_dim, rope_dim), 2, large, device, widest)
 
 
-@for_each("page_tokens", [1, 128, *more(2, 32, 256)])
+@pytest.mark.each_value
+@pytest.mark.parametrize("page_tokens", [1, 128, *more(2, 32, 256)])
 def test_every_page_size(device, widest, page_tokens):
     for large in (False, True):
         judge_cut(latent_case([(199, 1), (60, 6)], page_tokens=page_tokens), 2, large, device, widest)

@@ -183,7 +183,8 @@ def test_codes_read_back_are_near_the_key(device, function) -> None:
     torch.testing.assert_close(keys_of(planes, case.slots), keys_XD, rtol=2**-4, atol=1e-3)
 
 
-@for_each("name", KINDS)
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", KINDS)
 def test_row_in_another_batch_has_the_same_bytes(device, name) -> None:
     case = make_case(5, 4, 128, 64)
     together, _ = written(write_index_triton, case, name, device)

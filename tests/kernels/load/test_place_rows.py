@@ -5,10 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.kernels.load import place_rows
-from holdfast.kernels.load.place_kernels import find_amax_triton, place_plain_triton
+from holdfast.kernels.load.place_kernels import UNSEEN, find_amax_triton, place_plain_triton
 from holdfast.kernels.load.place_rows import (
     PIECE_ELEMENTS,
-    UNSEEN,
     find_amax,
     find_amax_reference,
     place_plain,

@@ -53,13 +53,18 @@ SHIFTS = kernel_constant(2048)
 
 
 def top_k_tokens_reference(
-    scores_TC: Tensor, rows: SparseRows, out_TK: Tensor, scratch: Mapping[str, Tensor] | None = None
+    scores_TC: Tensor,
+    rows: SparseRows,
+    out_TK: Tensor,
+    scratch: Mapping[str, Tensor] | None = None,
+    form: TopKForm = TOP_K_FORM,
 ) -> Tensor:
     """int32 positions of the K largest scores of each row among its first num_tokens_T, ascending, then -1.
 
     Ties go to the lower position. NaN counts as the lowest score, -0 as 0. Rows of at most K tokens take all of them, rows that
     select none have -1. `scratch`: the tensors of `top_k_specs` for at least so many rows and tokens; plain torch needs none.
     """
+    del scratch, form
     num_tokens_T1 = rows.num_tokens_T.unsqueeze(1)
     width, k = scores_TC.shape[1], out_TK.shape[1]
     position_C = torch.arange(width, device=scores_TC.device)
