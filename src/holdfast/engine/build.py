@@ -21,7 +21,7 @@ from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import MemoryReport, memory_report
 from holdfast.observability.preparing import OnPrepare, prepare_silently
-from holdfast.planning.disk_account import disk_account
+from holdfast.planning.plan import disk_account
 from holdfast.planning.ranks import check_ranks
 from holdfast.runner.build import BuiltRunner, build_runner
 from holdfast.runner.runner import Runner

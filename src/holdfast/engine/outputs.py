@@ -17,7 +17,7 @@ from holdfast.request.outputs import (
 )
 from holdfast.request.sampling_params import RequestOutputKind
 from holdfast.request.sequence import TokenLogprobs
-from holdfast.text.detokenizer import IncrementalDetokenizer
+from holdfast.text.detokenizer import TextStream
 from holdfast.text.stop_strings import StopStrings
 from holdfast.text.tokenizer import Tokenizer
 
@@ -82,11 +82,10 @@ class Completion:
         self._num_preemptions = 0
         self._num_output_tokens = 0
         self._tokenizer = tokenizer
-        self._detokenizer: IncrementalDetokenizer | None = None
+        self._text_stream: TextStream | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(
-                tokenizer, request.token_ids, params.skip_special_tokens, kept_token_ids
-            )
+            self._text_stream = tokenizer.text_stream(params.skip_special_tokens, kept_token_ids)
+            self._text_stream.follow(request.token_ids)
         self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:
@@ -156,9 +155,9 @@ class Completion:
         """Return the text of one more token, and the stop string that it completes."""
         # A token that stops the sequence is not text.
         is_text = ending is None or ending.finish_reason != "stop"
-        text = self._detokenizer.append([token_id]) if self._detokenizer is not None and is_text else ""
-        if ending is not None and self._detokenizer is not None:
-            text += self._detokenizer.flush()
+        text = self._text_stream.push([token_id]) if self._text_stream is not None and is_text else ""
+        if ending is not None and self._text_stream is not None:
+            text += self._text_stream.finish()
         if self._stop_strings is None:
             return text, None
         if self._num_output_tokens < self.request.params.min_tokens:
