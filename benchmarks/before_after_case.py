@@ -36,9 +36,20 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
                 for length in task["lengths"]:
                     seconds[length].append(seconds_of(llm, prompts[:batch], length))
             found["decode"].append({"batch": batch, "seconds": seconds})
+        if task["prefill_tokens"]:
+            found["prefill_seconds"] = prefill_seconds(llm, task, dice)
         for entry in found["decode"]:
             entry |= count_experts(llm, prompts[: entry["batch"]])
     return found
+
+
+def prefill_seconds(llm: Any, task: dict[str, Any], dice: random.Random) -> list[float]:  # noqa: ANN401
+    """Seconds until the first token of a long prompt that the prefix cache does not have; the first run is not counted."""
+    seconds = []
+    for _ in range(task["num_repeats"] + 1):
+        prompt = [dice.randrange(task["vocab_size"]) for _ in range(task["prefill_tokens"])]
+        seconds.append(seconds_of(llm, [prompt], 1))
+    return seconds[1:]
 
 
 def count_experts(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:  # noqa: ANN401

@@ -23,7 +23,7 @@ from gpu_records import make_record, options, print_table, write_record
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.attention.backend import Batch, SequenceRows
-from holdfast.attention.declarations import AttentionSpec, StepBounds
+from holdfast.attention.declarations import StepBounds
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import TritonPagedDeclaration
@@ -74,7 +74,7 @@ class Rig:
     """One step's attention in several layers that differ in their keys and values alone."""
 
     storage: PageStorage
-    specs: tuple[AttentionSpec, ...]
+    specs: tuple[GroupedAttentionSpec, ...]
     batch: Batch
     q_THD: torch.Tensor
     out_TX: torch.Tensor

@@ -1,4 +1,4 @@
-"""Decode speed of two trees beside each other: python benchmarks/gpu_before_after.py --tree OLD --tree NEW [--engines NAME,...]
+"""Decode and prefill speed of two trees side by side: python benchmarks/gpu_before_after.py --tree OLD --tree NEW [--engines NAME,...]
 
 A tree is a folder with a src/ in it: the checkouts of two commits, the old one first. Each engine is built in a fresh process
 of either tree in turn, with dummy weights, and runs all of its batches (benchmarks/before_after_case.py, which uses the public
@@ -43,7 +43,9 @@ ENGINES: Mapping[str, EngineCase] = {
     "32b-bf16": EngineCase("Qwen3-32B", "bfloat16", {}, (1, 64)),
     "32b-k8v4": EngineCase("Qwen3-32B", "k8v4 pages", {"kv_cache_dtype": "turboquant_k8v4"}, (1,)),
     "32b-fp8": EngineCase("Qwen3-32B", "fp8", {"quantization": "fp8"}, (1,)),
+    "30b-a3b": EngineCase("Qwen3-30B-A3B", "bfloat16", {}, (1, 64)),
     "30b-a3b-fp8": EngineCase("Qwen3-30B-A3B", "fp8", {"quantization": "fp8"}, (1, 64)),
+    "gpt-oss-20b": EngineCase("gpt-oss-20b", "mxfp4", {}, (1, 64)),
 }
 
 
@@ -55,10 +57,12 @@ class Shape(NamedTuple):
     max_num_batched_tokens: int = 8192
     num_repeats: int = 3
     max_batch: int = 64
+    prefill_tokens: int = 7992
+    """Length of the one prompt whose time to the first token is measured."""
 
 
 FULL = Shape()
-TINY = Shape(24, (2, 6), 128, 1, 3)
+TINY = Shape(24, (2, 6), 128, 1, 3, 40)
 
 
 def task_of(case: EngineCase, folder: Path, shape: Shape, tiny: bool, device: str) -> dict[str, Any]:
@@ -70,7 +74,7 @@ def task_of(case: EngineCase, folder: Path, shape: Shape, tiny: bool, device: st
         "folder": str(path),
         "options": {
             "device": device,
-            "max_model_len": shape.prompt_tokens + shape.lengths[1] + 1,
+            "max_model_len": max(shape.prompt_tokens + shape.lengths[1], shape.prefill_tokens) + 1,
             "max_num_seqs": max(batches),
             "max_num_batched_tokens": shape.max_num_batched_tokens,
             **({"kv_cache_memory": "16MiB"} if tiny else {}),
@@ -81,6 +85,7 @@ def task_of(case: EngineCase, folder: Path, shape: Shape, tiny: bool, device: st
         "lengths": list(shape.lengths),
         "batches": batches,
         "num_repeats": shape.num_repeats,
+        "prefill_tokens": shape.prefill_tokens,
     }
 
 
@@ -100,8 +105,8 @@ def rate_of(batch: int, seconds: Mapping[str, Sequence[float]]) -> float:
     return batch * (long - short) / (statistics.median(long_runs) - statistics.median(short_runs))
 
 
-def rows_of(case: EngineCase, found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each batch that both trees ran."""
+def rows_of(case: EngineCase, found: Mapping[str, Mapping[str, Any]], num_prefill_tokens: int) -> list[dict[str, Any]]:
+    """Return a row for each batch that both trees ran, and one for the prefill."""
     runs = {
         name: {entry["batch"]: entry["seconds"] for entry in engine.get("decode", ())} for name, engine in found.items()
     }
@@ -127,6 +132,12 @@ def rows_of(case: EngineCase, found: Mapping[str, Mapping[str, Any]]) -> list[di
             )
             if experts := {name: counted[name, batch] for name in both if (name, batch) in counted}:
                 rows[-1]["distinct_experts"] = experts
+    if all(engine.get("prefill_seconds") for engine in found.values()) and len(found) == 2:
+        seconds = {name: engine["prefill_seconds"] for name, engine in found.items()}
+        values = {name: round(num_prefill_tokens / statistics.median(own), 1) for name, own in seconds.items()}
+        ratio = round(values[NEW] / values[OLD], 4)
+        measure = f"{case.model}, {case.words}, prefill of {num_prefill_tokens} tokens"
+        rows.append({"measure": measure, "unit": "tokens/s", "values": values, "ratio": ratio, "seconds": seconds})
     return rows
 
 
@@ -142,7 +153,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         )
         for row in rows
     ]
-    print_table("Decode, tokens/s", ("", OLD, NEW, "new/old", "experts"), lines)
+    print_table("Decode and prefill, tokens/s", ("", OLD, NEW, "new/old", "experts"), lines)
     for row in rows:
         if abs(row["ratio"] - 1) > MOST_APART:
             print(f"more than {MOST_APART:.0%} apart: {row['measure']}")
@@ -168,12 +179,12 @@ def measure_all(
             engines.setdefault(key, {})[name] = facts
             print(json.dumps({"engine": key, "tree": name, **facts}))
             sys.stdout.flush()
-        rows += rows_of(case, found)
+        rows += rows_of(case, found, shape.prefill_tokens)
     return rows, engines
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = options("Decode speed of two trees beside each other")
+    parser = options("Decode and prefill speed of two trees side by side")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="twice: the old one, then the new one")
     parser.add_argument("--old-commit", default=None, help="what the old tree is of; --commit names the new one's")
     parser.add_argument("--engines", default=",".join(ENGINES), help="some of these")

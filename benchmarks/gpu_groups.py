@@ -24,6 +24,8 @@ from gpu_quantized import generate
 from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, used_bytes, write_record
 
 from holdfast.cache.compressed import place_bytes
+from holdfast.families.compressed.spec import CompressedAttentionSpec
+from holdfast.families.sparse.spec import SparseAttentionSpec
 
 if TYPE_CHECKING:
     from gpu_engines import OpenEngine
@@ -198,16 +200,16 @@ def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
 
 def seen_bytes(own: "AttentionSpec") -> list[tuple[float, int | None]]:
     """Bytes a token of a layer, and how many tokens a row reads at most: of latents those chosen, of their index all."""
-    if own.is_compressed:
+    if isinstance(own, CompressedAttentionSpec):
         return [(own.cache.bytes_per_token, own.window), *entry_bytes(own)]
-    if not own.index_heads:
+    if not isinstance(own, SparseAttentionSpec):
         return [(own.cache.bytes_per_token, own.window)]
     latent = replace(own.cache, index_dim=0).bytes_per_token
     index = own.cache.bytes_per_token - latent
     return [(latent, own.index_top_k), *([(index, None)] if index else [])]
 
 
-def entry_bytes(own: "AttentionSpec") -> list[tuple[float, int | None]]:
+def entry_bytes(own: CompressedAttentionSpec) -> list[tuple[float, int | None]]:
     """Like the one above, for entries, each of which stands for several tokens: all of them, or those chosen and the whole index."""
     if own.entries is None:
         return []

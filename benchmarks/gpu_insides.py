@@ -111,7 +111,7 @@ class Ears:
             runner.graphs = RerunGraphs(self, sizes, limits.max_num_seqs)
         self.graphs = runner.graphs
         self._pads = not isinstance(self.graphs, RerunGraphs)
-        self._replay = self.graphs.replay
+        self.replay = self.graphs.replay
         replace(self.graphs, "replay", self._heard_replay)
 
     @contextmanager
@@ -144,7 +144,7 @@ class Ears:
 
     def _heard_replay(self, size: int, is_decode: bool) -> torch.Tensor:
         self.num_replays += 1
-        logits_RV = self._replay(size, is_decode)
+        logits_RV = self.replay(size, is_decode)
         if self._heard is None or self.batch is None:
             return logits_RV
         rows = self._listen(logits_RV, self.batch)

@@ -100,7 +100,7 @@ def run_child(
                 return {**found, "error": f"it took more than {timeout_seconds:.0f} s"}
             return {"error": next((line for line in reversed(words) if line.strip()), f"exit {child.returncode}")}
         finally:
-            _end(child)
+            end_child(child)
 
 
 def keep(findings: Mapping[str, object], result: Path | None) -> None:
@@ -119,7 +119,7 @@ def leave(findings: Mapping[str, object], result: Path) -> None:
     sys.stdin.read()
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def end_child(child: subprocess.Popen[bytes]) -> None:
     assert child.stdin is not None, "the child was started without a pipe"
     with contextlib.suppress(OSError):  # it may be gone already
         child.stdin.close()

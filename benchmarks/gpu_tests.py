@@ -332,14 +332,19 @@ def main() -> int:
     facts = summary(found)
     counts = {"passed": facts["passed"], "failed": len(facts["failed"]), "skipped": sum(facts["skipped"].values())}
     number, num_parts = arguments.part
-    facts = {"jobs": lane.num_jobs, "part": f"{number}/{num_parts}", "seconds": round(seconds, 1), "missing": missing}
+    settings = {
+        "jobs": lane.num_jobs,
+        "part": f"{number}/{num_parts}",
+        "seconds": round(seconds, 1),
+        "missing": missing,
+    }
     record = make_record(
         "gpu-tests",
-        [{"measure": "tests that need CUDA", "unit": "tests", "values": counts, "seconds": facts["seconds"]}],
+        [{"measure": "tests that need CUDA", "unit": "tests", "values": counts, "seconds": settings["seconds"]}],
         "every test marked gpu",
         f"part {number} of {num_parts}",
         arguments,
-        facts | facts,
+        settings | facts,
     )
     record["commit"] = record["commit"] or "unknown"
     for name, why in facts["failed"].items():

@@ -65,7 +65,7 @@ def run_case(case: Case, device: str, result: Path | None = None) -> dict[str, A
     finally:
         gc.unfreeze()
     if case.headers is not None:
-        ours, real = _plan(case), _plan(case._replace(path=case.headers, load_format="auto"))
+        ours, real = planned_case(case), planned_case(case._replace(path=case.headers, load_format="auto"))
         real.model.source.close()
         found["same_plan"] = compare_plans(ours.plan, real.plan, device)
     return found
@@ -76,7 +76,7 @@ def load_once(case: Case, device: str, is_watched: bool) -> dict[str, Any]:
     is_cuda, kind = device.startswith("cuda"), torch.device(device).type
     host_before = look(device)
     start = time.perf_counter()
-    load = _plan(case)
+    load = planned_case(case)
     plan_seconds = time.perf_counter() - start
     plan, is_hit = load.taken_plan, load.slot is not None and load.slot.hit is not None
     before = _device_bytes(device)
@@ -119,7 +119,7 @@ def load_once(case: Case, device: str, is_watched: bool) -> dict[str, Any]:
     return found
 
 
-def _plan(case: Case) -> WeightLoad:
+def planned_case(case: Case) -> WeightLoad:
     """Headers and plan, as the engine makes them."""
     is_quantized, uses_cache = case.scheme != DTYPE, case.cache is not None
     config = EngineConfig(

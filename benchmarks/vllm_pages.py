@@ -131,13 +131,13 @@ def _mean_between(low: float, high: float) -> float:
     return density / weight * math.sqrt(2 / math.pi)
 
 
-class VllmPages:
+class VllmPages(GroupedBackend):
     """A backend over plain pages, whose keys and values become what vLLM would read back as soon as they are written."""
 
     name: ClassVar[str] = "vllm_pages"
 
     def __init__(self, inner: GroupedBackend, storage: PageStorage, vllm_format: VllmFormat) -> None:
-        self._inner = inner
+        self._inner, self.pages, self.on_write = inner, inner.pages, inner.on_write
         self._storage = storage
         self._format = vllm_format
         self._exact = vllm_format.exact_layers(len(storage.spec.layers))

@@ -245,7 +245,9 @@ def compare(old: Path, new: Path, arguments: argparse.Namespace) -> int:
         sys.exit("error: no case has such a name; see --cases")
     found = differences(before, after)
     show(before, after, found)
-    has_failed = any(FAILED_KEY in values for values in (*before.values(), *after.values()))
+    has_failed = any(
+        FAILED_KEY in values for values in (*before.values(), *after.values()) if isinstance(values, Mapping)
+    )
     print("\nnot the same" if found else "\nnot shown" if has_failed else "\nthe same, byte for byte")
     return 1 if found or has_failed else 0
 

@@ -26,12 +26,7 @@ DOCUMENTS = tuple(
 )
 RECORDS = ROOT / "benchmarks" / "records"
 NO_RECORD = "No record is committed yet."
-WORDS = {
-    "made-up weights": "dummy weights",
-    "the kernels for few rows": "the GEMV path",
-    "compressed pages": "quantized pages",
-    "which then waited where nobody had told it yet": "which then waited for a message that had not come",
-}
+WORDS: dict[str, str] = json.loads((Path(__file__).parent / "record_words.json").read_text(encoding="utf-8"))
 """What older records call things, and what these are called now."""
 Result = Mapping[str, Any]
 Columns = Mapping[str, Callable[[Result], object]]

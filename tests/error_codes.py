@@ -19,7 +19,7 @@ CLASSES.add("ApiError")  # of the server
 
 
 @contextlib.contextmanager
-def raises_code(code: str, kind: type[BaseException] = HoldfastError, **values: object) -> Iterator[Any]:
+def raises_code(code: str, kind: type[BaseException] = HoldfastError, /, **values: object) -> Iterator[Any]:
     """Expect an error of `kind` with `code`, a message from the table, and at least these values."""
     with pytest.raises(kind) as caught:
         yield caught

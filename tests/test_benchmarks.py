@@ -119,7 +119,9 @@ def test_failed_child_leaves_its_output(tmp_path: Path, capsys) -> None:
 
 def test_a_child_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch) -> None:
     ended = []
-    monkeypatch.setattr(gpu_records, "_end", lambda process: (ended.append(process), process.kill(), process.wait()))
+    monkeypatch.setattr(
+        gpu_records, "end_child", lambda process: (ended.append(process), process.kill(), process.wait())
+    )
     found = gpu_records.run_child(child(tmp_path, "time.sleep(60)"), 0.2)
     assert "more than 0 s" in found["error"]
     assert len(ended) == 1
@@ -438,14 +440,14 @@ def test_stretches_and_comparisons_are_shown_and_recorded(tiny_steps: dict, tmp_
 def test_a_difference_between_graph_and_eager_is_noticed(tmp_path: Path) -> None:
     opened = gpu_engines.open_engine("Qwen3-0.6B", tmp_path, True, "cpu", max_model_len=64, max_num_seqs=2)
     ears = gpu_insides.Ears(opened)
-    replay = ears._replay
+    replay = ears.replay
 
     def wrong_replay(size: int, is_decode: bool) -> torch.Tensor:
         logits_RV = replay(size, is_decode).clone()
         logits_RV[0, 7] += 1e-3
         return logits_RV
 
-    ears._replay = wrong_replay
+    ears.replay = wrong_replay
     with ears.listening(compare=True) as heard:
         opened.llm.generate([{"prompt_token_ids": [1, 2, 3]}], gpu_steady.sampling(0, 4, 0), progress=False)
     assert (heard.num_compared, heard.num_mismatched) == (4, 4)
@@ -570,8 +572,8 @@ def test_a_load_is_measured(tmp_path: Path, scheme: str, load_format: str) -> No
     assert row["host"]["second load"]["RssAnon"] < 64 * MIB
     if headers is not None:
         assert all(row["same_plan"][name] for name in ("weights", "moves", "final bytes"))
-        bare = load_case._plan(case._replace(scheme="bfloat16")).plan
-        same = load_case.compare_plans(load_case._plan(case).plan, bare, "cpu")
+        bare = load_case.planned_case(case._replace(scheme="bfloat16")).plan
+        same = load_case.compare_plans(load_case.planned_case(case).plan, bare, "cpu")
         assert [name for name, is_same in same.items() if is_same] == ["staging bytes"]
 
 
@@ -834,12 +836,20 @@ def test_a_rate_is_the_difference_of_the_medians_of_both_lengths() -> None:
     assert gpu_before_after.rate_of(4, seconds) == pytest.approx(4 * 200 / 1.9)
 
 
-def test_what_only_one_tree_ran_is_no_row() -> None:
+def test_rows_of_a_batch_that_one_tree_ran_are_left_out() -> None:
     case = gpu_before_after.ENGINES["32b-bf16"]
     one, four = ({"batch": batch, "seconds": {"1": [1.0], "11": [1.5]}} for batch in (1, 4))
-    (row,) = gpu_before_after.rows_of(case, {"old": {"decode": [one]}, "new": {"decode": [one, four]}})
+    (row,) = gpu_before_after.rows_of(case, {"old": {"decode": [one]}, "new": {"decode": [one, four]}}, 100)
     assert (row["measure"], row["ratio"]) == ("Qwen3-32B, bfloat16, batch 1", 1.0)
-    assert gpu_before_after.rows_of(case, {"old": {"error": "no room"}, "new": {"decode": [one]}}) == []
+    assert gpu_before_after.rows_of(case, {"old": {"error": "no room"}, "new": {"decode": [one]}}, 100) == []
+
+
+def test_rows_of_prefill_compare_the_medians() -> None:
+    case = gpu_before_after.ENGINES["32b-bf16"]
+    found = {"old": {"prefill_seconds": [9.0, 2.0, 1.0]}, "new": {"prefill_seconds": [1.0, 1.0, 5.0]}}
+    (row,) = gpu_before_after.rows_of(case, found, 100)
+    assert row["measure"] == "Qwen3-32B, bfloat16, prefill of 100 tokens"
+    assert (row["values"], row["ratio"]) == ({"old": 50.0, "new": 100.0}, 2.0)
 
 
 @pytest.mark.slow
@@ -849,12 +859,12 @@ def test_a_tree_is_run_through_the_public_names(tmp_path: Path, capsys) -> None:
     found = gpu_before_after.run_case(task, ROOT, 300)
     assert [entry["batch"] for entry in found["decode"]] == [1, 3]
     assert [entry["distinct_experts"]["uniform"] for entry in found["decode"]] == [2.0, 4.62]
-    rows = gpu_before_after.rows_of(case, {"old": found, "new": found})
+    rows = gpu_before_after.rows_of(case, {"old": found, "new": found}, shape.prefill_tokens)
     gpu_before_after.show(rows)
     assert "Qwen3-30B-A3B, fp8, batch 3" in capsys.readouterr().out
     record = gpu_records.make_record("gpu-before-after", rows, "M", "s", arguments(tmp_path), {})
     kept = doc_tables.read_record(gpu_records.write_record(record, "before-after", arguments(tmp_path)))
-    assert [row["values"].keys() for row in kept["results"]] == [{"old", "new"}] * 2
+    assert [row["values"].keys() for row in kept["results"]] == [{"old", "new"}] * 3
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def help_text(*arguments: str) -> str:
 def listed_commands(*arguments: str) -> list[str]:
     """Commands in a help page: the first words of the lines in its panel of commands."""
     panel = help_text(*arguments).partition("Commands")[2]
-    return re.findall(r"^[\s│|]+([a-z][a-z-]*)\s", panel, re.MULTILINE)
+    return re.findall(r"^  ([a-z][a-z-]*)\s", panel, re.MULTILINE)
 
 
 def test_the_readme_begins_with_the_two_commands() -> None:
@@ -97,7 +97,7 @@ def test_commands_in_documents_exist(command: str) -> None:
 
 def test_the_pages_for_newcomers_are_short() -> None:
     assert len(README.splitlines()) <= 130
-    assert len(ARCHITECTURE.splitlines()) <= 185
+    assert len(ARCHITECTURE.splitlines()) <= 190
     assert len(ARCHITECTURE.split()) <= 2600
 
 

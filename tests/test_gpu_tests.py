@@ -1,4 +1,4 @@
-"""The GPU lane as far as it runs without a GPU: nothing is lost where processes end, and what is told is what happened."""
+"""The GPU lane as far as it runs without a GPU: nothing is lost where processes end, and the report is what happened."""
 
 import json
 import shutil
@@ -95,6 +95,7 @@ def lane(tmp_path: Path):
             "quick_interpreter.py",
             "red_zones.py",
             "scratch_memory.py",
+            "time_budget.py",
         ):
             shutil.copy(ROOT / "tests" / name, tests)
         with (tests / "conftest.py").open("a") as conftest:
@@ -107,34 +108,34 @@ def lane(tmp_path: Path):
     return make
 
 
-def failures(told) -> dict[str, str]:
-    return {name.partition("::")[2]: reason for name, reason in told["failed"].items()}
+def failures(report) -> dict[str, str]:
+    return {name.partition("::")[2]: reason for name, reason in report["failed"].items()}
 
 
 @pytest.mark.slow
 def test_every_test_is_accounted_for(lane) -> None:
     found = gpu_tests.run_lane(lane(2, shared=SHARED, faults=FAULTS, others=OTHERS), (1, 1), {})
-    told = gpu_tests.summary(found)
-    failed = failures(told)
+    report = gpu_tests.summary(found)
+    failed = failures(report)
     assert "crashed" in failed.pop("test_ends_its_process")
     assert "of course" in failed.pop("test_fails")
     assert "ZeroDivisionError" in failed.pop("test_teardown_fails")
     assert "misaligned address" in failed.pop("test_faults")
     assert "alone" in failed.pop("test_of_its_own[True]")
     assert not failed
-    assert told["skipped"] == {"the moon is full": 1}
-    assert told["passed"] == 6 + 1 + 1 + 1 + 6
-    assert told["seconds_by_function"]["tests/test_shared.py::test_fine"][0] == 6
+    assert report["skipped"] == {"the moon is full": 1}
+    assert report["passed"] == 6 + 1 + 1 + 1 + 6
+    assert report["seconds_by_function"]["tests/test_shared.py::test_fine"][0] == 6
 
 
 @pytest.mark.slow
 def test_one_process_at_a_time_loses_nothing_either(lane) -> None:
-    """A fault ends the run in words; a process that ends takes one test with it."""
+    """A fault ends the run with a reason; a process that ends takes one test with it."""
     ends = "import os, pytest\n@pytest.mark.gpu\ndef test_ends(): os._exit(3)\n"
     found = gpu_tests.run_lane(lane(1, faults=FAULTS + ends), (1, 1), {})
-    told = gpu_tests.summary(found)
-    assert told["passed"] == 6
-    assert failures(told) == {
+    report = gpu_tests.summary(found)
+    assert report["passed"] == 6
+    assert failures(report) == {
         "test_faults": "RuntimeError: CUDA error: misaligned address",
         "test_ends": gpu_tests.ENDED,
     }
@@ -163,10 +164,10 @@ class ShortLane(NamedTuple):
     seconds: float = 9.0
 
     def pytest(self, arguments: Sequence[str], notes: Path) -> None:
-        told: list[dict] = [{"started": "a"}]
-        told += [{"id": "a", "outcome": "passed", "reason": None, "seconds": 1.0, "when": "teardown"}]
-        told += [{"started": "b"}, {"id": "b", "outcome": "passed", "reason": None, "seconds": 0.1, "when": "setup"}]
-        notes.write_text("".join(json.dumps(note) + "\n" for note in told) + '{"id": "b", "outc')
+        report: list[dict] = [{"started": "a"}]
+        report += [{"id": "a", "outcome": "passed", "reason": None, "seconds": 1.0, "when": "teardown"}]
+        report += [{"started": "b"}, {"id": "b", "outcome": "passed", "reason": None, "seconds": 0.1, "when": "setup"}]
+        notes.write_text("".join(json.dumps(note) + "\n" for note in report) + '{"id": "b", "outc')
 
 
 def test_what_was_not_run_in_time_has_failed(tmp_path: Path) -> None:
@@ -215,5 +216,5 @@ def test_a_python_without_cuda_is_refused_in_words() -> None:
     command = ["make", "test-gpu", f"PYTHON={sys.executable}", "JOBS=3", "PART=1/2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
-    assert "error: the tests that need CUDA were asked; torch" in done.stderr
+    assert "error: the tests need CUDA; " in done.stderr
     assert "without CUDA" in done.stderr

@@ -75,6 +75,7 @@ def test_the_wheel_declares_the_core_dependencies(wheel: Path) -> None:
         "safetensors",
         "tokenizers",
         "jinja2",
+        "msgspec",
         "numpy",
         "rich",
     }

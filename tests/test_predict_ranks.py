@@ -77,7 +77,7 @@ def test_the_committed_record_is_what_the_script_says_and_says_that_it_never_ran
     assert record["machine"] == "no machine"
 
 
-def test_a_record_is_written_where_it_is_asked_for(
+def test_a_record_is_written_to_the_given_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["predict_ranks.py", "--out", str(tmp_path)])

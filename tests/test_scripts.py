@@ -200,7 +200,7 @@ def test_tables_are_written_between_their_marks() -> None:
     assert once == "a\n<b>\nnew\n<e>\nz\n"
     assert doc_tables.replaced(once, "new", "<b>", "<e>") == once
     for broken in ("no marks", "<b>\n", "<e>\n<b>\n", "<b>\n<b>\n<e>\n"):
-        with pytest.raises(SystemExit, match="put them back"):
+        with pytest.raises(SystemExit, match="put the marks back"):
             doc_tables.replaced(broken, "new", "<b>", "<e>")
 
 

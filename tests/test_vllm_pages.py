@@ -108,7 +108,7 @@ def test_bytes_of_a_token_count_every_layer(six_layers: Path) -> None:
 def record(six_layers: Path, tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("out")
     text = out / "text.txt"
-    text.write_text("Nobody had ever asked it that before, and so it had no answer. " * 4)
+    text.write_text("No reader had ever posed it that before, and so it had no answer. " * 4)
     patch = pytest.MonkeyPatch()
     options = ["--model", str(six_layers), "--text", str(text), "--window", "40", "--tokens", "120", "--layers"]
     patch.setattr(sys, "argv", ["kv_quality.py", *options, "--out", str(out), "--html", str(out / "page.html")])
@@ -132,8 +132,8 @@ def test_both_are_measured_in_one_run(record: dict) -> None:
     assert f"turboquant_4bit_nc, {kv_quality.WIDE}" in by_name
     bare = by_name[f"turboquant_4bit_nc, {kv_quality.NONE}"]
     assert bare["bytes_per_token"] < by_name["turboquant_4bit_nc"]["bytes_per_token"]
-    told = "python benchmarks/kv_quality.py --tokens 120 --window 40 --model model --text text.txt --layers"
-    assert record["command"] == told, "no place of this machine is in it"
+    command = "python benchmarks/kv_quality.py --tokens 120 --window 40 --model model --text text.txt --layers"
+    assert record["command"] == command, "no place of this machine is in it"
 
 
 @pytest.mark.slow

@@ -29,8 +29,8 @@ def test_a_small_run_leaves_a_record_and_a_page(tmp_path: Path, monkeypatch: pyt
     record = json.loads(path.read_text())
     assert record["section"] == "weight-quality"
     assert record["commit"] == "abc"
-    told = "python benchmarks/weight_quality.py --tokens 80 --window 40 --schemes fp8,mxfp4 --embeddings head"
-    assert record["command"] == f"{told} --model model --text text.txt"
+    command = "python benchmarks/weight_quality.py --tokens 80 --window 40 --schemes fp8,mxfp4 --embeddings head"
+    assert record["command"] == f"{command} --model model --text text.txt"
     names = [result["measure"] for result in record["results"]]
     assert names == ["float32", "fp8", "mxfp4"]
     shown = doc_tables.section_tables(out, "weight-quality")

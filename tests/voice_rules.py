@@ -15,8 +15,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
-RECORDS = ("docs/log.md", "benchmarks/records", "tests/voice_rules.py")
-"""Dated records, and this list itself."""
+RECORDS = ("docs/log.md", "benchmarks/records", "tests/voice_rules.py", "tests/test_voice.py")
+"""Dated records, this list itself, and its test."""
 BANNED = {
     "at the most": "at most",
     "at the least": "at least",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.fakes import Gate, answer_of, assert_at_rest, make_engine, solo, text_of, tokens_of
+from error_codes import raises_code
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.errors import EngineDeadError, PromptError, QueueFullError, RequestError
 from holdfast.loading.planning.open_model import GenerationDefaults
@@ -194,9 +195,9 @@ def test_a_slow_reader_holds_up_none():
 
 def test_refusals_are_exceptions_of_the_reader():
     async def work(llm, engine):
-        with pytest.raises(PromptError, match="empty prompt"):
+        with raises_code("request.prompt_empty", PromptError):
             await last(llm.generate("", PARAMS))
-        with pytest.raises(RequestError, match="token id 10000"):
+        with raises_code("request.token_outside_vocabulary", RequestError, value=10000):
             await last(llm.generate("x", SamplingParams(stop_token_ids=[10000])))
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(llm.generate("x", PARAMS, "same"))) for _ in range(2)]

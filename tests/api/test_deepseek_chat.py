@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 
 from cli.cli_models import make_model
+from error_codes import raises_code
 from holdfast.api.llm import LLM
 from holdfast.errors import PromptError
 from holdfast.request.sampling_params import SamplingParams
@@ -52,9 +53,9 @@ def test_chat_without_template_writes_the_encoding(llm: LLM) -> None:
 
 
 def test_chat_with_a_wrong_role_leaves_others_alone(llm: LLM) -> None:
-    with pytest.raises(PromptError, match=r"the role 'robot'; the encoder of DeepSeek V3\.2 accepts system, user,"):
+    with raises_code("value.not_one_of", PromptError, value="robot"):
         llm.chat([{"role": "robot", "content": "Q"}], TWO_TOKENS)
-    with pytest.raises(PromptError, match="reasoning_effort='huge' was given"):
+    with raises_code("value.not_one_of", PromptError, name="reasoning_effort", value="huge"):
         llm.chat([{"role": "user", "content": "Q"}], TWO_TOKENS, chat_template_kwargs={"reasoning_effort": "huge"})
     assert len(llm.chat([{"role": "user", "content": "Q"}], TWO_TOKENS)[0].outputs[0].token_ids) == 2
     templated = llm.chat([{"role": "robot", "content": "Q"}], TWO_TOKENS, chat_template="{{ messages[0].role }}")

@@ -13,6 +13,7 @@ from typing import Unpack, get_type_hints
 import pytest
 
 from engine.fakes import answer_of, assert_at_rest, make_engine, solo, text_of, tokens_of
+from error_codes import raises_code
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.llm import LLM
 from holdfast.api.options import EngineOptions, chat_values, sampling_params_from
@@ -89,38 +90,73 @@ def test_names_of_another_engine_are_understood():
         llm.generate("Hello", sampling_params=PARAMS, use_tqdm=False)[0].outputs
         == llm.generate("Hello", PARAMS)[0].outputs
     )
-    with pytest.raises(RequestError, match="Pass one of them"):
+    with raises_code("api.params_twice", RequestError):
         llm.generate("Hello", PARAMS, sampling_params=PARAMS)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "params", "error", "match"),
+    ("prompts", "params", "error", "code", "values", "contexts"),
     [
-        pytest.param(["ok", ""], PARAMS, PromptError, "prompt 1: an empty prompt", id="an empty one"),
+        pytest.param(["ok", ""], PARAMS, PromptError, "request.prompt_empty", {}, ("prompt 1",), id="an empty one"),
         pytest.param(
-            ["ok", "ok", {"prompt_token_ids": [999]}], PARAMS, PromptError, "prompt 2: .*999", id="an unknown id"
+            ["ok", "ok", {"prompt_token_ids": [999]}],
+            PARAMS,
+            PromptError,
+            "request.token_outside_vocabulary",
+            {"value": 999},
+            ("prompt 2",),
+            id="an unknown id",
         ),
         pytest.param(
             ["ok", "ok"],
             [PARAMS, SamplingParams(stop_token_ids=[9999])],
             RequestError,
-            "prompt 1: stop_token_ids holds token id 9999",
+            "request.token_outside_vocabulary",
+            {"name": "stop_token_ids", "value": 9999},
+            ("prompt 1",),
             id="a stop token that is none",
         ),
-        pytest.param(["ok", "ok"], [PARAMS], RequestError, "1 params for 2 prompts", id="too few params"),
-        pytest.param(["ok"], [PARAMS] * 2, RequestError, "2 params for 1 prompts", id="too many params"),
-        pytest.param(["ok", "ok"], [PARAMS, None], RequestError, "prompt 1: params of type NoneType", id="no params"),
-        pytest.param([1, 2, "3"], PARAMS, PromptError, "prompt 0: a prompt of type int", id="ids and text"),
-        pytest.param(iter(["ok"]), PARAMS, PromptError, "one prompt or a list of them", id="an iterator"),
-        pytest.param(None, PARAMS, PromptError, "Pass either prompts", id="None"),
-        pytest.param("", PARAMS, PromptError, "^an empty prompt", id="a single empty one"),
-        pytest.param("ok", {"max_tokens": 3}, RequestError, "params of type dict", id="a dict"),
+        pytest.param(
+            ["ok", "ok"],
+            [PARAMS],
+            RequestError,
+            "api.params_count",
+            {"num_params": 1, "num_prompts": 2},
+            (),
+            id="too few params",
+        ),
+        pytest.param(
+            ["ok"],
+            [PARAMS] * 2,
+            RequestError,
+            "api.params_count",
+            {"num_params": 2, "num_prompts": 1},
+            (),
+            id="too many params",
+        ),
+        pytest.param(
+            ["ok", "ok"],
+            [PARAMS, None],
+            RequestError,
+            "request.params_type",
+            {"kind": "NoneType"},
+            ("prompt 1",),
+            id="no params",
+        ),
+        pytest.param(
+            [1, 2, "3"], PARAMS, PromptError, "request.prompt_type", {"kind": "int"}, ("prompt 0",), id="ids and text"
+        ),
+        pytest.param(iter(["ok"]), PARAMS, PromptError, "api.not_prompts", {}, (), id="an iterator"),
+        pytest.param(None, PARAMS, PromptError, "api.prompts_or_ids", {}, (), id="None"),
+        pytest.param("", PARAMS, PromptError, "request.prompt_empty", {}, (), id="a single empty one"),
+        pytest.param("ok", {"max_tokens": 3}, RequestError, "request.params_type", {"kind": "dict"}, (), id="a dict"),
     ],
 )
-def test_anything_wrong_raises_before_anything_runs(prompts, params, error, match):
+def test_generate_wrong_argument_raises_before_anything_runs(prompts, params, error, code, values, contexts):
     llm = make_llm()
-    with pytest.raises(error, match=match):
+    with raises_code(code, error, **values) as caught:
         llm.generate(prompts, params)
+    assert caught.value.contexts == contexts
     assert llm.engine.runner.steps == []
     assert llm.engine.stats().num_requests == 0
     assert_at_rest(llm.engine)
@@ -326,16 +362,17 @@ def test_the_signature_is_a_model_and_the_shared_options(kind):
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "code", "words"),
     [
-        ({"max_model_length": 5}, "did you mean max_model_len"),
-        ({"memory_utilization": 0.5, "gpu_memory_utilization": 0.6}, "is the same option"),
-        ({"seed": False}, "seed"),
+        ({"max_model_length": 5}, "config.unknown_option", "Did you mean max_model_len?"),
+        ({"memory_utilization": 0.5, "gpu_memory_utilization": 0.6}, "config.same_option", "memory_utilization"),
+        ({"seed": False}, "value.not_integer", "seed"),
     ],
 )
-def test_wrong_options_are_refused_before_a_model_is_touched(kind, options, words, built):
-    with pytest.raises(ConfigError, match=words):
+def test_wrong_options_are_refused_before_a_model_is_touched(kind, options, code, words, built):
+    with raises_code(code, ConfigError) as caught:
         kind("some/model", **options)
+    assert words in str(caught.value)
     assert built == []
 
 
@@ -368,7 +405,7 @@ def test_options_reach_the_builder(kind, built):
     llm.shutdown()
     kind().shutdown()
     assert built[1][0] == (EngineConfig().paced() if kind is AsyncLLM else EngineConfig())
-    with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
+    with raises_code("config.unknown_option", ConfigError, name="max_num_seq"):
         kind(max_num_seq=4)
     with pytest.raises(ConfigError, match="dtype"):
         kind(dtype="float12")

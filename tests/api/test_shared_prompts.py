@@ -151,7 +151,7 @@ def test_prompts_that_begin_alike_compute_the_beginning_once(
     with opened(tmp_path, family, kv_format, device) as engine:
         shared, num_rows = counted.run(engine, prompts), counted.num_rows
         block = engine.scheduler.prefix.block_tokens
-        again = engine.scheduler._tokens_again
+        again = engine.scheduler.tokens_again
     with opened(tmp_path, family, kv_format, device, enable_prefix_caching=False) as engine:
         alone = counted.run(engine, prompts)
     num_shared = max(len(stem) // block * block - again, 0) if len(stem) >= block else 0

@@ -88,7 +88,7 @@ def test_preemption_at_every_position(case: Case, monkeypatch: pytest.MonkeyPatc
     def preempting(*limits: Any) -> Any:
         nonlocal countdown
         if countdown == 0 and scheduler.num_running:
-            scheduler._preempt_last()
+            scheduler.preempt_last()
         countdown -= 1
         return schedule(*limits)
 

@@ -247,11 +247,11 @@ def test_huge_and_negative_token_ids_do_not_run_together() -> None:
     "damage",
     [
         lambda cache: cache._entries.clear(),
-        lambda cache: cache._by_page.clear(),
-        lambda cache: cache._by_page[1].slots.__setitem__(0, 0),
-        lambda cache: setattr(cache._by_page[0], "is_registered", False),
-        lambda cache: setattr(cache._by_page[1], "parent", None),
-        lambda cache: cache._by_page[0].children.clear(),
+        lambda cache: cache.by_page.clear(),
+        lambda cache: cache.by_page[1].slots.__setitem__(0, 0),
+        lambda cache: setattr(cache.by_page[0], "is_registered", False),
+        lambda cache: setattr(cache.by_page[1], "parent", None),
+        lambda cache: cache.by_page[0].children.clear(),
         lambda cache: cache._pool.forget(1),
     ],
     ids=["no names", "no pages", "wrong page", "dropped", "no parent", "no children", "pool forgot"],
@@ -294,7 +294,7 @@ def test_block_registered_anew_after_eviction_may_be_found() -> None:
     hit = bench.cache.match(chain, tokens, 12)
     bench.pool.release_many(pages)
     assert not bench.cache.may_hold_more(chain, hit)
-    bench.cache._evict(pages[1])
+    bench.cache.evict(pages[1])
     assert not bench.cache.may_hold_more(chain, hit), "less is left, and nothing else"
     bench.compute(tokens[:8])
     assert bench.cache.may_hold_more(chain, hit)

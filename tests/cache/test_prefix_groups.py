@@ -66,7 +66,7 @@ def test_what_a_window_no_longer_has_ends_a_hit_earlier() -> None:
     _, tables = bench.compute(tokens, step=4)
     bench.release(tables)
     newest = bench.match(tokens).tables[1][-1]
-    bench.cache._evict(newest)
+    bench.cache.evict(newest)
     bench.check()
     hit = bench.match(tokens)
     assert (hit.num_tokens, hit.num_known) == (12, 4), "the entry is still there, and its last page is not"
@@ -78,7 +78,7 @@ def test_holes_are_filled_by_whoever_computes_the_block_again() -> None:
     _, tables = bench.compute(tokens, step=4)
     bench.release(tables)
     newest = bench.match(tokens).tables[1][-1]
-    bench.cache._evict(newest)
+    bench.cache.evict(newest)
     before = bench.cache.num_filled
     _, again = bench.compute([*tokens, 99])
     assert bench.cache.num_filled == before + 1
@@ -91,7 +91,7 @@ def test_a_page_of_a_whole_context_takes_everything_below_with_it() -> None:
     tokens = list(range(16))
     _, tables = bench.compute(tokens)
     bench.release(tables)
-    bench.cache._evict(tables[0][1])
+    bench.cache.evict(tables[0][1])
     bench.check()
     assert len(bench.cache) == 1
     assert bench.match(tokens).num_known == 1
@@ -105,12 +105,12 @@ def test_a_window_alone_keeps_links_while_something_hangs_below_and_no_longer() 
     assert len(bench.cache) == 6
     pages = list(bench.match(tokens).tables[0])
     for page in [page for entry in bench.match(tokens).entries[:4] for page in entry.slots]:
-        bench.cache._evict(page)
+        bench.cache.evict(page)
     bench.check()
     assert len(bench.cache) == 6, "links to what is left"
     assert bench.match(tokens).num_tokens == 12
     for page in reversed(pages[4:]):
-        bench.cache._evict(page)
+        bench.cache.evict(page)
     bench.check()
     assert len(bench.cache) == 0
 
@@ -182,9 +182,9 @@ def test_owners_of_a_hit_change_with_sharing_and_eviction() -> None:
     bench.pool.release(tables[1][5])
     bench.release(tables)
     assert bench.cache.owners_seen(hit) == (0, 0)
-    bench.cache._evict(hit.tables[1][4])
+    bench.cache.evict(hit.tables[1][4])
     assert bench.cache.owners_seen(hit) == (-1, 0)
-    bench.cache._evict(hit.tables[0][2])
+    bench.cache.evict(hit.tables[0][2])
     assert bench.cache.owners_seen(hit) == (-1,)
 
 
@@ -198,7 +198,7 @@ def test_hit_needs_every_page_that_its_window_sees(page_tokens: int, window: int
         bench.release(tables)
         pages = [page for entry in bench.match(tokens).known for page in entry.slots[1:]]
         assert len(pages) == num_places
-        bench.cache._evict(pages[gone])
+        bench.cache.evict(pages[gone])
         # Of the first h tokens the next one sees those from h - window + 1 on.
         lost = range(gone * page_tokens, (gone + 1) * page_tokens)
         served = [h for h in (0, 4, 8, 12, 16) if not set(lost) & set(range(max(h - window + 1, 0), h))]

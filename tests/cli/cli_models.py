@@ -85,9 +85,12 @@ class Ended:
     def __init__(self, code: int, out: str, err: str, error: BaseException | None = None) -> None:
         self.code, self.out, self.err, self.error = code, out, err, error
 
-    def refuses(self, expected: str) -> bool:
-        """Return True if the error has this code, or stderr has this text."""
-        return expected == getattr(self.error, "code", None) or expected in self.err
+    def refuses(self, expected: str, **values: object) -> bool:
+        """Return True if the error has this code and at least these values, or stderr has this text."""
+        if expected != getattr(self.error, "code", None):
+            return expected in self.err
+        held: dict[str, object] = getattr(self.error, "values", {})
+        return all(name in held and held[name] == value for name, value in values.items())
 
     def __repr__(self) -> str:
         return f"exit {self.code}\n--- out\n{self.out}\n--- err\n{self.err}"

@@ -16,9 +16,9 @@ from cli.cli_models import Here, pipe_in, start
 from engine.fakes import assert_at_rest, make_engine
 from error_codes import raises_code
 from holdfast.api.llm import LLM
-from holdfast.cli.chat import MORE, PROMPT, ChatHistory, ChatSession, Piped, Typed, split_thoughts
+from holdfast.cli.chat import MORE, PROMPT, Answers, ChatHistory, ChatSession, Piped, Typed, split_thoughts
 from holdfast.cli.opened_model import prepare, sampling_params, stream
-from holdfast.errors import ConfigError, HoldfastError, PromptError
+from holdfast.errors import ConfigError, EngineDeadError, PromptError
 
 
 def test_messages_alternate_after_the_system_message() -> None:
@@ -51,7 +51,7 @@ def test_a_chat_is_saved_once(tmp_path: Path) -> None:
     assert (tmp_path / "chat.json").read_text() == "mine"
 
 
-@pytest.mark.parametrize("file", ["no/such/folder/chat.json", ".", "a\0b", "~nobody-of-this-name/x"])
+@pytest.mark.parametrize("file", ["no/such/folder/chat.json", ".", "a\0b", "~no-user-of-this-name/x"])
 def test_a_place_that_cannot_be_written_is_reported(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with raises_code("cli.chat_not_saved", ConfigError):
@@ -130,14 +130,12 @@ def test_history_keeps_opened_thoughts_apart(prompt, text, kept):
     assert history.messages()[1] == {"role": "assistant", **kept}
 
 
-class FakeAnswers:
+class FakeAnswers(Answers):
     """An engine whose tokens are hashes of what came before."""
-
-    model_name = "A-Model"
 
     def __init__(self, context: int = 400) -> None:
         self.engine = make_engine(max_model_len=context, num_pages=context // 4, page_tokens=4)
-        self.context_tokens = context
+        self.model_name, self.context_tokens = "A-Model", context
         self.llm = LLM.from_engine(self.engine)
         self.requested: list[list[tuple[str, str]]] = []
         self.interrupt_at: int | None = None
@@ -409,7 +407,7 @@ def test_a_dead_engine_ends_the_chat(chat: Chat) -> None:
         raise RuntimeError("no more")
 
     chat.answers.engine.runner.on_step = die  # type: ignore[attr-defined]
-    with raises_code("cli.answer_failed", HoldfastError):
+    with raises_code("engine.dead", EngineDeadError):
         chat.session.take("Hello")
 
 

@@ -87,5 +87,5 @@ def test_the_record_goes_where_the_readme_looks(
     assert invoke([*called[0], "--help"]) == 0
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["cpu.py", "../Oh no"])
-    with pytest.raises(SystemExit, match="choose another"):
+    with pytest.raises(SystemExit, match="letters, digits and hyphens"):
         script["main"]()

@@ -80,7 +80,7 @@ def test_flags_without_effect_are_named_in_one_line(capsys: pytest.CaptureFixtur
     for words in (
         "--trust-remote-code (code out of a model folder is never run",
         "--disable-log-requests (holdfast serve logs prompts only with --log-requests)",
-        "--disable-log-stats (statistics",
+        "--disable-log-stats (",
         "--swap-space 4",
         "-O3, --compilation-config.mode 3, --cudagraph-capture-sizes 1 2 4 (graph sizes",
         "-fa on (",

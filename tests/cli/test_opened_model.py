@@ -264,8 +264,10 @@ def test_an_answer_has_a_bound_unless_one_is_requested(params: SamplingParams, m
 def test_the_bound_stays_inside_the_context(requested: int | None, caplog: pytest.LogCaptureFixture) -> None:
     prepared = prepare(make_engine(max_model_len=16), "Hello", SamplingParams(max_tokens=requested), 50)
     assert prepared.max_tokens == 11
-    reported = [record.getMessage() for record in caplog.records if "the answer ends after 11" in record.getMessage()]
-    assert len(reported) == (requested is not None), "what was asked and is cut is told"
+    reported = [
+        record.getMessage() for record in caplog.records if "the answer ends after at most 11" in record.getMessage()
+    ]
+    assert len(reported) == (requested is not None), "a bound that was requested is cut with a warning"
 
 
 def test_messages_go_through_the_template() -> None:

@@ -20,13 +20,13 @@ from holdfast.cli.page import (
     MAX_BOXES,
     WIDTH,
     Bar,
-    Block,
     HtmlTable,
     Part,
     Picture,
     Scale,
     bars,
     colours,
+    environment,
     eval_page,
     label_heights,
     log_scale,
@@ -53,35 +53,41 @@ from holdfast.memory.report import MemoryReport, MemoryRow
 VERY_HOSTILE = "</title><script>alert(1)</script>\"'&<!--\x00\x1b[31m\udc80\u2028"
 
 
+def rendered(body: str, title: str = "t", **values: object) -> str:
+    """Render a page with a body of its own."""
+    parts = '{% extends "page.html.jinja" %}{% from "page_parts.html.jinja" import paragraphs, picture, table %}'
+    template = environment().from_string(parts + "{% block body %}" + body + "{% endblock %}")
+    return page(template, title, **values)
+
+
 def pictured(*pictures: Picture) -> str:
-    return page("t", *(Block("picture", content=picture) for picture in pictures))
+    return rendered("{% for one in pictures %}{{ picture(one) }}{% endfor %}", pictures=pictures)
 
 
-def tabled(heading: tuple, rows: list, num_numbers: int) -> Block:
-    return Block("table", content=HtmlTable(heading, rows, num_numbers))
+def tabled(heading: tuple, rows: list, num_numbers: int, title: str = "t") -> str:
+    return rendered("{{ table(made) }}", title, made=HtmlTable(heading, rows, num_numbers))
 
 
 @given(st.text(st.characters(codec=None), max_size=40))
 def test_any_text_comes_back_as_it_was_or_with_a_sign_for_what_cannot_be_shown(text: str) -> None:
-    document = read_page(page(text, Block("", text), Block(text, "")))
+    document = read_page(rendered("<p>{{ text }}</p>{{ paragraphs(['x'], text) }}", text, text=text))
     shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
     assert document.all("title")[0].text == shown
     assert document.all("p")[0].text == shown
     assert document.all("p")[1].attributes.get("class", "") == shown
-    page(text).encode("utf-8")
+    rendered("", text).encode("utf-8")
 
 
 def test_a_hostile_name_makes_no_element() -> None:
-    document = read_page(page(VERY_HOSTILE, tabled((VERY_HOSTILE,), [(VERY_HOSTILE, (VERY_HOSTILE,))], 0)))
+    document = read_page(tabled((VERY_HOSTILE,), [(VERY_HOSTILE, (VERY_HOSTILE,))], 0, VERY_HOSTILE))
     assert len(document.all("script")) == 1
     assert "alert" not in document.all("script")[0].text
     assert len(document.all("td")) == 1
 
 
 def test_numbers_are_aligned_and_rows_have_classes() -> None:
-    made = read_page(
-        page("t", tabled(("owner", "bytes", "why"), [("total", ("a", "1", "b")), ("", ("c", "2", "d"))], 1))
-    )
+    rows = [("total", ("a", "1", "b")), ("", ("c", "2", "d"))]
+    made = read_page(tabled(("owner", "bytes", "why"), rows, 1))
     assert [cell.attributes.get("class") for cell in made.all("td")] == [None, "number", None] * 2
     assert [row.attributes.get("class") for row in made.all("tr")] == [None, "total", None]
 
@@ -444,7 +450,7 @@ def test_the_tables_say_what_the_terminal_says() -> None:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_plan_page_text_has_contrast_aa(theme: str) -> None:
     """Text and marks against the page and against the area of a verdict and a command."""
-    blocks = re.findall(r":root\{([^}]*)\}", page("t"))
+    blocks = re.findall(r":root\{([^}]*)\}", rendered(""))
     assert len(blocks) == 2
     names = dict(re.findall(r"--(\w+):(#\w+)", blocks[0])) | (
         dict(re.findall(r"--(\w+):(#\w+)", blocks[1])) if theme == "dark" else {}

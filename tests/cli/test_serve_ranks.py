@@ -2,6 +2,7 @@
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.cli import serve as command
 from holdfast.cli.serve import ServeOptions, serve
 from holdfast.errors import ConfigError
@@ -46,5 +47,5 @@ def test_only_rank_0_takes_the_port(rank: str, ending: type[BaseException], monk
 @pytest.mark.usefixtures("steps")
 def test_a_core_of_its_own_is_refused_before_anything_is_opened(monkeypatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ConfigError, match="add --no-core-process to holdfast serve"):
+    with raises_code("rank.launcher_core_process", ConfigError):
         serve(TYPED, OPTIONS)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from cli.cli_models import Here, make_model
+from error_codes import raises_code
 from holdfast.api.llm import LLM
-from holdfast.errors import HoldfastError
 from holdfast.runner import weight_load
 from models.tiny_latents import LATENT_MODELS
 
@@ -40,21 +41,21 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_load, "load_weights", read)
 
 
-def refused(here: Here, folder: Path, sentence: str, **options: str) -> None:
-    """From both doors, in one line each."""
+def refused(here: Here, folder: Path, code: str, *, options: Mapping[str, str] | None = None, **values: object) -> None:
+    """Check that the command and LLM refuse with one code, in one line each."""
+    options = options or {}
     requested = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
     ended = here("plan", folder, *requested)
     assert ended.code != 0
     assert ended.out == ""
     assert len(ended.err.splitlines()) == 1
-    assert sentence in ended.err
-    not_opened(folder, sentence, **options)
+    assert ended.refuses(code, **values), ended
+    not_opened(folder, code, options=options, **values)
 
 
-def not_opened(folder: Path, sentence: str, **options: Any) -> None:
-    with pytest.raises(HoldfastError) as caught:
-        LLM(model=str(folder), device="cpu", **options)
-    assert sentence in str(caught.value)
+def not_opened(folder: Path, code: str, *, options: Mapping[str, str] | None = None, **values: object) -> None:
+    with raises_code(code, **values) as caught:
+        LLM(model=str(folder), device="cpu", **dict[str, Any](options or {}))
     assert "\n" not in str(caught.value)
 
 
@@ -67,45 +68,43 @@ def changed(sparse: Path, folder: Path, **settings: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"index_topk": 257}, "index_topk = 257; at most the 256 tokens of the longest context is needed there"),
-        ({"index_topk": 0}, "index_topk = 0; a whole number from 1"),
-        ({"index_n_heads": 65}, "index_n_heads = 65; up to 64 heads, which kernels take, is needed there"),
-        ({"index_head_dim": 40}, "index_head_dim = 40; a multiple of 16 up to 128, which kernels take, is needed"),
-        ({"q_lora_rank": None}, "config.json has no q_lora_rank; an index takes its queries from there"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    "settings",
+    [{"index_topk": 257}, {"index_topk": 0}, {"index_n_heads": 65}, {"index_head_dim": 40}],
+    ids=lambda value: "-".join(f"{key}-{size}" for key, size in value.items()),
 )
 def test_sizes_that_no_context_has_and_no_kernel_takes(
-    here: Here, sparse: Path, tmp_path: Path, settings: dict[str, object], sentence: str
+    here: Here, sparse: Path, tmp_path: Path, settings: dict[str, int]
 ) -> None:
-    refused(here, changed(sparse, tmp_path, **settings), sentence)
+    ((key, value),) = settings.items()
+    refused(here, changed(sparse, tmp_path, **settings), "architecture.wrong_value", key=key, value=value)
+
+
+def test_index_without_query_rank_is_refused(here: Here, sparse: Path, tmp_path: Path) -> None:
+    refused(here, changed(sparse, tmp_path, q_lora_rank=None), "architecture.missing_key", key="q_lora_rank")
 
 
 @pytest.mark.parametrize("name", MISSING)
 def test_an_index_without_one_of_its_tensors(sparse: Path, tmp_path: Path, name: str) -> None:
-    """A plan is of settings; files are compared with them by who opens them."""
+    """A plan reads settings alone; opening the model compares files with them."""
     folder = changed(sparse, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     del tensors[MISSING[name]]
     save_file(tensors, folder / "model.safetensors")
-    not_opened(folder, MISSING[name])
+    not_opened(folder, "weights.missing_tensors", count=1, tensors=MISSING[name])
 
 
 def test_tensors_of_another_number_of_heads(sparse: Path, tmp_path: Path) -> None:
-    sentence = "indexer.weights_proj.weight' has the shape [64, 60], and [32, 60] is needed"
-    not_opened(changed(sparse, tmp_path, index_n_heads=32), sentence)
+    folder = changed(sparse, tmp_path, index_n_heads=32)
+    not_opened(folder, "weights.wrong_shape", shape=[64, 60], expected="[32, 60]")
 
 
 def test_an_index_kept_in_an_unknown_type(here: Here, sparse: Path) -> None:
-    sentence = "index_cache_dtype='int4' was asked; the choices are auto, fp8, bfloat16, float16, float32; try auto"
-    refused(here, sparse, sentence, index_cache_dtype="int4")
+    options = {"index_cache_dtype": "int4"}
+    refused(here, sparse, "value.not_one_of", options=options, name="index_cache_dtype", value="int4")
 
 
 def test_an_index_that_a_model_does_not_have(here: Here, tiny: Path) -> None:
-    sentence = "index_cache_dtype=fp8 was asked; model has no index that chooses tokens (DSA); leave it out"
-    refused(here, tiny, sentence, index_cache_dtype="fp8")
+    refused(here, tiny, "plan.no_index", options={"index_cache_dtype": "fp8"}, name="index_cache_dtype", value="fp8")
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 7, 100, 255, 256])
@@ -124,7 +123,7 @@ def test_more_tokens_than_kernels_choose_are_refused_on_a_gpu(here: Here, sparse
     folder = changed(sparse, tmp_path, index_topk=8192, max_position_embeddings=65536)
     ended = here("plan", folder, "--gpu", "h200", "--max-model-len", "65536")
     assert ended.code != 0
+    assert ended.refuses("attention.no_backend"), ended
     assert "a row may choose up to 4096 tokens, not 8192" in ended.err
-    assert "a shorter max_model_len" in ended.err
     assert here("plan", folder, "--gpu", "h200", "--max-model-len", "8192").code == 0
     assert here("plan", folder).code == 0

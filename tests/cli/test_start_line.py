@@ -2,6 +2,7 @@
 
 import io
 import sys
+import threading
 
 import pytest
 
@@ -62,9 +63,10 @@ def test_start_line_is_redrawn_while_a_stage_lasts(monkeypatch):
         line.clear()
         num_before = len(terminal.getvalue())
     assert len(terminal.getvalue()) == num_before
-    assert line._ticker is not None
-    line._ticker.join(10)
-    assert not line._ticker.is_alive()
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-start":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_start_line_in_a_pipe_writes_reported_stages(capsys):

@@ -17,7 +17,7 @@ def a_hit_begins_behind_its_last_token(patch):
 
     def init(self, *arguments, **named):
         real(self, *arguments, **named)
-        self._tokens_again = 0
+        self.tokens_again = 0
 
     patch.setattr(Scheduler, "__init__", init)
 
@@ -38,7 +38,7 @@ def a_window_serves_only_what_follows_the_hit(patch):
 
 @mutant("holds what is before|has not what its window of|reads what is not its own")
 def windows_go_back_as_if_nothing_were_computed_again(patch):
-    real = PrefixCache._tables
+    real = PrefixCache.tables_of
 
     def tables(self, entries):
         found = real(self, entries)
@@ -48,7 +48,7 @@ def windows_go_back_as_if_nothing_were_computed_again(patch):
             (*[-1] * min(first, len(table)), *table[first:]) for first, table in zip(hidden, found, strict=True)
         )
 
-    patch.setattr(PrefixCache, "_tables", tables)
+    patch.setattr(PrefixCache, "tables_of", tables)
 
 
 @mutant("reads what is not its own", first_seed=8)
@@ -58,7 +58,7 @@ def a_failed_step_leaves_the_state_where_it_was(patch):
 
 @mutant("waits:", first_seed=60)
 def a_preempted_sequence_keeps_what_was_stored(patch):
-    real = Scheduler._preempt_last
+    real = Scheduler.preempt_last
 
     def preempt(self):
         before = {own.sequence_id: own.num_stored for own in self.running}
@@ -66,7 +66,7 @@ def a_preempted_sequence_keeps_what_was_stored(patch):
         sequence.num_stored = before[sequence.sequence_id]
         return sequence
 
-    patch.setattr(Scheduler, "_preempt_last", preempt)
+    patch.setattr(Scheduler, "preempt_last", preempt)
 
 
 @mutant(

@@ -62,9 +62,9 @@ def the_slot_of_one_in_flight_is_given_away(patch):
             real_leave(self, number)
         self._released[:] = released
 
-    real, real_leave = Scheduler.finish, Scheduler._leave_quarantine
+    real, real_leave = Scheduler.finish, Scheduler.leave_quarantine
     patch.setattr(Scheduler, "finish", finish)
-    patch.setattr(Scheduler, "_leave_quarantine", leave)
+    patch.setattr(Scheduler, "leave_quarantine", leave)
     # It would see it first.
     patch.setattr(SlotPool, "check", lambda self, taken: None)
 
@@ -74,16 +74,16 @@ def quarantine_ends_a_step_too_early(patch):
     def leave(self, number):
         real(self, number + 1)
 
-    real = Scheduler._leave_quarantine
-    patch.setattr(Scheduler, "_leave_quarantine", leave)
+    real = Scheduler.leave_quarantine
+    patch.setattr(Scheduler, "leave_quarantine", leave)
 
 
 @mutant(OTHERS + "|is kept for step")
 def quarantine_counts_from_the_first_step_in_flight(patch):
     def finish(self, sequence):
         real(self, sequence)
-        if self._quarantine and self._in_flight:
-            self._quarantine[-1] = replace(self._quarantine[-1], last_step=self._in_flight[0].step.number)
+        if self._quarantine and self.in_flight:
+            self._quarantine[-1] = replace(self._quarantine[-1], last_step=self.in_flight[0].step.number)
 
     real = Scheduler.finish
     patch.setattr(Scheduler, "finish", finish)
@@ -91,7 +91,7 @@ def quarantine_counts_from_the_first_step_in_flight(patch):
 
 @mutant("is kept for step")
 def quarantine_never_ends(patch):
-    patch.setattr(Scheduler, "_leave_quarantine", lambda self, number: None)
+    patch.setattr(Scheduler, "leave_quarantine", lambda self, number: None)
 
 
 @mutant("sequences hold pages .* times, the pool counts")
@@ -109,8 +109,8 @@ def a_slot_never_comes_back(patch):
             inside.setattr(SlotPool, "put", lambda self, slot: None)
             real(self, number)
 
-    real = Scheduler._leave_quarantine
-    patch.setattr(Scheduler, "_leave_quarantine", leave)
+    real = Scheduler.leave_quarantine
+    patch.setattr(Scheduler, "leave_quarantine", leave)
 
 
 @mutant("is given, and it is taken|slots .* are free, .* are taken")
@@ -124,8 +124,8 @@ def a_release_is_not_sent(patch):
         del self._released[:1]
         return real(self, items)
 
-    real = Scheduler._launched
-    patch.setattr(Scheduler, "_launched", launched)
+    real = Scheduler.launched
+    patch.setattr(Scheduler, "launched", launched)
 
 
 @mutant("is (released|running), and it is empty|the device has .* in its slots")
@@ -136,8 +136,8 @@ def a_release_is_sent_twice(patch):
         self._released += released
         return live
 
-    real = Scheduler._launched
-    patch.setattr(Scheduler, "_launched", launched)
+    real = Scheduler.launched
+    patch.setattr(Scheduler, "launched", launched)
 
 
 @mutant("was finished and got a token")
@@ -170,7 +170,7 @@ def new_pages_are_not_sent(patch):
             max(reported, len(table) - 1) for reported, table in zip(track.num_sent, sequence.tables, strict=True)
         ]
 
-    after(patch, "_extend", act)
+    after(patch, "extend", act)
 
 
 @mutant(r"was sent \d+ of \d+ places")
@@ -178,7 +178,7 @@ def pages_of_a_hit_are_not_sent(patch):
     def act(self, sequence, hit):
         self._tracks[sequence.sequence_id].num_sent = [len(table) for table in sequence.tables]
 
-    after(patch, "_start", act)
+    after(patch, "start", act)
 
 
 @mutant(r"has sequence\.num_scheduled=\d+ sequence\.num_coming=\d+, in flight are")
@@ -186,7 +186,7 @@ def tokens_go_on_coming(patch):
     def act(self, item, chosen):
         item.sequence.num_coming += item.samples and item.sequence.sequence_id % 3 == 0
 
-    after(patch, "_book", act)
+    after(patch, "book", act)
 
 
 @mutant(
@@ -197,7 +197,7 @@ def a_coming_token_is_not_counted(patch):
         for item in items:
             item.sequence.num_coming = 0
 
-    after(patch, "_launched", act)
+    after(patch, "launched", act)
 
 
 @mutant(r"starts at \d+")
@@ -205,8 +205,8 @@ def a_step_starts_one_too_far(patch):
     def launched(self, items):
         return real(self, [item._replace(start=item.start + (item.sequence.num_coming > 0)) for item in items])
 
-    real = Scheduler._launched
-    patch.setattr(Scheduler, "_launched", launched)
+    real = Scheduler.launched
+    patch.setattr(Scheduler, "launched", launched)
 
 
 @mutant("has not what its .* sees from|reads what is not its own")
@@ -216,13 +216,13 @@ def a_window_gives_back_what_steps_in_flight_see(patch):
         real(self, sequence)
         sequence.num_computed = num_computed
 
-    real = Scheduler._give_back
-    patch.setattr(Scheduler, "_give_back", give_back)
+    real = Scheduler.give_back
+    patch.setattr(Scheduler, "give_back", give_back)
 
 
 @mutant(r"num_step_tokens=\d+|holds \d+ pages of its|holds more than \d+ pages", first_seed=19)
 def a_window_is_run_ahead_without_a_bound(patch):
-    patch.setattr(Scheduler, "_most_ahead", lambda self, sequence: self.limits.max_num_batched_tokens)
+    patch.setattr(Scheduler, "most_ahead", lambda self, sequence: self.limits.max_num_batched_tokens)
 
 
 @mutant(r"num_registered=\d+ blocks, num_full=|is written and holds a registered prefix")
@@ -232,7 +232,7 @@ def a_prefix_is_registered_with_tokens_that_are_not_known(patch):
         chain = self._tracks[sequence.sequence_id].chain
         self.prefix.register(chain, sequence.token_ids, sequence.tables, sequence.num_scheduled)
 
-    after(patch, "_book", act)
+    after(patch, "book", act)
 
 
 @mutant("none of .* has outgrown what admission promised|was admitted without pages", first_seed=34)
@@ -251,25 +251,25 @@ def a_claim_ignores_coming_tokens(patch):
 @mutant(r"was preempted with \d+ steps in flight", first_seed=34)
 def a_sequence_in_flight_is_preempted(patch):
     def grow(self, sequence, num_tokens):
-        steps, self._in_flight = self._in_flight, type(self._in_flight)()
+        steps, self.in_flight = self.in_flight, type(self.in_flight)()
         try:
             return real(self, sequence, num_tokens)
         finally:
-            self._in_flight = steps
+            self.in_flight = steps
 
-    real = Scheduler._grow
-    patch.setattr(Scheduler, "_grow", grow)
+    real = Scheduler.grow
+    patch.setattr(Scheduler, "grow", grow)
 
 
 @mutant("the device has .* in its slots|waits: .*sequence.slot=", first_seed=34)
 def a_preempted_sequence_keeps_its_slot(patch):
     def preempt(self):
         with patch.context() as inside:
-            inside.setattr(Scheduler, "_release_slot", lambda self, sequence, track: None)
+            inside.setattr(Scheduler, "release_slot", lambda self, sequence, track: None)
             return real(self)
 
-    real = Scheduler._preempt_last
-    patch.setattr(Scheduler, "_preempt_last", preempt)
+    real = Scheduler.preempt_last
+    patch.setattr(Scheduler, "preempt_last", preempt)
 
 
 @mutant(r"runs up to \d+")
@@ -286,7 +286,7 @@ def rejected_proposals_count_as_computed(patch):
         if item.proposals:
             item.sequence.num_computed = item.sequence.num_scheduled = item.start + item.num_new_tokens
 
-    after(patch, "_book", act)
+    after(patch, "book", act)
 
 
 @mutant(r"has sequence\.num_scheduled=\d+ sequence\.num_coming=\d+, in flight are", first_seed=36)
@@ -295,7 +295,7 @@ def rejected_proposals_stay_scheduled(patch):
         if item.proposals:
             item.sequence.num_scheduled = item.start + item.num_new_tokens
 
-    after(patch, "_book", act)
+    after(patch, "book", act)
 
 
 @mutant(r"num_registered=\d+ blocks, num_full=|has not the \d+ outputs", first_seed=40)
@@ -307,20 +307,18 @@ def rejected_proposals_are_registered(patch):
             guessed = [*sequence.token_ids[: item.num_tokens], *item.proposals]
             self.prefix.register(chain, guessed, sequence.tables, item.start + item.num_new_tokens)
 
-    after(patch, "_book", act)
+    after(patch, "book", act)
 
 
 @mutant(r"^\d+ rows choose in a step", first_seed=11)
 def proposals_take_rows_that_are_not_there(patch):
-    patch.setattr(Scheduler, "_spare_rows", lambda self: 10**6)
+    patch.setattr(Scheduler, "spare_rows", lambda self: 10**6)
 
 
 @mutant(r"^\d+ tokens in a step|runs -\d+ tokens", first_seed=17)
 def proposals_take_no_part_of_the_budget(patch):
-    real = Scheduler._proposals
-    patch.setattr(
-        Scheduler, "_proposals", lambda self, sequence, guesses, most: real(self, sequence, guesses, most + 9)
-    )
+    real = Scheduler.proposals
+    patch.setattr(Scheduler, "proposals", lambda self, sequence, guesses, most: real(self, sequence, guesses, most + 9))
 
 
 @mutant("none of .* has outgrown what admission promised|was admitted without pages", first_seed=40)
@@ -329,8 +327,8 @@ def proposals_take_what_others_claim(patch):
         guesses.num_claimed = 0
         return real(self, sequence, guesses, most)
 
-    real = Scheduler._proposals
-    patch.setattr(Scheduler, "_proposals", proposals)
+    real = Scheduler.proposals
+    patch.setattr(Scheduler, "proposals", proposals)
 
 
 @mutant("drafts after unknown tokens", first_seed=36)
@@ -363,7 +361,7 @@ def forgotten_steps_leave_their_quarantine(patch):
     def forget(self):
         held = list(self._quarantine)
         with patch.context() as inside:
-            inside.setattr(Scheduler, "_leave_quarantine", lambda self, number: None)
+            inside.setattr(Scheduler, "leave_quarantine", lambda self, number: None)
             real(self)
         assert self._quarantine == held, "nothing has left"
 
@@ -377,8 +375,8 @@ def one_that_starts_anew_is_not_released(patch):
         real(self, sequence)
         self._released.pop()
 
-    real = Scheduler._start_anew
-    patch.setattr(Scheduler, "_start_anew", start_anew)
+    real = Scheduler.start_anew
+    patch.setattr(Scheduler, "start_anew", start_anew)
 
 
 @mutant(r"runs up to \d+, and \d+ tokens are known or coming", first_seed=34)
@@ -395,8 +393,8 @@ def outputs_before_a_preemption_are_not_sent(patch):
 def empty_steps_are_numbered(patch):
     def schedule(self, propose=None, limit=None):
         step = real(self, propose, limit)
-        if step is not None and not step.scheduled and not self._in_flight:
-            self._num_steps += 1
+        if step is not None and not step.scheduled and not self.in_flight:
+            self.num_steps += 1
         return step
 
     real = Scheduler.schedule
@@ -411,5 +409,5 @@ def one_blocked_by_quarantine_is_not_tried_again(patch):
         if blocked is not None:
             self._blocked = replace(blocked, num_available=self.pool.num_available)
 
-    real = Scheduler._leave_quarantine
-    patch.setattr(Scheduler, "_leave_quarantine", leave)
+    real = Scheduler.leave_quarantine
+    patch.setattr(Scheduler, "leave_quarantine", leave)

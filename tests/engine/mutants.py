@@ -92,7 +92,7 @@ def a_second_finish_releases_again(patch):
 
 def compare(patch, is_same: Callable) -> None:
     """Replaces what is compared on a hit."""
-    patch.setattr(PrefixCache, "_is_same", staticmethod(is_same))
+    patch.setattr(PrefixCache, "is_same", staticmethod(is_same))
 
 
 @mutant("reads what is not its own")
@@ -132,13 +132,13 @@ def a_hit_counts_one_token_too_many(patch):
         sequence.num_scheduled += 1
         return ScheduledSequence.of(sequence, item.start + 1, item.num_new_tokens - 1)
 
-    real = Scheduler._admit
-    patch.setattr(Scheduler, "_admit", admit)
+    real = Scheduler.admit
+    patch.setattr(Scheduler, "admit", admit)
 
 
 @mutant("must not use cached pages")
 def sequences_that_must_not_hit_do(patch):
-    patch.setattr(Scheduler, "_uses_cache", lambda self, sequence: self._caches_prefixes)
+    patch.setattr(Scheduler, "uses_cache", lambda self, sequence: self._caches_prefixes)
 
 
 @mutant("has not the 0 positions of its account", first_seed=12)
@@ -149,8 +149,8 @@ def preemption_keeps_num_computed(patch):
         sequence.num_computed = num_computed
         return sequence
 
-    real = Scheduler._preempt_last
-    patch.setattr(Scheduler, "_preempt_last", preempt)
+    real = Scheduler.preempt_last
+    patch.setattr(Scheduler, "preempt_last", preempt)
 
 
 @mutant(r"has not the \d+ outputs that it was given", first_seed=12)
@@ -162,8 +162,8 @@ def preemption_drops_the_outputs(patch):
         del sequence.token_ids[sequence.num_prompt_tokens :]
         return sequence
 
-    real = Scheduler._preempt_last
-    patch.setattr(Scheduler, "_preempt_last", preempt)
+    real = Scheduler.preempt_last
+    patch.setattr(Scheduler, "preempt_last", preempt)
 
 
 @mutant(r"the scheduler counts \d+ preemptions of \d+", first_seed=12)
@@ -172,8 +172,8 @@ def preemptions_are_counted_twice(patch):
         self.num_preemptions += 1
         return real(self)
 
-    real = Scheduler._preempt_last
-    patch.setattr(Scheduler, "_preempt_last", preempt)
+    real = Scheduler.preempt_last
+    patch.setattr(Scheduler, "preempt_last", preempt)
 
 
 @mutant(r"waits: sequence\.tables=\[\[\d", first_seed=12)
@@ -185,16 +185,16 @@ def preemption_keeps_the_pages(patch):
         sequence.tables = tables
         return sequence
 
-    real = Scheduler._preempt_last
-    patch.setattr(Scheduler, "_preempt_last", preempt)
+    real = Scheduler.preempt_last
+    patch.setattr(Scheduler, "preempt_last", preempt)
 
 
 @mutant("out of order of arrival", first_seed=12)
 def preempted_sequences_go_to_the_back(patch):
     def preempt(self):
         sequence = real(self)
-        self._waiting.discard(sequence)
-        self._waiting.add(sequence)
+        self.waiting_lanes.discard(sequence)
+        self.waiting_lanes.add(sequence)
         return sequence
 
     real = Queues.preempt
@@ -214,8 +214,8 @@ def a_preempted_sequence_stays_in_the_step(patch):
         victims = [sequence for sequence in running if sequence.state is SequenceState.WAITING]
         if not victims:
             return step
-        self._in_flight[-1] = LiveStep((*step.scheduled, ScheduledSequence.of(victims[0], 0, 1)), step.step)
-        return self._in_flight[-1]
+        self.in_flight[-1] = LiveStep((*step.scheduled, ScheduledSequence.of(victims[0], 0, 1)), step.step)
+        return self.in_flight[-1]
 
     real = Scheduler.schedule
     patch.setattr(Scheduler, "schedule", schedule)
@@ -235,8 +235,8 @@ def pages_are_registered_before_they_are_computed(patch):
 
 @mutant("is shared and is not registered|is written and holds a registered prefix")
 def pages_of_a_step_are_registered_as_computed(patch):
-    real = Scheduler._register
-    patch.setattr(Scheduler, "_register", lambda self, sequence, num_tokens, step=0: real(self, sequence, num_tokens))
+    real = Scheduler.register
+    patch.setattr(Scheduler, "register", lambda self, sequence, num_tokens, step=0: real(self, sequence, num_tokens))
 
 
 @mutant(r"are not \d+ pages once")
@@ -259,18 +259,18 @@ def sharing_does_not_count(patch):
 
 @mutant("the pool keeps .* registered are")
 def an_evicted_page_is_still_found(patch):
-    patch.setattr(PrefixCache, "_evict", lambda self, page: self._pool.forget(page))
+    patch.setattr(PrefixCache, "evict", lambda self, page: self._pool.forget(page))
 
 
 @mutant(r"\d+ children for \d+ entries")
 def eviction_leaves_the_children(patch):
     def evict(self, page):
-        entry = self._by_page.pop(page)
+        entry = self.by_page.pop(page)
         entry.is_registered = False
         del self._entries[entry.key.digest]
         self._pool.forget(page)
 
-    patch.setattr(PrefixCache, "_evict", evict)
+    patch.setattr(PrefixCache, "evict", evict)
 
 
 @mutant("no run is left, though")
@@ -280,7 +280,7 @@ def cached_pages_are_evicted_and_freed_twice(patch):
         self.on_evict(page)
         self._free.put(page)
 
-    patch.setattr(PagePool, "_evict", evict)
+    patch.setattr(PagePool, "evict", evict)
 
 
 @mutant("is listed with another entry than its own|entries have .* in their slots, the pool keeps")
@@ -292,8 +292,8 @@ def a_second_registration_replaces_the_first(patch):
         self._entries[key.digest] = PrefixEntry(slots, len(slots) - slots.count(HOLE), chain.tip, chain.salt, key)
         return self._entries[key.digest]
 
-    real = PrefixCache._enter
-    patch.setattr(PrefixCache, "_enter", enter)
+    real = PrefixCache.enter
+    patch.setattr(PrefixCache, "enter", enter)
 
 
 @mutant("hits pages from before a reset", first_seed=24)
@@ -311,7 +311,7 @@ def reset_lets_old_pages_be_registered_later(patch):
 def reset_forgets_names_but_not_pages(patch):
     def reset(self):
         self._entries.clear()
-        self._by_page.clear()
+        self.by_page.clear()
         self._epoch += 1
 
     patch.setattr(PrefixCache, "reset", reset)
@@ -350,14 +350,14 @@ def cached_hits_count_as_available_too(patch):
             inside.setattr(PagePool, "num_owners", lambda self, page: 1)
             real(self, scheduled, budget, ends_prompt)
 
-    real = Scheduler._admit_waiting
-    patch.setattr(Scheduler, "_admit_waiting", admit_waiting)
+    real = Scheduler.admit_waiting
+    patch.setattr(Scheduler, "admit_waiting", admit_waiting)
 
 
 @mutant(r"^\d+ tokens in a step")
 def the_token_budget_is_exceeded_by_one(patch):
-    real = Scheduler._admit
-    patch.setattr(Scheduler, "_admit", lambda self, sequence, hits, most: real(self, sequence, hits, most + 1))
+    real = Scheduler.admit
+    patch.setattr(Scheduler, "admit", lambda self, sequence, hits, most: real(self, sequence, hits, most + 1))
 
 
 @mutant(r"^\d+ sequences in a step", first_seed=9)
@@ -398,8 +398,8 @@ def admission_waits_until_the_pool_is_empty_of_owners_and_cache(patch):
         if self.pool.num_free == self.pool.num_pages:
             real(self, scheduled, budget, ends_prompt)
 
-    real = Scheduler._admit_waiting
-    patch.setattr(Scheduler, "_admit_waiting", admit_waiting)
+    real = Scheduler.admit_waiting
+    patch.setattr(Scheduler, "admit_waiting", admit_waiting)
 
 
 @mutant(r"fits on \d+ tokens and waits")
@@ -407,15 +407,15 @@ def a_blocked_sequence_is_never_tried_again(patch):
     def is_still_blocked(self, sequence):
         return self._blocked is not None and self._blocked.sequence_id == sequence.sequence_id
 
-    patch.setattr(Scheduler, "_is_still_blocked", is_still_blocked)
+    patch.setattr(Scheduler, "is_still_blocked", is_still_blocked)
 
 
 @mutant("is not the order of arrival")
 def young_sequences_overtake_the_queue(patch):
     def admit(self):
         youngest = self.waiting[-1]
-        self._waiting.discard(youngest)
-        self._waiting.add(youngest, is_oldest=True)
+        self.waiting_lanes.discard(youngest)
+        self.waiting_lanes.add(youngest, is_oldest=True)
         return real(self)
 
     real = Queues.admit
@@ -426,7 +426,7 @@ def young_sequences_overtake_the_queue(patch):
 @mutant(r"has not the \d+ positions of its account", first_seed=12)
 def what_a_failed_step_computed_is_believed(patch):
     def forget_steps(self):
-        steps = list(self._in_flight)
+        steps = list(self.in_flight)
         real(self)
         for item in (item for step in steps for item in step.scheduled):
             if item.sequence.state is SequenceState.RUNNING:
@@ -465,7 +465,7 @@ def shift_what_is_given_back(patch, by: int) -> None:
                     table[place] = HOLE
 
     first = CacheGroup.first_page
-    patch.setattr(Scheduler, "_give_back", give_back)
+    patch.setattr(Scheduler, "give_back", give_back)
 
 
 @mutant("has not what its .* sees from", first_seed=14)
@@ -480,7 +480,7 @@ def a_page_is_given_back_too_late(patch):
 
 @mutant("holds what is before its", first_seed=6)
 def nothing_is_given_back(patch):
-    patch.setattr(Scheduler, "_give_back", lambda self, sequence: None)
+    patch.setattr(Scheduler, "give_back", lambda self, sequence: None)
 
 
 @mutant("sequences hold pages .* times, the pool counts", first_seed=6)
@@ -490,8 +490,8 @@ def what_is_given_back_is_not_released(patch):
             inside.setattr(PagePool, "release", lambda self, page: None)
             real(self, sequence)
 
-    real = Scheduler._give_back
-    patch.setattr(Scheduler, "_give_back", give_back)
+    real = Scheduler.give_back
+    patch.setattr(Scheduler, "give_back", give_back)
 
 
 @mutant("holds what is before its|is released and has no owner", first_seed=14)
@@ -501,8 +501,8 @@ def what_is_given_back_stays_in_the_table(patch):
         real(self, sequence)
         sequence.tables = tables
 
-    real = Scheduler._give_back
-    patch.setattr(Scheduler, "_give_back", give_back)
+    real = Scheduler.give_back
+    patch.setattr(Scheduler, "give_back", give_back)
 
 
 @mutant("reads what is not its own", first_seed=2)
@@ -526,8 +526,8 @@ def a_hit_takes_what_is_behind_the_window_too(patch):
             inside.setattr(CacheGroup, "first_page", lambda self, start: 0)
             return real(self, entries)
 
-    real = PrefixCache._tables
-    patch.setattr(PrefixCache, "_tables", tables)
+    real = PrefixCache.tables_of
+    patch.setattr(PrefixCache, "tables_of", tables)
 
 
 @mutant("reads what is not its own", first_seed=14)
@@ -540,52 +540,52 @@ def a_hit_mixes_up_groups_with_pages_of_one_size(patch):
                 break
         return tuple(made)
 
-    real = PrefixCache._tables
-    patch.setattr(PrefixCache, "_tables", tables)
+    real = PrefixCache.tables_of
+    patch.setattr(PrefixCache, "tables_of", tables)
 
 
 @mutant("took its entry with it", first_seed=14)
 def a_window_page_evicts_the_whole_chain(patch):
-    patch.setattr(PrefixCache, "_evict", lambda self, page: self._drop(self._by_page[page]))
+    patch.setattr(PrefixCache, "evict", lambda self, page: self._drop(self.by_page[page]))
 
 
 @mutant("has a hole where the whole context is kept", first_seed=3)
 def a_page_of_a_whole_context_leaves_a_hole(patch):
     def evict(self, page):
         with patch.context() as inside:
-            inside.setattr(self, "_is_whole", (False,) * len(self._is_whole))
+            inside.setattr(self, "is_whole", (False,) * len(self.is_whole))
             real(self, page)
 
-    real = PrefixCache._evict
-    patch.setattr(PrefixCache, "_evict", evict)
+    real = PrefixCache.evict
+    patch.setattr(PrefixCache, "evict", evict)
 
 
 @mutant("leads to no page", first_seed=14)
 def entries_without_pages_stay(patch):
     def evict(self, page):
-        entry = self._by_page[page]
-        if self._is_whole[entry.slots.index(page)]:
+        entry = self.by_page[page]
+        if self.is_whole[entry.slots.index(page)]:
             return real(self, page)
-        del self._by_page[page]
+        del self.by_page[page]
         entry.slots[entry.slots.index(page)] = HOLE
         entry.num_pages -= 1
         return self._pool.forget(page)
 
-    real = PrefixCache._evict
-    patch.setattr(PrefixCache, "_evict", evict)
+    real = PrefixCache.evict
+    patch.setattr(PrefixCache, "evict", evict)
 
 
 @mutant("listed with another entry|entries have .* in their slots|is registered twice", first_seed=14)
 def an_evicted_page_of_a_window_keeps_its_slot(patch):
     def evict(self, page):
-        entry = self._by_page[page]
+        entry = self.by_page[page]
         slot = entry.slots.index(page)
         real(self, page)
         if entry.is_registered:
             entry.slots[slot] = page
 
-    real = PrefixCache._evict
-    patch.setattr(PrefixCache, "_evict", evict)
+    real = PrefixCache.evict
+    patch.setattr(PrefixCache, "evict", evict)
 
 
 @mutant(r"^\d+ entries, at most \d+", first_seed=86)
@@ -597,8 +597,8 @@ def links_are_not_bounded(patch):
         finally:
             self.max_entries = most
 
-    real = PrefixCache._enter
-    patch.setattr(PrefixCache, "_enter", enter)
+    real = PrefixCache.enter
+    patch.setattr(PrefixCache, "enter", enter)
 
 
 @mutant("listed with another entry|entries have .* in their slots", first_seed=2)
@@ -608,8 +608,8 @@ def pages_that_are_there_are_replaced(patch):
         entry.num_pages = len(entry.slots) - entry.slots.count(HOLE)
         return real(self, entry, slots, step)
 
-    real = PrefixCache._fill
-    patch.setattr(PrefixCache, "_fill", fill)
+    real = PrefixCache.fill_holes
+    patch.setattr(PrefixCache, "fill_holes", fill)
 
 
 @mutant("is written and holds a registered prefix", first_seed=38)
@@ -620,16 +620,16 @@ def holes_are_filled_with_a_page_that_is_not_full(patch):
         prefix, keys = self.prefix, self._tracks[sequence.sequence_id].chain.keys
         for index in range(len(hit.entries), hit.num_known):
             entry = prefix._entries.get(keys[index].digest)
-            slots = [HOLE] * len(prefix._is_whole)
+            slots = [HOLE] * len(prefix.is_whole)
             for part, table in zip(prefix._parts, sequence.tables, strict=True):
                 own = table[index * part.count : (index + 1) * part.count]
                 slots[part.first : part.first + len(own)] = own
             if entry is not None:
-                prefix._fill(entry, slots, 0)
+                prefix.fill_holes(entry, slots, 0)
         return item
 
-    real = Scheduler._admit
-    patch.setattr(Scheduler, "_admit", admit)
+    real = Scheduler.admit
+    patch.setattr(Scheduler, "admit", admit)
 
 
 @mutant("starts inside a page|reads what is not its own", first_seed=2)
@@ -677,7 +677,7 @@ def states_are_not_released(patch):
 
 @mutant(r"has not the \d+ positions of its account|has another state than its own", first_seed=47)
 def a_state_goes_on_after_a_step_that_failed(patch):
-    patch.setattr(Scheduler, "_start_anew", lambda self, sequence: None)
+    patch.setattr(Scheduler, "start_anew", lambda self, sequence: None)
 
 
 @mutant(r"has not \d+ pages for \d+ tokens", first_seed=15)

@@ -30,18 +30,18 @@ def a_sequence_in_flight_is_taken_again(patch):
         taken = real(self)
         return taken + [one for one in self._queues.running if one.num_scheduled > one.num_computed][:1]
 
-    real = Scheduler._share
-    patch.setattr(Scheduler, "_share", share)
+    real = Scheduler.stage_share
+    patch.setattr(Scheduler, "stage_share", share)
 
 
 @mutant("are more than a share of")
 def a_step_takes_everybody_who_is_idle(patch):
-    with_stages(patch, "_share", 1)
+    with_stages(patch, "stage_share", 1)
 
 
 @mutant("new ones are more than a share")
 def a_step_admits_everybody(patch):
-    with_stages(patch, "_admit_waiting", 1)
+    with_stages(patch, "admit_waiting", 1)
 
 
 @mutant("have nothing in flight, and")
@@ -49,8 +49,8 @@ def a_share_is_rounded_down(patch):
     def share(self):
         return real(self)[: max(self.num_running // self.num_stages, 1)]
 
-    real = Scheduler._share
-    patch.setattr(Scheduler, "_share", share)
+    real = Scheduler.stage_share
+    patch.setattr(Scheduler, "stage_share", share)
 
 
 @mutant("are more than a share of")
@@ -62,7 +62,7 @@ def a_stage_that_is_free_is_left_empty(patch):
         idle = [one for one in running if one.num_scheduled == one.num_computed]
         return idle[: -(-len(running) // self.num_stages)]
 
-    patch.setattr(Scheduler, "_share", share)
+    patch.setattr(Scheduler, "stage_share", share)
 
 
 @mutant("does not run")
@@ -71,25 +71,25 @@ def the_last_come_first(patch):
         idle = [one for one in self._queues.running if one.num_scheduled == one.num_computed]
         return idle[-max(-(-self.num_running // self.num_stages), 1) :]
 
-    patch.setattr(Scheduler, "_share", share)
+    patch.setattr(Scheduler, "stage_share", share)
 
 
 @mutant("nothing is in flight, and nothing is scheduled")
 def who_lacks_pages_is_never_served(patch):
-    patch.setattr(Scheduler, "_serve_short", lambda self, sequence: False)
+    patch.setattr(Scheduler, "serve_short", lambda self, sequence: False)
 
 
 @mutant("is preempted with . steps in flight|was preempted with . steps in flight")
 def who_lacks_pages_is_served_with_steps_in_flight(patch):
     def serve(self, sequence):
-        flights, self._in_flight = self._in_flight, type(self._in_flight)()
+        flights, self.in_flight = self.in_flight, type(self.in_flight)()
         try:
             return real(self, sequence)
         finally:
-            self._in_flight = flights
+            self.in_flight = flights
 
-    real = Scheduler._serve_short
-    patch.setattr(Scheduler, "_serve_short", serve)
+    real = Scheduler.serve_short
+    patch.setattr(Scheduler, "serve_short", serve)
 
 
 @mutant("goes on after max_tokens")
@@ -100,5 +100,5 @@ def who_lacks_pages_is_served_past_its_end(patch):
             grow(self, sequence, track.longest + 1)
         return real(self, sequence)
 
-    grow, real = Scheduler._grow, Scheduler._serve_short
-    patch.setattr(Scheduler, "_serve_short", serve)
+    grow, real = Scheduler.grow, Scheduler.serve_short
+    patch.setattr(Scheduler, "serve_short", serve)

@@ -11,12 +11,12 @@ mutant = entering(PRIORITY_MUTANTS)
 @mutant("was admitted before|is not the order of arrival")
 def the_oldest_starts_whatever_it_is_worth(patch):
     def first_waiting(self):
-        return min(self._waiting, key=lambda sequence: sequence.sequence_id)
+        return min(self.waiting_lanes, key=lambda sequence: sequence.sequence_id)
 
     def admit(self):
         sequence = first_waiting(self)
-        self._waiting.discard(sequence)
-        self._running.add(sequence)
+        self.waiting_lanes.discard(sequence)
+        self.running_lanes.add(sequence)
         sequence.state = type(sequence.state).RUNNING
         return sequence
 
@@ -38,8 +38,8 @@ def the_youngest_gives_way_whatever_it_is_worth(patch):
 def preempted_sequence_waits_after_its_equals(patch):
     def preempt(self):
         sequence = real(self)
-        self._waiting.discard(sequence)
-        self._waiting.add(sequence)
+        self.waiting_lanes.discard(sequence)
+        self.waiting_lanes.add(sequence)
         return sequence
 
     real = Queues.preempt
@@ -48,15 +48,15 @@ def preempted_sequence_waits_after_its_equals(patch):
 
 @mutant(r"does not run|is not the order of arrival")
 def the_least_important_are_served_first(patch):
-    patch.setattr(Queues, "running", property(lambda self: list(self._running)[::-1]))
+    patch.setattr(Queues, "running", property(lambda self: list(self.running_lanes)[::-1]))
 
 
 @mutant("a lane of .* is empty|priorities|lane")
 def empty_lanes_stay(patch):
     def discard(self, sequence):
-        lane = self._lanes.get(sequence.params.priority)
+        lane = self.lanes.get(sequence.params.priority)
         if lane is not None and lane.pop(sequence.sequence_id, None) is not None:
-            self._num_sequences -= 1
+            self.num_sequences -= 1
 
     def first(self):
         return next(sequence for sequence in self)
@@ -76,4 +76,4 @@ def one_that_does_not_fit_holds_up_more_important_ones_for_ever(patch):
     def is_still_blocked(self, sequence):
         return self._blocked is not None
 
-    patch.setattr(Scheduler, "_is_still_blocked", is_still_blocked)
+    patch.setattr(Scheduler, "is_still_blocked", is_still_blocked)

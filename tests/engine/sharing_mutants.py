@@ -24,7 +24,7 @@ def blocks_are_registered_before_their_step_is_certain(patch):
         for one in self.running:
             track = self._tracks[one.sequence_id]
             end = min(one.num_scheduled + self.limits.max_num_batched_tokens, track.capacity, len(one.token_ids))
-            self.prefix.register(track.chain, one.token_ids, one.tables, end, self._num_steps + 1)
+            self.prefix.register(track.chain, one.token_ids, one.tables, end, self.num_steps + 1)
         return real(self, propose, limit)
 
     real = Scheduler.schedule
@@ -38,7 +38,7 @@ def pending_pages_are_never_settled(patch):
 
 @mutant("is written and holds a registered prefix|" + OTHERS, first_seed=24)
 def pending_pages_of_dropped_steps_stay(patch):
-    patch.setattr(PrefixCache, "forget_pending", lambda self: self._pending.clear())
+    patch.setattr(PrefixCache, "forget_pending", lambda self: self.pending.clear())
 
 
 @mutant(r"\[0, 0, 0\]")
@@ -53,8 +53,8 @@ def chains_of_dropped_steps_are_not_rewound(patch):
 
 @mutant("forks across salts")
 def forks_ignore_the_salt(patch):
-    real = holdfast.engine.sharing._key
-    patch.setattr(holdfast.engine.sharing, "_key", lambda sequence: (b"", *real(sequence)[1:]))
+    real = holdfast.engine.sharing.prompt_key
+    patch.setattr(holdfast.engine.sharing, "prompt_key", lambda sequence: (b"", *real(sequence)[1:]))
 
 
 @mutant("assert")
@@ -65,7 +65,7 @@ def forks_ignore_a_reset(patch):
 @mutant("forks from another prompt", first_seed=14)
 def forks_compare_only_the_last_tokens(patch):
     patch.setattr(holdfast.engine.sharing, "KEY_TOKENS", 1)
-    patch.setattr(Leaders, "twin", lambda self, sequence: self._twins.get(holdfast.engine.sharing._key(sequence)))
+    patch.setattr(Leaders, "twin", lambda self, sequence: self._twins.get(holdfast.engine.sharing.prompt_key(sequence)))
 
 
 @mutant("must compute its whole prompt|must not use cached pages")
@@ -78,8 +78,8 @@ def sequences_that_must_not_share_fork(patch):
         for one, uses in waiting.items():
             one.use_prefix_cache = uses
 
-    real = Scheduler._admit_waiting
-    patch.setattr(Scheduler, "_admit_waiting", admit)
+    real = Scheduler.admit_waiting
+    patch.setattr(Scheduler, "admit_waiting", admit)
 
 
 @mutant(OTHERS)
@@ -109,7 +109,7 @@ def forks_sample_from_a_decode_row(patch):
         if item.num_tokens > sequence.num_prompt_tokens and self._prefix.is_current(
             self._chain_of(sequence.sequence_id)
         ):
-            self._twins.setdefault(holdfast.engine.sharing._key(sequence), sequence)
+            self._twins.setdefault(holdfast.engine.sharing.prompt_key(sequence), sequence)
 
     real = Leaders.add
     patch.setattr(Leaders, "add", add)

@@ -25,7 +25,7 @@ from holdfast.engine.sharing import hit_start
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
-from holdfast.request.step import decode_step, encode_step
+from request.frames import decode_step, encode_step
 
 SALTS = (b"", b"", b"a", b"b")
 PARAMS = SamplingParams()
@@ -42,21 +42,21 @@ class WatchedScheduler(Scheduler):
 
     has_priorities = False
 
-    def _preempt_last(self) -> Sequence:
+    def preempt_last(self) -> Sequence:
         before, holds_any = self.pool.num_available, any(self.running[-1].tables)
-        sequence = super()._preempt_last()
+        sequence = super().preempt_last()
         # A sequence that starts anew holds nothing, nor does a window of one token at the end of a page. A more important
         # sequence may share the pages.
         may_free_none = not holds_any or self.has_priorities or all(group.window == 1 for group in self.groups)
         assert may_free_none or self.pool.num_available > before, f"{sequence.sequence_id} gave way for nothing"
         return sequence
 
-    def _is_still_blocked(self, sequence: Sequence) -> bool:
-        is_blocked = super()._is_still_blocked(sequence)
+    def is_still_blocked(self, sequence: Sequence) -> bool:
+        is_blocked = super().is_still_blocked(sequence)
         if is_blocked:
             num_left = self.pool.num_available - sum(map(self._claim, self.running))
-            for hit in (self._hit(sequence), self.prefix.miss()) if self._windows else (self._hit(sequence),):
-                num_taken = self._num_taken(sequence, hit_start(hit, self._tokens_again))
+            for hit in (self.hit(sequence), self.prefix.miss()) if self._windows else (self.hit(sequence),):
+                num_taken = self._num_taken(sequence, hit_start(hit, self.tokens_again))
                 assert num_taken > num_left, f"{sequence.sequence_id} fits on {hit.num_tokens} tokens and waits"
         return is_blocked
 
@@ -113,7 +113,7 @@ class Simulation:
         """Before the last schedule()."""
         self._safe: dict[int, int] = {}
         """For each that ran after the last admission: tokens without a preemption."""
-        self._evict = self.scheduler.pool.on_evict
+        self.evict = self.scheduler.pool.on_evict
         self.scheduler.pool.on_evict = self._see_eviction
         self._trace = sha256()
         self._num_sequences = 0
@@ -249,7 +249,7 @@ class Simulation:
         self.device.cancel()
         self.scheduler.forget_steps()
         has_states = any(group.has_state for group in self.groups)
-        num_booked = self.scheduler._num_steps - len(self.flights)
+        num_booked = self.scheduler.num_steps - len(self.flights)
         for item in (item for step in self.flights for item in step.scheduled):
             client = self.clients[item.sequence.sequence_id]
             is_alive, client.num_flying, client.num_coming = client.num_final is None, 0, 0
@@ -465,8 +465,8 @@ class Simulation:
     def _basis(self, sequence: Sequence) -> int:
         """The latest step in flight, or about to be, that computes what a sequence starts on; 0: none."""
         if sequence.sequence_id in self._forks:
-            return self.scheduler._num_steps
-        num_booked = self.scheduler._num_steps - len(self.flights) - 1
+            return self.scheduler.num_steps
+        num_booked = self.scheduler.num_steps - len(self.flights) - 1
         start = max(sequence.num_computed, sequence.num_stored)
         steps = [
             self._writer_of[page]
@@ -491,10 +491,10 @@ class Simulation:
     def _see_eviction(self, page: int) -> None:
         """A page of a window leaves a hole: its entry stays, as long as it is of use."""
         prefix = self.scheduler.prefix
-        entry = prefix._by_page[page]
-        is_window = not prefix._is_whole[entry.slots.index(page)]
+        entry = prefix.by_page[page]
+        is_window = not prefix.is_whole[entry.slots.index(page)]
         num_left, has_children = entry.num_pages - 1, bool(entry.children)
-        self._evict(page)
+        self.evict(page)
         if is_window and (num_left or has_children):
             assert entry.is_registered, f"page {page} of a window took its entry with it"
 
@@ -611,7 +611,7 @@ class Simulation:
     def _check_writer(self, item: ScheduledSequence, page: int) -> None:
         """A page that is written belongs to one sequence, and to those that start on it in this very step."""
         pool, prefix = self.scheduler.pool, self.scheduler.prefix
-        is_pending = prefix._pending.get(page) == self.scheduler._num_steps
+        is_pending = prefix.pending.get(page) == self.scheduler.num_steps
         num_new = sum(
             page in table
             for number in self._admitted

@@ -167,7 +167,7 @@ def test_large_frames_of_another_thread_arrive_whole(pair, name):
             found.append(taken)
     thread.join(10)
     assert found == frames
-    assert not ours._unread, "only the reading thread reads"
+    assert not ours.unread, "only the reading thread reads"
     assert ours.take() == frame(9)
 
 
@@ -175,10 +175,10 @@ def test_channel_sends_after_the_other_side_closed_one_way(pair, monkeypatch):
     """A close that was read while sending is no busy wait, and no frame before it is lost."""
     ours, theirs = pair
     theirs.send(lambda: frame(1))
-    theirs._socket.shutdown(socket.SHUT_WR)
+    theirs.connection.shutdown(socket.SHUT_WR)
     sent, thread_ended = frame(2, "x" * 1_000_000), threading.Event()
-    poll, polls = ours._poll, []
-    monkeypatch.setattr(ours, "_poll", lambda *args: (polls.append(0), poll(*args))[1])
+    poll, polls = ours.poll, []
+    monkeypatch.setattr(ours, "poll", lambda *args: (polls.append(0), poll(*args))[1])
 
     def talk() -> None:
         ours.send(lambda: sent)
@@ -215,8 +215,8 @@ def test_silence_counts_from_the_last_bytes(monkeypatch):
         raise BlockingIOError
 
     taken = {1: False, 2: False}
-    channel._socket = SimpleNamespace(send=send, fileno=ours.fileno, close=ours.close)  # type: ignore[assignment]
-    monkeypatch.setattr(channel, "_make_way", make_way)
+    channel.connection = SimpleNamespace(send=send, fileno=ours.fileno, close=ours.close)  # type: ignore[assignment]
+    monkeypatch.setattr(channel, "make_way", make_way)
     with raises_code("wire.other_side_hangs", MessageError, seconds="1.0"):
         channel.send(lambda: b"abcdef")
     assert waits == [0.5] * 6, "the last two in a row are too many"

@@ -21,7 +21,7 @@ def test_num_queued_counts_each_sequence_once(
     num_sent: int, counts: CoreCounts, num_unseen: int, expected: int
 ) -> None:
     core = CoreProcess.__new__(CoreProcess)
-    core._stats = SimpleNamespace(num_waiting=7, num_submitted=num_sent)  # type: ignore[assignment]
-    core._unseen = deque(range(num_sent, num_sent + num_unseen))
-    core._child = SimpleNamespace(pulse=SimpleNamespace(counts=lambda: counts))  # type: ignore[assignment]
+    core.last_stats = SimpleNamespace(num_waiting=7, num_submitted=num_sent)  # type: ignore[assignment]
+    core.unseen = deque(range(num_sent, num_sent + num_unseen))
+    core.child = SimpleNamespace(pulse=SimpleNamespace(counts=lambda: counts))  # type: ignore[assignment]
     assert core.num_queued == expected

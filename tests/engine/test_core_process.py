@@ -199,7 +199,7 @@ def test_repeated_watch_of_an_idle_core_leaves_no_messages(make_remote):
         assert taken.num_free == taken.num_pages
     time.sleep(0.2)  # for whatever would come late
     rest = []
-    while (message := core._take()) is not None:
+    while (message := core.take()) is not None:
         rest.append(message)
     assert [message for message in rest if not isinstance(message, Heartbeat)] == []
 

@@ -96,10 +96,10 @@ def test_what_is_overdue_goes_by_another_thread(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(core_process, "HELD_SECONDS", 1e12)
     line = Line([])
     server = CoreServer(line, own_pulse())  # type: ignore[arg-type]
-    server._held.append(CoreOutputs())
+    server.held.append(CoreOutputs())
     server.flush_overdue()
     assert steps_by_sending(line) == [1]
-    server._held.append(CoreOutputs())
+    server.held.append(CoreOutputs())
     server.flush_overdue()
     assert steps_by_sending(line) == [1], "it is young yet"
 
@@ -127,7 +127,7 @@ class WatchedLine(Line):
     def wait(self, timeout: float | None = None) -> None:
         self.look()
         assert self.server is not None
-        assert not self.server._held, "nothing is held back while there is nothing to do"
+        assert not self.server.held, "nothing is held back while there is nothing to do"
         super().wait(timeout)
 
 
@@ -197,7 +197,7 @@ def test_core_server_holds_short_steps_for_so_long(monkeypatch: pytest.MonkeyPat
     assert isinstance(engine.core, EngineCore)
     line, seconds = Line([Submit((request(0, max_tokens=len(step_seconds)),))]), iter(step_seconds)
     server = CoreServer(line, own_pulse())  # type: ignore[arg-type]
-    server._flushed_at = now[0]
+    server.flushed_at = now[0]
 
     def run(step: object) -> None:
         now[0] += next(seconds)
@@ -215,7 +215,7 @@ def test_core_server_sends_a_long_step_at_once_after_a_flush(monkeypatch: pytest
     assert isinstance(engine.core, EngineCore)
     line, num_steps = Line([Submit((request(0, max_tokens=4),))]), [0]
     server = CoreServer(line, own_pulse())  # type: ignore[arg-type]
-    server._flushed_at = now[0]
+    server.flushed_at = now[0]
 
     def run(step: object) -> None:
         num_steps[0] += 1

@@ -53,7 +53,7 @@ def test_hit_whose_window_pages_do_not_fit_is_not_used() -> None:
     for one in (sequence(0, [*range(8)], max_tokens=8), second):
         scheduler.add(one)
     assert shape(run(scheduler)) == [(0, 0, 8)]
-    assert scheduler._hit(second).num_tokens == 6
+    assert scheduler.hit(second).num_tokens == 6
     assert shape(run(scheduler)) == [(0, 8, 1), (1, 0, 7)], "shared pages would come back to neither of them"
 
 

@@ -67,8 +67,8 @@ def test_guard_sees_what_happens_without_the_lock():
 def make_driver() -> tuple[Driver, Guard]:
     engine = make_engine()
     driver = Driver(engine)
-    guard = Guard(driver, "_lock", ("_readings",))
-    calls = ("submit", "step", "abort", "settle", "watch", "reset_prefix_cache", "close", "unused_request_id")
+    guard = Guard(driver, "lock", ("readings",))
+    calls = ("submit", "step", "abort", "settle", "watch", "reset_prefix_cache", "close")
     guard.watch(engine, *calls, "raise_if_dead")
     return driver, guard
 
@@ -83,13 +83,12 @@ def test_driver_changes_its_engine_under_its_lock():
         second.try_submit(engine.prepare("two", PARAMS), left)
         assert driver.num_unfinished == 2
         second.pump()
-        assert driver.unfinished({"unknown"}) == set()
         while not first.take(ended)[1]:
             first.pump()
         first.try_submit(engine.prepare("three", PARAMS), DeltaBuffer())
     driver.reset_prefix_cache()
     driver.stats()
-    assert not driver._lock._is_owned()
+    assert not driver.lock._is_owned()
     with driver.call() as third:
         third.try_submit(engine.prepare("four", PARAMS), DeltaBuffer())
         driver.abort_all()
@@ -97,19 +96,19 @@ def test_driver_changes_its_engine_under_its_lock():
     guard.assert_held(
         *("submit", "step", "abort", "settle", "watch", "reset_prefix_cache", "close", "take", "add"),
         *(
-            "_readings.__setitem__",
-            "_readings.__delitem__",
-            "_readings.pop",
-            "_readings.keys",
-            "_readings.__len__",
-            "_readings.__iter__",
+            "readings.__setitem__",
+            "readings.__delitem__",
+            "readings.pop",
+            "readings.keys",
+            "readings.__len__",
+            "readings.__iter__",
         ),
     )
 
 
 def test_driver_stats_wait_for_no_step():
     driver, guard = make_driver()
-    with driver._lock:
+    with driver.lock:
         in_thread(driver.stats)
     assert guard.held["watch"] == 0
     driver.stats()
@@ -122,12 +121,12 @@ class WatchedSocket:
     """A socket whose sends need the lock of its channel."""
 
     def __init__(self, channel: Any) -> None:
-        self._socket, self._channel = channel._socket, channel
+        self._socket, self._channel = channel.connection, channel
         self.sent: list[bool] = []
-        channel._socket, channel._sending = self, OwnedLock()
+        channel.connection, channel.sending = self, OwnedLock()
 
     def send(self, data: Any) -> int:
-        self.sent.append(self._channel._sending._is_owned())
+        self.sent.append(self._channel.sending._is_owned())
         return self._socket.send(data)
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +139,7 @@ def test_channel_makes_and_sends_a_frame_in_its_turn(name):
     watched, made = WatchedSocket(ours), []
 
     def make() -> bytes:
-        made.append(ours._sending._is_owned())
+        made.append(ours.sending._is_owned())
         return encode_message(CoreStats(), len(made))
 
     frames = [make() for _ in range(2)]
@@ -170,7 +169,7 @@ def test_channel_is_free_after_a_send_that_failed(name):
 
 def test_channel_try_send_waits_for_no_other_sender():
     ours, theirs = map(Channel, channel_pair())
-    with ours._sending:
+    with ours.sending:
         assert not in_thread(lambda: ours.try_send(lambda: b"frame"))
     assert theirs.take() is None
     assert in_thread(lambda: ours.try_send(lambda: encode_message(CoreStats(), 1)))
@@ -198,7 +197,7 @@ class GuardedLine(Line):
 def make_server(script: list) -> tuple[CoreServer, GuardedLine, Guard]:
     line = GuardedLine(script)
     server = CoreServer(line, own_pulse())  # type: ignore[arg-type]
-    line.guard = guard = Guard(server, "_holding", ("_held", "_flushed_at"))
+    line.guard = guard = Guard(server, "holding", ("held", "flushed_at"))
     return server, line, guard
 
 
@@ -210,7 +209,7 @@ def test_core_server_holds_outputs_back_under_its_lock(monkeypatch, held_seconds
     server, line, guard = make_server([Submit((request(0, max_tokens=5),))])
     server.serve(engine.core)
     server.send(CoreStats())
-    guard.assert_held("_held.append", "_held", "_flushed_at", "channel.send")
+    guard.assert_held("held.append", "held", "flushed_at", "channel.send")
     assert all(is_owner for _, is_owner in line.owners), "this thread reads"
 
 
@@ -219,14 +218,14 @@ def test_core_server_flushes_twice_from_the_pulse_thread(monkeypatch):
     monkeypatch.setattr(core_process, "LOOK_SECONDS", -1.0)
     server, line, guard = make_server([])
     for number in range(2):
-        with server._holding:
-            server._held.append(CoreOutputs())
+        with server.holding:
+            server.held.append(CoreOutputs())
             in_thread(server.flush_overdue)
             assert len(line.sent) == number, "another thread has the lock"
         in_thread(server.flush_overdue)
         in_thread(server.flush_overdue)
         assert len(line.sent) == number + 1
-    guard.assert_held("_held", "channel.send")
+    guard.assert_held("held", "channel.send")
     assert [is_owner for _, is_owner in line.owners] == [False, False]
     assert [number for messages in line.sent for number, _ in messages] == [1, 2]
 
@@ -240,8 +239,8 @@ def test_core_server_is_free_after_a_flush_that_failed(monkeypatch):
 
     monkeypatch.setattr(line, "send", fail)
     for call in (server.flush_overdue, lambda: server.send(CoreStats()), server.flush_overdue):
-        with server._holding:
-            server._held.append(CoreOutputs())
+        with server.holding:
+            server.held.append(CoreOutputs())
         with pytest.raises(ChannelClosedError):
             in_thread(call)
 
@@ -254,9 +253,9 @@ def test_mailbox_is_filled_and_emptied_under_its_lock():
     async def work() -> None:
         mailbox = Mailbox(1)
         guard = Guard(mailbox, "_lock", ("_num_unfinished", "_error"))
-        buffer: Any = SimpleNamespace(add=mailbox._buffer.add, take=mailbox._buffer.take)
+        buffer: Any = SimpleNamespace(add=mailbox.buffer.add, take=mailbox.buffer.take)
         guard.watch(buffer, "add", "take")
-        mailbox._buffer = buffer
+        mailbox.buffer = buffer
         for token, reason in ((1, None), (2, "stop")):
             in_thread(lambda token=token, reason=reason: mailbox.put(make_delta(token, reason)))
             mailbox.wake()
@@ -335,7 +334,7 @@ def test_engine_thread_that_fails_changes_it_under_its_condition():
 def make_group() -> Any:
     """A RankGroup that no thread watches: nothing wakes a waiter but what it waits for."""
     group: Any = RankGroup.__new__(RankGroup)
-    group._changed, group._death, group._refusal = threading.Condition(), None, None
+    group.changed, group.death, group.refusal = threading.Condition(), None, None
     return group
 
 
@@ -358,11 +357,11 @@ def test_rank_group_gives_no_result_while_ranks_are_ended():
     """A step that a dying rank has let go of ends, too; until all are gone the condition says so."""
     group, done = make_group(), Future()
     done.set_result("what lay in the rooms")
-    with group._changed:
+    with group.changed:
         waiting, found = end_of(group, done)
         waiting.join(0.1)
         assert not found, "it waits for the thread that ends the ranks"
-        group._death = "rank 2 was killed"
+        group.death = "rank 2 was killed"
     waiting.join(10)
     assert "rank 2 was killed" in str(found[0])
 
@@ -374,9 +373,9 @@ def test_rank_group_wakes_who_waits_for_a_step(dies):
     waiting.join(0.1)
     assert not found
     if dies:
-        with group._changed:
-            group._death = "rank 2 was killed"
-            group._changed.notify_all()
+        with group.changed:
+            group.death = "rank 2 was killed"
+            group.changed.notify_all()
     else:
         step.set_result("tokens")
     waiting.join(10)

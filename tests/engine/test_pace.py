@@ -108,8 +108,8 @@ def admission_ignores_limits(patch: pytest.MonkeyPatch) -> None:
         taken = sum(item.num_rows for item in scheduled)
         real(self, scheduled, self.limits.max_num_batched_tokens - taken, ends_prompt)
 
-    real = Scheduler._admit_waiting
-    patch.setattr(Scheduler, "_admit_waiting", admit)
+    real = Scheduler.admit_waiting
+    patch.setattr(Scheduler, "admit_waiting", admit)
 
 
 def a_limit_of_zero_stops_everything(patch: pytest.MonkeyPatch) -> None:

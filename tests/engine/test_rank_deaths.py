@@ -119,7 +119,7 @@ def test_a_death_is_noticed_and_leaves_nothing(kind, victim, how, station, tmp_p
         else:
             at, words = program.error()
             assert at - began < NOTICED_SECONDS, f"{at - began:.2f} s: {words}"
-            assert "rank" in words or "core process" in words
+            assert "rank" in words or "core process" in words.lower()
             if kind == "launched" and how == "STOP":
                 others.remove(victim)  # it is the launcher's to end, and its connection is gone
             assert program.left(others, began + GONE_SECONDS) == []

@@ -132,7 +132,7 @@ def test_rank_group_takes_one_message_of_each_in_order_of_ranks():
 
 def test_rank_link_reads_all_that_is_here():
     peer = Peer()
-    link = ranks._Link(1, peer)  # type: ignore[arg-type]
+    link = ranks.Link(1, peer)  # type: ignore[arg-type]
     peer.say(RankReported({}), Heartbeat(0.0), RankLoaded())
     link.read()
     assert list(link.inbox) == [RankReported({}), RankLoaded()]
@@ -149,7 +149,7 @@ def test_rank_group_refuses_what_is_not_due_and_what_is_late():
             peer.say(RankLoaded())
         with pytest.raises(EngineDeadError, match="rank 1 sent RankLoaded, expected RankReported"):
             group.expect(RankReported, 10)
-        group._thread.join(10)
+        group.thread.join(10)
         assert [peer.num_kills for peer in peers] == [1, 1], "the watching thread has nothing to add"
         with pytest.raises(EngineDeadError, match="expected RankReported"):
             group.raise_if_dead()
@@ -182,7 +182,7 @@ def test_rank_group_blames_the_cause_and_not_who_was_taken_along(first, second, 
     place = [rank_of.get(kind, 2) for kind in (first, second)]
     blamed = (1, first) if place[0] <= place[1] else (2, second)
     with group_of(2) as (group, peers):
-        with group._changed:  # it looks when both have happened
+        with group.changed:  # it looks when both have happened
             for peer, kind in zip(peers, (first, second), strict=True):
                 DEATHS[kind][0](peer)
             if {first, second} == {"killed"}:
@@ -236,11 +236,11 @@ def test_rank_group_counts_silence_of_ranks_that_serve(monkeypatch):
         group.serve()
         for _ in range(int(4 * SILENCE_SECONDS / 0.25)):
             before = peers[1].num_beats
-            if group._death is not None:
+            if group.death is not None:
                 break
             looks[0] += 0.25
             peers[0].say(Heartbeat(0.0))
-            until(lambda before=before: group._death is not None or peers[1].num_beats > before + 1)
+            until(lambda before=before: group.death is not None or peers[1].num_beats > before + 1)
         with pytest.raises(EngineDeadError, match=r"rank 2 was silent for 1\.5 seconds"):
             group.raise_if_dead()
 
@@ -252,7 +252,7 @@ def test_rank_group_ends_once_and_asks_first():
             send: Any = peer.channel.try_send
 
             def ask(make: Callable[[], bytes], send: Any = send) -> bool:
-                wanted.append(group._changed._is_owned())  # type: ignore[attr-defined]
+                wanted.append(group.changed._is_owned())  # type: ignore[attr-defined]
                 return send(make)
 
             peer.channel.try_send = ask  # type: ignore[method-assign]

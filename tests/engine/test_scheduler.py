@@ -194,14 +194,14 @@ def test_only_new_sequences_join(state: SequenceState) -> None:
 @for_each(
     "damage",
     [
-        lambda queues: queues._waiting._lanes[0].move_to_end(2, last=False),
-        lambda queues: queues._running.add(queues.first_waiting),
+        lambda queues: queues.waiting_lanes.lanes[0].move_to_end(2, last=False),
+        lambda queues: queues.running_lanes.add(queues.first_waiting),
         lambda queues: setattr(queues.first_waiting, "state", SequenceState.FINISHED),
         lambda queues: setattr(queues.first_waiting, "sequence_id", 9),
-        lambda queues: queues._arrivals.pop(2),
-        lambda queues: queues._waiting._priorities.append(3),
-        lambda queues: queues._waiting._lanes.update({1: queues._waiting._lanes.pop(0)}),
-        lambda queues: setattr(queues._waiting, "_num_sequences", 2),
+        lambda queues: queues.arrivals.pop(2),
+        lambda queues: queues.waiting_lanes.priorities.append(3),
+        lambda queues: queues.waiting_lanes.lanes.update({1: queues.waiting_lanes.lanes.pop(0)}),
+        lambda queues: setattr(queues.waiting_lanes, "num_sequences", 2),
     ],
 )
 def test_check_notices_damage(damage) -> None:

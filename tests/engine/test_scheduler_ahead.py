@@ -500,7 +500,7 @@ def test_only_speculating_sequences_are_drafted() -> None:
         (lambda scheduler, one: setattr(one, "slot", 3), "slots .* are free"),
         (lambda scheduler, one: setattr(one, "num_coming", 5), "num_coming=5, in flight are 2 tokens"),
         (lambda scheduler, one: setattr(one, "num_scheduled", 6), "num_scheduled=6"),
-        (lambda scheduler, one: scheduler._in_flight.popleft(), "steps .* are in flight|from .* on, after"),
+        (lambda scheduler, one: scheduler.in_flight.popleft(), "steps .* are in flight|from .* on, after"),
         (lambda scheduler, one: scheduler._quarantine.clear(), "slots .* are free"),
         (lambda scheduler, one: scheduler._tracks[0].num_sent.__setitem__(0, 9), "sent are"),
         (lambda scheduler, one: scheduler._slots.put(5), "slots .* are free"),

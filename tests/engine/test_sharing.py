@@ -170,7 +170,7 @@ def test_equal_prompt_waits_for_a_leader_held_up_by_its_steps() -> None:
     scheduler, (_leader,) = held_up_leader()
     added(scheduler, [*range(40)], first=1)
     assert not given(scheduler).scheduled, "it would compute what the leader is about to"
-    book(scheduler, scheduler._in_flight[0])
+    book(scheduler, scheduler.in_flight[0])
     step = given(scheduler)
     assert shape(step) == [(0, 24, 16), (1, 39, 1)]
     assert sources(step) == {1: 0}
@@ -193,7 +193,7 @@ def test_equal_prompt_does_not_wait_for_a_leader(how: str) -> None:
     # Without a reset it starts on what the leader computes, after the last whole block.
     assert shape(step) == [(1, 0, 24) if how == "reset" else (1, 24, 16)]
     while scheduler.num_in_flight:
-        book(scheduler, scheduler._in_flight[0])
+        book(scheduler, scheduler.in_flight[0])
     finish_all(scheduler)
 
 
@@ -281,10 +281,10 @@ def test_dropped_step_restarts_forks_and_forgets_blocks() -> None:
     scheduler = make()
     leader, fork, late = added(scheduler, PROMPT, PROMPT, [*PROMPT[:8], 50])
     given(scheduler)
-    assert scheduler.prefix._pending
+    assert scheduler.prefix.pending
     scheduler.forget_steps()
     scheduler.check()
-    assert not scheduler.prefix._pending
+    assert not scheduler.prefix.pending
     assert len(scheduler.prefix) == 0
     assert [one.num_computed for one in (leader, fork, late)] == [0, 0, 0]
     assert [one.tables[0] for one in (fork, late)] == [[], []]
@@ -313,9 +313,9 @@ def test_pending_pages_settle_with_their_step() -> None:
     scheduler = make()
     added(scheduler, PROMPT)
     step = given(scheduler)
-    assert set(scheduler.prefix._pending.values()) == {1}
+    assert set(scheduler.prefix.pending.values()) == {1}
     book(scheduler, step)
-    assert not scheduler.prefix._pending
+    assert not scheduler.prefix.pending
 
 
 @for_each(

@@ -64,11 +64,11 @@ def test_a_window_with_no_room_for_text_is_refused() -> None:
         cut_windows(processed("<bos> <eos> $A"), "abcdefgh", 2, None, VOCAB_SIZE)
 
 
-@pytest.mark.parametrize(("text", "do"), [("", "give a longer text"), ("abc", "or ask for windows of 3")])
-def test_a_short_text_is_refused_with_what_it_has(text: str, do: str) -> None:
-    with pytest.raises(PromptError) as caught:
+@pytest.mark.parametrize(("text", "hints"), [("", ()), ("abc", ("Windows of 3 tokens fit.",))])
+def test_short_text_is_refused_with_a_size_that_fits(text: str, hints: tuple[str, ...]) -> None:
+    with raises_code("eval.short_text", PromptError, window=1024, num_tokens=len(text)) as caught:
         cut_windows(shared_tokenizer(), text, 1024, None, VOCAB_SIZE)
-    assert caught.value.do.endswith(do)
+    assert caught.value.hints == hints
 
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from holdfast.memory.workspace_plan import TensorSpec
@@ -140,7 +141,8 @@ def test_ranks_share_heads_groups_experts_and_vocabulary(ranks: int) -> None:
 
 
 def test_numbers_of_ranks_that_do_not_work() -> None:
-    with pytest.raises(ConfigError, match=r"8 groups of heads do not divide into 16 equal parts. Try 1, 2, 4, 8$"):
+    reason = "8 groups of heads do not divide into 16 equal parts"
+    with raises_code("families.indivisible", ConfigError, reason=reason, fix="Try 1, 2, 4, 8."):
         FLASH.parameters(Mesh(tensor_size=16))
     with pytest.raises(ConfigError, match="64 query heads do not divide into 3 equal parts"):
         FLASH.parameters(Mesh(tensor_size=3))

@@ -11,6 +11,7 @@ from holdfast.config import Limits
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.compressed_decoder import CompressedDecoder
 from holdfast.models.declaration import StepShape
+from holdfast.models.decoder_layer import DecoderParts
 from holdfast.models.grouped_readers import parameters
 from holdfast.models.model import Stream
 from holdfast.quant.weight_quantize import dequantize
@@ -158,7 +159,7 @@ def test_logits_are_those_of_the_numbers_that_codes_stand_for(scheme: WeightSche
     for name in ("pool", "o_a", "attn_streams"):
         assert isinstance(ours.weights[f"layers.1.{name}.weight"], torch.Tensor), "it is never quantized"
     with monkeypatch.context() as patch:
-        patch.setattr(drive, "CompressedDecoder", partial(CompressedDecoder, recipe=recipe))
+        patch.setattr(drive, "DecoderParts", partial(DecoderParts, recipe=recipe))
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
         machine = make_compressed_drive(ours, 30)
     request, other = make_request(30, 1), make_request(30, 1)

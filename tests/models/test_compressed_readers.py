@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from holdfast.errors import ModelError
+from holdfast.kernels.attention.rope_rows import fill_rope_rows
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.compressed_readers import respell
 from holdfast.models.grouped_readers import FAMILIES, parameters, read_spec, unread_tensors
@@ -153,7 +154,8 @@ def test_rotations_are_those_of_transformers(case):
     assert spec.layer_rope(0) is spec.local_rope
     assert all(spec.layer_rope(layer) is spec.rope for layer in range(1, 5))
     step = make_step_rope(spec, 90, 90, torch.float32, torch.device("cpu"))
-    step.fill(torch.arange(90))
+    assert step.rows is not None
+    fill_rope_rows(torch.arange(90), step.rows)
     rotary = DeepseekV4RotaryEmbedding(theirs)
     for layer, kind in ((0, "main"), (1, "compress"), (2, "compress")):
         table, entries, ratio = step.rotaries[layer], step.entries[layer], spec.entry_ratio(layer)
@@ -252,7 +254,10 @@ TYPED = {"compress_ratios": None, "layer_types": ["sliding_attention"] * 4 + ["c
         ({"index_topk": -3}, "index_topk = -3.* a whole number from 1"),
         ({"index_n_heads": 65}, "index_n_heads = 65.* up to 64 heads, which kernels support"),
         ({"index_head_dim": 40}, "index_head_dim = 40.* a multiple of 16 up to 128"),
-        ({"qk_rope_head_dim": 32}, "index_head_dim = 16.* at least 32, since so many of its elements are rotated"),
+        (
+            {"qk_rope_head_dim": 32},
+            "index_head_dim = 16.* at least qk_rope_head_dim = 32, since so many of its elements are rotated",
+        ),
         ({"sliding_window": 0}, "sliding_window = 0.* a whole number from 1"),
         ({"sliding_window": None}, "sliding_window = None.* a whole number from 1"),
         ({"o_groups": 3}, "o_groups = 3.* a divisor of num_attention_heads = 4"),

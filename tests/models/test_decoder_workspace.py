@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from error_codes import raises_code
 from holdfast.attention.declarations import StepBounds
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import uniform_cache
@@ -158,13 +159,13 @@ def test_a_larger_step_than_was_reserved_is_refused(family, monkeypatch):
     smaller = Workspace(workspace_plan(spec, small, "float32", ()), CPU, Ledger())
     monkeypatch.setattr(rig.workspace, "acquire", smaller.acquire)
     rig.workspace = smaller
-    with pytest.raises(WorkspaceError) as caught:
+    with raises_code("memory.scratch_too_small", WorkspaceError) as caught:
         rig.execute(make_step(21, groups=rig.groups))
     requested, held = 3 * _aligned(21 * spec.hidden_size * 4), 3 * _aligned(20 * spec.hidden_size * 4)
     assert f"workspace for 'stream' on lane 'stream' (x float32 (21, {spec.hidden_size})" in str(caught.value)
-    assert "step_workspace.py:" in caught.value.requested
-    assert caught.value.requested.endswith(f"{requested} bytes")
-    assert caught.value.has == f"{held} bytes are held for 'stream'"
+    values = caught.value.values
+    assert "layer_stack.py:" in str(values["caller"])
+    assert (values["num_bytes"], values["held"]) == (requested, held)
     whole = make_rig(family)
     step = make_step(13, 7, groups=rig.groups)
     assert rig.execute(step) == whole.execute(step)

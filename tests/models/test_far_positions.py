@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.kernels.attention.rope_rows import RopeRows
-from holdfast.models import rope
+from holdfast.models import layer_stack
 from models import test_decoder, tiny_latents
 from runner.drive import Drive, LoadedModel, Request
 
@@ -77,5 +77,5 @@ def test_logits_from_exact_angles_are_others(case: str, monkeypatch: pytest.Monk
         rows.cos_STP[0, : len(angle_TP)] = angle_TP.cos() * rows.magnitudes[0]
         rows.sin_STP[0, : len(angle_TP)] = angle_TP.sin() * rows.magnitudes[0]
 
-    monkeypatch.setattr(rope, "fill_rope_rows", exact)
+    monkeypatch.setattr(layer_stack, "fill_rope_rows", exact)
     assert error(case, 64) > 1e-3

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from error_codes import raises_code
 from holdfast.errors import HoldfastError
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model
@@ -133,7 +134,7 @@ def preempt_after(drive: Drive, num_steps: int) -> None:
     def then_preempt(step: Any, token_ids: Any) -> None:
         complete(step, token_ids)
         if next(steps) == num_steps:
-            drive.scheduler._preempt_last()
+            drive.scheduler.preempt_last()
 
     drive.scheduler.complete = then_preempt
 
@@ -245,7 +246,7 @@ def test_a_plain_checkpoint_may_be_quantized_as_it_loads(scheme, tmp_path):
 
 def test_other_schemes_do_not_go_on_top_of_mxfp4(tmp_path):
     save_mxfp4(tmp_path)
-    with pytest.raises(HoldfastError, match="is stored as mxfp4 already"):
+    with raises_code("weights.already_quantized", stored="mxfp4", requested="fp8"):
         planned(tmp_path, WeightRecipe(WEIGHT_SCHEMES["fp8"]))
 
 

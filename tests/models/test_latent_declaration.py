@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
 from holdfast.memory.workspace_plan import TensorSpec
@@ -161,7 +162,8 @@ def test_a_rank_is_planned_with_what_it_loads(ranks: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "reason"), [(3, "5 query heads"), (16, "5 query heads"), (7, "5 query heads")])
 def test_ranks_that_do_not_divide(ranks: int, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"{reason} do not divide into {ranks} equal parts. Try 1$"):
+    reason = f"{reason} do not divide into {ranks} equal parts"
+    with raises_code("families.indivisible", ConfigError, reason=reason, fix="Try 1."):
         declared_of("v3 like R1").parameters(Mesh(tensor_size=ranks))
 
 

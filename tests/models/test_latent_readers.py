@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from holdfast.errors import ModelError, ModelFormatError, UnsupportedModelError
+from holdfast.kernels.attention.rope_rows import fill_rope_rows
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.grouped_readers import FAMILIES, read_spec, unread_tensors
 from holdfast.models.rope import make_step_rope
@@ -129,7 +130,8 @@ def test_scale_and_rotation_are_those_of_transformers(rope, prefix):
         spec = read_spec({"architectures": [f"{prefix}ForCausalLM"], **settings, **one, **spelling})
         assert spec.score_scale == pytest.approx(theirs.model.layers[0].self_attn.scaling, rel=1e-12)
         step = make_step_rope(spec, 90, 90, torch.float32, torch.device("cpu"))
-        step.fill(torch.arange(90))
+        assert step.rows is not None
+        fill_rope_rows(torch.arange(90), step.rows)
         (rotary,) = step.rotaries
         assert rotary is not None
         table = theirs.model.rotary_emb(torch.zeros(1), torch.arange(90).unsqueeze(0))

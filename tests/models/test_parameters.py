@@ -9,8 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.distributed.mesh import ALONE
-from holdfast.models.declaration import Experts
 from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.parameters import (
     LLAMA_NAMES,
@@ -182,17 +180,6 @@ def test_names_shapes_kinds_and_splits() -> None:
         "shared.gate.weight": ((1, 4), "router", "none"),
     }
     assert list(listed(ExpertsSpec(3, 2, 5))) == ["router.weight", "experts.gate_up.weight", "experts.down.weight"]
-
-
-@pytest.mark.parametrize("shared_size", [0, 7])
-def test_what_is_planned_for_other_models_is_the_same(shared_size: int) -> None:
-    """Names, order, shapes and kinds are those of models/blueprints/declaration.py, which plans models that do not run."""
-    spec = ExpertsSpec(3, 2, 5, shared_size, has_shared_gate=shared_size > 0)
-    planned = Experts(3, 2, 5, shared_size, shared_size > 0).weights("layers.1.", HIDDEN, ALONE)
-    parameters = list_experts(spec, ExpertNames(), HIDDEN, "layers.1.", "model.layers.1.")
-    assert [(own.name, own.shape, own.kind) for own in planned] == [
-        (own.name, own.shape, own.kind) for own in parameters
-    ]
 
 
 def test_tensors_of_their_own_come_first() -> None:

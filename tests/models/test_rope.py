@@ -142,6 +142,7 @@ def test_step_rope_of_two_rotations_has_two_sets() -> None:
     rope = step_rope_of(
         "Gemma3ForCausalLM", head_dim=16, num_key_value_heads=1, sliding_window=8, sliding_window_pattern=2
     )
+    assert rope.rows is not None
     fill_rope_rows(torch.tensor([2**20 - 1]), rope.rows)
     first, second, third, fourth = rope.rotaries
     assert first is not None
@@ -155,6 +156,7 @@ def test_entries_are_turned_at_their_first_token() -> None:
     """Ratios of eight and sixteen, each with the rotation of its layer; a layer without entries has none."""
     spec = CASES["deepseek_v4"][1]
     rope = make_step_rope(spec, 300, 40, torch.float32, torch.device("cpu"))
+    assert rope.rows is not None
     positions = torch.tensor([0, 7, 8, 15, 16, 33, 250])
     for ratio, layer in ((8, 0), (16, 2), (8, 3)):
         fill_rope_rows(positions // ratio * ratio, rope.rows)
@@ -171,6 +173,5 @@ def test_entries_are_turned_at_their_first_token() -> None:
 
 def test_step_rope_of_learned_positions_has_no_rows() -> None:
     rope = step_rope_of("OPTForCausalLM", ffn_dim=8, max_position_embeddings=64, word_embed_proj_dim=32)
-    fill_rope_rows(torch.arange(3), rope.rows)
     assert rope.rows is None
     assert rope.rotaries == (None,) * 4

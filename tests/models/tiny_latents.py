@@ -199,6 +199,6 @@ def preempt_after(drive: Drive, num_steps: int) -> None:
     def then_preempt(step: Any, token_ids: Any) -> None:
         complete(step, token_ids)
         if next(steps) == num_steps:
-            drive.scheduler._preempt_last()
+            drive.scheduler.preempt_last()
 
     drive.scheduler.complete = then_preempt

@@ -8,6 +8,7 @@ import pytest
 from error_codes import raises_code
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.families.compressed.spec import CompressedAttentionSpec
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
@@ -59,13 +60,15 @@ def test_every_layer_says_what_it_attends_to() -> None:
     specs, cache = plan.attention_specs, plan.cache
     assert cache is not None
     assert len(specs) == 43
-    assert [spec.ratio for spec in specs[:5]] == [0, 0, 4, 128, 4]
-    assert {(spec.group, spec.window, spec.is_compressed) for spec in specs} == {(0, 128, True)}
+    assert [getattr(spec, "ratio", None) for spec in specs[:5]] == [0, 0, 4, 128, 4]
+    assert {(spec.group, spec.window) for spec in specs} == {(0, 128)}
     for layer, spec in enumerate(specs):
+        assert isinstance(spec, CompressedAttentionSpec)
         assert spec.cache == cache.layers[layer]
         assert spec.is_overlapped == (spec.ratio == 4)
         assert (spec.index_heads, spec.index_top_k) == ((64, 512) if spec.ratio == 4 else (0, 0))
         if spec.ratio:
+            assert spec.entries is not None
             assert spec.entries == cache.layers[spec.entries_index]
             assert (spec.entries.layer, spec.entries.tokens_per_row) == (layer, spec.ratio)
             assert cache.groups[spec.entries_group].tokens_per_row == spec.ratio
@@ -102,7 +105,7 @@ def test_compressed_attention_refuses_other_options() -> None:
         resolve(plan_request(FLASH, H200, tensor_parallel_size=4, speculative="ngram:4"))
     with raises_code("plan.one_kv_format", ConfigError):
         resolve(plan_request(FLASH, H200, tensor_parallel_size=4, kv_protected_layers=4))
-    with pytest.raises(ConfigError, match="turboquant_3bit_nc was asked"):
+    with raises_code("families.format", ConfigError, option="kv_cache_dtype", value="turboquant_3bit_nc"):
         resolve(plan_request(FLASH, H200, tensor_parallel_size=4, kv_cache_dtype="turboquant_3bit_nc"))
     assert declared(FLASH).kv_bytes_per_sequence("fp8") == 445_440
 

@@ -14,7 +14,9 @@ from for_each import for_each
 from holdfast.attention.declarations import INDEX_SCORE_BYTES, AttentionSpec, StepBounds
 from holdfast.config import EngineConfig, Limits
 from holdfast.distributed.mesh import meshes
+from holdfast.families.choose import DECLARATIONS
 from holdfast.families.grouped.declarations import TritonPagedDeclaration
+from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM
 from holdfast.memory.devices import SPLIT_K_BYTES
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
@@ -467,7 +469,7 @@ def test_one_layer_of_each_kind_is_asked_about(monkeypatch, changes, options, la
     assert spec is not None
     spec = replace(spec, num_layers=4, sliding_windows=(None, None, 8, 8), **changes)
     asked = Asked()
-    monkeypatch.setattr("holdfast.attention.declarations.DECLARATIONS", (asked,))
+    monkeypatch.setitem(DECLARATIONS, GroupedAttentionSpec, (asked,))
     config = EngineConfig(kv_cache_dtype=NARROW, **options)
     list_needs(resolve(PlanRequest(config, declare_decoder(spec, "x"), H200)))
     assert asked.layers == layers

@@ -131,7 +131,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
         ({"tensor_parallel_siz": 1}, "Did you mean tensor_parallel_size?"),
         ({"gpu_memory_utilisation": 0.5}, "Did you mean gpu_memory_utilization?"),
         ({"trust_remote_cod": True}, "Did you mean trust_remote_code?"),
-        ({"xyzzy": 1}, "Accepted: "),
+        ({"xyzzy": 1}, "The options are "),
     ],
 )
 def test_wrong_option_names_the_alternative(options: dict[str, object], text: str) -> None:

@@ -88,7 +88,7 @@ class RecordingSampler(Sampler):
     def take_device_sampler(self, max_rows: int) -> None:
         """Choose as a GPU does, by the references of its kernels."""
         self._chooser = DeviceSampler(self._vocab_size, CPU, max_rows, Ledger())
-        self.argmax_S = self._chooser.argmax_S
+        self.argmax_S, self.keeps_tokens = self._chooser.argmax_S, True
 
     def launch(
         self,

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.step import Step, decode_step, encode_step
+from holdfast.request.step import Step
 from holdfast.runner.build import BuiltRunner
+from request.frames import decode_step, encode_step
 from runner.gpu_traffic import build_dummy, num_compiled
 from runner.stepping import Ran, Stepper, Wish, drive, make_wishes, replay, with_guesses
 from runner.tiny_runners import held_storages

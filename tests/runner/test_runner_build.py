@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from error_codes import raises_code
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.chunks import ring_tables
 from holdfast.cache.spec import LayerCache
@@ -75,8 +76,9 @@ def test_plan_ledger_and_memory_agree_to_the_byte(build, family, settings):
     """Owner by owner; pages, whose planes may end between two aligned places, to what aligning them can cost."""
     options = {"max_model_len": 60} | SETTINGS[settings]
     if is_quantized(options) and family in ODD_HEADS:
-        with pytest.raises(ConfigError, match="multiple of 16 elements can be quantized; try bfloat16"):
+        with raises_code("families.format", ConfigError, option="kv_cache_dtype", works="bfloat16") as caught:
             build(family, readable=False, **options)
+        assert "head_dim" in caught.value.values["reason"]
         return
     built = build(family, **options)
     held = held_by_owner(built.ledger)

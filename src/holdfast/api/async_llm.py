@@ -429,7 +429,7 @@ class _Preparation:
     @classmethod
     def of(cls, engine: Engine, params: SamplingParams, prepare: Callable[[], PreparedRequest]) -> "_Preparation":
         has_grammar = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        return cls(partial(engine.check_form, params) if has_grammar else None, prepare)
+        return cls(partial(engine.front.admission.check_form, params) if has_grammar else None, prepare)
 
 
 def _shut_down(thread: EngineThread, preparing: Iterable[ThreadPoolExecutor]) -> None:

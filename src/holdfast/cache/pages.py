@@ -157,7 +157,7 @@ class PagePool:
         """
         assert 0 <= num_pages <= self.num_available, f"{num_pages} pages requested, {self.num_available} are left"
         while self._free.num_pages < num_pages:
-            self._evict()
+            self.evict()
         pages: list[int] = []
         if num_pages and after is not None:
             length = self._free.starting_at(after + 1)
@@ -219,7 +219,7 @@ class PagePool:
             self.num_cached_by_group[self._group_of[page]] -= 1
             self._free.put(page)
 
-    def _evict(self) -> None:
+    def evict(self) -> None:
         page = next(iter(self._cached))
         self.on_evict(page)
         assert page not in self._cached, f"page {page} was to be evicted and is still cached"

@@ -146,21 +146,21 @@ class PrefixCache:
             parts.append(BlockPart(group, parts[-1].end if parts else 0, count))
         self._parts = tuple(parts)
         self._windows = tuple(part for part in parts if part.group.window is not None)
-        self._is_whole = tuple(part.group.window is None for part in parts for _ in range(part.count))
+        self.is_whole = tuple(part.group.window is None for part in parts for _ in range(part.count))
         """For each slot, True if its group keeps the whole context."""
         self._periods = tuple(group.state_period for group in groups if group.is_state)
         self._can_hit = can_hit(groups)
         self._hash = hash_bytes
         self._root = hash_bytes(root)
         self._entries: dict[bytes, PrefixEntry] = {}
-        self._by_page: dict[int, PrefixEntry] = {}
+        self.by_page: dict[int, PrefixEntry] = {}
         self._epoch = 0
-        self._pending: dict[int, int] = {}
+        self.pending: dict[int, int] = {}
         """Registered pages that a step in flight computes: the number of that step."""
         self.max_entries = ENTRIES_PER_PAGE * pool.num_pages
         self.num_filled = 0
         """Holes that were filled since the start."""
-        pool.on_evict = self._evict
+        pool.on_evict = self.evict
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -177,18 +177,18 @@ class PrefixCache:
         for index in range(num_tokens // self.block_tokens if self._can_hit else 0):
             key = self._key(chain, token_ids, index)
             entry = self._entries.get(key.digest)
-            if entry is None or not self._is_same(entry, found[-1] if found else None, chain.salt, key):
+            if entry is None or not self.is_same(entry, found[-1] if found else None, chain.salt, key):
                 break
             found.append(entry)
             runs = [part.run(entry.slots, run) for part, run in zip(self._windows, runs, strict=True)]
             if self._serves(runs, len(found) * self.block_tokens):
                 num_served = len(found)
         entries = tuple(found[:num_served])
-        return PrefixHit(entries, self._tables(entries), num_served * self.block_tokens, tuple(found))
+        return PrefixHit(entries, self.tables_of(entries), num_served * self.block_tokens, tuple(found))
 
     def miss(self) -> PrefixHit:
         """Return the match of a sequence without a cached prefix."""
-        return PrefixHit((), self._tables(()), 0)
+        return PrefixHit((), self.tables_of(()), 0)
 
     def may_hold_more(self, chain: PrefixChain, hit: PrefixHit) -> bool:
         """True if `match` may find another block of a sequence than those of an earlier hit that are left."""
@@ -255,7 +255,7 @@ class PrefixCache:
             return
         while not chain.is_closed and chain.num_blocks < num_tokens // self.block_tokens:
             key = self._key(chain, token_ids, chain.num_blocks)
-            entry = self._enter(chain, key, self._slots(tables, chain.num_blocks), step)
+            entry = self.enter(chain, key, self._slots(tables, chain.num_blocks), step)
             if entry is None:
                 chain.is_closed = True
             else:
@@ -264,14 +264,14 @@ class PrefixCache:
 
     def settle(self, step: int) -> None:
         """The steps up to this one have run: their pages hold what they are registered for."""
-        if self._pending:
-            self._pending = {page: own for page, own in self._pending.items() if own > step}
+        if self.pending:
+            self.pending = {page: own for page, own in self.pending.items() if own > step}
 
     def pending_step(self, tables: Sequence[Sequence[int]]) -> int:
         """Return the latest step in flight that computes one of these pages, or 0."""
-        if not self._pending:
+        if not self.pending:
             return 0
-        return max((self._pending.get(page, 0) for table in tables for page in table), default=0)
+        return max((self.pending.get(page, 0) for table in tables for page in table), default=0)
 
     def rewind(self, chain: PrefixChain, num_tokens: int) -> None:
         """Move a sequence's place back to the last block among its first `num_tokens`, before those after it are forgotten."""
@@ -285,10 +285,10 @@ class PrefixCache:
 
     def forget_pending(self) -> None:
         """The steps in flight were dropped: forget the pages that they were to compute, and all blocks after them."""
-        for page in list(self._pending):
-            if page in self._pending:
-                self._evict(page)
-        assert not self._pending, f"pages {list(self._pending)} are pending and no entry has them"
+        for page in list(self.pending):
+            if page in self.pending:
+                self.evict(page)
+        assert not self.pending, f"pages {list(self.pending)} are pending and no entry has them"
 
     def reset(self) -> None:
         """Forgets everything; what running sequences have computed so far is not registered later either."""
@@ -296,11 +296,11 @@ class PrefixCache:
             entry.is_registered = False
             entry.parent = None
             entry.children.clear()
-        for page in self._by_page:
+        for page in self.by_page:
             self._pool.forget(page)
         self._entries.clear()
-        self._by_page.clear()
-        self._pending.clear()
+        self.by_page.clear()
+        self.pending.clear()
         self._epoch += 1
 
     def _serves(self, runs: Sequence[int], num_tokens: int) -> bool:
@@ -308,7 +308,7 @@ class PrefixCache:
         is_seen = all(part.serves(run, num_tokens) for part, run in zip(self._windows, runs, strict=True))
         return is_seen and all(num_tokens % period == 0 for period in self._periods)
 
-    def _tables(self, entries: Sequence[PrefixEntry]) -> tuple[tuple[int, ...], ...]:
+    def tables_of(self, entries: Sequence[PrefixEntry]) -> tuple[tuple[int, ...], ...]:
         num_tokens = len(entries) * self.block_tokens
         tables: list[tuple[int, ...]] = []
         for part in self._parts:
@@ -335,16 +335,16 @@ class PrefixCache:
         return keys[index]
 
     @staticmethod
-    def _is_same(entry: PrefixEntry, parent: PrefixEntry | None, salt: bytes, key: BlockKey) -> bool:
+    def is_same(entry: PrefixEntry, parent: PrefixEntry | None, salt: bytes, key: BlockKey) -> bool:
         return entry.parent is parent and entry.key.tokens == key.tokens and entry.salt == salt
 
-    def _enter(self, chain: PrefixChain, key: BlockKey, slots: list[int], step: int) -> PrefixEntry | None:
+    def enter(self, chain: PrefixChain, key: BlockKey, slots: list[int], step: int) -> PrefixEntry | None:
         """The entry of this block, new or another sequence's; None when there can be none."""
         parent = chain.tip
         if parent is not None and not parent.is_registered:
             return None
         entry = self._entries.get(key.digest)
-        if entry is not None and not self._is_same(entry, parent, chain.salt, key):
+        if entry is not None and not self.is_same(entry, parent, chain.salt, key):
             return None
         if entry is None:
             # A fork has no page of a block before its windows: an entry of it would lead nowhere.
@@ -354,34 +354,34 @@ class PrefixCache:
             self._entries[key.digest] = entry
             if parent is not None:
                 parent.children[key.digest] = entry
-            self._fill(entry, slots, step)
+            self.fill_holes(entry, slots, step)
         elif entry.num_pages < len(slots):
-            self.num_filled += self._fill(entry, slots, step)
+            self.num_filled += self.fill_holes(entry, slots, step)
         return entry
 
-    def _fill(self, entry: PrefixEntry, slots: Sequence[int], step: int) -> int:
+    def fill_holes(self, entry: PrefixEntry, slots: Sequence[int], step: int) -> int:
         """Puts pages into an entry's holes, as many as there are, and says how many."""
         before = entry.num_pages
         for slot, page in enumerate(slots):
             if page == HOLE or entry.slots[slot] != HOLE:
                 continue
-            assert page not in self._by_page, f"page {page} is registered twice"
+            assert page not in self.by_page, f"page {page} is registered twice"
             self._pool.keep(page)
-            self._by_page[page] = entry
+            self.by_page[page] = entry
             if step:
-                self._pending[page] = step
+                self.pending[page] = step
             entry.slots[slot] = page
             entry.num_pages += 1
         return entry.num_pages - before
 
-    def _evict(self, page: int) -> None:
-        entry = self._by_page[page]
+    def evict(self, page: int) -> None:
+        entry = self.by_page[page]
         slot = entry.slots.index(page)
-        if self._is_whole[slot]:
+        if self.is_whole[slot]:
             self._drop(entry)
             return
-        del self._by_page[page]
-        self._pending.pop(page, None)
+        del self.by_page[page]
+        self.pending.pop(page, None)
         entry.slots[slot] = HOLE
         entry.num_pages -= 1
         self._pool.forget(page)
@@ -405,15 +405,15 @@ class PrefixCache:
             del self._entries[entry.key.digest]
             for page in entry.slots:
                 if page != HOLE:
-                    del self._by_page[page]
-                    self._pending.pop(page, None)
+                    del self.by_page[page]
+                    self.pending.pop(page, None)
                     self._pool.forget(page)
 
     def check(self) -> None:
         """Kept pages are those of entries, each in one slot; entries under their names, linked, of use, and not too many."""
         kept = self._pool.kept_pages()
-        assert kept == sorted(self._by_page), f"the pool keeps {kept}, registered are {sorted(self._by_page)}"
-        strays = [page for page in self._pending if page not in self._by_page]
+        assert kept == sorted(self.by_page), f"the pool keeps {kept}, registered are {sorted(self.by_page)}"
+        strays = [page for page in self.pending if page not in self.by_page]
         assert not strays, f"pages {strays} are pending, and no entry has them"
         num_entries = len(self._entries)
         assert num_entries <= self.max_entries, f"{num_entries} entries, at most {self.max_entries}"
@@ -433,11 +433,11 @@ class PrefixCache:
         assert entry.is_registered, f"the entry of pages {slots} is listed and was dropped"
         assert entry.key.digest == digest, f"the entry of pages {slots} is not found under its name"
         for page in pages:
-            assert self._by_page.get(page) is entry, f"page {page} is listed with another entry than its own"
+            assert self.by_page.get(page) is entry, f"page {page} is listed with another entry than its own"
         assert entry.num_pages == len(pages), f"the entry of pages {slots} counts {entry.num_pages} of them"
         assert pages or entry.children, f"the entry of pages {slots} leads to no page"
         holes = [slot for slot, page in enumerate(slots) if page == HOLE] if len(pages) < len(slots) else ()
-        is_short = any(self._is_whole[slot] for slot in holes)
+        is_short = any(self.is_whole[slot] for slot in holes)
         assert not is_short, f"the entry of pages {slots} has a hole where the whole context is kept"
         if entry.parent is not None:
             is_linked = entry.parent.is_registered and entry.parent.children.get(digest) is entry

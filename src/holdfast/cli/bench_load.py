@@ -12,6 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from holdfast.cli.bench_client import Reply, Url, ask
 from holdfast.errors import ConfigError, HoldfastError
 
@@ -250,13 +252,7 @@ def output_tokens(reply: Reply) -> int:
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Interpolate a percentile; NaN without values."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, percent)) if values else math.nan
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,11 @@
 """`holdfast chat`: messages from a terminal or a pipe, /commands, and the history; no torch."""
 
-import difflib
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
 
 from holdfast.cli.opened_model import (
     OpenedModel,
@@ -29,7 +27,7 @@ from holdfast.cli.terminal import FAILED, dumps, quoted, write_answer, write_lin
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import ChatOptions, PreparedRequest
 from holdfast.engine.outputs import OutputAssembler
-from holdfast.errors import ConfigError, RequestError
+from holdfast.errors import ConfigError, RequestError, did_you_mean
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
@@ -171,27 +169,30 @@ def _message(read: Callable[[str], str]) -> str:
     return "\n".join(lines).strip("\n")
 
 
-class Answers(Protocol):
-    """The model of a chat."""
+class Answers:
+    """Answers of an opened model."""
 
-    model_name: str
-    context_tokens: int
+    def __init__(self, opened: OpenedModel, reading: ChatOptions | None = None) -> None:
+        self._opened = opened
+        self._reading = reading
+        self.model_name = opened.name
+        self.context_tokens = opened.context_tokens
 
     def params(self, given: Given) -> SamplingParams:
         """Return sampling parameters on top of the model's defaults."""
-        ...
+        return sampling_params(given, self._opened.engine.generation)
 
     def prepare(self, messages: list[Mapping[str, object]], params: SamplingParams) -> PreparedRequest:
         """Check a conversation; raise RequestError if it cannot be answered."""
-        ...
+        return prepare(self._opened.engine, messages, params, DEFAULT_MAX_TOKENS, self._reading)
 
     def stream(self, prepared: PreparedRequest) -> Generator[CompletionDelta, None, None]:
         """Stream the answer."""
-        ...
+        return stream(self._opened.llm, prepared)
 
     def show_memory(self) -> None:
         """Print memory by owner."""
-        ...
+        show_beside(memory_lines(self._opened.memory))
 
 
 class ChatSession:
@@ -236,8 +237,8 @@ class ChatSession:
             return False
         name = "help" if name == "?" else name
         if name not in self._commands:
-            near = difflib.get_close_matches(name, [*self._commands, "exit"], n=1)
-            nearest = f"Did you mean /{near[0]}?" if near else "Type /help, or //... to begin a message with a slash."
+            nearest = did_you_mean(name, [*self._commands, "exit"], form="/{}")
+            nearest = nearest or "Type /help, or //... to begin a message with a slash."
             raise ConfigError("cli.chat_unknown_command", name=name, nearest=nearest)
         self._commands[name][1](rest)
         return True
@@ -356,8 +357,7 @@ class ChatSession:
 
     def _change(self, name: str, value: str, has_value: bool) -> None:
         if name not in NAMES or not has_value:
-            near = difflib.get_close_matches(name, NAMES, n=1)
-            nearest = f"Did you mean {near[0]}=...?" if near and has_value else "Type /set temperature=0.7."
+            nearest = (has_value and did_you_mean(name, NAMES, form="{}=...")) or "Type /set temperature=0.7."
             raise ConfigError("cli.chat_unknown_setting", value=name, accepted=NAMES, nearest=nearest)
         read = _read(name, value)
         given = {key: old for key, old in self._given.items() if key != name}
@@ -392,32 +392,6 @@ def _turns(num_turns: int) -> str:
     return "1 turn" if num_turns == 1 else f"{num_turns} turns"
 
 
-class ModelAnswers:
-    """Answers of an opened model."""
-
-    def __init__(self, opened: OpenedModel, reading: ChatOptions | None = None) -> None:
-        self._opened = opened
-        self._reading = reading
-        self.model_name = opened.name
-        self.context_tokens = opened.context_tokens
-
-    def params(self, given: Given) -> SamplingParams:
-        """Return sampling parameters on top of the model's defaults."""
-        return sampling_params(given, self._opened.engine.generation)
-
-    def prepare(self, messages: list[Mapping[str, object]], params: SamplingParams) -> PreparedRequest:
-        """Check a conversation."""
-        return prepare(self._opened.engine, messages, params, DEFAULT_MAX_TOKENS, self._reading)
-
-    def stream(self, prepared: PreparedRequest) -> Generator[CompletionDelta, None, None]:
-        """Stream the answer."""
-        return stream(self._opened.llm, prepared)
-
-    def show_memory(self) -> None:
-        """Print memory by owner."""
-        show_beside(memory_lines(self._opened.memory))
-
-
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """Options of this command."""
@@ -441,7 +415,7 @@ def chat(options: ChatRequest, engine: Given, sampling: Given, start: StartLine 
     opened = open_visibly(config, report, start) if is_watched else open_quietly(config, report)
     if not opened.engine.has_chat_template:
         raise ConfigError("cli.no_chat_template", model=opened.name)
-    answers = ModelAnswers(opened, ChatOptions(allow_special_tokens=options.allow_special_tokens))
+    answers = Answers(opened, ChatOptions(allow_special_tokens=options.allow_special_tokens))
     session = ChatSession(answers, ChatHistory(options.system), sampling, is_watched)
     if is_watched:
         show_beside(memory_lines(opened.memory, is_compact=True))

@@ -4,7 +4,6 @@ Little is imported here, so that help and plans come at once.
 """
 
 import argparse
-import difflib
 import re
 import shutil
 import sys
@@ -30,7 +29,7 @@ from holdfast.cli.options import (
     read_data,
 )
 from holdfast.cli.terminal import FAILED
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from holdfast.cli.start_line import StartLine
@@ -97,7 +96,7 @@ def _show_group(arguments: Sequence[str]) -> int:
     if rest and not rest[0].startswith("-"):
         if not path and rest[0] in COMMANDS_ELSEWHERE:
             raise ConfigError("cli.not_here", typed=f"command {rest[0]}", advice=COMMANDS_ELSEWHERE[rest[0]])
-        nearest = _nearest(rest[0], _next_names(path))
+        nearest = did_you_mean(rest[0], _next_names(path))
         raise ConfigError("cli.unknown_command", program=parser.prog, value=rest[0], nearest=nearest)
     _parsed(parser, rest, VERSION_FLAGS)
     parser.print_help()
@@ -177,7 +176,7 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str], flags: It
     option = next((extra.partition("=")[0] for extra in extras if extra.startswith("-")), None)
     if option is None:
         raise ConfigError("cli.extra_argument", program=parser.prog, value=extras[0])
-    raise ConfigError("cli.unknown_option", program=parser.prog, value=option, nearest=_nearest(option, flags))
+    raise ConfigError("cli.unknown_option", program=parser.prog, value=option, nearest=did_you_mean(option, flags))
 
 
 def _with_dashes(command: Command, flags: Sequence[str], arguments: Sequence[str]) -> list[str]:
@@ -192,11 +191,6 @@ def _with_dashes(command: Command, flags: Sequence[str], arguments: Sequence[str
         else:
             joined.append(argument)
     return joined
-
-
-def _nearest(typed: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(typed, list(names), n=1)
-    return f"Did you mean {near[0]}? " if near else ""
 
 
 def _next_names(path: tuple[str, ...]) -> Iterable[str]:

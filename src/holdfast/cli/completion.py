@@ -4,7 +4,6 @@ The script holds all of it, so pressing Tab starts no Python. zsh runs the bash 
 """
 
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import NamedTuple
 
 from holdfast.cli.options import ARGUMENTS, Option, Setting
@@ -68,12 +67,44 @@ class Page(NamedTuple):
     rows: tuple[Row, ...]
     below: tuple[str, ...] = ()
 
+    @property
+    def typed(self) -> str:
+        """The path after a space; empty for the program itself."""
+        return " ".join(("", *self.path))
+
+    @property
+    def options(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.flags)
+
+    @property
+    def arguments(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.flags)
+
+    @property
+    def condition(self) -> str:
+        """For fish: true after this path and before any of its subcommands."""
+        if not self.path:
+            return "__fish_use_subcommand"
+        seen = [f"__fish_seen_subcommand_from {name}" for name in self.path]
+        if self.below:
+            seen.append(f"not __fish_seen_subcommand_from {' '.join(self.below)}")
+        return _fish_text("; and ".join(seen))
+
 
 def write_completion(shell: str | None, pages: Sequence[Page]) -> None:
     """Print the script of a shell."""
     if shell not in SHELLS:
         raise ConfigError("cli.unknown_shell", value=shell, accepted=SHELLS, install="; ".join(INSTALL.values()))
-    write_answer(fish_script(pages) if shell == "fish" else bash_script(pages, is_zsh=shell == "zsh"))
+    from jinja2 import Environment, PackageLoader
+
+    # zsh runs the script of bash through its bashcompinit.
+    name = "completion.fish.jinja" if shell == "fish" else "completion.bash.jinja"
+    templates = Environment(loader=PackageLoader("holdfast", "data"), keep_trailing_newline=True)
+    templates.filters["quoted"] = _fish_text
+    summaries = {page.path: page.summary for page in pages}
+    write_answer(
+        templates.get_template(name).render(name=shell, install=INSTALL[shell], pages=pages, summaries=summaries)
+    )
 
 
 def row_of(row: Option | Setting, path: tuple[str, ...]) -> Row:
@@ -83,71 +114,6 @@ def row_of(row: Option | Setting, path: tuple[str, ...]) -> Row:
     offered = flags[:1] if isinstance(row, Setting) else flags
     values = tuple(CATALOGUE) if is_argument and path == ("plan",) else VALUES.get(row.name, ())
     return Row(offered, row.help, bool(row.metavar), values, row.metavar in FILES, flags[len(offered) :])
-
-
-def bash_script(pages: Sequence[Page], is_zsh: bool = False) -> str:
-    """Fill data/completion.bash: one function finds the command, then what may follow its last argument."""
-    shell = "zsh" if is_zsh else "bash"
-    head = [f"# Completion of holdfast for {shell}: {INSTALL[shell]}"]
-    if is_zsh:
-        head.append("autoload -U +X bashcompinit && bashcompinit")
-    commands = "|".join(f'"{" ".join(("", *page.path))}"' for page in pages if page.path)
-    cases = "\n".join(line for page in pages for line in _bash_page(page))
-    script = resources.files("holdfast").joinpath("data", "completion.bash").read_text(encoding="utf-8")
-    return "\n".join((*head, script.replace("@COMMANDS@", commands).replace("@CASES@", cases)))
-
-
-def _bash_page(page: Page) -> list[str]:
-    """Write the case of one command: the values of an option, else options and arguments."""
-    options = [row for row in page.rows if row.flags]
-    arguments = [row for row in page.rows if not row.flags]
-    lines = [f'        "{" ".join(("", *page.path)) if page.path else ""}")', '            case "$prev" in']
-    for row in options:
-        if row.takes_value:
-            files = " has_files=1" if row.is_file else ""
-            lines.append(
-                f'                {"|".join((*row.flags, *row.others))}) words="{" ".join(row.values)}" only_values=1{files} ;;'
-            )
-    flags = " ".join(flag for row in options for flag in row.flags)
-    given = " ".join((*page.below, *(value for row in arguments for value in row.values)))
-    files = '; [[ "$cur" == -* ]] || has_files=1' if any(row.is_file for row in arguments) else ""
-    lines += [f'                *) words="{flags}" given="{given}"{files} ;;', "            esac ;;"]
-    return lines
-
-
-def fish_script(pages: Sequence[Page]) -> str:
-    """Write a line for each command, option and argument, with its help."""
-    lines = [f"# Completion of holdfast for fish: {INSTALL['fish']}", "complete -c holdfast -f"]
-    summaries = {page.path: page.summary for page in pages}
-    for page in pages:
-        condition = _fish_condition(page)
-        for name in page.below:
-            summary = _fish_text(summaries.get((*page.path, name), ""))
-            lines.append(f"complete -c holdfast -n {condition} -a {name} -d {summary}")
-        lines += [f"complete -c holdfast -n {condition} {_fish_row(row)}".rstrip() for row in page.rows]
-    return "\n".join((*lines, ""))
-
-
-def _fish_condition(page: Page) -> str:
-    """True after this path and before any of its subcommands."""
-    if not page.path:
-        return "__fish_use_subcommand"
-    seen = [f"__fish_seen_subcommand_from {name}" for name in page.path]
-    if page.below:
-        seen.append(f"not __fish_seen_subcommand_from {' '.join(page.below)}")
-    return _fish_text("; and ".join(seen))
-
-
-def _fish_row(row: Row) -> str:
-    words = [f"-a {_fish_text(' '.join(row.values))}"] if row.values else []
-    if not row.flags:
-        return " ".join((*(["-F"] if row.is_file else []), *words))
-    names = []
-    for name in row.flags:
-        is_long = name.startswith("--")
-        names.append(f"-l {name[2:]}" if is_long else f"-s {name[1:]}" if len(name) == 2 else f"-o {name[1:]}")
-    value = ["-r -F" if row.is_file else "-x"] if row.takes_value else []
-    return " ".join((*names, *value, *words, f"-d {_fish_text(row.help.partition('. ')[0].rstrip('.'))}"))
 
 
 def _fish_text(text: str) -> str:

@@ -1,6 +1,5 @@
 """`--config FILE`: options of a command from a TOML file; the command line wins; no torch."""
 
-import difflib
 import os
 import stat
 import tomllib
@@ -8,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from holdfast.cli.options import ARGUMENTS, Option, Setting
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError, did_you_mean, shown
 
 FLAG = "--config"
 MAX_BYTES = 2**20
@@ -31,8 +30,8 @@ def with_config(rows: Sequence[Option | Setting], arguments: Sequence[str]) -> l
         if row is None and isinstance(value, dict):
             raise ConfigError("cli.config_table", file=file, key=key)
         if row is None or key.replace("-", "_") == FLAG[2:]:
-            near = difflib.get_close_matches(key.replace("_", "-"), [name.replace("_", "-") for name in by_name], n=1)
-            nearest = f"Did you mean {near[0]}?" if near else "Keys are the names of options."
+            nearest = did_you_mean(key.replace("_", "-"), [name.replace("_", "-") for name in by_name])
+            nearest = nearest or "Keys are the names of options."
             raise ConfigError("cli.config_unknown_key", file=file, key=key, nearest=nearest)
         if row.name in SECRETS and is_open:
             raise ConfigError("cli.config_exposed_secret", file=file, key=key)

@@ -12,13 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from holdfast import __version__
 from holdfast.cli.layout import aligned, wrapped
-from holdfast.cli.measure import measure, rate_rows
+from holdfast.cli.measure import measure, probe_command, rate_rows
 from holdfast.cli.options import Given
 from holdfast.cli.terminal import dumps, write_answer
 from holdfast.errors import HoldfastError
@@ -32,9 +32,6 @@ PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "rich")
 SERVER = ("fastapi", "uvicorn", "httptools", "prometheus-client")
 GRAMMARS = ("llguidance",)
 EXTRAS = ("huggingface_hub", *SERVER, *GRAMMARS, "transformers", "gguf")
-PROBE = """import runpy, sys
-sys.path.insert(0, sys.argv[1])
-runpy.run_module("holdfast.cli.torch_probe", run_name="__main__")"""
 PROBE_SECONDS = 120
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 COMPILERS = ("cc", "gcc", "clang")
@@ -367,7 +364,7 @@ WEIGHTS, HUB = "weight cache", "Hub cache"
 def gather() -> Facts:
     """Collect all facts; a part that fails becomes a text."""
     torch, torch_problem = None, "it is not installed"
-    packages = {name: _version(name) for name in (*PACKAGES, *EXTRAS)}
+    packages = {name: _guarded(lambda name=name: version(name))[0] for name in (*PACKAGES, *EXTRAS)}
     if packages["torch"] is not None:
         torch, torch_problem = _probe_torch()
     hub_models, hub_problem = _guarded(_hub_models)
@@ -389,7 +386,12 @@ def gather() -> Facts:
         torch_range=_torch_range(),
         driver=driver,
         compiler=next((path for path in map(shutil.which, COMPILERS) if path), None),
-        folders=(_kernel_folder(torch), _weight_folder(), _hub_folder()),
+        folders=(
+            _folder("CPU kernels", lambda: _kernel_folder(torch), lambda own: _file_bytes(own, "kernels-*.so")),
+            _folder(WEIGHTS, cache_folder, lambda own: sum(entry.num_bytes for entry in cache_entries(own))),
+            # The Hub stores each file of a repository once, as a blob.
+            _folder(HUB, _hub_folder, lambda own: _file_bytes(own, "models--*/blobs/*")),
+        ),
         hub_models=hub_models or (),
         hub_problem=hub_problem,
         default_model=model,
@@ -411,26 +413,16 @@ def _source_tree() -> Path | None:
     return tree if is_ours and (tree / "src" / "holdfast") == Path(__file__).parents[1] else None
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except (PackageNotFoundError, OSError, ValueError):
-        return None
-
-
 def _torch_range() -> str | None:
     """Return the versions of torch that the package declares; None if it is not installed."""
-    try:
-        needs = requires("holdfast") or []
-    except (PackageNotFoundError, OSError, ValueError):
-        return None
+    needs = _guarded(lambda: requires("holdfast"))[0] or []
     found = next((match for match in (re.match(r"torch\b\s*([<>=0-9.,\s]+)", need) for need in needs) if match), None)
     return ",".join(sorted(found[1].strip().split(","), reverse=True)) if found else None
 
 
 def _probe_torch() -> tuple[TorchFacts | None, str]:
     """Run torch_probe.py in another process: a broken library may abort it, and a broken driver may hang."""
-    command = [sys.executable, "-c", PROBE, str(Path(__file__).parents[2])]
+    command = probe_command("torch_probe")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -459,42 +451,29 @@ def _driver() -> str | None:
     return match[1] if match else None
 
 
-def _kernel_folder(torch: TorchFacts | None) -> FolderFacts:
-    what = "CPU kernels"
+def _kernel_folder(torch: TorchFacts | None) -> Path:
     if torch is None or torch.kernel_file is None:
-        return FolderFacts(what, "", problem="not known without torch" if torch is None else torch.kernel_problem)
-    folder = Path(torch.kernel_file).parent
-    num_bytes, problem = _guarded(lambda: sum(file.stat().st_size for file in folder.glob("kernels-*.so")))
+        raise OSError("not known without torch" if torch is None else torch.kernel_problem)
+    return Path(torch.kernel_file).parent
+
+
+def _hub_folder() -> Path:
+    from holdfast.loading.hub.cache import cache_folder
+
+    return cache_folder()
+
+
+def _folder(what: str, find: Callable[[], Path], measure: Callable[[Path], int]) -> FolderFacts:
+    """Describe a cache folder; `measure` sums its files."""
+    folder, problem = _guarded(find)
+    if folder is None:
+        return FolderFacts(what, "", problem=problem)
+    num_bytes, problem = _guarded(lambda: measure(folder))
     return FolderFacts(what, str(folder), num_bytes, _free_bytes(folder), problem)
 
 
-def _weight_folder() -> FolderFacts:
-    folder, problem = _guarded(cache_folder)
-    if folder is None:
-        return FolderFacts(WEIGHTS, "", problem=problem)
-    return FolderFacts(
-        WEIGHTS, str(folder), sum(entry.num_bytes for entry in cache_entries(folder)), _free_bytes(folder)
-    )
-
-
-def _hub_folder() -> FolderFacts:
-    def find() -> Path:
-        from holdfast.loading.hub.cache import cache_folder
-
-        return cache_folder()
-
-    folder, problem = _guarded(find)
-    if folder is None:
-        return FolderFacts(HUB, "", problem=problem)
-    num_bytes, problem = _guarded(lambda: _blob_bytes(folder))
-    return FolderFacts(HUB, str(folder), num_bytes, _free_bytes(folder), problem)
-
-
-def _blob_bytes(folder: Path) -> int:
-    """Sum the files of all repositories; each is stored once."""
-    if not folder.exists():
-        return 0
-    return sum(file.stat().st_size for file in folder.glob("models--*/blobs/*") if file.is_file())
+def _file_bytes(folder: Path, pattern: str) -> int:
+    return sum(file.stat().st_size for file in folder.glob(pattern) if file.is_file())
 
 
 def _hub_models() -> tuple[str, ...]:

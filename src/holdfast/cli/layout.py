@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from textwrap import TextWrapper
 from typing import NamedTuple
 
 FULL, LIGHT = "█", "░"
@@ -85,28 +86,24 @@ def _wrapped_line(line: Line, num_columns: int) -> list[Line]:
     if len(line.text) <= num_columns:
         return [line]
     body = line.text.lstrip(" ")
-    first = len(line.text) - len(body)
-    hang = first + (4 if line.is_command else 0)
+    first = line.text[: len(line.text) - len(body)]
     end = CONTINUED if line.is_command else ""
-    pieces = wrapped(body, num_columns - hang - len(end), num_columns - first - len(end))
-    last = len(pieces) - 1
-    return [
-        Line(f"{' ' * (hang if place else first)}{piece}{end if place < last else ''}", line.style)
-        for place, piece in enumerate(pieces)
-    ]
+    *pieces, last = wrapped(body, num_columns - len(end), first, first + (4 * " " if line.is_command else ""))
+    return [*(Line(f"{piece}{end}", line.style) for piece in pieces), Line(last, line.style)]
 
 
-def wrapped(text: str, num_columns: int, first_columns: int | None = None) -> list[str]:
-    """Wrap text at spaces; the first line may have another width."""
-    lines: list[str] = []
-    room = num_columns if first_columns is None else first_columns
-    for word in text.split(" "):
-        if lines and len(lines[-1]) + 1 + len(word) <= room:
-            lines[-1] += f" {word}"
-        else:
-            room = room if not lines else num_columns
-            lines.append(word)
-    return lines or [""]
+def wrapped(text: str, num_columns: int, first: str = "", indent: str = "") -> list[str]:
+    """Wrap text at spaces, after `first` on the first line and `indent` on the others; words stay whole."""
+    wrapper = TextWrapper(
+        max(num_columns, 1),
+        initial_indent=first,
+        subsequent_indent=indent,
+        expand_tabs=False,
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapper.wrap(text) or [first]
 
 
 def _fitted_rows(run: Sequence[Line], num_columns: int) -> list[Line]:
@@ -154,9 +151,8 @@ class _Block:
 def _wrapped_cell(cell: str, num_columns: int) -> list[str]:
     """Wrap a cell, indented after its mark."""
     body = cell.lstrip(MARKS)
-    indent = len(cell) - len(body)
-    first, *rest = wrapped(body, num_columns - indent)
-    return [f"{cell[:indent]}{first}", *(f"{' ' * indent}{piece}" for piece in rest)]
+    mark = cell[: len(cell) - len(body)]
+    return wrapped(body, num_columns, mark, " " * len(mark))
 
 
 def shrunk(bar: str, scale: float) -> str:

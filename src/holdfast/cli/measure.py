@@ -15,7 +15,8 @@ from holdfast.memory.devices import GPUS
 
 PROBE = """import runpy, sys
 sys.path.insert(0, sys.argv[1])
-runpy.run_module("holdfast.cli.rate_probe", run_name="__main__")"""
+runpy.run_module(f"holdfast.cli.{sys.argv[2]}", run_name="__main__")"""
+"""Runs a module of this folder in a process, from the same tree."""
 
 
 BUSY = "other processes use this machine's cores: measure again when it is idle"
@@ -31,10 +32,16 @@ class Measurement(NamedTuple):
     """Where the rates are stored."""
 
 
+def probe_command(module: str) -> list[str]:
+    """Return the command that runs a probe: another process is all that a broken library can end."""
+    return [sys.executable, "-c", PROBE, str(Path(__file__).parents[2]), module]
+
+
 def measure(arguments: Sequence[str] = ()) -> Measurement:
     """Measure every device and store the rates; a device that fails becomes a problem."""
-    command = [sys.executable, "-c", PROBE, str(Path(__file__).parents[2]), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [*probe_command("rate_probe"), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None, "the child has a pipe"
         found = read_facts(child.stdout)
         _, errors = child.communicate()

@@ -1,11 +1,10 @@
-"""HTML pages of memory, plan and quality: tables, strips to scale, bars and charts in data/page.html.jinja; no torch."""
+"""HTML pages of memory, plan and quality, for the templates in data: tables, strips to scale, bars, charts; no torch."""
 
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from itertools import accumulate, cycle, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,18 +34,16 @@ from holdfast.cli.tables import (
 )
 from holdfast.errors import ConfigError
 from holdfast.memory.ledger import Entry
-from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import PHASES
 from holdfast.memory.report import MemoryReport
 from holdfast.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment, Template
 
     from holdfast.eval.kv_quality import Quality
     from holdfast.planning.alternatives import Alternative
 
-TEMPLATE = "page.html.jinja"
 DOCTYPE = b"<!doctype html>"
 UNKNOWN_COLOUR = "#9aa3ac"
 ALWAYS = ("weights", "kv pages", "workspace")
@@ -81,12 +78,21 @@ class Swatch(NamedTuple):
     colour: str
 
 
+HtmlRow = tuple[str, tuple[str | Swatch, ...]]
+"""The class of a table row, and its cells."""
+
+
 class HtmlTable(NamedTuple):
-    """Rows, each with its class; columns 1 to `num_numbers` are numbers."""
+    """Rows of a table; columns 1 to `num_numbers` are numbers."""
 
     heading: tuple[str, ...]
-    rows: Iterable[tuple[str, tuple[str | Swatch, ...]]]
+    rows: Sequence[HtmlRow]
     num_numbers: int = 0
+
+
+def plain_table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]], num_numbers: int = 0) -> HtmlTable:
+    """Make a table of texts."""
+    return HtmlTable(heading, [("", tuple(row)) for row in rows], num_numbers)
 
 
 class Group(NamedTuple):
@@ -108,48 +114,21 @@ class Picture(NamedTuple):
     width: int = WIDTH
 
 
-class Block(NamedTuple):
-    """A part of a page: h2, table, details, picture, readout, command, bold, or the class of a paragraph."""
-
-    kind: str
-    text: str = ""
-    content: HtmlTable | Picture | None = None
-
-
 @cache
-def template() -> "Template":
-    """Compile the template of all pages."""
-    from jinja2 import Environment
+def environment() -> "Environment":
+    """Load the templates of all pages; text is escaped, and what cannot be printed is replaced."""
+    from jinja2 import Environment, PackageLoader
 
-    source = resources.files("holdfast").joinpath("data", TEMPLATE).read_text(encoding="utf-8")
     clean: Callable[[object], object] = lambda value: printable(value) if type(value) is str else value  # noqa: E731
-    return Environment(autoescape=True, finalize=clean).from_string(source)
+    found = Environment(autoescape=True, finalize=clean, loader=PackageLoader("holdfast", "data"))
+    found.filters.update(bytes=format_bytes, what_starts=start_text)
+    return found
 
 
-def page(title: str, *blocks: Block) -> str:
+def page(template: "str | Template", title: str, **values: object) -> str:
     """Render a whole page."""
-    text = template().render(title=title, blocks=blocks)
+    text = environment().get_template(template).render(title=title, **values)
     return "\n".join(map(printable, text.split("\n"))) + "\n"
-
-
-def _h2(text: str) -> Block:
-    return Block("h2", text)
-
-
-def _paragraphs(*texts: str, kind: str = "") -> list[Block]:
-    return [Block(kind, text) for text in texts if text]
-
-
-def _table(heading: tuple[str, ...], rows: Iterable[tuple[str, tuple[str | Swatch, ...]]], num_numbers: int) -> Block:
-    return Block("table", content=HtmlTable(heading, list(rows), num_numbers))
-
-
-def _picture(picture: Picture) -> Block:
-    return Block("picture", content=picture)
-
-
-def _readout(where: str) -> Block:
-    return Block("readout", f"Point at {where} to see its figures.")
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -345,26 +324,14 @@ def memory_page(model: str, report: MemoryReport, entries: Sequence[Entry]) -> s
     colour = colours([*ALWAYS, *(row.owner for row in report.rows), *(part.group for part in parts)])
     left = report.budget_bytes - sum(part.num_bytes for part in parts)
     free = [Part("free", "", left, "left of the budget", "free")] if left > 0 else []
+    heading = ("owner", "planned", "held", "of what is held", "why")
     return page(
+        "memory.html.jinja",
         f"Memory of {model}",
-        Block(
-            "",
-            f"{format_bytes(report.held_bytes)} held, {format_bytes(report.planned_bytes)} planned, "
-            f"of {format_bytes(report.budget_bytes)}: {report.budget_reason}",
-        ),
-        Block(
-            "quiet",
-            f"KV cache of {report.kv_tokens:,} tokens, {format_bytes(report.kv_bytes_per_token)} each: "
-            f"{report.kv_tokens / report.max_model_len:.2f} requests of {report.max_model_len:,} tokens at once",
-        ),
-        *_disk_blocks(report.disk),
-        _h2("The budget"),
-        _picture(strips([*_by_group(parts), *free], colour, 1, "The budget by owner")),
-        _h2("What is held, in order of allocation"),
-        _picture(strips(with_small_ones_gathered(parts), colour, MAP_ROWS, "Memory by owner")),
-        _readout("a box"),
-        _h2("By owner"),
-        _table(("owner", "planned", "held", "of what is held", "why"), _memory_rows(report, colour), 3),
+        report=report,
+        budget=strips([*_by_group(parts), *free], colour, 1, "The budget by owner"),
+        held=strips(with_small_ones_gathered(parts), colour, MAP_ROWS, "Memory by owner"),
+        owners=HtmlTable(heading, list(_memory_rows(report, colour)), 3),
     )
 
 
@@ -395,7 +362,7 @@ def _by_group(parts: Sequence[Part]) -> list[Part]:
     return [Part(group, "", num_bytes, reasons[group], look) for (group, look), num_bytes in groups.items()]
 
 
-def _memory_rows(report: MemoryReport, colour: Mapping[str, str]) -> Iterator[tuple[str, tuple[str | Swatch, ...]]]:
+def _memory_rows(report: MemoryReport, colour: Mapping[str, str]) -> Iterator[HtmlRow]:
     for row in report.rows:
         share = f"{(row.held_bytes or 0) / max(report.held_bytes, 1):.2%}"
         owner = Swatch(row.owner, colour[row.owner])
@@ -407,46 +374,30 @@ def _memory_rows(report: MemoryReport, colour: Mapping[str, str]) -> Iterator[tu
         yield "", ("measured", "", format_bytes(report.measured_bytes), "", "as the device reports")
 
 
-def _disk_blocks(account: DiskAccount | None) -> list[Block]:
-    lines = () if account is None else account.lines
-    return _paragraphs(*(" ".join(line.split()) for line in lines), kind="quiet")
-
-
 def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
     """Render the answer, its commands and alternatives, phases as strips, owners by phase, the sweep as bars."""
     schemes = dict.fromkeys(cell.quantization for cell in cells)
     colour = colours([*ALWAYS, *(row.owner for row in view.rows), *(_scheme_name(scheme) for scheme in schemes)])
-    blocks = [
-        Block(f"verdict {view.status}", view.verdict),
-        *_paragraphs(view.summary, *view.not_in_this_version),
-    ]
-    for start in view.starts:
-        blocks += [_h2(start_text(start)), Block("command", start.command)]
-    if view.speed is not None:
-        rows = (("", row) for row in speed_rows(view.speed))
-        blocks += [_h2("Speed, estimated"), _table(("", "between"), rows, 0), Block("quiet", view.speed.assumption)]
-    blocks += [_h2("What else would fit" if view.fits else "What would fit"), *_alternative_blocks(view)]
-    for phase in PHASES:
-        blocks += [_h2(_phase_title(view, phase)), _picture(strips(_phase_parts(view, phase), colour, 1, phase))]
-    blocks += [
-        _readout("a box"),
-        Block("", f"Budget {format_bytes(view.budget_bytes)}: {view.budget_reason}"),
-        *_disk_blocks(view.disk),
-        *_paragraphs(view.kv_text, view.context_note),
-        _h2("By owner and phase"),
-        _table(("owner", *PHASES, "why"), _owner_rows(view, colour), len(PHASES)),
-    ]
-    if view.groups:
-        rows = (("", row) for row in group_rows(view.groups))
-        title = "Pages of one longest sequence, by cache group"
-        blocks += [_h2(title), _table(GROUP_HEADING, rows, len(GROUP_HEADING) - 1)]
-    blocks += [_h2("Tokens by KV format and weights"), _picture(bars(_sweep_bars(cells, colour), "Tokens by format"))]
-    if not all(cell.runs for cell in cells):
-        blocks.append(Block("quiet", f"* {LATER}: planned, to compare"))
-    if view.choices:
-        rows = (("", (choice.name, choice.value, choice.reason)) for choice in view.choices)
-        blocks += [_h2("Chosen"), _table(("setting", "value", "why"), rows, 0)]
-    return page(f"Plan of {view.model}", *blocks)
+    listed = worthwhile(view)
+    changes: list[HtmlRow] = []
+    for title, group in groupby(listed, key=lambda item: COSTS[item.kind]):
+        changes += [("group", (title, "", "", "", "")), *(_alternative_row(item, view) for item in group)]
+    others = [_alternative_row(item, view) for item in view.alternatives if item not in listed]
+    heading = ("change", "tokens", "tokens/s", "concurrency", "")
+    return page(
+        "plan.html.jinja",
+        f"Plan of {view.model}",
+        view=view,
+        speed=plain_table(("", "between"), () if view.speed is None else speed_rows(view.speed)),
+        changes=_without_speeds(HtmlTable(heading, changes, 3), view),
+        others=_without_speeds(HtmlTable(heading, others, 3), view),
+        phases=[(_phase_title(view, phase), strips(_phase_parts(view, phase), colour, 1, phase)) for phase in PHASES],
+        owners=HtmlTable(("owner", *PHASES, "why"), list(_owner_rows(view, colour)), len(PHASES)),
+        groups=plain_table(GROUP_HEADING, group_rows(view.groups), len(GROUP_HEADING) - 1),
+        tokens=bars(_sweep_bars(cells, colour), "Tokens by format"),
+        later="" if all(cell.runs for cell in cells) else LATER,
+        choices=plain_table(("setting", "value", "why"), view.choices),
+    )
 
 
 def _phase_title(view: PlanView, phase: str) -> str:
@@ -462,7 +413,7 @@ def _phase_parts(view: PlanView, phase: str) -> list[Part]:
     return [*parts, *([Part("left", "", left, "of the budget", "free")] if left > 0 else [])]
 
 
-def _owner_rows(view: PlanView, colour: Mapping[str, str]) -> Iterator[tuple[str, tuple[str | Swatch, ...]]]:
+def _owner_rows(view: PlanView, colour: Mapping[str, str]) -> Iterator[HtmlRow]:
     for row in view.rows:
         sizes = (format_bytes(row.phase_bytes[phase]) if phase in row.phase_bytes else "-" for phase in PHASES)
         yield "", (Swatch(row.owner, colour[row.owner]), *sizes, row.reason)
@@ -487,48 +438,34 @@ def _sweep_bars(cells: Sequence[Cell], colour: Mapping[str, str]) -> list[Bar]:
     return rows
 
 
-def _alternative_blocks(view: PlanView) -> list[Block]:
-    """List changes in the groups of the terminal's list; others are folded."""
-    has_speed = any(item.speed for item in view.alternatives)
-    heading = ("change", "tokens", *(("tokens/s",) if has_speed else ()), "concurrency", "")
-    rows: list[tuple[str, tuple[str | Swatch, ...]]] = []
-    listed = worthwhile(view)
-    for title, group in groupby(listed, key=lambda item: COSTS[item.kind]):
-        rows.append(("group", (title, *("" for _ in heading[1:]))))
-        rows += (_alternative_row(item, view, has_speed) for item in group)
-    blocks = [_table(heading, rows, len(heading) - 2)]
-    others = [_alternative_row(item, view, has_speed) for item in view.alternatives if item not in listed]
-    if others:
-        summary = f"{len(others)} that {'is' if len(others) == 1 else 'are'} not enough alone, or no better"
-        blocks.append(Block("details", summary, HtmlTable(heading, others, len(heading) - 2)))
-    return blocks
-
-
-def _alternative_row(item: "Alternative", view: PlanView, has_speed: bool) -> tuple[str, tuple[str, ...]]:
+def _alternative_row(item: "Alternative", view: PlanView) -> HtmlRow:
     tokens = f"{item.kv_tokens:,}" if item.fits else "does not fit"
     speed = "" if item.speed is None else rate_text(item.speed.one_stream.middle)
     concurrency = concurrency_text(item, view.max_model_len) if item.fits else ""
     note = "the smallest change" if item.is_smallest else ""
-    cells = (item.change, tokens, *((speed,) if has_speed else ()), concurrency, note)
-    return "smallest" if item.is_smallest else "", cells
+    return "smallest" if item.is_smallest else "", (item.change, tokens, speed, concurrency, note)
+
+
+def _without_speeds(table: HtmlTable, view: PlanView) -> HtmlTable:
+    """Drop the column of speeds if no change has one."""
+    if any(item.speed for item in view.alternatives):
+        return table
+    rows = [(kind, (*cells[:2], *cells[3:])) for kind, cells in table.rows]
+    return HtmlTable((*table.heading[:2], *table.heading[3:]), rows, table.num_numbers - 1)
 
 
 def eval_page(view: EvalView) -> str:
     """Render divergence against bytes, divergence along a window, and the table."""
-    subject, others = view.subject, view.qualities[1:]
     names = headings(view)
     return page(
+        "quality.html.jinja",
         view.title,
-        Block("", view.summary),
-        _h2(f"Mean KL divergence against {subject.size_text}; the thin line reaches to the 99th percentile"),
-        _picture(size_chart(others, subject.size_text)),
-        _h2("Mean KL divergence along a window"),
-        _picture(place_chart(others, view.window)),
-        _readout("a dot or a line"),
-        _h2(f"By {subject.row}"),
-        _table(names, (("", cells) for cells in quality_cells(view)), len(names) - 1),
-        *_paragraphs(meaning(view), *notes_of(view), kind="quiet"),
-        *_paragraphs(*broken_notes(view), kind="bold"),
+        view=view,
+        sizes=size_chart(view.qualities[1:], view.subject.size_text),
+        places=place_chart(view.qualities[1:], view.window),
+        figures=plain_table(names, quality_cells(view), len(names) - 1),
+        notes=(meaning(view), *notes_of(view)),
+        broken=broken_notes(view),
     )
 
 

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+from holdfast.engine.pulse import above_standard
 from holdfast.errors import MessageError
 from holdfast.request.wire import HEADER_BYTES, body_length
 
@@ -31,23 +32,23 @@ class Channel:
     ) -> None:
         connection.setblocking(False)
         self._silence_seconds = silence_seconds
-        self._socket = connection
+        self.connection = connection
         self._max_unread_bytes = max_unread_bytes
-        self._unread = bytearray()
+        self.unread = bytearray()
         self._buffer = memoryview(bytearray(READ_BYTES))  # allocated once: most reads find nothing
         self._is_ended = False
-        self._sending = threading.Lock()
+        self.sending = threading.Lock()
 
     @property
     def is_closed(self) -> bool:
-        return self._socket.fileno() < 0
+        return self.connection.fileno() < 0
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self.connection.fileno()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until bytes arrive or the other side closes; False on timeout. An interrupt loses nothing."""
-        return self._is_ended or bool(self._poll(select.POLLIN, timeout))
+        return self._is_ended or bool(self.poll(select.POLLIN, timeout))
 
     def take(self) -> bytes | None:
         """Return the next whole frame, or None; raise ChannelClosedError after the last one."""
@@ -55,21 +56,21 @@ class Channel:
         while frame is None and not self._is_ended and self._read():
             frame = self._cut()
         if frame is None and self._is_ended:
-            if self._unread:
+            if self.unread:
                 raise MessageError("wire.cut_short")
             raise ChannelClosedError("the other side has closed the channel")
         return frame
 
     def send(self, make: Callable[[], bytes], *, is_owner: bool = True) -> None:
         """Send a frame that `make` encodes once the channel is free. `is_owner`: this is the thread that reads."""
-        with self._sending:
+        with self.sending:
             self._write(make(), is_owner)
 
     def send_frame(self, frame: bytes) -> None:
         """Like `send` for an encoded frame, from a thread that does not read. Nearly always one call of the socket."""
-        with self._sending:
+        with self.sending:
             try:
-                num_sent = self._socket.send(frame)
+                num_sent = self.connection.send(frame)
             except BlockingIOError:
                 num_sent = 0
             except OSError as error:
@@ -79,57 +80,57 @@ class Channel:
 
     def try_send(self, make: Callable[[], bytes]) -> bool:
         """Like `send` for a small frame of another thread, if the channel is free and the socket is not full."""
-        if not self._sending.acquire(blocking=False):
+        if not self.sending.acquire(blocking=False):
             return False
         try:
-            if not self._poll(select.POLLOUT, 0.0) & select.POLLOUT:
+            if not self.poll(select.POLLOUT, 0.0) & select.POLLOUT:
                 return False
             self._write(make(), is_owner=False)
             return True
         finally:
-            self._sending.release()
+            self.sending.release()
 
     def is_other_side_gone(self) -> bool:
         """True if the other side closed, which the reading thread may not know yet. Any thread."""
-        return bool(self._poll(0, 0.0) & (select.POLLHUP | select.POLLERR | select.POLLNVAL))
+        return bool(self.poll(0, 0.0) & (select.POLLHUP | select.POLLERR | select.POLLNVAL))
 
     def wait_for_end(self, timeout: float) -> None:
         """Wait until the other side closes, at most `timeout` seconds. Any thread."""
-        self._poll(0, timeout)
+        self.poll(0, timeout)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        self._socket.close()
+        self.connection.close()
 
-    def _poll(self, events: int, timeout: float | None) -> int:
+    def poll(self, events: int, timeout: float | None) -> int:
         if self.is_closed:
             raise ChannelClosedError("the channel is closed")
         poll = select.poll()
-        poll.register(self._socket, events)
+        poll.register(self.connection, events)
         found = poll.poll(None if timeout is None else max(timeout, 0.0) * 1000)
         return found[0][1] if found else 0
 
     def _cut(self) -> bytes | None:
-        if len(self._unread) < HEADER_BYTES:
+        if len(self.unread) < HEADER_BYTES:
             return None
-        _, length = body_length(bytes(self._unread[:HEADER_BYTES]))
+        _, length = body_length(bytes(self.unread[:HEADER_BYTES]))
         end = HEADER_BYTES + length
-        if len(self._unread) < end:
+        if len(self.unread) < end:
             return None
-        frame = bytes(self._unread[:end])
-        del self._unread[:end]
+        frame = bytes(self.unread[:end])
+        del self.unread[:end]
         return frame
 
     def _read(self) -> bool:
         """Read what has arrived; False if nothing has."""
         try:
-            count = self._socket.recv_into(self._buffer)
+            count = self.connection.recv_into(self._buffer)
         except BlockingIOError:
             return False
         except OSError:  # reset by the other side's end, or closed here
             count = 0
         if count:
-            self._unread += self._buffer[:count]
+            self.unread += self._buffer[:count]
         else:
             self._is_ended = True
         return True
@@ -140,10 +141,10 @@ class Channel:
         silent_seconds = 0.0
         while left:
             try:
-                left = left[self._socket.send(left) :]
+                left = left[self.connection.send(left) :]
                 silent_seconds = 0.0
             except BlockingIOError:
-                if self._make_way(is_owner, look_seconds):
+                if self.make_way(is_owner, look_seconds):
                     silent_seconds = 0.0
                     continue
                 # Count waits, not the clock: a machine that slept was silent as a whole.
@@ -153,29 +154,20 @@ class Channel:
             except OSError as error:
                 raise ChannelClosedError("the other side has closed the channel") from error
 
-    def _make_way(self, is_owner: bool, timeout: float | None) -> bool:
+    def make_way(self, is_owner: bool, timeout: float | None) -> bool:
         """Wait until the socket takes bytes, and read what arrives meanwhile; False if neither happened in time."""
         if not is_owner or self._is_ended:
-            return bool(self._poll(select.POLLOUT, timeout))
-        found = self._poll(select.POLLIN | select.POLLOUT, timeout)
+            return bool(self.poll(select.POLLOUT, timeout))
+        found = self.poll(select.POLLIN | select.POLLOUT, timeout)
         if not found or found & select.POLLOUT:
             return bool(found)
-        if self._read() and len(self._unread) > self._max_unread_bytes:
-            raise MessageError("wire.other_side_floods", num_bytes=len(self._unread))
+        if self._read() and len(self.unread) > self._max_unread_bytes:
+            raise MessageError("wire.other_side_floods", num_bytes=len(self.unread))
         return True
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets; only processes that they are passed to inherit them."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return _above_standard(ours), _above_standard(theirs)
-
-
-def _above_standard(connection: socket.socket) -> socket.socket:
-    """Move a socket off the numbers of closed standard streams: a child opens its own streams there."""
-    if connection.fileno() > 2:
-        return connection
-    import fcntl  # Windows has none
-
-    with connection:
-        return socket.socket(fileno=fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
+    first, second = (socket.socket(fileno=above_standard(end.detach())) for end in (ours, theirs))
+    return first, second

@@ -46,7 +46,7 @@ from typing import NamedTuple, Protocol
 
 from holdfast.cache.groups import longest_sequence, unrewindable
 from holdfast.config import Limits
-from holdfast.engine.memory_map import MAX_WAITING_SHOWN, CoreMap, GroupPages, SequencePages
+from holdfast.engine.memory_map import MAX_WAITING_SHOWN, CoreMap, GroupPages, SequencePages, phase_of
 from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, CoreStats, Ending, SequenceOutput
 from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.pacing import StepPacer
@@ -358,9 +358,9 @@ class EngineCore:
         )
 
     def _pages_of(self, sequence: Sequence, now: float) -> SequencePages:
+        is_running = sequence.state is SequenceState.RUNNING
         return SequencePages(
-            sequence.sequence_id,
-            sequence.state is SequenceState.RUNNING,
+            phase_of(is_running, sequence.num_kept, sequence.num_prompt_tokens),
             sequence.num_prompt_tokens,
             sequence.num_output_tokens,
             sequence.num_kept,
@@ -369,6 +369,7 @@ class EngineCore:
             sequence.params.priority,
             self.scheduler.pages_held(sequence),
             now - self._live[sequence.sequence_id].submitted_at,
+            sequence.sequence_id,
         )
 
     def close(self) -> None:

@@ -126,17 +126,17 @@ class CoreProcess:
         """Start the process and wait until its model is open, or raise its error."""
         self._timeout = max(config.core_timeout, LOADING_SECONDS)
         self._received = Numbering()
-        self._stats = CoreStats()
+        self.last_stats = CoreStats()
         self._map: CoreMap | None = None
         self._pending: deque[CoreOutputs] = deque()
         self._live: set[int] = set()
-        self._unseen: deque[int] = deque()
+        self.unseen: deque[int] = deque()
         """Sequences that were sent after the core's last stats."""
         self._num_submitted = 0
         self._death: str | None = None
-        self._child = Child(command, config.core_timeout)
+        self.child = Child(command, config.core_timeout)
         # Also runs when the engine is garbage collected, and before the interpreter ends.
-        self._end = weakref.finalize(self, self._child.end)
+        self._end = weakref.finalize(self, self.child.end)
         try:
             self._send(Start(replace(config, core_process=False)))
             ready = self._await_ready(on_progress, on_prepare)
@@ -150,11 +150,11 @@ class CoreProcess:
     @property
     def pid(self) -> int:
         """Pid of the child."""
-        return self._child.process.pid
+        return self.child.process.pid
 
     def pulse(self) -> CorePulse:
         """Signs of life of the child. Any thread."""
-        return self._child.pulse.look()
+        return self.child.pulse.look()
 
     def check_room(self, num_sequences: int) -> None:
         """Raise QueueFullError if the queue cannot take so many more. An idle core is queried first.
@@ -175,7 +175,7 @@ class CoreProcess:
         ids = [request.sequence_id for request in requests]
         self._num_submitted = ids[-1] + 1
         self._live.update(ids)
-        self._unseen.extend(ids)
+        self.unseen.extend(ids)
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """End sequences. Idempotent."""
@@ -185,7 +185,7 @@ class CoreProcess:
 
     def hang_up(self, sequence_ids: Iterable[int]) -> None:
         """Announce an abort, so that a step without other sequences may stop. Any thread."""
-        self._child.pulse.hang_ups.add(sequence_ids)
+        self.child.pulse.hang_ups.add(sequence_ids)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -197,7 +197,7 @@ class CoreProcess:
             self._hear_all()
         while not self._pending and self._live:
             self._hear(self._next(waiting))
-        return self._pending.popleft() if self._pending else CoreOutputs((), self._stats)
+        return self._pending.popleft() if self._pending else CoreOutputs((), self.last_stats)
 
     def settle(self, waiting: Waiting = nullcontext) -> None:
         """Do nothing: the child waits for its own steps."""
@@ -212,7 +212,7 @@ class CoreProcess:
 
     def stats(self) -> CoreStats:
         """Return the core's last stats, updated with the counts in shared memory. Any thread."""
-        last, counts = replace(self._stats, num_waiting=self.num_queued), self._child.pulse.counts()
+        last, counts = replace(self.last_stats, num_waiting=self.num_queued), self.child.pulse.counts()
         if counts.num_submitted < last.num_submitted:
             return last
         return replace(last, num_running=counts.num_running, kv_usage=counts.kv_usage)
@@ -232,11 +232,11 @@ class CoreProcess:
 
         `stats` shows this number: a client that reads 0 must not find the queue full.
         """
-        last, counts = self._stats, self._child.pulse.counts()
+        last, counts = self.last_stats, self.child.pulse.counts()
         num_new = counts.num_submitted - last.num_submitted
         if num_new < 0:
-            return last.num_waiting + len(self._unseen)
-        return counts.num_waiting + max(len(self._unseen) - num_new, 0)
+            return last.num_waiting + len(self.unseen)
+        return counts.num_waiting + max(len(self.unseen) - num_new, 0)
 
     def close(self) -> None:
         """End the child. Idempotent."""
@@ -262,7 +262,7 @@ class CoreProcess:
     def _send(self, message: Message) -> None:
         self._raise_if_dead()
         try:
-            self._child.send(message)
+            self.child.send(message)
         except ChannelClosedError:
             self._die(self._death_message())
         except MessageError as error:
@@ -272,7 +272,7 @@ class CoreProcess:
         """Wait for the next message that is not a heartbeat. An interrupt of the wait loses nothing."""
         silent_seconds = 0.0
         while True:
-            message = self._take()
+            message = self.take()
             if message is not None:
                 if not isinstance(message, Heartbeat):
                     return message
@@ -283,14 +283,14 @@ class CoreProcess:
             # Count waits, not the clock: a machine that slept was silent as a whole.
             seconds = min(HEARTBEAT_SECONDS, self._timeout - silent_seconds)
             with waiting():
-                has_arrived = self._child.channel.wait(seconds)
+                has_arrived = self.child.channel.wait(seconds)
             silent_seconds += 0.0 if has_arrived else seconds
 
-    def _take(self) -> Message | None:
+    def take(self) -> Message | None:
         """Return a message that has arrived."""
         self._raise_if_dead()
         try:
-            frame = self._child.channel.take()
+            frame = self.child.channel.take()
             if frame is None:
                 return None
             number, message = decode_message(frame)
@@ -303,14 +303,14 @@ class CoreProcess:
 
     def _hear_all(self) -> None:
         """Process every message that has arrived."""
-        while (message := self._take()) is not None:
+        while (message := self.take()) is not None:
             if not isinstance(message, Heartbeat):
                 self._hear(message)
 
     def _death_message(self) -> str | None:
         """Return why it ended, if it sent that."""
         try:
-            while (frame := self._child.channel.take()) is not None:
+            while (frame := self.child.channel.take()) is not None:
                 _, message = decode_message(frame)
                 if isinstance(message, Died):
                     return f"it stopped at {message.cause}"
@@ -335,10 +335,10 @@ class CoreProcess:
         elif isinstance(message, Refused) and message.sequence_ids and isinstance(message.error, RequestError):
             refused = set(message.sequence_ids)
             self._live -= refused
-            self._unseen = deque(one for one in self._unseen if one not in refused)
+            self.unseen = deque(one for one in self.unseen if one not in refused)
             ending = Ending("error", error=str(message.error))
             outputs = tuple(SequenceOutput(sequence_id, ending=ending) for sequence_id in message.sequence_ids)
-            self._pending.append(CoreOutputs(outputs, self._stats))
+            self._pending.append(CoreOutputs(outputs, self.last_stats))
         elif isinstance(message, Refused):
             self._die(f"it refused a message: {str(message.error).rstrip('.')}")
         elif isinstance(message, Died):
@@ -356,13 +356,13 @@ class CoreProcess:
                 self._die(f"it chose token {max(output.token_ids)} of a vocabulary of {self.facts.vocab_size}")
 
     def _see(self, stats: CoreStats) -> None:
-        self._stats = stats
-        while self._unseen and self._unseen[0] < stats.num_submitted:
-            self._unseen.popleft()
+        self.last_stats = stats
+        while self.unseen and self.unseen[0] < stats.num_submitted:
+            self.unseen.popleft()
 
     def _die(self, cause: str | None) -> NoReturn:
         """Kill the child; this and every later call raise the cause."""
-        ended = self._child.kill()
+        ended = self.child.kill()
         self._death = f"{cause}; {ended}" if cause is not None else ended
         self._raise_if_dead()
         raise AssertionError("the core process is dead")
@@ -402,10 +402,10 @@ class CoreServer:
         self.pulse = pulse
         self._sent = Numbering()
         self._received = Numbering()
-        self._held: list[Message] = []
+        self.held: list[Message] = []
         """Messages that wait to travel together."""
-        self._holding = threading.Lock()
-        self._flushed_at = 0.0
+        self.holding = threading.Lock()
+        self.flushed_at = 0.0
         self.has_ranks = False
         self._progress_at = 0.0
         self._num_steps = 0
@@ -437,17 +437,17 @@ class CoreServer:
 
     def send(self, message: Message) -> None:
         """Send a message, after those that are held back."""
-        with self._holding:
-            self._held.append(message)
+        with self.holding:
+            self.held.append(message)
             self._flush(is_owner=True)
 
     def flush_overdue(self) -> None:
         """Send messages that a long step holds back. Another thread."""
-        if time.monotonic() - self._flushed_at > LOOK_SECONDS and self._holding.acquire(blocking=False):
+        if time.monotonic() - self.flushed_at > LOOK_SECONDS and self.holding.acquire(blocking=False):
             try:
                 self._flush(is_owner=False)
             finally:
-                self._holding.release()
+                self.holding.release()
 
     def serve(self, core: EngineCore) -> None:
         """Run steps and the commands between them.
@@ -459,7 +459,7 @@ class CoreServer:
         @contextlib.contextmanager
         def awaiting() -> Iterator[None]:
             self._write_counts(core)
-            if self._held and not core.awaits_decode:
+            if self.held and not core.awaits_decode:
                 self._release()
             yield
 
@@ -472,9 +472,9 @@ class CoreServer:
             self._write_counts(core)
             self._num_steps += 1
             now = time.monotonic()
-            with self._holding:
-                self._held.append(outputs)
-            is_short = now - began < HELD_SECONDS and now - self._flushed_at < HELD_SECONDS
+            with self.holding:
+                self.held.append(outputs)
+            is_short = now - began < HELD_SECONDS and now - self.flushed_at < HELD_SECONDS
             if not is_short or any(output.ending is not None for output in outputs.outputs):
                 self._release()
 
@@ -482,13 +482,13 @@ class CoreServer:
         self.pulse.write_counts(core.counts)
 
     def _release(self) -> None:
-        with self._holding:
+        with self.holding:
             self._flush(is_owner=True)
 
     def _flush(self, *, is_owner: bool) -> None:
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         if held:
-            self._flushed_at = time.monotonic()
+            self.flushed_at = time.monotonic()
 
             def made() -> bytes:
                 return b"".join(encode_message(message, self._sent.next()) for message in held)

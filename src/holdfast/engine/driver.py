@@ -42,101 +42,77 @@ class Driver:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.home = HomeProcess("an LLM")
-        self._lock = threading.RLock()
-        self._readings: dict[str, _Reading] = {}
+        self.lock = threading.RLock()
+        self.readings: dict[str, _Reading] = {}
 
     def call(self) -> "Call":
         """Open a context for requests; its end aborts unfinished ones."""
         return Call(self)
 
-    def submit(self, prepared: PreparedRequest, sink: DeltaSink, names: set[str]) -> None:
-        """Queue a request under a new name, which is added to `names` first."""
-        self.home.check()
-        with self._lock:
-            name = self.engine.unused_request_id()
-            names.add(name)
-            self._readings[name] = _Reading(sink, prepared.params.n)
-            try:
-                self.engine.submit(prepared, name)
-            except RequestError:
-                names.discard(name)
-                del self._readings[name]
-                raise
-
     def pump(self) -> None:
         """Run one step for all calls."""
         self.home.check()
-        with self._lock:
+        with self.lock:
             self._deliver(self.engine.step())
             self.engine.raise_if_dead()
 
     @property
     def num_unfinished(self) -> int:
         """Unfinished requests of all calls."""
-        with self._lock:
-            return len(self._readings)
-
-    def unfinished(self, names: set[str]) -> set[str]:
-        """Return the names of unfinished requests among these."""
-        with self._lock:
-            return names & self._readings.keys()
-
-    def take(self, buffer: DeltaBuffer, names: set[str]) -> tuple[list[CompletionDelta], bool]:
-        """Return what waits in a buffer and whether that is all, atomically."""
-        with self._lock:
-            return buffer.take(), not self.unfinished(names)
+        with self.lock:
+            return len(self.readings)
 
     def abort(self, names: set[str]) -> None:
         """End requests; their sinks get the last deltas."""
         if self.home.is_elsewhere:
             return
-        with self._lock:
-            for name in self.unfinished(names):
+        with self.lock:
+            for name in names & self.readings.keys():
                 if not self.engine.is_dead:
                     self._deliver(self.engine.abort(name))
-                self._readings.pop(name, None)
-            if not self._readings:
+                self.readings.pop(name, None)
+            if not self.readings:
                 self.engine.settle()
 
     def abort_all(self) -> None:
         """End every request."""
-        with self._lock:
-            self.abort(set(self._readings))
+        with self.lock:
+            self.abort(set(self.readings))
 
     def close(self) -> None:
         """End every request and release all memory, after the step that runs."""
         if self.home.is_elsewhere:
             return
-        with self._lock:
+        with self.lock:
             try:
-                self.abort(set(self._readings))
+                self.abort(set(self.readings))
             finally:
                 self.engine.close()
 
     def stats(self) -> EngineStats:
         """Like `Engine.stats`; never waits for a step."""
-        if not self._readings and not self.home.is_elsewhere and self._lock.acquire(blocking=False):
+        if not self.readings and not self.home.is_elsewhere and self.lock.acquire(blocking=False):
             try:
                 self.engine.watch()
             finally:
-                self._lock.release()
+                self.lock.release()
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, between two steps."""
         self.home.check()
-        with self._lock:
+        with self.lock:
             self.engine.reset_prefix_cache()
 
     def _deliver(self, deltas: list[CompletionDelta]) -> None:
         for delta in deltas:
-            reading = self._readings.get(delta.request_id)
+            reading = self.readings.get(delta.request_id)
             if reading is None:
                 continue
             reading.sink.add(delta)
             reading.num_unfinished -= delta.finish_reason is not None
             if reading.num_unfinished == 0:
-                del self._readings[delta.request_id]
+                del self.readings[delta.request_id]
 
 
 class Call:
@@ -145,6 +121,7 @@ class Call:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._names: set[str] = set()
+        self.pump = driver.pump
 
     def __enter__(self) -> "Call":
         return self
@@ -155,22 +132,30 @@ class Call:
         self._driver.abort(self._names)
 
     def try_submit(self, prepared: PreparedRequest, sink: DeltaSink) -> bool:
-        """Queue a request; False if the queue is full."""
-        try:
-            self._driver.submit(prepared, sink, self._names)
-        except QueueFullError:
-            return False
+        """Queue a request under a new name, which is recorded first; False if the queue is full."""
+        driver = self._driver
+        driver.home.check()
+        with driver.lock:
+            name = driver.engine.front.unused_name()
+            self._names.add(name)
+            driver.readings[name] = _Reading(sink, prepared.params.n)
+            try:
+                driver.engine.submit(prepared, name)
+            except RequestError as error:
+                self._names.discard(name)
+                del driver.readings[name]
+                if isinstance(error, QueueFullError):
+                    return False
+                raise
         return True
 
-    def pump(self) -> None:
-        """Run one step of the engine."""
-        self._driver.pump()
-
     def take(self, buffer: DeltaBuffer) -> tuple[list[CompletionDelta], bool]:
-        """Return what waits in the buffer of the only request, and whether that is all."""
-        return self._driver.take(buffer, self._names)
+        """Return what waits in the buffer of the only request and whether that is all, atomically."""
+        with self._driver.lock:
+            return buffer.take(), not self.num_unfinished
 
     @property
     def num_unfinished(self) -> int:
-        self._names = self._driver.unfinished(self._names)
-        return len(self._names)
+        with self._driver.lock:
+            self._names &= self._driver.readings.keys()
+            return len(self._names)

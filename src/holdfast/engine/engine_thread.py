@@ -43,7 +43,7 @@ class Mailbox:
         self.loop = asyncio.get_running_loop()
         self.request_id: str | None = None
         self._lock = threading.Lock()
-        self._buffer = DeltaBuffer()
+        self.buffer = DeltaBuffer()
         self._num_unfinished = n
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
@@ -56,7 +56,7 @@ class Mailbox:
     def put(self, delta: CompletionDelta) -> None:
         """Add a delta; the reader sees it when `wake` runs in its loop. Engine's thread."""
         with self._lock:
-            self._buffer.add(delta)
+            self.buffer.add(delta)
             self._num_unfinished -= delta.finish_reason is not None
 
     def fail(self, error: Exception) -> None:
@@ -88,8 +88,8 @@ class Mailbox:
                 if self._error is not None:
                     raise self._error
                 # Empty if an earlier take ran before its wake-up.
-                if self._buffer:
-                    return self._buffer.take(), self._num_unfinished == 0
+                if self.buffer:
+                    return self.buffer.take(), self._num_unfinished == 0
 
 
 class MapReader:

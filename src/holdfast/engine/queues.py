@@ -41,34 +41,34 @@ class Lanes:
     """Sequences by priority, the lowest number first, and in order of arrival among equals. Moves at either end are O(1)."""
 
     def __init__(self) -> None:
-        self._lanes: dict[int, OrderedDict[int, Sequence]] = {}
+        self.lanes: dict[int, OrderedDict[int, Sequence]] = {}
         """No lane is empty."""
-        self._priorities: list[int] = []
+        self.priorities: list[int] = []
         """Sorted; one for each lane, nearly always one."""
-        self._num_sequences = 0
+        self.num_sequences = 0
 
     def __len__(self) -> int:
-        return self._num_sequences
+        return self.num_sequences
 
     def __iter__(self) -> Iterator[Sequence]:
         """The most important first."""
-        return (sequence for priority in self._priorities for sequence in self._lanes[priority].values())
+        return (sequence for priority in self.priorities for sequence in self.lanes[priority].values())
 
     @property
     def first(self) -> Sequence:
-        return next(iter(self._lanes[self._priorities[0]].values()))
+        return next(iter(self.lanes[self.priorities[0]].values()))
 
     def add(self, sequence: Sequence, *, is_oldest: bool = False) -> None:
         """Add after all others of its priority, or before them."""
         priority = sequence.params.priority
-        lane = self._lanes.get(priority)
+        lane = self.lanes.get(priority)
         if lane is None:
-            lane = self._lanes[priority] = OrderedDict()
-            insort(self._priorities, priority)
+            lane = self.lanes[priority] = OrderedDict()
+            insort(self.priorities, priority)
         lane[sequence.sequence_id] = sequence
         if is_oldest:
             lane.move_to_end(sequence.sequence_id, last=False)
-        self._num_sequences += 1
+        self.num_sequences += 1
 
     def pop_first(self) -> Sequence:
         """Remove the oldest of the most important."""
@@ -78,27 +78,27 @@ class Lanes:
 
     def pop_last(self) -> Sequence:
         """Remove the youngest of the least important."""
-        sequence = next(reversed(self._lanes[self._priorities[-1]].values()))
+        sequence = next(reversed(self.lanes[self.priorities[-1]].values()))
         self.discard(sequence)
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence. Idempotent."""
         priority = sequence.params.priority
-        lane = self._lanes.get(priority)
+        lane = self.lanes.get(priority)
         if lane is None or lane.pop(sequence.sequence_id, None) is None:
             return
-        self._num_sequences -= 1
+        self.num_sequences -= 1
         if not lane:
-            del self._lanes[priority]
-            self._priorities.remove(priority)
+            del self.lanes[priority]
+            self.priorities.remove(priority)
 
     def check(self) -> None:
         """Assert that no lane is empty, and every sequence is listed under its id."""
-        assert self._priorities == sorted(self._lanes), f"{self._priorities} of {sorted(self._lanes)}"
-        assert all(self._lanes.values()), f"a lane of {self._priorities} is empty"
-        listed = [one for lane in self._lanes.values() for one in lane.items()]
-        assert len(listed) == self._num_sequences, f"{len(listed)} are listed, {self._num_sequences} counted"
+        assert self.priorities == sorted(self.lanes), f"{self.priorities} of {sorted(self.lanes)}"
+        assert all(self.lanes.values()), f"a lane of {self.priorities} is empty"
+        listed = [one for lane in self.lanes.values() for one in lane.items()]
+        assert len(listed) == self.num_sequences, f"{len(listed)} are listed, {self.num_sequences} counted"
         for sequence_id, sequence in listed:
             assert sequence.sequence_id == sequence_id, f"{named(sequence)} is listed as {sequence_id}"
 
@@ -107,81 +107,81 @@ class Queues:
     """Holds each sequence in exactly one place and updates its state. Every move is O(1) among equals."""
 
     def __init__(self) -> None:
-        self._running = Lanes()
-        self._waiting = Lanes()
-        self._arrivals: dict[int, int] = {}
+        self.running_lanes = Lanes()
+        self.waiting_lanes = Lanes()
+        self.arrivals: dict[int, int] = {}
         self._num_arrived = 0
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.sequence_id in self._arrivals
+        return sequence.sequence_id in self.arrivals
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting_lanes)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.running_lanes)
 
     @property
     def running(self) -> list[Sequence]:
         """A copy, in order."""
-        return list(self._running)
+        return list(self.running_lanes)
 
     @property
     def waiting(self) -> list[Sequence]:
         """A copy, in order."""
-        return list(self._waiting)
+        return list(self.waiting_lanes)
 
     def waiting_up_to(self, most: int) -> list[Sequence]:
         """The first waiting sequences, at most `most`."""
-        return list(islice(self._waiting, most))
+        return list(islice(self.waiting_lanes, most))
 
     @property
     def first_waiting(self) -> Sequence:
-        return self._waiting.first
+        return self.waiting_lanes.first
 
     def append(self, sequence: Sequence) -> None:
         """Queue a new sequence after all others of its priority."""
         is_new = sequence not in self and sequence.state is SequenceState.WAITING and not any(sequence.tables)
         assert is_new, f"{named(sequence)} is not new: {sequence.state} {sequence.tables=}"
-        self._arrivals[sequence.sequence_id] = self._num_arrived
+        self.arrivals[sequence.sequence_id] = self._num_arrived
         self._num_arrived += 1
-        self._waiting.add(sequence)
+        self.waiting_lanes.add(sequence)
 
     def admit(self) -> Sequence:
         """Make the first that waits the youngest that runs of its priority."""
-        sequence = self._waiting.pop_first()
-        self._running.add(sequence)
+        sequence = self.waiting_lanes.pop_first()
+        self.running_lanes.add(sequence)
         sequence.state = SequenceState.RUNNING
         return sequence
 
     def preempt(self) -> Sequence:
         """Make the last that runs the oldest that waits of its priority."""
-        sequence = self._running.pop_last()
-        self._waiting.add(sequence, is_oldest=True)
+        sequence = self.running_lanes.pop_last()
+        self.waiting_lanes.add(sequence, is_oldest=True)
         sequence.state = SequenceState.WAITING
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence for good. Idempotent."""
         sequence.state = SequenceState.FINISHED
-        if self._arrivals.pop(sequence.sequence_id, None) is not None:
-            self._waiting.discard(sequence)
-            self._running.discard(sequence)
+        if self.arrivals.pop(sequence.sequence_id, None) is not None:
+            self.waiting_lanes.discard(sequence)
+            self.running_lanes.discard(sequence)
 
     def check(self) -> None:
         """Assert that every sequence is listed once, in its state, in order; among equals running ones arrived first."""
-        self._running.check()
-        self._waiting.check()
-        ids = [sequence.sequence_id for lanes in (self._running, self._waiting) for sequence in lanes]
-        assert sorted(ids) == sorted(self._arrivals), f"queues hold {ids}, known are {sorted(self._arrivals)}"
+        self.running_lanes.check()
+        self.waiting_lanes.check()
+        ids = [sequence.sequence_id for lanes in (self.running_lanes, self.waiting_lanes) for sequence in lanes]
+        assert sorted(ids) == sorted(self.arrivals), f"queues hold {ids}, known are {sorted(self.arrivals)}"
         arrivals: dict[int, list[int]] = {}
-        for lanes, state in ((self._running, SequenceState.RUNNING), (self._waiting, SequenceState.WAITING)):
+        for lanes, state in ((self.running_lanes, SequenceState.RUNNING), (self.waiting_lanes, SequenceState.WAITING)):
             priorities = [sequence.params.priority for sequence in lanes]
             assert priorities == sorted(priorities), f"those {state.value} are out of order: {priorities}"
             for sequence in lanes:
                 assert sequence.state is state, f"{named(sequence)} is listed as {state.value}"
-                arrivals.setdefault(sequence.params.priority, []).append(self._arrivals[sequence.sequence_id])
+                arrivals.setdefault(sequence.params.priority, []).append(self.arrivals[sequence.sequence_id])
         for priority, order in arrivals.items():
             assert order == sorted(order), f"running and waiting of {priority=} are out of order of arrival: {order}"

@@ -58,7 +58,7 @@ MessageT = TypeVar("MessageT")
 ResultT = TypeVar("ResultT")
 
 
-class _Link:
+class Link:
     """One rank: its process, its channel, its vital signs, and its messages."""
 
     def __init__(self, rank: int, child: Child) -> None:
@@ -129,25 +129,25 @@ class RankGroup:
 
         `rendezvous` returns the ranks that a launcher started (engine/launched.py).
         """
-        self._changed = threading.Condition()
-        self._links: list[_Link] = []
+        self.changed = threading.Condition()
+        self._links: list[Link] = []
         self._life_lines: list[LifeLine] = []
         """To launched ranks, which do not share this process's pulse."""
-        self._death: str | None = None
-        self._refusal: HoldfastError | None = None
+        self.death: str | None = None
+        self.refusal: HoldfastError | None = None
         self._is_serving = False
         self._is_ending = False
         self.on_death: Callable[[], None] | None = None
         """Releases what waits for other ranks on this device; a thread calls it repeatedly for a while."""
         self._home = os.getpid()
         spawned: Future[None] = Future()
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._watch,
             args=(num_ranks, tuple(command), rendezvous, spawned),
             name="holdfast-ranks",
             daemon=True,
         )
-        self._thread.start()
+        self.thread.start()
         spawned.result()
         own = replace(config, core_process=False)
         for link in self._links:
@@ -160,10 +160,10 @@ class RankGroup:
 
     def raise_if_dead(self) -> None:
         """Raise EngineDeadError, or the error with which a rank refused to start."""
-        if self._refusal is not None:
-            raise self._refusal
-        if self._death is not None:
-            raise EngineDeadError("rank.dead", reason=self._death)
+        if self.refusal is not None:
+            raise self.refusal
+        if self.death is not None:
+            raise EngineDeadError("rank.dead", reason=self.death)
 
     def send(self, rank: int, message: RankMessage) -> None:
         """Send a message to one rank."""
@@ -185,9 +185,9 @@ class RankGroup:
 
     def expect(self, kind: type[MessageT], seconds: float = PEER_SECONDS) -> list[MessageT]:
         """Wait for one message of this kind from each rank; raise if one is late or gone."""
-        with self._changed:
-            is_there = self._changed.wait_for(
-                lambda: self._death is not None or all(link.inbox for link in self._links), seconds
+        with self.changed:
+            is_there = self.changed.wait_for(
+                lambda: self.death is not None or all(link.inbox for link in self._links), seconds
             )
         self.raise_if_dead()
         late = [link.rank for link in self._links if not link.inbox]
@@ -216,13 +216,13 @@ class RankGroup:
         """Wait for a result that needs every rank. An interrupt loses nothing."""
 
         def wake(_: object) -> None:
-            with self._changed:
-                self._changed.notify_all()
+            with self.changed:
+                self.changed.notify_all()
 
         if not future.done():
             future.add_done_callback(wake)
-            with self._changed:
-                self._changed.wait_for(lambda: future.done() or self._death is not None)
+            with self.changed:
+                self.changed.wait_for(lambda: future.done() or self.death is not None)
         if not future.done():
             self.raise_if_dead()
         try:
@@ -233,13 +233,13 @@ class RankGroup:
                 self._await_death(error, must_die=False)
             raise
         # A step that waited for a dead rank was released, so it ended too.
-        with self._changed:
+        with self.changed:
             self.raise_if_dead()
         return result
 
     def fail(self, cause: str) -> None:
         """Kill all ranks and raise the cause."""
-        with self._changed:
+        with self.changed:
             self._die(cause)
         self.raise_if_dead()
 
@@ -247,21 +247,21 @@ class RankGroup:
         """End all ranks: Shutdown, then SIGKILL. Idempotent; does nothing in a fork."""
         if os.getpid() != self._home or self._is_ending:
             return
-        with self._changed:  # send to all before the end of one ends the others
+        with self.changed:  # send to all before the end of one ends the others
             self._is_ending = True
             for link in self._links:
                 with contextlib.suppress(ChannelClosedError):
                     link.child.channel.try_send(lambda own=link: encode_rank_message(Shutdown(), own.sent.next()))
         until = time.monotonic() + END_SECONDS
         for link in self._links:
-            if self._death is None:
+            if self.death is None:
                 link.child.channel.wait_for_end(max(until - time.monotonic(), 0.0))
-        with self._changed:
-            if self._death is None:
+        with self.changed:
+            if self.death is None:
                 self._die("it was shut down", releases=time.monotonic() >= until)
-        self._thread.join(END_SECONDS)
+        self.thread.join(END_SECONDS)
 
-    def _send(self, link: _Link, message: RankMessage) -> None:
+    def _send(self, link: Link, message: RankMessage) -> None:
         self.raise_if_dead()
         try:
             link.send(message)
@@ -270,9 +270,9 @@ class RankGroup:
 
     def _await_death(self, error: BaseException, must_die: bool = True) -> None:
         """Wait for the watching thread to name the rank whose end caused this error."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._death is not None, 2.5)
-            if self._death is None and must_die:
+        with self.changed:
+            self.changed.wait_for(lambda: self.death is not None, 2.5)
+            if self.death is None and must_die:
                 self._die(str(error))
         self.raise_if_dead()
 
@@ -291,10 +291,10 @@ class RankGroup:
         try:
             if rendezvous is None:
                 for rank in range(1, num_ranks):
-                    self._links.append(_Link(rank, Child(command, PEER_SECONDS, (number,))))
+                    self._links.append(Link(rank, Child(command, PEER_SECONDS, (number,))))
             else:
                 peers = rendezvous()
-                self._links += [_Link(rank, peer) for rank, peer in enumerate(peers, 1)]
+                self._links += [Link(rank, peer) for rank, peer in enumerate(peers, 1)]
                 self._life_lines += [peer.life_line for peer in peers]
         except BaseException as error:
             for link in self._links:
@@ -308,7 +308,7 @@ class RankGroup:
         try:
             self._watch_links(pulse)
         except BaseException as error:
-            with self._changed:
+            with self.changed:
                 self._die(f"its ranks are not watched any more: {error!r}")
             raise
 
@@ -317,11 +317,11 @@ class RankGroup:
         for link in self._links:
             poll.register(link.child.channel, select.POLLIN)
         looked_at = 0.0
-        while self._death is None:
+        while self.death is None:
             with contextlib.suppress(OSError, ValueError):
                 poll.poll(LOOK_SECONDS * 1000)
-            with self._changed:
-                if self._death is not None:
+            with self.changed:
+                if self.death is not None:
                     return
                 now = time.monotonic()
                 if now - looked_at >= LOOK_SECONDS:
@@ -332,7 +332,7 @@ class RankGroup:
                     for link in self._links:
                         link.signs.look()
                 self._look()
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def _look(self) -> None:
         """Process messages; end all ranks if one is gone or silent."""
@@ -353,7 +353,7 @@ class RankGroup:
         if killed:
             self._die(f"rank {killed[0].rank} was killed", killed[0])
         elif refused:
-            self._refusal = refused[0].refusal
+            self.refusal = refused[0].refusal
             self._die(f"rank {refused[0].rank} refused: {refused[0].trouble}")
         elif silent:
             seconds = silent[0].signs.silent_seconds
@@ -361,7 +361,7 @@ class RankGroup:
         else:
             self._die(f"rank {troubled[0].rank}: {troubled[0].trouble}", troubled[0])
 
-    def _die(self, cause: str, culprit: _Link | None = None, *, releases: bool = False) -> None:
+    def _die(self, cause: str, culprit: Link | None = None, *, releases: bool = False) -> None:
         """Kill all ranks, set the cause, and reap them within a time limit; the caller holds the condition."""
         if culprit is not None and culprit.child.process.poll() is None:
             culprit = None  # it sent its reason, and is killed here
@@ -369,8 +369,8 @@ class RankGroup:
             _release_waiting(self.on_death)
         for link in self._links:
             link.child.process.kill()
-        self._death = cause if culprit is None else f"{cause} ({culprit.how_it_ended()})"
-        self._changed.notify_all()
+        self.death = cause if culprit is None else f"{cause} ({culprit.how_it_ended()})"
+        self.changed.notify_all()
         until = time.monotonic() + END_SECONDS
         for link in self._links:
             with contextlib.suppress(subprocess.TimeoutExpired):

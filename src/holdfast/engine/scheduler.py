@@ -147,21 +147,21 @@ class Scheduler:
         self._needs = PageNeeds(limits, num_pages, self.groups)
         self._windows = tuple(index for index, group in enumerate(self.groups) if group.window is not None)
         self._has_states = any(group.has_state for group in self.groups)
-        self._tokens_again = tokens_again(self.groups)
+        self.tokens_again = tokens_again(self.groups)
         self._queues = Queues()
         self._slots = SlotPool(limits.max_num_seqs)
         self._tracks: dict[int, Track] = {}
         self._blocked: Blocked | None = None
         self._offered: tuple[int, int] | None = None
         """The first waiting sequence and the number of running ones when rows were last reserved for it."""
-        self._in_flight: deque[LiveStep] = deque()
+        self.in_flight: deque[LiveStep] = deque()
         """Steps that are not booked, the oldest first."""
         self._short: Sequence | None = None
         """In a pipeline: the sequence that lacks pages; until it is served no other step is given."""
         self._quarantine: list[Quarantined] = []
         self._released: list[int] = []
         """Slots that the next step releases."""
-        self._num_steps = 0
+        self.num_steps = 0
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         """Tokens of sequences that could share at their first admission."""
@@ -184,7 +184,7 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         """Steps that are not booked."""
-        return len(self._in_flight)
+        return len(self.in_flight)
 
     @property
     def running(self) -> list[Sequence]:
@@ -247,11 +247,11 @@ class Scheduler:
         block_tokens, ends_prompt = self.prefix.block_tokens, False
         budget = self.limits.max_num_batched_tokens
         rows, num_preemptions = self._prompt_rows(max_prompt_rows), self.num_preemptions
-        if self._short is not None and not self._serve_short(self._short):
+        if self._short is not None and not self.serve_short(self._short):
             return None
-        running = self._queues.running if self.num_stages == 1 else self._share()
+        running = self._queues.running if self.num_stages == 1 else self.stage_share()
         assert propose is None or not self.is_invariant, "rows of draft tokens would be computed together"
-        guesses = None if propose is None or self._has_states else Guesses(propose, self._spare_rows())
+        guesses = None if propose is None or self._has_states else Guesses(propose, self.spare_rows())
         for num_before, sequence in enumerate(running):
             # Victims are the last: every sequence after the first victim is one too, and none before it.
             if budget == 0 or sequence.state is not SequenceState.RUNNING:
@@ -260,22 +260,22 @@ class Scheduler:
             start, num_tokens = sequence.num_scheduled, len(sequence.token_ids) + sequence.num_coming
             num_new_tokens = min(num_tokens - start, track.longest - start, budget)
             if self._windows:
-                num_new_tokens = min(num_new_tokens, self._most_ahead(sequence))
+                num_new_tokens = min(num_new_tokens, self.most_ahead(sequence))
             if self.is_invariant:
                 num_new_tokens = min(num_new_tokens, _rows_alike(sequence, start))
             num_new_tokens = rows.take(num_new_tokens, is_first=not items)
             if num_new_tokens <= 0 or (guesses is not None and sequence.may_speculate and sequence.num_coming):
                 continue
             end = start + num_new_tokens
-            if end > track.capacity and not self._grow(sequence, end):
-                if self._in_flight:
+            if end > track.capacity and not self.grow(sequence, end):
+                if self.in_flight:
                     self._short = sequence if self.num_stages > 1 else None
                     return None
                 break
             proposals = ()
             if guesses is not None and sequence.may_speculate and num_new_tokens == 1 and end == num_tokens:
                 # One token is left for each later sequence, so that drafts delay none.
-                proposals = self._proposals(sequence, guesses, budget - (len(running) - num_before))
+                proposals = self.proposals(sequence, guesses, budget - (len(running) - num_before))
             items.append(
                 ScheduledSequence(sequence, start, num_new_tokens + len(proposals), end == num_tokens, proposals)
             )
@@ -285,12 +285,12 @@ class Scheduler:
             ends_prompt |= end == sequence.num_prompt_tokens
         # From here on the step is certain, so admitted sequences may start on what it computes.
         for sequence, end in full:
-            self._register(sequence, end, self._num_steps + 1)
+            self.register(sequence, end, self.num_steps + 1)
         if self.num_waiting and self.num_preemptions == num_preemptions:
-            self._admit_waiting(items, min(budget, max(rows.left, int(not items))), ends_prompt)
+            self.admit_waiting(items, min(budget, max(rows.left, int(not items))), ends_prompt)
         if items:
-            return self._launched(items)
-        is_stuck = self._in_flight and self._quarantine and self.num_waiting
+            return self.launched(items)
+        is_stuck = self.in_flight and self._quarantine and self.num_waiting
         return None if is_stuck else LiveStep(())
 
     def _prompt_rows(self, most: int | None) -> PromptRows:
@@ -308,16 +308,16 @@ class Scheduler:
         `token_ids` has an entry for each scheduled sequence: empty, one token, or the accepted draft tokens and one.
         Sequences that finished since schedule() are skipped.
         """
-        is_oldest = bool(self._in_flight) and step is self._in_flight[0]
+        is_oldest = bool(self.in_flight) and step is self.in_flight[0]
         assert is_oldest, "only the oldest step in flight can be completed, and only once"
         assert len(token_ids) == len(step.scheduled), f"{len(token_ids)} results for {len(step.scheduled)} sequences"
-        self._in_flight.popleft()
+        self.in_flight.popleft()
         self.prefix.settle(step.step.number)
         for item, chosen in zip(step.scheduled, token_ids, strict=True):
             if item.sequence.state is SequenceState.RUNNING:
-                self._book(item, chosen)
+                self.book(item, chosen)
         if self._quarantine:
-            self._leave_quarantine(step.step.number)
+            self.leave_quarantine(step.step.number)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence and release its pages. Idempotent, in any state.
@@ -334,7 +334,7 @@ class Scheduler:
             sequence.num_scheduled, sequence.num_coming = sequence.num_computed, 0
             return
         self._release_pages(sequence)
-        self._release_slot(sequence, track)
+        self.release_slot(sequence, track)
 
     def forget_steps(self) -> None:
         """Forget steps that the runner dropped: schedule again from the last booked position on.
@@ -343,9 +343,9 @@ class Scheduler:
         cannot be recomputed from its middle, so its sequence restarts: released and admitted again. So does one that started on
         what a dropped step would have computed.
         """
-        steps, self._in_flight = self._in_flight, deque()
-        num_booked = self._num_steps - len(steps)
-        self._leave_quarantine(self._num_steps)
+        steps, self.in_flight = self.in_flight, deque()
+        num_booked = self.num_steps - len(steps)
+        self.leave_quarantine(self.num_steps)
         for sequence in self._queues.running:
             self.prefix.rewind(self._tracks[sequence.sequence_id].chain, sequence.num_kept)
         self.prefix.forget_pending()
@@ -356,13 +356,13 @@ class Scheduler:
                 continue
             sequence.num_scheduled, sequence.num_coming = sequence.num_computed, 0
             if self._has_states or self._tracks[sequence.sequence_id].ready_step > num_booked:
-                self._start_anew(sequence)
+                self.start_anew(sequence)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         self.prefix.reset()
 
-    def _share(self) -> list[Sequence]:
+    def stage_share(self) -> list[Sequence]:
         """Sequences for the next step of a pipeline: a stage's share of those with nothing in flight, in order."""
         running = self._queues.running
         idle = [sequence for sequence in running if sequence.num_scheduled == sequence.num_computed]
@@ -370,27 +370,27 @@ class Scheduler:
 
     def _part_of(self, num_idle: int, num_all: int) -> int:
         """Sequences of one step: an even part of the idle ones, and at most a stage's share of all."""
-        num_free = max(self.num_stages - len(self._in_flight), 1)
+        num_free = max(self.num_stages - len(self.in_flight), 1)
         return min(-(-num_all // self.num_stages), -(-num_idle // num_free))
 
-    def _serve_short(self, sequence: Sequence) -> bool:
+    def serve_short(self, sequence: Sequence) -> bool:
         """Give the sequence that lacked pages those of its next step; False if steps in flight must end first."""
         if sequence.state is SequenceState.RUNNING:
             longest = self._tracks[sequence.sequence_id].longest
             most = sequence.num_scheduled + self.limits.max_num_batched_tokens
             end = min(len(sequence.token_ids), longest, most)
-            if not self._grow(sequence, end) and self._in_flight:
+            if not self.grow(sequence, end) and self.in_flight:
                 return False
         self._short = None
         return True
 
-    def _most_ahead(self, sequence: Sequence) -> int:
+    def most_ahead(self, sequence: Sequence) -> int:
         """Tokens that may join those in flight: a window has pages for one step."""
         return self.limits.max_num_batched_tokens - (sequence.num_scheduled - sequence.num_computed)
 
-    def _launched(self, items: list[ScheduledSequence]) -> LiveStep:
+    def launched(self, items: list[ScheduledSequence]) -> LiveStep:
         """Make a step of these items, with what the runner does not know yet."""
-        self._num_steps += 1
+        self.num_steps += 1
         new: list[Admitted] = []
         sent: list[StepItem] = []
         for item in items:
@@ -398,19 +398,19 @@ class Scheduler:
             track = self._tracks[sequence.sequence_id]
             sequence.num_scheduled = item.start + item.num_new_tokens
             sequence.num_coming += item.samples
-            track.last_step = self._num_steps
+            track.last_step = self.num_steps
             if not track.is_sent:
                 new.append(admitted(sequence, -1 if item.source is None else item.source.slot))
                 track.is_sent = True
             pages = new_pages(sequence, track) if track.is_grown else ()
             sent.append(StepItem(sequence.slot, item.start, item.num_new_tokens, item.samples, pages, item.proposals))
-        step = Step(self._num_steps, tuple(self._released), tuple(new), tuple(sent))
+        step = Step(self.num_steps, tuple(self._released), tuple(new), tuple(sent))
         self._released.clear()
         live = LiveStep(tuple(items), step)
-        self._in_flight.append(live)
+        self.in_flight.append(live)
         return live
 
-    def _book(self, item: ScheduledSequence, chosen: SequenceABC[int]) -> None:
+    def book(self, item: ScheduledSequence, chosen: SequenceABC[int]) -> None:
         """Book a step for a running sequence."""
         sequence, proposals = item.sequence, item.proposals
         num_computed = item.start + item.num_new_tokens
@@ -427,12 +427,12 @@ class Scheduler:
         sequence.token_ids += chosen
         sequence.num_coming -= item.samples
         if num_computed // self.prefix.block_tokens > item.start // self.prefix.block_tokens:
-            self._register(sequence, num_computed)
+            self.register(sequence, num_computed)
         sequence.num_computed = num_computed
         if self._windows:
-            self._give_back(sequence)
+            self.give_back(sequence)
 
-    def _register(self, sequence: Sequence, num_tokens: int, step: int = 0) -> None:
+    def register(self, sequence: Sequence, num_tokens: int, step: int = 0) -> None:
         """Register the full blocks of the first `num_tokens` known tokens; `step` computes them, 0 if they are computed."""
         if not self._caches_prefixes:
             return
@@ -443,7 +443,7 @@ class Scheduler:
         if num_tokens // self.prefix.block_tokens > chain.num_blocks:
             self.prefix.register(chain, sequence.token_ids, sequence.tables, num_tokens, step)
 
-    def _leave_quarantine(self, number: int) -> None:
+    def leave_quarantine(self, number: int) -> None:
         """Release what step `number` was the last to write."""
         left = [held for held in self._quarantine if held.last_step <= number]
         if not left:
@@ -456,19 +456,19 @@ class Scheduler:
         # No claim has counted on these pages.
         self._blocked = None
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a running sequence pages for its first `num_tokens`.
 
         False if it was preempted itself, or if a preemption must wait for steps in flight.
         """
         missing = self._needs.missing(sequence.tables, num_tokens)
         while sum(missing) > self.pool.num_available:
-            if self._in_flight or self._preempt_last() is sequence:
+            if self.in_flight or self.preempt_last() is sequence:
                 return False
-        self._extend(sequence, num_tokens, missing)
+        self.extend(sequence, num_tokens, missing)
         return True
 
-    def _extend(self, sequence: Sequence, num_tokens: int, missing: SequenceABC[int]) -> None:
+    def extend(self, sequence: Sequence, num_tokens: int, missing: SequenceABC[int]) -> None:
         """Allocate what is missing in each group."""
         track = self._tracks[sequence.sequence_id]
         assert num_tokens <= track.longest, (
@@ -483,17 +483,17 @@ class Scheduler:
         track.end = max(track.end, num_tokens)
         track.is_grown = True
 
-    def _spare_rows(self) -> int:
+    def spare_rows(self) -> int:
         """Rows for draft tokens after one sampled row for every possible sequence of the step."""
         num_sequences = min(self.num_running + self.num_waiting, self.limits.max_num_seqs)
         return self.limits.sampled_rows - num_sequences
 
-    def _proposals(self, sequence: Sequence, guesses: Guesses, most: int) -> tuple[int, ...]:
+    def proposals(self, sequence: Sequence, guesses: Guesses, most: int) -> tuple[int, ...]:
         """Draft tokens after the last token: at most `most`, on unclaimed pages."""
         track, num_tokens = self._tracks[sequence.sequence_id], len(sequence.token_ids)
         most = min(most, guesses.num_rows, track.longest - num_tokens)
         if self._windows:
-            most = min(most, self._most_ahead(sequence) - 1)
+            most = min(most, self.most_ahead(sequence) - 1)
         if most <= 0:
             return ()
         proposals = tuple(guesses.propose(sequence)[:most])
@@ -503,13 +503,13 @@ class Scheduler:
                 guesses.num_claimed = sum(map(self._claim, self._queues.running))
             missing = self._needs.missing(sequence.tables, end)
             if sum(missing) + guesses.num_claimed <= self.pool.num_available:
-                self._extend(sequence, end, missing)
+                self.extend(sequence, end, missing)
             else:
                 proposals = proposals[: track.capacity - num_tokens]
         guesses.num_rows -= len(proposals)
         return proposals
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def give_back(self, sequence: Sequence) -> None:
         """Release the pages before the window in each group that has one, the last first."""
         for index in self._windows:
             table = sequence.tables[index]
@@ -519,27 +519,27 @@ class Scheduler:
                 table[place] = HOLE
                 place -= 1
 
-    def _start_anew(self, sequence: Sequence) -> None:
+    def start_anew(self, sequence: Sequence) -> None:
         """Restart a sequence from its first token, in its slot."""
         track = self._tracks[sequence.sequence_id]
         self._release_pages(sequence)
         self._released.append(sequence.slot)
         track.is_sent = False
-        self._start(sequence, NO_START)
+        self.start(sequence, NO_START)
 
-    def _preempt_last(self) -> Sequence:
-        assert not self._in_flight, f"a sequence is preempted with {self.num_in_flight} steps in flight"
+    def preempt_last(self) -> Sequence:
+        assert not self.in_flight, f"a sequence is preempted with {self.num_in_flight} steps in flight"
         sequence = self._queues.preempt()
         self._release_pages(sequence)
-        self._release_slot(sequence, self._tracks[sequence.sequence_id])
+        self.release_slot(sequence, self._tracks[sequence.sequence_id])
         sequence.num_computed = sequence.num_scheduled = sequence.num_stored = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         return sequence
 
-    def _admit_waiting(self, scheduled: list[ScheduledSequence], budget: int, ends_prompt: bool) -> None:
+    def admit_waiting(self, scheduled: list[ScheduledSequence], budget: int, ends_prompt: bool) -> None:
         """Admit from the front of the queue; `ends_prompt`: a running sequence ends its prompt in this step."""
-        if not ends_prompt and (budget == 0 or self._is_still_blocked(self._queues.first_waiting)):
+        if not ends_prompt and (budget == 0 or self.is_still_blocked(self._queues.first_waiting)):
             return
         claims: int | None = None  # of all running sequences, summed up on demand
         most = self.limits.max_num_seqs if self.num_stages == 1 else self._most_admitted()
@@ -554,12 +554,12 @@ class Scheduler:
             shares = self._shares and sequence.use_prefix_cache
             source = leaders.twin(sequence) if shares else None
             if source is None and (
-                budget == 0 or self._is_still_blocked(sequence) or (shares and leaders.awaits(sequence, chain))
+                budget == 0 or self.is_still_blocked(sequence) or (shares and leaders.awaits(sequence, chain))
             ):
                 return
             if claims is None:
                 claims = sum(map(self._claim, self._queues.running))
-            start = hit_start(self._hit(sequence), self._tokens_again)
+            start = hit_start(self.hit(sequence), self.tokens_again)
             # With one row left there is nothing to copy, and a step of single rows stays one.
             if source is not None and (budget == 0 or start.num_computed < len(sequence.token_ids) - 1):
                 fork = fork_start(start.hit, source, self.groups)
@@ -570,7 +570,7 @@ class Scheduler:
             hit = start.hit
             if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
                 # Shared pages of a window are released later: it may fit without them.
-                start = hit_start(self.prefix.miss(), self._tokens_again) if self._windows else start
+                start = hit_start(self.prefix.miss(), self.tokens_again) if self._windows else start
             if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
                 self._blocked = Blocked(
                     sequence.sequence_id,
@@ -585,7 +585,7 @@ class Scheduler:
             most_wanted = 1 if sequence.params.prompt_logprobs is None else budget
             if num_left < most_wanted:
                 return
-            item = self._admit(sequence, start, budget)
+            item = self.admit(sequence, start, budget)
             scheduled.append(item)
             leaders.add(item)
             budget -= item.num_rows
@@ -609,11 +609,11 @@ class Scheduler:
         joined = (page for index in self._windows for page in start.tables[index] if page != HOLE)
         return claim + num_revived + sum(num_owners(page) == 1 for page in joined)
 
-    def _admit(self, sequence: Sequence, start: Start, max_new_tokens: int) -> ScheduledSequence:
+    def admit(self, sequence: Sequence, start: Start, max_new_tokens: int) -> ScheduledSequence:
         self._queues.admit()
         sequence.slot = self._slots.take()
         self._blocked = None
-        self._start(sequence, start)
+        self.start(sequence, start)
         if self._shares and sequence.use_prefix_cache and sequence.num_preemptions == 0:
             sequence.num_cached_tokens = start.num_kept
             self.num_prefix_query_tokens += len(sequence.token_ids)
@@ -625,29 +625,29 @@ class Scheduler:
             if self.is_invariant:
                 num_new_tokens = min(num_new_tokens, _rows_alike(sequence, first))
         # Even if its first step does not reach the end of the hit, it has a page of its own to release.
-        has_grown = self._grow(sequence, max(first + num_new_tokens, start.hit.num_tokens + 1))
+        has_grown = self.grow(sequence, max(first + num_new_tokens, start.hit.num_tokens + 1))
         assert has_grown, f"{named(sequence)} was admitted without pages"
         if start.source is None:
             # A fork's own pages are copied after the forward pass: nothing of this step may read them.
-            self._register(sequence, first + num_new_tokens, self._num_steps + 1)
+            self.register(sequence, first + num_new_tokens, self.num_steps + 1)
         samples = first + num_new_tokens == len(sequence.token_ids)
         return ScheduledSequence(sequence, first, num_new_tokens, samples, (), start.source)
 
-    def _start(self, sequence: Sequence, start: Start) -> None:
+    def start(self, sequence: Sequence, start: Start) -> None:
         track = self._tracks[sequence.sequence_id]
         sequence.tables = self.prefix.share(track.chain, start.hit, start.tables or ((),) * len(self.groups))
         sequence.num_computed = sequence.num_scheduled = start.num_computed
         sequence.num_stored = start.num_stored
         is_fork = start.source is not None
-        track.ready_step = self._num_steps + 1 if is_fork else self.prefix.pending_step(sequence.tables)
+        track.ready_step = self.num_steps + 1 if is_fork else self.prefix.pending_step(sequence.tables)
         track.num_sent = [0] * len(self.groups)
         track.is_grown = True
         track.capacity = self._needs.capacity(sequence.tables)
         track.end = start.hit.num_tokens
 
-    def _hit(self, sequence: Sequence) -> PrefixHit:
+    def hit(self, sequence: Sequence) -> PrefixHit:
         """Cached pages that it can start on; its last token is always computed, for its logits."""
-        if not self._uses_cache(sequence):
+        if not self.uses_cache(sequence):
             return self.prefix.miss()
         chain = self._tracks[sequence.sequence_id].chain
         most = len(sequence.token_ids) - 1
@@ -656,7 +656,7 @@ class Scheduler:
             most = min(most, sequence.num_prompt_tokens)
         return self.prefix.match(chain, sequence.token_ids, most)
 
-    def _is_still_blocked(self, sequence: Sequence) -> bool:
+    def is_still_blocked(self, sequence: Sequence) -> bool:
         """True if nothing has changed since this sequence did not fit: no sequence left or claims less, and its prefix hit is
         the same. Then another attempt would fail too."""
         blocked = self._blocked
@@ -669,14 +669,14 @@ class Scheduler:
             num_claimed = sum(map(self._claim, self._queues.running))
             if self.pool.num_available - num_claimed > blocked.num_available - blocked.num_claimed:
                 return False
-        if not self._uses_cache(sequence):
+        if not self.uses_cache(sequence):
             return True
         chain = self._tracks[sequence.sequence_id].chain
         if self.prefix.may_hold_more(chain, blocked.hit) or self.prefix.num_filled != blocked.num_filled:
             return False
         return self.prefix.owners_seen(blocked.hit) == blocked.num_owners
 
-    def _uses_cache(self, sequence: Sequence) -> bool:
+    def uses_cache(self, sequence: Sequence) -> bool:
         return self._caches_prefixes and sequence.use_prefix_cache
 
     def _claim(self, sequence: Sequence) -> int:
@@ -690,7 +690,7 @@ class Scheduler:
         # Not cleared in place: callers may hold the old lists.
         sequence.tables = [[] for _ in self.groups]
 
-    def _release_slot(self, sequence: Sequence, track: Track) -> None:
+    def release_slot(self, sequence: Sequence, track: Track) -> None:
         """Release its slot, if it has one; the next step sends that if the runner knows it."""
         if sequence.slot >= 0:
             self._slots.put(sequence.slot)
@@ -727,15 +727,15 @@ class Scheduler:
 
     def _check_in_flight(self, running: list[Sequence]) -> None:
         """Assert that steps in flight are the latest and add up to what is scheduled and coming."""
-        numbers = [step.step.number for step in self._in_flight]
-        latest = list(range(self._num_steps - len(numbers) + 1, self._num_steps + 1))
-        assert numbers == latest, f"steps {numbers} are in flight, of {self._num_steps}"
+        numbers = [step.step.number for step in self.in_flight]
+        latest = list(range(self.num_steps - len(numbers) + 1, self.num_steps + 1))
+        assert numbers == latest, f"steps {numbers} are in flight, of {self.num_steps}"
         self._slots.check([sequence.slot for sequence in running] + [held.slot for held in self._quarantine])
         for held in self._quarantine:
             assert held.last_step in numbers, f"slot {held.slot} is kept for step {held.last_step}, of {numbers}"
         ends = {sequence.sequence_id: sequence.num_computed for sequence in running}
         coming = dict.fromkeys(ends, 0)
-        for item in (item for step in self._in_flight for item in step.scheduled):
+        for item in (item for step in self.in_flight for item in step.scheduled):
             sequence = item.sequence
             assert sequence.state is not SequenceState.WAITING, f"{named(sequence)} waits and is in flight"
             if sequence.state is SequenceState.RUNNING:

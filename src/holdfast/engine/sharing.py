@@ -100,13 +100,13 @@ class Leaders:
         if end < sequence.num_prompt_tokens:
             self._computing.append((sequence, end))
         elif end == sequence.num_prompt_tokens and item.source is None:
-            self._twins.setdefault(_key(sequence), sequence)
+            self._twins.setdefault(prompt_key(sequence), sequence)
 
     def twin(self, sequence: Completion) -> Completion | None:
         """Find a sequence of this step with the same prompt, whose last row this one can sample from."""
         if len(sequence.token_ids) != sequence.num_prompt_tokens:
             return None
-        twin = self._twins.get(_key(sequence))
+        twin = self._twins.get(prompt_key(sequence))
         if twin is None or twin.token_ids[: twin.num_prompt_tokens] != sequence.token_ids:
             return None
         return twin
@@ -123,6 +123,6 @@ class Leaders:
         return False
 
 
-def _key(sequence: Completion) -> Key:
+def prompt_key(sequence: Completion) -> Key:
     num_tokens = sequence.num_prompt_tokens
     return sequence.cache_salt, num_tokens, tuple(sequence.token_ids[max(num_tokens - KEY_TOKENS, 0) : num_tokens])

@@ -50,7 +50,7 @@ def locate_model(
     if found is not None and not found.missing:
         return _from_cache(name, found)
     if snapshot is None and not name.is_explicit and (near := _neighbours(model)):
-        raise ModelNotFoundError("model.not_here_or_cached", model=model, name=name.text).hinting(
+        raise ModelNotFoundError("model.not_here_or_cached", model=_escaped(model), name=name.text).hinting(
             f"Did you mean {near}?"
         )
     from holdfast.loading.hub.download import fetch_model, unwatched, why_not
@@ -121,7 +121,7 @@ def existing_path(model: str) -> Path | None:
         path = Path(model).expanduser()
         return path if model.strip() and path.exists() else None
     except PermissionError as error:
-        raise ModelNotFoundError("model.no_permission", model=model) from error
+        raise ModelNotFoundError("model.no_permission", model=_escaped(model)) from error
     except (OSError, RuntimeError, ValueError):  # too long, of a user without a home, or no path at all
         return None
 
@@ -153,7 +153,7 @@ def _from_cache(name: HubName, found: Found) -> Located:
 
 
 def _essential(found: Found) -> list[str]:
-    from holdfast.loading.hub.choose import TOKENIZER_FILE
+    from holdfast.loading.sources.files import TOKENIZER_FILE
 
     return [file for file in found.missing if file != TOKENIZER_FILE]
 
@@ -166,7 +166,7 @@ def _no_such_path(model: str) -> ModelNotFoundError:
         hint = f"Did you mean {owned}, which is in the Hugging Face cache?"
     elif (known := _published(model)) is not None:
         hint = f"Did you mean {known}, its name on the Hub?"
-    return ModelNotFoundError("model.not_found", model=model).hinting(hint)
+    return ModelNotFoundError("model.not_found", model=_escaped(model)).hinting(hint)
 
 
 def _published(model: str) -> str | None:
@@ -185,11 +185,16 @@ def _neighbours(model: str) -> str:
         path = Path(model).expanduser()
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     except PermissionError as error:
-        raise ModelNotFoundError("model.no_permission", model=model) from error
+        raise ModelNotFoundError("model.no_permission", model=_escaped(model)) from error
     except (OSError, RuntimeError, ValueError):
         return ""
     near = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.6)
-    return " or ".join(repr(str(path.parent / name)[:MAX_PATH])[1:-1] for name in near)
+    return " or ".join(_escaped(str(path.parent / name)) for name in near)
+
+
+def _escaped(path: str) -> str:
+    """Escape a path for a message. A path is shown longer than other values."""
+    return repr(path[:MAX_PATH])[1:-1]
 
 
 def _with_owner(model: str) -> str | None:

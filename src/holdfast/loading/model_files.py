@@ -54,13 +54,14 @@ def open_model(
     the progress of a download.
     """
     if model is None:
-        return _open_path(find_default_model(), load_format)
+        return open_path(find_default_model(), load_format)
     located = locate_model(model, revision, load_format, watch, _read_config)
-    opened = _open_path(located.path, load_format)
+    opened = open_path(located.path, load_format)
     return replace(opened, label=located.label) if located.label else opened
 
 
-def _open_path(path: Path, load_format: str) -> OpenModel:
+def open_path(path: Path, load_format: str) -> OpenModel:
+    """Open the model in a folder or a file, as `open_model` does."""
     try:
         path = gguf_of(path, load_format) or path
         if path.is_dir():

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from holdfast.kernels.geometry import INDEX_MULTIPLE, MAX_INDEX_DIM, MAX_INDEX_HEADS, MAX_LATENT_DIM
+from holdfast.kernels.geometry import MAX_LATENT_DIM
+from holdfast.memory.devices import read_data
 from holdfast.models.settings import (
     MAX_EXPERT_WIDTH,
     MAX_EXPERTS,
@@ -23,6 +24,7 @@ from holdfast.models.settings import (
     check_total,
     read_activation,
     read_dtype,
+    read_index_sizes,
     rope_of,
 )
 from holdfast.models.spec import (
@@ -222,16 +224,7 @@ def _read_index(
     ratios = [one.ratio for one in compressors if one is not None and one.is_overlapped]
     if not ratios:
         return None
-    num_heads = settings.count("index_n_heads", 64, MAX_HEADS)
-    if num_heads > MAX_INDEX_HEADS:
-        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels support")
-    head_dim = settings.count("index_head_dim", 128, MAX_WIDTH)
-    if head_dim % INDEX_MULTIPLE or head_dim > MAX_INDEX_DIM:
-        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels support"
-        raise settings.refuse("index_head_dim", head_dim, wanted)
-    if head_dim < rope_dim:
-        wanted = f"at least {rope_dim}, since so many of its elements are rotated,"
-        raise settings.refuse("index_head_dim", head_dim, wanted)
+    num_heads, head_dim = read_index_sizes(settings, 64, 128, rope_dim)
     num_entries = max(1, max_position // ratios[0])
     top_k = settings.count("index_topk", min(512, num_entries), MAX_POSITIONS)
     if top_k > min(num_entries, MAX_CHOSEN):
@@ -284,51 +277,11 @@ def _table_layers(settings: Settings, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == TABLE)
 
 
-SPELLINGS: Mapping[str, str] = {
-    "embed_tokens": "embed",
-    "head": "lm_head",
-    "hc_head.hc_fn": "hc_head_fn",
-    "hc_head.hc_base": "hc_head_base",
-    "hc_head.hc_scale": "hc_head_scale",
-}
+_NAMES = read_data("deepseek_v4_names.json")
+SPELLINGS: Mapping[str, str] = _NAMES["model"]
 """Modules and tensors of a whole model as transformers calls them, and as DeepSeek does; a head goes by the name that all families have."""
-LAYER_SPELLINGS: Mapping[str, str] = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    **{f"{ours}_hc.{part}": f"hc_{ours}_{part}" for ours in ("attn", "ffn") for part in ("fn", "base", "scale")},
-    **{
-        f"self_attn.{ours}": f"attn.{theirs}"
-        for ours, theirs in {
-            "q_a_proj": "wq_a",
-            "q_a_norm": "q_norm",
-            "q_b_proj": "wq_b",
-            "kv_proj": "wkv",
-            "kv_norm": "kv_norm",
-            "o_a_proj": "wo_a",
-            "o_b_proj": "wo_b",
-            "sinks": "attn_sink",
-            "compressor.kv_proj": "compressor.wkv",
-            "compressor.gate_proj": "compressor.wgate",
-            "compressor.kv_norm": "compressor.norm",
-            "compressor.position_bias": "compressor.ape",
-            "compressor.indexer.kv_proj": "indexer.compressor.wkv",
-            "compressor.indexer.gate_proj": "indexer.compressor.wgate",
-            "compressor.indexer.kv_norm": "indexer.compressor.norm",
-            "compressor.indexer.position_bias": "indexer.compressor.ape",
-            "compressor.indexer.q_b_proj": "indexer.wq_b",
-            "compressor.indexer.scorer.weights_proj": "indexer.weights_proj",
-        }.items()
-    },
-    # Names that transformers writes back ambiguously.
-    "attn.norm": "attn.kv_norm",
-    "mlp.gate.e_score_correction_bias": "ffn.gate.bias",
-    "mlp.shared_experts.gate_proj": "ffn.shared_experts.w1",
-    "mlp.shared_experts.up_proj": "ffn.shared_experts.w3",
-    "mlp.shared_experts.down_proj": "ffn.shared_experts.w2",
-    "mlp.experts.down_proj": "ffn.experts.w2",
-    "mlp": "ffn",
-}
-"""Renames within a layer, after its number."""
+LAYER_SPELLINGS: Mapping[str, str] = _NAMES["layer"]
+"""Renames within a layer, after its number. transformers writes some of these names back ambiguously (attn.norm)."""
 PREFIX = "model."
 
 

@@ -13,7 +13,7 @@ from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.families.latent.spec import LatentAttentionSpec
 from holdfast.families.sparse.spec import SparseAttentionSpec
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.activations import Request, experts_request
+from holdfast.models.activations import Request
 from holdfast.models.declared_weights import Weight
 from holdfast.models.settings import Settings
 from holdfast.models.spec import ExpertsSpec
@@ -191,67 +191,6 @@ def needed(settings: Settings, key: str, high: int) -> int:
     return settings.count(key, 1, high)
 
 
-class Experts(NamedTuple):
-    """A router, its experts, and those that every token takes."""
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    shared_size: int = 0
-    """Inner width of the shared experts together; 0 for none."""
-    has_shared_gate: bool = False
-    has_router_bias: bool = False
-    expert_native: str | None = None
-    """The scheme in which the checkpoint stores experts."""
-    shared_native: str | None = None
-
-    def indivisible(self, mesh: Mesh) -> str | None:
-        """Ranks share every expert, a slice of its inner width each, or hold whole ones."""
-        return indivisible_experts(self.num_experts, self.intermediate_size, self.shared_size, mesh)
-
-    def weights(self, prefix: str, hidden: int, mesh: Mesh) -> tuple[Weight, ...]:
-        """List the weights of one layer on one rank; gate and up are fused."""
-        size = mesh.tensor_size if mesh.expert_size == 1 else 1
-        inner, shared = self.intermediate_size // size, self.shared_size // mesh.tensor_size
-        count, native = self.num_experts // mesh.expert_size, self.expert_native
-        weights = [
-            Weight(f"{prefix}router.weight", (self.num_experts, hidden), "router"),
-            Weight(f"{prefix}experts.gate_up.weight", (count, 2 * inner, hidden), "expert", native),
-            Weight(f"{prefix}experts.down.weight", (count, *_output(hidden, inner, size, mesh)), "expert", native),
-        ]
-        if self.has_router_bias:
-            weights.append(Weight(f"{prefix}router.bias", (self.num_experts,), "bias", dtype="float32"))
-        if shared:
-            down = _output(hidden, shared, mesh.tensor_size, mesh)
-            weights += [
-                Weight(f"{prefix}shared.gate_up.weight", (2 * shared, hidden), "linear", self.shared_native),
-                Weight(f"{prefix}shared.down.weight", down, "linear", self.shared_native),
-            ]
-        if self.has_shared_gate:
-            weights.append(Weight(f"{prefix}shared.gate.weight", (1, hidden), "router"))
-        return tuple(weights)
-
-    def request(self, step: StepShape, hidden: int, mesh: Mesh) -> Request:
-        """One layer's experts: every row goes through `top_k` of them, and its results are summed up."""
-        return experts_request(self.rank(mesh), hidden, step.num_rows, step.dtype)
-
-    def rank(self, mesh: Mesh) -> ExpertsSpec:
-        """The experts as one rank computes them."""
-        whole = ExpertsSpec(
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            intermediate_size=self.intermediate_size,
-            shared_size=self.shared_size,
-            has_shared_gate=self.has_shared_gate,
-        )
-        return rank_experts(whole, mesh)
-
-
-def _output(num_outputs: int, num_inputs: int, size: int, mesh: Mesh) -> tuple[int, int]:
-    """The shape of an output projection whose inputs have been divided by `size`: where ranks gather, outputs are instead."""
-    return (num_outputs // size, num_inputs * size) if mesh.is_exact else (num_outputs, num_inputs)
-
-
 def rank_experts(experts: ExpertsSpec, mesh: Mesh) -> ExpertsSpec:
     """The experts as a rank computes them: a slice of the inner width of each, or whole ones."""
     experts = replace(experts, shared_size=experts.shared_size // mesh.tensor_size)
@@ -261,10 +200,10 @@ def rank_experts(experts: ExpertsSpec, mesh: Mesh) -> ExpertsSpec:
     return replace(experts, first_local=mesh.expert_rank * count, num_local=count)
 
 
-def indivisible_experts(num_experts: int, intermediate_size: int, shared_size: int, mesh: Mesh) -> str | None:
+def indivisible_experts(experts: ExpertsSpec, mesh: Mesh) -> str | None:
     """Return None, or which width or number of experts does not divide into so many parts."""
     if mesh.expert_size > 1:
-        reason = split(num_experts, mesh.expert_size, "experts")
+        reason = split(experts.num_experts, mesh.expert_size, "experts")
     else:
-        reason = split(intermediate_size, mesh.tensor_size, "columns of an expert")
-    return reason or split(shared_size, mesh.tensor_size, "columns of the shared experts")
+        reason = split(experts.intermediate_size, mesh.tensor_size, "columns of an expert")
+    return reason or split(experts.shared_size, mesh.tensor_size, "columns of the shared experts")

@@ -83,10 +83,9 @@ class DeclaredModel:
 
     def remembered(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
         """What was made of this model for this key before, or is now."""
-        found = self._memo.get(key)
-        if found is None:
-            found = self._memo[key] = make()
-        return cast("_Made", found)
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast("_Made", self._memo[key])
 
     def first_layers(self, num_layers: int) -> "DeclaredModel | None":
         """Keep only the first layers; None if layers are not declared one by one."""
@@ -130,53 +129,33 @@ class DeclaredModel:
         # All ranks of a stage but the last, which may have a shorter share of the vocabulary, hold the same shapes.
         if mesh.tensor_rank < mesh.tensor_size - 1:
             mesh = replace(mesh, tensor_rank=0, expert_rank=0)
-        key = ("weights", mesh)
-        if key not in self._memo:
-            weights = self.declaration.weights(mesh)
-            if self.stored:
-                weights = tuple(weight._replace(native=self.stored.get(weight.model_name)) for weight in weights)
-            self._memo[key] = weights
-        weights = self._memo[key]
-        assert isinstance(weights, tuple), f"{key} became {weights!r}"
-        return weights
+        return self.remembered(("weights", mesh), lambda: self._stored_weights(mesh))
+
+    def _stored_weights(self, mesh: Mesh) -> tuple[Weight, ...]:
+        weights = self.declaration.weights(mesh)
+        if not self.stored:
+            return weights
+        return tuple(weight._replace(native=self.stored.get(weight.model_name)) for weight in weights)
 
     @property
     def stored_recipe(self) -> WeightRecipe | None:
         """How the checkpoint has its weights quantized; None where it has not."""
-        if "stored" not in self._memo:
-            self._memo["stored"] = stored_recipe(self.parameters())
-        found = self._memo["stored"]
-        assert found is None or isinstance(found, WeightRecipe), f"the stored recipe became {found!r}"
-        return found
+        return self.remembered(("stored",), lambda: stored_recipe(self.parameters()))
 
     def review_stored(self, wanted: WeightRecipe) -> WeightRecipe:
         """The recipe of a load where `stored_recipe` is there; one that asks for what cannot be raises."""
-        key = ("stored", wanted)
-        if key not in self._memo:
-            self._memo[key] = review_stored(self.parameters(), wanted, self.open_weights)
-        found = self._memo[key]
-        assert isinstance(found, WeightRecipe), f"{key} became {found!r}"
-        return found
+        return self.remembered(("stored", wanted), lambda: review_stored(self.parameters(), wanted, self.open_weights))
 
     def review_recipe(self, recipe: WeightRecipe) -> Review:
         """What a recipe does to this model; one that asks for what cannot be raises."""
-        key = ("review", recipe)
-        if key not in self._memo:
-            self._memo[key] = review_recipe(self.parameters(), recipe)
-        found = self._memo[key]
-        assert isinstance(found, Review), f"{key} became {found!r}"
-        return found
+        return self.remembered(("review", recipe), lambda: review_recipe(self.parameters(), recipe))
 
     def group_bytes(
         self, dtype: str, recipe: WeightRecipe = AS_STORED, mesh: Mesh = ALONE
     ) -> Mapping[str, WeightGroup]:
         """Tensors and bytes in an arena, by group: embed, layers, experts, lm_head and so on."""
         key = ("groups", dtype, recipe, mesh)
-        if key not in self._memo:
-            self._memo[key] = weight_groups(self.parameters(mesh), dtype, recipe)
-        found = self._memo[key]
-        assert isinstance(found, dict), f"{key} became {found!r}"
-        return found
+        return self.remembered(key, lambda: weight_groups(self.parameters(mesh), dtype, recipe))
 
     def weight_bytes(self, dtype: str, recipe: WeightRecipe = AS_STORED, mesh: Mesh = ALONE) -> int:
         """Bytes of the arena that holds every parameter of a rank."""

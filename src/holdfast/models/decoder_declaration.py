@@ -49,8 +49,7 @@ class DecoderDeclaration(NamedTuple):
         if reason is None and spec.has_mlp:
             reason = split(spec.intermediate_size, num_ranks, "columns of the MLP")
         if reason is None and spec.experts is not None:
-            experts = spec.experts
-            reason = indivisible_experts(experts.num_experts, experts.intermediate_size, experts.shared_size, mesh)
+            reason = indivisible_experts(spec.experts, mesh)
         if reason is None and mesh.is_exact:
             reason = split(spec.hidden_size, num_ranks, "columns of the stream, which ranks gather,")
         if reason is None and num_ranks > 1 and spec.vocab_size <= -(-spec.vocab_size // num_ranks) * (num_ranks - 1):

@@ -1,34 +1,27 @@
 """The families: from an architecture's config.json to a ModelSpec, and the names of its tensors; no torch.
 
-A new family is a reader, a row in FAMILIES and its defaults in data/families.json. An absent key takes the default of
+A new family is a reader, and in data/families.json a row and its defaults. An absent key takes the default of
 transformers; a setting that the decoder does not compute raises.
 """
 
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 from holdfast.errors import UnsupportedModelError, shown
 from holdfast.memory.devices import read_data
-from holdfast.models.compressed_readers import ARCHITECTURE as DEEPSEEK_V4
 from holdfast.models.compressed_readers import NAME as DEEPSEEK_V4_TYPE
 from holdfast.models.compressed_readers import read_compressed, respell
-from holdfast.models.latent_readers import LATENT_FAMILIES, LatentFamily, read_latent
+from holdfast.models.latent_readers import LATENT_FAMILIES, read_latent
 from holdfast.models.parameters import (
-    COMPRESSED_NAMES,
-    DEEPSEEK_NAMES,
-    GEMMA3_NAMES,
-    GPT_OSS_NAMES,
-    LLAMA_NAMES,
-    OPT_NAMES,
+    NAMES,
     CheckpointNames,
     Parameter,
     list_parameters,
 )
 from holdfast.models.settings import (
     DEFAULT_THETA,
-    EXPERT_COUNT_KEYS,
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_LAYERS,
@@ -50,25 +43,8 @@ from holdfast.models.spec import ModelSpec
 
 TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """A `model_type` that differs from its architecture's name, and the one that does not."""
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "quantization_config": (None, {}),
-    "is_encoder_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "is_causal": (None, True),
-    "use_bidirectional_attention": (None, False),
-    "dual_chunk_attention_config": (None, {}),
-    "use_mrope": (None, False),
-    "rope_interleaved": (None, False),
-    "no_rope_layers": (None, []),
-    "num_local_experts": (None, 0, 1),
-    "num_experts": (None, 0, 1),
-    "qk_layernorm": (None, False),
-    "use_qk_norm": (None, False),
-    "clip_qkv": (None,),
-    "logit_scale": (None, 1.0),
-    "final_logit_softcapping": (None,),
-    "attn_logit_softcapping": (None,),
-}
+_DATA = read_data("families.json")
+NEUTRAL: Mapping[str, list[object]] = _DATA["neutral"]
 """Settings that most families here do not compute, with the values that have no effect."""
 
 
@@ -79,7 +55,7 @@ class Family:
     name: str
     """Also the `model_type` of its config.json."""
     architecture: str
-    read: Callable[[Settings], ModelSpec]
+    read: "Reader"
     names: CheckpointNames
     renames: tuple[tuple[str, str], ...] = ()
     """Prefixes of tensor names in some checkpoints, and our prefixes."""
@@ -102,6 +78,9 @@ class Family:
     """Prefix of layers that draft tokens; empty: they are the layers after the last one."""
 
 
+Reader = Callable[[Settings, Family], ModelSpec]
+
+
 def read_spec(config: Mapping[str, object], file: str = "config.json") -> ModelSpec:
     """Read the decoder of a config.json."""
     settings = Settings(config, file)
@@ -111,7 +90,7 @@ def read_spec(config: Mapping[str, object], file: str = "config.json") -> ModelS
         for key, neutral in NEUTRAL.items():
             if key not in family.reads and part.values.get(key) not in neutral:
                 raise part.unsupported(key, "that setting is not supported here")
-    return family.read(own)
+    return family.read(own, family)
 
 
 SHARED_KEYS = ("dtype", "torch_dtype")
@@ -223,38 +202,38 @@ def _type_of(architecture: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.partition("For")[0]).lower()
 
 
-def _read_llama(settings: Settings) -> ModelSpec:
+def _read_llama(settings: Settings, family: Family) -> ModelSpec:
     for key in ("sliding_window", "layer_types"):
         if settings.values.get(key) is not None and set(settings.texts("layer_types") or ["?"]) != {"full_attention"}:
             raise settings.unsupported(key, "every layer of this family sees all tokens")
     has_bias = settings.flag("attention_bias", False)
-    spec = _read_rotary(settings, LLAMA)
+    spec = _read_rotary(settings, family)
     return replace(spec, qkv_bias=has_bias, o_bias=has_bias, mlp_bias=settings.flag("mlp_bias", False))
 
 
-def _read_mistral(settings: Settings) -> ModelSpec:
+def _read_mistral(settings: Settings, family: Family) -> ModelSpec:
     window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
     kind = "full_attention" if window is None else "sliding_attention"
     if set(settings.texts("layer_types") or [kind]) != {kind}:
         raise settings.unsupported("layer_types", f"with sliding_window = {window} every layer here is {kind}")
-    spec = _read_rotary(settings, MISTRAL)
+    spec = _read_rotary(settings, family)
     return replace(spec, sliding_windows=() if window is None else (window,) * spec.num_layers)
 
 
-def _read_qwen2(settings: Settings) -> ModelSpec:
-    spec = _read_rotary(settings, QWEN2)
+def _read_qwen2(settings: Settings, family: Family) -> ModelSpec:
+    spec = _read_rotary(settings, family)
     return replace(spec, sliding_windows=_qwen_windows(settings, spec.num_layers), qkv_bias=True)
 
 
-def _read_qwen3(settings: Settings) -> ModelSpec:
+def _read_qwen3(settings: Settings, family: Family) -> ModelSpec:
     has_bias = settings.flag("attention_bias", False)
-    spec = _read_rotary(settings, QWEN3)
+    spec = _read_rotary(settings, family)
     windows = _qwen_windows(settings, spec.num_layers)
     return replace(spec, sliding_windows=windows, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True)
 
 
-def _read_qwen2_moe(settings: Settings) -> ModelSpec:
-    spec = _read_rotary(settings, QWEN2_MOE)
+def _read_qwen2_moe(settings: Settings, family: Family) -> ModelSpec:
+    spec = _read_rotary(settings, family)
     window = _moe_window(settings)
     windows: tuple[int | None, ...] = ()
     if settings.texts("layer_types") is not None:
@@ -267,9 +246,9 @@ def _read_qwen2_moe(settings: Settings) -> ModelSpec:
     return replace(experts, sliding_windows=_unless_none(windows), qkv_bias=settings.flag("qkv_bias", True))
 
 
-def _read_qwen3_moe(settings: Settings) -> ModelSpec:
+def _read_qwen3_moe(settings: Settings, family: Family) -> ModelSpec:
     has_bias = settings.flag("attention_bias", False)
-    spec = _read_rotary(settings, QWEN3_MOE)
+    spec = _read_rotary(settings, family)
     windows = _unless_none((_moe_window(settings),) * spec.num_layers)
     spec = _read_silu_experts(settings, spec, ExpertDefaults(128, 8, 768))
     return replace(spec, sliding_windows=windows, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True)
@@ -286,19 +265,13 @@ GEMMA3_PATTERN = 6
 """One layer in so many has full attention."""
 
 
-def _read_gemma3(settings: Settings) -> ModelSpec:
-    return _read_gemma3_text(settings, GEMMA3)
-
-
-def _read_gemma3_images(settings: Settings) -> ModelSpec:
-    return _read_gemma3_text(settings, GEMMA3_IMAGES)
-
-
-def _read_gemma3_text(settings: Settings, family: Family) -> ModelSpec:
+def _read_gemma3(settings: Settings, family: Family) -> ModelSpec:
     spec = _read_rotary(settings, family)
     windows = _gemma3_windows(settings, spec.num_layers)
     # Positions are stretched already in what a config.json of this family calls the longest context.
-    max_position = settings.count("max_position_embeddings", DEFAULTS[GEMMA3.name].max_position, MAX_POSITIONS)
+    max_position = settings.count(
+        "max_position_embeddings", DEFAULTS[family.text_type or family.name].max_position, MAX_POSITIONS
+    )
     local_theta = settings.number("rope_local_base_freq", 10_000.0, low=2.0)
     local_rope = read_layer_rope(settings, "sliding_attention", local_theta, spec.head_dim, max_position)
     has_bias = settings.flag("attention_bias", False)
@@ -334,23 +307,16 @@ def _gemma3_windows(settings: Settings, num_layers: int) -> tuple[int | None, ..
     return _unless_none(tuple(window if is_local else None for is_local in kinds))
 
 
-GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+GPT_OSS_ROPE = _DATA["gpt_oss_rope"]
 """Default rotary positions of transformers."""
 
 
-def _read_gpt_oss(settings: Settings) -> ModelSpec:
+def _read_gpt_oss(settings: Settings, family: Family) -> ModelSpec:
     if settings.number("swiglu_alpha", 1.702) != 1.702:
         raise settings.unsupported("swiglu_alpha", "gates are multiplied by 1.702 before the sigmoid here")
     if settings.part("rope_scaling") is None and settings.part("rope_parameters") is None:
         settings = Settings({**settings.values, "rope_parameters": GPT_OSS_ROPE}, settings.file, settings.section)
-    spec = _read_rotary(settings, GPT_OSS)
+    spec = _read_rotary(settings, family)
     if spec.activation != "silu":
         raise settings.unsupported("hidden_act", "experts of this family have a gate of their own, which goes by silu")
     has_bias = settings.flag("attention_bias", True)
@@ -368,7 +334,7 @@ def _read_gpt_oss(settings: Settings) -> ModelSpec:
     )
 
 
-def _read_opt(settings: Settings) -> ModelSpec:
+def _read_opt(settings: Settings, family: Family) -> ModelSpec:
     if not settings.flag("layer_norm_elementwise_affine", True):
         raise settings.unsupported("layer_norm_elementwise_affine", "norms have weights here")
     hidden_size = settings.count("hidden_size", 768, MAX_WIDTH)
@@ -377,8 +343,8 @@ def _read_opt(settings: Settings) -> ModelSpec:
     has_bias = settings.flag("enable_bias", True)
     norm_first = settings.flag("do_layer_norm_before", True)
     return ModelSpec(
-        architecture=OPT.architecture,
-        family=OPT.name,
+        architecture=family.architecture,
+        family=family.name,
         vocab_size=settings.count("vocab_size", 50272, MAX_VOCAB),
         hidden_size=hidden_size,
         intermediate_size=settings.count("ffn_dim", 3072, MAX_WIDTH),
@@ -422,7 +388,7 @@ class _Defaults:
     rope_theta: float = DEFAULT_THETA
 
 
-DEFAULTS = {name: _Defaults(**row) for name, row in read_data("families.json")["grouped"].items()}
+DEFAULTS = {name: _Defaults(**row) for name, row in _DATA["grouped"].items()}
 """By `model_type`."""
 
 
@@ -508,74 +474,37 @@ def _head_dim(settings: Settings, hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", _read_llama, LLAMA_NAMES, bos_token_id=1, eos_token_ids=(2,))
-MISTRAL = Family("mistral", "MistralForCausalLM", _read_mistral, LLAMA_NAMES, bos_token_id=1, eos_token_ids=(2,))
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, LLAMA_NAMES)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, LLAMA_NAMES)
-QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, LLAMA_NAMES, reads=EXPERT_COUNT_KEYS)
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, LLAMA_NAMES, reads=EXPERT_COUNT_KEYS)
-SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-GEMMA3 = Family(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    _read_gemma3,
-    GEMMA3_NAMES,
-    bos_token_id=2,
-    eos_token_ids=(1,),
-    reads=SOFT_CAPS,
-)
-GEMMA3_IMAGES = replace(
-    GEMMA3,
-    name="gemma3",
-    architecture="Gemma3ForConditionalGeneration",
-    read=_read_gemma3_images,
-    renames=(
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-        ("model.language_model.", "model."),
-    ),
-    text_key="text_config",
-    text_type="gemma3_text",
-    unread=tuple(
-        f"{prefix}{module}." for prefix in ("", "model.") for module in ("vision_tower", "multi_modal_projector")
-    ),
-    unread_words="images",
-)
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _read_gpt_oss, GPT_OSS_NAMES, reads=EXPERT_COUNT_KEYS)
+def _read_latent(settings: Settings, family: Family) -> ModelSpec:
+    return read_latent(LATENT_FAMILIES[family.name], settings)
 
 
-def _latent_family(row: LatentFamily) -> Family:
-    bos, eos = (1, 2) if row.name == "deepseek_v2" else (0, 1)
-    read = partial(read_latent, row)
-    return Family(row.name, row.architecture, read, DEEPSEEK_NAMES, bos_token_id=bos, eos_token_ids=(eos,))
+def _read_compressed(settings: Settings, family: Family) -> ModelSpec:
+    return read_compressed(settings)
 
 
-COMPRESSED = Family(
-    DEEPSEEK_V4_TYPE,
-    DEEPSEEK_V4,
-    read_compressed,
-    COMPRESSED_NAMES,
-    respell=respell,
-    bos_token_id=0,
-    eos_token_ids=(1,),
-    draft="mtp.",
-)
-OPT = Family(
-    "opt",
-    "OPTForCausalLM",
-    _read_opt,
-    OPT_NAMES,
-    renames=(("decoder.", "model.decoder."),),
-    bos_token_id=2,
-    eos_token_ids=(2,),
-)
-FAMILIES: Mapping[str, Family] = {
-    family.architecture: family
-    for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE),
-        *(GEMMA3, GEMMA3_IMAGES, GPT_OSS, OPT),
-        *map(_latent_family, LATENT_FAMILIES.values()),
-        COMPRESSED,
-    )
+READERS: Mapping[str, Reader] = {
+    "llama": _read_llama,
+    "mistral": _read_mistral,
+    "qwen2": _read_qwen2,
+    "qwen3": _read_qwen3,
+    "qwen2_moe": _read_qwen2_moe,
+    "qwen3_moe": _read_qwen3_moe,
+    "gemma3_text": _read_gemma3,
+    "gemma3": _read_gemma3,
+    "gpt_oss": _read_gpt_oss,
+    "opt": _read_opt,
+    **dict.fromkeys(LATENT_FAMILIES, _read_latent),
+    DEEPSEEK_V4_TYPE: _read_compressed,
 }
+"""By `model_type`."""
+
+
+def _read_family(row: Mapping[str, Any]) -> Family:
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    values["renames"] = tuple((theirs, ours) for theirs, ours in row.get("renames", ()))
+    values["respell"] = respell if row["name"] == DEEPSEEK_V4_TYPE else None
+    return Family(**{**values, "read": READERS[row["name"]], "names": NAMES[row["names"]]})
+
+
+FAMILIES: Mapping[str, Family] = {row["architecture"]: _read_family(row) for row in _DATA["families"]}
 """Every architecture that is run, by the name in config.json."""

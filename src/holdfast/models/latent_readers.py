@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 from math import log
 from typing import Any
 
-from holdfast.kernels.geometry import (
-    INDEX_MULTIPLE,
-    LATENT_MULTIPLE,
-    LATENT_ROPE_DIMS,
-    MAX_INDEX_DIM,
-    MAX_INDEX_HEADS,
-    MAX_LATENT_DIM,
-)
+from holdfast.kernels.geometry import LATENT_MULTIPLE, LATENT_ROPE_DIMS, MAX_LATENT_DIM
 from holdfast.memory.devices import read_data
 from holdfast.models.settings import (
     MAX_EXPERT_WIDTH,
@@ -31,6 +24,7 @@ from holdfast.models.settings import (
     check_total,
     read_activation,
     read_dtype,
+    read_index_sizes,
     read_rope,
     stretched,
 )
@@ -165,16 +159,7 @@ def _read_index(settings: Settings, default: IndexSpec, latent: LatentSpec, max_
     """Sizes of the index, as kernels take them; it may choose any number of tokens that a context can have."""
     if latent.q_rank is None:
         raise settings.missing("q_lora_rank", "an index takes its queries from there")
-    num_heads = settings.count("index_n_heads", default.num_heads, MAX_HEADS)
-    if num_heads > MAX_INDEX_HEADS:
-        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels support")
-    head_dim = settings.count("index_head_dim", default.head_dim, MAX_HEAD_DIM)
-    if head_dim % INDEX_MULTIPLE or head_dim > MAX_INDEX_DIM:
-        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels support"
-        raise settings.refuse("index_head_dim", head_dim, wanted)
-    if head_dim < latent.rope_dim:
-        wanted = f"at least qk_rope_head_dim = {latent.rope_dim}, since so many of its elements are rotated,"
-        raise settings.refuse("index_head_dim", head_dim, wanted)
+    num_heads, head_dim = read_index_sizes(settings, default.num_heads, default.head_dim, latent.rope_dim)
     top_k = settings.count("index_topk", min(default.top_k, max_position), MAX_POSITIONS)
     if top_k > max_position:
         raise settings.refuse("index_topk", top_k, f"at most the {max_position} tokens of the longest context")

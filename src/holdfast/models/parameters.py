@@ -17,12 +17,13 @@ Those from fused to by kind go by module names with and without ".weight". Parts
 that ranks divide experts in the same order; interleaved, gate and up are one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import gcd, prod
 from typing import Literal, NamedTuple
 
+from holdfast.memory.devices import read_data
 from holdfast.models.spec import CompressedSpec, CompressorSpec, ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 
 Kind = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router", "absorbed"]
@@ -180,6 +181,8 @@ def stacked(name: str, tensors: Sequence[tuple[str, tuple[int, ...]]], kind: Kin
 
 
 SUFFIXES = ("", ".weight")
+Modules = Sequence[tuple[str, int]]
+"""Names of modules, each with the rows of its weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,113 +205,6 @@ class ExpertNames:
     """What follows the router's name in that of the experts by token."""
 
 
-EXPERT_NAMES = ExpertNames()
-
-
-def list_experts(
-    experts: ExpertsSpec,
-    names: ExpertNames,
-    hidden: int,
-    ours: str,
-    theirs: str,
-    with_layouts: bool = True,
-    table_size: int = 0,
-) -> list[Parameter]:
-    """The router, the experts and what every token takes, of one layer; `ours` and `theirs` are prefixes of names.
-
-    With `table_size` that many tokens have their experts in a table, and no bias is for choosing them."""
-    router = [(f"{theirs}{names.router}.weight", (experts.num_experts, hidden))]
-    parameters = [stacked(f"{ours}router.weight", router, "router", "none")]
-    if experts.has_router_bias:
-        bias = [(f"{theirs}{names.router}.bias", (experts.num_experts,))]
-        parameters.append(stacked(f"{ours}router.bias", bias, "bias", "none"))
-    if table_size:
-        table = [(f"{theirs}{names.router}.{names.table}", (table_size, experts.top_k))]
-        parameter = stacked(f"{ours}router.table", table, "router", "none")
-        parameters.append(replace(parameter, dtype="int64", limit=experts.num_experts))
-    elif experts.has_score_bias:
-        bias = [(f"{theirs}{names.router}.{names.score_bias}", (experts.num_experts,))]
-        parameters.append(replace(stacked(f"{ours}router.score_bias", bias, "bias", "none"), dtype="float32"))
-    for make in (_gate_up, _down):
-        parameter = make(experts, names, hidden, f"{ours}experts.", f"{theirs}{names.experts}.", with_layouts)
-        parameters.append(parameter)
-    if experts.has_bias:
-        parameters += _expert_biases(experts, names, hidden, f"{ours}experts.", f"{theirs}{names.experts}.")
-    if experts.shared_size:
-        shared, inner = f"{theirs}{names.shared}.", experts.shared_size
-        gate_up = [(f"{shared}{module}.weight", (inner, hidden)) for module in (names.gate, names.up)]
-        down = [(f"{shared}{names.down}.weight", (hidden, inner))]
-        parameters.append(stacked(f"{ours}shared.gate_up.weight", gate_up, "linear", "rows"))
-        parameters.append(stacked(f"{ours}shared.down.weight", down, "linear", "columns"))
-    if experts.has_shared_gate:
-        gate = [(f"{theirs}{names.shared_gate}.weight", (1, hidden))]
-        parameters.append(stacked(f"{ours}shared.gate.weight", gate, "router", "none"))
-    return parameters
-
-
-def _expert_biases(experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, prefix: str) -> list[Parameter]:
-    """A row for each expert. Ranks share columns as they share rows of the weight; what is added last is of all of them."""
-    gate_up = [(prefix + names.gate_up + names.bias, (experts.num_experts, 2 * experts.intermediate_size))]
-    down = [(prefix + names.down + names.bias, (experts.num_experts, hidden))]
-    return [
-        stacked(f"{ours}gate_up.bias", gate_up, "bias", "columns"),
-        stacked(f"{ours}down.bias", down, "bias", "outputs"),
-    ]
-
-
-def _gate_up(
-    experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, prefix: str, with_layouts: bool
-) -> Parameter:
-    count, inner = experts.num_experts, experts.intermediate_size
-    if experts.is_interleaved:
-        parts = _slices(prefix + names.gate_up, (count, hidden, 2 * inner), count, is_transposed=True)
-        return Parameter(f"{ours}gate_up.weight", (count, 2 * inner, hidden), parts, "expert", "rows")
-    halves = (names.gate, names.up)
-    separate = [(f"{prefix}{expert}.{half}.weight", (inner, hidden)) for expert in range(count) for half in halves]
-    layouts, suffixes = [], SUFFIXES if with_layouts else ()
-    for suffix in suffixes:
-        fused = prefix + names.gate_up + suffix
-        layouts.append(_slices(fused, (count, 2 * inner, hidden), 2 * count))
-        layouts.append(_slices(fused, (count, hidden, 2 * inner), 2 * count, is_transposed=True))
-    for suffix in suffixes:
-        by_half = [_slices(prefix + half + suffix, (count, inner, hidden), count) for half in halves]
-        layouts.append(_in_turn(by_half, inner))
-    shape = (count, 2 * inner, hidden)
-    return Parameter(f"{ours}gate_up.weight", shape, stack_parts(separate), "expert", "rows", tuple(layouts))
-
-
-def _down(
-    experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, prefix: str, with_layouts: bool
-) -> Parameter:
-    count, inner = experts.num_experts, experts.intermediate_size
-    if experts.is_interleaved:
-        parts = _slices(prefix + names.down, (count, inner, hidden), count, is_transposed=True)
-        return Parameter(f"{ours}down.weight", (count, hidden, inner), parts, "expert", "columns")
-    separate = [(f"{prefix}{expert}.{names.down}.weight", (hidden, inner)) for expert in range(count)]
-    layouts, suffixes = [], SUFFIXES if with_layouts else ()
-    for suffix in suffixes:
-        tensor = prefix + names.down + suffix
-        layouts.append(_slices(tensor, (count, hidden, inner), count))
-        layouts.append(_slices(tensor, (count, inner, hidden), count, is_transposed=True))
-    shape = (count, hidden, inner)
-    return Parameter(f"{ours}down.weight", shape, stack_parts(separate), "expert", "columns", tuple(layouts))
-
-
-def _slices(tensor: str, shape: tuple[int, int, int], num_parts: int, is_transposed: bool = False) -> tuple[Part, ...]:
-    """All rows of a stacked tensor, in so many equal parts."""
-    num_rows = shape[0] * shape[2 if is_transposed else 1] // num_parts
-    return tuple(
-        Part(tensor, start, shape, (start, start + num_rows), is_transposed=is_transposed)
-        for start in range(0, num_parts * num_rows, num_rows)
-    )
-
-
-def _in_turn(tensors: list[tuple[Part, ...]], num_rows: int) -> tuple[Part, ...]:
-    """The first part of each tensor, then the second of each, and so on; each fills `num_rows`."""
-    parts = [part for same in zip(*tensors, strict=True) for part in same]
-    return tuple(Part(part.tensor, place * num_rows, part.shape, part.rows) for place, part in enumerate(parts))
-
-
 @dataclass(frozen=True, slots=True)
 class LatentNames:
     """What a family calls the modules of latent attention."""
@@ -328,9 +224,6 @@ class LatentNames:
     index_k: str = "self_attn.indexer.wk"
     index_k_norm: str = "self_attn.indexer.k_norm"
     index_weights: str = "self_attn.indexer.weights_proj"
-
-
-LATENT_NAMES = LatentNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,66 +273,180 @@ class CheckpointNames:
     attn_out_norm: str = ""
     mlp_out_norm: str = ""
     sinks: str = "self_attn.sinks"
-    experts: ExpertNames = EXPERT_NAMES
-    latent: LatentNames = LATENT_NAMES
+    experts: ExpertNames = ExpertNames()
+    latent: LatentNames = LatentNames()
     compressed: CompressedNames = CompressedNames()
 
 
-LLAMA_NAMES = CheckpointNames(
-    embed="model.embed_tokens",
-    layer="model.layers.{}.",
-    attn_norm="input_layernorm",
-    q="self_attn.q_proj",
-    k="self_attn.k_proj",
-    v="self_attn.v_proj",
-    o="self_attn.o_proj",
-    mlp_norm="post_attention_layernorm",
-    gate="mlp.gate_proj",
-    up="mlp.up_proj",
-    down="mlp.down_proj",
-    final_norm="model.norm",
-)
-GEMMA3_NAMES = replace(
-    LLAMA_NAMES,
-    attn_out_norm="post_attention_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    mlp_out_norm="post_feedforward_layernorm",
-)
-GPT_OSS_NAMES = replace(LLAMA_NAMES, experts=ExpertNames(router="mlp.router"))
-DEEPSEEK_NAMES = replace(LLAMA_NAMES, experts=ExpertNames(shared="mlp.shared_experts"))
-COMPRESSED_NAMES = CheckpointNames(
-    embed="embed",
-    layer="layers.{}.",
-    attn_norm="attn_norm",
-    q="",
-    k="",
-    v="",
-    o="",
-    mlp_norm="ffn_norm",
-    gate="",
-    up="",
-    down="",
-    final_norm="norm",
-    sinks="attn.attn_sink",
-    experts=ExpertNames("ffn.gate", "ffn.experts", "ffn.shared_experts", "", "w1", "w3", "w2", score_bias="bias"),
-)
-OPT_NAMES = CheckpointNames(
-    embed="model.decoder.embed_tokens",
-    layer="model.decoder.layers.{}.",
-    attn_norm="self_attn_layer_norm",
-    q="self_attn.q_proj",
-    k="self_attn.k_proj",
-    v="self_attn.v_proj",
-    o="self_attn.out_proj",
-    mlp_norm="final_layer_norm",
-    gate="",
-    up="fc1",
-    down="fc2",
-    final_norm="model.decoder.final_layer_norm",
-    positions="model.decoder.embed_positions",
-    embed_in="model.decoder.project_in",
-    embed_out="model.decoder.project_out",
-)
+def _read_names() -> dict[str, CheckpointNames]:
+    """Read the names by family. A row holds what differs from the row in `like`."""
+    found: dict[str, CheckpointNames] = {}
+    for name, row in read_data("tensor_names.json").items():
+        if "experts" in row:
+            row["experts"] = ExpertNames(**row["experts"])
+        like = row.pop("like", None)
+        found[name] = CheckpointNames(**row) if like is None else replace(found[like], **row)
+    return found
+
+
+NAMES: Mapping[str, CheckpointNames] = _read_names()
+LLAMA_NAMES = NAMES["llama"]
+
+
+def _slices(tensor: str, shape: tuple[int, int, int], num_parts: int, is_transposed: bool = False) -> tuple[Part, ...]:
+    """All rows of a stacked tensor, in so many equal parts."""
+    num_rows = shape[0] * shape[2 if is_transposed else 1] // num_parts
+    return tuple(
+        Part(tensor, start, shape, (start, start + num_rows), is_transposed=is_transposed)
+        for start in range(0, num_parts * num_rows, num_rows)
+    )
+
+
+def _in_turn(tensors: list[tuple[Part, ...]], num_rows: int) -> tuple[Part, ...]:
+    """The first part of each tensor, then the second of each, and so on; each fills `num_rows`."""
+    parts = [part for same in zip(*tensors, strict=True) for part in same]
+    return tuple(Part(part.tensor, place * num_rows, part.shape, part.rows) for place, part in enumerate(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lister:
+    """Lists parameters whose names begin with one prefix here, and with another in the checkpoint."""
+
+    ours: str
+    theirs: str
+    hidden: int
+    has_norm_bias: bool = False
+    norm_dtype: str | None = None
+    with_layouts: bool = True
+
+    @classmethod
+    def of(cls, spec: ModelSpec, names: CheckpointNames, layer: int | None, with_layouts: bool = True) -> "_Lister":
+        """List one layer, or the ends of the model."""
+        ours, theirs = ("", "") if layer is None else (f"layers.{layer}.", names.layer.format(spec.first_layer + layer))
+        norm_dtype = "float32" if spec.float32_norms else None
+        return cls(ours, theirs, spec.hidden_size, spec.norm == "layer", norm_dtype, with_layouts)
+
+    def tensor(
+        self,
+        name: str,
+        tensor: str,
+        shape: tuple[int, ...],
+        kind: Kind,
+        split: Split = "none",
+        dtype: str | None = None,
+    ) -> Parameter:
+        """List a parameter that is one tensor of the checkpoint."""
+        return replace(stacked(self.ours + name, [(self.theirs + tensor, shape)], kind, split), dtype=dtype)
+
+    def matrix(self, name: str, modules: Modules, num_columns: int, kind: Kind, split: Split = "none") -> Parameter:
+        tensors = [(f"{self.theirs}{module}.weight", (num_rows, num_columns)) for module, num_rows in modules]
+        return stacked(f"{self.ours}{name}.weight", tensors, kind, split)
+
+    def linear(
+        self, name: str, modules: Modules, num_columns: int, split: Split, has_bias: bool = False
+    ) -> list[Parameter]:
+        weight = self.matrix(name, modules, num_columns, "linear", split)
+        if not has_bias:
+            return [weight]
+        biases = [(f"{self.theirs}{module}.bias", (num_rows,)) for module, num_rows in modules]
+        bias_split: Split = "outputs" if split == "columns" else split
+        return [weight, stacked(f"{self.ours}{name}.bias", biases, "bias", bias_split)]
+
+    def norm(self, name: str, module: str, width: int | None = None, has_bias: bool = False) -> list[Parameter]:
+        """List a norm of `width` elements; without a width, one of the residual stream."""
+        if width is None:
+            width, has_bias = self.hidden, self.has_norm_bias
+        kinds: dict[str, Kind] = {"weight": "norm", "bias": "bias"} if has_bias else {"weight": "norm"}
+        return [
+            self.tensor(f"{name}.{end}", f"{module}.{end}", (width,), kind, dtype=self.norm_dtype)
+            for end, kind in kinds.items()
+        ]
+
+    def mlp(self, spec: ModelSpec, names: CheckpointNames) -> list[Parameter]:
+        inner, up = spec.intermediate_size, [(names.up, spec.intermediate_size)]
+        wide = ("gate_up", [(names.gate, inner), *up]) if spec.gated_mlp else ("up", up)
+        return [
+            *self.linear(*wide, self.hidden, "rows", spec.mlp_bias),
+            *self.linear("down", [(names.down, self.hidden)], inner, "columns", spec.mlp_bias),
+        ]
+
+    def streams(self, name: str, prefix: str, num_rows: int, num_streams: int, num_scales: int) -> list[Parameter]:
+        """List how residual streams are mixed: weight, bias and scales, in float32."""
+        return [
+            self.tensor(
+                f"{name}.weight", f"{prefix}fn", (num_rows, num_streams * self.hidden), "router", dtype="float32"
+            ),
+            self.tensor(f"{name}.bias", f"{prefix}base", (num_rows,), "bias", dtype="float32"),
+            self.tensor(f"{name}.scale", f"{prefix}scale", (num_scales,), "bias", dtype="float32"),
+        ]
+
+    def experts(self, experts: ExpertsSpec, names: ExpertNames, table_size: int) -> list[Parameter]:
+        """List the router, the experts and what every token takes.
+
+        With `table_size` that many tokens have their experts in a table, and no bias is for choosing them.
+        """
+        count, inner, hidden = experts.num_experts, experts.intermediate_size, self.hidden
+        parameters = [self.tensor("router.weight", f"{names.router}.weight", (count, hidden), "router")]
+        if experts.has_router_bias:
+            parameters.append(self.tensor("router.bias", f"{names.router}.bias", (count,), "bias"))
+        if table_size:
+            theirs, shape = f"{names.router}.{names.table}", (table_size, experts.top_k)
+            parameters.append(replace(self.tensor("router.table", theirs, shape, "router", dtype="int64"), limit=count))
+        elif experts.has_score_bias:
+            theirs = f"{names.router}.{names.score_bias}"
+            parameters.append(self.tensor("router.score_bias", theirs, (count,), "bias", dtype="float32"))
+        prefix, interleaved = f"{names.experts}.", experts.is_interleaved
+        halves = (names.gate, names.up)
+        parameters.append(self._of_experts("gate_up", halves, names, (count, inner, hidden), "rows", interleaved))
+        parameters.append(
+            self._of_experts("down", (names.down,), names, (count, hidden, inner), "columns", interleaved)
+        )
+        if experts.has_bias:
+            # Ranks share columns as they share rows of the weight; each has all of what is added last.
+            gate_up, down = (prefix + name + names.bias for name in (names.gate_up, names.down))
+            parameters.append(self.tensor("experts.gate_up.bias", gate_up, (count, 2 * inner), "bias", "columns"))
+            parameters.append(self.tensor("experts.down.bias", down, (count, hidden), "bias", "outputs"))
+        if shared := experts.shared_size:
+            modules = [(f"{names.shared}.{module}", shared) for module in halves]
+            parameters += self.linear("shared.gate_up", modules, hidden, "rows")
+            parameters += self.linear("shared.down", [(f"{names.shared}.{names.down}", hidden)], shared, "columns")
+        if experts.has_shared_gate:
+            parameters.append(self.matrix("shared.gate", [(names.shared_gate, 1)], hidden, "router"))
+        return parameters
+
+    def _of_experts(
+        self,
+        name: str,
+        modules: Sequence[str],
+        names: ExpertNames,
+        each: tuple[int, int, int],
+        split: Split,
+        is_interleaved: bool,
+    ) -> Parameter:
+        """List one stacked weight of all experts; `each`: the experts, then rows and columns of one module of one expert."""
+        (count, height, width), prefix, num_parts = each, f"{self.theirs}{names.experts}.", len(modules) * each[0]
+        num_rows, fused = len(modules) * height, prefix + (names.gate_up if len(modules) > 1 else modules[0])
+        ours, shape, stored = f"{self.ours}experts.{name}.weight", (count, num_rows, width), (count, width, num_rows)
+        if is_interleaved:
+            return Parameter(ours, shape, _slices(fused, stored, count, is_transposed=True), "expert", split)
+        separate = [
+            (f"{prefix}{expert}.{module}.weight", (height, width)) for expert in range(count) for module in modules
+        ]
+        layouts, suffixes = [], SUFFIXES if self.with_layouts else ()
+        for suffix in suffixes:
+            layouts.append(_slices(fused + suffix, shape, num_parts))
+            layouts.append(_slices(fused + suffix, stored, num_parts, is_transposed=True))
+        for suffix in suffixes if len(modules) > 1 else ():
+            by_module = [_slices(prefix + module + suffix, (count, height, width), count) for module in modules]
+            layouts.append(_in_turn(by_module, height))
+        return Parameter(ours, shape, stack_parts(separate), "expert", split, tuple(layouts))
+
+
+def list_experts(
+    experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, theirs: str, with_layouts: bool = True
+) -> list[Parameter]:
+    """List the router, the experts and what every token takes, of one layer; `ours` and `theirs` are prefixes of names."""
+    return _Lister(ours, theirs, hidden, with_layouts=with_layouts).experts(experts, names, 0)
 
 
 def list_parameters(spec: ModelSpec, names: CheckpointNames, with_layouts: bool = True) -> tuple[Parameter, ...]:
@@ -451,213 +458,153 @@ def list_parameters(spec: ModelSpec, names: CheckpointNames, with_layouts: bool 
 def list_before_layers(spec: ModelSpec, names: CheckpointNames) -> list[Parameter]:
     if not spec.is_first_stage:
         return []
-    hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
+    one, embedding = _Lister.of(spec, names, None), spec.embedding_size or spec.hidden_size
     parameters = [_embedding(spec, names)]
     if spec.rope is None:
-        num_positions = spec.max_position + spec.position_offset
-        parameters.append(_matrix("positions", [(names.positions, num_positions)], hidden, "embedding", "none"))
-    if embedding != hidden:
-        parameters.append(_matrix("embed_in", [(names.embed_in, hidden)], embedding, "linear", "none"))
+        modules = [(names.positions, spec.max_position + spec.position_offset)]
+        parameters.append(one.matrix("positions", modules, spec.hidden_size, "embedding"))
+    if embedding != spec.hidden_size:
+        parameters.append(one.matrix("embed_in", [(names.embed_in, spec.hidden_size)], embedding, "linear"))
     return parameters
 
 
 def _embedding(spec: ModelSpec, names: CheckpointNames) -> Parameter:
     kind: Kind = "head" if spec.tied_embeddings else "embedding"
-    return _matrix("embed", [(names.embed, spec.vocab_size)], spec.embedding_size or spec.hidden_size, kind, "rows")
+    width = spec.embedding_size or spec.hidden_size
+    return _Lister.of(spec, names, None).matrix("embed", [(names.embed, spec.vocab_size)], width, kind, "rows")
 
 
 def list_behind_layers(spec: ModelSpec, names: CheckpointNames) -> list[Parameter]:
     if not spec.is_last_stage:
         return []
-    hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
-    parameters = [] if spec.streams is None else _list_head_streams(spec.streams.num_streams, hidden, names.compressed)
-    parameters += _norm(spec, "final_norm", names.final_norm) if spec.has_final_norm else []
-    if embedding != hidden:
-        parameters.append(_matrix("embed_out", [(names.embed_out, embedding)], hidden, "linear", "none"))
+    one, embedding = _Lister.of(spec, names, None), spec.embedding_size or spec.hidden_size
+    parameters = []
+    if spec.streams is not None:
+        count = spec.streams.num_streams
+        parameters += one.streams("head_streams", names.compressed.head_streams, count, count, 1)
+    parameters += one.norm("final_norm", names.final_norm) if spec.has_final_norm else []
+    if embedding != spec.hidden_size:
+        parameters.append(one.matrix("embed_out", [(names.embed_out, embedding)], spec.hidden_size, "linear"))
     if spec.tied_embeddings:
         parameters += [] if spec.is_first_stage else [_embedding(spec, names)]
     else:
-        parameters.append(_matrix("lm_head", [(names.lm_head, spec.vocab_size)], embedding, "head", "rows"))
+        parameters.append(one.matrix("lm_head", [(names.lm_head, spec.vocab_size)], embedding, "head", "rows"))
     return parameters
 
 
 def list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts: bool = True) -> list[Parameter]:
-    ours, theirs, hidden = f"layers.{layer}.", names.layer.format(spec.first_layer + layer), spec.hidden_size
-    if spec.latent is not None:
-        return _list_latent_layer(spec, spec.latent, names, layer, with_layouts)
+    """List a layer of any family: norms and attention, then an MLP or experts."""
+    one, kind = _Lister.of(spec, names, layer, with_layouts), spec.layer_kind(layer)
     if spec.compressed is not None:
-        return _list_compressed_layer(spec, spec.compressed, names, layer, with_layouts)
-    qkv = [(theirs + names.q, spec.query_size), (theirs + names.k, spec.kv_size), (theirs + names.v, spec.kv_size)]
-    parameters = [
-        *_norm(spec, f"{ours}attn_norm", theirs + names.attn_norm),
-        *_linear(f"{ours}qkv", qkv, hidden, "rows", spec.qkv_bias),
-    ]
-    if spec.qk_norm:
-        for name, module in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
-            norm = _vector(f"{ours}{name}.weight", [(f"{theirs}{module}.weight", spec.head_dim)], "norm", "none")
-            parameters.append(_typed_norm(spec, norm))
-    parameters += _linear(f"{ours}o", [(theirs + names.o, hidden)], spec.query_size, "columns", spec.o_bias)
-    if spec.has_sinks:
-        parameters.append(_vector(f"{ours}sinks", [(theirs + names.sinks, spec.num_heads)], "bias", "rows"))
-    if spec.has_output_norms:
-        parameters += _norm(spec, f"{ours}attn_out_norm", theirs + names.attn_out_norm)
-    parameters += _norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm)
-    experts = spec.layer_experts(layer)
-    if experts is not None:
-        parameters += list_experts(experts, names.experts, hidden, ours, theirs, with_layouts)
+        parameters = _list_compressed(one, spec, spec.compressed, names, layer)
     else:
-        parameters += _list_mlp(spec, names, ours, theirs)
-    if spec.has_output_norms:
-        parameters += _norm(spec, f"{ours}mlp_out_norm", theirs + names.mlp_out_norm)
+        parameters = one.norm("attn_norm", names.attn_norm)
+        if spec.latent is not None:
+            parameters += _list_latent(one, spec, spec.latent, names.latent, layer)
+            attended = spec.num_heads * spec.latent.value_dim
+        else:
+            parameters += _list_grouped(one, spec, names)
+            attended = spec.query_size
+        parameters += one.linear("o", [(names.o, spec.hidden_size)], attended, "columns", spec.o_bias)
+        if spec.has_sinks:
+            parameters.append(one.tensor("sinks", names.sinks, (spec.num_heads,), "bias", "rows"))
+        parameters += one.norm("attn_out_norm", names.attn_out_norm) if spec.has_output_norms else []
+    parameters += one.norm("mlp_norm", names.mlp_norm)
+    if kind.experts is not None:
+        parameters += one.experts(kind.experts, names.experts, kind.experts.table_size if kind.has_table else 0)
+    else:
+        parameters += one.mlp(spec, names)
+    return parameters + (one.norm("mlp_out_norm", names.mlp_out_norm) if spec.has_output_norms else [])
+
+
+def _list_grouped(one: _Lister, spec: ModelSpec, names: CheckpointNames) -> list[Parameter]:
+    """List the fused projection, and the norms of query and key heads."""
+    qkv = [(names.q, spec.query_size), (names.k, spec.kv_size), (names.v, spec.kv_size)]
+    parameters = one.linear("qkv", qkv, spec.hidden_size, "rows", spec.qkv_bias)
+    if spec.qk_norm:
+        parameters += one.norm("q_norm", names.q_norm, spec.head_dim)
+        parameters += one.norm("k_norm", names.k_norm, spec.head_dim)
     return parameters
 
 
-def _list_latent_layer(
-    spec: ModelSpec, latent: LatentSpec, names: CheckpointNames, layer: int, with_layouts: bool
-) -> list[Parameter]:
-    """Latent attention, and what follows it. Ranks share query heads; latents are the same on all of them."""
-    ours, theirs, hidden, own = (
-        f"layers.{layer}.",
-        names.layer.format(spec.first_layer + layer),
-        spec.hidden_size,
-        names.latent,
-    )
-    parameters = [*_norm(spec, f"{ours}attn_norm", theirs + names.attn_norm)]
-    kv_a = (theirs + own.kv_a, latent.row_dim)
-    q_rows = spec.num_heads * latent.query_dim
-    if latent.q_rank is None:
-        parameters += _linear(f"{ours}q", [(theirs + own.q, q_rows)], hidden, "rows", has_bias=False)
-        parameters += _linear(f"{ours}qkv_a", [kv_a], hidden, "none", spec.qkv_bias)
+def _list_latent(one: _Lister, spec: ModelSpec, latent: LatentSpec, own: LatentNames, layer: int) -> list[Parameter]:
+    """List latent attention up to its output. Ranks share query heads; latents are the same on all of them."""
+    hidden, q_rank = spec.hidden_size, latent.q_rank
+    kv_a, q_rows = (own.kv_a, latent.row_dim), spec.num_heads * latent.query_dim
+    if q_rank is None:
+        parameters = one.linear("q", [(own.q, q_rows)], hidden, "rows")
+        parameters += one.linear("qkv_a", [kv_a], hidden, "none", spec.qkv_bias)
     else:
-        q_a = (theirs + own.q_a, latent.q_rank)
-        norm = [(f"{theirs}{own.q_a_norm}.weight", latent.q_rank)]
-        parameters += _linear(f"{ours}qkv_a", [q_a, kv_a], hidden, "none", spec.qkv_bias)
-        parameters.append(_typed_norm(spec, _vector(f"{ours}q_a_norm.weight", norm, "norm", "none")))
-        parameters += _linear(f"{ours}q_b", [(theirs + own.q_b, q_rows)], latent.q_rank, "rows", has_bias=False)
-    norm = [(f"{theirs}{own.kv_a_norm}.weight", latent.kv_rank)]
-    parameters.append(_typed_norm(spec, _vector(f"{ours}kv_a_norm.weight", norm, "norm", "none")))
-    parameters.append(_kv_b(spec.num_heads, latent, own, ours, theirs, with_layouts))
+        parameters = one.linear("qkv_a", [(own.q_a, q_rank), kv_a], hidden, "none", spec.qkv_bias)
+        parameters += one.norm("q_a_norm", own.q_a_norm, q_rank)
+        parameters += one.linear("q_b", [(own.q_b, q_rows)], q_rank, "rows")
+    parameters += one.norm("kv_a_norm", own.kv_a_norm, latent.kv_rank)
+    parameters.append(_kv_b(one, spec.num_heads, latent, own))
     index = spec.layer_index(layer)
-    if index is not None and latent.q_rank is not None:
-        parameters += _list_index(index, latent.q_rank, hidden, own, ours, theirs)
-    value_size = spec.num_heads * latent.value_dim
-    parameters += _linear(f"{ours}o", [(theirs + names.o, hidden)], value_size, "columns", spec.o_bias)
-    parameters += _norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm)
-    experts = spec.layer_experts(layer)
-    if experts is None:
-        return [*parameters, *_list_mlp(spec, names, ours, theirs)]
-    return [*parameters, *list_experts(experts, names.experts, hidden, ours, theirs, with_layouts)]
+    if index is not None and q_rank is not None:
+        # Every rank has all of the index: its heads are summed up before tokens are chosen.
+        parameters += one.linear("index_q", [(own.index_q, index.num_heads * index.head_dim)], q_rank, "none")
+        parameters += one.linear("index_k", [(own.index_k, index.head_dim)], hidden, "none")
+        parameters += one.norm("index_k_norm", own.index_k_norm, index.head_dim, has_bias=True)
+        parameters.append(one.matrix("index_weights", [(own.index_weights, index.num_heads)], hidden, "router"))
+    return parameters
 
 
-def _list_index(
-    index: IndexSpec, q_rank: int, hidden: int, names: LatentNames, ours: str, theirs: str
+def _list_compressed(
+    one: _Lister, spec: ModelSpec, compressed: CompressedSpec, names: CheckpointNames, layer: int
 ) -> list[Parameter]:
-    """Every rank has all of it: its heads are summed up before tokens are chosen."""
-    q = [(theirs + names.index_q, index.num_heads * index.head_dim)]
-    kinds: dict[str, Kind] = {"weight": "norm", "bias": "bias"}
-    norm = [
-        _vector(f"{ours}index_k_norm.{end}", [(f"{theirs}{names.index_k_norm}.{end}", index.head_dim)], kind, "none")
-        for end, kind in kinds.items()
-    ]
-    weights = [(f"{theirs}{names.index_weights}.weight", (index.num_heads, hidden))]
+    """List compressed attention and the streams of its layer. Ranks share query heads and groups of them; the rest each has whole."""
+    own, hidden, q_rank = names.compressed, spec.hidden_size, compressed.q_rank
+    groups, compressor = compressed.num_output_groups * compressed.output_rank, spec.layer_kind(layer).compressor
+    assert spec.streams is not None, f"{spec.architecture} has one stream"
+    count = spec.streams.num_streams
+    mixed = (2 + count) * count, count, 3
     return [
-        *_linear(f"{ours}index_q", q, q_rank, "none", has_bias=False),
-        *_linear(f"{ours}index_k", [(theirs + names.index_k, index.head_dim)], hidden, "none", has_bias=False),
-        *norm,
-        stacked(f"{ours}index_weights.weight", weights, "router", "none"),
+        *one.streams("attn_streams", own.attn_streams, *mixed),
+        *one.norm("attn_norm", names.attn_norm),
+        *one.linear("qkv_a", [(own.q_a, q_rank), (own.kv, spec.head_dim)], hidden, "none"),
+        *one.norm("q_a_norm", own.q_a_norm, q_rank),
+        *one.linear("q_b", [(own.q_b, spec.query_size)], q_rank, "rows"),
+        *one.norm("kv_norm", own.kv_norm, spec.head_dim),
+        one.tensor("sinks", names.sinks, (spec.num_heads,), "bias", "rows", dtype="float32"),
+        *([] if compressor is None else _list_compressor(one, spec, q_rank, compressor, spec.layer_index(layer), own)),
+        one.matrix("o_a", [(own.o_a, groups)], spec.query_size // compressed.num_output_groups, "absorbed", "rows"),
+        *one.linear("o_b", [(own.o_b, hidden)], groups, "columns"),
+        *one.streams("mlp_streams", own.mlp_streams, *mixed),
     ]
-
-
-def _list_compressed_layer(
-    spec: ModelSpec, compressed: CompressedSpec, names: CheckpointNames, layer: int, with_layouts: bool
-) -> list[Parameter]:
-    """Compressed attention and experts, each with its streams. Ranks share query heads and groups of them; the rest each has whole."""
-    ours, theirs, hidden, own = (
-        f"layers.{layer}.",
-        names.layer.format(spec.first_layer + layer),
-        spec.hidden_size,
-        names.compressed,
-    )
-    kind, groups = spec.layer_kind(layer), compressed.num_output_groups * compressed.output_rank
-    qkv_a = [(theirs + own.q_a, compressed.q_rank), (theirs + own.kv, spec.head_dim)]
-    norms = {"q_a_norm": (own.q_a_norm, compressed.q_rank), "kv_norm": (own.kv_norm, spec.head_dim)}
-    q_a_norm, kv_norm = (
-        _typed_norm(spec, _vector(f"{ours}{name}.weight", [(f"{theirs}{module}.weight", size)], "norm", "none"))
-        for name, (module, size) in norms.items()
-    )
-    group_size = spec.query_size // compressed.num_output_groups
-    sinks = _vector(f"{ours}sinks", [(theirs + names.sinks, spec.num_heads)], "bias", "rows")
-    parameters = [
-        *_list_streams(f"{ours}attn_streams", theirs + own.attn_streams, spec),
-        *_norm(spec, f"{ours}attn_norm", theirs + names.attn_norm),
-        *_linear(f"{ours}qkv_a", qkv_a, hidden, "none", has_bias=False),
-        q_a_norm,
-        *_linear(f"{ours}q_b", [(theirs + own.q_b, spec.query_size)], compressed.q_rank, "rows", has_bias=False),
-        kv_norm,
-        replace(sinks, dtype="float32"),
-        *([] if kind.compressor is None else _list_compressor(spec, kind.compressor, layer, names)),
-        _matrix(f"{ours}o_a", [(theirs + own.o_a, groups)], group_size, "absorbed", "rows"),
-        *_linear(f"{ours}o_b", [(theirs + own.o_b, hidden)], groups, "columns", has_bias=False),
-        *_list_streams(f"{ours}mlp_streams", theirs + own.mlp_streams, spec),
-        *_norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm),
-    ]
-    assert kind.experts is not None, f"{spec.architecture}: layer {layer} has no experts"
-    num_tokens = kind.experts.table_size if kind.has_table else 0
-    return [*parameters, *list_experts(kind.experts, names.experts, hidden, ours, theirs, with_layouts, num_tokens)]
 
 
 def _list_compressor(
-    spec: ModelSpec, compressor: CompressorSpec, layer: int, names: CheckpointNames
+    one: _Lister,
+    spec: ModelSpec,
+    q_rank: int,
+    compressor: CompressorSpec,
+    index: IndexSpec | None,
+    own: CompressedNames,
 ) -> list[Parameter]:
-    """What pools tokens into entries, and into those of an index. One product gives all that they are pooled from."""
-    ours, theirs, own = f"layers.{layer}.", names.layer.format(spec.first_layer + layer), names.compressed
-    index, ratio, columns = spec.layer_index(layer), compressor.ratio, 2 if compressor.is_overlapped else 1
-    pooled = [(theirs + own.compressor + end, columns * spec.head_dim) for end in ("wkv", "wgate")]
-    made = [("compressor", own.compressor, spec.head_dim)]
+    """List what pools tokens into entries, and into those of an index. One product gives all that they are pooled from."""
+    columns, made = 2 if compressor.is_overlapped else 1, [("compressor", own.compressor, spec.head_dim)]
     if index is not None:
-        pooled += [(theirs + own.index + end, columns * index.head_dim) for end in ("wkv", "wgate")]
-        pooled.append((theirs + own.index_weights, index.num_heads))
         made.append(("index", own.index, index.head_dim))
-    parameters = [_matrix(f"{ours}pool", pooled, spec.hidden_size, "router", "none")]
+    pooled = [(module + end, columns * dim) for _, module, dim in made for end in ("wkv", "wgate")]
+    pooled += [] if index is None else [(own.index_weights, index.num_heads)]
+    parameters = [one.matrix("pool", pooled, spec.hidden_size, "router")]
     for name, module, dim in made:
-        positions = [(f"{theirs}{module}{own.positions}", (ratio, columns * dim))]
-        norm = [(f"{theirs}{module}norm.weight", dim)]
-        parameters.append(replace(stacked(f"{ours}{name}.positions", positions, "router", "none"), dtype="float32"))
-        parameters.append(_typed_norm(spec, _vector(f"{ours}{name}.norm.weight", norm, "norm", "none")))
-    if index is not None and spec.compressed is not None:
-        q = [(theirs + own.index_q, index.num_heads * index.head_dim)]
-        parameters += _linear(f"{ours}index_q", q, spec.compressed.q_rank, "none", has_bias=False)
+        shape = compressor.ratio, columns * dim
+        parameters.append(one.tensor(f"{name}.positions", f"{module}{own.positions}", shape, "router", dtype="float32"))
+        parameters += one.norm(f"{name}.norm", f"{module}norm", dim)
+    if index is not None:
+        parameters += one.linear("index_q", [(own.index_q, index.num_heads * index.head_dim)], q_rank, "none")
     return parameters
 
 
-def _list_streams(name: str, prefix: str, spec: ModelSpec) -> list[Parameter]:
-    """How streams are mixed around one half of a layer: what each gives, what each takes, and which goes where."""
-    assert spec.streams is not None, f"{spec.architecture} has one stream"
-    count = spec.streams.num_streams
-    return _mix(name, prefix, (2 + count) * count, count * spec.hidden_size, 3)
-
-
-def _list_head_streams(num_streams: int, hidden: int, names: CompressedNames) -> list[Parameter]:
-    return _mix("head_streams", names.head_streams, num_streams, num_streams * hidden, 1)
-
-
-def _mix(name: str, prefix: str, num_rows: int, num_columns: int, num_scales: int) -> list[Parameter]:
-    weight = stacked(f"{name}.weight", [(f"{prefix}fn", (num_rows, num_columns))], "router", "none")
-    bias = _vector(f"{name}.bias", [(f"{prefix}base", num_rows)], "bias", "none")
-    scale = _vector(f"{name}.scale", [(f"{prefix}scale", num_scales)], "bias", "none")
-    return [replace(parameter, dtype="float32") for parameter in (weight, bias, scale)]
-
-
-def _kv_b(
-    num_heads: int, latent: LatentSpec, names: LatentNames, ours: str, theirs: str, with_layouts: bool
-) -> Parameter:
+def _kv_b(one: _Lister, num_heads: int, latent: LatentSpec, names: LatentNames) -> Parameter:
     """[heads * (nope_dim + value_dim), kv_rank], head by head, keys before values: whole, or from two tensors."""
     nope, value, rank = latent.nope_dim, latent.value_dim, latent.kv_rank
-    whole = [(f"{theirs}{names.kv_b}.weight", (num_heads * latent.expanded_dim, rank))]
-    parameter = stacked(f"{ours}kv_b.weight", whole, "absorbed", "rows")
-    if not with_layouts:
+    parameter = one.matrix("kv_b", [(names.kv_b, num_heads * latent.expanded_dim)], rank, "absorbed", "rows")
+    if not one.with_layouts:
         return parameter
-    keys, values = f"{theirs}{names.k_b}.weight", f"{theirs}{names.v_b}.weight"
+    keys, values = f"{one.theirs}{names.k_b}.weight", f"{one.theirs}{names.v_b}.weight"
     split: list[Part] = []
     for head in range(num_heads):
         first, k_first, v_first = head * latent.expanded_dim, head * nope, head * value
@@ -665,46 +612,3 @@ def _kv_b(
         split.append(Part(keys, first, (num_heads, rank, nope), k_rows, is_transposed=True))
         split.append(Part(values, first + nope, (num_heads, value, rank), v_rows))
     return replace(parameter, layouts=(tuple(split),))
-
-
-def _list_mlp(spec: ModelSpec, names: CheckpointNames, ours: str, theirs: str) -> list[Parameter]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    up_name, up = f"{ours}up", [(theirs + names.up, inner)]
-    if spec.gated_mlp:
-        up_name, up = f"{ours}gate_up", [(theirs + names.gate, inner), *up]
-    return [
-        *_linear(up_name, up, hidden, "rows", spec.mlp_bias),
-        *_linear(f"{ours}down", [(theirs + names.down, hidden)], inner, "columns", spec.mlp_bias),
-    ]
-
-
-def _linear(
-    name: str, modules: list[tuple[str, int]], num_columns: int, split: Split, has_bias: bool
-) -> list[Parameter]:
-    weight = _matrix(name, modules, num_columns, "linear", split)
-    if not has_bias:
-        return [weight]
-    bias_split: Split = "outputs" if split == "columns" else split
-    biases = [(f"{module}.bias", num_rows) for module, num_rows in modules]
-    return [weight, _vector(f"{name}.bias", biases, "bias", bias_split)]
-
-
-def _norm(spec: ModelSpec, name: str, module: str) -> list[Parameter]:
-    kinds: dict[str, Kind] = {"weight": "norm", "bias": "bias"} if spec.norm == "layer" else {"weight": "norm"}
-    vectors = (
-        _vector(f"{name}.{end}", [(f"{module}.{end}", spec.hidden_size)], kind, "none") for end, kind in kinds.items()
-    )
-    return [_typed_norm(spec, vector) for vector in vectors]
-
-
-def _typed_norm(spec: ModelSpec, norm: Parameter) -> Parameter:
-    return replace(norm, dtype="float32") if spec.float32_norms else norm
-
-
-def _matrix(name: str, modules: list[tuple[str, int]], num_columns: int, kind: Kind, split: Split) -> Parameter:
-    tensors = [(f"{module}.weight", (rows, num_columns)) for module, rows in modules]
-    return stacked(f"{name}.weight", tensors, kind, split)
-
-
-def _vector(name: str, tensors: list[tuple[str, int]], kind: Kind, split: Split) -> Parameter:
-    return stacked(name, [(tensor, (num_rows,)) for tensor, num_rows in tensors], kind, split)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError
+from holdfast.kernels.geometry import INDEX_MULTIPLE, MAX_INDEX_DIM, MAX_INDEX_HEADS
 from holdfast.models.spec import Activation, ExpertsSpec, RopeKind, RopeSpec
 
 MAX_SHOWN = 60
@@ -359,6 +360,21 @@ def _original_max_position(config: Settings, rope: Settings, max_position: int) 
 
 def _factor(rope: Settings, stretch: float | None) -> float:
     return rope.optional_number("factor") or stretch or 1.0
+
+
+def read_index_sizes(settings: Settings, num_heads: int, head_dim: int, rope_dim: int) -> tuple[int, int]:
+    """Read heads and head dim of an index that chooses what rows attend to, with these defaults."""
+    num_heads = settings.count("index_n_heads", num_heads, MAX_HEADS)
+    if num_heads > MAX_INDEX_HEADS:
+        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels support")
+    head_dim = settings.count("index_head_dim", head_dim, MAX_WIDTH)
+    if head_dim % INDEX_MULTIPLE or head_dim > MAX_INDEX_DIM:
+        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels support"
+        raise settings.refuse("index_head_dim", head_dim, wanted)
+    if head_dim < rope_dim:
+        wanted = f"at least qk_rope_head_dim = {rope_dim}, since so many of its elements are rotated,"
+        raise settings.refuse("index_head_dim", head_dim, wanted)
+    return num_heads, head_dim
 
 
 def read_activation(settings: Settings, key: str, default: str) -> Activation:

@@ -63,6 +63,15 @@ class DeltaList:
             self._call_ids.add(call_id)
         self._done.append(ToolCallDelta(index, name, id=call_id))
 
+    def append(self, delta: AnswerDelta) -> None:
+        """Append a delta."""
+        if not isinstance(delta, ToolCallDelta):
+            self.add(type(delta), delta.text)
+            return
+        if delta.name is not None:
+            self.begin_call(delta.index, delta.name, delta.id)
+        self.add(delta.index, delta.arguments)
+
     def take(self) -> list[AnswerDelta]:
         """Return and clear all deltas."""
         self._close()
@@ -129,10 +138,5 @@ def joined(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
     """Join adjacent deltas of one kind."""
     whole = DeltaList()
     for delta in deltas:
-        if isinstance(delta, ToolCallDelta):
-            if delta.name is not None:
-                whole.begin_call(delta.index, delta.name, delta.id)
-            whole.add(delta.index, delta.arguments)
-        else:
-            whole.add(type(delta), delta.text)
+        whole.append(delta)
     return whole.take()

@@ -89,9 +89,7 @@ class MarkerFilter:
             if isinstance(delta, ToolCallDelta) or not isinstance(delta, self._kind):
                 out.add(self._kind, self.rest())
             if isinstance(delta, ToolCallDelta):
-                if delta.name is not None:
-                    out.begin_call(delta.index, delta.name, delta.id)
-                out.add(delta.index, delta.arguments)
+                out.append(delta)
                 continue
             self._kind = type(delta)
             out.add(self._kind, self._without_markers(self._kept + delta.text))

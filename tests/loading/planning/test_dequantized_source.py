@@ -17,7 +17,7 @@ from holdfast.loading.planning.stored_schemes import StoredSchemes
 from holdfast.loading.sources.source import RowRead
 from holdfast.memory.ledger import Ledger
 from holdfast.models.declared_weights import review_stored, weight_bytes, weight_of
-from holdfast.models.parameters import DEEPSEEK_NAMES, list_parameters
+from holdfast.models.parameters import NAMES, list_parameters
 from holdfast.models.sharding import shard_parameters
 from holdfast.models.spec import LatentSpec, ModelSpec
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, WEIGHT_SCHEMES, WeightRecipe
@@ -43,7 +43,7 @@ SPEC = ModelSpec(
     latent=LATENT,
 )
 NAME, TENSOR = "layers.0.kv_b.weight", "model.layers.0.self_attn.kv_b_proj.weight"
-(KV_B,) = (one for one in list_parameters(SPEC, DEEPSEEK_NAMES) if one.name == NAME)
+(KV_B,) = (one for one in list_parameters(SPEC, NAMES["deepseek"]) if one.name == NAME)
 IN_BLOCKS, BY_ROW, BY_TENSOR = (
     StoredSchemes(FP8_BLOCK, ("_scale_inv", "_scale")),
     StoredSchemes(FP8, ("_scale",)),

@@ -53,14 +53,10 @@ class QuantizedSource:
         self.manifest = manifest
         self._planes = planes
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
-        self._entries = {
+        self.entries = {
             name: TensorEntry(name, plane.spec.dtype, plane.spec.shape, plane.file.path.name, plane.spec.num_bytes)
             for name, plane in planes.items()
         }
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        return self._entries
 
     @property
     def checksums(self) -> Mapping[str, int]:
@@ -74,7 +70,7 @@ class QuantizedSource:
         """Read whole rows of a plane, like `moves`: parts of rows would go unchecked."""
         plane, out = self._planes[name], out.cast("B")
         num_rows, num_columns = table_shape(plane.spec.shape)
-        found = check_read(self._entries[name], row_start, row_end, out, columns)
+        found = check_read(self.entries[name], row_start, row_end, out, columns)
         assert found == (0, num_columns), f"{name}: {columns=} of {plane.spec}"
         plane.file.read_into(name, row_start * (plane.spec.num_bytes // num_rows), out)
 
@@ -198,7 +194,7 @@ def _open_planes(folder: Path, manifest: Manifest) -> dict[str, _Plane]:
             if stored.shape != spec.shape or TORCH_DTYPES.get(stored.dtype) != spec.dtype:
                 found, wanted = f"{stored.dtype} of shape {list(stored.shape)}", f"{spec.dtype} of {list(spec.shape)}"
                 raise _broken(file.name, f"{shown(name)} is {found}, not {wanted}")
-            planes[name] = _Plane(spec, opened, file.checksums[name])
+            planes[name] = _Plane(spec, opened, int(file.planes[name], 16))
     missing = [name for name in specs if name not in planes]
     if missing:
         raise _broken(folder.name, f"it lacks {listed(missing)}, which {MANIFEST_FILE} lists")
@@ -213,7 +209,7 @@ def _open_file(folder: Path, file: PlaneFile) -> SafetensorsFile:
     if num_bytes != file.num_bytes:
         raise _broken(file.name, f"it has {num_bytes} bytes, and {file.num_bytes} were written")
     opened = SafetensorsFile(path)
-    if header_digest(path) != file.header_digest or list(opened.tensors) != list(file.checksums):
+    if header_digest(path) != file.header_digest or list(opened.tensors) != list(file.planes):
         raise _broken(file.name, f"its header is not the one in {MANIFEST_FILE}")
     return opened
 

@@ -119,4 +119,4 @@ def _decoder(shape: Shape, count: int) -> LayeredBlueprint:
     layer = Layer((*_attention(shape), *mlp(hidden, inner)), shape.num_kv_heads, shape.head_dim)
     grouped = DecoderDeclaration(spec, LLAMA_NAMES)
     ends_left = tuple(part for part in rest if prod(part.shape))
-    return LayeredBlueprint(grouped, (layer,) * layers, ends_left, shape.head_dim)
+    return LayeredBlueprint(grouped, shape.head_dim, (layer,) * layers, ends_left)

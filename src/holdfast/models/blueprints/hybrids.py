@@ -90,7 +90,7 @@ def _rotated(settings: Settings, head_dim: int) -> int:
 
 
 def _blueprint(spec: ModelSpec, native: str | None, layers: Sequence[Layer], rotated: int) -> LayeredBlueprint:
-    return LayeredBlueprint(DecoderDeclaration(spec, LLAMA_NAMES, native), tuple(layers), rotated_dim=rotated)
+    return LayeredBlueprint(DecoderDeclaration(spec, LLAMA_NAMES, native), rotated, tuple(layers))
 
 
 def read_delta(settings: Settings, native: str | None) -> LayeredBlueprint:
@@ -113,7 +113,7 @@ def read_delta(settings: Settings, native: str | None) -> LayeredBlueprint:
     full = Layer((*heads, *feed, *norms), spec.num_kv_heads, spec.head_dim)
     recurrent = Layer((*linear, *feed, *norms), state=state)
     layers = [full if kind == FULL else recurrent for kind in kinds]
-    return _blueprint(spec, native, layers, _rotated(text, spec.head_dim))._replace(linear_width=width)
+    return replace(_blueprint(spec, native, layers, _rotated(text, spec.head_dim)), linear_width=width)
 
 
 def _qwen_experts(text: Settings, spec: ModelSpec) -> tuple[tuple[Part, ...], ModelSpec]:
@@ -190,7 +190,7 @@ def read_gemma4(settings: Settings, native: str | None) -> LayeredBlueprint:
         spec = replace(spec, intermediate_size=2 * spec.intermediate_size)
     spec = replace(spec, head_dim=full_dim, num_kv_heads=shapes[FULL][0], activation="gelu_tanh")
     found = _blueprint(spec, native, layers, spec.head_dim)
-    return found._replace(ends=_per_layer_embeddings(text, spec))
+    return replace(found, ends=_per_layer_embeddings(text, spec))
 
 
 def _gemma4_more(text: Settings, spec: ModelSpec) -> tuple[tuple[Part, ...], ModelSpec]:
@@ -308,7 +308,7 @@ def read_nemotron(settings: Settings, native: str | None) -> LayeredBlueprint:
         parts, state, width = _mamba(settings, hidden)
         made["mamba"] = Layer((own, *parts), state=state)
     found = _blueprint(spec, native, [made[kind] for kind in kinds], 0)
-    return found._replace(linear_width=width)
+    return replace(found, linear_width=width)
 
 
 def _mixers(settings: Settings) -> tuple[str, ...]:

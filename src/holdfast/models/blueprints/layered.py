@@ -1,10 +1,10 @@
-"""LayeredBlueprint: a decoder whose layers differ in weights, KV and state, listed layer by layer; planned and not run; no torch.
+"""Blueprint, and LayeredBlueprint: a decoder whose layers differ in weights, KV and state, listed layer by layer; planned and not run; no torch.
 
 A window keeps that many tokens of a sequence, a state (gated delta net, Mamba2) a fixed number of bytes; other layers keep all tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from holdfast.attention.declarations import PARTIAL_HEAD_ROWS
@@ -101,21 +101,28 @@ class Layer(NamedTuple):
     state: State | None = None
 
 
-class LayeredBlueprint(NamedTuple):
-    """A decoder by its layers."""
+@dataclass(frozen=True)
+class Blueprint:
+    """A decoder that is planned as a whole and not run."""
 
     grouped: DecoderDeclaration
-    """The ends, the widest layer's workspace, and what ranks need in common."""
-    layers: tuple[Layer, ...]
-    ends: tuple[Part, ...] = ()
-    """Tensors besides embedding, final norm and head."""
-    rotated_dim: int = 0
-    linear_width: int = 0
-    """Columns of all projections of a recurrent layer."""
+    """The decoder as the families that run have it: its ends, the widest layer's workspace, and what ranks need in common."""
+    rotated_dim: int
+    """Elements of a head that positions rotate."""
 
     @property
     def decoder(self) -> ModelSpec:
         return self.grouped.decoder
+
+    @property
+    def parts(self) -> Collection[Part]:
+        """Distinct tensors that ranks divide, beside those of `grouped`."""
+        return ()
+
+    @property
+    def is_paged(self) -> bool:
+        """True if all layers keep all tokens alike, as the pages of this version do."""
+        raise NotImplementedError
 
     def rope_pairs(self, mesh: Mesh) -> int:
         # 0 would say that positions are learned. Attention without any takes what is smallest.
@@ -124,24 +131,65 @@ class LayeredBlueprint(NamedTuple):
     def indivisible(self, mesh: Mesh) -> str | None:
         if mesh.num_stages > 1:
             return f"{mesh.num_stages} stages are planned of models that run, and this one is planned as a whole"
-        if mesh.tensor_size == 1:
-            return None
-        parts = dict.fromkeys(part for layer in self.layers for part in layer.parts)
-        found = (part.indivisible(mesh) for part in parts)
+        found = (part.indivisible(mesh) for part in (self.parts if mesh.tensor_size > 1 else ()))
         return next((reason for reason in found if reason is not None), None) or self.grouped.indivisible(mesh)
 
     def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
-        return tuple(self._weights(mesh))
-
-    def _weights(self, mesh: Mesh) -> Iterator[Weight]:
-        one = self.grouped._replace(decoder=replace(self.decoder, num_layers=1, experts=None, sliding_windows=()))
-        yield from (weight._replace(tensors=()) for weight in one.weights(mesh) if weight.group != "layers")
-        yield from (part.weight("", None, mesh) for part in self.ends)
-        for index, layer in enumerate(self.layers):
-            yield from (part.weight(f"layers.{index}.", self.grouped.native, mesh) for part in layer.parts)
+        raise NotImplementedError
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
         return self.grouped.unsupported_format(kv_format)
+
+    def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
+        raise NotImplementedError
+
+    def sequence_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
+        raise NotImplementedError
+
+    def heads(self, mesh: Mesh) -> HeadGeometry | None:
+        return self.grouped.heads(mesh) if self.is_paged else None
+
+    def room_elements(self, mesh: Mesh, num_rows: int) -> int:
+        return self.grouped.room_elements(mesh, num_rows)
+
+    def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
+        if not self.is_paged:
+            shape = (PARTIAL_HEAD_ROWS, self.decoder.head_dim + 2)
+            scratch = (*scratch, TensorSpec("partial", shape, "float32"))
+        return self.grouped.requests(step, mesh, scratch)
+
+
+@dataclass(frozen=True)
+class LayeredBlueprint(Blueprint):
+    """A decoder by its layers."""
+
+    layers: tuple[Layer, ...]
+    ends: tuple[Part, ...] = ()
+    """Tensors besides embedding, final norm and head."""
+    linear_width: int = 0
+    """Columns of all projections of a recurrent layer."""
+
+    @property
+    def parts(self) -> Collection[Part]:
+        return dict.fromkeys(part for layer in self.layers for part in layer.parts)
+
+    @property
+    def is_paged(self) -> bool:
+        spec = self.decoder
+        alike = all((one.num_kv_heads, one.head_dim) == (spec.num_kv_heads, spec.head_dim) for one in self.layers)
+        return alike and all(one.window is None and one.state is None for one in self.layers)
+
+    def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
+        one = self.grouped._replace(decoder=replace(self.decoder, num_layers=1, experts=None, sliding_windows=()))
+        return (
+            *(weight._replace(tensors=()) for weight in one.weights(mesh) if weight.group != "layers"),
+            *(part.weight("", None, mesh) for part in self.ends),
+            *(
+                part.weight(f"layers.{index}.", self.grouped.native, mesh)
+                for index, layer in enumerate(self.layers)
+                for part in layer.parts
+            ),
+        )
 
     def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
         rows = [self._row_bytes(one, kv_format, mesh) for one in self.layers if one.num_kv_heads and one.window is None]
@@ -156,21 +204,8 @@ class LayeredBlueprint(NamedTuple):
             return 0
         return kv_format.bytes_per_token(max(1, layer.num_kv_heads // mesh.tensor_size), layer.head_dim)
 
-    def heads(self, mesh: Mesh) -> HeadGeometry | None:
-        """None unless all layers keep all tokens alike: so the pages of this version do."""
-        spec = self.decoder
-        alike = all((one.num_kv_heads, one.head_dim) == (spec.num_kv_heads, spec.head_dim) for one in self.layers)
-        is_paged = alike and all(one.window is None and one.state is None for one in self.layers)
-        return self.grouped.heads(mesh) if is_paged else None
-
-    def room_elements(self, mesh: Mesh, num_rows: int) -> int:
-        return self.grouped.room_elements(mesh, num_rows)
-
     def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
-        if self.heads(mesh) is None:
-            shape = (PARTIAL_HEAD_ROWS, self.decoder.head_dim + 2)
-            scratch = (*scratch, TensorSpec("partial", shape, "float32"))
-        requests = self.grouped.requests(step, mesh, scratch)
+        requests = super().requests(step, mesh, scratch)
         if not self.linear_width:
             return requests
         width = (step.num_rows, self.linear_width // mesh.tensor_size)

@@ -4,16 +4,12 @@ Layers with a sliding window keep that many tokens of a sequence, whatever its l
 run keep all tokens of all layers.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
-from holdfast.attention.declarations import PARTIAL_HEAD_ROWS
-from holdfast.distributed.mesh import ALONE, Mesh
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import shown
-from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.activations import Request
-from holdfast.models.declaration import CacheRows, Experts, HeadGeometry, StepShape, needed
+from holdfast.models.blueprints.layered import Blueprint
+from holdfast.models.declaration import CacheRows, needed
 from holdfast.models.declared_weights import Weight
 from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.parameters import LLAMA_NAMES, Kind
@@ -28,60 +24,26 @@ from holdfast.models.settings import (
     MAX_WIDTH,
     Settings,
 )
-from holdfast.models.spec import ModelSpec, RopeSpec
+from holdfast.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from holdfast.quant.formats import KVFormat
 
 STAYS: Kind = "router"
 """The kind of weights that no scheme is for: towers are as they are stored."""
 
 
-class PlannedBlueprint(NamedTuple):
-    """A decoder as the families that run have it, and what it has beside that."""
+@dataclass(frozen=True)
+class PlannedBlueprint(Blueprint):
+    """A decoder as the families that run have it, with sliding windows, and what it has beside that."""
 
-    grouped: DecoderDeclaration
-    rotated_dim: int
-    """Elements of a head that positions rotate."""
-    num_more_norms: int = 0
-    """Norms of a layer after attention and MLP."""
-    experts: Experts | None = None
-    """Those of the decoder, with how they are stored."""
-    tower: tuple[Weight, ...] = ()
-    """What makes embeddings of images; every rank has all of it."""
+    more: tuple[Weight, ...] = ()
+    """Weights that every rank has whole: a tower that makes embeddings of images, and norms after attention and MLP."""
 
     @property
-    def decoder(self) -> ModelSpec:
-        return self.grouped.decoder
-
-    def rope_pairs(self, mesh: Mesh) -> int:
-        return self.rotated_dim // 2
-
-    def indivisible(self, mesh: Mesh) -> str | None:
-        if mesh.num_stages > 1:
-            return f"{mesh.num_stages} stages are planned of models that run, and this one is planned as a whole"
-        return self.grouped.indivisible(mesh)
+    def is_paged(self) -> bool:
+        return not self.decoder.sliding_windows
 
     def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
-        spec = self.grouped.rank(mesh)
-        dense = self._without_experts(mesh)
-        weights = [weight for weight in dense if not self._is_replaced(weight)]
-        for layer in range(spec.num_layers):
-            weights += self._more(f"layers.{layer}.", spec, mesh, spec.layer_experts(layer) is not None)
-        return (*weights, *self.tower)
-
-    def _without_experts(self, mesh: Mesh) -> list[Weight]:
-        """The decoder with an MLP in every layer. Experts are listed apart: in families that run each is a checkpoint's tensor."""
-        dense = self.grouped._replace(decoder=replace(self.decoder, experts=None))
-        return [weight._replace(tensors=()) for weight in dense.weights(mesh)]
-
-    def _is_replaced(self, weight: Weight) -> bool:
-        """Whether it is of an MLP in whose place the decoder has experts."""
-        first, _, rest = weight.name.partition(".")
-        layer, _, module = rest.partition(".")
-        is_mlp = first == "layers" and module.startswith(("gate_up.", "down."))
-        return is_mlp and self.decoder.layer_experts(int(layer)) is not None
-
-    def unsupported_format(self, kv_format: KVFormat) -> str | None:
-        return self.grouped.unsupported_format(kv_format)
+        return (*(weight._replace(tensors=()) for weight in self.grouped.weights(mesh)), *self.more)
 
     def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
         num_layers = sum(window is None for window in self._windows)
@@ -91,19 +53,6 @@ class PlannedBlueprint(NamedTuple):
         num_rows = sum(window for window in self._windows if window is not None)
         return num_rows * self._row_bytes(kv_format, mesh)
 
-    def heads(self, mesh: Mesh) -> HeadGeometry | None:
-        """None where windows are kept apart: the pages of this version keep all layers alike."""
-        return None if self.decoder.sliding_windows else self.grouped.heads(mesh)
-
-    def room_elements(self, mesh: Mesh, num_rows: int) -> int:
-        return self.grouped.room_elements(mesh, num_rows)
-
-    def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
-        if self.heads(mesh) is None:
-            shape = (PARTIAL_HEAD_ROWS, self.decoder.head_dim + 2)
-            scratch = (*scratch, TensorSpec("partial", shape, "float32"))
-        return self.grouped.requests(step, mesh, scratch)
-
     @property
     def _windows(self) -> tuple[int | None, ...]:
         return self.decoder.sliding_windows or (None,) * self.decoder.num_layers
@@ -111,15 +60,6 @@ class PlannedBlueprint(NamedTuple):
     def _row_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
         spec = self.grouped.rank(mesh)
         return kv_format.bytes_per_token(spec.num_kv_heads, spec.head_dim)
-
-    def _more(self, prefix: str, spec: ModelSpec, mesh: Mesh, has_experts: bool) -> list[Weight]:
-        """What a layer has beside a dense layer of the families that run."""
-        hidden = spec.hidden_size
-        names = ("attn_out_norm", "mlp_out_norm")[: self.num_more_norms]
-        weights = [Weight(f"{prefix}{name}.weight", (hidden,), "norm") for name in names]
-        if self.experts is None or not has_experts:
-            return weights
-        return [*weights, *self.experts.weights(prefix, hidden, mesh)]
 
 
 def _read_plain(settings: Settings, native: str | None) -> PlannedBlueprint:
@@ -130,15 +70,15 @@ def _read_mixtral(settings: Settings, native: str | None) -> PlannedBlueprint:
     spec = read_decoder(settings)
     num_experts = needed(settings, "num_local_experts", MAX_EXPERTS)
     top_k = needed(settings, "num_experts_per_tok", num_experts)
-    experts = Experts(num_experts, top_k, spec.intermediate_size, expert_native=native)
-    return _blueprint(settings, _with_experts(spec, experts), native)._replace(experts=experts)
+    experts = ExpertsSpec(num_experts, top_k, spec.intermediate_size)
+    return _blueprint(settings, replace(spec, experts=experts), native)
 
 
 def _read_gemma2(settings: Settings, native: str | None) -> PlannedBlueprint:
     spec = replace(read_decoder(settings, is_tied=True, head_dim=256), activation="gelu_tanh")
     window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
     spec = replace(spec, sliding_windows=_windows(settings, spec, window, 2))
-    return _blueprint(settings, spec, native)._replace(num_more_norms=2)
+    return _with_output_norms(_blueprint(settings, spec, native))
 
 
 def _read_glm(settings: Settings, native: str | None) -> PlannedBlueprint:
@@ -147,7 +87,14 @@ def _read_glm(settings: Settings, native: str | None) -> PlannedBlueprint:
 
 
 def _read_glm4(settings: Settings, native: str | None) -> PlannedBlueprint:
-    return _read_glm(settings, native)._replace(num_more_norms=2)
+    return _with_output_norms(_read_glm(settings, native))
+
+
+def _with_output_norms(blueprint: PlannedBlueprint) -> PlannedBlueprint:
+    """Add norms after attention and after the MLP of every layer."""
+    names = ("attn_out_norm", "mlp_out_norm")
+    norms = (f"layers.{layer}.{name}.weight" for layer in range(blueprint.decoder.num_layers) for name in names)
+    return replace(blueprint, more=tuple(Weight(name, (blueprint.decoder.hidden_size,), "norm") for name in norms))
 
 
 def _read_glm4_moe(settings: Settings, native: str | None) -> PlannedBlueprint:
@@ -156,29 +103,29 @@ def _read_glm4_moe(settings: Settings, native: str | None) -> PlannedBlueprint:
         needed(settings, "n_routed_experts", MAX_EXPERTS),
         needed(settings, "moe_intermediate_size", 2**20),
     )
-    experts = Experts(
+    num_dense = settings.count("first_k_dense_replace", 1, spec.num_layers, low=0)
+    experts = ExpertsSpec(
         num_experts,
         needed(settings, "num_experts_per_tok", num_experts),
         inner,
         shared_size=inner * (settings.optional_count("n_shared_experts", None, MAX_EXPERTS) or 0),
-        has_router_bias=True,
-        expert_native=native,
-        shared_native=native,
+        has_score_bias=True,
+        dense_layers=frozenset(range(num_dense)),
     )
-    num_dense = settings.count("first_k_dense_replace", 1, spec.num_layers, low=0)
     spec = replace(
-        _with_experts(spec, experts, num_dense),
+        spec,
+        experts=experts,
         qkv_bias=settings.flag("attention_bias", False),
         qk_norm=settings.flag("use_qk_norm", False),
     )
-    return _blueprint(settings, spec, native, rotated=0.5)._replace(experts=experts)
+    return _blueprint(settings, spec, native, rotated=0.5)
 
 
 def _read_mistral3(settings: Settings, native: str | None) -> PlannedBlueprint:
     text, vision = read_part(settings, "text_config"), read_part(settings, "vision_config")
     declaration = _blueprint(text, read_decoder(text), native)
     merged = settings.count("spatial_merge_size", 2, 64)
-    return declaration._replace(tower=_pixtral(vision, declaration.decoder.hidden_size, merged))
+    return replace(declaration, more=_pixtral(vision, declaration.decoder.hidden_size, merged))
 
 
 READERS = {
@@ -229,11 +176,6 @@ def read_decoder(
     window = settings.optional_count("sliding_window", None, MAX_POSITIONS)
     is_windowed = window is not None and window < spec.max_position
     return replace(spec, sliding_windows=(window,) * spec.num_layers if is_windowed else ())
-
-
-def _with_experts(spec: ModelSpec, experts: Experts, num_dense: int = 0) -> ModelSpec:
-    """The decoder with experts in all layers but the first ones."""
-    return replace(spec, experts=replace(experts.rank(ALONE), dense_layers=frozenset(range(num_dense))))
 
 
 def read_dtype(settings: Settings) -> str:

@@ -4,11 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from holdfast.errors import UnsupportedModelError, shown
+from holdfast.models.blueprints import hybrids, planned
+from holdfast.models.blueprints.layered import Blueprint
 from holdfast.models.declared_model import DeclaredModel, declare_decoder, declare_named, draft_notes
 from holdfast.models.grouped_readers import FAMILIES, named_architecture, read_spec
 from holdfast.models.settings import EXPERT_DTYPES, MAX_LAYERS, Settings, plain
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.weight_schemes import WeightScheme
+
+READERS: Mapping[str, Callable[[Settings, str | None], Blueprint]] = {**planned.READERS, **hybrids.READERS}
+KIMI = "KimiK25ForConditionalGeneration"
+PLANNED_FAMILIES = (*READERS, KIMI)
+"""Architectures that can be planned and not run, by the name in config.json."""
 
 
 def declare_config(config: Mapping[str, object], name: str, file: str = "config.json") -> DeclaredModel:
@@ -16,7 +23,7 @@ def declare_config(config: Mapping[str, object], name: str, file: str = "config.
     settings = Settings(config, file)
     architecture = named_architecture(settings, known_architectures())
     if architecture in PLANNED_FAMILIES:
-        return PLANNED_FAMILIES[architecture](settings, name, architecture)
+        return (_read_kimi if architecture == KIMI else _read_planned)(settings, name, architecture)
     native = _native_scheme(settings)
     if native is None:
         return declare_decoder(_read_known_spec(config, file), name)
@@ -47,13 +54,7 @@ def refuse_planned_only(config: Mapping[str, object], file: str) -> None:
 
 
 def _read_planned(settings: Settings, name: str, architecture: str) -> DeclaredModel:
-    from holdfast.models.blueprints import hybrids, planned
-
-    native = _native_scheme(settings)
-    if architecture in hybrids.READERS:
-        declaration = hybrids.READERS[architecture](settings, native)
-    else:
-        declaration = planned.READERS[architecture](settings, native)
+    declaration = READERS[architecture](settings, _native_scheme(settings))
     declared = declare_named(name, declaration.grouped, _not_runnable(architecture))
     return replace(declared, declaration=declaration, notes=_notes(settings, architecture))
 
@@ -136,20 +137,3 @@ def _expert_scheme(settings: Settings) -> str | None:
     if said not in EXPERT_DTYPES:
         raise where.refuse("expert_dtype", said, " or ".join(map(shown, EXPERT_DTYPES)))
     return EXPERT_DTYPES[said]
-
-
-PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str], DeclaredModel]] = {
-    **dict.fromkeys(
-        (
-            *("MixtralForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM", "Mistral3ForConditionalGeneration"),
-            *("Ministral3ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
-            *("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
-            *("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM", "MiniMaxM2ForCausalLM"),
-            *("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
-            *("Llama4ForConditionalGeneration", "Llama4ForCausalLM", "NemotronHForCausalLM"),
-        ),
-        _read_planned,
-    ),
-    "KimiK25ForConditionalGeneration": _read_kimi,
-}
-"""Architectures that can be planned and not run, by the name in config.json."""
