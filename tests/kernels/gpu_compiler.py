@@ -57,11 +57,9 @@ from holdfast.kernels.latent import (  # noqa: E402
     latent_attention,
     latent_prefill,
     latent_projection,
-    latent_quantized_attention,
     latent_tiles,
     latent_warpgroups,
     sparse_low_attention,
-    sparse_low_warpgroups,
     top_k_tokens,
     write_index,
     write_latent,
@@ -142,7 +140,7 @@ class CompiledOnly:
         _check_assembler(compiled.asm["ttgir"])
         _check_words(compiled.asm["ptx"], compiled.metadata.shared)
         _check_polls(compiled.asm["ptx"])
-        is_large = self._kernel.__name__ == "prefill_kernel" or constants.get("LARGE")
+        is_large = self._kernel.__name__ == "_prefill_kernel" or constants.get("LARGE")
         if (
             is_large and "kernels.attention" in self._kernel.__module__
         ):  # latents are declined where batches are to change nothing
@@ -615,9 +613,8 @@ def sparse_of(
     latent_attention.takes_low = lambda call: warpgroups and num_heads <= LOW_HEIGHT
     planes = latent_planes_of(name, latent_dim, rope_dim)
     numbers = torch.empty(num_rows, dtype=torch.int32)
-    kernels: list[Any] = [module._lists_kernel for module in (latent_attention, latent_quantized_attention)]
-    for kernel in kernels:
-        kernel.num_copies = 0
+    kernel: Any = latent_attention._lists_kernel
+    kernel.num_copies = 0
     call = LatentCall(
         torch.empty(num_rows, num_heads, latent_dim + rope_dim, dtype=BF16),
         planes,
@@ -630,9 +627,7 @@ def sparse_of(
     )
     tokens = torch.empty(num_rows, 2048, dtype=torch.int32)
     latent_attention.sparse_attention(call, SparseRows(numbers, numbers), tokens)
-    assert warpgroups or any(kernel.num_copies for kernel in kernels), (
-        "Triton's pipeliner has left the loop over a list alone"
-    )
+    assert warpgroups or kernel.num_copies, "Triton's pipeliner has left the loop over a list alone"
 
 
 def compressed_of(name: str, num_heads: int, ratio: int, top_k: int, warpgroups: bool, num_rows: int = 3) -> None:
@@ -889,7 +884,6 @@ def main() -> None:
         latent_attention,
         latent_prefill,
         latent_projection,
-        latent_quantized_attention,
         latent_tiles,
         latent_warpgroups,
         links,
@@ -905,7 +899,6 @@ def main() -> None:
         norm,
         small_batch,
         sparse_low_attention,
-        sparse_low_warpgroups,
         split_kv,
         sum_rows,
         tiled_attention,
