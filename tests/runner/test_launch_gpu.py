@@ -53,7 +53,7 @@ def poison(built: BuiltRunner, stepper: Stepper) -> None:
     """NaN wherever nothing may be read once what is in flight has run: free pages and the workspace, without a wait."""
     runner: Any = built.runner
     spec, num_pages = built.storage.spec, built.storage.num_pages
-    with torch.cuda.stream(runner._stream):
+    with torch.cuda.stream(runner.stream):
         for layer in range(len(spec.layers)):
             num_chunks = spec.groups[spec.group_of(layer)].chunks_per_page
             chunks = [j * num_pages + page for page in stepper.free_pages for j in range(num_chunks)]

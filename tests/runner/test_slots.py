@@ -46,9 +46,9 @@ def state(slots: Slots) -> object:
             id(seat.sequence),
             (seat.num_tokens, seat.next_start, seat.num_computed, seat.is_open, seat.room),
         )
-        for slot, seat in slots._seats.items()
+        for slot, seat in slots.seats.items()
     }
-    return slots._number, seats
+    return slots.number, seats
 
 
 @pytest.fixture

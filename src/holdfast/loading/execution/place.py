@@ -15,12 +15,18 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.fp8 import as_bits, as_kernels_read
-from holdfast.kernels.load.place_kernels import Pointer, RowLaunch, amax_launch, codes_launch, plain_launch
+from holdfast.kernels.load.place_kernels import (
+    UNSEEN,
+    Findings,
+    Pointer,
+    RowLaunch,
+    amax_launch,
+    codes_launch,
+    plain_launch,
+)
 from holdfast.kernels.load.place_rows import (
     E8M0,
     FLOATS,
-    UNSEEN,
-    Findings,
     find_amax,
     is_placeable,
     place_plain,
