@@ -135,10 +135,10 @@ def graph_seconds(opened: "OpenEngine", batch: int, num_replays: int) -> dict[st
 
     runner = opened.runner
     size = runner.graphs.size_for(batch, batch, True) if runner.graphs is not None else None
-    if runner.graphs is None or runner._stream is None or size is None:
+    if runner.graphs is None or runner.stream is None or size is None:
         return {}
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with torch.cuda.stream(runner._stream):
+    with torch.cuda.stream(runner.stream):
         for _ in range(3):
             runner.graphs.replay(size, True)
         start.record()

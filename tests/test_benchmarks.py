@@ -249,7 +249,7 @@ def test_every_tensor_is_found_once_by_its_shortest_path() -> None:
         ("decoder.workspace._arenas[layers].tensors[layers]", "workspace"),
         ("backend._lists[None].tensor", "attention"),
         ("buffers.page_table.table.tensor", "inputs"),
-        ("sampler._chooser.argmax_S", "sampling"),
+        ("sampler.argmax_S", "sampling"),
         ("model.layers[0].attention._rotary.cos_TP", "rope"),
         ("model._rope.rows.frequency_SP", "rope"),
         ("model.layers[0].attention.qkv.weight_NK", "weights"),

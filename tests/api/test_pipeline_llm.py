@@ -63,7 +63,7 @@ def test_stages_pad_steps_to_sizes_that_all_of_them_have_left(model, monkeypatch
     unlike_rank.take_sizes(5, 16, 64, 72)
     with LLM(model, pipeline_parallel_size=3, **options) as llm:
         runner: Any = llm.engine.core.runner  # type: ignore[union-attr]
-        assert runner.inner._row_sizes == (5, 64, 72)
+        assert runner.inner.row_sizes == (5, 64, 72)
         assert answers(llm) == alone
 
 

@@ -18,8 +18,9 @@ from holdfast.engine.core import EngineCore
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
 from holdfast.request.sequence import StepResult
-from holdfast.request.step import Step, decode_step, encode_step
+from holdfast.request.step import Step
 from loading.tiny_models import VOCAB, save_tiny
+from request.frames import decode_step, encode_step
 
 MAX_MODEL_LEN = 72
 SAMPLED = 2

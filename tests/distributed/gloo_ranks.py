@@ -70,7 +70,8 @@ def main() -> None:
             if i == 0:
                 print("sums", os.getpid(), flush=True)
     except HoldfastError as error:
-        print(json.dumps([time.monotonic(), type(error).__name__, str(error)]), flush=True)
+        doing = error.values.get("doing", "")
+        print(json.dumps([time.monotonic(), type(error).__name__, error.code, doing]), flush=True)
 
 
 if __name__ == "__main__":

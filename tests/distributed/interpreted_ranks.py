@@ -101,7 +101,7 @@ class InterpretedRanks:
     ) -> SimpleNamespace:
         """In the place of SymmetricMemory: returns when all ranks have theirs; what is no signal is NaN."""
         own = torch.full((arena_bytes(specs.values()),), 0xFF, dtype=torch.uint8)
-        symmetric._named_views(own, specs)["exchange/signals"].zero_()
+        symmetric.named_views(own, specs)["exchange/signals"].zero_()
         self._memory[mesh.rank] = own
         while len(self._memory) < len(self._meshes):
             self._let_others_run()

@@ -18,7 +18,7 @@ class Handle:
     def __init__(self, group: "LateGroup", sources: list[torch.Tensor], ends: list[Callable[[], None]]) -> None:
         self._group = group
         self._sources = [(source, source.clone()) for source in sources]
-        self._ends = ends
+        self.ends = ends
 
     def check(self) -> None:
         for source, sent in self._sources:
@@ -29,7 +29,7 @@ class Handle:
         assert self in self._group.under_way, "the call has ended"
         self._group.under_way.remove(self)
         self._group.num_waits += 1
-        for end in self._ends:
+        for end in self.ends:
             end()
 
 
@@ -64,7 +64,7 @@ class LateGroup:
         outputs = [(places[rank], "gather", rank) for rank in range(len(places)) if rank != self._rank]
         handle = self._begin([part], outputs)
         if handle is not None:
-            handle._ends.append(lambda: places[self._rank].copy_(own))  # type: ignore[arg-type]
+            handle.ends.append(lambda: places[self._rank].copy_(own))  # type: ignore[arg-type]
         return handle
 
     def _start_coalescing(self) -> None:

@@ -150,7 +150,7 @@ def test_linked_stages_equal_lock_step_within_their_plan() -> None:
         stage = open_collectives(own_mesh, own_needs, place, CPU, own_ledger, timeout_s=20)
         stage.abandon = lambda: abandoned.append(mesh.rank)  # type: ignore[method-assign]
         assert isinstance(whole, CollectiveExchange)
-        linked = LinkedExchange(mesh, NEEDS, stage, whole._open, CPU, ledgers[mesh.rank])
+        linked = LinkedExchange(mesh, NEEDS, stage, whole.peers, CPU, ledgers[mesh.rank])
         linked.warm()
         held[mesh.rank] = {entry.owner: entry.num_bytes for entry in ledgers[mesh.rank]}
         found = two_steps(mesh, linked)
@@ -246,10 +246,11 @@ def test_a_peer_that_is_killed_is_an_error_within_a_second() -> None:
         said, _ = process.communicate(timeout=60)
         if process is others[1]:
             break
-        reported, kind, words = json.loads(said.splitlines()[-1])
+        reported, kind, code, doing = json.loads(said.splitlines()[-1])
         assert reported - killed < 1.0
         assert kind == "EngineDeadError"
-        assert "called sum_rows of [1, 4]; a peer is gone or does not answer" in words
+        assert code == "rank.lost_peer"
+        assert doing.startswith("sum_rows of [1, 4]")
 
 
 def test_connections_end_where_memory_cannot_be_had(monkeypatch) -> None:

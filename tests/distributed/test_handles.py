@@ -104,7 +104,7 @@ def test_rows_to_the_next_stage_stay_until_they_have_gone(monkeypatch, kind, mes
     exchange, groups = open_late(monkeypatch, kind, mesh)
     if is_linked:
         stage, _ = open_late(monkeypatch, kind, meshes(2)[mesh.tensor_rank])
-        exchange = LinkedExchange(mesh, NEEDS, stage, exchange._open, CPU, Ledger())
+        exchange = LinkedExchange(mesh, NEEDS, stage, exchange.peers, CPU, Ledger())
     x_TH, sent = torch.empty(ROWS, HIDDEN), []
     for number in range(8 if not mesh.is_last_stage else 0):
         rows_TH = x_TH[: 1 + number % ROWS].fill_(float(number))

@@ -25,7 +25,7 @@ from holdfast.engine.sharing import hit_start
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
-from holdfast.request.step import decode_step, encode_step
+from request.frames import decode_step, encode_step
 
 SALTS = (b"", b"", b"a", b"b")
 PARAMS = SamplingParams()

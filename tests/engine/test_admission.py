@@ -150,7 +150,7 @@ def test_admission_by_arrival_refuses_a_priority():
 
 
 def test_a_sound_request():
-    prepared = admission().prepare("Hé", PARAMS, "salt")
+    prepared = admission().prepare("Hé", PARAMS, cache_salt="salt")
     assert prepared.prompt == "Hé"
     assert prepared.prompt_token_ids == list("Hé".encode())
     assert (prepared.max_tokens, prepared.cache_salt, prepared.params) == (4, b"salt", PARAMS)
@@ -158,7 +158,7 @@ def test_a_sound_request():
 
 def test_the_salt_of_the_prompt_counts_unless_the_call_has_one():
     assert admission().prepare({"prompt": "x", "cache_salt": "its"}, PARAMS).cache_salt == b"its"
-    assert admission().prepare({"prompt": "x", "cache_salt": "its"}, PARAMS, "mine").cache_salt == b"mine"
+    assert admission().prepare({"prompt": "x", "cache_salt": "its"}, PARAMS, cache_salt="mine").cache_salt == b"mine"
 
 
 @for_each("num_tokens", [1, 2, 59, 60, 61, 62, 63])
@@ -319,7 +319,9 @@ def test_chat_prompt_gets_no_more_special_tokens():
             return super().encode(text, add_special_tokens)
 
     rules = admission(tokenizer=Watching())
-    prepared = rules.prepare_chat(MESSAGES, PARAMS, "salt", {"add_generation_prompt": False, "mood": "!"})
+    prepared = rules.prepare_chat(
+        MESSAGES, PARAMS, cache_salt="salt", template_options={"add_generation_prompt": False, "mood": "!"}
+    )
     assert prepared.prompt == "user: Hi\n!"
     assert prepared.cache_salt == b"salt"
     rules.prepare("plain", PARAMS)
@@ -334,7 +336,7 @@ def test_what_may_be_wrong_with_a_chat():
             admission().prepare_chat(messages, PARAMS)
     for options in ({"messages": []}, {5: 5}, [1]):
         with raises_code("request.template_failed", TemplateError):
-            admission().prepare_chat(MESSAGES, PARAMS, None, options)
+            admission().prepare_chat(MESSAGES, PARAMS, template_options=options)
     with raises_code("request.chat_empty", PromptError):
         admission(chat_template=ChatTemplate("{{ nothing }}", "fake", {})).prepare_chat(MESSAGES, PARAMS)
     with pytest.raises(TemplateError, match="not valid Jinja"):

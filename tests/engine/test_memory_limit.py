@@ -15,11 +15,11 @@ SLACK_MIB = 16
 SCRIPT = f"""
 import json
 from holdfast import LLM, SamplingParams
-from holdfast.memory.profiler import most_resident_bytes
+from holdfast.memory.profiler import named_bytes
 llm = LLM(memory_limit="{LIMIT_MIB}MiB", max_model_len=1024, max_num_batched_tokens=512, max_num_seqs=4)
 llm.generate(["The sea is " * 40] * 2, SamplingParams(max_tokens=2, temperature=0.8, top_p=0.9, seed=1))
 rows = {{row.owner: [row.planned_bytes, row.held_bytes] for row in llm.memory.rows}}
-print(json.dumps({{"rows": rows, "planned": llm.memory.planned_bytes, "peak": most_resident_bytes()}}))
+print(json.dumps({{"rows": rows, "planned": llm.memory.planned_bytes, "peak": named_bytes('VmHWM')}}))
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine.fake_core import CHANGE, TABLE
 from error_codes import raises_code
 from holdfast.config import EngineConfig, Limits
-from holdfast.engine.memory_map import CoreMap, GroupPages, SequencePages
+from holdfast.engine.memory_map import CoreMap, GroupPages, SequencePages, phase_of
 from holdfast.engine.messages import (
     Abort,
     CoreFacts,
@@ -79,8 +79,8 @@ CORE_MAP = CoreMap(
     num_free=5,
     groups=(GroupPages("whole context", 16, 7, 3), GroupPages("state", 0, 2, 0)),
     sequences=(
-        SequencePages(2**40, True, 9, 4, 12, 8, 1, -(2**31) + 1, (3, 2), 0.25),
-        SequencePages(3, False, 9, 0, 0, 0, 0, 7, (0, 0), 1.5),
+        SequencePages("decode", 9, 4, 12, 8, 1, -(2**31) + 1, (3, 2), 0.25, 2**40),
+        SequencePages("waiting", 9, 0, 0, 0, 0, 7, (0, 0), 1.5, 3),
     ),
     num_waiting=90,
     num_steps=2**40,
@@ -118,7 +118,7 @@ MESSAGES = [
     Heartbeat(1.5),
     MapRequest(),
     CORE_MAP,
-    CoreMap(4, 4, (GroupPages("é", 16, 0, 0),), (), 0, 0),
+    CoreMap(4, 4, (GroupPages("é", 16, 0, 0),), 0, 0, ()),
 ]
 
 
@@ -132,10 +132,10 @@ def test_contradicting_messages_are_refused():
     limits = replace(FACTS.limits, max_model_len=-1)
     for message in (
         *(
-            replace(CORE_MAP, sequences=(waiting._replace(**wrong),))
-            for wrong in ({"num_output_tokens": -1}, {"is_running": 2})
+            replace(CORE_MAP, sequences=(replace(waiting, **wrong),))
+            for wrong in ({"num_output_tokens": -1}, {"phase": "idle"})
         ),
-        *(replace(CORE_MAP, sequences=(waiting._replace(pages=pages),)) for pages in ((1, -1), (1,), (1, 2, 3))),
+        *(replace(CORE_MAP, sequences=(replace(waiting, pages=pages),)) for pages in ((1, -1), (1,), (1, 2, 3))),
         replace(CORE_MAP, num_free=-1),
         Submit(()),
         Submit((REQUEST._replace(token_ids=()),)),
@@ -155,9 +155,7 @@ def test_contradicting_messages_are_refused():
 
 
 def test_phases_of_a_sequence():
-    running, waiting = CORE_MAP.sequences
-    assert (running.phase, waiting.phase) == ("decode", "waiting")
-    assert running._replace(num_computed_tokens=8).phase == "prefill"
+    assert [phase_of(True, 9, 9), phase_of(True, 8, 9), phase_of(False, 9, 9)] == ["decode", "prefill", "waiting"]
 
 
 def test_error_keeps_its_class_table_and_changes():

@@ -17,9 +17,10 @@ from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.scheduler import Scheduler
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import StepResult
-from holdfast.request.step import Step, decode_step, encode_step
+from holdfast.request.step import Step
 from holdfast.runner.runner import Runner
 from models.staged_runners import StagedRanks, cuts_of, find_model
+from request.frames import decode_step, encode_step
 from runner.rank_runs import Built
 from runner.tiny_runners import held_storages
 

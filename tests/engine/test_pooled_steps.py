@@ -88,7 +88,7 @@ def run_core(runner: Runner, run_ahead: int, prompts: list[list[int]], company: 
 def reference(runner: Runner, prompt: list[int]) -> np.ndarray:
     """The final hidden state of the last row: all at once, on the unfused path, without a graph."""
     made: Any = runner
-    sequence = made._dummy(len(prompt), 0)
+    sequence = made.dummy_sequence(len(prompt), 0)
     sequence.token_ids[:] = prompt
     step = LiveStep((ScheduledSequence.of(sequence, 0, len(prompt)),))
     return runner.hidden_rows(step)[-1].float().cpu().numpy()
@@ -104,7 +104,7 @@ def test_pooled_prompts_in_chunks_match_whole_ones(cpu_runner):
     prompts = prompts_of(cpu_runner, (1, 7, 18, 20))
     prompts += [prompts[3], [*prompts[3], 9, 10], prompts[1]]
     vectors = run_core(cpu_runner, 0, prompts, prompts_of(cpu_runner, (5, 9)))
-    cpu_runner._advance()
+    cpu_runner.advance()
     for prompt, pooled in zip(prompts, vectors, strict=True):
         expected = reference(cpu_runner, prompt)
         assert np.abs(np.frombuffer(pooled, "<f4") - expected).max() < 1e-4
@@ -122,7 +122,7 @@ def test_pooled_prompts_on_a_gpu_match_the_unfused_path(gpu_runner):
     taken = torch.cuda.memory_allocated()
     vectors = run_core(gpu_runner, 1, prompts, company)
     assert torch.cuda.memory_allocated() == taken
-    gpu_runner._advance()
+    gpu_runner.advance()
     for prompt, pooled in zip(prompts, vectors, strict=True):
         found = cosine_to(reference(gpu_runner, prompt), pooled)
         assert found > least, f"{len(prompt)} tokens: cosine {found}"

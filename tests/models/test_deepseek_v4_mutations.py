@@ -113,7 +113,9 @@ def halves_swapped(model: LoadedModel, _: pytest.MonkeyPatch) -> LoadedModel:
 def transposed_shares(combine: Any) -> Any:
     """What goes from stream j to stream k goes from k to j."""
 
-    def transposed(x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, *others: Any) -> Any:
+    def transposed(x: torch.Tensor, y: torch.Tensor | None, shares: torch.Tensor | None, *others: Any) -> Any:
+        if shares is None:
+            return combine(x, y, shares, *others)
         size = x.shape[1]
         comb = shares[:, 2 * size :].unflatten(1, (size, size)).transpose(1, 2).flatten(1)
         return combine(x, y, torch.cat((shares[:, : 2 * size], comb), dim=1), *others)
@@ -188,7 +190,7 @@ MUTATIONS: dict[str, Mutation] = {
         TorchCompressedAttention, "compress_index", index_at_the_last_token
     ),
     "outputs not rotated back": patched(torch_compressed, "rotate_back", lambda _: lambda *_: None),
-    "a mix of streams transposed": patched(stream_layers, "combine_add_up", transposed_shares),
+    "a mix of streams transposed": patched(stream_layers, "combine_streams", transposed_shares),
     "a window of one token less": compressed(lambda model: {"window": compressed_of(model).window - 1}),
     "a window of one token more": compressed(lambda model: {"window": compressed_of(model).window + 1}),
     "overlapped halves swapped": halves_swapped,

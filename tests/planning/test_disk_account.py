@@ -14,8 +14,7 @@ from holdfast.memory.devices import GIB
 from holdfast.memory.on_disk import DiskAccount, OnDisk, StoredType
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.planning.disk_account import disk_account
-from holdfast.planning.plan import PlanRequest, plan_runner
+from holdfast.planning.plan import PlanRequest, disk_account, plan_runner
 from holdfast.planning.resolve import resolve
 from holdfast.planning.target import Target
 

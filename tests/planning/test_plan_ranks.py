@@ -22,10 +22,10 @@ from holdfast.planning.ranks import (
     plan_summary,
     rank_meshes,
     refuse_difference,
+    refuse_unlike_plans,
     report_rank,
     worst_request,
 )
-from holdfast.planning.ranks import _refuse_unlike_plans as refuse_unlike_plans
 from holdfast.planning.resolve import Agreed, PlanRequest, resolve
 from planning.plan_cases import GIB, H200, HOST, RTX4090, declared
 

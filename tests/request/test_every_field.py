@@ -21,8 +21,9 @@ from holdfast.engine.messages import (
 )
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import TokenLogprobs
-from holdfast.request.step import Admitted, Step, StepItem, decode_step, encode_step
+from holdfast.request.step import Admitted, Step, StepItem
 from holdfast.request.structured import StructuredOutputs
+from request.frames import decode_step, encode_step
 
 PARAMS = SamplingParams()
 FLIPPED_PARAMS: dict[str, object] = {

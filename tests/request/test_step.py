@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from error_codes import raises_code
 from holdfast.errors import MessageError
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.step import MAX_TOKEN_ID, NO_STEP, STEP_KIND, Admitted, Step, StepItem, decode_step, encode_step
+from holdfast.request.step import MAX_TOKEN_ID, NO_STEP, Admitted, Step, StepItem
 from holdfast.request.wire import HEADER_BYTES
-from request.frames import sealed
+from request.frames import STEP_KIND, decode_step, encode_step, sealed
 
 TOKENS = st.integers(0, MAX_TOKEN_ID)
 ID_LISTS = st.lists(TOKENS, min_size=1, max_size=6).map(tuple)

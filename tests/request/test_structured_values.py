@@ -8,8 +8,9 @@ from error_codes import raises_code
 from for_each import for_each
 from holdfast.errors import KeywordError, RequestError
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.step import Admitted, Step, decode_step, encode_step
+from holdfast.request.step import Admitted, Step
 from holdfast.request.structured import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, StructuredOutputs
+from request.frames import decode_step, encode_step
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["é", None, 1.5, True]}}}
 

@@ -31,7 +31,8 @@ while engine.has_unfinished():
     tokens += sum(len(delta.token_ids) for delta in engine.step())
 assert tokens == 3, tokens
 assert "msgspec" not in sys.modules
-from holdfast.request.step import Step, encode_step
+from holdfast.request.step import Step
+from request.frames import encode_step
 try:
     encode_step(Step(1))
 except ImportError as error:

@@ -24,7 +24,7 @@ from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.runner import step_inputs
 from holdfast.runner.pooled_rows import PooledRows
 from holdfast.runner.sampling import device_sampler, logit_edits
-from runner.drive import Rig
+from runner.drive import Rig, recording_sampler
 
 POISON = 0xA5
 GPU: Any = SimpleNamespace(type="cuda")
@@ -238,8 +238,9 @@ class DeferredDevice:
         runner: Any = rig.runner
         hidden_size = rig.model.spec.hidden_size
         with self.pinning():
-            rig.sampler.take_device_sampler(rig.limits.sampled_rows)
-            runner._pooled_rows = PooledRows(hidden_size, "float32", GPU, Ledger())
+            rig.sampler = recording_sampler(runner.vocab_size, rig.limits.sampled_rows, like_gpu=True)
+            runner.sampler = rig.sampler
+            runner.pooled_rows = PooledRows(hidden_size, "float32", GPU, Ledger())
         num_rows = max(rig.limits.max_num_batched_tokens, rig.limits.sampled_rows, PROMPT_ROWS)
         logits_RV = torch.full((num_rows, runner.vocab_size), torch.nan)
         hidden_RH = torch.full((num_rows, hidden_size), torch.nan)

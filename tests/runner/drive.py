@@ -43,7 +43,7 @@ from holdfast.runner.pooled_rows import PooledRows
 from holdfast.runner.runner import Runner, RunnerParts
 from holdfast.runner.sampling.batch import Choice, Choosing
 from holdfast.runner.sampling.device_sampler import DeviceSampler
-from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.sampler import HostSampler, Sampler
 from holdfast.runner.step_inputs import BatchBuffers
 
 CPU = torch.device("cpu")
@@ -77,18 +77,11 @@ def load_model(folder: Path, dtype: str = "float32", load_format: str = "auto") 
 def _silent(done: int, total: int) -> None: ...
 
 
-class RecordingSampler(Sampler):
-    """Chooses as the sampler does, and hands every row of logits on before."""
+class RecordedLogits(Sampler):
+    """Keeps every row of logits before the sampler that it is mixed into takes it."""
 
-    def __init__(self, vocab_size: int, device: torch.device, max_rows: int, ledger: Ledger) -> None:
-        super().__init__(vocab_size, device, max_rows, ledger)
-        self.sampled: list[torch.Tensor] = []
-        self.prompt: list[torch.Tensor] = []
-
-    def take_device_sampler(self, max_rows: int) -> None:
-        """Choose as a GPU does, by the references of its kernels."""
-        self._chooser = DeviceSampler(self._vocab_size, CPU, max_rows, Ledger())
-        self.argmax_S, self.keeps_tokens = self._chooser.argmax_S, True
+    sampled: list[torch.Tensor]
+    prompt: list[torch.Tensor]
 
     def launch(
         self,
@@ -105,7 +98,26 @@ class RecordingSampler(Sampler):
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
     ) -> list[TokenLogprobs]:
         self.prompt += logits_TV.clone()
-        return super().prompt_logprobs(logits_TV, target_ids, num_top)
+        return super().prompt_logprobs(logits_TV, target_ids, num_top)  # type: ignore[misc]
+
+
+class RecordingHostSampler(RecordedLogits, HostSampler):
+    """The sampler of a CPU."""
+
+
+class RecordingDeviceSampler(RecordedLogits, DeviceSampler):
+    """Chooses as a GPU does, by the references of its kernels."""
+
+
+def recording_sampler(
+    vocab_size: int, max_rows: int, *, like_gpu: bool
+) -> RecordingHostSampler | RecordingDeviceSampler:
+    """Make the sampler of a CPU, or that of a GPU on a CPU."""
+    sampler = RecordingHostSampler(vocab_size, max_rows)
+    if like_gpu:
+        sampler = RecordingDeviceSampler(vocab_size, CPU, max_rows, Ledger())
+    sampler.sampled, sampler.prompt = [], []
+    return sampler
 
 
 class Rig:
@@ -144,9 +156,7 @@ class Rig:
                 self.storage.plane(place, plane.name).view(torch.uint8).fill_(0xFF)  # NaN in every type
         self.workspace = Workspace(workspace_plan(spec, limits, dtype, scratch), CPU, Ledger())
         rope = make_step_rope(spec, limits.max_model_len, limits.max_num_batched_tokens, getattr(torch, dtype), CPU)
-        self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.sampled_rows, Ledger())
-        if keeps_tokens:
-            self.sampler.take_device_sampler(limits.sampled_rows)
+        self.sampler = recording_sampler(spec.vocab_size, limits.sampled_rows, like_gpu=keeps_tokens)
         self.states = None if spec.compressed is None else self._make_states(spec, limits)
         sinks = copy_sinks(model.weights, specs) if spec.has_sinks and spec.compressed is None else None
         inputs = BackendInputs(bounds, sinks=sinks, states=self.states)

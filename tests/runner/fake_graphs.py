@@ -80,8 +80,8 @@ def pretend_to_have_a_stream(rig: Rig) -> FakeStream:
     """The rig's runner captures as on a GPU, and what its graphs would contain is recorded."""
     stream = FakeStream()
     runner: Any = rig.runner
-    runner._stream = stream
-    runner._on_stream = lambda: torch.inference_mode()
+    runner.stream = stream
+    runner.on_stream = lambda: torch.inference_mode()
     model = runner.model
     runner.model = SimpleNamespace(step_logits=captured(model.step_logits), hidden=model.hidden, logits=model.logits)
     rig.sampler.find_argmax = captured(rig.sampler.find_argmax)  # type: ignore[method-assign]

@@ -30,7 +30,6 @@ from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.runner import assembly
 from holdfast.runner import build as building
 from holdfast.runner.runner import Runner
-from holdfast.runner.sampling import sampler as sampling
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.step_inputs import BatchBuffers
 from runner.gpu_traffic import SMALL, write_model
@@ -120,7 +119,7 @@ def _record_kernels(monkeypatch: pytest.MonkeyPatch) -> set[Form]:
 def _device_sampler(vocab_size: int, max_rows: int) -> DeviceSampler:
     """That of a GPU; what its kernels would have left about log-probabilities is a number whose logarithm exists."""
     sampler = DeviceSampler(vocab_size, CPU, max_rows, Ledger())
-    sampler._columns_SC.fill_(1.0)
+    sampler.columns_SC.fill_(1.0)
     return sampler
 
 
@@ -156,7 +155,7 @@ def recorded_runner(
                     limits, device, ledger, is_shared=False, shapes=shapes, has_states=has_states
                 ),
             )
-            monkeypatch.setattr(sampling, "HostSampler", _device_sampler)
+            monkeypatch.setattr(assembly, "HostSampler", _device_sampler)
             monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
             monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
             monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -165,15 +164,13 @@ def recorded_runner(
                     declaration, specs, storage, replace(inputs, num_sms=NUM_SMS)
                 )
             )
-            own = runner.sampler if mesh.is_alone else runner.sampler._sampler
-            own._has_kernels = True
-            runner._stream = SimpleNamespace(synchronize=lambda: None)
-            runner._on_stream = runner._on_runner_stream = nullcontext
-            monkeypatch.setattr(build, "_device", SimpleNamespace(type="cuda"))
+            runner.stream = SimpleNamespace(synchronize=lambda: None)
+            runner.on_stream = runner.on_runner_stream = nullcontext
+            monkeypatch.setattr(build, "device", SimpleNamespace(type="cuda"))
             if config.batch_invariant:
                 limits = plan.resolved.limits
                 most_logits = max(limits.sampled_rows, PROMPT_ROWS)
-                runner._row_sizes = build.row_sizes = row_sizes(limits.max_num_batched_tokens, most_logits)
+                runner.row_sizes = build.row_sizes = row_sizes(limits.max_num_batched_tokens, most_logits)
             build.capture(runner, config.enforce_eager)
             yield runner, forms
     finally:

@@ -197,7 +197,7 @@ def build_rank(path: Path | str, options: Mapping[str, Any], mesh: Mesh, exchang
     for layer, own in enumerate(cache.layers):
         for plane in own.planes:
             build.storage.plane(layer, plane.name).view(torch.uint8).zero_()
-    return Built(mesh, build, runner, build._weights, exchange)
+    return Built(mesh, build, runner, build.weights, exchange)
 
 
 class Ranks:

@@ -11,7 +11,8 @@ from holdfast.memory.ledger import Ledger
 from holdfast.planning import terms
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
-from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.device_sampler import DeviceSampler
+from holdfast.runner.sampling.sampler import HostSampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EOS = frozenset({1})
@@ -87,8 +88,9 @@ def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.
     return (torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE)
 
 
-def make_sampler(vocab_size: int, max_rows: int = 64, device: torch.device = DEVICE) -> Sampler:
-    sampler = Sampler(vocab_size, device, max_rows, Ledger())
+def make_sampler(vocab_size: int, max_rows: int = 64, device: torch.device = DEVICE) -> HostSampler | DeviceSampler:
+    on_cpu = device.type == "cpu"
+    sampler = HostSampler(vocab_size, max_rows) if on_cpu else DeviceSampler(vocab_size, device, max_rows, Ledger())
     sampler.follow(FakeForms(vocab_size))
     return sampler
 
@@ -100,7 +102,7 @@ def divide_rows(patch: pytest.MonkeyPatch, vocab_size: int, rows_at_once: int) -
     patch.setattr(terms, "MAX_LOGIT_ROWS", min(rows_at_once, terms.MAX_LOGIT_ROWS))
 
 
-def make_divided_sampler(vocab_size: int, max_rows: int, rows_at_once: int) -> Sampler:
+def make_divided_sampler(vocab_size: int, max_rows: int, rows_at_once: int) -> HostSampler | DeviceSampler:
     with pytest.MonkeyPatch.context() as patch:
         divide_rows(patch, vocab_size, rows_at_once)
         return make_sampler(vocab_size, max_rows)

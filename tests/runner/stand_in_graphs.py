@@ -61,7 +61,7 @@ def capture_all(
 ) -> None:
     """Warm and capture as on a GPU, together with all other ranks."""
     assert isinstance(runner, Runner)
-    run_captured, plan = runner._run_captured, runner.backend.plan
+    run_captured, plan = runner.run_captured, runner.backend.plan
     newest: list[Any] = []
 
     def plan_and_keep(batch: Any, captured: bool = False) -> Any:
@@ -86,10 +86,10 @@ def capture_all(
 
     patched: Any = runner
     patched.backend.plan = plan_and_keep
-    patched._run_captured = run_or_capture
-    patched._on_stream = nullcontext
-    patched._stream = FakeStream()
+    patched.run_captured = run_or_capture
+    patched.on_stream = nullcontext
+    patched.stream = FakeStream()
     try:
         runner.warm(rows, graphs, lambda done, total: None)
     finally:
-        patched._stream = None
+        patched.stream = None

@@ -15,9 +15,10 @@ from holdfast.planning.terms import batch_terms
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
-from holdfast.request.step import Admitted, Step, StepItem, decode_step, encode_step
+from holdfast.request.step import Admitted, Step, StepItem
 from holdfast.runner.slots import Slots
 from holdfast.runner.step_inputs import BatchBuffers
+from request.frames import decode_step, encode_step
 
 CPU = torch.device("cpu")
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=40, max_model_len=160, page_tokens=2)

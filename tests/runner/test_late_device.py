@@ -158,8 +158,8 @@ def test_late_streams_hand_hidden_rows_over_in_order(monkeypatch, model, is_firs
         rig = make_rig(mine, like_gpu=True)
         device.take_runner(rig)
         runner: Any = rig.runner
-        runner._stream = LateStream(device)
-        sequence = runner._dummy(5, 0)
+        runner.stream = LateStream(device)
+        sequence = runner.dummy_sequence(5, 0)
         step = LiveStep((ScheduledSequence.of(sequence, 0, 5),))
         outside = device.current
 
@@ -168,12 +168,12 @@ def test_late_streams_hand_hidden_rows_over_in_order(monkeypatch, model, is_firs
             for factor in (2.0, -0.5):
                 device.put(lambda factor=factor: weight_VH.mul_(factor))
                 # Powers of two: whichever stream is first, products are the same to the bit.
-                runner._stream.put(lambda: weight_VH.mul_(4.0))
+                runner.stream.put(lambda: weight_VH.mul_(4.0))
                 hidden_TH = runner.hidden_rows(step)
                 device.put(lambda hidden_TH=hidden_TH: seen.append(hidden_TH.clone()))
                 logits_RV = runner.row_logits(hidden_TH[-1:])
                 device.put(lambda logits_RV=logits_RV: seen.append(logits_RV.clone()))
-            for stream in (runner._stream, outside) if is_first else (outside, runner._stream):
+            for stream in (runner.stream, outside) if is_first else (outside, runner.stream):
                 stream.synchronize()
             return seen
 
@@ -194,10 +194,10 @@ def test_late_stage_begins_a_step_when_all_but_the_last_ended(monkeypatch, model
         rig = make_rig(model, like_gpu=True)
         device.begin()
         runner: Any = rig.runner
-        runner._stream = device.current
-        runner._num_stages = 2
+        runner.stream = device.current
+        runner.num_stages = 2
         ended = []
-        patch.setattr(runner, "_begin", lambda flight: (ended.append(len(done)), device.put(lambda: done.append(0))))
+        patch.setattr(runner, "begin", lambda flight: (ended.append(len(done)), device.put(lambda: done.append(0))))
         for number in range(6):
             runner.launch(Step(number + 1))
     assert ended == [0, 0, 1, 2, 3, 4]
@@ -210,7 +210,7 @@ def test_late_device_ends_its_work_before_a_runner_closes(monkeypatch, model):
         rig = make_rig(model, like_gpu=True)
         device.take_runner(rig)
         runner: Any = rig.runner
-        runner._stream = device.current
+        runner.stream = device.current
         device.begin()
         runner.launch(prompt_step(1, 0, 5))
         assert device.current.num_done < device.current.num_put
@@ -339,7 +339,7 @@ def test_late_plans_of_several_steps_send_their_own_lists(monkeypatch, tmp_path,
         runner: Any = Rig(loaded, backend, LIMITS, NUM_PAGES, keeps_tokens=True).runner
         device.begin()
         for start, num_rows in ((0, 20), (24, 3), (40, 2), (9, 7)):
-            runner.backend.plan(runner._fill(runner._eager_step(start, num_rows), [num_rows - 1]))
+            runner.backend.plan(runner.fill_batch(runner.eager_step(start, num_rows), [num_rows - 1]))
         assert device.most_queued > 2
         device.run_until()
 

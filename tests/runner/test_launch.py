@@ -16,12 +16,13 @@ from holdfast.config import Limits
 from holdfast.errors import EngineDeadError, MessageError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, StepResult
-from holdfast.request.step import Admitted, Step, StepItem, decode_step, encode_step
+from holdfast.request.step import Admitted, Step, StepItem
 from holdfast.runner import runner as runner_module
 from holdfast.runner import slots as slots_module
 from holdfast.runner.sampling.device_sampler import DeviceChoosing
 from kernels.exactness import require_native
 from loading.tiny_models import VOCAB, save_tiny
+from request.frames import decode_step, encode_step
 from runner.drive import LoadedModel, Rig, load_model
 from runner.fake_graphs import pretend_to_have_a_stream
 from runner.stepping import Person, Ran, Stepper, Wish, drive, make_wishes, replay, with_guesses

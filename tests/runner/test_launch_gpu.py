@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.step import Step, decode_step, encode_step
+from holdfast.request.step import Step
 from holdfast.runner.build import BuiltRunner
+from request.frames import decode_step, encode_step
 from runner.gpu_traffic import build_dummy, num_compiled
 from runner.stepping import Ran, Stepper, Wish, drive, make_wishes, replay, with_guesses
 from runner.tiny_runners import held_storages
@@ -52,7 +53,7 @@ def poison(built: BuiltRunner, stepper: Stepper) -> None:
     """NaN wherever nothing may be read once what is in flight has run: free pages and the workspace, without a wait."""
     runner: Any = built.runner
     spec, num_pages = built.storage.spec, built.storage.num_pages
-    with torch.cuda.stream(runner._stream):
+    with torch.cuda.stream(runner.stream):
         for layer in range(len(spec.layers)):
             num_chunks = spec.groups[spec.group_of(layer)].chunks_per_page
             chunks = [j * num_pages + page for page in stepper.free_pages for j in range(num_chunks)]

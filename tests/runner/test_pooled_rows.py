@@ -51,7 +51,7 @@ def pooled_step(number: int, prompts: list[list[int]], pooled: set[int], first_p
 
 def reference(runner: Runner, prompt: list[int]) -> np.ndarray:
     """The final hidden state of the last row, by the unfused path without a graph."""
-    sequence = runner._dummy(len(prompt), 0)
+    sequence = runner.dummy_sequence(len(prompt), 0)
     sequence.token_ids[:] = prompt
     step = LiveStep((ScheduledSequence.of(sequence, 0, len(prompt)),))
     return runner.hidden_rows(step)[-1].float().cpu().numpy()
@@ -69,7 +69,7 @@ def test_runner_returns_the_hidden_state_of_pooled_rows(build):
     assert [bool(own.pooled) for own in result.results] == [True, False, True]
     plain = run(runner, pooled_step(2, prompts, set()))
     assert [own.token_ids for own in plain.results] == [own.token_ids for own in result.results]
-    runner._advance()
+    runner.advance()
     for place in (0, 2):
         got = np.frombuffer(result.results[place].pooled, "<f4")
         assert np.abs(got - reference(runner, prompts[place])).max() < 1e-5
@@ -83,7 +83,7 @@ def test_runner_pools_beside_prompt_logprobs(build):
     first = Admitted(0, 100, tuple(prompts[0]), 3, asking, 0)
     result = run(runner, Step(1, (), (first, step.admitted[1]), step.items))
     assert len(result.results[0].prompt_logprobs) == 2
-    runner._advance()
+    runner.advance()
     got = np.frombuffer(result.results[1].pooled, "<f4")
     assert np.abs(got - reference(runner, prompts[1])).max() < 1e-5
 
@@ -92,7 +92,7 @@ def test_runner_pools_beside_prompt_logprobs(build):
 def test_pooled_rows_in_full_rounds_are_all_read(count):
     hidden_RH = torch.randn(count, 16)
     rows = PooledRows(16, "float32", torch.device("cpu"), Ledger())
-    rows._buffers = deque([torch.zeros(4, 16)])  # as a GPU has it: several rows
+    rows.buffers = deque([torch.zeros(4, 16)])  # as a GPU has it: several rows
     assert np.array_equal(vectors(rows.send(hidden_RH, range(count)).read()), hidden_RH.numpy())
 
 

@@ -66,7 +66,7 @@ def eager_logits(built: BuiltRunner, checks: bool) -> list[torch.Tensor]:
     """For every step with any; a rank's share."""
     found, runner = [], built.runner
     for step, rows in steps_of(runner):
-        batch = runner._fill(step, rows)
+        batch = runner.fill_batch(step, rows)
         plan = runner.backend.plan(batch)
         if checks:
             assert_allocates_nothing(lambda: runner.model.hidden(batch, plan))  # noqa: B023 called at once
@@ -151,7 +151,7 @@ def test_graphs_of_a_stage_are_its_kernels_to_the_bit(tmp_path, name, num_stages
     built = build_alone(path, ranks[stage * tensor_size], device, options | {"max_num_batched_tokens": 128})
     try:
         runner: Any = built.runner
-        exchange, graphs = runner.sampler._exchange, runner.graphs or StepGraphs((4,), (64, 128), 4)
+        exchange, graphs = runner.sampler.exchange, runner.graphs or StepGraphs((4,), (64, 128), 4)
         assert (runner.graphs is not None) == (device == "cuda")
 
         def found(step: LiveStep, logits_RV: torch.Tensor, num_logits: int) -> list[torch.Tensor]:
@@ -166,11 +166,11 @@ def test_graphs_of_a_stage_are_its_kernels_to_the_bit(tmp_path, name, num_stages
             num_logits = graphs.logit_rows(size, is_decode)
             batch = runner.buffers.fill(step, rows, size, num_logits, is_listed=not is_decode)
             plan = runner.backend.plan(batch, captured=True)
-            eager = found(step, runner._run_captured(batch, plan), len(rows))
+            eager = found(step, runner.run_captured(batch, plan), len(rows))
             assert eager[0].isfinite().all()
             assert eager[0].abs().sum() > 0 or stage == num_stages - 1, "nothing was sent on"
             for _ in range(3):
-                logits_RV = runner._run_captured(batch, plan) if device == "cpu" else graphs.replay(size, is_decode)
+                logits_RV = runner.run_captured(batch, plan) if device == "cpu" else graphs.replay(size, is_decode)
                 for ours, theirs in zip(found(step, logits_RV, len(rows)), eager, strict=True):
                     assert torch.equal(ours, theirs)
                     assert ours.isfinite().all()

@@ -135,9 +135,9 @@ def held_and_planned(
     ledger, load_plan, plan = Ledger(), *planned_load(config, name, mesh, is_thinned)
     weights = Arena("weights", load_plan.specs, META, ledger, "without memory")
     build = RunnerBuild(config, opened(name, frozenset()), plan, ledger, META)
-    build._weights = execute._assemble(load_plan, weights.tensors)
+    build.weights = execute._assemble(load_plan, weights.tensors)
     if plan.exchange_needs is not None:
-        build._exchange = NoExchange(mesh)  # type: ignore[assignment]
+        build.exchange = NoExchange(mesh)  # type: ignore[assignment]
         for owner, num_bytes in _exchange_bytes(plan.exchange_needs, mesh, plan.exchange_kind).items():
             ledger.record(owner, num_bytes, "as an exchange takes them")
     build.assemble()

@@ -12,7 +12,7 @@ from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, LiveStep, ScheduledSequence, Sequence
 from holdfast.runner.graphs import StepGraphs
-from holdfast.runner.runner import _WantedRows
+from holdfast.runner.runner import WantedRows
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import VOCAB, save_tiny
 from runner.drive import LoadedModel, Rig, load_model
@@ -248,7 +248,7 @@ def test_one_row_of_a_prompt_is_no_decode_step_where_batches_change_nothing(mode
 
     def graph_of(*items: tuple[Sequence, int, int]) -> tuple[int, bool] | None:
         step = LiveStep(tuple(ScheduledSequence.of(*item) for item in items))
-        return runner._graph_for(step, _WantedRows.of(step))
+        return runner.graph_for(step, WantedRows.of(step))
 
     decoding, prompt = (make_sequence(1, 9, 0, num_prompt=8), 8, 1), (make_sequence(2, 5, 20), 4, 1)
     assert graph_of(decoding) == (16, True)

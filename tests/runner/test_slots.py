@@ -13,8 +13,9 @@ from holdfast.config import Limits
 from holdfast.errors import MessageError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, LiveStep, SequenceResult, StepResult
-from holdfast.request.step import Admitted, Step, StepItem, decode_step, encode_step
+from holdfast.request.step import Admitted, Step, StepItem
 from holdfast.runner.slots import Slots
+from request.frames import decode_step, encode_step
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=20, max_model_len=40, page_tokens=4, max_sampled_rows=6)
 GROUPS = (CacheGroup("whole", 4), CacheGroup("window", 4, window=8))
@@ -45,9 +46,9 @@ def state(slots: Slots) -> object:
             id(seat.sequence),
             (seat.num_tokens, seat.next_start, seat.num_computed, seat.is_open, seat.room),
         )
-        for slot, seat in slots._seats.items()
+        for slot, seat in slots.seats.items()
     }
-    return slots._number, seats
+    return slots.number, seats
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner import assembly
 from holdfast.runner import build as building
 from holdfast.runner.graphs import StepGraphs
-from holdfast.runner.runner import Runner, _WantedRows
+from holdfast.runner.runner import Runner, WantedRows
 from holdfast.runner.step_inputs import BatchBuffers
 from runner.deferred_device import DeferredDevice
 from runner.mirror_exchange import MirrorExchange
@@ -40,12 +40,12 @@ class DeferredGraphs(StepGraphs):
         self._runner, self._device = runner, device
         self._held: dict[tuple[int, bool], tuple[Any, Any]] = {}
         for is_decode, size in ((True, 4), (False, 16)):
-            batch = runner._capture_batch(size, is_decode, self)
+            batch = runner.capture_batch(size, is_decode, self)
             self._held[size, is_decode] = batch, runner.backend.plan(batch, captured=True)
         device.begin()
 
     def replay(self, size: int, is_decode: bool) -> torch.Tensor:
-        self._device.put(lambda: self._runner._run_captured(*self._held[size, is_decode]))
+        self._device.put(lambda: self._runner.run_captured(*self._held[size, is_decode]))
         return torch.empty(0, 0)
 
 
@@ -122,7 +122,7 @@ def test_a_device_that_lags_sends_what_one_does_that_keeps_up(tmp_path: Path) ->
         device = DeferredDevice(is_deferred)
         with first_stage(tmp_path, device) as (runner, sent):
             for step in steps(runner):
-                runner._compute_stage(step, _WantedRows.of(step))
+                runner.compute_stage(step, WantedRows.of(step))
             device.run_until()
             found[is_deferred] = list(sent)
             assert not is_deferred or device.most_queued > 4, "nothing lagged"

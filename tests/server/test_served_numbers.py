@@ -237,14 +237,14 @@ def test_metrics_tell_each_number_under_its_own_name(logged, monkeypatch):
 
 def pages(number: int, phase: str, num_preemptions: int) -> RequestPages:
     counts = range(number * 100, number * 100 + 4)
-    return RequestPages(f"r{number}", number, phase, *counts, num_preemptions, 7 + number, (number,), 1.5, 2.25)  # type: ignore[arg-type]
+    return RequestPages(phase, *counts, num_preemptions, 7 + number, (number,), 1.5, f"r{number}", number, 2.25)  # type: ignore[arg-type]
 
 
 def test_memory_map_tells_of_every_request_and_group(logged, monkeypatch):
     """The second as the first; those that wait in the core and were not listed count as left out."""
     requests = (pages(1, "decode", 0), pages(2, "waiting", 3), pages(3, "waiting", 0))
     groups = (GroupPages("whole", 16, 5, 6), GroupPages("window", 8, 7, 9))
-    seen = MemoryMap(0.0, 100, 73, groups, requests, 6, 42)
+    seen = MemoryMap(100, 73, groups, 6, 42, requests, 0.0)
     facts: Any = map_facts(logged.service, seen)
     reported = ("name", "page_tokens", "in_use", "cached")
     assert [tuple(group[name] for name in reported) for group in facts["kv"]["groups"]] == [

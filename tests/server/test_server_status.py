@@ -273,7 +273,7 @@ def test_full_queue_is_refused_before_tokenizing():
         given += [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS))) for _ in range(2)]
         await until(lambda: _full(service))
         prepared = []
-        engine.front.admission.prepare = lambda *values: prepared.append(values)
+        engine.prepare = lambda *values: prepared.append(values)
         with pytest.raises(QueueFullError) as caught:
             await anext(service.llm.stream("abc", PARAMS))
         assert not prepared

@@ -9,7 +9,6 @@ from tokenizers.models import BPE
 from for_each import for_each
 from holdfast.text.answer_deltas import ContentDelta, ToolCallDelta, joined
 from holdfast.text.answer_parser import AnswerFormat, MarkerFilter
-from holdfast.text.detokenizer import IncrementalDetokenizer
 from holdfast.text.reasoning import CLOSING, DEEPSEEK_R1, HARMONY, OPENING, QWEN3
 from holdfast.text.tokenizer import Tokenizer
 from holdfast.text.tool_formats import FORMATS, HERMES, KIMI_K2, LLAMA3_JSON
@@ -86,9 +85,9 @@ def test_answer_form_special_markers_are_found_and_shown():
         for token in (KIMI_BEGIN, "<|im_end|>", OPENING)
         if (token_id := tokenizer.vocabulary_id(token)) is not None
     ]
-    shown = IncrementalDetokenizer(tokenizer, (), True, frozenset(special.values()))
-    assert shown.append(ids).split() == [KIMI_BEGIN, OPENING]
-    assert IncrementalDetokenizer(tokenizer, (), True).append(ids).split() == [OPENING]
+    shown = tokenizer.text_stream(True, frozenset(special.values()))
+    assert shown.push(ids).split() == [KIMI_BEGIN, OPENING]
+    assert tokenizer.text_stream(True).push(ids).split() == [OPENING]
     assert AnswerFormat(QWEN3, HERMES, TOOLS).special_tokens(tokenizer) == {}
     assert AnswerFormat(QWEN3, HERMES, TOOLS).special_tokens(None) == {}
 

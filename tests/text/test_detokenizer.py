@@ -1,4 +1,4 @@
-"""IncrementalDetokenizer: deltas add up to what decoding at once gives, for every decoder that can be streamed."""
+"""TextStream: deltas add up to what decoding at once gives, for every decoder that can be streamed."""
 
 import random
 from itertools import pairwise
@@ -13,9 +13,15 @@ from tokenizers import decoders, models
 from error_codes import raises_code
 from for_each import for_each
 from holdfast.errors import UnsupportedModelError
-from holdfast.text.detokenizer import IncrementalDetokenizer, TextStream, TokenPieces, byte_alphabet, decode_rule
+from holdfast.text.detokenizer import TextStream, TokenPieces, byte_alphabet, decode_rule
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
 from text.tokenizer_cases import FORMS, NASTY_TEXTS, write_folder
+
+
+def stream_after(tokenizer, prompt=(), skip_special_tokens=True):
+    stream = tokenizer.text_stream(skip_special_tokens)
+    stream.follow(prompt)
+    return stream
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +45,8 @@ def token_ids(most: int = 400) -> st.SearchStrategy[list[int]]:
 @given(prompt=token_ids(), output=token_ids(), cuts=st.lists(st.integers(0, 99), max_size=6), skips=st.booleans())
 def test_the_deltas_are_what_decoding_all_at_once_adds(form, prompt, output, cuts, skips, tokenizers):
     tokenizer = tokenizers[form]
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skips)
-    deltas = [detokenizer.append(chunk) for chunk in chunked(output, cuts)] + [detokenizer.flush()]
+    detokenizer = stream_after(tokenizer, prompt, skips)
+    deltas = [detokenizer.push(chunk) for chunk in chunked(output, cuts)] + [detokenizer.finish()]
     whole = tokenizer.text_stream(skips)
     before = whole.push(prompt)
     assert before + "".join(deltas) == tokenizer.decode([*prompt, *output], skips)
@@ -51,8 +57,8 @@ def test_the_deltas_are_what_decoding_all_at_once_adds(form, prompt, output, cut
 def test_deltas_equal_the_native_decoder_for_any_bytes(form, prompt, output, skips, tokenizers):
     tokenizer = tokenizers[form]
     prompt_ids = tokenizer.encode(prompt)
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skips)
-    text = "".join(detokenizer.append([token_id]) for token_id in output) + detokenizer.flush()
+    detokenizer = stream_after(tokenizer, prompt_ids, skips)
+    text = "".join(detokenizer.push([token_id]) for token_id in output) + detokenizer.finish()
     native = FORMS[form]()
     whole = native.decode([*prompt_ids, *output], skip_special_tokens=skips)
     assert native.decode(prompt_ids, skip_special_tokens=skips) + text == whole
@@ -66,8 +72,8 @@ def test_deltas_equal_the_native_decoder_for_characters(form, prompt, output, sk
     prompt_ids = tokenizer.encode(prompt)
     native = FORMS[form]()
     whole = native.decode([*prompt_ids, *output], skip_special_tokens=skips)
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skips)
-    text = "".join(detokenizer.append([token_id]) for token_id in output) + detokenizer.flush()
+    detokenizer = stream_after(tokenizer, prompt_ids, skips)
+    text = "".join(detokenizer.push([token_id]) for token_id in output) + detokenizer.finish()
     if "\ufffd" not in whole:
         assert native.decode(prompt_ids, skip_special_tokens=skips) + text == whole
     else:
@@ -78,10 +84,10 @@ def test_deltas_equal_the_native_decoder_for_characters(form, prompt, output, sk
 @given(output=token_ids())
 def test_at_most_the_bytes_of_one_character_wait(form, output, tokenizers):
     tokenizer = tokenizers[form]
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = stream_after(tokenizer)
     given_out = ""
     for count, token_id in enumerate(output, 1):
-        given_out += detokenizer.append([token_id])
+        given_out += detokenizer.push([token_id])
         so_far = tokenizer.decode(output[:count])
         assert so_far.startswith(given_out)
         assert so_far[len(given_out) :] in ("", "\ufffd", "\ufffd" * 2, "\ufffd" * 3)
@@ -91,26 +97,26 @@ def test_at_most_the_bytes_of_one_character_wait(form, output, tokenizers):
 @for_each("form", ["byte_level", "byte_fallback", "byte_fallback_metaspace"])
 def test_no_replacement_character_shows_in_sound_text(form, text, tokenizers):
     tokenizer = tokenizers[form]
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    detokenizer = stream_after(tokenizer, skip_special_tokens=False)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    deltas = [detokenizer.append([token_id]) for token_id in token_ids]
-    assert detokenizer.flush() == ""
+    deltas = [detokenizer.push([token_id]) for token_id in token_ids]
+    assert detokenizer.finish() == ""
     assert "".join(deltas) == tokenizer.decode(token_ids, skip_special_tokens=False)
     assert ("\ufffd" in "".join(deltas)) == ("\ufffd" in text)
 
 
 def test_a_character_comes_whole_with_its_last_byte(tokenizers):
-    detokenizer = IncrementalDetokenizer(tokenizers["byte_level"], [0x61])
-    assert [detokenizer.append([byte]) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
+    detokenizer = stream_after(tokenizers["byte_level"], [0x61])
+    assert [detokenizer.push([byte]) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
 
 
 def test_character_begun_by_the_prompt_is_in_the_completion(tokenizers):
     start, end = "😀".encode()[:2], "😀".encode()[2:]
-    detokenizer = IncrementalDetokenizer(tokenizers["byte_level"], [0x61, *start])
-    assert detokenizer.append(list(end)) == "😀"
+    detokenizer = stream_after(tokenizers["byte_level"], [0x61, *start])
+    assert detokenizer.push(list(end)) == "😀"
     left_out = 3 * tokenizers["byte_level"].encode("<|im_end|>")
-    detokenizer = IncrementalDetokenizer(tokenizers["byte_level"], [0x61, *start, *left_out])
-    assert detokenizer.append(list(end)) == "😀", "tokens that are left out are no context"
+    detokenizer = stream_after(tokenizers["byte_level"], [0x61, *start, *left_out])
+    assert detokenizer.push(list(end)) == "😀", "tokens that are left out are no context"
 
 
 @for_each("num_bytes", [1, 2, 3])
@@ -120,31 +126,31 @@ def test_follow_counts_every_byte_of_the_last_character(form, num_bytes, tokeniz
     first = 0 if form == "byte_level" else 3
     data = [first + byte for byte in "a😀".encode()]
     prompt, rest = data[: 1 + num_bytes], data[1 + num_bytes :]
-    detokenizer = IncrementalDetokenizer(tokenizers[form], prompt)
-    assert "".join(detokenizer.append([token_id]) for token_id in rest) + detokenizer.flush() == "😀"
+    detokenizer = stream_after(tokenizers[form], prompt)
+    assert "".join(detokenizer.push([token_id]) for token_id in rest) + detokenizer.finish() == "😀"
 
 
 def test_an_unfinished_character_shows_at_the_end(tokenizers):
-    detokenizer = IncrementalDetokenizer(tokenizers["byte_level"])
-    assert detokenizer.append([0x61, *"😀".encode()[:3]]) == "a"
-    assert detokenizer.flush() == "\ufffd"
-    assert detokenizer.flush() == ""
+    detokenizer = stream_after(tokenizers["byte_level"])
+    assert detokenizer.push([0x61, *"😀".encode()[:3]]) == "a"
+    assert detokenizer.finish() == "\ufffd"
+    assert detokenizer.finish() == ""
 
 
 def test_leading_space_is_kept_only_after_a_prompt(tokenizers):
     tokenizer = tokenizers["byte_fallback"]
     word = tokenizer.encode("hello", add_special_tokens=False)
-    assert IncrementalDetokenizer(tokenizer, tokenizer.encode("the")).append(word) == " hello"
-    assert IncrementalDetokenizer(tokenizer, []).append(word) == "hello"
-    assert IncrementalDetokenizer(tokenizer, [1]).append(word) == "hello"
-    assert IncrementalDetokenizer(tokenizer, [1], skip_special_tokens=False).append(word) == " hello"
+    assert stream_after(tokenizer, tokenizer.encode("the")).push(word) == " hello"
+    assert stream_after(tokenizer, []).push(word) == "hello"
+    assert stream_after(tokenizer, [1]).push(word) == "hello"
+    assert stream_after(tokenizer, [1], skip_special_tokens=False).push(word) == " hello"
 
 
 def test_special_tokens_are_left_out_or_written(tokenizers):
     tokenizer = tokenizers["byte_level"]
     output = tokenizer.encode("a<|im_end|>b<tool>")
-    assert IncrementalDetokenizer(tokenizer, []).append(output) == "ab<tool>"
-    assert IncrementalDetokenizer(tokenizer, [], skip_special_tokens=False).append(output) == "a<|im_end|>b<tool>"
+    assert stream_after(tokenizer, []).push(output) == "ab<tool>"
+    assert stream_after(tokenizer, [], skip_special_tokens=False).push(output) == "a<|im_end|>b<tool>"
 
 
 def test_each_token_is_looked_at_once(tokenizers, monkeypatch):
@@ -156,11 +162,11 @@ def test_each_token_is_looked_at_once(tokenizers, monkeypatch):
         return piece(self, token_id)
 
     monkeypatch.setattr(TokenPieces, "piece", counting)
-    detokenizer = IncrementalDetokenizer(tokenizer, [0x61] * 1_000_000)
+    detokenizer = stream_after(tokenizer, [0x61] * 1_000_000)
     assert len(looked_up) <= 32
     looked_up.clear()
     for _ in range(5000):
-        detokenizer.append([0x62])
+        detokenizer.push([0x62])
     assert len(looked_up) == 5000
 
 

@@ -372,13 +372,13 @@ def test_verdict_of_a_form_is_not_that_of_another_kind(check):
 
 def test_what_is_remembered_has_a_bound(monkeypatch, vocabulary):
     check = GrammarCheck(vocabulary)
-    monkeypatch.setattr(grammar, "MAX_VERDICT_BYTES", 3000)
+    monkeypatch.setattr(grammar, "MAX_VERDICTS", 30)
     for number in range(60):
         check.check(StructuredOutputs(choice=[f"number {number}"]))
         with raises_code("grammar.refused", RequestError):
             check.check(StructuredOutputs(json={"type": f"kind{number}"}))
-        assert check.num_bytes <= 3000
-    assert check.num_bytes > 2000
+        assert check.num_verdicts <= 30
+    assert check.num_verdicts == 30
 
 
 def test_easy_forms_take_no_process(vocabulary):

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import subprocess
 import time
 
 import pytest
@@ -78,16 +79,21 @@ def test_a_slow_machine_is_no_reason_to_wait_for_ever():
     guard.close()
 
 
-def test_a_child_ends_with_its_guard():
+def test_a_child_ends_with_its_guard(monkeypatch):
+    children = []
+
+    class Watched(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            children.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Watched)
     guard = GrammarGuard()
     assert guard.error("choice", '["a"]') is None
-    child = guard._child
-    assert child is not None
     guard.close()
-    assert child.poll() is not None
+    assert children[0].poll() is not None
     assert guard.error("choice", '["a"]') is None
-    child = guard._child
-    assert child is not None
+    _, child = children
     del guard
     gc.collect()
     assert child.poll() is not None

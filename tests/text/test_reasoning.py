@@ -57,11 +57,9 @@ def test_an_answer_without_thoughts_comes_out_as_it_went_in(parts):
 
 def test_thoughts_come_at_once():
     parser = ReasoningParser(is_open=True)
-    assert parser.is_thinking
     assert parser.feed("So") == [ReasoningDelta("So")]
     assert parser.feed(" on\n</th") == [ReasoningDelta(" on")]
     assert parser.feed("ink>\nYes") == [ContentDelta("Yes")]
-    assert not parser.is_thinking
 
 
 @pytest.mark.parametrize("size", [100, 10**9])

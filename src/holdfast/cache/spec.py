@@ -170,13 +170,6 @@ class CacheSpec:
         """Which group a layer belongs to."""
         return next(index for index, group in enumerate(self.groups) if layer in group.layers)
 
-    def column_of(self, layer: int) -> int:
-        """The first of its columns, among those of its kind; that of an index beside it is not counted."""
-        group = self.groups[self.group_of(layer)]
-        kind = self.layers[layer].kinds[0]
-        same = [other for other in group.layers if self.layers[other].kinds[0] == kind]
-        return same.index(layer) * group.chunks_per_page
-
     def stored_planes(self) -> tuple[StoredPlane, ...]:
         """The tensors that all pages consist of: one for each plane of each layer, or of each kind where groups share columns."""
         if len(self.groups) == 1:

@@ -21,8 +21,8 @@ from holdfast.planning.alternatives import (
     list_levers,
     narrower_schemes,
 )
-from holdfast.planning.disk_account import disk_account
 from holdfast.planning.fit import RunnerPlan, fit_runner, missing_here, plan_resolved, try_fit, unfitting_runner
+from holdfast.planning.plan import disk_account
 from holdfast.planning.ranks import RankPlans
 from holdfast.planning.resolve import KV_IS_GIVEN, Choice, PlanRequest, Resolved, resolve
 from holdfast.planning.speed import Range, SpeedEstimate, estimate_speed

@@ -195,7 +195,7 @@ class CollectiveExchange:
         return self.mesh.tensor_size
 
     @property
-    def _open(self) -> Peers:
+    def peers(self) -> Peers:
         assert self._peers is not None, "the exchange is closed"
         return self._peers
 
@@ -220,7 +220,7 @@ class CollectiveExchange:
         gathered = self._held.tensors["exchange/gathered"].view(-1)[: self.size * part.nbytes]
         parts = gathered.view(part.dtype).view(self.size, *part.shape)
         with lost_peers(f"{verb} of {list(part.shape)} on rank {self.mesh.rank}"):
-            self._open.gather(part, parts)
+            self.peers.gather(part, parts)
         return parts
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
@@ -237,14 +237,14 @@ class CollectiveExchange:
                 assert part_RV is not None, "a rank of the last stage has a part"
                 dense = part_RV if part_RV.is_contiguous() else self._held.share_room(*part_RV.shape).copy_(part_RV)
                 if dense.numel():
-                    self._open.send_head(dense)
+                    self.peers.send_head(dense)
                 return
             for place, slot_RV in enumerate(self._shares(out_RW)):
                 if part_RV is not None and place == self.rank:
                     slot_RV.copy_(part_RV)
                 elif slot_RV.numel():
                     given_RV = self._held.share_room(*slot_RV.shape)
-                    self._open.receive_head(given_RV, place)
+                    self.peers.receive_head(given_RV, place)
                     slot_RV.copy_(given_RV)
 
     def _shares(self, out_RW: torch.Tensor) -> list[torch.Tensor]:
@@ -256,17 +256,17 @@ class CollectiveExchange:
             if part_RX is not None:
                 out_SRX[self.rank].copy_(part_RX)
                 if self.size > 1:
-                    self._open.gather(out_SRX[self.rank], out_SRX)
+                    self.peers.gather(out_SRX[self.rank], out_SRX)
                 if self.mesh.num_stages > 1 and self.rank == 0:
-                    self._open.send_head(out_SRX)
+                    self.peers.send_head(out_SRX)
             else:
-                self._open.receive_head(out_SRX, 0)
+                self.peers.receive_head(out_SRX, 0)
         return out_SRX
 
     def share_tokens(self, ids_T: torch.Tensor) -> None:
         if self.size > 1:
             with lost_peers(f"the broadcast of {ids_T.shape[0]} tokens on rank {self.mesh.rank}"):
-                self._open.share(ids_T)
+                self.peers.share(ids_T)
 
     def send_rows(self, x_TH: torch.Tensor) -> None:
         slot = self._num_sent % self.mesh.num_stages
@@ -275,12 +275,12 @@ class CollectiveExchange:
             if self._under_way[slot] is not None:
                 self._under_way[slot].wait()
             sent_TH = self._held.hidden_slot(slot, x_TH).copy_(x_TH)
-            self._under_way[slot] = self._open.send(sent_TH, self.mesh.rank + self.size)
+            self._under_way[slot] = self.peers.send(sent_TH, self.mesh.rank + self.size)
 
     def receive_rows(self, out_TH: torch.Tensor) -> torch.Tensor:
         assert out_TH.is_contiguous(), f"{out_TH.stride()=}: rows between stages are dense"
         with lost_peers(f"the receive of rows on rank {self.mesh.rank}"):
-            self._open.receive(out_TH, self.mesh.rank - self.size)
+            self.peers.receive(out_TH, self.mesh.rank - self.size)
         return out_TH
 
     def end_step(self) -> None:

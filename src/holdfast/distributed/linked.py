@@ -48,9 +48,9 @@ class LinkedExchange(CollectiveExchange):
             self._stage.gather_small(part_RX, out_SRX)
         with lost_peers(f"the gather of {list(out_SRX.shape)} on rank {self.mesh.rank}"):
             if part_RX is None:
-                self._open.receive_head(out_SRX, 0)
+                self.peers.receive_head(out_SRX, 0)
             elif self.rank == 0:
-                self._open.send_head(out_SRX)
+                self.peers.send_head(out_SRX)
         return out_SRX
 
     def share_tokens(self, ids_T: torch.Tensor) -> None:

@@ -61,7 +61,7 @@ class SymmetricMemory:
         self.name, self._group = register_group(store, mesh)
         self.own = symmetric.empty_strided_p2p((num_bytes,), [1], torch.uint8, device, self.name)
         # Load the kernels of `abandon` now: they cannot be loaded while a kernel waits.
-        _release_all(_named_views(self.own, specs)["exchange/signals"].view(torch.int32))
+        _release_all(named_views(self.own, specs)["exchange/signals"].view(torch.int32))
         # Zero the signals before the rendezvous maps this memory on peers.
         self.own.zero_()
         torch.cuda.synchronize(device)
@@ -134,7 +134,7 @@ class SymmetricExchange:
         self._memory: SymmetricMemory | None = SymmetricMemory(shared, store, mesh, device)
         own = {owner: spec for owner, spec in specs.items() if owner not in shared}
         tensors, self._arenas = allocate_held(own, device, ledger, reason)
-        all_ranks = [_named_views(buffer, shared) for buffer in self._memory.all_ranks]
+        all_ranks = [named_views(buffer, shared) for buffer in self._memory.all_ranks]
         held_bytes = {owner: spec.aligned_bytes for owner, spec in shared.items()}
         held_bytes["exchange/rounding"] = rounding_bytes(needs, mesh)
         self._owners = list(held_bytes)
@@ -339,7 +339,7 @@ def _release_all(signals: torch.Tensor) -> None:
     release_links(signals)
 
 
-def _named_views(buffer: torch.Tensor, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
+def named_views(buffer: torch.Tensor, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
     return dict(zip(specs, views_of(buffer, tuple(specs.values())), strict=True))
 
 

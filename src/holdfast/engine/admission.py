@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NotRequired, TypedDict
 
+from holdfast.engine.pooling import Pooling
 from holdfast.errors import HoldfastError, PromptError, RequestError, TemplateError
 from holdfast.observability.log import get_logger
 from holdfast.request.sampling_params import SamplingParams
@@ -157,6 +158,7 @@ class Admission:
         chat_template: ChatTemplate | None,
         forms: GrammarCheck | None = None,
         takes_priorities: bool = True,
+        pooling: Pooling | None = None,
     ) -> None:
         self._max_tokens = max_tokens
         self._vocab_size = vocab_size
@@ -165,10 +167,12 @@ class Admission:
         self._chat_template = chat_template
         self._forms = forms
         self._takes_priorities = takes_priorities
+        self._pooling = pooling or Pooling()
         self._has_warned = False
 
-    def prepare(self, prompt: object, params: object, cache_salt: str | None = None) -> PreparedRequest:
+    def prepare(self, prompt: object, params: object, *, cache_salt: str | None = None) -> PreparedRequest:
         """Check a prompt and its params, and tokenize it."""
+        self._pooling.check_answers()
         sound_params = self._check_params(params)
         parsed = parse_prompt(prompt)
         salt = salt_bytes(cache_salt if cache_salt is not None else parsed.cache_salt)
@@ -181,7 +185,7 @@ class Admission:
         return self._prepare(parsed.text, token_ids, sound_params, salt)
 
     def prepare_pooled(
-        self, prompt: object, cache_salt: str | None = None, *, truncate: bool = False, priority: int = 0
+        self, prompt: object, *, cache_salt: str | None = None, truncate: bool = False, priority: int = 0
     ) -> PreparedRequest:
         """Like `prepare`, for a hidden state: the prompt may fill the whole context.
 
@@ -222,11 +226,13 @@ class Admission:
         self,
         messages: object,
         params: object,
+        *,
         cache_salt: str | None = None,
         template_options: Mapping[str, object] | None = None,
         options: ChatOptions | None = None,
     ) -> PreparedRequest:
         """Like `prepare`, for a conversation that the chat template renders."""
+        self._pooling.check_answers()
         sound_params = self._check_params(params)
         salt = salt_bytes(cache_salt)
         text, own = self._render(messages, template_options or {}, options or ChatOptions())

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+from holdfast.engine.pulse import above_standard
 from holdfast.errors import MessageError
 from holdfast.request.wire import HEADER_BYTES, body_length
 
@@ -168,14 +169,5 @@ class Channel:
 def channel_pair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets; only processes that they are passed to inherit them."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return _above_standard(ours), _above_standard(theirs)
-
-
-def _above_standard(connection: socket.socket) -> socket.socket:
-    """Move a socket off the numbers of closed standard streams: a child opens its own streams there."""
-    if connection.fileno() > 2:
-        return connection
-    import fcntl  # Windows has none
-
-    with connection:
-        return socket.socket(fileno=fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
+    first, second = (socket.socket(fileno=above_standard(end.detach())) for end in (ours, theirs))
+    return first, second

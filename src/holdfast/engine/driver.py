@@ -49,20 +49,6 @@ class Driver:
         """Open a context for requests; its end aborts unfinished ones."""
         return Call(self)
 
-    def submit(self, prepared: PreparedRequest, sink: DeltaSink, names: set[str]) -> None:
-        """Queue a request under a new name, which is added to `names` first."""
-        self.home.check()
-        with self.lock:
-            name = self.engine.unused_request_id()
-            names.add(name)
-            self.readings[name] = _Reading(sink, prepared.params.n)
-            try:
-                self.engine.submit(prepared, name)
-            except RequestError:
-                names.discard(name)
-                del self.readings[name]
-                raise
-
     def pump(self) -> None:
         """Run one step for all calls."""
         self.home.check()
@@ -76,22 +62,12 @@ class Driver:
         with self.lock:
             return len(self.readings)
 
-    def unfinished(self, names: set[str]) -> set[str]:
-        """Return the names of unfinished requests among these."""
-        with self.lock:
-            return names & self.readings.keys()
-
-    def take(self, buffer: DeltaBuffer, names: set[str]) -> tuple[list[CompletionDelta], bool]:
-        """Return what waits in a buffer and whether that is all, atomically."""
-        with self.lock:
-            return buffer.take(), not self.unfinished(names)
-
     def abort(self, names: set[str]) -> None:
         """End requests; their sinks get the last deltas."""
         if self.home.is_elsewhere:
             return
         with self.lock:
-            for name in self.unfinished(names):
+            for name in names & self.readings.keys():
                 if not self.engine.is_dead:
                     self._deliver(self.engine.abort(name))
                 self.readings.pop(name, None)
@@ -145,6 +121,7 @@ class Call:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._names: set[str] = set()
+        self.pump = driver.pump
 
     def __enter__(self) -> "Call":
         return self
@@ -155,22 +132,30 @@ class Call:
         self._driver.abort(self._names)
 
     def try_submit(self, prepared: PreparedRequest, sink: DeltaSink) -> bool:
-        """Queue a request; False if the queue is full."""
-        try:
-            self._driver.submit(prepared, sink, self._names)
-        except QueueFullError:
-            return False
+        """Queue a request under a new name, which is recorded first; False if the queue is full."""
+        driver = self._driver
+        driver.home.check()
+        with driver.lock:
+            name = driver.engine.front.unused_name()
+            self._names.add(name)
+            driver.readings[name] = _Reading(sink, prepared.params.n)
+            try:
+                driver.engine.submit(prepared, name)
+            except RequestError as error:
+                self._names.discard(name)
+                del driver.readings[name]
+                if isinstance(error, QueueFullError):
+                    return False
+                raise
         return True
 
-    def pump(self) -> None:
-        """Run one step of the engine."""
-        self._driver.pump()
-
     def take(self, buffer: DeltaBuffer) -> tuple[list[CompletionDelta], bool]:
-        """Return what waits in the buffer of the only request, and whether that is all."""
-        return self._driver.take(buffer, self._names)
+        """Return what waits in the buffer of the only request and whether that is all, atomically."""
+        with self._driver.lock:
+            return buffer.take(), not self.num_unfinished
 
     @property
     def num_unfinished(self) -> int:
-        self._names = self._driver.unfinished(self._names)
-        return len(self._names)
+        with self._driver.lock:
+            self._names &= self._driver.readings.keys()
+            return len(self._names)

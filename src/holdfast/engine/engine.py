@@ -15,14 +15,14 @@ One thread at a time may call an engine (`prepare`, `prepare_chat` and `stats` e
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from holdfast.config import Limits
-from holdfast.engine.admission import ChatOptions, PreparedRequest, describe
+from holdfast.engine.admission import PreparedRequest, describe
 from holdfast.engine.core import Core, EngineCore, Waiting
 from holdfast.engine.front import Front
 from holdfast.engine.memory_map import MemoryMap
@@ -122,13 +122,19 @@ class Engine:
         pooling: Pooling | None = None,
     ) -> None:
         self.core = core
-        self.front = Front(core.facts, tokenizer, chat_template, seed, clock, vocabulary, takes_priorities)
+        self.pooling = pooling or Pooling()
+        self.front = Front(
+            core.facts, tokenizer, chat_template, seed, clock, vocabulary, takes_priorities, self.pooling
+        )
+        admission = self.front.admission
+        # They check a request and change no state. Any thread.
+        self.prepare, self.prepare_pooled = admission.prepare, admission.prepare_pooled
+        self.prepare_chat = admission.prepare_chat
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.has_chat_template = chat_template is not None
         self.generation = generation or GenerationDefaults()
         """Sampling defaults of the model's files."""
-        self.pooling = pooling or Pooling()
         self._death: Exception | None = None
 
     @property
@@ -150,30 +156,6 @@ class Engine:
     def is_dead(self) -> bool:
         return self._death is not None
 
-    def prepare(self, prompt: object, params: object, *, cache_salt: str | None = None) -> PreparedRequest:
-        """Check a request; changes no state. Any thread."""
-        self.pooling.check_answers()
-        return self.front.admission.prepare(prompt, params, cache_salt)
-
-    def prepare_pooled(
-        self, prompt: object, *, cache_salt: str | None = None, truncate: bool = False, priority: int = 0
-    ) -> PreparedRequest:
-        """Like `prepare`, for a hidden state; `truncate` cuts a long prompt at its end."""
-        return self.front.admission.prepare_pooled(prompt, cache_salt, truncate=truncate, priority=priority)
-
-    def prepare_chat(
-        self,
-        messages: object,
-        params: object,
-        *,
-        cache_salt: str | None = None,
-        template_options: Mapping[str, object] | None = None,
-        options: ChatOptions | None = None,
-    ) -> PreparedRequest:
-        """Like `prepare`, for a conversation."""
-        self.pooling.check_answers()
-        return self.front.admission.prepare_chat(messages, params, cache_salt, template_options, options)
-
     def add_request(
         self, request_id: str | None, prompt: object, params: SamplingParams, *, cache_salt: str | None = None
     ) -> str:
@@ -184,17 +166,13 @@ class Engine:
     def submit(self, prepared: PreparedRequest, request_id: str | None = None) -> str:
         """Queue a prepared request, all of its completions or none; return its name."""
         self.raise_if_dead()
-        name = self.unused_request_id() if request_id is None else self.front.checked_name(request_id)
+        name = self.front.unused_name() if request_id is None else self.front.checked_name(request_id)
         with InterruptShield(), self._fatal():
             self.core.check_room(prepared.params.n)
-            opened = self.front.open(prepared, name)
-            self.core.submit(opened.sequences)
-            self.front.register(opened)
+            completions = self.front.open(prepared, name)
+            self.core.submit([completion.request for completion in completions])
+            self.front.register(name, completions)
         return name
-
-    def unused_request_id(self) -> str:
-        """Return a name that no live request has."""
-        return self.front.unused_name()
 
     def abort(self, request_id: str) -> list[CompletionDelta]:
         """End a request and release its pages; return its last deltas. Idempotent."""
@@ -259,10 +237,13 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the current state, or that of the core process's last message, and the counters since the start."""
-        core, front = self.core.stats(), self.front
-        counters: dict[str, Any] = {field.name: getattr(core, field.name) for field in fields(CoreStats)}
-        counters |= {"num_unfinished_requests": front.num_unfinished, "num_requests": front.num_requests}
-        return EngineStats(**counters, num_output_tokens=front.num_output_tokens)
+        front = self.front
+        return EngineStats(
+            **asdict(self.core.stats()),
+            num_unfinished_requests=front.num_unfinished,
+            num_output_tokens=front.num_output_tokens,
+            num_requests=front.num_requests,
+        )
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

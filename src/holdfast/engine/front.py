@@ -10,12 +10,14 @@ Names of callers are labels; sequences have integers that never repeat.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
+from typing import Any
 
 from holdfast.engine.admission import Admission, PreparedRequest, derive_seed, describe
-from holdfast.engine.memory_map import CoreMap, MemoryMap, RequestPages
+from holdfast.engine.memory_map import CoreMap, HeldPages, MemoryMap, PoolPages, RequestPages
 from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, Ending, SequenceOutput
 from holdfast.engine.outputs import Completion
+from holdfast.engine.pooling import Pooling
 from holdfast.errors import RequestError, shown
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
@@ -26,18 +28,6 @@ from holdfast.text.tokenizer import Tokenizer
 MAX_REQUEST_ID_CHARS = 256
 MAX_STEP_BITS = 18
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedRequest:
-    """A request with its completions, before `register`."""
-
-    name: str
-    completions: tuple[Completion, ...]
-
-    @property
-    def sequences(self) -> tuple[CoreRequest, ...]:
-        return tuple(completion.request for completion in self.completions)
 
 
 class Front:
@@ -52,13 +42,15 @@ class Front:
         clock: Callable[[], float],
         vocabulary: Vocabulary | None = None,
         takes_priorities: bool = True,
+        pooling: Pooling | None = None,
     ) -> None:
         """`vocabulary`: that of the tokenizer for grammars, if it is shared."""
         if vocabulary is None and tokenizer is not None:
             vocabulary = Vocabulary(lambda: tokenizer, facts.vocab_size, facts.eos_token_ids)
         self._forms = forms = None if vocabulary is None else GrammarCheck(vocabulary)
         self.admission = Admission(
-            facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template, forms, takes_priorities
+            *(facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template, forms),
+            *(takes_priorities, pooling),
         )
         self._tokenizer = tokenizer
         self._seed = seed
@@ -99,19 +91,19 @@ class Front:
             raise RequestError("request.request_id_in_use", value=request_id)
         return request_id
 
-    def open(self, prepared: PreparedRequest, name: str) -> OpenedRequest:
+    def open(self, prepared: PreparedRequest, name: str) -> list[Completion]:
         """Make the completions of a prepared request; `register` records them."""
         try:
-            return OpenedRequest(name, tuple(self._completions(name, prepared)))
+            return list(self._completions(name, prepared))
         except Exception as error:
             raise RequestError("request.setup_failed", reason=describe(error)) from error
 
-    def register(self, opened: OpenedRequest) -> None:
+    def register(self, name: str, completions: list[Completion]) -> None:
         """Record a request whose sequences the core has accepted."""
         self.num_requests += 1
-        self._num_sequences += len(opened.completions)
-        self._requests[opened.name] = {completion.sequence_id: completion for completion in opened.completions}
-        self._by_sequence.update(self._requests[opened.name])
+        self._num_sequences += len(completions)
+        self._requests[name] = {completion.sequence_id: completion for completion in completions}
+        self._by_sequence.update(self._requests[name])
 
     def take(self, outputs: CoreOutputs) -> list[int]:
         """Make text of outputs; return the sequences that ended here and not in the core.
@@ -153,18 +145,10 @@ class Front:
         for sequence in seen.sequences:
             completion = self._by_sequence.get(sequence.sequence_id)
             if completion is not None:
-                requests.append(
-                    RequestPages(
-                        completion.request_id,
-                        completion.index,
-                        sequence.phase,
-                        *sequence[2:],
-                        completion.tokens_per_second(now),
-                    )
-                )
-        return MemoryMap(
-            now, seen.num_pages, seen.num_free, seen.groups, tuple(requests), seen.num_waiting, seen.num_steps
-        )
+                held, speed = _values(HeldPages, sequence), completion.tokens_per_second(now)
+                name, index = completion.request_id, completion.index
+                requests.append(RequestPages(**held, request_id=name, index=index, tokens_per_second=speed))
+        return MemoryMap(**_values(PoolPages, seen), requests=tuple(requests), taken_at=now)
 
     def close(self) -> None:
         """End the process that compiles grammars for checks."""
@@ -229,3 +213,8 @@ class Front:
         del siblings[completion.sequence_id]
         if not siblings:
             del self._requests[completion.request_id]
+
+
+def _values(kind: type[HeldPages | PoolPages], value: HeldPages | PoolPages) -> dict[str, Any]:
+    """Return the fields that a value has as a `kind`."""
+    return {field.name: getattr(value, field.name) for field in fields(kind)}

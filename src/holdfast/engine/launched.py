@@ -26,19 +26,18 @@ from typing import NamedTuple, NoReturn
 
 from holdfast.config import EngineConfig
 from holdfast.engine.channel import Channel, ChannelClosedError
+from holdfast.engine.child_process import GRACE_SECONDS
 from holdfast.engine.life_line import PLACE_BYTES, LifeLine, ZeroSigns, own_place, pid_at
 from holdfast.engine.messages import Heartbeat
-from holdfast.engine.pulse import Pulse, open_pulse_file
+from holdfast.engine.pulse import Pulse
 from holdfast.engine.rank_server import OpenRank, RankServer
 from holdfast.engine.ranks import PEER_SECONDS, check_world
+from holdfast.engine.vital_signs import LOOK_SECONDS
 from holdfast.errors import ConfigError, EngineDeadError
 from holdfast.observability.log import get_logger
 
 log = get_logger(__name__)
 
-HEARTBEAT_SECONDS = 0.25
-GRACE_SECONDS = 0.5
-"""For a rank to end by itself after rank 0; one that waits on its device for a peer does not."""
 UNANSWERED_SECONDS = 2.0
 """For TCP acknowledgements of the other node."""
 HELLO_SECONDS = 2.0
@@ -147,10 +146,8 @@ class Peer:
         self.life_line = LifeLine(line)
         self.process = RemoteProcess(connection, self.life_line, pid)
         self.last_lines = _NoLines()
-        number = open_pulse_file()
-        self.pulse = Pulse(number)
+        self.pulse = Pulse.of_this_process()
         self.pulse.beat()
-        os.close(number)
 
 
 def _prepare(connection: socket.socket) -> None:
@@ -182,7 +179,7 @@ def accept_ranks(launched: Launched) -> list[Peer]:
                     seconds=f"{PEER_SECONDS:.0f}",
                     detail=_unreachable(launched, listening),
                 )
-            for connection, hello in door.callers(min(left_seconds, HEARTBEAT_SECONDS)):
+            for connection, hello in door.callers(min(left_seconds, LOOK_SECONDS)):
                 given, number, place = _HELLO.unpack(hello)
                 if not secrets.compare_digest(given, secret) or number not in due or number in found:
                     connection.close()  # a foreign process, or a second one with this rank
@@ -267,9 +264,7 @@ def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
     connection, line = _connect_to_rank_zero(launched)
     with connection, line:
         channel = Channel(connection)
-        number = open_pulse_file()
-        server = RankServer(channel, Pulse(number))
-        os.close(number)
+        server = RankServer(channel, Pulse.of_this_process())
         threading.Thread(target=_beat, args=(server, channel, line), name="holdfast-pulse", daemon=True).start()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -315,7 +310,7 @@ def _beat(server: RankServer, channel: Channel, line: socket.socket) -> None:
             if zero.look(server.pulse.look().step_seconds > 0, server.num_received):
                 log.error("rank 0 was silent for %.1f seconds: this rank ends", zero.silent_seconds)
                 os._exit(1)
-            channel.wait_for_end(HEARTBEAT_SECONDS)
+            channel.wait_for_end(LOOK_SECONDS)
     time.sleep(GRACE_SECONDS)
     if not channel.is_closed:
         os._exit(1)
@@ -364,7 +359,7 @@ def _await_store(launched: Launched) -> None:
         except OSError:
             if time.monotonic() >= until:
                 raise
-        time.sleep(HEARTBEAT_SECONDS)
+        time.sleep(LOOK_SECONDS)
 
 
 def _first_line(error: BaseException) -> str:

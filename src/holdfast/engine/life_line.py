@@ -16,7 +16,7 @@ import struct
 from hashlib import blake2b
 from pathlib import Path
 
-from holdfast.engine.pulse import Pulse, open_pulse_file
+from holdfast.engine.pulse import Pulse
 from holdfast.engine.vital_signs import VitalSigns
 
 _MARK_BYTES = 16
@@ -68,9 +68,7 @@ class ZeroSigns:
         pid = pid_at(place)
         self.is_here = pid > 0
         """True if rank 0 is on this machine."""
-        number = open_pulse_file()
-        self._pulse = Pulse(number)
-        os.close(number)
+        self._pulse = Pulse.of_this_process()
         self._signs = VitalSigns(pid, self._pulse)
         self._num_messages = 0
 

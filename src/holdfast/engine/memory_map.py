@@ -24,11 +24,18 @@ class GroupPages(NamedTuple):
     """Pages without an owner that hold a cached prefix."""
 
 
-class SequencePages(NamedTuple):
-    """The pages of one sequence."""
+def phase_of(is_running: bool, num_computed: int, num_prompt_tokens: int) -> SequencePhase:
+    """Return how far a sequence is."""
+    if not is_running:
+        return "waiting"
+    return "decode" if num_computed >= num_prompt_tokens else "prefill"
 
-    sequence_id: Count
-    is_running: bool
+
+@dataclass(frozen=True, slots=True)
+class HeldPages:
+    """The pages of one sequence, and how far it is."""
+
+    phase: SequencePhase
     num_prompt_tokens: Count
     num_output_tokens: Count
     num_computed_tokens: Count
@@ -41,57 +48,33 @@ class SequencePages(NamedTuple):
     age_seconds: float
     """Since it was submitted."""
 
-    @property
-    def phase(self) -> SequencePhase:
-        if not self.is_running:
-            return "waiting"
-        return "decode" if self.num_computed_tokens >= self.num_prompt_tokens else "prefill"
+
+@dataclass(frozen=True, slots=True)
+class SequencePages(HeldPages):
+    """As a core knows them."""
+
+    sequence_id: Count
 
 
 @dataclass(frozen=True, slots=True)
-class CoreMap:
-    """The pages of a core. Pages in quarantine count as in use."""
-
-    num_pages: Count
-    num_free: Count
-    groups: tuple[GroupPages, ...]
-    sequences: tuple[SequencePages, ...]
-    """Running ones in order, then the first that wait."""
-    num_waiting: Count
-    num_steps: Count
-
-
-@dataclass(frozen=True, slots=True)
-class RequestPages:
-    """One completion of a live request."""
+class RequestPages(HeldPages):
+    """As a front knows them: those of one completion of a live request."""
 
     request_id: str
     index: int
-    phase: SequencePhase
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_computed_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
-    priority: int
-    pages: tuple[int, ...]
-    age_seconds: float
     tokens_per_second: float
     """Output tokens a second since the first; 0 before the second."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryMap:
-    """Like CoreMap, with the names of requests."""
+class PoolPages:
+    """All pages. Those in quarantine count as in use."""
 
-    taken_at: float
-    """Time of time.monotonic."""
-    num_pages: int
-    num_free: int
+    num_pages: Count
+    num_free: Count
     groups: tuple[GroupPages, ...]
-    requests: tuple[RequestPages, ...]
-    num_waiting: int
-    num_steps: int
+    num_waiting: Count
+    num_steps: Count
 
     @property
     def num_in_use(self) -> int:
@@ -100,3 +83,20 @@ class MemoryMap:
     @property
     def num_cached(self) -> int:
         return sum(group.num_cached for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class CoreMap(PoolPages):
+    """The pages of a core by sequence."""
+
+    sequences: tuple[SequencePages, ...]
+    """Running ones in order, then the first that wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMap(PoolPages):
+    """The pages of a core by request."""
+
+    requests: tuple[RequestPages, ...]
+    taken_at: float
+    """Time of time.monotonic."""

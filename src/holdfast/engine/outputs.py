@@ -17,7 +17,7 @@ from holdfast.request.outputs import (
 )
 from holdfast.request.sampling_params import RequestOutputKind
 from holdfast.request.sequence import TokenLogprobs
-from holdfast.text.detokenizer import IncrementalDetokenizer
+from holdfast.text.detokenizer import TextStream
 from holdfast.text.stop_strings import StopStrings
 from holdfast.text.tokenizer import Tokenizer
 
@@ -82,11 +82,10 @@ class Completion:
         self._num_preemptions = 0
         self._num_output_tokens = 0
         self._tokenizer = tokenizer
-        self._detokenizer: IncrementalDetokenizer | None = None
+        self._text_stream: TextStream | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(
-                tokenizer, request.token_ids, params.skip_special_tokens, kept_token_ids
-            )
+            self._text_stream = tokenizer.text_stream(params.skip_special_tokens, kept_token_ids)
+            self._text_stream.follow(request.token_ids)
         self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:
@@ -156,9 +155,9 @@ class Completion:
         """Return the text of one more token, and the stop string that it completes."""
         # A token that stops the sequence is not text.
         is_text = ending is None or ending.finish_reason != "stop"
-        text = self._detokenizer.append([token_id]) if self._detokenizer is not None and is_text else ""
-        if ending is not None and self._detokenizer is not None:
-            text += self._detokenizer.flush()
+        text = self._text_stream.push([token_id]) if self._text_stream is not None and is_text else ""
+        if ending is not None and self._text_stream is not None:
+            text += self._text_stream.finish()
         if self._stop_strings is None:
             return text, None
         if self._num_output_tokens < self.request.params.min_tokens:
@@ -201,6 +200,17 @@ class _Parts:
         # Keep the joined text, so that a call after every token stays cheap.
         self.texts = ["".join(self.texts)]
         return self.texts[0]
+
+    def merged(self) -> CompletionDelta:
+        """Return all of them as one delta; the prompt's logprobs are not part of it."""
+        assert self.last is not None, "a completion waits without a delta"
+        return replace(
+            self.last,
+            text=self.text(),
+            token_ids=tuple(self.token_ids),
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None,
+        )
 
 
 class OutputAssembler:
@@ -247,7 +257,10 @@ class OutputAssembler:
             request_id=self._request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[self._completion(index) for index in range(len(self._parts))],
+            outputs=[
+                self._completion(index, None if parts.last is None else parts.merged())
+                for index, parts in enumerate(self._parts)
+            ],
             finished=self.finished,
             prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
@@ -258,18 +271,7 @@ class OutputAssembler:
     def added(self, deltas: list[CompletionDelta]) -> RequestOutput:
         """Like `output`, with these deltas, added before, instead of whole completions."""
         output = self.output()
-        output.outputs = [
-            CompletionOutput(
-                index=delta.index,
-                text=delta.text,
-                token_ids=list(delta.token_ids),
-                cumulative_logprob=self._cumulative[delta.index],
-                logprobs=None if delta.logprobs is None else list(delta.logprobs),
-                finish_reason=delta.finish_reason,
-                stop_reason=delta.stop_reason,
-            )
-            for delta in deltas
-        ]
+        output.outputs = [self._completion(delta.index, delta) for delta in deltas]
         return output
 
     def reading(self, deltas: list[CompletionDelta], kind: RequestOutputKind | str) -> RequestOutput | None:
@@ -278,17 +280,13 @@ class OutputAssembler:
             return self.added(deltas)
         return self.output() if kind == RequestOutputKind.CUMULATIVE or self.finished else None
 
-    def _completion(self, index: int) -> CompletionOutput:
-        parts = self._parts[index]
+    def _completion(self, index: int, delta: CompletionDelta | None) -> CompletionOutput:
+        if delta is None:
+            return CompletionOutput(index)
         return CompletionOutput(
-            index=index,
-            text=parts.text(),
-            token_ids=list(parts.token_ids),
-            cumulative_logprob=self._cumulative[index],
-            logprobs=None if parts.logprobs is None else list(parts.logprobs),
-            finish_reason=None if parts.last is None else parts.last.finish_reason,
-            stop_reason=None if parts.last is None else parts.last.stop_reason,
-            pooled=b"" if parts.last is None else parts.last.pooled,
+            *(index, delta.text, list(delta.token_ids), self._cumulative[index]),
+            *(None if delta.logprobs is None else list(delta.logprobs), delta.finish_reason, delta.stop_reason),
+            pooled=delta.pooled,
         )
 
 
@@ -310,28 +308,12 @@ class DeltaBuffer:
 
     def take(self) -> list[CompletionDelta]:
         """Return and forget what waits, one delta a completion."""
-        taken = [self._merged(index, parts) for index, parts in sorted(self._parts.items())]
+        taken = [parts.merged() for _, parts in sorted(self._parts.items())]
+        if taken and taken[0].index == 0:
+            taken[0] = replace(taken[0], prompt_logprobs=self._prompt_logprobs)
         self._parts = {}
         self._prompt_logprobs = None
         return taken
-
-    def _merged(self, index: int, parts: _Parts) -> CompletionDelta:
-        last = parts.last
-        assert last is not None, f"completion {index} waits without a delta"
-        return CompletionDelta(
-            request_id=last.request_id,
-            index=index,
-            text=parts.text(),
-            token_ids=tuple(parts.token_ids),
-            logprobs=None if parts.logprobs is None else tuple(parts.logprobs),
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            num_cached_tokens=last.num_cached_tokens,
-            prompt_logprobs=self._prompt_logprobs if index == 0 else None,
-            metrics=last.metrics,
-            error=last.error,
-            pooled=last.pooled,
-        )
 
 
 def _merged(metrics: list[RequestMetrics]) -> RequestMetrics | None:

@@ -71,6 +71,15 @@ class Pulse:
         self._times = memory[:_NUMBER_BYTES].cast("d")
         self.hang_ups = HangUps(memory[_NUMBER_BYTES:])
 
+    @classmethod
+    def of_this_process(cls) -> "Pulse":
+        """Make a pulse that no other process maps."""
+        number = open_pulse_file()
+        try:
+            return cls(number)
+        finally:
+            os.close(number)
+
     def beat(self) -> None:
         """Write a heartbeat."""
         self._times[_BEAT] = time.monotonic()
@@ -113,11 +122,13 @@ def open_pulse_file() -> int:
         with tempfile.TemporaryFile() as file:
             number = os.dup(file.fileno())
     os.ftruncate(number, _NUM_BYTES)
-    return number if number > 2 else _above_standard(number)
+    return above_standard(number)
 
 
-def _above_standard(number: int) -> int:
+def above_standard(number: int) -> int:
     """Move a descriptor off the numbers of closed standard streams: a child opens its own streams there."""
+    if number > 2:
+        return number
     import fcntl  # Windows has none
 
     try:

@@ -153,7 +153,7 @@ def _from_cache(name: HubName, found: Found) -> Located:
 
 
 def _essential(found: Found) -> list[str]:
-    from holdfast.loading.hub.choose import TOKENIZER_FILE
+    from holdfast.loading.sources.files import TOKENIZER_FILE
 
     return [file for file in found.missing if file != TOKENIZER_FILE]
 

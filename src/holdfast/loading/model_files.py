@@ -14,7 +14,6 @@ from holdfast.loading.hub.download import Watch
 from holdfast.loading.locate import locate_model
 from holdfast.loading.planning.dequantized_source import dequantize_plain_kinds
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
-from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.planning.stored_schemes import dummy_source, quantization_of, read_stored_schemes
 from holdfast.loading.pooling import gguf_pooling, read_pooling
 from holdfast.loading.quantized.source import has_saved_weights, open_quantized
@@ -54,13 +53,14 @@ def open_model(
     the progress of a download.
     """
     if model is None:
-        return _open_path(find_default_model(), load_format)
+        return open_path(find_default_model(), load_format)
     located = locate_model(model, revision, load_format, watch, _read_config)
-    opened = _open_path(located.path, load_format)
+    opened = open_path(located.path, load_format)
     return replace(opened, label=located.label) if located.label else opened
 
 
-def _open_path(path: Path, load_format: str) -> OpenModel:
+def open_path(path: Path, load_format: str) -> OpenModel:
+    """Open the model in a folder or a file, as `open_model` does."""
     try:
         path = gguf_of(path, load_format) or path
         if path.is_dir():
@@ -243,11 +243,6 @@ def open_gguf(path: Path) -> OpenModel:
         gguf=file,
         pooling=gguf_pooling(file.metadata),
     )
-
-
-def refuse_wrong_headers(opened: OpenModel) -> None:
-    """Check the tensors as loading would: missing, too many, of another shape. The source may be closed."""
-    plan_load(opened.parameters, opened.source, opened.spec.checkpoint_dtype)
 
 
 def _read_spec(file: GGUFFile) -> ModelSpec:

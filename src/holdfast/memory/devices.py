@@ -93,18 +93,7 @@ SHARED_NOTE = (
     "{name} is taken as gb10: its 128 GB are shared with the operating system, for which this plan leaves what it does not "
     "budget; kernels of this version were never run on it (ARM host, compute capability 12.1)"
 )
-ALIASES: Mapping[str, str] = {
-    "4080s": "4080super",
-    "4070s": "4070super",
-    "4070tis": "4070tisuper",
-    "6000adalovelace": "6000ada",
-    "a6000ada": "6000ada",
-    "ada6000": "6000ada",
-    "pro6000se": "pro6000",
-    "pro6000maxq": "pro6000",
-    "gh200480": "gh200",
-    **dict.fromkeys(("dgxspark", "spark", "dgxsparkgb10", "gb10superchip", "ascentgx10", "digits"), "gb10"),
-}
+ALIASES: Mapping[str, str] = read_data("gpu_aliases.json")
 """Other names of models, squeezed."""
 
 

@@ -74,20 +74,16 @@ def take_peak_bytes(device: object) -> int | None:
 
 def anonymous_bytes(status: Path = STATUS) -> int | None:
     """Return the anonymous resident memory of this process; None if unknown."""
-    return _status_bytes("RssAnon", status)
+    return named_bytes("RssAnon", status)
 
 
-def file_bytes(status: Path = STATUS) -> int | None:
+def file_bytes() -> int | None:
     """Return the file-backed resident memory of this process; None if unknown."""
-    return _status_bytes("RssFile", status)
+    return named_bytes("RssFile", STATUS)
 
 
-def most_resident_bytes(status: Path = STATUS) -> int | None:
-    """Return the peak resident memory of this process; None if unknown."""
-    return _status_bytes("VmHWM", status)
-
-
-def _status_bytes(name: str, status: Path) -> int | None:
+def named_bytes(name: str, status: Path = STATUS) -> int | None:
+    """Return a line of /proc in bytes, such as VmHWM of a process or MemAvailable of the host; None if it has none."""
     try:
         for line in status.read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -17,7 +17,6 @@ from holdfast.memory.planner import PAGE_PHASES, MemoryPlan, plan_memory
 from holdfast.memory.report import GroupAccount
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import WorkspacePlan
-from holdfast.models.activations import Request
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.exactness import refuse_variant_attention
 from holdfast.planning.resolve import KV_IS_GIVEN, PlanRequest, Resolved, numbers, resolve
@@ -95,10 +94,6 @@ class RunnerPlan:
     @property
     def workspace(self) -> WorkspacePlan:
         return self.needs.workspace
-
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        return self.needs.requests
 
     @property
     def exchange_needs(self) -> ExchangeNeeds | None:

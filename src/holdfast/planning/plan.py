@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import MemoryPlanError
+from holdfast.memory.on_disk import DiskAccount
 from holdfast.planning.alternatives import advice, context_note, list_alternatives, plan_changes
-from holdfast.planning.disk_account import disk_account
 from holdfast.planning.fit import RunnerPlan, plan_resolved
-from holdfast.planning.resolve import PlanRequest, Resolved, resolve
+from holdfast.planning.resolve import PlanRequest, Resolved, resolve, with_stored_embedding
+from holdfast.quant.weight_schemes import INT8
 
 __all__ = ["PlanRequest", "RunnerPlan", "plan_runner"]
 
@@ -25,3 +27,19 @@ def with_advice(resolved: Resolved, refusal: MemoryPlanError) -> MemoryPlanError
     account, listed = disk_account(resolved), list_alternatives(resolved)
     refusal.changes = plan_changes(listed)
     return refusal.hinting("" if account is None else account.sentence, advice(listed))
+
+
+def disk_account(resolved: Resolved, mesh: Mesh | None = None) -> DiskAccount | None:
+    """Return the account of a rank's share; None if the files were not read, or store the types that memory holds.
+
+    `mesh` is another share than the rank's own, such as the whole model.
+    """
+    declared, recipe, mesh = resolved.declared, resolved.recipe, mesh or resolved.mesh
+    if declared.on_disk is None:
+        return None
+    memory_bytes = declared.weight_bytes(resolved.dtype, recipe, mesh)
+    if recipe.scheme is not None:
+        return DiskAccount(declared.on_disk, memory_bytes, resolved.dtype, recipe.scheme.name)
+    other = with_stored_embedding(replace(recipe, scheme=INT8), declared)
+    other_bytes = declared.weight_bytes(resolved.dtype, other, mesh)
+    return DiskAccount(declared.on_disk, memory_bytes, resolved.dtype, None, INT8.name, other_bytes)

@@ -165,7 +165,7 @@ def plan_ranks(config: EngineConfig, declared: DeclaredModel, reports: Sequence[
     least = tuple(found.memory.num_pages for found in _each(requests))
     plans = _each([replace(request, agreed=Agreed(longest, min(least))) for request in requests])
     summaries = tuple(plan_summary(found) for found in plans)
-    _refuse_unlike_plans(summaries)
+    refuse_unlike_plans(summaries)
     return RankPlans(plans, Agreement(longest, min(least), cuts, num_sharing, summaries, kind), least)
 
 
@@ -358,7 +358,7 @@ def _differences(report: RankReport, first: RankReport) -> Iterator[tuple[str, s
             yield name, _printed(own), _printed(theirs)
 
 
-def _refuse_unlike_plans(summaries: Sequence[Mapping[str, Any]]) -> None:
+def refuse_unlike_plans(summaries: Sequence[Mapping[str, Any]]) -> None:
     """Raise if the device of a rank led to other settings than rank 0's."""
     first = summaries[0]["settings"]
     for rank, summary in enumerate(summaries[1:], 1):

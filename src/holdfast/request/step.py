@@ -17,7 +17,6 @@ from holdfast.errors import MessageError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.wire import (
     MAX_TOKEN_ID,
-    Codec,
     Count,
     LateType,
     Positive,
@@ -28,8 +27,7 @@ from holdfast.request.wire import (
     made_by,
 )
 
-__all__ = ["MAX_TOKEN_ID", "NO_STEP", "Admitted", "Params", "Step", "StepItem", "decode_step", "encode_step"]
-STEP_KIND = 1
+__all__ = ["MAX_TOKEN_ID", "NO_STEP", "Admitted", "Params", "Step", "StepItem"]
 MAX_GROUPS = 64
 if TYPE_CHECKING:
     Params: TypeAlias = SamplingParams
@@ -102,16 +100,3 @@ def check_step(step: Step) -> None:
     for one in step.admitted:
         if one.num_prompt_tokens > len(one.token_ids) or one.num_stored >= len(one.token_ids):
             raise MessageError("wire.malformed", reason=f"slot {one.slot} has more counted tokens than tokens")
-
-
-_CODEC = Codec({STEP_KIND: Step}, check_step)
-
-
-def encode_step(step: Step) -> bytes:
-    """Return a step as one frame."""
-    return _CODEC.encode(step, 1)
-
-
-def decode_step(frame: bytes) -> Step:
-    """Return the step of a frame, or raise MessageError."""
-    return _CODEC.decode(frame)[1]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError, KeywordError, NameAbsentError, shown
 
-NOT_HERE = "it is not in this version"
 _DATA: dict[str, Any] = json.loads(
     resources.files("holdfast").joinpath("data", "vllm_names.json").read_text(encoding="utf-8")
 )
@@ -82,12 +81,10 @@ PARSERS_OF_VLLM = frozenset(_DATA["parsers"])
 """Formats of tools and reasoning that vLLM has and this version does not."""
 GUIDED_NAMES: Mapping[str, str] = _DATA["guided"]
 """Older names of vLLM for structured_outputs with one field, and that field."""
+SHORT_FLAGS: Mapping[str, str] = _DATA["short_flags"]
+"""Short flags of `vllm serve`, and the options that they set."""
 STORED_AS_IS = ("compressed-tensors", "fbgemm_fp8", "gguf")
 """Names of quantization that only say how a checkpoint is stored."""
-DTYPE_NAMES: Mapping[str, str] = {
-    name: str(dtype) for name, dtype in ENGINE_VALUES["dtype"].items() if not name.startswith("torch.")
-}
-"""Short names of types, as command lines and training scripts have them."""
 _Params = TypeVar("_Params", bound=type)
 
 

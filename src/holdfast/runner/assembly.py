@@ -33,7 +33,8 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
 from holdfast.runner.pooled_rows import PooledRows
 from holdfast.runner.runner import Runner, RunnerParts
-from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.device_sampler import DeviceSampler
+from holdfast.runner.sampling.sampler import HostSampler
 from holdfast.runner.sampling.shared_sampler import SharedSampler
 from holdfast.runner.step_inputs import BatchBuffers
 
@@ -64,11 +65,13 @@ class Assembly:
     device: torch.device
     exchange: Exchange | None = None
     row_sizes: tuple[int, ...] = ()
+    """Row counts that steps are padded to, if products must round alike; empty if any count will do."""
     batch_invariant: bool = False
     is_sharing: bool = False
     """Other runners read the weights too, so they are not changed in place."""
     releases: list[Callable[[], None]] = field(default_factory=list)
-    storage: PageStorage | None = None
+    storage: PageStorage = field(init=False)
+    """The pages, once the runner is there."""
 
     def settle_layers(self) -> None:
         """Protect the layers that the weights choose: as many as were planned, so no byte changes."""
@@ -161,10 +164,13 @@ class Assembly:
         self.releases.append(states.release)
         return states
 
-    def _sampler(self) -> Sampler | SharedSampler:
+    def _sampler(self) -> HostSampler | DeviceSampler | SharedSampler:
         """Build a sampler of whole logits, or on ranks of a share of them."""
         limits, mesh = self.plan.resolved.limits, self.plan.mesh
-        sampler = Sampler(self.whole.vocab_size, self.device, limits.sampled_rows, self.ledger)
+        shape = self.whole.vocab_size, limits.sampled_rows
+        sampler = HostSampler(*shape)
+        if self.device.type != "cpu":
+            sampler = DeviceSampler(shape[0], self.device, shape[1], self.ledger)
         if self.exchange is None:
             return sampler
         needs = self.plan.exchange_needs

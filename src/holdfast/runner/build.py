@@ -30,7 +30,7 @@ from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silen
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
 from holdfast.planning.resolve import Agreed, Resolved
 from holdfast.planning.target import SMALL_WORKSPACE, Target, choose_device, device_target
-from holdfast.runner.assembly import Assembly, MakeBackend, Weights
+from holdfast.runner.assembly import Assembly, MakeBackend
 from holdfast.runner.invariance import compared_sizes
 from holdfast.runner.runner import Runner
 from holdfast.runner.warm_up import WarmUp, warm_up
@@ -180,26 +180,15 @@ def load_words(report: LoadReport) -> str:
     return f"{words}; {report.summary}"
 
 
-class RunnerBuild:
+class RunnerBuild(Assembly):
     """What has been taken so far, so that all of it can be given back wherever a start stops."""
 
     def __init__(
         self, config: EngineConfig, model: OpenModel, plan: RunnerPlan, ledger: Ledger, device: torch.device
     ) -> None:
-        self._config = config
+        spec = model.spec if plan.mesh.is_alone else rank_spec(plan.declared, plan.mesh)
+        super().__init__(plan, model.spec, spec, {}, ledger, device, batch_invariant=config.batch_invariant)
         self._model = model
-        self._plan = plan
-        self._ledger = ledger
-        self._device = device
-        self._weights: Weights = {}
-        self._spec = model.spec if plan.mesh.is_alone else rank_spec(plan.declared, plan.mesh)
-        """What this rank computes."""
-        self._exchange: Exchange | None = None
-        self.row_sizes: tuple[int, ...] = ()
-        """Rows that a step is padded to, where products are to round alike; none where any number will do."""
-        self._is_sharing = False
-        self._assembly: Assembly | None = None
-        self._releases: list[Callable[[], None]] = []
 
     def load(
         self, load: WeightLoad, on_progress: Callable[[int, int], None], on_prepare: OnPrepare = prepare_silently
@@ -207,78 +196,48 @@ class RunnerBuild:
         """Bring the weights to the device; the source is closed afterwards."""
         # Before the first weight: what it takes for a moment is less than weights, workspace and pages will.
         self._compare_products({weight.name: weight.shape for weight in load.plan.weights}, on_prepare)
-        loaded = load.run(str(self._device), self._ledger, on_progress)
-        self._weights = loaded.weights
-        self._releases.append(self._weights.clear)
+        loaded = load.run(str(self.device), self.ledger, on_progress)
+        self.weights = loaded.weights
+        self.releases.append(loaded.weights.clear)
         return loaded.report
 
     def _compare_products(self, shares: Mapping[str, tuple[int, ...]], on_prepare: OnPrepare) -> None:
         """Which numbers of rows this device multiplies alike by weights of these shapes, where a batch is to change nothing."""
-        if self._config.batch_invariant and self._device.type == "cuda":
+        if self.batch_invariant and self.device.type == "cuda":
             whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
             self.row_sizes = compared_sizes(
-                self._plan, shares, whole, self._device, lambda *counts: on_prepare(Preparing(COMPARING, *counts))
+                self.plan, shares, whole, self.device, lambda *counts: on_prepare(Preparing(COMPARING, *counts))
             )
 
     def connect(self, exchange: Exchange, row_sizes: tuple[int, ...] | None = None) -> None:
         """Take the way to the other ranks, and close it in the end; and the sizes of steps that all have left, if they are others."""
-        self._exchange = exchange
+        self.exchange = exchange
         self.row_sizes = self.row_sizes if row_sizes is None else row_sizes
-        self._releases.append(exchange.close)
+        self.releases.append(exchange.close)
 
     def share(self, loaded: "RunnerBuild") -> None:
         """Take the weights that another build has loaded, and will give back."""
-        self._weights = loaded._weights
-        self._is_sharing = True
-        self._compare_products({name: tuple(weight.shape) for name, weight in self._weights.items()}, prepare_silently)
-
-    @property
-    def plan(self) -> RunnerPlan:
-        """What is held; which layers are protected is settled by the weights when the runner is assembled."""
-        return self._plan
-
-    @property
-    def ledger(self) -> Ledger:
-        return self._ledger
-
-    @property
-    def storage(self) -> PageStorage:
-        """The pages, once the runner is assembled."""
-        assert self._assembly is not None and self._assembly.storage is not None, "the runner is not assembled yet"  # noqa: PT018
-        return self._assembly.storage
+        self.weights = loaded.weights
+        self.is_sharing = True
+        self._compare_products({name: tuple(weight.shape) for name, weight in self.weights.items()}, prepare_silently)
 
     def assemble(self, make_backend: MakeBackend | None = None) -> Runner:
         """Build pages, workspace, attention, model and runner; `make_backend` replaces grouped attention's own."""
-        self._assembly = assembly = Assembly(
-            self._plan,
-            self._model.spec,
-            self._spec,
-            self._weights,
-            self._ledger,
-            self._device,
-            self._exchange,
-            self.row_sizes,
-            self._config.batch_invariant,
-            self._is_sharing,
-            self._releases,
-        )
-        runner = assembly.runner(frozenset(self._model.generation.eos_token_ids), make_backend)
-        self._plan = assembly.plan
-        return runner
+        return self.runner(frozenset(self._model.generation.eos_token_ids), make_backend)
 
     def capture(self, runner: Runner, enforce_eager: bool, on_prepare: OnPrepare = prepare_silently) -> None:
         """Warm up: run every kernel specialization once, then capture graphs unless `enforce_eager`. A CPU has none."""
-        if self._device.type == "cuda":
-            warm_up(runner, WarmUp(self._plan, self._spec, self.row_sizes, self._device), enforce_eager, on_prepare)
+        if self.device.type == "cuda":
+            warm_up(runner, WarmUp(self.plan, self.spec, self.row_sizes, self.device), enforce_eager, on_prepare)
 
     def release(self) -> None:
-        for give_back in reversed(self._releases):
+        for give_back in reversed(self.releases):
             give_back()
-        self._releases.clear()
-        for entry in tuple(self._ledger):
-            self._ledger.release(entry.owner)
+        self.releases.clear()
+        for entry in tuple(self.ledger):
+            self.ledger.release(entry.owner)
         gc.collect()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             with suppress(RuntimeError):  # a device that has failed cannot even do this
                 torch.cuda.empty_cache()
 

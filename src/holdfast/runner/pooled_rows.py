@@ -37,7 +37,7 @@ class PooledRows:
         is_cpu = device.type == "cpu"
         spec = pooled_spec(hidden_size, dtype, device.type)
         self._device = device
-        self._buffers = deque(
+        self.buffers = deque(
             torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), pin_memory=device.type == "cuda")
             for _ in range(1 if is_cpu else MAX_UNDER_WAY)
         )
@@ -46,8 +46,8 @@ class PooledRows:
 
     def send(self, hidden_RH: torch.Tensor, places: Sequence[int]) -> PooledCopy:
         """Copy these rows; on a GPU the copies are enqueued, and the choices of the step must be enqueued after them."""
-        self._buffers.rotate()
-        rows_PH, early = self._buffers[0], list[bytes]()
+        self.buffers.rotate()
+        rows_PH, early = self.buffers[0], list[bytes]()
         most = len(rows_PH)
         for first in range(0, len(places), most):
             if first:

@@ -46,8 +46,8 @@ from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.invariance import padded_rows
 from holdfast.runner.pooled_rows import PooledCopy, PooledRows
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
-from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY
-from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY, DeviceSampler
+from holdfast.runner.sampling.sampler import HostSampler
 from holdfast.runner.sampling.shared_sampler import SharedSampler
 from holdfast.runner.slots import Slots
 from holdfast.runner.step_inputs import BatchBuffers
@@ -59,7 +59,7 @@ CopyCache = Callable[[SequenceABC[tuple[int, int]], int, int], None]
 """Copies pages, each pair from the first to the second, and the states of one slot to another."""
 
 
-class _WantedRows(NamedTuple):
+class WantedRows(NamedTuple):
     """Rows of a step whose logits are wanted: all that are sampled, and prompts with logprobs."""
 
     logit_rows: list[int]
@@ -78,7 +78,7 @@ class _WantedRows(NamedTuple):
         return len(self.sampled) < len(self.logit_rows)
 
     @classmethod
-    def of(cls, step: LiveStep) -> "_WantedRows":
+    def of(cls, step: LiveStep) -> "WantedRows":
         wanted = cls([], [], [], [], [], [])
         row, has_forks, prompt_ends = 0, step.has_forks, dict[int, int]()
         for item in step.scheduled:
@@ -120,7 +120,7 @@ class _Flight:
     """Hidden states on their way to the host."""
     result: StepResult | None = None
     is_booked: bool = False
-    elsewhere: _WantedRows | None = None
+    elsewhere: WantedRows | None = None
     """What another stage has the logits of, once this one's part is computed."""
 
 
@@ -131,7 +131,7 @@ class RunnerParts:
     model: Model
     backend: AttentionBackend
     buffers: BatchBuffers
-    sampler: Sampler | SharedSampler
+    sampler: HostSampler | DeviceSampler | SharedSampler
     limits: Limits
     groups: SequenceABC[CacheGroup]
     """Those of the cache."""
@@ -159,14 +159,14 @@ class Runner:
         self.model, self.backend = parts.model, parts.backend
         self.buffers, self.sampler = parts.buffers, parts.sampler
         device = self.device = parts.device
-        self._num_stages = parts.mesh.num_stages
+        self.num_stages = parts.mesh.num_stages
         self._logits_on_other_stage = not parts.mesh.is_last_stage
         self._is_sampling_rank = parts.mesh.rank == 0
-        self._row_sizes = tuple(parts.row_sizes)
+        self.row_sizes = tuple(parts.row_sizes)
         self._most_sampled = parts.limits.sampled_rows
         self._copy_cache = parts.copy_cache
-        self._pooled_rows = parts.pooled_rows
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.pooled_rows = parts.pooled_rows
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.graphs: StepGraphs | None = None
         self._is_kept = False
         self._dummy_ids = count(-1, -1)
@@ -187,32 +187,32 @@ class Runner:
     @property
     def padded_sizes(self) -> tuple[int, ...]:
         """Rows that steps with prompts are padded to; larger ones, or all if there are none, are not."""
-        return self._row_sizes or (() if self.graphs is None else self.graphs.mixed_sizes)
+        return self.row_sizes or (() if self.graphs is None else self.graphs.mixed_sizes)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Take a step; on a GPU begin it, at most one beyond the oldest that is not collected. One that is not sound is refused."""
-        self._advance()
-        is_staged = self._num_stages > 1
+        self.advance()
+        is_staged = self.num_stages > 1
         if self.can_run_ahead and not is_staged:
             assert len(self._flights) < MAX_UNDER_WAY, f"{len(self._flights)} steps are in flight"
         flight = _Flight(self._slots.accept(step))
         self._flights.append(flight)
         if self.can_run_ahead or self._logits_on_other_stage:
             try:
-                with self._on_stream(), self._throttle_stage() if is_staged else nullcontext():
-                    self._begin(flight)
+                with self.on_stream(), self._throttle_stage() if is_staged else nullcontext():
+                    self.begin(flight)
             except Exception:  # also in the words of an exchange
                 self._keep_if_failed()
                 raise
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Where this is interrupted it can be called again, or cancel() on a CPU."""
-        self._advance()
+        self.advance()
         assert self._flights, "no step is in flight"
         flight = self._flights[0]
         try:
-            with torch.inference_mode(), self._on_stream():
+            with torch.inference_mode(), self.on_stream():
                 result = self._settle(flight) if self.can_run_ahead else self._compute(flight)
         except Exception:
             self._keep_if_failed()
@@ -240,7 +240,7 @@ class Runner:
 
         Where steps begin when they are launched this cannot be done, unless there are none.
         """
-        self._advance()
+        self.advance()
         if (self.can_run_ahead or self._logits_on_other_stage) and self._flights:
             return False
         self._flights.clear()
@@ -252,15 +252,15 @@ class Runner:
         """Run one step over the caller's sequences, and wait for it; nothing else may be in flight."""
         self._check_idle()
         flight = _Flight(step)
-        with self._on_stream():
+        with self.on_stream():
             return self._compute(flight)
 
     @torch.inference_mode()
     def hidden_rows(self, step: LiveStep) -> torch.Tensor:
         """Run a step and choose nothing: the final hidden states of every row, [T, H], valid until the next step."""
         self._check_idle()
-        with self._on_runner_stream():
-            batch = self._fill(step, list(range(step.num_tokens)))
+        with self.on_runner_stream():
+            batch = self.fill_batch(step, list(range(step.num_tokens)))
             hidden_TH = self.model.hidden(batch, self.backend.plan(batch))[: step.num_tokens]
             self.sampler.end_step()
             return hidden_TH
@@ -268,7 +268,7 @@ class Runner:
     @torch.inference_mode()
     def row_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """float32 logits of up to PROMPT_ROWS of these rows: [R, V], valid until the next call or step."""
-        with self._on_runner_stream():
+        with self.on_runner_stream():
             return self.model.logits(hidden_RH)
 
     @torch.inference_mode()
@@ -284,13 +284,13 @@ class Runner:
         `rows` are numbers of rows whose steps take every form together (runner/graphs.py). `on_progress(done, total)`
         counts graphs, `on_warm` the steps before them.
         """
-        with self._on_stream():
+        with self.on_stream():
             step, logit_rows = self._dummy_step(self.limits.max_num_batched_tokens)
-            batch = self._fill(step, logit_rows)
+            batch = self.fill_batch(step, logit_rows)
             self.model.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
             self.sampler.end_step()
             for start, num_rows in self.backend.eager_steps():
-                batch = self._fill(self._eager_step(start, num_rows), [num_rows - 1])
+                batch = self.fill_batch(self.eager_step(start, num_rows), [num_rows - 1])
                 self.model.hidden(batch, self.backend.plan(batch))
                 self.sampler.end_step()
             if self._copy_cache is not None:
@@ -299,10 +299,10 @@ class Runner:
                 if on_warm is not None:
                     on_warm(number, len(rows) + 1)
                 self._warm_rows(num_rows)
-        if graphs is not None and self._stream is not None:
-            with self._on_stream():
-                self._capture(graphs, self._stream, on_progress)
-                self._stream.synchronize()
+        if graphs is not None and self.stream is not None:
+            with self.on_stream():
+                self._capture(graphs, self.stream, on_progress)
+                self.stream.synchronize()
             self.graphs = graphs
 
     def _capture(self, graphs: StepGraphs, stream: torch.cuda.Stream, on_progress: Callable[[int, int], None]) -> None:
@@ -312,9 +312,9 @@ class Runner:
         def run(size: int, is_decode: bool) -> torch.Tensor:
             if (size, is_decode) not in batches:
                 batches.clear()
-                batch = self._capture_batch(size, is_decode, graphs)
+                batch = self.capture_batch(size, is_decode, graphs)
                 batches[size, is_decode] = batch, self.backend.plan(batch, captured=True)
-            return self._run_captured(*batches[size, is_decode])
+            return self.run_captured(*batches[size, is_decode])
 
         def meet(size: int, is_decode: bool) -> None:
             if self._logits_on_other_stage:
@@ -322,7 +322,7 @@ class Runner:
 
         graphs.capture(run, stream, on_progress, meet)
 
-    def _run_captured(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
+    def run_captured(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """What a graph holds: tokens into their places, this stage's layers, and behind the last one the argmax of every row."""
         self.sampler.resolve(batch.token_ids_T)
         logits_RV = self.model.step_logits(batch, plan)
@@ -355,16 +355,16 @@ class Runner:
 
     def close(self) -> None:
         """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Idempotent."""
-        if self._flights and self._stream is not None:
+        if self._flights and self.stream is not None:
             with suppress(RuntimeError):  # a device that has failed runs nothing any more
-                self._stream.synchronize()
+                self.stream.synchronize()
         self._flights.clear()
         if self._keep_if_failed():
             return
         if self.graphs is not None:
             self.graphs.release()
             self.graphs = None
-        for name in ("model", "backend", "buffers", "sampler", "_copy_cache", "_pooled_rows"):
+        for name in ("model", "backend", "buffers", "sampler", "_copy_cache", "pooled_rows"):
             vars(self).pop(name, None)
 
     def _keep_if_failed(self) -> bool:
@@ -375,35 +375,35 @@ class Runner:
             self._is_kept = True
         return self._is_kept
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @contextmanager
     def _throttle_stage(self) -> Iterator[None]:
         """On a GPU stage, begin no step before the one before the last has ended."""
-        if self._stream is None:
+        if self.stream is None:
             yield
             return
         has_all = len(self._stage_ends) == MAX_UNDER_WAY
         end = self._stage_ends.popleft() if has_all else torch.cuda.Event()
         end.synchronize()
         yield
-        end.record(self._stream)
+        end.record(self.stream)
         self._stage_ends.append(end)
 
     @contextmanager
-    def _on_runner_stream(self) -> Iterator[None]:
+    def on_runner_stream(self) -> Iterator[None]:
         """On the runner's stream, after what the caller's stream has begun and before what it begins next."""
-        if self._stream is None:
+        if self.stream is None:
             yield
             return
         outside = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(outside)
+        with torch.cuda.stream(self.stream):
             yield
-        outside.wait_stream(self._stream)
+        outside.wait_stream(self.stream)
 
-    def _begin(self, flight: _Flight) -> None:
+    def begin(self, flight: _Flight) -> None:
         """Compute a step, then copy what its forks do not share: on a GPU all of it is enqueued, and nothing waited for."""
         self._begin_rows(flight)
         for item in flight.step.scheduled if flight.step.has_forks else ():
@@ -428,9 +428,9 @@ class Runner:
         A step with prompt logprobs is the exception. They are read back in blocks, so it is over when this returns, and so is
         what was in flight before it; their results wait to be collected in order.
         """
-        wanted = _WantedRows.of(flight.step)
+        wanted = WantedRows.of(flight.step)
         if self._logits_on_other_stage:
-            self._compute_stage(flight.step, wanted)
+            self.compute_stage(flight.step, wanted)
             flight.elsewhere = wanted
             return
         if not wanted.has_prompts:
@@ -449,7 +449,7 @@ class Runner:
         """A step's results, begun here or on their way."""
         if flight.result is None:
             if flight.choosing is None and flight.elsewhere is None:
-                self._begin(flight)
+                self.begin(flight)
             if flight.elsewhere is not None:
                 flight.result = self._meet_last_stage(flight.step, flight.elsewhere)
             elif flight.choosing is not None:
@@ -458,18 +458,18 @@ class Runner:
         assert flight.result is not None, "the step has not begun"
         return flight.result
 
-    def _compute_stage(self, step: LiveStep, wanted: _WantedRows) -> None:
+    def compute_stage(self, step: LiveStep, wanted: WantedRows) -> None:
         """This stage's part of a step, whose rows go on to the next."""
-        found = self._graph_for(step, wanted)
+        found = self.graph_for(step, wanted)
         if found is not None:
             self._replay(step, wanted, *found)
             return
         if step.scheduled:
-            batch = self._fill(step, wanted.logit_rows)
+            batch = self.fill_batch(step, wanted.logit_rows)
             self.model.step_logits(batch, self.backend.plan(batch))
         self.sampler.end_step()
 
-    def _meet_last_stage(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
+    def _meet_last_stage(self, step: LiveStep, wanted: WantedRows) -> StepResult:
         """Get the choices of a step whose logits the last stage has; nothing on ranks that do not sample.
 
         On a GPU this waits in the stream, where later steps of this stage may queue behind it: the last stage needs none of them
@@ -481,7 +481,7 @@ class Runner:
             return self._prompt_results(step, wanted, None)
         if not wanted.logit_rows:
             return _result_of(step, ())
-        num_logits, argmax_S, found = len(wanted.logit_rows), None, self._graph_for(step, wanted)
+        num_logits, argmax_S, found = len(wanted.logit_rows), None, self.graph_for(step, wanted)
         if self.graphs is not None and found is not None:
             self.sampler.find_argmax(_absent(self.graphs.logit_rows(*found)))
             argmax_S = self.sampler.argmax_S[:num_logits]
@@ -499,7 +499,7 @@ class Runner:
             flight.is_booked = True
         return result
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """What was handed out is over."""
         if self._flights and self._flights[0] is self._collected:
             self._settle(self._flights[0])
@@ -507,14 +507,14 @@ class Runner:
         self._collected = None
 
     def _check_idle(self) -> None:
-        self._advance()
+        self.advance()
         assert not self._flights, f"{len(self._flights)} steps are in flight"
 
     def _keep_slots(self, num_rows: int) -> torch.Tensor | None:
         slots_T = self.buffers.keep_slots_T
         return None if slots_T is None or not self.sampler.keeps_tokens else slots_T[:num_rows]
 
-    def _fill(self, step: LiveStep, logit_rows: list[int], keep_slots: SequenceABC[int] = ()) -> Batch:
+    def fill_batch(self, step: LiveStep, logit_rows: list[int], keep_slots: SequenceABC[int] = ()) -> Batch:
         """As it is, or padded to a size of steps; those whose logits are wanted too, if there are any.
 
         The last layer puts wanted rows in the place of rows. Forks may want more than there are: then the step is padded.
@@ -529,27 +529,27 @@ class Runner:
 
     def _padded(self, num_rows: int) -> int:
         """The least size of steps that takes so many."""
-        return padded_rows(num_rows, self._row_sizes) if self._row_sizes else num_rows
+        return padded_rows(num_rows, self.row_sizes) if self.row_sizes else num_rows
 
-    def _graph_for(self, step: LiveStep, wanted: _WantedRows) -> tuple[int, bool] | None:
+    def graph_for(self, step: LiveStep, wanted: WantedRows) -> tuple[int, bool] | None:
         """Size and kind (is it a decode step) of the graph that a step takes; None: its kernels are launched one by one.
 
         Over stages that is all that a step takes which chooses nothing: a graph of the last one would offer rank 0 what it does
         not wait for, and a long prompt goes on in the first stage before the last has seen it.
         """
-        num_rows, num_logits, is_staged = step.num_tokens, len(wanted.logit_rows), self._num_stages > 1
+        num_rows, num_logits, is_staged = step.num_tokens, len(wanted.logit_rows), self.num_stages > 1
         if self.graphs is None or not step.scheduled or wanted.has_prompts or (is_staged and not num_logits):
             return None
         if wanted.pooled:  # small batches have no normed hidden states in a graph
             return None
         is_decode = num_logits == num_rows == len(step.scheduled) and not step.has_forks
-        if self._row_sizes and is_decode:
+        if self.row_sizes and is_decode:
             # Rows of a prompt go through large tiles there (attention/tile_scheduler.py), which decode steps have none of.
             is_decode = all(item.start >= item.sequence.num_prompt_tokens for item in step.scheduled)
         size = self.graphs.size_for(num_rows, num_logits, is_decode)
         return None if size is None else (size, is_decode)
 
-    def _replay(self, step: LiveStep, wanted: _WantedRows, size: int, is_decode: bool) -> torch.Tensor:
+    def _replay(self, step: LiveStep, wanted: WantedRows, size: int, is_decode: bool) -> torch.Tensor:
         """A step from its graph: the logits, padding included; none before the last stage."""
         assert self.graphs is not None, "nothing was captured"
         num_logits = self.graphs.logit_rows(size, is_decode)
@@ -557,14 +557,14 @@ class Runner:
         self.backend.plan(batch, captured=True)
         return self.graphs.replay(size, is_decode)
 
-    def _choose(self, flight: _Flight, wanted: _WantedRows) -> Choosing:
+    def _choose(self, flight: _Flight, wanted: WantedRows) -> Choosing:
         """Run the model for a step that wants only rows that are chosen from, and begin to choose."""
         step = flight.step
-        num_logits, found = len(wanted.logit_rows), self._graph_for(step, wanted)
+        num_logits, found = len(wanted.logit_rows), self.graph_for(step, wanted)
         if not step.scheduled:
             return self.sampler.launch(None, [], self.eos_token_ids)
         if found is None:
-            batch = self._fill(step, wanted.logit_rows, wanted.keep_slots)
+            batch = self.fill_batch(step, wanted.logit_rows, wanted.keep_slots)
             plan = self.backend.plan(batch)
             if not num_logits:
                 self.model.hidden(batch, plan)
@@ -584,11 +584,11 @@ class Runner:
         keep_slots_S = self._keep_slots(num_logits)
         return self.sampler.launch(logits_SV, wanted.choices, self.eos_token_ids, argmax_S, keep_slots_S)
 
-    def _with_prompt_logprobs(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
-        batch = self._fill(step, wanted.logit_rows)
+    def _with_prompt_logprobs(self, step: LiveStep, wanted: WantedRows) -> StepResult:
+        batch = self.fill_batch(step, wanted.logit_rows)
         return self._prompt_results(step, wanted, self.model.hidden(batch, self.backend.plan(batch)))
 
-    def _prompt_results(self, step: LiveStep, wanted: _WantedRows, hidden_RH: torch.Tensor | None) -> StepResult:
+    def _prompt_results(self, step: LiveStep, wanted: WantedRows, hidden_RH: torch.Tensor | None) -> StepResult:
         """From final hidden states; None: another stage has them."""
         pooled = None if hidden_RH is None else self._send_pooled(hidden_RH, wanted)
         prompts = [
@@ -601,12 +601,12 @@ class Runner:
             samples += self.sampler.launch(logits_1V, [choice], self.eos_token_ids).read()
         return _result_of(step, samples, prompts, _read_pooled(pooled))
 
-    def _send_pooled(self, hidden_RH: torch.Tensor, wanted: _WantedRows) -> PooledCopy | None:
+    def _send_pooled(self, hidden_RH: torch.Tensor, wanted: WantedRows) -> PooledCopy | None:
         """Begin to copy pooled rows to the host; ranks that follow copy none."""
         if not wanted.pooled or not self._is_sampling_rank:
             return None
-        assert self._pooled_rows is not None, "pooled rows need buffers on the host"
-        return self._pooled_rows.send(hidden_RH, wanted.pooled)
+        assert self.pooled_rows is not None, "pooled rows need buffers on the host"
+        return self.pooled_rows.send(hidden_RH, wanted.pooled)
 
     def _logits_of(self, hidden_RH: torch.Tensor | None, first_row: int, num_rows: int) -> torch.Tensor:
         if hidden_RH is None:
@@ -631,20 +631,20 @@ class Runner:
             logprobs.extend(self.sampler.prompt_logprobs(logits_TV, targets, num_top))
         return tuple(logprobs)
 
-    def _capture_batch(self, size: int, is_decode: bool, graphs: StepGraphs) -> Batch:
+    def capture_batch(self, size: int, is_decode: bool, graphs: StepGraphs) -> Batch:
         """A step of this shape: padding alone, or a dummy prompt whose last rows are wanted."""
         if is_decode:
             return self.buffers.fill(LiveStep(()), [], size)
         step, logit_rows = self._dummy_step(size)
         return self.buffers.fill(step, logit_rows, size, graphs.logit_rows(size, is_decode), is_listed=True)
 
-    def _eager_step(self, start: int, num_rows: int) -> LiveStep:
+    def eager_step(self, start: int, num_rows: int) -> LiveStep:
         """Rows of one sequence behind a context of whatever lies on the first pages."""
         length = start + num_rows
-        sequence = self._dummy(length, 0)
+        sequence = self.dummy_sequence(length, 0)
         return LiveStep((ScheduledSequence.of(sequence, start, num_rows),))
 
-    def _dummy(self, length: int, slot: int) -> Sequence:
+    def dummy_sequence(self, length: int, slot: int) -> Sequence:
         """A sequence on the first pages, with the states of a slot."""
         sequence = Sequence(next(self._dummy_ids), [0] * length, length, SamplingParams(), seed=0, max_tokens=1)
         sequence.tables, sequence.slot = ring_tables(self.groups, length, length), slot
@@ -656,7 +656,7 @@ class Runner:
         items, logit_rows, row = [], [], 0
         while row < num_rows and len(items) < self.limits.max_num_seqs:
             length = min(longest, num_rows - row)
-            sequence = self._dummy(length, len(items))
+            sequence = self.dummy_sequence(length, len(items))
             items.append(ScheduledSequence.of(sequence, 0, length))
             row += length
             if len(logit_rows) < num_rows - 1:

@@ -52,18 +52,18 @@ class Slots:
         self._vocab_size = vocab_size
         self._tokens_again = tokens_again(groups)
         self._block_tokens = block_tokens(groups) if any(group.has_state for group in groups) else 1
-        self._number = 0
-        self._seats: dict[int, _Seat] = {}
+        self.number = 0
+        self.seats: dict[int, _Seat] = {}
 
     def accept(self, step: Step) -> LiveStep:
         """The step with the sequences of its slots; one that cannot be run is refused, and nothing has changed."""
-        if step.number != self._number + 1:
-            raise MessageError("runner.step_out_of_order", number=step.number, expected=self._number + 1)
+        if step.number != self.number + 1:
+            raise MessageError("runner.step_out_of_order", number=step.number, expected=self.number + 1)
         seats = self._seated(step)
         sources = self._sources(step, seats)
         self._check_items(step, seats, sources)
-        self._seats = seats
-        self._number = step.number
+        self.seats = seats
+        self.number = step.number
         return LiveStep(tuple(self._apply(item, sources) for item in step.items), step)
 
     def book(self, live: LiveStep, result: StepResult) -> None:
@@ -75,7 +75,7 @@ class Slots:
                 # Where nothing could be chosen the sequence fails, and what it still has in flight must have some token.
                 sequence.token_ids[num_computed - len(item.proposals) :] = [max(token, 0) for token in own.token_ids]
                 num_computed -= 1 + len(item.proposals) - len(own.token_ids)
-            seat = self._seats.get(sequence.slot)
+            seat = self.seats.get(sequence.slot)
             if seat is None or seat.sequence is not sequence:
                 continue
             seat.num_computed = num_computed
@@ -84,12 +84,12 @@ class Slots:
 
     def forget_flights(self) -> None:
         """Steps in flight were dropped: nothing was computed; their admissions and pages stand."""
-        for seat in self._seats.values():
+        for seat in self.seats.values():
             seat.next_start, seat.num_tokens, seat.is_open = seat.num_computed, seat.sequence.num_tokens, False
 
     def _seated(self, step: Step) -> dict[int, _Seat]:
         """Everybody, once some have gone and others have come."""
-        seats = dict(self._seats)
+        seats = dict(self.seats)
         for slot in step.released:
             if seats.pop(slot, None) is None:
                 _refuse(step, f"releases slot {slot}, which is free")
@@ -246,7 +246,7 @@ class Slots:
                 _refuse_item(step, item, f"has no page where cache group {index} is read")
 
     def _apply(self, item: StepItem, sources: dict[int, Sequence]) -> ScheduledSequence:
-        seat = self._seats[item.slot]
+        seat = self.seats[item.slot]
         sequence = seat.sequence
         if item.pages:
             for table, pages in zip(sequence.tables, item.pages, strict=True):

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from holdfast.request.outputs import Logprob, PositionLogprobs
-from holdfast.text.detokenizer import IncrementalDetokenizer
 from holdfast.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -52,7 +51,8 @@ class CompletionLogprobWriter:
         """`prompt_token_ids`: the prompt that the text follows, unless the text repeats it."""
         self._tokenizer = tokenizer
         self._num_top = num_top
-        self._text = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._text = tokenizer.text_stream(skip_special_tokens)
+        self._text.follow(prompt_token_ids)
         self._num_chars = 0
 
     def entries(self, token_ids: Iterable[int], positions: Sequence[PositionLogprobs | None]) -> dict[str, list[Any]]:
@@ -62,7 +62,7 @@ class CompletionLogprobWriter:
             text = self._tokenizer.token_text(token_id)
             written["text_offset"].append(self._num_chars)
             written["tokens"].append(text)
-            self._num_chars += len(self._text.append([token_id]))
+            self._num_chars += len(self._text.push([token_id]))
             if position is None:
                 written["token_logprobs"].append(None)
                 written["top_logprobs"].append(None)

@@ -63,6 +63,15 @@ class DeltaList:
             self._call_ids.add(call_id)
         self._done.append(ToolCallDelta(index, name, id=call_id))
 
+    def append(self, delta: AnswerDelta) -> None:
+        """Append a delta."""
+        if not isinstance(delta, ToolCallDelta):
+            self.add(type(delta), delta.text)
+            return
+        if delta.name is not None:
+            self.begin_call(delta.index, delta.name, delta.id)
+        self.add(delta.index, delta.arguments)
+
     def take(self) -> list[AnswerDelta]:
         """Return and clear all deltas."""
         self._close()
@@ -115,24 +124,20 @@ class HeldSpace:
         self._is_over = False
 
 
-def partial_end(text: str, marker: str) -> int:
+def partial_end(text: str, *markers: str) -> int:
     """Return how many characters at the end of the text may begin a marker."""
-    first = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
-    while first >= 0:
-        if marker.startswith(text[first:]):
-            return len(text) - first
-        first = text.find(marker[0], first + 1)
-    return 0
+    longest = 0
+    for marker in filter(None, markers):
+        first = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
+        while first >= 0 and not marker.startswith(text[first:]):
+            first = text.find(marker[0], first + 1)
+        longest = max(longest, len(text) - first) if first >= 0 else longest
+    return longest
 
 
 def joined(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
     """Join adjacent deltas of one kind."""
     whole = DeltaList()
     for delta in deltas:
-        if isinstance(delta, ToolCallDelta):
-            if delta.name is not None:
-                whole.begin_call(delta.index, delta.name, delta.id)
-            whole.add(delta.index, delta.arguments)
-        else:
-            whole.add(type(delta), delta.text)
+        whole.append(delta)
     return whole.take()

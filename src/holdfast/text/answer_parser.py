@@ -89,9 +89,7 @@ class MarkerFilter:
             if isinstance(delta, ToolCallDelta) or not isinstance(delta, self._kind):
                 out.add(self._kind, self.rest())
             if isinstance(delta, ToolCallDelta):
-                if delta.name is not None:
-                    out.begin_call(delta.index, delta.name, delta.id)
-                out.add(delta.index, delta.arguments)
+                out.append(delta)
                 continue
             self._kind = type(delta)
             out.add(self._kind, self._without_markers(self._kept + delta.text))
@@ -99,7 +97,7 @@ class MarkerFilter:
 
     def _without_markers(self, text: str) -> str:
         pieces = self._marker.split(text)
-        end = len(pieces[-1]) - max(partial_end(pieces[-1], marker) for marker in self._hidden)
+        end = len(pieces[-1]) - partial_end(pieces[-1], *self._hidden)
         pieces[-1], self._kept = pieces[-1][:end], pieces[-1][end:]
         return "".join(pieces)
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, NamedTuple, TypeVar
 
 from holdfast.errors import shown
 from holdfast.text.answer_deltas import DeltaList
@@ -18,18 +18,39 @@ Report = Callable[[str], None]
 """Records a problem of the answer."""
 
 
-class CallReader(Protocol):
+Syntax = TypeVar("Syntax")
+
+
+class CallContext(NamedTuple):
+    """One call of an answer."""
+
+    number: int
+    tools: Mapping[str, Tool] | None
+    """Names of calls are compared with these; None accepts any."""
+    report: Report
+    is_marked: bool
+    """A marker shows that this is a call; else only its keys do, which an answer in JSON may share."""
+
+
+class CallReader(Generic[Syntax]):
     """Reads one call."""
 
-    is_certain: bool
-    """It is a call, and has been reported."""
-    is_done: bool
-    is_broken: bool
-    """It is no call, or its arguments are broken."""
+    def __init__(self, syntax: Syntax, call: CallContext) -> None:
+        self.is_certain = False
+        """It is a call, and has been reported."""
+        self.is_done = False
+        self.is_broken = False
+        """It is no call, or its arguments are broken."""
+        self._syntax = syntax
+        self._index, self._tools, self._report, self._is_marked = call
 
     def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
         """Read from `place`; stop if the call is done or broken, at the limit, or before half a tag there."""
-        ...
+        raise NotImplementedError
+
+    def is_unknown(self, name: str) -> bool:
+        """Report a name that is not among the tools of the request; return True then."""
+        return report_unknown(name, self._tools, self._report)
 
 
 class ArgumentsReader:
@@ -70,10 +91,6 @@ class JsonSyntax:
 
     arguments_key: str
 
-    def reader(self, index: int, tools: Mapping[str, Tool] | None, report: Report, is_marked: bool) -> CallReader:
-        """Make the reader of one call."""
-        return JsonCall(index, tools, report, is_marked)
-
 
 @dataclass(frozen=True, slots=True)
 class HeadSyntax:
@@ -87,24 +104,16 @@ class HeadSyntax:
     written_end: str = ""
     """For a forced call: the text before the arguments, with {name}, and the text after them, before the closing marker."""
 
-    def reader(self, index: int, tools: Mapping[str, Tool] | None, report: Report, is_marked: bool) -> CallReader:
-        """Make the reader of one call."""
-        return HeadedCall(self, index, tools, report)
-
 
 MAX_HEAD_CHARS = 512
 _SPACE = re.compile(r"\s*")
 
 
-class HeadedCall:
+class HeadedCall(CallReader[HeadSyntax]):
     """Reads NAME <separator> {...}. The markers prove that it is a call, so invalid JSON breaks only the arguments."""
 
-    def __init__(self, syntax: HeadSyntax, index: int, tools: Mapping[str, Tool] | None, report: Report) -> None:
-        self.is_certain = self.is_done = self.is_broken = False
-        self._syntax = syntax
-        self._index = index
-        self._tools = tools
-        self._report = report
+    def __init__(self, syntax: HeadSyntax, call: CallContext) -> None:
+        super().__init__(syntax, call)
         self._named: re.Match[str] | None = None
         self._arguments = ArgumentsReader()
 
@@ -143,7 +152,7 @@ class HeadedCall:
             return place
         assert self._named is not None, "the head of a call has no name"
         name = self._named["name"]
-        report_unknown(name, self._tools, self._report)
+        self.is_unknown(name)
         self.is_certain = True
         out.begin_call(self._index, name, self._named.groupdict().get("id"))
         if is_empty:
@@ -152,16 +161,11 @@ class HeadedCall:
         return place
 
 
-class JsonCall:
+class JsonCall(CallReader[JsonSyntax]):
     """Reads {"name": ..., "arguments": {...}}, in any order; `parameters` is a synonym of `arguments`."""
 
-    def __init__(self, index: int, tools: Mapping[str, Tool] | None, report: Report, is_marked: bool) -> None:
-        self.is_certain = self.is_done = self.is_broken = False
-        self._index = index
-        self._tools = tools
-        self._report = report
-        self._is_marked = is_marked
-        """A marker shows that this is a call; else only its keys do, which an answer in JSON may share."""
+    def __init__(self, syntax: JsonSyntax, call: CallContext) -> None:
+        super().__init__(syntax, call)
         self._scanner = JsonScanner()
         self._key = ""
         self._name: str | None = None
@@ -232,7 +236,11 @@ class JsonCall:
         text = self._captured_text()
         if self._key == "name":
             name = _decoded(text) if text.startswith('"') else ""
-            if self._name is not None or NAME.fullmatch(name) is None or not self._is_known(name):
+            if (
+                self._name is not None
+                or NAME.fullmatch(name) is None
+                or (self.is_unknown(name) and not self._is_marked)
+            ):
                 self.is_broken = True
                 return
             self._name = name
@@ -244,9 +252,6 @@ class JsonCall:
             self._arguments, self._has_arguments = [written], True
         if self._has_arguments:
             self._begin_call(out)
-
-    def _is_known(self, name: str) -> bool:
-        return not report_unknown(name, self._tools, self._report) or self._is_marked
 
     def _begin_call(self, out: DeltaList) -> None:
         if self._name is None:

@@ -1,4 +1,4 @@
-"""IncrementalDetokenizer: the text of a completion as its tokens come, in constant time per token; no torch.
+"""TextStream: the text of a completion as its tokens come, in constant time per token; no torch.
 
 The tokenizer's decoder gives the bytes of each token. A text is its tokens' bytes joined and decoded as UTF-8, so it grows
 token by token: written text never changes, and at most the three bytes of an unfinished character wait. Invalid bytes become
@@ -10,12 +10,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from holdfast.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from holdfast.text.tokenizer import Tokenizer
 
 KNOWN_DECODERS = ("none", "ByteLevel", "Metaspace", "sequences of Replace, ByteFallback, Fuse and Strip")
 MIN_CONTEXT_BYTES = 8
@@ -63,7 +59,11 @@ class TokenPieces:
 
 
 class TextStream:
-    """Turns token ids into text, in constant time per token; returned text never changes."""
+    """Turns token ids into text, in constant time per token; returned text never changes.
+
+    After `follow`, all pushed texts and the last one together equal the text that decoding prompt and completion at once would
+    add. At most the bytes of one unfinished character wait. A character that spans both belongs to the completion.
+    """
 
     def __init__(
         self, pieces: TokenPieces, skip_special_tokens: bool, kept_token_ids: frozenset[int] = frozenset()
@@ -118,32 +118,6 @@ class TextStream:
         if start < len(text):
             self._strips_left = 0
         return text[start:]
-
-
-class IncrementalDetokenizer:
-    """The text that the tokens of a completion add to its prompt.
-
-    All deltas and the flush together equal the text that decoding prompt and completion at once would add. At most the bytes
-    of one unfinished character wait. A character that spans prompt and completion belongs to the completion.
-    """
-
-    def __init__(
-        self,
-        tokenizer: "Tokenizer",
-        prompt_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        kept_token_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        self._stream = tokenizer.text_stream(skip_special_tokens, kept_token_ids)
-        self._stream.follow(prompt_token_ids)
-
-    def append(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete; it never changes later."""
-        return self._stream.push(token_ids)
-
-    def flush(self) -> str:
-        """Return the rest after the last token."""
-        return self._stream.finish()
 
 
 def decode_rule(decoder_json: bytes | str | None, origin: str) -> DecodeRule:

@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -33,9 +32,8 @@ if TYPE_CHECKING:
     import numpy as np
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-MAX_VERDICT_BYTES = 2**20
-"""Most bytes of cached verdicts: a digest, and the reason of a refusal."""
-VERDICT_BYTES = 128
+MAX_VERDICTS = 1024
+"""Most cached verdicts: a digest, and the reason of a refusal, which has a bound (MAX_ERROR_CHARS)."""
 ANY_OBJECT = '{"type":"object"}'
 HARD_WORDS = ('"allOf"', '"pattern', '"not"', '"if"', '"format"', '"$dynamicRef"', '"x-guidance"')
 """Keywords for which the compiler compares expressions; a schema without them compiles in linear time."""
@@ -136,8 +134,7 @@ class GrammarCheck:
         self._vocabulary = vocabulary
         self._guard = guard or GrammarGuard()
         self._lock = threading.Lock()
-        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
-        self._num_bytes = 0
+        self._verdicts: dict[bytes, str | None] = {}
 
     def check(self, form: StructuredOutputs) -> None:
         """Raise RequestError for a grammar that does not compile, or not in time."""
@@ -148,7 +145,10 @@ class GrammarCheck:
             is_known, error = digest in self._verdicts, self._verdicts.get(digest)
         if not is_known:
             error = self._error(form, kind, text)
-            self._remember(digest, error)
+            with self._lock:
+                self._verdicts[digest] = error
+                while len(self._verdicts) > MAX_VERDICTS:
+                    del self._verdicts[next(iter(self._verdicts))]
         if error is not None:
             raise RequestError("grammar.refused", name="structured_outputs", kind=form.kind, reason=error)
 
@@ -157,9 +157,9 @@ class GrammarCheck:
         self._guard.close()
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of cached verdicts."""
-        return self._num_bytes
+    def num_verdicts(self) -> int:
+        """Number of cached verdicts."""
+        return len(self._verdicts)
 
     def _error(self, form: StructuredOutputs, kind: str, text: str) -> str | None:
         is_easy = kind == "choice" or (kind == "json" and not any(word in text for word in HARD_WORDS))
@@ -175,20 +175,6 @@ class GrammarCheck:
             return plain_error(matcher.get_error())
         return None if any(mask) else "no token of the vocabulary can begin it"
 
-    def _remember(self, digest: bytes, error: str | None) -> None:
-        with self._lock:
-            if digest in self._verdicts:
-                return
-            self._verdicts[digest] = error
-            self._num_bytes += _verdict_bytes(error)
-            while self._num_bytes > MAX_VERDICT_BYTES:
-                _, oldest = self._verdicts.popitem(last=False)
-                self._num_bytes -= _verdict_bytes(oldest)
-
-
-def _verdict_bytes(error: str | None) -> int:
-    return VERDICT_BYTES + 4 * len(error or "")
-
 
 @dataclass(eq=False, slots=True)
 class _Following:
@@ -198,12 +184,6 @@ class _Following:
     num_consumed: int = 0
     """Output tokens that the matcher has seen."""
     failure: str | None = None
-
-
-def _zeros_like(masks_RW: "np.ndarray", num_rows: int, num_words: int) -> "np.ndarray":
-    import numpy as np  # imported late: a command that only opens files need not wait for it
-
-    return np.zeros((num_rows, num_words), masks_RW.dtype)
 
 
 class Prepared(NamedTuple):
@@ -255,9 +235,11 @@ class Grammars:
 
     def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: "np.ndarray") -> None:
         """Set bit t of row i if token t may follow sequences[i]; no bits after a failure. Rows of None stay unchanged."""
+        import numpy as np  # imported late: a command that only opens files need not wait for it
+
         num_words = self._vocabulary.num_words
         is_own = masks_RW.shape[1] == num_words and masks_RW.flags.c_contiguous
-        words_RW = masks_RW if is_own else _zeros_like(masks_RW, len(sequences), num_words)
+        words_RW = masks_RW if is_own else np.zeros((len(sequences), num_words), masks_RW.dtype)
         followed = [(row, self._advanced(sequence)) for row, sequence in enumerate(sequences) if sequence is not None]
         moving = [(one.matcher, row) for row, one in followed if one is not None and one.failure is None]
         self._compute(moving, words_RW)

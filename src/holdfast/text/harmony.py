@@ -9,14 +9,13 @@ after it. A second message of the same kind begins on a new line.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from holdfast.errors import shown
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, partial_end
 from holdfast.text.call_readers import ArgumentsReader, report_unknown
-from holdfast.text.tool_calls import MAX_CALLS, AnswerReader, StreamReader, ToolFormat
+from holdfast.text.tool_calls import MAX_CALLS, AnswerReader, ToolFormat
 from holdfast.text.tools import NAME, Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -47,23 +46,11 @@ class HarmonyFormat(ToolFormat):
 HARMONY = HarmonyFormat("harmony", "", "", None, tokens=TOKENS, stops=(CALL, RETURN))
 
 
-class _State(Enum):
-    FIRST = auto()
-    """At the beginning of an answer, in a header that the prompt began."""
-    NEXT = auto()
-    HEADER = auto()
-    BODY = auto()
-    CALL = auto()
-    """In the body of a call, before its arguments."""
-    ARGUMENTS = auto()
-    BROKEN_ARGUMENTS = auto()
+_FIRST_HEADERS, _HEADERS = (CHANNEL, MESSAGE, START, CONSTRAIN, "to="), (START, CHANNEL, MESSAGE)
+"""Beginnings of a header, the first of which the prompt began; any other text is content."""
 
 
-_HEADERS = {_State.FIRST: (CHANNEL, MESSAGE, START, CONSTRAIN, "to="), _State.NEXT: (START, CHANNEL, MESSAGE)}
-"""Beginnings of a header; any other text is content."""
-
-
-class HarmonyParser(StreamReader):
+class HarmonyParser(AnswerReader):
     """Reads one answer in channels."""
 
     def __init__(
@@ -86,16 +73,7 @@ class HarmonyParser(StreamReader):
         self._shown: set[type[ContentDelta] | type[ReasoningDelta]] = set()
         self._is_new_message = False
         self._is_after_call = False
-        self._state = _State.FIRST
-        self._steps: dict[_State, Callable[[str, int], int]] = {
-            _State.FIRST: self._before_header,
-            _State.NEXT: self._before_header,
-            _State.HEADER: self._header,
-            _State.BODY: self._body,
-            _State.CALL: self._call,
-            _State.ARGUMENTS: self._read_arguments,
-            _State.BROKEN_ARGUMENTS: self._body,
-        }
+        self._state = self._first
         self._follow(prompt)
 
     def _follow(self, prompt: str | None) -> None:
@@ -107,36 +85,38 @@ class HarmonyParser(StreamReader):
         elif turn:
             self.feed(tail)
 
-    def _step(self, text: str, place: int) -> int:
-        return self._steps[self._state](text, place)
-
     def finish(self) -> list[AnswerDelta]:
         """Return the deltas that were held back, at the end of the answer."""
         kept, self._kept = self._kept, ""
-        if self._state is _State.HEADER:
+        if self._state == self._header:
             self._report("dropped a header that was cut off before its message")
-        elif self._state is _State.CALL:
+        elif self._state == self._call:
             self._report(f"dropped a call of {shown(self._name)} that was cut off before its arguments")
-        elif self._state is _State.ARGUMENTS:
+        elif self._state == self._read_arguments:
             self._report(f"call {self.num_calls - 1} was cut off")
         else:
             self._text(kept)
-        self._state, self._kind = _State.BODY, ContentDelta
+        self._state, self._kind = self._body, ContentDelta
         return self._out.take()
 
-    def _before_header(self, text: str, place: int) -> int:
+    def _first(self, text: str, place: int) -> int:
+        return self._before_header(text, place, is_first=True)
+
+    def _next(self, text: str, place: int) -> int:
+        return self._before_header(text, place, is_first=False)
+
+    def _before_header(self, text: str, place: int, is_first: bool) -> int:
         # At the beginning, white space may be content; between messages it is not.
-        is_first = self._state is _State.FIRST
         match = (_FIRST_SPACE if is_first else _SPACE).match(text, place)
         begin = place if match is None else match.end()
         rest = text[begin : begin + len(CONSTRAIN)]
-        starts = _HEADERS[self._state]
+        starts = _FIRST_HEADERS if is_first else _HEADERS
         if any(rest.startswith(start) for start in starts):
-            self._state = _State.HEADER
+            self._state = self._header
             return begin
         if any(start.startswith(rest) for start in starts):
             return self._keep(text, place if is_first else begin)
-        self._state, self._kind, self._is_new_message = _State.BODY, ContentDelta, not is_first
+        self._state, self._kind, self._is_new_message = self._body, ContentDelta, not is_first
         return place if is_first else begin
 
     def _header(self, text: str, place: int) -> int:
@@ -149,7 +129,7 @@ class HarmonyParser(StreamReader):
             self._begin_message(text[place : found.start()])
             return found.end()
         self._report("a text that begins like a header has no message, and is content")
-        self._state, self._kind, self._is_new_message = _State.BODY, ContentDelta, True
+        self._state, self._kind, self._is_new_message = self._body, ContentDelta, True
         end = limit if found is None else found.start()
         self._text(text[place:end])
         return end
@@ -161,13 +141,13 @@ class HarmonyParser(StreamReader):
         channel = _word(channel_part)
         found = _RECIPIENT.search(role_part) or _RECIPIENT.search(channel_part)
         recipient = None if found is None else found[1]
-        self._is_new_message, self._state = True, _State.BODY
+        self._is_new_message, self._state = True, self._body
         self._kind = self._reasoning if channel == "analysis" else ContentDelta
         if role != "assistant":
             self._report(f"dropped a message of {shown(role)}")
             self._kind = None
         elif recipient is not None and self._is_call(recipient):
-            self._state, self._name = _State.CALL, recipient.removeprefix(FUNCTIONS)
+            self._state, self._name = self._call, recipient.removeprefix(FUNCTIONS)
 
     def _is_call(self, recipient: str) -> bool:
         name = recipient.removeprefix(FUNCTIONS)
@@ -194,7 +174,7 @@ class HarmonyParser(StreamReader):
         self._out.begin_call(self.num_calls, self._name)
         self.num_calls += 1
         self._arguments = ArgumentsReader()
-        self._state = _State.ARGUMENTS
+        self._state = self._read_arguments
         if is_empty:
             self._out.add(self.num_calls - 1, "{}")
             self._end_arguments()
@@ -206,26 +186,30 @@ class HarmonyParser(StreamReader):
             self._end_arguments()
         elif self._arguments.is_broken:
             self._report(f"the arguments of call {self.num_calls - 1} are no JSON")
-            self._state = _State.BROKEN_ARGUMENTS
+            self._state = self._broken_arguments
         return place
 
     def _end_arguments(self) -> None:
         """Read the rest of the message as content."""
-        self._state, self._kind, self._is_new_message, self._is_after_call = _State.BODY, ContentDelta, True, True
+        self._state, self._kind, self._is_new_message, self._is_after_call = self._body, ContentDelta, True, True
 
     def _body(self, text: str, place: int) -> int:
         found = _END.search(text, place)
         if found is not None:
             self._text(text[place : found.start()])
             goes_on = found[0] in (START, CHANNEL)
-            self._state, self._is_after_call = _State.HEADER if goes_on else _State.NEXT, False
+            self._state, self._is_after_call = self._header if goes_on else self._next, False
             return found.start() if goes_on else found.end()
-        end = len(text) - max(partial_end(text[place:], marker) for marker in _ENDS)
+        end = len(text) - partial_end(text[place:], *_ENDS)
         self._text(text[place:end])
         return self._keep(text, end)
 
+    def _broken_arguments(self, text: str, place: int) -> int:
+        """Read arguments that are no JSON, unchanged, up to the end of the message."""
+        return self._body(text, place)
+
     def _text(self, text: str) -> None:
-        if self._state is _State.BROKEN_ARGUMENTS:
+        if self._state == self._broken_arguments:
             self._out.add(self.num_calls - 1, text)
             return
         text = text.lstrip() if self._is_after_call else text

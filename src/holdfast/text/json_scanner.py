@@ -5,6 +5,7 @@ character; only control characters in strings, which models write, are reported 
 """
 
 import re
+from collections.abc import Collection, Generator
 from enum import Enum, auto
 
 MAX_DEPTH = 64
@@ -12,6 +13,8 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
+_FIRST = frozenset('{["tfn-0123456789')
+"""First characters of values."""
 
 _NUMBER: dict[str, dict[str, str]] = {
     "-": {"0": "zero", "1": "whole"},
@@ -47,162 +50,123 @@ class Found(Enum):
     """Before the wrong character."""
 
 
-class _State(Enum):
-    START = auto()
-    VALUE = auto()
-    FIRST_KEY = auto()
-    KEY = auto()
-    FIRST_ITEM = auto()
-    COLON = auto()
-    NEXT = auto()
-    STRING = auto()
-    ESCAPE = auto()
-    HEX = auto()
-    LITERAL = auto()
-    NUMBER = auto()
-    END = auto()
-    BROKEN = auto()
+Steps = Generator[Found, None, None]
+"""Reads on, and yields every event; it resumes with more text."""
 
 
-_TIGHT = frozenset({_State.STRING, _State.ESCAPE, _State.HEX, _State.LITERAL, _State.NUMBER})
-"""States in which white space counts."""
+class _BrokenError(Exception):
+    """The next character is wrong."""
 
 
 class JsonScanner:
     """Scans one object. `scan` continues to the next event; its caller keeps the place."""
 
     def __init__(self) -> None:
-        self._state = _State.START
-        self._brackets: list[str] = []
-        self._is_key = False
-        self._rest = ""
-        self._number = ""
-        self._num_hex = 0
-        self._has_reported_value = False
+        self._text, self._place, self._limit = "", 0, 0
+        self._events = self._whole()
 
     def scan(self, text: str, place: int, limit: int) -> tuple[int, Found]:
         """Read from `place` up to `limit`; return the new place and the event there."""
+        self._text, self._place, self._limit = text, place, limit
+        found = next(self._events)
+        return self._place, found
+
+    def _whole(self) -> Steps:
+        last = Found.END
+        try:
+            yield from self._take("{")
+            yield from self._object(1)
+        except _BrokenError:
+            last = Found.BROKEN
         while True:
-            if self._state not in _TIGHT and self._state is not _State.END:
-                match = _SPACE.match(text, place, limit)
-                place = place if match is None else match.end()
-            if self._state is _State.END:
-                return place, Found.END
-            if self._state is _State.BROKEN:
-                return place, Found.BROKEN
-            if place == limit:
-                return place, Found.MORE
-            place, found = self._read(text, place, limit)
-            if found is not None:
-                return place, found
+            yield last
 
-    def _read(self, text: str, place: int, limit: int) -> tuple[int, Found | None]:
-        match self._state:
-            case _State.STRING:
-                return self._string(text, place, limit)
-            case _State.VALUE | _State.FIRST_ITEM:
-                return self._value(text, place)
-            case _State.NUMBER:
-                return self._in_number(text, place)
-            case _:
-                return self._sign(text[place], place)
+    def _peek(self, skips_space: bool = True) -> Generator[Found, None, str]:
+        """Return the next character, which stays unread."""
+        while True:
+            if skips_space:
+                self._skip(_SPACE)
+            if self._place < self._limit:
+                return self._text[self._place]
+            yield Found.MORE
 
-    def _string(self, text: str, place: int, limit: int) -> tuple[int, Found | None]:
-        match = _PLAIN.match(text, place, limit)
-        place = place if match is None else match.end()
-        if place == limit:
-            return place, None
-        character = text[place]
-        if character == "\\":
-            self._state = _State.ESCAPE
-        elif character != '"':
-            return place + 1, Found.CONTROL
-        elif self._is_key:
-            self._is_key, self._state = False, _State.COLON
-            return place + 1, Found.KEY if len(self._brackets) == 1 else None
-        else:
-            return place + 1, self._end_value()
-        return place + 1, None
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        match = pattern.match(self._text, self._place, self._limit)
+        self._place = self._place if match is None else match.end()
 
-    def _value(self, text: str, place: int) -> tuple[int, Found | None]:
-        character = text[place]
-        if len(self._brackets) == 1 and not self._has_reported_value:
-            self._has_reported_value = True
-            return place, Found.VALUE
-        if character == "]" and self._state is _State.FIRST_ITEM:
-            return self._close(character, place)
-        if character in "{[":
-            return self._open(character, place)
-        if character == '"':
-            self._state = _State.STRING
+    def _take(self, accepted: Collection[str], skips_space: bool = True) -> Generator[Found, None, str]:
+        """Read one character, which must be one of these."""
+        character = yield from self._peek(skips_space)
+        if character not in accepted:
+            raise _BrokenError
+        self._place += 1
+        return character
+
+    def _object(self, depth: int) -> Steps:
+        character = yield from self._take('"}')
+        while character != "}":
+            yield from self._string()
+            if depth == 1:
+                yield Found.KEY
+            yield from self._take(":")
+            yield from self._value(depth)
+            character = yield from self._take(",}")
+            if character == ",":
+                yield from self._take('"')
+
+    def _array(self, depth: int) -> Steps:
+        if (yield from self._peek()) == "]":
+            self._place += 1
+            return
+        character = ","
+        while character == ",":
+            yield from self._value(depth)
+            character = yield from self._take(",]")
+
+    def _value(self, depth: int) -> Steps:
+        character = yield from self._peek()
+        if depth == 1:
+            yield Found.VALUE
+        is_open = character in "{["
+        if character not in _FIRST or (is_open and depth == MAX_DEPTH):
+            raise _BrokenError
+        self._place += 1
+        if is_open:
+            yield from self._object(depth + 1) if character == "{" else self._array(depth + 1)
+        elif character == '"':
+            yield from self._string()
         elif character in _LITERALS:
-            self._rest, self._state = _LITERALS[character], _State.LITERAL
-        elif character == "-" or character in "0123456789":
-            self._number = {"-": "-", "0": "zero"}.get(character, "whole")
-            self._state = _State.NUMBER
+            for wanted in _LITERALS[character]:
+                yield from self._take(wanted, skips_space=False)
         else:
-            return self._break(place)
-        return place + 1, None
+            yield from self._number({"-": "-", "0": "zero"}.get(character, "whole"))
+        if depth == 1:
+            yield Found.VALUE_END
 
-    def _in_number(self, text: str, place: int) -> tuple[int, Found | None]:
-        kind = _DIGIT_KINDS.get(text[place], "")
-        following = _NUMBER[self._number].get(kind)
-        if following is not None:
-            self._number = following
-            return place + 1, None
-        return (place, self._end_value()) if self._number in _WHOLE_NUMBERS else self._break(place)
+    def _number(self, state: str) -> Steps:
+        """Read the rest of a number; the character after it ends it."""
+        while following := _NUMBER[state].get(_DIGIT_KINDS.get((yield from self._peek(skips_space=False)), "")):
+            self._place += 1
+            state = following
+        if state not in _WHOLE_NUMBERS:
+            raise _BrokenError
 
-    def _sign(self, character: str, place: int) -> tuple[int, Found | None]:
-        """Handle states in which one character decides."""
-        state = self._state
-        if state is _State.ESCAPE and (character in '"\\/bfnrt' or character == "u"):
-            self._state, self._num_hex = (_State.HEX, 4) if character == "u" else (_State.STRING, 0)
-        elif state is _State.HEX and character in _HEX_DIGITS:
-            self._num_hex -= 1
-            self._state = _State.HEX if self._num_hex else _State.STRING
-        elif state is _State.LITERAL and self._rest.startswith(character):
-            self._rest = self._rest[1:]
-            return place + 1, None if self._rest else self._end_value()
-        elif state in (_State.FIRST_KEY, _State.KEY) and character == '"':
-            self._is_key, self._state = True, _State.STRING
-        elif state is _State.COLON and character == ":":
-            self._state = _State.VALUE
-        elif state is _State.NEXT and character == ",":
-            self._state = _State.KEY if self._brackets[-1] == "{" else _State.VALUE
-        elif state in (_State.NEXT, _State.FIRST_KEY) and character in "}]":
-            return self._close(character, place)
-        elif state is _State.START and character == "{":
-            return self._open(character, place)
-        else:
-            return self._break(place)
-        return place + 1, None
-
-    def _open(self, bracket: str, place: int) -> tuple[int, Found | None]:
-        if len(self._brackets) == MAX_DEPTH:
-            return self._break(place)
-        self._brackets.append(bracket)
-        self._state = _State.FIRST_KEY if bracket == "{" else _State.FIRST_ITEM
-        return place + 1, None
-
-    def _close(self, bracket: str, place: int) -> tuple[int, Found | None]:
-        if self._brackets[-1] != {"}": "{", "]": "["}[bracket]:
-            return self._break(place)
-        self._brackets.pop()
-        if not self._brackets:
-            self._state = _State.END
-            return place + 1, Found.END
-        return place + 1, self._end_value()
-
-    def _end_value(self) -> Found | None:
-        self._state = _State.NEXT
-        if len(self._brackets) > 1:
-            return None
-        self._has_reported_value = False
-        return Found.VALUE_END
-
-    def _break(self, place: int) -> tuple[int, Found]:
-        self._state = _State.BROKEN
-        return place, Found.BROKEN
+    def _string(self) -> Steps:
+        """Read the rest of a string."""
+        while True:
+            self._skip(_PLAIN)
+            if self._place == self._limit:
+                yield Found.MORE
+                continue
+            character = self._text[self._place]
+            self._place += 1
+            if character == '"':
+                return
+            if character != "\\":
+                yield Found.CONTROL
+            elif (yield from self._take('"\\/bfnrtu', skips_space=False)) == "u":
+                for _ in range(4):
+                    yield from self._take(_HEX_DIGITS, skips_space=False)
 
 
 def is_object(text: str) -> bool:

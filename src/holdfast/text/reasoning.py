@@ -5,14 +5,14 @@ space beside the markers belongs to them.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Literal
 
 from holdfast.errors import RequestError
-from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, DeltaList, HeldSpace, ReasoningDelta, partial_end
+from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, HeldSpace, ReasoningDelta, partial_end
 from holdfast.text.harmony import CHANNEL, MESSAGE, TOKENS, TURN
+from holdfast.text.tool_calls import AnswerReader
 
 AUTO, NONE = "auto", "none"
 OPENING, CLOSING = "<think>", "</think>"
@@ -83,90 +83,75 @@ def choose_reasoning_parser(template: str | None, name: str = AUTO) -> Reasoning
     return QWEN3 if template is not None and (OPENING in template or CLOSING in template) else None
 
 
-class _State(Enum):
-    START = auto()
-    OPENED = auto()
-    THOUGHT = auto()
-    CLOSED = auto()
-    CONTENT = auto()
-
-
-class ReasoningParser:
+class ReasoningParser(AnswerReader):
     """Reads one answer: `feed` returns certain deltas, `finish` the rest."""
 
     def __init__(self, is_open: bool = False, also_ends: Sequence[str] = ()) -> None:
+        super().__init__()
         self._is_open = is_open
         self._ends = (CLOSING, *also_ends)
         """A marker of calls ends thoughts too: some models leave </think> out before it."""
         self._end = re.compile("|".join(map(re.escape, self._ends)))
-        self._state = _State.START
-        self._out = DeltaList()
         self._space = HeldSpace()
-        self._kept = ""
-
-    @property
-    def is_thinking(self) -> bool:
-        """True between the beginning and the end of thoughts."""
-        return self._state in (_State.OPENED, _State.THOUGHT) or (self._state is _State.START and self._is_open)
-
-    def feed(self, text: str) -> list[AnswerDelta]:
-        """Read a further piece of the answer; return the deltas that are certain."""
-        text, self._kept = self._kept + text, ""
-        if text and self._state is _State.START:
-            text = self._start(text)
-        if text and self._state is _State.OPENED:
-            text = text.lstrip()
-            self._state = _State.THOUGHT if text else _State.OPENED
-        if text and self._state is _State.THOUGHT:
-            text = self._thought(text)
-        if text and self._state is _State.CLOSED:
-            text = text.lstrip()
-            self._state = _State.CONTENT if text else _State.CLOSED
-        if self._state is _State.CONTENT:
-            self._out.add(ContentDelta, text)
-        return self._out.take()
+        self._state = self._start
 
     def finish(self) -> list[AnswerDelta]:
         """Return the deltas that were held back, at the end of the answer."""
         kept, self._kept = self._kept, ""
-        if self._state is _State.START:
+        if self._state == self._start:
             kind = ReasoningDelta if self._is_open else ContentDelta
             # An answer of white space alone has no thoughts.
             text = kept.strip() if self._is_open else self._space.release() + kept
             self._out.add(kind, text)
-        elif self._state is _State.THOUGHT:
+        elif self._state == self._thought:
             self._out.add(ReasoningDelta, self._space.show(kept))
-        self._state = _State.CONTENT
+        self._state = self._content
         return self._out.take()
 
-    def _start(self, text: str) -> str:
-        """Look for <think>; return the text that is still unread."""
-        bare = text.lstrip()
-        space = self._space.show(text[: len(text) - len(bare)])
+    def _start(self, text: str, place: int) -> int:
+        """Look for <think>."""
+        bare = text[place:].lstrip()
+        begin = len(text) - len(bare)
+        space = self._space.show(text[place:begin])
         if not self._is_open:
             self._out.add(ContentDelta, space)
         if bare.startswith(OPENING):
             self._space.drop()
-            self._state = _State.OPENED
-            return bare[len(OPENING) :]
+            self._state = self._opened
+            return begin + len(OPENING)
         if OPENING.startswith(bare):
-            self._kept = bare
-            return ""
+            return self._keep(text, begin)
         if self._is_open:
             self._space.drop()
-            self._state = _State.THOUGHT
-            return bare
-        self._state = _State.CONTENT
-        return self._space.release() + bare
+            self._state = self._thought
+        else:
+            self._out.add(ContentDelta, self._space.release())
+            self._state = self._content
+        return begin
 
-    def _thought(self, text: str) -> str:
-        found = self._end.search(text)
+    def _opened(self, text: str, place: int) -> int:
+        return self._skip_space(text, place, self._thought)
+
+    def _closed(self, text: str, place: int) -> int:
+        return self._skip_space(text, place, self._content)
+
+    def _skip_space(self, text: str, place: int, following: Callable[[str, int], int]) -> int:
+        begin = len(text) - len(text[place:].lstrip())
+        if begin < len(text):
+            self._state = following
+        return begin
+
+    def _thought(self, text: str, place: int) -> int:
+        found = self._end.search(text, place)
         if found is None:
-            end = len(text) - max(partial_end(text, marker) for marker in self._ends)
-            self._out.add(ReasoningDelta, self._space.show(text[:end]))
-            self._kept = text[end:]
-            return ""
-        self._out.add(ReasoningDelta, self._space.show(text[: found.start()]))
+            end = len(text) - partial_end(text[place:], *self._ends)
+            self._out.add(ReasoningDelta, self._space.show(text[place:end]))
+            return self._keep(text, end)
+        self._out.add(ReasoningDelta, self._space.show(text[place : found.start()]))
         self._space.drop()
-        self._state = _State.CLOSED
-        return text[found.end() if found[0] == CLOSING else found.start() :]
+        self._state = self._closed
+        return found.end() if found[0] == CLOSING else found.start()
+
+    def _content(self, text: str, place: int) -> int:
+        self._out.add(ContentDelta, text[place:])
+        return len(text)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from holdfast.errors import shown
 from holdfast.text.answer_deltas import DeltaList, partial_end
-from holdfast.text.call_readers import CallReader, Report, report_unknown
+from holdfast.text.call_readers import CallContext, CallReader
 from holdfast.text.json_scanner import is_object
-from holdfast.text.tools import NAME, Tool
+from holdfast.text.tools import NAME
 
 KEY = re.compile(r"[^<>\s](?:[^<>\n]{0,254}[^<>\s])?")
 """Names of parameters that a tag can hold."""
@@ -67,20 +67,12 @@ class TagSyntax:
     is_name_bare: bool = False
     """A head is the bare name, up to another tag. A name without parameters must then be that of a known tool."""
 
-    def reader(self, index: int, tools: Mapping[str, Tool] | None, report: Report, is_marked: bool) -> CallReader:
-        """Make the reader of one call."""
-        return TagCall(self, index, tools, report)
 
-
-class TagCall:
+class TagCall(CallReader[TagSyntax]):
     """Reads a name and parameters in tags; arguments become a JSON object."""
 
-    def __init__(self, syntax: TagSyntax, index: int, tools: Mapping[str, Tool] | None, report: Report) -> None:
-        self.is_certain = self.is_done = self.is_broken = False
-        self._syntax = syntax
-        self._index = index
-        self._tools = tools
-        self._report = report
+    def __init__(self, syntax: TagSyntax, call: CallContext) -> None:
+        super().__init__(syntax, call)
         self._properties: Mapping[str, object] = {}
         self._seen: set[str] = set()
         self._in_value = False
@@ -113,7 +105,7 @@ class TagCall:
         return place
 
     def _begin_call(self, name: str, must_be_known: bool, out: DeltaList) -> None:
-        is_unknown = NAME.fullmatch(name) is None or report_unknown(name, self._tools, self._report)
+        is_unknown = NAME.fullmatch(name) is None or self.is_unknown(name)
         if NAME.fullmatch(name) is None or (is_unknown and must_be_known):
             self.is_broken = True
             return

@@ -255,7 +255,7 @@ def test_a_path_goes_before_the_cache_and_says_so(cache, sharded, caplog):
 def test_gguf_files_are_found_by_their_tags(cache, monkeypatch):
     from holdfast.loading import model_files
 
-    monkeypatch.setattr(model_files, "_open_path", lambda path, load_format: path)
+    monkeypatch.setattr(model_files, "open_path", lambda path, load_format: path)
     monkeypatch.setattr(model_files, "replace", lambda opened, label: opened)
     files = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf"]
     folder = put(cache, dict.fromkeys(files, b"GGUF"))

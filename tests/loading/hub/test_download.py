@@ -134,7 +134,7 @@ def test_revisions(hub, sharded):
 def test_a_gguf_repository(hub, monkeypatch, caplog):
     from holdfast.loading import model_files
 
-    monkeypatch.setattr(model_files, "_open_path", lambda path, load_format: path)
+    monkeypatch.setattr(model_files, "open_path", lambda path, load_format: path)
     monkeypatch.setattr(model_files, "replace", lambda opened, label: opened)
     files = {
         "m-Q4_K_M.gguf": b"GGUF four",

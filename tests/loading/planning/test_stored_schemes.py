@@ -22,10 +22,10 @@ from holdfast.loading.model_files import open_directory, open_directory_without_
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.planning.stored_schemes import (
     StoredSchemes,
+    code_rows,
     dummy_source,
     is_followed,
     matches,
-    mx_codes,
     read_stored_schemes,
     scale_parts,
 )
@@ -270,7 +270,7 @@ def test_scales_by_row_of_matrices_in_one_row_each(is_transposed):
 
 def test_mxfp4_parts():
     part = Part("experts.down_proj", 6, (2, 96, 3), rows=(0, 3), columns=(32, 96), is_transposed=True)
-    codes = mx_codes(part, MXFP4)
+    codes = code_rows(part, MXFP4, packs_rows=False)
     codes.check()
     assert codes.tensor == "experts.down_proj_blocks"
     assert (codes.shape, codes.columns, codes.source_rows, codes.source_columns) == ((2, 3, 3, 16), (16, 48), 6, 48)
@@ -283,7 +283,7 @@ def test_mxfp4_parts():
         (0, 3),
         (1, 3),
     )
-    assert mx_codes(Part("a.weight", 0, (6, 64)), MXFP4).tensor == "a_blocks"
+    assert code_rows(Part("a.weight", 0, (6, 64)), MXFP4, packs_rows=False).tensor == "a_blocks"
 
 
 E4M3 = torch.float8_e4m3fn

@@ -142,7 +142,7 @@ def test_the_source_has_what_the_model_needs_in_its_type():
     listed = parameters(read_spec(CONFIG))
     source = DummySource(listed, "float16")
     plan = plan_load(listed, source, "float16")
-    assert plan.read_bytes == sum(plan.parameter_bytes.values())
+    assert plan.read_bytes == sum(weight.num_bytes for weight in plan.weights)
     name, entry = next(iter(source.entries.items()))
     assert read_rows(source, name, 0, 2).dtype == torch.float16
     assert entry.dtype == "float16"

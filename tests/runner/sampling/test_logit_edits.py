@@ -344,7 +344,7 @@ def test_nothing_to_edit():
 
 def test_a_full_list_is_no_round_too_many(monkeypatch):
     waits = []
-    monkeypatch.setattr(EditStaging, "_wait", lambda self: (waits.append(1), self.reset()))
+    monkeypatch.setattr(EditStaging, "wait", lambda self: (waits.append(1), self.reset()))
     staging, block = make_staging(2), torch.zeros(1, 2 * EDITS_PER_PROGRAM)
     everything = np.arange(2 * EDITS_PER_PROGRAM, dtype=np.int32)
     run(staging, block, {EditKind.ADD: [(0, Edits(everything, 1.0))]})

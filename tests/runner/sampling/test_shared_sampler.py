@@ -10,7 +10,7 @@ from holdfast.distributed.mesh import meshes
 from holdfast.memory.ledger import Ledger
 from holdfast.request.sequence import NO_TOKEN, Sequence
 from holdfast.runner.sampling.batch import Choice
-from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.sampler import HostSampler
 from holdfast.runner.sampling.shared_sampler import SharedSampler
 
 VOCAB_SIZE, MAX_ROWS = 997, 12
@@ -57,7 +57,7 @@ def run_shared(num_ranks: int, logits_SW: torch.Tensor, work) -> list:
 
     def on_rank(mesh, exchange):
         first = mesh.tensor_rank * share
-        sampler = Sampler(VOCAB_SIZE, CPU, MAX_ROWS, Ledger())
+        sampler = HostSampler(VOCAB_SIZE, MAX_ROWS)
         shared = SharedSampler(sampler, exchange, mesh, needs, CPU, Ledger())
         return work(shared, logits_SW[:, first : first + share].contiguous())
 
@@ -69,7 +69,7 @@ def run_shared(num_ranks: int, logits_SW: torch.Tensor, work) -> list:
 def test_choices_are_those_of_one_rank(num_ranks, requested):
     choices = choices_of(REQUESTED[requested])
     logits_SW = make_logits(len(choices))
-    alone = Sampler(VOCAB_SIZE, CPU, MAX_ROWS, Ledger()).launch(logits_SW, choices, frozenset({2})).read()
+    alone = HostSampler(VOCAB_SIZE, MAX_ROWS).launch(logits_SW, choices, frozenset({2})).read()
     if requested == "plain":
         assert [one.token_id for one in alone] == [10, alone[1].token_id, NO_TOKEN, alone[3].token_id, NO_TOKEN]
     found = run_shared(
@@ -82,7 +82,7 @@ def test_choices_are_those_of_one_rank(num_ranks, requested):
 
 def test_prompt_logprobs_are_those_of_one_rank():
     logits_TW, targets = make_logits(4)[3:], [950]
-    alone = Sampler(VOCAB_SIZE, CPU, MAX_ROWS, Ledger()).prompt_logprobs(logits_TW, targets, 2)
+    alone = HostSampler(VOCAB_SIZE, MAX_ROWS).prompt_logprobs(logits_TW, targets, 2)
     found = run_shared(3, logits_TW, lambda sampler, share_TV: sampler.prompt_logprobs(share_TV, targets, 2))
     assert found == [alone, [], []]
 

@@ -13,8 +13,7 @@ from holdfast.families.compressed.pages import CompressedBackend
 from holdfast.families.compressed.spec import CompressedSpec, CompressorSpec
 from holdfast.families.latent.spec import IndexSpec
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.gemm.grouped_linear import grouped_linear
-from holdfast.kernels.gemm.linear import linear_float32
+from holdfast.kernels.gemm.linear import grouped_linear, linear_float32
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.latent.compress import Compressor
 from holdfast.kernels.latent.write_latent import LatentNorm

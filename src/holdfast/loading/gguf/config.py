@@ -8,6 +8,7 @@ planned_only          models that do not run but can be planned
 folders_only          models that run only from a folder of safetensors
 neutral...            keys under the architecture that change what is computed, with the values that change nothing
 computed              the neutral keys that an architecture does compute
+layer_modules         modules of a layer in a file -> a family's names of them (CheckpointNames)
 """
 
 import json
@@ -24,8 +25,8 @@ from holdfast.models.blueprints.read import PLANNED_FAMILIES
 from holdfast.models.grouped_readers import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.settings import MAX_EXPERT_WIDTH, MAX_EXPERTS, MAX_POSITIONS, Settings
 
-_TABLES = json.loads(resources.files("holdfast").joinpath("data", "gguf_settings.json").read_text(encoding="utf-8"))
-ARCHITECTURES: Mapping[str, str] = _TABLES["architectures"]
+TABLES = json.loads(resources.files("holdfast").joinpath("data", "gguf_settings.json").read_text(encoding="utf-8"))
+ARCHITECTURES: Mapping[str, str] = TABLES["architectures"]
 NORMALIZES: Mapping[str, bool] = {"qwen2moe": False, "qwen3moe": True}
 """Architectures with experts in every layer: the default of expert_weights_norm."""
 SHARED_ARCHITECTURES = ("qwen2moe",)
@@ -92,9 +93,9 @@ def _own_settings(file: GGUFFile) -> tuple[str, Settings]:
     values = {key.removeprefix(prefix): value for key, value in settings.values.items() if key.startswith(prefix)}
     own = Settings(values, settings.file, prefix)
     has_experts = arch in NORMALIZES or arch in LATENT_ARCHITECTURES
-    experts = _TABLES["neutral_with_experts" if has_experts else "neutral_without_experts"]
-    for key, neutral in {**_TABLES["neutral"], **experts}.items():
-        if key in own and own.values[key] not in neutral and key not in _TABLES["computed"].get(arch, ()):
+    experts = TABLES["neutral_with_experts" if has_experts else "neutral_without_experts"]
+    for key, neutral in {**TABLES["neutral"], **experts}.items():
+        if key in own and own.values[key] not in neutral and key not in TABLES["computed"].get(arch, ()):
             raise _unsupported(own, key, "That setting is not computed here")
     return arch, own
 
@@ -110,7 +111,7 @@ def _scalar(value: object) -> object:
 
 def refuse_architecture(arch: str, file: str) -> UnsupportedModelError:
     """Return the error for a family that does not run; it names a folder only if that would run."""
-    planned, folder = _TABLES["planned_only"].get(arch), _TABLES["folders_only"].get(arch)
+    planned, folder = TABLES["planned_only"].get(arch), TABLES["folders_only"].get(arch)
     hint = " A folder of the same model would not run either."
     if folder is not None:
         hint = f" That family runs from safetensors: use the {folder} folder of the same model."

@@ -8,7 +8,7 @@ from dataclasses import replace
 from threading import local
 from typing import TYPE_CHECKING
 
-from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS
+from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS, TABLES
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
 from holdfast.loading.sources.source import Columns, TensorEntry, check_read, table_shape
 from holdfast.models.parameters import LLAMA_NAMES, CheckpointNames
@@ -30,39 +30,7 @@ def layer_modules(names: CheckpointNames) -> dict[str, str]:
 
     Stacked experts [E, N, K] are the layout by kind: gate, up and down of all experts are one tensor each.
     """
-    experts, latent = names.experts, names.latent
-    modules = {
-        "attn_norm": names.attn_norm,
-        "attn_q": names.q,
-        "attn_k": names.k,
-        "attn_v": names.v,
-        "attn_output": names.o,
-        "attn_q_norm": names.q_norm,
-        "attn_k_norm": names.k_norm,
-        "attn_q_a": latent.q_a,
-        "attn_q_a_norm": latent.q_a_norm,
-        "attn_q_b": latent.q_b,
-        "attn_kv_a_mqa": latent.kv_a,
-        "attn_kv_a_norm": latent.kv_a_norm,
-        "attn_kv_b": latent.kv_b,
-        "attn_k_b": latent.k_b,
-        "attn_v_b": latent.v_b,
-        "post_attention_norm": names.attn_out_norm,
-        "ffn_norm": names.mlp_norm,
-        "ffn_gate": names.gate,
-        "ffn_up": names.up,
-        "ffn_down": names.down,
-        "post_ffw_norm": names.mlp_out_norm,
-        "ffn_gate_inp": experts.router,
-        "ffn_gate_exps": f"{experts.experts}.{experts.gate}",
-        "ffn_up_exps": f"{experts.experts}.{experts.up}",
-        "ffn_down_exps": f"{experts.experts}.{experts.down}",
-        SCORE_BIAS: f"{experts.router}.{experts.score_bias}",
-        SHARED_GATE: experts.shared_gate,
-        "ffn_gate_shexp": f"{experts.shared}.{experts.gate}",
-        "ffn_up_shexp": f"{experts.shared}.{experts.up}",
-        "ffn_down_shexp": f"{experts.shared}.{experts.down}",
-    }
+    modules = {name: module.format(names=names) for name, module in TABLES["layer_modules"].items()}
     return {name: module for name, module in modules.items() if module}
 
 
@@ -117,7 +85,7 @@ class GGUFSource:
         }
         self._head_dim = interleaved_head_dim
         self._buffers = local()
-        self._entries = {
+        self.entries = {
             name: TensorEntry(
                 name=name,
                 dtype=NATIVE_DTYPES.get(tensor.type.name, "float32"),
@@ -129,24 +97,19 @@ class GGUFSource:
         }
 
     @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        """Every tensor, by its Hugging Face name."""
-        return self._entries
-
-    @property
     def ignorable(self) -> frozenset[str]:
         """Rotary tables, which are read into the spec or computed; and halves of kv_b beside the whole."""
-        tables = {name for name in self._entries if name == ROPE_FACTORS or name.endswith(".attn_rot_embd.weight")}
+        tables = {name for name in self.entries if name == ROPE_FACTORS or name.endswith(".attn_rot_embd.weight")}
         # Some conversions write kv_b whole and in halves, for programs that read the one or the other.
         whole = f"{self._latent.kv_b}.weight"
-        layers = [name.removesuffix(whole) for name in self._entries if name.endswith(whole)]
+        layers = [name.removesuffix(whole) for name in self.entries if name.endswith(whole)]
         halves = {f"{layer}{half}.weight" for layer in layers for half in (self._latent.k_b, self._latent.v_b)}
-        return self.unread | tables | (halves & self._entries.keys())
+        return self.unread | tables | (halves & self.entries.keys())
 
     @property
     def unread(self) -> frozenset[str]:
         """Tensors of parts of the model that do not run."""
-        return frozenset(name for name in self._entries if self._unread and name.startswith(self._unread))
+        return frozenset(name for name in self.entries if self._unread and name.startswith(self._unread))
 
     @property
     def scratch_bytes_per_reader(self) -> int:
@@ -163,7 +126,7 @@ class GGUFSource:
         """Dequantize rows [row_start, row_end) step by step into `out`; whole rows of native types go straight there."""
         import torch
 
-        tensor, entry = self._tensors[name], self._entries[name]
+        tensor, entry = self._tensors[name], self.entries[name]
         first, last = check_read(entry, row_start, row_end, out, columns)
         if row_start == row_end:
             return

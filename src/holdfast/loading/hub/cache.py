@@ -12,8 +12,6 @@ from pathlib import Path
 
 from holdfast.errors import ModelError, ModelFormatError
 from holdfast.loading.hub.choose import (
-    SETTINGS_FILES,
-    TOKENIZER_FILE,
     choose_gguf,
     gguf_models,
     has_folder_weights,
@@ -22,7 +20,7 @@ from holdfast.loading.hub.choose import (
     weight_files,
 )
 from holdfast.loading.hub.names import COMMIT, MAIN, HubName
-from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE
+from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE, SETTINGS_FILES, TOKENIZER_FILE
 from holdfast.loading.sources.safetensors import INDEX_FILE, SINGLE_FILE, read_index
 
 MAX_REF_BYTES = 128

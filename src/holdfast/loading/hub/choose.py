@@ -6,21 +6,10 @@ from dataclasses import dataclass
 
 from holdfast.errors import ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.hub.names import HubName
-from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE, POOLING_FILES
+from holdfast.loading.sources.files import MANIFEST_FILE, POOLING_FILES, SETTINGS_FILES
 from holdfast.loading.sources.safetensors import INDEX_FILE, PICKLE_ENDINGS, SINGLE_FILE
 from holdfast.models.settings import listed
 
-TOKENIZER_FILE = "tokenizer.json"
-SETTINGS_FILES = (
-    CONFIG_FILE,
-    "generation_config.json",
-    TOKENIZER_FILE,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    *POOLING_FILES,
-)
 PREFERRED_TAGS = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0")
 """Default among several quantizations: the first of these that a repository has."""
 _PARTS = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})", re.IGNORECASE)
@@ -127,7 +116,7 @@ def takes_gguf(name: HubName, names: Collection[str], load_format: str = "auto")
 
 def settings_files(names: Collection[str]) -> tuple[str, ...]:
     """Return the small files of a folder."""
-    return tuple(file for file in SETTINGS_FILES if file in names)
+    return tuple(file for file in (*SETTINGS_FILES, *POOLING_FILES) if file in names)
 
 
 def weight_files(names: Collection[str], shards: Collection[str]) -> tuple[str, ...]:

@@ -106,12 +106,8 @@ class DequantizedSource:
         self._source = source
         self._coded = coded
         self._buffers = local()
-        self._entries = {name: self._entry(entry) for name, entry in source.entries.items()}
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
+        self.entries = {name: self._entry(entry) for name, entry in source.entries.items()}
         """Every tensor; scales stay, so that the list of files has theirs."""
-        return self._entries
 
     @property
     def ignorable(self) -> frozenset[str]:
@@ -130,7 +126,7 @@ class DequantizedSource:
             return
         import torch
 
-        first, last = check_read(self._entries[name], row_start, row_end, out, columns)
+        first, last = check_read(self.entries[name], row_start, row_end, out, columns)
         if row_start == row_end:
             return
         values_RK = torch.frombuffer(out, dtype=torch.float32).view(row_end - row_start, last - first)

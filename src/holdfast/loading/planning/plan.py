@@ -61,11 +61,6 @@ class LoadPlan:
         return tuple(spec for weight in self.weights for spec in weight.specs)
 
     @property
-    def parameter_bytes(self) -> dict[str, int]:
-        """Final bytes of every weight, its scales included."""
-        return {weight.name: weight.num_bytes for weight in self.weights}
-
-    @property
     def final_bytes(self) -> int:
         """Bytes of the one arena that holds every weight."""
         return arena_bytes(self.specs)

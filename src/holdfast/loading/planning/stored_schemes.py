@@ -9,10 +9,12 @@ fp8 with experts in   other matrices X.weight e4m3, X.scale [N / 128, K / 128], 
 fp4 (DeepSeek-V4)     X.weight [N, K / 2] bytes of two codes, the first in the low bits, X.scale [N, K / 32] exponents
 """
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import resources
 from itertools import pairwise
 from math import gcd, prod
 from typing import NamedTuple
@@ -219,7 +221,7 @@ class StoredSchemes:
         if reason := self.scheme.unsupported(parameter.shape):
             raise _not_stored_so(parameter, self.scheme, reason)
         parts, *layouts = (
-            tuple(packed_rows(part, self.scheme) if self.packs_rows else mx_codes(part, self.scheme) for part in parts)
+            tuple(code_rows(part, self.scheme, self.packs_rows) for part in parts)
             for parts in (parameter.parts, *parameter.layouts)
         )
         shape = self.scheme.planes(parameter.shape)[0].shape
@@ -269,28 +271,10 @@ SECTION = f"{QUANTIZATION_KEY}."
 FP8_METHOD, FBGEMM, COMPRESSED, MX = "fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4"
 METHODS = (FP8_METHOD, FBGEMM, COMPRESSED, MX)
 IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore")
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "fmt": ("e4m3", "float8_e4m3fn"),
-    "activation_scheme": ("dynamic", "static"),
-    "weight_block_size": ([128, 128],),
-    "scale_fmt": ("float", "ue8m0"),
-    "format": ("float-quantized", "naive-quantized"),
-    "quantization_status": ("compressed", "frozen"),
-    "kv_cache_scheme": (),
-    "sparsity_config": ({},),
-    "transform_config": ({},),
-    "dequantize": (False,),
-    EXPERT_DTYPE_KEY: tuple(EXPERT_DTYPES),
-}
+_TABLES = json.loads(resources.files("holdfast").joinpath("data", "stored_schemes.json").read_text(encoding="utf-8"))
+NEUTRAL: Mapping[str, Sequence[object]] = {**_TABLES["neutral"], EXPERT_DTYPE_KEY: tuple(EXPERT_DTYPES)}
 """Keys with their supported or neutral values; null is always neutral."""
-OTHER_KEYS = (
-    "quant_method",
-    "version",
-    "global_compression_ratio",
-    "activation_scale_ub",
-    "config_groups",
-    *IGNORE_KEYS,
-)
+OTHER_KEYS = (*_TABLES["other"], *IGNORE_KEYS)
 """Keys that are read elsewhere, or do not change how weights are stored."""
 STRATEGIES: Mapping[str, WeightScheme] = {"channel": FP8, "tensor": FP8_TENSOR, "block": FP8_BLOCK}
 """compressed-tensors' names of the ways to scale a matrix."""
@@ -409,27 +393,19 @@ def mx_codes_name(tensor: str) -> str:
     return tensor.removesuffix(".weight") + MX_CODES
 
 
-def mx_codes(part: Part, scheme: WeightScheme) -> Part:
-    """Return a part as bytes of codes: [..., N, K] is stored as [..., N, K / 32, 16], never transposed."""
+def code_rows(part: Part, scheme: WeightScheme, packs_rows: bool) -> Part:
+    """Return a part as bytes of codes, never transposed.
+
+    [..., N, K] is stored as [..., N, K / 32, 16] under a name of its own, or with `packs_rows` as [..., N, K / 2].
+    """
+    leading = (*part.shape[:-2], part.shape[-1]) if part.is_transposed else part.shape[:-1]
+    columns = _divided(part.columns, scheme.codes_per_byte)
+    if packs_rows:
+        shape = (*leading, part.source_columns // scheme.codes_per_byte)
+        return part._replace(shape=shape, columns=columns, is_transposed=False)
     num_blocks, block_bytes = part.source_columns // scheme.block_columns, scheme.block_columns // scheme.codes_per_byte
-    leading = (*part.shape[:-2], part.shape[-1]) if part.is_transposed else part.shape[:-1]
-    return part._replace(
-        tensor=mx_codes_name(part.tensor),
-        shape=(*leading, num_blocks, block_bytes),
-        columns=_divided(part.columns, scheme.codes_per_byte),
-        is_transposed=False,
-        joined_rows=num_blocks,
-    )
-
-
-def packed_rows(part: Part, scheme: WeightScheme) -> Part:
-    """Return a part as packed bytes of codes: [..., N, K] is stored as [..., N, K / 2], never transposed."""
-    leading = (*part.shape[:-2], part.shape[-1]) if part.is_transposed else part.shape[:-1]
-    return part._replace(
-        shape=(*leading, part.source_columns // scheme.codes_per_byte),
-        columns=_divided(part.columns, scheme.codes_per_byte),
-        is_transposed=False,
-    )
+    shape, name = (*leading, num_blocks, block_bytes), mx_codes_name(part.tensor)
+    return part._replace(tensor=name, shape=shape, columns=columns, is_transposed=False, joined_rows=num_blocks)
 
 
 def _scale_name(tensor: str, ending: str) -> str:
@@ -589,7 +565,7 @@ def matches(pattern: str, module: str) -> bool:
     """Match a module: names as consecutive components, expressions from the beginning of a name."""
     if not _is_expression(pattern):
         return f".{pattern}." in f".{module}."
-    return any(_follows(pieces, module, is_whole) for pieces, is_whole in _ways(pattern) or ())
+    return any(way.match(module) for way in _ways(pattern) or ())
 
 
 def is_followed(pattern: str) -> bool:
@@ -603,8 +579,8 @@ def _is_expression(pattern: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _ways(pattern: str) -> tuple[tuple[tuple[str, ...], bool], ...] | None:
-    """Return every way to match: names with anything between them, and whether the last one ends it; None: unknown."""
+def _ways(pattern: str) -> tuple[re.Pattern[str], ...] | None:
+    """Return an expression for every way to match: names with anything between them; None: unknown."""
     whole, ways = [pattern.removeprefix(REGEX_PREFIX)], []
     while whole:
         text = whole.pop()
@@ -614,33 +590,19 @@ def _ways(pattern: str) -> tuple[tuple[tuple[str, ...], bool], ...] | None:
             before, after = (text[: group.start()], text[group.end() :]) if group else ("", "")
             whole += [before + option + after for option in options]
         else:
-            ways.append(_pieces(text))
+            ways.append(_way(text))
         if len(whole) + len(ways) > MAX_WAYS or None in ways:
             return None
     return tuple(way for way in ways if way is not None)
 
 
-def _pieces(text: str) -> tuple[tuple[str, ...], bool] | None:
+def _way(text: str) -> re.Pattern[str] | None:
     text = text.removeprefix("^")
-    is_whole = text.endswith("$")
     pieces = _ANYTHING.split(text.removesuffix("$"))
     if not all(map(_NAME.fullmatch, pieces)):
         return None
-    return tuple(piece.replace("\\.", ".") for piece in pieces), is_whole
-
-
-def _follows(pieces: tuple[str, ...], module: str, is_whole: bool) -> bool:
-    """Return True if the module begins with the first piece and has the others after it, the last at its end if `is_whole`."""
-    first, *others = pieces
-    if not module.startswith(first):
-        return False
-    place = len(first)
-    for piece in others[:-1]:
-        found = module.find(piece, place)
-        if found < 0:
-            return False
-        place = found + len(piece)
-    if not others:
-        return not is_whole or place == len(module)
-    last = others[-1]
-    return module.find(last, place) >= 0 if not is_whole else module.endswith(last) and len(module) - len(last) >= place
+    first, *others = (re.escape(piece.replace("\\.", ".")) for piece in pieces)
+    # Atomic groups keep what they found first, so a match takes linear time.
+    middle = "".join(f"(?>.*?{name})" for name in others[:-1])
+    last = f".*{others[-1]}" if others else ""
+    return re.compile(f"{first}{middle}{last}" + (r"\Z" if text.endswith("$") else ""), re.DOTALL)

@@ -53,14 +53,10 @@ class QuantizedSource:
         self.manifest = manifest
         self._planes = planes
         self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
-        self._entries = {
+        self.entries = {
             name: TensorEntry(name, plane.spec.dtype, plane.spec.shape, plane.file.path.name, plane.spec.num_bytes)
             for name, plane in planes.items()
         }
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        return self._entries
 
     @property
     def checksums(self) -> Mapping[str, int]:
@@ -74,7 +70,7 @@ class QuantizedSource:
         """Read whole rows of a plane, like `moves`: parts of rows would go unchecked."""
         plane, out = self._planes[name], out.cast("B")
         num_rows, num_columns = table_shape(plane.spec.shape)
-        found = check_read(self._entries[name], row_start, row_end, out, columns)
+        found = check_read(self.entries[name], row_start, row_end, out, columns)
         assert found == (0, num_columns), f"{name}: {columns=} of {plane.spec}"
         plane.file.read_into(name, row_start * (plane.spec.num_bytes // num_rows), out)
 

@@ -30,7 +30,7 @@ from holdfast.loading.quantized.manifest import (
     manifest_text,
     unsaved,
 )
-from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE
+from holdfast.loading.sources.files import MANIFEST_FILE, SETTINGS_FILES
 from holdfast.loading.sources.safetensors import TORCH_DTYPES, file_inside
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import TensorSpec
@@ -44,15 +44,6 @@ MAX_FILE_BYTES = 4 * 2**30
 CHUNK_BYTES = 16 * 2**20
 """Bytes per step of checking, writing and copying from a GPU: the only memory that writing takes."""
 MAX_COPIED_BYTES = 512 * 2**20
-COPIED_FILES = (
-    CONFIG_FILE,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 STORED_DTYPES = {torch_name: name for name, torch_name in TORCH_DTYPES.items()}
 Progress = Callable[[int, int], None]
 
@@ -145,11 +136,10 @@ def write_weights(
     """Write files of weights and their manifest into an empty folder; raises OSError."""
     planes = dict(_planes(plan, weights))
     writer = PlaneWriter(sum(spec.num_bytes for spec in plan.specs), on_progress)
-    with writer:
-        files = tuple(
-            writer.write_file(folder / f"model-{number:05}.safetensors", specs, planes)
-            for number, specs in enumerate(files_of(plan.specs), 1)
-        )
+    files = tuple(
+        writer.write_file(folder / f"model-{number:05}.safetensors", specs, planes)
+        for number, specs in enumerate(files_of(plan.specs), 1)
+    )
     manifest = Manifest(plan.dtype, plan.recipe, mesh, plan_digest(plan), identity, plan.weights, files)
     with open(folder / MANIFEST_FILE, "x", encoding="utf-8") as file:
         file.write(manifest_text(manifest))
@@ -185,12 +175,6 @@ class PlaneWriter:
         self._on_progress = on_progress
         self._done_bytes = 0
         self._pinned: torch.Tensor | None = None
-
-    def __enter__(self) -> PlaneWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pinned = None
 
     def write_file(self, path: Path, specs: list[TensorSpec], planes: Mapping[str, torch.Tensor]) -> PlaneFile:
         """Write one file and sync it to the disk."""
@@ -264,7 +248,7 @@ def write_fully(file: FileIO, data: memoryview) -> None:
 
 def copy_settings(source: Path, folder: Path) -> None:
     """Copy the files beside the weights from one folder to another."""
-    for name in COPIED_FILES:
+    for name in SETTINGS_FILES:
         path = file_inside(source, name)
         if path.is_file() and path.stat().st_size <= MAX_COPIED_BYTES:
             shutil.copyfile(path, folder / name)

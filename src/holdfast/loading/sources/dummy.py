@@ -8,7 +8,7 @@ from math import log2, sqrt
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.loading.sources.source import Columns, RowWriter, TensorEntry
+from holdfast.loading.sources.source import Columns, RowWriter, TensorEntry, check_read, table_shape
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.formats import bytes_for
@@ -89,9 +89,13 @@ class DummySource:
     It does not depend on chunking or device, and a chunk costs about as much as copying it.
     """
 
+    ignorable: frozenset[str] = frozenset()
+    scratch_bytes_per_reader = 4 * READ_VALUES
+    """Values before they are rounded."""
+
     def __init__(self, parameters: Iterable[Parameter], dtype: str, planes: Iterable[DummyPlane] = ()) -> None:
         self._dtype = dtype
-        self._entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._scales: dict[str, tuple[float, float]] = {}
         """Factor and summand of every tensor except planes."""
         self._lock = Lock()
@@ -104,21 +108,13 @@ class DummySource:
                     planes.append(DummyPlane.numbers(part.tensor, part.shape, parameter.dtype, parameter.limit))
                     continue
                 num_bytes = bytes_for(dtype, part.shape)
-                self._entries[part.tensor] = TensorEntry(part.tensor, dtype, part.shape, "dummy weights", num_bytes)
+                self.entries[part.tensor] = TensorEntry(part.tensor, dtype, part.shape, "dummy weights", num_bytes)
                 self._scales[part.tensor] = _scale_and_shift(parameter, part, has_experts)
         # Similar planes are adjacent, so that the writer rarely scales its table.
         self._planes = {plane.name: plane for plane in sorted(planes, key=lambda plane: plane[3:])}
         for name, plane in self._planes.items():
             num_bytes = bytes_for(plane.dtype, plane.shape)
-            self._entries[name] = TensorEntry(name, plane.dtype, plane.shape, "dummy weights", num_bytes)
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        return self._entries
-
-    @property
-    def ignorable(self) -> frozenset[str]:
-        return frozenset()
+            self.entries[name] = TensorEntry(name, plane.dtype, plane.shape, "dummy weights", num_bytes)
 
     @property
     def writer_specs(self) -> tuple[TensorSpec, ...]:
@@ -126,22 +122,14 @@ class DummySource:
         dtypes = {"table": "float32", "scaled": "float32", "stored": self._dtype}
         return tuple(TensorSpec(name, (TABLE_VALUES,), dtype) for name, dtype in dtypes.items())
 
-    @property
-    def scratch_bytes_per_reader(self) -> int:
-        """Values before they are rounded."""
-        return 4 * READ_VALUES
-
     def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
         """Write the values of these rows, or of some of their columns; threads share the table."""
         import torch
 
-        entry, row_elements = self._entries[name], self.row_elements(name)
-        first, last = columns or (0, row_elements)
-        assert 0 <= first <= last <= row_elements, f"{name}: columns {first} to {last} of {row_elements}"
+        entry = self.entries[name]
+        first, last = check_read(entry, row_start, row_end, out, columns)
+        row_elements = table_shape(entry.shape)[1]
         stored = torch.frombuffer(out, dtype=getattr(torch, entry.dtype)) if len(out) else torch.empty(0)
-        assert stored.numel() == (row_end - row_start) * (last - first), (
-            f"{name}: {len(out)=} for {row_start=} {row_end=}"
-        )
         start = _start(name) + row_start * row_elements + first
         rows = stored.view(row_end - row_start, last - first)
         if last - first == row_elements:
@@ -180,11 +168,6 @@ class DummySource:
                 draw_table(self._table)
             return self._table
 
-    def row_elements(self, name: str) -> int:
-        """Return the elements of a row; leading dimensions are rows, and elements of a vector."""
-        shape = self._entries[name].shape
-        return shape[-1] if len(shape) > 1 else 1
-
     def scale_and_shift(self, name: str) -> tuple[float, float]:
         """Return factor and summand of a tensor's values. They are applied in two steps, so every device rounds alike."""
         if name in self._planes:
@@ -220,7 +203,7 @@ class _TableWriter:
         wanted = (self._source.entries[name].dtype, *self._source.scale_and_shift(name))
         if wanted != self._at_hand:
             self._at_hand, self._values = wanted, self._made(*wanted)
-        row_elements = self._source.row_elements(name)
+        row_elements = table_shape(self._source.entries[name].shape)[1]
         first, last = columns or (0, row_elements)
         values = out.view(-1).view(getattr(torch, wanted[0]))
         num_values = (row_end - row_start) * (last - first)

@@ -26,6 +26,17 @@ MANIFEST_FILE = "holdfast-weights.json"
 MODULES_FILE = "modules.json"
 """How sentence-transformers pools hidden states (loading/pooling.py)."""
 POOLING_FILES = (MODULES_FILE, "1_Pooling/config.json")
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILES = (
+    CONFIG_FILE,
+    "generation_config.json",
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""Small files beside the weights."""
 
 
 class OpenFile:

@@ -352,7 +352,7 @@ class SafetensorsSource:
         """
         self._unread = tuple(unread)
         self._places: dict[str, tuple[SafetensorsFile, str]] = {}
-        self._entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._files = tuple(files)
         self._lock = Lock()
         self._open_files: dict[SafetensorsFile, None] = {}
@@ -365,29 +365,25 @@ class SafetensorsSource:
                     other = self._places[name][0].path.name
                     raise ModelFormatError("weights.duplicate_tensor", file=file.path.name, tensor=name, other=other)
                 self._places[name] = (file, tensor.name)
-                self._entries[name] = TensorEntry(
+                self.entries[name] = TensorEntry(
                     name, tensor.torch_dtype, tensor.shape, file.path.name, tensor.num_bytes
                 )
 
     @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        return self._entries
-
-    @property
     def ignorable(self) -> frozenset[str]:
-        return self.unread | {name for name in self._entries if name.endswith(IGNORABLE_ENDINGS)}
+        return self.unread | {name for name in self.entries if name.endswith(IGNORABLE_ENDINGS)}
 
     @property
     def unread(self) -> frozenset[str]:
         """Tensors of parts of the model that do not run."""
-        return frozenset(name for name in self._entries if self._unread and name.startswith(self._unread))
+        return frozenset(name for name in self.entries if self._unread and name.startswith(self._unread))
 
     def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
         """Read rows as they are stored, straight from the file into `out`; errors name the file and the tensor."""
         file, stored_name = self._places[name]
-        first, last = check_read(self._entries[name], row_start, row_end, out, columns)
-        element_bytes = DTYPE_BYTES[self._entries[name].dtype]
-        row_bytes = table_shape(self._entries[name].shape)[1] * element_bytes
+        first, last = check_read(self.entries[name], row_start, row_end, out, columns)
+        element_bytes = DTYPE_BYTES[self.entries[name].dtype]
+        row_bytes = table_shape(self.entries[name].shape)[1] * element_bytes
         self._note_use(file)
         start = row_start * row_bytes + first * element_bytes
         file.read_runs_into(stored_name, start, row_bytes, (last - first) * element_bytes, out)
@@ -398,7 +394,7 @@ class SafetensorsSource:
         run_file, run_start, run_end = None, 0, 0
         for read in reads:
             name, row_start, row_end, out, columns = read
-            entry, (file, stored_name) = self._entries[name], self._places[name]
+            entry, (file, stored_name) = self.entries[name], self._places[name]
             num_rows = table_shape(entry.shape)[0]
             row_bytes = entry.num_bytes // max(1, num_rows)
             is_inside = 0 <= row_start <= row_end <= num_rows and (row_end - row_start) * row_bytes == len(out)

@@ -132,9 +132,7 @@ def read_rows(source: WeightSource, name: str, row_start: int, row_end: int, col
     import torch
 
     entry = source.entries[name]
-    num_rows, width = table_shape(entry.shape)
-    first, last = columns or (0, width)
-    assert 0 <= row_start <= row_end <= num_rows, f"{name}: rows {row_start} to {row_end} of {num_rows}"
+    first, last = columns or (0, table_shape(entry.shape)[1])
     rows = torch.empty((row_end - row_start, last - first), dtype=getattr(torch, entry.dtype))
     if rows.numel():
         source.read_into(name, row_start, row_end, rows.view(-1).view(torch.uint8).numpy().data, columns)

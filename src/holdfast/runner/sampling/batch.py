@@ -166,19 +166,20 @@ class RowParameters:
 
     @classmethod
     def of(cls, rows: tuple[int, ...], choices: SequenceABC[Choice], vocab_size: int) -> "RowParameters":
-        table = np.array([_row(row, choices[row], vocab_size) for row in rows], dtype=np.float64)
-        table_PR1 = torch.from_numpy(np.ascontiguousarray(table.T)).unsqueeze(-1)
-        top_k = table[:, 4]
+        table = np.array([logit_row(choices[row], row, row, vocab_size) for row in rows], dtype=np.float64)
+        _, _, negative_temperature, min_p, top_p, top_k, random, _ = torch.from_numpy(
+            np.ascontiguousarray(table.T)
+        ).unsqueeze(-1)
         return cls(
-            rows=table_PR1[0, :, 0].to(torch.int64),
-            negative_temperature=table_PR1[1].to(torch.float32),
-            min_p=table_PR1[2].to(torch.float32),
-            top_p=table_PR1[3],
-            top_k=table_PR1[4].to(torch.int64),
-            uniform=table_PR1[5],
-            any_min_p=bool((table[:, 2] > 0).any()),
-            any_top_p=bool((table[:, 3] < 1).any()),
-            max_top_k=int(top_k[top_k < vocab_size].max(initial=0)),
+            rows=torch.tensor(rows, dtype=torch.int64),
+            negative_temperature=negative_temperature.to(torch.float32),
+            min_p=min_p.to(torch.float32),
+            top_p=top_p,
+            top_k=top_k.to(torch.int64).masked_fill_(top_k == 0, vocab_size),
+            uniform=random,
+            any_min_p=bool((table[:, 3] > 0).any()),
+            any_top_p=bool((table[:, 4] < 1).any()),
+            max_top_k=int(table[:, 5].max(initial=0)),
         )
 
 
@@ -197,17 +198,4 @@ def logit_row(choice: Choice, source: int, target: int, vocab_size: int) -> tupl
         params.top_k if params.top_k < vocab_size else 0,
         uniform(sequence.seed, position),
         0.0,
-    )
-
-
-def _row(row: int, choice: Choice, vocab_size: int) -> tuple[float, ...]:
-    sequence, position = choice
-    params = sequence.params
-    return (
-        row,
-        -max(params.temperature, LEAST_TEMPERATURE),
-        params.min_p,
-        params.top_p,
-        min(params.top_k, vocab_size) or vocab_size,
-        uniform(sequence.seed, position),
     )

@@ -21,32 +21,42 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.geometry import NUM_FIELDS, LogitRow
-from holdfast.kernels.sampling.argmax import LogitScratch, argmax
-from holdfast.kernels.sampling.edit_logits import copy_rows
+from holdfast.kernels.sampling.argmax import LogitScratch, argmax, argmax_share
+from holdfast.kernels.sampling.edit_logits import copy_rows, mask_logits
 from holdfast.kernels.sampling.last_tokens import keep_tokens, resolve_tokens
 from holdfast.kernels.sampling.logprobs import logprob_rows
-from holdfast.kernels.sampling.mask_logits import mask_logits
 from holdfast.kernels.sampling.sample import sample_tokens
-from holdfast.kernels.sampling.share_argmax import argmax_share
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.planning.terms import PROMPT_ROWS, device_specs, edited_rows_per_block, host_mask_spec, host_specs
-from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import NO_TOKEN, Sequence, TokenLogprobs
+from holdfast.request.structured import StructuredOutputs
 from holdfast.runner.sampling.batch import Choice, SequenceSample, logit_row
 from holdfast.runner.sampling.logit_edits import (
     EDITS_OF,
     EditContext,
     EditedBlock,
     EditStaging,
-    SeenTokens,
     allowed_tokens,
 )
 from holdfast.runner.sampling.logprobs import read_logprobs
-from holdfast.runner.sampling.masks import MaskSource, fill_masks, has_masks
+from holdfast.runner.sampling.masks import fill_masks, has_masks
+from holdfast.runner.sampling.sampler import Sampler
 
 MAX_UNDER_WAY = 2
 """Steps whose choices may be on the device at once."""
+_EVERY_EDIT = SamplingParams(
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logit_bias={0: 1.0},
+    min_tokens=9,
+    stop_token_ids=(0,),
+    allowed_token_ids=(0,),
+    logprobs=1,
+)
+_FORM = SamplingParams(structured_outputs=StructuredOutputs(json_object=True))
 
 
 class _Doubles:
@@ -84,42 +94,48 @@ class _Doubles:
         self._is_busy = False
 
 
-class DeviceSampler:
-    """Chooses tokens. From one step to the next it keeps counts of tokens on the host and the newest token by slot."""
+class DeviceSampler(Sampler):
+    """Chooses by kernels. From one step to the next it keeps counts of tokens on the host and the newest token by slot."""
+
+    keeps_tokens = True
 
     def __init__(self, vocab_size: int, device: torch.device, max_rows: int, ledger: Ledger) -> None:
+        super().__init__(vocab_size, max_rows)
         tensors = Arena("sampling", device_specs(max_rows, vocab_size), device, ledger, "fixed buffers").tensors
         self.argmax_S, self._chosen_S = tensors["argmax"], tensors["chosen"]
         self._last_tokens_N = tensors["last_tokens"].zero_()
         self._block_argmax_R, self._block_RV = tensors["block_argmax"], tensors["block"]
-        self._rows_XF, self._columns_SC = tensors["rows"], tensors["columns"]
+        self._rows_XF, self.columns_SC = tensors["rows"], tensors["columns"]
         self._masks_RW = tensors["masks"]
         self._scratch = LogitScratch.of(tensors)
         specs = (*host_specs(max_rows, vocab_size), host_mask_spec(max_rows, vocab_size))
         self._doubles = deque(_Doubles(specs, tensors["edits"]) for _ in range(MAX_UNDER_WAY))
-        self._vocab_size = vocab_size
         self._rows_at_once = self._block_argmax_R.shape[0]
         self._edited_at_once = edited_rows_per_block(vocab_size, max_rows)
-        self._seen = SeenTokens(vocab_size, max_rows)
-        self.mask_source: MaskSource | None = None
+
+    def warm(self, logits_SV: torch.Tensor) -> None:
+        for params in (SamplingParams(top_k=1), _EVERY_EDIT, _FORM):
+            self.sample(logits_SV[:1], [Sequence(-1, [0, 0], 1, params, seed=0, max_tokens=9)], frozenset())
+        self.prompt_logprobs(logits_SV[:1], [0], 1)
 
     def resolve(self, ids_T: torch.Tensor) -> None:
-        """Put tokens in the places of ids that stand for the newest token of a slot."""
         resolve_tokens(ids_T, self._last_tokens_N)
 
     def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
-        """Into the first places of `argmax_S`, and by slot where slots are given."""
+        """The most likely token of each row, into the first places of `argmax_S`; a CUDA graph may capture this.
+
+        With `keep_slots_S` it is also the newest of that slot, until something else is chosen for the row.
+        """
         argmax_S = self.argmax_S[: logits_SV.shape[0]]
         argmax(logits_SV, argmax_S, self._scratch)
         if keep_slots_S is not None:
             keep_tokens(argmax_S, keep_slots_S, self._last_tokens_N)
 
     def share_argmax(self, logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
-        """Id and logit of the argmax of a share of the vocabulary."""
+        """Id and logit of each row's argmax in columns of the vocabulary from `first_token` on; a CUDA graph may capture this."""
         argmax_share(logits_SV, first_token, out_SX, self._scratch)
 
     def keep(self, tokens_S: torch.Tensor, keep_slots_S: torch.Tensor) -> None:
-        """By slot."""
         keep_tokens(tokens_S, keep_slots_S, self._last_tokens_N)
 
     def launch(
@@ -131,6 +147,8 @@ class DeviceSampler:
         keep_slots_S: torch.Tensor | None = None,
     ) -> "DeviceChoosing":
         """Enqueue the choices, all that can be made now, and the way of the results where none is late."""
+        if logits_SV is not None:
+            self.check(logits_SV, len(choices), "choices")
         doubles = self._next_doubles()
         table = _Table.of(choices, self._vocab_size, self._edited_at_once)
         if logits_SV is None:
@@ -176,6 +194,8 @@ class DeviceSampler:
     def prompt_logprobs(
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
     ) -> list[TokenLogprobs]:
+        """Score target_ids[i] by row i of the float32 logits, which predicts it."""
+        self.check(logits_TV, len(target_ids), "targets")
         num_top = min(num_top, self._vocab_size)
         results: list[TokenLogprobs] = []
         for start in range(0, len(target_ids), PROMPT_ROWS):
@@ -251,7 +271,7 @@ class DeviceSampler:
     ) -> None:
         for start in range(0, rows_XF.shape[0], self._rows_at_once):
             rows_RF = rows_XF[start : start + self._rows_at_once]
-            columns_RC = self._columns_SC[start : start + rows_RF.shape[0]]
+            columns_RC = self.columns_SC[start : start + rows_RF.shape[0]]
             logprob_rows(logits_SV, argmax_S, tokens_S, rows_RF, columns_RC, self._scratch)
 
     def _return(self, doubles: _Doubles, ids_S: torch.Tensor, num_columns: int) -> None:
@@ -259,7 +279,7 @@ class DeviceSampler:
         if ids_S.shape[0]:
             doubles.chosen_S[: ids_S.shape[0]].copy_(ids_S, non_blocking=True)
         if num_columns:
-            doubles.columns_SC[:num_columns].copy_(self._columns_SC[:num_columns], non_blocking=True)
+            doubles.columns_SC[:num_columns].copy_(self.columns_SC[:num_columns], non_blocking=True)
         doubles.end()
 
 

@@ -279,7 +279,7 @@ class EditStaging:
             if not count:
                 self.end_kind(kind)
                 self.apply(block)
-                self._wait()
+                self.wait()
                 continue
             end = self._end + count
             np.add(token_ids[:count], first_place, out=self._places_E[self._end : end])
@@ -310,7 +310,8 @@ class EditStaging:
             self._runs.clear()
             self._start = self._end
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until the device has read the list, and begin anew."""
         if self._read is not None:
             self._read.record(torch.cuda.current_stream(self._device_E2.device))
             self._read.synchronize()

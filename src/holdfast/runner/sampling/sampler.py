@@ -32,14 +32,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.kernels.sampling.mask_logits import mask_logits
-from holdfast.memory.ledger import Ledger
+from holdfast.kernels.sampling.edit_logits import mask_logits
 from holdfast.planning.terms import MAX_NARROW_TOP_K, NUM_BUCKETS, mask_words, rows_per_block
-from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence, TokenLogprobs
-from holdfast.request.structured import StructuredOutputs
 from holdfast.runner.sampling.batch import Choice, Choosing, RowParameters, SamplingBatch, SequenceSample
-from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.logit_edits import EditContext, SeenTokens, edit_rows
 from holdfast.runner.sampling.logprobs import (
     FIXED_COLUMNS,
@@ -52,18 +48,6 @@ from holdfast.runner.sampling.logprobs import (
     weights,
 )
 from holdfast.runner.sampling.masks import MaskSource, fill_masks, has_masks
-
-_EVERY_EDIT = SamplingParams(
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    logit_bias={0: 1.0},
-    min_tokens=9,
-    stop_token_ids=(0,),
-    allowed_token_ids=(0,),
-    logprobs=1,
-)
-_FORM = SamplingParams(structured_outputs=StructuredOutputs(json_object=True))
-
 
 _SHIFTS = (20, 9, 0)
 """A key has 31 bits: 11, 11 and 9 of them."""
@@ -82,20 +66,89 @@ class Chosen:
         return self.samples
 
 
-class HostSampler:
-    """Chooses tokens. From one step to the next it keeps counts of tokens and nothing else."""
+class Sampler:
+    """Chooses tokens for up to `max_rows` sequences at once: a HostSampler on a CPU, a DeviceSampler on a GPU.
+
+    Logits are float32 and may be a view of a larger buffer whose rows lie side by side. On a GPU nothing is allocated after
+    construction, and nothing compiled after `warm` as long as the logits begin at a multiple of 16 bytes.
+    """
+
+    keeps_tokens = False
+    """True if the newest token of each slot stays on the device, so that a step can begin before the host knows it."""
+    shares_tokens = False
+    """True if ids of every step come from another rank's device."""
+    argmax_S: torch.Tensor
+    """int64, at least `max_rows` long, and always in the same place."""
 
     def __init__(self, vocab_size: int, max_rows: int) -> None:
-        self.argmax_S = torch.zeros(max_rows, dtype=torch.int64)
         self._vocab_size = vocab_size
-        self._rows_per_block = rows_per_block(vocab_size, max_rows)
-        self._vocabulary_V = torch.arange(vocab_size, dtype=torch.int32)
         self._seen = SeenTokens(vocab_size, max_rows)
-        self._masks_RW = torch.zeros((self._rows_per_block, mask_words(vocab_size)), dtype=torch.int32)
         self.mask_source: MaskSource | None = None
 
+    def end_step(self) -> None:
+        """End a step that chose nothing."""
+
+    def follow(self, source: MaskSource) -> None:
+        """Take masks of structured outputs from this source; without one, such rows can choose nothing."""
+        self.mask_source = source
+
+    def warm(self, logits_SV: torch.Tensor) -> None:
+        """Compile every kernel for logits that lie like these; their values do not matter."""
+
+    def resolve(self, ids_T: torch.Tensor) -> None:
+        """Put tokens in the places of ids that are -1 - slot: the newest of that slot; a CUDA graph may capture this."""
+
+    def keep(self, tokens_S: torch.Tensor, keep_slots_S: torch.Tensor) -> None:
+        """Have these be the newest tokens of their slots, if tokens are kept."""
+
+    def launch(
+        self,
+        logits_SV: torch.Tensor | None,
+        choices: SequenceABC[Choice],
+        eos_token_ids: frozenset[int],
+        chosen_by_graph: torch.Tensor | None = None,
+        keep_slots_S: torch.Tensor | None = None,
+    ) -> Choosing:
+        """Begin to choose a token from each row of the float32 logits; None: there is nothing to choose.
+
+        `chosen_by_graph` holds what `find_argmax` would find, if a graph has found it already. If rows are late, the
+        logits must stay until they are chosen. Two steps may be under way.
+        """
+        raise NotImplementedError
+
+    def sample(
+        self,
+        logits_SV: torch.Tensor,
+        sequences: SequenceABC[Sequence],
+        eos_token_ids: frozenset[int],
+        chosen_by_graph: torch.Tensor | None = None,
+    ) -> list[SequenceSample]:
+        """One token for each sequence, waited for; row i of the float32 logits follows everything in sequences[i].token_ids."""
+        self.check(logits_SV, len(sequences), "sequences")
+        if not sequences:
+            return []
+        return self.launch(logits_SV, list(map(Choice.of, sequences)), eos_token_ids, chosen_by_graph).read()
+
+    def check(self, logits_XV: torch.Tensor, num_rows: int, name: str) -> None:
+        """Refuse logits of another shape or type."""
+        assert logits_XV.shape == (num_rows, self._vocab_size), (
+            f"logits are {tuple(logits_XV.shape)} for {num_rows} {name} and {self._vocab_size=}"
+        )
+        assert logits_XV.dtype == torch.float32, f"{logits_XV.dtype=} must be float32"
+
+
+class HostSampler(Sampler):
+    """Chooses on a CPU. From one step to the next it keeps counts of tokens and nothing else."""
+
+    def __init__(self, vocab_size: int, max_rows: int) -> None:
+        super().__init__(vocab_size, max_rows)
+        self.argmax_S = torch.zeros(max_rows, dtype=torch.int64)
+        self._rows_per_block = rows_per_block(vocab_size, max_rows)
+        self._vocabulary_V = torch.arange(vocab_size, dtype=torch.int32)
+        self._masks_RW = torch.zeros((self._rows_per_block, mask_words(vocab_size)), dtype=torch.int32)
+
     def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
-        """Into the first places of `argmax_S`; nothing is kept."""
+        """The most likely token of each row, into the first places of `argmax_S`; nothing is kept."""
         self.argmax_S[: logits_SV.shape[0]] = _argmax(logits_SV)
 
     def share_argmax(self, logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
@@ -113,15 +166,9 @@ class HostSampler:
         chosen_by_graph: torch.Tensor | None = None,
         keep_slots_S: torch.Tensor | None = None,
     ) -> Chosen:
-        return Chosen([] if logits_SV is None else self._sample(logits_SV, choices, eos_token_ids, chosen_by_graph))
-
-    def _sample(
-        self,
-        logits_SV: torch.Tensor,
-        choices: SequenceABC[Choice],
-        eos_token_ids: frozenset[int],
-        chosen_by_graph: torch.Tensor | None,
-    ) -> list[SequenceSample]:
+        if logits_SV is None:
+            return Chosen([])
+        self.check(logits_SV, len(choices), "choices")
         assert not any(choice.is_late for choice in choices), "a token that is counted is not known yet"
         batch = SamplingBatch.of(choices, self._vocab_size)
         argmax_S = _argmax(logits_SV) if chosen_by_graph is None else chosen_by_graph[: len(choices)]
@@ -129,12 +176,14 @@ class HostSampler:
         if not batch.is_plain:
             chosen_S = self._choose(logits_SV, argmax_S, choices, eos_token_ids, batch)
         if not batch.logprobs:
-            return [SequenceSample(token_id, None) for token_id in chosen_S.tolist()]
-        return _read(self._measure(logits_SV, chosen_S, batch), choices)
+            return Chosen([SequenceSample(token_id, None) for token_id in chosen_S.tolist()])
+        return Chosen(_read(self._measure(logits_SV, chosen_S, batch), choices))
 
     def prompt_logprobs(
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
     ) -> list[TokenLogprobs]:
+        """Score target_ids[i] by row i of the float32 logits, which predicts it."""
+        self.check(logits_TV, len(target_ids), "targets")
         targets_T1 = torch.tensor(target_ids, dtype=torch.int64).unsqueeze(1)
         num_top = min(num_top, self._vocab_size)
         rows: list[list[float]] = []
@@ -330,105 +379,3 @@ def _histogram(key_RV: torch.Tensor, weight_RV: torch.Tensor, start_R1: torch.Te
     bucket_RV = (key_RV - start_R1).bitwise_right_shift_(shift).clamp_(-1, NUM_BUCKETS).add_(1).to(torch.int64)
     histogram_RB = weight_RV.new_zeros((key_RV.shape[0], NUM_BUCKETS + 2))
     return histogram_RB.scatter_add_(1, bucket_RV, weight_RV)
-
-
-class Sampler:
-    """Chooses tokens for up to `max_rows` sequences at once.
-
-    Logits are float32 and may be a view of a larger buffer whose rows lie side by side. On a GPU nothing is allocated after
-    construction, and nothing compiled after `warm` as long as the logits begin at a multiple of 16 bytes.
-    """
-
-    def __init__(self, vocab_size: int, device: torch.device, max_rows: int, ledger: Ledger) -> None:
-        self._vocab_size = vocab_size
-        self._has_kernels = device.type != "cpu"
-        self._chooser = (
-            DeviceSampler(vocab_size, device, max_rows, ledger)
-            if self._has_kernels
-            else HostSampler(vocab_size, max_rows)
-        )
-        self.keeps_tokens = self._has_kernels
-        """True if the newest token of each slot stays on the device, so that a step can begin before the host knows it."""
-        self.shares_tokens = False
-        """True if ids of every step come from another rank's device."""
-        self.argmax_S = self._chooser.argmax_S
-        """int64, at least `max_rows` long, and always in the same place."""
-
-    def end_step(self) -> None:
-        """End a step that chose nothing."""
-
-    def follow(self, source: MaskSource) -> None:
-        """Have this one say which tokens the forms of answers leave; before, such rows can choose nothing."""
-        self._chooser.mask_source = source
-
-    def warm(self, logits_SV: torch.Tensor) -> None:
-        """Compile every kernel for logits that lie like these; their values do not matter."""
-        if not self._has_kernels:
-            return
-        for params in (SamplingParams(top_k=1), _EVERY_EDIT, _FORM):
-            self.sample(logits_SV[:1], [Sequence(-1, [0, 0], 1, params, seed=0, max_tokens=9)], frozenset())
-        self.prompt_logprobs(logits_SV[:1], [0], 1)
-
-    def resolve(self, ids_T: torch.Tensor) -> None:
-        """Put tokens in the places of ids that are -1 - slot: the newest of that slot; a CUDA graph may capture this."""
-        if isinstance(self._chooser, DeviceSampler):
-            self._chooser.resolve(ids_T)
-
-    def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
-        """The most likely token of each row into the first places of `argmax_S`; a CUDA graph may capture this.
-
-        With `keep_slots_S` it is also the newest of that slot, until something else is chosen for the row.
-        """
-        self._chooser.find_argmax(logits_SV, keep_slots_S)
-
-    def share_argmax(self, logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
-        """Id and logit of each row's argmax in columns of the vocabulary from `first_token` on; a CUDA graph may capture this."""
-        self._chooser.share_argmax(logits_SV, first_token, out_SX)
-
-    def keep(self, tokens_S: torch.Tensor, keep_slots_S: torch.Tensor) -> None:
-        """Have these be the newest tokens of their slots, where tokens are kept."""
-        if isinstance(self._chooser, DeviceSampler):
-            self._chooser.keep(tokens_S, keep_slots_S)
-
-    def launch(
-        self,
-        logits_SV: torch.Tensor | None,
-        choices: SequenceABC[Choice],
-        eos_token_ids: frozenset[int],
-        chosen_by_graph: torch.Tensor | None = None,
-        keep_slots_S: torch.Tensor | None = None,
-    ) -> Choosing:
-        """Begin to choose a token from each row of the float32 logits; None: there is nothing to choose.
-
-        `chosen_by_graph` holds what `find_argmax` would find, where a graph has found it already. Where rows are late, the
-        logits must stay until they are chosen. Two steps may be under way.
-        """
-        if logits_SV is not None:
-            self._check(logits_SV, len(choices), "choices")
-        return self._chooser.launch(logits_SV, choices, eos_token_ids, chosen_by_graph, keep_slots_S)
-
-    def sample(
-        self,
-        logits_SV: torch.Tensor,
-        sequences: SequenceABC[Sequence],
-        eos_token_ids: frozenset[int],
-        chosen_by_graph: torch.Tensor | None = None,
-    ) -> list[SequenceSample]:
-        """One token for each sequence, waited for; row i of the float32 logits follows everything in sequences[i].token_ids."""
-        self._check(logits_SV, len(sequences), "sequences")
-        if not sequences:
-            return []
-        return self.launch(logits_SV, list(map(Choice.of, sequences)), eos_token_ids, chosen_by_graph).read()
-
-    def prompt_logprobs(
-        self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
-    ) -> list[TokenLogprobs]:
-        """Score target_ids[i] by row i of the float32 logits, which predicts it."""
-        self._check(logits_TV, len(target_ids), "targets")
-        return self._chooser.prompt_logprobs(logits_TV, target_ids, num_top) if target_ids else []
-
-    def _check(self, logits_XV: torch.Tensor, num_rows: int, name: str) -> None:
-        assert logits_XV.shape == (num_rows, self._vocab_size), (
-            f"logits are {tuple(logits_XV.shape)} for {num_rows} {name} and {self._vocab_size=}"
-        )
-        assert logits_XV.dtype == torch.float32, f"{logits_XV.dtype=} must be float32"

@@ -20,12 +20,13 @@ import torch
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeNeeds, choice_specs
 from holdfast.distributed.mesh import Mesh
-from holdfast.kernels.sampling.share_argmax import first_largest
+from holdfast.kernels.sampling.argmax import first_largest
 from holdfast.memory.ledger import Ledger
 from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
+from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.masks import MaskSource
-from holdfast.runner.sampling.sampler import Chosen, Sampler
+from holdfast.runner.sampling.sampler import Chosen, HostSampler
 
 OWNER = "sampling/shares"
 LINK_FORM_ROWS = 8
@@ -37,7 +38,7 @@ class SharedSampler:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: HostSampler | DeviceSampler,
         exchange: Exchange,
         mesh: Mesh,
         needs: ExchangeNeeds,
@@ -45,8 +46,8 @@ class SharedSampler:
         ledger: Ledger,
     ) -> None:
         """`sampler` is one of the whole vocabulary."""
-        self._sampler = sampler
-        self._exchange = exchange
+        self.sampler = sampler
+        self.exchange = exchange
         self._first_token = mesh.tensor_rank * needs.vocab_share(mesh)
         self.is_follower = mesh.rank != 0
         self.is_behind = not mesh.is_last_stage
@@ -62,7 +63,7 @@ class SharedSampler:
     @property
     def keeps_tokens(self) -> bool:
         """Whether a step can begin before the host knows the tokens of the last one."""
-        return self._sampler.keeps_tokens
+        return self.sampler.keeps_tokens
 
     @property
     def shares_tokens(self) -> bool:
@@ -70,11 +71,11 @@ class SharedSampler:
 
         With stages every token that a step begins with is known when it is launched (engine/scheduler.py).
         """
-        return self._sampler.keeps_tokens and self.num_stages == 1
+        return self.sampler.keeps_tokens and self.num_stages == 1
 
     def follow(self, source: MaskSource) -> None:
         """Have this one say which tokens the forms of answers leave."""
-        self._sampler.follow(source)
+        self.sampler.follow(source)
 
     def warm(self, logits_SV: torch.Tensor) -> None:
         """Compile every kernel, and run every exchange once."""
@@ -84,14 +85,14 @@ class SharedSampler:
             self.find_argmax(logits_SV[: min(num_rows, len(self.argmax_S))])
         whole_1W = self._gather(logits_SV[:1])
         if whole_1W is not None:
-            self._sampler.warm(whole_1W)
+            self.sampler.warm(whole_1W)
 
     def resolve(self, ids_T: torch.Tensor) -> None:
         """Put tokens in the places of ids that are -1 - slot, on every rank; a CUDA graph may capture this."""
         if self.shares_tokens:
             if not self.is_follower:
-                self._sampler.resolve(ids_T)
-            self._exchange.share_tokens(ids_T)
+                self.sampler.resolve(ids_T)
+            self.exchange.share_tokens(ids_T)
 
     def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
         """The most likely token of each row of all shares into the first places of `argmax_S`; a CUDA graph may capture this."""
@@ -103,13 +104,13 @@ class SharedSampler:
             self._num_shares, num_rows, CHOICE_FIELDS
         )
         if not self.is_behind:
-            self._sampler.share_argmax(logits_SV, self._first_token, own_SX)
-        self._exchange.gather_small(None if self.is_behind else own_SX, all_NSX)
+            self.sampler.share_argmax(logits_SV, self._first_token, own_SX)
+        self.exchange.gather_small(None if self.is_behind else own_SX, all_NSX)
         self._end_call()
         argmax_S = self.argmax_S[:num_rows]
         first_largest(all_NSX, argmax_S)
         if keep_slots_S is not None and not self.is_follower:
-            self._sampler.keep(argmax_S, keep_slots_S)
+            self.sampler.keep(argmax_S, keep_slots_S)
 
     def launch(
         self,
@@ -121,8 +122,8 @@ class SharedSampler:
     ) -> Choosing:
         """Begin to choose a token from each row; on other ranks than 0 what is read is the argmax, until rank 0 tells."""
         if logits_SV is None:
-            self._exchange.end_step()
-            return self._sampler.launch(None, choices, eos_token_ids)
+            self.exchange.end_step()
+            return self.sampler.launch(None, choices, eos_token_ids)
         if chosen_by_graph is None and choices:
             self.find_argmax(logits_SV, keep_slots_S)
         argmax_S = (self.argmax_S if chosen_by_graph is None else chosen_by_graph)[: len(choices)]
@@ -132,31 +133,31 @@ class SharedSampler:
             ids = [NO_TOKEN] * len(choices) if self.keeps_tokens else argmax_S.tolist()
             return Chosen([SequenceSample(token_id, None) for token_id in ids])
         if whole_SW is None:
-            whole_SW = self._exchange.whole_logits(len(choices))  # not read if every row is plain
-        return self._sampler.launch(whole_SW, choices, eos_token_ids, argmax_S, keep_slots_S)
+            whole_SW = self.exchange.whole_logits(len(choices))  # not read if every row is plain
+        return self.sampler.launch(whole_SW, choices, eos_token_ids, argmax_S, keep_slots_S)
 
     def prompt_logprobs(
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
     ) -> list[TokenLogprobs]:
         """Score target_ids[i] by row i, which predicts it; nothing on other ranks than 0."""
         whole_TW = self._gather(logits_TV)
-        return [] if whole_TW is None else self._sampler.prompt_logprobs(whole_TW, target_ids, num_top)
+        return [] if whole_TW is None else self.sampler.prompt_logprobs(whole_TW, target_ids, num_top)
 
     def end_step(self) -> None:
         """Behind a step that chose nothing."""
-        self._exchange.end_step()
+        self.exchange.end_step()
 
     def _gather(self, logits_SV: torch.Tensor) -> torch.Tensor | None:
         """All shares side by side on rank 0."""
-        whole_SW = None if self.is_follower else self._exchange.whole_logits(logits_SV.shape[0])
-        self._exchange.gather_logits(None if self.is_behind else logits_SV, whole_SW)
+        whole_SW = None if self.is_follower else self.exchange.whole_logits(logits_SV.shape[0])
+        self.exchange.gather_logits(None if self.is_behind else logits_SV, whole_SW)
         self._end_call()
         return whole_SW
 
     def _end_call(self) -> None:
         """Rank 0 of a pipeline is not with the other ranks of its stage here: those have ended the step behind their layers."""
         if not self.is_behind:
-            self._exchange.end_step()
+            self.exchange.end_step()
 
 
 def _is_plain(choice: Choice) -> bool:
