@@ -25,7 +25,7 @@ from holdfast.cli.bench_cases import (
     rate,
     throughput_case,
 )
-from holdfast.cli.bench_record import commit, cpu_name, make_record, num_cores, versions
+from holdfast.cli.bench_record import commit, cpu_name, make_record, versions
 from holdfast.cli.bench_transformers import TransformersContestant, check_installed, open_transformers
 from holdfast.cli.opened_model import open_quietly
 from holdfast.cli.terminal import dumps
@@ -183,7 +183,6 @@ def test_one_engine_has_no_ratio() -> None:
 
 def test_the_machine_has_a_name() -> None:
     assert cpu_name()
-    assert num_cores() >= 1
 
 
 def test_a_machine_that_tells_nothing_still_has_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from holdfast.cli.habits import HABITS, MODEL, SEVERAL_VALUES, as_ours
 from holdfast.cli.options import ARGUMENTS
 from holdfast.cli.serve import ServeOptions, check_parsers
 from holdfast.errors import ConfigError
-from holdfast.request.vllm_flags import SHORT_FLAGS, find_flag, read_value
-from holdfast.request.vllm_names import ENGINE_NAMES, PARSERS_OF_VLLM, SERVER_NAMES
+from holdfast.request.vllm_flags import find_flag, read_value
+from holdfast.request.vllm_names import ENGINE_NAMES, PARSERS_OF_VLLM, SERVER_NAMES, SHORT_FLAGS
 
 BY_PATH = {command.path: command for command in COMMANDS}
 Translate = Callable[..., list[str]]

@@ -46,7 +46,7 @@ def run(core: EngineCore, max_steps: int = 500) -> tuple[dict[int, list[int]], d
 
 def at_rest(core: EngineCore) -> None:
     core.scheduler.check()
-    assert core.num_in_flight == 0
+    assert len(core.in_flight) == 0
     assert core.scheduler.pool.num_available == core.scheduler.pool.num_pages
 
 
@@ -127,7 +127,7 @@ def test_settle_waits_for_steps_without_live_sequences(run_ahead):
     core.submit([request(0)])
     core.step()
     core.abort([0])
-    assert (core.num_in_flight, core.has_unfinished) == (run_ahead, True)
+    assert (len(core.in_flight), core.has_unfinished) == (run_ahead, True)
     core.settle()
     assert len(runner.steps) == 1 + run_ahead
     at_rest(core)
@@ -135,7 +135,7 @@ def test_settle_waits_for_steps_without_live_sequences(run_ahead):
     core.submit([request(1)])
     core.step()
     core.settle()
-    assert core.num_in_flight == run_ahead, "a request waits for it"
+    assert len(core.in_flight) == run_ahead, "a request waits for it"
 
 
 def test_several_tokens_of_a_step_are_cut_at_an_end():

@@ -183,10 +183,10 @@ def test_speculating_sequence_of_any_step_holds_the_next() -> None:
     engine.add_request("guessing", "guessing", SamplingParams(temperature=0.0, max_tokens=30))
     engine.step()
     # One step without it is in flight, and one with it; a third is not launched.
-    flights = [[item.sequence.may_speculate for item in step.scheduled] for step in engine.core._in_flight]
+    flights = [[item.sequence.may_speculate for item in step.scheduled] for step in engine.core.in_flight]
     assert flights == [[False], [False, True]]
     engine.step()
-    assert engine.core.num_in_flight == 1
+    assert len(engine.core.in_flight) == 1
     run_all(engine)
 
 

@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> Path:
 def opened(folder: Path):
     """opened(entry) -> a contender, released at the end."""
     contexts = []
-    silent = Listener(lambda name: None, lambda *_: None, lambda *_: None)
+    silent = Listener(lambda name: None, lambda *_: None)
 
     def open_entry(entry: SchemeEntry) -> Contender:
         context = opened_scheme(entry, silent)
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_is_quantized_already_is_called_after_its_scheme(tmp_p
 def test_each_is_loaded_in_its_turn_and_let_go(folder: Path, model, monkeypatch) -> None:
     reference, settled = settle_entries(config(folder), model, 32)
     reported: list[object] = []
-    listener = Listener(reported.append, lambda done, total: None, lambda done, total: reported.append((done, total)))
+    listener = Listener(reported.append, lambda done, total: reported.append((done, total)))
     windows = [list(range(3, 35))]
     entries = [scheme_entry(settled, name, ()) for name in ("int8", "fp8_block")]
     with watched_arenas(monkeypatch) as taken:
@@ -164,7 +164,7 @@ def test_each_is_loaded_in_its_turn_and_let_go(folder: Path, model, monkeypatch)
 
 def test_a_failure_lets_everything_go(folder: Path, model, monkeypatch) -> None:
     reference, settled = settle_entries(config(folder), model, 32)
-    silent = Listener(lambda name: None, lambda *_: None, lambda *_: None)
+    silent = Listener(lambda name: None, lambda *_: None)
     with watched_arenas(monkeypatch) as taken, pytest.raises(ConfigError, match="112 columns"):
         compare_schemes(
             SchemeEntry("float32", reference), [scheme_entry(settled, "mxfp4", ())], [list(range(3, 35))], silent

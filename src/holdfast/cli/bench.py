@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from holdfast.api.llm import open_headers
+from holdfast.api.opened import open_headers
 from holdfast.api.progress import is_watched
 from holdfast.cli.bench_cases import (
     UNIT,
@@ -19,15 +19,16 @@ from holdfast.cli.bench_cases import (
     race,
     throughput_case,
 )
-from holdfast.cli.bench_record import make_record, num_cores, record_file, write_record
+from holdfast.cli.bench_record import make_record, record_file, write_record
 from holdfast.cli.layout import Line, Table, table_lines
 from holdfast.cli.opened_model import import_torch, model_name, open_visibly, report_file, shown_download
-from holdfast.cli.options import Given, read_counts, read_range, read_whole
+from holdfast.cli.options import Given, read_choice, read_counts, read_range, read_whole
 from holdfast.cli.tables import show, show_beside
 from holdfast.cli.terminal import STDOUT, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
 from holdfast.loading.planning.open_model import OpenModel
+from holdfast.memory.device_rates import num_cores
 
 PEERS = ("transformers",)
 MAX_TOKENS = 1 << 20
@@ -134,8 +135,7 @@ def _check(options: BenchOptions, given: Given) -> None:
     report_file(options.memory_report)
     if options.against is None:
         return
-    if options.against not in PEERS:
-        raise ConfigError("value.not_one_of", name="--against", accepted=PEERS, value=options.against)
+    read_choice("--against", options.against, PEERS)
     if given.get("load_format") == "dummy":
         raise ConfigError("bench.dummy_weights")
     from holdfast.cli.bench_transformers import check_installed
@@ -203,7 +203,7 @@ def _write_table(results: Sequence[Result], title: str, to_stderr: bool) -> None
             *(f"{result.median(name):.1f}" for name in names),
             *(f"{ratio:.2f}x" for ratio in result.ratios().values()),
             " / ".join(f"{result.best(name):.1f}" for name in names),
-            *([_shown_experts(result)] if has_experts else []),
+            *([_experts_text(result.experts)] if has_experts else []),
         )
         for result in results
     ]
@@ -212,7 +212,6 @@ def _write_table(results: Sequence[Result], title: str, to_stderr: bool) -> None
     show_beside(lines) if to_stderr else show(lines)
 
 
-def _shown_experts(result: Result) -> str:
+def _experts_text(found: dict[str, float] | None) -> str:
     """Format the distinct experts of a layer in a step, and those of uniform routing."""
-    found = result.experts
     return "" if found is None else f"{found['measured']:.1f}, uniform {found['uniform']:.1f}"

@@ -4,7 +4,6 @@
 """
 
 import datetime
-import os
 import platform
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from holdfast.cli.terminal import STDOUT, dumps, write_answer, write_line
 from holdfast.errors import ConfigError
+from holdfast.memory.device_rates import num_cores
 
 PACKAGES = ("holdfast", "torch", "transformers", "numpy")
 
@@ -62,11 +62,6 @@ def today() -> str:
 def machine() -> str:
     """Describe the machine."""
     return f"{num_cores()} cores of {cpu_name()} ({platform.machine()})"
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:

@@ -26,7 +26,7 @@ from holdfast.cli.bench_load import (
 )
 from holdfast.cli.bench_record import make_record, record_file, write_record
 from holdfast.cli.layout import Line, Table, table_lines
-from holdfast.cli.options import Given, read_count, read_number, read_range, read_whole
+from holdfast.cli.options import Given, read_choice, read_count, read_number, read_range, read_whole
 from holdfast.cli.tables import show, show_beside
 from holdfast.cli.terminal import FAILED, STDOUT, for_terminal, write_line
 from holdfast.errors import ConfigError
@@ -79,8 +79,7 @@ class _Load:
 def bench_serve(options: ServeBenchOptions, engine: Given) -> int | None:
     """Measure, print and record; return an exit code if a request failed."""
     url = Url.read(options.url, options.api_key or os.environ.get(KEY_VARIABLE) or None)
-    if options.endpoint not in PATHS:
-        raise ConfigError("value.not_one_of", name="--endpoint", accepted=list(PATHS), value=options.endpoint)
+    read_choice("--endpoint", options.endpoint, list(PATHS))
     record_file(options.json_file)
     load = _read_load(options)
     timeout = read_number(options.timeout)

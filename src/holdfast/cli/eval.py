@@ -1,16 +1,15 @@
 """`holdfast eval`: the quality of KV formats and weight schemes, as a table, a record and a page; no torch."""
 
 import datetime
-import difflib
 import hashlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.api.llm import open_headers
+from holdfast.api.opened import open_headers
 from holdfast.api.progress import SECONDS_BETWEEN_UPDATES, Bar, LoadingBar, is_watched
 from holdfast.cli.bench_record import make_record, record_file, write_record
 from holdfast.cli.opened_model import BYTE_ORDER_MARK, import_torch, model_name, shown_download
@@ -19,14 +18,14 @@ from holdfast.cli.page import eval_page, page_file, write_page
 from holdfast.cli.tables import WEIGHTS, EvalView, quality_lines, show, show_beside
 from holdfast.cli.terminal import MAX_PATH, STDOUT, log_plainly, write_line
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigError, PromptError, shown
+from holdfast.errors import ConfigError, PromptError, did_you_mean, shown
 from holdfast.eval.text_windows import MIN_WINDOW, cut_windows
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.quant.formats import ALL_KV_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED, find_scheme
 
 if TYPE_CHECKING:
-    from holdfast.eval.kv_quality import Entry
+    from holdfast.eval.kv_quality import Entry, Possible
     from holdfast.eval.weight_quality import SchemeEntry
 
 NUM_LINES = 10
@@ -127,18 +126,27 @@ class EvalText(NamedTuple):
     max_tokens: int | None
 
 
-class _Outputs(NamedTuple):
-    """Where to write, checked."""
+class _Setup(NamedTuple):
+    """Checked options: the text, and where to write."""
 
+    text: EvalText
     json_file: str | None
     html: Path | None
 
     @classmethod
-    def read(cls, options: EvalOptions) -> "_Outputs":
+    def read(cls, options: EvalOptions, read: Callable[[str | None], tuple[str, str]]) -> "_Setup":
+        """Check all options, the text last; `read` returns it with its name."""
+        window = read_whole(options.window, "--window", MIN_WINDOW, MAX_WINDOW)
+        max_tokens = read_tokens(options.tokens)
         html = None if options.html is None else page_file(options.html, "--html")
-        return cls(record_file(options.json_file), html)
+        json_file = record_file(options.json_file)
+        text = EvalText(*read(options.text), window, max_tokens)
+        log_plainly()
+        if max_tokens is not None and max_tokens < window:
+            write_line(f"reading {window} tokens, not {max_tokens}: one window is the minimum; see --window")
+        return cls(text, json_file, html)
 
-    def write(self, view: EvalView, text: str) -> None:
+    def write(self, view: EvalView) -> None:
         """Print the table, and write page and record."""
         if self.html is not None:
             write_page(self.html, eval_page(view))
@@ -146,26 +154,22 @@ class _Outputs(NamedTuple):
         lines = quality_lines(view)
         show_beside(lines) if self.json_file == STDOUT else show(lines)
         if self.json_file is not None:
-            facts = {"text_sha256": hashlib.sha256(text.encode()).hexdigest()}
+            facts = {"text_sha256": hashlib.sha256(self.text.text.encode()).hexdigest()}
             write_record(quality_record(view, ["holdfast", *sys.argv[1:]], facts), self.json_file)
 
 
 def eval_kv(options: EvalOptions, engine: Given) -> None:
     """Measure KV formats. All options are checked before the model is opened."""
     names = read_formats(options.formats)
-    window, max_tokens = read_window(options.window), read_tokens(options.tokens)
-    outputs = _Outputs.read(options)
     config = EngineConfig.from_options(model=options.model, **engine)
-    text = EvalText(read_text(options.text), Path(str(options.text)).name, window, max_tokens)
-    log_plainly()
-    report_rounding(text)
+    setup = _Setup.read(options, lambda file: (read_text(file), Path(str(file)).name))
     model = open_headers(config, shown_download)
     try:
         import_torch()
-        view = measure_formats(config, model, names, text)
+        view = measure_formats(config, model, names, setup.text)
     finally:
         model.source.close()
-    outputs.write(view, text.text)
+    setup.write(view)
 
 
 def measure_formats(config: EngineConfig, model: OpenModel, names: Sequence[str] | None, text: EvalText) -> EvalView:
@@ -194,11 +198,15 @@ def _format_entries(config: EngineConfig, model: OpenModel, names: Sequence[str]
     from holdfast.eval.kv_quality import format_entry, narrower_formats, reference_entry
 
     if names is None:
-        choice = narrower_formats(config, model)
-        for name, reason in choice.left_out.items():
-            write_line(f"skipping {name}: {reason}")
-        names = choice.names
+        names = _reported(narrower_formats(config, model))
     return [reference_entry(config), *(format_entry(config, model, name) for name in names if name != config.dtype)]
+
+
+def _reported(choice: "Possible") -> tuple[str, ...]:
+    """Return what can run; print a line for each that cannot."""
+    for name, reason in choice.left_out.items():
+        write_line(f"skipping {name}: {reason}")
+    return choice.names
 
 
 def _names(typed: str) -> tuple[str, ...] | None:
@@ -213,15 +221,9 @@ def read_formats(typed: str) -> tuple[str, ...] | None:
     names = _names(typed)
     for name in names or ():
         if name not in ALL_KV_FORMATS:
-            near = difflib.get_close_matches(name, ALL_KV_FORMATS, n=1, cutoff=0.3)
             error = ConfigError("value.not_one_of", name="--formats", accepted=list(ALL_KV_FORMATS), value=name)
-            raise error.hinting(f"Did you mean {near[0]}?" if near else "")
+            raise error.hinting(did_you_mean(name, ALL_KV_FORMATS, cutoff=0.3))
     return names
-
-
-def read_window(typed: str) -> int:
-    """Read the tokens of a window."""
-    return read_whole(typed, "--window", MIN_WINDOW, MAX_WINDOW)
 
 
 def read_tokens(typed: str | None) -> int | None:
@@ -230,12 +232,6 @@ def read_tokens(typed: str | None) -> int | None:
     if count is not None and (not isinstance(count, int) or count < 1):
         raise ConfigError("value.too_small", name="--tokens", minimum=1, value=typed)
     return count if isinstance(count, int) else None
-
-
-def report_rounding(text: EvalText) -> None:
-    """Print a line if one window has more tokens than --tokens."""
-    if text.max_tokens is not None and text.max_tokens < text.window:
-        write_line(f"reading {text.window} tokens, not {text.max_tokens}: one window is the minimum; see --window")
 
 
 def read_text(file: str | None) -> str:
@@ -258,17 +254,13 @@ def read_text(file: str | None) -> str:
 def eval_weights(options: EvalOptions, engine: Given) -> None:
     """Measure weight schemes. All options are checked before the model is opened."""
     names = read_schemes(options.schemes)
-    window, max_tokens = read_window(options.window), read_tokens(options.tokens)
-    outputs = _Outputs.read(options)
     ignore = engine.pop("quantization_ignore", ())
     # Patterns are for the schemes; any scheme checks them.
     EngineConfig.from_options(quantization="fp8", quantization_ignore=ignore)
     config = EngineConfig.from_options(model=options.model, **engine)
-    text = EvalText(*topics_or_text(options.text), window, max_tokens)
-    log_plainly()
-    report_rounding(text)
+    setup = _Setup.read(options, topics_or_text)
     import_torch()
-    outputs.write(measure_schemes(config, ignore, names, text), text.text)
+    setup.write(measure_schemes(config, ignore, names, setup.text))
 
 
 def topics_or_text(file: str | None) -> tuple[str, str]:
@@ -307,7 +299,7 @@ def measure_schemes(
     name = model_name(config)
     # One bar of tokens over everything, and a line for each load: two bars would fight for the terminal.
     with EvalBar() as bar:
-        listener = Listener(lambda scheme: write_line(f"Loading {name} in {scheme}"), lambda done, total: None, bar)
+        listener = Listener(lambda scheme: write_line(f"Loading {name} in {scheme}"), bar)
         qualities = compare_schemes(as_stored_entry(reference, stored), entries, windows, listener)
     settings = f"{settled.dtype} on {settled.device}"
     return EvalView(name, settings, text.name, text.window, len(windows), half_bytes, qualities, WEIGHTS)
@@ -335,10 +327,7 @@ def _scheme_entries(
     from holdfast.eval.weight_quality import REFERENCE_DTYPE, as_stored_entry, possible_schemes, scheme_entry
 
     if names is None:
-        choice = possible_schemes(settled, model, ignore, stored)
-        for name, reason in choice.left_out.items():
-            write_line(f"skipping {name}: {reason}")
-        names = choice.names
+        names = _reported(possible_schemes(settled, model, ignore, stored))
     wanted = [name for name in names if name != UNQUANTIZED]
     other = next((name for name in wanted if stored not in (None, name)), None)
     if other is not None:

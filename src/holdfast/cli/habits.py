@@ -14,8 +14,8 @@ from typing import NamedTuple
 from holdfast.cli.options import ARGUMENTS, Option, Setting, flag, read_data
 from holdfast.cli.terminal import write_line
 from holdfast.errors import ConfigError, shown
-from holdfast.request.vllm_flags import SHORT_FLAGS, find_flag, read_value
-from holdfast.request.vllm_names import ENGINE_NAMES, SERVER_NAMES
+from holdfast.request.vllm_flags import find_flag, read_value
+from holdfast.request.vllm_names import ENGINE_NAMES, SERVER_NAMES, SHORT_FLAGS
 
 MODEL = "MODEL"
 """Stands for the model argument, for which other programs have a flag."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.config import ALIASES, DTYPES, LOAD_FORMATS, EngineConfig
 from holdfast.errors import ConfigError, RequestError
@@ -24,16 +24,10 @@ PANELS = (ARGUMENTS, OPTIONS, "Output", "Benchmark", "Server", "Sampling", "Mode
 """Sections of a help page, in order."""
 COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 """As in vLLM: lower-case units are powers of 1000, upper-case ones of 1024."""
-SCHEMES = {
-    "fp8": "8 bits, a scale per row; activations in fp8 too",
-    "fp8_tensor": "a scale per tensor",
-    "fp8_block": "a scale per 128 x 128",
-    "int8": "8 bits, a scale per row; weights only",
-    "mxfp4": "4 bits, a scale per 32; weights only",
-}
 _COUNT = re.compile(r"(-?[0-9]{1,18})(\.[0-9]{1,9})?([kKmMgG]?)")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _MAX_GRAMMAR_CHARS = 4 * MAX_SCHEMA_BYTES
+Choice = TypeVar("Choice", bound=str)
 Given = dict[str, Any]
 """Options that were given, by field name or by an alias that EngineConfig knows."""
 
@@ -125,6 +119,22 @@ def read_whole(text: str, option: str, least: int, most: int) -> int:
     if not isinstance(number, int) or not least <= number <= most:
         raise ConfigError("value.out_of_range", name=option, minimum=least, maximum=most, value=text)
     return number
+
+
+def read_seconds(text: str, option: str, most: float) -> float:
+    """Read a duration of at most `most` seconds."""
+    seconds = read_number(text)
+    if isinstance(seconds, str) or not 0 <= seconds <= most:
+        raise ConfigError("value.out_of_range", name=option, minimum=0, maximum=most, value=text)
+    return seconds
+
+
+def read_choice(option: str, text: str, choices: Sequence[Choice]) -> Choice:
+    """Check that a value is one of a few."""
+    for choice in choices:
+        if choice == text:
+            return choice
+    raise ConfigError("value.not_one_of", name=option, accepted=choices, value=text)
 
 
 def read_range(text: str, option: str) -> tuple[int, int]:
@@ -261,11 +271,12 @@ def _kv_formats() -> str:
 
 def _settings(owner: type[EngineConfig | SamplingParams], key: str) -> tuple[Setting, ...]:
     protected = [f"{count} for {name}" for name, count in DEFAULT_PROTECTED_LAYERS.items() if count]
+    schemes = read_data("commands.json")["schemes"]
     lists = {
         "<dtypes>": ", ".join(DTYPES),
         "<load_formats>": ", ".join(LOAD_FORMATS),
         "<index_formats>": ", ".join(INDEX_FORMATS),
-        "<schemes>": ", ".join((UNQUANTIZED, *(f"{name} ({SCHEMES[name]})" for name in WEIGHT_SCHEMES))),
+        "<schemes>": ", ".join((UNQUANTIZED, *(f"{name} ({schemes[name]})" for name in WEIGHT_SCHEMES))),
         "<kv_formats>": _kv_formats(),
         "<protected_layers>": ", ".join((*protected, "else 0" if protected else "0")),
     }

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from holdfast.cli.layout import Line
-from holdfast.cli.options import Given, read_count
+from holdfast.cli.options import Given, read_choice, read_count
 from holdfast.cli.plan_commands import ONE_SEQUENCE, PURPOSES, Purpose
 from holdfast.cli.plan_view import CANNOT_START, DOES_NOT_FIT, FITS, Beside, sweep, view_of
 from holdfast.cli.tables import plan_lines, show, sweep_lines
@@ -106,7 +106,7 @@ def read_plan(options: PlanOptions, engine: Given) -> Planned:
 
     Without --for a plan has the default number of sequences, or one if only that fits.
     """
-    purpose = read_purpose(options.purpose)
+    purpose: Purpose | None = None if options.purpose is None else read_choice("--for", options.purpose, PURPOSES)
     config = EngineConfig.from_options(**engine)
     target = read_target(options)
     typed_ranks = _typed_ranks(options, config.pipeline_parallel_size)
@@ -152,14 +152,6 @@ def _declared(options: PlanOptions, revision: str | None) -> DeclaredModel:
     from holdfast.models.blueprints.estimate import declare_estimate
 
     return declare_estimate(options.parameters, options.model)
-
-
-def read_purpose(typed: str | None) -> Purpose | None:
-    """Read the command that a plan is for; None if --for is not given."""
-    found: Purpose | None = next((purpose for purpose in PURPOSES if purpose == typed), None)
-    if typed is not None and found is None:
-        raise ConfigError("value.not_one_of", name="--for", accepted=PURPOSES, value=typed)
-    return found
 
 
 def _typed_ranks(options: PlanOptions, num_stages: int) -> str:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from holdfast.cli.opened_model import OpenedModel, model_name, open_visibly, refuse_bare_ids, report_file
-from holdfast.cli.options import Given, read_number, read_whole
+from holdfast.cli.options import Given, read_choice, read_seconds, read_whole
 from holdfast.cli.start_line import StartLine
 from holdfast.cli.terminal import write_line
 from holdfast.config import EngineConfig
@@ -68,7 +68,7 @@ def serve(options: ServeOptions, engine_options: Given, start: StartLine | None 
     if launched is not None and launched.rank > 0:
         open_visibly(config, None)  # does not return: rank 0 serves
     report = report_file(options.memory_report)
-    limits, port = read_limits(options), read_port(options.port)
+    limits, port = read_limits(options), read_whole(options.port, "--port", 0, 65535)
     keys = collect_keys(options.api_key or (), options.api_key_file)
     refuse_open_door(options, keys)
     names = read_names(options.served_model_name)
@@ -160,20 +160,12 @@ def check_parsers(options: ServeOptions) -> ServeOptions:
     return options
 
 
-def read_port(text: str) -> int:
-    """Read a port; 0 takes a free one."""
-    return read_whole(text, "--port", 0, 65535)
-
-
 def read_limits(options: ServeOptions) -> "ServerLimits":
     """Read the limits of the server."""
     from holdfast.server.service import ServerLimits
 
     connections = read_whole(options.max_connections, "--max-connections", 1, MAX_CONNECTIONS)
-    seconds = read_number(options.drain_seconds)
-    if isinstance(seconds, str) or not 0 <= seconds <= MAX_DRAIN_SECONDS:
-        bounds = {"minimum": 0, "maximum": MAX_DRAIN_SECONDS}
-        raise ConfigError("value.out_of_range", name="--drain-seconds", **bounds, value=options.drain_seconds)
+    seconds = read_seconds(options.drain_seconds, "--drain-seconds", MAX_DRAIN_SECONDS)
     kept_bytes = 0 if options.response_memory == "0" else parse_bytes(options.response_memory, "--response-memory")
     return ServerLimits(max_connections=connections, drain_seconds=seconds, max_response_bytes=kept_bytes)
 
@@ -195,10 +187,3 @@ def read_origins(given: Iterable[str]) -> tuple[str, ...]:
         if origin != "*" and (scheme not in ("http", "https") or not rest or "/" in rest or not rest.isprintable()):
             raise ConfigError("cli.bad_origin", value=origin)
     return tuple(origins)
-
-
-def read_choice(option: str, text: str, choices: tuple[str, ...]) -> str:
-    """Check that a value is one of a few."""
-    if text not in choices:
-        raise ConfigError("value.not_one_of", name=option, accepted=choices, value=text)
-    return text

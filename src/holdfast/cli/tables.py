@@ -9,6 +9,7 @@ from operator import gt
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from holdfast.cli.layout import EIGHTHS, FULL, LIGHT, OTHER, SMALLEST, Line, Table, fitted, table_lines
+from holdfast.cli.options import read_data
 from holdfast.errors import PlanChange, PlanTable
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import PHASES
@@ -459,24 +460,7 @@ class Subject(NamedTuple):
     """Name of the bytes in a record."""
 
 
-KV_PAGES = Subject(
-    title="KV formats",
-    row="format",
-    size="bytes/token",
-    size_text="bytes of a token, all layers",
-    against="that over {} pages",
-    section="kv-quality",
-    size_key="bytes_per_token",
-)
-WEIGHTS = Subject(
-    title="Weight schemes",
-    row="scheme",
-    size="bytes",
-    size_text="bytes of all weights",
-    against="that of weights in {}",
-    section="weight-quality",
-    size_key="weight_bytes",
-)
+KV_PAGES, WEIGHTS = (Subject(**row) for row in read_data("quality_subjects.json").values())
 
 
 class EvalView(NamedTuple):

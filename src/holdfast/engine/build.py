@@ -11,7 +11,7 @@ from holdfast.distributed.mesh import ALONE
 from holdfast.engine.core import CoreResources, EngineCore, StepRunner, weak_check
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
-from holdfast.engine.open_text import open_text, open_tokenizer, pooling_of
+from holdfast.engine.open_text import engine_of, open_text, open_tokenizer
 from holdfast.engine.pacing import StepPacer
 from holdfast.engine.rank_build import build_ranks
 from holdfast.engine.scheduler import Scheduler
@@ -52,22 +52,12 @@ def build_engine(
     try:
         refuse_lost_threads(_use_threads)
         # Errors in small files are found before the large ones are read.
-        tokenizer, chat_template = open_text(config, model)
+        text = tokenizer, _ = open_text(config, model)
         vocabulary = None if tokenizer is None else _vocabulary(model, lambda: tokenizer)
         core = build_core(config, model, on_progress, on_prepare, vocabulary=vocabulary)
     finally:
         model.source.close()
-    generation = model.generation
-    return Engine(
-        core,
-        tokenizer,
-        chat_template,
-        config.seed,
-        generation=generation,
-        vocabulary=vocabulary,
-        takes_priorities=config.takes_priorities,
-        pooling=pooling_of(model, tokenizer, chat_template),
-    )
+    return engine_of(config, model, core, text, vocabulary)
 
 
 def build_core(

@@ -178,7 +178,7 @@ class EngineCore:
         """Sequences that wait for their grammar, or then for a place in the queue."""
         self._prepared: deque[int] = deque()
         """Held sequences whose grammar is compiled."""
-        self._in_flight: deque[LiveStep] = deque()
+        self.in_flight: deque[LiveStep] = deque()
         """The oldest first."""
         self._begun: deque[tuple[float, int]] = deque()
         """For each of these: its launch time, and how many sequences decoded."""
@@ -201,18 +201,14 @@ class EngineCore:
         return self.scheduler.num_waiting + len(self._held)
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
     def awaits_decode(self) -> bool:
         """True if the oldest step in flight has one token a sequence: the shortest kind of step."""
-        return all(item.num_new_tokens == 1 for item in self._in_flight[0].scheduled) if self._in_flight else False
+        return all(item.num_new_tokens == 1 for item in self.in_flight[0].scheduled) if self.in_flight else False
 
     @property
     def has_unfinished(self) -> bool:
         """True while there is a step to run or collect."""
-        return bool(self._live or self._in_flight)
+        return bool(self._live or self.in_flight)
 
     def check_room(self, num_sequences: int) -> None:
         """Raise QueueFullError if the queue cannot take so many more."""
@@ -277,13 +273,13 @@ class EngineCore:
             return CoreOutputs(failed, self.stats())
         if self._live:
             self._fill()
-        if not self._in_flight:
+        if not self.in_flight:
             assert len(self._live) == len(self._held), f"none of {len(self._live)} live sequences is scheduled"
             return CoreOutputs((), self.stats())
         result = self._collect(waiting)
         if result is None:
             return CoreOutputs((), self.stats())
-        step = self._in_flight.popleft()
+        step = self.in_flight.popleft()
         self._time(step, *self._begun.popleft())
         outputs = tuple(self._book(step, result.results))
         if self._live and self.scheduler.num_stages > 1:
@@ -292,7 +288,7 @@ class EngineCore:
 
     def settle(self, waiting: Waiting = nullcontext) -> None:
         """Wait for steps in flight whose sequences have all ended, so that their pages are released."""
-        while self._in_flight and not self._live:
+        while self.in_flight and not self._live:
             self.step(waiting)
 
     def watch(self, waiting: Waiting = nullcontext) -> None:
@@ -385,7 +381,7 @@ class EngineCore:
         """Queue sequences whose grammar is compiled, as far as places are free; return the ends of those whose grammar failed."""
         grammars, failed = self.grammars, []
         assert grammars is not None, "no grammars are followed"
-        if not self._in_flight and not self._prepared and len(self._held) == len(self._live):
+        if not self.in_flight and not self._prepared and len(self._held) == len(self._live):
             with waiting():
                 grammars.wait(GRAMMAR_SECONDS)
         for sequence_ids, error in grammars.ready():
@@ -407,7 +403,7 @@ class EngineCore:
     def _fill(self) -> None:
         runner = self.runner
         assert runner is not None, "the core is closed"
-        while len(self._in_flight) <= self.run_ahead and not (self._in_flight and self._is_guessing()):
+        while len(self.in_flight) <= self.run_ahead and not (self.in_flight and self._is_guessing()):
             num_decoding, most_rows = self._pace()
             step = self.scheduler.schedule(None if self.proposer is None else self._propose, most_rows)
             # None: a step in flight must end first.
@@ -419,7 +415,7 @@ class EngineCore:
                 if live.scheduled_at is None:
                     live.scheduled_at = now
             runner.launch(step.step)
-            self._in_flight.append(step)
+            self.in_flight.append(step)
             self._begun.append((now, num_decoding))
 
     def _pace(self) -> tuple[int, int | None]:
@@ -447,7 +443,7 @@ class EngineCore:
 
     def check_needed(self) -> None:
         """Raise StepStoppedError if all sequences of the step hung up. Called between layers on a CPU."""
-        step = self._in_flight[0] if self._in_flight else None
+        step = self.in_flight[0] if self.in_flight else None
         if step is not None and self.hang_ups.has_all(
             item.sequence.sequence_id for item in step.scheduled if item.sequence.sequence_id in self._live
         ):
@@ -464,7 +460,7 @@ class EngineCore:
             with waiting():
                 result = runner.collect()
         except StepStoppedError:
-            stopped = [item.sequence.sequence_id for item in self._in_flight[0].scheduled]
+            stopped = [item.sequence.sequence_id for item in self.in_flight[0].scheduled]
             is_cancelled = self._cancel(runner)
             assert is_cancelled, "a step was stopped that cannot be cancelled"
             self.abort(stopped)
@@ -483,7 +479,7 @@ class EngineCore:
         """Forget all steps in flight, if the runner can."""
         if not runner.cancel():
             return False
-        self._in_flight.clear()
+        self.in_flight.clear()
         self._begun.clear()
         self._may_read = True
         self.scheduler.forget_steps()
@@ -517,7 +513,7 @@ class EngineCore:
         """True if a running sequence needs its last token to draft: launching ahead would exclude it and halve the batch."""
         if self.proposer is None or self.scheduler.num_stages > 1:
             return False
-        return any(item.sequence.may_speculate for step in self._in_flight for item in step.scheduled)
+        return any(item.sequence.may_speculate for step in self.in_flight for item in step.scheduled)
 
     def _propose(self, sequence: Sequence) -> tuple[int, ...]:
         assert self.proposer is not None, "there is no proposer"

@@ -60,8 +60,9 @@ from holdfast.engine.messages import (
     Submit,
     decode_message,
     encode_message,
+    last_message,
 )
-from holdfast.engine.open_text import open_text, pooling_of
+from holdfast.engine.open_text import engine_of, open_text
 from holdfast.engine.pulse import CorePulse, Pulse
 from holdfast.engine.vital_signs import SILENCE_SECONDS, is_stopped
 from holdfast.errors import EngineDeadError, HoldfastError, MessageError, RequestError
@@ -98,19 +99,10 @@ def connect_engine(
     if model is None:
         model = open_model(config.model, config.load_format, config.revision)
     try:
-        tokenizer, chat_template = open_text(config, model)
+        text = open_text(config, model)
     finally:
         model.source.close()
-    core = CoreProcess(config, on_progress, on_prepare)
-    return Engine(
-        core,
-        tokenizer,
-        chat_template,
-        config.seed,
-        generation=model.generation,
-        takes_priorities=config.takes_priorities,
-        pooling=pooling_of(model, tokenizer, chat_template),
-    )
+    return engine_of(config, model, CoreProcess(config, on_progress, on_prepare), text)
 
 
 class CoreProcess:
@@ -264,7 +256,8 @@ class CoreProcess:
         try:
             self.child.send(message)
         except ChannelClosedError:
-            self._die(self._death_message())
+            self._hear_all()  # its last message may say why it ended
+            self._die(None)
         except MessageError as error:
             self._die(str(error).rstrip("."))
 
@@ -306,19 +299,6 @@ class CoreProcess:
         while (message := self.take()) is not None:
             if not isinstance(message, Heartbeat):
                 self._hear(message)
-
-    def _death_message(self) -> str | None:
-        """Return why it ended, if it sent that."""
-        try:
-            while (frame := self.child.channel.take()) is not None:
-                _, message = decode_message(frame)
-                if isinstance(message, Died):
-                    return f"it stopped at {message.cause}"
-        except ChannelClosedError:
-            return None
-        except MessageError as error:
-            return str(error).rstrip(".")
-        return None
 
     def _hear(self, message: Message) -> bool:
         """Process a message; True if it is CoreStats."""
@@ -427,9 +407,7 @@ class CoreServer:
                 is_known = isinstance(error, EngineDeadError)  # a rank is gone
                 _log.error("the core stopped: %s", describe(error), exc_info=None if is_known else error)
             with contextlib.suppress(ChannelClosedError):
-                self.send(
-                    Refused((), error) if isinstance(error, HoldfastError) and is_refusal else Died(describe(error))
-                )
+                self.send(last_message(error, is_started=core is not None))
             sys.exit(1)
         finally:
             if core is not None:

@@ -21,8 +21,9 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from holdfast.config import EngineConfig, Limits
+from holdfast.engine.admission import describe
 from holdfast.engine.memory_map import CoreMap
-from holdfast.errors import MessageError
+from holdfast.errors import HoldfastError, MessageError
 from holdfast.memory.report import MemoryReport
 from holdfast.observability.preparing import Preparing
 from holdfast.request.outputs import FinishReason
@@ -230,6 +231,11 @@ def check_counts(**counts: int) -> None:
     wrong = [name for name, count in counts.items() if count < 0]
     if wrong:
         raise MessageError("wire.malformed", reason=f"{wrong[0]} is negative")
+
+
+def last_message(error: Exception, *, is_started: bool) -> Refused | Died:
+    """Return what a process sends before it ends: an error of a start is a refusal, unless it is a bug."""
+    return Died(describe(error)) if is_started or not isinstance(error, HoldfastError) else Refused((), error)
 
 
 def _config(plain: dict[str, Any]) -> EngineConfig:

@@ -1,8 +1,10 @@
-"""Tokenizer and chat template of a model, from its own files or from configured ones; no torch."""
+"""Tokenizer and chat template of a model, from its own files or from configured ones, and the engine with both; no torch."""
 
 from pathlib import Path
 
 from holdfast.config import NO_TOKENIZER, EngineConfig
+from holdfast.engine.core import Core
+from holdfast.engine.engine import Engine
 from holdfast.engine.pooling import Pooling, find_reranker
 from holdfast.errors import ConfigError, ModelNotFoundError
 from holdfast.loading.gguf.parts import read_parts
@@ -11,15 +13,29 @@ from holdfast.loading.planning.open_model import OpenModel
 from holdfast.text.chat_template import ChatTemplate, chat_template_from_directory, chat_template_from_gguf
 from holdfast.text.deepseek_encoder import encoder_of
 from holdfast.text.gguf_tokenizer import tokenizer_from_gguf
+from holdfast.text.grammar import Vocabulary
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
 
 MAX_TEMPLATE_BYTES = 1024**2
 
 
-def pooling_of(model: OpenModel, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> Pooling:
-    """Return embeddings and scores of a model."""
-    reranker = find_reranker(model.name, tokenizer, template)
-    return Pooling(model.pooling, model.name, model.spec.hidden_size, reranker)
+def engine_of(
+    config: EngineConfig,
+    model: OpenModel,
+    core: Core,
+    text: tuple[Tokenizer | None, ChatTemplate | None],
+    vocabulary: Vocabulary | None = None,
+) -> Engine:
+    """Join a core with the text of its model."""
+    return Engine(
+        core,
+        *text,
+        config.seed,
+        generation=model.generation,
+        vocabulary=vocabulary,
+        takes_priorities=config.takes_priorities,
+        pooling=Pooling(model.pooling, model.name, model.spec.hidden_size, find_reranker(model.name, *text)),
+    )
 
 
 def open_text(config: EngineConfig, model: OpenModel) -> tuple[Tokenizer | None, ChatTemplate | None]:

@@ -40,7 +40,6 @@ from holdfast.engine.ranks import (
     PEER_SECONDS,
     RankGroup,
     StepThread,
-    check_world,
 )
 from holdfast.errors import ConfigError
 from holdfast.loading.declared import declare_opened
@@ -95,7 +94,6 @@ def build_ranks(
     command: tuple[str, ...] = COMMAND,
 ) -> BuiltRanks:
     """Start every rank and build rank 0 here, or release everything. `is_remote`: this is a core process."""
-    check_world(config, os.environ)
     launched = find_launcher(config)
     if launched is not None and launched.rank > 0:
         serve_launched(launched, build_rank)

@@ -9,9 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from holdfast.engine.admission import describe
 from holdfast.engine.channel import Channel, ChannelClosedError
-from holdfast.engine.messages import Died, Numbering, Refused, Shutdown
+from holdfast.engine.messages import Numbering, Shutdown, last_message
 from holdfast.engine.pulse import Pulse
 from holdfast.engine.rank_messages import (
     RankFrame,
@@ -23,7 +22,7 @@ from holdfast.engine.rank_messages import (
     decode_rank_message,
     encode_rank_message,
 )
-from holdfast.errors import HoldfastError, MessageError
+from holdfast.errors import MessageError
 from holdfast.memory.report import RankMemory
 from holdfast.request.step import Step
 
@@ -84,11 +83,8 @@ class RankServer:
         except ChannelClosedError:
             return
         except Exception as error:
-            is_refusal = rank is None and isinstance(error, HoldfastError)
             with contextlib.suppress(ChannelClosedError):
-                self.send(
-                    Refused((), error) if isinstance(error, HoldfastError) and is_refusal else Died(describe(error))
-                )
+                self.send(last_message(error, is_started=rank is not None))
             sys.exit(1)
         finally:
             if rank is not None:

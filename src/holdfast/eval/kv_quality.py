@@ -8,7 +8,7 @@ neither with the window nor with the text; two numbers are kept per prediction.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -279,11 +279,23 @@ class OpenedContenders(NamedTuple):
     release: Callable[[], None]
 
 
-class FormatChoice(NamedTuple):
-    """Formats that can run, and why the others cannot."""
+class Possible(NamedTuple):
+    """Formats or schemes that can run, and why the others cannot."""
 
     names: tuple[str, ...]
     left_out: dict[str, str]
+
+    @classmethod
+    def of(cls, names: Collection[str], config_of: Callable[[str], EngineConfig], model: OpenModel) -> "Possible":
+        """Plan the model with the configuration of each name."""
+        left_out = {}
+        for name in names:
+            try:
+                config = config_of(name)
+                plan_model(config, model, device_target(config.device))
+            except (ConfigError, UnsupportedModelError) as error:
+                left_out[name] = str(error)
+        return cls(tuple(name for name in names if name not in left_out), left_out)
 
 
 def settle_config(config: EngineConfig, model: OpenModel, window: int) -> EngineConfig:
@@ -321,21 +333,12 @@ def format_entry(config: EngineConfig, model: OpenModel, name: str) -> Entry:
     return Entry(name, Variant(replace(config, kv_cache_dtype=name, kv_protected_layers=layers)))
 
 
-def narrower_formats(config: EngineConfig, model: OpenModel) -> FormatChoice:
+def narrower_formats(config: EngineConfig, model: OpenModel) -> Possible:
     """List every format that is narrower than the reference and can run."""
-    target = device_target(config.device)
     least = DTYPE_BYTES[config.dtype]
-    names, left_out = [], {}
-    for name, kv_format in formats_of(model.spec.latent is not None, model.spec.compressed is not None).items():
-        if not kv_format.is_quantized and DTYPE_BYTES[kv_format.key_dtype] >= least:
-            continue
-        try:
-            plan_model(format_entry(config, model, name).variant.config, model, target)
-        except (ConfigError, UnsupportedModelError) as error:
-            left_out[name] = str(error)
-        else:
-            names.append(name)
-    return FormatChoice(tuple(names), left_out)
+    formats = formats_of(model.spec.latent is not None, model.spec.compressed is not None)
+    narrower = [name for name, own in formats.items() if own.is_quantized or DTYPE_BYTES[own.key_dtype] < least]
+    return Possible.of(narrower, lambda name: format_entry(config, model, name).variant.config, model)
 
 
 def protection_note(plan: RunnerPlan) -> str:

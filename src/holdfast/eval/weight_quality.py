@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.eval.kv_quality import (
     Contender,
+    Possible,
     Quality,
     ReferencePiece,
     Tally,
@@ -113,19 +113,11 @@ class SchemeEntry(NamedTuple):
     config: EngineConfig
 
 
-class SchemeChoice(NamedTuple):
-    """Schemes that can run, and why the others cannot."""
-
-    names: tuple[str, ...]
-    left_out: dict[str, str]
-
-
 class Listener(NamedTuple):
     """Callbacks for progress."""
 
     opening: Callable[[str], None]
     """Gets the name of the next load."""
-    loading: OnProgress
     reading: OnProgress
 
 
@@ -159,21 +151,12 @@ def scheme_entry(settled: EngineConfig, name: str, ignore: tuple[str, ...] | str
 
 def possible_schemes(
     settled: EngineConfig, model: OpenModel, ignore: tuple[str, ...] | str, stored: str | None = None
-) -> SchemeChoice:
+) -> Possible:
     """List every scheme that can run; for a quantized checkpoint only its own."""
-    target = device_target(settled.device)
-    names, left_out = [], {}
-    for name in WEIGHT_SCHEMES:
-        if stored is not None and name != stored:
-            left_out[name] = f"the checkpoint stores its weights in {stored}"
-            continue
-        try:
-            plan_model(scheme_entry(settled, name, ignore).config, model, target)
-        except (ConfigError, UnsupportedModelError) as error:
-            left_out[name] = str(error)
-        else:
-            names.append(name)
-    return SchemeChoice(tuple(names), left_out)
+    own = [name for name in WEIGHT_SCHEMES if stored in (None, name)]
+    found = Possible.of(own, lambda name: scheme_entry(settled, name, ignore).config, model)
+    reason = f"the checkpoint stores its weights in {stored}"
+    return Possible(found.names, {**{name: reason for name in WEIGHT_SCHEMES if name not in own}, **found.left_out})
 
 
 def plain_bytes(model: OpenModel) -> int:
@@ -208,7 +191,7 @@ def opened_scheme(entry: SchemeEntry, listener: Listener) -> Iterator[Contender]
     listener.opening(entry.name)
     model = open_model(entry.config.model, entry.config.load_format, entry.config.revision)
     try:
-        built = build_variants([Variant(entry.config)], model, listener.loading)
+        built = build_variants([Variant(entry.config)], model, lambda num_done, num_total: None)
     finally:
         model.source.close()
     try:

@@ -5,21 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from holdfast.request.vllm_names import Foreign
+from holdfast.request.vllm_names import SHORT_FLAGS, Foreign
 
-SHORT_FLAGS: Mapping[str, str] = {
-    "-tp": "tensor_parallel_size",
-    "-pp": "pipeline_parallel_size",
-    "-dp": "data_parallel_size",
-    "-ep": "enable_expert_parallel",
-    "-dcp": "decode_context_parallel_size",
-    "-pcp": "prefill_context_parallel_size",
-    "-sc": "speculative_config",
-    "-cc": "compilation_config",
-    "-ac": "attention_config",
-    "-O": "optimization_level",
-}
-"""vLLM's short flags."""
 _WORDS = {"true": True, "false": False, "none": None}
 _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
 

@@ -81,6 +81,8 @@ PARSERS_OF_VLLM = frozenset(_DATA["parsers"])
 """Formats of tools and reasoning that vLLM has and this version does not."""
 GUIDED_NAMES: Mapping[str, str] = _DATA["guided"]
 """Older names of vLLM for structured_outputs with one field, and that field."""
+SHORT_FLAGS: Mapping[str, str] = _DATA["short_flags"]
+"""Short flags of `vllm serve`, and the options that they set."""
 STORED_AS_IS = ("compressed-tensors", "fbgemm_fp8", "gguf")
 """Names of quantization that only say how a checkpoint is stored."""
 _Params = TypeVar("_Params", bound=type)

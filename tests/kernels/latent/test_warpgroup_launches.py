@@ -21,7 +21,6 @@ from holdfast.kernels.latent import (
     latent_low_tiles,
     latent_warpgroups,
     sparse_low_attention,
-    sparse_low_warpgroups,
 )
 from holdfast.kernels.latent.compressed_scopes import CompressedCall, CompressedRows, Scopes
 from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes, SparseRows
@@ -122,11 +121,11 @@ class Step:
 
 @pytest.fixture
 def record(monkeypatch):
-    """record(module) -> the launches of its kernel; PDL is on."""
+    """record(module, kernel) -> the launches of its kernel; PDL is on."""
 
-    def of(module: ModuleType) -> list[Launch]:
-        recorder = Recorder(vars(module)["_attend_kernel"])
-        monkeypatch.setattr(module, "_attend_kernel", recorder)
+    def of(module: ModuleType, kernel: str = "_attend_kernel") -> list[Launch]:
+        recorder = Recorder(vars(module)[kernel])
+        monkeypatch.setattr(module, kernel, recorder)
         monkeypatch.setattr(module, "supports_pdl", lambda tensor: True)
         return recorder.launches
 
@@ -164,19 +163,19 @@ def test_tiles_on_hopper_get_every_argument(record, monkeypatch, name, num_heads
 @pytest.mark.parametrize("name", FORMATS)
 def test_lists_on_hopper_get_every_argument(record, name, num_rows):
     """Run each of the three kernels."""
-    for module, attend, num_heads in (
-        (gathered_attention, gathered_attention.attend_gathered_lists, 100),
-        (sparse_low_attention, sparse_low_attention.attend_low_lists, 20),
-        (sparse_low_warpgroups, sparse_low_warpgroups.attend_turns, 16),
+    for module, kernel, attend, num_heads in (
+        (gathered_attention, "_attend_kernel", gathered_attention.attend_gathered_lists, 100),
+        (sparse_low_attention, "_attend_kernel", sparse_low_attention.attend_low_lists, 20),
+        (sparse_low_attention, "_turns_kernel", sparse_low_attention.attend_turns, 16),
     ):
-        step, launches = Step(name, num_heads, num_rows), record(module)
+        step, launches = Step(name, num_heads, num_rows), record(module, kernel)
         num_partials = attend(step.call(60), step.rows, step.tokens)
         (launch,) = launches
         step.check(launch)
         assert launch.given["p_tokens"] is step.tokens
         assert launch.given.get("LISTED", True)
         assert launch.grid[0] == num_rows * (2 if num_heads == 100 else 1)
-        assert num_partials == launch.grid[1] * (2 if module is sparse_low_warpgroups else 1)
+        assert num_partials == launch.grid[1] * (2 if kernel == "_turns_kernel" else 1)
         assert num_partials * num_rows <= len(step.partial_lse)
 
 
@@ -200,11 +199,11 @@ def test_turns_run_for_faster_kinds_only(record, monkeypatch, name):
 
 def test_turns_need_partials_for_two_of_every_split():
     call = Step("plain", 16).call(60)
-    needed = 2 * 3 * 16 * sparse_low_warpgroups.low_splits(3, 16, 300, 60, 128)
+    needed = 2 * 3 * 16 * sparse_low_attention.low_splits(3, 16, 300, 60, 128)
     for count, is_taken in ((needed, True), (needed - 1, False)):
         lse = call.partial_lse_CH.flatten()[:count]
-        assert sparse_low_warpgroups.takes_turns(call._replace(partial_lse_CH=lse), 300) == is_taken
-    assert not sparse_low_warpgroups.takes_turns(Step("plain", 17).call(60), 300)
+        assert sparse_low_attention.takes_turns(call._replace(partial_lse_CH=lse), 300) == is_taken
+    assert not sparse_low_attention.takes_turns(Step("plain", 17).call(60), 300)
 
 
 @pytest.mark.parametrize("scope", ["window", "entries", "selected"])
@@ -283,7 +282,7 @@ def capability(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_kernel_of_lists_follows_the_heads(capability, monkeypatch, name):
     taken = []
-    for kernel in ("attend_low_lists", "attend_gathered_lists", "attend_coded_lists"):
+    for kernel in ("attend_low_lists", "attend_gathered_lists", "_attend_lists"):
         monkeypatch.setattr(latent_attention, kernel, lambda *_, kernel=kernel: taken.append(kernel) or 1)
     for num_heads in (16, 32, 33, 128):
         latent_attention.sparse_attention(hopper_call(name, num_heads), MagicMock(), MagicMock())
@@ -291,15 +290,13 @@ def test_kernel_of_lists_follows_the_heads(capability, monkeypatch, name):
     if name != "plain":
         capability[0] = 8
         latent_attention.sparse_attention(hopper_call(name, 16), MagicMock(), MagicMock())
-        assert taken[4:] == ["attend_coded_lists"]
+        assert taken[4:] == ["_attend_lists"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_kernel_of_tiles_follows_their_height(capability, monkeypatch, name):
     taken = []
-    wide, narrow = ("attend_warpgroups", "_attend_tiles")
-    if name != "plain":
-        wide, narrow = ("attend_gathered_tiles", "attend_coded_tiles")
+    wide, narrow = "attend_warpgroups" if name == "plain" else "attend_gathered_tiles", "_attend_tiles"
     for kernel in (wide, narrow):
         record = lambda call, work, large, kernel=kernel: taken.append((kernel, large))  # noqa: E731
         monkeypatch.setattr(latent_attention, kernel, record)

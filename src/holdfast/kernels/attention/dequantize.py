@@ -12,7 +12,8 @@ from holdfast.quant.kv_quantize import CUBIC_3_BITS, CUBIC_4_BITS, KEY_CODEBOOKS
 from holdfast.quant.latent_quantize import LATENT_STEP
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# ruff: noqa: ANN001, ANN201, ANN202, RET505 the arguments of kernels have no types
+# Triton unpacks nothing into a tuple, but adds tuples.
+# ruff: noqa: ANN001, ANN201, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 
 def fp8_byte(number: float) -> int:
@@ -240,11 +241,10 @@ def value_parts_4(b_words, PLAIN: constexpr):
     """Values of 4 bits: four parts."""
     if PLAIN:
         b_words = b_words.to(tl.int32)
-        b_0 = _cubic((b_words & 15).to(tl.float32) - 7.5, CUBIC_4)
-        b_1 = _cubic((b_words >> 4 & 15).to(tl.float32) - 7.5, CUBIC_4)
-        b_2 = _cubic((b_words >> 8 & 15).to(tl.float32) - 7.5, CUBIC_4)
-        b_3 = _cubic((b_words >> 12 & 15).to(tl.float32) - 7.5, CUBIC_4)
-        return b_0, b_1, b_2, b_3
+        b_parts = ()
+        for i in tl.static_range(4):
+            b_parts = b_parts + (_cubic((b_words >> 4 * i & 15).to(tl.float32) - 7.5, CUBIC_4),)
+        return b_parts
     else:
         return tl.inline_asm_elementwise(
             VALUES_4_ASM, "=r,=r,=r,=r,r", [b_words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
@@ -256,11 +256,10 @@ def latent_parts_4(b_words, PLAIN: constexpr):
     """Latents of 4 bits: four parts, without their scale."""
     if PLAIN:
         b_words = b_words.to(tl.int32)
-        b_0 = _cubic(((b_words & 15).to(tl.float32) - 7.5) * STEP, 1.0)
-        b_1 = _cubic(((b_words >> 4 & 15).to(tl.float32) - 7.5) * STEP, 1.0)
-        b_2 = _cubic(((b_words >> 8 & 15).to(tl.float32) - 7.5) * STEP, 1.0)
-        b_3 = _cubic(((b_words >> 12 & 15).to(tl.float32) - 7.5) * STEP, 1.0)
-        return b_0, b_1, b_2, b_3
+        b_parts = ()
+        for i in tl.static_range(4):
+            b_parts = b_parts + (_cubic(((b_words >> 4 * i & 15).to(tl.float32) - 7.5) * STEP, 1.0),)
+        return b_parts
     else:
         return tl.inline_asm_elementwise(
             LATENTS_4_ASM, "=r,=r,=r,=r,r", [b_words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
@@ -288,15 +287,11 @@ def value_parts_3(b_words, b_signs, b_upper, PLAIN: constexpr):
     if PLAIN:
         b_words = b_words.to(tl.int32)
         b_bits = b_signs.to(tl.int32) >> (b_upper.to(tl.int32) & 1)
-        b_0 = _cubic_3(b_words, b_bits)
-        b_1 = _cubic_3(b_words >> 2, b_bits >> 2)
-        b_2 = _cubic_3(b_words >> 4, b_bits >> 4)
-        b_3 = _cubic_3(b_words >> 6, b_bits >> 6)
-        b_4 = _cubic_3(b_words >> 8, b_bits >> 8)
-        b_5 = _cubic_3(b_words >> 10, b_bits >> 10)
-        b_6 = _cubic_3(b_words >> 12, b_bits >> 12)
-        b_7 = _cubic_3(b_words >> 14, b_bits >> 14)
-        return b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7
+        b_parts = ()
+        for i in tl.static_range(8):
+            b_number = (b_words >> 2 * i & 3) + (b_bits >> 2 * i & 1) * 4
+            b_parts = b_parts + (_cubic(b_number.to(tl.float32) - 3.5, CUBIC_3),)
+        return b_parts
     else:
         b_upper = tl.broadcast_to(b_upper, b_words.shape)
         return tl.inline_asm_elementwise(
@@ -328,11 +323,6 @@ def _looked_up_4(b_index, b_sign):
 def _looked_up_3(b_index, b_sign):
     b_size = tl.where(b_index < 2, tl.where(b_index == 0, 0.1875, 0.5625), tl.where(b_index == 2, 1.0, 1.625))
     return tl.where(b_sign == 1, -b_size, b_size).to(tl.float16)
-
-
-@jit
-def _cubic_3(b_low, b_high):
-    return _cubic(((b_low & 3) + (b_high & 1) * 4).to(tl.float32) - 3.5, CUBIC_3)
 
 
 @jit

@@ -14,7 +14,15 @@ from torch import Tensor
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.norm import rms_norm_reference
 from holdfast.kernels.operation import DECLINED, operation
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+)
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
@@ -206,9 +214,7 @@ def _write_kv_kernel(
         if OFFSET != 0.0:
             b_q_left, b_q_right = b_q_left + OFFSET, b_q_right + OFFSET
             b_k_left, b_k_right = b_k_left + OFFSET, b_k_right + OFFSET
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     if p_cosine is not None:
         o_table = i_row * rotary_stride + o_d
         b_cos = tl.load(p_cosine + o_table, mask=m_right, other=0.0).to(tl.float32)[None, :]

@@ -10,7 +10,15 @@ from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
 from holdfast.kernels.fp8 import quarters, store_keys, store_values, sum_of_products
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+)
 from holdfast.quant.kv_quantize import (
     KEY_CODEBOOKS,
     VALUE_CODEBOOKS,
@@ -180,20 +188,13 @@ def _write_quantized_kv_kernel(
             tl.store(p_k_scale + i_place, b_k_scale, mask=m_store)
         else:
             b_v_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, VALUE_BITS)
-            _wait(PDL)
+            release_then_wait(PDL)
             b_v = quarters(p_key + NUM_KV_HEADS * HEAD_DIM, m_x, HEAD_DIM)
             b_v = _rotated_quarters(b_v, b_v_table, p_rotation, HEAD_DIM, BLOCK, VALUE_BITS)
             b_v_scale = store_values(
                 p_v_codes, p_v_signs, i_place, m_store, b_v, HEAD_DIM, VALUE_BITS, VALUE_GAIN, VALUE_MAGNITUDES
             )
             tl.store(p_v_scale + i_place, b_v_scale, mask=m_store)
-
-
-@jit
-def _wait(PDL: constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @jit
@@ -206,7 +207,7 @@ def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr,
         b_norm = quarters(p_norm + o_d, m_d, HEAD_DIM)
         if OFFSET != 0.0:
             b_norm = (b_norm[0] + OFFSET, b_norm[1] + OFFSET, b_norm[2] + OFFSET, b_norm[3] + OFFSET)
-    _wait(PDL)
+    release_then_wait(PDL)
     if p_cosine is not None:
         b_cos_0 = tl.load(p_cosine + o_table, mask=m_d, other=0.0).to(tl.float32)
         b_cos_1 = tl.load(p_cosine + o_table + HEAD_DIM // 4, mask=m_d, other=0.0).to(tl.float32)

@@ -1,6 +1,6 @@
 """Linear layers: x @ w.T + bias for any number of rows and any weight, plain or quantized.
 
-T rows, K inputs, N outputs, B blocks of K
+T rows, K inputs, N outputs, B blocks of K, G groups
 
 On a GPU a plain weight goes to cuBLAS. e4m3 with scales by row goes to kernels/gemm/row_scaled_tiles.py up to 64 or 128
 rows, then to torch's scaled product (cuBLAS too). A single row by e4m3 in blocks is a GEMV that quantizes the row itself
@@ -25,6 +25,7 @@ from holdfast.kernels.gemm.quantize_activations import (
 from holdfast.kernels.gemm.quantized_tiles import tile_linear
 from holdfast.kernels.gemm.row_scaled_tiles import row_scaled_gate, row_scaled_linear, takes, takes_gate
 from holdfast.kernels.native_library import native_for
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import can_run, check_dense
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
@@ -275,3 +276,29 @@ def _multiply(library: ctypes.CDLL, x_TK: Tensor, weight: QuantizedWeight, bias_
     pointers = x_TK.data_ptr(), weight.codes.data_ptr(), weight.scales.data_ptr(), bias, y_TN.data_ptr()
     cut = KINDS[scheme.code_dtype], scheme.block_rows, scheme.block_columns or max(1, size_k)
     library.holdfast_quantized_linear(*pointers, x_TK.shape[0], size_n, size_k, *cut)
+
+
+def batched_linear(x_TX: Tensor, weight_GNK: Tensor, out_TX: Tensor) -> Tensor:
+    """Like `grouped_linear`, as one batched cuBLAS product over strided views."""
+    if x_TX.shape[0]:
+        num_groups = weight_GNK.shape[0]
+        x_GTK, out_GTN = (rows_TX.unflatten(1, (num_groups, -1)).transpose(0, 1) for rows_TX in (x_TX, out_TX))
+        torch.bmm(x_GTK, weight_GNK.transpose(1, 2), out=out_GTN)
+    return out_TX
+
+
+def grouped_linear_reference(x_TX: Tensor, weight_GNK: Tensor, out_TX: Tensor) -> Tensor:
+    """Multiply each group of columns by its own weight: [T, G * K] by [G, N, K] to [T, G * N], into `out_TX`.
+
+    Group by group, so that it is batch invariant.
+    """
+    if x_TX.shape[0] == 0:
+        return out_TX
+    num_groups = weight_GNK.shape[0]
+    x_TGK, out_TGN = (rows_TX.unflatten(1, (num_groups, -1)) for rows_TX in (x_TX, out_TX))
+    for group, weight_NK in enumerate(weight_GNK):
+        out_TGN[:, group] = plain_linear(x_TGK[:, group].contiguous(), weight_NK, None)
+    return out_TX
+
+
+grouped_linear = operation(reference=grouped_linear_reference, triton=batched_linear)

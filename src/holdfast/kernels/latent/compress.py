@@ -25,14 +25,22 @@ from holdfast.kernels.latent.entry_rows import (
     rotated_latents,
     store_vector,
     turn_heads,
-    wait,
     write_entries,
     write_index_entries,
 )
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, bits_of_rope
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+)
 from holdfast.quant.entry_state import num_sums, state_shape
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -362,7 +370,7 @@ def _compress_kernel(
                     i_row.to(tl.int64), rotary_stride, 1, NUM_HEADS, HEADS, DIM, ROPE_DIM, BLOCK_R, PDL,
                 )  # fmt: skip
             else:
-                wait(PDL)
+                release_then_wait(PDL)
     else:
         # A program without work waits too: later kernels rely on all kernels before this one.
         is_last = is_row & (tl.load(p_states + i_row + 1, mask=i_row + 1 < num_rows, other=-1) != i_place)
@@ -382,7 +390,7 @@ def _compress_kernel(
                 i_position, is_last, KIND, RATIO, OVERLAPPED, DIM, ROPE_DIM, BLOCK_D, BLOCK_T, PDL,
             )  # fmt: skip
         else:
-            wait(PDL)
+            release_then_wait(PDL)
 
 
 @jit
@@ -418,7 +426,7 @@ def _pool(
     i_start = i_position - (i_row - i_first)
     first_window, last_window = i_start // RATIO, i_position // RATIO
     num_windows = tl.minimum(last_window - first_window + 1, 2 * HEAD).to(tl.int32)
-    wait(PDL)
+    release_then_wait(PDL)
     m_e = m_d & is_last & ((i_start > 0) if OVERLAPPED else (i_start % RATIO > 0))
     m_a = m_d & is_last & (i_start % RATIO > 0)
     e_m = tl.load(p_state + o_d, mask=m_e, other=float("-inf"))

@@ -22,7 +22,7 @@ from holdfast.kernels.latent.compressed_scopes import (
 )
 from holdfast.kernels.latent.compressed_warpgroups import attend_warpgroups, takes_warpgroups
 from holdfast.kernels.latent.latent_geometry import tile_height
-from holdfast.kernels.latent.latent_planes import LatentPlanes, bits_of_rope, read_latents
+from holdfast.kernels.latent.latent_planes import bits_of_rope, read_tokens
 from holdfast.kernels.latent.write_latent import rotate_neighbours
 from holdfast.kernels.triton_compat import (
     can_run,
@@ -61,12 +61,12 @@ def compressed_attention_reference(call: CompressedCall) -> Tensor:
             out_TND[row] = 0
             continue
         token_S = torch.arange(max(0, position + 1 - scopes.window_size), position + 1, device=q_TND.device)
-        rows_SD = _read_places(scopes.window, scopes.window_table_NP[table_row], token_S)
+        rows_SD = read_tokens(scopes.window, scopes.window_table_NP[table_row], token_S)
         if scopes.ratio:
             assert scopes.entries is not None, "a layer with a ratio has planes of entries"
             assert scopes.entries_table_NP is not None, "a layer with a ratio has a table of entries"
             entry_S = _seen_entries(scopes, row, (position + 1) // scopes.ratio)
-            entries_SD = _read_places(scopes.entries, scopes.entries_table_NP[table_row], entry_S)
+            entries_SD = read_tokens(scopes.entries, scopes.entries_table_NP[table_row], entry_S)
             rows_SD = torch.cat((rows_SD, entries_SD))
         scores_NS = q_TND[row].float() @ rows_SD.T * call.scale
         weights_NS = torch.cat((scores_NS, call.sinks_N.float().unsqueeze(1)), dim=1).softmax(-1)[:, :-1]
@@ -83,11 +83,6 @@ def _seen_entries(scopes: Scopes, row: int, num_entries: int) -> Tensor:
         return torch.arange(num_entries, device=scopes.window.rows_SX.device)
     listed_S = listed_TK[row].long()
     return listed_S[(listed_S >= 0) & (listed_S < num_entries)]
-
-
-def _read_places(planes: LatentPlanes, pages_P: Tensor, place_S: Tensor) -> Tensor:
-    slot_S = pages_P[place_S // planes.page_tokens].long() * planes.page_tokens + place_S % planes.page_tokens
-    return read_latents(planes, slot_S, torch.float32)
 
 
 def compressed_attention_triton(call: CompressedCall) -> Tensor:

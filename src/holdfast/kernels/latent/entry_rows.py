@@ -13,9 +13,9 @@ from torch import Tensor
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.fp8 import bfloat16_bits, e4m3_of, size_bits
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, store_latents
-from holdfast.kernels.latent.write_index import LEAST_KEY, coded_index, quantize_index
+from holdfast.kernels.latent.write_index import LEAST_KEY, coded_index, store_index
 from holdfast.kernels.latent.write_latent import LatentNorm, coded_latent, hadamard_sign, rotate_neighbours, turned
-from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, release_then_wait, tl
 from holdfast.quant.formats import EXPONENT_ALIGNMENT, EXPONENT_TILE
 from holdfast.quant.latent_quantize import LEAST_TILE
 
@@ -32,23 +32,15 @@ LEAST_INDEX = kernel_constant(LEAST_KEY)
 
 def write_entries(entries_TD: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: LatentPlanes) -> None:
     """Write each row's float32 entry to its slot, in plain torch; rows with slot -1 are not read."""
-    is_kept_T = slots_T >= 0
-    rows_XD = _finished(entries_TD[is_kept_T], norm, rotary.at(is_kept_T.nonzero().squeeze(1)))
-    store_latents(planes, slots_T[is_kept_T], rows_XD[:, : planes.latent_dim], rows_XD[:, planes.latent_dim :])
+    slots_X, rows_XD = _finished(entries_TD, slots_T, norm, rotary)
+    store_latents(planes, slots_X, rows_XD[:, : planes.latent_dim], rows_XD[:, planes.latent_dim :])
 
 
 def write_index_entries(
     entries_TD: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: IndexPlanes
 ) -> None:
     """Like `write_entries` for an index."""
-    is_kept_T = slots_T >= 0
-    rows_XD = _finished(entries_TD[is_kept_T], norm, rotary.at(is_kept_T.nonzero().squeeze(1)))
-    slots_X = slots_T[is_kept_T]
-    if planes.scales_S1 is None:
-        planes.rows_SD[slots_X] = rows_XD.to(planes.rows_SD.dtype)
-    else:
-        codes_XD, planes.scales_S1[slots_X] = quantize_index(rows_XD, LEAST_KEY)
-        planes.rows_SD.view(torch.uint8)[slots_X] = codes_XD.view(torch.uint8)
+    store_index(planes, *_finished(entries_TD, slots_T, norm, rotary))
 
 
 def rotate_index_queries(q_TID: Tensor, states_T: Tensor, rotary: Rotary) -> None:
@@ -72,8 +64,11 @@ def normed(x_TXD: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def _finished(entries_XD: Tensor, norm: LatentNorm, rotary: Rotary) -> Tensor:
-    return rotate_last(normed(entries_XD, norm.eps) * norm.weight_L.float(), rotary)
+def _finished(entries_TD: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Slots of the rows that have one, and their entries after norm and RoPE."""
+    rows_X = (slots_T >= 0).nonzero().squeeze(1)
+    normed_XD = normed(entries_TD[rows_X], norm.eps) * norm.weight_L.float()
+    return slots_T[rows_X], rotate_last(normed_XD, rotary.at(rows_X))
 
 
 @jit
@@ -174,7 +169,7 @@ def turn_heads(
     """Rotate the last elements of some heads of a row in place, from `i_first` on; DIRECTION -1: back."""
     o_f = tl.arange(0, BLOCK_R // 2)[None, :]
     o_table = i_row * rotary_stride + o_f
-    wait(PDL)
+    release_then_wait(PDL)
     b_cos = tl.load(p_cosine + o_table, mask=o_f < ROPE_DIM // 2, other=0.0).to(tl.float32)
     b_sin = tl.load(p_sine + o_table, mask=o_f < ROPE_DIM // 2, other=0.0).to(tl.float32)
     o_head, o_r = i_first + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK_R)[None, :]
@@ -182,10 +177,3 @@ def turn_heads(
     m_head = (o_head < NUM_HEADS) & (o_r < ROPE_DIM)
     b_x = turned(tl.load(p_head, mask=m_head, other=0.0).to(tl.float32), b_cos, b_sin * DIRECTION)
     tl.store(p_head, b_x.to(p_heads.dtype.element_ty), mask=m_head)
-
-
-@jit
-def wait(PDL: constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()

@@ -31,6 +31,7 @@ from holdfast.kernels.latent.latent_warpgroups import (
     first_tile,
     launch_dependents,
     load_tile,
+    store_queries,
     wait_for_kernels_before,
 )
 from holdfast.kernels.latent.sparse_gather import gather_rows
@@ -110,20 +111,6 @@ def attend_gathered_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor)
 
 
 @gluon_jit
-def _load_queries(p_q, s_q, row, num_rows, first_head, layout: constexpr, NUM_HEADS: constexpr, GROUP: constexpr):
-    """Store some columns of a tile's queries in shared memory: zeros without a row or head, clamped to half precision."""
-    o_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
-    o_x = gl.arange(0, s_q.shape[1], gl.SliceLayout(0, layout))
-    o_head = first_head + o_m % GROUP
-    m_m = (o_m // GROUP < num_rows) & (o_head < NUM_HEADS)
-    o_q = ((row + o_m // GROUP).to(gl.int64) * NUM_HEADS + o_head) * (LATENT + ROPE)
-    b_q = gl.load(p_q + o_q[:, None] + o_x[None, :], mask=m_m[:, None], other=0.0)
-    if s_q.dtype != b_q.dtype:
-        b_q = gl.minimum(gl.maximum(b_q.to(gl.float32), -65504.0), 65504.0).to(s_q.dtype)
-    s_q.store(b_q)
-
-
-@gluon_jit
 def token_sums(b_p):
     """Sum the numbers of a row that one thread holds, without waiting for other threads."""
     # Axes of the tokens: warpgroup, tiles of an instruction, four threads, pair.
@@ -146,8 +133,8 @@ def attend_gathered(
     out_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16])
     wide_layout: constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     narrow_layout: constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    _load_queries(p_q, s_q, row, num_rows, first_head, wide_layout, NUM_HEADS, GROUP)
-    _load_queries(p_q + LATENT, s_q_rope, row, num_rows, first_head, narrow_layout, NUM_HEADS, GROUP)
+    store_queries(p_q, s_q, row, num_rows, first_head, wide_layout, NUM_HEADS, GROUP)
+    store_queries(p_q + LATENT, s_q_rope, row, num_rows, first_head, narrow_layout, NUM_HEADS, GROUP)
     hopper.fence_async_shared()
     o_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, score_layout))
     o_n = gl.arange(0, TOKENS, gl.SliceLayout(0, score_layout))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM, LATENTS_4_ASM, LOG2_ASM
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
-from holdfast.kernels.latent.gathered_attention import takes_gathering
+from holdfast.kernels.latent.gathered_attention import gathered_memory, takes_gathering
 from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes
 from holdfast.kernels.latent.latent_warpgroups import LATENT, LATENT_DIM, ROPE, ROPE_DIM
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, kernel_constant, kernel_value
@@ -63,14 +63,11 @@ def plane_kind(planes: LatentPlanes) -> int:
 
 def plane_pointers(planes: LatentPlanes) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, rotated elements and scales, as 32-bit words except half-precision scales."""
-    words_SX = planes.rows_SX.view(torch.int32)
     if planes.kind == "plain":
+        words_SX = planes.rows_SX.view(torch.int32)
         return words_SX, words_SX, words_SX
-    if planes.kind == "fp8_ds_mla":
-        return words_SX, words_SX, planes.rows_SX.view(torch.float32)
-    assert planes.scales_SC is not None, "TurboQuant has a plane of scales"
-    assert planes.rope_SR is not None, "TurboQuant has a plane of rotated elements"
-    return words_SX, planes.rope_SR.view(torch.int32), planes.scales_SC
+    words_SX, scales, rope = gathered_memory(planes)
+    return words_SX, rope, scales
 
 
 @kernel_value

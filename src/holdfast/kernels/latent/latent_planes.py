@@ -131,6 +131,12 @@ def read_latents(planes: LatentPlanes, slots_L: Tensor, dtype: torch.dtype) -> T
     return dequantize_latents(QuantizedLatents(rows_LX, planes.scales_SC[slots_L], rope_LR)).to(dtype)
 
 
+def read_tokens(planes: LatentPlanes, pages_P: Tensor, token_S: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Like `read_latents` for tokens, or entries, of a sequence with these pages."""
+    slot_S = pages_P[token_S // planes.page_tokens].long() * planes.page_tokens + token_S % planes.page_tokens
+    return read_latents(planes, slot_S, dtype)
+
+
 def store_latents(planes: LatentPlanes, slots_L: Tensor, latent_LX: Tensor, rope_LR: Tensor) -> None:
     """Store normed latents and rotated elements in some slots, in plain torch."""
     if planes.kind == "plain":

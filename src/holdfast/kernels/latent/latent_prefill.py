@@ -17,7 +17,7 @@ from torch import Tensor
 
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
-from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.latent.latent_planes import LatentPlanes, read_tokens
 from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, shared_bytes, tl
 from holdfast.kernels.up_projection import TILE_ROWS, UpProjection, num_splits
@@ -143,8 +143,7 @@ def gather_latents_reference(
 ) -> Tensor:
     """Dequantize `count` tokens of a sequence from `first` on: [W, L + R]; TurboQuant latents stay in the rotated space."""
     token_W = torch.arange(first, first + count, device=out_WX.device)
-    slot_W = page_row_P[token_W // planes.page_tokens].long() * planes.page_tokens + token_W % planes.page_tokens
-    return out_WX.copy_(read_latents(planes, slot_W, out_WX.dtype))
+    return out_WX.copy_(read_tokens(planes, page_row_P, token_W, out_WX.dtype))
 
 
 def gather_latents_triton(planes: LatentPlanes, page_row_P: Tensor, first: int, count: int, out_WX: Tensor) -> Tensor:

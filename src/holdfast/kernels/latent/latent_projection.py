@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+)
 
 # ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
@@ -145,9 +153,7 @@ def _absorb_kernel(
     m_l = (o_l < LATENT)[None, :]
     p_head = p_w + i_head * w_head
     b_w = tl.load(p_head + o_p[:, None] * LATENT + o_l[None, :], mask=(o_p < NOPE)[:, None] & m_l, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     p_rows = p_q + o_t.to(tl.int64)[:, None] * q_row + i_head * q_head
     b_q = tl.load(p_rows + o_p[None, :], mask=m_t & (o_p < NOPE)[None, :], other=0.0)
     b_y = tl.dot(b_q, b_w, input_precision="ieee")
@@ -178,15 +184,11 @@ def _value_kernel(
     if IS_WHOLE:
         m_l = o_l < LATENT
         b_w = tl.load(p_columns, mask=m_l[:, None] & m_v, other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        release_then_wait(PDL)
         b_x = tl.load(p_rows, mask=m_t & m_l[None, :], other=0.0)
         b_y = tl.dot(b_x, b_w, input_precision="ieee")
     else:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        release_then_wait(PDL)
         b_y = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
         for first in tl.range(0, LATENT, BLOCK_L):
             m_l = first + o_l < LATENT

@@ -121,14 +121,17 @@ def _zero_rows(s_block, first):
 
 
 @gluon_jit
-def _store_queries(p_q, s_q, row, num_rows, first_head, layout: constexpr, NUM_HEADS: constexpr, GROUP: constexpr):
-    """Store some columns of a tile's queries in shared memory; zeros without a row or head."""
+def store_queries(p_q, s_q, row, num_rows, first_head, layout: constexpr, NUM_HEADS: constexpr, GROUP: constexpr):
+    """Store some columns of a tile's queries in shared memory: zeros without a row or head, clamped to half precision."""
     o_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
     o_x = gl.arange(0, s_q.shape[1], gl.SliceLayout(0, layout))
     o_head = first_head + o_m % GROUP
     m_m = (o_m // GROUP < num_rows) & (o_head < NUM_HEADS)
     o_q = ((row + o_m // GROUP).to(gl.int64) * NUM_HEADS + o_head) * (LATENT + ROPE)
-    s_q.store(gl.load(p_q + o_q[:, None] + o_x[None, :], mask=m_m[:, None], other=0.0))
+    b_q = gl.load(p_q + o_q[:, None] + o_x[None, :], mask=m_m[:, None], other=0.0)
+    if s_q.dtype != b_q.dtype:
+        b_q = gl.minimum(gl.maximum(b_q.to(gl.float32), -65504.0), 65504.0).to(s_q.dtype)
+    s_q.store(b_q)
 
 
 @gluon_jit
@@ -176,8 +179,8 @@ def _attend_kernel(
         i_1 = 1 - i_0
         _begin_load(latents, rope, slot_0, bars.index(i_0), s_latents.index(i_0), s_ropes.index(i_0), num_loops > 0)
         _begin_load(latents, rope, slot_1, bars.index(i_1), s_latents.index(i_1), s_ropes.index(i_1), num_loops > 1)
-        _store_queries(p_q, s_q, row, num_rows, first_head, wide_layout, NUM_HEADS, GROUP)
-        _store_queries(p_q + LATENT, s_q_rope, row, num_rows, first_head, narrow_layout, NUM_HEADS, GROUP)
+        store_queries(p_q, s_q, row, num_rows, first_head, wide_layout, NUM_HEADS, GROUP)
+        store_queries(p_q + LATENT, s_q_rope, row, num_rows, first_head, narrow_layout, NUM_HEADS, GROUP)
         hopper.fence_async_shared()
         b_acc = gl.zeros([HEIGHT, LATENT], gl.float32, out_layout)
         b_m = gl.full([HEIGHT], -float("inf"), gl.float32, gl.SliceLayout(1, score_layout))

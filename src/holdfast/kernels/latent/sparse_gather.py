@@ -140,9 +140,14 @@ def _load_scales(p_scales, o_first, m_n, NUM_SCALES: constexpr):
 
 
 @gluon_jit
-def _scaled_fp8(b_words, b_scale):
-    """Multiply words of four e4m3 numbers by the scale of their token: words of two in half precision, in order."""
-    b_scale = gl.inline_asm_elementwise(TWICE_ASM, "=r,f", [b_scale], gl.int32, True, 1)
+def twice(b_scale):
+    """A scale twice in half precision, as a word."""
+    return gl.inline_asm_elementwise(TWICE_ASM, "=r,f", [b_scale], gl.int32, True, 1)
+
+
+@gluon_jit
+def scaled_fp8(b_words, b_scale):
+    """Multiply words of four e4m3 numbers by the scale of their token, given twice: words of two in half precision, in order."""
     b_scale = gl.expand_dims(b_scale, 1).broadcast_to(b_words.shape)
     b_lower, b_upper = gl.inline_asm_elementwise(
         SCALED_8_ASM, "=r,=r,r,r", [b_words, b_scale], (gl.int32, gl.int32), True, 1
@@ -154,7 +159,7 @@ def _scaled_fp8(b_words, b_scale):
 def _store_panel(s_rows, b_words, b_scales, b_share, i_panel, FP8: constexpr):
     """Decode a panel of codes into its columns."""
     if FP8:
-        b_numbers = _scaled_fp8(b_words, b_scales[i_panel // 2] * b_share)
+        b_numbers = scaled_fp8(b_words, twice(b_scales[i_panel // 2] * b_share))
         s_rows.slice(i_panel * PANEL_WORDS, PANEL_WORDS, dim=1).store(b_numbers)
     else:
         b_parts = gl.inline_asm_elementwise(
@@ -225,7 +230,7 @@ def gather_codes(
                 b_share = 1.0 / gl.where(b_factor > 0, b_factor, 1.0)
             s_factor.store(gl.where(b_token >= 0, b_factor, NO_TOKEN))
             if SMALL_ROPE:
-                b_numbers = _scaled_fp8(b_rope, b_scales[1])
+                b_numbers = scaled_fp8(b_rope, twice(b_scales[1]))
                 s_rope.store(gl.inline_asm_elementwise(CUT_ASM, "=r,r", [b_numbers], gl.int32, True, 1))
             elif rope_dtype == gl.bfloat16:
                 s_rope.store(b_rope)

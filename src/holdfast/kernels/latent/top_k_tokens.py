@@ -40,6 +40,7 @@ from holdfast.kernels.triton_compat import (
     pdl_launch,
     supports_pdl,
     tl,
+    wait_then_release,
 )
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -154,14 +155,6 @@ def _keys(b_score, m_token):
 def _items(NUM_ITEMS: constexpr):
     """Indices of items, 32 per row: a scan of a row stays within a warp."""
     return tl.arange(0, NUM_ITEMS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-
-
-@jit
-def _wait(PDL: constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        # After the wait: the next kernel may read the scores at once.
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit
@@ -289,7 +282,7 @@ def _limit_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
     words = shared_words(p_words)
-    _wait(PDL)
+    wait_then_release(PDL)  # in this order: the next kernel may read the scores at once
     if num_tokens <= BLOCK:
         return
     # One random token of each SAMPLE-th of the row: a periodic pattern is neither missed nor always hit.
@@ -320,7 +313,7 @@ def _filter_kernel(
     is_seen = (num_tokens > BLOCK) & (i_chunk * CHUNK < num_tokens)
     o_token = i_chunk * CHUNK + _items(CHUNK)
     b_score = tl.load(p_scores + i_row * score_stride + o_token, mask=(o_token < context) & is_seen, other=0.0)
-    _wait(PDL)
+    wait_then_release(PDL)  # in this order: the next kernel may read the scores at once
     if not is_seen:
         return
     b_key = _keys(b_score, o_token < num_tokens)
@@ -350,7 +343,7 @@ def _row_kernel(
     p_scores += i_row * score_stride
     p_out += i_row * out_stride
     p_chunks += i_row * row_stride
-    _wait(PDL)
+    wait_then_release(PDL)  # in this order: the next kernel may read the scores at once
     if num_tokens <= K:
         for first in range(0, K, BLOCK):
             tl.store(

@@ -17,7 +17,15 @@ from holdfast.kernels.fp8 import e4m3_of, size_bits
 from holdfast.kernels.latent.latent_planes import IndexPlanes
 from holdfast.kernels.latent.write_latent import rotate_neighbours
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+)
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
@@ -56,7 +64,11 @@ def write_index_reference(
     q_TIR.copy_(rotate(q_TIR, rotary))
     normed_TD = layer_norm(k_TD.float(), k_TD.shape[1:], norm.weight_D.float(), norm.bias_D.float(), norm.eps)
     keys_TD = torch.cat((rotate(normed_TD[:, :rope_dim], rotary), normed_TD[:, rope_dim:]), dim=-1)
-    keys_XD, slots_X = keys_TD[is_kept_T], slots_T[is_kept_T]
+    store_index(planes, slots_T[is_kept_T], keys_TD[is_kept_T])
+
+
+def store_index(planes: IndexPlanes, slots_X: Tensor, keys_XD: Tensor) -> None:
+    """Store normed and rotated keys in some slots, in plain torch."""
     if planes.scales_S1 is None:
         planes.rows_SD[slots_X] = keys_XD.to(planes.rows_SD.dtype)
     else:
@@ -175,7 +187,7 @@ def _write_index_kernel(
         # Queries are rotated in place: a thread must load both elements of a pair.
         o_f = tl.arange(0, HALF_BLOCK)[None, :]
         o_half = i_row * rotary_stride + o_f
-        _wait(PDL)
+        release_then_wait(PDL)
         b_cos = tl.load(p_cosine + o_half, mask=o_f < HALF, other=0.0).to(tl.float32)
         b_sin = tl.load(p_sine + o_half, mask=o_f < HALF, other=0.0).to(tl.float32)
         o_head = (i_block - 1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -199,7 +211,7 @@ def _write_index_kernel(
         b_bias = tl.load(p_bias + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_partner_weight = tl.load(p_norm + o_partner, mask=m_d, other=0.0).to(tl.float32)
         b_partner_bias = tl.load(p_bias + o_partner, mask=m_d, other=0.0).to(tl.float32)
-        _wait(PDL)
+        release_then_wait(PDL)
         b_cos_d = tl.load(p_cosine + o_table, mask=m_rope, other=1.0).to(tl.float32)
         b_sin_d = tl.load(p_sine + o_table, mask=m_rope, other=0.0).to(tl.float32)
         b_sin_d = tl.where(m_first, -b_sin_d, b_sin_d)
@@ -235,7 +247,7 @@ def _quantize_queries_kernel(
     o_d = tl.arange(0, BLOCK_D)[None, :]
     m_head = o_head < NUM_HEADS
     m_x = m_head[:, None] & (o_d < DIM)
-    _wait(PDL)
+    release_then_wait(PDL)
     b_x = tl.load(p_q + i_row * q_stride + o_head[:, None] * head_stride + o_d, mask=m_x, other=0.0).to(tl.float32)
     b_weight = tl.load(p_weights + i_row * weights_stride + o_head, mask=m_head, other=0.0).to(tl.float32)
     b_codes, b_scale = coded_index(b_x, LEAST)
@@ -255,10 +267,3 @@ def coded_index(b_x, LEAST: constexpr):
     # The inverse of a power of two is exact, and so is the product.
     b_inverse = tl.div_rn(tl.full(b_amax.shape, 1.0, tl.float32), b_scale)
     return e4m3_of(b_x * b_inverse[:, None]).to(tl.uint8), b_scale
-
-
-@jit
-def _wait(PDL: constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()

@@ -20,6 +20,7 @@ from holdfast.kernels.triton_compat import (
     kernel_constant,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -127,7 +128,7 @@ def _write_latent_kernel(
     o_table = i_row * rotary_stride + o_f
     o_r = tl.arange(0, BLOCK_R)[None, :]
     if i_block > 0:
-        _wait(PDL)
+        release_then_wait(PDL)
         b_cos = tl.load(p_cosine + o_table, mask=m_f, other=0.0).to(tl.float32)[None, :]
         b_sin = tl.load(p_sine + o_table, mask=m_f, other=0.0).to(tl.float32)[None, :]
         o_head = (i_block - 1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -198,13 +199,6 @@ def _write_latent_kernel(
 
 
 @jit
-def _wait(PDL: constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@jit
 def turned(b_x, b_cos, b_sin):
     """Rotate neighbours: [H, R] by a frequency per pair."""
     b_even, b_odd = tl.split(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)))
@@ -216,7 +210,7 @@ def turned(b_x, b_cos, b_sin):
 def _normed(p_x, p_norm, o_x, m_x, eps, LATENT_DIM: constexpr, PDL: constexpr):
     """Norm the latent of a row, in the order of `o_x`, in float32."""
     b_norm = tl.load(p_norm + o_x, mask=m_x, other=0.0).to(tl.float32)
-    _wait(PDL)
+    release_then_wait(PDL)
     b_x = tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.float32)
     return b_x * tl.rsqrt(tl.sum(b_x * b_x) / LATENT_DIM + eps) * b_norm
 

@@ -19,12 +19,19 @@ from holdfast.kernels.latent.entry_rows import (
     rotated_latents,
     store_vector,
     turn_heads,
-    wait,
 )
 from holdfast.kernels.latent.latent_planes import LatentPlanes, bits_of_rope, store_latents
 from holdfast.kernels.latent.write_latent import LatentNorm, rotate_neighbours
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+)
 from holdfast.quant.kv_quantize import rotate_heads
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -146,7 +153,7 @@ def _write_window_kernel(
     o_d = tl.arange(0, BLOCK_D)[None, :]
     m_d = (o_d < DIM) & is_row
     if i_block > 0:
-        wait(PDL)
+        release_then_wait(PDL)
         b_q_cos, b_q_sin = load_turn(p_cosine, p_sine, i_row, rotary_stride, DIM, ROPE_DIM, BLOCK_D)
         o_head = (i_block - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         m_q = (o_head < NUM_HEADS) & m_d
@@ -160,7 +167,7 @@ def _write_window_kernel(
         # Constants are loaded before the wait.
         b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)
         i_slot = tl.where(is_row, tl.load(p_slots + i_row).to(tl.int64), -1)
-        wait(PDL)
+        release_then_wait(PDL)
         b_cos, b_sin = load_turn(p_cosine, p_sine, i_row, rotary_stride, DIM, ROPE_DIM, BLOCK_D)
         b_x = tl.load(p_kv + i_row * kv_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_x = finished_vectors(b_x, b_weight, b_cos, b_sin, eps, DIM)
