@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import gpu_records
 from dummy_models import TINY, write_dummy_model
 
-from holdfast.api.llm import open_engine
+from holdfast.api.opened import open_engine
 from holdfast.cli.bench_cases import Case, HoldfastContestant, Result, Timing, check_agreement, latency_cases, race
 from holdfast.config import EngineConfig
 from holdfast.engine.core_process import CoreProcess

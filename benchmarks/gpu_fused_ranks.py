@@ -41,9 +41,8 @@ from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.mesh import ALONE, Mesh, meshes
 from holdfast.distributed.rendezvous import LOOPBACK, listen_for_ranks
 from holdfast.distributed.symmetric import open_symmetric
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, defer_rms_norm
 from holdfast.layers import moe
-from holdfast.layers.mlp import RMSNorm
 from holdfast.loading.model_files import open_model
 from holdfast.memory.ledger import Ledger
 from holdfast.models import fused_decode
@@ -118,17 +117,10 @@ def connect(arguments: argparse.Namespace, mesh: Mesh, needs: Any) -> Exchange: 
     return open_exchange(mesh, needs, place, torch.device(arguments.device), Ledger())
 
 
-def add_in_two_steps(
-    exchange: Exchange,
-    part_TH: torch.Tensor,
-    x_TH: torch.Tensor,
-    norm: RMSNorm,
-    scaled_TH: torch.Tensor,
-    scratch: SmallBatchScratch,
-) -> NormedRows:
+def add_in_two_steps(exchange: Exchange, part_TH: torch.Tensor, stream: ResidualStream) -> NormedRows:
     """In the place of `add_part`: the sum takes the place of the scaled rows, which are read before they are written."""
-    exchange.sum_rows(part_TH, scaled_TH)
-    return defer_rms_norm(x_TH, norm.weight_H, norm.eps, scaled_TH, scratch, scaled_TH)
+    exchange.sum_rows(part_TH, stream.scaled_MN)
+    return defer_rms_norm(stream, stream.scaled_MN)
 
 
 @contextlib.contextmanager
@@ -202,7 +194,7 @@ def measure(
 
         step()
         logits[name] = logits[0].clone()
-        stream = model._acquire(model._requests(num_rows).stream)["x"] if name != "plain" else logits[0]
+        stream = model.acquire(model.requests(num_rows).stream)["x"] if name != "plain" else logits[0]
         own["digests"][name] = hashlib.sha256(stream.float().cpu().numpy().tobytes()).hexdigest()[:12]
         replays[name] = capture(step, arguments.device)
         leave(facts, arguments.result)

@@ -13,7 +13,7 @@ import torch
 from gpu_attention import READ_BYTES_PER_SECOND, seconds_per_call
 from gpu_records import make_record, options, print_table, write_record
 
-from holdfast.kernels.sampling.mask_logits import WORD_BITS, mask_logits_reference, mask_logits_triton
+from holdfast.kernels.sampling.edit_logits import WORD_BITS, mask_logits_reference, mask_logits_triton
 
 VOCABULARIES = (49152, 128256, 151936, 262144)
 ROWS = (1, 8, 64)

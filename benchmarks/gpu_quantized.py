@@ -124,7 +124,9 @@ def read_weights(path: Path, opened: "OpenEngine") -> StepBytes:
     plan = plan_load(model.parameters, model.source, resolved.dtype, resolved.recipe)
     spec = model.spec
     num_experts, top_k = (spec.experts.num_experts, spec.experts.top_k) if spec.experts is not None else (0, 0)
-    return step_weights(plan.parameter_bytes, spec.tied_embeddings, num_experts, top_k)
+    return step_weights(
+        {weight.name: weight.num_bytes for weight in plan.weights}, spec.tied_embeddings, num_experts, top_k
+    )
 
 
 def time_batch(opened: "OpenEngine", made: Sequence["TokensPrompt"], shape: Shape) -> dict[str, Any]:

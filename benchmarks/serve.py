@@ -60,7 +60,7 @@ def write_model(folder: Path, tiny: bool) -> Path:
     """The default model as a folder that every engine loads; nothing in it ends an answer."""
     import transformers
 
-    from holdfast.api.llm import open_headers
+    from holdfast.api.opened import open_headers
     from holdfast.cli.bench_transformers import open_transformers
     from holdfast.config import EngineConfig
     from holdfast.text.gguf_tokenizer import tokenizer_from_gguf

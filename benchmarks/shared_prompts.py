@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import gpu_records
 from dummy_models import write_dummy_model
 
-from holdfast.api.llm import open_engine
+from holdfast.api.opened import open_engine
 from holdfast.config import EngineConfig
 from holdfast.engine.core import EngineCore
 from holdfast.engine.engine import Engine

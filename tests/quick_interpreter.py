@@ -60,7 +60,8 @@ def _quicken(interpreter: ModuleType) -> bool:
     interpreter.GridExecutor.__call__ = launch_afresh
     interpreter.InterpretedFunction.__call__ = call_device_function
     # Blocks and pointers cannot be kept in a dict.
-    dtype_of, dtype_of_scalar = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
+    dtype_of = interpreter._get_np_dtype
+    dtype_of_scalar = cache(dtype_of)
     interpreter._get_np_dtype = lambda dtype: (  # type: ignore[attr-defined]
         dtype_of(dtype) if dtype.scalar.is_ptr() else dtype_of_scalar(dtype.scalar)
     )

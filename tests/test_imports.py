@@ -82,7 +82,7 @@ def test_the_check_above_can_fail() -> None:
 def test_every_public_name_is_found_and_others_are_not() -> None:
     import holdfast
 
-    assert set(holdfast._HOMES) | {"__version__"} == set(holdfast.__all__) == set(dir(holdfast))
+    assert set(holdfast.HOMES) | {"__version__"} == set(holdfast.__all__) == set(dir(holdfast))
     for name in holdfast.__all__:
         assert getattr(holdfast, name) is not None
     with pytest.raises(AttributeError, match="LLMM"):

@@ -6,7 +6,7 @@ The names below are imported on first use, so that `import holdfast` costs no to
 from typing import TYPE_CHECKING
 
 import holdfast.forks  # noqa: F401 - registers the fork handler
-from holdfast.api.vllm_paths import NAMES, install, look_up
+from holdfast.api.vllm_paths import HOMES, install, look_up
 from holdfast.errors import NameAbsentError
 from holdfast.request.vllm_names import ABSENT_NAMES
 
@@ -61,26 +61,12 @@ __all__ = [
     "TurboQuantCache",
     "__version__",
 ]
-_POOLING = [name for name in __all__ if name.startswith(("Embedding", "Pooling", "Scoring"))]
-_HOMES = {
-    "LLM": "holdfast.api.llm",
-    "AsyncLLM": "holdfast.api.async_llm",
-    "EngineConfig": "holdfast.config",
-    "HoldfastError": "holdfast.errors",
-    "SamplingParams": "holdfast.request.sampling_params",
-    "StructuredOutputs": "holdfast.request.structured",
-    "TurboQuantCache": "holdfast.integrations.transformers",
-    **dict.fromkeys(("CompletionOutput", "RequestOutput"), "holdfast.request.outputs"),
-    **dict.fromkeys(("TextPrompt", "TokensPrompt"), "holdfast.engine.admission"),
-    **dict.fromkeys(_POOLING, "holdfast.request.pooling"),
-    **NAMES,
-}
 install()  # import paths of vLLM: holdfast.sampling_params and the like
 
 
 def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return look_up(name, _HOMES)
+    if name in HOMES:
+        return look_up(name, HOMES)
     if name in ABSENT_NAMES:
         raise NameAbsentError("api.absent_name", name=f"holdfast.{name}", advice=ABSENT_NAMES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -389,7 +389,7 @@ def built(monkeypatch):
     module = types.ModuleType("holdfast.engine.build")
     module.build_engine = build_engine
     monkeypatch.setitem(sys.modules, "holdfast.engine.build", module)
-    monkeypatch.setattr("holdfast.api.llm.open_headers", lambda config: None)
+    monkeypatch.setattr("holdfast.api.opened.open_headers", lambda config: None)
     return calls
 
 

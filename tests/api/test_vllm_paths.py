@@ -11,7 +11,7 @@ import holdfast
 from engine.fakes import make_engine
 from error_codes import raises_code
 from holdfast.api.async_llm import AsyncLLM
-from holdfast.api.llm import LLM
+from holdfast.api.llm import LLM, OPEN_ENDED_WARNED
 from holdfast.api.llm_engine import LLMEngine
 from holdfast.api.vllm_paths import MODULES, NAMES, VllmPaths, cleanup_dist_env_and_memory, install
 from holdfast.cli.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
@@ -19,7 +19,6 @@ from holdfast.config import EngineConfig
 from holdfast.errors import (
     ConfigError,
     EngineDeadError,
-    ForkError,
     HoldfastError,
     ImportAbsentError,
     KeywordError,
@@ -227,15 +226,6 @@ def test_llm_engine_abort_ends_a_request_without_output() -> None:
     engine.shutdown()
 
 
-def test_llm_engine_in_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = LLMEngine.from_engine(make_engine())
-    monkeypatch.setattr(engine._home, "_pid", -1)
-    with pytest.raises(ForkError, match="an LLMEngine of process -1"):
-        engine.step()
-    monkeypatch.undo()
-    engine.shutdown()
-
-
 @pytest.mark.parametrize("kind", RequestOutputKind)
 def test_async_generate_gives_outputs_by_their_kind(kind: RequestOutputKind) -> None:
     params = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True, output_kind=kind)
@@ -275,9 +265,7 @@ def test_output_kind_that_is_none_is_refused() -> None:
 
 
 def test_generate_without_max_tokens_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    from holdfast.api import llm as module
-
-    module._WARNED.clear()
+    OPEN_ENDED_WARNED.clear()
     llm = LLM.from_engine(make_engine(max_model_len=32))
     llm.generate("Hello", SamplingParams(temperature=0.0, max_tokens=2))
     llm.chat([{"role": "user", "content": "x"}], SamplingParams(temperature=0.0))

@@ -312,8 +312,10 @@ sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from engine.fakes import make_engine
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.llm import LLM
+from holdfast.api.llm_engine import LLMEngine
 from holdfast.errors import HoldfastError
 
+stepped = LLMEngine.from_engine(make_engine())
 llm, other = LLM.from_engine(make_engine()), AsyncLLM.from_engine(make_engine())
 begun = llm.stream("x")
 next(begun)
@@ -326,7 +328,7 @@ async def read():
 
 def use():
     calls = [lambda: llm.generate("x"), lambda: llm.chat([{{"role": "user", "content": "x"}}]), lambda: next(begun)]
-    calls += [lambda: llm.stream("x"), llm.reset_prefix_cache, lambda: asyncio.run(read()), other.health]
+    calls += [lambda: llm.stream("x"), llm.reset_prefix_cache, lambda: asyncio.run(read()), other.health, stepped.step]
     for call in calls:
         try:
             call()
@@ -335,6 +337,7 @@ def use():
     if sys.argv[1] == "closed":
         llm.shutdown()
         other.shutdown()
+        stepped.shutdown()
 
 
 held = threading.Event()
@@ -342,7 +345,7 @@ def hold(lock):
     with lock:
         held.set()
         threading.Event().wait()
-for lock in (llm._driver._lock, other._thread._changed):
+for lock in (llm._driver.lock, other._thread._changed):
     held.clear()
     threading.Thread(target=hold, args=(lock,), daemon=True).start()
     held.wait()
@@ -367,8 +370,8 @@ def test_a_forked_child_is_reported_at_once_and_ends(ending: str) -> None:
     assert run.returncode == 0, run.stderr
     *reported, codes = run.stdout.splitlines()
     assert codes == "0 0", run.stderr
-    assert len(reported) == 2 * 7, run.stdout
-    words = r"an (Async)?LLM of process \d+ was used in process \d+, a fork of it\. .*'spawn'.*"
+    assert len(reported) == 2 * 8, run.stdout
+    words = r"an (Async)?LLM(Engine)? of process \d+ was used in process \d+, a fork of it\. .*'spawn'.*"
     assert all(re.fullmatch(words, line) for line in reported), reported
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from holdfast import LLM, SamplingParams
-from holdfast.api.llm import open_engine
+from holdfast.api.opened import open_engine
 from holdfast.config import EngineConfig
 from holdfast.errors import HoldfastError
 from holdfast.observability.preparing import Preparing

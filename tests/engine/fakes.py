@@ -174,7 +174,7 @@ class HashRunner:
             prompt_logprobs = tuple(logprobs_at(sequence.token_ids[p], p, params.prompt_logprobs) for p in places)
         if not item.samples:
             return SequenceResult.of(None, None, prompt_logprobs)
-        token = self._choose(item, prefix)
+        token = self.choose(item, prefix)
         logprobs = None if params.logprobs is None else logprobs_at(token, end, params.logprobs)
         pooled = hidden_of(sequence.token_ids) if sequence.is_pooled else b""
         return SequenceResult.of(token, logprobs, prompt_logprobs)._replace(pooled=pooled)
@@ -186,7 +186,7 @@ class HashRunner:
             own, other = fork.tables[0][page], source.tables[0][page]
             self.shadow[own, place] = self.shadow[other, place]
 
-    def _choose(self, item: ScheduledSequence, prefix: bytes) -> int:
+    def choose(self, item: ScheduledSequence, prefix: bytes) -> int:
         sequence = item.sequence
         prompt = bytes(token % 256 for token in sequence.token_ids[: sequence.num_prompt_tokens]).decode("latin-1")
         if prompt in self.script:

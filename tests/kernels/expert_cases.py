@@ -10,7 +10,7 @@ from holdfast.kernels.gemm.linear import dequantize_rows, quantized_view
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows_reference
 from holdfast.kernels.geometry import order_specs
 from holdfast.kernels.moe.expert_linear import expert_linear_reference
-from holdfast.kernels.moe.routing import ExpertOrder, order_experts
+from holdfast.kernels.moe.routing import ExpertOrder, ExpertProduct, order_experts
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
@@ -153,7 +153,7 @@ def run_kernel(launch, case: ExpertCase, device: torch.device) -> torch.Tensor:
     if rows_fp8 is not None:
         rows_fp8 = QuantizedRows(among(rows_fp8.codes_TK, device), among(rows_fp8.scales_TB, device))
     operands = case.x_XK, case.weight, order_of(case), out, case.gated, rows_fp8, case.bias_EN, case.form
-    assert launch(*operands) is out
+    assert launch(ExpertProduct(*operands)) is out
     zones.check()
     return out.cpu()
 
@@ -162,9 +162,8 @@ def in_torch(case: ExpertCase) -> torch.Tensor:
     """The reference's result in the type of x."""
     out = torch.full((case.expert_ids_TS.numel(), case.num_outputs), NAN, dtype=case.x_XK.dtype)
     room = room_for(case)
-    return expert_linear_reference(
-        case.x_XK, case.weight, order_of(case), out, case.gated, room, case.bias_EN, case.form
-    )
+    operands = case.x_XK, case.weight, order_of(case), out, case.gated, room, case.bias_EN, case.form
+    return expert_linear_reference(ExpertProduct(*operands))
 
 
 def exact(case: ExpertCase) -> torch.Tensor:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.activation import REFERENCES
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowAmax, SmallBatchScratch, defer_rms_norm_reference
+from holdfast.kernels.gemm.deferred_rms_norm import (
+    NormedRows,
+    ResidualStream,
+    RowAmax,
+    SmallBatchScratch,
+    defer_rms_norm_reference,
+)
 from holdfast.kernels.gemm.linear import dequantized_rows, native_quantized_linear_reference
 from holdfast.kernels.gemm.quantize_activations import (
     BLOCK_COLUMNS,
@@ -98,16 +104,12 @@ def linear_add_reference(
     a_MK: Tensor,
     weight: Tensor | QuantizedWeight,
     bias_N: Tensor | None,
-    x_MN: Tensor,
-    norm_weight_N: Tensor,
-    eps: float,
-    scaled_MN: Tensor,
-    scratch: SmallBatchScratch,
+    stream: ResidualStream,
     amax: RowAmax | None = None,
 ) -> NormedRows:
-    y = _sums_reference(a_MK, weight, bias_N, amax)
+    y, x_MN = _sums_reference(a_MK, weight, bias_N, amax), stream.x_MN
     x_MN.copy_((x_MN.float() + y.to(x_MN.dtype).float()).to(x_MN.dtype))
-    return defer_rms_norm_reference(x_MN, norm_weight_N, eps, scaled_MN, scratch)
+    return defer_rms_norm_reference(stream)
 
 
 def _sums_reference(

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from holdfast.kernels import hyper_connections, norm, operation, up_projection  # noqa: E402
-from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
+from holdfast.kernels.activation import GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
     quantized_attention,
     rope_rows,
@@ -39,7 +39,6 @@ from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.exchange import add_rows, gather_rows, links, sum_rows  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
     block_scaled_gemv,
-    coded_rms_norm,
     deferred_rms_norm,
     embedding,
     quantize_activations,
@@ -84,7 +83,7 @@ from holdfast.kernels.moe import (  # noqa: E402
     normed_routing,
     routing,
 )
-from holdfast.kernels.sampling import mask_logits  # noqa: E402
+from holdfast.kernels.sampling import edit_logits  # noqa: E402
 from holdfast.kernels.stream_geometry import stream_parts_spec  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
 from holdfast.quant.entry_state import pooled_width, state_shape  # noqa: E402
@@ -224,9 +223,10 @@ def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, s
             (size_k,),
         )
     )
-    rows = deferred_rms_norm.defer_rms_norm(x, norm_weight, 1e-5, x, scratch)
+    rows = deferred_rms_norm.defer_rms_norm(deferred_rms_norm.ResidualStream(x, norm_weight, 1e-5, x, scratch))
     small_batch.normed_linear(rows, weight, bias if gated else None, gated, y, scratch)
-    small_batch.linear_add(x, weight, None if gated else bias, y, norm_weight, 1e-5, out, scratch)
+    stream = deferred_rms_norm.ResidualStream(y, norm_weight, 1e-5, out, scratch)
+    small_batch.linear_add(x, weight, None if gated else bias, stream)
     small_batch.small_batch_linear(x, weight, None if gated else bias, out, scratch)
 
 
@@ -257,10 +257,10 @@ def streams_of(num_rows: int, hidden: int) -> None:
     head = hyper_connections.HeadMix(torch.empty(4, 4 * hidden), torch.empty(4), torch.empty(1))
     numbers, shares = hyper_connections.MixNumbers(1e-6, 1e-6, 20), torch.empty(num_rows, 24)
     y, parts = x[:, 0].contiguous(), torch.empty(stream_parts_spec(num_rows, 4).shape)
-    hyper_connections.add_up_streams(x, mix.weight_MX, parts)
+    hyper_connections.combine_streams(x, None, None, mix.weight_MX, parts)
     hyper_connections.enter_block(x, parts, mix, numbers, shares, norm_weight, 1e-6, y)
-    hyper_connections.combine_add_up(x, y, shares, mix.weight_MX, parts)
-    hyper_connections.combine_streams(x, y, shares, x)
+    hyper_connections.combine_streams(x, y, shares, mix.weight_MX, parts)
+    hyper_connections.combine_streams(x, y, shares, None, None)
     hyper_connections.enter_block(x, parts, head, numbers, shares[:, :4], norm_weight, 1e-6, y)
 
 
@@ -272,7 +272,7 @@ def layer_norm_of(dtype: torch.dtype) -> None:
 def mask_of(num_rows: int, vocab_size: int) -> None:
     """Forms of answers over a block of logits."""
     masks = torch.empty(num_rows, -(-vocab_size // 32), dtype=torch.int32)
-    mask_logits.mask_logits_triton(torch.empty(num_rows, vocab_size), masks)
+    edit_logits.mask_logits_triton(torch.empty(num_rows, vocab_size), masks)
 
 
 def planes_of(
@@ -368,7 +368,8 @@ def experts_of(
     order = ordered(ids, 4, tensors)
     launch = expert_gemv.expert_gemv if order.block_rows == 1 else grouped_gemm.grouped_gemm
     out, bias = torch.empty(2 * num_rows, size_n, dtype=BF16), torch.empty(shape[:2], dtype=BF16)
-    launch(torch.empty(num_rows, size_k, dtype=BF16), weight, order, out, gated, rows, bias if has_bias else None, form)
+    x = torch.empty(num_rows, size_k, dtype=BF16)
+    launch(routing.ExpertProduct(x, weight, order, out, gated, rows, bias if has_bias else None, form))
 
 
 def ordered(*arguments: Any) -> routing.ExpertOrder:
@@ -387,7 +388,7 @@ def rank_of(num_rows: int) -> None:
     tensors = [torch.empty(spec.shape, dtype=torch.int32) for spec in order_specs(num_rows, 8, 128, 32)]
     routing.fill_order_triton(ordered(own.zero_(), 128, tensors, 32), tensors[2])
     routed, out = torch.empty(8 * num_rows, 256, dtype=BF16), torch.empty(num_rows, 256, dtype=BF16)
-    expert_sum.sum_experts_triton(routed, torch.empty(num_rows, 8), None, None, out, own)
+    expert_sum.sum_experts_triton(expert_sum.ExpertOutputs(routed, torch.empty(num_rows, 8)), out, own)
     tokens = torch.zeros(num_rows, dtype=torch.int64)
     embedding.lookup_share_triton(tokens, torch.empty(64, 256, dtype=BF16), 64, out)
     for name in ("fp8", "int8"):
@@ -408,7 +409,7 @@ def row_scaled_of(num_rows: int, size_n: int, size_k: int) -> None:
     codes = torch.empty(num_rows, size_k, dtype=torch.float8_e4m3fn)
     rows = QuantizedRows(codes, torch.empty(num_rows, 1), scratch)
     x, out = torch.empty(num_rows, size_k, dtype=BF16), torch.empty(num_rows, size_n, dtype=BF16)
-    coded_rms_norm.add_rms_norm_coded(x, x, torch.empty(size_k, dtype=BF16), 1e-6, x, rows)
+    quantize_activations.add_rms_norm_coded(x, x, torch.empty(size_k, dtype=BF16), 1e-6, x, rows)
     row_scaled_tiles.row_scaled_linear(rows, weight, None, out)
     amax = row_scaled_tiles.row_scaled_gate(rows, gate_up, bias, "silu", out)
     coded = QuantizedRows(torch.empty(num_rows, size_n, dtype=torch.float8_e4m3fn), torch.empty(num_rows, 1))
@@ -448,15 +449,16 @@ def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, 
     given = codes if coded else finished
     router, logits = torch.empty(num_experts, hidden, dtype=BF16), torch.empty(num_rows, num_experts)
     normed_routing.route_normed(rows, router, None, True, logits, ids, shares, given, scratch)
-    norm_weight = torch.empty(hidden, dtype=BF16)
+    stream = deferred_rms_norm.ResidualStream(x, torch.empty(hidden, dtype=BF16), 1e-6, scaled, scratch)
     if num_rows == 1:
         active = torch.empty(top_k, inner, dtype=BF16)
         operands = expert_gemv.operands_of(finished, weights[0], codes if coded else None)
-        deep_gemv.deep_gemv(operands, ids, active, True, None, SILU_HALVES)
-        expert_row.down_row_add(active, weights[1], ids, shares, None, x, norm_weight, 1e-6, scaled, scratch)
+        order = routing.ExpertOrder(ids, num_experts, 1, ids, ids)
+        deep_gemv.deep_gemv(routing.ExpertProduct(finished, weights[0], order, active, True), operands)
+        expert_row.down_row_add(active, weights[1], ids, shares, None, stream)
     else:
         routed = torch.empty(num_rows * top_k, hidden, dtype=BF16)
-        expert_sum.add_experts(routed, shares, None, None, x, norm_weight, 1e-6, scaled, scratch)
+        expert_sum.add_experts(expert_sum.ExpertOutputs(routed, shares), stream)
 
 
 def routing_of(num_experts: int, top_k: int, way: routing.Routing, has_score_bias: bool = False) -> None:
@@ -864,7 +866,6 @@ def main() -> None:
     modules: list[ModuleType] = [
         add_rows,
         block_scaled_gemv,
-        coded_rms_norm,
         compressed_attention,
         compressed_scopes,
         compressed_warpgroups,
@@ -886,7 +887,7 @@ def main() -> None:
         latent_tiles,
         latent_warpgroups,
         links,
-        mask_logits,
+        edit_logits,
         operation,
         normed_routing,
         operation,

@@ -5,10 +5,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from holdfast.kernels.load.place_kernels import find_amax_triton, place_plain_triton, place_quantized_triton
-from holdfast.kernels.load.place_rows import (
+from holdfast.kernels.load.place_kernels import (
     UNSEEN,
     Findings,
+    find_amax_triton,
+    place_plain_triton,
+    place_quantized_triton,
+)
+from holdfast.kernels.load.place_rows import (
     find_amax_reference,
     place_plain_reference,
     place_quantized_reference,
@@ -94,8 +98,7 @@ def place_codes(
     if device is None:
         place_quantized_reference(rows, kept, scheme, *planes, amax, first_row, findings, verify is not None)
     else:
-        pair = findings.nonfinite, findings.differing
-        place_quantized_triton(rows, kept, scheme, *planes, amax, first_row, *pair, verify is not None)
+        place_quantized_triton(rows, kept, scheme, *planes, amax, first_row, findings, verify is not None)
     zones.check()
     return _placed(planes, findings)
 
@@ -115,7 +118,7 @@ def place(
     if device is None:
         place_plain_reference(rows, out, first_row, findings, verify is not None)
     else:
-        place_plain_triton(rows, out, first_row, findings.nonfinite, findings.differing, verify is not None)
+        place_plain_triton(rows, out, first_row, findings, verify is not None)
     zones.check()
     return _placed([out], findings)
 

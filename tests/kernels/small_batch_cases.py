@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from holdfast.kernels.gemm import small_batch, small_batch_quantized
-from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, RowAmax, SmallBatchScratch
+from holdfast.kernels.gemm import small_batch
+from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, ResidualStream, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import num_k_splits
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N
@@ -114,7 +114,7 @@ class Guarded:
         num_rows, size_n, size_k = len(case.x_MK), case.num_outputs, case.x_MK.shape[1]
         num_blocks = -(-size_n // (GEMV_MIN_BLOCK_N if num_rows == 1 else SMALL_BATCH_BLOCK_N))
         is_quantized = isinstance(case.weight_NK, QuantizedWeight)
-        block_k = small_batch_quantized.BLOCK_K if is_quantized else small_batch.BLOCK_K
+        block_k = small_batch.QUANTIZED_BLOCK_K if is_quantized else small_batch.BLOCK_K
         splits = 1 if case.gated or num_rows == 1 else num_k_splits(size_n, size_k, block_k)
         size_j = max(num_rows * num_squares, num_rows * num_blocks)
         self.scratch = SmallBatchScratch(
@@ -192,7 +192,7 @@ def run_add(
     bias = None if case.bias_N is None else amid(case.bias_N, device)
     more = {"amax": _given_amax(case, device, num_amax)}
     operands = amid(case.x_MK, device), case_weight_amid(case, device), bias
-    rows = function(*operands, x, amid(case.norm_N, device), EPS, scaled, guarded.scratch, **more)
+    rows = function(*operands, ResidualStream(x, amid(case.norm_N, device), EPS, scaled, guarded.scratch), **more)
     guarded.check()
     assert rows.scaled_MK is scaled
     assert rows.eps == EPS

@@ -29,6 +29,7 @@ CONSTANT = {
         *("p_w", "p_norm", "p_bias"),
     },
     "gemm": {"p_weight", "p_codes", "p_scales"},
+    "norm": {"p_weight"},
     "moe": {"p_weight", "p_scales", "p_router", "p_norm_weight"},
     "hyper_connections": {"p_weight", "p_bias", "p_scale"},
 }

@@ -16,7 +16,7 @@ from holdfast.kernels.exchange.add_rows import DeferredStream
 from holdfast.kernels.gemm import linear, quantize_activations
 from holdfast.kernels.geometry import order_specs
 from holdfast.kernels.load import place_rows
-from holdfast.kernels.load.place_rows import UNSEEN, Findings
+from holdfast.kernels.load.place_kernels import UNSEEN, Findings
 from holdfast.kernels.moe import expert_linear, routing
 from holdfast.kernels.operation import Operation
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
@@ -165,5 +165,5 @@ def test_expert_linear_on_triton_is_the_reference(device, scheme, num_rows):
     case = expert_case((num_rows, 2, 3, 9, 64), True, scheme, has_bias=True)
     out = torch.full((2 * num_rows, 9), torch.nan, device=device)
     operands = [case.x_XK.to(device), case.weight, order_of(case), out, True, room_for(case), case.bias_EN, case.form]
-    assert expert_linear.expert_linear(*operands) is out
+    assert expert_linear.expert_linear(routing.ExpertProduct(*operands)) is out
     torch.testing.assert_close(out.cpu(), in_torch(case), rtol=1e-4, atol=1e-4)

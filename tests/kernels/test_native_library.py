@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -124,8 +125,16 @@ def real_compiler(tmp_path: Path, objects: Path) -> Path:
     return make_compiler(tmp_path / "bin", COMPILE_ONCE.format(cc=shutil.which("cc"), folder=objects))
 
 
+@pytest.fixture
+def loaded_anew() -> Iterator[None]:
+    """Load the library in this test, and again after it."""
+    native_library.native_library.cache_clear()
+    yield
+    native_library.native_library.cache_clear()
+
+
 @pytest.mark.slow
-def test_processes_that_start_together_compile_once(tmp_path, real_compiler, monkeypatch, caplog):
+def test_processes_that_start_together_compile_once(tmp_path, real_compiler, monkeypatch, caplog, loaded_anew):
     environment = {"PATH": path_with(real_compiler), "HOLDFAST_CACHE": str(tmp_path / "cache")}
     (path, first_log), (same_path, second_log) = map(finish, [start(LOAD, **environment), start(LOAD, **environment)])
     assert path is not None, first_log
@@ -137,8 +146,8 @@ def test_processes_that_start_together_compile_once(tmp_path, real_compiler, mon
     assert compiled in (RUNS_TO_COMPILE, 2 * RUNS_TO_COMPILE)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    library, words = native_library._load()
-    assert (library and library._name, words, caplog.text) == (str(path), "", "")
+    assert native_library.native_library() is not None
+    assert (native_library.find_native_build().path, caplog.text) == (path, "")
     assert num_runs(real_compiler) == compiled, "the third process compiled again"
     assert path.stat().st_mtime_ns == written
 
@@ -162,14 +171,11 @@ def test_compiling_is_counted_and_nothing_is_where_it_is_done(tmp_path, real_com
     native_library.compile_native(lambda *facts: pytest.fail("this process has them"))
 
 
-def test_a_damaged_library_is_compiled_again(tmp_path, real_compiler, monkeypatch, caplog):
+def test_a_damaged_library_is_compiled_again(tmp_path, real_compiler, monkeypatch, caplog, loaded_anew):
     monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", path_with(real_compiler))
-    damaged = native_library._library_path(str(real_compiler / "cc"))
-    damaged.write_bytes(b"no library at all")
-    library, words = native_library._load()
-    assert library is not None, words
-    assert library._name == str(damaged)
+    native_library.find_native_build().path.write_bytes(b"no library at all")
+    assert native_library.native_library() is not None, caplog.text
     assert "is damaged and is compiled again" in caplog.text
     assert num_runs(real_compiler) == RUNS_TO_COMPILE
 
@@ -180,12 +186,11 @@ def test_a_change_of_any_source_asks_for_another_library(tmp_path, monkeypatch):
     monkeypatch.setattr(native_library, "SOURCES", shutil.copytree(native_library.SOURCES, tmp_path / "sources"))
     sources = [path for path in native_library.SOURCES.iterdir() if path.suffix in (".c", ".h")]
     assert {path.suffix for path in sources} == {".c", ".h"}
-    compiler = shutil.which("cc") or ""
-    seen = [native_library._library_path(compiler)]
-    assert native_library._library_path(compiler) == seen[0]
+    seen = [native_library.find_native_build().path]
+    assert native_library.find_native_build().path == seen[0]
     for path in sources:
         path.write_text(path.read_text() + "\n")
-        seen.append(native_library._library_path(compiler))
+        seen.append(native_library.find_native_build().path)
     assert len(set(seen)) == len(sources) + 1
 
 

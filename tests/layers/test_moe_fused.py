@@ -11,7 +11,12 @@ import torch
 
 from holdfast.kernels import operation
 from holdfast.kernels.activation import SILU_HALVES, GateForm
-from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, SmallBatchScratch, defer_rms_norm_reference
+from holdfast.kernels.gemm.deferred_rms_norm import (
+    AmaxScratch,
+    ResidualStream,
+    SmallBatchScratch,
+    defer_rms_norm_reference,
+)
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX, SPLIT_K_COLUMNS, order_specs
 from holdfast.kernels.moe.routing import Routing
@@ -87,8 +92,8 @@ def run(x_TH: torch.Tensor, scheme: str | None, device: torch.device, form: Gate
     x, scratch = x_TH.to(device, copy=True), make_scratch(device, has_amax=scheme in ("fp8", "int8"))
     scaled, finished = torch.full_like(x, NAN), torch.full_like(x, NAN)
     ones = torch.ones(HIDDEN, dtype=x.dtype, device=device)
-    rows = defer_rms_norm_reference(x, ones, EPS, scaled, scratch)
-    rows = layer.add_normed(rows, make_buffers(len(x), x.dtype, device), x, norm, scaled, finished, scratch)
+    rows = defer_rms_norm_reference(ResidualStream(x, ones, EPS, scaled, scratch))
+    rows = layer.add_normed(rows, make_buffers(len(x), x.dtype, device), finished, norm.defer(x, scaled, scratch))
     squares = scratch.squares[: len(x) * rows.num_squares].view(len(x), rows.num_squares)
     assert not scratch.arrived.any(), "counters are zeros between launches"
     normed = rows.scaled_MK.float() * (squares.sum(-1, keepdim=True) / HIDDEN + rows.eps).rsqrt()
@@ -151,4 +156,4 @@ def test_experts_from_a_table_are_declined_in_words():
     parts = DecoderLayer(norm, None, norm, by_table)  # type: ignore[type-var] attention is not looked at
     assert "from a table by token id" in str(declined([parts], torch.empty(1)))
     with pytest.raises(AssertionError, match="has no token ids"):
-        by_table.add_normed(None, None, torch.empty(1, HIDDEN), norm, None, None, None)
+        by_table.add_normed(None, None, None, None)

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.cache.compressed import ENTRIES, INDEX
+from holdfast.distributed.mesh import ALONE
 from holdfast.families.compressed import torch_backend as torch_compressed
 from holdfast.families.compressed.torch_backend import TorchCompressedAttention
 from holdfast.kernels.latent import compress
 from holdfast.layers import hyper_connections as stream_layers
 from holdfast.models import decoder_layer
+from holdfast.models.compressed_declaration import CompressedDeclaration
+from holdfast.models.declared_model import declare_decoder
 from holdfast.models.spec import CompressedSpec, IndexSpec
 from models.tiny_compressed import alone, make_compressed_drive, tiny_compressed
 from models.tiny_latents import TOLERANCE, make_request, moved
@@ -111,7 +113,9 @@ def halves_swapped(model: LoadedModel, _: pytest.MonkeyPatch) -> LoadedModel:
 def transposed_shares(combine: Any) -> Any:
     """What goes from stream j to stream k goes from k to j."""
 
-    def transposed(x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, *others: Any) -> Any:
+    def transposed(x: torch.Tensor, y: torch.Tensor | None, shares: torch.Tensor | None, *others: Any) -> Any:
+        if shares is None:
+            return combine(x, y, shares, *others)
         size = x.shape[1]
         comb = shares[:, 2 * size :].unflatten(1, (size, size)).transpose(1, 2).flatten(1)
         return combine(x, y, torch.cat((shares[:, : 2 * size], comb), dim=1), *others)
@@ -186,7 +190,7 @@ MUTATIONS: dict[str, Mutation] = {
         TorchCompressedAttention, "compress_index", index_at_the_last_token
     ),
     "outputs not rotated back": patched(torch_compressed, "rotate_back", lambda _: lambda *_: None),
-    "a mix of streams transposed": patched(stream_layers, "combine_add_up", transposed_shares),
+    "a mix of streams transposed": patched(stream_layers, "combine_streams", transposed_shares),
     "a window of one token less": compressed(lambda model: {"window": compressed_of(model).window - 1}),
     "a window of one token more": compressed(lambda model: {"window": compressed_of(model).window + 1}),
     "overlapped halves swapped": halves_swapped,
@@ -235,17 +239,18 @@ def test_a_prefix_that_had_lost_a_part_would_show(lost):
     answer = alone(FLASH, 70, 3)
     drive = make_compressed_drive(tiny_compressed(FLASH)[1], max_rows=70)
     drive.run([Request(list(answer.prompt), 1)])
-    rig, spec = drive.rig, tiny_compressed(FLASH)[1].spec
+    rig = drive.rig
     for place, layer in enumerate(rig.storage.spec.layers):
         for plane in layer.planes:
             part = "index" if plane.name == "index" else layer.name
             if part == lost:
                 rig.storage.plane(place, plane.name).zero_()
     if lost == "state":
-        for layer in range(spec.num_layers):
-            for name in (ENTRIES, INDEX):
-                if (name, layer) in rig.states._states:
-                    rig.states.state(layer, name).fill_(float("nan"))
+        declaration = declare_decoder(rig.model.spec, "tiny").declaration
+        assert isinstance(declaration, CompressedDeclaration)
+        for kind in declaration.states(ALONE):
+            for layer in kind.layers:
+                rig.states.state(layer, kind.name).fill_(float("nan"))
     request = Request(list(answer.prompt), 3)
     drive.run([request])
     assert request.sequence is not None

@@ -129,7 +129,7 @@ def test_only_small_batches_of_which_all_rows_are_wanted_go_this_way(monkeypatch
     use_references(monkeypatch)
     rows = []
     begin = fused_decode.defer_rms_norm
-    monkeypatch.setattr(fused_decode, "defer_rms_norm", lambda x, *others: rows.append(len(x)) or begin(x, *others))
+    monkeypatch.setattr(fused_decode, "defer_rms_norm", lambda stream: rows.append(len(stream.x_MN)) or begin(stream))
     decode(make_rig(tiny("qwen3")), 3, num_steps=4)
     assert rows == 4 * [3], "prompts go the ordinary way, and decode steps begin once"
     rows.clear()

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine.fakes import EOS, HIDDEN_SIZE, HashRunner, make_engine
 from holdfast.api.async_llm import AsyncLLM
-from holdfast.api.llm import open_engine
+from holdfast.api.opened import open_engine
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
 from holdfast.engine.pooling import Pooling
@@ -61,7 +61,7 @@ def make_served_engine(**options: Any) -> Engine:
     account = MemoryReport((), 0, "none", 1, 1, 1)
     pooling = Pooling(PoolingSettings(is_embedding=True), MODEL, HIDDEN_SIZE)
     engine = make_engine(**{**sizes, "chat_template": template, "memory": account, "pooling": pooling, **options})
-    engine.runner._choose = lambda item, prefix: _choose(engine.runner, item, prefix)  # type: ignore[attr-defined]
+    engine.runner.choose = lambda item, prefix: _choose(engine.runner, item, prefix)  # type: ignore[attr-defined]
     return engine
 
 
@@ -88,7 +88,7 @@ def _choose(runner: HashRunner, item: ScheduledSequence, prefix: bytes) -> int:
     prompt = bytes(token if token < 256 else 0 for token in sequence.token_ids[: sequence.num_prompt_tokens])
     begin, end = prompt.rfind(SAY.encode()), prompt.rfind(END.encode())
     if not 0 <= begin < end:
-        return HashRunner._choose(runner, item, prefix)
+        return HashRunner.choose(runner, item, prefix)
     text = prompt[begin + 1 : end]
     place = sequence.num_output_tokens
     return text[place] if place < len(text) else EOS

@@ -1,4 +1,4 @@
-"""Data files of the server: errors, refused fields, other paths, reply schemas and metrics."""
+"""Data files of the server: errors, refused fields, other paths, reply schemas, metrics and documents."""
 
 import json
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 from error_codes import PACKAGE, message_table
 from holdfast import errors
 from holdfast.server import anthropic_schemas, embedding_schemas, fields, ollama_schemas, schemas
+from holdfast.server.logs import RequestRecord
 
 DATA = Path(PACKAGE) / "data"
 
@@ -60,4 +61,26 @@ def test_metrics_have_one_row_each():
     names = [name for name, *_ in rows] + [name for name, _, _ in histograms.values()]
     assert len(set(names)) == len(names)
     assert all(name.startswith(("vllm:", "holdfast:")) for name in names)
-    assert {kind for _, kind, _, _ in rows} == {"gauge", "counter"}
+    assert {kind for _, kind, *_ in rows} == {"gauge", "counter"}
+    assert all(len(row) in (4, 5) for row in rows)
+
+
+def test_openapi_table_describes_known_statuses_and_schemas():
+    table = read("openapi.toml")
+    assert {int(status) for status in table["errors"]} <= set(map(int, HTTPStatus))
+    replies = json.loads((DATA / "reply_schemas.json").read_text(encoding="utf-8"))
+    assert set(table["error_schemas"].values()) <= set(replies)
+
+
+def test_span_attributes_name_facts_of_a_record():
+    record = RequestRecord("id", "GET", "/", "client", status=200, error="x", finish_reason="stop")
+    record.num_prompt_tokens = record.num_cached_tokens = record.num_output_tokens = 1
+    record.first_token_seconds = 0.5
+    assert set(read("span_attributes.toml")) <= set(record.values(1.0))
+
+
+def test_other_names_are_fields_of_request_models():
+    modules = (fields, schemas, anthropic_schemas, ollama_schemas, embedding_schemas)
+    models = [kind for module in modules for kind in vars(module).values() if hasattr(kind, "model_fields")]
+    known = {name for model in models for name in model.model_fields}
+    assert all(set(names) <= known for names in read("other_names.toml").values())

@@ -46,7 +46,7 @@ def ollama_api(server: Served):
 def pooling(client: httpx.Client, monkeypatch: pytest.MonkeyPatch):
     """pooling(value): the model of the app is another for one test."""
     llm = client.app.state.service.llm  # type: ignore[attr-defined]
-    return lambda value: monkeypatch.setattr(llm._live().engine, "pooling", value)
+    return lambda value: monkeypatch.setattr(llm.engine, "pooling", value)
 
 
 def reported(answer: httpx.Response, status: int, param: str | None, words: str) -> None:

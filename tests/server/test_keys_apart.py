@@ -25,6 +25,7 @@ class Guarded(NamedTuple):
 
     client: httpx.Client
     service: Service
+    keys: Keys
 
     def num_hit(self, key: str, path: str, body: dict[str, Any]) -> int:
         """Tokens of a request that were found in the cache."""
@@ -38,8 +39,9 @@ class Guarded(NamedTuple):
 def guarded() -> Iterator[Guarded]:
     service = Service(AsyncLLM.from_engine(make_served_engine()), NAMES)
     try:
-        with TestClient(make_app(service, Keys(KEYS)), base_url="http://localhost") as client:
-            yield Guarded(client, service)
+        keys = Keys(KEYS)
+        with TestClient(make_app(service, keys), base_url="http://localhost") as client:
+            yield Guarded(client, service, keys)
     finally:
         service.llm.shutdown()
 
@@ -102,15 +104,10 @@ def test_salt_of_a_request_cannot_name_another_key(guarded: Guarded):
     body = Completions().body([("user", long_text("named"))])
     guarded.num_hit("one", Completions.path, body)
     guarded.num_hit("one", Completions.path, {**body, "cache_salt": "b"})
-    own = Keys.cache_salt(_keys_of(guarded), 0)
+    own = guarded.keys.cache_salt(0)
     assert own is not None
     for salt in (own, f"{own}:b", f":{own}", "one", "0"):
         assert guarded.num_hit("other", Completions.path, {**body, "cache_salt": salt}) == 0, salt
-
-
-def _keys_of(guarded: Guarded) -> Keys:
-    guards = guarded.client.app.user_middleware  # type: ignore[attr-defined]
-    return next(guard.kwargs["keys"] for guard in guards if "keys" in guard.kwargs)
 
 
 def test_cached_tokens_tell_of_the_own_key_alone(guarded: Guarded):
@@ -134,8 +131,9 @@ def test_salts_of_two_servers_differ():
 def test_server_with_one_key_shares_by_the_salt_of_requests():
     service = Service(AsyncLLM.from_engine(make_served_engine()), NAMES)
     try:
-        with TestClient(make_app(service, Keys(["one"])), base_url="http://localhost") as client:
-            guarded = Guarded(client, service)
+        keys = Keys(["one"])
+        with TestClient(make_app(service, keys), base_url="http://localhost") as client:
+            guarded = Guarded(client, service, keys)
             body = Completions().body([("user", long_text("alone"))])
             salted = [{**body, "cache_salt": salt} for salt in ("a", "b", "a")]
             hits = [guarded.num_hit("one", Completions.path, one) > 0 for one in (body, body, *salted)]
@@ -176,5 +174,5 @@ def test_metrics_and_memory_tell_no_prompt_and_no_key(guarded: Guarded):
     guarded.num_hit("one", Chat.path, Chat().body([("user", f"secret-words {said('ok')}")]))
     for path in ("/metrics", "/memory"):
         text = guarded.client.get(path, headers={"Authorization": "Bearer other"}).text
-        salts = [_keys_of(guarded).cache_salt(place) or "" for place in range(3)]
+        salts = [guarded.keys.cache_salt(place) or "" for place in range(3)]
         assert not any(word in text for word in ("secret-words", "Bearer", "third", *salts))

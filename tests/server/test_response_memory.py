@@ -30,7 +30,7 @@ OPERATIONS = st.tuples(
 @given(st.lists(OPERATIONS, max_size=40), st.integers(1, 20_000), st.integers(1, 8))
 def test_memory_with_any_operations_stays_bounded(operations, limit_bytes, max_responses):
     memory = ResponseMemory(limit_bytes, max_responses)
-    links: list[tuple[KeptResponse, list[str]]] = []
+    links: list[tuple[str, KeptResponse, list[str]]] = []
     for number, (kind, pick, size) in enumerate(operations):
         if kind == "delete":
             memory.delete(f"resp-{pick}", None)
@@ -39,15 +39,15 @@ def test_memory_with_any_operations_stays_bounded(operations, limit_bytes, max_r
         previous, items = None, []
         if kind != "keep" and links:
             # "late": the response that is continued may have been dropped while the answer ran.
-            found, items = links[pick % len(links)]
-            previous = found if kind == "late" or found in memory._kept.values() else None
+            name, found, items = links[pick % len(links)]
+            previous = found if kind == "late" or memory.find(name, None) is found else None
             items = items if previous is not None else []
         memory.keep(response(number, size), query(number), None, previous)
         memory.check()
         kept = memory.find(f"resp-{number}", None)
         if kept is not None:
             assert [item["id"] for item in kept.input_items()] == [*items, f"in-{number}"]
-            links.append((kept, [*items, f"in-{number}", f"out-{number}"]))
+            links.append((f"resp-{number}", kept, [*items, f"in-{number}", f"out-{number}"]))
             assert kept.response() == response(number, size)
 
 

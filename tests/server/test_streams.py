@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import selectors
 import time
 from types import SimpleNamespace
 
@@ -184,8 +185,8 @@ class VirtualSelector:
 
 def test_pings_come_after_silence_alone(monkeypatch):
     """Each piece, and each ping, begins the wait anew."""
-    loop = asyncio.SelectorEventLoop()
-    clock = loop._selector = VirtualSelector(loop._selector)
+    clock = VirtualSelector(selectors.DefaultSelector())
+    loop = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now
     monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: clock.now))
 

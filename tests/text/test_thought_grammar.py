@@ -2,7 +2,7 @@
 
 from for_each import for_each
 from holdfast.request.structured import StructuredOutputs
-from holdfast.text.thought_grammar import grammar_after_thoughts
+from holdfast.text.answer_grammar import grammar_after_thoughts
 from text.test_tool_grammar import takes
 
 FORMS = {

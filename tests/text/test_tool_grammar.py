@@ -11,10 +11,10 @@ from error_codes import raises_code
 from for_each import for_each
 from holdfast.errors import RequestError
 from holdfast.text.answer_deltas import ContentDelta
+from holdfast.text.answer_grammar import MAX_FORCED_CALLS, tool_call_grammar
 from holdfast.text.answer_parser import AnswerParser
 from holdfast.text.reasoning import ReasoningParser
 from holdfast.text.tool_formats import DEEPSEEK_V32, FORMATS, GLM, HARMONY, HERMES, LLAMA3_JSON, QWEN3_CODER
-from holdfast.text.tool_grammar import MAX_FORCED_CALLS, tool_call_grammar
 from holdfast.text.tools import ToolChoice, parse_tools
 from text.answer_cases import calls_of, in_short, read
 

@@ -6,22 +6,14 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from os import PathLike
 from types import TracebackType
 from typing import Unpack
 
-from holdfast.api.llm import OnProgress, embedding_output, open_engine, scoring_output
+from holdfast.api.llm import embedding_output, scoring_output
 from holdfast.api.opened import Opened
-from holdfast.api.options import (
-    ChatKeywords,
-    EngineOptions,
-    chat_values,
-    one_of_params,
-    takes_vllm_names,
-)
-from holdfast.config import EngineConfig, Limits
+from holdfast.api.options import ChatKeywords, chat_values, takes_vllm_names
+from holdfast.config import Limits
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
 from holdfast.engine.engine import Engine, EngineStats
 from holdfast.engine.engine_thread import EngineThread, Health, Mailbox, MapReader
@@ -43,6 +35,8 @@ MAX_AT_ONCE = 64
 """Texts of one call in the queue at once, so that other requests find a place."""
 GRAMMAR_THREADS = 4
 """Threads that compile grammars: a slow one does not delay the others."""
+_Preparation = tuple[Callable[[], PreparedRequest], object]
+"""The work before a request is queued, and its params."""
 
 
 class AsyncLLM(Opened):
@@ -55,23 +49,7 @@ class AsyncLLM(Opened):
     ...     print(output.outputs[0].text)
     """
 
-    def __init__(
-        self,
-        model: str | PathLike[str] | None = None,
-        *,
-        on_progress: OnProgress | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        """Open a model with the options of `LLM`. This blocks while the model loads."""
-        config = EngineConfig.from_options(model=model, **options)
-        self._start(open_engine(config.paced(), on_progress))
-
-    @classmethod
-    def from_engine(cls, engine: Engine) -> "AsyncLLM":
-        """Make an AsyncLLM of an existing engine that has no other user."""
-        llm = cls.__new__(cls)
-        llm._start(engine)
-        return llm
+    is_paced = True
 
     @takes_vllm_names
     def generate(
@@ -87,7 +65,7 @@ class AsyncLLM(Opened):
 
         `SamplingParams(output_kind="delta")` yields only what was added. `sampling_params` is vLLM's name of `params`.
         """
-        given = one_of_params(params, sampling_params)
+        given = self._given(params, sampling_params)
         return self._outputs(self._prompt_preparation(prompt, given, cache_salt), request_id)
 
     def chat(
@@ -130,7 +108,7 @@ class AsyncLLM(Opened):
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
     ) -> PreparedRequest:
         """Check a request before it is queued; `answer` takes the result."""
-        return await self._prepared(self._prompt_preparation(prompt, params, cache_salt))
+        return await self._prepared(*self._prompt_preparation(prompt, params, cache_salt))
 
     async def prepare_chat(
         self,
@@ -141,7 +119,7 @@ class AsyncLLM(Opened):
         **keywords: Unpack[ChatKeywords],
     ) -> PreparedRequest:
         """Like `prepare`, for a conversation."""
-        return await self._prepared(self._chat_preparation(messages, params, cache_salt, keywords))
+        return await self._prepared(*self._chat_preparation(messages, params, cache_salt, keywords))
 
     async def prepare_pooled(
         self, prompt: Prompt, *, cache_salt: str | None = None, truncate: bool = False, priority: int = 0
@@ -149,11 +127,11 @@ class AsyncLLM(Opened):
         """Like `prepare`, for a pooled prompt; with `truncate` a long one is cut at its end."""
         engine = self.engine
         options = {"cache_salt": cache_salt, "truncate": truncate, "priority": priority}
-        return await self._prepared(_Preparation(None, partial(engine.prepare_pooled, prompt, **options)))  # type: ignore[arg-type]
+        return await self._prepared(partial(engine.prepare_pooled, prompt, **options))  # type: ignore[arg-type]
 
     async def prepare_score(self, scoring: Scoring, place: int) -> PreparedRequest:
         """Like `prepare`, for one request of a scoring."""
-        return await self._prepared(_Preparation(None, partial(scoring.prepare, place)))
+        return await self._prepared(partial(scoring.prepare, place))
 
     def scoring(
         self,
@@ -351,9 +329,9 @@ class AsyncLLM(Opened):
 
     def _prompt_preparation(
         self, prompt: object, params: SamplingParams | None, cache_salt: str | None
-    ) -> "_Preparation":
-        engine, own = self.engine, self.default_sampling_params() if params is None else params
-        return _Preparation.of(engine, own, partial(engine.prepare, prompt, own, cache_salt=cache_salt))
+    ) -> _Preparation:
+        engine, own = self.engine, self._given(params)
+        return partial(engine.prepare, prompt, own, cache_salt=cache_salt), own
 
     def _chat_preparation(
         self,
@@ -361,16 +339,14 @@ class AsyncLLM(Opened):
         params: SamplingParams | None,
         cache_salt: str | None,
         keywords: Mapping[str, object],
-    ) -> "_Preparation":
-        engine, own = self.engine, self.default_sampling_params() if params is None else params
+    ) -> _Preparation:
+        engine, own = self.engine, self._given(params)
         values, options = chat_values(keywords)
         more = {"cache_salt": cache_salt, "template_options": values, "options": options}
-        return _Preparation.of(engine, own, partial(engine.prepare_chat, messages, own, **more))  # type: ignore[arg-type]
+        return partial(engine.prepare_chat, messages, own, **more), own  # type: ignore[arg-type]
 
-    async def _outputs(
-        self, preparation: "_Preparation", request_id: str | None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        prepared = await self._prepared(preparation)
+    async def _outputs(self, preparation: _Preparation, request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
+        prepared = await self._prepared(*preparation)
         assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
         with self._request(prepared, request_id) as mailbox:
             is_last = False
@@ -382,10 +358,8 @@ class AsyncLLM(Opened):
                 if output is not None:
                     yield output
 
-    async def _deltas(
-        self, preparation: "_Preparation", request_id: str | None
-    ) -> AsyncGenerator[CompletionDelta, None]:
-        prepared = await self._prepared(preparation)
+    async def _deltas(self, preparation: _Preparation, request_id: str | None) -> AsyncGenerator[CompletionDelta, None]:
+        prepared = await self._prepared(*preparation)
         with self._request(prepared, request_id) as mailbox:
             is_last = False
             while not is_last:
@@ -393,14 +367,18 @@ class AsyncLLM(Opened):
                 for delta in deltas:
                     yield delta
 
-    async def _prepared(self, preparation: "_Preparation") -> PreparedRequest:
-        """Prepare in another thread, so that a long prompt does not delay other requests; check the queue first."""
+    async def _prepared(self, prepare: Callable[[], PreparedRequest], params: object = None) -> PreparedRequest:
+        """Prepare in another thread, so that a long prompt does not delay other requests; check the queue first.
+
+        The grammar of `params` is compiled before, and cached for `prepare`.
+        """
         self._checked().check_room(1)
         try:
             loop = asyncio.get_running_loop()
-            if preparation.check_grammar is not None:
-                await loop.run_in_executor(self._grammar_threads, preparation.check_grammar)
-            return await loop.run_in_executor(self._prompt_thread, preparation.prepare)
+            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+                check_grammar = self.engine.front.admission.check_form
+                await loop.run_in_executor(self._grammar_threads, check_grammar, params)
+            return await loop.run_in_executor(self._prompt_thread, prepare)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -416,20 +394,6 @@ class AsyncLLM(Opened):
             yield mailbox
         finally:
             thread.withdraw(mailbox)
-
-
-@dataclass(frozen=True, slots=True)
-class _Preparation:
-    """The work before a request is queued."""
-
-    check_grammar: Callable[[], None] | None
-    """Compiles the grammar of the answer, which is cached for `prepare`."""
-    prepare: Callable[[], PreparedRequest]
-
-    @classmethod
-    def of(cls, engine: Engine, params: SamplingParams, prepare: Callable[[], PreparedRequest]) -> "_Preparation":
-        has_grammar = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        return cls(partial(engine.front.admission.check_form, params) if has_grammar else None, prepare)
 
 
 def _shut_down(thread: EngineThread, preparing: Iterable[ThreadPoolExecutor]) -> None:

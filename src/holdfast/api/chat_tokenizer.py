@@ -8,6 +8,11 @@ from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tokenizer import Tokenizer
 
 
+def _special_token(name: str) -> property:
+    """Make a property that reads a special token, or None."""
+    return property(lambda self: self._tokenizer.special_tokens.get(name))
+
+
 class ChatTokenizer:
     """Encode, decode and apply_chat_template, with the defaults of transformers."""
 
@@ -103,21 +108,10 @@ class ChatTokenizer:
     def all_special_tokens(self) -> list[str]:
         return self.convert_ids_to_tokens(self.all_special_ids)
 
-    @property
-    def bos_token(self) -> str | None:
-        return self._tokenizer.special_tokens.get("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        return self._tokenizer.special_tokens.get("eos_token")
-
-    @property
-    def pad_token(self) -> str | None:
-        return self._tokenizer.special_tokens.get("pad_token")
-
-    @property
-    def unk_token(self) -> str | None:
-        return self._tokenizer.special_tokens.get("unk_token")
+    bos_token = _special_token("bos_token")
+    eos_token = _special_token("eos_token")
+    pad_token = _special_token("pad_token")
+    unk_token = _special_token("unk_token")
 
     @property
     def bos_token_id(self) -> int | None:

@@ -3,23 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
-from contextlib import ExitStack
 from dataclasses import replace
-from os import PathLike
 from threading import Event
 from types import TracebackType
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from holdfast.api.opened import Opened
-from holdfast.api.options import (
-    ChatKeywords,
-    EngineOptions,
-    chat_values,
-    one_of_params,
-    takes_vllm_names,
-)
-from holdfast.api.progress import DownloadBar, GenerationBar, LoadingBar, PreparingBar
-from holdfast.config import EngineConfig
+from holdfast.api.options import ChatKeywords, chat_values, takes_vllm_names
+from holdfast.api.progress import GenerationBar
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
 from holdfast.engine.driver import Driver
 from holdfast.engine.engine import Engine, EngineStats
@@ -27,10 +18,7 @@ from holdfast.engine.outputs import DeltaBuffer, OutputAssembler
 from holdfast.engine.pooling import Pooling
 from holdfast.engine.scoring import Scoring, paired, pooled_of
 from holdfast.errors import EngineDeadError, PromptError, RequestError
-from holdfast.loading.locate import refuse_wrong_path
-from holdfast.loading.planning.open_model import OpenModel
-from holdfast.observability.log import get_logger, log_in_scripts
-from holdfast.observability.preparing import OnPrepare, prepare_silently
+from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.pooling import (
     EmbeddingOutput,
@@ -43,14 +31,10 @@ from holdfast.request.pooling import (
 )
 from holdfast.request.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from holdfast.loading.hub.download import Watch
-
 _log = get_logger(__name__)
-_WARNED = Event()
+OPEN_ENDED_WARNED = Event()
+"""Set after the first warning of an answer without max_tokens."""
 
-OnProgress = Callable[[int, int], None]
-"""Called with bytes read and bytes to read while a model loads."""
 Prompts = Prompt | list[int] | SequenceABC[Prompt | list[int]]
 Params = SamplingParams | SequenceABC[SamplingParams]
 
@@ -62,26 +46,8 @@ class LLM(Opened):
     >>> llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0].text
     """
 
-    def __init__(
-        self,
-        model: str | PathLike[str] | None = None,
-        *,
-        on_progress: OnProgress | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        """Open a folder, a GGUF file, owner/name on the Hub, or None for the default model; `EngineConfig` has the options.
-
-        vLLM's names work: those without effect are logged once, and those that are not in this version raise with advice.
-        """
-        config = EngineConfig.from_options(model=model, **options)
-        self._driver: Driver | None = Driver(open_engine(config, on_progress))
-
-    @classmethod
-    def from_engine(cls, engine: Engine) -> "LLM":
-        """Make an LLM of an existing engine."""
-        llm = cls.__new__(cls)
-        llm._driver = Driver(engine)
-        return llm
+    def _start(self, engine: Engine) -> None:
+        self._driver: Driver | None = Driver(engine)
 
     @takes_vllm_names
     def generate(
@@ -103,7 +69,7 @@ class LLM(Opened):
         """
         engine = self.engine
         many = _prompts(prompts, prompt_token_ids)
-        prepared = _prepare_all("prompt", many, self._params(params, sampling_params), engine.prepare)
+        prepared = _prepare_all("prompt", many, self._given(params, sampling_params), engine.prepare)
         open_ended = [request.max_tokens for request in prepared if request.params.max_tokens is None]
         if open_ended:
             _warn_open_ended(max(open_ended))
@@ -128,7 +94,7 @@ class LLM(Opened):
             return engine.prepare_chat(conversation, own_params, template_options=values, options=options)
 
         many = messages if is_many else [messages]
-        prepared = _prepare_all("conversation", many, self._params(params, sampling_params), prepare)
+        prepared = _prepare_all("conversation", many, self._given(params, sampling_params), prepare)
         return self._run(prepared, _shows(progress, use_tqdm))
 
     @takes_vllm_names
@@ -218,8 +184,7 @@ class LLM(Opened):
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
     ) -> Iterator[CompletionDelta]:
         """Stream what each step adds. Closing the generator aborts the request."""
-        own_params = self.default_sampling_params() if params is None else params
-        return self._stream(self.engine.prepare(prompt, own_params, cache_salt=cache_salt))
+        return self._stream(self.engine.prepare(prompt, self._given(params), cache_salt=cache_salt))
 
     def stream_chat(
         self,
@@ -231,15 +196,8 @@ class LLM(Opened):
     ) -> Iterator[CompletionDelta]:
         """Like `stream`, for a conversation."""
         values, options = chat_values(keywords)
-        own_params = self.default_sampling_params() if params is None else params
-        prepare_chat = self.engine.prepare_chat
-        return self._stream(
-            prepare_chat(messages, own_params, cache_salt=cache_salt, template_options=values, options=options)
-        )
-
-    def _params(self, params: Params | None, sampling_params: Params | None) -> Params:
-        given = one_of_params(params, sampling_params)
-        return self.default_sampling_params() if given is None else given
+        own = {"cache_salt": cache_salt, "template_options": values, "options": options}
+        return self._stream(self.engine.prepare_chat(messages, self._given(params), **own))  # type: ignore[arg-type]
 
     @property
     def engine(self) -> Engine:
@@ -320,36 +278,6 @@ class LLM(Opened):
                     yield delta
 
 
-def open_engine(
-    config: EngineConfig,
-    on_progress: OnProgress | None,
-    model: OpenModel | None = None,
-    *,
-    on_prepare: OnPrepare | None = None,
-) -> Engine:
-    """Build an engine, with progress bars unless the caller has callbacks; `model` is an open model, if given."""
-    log_in_scripts()
-    model = open_headers(config) if model is None else model
-    if config.core_process:
-        from holdfast.engine.core_process import connect_engine as build_engine
-    else:
-        # This imports torch, after a wrong path was refused.
-        from holdfast.engine.build import build_engine
-
-    with ExitStack() as stack:
-        on_prepare = on_prepare or (prepare_silently if on_progress else stack.enter_context(PreparingBar()))
-        return build_engine(config, on_progress or stack.enter_context(LoadingBar()), model, on_prepare=on_prepare)
-
-
-def open_headers(config: EngineConfig, watch: "Watch | None" = None) -> OpenModel:
-    """Find or download the model of a config and read its headers, not its weights."""
-    if config.model is not None:
-        refuse_wrong_path(config.model)
-    from holdfast.loading.model_files import open_model
-
-    return open_model(config.model, config.load_format, config.revision, watch or DownloadBar)
-
-
 def _pooling_params(params: PoolingParams | None, truncate_prompt_tokens: int | None) -> PoolingParams:
     if params is not None and not isinstance(params, PoolingParams):
         raise RequestError("api.not_pooling_params", kind=type(params).__name__)
@@ -377,8 +305,8 @@ def scoring_output(used: SequenceABC[RequestOutput], score: float) -> ScoringReq
 
 def _warn_open_ended(max_tokens: int) -> None:
     """Warn once how long an answer may become: programs written for vLLM expect 16 tokens."""
-    if not _WARNED.is_set():
-        _WARNED.set()
+    if not OPEN_ENDED_WARNED.is_set():
+        OPEN_ENDED_WARNED.set()
         _log.warning(
             "max_tokens is not set, so an answer may have up to %d tokens, the rest of the context (vLLM's default is 16); "
             "set SamplingParams(max_tokens=...) to bound it (logged once)",

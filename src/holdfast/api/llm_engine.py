@@ -1,13 +1,9 @@
 """LLMEngine: a model whose steps the program runs, under vLLM's names; torch is imported when a model is opened."""
 
 from collections.abc import Iterable
-from os import PathLike
-from typing import Unpack
 
-from holdfast.api.llm import OnProgress, open_engine
 from holdfast.api.opened import Opened
-from holdfast.api.options import EngineOptions, one_of_params, takes_vllm_names
-from holdfast.config import EngineConfig
+from holdfast.api.options import takes_vllm_names
 from holdfast.engine.admission import Prompt
 from holdfast.engine.engine import Engine
 from holdfast.engine.outputs import OutputAssembler
@@ -25,23 +21,6 @@ class LLMEngine(Opened):
     ...     outputs = engine.step()
     """
 
-    def __init__(
-        self,
-        model: str | PathLike[str] | None = None,
-        *,
-        on_progress: OnProgress | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        """Open a model with the options of `LLM`."""
-        self._start(open_engine(EngineConfig.from_options(model=model, **options), on_progress))
-
-    @classmethod
-    def from_engine(cls, engine: Engine) -> "LLMEngine":
-        """Make an LLMEngine of an existing engine that has no other user."""
-        own = cls.__new__(cls)
-        own._start(engine)
-        return own
-
     @takes_vllm_names
     def add_request(
         self,
@@ -53,8 +32,7 @@ class LLMEngine(Opened):
         sampling_params: SamplingParams | None = None,
     ) -> str:
         """Check and queue a request, and return its name. Waiting counts from this call, not from arrival_time."""
-        given = one_of_params(params, sampling_params)
-        prepared = self.engine.prepare(prompt, self.default_sampling_params() if given is None else given)
+        prepared = self.engine.prepare(prompt, self._given(params, sampling_params))
         name = self.engine.submit(prepared, request_id)
         assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
         self._requests[name] = (assembler, prepared.params.output_kind)

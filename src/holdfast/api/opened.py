@@ -1,20 +1,70 @@
-"""Opened: what LLM, AsyncLLM and LLMEngine share, read from their engine; no torch."""
+"""Opened: what LLM, AsyncLLM and LLMEngine share: opening a model, and what they read from its engine; no torch."""
 
-from typing import TYPE_CHECKING, NoReturn, Self
+from collections.abc import Callable
+from contextlib import ExitStack
+from os import PathLike
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar, Unpack
 
 from holdfast.api.chat_tokenizer import ChatTokenizer
-from holdfast.api.options import sampling_params_from
+from holdfast.api.options import EngineOptions, sampling_params_from
+from holdfast.api.progress import DownloadBar, LoadingBar, PreparingBar
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine, EngineStats
 from holdfast.errors import RequestError, refuse_transfer
+from holdfast.loading.locate import refuse_wrong_path
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import MemoryReport
+from holdfast.observability.log import log_in_scripts
+from holdfast.observability.preparing import OnPrepare, prepare_silently
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.vllm_names import missing_attribute
 from holdfast.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from holdfast.loading.hub.download import Watch
+
+OnProgress = Callable[[int, int], None]
+"""Called with bytes read and bytes to read while a model loads."""
+_Params = TypeVar("_Params")
+
 
 class Opened:
     """A model in a program; it cannot be pickled or copied."""
+
+    is_paced = False
+    """True if steps are kept short by default, because many callers wait for their next token."""
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Open a folder, a GGUF file, owner/name on the Hub, or None for the default model; `EngineConfig` has the options.
+
+        vLLM's names work: those without effect are logged once, and those that are not in this version raise with advice.
+        The call blocks while the model loads.
+        """
+        config = EngineConfig.from_options(model=model, **options)
+        self._start(open_engine(config.paced() if self.is_paced else config, on_progress))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> Self:
+        """Make one of an existing engine that has no other user."""
+        own = cls.__new__(cls)
+        own._start(engine)
+        return own
+
+    def _start(self, engine: Engine) -> None:
+        raise NotImplementedError
+
+    def _given(self, params: _Params | None, sampling_params: _Params | None = None) -> _Params | SamplingParams:
+        """Return the params, given by one of two names, or the model's own."""
+        if params is not None and sampling_params is not None:
+            raise RequestError("api.params_twice")
+        given = sampling_params if params is None else params
+        return self.default_sampling_params() if given is None else given
 
     @property
     def engine(self) -> Engine:
@@ -67,3 +117,33 @@ class Opened:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_transfer(f"an {type(self).__name__}")
+
+
+def open_engine(
+    config: EngineConfig,
+    on_progress: OnProgress | None,
+    model: OpenModel | None = None,
+    *,
+    on_prepare: OnPrepare | None = None,
+) -> Engine:
+    """Build an engine, with progress bars unless the caller has callbacks; `model` is an open model, if given."""
+    log_in_scripts()
+    model = open_headers(config) if model is None else model
+    if config.core_process:
+        from holdfast.engine.core_process import connect_engine as build_engine
+    else:
+        # This imports torch, after a wrong path was refused.
+        from holdfast.engine.build import build_engine
+
+    with ExitStack() as stack:
+        on_prepare = on_prepare or (prepare_silently if on_progress else stack.enter_context(PreparingBar()))
+        return build_engine(config, on_progress or stack.enter_context(LoadingBar()), model, on_prepare=on_prepare)
+
+
+def open_headers(config: EngineConfig, watch: "Watch | None" = None) -> OpenModel:
+    """Find or download the model of a config and read its headers, not its weights."""
+    if config.model is not None:
+        refuse_wrong_path(config.model)
+    from holdfast.loading.model_files import open_model
+
+    return open_model(config.model, config.load_format, config.revision, watch or DownloadBar)

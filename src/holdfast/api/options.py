@@ -113,16 +113,6 @@ def chat_values(keywords: Mapping[str, object]) -> tuple[dict[str, object], Chat
     return {**more, **values}, ChatOptions(template, bool(allows))  # type: ignore[arg-type]
 
 
-_Given = TypeVar("_Given")
-
-
-def one_of_params(params: _Given | None, sampling_params: _Given | None) -> _Given | None:
-    """Return the params, given by one of two names."""
-    if params is not None and sampling_params is not None:
-        raise RequestError("api.params_twice")
-    return params if params is not None else sampling_params
-
-
 def sampling_params_from(generation: GenerationDefaults) -> SamplingParams:
     """Return the model's sampling defaults, or the usual ones."""
     advised = {name: value for name in ADVISED if (value := getattr(generation, name)) is not None}

@@ -21,6 +21,8 @@ PACKAGE = "holdfast"
 _TABLE = json.loads(resources.files(PACKAGE).joinpath("data", "vllm_paths.json").read_text(encoding="utf-8"))
 NAMES: Mapping[str, str] = _TABLE["names"]
 """Names of vLLM's package besides those that are ours too, with their homes: a module, or module:name."""
+HOMES: Mapping[str, str] = _TABLE["own_names"] | NAMES
+"""Homes of all names of this package."""
 MODULES: Mapping[str, Mapping[str, str]] = _TABLE["modules"]
 """Modules of vLLM that programs import: the homes of their names."""
 _PROGRAMS: Mapping[str, str] = _TABLE["programs"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from holdfast.api.llm import open_headers
+from holdfast.api.opened import open_headers
 from holdfast.api.progress import is_watched
 from holdfast.cli.bench_cases import (
     UNIT,

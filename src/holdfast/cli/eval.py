@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.api.llm import open_headers
+from holdfast.api.opened import open_headers
 from holdfast.api.progress import SECONDS_BETWEEN_UPDATES, Bar, LoadingBar, is_watched
 from holdfast.cli.bench_record import make_record, record_file, write_record
 from holdfast.cli.opened_model import BYTE_ORDER_MARK, import_torch, model_name, shown_download

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from holdfast.api.llm import LLM, open_engine, open_headers
+from holdfast.api.llm import LLM
+from holdfast.api.opened import open_engine, open_headers
 from holdfast.api.options import ADVISED
 from holdfast.api.progress import DownloadBar, LoadingBar, PreparingBar, is_watched
 from holdfast.cli.options import Given

@@ -8,12 +8,15 @@ because not every GPU has it. Bytes that become float32 are exponents (e8m0), a 
 import torch
 from torch import Tensor
 
-from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, tl
+from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 # ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
+
+LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 
 
 @jit
@@ -259,6 +262,14 @@ def bfloat16_bits(b_x):
     # Unsigned, so that the carry and the shift leave the sign alone.
     b_round = (b_bits.to(tl.uint32, bitcast=True) + 0x7FFF + (b_bits >> 16 & 1).to(tl.uint32)) >> 16
     return tl.where(b_x == b_x, b_round, 0x7FC0).to(tl.int16)
+
+
+@jit
+def e4m3_scale(b_bits):
+    """Return the scale of rows from the bits of their amax."""
+    b_amax = b_bits.to(tl.float32, bitcast=True)
+    b_scale = tl.maximum(tl.div_rn(b_amax, b_amax * 0 + 448.0), LEAST_SCALE)
+    return tl.where(b_bits < 0x7F800000, b_scale, float("nan"))
 
 
 @jit

@@ -4,7 +4,7 @@ T rows, S streams, H hidden, X = S H, M = (2 + S) S shares of a row, C splits, P
 
 A row's shares are `pre` S | `post` S | `comb` S S. A block reads sum_j pre_j X_j; from its output y, stream k becomes
 post_k y + sum_j comb_jk X_j. Shares are one product of the streams with a float32 weight, divided by their rms; comb is
-made doubly stochastic by Sinkhorn-Knopp. Around a block there are two launches: `combine_add_up` takes the output of the
+made doubly stochastic by Sinkhorn-Knopp. Around a block there are two launches: `combine_streams` takes the output of the
 last block and stores partial sums of the next mix by split; `enter_block` turns them into shares and the block's input
 with its RMSNorm. Sums have a fixed order: there are no atomics.
 """
@@ -79,31 +79,26 @@ def row_form(num_rows: int) -> int:
     return row_block(num_rows)
 
 
-def combine_streams_reference(x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, out_TSH: Tensor) -> Tensor:
-    """out_k = post_k y + sum_j comb_jk X_j; `out_TSH` may be x itself; rows of y and shares may lie apart."""
-    num_streams = x_TSH.shape[1]
-    post_TS1 = shares_TM[:, num_streams : 2 * num_streams, None]
-    comb_TSS = shares_TM[:, 2 * num_streams :].unflatten(1, (num_streams, num_streams))
-    # Stream by stream: the rounding of a batched product depends on the number of rows.
-    mixed_TSH = post_TS1 * y_TH.float()[:, None]
-    for j in range(num_streams):
-        mixed_TSH = mixed_TSH + comb_TSS[:, j, :, None] * x_TSH[:, j, None].float()
-    return out_TSH.copy_(mixed_TSH)
-
-
-def add_up_streams_reference(x_TSH: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
-    """Store the sums of a mix of the streams, and of their squares, by split into `parts`, for `enter_block`."""
-    parts_CTP = view_parts(x_TSH, len(weight_MX), parts).zero_()
-    parts_CTP[0, :, : len(weight_MX) + 1] = _sums_reference(x_TSH, weight_MX)
-    return parts
-
-
-def combine_add_up_reference(
-    x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, weight_MX: Tensor, parts: Tensor
+def combine_streams_reference(
+    x_TSH: Tensor, y_TH: Tensor | None, shares_TM: Tensor | None, weight_MX: Tensor | None, parts: Tensor | None
 ) -> Tensor:
-    """Call `combine_streams` in place, then `add_up_streams` with the weight of the next mix."""
-    combine_streams_reference(x_TSH, y_TH, shares_TM, x_TSH)
-    return add_up_streams_reference(x_TSH, weight_MX, parts)
+    """Replace X_k by post_k y + sum_j comb_jk X_j if y is given; its rows and those of shares may lie apart.
+
+    With the weight of the next mix, store the sums of it and of the squares of x by split into `parts`, for `enter_block`.
+    """
+    num_streams = x_TSH.shape[1]
+    if y_TH is not None and shares_TM is not None:
+        post_TS1 = shares_TM[:, num_streams : 2 * num_streams, None]
+        comb_TSS = shares_TM[:, 2 * num_streams :].unflatten(1, (num_streams, num_streams))
+        # Stream by stream: the rounding of a batched product depends on the number of rows.
+        mixed_TSH = post_TS1 * y_TH.float()[:, None]
+        for j in range(num_streams):
+            mixed_TSH = mixed_TSH + comb_TSS[:, j, :, None] * x_TSH[:, j, None].float()
+        x_TSH.copy_(mixed_TSH)
+    if weight_MX is not None and parts is not None:
+        parts_CTP = view_parts(x_TSH, len(weight_MX), parts).zero_()
+        parts_CTP[0, :, : len(weight_MX) + 1] = _sums_reference(x_TSH, weight_MX)
+    return x_TSH
 
 
 def enter_block_reference(
@@ -161,44 +156,14 @@ def _shares_reference(sums_TP: Tensor, x_TSH: Tensor, mix: StreamMix | HeadMix, 
     return torch.cat((pre_TS, post_TS, comb_TSS.flatten(1)), dim=1)
 
 
-def combine_streams_triton(x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, out_TSH: Tensor) -> Tensor:
-    return _combine_launch(x_TSH, y_TH, shares_TM, out_TSH, None, None)
-
-
-combine_streams = operation(reference=combine_streams_reference, triton=combine_streams_triton)
-
-
-def add_up_streams_triton(x_TSH: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
-    """Launch one program for a split and some rows."""
-    _combine_launch(x_TSH, None, None, x_TSH, weight_MX, parts)
-    return parts
-
-
-add_up_streams = operation(reference=add_up_streams_reference, triton=add_up_streams_triton)
-
-
-def combine_add_up_triton(x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
-    _combine_launch(x_TSH, y_TH, shares_TM, x_TSH, weight_MX, parts)
-    return parts
-
-
-combine_add_up = operation(reference=combine_add_up_reference, triton=combine_add_up_triton)
-
-
-def _combine_launch(
-    x_TSH: Tensor,
-    y_TH: Tensor | None,
-    shares_TM: Tensor | None,
-    out_TSH: Tensor,
-    weight_MX: Tensor | None,
-    parts: Tensor | None,
+def combine_streams_triton(
+    x_TSH: Tensor, y_TH: Tensor | None, shares_TM: Tensor | None, weight_MX: Tensor | None, parts: Tensor | None
 ) -> Tensor:
+    """Launch one program for a split and some rows."""
     num_rows, num_streams, hidden_size = x_TSH.shape
     if y_TH is not None and shares_TM is not None:
         _check_streams(x_TSH, shares_TM, y_TH)
         assert shares_TM.shape[1] == num_shares(num_streams), f"{shares_TM.shape=} of {num_streams} streams"
-        check_dense(out_TSH)
-        assert out_TSH.shape == x_TSH.shape, f"{out_TSH.shape=} {x_TSH.shape=}"
     num_sums = 0
     if weight_MX is not None and parts is not None:
         num_sums = len(weight_MX)
@@ -208,17 +173,20 @@ def _combine_launch(
     check_dense(x_TSH)
     assert num_streams <= MAX_STREAMS, f"{num_streams} streams; kernels take up to {MAX_STREAMS}"
     if not num_rows:
-        return out_TSH
+        return x_TSH
     block_t = row_block(num_rows)
     launch = _combine_row_kernel if block_t == 1 else _combine_kernel
     launch[(num_splits(num_rows, hidden_size), -(-num_rows // block_t))](
-        x_TSH, y_TH, shares_TM, out_TSH, weight_MX, parts, num_rows, chunks_of_split(num_rows, hidden_size),
+        x_TSH, y_TH, shares_TM, x_TSH, weight_MX, parts, num_rows, chunks_of_split(num_rows, hidden_size),
         hidden_size, 0 if y_TH is None else y_TH.stride(0), 0 if shares_TM is None else shares_TM.stride(0),
         COMBINES=y_TH is not None, NUM_SUMS=num_sums, SUM_COLUMNS=sum_columns(num_sums), NUM_STREAMS=num_streams,
         BLOCK_S=next_power_of_two(num_streams), BLOCK_H=STREAM_COLUMNS, BLOCK_T=block_t,
         num_warps=8 if block_t == MANY_ROWS_BLOCK else 4, **pdl_flags(x_TSH),
     )  # fmt: skip
-    return out_TSH
+    return x_TSH
+
+
+combine_streams = operation(reference=combine_streams_reference, triton=combine_streams_triton)
 
 
 def enter_block_triton(

@@ -50,10 +50,22 @@ log = get_logger(__name__)
 @cache
 def native_library() -> ctypes.CDLL | None:
     """Return the library compiled for this machine, or None; the log says why."""
-    library, reason = _load()
-    if library is None:
-        log.warning("CPU kernels run in plain torch because %s", reason)
-    return library
+    try:
+        build = find_native_build()
+    except OSError as error:
+        log.warning("CPU kernels run in plain torch because %s", error)
+        return None
+    try:
+        if build.path.exists():
+            try:
+                return _open(build.path)
+            except (OSError, AttributeError) as error:
+                log.warning("%s is damaged and is compiled again: %s", build.path, error)
+        _compile(build, lambda path, num_done, num_total: None)
+        return _open(build.path)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("CPU kernels run in plain torch because compiling them failed: %s", _message(error)[:300])
+        return None
 
 
 def compile_native(on_compile: OnCompile) -> None:
@@ -94,23 +106,6 @@ def find_native_build() -> NativeBuild:
         return NativeBuild(compiler, _library_path(compiler))
     except OSError as error:
         raise OSError(f"compiling them failed: {_message(error)[:300]}") from error
-
-
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    try:
-        build = find_native_build()
-    except OSError as error:
-        return None, str(error)
-    try:
-        if build.path.exists():
-            try:
-                return _open(build.path), ""
-            except (OSError, AttributeError) as error:
-                log.warning("%s is damaged and is compiled again: %s", build.path, error)
-        _compile(build, lambda path, num_done, num_total: None)
-        return _open(build.path), ""
-    except (OSError, subprocess.SubprocessError) as error:
-        return None, f"compiling them failed: {_message(error)[:300]}"
 
 
 def _message(error: Exception) -> str:

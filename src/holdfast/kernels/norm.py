@@ -1,4 +1,4 @@
-"""RMSNorm, residual add with RMSNorm, and LayerNorm, over the last dimension.
+"""RMSNorm, alone, after a residual add, or with e4m3 codes too, and LayerNorm, over the last dimension.
 
 T rows, D columns
 """
@@ -7,9 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.kernels.fp8 import as_bits, e4m3_quotients, e4m3_scale, size_bits
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.operation import DECLINED, operation
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    is_interpreted,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+)
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -47,44 +57,70 @@ def rms_norm_native(
 def rms_norm_triton(
     x_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor | None = None, offset: float = 0.0
 ) -> Tensor:
-    """Launch one program a row."""
-    size = weight_D.shape[0]
     y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if out_TD is None else out_TD
-    x_RD, y_RD = as_rows(x_TD, size), as_rows(y_TD, size)
-    if x_RD.numel():
-        block = next_power_of_two(size)
-        strides = (x_RD.stride(0), y_RD.stride(0))
-        _rms_norm_kernel[(x_RD.shape[0],)](
-            x_RD, weight_D, y_RD, *strides, size, eps, OFFSET=offset, BLOCK=block, num_warps=num_warps_for(block)
-        )
-    return y_TD
+    return launch_rms_norm(x_TD, None, weight_D, eps, y_TD, offset)
 
 
 rms_norm = operation(reference=rms_norm_reference, triton=rms_norm_triton, native=rms_norm_native)
 
 
-def as_rows(x_TD: Tensor, size: int) -> Tensor:
-    """View all dimensions before the last as one of rows."""
-    assert x_TD.stride(-1) == 1 or size == 1, f"{x_TD.stride()=}: the elements of a row must lie side by side"
-    return x_TD.view(-1, size)
-
-
-def num_warps_for(block: int) -> int:
-    """Return the warps of a row, so that each thread holds 16 elements."""
-    return max(1, min(16, block // 512))
+def launch_rms_norm(
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    out_TD: Tensor,
+    offset: float,
+    codes: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Launch one program a row: x += delta if given, its norm into `out_TD`, and that as e4m3 codes and scales if given."""
+    size = weight_D.shape[0]
+    for x in (x_TD, delta_TD, out_TD):
+        assert x is None or x.stride(-1) == 1 or size == 1, (
+            f"{x.stride()=}: the elements of a row must lie side by side"
+        )
+    x_RD, delta_RD, y_RD = (None if x is None else x.view(-1, size) for x in (x_TD, delta_TD, out_TD))
+    codes_RD, scales_R1 = (None, None) if codes is None else (as_bits(codes[0]), codes[1])
+    if x_TD.numel():
+        block = next_power_of_two(size)
+        pdl = codes is not None and supports_pdl(x_TD)
+        strides = (None if x is None else x.stride(0) for x in (x_RD, delta_RD, y_RD, codes_RD, scales_R1))
+        _rms_norm_kernel[(x_TD.numel() // size,)](
+            x_RD, delta_RD, weight_D, y_RD, codes_RD, scales_R1, *strides, size, eps,
+            OFFSET=offset, BLOCK=block, PLAIN=is_interpreted(), PDL=pdl, num_warps=max(1, min(16, block // 512)),
+            **pdl_launch(pdl),
+        )  # fmt: skip
+    return out_TD
 
 
 @jit
-def _rms_norm_kernel(p_x, p_weight, p_y, x_stride, y_stride, size, eps, OFFSET: constexpr, BLOCK: constexpr):
+def _rms_norm_kernel(
+    p_x, p_delta, p_weight, p_y, p_codes, p_scales,
+    x_stride, delta_stride, y_stride, code_stride, scale_stride, size, eps,
+    OFFSET: constexpr, BLOCK: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < size
     b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+    release_then_wait(PDL)
     b_x = tl.load(p_x + i_row * x_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
+    if p_delta is not None:
+        b_delta = tl.load(p_delta + i_row * delta_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_stored = (b_x + b_delta).to(p_x.dtype.element_ty)
+        tl.store(p_x + i_row * x_stride + o_d, b_stored, mask=m_d)
+        b_x = b_stored.to(tl.float32)  # normalize what the next layer will read
     if OFFSET != 0.0:
         b_weight += OFFSET
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / size + eps) * b_weight
+    if p_codes is not None:
+        b_y = b_y.to(p_y.dtype.element_ty)
     tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
+    if p_codes is not None:
+        b_y = b_y.to(tl.float32)  # quantize what was stored
+        b_scale = e4m3_scale(tl.max(size_bits(b_y), axis=0))
+        tl.store(p_codes + i_row * code_stride + o_d, e4m3_quotients(b_y, b_scale, PLAIN), mask=m_d)
+        tl.store(p_scales + i_row * scale_stride, b_scale)
 
 
 def add_rms_norm_reference(
@@ -97,39 +133,10 @@ def add_rms_norm_reference(
 def add_rms_norm_triton(
     x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor, offset: float = 0.0
 ) -> Tensor:
-    """Launch one program a row."""
-    size = weight_D.shape[0]
-    x_RD, delta_RD, y_RD = (as_rows(tensor, size) for tensor in (x_TD, delta_TD, out_TD))
-    if x_RD.numel():
-        block = next_power_of_two(size)
-        strides = (x_RD.stride(0), delta_RD.stride(0), y_RD.stride(0))
-        _add_rms_norm_kernel[(x_RD.shape[0],)](
-            x_RD, delta_RD, weight_D, y_RD, *strides, size, eps,
-            OFFSET=offset, BLOCK=block, num_warps=num_warps_for(block),
-        )  # fmt: skip
-    return out_TD
+    return launch_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset)
 
 
 add_rms_norm = operation(reference=add_rms_norm_reference, triton=add_rms_norm_triton)
-
-
-@jit
-def _add_rms_norm_kernel(
-    p_x, p_delta, p_weight, p_y, x_stride, delta_stride, y_stride, size, eps, OFFSET: constexpr, BLOCK: constexpr
-):
-    i_row = tl.program_id(0).to(tl.int64)
-    o_d = tl.arange(0, BLOCK)
-    m_d = o_d < size
-    b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-    b_x = tl.load(p_x + i_row * x_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
-    b_delta = tl.load(p_delta + i_row * delta_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
-    b_stored = (b_x + b_delta).to(p_x.dtype.element_ty)
-    tl.store(p_x + i_row * x_stride + o_d, b_stored, mask=m_d)
-    b_x = b_stored.to(tl.float32)  # normalize what the next layer will read
-    if OFFSET != 0.0:
-        b_weight += OFFSET
-    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / size + eps) * b_weight
-    tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
 
 
 def layer_norm_reference(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, out_TD: Tensor) -> Tensor:

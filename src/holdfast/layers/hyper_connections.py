@@ -12,8 +12,6 @@ from holdfast.kernels.hyper_connections import (
     HeadMix,
     MixNumbers,
     StreamMix,
-    add_up_streams,
-    combine_add_up,
     combine_streams,
     enter_block,
 )
@@ -44,7 +42,7 @@ class StreamHead:
 
     def __call__(self, x_TSH: torch.Tensor, buffers: StreamBuffers, out_TH: torch.Tensor) -> torch.Tensor:
         """Sum, mix and norm rows whose sums no block has computed."""
-        add_up_streams(x_TSH, self._mix.weight_SX, buffers.parts)
+        combine_streams(x_TSH, None, None, self._mix.weight_SX, buffers.parts)
         shares_TS = buffers.shares_TM[: len(x_TSH), : x_TSH.shape[1]]
         norm = self._norm
         return enter_block(x_TSH, buffers.parts, self._mix, self._numbers, shares_TS, norm.weight_H, norm.eps, out_TH)
@@ -66,7 +64,7 @@ class HyperConnection:
 
     def begin(self, x_TSH: torch.Tensor, buffers: StreamBuffers) -> None:
         """Sums of streams that no block has left."""
-        add_up_streams(x_TSH, self.mix.weight_MX, buffers.parts)
+        combine_streams(x_TSH, None, None, self.mix.weight_MX, buffers.parts)
 
     def enter(self, x_TSH: torch.Tensor, buffers: StreamBuffers, out_TH: torch.Tensor) -> torch.Tensor:
         """The block's input, normed, into `out_TH`; shares stay in the buffers until `leave`."""
@@ -77,7 +75,5 @@ class HyperConnection:
         self, x_TSH: torch.Tensor, y_TH: torch.Tensor, buffers: StreamBuffers, following: "HyperConnection | None"
     ) -> None:
         """Streams become what the block gave and what they were, in place; with the sums that the one that follows begins with."""
-        if following is None:
-            combine_streams(x_TSH, y_TH, buffers.shares_TM, x_TSH)
-        else:
-            combine_add_up(x_TSH, y_TH, buffers.shares_TM, following.mix.weight_MX, buffers.parts)
+        weight_MX = None if following is None else following.mix.weight_MX
+        combine_streams(x_TSH, y_TH, buffers.shares_TM, weight_MX, buffers.parts)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.activation import activate, gate_mul
-from holdfast.kernels.gemm.coded_rms_norm import add_rms_norm_coded
+from holdfast.kernels.gemm.deferred_rms_norm import ResidualStream, SmallBatchScratch
 from holdfast.kernels.gemm.linear import fuses_gate, gated_linear, linear, room_for_codes
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, add_rms_norm_coded, quantize_rows
 from holdfast.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from holdfast.quant.quantized_weight import QuantizedWeight
 
@@ -45,6 +45,10 @@ class RMSNorm:
         self.weight_H = weight_H
         self.eps = eps
         self.offset = offset
+
+    def defer(self, x_TH: torch.Tensor, scaled_TH: torch.Tensor, scratch: SmallBatchScratch) -> ResidualStream:
+        """Return the stream as the fused decode path takes it, which defers this norm."""
+        return ResidualStream(x_TH, self.weight_H, self.eps, scaled_TH, scratch)
 
     def __call__(
         self,

@@ -9,17 +9,17 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
-from holdfast.kernels.gemm.linear import linear_float32, quantized_view
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream
+from holdfast.kernels.gemm.linear import linear_float32, room_for_codes
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.moe.deep_gemv import takes_deep_loads
 from holdfast.kernels.moe.expert_linear import expert_linear
 from holdfast.kernels.moe.expert_row import down_row_add
-from holdfast.kernels.moe.expert_sum import add_experts, sum_experts
+from holdfast.kernels.moe.expert_sum import ExpertOutputs, add_experts, sum_experts
 from holdfast.kernels.moe.hash_routing import route_by_table
 from holdfast.kernels.moe.normed_routing import route_normed
-from holdfast.kernels.moe.routing import ExpertOrder, Routing, order_experts, route_tokens
-from holdfast.layers.mlp import GatedMLP, MLPBuffers, RMSNorm
+from holdfast.kernels.moe.routing import ExpertOrder, ExpertProduct, Routing, order_experts, route_tokens
+from holdfast.layers.mlp import GatedMLP, MLPBuffers
 from holdfast.layers.shared_experts import ExpertSharing, OwnPairs
 from holdfast.layers.shared_linear import add_part
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -138,9 +138,7 @@ class ExpertLayer:
         if self._sharing is not None:
             made = self._multiply_shared(self._sharing, x_TH, buffers, is_coded=False)
             return self._sharing.combine(made, out_TH)
-        self._multiply(x_TH, buffers)
-        shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, x_TH, buffers)
-        return sum_experts(buffers.routed_PH, shares_TS, shared_TH, logit_T1, out_TH)
+        return sum_experts(self._multiply(x_TH, buffers), out_TH)
 
     def _multiply_shared(
         self, sharing: ExpertSharing, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool
@@ -149,16 +147,14 @@ class ExpertLayer:
 
         The expert that every row takes comes first: parts of routed pairs may lie where peers read, which it uses too.
         """
-        shared_TX = logit_T1 = None
-        if self.shared is not None:
-            shared_TX, logit_T1 = self._share(self.shared, x_TH, buffers)
+        shared = self._share(x_TH, buffers)
         ids_TS = sharing.dispatch(buffers.expert_ids_TS, buffers.local_ids_TS)
         order = self._order(ids_TS, buffers, sharing.num_local)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded, sharing.room_for_inputs(buffers.active_PI))
         active_PI = sharing.whole_inputs(active_PI)
         pairs_PX, bias_EX = sharing.room_for_pairs(buffers.routed_PH), self._biases.down_EH
-        expert_linear(active_PI, self.down, order, pairs_PX, False, buffers.quantized, bias_EX)
-        return OwnPairs(pairs_PX, buffers.routed_PH, ids_TS, buffers.shares_TS, shared_TX, logit_T1)
+        expert_linear(ExpertProduct(active_PI, self.down, order, pairs_PX, False, buffers.quantized, bias_EX))
+        return OwnPairs(ExpertOutputs(pairs_PX, buffers.shares_TS, *shared), buffers.routed_PH, ids_TS)
 
     @property
     def has_table(self) -> bool:
@@ -174,19 +170,19 @@ class ExpertLayer:
         self,
         rows: NormedRows,
         buffers: ExpertBuffers,
-        x_TH: torch.Tensor,
-        norm: RMSNorm,
-        scaled_TH: torch.Tensor,
         finished_TH: torch.Tensor,
-        scratch: SmallBatchScratch,
+        stream: ResidualStream,
     ) -> NormedRows:
-        """On the fused decode path: x += what the layer gives for `rows`, whose norm is deferred, with the next `norm` deferred.
+        """On the fused decode path: x += what the layer gives for `rows`, whose norm is deferred, with the next norm deferred.
 
         `finished_TH` is room for the norm of the rows, where experts take it as it is.
         """
         assert not self.has_table, "experts come from a table by token id, and the fused decode path has no token ids"
         ids_TS, shares_TS, biases = buffers.expert_ids_TS, buffers.shares_TS, self._biases
-        codes = self._room_for_codes(buffers.quantized, len(x_TH), scratch)
+        num_rows, scratch = len(stream.x_MN), stream.scratch
+        # Codes are made as the norm is finished if nothing but experts takes the rows, and with one scale a row.
+        is_shared = self.shared is not None or scratch.amax is None
+        codes = None if is_shared else room_for_codes(buffers.quantized, self.gate_up, num_rows)
         finished = finished_TH if codes is None else codes
         route_normed(
             rows,
@@ -205,35 +201,11 @@ class ExpertLayer:
         is_coded = codes is not None
         if self._sharing is not None:
             made = self._multiply_shared(self._sharing, finished_TH, buffers, is_coded)
-            return add_part(self._sharing.exchange, self._sharing.leave_part(made), x_TH, norm, scaled_TH, scratch)
-        if len(x_TH) == 1 and self.shared is None and all(map(takes_deep_loads, (self.gate_up, self.down))):
+            return add_part(self._sharing.exchange, self._sharing.leave_part(made), stream)
+        if num_rows == 1 and self.shared is None and all(map(takes_deep_loads, (self.gate_up, self.down))):
             active_PI = self._gate_and_up(finished_TH, self._order(ids_TS, buffers), buffers, is_coded)
-            return down_row_add(
-                active_PI,
-                self.down,
-                ids_TS,
-                shares_TS,
-                biases.down_EH,
-                x_TH,
-                norm.weight_H,
-                norm.eps,
-                scaled_TH,
-                scratch,
-            )
-        self._multiply(finished_TH, buffers, is_coded)
-        shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, finished_TH, buffers)
-        return add_experts(
-            buffers.routed_PH, shares_TS, shared_TH, logit_T1, x_TH, norm.weight_H, norm.eps, scaled_TH, scratch
-        )
-
-    def _room_for_codes(
-        self, quantized: QuantizedRows | None, num_rows: int, scratch: SmallBatchScratch
-    ) -> QuantizedRows | None:
-        """Where rows become codes as their norm is finished: those of e4m3 with a scale a row, that nothing but experts take."""
-        weight = self.gate_up
-        if self.shared is not None or scratch.amax is None or isinstance(weight, torch.Tensor):
-            return None
-        return None if weight.scheme.block_columns else quantized_view(quantized, weight, num_rows)
+            return down_row_add(active_PI, self.down, ids_TS, shares_TS, biases.down_EH, stream)
+        return add_experts(self._multiply(finished_TH, buffers, is_coded), stream)
 
     def _order(self, ids_TS: torch.Tensor, buffers: ExpertBuffers, num_local: int | None = None) -> ExpertOrder:
         """Which rows each expert multiplies; `ids_TS` are a rank's own if it has `num_local` experts."""
@@ -251,20 +223,23 @@ class ExpertLayer:
     ) -> torch.Tensor:
         """Into `active_PI`, or the buffer for it."""
         bias_EX, active_PI = self._biases.gate_up_EX, buffers.active_PI if active_PI is None else active_PI
-        return expert_linear(
-            x_TH, self.gate_up, order, active_PI, True, buffers.quantized, bias_EX, self._form, is_coded
-        )  # fmt: skip
+        product = ExpertProduct(x_TH, self.gate_up, order, active_PI, True, buffers.quantized, bias_EX, self._form)
+        return expert_linear(product, is_coded)
 
-    def _multiply(self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False) -> None:
-        """What each expert gives for each of its rows: `routed_PH`."""
+    def _multiply(self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False) -> ExpertOutputs:
+        """Compute what each expert gives for each of its rows."""
         order = self._order(buffers.expert_ids_TS, buffers)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded)
         bias_EH = self._biases.down_EH
-        expert_linear(active_PI, self.down, order, buffers.routed_PH, False, buffers.quantized, bias_EH)
+        routed_PH = buffers.routed_PH
+        expert_linear(ExpertProduct(active_PI, self.down, order, routed_PH, False, buffers.quantized, bias_EH))
+        return ExpertOutputs(buffers.routed_PH, buffers.shares_TS, *self._share(x_TH, buffers))
 
-    def _share(
-        self, shared: SharedExpert, x_TH: torch.Tensor, buffers: ExpertBuffers
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _share(self, x_TH: torch.Tensor, buffers: ExpertBuffers) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Compute the output of the expert that every row takes, and the logit of its gate, if there are any."""
+        shared = self.shared
+        if shared is None:
+            return None, None
         assert buffers.shared is not None, "no tensors for the shared expert"
         assert buffers.shared_TH is not None, "no place for what the shared expert gives"
         room_TX = buffers.shared_TH if self._sharing is None else self._sharing.columns_of(buffers.shared_TH)

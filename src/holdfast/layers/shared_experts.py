@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.moe.expert_sum import sum_experts
+from holdfast.kernels.moe.expert_sum import ExpertOutputs, sum_experts
 from holdfast.kernels.moe.routing import local_ids
 from holdfast.layers.shared_linear import OutputSharing
 
@@ -24,16 +24,12 @@ from holdfast.layers.shared_linear import OutputSharing
 class OwnPairs(NamedTuple):
     """What a rank has made of its pairs."""
 
-    pairs_PX: torch.Tensor
-    """What `room_for_pairs` gave, filled."""
+    outputs: ExpertOutputs
+    """Its pairs are what `room_for_pairs` gave, filled."""
     routed_PH: torch.Tensor
     """The buffer for pairs, whether or not they lie in it."""
     ids_TS: torch.Tensor
     """What `dispatch` gave."""
-    shares_TS: torch.Tensor
-    shared_TX: torch.Tensor | None
-    """Output of the shared expert, and the logit of its gate, if there are any."""
-    shared_logit_T1: torch.Tensor | None
 
 
 class ExpertSharing:
@@ -98,9 +94,9 @@ class ExpertSharing:
 
     def leave_part(self, own: OwnPairs) -> torch.Tensor:
         """Where ranks add up: this one's part of every row, in the last room."""
-        part_TH = self.exchange.room(own.shares_TS.shape[0], own.pairs_PX.shape[1], own.pairs_PX.dtype)
-        local_ids_TS = own.ids_TS if self.has_whole_experts else None
-        return sum_experts(own.pairs_PX, own.shares_TS, own.shared_TX, own.shared_logit_T1, part_TH, local_ids_TS)
+        pairs_PX = own.outputs.routed_PH
+        part_TH = self.exchange.room(len(own.ids_TS), pairs_PX.shape[1], pairs_PX.dtype)
+        return sum_experts(own.outputs, part_TH, own.ids_TS if self.has_whole_experts else None)
 
     def combine(self, own: OwnPairs, out_TH: torch.Tensor) -> torch.Tensor:
         """out = the sum over all experts of every row, on every rank."""
@@ -110,8 +106,8 @@ class ExpertSharing:
         if self._gathering is None:
             return exchange.sum_rows(self.leave_part(own), out_TH)
         if self.sums_pairs:
-            exchange.sum_rows(own.pairs_PX, own.routed_PH)
-            return sum_experts(own.routed_PH, own.shares_TS, own.shared_TX, own.shared_logit_T1, out_TH)
+            exchange.sum_rows(own.outputs.routed_PH, own.routed_PH)
+            return sum_experts(own.outputs._replace(routed_PH=own.routed_PH), out_TH)
         part_TX = exchange.room(num_rows, hidden // exchange.size, out_TH.dtype)
-        sum_experts(own.pairs_PX, own.shares_TS, own.shared_TX, own.shared_logit_T1, part_TX)
+        sum_experts(own.outputs, part_TX)
         return exchange.gather_columns(part_TX, out_TH)

@@ -13,10 +13,10 @@ import torch
 
 from holdfast.distributed.exchange import Exchange
 from holdfast.kernels.exchange.add_rows import DeferredStream
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream
 from holdfast.kernels.gemm.linear import linear
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
-from holdfast.layers.mlp import Linear, RMSNorm
+from holdfast.layers.mlp import Linear
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
@@ -50,19 +50,12 @@ class Gathering:
         return self.exchange.gather_columns(part_TX, gathered_TY)
 
 
-def add_part(
-    exchange: Exchange,
-    part_TH: torch.Tensor,
-    x_TH: torch.Tensor,
-    norm: RMSNorm,
-    scaled_TH: torch.Tensor,
-    scratch: SmallBatchScratch,
-) -> NormedRows:
+def add_part(exchange: Exchange, part_TH: torch.Tensor, stream: ResidualStream) -> NormedRows:
     """On the fused decode path: x += the parts of all ranks, with the next norm deferred; `part_TH` is the last room."""
+    x_TH, norm_weight_H, eps, scaled_TH, scratch = stream
     amax = None if scratch.amax is None else scratch.amax.normed
-    onto = DeferredStream(x_TH, norm.weight_H, scaled_TH, scratch.squares, amax)
-    num_squares = exchange.add_rows(part_TH, onto)
-    return NormedRows(scaled_TH, num_squares, norm.eps)
+    num_squares = exchange.add_rows(part_TH, DeferredStream(x_TH, norm_weight_H, scaled_TH, scratch.squares, amax))
+    return NormedRows(scaled_TH, num_squares, eps)
 
 
 class SummedLinear(Linear):

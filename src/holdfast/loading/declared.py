@@ -186,10 +186,12 @@ def _stored_in_settings(config: dict[str, object], name: str) -> DeclaredModel |
 
 def _read_file(path: Path, label: str = "") -> DeclaredModel:
     from holdfast.loading.gguf.parts import model_name
-    from holdfast.loading.model_files import open_gguf, open_model, refuse_wrong_headers
+    from holdfast.loading.model_files import open_gguf, open_model
+    from holdfast.loading.planning.plan import plan_load
 
     # `open_model` has the errors about other files.
     opened = open_gguf(path) if path.suffix == ".gguf" else open_model(str(path), "auto")
     opened.source.close()
-    refuse_wrong_headers(opened)
+    # Refuses the tensors that loading would: missing, too many, of another shape.
+    plan_load(opened.parameters, opened.source, opened.spec.checkpoint_dtype)
     return declare_opened(opened, label or model_name(opened.path))

@@ -14,7 +14,6 @@ from holdfast.loading.hub.download import Watch
 from holdfast.loading.locate import locate_model
 from holdfast.loading.planning.dequantized_source import dequantize_plain_kinds
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
-from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.planning.stored_schemes import dummy_source, quantization_of, read_stored_schemes
 from holdfast.loading.pooling import gguf_pooling, read_pooling
 from holdfast.loading.quantized.source import has_saved_weights, open_quantized
@@ -244,11 +243,6 @@ def open_gguf(path: Path) -> OpenModel:
         gguf=file,
         pooling=gguf_pooling(file.metadata),
     )
-
-
-def refuse_wrong_headers(opened: OpenModel) -> None:
-    """Check the tensors as loading would: missing, too many, of another shape. The source may be closed."""
-    plan_load(opened.parameters, opened.source, opened.spec.checkpoint_dtype)
 
 
 def _read_spec(file: GGUFFile) -> ModelSpec:

@@ -24,8 +24,7 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     defer_rms_norm,
     row_amax,
 )
-from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear
-from holdfast.kernels.gemm.small_batch_quantized import takes_weight
+from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear, takes_weight
 from holdfast.kernels.geometry import NUM_GATE_AMAX
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
@@ -104,8 +103,7 @@ class FusedDecode:
         """All layers of this stage: x of the stream, which is as `embed` leaves it, and the norm of it deferred."""
         x_TH, scaled_TH, delta_TH, _ = stream
         scratch, num_rows = self.scratch, batch.num_rows
-        norm = _rms(self._layers[0].attn_norm)
-        rows = defer_rms_norm(x_TH, norm.weight_H, norm.eps, scaled_TH, scratch)
+        rows = defer_rms_norm(_rms(self._layers[0].attn_norm).defer(x_TH, scaled_TH, scratch))
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             attention, mlp, after = layer.attention, layer.mlp, _rms(next_norm)
             buffers = attention_buffers(num_rows)
@@ -120,7 +118,7 @@ class FusedDecode:
             else:
                 assert isinstance(mlp, ExpertLayer), f"{mlp} is neither gated nor experts"
                 routing = expert_buffers(num_rows)
-                rows = mlp.add_normed(rows, routing, x_TH, after, scaled_TH, delta_TH, scratch)
+                rows = mlp.add_normed(rows, routing, delta_TH, after.defer(x_TH, scaled_TH, scratch))
         return rows
 
     def _input_amax(self, a_TX: torch.Tensor, product: Linear) -> RowAmax | None:
@@ -135,11 +133,12 @@ class FusedDecode:
     ) -> NormedRows:
         """x += the product, of all ranks together where they share it, with the next norm deferred."""
         weight, bias_N, (x_TH, scaled_TH, _, _) = product.weight_NK, product.bias_N, stream
+        onto = norm.defer(x_TH, scaled_TH, self.scratch)
         if not isinstance(product, SummedLinear):
-            return linear_add(a_TX, weight, bias_N, x_TH, norm.weight_H, norm.eps, scaled_TH, self.scratch, amax)
+            return linear_add(a_TX, weight, bias_N, onto, amax)
         part_TH = product.exchange.room(x_TH.shape[0], x_TH.shape[1], x_TH.dtype)
         small_batch_linear(a_TX, weight, bias_N, part_TH, self.scratch, amax)
-        return add_part(product.exchange, part_TH, x_TH, norm, scaled_TH, self.scratch)
+        return add_part(product.exchange, part_TH, onto)
 
 
 def make_scratch(held: Mapping[str, torch.Tensor]) -> SmallBatchScratch:

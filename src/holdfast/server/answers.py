@@ -180,6 +180,17 @@ class SplitWriter(AnswerWriter):
 
     def add_piece(self, piece: AnswerDelta) -> None:
         """Add a piece of the completion."""
+        if isinstance(piece, ToolCallDelta):
+            self.add_call(piece)
+        else:
+            self.add_text(piece.text, is_reasoning=isinstance(piece, ReasoningDelta))
+
+    def add_text(self, text: str, *, is_reasoning: bool) -> None:
+        """Add a piece of the content or of the reasoning."""
+        raise NotImplementedError
+
+    def add_call(self, piece: ToolCallDelta) -> None:
+        """Add a piece of a tool call; the first one has its name."""
         raise NotImplementedError
 
     def finish(self, delta: CompletionDelta) -> None:

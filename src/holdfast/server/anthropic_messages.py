@@ -32,7 +32,7 @@ from holdfast.server.sampling import Rule, check_model
 from holdfast.server.service import Service, service_of
 from holdfast.server.streams import Answer, Counted, EventStream, new_id
 from holdfast.server.tokens import chat_tokens
-from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
+from holdfast.text.answer_deltas import ToolCallDelta
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _STARTS: Mapping[str, Mapping[str, str]] = {
@@ -274,16 +274,6 @@ class MessageWriter(SplitWriter):
         self._write("message_start", f'"message":{to_json(self._message)}')
         self._written.append(PING.decode())
 
-    def add_piece(self, piece: AnswerDelta) -> None:
-        if isinstance(piece, ContentDelta):
-            self._add_text("text", piece.text)
-        elif isinstance(piece, ReasoningDelta):
-            self._reasoning.append(piece.text)
-            if self._shows_thinking:
-                self._add_text("thinking", piece.text)
-        else:
-            self._add_call(piece)
-
     def finish(self, delta: CompletionDelta) -> None:
         counted = self.answer.counted
         counted.num_reasoning_tokens = self._chat.num_tokens("".join(self._reasoning))
@@ -301,13 +291,18 @@ class MessageWriter(SplitWriter):
             return "stop_sequence", delta.stop_reason
         return "tool_use" if self._num_calls else "end_turn", None
 
-    def _add_text(self, kind: str, text: str) -> None:
+    def add_text(self, text: str, *, is_reasoning: bool) -> None:
+        if is_reasoning:
+            self._reasoning.append(text)
+            if not self._shows_thinking:
+                return
+        kind = "thinking" if is_reasoning else "text"
         if self._open is None or self._open["type"] != kind:
             self._begin_block(dict(_STARTS[kind]))
         self._pieces.append(text)
         self._write_delta(f'{{"type":"{kind}_delta","{kind}":{quoted(text)}}}')
 
-    def _add_call(self, piece: ToolCallDelta) -> None:
+    def add_call(self, piece: ToolCallDelta) -> None:
         if piece.name is not None:
             self._num_calls += 1
             call_id = piece.id or new_id("toolu")

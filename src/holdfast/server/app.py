@@ -28,7 +28,7 @@ from holdfast.server import (
 )
 from holdfast.server.bodies import BodyBudget
 from holdfast.server.errors import ApiError, from_exception
-from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard, log_failure
+from holdfast.server.guards import Guard, HostRule, RecordGuard, key_fault, log_failure, state_fault
 from holdfast.server.keys import Keys
 from holdfast.server.logs import RequestLog, record_of
 from holdfast.server.openapi import document
@@ -55,10 +55,10 @@ def make_app(
     origins = tuple(allowed_origins)
     guards = [
         Middleware(RecordGuard, service=service, log=log, traces=traces),
-        Middleware(HostGuard, allowed_hosts=tuple(allowed_hosts), allowed_origins=origins),
+        Middleware(Guard, fault=HostRule(allowed_hosts, origins).fault),
         *_cors(origins),
-        Middleware(KeyGuard, keys=keys if keys is not None else Keys()),
-        Middleware(StateGuard, service=service),
+        Middleware(Guard, fault=partial(key_fault, Keys() if keys is None else keys)),
+        Middleware(Guard, fault=partial(state_fault, service)),
     ]
     # FastAPI's own pages load scripts from another site; the document itself does not.
     app = FastAPI(

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from holdfast.errors import shown
 from holdfast.server.errors import ApiError
 from holdfast.server.service import ServerLimits
+from holdfast.server.tables import data_table
 
 MAX_INTEGER = 2**63
 SMALL_BODY_BYTES = 2**16
@@ -29,19 +30,6 @@ PATIENCE = 10
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89abcdefABCDEF]")
 MAX_NAMES = 4096
 """Per object: every unknown name would be a fault of its own, and a fault costs far more than a name."""
-OTHER_NAMES = {
-    "max_tokens": ("max_output_tokens",),
-    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
-    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
-    "max_new_tokens": ("max_completion_tokens", "max_tokens", "max_output_tokens"),
-    "messages": ("input", "prompt"),
-    "input": ("messages", "prompt"),
-    "prompt": ("messages", "input"),
-    "text": ("prompt", "response_format"),
-    "response_format": ("text",),
-    "stop_sequences": ("stop",),
-}
-"""Names of the same field in other endpoints and other APIs."""
 MAX_MISSPELT = 32
 """Unknown names per object that are compared with the field names: a comparison costs more than its bytes."""
 NEARLY = 0.8
@@ -292,7 +280,7 @@ def _fault_of(model_class: type[BaseModel], value: object, error: ValidationErro
 def _unknown(model_class: type[BaseModel], name: str, param: str | None, *, is_below: bool = False) -> ApiError:
     """Report an unknown field and suggest another endpoint's name for it, or the nearest name."""
     names = _names(model_class, is_below)
-    near = [other for other in OTHER_NAMES.get(name, ()) if other in names]
+    near = [other for other in data_table("other_names.toml").get(name, ()) if other in names]
     near = near or difflib.get_close_matches(name, names, n=1)
     hint = f"Did you mean {near[0]}?" if near else "Remove it."
     return ApiError("http.unknown_field", param=param, name=param).hinting(hint)

@@ -23,13 +23,12 @@ from holdfast.server.schemas import AssistantMessage, FunctionDefinition, Messag
 from holdfast.server.schemas import Tool as ToolBody
 from holdfast.server.service import Service, service_of
 from holdfast.server.streams import Answer, Counted
+from holdfast.text.answer_grammar import grammar_after_thoughts, tool_call_grammar
 from holdfast.text.answer_parser import AnswerFormat
 from holdfast.text.reasoning import ReasoningFormat, Thoughts, choose_reasoning_parser
-from holdfast.text.thought_grammar import grammar_after_thoughts
 from holdfast.text.tokenizer import Tokenizer
 from holdfast.text.tool_calls import ToolFormat
 from holdfast.text.tool_formats import choose_tool_parser
-from holdfast.text.tool_grammar import tool_call_grammar
 from holdfast.text.tools import parse_tool_choice, parse_tools
 
 ToolChoiceBody = str | NamedToolChoice | None

@@ -29,50 +29,14 @@ from holdfast.server.models import check_tagged_model
 from holdfast.server.openapi import post
 from holdfast.server.sampling import check_model, prompt_error
 from holdfast.server.service import service_of
-from holdfast.server.streams import Answer, Counted, gathered, new_id, while_connected
+from holdfast.server.streams import Answer, Counted, gathered, new_id
 
 router = APIRouter(tags=["embeddings"])
 
 
-@post(router, "/v1/embeddings", schemas.EmbeddingRequest, "EmbeddingList")
+@post(router, "/v1/embeddings", schemas.EmbeddingRequest, "EmbeddingList", is_whole=True)
 async def create_embeddings(request: Request, body: schemas.EmbeddingRequest) -> Response:
     """Embed texts."""
-    return await while_connected(request, _embedded(request, body))
-
-
-@post(router, "/v1/rerank", schemas.RerankRequest, "RerankReply")
-async def rerank(request: Request, body: schemas.RerankRequest) -> Response:
-    """Sort documents by how well they answer a query."""
-    return await while_connected(request, _reranked(request, body))
-
-
-@post(router, "/v1/score", schemas.ScoreRequest, "ScoreList")
-async def score(request: Request, body: schemas.ScoreRequest) -> Response:
-    """Score pairs of texts."""
-    return await while_connected(request, _scored(request, body))
-
-
-for _path, _endpoint in {"/rerank": rerank, "/v2/rerank": rerank, "/score": score}.items():
-    router.add_api_route(_path, _endpoint, methods=["POST"], include_in_schema=False)
-
-
-@post(router, "/api/embed", schemas.OllamaEmbedRequest, "OllamaEmbedReply")
-async def ollama_embed(request: Request, body: schemas.OllamaEmbedRequest) -> Response:
-    """Embed texts, for Ollama's clients."""
-    texts = [body.input] if isinstance(body.input, str) and body.input else list(body.input)
-    params = PoolingParams(body.dimensions or None, truncate_prompt_tokens=None if body.truncate is False else -1)
-    return await while_connected(request, _ollama_embedded(request, body.model, texts, params))
-
-
-@post(router, "/api/embeddings", schemas.OllamaEmbeddingsRequest, "OllamaEmbeddingsReply")
-async def ollama_embeddings(request: Request, body: schemas.OllamaEmbeddingsRequest) -> Response:
-    """Embed one text; the older endpoint."""
-    texts = [body.prompt] if body.prompt else []
-    params = PoolingParams(truncate_prompt_tokens=-1)
-    return await while_connected(request, _ollama_embedded(request, body.model, texts, params, is_old=True))
-
-
-async def _embedded(request: Request, body: schemas.EmbeddingRequest) -> Response:
     service = service_of(request)
     check_model(service, body.model)
     params = PoolingParams(body.dimensions, body.normalize, body.truncate_prompt_tokens)
@@ -85,7 +49,9 @@ async def _embedded(request: Request, body: schemas.EmbeddingRequest) -> Respons
     return _json(f'{{"object":"list","data":[{data}],{tail[1:]}')
 
 
-async def _reranked(request: Request, body: schemas.RerankRequest) -> Response:
+@post(router, "/v1/rerank", schemas.RerankRequest, "RerankReply", is_whole=True)
+async def rerank(request: Request, body: schemas.RerankRequest) -> Response:
+    """Sort documents by how well they answer a query."""
     service = service_of(request)
     check_model(service, body.model)
     documents = [
@@ -106,7 +72,9 @@ async def _reranked(request: Request, body: schemas.RerankRequest) -> Response:
     return _json(to_json({**names, "results": results, "usage": _usage(counted)}))
 
 
-async def _scored(request: Request, body: schemas.ScoreRequest) -> Response:
+@post(router, "/v1/score", schemas.ScoreRequest, "ScoreList", is_whole=True)
+async def score(request: Request, body: schemas.ScoreRequest) -> Response:
+    """Score pairs of texts."""
     service = service_of(request)
     check_model(service, body.model)
     try:
@@ -125,6 +93,26 @@ async def _scored(request: Request, body: schemas.ScoreRequest) -> Response:
         "usage": _usage(counted),
     }
     return _json(to_json(value))
+
+
+for _path, _endpoint in {"/rerank": rerank, "/v2/rerank": rerank, "/score": score}.items():
+    router.add_api_route(_path, _endpoint, methods=["POST"], include_in_schema=False)
+
+
+@post(router, "/api/embed", schemas.OllamaEmbedRequest, "OllamaEmbedReply", is_whole=True)
+async def ollama_embed(request: Request, body: schemas.OllamaEmbedRequest) -> Response:
+    """Embed texts, for Ollama's clients."""
+    texts = [body.input] if isinstance(body.input, str) and body.input else list(body.input)
+    params = PoolingParams(body.dimensions or None, truncate_prompt_tokens=None if body.truncate is False else -1)
+    return await _ollama_embedded(request, body.model, texts, params)
+
+
+@post(router, "/api/embeddings", schemas.OllamaEmbeddingsRequest, "OllamaEmbeddingsReply", is_whole=True)
+async def ollama_embeddings(request: Request, body: schemas.OllamaEmbeddingsRequest) -> Response:
+    """Embed one text; the older endpoint."""
+    texts = [body.prompt] if body.prompt else []
+    params = PoolingParams(truncate_prompt_tokens=-1)
+    return await _ollama_embedded(request, body.model, texts, params, is_old=True)
 
 
 async def _ollama_embedded(

@@ -6,15 +6,14 @@ A client never receives a path, an address or a traceback of this machine.
 import json
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any, Final, Literal, Self
 
 from holdfast.errors import EngineDeadError, HoldfastError, QueueFullError, RequestError
+from holdfast.server.tables import data_table
 
 Dialect = Literal["openai", "anthropic", "ollama"]
-_TABLE: Final = tomllib.loads(resources.files("holdfast").joinpath("data", "http_errors.toml").read_text("utf-8"))
+_TABLE: Final = data_table("http_errors.toml")
 ANSWERS: Final[Mapping[str, Sequence[Any]]] = _TABLE["answers"]
 """Status and optional `code` of the body, by error code or class."""
 ANTHROPIC_TYPES: Final = {int(status): kind for status, kind in _TABLE["anthropic_types"].items()}

@@ -1,8 +1,5 @@
 """Field types that request models share: numbers, texts and token ids with their bounds, and known but refused fields."""
 
-import tomllib
-from functools import cache
-from importlib import resources
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -10,16 +7,17 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
+    PlainValidator,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
     create_model,
 )
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError
 
 from holdfast.request import sampling_params as limits
 from holdfast.server.bodies import Body
+from holdfast.server.tables import data_table
 
 MAX_TEXT_CHARS = 8 * 2**20
 """Per text; the body as a whole is bounded in bytes."""
@@ -36,37 +34,22 @@ def refuse(message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message})
 
 
-class Refused:
-    """The type of a known field that is not implemented: accepts null and the values that change nothing."""
+def _refused(message: str, *accepted: object) -> object:
+    """Make the type of a known field that is not implemented: accepts null and the values that change nothing."""
 
-    def __init__(self, message: str, *accepted: object) -> None:
-        self._message = message
-        self._accepted = accepted
-
-    def check(self, value: object) -> object:
-        """Return the value if it changes nothing."""
-        if value is None or any(type(value) is type(same) and value == same for same in self._accepted):
+    def check(value: object) -> object:
+        if value is None or any(type(value) is type(same) and value == same for same in accepted):
             return value
-        raise refuse(self._message)
+        raise refuse(message)
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:  # noqa: ANN401
-        return core_schema.no_info_plain_validator_function(self.check)
-
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {"enum": [None, *self._accepted], "description": self._message}
-
-
-@cache
-def _refused_fields() -> dict[str, dict[str, list[Any]]]:
-    return tomllib.loads(resources.files("holdfast").joinpath("data", "refused_fields.toml").read_text("utf-8"))
+    schema = {"enum": [None, *accepted], "description": message}
+    return Annotated[object, PlainValidator(check), WithJsonSchema(schema)]
 
 
 def with_refused(model: type[Model]) -> type[Model]:
     """Add the refused fields that data/refused_fields.toml lists under the name of a model."""
     fields: dict[str, Any] = {
-        name: (Annotated[object, Refused(*row)], None) for name, row in _refused_fields()[model.__name__].items()
+        name: (_refused(*row), None) for name, row in data_table("refused_fields.toml")[model.__name__].items()
     }
     return create_model(model.__name__, __base__=model, __doc__=model.__doc__, __module__=model.__module__, **fields)
 

@@ -7,7 +7,7 @@ import asyncio
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -110,42 +110,49 @@ def _trace_parent(scope: Scope) -> str | None:
     return given.decode() if given is not None and TRACE_PARENT.fullmatch(given) else None
 
 
-class HostGuard:
+class Guard:
+    """Answers a request with the error that `fault` returns for it, or lets it through."""
+
+    def __init__(self, app: ASGIApp, fault: Callable[[Scope], ApiError | None]) -> None:
+        self._app = app
+        self._fault = fault
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._fault(scope) if scope["type"] == "http" else None
+        if found is not None:
+            await answer(send, found, scope)
+        else:
+            await self._app(scope, receive, send)
+
+
+class HostRule:
     """Refuses unknown host names, against DNS rebinding, and unknown origins of requests that may change something.
 
     Accepts every IP address, because an address cannot be pointed elsewhere.
     """
 
-    def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str] = (), allowed_origins: Iterable[str] = ()) -> None:
-        self._app = app
+    def __init__(self, allowed_hosts: Iterable[str] = (), allowed_origins: Iterable[str] = ()) -> None:
         self._hosts = frozenset(host.lower() for host in (*allowed_hosts, "localhost", socket.gethostname()))
         self._origins = frozenset(origin.lower().rstrip("/") for origin in allowed_origins)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            fault = self._fault(scope)
-            if fault is not None:
-                fault.headers["Connection"] = "close"
-                await answer(send, fault, scope)
-                return
-        await self._app(scope, receive, send)
-
-    def _fault(self, scope: Scope) -> ApiError | None:
+    def fault(self, scope: Scope) -> ApiError | None:
+        """Return the refusal of a request; its connection ends."""
+        ends = {"Connection": "close"}
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if not hosts and scope.get("http_version") == "1.0" and scope["path"] in PUBLIC_PATHS:
             return None  # a load balancer's probe
         match = HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if match is None:
-            return ApiError("http.bad_host", value=b", ".join(hosts))
+            return ApiError("http.bad_host", headers=ends, value=b", ".join(hosts))
         name = match[1].decode().lower()
         if not self._allows(name):
-            return ApiError("http.host_not_allowed", host=name)
+            return ApiError("http.host_not_allowed", headers=ends, host=name)
         origin = header(scope, b"origin")
         if origin is not None and scope["method"] not in SAFE_METHODS:
             given = origin.decode("latin-1").lower().rstrip("/")
             is_own = given.partition("://")[2] == hosts[0].decode().lower()
             if not is_own and given not in self._origins and "*" not in self._origins:
-                return ApiError("http.origin_not_allowed", origin=given)
+                return ApiError("http.origin_not_allowed", headers=ends, origin=given)
         return None
 
     def _allows(self, name: str) -> bool:
@@ -158,52 +165,38 @@ class HostGuard:
         return True
 
 
-class KeyGuard:
-    """Closed by default: every path that is not public needs a key, even one without an endpoint."""
-
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and len(self._keys) and scope["path"] not in PUBLIC_PATHS:
-            index, has_any = self._find(scope)
-            if index is None:
-                has = "the given one is unknown" if has_any else "but none was sent"
-                headers = {"WWW-Authenticate": "Bearer"}
-                await answer(send, ApiError("http.invalid_api_key", headers=headers, has=has), scope)
-                return
-            record = scope.get(RECORD)
-            if isinstance(record, RequestRecord):
-                record.key_index = index
-                record.cache_salt = self._keys.cache_salt(index)
-        await self._app(scope, receive, send)
-
-    def _find(self, scope: Scope) -> tuple[int | None, bool]:
-        """Find the key of `Authorization` or `x-api-key`; and whether either was sent. Ignores a header that occurs twice."""
-        found: list[int | None] = []
-        tokens = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(tokens) == 1 and tokens[0][: len(BEARER)].lower() == BEARER:
-            found.append(self._keys.find(tokens[0][len(BEARER) :].strip()))
-        keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
-        if len(keys) == 1:
-            found.append(self._keys.find(keys[0].strip()))
-        return next((index for index in found if index is not None), None), bool(tokens or keys)
+def key_fault(keys: Keys, scope: Scope) -> ApiError | None:
+    """Refuse a request without a known key. Closed by default: every path that is not public needs one."""
+    if not len(keys) or scope["path"] in PUBLIC_PATHS:
+        return None
+    index, has_any = _find_key(keys, scope)
+    if index is None:
+        has = "the given one is unknown" if has_any else "but none was sent"
+        return ApiError("http.invalid_api_key", headers={"WWW-Authenticate": "Bearer"}, has=has)
+    record = scope.get(RECORD)
+    if isinstance(record, RequestRecord):
+        record.key_index = index
+        record.cache_salt = keys.cache_salt(index)
+    return None
 
 
-class StateGuard:
-    """Refuses new requests while the server drains, and after its engine has died."""
+def _find_key(keys: Keys, scope: Scope) -> tuple[int | None, bool]:
+    """Find the key of `Authorization` or `x-api-key`; and whether either was sent. Ignores a header that occurs twice."""
+    found: list[int | None] = []
+    tokens = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(tokens) == 1 and tokens[0][: len(BEARER)].lower() == BEARER:
+        found.append(keys.find(tokens[0][len(BEARER) :].strip()))
+    own = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    if len(own) == 1:
+        found.append(keys.find(own[0].strip()))
+    return next((index for index in found if index is not None), None), bool(tokens or own)
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app = app
-        self._service = service
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = self._service.state == "ready" or scope["type"] != "http" or scope["path"] in OPEN_WHILE_DRAINING
-        if not is_open:
-            await answer(send, ApiError("http.draining", headers={"Retry-After": "5", "Connection": "close"}), scope)
-            return
-        await self._app(scope, receive, send)
+def state_fault(service: Service, scope: Scope) -> ApiError | None:
+    """Refuse new requests while the server drains, and after its engine has died."""
+    if service.state == "ready" or scope["path"] in OPEN_WHILE_DRAINING:
+        return None
+    return ApiError("http.draining", headers={"Retry-After": "5", "Connection": "close"})
 
 
 async def answer(send: Send, error: ApiError, scope: Mapping[str, Any]) -> None:

@@ -13,14 +13,12 @@ Label values come from closed sets: no client can create a series.
 
 import os
 import time
-import tomllib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -32,6 +30,7 @@ from holdfast.engine.memory_map import MemoryMap
 from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, FinishReason
 from holdfast.server.response_memory import ResponseMemory
+from holdfast.server.tables import data_table
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 REASONS: Final[tuple[FinishReason, ...]] = get_args(FinishReason)
@@ -42,7 +41,7 @@ BOUNDS: Final = {
 HTTP_CLASSES: Final = ("2xx", "3xx", "4xx", "5xx")
 Rows = list[tuple[Mapping[str, str], float]]
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-TABLE: Final = tomllib.loads(resources.files("holdfast").joinpath("data", "metrics.toml").read_text("utf-8"))
+TABLE: Final = data_table("metrics.toml")
 HISTOGRAMS: Final[Mapping[str, tuple[str, str, str]]] = TABLE["histograms"]
 
 
@@ -195,6 +194,7 @@ class Metrics(Collector):
             server=self,
             kept=SimpleNamespace(count=len(kept), num_bytes=kept.num_bytes, limit_bytes=kept.limit_bytes),
             memory=report,
+            resident_bytes=resident_bytes(llm),
         )
         yield from self._values("engine", sources)
         counts, num_tokens = llm.step_sizes()
@@ -204,16 +204,10 @@ class Metrics(Collector):
         blocks = report.kv_tokens // max(page_tokens, 1)
         facts = {"block_size": str(page_tokens), "num_gpu_blocks": str(blocks)}
         yield self._family("gauge", "vllm:cache_config_info", "Shape of the KV cache.", [(facts, 1.0)])
-        yield self._family("counter", "vllm:prompt_tokens", "Prompt tokens.", [({}, self.num_prompt_tokens)])
-        yield self._by("vllm:request_success", "Completions by reason.", "finished_reason", self.finished)
+        yield from self._values("requests", sources)
         for name, (metric, text, _) in HISTOGRAMS.items():
             yield self.histograms[name].family(metric, text, self._labels)
         yield from self._values("own", sources)
-        yield self._by("holdfast:http_responses", "Answers by class of status.", "status", self.responses)
-        yield self._by("holdfast:http_requests", "Requests by endpoint.", "endpoint", self.endpoints)
-        resident: Rows = [({"process": name}, float(count)) for name, count in resident_bytes(llm).items()]
-        yield self._family("gauge", "holdfast:process_resident_bytes", "Resident memory by process.", resident)
-        yield from self._values("response", sources)
         yield _family("gauge", "holdfast:build_info", "Version of this server.", [({"version": __version__}, 1.0)])
         yield from self._memory_families(report)
         yield from self._values("memory", sources)
@@ -227,15 +221,10 @@ class Metrics(Collector):
             yield self._family("gauge", "holdfast:kv_pages", "KV pages by state and cache group.", pages)
 
     def _values(self, section: str, sources: SimpleNamespace) -> Iterator[Metric]:
-        for name, (kind, text, source) in TABLE[section].items():
-            yield self._family(kind, name, text, [({}, attrgetter(source)(sources))])
-
-    def _by(self, name: str, text: str, label: str, counts: Mapping[Any, int]) -> Metric:
-        labels = ["model_name", label]
-        family = CounterMetricFamily(name, text, labels=labels)
-        for value, count in counts.items():
-            family.add_metric([self._labels["model_name"], value], count)
-        return family
+        for name, (kind, text, source, *label) in TABLE[section].items():
+            value = attrgetter(source)(sources)
+            rows: Rows = [({label[0]: key}, count) for key, count in value.items()] if label else [({}, value)]
+            yield self._family(kind, name, text, rows)
 
     def _family(self, kind: str, name: str, text: str, rows: Rows) -> Metric:
         return _family(kind, name, text, [({**self._labels, **labels}, value) for labels, value in rows])

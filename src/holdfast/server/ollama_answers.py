@@ -27,7 +27,7 @@ from holdfast.server.openapi import LINES, post
 from holdfast.server.sampling import Rule, sampling_params
 from holdfast.server.service import service_of
 from holdfast.server.streams import Answer, Counted, EventStream, new_id
-from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
+from holdfast.text.answer_deltas import ToolCallDelta
 
 router = APIRouter(tags=["ollama"])
 
@@ -190,19 +190,19 @@ class OllamaWriter(SplitWriter):
         self._num_calls = 0
         self._last: CompletionDelta | None = None
 
-    def add_piece(self, piece: AnswerDelta) -> None:
-        if isinstance(piece, ToolCallDelta):
-            if piece.name is not None:
-                self._close_call()
-                self._call = WholeCall(piece.name, piece.id or new_id("call"))
-            if self._call is not None:
-                self._call.arguments += piece.arguments
-            return
+    def add_text(self, text: str, *, is_reasoning: bool) -> None:
         self._close_call()
-        if isinstance(piece, ContentDelta):
-            self._pieces.append((piece.text, "", []))
-        elif isinstance(piece, ReasoningDelta) and self._shows_thinking:
-            self._pieces.append(("", piece.text, []))
+        if not is_reasoning:
+            self._pieces.append((text, "", []))
+        elif self._shows_thinking:
+            self._pieces.append(("", text, []))
+
+    def add_call(self, piece: ToolCallDelta) -> None:
+        if piece.name is not None:
+            self._close_call()
+            self._call = WholeCall(piece.name, piece.id or new_id("call"))
+        if self._call is not None:
+            self._call.arguments += piece.arguments
 
     def finish(self, delta: CompletionDelta) -> None:
         self._last = delta

@@ -1,10 +1,7 @@
 """post and document: routes that read a request model, and the OpenAPI document of all endpoints."""
 
-import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import cache
-from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -12,34 +9,13 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from holdfast.server.bodies import read_model
-from holdfast.server.errors import Dialect, dialect_of
+from holdfast.server.errors import dialect_of
 from holdfast.server.service import service_of
+from holdfast.server.streams import while_connected
+from holdfast.server.tables import data_table
 
-ERRORS: Mapping[int, str] = {
-    400: "The request is wrong; param names the field.",
-    401: "The API key is missing or wrong.",
-    403: "Pages of this origin may not use this server.",
-    404: "There is no such model, response or endpoint.",
-    408: "The body arrived too slowly.",
-    413: "The body is too large.",
-    415: "The body is not application/json.",
-    421: "The server does not serve this host name.",
-    429: "The queue is full; Retry-After says when to retry.",
-    500: "The server failed.",
-    503: "The engine has stopped, or the server is shutting down.",
-}
-LINES = "application/x-ndjson"
-EVENT: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "JSON, or [DONE]."}},
-    "required": ["data"],
-}
-"""One event of a stream."""
-ERROR_SCHEMAS: Mapping[Dialect, str] = {
-    "openai": "ErrorReply",
-    "anthropic": "AnthropicErrorReply",
-    "ollama": "OllamaErrorReply",
-}
+TABLE: Final = data_table("openapi.toml")
+LINES: Final = TABLE["streams"]["lines"]["media_type"]
 _ALWAYS = (400, 401, 403, 421, 500, 503)
 """Statuses of every endpoint."""
 _OF_BODIES = (404, 408, 413, 415)
@@ -48,13 +24,24 @@ Endpoint = Callable[[Request, BodyModel], Coroutine[Any, Any, Response]]
 
 
 def post(
-    router: APIRouter, path: str, model: type[BodyModel], reply: str, *, queues: bool = True, streams: bool = False
+    router: APIRouter,
+    path: str,
+    model: type[BodyModel],
+    reply: str,
+    *,
+    queues: bool = True,
+    streams: bool = False,
+    is_whole: bool = False,
 ) -> Callable[[Endpoint[BodyModel]], Callable[[Request], Coroutine[Any, Any, Response]]]:
-    """Register an endpoint that reads a model. `reply` names its answer in data/reply_schemas.json; `queues`: may return 429."""
+    """Register an endpoint that reads a model. `reply` names its answer in data/reply_schemas.json.
+
+    `queues`: it may return 429. `is_whole`: it never streams, and ends with the client's connection.
+    """
 
     def register(endpoint: Endpoint[BodyModel]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def run(request: Request) -> Response:
-            return await endpoint(request, await read_model(request, model, service_of(request).limits))
+            work = endpoint(request, await read_model(request, model, service_of(request).limits))
+            return await (while_connected(request, work) if is_whole else work)
 
         run.__doc__ = endpoint.__doc__
         described = responses(path, reply, *((429,) if queues else ()), *_OF_BODIES, streams=streams)
@@ -75,16 +62,11 @@ def responses(path: str, reply: str, *statuses: int, streams: bool = False) -> d
     """Describe the answer, the stream and the errors of a route."""
     described: dict[int | str, dict[str, Any]] = {200: _described("The answer.", reply)}
     if streams:
-        is_lines = dialect_of(path) == "ollama"
-        described[200]["description"] = (
-            "The answer; unless stream is false, lines with pieces of it."
-            if is_lines
-            else "The answer; with stream, events whose data is a chunk of it, and [DONE]."
-        )
-        schema = {LINES: {"type": "string"}} if is_lines else {"text/event-stream": EVENT}
-        described[200]["content"] |= {media_type: {"schema": value} for media_type, value in schema.items()}
+        stream = TABLE["streams"]["lines" if dialect_of(path) == "ollama" else "events"]
+        described[200]["description"] = stream["description"]
+        described[200]["content"][stream["media_type"]] = {"schema": stream["schema"]}
     for status in sorted({*_ALWAYS, *statuses}):
-        described[status] = _described(ERRORS[status], ERROR_SCHEMAS[dialect_of(path)])
+        described[status] = _error(path, status)
     if 429 in described:
         described[429]["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}
     return described
@@ -95,10 +77,8 @@ def _described(description: str, schema: str) -> dict[str, Any]:
     return {"description": description, "content": content}
 
 
-@cache
-def reply_schemas() -> dict[str, Any]:
-    """Read the JSON schemas of all answers."""
-    return json.loads(resources.files("holdfast").joinpath("data", "reply_schemas.json").read_text("utf-8"))
+def _error(path: str, status: int) -> dict[str, Any]:
+    return _described(TABLE["errors"][str(status)], TABLE["error_schemas"][dialect_of(path)])
 
 
 def document(app: FastAPI) -> dict[str, Any]:
@@ -106,15 +86,14 @@ def document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
         components = made.setdefault("components", {})
-        components["schemas"] = {**components.get("schemas", {}), **reply_schemas()}
+        components["schemas"] = {**components.get("schemas", {}), **data_table("reply_schemas.json")}
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, operations in made["paths"].items():
-            error = ERROR_SCHEMAS[dialect_of(path)]
             for operation in operations.values():
                 operation["responses"].pop("422", None)  # such faults are answered with 400
                 _name_models(operation, app.state.service.names)
                 for status in _ALWAYS:
-                    operation["responses"].setdefault(str(status), _described(ERRORS[status], error))
+                    operation["responses"].setdefault(str(status), _error(path, status))
         app.openapi_schema = made
     return app.openapi_schema
 

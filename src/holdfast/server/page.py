@@ -3,47 +3,25 @@
 The files contain no secrets and no data, so they need no API key; the page's own requests do.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
 
+from holdfast.server.tables import data_table
+
 FOLDER = "page"
 """Next to this file, and the same in URLs."""
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-NAMES = ("index.html", "style.css", "app.js", "chat.js", "map.js", "client.js", "markdown.js", "icon.svg")
-PATHS = {"/" if name == "index.html" else f"/{FOLDER}/{name}": name for name in NAMES}
+_TABLE = data_table("page.toml")
+MEDIA_TYPES: Mapping[str, str] = _TABLE["files"]
+"""By file name."""
+PATHS = {"/" if name == "index.html" else f"/{FOLDER}/{name}": name for name in MEDIA_TYPES}
 PUBLIC_PATHS = frozenset(PATHS)
 """Answered without an API key."""
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "connect-src 'self'",
-        "img-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-    )
-)
-"""Load only from this server, run no inline scripts, allow no frames."""
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
+POLICY = "; ".join(f"{name} {value}" for name, value in _TABLE["policy"].items())
+HEADERS = {"Content-Security-Policy": POLICY, **_TABLE["headers"]}
 
 router = APIRouter(include_in_schema=False)
 
@@ -63,7 +41,7 @@ async def send_page(request: Request) -> Response:
     known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     if etag in known:
         return Response(status_code=304, headers=headers)
-    return Response(content, media_type=MEDIA_TYPES[name[name.rindex(".") :]], headers=headers)
+    return Response(content, media_type=MEDIA_TYPES[name], headers=headers)
 
 
 for _path in PATHS:

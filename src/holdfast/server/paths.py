@@ -1,21 +1,14 @@
 """Endpoints: the paths of an application, and the answer to a path or method that it does not have; no torch."""
 
 import re
-import tomllib
 from collections.abc import Iterable, Iterator
-from functools import cache
-from importlib import resources
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from holdfast.errors import shown
 from holdfast.server.errors import ApiError, Dialect, dialect_of
-
-
-@cache
-def _other_paths() -> dict[str, str]:
-    return tomllib.loads(resources.files("holdfast").joinpath("data", "other_paths.toml").read_text("utf-8"))
+from holdfast.server.tables import data_table
 
 
 class Endpoints:
@@ -34,7 +27,8 @@ class Endpoints:
 
     def missing(self, path: str) -> ApiError:
         """Return 404 for an unknown path, with the nearest endpoint or the list of all."""
-        fix = next((fix for pattern, fix in _other_paths().items() if re.fullmatch(pattern, path)), "")
+        others = data_table("other_paths.toml").items()
+        fix = next((fix for pattern, fix in others if re.fullmatch(pattern, path)), "")
         if not fix:
             near = next((near for near in _other_spellings(path) if self.methods(near)), None)
             if near is None:

@@ -28,12 +28,17 @@ from holdfast.server.schemas import (
 from holdfast.server.service import service_of
 from holdfast.server.stored_responses import continued, wants_keeping
 from holdfast.server.streams import Answer, Counted, new_id
-from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
+from holdfast.text.answer_deltas import ToolCallDelta
 
 MAX_MARKER_CHARS = 64
 """Length of the text in which the marker after the reasoning is searched."""
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+_RETURNED = {
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "user"),
+}
+"""Settings of a request that its response repeats."""
 router = APIRouter(tags=["responses"])
 
 
@@ -98,16 +103,11 @@ def _frame(body: ResponseRequest, chat: Chat, answer_id: str, model: str) -> dic
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
+        **body.model_dump(include=_RETURNED),
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": effort, "summary": None},
-        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "temperature": params.temperature,
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
@@ -117,7 +117,6 @@ def _frame(body: ResponseRequest, chat: Chat, answer_id: str, model: str) -> dic
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": body.user,
         "metadata": body.metadata or {},
     }
 
@@ -162,14 +161,6 @@ class ResponseWriter(SplitWriter):
         self._write("response.created", response=self._frame)
         self._write("response.in_progress", response=self._frame)
 
-    def add_piece(self, piece: AnswerDelta) -> None:
-        if isinstance(piece, ContentDelta):
-            self._add_text("message", piece.text)
-        elif isinstance(piece, ReasoningDelta):
-            self._add_text("reasoning", piece.text)
-        else:
-            self._add_call(piece)
-
     def finish(self, delta: CompletionDelta) -> None:
         counted = self.answer.counted
         counted.num_reasoning_tokens = self._chat.num_tokens(self._said("reasoning"))
@@ -198,7 +189,8 @@ class ResponseWriter(SplitWriter):
         assert self._open is not None, "no item is open"
         return {"item_id": self._open["id"], "output_index": len(self._items) - 1}
 
-    def _add_text(self, kind: str, text: str) -> None:
+    def add_text(self, text: str, *, is_reasoning: bool) -> None:
+        kind = "reasoning" if is_reasoning else "message"
         if self._open is None or self._open["type"] != kind:
             # Only messages have log-probabilities; a slow reader gets reasoning and its end in one piece.
             if kind == "message" and self._open is not None and self._open["type"] == "reasoning":
@@ -227,7 +219,7 @@ class ResponseWriter(SplitWriter):
         if is_reasoning:
             self._logprobs = []
 
-    def _add_call(self, piece: ToolCallDelta) -> None:
+    def add_call(self, piece: ToolCallDelta) -> None:
         self._logprobs = []
         if piece.name is not None:
             self._close("completed")

@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.server.logs import RequestRecord
+from holdfast.server.tables import data_table
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 SERVICE_NAME = "holdfast"
@@ -22,19 +23,6 @@ MODULES = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.trace.propagation.tracecontext",
 )
-ATTRIBUTES = {
-    "request_id": "holdfast.request_id",
-    "method": "http.request.method",
-    "path": "url.path",
-    "status": "http.response.status_code",
-    "first_token_seconds": "gen_ai.server.time_to_first_token",
-    "prompt_tokens": "gen_ai.usage.input_tokens",
-    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
-    "output_tokens": "gen_ai.usage.output_tokens",
-    "finish_reason": "gen_ai.response.finish_reasons",
-    "error": "error.type",
-}
-"""Fields of a request record under OpenTelemetry's names. Prompts and answers are never included."""
 
 
 class Traces:
@@ -55,7 +43,8 @@ class Traces:
         seconds = time.monotonic() - record.started_at
         ended_ns = time.time_ns()
         values = record.values(seconds)
-        attributes = {ATTRIBUTES[name]: value for name, value in values.items() if name in ATTRIBUTES}
+        names = data_table("span_attributes.toml")
+        attributes = {names[name]: value for name, value in values.items() if name in names}
         attributes["gen_ai.request.model"] = self._model
         span = self._tracer.start_span(
             f"{record.method} {record.route}",

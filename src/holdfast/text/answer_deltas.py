@@ -124,14 +124,15 @@ class HeldSpace:
         self._is_over = False
 
 
-def partial_end(text: str, marker: str) -> int:
+def partial_end(text: str, *markers: str) -> int:
     """Return how many characters at the end of the text may begin a marker."""
-    first = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
-    while first >= 0:
-        if marker.startswith(text[first:]):
-            return len(text) - first
-        first = text.find(marker[0], first + 1)
-    return 0
+    longest = 0
+    for marker in filter(None, markers):
+        first = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
+        while first >= 0 and not marker.startswith(text[first:]):
+            first = text.find(marker[0], first + 1)
+        longest = max(longest, len(text) - first) if first >= 0 else longest
+    return longest
 
 
 def joined(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:

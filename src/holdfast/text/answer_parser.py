@@ -97,7 +97,7 @@ class MarkerFilter:
 
     def _without_markers(self, text: str) -> str:
         pieces = self._marker.split(text)
-        end = len(pieces[-1]) - max(partial_end(pieces[-1], marker) for marker in self._hidden)
+        end = len(pieces[-1]) - partial_end(pieces[-1], *self._hidden)
         pieces[-1], self._kept = pieces[-1][:end], pieces[-1][end:]
         return "".join(pieces)
 

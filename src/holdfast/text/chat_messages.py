@@ -65,7 +65,7 @@ class PlainData:
 def plain_messages(messages: Sequence[Mapping[str, object]], data: PlainData) -> list[dict[str, object]]:
     """Return the messages with their content as one string each; text parts are joined by line breaks."""
     if not isinstance(messages, list | tuple):
-        raise _bad("messages", f"a list of {_MESSAGE}", messages)
+        raise bad_message("messages", f"a list of {_MESSAGE}", messages)
     if not messages:
         raise PromptError("value.empty", name="messages")
     if len(messages) > MAX_MESSAGES:
@@ -73,18 +73,19 @@ def plain_messages(messages: Sequence[Mapping[str, object]], data: PlainData) ->
     return [_plain_message(message, index, data) for index, message in enumerate(messages)]
 
 
-def _bad(name: str, expected: str, value: object) -> PromptError:
+def bad_message(name: str, expected: str, value: object) -> PromptError:
+    """Return the error for a part of a chat that is not as expected."""
     return PromptError("template.bad_message", name=name, expected=expected, value=value)
 
 
 def _plain_message(message: object, index: int, data: PlainData) -> dict[str, object]:
     name = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise _bad(name, _MESSAGE, message)
+        raise bad_message(name, _MESSAGE, message)
     plain = data.copy(message, name)
     assert isinstance(plain, dict), f"{plain=} is no copy of a message"
     if not isinstance(plain.get("role"), str) or not plain["role"]:
-        raise _bad(f"{name}['role']", "a role such as user", plain.get("role"))
+        raise bad_message(f"{name}['role']", "a role such as user", plain.get("role"))
     if "tool_calls" in plain:
         _check_calls(plain, f"{name}['tool_calls']")
     if "content" in plain or "tool_calls" not in plain:
@@ -101,16 +102,16 @@ def _check_calls(message: dict[str, object], name: str) -> None:
         del message["tool_calls"]
         return
     if not isinstance(calls, list):
-        raise _bad(name, f"a list of {_CALL}", calls)
+        raise bad_message(name, f"a list of {_CALL}", calls)
     if len(calls) > MAX_CALLS:
         raise PromptError("template.too_large", name=name, maximum=MAX_CALLS, unit="calls")
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise _bad(f"{name}[{index}]", _CALL, call)
+            raise bad_message(f"{name}[{index}]", _CALL, call)
         arguments = function.get("arguments", {})
         if not isinstance(arguments, str | dict):
-            raise _bad(f"{name}[{index}]['function']['arguments']", "an object or its JSON text", arguments)
+            raise bad_message(f"{name}[{index}]['function']['arguments']", "an object or its JSON text", arguments)
 
 
 def _content(message: Mapping[str, object], name: str) -> str | None:
@@ -122,7 +123,7 @@ def _content(message: Mapping[str, object], name: str) -> str | None:
     if isinstance(content, list) and content:
         texts = [_part_text(part, f"{name}['content'][{index}]") for index, part in enumerate(content)]
         return "\n".join(texts)
-    raise _bad(f"{name}['content']", "a string or a list of text parts", content)
+    raise bad_message(f"{name}['content']", "a string or a list of text parts", content)
 
 
 def _part_text(part: object, name: str) -> str:
@@ -130,5 +131,5 @@ def _part_text(part: object, name: str) -> str:
         return part
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
     if not isinstance(text, str):
-        raise _bad(name, 'a text part like {"type": "text", "text": "..."}', part)
+        raise bad_message(name, 'a text part like {"type": "text", "text": "..."}', part)
     return text

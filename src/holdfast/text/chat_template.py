@@ -12,7 +12,7 @@ from holdfast.loading.sources.files import read_json_object, read_small_file
 from holdfast.text.chat_messages import PlainData, plain_messages
 from holdfast.text.control_tokens import ControlTokens, Span, unmarked
 from holdfast.text.tokenizer import CONFIG_FILE, special_tokens_of
-from holdfast.text.tool_messages import as_plain_chat, has_tools, with_argument_objects, with_names_of_tools
+from holdfast.text.tool_messages import Message, as_plain_chat, has_tools, with_argument_objects, with_names_of_tools
 
 if TYPE_CHECKING:
     import jinja2
@@ -31,6 +31,13 @@ class RenderedChat(NamedTuple):
 
     text: str
     own: tuple[Span, ...]
+
+
+def messages_in(variables: Mapping[str, object]) -> list[Message]:
+    """Return the checked messages among the variables of a template."""
+    messages = variables["messages"]
+    assert isinstance(messages, list), f"{messages=} are no plain messages"
+    return messages
 
 
 class ChatTemplate:
@@ -84,7 +91,7 @@ class ChatTemplate:
             text, variables = self._first_rendered(self._ways(variables, data, tools_as_text), data)
             own = () if control is None else self._own_tokens(text, variables, control, data.num_chars)
         if continue_final_message:
-            text = self._until_final(text, variables["messages"])
+            text = self._until_final(text, messages_in(variables))
             own = tuple((start, end) for start, end in own if end <= len(text))
         return RenderedChat(text, own)
 
@@ -95,8 +102,7 @@ class ChatTemplate:
 
     def _ways(self, variables: dict[str, object], data: PlainData, as_text: bool) -> list[dict[str, object]]:
         """Return the variables to try in order: templates differ in how they expect calls of tools."""
-        messages, tools = variables["messages"], variables["tools"]
-        assert isinstance(messages, list), f"{messages=} are no plain messages"
+        messages, tools = messages_in(variables), variables["tools"]
         if "developer" not in self.source:
             # Templates silently skip unknown roles.
             messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
@@ -112,10 +118,8 @@ class ChatTemplate:
         """Render the first variables that the template accepts; raise the first error if there are none."""
         failure: TemplateError | None = None
         for variables in ways:
-            messages = variables["messages"]
-            assert isinstance(messages, list), f"{messages=} are no plain messages"
             try:
-                return self._rendered(variables, data.num_chars, len(messages)), variables
+                return self._rendered(variables, data.num_chars, len(messages_in(variables))), variables
             except TemplateError as error:
                 failure = failure or error
         assert failure is not None, "no way was tried"
@@ -136,9 +140,7 @@ class ChatTemplate:
         Marks inside them come first: a whole control token cannot lose its mark. If the template reads or measures them, the
         text changes; then marks go around them, and both must be there.
         """
-        num_whole = 0
-        messages = variables["messages"]
-        assert isinstance(messages, list), f"{messages=} are no plain messages"
+        num_whole, num_messages = 0, len(messages_in(variables))
         for around in (False, True):
             marked = {name: control.marked(variables.get(name), around) for name in CONTENT_VARIABLES}
             num_whole = sum(count for _, count in marked.values())
@@ -146,7 +148,7 @@ class ChatTemplate:
             if all(copies[name] == variables.get(name) for name in CONTENT_VARIABLES):
                 return ()
             try:
-                bare, marks = unmarked(self._rendered({**variables, **copies}, 2 * num_chars + 64, len(messages)))
+                bare, marks = unmarked(self._rendered({**variables, **copies}, 2 * num_chars + 64, num_messages))
             except TemplateError:
                 continue
             if bare == text:
@@ -155,9 +157,8 @@ class ChatTemplate:
             return ()
         raise TemplateError("template.control_tokens", origin=self.origin)
 
-    def _until_final(self, text: str, messages: object) -> str:
+    def _until_final(self, text: str, messages: Sequence[Message]) -> str:
         """Cut a rendered chat at the end of its last message, which the answer continues."""
-        assert isinstance(messages, list), f"{messages=} are no plain messages"
         content = messages[-1].get("content")
         if isinstance(content, str) and content.strip():
             for final in (content, content.rstrip(), content.strip()):

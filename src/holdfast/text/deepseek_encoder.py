@@ -15,8 +15,8 @@ from functools import cache
 from importlib.resources import files
 
 from holdfast.errors import PromptError
-from holdfast.text.chat_messages import PlainData
-from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.chat_messages import PlainData, bad_message
+from holdfast.text.chat_template import ChatTemplate, messages_in
 from holdfast.text.tool_messages import Message, calls_of, function_of, with_argument_objects
 
 DATA_FILE = "deepseek_encodings.json"
@@ -116,21 +116,18 @@ class DeepSeekEncoder(ChatTemplate):
         """Do nothing: there is no Jinja to compile."""
 
     def _ways(self, variables: dict[str, object], data: PlainData, as_text: bool) -> list[dict[str, object]]:
-        messages = variables["messages"]
-        assert isinstance(messages, list), f"{messages=} are no plain messages"
+        messages = messages_in(variables)
         self._check_roles(messages)
         return [{**variables, "messages": with_argument_objects(messages, data)}]
 
     def _rendered(self, variables: Mapping[str, object], num_chars: int, num_messages: int) -> str:
-        messages = variables["messages"]
-        assert isinstance(messages, list), f"{messages=} are no plain messages"
+        messages = messages_in(variables)
         if variables.get("documents"):
             raise PromptError("template.no_documents", name="documents", origin=self.origin)
         tools = functions(variables.get("tools"), "tools")
         return ChatWriter(self, self._mode(variables), self._turns(messages), tools).text()
 
-    def _until_final(self, text: str, messages: object) -> str:
-        assert isinstance(messages, list), f"{messages=} are no plain messages"
+    def _until_final(self, text: str, messages: Sequence[Message]) -> str:
         final = messages[-1]
         if final["role"] != "assistant" or not final.get("content") or calls_of(final):
             expected = "an assistant message with text and without tool_calls"
@@ -257,7 +254,7 @@ class ChatWriter:
         function = function_of(call)
         arguments = function.get("arguments", {})
         if not isinstance(arguments, dict):
-            raise _bad(f"{name}['function']['arguments']", "a JSON object, or its text", arguments)
+            raise bad_message(f"{name}['function']['arguments']", "a JSON object, or its text", arguments)
         written = [
             self._strings.argument.format(
                 name=key,
@@ -319,12 +316,12 @@ def functions(tools: object, name: str) -> list[Message]:
     if tools is None:
         return []
     if not isinstance(tools, list):
-        raise _bad(name, "a list of tools", tools)
+        raise bad_message(name, "a list of tools", tools)
     found: list[Message] = []
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad(f"{name}[{place}]", "a tool that has a function with a name", tool)
+            raise bad_message(f"{name}[{place}]", "a tool that has a function with a name", tool)
         found.append(function)
     return found
 
@@ -346,10 +343,6 @@ def _flag(variables: Mapping[str, object], name: str) -> bool | None:
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _bad(name: str, expected: str, value: object) -> PromptError:
-    return PromptError("template.bad_message", name=name, expected=expected, value=value)
 
 
 def _not_one_of(name: str, value: object, accepted: Sequence[str]) -> PromptError:

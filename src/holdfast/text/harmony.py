@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from holdfast.errors import shown
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, partial_end
 from holdfast.text.call_readers import ArgumentsReader, report_unknown
-from holdfast.text.tool_calls import MAX_CALLS, AnswerReader, StreamReader, ToolFormat
+from holdfast.text.tool_calls import MAX_CALLS, AnswerReader, ToolFormat
 from holdfast.text.tools import NAME, Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -50,7 +50,7 @@ _FIRST_HEADERS, _HEADERS = (CHANNEL, MESSAGE, START, CONSTRAIN, "to="), (START, 
 """Beginnings of a header, the first of which the prompt began; any other text is content."""
 
 
-class HarmonyParser(StreamReader):
+class HarmonyParser(AnswerReader):
     """Reads one answer in channels."""
 
     def __init__(
@@ -200,7 +200,7 @@ class HarmonyParser(StreamReader):
             goes_on = found[0] in (START, CHANNEL)
             self._state, self._is_after_call = self._header if goes_on else self._next, False
             return found.start() if goes_on else found.end()
-        end = len(text) - max(partial_end(text[place:], marker) for marker in _ENDS)
+        end = len(text) - partial_end(text[place:], *_ENDS)
         self._text(text[place:end])
         return self._keep(text, end)
 

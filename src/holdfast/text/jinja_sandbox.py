@@ -4,7 +4,7 @@ A template is a program that comes with the model. Jinja's sandbox hides Python'
 so here every operation spends from a budget: a step, and more for what it reads and makes. Operations that can make much of
 little (repetition, formatting, joining) are charged before they run; all others by their result. Operations that Jinja compiles
 to plain Python (loops, `~`, slices, comparisons) go through filters that no template can name, and the body of each loop and
-macro begins with a charge for its length.
+macro begins with a charge for its length. data/jinja_sandbox.json has the lists of what a template may name.
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from importlib import resources
 from itertools import chain, islice
 from string import Formatter
 from types import BuiltinMethodType, MethodType, NoneType
@@ -47,38 +48,23 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+_TABLES = json.loads(resources.files("holdfast").joinpath("data", "jinja_sandbox.json").read_text(encoding="utf-8"))
 METHODS: Mapping[type, frozenset[str]] = {
-    str: _names(
-        "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower "
-        "isnumeric isprintable isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace "
-        "rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"
-    ),
-    dict: _names("copy get items keys values"),
-    list: _names("copy count index"),
-    tuple: _names("count index"),
+    kind: _names(_TABLES["methods"][kind.__name__]) for kind in (str, dict, list, tuple)
 }
 """Methods that templates may call; `format` of a string is checked where it is looked up."""
 _OPEN = (Namespace, Undefined, LoopContext, Macro, BlockReference)
 """Every attribute of these without an underscore is meant for templates."""
-_LAZY = _names("map reject rejectattr select selectattr")
-_SHALLOW = _LAZY | _names("abs attr count d default first items last length")
-"""Filters that do not look into the items of their value."""
-_LISTING = _names("list reverse dictsort indent join max min sort title unique")
-"""Filters that make a list of their value, such as the characters of a string."""
-_TEXTUAL = _names("capitalize e escape float format int lower replace safe string tojson trim truncate upper")
+_LAZY, _SHALLOW, _LISTING, _TEXTUAL = (
+    _names(_TABLES["filters"][kind]) for kind in ("lazy", "shallow", "listing", "textual")
+)
+_SHALLOW |= _LAZY
+"""Filters that do not look into the items of their value. Listing ones make a list of it, such as the characters of a string."""
 FILTERS_ALLOWED = _SHALLOW | _LISTING | _TEXTUAL
-_WEIGHED: Mapping[str, tuple[str, ...]] = {
-    "format": (),
-    "indent": ("width",),
-    "join": ("d",),
-    "replace": ("old", "new", "count"),
-    "tojson": ("ensure_ascii", "indent", "separators"),
-    "trim": ("chars",),
-}
+_WEIGHED: Mapping[str, list[str]] = _TABLES["weighed_filters"]
 """Filters that are charged before they run, and their arguments."""
-_COMPARING_TESTS = _names("== != < <= > >= eq equalto ge greaterthan gt in le lessthan lower lt ne upper")
-_NUMBER_TESTS = _names("divisibleby even odd")
-_SLOW_SEARCHES = _names("lstrip rfind rindex rpartition rsplit rstrip strip")
+_COMPARING_TESTS, _NUMBER_TESTS = (_names(_TABLES["tests"][kind]) for kind in ("comparing", "numbers"))
+_SLOW_SEARCHES = _names(_TABLES["slow_searches"])
 """They compare with all of their argument at every character."""
 _LOOP, _SPEND, _WEIGH, _CONCAT, _SLICE = "|loop", "|spend", "|weigh", "|concat", "|slice"
 """Routes; no name in the source of a template can begin so."""

@@ -12,7 +12,7 @@ from typing import Literal
 from holdfast.errors import RequestError
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, HeldSpace, ReasoningDelta, partial_end
 from holdfast.text.harmony import CHANNEL, MESSAGE, TOKENS, TURN
-from holdfast.text.tool_calls import StreamReader
+from holdfast.text.tool_calls import AnswerReader
 
 AUTO, NONE = "auto", "none"
 OPENING, CLOSING = "<think>", "</think>"
@@ -83,7 +83,7 @@ def choose_reasoning_parser(template: str | None, name: str = AUTO) -> Reasoning
     return QWEN3 if template is not None and (OPENING in template or CLOSING in template) else None
 
 
-class ReasoningParser(StreamReader):
+class ReasoningParser(AnswerReader):
     """Reads one answer: `feed` returns certain deltas, `finish` the rest."""
 
     def __init__(self, is_open: bool = False, also_ends: Sequence[str] = ()) -> None:
@@ -144,7 +144,7 @@ class ReasoningParser(StreamReader):
     def _thought(self, text: str, place: int) -> int:
         found = self._end.search(text, place)
         if found is None:
-            end = len(text) - max(partial_end(text[place:], marker) for marker in self._ends)
+            end = len(text) - partial_end(text[place:], *self._ends)
             self._out.add(ReasoningDelta, self._space.show(text[place:end]))
             return self._keep(text, end)
         self._out.add(ReasoningDelta, self._space.show(text[place : found.start()]))

@@ -15,7 +15,6 @@ however it is cut, in linear time.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, DeltaList, HeldSpace, ToolCallDelta, partial_end
 from holdfast.text.call_readers import CallContext, CallReader, HeadedCall, HeadSyntax, JsonCall, JsonSyntax
@@ -36,19 +35,41 @@ _READERS: dict[type, type[CallReader]] = {JsonSyntax: JsonCall, HeadSyntax: Head
 __all__ = ["AnswerReader", "ContentDelta", "ToolCallDelta", "ToolFormat", "ToolParser"]
 
 
-class AnswerReader(Protocol):
-    """Reads one answer as it streams."""
+class AnswerReader:
+    """Reads one answer as it streams: `feed` returns certain deltas, `finish` the rest.
 
-    num_calls: int
-    problems: list[str]
+    `problems` describes texts that looked like calls, and broken calls.
+    """
+
+    _state: Callable[[str, int], int]
+    """The method that reads the text from a place on, and returns the next place."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.num_calls = 0
+        self._out = DeltaList()
+        self._kept = ""
+        """The end of the last piece, which may begin a marker."""
 
     def feed(self, text: str) -> list[AnswerDelta]:
         """Read a further piece of the answer; return the deltas that are certain."""
-        ...
+        text, self._kept, place = self._kept + text, "", 0
+        while place < len(text):
+            place = self._state(text, place)
+        return self._out.take()
 
     def finish(self) -> list[AnswerDelta]:
         """Return the deltas that were held back, at the end of the answer."""
-        ...
+        raise NotImplementedError
+
+    def _keep(self, text: str, place: int) -> int:
+        """Hold back the text from `place` for the next piece."""
+        self._kept = text[place:]
+        return len(text)
+
+    def _report(self, problem: str) -> None:
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,40 +105,7 @@ class ToolFormat:
         return ToolParser(self, tools)
 
 
-class StreamReader:
-    """Reads one answer: `feed` returns certain deltas, `finish` the rest.
-
-    `problems` describes texts that looked like calls, and broken calls.
-    """
-
-    _state: Callable[[str, int], int]
-    """The method that reads the text from a place on, and returns the next place."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-        self.num_calls = 0
-        self._out = DeltaList()
-        self._kept = ""
-        """The end of the last piece, which may begin a marker."""
-
-    def feed(self, text: str) -> list[AnswerDelta]:
-        """Read a further piece of the answer; return the deltas that are certain."""
-        text, self._kept, place = self._kept + text, "", 0
-        while place < len(text):
-            place = self._state(text, place)
-        return self._out.take()
-
-    def _keep(self, text: str, place: int) -> int:
-        """Hold back the text from `place` for the next piece."""
-        self._kept = text[place:]
-        return len(text)
-
-    def _report(self, problem: str) -> None:
-        if len(self.problems) < MAX_PROBLEMS:
-            self.problems.append(problem)
-
-
-class ToolParser(StreamReader):
+class ToolParser(AnswerReader):
     """Reads one answer in a format of markers."""
 
     def __init__(self, form: ToolFormat, tools: Sequence[Tool] | None = None) -> None:
@@ -168,15 +156,12 @@ class ToolParser(StreamReader):
         """Read the beginning of an answer, which may be a call without a marker."""
         rest = text[place:].lstrip()
         begin = len(text) - len(rest)
-        self._space_only(text[place:begin])
+        self._out.add(ContentDelta, self._space.show(text[place:begin]))
         if rest:
             self._state = self._text
             if rest[0] == "{":
                 self._begin_call("", is_marked=False)
         return begin
-
-    def _space_only(self, space: str) -> None:
-        self._out.add(ContentDelta, self._space.show(space))
 
     def _text(self, text: str, place: int) -> int:
         found = self._begin.search(text, place)
@@ -189,20 +174,25 @@ class ToolParser(StreamReader):
             return found.end()
         if found is not None:
             self._report(f"more than {MAX_CALLS} calls; the rest is content")
-        end = len(text) - _partial_end_of_any(text[place:], (self.form.opening, self.form.section[0]))
+        end = len(text) - partial_end(text[place:], self.form.opening, self.form.section[0])
         self._content(text[place:end])
         return self._keep(text, end)
 
+    def _look(self, text: str, place: int, space: re.Pattern[str], marker: str) -> tuple[int, bool | None]:
+        """Look for a marker after this space; return the end of both, and None if the marker may still come."""
+        match = space.match(text, place)
+        begin = place if match is None else match.end()
+        end = begin + len(marker)
+        return end, text.startswith(marker, begin) or (None if marker.startswith(text[begin:end]) else False)
+
     def _section(self, text: str, place: int) -> int:
         """Read the text after the marker of a section: the first call, or the marker is content."""
-        match = _SPACE.match(text, place)
-        begin = place if match is None else match.end()
-        if text.startswith(self.form.opening, begin):
-            end = begin + len(self.form.opening)
+        end, is_call = self._look(text, place, _SPACE, self.form.opening)
+        if is_call is None:
+            return self._keep(text, place)
+        if is_call:
             self._begin_call(self.form.section[0] + text[place:end], is_marked=True)
             return end
-        if self.form.opening.startswith(text[begin : begin + len(self.form.opening)]):
-            return self._keep(text, place)
         self._state = self._text
         self._content(self.form.section[0])
         return place
@@ -231,7 +221,8 @@ class ToolParser(StreamReader):
             self._num_held += end - place
         if not reader.is_certain and (reader.is_broken or self._num_held + limit - end >= MAX_HELD_CHARS):
             self._report("a text that begins like a call is none, and is content")
-            self._fall_back()
+            self._state = self._text
+            self._content("".join(self._held))
         elif reader.is_done:
             self._state, self._is_after_call = self._after, True
         elif reader.is_broken:
@@ -242,12 +233,6 @@ class ToolParser(StreamReader):
             return limit
         return end
 
-    def _fall_back(self) -> None:
-        held = "".join(self._held)
-        self._held, self._num_held, self._reader = [], 0, None
-        self._state = self._text
-        self._content(held)
-
     def _broken_arguments(self, text: str, place: int) -> int:
         """Stream broken arguments unchanged, up to the marker: the caller can report them to the model."""
         found = self._end.search(text, place) if self._ends else None
@@ -256,7 +241,7 @@ class ToolParser(StreamReader):
             self._is_after_call = True
             self._state = self._between if self.form.section[0] else self._text
             return found.end() if found[0] == self.form.closing else found.start()
-        end = len(text) - _partial_end_of_any(text[place:], self._ends)
+        end = len(text) - partial_end(text[place:], *self._ends)
         self._out.add(self.num_calls - 1, text[place:end])
         return self._keep(text, end)
 
@@ -264,41 +249,30 @@ class ToolParser(StreamReader):
         """Read the marker after a call, or the next call; anything else is content."""
         if self.form.is_bare:
             return self._after_bare(text, place)
-        following = self._between if self.form.section[0] else self._text
-        marker = self.form.closing
-        match = self.form.slack.match(text, place)
-        begin = place if match is None else match.end()
-        rest = text[begin : begin + len(marker)]
-        if marker.startswith(rest) and rest != marker:
+        end, is_closed = self._look(text, place, self.form.slack, self.form.closing)
+        if is_closed is None:
             return self._keep(text, place)
-        self._state = following
-        return begin + len(marker) if marker and rest == marker else place
+        self._state = self._between if self.form.section[0] else self._text
+        return end if is_closed else place
 
     def _after_bare(self, text: str, place: int) -> int:
-        match = _LLAMA_BETWEEN.match(text, place)
-        begin = place if match is None else match.end()
-        marker = self.form.opening
-        rest = text[begin : begin + len(marker)]
-        if marker.startswith(rest) and rest != marker:
+        end, is_marked = self._look(text, place, _LLAMA_BETWEEN, self.form.opening)
+        if is_marked is None:
             return self._keep(text, place)
-        is_marked = rest == marker
-        if not (is_marked or rest[0] == "{") or self.num_calls >= MAX_CALLS:
+        end = end if is_marked else end - len(self.form.opening)
+        if not (is_marked or text[end] == "{") or self.num_calls >= MAX_CALLS:
             self._state = self._text
             return place
-        end = begin + len(marker) if is_marked else begin
         self._begin_call(text[place:end], is_marked)
         return end
 
     def _between(self, text: str, place: int) -> int:
         """Read the text after a call in a section: its end, or anything that a text may hold."""
-        match = _SPACE.match(text, place)
-        begin = place if match is None else match.end()
-        ending = self.form.section[1]
-        rest = text[begin : begin + len(ending)]
-        if rest != ending and ending.startswith(rest):
+        end, is_ended = self._look(text, place, _SPACE, self.form.section[1])
+        if is_ended is None:
             return self._keep(text, place)
         self._state = self._text
-        return begin + len(ending) if rest == ending else place
+        return end if is_ended else place
 
     def _content(self, text: str) -> None:
         if self._is_after_call:
@@ -311,7 +285,3 @@ class ToolParser(StreamReader):
 
 def _any_of(*markers: str) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(marker) for marker in markers if marker))
-
-
-def _partial_end_of_any(text: str, markers: Sequence[str]) -> int:
-    return max((partial_end(text, marker) for marker in markers if marker), default=0)

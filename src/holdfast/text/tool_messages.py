@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import NoReturn
 
-from holdfast.errors import PromptError
-from holdfast.text.chat_messages import PlainData
+from holdfast.text.chat_messages import PlainData, bad_message
 
 Message = dict[str, object]
 
@@ -88,7 +87,7 @@ def _insert_listing(chat: list[Message], listing: str, in_system: bool) -> None:
 
 def _listing(tools: object) -> str:
     if not isinstance(tools, list):
-        raise PromptError("template.bad_message", name="tools", expected="a list of tools", value=tools)
+        raise bad_message("tools", "a list of tools", tools)
     return _LISTING.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 

@@ -13,7 +13,12 @@ from holdfast.kernels.exchange.add_rows import (
 )
 from holdfast.kernels.exchange.signals import MAX_BLOCKS
 from holdfast.kernels.exchange.sum_rows import BLOCKS, Ranks, Tiles, sum_rows_reference
-from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, SmallBatchScratch, defer_rms_norm_reference
+from holdfast.kernels.gemm.deferred_rms_norm import (
+    AmaxScratch,
+    ResidualStream,
+    SmallBatchScratch,
+    defer_rms_norm_reference,
+)
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, GEMV_MIN_BLOCK_N, SMALL_BATCH_BLOCK_N
 from kernels.triton_cases import DTYPES
 
@@ -72,7 +77,7 @@ def test_it_is_a_sum_and_then_the_norm_deferred(guarded, device):
     delta = sum_rows_reference(parts, torch.empty_like(x))
     empty = torch.empty(0, device=device)
     scratch = SmallBatchScratch(squares[0], empty, empty, AmaxScratch(amax[0], empty, empty))
-    defer_rms_norm_reference(apart, norm_weight, 1e-5, scaled[0], scratch, delta)
+    defer_rms_norm_reference(ResidualStream(apart, norm_weight, 1e-5, scaled[0], scratch), delta)
     add_rows(parts, DeferredStream(x, norm_weight, scaled[1], squares[1], amax[1]))
     assert torch.equal(x, apart)
     assert torch.equal(*scaled)

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from holdfast.kernels.gemm.coded_rms_norm import (
+from holdfast.kernels.gemm.quantize_activations import (
+    QuantizedRows,
     add_rms_norm_coded,
     add_rms_norm_coded_reference,
     add_rms_norm_coded_triton,
+    quantize_rows_reference,
 )
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows_reference
 from holdfast.kernels.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing

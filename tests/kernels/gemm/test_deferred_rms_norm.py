@@ -8,6 +8,7 @@ import torch
 from holdfast.kernels.gemm.deferred_rms_norm import (
     AmaxScratch,
     NormedRows,
+    ResidualStream,
     RowAmax,
     SmallBatchScratch,
     defer_rms_norm,
@@ -36,7 +37,7 @@ def run(function, x_MK, norm_K, device) -> tuple[torch.Tensor, torch.Tensor, Nor
     squares = zones.allocate(num_rows).fill_(NAN)
     parts, arrived = zones.allocate(0), zones.allocate(0, dtype=torch.int32)
     x = amid(x_MK, device)
-    rows = function(x, amid(norm_K, device), EPS, scaled, SmallBatchScratch(squares, parts, arrived))
+    rows = function(ResidualStream(x, amid(norm_K, device), EPS, scaled, SmallBatchScratch(squares, parts, arrived)))
     zones.check()
     assert same_bits(x.cpu(), x_MK), "the rows stay as they were"
     assert rows.scaled_MK is scaled
@@ -51,7 +52,8 @@ def run_with_amax(function, x_MK, norm_K, device) -> tuple[torch.Tensor, torch.T
     squares, normed, inputs = (zones.allocate(num_rows).fill_(NAN) for _ in range(3))
     gated = zones.allocate(num_rows * 64, dtype=torch.int32).fill_(7)
     empty, amax = zones.allocate(0, dtype=torch.int32), AmaxScratch(normed, inputs, gated)
-    function(amid(x_MK, device), amid(norm_K, device), EPS, scaled, SmallBatchScratch(squares, squares, empty, amax))
+    scratch = SmallBatchScratch(squares, squares, empty, amax)
+    function(ResidualStream(amid(x_MK, device), amid(norm_K, device), EPS, scaled, scratch))
     zones.check()
     assert inputs.isnan().all()
     assert (gated == 7).all()
@@ -140,7 +142,7 @@ def test_it_may_take_the_place_of_its_rows(device):
     expected, *_ = run(defer_rms_norm, x, norm, device)
     x, norm = x.to(device), norm.to(device)
     scratch = SmallBatchScratch(x.new_empty(3), x.new_empty(0), torch.empty(0, dtype=torch.int32, device=device))
-    assert same_bits(defer_rms_norm(x, norm, EPS, x, scratch).scaled_MK.cpu(), expected)
+    assert same_bits(defer_rms_norm(ResidualStream(x, norm, EPS, x, scratch)).scaled_MK.cpu(), expected)
 
 
 def run_delta(function, x_MK, delta_MK, norm_K, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, NormedRows]:
@@ -151,7 +153,7 @@ def run_delta(function, x_MK, delta_MK, norm_K, device) -> tuple[torch.Tensor, t
     squares = zones.allocate(len(x_MK)).fill_(NAN)
     scratch = SmallBatchScratch(squares, zones.allocate(0), zones.allocate(0, dtype=torch.int32))
     delta = amid(delta_MK, device)
-    rows = function(x, amid(norm_K, device), EPS, scaled, scratch, delta)
+    rows = function(ResidualStream(x, amid(norm_K, device), EPS, scaled, scratch), delta)
     zones.check()
     assert same_bits(delta.cpu(), delta_MK), "what is added stays as it was"
     assert rows.scaled_MK is scaled
@@ -202,7 +204,7 @@ def test_amax_is_of_the_sum_and_not_of_what_was_there_before(device, function):
     amax = AmaxScratch(zones.allocate(3).fill_(NAN), zones.allocate(0), zones.allocate(0, dtype=torch.int32))
     scratch = SmallBatchScratch(zones.allocate(3), zones.allocate(0), zones.allocate(0, dtype=torch.int32), amax)
     scaled = zones.allocate(3, 100)
-    function(x.to(device), norm.to(device), EPS, scaled, scratch, delta.to(device))
+    function(ResidualStream(x.to(device), norm.to(device), EPS, scaled, scratch), delta.to(device))
     zones.check()
     assert same_bits(amax.normed.cpu(), scaled.cpu().abs().amax(-1))
     assert amax.normed[[0, 2]].tolist() == [0.0, 0.0]
@@ -219,7 +221,7 @@ def test_nothing_is_allocated(device):
     x, norm = (tensor.to(device, torch.bfloat16) for tensor in inputs(3, 5120))
     scaled, squares = torch.empty_like(x), torch.empty(3, device=device)
     scratch = SmallBatchScratch(squares, squares, squares)
-    assert_allocates_nothing(lambda: defer_rms_norm(x, norm, EPS, scaled, scratch))
+    assert_allocates_nothing(lambda: defer_rms_norm(ResidualStream(x, norm, EPS, scaled, scratch)))
 
 
 BOTH_AMAX = pytest.mark.parametrize("function", [row_amax, row_amax_reference], ids=["kernel", "reference"])

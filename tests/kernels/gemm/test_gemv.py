@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.kernels.gemm import small_batch, small_batch_quantized
+from holdfast.kernels.gemm import small_batch
 from holdfast.kernels.gemm.gemv import MAX_K_SPLITS, num_k_splits, quantized_gemv_blocks
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
@@ -131,7 +131,7 @@ def test_sums_of_the_largest_codes_stay_finite(device, size_k):
 @given(
     size_n=st.integers(1, 200_000),
     size_k=st.integers(1, 500).map(lambda blocks: 64 * blocks),
-    block_k=st.sampled_from([small_batch.BLOCK_K, small_batch_quantized.BLOCK_K]),
+    block_k=st.sampled_from([small_batch.BLOCK_K, small_batch.QUANTIZED_BLOCK_K]),
 )
 def test_k_splits_are_whole_blocks_and_no_more_than_are_needed(size_n: int, size_k: int, block_k: int) -> None:
     splits, num_blocks = num_k_splits(size_n, size_k, block_k), -(-size_n // SMALL_BATCH_BLOCK_N)

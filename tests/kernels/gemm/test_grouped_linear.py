@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.gemm.grouped_linear import batched_linear, grouped_linear
+from holdfast.kernels.gemm.linear import batched_linear, grouped_linear
 from kernels.exactness import random, same_bits
 from kernels.triton_cases import assert_allocates_nothing
 

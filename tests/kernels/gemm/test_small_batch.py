@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.activation import silu_mul_reference
-from holdfast.kernels.gemm.deferred_rms_norm import SmallBatchScratch, defer_rms_norm
+from holdfast.kernels.gemm.deferred_rms_norm import ResidualStream, SmallBatchScratch, defer_rms_norm
 from holdfast.kernels.gemm.gemv import num_k_splits
 from holdfast.kernels.gemm.linear import plain_linear_reference
 from holdfast.kernels.gemm.small_batch import BLOCK_K, linear_add, normed_linear
@@ -242,12 +242,12 @@ def test_scratch_serves_one_product_after_another(device, widest):
         for seed, shape in enumerate([(96, 128), (128, 96 * 4), (2 * 192, 128), (128, 192)])
     )
     expected = x.float().cpu().clone()
-    rows = defer_rms_norm(x, norm, EPS, torch.empty_like(x), scratch)
+    rows = defer_rms_norm(ResidualStream(x, norm, EPS, torch.empty_like(x), scratch))
     for _ in range(2):
         y = normed_linear(rows, qkv, None, False, x.new_empty(3, 96), scratch)
-        rows = linear_add(y.repeat(1, 4), out, None, x, norm, EPS, torch.empty_like(x), scratch)
+        rows = linear_add(y.repeat(1, 4), out, None, ResidualStream(x, norm, EPS, torch.empty_like(x), scratch))
         active = normed_linear(rows, gate_up, None, True, x.new_empty(3, 192), scratch)
-        rows = linear_add(active, down, None, x, norm, EPS, torch.empty_like(x), scratch)
+        rows = linear_add(active, down, None, ResidualStream(x, norm, EPS, torch.empty_like(x), scratch))
         host = [weight.float().cpu() for weight in (qkv, out, gate_up, down)]
         normed = rms_norm_reference(expected, norm.float().cpu(), EPS)
         expected = expected + plain_linear_reference(
@@ -292,7 +292,7 @@ def test_nothing_is_allocated(device, num_rows):
     )
 
     def step():
-        rows = linear_add(a, weight, None, x, norm, EPS, scaled, scratch)
+        rows = linear_add(a, weight, None, ResidualStream(x, norm, EPS, scaled, scratch))
         normed_linear(rows, weight, None, False, a, scratch)
 
     assert_allocates_nothing(step)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from holdfast.kernels.gemm.deferred_rms_norm import (
     AmaxScratch,
     NormedRows,
+    ResidualStream,
     RowAmax,
     SmallBatchScratch,
     defer_rms_norm,
@@ -16,8 +17,7 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     row_amax,
 )
 from holdfast.kernels.gemm.gemv import num_k_splits
-from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
-from holdfast.kernels.gemm.small_batch_quantized import BLOCK_K, takes_weight
+from holdfast.kernels.gemm.small_batch import QUANTIZED_BLOCK_K, linear_add, normed_linear, takes_weight
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
@@ -102,7 +102,7 @@ def test_sizes_that_are_odd_and_even(device, scheme, size_n, size_k):
     ("scheme", "size_k", "splits"), [(FP8, 768, 1), (FP8, 512, 2), (FP8, 1024, 4), (INT8, 1536, 2), (INT8, 2048, 8)]
 )
 def test_split_k(device, scheme, size_k, splits):
-    assert num_k_splits(70, size_k, BLOCK_K) == splits
+    assert num_k_splits(70, size_k, QUANTIZED_BLOCK_K) == splits
     judge_add(quantized_case(FUSED_DECODE_ROWS - 1, 70, size_k, widest_on(device), scheme, with_bias=True), device)
     judge_normed(quantized_case(2, 70, size_k, widest_on(device), scheme, with_bias=True), device)
 
@@ -307,17 +307,17 @@ def step_of(device, scheme, num_rows, functions) -> torch.Tensor:
     qkv, out, gate_up, down = (
         weight_on(random_weight(*shape, scheme, seed), device) for seed, shape in enumerate(shapes)
     )
-    rows = begin(x, norm, EPS, torch.empty_like(x), scratch)
+    rows = begin(ResidualStream(x, norm, EPS, torch.empty_like(x), scratch))
     for _ in range(1 if num_rows == 1 else 2):
         y = normed(rows, qkv, None, False, x.new_empty(num_rows, 32), scratch)
         found = amax(y, scratch.amax.inputs, scratch.amax.gated)
-        rows = add(y, out, None, x, norm, EPS, torch.empty_like(x), scratch, found)
+        rows = add(y, out, None, ResidualStream(x, norm, EPS, torch.empty_like(x), scratch), found)
         active = normed(rows, gate_up, None, True, x.new_empty(num_rows, 40), scratch)
         if scheme is not INT8:
             left = places.view(torch.float32).view(num_rows, NUM_GATE_AMAX).amax(-1)
             assert torch.equal(left, active.float().abs().amax(-1)), "amax of the layer before were not cleared"
         found = RowAmax(scratch.amax.gated, NUM_GATE_AMAX)
-        rows = add(active, down, None, x, norm, EPS, torch.empty_like(x), scratch, found)
+        rows = add(active, down, None, ResidualStream(x, norm, EPS, torch.empty_like(x), scratch), found)
     assert not scratch.arrived.any()
     return x.float().cpu()
 
@@ -358,12 +358,14 @@ def test_missing_amax_is_an_error(device):
     scratch = SmallBatchScratch(torch.zeros(2, device=device), torch.zeros(0), torch.zeros(0, dtype=torch.int32))
     more = (case.norm_N, EPS, torch.empty_like(case.residual_MN))
     with pytest.raises(AssertionError, match="needs amax"):
-        linear_add(case.x_MK, case.weight_NK, None, case.residual_MN, *more, scratch)
+        linear_add(case.x_MK, case.weight_NK, None, ResidualStream(case.residual_MN, *more, scratch))
     for function, where in ((linear_add, device), (linear_add_reference, CPU)):
         host = case.to(where)
         more = (host.norm_N, EPS, torch.empty_like(host.residual_MN))
         with pytest.raises(AssertionError, match="rows that become codes need amax"):
-            function(host.x_MK, host.weight_NK, None, host.residual_MN, *more, Guarded(host, where).scratch)
+            function(
+                host.x_MK, host.weight_NK, None, ResidualStream(host.residual_MN, *more, Guarded(host, where).scratch)
+            )
 
 
 @pytest.mark.gpu
@@ -405,9 +407,11 @@ def test_nothing_is_allocated(device, scheme, num_rows):
 
     def step():
         found = row_amax(a, scratch.amax.inputs, places)
-        rows = linear_add(a, weight, None, x, norm, EPS, scaled, scratch, found)
+        rows = linear_add(a, weight, None, ResidualStream(x, norm, EPS, scaled, scratch), found)
         normed_linear(rows, gate_up, None, True, a, scratch)
-        rows = linear_add(a, weight, None, x, norm, EPS, scaled, scratch, RowAmax(places, NUM_GATE_AMAX))
+        rows = linear_add(
+            a, weight, None, ResidualStream(x, norm, EPS, scaled, scratch), RowAmax(places, NUM_GATE_AMAX)
+        )
         normed_linear(rows, weight, None, False, a, scratch)
 
     assert_allocates_nothing(step)

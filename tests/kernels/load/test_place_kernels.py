@@ -12,6 +12,7 @@ import torch
 
 from holdfast.kernels.fp8 import as_kernels_read
 from holdfast.kernels.load.place_kernels import (
+    UNSEEN,
     Pointer,
     RowLaunch,
     Tile,
@@ -20,7 +21,6 @@ from holdfast.kernels.load.place_kernels import (
     report_rows,
     tile_place,
 )
-from holdfast.kernels.load.place_rows import UNSEEN
 from holdfast.kernels.triton_compat import constexpr, jit, tl
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from kernels.exactness import random
@@ -174,7 +174,7 @@ def test_planes_that_lie_apart_are_refused(device):
     codes, scales = torch.empty(4, 64, dtype=torch.int8, device=device), torch.empty(8, device=device)
     for planes in ((codes[:, ::2], scales[:4]), (codes[:, :32].contiguous(), scales[::2])):
         with pytest.raises(AssertionError, match="not dense"):
-            place_quantized_triton(rows, (0, 32), INT8, *planes, None, 0, found.nonfinite, found.differing, False)
+            place_quantized_triton(rows, (0, 32), INT8, *planes, None, 0, found, False)
 
 
 @pytest.mark.gpu
@@ -195,10 +195,9 @@ def test_nothing_is_allocated(device, scheme):
         for plane in scheme.planes((256, 512))
     ]
     amax = torch.ones(1, device=device) if scheme.is_whole_tensor else None
-    pair = found.nonfinite, found.differing
     for verify in (False, True):
         assert_allocates_nothing(
-            lambda verify=verify: place_quantized_triton(rows, (0, 512), scheme, *planes, amax, 0, *pair, verify)
+            lambda verify=verify: place_quantized_triton(rows, (0, 512), scheme, *planes, amax, 0, found, verify)
         )
 
 

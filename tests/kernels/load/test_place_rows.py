@@ -5,10 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.kernels.load import place_rows
-from holdfast.kernels.load.place_kernels import find_amax_triton, place_plain_triton
+from holdfast.kernels.load.place_kernels import UNSEEN, find_amax_triton, place_plain_triton
 from holdfast.kernels.load.place_rows import (
     PIECE_ELEMENTS,
-    UNSEEN,
     find_amax,
     find_amax_reference,
     place_plain,
@@ -398,7 +397,7 @@ def test_a_sign_of_zero_and_the_bits_of_a_nan_differ(device):
 def test_broadcast_row_into_strided_columns(device):
     out, found = torch.full((6, 4), 9.0, device=device), new_findings(device)
     row = torch.tensor([[2.5]], device=device).expand(6, 1)
-    place_plain_triton(row, out[:, 1:2], 0, found.nonfinite, found.differing, False)
+    place_plain_triton(row, out[:, 1:2], 0, found, False)
     assert out.tolist() == [[9.0, 2.5, 9.0, 9.0]] * 6
 
 
@@ -438,7 +437,5 @@ def test_nothing_is_allocated(device):
     rows, out, found = random(64, 512).to(device), torch.empty(64, 512, device=device).bfloat16(), new_findings(device)
     amax = torch.zeros(1, device=device)
     for verify in (False, True):
-        assert_allocates_nothing(
-            lambda verify=verify: place_plain_triton(rows, out, 0, found.nonfinite, found.differing, verify)
-        )
+        assert_allocates_nothing(lambda verify=verify: place_plain_triton(rows, out, 0, found, verify))
     assert_allocates_nothing(lambda: find_amax_triton(rows, amax))

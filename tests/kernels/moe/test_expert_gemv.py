@@ -6,6 +6,7 @@ import torch
 from holdfast.kernels.geometry import MAX_DIRECT_TOKENS
 from holdfast.kernels.moe.deep_gemv import MAX_DEPTH, column_blocks, gemv_blocks, takes_deep_loads
 from holdfast.kernels.moe.expert_gemv import expert_gemv
+from holdfast.kernels.moe.routing import ExpertProduct
 from kernels.exactness import same_bits
 from kernels.expert_cases import DEEPSEEK_V4, FORMS, GPT_OSS, SCHEMES, expert_case, judge, run_kernel
 from kernels.quantized_cases import HALF_SLACK
@@ -162,4 +163,4 @@ def test_nothing_is_allocated(device):
 
     case = placed(expert_case((1, 2, 4, 64, 256), dtype=torch.bfloat16), device)
     order, out = order_of(case), torch.empty(2, 64, dtype=torch.bfloat16, device=device)
-    assert_allocates_nothing(lambda: expert_gemv(case.x_XK, case.weight, order, out, False, None))
+    assert_allocates_nothing(lambda: expert_gemv(ExpertProduct(case.x_XK, case.weight, order, out, False)))

@@ -12,12 +12,13 @@ from holdfast.kernels.moe.expert_sum import (
     LARGE_BATCH_COLUMNS,
     SMALL_BATCH_COLUMNS,
     SMALL_BATCH_TOKENS,
+    ExpertOutputs,
     sum_experts,
     sum_experts_reference,
     sum_experts_triton,
 )
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm
-from holdfast.kernels.moe.routing import PADDING
+from holdfast.kernels.moe.routing import PADDING, ExpertProduct
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
 from kernels.expert_cases import (
     CPU,
@@ -46,7 +47,7 @@ def run(case, device=CPU, function=expert_linear, out_dtype=None) -> torch.Tenso
     shape = case.expert_ids_TS.numel(), case.num_outputs
     out = zones.allocate(*shape, dtype=out_dtype or case.x_XK.dtype).fill_(NAN)
     operands = case.x_XK, case.weight, order_of(case), out, case.gated, room_for(case), case.bias_EN, case.form
-    assert function(*operands) is out
+    assert function(ExpertProduct(*operands)) is out
     zones.check()
     return out.cpu()
 
@@ -123,9 +124,8 @@ def test_larger_buffers_for_codes_work():
     assert exactly is not None
     codes, scales = torch.empty(9, 64, dtype=torch.float8_e4m3fn), torch.empty(9, 4)
     out = torch.empty(6, 8)
-    expert_linear(
-        case.x_XK, case.weight, order_of(case), out, False, exactly._replace(codes_TK=codes, scales_TB=scales)
-    )
+    room = exactly._replace(codes_TK=codes, scales_TB=scales)
+    expert_linear(ExpertProduct(case.x_XK, case.weight, order_of(case), out, False, room))
     assert same_bits(out, run(case))
 
 
@@ -133,18 +133,18 @@ def test_operands_that_do_not_go_together_are_refused():
     case = expert_case((3, 2, 3, 8, 64))
     order, out = order_of(case), torch.empty(6, 8)
     with pytest.raises(AssertionError, match="x_XK"):
-        expert_linear(case.x_XK[:2], case.weight, order, out, False, None)
+        expert_linear(ExpertProduct(case.x_XK[:2], case.weight, order, out, False, None))
     with pytest.raises(AssertionError, match="out_PN"):
-        expert_linear(case.x_XK, case.weight, order, out, True, None)
+        expert_linear(ExpertProduct(case.x_XK, case.weight, order, out, True, None))
     with pytest.raises(AssertionError, match="pairs of 3 experts"):
-        expert_linear(case.x_XK, random(2, 8, 64), order, out, False, None)
+        expert_linear(ExpertProduct(case.x_XK, random(2, 8, 64), order, out, False, None))
     with pytest.raises(AssertionError, match="bias_EN"):
-        expert_linear(case.x_XK, case.weight, order, out, False, None, random(3, 7))
+        expert_linear(ExpertProduct(case.x_XK, case.weight, order, out, False, None, random(3, 7)))
     with pytest.raises(AssertionError, match="strides"):
-        expert_linear(case.x_XK, random(3, 64, 8).mT, order, out, False, None)
+        expert_linear(ExpertProduct(case.x_XK, random(3, 64, 8).mT, order, out, False, None))
     quantized = expert_case((3, 2, 3, 8, 64), scheme="fp8")
     with pytest.raises(AssertionError, match="buffers"):
-        expert_linear(quantized.x_XK, quantized.weight, order, out, False, None)
+        expert_linear(ExpertProduct(quantized.x_XK, quantized.weight, order, out, False, None))
 
 
 def test_no_tokens():
@@ -183,7 +183,7 @@ def test_nothing_is_allocated(device, num_rows, scheme):
         order_of(case),
         room_for(case),
     )
-    assert_allocates_nothing(lambda: expert_linear(case.x_XK, case.weight, order, out, True, room))
+    assert_allocates_nothing(lambda: expert_linear(ExpertProduct(case.x_XK, case.weight, order, out, True, room)))
 
 
 pytestmark = QUIET
@@ -211,9 +211,9 @@ def exact_sum(routed, shares, shared, logit) -> torch.Tensor:
 @pytest.mark.parametrize("sizes", [(1, 1, 7), (2, 8, 300), (SMALL_BATCH_TOKENS + 1, 3, 65)], ids=str)
 def test_as_exact_as_torch(device, guarded, dtype, shared, sizes):
     out = guarded(sizes[0], sizes[2], dtype=dtype).fill_(float("nan"))
-    assert sum_experts_triton(*operands(*sizes, shared, dtype, device), out) is out
+    assert sum_experts_triton(ExpertOutputs(*operands(*sizes, shared, dtype, device)), out) is out
     host = operands(*sizes, shared, dtype, CPU)
-    in_torch = sum_experts_reference(*host, torch.empty(sizes[0], sizes[2], dtype=dtype))
+    in_torch = sum_experts_reference(ExpertOutputs(*host), torch.empty(sizes[0], sizes[2], dtype=dtype))
     assert_as_exact_as_torch(out.cpu(), in_torch, exact_sum(*host))
 
 
@@ -221,70 +221,77 @@ def test_as_exact_as_torch(device, guarded, dtype, shared, sizes):
 @pytest.mark.parametrize("size", [SMALL_BATCH_COLUMNS, SMALL_BATCH_COLUMNS + 1, LARGE_BATCH_COLUMNS + 1])
 def test_widths_of_programs(device, guarded, num_rows, size):
     out = guarded(num_rows, size).fill_(float("nan"))
-    sum_experts_triton(*operands(num_rows, 1, size, "gated", torch.float32, device), out)
+    sum_experts_triton(ExpertOutputs(*operands(num_rows, 1, size, "gated", torch.float32, device)), out)
     host = operands(num_rows, 1, size, "gated", torch.float32, CPU)
-    assert_as_exact_as_torch(out.cpu(), sum_experts_reference(*host, torch.empty(num_rows, size)), exact_sum(*host))
+    assert_as_exact_as_torch(
+        out.cpu(), sum_experts_reference(ExpertOutputs(*host), torch.empty(num_rows, size)), exact_sum(*host)
+    )
 
 
 def test_the_sum_may_lie_where_the_shared_expert_did(device):
     parts = operands(3, 2, 40, "plain", torch.float32, device)
-    expected = sum_experts_triton(*parts, torch.empty(3, 40, device=device))
-    assert same_bits(sum_experts_triton(*parts, parts[2]), expected)
+    expected = sum_experts_triton(ExpertOutputs(*parts), torch.empty(3, 40, device=device))
+    assert same_bits(sum_experts_triton(ExpertOutputs(*parts), parts[2]), expected)
 
 
 def test_sums_are_batch_invariant(device):
     routed, shares, shared, logit = operands(SMALL_BATCH_TOKENS + 4, 2, 20, "gated", torch.float32, device)
-    whole = sum_experts_triton(routed, shares, shared, logit, torch.empty_like(shared))
+    whole = sum_experts_triton(ExpertOutputs(routed, shares, shared, logit), torch.empty_like(shared))
     for count in (1, 5):
         rows = routed[: 2 * count], shares[:count], shared[:count], logit[:count]
-        assert same_bits(sum_experts_triton(*rows, torch.empty(count, 20, device=device)), whole[:count])
+        assert same_bits(sum_experts_triton(ExpertOutputs(*rows), torch.empty(count, 20, device=device)), whole[:count])
 
 
 def test_sums_are_batch_invariant_on_a_cpu():
     routed, shares, shared, logit = operands(29, 3, 7, "gated", torch.float32, CPU)
-    whole = sum_experts(routed, shares, shared, logit, torch.empty(29, 7))
+    whole = sum_experts(ExpertOutputs(routed, shares, shared, logit), torch.empty(29, 7))
     for rows in companies(29):
         some = routed.view(29, 3, 7)[rows].view(-1, 7), shares[rows], shared[rows], logit[rows]
-        assert same_bits(sum_experts(*some, torch.empty(len(rows), 7)), whole[rows]), f"{rows=}"
+        assert same_bits(sum_experts(ExpertOutputs(*some), torch.empty(len(rows), 7)), whole[rows]), f"{rows=}"
 
 
 def test_experts_are_added_in_their_order():
     """Large numbers that cancel, and a small one that is lost in one order only."""
     routed = torch.tensor([[1e8], [-1e8], [1.0], [1.0], [1e8], [-1e8]])
-    out = sum_experts_reference(routed, torch.ones(2, 3), None, None, torch.empty(2, 1))
+    out = sum_experts_reference(ExpertOutputs(routed, torch.ones(2, 3), None, None), torch.empty(2, 1))
     assert out.tolist() == [[1.0], [0.0]]
 
 
 def test_experts_are_added_in_their_order_by_the_kernel(device):
     routed = torch.tensor([[1e8], [-1e8], [1.0], [1.0], [1e8], [-1e8]], device=device).repeat(1, 2)
-    out = sum_experts_triton(routed, torch.ones(2, 3, device=device), None, None, torch.empty(2, 2, device=device))
+    out = sum_experts_triton(
+        ExpertOutputs(routed, torch.ones(2, 3, device=device), None, None), torch.empty(2, 2, device=device)
+    )
     assert out.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def test_the_function_takes_the_reference_on_a_cpu():
     host = operands(3, 2, 9, "gated", torch.float32, CPU)
-    assert same_bits(sum_experts(*host, torch.empty(3, 9)), sum_experts_reference(*host, torch.empty(3, 9)))
+    assert same_bits(
+        sum_experts(ExpertOutputs(*host), torch.empty(3, 9)),
+        sum_experts_reference(ExpertOutputs(*host), torch.empty(3, 9)),
+    )
 
 
 def test_wrong_sizes_are_refused():
     routed, shares, shared, logit = operands(3, 2, 9, "gated", torch.float32, CPU)
     with pytest.raises(AssertionError, match="routed_PH"):
-        sum_experts(routed[:5], shares, shared, logit, torch.empty(3, 9))
+        sum_experts(ExpertOutputs(routed[:5], shares, shared, logit), torch.empty(3, 9))
     with pytest.raises(AssertionError, match="without a shared expert"):
-        sum_experts(routed, shares, None, logit, torch.empty(3, 9))
+        sum_experts(ExpertOutputs(routed, shares, None, logit), torch.empty(3, 9))
 
 
 @pytest.mark.parametrize("function", [sum_experts_triton, sum_experts_reference])
 def test_no_tokens_have_no_sums(device, function):
     empty = torch.empty(0, 6, device=device)
-    assert function(empty, torch.empty(0, 2, device=device), None, None, empty.clone()).shape == (0, 6)
+    assert function(ExpertOutputs(empty, torch.empty(0, 2, device=device)), empty.clone()).shape == (0, 6)
 
 
 @pytest.mark.gpu
 def test_sums_allocate_nothing(device):
     parts = operands(3, 8, 2048, "gated", torch.bfloat16, device)
     out = torch.empty(3, 2048, dtype=torch.bfloat16, device=device)
-    assert_allocates_nothing(lambda: sum_experts(*parts, out))
+    assert_allocates_nothing(lambda: sum_experts(ExpertOutputs(*parts), out))
 
 
 @pytest.mark.parametrize("num_rows", [2, 9, 21])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, SmallBatchScratch
+from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, ResidualStream, SmallBatchScratch
 from holdfast.kernels.gemm.quantized_tiles import OperandKind
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N
 from holdfast.kernels.moe.expert_row import down_blocks, down_row_add, down_row_add_reference, down_row_add_triton
@@ -73,11 +73,7 @@ def run_down(down: DownCase, device, function=down_row_add_triton, has_amax=True
         case.expert_ids_TS,
         among(down.shares_1S, device),
         case.bias_EN,
-        x,
-        among(down.norm_N, device),
-        EPS,
-        scaled,
-        scratch,
+        ResidualStream(x, among(down.norm_N, device), EPS, scaled, scratch),
     )
     zones.check()
     assert rows == NormedRows(scaled, rows.num_squares, EPS)
@@ -193,4 +189,4 @@ def test_nothing_is_allocated(device):
     shares, squares, scaled = down.shares_1S.to(device), torch.empty(64, device=device), torch.empty_like(x)
     scratch = SmallBatchScratch(squares, squares, torch.zeros(1, dtype=torch.int32, device=device))
     operands = case.x_XK, case.weight, case.expert_ids_TS, shares, None
-    assert_allocates_nothing(lambda: down_row_add(*operands, x, norm, EPS, scaled, scratch))
+    assert_allocates_nothing(lambda: down_row_add(*operands, ResidualStream(x, norm, EPS, scaled, scratch)))

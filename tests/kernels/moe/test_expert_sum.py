@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, SmallBatchScratch
+from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, ResidualStream, SmallBatchScratch
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS
 from holdfast.kernels.moe.expert_sum import (
     SMALL_BATCH_COLUMNS,
+    ExpertOutputs,
     add_experts,
     add_experts_reference,
     add_experts_triton,
@@ -62,7 +63,7 @@ def run(case: Case, device, function=add_experts_triton, has_amax=True):
     scratch = SmallBatchScratch(squares, squares, empty, AmaxScratch(amax, amax, empty) if has_amax else None)
     shared, logit = (None if one is None else among(one, device) for one in (case.shared_TH, case.logit_T1))
     routed, shares, norm = (among(one, device) for one in (case.routed_PH, case.shares_TS, case.norm_H))
-    rows = function(routed, shares, shared, logit, x, norm, EPS, scaled, scratch)
+    rows = function(ExpertOutputs(routed, shares, shared, logit), ResidualStream(x, norm, EPS, scaled, scratch))
     zones.check()
     assert rows == NormedRows(scaled, rows.num_squares, EPS)
     taken = num_rows * rows.num_squares
@@ -74,7 +75,7 @@ def judge(case: Case, device) -> None:
     x, scaled, squares, amax = run(case, device)
     summed = torch.full_like(case.x_TH, NAN, device=device)
     operands = (case.routed_PH, case.shares_TS, case.shared_TH, case.logit_T1)
-    sum_experts_triton(*(None if one is None else one.to(device) for one in operands), summed)
+    sum_experts_triton(ExpertOutputs(*(None if one is None else one.to(device) for one in operands)), summed)
     assert same_bits(x, (case.x_TH.float() + summed.cpu().float()).to(x.dtype)), "as the sum, then the residual"
     assert same_bits(scaled, (x.float() * case.norm_H.float()).to(x.dtype))
     exact = x.double().square().sum(-1)
@@ -141,7 +142,8 @@ def test_nothing_is_allocated(device):
     routed, shares, x, norm = (one.to(device) for one in (case.routed_PH, case.shares_TS, case.x_TH, case.norm_H))
     squares, scaled = torch.empty(128, device=device), torch.empty_like(x)
     scratch = SmallBatchScratch(squares, squares, torch.zeros(1, dtype=torch.int32, device=device))
-    assert_allocates_nothing(lambda: add_experts(routed, shares, None, None, x, norm, EPS, scaled, scratch))
+    outputs, stream = ExpertOutputs(routed, shares), ResidualStream(x, norm, EPS, scaled, scratch)
+    assert_allocates_nothing(lambda: add_experts(outputs, stream))
 
 
 @KINDS
@@ -153,14 +155,14 @@ def test_pairs_of_experts_elsewhere_count_nothing(device, kind, num_rows, size):
     is_elsewhere = ids < 0
     routed = case.routed_PH.masked_fill(is_elsewhere.flatten()[:, None], NAN)
     operands = case.shares_TS.masked_fill(is_elsewhere, 0.0), case.shared_TH, case.logit_T1
-    expected = sum_experts_reference(case.routed_PH, *operands, torch.empty_like(case.x_TH))
-    found = sum_experts_reference(routed, *operands, torch.full_like(case.x_TH, NAN), ids)
+    expected = sum_experts_reference(ExpertOutputs(case.routed_PH, *operands), torch.empty_like(case.x_TH))
+    found = sum_experts_reference(ExpertOutputs(routed, *operands), torch.full_like(case.x_TH, NAN), ids)
     assert torch.equal(found, expected)
     shared, logit = (None if one is None else among(one, device) for one in (case.shared_TH, case.logit_T1))
     zones = RedZones(device)
     out = zones.allocate(num_rows, size).fill_(NAN)
     given, plain = (among(one, device) for one in (routed, case.routed_PH))
     shares = among(operands[0], device)
-    sum_experts_triton(given, shares, shared, logit, out, among(ids, device))
+    sum_experts_triton(ExpertOutputs(given, shares, shared, logit), out, among(ids, device))
     zones.check()
-    assert torch.equal(out, sum_experts_triton(plain, shares, shared, logit, torch.empty_like(out)))
+    assert torch.equal(out, sum_experts_triton(ExpertOutputs(plain, shares, shared, logit), torch.empty_like(out)))

@@ -7,6 +7,7 @@ from holdfast.kernels.activation import SILU_HALVES
 from holdfast.kernels.gemm.quantized_tiles import OperandKind
 from holdfast.kernels.geometry import expert_block_rows
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm, tile_for
+from holdfast.kernels.moe.routing import ExpertProduct
 from kernels.exactness import same_bits
 from kernels.expert_cases import DEEPSEEK_V4, FORMS, GPT_OSS, SCHEMES, expert_case, judge, run_kernel
 from kernels.triton_cases import QUIET, assert_allocates_nothing
@@ -188,4 +189,4 @@ def test_nothing_is_allocated(device):
 
     case = placed(expert_case((9, 2, 4, 64, 256), dtype=torch.bfloat16), device)
     order, out = order_of(case), torch.empty(18, 64, dtype=torch.bfloat16, device=device)
-    assert_allocates_nothing(lambda: grouped_gemm(case.x_XK, case.weight, order, out, False, None))
+    assert_allocates_nothing(lambda: grouped_gemm(ExpertProduct(case.x_XK, case.weight, order, out, False)))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.kernels.sampling.mask_logits import mask_logits, mask_logits_reference, mask_logits_triton
+from holdfast.kernels.sampling.edit_logits import mask_logits, mask_logits_reference, mask_logits_triton
 from kernels.exactness import random, same_bits
 from kernels.logit_cases import INF, NAN
 from kernels.triton_cases import QUIET, assert_allocates_nothing

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from holdfast.kernels.sampling.argmax import argmax_reference
-from holdfast.kernels.sampling.share_argmax import (
+from holdfast.kernels.sampling.argmax import (
     BLOCK,
+    argmax_reference,
     argmax_share_reference,
     argmax_share_triton,
     first_largest_reference,

@@ -7,8 +7,7 @@ import torch
 
 from for_each import for_each
 from holdfast.kernels.load import place_kernels
-from holdfast.kernels.load.place_kernels import UNSPECIALIZED, Pointer
-from holdfast.kernels.load.place_rows import UNSEEN
+from holdfast.kernels.load.place_kernels import UNSEEN, UNSPECIALIZED, Pointer
 from holdfast.loading.execution.place import AddressPlacer, Placer, chunk_views
 from holdfast.loading.execution.ring import cut_chunks
 from holdfast.loading.planning.moves import Move

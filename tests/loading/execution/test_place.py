@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.load.place_rows import UNSEEN
+from holdfast.kernels.load.place_kernels import UNSEEN
 from holdfast.loading.execution import place as placing
 from holdfast.loading.execution.place import Placer, chunk_views
 from holdfast.loading.execution.ring import cut_chunks

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, StepPlan
+from holdfast.attention.backend import Batch, LayerStep, StepPlan
 from holdfast.families.compressed.pages import CompressedBackend
 from holdfast.families.compressed.spec import CompressedSpec, CompressorSpec
 from holdfast.families.latent.spec import IndexSpec
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.gemm.grouped_linear import grouped_linear
-from holdfast.kernels.gemm.linear import linear_float32
+from holdfast.kernels.gemm.linear import grouped_linear, linear_float32
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.latent.compress import Compressor
 from holdfast.kernels.latent.write_latent import LatentNorm
@@ -166,8 +165,8 @@ class CompressedAttentionLayer:
         self._backend.write(qkv_a_TX[:, q_rank:], q_TND, batch, self._norm, self._q_norm.eps, self._rotary, self._layer)
         if self.entries is not None:
             self._compress(x_TH, batch, plan, buffers, self.entries, is_coded=codes is not None)
-        own = self._sinks_N, self._rotary, self._layer
-        attended_RX = self._backend.attend(q_TND, *own, plan, buffers.scratch, buffers.attended_TX, wanted_only)
+        own = self._sinks_N, self._rotary, LayerStep(self._layer, plan, buffers.scratch)
+        attended_RX = self._backend.attend(q_TND, *own, buffers.attended_TX, wanted_only)
         num_rows = attended_RX.shape[0]
         grouped_RX = grouped_linear(attended_RX, self.out.a_GNK, buffers.grouped_TX[:num_rows])
         return self.out.b(grouped_RX, out_TH[:num_rows], quantized)
@@ -200,4 +199,4 @@ class CompressedAttentionLayer:
         rotaries = rotary, self._rotary
         self._backend.compress_index(keys_TX, q_TID, batch, index.compressor, *rotaries, layer)
         weights_TI = torch.mul(pooled_TX[:, width - index.num_heads :], factor, out=buffers.index_weights_TI)
-        self._backend.select(q_TID, weights_TI, layer, plan, buffers.scratch)
+        self._backend.select(q_TID, weights_TI, LayerStep(layer, plan, buffers.scratch))

@@ -12,12 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.fp8 import as_kernels_read, e4m3_of, e4m3_value, float32_of, size_bits
-from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS, scale_of
+from holdfast.kernels.fp8 import LEAST_SCALE, as_kernels_read, e4m3_of, e4m3_scale, e4m3_value, float32_of, size_bits
+from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
-from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
 # ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
@@ -28,7 +27,6 @@ MOST_ROWS = 1
 """Two rows would read the weight twice, which pays for few shapes."""
 ALIGNED_COLUMNS = 16
 """Codes of a load: rows of a weight must begin at multiples of it."""
-LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 WARP_COLUMNS = 32 * ALIGNED_COLUMNS
 """Columns that a warp holds at a time."""
 WIDTH = kernel_constant(BLOCK_COLUMNS)
@@ -148,7 +146,7 @@ def _scale_and_quotients(b_x, EXACT: constexpr, PLAIN: constexpr):
     """Return scales and quotients of blocks of columns, as `quantize_rows` computes them before rounding."""
     b_bits = tl.max(size_bits(b_x), axis=1)
     if PLAIN or EXACT:
-        b_scale = scale_of(b_bits)
+        b_scale = e4m3_scale(b_bits)
     else:
         b_amax = b_bits.to(tl.float32, bitcast=True)
         b_scale = _divided(b_amax, tl.full(b_amax.shape, 448.0, tl.float32), 1.0 / 448.0, False)

@@ -17,7 +17,7 @@ from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, re
 
 
 class AmaxScratch(NamedTuple):
-    """Largest magnitudes of rows that a product quantizes (small_batch_quantized.py)."""
+    """Largest magnitudes of rows that a product quantizes (small_batch.py)."""
 
     normed: Tensor
     """float32, one a square: of x * norm_weight, by block."""
@@ -38,6 +38,17 @@ class SmallBatchScratch:
     """None if no weight is quantized."""
 
 
+class ResidualStream(NamedTuple):
+    """The residual stream of a small batch, and the buffers of its next RMSNorm, which is deferred."""
+
+    x_MN: Tensor
+    norm_weight_N: Tensor
+    eps: float
+    scaled_MN: Tensor
+    """x * norm_weight."""
+    scratch: SmallBatchScratch
+
+
 @dataclass(frozen=True, slots=True)
 class NormedRows:
     """Input of a product with a deferred RMSNorm: x * norm_weight, with squares and amax in the scratch buffers."""
@@ -47,15 +58,9 @@ class NormedRows:
     eps: float
 
 
-def defer_rms_norm(
-    x_MK: Tensor,
-    norm_weight_K: Tensor,
-    eps: float,
-    scaled_MK: Tensor,
-    scratch: SmallBatchScratch,
-    delta_MK: Tensor | None = None,
-) -> NormedRows:
+def defer_rms_norm(stream: ResidualStream, delta_MK: Tensor | None = None) -> NormedRows:
     """x += delta if given; then defer the norm of x."""
+    x_MK, norm_weight_K, eps, scaled_MK, scratch = stream
     num_rows, size_k = x_MK.shape
     _defer_kernel[(num_rows,)](
         x_MK, norm_weight_K, x_MK if delta_MK is None else delta_MK, scaled_MK, scratch.squares,
@@ -65,15 +70,9 @@ def defer_rms_norm(
     return NormedRows(scaled_MK, 1, eps)
 
 
-def defer_rms_norm_reference(
-    x_MK: Tensor,
-    norm_weight_K: Tensor,
-    eps: float,
-    scaled_MK: Tensor,
-    scratch: SmallBatchScratch,
-    delta_MK: Tensor | None = None,
-) -> NormedRows:
+def defer_rms_norm_reference(stream: ResidualStream, delta_MK: Tensor | None = None) -> NormedRows:
     """Like `defer_rms_norm`, in plain torch."""
+    x_MK, norm_weight_K, eps, scaled_MK, scratch = stream
     if delta_MK is not None:
         x_MK.add_(delta_MK)
     scaled_MK.copy_((x_MK.float() * norm_weight_K.float()).to(x_MK.dtype))

@@ -11,7 +11,7 @@ from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN202, SIM108 the arguments of kernels have no types
 
 
 COLUMNS_PER_PROGRAM = 1024
@@ -43,17 +43,7 @@ def lookup_codes_reference(ids_T: Tensor, table: QuantizedWeight, out_TK: Tensor
 
 
 def lookup_codes_triton(ids_T: Tensor, table: QuantizedWeight, out_TK: Tensor) -> Tensor:
-    """Launch one program for some columns of a token."""
-    _check(ids_T, table, out_TK)
-    num_tokens, num_columns = out_TK.shape
-    assert out_TK.stride(1) == 1, f"{out_TK.stride()=}: columns lie apart"
-    if num_tokens:
-        _lookup_rows_kernel[(num_tokens, -(-num_columns // COLUMNS_PER_PROGRAM))](
-            ids_T, as_bits(table.codes), table.scales, as_bits(out_TK), num_columns, out_TK.stride(0),
-            TARGET=str(out_TK.dtype).removeprefix("torch."), IS_INT8=table.scheme.code_dtype == "int8",
-            BLOCK=COLUMNS_PER_PROGRAM, num_warps=4,
-        )  # fmt: skip
-    return out_TK
+    return _launch(ids_T, table, None, out_TK)
 
 
 lookup_codes = operation(reference=lookup_codes_reference, triton=lookup_codes_triton)
@@ -76,17 +66,22 @@ def lookup_share_reference(ids_T: Tensor, table: Tensor | QuantizedWeight, first
 
 
 def lookup_share_triton(ids_T: Tensor, table: Tensor | QuantizedWeight, first_row: int, out_TK: Tensor) -> Tensor:
-    """Launch one program for some columns of a token."""
+    return _launch(ids_T, table, first_row, out_TK)
+
+
+def _launch(ids_T: Tensor, table: Tensor | QuantizedWeight, first_row: int | None, out_TK: Tensor) -> Tensor:
+    """Launch one program for some columns of a token; with `first_row` the table is a rank's share."""
     _check(ids_T, table, out_TK)
     num_tokens, num_columns = out_TK.shape
     assert out_TK.stride(1) == 1, f"{out_TK.stride()=}: columns lie apart"
+    is_plain = isinstance(table, Tensor)
     codes, scales = (table, ids_T) if isinstance(table, Tensor) else (table.codes, table.scales)
     check_dense(codes)
     if num_tokens:
-        _lookup_share_kernel[(num_tokens, -(-num_columns // COLUMNS_PER_PROGRAM))](
-            ids_T, as_bits(codes), scales, as_bits(out_TK), first_row, table.shape[0], num_columns, out_TK.stride(0),
-            TARGET=str(out_TK.dtype).removeprefix("torch."), IS_PLAIN=isinstance(table, Tensor),
-            IS_INT8=not isinstance(table, Tensor) and table.scheme.code_dtype == "int8",
+        _lookup_kernel[(num_tokens, -(-num_columns // COLUMNS_PER_PROGRAM))](
+            ids_T, as_bits(codes), scales, as_bits(out_TK), first_row, None if first_row is None else table.shape[0],
+            num_columns, out_TK.stride(0),
+            TARGET=str(out_TK.dtype).removeprefix("torch."), IS_PLAIN=is_plain, IS_INT8=codes.dtype == torch.int8,
             BLOCK=COLUMNS_PER_PROGRAM, num_warps=4,
         )  # fmt: skip
     return out_TK
@@ -105,34 +100,28 @@ def _check(ids_T: Tensor, table: Tensor | QuantizedWeight, out_TK: Tensor) -> No
 
 
 @jit
-def _lookup_rows_kernel(
-    p_ids, p_codes, p_scales, p_y, num_columns, y_stride, TARGET: constexpr, IS_INT8: constexpr, BLOCK: constexpr
-):
-    i_token = tl.program_id(0).to(tl.int64)
-    i_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    m_column = i_column < num_columns
-    i_row = tl.load(p_ids + i_token).to(tl.int64)
-    b_code = tl.load(p_codes + i_row * num_columns + i_column, mask=m_column, other=0).to(tl.int32)
-    b_value = (b_code << 24 >> 24).to(tl.float32) if IS_INT8 else e4m3_value(b_code)
-    b_bits = narrowed_bits(b_value * tl.load(p_scales + i_row), TARGET)
-    tl.store(p_y + i_token * y_stride + i_column, b_bits, mask=m_column)
-
-
-@jit
-def _lookup_share_kernel(
+def _lookup_kernel(
     p_ids, p_codes, p_scales, p_y, first_row, num_rows, num_columns, y_stride,
     TARGET: constexpr, IS_PLAIN: constexpr, IS_INT8: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     i_token = tl.program_id(0).to(tl.int64)
     i_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_column = i_column < num_columns
-    i_row = tl.load(p_ids + i_token).to(tl.int64) - first_row
-    is_mine = (i_row >= 0) & (i_row < num_rows)
-    b_code = tl.load(p_codes + i_row * num_columns + i_column, mask=m_column & is_mine, other=0)
+    i_row = tl.load(p_ids + i_token).to(tl.int64)
+    is_mine = None
+    if first_row is not None:
+        i_row -= first_row
+        is_mine = (i_row >= 0) & (i_row < num_rows)
+        m_column = m_column & is_mine
+    b_code = tl.load(p_codes + i_row * num_columns + i_column, mask=m_column, other=0)
     if IS_PLAIN:
         b_bits = b_code
     else:
         b_code = b_code.to(tl.int32)
         b_value = (b_code << 24 >> 24).to(tl.float32) if IS_INT8 else e4m3_value(b_code)
-        b_bits = narrowed_bits(b_value * tl.load(p_scales + i_row, mask=is_mine, other=0.0), TARGET)
-    tl.store(p_y + i_token * y_stride + i_column, b_bits, mask=m_column)
+        if is_mine is None:
+            b_scale = tl.load(p_scales + i_row)
+        else:
+            b_scale = tl.load(p_scales + i_row, mask=is_mine, other=0.0)
+        b_bits = narrowed_bits(b_value * b_scale, TARGET)
+    tl.store(p_y + i_token * y_stride + i_column, b_bits, mask=i_column < num_columns)

@@ -2,15 +2,14 @@
 
 M rows, N outputs, K inputs, J blocks of K or N, P amax values
 
-kernels/gemm/small_batch.py describes prologue and epilogue, and launches these kernels for a single row.
+kernels/gemm/small_batch.py describes prologue and epilogue, and launches this kernel for a single row.
 """
 
 from typing import NamedTuple
 
-from holdfast.kernels.fp8 import loaded_numbers, quantized_numbers
+from holdfast.kernels.fp8 import LEAST_SCALE, loaded_numbers, quantized_numbers
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, release_then_wait, tl
-from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
 # ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
@@ -19,7 +18,6 @@ from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
 MAX_K_SPLITS = 8
 GATE_AMAX = kernel_constant(NUM_GATE_AMAX)
-LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 
 
 def row_form(num_rows: int) -> bool:
@@ -37,8 +35,17 @@ def num_k_splits(size_n: int, size_k: int, block_k: int) -> int:
 
 
 @jit
-def sum_partials(p_partial, partial_size, m_nm, NUM_SPLITS: constexpr):
-    """Finish split-K: add the partial sums of a block of outputs in order, as other programs stored them."""
+def arrive(p_partial, p_arrived, b_y, partial_size, m_nm):
+    """Split-K: store the partial sums of this split, and return how many programs of the block stored theirs before."""
+    tl.store(p_partial + tl.program_id(1) * partial_size, b_y, mask=m_nm)
+    tl.debug_barrier()
+    return tl.atomic_add(p_arrived + tl.program_id(0), 1, sem="acq_rel")
+
+
+@jit
+def sum_partials(p_partial, p_arrived, partial_size, m_nm, NUM_SPLITS: constexpr):
+    """Finish split-K in the last program: add the partial sums in order, as other programs stored them, and clear the count."""
+    tl.store(p_arrived + tl.program_id(0), 0)
     b_y = tl.load(p_partial, mask=m_nm, other=0.0, cache_modifier=".cg")
     for i in tl.static_range(1, NUM_SPLITS):
         b_y += tl.load(p_partial + i * partial_size, mask=m_nm, other=0.0, cache_modifier=".cg")
@@ -71,78 +78,6 @@ def residual_epilogue_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_
     return b_y, b_scaled
 
 
-def gemv_blocks(size_k: int, gated: bool) -> tuple[int, int, int]:
-    """Return outputs, inputs and warps of a block for a plain weight, as measured on an H200 (docs/log.md)."""
-    if size_k > 16384:
-        return 4, 512, 2
-    if size_k > 6144:
-        return 8, 512, 8
-    block_k = next((size for size in (1024, 512, 256, 128) if size_k % size == 0), 512)
-    return (GEMV_MIN_BLOCK_N if gated else 4) * 1024 // block_k, block_k, 4
-
-
-@jit
-def gemv_kernel(
-    p_x, p_weight, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_partials, p_arrived,
-    num_rows, size_n, size_k, num_squares, eps,
-    EVEN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, HAS_BIAS: constexpr, GATED: constexpr, RESIDUAL: constexpr,
-    DEFERRED_NORM: constexpr, BLOCK_J: constexpr, PDL: constexpr,
-):  # fmt: skip
-    i_n = tl.program_id(0)
-    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_k = tl.arange(0, BLOCK_K)
-    m_n = o_n < size_n
-    p_w = p_weight + o_n[:, None].to(tl.int64) * size_k + o_k[None, :]
-    up_offset = size_n.to(tl.int64) * size_k
-    b_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    b_up_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    # Load the first block of the weight before the wait: it is a constant.
-    m_k = o_k < size_k
-    m_w = m_n[:, None] & m_k[None, :]
-    b_first_w = tl.load(p_w, mask=m_w, other=0.0, eviction_policy="evict_first")
-    if GATED:
-        b_first_up = tl.load(p_w + up_offset, mask=m_w, other=0.0, eviction_policy="evict_first")
-    release_then_wait(PDL)
-    if DEFERRED_NORM:
-        o_j = tl.arange(0, BLOCK_J)
-        b_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)
-    b_x = tl.load(p_x + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_sum += b_first_w.to(tl.float32) * b_x[None, :]
-    if GATED:
-        b_up_sum += b_first_up.to(tl.float32) * b_x[None, :]
-    for k in range(BLOCK_K, size_k, BLOCK_K):
-        if EVEN:
-            b_x = tl.load(p_x + k + o_k).to(tl.float32)
-            b_w = tl.load(p_w + k, eviction_policy="evict_first").to(tl.float32)
-        else:
-            m_k = k + o_k < size_k
-            m_w = m_n[:, None] & m_k[None, :]
-            b_x = tl.load(p_x + k + o_k, mask=m_k, other=0.0).to(tl.float32)
-            b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        b_sum += b_w * b_x[None, :]
-        if GATED:
-            if EVEN:
-                b_up = tl.load(p_w + up_offset + k, eviction_policy="evict_first").to(tl.float32)
-            else:
-                b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            b_up_sum += b_up * b_x[None, :]
-    b_y = tl.sum(b_sum, axis=1)
-    b_up_y = tl.sum(b_up_sum, axis=1)
-    if DEFERRED_NORM:
-        scale = tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
-        b_y *= scale
-        b_up_y *= scale
-    if HAS_BIAS:
-        b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
-        if GATED:
-            b_up_y += tl.load(p_bias + size_n + o_n, mask=m_n, other=0.0).to(tl.float32)
-    if GATED:
-        b_y = b_y * tl.sigmoid(b_y) * b_up_y
-    if RESIDUAL:
-        b_y, _ = residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
-    tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)
-
-
 class GemvBlocks(NamedTuple):
     """Outputs of a program, inputs of a load, loads at a time, and warps."""
 
@@ -151,6 +86,16 @@ class GemvBlocks(NamedTuple):
     depth: int
     """Loads whose products are added in half precision before float32; 0: all sums are float32."""
     num_warps: int
+
+
+def plain_gemv_blocks(size_k: int, gated: bool) -> GemvBlocks:
+    """Return the blocks for a plain weight, as measured on an H200 (docs/log.md)."""
+    if size_k > 16384:
+        return GemvBlocks(4, 512, 0, 2)
+    if size_k > 6144:
+        return GemvBlocks(8, 512, 0, 8)
+    block_k = next((size for size in (1024, 512, 256, 128) if size_k % size == 0), 512)
+    return GemvBlocks((GEMV_MIN_BLOCK_N if gated else 4) * 1024 // block_k, block_k, 0, 4)
 
 
 def quantized_gemv_blocks(size_k: int, gated: bool, residual: bool, quantized: bool) -> GemvBlocks:
@@ -244,7 +189,7 @@ def _row_scale(p_amax, i_row, num_amax, BLOCK_P: constexpr):
 
 @jit
 def _single(b_codes, QUANTIZES_ROWS: constexpr, PLAIN: constexpr):
-    """Convert codes of a weight to float32."""
+    """Convert numbers or codes of a weight to float32."""
     if QUANTIZES_ROWS:
         b_w = loaded_numbers(b_codes, PLAIN).to(tl.float32)
     else:
@@ -253,19 +198,28 @@ def _single(b_codes, QUANTIZES_ROWS: constexpr, PLAIN: constexpr):
 
 
 @jit
-def quantized_gemv_kernel(
-    p_x, p_codes, p_scales, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_amax, p_new_amax, p_gate_amax,
-    p_partials, p_arrived,
-    num_rows, size_n, size_k, num_squares, num_amax, eps,
-    BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, HAS_BIAS: constexpr, GATED: constexpr,
-    RESIDUAL: constexpr, DEFERRED_NORM: constexpr, QUANTIZES_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr,
-    PLAIN: constexpr, PDL: constexpr,
+def _even_load(p, m, POLICY: constexpr, EVEN: constexpr):
+    """Load a block, under the mask unless all blocks are whole."""
+    if EVEN:
+        b = tl.load(p, eviction_policy=POLICY)
+    else:
+        b = tl.load(p, mask=m, other=0.0, eviction_policy=POLICY)
+    return b
+
+
+@jit
+def gemv_kernel(
+    p_x, p_weight, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_partials, p_arrived,
+    p_scales, p_amax, p_new_amax, p_gate_amax, num_rows, size_n, size_k, num_squares, num_amax, eps,
+    EVEN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, HAS_BIAS: constexpr, GATED: constexpr,
+    RESIDUAL: constexpr, DEFERRED_NORM: constexpr, IS_QUANTIZED: constexpr, QUANTIZES_ROWS: constexpr,
+    BLOCK_J: constexpr, BLOCK_P: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
     m_n = o_n < size_n
-    p_w = p_codes + o_n[:, None].to(tl.int64) * size_k + o_k[None, :]
+    p_w = p_weight + o_n[:, None].to(tl.int64) * size_k + o_k[None, :]
     up_offset = size_n.to(tl.int64) * size_k
     b_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     b_up_sum = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -273,7 +227,7 @@ def quantized_gemv_kernel(
     m_k = o_k < size_k
     m_w = m_n[:, None] & m_k[None, :]
     if DEPTH > 0:
-        p_w = p_codes + tl.minimum(o_n, size_n - 1)[:, None].to(tl.int64) * size_k + o_k[None, :]
+        p_w = p_weight + tl.minimum(o_n, size_n - 1)[:, None].to(tl.int64) * size_k + o_k[None, :]
         b_first_w = _load_deep(p_w, BLOCK_K, DEPTH)
         if GATED:
             b_first_up = _load_deep(p_w + up_offset, BLOCK_K, DEPTH)
@@ -281,11 +235,14 @@ def quantized_gemv_kernel(
         b_first_w = tl.load(p_w, mask=m_w, other=0.0, eviction_policy="evict_first")
         if GATED:
             b_first_up = tl.load(p_w + up_offset, mask=m_w, other=0.0, eviction_policy="evict_first")
-    b_scales = tl.load(p_scales + o_n, mask=m_n, other=0.0)
-    if GATED:
-        b_up_scales = tl.load(p_scales + size_n + o_n, mask=m_n, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    if IS_QUANTIZED:
+        b_scales = tl.load(p_scales + o_n, mask=m_n, other=0.0)
+        if GATED:
+            b_up_scales = tl.load(p_scales + size_n + o_n, mask=m_n, other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+    else:
+        release_then_wait(PDL)
     scale = 1.0
     factor = 1.0
     if QUANTIZES_ROWS:
@@ -294,7 +251,8 @@ def quantized_gemv_kernel(
     if DEFERRED_NORM:
         o_j = tl.arange(0, BLOCK_J)
         b_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)
-        scale *= tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
+        if IS_QUANTIZED:
+            scale *= tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
     if DEPTH > 0:
         scale *= 16.0
         b_sum += _deep_sums(b_first_w, p_x, factor, DEPTH, PLAIN)
@@ -317,22 +275,31 @@ def quantized_gemv_kernel(
         for k in range(BLOCK_K, size_k, BLOCK_K):
             m_k = k + o_k < size_k
             m_w = m_n[:, None] & m_k[None, :]
-            b_x = tl.load(p_x + k + o_k, mask=m_k, other=0.0).to(tl.float32)
-            b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
+            b_x = _even_load(p_x + k + o_k, m_k, "", EVEN).to(tl.float32)
+            b_w = _even_load(p_w + k, m_w, "evict_first", EVEN)
             if QUANTIZES_ROWS:
                 b_x = quantized_numbers(b_x * factor, PLAIN).to(tl.float32)
             b_sum += _single(b_w, QUANTIZES_ROWS, PLAIN) * b_x[None, :]
             if GATED:
-                b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
+                b_up = _even_load(p_w + up_offset + k, m_w, "evict_first", EVEN)
                 b_up_sum += _single(b_up, QUANTIZES_ROWS, PLAIN) * b_x[None, :]
-    if PDL:
+    if PDL and IS_QUANTIZED:
         # Not sooner: programs of the next kernel would take occupancy from this one.
         tl.extra.cuda.gdc_launch_dependents()
-    b_y = tl.sum(b_sum, axis=1) * b_scales * scale
+    b_y = tl.sum(b_sum, axis=1)
+    if IS_QUANTIZED:
+        b_y = b_y * b_scales * scale
+    else:
+        b_up_y = tl.sum(b_up_sum, axis=1)
+        if DEFERRED_NORM:
+            scale = tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
+            b_y *= scale
+            b_up_y *= scale
     if HAS_BIAS:
         b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
     if GATED:
-        b_up_y = tl.sum(b_up_sum, axis=1) * b_up_scales * scale
+        if IS_QUANTIZED:
+            b_up_y = tl.sum(b_up_sum, axis=1) * b_up_scales * scale
         if HAS_BIAS:
             b_up_y += tl.load(p_bias + size_n + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_y = b_y * tl.sigmoid(b_y) * b_up_y
@@ -342,5 +309,6 @@ def quantized_gemv_kernel(
             tl.atomic_max(p_gate_amax + i_n % GATE_AMAX, amax, sem="relaxed")
     if RESIDUAL:
         b_y, b_scaled = residual_epilogue_row(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, m_n)
-        tl.store(p_new_amax + i_n, tl.max(tl.where(m_n, tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0))
+        if IS_QUANTIZED:
+            tl.store(p_new_amax + i_n, tl.max(tl.where(m_n, tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0))
     tl.store(p_y + o_n, b_y.to(p_y.dtype.element_ty), mask=m_n)

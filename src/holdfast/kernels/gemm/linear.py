@@ -1,6 +1,6 @@
 """Linear layers: x @ w.T + bias for any number of rows and any weight, plain or quantized.
 
-T rows, K inputs, N outputs, B blocks of K
+T rows, K inputs, N outputs, B blocks of K, G groups
 
 On a GPU a plain weight goes to cuBLAS. e4m3 with scales by row goes to kernels/gemm/row_scaled_tiles.py up to 64 or 128
 rows, then to torch's scaled product (cuBLAS too). A single row by e4m3 in blocks is a GEMV that quantizes the row itself
@@ -8,8 +8,6 @@ rows, then to torch's scaled product (cuBLAS too). A single row by e4m3 in block
 CPU both go to C, whose order of summation is batch invariant. Small batches of the fused decode path use
 kernels/gemm/small_batch.py instead.
 """
-
-import ctypes
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +23,7 @@ from holdfast.kernels.gemm.quantize_activations import (
 from holdfast.kernels.gemm.quantized_tiles import tile_linear
 from holdfast.kernels.gemm.row_scaled_tiles import row_scaled_gate, row_scaled_linear, takes, takes_gate
 from holdfast.kernels.native_library import native_for
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import can_run, check_dense
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
@@ -113,9 +112,11 @@ def _widened(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_TN: Tenso
     return y_TN
 
 
-def quantized_view(quantized: QuantizedRows | None, weight: QuantizedWeight, num_rows: int) -> QuantizedRows | None:
-    """View the buffers for the codes of these rows; None if the scheme does not quantize activations."""
-    if not weight.scheme.quantizes_activations:
+def quantized_view(
+    quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
+) -> QuantizedRows | None:
+    """View the buffers for the codes of these rows; None if the weight takes rows unquantized."""
+    if isinstance(weight, Tensor) or not weight.scheme.quantizes_activations:
         return None
     assert quantized is not None, f"{weight.scheme.name} needs buffers for the codes of {num_rows} rows"
     size_k = weight.shape[-1]
@@ -231,15 +232,17 @@ def native_quantized_linear(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tenso
     library = native_for(x_TK, bias)
     if library is None:
         return native_quantized_linear_reference(x_TK, weight, bias, out_TN)
-    if out_TN.dtype is torch.float32 and out_TN.is_contiguous():
-        _multiply(library, x_TK, weight, bias, out_TN)
-        return out_TN
-    step = max(1, WIDE_RESULTS // max(1, weight.shape[0]))
-    for start in range(0, x_TK.shape[0], step):
-        some = slice(start, start + step)
-        y = x_TK.new_empty(out_TN[some].shape)
-        _multiply(library, x_TK[some], weight, bias, y)
-        out_TN[some] = y
+    scheme, (size_n, size_k) = weight.scheme, weight.shape
+    operands = weight.codes.data_ptr(), weight.scales.data_ptr(), 0 if bias is None else bias.data_ptr()
+    cut = KINDS[scheme.code_dtype], scheme.block_rows, scheme.block_columns or max(1, size_k)
+    is_direct = out_TN.dtype is torch.float32 and out_TN.is_contiguous()
+    step = len(x_TK) if is_direct else max(1, WIDE_RESULTS // max(1, size_n))
+    for start in range(0, len(x_TK), max(1, step)):
+        x, out = x_TK[start : start + step], out_TN[start : start + step]
+        y = out if is_direct else x.new_empty(out.shape)
+        library.holdfast_quantized_linear(x.data_ptr(), *operands, y.data_ptr(), len(x), size_n, size_k, *cut)
+        if not is_direct:
+            out.copy_(y)
     return out_TN
 
 
@@ -269,9 +272,27 @@ def _check(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_TN:
     check_dense(weight.codes, weight.scales)
 
 
-def _multiply(library: ctypes.CDLL, x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, y_TN: Tensor) -> None:
-    scheme, (size_n, size_k) = weight.scheme, weight.shape
-    bias = 0 if bias_N is None else bias_N.data_ptr()
-    pointers = x_TK.data_ptr(), weight.codes.data_ptr(), weight.scales.data_ptr(), bias, y_TN.data_ptr()
-    cut = KINDS[scheme.code_dtype], scheme.block_rows, scheme.block_columns or max(1, size_k)
-    library.holdfast_quantized_linear(*pointers, x_TK.shape[0], size_n, size_k, *cut)
+def batched_linear(x_TX: Tensor, weight_GNK: Tensor, out_TX: Tensor) -> Tensor:
+    """Like `grouped_linear`, as one batched cuBLAS product over strided views."""
+    if x_TX.shape[0]:
+        num_groups = weight_GNK.shape[0]
+        x_GTK, out_GTN = (rows_TX.unflatten(1, (num_groups, -1)).transpose(0, 1) for rows_TX in (x_TX, out_TX))
+        torch.bmm(x_GTK, weight_GNK.transpose(1, 2), out=out_GTN)
+    return out_TX
+
+
+def grouped_linear_reference(x_TX: Tensor, weight_GNK: Tensor, out_TX: Tensor) -> Tensor:
+    """Multiply each group of columns by its own weight: [T, G * K] by [G, N, K] to [T, G * N], into `out_TX`.
+
+    Group by group, so that it is batch invariant.
+    """
+    if x_TX.shape[0] == 0:
+        return out_TX
+    num_groups = weight_GNK.shape[0]
+    x_TGK, out_TGN = (rows_TX.unflatten(1, (num_groups, -1)) for rows_TX in (x_TX, out_TX))
+    for group, weight_NK in enumerate(weight_GNK):
+        out_TGN[:, group] = plain_linear(x_TGK[:, group].contiguous(), weight_NK, None)
+    return out_TX
+
+
+grouped_linear = operation(reference=grouped_linear_reference, triton=batched_linear)

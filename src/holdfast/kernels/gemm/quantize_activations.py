@@ -1,4 +1,4 @@
-"""Activations quantized to e4m3, with a scale a token or a block of its columns.
+"""Activations quantized to e4m3, with a scale a token or a block of its columns; also straight from an RMSNorm.
 
 T rows, K columns, B blocks of columns
 """
@@ -9,20 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, e4m3_quotients, float32_of, size_bits
+from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, e4m3_quotients, e4m3_scale, float32_of, size_bits
+from holdfast.kernels.norm import add_rms_norm, launch_rms_norm
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,
     jit,
-    kernel_constant,
     next_power_of_two,
     release_then_wait,
     tl,
 )
 from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN, LEAST_E4M3_SCALE
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
@@ -33,7 +33,6 @@ WHOLE_ROW = 16384
 """Columns that fit into registers; longer rows are read twice."""
 COLUMNS_PER_PROGRAM = 2048
 """Few enough to spread one row over a GPU."""
-LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 
 
 class TileScratch(NamedTuple):
@@ -131,6 +130,39 @@ def quantize_rows_by_amax(x_TK: Tensor, amax: RowAmaxBits, quantized: QuantizedR
     return quantized
 
 
+def add_rms_norm_coded_reference(
+    x_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    out_TD: Tensor,
+    quantized: QuantizedRows,
+    offset: float = 0.0,
+) -> Tensor:
+    """Call `add_rms_norm`, then `quantize_rows` of `out_TD` with a scale a row."""
+    quantize_rows(add_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset), quantized)
+    return out_TD
+
+
+def add_rms_norm_coded_triton(
+    x_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    out_TD: Tensor,
+    quantized: QuantizedRows,
+    offset: float = 0.0,
+) -> Tensor:
+    """Launch one program a row."""
+    assert quantized.codes_TK.shape == x_TD.shape, f"{quantized.codes_TK.shape=} {x_TD.shape=}"
+    assert quantized.scales_TB.shape == (len(x_TD), 1), f"{quantized.scales_TB.shape=}: a row has one scale"
+    assert quantized.codes_TK.stride(1) == 1, "the elements of a row must lie side by side"
+    return launch_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset, quantized[:2])
+
+
+add_rms_norm_coded = operation(reference=add_rms_norm_coded_reference, triton=add_rms_norm_coded_triton)
+
+
 def _check(x_TK: Tensor, quantized: QuantizedRows) -> None:
     num_rows, num_columns = x_TK.shape
     assert quantized.codes_TK.shape == x_TK.shape, f"{x_TK.shape=} {quantized.codes_TK.shape=}"
@@ -150,7 +182,7 @@ def _quantize_rows_kernel(
     if IS_ONE_SWEEP:
         b_x = float32_of(tl.load(p_row + o_x, mask=o_x < num_columns, other=0))
         b_amax = tl.max(size_bits(b_x), axis=0)
-        b_scale = scale_of(b_amax)
+        b_scale = e4m3_scale(b_amax)
         b_codes = e4m3_quotients(b_x, b_scale, PLAIN)
         tl.store(p_codes + i_row * code_stride + o_x, b_codes, mask=o_x < num_columns)
     else:
@@ -158,7 +190,7 @@ def _quantize_rows_kernel(
         for start in range(0, num_columns, BLOCK):
             b_x = float32_of(tl.load(p_row + start + o_x, mask=start + o_x < num_columns, other=0))
             b_column_amax = tl.maximum(b_column_amax, size_bits(b_x))
-        b_scale = scale_of(tl.max(b_column_amax, axis=0))
+        b_scale = e4m3_scale(tl.max(b_column_amax, axis=0))
         for start in range(0, num_columns, BLOCK):
             m_x = start + o_x < num_columns
             b_x = float32_of(tl.load(p_row + start + o_x, mask=m_x, other=0))
@@ -179,7 +211,7 @@ def _quantize_by_amax_kernel(
     release_then_wait(PDL)
     b_amax = tl.load(p_amax + i_row * num_amax + o_p, mask=o_p < num_amax, other=0)
     b_x = float32_of(tl.load(p_x + i_row * x_stride + o_x, mask=m_x, other=0))
-    b_scale = scale_of(tl.max(b_amax, axis=0))
+    b_scale = e4m3_scale(tl.max(b_amax, axis=0))
     b_codes = e4m3_quotients(b_x, b_scale, PLAIN)
     tl.store(p_codes + i_row * code_stride + o_x, b_codes, mask=m_x)
     if tl.program_id(1) == 0:
@@ -197,16 +229,8 @@ def _quantize_blocks_kernel(
     i_column = i_block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     m_x = i_column < num_columns
     b_x = float32_of(tl.load(p_x + i_row * x_stride + i_column, mask=m_x, other=0))
-    b_scale = scale_of(tl.max(size_bits(b_x), axis=1))
+    b_scale = e4m3_scale(tl.max(size_bits(b_x), axis=1))
     b_codes = e4m3_of(tl.div_rn(b_x, tl.broadcast_to(b_scale[:, None], b_x.shape)))
     tl.store(p_codes + i_row * code_stride + i_column, b_codes.to(tl.uint8), mask=m_x)
     p_scale = p_scales + i_row * scale_stride + i_block.to(tl.int64) * block_stride
     tl.store(p_scale, b_scale, mask=i_block * WIDTH < num_columns)
-
-
-@jit
-def scale_of(b_bits):
-    """Return the scale from the bits of the amax."""
-    b_amax = b_bits.to(tl.float32, bitcast=True)
-    b_scale = tl.maximum(tl.div_rn(b_amax, b_amax * 0 + 448.0), LEAST_SCALE)
-    return tl.where(b_bits < 0x7F800000, b_scale, float("nan"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.kernels.activation import activated_numbers
 from holdfast.kernels.fp8 import kernel_codes, loaded_numbers, size_bits
-from holdfast.kernels.gemm.gemv import sum_partials
+from holdfast.kernels.gemm.gemv import arrive, sum_partials
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, RowAmaxBits, TileScratch
 from holdfast.kernels.geometry import (
     ROW_SCALED_BLOCK_K,
@@ -139,14 +139,10 @@ def row_scaled_tile_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if NUM_SPLITS > 1:
         p_partial = p_partials + (o_m[None, :] * size_n + o_n[:, None])
-        partial_size = num_rows * size_n
-        tl.store(p_partial + i_split * partial_size, b_y, mask=m_nm)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(p_arrived + i_n, 1, sem="acq_rel")
+        arrived = arrive(p_partial, p_arrived, b_y, num_rows * size_n, m_nm)
         if arrived != NUM_SPLITS - 1:
             return
-        tl.store(p_arrived + i_n, 0)
-        b_y = sum_partials(p_partial, partial_size, m_nm, NUM_SPLITS)
+        b_y = sum_partials(p_partial, p_arrived, num_rows * size_n, m_nm, NUM_SPLITS)
     b_x_scales = tl.load(p_x_scales + o_m, mask=m_m, other=0.0)
     b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None] * b_x_scales[None, :]
     if HAS_BIAS:

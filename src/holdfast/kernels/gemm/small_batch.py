@@ -11,6 +11,10 @@ between two of them happens in the epilogue of the first and the prologue of the
                silu(gate) * up                             gated: the upper and the lower half of the weight's rows
                x += y;  x * next norm_weight;  squares     residual, with the next norm deferred
 
+A weight is plain, or has 8 bits and a scale a row. For e4m3 the prologue quantizes rows: their producer stored amax by
+block, which gives the scale. For int8 rows are not quantized. A deferred RMSNorm does not change a row's codes: 1 / rms is
+a factor of the whole row, like its scale.
+
 One row is a GEMV (kernels/gemm/gemv.py). More rows go through the tensor cores: the weight is the first operand and the
 rows are the second, so that sixteen rows fill an instruction. A weight with few outputs is split along K (split-K). The
 shape alone decides the number of splits, and the last program to finish adds the partial sums in order. So steps of 2 to
@@ -19,26 +23,42 @@ FUSED_DECODE_ROWS rows are batch invariant.
 
 from torch import Tensor
 
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowAmax, SmallBatchScratch
+from holdfast.kernels.fp8 import LEAST_SCALE, kernel_codes, loaded_numbers, quantized_numbers
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import (
-    gemv_blocks,
+    GATE_AMAX,
+    arrive,
     gemv_kernel,
     num_k_splits,
+    plain_gemv_blocks,
+    quantized_gemv_blocks,
     residual_epilogue_rows,
     row_form,
     sum_partials,
 )
-from holdfast.kernels.gemm.small_batch_quantized import launch_quantized
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, SMALL_BATCH_BLOCK_N
 from holdfast.kernels.operation import pdl_flags
-from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, release_then_wait, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    is_interpreted,
+    jit_counting,
+    next_power_of_two,
+    release_then_wait,
+    tl,
+)
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
-BLOCK_K = 128
+BLOCK_K, QUANTIZED_BLOCK_K = 128, 256
+"""Columns of a step, for a plain and for a quantized weight."""
+
+
+def takes_weight(weight: QuantizedWeight | Tensor) -> bool:
+    """Return True if these kernels take the quantized weight: 8-bit with a scale a row."""
+    return isinstance(weight, QuantizedWeight) and weight.scheme.block_columns == 0 and len(weight.shape) == 2
 
 
 def normed_linear(
@@ -71,18 +91,12 @@ def linear_add(
     a_MK: Tensor,
     weight: Tensor | QuantizedWeight,
     bias_N: Tensor | None,
-    x_MN: Tensor,
-    norm_weight_N: Tensor,
-    eps: float,
-    scaled_MN: Tensor,
-    scratch: SmallBatchScratch,
+    stream: ResidualStream,
     amax: RowAmax | None = None,
 ) -> NormedRows:
     """x += a @ weight.T + bias, with the next RMSNorm deferred; `amax` is that of `a`, if the weight quantizes rows."""
-    num_blocks = _launch(
-        a_MK, weight, bias_N, x_MN, scratch, norm_weight_N=norm_weight_N, scaled_MN=scaled_MN, amax=amax
-    )
-    return NormedRows(scaled_MN, num_blocks, eps)
+    num_blocks = _launch(a_MK, weight, bias_N, stream.x_MN, stream.scratch, stream=stream, amax=amax)
+    return NormedRows(stream.scaled_MN, num_blocks, stream.eps)
 
 
 def _launch(
@@ -93,40 +107,55 @@ def _launch(
     scratch: SmallBatchScratch,
     rows: NormedRows | None = None,
     gated: bool = False,
-    norm_weight_N: Tensor | None = None,
-    scaled_MN: Tensor | None = None,
+    stream: ResidualStream | None = None,
     amax: RowAmax | None = None,
 ) -> int:
-    """Launch the kernel for this many rows, and return its blocks of outputs; `amax` is for quantized weights only."""
+    """Launch the kernel for this many rows, and return its blocks of outputs.
+
+    `rows` is the deferred RMSNorm of x_MK; without it, `amax` is that of x_MK if the weight quantizes rows.
+    """
+    (num_rows, size_k), size_n = x_MK.shape, y_MN.shape[1]
+    residual, quantizes_rows, num_amax = stream is not None, False, None
+    codes, quantized = weight, (None,) * 4
     if isinstance(weight, QuantizedWeight):
-        return launch_quantized(x_MK, weight, bias_N, y_MN, scratch, rows, gated, norm_weight_N, scaled_MN, amax)
-    num_rows, size_k = x_MK.shape
-    size_n = y_MN.shape[1]
+        own, quantizes_rows = scratch.amax, weight.scheme.quantizes_activations
+        assert own is not None, "a quantized product needs amax"
+        amax = RowAmax(own.normed, rows.num_squares) if rows else amax
+        assert amax is not None or not quantizes_rows, "rows that become codes need amax"
+        values, num_amax = amax or RowAmax(own.normed, 1)
+        codes, quantized = kernel_codes(weight.codes), (weight.scales, values, own.normed, own.gated)
     num_squares, eps = (rows.num_squares, rows.eps) if rows else (1, 0.0)
     arguments = (
-        x_MK, weight, bias_N if bias_N is not None else weight, y_MN,
-        norm_weight_N if norm_weight_N is not None else weight, scaled_MN if scaled_MN is not None else y_MN,
-        scratch.squares, scratch.partials, scratch.arrived, num_rows, size_n, size_k,
+        x_MK, codes, y_MN if bias_N is None else bias_N, y_MN, y_MN if stream is None else stream.norm_weight_N,
+        y_MN if stream is None else stream.scaled_MN, scratch.squares, scratch.partials, scratch.arrived, *quantized,
+        num_rows, size_n, size_k,
     )  # fmt: skip
     flags = {
-        "HAS_BIAS": bias_N is not None, "GATED": gated, "RESIDUAL": norm_weight_N is not None,
-        "DEFERRED_NORM": rows is not None, "BLOCK_J": next_power_of_two(num_squares), **pdl_flags(x_MK),
+        "HAS_BIAS": bias_N is not None, "GATED": gated, "RESIDUAL": residual, "DEFERRED_NORM": rows is not None,
+        "IS_QUANTIZED": codes is not weight, "QUANTIZES_ROWS": quantizes_rows,
+        "BLOCK_J": next_power_of_two(num_squares), "BLOCK_P": next_power_of_two(num_amax or 1), "PLAIN": is_interpreted(),
+        **pdl_flags(x_MK),
     }  # fmt: skip
     if row_form(num_rows):
-        block_n, block_k, num_warps = gemv_blocks(size_k, gated)
+        if isinstance(weight, QuantizedWeight):
+            blocks = quantized_gemv_blocks(size_k, gated, residual, quantizes_rows)
+        else:
+            blocks = plain_gemv_blocks(size_k, gated)
+        block_n, block_k, depth, num_warps = blocks
         num_blocks = -(-size_n // block_n)
+        is_even = codes is weight and size_k % block_k == 0 and size_n % block_n == 0
         gemv_kernel[(num_blocks,)](
-            *arguments, num_squares, eps,
-            EVEN=size_k % block_k == 0 and size_n % block_n == 0, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps,
-            **flags,
+            *arguments, num_squares, num_amax, eps,
+            EVEN=is_even, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, num_warps=num_warps, **flags,
         )  # fmt: skip
         return num_blocks
-    splits = 1 if gated else num_k_splits(size_n, size_k, BLOCK_K)
+    block_k = BLOCK_K if codes is weight else QUANTIZED_BLOCK_K
+    splits = 1 if gated else num_k_splits(size_n, size_k, block_k)
     num_blocks = -(-size_n // SMALL_BATCH_BLOCK_N)
     _small_batch_kernel[(num_blocks, splits)](
-        *arguments, size_k // splits, num_squares, eps,
-        EVEN_K=size_k % BLOCK_K == 0, NUM_SPLITS=splits, BLOCK_M=FUSED_DECODE_ROWS, BLOCK_N=SMALL_BATCH_BLOCK_N,
-        BLOCK_K=BLOCK_K, NUM_STAGES=4 if gated else 5, num_warps=4, **flags,
+        *arguments, size_k // splits, num_squares, num_amax, eps,
+        EVEN_K=size_k % block_k == 0, NUM_SPLITS=splits, BLOCK_M=FUSED_DECODE_ROWS, BLOCK_N=SMALL_BATCH_BLOCK_N,
+        BLOCK_K=block_k, NUM_STAGES=5 if codes is weight and not gated else 4, num_warps=4, **flags,
     )  # fmt: skip
     return num_blocks
 
@@ -134,10 +163,11 @@ def _launch(
 @jit_counting("num_rows")
 def _small_batch_kernel(
     p_x, p_weight, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_partials, p_arrived,
-    num_rows, size_n, size_k, split_k, num_squares, eps,
+    p_scales, p_amax, p_new_amax, p_gate_amax, num_rows, size_n, size_k, split_k, num_squares, num_amax, eps,
     EVEN_K: constexpr, NUM_SPLITS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
     NUM_STAGES: constexpr, HAS_BIAS: constexpr, GATED: constexpr, RESIDUAL: constexpr, DEFERRED_NORM: constexpr,
-    BLOCK_J: constexpr, PDL: constexpr,
+    IS_QUANTIZED: constexpr, QUANTIZES_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr, PLAIN: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
     i_split = tl.program_id(1)
@@ -152,11 +182,26 @@ def _small_batch_kernel(
     p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + k_start + o_k[:, None]
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    release_then_wait(PDL)
+    if IS_QUANTIZED:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+    else:
+        release_then_wait(PDL)
+    b_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if QUANTIZES_ROWS:
+        o_p = tl.arange(0, BLOCK_P)
+        m_p = m_m[:, None] & (o_p < num_amax)[None, :]
+        b_row_amax = tl.load(p_amax + o_m[:, None] * num_amax + o_p[None, :], mask=m_p, other=0.0)
+        if b_row_amax.dtype == tl.int32:
+            b_row_amax = b_row_amax.to(tl.float32, bitcast=True)
+        b_scale = tl.maximum(tl.max(b_row_amax, axis=1) / 448.0, LEAST_SCALE)
+    b_factor = 1.0 / b_scale
     if DEFERRED_NORM:
         o_j = tl.arange(0, BLOCK_J)
         m_j = m_m[:, None] & (o_j < num_squares)[None, :]
         b_squares = tl.load(p_squares + o_m[:, None] * num_squares + o_j[None, :], mask=m_j, other=0.0)
+        if IS_QUANTIZED:
+            b_scale *= tl.rsqrt(tl.sum(b_squares, axis=1) / size_k + eps)
     for k in tl.range(0, split_k, BLOCK_K, num_stages=NUM_STAGES):
         m_w = m_n[:, None]
         m_x = m_m[None, :]
@@ -165,32 +210,51 @@ def _small_batch_kernel(
             m_x = m_x & (k + o_k < split_k)[:, None]
         b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
         b_x = tl.load(p_rows + k, mask=m_x, other=0.0)
-        b_y = tl.dot(b_w, b_x, b_y)
+        if QUANTIZES_ROWS:
+            b_x = quantized_numbers(b_x.to(tl.float32) * b_factor[None, :], PLAIN)
+            b_y = tl.dot(loaded_numbers(b_w, PLAIN), b_x, b_y, max_num_imprecise_acc=128)
+        else:
+            b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y)
         if GATED:
             b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
-            b_up_y = tl.dot(b_up, b_x, b_up_y)
+            if QUANTIZES_ROWS:
+                b_up_y = tl.dot(loaded_numbers(b_up, PLAIN), b_x, b_up_y, max_num_imprecise_acc=128)
+            else:
+                b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y)
+    if PDL and IS_QUANTIZED:
+        # Not sooner: programs of the next kernel would take occupancy from this one.
+        tl.extra.cuda.gdc_launch_dependents()
     m_nm = m_n[:, None] & m_m[None, :]
     if NUM_SPLITS > 1:
         p_partial = p_partials + (o_m[None, :] * size_n + o_n[:, None])
-        partial_size = num_rows * size_n
-        tl.store(p_partial + i_split * partial_size, b_y, mask=m_nm)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(p_arrived + i_n, 1, sem="acq_rel")
+        arrived = arrive(p_partial, p_arrived, b_y, num_rows * size_n, m_nm)
         if arrived != NUM_SPLITS - 1:
             return
-        tl.store(p_arrived + i_n, 0)
-        b_y = sum_partials(p_partial, partial_size, m_nm, NUM_SPLITS)
-    if DEFERRED_NORM:
+        b_y = sum_partials(p_partial, p_arrived, num_rows * size_n, m_nm, NUM_SPLITS)
+    if IS_QUANTIZED:
+        b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None] * b_scale[None, :]
+    elif DEFERRED_NORM:
         b_scale = tl.rsqrt(tl.sum(b_squares, axis=1) / size_k + eps)
         b_y *= b_scale[None, :]
         b_up_y *= b_scale[None, :]
     if HAS_BIAS:
         b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            b_up_y += tl.load(p_bias + size_n + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
     if GATED:
+        if IS_QUANTIZED:
+            b_up_y *= tl.load(p_scales + size_n + o_n, mask=m_n, other=0.0)[:, None] * b_scale[None, :]
+        if HAS_BIAS:
+            b_up_y += tl.load(p_bias + size_n + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
         b_y = b_y * tl.sigmoid(b_y) * b_up_y
+        if QUANTIZES_ROWS:
+            b_size = tl.abs(tl.where(m_n[:, None], b_y, 0.0).to(p_y.dtype.element_ty).to(tl.float32))
+            b_amax = tl.max(b_size, axis=0).to(tl.int32, bitcast=True)
+            tl.atomic_max(p_gate_amax + o_m * GATE_AMAX + i_n % GATE_AMAX, b_amax, mask=m_m, sem="relaxed")
     o_y = o_m[None, :].to(tl.int64) * size_n + o_n[:, None]
     if RESIDUAL:
-        b_y, _ = residual_epilogue_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m)
+        b_y, b_scaled = residual_epilogue_rows(
+            b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_n, o_m, o_y, m_n, m_m
+        )
+        if IS_QUANTIZED:
+            b_amax = tl.max(tl.where(m_n[:, None], tl.abs(b_scaled.to(tl.float32)), 0.0), axis=0)
+            tl.store(p_new_amax + o_m * tl.num_programs(0) + i_n, b_amax, mask=m_m)
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_nm)

@@ -10,6 +10,7 @@ Triton looks up the specialization at every launch over tensors. Loading launche
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from holdfast.kernels.fp8 import (
     EXPONENT_BITS,
+    LEAST_SCALE,
     as_bits,
     as_kernels_read,
     e2m1_of,
@@ -28,7 +30,7 @@ from holdfast.kernels.fp8 import (
     size_bits,
 )
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, kernel_constant, next_power_of_two, tl, triton
-from holdfast.quant.weight_quantize import E8M0_MOST, LEAST_E4M3_SCALE, LEAST_INT8_SCALE
+from holdfast.quant.weight_quantize import E8M0_MOST, LEAST_INT8_SCALE
 from holdfast.quant.weight_schemes import WeightScheme
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
@@ -61,6 +63,20 @@ UNSPECIALIZED = ("first_row", "num_rows", "p_scales", "p_amax", "p_nonfinite", "
 """Arguments that differ from call to call and do not help the compiler."""
 ALIGNMENT_BYTES = 16
 """The compiler specializes on addresses that are multiples of it."""
+
+
+UNSEEN = 2**31 - 1
+"""A finding before anything is found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The lowest faulty row of one move, counted from the move's first; UNSEEN for none. Both are [1] int32."""
+
+    nonfinite: Tensor
+    """A row with a NaN or an infinity, or one that became infinite in a narrower type."""
+    differing: Tensor
+    """A row that differs from the stored one when verifying."""
 
 
 class Tile(NamedTuple):
@@ -136,13 +152,11 @@ WIDE, MIDDLE, NARROW, TALL = Tile(1, 4096, 4), Tile(16, 256, 4), Tile(256, 16, 4
 """For dense rows by width, and for rows whose columns lie apart."""
 
 
-def place_plain_triton(
-    rows_RK: Tensor, out_RK: Tensor, first_row: int, nonfinite: Tensor, differing: Tensor, verify: bool
-) -> None:
+def place_plain_triton(rows_RK: Tensor, out_RK: Tensor, first_row: int, findings: Findings, verify: bool) -> None:
     """Like `place_plain`, for the kept columns."""
     launch = plain_launch(rows_RK.dtype, out_RK.dtype, rows_RK.shape[1], rows_RK.stride(), out_RK.stride(), verify)
     x_RK = as_bits(rows_RK) if rows_RK.dtype == out_RK.dtype else as_kernels_read(rows_RK)
-    launch.start(rows_RK.shape[0], x_RK, as_bits(out_RK), nonfinite, differing, first_row)
+    launch.start(rows_RK.shape[0], x_RK, as_bits(out_RK), findings.nonfinite, findings.differing, first_row)
 
 
 def plain_launch(
@@ -213,7 +227,6 @@ def _find_amax_kernel(p_x, p_amax, num_rows, num_columns, row_stride, column_str
     tl.atomic_max(p_amax, tl.max(tl.max(finite_bits(b_x), axis=1), axis=0), sem="relaxed")
 
 
-LEAST_E4M3 = kernel_constant(LEAST_E4M3_SCALE)
 LEAST_INT8 = kernel_constant(LEAST_INT8_SCALE)
 MOST_E8M0 = kernel_constant(E8M0_MOST)
 WHOLE_ROWS = (Tile(4, 1024, 4), Tile(2, 2048, 4), Tile(1, 4096, 4), Tile(1, 8192, 8), Tile(1, 16384, 16))
@@ -234,8 +247,7 @@ def place_quantized_triton(
     scales: Tensor,
     amax: Tensor | None,
     first_row: int,
-    nonfinite: Tensor,
-    differing: Tensor,
+    findings: Findings,
     verify: bool,
 ) -> None:
     """Like `place_quantized`; rows have all columns that their scales depend on, `kept` counts in these."""
@@ -245,7 +257,7 @@ def place_quantized_triton(
     planes = as_kernels_read(rows_RC), as_bits(codes), as_bits(scales)
     row_amax = () if scheme.block_columns else (None if amax is None else as_bits(amax),)
     launch = codes_launch(scheme, rows_RC.shape[1], kept, rows_RC.stride(), verify)
-    launch.start(rows_RC.shape[0], *planes, *row_amax, nonfinite, differing, first_row)
+    launch.start(rows_RC.shape[0], *planes, *row_amax, findings.nonfinite, findings.differing, first_row)
 
 
 def codes_launch(
@@ -381,7 +393,7 @@ def _by_power_kernel(
 def _scale_of(b_amax, IS_INT8: constexpr):
     """Return the scale that maps an amax to the largest code; never 0."""
     b_scale = tl.div_rn(b_amax, tl.full(b_amax.shape, 127.0 if IS_INT8 else 448.0, tl.float32))
-    return tl.maximum(b_scale, LEAST_INT8 if IS_INT8 else LEAST_E4M3)
+    return tl.maximum(b_scale, LEAST_INT8 if IS_INT8 else LEAST_SCALE)
 
 
 @jit

@@ -7,18 +7,15 @@ and codes follow quant/quantized_weight.py.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from holdfast.kernels.load.place_kernels import find_amax_triton, place_plain_triton, place_quantized_triton
+from holdfast.kernels.load.place_kernels import Findings, find_amax_triton, place_plain_triton, place_quantized_triton
 from holdfast.kernels.triton_compat import can_run
 from holdfast.quant.weight_quantize import E8M0_NAN, e8m0_values, encode, find_scales, largest_finite
 from holdfast.quant.weight_schemes import WeightScheme
 
-UNSEEN = 2**31 - 1
-"""A finding before anything is found."""
 PIECE_ELEMENTS = 2**20
 """Elements of one pass of the references, which need less than 32 MiB for them."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -27,16 +24,6 @@ E8M0 = torch.float8_e8m0fnu
 """Exponents of two that are copied; only 255 is not finite."""
 EXPONENTS = (torch.uint8, torch.float32)
 """Source and target types of scales stored as exponents of two."""
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """The lowest faulty row of one move, counted from the move's first; UNSEEN for none. Both are [1] int32."""
-
-    nonfinite: Tensor
-    """A row with a NaN or an infinity, or one that became infinite in a narrower type."""
-    differing: Tensor
-    """A row that differs from the stored one when verifying."""
 
 
 def place_plain(
@@ -51,10 +38,8 @@ def place_plain(
     kept_RK = rows_RC[:, columns[0] : columns[1]]
     assert kept_RK.shape == out_RK.shape, f"{rows_RC.shape=} {columns=} into {out_RK.shape=}"
     assert is_placeable(rows_RC.dtype, out_RK.dtype), f"{rows_RC.dtype=} into {out_RK.dtype=}"
-    if can_run(rows_RC):
-        place_plain_triton(kept_RK, out_RK, first_row, findings.nonfinite, findings.differing, verify)
-    else:
-        place_plain_reference(kept_RK, out_RK, first_row, findings, verify)
+    place = place_plain_triton if can_run(rows_RC) else place_plain_reference
+    place(kept_RK, out_RK, first_row, findings, verify)
 
 
 def place_quantized(
@@ -81,20 +66,15 @@ def place_quantized(
     assert (codes.shape, scales.shape) == shapes, f"{rows_RC.shape=} {columns=} {codes.shape=} {scales.shape=}"
     assert rows_RC.dtype in FLOATS, f"{rows_RC.dtype=} is not quantized"
     assert scheme.is_whole_tensor == (amax is not None), f"{scheme.name}: {amax=}"
-    if can_run(rows_RC):
-        findings_pair = findings.nonfinite, findings.differing
-        place_quantized_triton(seen_RC, kept, scheme, codes, scales, amax, first_row, *findings_pair, verify)
-    else:
-        place_quantized_reference(seen_RC, kept, scheme, codes, scales, amax, first_row, findings, verify)
+    place = place_quantized_triton if can_run(rows_RC) else place_quantized_reference
+    place(seen_RC, kept, scheme, codes, scales, amax, first_row, findings, verify)
 
 
 def find_amax(rows_RC: Tensor, amax: Tensor) -> None:
     """Raise `amax` [1] float32 to the largest finite magnitude of these rows."""
     assert rows_RC.dtype in FLOATS, f"{rows_RC.dtype=} has no amax"
-    if can_run(rows_RC):
-        find_amax_triton(rows_RC, amax)
-    else:
-        find_amax_reference(rows_RC, amax)
+    find = find_amax_triton if can_run(rows_RC) else find_amax_reference
+    find(rows_RC, amax)
 
 
 def place_plain_reference(rows_RK: Tensor, out_RK: Tensor, first_row: int, findings: Findings, verify: bool) -> None:

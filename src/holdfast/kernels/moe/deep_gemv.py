@@ -8,10 +8,11 @@ precision over these loads, then in float32, as in kernels/gemm/gemv.py.
 
 from torch import Tensor
 
-from holdfast.kernels.activation import GateForm, gated_numbers
+from holdfast.kernels.activation import gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers, quantized_numbers
 from holdfast.kernels.gemm.gemv import GemvBlocks, half_sums
 from holdfast.kernels.gemm.quantized_tiles import FP8_ROWS, INT8_ROWS, WeightOperands
+from holdfast.kernels.moe.routing import ExpertProduct
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -53,14 +54,13 @@ def gemv_blocks(size_k: int, gated: bool, element_bytes: int) -> GemvBlocks:
     return GemvBlocks(min(16, 1 << max(0, num_rows.bit_length() - 1)), block_k, depth, 4)
 
 
-def deep_gemv(
-    operands: WeightOperands, expert_ids_TS: Tensor, out_PN: Tensor, gated: bool, bias_EN: Tensor | None, form: GateForm
-) -> Tensor:
+def deep_gemv(product: ExpertProduct, operands: WeightOperands) -> Tensor:
     """Multiply each pair's row by its expert's weight, which `takes_deep_loads` accepts."""
+    _, _, order, out_PN, gated, _, bias_EN, form = product
     (num_pairs, size_n), (num_rows, size_k) = out_PN.shape, operands.tensors[0].shape
     blocks = gemv_blocks(size_k, gated, operands.tensors[2].element_size())
     _deep_gemv_kernel[(-(-size_n // blocks.block_n), num_pairs)](
-        *operands.tensors, out_PN if bias_EN is None else bias_EN, expert_ids_TS, out_PN, size_n, size_k,
+        *operands.tensors, out_PN if bias_EN is None else bias_EN, order.expert_ids_TS, out_PN, size_n, size_k,
         KIND=int(operands.kind), HAS_BIAS=bias_EN is not None, PAIRS_PER_ROW=num_pairs // num_rows,
         EVEN=size_k == blocks.block_k * blocks.depth, BLOCK_N=blocks.block_n, BLOCK_K=blocks.block_k,
         DEPTH=blocks.depth, PLAIN=is_interpreted(), num_warps=blocks.num_warps, **form.flags(gated),

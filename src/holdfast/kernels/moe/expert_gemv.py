@@ -5,9 +5,8 @@ T tokens, S experts of a token, P = T * S pairs, N outputs, K inputs
 
 from torch import Tensor
 
-from holdfast.kernels.activation import SILU_HALVES, GateForm, gated_numbers
+from holdfast.kernels.activation import GateForm, gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.quantized_tiles import (
     FP8_BLOCKS,
     FP8_ROWS,
@@ -18,10 +17,9 @@ from holdfast.kernels.gemm.quantized_tiles import (
     operands_of,
 )
 from holdfast.kernels.moe.deep_gemv import deep_gemv, takes_deep_loads, weight_rows
-from holdfast.kernels.moe.routing import ExpertOrder
+from holdfast.kernels.moe.routing import ExpertProduct
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, release_then_wait, tl
-from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
@@ -33,24 +31,16 @@ MXFP4_ELEMENTS, MXFP4_GROUPS = 8 * 64, (64, 32, 16)
 """Outputs times groups of 32 inputs of a program over 4-bit codes, and the choices of groups at a time."""
 
 
-def expert_gemv(
-    x_XK: Tensor,
-    weight: Tensor | QuantizedWeight,
-    order: ExpertOrder,
-    out_PN: Tensor,
-    gated: bool,
-    quantized: QuantizedRows | None,
-    bias_EN: Tensor | None = None,
-    form: GateForm = SILU_HALVES,
-) -> Tensor:
-    """Multiply each pair's row by its expert's weight; `quantized` are the rows of x as codes, if the scheme needs them."""
+def expert_gemv(product: ExpertProduct) -> Tensor:
+    """Multiply each pair's row by its expert's weight; `quantized` are the rows of x as codes."""
+    x_XK, weight, order, out_PN, gated, quantized, bias_EN, form = product
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
         return out_PN
     size_k = x_XK.shape[1]
     operands = operands_of(x_XK, weight, quantized)
     if takes_deep_loads(weight):
-        return deep_gemv(operands, order.expert_ids_TS, out_PN, gated, bias_EN, form)
+        return deep_gemv(product, operands)
     bias = out_PN if bias_EN is None else bias_EN
     arguments = (*operands.tensors, bias, order.expert_ids_TS, out_PN, size_n, size_k)
     flags = {"HAS_BIAS": bias_EN is not None, "PAIRS_PER_ROW": num_pairs // len(x_XK), "PLAIN": is_interpreted()}

@@ -9,56 +9,34 @@ an expert (kernels/moe/grouped_gemm.py). kernels/geometry.py chooses by the numb
 import torch
 from torch import Tensor
 
-from holdfast.kernels.activation import SILU_HALVES, GateForm, gate_up_product
+from holdfast.kernels.activation import gate_up_product
 from holdfast.kernels.gemm.linear import WIDENED_ELEMENTS, plain_linear, plain_linear_float32, quantized_view
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
 from holdfast.kernels.moe.expert_gemv import expert_gemv
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm
-from holdfast.kernels.moe.routing import PADDING, ExpertOrder
+from holdfast.kernels.moe.routing import PADDING, ExpertProduct
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import check_dense
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
 
-def expert_linear_triton(
-    x_XK: Tensor,
-    weight: Tensor | QuantizedWeight,
-    order: ExpertOrder,
-    out_PN: Tensor,
-    gated: bool,
-    quantized: QuantizedRows | None,
-    bias_EN: Tensor | None = None,
-    form: GateForm = SILU_HALVES,
-    is_coded: bool = False,
-) -> Tensor:
+def expert_linear_triton(product: ExpertProduct, is_coded: bool = False) -> Tensor:
     """Launch one GEMV a pair, or a grouped GEMM over sorted pairs."""
-    check_operands(x_XK, weight, order, out_PN, gated, quantized, bias_EN)
-    buffers = _buffers(quantized, weight, len(x_XK))
-    rows = buffers if buffers is None or is_coded else quantize_rows(x_XK, buffers)
-    launch = expert_gemv if order.block_rows == 1 else grouped_gemm
-    return launch(x_XK, weight, order, out_PN, gated, rows, bias_EN, form)
+    buffers = _checked_buffers(product)
+    rows = buffers if buffers is None or is_coded else quantize_rows(product.x_XK, buffers)
+    launch = expert_gemv if product.order.block_rows == 1 else grouped_gemm
+    return launch(product._replace(quantized=rows))
 
 
-def expert_linear_reference(
-    x_XK: Tensor,
-    weight: Tensor | QuantizedWeight,
-    order: ExpertOrder,
-    out_PN: Tensor,
-    gated: bool,
-    quantized: QuantizedRows | None,
-    bias_EN: Tensor | None = None,
-    form: GateForm = SILU_HALVES,
-    is_coded: bool = False,
-) -> Tensor:
+def expert_linear_reference(product: ExpertProduct, is_coded: bool = False) -> Tensor:
     """Multiply each pair's row by the weight [E, N, K] of its expert, plus its bias; if gated, apply the gate of `form`.
 
-    Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. `quantized` has buffers for all rows of x if the
-    scheme quantizes activations; if `is_coded`, they already hold the codes of x, whose values are ignored. On CPU a row's
-    result does not depend on other rows. Pairs of other ranks' experts (PADDING) are not written.
+    Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. If `is_coded`, the buffers for codes already hold
+    those of x, whose values are ignored. On CPU a row's result does not depend on other rows. Pairs of other ranks' experts
+    (PADDING) are not written.
     """
-    check_operands(x_XK, weight, order, out_PN, gated, quantized, bias_EN)
-    buffers = _buffers(quantized, weight, len(x_XK))
+    x_XK, weight, order, out_PN, gated, _, bias_EN, form = product
+    buffers = _checked_buffers(product)
     rows = buffers if buffers is None or is_coded else quantize_rows_reference(x_XK, buffers)
     pairs_per_row = order.num_pairs // max(1, len(x_XK))
     ids_P = order.expert_ids_TS.flatten()
@@ -83,35 +61,17 @@ def expert_linear_reference(
     return out_PN
 
 
-expert_linear = operation(reference=expert_linear_reference, triton=expert_linear_triton)
+expert_linear = operation(
+    reference=expert_linear_reference,
+    triton=expert_linear_triton,
+    place=lambda product, is_coded=False: product.x_XK,
+)
 
 
-def check_operands(
-    x_XK: Tensor,
-    weight: Tensor | QuantizedWeight,
-    order: ExpertOrder,
-    out_PN: Tensor,
-    gated: bool,
-    quantized: QuantizedRows | None,
-    bias_EN: Tensor | None,
-) -> None:
-    """Assert that shapes match and rows are dense."""
-    num_experts, size_n, size_k = weight.shape
-    num_pairs, width = order.num_pairs, size_n // 2 if gated else size_n
-    assert num_experts == order.num_experts, f"{weight.shape=}, and pairs of {order.num_experts} experts"
-    assert x_XK.shape[0] in (num_pairs, num_pairs // order.top_k), f"{x_XK.shape=} for {num_pairs} pairs"
-    assert x_XK.shape[1] == size_k, f"{x_XK.shape=} {weight.shape=}"
-    assert out_PN.shape == (num_pairs, width), f"{out_PN.shape=}, not {(num_pairs, width)}"
-    assert not gated or size_n % 2 == 0, f"{size_n} rows are no gates and ups"
-    assert bias_EN is None or bias_EN.shape == (num_experts, size_n), f"{bias_EN.shape=} beside {weight.shape=}"
-    tensors = (weight,) if isinstance(weight, Tensor) else (weight.codes, weight.scales)
-    rows = () if quantized is None else (quantized.codes_TK, quantized.scales_TB)
-    check_dense(x_XK, out_PN, *tensors, *rows, bias_EN)
-
-
-def _buffers(quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int) -> QuantizedRows | None:
-    """Return buffers for rows as codes; None if the weight takes them unquantized."""
-    return None if isinstance(weight, Tensor) else quantized_view(quantized, weight, num_rows)
+def _checked_buffers(product: ExpertProduct) -> QuantizedRows | None:
+    """Check the operands; return buffers for rows as codes, or None if the weight takes them unquantized."""
+    product.check()
+    return quantized_view(product.quantized, product.weight, len(product.x_XK))
 
 
 def _widened(x_RK: Tensor, weight: QuantizedWeight, expert: int) -> Tensor:

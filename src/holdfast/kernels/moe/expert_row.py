@@ -9,9 +9,9 @@ before the gate and up kernel ends (see kernels/moe/deep_gemv.py).
 import torch
 from torch import Tensor
 
-from holdfast.kernels.fp8 import kernel_codes
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
-from holdfast.kernels.gemm.gemv import LEAST_SCALE, GemvBlocks
+from holdfast.kernels.fp8 import LEAST_SCALE, kernel_codes
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, defer_rms_norm_reference
+from holdfast.kernels.gemm.gemv import GemvBlocks
 from holdfast.kernels.gemm.quantized_tiles import FP8_ROWS, INT8_ROWS, OperandKind
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N
 from holdfast.kernels.moe.deep_gemv import column_blocks, deep_load, deep_products
@@ -61,18 +61,14 @@ def down_row_add_reference(
     expert_ids_1S: Tensor,
     shares_1S: Tensor,
     bias_EN: Tensor | None,
-    x_1N: Tensor,
-    norm_weight_N: Tensor,
-    eps: float,
-    scaled_1N: Tensor,
-    scratch: SmallBatchScratch,
+    stream: ResidualStream,
 ) -> NormedRows:
     """x += the sum of share * (active @ down.T + bias) over the experts of a token, with the next RMSNorm deferred.
 
     The Triton kernel reads ids and shares before its wait. So the kernel before it must have waited for them itself before
     it triggers this one, as deep GEMVs do.
     """
-    rows_SK = active_SK.float()
+    rows_SK, x_1N = active_SK.float(), stream.x_MN
     if _kind(weight) == OperandKind.FP8_ROWS:
         scales_S1 = (rows_SK.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp_min(LEAST_E4M3_SCALE)
         codes_SK = (rows_SK * (1.0 / scales_S1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
@@ -84,7 +80,7 @@ def down_row_add_reference(
             y_1N += bias_EN[expert].float()
         total_1N += shares_1S[0, pair] * y_1N
     x_1N.copy_((x_1N.float() + total_1N.to(x_1N.dtype).float()).to(x_1N.dtype))
-    return defer_rms_norm_reference(x_1N, norm_weight_N, eps, scaled_1N, scratch)
+    return defer_rms_norm_reference(stream)
 
 
 def _numbers(weight: Tensor | QuantizedWeight, expert: int) -> Tensor:
@@ -101,13 +97,10 @@ def down_row_add_triton(
     expert_ids_1S: Tensor,
     shares_1S: Tensor,
     bias_EN: Tensor | None,
-    x_1N: Tensor,
-    norm_weight_N: Tensor,
-    eps: float,
-    scaled_1N: Tensor,
-    scratch: SmallBatchScratch,
+    stream: ResidualStream,
 ) -> NormedRows:
     """Launch one program for some outputs of all experts, summed in a fixed order."""
+    x_1N, norm_weight_N, eps, scaled_1N, scratch = stream
     (top_k, size_k), size_n = active_SK.shape, x_1N.shape[1]
     assert weight.shape[1:] == (size_n, size_k), f"{weight.shape=} {active_SK.shape=} {x_1N.shape=}"
     assert expert_ids_1S.shape == shares_1S.shape == (1, top_k), f"{expert_ids_1S.shape=} {shares_1S.shape=}"

@@ -3,10 +3,12 @@
 T tokens, S experts of a token, P = T * S pairs, H columns, J blocks of H
 """
 
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, defer_rms_norm_reference
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, release_then_wait, tl, wait_then_release
 
@@ -23,19 +25,23 @@ def row_form(num_rows: int) -> int:
     return SMALL_BATCH_COLUMNS if num_rows <= SMALL_BATCH_TOKENS else LARGE_BATCH_COLUMNS
 
 
-def sum_experts_reference(
-    routed_PH: Tensor,
-    shares_TS: Tensor,
-    shared_TH: Tensor | None,
-    shared_logit_T1: Tensor | None,
-    out_TH: Tensor,
-    local_ids_TS: Tensor | None = None,
-) -> Tensor:
+class ExpertOutputs(NamedTuple):
+    """What the experts of a layer give, before the sum."""
+
+    routed_PH: Tensor
+    shares_TS: Tensor
+    shared_TH: Tensor | None = None
+    """Output of the expert that every token takes."""
+    shared_logit_T1: Tensor | None = None
+    """The sigmoid of it is its share; None: 1."""
+
+
+def sum_experts_reference(outputs: ExpertOutputs, out_TH: Tensor, local_ids_TS: Tensor | None = None) -> Tensor:
     """out = the sum of share * routed, expert by expert in float32, plus sigmoid(logit) * shared if these are given.
 
     If `local_ids_TS` (of `local_ids`) is given, the rows of other ranks' experts are ignored.
     """
-    _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
+    routed_PH, shares_TS, shared_TH, shared_logit_T1 = _checked(outputs, out_TH)
     num_rows, top_k = shares_TS.shape
     routed_TSH = routed_PH.view(num_rows, top_k, out_TH.shape[1])
 
@@ -57,9 +63,8 @@ def _sigmoid(x_T1: Tensor) -> Tensor:
     return F.pad(x_T1, (0, 1)).softmax(dim=1)[:, :1]
 
 
-def _check(
-    routed_PH: Tensor, shares_TS: Tensor, shared_TH: Tensor | None, shared_logit_T1: Tensor | None, out_TH: Tensor
-) -> None:
+def _checked(outputs: ExpertOutputs, out_TH: Tensor) -> ExpertOutputs:
+    routed_PH, shares_TS, shared_TH, shared_logit_T1 = outputs
     num_rows, top_k = shares_TS.shape
     assert out_TH.shape[0] == num_rows, f"{out_TH.shape=} for {num_rows} tokens"
     assert routed_PH.shape == (num_rows * top_k, out_TH.shape[1]), (
@@ -68,19 +73,13 @@ def _check(
     assert shared_TH is None or shared_TH.shape == out_TH.shape, f"{shared_TH.shape=} {out_TH.shape=}"
     assert shared_logit_T1 is None or shared_TH is not None, "a gate without a shared expert"
     assert shared_logit_T1 is None or shared_logit_T1.shape == (num_rows, 1), f"{shared_logit_T1.shape=}"
-    check_dense(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
+    check_dense(*outputs, out_TH)
+    return outputs
 
 
-def sum_experts_triton(
-    routed_PH: Tensor,
-    shares_TS: Tensor,
-    shared_TH: Tensor | None,
-    shared_logit_T1: Tensor | None,
-    out_TH: Tensor,
-    local_ids_TS: Tensor | None = None,
-) -> Tensor:
+def sum_experts_triton(outputs: ExpertOutputs, out_TH: Tensor, local_ids_TS: Tensor | None = None) -> Tensor:
     """Launch one program for some columns of a token."""
-    _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
+    routed_PH, shares_TS, shared_TH, shared_logit_T1 = _checked(outputs, out_TH)
     (num_rows, top_k), size = shares_TS.shape, out_TH.shape[1]
     if not out_TH.numel():
         return out_TH
@@ -144,35 +143,15 @@ def _given(p_pair, p_shares, p_ids, i_pair, m_h, HAS_IDS: constexpr):
     return b_y
 
 
-def add_experts_reference(
-    routed_PH: Tensor,
-    shares_TS: Tensor,
-    shared_TH: Tensor | None,
-    shared_logit_T1: Tensor | None,
-    x_TH: Tensor,
-    norm_weight_H: Tensor,
-    eps: float,
-    scaled_TH: Tensor,
-    scratch: SmallBatchScratch,
-) -> NormedRows:
+def add_experts_reference(outputs: ExpertOutputs, stream: ResidualStream) -> NormedRows:
     """x += the sum of `sum_experts`, in the type of x, with the next RMSNorm deferred."""
-    sum_experts_reference(routed_PH, shares_TS, shared_TH, shared_logit_T1, scaled_TH)
-    return defer_rms_norm_reference(x_TH, norm_weight_H, eps, scaled_TH, scratch, scaled_TH.clone())
+    return defer_rms_norm_reference(stream, sum_experts_reference(outputs, stream.scaled_MN).clone())
 
 
-def add_experts_triton(
-    routed_PH: Tensor,
-    shares_TS: Tensor,
-    shared_TH: Tensor | None,
-    shared_logit_T1: Tensor | None,
-    x_TH: Tensor,
-    norm_weight_H: Tensor,
-    eps: float,
-    scaled_TH: Tensor,
-    scratch: SmallBatchScratch,
-) -> NormedRows:
+def add_experts_triton(outputs: ExpertOutputs, stream: ResidualStream) -> NormedRows:
     """Launch one program for some columns of a token; each stores a sum of squares."""
-    _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, x_TH)
+    x_TH, norm_weight_H, eps, scaled_TH, scratch = stream
+    routed_PH, shares_TS, shared_TH, shared_logit_T1 = _checked(outputs, x_TH)
     (num_rows, top_k), size = shares_TS.shape, x_TH.shape[1]
     num_blocks = -(-size // SMALL_BATCH_COLUMNS)
     _add_kernel[(num_rows, num_blocks)](
@@ -185,7 +164,9 @@ def add_experts_triton(
     return NormedRows(scaled_TH, num_blocks, eps)
 
 
-add_experts = operation(reference=add_experts_reference, triton=add_experts_triton)
+add_experts = operation(
+    reference=add_experts_reference, triton=add_experts_triton, place=lambda outputs, stream: stream.x_MN
+)
 
 
 @jit

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.activation import SILU_HALVES, GateForm, gated_numbers
+from holdfast.kernels.activation import gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.quantized_tiles import (
     FP8_BLOCKS,
     FP8_ROWS,
@@ -26,10 +25,9 @@ from holdfast.kernels.gemm.quantized_tiles import (
     operands_of,
 )
 from holdfast.kernels.moe.deep_gemv import weight_rows
-from holdfast.kernels.moe.routing import ExpertOrder
+from holdfast.kernels.moe.routing import ExpertProduct
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
-from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
@@ -76,17 +74,9 @@ def tile_for(block_rows: int, gated: bool, kind: OperandKind, element_bytes: int
     return Tile(128 if is_plain or not gated else 64, block_k, 4, 8)
 
 
-def grouped_gemm(
-    x_XK: Tensor,
-    weight: Tensor | QuantizedWeight,
-    order: ExpertOrder,
-    out_PN: Tensor,
-    gated: bool,
-    quantized: QuantizedRows | None,
-    bias_EN: Tensor | None = None,
-    form: GateForm = SILU_HALVES,
-) -> Tensor:
-    """Multiply each block's rows by its expert's weight; `quantized` are the rows of x as codes, if the scheme needs them."""
+def grouped_gemm(product: ExpertProduct) -> Tensor:
+    """Multiply each block's rows by its expert's weight; `quantized` are the rows of x as codes."""
+    x_XK, weight, order, out_PN, gated, quantized, bias_EN, form = product
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
         return out_PN

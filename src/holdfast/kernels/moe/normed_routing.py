@@ -10,9 +10,8 @@ experts' weights are e4m3 with scales by row, else in the model's type.
 import torch
 from torch import Tensor
 
-from holdfast.kernels.fp8 import e4m3_code, kernel_codes, quantized_numbers
+from holdfast.kernels.fp8 import LEAST_SCALE, e4m3_code, kernel_codes, quantized_numbers
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
-from holdfast.kernels.gemm.gemv import LEAST_SCALE
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.small_batch import normed_linear
 from holdfast.kernels.moe.routing import Routing, choose_experts, route_tokens_reference

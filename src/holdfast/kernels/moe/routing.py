@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.kernels.activation import SILU_HALVES, GateForm
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.geometry import (
     CUT_PAIRS,
     LARGE_BATCH_PAIRS,
@@ -34,6 +36,7 @@ from holdfast.kernels.triton_compat import (
     release_then_wait,
     tl,
 )
+from holdfast.quant.quantized_weight import QuantizedWeight
 
 # ruff: noqa: ANN001, ANN201, ANN202 pointers of kernels have no types
 
@@ -408,6 +411,37 @@ class ExpertOrder:
     @property
     def top_k(self) -> int:
         return self.expert_ids_TS.shape[1]
+
+
+class ExpertProduct(NamedTuple):
+    """Each pair's row by the weight of its expert, with a gate and a bias or without."""
+
+    x_XK: Tensor
+    """A row for each token [T, K] or pair [P, K]."""
+    weight: Tensor | QuantizedWeight
+    """[E, N, K], or [E, 2 N, K] if gated."""
+    order: ExpertOrder
+    out_PN: Tensor
+    gated: bool
+    quantized: QuantizedRows | None = None
+    """Buffers for all rows of x as codes, or these codes, if the scheme needs them."""
+    bias_EN: Tensor | None = None
+    form: GateForm = SILU_HALVES
+
+    def check(self) -> None:
+        """Assert that shapes match and rows are dense."""
+        x_XK, weight, order, out_PN, gated, quantized, bias_EN, _ = self
+        num_experts, size_n, size_k = weight.shape
+        num_pairs, width = order.num_pairs, size_n // 2 if gated else size_n
+        assert num_experts == order.num_experts, f"{weight.shape=}, and pairs of {order.num_experts} experts"
+        assert x_XK.shape[0] in (num_pairs, num_pairs // order.top_k), f"{x_XK.shape=} for {num_pairs} pairs"
+        assert x_XK.shape[1] == size_k, f"{x_XK.shape=} {weight.shape=}"
+        assert out_PN.shape == (num_pairs, width), f"{out_PN.shape=}, not {(num_pairs, width)}"
+        assert not gated or size_n % 2 == 0, f"{size_n} rows are no gates and ups"
+        assert bias_EN is None or bias_EN.shape == (num_experts, size_n), f"{bias_EN.shape=} beside {weight.shape=}"
+        tensors = (weight,) if isinstance(weight, Tensor) else (weight.codes, weight.scales)
+        rows = () if quantized is None else (quantized.codes_TK, quantized.scales_TB)
+        check_dense(x_XK, out_PN, *tensors, *rows, bias_EN)
 
 
 def local_ids_reference(ids_TS: Tensor, first_expert: int, num_local: int, out_TS: Tensor) -> Tensor:

@@ -15,12 +15,18 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.fp8 import as_bits, as_kernels_read
-from holdfast.kernels.load.place_kernels import Pointer, RowLaunch, amax_launch, codes_launch, plain_launch
+from holdfast.kernels.load.place_kernels import (
+    UNSEEN,
+    Findings,
+    Pointer,
+    RowLaunch,
+    amax_launch,
+    codes_launch,
+    plain_launch,
+)
 from holdfast.kernels.load.place_rows import (
     E8M0,
     FLOATS,
-    UNSEEN,
-    Findings,
     find_amax,
     is_placeable,
     place_plain,
@@ -31,7 +37,7 @@ from holdfast.kernels.triton_compat import can_run, is_interpreted
 from holdfast.loading.execution.ring import Piece
 from holdfast.loading.planning.moves import Move
 from holdfast.quant.formats import DTYPE_BYTES
-from holdfast.quant.weight_schemes import SCALE_SUFFIX, WeightScheme
+from holdfast.quant.weight_schemes import SCALE_SUFFIX
 
 FINDING_BYTES = AMAX_BYTES = 4
 
@@ -174,15 +180,9 @@ def chunk_views(chunk: torch.Tensor, moves: Sequence[Move]) -> ChunkViews:
 class _Route(NamedTuple):
     """Destination of the pieces of one move, computed once, so that a piece costs a few views and a kernel."""
 
-    dtype: str
-    element_bytes: int
+    move: Move
     num_columns: int
     kept: tuple[int, int]
-    is_transposed: bool
-    first_row: int
-    row_start: int
-    repeats: int
-    scheme: WeightScheme | None
     target: torch.Tensor
     scales: torch.Tensor | None
     findings: Findings
@@ -224,7 +224,7 @@ class Placer:
             self._route, self._route_index = self._find_route(piece.move), piece.move
         route = self._route
         assert route is not None, f"no way for {piece}"
-        rows_RC = _rows_of(piece, route, views[route.dtype])
+        rows_RC = _rows_of(piece, route, views[route.move.tensor_dtype])
         if route.target.dtype == E8M0:
             rows_RC = rows_RC.view(E8M0)
         if piece.finds_amax:
@@ -232,11 +232,12 @@ class Placer:
             find_amax(rows_RC, route.amax)
         if not piece.places:
             return
-        row = piece.row - route.first_row
+        part = route.move.part
+        row = piece.row - part.row_range[0]
         if route.scales is not None:
             _quantize(rows_RC, route, row)
-        elif route.repeats == 1:
-            out_RK = route.target.narrow(0, route.row_start + row, piece.num_rows)
+        elif part.repeats == 1:
+            out_RK = route.target.narrow(0, part.row_start + row, piece.num_rows)
             place_plain(rows_RC, route.kept, out_RK, row, route.findings, route.verify)
         else:
             _repeat(rows_RC, route, row)
@@ -254,19 +255,13 @@ class Placer:
 
     def _find_route(self, index: int) -> _Route:
         move = self._jobs[index]
-        scheme, part = move.scheme, move.part
+        scheme = move.scheme
         target, scales = self._planes.get(move.target) or self._find_planes(move)
         findings = self._flat_findings
         return _Route(
-            dtype=move.tensor_dtype,
-            element_bytes=DTYPE_BYTES[move.tensor_dtype],
+            move=move,
             num_columns=move.num_read_columns,
             kept=move.kept_columns,
-            is_transposed=part.is_transposed,
-            first_row=part.row_range[0],
-            row_start=part.row_start,
-            repeats=part.repeats,
-            scheme=scheme,
             target=target,
             scales=scales,
             findings=Findings(findings.narrow(0, 2 * index, 1), findings.narrow(0, 2 * index + 1, 1)),
@@ -291,15 +286,17 @@ class Placer:
 def _rows_of(piece: Piece, route: _Route, chunk: torch.Tensor) -> torch.Tensor:
     """Return the rows of a piece, transposed if they are stored so."""
     shape = (piece.num_rows, route.num_columns)
-    strides = (1, piece.num_rows) if route.is_transposed else (route.num_columns, 1)
-    return chunk.as_strided(shape, strides, chunk.storage_offset() + piece.offset // route.element_bytes)
+    strides = (1, piece.num_rows) if route.move.part.is_transposed else (route.num_columns, 1)
+    return chunk.as_strided(
+        shape, strides, chunk.storage_offset() + piece.offset // DTYPE_BYTES[route.move.tensor_dtype]
+    )
 
 
 def _quantize(rows_RC: torch.Tensor, route: _Route, row: int) -> None:
-    scheme, scales = route.scheme, route.scales
+    scheme, scales = route.move.scheme, route.scales
     assert scheme is not None, f"{route} is not quantized"
     assert scales is not None, f"{route} has no scales"
-    place, num_rows = route.row_start + row, rows_RC.shape[0]
+    place, num_rows = route.move.part.row_start + row, rows_RC.shape[0]
     codes = route.target.narrow(0, place, num_rows)
     block_rows = scheme.block_rows
     scales = scales.narrow(0, place // block_rows, -(-num_rows // block_rows))
@@ -308,7 +305,8 @@ def _quantize(rows_RC: torch.Tensor, route: _Route, row: int) -> None:
 
 def _repeat(rows_RC: torch.Tensor, route: _Route, row: int) -> None:
     """Place every row several times: stored scales, which are few."""
+    start, repeats = route.move.part.row_start, route.move.part.repeats
     for index in range(rows_RC.shape[0]):
-        same_RC = rows_RC.narrow(0, index, 1).expand(route.repeats, -1)
-        out_RK = route.target.narrow(0, route.row_start + (row + index) * route.repeats, route.repeats)
+        same_RC = rows_RC.narrow(0, index, 1).expand(repeats, -1)
+        out_RK = route.target.narrow(0, start + (row + index) * repeats, repeats)
         place_plain(same_RC, route.kept, out_RK, row + index, route.findings, route.verify)

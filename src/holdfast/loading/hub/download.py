@@ -7,6 +7,7 @@ downloads and skips files that an earlier download has finished.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -327,10 +329,8 @@ def _bounded(request: Callable[[], Answer], seconds: float) -> Answer:
 
 
 def _file(sibling: RepoSibling) -> HubFile:
-    lfs = getattr(sibling, "lfs", None)
-    sha256 = getattr(lfs, "sha256", None) or (lfs.get("sha256") if isinstance(lfs, dict) else None)
-    blob = sha256 or getattr(sibling, "blob_id", None) or ""
-    return HubFile(sibling.rfilename, getattr(sibling, "size", None) or 0, blob)
+    blob = sibling.blob_id if sibling.lfs is None else sibling.lfs.sha256
+    return HubFile(sibling.rfilename, sibling.size or 0, blob or "")
 
 
 def _partial_files(storage: Path) -> list[Path]:
@@ -378,21 +378,9 @@ def _refuse_gguf_architecture(name: HubName, gguf: object, files: Collection[str
         raise refuse_architecture(arch, name.text)
 
 
-_CODES_BY_KIND = {
-    "GatedRepoError": "hub.gated",
-    "RepositoryNotFoundError": "hub.not_found",
-    "RevisionNotFoundError": "hub.no_revision",
-    "FileMetadataError": "hub.not_the_hub",
-    "EntryNotFoundError": "hub.no_file",
-}
-"""Classes of the client's errors; the first that an error or its causes have decides."""
-_CODES_BY_STATUS = {401: "hub.not_found", 403: "hub.forbidden", 429: "hub.too_many_requests"}
-_CODES_BY_WORD = {
-    "Timeout": "hub.timeout",
-    **dict.fromkeys(("Connect", "Proxy", "SSL", "Network"), "hub.unreachable"),
-    **dict.fromkeys(("Protocol", "ReadError"), "hub.broken_connection"),
-}
-"""Parts of the names of network errors."""
+_CODES = json.loads(resources.files("holdfast").joinpath("data", "hub_errors.json").read_text(encoding="utf-8"))
+"""By classes of the client's errors, the first that an error or its causes have decides; then by HTTP status; then by parts of
+the names of network errors."""
 
 
 def hub_error(name: HubName, error: BaseException) -> ModelError:
@@ -405,11 +393,11 @@ def hub_error(name: HubName, error: BaseException) -> ModelError:
         kinds.discard("EntryNotFoundError")
     statuses = (getattr(getattr(one, "response", None), "status_code", None) for one in chain)
     status = next((status for status in statuses if isinstance(status, int)), None)
-    code = next((code for kind, code in _CODES_BY_KIND.items() if kind in kinds), None)
+    code = next((code for kind, code in _CODES["classes"].items() if kind in kinds), None)
     if code is None and status is not None:
-        code = _CODES_BY_STATUS.get(status, "hub.http_error")
+        code = _CODES["statuses"].get(str(status), "hub.http_error")
     if code is None:
-        words = (code for word, code in _CODES_BY_WORD.items() if any(word in kind for kind in kinds))
+        words = (code for word, code in _CODES["words"].items() if any(word in kind for kind in kinds))
         code = next(words, "hub.failed")
     endpoint = os.environ.get("HF_ENDPOINT") or SITE
     reason = " ".join(str(error).split())[:200] or type(error).__name__

@@ -565,7 +565,7 @@ def matches(pattern: str, module: str) -> bool:
     """Match a module: names as consecutive components, expressions from the beginning of a name."""
     if not _is_expression(pattern):
         return f".{pattern}." in f".{module}."
-    return any(_follows(pieces, module, is_whole) for pieces, is_whole in _ways(pattern) or ())
+    return any(way.match(module) for way in _ways(pattern) or ())
 
 
 def is_followed(pattern: str) -> bool:
@@ -579,8 +579,8 @@ def _is_expression(pattern: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _ways(pattern: str) -> tuple[tuple[tuple[str, ...], bool], ...] | None:
-    """Return every way to match: names with anything between them, and whether the last one ends it; None: unknown."""
+def _ways(pattern: str) -> tuple[re.Pattern[str], ...] | None:
+    """Return an expression for every way to match: names with anything between them; None: unknown."""
     whole, ways = [pattern.removeprefix(REGEX_PREFIX)], []
     while whole:
         text = whole.pop()
@@ -590,33 +590,19 @@ def _ways(pattern: str) -> tuple[tuple[tuple[str, ...], bool], ...] | None:
             before, after = (text[: group.start()], text[group.end() :]) if group else ("", "")
             whole += [before + option + after for option in options]
         else:
-            ways.append(_pieces(text))
+            ways.append(_way(text))
         if len(whole) + len(ways) > MAX_WAYS or None in ways:
             return None
     return tuple(way for way in ways if way is not None)
 
 
-def _pieces(text: str) -> tuple[tuple[str, ...], bool] | None:
+def _way(text: str) -> re.Pattern[str] | None:
     text = text.removeprefix("^")
-    is_whole = text.endswith("$")
     pieces = _ANYTHING.split(text.removesuffix("$"))
     if not all(map(_NAME.fullmatch, pieces)):
         return None
-    return tuple(piece.replace("\\.", ".") for piece in pieces), is_whole
-
-
-def _follows(pieces: tuple[str, ...], module: str, is_whole: bool) -> bool:
-    """Return True if the module begins with the first piece and has the others after it, the last at its end if `is_whole`."""
-    first, *others = pieces
-    if not module.startswith(first):
-        return False
-    place = len(first)
-    for piece in others[:-1]:
-        found = module.find(piece, place)
-        if found < 0:
-            return False
-        place = found + len(piece)
-    if not others:
-        return not is_whole or place == len(module)
-    last = others[-1]
-    return module.find(last, place) >= 0 if not is_whole else module.endswith(last) and len(module) - len(last) >= place
+    first, *others = (re.escape(piece.replace("\\.", ".")) for piece in pieces)
+    # Atomic groups keep what they found first, so a match takes linear time.
+    middle = "".join(f"(?>.*?{name})" for name in others[:-1])
+    last = f".*{others[-1]}" if others else ""
+    return re.compile(f"{first}{middle}{last}" + (r"\Z" if text.endswith("$") else ""), re.DOTALL)

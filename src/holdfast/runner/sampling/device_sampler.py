@@ -21,13 +21,11 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.geometry import NUM_FIELDS, LogitRow
-from holdfast.kernels.sampling.argmax import LogitScratch, argmax
-from holdfast.kernels.sampling.edit_logits import copy_rows
+from holdfast.kernels.sampling.argmax import LogitScratch, argmax, argmax_share
+from holdfast.kernels.sampling.edit_logits import copy_rows, mask_logits
 from holdfast.kernels.sampling.last_tokens import keep_tokens, resolve_tokens
 from holdfast.kernels.sampling.logprobs import logprob_rows
-from holdfast.kernels.sampling.mask_logits import mask_logits
 from holdfast.kernels.sampling.sample import sample_tokens
-from holdfast.kernels.sampling.share_argmax import argmax_share
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.kernels.sampling.mask_logits import mask_logits
+from holdfast.kernels.sampling.edit_logits import mask_logits
 from holdfast.planning.terms import MAX_NARROW_TOP_K, NUM_BUCKETS, mask_words, rows_per_block
 from holdfast.request.sequence import NO_TOKEN, Sequence, TokenLogprobs
 from holdfast.runner.sampling.batch import Choice, Choosing, RowParameters, SamplingBatch, SequenceSample

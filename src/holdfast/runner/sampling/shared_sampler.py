@@ -20,7 +20,7 @@ import torch
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeNeeds, choice_specs
 from holdfast.distributed.mesh import Mesh
-from holdfast.kernels.sampling.share_argmax import first_largest
+from holdfast.kernels.sampling.argmax import first_largest
 from holdfast.memory.ledger import Ledger
 from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
