@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from gpu_records import make_record, options, print_table, write_record
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, SequenceRows
 from holdfast.attention.declarations import StepBounds
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
@@ -92,7 +92,7 @@ class Rig:
         plan = backend.plan(self.batch, captured=captured)
 
         def attend(layer: int) -> torch.Tensor:
-            return backend.attend(self.q_THD, layer, plan, self.scratch, self.out_TX, False)
+            return backend.attend(self.q_THD, LayerStep(layer, plan, self.scratch), self.out_TX, False)
 
         return [lambda layer=layer: attend(layer) for layer in range(len(self.specs))]
 

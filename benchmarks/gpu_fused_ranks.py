@@ -194,7 +194,7 @@ def measure(
 
         step()
         logits[name] = logits[0].clone()
-        stream = model._acquire(model._requests(num_rows).stream)["x"] if name != "plain" else logits[0]
+        stream = model.acquire(model.requests(num_rows).stream)["x"] if name != "plain" else logits[0]
         own["digests"][name] = hashlib.sha256(stream.float().cpu().numpy().tobytes()).hexdigest()[:12]
         replays[name] = capture(step, arguments.device)
         leave(facts, arguments.result)

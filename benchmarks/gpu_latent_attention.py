@@ -16,7 +16,7 @@ import torch
 from gpu_attention import READ_BYTES_PER_SECOND, ROTATED_BYTES, seconds_per_call
 from gpu_records import Budget, make_record, options, print_table, write_record
 
-from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, SequenceRows
 from holdfast.attention.declarations import AttentionSpec, StepBounds
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
@@ -116,7 +116,7 @@ class Rig:
         out_TX = torch.empty(len(self.q_TND), self.specs[0].num_heads * self.shape.value_dim).to(self.q_TND)
         return [
             lambda layer=layer: self.backend.attend(
-                self.q_TND, self.kv_b_NXL, layer, plan, self.scratch, out_TX, wanted_only=False
+                self.q_TND, self.kv_b_NXL, LayerStep(layer, plan, self.scratch), out_TX, wanted_only=False
             )
             for layer in range(len(self.specs))
         ]

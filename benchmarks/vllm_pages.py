@@ -12,7 +12,7 @@ precision is not even rounded here, and counts as two bytes an element.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend, Batch, EagerStep
+from holdfast.attention.backend import AttentionBackend, Batch, EagerStep, LayerStep
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
 from holdfast.cache.storage import PageStorage
 from holdfast.families.backends import BackendInputs, build_backend
@@ -172,13 +172,11 @@ class VllmPages(GroupedBackend):
     def attend(
         self,
         q_THD: torch.Tensor,
-        layer: int,
-        plan: Any,  # noqa: ANN401 the backend's own type
-        scratch: Mapping[str, torch.Tensor],
+        step: LayerStep,
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
-        return self._inner.attend(q_THD, layer, plan, scratch, out_TX, wanted_only)
+        return self._inner.attend(q_THD, step, out_TX, wanted_only)
 
 
 class MakeVllmPages(NamedTuple):

@@ -250,9 +250,9 @@ def test_every_tensor_is_found_once_by_its_shortest_path() -> None:
         ("backend._lists[None].tensor", "attention"),
         ("buffers.page_table.table.tensor", "inputs"),
         ("sampler.argmax_S", "sampling"),
-        ("model._layers[0].attention._rotary.cos_TP", "rope"),
+        ("model.layers[0].attention._rotary.cos_TP", "rope"),
         ("model._rope.rows.frequency_SP", "rope"),
-        ("model._layers[0].attention.qkv.weight_NK", "weights"),
+        ("model.layers[0].attention.qkv.weight_NK", "weights"),
         ("_invented", "other"),
     ],
 )

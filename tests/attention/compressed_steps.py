@@ -6,7 +6,7 @@ import torch
 
 from attention.latent_steps import poisoned
 from attention.steps import BEYOND
-from holdfast.attention.backend import Batch, LogitRows, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, LogitRows, SequenceRows
 from holdfast.attention.declarations import StepBounds
 from holdfast.cache.compressed import compressed_cache, list_states
 from holdfast.cache.spec import CacheSpec
@@ -186,12 +186,10 @@ class Step:
                 tensor[self.num_rows :] = torch.nan
             own = self.scratch() if scratch is None else scratch
             if spec.is_overlapped:
-                backend.select(index_q_TID, weights_TI, layer, plan, own)  # pyright: ignore[reportArgumentType]
+                backend.select(index_q_TID, weights_TI, LayerStep(layer, plan, own))
             out_TX = torch.full((num_rows, shape.num_heads * shape.head_dim), torch.nan, device=device).to(shape.dtype)
             wanted_only = self.batch.logits is not None
-            outs.append(
-                backend.attend(q_TND, sinks_N, rotary, layer, plan, own, out_TX, wanted_only)  # pyright: ignore[reportArgumentType]
-            )
+            outs.append(backend.attend(q_TND, sinks_N, rotary, LayerStep(layer, plan, own), out_TX, wanted_only))
         return outs
 
     def scratch(self) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from attention.steps import BEYOND
-from holdfast.attention.backend import Batch, LogitRows, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, LogitRows, SequenceRows
 from holdfast.attention.declarations import AttentionSpec, StepBounds
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
@@ -148,9 +148,10 @@ class Step:
         chosen = self._index(backend, self.batch, rotary)
         scratch = self.scratch() if scratch is None else scratch
         if chosen is not None and isinstance(backend, TorchSparseLatentAttention | TritonSparseLatentAttention):
-            backend.select(*chosen, LAYER, plan, scratch)
+            backend.select(*chosen, LayerStep(LAYER, plan, scratch))
         out_TX = torch.full((num_rows, heads * shape.value_dim), torch.nan, dtype=dtype, device=device)
-        return backend.attend(q_TND, kv_b_NXL, LAYER, plan, scratch, out_TX, self.batch.logits is not None)
+        step = LayerStep(LAYER, plan, scratch)
+        return backend.attend(q_TND, kv_b_NXL, step, out_TX, self.batch.logits is not None)
 
     def _index(
         self, backend: TorchLatentAttention | TritonLatentAttention, batch: Batch, rotary: Rotary

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from holdfast.attention.backend import Batch, LogitRows, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, LogitRows, SequenceRows
 from holdfast.attention.declarations import AttentionSpec, StepBounds
 from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.cache.storage import PageStorage
@@ -274,7 +274,8 @@ def run_layer(
     q = qkv.new_full((batch.num_rows, num_heads, head_dim), float("nan"))
     out = qkv.new_full((batch.num_rows, num_heads * head_dim), float("nan"))
     backend.write(qkv, batch, head_norm, rotary and rotary.at(batch.positions_T), layer, q)
-    return backend.attend(q, layer, plan or backend.plan(batch), scratch_for(geometry), out, wanted_only)
+    step = LayerStep(layer, plan or backend.plan(batch), scratch_for(geometry))
+    return backend.attend(q, step, out, wanted_only)
 
 
 def scratch_for(geometry: Geometry) -> dict[str, torch.Tensor]:

@@ -144,7 +144,7 @@ HALF_QUANTIZED = replace(
 
 @pytest.fixture
 def compiler(monkeypatch):
-    monkeypatch.setattr(grouped, "_has_native", lambda: True)
+    monkeypatch.setattr(grouped, "has_native", lambda: True)
 
 
 def test_names_are_unique():
@@ -258,7 +258,7 @@ def test_format_without_backend_is_declined_by_all(compiler, device_kind):
 
 
 def test_without_a_compiler_plain_torch_takes_over(monkeypatch):
-    monkeypatch.setattr(grouped, "_has_native", lambda: False)
+    monkeypatch.setattr(grouped, "has_native", lambda: False)
     spec = layer("float32", device_kind="cpu")
     assert NATIVE.unsupported(spec) == "it needs a C compiler"
     assert choose_declaration([spec]).name == "torch_paged"
@@ -278,7 +278,7 @@ def test_a_plan_without_torch_looks_for_a_compiler(tmp_path, environment, expect
     compiler = tmp_path / "clang"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
-    code = "import sys; from holdfast.families.grouped.declarations import _has_native; print(_has_native(), 'torch' in sys.modules)"
+    code = "import sys; from holdfast.families.grouped.declarations import has_native; print(has_native(), 'torch' in sys.modules)"
     kept = {name: value for name, value in os.environ.items() if name not in ("CC", "HOLDFAST_NATIVE")}
     kept |= {name: value.format(bin=tmp_path) for name, value in environment.items()}
     ran = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True)

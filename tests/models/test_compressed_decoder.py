@@ -46,7 +46,7 @@ def test_a_layer_has_the_weights_of_its_number():
     model = tiny_compressed(FLASH)[1]
     decoder, weights = make_rig(model).decoder, model.weights
     assert isinstance(decoder, CompressedDecoder)
-    layer = decoder._layers[1]
+    layer = decoder.layers[1]
     attention, entries = layer.attention, layer.attention.entries
     assert entries is not None
     assert entries.chooser is not None
@@ -68,8 +68,8 @@ def test_a_layer_has_the_weights_of_its_number():
     assert isinstance(o_a, torch.Tensor)
     assert attention.out.a_GNK.data_ptr() == o_a.data_ptr(), "no second copy"
     assert attention.out.a_GNK.shape == (2, 12, 64)
-    assert decoder._layers[0].attention.entries is None
-    third = decoder._layers[2].attention.entries
+    assert decoder.layers[0].attention.entries is None
+    third = decoder.layers[2].attention.entries
     assert third is not None
     assert third.chooser is None
 

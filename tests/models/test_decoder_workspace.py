@@ -257,7 +257,7 @@ def test_counters_of_middle_batches_begin_at_zero():
     workspace = Workspace(plan, CPU, Ledger())
     for lane in workspace.lanes.values():
         lane.fill_(0xFF)
-    scratch = StepWorkspace(spec, workspace, "float32", recipe)._tile_scratch
+    scratch = StepWorkspace(spec, workspace, "float32", recipe).tile_scratch
     assert scratch is not None
     assert len(scratch.arrived) > 0
     assert not scratch.arrived.any()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from holdfast.attention.backend import LayerStep
 from holdfast.errors import ModelFormatError
 from holdfast.families.sparse import layer as latent_attention
 from holdfast.families.sparse import torch_backend as torch_sparse
@@ -231,12 +232,12 @@ def choice_of_the_first_layer(model: LoadedModel, monkeypatch: pytest.MonkeyPatc
     """In all layers, as some families share theirs."""
     select, kept = TorchSparseLatentAttention.select, {}
 
-    def select_once(own: Any, q: Any, weights: Any, layer: int, plan: Any, scratch: Any) -> None:
-        if layer == 0:
-            select(own, q, weights, layer, plan, scratch)
-            kept["selected"] = scratch["selected"].clone()
+    def select_once(own: Any, q: Any, weights: Any, step: LayerStep) -> None:
+        if step.layer == 0:
+            select(own, q, weights, step)
+            kept["selected"] = step.scratch["selected"].clone()
         else:
-            scratch["selected"].copy_(kept["selected"])
+            step.scratch["selected"].copy_(kept["selected"])
 
     monkeypatch.setattr(TorchSparseLatentAttention, "select", select_once)
     return model
@@ -245,8 +246,8 @@ def choice_of_the_first_layer(model: LoadedModel, monkeypatch: pytest.MonkeyPatc
 def keys_of_another_layer(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     select = TorchSparseLatentAttention.select
 
-    def select_before(own: Any, q: Any, weights: Any, layer: int, plan: Any, scratch: Any) -> None:
-        select(own, q, weights, max(0, layer - 1), plan, scratch)
+    def select_before(own: Any, q: Any, weights: Any, step: LayerStep) -> None:
+        select(own, q, weights, step._replace(layer=max(0, step.layer - 1)))
 
     monkeypatch.setattr(TorchSparseLatentAttention, "select", select_before)
     return model

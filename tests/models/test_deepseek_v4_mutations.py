@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.cache.compressed import ENTRIES, INDEX
+from holdfast.distributed.mesh import ALONE
 from holdfast.families.compressed import torch_backend as torch_compressed
 from holdfast.families.compressed.torch_backend import TorchCompressedAttention
 from holdfast.kernels.latent import compress
 from holdfast.layers import hyper_connections as stream_layers
 from holdfast.models import decoder_layer
+from holdfast.models.compressed_declaration import CompressedDeclaration
+from holdfast.models.declared_model import declare_decoder
 from holdfast.models.spec import CompressedSpec, IndexSpec
 from models.tiny_compressed import alone, make_compressed_drive, tiny_compressed
 from models.tiny_latents import TOLERANCE, make_request, moved
@@ -237,17 +239,18 @@ def test_a_prefix_that_had_lost_a_part_would_show(lost):
     answer = alone(FLASH, 70, 3)
     drive = make_compressed_drive(tiny_compressed(FLASH)[1], max_rows=70)
     drive.run([Request(list(answer.prompt), 1)])
-    rig, spec = drive.rig, tiny_compressed(FLASH)[1].spec
+    rig = drive.rig
     for place, layer in enumerate(rig.storage.spec.layers):
         for plane in layer.planes:
             part = "index" if plane.name == "index" else layer.name
             if part == lost:
                 rig.storage.plane(place, plane.name).zero_()
     if lost == "state":
-        for layer in range(spec.num_layers):
-            for name in (ENTRIES, INDEX):
-                if (name, layer) in rig.states._states:
-                    rig.states.state(layer, name).fill_(float("nan"))
+        declaration = declare_decoder(rig.model.spec, "tiny").declaration
+        assert isinstance(declaration, CompressedDeclaration)
+        for kind in declaration.states(ALONE):
+            for layer in kind.layers:
+                rig.states.state(layer, kind.name).fill_(float("nan"))
     request = Request(list(answer.prompt), 3)
     drive.run([request])
     assert request.sequence is not None

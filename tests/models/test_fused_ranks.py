@@ -57,7 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The path is taken as on a GPU in bfloat16, whatever device and type it is for; rank and rows of each step that took it."""
-    takes, seen, run = activations.takes_fused_decode, [], LayerStack._fused_logits
+    takes, seen, run = activations.takes_fused_decode, [], LayerStack.fused_logits
 
     def noted(self: Any, batch: Any, *others: Any) -> torch.Tensor:
         seen.append((0 if self._exchange is None else self._exchange.rank, batch.num_rows))
@@ -67,7 +67,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         monkeypatch.setattr(
             module, "takes_fused_decode", lambda spec, _, __, recipe: takes(spec, "bfloat16", "cuda", recipe)
         )
-    monkeypatch.setattr(LayerStack, "_fused_logits", noted)
+    monkeypatch.setattr(LayerStack, "fused_logits", noted)
     return seen
 
 
@@ -140,7 +140,7 @@ def decode(built: Built, num_rows: int, fused: bool) -> tuple[torch.Tensor, torc
             found_TV = model.logits(found_TV) if built.mesh.is_last_stage else found_TV
         if number:
             logits.append(found_TV.clone())
-            streams.append(model._acquire(model._requests(batch.num_rows).stream)["x"].clone())
+            streams.append(model.acquire(model.requests(batch.num_rows).stream)["x"].clone())
         if built.exchange is not None:
             built.exchange.end_step()
     return torch.stack(logits), torch.stack(streams)

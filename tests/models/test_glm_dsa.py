@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.attention.backend import LayerStep
 from holdfast.attention.declarations import SELECTED
 from holdfast.cache.spec import CacheSpec
 from holdfast.config import Limits
@@ -175,7 +176,7 @@ def test_a_checkpoint_is_loaded_as_it_lies(tmp_path):
 
 def test_a_layer_that_takes_a_choice_keeps_no_index():
     rig = make_drive(tiny(GLM5)[1], 9).rig
-    kinds = [type(layer.attention) for layer in rig.decoder._layers]
+    kinds = [type(layer.attention) for layer in rig.decoder.layers]
     full, shared = SparseLatentAttentionLayer, LatentAttentionLayer
     assert kinds == [full, full, shared, shared, full]
     cache: CacheSpec = rig.storage.spec
@@ -190,9 +191,10 @@ def test_a_choice_stays_where_it_is_until_the_next(monkeypatch):
     drive, seen = make_drive(tiny(GLM5)[1], 9), []
     attend = TorchSparseLatentAttention.attend
 
-    def watched(own: Any, q: Any, kv_b: Any, layer: int, plan: Any, scratch: Any, *rest: Any) -> torch.Tensor:
-        seen.append((layer, scratch[SELECTED].data_ptr(), scratch[SELECTED].clone()))
-        return attend(own, q, kv_b, layer, plan, scratch, *rest)
+    def watched(own: Any, q: Any, kv_b: Any, step: LayerStep, *rest: Any) -> torch.Tensor:
+        selected = step.scratch[SELECTED]
+        seen.append((step.layer, selected.data_ptr(), selected.clone()))
+        return attend(own, q, kv_b, step, *rest)
 
     monkeypatch.setattr(TorchSparseLatentAttention, "attend", watched)
     drive.run([make_request(22, 3)])
@@ -241,11 +243,11 @@ def choice_of(layers: dict[int, int | None]) -> Mutation:
     def mutate(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
         attend, kept = TorchSparseLatentAttention.attend, {}
 
-        def attend_other(own: Any, q: Any, kv_b: Any, layer: int, plan: Any, scratch: Any, *rest: Any) -> torch.Tensor:
-            kept[layer] = scratch[SELECTED].clone()
-            if layer in layers:
-                scratch = {**scratch, SELECTED: kept[layers[layer]]}
-            return attend(own, q, kv_b, layer, plan, scratch, *rest)
+        def attend_other(own: Any, q: Any, kv_b: Any, step: LayerStep, *rest: Any) -> torch.Tensor:
+            kept[step.layer] = step.scratch[SELECTED].clone()
+            if step.layer in layers:
+                step = step._replace(scratch={**step.scratch, SELECTED: kept[layers[step.layer]]})
+            return attend(own, q, kv_b, step, *rest)
 
         monkeypatch.setattr(TorchSparseLatentAttention, "attend", attend_other)
         return model
@@ -264,11 +266,11 @@ def chosen_anew(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedMo
 def all_tokens(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     attend = TorchSparseLatentAttention.attend
 
-    def attend_all(own: Any, q: Any, kv_b: Any, layer: int, *rest: Any) -> torch.Tensor:
-        top_k = own._top_k
-        own._top_k = 90 if layer in (2, 3) else top_k
-        found = attend(own, q, kv_b, layer, *rest)
-        own._top_k = top_k
+    def attend_all(own: Any, q: Any, kv_b: Any, step: LayerStep, *rest: Any) -> torch.Tensor:
+        top_k = own.top_k
+        own.top_k = 90 if step.layer in (2, 3) else top_k
+        found = attend(own, q, kv_b, step, *rest)
+        own.top_k = top_k
         return found
 
     monkeypatch.setattr(TorchSparseLatentAttention, "attend", attend_all)
@@ -277,17 +279,17 @@ def all_tokens(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedMod
 
 def over_lost_tensors(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     """What is left of a layer's tensors may be anything; a position that is none becomes the first."""
-    feed, attend = LayerStack._feed_forward, TorchSparseLatentAttention.attend
+    feed, attend = LayerStack.feed_forward, TorchSparseLatentAttention.attend
 
     def feed_and_lose(own: Any, *rest: Any) -> None:
         feed(own, *rest)
         own.workspace.lanes[LAYERS].fill_(0xFF)
 
-    def within(own: Any, q: Any, kv_b: Any, layer: int, plan: Any, scratch: Any, *rest: Any) -> torch.Tensor:
-        scratch[SELECTED].masked_fill_(scratch[SELECTED] < 0, 0)
-        return attend(own, q, kv_b, layer, plan, scratch, *rest)
+    def within(own: Any, q: Any, kv_b: Any, step: LayerStep, *rest: Any) -> torch.Tensor:
+        step.scratch[SELECTED].masked_fill_(step.scratch[SELECTED] < 0, 0)
+        return attend(own, q, kv_b, step, *rest)
 
-    monkeypatch.setattr(LayerStack, "_feed_forward", feed_and_lose)
+    monkeypatch.setattr(LayerStack, "feed_forward", feed_and_lose)
     monkeypatch.setattr(TorchSparseLatentAttention, "attend", within)
     return model
 

@@ -38,7 +38,7 @@ def test_a_layer_has_the_weights_of_its_number(case):
     model = tiny(case)[1]
     rig = Rig(model, "torch_latent", LIMITS, 25)
     assert isinstance(rig.decoder, LayerStack)
-    layer = rig.decoder._layers[1]
+    layer = rig.decoder.layers[1]
     attention, weights = layer.attention, model.weights
     assert isinstance(attention, LatentAttentionLayer)
     q_name = "q" if model.spec.latent.q_rank is None else "q_b"
@@ -52,7 +52,7 @@ def test_a_layer_has_the_weights_of_its_number(case):
     assert attention.kv_b_NXL.shape == (5, 32, 32)
     assert isinstance(layer.attn_norm, RMSNorm)
     assert isinstance(layer.mlp, ExpertLayer)
-    first = rig.decoder._layers[0].mlp
+    first = rig.decoder.layers[0].mlp
     assert isinstance(first, GatedMLP if model.spec.experts.dense_layers else ExpertLayer)
 
 
@@ -60,7 +60,7 @@ def test_a_layer_has_the_index_of_its_number():
     model = tiny(SPARSE)[1]
     rig = Rig(model, "torch_sparse", LIMITS, 25)
     assert isinstance(rig.decoder, LayerStack)
-    attention, weights = rig.decoder._layers[2].attention, model.weights
+    attention, weights = rig.decoder.layers[2].attention, model.weights
     assert isinstance(attention, SparseLatentAttentionLayer)
     index = attention.index
     assert index.q.weight_NK is weights["layers.2.index_q.weight"]

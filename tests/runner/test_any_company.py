@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attention.work_lists import ListCase
-from holdfast.attention.backend import Batch
+from holdfast.attention.backend import Batch, LayerStep
 from holdfast.attention.tile_scheduler import StepRows, TileScheduler
 from holdfast.config import Limits
 from holdfast.kernels.gemm import linear
@@ -87,9 +87,9 @@ def play_gpu(rig: Rig, batch_invariant: bool) -> None:
         factors["wanted"] = batch.logits.rows_R.clone() if batch.logits else None
         return plan(batch, captured)
 
-    def attend_rounding(self: Any, q_THD: Any, layer: int, *others: Any) -> torch.Tensor:
-        out_TX, wanted_only = attend(q_THD, layer, *others), others[-1]
-        own = factors[windows[layer]]
+    def attend_rounding(self: Any, q_THD: Any, step: LayerStep, *others: Any) -> torch.Tensor:
+        out_TX, wanted_only = attend(q_THD, step, *others), others[-1]
+        own = factors[windows[step.layer]]
         own = own if not wanted_only or factors["wanted"] is None else own[factors["wanted"]]
         return out_TX.mul_(own.unsqueeze(1))
 

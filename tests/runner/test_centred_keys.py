@@ -107,7 +107,7 @@ def test_shared_weights_stay_as_they_are(build: TinyBuilder) -> None:
     (file,) = folder.glob("*.safetensors")
     stored, keys = load_file(file), model.spec.key_part
     for runner, is_split in zip(built.runners, (False, True, False), strict=True):
-        bias = runner.model._layers[0].attention.qkv.bias_N
+        bias = runner.model.layers[0].attention.qkv.bias_N
         wanted = stored["model.layers.0.self_attn.k_proj.bias"]
         assert torch.equal(bias[keys], wanted) != is_split
     built.release()
@@ -124,7 +124,7 @@ def test_scores_get_what_keys_are_short_of(build: TinyBuilder) -> None:
     for layer, pages in enumerate(built.runner.backend.pages):
         assert isinstance(pages, QuantizedPages)
         assert pages.planes.key_bias is not None
-        projected = built.runner.model._layers[layer].attention.qkv.bias_N[spec.key_part]
+        projected = built.runner.model.layers[layer].attention.qkv.bias_N[spec.key_part]
         bias = (stored[f"model.layers.{layer}.self_attn.k_proj.bias"] - projected).view(2, 1, -1).double()
         turned = rotate_halves(bias.expand(2, 64, -1).transpose(0, 1), rotary).transpose(0, 1).double()
         rows = key_bias_rows(pages.planes.key_bias, torch.arange(64)).double()
@@ -259,7 +259,7 @@ def test_keys_in_half_precision_lose_what_scores_get(build: TinyBuilder) -> None
     (file,) = (build.folder / "qwen2").glob("*.safetensors")
     stored = load_file(file)
     for layer, pages in enumerate(built.runner.backend.pages):
-        projected = built.runner.model._layers[layer].attention.qkv.bias_N[spec.key_part]
+        projected = built.runner.model.layers[layer].attention.qkv.bias_N[spec.key_part]
         bias = stored[f"model.layers.{layer}.self_attn.k_proj.bias"].bfloat16().float()
         assert projected.dtype == torch.bfloat16
         assert projected.any()

@@ -11,12 +11,13 @@ the formats and devices that matter do all of them in one pass. A backend's need
 (attention/declarations.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
+PlannedT = TypeVar("PlannedT")
 StepPlan = Any
 """What a backend made of a batch, for all layers: each backend has its own type."""
 
@@ -79,6 +80,36 @@ class EagerStep(NamedTuple):
 
     start: int
     num_rows: int
+
+
+class LayerStep(NamedTuple):
+    """One layer's part of a step."""
+
+    layer: int
+    plan: StepPlan
+    scratch: Mapping[str, torch.Tensor]
+    """The workspace that the backend's declaration lists, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPlan(Generic[PlannedT]):
+    """A plan of backends that read the step on the host: of all rows, and of those whose logits are wanted, if not all."""
+
+    every: PlannedT
+    wanted: PlannedT | None
+    wanted_rows_R: torch.Tensor | None
+
+    @classmethod
+    def of(cls, batch: Batch, make: Callable[[Sequence[SequenceRows]], PlannedT]) -> "RowsPlan[PlannedT]":
+        if batch.logits is None:
+            return cls(make(batch.sequences), None, None)
+        return cls(make(batch.sequences), make(batch.logits.sequences), batch.logits.rows_R)
+
+    def rows(self, wanted_only: bool) -> tuple[PlannedT, torch.Tensor | None]:
+        """Return all rows; or those that are wanted, and their numbers."""
+        if wanted_only and self.wanted is not None and self.wanted_rows_R is not None:
+            return self.wanted, self.wanted_rows_R
+        return self.every, None
 
 
 class AttentionBackend:

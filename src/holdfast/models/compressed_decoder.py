@@ -78,21 +78,21 @@ class CompressedDecoder(StepWorkspace):
         super().__init__(spec, parts.workspace, dtype, parts.recipe)
         self._rope = parts.rope.rows
         self._embed_VH = weights["embed.weight"]
-        self._layers = [builder.streamed_layer(index) for index in range(spec.num_layers)]
+        self.layers = [builder.streamed_layer(index) for index in range(spec.num_layers)]
         self._head = builder.stream_head()
         self._head_VH = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
-        self._requests: Callable[[int], CompressedRequests] = lru_cache(MAX_CACHED_SIZES)(
+        self.requests: Callable[[int], CompressedRequests] = lru_cache(MAX_CACHED_SIZES)(
             partial(compressed_requests, spec, dtype=dtype, scratch=parts.scratch, recipe=parts.recipe)
         )
 
     @property
     def expert_layers(self) -> list[ExpertLayer]:
         """Sparse layers, from the first to the last: all."""
-        return [layer.experts for layer in self._layers]
+        return [layer.experts for layer in self.layers]
 
     @property
     def num_layers(self) -> int:
-        return len(self._layers)
+        return len(self.layers)
 
     def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again."""
@@ -106,7 +106,7 @@ class CompressedDecoder(StepWorkspace):
         """The first end: token embeddings, the same in every stream, and cos and sin of the step's rows for all layers."""
         if self._rope is not None:
             fill_rope_rows(batch.positions_T, self._rope)
-        held = self._acquire(self._requests(batch.num_rows).stream)
+        held = self.acquire(self.requests(batch.num_rows).stream)
         x_TSH, normed_TH = held["x"], held["normed"]
         x_TSH.copy_(lookup_rows(batch.token_ids_T, self._embed_VH, normed_TH).unsqueeze(1).expand_as(x_TSH))
         return Stream(x_TSH, normed_TH, held["delta"], has_delta=False)
@@ -119,20 +119,20 @@ class CompressedDecoder(StepWorkspace):
         layers: range,
     ) -> Stream:
         """Some layers in a row. Behind the last one's attention only rows whose logits are wanted go on, normed for the head."""
-        streams = StreamBuffers.of(self._acquire(self._requests(batch.num_rows).stream))
+        streams = StreamBuffers.of(self.acquire(self.requests(batch.num_rows).stream))
         (x_TSH, normed_TH, delta_TH, _), token_ids_T = stream, batch.token_ids_T
-        self._layers[layers.start].attention_streams.begin(x_TSH, streams)
+        self.layers[layers.start].attention_streams.begin(x_TSH, streams)
         for index in layers:
             if self.before_layer is not None:
                 self.before_layer()
-            layer, is_last = self._layers[index], index == self.num_layers - 1
+            layer, is_last = self.layers[index], index == self.num_layers - 1
             logits = batch.logits if is_last else None
             layer.attention_streams.enter(x_TSH, streams, normed_TH)
             delta_TH = self._attend(layer, normed_TH, batch, plan, delta_TH, logits is not None)
             num_rows = delta_TH.shape[0]
             if num_rows == 0:
                 return Stream(normed_TH[:0], normed_TH[:0], delta_TH, has_delta=False)
-            room = self._acquire(self._requests(num_rows).experts)
+            room = self.acquire(self.requests(num_rows).experts)
             if logits is not None:
                 wanted = zip((x_TSH, streams.shares_TM, token_ids_T), WANTED, strict=True)
                 x_TSH, shares_TM, token_ids_T = (
@@ -142,7 +142,7 @@ class CompressedDecoder(StepWorkspace):
             layer.attention_streams.leave(x_TSH, delta_TH, streams, layer.expert_streams)
             layer.expert_streams.enter(x_TSH, streams, normed_TH)
             layer.experts(normed_TH, self._expert_buffers(room, num_rows), delta_TH, token_ids_T)
-            following = self._layers[index + 1].attention_streams if index + 1 < layers.stop else None
+            following = self.layers[index + 1].attention_streams if index + 1 < layers.stop else None
             layer.expert_streams.leave(x_TSH, delta_TH, streams, following)
             if is_last:
                 x_TSH = self._head(x_TSH, streams, normed_TH)
@@ -167,10 +167,10 @@ class CompressedDecoder(StepWorkspace):
         wanted_only: bool,
     ) -> torch.Tensor:
         """What attention gives for all rows, or for those that are wanted."""
-        requests = self._requests(batch.num_rows)
-        buffers = CompressedBuffers.of(self._acquire(requests.attention), self._quantized(requests.codes))
+        requests = self.requests(batch.num_rows)
+        buffers = CompressedBuffers.of(self.acquire(requests.attention), self._quantized(requests.codes))
         return layer.attention(normed_TH, batch, plan, buffers, out_TH, wanted_only)
 
     def _expert_buffers(self, room: Mapping[str, torch.Tensor], num_rows: int) -> ExpertBuffers:
         own = {name: tensor for name, tensor in room.items() if name not in WANTED}
-        return ExpertBuffers.of(own, self._quantized(self._requests(num_rows).codes))
+        return ExpertBuffers.of(own, self._quantized(self.requests(num_rows).codes))

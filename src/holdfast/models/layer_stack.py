@@ -52,7 +52,7 @@ class StepWorkspace:
         self.workspace = workspace
         self._dtype = dtype
         self._recipe = recipe
-        self._tile_scratch = self._make_tile_scratch()
+        self.tile_scratch = self._make_tile_scratch()
         self._head_requests: Callable[[int], HeadRequests] = lru_cache(MAX_CACHED_SIZES)(
             partial(_head_requests, spec, dtype, recipe)
         )
@@ -64,22 +64,22 @@ class StepWorkspace:
         request = activations.row_scaled_request(self._spec, self._recipe)
         if request.lane not in self.workspace.lanes:
             return None
-        held = self._acquire(request)
+        held = self.acquire(request)
         return TileScratch(held["parts"], held["arrived"].zero_(), held["row_amax"])
 
     def _head_buffers(self, num_rows: int) -> tuple[dict[str, torch.Tensor], QuantizedRows | None]:
         """Acquire the logits of so many rows, and the buffer for the head's quantized inputs."""
         requests = self._head_requests(num_rows)
-        return self._acquire(requests.head), self._quantized(requests.codes)
+        return self.acquire(requests.head), self._quantized(requests.codes)
 
     def _quantized(self, request: Request) -> QuantizedRows | None:
         """Acquire the buffer for quantized inputs, until the next product; None if no weight takes them."""
         if not request.specs:
             return None
-        held = self._acquire(request)
-        return QuantizedRows(held["codes"], held["scales"], self._tile_scratch)
+        held = self.acquire(request)
+        return QuantizedRows(held["codes"], held["scales"], self.tile_scratch)
 
-    def _acquire(self, request: Request) -> dict[str, torch.Tensor]:
+    def acquire(self, request: Request) -> dict[str, torch.Tensor]:
         return self.workspace.acquire_named(request.owner, request.specs, request.lane)
 
 
@@ -109,11 +109,11 @@ class LayerStack(StepWorkspace):
         self._positions_PH = weights.get("positions.weight")
         self._embed_in = builder.linear("embed_in") if "embed_in.weight" in weights else None
         self._embed_out = builder.linear("embed_out") if "embed_out.weight" in weights else None
-        self._layers = [builder.layer(index, builder.attention(index)) for index in range(spec.num_layers)]
+        self.layers = [builder.layer(index, builder.attention(index)) for index in range(spec.num_layers)]
         self._final_norm = builder.norm("final_norm") if spec.has_final_norm and spec.is_last_stage else None
         head = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
         self._head_VE = weights[head] if spec.is_last_stage else None
-        self._requests: Callable[[int], StepRequests] = lru_cache(MAX_CACHED_SIZES)(
+        self.requests: Callable[[int], StepRequests] = lru_cache(MAX_CACHED_SIZES)(
             partial(activations.step_requests, spec, dtype=dtype, scratch=parts.scratch, recipe=parts.recipe)
         )
         self.fused = self._fused_decode() if parts.takes_fused_decode else None
@@ -122,31 +122,31 @@ class LayerStack(StepWorkspace):
     @property
     def expert_layers(self) -> list[ExpertLayer]:
         """Sparse layers, from the first to the last."""
-        return [layer.mlp for layer in self._layers if isinstance(layer.mlp, ExpertLayer)]
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertLayer)]
 
     @property
     def num_layers(self) -> int:
-        return len(self._layers)
+        return len(self.layers)
 
     def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again; none before the last stage."""
         if self.fused is not None and batch.logits is None and activations.fits_fused_decode(len(batch.token_ids_T)):
-            return self._fused_logits(batch, plan, self.fused)
+            return self.fused_logits(batch, plan, self.fused)
         hidden_RH = self.hidden(batch, plan)
         return self.logits(hidden_RH) if self._spec.is_last_stage else hidden_RH
 
-    def _fused_logits(self, batch: Batch, plan: StepPlan, fused: FusedDecode) -> torch.Tensor:
+    def fused_logits(self, batch: Batch, plan: StepPlan, fused: FusedDecode) -> torch.Tensor:
         """Compute logits on the fused decode path. Stages need not agree on it: they exchange the residual stream."""
         stream, buffers = self.embed(batch), (self._attention_buffers, self._mlp_buffers, self._expert_buffers)
         rows = fused.run_layers(batch, plan, stream, *buffers)
         if not self._spec.is_last_stage:
             return self._send(stream)
-        head = self._acquire(activations.head_request(self._spec, len(batch.token_ids_T), self._dtype))
+        head = self.acquire(activations.head_request(self._spec, len(batch.token_ids_T), self._dtype))
         return fused.logits(rows, head["logits"])
 
     def fused_decode_declined(self) -> str | None:
         """Return None, or why the loaded weights cannot take the fused decode path."""
-        return fused_decode.declined(self._layers, self._head_VE)
+        return fused_decode.declined(self.layers, self._head_VE)
 
     def _fused_decode(self) -> FusedDecode | None:
         """The fused decode path, unless what was loaded cannot take it."""
@@ -154,8 +154,8 @@ class LayerStack(StepWorkspace):
         if reason is not None:
             log.info("small batches do not take the fused decode path because %s", reason)
             return None
-        scratch = fused_decode.make_scratch(self._acquire(activations.fused_decode_request(self._spec, self._recipe)))
-        return FusedDecode(self._layers, self._final_norm, self._head_VE, scratch)
+        scratch = fused_decode.make_scratch(self.acquire(activations.fused_decode_request(self._spec, self._recipe)))
+        return FusedDecode(self.layers, self._final_norm, self._head_VE, scratch)
 
     def hidden(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """Final hidden states of the rows whose logits are wanted: [R, H], in the stream.
@@ -172,14 +172,14 @@ class LayerStack(StepWorkspace):
         """
         if self._rope is not None:
             fill_rope_rows(batch.positions_T, self._rope)
-        requests = self._requests(len(batch.token_ids_T))
-        stream = self._acquire(requests.stream)
+        requests = self.requests(len(batch.token_ids_T))
+        stream = self.acquire(requests.stream)
         x_TH = stream["x"]
         if not self._spec.is_first_stage:
             assert self._exchange is not None, "a pipeline stage has no exchange to receive by"
             self._exchange.receive_rows(x_TH)
             return Stream(x_TH, stream["normed"], stream["delta"], has_delta=False)
-        buffers = self._acquire(requests.embed) if requests.embed.specs else {}
+        buffers = self.acquire(requests.embed) if requests.embed.specs else {}
         if self._embed_in is None:
             self._lookup(batch.token_ids_T, x_TH)
         else:
@@ -223,7 +223,7 @@ class LayerStack(StepWorkspace):
         for index in layers:
             if self.before_layer is not None:
                 self.before_layer()
-            layer, wanted_only = self._layers[index], index == last
+            layer, wanted_only = self.layers[index], index == last
             x_TH, normed_TH, delta_TH, has_delta = stream
             inputs_TH, codes, buffers = x_TH, None, self._attention_buffers(len(batch.token_ids_T))
             if self._spec.norm_first:
@@ -238,7 +238,7 @@ class LayerStack(StepWorkspace):
                 # The two tensors change their parts.
                 x_TH = torch.index_select(x_TH, 0, batch.logits.rows_R, out=normed_TH[:num_rows])
                 normed_TH = stream.x_TH[:num_rows]
-            self._feed_forward(layer, x_TH, normed_TH, delta_RH)
+            self.feed_forward(layer, x_TH, normed_TH, delta_RH)
             stream = Stream(x_TH, normed_TH, delta_RH, has_delta=self._spec.norm_first)
         return stream
 
@@ -261,7 +261,7 @@ class LayerStack(StepWorkspace):
         cap = self._spec.logit_softcap
         return logits_RV if cap is None else logits_RV.div_(cap).tanh_().mul_(cap)
 
-    def _feed_forward(
+    def feed_forward(
         self, layer: DecoderLayer[Any], x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
     ) -> None:
         """x += delta, and delta = MLP of it; where norms come last, x is finished instead."""
@@ -293,20 +293,20 @@ class LayerStack(StepWorkspace):
         layer.mlp(inputs_RH, buffers, delta_RH, is_coded=codes is not None)
 
     def _attention_buffers(self, num_rows: int) -> Any:  # noqa: ANN401 each family's own type
-        requests = self._requests(num_rows)
-        held = self._acquire(requests.attention)
+        requests = self.requests(num_rows)
+        held = self.acquire(requests.attention)
         if requests.chosen.specs:
-            held |= self._acquire(requests.chosen)
+            held |= self.acquire(requests.chosen)
         return self._make_buffers(held, self._quantized(requests.codes))
 
     def _mlp_buffers(self, num_rows: int) -> MLPBuffers:
-        requests = self._requests(num_rows)
-        return MLPBuffers.of(self._acquire(requests.mlp), self._quantized(requests.codes))
+        requests = self.requests(num_rows)
+        return MLPBuffers.of(self.acquire(requests.mlp), self._quantized(requests.codes))
 
     def _expert_buffers(self, num_rows: int) -> ExpertBuffers:
-        requests = self._requests(num_rows)
+        requests = self.requests(num_rows)
         assert requests.experts is not None, f"{self._spec.architecture} has no experts"
-        return ExpertBuffers.of(self._acquire(requests.experts), self._quantized(requests.codes))
+        return ExpertBuffers.of(self.acquire(requests.experts), self._quantized(requests.codes))
 
 
 def _rounded(number: float | None, dtype: str) -> float | None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.attention.backend import Batch, LogitRows
+from holdfast.attention.backend import Batch, LayerStep, LogitRows
 from holdfast.families.compressed.layer import (
     CompressedAttentionLayer,
     CompressedBuffers,
@@ -53,13 +53,11 @@ class RecordingBackend:
     def compress_index(self, *arguments: Any) -> None:
         self._keep("compress_index", *arguments)
 
-    def select(self, *arguments: Any) -> None:
-        self._keep("select", *arguments)
+    def select(self, q_TID, weights_TI, step: LayerStep) -> None:
+        self._keep("select", q_TID, weights_TI, *step)
 
-    def attend(
-        self, q_TND, sinks_N, rotary, layer, plan, scratch, out_TX, wanted_only
-    ):  # fmt: skip
-        self._keep("attend", q_TND, sinks_N, rotary, layer, plan, scratch, wanted_only)
+    def attend(self, q_TND, sinks_N, rotary, step: LayerStep, out_TX, wanted_only):
+        self._keep("attend", q_TND, sinks_N, rotary, *step, wanted_only)
         rows = self.calls["write"][2].logits.rows_R if wanted_only else torch.arange(NUM_ROWS)
         out_TX[: len(rows)] = q_TND[rows].flatten(1)
         return out_TX[: len(rows)]

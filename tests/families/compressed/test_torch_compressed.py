@@ -1,6 +1,5 @@
 """Compressed attention in plain torch against a dense softmax in float64, row by row; blocks of rows and vectors, wanted rows; what it declares."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from attention.compressed_steps import MAX_LEN, Rows, Shape, Step
-from holdfast.attention.backend import SequenceRows
+from holdfast.attention.backend import LayerStep, SequenceRows
 from holdfast.attention.declarations import SELECTED, StepBounds
 from holdfast.families.compressed import torch_backend as torch_compressed
 from holdfast.families.compressed.declarations import TorchCompressedDeclaration
@@ -30,30 +29,28 @@ class Judged(TorchCompressedAttention):
         self.batch = batch
         return super().plan(batch, captured)
 
-    def select(self, q_TID: torch.Tensor, weights_TI: torch.Tensor, layer: int, plan: Any, scratch: Any) -> None:
+    def select(self, q_TID: torch.Tensor, weights_TI: torch.Tensor, step: LayerStep) -> None:
         self._index_queries = q_TID, weights_TI
-        super().select(q_TID, weights_TI, layer, plan, scratch)
+        super().select(q_TID, weights_TI, step)
 
     def attend(
         self,
         q_TND: torch.Tensor,
         sinks_N: torch.Tensor,
         rotary: Rotary,
-        layer: int,
-        plan: Any,
-        scratch: Mapping[str, torch.Tensor],
+        step: LayerStep,
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
         batch = self.batch
-        out_RX = super().attend(q_TND, sinks_N, rotary, layer, plan, scratch, out_TX, wanted_only)
+        out_RX = super().attend(q_TND, sinks_N, rotary, step, out_TX, wanted_only)
         rows_R = batch.logits.rows_R.tolist() if wanted_only else None
         sequences, num_done = batch.logits.sequences if wanted_only else batch.sequences, 0
         for rows in sequences:
             for row in range(rows.num_rows):
                 place = rows.row_start + row
                 own = place if rows_R is None else rows_R[place]
-                expected = self._dense(q_TND[own], sinks_N, rotary, layer, rows, rows.start + row, own)
+                expected = self._dense(q_TND[own], sinks_N, rotary, step.layer, rows, rows.start + row, own)
                 found = out_RX[place].double().unflatten(0, expected.shape)
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
                 num_done = place + 1

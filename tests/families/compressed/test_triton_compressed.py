@@ -69,10 +69,10 @@ def test_layers_of_one_kind(ratios, top_k):
 def test_what_the_host_says_of_rows():
     step = Step(SHAPE, [(3, 1), (26, 1), (27, 1), (26, 3)], padding=2)
     backend = TritonCompressedAttention(step.specs, step.storage, step.states, SHAPE.bounds, 2)
-    backend._rows_3T.host[:] = 99
+    backend.rows_3T.host[:] = 99
     plan = backend.plan(step.batch)
     assert plan.has_chosen
-    assert backend._rows_3T.tensor[:, :8].tolist() == [
+    assert backend.rows_3T.tensor[:, :8].tolist() == [
         [0, 1, 2, 3, 3, 3, 0, 0],
         [3, 26, 27, 26, 27, 28, PADDING, PADDING],
         [0, 0, 7, 0, 7, 7, 0, 0],

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention.steps import CPU, QUIET, STEP_BOUNDS, Geometry, Text, exact_attention, random
-from holdfast.attention.backend import Batch
+from holdfast.attention.backend import Batch, LayerStep
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.groups import HOLE
@@ -146,7 +146,7 @@ def run(backend, batch: Batch, plan, layer: int, texts, items, specs, wanted_onl
     backend.write(qkv, batch, None, None, layer, q)
     wanted = TritonPagedDeclaration().scratch(specs, STEP_BOUNDS)
     scratch = {spec.name: torch.full(spec.shape, float("nan")) for spec in wanted}
-    return backend.attend(q, layer, plan, scratch, out, wanted_only)
+    return backend.attend(q, LayerStep(layer, plan, scratch), out, wanted_only)
 
 
 def test_projections_differ_between_layers() -> None:

@@ -18,7 +18,7 @@ from attention.steps import (
     steps_of,
     texts,
 )
-from holdfast.attention.backend import Batch, LogitRows, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, LogitRows, SequenceRows
 from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import DECLARATIONS
 from holdfast.families.grouped.native_backend import NativePagedAttention
@@ -187,7 +187,7 @@ def test_what_comes_out_lies_where_it_was_requested(backend_type, geometry):
     q, out = qkv.new_zeros(5, 6, 16), qkv.new_zeros(5, 96)
     plan = backend.plan(batch)
     assert backend.write(qkv, batch, None, None, 0, q) is None
-    assert backend.attend(q, 0, plan, scratch_for(geometry), out, False).data_ptr() == out.data_ptr()
+    assert backend.attend(q, LayerStep(0, plan, scratch_for(geometry)), out, False).data_ptr() == out.data_ptr()
     close(geometry, out, made[0].exact(None))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.attention.backend import Batch, LogitRows
+from holdfast.attention.backend import Batch, LayerStep, LogitRows
 from holdfast.families.grouped.layer import GroupedAttentionLayer, GroupedBuffers
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
@@ -30,10 +30,10 @@ class RecordingBackend:
         self.calls.append(("write", qkv_TX, batch, head_norm, rotary, layer, out_THD))
         out_THD.copy_(qkv_TX[:, :8].view(-1, HEADS, HEAD_DIM))
 
-    def attend(self, q_THD, layer, plan, scratch, out_TX, wanted_only):
-        self.calls.append(("attend", q_THD, layer, plan, scratch, out_TX, wanted_only))
+    def attend(self, q_THD, step: LayerStep, out_TX, wanted_only):
+        self.calls.append(("attend", q_THD, *step, out_TX, wanted_only))
         out_TX.copy_(2 * q_THD.view(-1, 8))
-        return out_TX[plan] if wanted_only else out_TX
+        return out_TX[step.plan] if wanted_only else out_TX
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention.steps import Geometry, make_batch, run_steps, steps_of, texts
-from holdfast.attention.backend import Batch
+from holdfast.attention.backend import Batch, LayerStep
 from holdfast.families.grouped.native_backend import NativePagedAttention
 from holdfast.families.grouped.torch_backend import TorchPagedAttention
 from kernels.exactness import require_native, same_bits
@@ -93,4 +93,4 @@ def test_a_step_of_nothing():
     batch = Batch(nothing, nothing, nothing.unsqueeze(0), (), None)
     plan = backend.plan(batch)
     assert plan.every[0].sequences_N4.shape == (0, 4)
-    assert backend.attend(torch.empty(0, 6, 16), 0, plan, (), torch.empty(0, 96), False).shape == (0, 96)
+    assert backend.attend(torch.empty(0, 6, 16), LayerStep(0, plan, {}), torch.empty(0, 96), False).shape == (0, 96)

@@ -67,8 +67,8 @@ class Watched:
 @pytest.mark.parametrize(
     ("step", "name"),
     [
-        (latent_steps.Step(SPARSE, LONG), "_rows_2T"),
-        (compressed_steps.Step(compressed_steps.Shape(), LONG), "_rows_3T"),
+        (latent_steps.Step(SPARSE, LONG), "rows_2T"),
+        (compressed_steps.Step(compressed_steps.Shape(), LONG), "rows_3T"),
     ],
     ids=["selected tokens", "entries"],
 )
@@ -84,8 +84,8 @@ def test_lists_are_rewritten_after_they_were_read(step, name):
 def test_every_number_of_a_row_is_sent():
     """The device has memory of its own: what is not sent is what an earlier step left there."""
     for step, name in (
-        (latent_steps.Step(SPARSE, LONG, padding=3), "_rows_2T"),
-        (compressed_steps.Step(compressed_steps.Shape(), LONG, padding=3), "_rows_3T"),
+        (latent_steps.Step(SPARSE, LONG, padding=3), "rows_2T"),
+        (compressed_steps.Step(compressed_steps.Shape(), LONG, padding=3), "rows_3T"),
     ):
         backend = step.backend()
         rows = vars(backend)[name]

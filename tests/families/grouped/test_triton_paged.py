@@ -8,6 +8,7 @@ import torch
 
 from attention.steps import Geometry, build, check_rows, make_batch, on_triton, run_layer, scratch_for, store, texts
 from attention.work_lists import dummy_batch
+from holdfast.attention.backend import LayerStep
 from holdfast.attention.declarations import StepBounds
 from holdfast.families.grouped.declarations import TritonPagedDeclaration
 from holdfast.families.grouped.triton_backend import TritonPagedAttention
@@ -164,7 +165,7 @@ def test_a_captured_step_serves_others(device):
     scratch = scratch_for(geometry)
 
     def attend(plan, out_TX):
-        backend.attend(q.view(4, 4, 64), 0, plan, scratch, out_TX, False)
+        backend.attend(q.view(4, 4, 64), LayerStep(0, plan, scratch), out_TX, False)
 
     empty = replace(dummy_batch([], num_padding=4), page_tables=(table,))
     plan = backend.plan(empty, captured=True)
@@ -201,6 +202,6 @@ def test_a_step_allocates_nothing(device):
     def step():
         plan = backend.plan(batch)
         backend.write(qkv, batch, None, None, 0, q)
-        backend.attend(q, 0, plan, scratch, out, False)
+        backend.attend(q, LayerStep(0, plan, scratch), out, False)
 
     assert_allocates_nothing(step)

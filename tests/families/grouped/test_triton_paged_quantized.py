@@ -19,6 +19,7 @@ from attention.steps import (
 )
 from attention.work_lists import dummy_batch
 from for_each import for_each
+from holdfast.attention.backend import LayerStep
 from holdfast.families.grouped.declarations import TileKind, least_tile_rows
 from holdfast.families.grouped.triton_backend import TritonPagedAttention
 from holdfast.kernels.attention.quantized_attention import quantized_geometry
@@ -120,7 +121,7 @@ def test_a_captured_step_serves_others(device, kv_dtype):
     scratch = scratch_for(geometry)
 
     def attend(plan, out_TX):
-        backend.attend(q.view(4, 4, 64), 0, plan, scratch, out_TX, False)
+        backend.attend(q.view(4, 4, 64), LayerStep(0, plan, scratch), out_TX, False)
 
     empty = replace(dummy_batch([], num_padding=4), page_tables=(table,))
     plan = backend.plan(empty, captured=True)
@@ -158,6 +159,6 @@ def test_a_step_allocates_nothing(device):
         plan = backend.plan(batch)
         for layer in range(2):
             backend.write(qkv, batch, None, None, layer, q)
-            backend.attend(q, layer, plan, scratch, out, False)
+            backend.attend(q, LayerStep(layer, plan, scratch), out, False)
 
     assert_allocates_nothing(step)

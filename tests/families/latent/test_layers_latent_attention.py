@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.attention.backend import Batch, LogitRows
+from holdfast.attention.backend import Batch, LayerStep, LogitRows
 from holdfast.families.latent.layer import LatentAttentionLayer, LatentBuffers, LatentWeights
 from holdfast.families.sparse.layer import LatentIndex, SparseLatentAttentionLayer
 from holdfast.kernels.attention.write_kv import Rotary
@@ -36,10 +36,10 @@ class RecordingBackend:
     def write(self, latent_TX, q_TND, batch, norm, rotary, layer):
         self.calls.append((latent_TX.clone(), q_TND, batch, norm, rotary, layer))
 
-    def attend(self, q_TND, kv_b_NXL, layer, plan, scratch, out_TX, wanted_only):
-        self.calls.append((q_TND, kv_b_NXL, layer, plan, scratch, out_TX, wanted_only))
+    def attend(self, q_TND, kv_b_NXL, step: LayerStep, out_TX, wanted_only):
+        self.calls.append((q_TND, kv_b_NXL, *step, out_TX, wanted_only))
         out_TX.copy_(q_TND[..., :VALUE].flatten(1))
-        return out_TX[plan] if wanted_only else out_TX
+        return out_TX[step.plan] if wanted_only else out_TX
 
 
 @pytest.fixture(params=[True, False], ids=["query latent", "no query latent"])
@@ -144,8 +144,8 @@ class RecordingSparse(RecordingBackend):
     def write_index(self, k_TD, q_TID, batch, norm, rotary, layer):
         self.calls.append((k_TD.clone(), q_TID, batch, norm, rotary, layer))
 
-    def select(self, q_TID, weights_TI, layer, plan, scratch):
-        self.calls.append((q_TID, weights_TI.clone(), layer, plan, scratch))
+    def select(self, q_TID, weights_TI, step: LayerStep):
+        self.calls.append((q_TID, weights_TI.clone(), *step))
 
 
 def make_sparse(coded_products: tuple[str, ...] = ()) -> tuple[SparseLatentAttentionLayer, RecordingSparse, RMSNorm]:

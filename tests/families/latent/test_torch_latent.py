@@ -6,7 +6,7 @@ from math import sqrt
 import pytest
 import torch
 
-from holdfast.attention.backend import Batch, LogitRows, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, LogitRows, SequenceRows
 from holdfast.cache.spec import LayerCache, uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.families.latent import torch_backend as torch_latent
@@ -96,7 +96,7 @@ class House:
         plan = self.backend.plan(batch)
         self.backend.write(latent_TX, q_TND, batch, self.norm, self.table.at(batch.positions_T), 0)
         out_TX = torch.full((row + padding, HEADS * VALUE), torch.nan)
-        return self.backend.attend(q_TND, self.kv_b_NXL, 0, plan, {}, out_TX, wanted is not None)
+        return self.backend.attend(q_TND, self.kv_b_NXL, LayerStep(0, plan, {}), out_TX, wanted is not None)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 30])

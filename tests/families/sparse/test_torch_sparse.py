@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.attention import declarations
-from holdfast.attention.backend import Batch, LogitRows, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, LogitRows, SequenceRows
 from holdfast.attention.declarations import StepBounds
 from holdfast.cache.spec import mixed_cache
 from holdfast.cache.storage import PageStorage
@@ -130,9 +130,9 @@ class House:
         rotary = self.table.at(positions_T)
         backend.write(rows_of("latent_LX"), q_TND, batch, self.norm, rotary, 0)
         backend.write_index(rows_of("index_k_LD"), index_q_TID, batch, self.index_norm, rotary, 0)
-        backend.select(index_q_TID, rows_of("weights_LI"), 0, plan, scratch)
+        backend.select(index_q_TID, rows_of("weights_LI"), LayerStep(0, plan, scratch))
         out_TX = torch.full((num_rows, HEADS * VALUE), torch.nan)
-        return backend.attend(q_TND, self.kv_b_NXL, 0, plan, scratch, out_TX, wanted is not None)
+        return backend.attend(q_TND, self.kv_b_NXL, LayerStep(0, plan, scratch), out_TX, wanted is not None)
 
     def expected(self, tokens: Tokens) -> torch.Tensor:
         """For a whole sequence whose rows are in their pages: a mask of all tokens, and a softmax by head."""

@@ -72,8 +72,8 @@ def test_which_rows_choose():
     (part,) = plan.parts
     assert part.has_chosen
     assert part.work.tiles_X8[0, :2].sum() > 0
-    assert backend._rows(0, 10).num_tokens_T.tolist() == [0, 0, 13, 0, 0, 0, 0, 13, 14, 15]
-    assert backend._rows(2, 1).table_rows_T.tolist() == [2]
+    assert backend.choosing_rows(0, 10).num_tokens_T.tolist() == [0, 0, 13, 0, 0, 0, 0, 13, 14, 15]
+    assert backend.choosing_rows(2, 1).table_rows_T.tolist() == [2]
     short = Step(SPARSE, [(3, 1), (0, 12)])
     backend = TritonSparseLatentAttention(short.specs, short.storage, short.shape.bounds, 2)
     assert not any(one.has_chosen for one in backend.plan(short.batch).parts)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, StepPlan
+from holdfast.attention.backend import Batch, LayerStep, StepPlan
 from holdfast.families.compressed.pages import CompressedBackend
 from holdfast.families.compressed.spec import CompressedSpec, CompressorSpec
 from holdfast.families.latent.spec import IndexSpec
@@ -165,8 +165,8 @@ class CompressedAttentionLayer:
         self._backend.write(qkv_a_TX[:, q_rank:], q_TND, batch, self._norm, self._q_norm.eps, self._rotary, self._layer)
         if self.entries is not None:
             self._compress(x_TH, batch, plan, buffers, self.entries, is_coded=codes is not None)
-        own = self._sinks_N, self._rotary, self._layer
-        attended_RX = self._backend.attend(q_TND, *own, plan, buffers.scratch, buffers.attended_TX, wanted_only)
+        own = self._sinks_N, self._rotary, LayerStep(self._layer, plan, buffers.scratch)
+        attended_RX = self._backend.attend(q_TND, *own, buffers.attended_TX, wanted_only)
         num_rows = attended_RX.shape[0]
         grouped_RX = grouped_linear(attended_RX, self.out.a_GNK, buffers.grouped_TX[:num_rows])
         return self.out.b(grouped_RX, out_TH[:num_rows], quantized)
@@ -199,4 +199,4 @@ class CompressedAttentionLayer:
         rotaries = rotary, self._rotary
         self._backend.compress_index(keys_TX, q_TID, batch, index.compressor, *rotaries, layer)
         weights_TI = torch.mul(pooled_TX[:, width - index.num_heads :], factor, out=buffers.index_weights_TI)
-        self._backend.select(q_TID, weights_TI, layer, plan, buffers.scratch)
+        self._backend.select(q_TID, weights_TI, LayerStep(layer, plan, buffers.scratch))

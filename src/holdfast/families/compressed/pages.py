@@ -3,11 +3,11 @@
 T rows, N query heads, I index heads, D elements, X any other width
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend, Batch, StepPlan
+from holdfast.attention.backend import AttentionBackend, Batch, LayerStep
 from holdfast.cache.compressed import ENTRIES, INDEX
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.families.compressed.spec import CompressedAttentionSpec
@@ -94,14 +94,7 @@ class CompressedBackend(AttentionBackend):
         places = batch.positions_T, slots_T, states_T, state_PK3D
         compress_index(pooled_TX, q_TID, *places, compressor, rotary, q_rotary, self.indexes[layer])
 
-    def select(
-        self,
-        q_TID: torch.Tensor,
-        weights_TI: torch.Tensor,
-        layer: int,
-        plan: StepPlan,
-        scratch: Mapping[str, torch.Tensor],
-    ) -> None:
+    def select(self, q_TID: torch.Tensor, weights_TI: torch.Tensor, step: LayerStep) -> None:
         """Choose the entries of every row that sees more than top_k of them, as `SparseBackend.select` does of tokens."""
         raise NotImplementedError
 
@@ -110,9 +103,7 @@ class CompressedBackend(AttentionBackend):
         q_TND: torch.Tensor,
         sinks_N: torch.Tensor,
         rotary: Rotary,
-        layer: int,
-        plan: StepPlan,
-        scratch: Mapping[str, torch.Tensor],
+        step: LayerStep,
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, RowsPlan, SequenceRows
 from holdfast.attention.declarations import BLOCK_TOKENS, SELECTED, head_block_rows, index_block_rows
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.families.compressed.pages import CompressedBackend
@@ -36,13 +36,7 @@ class SequenceScopes:
     """By group: slots of tokens from `first_token` on, or of all entries."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchCompressedPlan:
-    """All rows; and those whose logits are wanted, if not all."""
-
-    every: tuple[SequenceScopes, ...]
-    wanted: tuple[SequenceScopes, ...] | None
-    wanted_rows_R: torch.Tensor | None
+TorchCompressedPlan = RowsPlan[tuple[SequenceScopes, ...]]
 
 
 class OnlineSoftmax:
@@ -88,20 +82,11 @@ class TorchCompressedAttention(CompressedBackend):
         self._block_rows = head_block_rows(specs[0].num_heads)
 
     def plan(self, batch: Batch, captured: bool = False) -> TorchCompressedPlan:
-        every = tuple(map(self._locate, batch.sequences))
-        if batch.logits is None:
-            return TorchCompressedPlan(every, None, None)
-        return TorchCompressedPlan(every, tuple(map(self._locate, batch.logits.sequences)), batch.logits.rows_R)
+        return TorchCompressedPlan.of(batch, lambda sequences: tuple(map(self._locate, sequences)))
 
-    def select(
-        self,
-        q_TID: torch.Tensor,
-        weights_TI: torch.Tensor,
-        layer: int,
-        plan: TorchCompressedPlan,
-        scratch: Mapping[str, torch.Tensor],
-    ) -> None:
+    def select(self, q_TID: torch.Tensor, weights_TI: torch.Tensor, step: LayerStep) -> None:
         """Write entries in rising order into `selected`; rows that see up to K of them have none there."""
+        layer, plan, scratch = step
         spec, planes, num_heads = self._specs[layer], self.indexes[layer], q_TID.shape[1]
         for sequence in plan.every:
             rows = sequence.rows
@@ -121,16 +106,15 @@ class TorchCompressedAttention(CompressedBackend):
         q_TND: torch.Tensor,
         sinks_N: torch.Tensor,
         rotary: Rotary,
-        layer: int,
-        plan: TorchCompressedPlan,
-        scratch: Mapping[str, torch.Tensor],
+        step: LayerStep,
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
-        spec, sequences, q_RND = self._specs[layer], plan.every, q_TND
-        rows_R = plan.wanted_rows_R if wanted_only else None
-        if plan.wanted is not None and rows_R is not None:
-            sequences, rotary, q_RND = plan.wanted, rotary.at(rows_R), q_TND[rows_R]
+        layer, plan, scratch = step
+        spec, q_RND = self._specs[layer], q_TND
+        sequences, rows_R = plan.rows(wanted_only)
+        if rows_R is not None:
+            rotary, q_RND = rotary.at(rows_R), q_TND[rows_R]
         chosen_RK: torch.Tensor | None = None
         if any(sequence.rows.end > spec.first_choosing for sequence in sequences):
             chosen_RK = _selected(scratch, spec, len(q_TND))

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from holdfast.attention.backend import Batch, wanted_rows
+from holdfast.attention.backend import Batch, LayerStep, wanted_rows
 from holdfast.attention.declarations import SELECTED, StepBounds
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.families.compressed.declarations import choosing_spec
@@ -61,10 +61,10 @@ class TritonCompressedAttention(CompressedBackend):
         choices = {(own.ratio, own.index_top_k) for own in specs if own.is_overlapped}
         assert self._choosing is None or len(choices) == 1, f"layers choose among entries of different kinds: {choices}"
         is_shared = self._device.type == "cpu"
-        self._rows_3T = MirroredTensor((3, bounds.max_num_rows), torch.int32, self._device, is_shared)
+        self.rows_3T = MirroredTensor((3, bounds.max_num_rows), torch.int32, self._device, is_shared)
 
     def held_bytes(self) -> dict[str, int]:
-        return {"attention/rows": self._rows_3T.tensor.nbytes}
+        return {"attention/rows": self.rows_3T.tensor.nbytes}
 
     def plan(self, batch: Batch, captured: bool = False) -> TritonCompressedPlan:
         assert batch.page_tables is not None, "the batch has no page tables on the device"
@@ -74,8 +74,8 @@ class TritonCompressedAttention(CompressedBackend):
 
     def _write_rows(self, batch: Batch) -> bool:
         """Send every row's numbers to the device; return True if a row chooses."""
-        self._rows_3T.wait()
-        host_3T, num_rows, has_chosen, spec = self._rows_3T.host, batch.num_rows, False, self._choosing
+        self.rows_3T.wait()
+        host_3T, num_rows, has_chosen, spec = self.rows_3T.host, batch.num_rows, False, self._choosing
         host_3T[:, :num_rows] = np.array([[0], [PADDING], [0]])
         for rows in batch.sequences:
             place = slice(rows.row_start, rows.row_start + rows.num_rows)
@@ -86,23 +86,17 @@ class TritonCompressedAttention(CompressedBackend):
                 host_3T[2, place] = np.where(num_seen > spec.index_top_k, num_seen, 0)
                 has_chosen = True
         most = host_3T.shape[1]
-        self._rows_3T.send((start, start + num_rows) for start in (0, most, 2 * most))
+        self.rows_3T.send((start, start + num_rows) for start in (0, most, 2 * most))
         return has_chosen
 
-    def select(
-        self,
-        q_TID: torch.Tensor,
-        weights_TI: torch.Tensor,
-        layer: int,
-        plan: TritonCompressedPlan,
-        scratch: Mapping[str, torch.Tensor],
-    ) -> None:
+    def select(self, q_TID: torch.Tensor, weights_TI: torch.Tensor, step: LayerStep) -> None:
+        layer, plan, scratch = step
         spec = self._choosing
         if spec is None or not plan.has_chosen:
             return
         page_table_NP = plan.page_tables[self._specs[layer].entries_group]
         keys = Keys(self.indexes[layer], page_table_NP, spec.most_entries, self._bounds)
-        table_rows_T, _, num_seen_T = self._rows_3T.tensor[:, : len(q_TID)]
+        table_rows_T, _, num_seen_T = self.rows_3T.tensor[:, : len(q_TID)]
         selected_TK = self._selected(scratch, len(q_TID))
         keys.select(q_TID, weights_TI, SparseRows(table_rows_T, num_seen_T), scratch, selected_TK)
 
@@ -111,14 +105,13 @@ class TritonCompressedAttention(CompressedBackend):
         q_TND: torch.Tensor,
         sinks_N: torch.Tensor,
         rotary: Rotary,
-        layer: int,
-        plan: TritonCompressedPlan,
-        scratch: Mapping[str, torch.Tensor],
+        step: LayerStep,
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
+        layer, plan, scratch = step
         num_rows, num_heads, _ = q_TND.shape
-        table_rows_T, positions_T, _ = self._rows_3T.tensor
+        table_rows_T, positions_T, _ = self.rows_3T.tensor
         call = CompressedCall(
             q_TND,
             self._scopes(layer, plan, scratch, num_rows),

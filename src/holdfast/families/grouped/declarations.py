@@ -44,7 +44,7 @@ class NativePagedDeclaration(BackendDeclaration):
             return f"the format {spec.cache.format.name} is not plain keys and values"
         if {spec.dtype, *planes.values()} != {"float32"}:
             return "it computes in float32 over float32 pages only"
-        return None if _has_native() else "it needs a C compiler"
+        return None if has_native() else "it needs a C compiler"
 
 
 class TritonPagedDeclaration(BackendDeclaration):
@@ -199,7 +199,7 @@ def code_table_bytes(key_bits: int, value_bits: int, head_dim: int) -> int:
     return CODE_TABLE_BYTES[key_bits] + CODE_TABLE_BYTES[value_bits] + 2 * bytes_for("int64", (head_dim,))
 
 
-def _has_native() -> bool:
+def has_native() -> bool:
     """True if the C kernels run here: known once torch is loaded, before that guessed from a compiler in PATH."""
     if "torch" in sys.modules:
         from holdfast.kernels.native_library import native_library

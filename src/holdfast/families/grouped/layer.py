@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, StepPlan
+from holdfast.attention.backend import Batch, LayerStep, StepPlan
 from holdfast.families.grouped.pages import GroupedBackend
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
@@ -91,7 +91,8 @@ class GroupedAttentionLayer:
         """Run what lies between the two products: `qkv_TX` to `attended_TX`."""
         self._backend.write(buffers.qkv_TX, batch, self._head_norm, self._rotary, self._layer, buffers.q_THD)
         attended_TX = self.o.room_for_inputs(buffers.attended_TX)
-        return self._backend.attend(buffers.q_THD, self._layer, plan, buffers.scratch, attended_TX, wanted_only)
+        step = LayerStep(self._layer, plan, buffers.scratch)
+        return self._backend.attend(buffers.q_THD, step, attended_TX, wanted_only)
 
 
 def build_layer(

@@ -1,18 +1,17 @@
 """Attention over float32 pages on the CPU with the C kernel: bits independent of batch and chunking, no mask, no copy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, RowsPlan, SequenceRows
 from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.pages import GroupedBackend, PlainPages, Sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.paged_attention import SEQUENCE_FIELDS, Scoring, paged_attention
-from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +22,8 @@ class NativeRows:
     sequences_N4: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class NativePlan:
-    """All rows; and those whose logits are wanted, where they are not all; by cache group."""
-
-    every: tuple[NativeRows, ...]
-    wanted: tuple[NativeRows, ...] | None
-    wanted_rows_R: torch.Tensor | None
+NativePlan = RowsPlan[tuple[NativeRows, ...]]
+"""By cache group."""
 
 
 class NativePagedAttention(GroupedBackend):
@@ -45,35 +39,12 @@ class NativePagedAttention(GroupedBackend):
         self._num_groups = 1 + max(spec.group for spec in specs)
 
     def plan(self, batch: Batch, captured: bool = False) -> NativePlan:
-        if batch.logits is None:
-            return NativePlan(self._rows(batch.sequences), None, None)
-        return NativePlan(self._rows(batch.sequences), self._rows(batch.logits.sequences), batch.logits.rows_R)
+        return NativePlan.of(batch, self._rows)
 
-    def write(
-        self,
-        qkv_TX: torch.Tensor,
-        batch: Batch,
-        head_norm: HeadNorm | None,
-        rotary: Rotary | None,
-        layer: int,
-        out_THD: torch.Tensor,
-    ) -> None:
-        slots_T = batch.slots_GT[self._specs[layer].group]
-        write_kv(qkv_TX, slots_T, *self._planes[layer], head_norm, rotary, out_THD)
-
-    def attend(
-        self,
-        q_THD: torch.Tensor,
-        layer: int,
-        plan: NativePlan,
-        scratch: Mapping[str, torch.Tensor],
-        out_TX: torch.Tensor,
-        wanted_only: bool,
-    ) -> torch.Tensor:
-        spec = self._specs[layer]
-        rows = plan.every[spec.group]
-        if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
-            rows, q_THD = plan.wanted[spec.group], q_THD.index_select(0, plan.wanted_rows_R)
+    def attend(self, q_THD: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool) -> torch.Tensor:
+        layer, plan, _ = step
+        spec, (groups, rows_R) = self._specs[layer], plan.rows(wanted_only)
+        rows, q_THD = groups[spec.group], q_THD if rows_R is None else q_THD.index_select(0, rows_R)
         return paged_attention(
             q_THD,
             *self._planes[layer],

@@ -7,25 +7,23 @@ copies single elements much faster than short rows. Coordinates stay in the orde
 mind as long as queries follow the keys, and what comes out, which is little, is put in order.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend, Batch, StepPlan
+from holdfast.attention.backend import AttentionBackend, Batch, LayerStep
 from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import rotated_head_dims
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows
-from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_geometry
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import (
     LARGE_PROGRAMS_PER_SM,
     SMALL_BATCH_ROWS,
     TileCall,
-    TileWork,
     small_programs,
     tile_rows,
     tiled_attention,
@@ -246,22 +244,8 @@ class PlainPages:
             small_batch_programs_per_sm=small_programs(SMALL_BATCH_ROWS)[0],
         )
 
-    def attend_tiles(
-        self,
-        q_THD: torch.Tensor,
-        page_table_NP: torch.Tensor,
-        work: TileWork,
-        scale: float,
-        window: int | None,
-        partials: tuple[torch.Tensor, torch.Tensor],
-        out_TX: torch.Tensor,
-        num_sms: int,
-        sinks_H: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> None:
+    def attend_tiles(self, call: TileCall) -> None:
         """All rows of a step, on a GPU."""
-        scoring = Scoring(scale, window, sinks_H, softcap)
-        call = TileCall(q_THD, page_table_NP, work, scoring, *partials, out_TX, num_sms)
         tiled_attention(call, *self.planes, self._page_tokens)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
@@ -302,22 +286,8 @@ class QuantizedPages:
         planes = self.planes
         return quantized_geometry(num_heads, planes.num_kv_heads, planes.key_bits, planes.value_bits)
 
-    def attend_tiles(
-        self,
-        q_THD: torch.Tensor,
-        page_table_NP: torch.Tensor,
-        work: TileWork,
-        scale: float,
-        window: int | None,
-        partials: tuple[torch.Tensor, torch.Tensor],
-        out_TX: torch.Tensor,
-        num_sms: int,
-        sinks_H: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> None:
+    def attend_tiles(self, call: TileCall) -> None:
         """All rows of a step, on a GPU."""
-        scoring = Scoring(scale, window, sinks_H, softcap)
-        call = TileCall(q_THD, page_table_NP, work, scoring, *partials, out_TX, num_sms)
         quantized_attention(call, self.planes)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
@@ -422,15 +392,7 @@ class GroupedBackend(AttentionBackend):
             self.on_write(layer, qkv_TX, head_norm)
         self.pages[layer].write(qkv_TX, batch, head_norm, rotary, out_THD)
 
-    def attend(
-        self,
-        q_THD: torch.Tensor,
-        layer: int,
-        plan: StepPlan,
-        scratch: Mapping[str, torch.Tensor],
-        out_TX: torch.Tensor,
-        wanted_only: bool,
-    ) -> torch.Tensor:
+    def attend(self, q_THD: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool) -> torch.Tensor:
         """Attend to all stored tokens: [T, H * D]; or only with the rows whose logits are wanted: [R, H * D]."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ key head at a time. A block begins with the first token that its first row sees,
 what later rows of it do not see is the sequence's own, because pages are given back by what a whole step sees.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, RowsPlan, SequenceRows
 from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import mask_rows
 from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, PagedRows, Sinks
@@ -56,13 +56,7 @@ WindowPlans = dict[tuple[int | None, int], tuple[SequencePlan, ...]]
 """Some rows of a step, for each distinct window among the layers and the cache group that has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchPlan:
-    """All rows; and those whose logits are wanted, where they are not all."""
-
-    every: WindowPlans
-    wanted: WindowPlans | None
-    wanted_rows_R: torch.Tensor | None
+TorchPlan = RowsPlan[WindowPlans]
 
 
 class TorchPagedAttention(GroupedBackend):
@@ -91,23 +85,12 @@ class TorchPagedAttention(GroupedBackend):
         return {"attention/masks": mask_bytes, **super().held_bytes()}
 
     def plan(self, batch: Batch, captured: bool = False) -> TorchPlan:
-        if batch.logits is None:
-            return TorchPlan(self._plan_rows(batch.sequences), None, None)
-        wanted = self._plan_rows(batch.logits.sequences)
-        return TorchPlan(self._plan_rows(batch.sequences), wanted, batch.logits.rows_R)
+        return TorchPlan.of(batch, self._plan_rows)
 
-    def attend(
-        self,
-        q_THD: torch.Tensor,
-        layer: int,
-        plan: TorchPlan,
-        scratch: Mapping[str, torch.Tensor],
-        out_TX: torch.Tensor,
-        wanted_only: bool,
-    ) -> torch.Tensor:
-        spec, pages, rows = self._specs[layer], self.pages[layer], plan.every
-        if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
-            rows, q_THD = plan.wanted, q_THD.index_select(0, plan.wanted_rows_R)
+    def attend(self, q_THD: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool) -> torch.Tensor:
+        layer, plan, _ = step
+        spec, pages, (rows, rows_R) = self._specs[layer], self.pages[layer], plan.rows(wanted_only)
+        q_THD = q_THD if rows_R is None else q_THD.index_select(0, rows_R)
         num_rows, num_heads, head_dim = q_THD.shape
         num_kv_heads = spec.cache.num_kv_heads
         q_TKGD = pages.queries(q_THD).view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)

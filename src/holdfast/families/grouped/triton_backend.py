@@ -1,19 +1,20 @@
 """Attention over half-precision and quantized pages on a GPU: a kernel for each kind of page, all over lists of tiles."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from holdfast.attention.backend import Batch, wanted_rows
+from holdfast.attention.backend import Batch, LayerStep, wanted_rows
 from holdfast.attention.declarations import StepBounds, max_partials
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import TileKind, least_tile_rows, max_tiles, tile_kinds
 from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, Sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.paged_attention import Scoring
+from holdfast.kernels.attention.tiled_attention import TileCall, TileWork
 
 WorkKey = tuple[TileKind, int | None]
 """What layers that share their lists have in common: the kind of their tiles, and the window."""
@@ -78,27 +79,11 @@ class TritonPagedAttention(GroupedBackend):
         work = {key: self._lists[key].fill(step, captured) for key in dict.fromkeys(self._keys)}
         return TritonPlan(work, batch.page_tables, batch.logits.rows_R if batch.logits else None)
 
-    def attend(
-        self,
-        q_THD: torch.Tensor,
-        layer: int,
-        plan: TritonPlan,
-        scratch: Mapping[str, torch.Tensor],
-        out_TX: torch.Tensor,
-        wanted_only: bool,
-    ) -> torch.Tensor:
+    def attend(self, q_THD: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool) -> torch.Tensor:
+        layer, plan, scratch = step
         spec, work = self._specs[layer], plan.work[self._keys[layer]]
         partials = (scratch["partial_out"], scratch["partial_lse"]) if scratch else (out_TX, out_TX)
-        self.pages[layer].attend_tiles(
-            q_THD,
-            plan.page_tables[spec.group],
-            work,
-            spec.scale,
-            spec.window,
-            partials,
-            out_TX,
-            self._num_sms,
-            self._sinks[layer],
-            spec.softcap,
-        )
+        scoring = Scoring(spec.scale, spec.window, self._sinks[layer], spec.softcap)
+        call = TileCall(q_THD, plan.page_tables[spec.group], work, scoring, *partials, out_TX, self._num_sms)
+        self.pages[layer].attend_tiles(call)
         return wanted_rows(q_THD, out_TX, plan.wanted_rows_R if wanted_only else None)

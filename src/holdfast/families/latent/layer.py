@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, StepPlan
+from holdfast.attention.backend import Batch, LayerStep, StepPlan
 from holdfast.families.latent.pages import LatentBackend
 from holdfast.families.latent.spec import LatentSpec
 from holdfast.kernels.attention.write_kv import Rotary
@@ -127,7 +127,8 @@ class LatentAttentionLayer:
         self._backend.write(latent_TX, q_TND, batch, self._norm, self._rotary, self._layer)
         self._select(batch, plan, buffers)
         attended_TX = self.o.room_for_inputs(buffers.attended_TX)
-        return self._backend.attend(q_TND, self.kv_b_NXL, self._layer, plan, buffers.scratch, attended_TX, wanted_only)
+        step = LayerStep(self._layer, plan, buffers.scratch)
+        return self._backend.attend(q_TND, self.kv_b_NXL, step, attended_TX, wanted_only)
 
     def _select(self, batch: Batch, plan: StepPlan, buffers: LatentBuffers) -> None:
         """Hook of layers with an index (families/sparse). Other layers attend to all tokens, or to an earlier choice."""

@@ -1,10 +1,10 @@
 """LatentBackend: pages of every layer that keeps latents (MLA), and how a step is written into them; the base of its backends."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from holdfast.attention.backend import AttentionBackend, Batch, StepPlan
+from holdfast.attention.backend import AttentionBackend, Batch, LayerStep
 from holdfast.cache.storage import PageStorage
 from holdfast.families.latent.spec import LatentAttentionSpec
 from holdfast.kernels.attention.write_kv import Rotary
@@ -47,14 +47,7 @@ class LatentBackend(AttentionBackend):
         write_latent(latent_TX, q_TND, slots_T, norm, rotary, self.planes[layer])
 
     def attend(
-        self,
-        q_TND: torch.Tensor,
-        kv_b_NXL: torch.Tensor,
-        layer: int,
-        plan: StepPlan,
-        scratch: Mapping[str, torch.Tensor],
-        out_TX: torch.Tensor,
-        wanted_only: bool,
+        self, q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool
     ) -> torch.Tensor:
         """Attend to all stored tokens: [T, N * V], padding as zeros; or only with the rows whose logits are wanted."""
         raise NotImplementedError

@@ -7,13 +7,13 @@ Rows of a sequence are taken in blocks, tokens in blocks too, with an online sof
 with the step. A sequence is computed by itself, whatever else is in the batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, RowsPlan, SequenceRows
 from holdfast.attention.declarations import BLOCK_TOKENS, head_block_rows
 from holdfast.cache.storage import PageStorage
 from holdfast.families.latent.pages import LatentBackend
@@ -39,13 +39,7 @@ class RowBlock(NamedTuple):
     slots_L: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class TorchLatentPlan:
-    """All rows; and those whose logits are wanted, if not all."""
-
-    every: tuple[SequenceSlots, ...]
-    wanted: tuple[SequenceSlots, ...] | None
-    wanted_rows_R: torch.Tensor | None
+TorchLatentPlan = RowsPlan[tuple[SequenceSlots, ...]]
 
 
 class TorchLatentAttention(LatentBackend):
@@ -59,36 +53,20 @@ class TorchLatentAttention(LatentBackend):
         self._block_rows = head_block_rows(specs[0].num_heads)
 
     def plan(self, batch: Batch, captured: bool = False) -> TorchLatentPlan:
-        every = tuple(map(self._locate, batch.sequences))
-        if batch.logits is None:
-            return TorchLatentPlan(every, None, None)
-        return TorchLatentPlan(every, tuple(map(self._locate, batch.logits.sequences)), batch.logits.rows_R)
+        return TorchLatentPlan.of(batch, lambda sequences: tuple(map(self._locate, sequences)))
 
     def attend(
-        self,
-        q_TND: torch.Tensor,
-        kv_b_NXL: torch.Tensor,
-        layer: int,
-        plan: TorchLatentPlan,
-        scratch: Mapping[str, torch.Tensor],
-        out_TX: torch.Tensor,
-        wanted_only: bool,
+        self, q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool
     ) -> torch.Tensor:
-        sequences, q_RND = self._rows(plan, q_TND, wanted_only)
+        layer, plan, _ = step
+        sequences, rows_R = plan.rows(wanted_only)
+        q_RND = q_TND if rows_R is None else q_TND.index_select(0, rows_R)
         planes, scale = self.planes[layer], self._specs[layer].scale
 
         def attend_block(q_nNX: torch.Tensor, block: RowBlock) -> torch.Tensor:
             return attend_latents(q_nNX, planes, block.slots_L, block.position, scale)
 
         return self._attend_blocks(q_RND, kv_b_NXL, sequences, layer, attend_block, out_TX)
-
-    def _rows(
-        self, plan: TorchLatentPlan, q_TND: torch.Tensor, wanted_only: bool
-    ) -> tuple[tuple[SequenceSlots, ...], torch.Tensor]:
-        """Return all rows, or those that are wanted, with their queries."""
-        if wanted_only and plan.wanted is not None and plan.wanted_rows_R is not None:
-            return plan.wanted, q_TND.index_select(0, plan.wanted_rows_R)
-        return plan.every, q_TND
 
     def _attend_blocks(
         self,

@@ -7,13 +7,13 @@ times as wide as elsewhere, and this bounds them. Steps that a graph holds have 
 take the up-projected form, from the host, one sequence after the other; the tiles leave them alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, EagerStep, SequenceRows, wanted_rows
+from holdfast.attention.backend import Batch, EagerStep, LayerStep, SequenceRows, wanted_rows
 from holdfast.attention.declarations import ROWS_AT_ONCE, StepBounds
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.cache.storage import PageStorage
@@ -111,20 +111,14 @@ class TritonLatentAttention(LatentBackend):
         return takes_up_projection(rows.num_rows, rows.start, self._up_projection)
 
     def attend(
-        self,
-        q_TND: torch.Tensor,
-        kv_b_NXL: torch.Tensor,
-        layer: int,
-        plan: TritonLatentPlan,
-        scratch: Mapping[str, torch.Tensor],
-        out_TX: torch.Tensor,
-        wanted_only: bool,
+        self, q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool
     ) -> torch.Tensor:
+        layer, plan, scratch = step
         num_rows, num_heads, _ = q_TND.shape
         out_TNV = out_TX.view(num_rows, num_heads, -1)
         for part in plan.parts:
             rows = slice(part.first_row, part.first_row + part.num_rows)
-            self._attend_part(q_TND[rows], kv_b_NXL, layer, plan.page_table_NP, part, scratch, out_TNV[rows])
+            self._attend_part(q_TND[rows], kv_b_NXL, step, part, out_TNV[rows])
         for sequence in plan.up_projected:
             rows = slice(sequence.row_start, sequence.row_start + sequence.num_rows)
             attend_up_projected(
@@ -140,16 +134,10 @@ class TritonLatentAttention(LatentBackend):
         return wanted_rows(q_TND, out_TX, plan.wanted_rows_R if wanted_only else None)
 
     def _attend_part(
-        self,
-        q_TND: torch.Tensor,
-        kv_b_NXL: torch.Tensor,
-        layer: int,
-        page_table_NP: torch.Tensor,
-        part: LatentPart,
-        scratch: Mapping[str, torch.Tensor],
-        out_TNV: torch.Tensor,
+        self, q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, step: LayerStep, part: LatentPart, out_TNV: torch.Tensor
     ) -> None:
         """Attend absorbed with some rows, one group of heads at a time."""
+        layer, plan, scratch = step
         spec, (num_rows, num_heads, _) = self._specs[layer], q_TND.shape
         at_once = latent_heads_at_once(num_heads, num_rows)
         for first in range(0, num_heads, at_once):
@@ -159,21 +147,14 @@ class TritonLatentAttention(LatentBackend):
             latent_TNL = _cut(scratch["attended_latent"], num_rows, count, spec.cache.latent_dim)
             partials = (scratch.get("partial_out", latent_TNL), scratch.get("partial_lse", latent_TNL))
             absorb_queries(q_TND[:, heads], kv_b_NXL[heads], absorbed_TNX)
-            call = LatentCall(
-                absorbed_TNX, self.planes[layer], page_table_NP, spec.scale, *partials, latent_TNL, self._num_sms
-            )
+            pages = self.planes[layer], plan.page_table_NP
+            call = LatentCall(absorbed_TNX, *pages, spec.scale, *partials, latent_TNL, self._num_sms)
             latent_attention(call, part.work)
-            self._attend_chosen(absorbed_TNX, layer, page_table_NP, part, scratch, latent_TNL)
+            self._attend_chosen(absorbed_TNX, step, part, latent_TNL)
             project_values(latent_TNL, kv_b_NXL[heads], out_TNV[:, heads])
 
     def _attend_chosen(
-        self,
-        absorbed_TNX: torch.Tensor,
-        layer: int,
-        page_table_NP: torch.Tensor,
-        part: LatentPart,
-        scratch: Mapping[str, torch.Tensor],
-        latent_TNL: torch.Tensor,
+        self, absorbed_TNX: torch.Tensor, step: LayerStep, part: LatentPart, latent_TNL: torch.Tensor
     ) -> None:
         """Hook of sparse attention for rows that are in no tile. Here every row attends to all tokens."""
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, StepPlan
+from holdfast.attention.backend import Batch, LayerStep, StepPlan
 from holdfast.families.latent.layer import LatentAttentionLayer, LatentBuffers, LatentWeights
 from holdfast.families.latent.pages import LatentBackend
 from holdfast.families.latent.spec import IndexSpec
@@ -74,7 +74,7 @@ class SparseLatentAttentionLayer(LatentAttentionLayer):
         assert k_TD is not None and weights_TI is not None and q_TX is not None, "no buffers for an index"  # noqa: PT018
         q_TID = q_TX.unflatten(1, (self.index.weights_IH.shape[0], -1))
         self._sparse.write_index(k_TD, q_TID, batch, self.index.norm, self._rotary, self._layer)
-        self._sparse.select(q_TID, weights_TI, self._layer, plan, buffers.scratch)
+        self._sparse.select(q_TID, weights_TI, LayerStep(self._layer, plan, buffers.scratch))
 
 
 def build_layer(

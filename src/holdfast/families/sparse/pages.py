@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from holdfast.attention.backend import Batch, StepPlan
+from holdfast.attention.backend import Batch, LayerStep
 from holdfast.attention.declarations import SELECTED
 from holdfast.cache.storage import PageStorage
 from holdfast.families.latent.pages import LatentBackend
@@ -24,7 +24,7 @@ class SparseBackend(LatentBackend):
     def __init__(self, specs: Sequence[SparseAttentionSpec], storage: PageStorage) -> None:
         super().__init__(specs, storage)
         self._index_specs = specs
-        self._top_k = specs[0].index_top_k
+        self.top_k = specs[0].index_top_k
         self.indexes = {
             layer: IndexPlanes.of(storage.planes(layer), storage.spec.page_tokens)
             for layer, spec in enumerate(specs)
@@ -40,14 +40,7 @@ class SparseBackend(LatentBackend):
         slots_T, planes = batch.slots_GT[spec.group], self.indexes[layer]
         write_index(k_TD, q_TID, slots_T, norm, rotary, planes, spec.index_turns_neighbours)
 
-    def select(
-        self,
-        q_TID: torch.Tensor,
-        weights_TI: torch.Tensor,
-        layer: int,
-        plan: StepPlan,
-        scratch: Mapping[str, torch.Tensor],
-    ) -> None:
+    def select(self, q_TID: torch.Tensor, weights_TI: torch.Tensor, step: LayerStep) -> None:
         """Choose the tokens of every row that sees more than top_k: the largest sums over heads of weight * relu(q . k).
 
         `weights_TI`: float32, with head_dim ** -0.5 * heads ** -0.5 in them. Other rows attend to all tokens.
@@ -56,4 +49,4 @@ class SparseBackend(LatentBackend):
 
     def _selected(self, scratch: Mapping[str, torch.Tensor], num_rows: int) -> torch.Tensor:
         """[T, K], the choice of every row of the step."""
-        return scratch[SELECTED][: num_rows * self._top_k].view(num_rows, self._top_k)
+        return scratch[SELECTED][: num_rows * self.top_k].view(num_rows, self.top_k)

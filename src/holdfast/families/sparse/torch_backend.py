@@ -9,13 +9,13 @@ Rows that see up to K tokens attend to all of them, as without an index. If a CP
 have an order that neither other rows nor the length of the context changes. So the choice of a row follows from its own numbers.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 
+from holdfast.attention.backend import LayerStep
 from holdfast.attention.declarations import BLOCK_TOKENS, index_block_rows
-from holdfast.families.latent.torch_backend import RowBlock, TorchLatentAttention, TorchLatentPlan, attend_latents
+from holdfast.families.latent.torch_backend import RowBlock, TorchLatentAttention, attend_latents
 from holdfast.families.sparse.pages import SparseBackend
 from holdfast.kernels.gemm.linear import plain_linear
 from holdfast.kernels.latent.latent_planes import IndexPlanes
@@ -27,16 +27,10 @@ class TorchSparseLatentAttention(TorchLatentAttention, SparseBackend):
 
     name: ClassVar[str] = "torch_sparse"
 
-    def select(
-        self,
-        q_TID: torch.Tensor,
-        weights_TI: torch.Tensor,
-        layer: int,
-        plan: TorchLatentPlan,
-        scratch: Mapping[str, torch.Tensor],
-    ) -> None:
+    def select(self, q_TID: torch.Tensor, weights_TI: torch.Tensor, step: LayerStep) -> None:
         """Write positions in rising order into `selected`; rows that see up to K tokens have none there."""
-        planes, top_k, num_heads = self.indexes[layer], self._top_k, q_TID.shape[1]
+        layer, plan, scratch = step
+        planes, top_k, num_heads = self.indexes[layer], self.top_k, q_TID.shape[1]
         for sequence in plan.every:
             rows, first = sequence.rows, max(0, top_k - sequence.rows.start)
             while first < rows.num_rows:
@@ -50,22 +44,16 @@ class TorchSparseLatentAttention(TorchLatentAttention, SparseBackend):
                 first += count
 
     def attend(
-        self,
-        q_TND: torch.Tensor,
-        kv_b_NXL: torch.Tensor,
-        layer: int,
-        plan: TorchLatentPlan,
-        scratch: Mapping[str, torch.Tensor],
-        out_TX: torch.Tensor,
-        wanted_only: bool,
+        self, q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool
     ) -> torch.Tensor:
-        sequences, q_RND = self._rows(plan, q_TND, wanted_only)
-        planes, scale, top_k = self.planes[layer], self._specs[layer].scale, self._top_k
+        layer, plan, scratch = step
+        sequences, rows_R = plan.rows(wanted_only)
+        q_RND = q_TND if rows_R is None else q_TND.index_select(0, rows_R)
+        planes, scale, top_k = self.planes[layer], self._specs[layer].scale, self.top_k
         tokens_RK: torch.Tensor | None = None
         if any(sequence.rows.end > top_k for sequence in sequences):
             tokens_RK = self._selected(scratch, len(q_TND))
-            if wanted_only and plan.wanted_rows_R is not None:
-                tokens_RK = tokens_RK.index_select(0, plan.wanted_rows_R)
+            tokens_RK = tokens_RK if rows_R is None else tokens_RK.index_select(0, rows_R)
 
         def attend_block(q_nNX: torch.Tensor, block: RowBlock) -> torch.Tensor:
             num_whole = min(max(0, top_k - block.position), block.num_rows)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from holdfast.attention.backend import Batch, SequenceRows
+from holdfast.attention.backend import Batch, LayerStep, SequenceRows
 from holdfast.attention.declarations import StepBounds, score_columns, score_rows
 from holdfast.cache.storage import PageStorage
 from holdfast.families.latent.triton_backend import LatentPart, TritonLatentAttention, TritonLatentPlan
@@ -40,68 +40,58 @@ class TritonSparseLatentAttention(TritonLatentAttention, SparseBackend):
         self._can_choose = specs[0].can_choose
         self._num_keys, self._bounds = specs[0].max_model_len, bounds
         shared = self._device.type == "cpu"
-        self._rows_2T = MirroredTensor((2, bounds.max_num_rows), torch.int32, self._device, is_shared=shared)
+        self.rows_2T = MirroredTensor((2, bounds.max_num_rows), torch.int32, self._device, is_shared=shared)
 
     def held_bytes(self) -> dict[str, int]:
-        return {**super().held_bytes(), "attention/index_rows": self._rows_2T.tensor.nbytes}
+        return {**super().held_bytes(), "attention/index_rows": self.rows_2T.tensor.nbytes}
 
     def plan(self, batch: Batch, captured: bool = False) -> TritonLatentPlan:
         """Make tiles of the rows that see up to K tokens, and send how many tokens the others see."""
-        whole = tuple(rows for own in batch.sequences if (rows := whole_rows(own, self._top_k)) is not None)
+        whole = tuple(rows for own in batch.sequences if (rows := whole_rows(own, self.top_k)) is not None)
         plan = super().plan(replace(batch, sequences=whole), captured)
         if not self._can_choose:
             return plan
         num_choosing = self._write_rows(batch)
         return replace(plan, parts=tuple(part._replace(has_chosen=captured or num_choosing > 0) for part in plan.parts))
 
-    def select(
-        self,
-        q_TID: torch.Tensor,
-        weights_TI: torch.Tensor,
-        layer: int,
-        plan: TritonLatentPlan,
-        scratch: Mapping[str, torch.Tensor],
-    ) -> None:
+    def select(self, q_TID: torch.Tensor, weights_TI: torch.Tensor, step: LayerStep) -> None:
+        layer, plan, scratch = step
         if any(part.has_chosen for part in plan.parts):
             keys = Keys(self.indexes[layer], plan.page_table_NP, self._num_keys, self._bounds)
-            rows = self._rows(0, len(q_TID))
+            rows = self.choosing_rows(0, len(q_TID))
             keys.select(q_TID, weights_TI, rows, scratch, self._selected(scratch, len(q_TID)))
 
     def _attend_chosen(
-        self,
-        absorbed_TNX: torch.Tensor,
-        layer: int,
-        page_table_NP: torch.Tensor,
-        part: LatentPart,
-        scratch: Mapping[str, torch.Tensor],
-        latent_TNL: torch.Tensor,
+        self, absorbed_TNX: torch.Tensor, step: LayerStep, part: LatentPart, latent_TNL: torch.Tensor
     ) -> None:
         if not part.has_chosen:
             return
+        layer, plan, scratch = step
         end_row = part.first_row + part.num_rows
         scale, partials = self._specs[layer].scale, (scratch["partial_out"], scratch["partial_lse"])
-        call = LatentCall(absorbed_TNX, self.planes[layer], page_table_NP, scale, *partials, latent_TNL, self._num_sms)
+        pages = self.planes[layer], plan.page_table_NP
+        call = LatentCall(absorbed_TNX, *pages, scale, *partials, latent_TNL, self._num_sms)
         selected_TK = self._selected(scratch, end_row)[part.first_row :]
-        sparse_attention(call, self._rows(part.first_row, part.num_rows), selected_TK)
+        sparse_attention(call, self.choosing_rows(part.first_row, part.num_rows), selected_TK)
 
-    def _rows(self, first: int, count: int) -> SparseRows:
-        return SparseRows(*self._rows_2T.tensor[:, first : first + count])
+    def choosing_rows(self, first: int, count: int) -> SparseRows:
+        return SparseRows(*self.rows_2T.tensor[:, first : first + count])
 
     def _write_rows(self, batch: Batch) -> int:
         """Send which rows choose, and how many tokens they see; return how many choose."""
-        self._rows_2T.wait()
-        host_2T, num_rows, num_choosing = self._rows_2T.host, batch.num_rows, 0
+        self.rows_2T.wait()
+        host_2T, num_rows, num_choosing = self.rows_2T.host, batch.num_rows, 0
         host_2T[:, :num_rows] = 0
         for rows in batch.sequences:
-            if rows.end <= self._top_k:
+            if rows.end <= self.top_k:
                 continue
             place = slice(rows.row_start, rows.row_start + rows.num_rows)
             num_tokens = np.arange(rows.start + 1, rows.end + 1)
             host_2T[0, place] = rows.table_row
-            host_2T[1, place] = np.where(num_tokens > self._top_k, num_tokens, 0)
-            num_choosing += int((num_tokens > self._top_k).sum())
+            host_2T[1, place] = np.where(num_tokens > self.top_k, num_tokens, 0)
+            num_choosing += int((num_tokens > self.top_k).sum())
         most = host_2T.shape[1]
-        self._rows_2T.send(((0, num_rows), (most, most + num_rows)))
+        self.rows_2T.send(((0, num_rows), (most, most + num_rows)))
         return num_choosing
 
 
