@@ -238,15 +238,15 @@ def test_misuse_is_refused_and_changes_nothing(misuse, message: str) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda pool: pool._free.put(0),
-        lambda pool: pool._cached.update({0: None}),
-        lambda pool: pool._num_owners.__setitem__(0, 0),
-        lambda pool: pool._num_owners.__setitem__(3, -1),
-        lambda pool: pool._is_kept.__setitem__(3, 1),
-        lambda pool: pool._free._ends.clear(),
-        lambda pool: pool._free._starts.clear(),
-        lambda pool: pool._free._heap.clear(),
-        lambda pool: setattr(pool._free, "num_pages", 1),
+        lambda pool: pool.free_runs.put(0),
+        lambda pool: pool.cached.update({0: None}),
+        lambda pool: pool.owners_by_page.__setitem__(0, 0),
+        lambda pool: pool.owners_by_page.__setitem__(3, -1),
+        lambda pool: pool.kept_by_page.__setitem__(3, 1),
+        lambda pool: pool.free_runs.ends.clear(),
+        lambda pool: pool.free_runs.starts.clear(),
+        lambda pool: pool.free_runs.heap.clear(),
+        lambda pool: setattr(pool.free_runs, "num_pages", 1),
     ],
     ids=["freed", "cached", "lost", "negative", "kept", "no ends", "no starts", "no heap", "miscounted"],
 )
@@ -266,7 +266,7 @@ def test_the_heap_of_runs_stays_small() -> None:
             runs.cut(page, 0, 1)
         for page in reversed(range(500)):
             runs.put(page)
-    assert len(runs._heap) <= 2 * 1 + 64
+    assert len(runs.heap) <= 2 * 1 + 64
     assert runs.largest() == (0, 1000)
     runs.check()
 

@@ -242,7 +242,7 @@ def pages_of_a_step_are_registered_as_computed(patch):
 @mutant(r"are not \d+ pages once")
 def an_owned_page_is_evicted(patch):
     def share(self, page):
-        self._num_owners[page] += 1
+        self.owners_by_page[page] += 1
 
     patch.setattr(PagePool, "share", share)
 
@@ -250,7 +250,7 @@ def an_owned_page_is_evicted(patch):
 @mutant("sequences hold pages .* times, the pool counts")
 def sharing_does_not_count(patch):
     def share(self, page):
-        if self._num_owners[page] == 0:
+        if self.owners_by_page[page] == 0:
             real(self, page)
 
     real = PagePool.share
@@ -276,9 +276,9 @@ def eviction_leaves_the_children(patch):
 @mutant("no run is left, though")
 def cached_pages_are_evicted_and_freed_twice(patch):
     def evict(self):
-        page = next(iter(self._cached))
+        page = next(iter(self.cached))
         self.on_evict(page)
-        self._free.put(page)
+        self.free_runs.put(page)
 
     patch.setattr(PagePool, "evict", evict)
 
@@ -326,8 +326,8 @@ def reset_does_nothing(patch):
 def runs_are_joined_over_a_page_in_use(patch):
     def put(self, page):
         real(self, page)
-        end = self._ends.get(page + 2)
-        if end is not None and page in self._ends and self._ends[page] == page + 1:
+        end = self.ends.get(page + 2)
+        if end is not None and page in self.ends and self.ends[page] == page + 1:
             self.cut(page, 0, 1)
             self.cut(page + 2, 0, end - page - 2)
             self._insert(page, end)

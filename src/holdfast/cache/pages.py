@@ -16,36 +16,36 @@ from itertools import pairwise
 class FreeRuns:
     """The free pages as maximal runs of consecutive ids: merged on return, the largest found in O(log n).
 
-    `_ends` maps the start of each run to its end (one past the last page), `_starts` maps back. `_heap` holds
+    `ends` maps the start of each run to its end (one past the last page), `starts` maps back. `heap` holds
     (-length, start) of every run and of some that are gone; those are recognised and dropped when they surface.
     """
 
     def __init__(self, num_pages: int) -> None:
-        self._ends: dict[int, int] = {}
-        self._starts: dict[int, int] = {}
-        self._heap: list[tuple[int, int]] = []
+        self.ends: dict[int, int] = {}
+        self.starts: dict[int, int] = {}
+        self.heap: list[tuple[int, int]] = []
         self.num_pages = num_pages
         self._insert(0, num_pages)
 
     def starting_at(self, page: int) -> int:
         """Length of the run that starts exactly here; 0 where none does."""
-        return self._ends.get(page, page) - page
+        return self.ends.get(page, page) - page
 
     def largest(self) -> tuple[int, int]:
         """Start and length of the longest run, the lowest among equals."""
-        while self._heap:
-            negative_length, start = self._heap[0]
+        while self.heap:
+            negative_length, start = self.heap[0]
             if self.starting_at(start) == -negative_length:
                 return start, -negative_length
-            heapq.heappop(self._heap)
+            heapq.heappop(self.heap)
         raise AssertionError(f"no run is left, though {self.num_pages} pages are counted as free")
 
     def cut(self, start: int, skip: int, num_pages: int) -> range:
         """Takes pages [start + skip, start + skip + num_pages) out of the run that starts at `start`."""
-        end = self._ends.pop(start)
+        end = self.ends.pop(start)
         first, last = start + skip, start + skip + num_pages
         assert start <= first < last <= end, f"pages [{first}, {last}) are not inside the run [{start}, {end})"
-        del self._starts[end]
+        del self.starts[end]
         self._insert(start, first)
         self._insert(last, end)
         self.num_pages -= num_pages
@@ -53,37 +53,37 @@ class FreeRuns:
 
     def put(self, page: int) -> None:
         """Takes a page back and joins it with the runs on either side."""
-        start = self._starts.pop(page, page)
+        start = self.starts.pop(page, page)
         if start != page:
-            del self._ends[start]
-        end = self._ends.pop(page + 1, page + 1)
+            del self.ends[start]
+        end = self.ends.pop(page + 1, page + 1)
         if end != page + 1:
-            del self._starts[end]
+            del self.starts[end]
         self._insert(start, end)
         self.num_pages += 1
 
     def __iter__(self) -> Iterator[int]:
-        return (page for start, end in sorted(self._ends.items()) for page in range(start, end))
+        return (page for start, end in sorted(self.ends.items()) for page in range(start, end))
 
     def _insert(self, start: int, end: int) -> None:
         if start == end:
             return
-        self._ends[start] = end
-        self._starts[end] = start
-        heapq.heappush(self._heap, (start - end, start))
-        if len(self._heap) > 2 * len(self._ends) + 64:
-            self._heap = [(start - end, start) for start, end in self._ends.items()]
-            heapq.heapify(self._heap)
+        self.ends[start] = end
+        self.starts[end] = start
+        heapq.heappush(self.heap, (start - end, start))
+        if len(self.heap) > 2 * len(self.ends) + 64:
+            self.heap = [(start - end, start) for start, end in self.ends.items()]
+            heapq.heapify(self.heap)
 
     def check(self) -> None:
         """Runs are apart, mirrored in both maps, known to the heap, and add up."""
-        runs = sorted(self._ends.items())
+        runs = sorted(self.ends.items())
         for start, end in runs:
             assert start < end, f"run [{start}, {end}) is empty"
-            assert (start - end, start) in self._heap, f"run [{start}, {end}) cannot be found by its length"
+            assert (start - end, start) in self.heap, f"run [{start}, {end}) cannot be found by its length"
         for (_, end), (start, _) in pairwise(runs):
             assert end < start, f"the runs that end and start at {end} and {start} are not apart"
-        mirrored = sorted((start, end) for end, start in self._starts.items())
+        mirrored = sorted((start, end) for end, start in self.starts.items())
         assert mirrored == runs, f"starts say {mirrored}, ends say {runs}"
         total = sum(end - start for start, end in runs)
         assert total == self.num_pages, f"{self.num_pages} free pages are counted, the runs hold {total}"
@@ -106,42 +106,42 @@ class PagePool:
         """Free pages, and those without an owner that hold a registered prefix."""
         self._group_of = [0] * num_pages
         """That each page was last allocated for."""
-        self._num_owners = [0] * num_pages
-        self._is_kept = bytearray(num_pages)
-        self._free = FreeRuns(num_pages)
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self.owners_by_page = [0] * num_pages
+        self.kept_by_page = bytearray(num_pages)
+        self.free_runs = FreeRuns(num_pages)
+        self.cached: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
         self.on_evict: Callable[[int], None] = self.forget
         """Called with a cached page whose place is needed: has to end in forget(page)."""
 
     @property
     def num_free(self) -> int:
-        return self._free.num_pages
+        return self.free_runs.num_pages
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self.cached)
 
     @property
     def num_available(self) -> int:
         """Pages that can be allocated: free ones, and cached ones that would be evicted."""
-        return self._free.num_pages + len(self._cached)
+        return self.free_runs.num_pages + len(self.cached)
 
     def num_owners(self, page: int) -> int:
         """How many sequences hold this page."""
-        return self._num_owners[page]
+        return self.owners_by_page[page]
 
     def is_kept(self, page: int) -> bool:
         """True when the page holds a registered prefix."""
-        return bool(self._is_kept[page])
+        return bool(self.kept_by_page[page])
 
     def owner_counts(self) -> list[int]:
         """How many sequences hold each page."""
-        return list(self._num_owners)
+        return list(self.owners_by_page)
 
     def kept_pages(self) -> list[int]:
         """The pages that hold a registered prefix."""
-        return [page for page, is_kept in enumerate(self._is_kept) if is_kept]
+        return [page for page, is_kept in enumerate(self.kept_by_page) if is_kept]
 
     def allocate(self, after: int | None = None) -> int:
         """One page with one owner; the one that follows `after` where that is free."""
@@ -156,49 +156,49 @@ class PagePool:
         in all, if it knows; a run is then chosen so that they fit too. `group` is whom they are counted for.
         """
         assert 0 <= num_pages <= self.num_available, f"{num_pages} pages requested, {self.num_available} are left"
-        while self._free.num_pages < num_pages:
+        while self.free_runs.num_pages < num_pages:
             self.evict()
         pages: list[int] = []
         if num_pages and after is not None:
-            length = self._free.starting_at(after + 1)
+            length = self.free_runs.starting_at(after + 1)
             if length:
-                pages += self._free.cut(after + 1, 0, min(length, num_pages))
+                pages += self.free_runs.cut(after + 1, 0, min(length, num_pages))
         while len(pages) < num_pages:
-            start, length = self._free.largest()
+            start, length = self.free_runs.largest()
             missing = num_pages - len(pages)
             spare = length - max(missing, num_expected - len(pages))
-            has_neighbour = start > 0 and self._num_owners[start - 1] > 0
+            has_neighbour = start > 0 and self.owners_by_page[start - 1] > 0
             skip = (spare + 1) // 2 if has_neighbour and spare > 0 else 0
-            pages += self._free.cut(start, skip, min(length, missing))
+            pages += self.free_runs.cut(start, skip, min(length, missing))
         for page in pages:
-            self._num_owners[page] = 1
+            self.owners_by_page[page] = 1
             self._group_of[page] = group
         self.num_owned_by_group[group] += num_pages
         return pages
 
     def share(self, page: int) -> None:
         """One more owner of a page that is owned or cached."""
-        if self._num_owners[page] == 0:
-            assert page in self._cached, f"page {page} is free and cannot be shared"
-            del self._cached[page]
+        if self.owners_by_page[page] == 0:
+            assert page in self.cached, f"page {page} is free and cannot be shared"
+            del self.cached[page]
             self.num_cached_by_group[self._group_of[page]] -= 1
             self.num_owned_by_group[self._group_of[page]] += 1
-        self._num_owners[page] += 1
+        self.owners_by_page[page] += 1
 
     def release(self, page: int) -> None:
         """One owner less; the last one leaves the page cached when it holds a registered prefix, else free."""
-        num_owners = self._num_owners[page]
+        num_owners = self.owners_by_page[page]
         assert num_owners > 0, f"page {page} is released and has no owner"
-        self._num_owners[page] = num_owners - 1
+        self.owners_by_page[page] = num_owners - 1
         if num_owners > 1:
             return
         group = self._group_of[page]
         self.num_owned_by_group[group] -= 1
-        if self._is_kept[page]:
-            self._cached[page] = None
+        if self.kept_by_page[page]:
+            self.cached[page] = None
             self.num_cached_by_group[group] += 1
         else:
-            self._free.put(page)
+            self.free_runs.put(page)
 
     def release_many(self, pages: Sequence[int]) -> None:
         """Releases a sequence's pages from the last to the first, so that eviction eats prefixes from their ends."""
@@ -207,33 +207,33 @@ class PagePool:
 
     def keep(self, page: int) -> None:
         """From now on the page holds a registered prefix: without owners it is cached instead of free."""
-        assert self._num_owners[page] > 0, f"page {page} has no owner and cannot hold a prefix"
-        self._is_kept[page] = 1
+        assert self.owners_by_page[page] > 0, f"page {page} has no owner and cannot hold a prefix"
+        self.kept_by_page[page] = 1
 
     def forget(self, page: int) -> None:
         """The page holds no registered prefix any more: without owners it becomes free."""
-        assert self._is_kept[page], f"page {page} holds no prefix that could be forgotten"
-        self._is_kept[page] = 0
-        if self._num_owners[page] == 0:
-            del self._cached[page]
+        assert self.kept_by_page[page], f"page {page} holds no prefix that could be forgotten"
+        self.kept_by_page[page] = 0
+        if self.owners_by_page[page] == 0:
+            del self.cached[page]
             self.num_cached_by_group[self._group_of[page]] -= 1
-            self._free.put(page)
+            self.free_runs.put(page)
 
     def evict(self) -> None:
-        page = next(iter(self._cached))
+        page = next(iter(self.cached))
         self.on_evict(page)
-        assert page not in self._cached, f"page {page} was to be evicted and is still cached"
+        assert page not in self.cached, f"page {page} was to be evicted and is still cached"
 
     def check(self) -> None:
         """Every page is free, cached or owned, exactly one of them, and is counted there."""
-        self._free.check()
-        free, cached = list(self._free), list(self._cached)
-        owned = [page for page, num_owners in enumerate(self._num_owners) if num_owners]
-        assert min(self._num_owners) >= 0, f"negative owner counts in {self._num_owners}"
+        self.free_runs.check()
+        free, cached = list(self.free_runs), list(self.cached)
+        owned = [page for page, num_owners in enumerate(self.owners_by_page) if num_owners]
+        assert min(self.owners_by_page) >= 0, f"negative owner counts in {self.owners_by_page}"
         places = sorted(free + cached + owned)
         assert places == list(range(self.num_pages)), f"{free=} {cached=} {owned=} are not {self.num_pages} pages once"
         kept = self.kept_pages()
-        idle_kept = [page for page in kept if not self._num_owners[page]]
+        idle_kept = [page for page in kept if not self.owners_by_page[page]]
         assert idle_kept == sorted(cached), f"{cached=} pages, but {idle_kept=} hold a prefix without an owner"
         for pages, counted in ((owned, self.num_owned_by_group), (cached, self.num_cached_by_group)):
             found = [0] * len(counted)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from holdfast.distributed.exchange_plan import NCCL_REASON, ExchangeNeeds, exchange_specs, nccl_bytes
-from holdfast.distributed.held_memory import HeldMemory, allocate_held
+from holdfast.distributed.held_memory import HeldExchange, HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
 from holdfast.distributed.rendezvous import (
     OPEN_SECONDS,
@@ -42,7 +42,20 @@ CALL_SECONDS = 120.0
 """Timeout of a call. A dead peer is detected sooner, by its connection and heartbeat."""
 
 
-class GlooPeers:
+class PeersOfAll:
+    """Sends and receives among all ranks. Calls but `send` wait, on a GPU in its stream."""
+
+    _all: Any
+    """The group of all ranks."""
+
+    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 a Work
+        return self._all.send([tensor], rank, 0)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        self._all.recv([tensor], rank, 0).wait()
+
+
+class GlooPeers(PeersOfAll):
     """Two groups: the stage's (ranks by their place in it), and all ranks' with several stages (by rank).
 
     A tensor that `send` takes must not change until the returned work is awaited. Other calls wait, on a GPU in its stream.
@@ -64,12 +77,6 @@ class GlooPeers:
         """Broadcast from the first rank of the stage."""
         self._stage.broadcast(tensor, 0).wait()
 
-    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 a Work
-        return self._all.send([tensor], rank, 0)
-
-    def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        self._all.recv([tensor], rank, 0).wait()
-
     def send_head(self, tensor: torch.Tensor) -> None:
         """Send from a rank of the last stage to rank 0."""
         self.send(tensor, 0).wait()
@@ -85,7 +92,7 @@ class GlooPeers:
             group.abort()
 
 
-class NcclPeers:
+class NcclPeers(PeersOfAll):
     """One communicator among all; with stages another between the last one and rank 0.
 
     Calls of a communicator run in order, and a send ends when it is received. Rank 0 sends the rows of a step before it receives
@@ -128,12 +135,6 @@ class NcclPeers:
                 self._all.send([tensor], self._first + place, 0)
             self._all._end_coalescing().wait()
 
-    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 a Work
-        return self._all.send([tensor], rank, 0)
-
-    def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        self._all.recv([tensor], rank, 0).wait()
-
     def send_head(self, tensor: torch.Tensor) -> None:
         self._head.send([tensor], 0, 0).wait()
 
@@ -158,7 +159,7 @@ class NcclPeers:
 Peers = GlooPeers | NcclPeers
 
 
-class CollectiveExchange:
+class CollectiveExchange(HeldExchange):
     """The exchange of one rank; see distributed/exchange.py. A peer that dies makes every call an EngineDeadError."""
 
     def __init__(
@@ -174,10 +175,9 @@ class CollectiveExchange:
         kind = "gloo" if device.type == "cpu" else "nccl"
         specs = exchange_specs(needs, mesh, kind) if specs is None else specs
         tensors, self._arenas = allocate_held(specs, device, ledger, f"exchange of {mesh.num_ranks} ranks by {kind}")
-        self._held = HeldMemory(tensors, needs, mesh)
+        super().__init__(HeldMemory(tensors, needs, mesh))
         self._wide_F = tensors["exchange/signals"].view(torch.float32) if "exchange/signals" in tensors else None
         self._device = device
-        self.mesh = mesh
         self._peers: Peers | None = peers
         self._ledger = ledger
         self._nccl_owner = "collectives/nccl" if kind == "nccl" else None
@@ -187,20 +187,9 @@ class CollectiveExchange:
         self._under_way: list[Any] = [None] * mesh.num_stages
 
     @property
-    def rank(self) -> int:
-        return self.mesh.tensor_rank
-
-    @property
-    def size(self) -> int:
-        return self.mesh.tensor_size
-
-    @property
     def peers(self) -> Peers:
         assert self._peers is not None, "the exchange is closed"
         return self._peers
-
-    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._held.room(num_rows, width, dtype)
 
     def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
         assert out_TH.is_contiguous(), f"{out_TH.stride()=}: a sum is dense"
@@ -226,9 +215,6 @@ class CollectiveExchange:
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         assert out_TY.shape == (part_TX.shape[0], self.size * part_TX.shape[1]), f"{part_TX.shape=} {out_TY.shape=}"
         return gather_columns_reference(self._gather("gather_columns", part_TX).unbind(), out_TY)
-
-    def whole_logits(self, num_rows: int) -> torch.Tensor:
-        return self._held.whole_logits(num_rows)
 
     def gather_logits(self, part_RV: torch.Tensor | None, out_RW: torch.Tensor | None) -> None:
         assert (out_RW is not None) == (self.mesh.rank == 0), f"rank {self.mesh.rank} passes {out_RW=}"

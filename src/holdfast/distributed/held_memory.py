@@ -65,6 +65,28 @@ class HeldMemory:
         return place[: like.nbytes].view(like.dtype).view(like.shape)
 
 
+class HeldExchange:
+    """The part of an exchange (distributed/exchange.py) that depends on its memory alone."""
+
+    def __init__(self, held: HeldMemory) -> None:
+        self._held = held
+        self.mesh = held.mesh
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.tensor_rank
+
+    @property
+    def size(self) -> int:
+        return self.mesh.tensor_size
+
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._held.room(num_rows, width, dtype)
+
+    def whole_logits(self, num_rows: int) -> torch.Tensor:
+        return self._held.whole_logits(num_rows)
+
+
 def allocate_held(
     specs: Mapping[str, TensorSpec], device: torch.device, ledger: Ledger, reason: str
 ) -> tuple[dict[str, torch.Tensor], list[Arena]]:

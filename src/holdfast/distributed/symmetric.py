@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs, rounding_bytes, shared_specs
-from holdfast.distributed.held_memory import HeldMemory, allocate_held
+from holdfast.distributed.held_memory import HeldExchange, HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
 from holdfast.distributed.rendezvous import OPEN_SECONDS, Check, Place, Store, c10d, lost_peers, make_gloo, open_store
 from holdfast.errors import ConfigError
@@ -117,7 +117,7 @@ def agree_blocks(store: Store, mesh: Mesh, device: torch.device, share: int) -> 
     return max(1, min([MAX_BLOCKS, *shares]))
 
 
-class SymmetricExchange:
+class SymmetricExchange(HeldExchange):
     """The exchange of one rank; see distributed/exchange.py."""
 
     def __init__(
@@ -142,8 +142,7 @@ class SymmetricExchange:
         for owner, num_bytes in held_bytes.items():
             ledger.record(owner, num_bytes, reason)
         self._store = store
-        self.mesh = mesh
-        self._held = HeldMemory(tensors | all_ranks[mesh.rank], needs, mesh)
+        super().__init__(HeldMemory(tensors | all_ranks[mesh.rank], needs, mesh))
         first, last = mesh.stage * mesh.tensor_size, (mesh.num_stages - 1) * mesh.tensor_size
         stage = all_ranks[first : first + mesh.tensor_size]
         self._peer_rooms = [views["exchange/rows"] for views in stage if mesh.tensor_size > 1]
@@ -164,14 +163,6 @@ class SymmetricExchange:
         peers[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
         return Ranks(self.mesh.tensor_rank, self.mesh.tensor_size, signals, peers, max_blocks)
 
-    @property
-    def rank(self) -> int:
-        return self.mesh.tensor_rank
-
-    @property
-    def size(self) -> int:
-        return self.mesh.tensor_size
-
     def epochs(self) -> str:
         """Describe the epochs of this rank and its peers, to debug a hang; in a separate stream."""
         with torch.cuda.stream(self._rescue):
@@ -183,9 +174,6 @@ class SymmetricExchange:
         """Name of torch's group."""
         assert self._memory is not None, "the exchange is closed"
         return self._memory.name
-
-    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._held.room(num_rows, width, dtype)
 
     def peer_rooms(self, turn: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return one of the two rooms of every rank in this type; views are cached."""
@@ -225,9 +213,6 @@ class SymmetricExchange:
         assert part_TX.dtype == out_TY.dtype, f"{part_TX.dtype=} {out_TY.dtype=}"
         gather_columns_triton(self._take(part_TX), out_TY, num_rows, num_columns, self.ranks)
         return out_TY
-
-    def whole_logits(self, num_rows: int) -> torch.Tensor:
-        return self._held.whole_logits(num_rows)
 
     def gather_logits(self, part_RV: torch.Tensor | None, out_RW: torch.Tensor | None) -> None:
         assert (part_RV is not None) == self.mesh.is_last_stage, f"rank {self.mesh.rank} passes {part_RV=}"

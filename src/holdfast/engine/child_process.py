@@ -101,8 +101,7 @@ class Child:
         self.channel.close()
         if was_running:
             return f"it was killed{self.last_lines.last()}"
-        name = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return f"it ended with {name}{self.last_lines.last()}"
+        return f"it ended with {ending_of(status)}{self.last_lines.last()}"
 
     def end(self) -> None:
         """End it: Shutdown, then SIGTERM, then SIGKILL."""
@@ -122,6 +121,11 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(seconds)
         return None
+
+
+def ending_of(status: int) -> str:
+    """Describe the status of a process that ended."""
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 def _environment() -> dict[str, str]:

@@ -13,7 +13,6 @@ a child that dies with its parent dies with the thread that started it.
 import contextlib
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +25,7 @@ from typing import Any, TypeVar
 
 from holdfast.config import EngineConfig
 from holdfast.engine.channel import ChannelClosedError
-from holdfast.engine.child_process import Child
+from holdfast.engine.child_process import Child, ending_of
 from holdfast.engine.life_line import LifeLine
 from holdfast.engine.messages import Died, Heartbeat, Numbering, Refused, Shutdown
 from holdfast.engine.pulse import Pulse, open_pulse_file
@@ -109,8 +108,7 @@ class Link:
         """Wait for its process and describe its end."""
         status = self.child.process.wait()
         self.child.last_lines.join(0.2)
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return f"{how}{self.child.last_lines.last()}"
+        return f"{ending_of(status)}{self.child.last_lines.last()}"
 
 
 class RankGroup:

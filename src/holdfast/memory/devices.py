@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.errors import ConfigError, shown
+from holdfast.memory.profiler import named_bytes
 
 MIB = 1024**2
 GIB = 1024**3
@@ -251,22 +252,14 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def available_host_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
     """Return the bytes that can be allocated without swapping."""
-    available = _meminfo_available(meminfo)
+    available = named_bytes("MemAvailable", meminfo)
+    if available is None:  # not Linux, or an old kernel: the C library knows the total
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
     if limit is not None and used is not None:
         reclaimable = _cgroup_file_cache(cgroup / "memory.stat")
         available = min(available, max(0, limit - used + reclaimable))
     return available
-
-
-def _meminfo_available(meminfo: Path) -> int:
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # not Linux, or an old kernel: the C library knows the total
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _number(path: Path) -> int | None:

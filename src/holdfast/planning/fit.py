@@ -63,10 +63,6 @@ class RunnerPlan:
         return self.resolved.mesh
 
     @property
-    def tensor_parallel_size(self) -> int:
-        return self.resolved.mesh.tensor_size
-
-    @property
     def cache(self) -> CacheSpec | None:
         """None if the model stores something else than keys and values by head."""
         pages = self.resolved.pages()
