@@ -242,7 +242,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     facts["takes_it"] = runner.model.fused is not None  # type: ignore[attr-defined]
     leave(facts, arguments.result)
     for num_rows in ROWS:
-        measure(runner, own._exchange, num_rows, arguments, facts)
+        measure(runner, own.exchange, num_rows, arguments, facts)
     facts["all_seconds"] = round(time.perf_counter() - begin, 1)
     leave(facts, arguments.result)
     wait_for_others(arguments)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.models.published import FILE, PUBLISHED, read_published
+from holdfast.models.catalogue import FILE, PUBLISHED, read_published
 
 ROWS = json.loads(FILE.read_text(encoding="utf-8"))
 KEYS = {"repository", "name", "same", "like", "config"}

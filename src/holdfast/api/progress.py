@@ -77,16 +77,8 @@ class LoadingBar(Bar):
             return
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-        self.open(
-            (
-                TextColumn(title, markup=False),
-                BarColumn(),
-                DownloadColumn(binary_units=True),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(compact=True),
-                TextColumn("left"),
-            )
-        )
+        sizes = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
+        self.open((TextColumn(title, markup=False), BarColumn(), *sizes, TextColumn("left")))
 
     def __call__(self, num_done: int, num_total: int) -> None:
         if self._progress is None:
@@ -127,16 +119,8 @@ class PreparingBar(Bar):
     def _start(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-        self.open(
-            (
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[note]}", markup=False),
-            ),
-            note="",
-        )
+        what, note = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}"))
+        self.open((what, BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), note), note="")
         assert self._progress is not None, "the bar was opened"
         self._progress.start()
 
@@ -153,15 +137,11 @@ class GenerationBar(Bar):
             return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        columns = (
-            TextColumn("Processed prompts"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[speed]}"),
+        what, speed = TextColumn("Processed prompts"), TextColumn("{task.fields[speed]}")
+        times = TimeElapsedColumn(), TimeRemainingColumn()
+        self.open(
+            (what, BarColumn(), MofNCompleteColumn(), *times, speed), transient=False, total=num_prompts, speed=""
         )
-        self.open(columns, transient=False, total=num_prompts, speed="")
 
     def count(self, num_finished: int, num_input_tokens: int, num_output_tokens: int) -> None:
         """Show the progress; cheap enough for every step."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm
-from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, SmallBatchScratch
-from holdfast.kernels.gemm.linear import linear_float32, quantized_view
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream
+from holdfast.kernels.gemm.linear import linear_float32, room_for_codes
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.moe.deep_gemv import takes_deep_loads
 from holdfast.kernels.moe.expert_linear import expert_linear
@@ -180,7 +180,9 @@ class ExpertLayer:
         assert not self.has_table, "experts come from a table by token id, and the fused decode path has no token ids"
         ids_TS, shares_TS, biases = buffers.expert_ids_TS, buffers.shares_TS, self._biases
         num_rows, scratch = len(stream.x_MN), stream.scratch
-        codes = self._room_for_codes(buffers.quantized, num_rows, scratch)
+        # Codes are made as the norm is finished if nothing but experts takes the rows, and with one scale a row.
+        is_shared = self.shared is not None or scratch.amax is None
+        codes = None if is_shared else room_for_codes(buffers.quantized, self.gate_up, num_rows)
         finished = finished_TH if codes is None else codes
         route_normed(
             rows,
@@ -204,15 +206,6 @@ class ExpertLayer:
             active_PI = self._gate_and_up(finished_TH, self._order(ids_TS, buffers), buffers, is_coded)
             return down_row_add(active_PI, self.down, ids_TS, shares_TS, biases.down_EH, stream)
         return add_experts(self._multiply(finished_TH, buffers, is_coded), stream)
-
-    def _room_for_codes(
-        self, quantized: QuantizedRows | None, num_rows: int, scratch: SmallBatchScratch
-    ) -> QuantizedRows | None:
-        """Where rows become codes as their norm is finished: those of e4m3 with a scale a row, that nothing but experts take."""
-        weight = self.gate_up
-        if self.shared is not None or scratch.amax is None or isinstance(weight, torch.Tensor):
-            return None
-        return None if weight.scheme.block_columns else quantized_view(quantized, weight, num_rows)
 
     def _order(self, ids_TS: torch.Tensor, buffers: ExpertBuffers, num_local: int | None = None) -> ExpertOrder:
         """Which rows each expert multiplies; `ids_TS` are a rank's own if it has `num_local` experts."""

@@ -1,14 +1,60 @@
 """The catalogue: well-known models by the names that people type, so that a plan needs no file; no torch."""
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, cast
 
 from holdfast.errors import ModelNotFoundError
-from holdfast.models.published import PUBLISHED, Config
 
+Config = Mapping[str, object]
+FILE = Path(__file__).with_name("published.json")
+"""What a plan needs of each config.json, as its makers released it. `like` names an earlier model whose settings hold unless
+`config` has others."""
+
+
+class Published(NamedTuple):
+    """One model."""
+
+    repository: str
+    """Owner and name on the Hugging Face Hub: the source of the figures."""
+    config: Config
+    same: tuple[str, ...] = ()
+    """Names of other releases with the same figures."""
+    short: str = ""
+    """What people call it, where the repository's name is too long for a table."""
+
+    @property
+    def name(self) -> str:
+        return self.short or self.repository.partition("/")[2]
+
+
+def read_published(file: Path = FILE) -> tuple[Published, ...]:
+    """Every model of a file, in its order."""
+    found: dict[str, Published] = {}
+    for row in json.loads(file.read_text(encoding="utf-8")):
+        base = found[row["like"]].config if "like" in row else {}
+        config = _merged(base, row.get("config", {}))
+        model = Published(row["repository"], config, tuple(row.get("same", ())), row.get("name", ""))
+        found[model.name] = model
+    return tuple(found.values())
+
+
+def _merged(base: Config, own: Config) -> Config:
+    """Settings with others in their place; nested objects are merged too."""
+    merged = dict(base)
+    for key, value in own.items():
+        old = merged.get(key)
+        both = isinstance(value, dict) and isinstance(old, dict)
+        merged[key] = _merged(cast("Config", old), cast("Config", value)) if both else value
+    return merged
+
+
+PUBLISHED: tuple[Published, ...] = read_published()
+"""Every model that can be planned by name, by family."""
 CATALOGUE: Mapping[str, Config] = {model.name: model.config for model in PUBLISHED}
 """Every model that can be planned by name."""
 SOURCES: Mapping[str, str] = {model.name: model.repository for model in PUBLISHED}

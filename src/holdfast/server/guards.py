@@ -137,27 +137,22 @@ class HostRule:
 
     def fault(self, scope: Scope) -> ApiError | None:
         """Return the refusal of a request; its connection ends."""
-        found = self._fault(scope)
-        if found is not None:
-            found.headers["Connection"] = "close"
-        return found
-
-    def _fault(self, scope: Scope) -> ApiError | None:
+        ends = {"Connection": "close"}
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if not hosts and scope.get("http_version") == "1.0" and scope["path"] in PUBLIC_PATHS:
             return None  # a load balancer's probe
         match = HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if match is None:
-            return ApiError("http.bad_host", value=b", ".join(hosts))
+            return ApiError("http.bad_host", headers=ends, value=b", ".join(hosts))
         name = match[1].decode().lower()
         if not self._allows(name):
-            return ApiError("http.host_not_allowed", host=name)
+            return ApiError("http.host_not_allowed", headers=ends, host=name)
         origin = header(scope, b"origin")
         if origin is not None and scope["method"] not in SAFE_METHODS:
             given = origin.decode("latin-1").lower().rstrip("/")
             is_own = given.partition("://")[2] == hosts[0].decode().lower()
             if not is_own and given not in self._origins and "*" not in self._origins:
-                return ApiError("http.origin_not_allowed", origin=given)
+                return ApiError("http.origin_not_allowed", headers=ends, origin=given)
         return None
 
     def _allows(self, name: str) -> bool:

@@ -52,10 +52,6 @@ class ServerLimits:
     max_response_bytes: int = 64 * 2**20
     """Memory of stored answers of /v1/responses; 0 stores none."""
     max_responses: int = 4096
-    max_messages: int = 4096
-    max_tools: int = 128
-    max_schema_bytes: int = 2**16
-    max_regex_chars: int = 4096
     max_prompts: int = 256
     """Prompts of one request to /v1/completions."""
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from for_each import for_each
 from holdfast.loading.planning.moves import Move, PlannedWeight, choose, choose_all
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.parameters import EXPERT_NAMES, Parameter, Part, list_experts
+from holdfast.models.parameters import ExpertNames, Parameter, Part, list_experts
 from holdfast.models.spec import ExpertsSpec
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from loading.header_source import entries_for, entry, experts
@@ -192,7 +192,7 @@ def test_a_head_of_its_own_is_not_tied():
 
 def moe_parameters(hidden, inner):
     spec = ExpertsSpec(num_experts=3, top_k=1, intermediate_size=inner)
-    return [p for p in list_experts(spec, EXPERT_NAMES, hidden, "layers.0.", "") if p.kind == "expert"]
+    return [p for p in list_experts(spec, ExpertNames(), hidden, "layers.0.", "") if p.kind == "expert"]
 
 
 @for_each("is_share", [False, True])

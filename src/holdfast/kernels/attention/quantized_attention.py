@@ -57,6 +57,7 @@ from holdfast.kernels.attention.split_kv import (
     MERGED_HEADS,
     MergeShape,
     add_sinks,
+    clear_end,
     finite_max,
     load_tile,
     merge_tiles,
@@ -263,7 +264,7 @@ def _decode_kernel(
         b_acc = ()
         for _ in tl.static_range(2 if VALUE_BITS == 8 else (4 if VALUE_BITS == 4 else 8)):
             b_acc = b_acc + (tl.zeros((VALUE_COLUMNS, BLOCK_G), dtype=tl.float32),)
-        clear = _clear_end(low, high, position, HAS_WINDOW, BLOCK_N)
+        clear = clear_end(low, high, position, HAS_WINDOW, BLOCK_N)
         for MASKED in tl.static_range(2):
             # Count in blocks, so the compiler knows the alignment of tokens.
             first_block = clear // BLOCK_N if MASKED else low // BLOCK_N
@@ -374,7 +375,7 @@ def _prefill_kernel(
         b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
         b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        clear = _clear_end(low, high, position, HAS_WINDOW, BLOCK_N)
+        clear = clear_end(low, high, position, HAS_WINDOW, BLOCK_N)
         for MASKED in tl.static_range(2):
             # Count in blocks, so the compiler knows the alignment of tokens.
             first_block = clear // BLOCK_N if MASKED else low // BLOCK_N
@@ -443,15 +444,6 @@ def _prefill_kernel(
         # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
-
-
-@jit
-def _clear_end(low, high, position, HAS_WINDOW: constexpr, BLOCK_N: constexpr):
-    """All rows see the tokens up to the first row's own: whole blocks of them come first, without a mask."""
-    clear = tl.minimum(high, position + 1)
-    if HAS_WINDOW:
-        clear = low
-    return low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
 
 
 @jit

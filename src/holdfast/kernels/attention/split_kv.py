@@ -58,6 +58,15 @@ def finite_max(b_m):
 
 
 @jit
+def clear_end(low, high, position, HAS_WINDOW: constexpr, BLOCK_N: constexpr):
+    """End of the clear blocks of a tile: whole blocks of tokens that all its rows see come first, without a mask."""
+    clear = tl.minimum(high, position + 1)
+    if HAS_WINDOW:
+        clear = low
+    return low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
+
+
+@jit
 def soft_capped(b_score, cap):
     """cap * tanh(score / cap) in base 2, exact to float32 near zero."""
     b_x = b_score / cap

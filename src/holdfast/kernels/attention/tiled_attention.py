@@ -28,6 +28,7 @@ from holdfast.kernels.attention.split_kv import (
     MERGED_HEADS,
     MergeShape,
     add_sinks,
+    clear_end,
     finite_max,
     load_tile,
     merge_tiles,
@@ -215,11 +216,7 @@ def _attend_kernel(
         b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
         b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        # All rows see the tokens up to the first row's own: whole blocks of them come first, without a mask.
-        clear = tl.minimum(high, position + 1)
-        if HAS_WINDOW:
-            clear = low
-        clear = low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
+        clear = clear_end(low, high, position, HAS_WINDOW, BLOCK_N)
         for MASKED in tl.static_range(2):
             first = clear if MASKED else low
             end = high if MASKED else clear

@@ -9,8 +9,6 @@ CPU both go to C, whose order of summation is batch invariant. Small batches of 
 kernels/gemm/small_batch.py instead.
 """
 
-import ctypes
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -114,9 +112,11 @@ def _widened(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_TN: Tenso
     return y_TN
 
 
-def quantized_view(quantized: QuantizedRows | None, weight: QuantizedWeight, num_rows: int) -> QuantizedRows | None:
-    """View the buffers for the codes of these rows; None if the scheme does not quantize activations."""
-    if not weight.scheme.quantizes_activations:
+def quantized_view(
+    quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
+) -> QuantizedRows | None:
+    """View the buffers for the codes of these rows; None if the weight takes rows unquantized."""
+    if isinstance(weight, Tensor) or not weight.scheme.quantizes_activations:
         return None
     assert quantized is not None, f"{weight.scheme.name} needs buffers for the codes of {num_rows} rows"
     size_k = weight.shape[-1]
@@ -232,15 +232,17 @@ def native_quantized_linear(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tenso
     library = native_for(x_TK, bias)
     if library is None:
         return native_quantized_linear_reference(x_TK, weight, bias, out_TN)
-    if out_TN.dtype is torch.float32 and out_TN.is_contiguous():
-        _multiply(library, x_TK, weight, bias, out_TN)
-        return out_TN
-    step = max(1, WIDE_RESULTS // max(1, weight.shape[0]))
-    for start in range(0, x_TK.shape[0], step):
-        some = slice(start, start + step)
-        y = x_TK.new_empty(out_TN[some].shape)
-        _multiply(library, x_TK[some], weight, bias, y)
-        out_TN[some] = y
+    scheme, (size_n, size_k) = weight.scheme, weight.shape
+    operands = weight.codes.data_ptr(), weight.scales.data_ptr(), 0 if bias is None else bias.data_ptr()
+    cut = KINDS[scheme.code_dtype], scheme.block_rows, scheme.block_columns or max(1, size_k)
+    is_direct = out_TN.dtype is torch.float32 and out_TN.is_contiguous()
+    step = len(x_TK) if is_direct else max(1, WIDE_RESULTS // max(1, size_n))
+    for start in range(0, len(x_TK), max(1, step)):
+        x, out = x_TK[start : start + step], out_TN[start : start + step]
+        y = out if is_direct else x.new_empty(out.shape)
+        library.holdfast_quantized_linear(x.data_ptr(), *operands, y.data_ptr(), len(x), size_n, size_k, *cut)
+        if not is_direct:
+            out.copy_(y)
     return out_TN
 
 
@@ -268,14 +270,6 @@ def _check(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_TN:
     scale_shape = weight.scheme.scale_shape(weight.shape)
     assert weight.scales.shape == scale_shape, f"{weight.scales.shape=}, not {scale_shape}"
     check_dense(weight.codes, weight.scales)
-
-
-def _multiply(library: ctypes.CDLL, x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, y_TN: Tensor) -> None:
-    scheme, (size_n, size_k) = weight.scheme, weight.shape
-    bias = 0 if bias_N is None else bias_N.data_ptr()
-    pointers = x_TK.data_ptr(), weight.codes.data_ptr(), weight.scales.data_ptr(), bias, y_TN.data_ptr()
-    cut = KINDS[scheme.code_dtype], scheme.block_rows, scheme.block_columns or max(1, size_k)
-    library.holdfast_quantized_linear(*pointers, x_TK.shape[0], size_n, size_k, *cut)
 
 
 def batched_linear(x_TX: Tensor, weight_GNK: Tensor, out_TX: Tensor) -> Tensor:

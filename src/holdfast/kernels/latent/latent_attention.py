@@ -25,7 +25,7 @@ from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
-from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
+from holdfast.kernels.attention.split_kv import LOG2_E, clear_end, finite_max, load_tile
 from holdfast.kernels.attention.tiled_attention import TileWork, add_partial
 from holdfast.kernels.latent.gathered_attention import attend_gathered_lists, attend_gathered_tiles, takes_gathering
 from holdfast.kernels.latent.latent_geometry import (
@@ -293,12 +293,6 @@ def _attend_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
 
 
 @jit
-def _clear_end(low, high, position, BLOCK_N: constexpr):
-    """All rows see the tokens up to the first row's own: whole blocks of them come first, without a mask."""
-    return low + tl.maximum(tl.minimum(high, position + 1) - low, 0) // BLOCK_N * BLOCK_N
-
-
-@jit
 def _attend_plain(
     p_q_m, m_m, o_n, o_l, o_r, m_l, m_r, p_latents, p_row_pages, p_row_tokens, b_token, b_ahead, b_page, o_row, position,
     low, high, num_tokens, scale_log2,
@@ -317,7 +311,7 @@ def _attend_plain(
     b_acc = tl.zeros((BLOCK_M, BLOCK_L), dtype=tl.float32)
     b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
     b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    clear = low if LISTED else _clear_end(low, high, position, BLOCK_N)
+    clear = low if LISTED else clear_end(low, high, position, False, BLOCK_N)
     for MASKED in tl.static_range(1 if LISTED else 0, 2):
         first = clear if MASKED else low
         end = high if MASKED else clear
@@ -396,7 +390,7 @@ def _attend_codes(
     # Scales are loaded a block ahead, like pages: in a block only the copies of codes wait for memory.
     o_first = tl.maximum(o_found, 0) if LISTED else _slots(b_page, low, o_n, PAGE_TOKENS, BLOCK_N)
     b_scale = load_scales(p_words, p_scales, o_first, FP8, SMALL_ROPE, NUM_GROUPS, LATENT_DIM, ROW_WORDS)
-    clear = low if LISTED else _clear_end(low, high, position, BLOCK_N)
+    clear = low if LISTED else clear_end(low, high, position, False, BLOCK_N)
     for MASKED in tl.static_range(1 if LISTED else 0, 2):
         first = clear if MASKED else low
         end = high if MASKED else clear

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
+from holdfast.kernels.attention.split_kv import LOG2_E, clear_end, finite_max
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_tokens
 from holdfast.kernels.operation import operation
@@ -318,9 +318,7 @@ def _attend_kernel(
     b_m = tl.load(p_lse + o_state, mask=m_m & is_next, other=-float("inf"))
     b_l = tl.where(b_m == -float("inf"), 0.0, 1.0)
     p_keys = p_expanded + i_head * (NOPE + VALUE)
-    # All rows see the tokens up to the first row's own: whole blocks of them come first, without a mask.
-    clear = tl.minimum(high, position - first + i_tile * BLOCK_M + 1)
-    clear = low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
+    clear = clear_end(low, high, position - first + i_tile * BLOCK_M, False, BLOCK_N)
     for MASKED in tl.static_range(2):
         begin = clear if MASKED else low
         end = high if MASKED else clear

@@ -71,8 +71,7 @@ expert_linear = operation(
 def _checked_buffers(product: ExpertProduct) -> QuantizedRows | None:
     """Check the operands; return buffers for rows as codes, or None if the weight takes them unquantized."""
     product.check()
-    weight = product.weight
-    return None if isinstance(weight, Tensor) else quantized_view(product.quantized, weight, len(product.x_XK))
+    return quantized_view(product.quantized, product.weight, len(product.x_XK))
 
 
 def _widened(x_RK: Tensor, weight: QuantizedWeight, expert: int) -> Tensor:
