@@ -294,7 +294,7 @@ class Poison:
     def spread(self) -> None:
         """Between two steps."""
         self._synchronize()
-        free = list(self._pool._free)
+        free = list(self._pool.free_runs)
         self.fill(free)
         for lane in self._lanes:
             lane.fill_(POISON_BYTE)
