@@ -231,11 +231,11 @@ def test_planes_lie_in_plan_order_over_files_of_bounded_size(tmp_path, model, mo
     weights = loaded(plan)
     save_quantized(tmp_path / "out", model, plan, weights, Mesh(1, 2))
     manifest = read_manifest(tmp_path / "out" / MANIFEST_FILE)
-    assert [name for file in manifest.files for name in file.planes] == [spec.name for spec in plan.specs]
+    assert [name for file in manifest.files for name in file.checksums] == [spec.name for spec in plan.specs]
     assert len(manifest.files) == 3
     sizes = {spec.name: spec.num_bytes for spec in plan.specs}
     for file in manifest.files:
-        assert sum(sizes[name] for name in file.planes) <= 400_000 or len(file.planes) == 1
+        assert sum(sizes[name] for name in file.checksums) <= 400_000 or len(file.checksums) == 1
     assert (manifest.mesh, manifest.source) == (Mesh(1, 2), identify_source(model))
     source = open_quantized(tmp_path / "out")
     assert list(source.entries) == [spec.name for spec in plan.specs]
