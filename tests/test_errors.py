@@ -65,7 +65,8 @@ def test_raise_sites_all_have_a_message_with_their_values() -> None:
 
 
 def test_message_table_has_lower_case_codes_that_the_source_uses() -> None:
-    source = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    raisers = [*PACKAGE.rglob("*.py"), *(PACKAGE / "data").glob("*.json")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in raisers)
     for code, text in message_table().items():
         assert re.fullmatch(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+", code), code
         assert f'"{code}"' in source, f"{code} is never raised"

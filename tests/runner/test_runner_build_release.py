@@ -34,7 +34,7 @@ STAGES = (
     "make_step_rope",
     "LayerStack",
     "BatchBuffers",
-    "Sampler",
+    "HostSampler",
     "Runner",
 )
 NUM_ARENAS = 5
@@ -72,7 +72,11 @@ def caught_from(build: Callable[..., object], *arguments, **options) -> BaseExce
 STOPS = [
     *((stage, True, Trouble) for stage in STAGES),
     *((stage, False, Trouble) for stage in STAGES[:4]),  # behind these nothing is entered among what is given back
-    *((stage, True, kind) for stage in (LOADING, "Sampler") for kind in (KeyboardInterrupt, torch.OutOfMemoryError)),
+    *(
+        (stage, True, kind)
+        for stage in (LOADING, "HostSampler")
+        for kind in (KeyboardInterrupt, torch.OutOfMemoryError)
+    ),
 ]
 
 
@@ -158,7 +162,7 @@ def test_what_lies_on_a_device_that_has_failed_stays_with_the_process(build, mon
 
 def test_a_start_that_failed_can_be_tried_again_in_its_handler(build, monkeypatch):
     with monkeypatch.context() as patch:
-        fail_at(patch, "Sampler", torch.OutOfMemoryError("CUDA out of memory."), is_done=True)
+        fail_at(patch, "HostSampler", torch.OutOfMemoryError("CUDA out of memory."), is_done=True)
         error = caught_from(build, max_model_len=64)
     assert isinstance(error, MemoryPlanError)
     assert run(build(max_model_len=64)) == run(build(max_model_len=64))

@@ -13,8 +13,7 @@ from holdfast.errors import MemoryPlanError
 from holdfast.planning.terms import LIBRARY_BYTES
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence
-from holdfast.runner import build as building
-from holdfast.runner import weight_load
+from holdfast.runner import assembly, weight_load
 from holdfast.runner.build import BuiltRunner
 from kernels.exactness import same_bits
 from runner.gpu_traffic import (
@@ -349,7 +348,7 @@ def test_a_device_that_others_have_filled_is_refused_with_the_table(build):
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("module", "stage"),
-    [(weight_load, "load_weights"), (building, "PageStorage"), (building, "Workspace"), (building, "Runner")],
+    [(weight_load, "load_weights"), (assembly, "PageStorage"), (assembly, "Workspace"), (assembly, "Runner")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_memory_that_others_take_during_a_start_is_reported_and_all_is_given_back(build, monkeypatch, module, stage):

@@ -11,44 +11,36 @@ move. Other weights of the same size, header and time to the nanosecond are not 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import gcd, prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import msgspec
-from msgspec import Meta, Struct, field
 
 from holdfast import __version__
 from holdfast.distributed.mesh import ALONE, Mesh
-from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
+from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from holdfast.loading.planning.moves import PlannedWeight
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.sources.files import CONFIG_FILE, read_json_object, unreadable
 from holdfast.loading.sources.safetensors import MAX_HEADER_BYTES, file_inside
 from holdfast.loading.sources.source import WritingSource
 from holdfast.quant.formats import DTYPE_BYTES
-from holdfast.quant.weight_schemes import HEAD_SCHEME, ROW_SCHEMES, WEIGHT_SCHEMES, WeightRecipe, WeightScheme
+from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, HEAD_SCHEME, ROW_SCHEMES, WEIGHT_SCHEMES, WeightRecipe
 
 MAX_SETTINGS_BYTES = 32 * 2**20
 DIGEST_BYTES = 16
 """Length of the digest of a header, of settings, of a plan: half of SHA-256. Planes have checksums instead, which are fast."""
 
 
-Text = Annotated[str, Meta(min_length=1, max_length=512)]
-Digest = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z")]
-Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Rank = Annotated[int, Meta(ge=0, le=2**16)]
-
-
-class SourceFile(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class SourceFile:
     """One file of weights."""
 
-    name: Text
-    num_bytes: Size = field(name="bytes")
-    mtime_ns: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-    header_digest: Digest = field(name="header")
+    name: str
+    num_bytes: int
+    mtime_ns: int
+    header_digest: str
 
     def change(self, then: "SourceFile") -> str | None:
         """Describe the difference from the file at that time; None if there is none."""
@@ -61,11 +53,12 @@ class SourceFile(Struct, frozen=True):
         return None
 
 
-class SourceIdentity(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class SourceIdentity:
     """The files of a checkpoint in the order of their names, and a digest of its settings."""
 
     files: tuple[SourceFile, ...]
-    settings_digest: Digest = field(name="settings")
+    settings_digest: str
     """Digest of config.json; of nothing for a GGUF file, whose header has the settings."""
 
     def change(self, then: "SourceIdentity") -> str | None:
@@ -138,16 +131,24 @@ def _beginning(path: Path, num_bytes: int) -> tuple[bytes, os.stat_result]:
 FORMAT = "holdfast weights"
 VERSION = 2
 """Incremented when the same source and recipe would give other bytes, or the manifest changes."""
+MODEL_DTYPES = ("float32", "float16", "bfloat16")
+MAX_RANKS = 2**16
+MESH_SIZES = ("tensor_rank", "tensor_size", "expert_rank", "expert_size", "stage", "num_stages")
+MAX_TEXT = 512
+_FILE_NAME = re.compile(r"model-[0-9]{5}\.safetensors")
+_HEX = re.compile(r"(?:[0-9a-f]{2})+")
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
-class PlaneFile(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PlaneFile:
     """One safetensors file, and the checksum of every plane in it."""
 
-    name: Annotated[str, Meta(pattern=r"^model-[0-9]{5}\.safetensors\Z")]
-    num_bytes: Size = field(name="bytes")
-    header_digest: Digest = field(name="header")
-    planes: dict[str, Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]]
-    """Checksums: 64 bits for each plane, in the order of the data (kernels/load/checksum.py)."""
+    name: str
+    num_bytes: int
+    header_digest: str
+    checksums: Mapping[str, int]
+    """64 bits for each plane, in the order of the data (kernels/load/checksum.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,143 +181,208 @@ def unsaved(weights: Iterable[PlannedWeight]) -> str | None:
     return None
 
 
-class _Recipe(Struct):
-    scheme: str | None
-    embeddings: Literal["none", "head", "all"]
-    ignore: list[str]
-    head: str = HEAD_SCHEME.name
-    """Older manifests have no other."""
-
-
-class _Scheme(Struct):
-    name: str
-    block_rows: Annotated[int, Meta(ge=1, le=2**63 - 1)]
-
-
-class _Weight(Struct):
-    name: Text
-    shape: Annotated[list[Annotated[int, Meta(gt=0, lt=2**40)]], Meta(min_length=1, max_length=8)]
-    dtype: str
-    scheme: _Scheme | None = None
-
-
-class _Place(Struct, kw_only=True):
-    """The place of one of several ranks; a single rank has only `rank` and `num_ranks`."""
-
-    rank: Rank
-    num_ranks: Rank
-    tensor_rank: Rank
-    tensor_size: Rank
-    expert_rank: Rank
-    expert_size: Rank
-    stage: Rank
-    num_stages: Rank
-    layers: tuple[Size, Size] | None = None
-    is_exact: bool
-
-
-class _Stored(Struct):
-    """The JSON object of a manifest, after its format and its version."""
-
-    dtype: Literal["float32", "float16", "bfloat16"]
-    recipe: _Recipe
-    mesh: dict[str, Any]
-    plan: Digest
-    source: SourceIdentity
-    files: tuple[PlaneFile, ...]
-    weights: list[_Weight]
-
-
 def manifest_text(manifest: Manifest) -> str:
     """Return the manifest as JSON."""
-    recipe, mesh = manifest.recipe, manifest.mesh
-    place = {"rank": mesh.rank, "num_ranks": mesh.num_ranks} | ({} if mesh.is_alone else asdict(mesh))
-    weights = [
-        _Weight(
-            weight.name,
-            list(weight.shape),
-            weight.dtype,
-            None if weight.scheme is None else _Scheme(weight.scheme.name, weight.scheme.block_rows),
-        )
-        for weight in manifest.weights
-    ]
-    scheme = None if recipe.scheme is None else recipe.scheme.name
-    stored = _Stored(
-        dtype=manifest.dtype,  # type: ignore[arg-type] # a type of models
-        recipe=_Recipe(scheme, recipe.embeddings, list(recipe.ignore), recipe.head_scheme.name),
-        mesh=place,
-        plan=manifest.plan_digest,
-        source=manifest.source,
-        files=manifest.files,
-        weights=weights,
-    )
-    head = {"format": FORMAT, "version": VERSION, "holdfast": __version__}
-    return json.dumps(head | msgspec.to_builtins(stored), indent=1)
+    recipe, source = manifest.recipe, manifest.source
+    values = {
+        "format": FORMAT,
+        "version": VERSION,
+        "holdfast": __version__,
+        "dtype": manifest.dtype,
+        "recipe": {
+            "scheme": None if recipe.scheme is None else recipe.scheme.name,
+            "embeddings": recipe.embeddings,
+            "ignore": list(recipe.ignore),
+            "head": recipe.head_scheme.name,
+        },
+        "mesh": {"rank": manifest.mesh.rank, "num_ranks": manifest.mesh.num_ranks, **_mesh_values(manifest.mesh)},
+        "plan": manifest.plan_digest,
+        "source": {
+            "settings": source.settings_digest,
+            "files": [
+                {"name": file.name, "bytes": file.num_bytes, "mtime_ns": file.mtime_ns, "header": file.header_digest}
+                for file in source.files
+            ],
+        },
+        "files": [
+            {
+                "name": file.name,
+                "bytes": file.num_bytes,
+                "header": file.header_digest,
+                "planes": {name: f"{checksum:016x}" for name, checksum in file.checksums.items()},
+            }
+            for file in manifest.files
+        ],
+        "weights": [
+            {
+                "name": weight.name,
+                "shape": list(weight.shape),
+                "dtype": weight.dtype,
+                "scheme": weight.scheme and {"name": weight.scheme.name, "block_rows": weight.scheme.block_rows},
+            }
+            for weight in manifest.weights
+        ],
+    }
+    return json.dumps(values, indent=1)
 
 
 def read_manifest(path: Path) -> Manifest:
     """Read a manifest and check every value of it, but not the files beside it."""
-    values = read_json_object(path)
-    try:
-        if values.get("format") != FORMAT:
-            raise ValueError(f"format is not {FORMAT!r}")
-        if values.get("version") != VERSION:
-            found = values.get("version")
-            raise UnsupportedModelError(
-                "weights.manifest_version", file=path.name, version=found, holdfast=__version__, expected=VERSION
-            )
-        stored = msgspec.convert(values, _Stored)
-        recipe = stored.recipe
-        return Manifest(
-            dtype=stored.dtype,
-            recipe=WeightRecipe(
-                None if recipe.scheme is None else _scheme(recipe.scheme, WEIGHT_SCHEMES.values()),
-                recipe.embeddings,
-                tuple(recipe.ignore),
-                _scheme(recipe.head, ROW_SCHEMES),
-            ),
-            mesh=_mesh(stored.mesh),
-            plan_digest=stored.plan,
-            source=stored.source,
-            weights=tuple(map(_planned, stored.weights)),
-            files=stored.files,
+    fields = _Fields(read_json_object(path), path.name)
+    if fields.text("format") != FORMAT:
+        raise fields.wrong("format", repr(FORMAT))
+    if fields.values.get("version") != VERSION:
+        version = fields.values.get("version")
+        raise UnsupportedModelError(
+            "weights.manifest_version", file=path.name, version=version, holdfast=__version__, expected=VERSION
         )
-    except ValueError as error:  # of msgspec, of a recipe's patterns, of a mesh, or of the checks below
-        raise ModelFormatError("weights.bad_manifest", file=path.name, problem=str(error)) from error
+    return Manifest(
+        dtype=fields.choice("dtype", MODEL_DTYPES),
+        recipe=_read_recipe(fields.inner("recipe")),
+        mesh=_read_mesh(fields.inner("mesh")),
+        plan_digest=fields.digest("plan"),
+        source=_read_source(fields.inner("source")),
+        weights=tuple(_read_weight(inner) for inner in fields.inners("weights")),
+        files=tuple(_read_file(inner) for inner in fields.inners("files")),
+    )
 
 
-def _mesh(place: dict[str, Any]) -> Mesh:
-    """Make a mesh of its stored place."""
-    if place.get("num_ranks") == 1 and place.get("rank") == 0:
+def _mesh_values(mesh: Mesh) -> dict[str, object]:
+    """Return the place of a rank beside its number; empty for a single rank."""
+    if mesh.is_alone:
+        return {}
+    layers = None if mesh.layers is None else list(mesh.layers)
+    return {name: getattr(mesh, name) for name in MESH_SIZES} | {"layers": layers, "is_exact": mesh.is_exact}
+
+
+def _read_mesh(fields: "_Fields") -> Mesh:
+    num_ranks = fields.count("num_ranks", 1, MAX_RANKS)
+    rank = fields.count("rank", 0, num_ranks - 1)
+    if num_ranks == 1:
         return ALONE
-    values = msgspec.to_builtins(msgspec.convert(place, _Place))
-    rank, layers = (values.pop("rank"), values.pop("num_ranks")), values["layers"]
-    if layers is not None and layers[0] >= layers[1]:
-        raise ValueError(f"mesh has the layers {layers}, and the first must be before the last")
-    mesh = Mesh(**values)
-    if (mesh.rank, mesh.num_ranks) != rank:
-        raise ValueError(f"mesh is rank {rank[0]} of {rank[1]}, and the place of rank {mesh.rank} of {mesh.num_ranks}")
+    layers, is_exact = fields.values.get("layers"), fields.values.get("is_exact")
+    if not isinstance(is_exact, bool):
+        raise fields.wrong("is_exact", "true or false")
+    if layers is not None and (
+        not isinstance(layers, list) or len(layers) != 2 or not all(type(one) is int for one in layers)
+    ):
+        raise fields.wrong("layers", "two integers")
+    if layers is not None and not 0 <= layers[0] < layers[1]:
+        raise fields.wrong("layers", "a first layer before the last")
+    sizes = {name: fields.count(name, 0, MAX_RANKS) for name in MESH_SIZES}
+    try:
+        mesh = Mesh(**sizes, layers=None if layers is None else (layers[0], layers[1]), is_exact=is_exact)
+    except ConfigError as error:
+        raise fields.wrong("tensor_rank", "a rank below its size") from error
+    if (mesh.rank, mesh.num_ranks) != (rank, num_ranks):
+        raise fields.wrong("rank", f"rank {mesh.rank} of {mesh.num_ranks}")
     return mesh
 
 
-def _scheme(name: str, schemes: Iterable[WeightScheme]) -> WeightScheme:
-    names = {scheme.name: scheme for scheme in schemes}
-    if name not in names:
-        raise ValueError(f"scheme is {shown(name)}, and one of {', '.join(names)} is needed")
-    return names[name]
+def _read_recipe(fields: "_Fields") -> WeightRecipe:
+    ignore = fields.values.get("ignore")
+    if not isinstance(ignore, list) or not all(isinstance(pattern, str) for pattern in ignore):
+        raise fields.wrong("ignore", "a list of patterns")
+    scheme = None
+    if fields.values.get("scheme") is not None:
+        scheme = WEIGHT_SCHEMES[fields.choice("scheme", tuple(WEIGHT_SCHEMES))]
+    embeddings = fields.choice("embeddings", EMBEDDING_CHOICES)
+    head = HEAD_SCHEME
+    if "head" in fields.values:  # older manifests have no other
+        head = WEIGHT_SCHEMES[fields.choice("head", tuple(scheme.name for scheme in ROW_SCHEMES))]
+    try:
+        return WeightRecipe(scheme, embeddings, tuple(ignore), head)  # type: ignore[arg-type] # one of the choices
+    except ConfigError as error:
+        raise fields.wrong("ignore", "readable patterns") from error
 
 
-def _planned(weight: _Weight) -> PlannedWeight:
-    """Return a weight, after checking its shape, type and blocks against each other."""
-    name, shape = shown(weight.name), tuple(weight.shape)
-    if weight.dtype not in DTYPE_BYTES or prod(shape) >= 2**60:
-        raise ValueError(f"{name} has the type {shown(weight.dtype)} and the shape {shown(weight.shape)}")
-    if weight.scheme is None:
-        return PlannedWeight(weight.name, shape, weight.dtype)
-    known, block_rows = _scheme(weight.scheme.name, WEIGHT_SCHEMES.values()), weight.scheme.block_rows
+def _read_source(fields: "_Fields") -> SourceIdentity:
+    files = tuple(
+        SourceFile(inner.text("name"), inner.count("bytes"), inner.count("mtime_ns", -(2**63)), inner.digest("header"))
+        for inner in fields.inners("files")
+    )
+    return SourceIdentity(files, fields.digest("settings"))
+
+
+def _read_weight(fields: "_Fields") -> PlannedWeight:
+    shape = fields.values.get("shape")
+    if (
+        not isinstance(shape, list)
+        or not 1 <= len(shape) <= 8
+        or not all(type(size) is int and 0 < size < 2**40 for size in shape)
+        or prod(shape) >= 2**60
+    ):
+        raise fields.wrong("shape", "up to 8 integers")
+    weight = PlannedWeight(fields.text("name"), tuple(shape), fields.choice("dtype", tuple(DTYPE_BYTES)))
+    if fields.values.get("scheme") is None:
+        return weight
+    inner = fields.inner("scheme")
+    known, block_rows = WEIGHT_SCHEMES[inner.choice("name", tuple(WEIGHT_SCHEMES))], inner.count("block_rows", 1)
     if known.block_rows % block_rows:
-        raise ValueError(f"{name} has block_rows = {block_rows}, and a divisor of {known.block_rows} is needed")
+        raise inner.wrong("block_rows", f"a divisor of {known.block_rows}")
     scheme = replace(known, block_rows=block_rows)
-    if len(shape) < 2 or scheme.unsupported(shape) or (len(shape) > 2 and shape[-2] % block_rows):
-        raise ValueError(f"{name} has the shape {list(shape)}, which {known.name} does not have")
-    return PlannedWeight(weight.name, shape, weight.dtype, scheme)
+    if len(shape) < 2 or scheme.unsupported(weight.shape) or (len(shape) > 2 and shape[-2] % block_rows):
+        raise fields.wrong("shape", f"a shape of {known.name}")
+    return replace(weight, scheme=scheme)
+
+
+def _read_file(fields: "_Fields") -> PlaneFile:
+    name = fields.text("name")
+    if not _FILE_NAME.fullmatch(name):
+        raise fields.wrong("name", "model-00001.safetensors or another number")
+    planes = fields.inner("planes")
+    checksums: dict[str, int] = {}
+    for plane, text in planes.values.items():
+        if not isinstance(text, str) or not _CHECKSUM.fullmatch(text):
+            raise planes.wrong(plane, "16 hexadecimal digits")
+        checksums[plane] = int(text, 16)
+    return PlaneFile(name, fields.count("bytes"), fields.digest("header"), checksums)
+
+
+class _Fields:
+    """One JSON object of the manifest; errors name the place."""
+
+    def __init__(self, values: Mapping[str, object], file: str, place: str = "") -> None:
+        self.values = values
+        self._file = file
+        self._place = place
+
+    def wrong(self, key: str, expected: str) -> ModelFormatError:
+        value, key = self.values.get(key), f"{self._place}{key}"
+        return ModelFormatError("weights.bad_manifest", file=self._file, key=key, value=value, expected=expected)
+
+    def text(self, key: str) -> str:
+        value = self.values.get(key)
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
+            raise self.wrong(key, f"a string of up to {MAX_TEXT} characters")
+        return value
+
+    def choice(self, key: str, choices: tuple[str, ...]) -> str:
+        value = self.values.get(key)
+        if not isinstance(value, str) or value not in choices:
+            raise self.wrong(key, f"one of {', '.join(choices)}")
+        return value
+
+    def digest(self, key: str) -> str:
+        value = self.text(key)
+        if len(value) != 2 * DIGEST_BYTES or not _HEX.fullmatch(value):
+            raise self.wrong(key, f"a digest of {2 * DIGEST_BYTES} hexadecimal digits")
+        return value
+
+    def count(self, key: str, low: int = 0, high: int = 2**63 - 1) -> int:
+        value = self.values.get(key)
+        if type(value) is not int or not low <= value <= high:
+            raise self.wrong(key, f"an integer from {low} to {high}")
+        return value
+
+    def inner(self, key: str) -> "_Fields":
+        value = self.values.get(key)
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return _Fields(value, self._file, f"{self._place}{key}.")
+
+    def inners(self, key: str) -> "list[_Fields]":
+        values = self.values.get(key)
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+            raise self.wrong(key, "a list of objects")
+        return [_Fields(value, self._file, f"{self._place}{key}[{at}].") for at, value in enumerate(values)]

@@ -194,7 +194,7 @@ def _open_planes(folder: Path, manifest: Manifest) -> dict[str, _Plane]:
             if stored.shape != spec.shape or TORCH_DTYPES.get(stored.dtype) != spec.dtype:
                 found, wanted = f"{stored.dtype} of shape {list(stored.shape)}", f"{spec.dtype} of {list(spec.shape)}"
                 raise _broken(file.name, f"{shown(name)} is {found}, not {wanted}")
-            planes[name] = _Plane(spec, opened, int(file.planes[name], 16))
+            planes[name] = _Plane(spec, opened, file.checksums[name])
     missing = [name for name in specs if name not in planes]
     if missing:
         raise _broken(folder.name, f"it lacks {listed(missing)}, which {MANIFEST_FILE} lists")
@@ -209,7 +209,7 @@ def _open_file(folder: Path, file: PlaneFile) -> SafetensorsFile:
     if num_bytes != file.num_bytes:
         raise _broken(file.name, f"it has {num_bytes} bytes, and {file.num_bytes} were written")
     opened = SafetensorsFile(path)
-    if header_digest(path) != file.header_digest or list(opened.tensors) != list(file.planes):
+    if header_digest(path) != file.header_digest or list(opened.tensors) != list(file.checksums):
         raise _broken(file.name, f"its header is not the one in {MANIFEST_FILE}")
     return opened
 

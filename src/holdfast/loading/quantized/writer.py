@@ -186,8 +186,7 @@ class PlaneWriter:
         num_bytes = len(header) + sum(spec.num_bytes for spec in specs)
         return PlaneFile(path.name, num_bytes, digest(header).hex(), checksums)
 
-    def _write_plane(self, file: FileIO, spec: TensorSpec, plane: torch.Tensor) -> str:
-        """Write one plane; return its checksum in hexadecimal digits."""
+    def _write_plane(self, file: FileIO, spec: TensorSpec, plane: torch.Tensor) -> int:
         import torch
 
         from holdfast.kernels.load.checksum import add_checksum, as_unsigned
@@ -202,7 +201,7 @@ class PlaneWriter:
             write_fully(file, chunk.numpy().data)
             self._done_bytes += len(chunk)
             self._on_progress(self._done_bytes, self._total_bytes)
-        return f"{as_unsigned(int(sum_1)):016x}"
+        return as_unsigned(int(sum_1))
 
     def on_host(self, piece: torch.Tensor) -> torch.Tensor:
         """Return the piece, or its copy on the host; valid until the next call."""
