@@ -51,7 +51,7 @@ def test_revisions(text):
 
 
 @for_each("text", ["", "..", "a/../b", "/a", "a/", "a.lock", "a b", "-x", "a\n", "x" * 300])
-def test_is_revision_rejects_invalid_revisions(text):
+def test_revision_check_rejects_invalid_revisions(text):
     assert not is_revision(text)
 
 
