@@ -126,7 +126,7 @@ def test_compress_rows_at_model_width_matches_windows(device, function) -> None:
 
 
 @BOTH
-def test_batch_changes_no_bit(device, function) -> None:
+def test_compress_rows_is_batch_invariant(device, function) -> None:
     compressor, where = make_compressor(4, True, 24), where_of(function, device)
     sequences = [make_rows(length, compressor, 4.0, i) for i, length in enumerate((14, 13))]
     together = run(function, sequences, in_steps([14, 13], [5, 3], [1, 0]), compressor, where)
@@ -136,7 +136,7 @@ def test_batch_changes_no_bit(device, function) -> None:
 
 
 @KINDS
-def test_states_are_those_of_the_reference(device, ratio, is_overlapped, dim) -> None:
+def test_compress_rows_states_match_reference(device, ratio, is_overlapped, dim) -> None:
     compressor = make_compressor(ratio, is_overlapped, dim)
     rows_NX, width = make_rows(6 * ratio, compressor, 4.0), 2 * pooled_width(dim, is_overlapped)
     mine, theirs = States(compressor, device), States(compressor, "cpu")
@@ -151,7 +151,7 @@ def test_states_are_those_of_the_reference(device, ratio, is_overlapped, dim) ->
 
 
 @BOTH
-def test_sequence_resumed_a_window_earlier_has_all_entries(device, function) -> None:
+def test_compress_rows_resumed_a_window_earlier_has_all_entries(device, function) -> None:
     """Without a state: what its place holds is another's."""
     compressor = make_compressor(4, True, 24)
     rows_NX, where = make_rows(40, compressor), where_of(function, device)
@@ -170,7 +170,7 @@ def test_sequence_resumed_a_window_earlier_has_all_entries(device, function) -> 
 
 
 @BOTH
-def test_infinite_gates_are_handled(device, function) -> None:
+def test_compress_rows_infinite_gates_match_windows(device, function) -> None:
     """A token whose gate is -inf is left out; one that is far above the others is alone."""
     compressor = make_compressor(4, True, 16)
     rows_NX = make_rows(16, compressor)
@@ -254,7 +254,7 @@ FOUR_BITS = "turboquant_mla_4bit"
     "name", ["float32", "float16", "fp8_ds_v4", FOUR_BITS, pytest.param("bfloat16", marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize(("ratio", "is_overlapped"), [(4, True), (3, False)])
-def test_entries_in_their_slots_are_those_of_the_reference(device, name, ratio, is_overlapped) -> None:
+def test_compressed_entries_in_slots_match_reference(device, name, ratio, is_overlapped) -> None:
     compressor = make_compressor(ratio, is_overlapped, LATENT_DIM + ROPE_DIM)._replace(eps=0.3)
     mine = write(compress_entries_triton, compressor, name, device)
     theirs = write(compress_entries_reference, compressor, name, torch.device("cpu"))
