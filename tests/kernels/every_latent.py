@@ -24,7 +24,6 @@ from holdfast.kernels.latent.latent_attention import (
     latent_attention_reference,
     sparse_attention,
     sparse_attention_reference,
-    unsplit_attention_reference,
 )
 from holdfast.kernels.latent.latent_geometry import compressed_splits, sparse_splits
 from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes, SparseRows, read_latents, store_latents
@@ -42,7 +41,7 @@ from kernels.compressed_cases import Sizes as CompressedSizes
 from kernels.every_attention import PEAK_NATS, Attention, Memory, Poison, Step, World
 from kernels.exactness import random
 from kernels.latent_cases import LatentCase, cut_work
-from kernels.latent_page_cases import QUANTIZED_LATENTS, make_latent_planes, on_device
+from kernels.latent_page_cases import QUANTIZED_LATENTS, make_latent_planes, on_device, unsplit_attention
 from kernels.sparse_cases import BEFORE
 from kernels.tiled_cases import BEYOND, NAN, amid
 from red_zones import RedZones
@@ -584,7 +583,7 @@ REFERENCES = [
             make_latent,
             sizes=Sizes("turboquant_mla_4bit_r8"),
             large=True,
-            function=unsplit_attention_reference,
+            function=unsplit_attention,
         ),
         32,
         3e-3,

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.latent.latent_attention import sparse_attention_reference
+from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes, SparseRows, read_latents
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.quant.formats import ALL_KV_FORMATS
 from red_zones import RedZones
@@ -105,3 +107,20 @@ def make_latent_case(
         LatentNorm((0.5 + normal(latent_dim).abs()).to(dtype), 1e-6),
         rotary_rows(positions_T, rope_dim, dtype),
     )
+
+
+def unsplit_attention(call: LatentCall, work: TileWork) -> torch.Tensor:
+    """Attend the rows of all tiles by lists of all tokens up to their own: no tiles and no splits."""
+    num_small, num_large = work.tiles_X8[0, :2].tolist()
+    num_tiles = num_small * work.has_small + num_large * work.has_large
+    num_rows, num_tokens = len(call.q_TNX), call.page_table_NP.shape[1] * call.planes.page_tokens
+    table_rows_T = torch.zeros(num_rows, dtype=torch.int32)
+    num_tokens_T = torch.zeros(num_rows, dtype=torch.int32)
+    for table_row, row, count, position, *_ in work.tiles_X8[1 : 1 + num_tiles].tolist():
+        table_rows_T[row : row + count] = table_row
+        num_tokens_T[row : row + count] = torch.arange(position + 1, position + count + 1)
+    tokens_TK = torch.arange(num_tokens, device=call.q_TNX.device).expand(num_rows, -1)
+    sparse_attention_reference(call, SparseRows(table_rows_T, num_tokens_T), tokens_TK)
+    if work.has_merge:
+        call.out_TNL[work.rows_T2[:num_rows, 1] == 0] = 0
+    return call.out_TNL

@@ -104,7 +104,7 @@ class ExpertLayer:
     ) -> None:
         """`gate_up` is [E, 2 I, H], as `form` says, and `down` is [E, H, I]; with `sharing` a rank's share of them.
 
-        `table_VS` are the experts of each token id, of which `table_problem` knows no problem (kernels/moe/hash_routing.py).
+        `table_VS` are the experts of each token id; loading refuses a table that names others (loading/execution/execute.py).
         """
         assert table_VS is None or biases.score_E is None, (
             "experts from a table are not chosen, and there is a bias for the choice"

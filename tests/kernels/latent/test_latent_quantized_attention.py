@@ -7,11 +7,11 @@ import torch
 
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.latent.latent_attention import coded_blocks, latent_attention, unsplit_attention_reference
+from holdfast.kernels.latent.latent_attention import coded_blocks, latent_attention
 from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes, read_latents, store_latents
 from kernels.exactness import same_bits
 from kernels.latent_cases import LatentCase, Scheduling, cut_work, latent_case
-from kernels.latent_page_cases import QUANTIZED_LATENTS, make_latent_planes, on_device, tensors_of
+from kernels.latent_page_cases import QUANTIZED_LATENTS, make_latent_planes, on_device, tensors_of, unsplit_attention
 from kernels.tiled_cases import NAN, amid
 from kernels.triton_cases import assert_allocates_nothing
 from red_zones import RedZones
@@ -75,7 +75,7 @@ def judge(case: LatentCase, name: str, work: TileWork, num_rows: int, max_partia
     arguments = (case, planes, work, num_rows, max_partials, device)
     for written in (
         attended(*arguments, latent_attention, num_sms),
-        attended(*arguments, unsplit_attention_reference),
+        attended(*arguments, unsplit_attention),
     ):
         torch.testing.assert_close(written[:filled].double(), exact, rtol=tolerance, atol=tolerance)
         assert same_bits(written[filled:], torch.zeros_like(written[filled:])), "padding is zeros"

@@ -9,7 +9,6 @@ from holdfast.kernels.moe.hash_routing import (
     route_by_table,
     route_by_table_reference,
     route_by_table_triton,
-    table_problem,
 )
 from holdfast.kernels.moe.routing import Routing
 from kernels.exactness import random, same_bits
@@ -115,20 +114,6 @@ def test_route_by_table_without_rows_is_empty(device):
     for route, where in both(device):
         ids, _ = run(route, torch.empty(0, 12), make_table(9, 3, 12), torch.empty(0, dtype=torch.int64), V4, where)
         assert ids.shape == (0, 3)
-
-
-def test_table_problem_names_the_fault():
-    table = make_table(9, 3, 12)
-    assert table_problem(table, 12) is None
-    assert table_problem(table.int(), 12) is None
-    assert table_problem(table[:0], 12) is None
-    for named in (12, -1):
-        table[4, 1] = named
-        problem = table_problem(table, 12)
-        assert problem is not None
-        assert f"names expert {named} for token 4, as one of 1 entries" in problem
-        assert "experts 0 to 11" in problem
-    assert "it takes int32 or int64" in str(table_problem(table.float(), 12))
 
 
 def test_route_by_table_refuses_mismatched_shapes():

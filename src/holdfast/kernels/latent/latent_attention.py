@@ -198,20 +198,6 @@ def latent_attention_reference(call: LatentCall, work: TileWork) -> Tensor:
     return out_TNL
 
 
-def unsplit_attention_reference(call: LatentCall, work: TileWork) -> Tensor:
-    """Like `latent_attention` in plain torch, one row at a time over all its tokens, without splits."""
-    num_small, num_large = work.tiles_X8[0, :2].tolist()
-    num_tiles = num_small * work.has_small + num_large * work.has_large
-    rows: dict[int, tuple[int, int]] = {}
-    for table_row, row, count, position, *_ in work.tiles_X8[1 : 1 + num_tiles].tolist():
-        rows |= {row + i: (table_row, position + i) for i in range(count)}
-    for row, (table_row, position) in rows.items():
-        _attend_row(call, row, table_row, torch.arange(position + 1, device=call.q_TNX.device))
-    if work.has_merge:
-        call.out_TNL[work.rows_T2[: len(call.q_TNX), 1] == 0] = 0
-    return call.out_TNL
-
-
 def sparse_attention_reference(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> Tensor:
     """Like `sparse_attention` in plain torch, one row at a time, without splits. Places that name no token are ignored."""
     table_rows, counts = (tensor[: len(call.q_TNX)].tolist() for tensor in rows)

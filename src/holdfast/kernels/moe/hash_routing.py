@@ -19,23 +19,6 @@ from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, next_power_of_two, release_then_wait, tl
 
 
-def table_problem(table_VS: Tensor, num_experts: int) -> str | None:
-    """Return None or a message about the table: an id that is no expert would read out of bounds."""
-    if table_VS.dtype not in (torch.int32, torch.int64):
-        return f"the table of experts by token holds {table_VS.dtype}; it takes int32 or int64"
-    if not table_VS.numel():
-        return None
-    is_unknown_VS = (table_VS < 0) | (table_VS >= num_experts)
-    if not bool(is_unknown_VS.any()):
-        return None
-    token, place = is_unknown_VS.nonzero()[0].tolist()
-    named = int(table_VS[token, place])
-    return (
-        f"the table of experts by token names expert {named} for token {token}, as one of {int(is_unknown_VS.sum())} entries "
-        f"that are none; the layer has experts 0 to {num_experts - 1}: check the checkpoint, its table is of another model or damaged"
-    )
-
-
 def route_by_table_reference(
     logits_TE: Tensor,
     table_VS: Tensor,
