@@ -138,7 +138,9 @@ def test_completions_of_one_prompt_compute_it_once(
     with opened(tmp_path, family, kv_format, device, enable_prefix_caching=False) as engine:
         alone = counted.run(engine, [prompt], **params)
         assert counted.num_rows == n * (num_tokens + NUM_OUTPUT - 1)
-    assert_alike(shared, alone, TOLERANCE[device])
+    # On x86, products of torch's BLAS round by the number of rows.
+    near = NEAR if family.startswith("compressed") else TOLERANCE
+    assert_alike(shared, alone, near[device])
 
 
 @each_case({"qwen3-turboquant_k8v4", "windows-auto", "compressed_small-auto"})
