@@ -193,7 +193,12 @@ class FollowingRank:
     def __init__(self, built: BuiltRunner, rank: int) -> None:
         self._built: BuiltRunner | None = built
         self._runner: Runner | None = built.runner
-        self.memory = rank_memory(built, rank)
+        plan, profile = built.plan, built.profile
+        measured_bytes = None
+        if plan.target.kind == "cuda" and profile.taken_bytes is not None:
+            measured_bytes = profile.taken_bytes + plan.target.present_bytes
+        planned_bytes = plan.memory.phase_bytes["serve"]
+        self.memory = RankMemory(rank, plan.target.name, planned_bytes, built.ledger.total_bytes, measured_bytes)
 
     def book(self, tokens: tuple[tuple[int, ...], ...]) -> None:
         """Apply the tokens that rank 0 sampled in the oldest step."""
@@ -352,13 +357,3 @@ def allocator_counters(device: torch.device) -> dict[str, int]:
     stats = torch.cuda.memory_stats(device)
     names = ("allocation.all.allocated", "segment.all.allocated", "reserved_bytes.all.current")
     return {name: int(stats.get(name, 0)) for name in names}
-
-
-def rank_memory(built: BuiltRunner, rank: int) -> RankMemory:
-    """Planned, held and measured memory of a rank."""
-    plan, profile = built.plan, built.profile
-    measured_bytes = None
-    if plan.target.kind == "cuda" and profile.taken_bytes is not None:
-        measured_bytes = profile.taken_bytes + plan.target.present_bytes
-    planned_bytes = plan.memory.phase_bytes["serve"]
-    return RankMemory(rank, plan.target.name, planned_bytes, built.ledger.total_bytes, measured_bytes)

@@ -155,17 +155,12 @@ def named_architecture(settings: Settings, known: Collection[str]) -> str:
     model_type = settings.text("model_type", "")
     plain_type = TYPE_ALIASES.get(model_type, model_type).removesuffix("_text").replace("_", "").lower()
     by_type = {family.name: name for name, family in FAMILIES.items() if name in known}
-    first_of = {_bare_type(name): name for name in reversed(tuple(known))}
+    first_of = {name.partition("For")[0].replace("_", "").lower(): name for name in reversed(tuple(known))}
     found = by_type.get(model_type) or first_of.get(plain_type)
     if found is None:
         types = tuple(_type_of(name) for name in known)
         raise UnsupportedModelError("architecture.unknown_type", file=settings.file, value=model_type, accepted=types)
     return found
-
-
-def _bare_type(architecture: str) -> str:
-    """Return the part that an architecture and its `model_type` share."""
-    return architecture.partition("For")[0].replace("_", "").lower()
 
 
 BARE = "Model"
