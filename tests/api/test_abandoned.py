@@ -70,7 +70,7 @@ def leave_all(cases: list[Case]) -> list[int]:
     return asyncio.run(run())
 
 
-def test_a_sample_of_readers_that_go() -> None:
+def test_abandoned_requests_free_pages_in_time_for_a_sample() -> None:
     assert len(SAMPLE) >= 40
     assert {case.kind for case in SAMPLE} == set(MOST_STEPS)
     assert max(leave_all(SAMPLE)) <= MOST_STEPS_LATER

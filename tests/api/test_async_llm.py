@@ -83,7 +83,7 @@ def test_chat_and_streams():
     run(work)
 
 
-def test_a_hundred_requests_run_as_one_batch():
+def test_async_llm_100_requests_run_as_one_batch():
     async def work(llm, engine):
         gate = Gate(engine)
         prompts = [f"request {number}" for number in range(100)]
@@ -99,7 +99,7 @@ def test_a_hundred_requests_run_as_one_batch():
     run(work, max_num_seqs=128, max_num_batched_tokens=2048, num_pages=1000, max_queue=128)
 
 
-def test_a_hundred_requests_in_little_memory():
+def test_async_llm_100_requests_preempt_in_little_memory():
     async def work(llm, engine):
         params = SamplingParams(temperature=0.9, seed=3, max_tokens=30)
         prompts = [f"request {number}" for number in range(100)]
@@ -113,7 +113,7 @@ def test_a_hundred_requests_in_little_memory():
 @pytest.mark.each_value
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel", "exception", "drop"])
 @pytest.mark.parametrize("num_read", [1, 3])
-def test_a_reader_that_goes_takes_its_request_along_within_a_step(how, num_read):
+def test_async_llm_leaving_reader_aborts_within_a_step(how, num_read):
     async def work(llm, engine):
         neighbour = asyncio.create_task(last(llm.generate("neighbour", LONG)))
         gate = Gate(engine)
@@ -171,7 +171,7 @@ def test_cancelling_before_the_first_token():
     run(work)
 
 
-def test_a_slow_reader_misses_nothing_and_queues_nothing():
+def test_async_llm_slow_reader_gets_missed_tokens_at_once():
     async def work(llm, engine):
         outputs = llm.generate("slow", LONG)
         seen = [await anext(outputs)]
@@ -183,7 +183,7 @@ def test_a_slow_reader_misses_nothing_and_queues_nothing():
     run(work)
 
 
-def test_a_slow_reader_holds_up_none():
+def test_async_llm_slow_reader_does_not_delay_others():
     async def work(llm, engine):
         slow = llm.generate("slow", LONG)
         await anext(slow)
@@ -213,7 +213,7 @@ def test_refusals_are_exceptions_of_the_reader():
     run(work, max_queue=3)
 
 
-def test_a_full_queue_is_an_exception_of_the_reader():
+def test_async_llm_full_queue_raises_queue_full_error():
     async def work(llm, engine):
         gate = Gate(engine)
         first = asyncio.create_task(last(llm.generate("first", PARAMS)))
@@ -241,7 +241,7 @@ def test_abort_by_name():
     run(work)
 
 
-def test_a_request_that_fails_is_an_output_with_an_error():
+def test_async_llm_failed_request_is_an_output_with_error():
     async def work(llm, engine):
         execute = engine.runner.execute
 
@@ -261,7 +261,7 @@ def test_a_request_that_fails_is_an_output_with_an_error():
     run(work)
 
 
-def test_an_engine_that_dies_is_an_exception_of_every_reader():
+def test_async_llm_dead_engine_raises_for_every_reader():
     async def work(llm, engine):
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(llm.generate(f"task {number}", LONG))) for number in range(10)]
@@ -344,7 +344,7 @@ def test_several_loops_one_after_the_other():
     llm.shutdown()
 
 
-def test_a_dropped_llm_ends_its_thread():
+def test_async_llm_dropped_ends_its_thread():
     before = threading.active_count()
     llm = AsyncLLM.from_engine(make_engine())
     asyncio.run(last(llm.generate("x", PARAMS)))
@@ -358,7 +358,7 @@ def test_a_dropped_llm_ends_its_thread():
     assert threading.active_count() <= before
 
 
-def test_a_program_that_forgets_to_shut_down_ends():
+def test_async_llm_without_shutdown_lets_the_program_exit():
     code = f"""
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -374,7 +374,7 @@ asyncio.run(work())
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
 
 
-def test_what_else_there_is_to_see():
+def test_async_llm_exposes_tokenizer_memory_and_stats():
     async def work(llm, engine):
         assert llm.tokenizer is engine.tokenizer
         assert llm.memory is ACCOUNT

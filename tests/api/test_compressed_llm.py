@@ -134,7 +134,7 @@ def test_preemption_here_and_there(case: Case, monkeypatch: pytest.MonkeyPatch) 
     assert scheduler.num_preemptions == 5
 
 
-def test_what_is_declined_in_words(case: Case) -> None:
+def test_llm_compressed_unsupported_options_are_refused(case: Case) -> None:
     with raises_code("plan.variant_attention", ConfigError, name="batch_invariant"):
         case.open(batch_invariant=True)
     if case.has_entries:

@@ -108,7 +108,7 @@ def test_prefixes_are_found_again(case: Case) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("index", ["float32", "fp8"])
 @pytest.mark.parametrize("temperature", [0.0, 1.5], ids=["greedy", "seeded"])
-def test_completions_of_one_prompt_are_those_of_requests_of_their_own(
+def test_llm_latent_completions_match_separate_requests(
     case: Case, temperature: float, index: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside each other they fork where their tokens differ; each by itself is computed from its first token on."""

@@ -163,7 +163,7 @@ def test_prompts_that_begin_alike_compute_the_beginning_once(
 
 @pytest.mark.parametrize("num_tokens", [2, pytest.param(34, marks=pytest.mark.slow)])
 @each_case({"windows-auto", "latent-auto"})
-def test_more_completions_than_prompt_tokens_answer_alike(
+def test_shared_prompt_more_completions_than_tokens_match(
     family: str, kv_format: str, device: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also again, when the prefix cache leaves fewer rows than completions."""
@@ -192,7 +192,7 @@ def test_forks_beside_prompt_logprobs_stay_within_the_step(tmp_path: Path) -> No
         assert ends == [None] * 7
 
 
-def test_more_sequences_than_rows_of_a_step_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prompt_more_sequences_than_step_rows_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted, prompt = Counted(monkeypatch), prompt_of(20)
     options = {"max_num_seqs": 32, "max_num_batched_tokens": 24}
     with opened(tmp_path, "qwen3", "auto", "cpu", **options) as engine:

@@ -101,7 +101,7 @@ def test_preemption_at_every_position(case: Case, monkeypatch: pytest.MonkeyPatc
     assert scheduler.num_preemptions >= 7
 
 
-def test_pages_behind_a_window_are_given_back(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_frees_pages_that_left_the_window(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = case.open(max_num_batched_tokens=16, max_num_seqs=1)
     scheduler = llm.engine.scheduler
     held: list[list[int]] = []

@@ -61,7 +61,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 1000])
-def test_an_answer_is_read_however_it_is_cut(size: int) -> None:
+def test_answer_reader_joins_any_chunking(size: int) -> None:
     reader = AnswerReader()
     pieces = [reader.feed(CHUNKED[begin : begin + size]) for begin in range(0, len(CHUNKED), size)]
     assert b"".join(pieces) == b"hello 0123456789"
@@ -123,7 +123,7 @@ def test_answers_with_a_length_and_without() -> None:
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * 70_000,
     ],
 )
-def test_what_is_no_answer_is_reported(data: bytes) -> None:
+def test_answer_reader_refuses_malformed_response(data: bytes) -> None:
     with pytest.raises(BadAnswerError):
         AnswerReader().feed(data)
 
@@ -131,7 +131,7 @@ def test_what_is_no_answer_is_reported(data: bytes) -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"HTTP/1.1 200", CHUNKED[:-5], b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nab"]
 )
-def test_an_end_that_comes_too_soon_is_reported(sent: bytes) -> None:
+def test_answer_reader_reports_truncated_response(sent: bytes) -> None:
     reader = AnswerReader()
     reader.feed(sent)
     with pytest.raises(BadAnswerError, match="closed"):
@@ -165,7 +165,7 @@ def test_wrong_urls_are_refused(text: str) -> None:
         Url.read(text)
 
 
-def test_a_key_with_a_line_break_is_refused() -> None:
+def test_url_refuses_api_key_with_line_break() -> None:
     with raises_code("bench.bad_api_key", ConfigError):
         Url.read("http://x", "abc\r\nX: y")
 
@@ -279,7 +279,7 @@ def test_clients_wait_and_arrivals_do_not() -> None:
     assert most > 3
 
 
-def test_a_table_and_a_record(bench: Bench, tmp_path: Path) -> None:
+def test_bench_serve_prints_table_and_writes_record(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     ended = bench("--clients", "3", "--requests", "9", "--output-len", "4", "--json", file, "--api-key", "secret")
     assert ended.code == 0, ended
@@ -302,13 +302,13 @@ def test_hundreds_of_streams_at_once(bench: Bench) -> None:
     assert bench.fake.most_at_once > 100
 
 
-def test_an_open_loop(bench: Bench) -> None:
+def test_bench_serve_rate_sends_poisson_requests(bench: Bench) -> None:
     ended = bench("--rate", "500", "--requests", "20", "--endpoint", "completions", "--output-len", "2-3")
     assert (ended.code, "500 requests/s (Poisson)" in ended.out) == (0, True), ended
     assert all("prompt" in body for body in bench.fake.bodies)
 
 
-def test_a_dataset(bench: Bench, tmp_path: Path) -> None:
+def test_bench_serve_dataset_sets_prompts_and_lengths(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one"}\n\n{"messages": [{"role": "user", "content": "two"}], "max_tokens": 5}\n')
     ended = bench("--dataset", file, "--requests", "3", "--output-len", "2")
@@ -368,7 +368,7 @@ def test_errors_are_counted_by_kind(bench: Bench, model: str, kind: str) -> None
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_is_reported_in_words(bench: Bench, words: tuple[str, ...], reported: str) -> None:
+def test_bench_serve_reports_invalid_settings(bench: Bench, words: tuple[str, ...], reported: str) -> None:
     import resource
 
     if words == ("--clients", "65000") and resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 65000:
@@ -379,7 +379,7 @@ def test_what_cannot_be_is_reported_in_words(bench: Bench, words: tuple[str, ...
     assert "Traceback" not in ended.err
 
 
-def test_a_key_is_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_serve_sends_api_key(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench("--model", "keyed", "--requests", "2", "--api-key", KEY).code == 0
     monkeypatch.setenv("HOLDFAST_API_KEY", KEY)
     assert bench("--model", "keyed", "--requests", "2").code == 0
@@ -394,7 +394,7 @@ def test_wrong_datasets_are_refused(bench: Bench, tmp_path: Path, line: str) -> 
     assert "--dataset" in ended.err
 
 
-def test_a_client_that_leaves(fake: FakeServer) -> None:
+def test_ask_abort_after_closes_stream_early(fake: FakeServer) -> None:
     body = as_work(CHAT, "x", 50).body(CHAT, "good", {})
     reply, _ = asyncio.run(ask(Url.read(fake.url), "/v1/chat/completions", body, 10.0, abort_after=1))
     assert reply.error == "left"

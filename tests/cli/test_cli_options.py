@@ -32,7 +32,7 @@ def names(owner: type) -> set[str]:
     return {field.name for field in dataclasses.fields(owner)}
 
 
-def test_every_field_has_one_row() -> None:
+def test_settings_have_one_row_per_field() -> None:
     engine = [setting.name for setting in ENGINE_SETTINGS]
     sampling = [setting.name for setting in (*SAMPLING_SETTINGS, *SEVERAL_SETTINGS)]
     assert sorted(engine) == sorted(names(EngineConfig) - {"model"})
@@ -46,7 +46,7 @@ def parsed(*arguments: str) -> tuple[Given, Given]:
     return given(run.engine, values), given(run.sampling, values)
 
 
-def test_nothing_given_is_nothing_set() -> None:
+def test_parsed_without_arguments_is_empty() -> None:
     assert parsed() == ({}, {})
 
 
@@ -66,7 +66,7 @@ def test_quantization_and_what_belongs_to_it_reach_their_fields() -> None:
         EngineConfig.from_options(**parsed("--quantization", "fp8", "--quantization-ignore", "a,,b")[0])
 
 
-def test_the_help_of_quantization_names_every_scheme() -> None:
+def test_quantization_help_names_every_scheme() -> None:
     (setting,) = (setting for setting in ENGINE_SETTINGS if setting.name == "quantization")
     assert all(f"{name} (" in setting.help for name in WEIGHT_SCHEMES)
 
@@ -76,7 +76,7 @@ def test_the_help_of_quantization_names_every_scheme() -> None:
     [setting for setting in ENGINE_SETTINGS if setting.name not in QUANTIZED],
     ids=lambda setting: setting.name,
 )
-def test_every_other_engine_option_reaches_its_field(setting) -> None:
+def test_engine_option_reaches_its_field(setting) -> None:
     values = {"TOKENS": "32", "N": "3", "SHARE": "0.5", "SIZE": "1GiB", "PATH": "somewhere", "NAME": "auto"}
     values |= {"LAYERS": "0,1,30,31", "METHOD": "ngram:3", "SECONDS": "1.5", "WAY": "exact", "POLICY": "fcfs"}
     flag = f"--{setting.name.replace('_', '-')}"
@@ -131,18 +131,18 @@ def test_defaults_are_those_of_the_fields() -> None:
 
 
 @pytest.mark.parametrize("text", ["110%", "0", "-0.5", "1.5", "half", "nan"])
-def test_a_share_that_is_none_is_refused_with_one_that_works(text: str) -> None:
+def test_memory_utilization_invalid_share_is_refused(text: str) -> None:
     engine, _ = parsed("--memory-utilization", text)
     with pytest.raises(ConfigError, match="memory_utilization"):
         EngineConfig.from_options(**engine)
 
 
-def test_a_share_may_be_a_percentage() -> None:
+def test_memory_utilization_accepts_percentage() -> None:
     assert parsed("--memory-utilization", "80%")[0] == {"memory_utilization": pytest.approx(0.8)}
     assert parsed("--gpu-memory-utilization", "80%")[0] == {"gpu_memory_utilization": pytest.approx(0.8)}
 
 
-def test_an_empty_value_is_not_silently_dropped() -> None:
+def test_empty_option_value_is_kept() -> None:
     assert parsed("--dtype", "", "--max-tokens", "") == ({"dtype": ""}, {"max_tokens": ""})
 
 
@@ -168,7 +168,7 @@ def test_counts(text: str, count: int | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "k", "8q", "1.5", "8 k", "1e3", "0x10", "٣", "9" * 30, "1_000", "inf"])
-def test_what_is_no_count_is_left_to_caller_requested(text: str) -> None:
+def test_read_count_returns_non_count_unchanged(text: str) -> None:
     assert read_count(text) == text
 
 
@@ -187,7 +187,7 @@ def test_shares_are_numbers_or_percentages(text: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["110%", "0%", "-5%", "%", "x%", "nan%", "inf%", "half", "", "0.5%%"])
-def test_what_is_no_share_is_left_to_caller_requested(text: str) -> None:
+def test_read_share_returns_non_share_unchanged(text: str) -> None:
     assert read_share(text) == text
 
 
@@ -201,7 +201,7 @@ def test_biases_are_pairs() -> None:
 
 
 @pytest.mark.parametrize("text", ["42", "=1", "a=1", "1=b", "-1=2"])
-def test_a_broken_bias_is_refused(text: str) -> None:
+def test_read_biases_refuses_malformed_bias(text: str) -> None:
     with raises_code("cli.bad_logit_bias", RequestError, value=text):
         read_biases([text])
 

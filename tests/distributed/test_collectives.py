@@ -171,7 +171,7 @@ def test_linked_stages_equal_lock_step_within_their_plan() -> None:
     assert all(ledger.total_bytes == 0 for ledger in ledgers)
 
 
-def test_two_engines_interleave_in_one_process() -> None:
+def test_collectives_of_two_engines_interleave_in_one_process() -> None:
     ranks = meshes(2)
 
     def inner(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
@@ -187,13 +187,13 @@ def test_two_engines_interleave_in_one_process() -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_who_never_comes_is_named() -> None:
+def test_open_collectives_names_missing_ranks() -> None:
     place = listen_for_ranks()
     with raises_code("rank.missing_ranks", EngineDeadError):
         open_collectives(meshes(3)[0], NEEDS, place, CPU, Ledger(), timeout_s=0.2)
 
 
-def test_a_wait_that_is_in_vain_ends_at_once() -> None:
+def test_open_collectives_failed_check_ends_the_wait() -> None:
     def give_up() -> None:
         raise EngineDeadError("rank.dead", reason="rank 1 ended")
 
@@ -233,7 +233,7 @@ def test_rank_0_not_listening_raises() -> None:
 
 
 @pytest.mark.slow
-def test_a_peer_that_is_killed_is_an_error_within_a_second() -> None:
+def test_collectives_killed_peer_raises_within_a_second() -> None:
     command = [sys.executable, str(PROGRAM)]
     first = subprocess.Popen([*command, "0", "3", "0"], stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None

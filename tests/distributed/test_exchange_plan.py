@@ -34,14 +34,14 @@ def test_symmetric_memory_is_as_large_on_every_rank(ranks: tuple[Mesh, ...]) -> 
 
 
 @for_each("kind", ["symmetric", "gloo", "nccl", "linked"])
-def test_one_rank_exchanges_nothing(kind: ExchangeKind) -> None:
+def test_exchange_specs_of_one_rank_are_empty(kind: ExchangeKind) -> None:
     assert not exchange_specs(NEEDS, ALONE, kind)
     assert not exchange_terms(NEEDS, ALONE, kind)
 
 
 @for_each("kind", ["symmetric", "gloo", "nccl", "linked"])
 @for_each("ranks", MESHES)
-def test_who_needs_what_has_it(ranks: tuple[Mesh, ...], kind: ExchangeKind) -> None:
+def test_exchange_specs_follow_the_place_of_the_rank(ranks: tuple[Mesh, ...], kind: ExchangeKind) -> None:
     for mesh in ranks:
         specs = exchange_specs(NEEDS, mesh, kind)
         assert ("exchange/rows" in specs) == (mesh.tensor_size > 1)
@@ -63,7 +63,7 @@ def test_who_needs_what_has_it(ranks: tuple[Mesh, ...], kind: ExchangeKind) -> N
         ("aabbbb", 2, "linked"),
     ],
 )
-def test_who_is_where_decides_how_ranks_exchange(nodes: str, tensor_size: int, kind: ExchangeKind) -> None:
+def test_find_exchange_follows_nodes_and_device(nodes: str, tensor_size: int, kind: ExchangeKind) -> None:
     assert find_exchange("cuda", nodes, tensor_size) == kind
     assert find_exchange("cpu", nodes, tensor_size) == "gloo"
 

@@ -27,7 +27,7 @@ def test_sums_are_wide_and_rounded_once(is_serial: bool) -> None:
 
 
 @for_each("is_serial", [False, True])
-def test_many_calls_need_two_rooms_only(is_serial: bool) -> None:
+def test_lock_step_many_sums_reuse_two_buffers(is_serial: bool) -> None:
     def work(mesh: Mesh, exchange: Exchange) -> list[float]:
         totals, out = [], torch.empty(1, 8)
         for i in range(50):
@@ -125,7 +125,7 @@ def test_differences_are_named(work: object, words: str) -> None:
         LockStep(2).run(work)  # type: ignore[arg-type]
 
 
-def test_a_failure_breaks_all_and_keeps_its_type() -> None:
+def test_lock_step_failure_stops_all_ranks_and_keeps_its_type() -> None:
     def work(mesh: Mesh, exchange: Exchange) -> None:
         if mesh.rank == 1:
             raise ValueError("no such layer")
@@ -138,7 +138,7 @@ def test_a_failure_breaks_all_and_keeps_its_type() -> None:
     assert [total[0, 0].item() for total in steps.run(sum_ones)] == [258.0] * 3
 
 
-def test_who_never_comes_is_named() -> None:
+def test_lock_step_names_missing_ranks() -> None:
     def work(mesh: Mesh, exchange: Exchange) -> None:
         if mesh.rank == 1:
             time.sleep(0.6)

@@ -20,7 +20,7 @@ def test_ranks_are_numbered_stage_by_stage() -> None:
     assert all(mesh.num_ranks == 4 and mesh.is_exact and not mesh.is_alone for mesh in found)
 
 
-def test_one_rank_is_alone() -> None:
+def test_mesh_of_one_rank_is_alone() -> None:
     assert meshes(1, is_exact=True) == (ALONE,)
     assert ALONE.is_alone
     assert list(ALONE.layer_range(3)) == [0, 1, 2]

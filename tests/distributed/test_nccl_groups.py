@@ -63,7 +63,7 @@ def test_torch_watchdog_is_off_and_settings_are_restored(monkeypatch, groups) ->
 
 
 @pytest.mark.parametrize("mesh", STAGES, ids=lambda mesh: f"rank {mesh.rank}")
-def test_the_last_stage_and_rank_0_have_a_group_of_their_own(mesh: Mesh, groups) -> None:
+def test_nccl_groups_last_stage_and_rank_0_share_a_head_group(mesh: Mesh, groups) -> None:
     peers_of(mesh)
     made = [(group.name, group.rank, group.size) for group in groups]
     head = {0: 0, 4: 1, 5: 2}.get(mesh.rank)

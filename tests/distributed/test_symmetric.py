@@ -93,7 +93,7 @@ def test_ranks_on_one_device_agree_on_few_blocks(
 
 
 @pytest.mark.parametrize("call", ["sum", "end", "fetch", "offer"])
-def test_symmetric_ranks_wait_for_a_peer_one_call_behind(monkeypatch, call: str) -> None:
+def test_symmetric_ranks_wait_for_a_peer_one_call_late(monkeypatch, call: str) -> None:
     """Rank 1 makes the first call and not the second: rank 0 may not take what lies there."""
     ranks = meshes(2) if call in ("sum", "end") else meshes(1, [(0, 1), (1, 2)])
     waiting = InterpretedRanks(ranks, monkeypatch)

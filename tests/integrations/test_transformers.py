@@ -80,7 +80,7 @@ def round_trip(x_NKTD: torch.Tensor, name: str, side: str) -> torch.Tensor:
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 @every_side
 @every_format
-def test_it_is_the_arithmetic_of_the_format(name: str, side: str, head_dim: int) -> None:
+def test_quantized_tokens_match_the_round_trip_of_the_format(name: str, side: str, head_dim: int) -> None:
     x_NKTD = numbers(2, 3, 21, head_dim)
     quantized = empty(name, side, x_NKTD)
     quantized.append(x_NKTD)
@@ -141,7 +141,7 @@ def test_bytes_are_those_of_the_format(name: str, side: str) -> None:
 
 
 @every_side
-def test_nothing_is_lost_when_room_is_made(side: str) -> None:
+def test_quantized_tokens_keep_content_when_room_grows(side: str) -> None:
     x_NKTD = numbers(1, 2, 2 * ROOM_STEP + 3, 16)
     quantized = empty("turboquant_3bit_nc", side, x_NKTD)
     quantized.append(x_NKTD[:, :, :5])
@@ -154,7 +154,7 @@ def test_nothing_is_lost_when_room_is_made(side: str) -> None:
 
 
 @every_side
-def test_what_was_cut_off_is_written_over(side: str) -> None:
+def test_quantized_tokens_overwrite_truncated_tokens(side: str) -> None:
     x_NKTD = numbers(2, 2, 30, 16)
     quantized = empty("turboquant_k8v4", side, x_NKTD)
     quantized.append(x_NKTD)
@@ -183,7 +183,7 @@ def test_sequences_change_places(side: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_side
 @every_format
-def test_it_comes_out_in_the_type_of_the_reader(name: str, side: str, dtype: torch.dtype) -> None:
+def test_quantized_tokens_are_read_in_the_dtype_requested(name: str, side: str, dtype: torch.dtype) -> None:
     x_NKTD = numbers(1, 2, 5, 48).to(dtype)
     quantized = empty(name, side, x_NKTD)
     quantized.append(x_NKTD)
@@ -192,7 +192,7 @@ def test_it_comes_out_in_the_type_of_the_reader(name: str, side: str, dtype: tor
 
 
 @every_side
-def test_a_token_without_numbers_spoils_no_other(side: str) -> None:
+def test_quantized_tokens_nan_token_leaves_others_intact(side: str) -> None:
     x_NKTD = numbers(2, 2, 6, 16)
     sound = round_trip(x_NKTD, "turboquant_4bit_nc", side)
     x_NKTD[1, 0, 3, 7] = torch.nan
@@ -211,7 +211,7 @@ def test_gradients_end_here() -> None:
     assert not read(quantized, x_NKTD).requires_grad
 
 
-def test_a_rotation_belongs_to_few_bits() -> None:
+def test_quantized_tokens_rotation_with_8_bits_is_an_assertion() -> None:
     x_NKTD = numbers(1, 1, 1, 16)
     planes = KV_FORMATS["fp8"].planes(1, 16)[:2]
     with pytest.raises(AssertionError, match="8 bits"):
@@ -307,7 +307,7 @@ def test_logits_stay_near(tiny: Any, name: str) -> None:
     assert cache.memory_bytes().tail == 0
 
 
-def test_a_prompt_attends_to_itself_exactly(tiny: Any) -> None:
+def test_turboquant_cache_first_prompt_attends_exactly(tiny: Any) -> None:
     ids_NT = prompts(1, 60)
     with torch.inference_mode():
         ours = tiny(ids_NT, past_key_values=TurboQuantCache(tiny.config, "turboquant_3bit_nc", tail=0)).logits
@@ -343,7 +343,7 @@ def test_assisted_decoding_rolls_back(tiny: Any) -> None:
     assert len(answer(tiny, cache, ids_NT, 24, **options)[0]) == 24
 
 
-def test_a_second_turn_goes_on_where_the_first_ended(tiny: Any) -> None:
+def test_turboquant_cache_second_turn_matches_dynamic_cache(tiny: Any) -> None:
     first = prompts(1, 20)
     ours, theirs = TurboQuantCache(tiny.config, tail=NOTHING_CODED), DynamicCache(config=tiny.config)
     for cache in (ours, theirs):
@@ -365,7 +365,7 @@ def test_after_a_reset_it_is_as_new(tiny: Any) -> None:
     assert answer(tiny, cache, prompts(2)) == first
 
 
-def test_without_a_config_layers_come_as_they_are_used(tiny: Any) -> None:
+def test_turboquant_cache_without_config_adds_layers_on_use(tiny: Any) -> None:
     cache = TurboQuantCache(format="fp8", tail=0)
     assert answer(tiny, cache, prompts()) == answer(tiny, TurboQuantCache(tiny.config, "fp8", tail=0), prompts())
     assert len(cache) == 2
@@ -388,7 +388,7 @@ def test_layers_without_keys_are_left_to_transformers() -> None:
     assert QuantizedLayer is not kinds[0]
 
 
-def test_a_model_in_half_precision(tiny: Any) -> None:
+def test_turboquant_cache_runs_with_a_float16_model(tiny: Any) -> None:
     model = copy.deepcopy(tiny).half()
     cache = TurboQuantCache(model.config, "turboquant_4bit_nc", tail=4)
     assert len(answer(model, cache, prompts())[0]) == 12
@@ -397,7 +397,7 @@ def test_a_model_in_half_precision(tiny: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @every_format
-def test_what_comes_back_has_the_type_of_what_came(name: str, dtype: torch.dtype) -> None:
+def test_turboquant_cache_returns_the_dtype_it_was_given(name: str, dtype: torch.dtype) -> None:
     cache = TurboQuantCache(format=name, protected_layers=(), tail=4)
     keys, values = (x.to(dtype) for x in heads(2, 40))
     cache.update(keys, values, 0)
@@ -412,7 +412,7 @@ def test_what_comes_back_has_the_type_of_what_came(name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("tail", [0, 1, 20, 31, 50, 200])
 @every_format
-def test_the_tail_is_exact_and_the_rest_is_quantized(name: str, tail: int) -> None:
+def test_turboquant_cache_tail_is_exact_and_the_rest_quantized(name: str, tail: int) -> None:
     cache, keys, values = filled(format=name, tail=tail, protected_layers=())
     found_keys, found_values = contents(cache, keys)
     quantized = max(0, (50 - tail) // BLOCK_TOKENS * BLOCK_TOKENS) if tail else 50
@@ -423,7 +423,7 @@ def test_the_tail_is_exact_and_the_rest_is_quantized(name: str, tail: int) -> No
             assert 1e-5 < error < 0.05
 
 
-def test_a_tail_grows_by_a_block_and_gives_it_away() -> None:
+def test_turboquant_cache_tail_is_quantized_block_by_block() -> None:
     cache = TurboQuantCache(tail=10)
     for length in range(1, 60):
         cache.update(*heads(1, 1, seed=length), 0)
@@ -481,7 +481,7 @@ def test_cropping_forgets_bytes_and_declines_lengths() -> None:
         cache.crop(3)
 
 
-def test_nothing_happens_to_an_empty_cache() -> None:
+def test_turboquant_cache_empty_operations_change_nothing() -> None:
     cache = TurboQuantCache(transformers.LlamaConfig(num_hidden_layers=2))
     cache.crop(-3)
     cache.reorder_cache(torch.tensor([0]))
@@ -500,7 +500,7 @@ def test_masks_cover_what_comes_back() -> None:
     assert cache.update(*heads(3, 4), 0)[0].shape == (3, 2, 54, 16)
 
 
-def test_a_copy_lives_its_own_life() -> None:
+def test_turboquant_cache_deepcopy_is_independent() -> None:
     cache, keys, _ = filled(tail=9)
     copied = copy.deepcopy(cache)
     before = contents(copied, keys)
@@ -537,7 +537,7 @@ def test_inference_mode_may_come_and_go(reorders: bool) -> None:
 
 @pytest.mark.gpu
 @every_format
-def test_a_gpu_gives_what_the_cpu_gives(name: str) -> None:
+def test_turboquant_cache_on_a_gpu_matches_the_cpu(name: str) -> None:
     found = []
     for device in ("cpu", "cuda"):
         cache = TurboQuantCache(format=name, protected_layers=(), tail=4)
@@ -587,7 +587,7 @@ def test_memory_is_the_arithmetic_of_the_format(name: str, tail: int) -> None:
     assert memory.total == sum(wanted.values()) + memory.tail + memory.spare
 
 
-def test_no_tensor_is_held_beyond_what_is_reported() -> None:
+def test_turboquant_cache_holds_exactly_its_reported_bytes() -> None:
     cache = TurboQuantCache(transformers.LlamaConfig(num_hidden_layers=2), "turboquant_k8v4", tail=32)
     for layer in range(2):
         cache.update(*heads(2, 500), layer)
@@ -653,13 +653,13 @@ def test_models_that_are_declined(config: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 100])
-def test_other_head_dims_are_declined_in_words(head_dim: int) -> None:
+def test_turboquant_cache_unsupported_head_dim_is_refused(head_dim: int) -> None:
     cache = TurboQuantCache()
     with pytest.raises(ConfigError, match=f"heads of a multiple of 16, got {head_dim}"):
         cache.update(*heads(1, 3, dim=head_dim), 0)
 
 
-def test_without_a_config_the_last_layers_are_unknown() -> None:
+def test_turboquant_cache_last_layers_need_a_config() -> None:
     with raises_code("transformers.layers_without_config", ConfigError, count=4):
         TurboQuantCache(format="turboquant_4bit_nc")
     with raises_code("transformers.layers_without_config", ConfigError, count=2):
@@ -667,7 +667,7 @@ def test_without_a_config_the_last_layers_are_unknown() -> None:
     assert TurboQuantCache(format="turboquant_4bit_nc", protected_layers=(0, 99)).protected_layers == (0, 99)
 
 
-def test_without_transformers_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turboquant_cache_without_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, TurboQuantCache.__module__)
@@ -679,7 +679,7 @@ def test_without_transformers_there_is_one_sentence(monkeypatch: pytest.MonkeyPa
     assert "\n" not in words
 
 
-def test_it_is_a_layer_of_transformers() -> None:
+def test_turboquant_cache_is_a_transformers_cache() -> None:
     cache, _, _ = filled()
     assert isinstance(cache.layers[0], DynamicLayer)
     assert isinstance(cache, transformers.Cache)
@@ -767,7 +767,7 @@ def talker() -> Talker:
         pytest.param(FACTORIAL, 32, id="factorial", marks=pytest.mark.slow),
     ],
 )
-def test_the_same_text_with_a_short_tail(talker: Talker, prompt: str, num_new: int) -> None:
+def test_turboquant_cache_short_tail_writes_the_same_text(talker: Talker, prompt: str, num_new: int) -> None:
     cache = TurboQuantCache(talker.model.config, "turboquant_k8v4", tail=32)
     assert talker.is_equal(prompt, cache, num_new)
     memory = cache.memory_bytes()
@@ -777,7 +777,7 @@ def test_the_same_text_with_a_short_tail(talker: Talker, prompt: str, num_new: i
 
 
 @pytest.mark.slow
-def test_the_same_text_on_eight_of_ten(talker: Talker) -> None:
+def test_turboquant_cache_writes_the_same_text_on_8_of_10(talker: Talker) -> None:
     caches = {prompt: TurboQuantCache(talker.model.config) for prompt in PROMPTS}
     equal = [prompt for prompt, cache in caches.items() if talker.is_equal(prompt, cache, num_new=64)]
     assert len(equal) >= 8, f"other text for {[prompt[:40] for prompt in PROMPTS if prompt not in equal]}"
@@ -826,7 +826,7 @@ def test_keys_without_their_bias_come_out_whole(biased: Any) -> None:
     assert errors["model"] < 0.1 * errors["config"]
 
 
-def test_a_bias_that_helps_nothing_is_left_in_the_keys() -> None:
+def test_turned_bias_that_does_not_help_leaves_keys_unchanged() -> None:
     bias = TurnedBias(torch.full((32,), 50.0), None, 1.0)
     keys = numbers(1, 2, 20, 16)
     planes = [plane for plane in KV_FORMATS["fp8"].planes(2, 16) if plane.name.startswith("k")]

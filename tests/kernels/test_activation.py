@@ -24,12 +24,12 @@ KINDS = pytest.mark.parametrize("kind", REFERENCES)
 SIZES = (1, 3, 5, 63, 64, 100, 577)
 
 
-def test_every_activation_of_a_model_is_known():
+def test_activation_references_cover_every_activation():
     assert set(REFERENCES) == set(get_args(Activation))
 
 
 @KINDS
-def test_as_exact_as_torch(kind):
+def test_activate_is_as_exact_as_torch(kind):
     x = torch.cat([random(3, 577), random(3, 577, scale=30), torch.linspace(-20, 20, 3 * 577).view(3, 577)])
     exact = activate_reference(x.double(), kind)
     unit = exact.abs() * 2**-23 + 2**-24 * x.abs().clamp(max=1) + 2**-149
@@ -53,7 +53,7 @@ def test_elements_are_batch_invariant(kind, size):
 
 @KINDS
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_element(kind, bad):
+def test_activate_nonfinite_value_stays_in_its_element(kind, bad):
     x = random(3, 7)
     clean = activate(x, kind)
     x[1, 6] = bad
@@ -65,7 +65,7 @@ def test_what_is_not_finite_stays_in_its_element(kind, bad):
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
 @pytest.mark.parametrize("size", SIZES)
-def test_nothing_is_written_outside(native, guarded_host, kind, size):
+def test_native_activate_stays_within_its_buffer(native, guarded_host, kind, size):
     x = guarded_host(size)
     x.copy_(random(size))
     native.holdfast_activate(x.data_ptr(), size, kind)
@@ -89,7 +89,7 @@ def test_half_types_run_in_torch(kind):
 
 
 @KINDS
-def test_no_rows_give_no_rows(kind):
+def test_activate_without_rows_is_empty(kind):
     assert activate(torch.empty(0, 5), kind).shape == (0, 5)
 
 
@@ -126,7 +126,7 @@ def exact_gate(gate_up):
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-3, 1.0, 20.0])
 @pytest.mark.parametrize("size", SIZES_SILU_MUL, ids=lambda size: f"I{size}")
-def test_as_exact_as_torch_silu_mul(size, scale):
+def test_silu_mul_is_as_exact_as_torch(size, scale):
     for num_rows in (1, 2, 9, 17, 63):
         gate_up = random(num_rows, 2 * size, scale=scale)
         assert_as_exact_as_torch(silu_mul(gate_up), silu_mul_reference(gate_up), exact_gate(gate_up))
@@ -140,7 +140,7 @@ def test_gate_is_exact_to_a_few_ulps_over_its_range():
     assert float(error.max()) < 3.5, f"{float(error.max())} units in the last place at {float(gate[error.argmax()])}"
 
 
-def test_a_gate_far_below_zero_closes():
+def test_silu_mul_gate_far_below_zero_closes():
     gate = torch.tensor([-80.1, -88.0, -100.0, -1e30])
     y = silu_mul(torch.cat([gate, torch.full_like(gate, 1e3)]).unsqueeze(0))
     assert float(y.abs().max()) < 1e-29
@@ -158,7 +158,7 @@ def test_rows_are_batch_invariant(size):
 
 @pytest.mark.parametrize("size", SIZES_SILU_MUL, ids=lambda size: f"I{size}")
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
-def test_nothing_is_read_or_written_outside(native, guarded_host, num_rows, size):
+def test_native_silu_mul_stays_within_its_buffers(native, guarded_host, num_rows, size):
     gate_up, y = island(random(num_rows, 2 * size)), guarded_host(num_rows, size)
     native.holdfast_silu_mul(gate_up.data_ptr(), y.data_ptr(), num_rows, size)
     assert same_bits(y, silu_mul(gate_up))
@@ -168,7 +168,7 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, num_rows, size
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("half", ["gate", "up"])
 @pytest.mark.parametrize("size", [5, 8])
-def test_what_is_not_finite_stays_in_its_element_silu_mul(bad, half, size):
+def test_silu_mul_nonfinite_value_stays_in_its_element(bad, half, size):
     gate_up = random(5, 2 * size)
     clean = silu_mul(gate_up)
     gate_up[2, size - 1 if half == "gate" else 2 * size - 1] = bad
@@ -178,7 +178,7 @@ def test_what_is_not_finite_stays_in_its_element_silu_mul(bad, half, size):
     assert same_bits(y, clean)
 
 
-def test_no_rows_give_no_rows_silu_mul():
+def test_silu_mul_without_rows_is_empty():
     assert silu_mul(torch.empty(0, 8)).shape == (0, 4)
 
 
@@ -234,7 +234,7 @@ def test_nan_passes_the_clamp():
     assert y.isnan().tolist() == [[False, True, False, False], [False, False, False, True]]
 
 
-def test_the_clamped_gate_writes_nothing_outside(native, guarded_host):
+def test_native_clamped_gate_stays_within_its_buffer(native, guarded_host):
     y = guarded_host(2, 5)
     x = random(2, 10)
     native.holdfast_clamped_gate(x.data_ptr(), y.data_ptr(), 2, 5, 2, 1, 7.0)

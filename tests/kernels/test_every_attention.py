@@ -201,7 +201,7 @@ def test_padding_is_written_as_zeros(device, attention, num_padding):
 @pytest.mark.parametrize(
     ("folder", "attentions"), [pytest.param("attention", GROUPED), *([("latent", LATENT)] if LATENT else [])]
 )
-def test_every_kernel_that_attends_has_an_adapter(device, root, monkeypatch, folder, attentions):
+def test_attention_kernels_all_have_adapters(device, root, monkeypatch, folder, attentions):
     """Kernels are found by their decorator; those for warp groups run on a GPU alone and have tests there."""
     if device.type != "cpu":
         pytest.skip("the interpreter counts launches")

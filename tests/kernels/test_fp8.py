@@ -180,7 +180,7 @@ def neighbours(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([beside, -beside])
 
 
-def test_every_half_precision_number_gets_torchs_code(device):
+def test_e4m3_bits_of_every_half_match_torch(device):
     values = every_half()
     bits = bits_of(values, device)
     is_nan = values.isnan()
@@ -194,7 +194,7 @@ def test_numbers_of_every_size_get_torchs_code(device):
     assert torch.equal(bits_of(values, device), torch_bits(values))
 
 
-def test_any_bits_of_float32(device):
+def test_e4m3_bits_of_any_float32_match_torch(device):
     generator = torch.Generator().manual_seed(3)
     values = torch.randint(-(2**31), 2**31, (2**15,), generator=generator).to(torch.int32).view(torch.float32)
     is_nan = values.isnan()
@@ -212,7 +212,7 @@ def test_half_way_between_two_codes_the_even_one_is_taken(device):
     assert torch.equal(bits_of(neighbours(ties), device), torch_bits(neighbours(ties)))
 
 
-def test_every_e4m3_number_keeps_its_code(device):
+def test_e4m3_bits_of_every_e4m3_number_are_kept(device):
     finite = CODES[NUMBERS.isfinite()]
     assert torch.equal(bits_of(finite.view(E4M3).float(), device), finite)
     beside = neighbours(NUMBERS[:127])
@@ -227,14 +227,14 @@ def test_zeros_keep_their_sign_and_what_is_too_small_is_zero(device):
     assert bits_of(above, device).tolist() == [1]
 
 
-def test_what_is_too_large_is_448_and_nan_is_nan(device):
+def test_e4m3_bits_saturate_at_448_and_keep_nan(device):
     values = torch.tensor([448.0, 464.0, 480.0, 1e30, float("inf")])
     assert bits_of(values, device).tolist() == [0x7E] * 5
     assert bits_of(-values, device).tolist() == [0xFE] * 5
     assert bits_of(torch.tensor([float("nan")]), device).tolist()[0] & 0x7F == 0x7F
 
 
-def test_every_code_is_the_number_that_torch_takes_it_for(device):
+def test_e4m3_code_decodes_as_in_torch(device):
     out = torch.zeros(256, dtype=torch.float16, device=device)
     numbers_kernel[(1,)](CODES.to(device), out, BLOCK=256)
     is_nan = NUMBERS.isnan()
@@ -323,7 +323,7 @@ def test_e4m3_codes_are_those_of_torch(device):
     assert torch.equal(applied("e4m3", x, torch.uint8, device), torch.where(x.isnan(), 0x7F, expected))
 
 
-def test_every_e4m3_code_comes_back(device):
+def test_e4m3_code_survives_a_round_trip(device):
     codes = torch.arange(256, dtype=torch.uint8)
     values = applied("value", codes, torch.float32, device)
     expected = codes.view(torch.float8_e4m3fn).float()
@@ -333,7 +333,7 @@ def test_every_e4m3_code_comes_back(device):
     assert torch.equal(applied("e4m3", values[number], torch.uint8, device), codes[number])
 
 
-def test_every_exponent_is_its_power_of_two(device):
+def test_e8m0_exponent_is_its_power_of_two(device):
     exponents = torch.arange(256, dtype=torch.uint8)
     values = applied("to_float32", exponents, torch.int32, device).view(torch.float32)
     assert same_bits(values[:255], torch.tensor(2.0, dtype=torch.float64).pow(torch.arange(255) - 127).float())
@@ -369,7 +369,7 @@ def test_bfloat16_rounds_like_torch_and_is_read_exactly(device):
     assert torch.equal(number, ~every.view(torch.bfloat16).isnan())
 
 
-def test_what_is_not_finite_has_no_size(device):
+def test_nonfinite_value_has_size_zero(device):
     x = awkward()
     expected = torch.where(x.isfinite(), x.abs().view(torch.int32), 0)
     assert torch.equal(applied("finite", x, torch.int32, device), expected)

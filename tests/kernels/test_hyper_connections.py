@@ -138,7 +138,7 @@ def run_block(fused: bool, device, x, y, shares, mix, norm, numbers=COARSE):
 @SIZES
 @DTYPES
 @pytest.mark.parametrize("is_head", [False, True], ids=["layer", "head"])
-def test_two_launches_match_the_steps_one_by_one(device, dtype, num_rows, num_streams, hidden, is_head):
+def test_hyper_connections_two_launches_match_single_steps(device, dtype, num_rows, num_streams, hidden, is_head):
     x, y = random(num_rows, num_streams, hidden).to(dtype), random(num_rows, hidden, seed=1).to(dtype)
     norm = 1.0 + random(hidden, seed=3, scale=0.1)
     mix = make_head(num_streams, hidden) if is_head else make_mix(num_streams, hidden)
@@ -226,7 +226,7 @@ def test_huge_and_vanishing_streams(device):
         torch.testing.assert_close(mixed(x, mix, device).double(), by_hand(x, mix), rtol=1e-5, atol=1e-6)
 
 
-def test_no_rows(device):
+def test_hyper_connections_accept_no_rows(device):
     x, mix, parts = torch.empty(0, 4, 64), make_mix(4, 64), torch.empty(64)
     for launch in (hc.combine_streams_triton, hc.combine_streams_reference):
         launch(x, x[:, 0], torch.empty(0, 24), mix.weight_MX, parts)
@@ -276,7 +276,7 @@ def test_wrong_shapes_are_refused():
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_hyper_connections_allocate_nothing(device):
     x, y = random(9, 4, 4096).to(device), random(9, 4096).to(device)
     mix, norm = StreamMix(*(tensor.to(device) for tensor in make_mix(4, 4096))), torch.ones(4096, device=device)
     shares, parts = torch.rand(9, 24, device=device), torch.empty(stream_parts_spec(9, 4).shape, device=device)

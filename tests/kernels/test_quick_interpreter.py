@@ -75,7 +75,7 @@ def _shifted_kernel(out, number, N: tl.constexpr, less: tl.constexpr):
 
 
 @pytest.mark.parametrize("less", [1, 2])
-def test_what_two_types_become_is_what_they_become_again(less: int) -> None:
+def test_quick_interpreter_type_promotion_is_repeatable(less: int) -> None:
     """Also after a launch that was refused for its number: of numbers only those that were taken are known."""
     assert quicken_interpreter()
     for _ in range(2):

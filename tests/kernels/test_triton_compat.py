@@ -58,7 +58,7 @@ def test_silu_mul_kernel_is_the_reference(kernels_run, size, num_rows):
         torch.testing.assert_close(got.float(), want, rtol=HALF_STEP[dtype], atol=HALF_STEP[dtype])
 
 
-def test_a_bad_row_stays_alone(kernels_run):
+def test_rms_norm_triton_nonfinite_row_stays_alone(kernels_run):
     x = torch.randn(4, 100, device=kernels_run)
     clean = rms_norm_triton(x, torch.ones(100, device=kernels_run), 1e-5)
     x[2, 5] = float("nan")
@@ -79,7 +79,7 @@ def test_cpu_tensors_are_never_launched_with_pdl():
 @pytest.mark.parametrize(
     ("capability", "expected"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)]
 )
-def test_only_gpus_from_hopper_on_support_pdl(monkeypatch, capability, expected):
+def test_supports_pdl_only_from_hopper_on(monkeypatch, capability, expected):
     """Older ones do not know the instruction with which a kernel waits."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
@@ -93,7 +93,7 @@ def test_pdl_launch_is_empty_without_pdl():
 
 
 @pytest.mark.gpu
-def test_the_answer_is_that_of_the_tensor_s_own_gpu(device):
+def test_supports_pdl_follows_the_gpu_of_the_tensor(device):
     assert can_run(torch.zeros(1, device=device))
     assert supports_pdl(torch.zeros(1, device=device)) is (torch.cuda.get_device_capability(device)[0] >= 9)
 
@@ -103,7 +103,7 @@ def test_next_power_of_two(number, power):
     assert next_power_of_two(number) == power
 
 
-def test_a_plain_cpu_run_imports_no_triton():
+def test_cpu_run_imports_no_triton():
     code = "import sys, holdfast.kernels.norm as k; print('triton' in sys.modules, k.rms_norm_reference is not None)"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -138,7 +138,7 @@ def test_counting_compiles_reports_compiled_kernels_only(monkeypatch):
     assert triton_compat.compiled_folder() == "a folder"
 
 
-def test_nothing_is_counted_where_there_is_no_triton(monkeypatch):
+def test_counting_compiles_without_triton_counts_nothing(monkeypatch):
     monkeypatch.setattr(triton_compat, "triton", None)
     with triton_compat.counting_compiles(lambda: pytest.fail("nothing compiles")) as count:
         pass

@@ -104,7 +104,7 @@ def test_prompt_without_context_is_up_projected_if_long(shape):
     assert takes[1100]
 
 
-def test_a_longer_context_needs_fewer_rows():
+def test_takes_up_projection_needs_fewer_rows_for_longer_context():
     least = [
         next(num_rows for num_rows in range(1, 4000) if takes_up_projection(num_rows, start, V2_LITE))
         for start in (0, 1000, 8000, 100_000)

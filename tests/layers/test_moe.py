@@ -89,13 +89,13 @@ def expected(x: torch.Tensor, kind: str, normalizes: bool) -> torch.Tensor:
 @EACH
 @pytest.mark.parametrize("normalizes", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 37])
-def test_the_most_likely_experts_by_their_shares(kind, normalizes, num_rows):
+def test_expert_layer_sums_top_experts_by_their_shares(kind, normalizes, num_rows):
     x = random(num_rows, HIDDEN, seed=20 + num_rows)
     in_torch, exact = (expected(rows, kind, normalizes) for rows in (x, x.double()))
     assert_as_exact_as_torch(run(make(kind, normalizes), x, kind), in_torch, exact)
 
 
-def test_a_watch_sees_the_experts_of_every_call():
+def test_expert_layer_watch_receives_experts_of_every_call():
     kind, seen = KINDS[0], []
     layer, x = make(kind), random(5, HIDDEN)
     layer.watch = lambda ids_TS: seen.append(ids_TS.clone())
@@ -116,7 +116,7 @@ def test_rows_do_not_change_each_other(kind):
 
 
 @EACH
-def test_a_row_of_nan_stays_alone(kind):
+def test_expert_layer_nan_row_stays_alone(kind):
     layer, x = make(kind), random(9, HIDDEN, seed=9)
     clean = run(layer, x, kind)
     x[4] = NAN
@@ -126,7 +126,7 @@ def test_a_row_of_nan_stays_alone(kind):
     assert same_bits(found[others], clean[others])
 
 
-def test_all_rows_may_choose_one_expert():
+def test_expert_layer_accepts_all_rows_on_one_expert():
     router = torch.zeros(NUM_EXPERTS, HIDDEN)
     router[3] = 1.0
     layer, x = ExpertLayer(router, GATE_UP, DOWN, Routing(True), None), random(11, HIDDEN, seed=3).abs()
@@ -273,7 +273,7 @@ def test_kernels_of_a_layer_with_a_table(device, monkeypatch, scheme, num_rows):
     torch.testing.assert_close(found[1], found[0], rtol=slack, atol=slack)
 
 
-def test_a_table_leaves_nothing_to_choose():
+def test_expert_layer_with_table_refuses_choice_biases():
     with pytest.raises(AssertionError, match="are not chosen"):
         ExpertLayer(ROUTER, GATE_UP, DOWN, Routing(), None, ExpertBiases(score_E=ROUTER[:, 0]), table_VS=TABLE)
 

@@ -26,7 +26,7 @@ def sharing_of(exchange, is_exact: bool, num_bytes: int) -> OutputSharing:
 @RANKS
 @BIASES
 @pytest.mark.parametrize("num_rows", [0, 1, 7])
-def test_what_ranks_give(num_ranks, has_bias, num_rows):
+def test_shared_linear_gathered_equals_one_rank(num_ranks, has_bias, num_rows):
     require_native()
     x, weight = random(num_rows, SIZE_K, seed=1), random(SIZE_N, SIZE_K, seed=2)
     bias = random(SIZE_N, seed=3) if has_bias else None
@@ -58,7 +58,7 @@ def test_what_ranks_give(num_ranks, has_bias, num_rows):
 
 
 @pytest.mark.parametrize("is_exact", [False, True], ids=["reduce", "exact"])
-def test_a_part_that_stays_with_its_rank(is_exact):
+def test_shared_linear_local_part_is_a_share_of_the_whole(is_exact):
     x, weight, bias = random(5, SIZE_K, seed=1), random(SIZE_N, SIZE_K, seed=2), random(SIZE_N, seed=3)
     whole = linear(x, weight, bias)
 

@@ -53,7 +53,7 @@ def write(path, config, is_split=False, is_old=False, quantize=lambda name, valu
     "changes, is_split, is_old",
     [({}, True, False), ({}, False, True), (SOFTMAX, False, True), ({"n_group": 1, "topk_group": 1}, True, False)],
 )
-def test_a_file_is_the_folder_that_it_was_made_from(changes, is_split, is_old, tmp_path):
+def test_open_gguf_deepseek2_matches_its_source_folder(changes, is_split, is_old, tmp_path):
     config = config_of(**changes)
     tensors, _ = write(tmp_path / "m.gguf", config, is_split, is_old)
     theirs = open_directory(write_folder(tmp_path / "m", config, tensors))
@@ -66,7 +66,7 @@ def test_a_file_is_the_folder_that_it_was_made_from(changes, is_split, is_old, t
     assert {one.name for one in open_declared(str(tmp_path / "m.gguf")).parameters()} == set(wanted)
 
 
-def test_a_file_answers_as_its_folder(tmp_path):
+def test_llm_gguf_deepseek2_answers_as_its_source_folder(tmp_path):
     """By token ids: what cuts text in such files is not read."""
     config = config_of(q_lora_rank=128)
     tensors, _ = write(tmp_path / "m.gguf", config, is_split=True)
@@ -140,7 +140,7 @@ def test_ranks_take_their_heads_of_both_halves(tmp_path):
         assert torch.equal(weights_of(opened, parameters=share)[KV_B], whole[rank * rows : (rank + 1) * rows])
 
 
-def test_it_stays_plain_under_every_scheme(tmp_path):
+def test_load_gguf_kv_b_stays_plain_under_each_scheme(tmp_path):
     tensors, _ = write(tmp_path / "m.gguf", config_of(q_lora_rank=96), is_split=True)
     for scheme in WEIGHT_SCHEMES.values():
         weights = weights_of(open_gguf(tmp_path / "m.gguf"), WeightRecipe(scheme))
@@ -212,7 +212,7 @@ def test_scores_that_a_file_does_not_name(tmp_path):
     assert open_gguf(tmp_path / "softmax.gguf").spec == read_spec(config_of(**SOFTMAX))
 
 
-def test_what_a_file_leaves_out_of_its_experts(tmp_path):
+def test_open_gguf_deepseek2_missing_expert_settings_default(tmp_path):
     config = config_of(n_group=1, topk_group=1, routed_scaling_factor=1.0, norm_topk_prob=False)
     without = dict.fromkeys(("expert_group_count", "expert_group_used_count", "expert_weights_scale"))
     write(tmp_path / "m.gguf", config, **without)

@@ -222,7 +222,7 @@ def test_missing_and_unknown_tensors_fail_in_the_plan(tmp_path):
         plan_load(opened.parameters, opened.source, "float32")
 
 
-def test_a_plan_holds_the_headers_against_the_parameters(tmp_path, monkeypatch):
+def test_open_declared_gguf_headers_must_match_parameters(tmp_path, monkeypatch):
     """What an engine would refuse has no plan: a stray tensor, a layer that is not announced, and another width."""
     path = tmp_path / "tiny.gguf"
     write_model(path, "llama")
@@ -281,7 +281,7 @@ def test_mutated_models_open_or_are_refused(tmp_path):
     assert 0 < num_planned < 1000
 
 
-def test_no_such_file(tmp_path):
+def test_open_gguf_missing_file_is_refused(tmp_path):
     with raises_code("gguf.not_found", ModelNotFoundError):
         open_gguf(tmp_path / "none.gguf")
 

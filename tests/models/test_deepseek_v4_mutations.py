@@ -224,7 +224,7 @@ MUTATIONS: dict[str, Mutation] = {
 
 @pytest.mark.slow  # it judges tests, and no code of the engine
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_wrong_reading_shows(mutation, monkeypatch):
+def test_logits_planted_fault_exceeds_tolerance(mutation, monkeypatch):
     """The tolerance tells each of them from what is right, by far."""
     answer = alone(FLASH, LENGTH, 8)
     drive = make_compressed_drive(MUTATIONS[mutation](tiny_compressed(FLASH)[1], monkeypatch), max_rows=LENGTH)
@@ -234,7 +234,7 @@ def test_a_wrong_reading_shows(mutation, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", ["nothing", "window", "entries", "index", "state"])
-def test_a_prefix_that_had_lost_a_part_would_show(lost):
+def test_prefix_hit_without_a_plane_changes_logits(lost):
     """Window, entries and index are read from what was found; a state is not, since its last tokens are computed again."""
     answer = alone(FLASH, 70, 3)
     drive = make_compressed_drive(tiny_compressed(FLASH)[1], max_rows=70)

@@ -280,7 +280,7 @@ def test_ranks_that_gather_keep_the_products_of_one(folder, taken):
         pytest.param("qwen3_moe", 2, 3, marks=slow),
     ],
 )
-def test_with_the_kernels_themselves(folder, monkeypatch, taken, name, num_ranks, num_rows):
+def test_fused_decode_with_real_kernels_matches_unfused(folder, monkeypatch, taken, name, num_ranks, num_rows):
     """In the interpreter, those of the path; attention and experts are plain torch."""
     small = {"num_hidden_layers": 1, "vocab_size": 40, "intermediate_size": 128}
     path = write_model(folder / f"small {name}", name, **WIDE | MODELS[name] | small)

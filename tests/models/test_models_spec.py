@@ -36,7 +36,7 @@ def test_windows_are_per_layer_or_absent() -> None:
     assert [windowed.window(layer) for layer in range(3)] == [4096, None, 1]
 
 
-def test_experts_take_the_place_of_the_mlp_in_all_layers_but_some() -> None:
+def test_layer_experts_is_none_in_dense_layers() -> None:
     assert SPEC.has_mlp
     assert [SPEC.layer_experts(layer) for layer in range(3)] == [None, None, None]
     experts = ExpertsSpec(6, 2, 24)
@@ -49,7 +49,7 @@ def test_experts_take_the_place_of_the_mlp_in_all_layers_but_some() -> None:
     assert [sparse.layer_experts(layer) for layer in range(3)] == [mixed, None, mixed]
 
 
-def test_a_spec_is_a_frozen_value() -> None:
+def test_model_spec_is_frozen_and_hashable() -> None:
     assert dataclasses.replace(SPEC) == SPEC
     assert hash(dataclasses.replace(SPEC)) == hash(SPEC)
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -45,7 +45,7 @@ def test_bytes_of_a_tensor(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_every_plain_format_keeps_a_key_and_a_value_per_head(name: str) -> None:
+def test_plain_kv_format_keeps_a_key_and_a_value_per_head(name: str) -> None:
     planes = KV_FORMATS[name].planes(num_kv_heads=3, head_dim=64)
     assert KV_FORMATS[name].name == name
     assert [plane.name for plane in planes] == ["k", "v"]
@@ -59,7 +59,7 @@ def test_keys_and_values_may_differ() -> None:
     assert [plane.bytes_per_token for plane in planes] == [64, 32]
 
 
-def test_an_unknown_type_is_a_mistake_of_ours() -> None:
+def test_bytes_for_unknown_dtype_raises_key_error() -> None:
     with pytest.raises(KeyError):
         bytes_for("float3", (1,))
 
@@ -90,7 +90,7 @@ def test_bytes_of_quantized_formats(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_no_backend_mistakes_codes_for_keys(name: str) -> None:
+def test_quantized_kv_format_names_no_plane_k_or_v(name: str) -> None:
     planes = KV_FORMATS[name].planes(2, 64)
     assert not {"k", "v"} & {plane.name for plane in planes}, "plain torch would attend to codes as if they were values"
     assert {plane.dtype for plane in planes} == {"uint8", "float16"}
@@ -107,7 +107,7 @@ def test_codes_have_a_bit_for_every_bit(name: str, head_dim: int) -> None:
         assert 8 * sum(plane.bytes_per_token for plane in parts.values()) == 3 * head_dim * bits
 
 
-def test_a_format_is_found_by_its_name() -> None:
+def test_kv_format_finds_each_format_by_name() -> None:
     for name, value in KV_FORMATS.items():
         assert kv_format(name) is value
         assert value.name == name
@@ -122,7 +122,7 @@ def test_defaults_are_for_formats_that_there_are() -> None:
     ("name", "near"),
     [("turboquant_k8v5", "turboquant_k8v4"), ("bf16", "bfloat16"), ("", ""), (7, ""), ([], "")],
 )
-def test_an_unknown_format_and_the_nearest(name: str, near: str) -> None:
+def test_kv_format_unknown_name_suggests_the_nearest(name: str, near: str) -> None:
     with raises_code("value.not_one_of", ConfigError, name="kv_cache_dtype") as caught:
         kv_format(name)
     assert caught.value.hints == ((f"Did you mean {near}?",) if near else ())
@@ -183,7 +183,7 @@ def test_names_of_other_models_keep_their_bits() -> None:
 
 @pytest.mark.parametrize(("is_overlapped", "sums"), [(False, 1), (True, 2)], ids=["apart", "overlapped"])
 def test_state_of_overlapped_entries_has_two_sums(is_overlapped: bool, sums: int) -> None:
-    """Of m, l and acc, in float32."""
+    """Each sum holds m, l and acc in float32."""
     assert pooled_width(40, is_overlapped) == 40 * sums
     assert state_shape(40, is_overlapped) == (sums, 3, 40)
     assert state_bytes(40, is_overlapped) == sums * 3 * 40 * 4

@@ -48,7 +48,7 @@ def written_out(head_dim: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("head_dim", "block"), BLOCKS.items())
-def test_the_block_is_the_largest_power_of_two_inside(head_dim: int, block: int) -> None:
+def test_hadamard_block_is_the_largest_power_of_two_factor(head_dim: int, block: int) -> None:
     assert hadamard_block(head_dim) == block
 
 
@@ -58,14 +58,14 @@ def test_signs_are_those_of_the_definition(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", BLOCKS)
-def test_it_is_symmetric_and_orthonormal(head_dim: int) -> None:
+def test_hadamard_signs_are_symmetric_and_orthonormal(head_dim: int) -> None:
     signs_DD = hadamard_signs(head_dim)
     assert torch.equal(signs_DD, signs_DD.T)
     assert torch.equal(signs_DD @ signs_DD, BLOCKS[head_dim] * torch.eye(head_dim))
 
 
 @pytest.mark.parametrize("head_dim", [80, 96, 112, 192])
-def test_nothing_leaves_its_block(head_dim: int) -> None:
+def test_rotate_heads_stays_within_each_block(head_dim: int) -> None:
     block = BLOCKS[head_dim]
     outside = ~torch.block_diag(*[torch.ones(block, block, dtype=torch.bool)] * (head_dim // block))
     assert not hadamard_signs(head_dim)[outside].any()
@@ -88,7 +88,7 @@ def test_twice_is_where_it_started_and_lengths_stay(head_dim: int) -> None:
     torch.testing.assert_close((rotate_heads(q_XD) * y_XD).sum(-1), (q_XD * x_XD).sum(-1), rtol=0, atol=3e-5)
 
 
-def test_an_outlier_is_spread_over_its_block() -> None:
+def test_rotate_heads_spreads_an_outlier_over_its_block() -> None:
     x_D = torch.zeros(96)
     x_D[40] = 8.0
     y_D = rotate_heads(x_D)
@@ -107,7 +107,7 @@ def test_shapes_stay_and_the_type_is_float32(leading: tuple[int, ...], dtype: to
     torch.testing.assert_close(y_XD, x_XD.float() @ written_out(80) / 4, rtol=0, atol=2e-6)
 
 
-def test_a_head_without_numbers_spoils_no_other() -> None:
+def test_rotate_heads_nonfinite_head_spoils_no_other() -> None:
     x_XD = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
     alone = rotate_heads(x_XD[2])
     x_XD[1, 5] = torch.nan
@@ -175,7 +175,7 @@ def best_gain(book: Codebook) -> float:
     return (low + high) / 2
 
 
-def test_the_numbers_of_a_codebook_are_all_there() -> None:
+def test_codebooks_have_a_value_for_every_code() -> None:
     assert {bits: len(book.values) for bits, book in KEY_CODEBOOKS.items()} == {4: 16, 3: 8}
     assert {bits: len(book.values) for bits, book in VALUE_CODEBOOKS.items()} == {4: 16, 3: 8}
     assert all(book.bits == bits for books in (KEY_CODEBOOKS, VALUE_CODEBOOKS) for bits, book in books.items())
@@ -209,7 +209,7 @@ def test_values_are_what_half_precision_makes_of_the_cubic(bits: int, beta: floa
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_no_gain_is_better_by_a_thousandth(book: Codebook) -> None:
+def test_codebook_gain_is_optimal_to_a_thousandth(book: Codebook) -> None:
     best = best_gain(book)
     assert book.gain == pytest.approx(best, rel=0.01)
     assert book_mse(book, best) <= book_mse(book, book.gain) < 1.001 * book_mse(book, best)
@@ -224,7 +224,7 @@ def test_errors_are_those_of_the_docstring(book: Codebook, name: str) -> None:
 
 
 @pytest.mark.parametrize(("book", "name"), NAMED, ids=NAMES)
-def test_a_sum_over_a_fine_grid_agrees(book: Codebook, name: str) -> None:
+def test_book_mse_agrees_with_a_fine_grid(book: Codebook, name: str) -> None:
     step = 1e-4
     x = np.arange(-8, 8, step) + step / 2
     values = np.array(book.values) / book.gain
@@ -243,13 +243,13 @@ def test_lloyd_max_is_the_bound_that_the_docstring_states(bits: int) -> None:
         assert mse < book_mse(books[bits], books[bits].gain) < 1.02 * mse
 
 
-def test_the_docstring_states_no_other_errors() -> None:
+def test_kv_quantize_docstring_states_only_measured_errors() -> None:
     stated = {float(number) for number in re.findall(r"0\.0\d{5}", str(kv_quantize.__doc__))}
     assert stated == {*LLOYD_MAX.values(), *STATED.values()}
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_a_code_is_that_of_the_nearest_value(book: Codebook) -> None:
+def test_codebook_code_is_that_of_the_nearest_value(book: Codebook) -> None:
     for code, value in enumerate(book.values):
         assert book.code(value) == code
     for number in np.linspace(-1.2 * book.values[-1], 1.2 * book.values[-1], 1001).tolist():
@@ -260,7 +260,7 @@ def test_a_code_is_that_of_the_nearest_value(book: Codebook) -> None:
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_a_boundary_belongs_to_the_lower_code(book: Codebook) -> None:
+def test_codebook_boundary_belongs_to_the_lower_code(book: Codebook) -> None:
     assert len(book.boundaries) == len(book.values) - 1
     for code, boundary in enumerate(book.boundaries):
         assert book.code(boundary) == code
@@ -272,12 +272,12 @@ def test_boundaries_are_exact_in_float32(book: Codebook) -> None:
     assert [float(np.float32(boundary)) for boundary in book.boundaries] == list(book.boundaries)
 
 
-def test_the_largest_numbers_are_those_of_torch() -> None:
+def test_fp8_max_and_fp16_max_match_torch() -> None:
     assert torch.finfo(torch.float8_e4m3fn).max == FP8_MAX
     assert torch.finfo(torch.float16).max == FP16_MAX
 
 
-def test_a_codebook_cannot_be_changed() -> None:
+def test_codebook_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         KEY_CODEBOOKS[4].gain = 1.0  # type: ignore[misc]
 
@@ -292,7 +292,7 @@ DEQUANTIZE: dict[str, Callable[[QuantizedHeads, int, int], torch.Tensor]] = {
 }
 BOOKS_HEAD_CODES = {"keys": KEY_CODEBOOKS, "values": VALUE_CODEBOOKS}
 ERRORS = {8: 0.0007, 4: 0.0095, 3: 0.034}
-"""Of Gaussian heads, mean squared error over mean square."""
+"""Mean squared error over mean square, for Gaussian heads."""
 
 every_side = pytest.mark.parametrize("side", SIDES)
 every_bits = pytest.mark.parametrize("bits", BITS)
@@ -392,7 +392,7 @@ def scalar_e4m3(number: float) -> int:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("bits", [4, 3])
 @every_side
-def test_every_bit_is_where_the_docstring_says(side: str, bits: int, head_dim: int) -> None:
+def test_quantize_heads_packs_bits_as_documented(side: str, bits: int, head_dim: int) -> None:
     y_XD = gaussian(2, head_dim, seed=head_dim + 1)
     heads = ENCODE[side](y_XD, bits)
     for row in range(2):
@@ -407,7 +407,7 @@ def test_every_bit_is_where_the_docstring_says(side: str, bits: int, head_dim: i
 
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
 @every_side
-def test_every_byte_of_8_bits_is_where_the_docstring_says(side: str, head_dim: int) -> None:
+def test_quantize_heads_8_bits_packs_bytes_as_documented(side: str, head_dim: int) -> None:
     y_D = gaussian(head_dim, seed=3)
     heads = ENCODE[side](y_D, 8)
     wanted = [scalar_e4m3(number / heads.scale_X.item()) for number in y_D.double().tolist()]
@@ -419,7 +419,7 @@ def test_every_byte_of_8_bits_is_where_the_docstring_says(side: str, head_dim: i
 
 @pytest.mark.parametrize("bits", [4, 3])
 @every_side
-def test_every_code_survives_at_every_place(side: str, bits: int) -> None:
+def test_dequantize_heads_reads_every_code_in_every_place(side: str, bits: int) -> None:
     for shift in range(2**bits):
         codes = [(place + shift) % 2**bits for place in range(48)]
         packed, signs = (scalar_keys if side == "keys" else scalar_values)(codes, bits)
@@ -469,7 +469,7 @@ def test_leading_dimensions(side: str, bits: int, leading: tuple[int, ...]) -> N
 
 @every_bits
 @every_side
-def test_a_head_is_quantized_as_if_it_were_alone(side: str, bits: int) -> None:
+def test_quantize_heads_treats_each_head_alone(side: str, bits: int) -> None:
     y_XD = gaussian(2, 3, 112)
     heads = ENCODE[side](y_XD, bits)
     for index in [(0, 0), (1, 2)]:
@@ -494,14 +494,14 @@ def test_half_precision_is_quantized_as_its_numbers(side: str, bits: int, dtype:
 
 
 @pytest.mark.parametrize("bits", [4, 3])
-def test_a_quantized_key_has_the_length_of_the_true_one(bits: int) -> None:
+def test_quantize_keys_keeps_the_length_of_a_key(bits: int) -> None:
     y_XD = gaussian(200, 64) * torch.logspace(-2, 3, 200).unsqueeze(1)
     lengths_X = dequantize_keys(quantize_keys(y_XD, bits), bits, 64).norm(dim=-1)
     torch.testing.assert_close(lengths_X, y_XD.norm(dim=-1), rtol=2**-11, atol=0)
 
 
 @pytest.mark.parametrize("bits", [4, 3])
-def test_no_other_scale_of_a_value_is_nearer(bits: int) -> None:
+def test_quantize_values_chooses_the_nearest_scale(bits: int) -> None:
     y_XD = gaussian(200, 64) * torch.logspace(-2, 3, 200).unsqueeze(1)
     dequantized_XD = round_trip(y_XD, "values", bits)
     lengths_X = y_XD.norm(dim=-1)
@@ -535,7 +535,7 @@ def test_zeros_stay_zeros(side: str, bits: int) -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
 @every_bits
 @every_side
-def test_a_broken_head_spoils_no_other(side: str, bits: int, poison: float) -> None:
+def test_quantize_heads_nonfinite_head_spoils_no_other(side: str, bits: int, poison: float) -> None:
     y_XD = gaussian(3, 5, 64)
     sound = ENCODE[side](y_XD, bits)
     y_XD[1, 2, 7] = poison
@@ -549,7 +549,7 @@ def test_a_broken_head_spoils_no_other(side: str, bits: int, poison: float) -> N
 @pytest.mark.parametrize("poison", [math.inf, -math.inf], ids=str)
 @every_bits
 @every_side
-def test_one_infinity_gives_no_nan(side: str, bits: int, poison: float) -> None:
+def test_quantize_heads_infinity_gives_no_nan(side: str, bits: int, poison: float) -> None:
     y_XD = gaussian(2, 64)
     y_XD[0, 9] = poison
     assert round_trip(y_XD, side, bits).isfinite().all()
@@ -574,7 +574,7 @@ def test_huge_and_tiny_heads_give_no_nan(side: str, bits: int, size: float) -> N
 
 @every_bits
 @every_side
-def test_a_scale_beyond_float16_is_the_largest(side: str, bits: int) -> None:
+def test_quantize_heads_clamps_scale_to_float16(side: str, bits: int) -> None:
     y_XD = 1e9 * gaussian(2, 64).sign()
     assert ENCODE[side](y_XD, bits).scale_X.tolist() == [FP16_MAX] * 2
     assert torch.equal(round_trip(y_XD, side, bits).sign(), y_XD.sign())
@@ -601,7 +601,7 @@ def test_parts_hold_every_coordinate_once(num_parts: int, head_dim: int) -> None
         assert dims_PC[part, column] == coordinate(num_parts, part, column, head_dim)
 
 
-def test_the_parts_are_those_of_the_docstring() -> None:
+def test_key_and_value_parts_are_as_documented() -> None:
     assert KEY_PARTS == {8: 1, 4: 2, 3: 4}
     assert VALUE_PARTS == {8: 2, 4: 4, 3: 8}
 
@@ -618,7 +618,7 @@ def test_3_bits_without_their_sign_bits_are_refused(side: str) -> None:
     side=st.sampled_from(SIDES),
     bits=st.sampled_from(BITS),
 )
-def test_no_finite_head_makes_a_nan(numbers: list[float], side: str, bits: int) -> None:
+def test_quantize_heads_finite_head_gives_no_nan(numbers: list[float], side: str, bits: int) -> None:
     y_D = torch.tensor(numbers)
     dequantized_D = round_trip(y_D, side, bits)
     assert dequantized_D.isfinite().all()

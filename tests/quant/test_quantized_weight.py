@@ -89,7 +89,7 @@ def test_noise_is_what_the_formats_are_known_for(scheme, make, column):
 
 
 @SCHEMES
-def test_every_code_is_the_nearest_under_its_scale(scheme):
+def test_quantize_picks_the_nearest_code_under_its_scale(scheme):
     values = normal(48, 160) * torch.logspace(-3, 3, 48)[:, None]
     weight = quantized(values, scheme)
     ones = torch.full_like(weight.scales, 127 if scheme is MXFP4 else 1)
@@ -117,7 +117,7 @@ def test_scales_by_row():
     assert codes.tolist() == [[127, 0, -2, 2], [0, 0, 0, 0]]
 
 
-def test_one_scale_of_a_tensor_stands_in_every_row():
+def test_quantize_fp8_tensor_repeats_its_scale_in_every_row():
     values = normal(5, 64)
     _, scales = quantize(values, FP8_TENSOR, torch.tensor([896.0]))
     assert scales.tolist() == [2.0] * 5
@@ -170,7 +170,7 @@ def test_exponents_are_powers_of_two():
 
 @SCHEMES
 @pytest.mark.parametrize("rows", [(0, 256), (5, 9), (127, 130), (128, 256), (255, 256), (3, 3)], ids=str)
-def test_some_rows_decode_like_all(scheme, rows):
+def test_dequantize_row_range_matches_the_whole(scheme, rows):
     for shape in ((256, 192), (2, 128, 192)):
         values = normal(*shape)
         flat = values.view(256, 192)
@@ -190,7 +190,7 @@ def test_zeros_have_a_scale_and_stay_zeros(scheme):
 
 
 @SCHEMES
-def test_what_is_not_finite_moves_no_scale(scheme):
+def test_quantize_nonfinite_value_moves_no_scale(scheme):
     clean = normal(4, 128)
     clean[1, 7] = clean[2, 3] = clean[2, 4] = clean[3, 9] = 0.0
     bad = clean.clone()
@@ -211,7 +211,7 @@ def test_what_is_not_finite_moves_no_scale(scheme):
     assert (decoded[2, 3], decoded[2, 4]) == (top, -top)
 
 
-def test_the_largest_finite_magnitude():
+def test_largest_finite_ignores_nonfinite_values():
     values = torch.tensor([[1.0, -3.0], [torch.nan, 2.0], [-torch.inf, torch.inf], [-0.0, -0.0]])
     found = largest_finite(values)
     assert found.tolist() == [3.0, 2.0, 0.0, 0.0]
@@ -221,7 +221,7 @@ def test_the_largest_finite_magnitude():
 
 @SCHEMES
 @given(st.integers(1, 5), st.sampled_from([1e-45, 1e-38, 1e-30, 1e-6, 1.0, 1e10, 3e38]), st.integers(0, 99))
-def test_any_magnitude_comes_back_finite_and_near(scheme, num_rows, magnitude, seed):
+def test_dequantize_returns_any_magnitude_finite_and_near(scheme, num_rows, magnitude, seed):
     values = (torch.rand(num_rows, 64, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * magnitude
     weight = quantized(values, scheme)
     decoded = dequantize(weight)

@@ -32,7 +32,7 @@ from holdfast.quant.weight_schemes import (
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_the_planes_of_a_matrix(scheme, codes, scales):
+def test_weight_scheme_planes_follow_the_matrix_shape(scheme, codes, scales):
     assert scheme.planes((96, 576)) == (codes, scales)
 
 
@@ -62,7 +62,7 @@ def test_bits_of_a_weight():
 @pytest.mark.parametrize(
     ("part_rows", "block_rows"), [((576, 192, 192), 64), ((256, 128), 128), ((1408, 96), 32), ((7, 9), 1)]
 )
-def test_no_block_reaches_over_a_seam(part_rows, block_rows):
+def test_weight_scheme_with_parts_keeps_blocks_within_parts(part_rows, block_rows):
     scheme = FP8_BLOCK.with_parts(part_rows)
     assert scheme.block_rows == block_rows == gcd(128, *part_rows)
     assert scheme.planes((sum(part_rows), 256))[1].shape == (sum(part_rows) // block_rows, 2)
@@ -73,13 +73,13 @@ def test_parts_do_not_matter_to_rows_by_themselves(scheme):
     assert scheme.with_parts((7, 9)) is scheme
 
 
-def test_blocks_that_would_reach_from_one_matrix_into_the_next_are_refused():
+def test_scale_shape_refuses_blocks_across_matrices():
     assert FP8_BLOCK.scale_shape((100, 256)) == (1, 2)
     with pytest.raises(AssertionError, match="100 rows of each of 3 matrices"):
         FP8_BLOCK.scale_shape((3, 100, 256))
 
 
-def test_only_whole_bytes_and_blocks_of_codes():
+def test_weight_scheme_unsupported_names_partial_blocks():
     assert MXFP4.unsupported((4, 576)) is None
     assert MXFP4.unsupported((4, 100)) == "it has 100 columns, and mxfp4 stores 32 at a time"
     assert all(scheme.unsupported((4, 100)) is None for scheme in (FP8, FP8_TENSOR, FP8_BLOCK, INT8))
@@ -96,7 +96,7 @@ def test_schemes_by_name():
 
 
 @pytest.mark.parametrize(("name", "near"), [("fp8block", "fp8_block"), ("int4", "int8"), ("", ""), (8, ""), ([], "")])
-def test_an_unknown_scheme_is_refused_with_the_nearest(name, near):
+def test_find_scheme_unknown_name_suggests_the_nearest(name, near):
     with raises_code("value.not_one_of", ConfigError, name="quantization", value=name) as caught:
         find_scheme(name)
     assert caught.value.hints == ((f"Did you mean {near}?",) if near else ())
@@ -151,22 +151,22 @@ def test_kinds(recipe, expected):
         ("*.layers.[0-3].*", True),
     ],
 )
-def test_a_weight_is_left_alone_when_any_of_its_names_is(pattern, is_ignored):
+def test_weight_recipe_ignores_a_weight_if_any_name_matches(pattern, is_ignored):
     recipe = WeightRecipe(FP8, ignore=("nothing", pattern))
     assert recipe.is_ignored(QKV) is is_ignored
     assert recipe.scheme_for("linear", QKV) == (None if is_ignored else FP8)
 
 
-def test_the_head_is_ignored_by_name_too():
+def test_weight_recipe_ignores_the_head_by_name():
     assert WeightRecipe(FP8, ignore=("lm_head",)).scheme_for("head", ["lm_head.weight"]) is None
 
 
-def test_a_broken_expression_is_refused_at_once():
+def test_weight_recipe_refuses_a_broken_pattern():
     with raises_code("config.pattern", ConfigError, value="re:(a"):
         WeightRecipe(FP8, ignore=("*.a", "re:(a"))
     assert WeightRecipe(FP8, ignore=("(a",)).is_ignored(["(a"])
 
 
-def test_an_unknown_choice_of_embeddings_is_refused():
+def test_weight_recipe_refuses_unknown_quantized_embeddings():
     with raises_code("value.not_one_of", ConfigError, name="quantized_embeddings", value="both"):
         WeightRecipe(FP8, "both")

@@ -132,13 +132,13 @@ def test_sound_json_is_taken(body: bytes, value: object) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60))
-def test_any_bytes_are_an_object_or_refused(body: bytes) -> None:
+def test_parse_json_any_bytes_are_an_object_or_refused(body: bytes) -> None:
     for text in (body, b'{"a":' + body + b"}"):
         with suppress(ApiError):
             assert isinstance(parse_json(text, LIMITS), dict)
 
 
-def test_a_long_prompt_costs_little() -> None:
+def test_parse_json_400k_token_ids_take_under_a_second() -> None:
     ids = b'{"prompt":[' + b"1," * 400_000 + b"1]}"
     started = time.process_time()
     parse_json(ids, ServerLimits())
@@ -187,7 +187,7 @@ def test_bodies_are_read_with_bounds(
     assert caught.value.status == status
 
 
-def test_a_client_that_goes_while_it_sends() -> None:
+def test_read_json_client_disconnect_is_raised() -> None:
     with pytest.raises(ClientDisconnect):
         asyncio.run(read_json(request_of([b"{", 0.01]), LIMITS))
 

@@ -111,7 +111,7 @@ def test_hostile_bytes(server: Running, name: str) -> None:
     assert is_well(server)
 
 
-def test_nothing_is_smuggled(server: Running) -> None:
+def test_server_ambiguous_framing_smuggles_no_request(server: Running) -> None:
     """A second request inside the body of a refused one is never answered."""
     inner = get("/health", close=False)
     for head in (
@@ -220,7 +220,7 @@ def wait_for(is_so, seconds: float = 5.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_client_that_goes_ends_its_stream(server: Running) -> None:
+def test_server_client_disconnect_ends_its_stream(server: Running) -> None:
     """Also one whose next request waits behind the stream."""
     for more in (b"", get("/health")):
         ended = server.seen.num_ended

@@ -85,7 +85,7 @@ def test_unnormalized_embedding_is_the_hidden_state(client):
     assert struct.pack(f"<{HIDDEN_SIZE}f", *body["data"][0]["embedding"]) == hidden_of(list(b"aab"))
 
 
-def test_more_inputs_than_the_queue_holds_are_answered(client):
+def test_embeddings_with_more_inputs_than_the_queue_answer(client):
     inputs = [f"text {place}" for place in range(200)]
     data = client.post("/v1/embeddings", json={"input": inputs}).json()["data"]
     assert [one["index"] for one in data] == list(range(200))

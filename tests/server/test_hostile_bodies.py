@@ -62,7 +62,7 @@ def fault_of(model: type[BaseModel], value: dict[str, Any]) -> ApiError:
         (OllamaEmbedRequest, {"model": "m", "input": [1] * MANY}, None),
     ],
 )
-def test_a_body_full_of_faults_costs_no_more_than_one(model, value, param) -> None:
+def test_fault_of_a_body_with_many_faults_is_fast(model, value, param) -> None:
     started = time.process_time()
     found = fault_of(model, value)
     assert time.process_time() - started < CPU_SECONDS
@@ -70,13 +70,13 @@ def test_a_body_full_of_faults_costs_no_more_than_one(model, value, param) -> No
     assert param is None or found.param == param
 
 
-def test_an_object_of_too_many_names_is_refused_as_json() -> None:
+def test_parse_json_object_with_too_many_names_is_refused() -> None:
     names = ",".join(f'"u{at}":1' for at in range(MAX_NAMES + 1))
     with pytest.raises(ApiError, match=f"more than {MAX_NAMES} names"):
         parse_json(f'{{"messages":[{{"role":"user",{names}}}]}}'.encode(), ServerLimits())
 
 
-def test_a_million_token_ids_are_read_at_once() -> None:
+def test_parse_a_million_token_ids_is_fast() -> None:
     ids = list(range(1_000_000))
     started = time.process_time()
     assert parse(CompletionRequest, {"prompt": ids}).prompt == ids
@@ -112,7 +112,7 @@ class Where(Body):
 
 
 @for_each("is_large", [False, True])
-def test_a_large_body_is_read_beside_the_event_loop(is_large) -> None:
+def test_read_model_parses_large_bodies_in_a_thread(is_large) -> None:
     body = b'{"text":"%s"}' % (b"x" * (SMALL_BODY_BYTES if is_large else 10))
 
     async def receive() -> dict[str, object]:
@@ -247,7 +247,7 @@ def spoiled(value: Any, bad: object) -> Iterator[Any]:
 
 
 @for_each("path", [path for path in RICH if path in MODELS])
-def test_wrong_value_in_any_field_is_refused_in_words(path) -> None:
+def test_parse_hostile_value_in_any_field_is_taken_or_refused(path) -> None:
     for bad in HOSTILE:
         for body in spoiled(RICH[path], bad):
             with contextlib.suppress(ApiError):
@@ -346,7 +346,7 @@ def test_body_that_is_no_plain_json_is_refused(client, path, body, words) -> Non
     assert words in (error if isinstance(error, str) else error["message"])
 
 
-def test_a_token_that_cannot_be_detokenized_names_its_field(client) -> None:
+def test_detokenize_unknown_token_names_its_field(client) -> None:
     error = client.post("/detokenize", json={"tokens": [1, 999999]}).json()["error"]
     assert error["param"] == "tokens"
 
@@ -369,7 +369,7 @@ def test_tools_that_cannot_be_rendered_name_their_field(client) -> None:
     assert error["param"] == "tools"
 
 
-def test_a_probe_may_ask_for_the_head_alone(client) -> None:
+def test_health_and_ready_answer_head_requests(client) -> None:
     for path in ("/health", "/ready"):
         answer = client.head(path)
         assert answer.status_code == 200

@@ -94,7 +94,7 @@ def leave_all(cases: list[Case]) -> list[int]:
     return found
 
 
-def test_a_sample_of_clients_that_go() -> None:
+def test_client_disconnects_at_sampled_tokens_free_pages_in_time() -> None:
     assert max(leave_all(SAMPLE)) <= MOST_STEPS_LATER
 
 

@@ -194,7 +194,7 @@ def test_ids_of_calls_go_on_in_the_next_turn():
     assert answered == ["call_0", "call_1", "call_2", "call_3"]
 
 
-def test_name_with_the_tag_is_served_as_it_is(client):
+def test_ollama_model_name_tag_is_optional(client):
     service = client.app.state.service
     names, service.names = service.names, ("own:latest", "other")
     try:

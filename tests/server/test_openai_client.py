@@ -39,7 +39,7 @@ def test_models(api):
     assert "fake, alias/model" in caught.value.message
 
 
-def test_a_chat(api):
+def test_chat_completion_has_text_reason_and_usage(api):
     done = api.chat.completions.create(model=MODEL, messages=user(said("Grüß Gott, 世界")), temperature=0)
     choice = done.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("Grüß Gott, 世界", "stop")
@@ -65,7 +65,7 @@ def test_several_completions_with_seeds(api):
     assert first.usage.completion_tokens == 18
 
 
-def test_a_stream(api):
+def test_chat_stream_chunks_add_up_to_the_answer(api):
     chunks = list(
         api.chat.completions.create(
             model="alias/model", messages=user(said("abc")), stream=True, stream_options={"include_usage": True}
@@ -109,7 +109,7 @@ def test_log_probabilities(api):
     assert streamed == whole
 
 
-def test_a_tool_is_called(api):
+def test_chat_tool_call_and_result_round_trip(api):
     given = {"model": MODEL, "messages": user(said(f"Let me see. {CALL}")), "tools": TOOLS}
     choice = api.chat.completions.create(**given).choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -127,7 +127,7 @@ def test_a_tool_is_called(api):
     assert done.choices[0].message.content == "It rains."
 
 
-def test_a_tool_is_called_in_a_stream(api):
+def test_chat_stream_tool_call_comes_in_pieces(api):
     content, name, arguments, ids, reason = "", "", "", set(), None
     stream = api.chat.completions.create(
         model=MODEL, messages=user(said(f"Hm. {CALL}\n{CALL}")), tools=TOOLS, stream=True, parallel_tool_calls=False
@@ -211,7 +211,7 @@ def _refused(api, **fields):
     return caught.value
 
 
-def test_a_response(api):
+def test_response_has_reasoning_message_and_usage(api):
     done = api.responses.create(
         model=MODEL, input=said("<think>Well.</think>Yes."), instructions="Be brief.", max_output_tokens=50
     )
@@ -224,7 +224,7 @@ def test_a_response(api):
     assert (cut.status, cut.incomplete_details.reason, cut.output_text) == ("incomplete", "max_output_tokens", "A lo")
 
 
-def test_a_response_as_events(api):
+def test_response_stream_events_come_in_order(api):
     with api.responses.stream(model=MODEL, input=said("<think>Well.</think>Yes."), top_logprobs=1) as stream:
         events = list(stream)
         final = stream.get_final_response()
@@ -247,7 +247,7 @@ def test_a_response_as_events(api):
     assert "".join(entry.token for entry in final.output[1].content[0].logprobs).startswith("Yes.")
 
 
-def test_a_response_calls_functions(api):
+def test_response_function_calls_and_outputs_round_trip(api):
     tools = [{"type": "function", **TOOLS[0]["function"]}]
     given = said(f"{CALL}{CALL}")
     first = api.responses.create(model=MODEL, input=given, tools=tools)

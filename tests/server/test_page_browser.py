@@ -132,7 +132,7 @@ def finished(page: Page) -> None:
     page.wait_for_selector("body:not(.running)")
 
 
-def test_a_chat_there_and_back(opened: tuple[Page, World]) -> None:
+def test_page_chat_sends_settings_and_shows_the_answer(opened: tuple[Page, World]) -> None:
     page, world = opened
     expect(page.locator("#model")).to_have_text("tiny-model")
     page.click("#settings summary")
@@ -179,7 +179,7 @@ def test_a_chat_there_and_back(opened: tuple[Page, World]) -> None:
 
 
 @pytest.mark.slow
-def test_the_map_moves_while_a_request_runs(opened: tuple[Page, World]) -> None:
+def test_page_map_grows_while_a_request_runs(opened: tuple[Page, World]) -> None:
     page, world = opened
     squares = page.locator("#pages i")
     expect(squares).to_have_count(728)
@@ -306,7 +306,7 @@ def test_reasoning_is_folded(opened: tuple[Page, World]) -> None:
     expect(page.locator("article.assistant > .text")).to_have_text("Then I say.")
 
 
-def test_no_text_becomes_markup(opened: tuple[Page, World]) -> None:
+def test_page_escapes_markup_in_all_text(opened: tuple[Page, World]) -> None:
     page, world = opened
     bad = "<img src=x onerror=alert(1)><script>alert(2)</script> [go](javascript:alert(3)) **<svg onload=alert(4)>**"
     world.answer = f"{bad}\n\n```html\n{bad}\n```\n\n| a | b |\n|---|---|\n| {bad} | x |\n\n- {bad}"
@@ -336,7 +336,7 @@ MARKDOWN = [
 
 
 @pytest.mark.slow
-def test_markdown_as_it_streams_and_at_once(opened: tuple[Page, World]) -> None:
+def test_page_markdown_streamed_equals_markdown_at_once(opened: tuple[Page, World]) -> None:
     page, _ = opened
     for text, markup in MARKDOWN:
         streamed, whole = page.evaluate(OUTLINE, text)
@@ -416,7 +416,7 @@ def test_widths_light_and_dark(browser: Browser, served: tuple[World, str], worl
 
 
 @pytest.mark.slow
-def test_the_keyboard_reaches_everything(opened: tuple[Page, World]) -> None:
+def test_page_controls_are_reachable_by_keyboard(opened: tuple[Page, World]) -> None:
     page, _ = opened
     page.click("#settings summary")
     page.evaluate("document.activeElement.blur(); document.body.focus()")
@@ -434,7 +434,7 @@ def test_the_keyboard_reaches_everything(opened: tuple[Page, World]) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_and_comes_back(browser: Browser) -> None:
+def test_page_reconnects_after_the_server_restarts(browser: Browser) -> None:
     world = World()
     with serve(make_world_app(world)) as url:
         page, _ = open_page(browser, url)
@@ -462,7 +462,7 @@ REPORT = MemoryReport(
 
 
 @pytest.mark.slow
-def test_the_page_before_the_whole_server(browser: Browser) -> None:
+def test_page_works_with_the_whole_server(browser: Browser) -> None:
     """The application as it is served, over an engine whose steps take a moment."""
     with served_engine(memory=REPORT, clock=time.monotonic) as running:
         running.engine.runner.on_step = lambda step: time.sleep(0.01)  # type: ignore[attr-defined]

@@ -383,7 +383,7 @@ def sampled(family: Chat, **more: Any) -> dict[str, Any]:
 
 
 @for_each("family", [Chat(), Completions()])
-def test_every_choice_streams_as_it_is_sent_whole(client, family: Chat):
+def test_stream_choices_equal_those_of_a_whole_answer(client, family: Chat):
     whole = ask(client, family, sampled(family), stream=False)
     streamed = ask(client, family, sampled(family), stream=True)
     assert streamed.choices == whole.choices

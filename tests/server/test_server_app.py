@@ -50,7 +50,7 @@ def routes() -> list[tuple[str, str]]:
     return sorted(paths)
 
 
-def test_every_route_is_closed_without_a_key() -> None:
+def test_routes_without_a_key_are_unauthorized() -> None:
     """Whatever the application answers, and whatever it does not, but for a short list."""
     assert len(routes()) >= 12
     client = make_client("key-1", routers=list(endpoint_routers()))
@@ -66,7 +66,7 @@ def test_every_route_is_closed_without_a_key() -> None:
             assert (answer.status_code == 401) != (path in PUBLIC_PATHS), (method, path, answer.status_code)
 
 
-def test_what_is_public() -> None:
+def test_public_paths_are_root_health_and_ready() -> None:
     """A change of this list is a decision."""
     assert {path for path in PUBLIC_PATHS if not path.startswith("/page/")} == {"/", "/health", "/ready"}
 
@@ -88,12 +88,12 @@ def test_what_is_public() -> None:
         "/./echo",
     ],
 )
-def test_no_path_looks_public(client: TestClient, path: str) -> None:
+def test_path_variants_do_not_bypass_the_key(client: TestClient, path: str) -> None:
     assert client.post(f"http://localhost{path}", json={}).status_code == 401
 
 
 @for_each("key", ["key-1", "key-2"])
-def test_every_key_opens(client: TestClient, key: str) -> None:
+def test_each_api_key_is_accepted(client: TestClient, key: str) -> None:
     answer = client.post("/echo", json={"a": 1}, headers={"Authorization": f"bearer {key}"})
     assert answer.json() == {"a": 1}
 
@@ -126,7 +126,7 @@ def test_missing_key_is_answered_in_the_shape_of_the_path(client: TestClient, pa
     assert ("request-id" in answer.headers) == (path == "/v1/messages")
 
 
-def test_two_keys_at_once_are_none(client: TestClient) -> None:
+def test_two_authorization_headers_are_unauthorized(client: TestClient) -> None:
     pairs = [("authorization", "Bearer key-1"), ("authorization", "Bearer key-1")]
     answer = client.post("/echo", json={}, headers=pairs)
     assert answer.status_code == 401
@@ -286,7 +286,7 @@ def test_unknown_endpoints_and_methods(client: TestClient) -> None:
     assert client.delete("/echo", headers=KEY).json()["error"]["code"] == "method_not_allowed"
 
 
-def test_a_server_that_ends_takes_nothing_new() -> None:
+def test_draining_server_refuses_new_requests() -> None:
     client = make_client()
     client.app.state.service.state = "draining"  # type: ignore[attr-defined]
     answer = client.post("/echo", json={})
@@ -296,7 +296,7 @@ def test_a_server_that_ends_takes_nothing_new() -> None:
     assert [client.get(path).status_code for path in ("/ready", "/metrics", "/memory")] == [404, 404, 503]
 
 
-def test_a_line_for_each_request() -> None:
+def test_request_log_writes_one_line_per_request() -> None:
     """With what is known, one line whatever a client sends; prompts only with --log-requests; no key."""
     for log_format in ("text", "json"):
         stream = io.StringIO()

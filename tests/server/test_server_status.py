@@ -95,7 +95,7 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def test_a_server_that_is_well():
+def test_health_and_ready_follow_the_server_state():
     async def work(client, service, engine):
         assert (await client.get("/health")).json() == {"status": "ok"}
         assert (await client.get("/ready")).json() == {"status": "ready"}
@@ -162,7 +162,7 @@ async def _free(client: httpx.AsyncClient) -> bool:
     return kv["in_use"] == 0 and kv["free"] + kv["cached"] == kv["num_pages"]
 
 
-def test_the_stream_tells_what_changes_and_ends_with_the_server():
+def test_memory_stream_sends_changes_and_ends_with_the_server():
     async def work(client, service, engine):
         events = []
         async with client.stream("GET", "/memory/stream") as answer:
@@ -292,7 +292,7 @@ async def _full(service: Service) -> bool:
     return False
 
 
-def test_a_long_step_is_no_alarm_and_a_hung_one_is():
+def test_health_fails_for_a_hung_step_not_a_long_one():
     async def work(client, service, engine):
         gate = Gate(engine)
         given = asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS)))
@@ -314,7 +314,7 @@ async def _is(client: httpx.AsyncClient, path: str, status: int) -> bool:
 
 
 @pytest.mark.slow  # test_server_process.py stops one of a whole server
-def test_a_stopped_core_turns_red_in_time_and_green_again(monkeypatch):
+def test_health_fails_for_a_stopped_core_and_recovers(monkeypatch):
     with remote_engine(monkeypatch, "slow") as engine:
 
         async def work(client, service, engine):

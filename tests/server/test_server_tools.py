@@ -46,7 +46,7 @@ def given(client: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 @for_each("choice", ["required", NAMED])
-def test_a_model_that_must_call_calls(real, choice):
+def test_chat_with_required_tool_choice_calls_a_tool(real, choice):
     # Nothing ends a random model's thoughts, and without an h it cannot begin them.
     done = given(real, tools=TOOLS, tool_choice=choice, logit_bias={str(ord("h")): -100})
     assert done["finish_reason"] == "tool_calls"
@@ -105,7 +105,7 @@ FORCED = {"tools": TOOLS, "tool_choice": "required"}
 
 @for_each("options, head", [({}, "<think>hm</think>\n"), ({"think": True}, "hm</think>\n")])
 @for_each("text, fields", [(ANSWER, FORMAT), (CALL, FORCED)])
-def test_answers_are_held_to_behind_their_thoughts(fake, held, options, head, text, fields):
+def test_chat_constraints_apply_after_the_thoughts(fake, held, options, head, text, fields):
     held.clear()
     done = given(fake, messages=user(said(head + text)), chat_template_kwargs=options, **fields)
     assert done["message"]["reasoning_content"] == "hm"
@@ -142,7 +142,7 @@ def test_answer_without_thoughts_is_constrained_from_the_start(fake, held):
     assert held[0].structured_outputs.json == '{"type":"object"}'
 
 
-def test_a_grammar_says_all_of_the_answer(fake, held):
+def test_chat_own_grammar_covers_the_whole_answer(fake, held):
     rule = {"structured_outputs": {"grammar": 'start: "a"'}}
     done = given(fake, messages=user(said("a")), chat_template_kwargs={"think": True}, **rule)
     assert done["message"]["content"] == "a"

@@ -78,7 +78,7 @@ def test_prompts_of_fixtures_are_equal_to_the_byte(name):
     assert is_fixture(fixture_prompt(ENCODERS[version], chat, tools_first, options), name)
 
 
-def test_every_fixture_file_is_used():
+def test_deepseek_fixtures_use_each_case_file():
     stems = {path.stem for path in CASES.iterdir() if path.suffix in (".txt", ".sha256")}
     assert stems == set(FIXTURES)
 
@@ -261,7 +261,7 @@ def changed_strings(encoding: Encoding) -> list[tuple[str, Encoding]]:
 
 
 @pytest.mark.parametrize("version", [V32, V4])
-def test_a_changed_string_breaks_some_prompt(version, monkeypatch):
+def test_deepseek_encoder_each_changed_string_breaks_a_prompt(version, monkeypatch):
     for name, encoding in changed_strings(encodings()[version]):
         encoder = DeepSeekEncoder(version)
         monkeypatch.setattr(encoder, "encoding", encoding)
@@ -286,7 +286,7 @@ PLACEHOLDERS = {
 }
 
 
-def test_the_data_file_has_every_string_and_no_other():
+def test_deepseek_data_file_has_exactly_the_encoding_strings():
     data = json.loads((Path(deepseek_encoder.__file__).parent / DATA_FILE).read_text(encoding="utf-8"))
     assert set(data) == {"source", "licence", "versions"}
     assert "MIT" in data["licence"]
@@ -381,7 +381,7 @@ def test_encoder_wrong_chat_is_refused_in_one_line(version, messages, options, c
         (V4, LOW, f"{USER}write{ANSWER}<think></think>e"),
     ],
 )
-def test_a_final_answer_is_continued_without_its_end(version, options, expected):
+def test_deepseek_encoder_continues_the_final_answer(version, options, expected):
     chat = [says("user", "write"), says("assistant", "e")]
     options = {"add_generation_prompt": False, "continue_final_message": True, **options}
     assert ENCODERS[version].render(chat, **options) == BEGIN + expected
@@ -506,7 +506,7 @@ def test_long_chats_cost_work_in_proportion(version):
         ("DeepseekV3ForCausalLM", None, "none"),
     ],
 )
-def test_a_folder_without_template_opens_the_encoder(architecture, template, expected, tmp_path):
+def test_open_text_without_template_opens_deepseek_encoder(architecture, template, expected, tmp_path):
     deepseek_tokenizer(V4).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))
     model: Any = SimpleNamespace(path=tmp_path, gguf=None, spec=SimpleNamespace(architecture=architecture))

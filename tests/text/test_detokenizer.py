@@ -43,7 +43,7 @@ def token_ids(most: int = 400) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("form", FORMS)
 @given(prompt=token_ids(), output=token_ids(), cuts=st.lists(st.integers(0, 99), max_size=6), skips=st.booleans())
-def test_the_deltas_are_what_decoding_all_at_once_adds(form, prompt, output, cuts, skips, tokenizers):
+def test_text_stream_deltas_add_up_to_decode(form, prompt, output, cuts, skips, tokenizers):
     tokenizer = tokenizers[form]
     detokenizer = stream_after(tokenizer, prompt, skips)
     deltas = [detokenizer.push(chunk) for chunk in chunked(output, cuts)] + [detokenizer.finish()]
@@ -82,7 +82,7 @@ def test_deltas_equal_the_native_decoder_for_characters(form, prompt, output, sk
 
 @pytest.mark.parametrize("form", FORMS)
 @given(output=token_ids())
-def test_at_most_the_bytes_of_one_character_wait(form, output, tokenizers):
+def test_text_stream_holds_at_most_one_character(form, output, tokenizers):
     tokenizer = tokenizers[form]
     detokenizer = stream_after(tokenizer)
     given_out = ""
@@ -95,7 +95,7 @@ def test_at_most_the_bytes_of_one_character_wait(form, output, tokenizers):
 
 @for_each("text", NASTY_TEXTS.values())
 @for_each("form", ["byte_level", "byte_fallback", "byte_fallback_metaspace"])
-def test_no_replacement_character_shows_in_sound_text(form, text, tokenizers):
+def test_text_stream_sound_text_shows_no_replacement(form, text, tokenizers):
     tokenizer = tokenizers[form]
     detokenizer = stream_after(tokenizer, skip_special_tokens=False)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -105,7 +105,7 @@ def test_no_replacement_character_shows_in_sound_text(form, text, tokenizers):
     assert ("\ufffd" in "".join(deltas)) == ("\ufffd" in text)
 
 
-def test_a_character_comes_whole_with_its_last_byte(tokenizers):
+def test_text_stream_emits_a_character_with_its_last_byte(tokenizers):
     detokenizer = stream_after(tokenizers["byte_level"], [0x61])
     assert [detokenizer.push([byte]) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
 
@@ -130,7 +130,7 @@ def test_follow_counts_every_byte_of_the_last_character(form, num_bytes, tokeniz
     assert "".join(detokenizer.push([token_id]) for token_id in rest) + detokenizer.finish() == "😀"
 
 
-def test_an_unfinished_character_shows_at_the_end(tokenizers):
+def test_text_stream_finish_shows_an_unfinished_character(tokenizers):
     detokenizer = stream_after(tokenizers["byte_level"])
     assert detokenizer.push([0x61, *"😀".encode()[:3]]) == "a"
     assert detokenizer.finish() == "\ufffd"
@@ -153,7 +153,7 @@ def test_special_tokens_are_left_out_or_written(tokenizers):
     assert stream_after(tokenizer, [], skip_special_tokens=False).push(output) == "a<|im_end|>b<tool>"
 
 
-def test_each_token_is_looked_at_once(tokenizers, monkeypatch):
+def test_text_stream_looks_up_each_token_once(tokenizers, monkeypatch):
     tokenizer, looked_up = tokenizers["byte_level"], []
     piece = TokenPieces.piece
 
@@ -235,13 +235,13 @@ def test_decoders_that_cannot_be_streamed_are_declined(decoder):
         decode_rule(state(decoder), "tokenizer.json")
 
 
-def test_every_byte_has_a_printable_character_of_its_own():
+def test_byte_alphabet_matches_transformers():
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     assert byte_alphabet() == {character: byte for byte, character in bytes_to_unicode().items()}
 
 
-def test_any_bytes_read_as_rust_reads_them():
+def test_text_stream_broken_bytes_match_the_native_decoder():
     """Broken characters: one U+FFFD for each longest part that could have begun a character."""
     alphabet = {byte: character for character, byte in byte_alphabet().items()}
     tokenizer = NativeTokenizer(models.WordLevel({alphabet[byte]: byte for byte in range(256)}, unk_token="!"))

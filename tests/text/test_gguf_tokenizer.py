@@ -72,7 +72,7 @@ def random_texts(count: int) -> list[str]:
 
 
 @for_each("text", NASTY_TEXTS.values())
-def test_the_default_model_tokenizes_as_in_transformers(text, default_tokenizer, in_transformers):
+def test_default_tokenizer_ids_and_texts_match_transformers(text, default_tokenizer, in_transformers):
     token_ids = default_tokenizer.encode(text)
     assert token_ids == in_transformers.encode(text)
     assert token_ids == default_tokenizer.encode(text, add_special_tokens=False)
@@ -96,7 +96,7 @@ def test_transformers_conversion_differs_only_around_digits(default_tokenizer, c
     assert default_tokenizer.encode("a  12") != converted.encode("a  12")
 
 
-def test_the_default_model_knows_its_ids(default_tokenizer, converted):
+def test_default_tokenizer_special_ids_match_transformers(default_tokenizer, converted):
     assert default_tokenizer.vocab_size == len(converted) == 49152
     assert (default_tokenizer.bos_token_id, default_tokenizer.eos_token_id) == (1, 2)
     assert default_tokenizer.special_token_ids == set(range(17))
@@ -119,7 +119,7 @@ CHATS = {
 
 @for_each("messages", CHATS.values())
 @for_each("adds_prompt", [True, False])
-def test_the_default_model_renders_chats_as_in_transformers(
+def test_default_chat_template_matches_transformers(
     messages, adds_prompt, metadata, default_tokenizer, in_transformers
 ):
     template = chat_template_from_gguf(metadata, "default.gguf")
@@ -131,7 +131,7 @@ def test_the_default_model_renders_chats_as_in_transformers(
     assert default_tokenizer.encode(text, add_special_tokens=False) == token_ids
 
 
-def test_the_default_model_is_built_quickly(metadata):
+def test_tokenizer_from_gguf_default_runs_few_python_lines(metadata):
     """A few lines of Python for each of its 49,152 tokens and 48,900 merges; the rest is the library's."""
     tokenizer_from_gguf(metadata, "default.gguf")
     assert num_lines(lambda: tokenizer_from_gguf(metadata, "default.gguf")) < 15 * 49_152
@@ -156,7 +156,7 @@ SPLITS = {
 
 
 @for_each("pre", SPLITS)
-def test_each_way_of_cutting_keeps_words_digits_and_spaces_apart(pre):
+def test_tokenizer_from_gguf_each_pre_splits_words_and_digits(pre):
     """Every part of the text is a token that merges from the left, so that each piece becomes one."""
     text = "ab cd12345   x\n\n"
     spelled = text.replace(" ", "Ġ").replace("\n", "Ċ")
@@ -314,7 +314,7 @@ def test_special_tokens_in_scored_texts_are_understood():
     assert tokenizer.decode([1, *tokenizer.encode("hello</s>")]) == "hello"
 
 
-def test_the_space_before_a_text_follows_the_file():
+def test_tokenizer_from_gguf_follows_add_space_prefix():
     tokenizer = tokenizer_from_gguf(scored_metadata(add_space_prefix=False), "a.gguf")
     token_ids = tokenizer.encode("hello", add_special_tokens=False)
     assert "".join(map(tokenizer.token_text, token_ids)) == "hello"
@@ -400,7 +400,7 @@ def few_spaces(text: str) -> str:
     return re.sub(r"(\n{4}|\s{4})[\n ]+", r"\1", text).replace("▁", "_")
 
 
-def test_a_gemma_tokenizes_as_its_folder_does() -> None:
+def test_tokenizer_from_gguf_gemma_matches_its_folder() -> None:
     """No space before a text, runs of white space whole, bytes for what is unknown, and bos once."""
     ours, folder = tokenizer_from_gguf(gemma_metadata(), "gemma.gguf"), FORMS["gemma"]()
     chance = random.Random(3)

@@ -43,7 +43,7 @@ def test_filters_tests_and_methods_equal_transformers(source):
     assert agree(source) is not None
 
 
-def test_every_filter_test_and_method_that_is_allowed_is_tried():
+def test_sandbox_snippets_cover_each_allowed_name():
     assert FILTER_SNIPPETS.keys() == FILTERS_ALLOWED
     assert TEST_SNIPPETS.keys() == TESTS.keys()
     assert STRING_SNIPPETS.keys() == METHODS[str]
@@ -78,7 +78,7 @@ def test_other_methods_are_refused(source):
         ours(source)
 
 
-def test_nothing_else_is_known():
+def test_sandbox_globals_are_only_those_allowed():
     assert ChatSandbox().globals.keys() == {"range", "dict", "namespace", "raise_exception", "strftime_now"}
     assert ours("{{ cycler }}{{ joiner }}{{ lipsum }}{{ config }}{{ request }}{{ open }}") == ""
     assert agree("{{ messages[0].__x__ }}") == ""
@@ -132,7 +132,7 @@ def test_template_that_burns_time_or_memory_is_refused(source):
 
 
 @for_each("source", COSTLY_BUT_LAWFUL.values())
-def test_a_large_template_is_not_refused(source):
+def test_sandbox_large_lawful_template_renders(source):
     assert isinstance(ours(source), str)
 
 
@@ -163,7 +163,7 @@ def test_routes_give_no_budget_back():
         ours(refill)
 
 
-def test_a_refused_template_leaves_the_next_rendering_alone():
+def test_sandbox_refused_render_leaves_the_next_unaffected():
     template = ChatTemplate(
         "{% for a in range(messages[0].content|int) %}{% for b in range(1000) %}{% endfor %}{% endfor %}ok", "x", {}
     )
@@ -172,7 +172,7 @@ def test_a_refused_template_leaves_the_next_rendering_alone():
     assert template.render([{"role": "user", "content": "3"}]) == "ok"
 
 
-def test_more_messages_may_take_more_steps():
+def test_sandbox_budget_grows_with_the_messages():
     template = ChatTemplate("{% for a in range(90000) %}{% if a == 5 %}five{% endif %}{% endfor %}", "x", {})
     with raises_code("template.over_budget", TemplateError):
         template.render(QUESTION)
@@ -186,7 +186,7 @@ def test_longer_messages_may_become_longer_texts():
     assert template.render([{"role": "user", "content": "y" * 200_000}]) == "x" * 2_700_000 + "1"
 
 
-def test_a_long_body_costs_more_than_a_short_one():
+def test_sandbox_long_loop_body_costs_more():
     loop = "{{% for a in range(2000) %}}{}{{% endfor %}}"
     assert ours(loop.format("{% if yes %}{% endif %}" * 10)) == ""
     with raises_code("template.over_budget", TemplateError):
@@ -211,7 +211,7 @@ def test_dates_of_unknown_forms_are_refused(form):
         ours("{{ strftime_now('" + form + "') }}")
 
 
-def test_there_is_one_door_to_jinja_environments(root):
+def test_jinja_environments_are_made_only_by_the_sandbox(root):
     texts = {path.name: path.read_text(encoding="utf-8") for path in (root / "src" / "holdfast").rglob("*.py")}
     assert [name for name, text in texts.items() if "SandboxedEnvironment" in text] == ["jinja_sandbox.py"]
     assert [name for name, text in texts.items() if "ChatSandbox()" in text] == ["chat_template.py"]

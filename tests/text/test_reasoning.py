@@ -48,7 +48,7 @@ def test_cuts_change_nothing(parts, cuts, is_open):
 
 
 @given(parts=TEXTS)
-def test_an_answer_without_thoughts_comes_out_as_it_went_in(parts):
+def test_reasoning_parser_passes_text_without_thoughts_unchanged(parts):
     text = "".join(parts)
     deltas = read(ReasoningParser(), list(text))
     if not text.lstrip().startswith("<think>"):
@@ -73,7 +73,7 @@ def test_long_runs_of_space_are_shown(size):
     assert in_short(read(ReasoningParser(), pieces)) == [text]
 
 
-def test_the_prompt_says_whether_thoughts_were_begun():
+def test_reasoning_format_tells_from_prompt_if_thoughts_began():
     assert QWEN3.thoughts("<|im_start|>assistant\n") == "may"
     assert QWEN3.thoughts(None) == "may"
     assert QWEN3.thoughts("<|im_start|>assistant\n<think>\n") == "open"

@@ -34,7 +34,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 )
 @example(text="abab", stops=["abc", "ba"], cuts=[1, 2, 3], include=False)
 @example(text="xabcd", stops=["abcd", "bc"], cuts=[3], include=True)
-def test_the_result_is_that_of_a_search_in_the_whole_text(text, stops, cuts, include):
+def test_stop_strings_match_a_search_in_the_whole_text(text, stops, cuts, include):
     stop_strings = StopStrings(stops, include)
     shown, matched = "", None
     longest = max(map(len, stops), default=1)
@@ -96,14 +96,14 @@ def test_strings_that_end_before_they_count_are_passed_over(text, stops, cuts, n
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_without_stop_strings_text_passes_through(include):
+def test_stop_strings_empty_pass_text_through(include):
     stop_strings = StopStrings((), include)
     assert stop_strings.feed("abc") == ("abc", None)
     assert stop_strings.feed_unstoppable("abc") == "abc"
     assert stop_strings.flush() == ""
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back():
+def test_stop_strings_hold_only_a_possible_prefix():
     stop_strings = StopStrings(("</think>", "\n\nUser:"), include=False)
     assert stop_strings.feed("2 < 3 and 3 <") == ("2 < 3 and 3 ", None)
     assert stop_strings.num_held == 1
@@ -113,7 +113,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
     assert stop_strings.flush() == ""
 
 
-def test_a_string_that_did_not_count_is_not_held_back():
+def test_stop_strings_unstoppable_match_is_not_held():
     stop_strings = StopStrings(("END", "ENDING", "DO"), include=False)
     assert stop_strings.feed_unstoppable("a END") == "a "
     assert stop_strings.feed_unstoppable("ING") == "ENDING"
@@ -121,7 +121,7 @@ def test_a_string_that_did_not_count_is_not_held_back():
     assert stop_strings.feed("O") == ("", "DO")
 
 
-def test_nothing_comes_after_a_match():
+def test_stop_strings_emit_nothing_after_a_match():
     stop_strings = StopStrings(("END",), include=True)
     assert stop_strings.feed("a END b") == ("a END", "END")
     assert stop_strings.feed("more") == ("", "END")

@@ -304,7 +304,7 @@ def test_cuts_change_nothing(form, text, cuts):
 
 @pytest.mark.parametrize("form", [form for form in FORMATS.values() if form is not HARMONY], ids=lambda form: form.name)
 @given(text=st.one_of(ANSWERS, SECTION_ANSWERS, st.text(max_size=40)))
-def test_text_without_a_call_comes_out_as_it_went_in(form, text):
+def test_tool_parser_text_without_calls_is_unchanged(form, text):
     parser = form.parser(TOOLS)
     deltas = read(parser, list(text))
     if not parser.num_calls:
@@ -323,7 +323,7 @@ VALUES = st.recursive(
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA3_JSON], ids=lambda form: form.name)
 @given(calls=st.lists(st.dictionaries(st.text(max_size=6), VALUES, max_size=4), min_size=1, max_size=3), cuts=CUTS)
-def test_arguments_arrive_as_they_were_written(form, calls, cuts):
+def test_tool_parser_arguments_keep_their_json_text(form, calls, cuts):
     written = [json.dumps(arguments, ensure_ascii=False) for arguments in calls]
     texts = [f'{{"name": "look", "{form.syntax.arguments_key}": {arguments}}}' for arguments in written]
     text = "; ".join(texts) if form is LLAMA3_JSON else "".join(f"<tool_call>\n{one}\n</tool_call>\n" for one in texts)
@@ -408,7 +408,7 @@ def test_cost_is_in_proportion_to_the_text(form, head, unit):
 
 
 @pytest.mark.parametrize("size", [1000, 10**9])
-def test_what_is_held_back_is_bounded_wherever_the_text_is_cut(size):
+def test_tool_parser_bounds_held_text_however_cut(size):
     long = "x" * (MAX_HELD_CHARS + 100)
     for text in (f'<tool_call>{{"arguments": {{"a": "{long}"}}, "name": "now"}}', f'<tool_call>{{"x": "{long}'):
         parser = HERMES.parser(TOOLS)
@@ -448,7 +448,7 @@ TAGGED = {
 
 @for_each("form", TAGGED)
 @for_each("size", [1, 7, 10**9])
-def test_each_long_value_has_the_bound_to_itself(form, size, monkeypatch):
+def test_tool_parser_value_bound_applies_to_each_value(form, size, monkeypatch):
     """Two that are too long together are numbers; one that is too long alone is a text, and the next a number again."""
     monkeypatch.setattr(tag_calls, "MAX_VALUE_CHARS", 40)
     head, parameter, end = TAGGED[form]
@@ -480,7 +480,7 @@ def test_calls_and_problems_are_bounded():
     assert len(parser.problems) == MAX_PROBLEMS
 
 
-def test_without_tools_any_name_is_taken():
+def test_tool_parser_without_tools_takes_any_name():
     assert calls_of(read(LLAMA3_JSON.parser(), ['{"name": "any", "parameters": {}}'])) == [("any", "{}")]
 
 

@@ -73,7 +73,7 @@ def random_answer(lark: str, chance: random.Random, max_bytes: int = 500) -> str
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", [None, "look-é"], ids=["required", "named"])
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_whatever_is_let_through_is_read_as_sound_calls(form, name):
+def test_tool_grammar_answers_parse_as_sound_calls(form, name):
     lark = tool_call_grammar(form, TOOLS, ToolChoice("required", name))
     chance = random.Random(5)
     answers = [text for text in (random_answer(lark, chance) for _ in range(12)) if text is not None]
@@ -113,7 +113,7 @@ def calls_in(form, num_calls: int) -> str:
 
 
 @for_each("form", FORMATS.values())
-def test_one_call_several_or_the_one_that_was_named(form):
+def test_tool_grammar_allows_one_several_or_the_named_call(form):
     one, most = calls_in(form, 1), 1 if form is HARMONY else MAX_FORCED_CALLS
     several = tool_call_grammar(form, TOOLS, ToolChoice("required"))
     assert takes(several, one)

@@ -53,7 +53,7 @@ def test_arguments_that_are_no_object_stay_text(text):
     assert json.loads(template(DICTS).render(messages, tools=LISTED)[1:-4]) == text
 
 
-def test_the_caller_s_messages_are_not_touched():
+def test_render_chat_with_tools_does_not_change_messages():
     messages = chat()
     before = json.dumps(messages)
     for source in (DICTS, CHATML):
@@ -67,7 +67,7 @@ def test_answers_of_tools_know_their_name():
     assert template(NAMES).render(messages).endswith("tool=own;")
 
 
-def test_no_calls_are_as_good_as_no_field():
+def test_render_empty_tool_calls_equal_an_absent_field():
     source = "{% for m in messages %}{{ 'tool_calls' in m }}{% endfor %}"
     for calls in (None, []):
         assert template(source).render([{"role": "assistant", "content": "a", "tool_calls": calls}]) == "False"
@@ -96,7 +96,7 @@ def test_render_bad_calls_are_refused(calls, code):
     assert len(str(caught.value)) < 500
 
 
-def test_deep_arguments_are_refused_in_words():
+def test_render_deeply_nested_arguments_are_refused():
     deep = '{"a": ' + "[" * 60 + "]" * 60 + "}"
     with raises_code("template.too_large", PromptError):
         template(DICTS).render(chat(deep), tools=LISTED)

@@ -77,7 +77,7 @@ def test_parse_tools_bad_tools_are_refused_in_one_line(value, code):
         max_leaves=10,
     )
 )
-def test_whatever_is_given_there_are_tools_or_a_request_error(value):
+def test_parse_tools_any_input_is_tools_or_a_request_error(value):
     for given_value in (value, [value], [{"type": "function", "function": value}], function(parameters=value)):
         try:
             tools = parse_tools(given_value)

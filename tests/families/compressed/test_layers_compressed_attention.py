@@ -130,7 +130,7 @@ def test_projections_backend_projection(scopes, wanted):
     assert backend.calls["attend"][4] is plan
 
 
-def test_what_is_pooled_goes_by_columns():
+def test_compressed_layer_splits_pooled_projection_by_columns():
     """Kv and gates of the layer, kv and gates of its index, and weights of index heads, with both roots in them."""
     layer, backend = make_layer("chosen")
     x, buffers = random(NUM_ROWS, HIDDEN, seed=9), make_buffers()

@@ -22,7 +22,7 @@ def check(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) 
 
 @QUIET
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_a_mixed_step_with_padding(captured):
+def test_attend_mixed_step_with_padding_matches_torch(captured):
     step = Step(Shape(), MIXED, padding=5)
     found = step.triton(captured)
     check(found[: step.num_rows], step.torch()[: step.num_rows])
@@ -77,7 +77,7 @@ def test_wanted_rows_alone():
 
 
 @QUIET
-def test_a_large_step_goes_in_parts_and_in_groups_of_heads(monkeypatch):
+def test_triton_latent_large_step_splits_rows_and_heads(monkeypatch):
     for module in (shared, declarations, triton_latent):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 32)
     monkeypatch.setattr(declarations, "HEAD_ROWS", 64)
@@ -100,7 +100,7 @@ def test_rows_of_a_part():
     assert rows_between((first, second), 8, 12) == (second._replace(row_start=0, num_rows=4, start=3),)
 
 
-def test_what_it_holds_is_what_it_said():
+def test_backend_holds_bytes_of_its_declared_terms():
     shape = Shape(num_heads=16)
     storage = shape.storage(1)
     specs = shape.specs(storage)

@@ -67,7 +67,7 @@ def expected_parts(heads: QuantizedHeads, what: str, bits: int) -> torch.Tensor:
 @pytest.mark.each_value
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_every_code_lies_at_every_place_of_what_is_tried(what, bits):
+def test_dequantize_cases_hold_every_code_in_every_place(what, bits):
     heads = any_heads(what, bits)
     numbers = expected_parts(heads, what, bits)
     codebook = (KEY_CODEBOOKS if what == "keys" else VALUE_CODEBOOKS).get(bits)
@@ -133,7 +133,7 @@ def from_f16(words: list[np.ndarray]) -> torch.Tensor:
 
 
 @for_each("bits", [4, 3])
-def test_the_assembler_looks_keys_up(bits):
+def test_key_asm_looks_up_every_code(bits):
     heads = any_heads("keys", bits)
     codes = heads.codes_XB.numpy()
     if bits == 4:
@@ -146,7 +146,7 @@ def test_the_assembler_looks_keys_up(bits):
     assert torch.equal(from_e4m3(out), expected_parts(heads, "keys", bits))
 
 
-def test_the_assembler_looks_both_halves_of_keys_up():
+def test_key_asm_looks_up_both_halves():
     heads = any_heads("keys", 3)
     assert heads.signs_XS is not None
     lower, upper = heads.codes_XB.numpy()[:, :HALF], heads.codes_XB.numpy()[:, HALF:]
@@ -155,7 +155,7 @@ def test_the_assembler_looks_both_halves_of_keys_up():
 
 
 @for_each("bits", [8, 4, 3])
-def test_the_assembler_computes_values(bits):
+def test_value_asm_computes_every_code(bits):
     heads = any_heads("values", bits)
     words = [heads.codes_XB.numpy()]
     if bits == 3:
@@ -271,7 +271,7 @@ def _upper_kernel(p_upper, p_out, COLUMNS: constexpr):
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_the_table_tells_columns_of_the_upper_half(device, head_dim, dtype):
+def test_column_table_marks_columns_of_the_upper_half(device, head_dim, dtype):
     columns = max(16, 1 << (head_dim // 8 - 1).bit_length())
     out = torch.full((columns,), 7, dtype=torch.int16, device=device)
     _upper_kernel[(1,)](rotation_table(head_dim, dtype, device)[head_dim], out, COLUMNS=columns)

@@ -22,31 +22,31 @@ def judge(case: PagedCase) -> None:
 
 
 @for_each("head_dim", [2, 16, 24, 64, 80, 96, 128, 256])
-def test_every_head_dim(head_dim):
+def test_paged_attention_is_exact_for_every_head_dim(head_dim):
     judge(paged_case(MIXED, head_dim=head_dim))
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 48, 49, 71], ids=lambda group: f"{group} queries a key")
-def test_every_grouping(group, num_kv_heads):
+def test_paged_attention_is_exact_for_every_grouping(group, num_kv_heads):
     judge(paged_case([(0, 5), (70, 1), (60, 9)], group=group, num_kv_heads=num_kv_heads))
 
 
 @for_each("page_tokens", [1, 4, 16, 256])
-def test_every_page_size(page_tokens):
+def test_paged_attention_is_exact_for_every_page_size(page_tokens):
     judge(paged_case(MIXED, page_tokens=page_tokens))
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("window", [1, 2, 5, 63, 64, 65, 100, 1000], ids=lambda window: f"window of {window}")
 @pytest.mark.parametrize("group", [1, 3, 7], ids=lambda group: f"{group} queries a key")
-def test_every_window(window, group):
+def test_paged_attention_is_exact_for_every_window(window, group):
     judge(paged_case([*MIXED, (190, 1), (120, 70)], window=window, group=group))
 
 
 @for_each("num_tokens", [1, 2, 63, 64, 65, 127, 128, 129, 1000])
-def test_every_length(num_tokens):
+def test_paged_attention_is_exact_for_every_length(num_tokens):
     judge(paged_case([(num_tokens - 1, 1)], page_tokens=16))
     judge(paged_case([(max(0, num_tokens - 70), min(70, num_tokens))], page_tokens=16))
 
@@ -84,7 +84,7 @@ def test_scores_too_far_apart_for_float32_pick_one_token():
     "group, head_dim, window",
     [(1, 16, None), (3, 24, None), (7, 16, 5), (3, 64, 64), (3, 16, 100), (71, 16, None), (1, 80, 1)],
 )
-def test_any_chunking_gives_the_same_bits(group, head_dim, window):
+def test_paged_attention_chunks_give_the_same_bits(group, head_dim, window):
     """Chunks that end beside every edge of a tile and of a task; slots beyond a chunk hold NaN while it runs."""
     num_tokens = 140
     whole = paged_case([(0, num_tokens)], head_dim, group, page_tokens=4, window=window)
@@ -123,7 +123,7 @@ def test_rows_in_any_batch_and_order_have_the_same_bits(window):
 
 
 @for_each("page_tokens", [1, 2, 16, 256])
-def test_any_page_order_and_size_give_the_same_bits(page_tokens):
+def test_paged_attention_page_order_and_size_give_the_same_bits(page_tokens):
     expected = paged_case(MIXED, page_tokens=4).run(paged_attention)
     for seed in (0, 1):
         case = paged_case(MIXED, page_tokens=page_tokens)
@@ -141,7 +141,7 @@ def test_any_page_order_and_size_give_the_same_bits(page_tokens):
 @pytest.mark.parametrize("group", [1, 3, 71])
 @pytest.mark.parametrize("head_dim", [2, 16, 24])
 @pytest.mark.parametrize("window", [None, 5])
-def test_nothing_is_read_or_written_outside(native, guarded_host, group, head_dim, window):
+def test_native_paged_attention_stays_within_its_buffers(native, guarded_host, group, head_dim, window):
     case = paged_case([(0, 1), (61, 9), (0, 66)], head_dim, group, num_kv_heads=2, window=window)
     expected = case.run(paged_attention)
     num_rows, num_heads, _ = case.q.shape
@@ -209,7 +209,7 @@ def test_window_hides_older_tokens():
     assert same_bits(case.run(paged_attention), clean)
 
 
-def test_many_query_heads_fit_any_stack():
+def test_paged_attention_many_query_heads_fit_the_stack():
     """As many heads for one key as a config may ask for: the working set of a task must not grow with them."""
     case = paged_case([(5, 1)], head_dim=512, group=4096, num_kv_heads=1)
     out = case.run(paged_attention)

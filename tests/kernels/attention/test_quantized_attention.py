@@ -55,7 +55,7 @@ def test_decode_prefill_and_padding_in_one_step(device, bits):
 
 @hypothesis_settings(max_examples=3)
 @given(data=st.data())
-def test_any_step(device, data):
+def test_quantized_attention_is_exact_for_any_step(device, data):
     counts = st.one_of(st.just(1), st.integers(1, 12))
     rows = data.draw(st.lists(st.tuples(st.one_of(st.just(0), st.integers(0, 150)), counts), min_size=1, max_size=2))
     bounds = st.lists(st.sampled_from([0, 64, 128, 192]), max_size=3).map(lambda ends: tuple(sorted(ends)))
@@ -87,7 +87,7 @@ def test_merged_rows_equal_unsplit_rows(device, bits, large):
 
 
 @for_each("group, num_kv_heads", [(1, 1), (3, 2), (7, 1), (9, 1)])
-def test_every_number_of_heads_is_merged(device, group, num_kv_heads):
+def test_quantized_attention_merges_any_number_of_heads(device, group, num_kv_heads):
     """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
     assert MERGED_HEADS < 9
     for num_padding in (0, MERGE_BY_HEAD_ROWS):
@@ -95,7 +95,7 @@ def test_every_number_of_heads_is_merged(device, group, num_kv_heads):
 
 
 @for_each("num_padding", [0, MERGE_BY_HEAD_ROWS])
-def test_more_splits_than_are_merged_at_once(device, num_padding):
+def test_quantized_attention_merges_more_splits_than_fit_at_once(device, num_padding):
     """Most of them empty: nothing at first is not the end of it."""
     for bounds in (17 * (0,), (64, *(20 * (128,)))):
         judge(quantized_step((4, 4), [(70, 1)], 16, group=2), Cut(bounds=bounds), device, num_padding)
@@ -108,7 +108,7 @@ def test_peak_in_the_last_split_rescales_earlier_splits(device, num_padding):
     judge(step, Cut(bounds=17 * (BLOCK_TOKENS,)), device, num_padding)
 
 
-def test_a_split_of_much_larger_values_decides(device):
+def test_quantized_attention_split_of_larger_values_decides(device):
     """Partial results are weighed by their sums alone, not by the values that went into them."""
     step = quantized_step((4, 4), [(127, 1)], group=2)
     step.tokens[0][1][:64] *= 5000
@@ -154,7 +154,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(device, cut):
 
 
 @FORMATS
-def test_the_reference_is_attention_over_what_is_stored(key_bits, value_bits):
+def test_quantized_reference_attends_to_stored_heads(key_bits, value_bits):
     """From heads that are rotated back one by one, with queries that are not rotated: nothing but the format is left."""
     num_tokens, head_dim, page_tokens = 40, 48, 16
     planes = make_planes(key_bits, value_bits, 1, head_dim, page_tokens, 4, torch.float32)
@@ -214,7 +214,7 @@ def test_repeated_launches_give_the_same_bits(device):
 
 @pytest.mark.gpu
 @FORMATS
-def test_nothing_is_allocated(device, key_bits, value_bits):
+def test_quantized_attention_allocates_nothing(device, key_bits, value_bits):
     planes = make_planes(key_bits, value_bits, 2, 64, 64, 4, torch.bfloat16, device)
     planes = replace(planes, rotation_DD=rotation_table(64, torch.bfloat16, device))
     q = random(3, 8, 64).to(device, torch.bfloat16)
@@ -236,7 +236,7 @@ def test_nothing_is_allocated(device, key_bits, value_bits):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_a_page_may_lie_beyond_two_to_the_31_bytes(device, large):
+def test_quantized_attention_reads_beyond_two_gib(device, large):
     num_pages = 2**31 // (8 * 64 * 64) + 2
     planes = make_planes(4, 4, 8, 128, 64, num_pages, torch.bfloat16, device)
     planes = replace(planes, rotation_DD=rotation_table(128, torch.bfloat16, device))

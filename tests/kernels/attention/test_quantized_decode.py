@@ -35,7 +35,7 @@ CODERS = pytest.mark.parametrize("bits", [8, 4, 3], ids=lambda bits: f"{bits} bi
 @pytest.mark.each_value
 @DTYPES
 @FORMATS
-def test_every_format(device, key_bits, value_bits, dtype):
+def test_quantized_decode_is_exact_for_every_format(device, key_bits, value_bits, dtype):
     """A block that all rows see, one that they see a part of, and one that ends before its page does."""
     step = quantized_step((key_bits, value_bits), [(69, 1), (20, 2), (0, 1)], 128, dtype=dtype)
     judge(step, [HALVES, SMALL, SMALL], device, num_padding=1)
@@ -44,7 +44,7 @@ def test_every_format(device, key_bits, value_bits, dtype):
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_every_head_dim(device, head_dim, bits):
+def test_quantized_decode_is_exact_for_every_head_dim(device, head_dim, bits):
     judge(quantized_step((bits, bits), [(65, 1)], head_dim, group=2), SMALL, device)
 
 
@@ -58,7 +58,7 @@ def test_decode_in_float32_matches_reference(device, head_dim, key_bits, value_b
 
 
 @for_each("group", [1, 3, 8, 9, 71])
-def test_every_grouping(device, group):
+def test_quantized_decode_is_exact_for_every_grouping(device, group):
     """Also those that leave columns of a tile empty, and those that are wider than one instruction."""
     rows = quantized_geometry(group, 1, 4, 4).small_rows
     step = quantized_step(
@@ -68,7 +68,7 @@ def test_every_grouping(device, group):
 
 
 @for_each("page_tokens", [1, 16, 64, 128, 256])
-def test_every_page_size(device, page_tokens):
+def test_quantized_decode_is_exact_for_every_page_size(device, page_tokens):
     judge(quantized_step((3, 4), [(139, 1)], 32, num_kv_heads=2, page_tokens=page_tokens), HALVES, device)
 
 
@@ -78,7 +78,7 @@ def test_short_queries_see_no_later_token(device, start, count):
     judge(quantized_step((4, 4), [(start, count)], 16, group=1), SMALL, device)
 
 
-def test_more_splits_than_blocks_weigh_nothing(device):
+def test_quantized_decode_empty_splits_weigh_nothing(device):
     judge(quantized_step((8, 4), [(250, 1), (62, 3)], 16, group=2), Cut(splits=5), device)
 
 
@@ -87,7 +87,7 @@ def test_ranges_that_are_empty(device, bounds):
     judge(quantized_step((3, 3), [(190, 1), (62, 4)], 16, group=2), Cut(bounds=bounds), device)
 
 
-def test_range_seen_by_later_rows_only_is_masked(device):
+def test_quantized_decode_masks_range_seen_by_later_rows(device):
     judge(quantized_step((4, 4), [(62, 4), (60, 8)], 16, group=1), Cut(bounds=(64,)), device)
 
 
@@ -120,7 +120,7 @@ def test_keys_and_values_of_any_size(device, bits, factor):
 
 
 @CODERS
-def test_one_token_of_huge_values_stays_exact(device, bits):
+def test_quantized_decode_token_of_huge_values_stays_exact(device, bits):
     """Its weight decides what the others' are rounded to."""
     step = quantized_step((bits, bits), [(100, 1), (100, 1)], group=2)
     for (_, v), token in zip(step.tokens, (3, 80), strict=True):
@@ -157,7 +157,7 @@ def test_values_of_zeros_are_zeros(device, bits):
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(("gap", "peak"), [(3, 0), (20, 0), (60, 70), (3000, 70)], ids=lambda number: str(number))
-def test_a_value_of_zeros_at_the_highest_score(device, bits, gap, peak):
+def test_quantized_decode_zero_value_at_highest_score_is_exact(device, bits, gap, peak):
     """Nothing is left of the others but what their weights are; no weight is infinite, and none is NaN."""
     step = peaked_step(bits, 100, gap, peak)
     step.tokens[0][1][peak] = 0

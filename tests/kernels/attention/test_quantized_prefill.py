@@ -34,7 +34,7 @@ CODERS = pytest.mark.parametrize("bits", [8, 4, 3], ids=lambda bits: f"{bits} bi
 @pytest.mark.each_value
 @DTYPES
 @FORMATS
-def test_every_format(device, key_bits, value_bits, dtype):
+def test_quantized_prefill_is_exact_for_every_format(device, key_bits, value_bits, dtype):
     """Several tiles of a chunk, and splits."""
     step = quantized_step((key_bits, value_bits), [(60, 35), (130, 3)], 128, dtype=dtype)
     judge(step, [LARGE, HALVES], device, num_padding=1)
@@ -43,12 +43,12 @@ def test_every_format(device, key_bits, value_bits, dtype):
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_every_head_dim(device, head_dim, bits):
+def test_quantized_prefill_is_exact_for_every_head_dim(device, head_dim, bits):
     judge(quantized_step((bits, bits), [(62, 5)], head_dim, group=2), LARGE, device)
 
 
 @for_each("group", [1, 7, 16, 71, 128])
-def test_every_grouping(device, group):
+def test_quantized_prefill_is_exact_for_every_grouping(device, group):
     """A tile that is full, and one more row; groups that leave rows of a tile empty, and that are higher than one."""
     for bits in ((8, 4), (4, 4)) if group in (7, 128) else ((4, 4),):
         rows = quantized_geometry(group, 1, *bits).large_rows
@@ -56,11 +56,11 @@ def test_every_grouping(device, group):
 
 
 @for_each("page_tokens", [1, 16, 64, 128, 256])
-def test_every_page_size(device, page_tokens):
+def test_quantized_prefill_is_exact_for_every_page_size(device, page_tokens):
     judge(quantized_step((3, 4), [(130, 9)], 32, num_kv_heads=2, page_tokens=page_tokens), HALVES, device)
 
 
-def test_more_splits_than_blocks_weigh_nothing(device):
+def test_quantized_prefill_empty_splits_weigh_nothing(device):
     judge(quantized_step((8, 4), [(250, 9), (0, 5)], 16, group=1), Cut(large=True, splits=5), device)
 
 
@@ -99,7 +99,7 @@ def test_keys_and_values_of_any_size(device, bits, factor):
 
 
 @CODERS
-def test_one_token_of_huge_values_stays_exact(device, bits):
+def test_quantized_prefill_token_of_huge_values_stays_exact(device, bits):
     step = quantized_step((bits, bits), [(60, 9)], group=2)
     step.tokens[0][1][62] *= 2000
     assert_near(run_tiles(step, cut_tiles(step, [HALVES]), device), step.exact(), step)
@@ -118,7 +118,7 @@ def test_zeros(device, bits):
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(("gap", "peak"), [(3, 0), (60, 70), (3000, 70)], ids=lambda number: str(number))
-def test_a_value_of_zeros_at_the_highest_score(device, bits, gap, peak):
+def test_quantized_prefill_zero_value_at_highest_score_is_exact(device, bits, gap, peak):
     step = peaked_step(bits, 100, gap, peak)
     step.tokens[0][1][peak] = 0
     out = run_tiles(step, cut_tiles(step, [HALVES]), device)

@@ -112,7 +112,7 @@ def several_sets(dtype: torch.dtype = torch.float32, num_pairs: int = 12) -> Rop
 
 
 @FUNCTIONS
-def test_every_set_has_its_frequencies_factor_and_ratio(device: torch.device, function: Any) -> None:
+def test_rope_rows_use_frequencies_factor_and_ratio_of_each_set(device: torch.device, function: Any) -> None:
     rows, positions_T = several_sets(), torch.tensor([0, 1, 3, 4, 127, 128, 131, 1_000_003, LONGEST - 1])
     found = filled(function, positions_T, rows, device)
     for number, (magnitude, ratio) in enumerate(zip(rows.magnitudes, rows.ratios, strict=True)):
@@ -152,7 +152,7 @@ def test_stale_positions_of_padding_give_finite_rows(device: torch.device, funct
 
 
 @FUNCTIONS
-def test_a_step_without_rows_writes_nothing(device: torch.device, function: Any) -> None:
+def test_rope_rows_without_rows_write_nothing(device: torch.device, function: Any) -> None:
     filled(function, torch.empty(0, dtype=torch.int64), several_sets(), device)
 
 

@@ -31,7 +31,7 @@ def as_list(updates, device):
 
 @ALL
 @given(data=st.data())
-def test_only_the_places_in_the_list_change(scatter, device, data):
+def test_scatter_pages_changes_only_listed_places(scatter, device, data):
     num_rows, num_pages = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 70))
     places = data.draw(st.lists(st.integers(0, num_rows * num_pages - 1), unique=True, max_size=3 * BLOCK))
     updates = [(place, data.draw(st.sampled_from([0, 1, 77, 2**31 - 1]))) for place in places]
@@ -78,7 +78,7 @@ def test_views_with_strides_are_refused(device):
 
 
 @pytest.mark.gpu
-def test_a_place_beyond_two_gibibytes(device):
+def test_scatter_pages_writes_beyond_two_gib(device):
     table = torch.zeros(2, 2**30 + 8, dtype=torch.int32, device=device)
     last = table.numel() - 1
     scatter_pages(as_list([(last, 3), (2**29, 4)], device), table)

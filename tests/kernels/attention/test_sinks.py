@@ -242,7 +242,7 @@ def with_bias(step: QuantizedStep) -> QuantizedStep:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["no cap", "capped"])
-def test_every_format(device, key_bits, value_bits, softcap):
+def test_sinks_are_exact_for_every_quantized_format(device, key_bits, value_bits, softcap):
     """Small and large tiles, whole and split, with padding; a key bias is capped with the score."""
     rows = [(66, 1), (69, 1), (0, 12), (130, 3)]
     step = with_sinks(quantized_step((key_bits, value_bits), rows, 32, group=4), softcap)

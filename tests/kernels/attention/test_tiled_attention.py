@@ -73,12 +73,12 @@ def test_half_precision(device, dtype, cut):
 @pytest.mark.each_value
 @pytest.mark.parametrize("cut", [HALVES, Cut(large=True, splits=2)], ids=["small", "large"])
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 112, 128, 256], ids=lambda size: f"D{size}")
-def test_every_head_dim(device, widest, head_dim, cut):
+def test_tiled_attention_is_exact_for_every_head_dim(device, widest, head_dim, cut):
     judge(paged_case([(69, 1), (30, 4)], head_dim, group=2, num_kv_heads=1, page_tokens=16), cut, device, widest)
 
 
 @for_each("group", [1, 4, 7, 8, 16, 17, 71, 128])
-def test_every_grouping(device, widest, group):
+def test_tiled_attention_is_exact_for_every_grouping(device, widest, group):
     """Also those that leave rows of a tile empty, and those that are higher than a small one."""
     judge(paged_case([(60, 9), (20, 1)], group=group, num_kv_heads=2), LARGE, device, widest)
     cuts = [SMALL, HALVES if group <= 16 else SMALL]
@@ -88,12 +88,12 @@ def test_every_grouping(device, widest, group):
 @pytest.mark.each_value
 @pytest.mark.parametrize("cut", [HALVES, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("page_tokens", [1, 16, 64], ids=lambda size: f"pages of {size}")
-def test_every_page_size(device, widest, page_tokens, cut):
+def test_tiled_attention_is_exact_for_every_page_size(device, widest, page_tokens, cut):
     judge(paged_case([(99, 1), (60, 6)], num_kv_heads=1, page_tokens=page_tokens), cut, device, widest)
 
 
 @for_each("num_tokens", [1, 63, 64, 65, 1000])
-def test_every_length(device, widest, num_tokens):
+def test_tiled_attention_is_exact_for_every_length(device, widest, num_tokens):
     count = min(5, num_tokens)
     rows = [(num_tokens - 1, 1), (num_tokens - count, count)]
     case = paged_case(rows, page_tokens=16, num_kv_heads=1)
@@ -104,7 +104,7 @@ def test_every_length(device, widest, num_tokens):
 @pytest.mark.each_value
 @pytest.mark.parametrize("cut", [SMALL, HALVES, Cut(large=True, splits=3)], ids=["small", "split", "large"])
 @pytest.mark.parametrize("window", [1, 5, 64, 1000], ids=lambda window: f"window of {window}")
-def test_every_window(device, widest, window, cut):
+def test_tiled_attention_is_exact_for_every_window(device, widest, window, cut):
     case = paged_case([(190, 1), (120, 9), (0, 3)], group=2, num_kv_heads=1, page_tokens=16, window=window)
     judge(case, cut, device, widest)
 
@@ -142,19 +142,19 @@ def test_tiles_at_a_block_edge_see_no_later_token(device, widest, start):
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("num_empty", [16, 17, 40])
-def test_more_empty_splits_than_are_merged_at_once(device, widest, num_empty, num_padding):
+def test_tiled_attention_merges_many_empty_splits(device, widest, num_empty, num_padding):
     """Nothing at first is not the end of it."""
     for bounds in (num_empty * [0], [20] + num_empty * [41]):
         judge(paged_case([(40, 1)], group=2, num_kv_heads=1), Cut(bounds=bounds), device, widest, num_padding)
 
 
-def test_more_splits_than_are_merged_at_once(device, widest):
+def test_tiled_attention_merges_more_splits_than_fit_at_once(device, widest):
     judge(paged_case([(40, 1), (5, 1)], group=2, num_kv_heads=1), [Cut(splits=40), SMALL], device, widest)
 
 
 @hypothesis_settings(max_examples=12)
 @given(data=st.data())
-def test_any_step(device, data):
+def test_tiled_attention_is_exact_for_any_step(device, data):
     dtype = torch.float32 if device.type == "cpu" else torch.float16
     counts = st.one_of(st.just(1), st.integers(1, 12))
     rows = data.draw(st.lists(st.tuples(st.one_of(st.just(0), st.integers(0, 150)), counts), min_size=1, max_size=3))
@@ -173,7 +173,7 @@ def test_any_step(device, data):
 
 
 @for_each("group, num_kv_heads", [(1, 1), (3, 1), (3, 2), (8, 1), (12, 1)])
-def test_every_number_of_heads_is_merged(device, widest, group, num_kv_heads):
+def test_tiled_attention_merges_any_number_of_heads(device, widest, group, num_kv_heads):
     """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
     for num_padding in (0, MERGE_BY_HEAD_ROWS):
         case = paged_case([(40, 1)], group=group, num_kv_heads=num_kv_heads)
@@ -314,7 +314,7 @@ def test_repeated_launches_give_the_same_bits(device):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_tiled_attention_allocates_nothing(device):
     q, plane = (random(*shape).to(device, torch.bfloat16) for shape in ((3, 8, 64), (64, 2, 64)))
     table = torch.arange(4, dtype=torch.int32, device=device).view(1, 4)
     listed = [(2, 0, 0, 0, 0, 0, 0, 0), (0, 0, 2, 40, 0, 20, 0, 2), (0, 0, 2, 40, 20, 42, 1, 2)]
@@ -338,7 +338,7 @@ PLAIN = TileGeometry(2, 16, small_programs_per_sm=4, large_programs_per_sm=2, bl
 
 
 @for_each("num_rows", [1, 2, 8192])
-def test_the_programs_are_the_same_for_any_step(num_rows):
+def test_tiled_attention_program_count_is_the_same_for_any_step(num_rows):
     assert PLAIN.small_programs(num_rows) == 4
 
 

@@ -33,7 +33,7 @@ def judge(case: Case) -> None:
 @pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_every_head_dim_is_as_exact_as_torch(head_dim, with_norm, with_rope):
+def test_write_kv_is_exact_for_every_head_dim(head_dim, with_norm, with_rope):
     for num_rows in (1, 2, 9, 17, 63):
         judge(make_case(num_rows, head_dim, with_norm=with_norm, with_rope=with_rope))
 
@@ -41,13 +41,13 @@ def test_every_head_dim_is_as_exact_as_torch(head_dim, with_norm, with_rope):
 @pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group} queries a key")
-def test_every_grouping_is_as_exact_as_torch(group, with_norm, with_rope):
+def test_write_kv_is_exact_for_every_grouping(group, with_norm, with_rope):
     for num_kv_heads in (1, 2, 5):
         judge(make_case(5, 24, group, num_kv_heads, with_norm, with_rope))
 
 
 @for_each("head_dim", [2, 24, 64])
-def test_an_offset_is_added_to_the_weights_of_norms(head_dim):
+def test_write_kv_adds_offset_to_norm_weights(head_dim):
     case = make_case(5, head_dim)
     with_offset = case.float32_norms(1.0)
     judge(with_offset)
@@ -60,7 +60,7 @@ def test_an_offset_is_added_to_the_weights_of_norms(head_dim):
     )
 
 
-def test_plain_heads_pass_as_they_are():
+def test_write_kv_without_norm_and_rope_copies_heads():
     case = make_case(9, 24, with_norm=False, with_rope=False)
     q, k_plane, _ = case.run()
     heads = case.qkv.unflatten(-1, (-1, 24))
@@ -88,7 +88,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(head_dim, with_norm, with_rope):
 @FEATURES
 @pytest.mark.parametrize("head_dim", [2, 24, 64], ids=lambda size: f"D{size}")
 @pytest.mark.parametrize("edge", ["first slots", "last slots"])
-def test_nothing_is_read_or_written_outside(native, guarded_host, head_dim, with_norm, with_rope, edge):
+def test_native_write_kv_stays_within_its_buffers(native, guarded_host, head_dim, with_norm, with_rope, edge):
     case = make_case(17, head_dim, with_norm=with_norm, with_rope=with_rope)
     num_slots, num_kv_heads, _ = case.k_plane.shape
     case.slots = torch.arange(17) if edge == "first slots" else torch.arange(num_slots - 17, num_slots)
@@ -146,7 +146,7 @@ def test_half_planes_hold_the_nearest_value(dtype, with_norm, with_rope):
     assert same_bits(v_plane[case.slots], expected_v[case.slots].to(dtype))
 
 
-def test_no_rows_change_nothing():
+def test_write_kv_without_rows_changes_nothing():
     case = make_case(3, 16)
     q, k_plane, v_plane = case.run(rows=[])
     assert q.shape == (0, 6, 16)

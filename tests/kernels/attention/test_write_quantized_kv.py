@@ -147,7 +147,7 @@ def assert_same(mine: Written, theirs: Written) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_every_head_dim_is_quantized_like_the_reference(device, head_dim, bits):
+def test_write_quantized_kv_matches_reference_for_every_head_dim(device, head_dim, bits):
     dtype = torch.float16 if head_dim % 32 else torch.float32
     judge(make_case(1, head_dim, with_norm=head_dim % 64 != 0).rounded(dtype), (bits, bits), device)
 
@@ -156,14 +156,14 @@ def test_every_head_dim_is_quantized_like_the_reference(device, head_dim, bits):
 @DTYPES
 @FORMATS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_every_head_dim_in_every_type(device, head_dim, key_bits, value_bits, dtype):
+def test_write_quantized_kv_takes_every_head_dim_and_dtype(device, head_dim, key_bits, value_bits, dtype):
     judge(make_case(3, head_dim).rounded(dtype), (key_bits, value_bits), device)
 
 
 @pytest.mark.each_value
 @DTYPES
 @FORMATS
-def test_every_format_in_every_type(device, key_bits, value_bits, dtype):
+def test_write_quantized_kv_takes_every_format_and_dtype(device, key_bits, value_bits, dtype):
     judge(make_case(1, 128, group=8).rounded(dtype), (key_bits, value_bits), device)
 
 
@@ -180,7 +180,7 @@ def test_heads_may_come_without_norm_and_without_positions(device, with_norm, wi
 
 
 @for_each("group, num_kv_heads", [(1, 1), (1, 12), (3, 5), (7, 2), (8, 8), (71, 1)])
-def test_every_grouping_is_quantized_like_the_reference(device, group, num_kv_heads):
+def test_write_quantized_kv_matches_reference_for_every_grouping(device, group, num_kv_heads):
     """Programs are full, or have heads that are not there."""
     judge(make_case(1, 64, group, num_kv_heads), (4, 4), device)
 
@@ -206,7 +206,7 @@ def test_pages_of_any_size(device, page_tokens):
     padding=st.sets(st.integers(0, 1)),
     dtype=st.sampled_from([torch.float32, torch.float16]),
 )
-def test_any_shape(
+def test_write_quantized_kv_matches_reference_for_any_shape(
     device, num_rows, sixteenths, group, num_kv_heads, bits, with_norm, with_rope, with_mean, padding, dtype
 ):
     head_dim = 16 * sixteenths
@@ -269,7 +269,7 @@ def test_codes_read_back_are_near_the_rows(device, function, bits):
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_a_score_of_a_query_and_a_key_survives_the_rotation(device, function, bits):
+def test_write_quantized_kv_keeps_scores_through_the_rotation(device, function, bits):
     case = make_case(2, 96, group=1)
     mine = written(function, case, bits, device)
     quantized = dequantize_keys(mine.quantized("keys"), bits[0], 96)
@@ -380,7 +380,7 @@ def test_queries_may_stay_where_they_are(device, poison, function, bits):
 
 
 @for_each("edge", ["first slots", "last slots"])
-def test_the_edges_of_planes(device, edge):
+def test_write_quantized_kv_writes_first_and_last_slots(device, edge):
     case = make_case(2, 80, group=1)
     case.slots = torch.arange(2) if edge == "first slots" else torch.arange(len(case.k_plane) - 2, len(case.k_plane))
     for bits in ((8, 8), (3, 3)):
@@ -388,7 +388,7 @@ def test_the_edges_of_planes(device, edge):
 
 
 @for_each("function", [write_quantized_kv, write_quantized_kv_triton, write_quantized_kv_reference])
-def test_no_rows_change_nothing(device, function):
+def test_write_quantized_kv_without_rows_changes_nothing(device, function):
     mine = written(function, make_case(3, 16), (4, 4), device, rows=[])
     assert mine.q.shape == (0, 6, 16)
 
@@ -409,7 +409,7 @@ def test_arguments_out_of_range_are_refused(device):
 
 
 @pytest.mark.gpu
-def test_a_slot_may_lie_beyond_two_to_the_31_bytes(device):
+def test_write_quantized_kv_writes_beyond_two_gib(device):
     num_pages = 2**31 // (8 * 16 * 128) + 2
     planes = make_planes(8, 4, 8, 128, 16, num_pages, torch.bfloat16, device)
     qkv = torch.randn(1, 24 * 128, device=device).bfloat16()
@@ -422,7 +422,7 @@ def test_a_slot_may_lie_beyond_two_to_the_31_bytes(device):
 
 @pytest.mark.gpu
 @FORMATS
-def test_nothing_is_allocated(device, key_bits, value_bits):
+def test_write_quantized_kv_allocates_nothing(device, key_bits, value_bits):
     case = make_case(5, 128).rounded(torch.bfloat16).padded([4]).on(device)
     planes = make_planes(key_bits, value_bits, 2, 128, 16, 1, torch.bfloat16, device)
     out = torch.empty(5, 6, 128, dtype=torch.bfloat16, device=device)

@@ -65,7 +65,7 @@ def test_x_and_its_deferred_norm_are_those_of_plain_torch(guarded, device, dtype
         assert amax.isnan().all(), "it was not requested"
 
 
-def test_it_is_a_sum_and_then_the_norm_deferred(guarded, device):
+def test_add_rows_equals_sum_then_deferred_norm(guarded, device):
     """What two launches would leave: `sum_rows`, and `defer_rms_norm` with the sum."""
     rooms, x, norm_weight = operands(guarded, 3, 5, 96, torch.float32)
     parts, apart, scaled = (
@@ -118,6 +118,6 @@ def test_rows_are_batch_invariant_from_two_on(guarded, device, max_blocks):
         assert all(torch.equal(own, of_all[some]) for own, of_all in zip(run(some), whole, strict=True))
 
 
-def test_no_rows_launch_nothing(guarded, device):
+def test_add_rows_without_rows_launches_nothing(guarded, device):
     empty = guarded(0, 64, dtype=torch.float32)
     assert add_rows_triton([empty], DeferredStream(empty, empty, empty, empty), Ranks(0, 1, None)) == 1

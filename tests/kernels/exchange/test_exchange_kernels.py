@@ -58,7 +58,7 @@ def rooms_of(guarded: Guarded, size: int, num_elements: int, dtype: torch.dtype,
     ],
 )
 @pytest.mark.each_value
-def test_a_sum_is_that_of_plain_torch(
+def test_sum_rows_matches_torch(
     size: int, dtype: torch.dtype, out_dtype: torch.dtype, guarded: Guarded, device: torch.device
 ) -> None:
     rows, width = 5, 72
@@ -71,7 +71,7 @@ def test_a_sum_is_that_of_plain_torch(
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("rows", "width"), [(5, 72), (1, 16), (40, 33)])
-def test_two_passes_give_the_same_bits(
+def test_sum_rows_in_two_passes_gives_the_same_bits(
     size: int, rows: int, width: int, guarded: Guarded, device: torch.device
 ) -> None:
     # In one process ranks run one after the other, so that each finds only its own share added up: the first pass of all.
@@ -158,7 +158,7 @@ def test_sums_in_pieces_are_those_of_the_whole(scratch_size: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 2100), (40, 16)])
-def test_what_is_offered_is_fetched(rows: int, width: int, guarded: Guarded, device: torch.device) -> None:
+def test_fetch_rows_returns_offered_rows(rows: int, width: int, guarded: Guarded, device: torch.device) -> None:
     apart = torch.arange(rows * (width + 3), device=device, dtype=FP32).view(rows, width + 3)
     slots, out = guarded(2, rows * width, dtype=FP32), guarded(rows, width + 1, dtype=FP32)
     offer_rows(apart[:, :width], slots, None)

@@ -79,7 +79,7 @@ def test_scaled_to_the_bit_and_squares_as_exact_as_torch(device, size, dtype):
 
 
 @DTYPES
-def test_with_its_squares_a_row_is_the_norm(device, dtype):
+def test_deferred_row_with_its_squares_is_the_norm(device, dtype):
     x, norm = inputs(5, 200, dtype)
     scaled, squares, _ = run(defer_rms_norm, x, norm, device)
     normed = scaled.double() * (squares.double() / 200 + EPS).rsqrt().unsqueeze(1)
@@ -101,7 +101,7 @@ def test_amax_is_that_of_what_was_scaled(device, function, dtype):
 
 
 @pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
-def test_the_amax_of_a_row_is_its_own(device, function):
+def test_deferred_amax_is_that_of_its_row(device, function):
     x, norm = inputs(4, 100)
     _, _, clean = run_with_amax(function, x, norm, device)
     x[1], x[2, 50] = 0.0, float("inf")
@@ -126,7 +126,7 @@ def test_rows_are_batch_invariant(device, dtype):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, bad):
+def test_defer_rms_norm_nonfinite_value_stays_in_its_row(device, bad):
     x, norm = inputs(4, 100)
     clean = run(defer_rms_norm, x, norm, device)
     x[2, 99] = bad
@@ -137,7 +137,7 @@ def test_what_is_not_finite_stays_in_its_row(device, bad):
     assert same_bits(squares[[0, 1, 3]], clean[1][[0, 1, 3]])
 
 
-def test_it_may_take_the_place_of_its_rows(device):
+def test_defer_rms_norm_may_run_in_place(device):
     x, norm = inputs(3, 100)
     expected, *_ = run(defer_rms_norm, x, norm, device)
     x, norm = x.to(device), norm.to(device)
@@ -163,7 +163,7 @@ def run_delta(function, x_MK, delta_MK, norm_K, device) -> tuple[torch.Tensor, t
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"K{size}")
-def test_what_is_added_first_is_rounded_as_if_it_had_been_stored(device, size, dtype):
+def test_defer_rms_norm_rounds_sum_as_if_stored(device, size, dtype):
     for num_rows in (1, 3, 16):
         x, norm = inputs(num_rows, size, dtype)
         delta = random(num_rows, size, seed=3, scale=3.0).to(dtype)
@@ -211,13 +211,13 @@ def test_amax_is_of_the_sum_and_not_of_what_was_there_before(device, function):
     assert float(amax.normed[1]) == pytest.approx(5.0 * float(norm[7].abs()), rel=1e-5)
 
 
-def test_values_stay_as_they_are():
+def test_normed_rows_are_frozen():
     with pytest.raises(FrozenInstanceError):
         NormedRows(torch.empty(0), 1, EPS).num_squares = 2  # type: ignore[misc]
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_defer_rms_norm_allocates_nothing(device):
     x, norm = (tensor.to(device, torch.bfloat16) for tensor in inputs(3, 5120))
     scaled, squares = torch.empty_like(x), torch.empty(3, device=device)
     scratch = SmallBatchScratch(squares, squares, squares)
@@ -255,14 +255,14 @@ def test_amax_of_every_size(device, function, dtype):
 @BOTH_AMAX
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 @pytest.mark.parametrize("size", [1, 100, 700])
-def test_all_that_is_given_is_cleared(device, function, num_rows, size):
+def test_row_amax_clears_all_given_places(device, function, num_rows, size):
     """Whether rows are wider than their share of it or not, and whether shares are equal or not."""
     for num_cleared in (0, 64 * num_rows, 1025):
         run_row_amax(function, random(num_rows, size), device, num_cleared)
 
 
 @BOTH_AMAX
-def test_the_amax_may_be_anywhere_and_of_either_sign(device, function):
+def test_row_amax_finds_either_sign_in_any_column(device, function):
     for place in (0, 1, 64, 99):
         for sign in (1, -1):
             x = random(2, 100).clamp(-3, 3)
@@ -285,7 +285,7 @@ def test_results_are_batch_invariant(device, function):
 
 @BOTH_AMAX
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_amax_that_is_not_finite_stays_in_its_row(device, function, bad):
+def test_row_amax_nonfinite_value_stays_in_its_row(device, function, bad):
     """Whatever the amax of a row with a NaN is: the NaN itself is quantized as NaN."""
     x = random(4, 100)
     clean = run_row_amax(function, x, device)

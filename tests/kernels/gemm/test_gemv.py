@@ -24,7 +24,7 @@ BOTH = pytest.mark.parametrize("scheme", [FP8, INT8], ids=scheme_id)
 
 @SCHEMES
 @pytest.mark.parametrize(("size_n", "size_k"), [(2, 192), (9, 256)])
-def test_one_row(device, scheme, size_n, size_k):
+def test_quantized_gemv_one_row_is_exact(device, scheme, size_n, size_k):
     for with_bias in (False, True):
         for gated in (False, True):
             judge_normed(quantized_case(1, size_n, size_k, widest_on(device), scheme, gated, with_bias), device)
@@ -40,7 +40,7 @@ DEEP_SIZES = (128, 640, 768, 1024, 4096, 4608, 5120)
     [*((FP8, size_k) for size_k in (3, 100, 777, *DEEP_SIZES)), (INT8, 777), (INT8, 1024)],
     ids=lambda value: scheme_id(value) if value in (FP8, INT8) else f"K{value}",
 )
-def test_every_way_in_which_blocks_along_k_are_chosen(device, scheme, size_k):
+def test_quantized_gemv_is_exact_for_every_k_blocking(device, scheme, size_k):
     judge_normed(quantized_case(1, 5, size_k, widest_on(device), scheme), device)
     judge_normed(quantized_case(1, 3, size_k, widest_on(device), scheme, gated=True), device)
     judge_add(quantized_case(1, 9, size_k, widest_on(device), scheme), device)
@@ -74,7 +74,7 @@ def test_amax_of_rows_that_come_from_elsewhere(device, num_amax):
     judge_add(quantized_case(1, 17, 320, widest_on(device), FP8), device, num_amax)
 
 
-def test_more_blocks_than_places_for_the_amax_of_a_gated_row(device):
+def test_gated_gemv_blocks_sharing_an_amax_place_keep_the_larger(device):
     """The larger of two that share a place stays."""
     size_n = (NUM_GATE_AMAX + 1) * quantized_gemv_blocks(128, gated=True, residual=False, quantized=True).block_n
     case = quantized_case(1, size_n, 128, widest_on(device), FP8, gated=True, with_bias=True)
@@ -94,7 +94,7 @@ def test_zeros_are_the_bias(device, scheme):
 
 @BOTH
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_shows(device, scheme, bad):
+def test_quantized_gemv_nonfinite_row_is_visible(device, scheme, bad):
     for gated in (False, True):
         case = quantized_case(1, 33, 300, widest_on(device), scheme, gated)
         case.x_MK[0, 299] = bad

@@ -97,13 +97,13 @@ def test_odd_shapes_are_as_exact_as_torch(n_size, k_size, with_bias):
 
 
 @pytest.mark.parametrize("k_size", [*range(1, 35), 64, 576, 1536], ids=lambda size: f"K{size}")
-def test_every_tail_of_the_inner_dimension(k_size):
+def test_plain_linear_is_exact_for_every_k_tail(k_size):
     for num_rows in (1, 2, 3, 4, 5):
         judge(*operands(num_rows, 13, k_size))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e15])
-def test_any_magnitude(scale):
+def test_plain_linear_is_exact_at_any_magnitude(scale):
     x, weight, _ = operands(5, 7, 100)
     judge(x * scale, weight, None)
 
@@ -120,7 +120,7 @@ def test_rows_are_batch_invariant(n_size, k_size):
                 assert same_bits(plain_linear(x[rows], weight, bias), alone[rows]), f"{threads=} {rows=}"
 
 
-def test_a_column_is_the_same_to_the_bit_beside_any_others():
+def test_plain_linear_columns_do_not_depend_on_each_other():
     x, weight, bias = operands(6, 100, 77)
     whole = plain_linear(x, weight, bias)
     for low, high in ((0, 1), (0, 3), (5, 9), (47, 50), (96, 100), (1, 100)):
@@ -130,7 +130,7 @@ def test_a_column_is_the_same_to_the_bit_beside_any_others():
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 65], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize(("n_size", "k_size"), [(1, 1), (3, 5), (7, 63), (50, 100)])
-def test_nothing_is_read_or_written_outside(native, guarded_host, num_rows, n_size, k_size):
+def test_native_linear_stays_within_its_buffers(native, guarded_host, num_rows, n_size, k_size):
     x, weight, bias = (island(values) for values in operands(num_rows, n_size, k_size))
     y = guarded_host(num_rows, n_size)
     native.holdfast_linear(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), num_rows, n_size, k_size)
@@ -140,7 +140,7 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, num_rows, n_si
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("num_rows", [2, 4, 7])
-def test_what_is_not_finite_stays_in_its_row(bad, num_rows):
+def test_plain_linear_nonfinite_input_stays_in_its_row(bad, num_rows):
     x, weight, bias = operands(num_rows, 11, 37)
     clean = plain_linear(x, weight, bias)
     for bad_row in range(num_rows):
@@ -152,7 +152,7 @@ def test_what_is_not_finite_stays_in_its_row(bad, num_rows):
         assert same_bits(y[others], clean[others])
 
 
-def test_a_weight_that_is_not_finite_stays_in_its_column():
+def test_plain_linear_nonfinite_weight_stays_in_its_column():
     x, weight, bias = operands(5, 9, 20)
     clean = plain_linear(x, weight, bias)
     weight[4, 19] = float("nan")
@@ -162,7 +162,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_column():
     assert same_bits(y[:, others], clean[:, others])
 
 
-def test_no_rows_give_no_rows():
+def test_plain_linear_without_rows_is_empty():
     assert plain_linear(torch.empty(0, 8), torch.ones(3, 8), None).shape == (0, 3)
 
 
@@ -235,7 +235,7 @@ def test_float32_rows_are_batch_invariant(dtype):
         assert same_bits(plain_linear_float32(x[rows], weight, torch.empty(len(rows), 50)), whole[rows]), f"{rows=}"
 
 
-def test_a_wide_weight_is_widened_in_parts(monkeypatch):
+def test_plain_linear_widens_a_wide_weight_in_parts(monkeypatch):
     """Wherever the parts meet, every column is there once."""
     x, weight, bias = (values.half() for values in operands(3, 50, 64))
     expected = plain_linear(x, weight, bias), plain_linear_float32(x, weight, torch.empty(3, 50))
@@ -248,7 +248,7 @@ def test_a_wide_weight_is_widened_in_parts(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 33])
-def test_a_gpu_gives_float32_and_allocates_nothing(device, dtype, num_rows):
+def test_plain_linear_float32_on_gpu_allocates_nothing(device, dtype, num_rows):
     x, weight = (values.to(device, dtype) for values in operands(num_rows, 1000, 512, with_bias=False)[:2])
     out = torch.full((num_rows, 1000), float("nan"), device=device)
     assert plain_linear_float32(x, weight, out) is out

@@ -97,7 +97,7 @@ def test_zeros_are_zeros(device, blocked):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
-def test_what_is_not_finite_shows_in_all_codes_of_its_scale(device, bad):
+def test_quantize_rows_nonfinite_value_spoils_codes_of_its_scale(device, bad):
     x = random(3, 300).half()
     x[1, 140] = bad
     for blocked in (False, True):
@@ -108,7 +108,7 @@ def test_what_is_not_finite_shows_in_all_codes_of_its_scale(device, bad):
 
 
 @BLOCKED
-def test_no_rows(device, blocked):
+def test_quantize_rows_without_rows_is_empty(device, blocked):
     for where, function in (("cpu", quantize_rows), (device, quantize_rows_triton)):
         codes, _ = quantized(function, torch.empty(0, 200, device=where), blocked, where)
         assert codes.shape == (0, 200)
@@ -151,7 +151,7 @@ def test_shapes_of_models(device, blocked, shape):
 
 @pytest.mark.gpu
 @BLOCKED
-def test_nothing_is_allocated(device, blocked):
+def test_quantize_rows_allocates_nothing(device, blocked):
     x = random(5, 640).to(device, torch.bfloat16)
     scales = torch.empty(5 if blocked else 1, 5, device=device).t()
     room = QuantizedRows(torch.empty(5, 640, dtype=torch.float8_e4m3fn, device=device), scales)

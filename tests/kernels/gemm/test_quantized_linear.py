@@ -57,7 +57,7 @@ def rows_as_taken(x_TK, weight) -> torch.Tensor:
 @SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 5, 33], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("function", [quantized_linear, quantized_linear_reference], ids=["chosen", "reference"])
-def test_on_a_cpu_it_is_the_product_of_what_codes_stand_for(function, scheme, num_rows):
+def test_quantized_linear_on_cpu_is_the_dequantized_product(function, scheme, num_rows):
     x, weight, bias = random(num_rows, 160), random_weight(67, 160, scheme), random(67, seed=3)
     y = run(function, x, weight, bias)
     expected = rows_as_taken(x, weight) @ dequantize(weight).T + bias
@@ -102,7 +102,7 @@ def test_rows_are_batch_invariant(scheme):
 
 @SCHEMES
 @pytest.mark.usefixtures("native")
-def test_on_a_cpu_the_reference_is_the_same_to_the_bit(scheme):
+def test_quantized_linear_on_cpu_equals_reference_to_the_bit(scheme):
     """Numbers are added in one order, whether C turns codes back or torch does."""
     x, weight, bias = random(3, 160), random_weight(150, 160, scheme), random(150, seed=3)
     for num_rows in (1, 3):
@@ -112,7 +112,7 @@ def test_on_a_cpu_the_reference_is_the_same_to_the_bit(scheme):
 
 @SCHEMES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(scheme, bad):
+def test_quantized_linear_nonfinite_input_stays_in_its_row(scheme, bad):
     x, weight = random(4, 160), random_weight(33, 160, scheme)
     clean = run(quantized_linear, x, weight, None)
     x[1, 100] = bad
@@ -128,7 +128,7 @@ def test_zeros_are_the_bias(scheme):
 
 
 @SCHEMES
-def test_no_rows_give_no_rows(scheme):
+def test_quantized_linear_without_rows_is_empty(scheme):
     assert run(quantized_linear, torch.empty(0, 96), random_weight(33, 96, scheme), None).shape == (0, 33)
 
 
@@ -214,7 +214,7 @@ def test_dequantized_rows_are_near_what_was_quantized(size_k):
         (FP8_BLOCK, (128, 128), torch.bfloat16, False),
     ],
 )
-def test_what_torch_multiplies(scheme, shape, dtype, chosen):
+def test_takes_scaled_product_chooses_by_scheme_shape_and_dtype(scheme, shape, dtype, chosen):
     out = torch.empty(3, shape[0], dtype=dtype)
     assert takes_scaled_product(random_weight(*shape, scheme), out) == chosen
 
@@ -224,7 +224,7 @@ def test_what_torch_multiplies(scheme, shape, dtype, chosen):
 @HALF
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 130], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize(("size_n", "size_k"), [(272, 512), (101, 224)], ids=["whole", "odd"])
-def test_a_gpu_is_as_exact_as_a_cpu(device, scheme, dtype, num_rows, size_n, size_k):
+def test_quantized_linear_on_gpu_is_as_exact_as_torch(device, scheme, dtype, num_rows, size_n, size_k):
     """Whichever kernel multiplies; with float32 out too, as logits are."""
     rows = codable_rows(num_rows, size_k, block_columns=scheme.block_columns if scheme.quantizes_activations else 0)
     x, weight, bias = rows.to(dtype), random_weight(size_n, size_k, scheme), random(size_n, seed=3).to(dtype)
@@ -239,7 +239,7 @@ def test_a_gpu_is_as_exact_as_a_cpu(device, scheme, dtype, num_rows, size_n, siz
 @pytest.mark.gpu
 @SCHEMES
 @pytest.mark.parametrize("num_rows", [3, 130], ids=lambda count: f"{count} rows")
-def test_on_a_gpu_what_is_not_finite_stays_in_its_row(device, scheme, num_rows):
+def test_quantized_linear_on_gpu_nonfinite_stays_in_its_row(device, scheme, num_rows):
     x, weight = codable_rows(num_rows, 256).bfloat16(), random_weight(64, 256, scheme)
     clean = run(quantized_linear, x, weight, None, device, torch.bfloat16)
     x[1, 100] = NAN
@@ -253,7 +253,7 @@ def test_on_a_gpu_what_is_not_finite_stays_in_its_row(device, scheme, num_rows):
 @SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 33], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
-def test_a_gpu_allocates_nothing(device, scheme, num_rows, with_bias):
+def test_quantized_linear_on_gpu_allocates_nothing(device, scheme, num_rows, with_bias):
     x, weight = random(num_rows, 512).to(device, torch.bfloat16), weight_on(random_weight(256, 512, scheme), device)
     bias = random(256).to(device, torch.bfloat16) if with_bias else None
     half, wide = (torch.empty(num_rows, 256, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))

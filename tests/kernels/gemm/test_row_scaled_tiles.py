@@ -127,13 +127,13 @@ def judge(x_MK, weight, bias_N, device, out_dtype=None, split=True) -> None:
 @pytest.mark.each_value
 @SPLIT
 @ROWS
-def test_every_number_of_rows(device, num_rows, split):
+def test_row_scaled_linear_is_exact_for_every_number_of_rows(device, num_rows, split):
     weight = random_weight(65, 1100, FP8)
     judge(codable_rows(num_rows, 1100).to(widest_on(device)), weight, None, device, split=split)
 
 
 @pytest.mark.parametrize(("size_n", "size_k"), [(1, 1), (2, 3), (33, 128), (63, 600), (129, 1333), (64, 2048)])
-def test_every_size_with_a_bias(device, size_n, size_k):
+def test_row_scaled_linear_with_bias_is_exact_at_every_size(device, size_n, size_k):
     for scheme in (FP8, FP8_TENSOR):
         x, weight = codable_rows(19, size_k, seed=2), random_weight(size_n, size_k, scheme, seed=3)
         judge(x.to(widest_on(device)), weight, random(size_n, seed=5).to(widest_on(device)), device)
@@ -141,7 +141,7 @@ def test_every_size_with_a_bias(device, size_n, size_k):
 
 @hypothesis_settings(max_examples=12, deadline=None)
 @given(rows=st.integers(1, 40), size_n=st.integers(1, 200), size_k=st.integers(1, 1500), has_bias=st.booleans())
-def test_any_size(device, rows, size_n, size_k, has_bias):
+def test_row_scaled_linear_is_exact_at_any_size(device, rows, size_n, size_k, has_bias):
     x, weight = codable_rows(rows, size_k, seed=rows), random_weight(size_n, size_k, FP8, seed=size_n)
     bias = random(size_n, seed=7).to(widest_on(device)) if has_bias else None
     judge(x.to(widest_on(device)), weight, bias, device)
@@ -179,7 +179,7 @@ def test_results_are_batch_invariant(device, split):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, bad):
+def test_row_scaled_tiles_nonfinite_input_stays_in_its_row(device, bad):
     weight, gate_up = random_weight(80, 900, FP8), random_weight(160, 900, FP8)
     x = codable_rows(18, 900).to(widest_on(device))
     clean = run(x, weight, None, device, torch.float32)
@@ -196,7 +196,7 @@ def test_what_is_not_finite_stays_in_its_row(device, bad):
     assert torch.equal(amax[others], clean_amax[others])
 
 
-def test_a_weight_that_is_not_finite_stays_in_its_outputs(device):
+def test_row_scaled_linear_nonfinite_weight_stays_in_its_outputs(device):
     x, weight = codable_rows(18, 1300).to(widest_on(device)), random_weight(80, 1300, FP8)
     clean = run(x, weight, None, device, torch.float32)
     weight.scales[77] = NAN
@@ -208,7 +208,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_outputs(device):
     assert same_bits(y[:, others].contiguous(), clean[:, others].contiguous())
 
 
-def test_a_row_of_zeros_is_the_bias(device):
+def test_row_scaled_linear_zero_row_is_the_bias(device):
     x, weight, bias = codable_rows(18, 700).to(widest_on(device)), random_weight(80, 700, FP8), random(80, seed=6)
     x[4] = 0.0
     assert same_bits(run(x, weight, bias, device, torch.float32)[4], bias)
@@ -274,7 +274,7 @@ def test_splits_of_qwen3_32b():
     assert [row_scaled_splits(*shape) for shape in shapes] == [1, 2, 1, 3]
 
 
-def test_who_takes_a_product_follows_from_rows_and_shape():
+def test_row_scaled_takes_chooses_by_rows_and_shape():
     scratch = scratch_amid(RedZones(torch.device("cpu")), 1, 64, 64)
     wide, narrow = random_weight(132 * 64, 32, FP8), random_weight(64, 4096, FP8_TENSOR)
     for num_rows, of_wide, of_narrow in ((1, True, True), (64, True, True), (65, False, True), (128, False, True)):
@@ -291,7 +291,7 @@ def test_who_takes_a_product_follows_from_rows_and_shape():
     assert (ROW_SCALED_ROWS, ROW_SCALED_SPLIT_ROWS) == (64, 128)
 
 
-def test_what_does_not_fit_is_said(device):
+def test_row_scaled_linear_misfit_operands_are_refused(device):
     weight = weight_on(random_weight(70, 4224, FP8), device)
     rows = coded(RedZones(device), codable_rows(20, 4224), weight)
     small = TileScratch(
@@ -321,7 +321,7 @@ def test_bfloat16_at_the_sizes_of_a_large_model(device, num_rows, size_n, size_k
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [17, 128], ids=lambda count: f"{count} rows")
-def test_nothing_is_allocated(device, num_rows):
+def test_row_scaled_tiles_allocate_nothing(device, num_rows):
     zones = RedZones(device)
     x, weight = codable_rows(num_rows, 4096), weight_on(random_weight(256, 4096, FP8), device)
     rows = coded(zones, x, weight)._replace(scratch=scratch_amid(zones, num_rows, 256, 4096))

@@ -83,13 +83,13 @@ def test_added_over_every_number_of_outputs(device, widest, num_rows, size_n):
 @EVERY_ROWS
 @BIAS
 @pytest.mark.parametrize(("size_n", "size_k"), [(65, 192), (64, 1024), (200, 64)])
-def test_a_product_with_nothing_around_it(device, widest, num_rows, size_n, size_k, with_bias):
+def test_small_batch_partial_sum_is_exact(device, widest, num_rows, size_n, size_k, with_bias):
     """As a rank leaves its part of a sum."""
     judge_part(small_batch_case(num_rows, size_n, size_k, widest, with_bias=with_bias), device)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, MANY], ids=lambda count: f"{count} rows")
-def test_a_thousand_outputs(device, widest, num_rows):
+def test_small_batch_thousand_outputs_are_exact(device, widest, num_rows):
     judge_add(small_batch_case(num_rows, 1000, 256, widest), device)
     judge_normed(small_batch_case(num_rows, 1000, 128, widest), device)
 
@@ -140,7 +140,7 @@ def test_squares_in_any_number_of_blocks(device, widest, num_rows, num_squares):
     num_squares=st.integers(1, 40),
     seed=st.integers(0, 99),
 )
-def test_any_product(device, num_rows, size_n, blocks_k, gated, with_bias, num_squares, seed):
+def test_small_batch_is_exact_for_any_shape(device, num_rows, size_n, blocks_k, gated, with_bias, num_squares, seed):
     dtype = widest_on(device)
     size_n = max(LEAST_WIDTH, size_n)
     judge_normed(small_batch_case(num_rows, size_n, 64 * blocks_k, dtype, gated, with_bias, seed), device, num_squares)
@@ -199,7 +199,7 @@ def test_bfloat16_rows_are_batch_invariant_from_two_on(device, size_n, size_k):
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_rows", [3, MANY], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, widest, num_rows, bad):
+def test_small_batch_nonfinite_input_stays_in_its_row(device, widest, num_rows, bad):
     others = [row for row in range(num_rows) if row != 1]
     for gated in (False, True):
         case = small_batch_case(num_rows, 70, 256, widest, gated)
@@ -219,7 +219,7 @@ def test_what_is_not_finite_stays_in_its_row(device, widest, num_rows, bad):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, MANY], ids=lambda count: f"{count} rows")
-def test_a_weight_that_is_not_finite_stays_in_its_column(device, widest, num_rows):
+def test_small_batch_nonfinite_weight_stays_in_its_column(device, widest, num_rows):
     case = small_batch_case(num_rows, 70, 256, widest)
     clean, *_ = run_add(linear_add, case, device)
     case.weight_NK[66, 255] = NAN
@@ -272,7 +272,7 @@ def test_bfloat16_at_the_sizes_of_a_large_model(device, num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 2, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_the_same_bits_every_time(device, num_rows):
+def test_small_batch_split_sums_are_deterministic(device, num_rows):
     """Partial sums arrive in any order, and are added in one."""
     case = small_batch_case(num_rows, 1024, 8192, torch.bfloat16)
     expected = run_add(linear_add, case, device)
@@ -282,7 +282,7 @@ def test_the_same_bits_every_time(device, num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_nothing_is_allocated(device, num_rows):
+def test_small_batch_allocates_nothing(device, num_rows):
     x, a, scaled = (random(num_rows, 1024, seed=seed).to(device, torch.bfloat16) for seed in range(3))
     weight, norm = random(1024, 1024).to(device, torch.bfloat16), random(1024).to(device, torch.bfloat16)
     scratch = SmallBatchScratch(

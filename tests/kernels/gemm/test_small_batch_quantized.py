@@ -84,7 +84,7 @@ def test_added_over_every_number_of_rows(device, scheme, num_rows):
 
 @SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 3, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_a_product_with_nothing_around_it(device, scheme, num_rows):
+def test_quantized_small_batch_partial_sum_is_exact(device, scheme, num_rows):
     for size_k in (320, 1024) if num_rows == 3 else (320,):
         judge_part(quantized_case(num_rows, 65, size_k, widest_on(device), scheme, with_bias=num_rows == 3), device)
 
@@ -139,7 +139,9 @@ def test_amax_of_rows_that_come_from_elsewhere(device, num_amax):
     num_blocks=st.integers(1, 40),
     seed=st.integers(0, 99),
 )
-def test_any_product(device, num_rows, size_n, size_k, scheme, gated, with_bias, num_blocks, seed):
+def test_quantized_small_batch_is_exact_for_any_shape(
+    device, num_rows, size_n, size_k, scheme, gated, with_bias, num_blocks, seed
+):
     shape = num_rows, size_n, size_k, widest_on(device), scheme
     judge_normed(quantized_case(*shape, gated, with_bias, seed), device, num_blocks)
     judge_add(quantized_case(*shape, False, with_bias, seed), device, num_blocks)
@@ -188,7 +190,7 @@ def test_bfloat16_rows_are_batch_invariant_from_two_on(device, scheme, size_n, s
 
 
 @BOTH
-def test_a_row_of_zeros_is_the_bias_and_leaves_others_alone(device, scheme):
+def test_quantized_small_batch_zero_row_is_the_bias_alone(device, scheme):
     others = [0, 2, 3]
     for gated in (False, True):
         case = quantized_case(4, 65, 300, widest_on(device), scheme, gated, with_bias=True)
@@ -238,7 +240,7 @@ def test_row_below_the_least_scale_stays_finite(device):
 @pytest.mark.each_value
 @BOTH
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, scheme, bad):
+def test_quantized_small_batch_nonfinite_input_stays_in_its_row(device, scheme, bad):
     others = [0, 2]
     for gated in (False, True):
         case = quantized_case(3, 70, 512, widest_on(device), scheme, gated)
@@ -259,7 +261,7 @@ def test_what_is_not_finite_stays_in_its_row(device, scheme, bad):
 
 @BOTH
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
-def test_a_weight_that_is_not_finite_stays_in_its_column(device, scheme, num_rows):
+def test_quantized_small_batch_nonfinite_weight_stays_in_column(device, scheme, num_rows):
     case = quantized_case(num_rows, 70, 512, widest_on(device), scheme)
     clean, *_ = run_add(linear_add, case, device)
     if scheme is FP8:
@@ -381,7 +383,7 @@ def test_bfloat16_at_the_sizes_of_a_large_model(device, scheme, num_rows):
 @pytest.mark.gpu
 @BOTH
 @pytest.mark.parametrize("num_rows", [1, 2, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_every_run_gives_the_same_bits(device, scheme, num_rows):
+def test_quantized_small_batch_is_deterministic(device, scheme, num_rows):
     """Whichever program arrives last."""
     case = quantized_case(num_rows, 2560, 4096, torch.bfloat16, scheme).to(device)
     expected = run_add(linear_add, case, device)
@@ -392,7 +394,7 @@ def test_every_run_gives_the_same_bits(device, scheme, num_rows):
 @pytest.mark.gpu
 @BOTH
 @pytest.mark.parametrize("num_rows", [1, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_nothing_is_allocated(device, scheme, num_rows):
+def test_quantized_small_batch_allocates_nothing(device, scheme, num_rows):
     x, a, scaled = (random(num_rows, 1024, seed=seed).to(device, torch.bfloat16) for seed in range(3))
     weight, norm = weight_on(random_weight(1024, 1024, scheme), device), random(1024).to(device, torch.bfloat16)
     gate_up = weight_on(random_weight(2048, 1024, scheme), device)

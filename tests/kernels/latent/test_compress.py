@@ -98,7 +98,9 @@ def judge(function, sequences: list[torch.Tensor], steps, compressor: Compressor
 @KINDS
 @BOTH
 @pytest.mark.parametrize("gate_size", [1.0, 40.0])
-def test_any_cut_gives_the_entries_of_whole_windows(device, function, ratio, is_overlapped, dim, gate_size) -> None:
+def test_compress_rows_any_cut_gives_entries_of_whole_windows(
+    device, function, ratio, is_overlapped, dim, gate_size
+) -> None:
     compressor = make_compressor(ratio, is_overlapped, dim)
     lengths = [5 * ratio, 4 * ratio + 1, 5 * ratio + 3]
     sequences = [make_rows(length, compressor, gate_size, i) for i, length in enumerate(lengths)]
@@ -108,7 +110,7 @@ def test_any_cut_gives_the_entries_of_whole_windows(device, function, ratio, is_
 
 
 @BOTH
-def test_the_ratio_of_the_model(device, function) -> None:
+def test_compress_rows_at_model_ratio_matches_windows(device, function) -> None:
     compressor = make_compressor(128, False, 32)
     lengths = [300, 130, 127]
     sequences = [make_rows(length, compressor, 8.0, i) for i, length in enumerate(lengths)]
@@ -116,7 +118,7 @@ def test_the_ratio_of_the_model(device, function) -> None:
 
 
 @BOTH
-def test_the_width_of_the_model(device, function) -> None:
+def test_compress_rows_at_model_width_matches_windows(device, function) -> None:
     compressor = make_compressor(4, True, 512)
     judge(function, [make_rows(23, compressor)], in_steps([23], [9], [0]), compressor, device)
 
@@ -176,7 +178,7 @@ def test_infinite_gates_are_handled(device, function) -> None:
     judge(function, [rows_NX], in_steps([16], [16], [0]), compressor, device)
 
 
-def test_no_rows_and_rows_of_padding_touch_nothing(device) -> None:
+def test_compress_rows_padding_touches_nothing(device) -> None:
     compressor = make_compressor(4, True, 16)
     states, there = States(compressor, device), compressor_on(compressor, device)
     for step in (
@@ -187,7 +189,7 @@ def test_no_rows_and_rows_of_padding_touch_nothing(device) -> None:
     assert bool(states.state_PK3D.isnan().all())
 
 
-def test_the_state_of_v4_flash() -> None:
+def test_compress_state_of_v4_flash_is_under_half_a_megabyte() -> None:
     """21 layers with an index and 20 without: under half a megabyte for a sequence."""
     overlapped, index, other = state_bytes(512, True), state_bytes(128, True), state_bytes(512, False)
     assert (overlapped, index, other) == (12_288, 3_072, 6_144)
@@ -255,7 +257,7 @@ def test_entries_in_their_slots_are_those_of_the_reference(device, name, ratio, 
     assert_same_latents(mine, theirs, slots_T[slots_T >= 0])
 
 
-def test_an_entry_is_normed_and_turned_at_its_first_token(device) -> None:
+def test_compressed_entry_is_normed_and_rotated_at_first_token(device) -> None:
     compressor = make_compressor(4, True, LATENT_DIM + ROPE_DIM)._replace(eps=0.3)
     step, slots_T = make_step(compressor)
     planes = write(compress_entries, compressor, "float32", device)
@@ -301,7 +303,7 @@ def index_written(function, compressor: Compressor, name: str, device, num_heads
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ["float32", "fp8"])
 @pytest.mark.parametrize(("dim", "num_heads"), [(32, 5), (48, 1)])
-def test_the_index_is_that_of_the_reference(device, monkeypatch, name, dim, num_heads) -> None:
+def test_compressed_index_matches_reference(device, monkeypatch, name, dim, num_heads) -> None:
     """Two heads go to a program, so that five need three."""
     monkeypatch.setattr(compress, "ELEMENTS_PER_PROGRAM", 2 * ROPE_DIM)
     compressor = make_compressor(4, True, dim)._replace(eps=0.3)
@@ -323,7 +325,7 @@ def test_the_index_is_that_of_the_reference(device, monkeypatch, name, dim, num_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("ratio", "is_overlapped"), [(4, True), (128, False)])
-def test_a_launch_allocates_nothing(device, ratio, is_overlapped) -> None:
+def test_compress_rows_allocates_nothing(device, ratio, is_overlapped) -> None:
     compressor = compressor_on(make_compressor(ratio, is_overlapped, 512), device)
     state_PK3D = States(compressor, device).state_PK3D
     planes = make_latent_planes("fp8_ds_v4", 448, 64, 4, 4, RedZones(device))
@@ -336,7 +338,7 @@ def test_a_launch_allocates_nothing(device, ratio, is_overlapped) -> None:
 
 
 @pytest.mark.gpu
-def test_the_index_of_the_model_in_one_launch(device) -> None:
+def test_compressed_index_of_model_size_allocates_nothing(device) -> None:
     compressor = compressor_on(make_compressor(4, True, 128), device)
     planes = make_index_planes("fp8", 128, 4, 4, RedZones(device))
     table, numbers = torch.ones(4, 32, device=device), torch.arange(4, device=device)

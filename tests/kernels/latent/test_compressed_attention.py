@@ -61,7 +61,7 @@ def test_codes_of_four_bits(device, widest, head_dim, num_sms) -> None:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("num_heads", [1, 20, 66], ids=lambda heads: f"{heads} heads")
-def test_every_number_of_heads(device, widest, name, num_heads) -> None:
+def test_compressed_attention_is_exact_for_every_head_count(device, widest, name, num_heads) -> None:
     """Also those that leave places of a block, or of the last one, empty."""
     judge(compressed_case([30, PADDING, 3], sizes_of(name, num_heads=num_heads), widest), device, num_sms=7)
 
@@ -69,7 +69,7 @@ def test_every_number_of_heads(device, widest, name, num_heads) -> None:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize(("window", "pages"), [(1, (1, 1)), (16, (16, 8)), (17, (64, 2)), (128, (32, 64))], ids=str)
-def test_every_window_and_page(device, widest, name, window, pages) -> None:
+def test_compressed_attention_is_exact_for_every_window_and_page(device, widest, name, window, pages) -> None:
     sizes = sizes_of(name, window=window, window_page=pages[0], entries_page=pages[1])
     positions = [0, window - 1, window, 2 * window + 15, 70, 200]
     judge(compressed_case(positions, sizes, widest), device, num_sms=9)
@@ -127,7 +127,7 @@ def test_places_that_name_no_entry_are_not_followed(device, widest, name) -> Non
 
 
 @FORMATS
-def test_the_reference_is_plain_attention(name) -> None:
+def test_compressed_attention_reference_matches_float64(name) -> None:
     for scope in ({"ratio": 0}, {"top_k": 10}):
         case = compressed_case(AROUND, sizes_of(name, **scope))
         out = run_compressed(case, torch.device("cpu"), function=compressed_attention_reference)
@@ -198,7 +198,7 @@ def test_real_widths_with_odd_pages_and_lists_on_a_gpu(device, name) -> None:
 @pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_heads", [16, 64, 128], ids=lambda heads: f"{heads} heads")
-def test_a_captured_step_serves_any_lengths(device, name, num_heads) -> None:
+def test_compressed_attention_graph_serves_any_lengths(device, name, num_heads) -> None:
     """Captured with padding alone, replayed at any lengths: as launched, to the bit, and nothing is allocated."""
     sizes = replace(Sizes(), name=name, num_heads=num_heads, **REAL, ratio=4, top_k=128)
     case = compressed_case([3000, 700, 129], sizes, torch.bfloat16)

@@ -91,7 +91,7 @@ def judge(case: ScoreCase, device) -> torch.Tensor:
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("num_heads", "dim"), [(64, 128), (32, 128), (64, 64), (3, 48), (1, 16)])
-def test_every_shape_is_scored_like_the_reference(device, name, num_heads, dim) -> None:
+def test_index_scores_match_reference_for_every_shape(device, name, num_heads, dim) -> None:
     judge(make_score_case([(0, 70), (1, 1), (2, 0), (2, 131)], num_heads, dim, name, dtype=DTYPES[name]), device)
 
 
@@ -159,7 +159,7 @@ def test_codes_are_near_the_numbers_that_they_stand_for(name) -> None:
 
 
 @for_each("name", ["float32", "fp8"])
-def test_a_key_that_is_not_a_number_is_one_score(device, name) -> None:
+def test_index_scores_nan_key_spoils_one_score(device, name) -> None:
     case = make_score_case([(0, 40), (0, 41)], 8, 32, name)
     wanted_TC = scored(index_scores_triton, case, device)
     slot = slots_of(case, 0, 40)[13:14]
@@ -176,7 +176,7 @@ def test_rows_without_selection_write_nothing(device) -> None:
         assert bool((mine_TC == UNTOUCHED).all())
 
 
-def test_no_rows_launch_nothing(device) -> None:
+def test_index_scores_without_rows_launch_nothing(device) -> None:
     case = make_score_case([(0, 3)], 2, 16, "float32")
     none = SparseRows(*(numbers[:0] for numbers in case.rows))
     scored(index_scores_triton, replace(case, q=case.q[:0], weights=case.weights[:0], rows=none), device)
@@ -239,7 +239,7 @@ def test_sizes_of_models(device, name, num_heads) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bfloat16", "fp8"])
-def test_one_graph_serves_any_lengths(device, name) -> None:
+def test_index_scores_graph_serves_any_lengths(device, name) -> None:
     case = make_score_case([(0, 5000), (1, 4000), (1, 4001)], 64, 128, name, 64, DTYPES[name])
     planes, pages = planes_to(case.planes, device), case.pages.to(device)
     q, weights = case.q.to(device), case.weights.to(device)
@@ -267,7 +267,7 @@ def test_one_graph_serves_any_lengths(device, name) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bfloat16", "fp8"])
-def test_one_compiled_kernel_serves_any_rows_and_widths(device, name) -> None:
+def test_index_scores_compile_once_for_any_rows_and_widths(device, name) -> None:
     case = make_score_case([(0, 100), (1, 90), (1, 91), (2, 7)], 64, 128, name, 64, DTYPES[name])
     planes, pages = planes_to(case.planes, device), case.pages.to(device)
     q, weights = case.q.to(device), case.weights.to(device)

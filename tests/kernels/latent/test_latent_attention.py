@@ -107,7 +107,7 @@ def test_half_precision(device, dtype, large):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_heads", [1, 17, 65, *more(3, 5, 8, 16, 20, 128)])
-def test_every_number_of_heads(device, widest, num_heads):
+def test_latent_attention_is_exact_for_every_head_count(device, widest, num_heads):
     """Also those that leave places of a block, or of the last one, empty."""
     for large in (False, True):
         judge_cut(latent_case([(65, 2)], num_heads, 16), 2, large, device, widest)
@@ -118,14 +118,14 @@ def test_every_number_of_heads(device, widest, num_heads):
     [(16, 16), (80, 64), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((48, 32), (256, 32), (512, 64)))],
     ids=lambda size: str(size),
 )
-def test_every_width(device, widest, latent_dim, rope_dim):
+def test_latent_attention_is_exact_for_every_width(device, widest, latent_dim, rope_dim):
     for large in (False, True):
         judge_cut(latent_case([(69, 1), (30, 4)], 2, latent_dim, rope_dim), 2, large, device, widest)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("page_tokens", [1, 128, *more(2, 32, 256)])
-def test_every_page_size(device, widest, page_tokens):
+def test_latent_attention_is_exact_for_every_page_size(device, widest, page_tokens):
     for large in (False, True):
         judge_cut(latent_case([(199, 1), (60, 6)], page_tokens=page_tokens), 2, large, device, widest)
 
@@ -138,14 +138,14 @@ def test_splits_without_tokens_weigh_nothing(device, widest, splits, num_padding
     judge_cut(latent_case([(100, 1)], 2, 16), splits, False, device, widest, num_padding)
 
 
-def test_a_split_that_only_later_rows_see(device, widest):
+def test_latent_attention_masks_split_seen_by_later_rows(device, widest):
     """Rows before it get nothing from it, and it takes nothing from what is before it."""
     judge_cut(latent_case([(60, 8), (62, 4)], 8), 2, True, device, widest)
 
 
 @hypothesis_settings(max_examples=10)
 @given(data=st.data())
-def test_any_step(device, data):
+def test_latent_attention_is_exact_for_any_step(device, data):
     counts = st.one_of(st.just(1), st.integers(1, 20))
     rows = data.draw(st.lists(st.tuples(st.one_of(st.just(0), st.integers(0, 150)), counts), min_size=1, max_size=3))
     case = latent_case(
@@ -281,7 +281,7 @@ def test_repeated_launches_give_the_same_bits(device, num_heads):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_latent_attention_allocates_nothing(device):
     case = latent_case([(300, 1), (10, 4)], 16, 512, 64).rounded(torch.bfloat16)
     work = Scheduling(132).work(case, 8, device)
     q = torch.cat((case.q_TNX, case.q_TNX[:3])).to(device)

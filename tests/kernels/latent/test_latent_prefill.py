@@ -121,7 +121,7 @@ def check(case: Case, device, tokens=None, state_rows=None) -> None:
 @SHAPES
 @DTYPES
 @pytest.mark.parametrize(("num_rows", "start"), [(1, 0), (37, 0), (19, 150)], ids=["one", "prompt", "continued"])
-def test_one_chunk(device, shape, dtype, num_rows, start):
+def test_attend_up_projected_one_chunk_is_exact(device, shape, dtype, num_rows, start):
     check(make_case(shape, num_rows, start, dtype), device)
 
 
@@ -164,7 +164,7 @@ def test_quantized_pages(device, name, latent_dim):
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ["auto", *QUANTIZED_LATENTS])
 @pytest.mark.parametrize(("first", "count"), [(0, 40), (13, 9), (39, 1)], ids=str)
-def test_latents_are_gathered_as_they_are_read(device, name, first, count):
+def test_gathered_latents_match_those_that_attention_reads(device, name, first, count):
     case = make_case(ODD._replace(latent_dim=144), 40, 0, torch.float32, name)
     token_W = torch.arange(first, first + count)
     slot_W = case.page_row[token_W // 16].long() * 16 + token_W % 16
@@ -178,7 +178,7 @@ def test_latents_are_gathered_as_they_are_read(device, name, first, count):
 
 
 @SHAPES
-def test_the_reference_is_exact(shape):
+def test_attend_up_projected_reference_is_exact(shape):
     case = make_case(shape, 19, 30, torch.float32)
     found = run(case, CPU, function=attend_up_projected_reference)
     torch.testing.assert_close(found.double(), exact(case), rtol=1e-5, atol=1e-5)
@@ -209,7 +209,7 @@ def test_top_k_of_wrong_shapes_is_refused(device):
 @pytest.mark.parametrize("shape", [V2_LITE, GLM], ids=["V2-Lite", "GLM"])
 @pytest.mark.parametrize(("num_rows", "start"), [(200, 0), (300, 1000)], ids=str)
 @pytest.mark.parametrize("name", ["auto", *QUANTIZED_LATENTS])
-def test_the_sizes_of_models(device, shape, num_rows, start, name):
+def test_attend_up_projected_is_exact_at_model_sizes(device, shape, num_rows, start, name):
     case = make_case(shape, num_rows, start, torch.bfloat16, name, page_tokens=64)
     for tokens in (None, 512):
         found = run(case, device, tokens=tokens)
@@ -219,7 +219,7 @@ def test_the_sizes_of_models(device, shape, num_rows, start, name):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_attend_up_projected_allocates_nothing(device):
     case = make_case(WHOLE, 200, 1200, torch.bfloat16, page_tokens=64)
     planes, q, kv_b = on_device(case.planes, device), case.q.to(device), case.kv_b.to(device)
     page_row, out = case.page_row.to(device), torch.empty(200, 2, 32, dtype=torch.bfloat16, device=device)

@@ -99,7 +99,7 @@ def test_latents_and_values_of_several_blocks_match(device, num_rows):
 
 
 @for_each("num_rows", [3, 17])
-def test_many_heads(device, num_rows):
+def test_latent_projection_many_heads_are_exact(device, num_rows):
     check(device, num_rows, (64, 16, 16, 32, 48), torch.float32)
 
 
@@ -128,7 +128,7 @@ def test_projection_blocks_grow_with_rows():
             assert sorted(blocks) == blocks
 
 
-def test_a_group_of_heads(device):
+def test_latent_projection_head_group_matches_all_heads(device):
     """Views of some heads of everything give what all heads give, and leave the others alone."""
     q, kv_b, latent = case(5, (5, 32, 16, 64, 48), torch.float32)
     queries = absorb(absorb_queries_triton, q, kv_b, 16, device)
@@ -187,12 +187,12 @@ def test_top_k_of_wrong_shapes_is_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 200])
 @pytest.mark.parametrize("sizes", [(16, 128, 64, 512, 128), (20, 192, 64, 512, 256)], ids=["V2-Lite", "GLM"])
-def test_the_sizes_of_models(device, num_rows, sizes):
+def test_latent_projection_is_exact_at_model_sizes(device, num_rows, sizes):
     check(device, num_rows, sizes, torch.bfloat16)
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_latent_projection_allocates_nothing(device):
     q, kv_b, latent = (x.to(device) for x in case(9, (2, 32, 16, 64, 48), torch.bfloat16))
     queries, values = (torch.empty(9, 2, size, dtype=torch.bfloat16, device=device) for size in (80, 48))
     assert_allocates_nothing(lambda: absorb_queries(q, kv_b, queries))

@@ -121,7 +121,7 @@ def test_half_precision(device, name, dtype, large) -> None:
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_heads", [1, 20, 65], ids=lambda heads: f"{heads} heads")
-def test_every_number_of_heads(device, widest, name, num_heads) -> None:
+def test_quantized_latent_attention_is_exact_for_any_head_count(device, widest, name, num_heads) -> None:
     for large in (False, True):
         judge_cut(latent_case([(33, 2)], num_heads, 16), name, 1, large, device, widest)
 
@@ -129,7 +129,7 @@ def test_every_number_of_heads(device, widest, name, num_heads) -> None:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(48, 32), (192, 24), (512, 64)], ids=lambda size: str(size))
-def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
+def test_quantized_latent_attention_is_exact_for_every_width(device, widest, name, latent_dim, rope_dim) -> None:
     for large in (False, True):
         judge_cut(latent_case([(69, 1), (30, 2)], 2, latent_dim, rope_dim), name, 1, large, device, widest)
 
@@ -137,14 +137,14 @@ def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("page_tokens", [1, 16, 128], ids=lambda size: f"pages of {size}")
-def test_every_page_size(device, widest, name, page_tokens) -> None:
+def test_quantized_latent_attention_is_exact_for_every_page_size(device, widest, name, page_tokens) -> None:
     judge_cut(latent_case([(99, 1), (60, 3)], page_tokens=page_tokens), name, 2, False, device, widest)
 
 
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_tokens", [1, 64, 65])
-def test_every_length(device, widest, name, num_tokens) -> None:
+def test_quantized_latent_attention_is_exact_for_every_length(device, widest, name, num_tokens) -> None:
     count = min(5, num_tokens)
     case = latent_case([(num_tokens - 1, 1), (num_tokens - count, count)])
     judge_cut(case, name, 1, False, device, widest)

@@ -65,7 +65,7 @@ def test_half_precision(device, name, dtype) -> None:
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_heads", [1, 20, 65], ids=lambda heads: f"{heads} heads")
-def test_every_number_of_heads(device, widest, name, num_heads) -> None:
+def test_sparse_attention_is_exact_for_every_head_count(device, widest, name, num_heads) -> None:
     """Also those that leave places of a block, or of the last one, empty."""
     judge(sparse_case([40], 20, name, num_heads, 16, dtype=widest), device)
 
@@ -100,21 +100,21 @@ def test_scales_of_one_token_may_be_far_apart(device, widest) -> None:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(48, 32), (192, 24), (512, 64)], ids=lambda size: str(size))
-def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
+def test_sparse_attention_is_exact_for_every_width(device, widest, name, latent_dim, rope_dim) -> None:
     judge(sparse_case([80], 40, name, 2, latent_dim, rope_dim, dtype=widest), device, num_sms=1)
 
 
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("page_tokens", [1, 64], ids=lambda size: f"pages of {size}")
-def test_every_page_size(device, widest, name, page_tokens) -> None:
+def test_sparse_attention_is_exact_for_every_page_size(device, widest, name, page_tokens) -> None:
     judge(sparse_case([200, 60], 65, name, 2, page_tokens=page_tokens, dtype=widest), device)
 
 
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("top_k", [1, 63, 64, 65])
-def test_every_length_of_lists(device, widest, name, top_k) -> None:
+def test_sparse_attention_is_exact_for_every_list_length(device, widest, name, top_k) -> None:
     judge(sparse_case([200, top_k, 1], top_k, name, 2, dtype=widest), device, num_sms=4)
 
 
@@ -137,7 +137,7 @@ def test_splits_without_tokens_weigh_nothing(device, widest, name, num_padding) 
 
 
 @FORMATS
-def test_the_reference_is_plain_attention_to_the_list(name) -> None:
+def test_sparse_attention_reference_attends_to_the_list(name) -> None:
     case = sparse_case(CONTEXTS, 33, name)
     out, exact = run_sparse(case, torch.device("cpu"), function=sparse_attention_reference), case.exact()
     chooses = case.num_tokens_T > 0
@@ -146,7 +146,7 @@ def test_the_reference_is_plain_attention_to_the_list(name) -> None:
 
 
 @FORMATS
-def test_a_list_of_everything_is_dense_attention(device, widest, name) -> None:
+def test_sparse_attention_over_all_tokens_equals_dense(device, widest, name) -> None:
     """As the reference of the dense kernel has it, over the same pages."""
     case = sparse_case([20, 9], 32, name, dtype=widest)
     expected, tolerance = dense(case), QUANTIZED_TOLERANCE[widest]
@@ -291,7 +291,7 @@ def test_attention_allocates_nothing(device, name, num_heads) -> None:
 @pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_heads", [16, 128], ids=lambda heads: f"{heads} heads")
-def test_a_captured_step_serves_any_lengths(device, name, num_heads) -> None:
+def test_sparse_attention_graph_serves_any_lengths(device, name, num_heads) -> None:
     """Captured where no row chooses; replayed where all do, and where some do: as launched, to the bit."""
     case = sparse_case([300, 150, 129], 128, name, num_heads, 512, 64, 64, torch.bfloat16)
     held, table_NP, q_TNX = on_device(case.planes, device), case.table_NP.to(device), case.q_TNX.to(device)

@@ -122,7 +122,7 @@ def test_top_k_kernels_select_like_the_reference(device, guarded, kind):
 
 
 @pytest.mark.parametrize("k", [1, 2, 63, 64, 65, 599, 600, 601], ids=lambda k: f"K{k}")
-def test_any_number_of_tokens(device, guarded, k):
+def test_top_k_tokens_matches_reference_for_any_k(device, guarded, k):
     scores = (random(1, 600) * 9).round()
     assert chosen(guarded, device, scores, [600], k) == by_reference(scores, [600], k)
 
@@ -183,7 +183,7 @@ def test_chunks_of_a_list_end_anywhere(device, guarded):
     assert chosen(guarded, device, scores, [1000] * 8, 40) == by_reference(scores, [1000] * 8, 40)
 
 
-def test_a_list_that_is_just_full(device, guarded):
+def test_top_k_tokens_full_tie_list_takes_lower_positions(device, guarded):
     scores = torch.zeros(1, 600)
     scores[0, 100:356] = 1.0
     assert chosen(guarded, device, scores, [600], 64) == [list(range(100, 164))]
@@ -217,7 +217,7 @@ def test_top_k_of_real_sizes_matches(device, guarded, kind, context, k):
 
 @settings(max_examples=25)
 @given(st.data())
-def test_any_scores(device, data):
+def test_top_k_tokens_matches_definition_for_any_scores(device, data):
     length = data.draw(st.integers(1, 150))
     numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, INF, -INF, NAN]) | st.floats(width=32)
     few = data.draw(st.lists(numbers, min_size=1, max_size=40))

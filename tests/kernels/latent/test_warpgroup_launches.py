@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from holdfast.kernels import operation
 from holdfast.kernels.attention.split_kv import LOG2_E
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.attention.write_kv import Rotary
@@ -126,7 +127,7 @@ def record(monkeypatch):
     def of(module: ModuleType, kernel: str = "_attend_kernel") -> list[Launch]:
         recorder = Recorder(vars(module)[kernel])
         monkeypatch.setattr(module, kernel, recorder)
-        monkeypatch.setattr(module, "supports_pdl", lambda tensor: True)
+        monkeypatch.setattr(operation, "supports_pdl", lambda tensor: True)
         return recorder.launches
 
     return of

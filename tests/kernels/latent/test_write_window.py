@@ -112,7 +112,7 @@ def judge(case: WindowCase, name: str, device, is_rotated=False) -> None:
     "latent_dim, rope_dim, num_heads, name",
     [(448, 64, 9, "fp8_ds_v4"), (448, 64, 2, "float32"), (64, 8, 3, "fp8_ds_v4"), (24, 8, 5, "float16")],
 )
-def test_every_shape_is_written_like_the_reference(device, latent_dim, rope_dim, num_heads, name) -> None:
+def test_write_window_matches_reference_for_every_shape(device, latent_dim, rope_dim, num_heads, name) -> None:
     judge(make_case(5, num_heads, latent_dim, rope_dim), name, device)
 
 
@@ -141,7 +141,7 @@ def test_heads_and_vectors_share_the_rotated_space() -> None:
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("name", NAMES)
-def test_every_type(device, dtype, name) -> None:
+def test_write_window_matches_reference_for_every_dtype(device, dtype, name) -> None:
     judge(make_case(4, 4, 128, 32, dtype), name, device)
 
 
@@ -214,7 +214,7 @@ def test_heads_of_several_programs_match_the_reference(device, monkeypatch, name
     torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_a_vector_is_normed_with_its_own_eps() -> None:
+def test_write_window_norms_a_vector_with_its_own_eps() -> None:
     """Neither without it nor with that of query heads."""
     case = make_case(4, 2, 24, 8)
     case.rotary.cos_TP.fill_(1.0), case.rotary.sin_TP.fill_(0.0)
@@ -226,7 +226,7 @@ def test_a_vector_is_normed_with_its_own_eps() -> None:
     torch.testing.assert_close(planes.rows_SX[case.slots[used]].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_no_rows_launch_nothing(device) -> None:
+def test_write_window_without_rows_launches_nothing(device) -> None:
     case = make_case(0, 2, 24, 8)
     written(write_window_triton, case, "float32", device)
     rotate_back_triton(case.q.to(device), case.rotary)
@@ -234,7 +234,7 @@ def test_no_rows_launch_nothing(device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bfloat16", "fp8_ds_v4"])
-def test_a_write_allocates_nothing(device, name) -> None:
+def test_write_window_allocates_nothing(device, name) -> None:
     case = make_case(4, 64, 448, 64, torch.bfloat16)
     planes = make_latent_planes(name, 448, 64, PAGE_TOKENS, NUM_PAGES, RedZones(device))
     norm = LatentNorm(case.norm.weight_L.to(device), case.norm.eps)

@@ -66,14 +66,14 @@ def test_rows_that_lie_anyhow(device, scheme, layout):
 
 
 @SCHEMES
-def test_one_row_that_stands_for_several(device, scheme):
+def test_place_quantized_accepts_expanded_rows(device, scheme):
     rows = random(1, 64).expand(5, 64)
     assert place_codes(rows.to(device).expand(5, 64), scheme, device) == place_codes(rows, scheme)
 
 
 @SCHEMES
 @pytest.mark.parametrize("kept", [(0, 128), (128, 384), (384, 448)], ids=str)
-def test_some_columns_have_the_codes_and_scales_that_all_have(device, scheme, kept):
+def test_place_quantized_columns_match_those_of_the_whole(device, scheme, kept):
     rows = random(5, 448)
     everything = place_codes(rows, scheme)
     # The kernel gets the columns from which scales follow: here all.
@@ -164,7 +164,7 @@ def test_verifying_reports_the_lowest_row(device):
 
 
 @SCHEMES
-def test_no_rows_change_nothing(device, scheme):
+def test_place_quantized_without_rows_reports_nothing(device, scheme):
     placed = place_codes(torch.empty(0, 64, device=device), scheme, device)
     assert (placed.nonfinite, placed.differing) == (UNSEEN, UNSEEN)
 
@@ -188,7 +188,7 @@ def test_shapes_of_models(device, scheme, layout, shape):
 
 @pytest.mark.gpu
 @SCHEMES
-def test_nothing_is_allocated(device, scheme):
+def test_place_quantized_allocates_nothing(device, scheme):
     rows, found = random(256, 512).to(device, torch.bfloat16), new_findings(device)
     planes = [
         torch.empty(plane.shape, dtype=getattr(torch, plane.dtype), device=device)
@@ -219,13 +219,13 @@ class Kernel:
         return launch
 
 
-def test_a_launch_is_of_all_tiles_with_arguments_in_order():
+def test_row_launch_covers_all_tiles_with_ordered_arguments():
     log = []
     RowLaunch(Kernel(log), TILE, 3, (64, 1), (True, "x")).start(9, "a", "b", 5)
     assert log == [("kernel", (9,), ("a", "b", 5, 9, 64, 1, True, "x"), {"num_warps": 2})]
 
 
-def test_no_rows_are_no_launch():
+def test_row_launch_without_rows_launches_nothing():
     log = []
     launch = RowLaunch(Kernel(log), TILE, 3, (), ())
     launch.start(0)
@@ -254,7 +254,7 @@ def test_row_launch_looks_up_its_program_once_if_aligned():
     assert log[2][2:] == (("a", 4, 64), {})
 
 
-def test_a_pointer_is_an_address_and_a_type():
+def test_pointer_gives_address_and_dtype():
     pointer = Pointer(torch.int16)
     pointer.address = 48
     assert (pointer.data_ptr(), pointer.dtype) == (48, torch.int16)
@@ -352,7 +352,7 @@ def test_tiles_cover_rows_and_columns_and_nothing_beside_them(device, dtype, num
     assert finding.item() == 100 + num_rows - 1
 
 
-def test_a_finding_is_the_lowest_row_that_was_reported(device):
+def test_tile_finding_is_the_lowest_reported_row(device):
     x, out = torch.zeros(9, 16, device=device), torch.empty(3, ROWS, BLOCK, device=device)
     finding = torch.full((1,), 106, dtype=torch.int32, device=device)
     for reported, expected in ((9, 106), (7, 106), (5, 105), (8, 105), (0, 100)):

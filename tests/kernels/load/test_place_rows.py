@@ -81,7 +81,7 @@ def test_codes_and_scales_are_those_of_the_scheme(scheme):
 
 @SCHEMES
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_any_type_is_quantized_from_float32(scheme, dtype):
+def test_place_quantized_converts_any_dtype_to_float32_first(scheme, dtype):
     rows = random(5, 64).to(dtype)
     assert same(placed(rows, scheme), placed(rows.float(), scheme))
 
@@ -128,7 +128,7 @@ def test_columns_that_cut_two_blocks_are_refused():
         placed(rows, MXFP4, (16, 48))
 
 
-def test_an_amax_makes_a_tensor_in_chunks_one_tensor():
+def test_place_quantized_chunks_share_the_given_amax():
     rows = random(64, 96)
     rows[50, 3] = 90.0
     codes, scales, *_ = placed(rows, FP8_TENSOR, chunks=(1, 40))
@@ -142,7 +142,7 @@ def test_an_amax_makes_a_tensor_in_chunks_one_tensor():
 
 
 @pytest.mark.parametrize("elements", [1, 100, PIECE_ELEMENTS])
-def test_the_amax_does_not_depend_on_order_and_pieces(elements, monkeypatch):
+def test_find_amax_does_not_depend_on_order_and_pieces(elements, monkeypatch):
     monkeypatch.setattr(place_rows, "PIECE_ELEMENTS", elements)
     rows = random(20, 33).bfloat16()
     rows[7, 5], rows[8, 0] = -torch.inf, torch.nan
@@ -160,7 +160,7 @@ def test_the_amax_does_not_depend_on_order_and_pieces(elements, monkeypatch):
 @pytest.mark.each_value
 @SCHEMES
 @pytest.mark.parametrize("elements", [64, PIECE_ELEMENTS])
-def test_the_lowest_row_that_is_not_finite_is_found(scheme, elements, monkeypatch):
+def test_place_rows_reports_the_lowest_nonfinite_row(scheme, elements, monkeypatch):
     monkeypatch.setattr(place_rows, "PIECE_ELEMENTS", elements)
     rows = random(300, 64)
     rows[299, 0], rows[131, 63] = torch.inf, torch.nan
@@ -171,7 +171,7 @@ def test_the_lowest_row_that_is_not_finite_is_found(scheme, elements, monkeypatc
 
 
 @SCHEMES
-def test_a_row_that_differs_is_found(scheme):
+def test_place_quantized_verify_finds_the_differing_row(scheme):
     rows = random(300, 64)
     there = planes_for(scheme, (300, 64))
     place_quantized(rows, (0, 64), scheme, *there, amax_for(rows, scheme), 0, new_findings(CPU), False)
@@ -202,7 +202,7 @@ def test_rows_are_converted_into_their_columns():
     assert findings.differing.item() == 5
 
 
-def test_only_numbers_become_other_numbers():
+def test_place_rows_refuses_unsupported_dtypes_and_shapes():
     findings = new_findings(CPU)
     for source, target in (
         (torch.int8, torch.float32),
@@ -225,7 +225,7 @@ def test_only_numbers_become_other_numbers():
 @pytest.mark.parametrize("scheme", [None, *WEIGHT_SCHEMES.values()], ids=["plain", *WEIGHT_SCHEMES])
 @pytest.mark.parametrize("shape", [(3000, 1024), (128, 24_576)], ids=str)
 @pytest.mark.parametrize("verify", [False, True])
-def test_what_is_held_in_between_does_not_grow_with_the_rows(scheme, shape, verify):
+def test_place_rows_intermediates_do_not_grow_with_rows(scheme, shape, verify):
     rows, findings = torch.full(shape, 0.5, dtype=torch.bfloat16), new_findings(CPU)
     out = planes_for(scheme, shape) if scheme else [torch.empty(shape, dtype=torch.float16)]
     amax = torch.ones(1) if scheme is FP8_TENSOR else None
@@ -239,7 +239,7 @@ def test_what_is_held_in_between_does_not_grow_with_the_rows(scheme, shape, veri
 
 
 @SCHEMES
-def test_no_rows(scheme):
+def test_place_rows_accepts_no_rows(scheme):
     assert placed(torch.empty(0, 64), scheme)[2:] == (UNSEEN, UNSEEN)
     place_plain(torch.empty(0, 3), (0, 3), torch.empty(0, 3), 0, new_findings(CPU), False)
 
@@ -303,7 +303,7 @@ def test_rows_that_lie_anyhow(device, layout, shape):
 
 
 @pytest.mark.parametrize("dtype", [*OTHER_TYPES, torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_same_type_is_copied_bit_by_bit(device, dtype):
+def test_place_plain_same_dtype_copies_every_bit(device, dtype):
     size = torch.empty((), dtype=dtype).element_size()
     generator = torch.Generator().manual_seed(1)
     noise = torch.randint(0, 256, (40, 65 * size), dtype=torch.uint8, generator=generator)
@@ -349,7 +349,7 @@ def test_copied_exponents_report_nan(device):
 
 
 @FLOAT_TYPES
-def test_what_is_not_finite_is_reported(device, dtype):
+def test_place_plain_reports_nonfinite_rows(device, dtype):
     for bad in (torch.nan, torch.inf, -torch.inf):
         rows = random(6, 40).to(dtype)
         rows[5, 39] = rows[2, 1] = bad
@@ -360,7 +360,7 @@ def test_what_is_not_finite_is_reported(device, dtype):
             assert wrong.nonzero().tolist() == [[2, 1], [5, 39]]
 
 
-def test_what_becomes_infinite_is_reported_too(device):
+def test_place_plain_reports_rows_that_overflow(device):
     rows = random(4, 8)
     rows[3, 2] = 7e4
     assert place(rows.to(device), torch.float16, device).nonfinite == 3 == place(rows, torch.float16).nonfinite
@@ -384,7 +384,7 @@ def test_verifying_compares_and_writes_nothing(device):
             assert torch.equal(placed.planes[0], there)
 
 
-def test_a_sign_of_zero_and_the_bits_of_a_nan_differ(device):
+def test_place_plain_verify_compares_zero_signs_and_nan_bits(device):
     rows = torch.tensor([[0.0], [torch.nan]])
     there = rows.clone()
     there[0] = -0.0
@@ -403,7 +403,7 @@ def test_broadcast_row_into_strided_columns(device):
 
 @FLOAT_TYPES
 @LAYOUTS
-def test_the_amax_of_rows(device, dtype, layout):
+def test_find_amax_matches_reference_in_any_layout(device, dtype, layout):
     rows = random(5, 70).to(dtype)
     rows[3, 11] = -40.5
     rows[1, 2], rows[2, 3] = torch.nan, -torch.inf
@@ -417,7 +417,7 @@ def test_the_amax_of_rows(device, dtype, layout):
     assert amax.item() == 40.5
 
 
-def test_no_rows_change_nothing(device):
+def test_place_plain_without_rows_reports_nothing(device):
     for shape in ((0, 5), (5, 0)):
         placed = place(torch.empty(shape, device=device), torch.float16, device)
         assert (placed.nonfinite, placed.differing) == (UNSEEN, UNSEEN)
@@ -433,7 +433,7 @@ def test_shapes_of_models(device, layout, target, shape):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_place_plain_and_find_amax_allocate_nothing(device):
     rows, out, found = random(64, 512).to(device), torch.empty(64, 512, device=device).bfloat16(), new_findings(device)
     amax = torch.zeros(1, device=device)
     for verify in (False, True):

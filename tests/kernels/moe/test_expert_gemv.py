@@ -36,7 +36,7 @@ def test_biases_and_forms_of_the_gate(device, scheme, form):
 
 
 @EVERY_SCHEME
-def test_the_bias_of_a_product_without_a_gate(device, scheme):
+def test_expert_gemv_ungated_adds_bias(device, scheme):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(
         expert_gemv, expert_case((2, 2, 3, 9, size_k), False, scheme, by_pair=True, has_bias=True, form=GPT_OSS), device
@@ -75,13 +75,13 @@ def test_widths_of_gpt_oss(device, scheme):
     judge(expert_gemv, expert_case((1, 1, 2, 32, 2880), True, scheme, has_bias=True, form=GPT_OSS), device)
 
 
-def test_a_token_that_names_an_expert_more_than_once(device):
+def test_expert_gemv_token_with_repeated_expert_is_exact(device):
     for scheme in (None, "mxfp4"):
         judge(expert_gemv, expert_case((3, 4, 3, 6, 64), True, scheme, choice="twice"), device)
 
 
 @pytest.mark.parametrize("form", [GPT_OSS, DEEPSEEK_V4], ids=str)
-def test_what_is_not_finite_passes_the_clamp(device, form):
+def test_expert_gemv_nan_passes_the_clamp(device, form):
     case = expert_case((3, 1, 2, 5, 64), True, has_bias=True, form=form)
     clean = run_kernel(expert_gemv, case, device)
     case.x_XK[1, 63] = float("nan")
@@ -99,11 +99,11 @@ def test_rows_are_batch_invariant(device, scheme):
 
 
 @EVERY_SCHEME
-def test_no_rows(device, scheme):
+def test_expert_gemv_without_rows_is_empty(device, scheme):
     assert run_kernel(expert_gemv, expert_case((2, 2, 3, 9, 64), True, scheme).rows([]), device).shape == (0, 9)
 
 
-def test_what_is_not_finite_stays_in_its_row(device):
+def test_expert_gemv_nan_stays_in_its_row(device):
     case = expert_case((3, 1, 2, 5, 64))
     clean = run_kernel(expert_gemv, case, device)
     case.x_XK[1, 63] = float("nan")
@@ -158,7 +158,7 @@ def test_bfloat16_at_the_sizes_of_models(device, scheme):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_expert_gemv_allocates_nothing(device):
     from kernels.expert_cases import order_of, placed
 
     case = placed(expert_case((1, 2, 4, 64, 256), dtype=torch.bfloat16), device)

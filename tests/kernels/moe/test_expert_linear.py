@@ -85,7 +85,7 @@ def test_clamped_rows_are_batch_invariant(native, scheme):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 3), (17, 8, 60, 5, 9), (30, 1, 3, 7, 33)], ids=str)
-def test_any_number_of_experts(sizes):
+def test_expert_linear_is_exact_for_any_number_of_experts(sizes):
     for choice in ("any", "same", "some"):
         case = expert_case(sizes, choice=choice)
         assert_as_exact_as_torch(run(case), run(case, function=expert_linear_reference), exact(case), magnitude=10.0)
@@ -147,7 +147,7 @@ def test_operands_that_do_not_go_together_are_refused():
         expert_linear(ExpertProduct(quantized.x_XK, quantized.weight, order, out, False, None))
 
 
-def test_no_tokens():
+def test_expert_linear_without_tokens_is_empty():
     case = expert_case((3, 2, 3, 8, 64))
     none = replace(case, x_XK=case.x_XK[:0], expert_ids_TS=case.expert_ids_TS[:0])
     assert run(none).shape == (0, 8)
@@ -176,7 +176,7 @@ def test_widths_of_gpt_oss_on_a_gpu(device, num_rows, scheme, gated):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [2, 60])
 @EVERY_SCHEME
-def test_nothing_is_allocated(device, num_rows, scheme):
+def test_expert_linear_allocates_nothing(device, num_rows, scheme):
     case = placed(expert_case((num_rows, 4, 8, 256, 512), True, scheme, torch.bfloat16), device)
     out, order, room = (
         torch.empty(num_rows * 4, 256, dtype=torch.bfloat16, device=device),
@@ -209,7 +209,7 @@ def exact_sum(routed, shares, shared, logit) -> torch.Tensor:
 @DTYPES
 @SHARED
 @pytest.mark.parametrize("sizes", [(1, 1, 7), (2, 8, 300), (SMALL_BATCH_TOKENS + 1, 3, 65)], ids=str)
-def test_as_exact_as_torch(device, guarded, dtype, shared, sizes):
+def test_sum_experts_is_as_exact_as_torch(device, guarded, dtype, shared, sizes):
     out = guarded(sizes[0], sizes[2], dtype=dtype).fill_(float("nan"))
     assert sum_experts_triton(ExpertOutputs(*operands(*sizes, shared, dtype, device)), out) is out
     host = operands(*sizes, shared, dtype, CPU)
@@ -228,7 +228,7 @@ def test_widths_of_programs(device, guarded, num_rows, size):
     )
 
 
-def test_the_sum_may_lie_where_the_shared_expert_did(device):
+def test_sum_experts_may_overwrite_the_shared_expert(device):
     parts = operands(3, 2, 40, "plain", torch.float32, device)
     expected = sum_experts_triton(ExpertOutputs(*parts), torch.empty(3, 40, device=device))
     assert same_bits(sum_experts_triton(ExpertOutputs(*parts), parts[2]), expected)
@@ -265,7 +265,7 @@ def test_experts_are_added_in_their_order_by_the_kernel(device):
     assert out.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
-def test_the_function_takes_the_reference_on_a_cpu():
+def test_sum_experts_on_cpu_uses_reference():
     host = operands(3, 2, 9, "gated", torch.float32, CPU)
     assert same_bits(
         sum_experts(ExpertOutputs(*host), torch.empty(3, 9)),
@@ -282,7 +282,7 @@ def test_wrong_sizes_are_refused():
 
 
 @pytest.mark.parametrize("function", [sum_experts_triton, sum_experts_reference])
-def test_no_tokens_have_no_sums(device, function):
+def test_sum_experts_without_tokens_is_empty(device, function):
     empty = torch.empty(0, 6, device=device)
     assert function(ExpertOutputs(empty, torch.empty(0, 2, device=device)), empty.clone()).shape == (0, 6)
 

@@ -127,13 +127,13 @@ def test_biases_of_down_by_their_shares(device, scheme):
     has_bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_sizes(device, top_k, more, size_n, size_k, scheme, has_bias, seed):
+def test_down_row_add_is_exact_at_any_size(device, top_k, more, size_n, size_k, scheme, has_bias, seed):
     sizes = top_k, top_k + more, size_n, size_k
     judge_down(down_case(sizes, scheme, has_bias=has_bias, seed=seed), device)
 
 
 @EVERY_SCHEME
-def test_a_cpu_takes_the_reference_of_down(scheme):
+def test_down_row_add_on_cpu_uses_reference(scheme):
     down = down_case((3, 5, 9, 200), scheme, has_bias=True)
     for mine, theirs in zip(
         run_down(down, CPU, down_row_add), run_down(down, CPU, down_row_add_reference), strict=True
@@ -142,7 +142,7 @@ def test_a_cpu_takes_the_reference_of_down(scheme):
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
-def test_an_expert_that_is_not_finite_shows(device, bad):
+def test_down_row_add_nonfinite_expert_is_visible(device, bad):
     for scheme in (None, "fp8", "int8"):
         down = down_case((2, 3, 5, 64), scheme)
         down.case.x_XK[1, 63] = bad
@@ -183,7 +183,7 @@ def test_bfloat16_at_the_sizes_of_models(device, scheme):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_down_row_add_allocates_nothing(device):
     down = down_case((2, 4, 64, 256), dtype=torch.bfloat16)
     case, x, norm = placed(down.case, device), down.x_1N.to(device), down.norm_N.to(device)
     shares, squares, scaled = down.shares_1S.to(device), torch.empty(64, device=device), torch.empty_like(x)

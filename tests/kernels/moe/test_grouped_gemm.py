@@ -36,7 +36,7 @@ def test_biases_and_forms_of_the_gate(device, scheme, form):
 
 
 @EVERY_SCHEME
-def test_the_bias_of_a_product_without_a_gate(device, scheme):
+def test_grouped_gemm_ungated_adds_bias(device, scheme):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(
         grouped_gemm,
@@ -55,7 +55,7 @@ def test_half_precision_with_a_row_for_each_pair(device, scheme, dtype):
     ("num_rows", "top_k", "num_experts", "block_rows"),
     [(5, 1, 1, 16), (17, 8, 60, 16), (17, 2, 3, 32), (100, 2, 3, 64), (100, 1, 1, 128)],
 )
-def test_every_height_of_blocks(device, num_rows, top_k, num_experts, block_rows):
+def test_grouped_gemm_is_exact_for_every_block_height(device, num_rows, top_k, num_experts, block_rows):
     assert expert_block_rows(num_rows, top_k, num_experts) == block_rows
     for scheme in (None, "fp8"):
         judge(grouped_gemm, expert_case((num_rows, top_k, num_experts, 5, 48), True, scheme, choice="some"), device)
@@ -63,7 +63,7 @@ def test_every_height_of_blocks(device, num_rows, top_k, num_experts, block_rows
 
 @pytest.mark.parametrize("num_rows", [5, 16, 17, 40])
 @pytest.mark.parametrize("scheme", [None, "mxfp4"], ids=str)
-def test_a_token_that_names_an_expert_more_than_once(device, num_rows, scheme):
+def test_grouped_gemm_token_with_repeated_expert_is_exact(device, num_rows, scheme):
     """As a table may; sorted and not, with a row of its own for each pair, as what experts give is multiplied again."""
     for by_pair in (False, True):
         case = expert_case((num_rows, 4, 3, 6, 64), not by_pair, scheme, choice="twice", by_pair=by_pair)
@@ -71,7 +71,7 @@ def test_a_token_that_names_an_expert_more_than_once(device, num_rows, scheme):
 
 
 @pytest.mark.parametrize("scheme", [None, "int8"], ids=str)
-def test_every_row_to_one_expert(device, scheme):
+def test_grouped_gemm_all_rows_to_one_expert_is_exact(device, scheme):
     judge(grouped_gemm, expert_case((40, 1, 12, 7, 40), False, scheme, choice="same"), device)
 
 
@@ -111,11 +111,11 @@ def test_blocks_of_every_height_round_a_row_alike(dtype, sizes, form, gated):
 
 
 @EVERY_SCHEME
-def test_no_rows(device, scheme):
+def test_grouped_gemm_without_rows_is_empty(device, scheme):
     assert run_kernel(grouped_gemm, expert_case((6, 2, 3, 9, 64), True, scheme).rows([]), device).shape == (0, 9)
 
 
-def test_what_is_not_finite_stays_in_its_row(device):
+def test_grouped_gemm_nan_stays_in_its_row(device):
     """The first row too, which stands in for rows of padding."""
     case = expert_case((6, 1, 2, 5, 64))
     clean = run_kernel(grouped_gemm, case, device)
@@ -141,7 +141,7 @@ def test_codes_of_four_bits_in_rows_of_half_blocks(device):
 
 
 @pytest.mark.parametrize("form", [GPT_OSS, DEEPSEEK_V4], ids=str)
-def test_what_is_not_finite_passes_the_clamp(device, form):
+def test_grouped_gemm_nan_passes_the_clamp(device, form):
     case = expert_case((6, 1, 2, 5, 64), True, has_bias=True, form=form)
     clean = run_kernel(grouped_gemm, case, device)
     case.x_XK[3, 63] = float("nan")
@@ -184,7 +184,7 @@ def test_bfloat16_rows_match_in_blocks_of_any_height(device, scheme):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_grouped_gemm_allocates_nothing(device):
     from kernels.expert_cases import order_of, placed
 
     case = placed(expert_case((9, 2, 4, 64, 256), dtype=torch.bfloat16), device)

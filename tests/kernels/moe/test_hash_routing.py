@@ -69,7 +69,7 @@ def test_against_float64(device, routing, num_rows, top_k, num_experts):
             torch.testing.assert_close(shares.double(), torch.tensor(expected).double(), rtol=4e-6, atol=1e-30)
 
 
-def test_as_the_router_of_transformers(device):
+def test_route_by_table_matches_transformers(device):
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter
 
@@ -98,7 +98,7 @@ def test_ids_outside_table_and_experts_are_clamped(device):
         assert shares.isfinite().all()
 
 
-def test_what_is_nan_stays_in_its_token(device):
+def test_route_by_table_nan_stays_in_its_token(device):
     logits, table, tokens = random(4, 12), make_table(9, 3, 12), torch.arange(4)
     clean = run(route_by_table_triton, logits, table, tokens, V4, device)
     logits[2] = float("nan")
@@ -111,7 +111,7 @@ def test_what_is_nan_stays_in_its_token(device):
     assert same_bits(again[1], clean[1][:2])
 
 
-def test_no_rows(device):
+def test_route_by_table_without_rows_is_empty(device):
     for route, where in both(device):
         ids, _ = run(route, torch.empty(0, 12), make_table(9, 3, 12), torch.empty(0, dtype=torch.int64), V4, where)
         assert ids.shape == (0, 3)
@@ -143,7 +143,7 @@ def test_shapes_that_do_not_match_are_refused():
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_route_by_table_allocates_nothing(device):
     logits, table, tokens = random(9, 256).to(device), make_table(99, 6, 256).to(device), torch.arange(9, device=device)
     ids, shares = torch.empty(9, 6, dtype=torch.int32, device=device), torch.empty(9, 6, device=device)
     assert_allocates_nothing(lambda: route_by_table(logits, table, tokens, V4, ids, shares))

@@ -40,7 +40,7 @@ def listed(logits, rows, guarded, device, chunk_tokens=256, num_candidates=4096,
 
 
 @pytest.mark.parametrize("row", FILTERS.values(), ids=FILTERS.keys())
-def test_a_list_holds_all_that_are_kept_and_not_many_more(device, guarded, row):
+def test_list_near_tokens_holds_kept_tokens_and_few_more(device, guarded, row):
     logits = random(1, 1000, scale=3.0)
     scratch = listed(logits, [row], guarded, device)
     num_listed = int(scratch.num_listed_R[0])
@@ -99,7 +99,7 @@ def test_too_many_are_not_listed(device, guarded):
     assert scratch.listed_ids_RC[2].tolist() == list(range(16))
 
 
-def test_who_needs_no_list_gets_none_and_poison_is_left_alone(device, guarded):
+def test_list_near_tokens_skips_rows_without_need_of_a_list(device, guarded):
     logits = random(4, 100)
     logits[1, 50] = NAN
     logits[2] = -INF
@@ -126,7 +126,7 @@ def test_distances_of_infinite_logits(device, guarded):
         assert scratch.listed_ids_RC.tolist() == [[0, 1, 2, 3]] * 2
 
 
-def test_what_does_not_fit_the_scratch_is_refused(device, guarded):
+def test_list_near_tokens_refuses_rows_beyond_scratch(device, guarded):
     scratch = make_scratch(guarded, 1, 100, 64, 8)
     logits, top = torch.zeros(2, 100, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     table = make_table([LogitRow(0), LogitRow(1)], device)

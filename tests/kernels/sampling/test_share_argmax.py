@@ -47,7 +47,7 @@ def test_shares_find_the_argmax_of_the_whole(num_shares, guarded):
         assert out_S.tolist() == whole_S.tolist(), join.__name__
 
 
-def test_the_logit_of_a_share_is_its_largest(guarded):
+def test_share_argmax_logit_is_the_largest_of_its_share(guarded):
     logits_SV = rows()
     found, expected = (guarded(len(logits_SV), 2, dtype=torch.float32) for _ in range(2))
     scratch = make_scratch(guarded, len(logits_SV), VOCAB_SIZE, 64, 1)

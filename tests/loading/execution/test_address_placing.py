@@ -193,7 +193,7 @@ def test_rows_that_lie_otherwise_are_left_to_tensors(launches):
     assert launches == []
 
 
-def test_what_cannot_be_placed_is_refused(launches):
+def test_place_moves_of_unplaceable_types_are_refused(launches):
     tensors = {"a": torch.zeros(4, 8, dtype=torch.int32)}
     for scheme, dtype in ((None, torch.float32), (FP8, torch.float16)):
         moves = [Move("a", "int32", "w", Part("a", 0, (4, 8)), scheme, 0)]

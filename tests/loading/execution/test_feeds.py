@@ -162,7 +162,7 @@ def test_late_gpu_has_read_a_pinned_chunk_before_it_is_filled(monkeypatch, num_p
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 7, 33, 100])
-def test_some_chunks_are_timed_and_stand_for_all_by_their_bytes(num_chunks, fake_gpu):
+def test_pinned_feed_scales_sampled_times_by_bytes(num_chunks, fake_gpu):
     rows = torch.randn(8 * num_chunks, 32)  # 8 rows to a chunk
     move = Move("t", "float32", "t", Part("t", 0, tuple(rows.shape)), None, 0)
     chunks = cut_chunks([move], [], CHUNK_BYTES)
@@ -192,7 +192,7 @@ def test_sample_skips_the_first_chunk_if_there_are_others(fake_gpu):
     assert feed.place_seconds < 1000
 
 
-def test_a_reader_that_fails_ends_the_way_to_a_gpu(fake_gpu):
+def test_pinned_feed_failed_read_frees_buffers_and_threads(fake_gpu):
     threads = threading.active_count()
     tensors, moves = some_moves(9)
 

@@ -109,7 +109,7 @@ def test_wrong_rows_are_reported_by_move_and_row():
 
 
 @pytest.mark.parametrize("chunk_bytes", [32, 4096])
-def test_a_stored_scale_stands_for_several_rows(chunk_bytes):
+def test_placer_repeats_a_stored_scale_over_its_rows(chunk_bytes):
     tensors = {"s": torch.rand(5, 3), "one": torch.rand(())}
     final = {"w.scale": torch.zeros(10, 3), "x.scale": torch.zeros(7)}
     moves = [

@@ -63,12 +63,12 @@ def test_qwen3_has_heads_of_its_own_width_and_norms():
     assert found.rope.theta == 1e6
 
 
-def test_a_head_tensor_unties_the_embedding():
+def test_gguf_config_with_a_head_tensor_unties_the_embedding():
     head = GGUFTensor("output.weight", F16, (128, 64), 0, 16384)
     assert not gguf_config(file(tensors=(head,)))["tie_word_embeddings"]
 
 
-def test_one_head_means_as_many_key_heads():
+def test_gguf_config_without_kv_head_count_uses_head_count():
     assert spec(attention__head_count_kv=None).num_kv_heads == 4
 
 
@@ -186,7 +186,7 @@ DECLINED = {
 
 
 @for_each("case", DECLINED)
-def test_what_is_not_computed_is_declined_in_words(case):
+def test_gguf_config_unsupported_setting_is_declined(case):
     with raises_code("gguf.unsupported_setting", UnsupportedModelError) as caught:
         spec(**DECLINED[case])
     assert "\n" not in str(caught.value)
@@ -240,7 +240,7 @@ def test_numbers_of_experts_arrive():
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_file_may_say_whether_shares_are_normalized(arch):
+def test_gguf_config_expert_weights_norm_sets_normalizes(arch):
     for normalizes in (False, True):
         experts = experts_spec(arch, expert_weights_norm=normalizes).experts
         assert experts is not None
@@ -248,7 +248,7 @@ def test_the_file_may_say_whether_shares_are_normalized(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_with_experts_a_sliding_window_is_in_every_layer(arch):
+def test_gguf_config_moe_sliding_window_is_in_every_layer(arch):
     """Whichever layers the settings of a family would give it to."""
     assert experts_spec(arch, attention__sliding_window=64).sliding_windows == (64, 64)
     assert experts_spec(arch).sliding_windows == ()
@@ -281,7 +281,7 @@ def test_neutral_values_for_experts_change_nothing(arch):
         ("logit_scale", 0.5),
     ],
 )
-def test_experts_that_are_not_computed_are_declined_in_words(key, value):
+def test_gguf_config_unsupported_expert_setting_is_declined(key, value):
     with raises_code("gguf.unsupported_setting", UnsupportedModelError):
         experts_spec("qwen3moe", **{key: value})
 
@@ -315,7 +315,7 @@ def test_wrong_values_of_experts_are_refused_by_name(case):
     assert named in str(caught.value)
 
 
-def test_single_experts_are_declined_in_words():
+def test_gguf_config_single_expert_tensor_is_declined():
     split = tensor("blk.1.ffn_up.7.weight", 24, 64)
     with raises_code("gguf.single_expert", UnsupportedModelError):
         experts_spec("qwen3moe", (*ROUTERS, split))

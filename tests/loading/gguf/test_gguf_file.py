@@ -73,7 +73,7 @@ def everything(tmp_path):
     return path
 
 
-def test_every_value_reads_as_the_gguf_package_reads_it(everything):
+def test_read_gguf_metadata_matches_gguf_package(everything):
     file = read_gguf(everything)
     fields = {name: field for name, field in gguf.GGUFReader(everything).fields.items() if not name.startswith("GGUF.")}
     assert list(file.metadata) == list(fields)
@@ -88,7 +88,7 @@ def test_every_value_reads_as_the_gguf_package_reads_it(everything):
     assert struct.pack("<f", file.metadata["float32.0"]) == struct.pack("<f", -0.0)
 
 
-def test_every_tensor_lies_where_the_gguf_package_finds_it(everything):
+def test_read_gguf_tensor_places_match_gguf_package(everything):
     file = read_gguf(everything)
     theirs = {found.name: found for found in gguf.GGUFReader(everything).tensors}
     assert list(file.tensors) == list(theirs)
@@ -356,7 +356,7 @@ def test_memory_is_a_few_times_the_file(tmp_path, case):
         tracemalloc.stop()
 
 
-def test_what_is_not_a_file(tmp_path):
+def test_read_gguf_missing_path_or_folder_is_refused(tmp_path):
     with raises_code("gguf.not_found", ModelNotFoundError):
         read_gguf(tmp_path / "none.gguf")
     with raises_code("gguf.not_found", ModelNotFoundError):
@@ -426,7 +426,7 @@ def test_floats(file):
     assert read_floats(file, file.tensors["four"]) == VALUES
 
 
-def test_a_range_is_read_and_nothing_beside_it(file):
+def test_gguf_data_reads_only_the_requested_range(file):
     data = GGUFData(file)
     buffer = bytearray(b"\xaa" * 12)
     data.read_into(file.tensors["four"], 4, memoryview(buffer)[2:10])

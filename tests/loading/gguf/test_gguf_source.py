@@ -87,7 +87,7 @@ def stored(request, tmp_path):
     source.close()
 
 
-def test_every_row_range_of_every_type(stored):
+def test_gguf_source_reads_each_row_range_of_each_type(stored):
     kind, expected, source = stored
     assert set(source.entries) == set(expected)
     for name, whole in expected.items():
@@ -106,7 +106,7 @@ def test_every_row_range_of_every_type(stored):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("step_elements", [1, 300, 5000])
-def test_any_columns_of_every_type_in_steps_of_any_size(stored, step_elements, monkeypatch):
+def test_gguf_source_reads_columns_in_steps_of_any_size(stored, step_elements, monkeypatch):
     _, expected, source = stored
     monkeypatch.setattr(gguf_source, "STEP_ELEMENTS", step_elements)
     for name, whole in expected.items():
@@ -156,7 +156,7 @@ def test_gate_of_the_shared_expert_is_a_matrix_of_one_row(tmp_path, kind):
         assert torch.equal(read_rows(source, name, 0, 1, (33, 70)), whole[:, 33:70])
 
 
-def test_scratch_is_bounded_whatever_is_read(tmp_path):
+def test_gguf_source_scratch_is_bounded_for_large_matrices(tmp_path):
     """A step's blocks, picked and not, and its values; a matrix of a thousand times as many rows needs no more."""
     small, large = (stored_bytes("Q4_0", (rows, 64), 0) for rows in (4096, 8 * 4096))
     needed = [
@@ -169,7 +169,7 @@ def test_scratch_is_bounded_whatever_is_read(tmp_path):
     assert 0 < source.held_bytes <= source.scratch_bytes_per_reader - gguf_source.DEQUANT_BYTES
 
 
-def test_rows_stay_as_they_are_without_interleaved_heads(tmp_path):
+def test_gguf_source_without_head_dim_keeps_row_order(tmp_path):
     raw = stored_bytes("F32", (2 * HEAD_DIM, 8), 0)
     file = write(tmp_path / "model.gguf", {"blk.3.attn_q.weight": ("F32", raw), "blk.3.attn_k.weight": ("F32", raw)})
     plain, reordered = GGUFSource(file, None), GGUFSource(file, HEAD_DIM)

@@ -96,7 +96,7 @@ def test_model_by_name_answers_again_without_the_server(hub, sharded, monkeypatc
     assert len(first) == 8
 
 
-def test_a_connection_that_is_cut_is_taken_up_where_it_ended(hub, sharded):
+def test_open_model_resumes_a_cut_download(hub, sharded):
     shard = "model-00002-of-00003.safetensors"
     hub.repos["org/tiny"], hub.cuts[shard] = Repo(sharded), 50_000
     open_model("org/tiny", "auto").source.close()
@@ -106,7 +106,7 @@ def test_a_connection_that_is_cut_is_taken_up_where_it_ended(hub, sharded):
     assert 0 < start_byte <= 50_000
 
 
-def test_what_an_earlier_download_finished_is_not_fetched_again(hub, cache, sharded):
+def test_open_model_skips_files_of_an_earlier_download(hub, cache, sharded):
     last = "model-00003-of-00003.safetensors"
     hub.repos["org/tiny"] = Repo({name: data for name, data in sharded.items() if name != last})
     assert last in refusal("hub.missing_file", "org/tiny")
@@ -131,7 +131,7 @@ def test_revisions(hub, sharded):
     assert "org/tiny has no revision v9. Name a branch" in refusal("hub.no_revision", "org/tiny@v9")
 
 
-def test_a_gguf_repository(hub, monkeypatch, caplog):
+def test_open_model_gguf_repository_fetches_one_quantization(hub, monkeypatch, caplog):
     from holdfast.loading import model_files
 
     monkeypatch.setattr(model_files, "open_path", lambda path, load_format: path)
@@ -277,7 +277,7 @@ def test_hub_error_is_one_line_with_the_fix(hub, sharded, state, kind, code, mon
         assert open_model("org/tiny", "auto").spec.num_layers == 2
 
 
-def test_no_network_and_a_server_that_is_silent(hub, monkeypatch):
+def test_open_model_unreachable_or_silent_hub_is_refused(hub, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     message = refusal("hub.unreachable", "org/tiny")
     assert "http://127.0.0.1:1 cannot be reached, and model 'org/tiny' is not in the cache." in message
@@ -357,7 +357,7 @@ def test_command_prints_the_download_and_json_stays_clean(hub, cache, sharded):
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
-def test_an_interrupt_ends_a_download_and_leaves_nothing_partial(hub, cache, sharded, num_signals):
+def test_download_interrupted_leaves_no_partial_file(hub, cache, sharded, num_signals):
     shard = "model-00002-of-00003.safetensors"
     hub.repos["org/tiny"], hub.waits[shard] = Repo(sharded), threading.Event()
     process = start("run", "org/tiny", "-p", "Hi", env=environment(hub, cache))

@@ -47,7 +47,7 @@ def test_pieces_that_tile_are_sound_in_any_order(heights, random):
         ([Filled(0, 10, "a"), Filled(10, 10, "b")], "b fills rows 10 to 10, which are none"),
     ],
 )
-def test_what_is_wrong_is_said(filled, words):
+def test_uncovered_reports_gaps_and_overlaps(filled, words):
     assert uncovered(filled, 10) == words
 
 
@@ -137,7 +137,7 @@ def test_missing_experts_are_named():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_misses_what_one_would(rank):
+def test_coverage_each_expert_rank_reports_the_same_faults(rank):
     whole = experts(8, 2, 3)
     share = shard_parameters([whole], Mesh(expert_rank=rank, expert_size=2), 1, 1)
     assert "experts.0.gate.weight" in missing(share, entries_for([whole])[1:])
@@ -160,7 +160,7 @@ def test_experts_that_are_stored_twice_are_too_many():
     assert "too many: experts.gate_up." in message
 
 
-def test_a_bias_that_the_settings_leave_out_is_too_many():
+def test_coverage_undeclared_bias_is_unexpected():
     assert "too many: q.bias." in unexpected([QKV], [*entries_for([QKV]), entry("q.bias", (4,))])
 
 
@@ -182,7 +182,7 @@ def test_wrong_shapes_name_every_layout_that_would_do():
     assert "'experts.gate_up' has the shape [4, 7, 5], and [4, 6, 5] or [4, 5, 6] is needed." in message
 
 
-def test_one_expert_of_another_shape_is_named():
+def test_coverage_expert_of_another_shape_is_named():
     whole = experts(4, 3, 5)
     entries = [
         entry(item.name, (6, 5)) if item.name == "experts.2.up.weight" else item for item in entries_for([whole])
@@ -196,14 +196,14 @@ def test_types_that_are_no_floats_are_refused(dtype):
     assert f"m.safetensors: 'v' is stored as {dtype}" in refusal("weights.unsupported_dtype", UNTIED, entries)
 
 
-def test_a_tied_head_of_another_shape_or_type_is_refused():
+def test_coverage_tied_head_of_wrong_shape_or_type_is_refused():
     entries = [*entries_for(TIED), entry("lm_head.weight", (11, 4))]
     assert "'lm_head.weight' has the shape [11, 4]" in refusal("weights.wrong_shape", TIED, entries)
     entries = [*entries_for(TIED), entry("lm_head.weight", (10, 4), "int8")]
     assert "'lm_head.weight' is stored as int8" in refusal("weights.unsupported_dtype", TIED, entries)
 
 
-def test_a_tensor_for_two_parameters_is_our_own_mistake():
+def test_plan_load_tensor_in_two_parameters_is_an_assertion():
     other = Parameter("other", (4, 4), (Part("q", 0, (4, 4)),))
     with pytest.raises(AssertionError, match=r"q is a part of layers.0.qkv.weight and of other"):
         plan_load([QKV, other], HeaderSource(entries_for([QKV])), "float32")
@@ -241,7 +241,7 @@ def test_shares_that_cut_a_block_are_said(scheme, split, words):
         assert rank == 1 or words in message
 
 
-def test_a_share_of_half_a_block_of_mxfp4_is_said():
+def test_coverage_share_of_half_an_mxfp4_block_is_refused():
     whole = stacked("layers.0.w.weight", [4], 96, split="columns")
     share = shard_parameters([whole], Mesh(1, 2), 1, 1)
     message = refusal("weights.unsupported_scheme", share, entries_for([whole]), WeightRecipe(MXFP4))

@@ -44,7 +44,7 @@ def plan_of(parameters, dtype="bfloat16", recipe=None, entries=None, **more):
     return plan_load(parameters, source, dtype, recipe or WeightRecipe())
 
 
-def test_every_row_of_every_parameter_is_filled_once():
+def test_plan_load_fills_each_row_of_each_parameter_once():
     plan = plan_of(UNTIED)
     for parameter in UNTIED:
         rows = [
@@ -91,7 +91,7 @@ def test_rows_of_one_tensor_are_read_front_to_back():
     assert [move.num_bytes for move in plan.moves] == [32, 40, 8, 8]
 
 
-def test_a_parameter_may_have_a_type_of_its_own():
+def test_plan_load_keeps_the_own_dtype_of_a_parameter():
     router = Parameter("router.weight", (4, 8), (Part("gate", 0, (4, 8)),), "router", dtype="float32")
     plan = plan_of([router])
     assert plan.specs == (TensorSpec("router.weight", (4, 8), "float32"),)
@@ -117,7 +117,7 @@ def test_matrices_and_the_head_are_quantized(scheme):
     assert plan.weights[1].num_bytes == sum(plane.num_bytes for plane in scheme.planes((512, 256)))
 
 
-def test_what_is_to_be_ignored_is_left_as_it_is():
+def test_plan_load_ignored_patterns_stay_unquantized():
     down = stacked("layers.0.down.weight", [64], 64, prefix="model.layers.0.mlp.down_proj")
     for pattern in ("layers.0.down", "*down_proj*", "re:.*down_proj"):
         plan = plan_of([QKV, down], recipe=WeightRecipe(FP8, ignore=(pattern,)))
@@ -137,7 +137,7 @@ def test_blocks_of_rows_end_where_parts_do(heights, block_rows):
 
 @for_each("layout", range(3))
 @for_each("scheme", WEIGHT_SCHEMES.values())
-def test_every_layout_of_experts_gives_the_same_weight(layout, scheme):
+def test_plan_load_expert_layouts_give_the_same_weight(layout, scheme):
     parameter = experts(4, 96, 64)
     parts = (parameter.parts, *parameter.layouts)[layout]
     entries = entries_for([Parameter("w", parameter.shape, parts)])
@@ -151,7 +151,7 @@ def test_every_layout_of_experts_gives_the_same_weight(layout, scheme):
     assert plan.moves[3].amax_rows == (wanted if scheme is FP8_TENSOR else None), "gate and up have scales of their own"
 
 
-def test_a_tied_head_is_no_surprise_and_is_compared():
+def test_plan_load_stored_tied_head_is_compared():
     plan = plan_of(TIED, entries=[*entries_for(TIED), entry("lm_head.weight", (10, 4))], recipe=WeightRecipe(FP8))
     (head,) = plan.tied
     assert (head.tensor, head.target, head.scheme) == ("lm_head.weight", "embed.weight", INT8)
@@ -159,7 +159,7 @@ def test_a_tied_head_is_no_surprise_and_is_compared():
     assert plan_of(TIED).tied == ()
 
 
-def test_a_tied_embedding_may_be_stored_as_the_head_alone():
+def test_plan_load_tied_embedding_may_be_stored_as_head():
     entries = [item for item in entries_for(UNTIED) if item.name != "model.embed_tokens.weight"]
     plan = plan_of(TIED, entries=entries)
     assert plan.tied == ()
@@ -178,7 +178,7 @@ def test_a_tied_embedding_may_be_stored_as_the_head_alone():
         ((256, 2**18), "bfloat16", MXFP4, CHUNK_BYTES),
     ],
 )
-def test_a_chunk_is_a_constant_and_no_more_than_the_model_needs(shape, dtype, scheme, chunk_bytes):
+def test_chunk_bytes_is_constant_or_less_for_small_models(shape, dtype, scheme, chunk_bytes):
     parameter = Parameter("a", shape, (Part("x", 0, shape),))
     plan = plan_of([parameter], entries=[entry("x", shape, dtype)], recipe=WeightRecipe(scheme))
     assert plan.chunk_bytes("cuda") == chunk_bytes
@@ -188,13 +188,13 @@ def test_a_chunk_is_a_constant_and_no_more_than_the_model_needs(shape, dtype, sc
     assert plan.staging_bytes("cpu") == 3 * plan.chunk_bytes("cpu") + 256 + 256
 
 
-def test_a_transposed_stack_never_needs_a_whole_matrix():
+def test_chunk_bytes_of_a_transposed_stack_stays_constant():
     shape = (2, 2**14, 2**14)
     parameter = Parameter("w", shape, (Part("x", 0, shape, is_transposed=True),), "expert")
     assert plan_of([parameter], entries=[entry("x", shape, "float32")]).chunk_bytes("cuda") == CHUNK_BYTES
 
 
-def test_many_small_tensors_fill_chunks_together():
+def test_chunk_bytes_fits_many_small_tensors_together():
     parameters = [Parameter(f"p{index}", (1000,), (Part(f"t{index}", 0, (1000,)),), "norm") for index in range(50)]
     assert plan_of(parameters).chunk_bytes("cuda") == 50 * 2048
 
@@ -211,7 +211,7 @@ def test_staging_stays_at_two_chunks_for_twenty_thousand_moves():
     assert plan.host_bytes("cuda") <= 256 * MIB
 
 
-def test_a_tied_head_has_findings_too():
+def test_staging_specs_include_findings_of_a_tied_head():
     plan = plan_of(TIED, entries=[*entries_for(TIED), entry("lm_head.weight", (10, 4))])
     assert next(spec.shape for spec in plan.staging_specs("cuda") if spec.name == "findings") == (6, 2)
 
@@ -262,7 +262,7 @@ def test_dummy_weights_take_the_staging_of_real_ones(device_kind, dtype):
     assert small.staging_bytes(device_kind) == others + arena_bytes(small.writer_specs) + 512
 
 
-def test_a_rank_reads_only_what_it_needs_and_knows_the_rest():
+def test_plan_load_expert_rank_reads_only_its_share():
     whole = experts(8, 64, 128)
     (share,) = shard_parameters([whole], Mesh(3, 4, 3, 4), 8, 8)
     plan = plan_of([share], recipe=WeightRecipe(FP8), entries=entries_for([whole]))
@@ -289,7 +289,7 @@ def opened(tmp_path: Path) -> OpenModel:
     return open_model(str(tmp_path), "auto")
 
 
-def test_a_folder_is_known_from_its_headers(opened):
+def test_open_directory_describes_a_model_from_its_headers(opened):
     assert opened.kind == "directory"
     assert opened.gguf is None
     assert opened.stored is None, "nothing in it is quantized"
@@ -297,7 +297,7 @@ def test_a_folder_is_known_from_its_headers(opened):
     assert wanted == set(opened.source.entries) == set(SHAPES)
 
 
-def test_nothing_about_an_open_model_changes(opened):
+def test_opened_model_is_frozen(opened):
     with pytest.raises(dataclasses.FrozenInstanceError):
         opened.kind = "gguf"  # type: ignore[misc]
 

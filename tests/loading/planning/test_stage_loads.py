@@ -50,6 +50,6 @@ def test_stage_ends_have_tied_embedding_and_compare_the_head() -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_tensor_without_a_place_in_any_stage_is_too_many(is_tied: bool) -> None:
+def test_stage_loads_tensor_of_no_stage_is_unexpected(is_tied: bool) -> None:
     with raises_code("weights.unexpected_tensors", ModelFormatError):
         stage_loads(is_tied, add=(entry("model.layers.4.mlp.up_proj.weight", (112, 64)),))

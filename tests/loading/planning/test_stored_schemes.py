@@ -65,7 +65,7 @@ def test_expressions_match_as_re_matches(text):
     assert [module for module in MODULES if matches(f"re:{text}", module)] == wanted
 
 
-def test_an_expression_takes_no_longer_than_the_name_is():
+def test_matches_slow_expressions_end_in_linear_time():
     """Python's own would try for as long as the machine stands."""
     assert not matches("re:" + ".*a" * 20 + "b", "a" * 60 + "!")
     assert not is_followed("re:" + "(a|a)" * 60 + "b")
@@ -89,7 +89,7 @@ def test_names_are_always_followed():
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
-def test_every_pattern_of_every_key_is_left_alone():
+def test_leaves_alone_follows_each_pattern_of_each_key():
     """Two keys of two patterns each, and a weight that is made of two tensors of which either may be named."""
     patterns = {"modules_to_not_convert": ["model.layers.0.mlp", "lm_head"], "ignored_layers": ["re:.*kv_a.*", "gate"]}
     stored = read_stored_schemes(BLOCKS | patterns)
@@ -150,7 +150,7 @@ def test_known_ways_are_read(config, scheme, endings, ignore):
 
 
 @pytest.mark.parametrize("config", [None, {}])
-def test_nothing_is_nothing(config):
+def test_read_stored_schemes_without_config_is_none(config):
     assert read_stored_schemes(config) is None
 
 
@@ -220,7 +220,7 @@ def runs(parts):
         (Part("t", 0, (2, 256, 128), rows=(128, 384)), 128, [(0, (1, 3), 1)]),
     ],
 )
-def test_blocks_stand_for_as_many_of_ours_as_they_hold(part, block_rows, wanted):
+def test_scale_parts_repeat_for_each_smaller_block(part, block_rows, wanted):
     settled = FP8_BLOCK.with_parts([block_rows])
     parts = scale_parts([part], FP8_BLOCK, settled, ("_scale_inv",), {})
     assert runs(parts) == wanted
@@ -386,7 +386,7 @@ def test_dummy_planes_are_planned_and_held_as_real_ones(how, tmp_path, monkeypat
             assert len(values.unique()) > 16, name
 
 
-def test_a_scheme_that_is_not_read_has_no_dummies(tmp_path):
+def test_open_without_weights_unknown_scheme_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}}))
     with raises_code("weights.unsupported_setting", UnsupportedModelError):
         open_directory_without_weights(tmp_path)
@@ -402,7 +402,7 @@ def test_dummies_of_what_is_not_quantized_are_plain():
         dummy_source([experts(2, 4, 33)], "float16", StoredSchemes(MXFP4))
 
 
-def test_what_was_left_out_has_to_be_known(tmp_path):
+def test_open_without_weights_unreadable_pattern_is_refused(tmp_path):
     """Headers would tell; without them a pattern that is not followed leaves nothing to go by, in a plan neither."""
     stored = {"quant_method": "fp8", "modules_to_not_convert": [r"re:model\.layers\.\d+\.mlp"]}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": stored}))
@@ -578,7 +578,7 @@ def mx_checkpoint(random, count=4, rows=12, columns=128):
 
 
 @for_each("mesh", [Mesh(), Mesh(1, 2), Mesh(0, 1, 1, 2), Mesh(2, 3)])
-def test_mxfp4_experts_are_taken_as_they_are(mesh):
+def test_plan_load_takes_mxfp4_experts_unchanged(mesh):
     whole = experts(4, 6, 128)
     (parameter,) = shard_parameters([whole], mesh, 1, 1)
     entries, tensors = mx_checkpoint(np.random.default_rng(0))
@@ -636,14 +636,14 @@ def qkv_entries(dtype=E4M3_NAME):
     return codes + [entry(f"{name}_scale_inv", (1, 1), "float32") for name in NAMES]
 
 
-def test_a_missing_scale_is_missing():
+def test_plan_load_missing_scale_or_code_is_refused():
     with raises_code("weights.missing_tensors", ModelFormatError):
         plan_of([QKV], qkv_entries()[:-1], IN_BLOCKS)
     with raises_code("weights.missing_tensors", ModelFormatError):
         plan_of([QKV], qkv_entries()[1:], IN_BLOCKS)
 
 
-def test_a_scale_of_another_shape_or_type_is_named():
+def test_plan_load_scale_of_wrong_shape_or_type_is_refused():
     entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (2, 1), "float32")]
     with raises_code("weights.wrong_shape", ModelFormatError):
         plan_of([QKV], entries, IN_BLOCKS)
@@ -662,7 +662,7 @@ def test_scales_may_be_exponents_and_nothing_else_may():
         plan_of([QKV, norm], [*entries, entry("norm.weight", (8,), "uint8")], IN_BLOCKS)
 
 
-def test_a_scale_without_codes_is_too_many():
+def test_plan_load_scale_without_codes_is_unexpected():
     entries = [entry(name, (128, 128)) for name in NAMES]
     assert plan_of([QKV], entries, IN_BLOCKS).num_quantized == 0, "headers say what is quantized"
     with raises_code("weights.unexpected_tensors", ModelFormatError):
@@ -681,7 +681,7 @@ def test_quantizing_twice_is_refused_and_the_same_again_is_not():
     assert plan_of([QKV], qkv_entries(), IN_BLOCKS, WeightRecipe(FP8_BLOCK)).num_quantized == 1
 
 
-def test_what_the_makers_left_out_stays_as_it_is():
+def test_plan_load_modules_left_unquantized_stay_so():
     head = Parameter("lm_head.weight", (64, 128), (Part("lm_head.weight", 0, (64, 128)),), "head")
     other = Parameter("layers.0.o.weight", (64, 128), (Part("layers.0.o.weight", 0, (64, 128)),))
     entries = [*qkv_entries(), entry("lm_head.weight", (64, 128)), entry("layers.0.o.weight", (64, 128))]

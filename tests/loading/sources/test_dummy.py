@@ -138,7 +138,7 @@ def test_scales_are_those_of_a_model_that_computes():
         assert 0.5 * spread < tensor.std() < 1.5 * spread, name
 
 
-def test_the_source_has_what_the_model_needs_in_its_type():
+def test_dummy_source_lists_each_tensor_in_its_dtype():
     listed = parameters(read_spec(CONFIG))
     source = DummySource(listed, "float16")
     plan = plan_load(listed, source, "float16")
@@ -149,7 +149,7 @@ def test_the_source_has_what_the_model_needs_in_its_type():
     source.close()
 
 
-def test_the_table_is_the_same_everywhere():
+def test_dummy_table_has_its_recorded_values():
     row = read_rows(DummySource([matrix("a.weight", 1, 4)], "float32"), "a.weight", 0, 1)
     again = read_rows(DummySource([matrix("a.weight", 1, 4)], "float32"), "a.weight", 0, 1)
     assert torch.equal(row, again)
@@ -177,7 +177,7 @@ def test_rows_are_read_and_written_as_defined(stored, shape):
     st.integers(0, 8),
     st.integers(1, 9),
 )
-def test_a_writer_gives_the_bits_of_reading(shape, stored, chunk, prefix, first, width):
+def test_dummy_writer_matches_reading_bit_for_bit(shape, stored, chunk, prefix, first, width):
     names = {f"{prefix}x.weight": tuple(shape), f"{prefix}x.bias": (shape[0],), "y.weight": (shape[0], 3)}
     source = DummySource([matrix(name, *own) for name, own in names.items()], stored)
     write = writer_of(source)
@@ -194,7 +194,7 @@ def test_a_writer_gives_the_bits_of_reading(shape, stored, chunk, prefix, first,
 @pytest.mark.each_value
 @pytest.mark.parametrize("chunk", [1, 2, 700, 1049, 2500])
 @pytest.mark.parametrize("columns", [None, (3, 700)])
-def test_a_writer_goes_round_the_table_in_any_chunks(chunk, columns):
+def test_dummy_writer_wraps_the_table_in_any_chunks(chunk, columns):
     name, width, num_rows = "a.weight", 1000, 2 * TABLE_VALUES // 1000 + 3
     if chunk < 3:
         width, num_rows = 700_001, 5
@@ -217,7 +217,7 @@ def test_dummy_transposed_matrix_is_scaled_by_its_inputs():
 
 
 @pytest.mark.parametrize("columns", [None, (1, 1000)])
-def test_a_tensor_of_many_rounds_takes_few_copies(columns, monkeypatch):
+def test_dummy_writer_of_a_large_tensor_takes_few_copies(columns, monkeypatch):
     source = DummySource([matrix("a.weight", 20_001, 1024)], "bfloat16")
     write = writer_of(source)
     width = 1024 if columns is None else 999
@@ -253,7 +253,7 @@ def assert_writes_what_it_reads(source, device="cpu"):
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
-def test_planes_are_written_as_they_are_read(stored):
+def test_dummy_planes_are_written_as_they_are_read(stored):
     assert_writes_what_it_reads(plane_source(stored))
 
 
@@ -306,18 +306,18 @@ def test_dummy_embedding_with_experts_outweighs_layers():
 
 
 @pytest.mark.gpu
-def test_a_gpu_writes_the_same_planes():
+def test_dummy_planes_written_on_a_gpu_match_reading():
     assert_writes_what_it_reads(plane_source(), "cuda")
 
 
-def test_a_dummy_source_writes_rows_itself():
+def test_dummy_source_is_a_writing_source():
     assert isinstance(DummySource([], "float32"), WritingSource)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["float64", *DTYPES])
 @pytest.mark.parametrize("shape", [(1,), (7,), (13, 11), (3, TABLE_VALUES), (2, 2 * TABLE_VALUES + 1), (4999, 1021)])
-def test_a_gpu_writes_the_same_bits(stored, shape):
+def test_dummy_writer_on_a_gpu_matches_reading(stored, shape):
     for name in ("a.weight", "b.bias"):
         source = DummySource([matrix(name, *shape)], stored)
         wanted = read_rows(source, name, 0, rows_of(shape))

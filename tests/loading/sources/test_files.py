@@ -87,7 +87,7 @@ def test_scatter_short_reads_are_continued(content, at_once, gap, monkeypatch):
 
 
 @pytest.mark.parametrize("gap", [0, 4, MAX_GAP_BYTES + 1])
-def test_runs_behind_the_end_are_missed(content, gap):
+def test_read_runs_past_the_end_reads_what_exists(content, gap):
     path, data = content
     opened = OpenFile(path)
     buffer = bytearray(50 * 10)
@@ -126,7 +126,7 @@ def test_open_file_closes_with_its_last_reference(content, tmp_path, monkeypatch
     assert len(closed) == 1
 
 
-def test_an_object_is_read(tmp_path):
+def test_read_json_object_reads_values_and_unicode(tmp_path):
     (tmp_path / "config.json").write_text('{"a": [1, 2.5, null, "é"]}', encoding="utf-8")
     assert read_json_object(tmp_path / "config.json") == {"a": [1, 2.5, None, "é"]}
 
@@ -161,7 +161,7 @@ def test_size_is_bounded_before_anything_is_parsed(tmp_path, monkeypatch):
         read_json_object(tmp_path / "big.json")
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_read_json_object_folder_pipe_or_absent_is_refused(tmp_path):
     with raises_code("file.not_regular", ModelFormatError):
         read_json_object(tmp_path)
     os.mkfifo(tmp_path / "pipe.json")

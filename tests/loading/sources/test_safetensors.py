@@ -86,7 +86,7 @@ def test_scatter_fills_buffers_up_to_the_end_of_the_file(tmp_path):
 @for_each(
     "change, is_open", [("truncate", False), ("grow", False), ("replace", False), ("truncate", True), ("grow", True)]
 )
-def test_a_file_that_changes_after_it_was_checked_is_noticed(tmp_path, change, is_open):
+def test_safetensors_file_changed_after_opening_is_refused(tmp_path, change, is_open):
     path = write(tmp_path / "m.safetensors", GOOD)
     file = SafetensorsFile(path)
     if is_open:
@@ -176,7 +176,7 @@ def test_safetensors_file_of_another_kind_is_refused_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_tensors_are_read(tmp_path):
+def test_safetensors_file_reads_100k_tensors(tmp_path):
     path = write(tmp_path / "m.safetensors", {f"layer.{index}.w": ("U8", [1]) for index in range(100_000)})
     file = SafetensorsFile(path)
     assert len(file.tensors) == 100_000
@@ -207,7 +207,7 @@ def accepts(path: Path) -> bool:
     return False
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path):
+def test_safetensors_file_cut_at_any_byte_is_refused(tmp_path):
     data = write(tmp_path / "whole.safetensors", GOOD).read_bytes()
     path = tmp_path / "cut.safetensors"
     for length in range(len(data)):
@@ -300,7 +300,7 @@ def refusal_of_folder(folder, code, kind=ModelFormatError):
     return str(caught.value)
 
 
-def test_one_file_or_an_index(tmp_path):
+def test_safetensors_folder_single_file_wins_over_an_index(tmp_path):
     shards(tmp_path, {"b-2.safetensors": ["x", "y"], "a-1.safetensors": ["z"]})
     assert names_in(tmp_path) == ["z", "x", "y"]
     write(tmp_path / "model.safetensors", {"only": ("F32", [1])})
@@ -385,7 +385,7 @@ def test_hugging_face_cache_is_read_through_its_links(tmp_path):
         file_inside(snapshot, "config.json")
 
 
-def test_a_folder_may_itself_be_a_link(tmp_path):
+def test_safetensors_folder_may_be_a_symlink(tmp_path):
     (tmp_path / "real").mkdir()
     write(tmp_path / "real" / "model.safetensors", {"x": ("F32", [1])})
     (tmp_path / "link").symlink_to("real")
@@ -405,7 +405,7 @@ def test_index_and_files_must_agree(tmp_path):
     assert "a.safetensors disagree about the tensor 'extra'" in refusal_of_folder(tmp_path, "weights.index_mismatch")
 
 
-def test_a_tensor_in_two_files_is_a_duplicate(tmp_path):
+def test_safetensors_folder_tensor_in_two_files_is_refused(tmp_path):
     shards(
         tmp_path,
         {"a.safetensors": ["x", "y"], "b.safetensors": ["y", "z"]},
@@ -415,7 +415,7 @@ def test_a_tensor_in_two_files_is_a_duplicate(tmp_path):
     assert "b.safetensors disagree about the tensor 'y'" in message
 
 
-def test_a_truncated_shard_is_named(tmp_path):
+def test_safetensors_folder_truncated_shard_is_named(tmp_path):
     shards(tmp_path, {"a.safetensors": ["x"], "b.safetensors": ["y"]})
     data = (tmp_path / "b.safetensors").read_bytes()
     (tmp_path / "b.safetensors").write_bytes(data[:-1])
@@ -621,7 +621,7 @@ def test_files_that_are_read_again_stay_open(tmp_path, monkeypatch):
     source.close()
 
 
-def test_more_side_by_side_than_a_system_takes_are_several_calls(tmp_path, monkeypatch):
+def test_read_together_above_max_runs_takes_several_calls(tmp_path, monkeypatch):
     count = 2 * MAX_RUNS + 5
     source = source_of(tmp_path, {"m.safetensors": {f"t{index:05}": ("U8", [3]) for index in range(count)}})
     reads = reads_of(source, *((name, 0, 3, None) for name in source.entries))

@@ -30,17 +30,8 @@ from holdfast.kernels.latent.entry_rows import (
 )
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, bits_of_rope
 from holdfast.kernels.latent.write_latent import LatentNorm
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, release_then_wait, tl
 from holdfast.quant.entry_state import num_sums, state_shape
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -317,7 +308,7 @@ def _launch(
     q_rotary: Rotary | None,
 ) -> None:
     pooled_TX, positions_T, slots_T, states_T, state_PK3D = step
-    num_rows, dim, pdl = len(pooled_TX), compressor.dim, supports_pdl(pooled_TX)
+    num_rows, dim = len(pooled_TX), compressor.dim
     _check_layout(pooled_TX, state_PK3D, compressor, compressor.weight_D[None])
     if num_rows == 0:
         return
@@ -334,8 +325,8 @@ def _launch(
         target.rows.stride(0), *((0, 0) if q_TID is None else q_TID.stride()[:2]),
         KIND=kind, RATIO=compressor.ratio, OVERLAPPED=compressor.is_overlapped, DIM=dim, ROPE_DIM=rope_dim,
         NUM_HEADS=num_heads, HEADS=heads, BLOCK_D=block_d, BLOCK_R=block_r,
-        BLOCK_T=min(ROWS, next_power_of_two(compressor.ratio)), PDL=pdl,
-        num_warps=min(8, max(1, block_d // ELEMENTS_PER_WARP)), **pdl_launch(pdl),
+        BLOCK_T=min(ROWS, next_power_of_two(compressor.ratio)),
+        num_warps=min(8, max(1, block_d // ELEMENTS_PER_WARP)), **pdl_flags(pooled_TX),
     )  # fmt: skip
 
 
