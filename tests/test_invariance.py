@@ -150,7 +150,7 @@ SOME_CHUNKS = (1, 7, 15, 16, 17, 41)
 @pytest.mark.parametrize(
     "chunks", [SOME_CHUNKS, pytest.param(EVERY_CHUNK, marks=pytest.mark.slow)], ids=["some", "every"]
 )
-def test_every_chunk_size(family, chunks):
+def test_logits_do_not_depend_on_chunk_size(family, chunks):
     """Two schedules each: the needle's prompt in chunks of that size, alone first, then with others in the same steps."""
     for chunk in chunks:
         dice = random.Random(chunk)
@@ -161,7 +161,7 @@ def test_every_chunk_size(family, chunks):
 
 @MODELS
 @seeds(4)
-def test_any_company(family, seed):
+def test_logits_do_not_depend_on_company(family, seed):
     """Five schedules, one of them with 32 others at once."""
     dice = random.Random(1000 + seed)
     outcomes = []

@@ -90,7 +90,7 @@ def test_salts():
             parse_prompt({"prompt": "x", "cache_salt": salt})
 
 
-def test_a_huge_wrong_value_does_not_flood_the_message():
+def test_parse_prompt_huge_wrong_value_gives_short_message():
     with pytest.raises(PromptError) as caught:
         parse_prompt({"k" * 10**6: 1, **{f"key{n}": 1 for n in range(1000)}})
     assert len(str(caught.value)) < 300
@@ -115,7 +115,7 @@ def test_neighbouring_seeds_and_indices_do_not_meet():
     assert len(derived) == 300 * 128
 
 
-def test_every_bit_depends_on_both():
+def test_derive_seed_depends_on_every_bit_of_both_inputs():
     for change in (lambda bit: (5 ^ (1 << bit), 7), lambda bit: (5, 7 ^ (1 << bit))):
         for bit in range(40):
             flipped = (derive_seed(5, 7) ^ derive_seed(*change(bit))).bit_count()
@@ -149,14 +149,14 @@ def test_admission_by_arrival_refuses_a_priority():
                 prepare(prompt, params)
 
 
-def test_a_sound_request():
+def test_prepare_sets_ids_max_tokens_salt_and_params():
     prepared = admission().prepare("Hé", PARAMS, cache_salt="salt")
     assert prepared.prompt == "Hé"
     assert prepared.prompt_token_ids == list("Hé".encode())
     assert (prepared.max_tokens, prepared.cache_salt, prepared.params) == (4, b"salt", PARAMS)
 
 
-def test_the_salt_of_the_prompt_counts_unless_the_call_has_one():
+def test_prepare_call_salt_overrides_prompt_salt():
     assert admission().prepare({"prompt": "x", "cache_salt": "its"}, PARAMS).cache_salt == b"its"
     assert admission().prepare({"prompt": "x", "cache_salt": "its"}, PARAMS, cache_salt="mine").cache_salt == b"mine"
 
@@ -191,7 +191,7 @@ def test_params_that_change_later_change_no_request():
 
 
 @for_each("most, kept", [(3, 3), (100, 63), (-1, 60)])
-def test_a_long_prompt_may_keep_its_end_alone(most, kept):
+def test_truncate_prompt_tokens_keeps_prompt_end(most, kept):
     ids = [n % 200 for n in range(63)] if most == 100 else [n % 200 for n in range(500)]
     prepared = admission().prepare({"prompt_token_ids": ids}, SamplingParams(truncate_prompt_tokens=most, max_tokens=4))
     assert prepared.prompt_token_ids == ids[-kept:]
@@ -239,7 +239,7 @@ def test_control_tokens_in_messages_are_text_by_default():
 
 
 @for_each("prompt", [{"prompt_token_ids": [5] * 64}, {"prompt_token_ids": [5] * 10**6}, "x" * 64])
-def test_a_prompt_that_leaves_no_room_is_refused(prompt):
+def test_prepare_prompt_without_room_is_refused(prompt):
     with raises_code("request.prompt_too_long", PromptError):
         admission().prepare(prompt, PARAMS)
 
@@ -280,7 +280,7 @@ def test_ids_of_params_outside_the_vocabulary():
     admission().prepare("x", SamplingParams(stop_token_ids=[VOCAB_SIZE - 1], logit_bias={0: 1.0}))
 
 
-def test_a_tokenizer_that_knows_more_tokens_than_the_model():
+def test_prepare_token_beyond_model_vocabulary_is_refused():
     with raises_code("request.token_outside_vocabulary", PromptError):
         admission(vocab_size=200).prepare("a<eos>", PARAMS)
 
@@ -301,7 +301,7 @@ def test_params_of_another_type(params):
         admission().prepare("x", params)
 
 
-def test_more_completions_than_the_queue_can_ever_hold():
+def test_prepare_n_above_queue_is_refused():
     admission().prepare("x", SamplingParams(n=16, max_tokens=1))
     with raises_code("request.n_above_queue", RequestError):
         admission().prepare("x", SamplingParams(n=17, max_tokens=1))
@@ -328,7 +328,7 @@ def test_chat_prompt_gets_no_more_special_tokens():
     assert seen == {"user: Hi\n!": False, "plain": True}
 
 
-def test_what_may_be_wrong_with_a_chat():
+def test_prepare_chat_refuses_wrong_messages_and_templates():
     with raises_code("request.no_chat_template", TemplateError):
         admission(chat_template=None).prepare_chat(MESSAGES, PARAMS)
     for messages in ([], None, "Hi", {"role": "user"}, ["Hi"], [{}], [{"role": "user"}], [{"role": 5, "content": "x"}]):
@@ -343,7 +343,7 @@ def test_what_may_be_wrong_with_a_chat():
         admission(chat_template=ChatTemplate("{% if %}", "fake", {})).prepare_chat(MESSAGES, PARAMS)
 
 
-def test_a_tokenizer_that_makes_nothing_of_a_text():
+def test_prepare_text_without_tokens_is_refused():
     class Nothing:
         longest_token_chars = 5
 

@@ -81,7 +81,6 @@ from holdfast.quant.kv_quantize import (
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
 # Triton unpacks nothing into a tuple, but adds tuples.
-# ruff: noqa: ANN001, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 SMALL_COLUMNS = 8
 """Rows times heads of a small tile: one tensor-core instruction takes them with sixteen tokens."""

@@ -18,8 +18,6 @@ from holdfast.kernels.geometry import TILE_FIELDS
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, next_power_of_two, tl
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-
 MERGE_BY_HEAD_ROWS = 8
 """Steps of at most so many rows merge one head per program, with all splits side by side."""
 MERGED_HEADS = 8

@@ -19,8 +19,6 @@ from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, re
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 
 ELEMENTS_PER_PROGRAM = 2048
 """Elements of whole heads per program: with 4 warps a thread holds 16 bytes of each half of a head. Independent of the number

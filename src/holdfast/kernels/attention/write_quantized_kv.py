@@ -23,8 +23,6 @@ from holdfast.quant.kv_quantize import (
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 
 ELEMENTS_PER_PROGRAM = 1024
 """Elements of whole heads per program: 8 of 128. Independent of the number of rows, so a row's sums have one order."""

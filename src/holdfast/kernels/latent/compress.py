@@ -34,8 +34,6 @@ from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, release_then_wait, tl
 from holdfast.quant.entry_state import num_sums, state_shape
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 ROWS = 8
 """Most rows that a program pools at once."""
 ELEMENTS_PER_PROGRAM = 2048

@@ -39,8 +39,6 @@ from holdfast.kernels.triton_compat import (
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 
 def compressed_attention(call: CompressedCall) -> Tensor:
     """Attend each row to its window, its entries and the sink of each head: [T, N, D], rotated back; zeros in padded rows.

@@ -23,7 +23,6 @@ from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, kernel_
 
 # Triton unpacks nothing into a tuple, but adds tuples.
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005 the arguments of kernels have no types
 
 SPREAD_SPLITS, MERGED_SPLITS, MERGED_HEADS = 32, 4, 4
 """What a program of a merge loads at once: splits of one head for few rows, splits and heads for many."""

@@ -39,7 +39,6 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_c
 
 # Triton unpacks nothing into a tuple, but adds tuples.
 # pyright: reportGeneralTypeIssues=false
-# ruff: noqa: ANN001, ANN202, RUF005 the arguments of kernels have no types
 
 NOPE_DIM, ROPE_DIM = 448, 64
 GATHER_REGISTERS = kernel_constant(104)

@@ -38,8 +38,6 @@ from holdfast.kernels.latent.sparse_gather import gather_rows
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-
 RING = kernel_constant(2)
 """Blocks of latents in shared memory: one is multiplied, one is filled."""
 GATHER_WARPS, GATHER_REGISTERS = kernel_constant(4), kernel_constant(88)

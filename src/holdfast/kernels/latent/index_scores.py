@@ -18,8 +18,6 @@ from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_c
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# ruff: noqa: ANN001, ANN202, RET505, RUF005 the arguments of kernels have no types
-
 MAX_HEADS, MAX_DIM = 64, 128
 """Limits of the kernel: all heads of a row are one operand of a product."""
 TOKENS_AT_ONCE = 4096

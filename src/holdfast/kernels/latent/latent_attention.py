@@ -77,7 +77,6 @@ from holdfast.kernels.triton_compat import (
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
 # Triton unpacks nothing into a tuple, but adds tuples.
-# ruff: noqa: ANN001, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 
 class LatentBlocks(NamedTuple):

@@ -18,8 +18,6 @@ from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, tl
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-
 SPREAD_MERGE_ROWS = 64
 """Steps of at most so many rows have many splits per row and merge one head per program."""
 MERGED_SPLITS, MERGED_COLUMNS = 64, 64

@@ -21,8 +21,6 @@ from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import TensorDescriptor, constexpr, gl, gluon_jit, hopper, kernel_constant
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-
 LATENT_DIM, ROPE_DIM = 512, 64
 HEIGHT, TOKENS = kernel_constant(LARGE_HEIGHT), kernel_constant(BLOCK_TOKENS)
 LATENT, ROPE = kernel_constant(LATENT_DIM), kernel_constant(ROPE_DIM)

@@ -43,8 +43,6 @@ from holdfast.kernels.latent.sparse_gather import gather_rows, load_pages, load_
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 NUM_WARPS = 8
 BLOCK_TOKENS = 16 * NUM_WARPS
 TURN_KINDS = {"fp8_ds_mla", "plain"}

@@ -41,8 +41,6 @@ from holdfast.kernels.triton_compat import (
     wait_then_release,
 )
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 NAN_KEY, NO_KEY = kernel_constant(0xFFFFFFFE), kernel_constant(0xFFFFFFFF)
 BINS, LAST_BINS, WIDE_BINS = kernel_constant(0), kernel_constant(8192), kernel_constant(8448)
 """Words of two rounds with 4096 bins each, of a third with 256, and of sums of 64 bins: a warp finds a bin in two steps."""

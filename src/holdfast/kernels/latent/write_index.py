@@ -19,8 +19,6 @@ from holdfast.kernels.latent.write_latent import rotate_neighbours
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-
 ELEMENTS_PER_PROGRAM = 2048
 """Elements of index heads per program."""
 NUM_WARPS = 4

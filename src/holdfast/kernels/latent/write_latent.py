@@ -21,8 +21,6 @@ from holdfast.quant.latent_quantize import LATENT_CODEBOOK
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-
 ELEMENTS_PER_PROGRAM = 2048
 """Rotated elements of query heads per program."""
 NUM_WARPS = 4

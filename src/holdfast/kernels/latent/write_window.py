@@ -26,8 +26,6 @@ from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 from holdfast.quant.kv_quantize import rotate_heads
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 ELEMENTS_PER_PROGRAM = 2048
 """Elements of query heads, or rotated elements of outputs, per program."""
 NUM_WARPS = 4
