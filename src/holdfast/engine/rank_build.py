@@ -119,7 +119,9 @@ def build_ranks(
         thread.submit(partial(_release_built, building))
         thread.close(CLOSE_SECONDS)
         raise
-    runner = RankedRunner(built.runner, group, thread, is_eager=_is_eager(config, built.runner))
+    runner = RankedRunner(
+        built.runner, group, thread, is_eager=config.pipeline_parallel_size == 1 and not built.runner.can_run_ahead
+    )
     return BuiltRanks(built, runner, ranks, partial(runner.close, built.release), group.raise_if_dead)
 
 
@@ -127,10 +129,6 @@ def _release_built(building: "Future[tuple[BuiltRunner, tuple[RankMemory, ...]]]
     """Release a finished build after another rank was lost."""
     if building.exception() is None:
         building.result()[0].release()
-
-
-def _is_eager(config: EngineConfig, runner: Runner) -> bool:
-    return config.pipeline_parallel_size == 1 and not runner.can_run_ahead
 
 
 @dataclass(frozen=True, slots=True)

@@ -469,14 +469,6 @@ def _head_dim(settings: Settings, hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _read_latent(settings: Settings, family: Family) -> ModelSpec:
-    return read_latent(LATENT_FAMILIES[family.name], settings)
-
-
-def _read_compressed(settings: Settings, family: Family) -> ModelSpec:
-    return read_compressed(settings)
-
-
 READERS: Mapping[str, Reader] = {
     "llama": _read_llama,
     "mistral": _read_mistral,
@@ -488,8 +480,8 @@ READERS: Mapping[str, Reader] = {
     "gemma3": _read_gemma3,
     "gpt_oss": _read_gpt_oss,
     "opt": _read_opt,
-    **dict.fromkeys(LATENT_FAMILIES, _read_latent),
-    DEEPSEEK_V4_TYPE: _read_compressed,
+    **dict.fromkeys(LATENT_FAMILIES, lambda settings, family: read_latent(LATENT_FAMILIES[family.name], settings)),
+    DEEPSEEK_V4_TYPE: lambda settings, _: read_compressed(settings),
 }
 """By `model_type`."""
 
