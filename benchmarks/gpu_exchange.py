@@ -68,7 +68,7 @@ VARIANTS: dict[str, tuple[Tiles | None, bool]] = {
 }
 """Relaxed signals are measured, not used: see kernels/exchange/signals.py."""
 STREAM_TILES = tuple(Tiles(*sizes, pdl=True) for sizes in ((1024, 4), (2048, 8), (4096, 16), (8192, 8), (8192, 16)))
-"""Widths of the sum onto a stream with the next norm deferred (kernels/exchange/add_rows.py)."""
+"""Tiles of the sum onto a stream with the next norm deferred (kernels/exchange/add_rows.py)."""
 
 
 # --- in a rank
