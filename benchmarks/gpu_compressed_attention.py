@@ -20,7 +20,7 @@ from gpu_records import Budget, make_record, options, print_table, write_record
 
 from holdfast.attention.declarations import score_columns
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.latent.compress import Compressor, compress_entries, compress_index
+from holdfast.kernels.latent.compress import Compressor, PooledRows, compress_entries, compress_index
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
 from holdfast.kernels.latent.compressed_scopes import CompressedCall, CompressedRows, Scopes
 from holdfast.kernels.latent.index_scores import index_scores
@@ -273,14 +273,14 @@ class Layer:
         compressor, pooled_TX, state_PK3D = self.pools[0]
         entries = self.rig.scopes[0].entries
         assert entries is not None, "a layer that chooses has entries"
-        numbers = self.positions_T, self.slots_T, self.states_T
-        compress_entries(pooled_TX, *numbers, state_PK3D, compressor, self.rig.rotary, entries)
+        step = PooledRows(pooled_TX, self.positions_T, self.slots_T, self.states_T, state_PK3D)
+        compress_entries(step, compressor, self.rig.rotary, entries)
 
     def compress_index(self) -> None:
         compressor, pooled_TX, state_PK3D = self.pools[1]
-        numbers = self.positions_T, self.slots_T, self.states_T
+        step = PooledRows(pooled_TX, self.positions_T, self.slots_T, self.states_T, state_PK3D)
         rotaries = self.rig.rotary, self.rig.rotary
-        compress_index(pooled_TX, self.q_TID, *numbers, state_PK3D, compressor, *rotaries, self.index)
+        compress_index(step, self.q_TID, compressor, *rotaries, self.index)
 
     def score(self) -> None:
         quantize_index_queries(self.q_TID, self.weights_TI, self.codes_TID, self.factors_TI)

@@ -39,7 +39,7 @@ def two_steps(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
     [meshes(2), meshes(4), meshes(1, [(0, 1), (1, 2)]), meshes(2, [(0, 1), (1, 2), (2, 3)])],
     ids=["tensor2", "tensor4", "stages2", "tensor2-stages3"],
 )
-def test_gloo_equals_lock_step_within_its_plan(ranks: tuple[Mesh, ...]) -> None:
+def test_gloo_collectives_equal_lock_step_within_plan(ranks: tuple[Mesh, ...]) -> None:
     ledgers = [Ledger() for _ in ranks]
     held: dict[int, dict[str, int]] = {}
 
@@ -94,7 +94,7 @@ class NcclOverGloo:
 
 
 @pytest.mark.parametrize("ranks", [meshes(2), meshes(2, [(0, 1), (1, 2), (2, 3)])], ids=["tensor2", "tensor2-stages3"])
-def test_nccl_calls_answer_as_lock_step_does(monkeypatch, ranks: tuple[Mesh, ...]) -> None:
+def test_nccl_calls_equal_lock_step(monkeypatch, ranks: tuple[Mesh, ...]) -> None:
     """Among stages NCCL has no collectives of a stage: sends and receives in one group stand for them."""
     monkeypatch.setattr(collectives, "make_nccl", NcclOverGloo)
     monkeypatch.setattr(collectives, "open_peers", lambda *arguments: (NcclPeers(*arguments), 0))
@@ -203,7 +203,7 @@ def test_open_collectives_failed_check_ends_the_wait() -> None:
     assert time.monotonic() - began < 10
 
 
-def test_foreign_process_is_ignored() -> None:
+def test_open_collectives_ignores_foreign_processes() -> None:
     place = listen_for_ranks()
     address = place.getsockname()[:2]
     strangers = []
@@ -221,7 +221,7 @@ def test_foreign_process_is_ignored() -> None:
     assert len(strangers) == 1
 
 
-def test_rank_0_not_listening_raises() -> None:
+def test_open_collectives_without_rank_0_raises() -> None:
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         with raises_code("rank.cannot_listen", ConfigError):
@@ -253,7 +253,7 @@ def test_collectives_killed_peer_raises_within_a_second() -> None:
         assert doing.startswith("sum_rows of [1, 4]")
 
 
-def test_connections_end_where_memory_cannot_be_had(monkeypatch) -> None:
+def test_open_collectives_without_memory_closes_connections(monkeypatch) -> None:
     closed: list[str] = []
 
     def refuse(*_: object) -> None:

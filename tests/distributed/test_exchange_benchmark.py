@@ -14,7 +14,7 @@ exchange_ranks = import_module("exchange_ranks")
 gpu_exchange = import_module("gpu_exchange")
 
 
-def test_rows_have_the_slowest_rank_and_the_failures() -> None:
+def test_exchange_benchmark_reports_slowest_rank_and_failures() -> None:
     found = [
         {"wrong": [], "num_checked": 3, "variants": {"a": 2.0, "b": 3.0}, "calls": {}},
         {"wrong": ["sum"], "num_checked": 3, "variants": {"a": 4.0, "b": "no"}, "error": "rank 1 did not end"},

@@ -21,7 +21,7 @@ MESHES = [meshes(2), meshes(3), meshes(1, [(0, 1), (1, 2)]), meshes(4, [(0, 1), 
 
 
 @for_each("ranks", MESHES)
-def test_symmetric_memory_is_as_large_on_every_rank(ranks: tuple[Mesh, ...]) -> None:
+def test_shared_specs_are_equal_on_every_rank(ranks: tuple[Mesh, ...]) -> None:
     assert len({tuple(shared_specs(NEEDS, mesh).items()) for mesh in ranks}) == 1
     for mesh in ranks:
         num_bytes = arena_bytes(shared_specs(NEEDS, mesh).values()) + rounding_bytes(NEEDS, mesh)
@@ -68,14 +68,14 @@ def test_find_exchange_follows_nodes_and_device(nodes: str, tensor_size: int, ki
     assert find_exchange("cpu", nodes, tensor_size) == "gloo"
 
 
-def test_nodes_that_are_only_planned_have_even_shares() -> None:
+def test_planned_nodes_give_even_shares() -> None:
     assert planned_nodes(8, None) == [0] * 8
     assert planned_nodes(16, None) == [0] * 8 + [1] * 8
     assert planned_nodes(4, 2) == [0, 0, 1, 1]
     assert planned_nodes(3, 2) == [0, 0, 1]
 
 
-def test_which_calls_a_graph_may_hold() -> None:
+def test_can_be_captured_excludes_nccl_stages_and_gloo() -> None:
     """NCCL's between stages are the only ones on GPUs that it may not."""
     one, two = meshes(2)[1], meshes(1, [(0, 1), (1, 2)])[0]
     assert all(can_be_captured("symmetric", mesh) for mesh in (ALONE, one, two))

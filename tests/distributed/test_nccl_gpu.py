@@ -27,7 +27,7 @@ def test_nccl_calls_are_exact_eager_and_in_graphs(size: int) -> None:
     [(2, 2, []), (3, 3, []), (4, 2, ["--plain"]), (4, 2, [])],
     ids=["2", "3", "2x2", "linked"],
 )
-def test_rows_go_from_node_to_node(size: int, stages: int, way: list[str]) -> None:
+def test_nccl_sends_rows_from_node_to_node(size: int, stages: int, way: list[str]) -> None:
     command = [*COMMAND, "--stages", str(stages), *way]
     found = exchange_ranks.run_ranks(command, size, 180.0, exchange_ranks.OVERLAP)
     assert not [entry["error"] for entry in found if "error" in entry]

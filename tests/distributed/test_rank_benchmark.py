@@ -24,7 +24,7 @@ def rows(**found: dict) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize(("token", "num_different"), [(4, 0), (5, 1)])
-def test_tokens_are_held_against_those_of_one_rank(token: int, num_different: int) -> None:
+def test_rank_benchmark_compares_tokens_with_one_rank(token: int, num_different: int) -> None:
     found = rows(exact_1=ALONE, stages_2={"tokens": [[1, 2], [3, token]]})
     row = found["2 ranks, stages: tokens against one"]
     assert row["values"] == {"compared": 4, "different": num_different}
@@ -44,7 +44,7 @@ def test_rank_benchmark_uncompared_argmax_fails_its_row() -> None:
     assert rows(reduce_2={"own": {"1": reported | {"compared": 3}}})["2 ranks, reduce: argmax of each rank"]["holds"]
 
 
-def test_memory_is_judged_rank_by_rank() -> None:
+def test_rank_benchmark_judges_memory_by_rank() -> None:
     facts = {"reserved_bytes": {"0": 1, "1": 1}, "symmetric_bytes": 1, "context_bytes": 1}
     entry = {"planned_bytes": {"0": 1000, "1": 1000}, "measured_bytes": {"0": 1009, "1": 1011}, **facts}
     row = rows(reduce_2=entry)["2 ranks, reduce: memory"]

@@ -23,7 +23,7 @@ def test_symmetric_calls_are_exact_eager_and_in_graphs(size: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2)])
-def test_rows_go_from_stage_to_stage(size: int, stages: int) -> None:
+def test_symmetric_ranks_send_rows_from_stage_to_stage(size: int, stages: int) -> None:
     command = [exchange_ranks.__file__, "--device", "cuda", "--stages", str(stages)]
     found = exchange_ranks.run_ranks(command, size, 180.0, exchange_ranks.OVERLAP)
     assert not [entry["error"] for entry in found if "error" in entry]

@@ -41,7 +41,7 @@ def test_activate_is_as_exact_as_torch(kind):
 @pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
-def test_elements_are_batch_invariant(kind, size):
+def test_activate_is_batch_invariant(kind, size):
     """Torch's own silu and gelu are not: what a vector does not fill, and what a thread ends with, is rounded otherwise."""
     x = random(129, size, scale=3)
     alone = torch.cat([activate(x[row : row + 1], kind) for row in range(129)])
@@ -73,7 +73,7 @@ def test_native_activate_stays_within_its_buffer(native, guarded_host, kind, siz
 
 
 @KINDS
-def test_rows_may_lie_apart(kind):
+def test_activate_accepts_strided_rows(kind):
     x = random(9, 10, scale=3)
     before = x.clone()
     y = activate(x[:, 3:8], kind)
@@ -83,7 +83,7 @@ def test_rows_may_lie_apart(kind):
 
 
 @KINDS
-def test_half_types_run_in_torch(kind):
+def test_activate_half_types_use_torch(kind):
     x = random(4, 10).half()
     assert same_bits(activate(x, kind), activate_reference(x, kind))
 
@@ -96,7 +96,7 @@ def test_activate_without_rows_is_empty(kind):
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["C", "torch"])
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, kind, dtype, num_rows):
+def test_activate_out_holds_the_same_result(guarded_host, kind, dtype, num_rows):
     x = random(num_rows, 37, scale=3).to(dtype)
     expected = activate(x, kind)
     out = guarded_host(num_rows, 37, dtype=dtype).fill_(float("nan"))
@@ -132,7 +132,7 @@ def test_silu_mul_is_as_exact_as_torch(size, scale):
         assert_as_exact_as_torch(silu_mul(gate_up), silu_mul_reference(gate_up), exact_gate(gate_up))
 
 
-def test_gate_is_exact_to_a_few_ulps_over_its_range():
+def test_silu_mul_is_exact_to_a_few_ulps_over_its_range():
     gate = torch.cat([torch.linspace(-79.9, 200, 200_001), torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e38])])
     y = silu_mul(torch.cat([gate, torch.ones_like(gate)]).unsqueeze(0)).squeeze(0).double()
     exact = gate.double() * torch.sigmoid(gate.double())
@@ -147,7 +147,7 @@ def test_silu_mul_gate_far_below_zero_closes():
 
 
 @pytest.mark.parametrize("size", SIZES_SILU_MUL, ids=lambda size: f"I{size}")
-def test_rows_are_batch_invariant(size):
+def test_silu_mul_is_batch_invariant(size):
     gate_up = random(129, 2 * size, scale=5)
     alone = torch.cat([silu_mul(gate_up[row : row + 1]) for row in range(129)])
     for threads in (1, 2):
@@ -183,7 +183,7 @@ def test_silu_mul_without_rows_is_empty():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_run_in_torch_silu_mul(dtype):
+def test_silu_mul_half_types_use_torch(dtype):
     gate_up = random(3, 10).to(dtype)
     assert same_bits(silu_mul(gate_up), silu_mul_reference(gate_up))
 
@@ -193,7 +193,7 @@ FORM = pytest.mark.parametrize("is_interleaved", [False, True], ids=["halves", "
 
 @FORM
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
-def test_clamped_gate_is_exact_and_batch_invariant(is_interleaved, size):
+def test_gate_up_product_clamped_is_exact_and_batch_invariant(is_interleaved, size):
     form = GateForm(is_interleaved, 7.0)
     x = torch.cat([random(20, 2 * size), random(20, 2 * size, scale=30), torch.full((1, 2 * size), -300.0)])
     exact = gate_up_product_reference(x.double(), form)
@@ -205,7 +205,7 @@ def test_clamped_gate_is_exact_and_batch_invariant(is_interleaved, size):
 
 @FORM
 @pytest.mark.parametrize("size", [1, 33, 100], ids=lambda size: f"I{size}")
-def test_silu_with_limit_is_exact_and_batch_invariant(is_interleaved, size):
+def test_gate_up_product_limited_is_exact_and_batch_invariant(is_interleaved, size):
     form, x = GateForm(is_interleaved, 10.0, is_silu=True), random(20, 2 * size, scale=9)
     halves = (x[:, ::2], x[:, 1::2]) if is_interleaved else x.chunk(2, dim=-1)
     gate, up = halves[0].double().clamp(max=10), halves[1].double().clamp(-10, 10)
@@ -217,7 +217,7 @@ def test_silu_with_limit_is_exact_and_batch_invariant(is_interleaved, size):
 
 @FORM
 @pytest.mark.parametrize("limit", [None, 7.0])
-def test_gates_and_ups_lie_as_the_form_says(is_interleaved, limit):
+def test_gate_up_product_reads_gates_by_form(is_interleaved, limit):
     gate, up = torch.tensor([[-50.0, 2.0, 50.0]]), torch.tensor([[0.5, -50.0, 50.0]])
     x = torch.stack((gate, up), dim=-1).view(1, 6) if is_interleaved else torch.cat((gate, up), dim=-1)
     expected = torch.nn.functional.silu(gate) * up
@@ -227,7 +227,7 @@ def test_gates_and_ups_lie_as_the_form_says(is_interleaved, limit):
         torch.testing.assert_close(product(x, GateForm(is_interleaved, limit)), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_nan_passes_the_clamp():
+def test_gate_up_product_nan_passes_the_clamp():
     x = random(2, 8)
     x[0, 2] = x[1, 7] = float("nan")
     y = gate_up_product(x, GateForm(True, 0.5))

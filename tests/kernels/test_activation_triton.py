@@ -64,7 +64,7 @@ def test_activate_triton_closes_and_opens_at_the_ends(device, kind):
 
 @DTYPES
 @KINDS
-def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, kind, dtype):
+def test_activate_triton_out_holds_the_same_result(device, poison, kind, dtype):
     x = random(5, 100, scale=3).to(device, dtype)
     alone = activate_triton(x, kind)
     wide = torch.full((5, 132), POISON, dtype=dtype, device=device)
@@ -79,7 +79,7 @@ def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, kind
 @pytest.mark.each_value
 @DTYPES
 @KINDS
-def test_elements_are_batch_invariant(device, kind, dtype):
+def test_activate_triton_is_batch_invariant(device, kind, dtype):
     x = random(9, 65, scale=3).to(device, dtype)
     alone = torch.cat([activate_triton(x[row : row + 1], kind) for row in range(9)])
     for rows in companies(9):
@@ -150,7 +150,7 @@ def test_silu_mul_triton_with_out_gives_the_same_result(device, poison, dtype):
 
 
 @DTYPES
-def test_rows_are_batch_invariant(device, dtype):
+def test_silu_mul_triton_is_batch_invariant(device, dtype):
     gate_up = random(9, 2 * 577, scale=4).to(device, dtype)
     alone = torch.cat([silu_mul_triton(gate_up[row : row + 1]) for row in range(9)])
     for rows in companies(9):
@@ -175,7 +175,7 @@ def test_silu_mul_triton_nonfinite_stays_in_its_element(device, bad):
     assert same_bits(y, clean)
 
 
-def test_columns_that_lie_apart_are_refused(device):
+def test_silu_mul_triton_refuses_strided_columns(device):
     with pytest.raises(AssertionError, match="columns lie apart"):
         silu_mul_triton(torch.ones(8, 4, device=device).T)
     with pytest.raises(AssertionError, match="columns lie apart"):
@@ -211,7 +211,7 @@ def test_silu_mul_triton_limits_the_gate(device, guarded, dtype, launch):
 
 @DTYPES
 @pytest.mark.parametrize("kind", [kind for kind in REFERENCES if kind != "silu"])
-def test_gates_of_other_kinds_are_as_exact_as_torch_amid_poison(device, guarded, kind, dtype):
+def test_gate_mul_triton_other_gates_are_as_exact_as_torch(device, guarded, kind, dtype):
     for num_rows, size in ((1, 7), (3, 577), (2, 2049)):
         gate_up = random(num_rows, 2 * size, scale=4).to(dtype)
         out = guarded(num_rows, size, dtype=dtype).fill_(POISON)

@@ -50,7 +50,7 @@ def test_rms_norm_flattens_leading_dimensions():
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"D{size}")
-def test_rows_are_batch_invariant(size):
+def test_rms_norm_is_batch_invariant(size):
     x, weight = random(129, size), random(size, seed=1)
     alone = torch.cat([rms_norm(x[row : row + 1], weight, EPS) for row in range(129)])
     for threads in (1, 2):
@@ -85,7 +85,7 @@ def test_rms_norm_without_rows_is_empty():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_keep_float32_statistics(dtype):
+def test_rms_norm_half_types_keep_float32_statistics(dtype):
     x, weight = (random(7, 100) * 200).to(dtype), random(100, seed=1).to(dtype)  # squares overflow float16
     exact = exact_norm(x, weight, EPS)
     y = rms_norm(x, weight, EPS)
@@ -94,7 +94,7 @@ def test_half_types_keep_float32_statistics(dtype):
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, num_rows):
+def test_rms_norm_out_holds_the_same_result(guarded_host, num_rows):
     x, weight = random(num_rows, 37), random(37, seed=1)
     expected = rms_norm(x, weight, EPS)
     out = guarded_host(num_rows, 37).fill_(float("nan"))
@@ -111,7 +111,7 @@ def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, num_ro
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_take_out(dtype):
+def test_rms_norm_half_types_accept_out(dtype):
     x, weight = random(5, 37).to(dtype), random(37, seed=1).to(dtype)
     out = torch.full((5, 40), float("nan"), dtype=dtype)[:, :37]
     assert rms_norm(x, weight, EPS, out) is out

@@ -45,7 +45,7 @@ def test_rms_norm_triton_is_as_exact_as_torch_amid_poison(device, guarded, size,
 
 @DTYPES
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_weights_in_float32_and_an_offset_round_once(device, offset, dtype):
+def test_norm_triton_float32_weights_and_offset_round_once(device, offset, dtype):
     x, delta, weight = random(5, 100).to(dtype), random(5, 100, seed=2).to(dtype), random(100, seed=1)
     summed, on_device = x + delta, [tensor.to(device, copy=True) for tensor in (x, delta, weight)]
     for rows, y in (
@@ -61,7 +61,7 @@ def test_weights_in_float32_and_an_offset_round_once(device, offset, dtype):
 
 
 @DTYPES
-def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, dtype):
+def test_rms_norm_triton_out_holds_the_same_result(device, poison, dtype):
     x, weight = random(5, 100).to(device, dtype), random(100, seed=1).to(device, dtype)
     alone = rms_norm_triton(x, weight, EPS)
     assert alone.is_contiguous()
@@ -77,7 +77,7 @@ def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, dtyp
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", [63, 128, 1000], ids=lambda size: f"D{size}")
-def test_rows_are_batch_invariant(device, size, dtype):
+def test_rms_norm_triton_is_batch_invariant(device, size, dtype):
     x, weight = random(9, size).to(device, dtype), random(size, seed=1).to(device, dtype)
     alone = torch.cat([rms_norm_triton(x[row : row + 1], weight, EPS) for row in range(9)])
     for rows in companies(9):
@@ -91,7 +91,7 @@ def test_rms_norm_triton_is_exact_at_any_magnitude(device, scale):
     assert_as_exact_as_torch(y, rms_norm_reference(x, weight, EPS), exact_norm(x, weight))
 
 
-def test_half_types_keep_float32_statistics(device):
+def test_rms_norm_triton_half_types_keep_float32_statistics(device):
     x, weight = (random(3, 100) * 2000).half(), random(100, seed=1).half()  # squares overflow float16
     y = rms_norm_triton(x.to(device), weight.to(device), EPS).cpu()
     assert_as_exact_as_torch(y, rms_norm_reference(x, weight, EPS), exact_norm(x, weight))
@@ -117,7 +117,7 @@ def test_rms_norm_triton_without_rows_is_empty(device):
     assert rms_norm_triton(x, torch.ones(8, device=device), EPS, out) is out
 
 
-def test_elements_that_lie_apart_are_refused(device):
+def test_rms_norm_triton_refuses_strided_elements(device):
     weight = torch.ones(8, device=device)
     with pytest.raises(AssertionError, match="side by side"):
         rms_norm_triton(torch.ones(8, 3, device=device).T, weight, EPS)
@@ -158,7 +158,7 @@ def test_add_rms_norm_in_c_may_overwrite_delta():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_run_in_torch(dtype):
+def test_add_rms_norm_half_types_use_torch_on_cpu(dtype):
     x, delta, weight = inputs(5, 100, dtype)
     summed, out = x + delta, torch.empty_like(x)
     add_rms_norm(x, delta, weight, EPS, out)

@@ -54,7 +54,7 @@ def test_shared_words_programs_count_separately(device, guarded, num_warps):
         assert out[row].tolist() == [counts.tolist(), (2 * counts.flip(0)).tolist()]
 
 
-def test_elements_that_lie_anywhere(device, guarded):
+def test_shared_words_load_and_store_scattered_elements(device, guarded):
     order = torch.randperm(256, generator=torch.Generator().manual_seed(0)).int().to(device)
     x, out = torch.arange(1000, 1256, dtype=torch.int32, device=device), guarded(256, dtype=torch.int32).fill_(-1)
     _permute_kernel[(1,)](x, order, out, SIZE=256, PLAIN=is_interpreted(), num_warps=4)

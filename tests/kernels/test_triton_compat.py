@@ -33,7 +33,7 @@ def kernels_run(device) -> str:
 
 @pytest.mark.parametrize("size", [1, 63, 64, 1000])
 @pytest.mark.parametrize("num_rows", [0, 1, 7])
-def test_rms_norm_kernel_is_the_reference(kernels_run, size, num_rows):
+def test_rms_norm_triton_matches_reference(kernels_run, size, num_rows):
     for dtype in dtypes(kernels_run):
         x = torch.randn(num_rows, size, dtype=torch.float32).to(kernels_run, dtype)
         weight = torch.randn(size).to(kernels_run, dtype)
@@ -42,7 +42,7 @@ def test_rms_norm_kernel_is_the_reference(kernels_run, size, num_rows):
         torch.testing.assert_close(got.float(), want, rtol=HALF_STEP[dtype], atol=HALF_STEP[dtype])
 
 
-def test_rms_norm_kernel_takes_heads(kernels_run):
+def test_rms_norm_triton_accepts_heads(kernels_run):
     x = torch.randn(3, 5, 24, device=kernels_run)
     weight = torch.randn(24, device=kernels_run)
     torch.testing.assert_close(rms_norm_triton(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
@@ -50,7 +50,7 @@ def test_rms_norm_kernel_takes_heads(kernels_run):
 
 @pytest.mark.parametrize("size", [1, 63, 1024, 1500])
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
-def test_silu_mul_kernel_is_the_reference(kernels_run, size, num_rows):
+def test_silu_mul_triton_matches_reference(kernels_run, size, num_rows):
     for dtype in dtypes(kernels_run):
         gate_up = (4 * torch.randn(num_rows, 2 * size)).to(kernels_run, dtype)
         got, want = silu_mul_triton(gate_up), silu_mul_reference(gate_up.float())
@@ -68,11 +68,11 @@ def test_rms_norm_triton_nonfinite_row_stays_alone(kernels_run):
     assert torch.equal(soiled[others], clean[others])
 
 
-def test_cpu_tensors_never_reach_a_kernel():
+def test_can_run_refuses_cpu_tensors():
     assert not can_run(torch.zeros(1))
 
 
-def test_cpu_tensors_are_never_launched_with_pdl():
+def test_supports_pdl_refuses_cpu_tensors():
     assert not supports_pdl(torch.zeros(1))
 
 
@@ -99,7 +99,7 @@ def test_supports_pdl_follows_the_gpu_of_the_tensor(device):
 
 
 @pytest.mark.parametrize(("number", "power"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
-def test_next_power_of_two(number, power):
+def test_next_power_of_two_rounds_up(number, power):
     assert next_power_of_two(number) == power
 
 

@@ -21,7 +21,7 @@ from quant.whole_weights import quantize
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
-def test_rows_times_weight_and_bias(with_bias):
+def test_linear_multiplies_rows_and_adds_bias(with_bias):
     weight, bias, x = random(5, 7), random(5, seed=1), random(3, 7, seed=2)
     layer = Linear(weight, bias) if with_bias else Linear(weight)
     out = torch.full((3, 5), float("nan"))
@@ -38,14 +38,14 @@ def test_linear_holds_the_weight_without_a_copy():
     assert layer(x, torch.empty(1, 2)).tolist() == [[6, 6]]
 
 
-def test_part_of_a_buffer_is_enough():
+def test_linear_writes_only_its_part_of_a_buffer():
     weight, x, buffer = random(5, 7), random(2, 7, seed=1), torch.full((4, 5), float("nan"))
     layer = Linear(weight)
     torch.testing.assert_close(layer(x, buffer[:2]), x @ weight.T)
     assert buffer[2:].isnan().all()
 
 
-def test_codes_in_the_place_of_a_weight():
+def test_linear_accepts_a_quantized_weight():
     """Rows are quantized in the room that is given, and nothing else is."""
     values, x = random(6, 40), random(3, 40, seed=1)
     for scheme in (FP8, INT8):
@@ -109,7 +109,7 @@ def test_norm_layer_may_overwrite_the_stream(kind):
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_types(kind, dtype):
+def test_norm_layer_half_types_match_torch(kind, dtype):
     x, delta = random(7, 20).to(dtype), random(7, 20, seed=5).to(dtype)
     weight, bias = random(20, seed=1).to(dtype), random(20, seed=2).to(dtype)
     norm = RMSNorm(weight, 1e-5) if kind == "rms" else LayerNorm(weight, bias, 1e-5)
@@ -185,7 +185,7 @@ def run(mlp, x, size):
 
 @EACH
 @pytest.mark.parametrize("size", [1, 5, 64])
-def test_gated(activation, size):
+def test_gated_mlp_matches_torch(activation, size):
     gate, up, down = weights(size)
     x = random(7, HIDDEN, seed=20)
     expected = F.linear(ACTIVATIONS[activation](F.linear(x, *gate)) * F.linear(x, *up), *down)
@@ -194,7 +194,7 @@ def test_gated(activation, size):
 
 @EACH
 @pytest.mark.parametrize("size", [1, 5, 64])
-def test_plain(activation, size):
+def test_plain_mlp_matches_torch(activation, size):
     _, up, down = weights(size)
     x = random(7, HIDDEN, seed=20)
     expected = F.linear(ACTIVATIONS[activation](F.linear(x, *up)), *down)
@@ -218,7 +218,7 @@ def test_mlp_is_batch_invariant(activation, kind, size):
 @EACH
 @pytest.mark.parametrize("kind", ["gated", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_mlp(activation, kind, dtype):
+def test_mlp_half_types_are_exact(activation, kind, dtype):
     (gate, gate_bias), (up, up_bias), (down, down_bias) = weights(16)
     fused = [tensor.to(dtype) for tensor in (torch.cat([gate, up]), torch.cat([gate_bias, up_bias]))]
     first = Linear(*fused) if kind == "gated" else Linear(up.to(dtype), up_bias.to(dtype))

@@ -108,7 +108,7 @@ def inputs(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
 @SCHEMES
 @ROWS
 @pytest.mark.parametrize("form", [SILU_HALVES, GPT_OSS], ids=["halves", "gpt-oss"])
-def test_kernels_are_as_their_references(device, scheme, num_rows, form):
+def test_fused_experts_kernels_match_references(device, scheme, num_rows, form):
     x = inputs(num_rows, widest_on(device))
     expected = run(x, scheme, CPU, form)
     with kernels_everywhere():

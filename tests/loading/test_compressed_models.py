@@ -84,7 +84,7 @@ def test_load_deepseek_v4_shipped_weights_are_kept_as_stored(case, tmp_path, cap
 
 
 @pytest.mark.parametrize("case", SHIPPED)
-def test_ranks_hold_what_is_declared_of_them(case, tmp_path):
+def test_load_deepseek_v4_ranks_hold_their_declared_shares(case, tmp_path):
     config = SHIPPED[case] | {"moe_intermediate_size": 256, "o_lora_rank": 128, "q_lora_rank": 256}
     folder, _ = shipped(tmp_path / "m", config)
     opened, declared = open_directory(folder), open_declared(str(folder))
@@ -194,7 +194,7 @@ FAULTS = {
 
 
 @for_each("fault", FAULTS)
-def test_shapes_that_do_not_match_are_found_from_headers(fault, tmp_path):
+def test_plan_load_deepseek_v4_wrong_shape_is_refused(fault, tmp_path):
     name, values, code = FAULTS[fault]
     folder = write_folder(tmp_path / "m", CONFIG, changed(tensors_of(CONFIG), name, values))
     opened = open_directory(folder)
@@ -217,7 +217,7 @@ def test_load_weights_hash_table_unknown_expert_is_refused(row, expert, tmp_path
     assert not list(ledger)
 
 
-def test_codes_without_their_scales_are_missed(tmp_path):
+def test_plan_load_deepseek_v4_codes_without_scales_are_refused(tmp_path):
     stored = stored_as(FLASH, tensors_of(FLASH))
     for name in ("layers.1.ffn.experts.2.w1.scale", "layers.1.attn.wo_a.scale"):
         left = {other: tensor for other, tensor in stored.items() if other != name}
@@ -226,7 +226,7 @@ def test_codes_without_their_scales_are_missed(tmp_path):
             load(open_directory(folder))
 
 
-def test_experts_in_other_types_than_settings_say(tmp_path):
+def test_load_deepseek_v4_experts_of_undeclared_type_are_refused(tmp_path):
     stored = stored_as(FLASH, tensors_of(FLASH))
     folder = write_folder(tmp_path / "m", BASE, stored)
     with raises_code("weights.unexpected_tensors", ModelFormatError):

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_config_json_alone_is_enough(folder: Path) -> None:
+def test_open_declared_needs_only_config_json(folder: Path) -> None:
     declared = open_declared(str(folder))
     assert declared.name == "my-qwen"
     assert declared.weight_bytes("bfloat16") == 16_381_470_720
@@ -96,7 +96,7 @@ def test_open_declared_folder_without_config_is_refused(tmp_path: Path) -> None:
 
 
 @for_each("text", ["", "[]", "{", '{"architectures": 7}', '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
-def test_hostile_configs(folder: Path, text: str) -> None:
+def test_open_declared_hostile_config_is_refused(folder: Path, text: str) -> None:
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelFormatError):
         open_declared(str(folder))
@@ -113,7 +113,7 @@ def test_open_declared_config_link_out_of_folder_is_refused(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "error"), [("x.bin", UnsupportedModelError), ("x.gguf", ModelError), ("x.txt", ModelError)]
 )
-def test_files_that_are_no_models(tmp_path: Path, name: str, error: type[Exception]) -> None:
+def test_open_declared_file_that_is_no_model_is_refused(tmp_path: Path, name: str, error: type[Exception]) -> None:
     (tmp_path / name).write_bytes(b"nothing")
     with pytest.raises(error):
         open_declared(str(tmp_path / name))

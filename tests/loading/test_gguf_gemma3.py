@@ -108,7 +108,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, changes: dict[str, Any
     assert {weight.name for weight in open_declared(str(path)).parameters()} == set(ours.weights)
 
 
-def test_ends_of_text(tmp_path: Path) -> None:
+def test_gguf_gemma3_end_tokens_include_end_of_turn(tmp_path: Path) -> None:
     _, path = save(tmp_path)
     opened = open_gguf(path)
     assert opened.generation.eos_token_ids == (1, 106)

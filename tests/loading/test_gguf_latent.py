@@ -103,7 +103,7 @@ def as_q4_k(name, values):
 @pytest.mark.parametrize("quantize", [as_q8_0, as_q4_k], ids=["q8_0", "q4_k"])
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("chunk_bytes", [None, 20000], ids=["whole chunks", "small chunks"])
-def test_blocks_become_the_numbers_that_the_package_reads(quantize, is_split, chunk_bytes, tmp_path):
+def test_load_gguf_deepseek2_matches_the_gguf_package(quantize, is_split, chunk_bytes, tmp_path):
     config = config_of()
     _, stored = write(tmp_path / "m.gguf", config, is_split, quantize=quantize)
 
@@ -129,7 +129,7 @@ def test_blocks_become_the_numbers_that_the_package_reads(quantize, is_split, ch
     assert torch.equal(weights["layers.1.router.score_bias"], stored["blk.1.exp_probs_b.bias"])
 
 
-def test_ranks_take_their_heads_of_both_halves(tmp_path):
+def test_load_gguf_kv_b_ranks_take_their_heads_of_both_halves(tmp_path):
     config = config_of(num_attention_heads=4)
     tensors, _ = write(tmp_path / "m.gguf", config, is_split=True)
     whole = tensors["model.layers.1.self_attn.kv_b_proj.weight"]
@@ -147,7 +147,7 @@ def test_load_gguf_kv_b_stays_plain_under_each_scheme(tmp_path):
         assert torch.equal(weights[KV_B], tensors["model.layers.1.self_attn.kv_b_proj.weight"])
 
 
-def test_halves_beside_the_whole_are_not_needed(tmp_path):
+def test_load_gguf_kv_b_whole_wins_over_its_halves(tmp_path):
     config = config_of()
     tensors = tensors_of(config)
     both = gguf_tensors(config, tensors, is_split=True) | gguf_tensors(config, tensors, is_split=False)
@@ -165,7 +165,7 @@ def test_halves_beside_the_whole_are_not_needed(tmp_path):
     ],
     ids=["values", "keys", "both"],
 )
-def test_missing_halves_are_said(missing, words, tmp_path):
+def test_load_gguf_kv_b_missing_halves_are_refused(missing, words, tmp_path):
     config = config_of()
     stored = gguf_tensors(config, tensors_of(config), is_split=True)
     kept = {name: one for name, one in stored.items() if name not in [f"blk.1.{half}.weight" for half in missing]}
@@ -176,7 +176,7 @@ def test_missing_halves_are_said(missing, words, tmp_path):
         open_declared(str(tmp_path / "m.gguf"))
 
 
-def test_layers_that_draft_are_left_unread(tmp_path, caplog):
+def test_load_gguf_draft_layers_are_left_unread(tmp_path, caplog):
     """They are among the blocks that a file counts; some conversions count them and leave them out."""
     config = config_of(num_nextn_predict_layers=1)
     tensors = tensors_of(config)
@@ -196,7 +196,7 @@ def test_layers_that_draft_are_left_unread(tmp_path, caplog):
         assert (f"skipping {len(drafts)} tensors of {path} for drafts of tokens" in caplog.text) is bool(number)
 
 
-def test_unannounced_draft_tensors_are_refused(tmp_path):
+def test_load_gguf_unannounced_draft_tensors_are_refused(tmp_path):
     config = config_of()
     stored = gguf_tensors(config, tensors_of(config), is_split=True)
     write_gguf(tmp_path / "m.gguf", gguf_metadata(config), stored | {"blk.1.nextn.enorm.weight": torch.ones(4)})

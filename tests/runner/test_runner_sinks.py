@@ -76,7 +76,7 @@ def attention_owners(built) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @pytest.mark.parametrize("kv_format", ["float32", "float16", "fp8", "turboquant_4bit_nc"])
-def test_a_model_with_sinks(build: TinyBuilder, kv_format: str) -> None:
+def test_runner_with_sinks_matches_transformers_and_plan(build: TinyBuilder, kv_format: str) -> None:
     """Plan and ledger agree; keys that are stored without their bias are whole for a sink too."""
     model = save_gpt_oss(build.folder / "gpt_oss")
     with torch.no_grad():

@@ -25,7 +25,7 @@ SHORT = {"max_num_batched_tokens": 64, "max_model_len": 400}
         pytest.param("sparse", 12, SHORT, marks=pytest.mark.slow, id="short sparse"),
     ],
 )
-def test_the_same_seed_takes_the_same_steps_to_the_same_bits(tmp_path, name, num_steps, sizes):
+def test_traffic_same_seed_gives_same_steps_and_bits(tmp_path, name, num_steps, sizes):
     require_native()
     built = build_dummy(tmp_path, name, **ON_CPU, **sizes)
     runs, counts = [], []

@@ -93,13 +93,13 @@ def test_render_adds_the_generation_prompt_by_default():
     assert template.render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "False"
 
 
-def test_text_parts_are_joined():
+def test_render_joins_text_parts():
     template = ChatTemplate("{{ messages[0].content }}", "x", {})
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert template.render([{"role": "user", "content": parts}]) == "a\nb"
 
 
-def test_messages_are_checked_before_the_template_runs():
+def test_render_checks_messages_before_the_template_runs():
     template = ChatTemplate("{{ raise_exception('ran') }}", "x", {})
     with raises_code("template.bad_message", PromptError):
         template.render([{"content": "hi"}])
@@ -141,14 +141,14 @@ def test_render_failure_is_one_line_that_names_the_file(source, code):
         assert len(str(caught.value)) < 600
 
 
-def test_check_broken_template_is_refused():
+def test_template_check_refuses_broken_syntax():
     template = ChatTemplate("{% if %}", "x", {})
     with raises_code("template.syntax", TemplateError):
         template.check()
     ChatTemplate("{{ messages }}", "x", {}).check()
 
 
-def test_compiling_happens_once_even_when_it_fails(monkeypatch):
+def test_chat_template_compiles_once_even_if_it_fails(monkeypatch):
     compiled = []
     compile_template = ChatSandbox.compile_template
     monkeypatch.setattr(
@@ -178,7 +178,7 @@ def test_render_is_thread_safe():
     assert results == {number: f"<{number}>" * 200 for number in range(8)}
 
 
-def test_hostile_templates_are_stopped_in_other_threads_too():
+def test_render_hostile_template_is_stopped_in_other_threads():
     outcome: list[str] = []
 
     def work() -> None:
@@ -194,7 +194,7 @@ def test_hostile_templates_are_stopped_in_other_threads_too():
     assert "steps" in outcome[0]
 
 
-def test_work_grows_with_the_conversation_and_no_faster():
+def test_render_work_grows_in_proportion_to_the_conversation():
     source = CHAT_TEMPLATES["thinking"]
     template = ChatTemplate(source, "x", {})
 
@@ -255,7 +255,7 @@ def test_chat_template_file_not_utf8_or_too_large_is_refused(tmp_path):
         chat_template_from_directory(tmp_path)
 
 
-def test_gguf_metadata_gives_the_template_and_its_tokens():
+def test_chat_template_from_gguf_knows_its_special_tokens():
     metadata = {
         "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
         "tokenizer.ggml.tokens": ["<s>", "</s>"],
@@ -346,14 +346,14 @@ def test_plain_cyclic_message_is_refused():
         plain(message)
 
 
-def test_content_becomes_one_string():
+def test_plain_joins_content_parts_to_one_string():
     assert plain({"role": "user", "content": "a"}) == [{"role": "user", "content": "a"}]
     parts = [{"type": "text", "text": "a"}, "b", {"text": "c"}]
     assert plain({"role": "user", "content": parts})[0]["content"] == "a\nb\nc"
     assert plain({"role": "user", "content": ({"type": "text", "text": "a"},)})[0]["content"] == "a"
 
 
-def test_calls_of_tools_need_no_content():
+def test_plain_tool_calls_need_no_content():
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     assert plain(call) == [call]
     assert plain({**call, "content": None})[0]["content"] is None
@@ -374,7 +374,7 @@ def test_plain_converts_subclasses_to_built_in_types():
     assert type(copied["more"][0]) is dict
 
 
-def test_characters_are_counted():
+def test_plain_data_counts_characters():
     data = PlainData()
     plain_messages([{"role": "user", "content": "abc"}], data)
     assert data.num_chars == len("roleusercontentabc")
@@ -420,7 +420,7 @@ TYPED = {
 }
 
 
-def test_channels_of_gpt_oss():
+def test_render_gpt_oss_channels():
     """Schemas by a macro that calls itself, a thought that is kept until an answer follows it, and who may speak."""
     template = ChatTemplate(CHAT_TEMPLATES["channels"], "x", {})
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "3", "thinking": "so"}

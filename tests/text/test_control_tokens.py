@@ -135,7 +135,7 @@ def test_render_chat_ambiguous_control_tokens_are_refused():
 
 
 @for_each("place", ["role", "name", "tools", "documents", "key"])
-def test_control_tokens_in_every_place_of_a_conversation(place):
+def test_render_chat_control_tokens_in_any_place_stay_text(place):
     tokenizer = TOKENIZERS["byte level"]
     source = "<s>{{ messages | tojson }}{{ tools | tojson }}{{ documents | tojson }}"
     message = {"role": "user", "content": "x"}
@@ -148,7 +148,7 @@ def test_control_tokens_in_every_place_of_a_conversation(place):
     assert [rendered.text[start:end] for start, end in rendered.own] == ["</s>"]
 
 
-def test_tokens_that_are_only_kept_whole_stay_whole():
+def test_render_chat_non_special_tokens_stay_whole():
     tokenizer = TOKENIZERS["byte level"]
     rendered = ChatTemplate(CHATML, "fake", {}).render_chat(
         [{"role": "user", "content": "<think></s></think>"}], tokenizer.control_tokens

@@ -73,7 +73,7 @@ def is_fixture(prompt: str, name: str) -> bool:
 
 
 @for_each("name", FIXTURES)
-def test_prompts_of_fixtures_are_equal_to_the_byte(name):
+def test_deepseek_encoder_fixture_prompts_match_byte_for_byte(name):
     version, chat, tools_first, options = FIXTURES[name]
     assert is_fixture(fixture_prompt(ENCODERS[version], chat, tools_first, options), name)
 
@@ -239,7 +239,7 @@ WRITTEN: dict[str, tuple[str, list[dict[str, object]], dict[str, Any], str]] = {
 
 
 @for_each("name", WRITTEN)
-def test_prompts_by_hand_are_equal_to_the_byte(name):
+def test_deepseek_encoder_written_prompts_match_byte_for_byte(name):
     version, messages, options, expected = WRITTEN[name]
     assert ENCODERS[version].render(messages, **options) == BEGIN + expected  # type: ignore[arg-type]
 
@@ -308,12 +308,12 @@ def test_deepseek_data_file_has_exactly_the_encoding_strings():
             assert set(tokens) <= set(encoding.control_tokens)
 
 
-def test_architectures_are_those_of_the_families():
+def test_deepseek_architectures_match_the_families():
     assert {FAMILIES[architecture].name: name for architecture, name in ARCHITECTURES.items()} == {V32: V32, V4: V4}
 
 
 @pytest.mark.parametrize(("version", "marker"), [(V32, "｜DSML｜function_calls"), (V4, "｜DSML｜tool_calls")])
-def test_detection_sees_the_markers_of_a_version(version, marker):
+def test_deepseek_encoder_source_has_its_version_markers(version, marker):
     encoder, other = ENCODERS[version], ENCODERS[V32 if version == V4 else V4]
     assert marker in encoder.source
     assert marker not in other.source
@@ -366,7 +366,7 @@ FAILURES: list[tuple[str, list[dict[str, object]], dict[str, Any], str]] = [
 
 
 @for_each("version, messages, options, code", FAILURES)
-def test_encoder_wrong_chat_is_refused_in_one_line(version, messages, options, code):
+def test_deepseek_encoder_wrong_chat_is_refused_in_one_line(version, messages, options, code):
     adds = "continue_final_message" not in options
     with raises_code(code, PromptError) as caught:
         ENCODERS[version].render(messages, add_generation_prompt=adds, **options)
@@ -423,7 +423,7 @@ def chat_with(place: str, text: str) -> tuple[list[dict[str, object]], list[dict
 
 
 @pytest.mark.parametrize("version", [V32, V4])
-def test_control_tokens_in_content_stay_text(version):
+def test_deepseek_encoder_control_tokens_in_content_stay_text(version):
     encoder, tokenizer = ENCODERS[version], guarded_tokenizer(version)
     control = tokenizer.control_tokens
     assert set(encoder.control_texts) <= set(control.special)
@@ -440,7 +440,7 @@ def test_control_tokens_in_content_stay_text(version):
         assert sum(counts[0].values()) > 10
 
 
-def test_content_without_a_guard_would_be_control_tokens():
+def test_deepseek_encoder_needs_the_guard_for_content():
     tokenizer = Tokenizer(deepseek_tokenizer(V4), "tokenizer.json", {})
     rendered = ENCODERS[V4].render_chat([says("user", USER)], tokenizer.control_tokens, thinking=False)
     ids = tokenizer.encode_chat(rendered.text, rendered.own)
@@ -489,7 +489,7 @@ def test_random_chats_give_a_prompt_or_a_request_error():
 
 
 @pytest.mark.parametrize("version", [V32, V4])
-def test_long_chats_cost_work_in_proportion(version):
+def test_deepseek_encoder_work_grows_in_proportion_to_the_chat(version):
     turns = [*TWO, says("tool", "a"), says("tool", "b"), says("system"), says("user"), says("developer")]
     work = [num_lines(lambda number=number: ENCODERS[version].render(turns * number)) for number in (20, 80)]
     assert work[1] < 4.5 * work[0]

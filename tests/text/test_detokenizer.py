@@ -110,7 +110,7 @@ def test_text_stream_emits_a_character_with_its_last_byte(tokenizers):
     assert [detokenizer.push([byte]) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
 
 
-def test_character_begun_by_the_prompt_is_in_the_completion(tokenizers):
+def test_text_stream_completes_a_character_of_the_prompt(tokenizers):
     start, end = "😀".encode()[:2], "😀".encode()[2:]
     detokenizer = stream_after(tokenizers["byte_level"], [0x61, *start])
     assert detokenizer.push(list(end)) == "😀"
@@ -121,7 +121,7 @@ def test_character_begun_by_the_prompt_is_in_the_completion(tokenizers):
 
 @for_each("num_bytes", [1, 2, 3])
 @for_each("form", ["byte_level", "byte_fallback"])
-def test_follow_counts_every_byte_of_the_last_character(form, num_bytes, tokenizers):
+def test_text_stream_after_a_partial_character_counts_each_byte(form, num_bytes, tokenizers):
     """The prompt ends after one, two or three bytes of a character of four, each a token of its own."""
     first = 0 if form == "byte_level" else 3
     data = [first + byte for byte in "a😀".encode()]
@@ -137,7 +137,7 @@ def test_text_stream_finish_shows_an_unfinished_character(tokenizers):
     assert detokenizer.finish() == ""
 
 
-def test_leading_space_is_kept_only_after_a_prompt(tokenizers):
+def test_text_stream_keeps_leading_space_only_after_a_prompt(tokenizers):
     tokenizer = tokenizers["byte_fallback"]
     word = tokenizer.encode("hello", add_special_tokens=False)
     assert stream_after(tokenizer, tokenizer.encode("the")).push(word) == " hello"
@@ -215,7 +215,7 @@ def state(decoder) -> bytes | None:
 
 
 @for_each("decoder", DECODERS.values())
-def test_pieces_join_to_what_the_native_decoder_writes(decoder):
+def test_text_stream_pieces_join_to_the_native_text(decoder):
     tokenizer = native_tokenizer(decoder)
     pieces = TokenPieces(tokenizer.id_to_token, decode_rule(state(decoder), "x"), frozenset())
     chance = random.Random(1)
@@ -230,7 +230,7 @@ def test_pieces_join_to_what_the_native_decoder_writes(decoder):
 
 
 @for_each("decoder", DECLINED.values())
-def test_decoders_that_cannot_be_streamed_are_declined(decoder):
+def test_decode_rule_unstreamable_decoder_is_refused(decoder):
     with raises_code("tokenizer.unsupported", UnsupportedModelError):
         decode_rule(state(decoder), "tokenizer.json")
 

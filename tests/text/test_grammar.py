@@ -68,7 +68,7 @@ def takes(vocabulary: Vocabulary, text: str, **form) -> bool:
 
 
 @for_each("text", ['a"b', "x\ny", "\\d", "é/ü", "{}", "a|b", "tab\t", "a"])
-def test_choices_are_texts_and_nothing_else(vocabulary, text):
+def test_grammar_choice_matches_its_texts_exactly(vocabulary, text):
     choices = ['a"b', "x\ny", "\\d", "é/ü", "{}", "a|b", "tab\t", "a"]
     writer = Writer(vocabulary, choice=choices)
     assert writer.takes(text)
@@ -137,7 +137,7 @@ def test_grammar_regex_matches_the_whole_answer_in_ascii(vocabulary):
     assert writer.allowed() == list(ENDS)
 
 
-def test_grammars_of_both_kinds(vocabulary):
+def test_grammar_takes_lark_and_gbnf(vocabulary):
     assert takes(vocabulary, "1+(2*3)", grammar='start: t (("+"|"*") t)*\nt: /[0-9]+/ | "(" start ")"')
     assert takes(vocabulary, "bba", grammar='root ::= "a" | "b" root')
 

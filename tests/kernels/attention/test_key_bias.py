@@ -40,7 +40,7 @@ def turned(bias_KD: torch.Tensor, positions: torch.Tensor, frequency_C: torch.Te
 @pytest.mark.each_value
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
 @pytest.mark.parametrize("max_model_len", LENGTHS)
-def test_rows_are_the_bias_turned_by_its_position(head_dim, max_model_len):
+def test_key_bias_rows_are_the_bias_rotated_by_position(head_dim, max_model_len):
     bias, frequency = 600 * random(3, head_dim), frequencies(head_dim)
     positions = torch.arange(max_model_len)
     expected = turned(bias, positions, frequency, 1.25)
@@ -52,7 +52,7 @@ def test_rows_are_the_bias_turned_by_its_position(head_dim, max_model_len):
         assert float(error.max()) < tolerance, f"{dtype=} {float(error.max())=}"
 
 
-def test_slow_pair_is_more_exact_than_half_precision():
+def test_key_bias_slow_pair_is_more_exact_than_half():
     """What differs from token to token counts, and not the size of the bias."""
     frequency = torch.tensor([1e-3, 1e-5])
     turns = make_key_turns(frequency, 1.0, 4096, torch.float16, "cpu")
@@ -78,7 +78,7 @@ def test_key_bias_rows_are_exact_for_any_positions():
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("max_model_len", LENGTHS)
-def test_bytes_are_those_that_a_plan_counts(max_model_len, dtype):
+def test_key_bias_turns_have_planned_bytes(max_model_len, dtype):
     turns = make_key_turns(frequencies(48), 1.0, max_model_len, dtype, "cpu")
     specs = key_turns_specs(48, max_model_len, str(dtype).removeprefix("torch."))
     for table, spec in zip(turns, specs, strict=True):
@@ -154,7 +154,7 @@ def test_key_bias_of_zeros_changes_no_bit(device, bits, cut):
 
 @pytest.mark.gpu
 @FORMATS
-def test_compiled_kernels_in_bfloat16(device, key_bits, value_bits):
+def test_key_bias_bfloat16_is_exact_in_compiled_kernels(device, key_bits, value_bits):
     """Decode in splits, prefill whole and in splits, over many blocks."""
     rows = [(3000, 1), (0, 150), (700, 40)]
     bits = (key_bits, value_bits)

@@ -52,7 +52,7 @@ def test_paged_attention_is_exact_for_every_length(num_tokens):
 
 
 @for_each("seed", range(16))
-def test_random_steps(seed):
+def test_paged_attention_is_exact_for_random_steps(seed):
     dice = chance.Random(seed)
     rows = [
         (dice.choice([0, 0, dice.randrange(200)]), dice.choice([1, 1, 2, 3, 17, dice.randrange(1, 80)]))
@@ -72,7 +72,7 @@ def test_random_steps(seed):
     )
 
 
-def test_scores_too_far_apart_for_float32_pick_one_token():
+def test_paged_attention_distant_scores_pick_one_token():
     case = paged_case([(0, 70)])
     case.q *= 1e4
     out = case.run(paged_attention)
@@ -107,7 +107,7 @@ def test_paged_attention_chunks_give_the_same_bits(group, head_dim, window):
 
 
 @for_each("window", [None, 5, 64])
-def test_rows_in_any_batch_and_order_have_the_same_bits(window):
+def test_paged_attention_is_batch_invariant(window):
     case = paged_case(MIXED, group=3, window=window)
     expected = case.run(paged_attention)
     dice = chance.Random(0)
@@ -170,7 +170,7 @@ def test_native_paged_attention_stays_within_its_buffers(native, guarded_host, g
 
 
 @for_each("bad", [float("nan"), float("inf")])
-def test_query_not_finite_stays_in_its_row(bad):
+def test_paged_attention_nonfinite_query_stays_in_its_row(bad):
     case = paged_case([(0, 7), (66, 1)])
     clean = case.run(paged_attention)
     for row in range(8):
@@ -187,7 +187,7 @@ def test_query_not_finite_stays_in_its_row(bad):
 @pytest.mark.parametrize("plane", ["k_plane", "v_plane"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("position", [3, 63, 64, 80, 89])
-def test_token_not_finite_reaches_later_rows_of_its_sequence(plane, bad, position):
+def test_paged_attention_nonfinite_token_reaches_later_rows_only(plane, bad, position):
     """Earlier rows may be shared as a cached prefix, so a later token must not touch them."""
     case = paged_case([(0, 90), (80, 1), (0, 30)], group=3)
     clean = case.run(paged_attention)
@@ -199,7 +199,7 @@ def test_token_not_finite_reaches_later_rows_of_its_sequence(plane, bad, positio
     assert not out[position].isfinite().all()
 
 
-def test_window_hides_older_tokens():
+def test_paged_attention_window_hides_older_tokens():
     case = paged_case([(99, 1), (50, 40)], window=8)
     clean = case.run(paged_attention)
     for index, first_seen in ((0, 92), (1, 43)):
@@ -216,7 +216,7 @@ def test_paged_attention_many_query_heads_fit_the_stack():
     assert_as_exact_as_torch(out, case.run(paged_attention_reference), case.exact(), magnitude=4.0)
 
 
-def test_planes_that_are_not_float32_run_in_torch():
+def test_paged_attention_half_planes_use_torch():
     case = paged_case([(0, 9), (30, 1)])
     case.k_plane, case.v_plane = case.k_plane.half(), case.v_plane.half()
     assert same_bits(case.run(paged_attention), case.run(paged_attention_reference))
@@ -225,7 +225,7 @@ def test_planes_that_are_not_float32_run_in_torch():
 @pytest.mark.parametrize(
     "function", [paged_attention, paged_attention_reference], ids=lambda function: function.__name__
 )
-def test_out_changes_only_where_the_result_is(guarded_host, function):
+def test_paged_attention_writes_only_its_result(guarded_host, function):
     case = paged_case([(0, 9), (30, 1)])
     pages, sequences = case.tables()
     arguments = (case.q, case.k_plane, case.v_plane, pages, sequences, case.page_tokens, Scoring(case.scale))

@@ -65,19 +65,19 @@ def test_quantized_prefill_empty_splits_weigh_nothing(device):
 
 
 @for_each("bounds", [(0, 0, 64), (64, 64), (192, 256, 320)])
-def test_ranges_that_are_empty(device, bounds):
+def test_quantized_prefill_empty_ranges_are_exact(device, bounds):
     judge(quantized_step((3, 3), [(186, 5), (62, 4)], 16, group=2), Cut(large=True, bounds=bounds), device)
 
 
 @for_each("start, bounds", [(0, (64,)), (120, (64, 128))])
-def test_ranges_that_only_later_rows_see(device, start, bounds):
+def test_quantized_prefill_masks_ranges_seen_by_later_rows(device, start, bounds):
     """Rows before the range get nothing from it, and it takes nothing from the range before it."""
     judge(
         quantized_step((4, 4), [(start, 70 if start == 0 else 12)], 16, group=1), Cut(large=True, bounds=bounds), device
     )
 
 
-def test_window_hides_older_tokens(device):
+def test_quantized_prefill_window_hides_older_tokens(device):
     step = quantized_step((8, 8), [(99, 3), (126, 30)], 16, group=2, window=8)
     tiles = cut_tiles(step, [LARGE, HALVES])
     clean = run_tiles(step, tiles, device)
@@ -89,7 +89,7 @@ def test_window_hides_older_tokens(device):
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize("factor", [1e-4, 1000], ids=lambda factor: f"times {factor:g}")
-def test_keys_and_values_of_any_size(device, bits, factor):
+def test_quantized_prefill_keys_and_values_of_any_size_are_exact(device, bits, factor):
     for which in (0, 1):
         step = quantized_step((bits, bits), [(60, 9)], group=2)
         step.tokens[0][which].mul_(factor)
@@ -106,7 +106,7 @@ def test_quantized_prefill_token_of_huge_values_stays_exact(device, bits):
 
 
 @CODERS
-def test_zeros(device, bits):
+def test_quantized_prefill_zero_keys_and_values_are_exact(device, bits):
     """Keys that are all alike, and values that are nothing."""
     step = quantized_step((bits, bits), [(60, 9)], group=2)
     step.tokens[0][0].zero_()
@@ -125,7 +125,7 @@ def test_quantized_prefill_zero_value_at_highest_score_is_exact(device, bits, ga
     assert_near(out, step.exact(), step, at_least=1e-3)
 
 
-def test_small_weights_of_many_tokens_do_not_vanish(device):
+def test_quantized_prefill_many_small_weights_do_not_vanish(device):
     """A token 2^20 above 4095 others, which weigh 1/256 of it together: all there is where its value is zero."""
     step = peaked_step(8, 4096, 20, 1234)
     _, v = step.tokens[0]
@@ -139,7 +139,7 @@ def test_small_weights_of_many_tokens_do_not_vanish(device):
 
 
 @for_each("bad", [NAN, float("inf")])
-def test_query_not_finite_stays_in_its_row(device, bad):
+def test_quantized_prefill_nonfinite_query_stays_in_its_row(device, bad):
     step = quantized_step((4, 4), [(60, 7)], 16, group=2)
     tiles = cut_tiles(step, [LARGE])
     clean = run_tiles(step, tiles, device)
@@ -149,7 +149,7 @@ def test_query_not_finite_stays_in_its_row(device, bad):
 
 
 @for_each("which", [0, 1])
-def test_token_of_nan_stays_after_its_tile(device, which):
+def test_quantized_prefill_nan_token_spares_earlier_tiles(device, which):
     """Tiles that end before it do not see it, and other sequences never do."""
     step = quantized_step((4, 4), [(0, 100), (0, 5)], 16, group=2)
     cuts = [LARGE, LARGE]
@@ -176,7 +176,7 @@ def test_token_of_nan_stays_after_its_tile(device, which):
     ],
     ids=str,
 )
-def test_long_prompts_on_a_gpu(device, bits, group, head_dim, dtype):
+def test_quantized_prefill_long_prompts_are_exact_on_gpu(device, bits, group, head_dim, dtype):
     rows = [(0, 300), (900, 70), (2000, 33), (64, 1)]
     step = quantized_step(bits, rows, head_dim, group, num_kv_heads=2, page_tokens=64, dtype=dtype)
     cuts = [LARGE, Cut(large=True, splits=4), HALVES, LARGE]

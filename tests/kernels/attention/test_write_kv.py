@@ -71,7 +71,7 @@ def test_write_kv_without_norm_and_rope_copies_heads():
 @pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("head_dim", [2, 24, 64, 80], ids=lambda size: f"D{size}")
-def test_row_in_any_batch_is_equal_to_the_bit(head_dim, with_norm, with_rope):
+def test_write_kv_is_batch_invariant(head_dim, with_norm, with_rope):
     case = make_case(65, head_dim, with_norm=with_norm, with_rope=with_rope)
     whole_q, whole_k, whole_v = case.run()
     for threads in (1, 2):
@@ -119,7 +119,7 @@ def test_native_write_kv_stays_within_its_buffers(native, guarded_host, head_dim
 
 
 @for_each("bad", [float("nan"), float("inf")])
-def test_value_not_finite_stays_in_its_row(bad):
+def test_write_kv_nonfinite_value_stays_in_its_row(bad):
     case = make_case(9, 24)
     clean_q, clean_k, clean_v = case.run()
     case.qkv[4] = bad
@@ -135,7 +135,7 @@ def test_value_not_finite_stays_in_its_row(bad):
 @pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_planes_hold_the_nearest_value(dtype, with_norm, with_rope):
+def test_write_kv_half_planes_hold_the_nearest_value(dtype, with_norm, with_rope):
     case = make_case(9, 24, with_norm=with_norm, with_rope=with_rope)
     expected_q, expected_k, expected_v = case.run(write_kv_reference)
     case.k_plane, case.v_plane = case.k_plane.to(dtype), case.v_plane.to(dtype)
@@ -161,7 +161,7 @@ PADDED = pytest.mark.parametrize("padding", [[8], [0], [3, 4, 7], range(9)], ids
 @PADDED
 @FEATURES
 @pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
-def test_padding_stores_and_reads_nothing(function, with_norm, with_rope, padding):
+def test_write_kv_padding_stores_and_reads_nothing(function, with_norm, with_rope, padding):
     case = make_case(9, 24, with_norm=with_norm, with_rope=with_rope)
     clean_q, clean_k, clean_v = case.run(function)
     q, k_plane, v_plane = case.padded(padding).run(function)
@@ -178,7 +178,7 @@ def test_padding_stores_and_reads_nothing(function, with_norm, with_rope, paddin
 @FEATURES
 @pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_out_changes_only_where_queries_are(guarded_host, function, with_norm, with_rope, num_rows):
+def test_write_kv_writes_only_query_places_of_out(guarded_host, function, with_norm, with_rope, num_rows):
     case = make_case(num_rows, 24, with_norm=with_norm, with_rope=with_rope).padded([num_rows - 1])
     expected = case.run(function)
     how = (case.head_norm, case.rotary)
@@ -197,7 +197,7 @@ def test_out_changes_only_where_queries_are(guarded_host, function, with_norm, w
     assert wide[:, 7].isnan().all()
 
 
-def test_strided_rows_equal_contiguous_rows():
+def test_write_kv_strided_rows_equal_contiguous_rows():
     case = make_case(5, 24)
     expected = case.run()
     wide = torch.full((5, case.qkv.shape[1] + 7), POISON)
@@ -209,7 +209,7 @@ def test_strided_rows_equal_contiguous_rows():
 
 
 @for_each("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_run_in_torch_with_padding_and_out(dtype):
+def test_write_kv_half_types_use_torch(dtype):
     case = make_case(5, 24).rounded(dtype).padded([1, 4])
     expected = case.run(write_kv_reference, dtype=dtype)
     out = torch.empty(5, 6, 24, dtype=dtype)

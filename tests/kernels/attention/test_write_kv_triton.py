@@ -83,7 +83,7 @@ def test_write_kv_triton_is_exact_for_every_head_dim(device, head_dim, with_norm
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_norms_in_float32_with_and_without_an_offset(device, offset, dtype):
+def test_write_kv_triton_float32_norms_are_exact_with_any_offset(device, offset, dtype):
     judge(make_case(3, 64).rounded(dtype).float32_norms(offset), device)
 
 
@@ -118,7 +118,7 @@ def test_write_kv_triton_is_exact_for_any_shape(
 @DTYPES
 @FEATURES
 @pytest.mark.parametrize("padding", [[4], [0, 2, 3], range(5)], ids=["last", "some", "all"])
-def test_padding_stores_and_reads_nothing(device, with_norm, with_rope, padding, dtype):
+def test_write_kv_triton_padding_stores_and_reads_nothing(device, with_norm, with_rope, padding, dtype):
     case = make_case(5, 48, with_norm=with_norm, with_rope=with_rope).rounded(dtype)
     clean_q, clean_k, clean_v = run(case, device)
     q, k_plane, v_plane = run(case.padded(padding), device)
@@ -134,7 +134,7 @@ def test_padding_stores_and_reads_nothing(device, with_norm, with_rope, padding,
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("head_dim", [80, 128], ids=lambda size: f"D{size}")
-def test_row_in_any_batch_is_equal_to_the_bit(device, head_dim, dtype):
+def test_write_kv_triton_is_batch_invariant(device, head_dim, dtype):
     case = make_case(5, head_dim, group=2).rounded(dtype)
     whole_q, whole_k, whole_v = run(case, device)
     for rows in [[0], [4], *companies(5)[4:8]]:
@@ -156,7 +156,7 @@ def test_write_kv_triton_writes_first_and_last_slots(device, with_norm, with_rop
 
 
 @for_each("moat", [0, 1, 8])
-def test_rows_may_be_strided(device, moat):
+def test_write_kv_triton_accepts_strided_rows(device, moat):
     case = make_case(3, 64)
     for mine, theirs in zip(run(case, device, moat=moat), case.run(write_kv_reference), strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
@@ -165,7 +165,7 @@ def test_rows_may_be_strided(device, moat):
 @pytest.mark.each_value
 @DTYPES
 @FEATURES
-def test_queries_may_stay_where_they_are(device, poison, with_norm, with_rope, dtype):
+def test_write_kv_triton_may_leave_queries_in_place(device, poison, with_norm, with_rope, dtype):
     case = make_case(5, 96, with_norm=with_norm, with_rope=with_rope).rounded(dtype).padded([3])
     case = case.on(device)
     qkv, rows, how = case.qkv, (case.slots,), (case.head_norm, case.rotary)
@@ -181,7 +181,7 @@ def test_queries_may_stay_where_they_are(device, poison, with_norm, with_rope, d
 
 
 @FEATURES
-def test_half_planes_hold_the_nearest_value(device, with_norm, with_rope):
+def test_write_kv_triton_half_planes_hold_the_nearest_value(device, with_norm, with_rope):
     case = make_case(5, 24, with_norm=with_norm, with_rope=with_rope)
     q, k_plane, v_plane = run(case, device)
     case.k_plane, case.v_plane = case.k_plane.half(), case.v_plane.half()
@@ -192,7 +192,7 @@ def test_half_planes_hold_the_nearest_value(device, with_norm, with_rope):
 
 
 @for_each("bad", [float("nan"), float("inf")])
-def test_value_not_finite_stays_in_its_head(device, bad):
+def test_write_kv_triton_nonfinite_value_stays_in_its_head(device, bad):
     case = make_case(3, 24)
     clean_q, clean_k, clean_v = run(case, device)
     case.qkv[1, 2 * 24] = bad
@@ -209,7 +209,7 @@ def test_write_kv_triton_without_rows_changes_nothing(device):
     assert v_plane.isnan().all()
 
 
-def test_strided_heads_are_refused(device):
+def test_write_kv_triton_refuses_strided_heads(device):
     case = make_case(3, 16, with_norm=False, with_rope=False).on(device)
     rows, planes = (case.qkv, case.slots), (case.k_plane, case.v_plane)
     out = torch.empty(3, 6, 32, device=device)[..., :16]

@@ -117,7 +117,7 @@ def test_block_scaled_gemv_takes_every_dtype(device, dtype):
 
 
 @DTYPES
-def test_codes_are_those_of_quantized_rows(device, dtype):
+def test_block_scaled_gemv_codes_rows_like_quantize_rows(device, dtype):
     """Numbers of all sizes, and blocks in which every one is the largest or none is above zero."""
     sizes = 10.0 ** torch.linspace(-7, 4, 4)[:, None]
     x = torch.cat([random(4, 144) * sizes, random(4, 144, seed=1).exp() ** 3 * sizes])
@@ -176,12 +176,12 @@ def test_block_scaled_gemv_nonfinite_weight_stays_in_its_rows(device):
     assert same_bits(y[0, others], clean[0, others])
 
 
-def test_zeros_are_the_bias(device):
+def test_block_scaled_gemv_zero_row_is_the_bias(device):
     weight, bias = random_weight(33, 656, FP8_BLOCK), random(33, seed=3)
     assert same_bits(run(block_scaled_gemv, torch.zeros(1, 656), weight, bias, device)[0], bias)
 
 
-def test_rows_are_batch_invariant(device):
+def test_block_scaled_gemv_is_batch_invariant(device):
     x, weight = random(3, 1040), random_weight(40, 1040, FP8_BLOCK)
     whole = run(block_scaled_gemv, x, weight, None, device)
     for row in range(3):
@@ -205,7 +205,7 @@ def test_gemv_form_gives_warps_columns_and_programs_one_block():
         assert 64 % form.block_n == 0, f"{shape}: {form}"
 
 
-def test_shapes_that_do_not_go_together_are_refused(device):
+def test_block_scaled_gemv_refuses_mismatched_shapes(device):
     weight, out = weight_on(random_weight(33, 256, FP8_BLOCK), device), torch.empty(1, 33, device=device)
     with pytest.raises(AssertionError, match=r"weight\.shape"):
         block_scaled_gemv(torch.empty(1, 128, device=device), weight, None, out)
@@ -217,7 +217,7 @@ def test_shapes_that_do_not_go_together_are_refused(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", DEEPSEEK, ids=str)
-def test_bfloat16_at_the_sizes_of_a_large_model(device, shape):
+def test_block_scaled_gemv_bfloat16_is_exact_at_model_sizes(device, shape):
     """Against float32 on the same device, whose sums are near enough beside those of half precision."""
     x = codable_rows(1, shape[1], block_columns=128).bfloat16()
     generator = torch.Generator(device).manual_seed(0)
@@ -234,7 +234,7 @@ def test_bfloat16_at_the_sizes_of_a_large_model(device, shape):
 
 
 @pytest.mark.gpu
-def test_product_of_one_row_allocates_nothing(device):
+def test_block_scaled_gemv_allocates_nothing(device):
     x, weight = random(1, 512).to(device, torch.bfloat16), weight_on(random_weight(256, 512, FP8_BLOCK), device)
     out = torch.empty(1, 256, dtype=torch.bfloat16, device=device)
     assert_allocates_nothing(lambda: quantized_linear(x, weight, None, out))

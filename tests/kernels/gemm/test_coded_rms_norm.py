@@ -76,7 +76,7 @@ def test_add_rms_norm_coded_runs_in_place_and_on_strided_rows(device):
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
-def test_codes_match_the_stored_rows_on_any_device(num_rows):
+def test_add_rms_norm_coded_codes_match_stored_rows(num_rows):
     x, delta, weight = random(num_rows, 96), random(num_rows, 96, seed=1), random(96, seed=2)
     results = []
     for function in (add_rms_norm_coded, add_rms_norm_coded_reference):
@@ -88,7 +88,7 @@ def test_codes_match_the_stored_rows_on_any_device(num_rows):
     assert torch.allclose(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
 
 
-def test_codes_of_wrong_shape_or_scales_are_an_error(device):
+def test_add_rms_norm_coded_refuses_wrong_code_buffers(device):
     x, weight = random(3, 256).to(device), random(256).to(device)
     for codes, scales in (((3, 255), (3, 1)), ((3, 256), (3, 2))):
         wrong = QuantizedRows(

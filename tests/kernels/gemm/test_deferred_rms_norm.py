@@ -67,7 +67,7 @@ def inputs(num_rows, size, dtype=torch.float32):
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"K{size}")
-def test_scaled_to_the_bit_and_squares_as_exact_as_torch(device, size, dtype):
+def test_defer_rms_norm_scales_to_the_bit_and_squares_exactly(device, size, dtype):
     for num_rows in (1, 3, 32):
         x, norm = inputs(num_rows, size, dtype)
         scaled, squares, rows = run(defer_rms_norm, x, norm, device)
@@ -89,7 +89,7 @@ def test_deferred_row_with_its_squares_is_the_norm(device, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
-def test_amax_is_that_of_what_was_scaled(device, function, dtype):
+def test_defer_rms_norm_amax_is_of_scaled_rows(device, function, dtype):
     """As it was stored; and with or without them the rest is the same."""
     for size in (1, 63, 577):
         x, norm = inputs(3, size, dtype)
@@ -109,14 +109,14 @@ def test_deferred_amax_is_that_of_its_row(device, function):
     assert amax.tolist() == [clean[0], 0.0, float("inf"), clean[3]]
 
 
-def test_squares_of_half_precision_do_not_overflow(device):
+def test_defer_rms_norm_half_squares_do_not_overflow(device):
     x, norm = (random(2, 100) * 2000).half(), torch.ones(100).half()
     _, squares, _ = run(defer_rms_norm, x, norm, device)
     torch.testing.assert_close(squares.double(), x.double().square().sum(-1), rtol=1e-6, atol=0)
 
 
 @DTYPES
-def test_rows_are_batch_invariant(device, dtype):
+def test_defer_rms_norm_is_batch_invariant(device, dtype):
     x, norm = inputs(9, 577, dtype)
     whole = run(defer_rms_norm, x, norm, device)
     for rows in companies(9):
@@ -178,7 +178,7 @@ def test_defer_rms_norm_rounds_sum_as_if_stored(device, size, dtype):
         assert same_bits(scaled, in_torch[1])
 
 
-def test_rows_with_something_to_add_do_not_change_each_other(device):
+def test_defer_rms_norm_with_delta_is_batch_invariant(device):
     x, norm = inputs(9, 577)
     delta = random(9, 577, seed=3)
     whole = run_delta(defer_rms_norm, x, delta, norm, device)
@@ -195,7 +195,7 @@ def test_rows_with_something_to_add_do_not_change_each_other(device):
 
 
 @pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
-def test_amax_is_of_the_sum_and_not_of_what_was_there_before(device, function):
+def test_defer_rms_norm_with_delta_amax_is_of_the_sum(device, function):
     """What a product codes is x + delta, scaled."""
     x, norm = inputs(3, 100)
     delta = -x.clone()
@@ -243,7 +243,7 @@ def run_row_amax(function, x_MK, device, num_cleared: int = 0) -> torch.Tensor:
 
 @BOTH_AMAX
 @DTYPES
-def test_amax_of_every_size(device, function, dtype):
+def test_row_amax_is_exact_for_every_size(device, function, dtype):
     for size in AMAX_SIZES:
         for num_rows in (1, 3):
             x = random(num_rows, size, seed=size).to(dtype)
@@ -271,12 +271,12 @@ def test_row_amax_finds_either_sign_in_any_column(device, function):
 
 
 @BOTH_AMAX
-def test_zeros_have_none(device, function):
+def test_row_amax_of_zeros_is_zero(device, function):
     assert same_bits(run_row_amax(function, torch.full((2, 70), -0.0), device, 128), torch.zeros(2))
 
 
 @BOTH_AMAX
-def test_results_are_batch_invariant(device, function):
+def test_row_amax_is_batch_invariant(device, function):
     x = random(9, 200)
     whole = run_row_amax(function, x, device, 576)
     for rows in companies(9):
@@ -297,7 +297,7 @@ def test_row_amax_nonfinite_value_stays_in_its_row(device, function, bad):
 
 
 @pytest.mark.gpu
-def test_amax_allocates_nothing(device):
+def test_row_amax_allocates_nothing(device):
     x = random(16, 8192).to(device, torch.bfloat16)
     values = torch.empty(16, device=device)
     cleared = torch.empty(1024, dtype=torch.int32, device=device)

@@ -38,7 +38,7 @@ def table_of(scheme, num_columns, device="cpu", num_rows=29):
 @TABLES
 @TYPES
 @pytest.mark.parametrize("num_columns", [1, 33, 576, 1024, 1408])
-def test_rows_of_codes_are_decoded_and_rounded_once(device, guarded, scheme, dtype, num_columns):
+def test_lookup_rows_decodes_and_rounds_codes_once(device, guarded, scheme, dtype, num_columns):
     expected = dequantize(table_of(scheme, num_columns))[IDS].to(dtype)
     out = guarded(len(IDS), num_columns + 3, dtype=dtype).fill_(torch.nan)
     assert (
@@ -88,12 +88,12 @@ def test_lookup_rows_id_beyond_table_fails_on_cpu():
 
 
 @pytest.mark.parametrize("scheme", [FP8_BLOCK, MXFP4], ids=lambda scheme: scheme.name)
-def test_schemes_without_scales_by_row_are_refused(scheme):
+def test_lookup_rows_refuses_schemes_without_row_scales(scheme):
     with pytest.raises(AssertionError, match=f"{scheme.name}: a row cannot be looked up by itself"):
         lookup_rows(IDS, table_of(scheme, 64), torch.empty(len(IDS), 64))
 
 
-def test_buffers_of_another_shape_are_an_error(device):
+def test_lookup_rows_refuses_buffers_of_another_shape(device):
     with pytest.raises(AssertionError, match=r"out_TK\.shape"):
         lookup_rows(IDS, table_of(FP8, 64), torch.empty(len(IDS), 65))
     with pytest.raises(AssertionError, match="columns lie apart"):
@@ -140,7 +140,7 @@ def share_of(table, start, end):
 @pytest.mark.parametrize("scheme", [None, FP8, INT8], ids=lambda scheme: scheme.name if scheme else "plain")
 @TYPES
 @pytest.mark.parametrize("num_columns", [1, 33, 1024, 1408])
-def test_shares_of_ranks_add_up_to_the_row(device, guarded, scheme, dtype, num_columns):
+def test_lookup_share_sums_to_the_row_over_ranks(device, guarded, scheme, dtype, num_columns):
     plain = random(29, num_columns, seed=4).to(dtype)
     table = plain.to(device) if scheme is None else table_of(scheme, num_columns, device)
     ids = IDS.to(device)

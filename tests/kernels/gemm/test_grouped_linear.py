@@ -28,7 +28,7 @@ def test_grouped_linear_multiplies_each_group_by_its_weight(device, guarded, pro
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
-def test_half_precision_is_summed_in_float32(device, guarded, dtype):
+def test_grouped_linear_sums_half_precision_in_float32(device, guarded, dtype):
     x, weight, _ = parts(9, 4, 64, 16)
     x, weight = x.to(dtype), weight.to(dtype)
     out = guarded(9, 64, dtype=dtype).fill_(torch.nan)

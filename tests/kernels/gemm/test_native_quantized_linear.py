@@ -73,7 +73,7 @@ def test_native_quantized_linear_equals_dequantized_product(scheme, num_rows, si
 @pytest.mark.each_value
 @SCHEMES
 @pytest.mark.parametrize(("size_n", "size_k"), [(1, 1), (7, 63), (50, 577), (100, 1100)])
-def test_rows_are_batch_invariant_on_any_threads(scheme, size_n, size_k):
+def test_native_quantized_linear_is_batch_invariant(scheme, size_n, size_k):
     size_k = width(size_k, scheme)
     x, weight, bias = random(129, size_k), random_weight(size_n, size_k, scheme), random(size_n, seed=3)
     whole = product(x, weight, bias)
@@ -175,7 +175,7 @@ def test_native_quantized_linear_int8_takes_code_minus_128():
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_small_codes_are_kept_where_small_numbers_are_not(num_rows):
+def test_native_quantized_linear_keeps_small_codes_under_flush(num_rows):
     """A thread that takes subnormal numbers for zeros."""
     weight = coded_bytes(torch.arange(8, dtype=torch.uint8).repeat(5, 4), FP8, torch.tensor(0.25))
     x = torch.ones(num_rows, 32)
@@ -191,7 +191,7 @@ def test_small_codes_are_kept_where_small_numbers_are_not(num_rows):
 
 @SCHEMES
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_another_type_is_rounded_once_at_the_end(monkeypatch, scheme, dtype):
+def test_native_quantized_linear_rounds_other_dtypes_once(monkeypatch, scheme, dtype):
     x, weight, bias = random(7, 96), random_weight(33, 96, scheme), random(33, seed=3).to(dtype)
     wide = product(x, weight, bias.float())
     for elements in (1, 33, 100, 2**20):
@@ -203,7 +203,7 @@ def test_another_type_is_rounded_once_at_the_end(monkeypatch, scheme, dtype):
         assert same_bits(out, wide.to(dtype)), f"{elements=}"
 
 
-def test_operands_may_lie_apart():
+def test_native_quantized_linear_accepts_strided_operands():
     x, weight = random(10, 96), random_weight(33, 96, FP8)
     wide = torch.full((5, 50), NAN)
     out = wide[:, 8:41]
@@ -215,7 +215,7 @@ def test_operands_may_lie_apart():
 
 
 @SCHEMES
-def test_reference_dequantizes_in_parts(monkeypatch, scheme):
+def test_quantized_linear_reference_dequantizes_in_parts(monkeypatch, scheme):
     """Wherever the parts meet, in the midst of a block of scales too, every column is there once."""
     size_k = width(160, scheme)
     x, weight, bias = random(3, size_k), random_weight(150, size_k, scheme), random(150, seed=3)
@@ -225,7 +225,7 @@ def test_reference_dequantizes_in_parts(monkeypatch, scheme):
         assert same_bits(native_quantized_linear_reference(x, weight, bias, torch.empty(3, 150)), expected), f"{rows=}"
 
 
-def test_torch_dequantizes_nothing_if_c_can(monkeypatch):
+def test_native_quantized_linear_never_dequantizes_in_torch(monkeypatch):
     def refuse(*_: object) -> None:
         raise AssertionError("a weight was turned back in plain torch")
 
@@ -276,7 +276,7 @@ def test_native_quantized_linear_without_columns_is_the_bias():
         assert torch.equal(run(torch.empty(num_rows, 0), weight, bias), bias.repeat(num_rows, 1))
 
 
-def test_sizes_that_do_not_go_together_are_refused():
+def test_native_quantized_linear_refuses_mismatched_sizes():
     weight = quantized(random(33, 96), FP8)
     x, out = random(3, 96), torch.empty(3, 33)
     with pytest.raises(AssertionError, match=r"x_TK\.shape"):

@@ -65,7 +65,7 @@ def test_quantized_linear_on_cpu_is_the_dequantized_product(function, scheme, nu
 
 
 @SCHEMES
-def test_integers_are_multiplied_exactly(scheme):
+def test_quantized_linear_multiplies_integers_exactly(scheme):
     """Numbers that are their own codes, under scales that are one."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-8, 9, (5, 256), generator=generator).float()
@@ -80,7 +80,7 @@ def test_integers_are_multiplied_exactly(scheme):
 
 
 @SCHEMES
-def test_half_precision_is_rounded_once_at_the_end(scheme):
+def test_quantized_linear_rounds_half_precision_once(scheme):
     x, weight, bias = codable_rows(3, 96), random_weight(33, 96, scheme), random(33, seed=3)
     for dtype in (torch.float16, torch.bfloat16):
         rounded = x.to(dtype)
@@ -93,7 +93,7 @@ def test_half_precision_is_rounded_once_at_the_end(scheme):
 
 @SCHEMES
 @pytest.mark.usefixtures("native")
-def test_rows_are_batch_invariant(scheme):
+def test_quantized_linear_is_batch_invariant(scheme):
     x, weight = random(17, 160), random_weight(35, 160, scheme)
     whole = run(quantized_linear, x, weight, None)
     for rows in companies(17):
@@ -122,7 +122,7 @@ def test_quantized_linear_nonfinite_input_stays_in_its_row(scheme, bad):
 
 
 @SCHEMES
-def test_zeros_are_the_bias(scheme):
+def test_quantized_linear_zero_row_is_the_bias(scheme):
     weight, bias = random_weight(33, 96, scheme), random(33, seed=3)
     assert same_bits(run(quantized_linear, torch.zeros(2, 96), weight, bias), bias.repeat(2, 1))
 
@@ -148,7 +148,7 @@ def test_quantized_view_covers_the_rows_only(num_rows, as_vectors):
         assert view.codes_TK.storage_offset() == view.scales_TB.storage_offset() == 0
 
 
-def test_product_writes_codes_of_its_rows_only():
+def test_quantized_linear_writes_codes_of_its_rows_only():
     for scheme, num_blocks in ((FP8, 1), (FP8_BLOCK, 2)):
         codes = torch.full((5 * 200,), 0x55, dtype=torch.uint8)
         scales = torch.full((5 * 2,), -7.0)
@@ -160,7 +160,7 @@ def test_product_writes_codes_of_its_rows_only():
         assert (scales[: 3 * num_blocks] > 0).all()
 
 
-def test_rows_that_come_as_codes_are_not_coded_again():
+def test_quantized_linear_takes_rows_that_are_already_codes():
     """The product is of the codes that lie in the room, whatever the rows are."""
     x, other = random(3, 200), random(3, 200, seed=9)
     for scheme in (FP8, FP8_TENSOR, FP8_BLOCK):
@@ -172,7 +172,7 @@ def test_rows_that_come_as_codes_are_not_coded_again():
             assert not same_bits(function(other, weight, None, torch.empty(3, 9), room), expected)
 
 
-def test_room_for_codes_needs_one_scale_a_row():
+def test_room_for_codes_exists_only_with_one_scale_a_row():
     room = QuantizedRows(torch.zeros(600, dtype=torch.float8_e4m3fn), torch.zeros(6))
     for scheme in (FP8, FP8_TENSOR):
         found = room_for_codes(room, random_weight(9, 200, scheme), 3)
@@ -191,7 +191,7 @@ def test_quantized_linear_needs_buffers_only_for_codes():
 
 
 @pytest.mark.parametrize("size_k", [1, 100, 128, 129, 300])
-def test_dequantized_rows_are_near_what_was_quantized(size_k):
+def test_dequantize_rows_is_near_the_quantized_rows(size_k):
     x = random(4, size_k) * torch.tensor([[1.0], [1e-2], [1e6], [0.0]])
     for num_blocks in {1, -(-size_k // 128)}:
         rows_fp8 = QuantizedRows(torch.empty(4, size_k, dtype=torch.float8_e4m3fn), torch.empty(4, num_blocks))

@@ -101,7 +101,7 @@ def test_tile_linear_with_bias_is_exact_at_every_size(device, scheme, size_n, si
 
 @TILE_SCHEMES
 @DTYPES
-def test_half_precision_in_and_float32_or_the_same_out(device, scheme, dtype):
+def test_tile_linear_half_input_is_exact_in_either_output(device, scheme, dtype):
     x, weight = inputs(17, 33, 192, scheme, seed=3)
     judge(x.to(dtype), weight, random(33, seed=5).to(dtype), device)
     # Four bits times a power of two, or eight, are exact in half precision, unless they are too small for it.
@@ -109,7 +109,7 @@ def test_half_precision_in_and_float32_or_the_same_out(device, scheme, dtype):
 
 
 @pytest.mark.parametrize("scheme", [INT8, MXFP4], ids=scheme_id)
-def test_integers_are_multiplied_exactly(device, scheme):
+def test_tile_linear_multiplies_integers_exactly(device, scheme):
     """Scales are one, so that sums of integers are what they are."""
     generator = torch.Generator().manual_seed(4)
     if scheme is INT8:
@@ -123,7 +123,7 @@ def test_integers_are_multiplied_exactly(device, scheme):
     assert torch.equal(run(x.to(widest_on(device)), weight, None, device, torch.float32).double(), expected)
 
 
-def test_codes_of_e4m3_are_multiplied_exactly(device):
+def test_tile_linear_multiplies_e4m3_codes_exactly(device):
     generator = torch.Generator().manual_seed(4)
     values = torch.randint(-8, 9, (2, 130, 256), generator=generator).float()
     values[:, :, ::128] = 448.0  # so that scales are one
@@ -200,7 +200,7 @@ def test_tile_linear_nonfinite_weight_stays_in_its_rows(device, scheme):
     assert same_bits(y[:, :first], clean[:, :first])
 
 
-def test_rows_come_as_codes_only_if_the_scheme_needs_them(device):
+def test_tile_linear_takes_codes_only_if_the_scheme_needs_them(device):
     for scheme in (FP8, INT8):
         x, weight = inputs(3, 33, 160, scheme)
         other = room_amid(RedZones(device), 3, random_weight(33, 160, FP8)) if scheme is INT8 else None
@@ -211,7 +211,7 @@ def test_rows_come_as_codes_only_if_the_scheme_needs_them(device):
 @pytest.mark.gpu
 @TILE_SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 17, 64, 300], ids=lambda count: f"{count} rows")
-def test_bfloat16_at_the_sizes_of_a_large_model(device, scheme, num_rows):
+def test_tile_linear_bfloat16_is_exact_at_model_sizes(device, scheme, num_rows):
     x, weight = inputs(num_rows, 2560, 4096, scheme)
     judge(x.bfloat16(), weight, random(2560, seed=5).bfloat16(), device)
 
@@ -264,7 +264,7 @@ def test_e2m1_kernel_decodes_every_byte(device):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_operands_say_how_the_weight_is_quantized(scheme):
+def test_operands_of_reports_the_scheme_of_the_weight(scheme):
     case = expert_case((1, 1, 2, 6, 192), True, scheme)
     quantized = quantized_case_rows(case)
     found = operands_of(case.x_XK, case.weight, quantized)
@@ -281,7 +281,7 @@ def test_operands_say_how_the_weight_is_quantized(scheme):
     assert found.tensors[0].data_ptr() == rows.data_ptr()
 
 
-def test_operands_need_codes_if_the_scheme_quantizes_rows():
+def test_operands_of_without_codes_fails_if_rows_are_quantized():
     case = expert_case((1, 1, 2, 6, 64), scheme="fp8")
     with pytest.raises(AssertionError, match="fp8 with quantized=None"):
         operands_of(case.x_XK, case.weight, None)

@@ -52,7 +52,7 @@ def widest(device) -> torch.dtype:
 @EVERY_ROWS
 @GATED
 @pytest.mark.parametrize("size_k", [64, 128, 192, 576], ids=lambda size: f"K{size}")
-def test_normed_over_every_number_of_rows(device, widest, num_rows, size_k, gated):
+def test_normed_linear_is_exact_for_every_number_of_rows(device, widest, num_rows, size_k, gated):
     judge_normed(small_batch_case(num_rows, 65, size_k, widest, gated, with_bias=gated), device)
 
 
@@ -61,7 +61,7 @@ def test_normed_over_every_number_of_rows(device, widest, num_rows, size_k, gate
 @BIAS
 @GATED
 @pytest.mark.parametrize("size_n", WIDTHS, ids=lambda size: f"N{size}")
-def test_normed_over_every_number_of_outputs(device, widest, num_rows, size_n, gated, with_bias):
+def test_normed_linear_is_exact_for_every_number_of_outputs(device, widest, num_rows, size_n, gated, with_bias):
     judge_normed(small_batch_case(num_rows, size_n, 192, widest, gated, with_bias), device)
 
 
@@ -69,13 +69,13 @@ def test_normed_over_every_number_of_outputs(device, widest, num_rows, size_n, g
 @EVERY_ROWS
 @BIAS
 @pytest.mark.parametrize("size_k", [64, 128, 192, 1024], ids=lambda size: f"K{size}")
-def test_added_over_every_number_of_rows(device, widest, num_rows, size_k, with_bias):
+def test_linear_add_is_exact_for_every_number_of_rows(device, widest, num_rows, size_k, with_bias):
     judge_add(small_batch_case(num_rows, 65, size_k, widest, with_bias=with_bias), device)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, MANY], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("size_n", WIDTHS, ids=lambda size: f"N{size}")
-def test_added_over_every_number_of_outputs(device, widest, num_rows, size_n):
+def test_linear_add_is_exact_for_every_number_of_outputs(device, widest, num_rows, size_n):
     judge_add(small_batch_case(num_rows, size_n, 256, widest, with_bias=True), device)
 
 
@@ -97,7 +97,7 @@ def test_small_batch_thousand_outputs_are_exact(device, widest, num_rows):
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_rows", [1, 5], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("size_k", [640, 1280, 5120, 6208, 8192, 16448], ids=lambda size: f"K{size}")
-def test_long_rows(device, widest, num_rows, size_k):
+def test_small_batch_long_rows_are_exact(device, widest, num_rows, size_k):
     """Each way in which blocks along K are chosen."""
     judge_normed(small_batch_case(num_rows, 5, size_k, widest), device)
     judge_add(small_batch_case(num_rows, 5, size_k, widest), device)
@@ -108,7 +108,7 @@ def test_long_rows(device, widest, num_rows, size_k):
 @pytest.mark.parametrize(
     ("size_k", "splits"), [(128, 1), (640, 1), (256, 2), (1280, 2), (512, 4), (1024, 8), (4096, 8)]
 )
-def test_split_k(device, widest, num_rows, size_k, splits):
+def test_small_batch_split_k_is_exact(device, widest, num_rows, size_k, splits):
     assert num_k_splits(70, size_k, BLOCK_K) == splits
     judge_add(small_batch_case(num_rows, 70, size_k, widest, with_bias=True), device)
     judge_normed(small_batch_case(num_rows, 70, size_k, widest, with_bias=True), device)
@@ -116,7 +116,7 @@ def test_split_k(device, widest, num_rows, size_k, splits):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 3, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_half_precision(device, dtype, num_rows):
+def test_small_batch_half_precision_is_exact(device, dtype, num_rows):
     for gated in (False, True):
         judge_normed(small_batch_case(num_rows, 65, 256, dtype, gated, with_bias=True), device)
     judge_normed(small_batch_case(num_rows, 65, 256, dtype), device, out_dtype=torch.float32)  # logits
@@ -126,7 +126,7 @@ def test_half_precision(device, dtype, num_rows):
 @pytest.mark.each_pair
 @pytest.mark.parametrize("num_rows", [1, MANY], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("num_squares", [1, 2, 33, 96])
-def test_squares_in_any_number_of_blocks(device, widest, num_rows, num_squares):
+def test_normed_linear_accepts_any_number_of_square_blocks(device, widest, num_rows, num_squares):
     judge_normed(small_batch_case(num_rows, 9, 192, widest), device, num_squares)
 
 
@@ -149,7 +149,7 @@ def test_small_batch_is_exact_for_any_shape(device, num_rows, size_n, blocks_k, 
 
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("size_k", [64, 1024], ids=["one split", "split-K"])
-def test_residual_gets_outputs_as_a_store_rounds_them(device, num_rows, size_k):
+def test_linear_add_rounds_outputs_before_the_residual(device, num_rows, size_k):
     """Whole numbers, whose sums are exact: half precision rounds those beyond 2048, and once more with x."""
     case = small_batch_case(num_rows, 70, size_k, torch.float16)
     case.x_MK.copy_(torch.randint(-60, 61, case.x_MK.shape, generator=torch.Generator().manual_seed(1)))
@@ -184,7 +184,7 @@ def check_companies(device, dtype, size_n, size_k) -> None:
 
 
 @pytest.mark.parametrize(("size_n", "size_k"), [(70, 512), (64, 192)], ids=["split-K", "one split"])
-def test_rows_are_batch_invariant_from_two_on(device, widest, size_n, size_k):
+def test_small_batch_is_batch_invariant_from_two_rows(device, widest, size_n, size_k):
     check_companies(device, widest, size_n, size_k)
 
 
@@ -192,7 +192,7 @@ def test_rows_are_batch_invariant_from_two_on(device, widest, size_n, size_k):
 @pytest.mark.parametrize(
     ("size_n", "size_k"), [(5120, 8192), (10240, 5120), (5120, 25600), (1000, 576)], ids=["o", "qkv", "down", "odd"]
 )
-def test_bfloat16_rows_are_batch_invariant_from_two_on(device, size_n, size_k):
+def test_small_batch_bfloat16_is_batch_invariant_from_two_rows(device, size_n, size_k):
     check_companies(device, torch.bfloat16, size_n, size_k)
 
 
@@ -229,7 +229,7 @@ def test_small_batch_nonfinite_weight_stays_in_its_column(device, widest, num_ro
     assert same_bits(y[:, others], clean[:, others])
 
 
-def test_scratch_serves_one_product_after_another(device, widest):
+def test_small_batch_scratch_serves_successive_products(device, widest):
     """As in a step: squares pass from one to the next, and partial sums and counters are used again and again."""
     scratch = SmallBatchScratch(
         torch.full((3 * 40,), NAN, device=device),
@@ -263,7 +263,7 @@ def test_scratch_serves_one_product_after_another(device, widest):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 2, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_bfloat16_at_the_sizes_of_a_large_model(device, num_rows):
+def test_small_batch_bfloat16_is_exact_at_model_sizes(device, num_rows):
     judge_normed(small_batch_case(num_rows, 25600, 5120, torch.bfloat16, gated=True), device, num_squares=80)
     judge_normed(small_batch_case(num_rows, 10240, 5120, torch.bfloat16), device, num_squares=2560)
     judge_add(small_batch_case(num_rows, 5120, 25600, torch.bfloat16), device)

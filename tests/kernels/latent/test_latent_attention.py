@@ -86,14 +86,14 @@ def judge_cut(case: LatentCase, splits: int, large: bool, device, dtype, num_pad
     ],
     ids=["one program", "split", "captured", "batch invariant", "no partials"],
 )
-def test_steps_as_the_scheduler_cuts_them(device, widest, rows, scheduling):
+def test_latent_attention_is_exact_for_scheduled_steps(device, widest, rows, scheduling):
     judge_step(latent_case(rows), scheduling, device, widest)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
 @pytest.mark.parametrize("num_padding", [MERGE_BY_HEAD_ROWS, SPREAD_MERGE_ROWS], ids=lambda n: f"{n} padded")
-def test_padded_rows_are_zeros(device, widest, num_padding, captured):
+def test_latent_attention_padded_rows_are_zeros(device, widest, num_padding, captured):
     judge_step(latent_case(DECODE, 3, 16), Scheduling(4, captured=captured), device, widest, num_padding)
 
 
@@ -101,7 +101,7 @@ def test_padded_rows_are_zeros(device, widest, num_padding, captured):
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_half_precision(device, dtype, large):
+def test_latent_attention_half_precision_is_exact(device, dtype, large):
     judge_cut(latent_case([(64, 1), (10, 3), (0, 9)], 5, 64, 32), 2, large, device, dtype, num_padding=2)
 
 
@@ -133,7 +133,7 @@ def test_latent_attention_is_exact_for_every_page_size(device, widest, page_toke
 @pytest.mark.each_value
 @pytest.mark.parametrize("splits", [3, 66])
 @pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS, SPREAD_MERGE_ROWS], ids=lambda n: f"{n} padded")
-def test_splits_without_tokens_weigh_nothing(device, widest, splits, num_padding):
+def test_latent_attention_empty_splits_weigh_nothing(device, widest, splits, num_padding):
     """More of them than are merged at once, in every form of the merge."""
     judge_cut(latent_case([(100, 1)], 2, 16), splits, False, device, widest, num_padding)
 
@@ -160,7 +160,7 @@ def test_latent_attention_is_exact_for_any_step(device, data):
     judge_step(case, scheduling, device, dtype, data.draw(st.integers(0, 2)))
 
 
-def test_row_in_any_batch_is_equal_to_the_bit(device, widest):
+def test_latent_attention_is_batch_invariant(device, widest):
     """Its own tiles given, and steps of many rows: few take a merge of another shape."""
     rows = [(269, 1), (30, 1), (400, 1)]
     case = latent_case(rows).rounded(widest)
@@ -177,7 +177,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(device, widest):
 
 
 @for_each("large", [False, True])
-def test_heads_may_come_in_groups(device, widest, large):
+def test_latent_attention_head_group_matches_all_heads(device, widest, large):
     """With the tiles of all heads, the same to the bit as long as blocks are the same."""
     case = latent_case([(100, 1), (7, 4)], 16).rounded(widest)
     work, num_partials = cut_work(case, 2, large, 5, device)
@@ -189,7 +189,7 @@ def test_heads_may_come_in_groups(device, widest, large):
         torch.testing.assert_close(out, whole[:, first : first + 8], rtol=1e-3, atol=1e-3)
 
 
-def test_captured_kernels_without_work_change_nothing(device, widest):
+def test_latent_attention_graph_without_work_changes_nothing(device, widest):
     """A graph launches all of them; the numbers of tiles decide."""
     q, plane = random(4, 2, 32).to(device, widest), random(8, 32, seed=1).to(device, widest)
     tiles = torch.full((3, 8), 2**30, dtype=torch.int32, device=device)
@@ -206,7 +206,7 @@ def test_captured_kernels_without_work_change_nothing(device, widest):
 
 
 @for_each("num_heads", [1, 3, 8, 16, 20, 32, 64, 65, 96, 128, 130])
-def test_blocks_and_tiles_hold_all_heads(num_heads):
+def test_latent_geometry_blocks_and_tiles_hold_all_heads(num_heads):
     geometry = latent_geometry(num_heads)
     for large, rows in ((False, geometry.small_rows), (True, geometry.large_rows)):
         num_blocks, heads = head_blocks(num_heads, large)
@@ -219,12 +219,12 @@ def test_blocks_and_tiles_hold_all_heads(num_heads):
     assert head_blocks(128) == (2, 64)
 
 
-def test_steps_of_many_rows_differ_in_nothing_that_changes_bits():
+def test_latent_row_form_is_constant_for_many_rows():
     """A step that must not depend on its company is padded to 16 rows; programs of one head or of several add alike."""
     assert {row_form(num_rows).merges_side_by_side for num_rows in range(16, 300)} == {False}
 
 
-def test_blocks_of_a_program_fit_into_shared_memory():
+def test_latent_blocks_fit_into_shared_memory():
     hopper, ada, row_bytes = 227 * 1024, 99 * 1024, 2 * 576
     assert [latent_blocks(height, row_bytes, hopper) for height in (16, 32, 64)] == [(64, 3, 4), (64, 3, 8), (64, 2, 8)]
     for height in (16, 32):
@@ -235,7 +235,7 @@ def test_blocks_of_a_program_fit_into_shared_memory():
 @pytest.mark.each_value
 @pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "quantized"])
 @pytest.mark.parametrize("num_heads", [16, 20, 128])
-def test_programs_of_small_tiles_are_those_that_are_launched(num_heads, is_quantized):
+def test_latent_geometry_counts_launched_small_programs(num_heads, is_quantized):
     geometry, height = latent_geometry(num_heads, is_quantized), tile_height(num_heads, large=False)
     assert geometry.small_programs_per_sm == (programs_per_sm(height) if is_quantized else PLAIN_PROGRAMS_PER_SM)
 
@@ -243,7 +243,7 @@ def test_programs_of_small_tiles_are_those_that_are_launched(num_heads, is_quant
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("num_heads", [16, 20, 128], ids=lambda heads: f"{heads} heads")
-def test_real_sizes_on_a_gpu(device, dtype, num_heads):
+def test_latent_attention_is_exact_at_model_sizes(device, dtype, num_heads):
     """Those of more than 16 heads, and prompts, in warpgroups on a Hopper."""
     rows = [(3000, 1), (0, 40), (900, 20), (2999, 1), (4095, 1), (63, 2)]
     case = latent_case(rows, num_heads, 512, 64, q_scale=1.0)
@@ -253,13 +253,13 @@ def test_real_sizes_on_a_gpu(device, dtype, num_heads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_tokens", [32, 128], ids=["small pages", "large pages"])
 @pytest.mark.parametrize("num_heads", [40, 100], ids=lambda heads: f"{heads} heads")
-def test_odd_blocks_and_other_pages_on_a_gpu(device, num_heads, page_tokens):
+def test_latent_attention_odd_blocks_and_pages_are_exact_on_gpu(device, num_heads, page_tokens):
     rows = [(2000, 1), (0, 40), (127, 1), (128, 1), (129, 3), (0, 1)]
     case = latent_case(rows, num_heads, 512, 64, page_tokens, q_scale=1.0)
     judge_step(case, Scheduling(132, 256), device, torch.bfloat16, num_padding=1)
 
 
-def test_warpgroups_take_the_sizes_and_pages_they_know(device):
+def test_takes_warpgroups_accepts_known_sizes_and_pages(device):
     plane = torch.empty(256, 576, dtype=torch.bfloat16, device=device)
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     assert takes_warpgroups(LatentPlanes("plain", 512, 64, 64, plane)) == is_hopper
@@ -272,7 +272,7 @@ def test_warpgroups_take_the_sizes_and_pages_they_know(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [16, 128], ids=lambda heads: f"{heads} heads")
-def test_repeated_launches_give_the_same_bits(device, num_heads):
+def test_latent_attention_is_deterministic(device, num_heads):
     case = latent_case([(3000, 1), (0, 300), (1500, 140)], num_heads, 512, 64).rounded(torch.bfloat16)
     work = Scheduling(132, 256).work(case, 441, device)
     expected = run_latents(case, work, 441, 256, device, num_sms=132)

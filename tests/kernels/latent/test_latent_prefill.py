@@ -130,23 +130,23 @@ def test_attend_up_projected_one_chunk_is_exact(device, shape, dtype, num_rows, 
 @pytest.mark.parametrize(
     ("num_rows", "start"), [(300, 0), (150, 131), (1, 300), (40, 216)], ids=["prompt", "continued", "one row", "whole"]
 )
-def test_several_chunks(device, shape, num_rows, start):
+def test_attend_up_projected_several_chunks_are_exact(device, shape, num_rows, start):
     """Rows that begin in the middle of a chunk, and rows that see nothing of the last."""
     check(make_case(shape, num_rows, start, torch.float32), device, tokens=CHUNK_STEP)
 
 
 @for_each("start", [0, 131])
-def test_rows_run_in_batches_if_the_state_is_small(device, start):
+def test_attend_up_projected_small_state_batches_rows(device, start):
     """The first of a prompt see less of a chunk than those that come after them."""
     check(make_case(WHOLE, 150, start, torch.float32), device, tokens=CHUNK_STEP, state_rows=2 * 64)
 
 
 @for_each("num_rows, start, tokens", [(5, 1500, None), (140, 1000, 2 * SPLIT_TOKENS)])
-def test_chunks_that_are_split(device, num_rows, start, tokens):
+def test_attend_up_projected_split_chunks_are_exact(device, num_rows, start, tokens):
     check(make_case(WHOLE, num_rows, start, torch.float32, page_tokens=64), device, tokens=tokens)
 
 
-def test_heads_in_groups(device):
+def test_attend_up_projected_head_groups_are_exact(device):
     """Seventeen heads are two groups, and the second has one less."""
     shape = WHOLE._replace(num_heads=17)
     assert shape.group_heads(20) == 9
@@ -156,7 +156,7 @@ def test_heads_in_groups(device):
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", QUANTIZED_LATENTS)
 @pytest.mark.parametrize("latent_dim", [64, 256])
-def test_quantized_pages(device, name, latent_dim):
+def test_attend_up_projected_over_quantized_pages_is_exact(device, name, latent_dim):
     shape = WHOLE._replace(latent_dim=latent_dim)
     check(make_case(shape, 21, 30, torch.float32, name), device)
 
@@ -186,7 +186,7 @@ def test_attend_up_projected_reference_is_exact(shape):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-def test_row_of_nan_changes_no_other_row(device):
+def test_attend_up_projected_nan_row_changes_no_other_row(device):
     case = make_case(WHOLE, 30, 200, torch.float32)
     clean = run(case, device, tokens=CHUNK_STEP)
     case.q[11] = NAN
@@ -196,7 +196,7 @@ def test_row_of_nan_changes_no_other_row(device):
     assert same_bits(found[others], clean[others])
 
 
-def test_top_k_of_wrong_shapes_is_refused(device):
+def test_attend_up_projected_refuses_wrong_shapes(device):
     case = make_case(WHOLE, 5, 10, torch.float32)
     with pytest.raises(AssertionError, match="a chunk has at least 128"):
         run(case, device, tokens=CHUNK_STEP - 1)

@@ -65,7 +65,7 @@ def test_checksum_does_not_depend_on_cuts(device, add, num_bytes):
 
 
 @pytest.mark.parametrize("add", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-def test_pieces_far_into_a_plane_have_keys_of_their_own(device, add):
+def test_checksum_keys_differ_far_into_a_plane(device, add):
     data = some_bytes(40_000, 1).to(device)
     first_byte = (2**33 + 5) * BLOCK_BYTES + 77  # the index of the block is no longer one of 32 bits
     sums = []
@@ -84,7 +84,7 @@ def test_checksum_without_compiler_is_unchanged(monkeypatch):
     assert native_library_file.SIGNATURES["holdfast_add_checksum"]
 
 
-def test_changed_or_exchanged_data_changes_the_sum():
+def test_checksum_changes_with_changed_or_swapped_data():
     data = some_bytes(4 * BLOCK_BYTES, 3)
     whole = [0, len(data)]
     right = summed(data, whole)

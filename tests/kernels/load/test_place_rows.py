@@ -71,7 +71,7 @@ def same(left, right):
 
 
 @SCHEMES
-def test_codes_and_scales_are_those_of_the_scheme(scheme):
+def test_place_quantized_codes_and_scales_follow_the_scheme(scheme):
     rows = random(150, 320)
     codes, scales, nonfinite, differing = placed(rows, scheme)
     expected = quantize(rows, scheme, amax_for(rows, scheme))
@@ -87,7 +87,7 @@ def test_place_quantized_converts_any_dtype_to_float32_first(scheme, dtype):
 
 
 @SCHEMES
-def test_bytes_do_not_depend_on_chunks_pieces_and_strides(scheme, monkeypatch):
+def test_place_quantized_does_not_depend_on_chunks_and_strides(scheme, monkeypatch):
     rows = random(300, 448) * torch.linspace(0.01, 4, 300)[:, None]
     whole = placed(rows, scheme)
     for chunks in ((128,), (128, 256), tuple(range(128, 300, 128))):
@@ -102,7 +102,7 @@ def test_bytes_do_not_depend_on_chunks_pieces_and_strides(scheme, monkeypatch):
 
 
 @SCHEMES
-def test_shards_are_slices_of_the_whole(scheme, monkeypatch):
+def test_place_quantized_shards_are_slices_of_the_whole(scheme, monkeypatch):
     rows = random(130, 512)
     codes, scales, *_ = placed(rows, scheme)
     per_byte, width = scheme.codes_per_byte, scheme.block_columns
@@ -118,7 +118,7 @@ def test_shards_are_slices_of_the_whole(scheme, monkeypatch):
                 assert torch.equal(some_scales, scales)
 
 
-def test_columns_that_cut_two_blocks_are_refused():
+def test_place_quantized_refuses_columns_that_cut_two_blocks():
     rows = random(4, 256)
     inside = placed(rows, FP8_BLOCK, (16, 48))
     assert torch.equal(inside[0], placed(rows, FP8_BLOCK)[0][:, 16:48])
@@ -189,7 +189,7 @@ def test_place_quantized_verify_finds_the_differing_row(scheme):
         assert placed(rows, scheme, verify=(codes, scales))[3] == row
 
 
-def test_rows_are_converted_into_their_columns():
+def test_place_plain_converts_rows_into_their_columns():
     rows, findings = random(6, 10), new_findings(CPU)
     out = torch.full((6, 8), 9.0).bfloat16()
     place_plain(rows, (2, 6), out[:, 1:5], 0, findings, False)
@@ -244,7 +244,7 @@ def test_place_rows_accepts_no_rows(scheme):
     place_plain(torch.empty(0, 3), (0, 3), torch.empty(0, 3), 0, new_findings(CPU), False)
 
 
-def test_rows_can_be_placed_one_by_one():
+def test_place_quantized_accepts_single_rows():
     rows = random(9, 64)
     whole = placed(rows, FP8)
     assert same(
@@ -274,7 +274,7 @@ def rounded_by_hand(values, target):
 
 @TARGETS
 @FLOAT_TYPES
-def test_conversions_are_those_of_the_reference(device, dtype, target):
+def test_place_plain_conversions_match_reference(device, dtype, target):
     for rows in (hostile_rows(33, dtype), random(3, 1100).to(dtype)):
         if dtype == torch.float64:
             rows = rows.clamp(-1e30, 1e30)
@@ -282,7 +282,7 @@ def test_conversions_are_those_of_the_reference(device, dtype, target):
 
 
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
-def test_float64_is_rounded_once(device, target):
+def test_place_plain_rounds_float64_once(device, target):
     base = random(4, 64).to(target).double()
     above = (base.float().to(target).view(torch.int16) + 1).view(target).double()
     half = (base + above) / 2
@@ -295,7 +295,7 @@ def test_float64_is_rounded_once(device, target):
 @pytest.mark.each_value
 @LAYOUTS
 @pytest.mark.parametrize("shape", [(5, 1), (3, 7), (70, 3), (3, 200), (2, 4100), (130, 70)], ids=str)
-def test_rows_that_lie_anyhow(device, layout, shape):
+def test_place_plain_matches_reference_in_any_layout(device, layout, shape):
     rows = random(*shape).half()
     source = laid_out(rows, layout, device)
     for target in (torch.float16, torch.float32):
@@ -319,7 +319,7 @@ def test_place_plain_same_dtype_copies_every_bit(device, dtype):
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_exponents_become_powers_of_two(device, is_transposed):
+def test_place_plain_turns_exponents_into_powers_of_two(device, is_transposed):
     amid_nan = torch.full((100, 100), 255, dtype=torch.uint8, device=device)
     there_RC = amid_nan[9:94, 40:52].t() if is_transposed else amid_nan[40:52, 9:94]
     rows = torch.arange(255, dtype=torch.uint8).repeat(4).view(12, 85)
@@ -336,7 +336,7 @@ def test_exponents_become_powers_of_two(device, is_transposed):
         assert (found.nonfinite, found.differing) == (107, differing)
 
 
-def test_copied_exponents_report_nan(device):
+def test_place_plain_reports_nan_exponents(device):
     noise = torch.arange(255, dtype=torch.uint8).repeat(4).view(12, 85)
     for bad_row in (None, 7):
         if bad_row is not None:
@@ -369,7 +369,7 @@ def test_place_plain_reports_rows_that_overflow(device):
     assert place(rows.to(device), torch.float32, device).nonfinite == 0
 
 
-def test_verifying_compares_and_writes_nothing(device):
+def test_place_plain_verify_compares_and_writes_nothing(device):
     rows = random(9, 40)
     rows[0, 0] = 0.0
     for target in (torch.float32, torch.float16):
@@ -394,7 +394,7 @@ def test_place_plain_verify_compares_zero_signs_and_nan_bits(device):
     assert place(rows.to(device), torch.float32, device, verify=there).differing == 1
 
 
-def test_broadcast_row_into_strided_columns(device):
+def test_place_plain_broadcasts_a_row_into_strided_columns(device):
     out, found = torch.full((6, 4), 9.0, device=device), new_findings(device)
     row = torch.tensor([[2.5]], device=device).expand(6, 1)
     place_plain_triton(row, out[:, 1:2], 0, found, False)
@@ -427,7 +427,7 @@ def test_place_plain_without_rows_reports_nothing(device):
 @LAYOUTS
 @TARGETS
 @pytest.mark.parametrize("shape", [(1408, 2048), (2048, 768), (5120, 1), (300, 25600)], ids=str)
-def test_shapes_of_models(device, layout, target, shape):
+def test_place_plain_matches_reference_at_model_shapes(device, layout, target, shape):
     rows = random(*shape).bfloat16()
     assert place(laid_out(rows, layout, device), target, device) == place(rows, target)
 

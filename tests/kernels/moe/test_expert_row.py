@@ -100,7 +100,7 @@ def judge_down(down: DownCase, device) -> None:
 
 
 @EACH_SIZE
-def test_down_and_the_residual(device, sizes):
+def test_down_row_add_is_exact_for_codes_and_numbers(device, sizes):
     """Codes and numbers, with one to five loads of a row: what is added, and the largest number, may lie in any of them."""
     for scheme in (None, "fp8"):
         judge_down(down_case(sizes, scheme), device)
@@ -108,12 +108,12 @@ def test_down_and_the_residual(device, sizes):
 
 @EVERY_SCHEME
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_half_precision(device, scheme, dtype):
+def test_down_row_add_half_precision_is_exact(device, scheme, dtype):
     judge_down(down_case((3, 5, 9, 256), scheme, dtype, has_bias=True), device)
 
 
 @EVERY_SCHEME
-def test_biases_of_down_by_their_shares(device, scheme):
+def test_down_row_add_weighs_biases_by_shares(device, scheme):
     judge_down(down_case((3, 5, 9, 200), scheme, has_bias=True), device)
 
 
@@ -150,7 +150,7 @@ def test_down_row_add_nonfinite_expert_is_visible(device, bad):
         assert not x.isfinite().any()
 
 
-def test_experts_of_very_different_sizes(device):
+def test_down_row_add_experts_of_any_scale_are_exact(device):
     """Each expert's row has a scale of its own."""
     down = down_case((3, 5, 9, 200), "fp8")
     down.case.x_XK.mul_(torch.tensor([[1e4], [1.0], [1e-4]]))
@@ -158,14 +158,14 @@ def test_experts_of_very_different_sizes(device):
     judge_down(down, device)
 
 
-def test_experts_whose_rows_are_zeros_leave_the_residual(device):
+def test_down_row_add_zero_rows_leave_the_residual(device):
     down = down_case((3, 5, 9, 200), "fp8")
     down.case.x_XK.zero_()
     x, *_ = run_down(down, device)
     assert same_bits(x, down.x_1N)
 
 
-def test_squares_fit_their_buffer():
+def test_down_row_blocks_fit_squares_into_their_buffer():
     """Every kind and size: two outputs a program at least, and registers that a thread has."""
     for kind, element_bytes in ((OperandKind.FP8_ROWS, 1), (OperandKind.INT8_ROWS, 1), (OperandKind.PLAIN, 2)):
         for size_k in (16, 300, 768, 1408, 2880, 5120):
@@ -177,7 +177,7 @@ def test_squares_fit_their_buffer():
 
 @pytest.mark.gpu
 @EVERY_SCHEME
-def test_bfloat16_at_the_sizes_of_models(device, scheme):
+def test_down_row_add_bfloat16_is_exact_at_model_sizes(device, scheme):
     for sizes in ((8, 16, 2048, 768), (4, 8, 2048, 1408)):
         judge_down(down_case(sizes, scheme, torch.bfloat16), device)
 

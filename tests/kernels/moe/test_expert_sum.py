@@ -116,7 +116,7 @@ def test_add_experts_reference_gives_the_same_sum(kind):
         assert same_bits(mine, theirs), "a CPU takes it"
 
 
-def test_rows_are_batch_invariant(device):
+def test_add_experts_is_batch_invariant(device):
     case = Case(9, 3, 300, kind="gated")
     whole = run(case, device)
     for rows in companies(9):
@@ -148,7 +148,7 @@ def test_add_experts_allocates_nothing(device):
 
 @KINDS
 @pytest.mark.parametrize(("num_rows", "size"), [(3, 40), (20, 1100)])
-def test_pairs_of_experts_elsewhere_count_nothing(device, kind, num_rows, size):
+def test_add_experts_ignores_pairs_of_other_ranks(device, kind, num_rows, size):
     """Whatever lies in their rows: it is as if their shares were none."""
     case = Case(num_rows, 3, size, kind=kind)
     ids = torch.arange(num_rows * 3, dtype=torch.int32).view(num_rows, 3) % 4 - 1

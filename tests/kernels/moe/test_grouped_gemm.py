@@ -22,7 +22,7 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.each_value
 @EVERY_SCHEME
 @GATED
-def test_odd_sizes(device, scheme, gated):
+def test_grouped_gemm_is_exact_for_odd_sizes(device, scheme, gated):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(grouped_gemm, expert_case((6, 2, 3, 9, size_k), gated, scheme), device)
 
@@ -30,7 +30,7 @@ def test_odd_sizes(device, scheme, gated):
 @pytest.mark.each_value
 @EVERY_SCHEME
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_biases_and_forms_of_the_gate(device, scheme, form):
+def test_grouped_gemm_gated_adds_bias_in_every_gate_form(device, scheme, form):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(grouped_gemm, expert_case((6, 2, 3, 9, size_k), True, scheme, has_bias=True, form=form), device)
 
@@ -47,7 +47,7 @@ def test_grouped_gemm_ungated_adds_bias(device, scheme):
 
 @EVERY_SCHEME
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_half_precision_with_a_row_for_each_pair(device, scheme, dtype):
+def test_grouped_gemm_half_precision_by_pair_is_exact(device, scheme, dtype):
     judge(grouped_gemm, expert_case((17, 3, 5, 70, 256), True, scheme, dtype, by_pair=True), device)
 
 
@@ -75,7 +75,7 @@ def test_grouped_gemm_all_rows_to_one_expert_is_exact(device, scheme):
     judge(grouped_gemm, expert_case((40, 1, 12, 7, 40), False, scheme, choice="same"), device)
 
 
-def test_scales_of_blocks_of_rows(device):
+def test_grouped_gemm_applies_scales_of_row_blocks(device):
     """Blocks of 128, 64 and 2 rows: tiles within one of them, and over many."""
     for size_n in (128, 64, 6):
         judge(grouped_gemm, expert_case((5, 1, 2, size_n, 130), size_n < 128, "fp8_block", torch.float16), device)
@@ -84,7 +84,7 @@ def test_scales_of_blocks_of_rows(device):
 
 
 @EVERY_SCHEME
-def test_rows_are_batch_invariant(device, scheme):
+def test_grouped_gemm_is_batch_invariant(device, scheme):
     """So many rows that blocks are as high, in another order, and among others."""
     case = expert_case((9, 2, 4, 5, 64), True, scheme, torch.float16)
     whole = run_kernel(grouped_gemm, case, device).view(9, 2, -1)
@@ -98,7 +98,7 @@ def test_rows_are_batch_invariant(device, scheme):
     ("sizes", "form"), [((768, 2048), SILU_HALVES), ((360, 2880), GPT_OSS), ((1408, 2048), SILU_HALVES)], ids=str
 )
 @GATED
-def test_blocks_of_every_height_round_a_row_alike(dtype, sizes, form, gated):
+def test_grouped_gemm_block_height_changes_no_bit(dtype, sizes, form, gated):
     """Which batch_invariant relies on: the heights follow from the number of rows (the interpreter's sums are numpy's)."""
     has_bias = form == GPT_OSS
     case = expert_case((512, 2, 8, *sizes), gated, None, dtype, by_pair=not gated, has_bias=has_bias, form=form)
@@ -130,11 +130,11 @@ def test_grouped_gemm_nan_stays_in_its_row(device):
 
 
 @pytest.mark.parametrize("scheme", [None, "mxfp4"], ids=str)
-def test_widths_of_gpt_oss(device, scheme):
+def test_grouped_gemm_is_exact_at_gpt_oss_width(device, scheme):
     judge(grouped_gemm, expert_case((5, 1, 2, 30, 2880), True, scheme, has_bias=True, form=GPT_OSS), device)
 
 
-def test_codes_of_four_bits_in_rows_of_half_blocks(device):
+def test_grouped_gemm_mxfp4_rows_of_half_blocks_are_exact(device):
     """Rows that 64 inputs divide and 128 do not."""
     for size_k in (64, 192):
         judge(grouped_gemm, expert_case((5, 2, 3, 9, size_k), True, "mxfp4", torch.float16, form=GPT_OSS), device)
@@ -150,7 +150,7 @@ def test_grouped_gemm_nan_passes_the_clamp(device, form):
     assert same_bits(y[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
 
 
-def test_tiles_suit_their_scales():
+def test_tile_for_keeps_whole_scale_blocks():
     for kind in OperandKind:
         for block_rows in (16, 32, 64, 128):
             for gated in (False, True):
@@ -165,7 +165,7 @@ def test_tiles_suit_their_scales():
 @pytest.mark.gpu
 @EVERY_SCHEME
 @pytest.mark.parametrize("num_rows", [8, 40, 120, 700])
-def test_bfloat16_at_the_sizes_of_models(device, scheme, num_rows):
+def test_grouped_gemm_bfloat16_is_exact_at_model_sizes(device, scheme, num_rows):
     for sizes, gated in (((8, 8, 16, 768, 2048), True), ((8, 8, 16, 2048, 768), False), ((8, 4, 8, 2048, 1408), False)):
         sizes = (num_rows, *sizes[1:])
         judge(grouped_gemm, expert_case(sizes, gated, scheme, torch.bfloat16, by_pair=not gated), device)
@@ -175,7 +175,7 @@ def test_bfloat16_at_the_sizes_of_models(device, scheme, num_rows):
 
 @pytest.mark.gpu
 @EVERY_SCHEME
-def test_bfloat16_rows_match_in_blocks_of_any_height(device, scheme):
+def test_grouped_gemm_bfloat16_block_height_changes_no_bit(device, scheme):
     case = expert_case((700, 2, 4, 256, 1024), True, scheme, torch.bfloat16)
     whole = run_kernel(grouped_gemm, case, device).view(700, 2, -1)
     for count in (5, 30, 100):

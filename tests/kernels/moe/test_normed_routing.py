@@ -113,7 +113,7 @@ def test_route_normed_is_exact_for_every_number_of_rows(device, num_rows, is_cod
 @pytest.mark.each_value
 @CODED
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_sizes(device, sizes, is_coded):
+def test_route_normed_is_exact_for_every_size(device, sizes, is_coded):
     for num_rows in (1, 3):
         for normalize in (False, True):
             judge(Case(num_rows, sizes, widest_on(device), has_bias=True), device, is_coded, normalize)
@@ -141,13 +141,13 @@ def test_route_normed_is_exact_for_any_sizes(
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
-def test_half_precision(device, dtype, is_coded):
+def test_route_normed_half_precision_is_exact(device, dtype, is_coded):
     for num_rows in (1, 5):
         judge(Case(num_rows, (8, 60, 256), dtype, num_squares=16), device, is_coded)
 
 
 @CODED
-def test_rows_are_batch_invariant_from_two_on(device, is_coded):
+def test_route_normed_is_batch_invariant_from_two_rows(device, is_coded):
     case = Case(9, (3, 20, 256), widest_on(device), num_squares=4)
     whole = run(case, device, is_coded)
     for rows in ([8, 1], [3, 4, 5], [7, 6, 5, 4, 3, 2, 1, 0]):
@@ -159,7 +159,7 @@ def test_rows_are_batch_invariant_from_two_on(device, is_coded):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_nonfinite_row_has_experts_and_leaves_others_alone(device, num_rows):
+def test_route_normed_nonfinite_row_has_experts_and_stays_alone(device, num_rows):
     case = Case(num_rows, (3, 9, 64), widest_on(device))
     clean = run(case, device)
     case.squares_TJ[0] = NAN
@@ -190,7 +190,7 @@ def test_route_normed_on_cpu_uses_reference():
 
 @pytest.mark.gpu
 @CODED
-def test_bfloat16_at_the_sizes_of_models(device, is_coded):
+def test_route_normed_bfloat16_is_exact_at_model_sizes(device, is_coded):
     for num_rows in (1, 2, 8, 16):
         for sizes in ((8, 128, 2048), (4, 60, 2048), (4, 32, 2880)):
             judge(Case(num_rows, sizes, torch.bfloat16, num_squares=256 if num_rows == 1 else 32), device, is_coded)

@@ -83,7 +83,7 @@ def route_by_hand(logits, top_k, routing, score_bias=None):
 @EACH
 @BIASED
 @pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), [(4, 3, 12), (1, 6, 160), (1, 8, 256)], ids=str)
-def test_against_float64(device, routing, is_biased, num_rows, top_k, num_experts):
+def test_score_routing_matches_float64(device, routing, is_biased, num_rows, top_k, num_experts):
     logits = random(num_rows, num_experts, scale=2.0, seed=num_experts)
     score_bias = random(num_experts, seed=5, scale=0.3) if is_biased else None
     expected_ids, expected = route_by_hand(logits, top_k, routing, score_bias)
@@ -167,7 +167,7 @@ def test_score_routing_ranks_groups_by_best_one_or_two(device):
 
 
 @EACH
-def test_nan_stays_in_its_token_and_ids_stay_valid(device, routing):
+def test_score_routing_nan_stays_in_its_token_with_valid_ids(device, routing):
     logits = random(4, 12)
     clean = run(route_tokens_triton, logits, 5, routing, device)
     logits[1, 4] = float("nan")
@@ -184,7 +184,7 @@ def test_nan_stays_in_its_token_and_ids_stay_valid(device, routing):
 
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf")])
-def test_infinite_logits_and_biases_choose_valid_experts(device, bad):
+def test_score_routing_infinite_logits_choose_valid_experts(device, bad):
     logits, bias = random(3, 12), torch.zeros(12)
     logits[1, 4], logits[2] = bad, bad
     bias[:3] = -bad
@@ -196,14 +196,14 @@ def test_infinite_logits_and_biases_choose_valid_experts(device, bad):
         assert torch.equal(results[0][0], results[1][0])
 
 
-def test_sigmoids_that_are_all_zero_have_no_share(device):
+def test_score_routing_all_zero_sigmoids_give_zero_shares(device):
     for route, where in both(device):
         ids, shares = run(route, torch.full((2, 8), -200.0), 2, GLM, where)
         assert ids.tolist() == [[0, 1]] * 2
         assert shares.tolist() == [[0.0, 0.0]] * 2
 
 
-def test_scores_of_v4_over_the_whole_range(device):
+def test_score_routing_v4_scores_are_exact_over_the_whole_range(device):
     """Where 1 + exp(logit) rounds to 1, and where the logit itself is the softplus."""
     logits = torch.tensor([[-80.0, -30.0, -17.0, -9.0, -3.0, 0.0, 3.0, 19.9, 20.1, 90.0]])
     expected_ids, expected = route_by_hand(logits, 10, V4._replace(normalizes=False))
@@ -237,7 +237,7 @@ def test_score_routing_adds_logit_bias_before_scores(device):
 
 
 @pytest.mark.parametrize("routing", [V2, V3], ids=["V2", "V3"])
-def test_routing_is_batch_invariant(device, routing):
+def test_score_routing_is_batch_invariant(device, routing):
     logits, bias = random(9, 12), random(12, seed=2)
     ids, shares = run(route_tokens_triton, logits, 4, routing, device, score_bias=bias)
     for rows in companies(9):
@@ -265,7 +265,7 @@ def test_routing_is_plain_without_scores_and_groups():
     assert not any(routing.is_plain for routing in ROUTINGS.values())
 
 
-def test_groups_that_cannot_be_are_refused():
+def test_score_routing_refuses_impossible_groups():
     logits = torch.ones(1, 12)
     with pytest.raises(AssertionError, match="12 experts in 5 groups"):
         run(route_tokens_reference, logits, 1, V3._replace(num_groups=5), CPU)

@@ -69,7 +69,7 @@ def test_argmax_matches_reference_amid_poison(device, guarded, size, chunk_token
 @pytest.mark.each_value
 @pytest.mark.parametrize("values", POISONS.values(), ids=POISONS.keys())
 @pytest.mark.parametrize("size", [1, 63, 200], ids=lambda size: f"V{size}")
-def test_rows_that_hold_something_odd(device, guarded, size, values):
+def test_argmax_of_odd_rows_matches_reference(device, guarded, size, values):
     logits = torch.tensor(values).repeat(size)[:size].expand(3, size).clone()
     logits[1] = random(size)
     assert found(logits.to(device), guarded) == expected(logits)
@@ -95,7 +95,7 @@ def test_argmax_finds_the_first_maximum_of_any_row(device, row):
         assert ids == [row.index(max(row))]
 
 
-def test_results_are_batch_invariant(device, guarded):
+def test_argmax_is_batch_invariant(device, guarded):
     logits = random(17, 130).round().to(device)
     alone = [found(logits[row : row + 1], guarded)[0] for row in range(17)]
     for rows in companies(17):
@@ -141,7 +141,7 @@ def test_argmax_in_graph_matches_reference_at_large_vocabulary(device, guarded, 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 8191, 8192, 8193, 151936])
 @pytest.mark.parametrize("chunk_tokens", [1, 64, CHUNK_TOKENS])
-def test_chunks_cover_a_vocabulary_and_none_is_empty(vocab_size, chunk_tokens):
+def test_num_chunks_cover_the_vocabulary_without_empty_chunks(vocab_size, chunk_tokens):
     chunks = num_chunks(vocab_size, chunk_tokens)
     assert (chunks - 1) * chunk_tokens < vocab_size <= chunks * chunk_tokens
 
@@ -151,14 +151,14 @@ def test_logit_row_of_a_table_is_aligned():
     assert LogitRow._fields[:7] == ("source", "target", "negative_temperature", "min_p", "top_p", "top_k", "uniform")
 
 
-def test_scratch_by_row_and_by_rows_at_once():
+def test_logit_scratch_grows_by_rows_at_once():
     shapes = {spec.name: spec.shape for spec in logit_scratch_specs(1000, 151936)}
     assert shapes["chunk_largest"] == shapes["chunk_argmax"] == (1000, 19)
     assert shapes["chunk_weights"] == shapes["chunk_nearer"] == (MAX_LOGIT_ROWS, 19)
     assert shapes["listed_ids"] == shapes["listed_logits"] == (MAX_LOGIT_ROWS, MAX_CANDIDATES)
 
 
-def test_little_is_held_for_little():
+def test_logit_scratch_of_one_row_is_small():
     assert sum(spec.num_bytes for spec in logit_scratch_specs(1, 100)) < 2000
 
 

@@ -60,7 +60,7 @@ def test_list_near_tokens_holds_kept_tokens_and_few_more(device, guarded, row):
 
 @pytest.mark.parametrize("size", [1, 2, 63, 1000], ids=lambda size: f"V{size}")
 @pytest.mark.parametrize("chunk_tokens", [64, 1024])
-def test_weights_by_chunk_are_exact(device, guarded, size, chunk_tokens):
+def test_list_near_tokens_chunk_weights_are_exact(device, guarded, size, chunk_tokens):
     logits = agreed_logits(2, size, 0.7, device).cpu()
     rows = [LogitRow(source, 0, -0.7, min_p) for source, min_p in ((1, 0.0), (0, 0.05), (1, 0.05))]
     scratch = listed(logits, rows, guarded, device, chunk_tokens)
@@ -70,7 +70,7 @@ def test_weights_by_chunk_are_exact(device, guarded, size, chunk_tokens):
         assert found == [int(chunk.sum()) for chunk in expected.split(chunk_tokens)]
 
 
-def test_min_p_keeps_tokens_that_just_reach_it(device, guarded):
+def test_list_near_tokens_min_p_keeps_tokens_on_the_edge(device, guarded):
     """The most likely ones have a share of exactly one."""
     logits = torch.tensor([[1.0, 3.0, 2.9, 3.0], [0.0, 0.0, -1.0, 0.0]])
     rows = [LogitRow(source, 0, -1.0, min_p=1.0) for source in range(2)]
@@ -81,7 +81,7 @@ def test_min_p_keeps_tokens_that_just_reach_it(device, guarded):
         assert int((weight > 0).sum()) == count
 
 
-def test_tokens_that_are_nearer_than_one(device, guarded):
+def test_list_near_tokens_counts_logits_above_the_given_token(device, guarded):
     logits = random(3, 300).round()
     tokens = torch.tensor([7, 299, NO_TOKEN], device=device)
     rows = [LogitRow(row, row, negative_temperature=-1.0) for row in range(3)]
@@ -90,7 +90,7 @@ def test_tokens_that_are_nearer_than_one(device, guarded):
     assert scratch.chunk_nearer_RP.sum(dim=1).tolist() == expected
 
 
-def test_too_many_are_not_listed(device, guarded):
+def test_list_near_tokens_drops_lists_beyond_the_limit(device, guarded):
     rows = [LogitRow(row, 0, -1.0, top_k=top_k) for row, top_k in ((0, 9), (1, 9), (0, 16), (0, 17))]
     logits = torch.stack((-torch.arange(100.0), torch.zeros(100)))
     scratch = listed(logits, rows, guarded, device, chunk_tokens=32, num_candidates=16)
@@ -116,7 +116,7 @@ def test_list_near_tokens_skips_rows_without_need_of_a_list(device, guarded):
     assert (scratch.chunk_weights_RP[:4] == -7).all(dim=1).tolist() == [False, True, True, True]
 
 
-def test_distances_of_infinite_logits(device, guarded):
+def test_list_near_tokens_handles_infinite_logits(device, guarded):
     logits = torch.tensor([[INF, 3.0, -INF, INF], [-0.0, 0.0, -INF, -3.4e38]])
     rows = [LogitRow(row, 0, -1.0, top_k=4) for row in range(2)]
     for chunk_tokens in (4, 8):  # lanes beyond the vocabulary are as far as can be, and none of the tokens

@@ -51,7 +51,7 @@ def test_edit_logits_matches_torch_to_the_bit(device, guarded, kind, num_edits):
     assert (block.cpu() != raw).sum() > num_edits / 2
 
 
-def test_kinds_one_after_the_other(device):
+def test_edit_logits_kinds_apply_in_sequence(device):
     block = torch.tensor([[2.0, -2.0, 1.0]], device=device)
     for kind, number in zip(EditKind, (4.0, 0.25, 1.0, -INF), strict=True):
         places = [2] if kind is EditKind.REPLACE else [0, 1]
@@ -59,7 +59,7 @@ def test_kinds_one_after_the_other(device):
     assert block.tolist() == [[2.0 / 4 - 0.25 + 1, -2.0 * 4 - 0.25 + 1, -INF]]
 
 
-def test_padding_is_no_edit(device, guarded):
+def test_edit_logits_padding_changes_nothing(device, guarded):
     block = guarded(2, 50).copy_(random(2, 50))
     raw = block.clone()
     for kind in EditKind:
@@ -74,7 +74,7 @@ def test_edit_logits_refuses_partial_programs(device):
 
 
 @pytest.mark.parametrize("size", [1, 63, 4097, 9000], ids=lambda size: f"V{size}")
-def test_rows_are_copied_from_anywhere(device, guarded, size):
+def test_copy_rows_copies_from_any_source(device, guarded, size):
     logits = random(6, size)
     logits[4, size // 2] = NAN
     table = make_table([LogitRow(i, target) for i, target in enumerate((4, 0, 5, 4))], device)

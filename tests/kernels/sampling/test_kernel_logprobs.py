@@ -63,7 +63,7 @@ def test_logprob_rows_fills_every_column(device, guarded):
 
 
 @LISTS
-def test_rows_without_a_token_say_so_and_leave_the_others_alone(device, guarded, num_candidates):
+def test_logprob_rows_without_a_token_leave_others_alone(device, guarded, num_candidates):
     logits = random(4, 50).to(device)
     clean = columns_of(logprob_rows_triton, logits, [1, 2, 3, 4], rows_with(5, 5, 5, 5), guarded, device, 32)
     logits[1, 7], logits[2] = NAN, -INF
@@ -75,7 +75,7 @@ def test_rows_without_a_token_say_so_and_leave_the_others_alone(device, guarded,
 
 
 @LISTS
-def test_infinite_and_equal_logits(device, guarded, num_candidates):
+def test_logprob_rows_match_reference_for_infinite_logits(device, guarded, num_candidates):
     logits = torch.zeros(4, 70, device=device)
     logits[1, 60], logits[2, 5:], logits[3, :2] = INF, -INF, torch.tensor([-0.0, 0.0])
     rows = rows_with(20, 20, 20, 20)
@@ -93,7 +93,7 @@ def test_logprob_rows_reads_no_token_as_the_first_token(device, guarded):
 
 
 @LISTS
-def test_results_are_batch_invariant(device, guarded, num_candidates):
+def test_logprob_rows_are_batch_invariant(device, guarded, num_candidates):
     logits = random(5, 300, scale=2.0).to(device)
     tokens = [5, 299, 0, 7, 100]
     rows = rows_with(3, 20, 0, 7, 1)
@@ -111,7 +111,7 @@ def test_results_are_batch_invariant(device, guarded, num_candidates):
         assert alone == [together[i]]
 
 
-def test_columns_that_do_not_fit_are_refused(device, guarded):
+def test_logprob_rows_refuse_misfit_columns(device, guarded):
     logits, top = torch.zeros(2, 9, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     table, scratch = make_table(rows_with(1, 1), device), make_scratch(guarded, 2, 9, 16, 4)
     with pytest.raises(AssertionError, match="a row for each of 2"):

@@ -53,7 +53,7 @@ def test_keep_tokens_matches_reference(device, guarded, num_rows):
 
 
 @pytest.mark.parametrize("num_rows", SIZES)
-def test_ids_that_name_a_slot_become_its_token(device, guarded, num_rows):
+def test_resolve_tokens_replaces_slot_ids_by_tokens(device, guarded, num_rows):
     slots = torch.randint(0, 9, (num_rows,), generator=torch.Generator().manual_seed(num_rows)).tolist()
     ids = [-1 - slot if row % 3 else 1000 + row for row, slot in enumerate(slots)]
     expected = [70 + slot if row % 3 else 1000 + row for row, slot in enumerate(slots)]

@@ -104,7 +104,7 @@ def _only(row, place):
 @pytest.mark.each_value
 @LISTS
 @pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES.keys())
-def test_rows_at_their_edges(device, guarded, edge, num_candidates):
+def test_sample_tokens_rows_at_their_edges_match_reference(device, guarded, edge, num_candidates):
     logits = random(4, 70)
     for row in logits:
         edge(row)
@@ -154,7 +154,7 @@ def test_sample_tokens_matches_reference_at_any_temperature(device, guarded, tem
 
 
 @pytest.mark.parametrize("choose", [sample_tokens_triton, sample_tokens_reference], ids=["kernel", "reference"])
-def test_rows_without_a_token_and_greedy_ones(device, guarded, choose):
+def test_sample_tokens_greedy_is_argmax_and_nan_row_has_no_token(device, guarded, choose):
     logits = random(4, 50).to(device)
     logits[1, 7] = NAN
     logits[2] = -INF
@@ -173,7 +173,7 @@ def test_rows_without_a_token_and_greedy_ones(device, guarded, choose):
 
 
 @LISTS
-def test_results_are_batch_invariant(device, guarded, num_candidates):
+def test_sample_tokens_is_batch_invariant(device, guarded, num_candidates):
     logits = random(4, 300, scale=2.0).to(device)
     rows = settings_rows(300, temperature=1.3, names=SOME)
     together = chosen(sample_tokens_triton, logits, rows, guarded, device, 128, num_candidates)
@@ -187,7 +187,7 @@ def test_results_are_batch_invariant(device, guarded, num_candidates):
     assert chosen(sample_tokens_triton, logits, moved, guarded, device, 128, num_candidates) == together[::-1]
 
 
-def test_lists_and_rows_and_chunks_agree(device, guarded):
+def test_sample_tokens_does_not_depend_on_lists_and_chunks(device, guarded):
     """On any logits: the ways differ in what they cost."""
     logits = random(4, 1000, scale=4.0).to(device)
     rows = settings_rows(1000, names=SOME)

@@ -31,7 +31,7 @@ def rows() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 5])
-def test_shares_find_the_argmax_of_the_whole(num_shares, guarded):
+def test_share_argmax_equals_argmax_of_the_whole(num_shares, guarded):
     logits_SW = rows()
     width = -(-VOCAB_SIZE // num_shares)
     whole_S = torch.zeros(len(logits_SW), dtype=torch.int64)
@@ -59,7 +59,7 @@ def test_share_argmax_logit_is_the_largest_of_its_share(guarded):
 
 
 @pytest.mark.parametrize("num_rows", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
-def test_joining_takes_rows_of_every_block(guarded, num_rows):
+def test_share_argmax_join_takes_rows_of_every_block(guarded, num_rows):
     all_NSX = guarded(3, num_rows, 2, dtype=torch.float32)
     all_NSX.copy_(torch.randint(0, 4, all_NSX.shape, generator=torch.Generator().manual_seed(num_rows)).float())
     results = []

@@ -51,7 +51,7 @@ REPORT = LoadReport(
 )
 
 
-def test_bytes_per_second_and_words():
+def test_load_report_gives_bytes_per_second_and_a_summary():
     assert REPORT.bytes_per_second == 15e9
     assert (
         REPORT.summary == "30.00 GB in 2.00 s, 15.0 GB/s; reading 9.50 s in 8 threads; copying 0.75 s; placing 0.25 s"
@@ -130,7 +130,7 @@ def test_load_weights_every_scheme_gives_its_defined_bytes(recipe, layout, chunk
 
 @for_each("recipe", ["none", "fp8_tensor", "fp8_block"])
 @for_each("seed", [0, 1])
-def test_order_and_files_do_not_matter(recipe, seed, tmp_path):
+def test_load_result_is_independent_of_tensor_order_and_files(recipe, seed, tmp_path):
     from safetensors.torch import save_file
 
     values, parameters = uprights(), parameters_for("apart")
@@ -167,7 +167,7 @@ def test_load_share_of_rows_or_columns_matches_a_slice(recipe, chunk_bytes):
 
 
 @pytest.mark.parametrize("chunk_bytes", [256, None])
-def test_rows_that_stand_for_several_are_repeated(chunk_bytes):
+def test_load_scale_of_several_rows_is_repeated(chunk_bytes):
     scale = Parameter("w.scale", (6, 3), (Part("a", 0, (1, 3), repeats=2), Part("b", 2, (2, 3), repeats=2)))
     source = TensorSource(tensors={"a": torch.randn(1, 3), "b": torch.randn(2, 3)})
     weights = load([scale], source, chunk_bytes=chunk_bytes)
@@ -198,7 +198,7 @@ def test_load_tiny_model_of_each_family_is_bit_exact(family, max_shard_size, tmp
 @pytest.mark.each_value
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("final", ["float32", "float16", "bfloat16"])
-def test_types_are_converted_as_torch_converts_them(stored, final, tmp_path):
+def test_load_converts_dtypes_as_torch_does(stored, final, tmp_path):
     model = save_tiny("qwen2", tmp_path, dtype=stored)
     opened = open_directory(Path(tmp_path))
     assert opened.spec.checkpoint_dtype == stored
@@ -235,7 +235,7 @@ def test_load_weights_fills_one_allocation_of_planned_size(recipe, dummy):
 
 
 @pytest.mark.parametrize("dummy", [False, True], ids=["read", "written"])
-def test_staging_is_in_the_ledger_while_it_lasts(dummy):
+def test_load_weights_staging_is_in_the_ledger_during_the_load(dummy):
     source = DummySource(UNTIED, "bfloat16") if dummy else TensorSource(tensors=random_tensors(UNTIED))
     plan = plan_load(UNTIED, source, "bfloat16")
     ledger, groups = Ledger(), []
@@ -247,7 +247,7 @@ def test_staging_is_in_the_ledger_while_it_lasts(dummy):
 @pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["none", "fp8_tensor", "mxfp4"])
 @pytest.mark.parametrize("chunk_bytes", [512, None])
-def test_writing_source_writes_the_rows_that_it_reads(recipe, chunk_bytes, monkeypatch):
+def test_load_from_a_writing_source_matches_reading(recipe, chunk_bytes, monkeypatch):
     parameters = tuple(parameter for parameter in parameters_for("apart") if parameter.kind != "router")
     source = DummySource(parameters, "bfloat16")
     stored = {name: read_rows(source, name, 0, entry.shape[0]) for name, entry in source.entries.items()}
@@ -260,7 +260,7 @@ def test_writing_source_writes_the_rows_that_it_reads(recipe, chunk_bytes, monke
 
 
 @pytest.mark.parametrize("seconds", [0.0, 100.0])
-def test_progress_rises_from_zero_to_total_at_a_bounded_rate(seconds, monkeypatch):
+def test_load_progress_rises_to_total_at_a_bounded_rate(seconds, monkeypatch):
     source = TensorSource(tensors=random_tensors(UNTIED))
     tied = source.tensors | {"lm_head.weight": source.tensors["model.embed_tokens.weight"]}
     monkeypatch.setattr(execute, "SECONDS_BETWEEN_PROGRESS", seconds)
@@ -392,7 +392,7 @@ def test_load_failed_in_read_write_or_place_frees_all(fails, error, monkeypatch)
     assert threading.active_count() == threads
 
 
-def test_ctrl_c_while_waiting_for_a_reader_ends_the_load(monkeypatch):
+def test_load_ctrl_c_while_waiting_for_a_reader_ends_it(monkeypatch):
     made = watch_arenas(monkeypatch)
     threads = threading.active_count()
 
@@ -457,7 +457,7 @@ def test_load_out_of_memory_is_refused_with_sizes(failing, error, monkeypatch):
     assert list(ledger) == []
 
 
-def test_other_allocation_errors_are_not_out_of_memory(monkeypatch):
+def test_load_other_allocation_error_is_not_out_of_memory(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("Found no NVIDIA driver on your system")
 

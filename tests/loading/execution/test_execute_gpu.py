@@ -64,7 +64,7 @@ def load_watched(parameters, source, recipe, ledger, on_progress=silent):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["read", "written", "tied"])
-def test_gpu_peak_is_weights_plus_staging(kind, recipe):
+def test_gpu_load_peak_is_weights_plus_staging(kind, recipe):
     # What a tied head is compared with is an embedding that is the head too.
     parameters = (replace(TIED[0], kind="head"), *TIED[1:]) if kind == "tied" else (SMALL, LARGE, *UNTIED)
     if recipe == "mxfp4" and kind != "tied":

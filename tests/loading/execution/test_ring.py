@@ -127,7 +127,7 @@ def test_cut_chunks_places_each_row_once_within_bounds(moves, tied, chunk_bytes)
 
 @settings(max_examples=100)
 @given(st.lists(SHAPES, max_size=6), st.lists(SHAPES, max_size=2), st.sampled_from([256, 1000, 5000, 2**20]))
-def test_amax_comes_before_rows_and_moves_before_tied_weights(moves, tied, chunk_bytes):
+def test_cut_chunks_orders_amax_rows_and_tied_weights(moves, tied, chunk_bytes):
     chunks = list(cut_chunks(moves, tied, chunk_bytes))
     for index in range(len(moves) + len(tied)):
         own = [

@@ -44,13 +44,13 @@ def test_random_bytes(name):
 
 @for_each("codes", ["zeros", "ones", "random"])
 @for_each("name", CASES)
-def test_extreme_scales(name, codes):
+def test_dequantize_extreme_scales_match_gguf_package(name, codes):
     ggml_type = CASES[name]
     assert_same_bits(extreme_blocks(ggml_type, SCALE_PLACES[name], codes), ggml_type)
 
 
 @for_each("name", WITH_QUANTIZER)
-def test_quantized_numbers(name):
+def test_dequantize_quantized_numbers_match_gguf_package(name):
     numbers = np.random.default_rng(3).standard_normal((40, 320), dtype=np.float32) * 0.02
     raw = gguf.quants.quantize(numbers, getattr(gguf.GGMLQuantizationType, name))
     assert_same_bits(raw, CASES[name])
@@ -100,6 +100,6 @@ def test_dequantize_blocks_around_one_chunk_match_gguf_package(name, num_extra_b
     assert_same_bits(raw, ggml_type)
 
 
-def test_bytes_and_values_must_fit():
+def test_dequantize_wrong_size_is_an_assertion():
     with pytest.raises(AssertionError, match="2 blocks do not fill"):
         dequantize(torch.zeros(36, dtype=torch.uint8), CASES["Q4_0"], torch.empty(96))

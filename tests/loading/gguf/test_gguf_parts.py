@@ -168,7 +168,7 @@ WRONG = {
 
 
 @for_each("case", WRONG)
-def test_wrong_parts_are_refused_in_one_line(tmp_path, case):
+def test_open_model_wrong_gguf_parts_are_refused_in_one_line(tmp_path, case):
     parts = write(tmp_path / "tiny.gguf", 3)
     spoil, code = WRONG[case]
     spoil(parts)
@@ -179,7 +179,7 @@ def test_wrong_parts_are_refused_in_one_line(tmp_path, case):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_part_of_another_model_is_refused(tmp_path, number):
+def test_open_model_gguf_part_of_another_model_is_refused(tmp_path, number):
     """Another part of the same place that says another number of tensors."""
     parts = write(tmp_path / "tiny.gguf", 3)
     data = parts[number].read_bytes()
@@ -197,6 +197,6 @@ def test_open_model_folder_with_two_gguf_models_is_refused(tmp_path):
         open_model(str(tmp_path), "auto")
 
 
-def test_names():
+def test_model_name_strips_folder_and_part_number():
     assert model_name(Path("a/Big-Q4_K_M-00002-of-00011.gguf")) == "Big-Q4_K_M"
     assert model_name(Path("Big-Q4_K_M.gguf")) == "Big-Q4_K_M"

@@ -87,7 +87,7 @@ def test_cache_folder_and_is_offline_match_huggingface_hub(tmp_path):
 
 
 @for_each("value, offline", [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
-def test_offline(value, offline, monkeypatch):
+def test_is_offline_follows_environment_variables(value, offline, monkeypatch):
     for name, other in (("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")):
         monkeypatch.setenv(name, value)
         monkeypatch.delenv(other, raising=False)
@@ -143,7 +143,7 @@ def test_cached_repos_lists_models_of_several_owners(cache):
         assert f"models--{owner}--tiny" in str(found.folder)
 
 
-def test_ref_of_a_commit_is_not_written(cache):
+def test_write_ref_skips_refs_of_commits(cache):
     put(cache, {"config.json": b"{}"}, ref=None)
     write_ref("org/tiny", COMMIT, COMMIT)
     assert not (cache / "models--org--tiny" / "refs").exists()
@@ -252,7 +252,7 @@ def test_open_model_local_path_wins_over_cache_and_warns(cache, sharded, caplog)
     assert "Did you mean org/tiny?" in refusal("org/tinny", "model.not_here_or_cached")
 
 
-def test_gguf_files_are_found_by_their_tags(cache, monkeypatch):
+def test_open_model_cached_gguf_is_found_by_its_tag(cache, monkeypatch):
     from holdfast.loading import model_files
 
     monkeypatch.setattr(model_files, "open_path", lambda path, load_format: path)

@@ -83,7 +83,7 @@ def test_gguf_models_with_a_missing_part_is_not_whole():
     assert (model.num_parts, model.is_whole) == (3, False)
 
 
-def test_part_beyond_the_count_is_none():
+def test_gguf_models_drops_part_numbers_out_of_range():
     """Nor is one with the number 0; files of another count are another model."""
     parts = [f"x-Q8_0-{number:05}-of-00002.gguf" for number in (0, 2, 1, 3)]
     (model, other) = gguf_models([*parts, "x-Q8_0-00001-of-00003.gguf"])
@@ -92,7 +92,7 @@ def test_part_beyond_the_count_is_none():
     assert (other.num_parts, other.is_whole) == (3, False)
 
 
-def test_shortest_of_several_names_with_a_tag_is_taken():
+def test_choose_gguf_takes_the_shortest_name_with_the_tag():
     files = ["m-instruct-Q8_0.gguf", "m-Q8_0.gguf", "m-long-Q8_0.gguf", "m-Q4_0.gguf"]
     assert chosen("a/b:Q8_0", files).model.files == ("m-Q8_0.gguf",)
     assert chosen("a/b", ["m-b-Q4_0.gguf", "m-a-Q4_0.gguf"]).model.files == ("m-a-Q4_0.gguf",)
@@ -129,7 +129,7 @@ def test_takes_gguf_prefers_safetensors_by_default():
     assert not takes_gguf(HubName("a/b"), gguf, "safetensors")
 
 
-def test_pickles_alone_are_refused_before_they_are_fetched():
+def test_refuse_without_weights_pickles_are_refused_before_fetch():
     with raises_code("weights.pickle", UnsupportedModelError):
         refuse_without_weights(HubName("facebook/opt-125m"), {"config.json", "pytorch_model.bin"})
     with raises_code("hub.no_weights", ModelNotFoundError):

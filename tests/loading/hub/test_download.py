@@ -82,7 +82,7 @@ def test_fetch_model_takes_only_needed_files_then_the_cache(hub, cache, sharded)
     assert len(hub.requests) == num_requests
 
 
-def test_model_by_name_answers_again_without_the_server(hub, sharded, monkeypatch):
+def test_llm_downloaded_model_opens_again_without_the_server(hub, sharded, monkeypatch):
     from holdfast import LLM, SamplingParams
 
     hub.repos["org/tiny"] = Repo(sharded)
@@ -121,7 +121,7 @@ def test_open_model_skips_files_of_an_earlier_download(hub, cache, sharded):
     ]
 
 
-def test_revisions(hub, sharded):
+def test_open_model_revision_selects_the_commit(hub, sharded):
     small = json.loads(sharded["config.json"]) | {"max_position_embeddings": 77}
     other = sharded | {"config.json": json.dumps(small).encode()}
     hub.repos["org/tiny"] = Repo(sharded, other_refs={"v1": other})
@@ -174,7 +174,7 @@ def test_fetch_model_unsupported_family_fetches_no_weights(hub, sharded):
     assert not hub.gets("/store/")
 
 
-def test_room_is_checked_before_the_first_weight(hub, sharded, monkeypatch):
+def test_download_without_disk_room_is_refused_before_weights(hub, sharded, monkeypatch):
     hub.repos["org/tiny"] = Repo(sharded)
     usage = Disk(10**9, 10**9, 100_000)
     monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path: usage)
@@ -182,7 +182,7 @@ def test_room_is_checked_before_the_first_weight(hub, sharded, monkeypatch):
     assert not hub.gets("/store/")
 
 
-def test_room_that_blobs_take_already_is_not_needed_again(tmp_path, monkeypatch):
+def test_download_room_excludes_blobs_already_present(tmp_path, monkeypatch):
     """To the byte: what is not whole counts, what another download has finished does not."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "there").write_bytes(bytes(300))
@@ -197,7 +197,7 @@ def test_room_that_blobs_take_already_is_not_needed_again(tmp_path, monkeypatch)
         downloads.check_space(download, files, tmp_path)
 
 
-def test_bytes_of_a_second_partial_file_are_not_added(tmp_path):
+def test_bytes_there_takes_the_largest_partial_file(tmp_path):
     """A download that was cut leaves one behind: the larger is how far it is, and a whole blob ends it."""
     (tmp_path / "blobs").mkdir()
     file = downloads.HubFile("a", 90_000, "blob")
@@ -234,7 +234,7 @@ def test_fetch_first_failure_stops_the_others(tmp_path):
     assert len(begun) <= downloads.NUM_WORKERS
 
 
-def test_partial_file_of_a_thread_that_hangs_is_removed(tmp_path, monkeypatch):
+def test_download_hung_thread_removes_only_its_partial_file(tmp_path, monkeypatch):
     """After Ctrl-C, that alone: what another download writes stays, and what a later one takes up again."""
     monkeypatch.setattr(downloads, "SECONDS_TO_STOP", 0.05)
     blobs, begun, release = tmp_path / "blobs", threading.Event(), threading.Event()
@@ -342,7 +342,7 @@ def environment(hub: LocalHub, cache: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_command_prints_the_download_and_json_stays_clean(hub, cache, sharded):
+def test_run_command_prints_the_download_and_keeps_json_clean(hub, cache, sharded):
     hub.repos["org/tiny"] = Repo(sharded)
     env = environment(hub, cache)
     ended = finish(start("run", "org/tiny", "-p", "Hi", "--max-tokens", "1", env=env))
@@ -379,7 +379,7 @@ def test_download_interrupted_leaves_no_partial_file(hub, cache, sharded, num_si
     assert find_snapshot(HubName("org/tiny")) is None
 
 
-def test_client_is_imported_only_for_a_download(hub, sharded, cache):
+def test_open_model_cached_does_not_import_huggingface_hub(hub, sharded, cache):
     hub.repos["org/tiny"] = Repo(sharded)
     open_model("org/tiny", "auto").source.close()
     code = (

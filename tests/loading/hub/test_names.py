@@ -46,7 +46,7 @@ def test_parse_hub_name_of_a_path_or_junk_is_none(text):
 
 
 @for_each("text", ["main", "v1.0", "refs/pr/12", "0" * 40, "feature+x"])
-def test_revisions(text):
+def test_revision_check_accepts_valid_revisions(text):
     assert is_revision(text)
 
 
@@ -79,7 +79,7 @@ def test_hub_name_download_is_the_hf_command(text: str, command: str) -> None:
     assert name.download == command
 
 
-def test_labels_and_texts_read_back():
+def test_hub_name_text_parses_back_to_the_name():
     for text in (REPO, f"{REPO}:Q4_K_M@v1", f"{REPO}/a.gguf@v1"):
         name = parse_hub_name(text)
         assert name is not None

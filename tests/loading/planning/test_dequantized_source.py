@@ -112,7 +112,7 @@ def test_dequantized_source_is_code_times_scale_rounded_once(way, dtype):
 @pytest.mark.each_value
 @pytest.mark.parametrize("chunk_bytes", [None, 4 * RANK, 4 * RANK * 13 + 5], ids=["whole", "a row", "thirteen rows"])
 @pytest.mark.parametrize("way", ["blocks", "rows", "number"])
-def test_chunks_and_steps_change_nothing(way, chunk_bytes, monkeypatch):
+def test_dequantized_source_is_independent_of_chunk_size(way, chunk_bytes, monkeypatch):
     monkeypatch.setattr(dequantized_source, "STEP_ELEMENTS", 7 * RANK + 3)
     stored, tensors = checkpoint(way)
     source = dequantize_plain_kinds(TensorSource(tensors=tensors), [KV_B], stored)
@@ -134,7 +134,7 @@ def test_dequantized_source_on_a_gpu_is_bit_exact(way, dtype):
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_ranks_have_the_rows_of_their_heads(size):
+def test_dequantized_source_ranks_have_the_rows_of_their_heads(size):
     stored, tensors = checkpoint("blocks")
     for rank in range(size):
         shares = shard_parameters([KV_B], Mesh(tensor_rank=rank, tensor_size=size), HEADS, 1)
@@ -171,7 +171,7 @@ def test_review_stored_skips_dequantized_weights():
     assert weight_of(KV_B).scheme(recipe) is None
 
 
-def test_other_tensors_pass_through_and_go_together():
+def test_dequantized_source_passes_other_tensors_through():
     class Together(TensorSource):
         together = 0
 
@@ -216,7 +216,7 @@ def test_dequantized_source_scratch_is_in_the_plan():
     assert plan_load([KV_B], source, "float32", WeightRecipe(), stored).reader_bytes == source.scratch_bytes_per_reader
 
 
-def test_wrong_scales_are_named():
+def test_dequantize_plain_kinds_wrong_scales_are_named():
     stored, tensors = checkpoint("blocks")
     name = f"{TENSOR}_scale_inv"
     for scales, error, code in (

@@ -56,7 +56,7 @@ def test_plan_load_fills_each_row_of_each_parameter_once():
         assert sorted(rows) == list(range(parameter.num_rows))
 
 
-def test_bytes_are_known_before_anything_is_read():
+def test_plan_load_counts_bytes_from_headers():
     plan = plan_of(UNTIED, entries=entries_for(UNTIED, "float32"))
     assert {weight.name: weight.num_bytes for weight in plan.weights} == {
         "embed.weight": 80,
@@ -76,7 +76,7 @@ def test_plan_specs_are_in_the_order_of_parameters():
     assert [move.tensor for move in plan.moves] == [item.name for item in shuffled], "read in the order of the source"
 
 
-def test_rows_of_one_tensor_are_read_front_to_back():
+def test_plan_load_reads_rows_of_a_tensor_front_to_back():
     """One tensor fills three parameters: its rows come in their order, whatever the parameters are called."""
     taken = {"a.weight": (4, 9), "b.weight": (0, 4), "c.weight": (9, 10)}
     parameters = [
@@ -97,13 +97,13 @@ def test_plan_load_keeps_the_own_dtype_of_a_parameter():
     assert plan.specs == (TensorSpec("router.weight", (4, 8), "float32"),)
 
 
-def test_types_of_the_checkpoint_are_kept_in_the_moves():
+def test_plan_load_moves_keep_the_dtype_of_the_checkpoint():
     plan = plan_of([QKV], entries=[entry("q", (4, 4), "float16"), entry("k", (2, 4), "float64"), entry("v", (2, 4))])
     assert {move.tensor: move.tensor_dtype for move in plan.moves} == {"q": "float16", "k": "float64", "v": "bfloat16"}
 
 
 @for_each("scheme", WEIGHT_SCHEMES.values())
-def test_matrices_and_the_head_are_quantized(scheme):
+def test_plan_load_quantizes_matrices_and_the_head(scheme):
     wide = stacked("layers.0.qkv.weight", [256, 128, 128], 256)
     head = Parameter("lm_head.weight", (300, 256), (Part("lm_head.weight", 0, (300, 256)),), "head")
     embed = Parameter("embed.weight", (300, 256), (Part("e", 0, (300, 256)),), "embedding")
@@ -127,7 +127,7 @@ def test_plan_load_ignored_patterns_stay_unquantized():
 @for_each(
     "heights, block_rows", [([256, 128], 128), ([576, 192, 192], 64), ([200], 128), ([192, 7], 64), ([36, 36], 4)]
 )
-def test_blocks_of_rows_end_where_parts_do(heights, block_rows):
+def test_plan_load_block_rows_divide_each_part(heights, block_rows):
     plan = plan_of([stacked("w", heights, 128)], recipe=WeightRecipe(FP8_BLOCK))
     (weight,) = plan.weights
     assert weight.scheme is not None
@@ -199,7 +199,7 @@ def test_chunk_bytes_fits_many_small_tensors_together():
     assert plan_of(parameters).chunk_bytes("cuda") == 50 * 2048
 
 
-def test_staging_stays_at_two_chunks_for_twenty_thousand_moves():
+def test_staging_specs_of_20k_moves_stay_at_two_chunks():
     parameter = stacked("w", [1] * 20_000, 1024)
     plan = plan_of([parameter], recipe=WeightRecipe(FP8_TENSOR))
     assert len(plan.moves) == 20_000
@@ -217,7 +217,7 @@ def test_staging_specs_include_findings_of_a_tied_head():
 
 
 @for_each("reader_bytes, num_readers", [(0, MAX_READERS), (MIB, MAX_READERS), (10 * MIB, 3), (100 * MIB, 1)])
-def test_readers_that_hold_much_are_few(reader_bytes, num_readers):
+def test_plan_load_large_reader_scratch_reduces_readers(reader_bytes, num_readers):
     plan = plan_of(UNTIED, scratch_bytes_per_reader=reader_bytes)
     assert plan.num_readers == num_readers
     assert plan.host_bytes("cuda") == plan.pinned_bytes("cuda") + num_readers * reader_bytes
@@ -236,7 +236,7 @@ def test_plan_terms_are_weights_and_staging(device_kind):
     assert ("of pinned host memory" in staging.reason) == (device_kind == "cuda")
 
 
-def test_terms_say_how_weights_are_stored():
+def test_plan_terms_say_how_weights_are_stored():
     parameters = [*(stacked(f"w{index}", [32], 32, prefix=f"w{index}.") for index in range(3)), NORM, HEAD]
     plan = plan_of(parameters, recipe=WeightRecipe(MXFP4))
     assert plan.terms("cuda")[0].reason == "3 tensors in mxfp4, 1 in bfloat16, 1 in int8"
@@ -274,7 +274,7 @@ def test_plan_load_expert_rank_reads_only_its_share():
 
 
 @for_each("scheme, share", [(FP8, 1), (FP8_TENSOR, 1), (INT8, 1), (FP8_BLOCK, 2), (MXFP4, 2), (None, 2)])
-def test_rows_are_read_whole_only_where_a_scale_needs_them(scheme, share):
+def test_plan_load_reads_whole_rows_only_if_a_scale_needs_them(scheme, share):
     whole = stacked("layers.0.o.weight", [128], 512, split="columns")
     (half,) = shard_parameters([whole], Mesh(1, 2), 8, 8)
     plan = plan_of([half], recipe=WeightRecipe(scheme), entries=entries_for([whole]))
@@ -302,7 +302,7 @@ def test_opened_model_is_frozen(opened):
         opened.kind = "gguf"  # type: ignore[misc]
 
 
-def test_makers_who_say_nothing_advise_nothing():
+def test_generation_defaults_are_empty():
     advice = GenerationDefaults()
     assert advice.eos_token_ids == ()
     assert all(getattr(advice, field.name) is None for field in dataclasses.fields(advice)[1:])

@@ -40,7 +40,7 @@ def played(own, array, max_bytes, out):
 
 
 @given(st.data())
-def test_pieces_of_any_size_give_the_same_rows(data):
+def test_move_pieces_of_any_size_give_the_same_rows(data):
     lead, num_rows, num_columns = (data.draw(st.integers(1, 4)) for _ in range(3))
     is_transposed = data.draw(st.booleans())
     upright = np.arange(lead * num_rows * num_columns).reshape(lead, num_rows, num_columns)
@@ -79,7 +79,7 @@ def test_move_row_scale_reads_whole_rows_others_only_kept(scheme, read_columns, 
     assert own.row_bytes == 2 * (512 if read_columns is None else 128)
 
 
-def test_blocks_of_rows_are_never_cut():
+def test_move_never_cuts_a_block_of_rows():
     own = move(Part("t", 128, (300, 64), rows=(0, 300)), FP8_BLOCK)
     assert list(own.row_ranges(1)) == [(0, 128), (128, 256), (256, 300)]
     assert list(own.row_ranges(300 * 128)) == [(0, 256), (256, 300)]
@@ -88,7 +88,7 @@ def test_blocks_of_rows_are_never_cut():
     assert move(Part("t", 0, (40, 64)), FP8_BLOCK).least_bytes == 40 * 128
 
 
-def test_rows_of_a_transposed_tensor_end_with_their_matrix():
+def test_move_row_ranges_of_a_transposed_stack_end_per_matrix():
     own = move(Part("t", 0, (3, 8, 5), is_transposed=True))
     assert list(own.row_ranges(10**6)) == [(0, 5), (5, 10), (10, 15)]
     assert own.read(5, 10) == (8, 16, None)
@@ -176,7 +176,7 @@ HEAD_ENTRY, EMBED_ENTRY = entry("lm_head.weight", (10, 4)), entry("model.embed_t
         ([], ["model.embed_tokens.weight"], []),
     ],
 )
-def test_tied_embeddings_go_by_either_name(entries, fills, tied):
+def test_choose_all_tied_embedding_goes_by_either_name(entries, fills, tied):
     choices = choose_all([EMBED], by_name(entries))
     assert [choice.parts[0].tensor for choice in choices.fills] == fills
     assert [choice.parts[0].tensor for choice in choices.tied] == tied
@@ -198,7 +198,7 @@ def moe_parameters(hidden, inner):
 @for_each("is_share", [False, True])
 @for_each("is_transposed", [False, True])
 @for_each("hidden, inner", [(8, 4), (4, 4), (4, 6)])
-def test_square_matrices_lie_as_the_others_of_the_same_experts(hidden, inner, is_transposed, is_share):
+def test_choose_square_experts_follow_the_layout_of_the_others(hidden, inner, is_transposed, is_share):
     shapes = {"gate_up_proj": (3, 2 * inner, hidden), "down_proj": (3, hidden, inner)}
     stored = {name: (shape[0], shape[2], shape[1]) if is_transposed else shape for name, shape in shapes.items()}
     entries = by_name(entry(f"mlp.experts.{name}", shape) for name, shape in stored.items())

@@ -137,7 +137,7 @@ def test_cache_slot_hits_after_the_model_moved(cache, model, tmp_path):
     slot.hit[0].close()
 
 
-def test_another_recipe_type_or_rank_is_another_entry(cache, model):
+def test_cache_slot_misses_for_another_recipe_dtype_or_rank(cache, model):
     plan = plan_of(model)
     slot_of(model, plan).save(loaded(plan))
     identity = identify_source(model)
@@ -200,7 +200,7 @@ def test_cache_slot_changed_source_misses_and_saves_anew(cache, model, caplog, f
     hit[0].close()
 
 
-def test_cache_source_changed_while_loading_keeps_its_old_name(cache, model):
+def test_cache_save_source_changed_during_load_misses_later(cache, model):
     plan = plan_of(model)
     slot = slot_of(model, plan)
     touch(model.path / "model-a.safetensors")
@@ -223,7 +223,7 @@ def test_cache_slot_damaged_entry_is_dropped_and_rewritten(cache, model, caplog)
     hit[0].close()
 
 
-def test_damage_that_shows_while_reading_can_be_dropped(cache, model):
+def test_cache_slot_drops_an_entry_damaged_while_reading(cache, model):
     plan = plan_of(model)
     first = slot_of(model, plan)
     first.save(loaded(plan))
@@ -390,7 +390,7 @@ def test_trim_cache_keeps_an_entry_in_use(cache, model):
     assert names(cache) == []
 
 
-def test_trimming_stops_at_the_bound_and_counts_what_went(cache, model):
+def test_trim_cache_stops_at_the_bound_and_returns_freed_bytes(cache, model):
     """The least recently used of three first, one that is read is passed over, and the sum of removed bytes is returned."""
     schemes = {1: FP8, 2: INT8, 3: FP8_TENSOR}
     slots = [save_under(model, WeightRecipe(scheme), used) for used, scheme in schemes.items()]
@@ -408,7 +408,7 @@ def test_trimming_stops_at_the_bound_and_counts_what_went(cache, model):
 
 
 @pytest.mark.parametrize(("total", "kept_free"), [(2**40, 16 * 2**30), (100 * 2**30, 5 * 2**30)])
-def test_disk_keeps_the_smaller_of_two_bounds_free(cache, model, monkeypatch, total, kept_free):
+def test_cache_save_keeps_the_smaller_of_two_bounds_free(cache, model, monkeypatch, total, kept_free):
     plan = plan_of(model)
     needed = sum(spec.num_bytes for spec in plan.specs)
     for free, is_kept in ((kept_free + needed - 1, False), (kept_free + needed, True)):
@@ -417,7 +417,7 @@ def test_disk_keeps_the_smaller_of_two_bounds_free(cache, model, monkeypatch, to
         assert len(names(cache)) == is_kept
 
 
-def test_entry_of_another_rank_is_not_taken(cache, model):
+def test_cache_slot_entry_of_another_rank_misses(cache, model):
     """Its folder was renamed: the same recipe, type and weights, and other rows of the checkpoint."""
     plan = plan_of(model)
     ranks = [slot_of(model, plan, Mesh(rank, 2)) for rank in range(2)]
@@ -427,7 +427,7 @@ def test_entry_of_another_rank_is_not_taken(cache, model):
     assert names(cache) == []
 
 
-def test_change_is_logged_for_the_latest_entry(cache, model, caplog):
+def test_cache_slot_logs_the_change_since_the_latest_entry(cache, model, caplog):
     """Two sources before this one: what is said of the newest is what a person did since."""
     plan, path = plan_of(model), model.path / "model-a.safetensors"
     for used in (1, 2):
@@ -442,7 +442,7 @@ def test_change_is_logged_for_the_latest_entry(cache, model, caplog):
     assert "model-a" not in caplog.text
 
 
-def test_clearing_leaves_what_is_not_ours(cache, model):
+def test_clear_cache_keeps_unrelated_files(cache, model):
     save_under(model, WeightRecipe(FP8), 1)
     (cache / "notes.txt").touch()
     (cache / ".x.1.partial").mkdir()

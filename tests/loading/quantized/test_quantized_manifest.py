@@ -66,7 +66,7 @@ def touch(path: Path) -> None:
         ("config.json", grow, "config.json was changed"),
     ],
 )
-def test_source_change_is_described(tmp_path, file, change, words):
+def test_source_identity_change_is_described(tmp_path, file, change, words):
     model = write_model(tmp_path / "m")
     then = identify_source(model)
     change(tmp_path / "m" / file)
@@ -79,7 +79,7 @@ def test_source_change_is_described(tmp_path, file, change, words):
     assert re.match(words, change_text)
 
 
-def test_source_change_lists_new_and_removed_files(tmp_path):
+def test_source_identity_change_lists_new_and_removed_files(tmp_path):
     now = identify_source(write_model(tmp_path / "m"))
     assert now is not None
     less = replace(now, files=now.files[1:])
@@ -143,7 +143,7 @@ def test_manifest_round_trips(tmp_path):
     assert MANIFEST.num_bytes == 99
 
 
-def test_unsaved_scheme_is_described():
+def test_unsaved_describes_a_scheme_that_cannot_be_saved():
     assert unsaved(MANIFEST.weights) is None
     for scheme in (replace(FP8_BLOCK, block_rows=256), replace(MXFP4, block_columns=16), replace(INT8, name="own")):
         reason = unsaved([PlannedWeight("b", (256, 64), "bfloat16", scheme)])
@@ -213,7 +213,7 @@ def test_read_manifest_hostile_value_is_refused(tmp_path, place, value, key):
 
 @for_each("place", [("dtype",), ("files", 0), ("weights", 1, "scheme"), ("mesh",), ("source",)])
 @for_each("junk", [None, 0, "x", [], {}, [[]], {"a": 1}, 1e300])
-def test_junk_anywhere_is_an_error_of_ours_or_sound(tmp_path, place, junk):
+def test_read_manifest_junk_value_is_read_or_refused(tmp_path, place, junk):
     values = json.loads(manifest_text(MANIFEST))
     inner = values
     for step in place[:-1]:

@@ -64,7 +64,7 @@ def test_quantized_source_any_chunk_size_gives_the_same_bytes(saved, max_bytes):
     source.close()
 
 
-def test_threads_read_at_once(saved):
+def test_quantized_source_is_thread_safe(saved):
     folder, _, expected = saved
     source = open_quantized(folder)
 
@@ -318,7 +318,7 @@ def test_plan_quantized_other_model_is_refused(saved):
     source.close()
 
 
-def test_codes_by_block_are_no_head(tmp_path, model):
+def test_plan_quantized_head_with_codes_by_block_is_refused(tmp_path, model):
     plan = plan_of(model, WeightRecipe(FP8_BLOCK))
     save_quantized(tmp_path / "out", model, plan, loaded(plan))
     source = open_quantized(tmp_path / "out")

@@ -225,7 +225,7 @@ def test_save_quantized_is_read_by_the_safetensors_package(tmp_path, model):
             assert bits(stored) == bits(plane)
 
 
-def test_planes_lie_in_plan_order_over_files_of_bounded_size(tmp_path, model, monkeypatch):
+def test_save_quantized_writes_planes_in_plan_order(tmp_path, model, monkeypatch):
     monkeypatch.setattr(quantized_writer, "MAX_FILE_BYTES", 400_000)
     plan = plan_of(model)
     weights = loaded(plan)
@@ -250,7 +250,7 @@ def test_files_of_gives_an_oversized_plane_its_own_file():
     assert list(files_of([])) == []
 
 
-def test_chunks_and_blocks_do_not_change_what_is_written(tmp_path, model, monkeypatch):
+def test_save_quantized_is_independent_of_chunk_size(tmp_path, model, monkeypatch):
     plan = plan_of(model)
     weights = loaded(plan)
     save_quantized(tmp_path / "one", model, plan, weights)
@@ -260,7 +260,7 @@ def test_chunks_and_blocks_do_not_change_what_is_written(tmp_path, model, monkey
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_host_tensors_are_written_without_a_copy(tmp_path, model, monkeypatch):
+def test_save_quantized_writes_host_tensors_without_a_copy(tmp_path, model, monkeypatch):
     plan = plan_of(model)
     weights = loaded(plan)
     addresses = {plane.data_ptr() for plane in planes_of(plan, weights).values()}
@@ -278,7 +278,7 @@ def test_host_tensors_are_written_without_a_copy(tmp_path, model, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_weights_of_a_gpu_come_through_one_chunk(tmp_path, model, device):
+def test_save_quantized_copies_gpu_weights_through_one_chunk(tmp_path, model, device):
     plan = plan_of(model)
     weights = loaded(plan)
     there = {}
@@ -397,7 +397,7 @@ def test_plan_digest_changes_with_weights_and_moves(model):
     assert plan_digest(plan_of(model)) == plan_digest(plans[0])
 
 
-def test_links_out_of_the_model_are_not_copied(tmp_path, model):
+def test_save_quantized_link_out_of_the_model_is_refused(tmp_path, model):
     (tmp_path / "secret").write_text("secret")
     (model.path / "tokenizer_config.json").symlink_to(tmp_path / "secret")
     plan = plan_of(model)

@@ -98,7 +98,7 @@ def by_definition(source, name):
 
 
 @for_each("chunk", [1, 2, 7, 13])
-def test_values_do_not_depend_on_chunks(chunk):
+def test_dummy_values_are_independent_of_chunks(chunk):
     whole = read_rows(DummySource([matrix("a.weight", 13, 11)], "float32"), "a.weight", 0, 13)
     source = DummySource([matrix("b.weight", 3, 2), matrix("a.weight", 13, 11)], "float32")
     for start in reversed(range(0, 13, chunk)):
@@ -116,7 +116,7 @@ def test_dummy_values_depend_on_name_and_place_across_the_end():
         assert torch.equal(read_rows(source, name, row, row + 1)[0], whole[row])
 
 
-def test_tensors_and_rows_differ():
+def test_dummy_tensors_and_rows_differ():
     source = DummySource([matrix("a.weight", 500, 64), matrix("b.weight", 500, 64)], "float32")
     rows_a = read_rows(source, "a.weight", 0, 500)
     assert not torch.equal(rows_a, read_rows(source, "b.weight", 0, 500))
@@ -160,7 +160,7 @@ def test_dummy_table_has_its_recorded_values():
 @pytest.mark.each_value
 @pytest.mark.parametrize("stored", ["float64", *DTYPES])
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (13, 11), (3, 2, 5), (3, TABLE_VALUES), (2, TABLE_VALUES + 1)])
-def test_rows_are_read_and_written_as_defined(stored, shape):
+def test_dummy_rows_match_their_definition(stored, shape):
     for name in ("a.weight", "b.bias"):
         source = DummySource([matrix(name, *shape)], stored)
         wanted = by_definition(source, name)
@@ -203,7 +203,7 @@ def test_dummy_writer_wraps_the_table_in_any_chunks(chunk, columns):
     assert torch.equal(bits(written(source, name, chunk, columns=columns)), bits(whole))
 
 
-def test_rows_wider_than_the_table_have_columns_too():
+def test_dummy_rows_wider_than_the_table_have_columns():
     source = DummySource([matrix("a.weight", 3, 2 * TABLE_VALUES + 5)], "float16")
     columns = (7, TABLE_VALUES + 50)
     whole = by_definition(source, "a.weight")[:, columns[0] : columns[1]]
@@ -257,7 +257,7 @@ def test_dummy_planes_are_written_as_they_are_read(stored):
     assert_writes_what_it_reads(plane_source(stored))
 
 
-def test_planes_make_matrices_of_the_spread_of_plain_ones():
+def test_dummy_planes_have_the_spread_of_plain_matrices():
     source = plane_source()
     plain = DummySource([matrix("b.weight", 40, 64)], "bfloat16")
     assert source.writer_specs == plain.writer_specs, "the same peak"
@@ -279,7 +279,7 @@ def test_planes_make_matrices_of_the_spread_of_plain_ones():
 
 
 @for_each("limit, top_k", [(256, 6), (64, 6), (8, 2), (5, 5), (7, 1)])
-def test_numbers_of_a_row_are_distinct_and_all_occur(limit, top_k):
+def test_dummy_numbers_of_a_row_are_distinct_and_all_occur(limit, top_k):
     source = DummySource([], "bfloat16", [DummyPlane.numbers("t", (4001, top_k), "int64", limit)])
     numbers = read_rows(source, "t", 0, 4001)
     assert all(len(set(row)) == top_k for row in numbers.tolist())

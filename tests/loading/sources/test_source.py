@@ -75,6 +75,6 @@ def test_row_read_fields_match_read_into_parameters():
     assert ("self", *RowRead._fields) == tuple(inspect.signature(WeightSource.read_into).parameters)
 
 
-def test_which_sources_take_several_at_once():
+def test_safetensors_source_is_a_together_source():
     assert isinstance(SafetensorsSource([]), TogetherSource)
     assert not isinstance(TensorSource(), TogetherSource)
