@@ -172,14 +172,16 @@ def shared_without_limit(make: Any) -> Any:
 def never_joined(compress_rows: Any) -> Any:
     """The second half of an overlapped entry alone: what the window before it left is forgotten."""
 
-    def forgetful(pooled: Any, positions: Any, states: Any, state: torch.Tensor, own: Any, entries: Any) -> None:
+    def forgetful(step: Any, own: Any, entries: Any) -> None:
         if not own.is_overlapped:
-            compress_rows(pooled, positions, states, state, own, entries)
+            compress_rows(step, own, entries)
             return
+        pooled = step.pooled_TX
         width, dim = pooled.shape[1] // 2, entries.shape[1]
         last = torch.cat((pooled[:, width - dim : width], pooled[:, -dim:]), dim=1)
         plain = own._replace(is_overlapped=False, positions_RX=own.positions_RX[:, -dim:])
-        compress_rows(last, positions, states, state[:, :1].contiguous(), plain, entries)
+        rows = step._replace(pooled_TX=last, state_PK3D=step.state_PK3D[:, :1].contiguous())
+        compress_rows(rows, plain, entries)
 
     return forgetful
 

@@ -16,7 +16,7 @@ from holdfast.server.bodies import parse
 from holdfast.server.conversations import plain_message
 from holdfast.server.fields import SamplingFields
 from holdfast.server.logprobs import ChatLogprobWriter, CompletionLogprobWriter
-from holdfast.server.response_items import input_of, kept_item, messages_of
+from holdfast.server.responses import input_of, kept_item, messages_of
 from holdfast.server.sampling import sampling_params
 from holdfast.server.schemas import ResponseRequest
 from holdfast.server.service import Service

@@ -22,9 +22,11 @@ from holdfast.models.settings import (
     MAX_WIDTH,
     Settings,
     check_total,
+    decline,
     read_activation,
     read_dtype,
     read_index_sizes,
+    read_mlp_layers,
     rope_of,
 )
 from holdfast.models.spec import (
@@ -56,7 +58,7 @@ METHOD = "noaux_tc"
 
 def read_compressed(settings: Settings) -> ModelSpec:
     """DeepSeek-V4: a window and compressed entries in every layer, streams around it, experts behind it."""
-    _decline_unknown(settings)
+    decline(settings, read_data("families.json")["declined"][NAME])
     num_layers = settings.count("num_hidden_layers", 43, MAX_LAYERS)
     num_drafts = settings.count("num_nextn_predict_layers", 1, MAX_LAYERS, low=0)
     num_heads = settings.count("num_attention_heads", 64, MAX_HEADS)
@@ -101,21 +103,6 @@ def read_compressed(settings: Settings) -> ModelSpec:
         ),
         num_draft_layers=num_drafts,
     )
-
-
-def _decline_unknown(settings: Settings) -> None:
-    """Settings that other families have, and that are not computed here."""
-    for key, why in (
-        ("attention_bias", "projections of this family have no biases here"),
-        ("mlp_bias", "experts of this family have no biases here"),
-    ):
-        if settings.values.get(key) not in (None, False):
-            raise settings.unsupported(key, why)
-    if settings.values.get("num_key_value_heads") not in (None, 1):
-        raise settings.unsupported("num_key_value_heads", "all query heads share one vector here")
-    for key in ("n_group", "topk_group"):
-        if settings.values.get(key) not in (None, 0, 1):
-            raise settings.unsupported(key, "experts of this family stand in no groups")
 
 
 def _read_dims(settings: Settings) -> tuple[int, int]:
@@ -256,7 +243,7 @@ def _read_experts(settings: Settings, num_layers: int) -> ExpertsSpec:
         has_score_bias=True,
         share_scale=settings.number("routed_scaling_factor", 1.5),
         silu_limit=_read_limit(settings),
-        table_layers=_table_layers(settings, num_layers),
+        table_layers=read_mlp_layers(settings, num_layers, (TABLE, SCORES), TABLE, ("num_hash_layers", 3)),
         table_size=settings.count("vocab_size", 129280, MAX_VOCAB),
     )
 
@@ -266,15 +253,6 @@ def _read_limit(settings: Settings) -> float | None:
     if settings.values.get("swiglu_limit", 10.0) is None:
         return None
     return settings.number("swiglu_limit", 10.0, low=0.0) or None
-
-
-def _table_layers(settings: Settings, num_layers: int) -> frozenset[int]:
-    kinds = settings.texts("mlp_layer_types")
-    if kinds is None:
-        return frozenset(range(min(num_layers, settings.count("num_hash_layers", 3, MAX_LAYERS, low=0))))
-    if len(kinds) != num_layers or set(kinds) - {TABLE, SCORES}:
-        raise settings.refuse("mlp_layer_types", list(kinds), f"{TABLE} or {SCORES} for each of {num_layers} layers")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == TABLE)
 
 
 _NAMES = read_data("deepseek_v4_names.json")

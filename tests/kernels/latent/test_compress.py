@@ -7,6 +7,7 @@ from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent import compress
 from holdfast.kernels.latent.compress import (
     Compressor,
+    PooledRows,
     compress_entries,
     compress_entries_reference,
     compress_entries_triton,
@@ -58,7 +59,8 @@ def pool(function, step: CompressStep, states: States, compressor: Compressor, d
     entries_TD = states.zones.allocate(num_rows, compressor.dim).fill_(torch.nan)
     pooled_TX = amid_poison(step.pooled, device)
     positions_T, states_T = (amid_echoes(numbers, device) for numbers in (step.positions, step.states))
-    function(pooled_TX, positions_T, states_T, states.state_PK3D, compressor, entries_TD)
+    rows = PooledRows(pooled_TX, positions_T, positions_T, states_T, states.state_PK3D)
+    function(rows, compressor, entries_TD)
     states.zones.check()
     return entries_TD.cpu()
 
@@ -222,12 +224,15 @@ def write(function, compressor: Compressor, name: str, device, dim: int = LATENT
     step, slots_T = make_step(compressor)
     states, zones = States(compressor, device), RedZones(torch.device(device))
     planes = make_latent_planes(name, dim, ROPE_DIM, PAGE_TOKENS, NUM_PAGES, zones)
-    function(
+    rows = PooledRows(
         amid_poison(step.pooled, device),
         step.positions.to(device),
         slots_T.to(device),
         amid_echoes(step.states, device),
         states.state_PK3D,
+    )
+    function(
+        rows,
         compressor_on(compressor, device),
         rotary_on(device, step, compressor.ratio),
         planes,
@@ -281,13 +286,16 @@ def index_written(function, compressor: Compressor, name: str, device, num_heads
     planes = make_index_planes(name, compressor.dim, PAGE_TOKENS, NUM_PAGES, zones)
     q = torch.randn(len(slots_T), num_heads * compressor.dim, generator=torch.Generator().manual_seed(1))
     q_TID = amid_poison(q, device).view(len(slots_T), num_heads, compressor.dim)
-    function(
+    rows = PooledRows(
         amid_poison(step.pooled, device),
-        q_TID,
         step.positions.to(device),
         slots_T.to(device),
         amid_echoes(step.states, device),
         states.state_PK3D,
+    )
+    function(
+        rows,
+        q_TID,
         compressor_on(compressor, device),
         rotary_on(device, step, compressor.ratio),
         rotary_on(device, step),
@@ -332,9 +340,9 @@ def test_compress_rows_allocates_nothing(device, ratio, is_overlapped) -> None:
     table, numbers = torch.ones(4, 32, device=device), torch.arange(4, device=device)
     pooled_TX = torch.randn(4, 2 * pooled_width(512, is_overlapped), device=device)
     entries_TD = torch.empty(4, 512, device=device)
-    step = pooled_TX, numbers, numbers, numbers, state_PK3D
-    assert_allocates_nothing(lambda: compress_entries(*step, compressor, Rotary(table, table), planes))
-    assert_allocates_nothing(lambda: compress_rows(pooled_TX, *step[2:], compressor, entries_TD))
+    rows = PooledRows(pooled_TX, numbers, numbers, numbers, state_PK3D)
+    assert_allocates_nothing(lambda: compress_entries(rows, compressor, Rotary(table, table), planes))
+    assert_allocates_nothing(lambda: compress_rows(rows, compressor, entries_TD))
 
 
 @pytest.mark.gpu
@@ -343,9 +351,6 @@ def test_compressed_index_of_model_size_allocates_nothing(device) -> None:
     planes = make_index_planes("fp8", 128, 4, 4, RedZones(device))
     table, numbers = torch.ones(4, 32, device=device), torch.arange(4, device=device)
     pooled_TX, q_TID = torch.randn(4, 512, device=device), torch.randn(4, 64, 128, device=device).bfloat16()
-    state_PK3D, rotary = States(compressor, device).state_PK3D, Rotary(table, table)
-    assert_allocates_nothing(
-        lambda: compress_index(
-            pooled_TX, q_TID, numbers, numbers, numbers, state_PK3D, compressor, rotary, rotary, planes
-        )
-    )
+    rows = PooledRows(pooled_TX, numbers, numbers, numbers, States(compressor, device).state_PK3D)
+    rotary = Rotary(table, table)
+    assert_allocates_nothing(lambda: compress_index(rows, q_TID, compressor, rotary, rotary, planes))

@@ -157,8 +157,8 @@ def quantized_attention(call: TileCall, planes: QuantizedPlanes) -> Tensor:
     if call.work.has_small:
         limited = {} if plain else {"maxnreg": SMALL_REGISTERS}
         _decode_kernel[(call.num_sms * SMALL_PROGRAMS_PER_SM,)](
-            *arguments, **constants, BLOCK_G=max(SMALL_COLUMNS, next_power_of_two(group)), BLOCK_D=max(16, next_power_of_two(head_dim)),
-            KEY_COLUMNS=max(16, next_power_of_two(head_dim // key_parts)),
+            *arguments, **constants, BLOCK_G=max(SMALL_COLUMNS, next_power_of_two(group)),
+            BLOCK_D=max(16, next_power_of_two(head_dim)), KEY_COLUMNS=max(16, next_power_of_two(head_dim // key_parts)),
             NUM_STAGES=2 if planes.key_bits == planes.value_bits == 8 else 3, num_warps=1, **limited,
         )  # fmt: skip
     if call.work.has_large:
