@@ -105,9 +105,7 @@ def test_windows_alone_are_one_group() -> None:
     st.sampled_from([1, 2, 16]),
     st.sampled_from(["float32", "fp8_ds_v4"]),
 )
-def test_what_is_stored_is_what_pages_say_and_nothing_overlaps(
-    listed: list[int], page_tokens: int, kv_dtype: str
-) -> None:
+def test_compressed_storage_matches_pages_without_overlap(listed: list[int], page_tokens: int, kv_dtype: str) -> None:
     ratios, num_pages, ledger = tuple(listed), 3, Ledger()
     formats = (ALL_KV_FORMATS[kv_dtype],) * len(ratios)
     cache = compressed_cache(formats, 80, 16, 5, ratios, overlapped(ratios), 32, page_tokens)

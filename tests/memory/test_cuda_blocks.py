@@ -22,7 +22,7 @@ SAMPLING_BYTES = 35_483_136
         (SAMPLING_BYTES, 34 * MIB),
     ],
 )
-def test_a_segment_is_split_where_much_is_left(asked, counted):
+def test_block_bytes_splits_segment_with_large_rest(asked, counted):
     assert block_bytes(asked) == counted
 
 

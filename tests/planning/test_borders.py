@@ -72,7 +72,7 @@ def test_pages_of_one_sequence_are_the_least_that_fit(kind: str) -> None:
     assert pages(3 * least) == (most + 1, "every sequence at its longest needs no more")
 
 
-def test_bytes_that_are_short_are_told_in_a_plan() -> None:
+def test_plan_runner_one_byte_short_names_missing_bytes() -> None:
     needed = unfitting_runner(resolve(bounded("tied embedding", H200))).memory.peak_bytes
     request = bounded("tied embedding", H200, needed - 1)
     with pytest.raises(MemoryPlanError, match=r"GiB \(memory_limit\), 1 B short"):

@@ -84,7 +84,7 @@ def account(declared: DeclaredModel, **options) -> DiskAccount:
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_the_table_of_the_default_model(default, name):
+def test_disk_account_of_default_model_matches_hand_count(default, name):
     options = {"dtype": name} if name in ("float32", "bfloat16") else {"dtype": "bfloat16", "quantization": name}
     found = account(default, **options)
     assert (found.on_disk.num_bytes, found.on_disk.num_files) == (DISK_BYTES, 1)
@@ -151,12 +151,12 @@ def test_refusal_of_a_small_file_shows_its_size_in_memory(default):
     assert "\n" not in text
 
 
-def test_a_folder_of_plain_weights_has_none():
+def test_disk_account_of_plain_weights_is_none():
     declared = open_declared("Qwen3-8B")
     assert disk_account(resolve(PlanRequest(EngineConfig(), declared, CPU))) is None
 
 
-def test_the_table_stands_in_the_documents():
+def test_disk_account_sizes_are_in_memory_document():
     text = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     for num_bytes in (DISK_BYTES, *BYTES.values()):
         assert f"| {num_bytes} | {format_bytes(num_bytes)} |" in text

@@ -47,7 +47,7 @@ def test_rows_that_are_chosen_from(speculative, max_num_seqs, max_num_batched_to
 
 
 @pytest.mark.parametrize("target", [H200, HOST], ids=["gpu", "cpu"])
-def test_the_terms_of_choosing_grow_to_these_rows_and_no_others_do(target) -> None:
+def test_speculative_grows_only_sampling_and_graph_terms(target) -> None:
     plain, guessing = (
         list_needs(resolve(plan_request("Qwen3-8B", target, max_num_seqs=20, speculative=asked)))
         for asked in (None, "ngram:4")
@@ -103,7 +103,7 @@ class Kept:
         ({"sequence_bytes": 4096}, "keeps a state of a sequence"),
     ],
 )
-def test_what_cannot_go_back_is_declined(kept, words: str) -> None:
+def test_speculative_states_that_cannot_go_back_refused(kept, words: str) -> None:
     model = declared("Qwen3-8B")
     request = plan_request(speculative="ngram", max_num_seqs=4)
     resolve(request)
