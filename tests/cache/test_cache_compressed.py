@@ -36,7 +36,7 @@ def cache_of(ratios: tuple[int, ...], kv_dtype: str, page_tokens: int = 16) -> C
 
 
 def whole_context_bytes(cache: CacheSpec, num_tokens: int) -> int:
-    """Of the groups that keep every token."""
+    """Bytes of the groups that keep every token."""
     kept = (group.pages_for(num_tokens) for group in cache.cache_groups() if group.window is None)
     return sum(kept) * cache.bytes_per_page
 

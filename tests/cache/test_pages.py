@@ -187,11 +187,11 @@ def test_sharing_and_releasing_refreshes_a_cached_page() -> None:
 
 def test_eviction_is_announced_before_the_page_is_reused() -> None:
     pool = PagePool(2)
-    told: list[int] = []
+    evicted: list[int] = []
 
     def on_evict(page: int) -> None:
         assert pool.num_owners(page) == 0
-        told.append(page)
+        evicted.append(page)
         pool.forget(page)
 
     pool.on_evict = on_evict
@@ -199,9 +199,9 @@ def test_eviction_is_announced_before_the_page_is_reused() -> None:
     pool.keep(pages[0])
     pool.release_many(pages)
     pool.allocate_many(1)
-    assert told == [], "a free page was left"
+    assert evicted == [], "a free page was left"
     pool.allocate_many(1)
-    assert told == [0]
+    assert evicted == [0]
 
 
 def test_page_pool_on_evict_that_keeps_page_raises() -> None:

@@ -166,7 +166,7 @@ def test_prefix_cache_eviction_forgets_page_and_descendants() -> None:
     assert len(bench.cache) == 0
     bench.check()
     bench.cache.register(second, [*tokens, 8, 9, 10, 11], [[*copy, taken[0]]], 12)
-    assert len(bench.cache) == 0, "what nobody can reach is not registered"
+    assert len(bench.cache) == 0, "an unreachable page is not registered"
     bench.pool.release_many(copy)
     bench.check()
     assert bench.pool.num_cached == 0

@@ -659,7 +659,7 @@ try:
         outputs = llm.generate("x", SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
         print(len(outputs[0].outputs[0].token_ids))
 except MemoryPlanError as error:
-    print(error.table.rows[0].owner, len(error.changes), error.code)
+    print(error.table.rows[0].owner, error.changes[0].change, error.code)
 print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

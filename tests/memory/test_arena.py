@@ -88,7 +88,7 @@ def test_memory_of_a_cpu_is_really_held() -> None:
 @pytest.mark.parametrize("poison", [Poison.NAN], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_poison_reaches_every_element(dtype: str) -> None:
-    """Touching memory must not hide that nobody wrote it."""
+    """Touching memory must not hide that it was never written."""
     made = Arena("things", (TensorSpec("a", (3,), dtype), TensorSpec("b", (20_000,), dtype)), CPU, Ledger(), "")
     assert all(bool(tensor.isnan().all()) for tensor in made.tensors.values())
 
@@ -187,7 +187,7 @@ def test_mirrored_tensor_copy_in_flight_is_not_overwritten(device):
     mirrored = MirroredTensor((1024,), torch.int64, device, is_shared=False)
     seen = [torch.zeros(1024, dtype=torch.int64, device=device) for _ in range(5)]
     for value, copy in enumerate(seen):
-        torch.cuda._sleep(20_000_000)  # the copy below starts some 10 ms after it was asked for
+        torch.cuda._sleep(20_000_000)  # the copy below starts some 10 ms after the request
         mirrored.wait()
         mirrored.host[:] = value + 1
         mirrored.send([(0, 1024)])
@@ -212,7 +212,7 @@ class Held:
 
 
 class Stream:
-    """Of a device in a given state."""
+    """A stream of a device in a given state."""
 
     def __init__(self, error: str | None) -> None:
         self._error = error
@@ -248,7 +248,7 @@ def test_has_failed_queries_gpu_only_outside_capture(monkeypatch, error, is_capt
 
     def capturing() -> bool:
         if is_capturing is None:
-            raise RuntimeError("CUDA error: not even this is told")
+            raise RuntimeError("CUDA error: not even this is known")
         return is_capturing
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

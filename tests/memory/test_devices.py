@@ -125,11 +125,11 @@ SPELLINGS = {
 
 
 @for_each("key, name", [(key, name) for key, many in SPELLINGS.items() for name in many])
-def test_spellings(key: str, name: str) -> None:
+def test_find_gpu_accepts_other_spellings(key: str, name: str) -> None:
     assert find_gpu(name).key == key
 
 
-def test_forty_spellings_and_more() -> None:
+def test_find_gpu_cases_cover_forty_spellings() -> None:
     assert sum(map(len, SPELLINGS.values())) >= 40
 
 
@@ -157,7 +157,7 @@ def test_find_gpu_accepts_key_and_driver_name(gpu: Gpu) -> None:
         ("rtx3090", 1, "rtx3090"),
     ],
 )
-def test_several_of_them(name: str, num_gpus: int, key: str) -> None:
+def test_find_gpus_reads_number_of_gpus(name: str, num_gpus: int, key: str) -> None:
     found = find_gpus(name)
     assert (found.gpu.key, found.num_gpus) == (key, num_gpus)
 
@@ -275,7 +275,7 @@ def test_available_host_bytes_without_meminfo_is_half_of_ram(host, meminfo):
     assert host(meminfo) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def test_this_machine():
+def test_available_host_bytes_of_this_machine_is_within_ram():
     assert 0 < available_host_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -97,7 +97,7 @@ def test_phases_never_cost_each_other(
 
 
 def test_plan_memory_load_over_budget_names_load_phase() -> None:
-    """Pages are few, so a smaller context would not help, and nobody says so."""
+    """Pages are few, so a smaller context would not help, and the message does not suggest it."""
     terms = (Term("weights", 90 * MIB, "bfloat16"), Term("staging", 64 * MIB, "rows on their way", ("load",)))
     with raises_code("plan.over_budget", MemoryPlanError, phase="load", needed="154.00 MiB") as caught:
         plan_memory(100 * MIB, "memory_limit", terms, MIB, 5, 10)

@@ -50,7 +50,7 @@ def test_totals_and_tokens():
 def test_bytes_without_a_plan_are_found():
     plan = plan_memory(2000, "a test", TERMS, page_bytes=32, min_pages=1, max_pages=5)
     ledger = ledger_for_plan()
-    ledger.record("surprise/buffer", 1, "nobody planned it")
+    ledger.record("surprise/buffer", 1, "not in the plan")
     with pytest.raises(AssertionError, match="surprise"):
         memory_report(plan, ledger, page_tokens=4, max_model_len=20)
 

@@ -1,4 +1,4 @@
-"""Sizes in words, both ways."""
+"""Sizes as text, both ways."""
 
 import pytest
 from hypothesis import example, given

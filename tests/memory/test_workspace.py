@@ -1,4 +1,4 @@
-"""The workspace: views that live together, at places that never move, for those who reserved them and nobody else."""
+"""The workspace: views that live together, at places that never move, for their owners alone."""
 
 import gc
 import weakref

@@ -89,12 +89,12 @@ def spec(num_bytes: int, name: str = "x") -> TensorSpec:
 
 
 @given(requests)
-def test_workspace_plan_lane_is_its_largest_request(asked: list[tuple[str, str, int]]) -> None:
+def test_workspace_plan_lane_is_its_largest_request(wanted: list[tuple[str, str, int]]) -> None:
     plan = WorkspacePlan()
-    for owner, lane, num_bytes in asked:
+    for owner, lane, num_bytes in wanted:
         plan.reserve(owner, (spec(num_bytes), spec(7, "y")), lane)
-    totals = {lane: 0 for _, lane, _ in asked}
-    for _, lane, num_bytes in asked:
+    totals = {lane: 0 for _, lane, _ in wanted}
+    for _, lane, num_bytes in wanted:
         totals[lane] = max(totals[lane], arena_bytes((spec(num_bytes), spec(7))))
     assert plan.lane_bytes == totals
     assert list(plan.lane_bytes) == list(totals), "lanes come in the order of their first request"
@@ -116,9 +116,9 @@ def test_workspace_plan_shared_scratch_against_one_per_layer(root: Path) -> None
     assert together.total_bytes == 256 * 64 * 32 * 129 * 4 == 270_532_608
     assert apart.total_bytes == num_layers * together.total_bytes
     assert len(together.terms()) == 1
-    told = (root / "docs/memory.md").read_text()
-    assert f"take {format_bytes(together.total_bytes)}. A set for each of 60 layers" in told
-    assert f"would take {format_bytes(apart.total_bytes)}." in told
+    text = (root / "docs/memory.md").read_text()
+    assert f"take {format_bytes(together.total_bytes)}. A set for each of 60 layers" in text
+    assert f"would take {format_bytes(apart.total_bytes)}." in text
 
 
 def test_layers_with_other_shapes_need_no_more_than_the_largest() -> None:

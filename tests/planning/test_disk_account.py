@@ -21,7 +21,7 @@ from holdfast.planning.target import Target
 CPU = Target("cpu", "cpu", 16 * GIB, 16 * GIB, 0, "a test")
 LAYERS, HIDDEN, INNER, VOCAB = 30, 576, 1536, 49152
 MATRICES = ((960, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
-"""Of a layer: the fused q, k and v; o; gate and up; down."""
+"""Shapes of a layer: the fused q, k and v; o; gate and up; down."""
 NUM_NORMS = 2 * LAYERS + 1
 DISK_BYTES = 98_362_432
 BYTES = {
@@ -33,7 +33,7 @@ BYTES = {
     "int8": 135_376_640,
     "mxfp4": 84_995_840,
 }
-"""Of the weights of the default model in memory, in bfloat16 where a scheme leaves a tensor plain."""
+"""Weights of the default model in memory, in bfloat16 where a scheme leaves a tensor plain."""
 
 
 def padded(num_bytes: int) -> int:

@@ -267,9 +267,9 @@ def test_fit_runner_open_context_shrinks_with_reason() -> None:
         "shortened from the model's own 131,072: no more fits 21.17 GiB (90% of the device's 23.52 GiB)"
     )
     assert plan.context_note == "", "the door to planning adds what would lift it"
-    told = plan_runner(PlanRequest(EngineConfig(), declared("Llama-3.1-8B"), RTX4090)).context_note
+    noted = plan_runner(PlanRequest(EngineConfig(), declared("Llama-3.1-8B"), RTX4090)).context_note
     assert (
-        f"context of {plan.kv_tokens:,} tokens, {choice.reason}; to lift it: set memory_utilization=0.98 and " in told
+        f"context of {plan.kv_tokens:,} tokens, {choice.reason}; to lift it: set memory_utilization=0.98 and " in noted
     )
 
 

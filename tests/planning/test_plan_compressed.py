@@ -1,4 +1,4 @@
-"""Plans of DeepSeek-V4: bytes of a token and of a million, states, page tables, the prefix block, and what is declined in words."""
+"""Plans of DeepSeek-V4: bytes of a token and of a million, states, page tables, the prefix block, and what is declined."""
 
 from dataclasses import replace
 from fractions import Fraction

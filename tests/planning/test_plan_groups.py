@@ -124,9 +124,9 @@ def sizes_of_lengths() -> dict[int, int]:
 def test_try_fit_open_context_is_longest_that_fits(most: int | None) -> None:
     """Layers are grouped otherwise beyond each window: every length is tried, with the bytes that one of them needs."""
     sizes = sizes_of_lengths()
-    asked = 40 * 1024 if most is None else sizes[most]
-    lengths = [length for length, num_bytes in sizes.items() if num_bytes <= asked]
-    found = try_fit(resolve(request_of(SMALL_WINDOWS, kv_cache_memory=asked, **SMALL_STEPS)))
+    allowed = 40 * 1024 if most is None else sizes[most]
+    lengths = [length for length, num_bytes in sizes.items() if num_bytes <= allowed]
+    found = try_fit(resolve(request_of(SMALL_WINDOWS, kv_cache_memory=allowed, **SMALL_STEPS)))
     assert (None if found is None else found.resolved.limits.max_model_len) == (lengths[-1] if lengths else None)
 
 
@@ -144,16 +144,16 @@ def test_fit_runner_group_padding_is_reported_and_bounded() -> None:
     [(5, 6, True), (8, 7, True), (20, 4, False)],
 )
 def test_protected_layers_may_leave_what_others_leave(num_windows: int, num_whole: int, is_protected: bool) -> None:
-    """More than a twentieth of a page, if pages without them leave as much; if not, none is protected unless asked."""
+    """More than a twentieth of a page, if pages without them leave as much; if not, none is protected unless requested."""
     model = windowed(*[512] * num_windows, *[None] * num_whole)
     plan = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc"))
     assert bool(plan.resolved.protected.layers) is is_protected
     bare = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=0))
-    asked = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=4))
-    shares = [max(group.padding_share for group in each.groups) for each in (bare, asked)]
+    requested = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=4))
+    shares = [max(group.padding_share for group in each.groups) for each in (bare, requested)]
     assert shares[1] > 0.05
     assert (shares[1] <= shares[0]) is is_protected
-    assert len(asked.resolved.protected.layers) == 4
+    assert len(requested.resolved.protected.layers) == 4
 
 
 def test_staging_is_computed_once_for_a_request() -> None:

@@ -69,11 +69,11 @@ def test_plan_ranks_context_is_shortest_of_all_ranks() -> None:
 
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2), (2, 2)])
 def test_plan_ranks_each_rank_plans_same_for_itself(size: int, num_stages: int) -> None:
-    """From what it is told over a channel, with what loading really holds; then nothing differs."""
+    """From what it receives over a channel, with what loading really holds; then nothing differs."""
     config, model = config_of(size, num_stages), declared(MODEL)
     reports = reports_of(*(smaller(H200, (60 + 10 * rank) * GIB) for rank in range(size * num_stages)))
-    told = json.loads(json.dumps([report.as_dict() for report in reports]))
-    assert [RankReport.of(one) for one in told] == reports
+    sent = json.loads(json.dumps([report.as_dict() for report in reports]))
+    assert [RankReport.of(one) for one in sent] == reports
     plans = plan_ranks(config, model, reports)
     agreement = Agreement.of(json.loads(json.dumps(plans.agreement.as_dict())))
     assert agreement == plans.agreement
@@ -168,7 +168,7 @@ def test_rank_unlike_rank_0_is_refused() -> None:
 
 
 def test_tokenizer_is_held_by_rank_0_alone() -> None:
-    """Of processes that were not measured with it."""
+    """Terms of processes that were not measured with it."""
     host = HOST._replace(context_bytes=GIB)
     plans = plan_ranks(config_of(4, max_model_len=64), declared("Qwen3-0.6B"), reports_of(*[host] * 4)).plans
     held = [[term.num_bytes for term in plan.memory.terms if term.owner == "tokenizer"] for plan in plans]

@@ -112,7 +112,7 @@ OPTIONS = ({}, {"quantized_embeddings": "none"}, {"quantized_embeddings": "all",
 
 @pytest.mark.parametrize("case", STORED)
 def test_planned_bytes_of_quantized_checkpoint_equal_load(case: str, tmp_path: Path) -> None:
-    """Its own scheme, where it is asked, is for what it left plain and its makers did not leave out."""
+    """Its own scheme, where it is requested, is for what it left plain and its makers did not leave out."""
     scheme, plain, said, settings = STORED[case]
     folder = str(make_stored(tmp_path / "model", scheme, plain, said, **settings))
     sizes = []
@@ -135,7 +135,7 @@ def test_planned_bytes_of_quantized_checkpoint_equal_load(case: str, tmp_path: P
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("said", [("model", "lm_head"), ("model",)], ids=" and ".join)
 def test_planned_bytes_of_checkpoint_without_codes_equal_plain(said, load_format, tmp_path: Path) -> None:
-    """Whatever its settings say: what is asked is done to all of it."""
+    """Whatever its settings say: what is requested is done to all of it."""
     folder = str(make_stored(tmp_path / "model", "fp8", ("model.",), said))
     for scheme in ("fp8", "int8"):
         config = EngineConfig.from_options(model=folder, device="cpu", quantization=scheme, weight_cache="off")

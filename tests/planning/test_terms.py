@@ -210,7 +210,7 @@ def needs(*args, **options) -> Needs:
 
 def by_owner(found: Needs) -> dict[str, Term]:
     owners = [term.owner for term in found.terms]
-    assert len(owners) == len(set(owners)), f"somebody is counted twice: {owners}"
+    assert len(owners) == len(set(owners)), f"an owner is counted twice: {owners}"
     return {term.owner: term for term in found.terms}
 
 
@@ -430,10 +430,10 @@ def test_list_needs_quantized_pages_backend_takes_every_layer(target: Target, kv
         assert set(found.declaration.terms(specs, bounds)) <= set(found.terms), "one layer of each kind stands for all"
 
 
-class Asked:
-    """A declaration that takes everything, and remembers which layers it was asked about."""
+class Recording:
+    """A declaration that takes everything, and remembers which layers it was queried about."""
 
-    name, can_be_captured, can_be_invariant = "asked", False, False
+    name, can_be_captured, can_be_invariant = "recording", False, False
 
     def __init__(self) -> None:
         self.layers: list[tuple[str, int | None]] = []
@@ -468,11 +468,11 @@ def test_list_needs_queries_one_layer_of_each_kind(monkeypatch, changes, options
     spec = declared("Qwen3-8B").spec
     assert spec is not None
     spec = replace(spec, num_layers=4, sliding_windows=(None, None, 8, 8), **changes)
-    asked = Asked()
-    monkeypatch.setitem(DECLARATIONS, GroupedAttentionSpec, (asked,))
+    recording = Recording()
+    monkeypatch.setitem(DECLARATIONS, GroupedAttentionSpec, (recording,))
     config = EngineConfig(kv_cache_dtype=NARROW, **options)
     list_needs(resolve(PlanRequest(config, declare_decoder(spec, "x"), H200)))
-    assert asked.layers == layers
+    assert recording.layers == layers
 
 
 def test_windows_are_kept_apart() -> None:

@@ -64,7 +64,13 @@ def read_compressed(settings: Settings) -> ModelSpec:
     num_heads = settings.count("num_attention_heads", 64, MAX_HEADS)
     max_position = settings.count("max_position_embeddings", 1_048_576, MAX_POSITIONS)
     head_dim, rope_dim = _read_dims(settings)
-    compressors = _read_compressors(settings, num_layers, num_drafts)
+    kinds = _layer_kinds(settings, num_layers, num_drafts)
+    made: dict[str, CompressorSpec | None] = {SLIDING: None}
+    for kind in (OVERLAPPED, HEAVY):
+        if kind in kinds:
+            taken = {one.ratio for one in made.values() if one is not None}
+            made[kind] = CompressorSpec(_read_ratio(settings, kind, taken), kind == OVERLAPPED)
+    compressors = tuple(made[kind] for kind in kinds)
     window = settings.count("sliding_window", 128, MAX_POSITIONS)
     rope, local_rope = _read_ropes(settings, rope_dim, max_position)
     return ModelSpec(
@@ -122,17 +128,6 @@ def _read_dims(settings: Settings) -> tuple[int, int]:
         wanted = f"an even number of rotated elements, at most head_dim = {head_dim},"
         raise settings.refuse(key, settings.values.get(key), wanted)
     return head_dim, rope_dim
-
-
-def _read_compressors(settings: Settings, num_layers: int, num_drafts: int) -> tuple[CompressorSpec | None, ...]:
-    """By layer, as its kind has it."""
-    kinds = _layer_kinds(settings, num_layers, num_drafts)
-    made: dict[str, CompressorSpec | None] = {SLIDING: None}
-    for kind in (OVERLAPPED, HEAVY):
-        if kind in kinds:
-            taken = {one.ratio for one in made.values() if one is not None}
-            made[kind] = CompressorSpec(_read_ratio(settings, kind, taken), kind == OVERLAPPED)
-    return tuple(made[kind] for kind in kinds)
 
 
 def _layer_kinds(settings: Settings, num_layers: int, num_drafts: int) -> tuple[str, ...]:
