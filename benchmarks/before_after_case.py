@@ -1,7 +1,7 @@
-"""Decode speed of one engine through the public API: what benchmarks/gpu_before_after.py runs over the trees of two commits.
+"""Decode speed of one engine through the public API; benchmarks/gpu_before_after.py runs it on the trees of two commits.
 
-Everything inside may have another name in either tree, so this imports the public names alone, and nothing of benchmarks/
-that imports more; the count of experts is left out if a tree has none. It takes a task as JSON and leaves its findings in the file that --result names.
+Internal names may differ between the trees, so this imports only public names, and nothing of benchmarks/ that imports
+more. The count of experts is omitted if a tree has none. It takes a task as JSON and writes its findings to --result.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def run_task(task: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of the whole call for both lengths of output, by batch; prompts are in the prefix cache by then."""
+    """Return seconds of the whole call for both lengths of output, by batch, with prompts in the prefix cache."""
     import holdfast
     from holdfast import LLM
 
@@ -44,7 +44,7 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def prefill_seconds(llm: Any, task: dict[str, Any], dice: random.Random) -> list[float]:  # noqa: ANN401
-    """Seconds until the first token of a long prompt that the prefix cache does not have; the first run is not counted."""
+    """Return seconds to the first token of an uncached long prompt; the first run is not counted."""
     seconds = []
     for _ in range(task["num_repeats"] + 1):
         prompt = [dice.randrange(task["vocab_size"]) for _ in range(task["prefill_tokens"])]
@@ -53,7 +53,7 @@ def prefill_seconds(llm: Any, task: dict[str, Any], dice: random.Random) -> list
 
 
 def count_experts(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:  # noqa: ANN401
-    """Distinct experts of a decode step, counted after the timing; nothing without experts, or if the tree cannot count."""
+    """Count distinct experts of a decode step after the timing; empty without experts, or if the tree cannot count."""
     try:
         from holdfast.runner.expert_counts import counting_experts
     except ImportError:
@@ -66,7 +66,7 @@ def count_experts(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:  # noqa
 
 
 def seconds_of(llm: Any, prompts: list[list[int]], num_tokens: int) -> float:  # noqa: ANN401
-    """Seconds that so many greedy tokens for every prompt take."""
+    """Time this many greedy tokens for every prompt."""
     from holdfast import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
@@ -79,7 +79,7 @@ def seconds_of(llm: Any, prompts: list[list[int]], num_tokens: int) -> float:  #
 
 
 def main() -> None:
-    """Run the task, and leave what it found under the final name at once."""
+    """Run the task, and write its findings atomically."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("task", type=json.loads)
     parser.add_argument("--result", type=Path, required=True)

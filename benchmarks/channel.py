@@ -1,9 +1,9 @@
-"""What a core in a process of its own costs: tokens/s of a tiny model on this CPU, in one process and in two: python benchmarks/channel.py
+"""Cost of a separate core process: tokens/s of a tiny model on this CPU, in one process and in two: python benchmarks/channel.py
 
 Both engines drive the same dummy model (the least work between two messages) with the same prompts in turn, text included.
-Greedy tokens must be equal. The best of many short runs counts, since whatever else the machine does only makes runs slower;
-medians stand beside it. So does the processor time that a token costs in the process that runs steps, which is what keeps the
-next step waiting: on a machine that others use too it says more than the clock. The record is benchmarks/records/<cpu>-<date>-channel.json.
+Greedy tokens must be equal. The best of many short runs counts, because other load only makes runs slower; medians are
+recorded too. So is the CPU time per token in the process that runs steps, because it delays the next step. On a shared
+machine it is more reliable than wall time. The record is benchmarks/records/<cpu>-<date>-channel.json.
 """
 
 import argparse
@@ -31,18 +31,18 @@ SECTION = "channel"
 
 
 class Place(HoldfastContestant):
-    """An engine, named after where its core is; processor time of that process is added up."""
+    """An engine, named after its core's process, with that process's total CPU time."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         super().__init__(engine)
         self.name = name
         self.seconds: dict[str, list[float]] = {}
-        """For each run, by case."""
+        """One value per run, by case."""
         core = engine.core
         self._pid = core.pid if isinstance(core, CoreProcess) else os.getpid()
 
     def run(self, case: Case) -> Timing:
-        """A run like any other, with a look at the clock of the process before and after."""
+        """Time a run, with the core process's CPU time before and after."""
         before = processor_seconds(self._pid)
         timing = super().run(case)
         self.seconds.setdefault(case.measure, []).append(processor_seconds(self._pid) - before)
@@ -50,13 +50,13 @@ class Place(HoldfastContestant):
 
 
 def processor_seconds(pid: int) -> float:
-    """What all threads of a process have run; Linux counts it to the nanosecond."""
+    """Return the CPU time of all threads of a process; Linux counts it to the nanosecond."""
     tasks = Path(f"/proc/{pid}/task")
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
 
 
 def measure(folder: Path, cases: Sequence[Case], num_repeats: int) -> list[dict[str, object]]:
-    """Both engines, in turn."""
+    """Measure both engines in turn."""
     path = write_dummy_model(folder, MODEL, **TINY)
     longest = max(case.longest for case in cases)
     engines = []
@@ -82,7 +82,7 @@ def measure(folder: Path, cases: Sequence[Case], num_repeats: int) -> list[dict[
 
 
 def figures(result: Result, contestants: Sequence[Place]) -> dict[str, object]:
-    """By the best run, by the median one, and by processor time."""
+    """Return figures by the best run, the median run and CPU time."""
     remote, local = result.rates
     best = result.best(remote) / result.best(local)
     case = result.case
@@ -101,7 +101,7 @@ def figures(result: Result, contestants: Sequence[Place]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure, tell, and keep the record."""
+    """Measure, print, and write the record."""
     parser: argparse.ArgumentParser = gpu_records.options(__doc__.splitlines()[0] if __doc__ else "")
     parser.set_defaults(device="cpu")
     parser.add_argument("--repeats", type=int, default=25)

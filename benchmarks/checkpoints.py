@@ -1,6 +1,6 @@
 """Checkpoints with a catalogue model's shapes and dummy numbers: written fast, in shuffled order, or as headers alone; no torch.
 
-A file without numbers is as long as one with them and takes no room on the disk (it is sparse), which is enough for a plan.
+A file without numbers has its full length but is sparse, so it takes no disk space. That is enough for a plan.
 """
 
 import json
@@ -23,9 +23,9 @@ from holdfast.quant.formats import bytes_for
 
 DTYPE, STORED_DTYPE = "bfloat16", "BF16"
 SPREAD = 0.02
-"""Standard deviation of matrices, as trained ones have it; of vectors around 1, ten times that."""
+"""Standard deviation of matrices, as in trained models; vectors around 1 have ten times that."""
 BUFFER_VALUES = 2**24
-"""Random numbers that are written over and over, each tensor from a place of its own."""
+"""Random numbers, written repeatedly; each tensor starts at another offset."""
 NUM_WRITERS = 8
 READ_BYTES = 16 * 2**20
 NUM_READERS = 8
@@ -42,16 +42,16 @@ class Checkpoint(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A tensor in its file."""
+    """A tensor's place in its file."""
 
     entry: TensorEntry
     file: int
     start: int
-    """For its bytes, counted from the end of the header."""
+    """Offset of its bytes, from the end of the header."""
 
 
 class _Room(NamedTuple):
-    """Where a tensor's bytes go."""
+    """A tensor's destination."""
 
     descriptor: int
     offset: int
@@ -59,7 +59,7 @@ class _Room(NamedTuple):
 
 
 def list_tensors(path: Path) -> list[TensorEntry]:
-    """The tensors that a checkpoint of this model has in Hugging Face layout, every expert's own; config.json is all it takes."""
+    """List the tensors of this model's checkpoint in Hugging Face layout, experts separate; only config.json is needed."""
     source = open_model(str(path), "dummy").source
     return list(source.entries.values())
 
@@ -69,7 +69,7 @@ def total_bytes(entries: Sequence[TensorEntry]) -> int:
 
 
 def model_bytes(folder: Path, name: str, **settings: object) -> int:
-    """Bytes of a whole checkpoint, before one is written; leaves config.json in the folder."""
+    """Return the bytes of a whole checkpoint before writing it; writes config.json into the folder."""
     return total_bytes(list_tensors(write_dummy_model(folder, name, **settings)))
 
 
@@ -82,7 +82,7 @@ def write_checkpoint(
     stop_at: float = float("inf"),
     **settings: object,
 ) -> Checkpoint:
-    """The model of the catalogue as `folder`/NAME, in any order of tensors; a `time.monotonic()` after `stop_at` raises."""
+    """Write a catalogue model to `folder`/NAME, in any order of tensors; raises after `stop_at` of `time.monotonic()`."""
     start = time.monotonic()
     path = write_dummy_model(folder, name, **settings)
     pieces = lay_out(list_tensors(path), num_files, Random(seed))
@@ -105,7 +105,7 @@ def write_checkpoint(
 
 
 def lay_out(entries: Sequence[TensorEntry], num_files: int, dice: Random) -> list[Piece]:
-    """Tensors in a random order, each in the file that has the least so far."""
+    """Place tensors in random order, each in the smallest file so far."""
     shuffled = list(entries)
     dice.shuffle(shuffled)
     ends = [0] * num_files
@@ -118,7 +118,7 @@ def lay_out(entries: Sequence[TensorEntry], num_files: int, dice: Random) -> lis
 
 
 def make_header(pieces: Sequence[Piece]) -> bytes:
-    """The first bytes of a safetensors file, in the order of the data."""
+    """Return the header of a safetensors file, in the order of the data."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for entry, _, start in pieces:
         end = start + bytes_for(DTYPE, entry.shape)
@@ -129,7 +129,7 @@ def make_header(pieces: Sequence[Piece]) -> bytes:
 
 
 def random_bfloat16(num_values: int, mean: float, spread: float, seed: int) -> memoryview:
-    """Normal numbers, rounded toward zero."""
+    """Draw normal numbers, rounded toward zero."""
     values = np.random.default_rng(seed).standard_normal(num_values, dtype=np.float32)
     values *= np.float32(spread)
     values += np.float32(mean)
@@ -160,7 +160,7 @@ def _write_numbers(rooms: Sequence[_Room], seed: int, stop_at: float) -> None:
 
 
 def read_seconds(path: Path, num_readers: int = NUM_READERS) -> float:
-    """For reading every weight file once with plain positional reads from several threads, into memory that is used again."""
+    """Return seconds to read every weight file once with plain positional reads from several threads, into reused memory."""
     files = sorted(path.glob("*.safetensors"))
     with ExitStack() as opened, ThreadPoolExecutor(num_readers) as pool:
         handles = [opened.enter_context(file.open("rb", buffering=0)) for file in files]

@@ -1,8 +1,8 @@
-"""The process of one rank as holdfast.engine.rank_process has it, which also counts: for gpu_ranks.py.
+"""One rank's process, like holdfast.engine.rank_process with counters: for gpu_ranks.py.
 
-It leaves rank-N.json in the folder that $HOLDFAST_COUNTS names. Until there is a file `count` in it, each step's own argmax is
-held against what rank 0 says was chosen; from then on nothing is read, and what the allocator took is counted instead. While
-there is a file `plain` it does neither.
+It writes rank-N.json into the folder $HOLDFAST_COUNTS. Until that folder has a file `count`, it compares each step's own
+argmax with rank 0's token. After that it reads nothing and counts allocations instead. While a file `plain` exists it does
+neither.
 """
 
 import faulthandler
@@ -25,14 +25,14 @@ FOLDER = "HOLDFAST_COUNTS"
 COUNT_FILE = "count"
 PLAIN_FILE = "plain"
 TELL_AT = "HOLDFAST_TELL_AT"
-"""The time (of time.time) from which on a process says where it stands, in stack-N.txt of the same folder, once LATE_FILE is there."""
+"""Environment variable with a time (time.time); if set, a rank dumps its stacks to stack-N.txt once LATE_FILE exists."""
 LATE_FILE = "late"
 NUM_MISSES = 5
-"""Texts that are kept."""
+"""Limit on kept texts."""
 
 
 def device_counts() -> dict[str, int]:
-    """What torch's allocator has done in this process so far; nothing on a CPU."""
+    """Return the counts of torch's allocator in this process; empty on a CPU."""
     import torch
 
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
@@ -46,7 +46,7 @@ def device_counts() -> dict[str, int]:
 
 
 def tell_later(rank: int) -> None:
-    """All stacks, and where its exchange stands, when its parent says that it is late."""
+    """Dump all stacks and the state of the exchange after the parent reports a delay."""
     if TELL_AT not in os.environ:
         return
     folder = Path(os.environ[FOLDER])
@@ -68,7 +68,7 @@ def tell_later(rank: int) -> None:
 
 
 class CountedRank:
-    """A rank that looks at itself."""
+    """A rank that counts its own work."""
 
     def __init__(self, inner: Any, folder: Path) -> None:  # noqa: ANN401 a FollowingRank, of which a look inside is taken
         self._inner = inner
@@ -84,7 +84,7 @@ class CountedRank:
         return self._inner.memory
 
     def book(self, tokens: tuple[tuple[int, ...], ...]) -> None:
-        """What rank 0 chose, against what this rank found in the same step."""
+        """Compare rank 0's tokens with this rank's own argmax of that step."""
         self._inner.book(tokens)
         chosen, own = [item[0] for item in tokens if item], self._own.popleft() if self._own else []
         if own and chosen:
@@ -95,7 +95,7 @@ class CountedRank:
                     self._facts["misses"].append(f"step {self._facts['steps']}: {chosen} != {own[: len(chosen)]}")
 
     def run(self, step: Step) -> None:
-        """The step, and then a look."""
+        """Run the step, then count."""
         if self._plain_file.exists():
             self._inner.run(step)
             self._own.append([])
@@ -115,7 +115,7 @@ class CountedRank:
             self._write()
 
     def _argmax(self, num_rows: int) -> list[int]:
-        """For the step that was just begun: it runs in a stream of the runner's own, which this thread's reads do not wait for."""
+        """Return the argmax of the step just begun. The runner uses its own stream, so reads here do not wait for it."""
         argmax_S = self._inner._runner.sampler.argmax_S
         if argmax_S.is_cuda:
             import torch
@@ -124,11 +124,11 @@ class CountedRank:
         return argmax_S[:num_rows].tolist()
 
     def look(self) -> dict[str, int]:
-        """As the rank itself tells it."""
+        """Return the rank's own memory report."""
         return self._inner.look()
 
     def close(self) -> None:
-        """Everything back."""
+        """Free everything."""
         self._write()
         self._inner.close()
 
@@ -139,7 +139,7 @@ class CountedRank:
 
 
 def open_counted(start: RankStart, server: RankServer, open_plain: OpenRank = open_rank) -> Rank:
-    """As a rank's process opens it."""
+    """Open a counting rank like the rank process does."""
     tell_later(start.rank)
     return CountedRank(open_plain(start, server), Path(os.environ[FOLDER]))
 

@@ -1,7 +1,7 @@
-"""Measures the default model against transformers on this CPU and keeps the record: python benchmarks/cpu.py [NAME]
+"""Measure the default model against transformers on this CPU, and write the record: python benchmarks/cpu.py [NAME]
 
 The record is benchmarks/records/<cpu>-<date>-<name>.json, one run of `holdfast bench latency`; `make docs` shows it in
-docs/performance.md. About five minutes on two idle cores; leave the machine alone meanwhile.
+docs/performance.md. About five minutes on two idle cores; keep the machine idle meanwhile.
 """
 
 import datetime
@@ -18,7 +18,7 @@ RECORDS = Path("benchmarks") / "records"
 
 
 def record_path(name: str) -> Path:
-    """Where the record of today goes, from the root of the repository."""
+    """Return the path of today's record, from the root of the repository."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     cpu = re.sub(r"[^a-z0-9]+", "-", cpu_name().lower()).strip("-")
     return RECORDS / f"{cpu}-{date}-{name}.json"

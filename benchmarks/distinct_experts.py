@@ -16,7 +16,7 @@ COUNTED_STEPS = 3
 
 
 def count_experts(opened: "OpenEngine", made: Sequence["TokensPrompt"]) -> dict[str, float] | None:
-    """Means over layers and decode steps with these prompts, without graphs; None for a model without experts."""
+    """Return means over layers and decode steps for these prompts, without graphs; None for a model without experts."""
     from holdfast.request.sampling_params import SamplingParams
     from holdfast.runner.expert_counts import counting_experts
 
@@ -32,7 +32,7 @@ def count_experts(opened: "OpenEngine", made: Sequence["TokensPrompt"]) -> dict[
 
 
 def unread_bytes(opened: "OpenEngine", num_distinct: float) -> int:
-    """Bytes of experts that a step leaves out if it touches so many of each layer."""
+    """Return bytes of experts that a step skips if it uses this many of each layer."""
     from holdfast.quant.quantized_weight import QuantizedWeight
     from holdfast.runner.expert_counts import expert_layers
 
@@ -44,11 +44,11 @@ def unread_bytes(opened: "OpenEngine", num_distinct: float) -> int:
 
 
 def distinct_of(entry: Mapping[str, Any], num_experts: int, top_k: int) -> Mapping[str, float]:
-    """What was counted for a batch; uniform routing if time ran out before the count."""
+    """Return the count for a batch; uniform routing if time ran out before the count."""
     uniform = round(uniform_experts(num_experts, top_k, entry["batch"]), 2)
     return entry.get("distinct_experts") or {"batch": entry["batch"], "measured": uniform, "uniform": uniform}
 
 
 def shown_experts(distinct: Mapping[str, float] | None) -> str | None:
-    """A cell of a table: counted experts, and those of uniform routing."""
+    """Format a table cell: counted experts, and those of uniform routing."""
     return None if distinct is None else f"{distinct['measured']:.1f}, uniform {distinct['uniform']:.1f}"

@@ -20,7 +20,7 @@ TINY = {
     "head_dim": 16,
     "vocab_size": 512,
 }
-"""In place of a model's own shapes, where a script only shows that it runs."""
+"""Shapes that replace a model's own if a script only has to run."""
 TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 """Like the one above, for a mixture of experts, whose shared expert is as wide as an MLP would be."""
 
@@ -63,11 +63,11 @@ TINY_ENTRIES = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-"""Like the one above, for windows and entries (DeepSeek-V4), with what kernels and formats are made for: 64 elements and 16 rotated ones."""
+"""Like the one above, for windows and entries (DeepSeek-V4), with the sizes that kernels and formats need: 64 elements and 16 RoPE elements."""
 
 
 def tiny_settings(name: str) -> dict[str, Any]:
-    """What replaces the shapes of a catalogue model to make it tiny."""
+    """Return settings that make a catalogue model tiny."""
     config = find_model(name)[1]
     if "kv_lora_rank" in config:
         latents = {key: value for key, value in TINY_LATENTS.items() if key != "head_dim"}
@@ -81,7 +81,7 @@ def tiny_settings(name: str) -> dict[str, Any]:
 
 
 def write_dummy_model(folder: Path, name: str, **settings: object) -> Path:
-    """The folder of a model that load_format="dummy" can open; `settings` replace those of its config.json."""
+    """Write a model folder for load_format="dummy"; `settings` replace those of its config.json."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
     config = {**find_model(name)[1], **settings}

@@ -1,8 +1,8 @@
-"""Gaps between tokens of streams while a long prompt is read, with steps that are cut and not: python benchmarks/fairness.py [--device cpu]
+"""Gaps between tokens of streams during a long prefill, with steps cut and uncut: python benchmarks/fairness.py [--device cpu]
 
-One AsyncLLM with dummy weights. A round starts the streams, lets them run, and then sends the prompts. It ends when every stream
-has all of its tokens, so that both kinds of rounds do the same work. Rounds of both kinds take turns in one engine: its pacer is
-put in and taken out between them. A gap is the time between two arrivals at the reader of a stream.
+One AsyncLLM with dummy weights. A round starts the streams, lets them run, and then sends the prompts. It ends when every
+stream has all of its tokens, so both kinds of rounds do equal work. Both kinds alternate in one engine, with the pacer added
+or removed between rounds. A gap is the time between two arrivals at a stream's reader.
 """
 
 import argparse
@@ -36,17 +36,17 @@ MOST_SLOWER = 1.1
 
 @dataclass
 class Round:
-    """What the readers saw."""
+    """Arrival times in one round."""
 
     sent_at: float = 0.0
     first_at: list[float] = field(default_factory=list)
-    """For each prompt: when its first token came."""
+    """Time of each prompt's first token."""
     ended_at: float = 0.0
     arrivals: list[list[float]] = field(default_factory=list)
-    """For each stream."""
+    """One list per stream."""
 
     def figures(self) -> dict[str, Any]:
-        """Gaps in milliseconds before and while the prompts were read; seconds from sending them."""
+        """Return gaps in milliseconds before and during prefill, and seconds since the prompts were sent."""
         read_at = max(self.first_at)
         before, during, ratios = [], [], []
         for arrivals in self.arrivals:
@@ -68,12 +68,12 @@ class Round:
 
 
 def _gaps(arrivals: Sequence[float]) -> Iterator[tuple[float, float]]:
-    """The end of each gap, and its seconds."""
+    """Return the end of each gap, and its seconds."""
     return ((later, later - earlier) for earlier, later in pairwise(arrivals))
 
 
 class Bench:
-    """One engine, and the numbers of a round."""
+    """One engine, and the sizes of a round."""
 
     def __init__(self, llm: AsyncLLM, arguments: argparse.Namespace) -> None:
         self._llm = llm
@@ -81,7 +81,7 @@ class Bench:
         self._dice = Random(0)
 
     async def round(self, num_prompts: int, prompt_tokens: int, stream_tokens: int) -> Round:
-        """Streams, then prompts beside them; until all have ended."""
+        """Run streams, then prompts beside them, until all have ended."""
         found = Round(arrivals=[[] for _ in range(self._arguments.streams)])
         running = asyncio.Event()
 
@@ -109,7 +109,7 @@ class Bench:
 
 
 def open_llm(folder: Path, arguments: argparse.Namespace) -> AsyncLLM:
-    """An engine in this process that cuts its steps."""
+    """Open an engine in this process that cuts its steps."""
     name = arguments.model
     path = write_dummy_model(folder, name, **(tiny_settings(name) if arguments.tiny else {}))
     return AsyncLLM(
@@ -126,7 +126,7 @@ def open_llm(folder: Path, arguments: argparse.Namespace) -> AsyncLLM:
 
 
 def measure(llm: AsyncLLM, arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Rounds in turn, as far as the time goes; at least one of each kind."""
+    """Alternate rounds while time allows; at least one of each kind."""
     thread = llm._thread
     assert thread is not None, "the engine has ended"
     core = thread.engine.core
@@ -140,7 +140,7 @@ def measure(llm: AsyncLLM, arguments: argparse.Namespace) -> dict[str, list[dict
         if number and budget.left_seconds < budget.spent_seconds / number:
             break
         for kind in (CUT, UNCUT):
-            # A new one: what was learned in a round is not given to the next.
+            # A new pacer, so that no round uses measurements of the last.
             own = StepPacer(pacer.stretch, pacer.sizes, pacer.max_seconds, pacer.tile_rows)
             core.pacer = own if kind == CUT else None
             seen = asyncio.run(bench.round(arguments.prompts, arguments.prompt_tokens, arguments.stream_tokens))
@@ -150,7 +150,7 @@ def measure(llm: AsyncLLM, arguments: argparse.Namespace) -> dict[str, list[dict
 
 
 def rows_of(found: Mapping[str, Sequence[Mapping[str, Any]]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each kind: medians of its rounds, but the largest gap of the worst round."""
+    """Return a row for each kind: medians of its rounds, and the largest gap of the worst round."""
     rows: list[dict[str, Any]] = []
     for kind, rounds in found.items():
         figures = {name: median(one[name] for one in rounds) for name in rounds[0] if name != "outlasted"}
@@ -173,7 +173,7 @@ def rows_of(found: Mapping[str, Sequence[Mapping[str, Any]]], arguments: argpars
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table at the end of a run."""
+    """Print the table at the end of a run."""
     columns = {
         "median before, ms": "median_before_ms",
         "median, ms": "median_ms",

@@ -1,12 +1,12 @@
-"""Numbers of rows by which products give the same bits: python benchmarks/gpu_invariance.py
+"""Find the numbers of rows for which products give the same bits: python benchmarks/gpu_invariance.py
 
-What batch_invariant and exact ranks rely on: cuBLAS, without a workspace to split products along K in, has kernels that multiply a row
-the same way whatever the number of rows is, and by a share of a weight's rows as by all of them. An engine asks for the numbers that
-its steps can have when it starts (runner/invariance.py); here it is every one up to MOST_ROWS, and some beyond, for the shapes of whole
-models and of 2, 4 and 8 ranks, against the most rows by the whole weight. Rows that differ are printed as ranges; sizes of steps that are
-left are counted.
+batch_invariant and exact ranks rely on this property: without a workspace for split-K, cuBLAS multiplies a row alike for
+every number of rows, and by a share of a weight as by the whole. An engine tests the numbers that its steps can have at the
+start (runner/invariance.py). This benchmark tests every number up to MOST_ROWS, and some beyond, for the shapes of whole
+models and of 2, 4 and 8 ranks. The reference is the most rows times the whole weight. Differing rows are printed as ranges;
+the remaining sizes of steps are counted.
 
-With --workspace cuBLAS gets another one than an engine gives it (":0:0" is none at all).
+--workspace gives cuBLAS another workspace than an engine does (":0:0" is none).
 On a CPU, to see that it runs: python benchmarks/gpu_invariance.py --tiny --device cpu
 """
 
@@ -32,7 +32,7 @@ MOST_LOGITS = 256
 
 
 def products_of(name: str, size: int) -> tuple[Product, ...]:
-    """Those of a rank that is to give what the whole gives."""
+    """Return a rank's products that must equal those of the whole model."""
     declared = declare_config(CATALOGUE[name], name)
     whole = {weight.name: weight.shape for weight in declared.parameters()}
     shares = {weight.name: weight.shape for weight in declared.parameters(meshes(size, is_exact=True)[0])}
@@ -40,7 +40,7 @@ def products_of(name: str, size: int) -> tuple[Product, ...]:
 
 
 def ranges(numbers: Iterable[int], among: list[int]) -> Iterator[str]:
-    """Neighbours in `among` together: 17 to 31."""
+    """Join neighbours in `among` into ranges: 17 to 31."""
     places = [among.index(number) for number in numbers]
     start = 0
     for place, number in enumerate(places):
@@ -51,7 +51,7 @@ def ranges(numbers: Iterable[int], among: list[int]) -> Iterator[str]:
 
 
 def row_of(model: str, size: int, product: Product, rows: list[int], device: str) -> dict[str, Any]:
-    """One product: every number of rows against the most."""
+    """Compare one product: every number of rows against the most."""
     compared = [num_rows for num_rows in rows if num_rows <= MOST_LOGITS or not product.is_head]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     alike = product.alike(compared, compared[-1], dtype, torch.device(device))
@@ -73,11 +73,11 @@ def row_of(model: str, size: int, product: Product, rows: list[int], device: str
 
 @torch.inference_mode()
 def main() -> None:
-    """Compare, tell, and keep the record."""
+    """Compare, print, and write the record."""
     parser = options((__doc__ or "").partition("\n")[0])
     parser.add_argument("--workspace", help="as CUBLAS_WORKSPACE_CONFIG has it; without it what an engine takes")
     arguments = parser.parse_args()
-    os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
+    os.environ.update(SMALL_WORKSPACE)  # torch reads this when it creates its first handle
     if arguments.workspace:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = arguments.workspace
     tiny = arguments.tiny

@@ -1,21 +1,21 @@
 """Engines on 1, 2 and 4 ranks, all on one GPU under MPS: python benchmarks/gpu_ranks.py
 
-Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16, sums in graphs. Each part is a process with a limit of its own:
+Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16, sums in graphs. Each part is a process with its own time limit:
 
     exact   batch_invariant: tokens of 2 and 4 ranks equal those of one, greedy and sampled
-    reduce  every rank's own argmax equals what rank 0 chose; then 1,000 steps in which no rank's allocator does anything,
-            and what was planned against what was taken
+    reduce  every rank's own argmax equals rank 0's token; then 1,000 steps without an allocation on any rank,
+            and planned against taken memory
     stages  batch_invariant: tokens of 2 stages equal those of one rank; then 1,000 steps as in reduce
-    nodes   each rank started as a launcher does, as on a node of its own, so that they exchange by NCCL: tokens as in exact, allocators
+    nodes   ranks started like a launcher's, each as a node, so that they exchange by NCCL: tokens as in exact, allocators
             as in reduce; then one is killed in the middle of an answer
-    links   the same of two stages, each on a node of its own: ranks of one exchange over its memory
+    links   like nodes, with two stages, each on a node of its own; ranks within a stage exchange over symmetric memory
 
-Speeds are measured while ranks do not look at themselves.
+Ranks do not record their own counts while speed is measured.
 
-What a rank takes of a GPU that it shares: what torch's allocator has reserved in it, its symmetric memory, and an equal part of what the
-device has lost besides (contexts, code, graphs), so that all ranks together are what the device says. All ranks are on one GPU: tokens a
-second say what exchanges and processes cost, and nothing about the speed of several GPUs. Nodes are pretended: NCCL sees each
-process is on a host of its own, and goes through sockets of this one.
+Memory of a rank on the shared GPU: bytes reserved by torch's allocator, its symmetric memory, and an equal part of the
+device's other use (contexts, code, graphs). So all ranks add up to the device's figure. All ranks are on one GPU: tokens a
+second show the cost of exchanges and processes, not the speed of several GPUs. Nodes are simulated: NCCL treats each process
+as a separate host, and uses this machine's sockets.
 
 On a CPU, to see that it runs: python benchmarks/gpu_ranks.py --tiny --device cpu
 """
@@ -51,22 +51,22 @@ PART_SECONDS = {1: 35.0, 2: 40.0, 4: 45.0}
 BUDGET_SECONDS = 285.0
 MIN_SECONDS = 10.0
 TELL_SECONDS = 4.0
-"""Before the time of a part is over its ranks say where they stand."""
+"""Seconds before the end of a part when its ranks dump their stacks."""
 STEADY_SECONDS = 10.0
 END_SECONDS = 3.0
-"""For ranks of a launcher, once the first has ended."""
+"""Seconds for a launcher's ranks to end after the first."""
 FREE_SECONDS = 8.0
-"""For the device, once a part was killed."""
+"""Seconds for the device to free memory after a part was killed."""
 MAX_PERCENT = 1.0
 MAX_NOTICE_SECONDS = 2.5
 FRAME = re.compile(r'File "(.+?)", line (\d+) in (\S+)')
 PROGRAM = Path(__file__).parent / "counted_rank.py"
 START_SECONDS = 120.0
-"""Until a part is ready, where its kernels are compiled for the first time; its own seconds count from then on."""
+"""Seconds until a part is ready, with kernels not compiled yet; its time limit starts after that."""
 
 
 class Shape(NamedTuple):
-    """How much is run."""
+    """Size of the run."""
 
     num_layers: int = 2
     num_prompts: int = 8
@@ -84,7 +84,7 @@ FULL, TINY = Shape(), Shape(2, 3, 6, 20, 64, 64, "4MiB")
 
 
 def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -> dict[str, Any]:
-    """One engine: its tokens, its speed, and with several ranks what each of them counted."""
+    """Run one engine; return its tokens, its speed, and with several ranks the counts of each."""
     import holdfast.engine.build as engine_build
     from holdfast.api.llm import LLM
     from holdfast.engine import rank_build
@@ -96,7 +96,7 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
     settings = tiny_settings(MODEL) if tiny else {}
     path = write_dummy_model(folder, MODEL, **settings, **({} if tiny else {"num_hidden_layers": shape.num_layers}))
     kept, build_ranks, command = [], engine_build.build_ranks, (sys.executable, "-P", str(PROGRAM))
-    # Of a rank that a launcher has started, for which LLM does not return.
+    # For a rank that a launcher started: LLM does not return there.
     rank_build.build_rank = partial(open_counted, open_plain=rank_build.build_rank)  # type: ignore[assignment]
     (folder / f"pid-{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
 
@@ -137,18 +137,18 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
             keep(found, result)
         if mode in ON_NODES:
             found["killed"] = lose_one(llm, folder, shape, num_ranks - 1)
-            keep(found | {"is_done": True}, result)  # under MPS a killed process takes the contexts of all others along
+            keep(found | {"is_done": True}, result)  # under MPS a killed process destroys the contexts of all others
         begin = time.perf_counter()
     return found | {"close_seconds": round(time.perf_counter() - begin, 2)}
 
 
 def tensor_size(mode: str, num_ranks: int) -> int:
-    """Ranks that share layers."""
+    """Return the number of ranks that share layers."""
     return {"stages": 1, "links": num_ranks // 2}.get(mode, num_ranks)
 
 
 def lose_one(llm: Any, folder: Path, shape: Shape, rank: int) -> dict[str, Any]:  # noqa: ANN401
-    """Kill a rank in the middle of an answer: seconds until the caller has an error, and its text."""
+    """Kill a rank in the middle of an answer; return the seconds until the caller gets an error, and its text."""
     killed: list[float] = []
 
     def kill() -> None:
@@ -173,7 +173,7 @@ def answers(
     *,
     has_sampled: bool = False,
 ) -> list[list[int]]:
-    """For prompts that follow from the seed; greedy, or every third of them sampled."""
+    """Answer prompts drawn from the seed; greedy, or every third of them sampled."""
     from holdfast.request.sampling_params import SamplingParams
 
     dice = Random(seed)
@@ -195,7 +195,7 @@ def answers(
 
 
 def speed(llm: Any, shape: Shape) -> dict[str, Any]:  # noqa: ANN401
-    """Tokens a second of all prompts together, prompts included; and of one alone."""
+    """Measure tokens a second of all prompts together, prefill included, and of one alone."""
     begin = time.perf_counter()
     answers(llm, shape, seed=1, num_tokens=shape.num_tokens)
     together = time.perf_counter() - begin
@@ -209,9 +209,9 @@ def speed(llm: Any, shape: Shape) -> dict[str, Any]:  # noqa: ANN401
 
 
 def steady(llm: Any, folder: Path, shape: Shape, num_ranks: int) -> dict[str, Any]:  # noqa: ANN401
-    """Many steps, and what every rank's allocator did in them."""
+    """Run many steps; return every rank's allocator counts."""
     (folder / COUNT_FILE).touch()
-    answers(llm, shape, seed=3, num_tokens=2)  # whatever a rank still does once is behind it
+    answers(llm, shape, seed=3, num_tokens=2)  # one-time work of a rank is done by now
     before, at_first = device_counts(), rank_files(folder, num_ranks)
     most = shape.max_model_len // 2
     left, seed, end = shape.num_steps, 4, time.monotonic() + STEADY_SECONDS
@@ -228,7 +228,7 @@ def steady(llm: Any, folder: Path, shape: Shape, num_ranks: int) -> dict[str, An
 
 
 def rank_files(folder: Path, num_ranks: int) -> dict[int, dict[str, Any]]:
-    """What other ranks have left, once they have had the time to."""
+    """Read the files of the other ranks, after they had time to write them."""
     time.sleep(0.3)
     return {rank: json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(1, num_ranks)}
 
@@ -240,7 +240,7 @@ def look_at(
     before: int | None,
     symmetric: int,
 ) -> dict[str, Any]:
-    """What was planned for each rank, and what each of them took."""
+    """Return planned and taken bytes of each rank."""
     memory = llm.memory
     planned = {0: memory.phase_bytes["serve"]} | {rank.rank: rank.planned_bytes for rank in memory.ranks}
     rows = {row.owner: row for row in memory.rows}
@@ -261,7 +261,7 @@ def look_at(
 
 
 def symmetric_bytes(plan: Any) -> int:  # noqa: ANN401 a RunnerPlan, imported late
-    """For a rank: the same on each."""
+    """Return a rank's symmetric memory in bytes; all ranks have equal."""
     from holdfast.distributed.exchange_plan import rounding_bytes, shared_specs
     from holdfast.memory.workspace_plan import arena_bytes
 
@@ -269,11 +269,11 @@ def symmetric_bytes(plan: Any) -> int:  # noqa: ANN401 a RunnerPlan, imported la
     return arena_bytes(shared_specs(needs, mesh).values()) + rounding_bytes(needs, mesh)
 
 
-# --- in the process that starts the others
+# --- in the parent process
 
 
 def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each thing that was to be shown."""
+    """Return one row for each result."""
     rows: list[dict[str, Any]] = []
     wanted = found.get(("exact", 1), {}).get("tokens")
     for (mode, size), entry in found.items():
@@ -293,7 +293,7 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
             rows.append(row | ({} if first is None else {"first_difference": [first, *both[first]]}))
         if (
             "own" in entry and mode == "reduce" and size > 1
-        ):  # of stages only the last has an argmax, of all rows of a graph
+        ):  # only the last stage has an argmax, for all rows of a graph
             values = {
                 f"rank {rank} {key}": facts[key]
                 for rank, facts in entry["own"].items()
@@ -331,7 +331,7 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
 
 
 def memory_row(label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Planned and taken, rank by rank."""
+    """Return planned and taken bytes, rank by rank."""
     planned, measured = entry["planned_bytes"], entry["measured_bytes"]
     percents = {rank: round(100 * (measured[rank] - planned[rank]) / planned[rank], 3) for rank in planned}
     values = {
@@ -352,14 +352,14 @@ def memory_row(label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chosen_parts(text: str) -> Sequence[tuple[str, int]]:
-    """All, or those named as exact-2,reduce-4."""
+    """Return all parts, or the named ones, such as exact-2,reduce-4."""
     if not text:
         return PARTS
     return [(mode, int(size)) for mode, _, size in (part.partition("-") for part in text.split(","))]
 
 
 def main() -> None:
-    """Run the requested parts while time allows; the record is written after every part."""
+    """Run the requested parts while time allows; write the record after every part."""
     parser = options("Engines on several ranks, all on one GPU")
     parser.add_argument("--parts", default="", help="such as exact-1,exact-2; else all")
     arguments = parser.parse_args()
@@ -382,7 +382,7 @@ def main() -> None:
 
 
 def run_limited(mode: str, size: int, limit: float, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A part in a process of its own, with an MPS daemon of its own; killed with all its ranks when its time is over."""
+    """Run a part in its own process with its own MPS daemon; kill it with all its ranks at its time limit."""
     is_cuda = arguments.device.startswith("cuda")
     with tempfile.TemporaryDirectory() as name, mps() if is_cuda else contextlib.nullcontext(OVERLAP) as environment:
         folder = Path(name)
@@ -416,7 +416,7 @@ def run_limited(mode: str, size: int, limit: float, arguments: argparse.Namespac
 
 
 def node_environments(size: int, num_nodes: int) -> list[dict[str, str]]:
-    """As a launcher leaves them to its processes; NCCL takes each for one on a host of its own, since no two on one may share a GPU."""
+    """Return a launcher's environments. Each rank has its own NCCL host id, because two on one host may not share a GPU."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     num_local = size // num_nodes
@@ -428,7 +428,7 @@ def node_environments(size: int, num_nodes: int) -> list[dict[str, str]]:
 
 
 def end_all(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Those that follow the first end with it; the others, and ranks that it started, are killed."""
+    """End the first process and those that exit with it; kill the others and the ranks that it started."""
     end = time.monotonic() + END_SECONDS * (children[0].poll() is not None)
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -439,7 +439,7 @@ def end_all(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def shortened(stacks: str) -> str:
-    """For each thread the innermost frames in a line; of a text without threads all of it."""
+    """Return each thread's innermost frames on one line; a text without threads is unchanged."""
     frames = [
         [f"{Path(place).stem}:{line}:{name}" for place, line, name in FRAME.findall(thread)]
         for thread in stacks.split("most recent call first")[1:]
@@ -448,7 +448,7 @@ def shortened(stacks: str) -> str:
 
 
 def wait_part(child: "subprocess.Popen[bytes]", folder: Path, limit: float) -> None:
-    """Until it has ended; TimeoutExpired where it was not ready in time, or not done so many seconds later."""
+    """Wait until it ends; raise TimeoutExpired if it was not ready in time, or not done at its limit after that."""
     kept, end = folder / "result.kept", time.monotonic() + START_SECONDS
     while child.poll() is None and not kept.exists() and time.monotonic() < end:
         time.sleep(0.05)
@@ -462,14 +462,14 @@ def wait_part(child: "subprocess.Popen[bytes]", folder: Path, limit: float) -> N
 
 
 def wait_until_free(before: int | None) -> None:
-    """Until the device has back what a part held, or for some seconds."""
+    """Wait until the device has freed a part's memory, at most some seconds."""
     end = time.monotonic() + FREE_SECONDS
     while before is not None and time.monotonic() < end and (used_bytes() or 0) > before + 2**28:
         time.sleep(0.3)
 
 
 def show(found: Mapping[tuple[str, int], Mapping[str, Any]], part: tuple[str, int]) -> None:
-    """What one part has shown."""
+    """Print the results of one part."""
     own = {part: found[part]} | {key: entry for key, entry in found.items() if key == ("exact", 1)}
     label = f"{part[1]} ranks, {part[0]}"
     for row in rows_of(own):
@@ -485,7 +485,7 @@ def show(found: Mapping[tuple[str, int], Mapping[str, Any]], part: tuple[str, in
 
 
 def write(found: Mapping[tuple[str, int], Mapping[str, Any]], arguments: argparse.Namespace) -> None:
-    """The record of all parts so far."""
+    """Write the record of all parts so far."""
     facts = {
         "start_seconds": {f"{mode}-{size}": entry.get("start_seconds") for (mode, size), entry in found.items()},
         "measured": "per rank: torch reserved + symmetric memory + an equal part of what else the device lost",
@@ -495,7 +495,7 @@ def write(found: Mapping[tuple[str, int], Mapping[str, Any]], arguments: argpars
 
 
 def numbered(entry: dict[str, Any]) -> dict[str, Any]:
-    """JSON has made names of the numbers of ranks."""
+    """Turn JSON's string keys back into numbers of ranks."""
     kinds = ("planned_bytes", "measured_bytes", "reserved_bytes", "grown", "own")
     return entry | {kind: {int(rank): facts for rank, facts in entry[kind].items()} for kind in kinds if kind in entry}
 

@@ -1,6 +1,6 @@
-"""What the GPU benchmarks share: their options, fresh processes, the table that a run ends with, and the record it leaves; no torch.
+"""Shared parts of the GPU benchmarks: options, fresh processes, the final table and the record; no torch.
 
-A record is what `scripts/doc_tables.py` reads, with a `section` that says which table of the documents it belongs to.
+`scripts/doc_tables.py` reads a record; its `section` names the table of the documents.
 """
 
 import argparse
@@ -26,14 +26,14 @@ ROOT = Path(__file__).parent.parent
 RECORDS = Path("benchmarks") / "records"
 COMMIT_VARIABLE = "HOLDFAST_COMMIT"
 PRIVATE_OPTIONS = ("--out", "--commit", "--folder", "--tree", "--old-commit")
-"""Where a record goes, what it is of and where files lie: no part of the command that measures."""
+"""Options about output, labels and paths, left out of the recorded command."""
 POLL_SECONDS = 0.05
 NUM_SHOWN_LINES = 25
-"""For what a failed process has said."""
+"""Limit on the kept output of a failed process."""
 
 
 def options(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Return a parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument(
@@ -48,7 +48,7 @@ def options(description: str) -> argparse.ArgumentParser:
 
 
 class Budget:
-    """Seconds that are left of what a run may take."""
+    """The remaining seconds of a run."""
 
     def __init__(self, num_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -70,9 +70,9 @@ def run_child(
     while_it_waits: Callable[[], Mapping[str, object]] = dict,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run a script in a process of its own: what it found, or {"error": ...} with its last words on stderr.
+    """Run a script in its own process; return its findings, or {"error": ...} with the end of its stderr.
 
-    `environment` is added to that of this process. The script leaves its findings with `leave` and waits there, still holding what it holds, for `while_it_waits`.
+    `environment` is added to this process's. The script passes its findings to `leave` and waits there with its memory held, while `while_it_waits` runs.
     """
     with tempfile.TemporaryDirectory() as folder:
         result, output = Path(folder) / "result.json", Path(folder) / "output.txt"
@@ -104,7 +104,7 @@ def run_child(
 
 
 def keep(findings: Mapping[str, object], result: Path | None) -> None:
-    """Set aside what was found so far, for the case that the time runs out."""
+    """Save the findings so far, in case the time runs out."""
     if result is not None:
         partial = result.with_suffix(".partial")
         partial.write_text(json.dumps(findings))
@@ -112,7 +112,7 @@ def keep(findings: Mapping[str, object], result: Path | None) -> None:
 
 
 def leave(findings: Mapping[str, object], result: Path) -> None:
-    """Hand findings to the process that started this one, and wait until it has looked around."""
+    """Send findings to the parent process, and wait until it has measured."""
     partial = result.with_suffix(".partial")
     partial.write_text(json.dumps(findings))
     partial.rename(result)
@@ -121,7 +121,7 @@ def leave(findings: Mapping[str, object], result: Path) -> None:
 
 def end_child(child: subprocess.Popen[bytes]) -> None:
     assert child.stdin is not None, "the child was started without a pipe"
-    with contextlib.suppress(OSError):  # it may be gone already
+    with contextlib.suppress(OSError):  # it may have ended already
         child.stdin.close()
     try:
         child.wait(timeout=20)
@@ -131,7 +131,7 @@ def end_child(child: subprocess.Popen[bytes]) -> None:
 
 
 def smi(field: str) -> str | None:
-    """What nvidia-smi says of the first GPU, queried without a CUDA context; None where there is none."""
+    """Query nvidia-smi for the first GPU, without a CUDA context; None if there is no GPU."""
     command = ("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -141,13 +141,13 @@ def smi(field: str) -> str | None:
 
 
 def used_bytes() -> int | None:
-    """Bytes of the first GPU that anybody uses, to the MiB."""
+    """Return the used bytes of the first GPU, over all processes, to the MiB."""
     mebibytes = smi("memory.used")
     return int(mebibytes) * 2**20 if mebibytes is not None and mebibytes.isdecimal() else None
 
 
 def device_name(device: str) -> str:
-    """The GPU, or the processor where there is none to measure."""
+    """Return the name of the GPU, or of the processor if no GPU is measured."""
     return smi("name") or "unknown GPU" if device.startswith("cuda") else bench_record.cpu_name()
 
 
@@ -159,7 +159,7 @@ def make_record(
     arguments: argparse.Namespace,
     facts: Mapping[str, object],
 ) -> dict[str, object]:
-    """One run on this machine, now. Each result has `measure`, `unit` and `values`; more is kept beside them."""
+    """Build the record of a run on this machine. Each result has `measure`, `unit` and `values`; other keys are kept."""
     name = device_name(arguments.device)
     return {
         "section": section,
@@ -184,7 +184,7 @@ def today() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Those of `holdfast bench`, Triton's, and our own where the package is run without being installed."""
+    """Return the versions of `holdfast bench`, Triton's, and our own if the package is not installed."""
     found = {**bench_record.versions(), "holdfast": __version__}
     with contextlib.suppress(PackageNotFoundError):
         found["triton"] = version("triton")
@@ -192,7 +192,7 @@ def versions() -> dict[str, str]:
 
 
 def command(argv: Sequence[str]) -> str:
-    """The command as anybody would type it: from the root of the repository, without places of this machine."""
+    """Return the command as typed in the root of the repository, without local paths."""
     script, *rest = argv
     kept: list[str] = []
     words = iter(rest)
@@ -205,13 +205,13 @@ def command(argv: Sequence[str]) -> str:
 
 
 def record_name(device: str, name: str, date: str) -> str:
-    """<gpu>-<date>-<name>.json, the maker's name left out."""
+    """<gpu>-<date>-<name>.json, without the maker's name."""
     plain = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-").removeprefix("nvidia-")
     return f"{plain}-{date}-{name}.json"
 
 
 def write_record(record: Mapping[str, object], name: str, arguments: argparse.Namespace) -> Path:
-    """Write into the requested folder."""
+    """Write the record into the requested folder."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / record_name(device_name(arguments.device), name, str(record["date"]))
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -220,7 +220,7 @@ def write_record(record: Mapping[str, object], name: str, arguments: argparse.Na
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Columns side by side, numbers to the right."""
+    """Print aligned columns, numbers to the right."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     is_number = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(columns))]

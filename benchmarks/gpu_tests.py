@@ -1,10 +1,10 @@
-"""Runs the tests that need CUDA, with this Python as it is, and leaves a record: python benchmarks/gpu_tests.py [--jobs 12] [--part 1/2]
+"""Run the tests that need CUDA in this Python, and write a record: python benchmarks/gpu_tests.py [--jobs 12] [--part 1/2]
 
-The tests are collected once; then those that share the device run in --jobs processes, and those that measure the whole
-device (marker `alone`) in one process behind them. A process that ends in the middle of a test fails that test, and what
-it had still to run is run by another, so that no test is lost. Compiled kernels are kept in .triton-cache/ between runs.
+Tests are collected once. Tests that share the device run in --jobs processes. Then tests that measure the whole device
+(marker `alone`) run in one process. If a process dies in a test, that test fails and another process runs the rest, so no
+test is lost. Compiled kernels are kept in .triton-cache/ between runs.
 
-As a plugin (-p gpu_tests) this file is what writes down what pytest collects, starts and finds.
+As a plugin (-p gpu_tests) this file records the tests that pytest collects, starts and finishes.
 """
 
 import argparse
@@ -33,9 +33,9 @@ PACKAGES = {
     "gguf": "files that compare with it are skipped",
     "transformers": "files that compare with it are skipped",
 }
-"""What a Python may lack, and what that means; nothing is installed."""
+"""Modules that may be missing, and the effect; nothing is installed."""
 UNKNOWN_SECONDS = 1.0
-"""What a test is taken to last that no record knows."""
+"""Assumed seconds of a test without a record."""
 NUM_SLOWEST = 25
 ENDED = "the process ended in it"
 
@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Notes:
-    """Writes everything down at once, so that whatever ends the run leaves what was known."""
+    """Writes each note at once, so an interrupted run keeps its results."""
 
     def __init__(self, path: Path, is_collecting: bool) -> None:
         self._path = path
@@ -94,21 +94,21 @@ class Notes:
 
 
 def words_of(report: pytest.CollectReport | pytest.TestReport) -> str:
-    """Why a test was skipped or failed, on one line."""
+    """Return the reason of a skip or failure on one line."""
     if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [report.outcome]
-    # A traceback that could not be taken apart has its error at the end.
+    # An unparsed traceback has its error at the end.
     return lines[0 if crash is not None or isinstance(report.longrepr, str) else -1][:300]
 
 
-# --- in the process that starts the others
+# --- in the parent process
 
 
 class Found(NamedTuple):
-    """What is known of one test."""
+    """Result of one test."""
 
     outcome: str
     """passed, failed or skipped"""
@@ -117,12 +117,12 @@ class Found(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """Where and how tests are run."""
+    """Settings of a run of tests."""
 
     root: Path
     num_jobs: int
     seconds: float
-    """Nothing runs longer than this after `start`."""
+    """Deadline of every process, after `start`."""
     start: float
 
     @property
@@ -130,7 +130,7 @@ class Lane(NamedTuple):
         return self.seconds - (time.monotonic() - self.start)
 
     def pytest(self, arguments: Sequence[str], notes: Path) -> int | None:
-        """Run pytest, its words to ours; its exit status, or None where it was ended because the time was up."""
+        """Run pytest with its output on ours; return its exit status, or None if the deadline killed it."""
         command = [sys.executable, "-m", "pytest", "-p", "gpu_tests", "-p", "no:benchmark", "-p", "no:cacheprovider"]
         process = subprocess.Popen(
             [*command, "--lane-notes", str(notes), *arguments],
@@ -142,33 +142,33 @@ class Lane(NamedTuple):
             return process.wait(timeout=max(self.left_seconds, 0.1))
         except subprocess.TimeoutExpired:
             return None
-        finally:  # workers too, however this ends
+        finally:  # ends workers too, also after an exception
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
 def environment(root: Path, num_jobs: int) -> dict[str, str]:
-    """Ours, with the tree before what is installed, kernels that are kept, and cores divided among the processes."""
+    """Return our environment with the tree first on the path, the kernel cache, and cores divided among processes."""
     paths = [str(root / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
         "TRITON_CACHE_DIR": str(root / KEPT_KERNELS),
         "OMP_NUM_THREADS": str(max(1, num_cores // num_jobs)),
     }
-    # A run inside of another one is no worker of it.
+    # A nested run is not a worker of the outer one.
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return {**defaults, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def read_notes(path: Path) -> list[dict[str, Any]]:
-    """Whole lines; the last may have been cut off."""
+    """Read complete lines; the last may be cut off."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def collect(lane: Lane, folder: Path) -> tuple[dict[str, bool], dict[str, Found]]:
-    """All tests of the lane and whether each runs alone; and what could not be collected."""
+    """Return the tests of the lane, whether each runs alone, and the collection errors."""
     notes = folder / "collected"
     status = lane.pytest(["-m", "gpu", "--collect-only", "-qq", "--no-summary"], notes)
     found, failures = {}, {}
@@ -183,7 +183,7 @@ def collect(lane: Lane, folder: Path) -> tuple[dict[str, bool], dict[str, Found]
 
 
 def run(lane: Lane, ids: Sequence[str], folder: Path, num_jobs: int) -> dict[str, Found]:
-    """Every one of these tests, in as many processes as it takes."""
+    """Run all these tests, restarting processes as needed."""
     found: dict[str, Found] = {}
     while left := [name for name in ids if name not in found]:
         wanted, notes = folder / "wanted.json", folder / "notes"
@@ -203,7 +203,7 @@ def run(lane: Lane, ids: Sequence[str], folder: Path, num_jobs: int) -> dict[str
 
 
 def results(notes: Iterable[Mapping[str, Any]], ids: Collection[str]) -> dict[str, Found]:
-    """By test: failed where any part of it failed, or where it began and nothing more was heard of it."""
+    """Return results by test. A test failed if any part failed, or if it began and never reported."""
     found: dict[str, Found] = {}
     open_ids: set[str] = set()
     for note in notes:
@@ -214,7 +214,7 @@ def results(notes: Iterable[Mapping[str, Any]], ids: Collection[str]) -> dict[st
             worse = before.outcome == "passed" or note["outcome"] == "failed" != before.outcome
             outcome, reason = (note["outcome"], note["reason"]) if worse else (before.outcome, before.reason)
             found[name] = Found(outcome, reason, before.seconds + note["seconds"])
-            if note["when"] not in ("setup", "call"):  # the last part, or a process that xdist has lost
+            if note["when"] not in ("setup", "call"):  # the last part, or a process that xdist lost
                 open_ids.discard(name)
     for name in open_ids & set(ids):
         before = found.get(name, Found("passed"))
@@ -223,12 +223,12 @@ def results(notes: Iterable[Mapping[str, Any]], ids: Collection[str]) -> dict[st
 
 
 def function_of(name: str) -> str:
-    """The id of a test without its parameters."""
+    """Return a test id without its parameters."""
     return name.partition("[")[0]
 
 
 def known_seconds(records: Path) -> dict[str, float]:
-    """For one test of each function, from the records of earlier runs; later ones win."""
+    """Read seconds per test of each function from earlier records; later ones win."""
     found: dict[str, float] = {}
     for path in sorted(records.glob("*-tests*.json")):
         for function, (count, seconds) in json.loads(path.read_text()).get("seconds_by_function", {}).items():
@@ -237,7 +237,7 @@ def known_seconds(records: Path) -> dict[str, float]:
 
 
 def parts_of(ids: Iterable[str], num_parts: int, known: Mapping[str, float]) -> list[list[str]]:
-    """Deterministic parts for a set of tests: whole functions, the longest first, each to the part that has least."""
+    """Split tests into deterministic parts: whole functions, longest first, each to the shortest part."""
     functions: dict[str, list[str]] = defaultdict(list)
     for name in ids:
         functions[function_of(name)].append(name)
@@ -251,7 +251,7 @@ def parts_of(ids: Iterable[str], num_parts: int, known: Mapping[str, float]) -> 
 
 
 def summary(found: Mapping[str, Found]) -> dict[str, Any]:
-    """What a record says of the tests."""
+    """Summarize the tests for a record."""
     outcomes = Counter(one.outcome for one in found.values())
     by_function: dict[str, list[float]] = {}
     for name, one in found.items():
@@ -274,7 +274,7 @@ def missing_packages() -> dict[str, str]:
 
 
 def run_lane(lane: Lane, part: tuple[int, int], known: Mapping[str, float]) -> dict[str, Found]:
-    """The tests of one part: together, then those that want the device for themselves."""
+    """Run the tests of one part: first the shared ones, then those that need the whole device."""
     num_jobs = lane.num_jobs if find_spec("xdist") else 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -288,7 +288,7 @@ def run_lane(lane: Lane, part: tuple[int, int], known: Mapping[str, float]) -> d
 
 
 def why_not_here() -> str | None:
-    """None, or why this Python cannot run them."""
+    """Return why this Python cannot run the tests, or None."""
     code = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -308,7 +308,7 @@ def as_part(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Run, tell, record."""
+    """Run, print, record."""
     sys.path.insert(0, str(ROOT / "src"))
     from gpu_records import COMMIT_VARIABLE, RECORDS, make_record, write_record
 

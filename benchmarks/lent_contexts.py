@@ -1,7 +1,7 @@
-"""Long contexts without prefill: pages full of finite random rows, and prompts that the prefix cache finds on them.
+"""Long contexts without prefill: pages of finite random rows that the prefix cache finds for prompts.
 
-What a decode step over a long context takes does not depend on what the rows hold, as long as they are numbers; and to compute
-64 prompts of 128 thousand tokens would take longer than all that is measured behind them.
+The time of a decode step over a long context does not depend on the rows' values if they are finite. Computing 64 prompts
+of 128 thousand tokens would take longer than the measurements after them.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from holdfast.engine.scheduler import Scheduler
 
 NUM_ROWS = 8192
-"""That differ; all others are copies of them."""
+"""Number of distinct rows; all others are copies of them."""
 
 
 def lend_contexts(opened: "OpenEngine", prompts: Sequence["TokensPrompt"]) -> None:
-    """Have the prefix cache know all whole blocks before the last token of these prompts. The model must keep latents."""
+    """Add all whole blocks before the last token of these prompts to the prefix cache. The model must use latents."""
     fill_pages(opened)
     lend_pages(opened.engine.scheduler, [prompt["prompt_token_ids"] for prompt in prompts])
 
 
 def lend_pages(scheduler: "Scheduler", prompts: Sequence[Sequence[int]]) -> None:
-    """Pages for them in every group, of windows only those that are seen from the end of the last block on."""
+    """Allocate their pages in every group; for windows only those visible from the end of the last block."""
     prefix, pool = scheduler.prefix, scheduler.pool
     for token_ids in prompts:
         num_tokens = lent_tokens(scheduler, len(token_ids))
@@ -51,15 +51,16 @@ def lend_pages(scheduler: "Scheduler", prompts: Sequence[Sequence[int]]) -> None
 
 
 def lent_tokens(scheduler: "Scheduler", prompt_tokens: int) -> int:
-    """For a prompt, what is found; the rest is computed with every run, so that prompts are best one token longer than blocks."""
+    """Return a prompt's cached tokens. Each run computes the rest, so prompts should be one token longer than blocks."""
     block = scheduler.prefix.block_tokens
     return (prompt_tokens - 1) // block * block
 
 
 @torch.inference_mode()
 def fill_pages(opened: "OpenEngine") -> None:
-    """Random latents and entries, and random keys of an index, in every slot of every layer; where groups of layers share their
-    memory page by page, each slot is written for each of them, always with rows. States need nothing: they are made of tokens that are computed.
+    """Write random latents, entries and index keys into every slot of every layer.
+
+    If groups share pages, each slot is written for each group. States need nothing, because computed tokens build them.
     """
     storage = opened.built.storage
     for place, cache in enumerate(storage.spec.layers):
@@ -77,7 +78,7 @@ def fill_pages(opened: "OpenEngine") -> None:
 
 
 def fill_index(index: IndexPlanes) -> None:
-    """Keys that all differ: equal scores would be chosen among in another way."""
+    """Write distinct index keys: ties between equal scores are selected differently."""
     if index.scales_S1 is None:
         index.rows_SD.normal_()
         return
@@ -87,7 +88,7 @@ def fill_index(index: IndexPlanes) -> None:
 
 
 def repeat_rows(plane: torch.Tensor, count: int) -> None:
-    """The first rows of a plane over all others."""
+    """Copy the first rows of a plane over all others."""
     whole = plane.view(torch.uint8)
     for first in range(count, len(whole), count):
         part = whole[first : first + count]

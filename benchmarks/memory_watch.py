@@ -1,4 +1,4 @@
-"""MemoryWatch: the most that this process and its device held while something ran, looked at every few milliseconds."""
+"""MemoryWatch: peak memory of this process and its device during a block, sampled every few milliseconds."""
 
 import threading
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Self
 
 STATUS = Path("/proc/self/status")
 HOST_FIELDS = ("RssAnon", "RssShmem", "VmLck", "VmPin")
-"""Anonymous and shared memory that is resident; memory that is locked, and pinned as the kernel counts it."""
+"""Resident anonymous and shared memory; locked memory, and pinned memory as the kernel counts it."""
 DEVICE = "device"
 
 
 class MemoryWatch:
-    """A context; `before` and `peak` have bytes by name, the device's as the driver reports them for everybody."""
+    """A context manager; `before` and `peak` have bytes by name. Device bytes are the driver's, for all processes."""
 
     def __init__(self, device: str, seconds_between: float = 0.002) -> None:
         self._device = device
@@ -38,7 +38,7 @@ class MemoryWatch:
 
     @property
     def taken(self) -> dict[str, int]:
-        """The most beyond what there was before."""
+        """Return the peak minus the bytes before, by name."""
         return {name: peak - self.before[name] for name, peak in self.peak.items()}
 
     def _poll(self) -> None:
@@ -52,7 +52,7 @@ class MemoryWatch:
 
 
 def look(device: str) -> dict[str, int]:
-    """Bytes by name, now."""
+    """Return current bytes by name."""
     found: dict[str, int] = dict.fromkeys(HOST_FIELDS, 0)
     for line in STATUS.read_text().splitlines():
         name, _, value = line.partition(":")

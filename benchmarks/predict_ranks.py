@@ -1,13 +1,13 @@
-"""What several GPUs would give, predicted from what one gave: python benchmarks/predict_ranks.py [--no-record]
+"""Predict the speed of several GPUs from records of one: python benchmarks/predict_ranks.py [--no-record]
 
-Nothing of it ran on several GPUs. Times of one H200 are read from the committed records; what ranks tell each other is taken
-from tables that others measured on eight H200 (`SUM_US` of planning/exchange_time.py, `ALL_TO_ALL_US`: sources beside them).
+None of it ran on several GPUs. Times of one H200 come from the committed records. Times of exchanges come from published
+tables of eight H200 (`SUM_US` of planning/exchange_time.py, `ALL_TO_ALL_US`: sources beside them).
 
-    T(n) = F + (T1 - F) / n + sums          F: what of a step does not shrink with its share (launches, norms, small kernels)
+    T(n) = F + (T1 - F) / n + sums          F: the part that does not shrink with its share (launches, norms, small kernels)
 
-Qwen3-32B bfloat16, decode at 512 tokens of context: `reduce` (two sums a layer) with the fused decode path and without it, which
-is how ranks run; `exact` (four gathers a layer) against batch_invariant on one rank. DeepSeek-V3 fp8 at 4K: tensor 8 in a node,
-with as many stages as nodes, as it is built; and beside it attention by data with an all-to-all of experts, which is not built.
+Qwen3-32B bfloat16, decode at 512 tokens of context: `reduce` (two sums a layer) with the fused decode path and without it;
+`exact` (four gathers a layer) against batch_invariant on one rank. DeepSeek-V3 fp8 at 4K: tensor 8 in a node, one stage per
+node, as built. Beside it data-parallel attention with an all-to-all of experts, which is not built.
 """
 
 import argparse
@@ -30,12 +30,12 @@ ALL_TO_ALL_US: Mapping[int, tuple[float, float]] = {8: (35.1, 67.7), 16: (118, 1
 """Dispatch and combine of 128 rows of 7168 to 8 experts each, fp8 there and bfloat16 back. 8: an H200 node, SGLang 0.5.12's
 table in aiconfigurator 0.12.0; more: DeepEP V1's own table of H800 with one 400 Gb/s card each."""
 CUBLAS_SECONDS = 16.88e-3
-"""All products of a Qwen3-32B step of one row by cuBLAS, in one graph on an H200, 2026-11-15; no record of ours has it."""
+"""All products of a Qwen3-32B step of one row by cuBLAS, in one graph on an H200, 2026-11-15; not in our records."""
 FP8_FLOPS_PER_SECOND = 2 * H200_FLOPS_PER_SECOND
 """Twice what an H200 gave in bfloat16 (flops_per_second of the record of latent attention)."""
 GPU_BYTES = 139.8 * 2**30
 UTILIZATION, OTHER_BYTES = 0.98, 6 * 2**30
-"""For the GPU's memory; and what a rank has beside weights and pages: workspace, rooms, graphs, the context."""
+"""Usable share of the GPU's memory; and a rank's bytes beside weights and pages: workspace, exchange buffers, graphs, the context."""
 AICONFIGURATOR: Mapping[str, Mapping[int, float]] = {
     "Qwen3-32B, batch 1": {1: 54.80, 2: 94.28, 4: 143.96, 8: 200.63},
     "Qwen3-32B, batch 128": {1: 4885.24, 2: 8289.66, 4: 12568.20, 8: 17887.70},
@@ -45,36 +45,39 @@ AICONFIGURATOR: Mapping[str, Mapping[int, float]] = {
 """Tokens/s by number of GPUs of `aiconfigurator cli estimate --estimate-mode static_gen --system h200_sxm`, version 0.12.0: vLLM
 0.24.0 (512 tokens in, 64 out; DeepSeek-V3 4096 in, 128 sequences), and for the all-to-all its fastest engine, TensorRT-LLM."""
 MIN_ROWS: Mapping[int, int] = {2: 16, 4: 16, 8: 64}
-"""Rows that an exact step of fewer is padded to, by ranks: from there on cuBLAS gives a share of a weight the bits of the whole."""
+"""Minimum rows of an exact step, by ranks: from there on cuBLAS gives a share of a weight the bits of the whole."""
 CONTEXT = 4096
 
 
-# --- what one GPU gave
+# --- one GPU
 
 
 def record(name: str) -> dict[str, Any]:
-    """A committed one."""
+    """Read a committed record."""
     return json.loads((ROOT / RECORDS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def result(name: str, measure: str) -> dict[str, Any]:
-    """One line of a record."""
+    """Return one line of a record."""
     return next(line for line in record(name)["results"] if line["measure"] == measure)
 
 
 class OneGpu(NamedTuple):
-    """Seconds of a step of Qwen3-32B on one H200, and what of them does not shrink with a share."""
+    """Seconds of a step of Qwen3-32B on one H200, and the part that does not shrink with a share."""
 
     fused: float
     unfused: float
-    """Without the fused decode path: what batch_invariant takes, and every step with ranks."""
+    """Without the fused decode path: batch_invariant, and every step with ranks."""
     fused_fixed: float
     unfused_fixed: float
 
 
 def one_gpu(batch: int) -> OneGpu:
-    """From the record of steps that run ahead. Steps of 32 rows and more take no fused path, so they tell what one costs more:
-    all above the roof at 32 rows, of which the slower products of cuBLAS shrink with the share and the rest does not."""
+    """Read the record of steps that run ahead.
+
+    Steps of 32 rows and more are not fused, so they give the extra cost of an unfused step: all time above the roof at
+    32 rows. The slower cuBLAS products in it shrink with the share; the rest does not.
+    """
     found = {size: result("h200-2026-11-17-overlap", f"Qwen3-32B, bfloat16, batch {size}") for size in (1, 32, batch)}
     seconds = {size: size / line["values"]["runs ahead"] for size, line in found.items()}
     roof = {size: size / line["roof"]["runs ahead"] for size, line in found.items()}
@@ -84,11 +87,11 @@ def one_gpu(batch: int) -> OneGpu:
     return OneGpu(seconds[batch], unfused, seconds[1] - roof[1], unfused_fixed)
 
 
-# --- what ranks tell each other
+# --- exchanges between ranks
 
 
 def shared_seconds(whole: float, fixed: float, exchanged: float, size: int) -> float:
-    """T(n) of the formula at the top."""
+    """Return T(n) of the formula at the top."""
     return fixed + (whole - fixed) / size + exchanged
 
 
@@ -96,7 +99,7 @@ def shared_seconds(whole: float, fixed: float, exchanged: float, size: int) -> f
 
 
 class Rates(NamedTuple):
-    """Tokens a second of one number of ranks."""
+    """Tokens a second for one number of ranks."""
 
     fused: float
     reduce: float
@@ -104,7 +107,7 @@ class Rates(NamedTuple):
 
 
 def qwen_rates(batch: int, size: int) -> Rates:
-    """With one rank `exact` is batch_invariant, and all three are what is measured or follows from it."""
+    """Predict the rates. With one rank `exact` is batch_invariant, and all three rates are measured or derived from it."""
     config: dict[str, Any] = dict(find_model("Qwen3-32B")[1])
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     heads, inner = config["num_attention_heads"] * config["head_dim"], config["intermediate_size"]
@@ -125,7 +128,7 @@ def qwen_rates(batch: int, size: int) -> Rates:
 
 
 class DeepSeek(NamedTuple):
-    """Bytes of a layer in fp8, of a token, and what one H200 gave with such layers."""
+    """Bytes of a layer in fp8 and of a token, and times of such layers on one H200."""
 
     num_layers: int
     num_dense: int
@@ -137,23 +140,23 @@ class DeepSeek(NamedTuple):
     expert_bytes: int
     dense_bytes: int
     head_bytes: int
-    """For the embedding or of the head."""
+    """Bytes of the embedding, or of the head."""
     read_bytes_per_second: float
-    """For weights, through a whole engine: the share of the roof that experts in fp8 reach at 64 rows."""
+    """Weights' share of the roof in a whole engine: fp8 experts at 64 rows."""
     layer_seconds: float
-    """What of a layer does not shrink: all above the roof of a step of one row."""
+    """Part of a layer that does not shrink: all time above the roof of a step of one row."""
     latent_seconds: Mapping[int, float]
-    """For one layer's attention to one stored token, by heads."""
+    """Seconds of one layer's attention to one stored token, by heads."""
 
 
 def deepseek() -> DeepSeek:
-    """Shapes from the catalogue, times from the records."""
+    """Read shapes from the catalogue and times from the records."""
     config: dict[str, Any] = dict(find_model("DeepSeek-V3")[1])
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     latent, queries = config["kv_lora_rank"], config["q_lora_rank"]
     projections = hidden * queries + queries * heads * (nope + rope) + hidden * (latent + rope) + heads * value * hidden
-    kv_b = 2 * latent * heads * (nope + value)  # bfloat16: it stands on both sides of the latents
+    kv_b = 2 * latent * heads * (nope + value)  # bfloat16: kv_b is on both sides of the latents
     rate = record("h200-2026-11-17-latent-r1")["read_bytes_per_second"]
     experts = result("h200-2026-11-17-overlap", "Qwen3-30B-A3B, fp8, batch 64")["percent_of_roof"]["runs ahead"] / 100
     alone = result("h200-2026-11-17-latent-r1", "DeepSeek-R1, 11 layers, decode, batch 1")
@@ -182,7 +185,7 @@ def deepseek() -> DeepSeek:
 
 
 def expert_seconds(model: DeepSeek, num_rows: int, num_local: int) -> float:
-    """For the experts that one rank holds in one layer, for the rows of all ranks: bytes of those that are chosen, or arithmetic."""
+    """Return seconds of one rank's experts in one layer, for the rows of all ranks: chosen bytes or FLOPs, the larger."""
     chosen = 1 - (1 - model.top_k / model.num_experts) ** num_rows
     pairs = num_rows * model.top_k * num_local / model.num_experts
     read = num_local * chosen * model.expert_bytes / model.read_bytes_per_second
@@ -190,16 +193,16 @@ def expert_seconds(model: DeepSeek, num_rows: int, num_local: int) -> float:
 
 
 class Prediction(NamedTuple):
-    """DeepSeek-V3 on so many GPUs."""
+    """DeepSeek-V3 on a number of GPUs."""
 
     num_sequences: int
-    """In all, that fit at this context."""
+    """Sequences that fit at this context, over all GPUs."""
     step_milliseconds: float
     tokens_per_second: float
 
 
 def built(num_stages: int, most_sequences: int | None = None) -> Prediction:
-    """Tensor 8 in a node, whole experts by rank over replicated rows, a stage a node: latents are on all 8 ranks of a stage."""
+    """Predict tensor 8 in a node, whole experts over replicated rows, one stage per node, latents on all 8 ranks of a stage."""
     model, size = deepseek(), 8
     layers, experts = model.num_layers / num_stages, (model.num_layers - model.num_dense) / num_stages
     shared = layers * model.attention_bytes + model.num_dense / num_stages * model.dense_bytes
@@ -222,7 +225,7 @@ def built(num_stages: int, most_sequences: int | None = None) -> Prediction:
 
 
 def all_to_all(size: int, rows: int = 128) -> Prediction:
-    """What is not built: each GPU attends for its own 128 sequences, rows travel to their experts and back, nothing overlaps."""
+    """Predict the variant not built: each GPU attends for its own 128 sequences, rows go to their experts and back, no overlap."""
     model = deepseek()
     experts = model.num_layers - model.num_dense
     alike = (
@@ -242,7 +245,7 @@ def all_to_all(size: int, rows: int = 128) -> Prediction:
 
 
 def results() -> list[dict[str, Any]]:
-    """All that is predicted."""
+    """Return all predictions."""
     found: list[dict[str, Any]] = []
     for batch in (1, 128):
         one, theirs = qwen_rates(batch, 1), AICONFIGURATOR[f"Qwen3-32B, batch {batch}"]
@@ -292,7 +295,7 @@ def results() -> list[dict[str, Any]]:
 
 
 def make_record(found: list[dict[str, Any]], argv: list[str]) -> dict[str, Any]:
-    """A figure with its sources and a description."""
+    """Build the record, with sources and a description."""
     one = one_gpu(1)
     return {
         "section": "predicted-ranks",

@@ -1,8 +1,8 @@
-"""Prompts that arrive together, with sharing and without: rows, pages, seconds: python benchmarks/shared_prompts.py [--model FOLDER]
+"""Rows, pages and seconds of prompts that arrive together, with prefix sharing and without: python benchmarks/shared_prompts.py [--model FOLDER]
 
-One engine shares (the default), one does not (enable_prefix_caching=False). Both get the same prompts in turn, each case with
-prompts of its own, so that no case finds what another left. Rows are those of all steps; pages are the most that sequences held
-after a step. Seconds to the first token are those of the last sequence to get one. The record is
+One engine shares (the default), one does not (enable_prefix_caching=False). Both get the same prompts in turn. Each case
+has its own prompts, so no case hits another's cache. Rows are summed over all steps; pages are the most that sequences held
+after a step. Seconds to the first token are those of the last sequence. The record is
 benchmarks/records/<machine>-<date>-shared-prompts.json.
 """
 
@@ -30,7 +30,7 @@ NUM_OUTPUT = 4
 
 
 class Counted:
-    """An engine whose steps are counted."""
+    """An engine that counts its steps."""
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine.core, EngineCore), "the core runs in this process"
@@ -68,12 +68,12 @@ class Counted:
 
 
 def prompt_of(num_tokens: int, seed: int) -> list[int]:
-    """Tokens that no other seed begins with."""
+    """Return tokens with a beginning unique to the seed."""
     return [(7919 * (place + 1) + 104_729 * (seed + 1) + place * place) % 900 + 50 for place in range(num_tokens)]
 
 
 def cases(num_tokens: int, is_tiny: bool) -> list[tuple[str, int, int, int]]:
-    """Name, requests, completions of each, own tokens after a common beginning; 0 own tokens: equal prompts."""
+    """Return (name, requests, completions each, own tokens after a common prefix); 0 own tokens means equal prompts."""
     counts = (1, 2, 4) if is_tiny else (1, 2, 4, 8, 16)
     listed = [(f"n={n}, {num_tokens} tokens", 1, n, 0) for n in counts]
     listed.append((f"4 equal prompts of {num_tokens} tokens", 4, 1, 0))
@@ -82,7 +82,7 @@ def cases(num_tokens: int, is_tiny: bool) -> list[tuple[str, int, int, int]]:
 
 
 def measure(engines: dict[str, Counted], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each case on both engines, in turn."""
+    """Measure each case on both engines, in turn."""
     rows: list[dict[str, Any]] = []
     for number, (name, num_requests, n, num_own) in enumerate(cases(arguments.tokens, arguments.tiny)):
         values: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def measure(engines: dict[str, Counted], arguments: argparse.Namespace) -> list[
 
 
 def main() -> None:
-    """Measure, print, and keep the record."""
+    """Measure, print, and write the record."""
     parser: argparse.ArgumentParser = gpu_records.options(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
         "--model", default=None, help="default: the default model; a name of dummy_models.py: dummy weights"

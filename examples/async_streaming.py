@@ -7,7 +7,7 @@ from holdfast import AsyncLLM, SamplingParams
 
 
 async def ask(llm: AsyncLLM, name: str, prompt: str) -> None:
-    """One caller; a task that is cancelled ends its request."""
+    """Stream one answer; cancelling the task ends its request."""
     text = ""
     async for delta in llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=24)):
         text += delta.text
@@ -15,7 +15,7 @@ async def ask(llm: AsyncLLM, name: str, prompt: str) -> None:
 
 
 async def main() -> None:
-    """The engine steps in a thread of its own; what arrives while it runs joins the next step."""
+    """Start several callers. The engine steps in its own thread; new requests join the next step."""
     async with AsyncLLM(model=sys.argv[1] if len(sys.argv) > 1 else None) as llm:
         prompts = ["The sea is", "A page of memory is", "Once upon a time"]
         await asyncio.gather(*(ask(llm, f"caller {number}", prompt) for number, prompt in enumerate(prompts)))

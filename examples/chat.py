@@ -6,7 +6,7 @@ from holdfast import LLM, SamplingParams
 
 
 def main() -> None:
-    """The history is an ordinary list of messages; the prefix cache keeps what was read before."""
+    """Keep the history in a list of messages; the prefix cache keeps the KV of earlier turns."""
     llm = LLM(model=sys.argv[1] if len(sys.argv) > 1 else None)
     params = SamplingParams(temperature=0.0, max_tokens=48)
     messages = [{"role": "system", "content": "You answer in one sentence."}]

@@ -1,4 +1,4 @@
-"""How sure the model was of each token, and how surprised by a text. Pass a model, or nothing for the default one."""
+"""Log-probabilities of an answer, and the perplexity of a text. Pass a model, or nothing for the default one."""
 
 import math
 import sys
@@ -7,7 +7,7 @@ from holdfast import LLM, SamplingParams
 
 
 def main() -> None:
-    """Log-probabilities of the answer with the runners-up, and the perplexity of a prompt."""
+    """Print the answer's log-probabilities with the runners-up, and the perplexity of a prompt."""
     llm = LLM(model=sys.argv[1] if len(sys.argv) > 1 else None)
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, prompt_logprobs=0)
     (output,) = llm.generate("The capital of France is", params)

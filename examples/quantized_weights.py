@@ -1,4 +1,4 @@
-"""Weights in 8 bits, quantized as they load, beside the model as it is. Pass a model folder or a .gguf file, or nothing for the default model."""
+"""Compare 8-bit weights, quantized during the load, with the original model. Pass a model folder or a .gguf file, or nothing for the default model."""
 
 import sys
 
@@ -8,7 +8,7 @@ PROMPT = "The three primary colours are"
 
 
 def main() -> None:
-    """One after the other: each gives its memory back before the next one starts."""
+    """Run both in turn: each frees its memory before the next one starts."""
     model = sys.argv[1] if len(sys.argv) > 1 else None
     params = SamplingParams(temperature=0.0, max_tokens=16)
     for scheme in (None, "fp8", "int8"):

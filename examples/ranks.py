@@ -1,6 +1,6 @@
 """One model on several ranks, and the same tokens from one. Pass a model folder and how many (2), or nothing: the default model on 3.
 
-Without a GPU ranks are processes on the CPU: slower than one, and right for trying things out.
+Without a GPU ranks are processes on the CPU: slower than one rank, but enough to try the options.
 """
 
 import sys
@@ -11,7 +11,7 @@ PROMPT = "The three primary colours are"
 
 
 def main() -> None:
-    """`exact`: no number depends on how many ranks there are. `reduce`, the default, is faster and rounds sums in another order."""
+    """Compare tokens. `exact` does not depend on the number of ranks. `reduce`, the default, is faster and rounds sums in another order."""
     model = sys.argv[1] if len(sys.argv) > 1 else None
     num_ranks = int(sys.argv[2]) if len(sys.argv) > 2 else 3 if model is None else 2
     params = SamplingParams(temperature=0.0, max_tokens=16)

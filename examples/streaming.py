@@ -1,4 +1,4 @@
-"""Print an answer as it comes, then who holds which memory. Pass a model, or nothing for the default one."""
+"""Stream an answer, then print the memory by owner. Pass a model, or nothing for the default one."""
 
 import sys
 

@@ -12,7 +12,7 @@ PROMPT = (
 
 
 def main() -> None:
-    """Every model of transformers takes the cache in this way: one argument of generate."""
+    """Pass the cache to generate; this works for every model of transformers."""
     name = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     cache = TurboQuantCache(model, format="turboquant_k8v4", tail=32)

@@ -1,14 +1,14 @@
-"""Shows that two commits compute the same, byte for byte, and how fast: python scripts/compare_commits.py OLD NEW [--speed]
+"""Check that two commits give equal results, byte for byte, and compare their speed: python scripts/compare_commits.py OLD NEW [--speed]
 
-A commit is any name that git knows; "." is the working tree as it lies there. Where there is no git, --trees takes two
-folders with a src/ in them instead:
+A commit is any git revision; "." is the working tree with its changes. Without git, --trees takes two folders that
+contain src/ instead:
 
     python scripts/compare_commits.py HEAD~5 .                                plans and numbers on the CPU: some five minutes
     python scripts/compare_commits.py --trees old . --device cuda --jobs 8    numbers on a GPU, with graphs and without
     python scripts/compare_commits.py HEAD~5 . --speed                        `holdfast bench latency` of both in turn
 
-What is compared is in scripts/probe_numbers.py, which is run over either tree. Exits with 1 where anything differs or fails.
---speed compares no numbers: it shows the tokens a second of the default model, the median over all rounds, and their ratio.
+scripts/probe_numbers.py defines the comparison and runs on both trees. The exit code is 1 if any case differs or fails.
+--speed compares no numbers: it prints the default model's tokens a second, the median over all rounds, and their ratio.
 """
 
 import argparse
@@ -32,18 +32,18 @@ ROOT = Path(__file__).parent.parent
 PROBE = Path(__file__).parent / "probe_numbers.py"
 WORKING_TREE = "."
 NUM_SHOWN = 20
-"""Differences that are printed in full."""
+"""Most differences printed in full."""
 MAX_SHOWN_CHARS = 160
 ABSENT = "(nothing)"
 ENDINGS = (REFUSED_KEY, FAILED_KEY)
-"""What may stand in place of numbers: a refusal is compared by its words, a failure shows nothing."""
+"""Keys instead of numbers: refusals are compared by their text, failures prove nothing."""
 BENCH = ("--prefill", "512", "--batch", "1,8", "--input-len", "64", "--output-len", "64", "--repeats", "1")
 CALL_MAIN = "from holdfast.cli.app import main; main()"
 Dump = Mapping[str, Any]
 
 
 class Difference(NamedTuple):
-    """A case that is not the same, and the first place where it is not."""
+    """A case that differs, with the first difference."""
 
     case: str
     place: str
@@ -56,7 +56,7 @@ class Difference(NamedTuple):
 
 @contextlib.contextmanager
 def checked_out(commit: str) -> Iterator[Path]:
-    """A folder with the sources of a commit; the working tree itself for "."."""
+    """Yield a folder with the sources of a commit; for ".", the working tree itself."""
     if commit == WORKING_TREE:
         yield ROOT
         return
@@ -71,12 +71,12 @@ def checked_out(commit: str) -> Iterator[Path]:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """That of this process, in which a tree's package comes before an installed one."""
+    """Return this process's environment, with the tree's package before an installed one."""
     return {**os.environ, "PYTHONPATH": str(tree.resolve() / "src")}
 
 
 def check_tree(tree: Path) -> None:
-    """Refuse a folder that has no package in it, before anything is run."""
+    """Raise at once if a folder has no package in it."""
     if not (tree / "src" / "holdfast" / "__init__.py").is_file():
         sys.exit(f"error: the tree {tree} has no src/holdfast; name the root of a checkout")
 
@@ -85,7 +85,7 @@ def check_tree(tree: Path) -> None:
 
 
 def probe(tree: Path, options: Sequence[str], num_jobs: int = 1) -> dict[str, Any]:
-    """The dump of a tree, made by so many processes at once; `options` are the probe's."""
+    """Dump a tree with this many parallel processes; `options` are the probe's."""
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / f"{part}.json" for part in range(1, num_jobs + 1)]
         processes = [
@@ -109,7 +109,7 @@ def probe(tree: Path, options: Sequence[str], num_jobs: int = 1) -> dict[str, An
 
 
 def merged(parts: Sequence[Dump], tree: Path) -> dict[str, Any]:
-    """The dumps of all parts as one, if all of them are of this tree."""
+    """Merge the dumps of all parts; all must be of this tree."""
     dump: dict[str, Any] = {}
     for part in parts:
         package = Path(part[PACKAGE_KEY])
@@ -133,7 +133,7 @@ def without_sentences(value: object) -> object:
 
 
 def differences(old: Dump, new: Dump) -> list[Difference]:
-    """Every case that differs, in the order of the old dump, then of the new one."""
+    """Return every differing case, in the order of the old dump, then of the new one."""
     found = []
     for case in dict.fromkeys([*old, *new]):
         if case not in old or case not in new:
@@ -145,7 +145,7 @@ def differences(old: Dump, new: Dump) -> list[Difference]:
 
 
 def first_difference(old: object, new: object, place: str = "") -> tuple[str, str, str] | None:
-    """Where two values begin to differ, and what stands there; None where they are the same."""
+    """Return the first difference of two values and its path; None if they are equal."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = list(dict.fromkeys([*old, *new]))
         pairs = [(f"{place}/{key}", old.get(key, ABSENT), new.get(key, ABSENT)) for key in keys]
@@ -155,7 +155,7 @@ def first_difference(old: object, new: object, place: str = "") -> tuple[str, st
         lines = enumerate(zip(old.split("\n"), new.split("\n"), strict=True), start=1)
         pairs = [(f"{place}:{number}", *pair) for number, pair in lines]
     else:
-        # 1 and True are equal to Python; their bytes are not.
+        # Python treats 1 and True as equal; their bytes differ.
         return None if type(old) is type(new) and old == new else (place, _short(old), _short(new))
     return next((found for key, one, other in pairs if (found := first_difference(one, other, key))), None)
 
@@ -166,7 +166,7 @@ def _short(value: object) -> str:
 
 
 def show(old: Dump, new: Dump, found: Sequence[Difference]) -> None:
-    """A line for each kind of case, and what differs."""
+    """Print one line for each kind of case, and the differences."""
     every = {**old, **new}
     columns = {
         "compared": Counter(map(_kind, every)),
@@ -199,7 +199,7 @@ def _kind(case: str) -> str:
 
 
 def bench(tree: Path, options: Sequence[str]) -> dict[str, float]:
-    """Tokens a second of the default model, by measure."""
+    """Return the default model's tokens a second, by measure."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.json"
         command = [sys.executable, "-c", CALL_MAIN, "bench", "latency", *options, "--json", str(record)]
@@ -211,7 +211,7 @@ def bench(tree: Path, options: Sequence[str]) -> dict[str, float]:
 
 
 def compare_speed(old: Path, new: Path, num_rounds: int, options: Sequence[str] = BENCH) -> dict[str, float]:
-    """New against old by measure, both run in turn, alternately first; a table of the medians."""
+    """Run both in turn, alternating the first, and print a table of the medians."""
     trees = {"old": old, "new": new}
     rates: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for number in range(num_rounds):
@@ -253,7 +253,7 @@ def compare(old: Path, new: Path, arguments: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Compare what was named."""
+    """Compare the two given trees."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", help="a commit, or a folder with --trees")
     parser.add_argument("new", help=f'the same; "{WORKING_TREE}" is the working tree')

@@ -1,9 +1,9 @@
-"""Dumps what a tree computes, to the bit: python scripts/probe_numbers.py OUT.json [--device cuda] [--what plans,numbers]
+"""Dump the results of a tree, to the bit: python scripts/probe_numbers.py OUT.json [--device cuda] [--what plans,numbers]
 
-It is run over the trees of two commits (scripts/compare_commits.py), between which everything may have been renamed. So it
-imports the public names alone, makes its checkpoints itself and knows nothing of what is inside. One entry a case: tokens,
-text and log-probabilities of tiny random models (`float.hex()`, so that equal means equal to the bit), and the printed plans
-of all models known by name. HOLDFAST_NATIVE=0 in the environment probes the kernels of torch in place of those in C.
+scripts/compare_commits.py runs it on two commits, between which any internal name may change. So it imports only public
+names and creates its own checkpoints. One entry per case: tokens, text and log-probabilities of tiny random models
+(`float.hex()`, so that equal means equal to the bit), and the printed plans of all models known by name.
+HOLDFAST_NATIVE=0 in the environment probes the torch kernels instead of those in C.
 """
 
 import argparse
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from holdfast import LLM, RequestOutput
 
 Wanted = Callable[[str], bool]
-"""Whether a case of this name is to be run."""
+"""Returns True if the case of this name should run."""
 PACKAGE_KEY = "package"
-"""Under which a dump says where the package lay that it is of."""
+"""Key of the probed package's path in a dump."""
 REFUSED_KEY = "refused"
-"""In place of a case's numbers if the engine declined it: the reason."""
+"""Key of the reason, instead of numbers, if the engine refused a case."""
 FAILED_KEY = "failed"
-"""In place of a case's numbers if it broke: the other cases run, but nothing is shown for this one."""
+"""Key of the error, instead of numbers, if a case failed; the other cases still run."""
 SCHEMES = ("none", "fp8", "fp8_tensor", "fp8_block", "int8", "mxfp4")
 KV_FORMATS = (
     "auto",
@@ -51,13 +51,13 @@ PLAN_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "two GPUs": ("--tensor-parallel-size", "2"),
 }
 NO_MODEL = "?"
-"""A name like no other: the refusal lists all that are known."""
+"""An unknown name: the error lists all known ones."""
 PROMPT_LENGTHS = (1, 70, 33, 5, 17, 48)
-"""Around pages of 16 and 64 tokens and chunks of CHUNK_TOKENS."""
+"""Lengths around pages of 16 and 64 tokens and chunks of CHUNK_TOKENS."""
 CHUNK_TOKENS = 24
 NUM_OUTPUTS = 7
 EAGER_EVERY = 3
-"""On a GPU so many-th of the cases run without graphs too."""
+"""On a GPU every n-th case also runs without graphs."""
 VOCAB_SIZE = 515
 SMALL: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -121,7 +121,7 @@ FAMILIES: Mapping[str, Model] = {
     "qwen3_moe": Model("Qwen3MoeForCausalLM", SMALL | SMALL_EXPERTS | {"norm_topk_prob": True, "head_dim": 128}),
     "opt": Model("OPTForCausalLM", SMALL_OPT),
 }
-"""Every family, each of them with every scheme and every format of KV pages."""
+"""Every family, each with every scheme and every KV format."""
 VARIANTS: Mapping[str, Model] = {
     "llama with biases, linear rope": Model(
         "LlamaForCausalLM",
@@ -160,11 +160,11 @@ VARIANTS: Mapping[str, Model] = {
         "OPTForCausalLM", SMALL_OPT | {"word_embed_proj_dim": 96, "do_layer_norm_before": False}
     ),
 }
-"""What else a config.json may ask for; once each."""
+"""Other settings of a config.json, once each."""
 
 
 class Case(NamedTuple):
-    """A model and the options that it is opened with."""
+    """A model and its options."""
 
     name: str
     model: str
@@ -172,7 +172,7 @@ class Case(NamedTuple):
 
 
 def list_cases(device: str) -> list[Case]:
-    """Every pair of family, scheme and format in a square of families by schemes; other options change along it."""
+    """List every pair of family, scheme and format, in a square of families by schemes; other options vary along it."""
     cases = []
     for row, family in enumerate(FAMILIES):
         for column, scheme in enumerate(SCHEMES):
@@ -204,7 +204,7 @@ def list_cases(device: str) -> list[Case]:
 
 
 def checkpoint_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """The tensors of a checkpoint, by the names that transformers gives them."""
+    """Return the shapes of a checkpoint's tensors, by their names in transformers."""
     return _opt_shapes(model.settings) if model.model_type == "opt" else _llama_shapes(model)
 
 
@@ -279,7 +279,7 @@ def _opt_shapes(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write_checkpoint(folder: Path, model: Model, dtype: str) -> Path:
-    """A folder that LLM opens: settings, a tokenizer of bytes, and weights drawn at random, norms and biases too."""
+    """Write a folder for LLM: settings, a byte tokenizer, and random weights, norms and biases."""
     import torch
     from safetensors.torch import save_file
 
@@ -311,7 +311,7 @@ def _drawn(name: str, shape: tuple[int, ...], generator: "torch.Generator") -> "
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A token for every byte; ids above have no text."""
+    """Write a tokenizer with a token for every byte; higher ids have no text."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -328,7 +328,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def probe_case(case: Case, folder: Path, device: str) -> dict[str, Any]:
-    """What a case computes."""
+    """Compute a case."""
     from holdfast import LLM
 
     model = FAMILIES.get(case.model) or VARIANTS[case.model]
@@ -351,7 +351,7 @@ def probe_case(case: Case, folder: Path, device: str) -> dict[str, Any]:
 
 
 def outcome(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a case computes, or how it ended instead."""
+    """Return the results of a case, or its refusal or error."""
     from holdfast import HoldfastError
 
     try:
@@ -364,7 +364,7 @@ def outcome(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def probe_tokens(llm: "LLM", vocab_size: int) -> dict[str, Any]:
-    """Greedy and sampled, with and without penalties, prompts in chunks; and once more, from the prefix cache."""
+    """Run greedy and sampled, with and without penalties, prompts in chunks; then repeat from the prefix cache."""
     from holdfast import SamplingParams
 
     dice = random.Random(0)
@@ -385,7 +385,7 @@ def probe_tokens(llm: "LLM", vocab_size: int) -> dict[str, Any]:
         logprobs=3,
     )
     found = {"greedy": _generate(llm, prompts, [greedy] * len(prompts))}
-    # What was computed as the prompts were read is taken from the pages that hold it; another order, other neighbours.
+    # The repeat reads the cached pages of the prompts, in another order and batch.
     again = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS, logprobs=0, ignore_eos=True)
     mixed = [(sampled, penalized, again)[place % 3] for place in range(len(prompts))]
     return {**found, "again, in a mix": _generate(llm, prompts[::-1], mixed)}
@@ -417,7 +417,7 @@ def _answer(output: "RequestOutput") -> dict[str, Any]:
 
 
 def _logprobs(places: Sequence[Mapping[int, Any] | None] | None) -> list[list[list[Any]] | None] | None:
-    """For every place: token, log-probability to the bit, rank and text."""
+    """Return token, exact log-probability, rank and text at every position."""
     if places is None:
         return None
     return [
@@ -429,7 +429,7 @@ def _logprobs(places: Sequence[Mapping[int, Any] | None] | None) -> list[list[li
 
 
 def probe_default_model(device: str) -> dict[str, Any]:
-    """The GGUF file that is installed with the engine: text in and out, through its template and to a stop string."""
+    """Probe the installed GGUF file: text in and out, with its template and a stop string."""
     from holdfast import LLM, SamplingParams
 
     texts = ["The capital of France is", "Grüße aus 東京 🙂:", "def add(a, b):\n"]
@@ -448,10 +448,10 @@ def probe_default_model(device: str) -> dict[str, Any]:
 
 
 def probe_numbers(device: str, part: tuple[int, int], wanted: Wanted) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every case of this part, and what it computes."""
+    """Run every case of this part and return its results."""
     index, num_parts = part
     cases = [case for case in list_cases(device) if wanted(f"numbers/{case.name}")]
-    # Neighbours share a checkpoint, and on a GPU they share compiled kernels.
+    # Neighbouring cases share a checkpoint, and on a GPU compiled kernels.
     first, last = (len(cases) * place // num_parts for place in (index - 1, index))
     with tempfile.TemporaryDirectory() as folder:
         for case in cases[first:last]:
@@ -465,7 +465,7 @@ def probe_numbers(device: str, part: tuple[int, int], wanted: Wanted) -> Iterato
 
 
 def run_command(*arguments: str) -> dict[str, Any]:
-    """What a command prints, and its exit code."""
+    """Return the output and exit code of a command."""
     from holdfast.cli.app import main
 
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
@@ -482,7 +482,7 @@ def run_command(*arguments: str) -> dict[str, Any]:
 
 
 def known_models() -> list[str]:
-    """The models that can be planned by name, as --list has them."""
+    """Return the models that --list can plan by name."""
     listed = run_command("plan", "--list", "--json")
     if listed["code"] == 0:
         return [model["name"] for model in json.loads(listed["stdout"])["models"]]
@@ -494,7 +494,7 @@ def known_models() -> list[str]:
 
 
 def probe_plans(wanted: Wanted) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The plan of every model for several GPUs and options."""
+    """Plan every model for several GPUs and options."""
     for name in known_models():
         for gpu in GPUS:
             for words, options in PLAN_OPTIONS.items():
@@ -504,7 +504,7 @@ def probe_plans(wanted: Wanted) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """The k-th of n parts, written k/n."""
+    """Parse k/n, the k-th of n parts."""
     found = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", text)
     index, number = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= index <= number:

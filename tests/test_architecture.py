@@ -33,15 +33,15 @@ def refuse(violations: list[str]) -> None:
 
 
 @pytest.mark.parametrize("rule", ONE_FILE_RULES, ids=lambda rule: rule.__name__)
-def test_every_file_keeps(rule) -> None:
+def test_source_files_keep_every_rule(rule) -> None:
     refuse([violation for source in SOURCES for violation in rule(source)])
 
 
-def test_the_torch_free_list_is_free_of_torch() -> None:
+def test_torch_free_modules_import_no_torch() -> None:
     refuse(rules.torch_imports(SOURCES))
 
 
-def test_no_imports_go_in_a_circle() -> None:
+def test_import_circles_are_absent_and_found() -> None:
     refuse(rules.import_circles(SOURCES))
     lower = Source("engine.a", "def f():\n    from holdfast.engine.c import x")
     upper = [Source("engine.b", "from holdfast.engine import a"), Source("engine.c", "import holdfast.engine.b")]
@@ -59,12 +59,12 @@ def test_names_of_test_files_are_unique() -> None:
     refuse([f"{name} exists {count} times under tests/" for name, count in counts.items() if count > 1])
 
 
-def test_every_package_and_room_is_on_the_architecture_page() -> None:
+def test_architecture_page_has_every_package_and_room() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     refuse([f"docs/architecture.md: {violation}" for violation in rules.misplaced(rules.places(PACKAGE), page)])
 
 
-def test_every_file_says_what_is_inside() -> None:
+def test_source_files_have_first_line() -> None:
     lines = {path.relative_to(ROOT).as_posix(): rules.first_line(path) for path in rules.listed_files(PACKAGE)}
     refuse([f"{name}: the docstring's first line is {line!r}" for name, line in lines.items() if len(line) < 10])
 
@@ -128,7 +128,7 @@ BROKEN = [
 @pytest.mark.parametrize(
     ("rule", "module", "text", "words"), BROKEN, ids=[f"{rule.__name__}: {words}" for rule, _, _, words in BROKEN]
 )
-def test_a_break_is_found(rule, module: str, text: str, words: str) -> None:
+def test_rule_finds_its_violation(rule, module: str, text: str, words: str) -> None:
     violations = rule(Source(module, text))
     assert any(words in violation for violation in violations), violations
 
@@ -190,7 +190,7 @@ def test_torch_in_a_torch_free_module_is_found(tree: list[Source], words: str) -
     assert any(words in violation for violation in rules.torch_imports(tree)), rules.torch_imports(tree)
 
 
-def test_a_folder_without_tests_is_found() -> None:
+def test_untested_folders_finds_folder_without_tests() -> None:
     tree = [Source("errors", ""), Source("cache.pages", ""), Source("cache", "", is_package=True)]
     tree += [Source("kernels.gemm.linear", "")]
     assert rules.untested_folders(tree, {"cache/test_anything.py", "kernels/gemm/test_products.py"}) == []
@@ -210,7 +210,7 @@ def test_a_folder_without_tests_is_found() -> None:
         ("| `cache` |\n| `cache` |\n| `config.py` |\n**`cache/deep`**: x", ["cache stands there 2 times"]),
     ],
 )
-def test_what_is_missing_on_the_page_is_found(tmp_path: Path, page: str, violations: list[str]) -> None:
+def test_misplaced_finds_places_missing_on_page(tmp_path: Path, page: str, violations: list[str]) -> None:
     for name in (
         "__init__.py",
         "config.py",
@@ -236,10 +236,10 @@ def test_what_is_missing_on_the_page_is_found(tmp_path: Path, page: str, violati
         ("a.h", "#pragma once\n", ""),
     ],
 )
-def test_the_first_line_of_a_file_is_found(tmp_path: Path, name: str, text: str, line: str) -> None:
+def test_first_line_reads_docstring_or_comment(tmp_path: Path, name: str, text: str, line: str) -> None:
     (tmp_path / name).write_text(text)
     assert rules.first_line(tmp_path / name) == line
 
 
-def test_a_full_init_file_is_found() -> None:
+def test_shape_of_modules_finds_full_init_file() -> None:
     assert rules.shape_of_modules(Source("cache", "import os", is_package=True)) == ["cache/__init__.py is not empty"]

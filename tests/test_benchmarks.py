@@ -52,7 +52,7 @@ MIB = 2**20
 # --- records
 
 
-def test_a_command_is_kept_without_places_of_the_machine() -> None:
+def test_gpu_records_command_leaves_out_machine_paths() -> None:
     argv = ["/somewhere/else/benchmarks/gpu_memory.py", "--out", "/tmp/x", "--cases", "0,3", "--commit=abc", "--tiny"]
     assert gpu_records.command(argv) == "python benchmarks/gpu_memory.py --cases 0,3 --tiny"
 
@@ -61,7 +61,7 @@ def test_a_command_is_kept_without_places_of_the_machine() -> None:
     ("device", "name"),
     [("NVIDIA H200", "h200-2026-01-31-memory.json"), ("GeForce RTX 4090!", "geforce-rtx-4090-2026-01-31-memory.json")],
 )
-def test_a_record_is_named_after_gpu_date_and_benchmark(device: str, name: str) -> None:
+def test_record_name_has_gpu_benchmark_and_date(device: str, name: str) -> None:
     assert gpu_records.record_name(device, "memory", "2026-01-31") == name
 
 
@@ -70,7 +70,7 @@ def arguments(out: Path, **settings) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("given", "found", "commit"), [("abc", "def", "abc"), (None, "def", "def")])
-def test_a_record_can_be_read_and_says_what_it_is_of(tmp_path: Path, monkeypatch, given, found, commit) -> None:
+def test_gpu_record_is_readable_and_has_commit(tmp_path: Path, monkeypatch, given, found, commit) -> None:
     monkeypatch.setenv(gpu_records.COMMIT_VARIABLE, found)
     results = [{"measure": "decode, batch 1", "unit": "tokens/s", "values": {"holdfast": 62.5}}]
     made = gpu_records.make_record("gpu-decode", results, "M", "s", arguments(tmp_path, commit=given), {"more": 1})
@@ -82,7 +82,7 @@ def test_a_record_can_be_read_and_says_what_it_is_of(tmp_path: Path, monkeypatch
     assert record["more"] == 1
 
 
-def test_a_budget_counts_down() -> None:
+def test_budget_counts_down() -> None:
     times = iter([10.0, 13.0, 21.5])
     budget = gpu_records.Budget(10.0, lambda: next(times))
     assert budget.left_seconds == 7.0
@@ -106,7 +106,7 @@ def child(tmp_path: Path, work: str) -> list[str]:
     return [str(script)]
 
 
-def test_a_child_waits_until_it_was_looked_at(tmp_path: Path) -> None:
+def test_run_child_waits_until_looked_at(tmp_path: Path) -> None:
     found = gpu_records.run_child(child(tmp_path, ""), 60, lambda: {"seen": True})
     assert found == {"answer": 42, "seen": True}
 
@@ -117,7 +117,7 @@ def test_failed_child_leaves_its_output(tmp_path: Path, capsys) -> None:
     assert "on the way" in capsys.readouterr().err
 
 
-def test_a_child_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch) -> None:
+def test_run_child_past_time_limit_is_ended(tmp_path: Path, monkeypatch) -> None:
     ended = []
     monkeypatch.setattr(
         gpu_records, "end_child", lambda process: (ended.append(process), process.kill(), process.wait())
@@ -128,7 +128,7 @@ def test_a_child_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch) -> No
     ended[0].stdin.close()
 
 
-def test_a_table_has_a_line_for_each_row(capsys) -> None:
+def test_print_table_has_line_per_row(capsys) -> None:
     gpu_records.print_table("T", ("what", "n"), [("a", 1), ("bb", None), ("c", 1234.5)])
     assert capsys.readouterr().out.splitlines() == ["", "T", "what     n", "a        1", "bb       -", "c     1234"]
 
@@ -144,7 +144,7 @@ def segment(address: int, *blocks: tuple[int, str], pool=(0, 0)) -> dict:
     }
 
 
-def test_every_byte_has_one_owner() -> None:
+def test_measured_by_owner_gives_every_byte_one_owner() -> None:
     segments = [
         segment(1000, (500, "active_allocated"), (100, "inactive")),
         segment(5000, (64, "active_allocated"), (36, "active_pending_free")),
@@ -180,7 +180,7 @@ def test_errors_are_of_the_plan_and_the_worst_is_a_large_owner() -> None:
     assert gpu_memory.worst([row for row in rows if row["owner"] != "allocator"])["owner"] == "kv pages"
 
 
-def test_the_cases_are_what_has_to_be_shown() -> None:
+def test_gpu_memory_cases_cover_required_range() -> None:
     cases = gpu_memory.CASES
     first = cases[0]
     assert first == gpu_memory.Case("Qwen3-32B", 40960, 256, 8192, False, 0.98)
@@ -192,7 +192,7 @@ def test_the_cases_are_what_has_to_be_shown() -> None:
     assert gpu_memory.CASES[2].words == "Qwen2.5-7B-Instruct, 1M x 8, 4096 tokens a step, graphs"
 
 
-def test_a_case_that_fails_is_a_row_with_its_message() -> None:
+def test_gpu_memory_failed_case_is_row_with_message() -> None:
     row = gpu_memory.finding(gpu_memory.CASES[0], {"error": "no room"}, None)
     assert row["error"] == "no room"
     assert "holds" not in row
@@ -206,7 +206,7 @@ def tiny_finding() -> dict:
     return gpu_memory.finding(case, found, None)
 
 
-def test_a_tiny_engine_holds_what_was_planned(tiny_finding: dict) -> None:
+def test_gpu_memory_tiny_engine_holds_plan(tiny_finding: dict) -> None:
     errors = {row["owner"]: row["percent"] for row in tiny_finding["owners"] if row["owner"] != "sampling"}
     del errors["python and torch"]  # held outside of what a ledger sees
     del errors["pooling"]  # one row, which the walk over modules does not reach; the ledger has it
@@ -214,7 +214,7 @@ def test_a_tiny_engine_holds_what_was_planned(tiny_finding: dict) -> None:
     assert "other" not in errors
 
 
-def test_a_case_can_be_shown_and_recorded(tiny_finding: dict, tmp_path: Path, capsys) -> None:
+def test_gpu_memory_case_is_shown_and_recorded(tiny_finding: dict, tmp_path: Path, capsys) -> None:
     gpu_memory.show([tiny_finding, gpu_memory.finding(gpu_memory.CASES[1], {"error": "no room"}, None)])
     assert "no room" in capsys.readouterr().out
     record = gpu_records.make_record("gpu-memory", [tiny_finding], "M", "s", arguments(tmp_path), {})
@@ -234,7 +234,7 @@ class Thing:
         self.__dict__.update(parts)
 
 
-def test_every_tensor_is_found_once_by_its_shortest_path() -> None:
+def test_tensors_of_finds_each_tensor_by_shortest_path() -> None:
     shared = torch.zeros(4)
     deep = Thing(far=[Thing(again=shared), {"key": (torch.zeros(2),)}], stranger=SimpleNamespace(tensor=torch.ones(1)))
     deep.itself = deep
@@ -256,7 +256,7 @@ def test_every_tensor_is_found_once_by_its_shortest_path() -> None:
         ("_invented", "other"),
     ],
 )
-def test_a_tensor_belongs_to_the_owner_of_its_place(path: str, owner: str) -> None:
+def test_owner_of_path_gives_owner(path: str, owner: str) -> None:
     assert gpu_engines.owner_of(path) == owner
 
 
@@ -278,7 +278,7 @@ def test_pages_are_found_under_every_backend(backend_type, kv_dtype: str) -> Non
     assert found.keys() <= {"kv pages", "attention"}
 
 
-def test_what_moves_is_noticed_and_new_views_are_not() -> None:
+def test_moved_finds_moved_tensors_but_no_new_views() -> None:
     before = {"a": (100, 100), "b": (108, 100)}
     assert gpu_engines.moved(before, {**before, "view": (116, 100)}) == []
     assert gpu_engines.moved(before, {"a": (100, 100), "b": (109, 100), "new": (300, 300)}) == ["b", "new"]
@@ -287,11 +287,11 @@ def test_what_moves_is_noticed_and_new_views_are_not() -> None:
 # --- decode
 
 
-def test_a_rate_is_the_difference_of_the_best_runs() -> None:
+def test_decode_rate_is_difference_of_best_runs() -> None:
     assert gpu_decode.decode_rate(8, (17, 81), {17: [1.5, 1.2], 81: [2.2, 2.4]}) == pytest.approx(8 * 64 / 1.0)
 
 
-def test_the_roof_of_one_stream_is_the_known_one() -> None:
+def test_gpu_decode_roof_rate_of_one_stream_is_known() -> None:
     assert gpu_decode.roof_rate(1, 0, 63_970_000_000, 262144) == pytest.approx(68.3, abs=0.05)
     assert gpu_decode.roof_rate(128, 561, 63_970_000_000, 262144) < 128 * 68.3
 
@@ -325,7 +325,7 @@ def test_rates_of_all_engines_stand_side_by_side(tmp_path: Path, capsys) -> None
     assert "| decode, batch 1 | 80 | 80 | 80 | 4 |" in doc_tables.section_tables(tmp_path, "gpu-decode")
 
 
-def test_a_tiny_engine_decodes_and_is_timed() -> None:
+def test_gpu_decode_tiny_engine_is_timed() -> None:
     shape = gpu_decode.TINY._replace(batches=(2,), num_repeats=1)
     found = json.loads(json.dumps(gpu_decode.run_holdfast("default", "Qwen3-32B", shape, True, "cpu")))
     ((row,), prefill) = gpu_decode.decode_results({"default": found}, shape), found["prefill_seconds"]
@@ -339,7 +339,7 @@ def test_a_tiny_engine_decodes_and_is_timed() -> None:
 
 
 @given(st.integers(0, 7), st.integers(0, 8191), st.integers(0, 31))
-def test_one_bit_makes_another_fingerprint(row: int, column: int, bit: int) -> None:
+def test_fingerprints_change_with_one_bit(row: int, column: int, bit: int) -> None:
     logits_RV = torch.linspace(-3, 3, 8 * 8192).view(8, 8192)
     before = gpu_insides.fingerprints(logits_RV)
     changed_RV = logits_RV.clone()
@@ -416,7 +416,7 @@ def tiny_steps() -> dict:
     return gpu_steady.run_mode("invariant", "Qwen3-0.6B", shape, True, "cpu")
 
 
-def test_a_tiny_engine_is_still_and_equal(tiny_steps: dict) -> None:
+def test_gpu_steady_tiny_engine_is_still_and_equal(tiny_steps: dict) -> None:
     assert all(row["holds"] for row in tiny_steps["phases"]), tiny_steps["phases"]
     assert all(row["holds"] for row in tiny_steps["comparisons"]), tiny_steps["comparisons"]
     first = tiny_steps["phases"][0]
@@ -437,7 +437,7 @@ def test_stretches_and_comparisons_are_shown_and_recorded(tiny_steps: dict, tmp_
     assert "| as it is: decode, graphs, a wait raises |  |  | waited |" in text
 
 
-def test_a_difference_between_graph_and_eager_is_noticed(tmp_path: Path) -> None:
+def test_ears_notice_difference_between_graph_and_eager(tmp_path: Path) -> None:
     opened = gpu_engines.open_engine("Qwen3-0.6B", tmp_path, True, "cpu", max_model_len=64, max_num_seqs=2)
     ears = gpu_insides.Ears(opened)
     replay = ears.replay
@@ -468,7 +468,7 @@ def test_attention_is_checked_before_it_is_timed(device: torch.device) -> None:
     assert len(checked["errors"]) == 4
 
 
-def test_a_wrong_kernel_is_not_right(device: torch.device, monkeypatch) -> None:
+def test_gpu_attention_check_rejects_wrong_kernel(device: torch.device, monkeypatch) -> None:
     exact = gpu_attention.exact_rows
     monkeypatch.setattr(gpu_attention, "exact_rows", lambda rig: exact(rig).mul_(1.1))
     checked = gpu_attention.check(gpu_attention.TINY._replace(mixed=((5, 1),)), device)
@@ -559,7 +559,7 @@ def test_memory_that_comes_and_goes_is_seen() -> None:
 
 
 @pytest.mark.parametrize(("scheme", "load_format"), [("fp8", "auto"), ("bfloat16", "auto"), ("mxfp4", "dummy")])
-def test_a_load_is_measured(tmp_path: Path, scheme: str, load_format: str) -> None:
+def test_load_case_measures_load(tmp_path: Path, scheme: str, load_format: str) -> None:
     made = tiny_checkpoint(tmp_path)
     headers = str(made.path) if load_format == "dummy" else None
     case = load_case.Case(MOE, scheme, str(made.path), load_format, headers, num_loads=2)
@@ -577,7 +577,7 @@ def test_a_load_is_measured(tmp_path: Path, scheme: str, load_format: str) -> No
         assert [name for name, is_same in same.items() if is_same] == ["staging bytes"]
 
 
-def test_one_byte_makes_other_weights() -> None:
+def test_load_case_fingerprint_changes_with_one_byte() -> None:
     weights = {"a": torch.arange(300.0), "b": torch.ones(4, dtype=torch.bfloat16)}
     before = load_case.fingerprint(weights)
     assert load_case.fingerprint({name: tensor.clone() for name, tensor in weights.items()}) == before
@@ -591,7 +591,7 @@ def load_arguments(tmp_path: Path, *more: str):
     return given
 
 
-def test_every_kind_of_load_is_recorded(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_gpu_load_records_every_kind_of_load(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv(load_case.CACHE_VARIABLE, "")  # put back afterwards
     models = ["--models", f"{MOE},Qwen3-8B", "--cache-model", MOE, "--max-bytes", "450000", "--schemes", "fp8,bfloat16"]
     given = load_arguments(tmp_path, *models)
@@ -635,7 +635,7 @@ def test_load_without_time_is_skipped_and_a_failed_one_kept(tmp_path: Path, caps
     assert "Qwen3-8B, fp8, from the cache: no room" in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_does_not_fit_is_not_written(tmp_path: Path) -> None:
+def test_gpu_load_no_room_refuses_oversized_checkpoint(tmp_path: Path) -> None:
     assert gpu_load.no_room(tmp_path, 10**6, float("inf")) is None
     assert "1.0 were allowed" in gpu_load.no_room(tmp_path, 2 * 10**9, 1e9)
     assert "the disk has" in gpu_load.no_room(tmp_path, 10**18, float("inf"))
@@ -680,7 +680,7 @@ def test_verdicts_on_loads_are_those_of_the_issue() -> None:
 # --- quantized weights
 
 
-def test_a_step_reads_all_but_the_embedding_and_some_experts() -> None:
+def test_step_weights_exclude_embedding_and_unused_experts() -> None:
     sizes = {"embed.weight": 100, "layers.0.qkv.weight": 7, "layers.0.experts.down.weight": 80, "lm_head.weight": 50}
     step = gpu_quantized.step_weights(sizes, False, 8, 2)
     assert step == gpu_quantized.StepBytes(57, 10, 8, 2)
@@ -746,7 +746,7 @@ def test_tiny_quantized_engine_is_timed(model: str, quantization: str) -> None:
         assert "distinct_experts" not in row
 
 
-def test_a_model_without_batches_of_its_own_needs_some(capsys) -> None:
+def test_gpu_quantized_model_without_batches_needs_some(capsys) -> None:
     with pytest.raises(SystemExit):
         gpu_quantized.parse(["--models", "Qwen3-4B"])
     assert "Qwen3-4B: no batches are known" in capsys.readouterr().err
@@ -776,7 +776,7 @@ def test_sections_are_written_where_the_document_has_their_marks(tmp_path: Path)
 
 
 @pytest.mark.parametrize("section", sorted(doc_tables.SECTIONS))
-def test_a_section_without_records_says_so(tmp_path: Path, section: str) -> None:
+def test_section_tables_without_records_say_so(tmp_path: Path, section: str) -> None:
     assert doc_tables.section_tables(tmp_path, section) == "No record is committed yet."
 
 
@@ -788,7 +788,7 @@ def test_sampling_of_traffic_follows_from_numbers_alone() -> None:
 # --- models with windows on a GPU
 
 
-def test_the_roof_counts_windows_and_the_experts_that_rows_take() -> None:
+def test_gpu_groups_roof_rate_counts_windows_and_experts() -> None:
     read = {"weight_bytes": 100, "num_experts": 0, "top_k": 0, "expert_bytes": 0, "kv_layers": [(1, None), (1, 10)]}
     rate = gpu_decode.READ_BYTES_PER_SECOND
     assert gpu_groups.roof_rate(1, 50, read) == pytest.approx(rate / (100 + 50 + 10))
@@ -798,7 +798,7 @@ def test_the_roof_counts_windows_and_the_experts_that_rows_take() -> None:
     assert gpu_groups.roof_rate(2, 0, experts, 1.5) == pytest.approx(2 * rate / (20 + 30))
 
 
-def test_a_tiny_engine_with_windows_is_watched(tmp_path: Path) -> None:
+def test_gpu_groups_tiny_engine_with_windows_is_watched(tmp_path: Path) -> None:
     case = gpu_groups.TINY_CASES["mistral-7b"]
     found = json.loads(json.dumps(gpu_groups.run_case(case, True, "cpu")))
     rows = {row["measure"]: row for row in gpu_groups.rows_of(case, found)}
@@ -811,7 +811,7 @@ def test_a_tiny_engine_with_windows_is_watched(tmp_path: Path) -> None:
 # --- pages of windows
 
 
-def test_more_sequences_run_at_once_on_the_same_pages_of_windows() -> None:
+def test_window_pages_run_more_sequences_on_same_pages() -> None:
     traffic = window_pages.Traffic(num_requests=6, prompt_tokens=60, output_tokens=20)
     limits = Limits(max_num_seqs=6, max_num_batched_tokens=16, max_model_len=80, page_tokens=4)
     groups = CacheGroup("whole context", 4), CacheGroup("window of 9", 4, window=9)
@@ -822,7 +822,7 @@ def test_more_sequences_run_at_once_on_the_same_pages_of_windows() -> None:
     assert max(point["pages"]["window of 9"] for point in after.points) <= 40
 
 
-def test_the_plan_of_the_windows_has_the_model_and_its_memory() -> None:
+def test_window_pages_plan_has_window_and_budget() -> None:
     plan = window_pages.make_plan("fp8", window_pages.Traffic())
     assert [group.window for group in plan.cache.cache_groups()] == [4096]
     assert plan.memory.budget_bytes < 24 * 2**30
@@ -831,7 +831,7 @@ def test_the_plan_of_the_windows_has_the_model_and_its_memory() -> None:
 # --- before and after
 
 
-def test_a_rate_is_the_difference_of_the_medians_of_both_lengths() -> None:
+def test_rate_of_is_difference_of_medians() -> None:
     seconds = {"17": [1.0, 9.0, 1.1], "217": [3.1, 3.0, 0.1]}
     assert gpu_before_after.rate_of(4, seconds) == pytest.approx(4 * 200 / 1.9)
 
@@ -853,7 +853,7 @@ def test_rows_of_prefill_compare_the_medians() -> None:
 
 
 @pytest.mark.slow
-def test_a_tree_is_run_through_the_public_names(tmp_path: Path, capsys) -> None:
+def test_gpu_before_after_runs_tree_by_public_names(tmp_path: Path, capsys) -> None:
     case, shape = gpu_before_after.ENGINES["30b-a3b-fp8"], gpu_before_after.TINY
     task = gpu_before_after.task_of(case, tmp_path, shape, True, "cpu")
     found = gpu_before_after.run_case(task, ROOT, 300)
@@ -871,7 +871,7 @@ def test_a_tree_is_run_through_the_public_names(tmp_path: Path, capsys) -> None:
     "argv",
     [[], ["--tree", "."], ["--tree", str(ROOT)] * 3, ["--tree", str(ROOT), "--tree", "/nowhere"]],
 )
-def test_two_trees_are_needed(argv: list[str]) -> None:
+def test_gpu_before_after_needs_two_trees(argv: list[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_before_after.parse(argv)
 

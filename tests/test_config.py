@@ -242,6 +242,6 @@ def test_config_defaults_are_sound_and_frozen() -> None:
         config.dtype = "float16"  # type: ignore[misc]
 
 
-def test_every_field_of_the_config_has_a_help_text() -> None:
+def test_option_help_has_text_for_every_field() -> None:
     assert set(option_help()) == {field.name for field in dataclasses.fields(EngineConfig)}
     assert all(text.endswith((".", ")")) and "\n" not in text for text in option_help().values())

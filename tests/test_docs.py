@@ -55,11 +55,11 @@ def listed_commands(*arguments: str) -> list[str]:
     return re.findall(r"^  ([a-z][a-z-]*)\s", panel, re.MULTILINE)
 
 
-def test_the_readme_begins_with_the_two_commands() -> None:
+def test_readme_begins_with_demo_and_test_commands() -> None:
     assert [command.split()[:2] for command in COMMANDS[:2]] == [["make", "demo"], ["make", "test"]]
 
 
-def test_the_readme_counts_and_names_what_there_is() -> None:
+def test_readme_counts_and_names_what_exists() -> None:
     assert f"{len(CATALOGUE)} models and {len(PLANNED_GPUS)} GPUs are known by name" in README
     missing = [name for name in GGUF_ARCHITECTURES if not re.search(rf"\b{name}\b", README)]
     missing += [name for name, found in ALL_KV_FORMATS.items() if found.is_quantized and f"`{name}`" not in README]
@@ -95,13 +95,13 @@ def test_commands_in_documents_exist(command: str) -> None:
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown), f"holdfast {' '.join(path)} has no {option}"
 
 
-def test_the_pages_for_newcomers_are_short() -> None:
+def test_newcomer_pages_are_short() -> None:
     assert len(README.splitlines()) <= 130
     assert len(ARCHITECTURE.splitlines()) <= 190
     assert len(ARCHITECTURE.split()) <= 2600
 
 
-def test_every_command_is_in_the_readme() -> None:
+def test_readme_names_every_command() -> None:
     commands = listed_commands()
     assert commands, "no command was found in the help page"
     missing = [name for name in commands if not re.search(rf"holdfast {name}\b", README)]
@@ -184,7 +184,7 @@ def test_architecture_families_hold_all_files_of_their_kind() -> None:
 
 
 @pytest.mark.parametrize("line", POINTERS, ids=lambda line: line.split("|")[1].strip())
-def test_what_the_architecture_points_to_is_there(line: str) -> None:
+def test_architecture_pointers_name_defined_functions(line: str) -> None:
     pointers = rules.pointers(line)
     assert pointers, "a question without a file"
     for file, names in pointers:
@@ -195,7 +195,7 @@ def test_what_the_architecture_points_to_is_there(line: str) -> None:
         assert not gone, f"{file} does not define {sorted(gone)}"
 
 
-def test_the_architecture_answers_a_newcomer() -> None:
+def test_architecture_has_at_least_15_pointers() -> None:
     assert len(POINTERS) >= 15
 
 
@@ -213,7 +213,7 @@ def test_pointers_are_read_from_a_line() -> None:
     assert rules.defined_names(source) == {"A", "A.b", "d"}
 
 
-def test_every_environment_variable_is_documented_and_no_other() -> None:
+def test_env_vars_page_lists_exactly_those_read() -> None:
     sources = [source for source in SOURCES.values() if "environ" in source.text or "getenv" in source.text]
     read = {name for source in sources for name in rules.environment_variables(source)}
     assert sorted(rules.table_keys(DOCUMENTS["docs/env_vars.md"])) == sorted(read)
@@ -234,7 +234,7 @@ def test_environment_variables_are_found(text: str, names: list[str]) -> None:
     assert list(rules.environment_variables(Source("x", text))) == names
 
 
-def test_the_changelog_keeps_its_format() -> None:
+def test_changelog_keeps_its_format() -> None:
     text = DOCUMENTS["CHANGELOG.md"]
     versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert versions[0] == "[Unreleased]"
@@ -317,7 +317,7 @@ def test_figures_about_loads_are_those_of_their_plan(kind: str, num_chunks: int,
     assert f"{format_bytes(STAGING_BYTES)} of staging" in DOCUMENTS["docs/memory.md"]
 
 
-def test_the_readme_names_no_machine_of_ours() -> None:
+def test_documents_name_no_local_paths_or_addresses() -> None:
     """Documents name no paths or addresses of the machine they were written on."""
     for name, text in DOCUMENTS.items():
         folders = "|".join(("home", "root", "work", "tmp"))

@@ -80,13 +80,13 @@ def test_wrong_values_can_be_caught_as_value_errors(error_class: type[errors.Hol
         raise error_class("transfer.not_allowed", what="x")
 
 
-def test_a_request_error_is_never_an_engine_error() -> None:
+def test_request_errors_are_never_engine_errors() -> None:
     for error_class in (errors.PromptError, errors.TemplateError, errors.QueueFullError):
         assert issubclass(error_class, errors.RequestError)
         assert not issubclass(error_class, errors.EngineDeadError | errors.ConfigError | errors.ModelError)
 
 
-def test_the_tree_in_the_docstring_is_the_tree() -> None:
+def test_errors_docstring_tree_matches_classes() -> None:
     drawn = {word for word in (errors.__doc__ or "").split() if word.endswith("Error") and word[0].isupper()}
     assert drawn == {cls.__name__ for cls in CLASSES}
 
@@ -96,14 +96,14 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     [10**5000, [10**5000], "x" * 10**6, "line\nbreak", "\ud800", [["deep"] * 100] * 100, {1: 2}, None, b"\xff" * 999],
     ids=lambda value: type(value).__name__,
 )
-def test_any_value_can_be_shown_on_a_short_line(value: object) -> None:
+def test_shown_puts_any_value_on_short_line(value: object) -> None:
     text = errors.shown(value)
     assert 0 < len(text) <= 80
     assert text.isascii()
     assert "\n" not in text
 
 
-def test_a_value_that_refuses_to_be_shown_is_named_by_its_type() -> None:
+def test_shown_names_type_when_repr_fails() -> None:
     class Secret:
         def __repr__(self) -> str:
             raise RuntimeError("no")

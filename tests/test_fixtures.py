@@ -11,7 +11,7 @@ from scratch_memory import Memory, Poison, check_calls
 
 @pytest.mark.parametrize("element", [-1, 12], ids=["one element before", "one element after"])
 @pytest.mark.parametrize("dtype_name", ["float32", "bfloat16", "uint8"])
-def test_a_write_beside_a_guarded_tensor_is_found(element: int, dtype_name: str) -> None:
+def test_red_zones_find_write_beside_tensor(element: int, dtype_name: str) -> None:
     import torch
 
     zones = RedZones(torch.device("cpu"))
@@ -71,7 +71,7 @@ def values_of(cases: list[dict[str, int]], places: list[int], strength: int) -> 
 
 
 @pytest.mark.parametrize("sizes", [(1,), (7,), (4, 3), (3, 3, 2), (2, 2, 2, 5)], ids=str)
-def test_a_sample_of_a_matrix_has_each_value_or_each_pair(sizes: tuple[int, ...]) -> None:
+def test_choose_covers_each_value_or_each_pair(sizes: tuple[int, ...]) -> None:
     cases = [dict(zip("abcd", values, strict=False)) for values in product(*map(range, sizes))]
     chosen = choose(cases)
     assert len(chosen) == max(sizes)
@@ -90,7 +90,7 @@ def test_a_sample_of_a_matrix_has_each_value_or_each_pair(sizes: tuple[int, ...]
 @pytest.mark.each_value
 @pytest.mark.parametrize(("one", "two"), [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize("other", [1, 2, pytest.param(3, marks=pytest.mark.gpu)])
-def test_what_a_quick_run_leaves_out_is_slow(device, one: int, two: int, other: int, request) -> None:
+def test_each_value_marker_keeps_few_quick_cases(device, one: int, two: int, other: int, request) -> None:
     own = [item for item in request.session.items if getattr(item, "originalname", "") == request.node.originalname]
     quick = [item for item in own if not any(item.get_closest_marker(name) for name in ("slow", "gpu"))]
     assert len(quick) <= (3 if device.type == "cpu" else 6)

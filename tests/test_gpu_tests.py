@@ -113,7 +113,7 @@ def failures(report) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_every_test_is_accounted_for(lane) -> None:
+def test_gpu_lane_accounts_for_every_test(lane) -> None:
     found = gpu_tests.run_lane(lane(2, shared=SHARED, faults=FAULTS, others=OTHERS), (1, 1), {})
     report = gpu_tests.summary(found)
     failed = failures(report)
@@ -129,7 +129,7 @@ def test_every_test_is_accounted_for(lane) -> None:
 
 
 @pytest.mark.slow
-def test_one_process_at_a_time_loses_nothing_either(lane) -> None:
+def test_gpu_lane_one_process_at_a_time_loses_no_test(lane) -> None:
     """A fault ends the run with a reason; a process that ends takes one test with it."""
     ends = "import os, pytest\n@pytest.mark.gpu\ndef test_ends(): os._exit(3)\n"
     found = gpu_tests.run_lane(lane(1, faults=FAULTS + ends), (1, 1), {})
@@ -141,7 +141,7 @@ def test_one_process_at_a_time_loses_nothing_either(lane) -> None:
     }
 
 
-def test_a_file_whose_package_is_missing_is_skipped_in_words_and_one_that_is_broken_fails(lane) -> None:
+def test_gpu_lane_missing_package_skips_and_broken_file_fails(lane) -> None:
     made = lane(1, needs="import absent", broken="import misspelt", faults=FAULTS)
     with (made.root / "tests" / "conftest.py").open("a") as conftest:
         conftest.write("\nPACKAGES = ('absent',)\n")
@@ -152,7 +152,7 @@ def test_a_file_whose_package_is_missing_is_skipped_in_words_and_one_that_is_bro
     assert "misspelt" in found["tests/test_broken.py"].reason
 
 
-def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_gpu_lane_ends_pytest_past_its_limit(tmp_path: Path) -> None:
     lane = gpu_tests.Lane(tmp_path, 1, 0.5, time.monotonic())
     assert lane.pytest(["--collect-only"], tmp_path / "notes") is None
     assert lane.left_seconds < 0
@@ -170,7 +170,7 @@ class ShortLane(NamedTuple):
         notes.write_text("".join(json.dumps(note) + "\n" for note in report) + '{"id": "b", "outc')
 
 
-def test_what_was_not_run_in_time_has_failed(tmp_path: Path) -> None:
+def test_gpu_lane_tests_not_run_in_time_fail(tmp_path: Path) -> None:
     found = gpu_tests.run(ShortLane(), ["a", "b", "c"], tmp_path, 1)
     no_time = gpu_tests.Found("failed", "no time: the lane was ended after 9 s")
     assert found == {"a": gpu_tests.Found("passed", None, 1.0), "b": no_time, "c": no_time}
@@ -201,18 +201,18 @@ def test_earlier_records_say_how_long_tests_take(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "part"), [("1/1", (1, 1)), ("2/3", (2, 3))])
-def test_a_part_is_a_number_of_a_number(text: str, part: tuple[int, int]) -> None:
+def test_as_part_reads_number_of_number(text: str, part: tuple[int, int]) -> None:
     assert gpu_tests.as_part(text) == part
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/2/3", "a/b", "1/0"])
-def test_no_other_part_is_taken(text: str) -> None:
+def test_as_part_refuses_other_text(text: str) -> None:
     with pytest.raises(ValueError, match=text):
         gpu_tests.as_part(text)
 
 
 @pytest.mark.slow
-def test_a_python_without_cuda_is_refused_in_words() -> None:
+def test_make_test_gpu_without_cuda_is_refused() -> None:
     command = ["make", "test-gpu", f"PYTHON={sys.executable}", "JOBS=3", "PART=1/2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0

@@ -31,7 +31,7 @@ def modules_after(code: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_the_package_alone_imports_nothing_heavy() -> None:
+def test_import_holdfast_loads_nothing_heavy() -> None:
     assert modules_after("import holdfast").isdisjoint(HEAVY)
 
 
@@ -44,12 +44,12 @@ def test_help_imports_nothing_heavy() -> None:
     assert modules_after(HELP).isdisjoint(HEAVY)
 
 
-def test_a_plan_needs_no_torch() -> None:
+def test_plan_loads_no_torch() -> None:
     assert modules_after(PLAN).isdisjoint({"torch", "triton", "transformers", "tokenizers", "safetensors", "numpy"})
 
 
 @pytest.mark.parametrize(("code", "most"), [(PLAN, 1_600_000), (HELP, 300_000)], ids=["plan", "help"])
-def test_a_plan_and_help_come_in_a_moment(code: str, most: int) -> None:
+def test_plan_and_help_run_few_lines(code: str, most: int) -> None:
     """A quiet core of 2024 runs some four million lines a second, so that a plan takes about 0.4 s, and help 0.1 s."""
     assert num_lines_of_a_process(code) < most
 
@@ -75,11 +75,11 @@ sys.exit(failed)
     assert done.returncode == 0, f"need torch:\n{done.stderr}"
 
 
-def test_the_check_above_can_fail() -> None:
+def test_import_of_blocked_torch_fails() -> None:
     assert run("import sys; sys.modules['torch'] = None; import torch").returncode == 1
 
 
-def test_every_public_name_is_found_and_others_are_not() -> None:
+def test_public_names_resolve_and_others_raise() -> None:
     import holdfast
 
     assert set(holdfast.HOMES) | {"__version__"} == set(holdfast.__all__) == set(dir(holdfast))
@@ -110,7 +110,7 @@ def test_wrong_path_is_refused_before_heavy_imports(arguments: tuple[str, ...]) 
     assert modules_after(code).isdisjoint((*HEAVY, "safetensors", "huggingface_hub"))
 
 
-def test_a_program_with_a_wrong_path_waits_for_nothing_heavy() -> None:
+def test_llm_wrong_path_loads_nothing_heavy() -> None:
     code = (
         f"import holdfast\n    try:\n        holdfast.LLM(model={WRONG!r})\n        raise SystemError\n"
         "    except holdfast.HoldfastError:\n        pass"

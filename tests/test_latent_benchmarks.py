@@ -33,7 +33,7 @@ def scheduler_of(num_pages: int) -> Scheduler:
 
 
 @pytest.mark.parametrize(("num_tokens", "found"), [(65, 64), (64, 32), (96, 64)])
-def test_lent_contexts_are_found_to_the_last_block_before_the_last_token(num_tokens: int, found: int) -> None:
+def test_lend_pages_prefix_hit_reaches_last_block(num_tokens: int, found: int) -> None:
     scheduler = scheduler_of(100)
     prompts = [[number, *range(1, num_tokens)] for number in range(2)]
     lent_contexts.lend_pages(scheduler, prompts)
@@ -66,9 +66,7 @@ def planned(name: str) -> RunnerPlan:
 @pytest.mark.parametrize(
     ("name", "num_contexts", "ratios"), [("v4-flash", 64, (2, 15, 14)), ("v4-flash-1m", 4, (2, 16, 16))]
 )
-def test_lent_contexts_and_what_is_generated_behind_them_fit_the_plan(
-    name: str, num_contexts: int, ratios: tuple[int, ...]
-) -> None:
+def test_gpu_latent_contexts_and_output_fit_plan(name: str, num_contexts: int, ratios: tuple[int, ...]) -> None:
     case, plan = gpu_latent.CASES[name], planned(name)
     lent = case.contexts[-1] - 1
     longest = lent + 1 + max(*case.lengths, case.steady_tokens)
@@ -84,14 +82,14 @@ def test_lent_contexts_and_what_is_generated_behind_them_fit_the_plan(
     assert num_contexts * num_pages <= plan.memory.num_pages
 
 
-def test_a_step_reads_windows_chosen_entries_the_whole_index_and_all_entries_of_many() -> None:
+def test_seen_bytes_count_windows_entries_and_index() -> None:
     windows, fours, many = (gpu_groups.seen_bytes(planned("v4-flash").attention_specs[layer]) for layer in (1, 2, 3))
     assert windows == [(584, 128)]
     assert fours == [(584, 128), (584 / 4, 512 * 4), (132 / 4, None)]
     assert many == [(584, 128), (584 / 128, None)]
 
 
-def test_a_tiny_engine_with_entries_is_timed_behind_lent_contexts() -> None:
+def test_gpu_latent_tiny_engine_is_timed_on_lent_contexts() -> None:
     case = gpu_latent.TINY_CASES["v4-flash"]._replace(batches=(2,), lengths=(2, 4), steady_tokens=3, contexts=(257,))
     found = json.loads(json.dumps(gpu_groups.run_case(case, True, "cpu")))
     assert found["groups"][0]["name"] == "window of 24"

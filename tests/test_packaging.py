@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_package_and_licence_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     files = [path for path in (ROOT / "src" / "holdfast").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     inside = {name for name in names if ".dist-info/" not in name}
@@ -55,7 +55,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_wheel_imports_without_torch(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_imports_without_torch(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
         "import sys; sys.modules['torch'] = None; import holdfast; holdfast.SamplingParams(); print(holdfast.__file__)"
@@ -65,7 +65,7 @@ def test_the_wheel_imports_without_torch(wheel: Path, tmp_path: Path) -> None:
     assert done.stdout.startswith(str(tmp_path))
 
 
-def test_the_wheel_declares_the_core_dependencies(wheel: Path) -> None:
+def test_wheel_declares_core_dependencies(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
     metadata = archive.read(name).decode()

@@ -24,7 +24,7 @@ def test_qwen_scales_within_a_fifth_of_aiconfigurator() -> None:
             assert rates.fused / one.fused == expected
 
 
-def test_one_rank_is_what_was_measured() -> None:
+def test_qwen_rates_of_one_rank_are_those_measured() -> None:
     assert predict_ranks.qwen_rates(1, 1).fused == pytest.approx(63.141)
     assert predict_ranks.qwen_rates(128, 1).reduce == pytest.approx(4879.851)
 
@@ -37,7 +37,7 @@ def test_exact_costs_more_than_reduce_and_gains_over_one_rank(batch: int, size: 
     assert rates.reduce < size * one.reduce
 
 
-def test_without_exchanges_only_what_is_fixed_stays() -> None:
+def test_shared_seconds_without_exchange_keep_fixed_part() -> None:
     assert predict_ranks.shared_seconds(10.0, 2.0, 0.0, 4) == 4.0
     assert predict_ranks.shared_seconds(10.0, 2.0, 1.5, 4) == 5.5
 
@@ -64,20 +64,20 @@ def test_deepseek_on_its_own_shapes() -> None:
     assert alone == pytest.approx(model.top_k * model.expert_bytes / model.read_bytes_per_second)
 
 
-def test_the_all_to_all_lies_near_aiconfigurator() -> None:
+def test_all_to_all_lies_near_aiconfigurator() -> None:
     theirs = predict_ranks.AICONFIGURATOR["DeepSeek-V3, all-to-all"]
     for size, rate in theirs.items():
         assert predict_ranks.all_to_all(size).tokens_per_second == pytest.approx(rate, rel=0.2)
 
 
-def test_the_committed_record_is_what_the_script_says_and_says_that_it_never_ran() -> None:
+def test_predict_ranks_committed_record_matches_script() -> None:
     record = json.loads(RECORD.read_text())
     assert record["results"] == predict_ranks.results()
     assert "nothing of this record ran on several GPUs" in record["settings"]
     assert record["machine"] == "no machine"
 
 
-def test_a_record_is_written_to_the_given_path(
+def test_predict_ranks_writes_record_to_given_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["predict_ranks.py", "--out", str(tmp_path)])

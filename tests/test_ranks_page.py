@@ -26,7 +26,7 @@ def plan(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("label", SIZES)
-def test_the_table_of_plans_is_what_plan_says(label: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_page_table_matches_plan(label: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, *SIZES[label])
 
     def held(*owners: str) -> int:

@@ -46,7 +46,7 @@ def test_packages_for_any_machine_are_left_alone() -> None:
     assert check_no_cuda.cuda_packages(packages, {"triton"}) == []
 
 
-def test_a_plan_of_pip_is_read_with_what_it_requires(tmp_path: Path) -> None:
+def test_planned_packages_reads_pip_report_and_requirements(tmp_path: Path) -> None:
     requires = [
         "filelock",
         "nvidia-nccl-cu12==2.2; platform_system == 'Linux'",
@@ -79,13 +79,13 @@ def test_cuda_on_a_machine_with_a_gpu_is_welcome(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("version", [(2, 7, 18), (3, 6, 9), (3, 10, 14)], ids=str)
-def test_an_old_python_is_refused_in_one_line(version: tuple[int, int, int]) -> None:
+def test_check_python_old_version_is_refused(version: tuple[int, int, int]) -> None:
     words = check_python.complaint(version, has_venv=True)
     assert f"this is Python {version[0]}.{version[1]}" in words
     assert words.count(";") == 2
 
 
-def test_a_python_without_venv_is_refused_in_one_line() -> None:
+def test_check_python_without_venv_is_refused() -> None:
     assert "python3.12-venv" in check_python.complaint((3, 12, 1), has_venv=False)
     assert check_python.complaint((3, 11, 0), has_venv=True) == ""
 
@@ -101,7 +101,7 @@ def test_help_lists_every_target_that_a_person_types() -> None:
     assert all(re.search(rf"make {target}\s", shown) for target in phony.split()), shown
 
 
-def test_an_old_python_stops_the_set_up_before_anything_is_made(tmp_path: Path) -> None:
+def test_make_demo_old_python_stops_before_venv(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'error: too old' >&2\nexit 1\n")
     python.chmod(0o755)
@@ -111,7 +111,7 @@ def test_an_old_python_stops_the_set_up_before_anything_is_made(tmp_path: Path) 
     assert not (tmp_path / "venv").exists()
 
 
-def test_the_check_for_machines_is_the_command_for_people() -> None:
+def test_ci_run_script_ends_with_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     lines = script.read_text().splitlines()
@@ -147,7 +147,7 @@ def test_records_become_tables_newest_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", json.dumps({**RECORD, "results": []}), json.dumps({**RECORD, "machine": ""})]
 )
-def test_a_broken_record_is_named(tmp_path: Path, text: str) -> None:
+def test_doc_tables_broken_record_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "broken.json").write_text(text)
     with pytest.raises(SystemExit, match=r"broken\.json"):
         doc_tables.tables(tmp_path)
@@ -160,12 +160,12 @@ def test_documents_show_the_records_that_are_committed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", doc_tables.MAKERS)
-def test_every_section_stands_in_one_document(section: str) -> None:
+def test_doc_tables_section_stands_in_one_document(section: str) -> None:
     begin, _ = doc_tables.section_marks(section)
     assert sum(begin in path.read_text(encoding="utf-8") for path in doc_tables.DOCUMENTS) == 1
 
 
-def test_every_committed_record_has_a_section_of_the_documents() -> None:
+def test_doc_tables_committed_records_have_section() -> None:
     found = {json.loads(path.read_text()).get("section", "records") for path in doc_tables.RECORDS.glob("*.json")}
     assert found <= doc_tables.MAKERS.keys()
 
@@ -272,7 +272,7 @@ def test_speeds_of_both_weights_stand_side_by_side(tmp_path: Path) -> None:
     assert not any("as routed" in title for title in titles), "a column without a figure is left out"
 
 
-def test_a_scheme_is_shown_with_its_size(tmp_path: Path) -> None:
+def test_doc_tables_scheme_is_shown_with_size(tmp_path: Path) -> None:
     titles, scheme = shown_section(tmp_path, "weight-quality", QUALITY)
     assert dict(zip(titles, scheme, strict=True)) == {
         "": "mxfp4",
@@ -283,7 +283,7 @@ def test_a_scheme_is_shown_with_its_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", doc_tables.SECTIONS)
-def test_a_section_without_a_record_says_so(tmp_path: Path, section: str) -> None:
+def test_section_tables_without_record_say_so(tmp_path: Path, section: str) -> None:
     assert doc_tables.section_tables(tmp_path, section) == doc_tables.NO_RECORD
     begin, end = doc_tables.section_marks(section)
     document = f"{begin}\nold\n{end}\n"
@@ -338,7 +338,7 @@ CASES = ("--cases", "plans/OPT-125m, h200, as it is", "--cases", "numbers/llama,
 
 
 @pytest.mark.slow
-def test_a_tree_is_equal_to_itself_up_to_where_it_is_a_bit_off(tmp_path: Path, capsys) -> None:
+def test_compare_commits_finds_planted_difference(tmp_path: Path, capsys) -> None:
     shutil.copytree(ROOT / "src", tmp_path / "src")
     package = tmp_path / "src" / "holdfast" / "__init__.py"
     package.write_text(package.read_text() + PLANTED)
@@ -354,7 +354,7 @@ def test_a_tree_is_equal_to_itself_up_to_where_it_is_a_bit_off(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_pair_of_family_scheme_and_format_is_probed(device: str) -> None:
+def test_probe_numbers_covers_pairs_of_family_scheme_and_format(device: str) -> None:
     cases = probe_numbers.list_cases(device)
     assert len({case.name for case in cases}) == len(cases)
     probed = {(case.model, case.options.get("quantization"), case.options.get("kv_cache_dtype")) for case in cases}
@@ -385,7 +385,7 @@ def test_parts_are_all_cases_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0x1p+0", "-0x1p+0", ("", "'0x1p+0'", "'-0x1p+0'")),
     ],
 )
-def test_the_first_difference_has_its_place(old: object, new: object, place: tuple[str, str, str] | None) -> None:
+def test_first_difference_gives_its_place(old: object, new: object, place: tuple[str, str, str] | None) -> None:
     assert compare_commits.first_difference(old, new) == place
 
 
@@ -397,12 +397,12 @@ def test_without_sentences_keeps_numbers_keys_and_names() -> None:
     }
 
 
-def test_a_case_that_only_one_tree_has_is_a_difference() -> None:
+def test_differences_list_case_of_one_tree() -> None:
     found = compare_commits.differences({"a": {}, "b": {}}, {"b": {}, "c": {}})
     assert [(one.case, one.old, one.new) for one in found] == [("a", "there", "(nothing)"), ("c", "(nothing)", "there")]
 
 
-def test_what_fails_alike_in_both_trees_is_not_the_same(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_compare_reports_case_failing_in_both_trees(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def raising() -> dict[str, object]:
         raise ZeroDivisionError("by chance")
 
@@ -413,7 +413,7 @@ def test_what_fails_alike_in_both_trees_is_not_the_same(monkeypatch: pytest.Monk
     assert "failed: numbers/a\n  ZeroDivisionError: by chance" in capsys.readouterr().out
 
 
-def test_the_package_of_another_tree_is_no_answer(tmp_path: Path) -> None:
+def test_merged_refuses_package_of_another_tree(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="was probed in place of"):
         compare_commits.merged([{"package": "/elsewhere/src/holdfast/__init__.py"}], tmp_path)
 
@@ -434,12 +434,12 @@ def test_speeds_are_medians_of_rounds_in_turn(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("text", ["", "0/2", "3/2", "1", "1/0", "-1/2"])
-def test_a_part_that_is_none_is_refused(text: str) -> None:
+def test_parse_part_refuses_malformed_text(text: str) -> None:
     with pytest.raises(Exception, match="a part is written"):
         probe_numbers.parse_part(text)
 
 
-def test_every_paragraph_has_checks_that_can_fail() -> None:
+def test_home_table_paragraphs_have_checks_that_can_fail() -> None:
     assert {check.paragraph for check in home_table.CHECKS} == set(home_table.PARAGRAPHS)
     said = [(check.paragraph, check.says) for check in home_table.CHECKS]
     assert len(set(said)) == len(said), "a promise stands twice"
@@ -476,7 +476,7 @@ def test_wrong_command_is_explained(ended: check_at_home.Ended, words: str) -> N
     assert bool(wrong) == bool(words)
 
 
-def test_a_command_runs_once_and_transcripts_name_no_place(tmp_path: Path) -> None:
+def test_home_runs_command_once_and_transcripts_hide_paths(tmp_path: Path) -> None:
     home = check_at_home.Home(tmp_path)
     first = home.run("date +%s%N; pwd", 20)
     assert home.run("date +%s%N; pwd", 20) is first
@@ -487,7 +487,7 @@ def test_a_command_runs_once_and_transcripts_name_no_place(tmp_path: Path) -> No
     assert all(len(line) <= 80 for line in check_at_home.wrapped("word " * 100))
 
 
-def test_a_gguf_file_is_copied_byte_for_byte(tmp_path: Path) -> None:
+def test_write_raw_copies_gguf_byte_for_byte(tmp_path: Path) -> None:
     tensors = [
         home_files.RawTensor(name, 1, (8).to_bytes(8, "little") + bytes(4), bytes(range(32)))
         for name in (b"token_embd.weight", b"output_norm.weight")

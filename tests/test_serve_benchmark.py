@@ -30,7 +30,7 @@ def test_rows_of_a_comparison() -> None:
     assert serve.comparison_rows(1, rounds)[0]["measure"] == "output, 1 client"
 
 
-def test_what_the_server_costs() -> None:
+def test_cost_row_has_cost_of_server() -> None:
     row = serve.cost_row([figures(11.0, 1.0, 0.5), figures(12.0, 1.0, 1.0)], [10.0, 10.0], [(10.5, 10.0), (10.7, 10.0)])
     assert row["values"] == {
         "client's CPU time taken off": pytest.approx(7.5),
@@ -41,7 +41,7 @@ def test_what_the_server_costs() -> None:
     }
 
 
-def test_a_round_has_its_own_prompts() -> None:
+def test_serve_load_rounds_have_distinct_prompts() -> None:
     one, two = (serve.load(serve.Shape(), 8, Fit(), seed) for seed in (1, 2))
     assert len(one) == 8
     assert not {str(work.messages) for work in one} & {str(work.messages) for work in two}

@@ -81,7 +81,7 @@ def test_heads_that_are_odd_do_no_harm() -> None:
         vllm_pages.quantized_keys(heads(2, 96), 4)
 
 
-def test_the_ends_of_a_model_stay_as_they_are() -> None:
+def test_exact_layers_are_ends_of_model() -> None:
     own = FORMATS["turboquant_4bit_nc"]
     assert own.exact_layers(30) == {0, 1, 28, 29}
     assert own.note(30) == "layers 0,1,28,29 in half precision"
@@ -121,7 +121,7 @@ def record(six_layers: Path, tmp_path_factory) -> dict:
 
 
 @pytest.mark.slow
-def test_both_are_measured_in_one_run(record: dict) -> None:
+def test_kv_quality_measures_ours_and_vllm_in_one_run(record: dict) -> None:
     by_name = {result["measure"]: result for result in record["results"]}
     assert record["results"][0]["measure"] == "float32"
     for name in FORMATS:
@@ -137,7 +137,7 @@ def test_both_are_measured_in_one_run(record: dict) -> None:
 
 
 @pytest.mark.slow
-def test_every_format_has_a_verdict(record: dict) -> None:
+def test_kv_quality_record_has_verdict_per_format(record: dict) -> None:
     found = {row["format"]: row for row in record["against_vllm"]}
     assert found.keys() == FORMATS.keys()
     by_name = {result["measure"]: result for result in record["results"]}
@@ -150,7 +150,7 @@ def test_every_format_has_a_verdict(record: dict) -> None:
         )
 
 
-def test_a_perfect_rival_is_no_division_by_zero() -> None:
+def test_verdicts_without_divergence_have_no_ratio() -> None:
     from cli.eval_qualities import quality
 
     perfect = [quality("fp8", 10.0, mean_kl=0.1), quality(f"fp8, {kv_quality.AS_VLLM}", 10.0)]

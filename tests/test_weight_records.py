@@ -15,7 +15,7 @@ weight_quality = import_module("weight_quality")
 
 
 @pytest.mark.slow
-def test_a_small_run_leaves_a_record_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_quality_tiny_run_writes_record_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(tmp_path / "model", intermediate_size=128)
     text, out = tmp_path / "text.txt", tmp_path / "records"
     text.write_text("It is not known who first thought of it, but there it was. " * 20)

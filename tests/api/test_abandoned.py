@@ -70,7 +70,7 @@ def leave_all(cases: list[Case]) -> list[int]:
     return asyncio.run(run())
 
 
-def test_a_sample_of_readers_that_go() -> None:
+def test_abandoned_requests_free_pages_in_time_for_a_sample() -> None:
     assert len(SAMPLE) >= 40
     assert {case.kind for case in SAMPLE} == set(MOST_STEPS)
     assert max(leave_all(SAMPLE)) <= MOST_STEPS_LATER
@@ -78,6 +78,6 @@ def test_a_sample_of_readers_that_go() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MOST_STEPS)
-def test_readers_that_go_at_every_token(kind: str) -> None:
+def test_abandoned_requests_free_pages_in_time_at_each_token(kind: str) -> None:
     assert len(CASES) >= 600
     assert max(leave_all([case for case in CASES if case.kind == kind])) <= MOST_STEPS_LATER

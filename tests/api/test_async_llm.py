@@ -56,7 +56,7 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen")
 
 
-def test_outputs_grow_and_the_last_is_finished():
+def test_async_llm_outputs_grow_and_the_last_is_finished():
     async def work(llm, engine):
         outputs = [output async for output in llm.generate("Hello", PARAMS, "mine")]
         assert answer_of(outputs[-1]) == solo("Hello", PARAMS)
@@ -83,7 +83,7 @@ def test_chat_and_streams():
     run(work)
 
 
-def test_a_hundred_requests_run_as_one_batch():
+def test_async_llm_100_requests_run_as_one_batch():
     async def work(llm, engine):
         gate = Gate(engine)
         prompts = [f"request {number}" for number in range(100)]
@@ -99,7 +99,7 @@ def test_a_hundred_requests_run_as_one_batch():
     run(work, max_num_seqs=128, max_num_batched_tokens=2048, num_pages=1000, max_queue=128)
 
 
-def test_a_hundred_requests_in_little_memory():
+def test_async_llm_100_requests_preempt_in_little_memory():
     async def work(llm, engine):
         params = SamplingParams(temperature=0.9, seed=3, max_tokens=30)
         prompts = [f"request {number}" for number in range(100)]
@@ -113,7 +113,7 @@ def test_a_hundred_requests_in_little_memory():
 @pytest.mark.each_value
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel", "exception", "drop"])
 @pytest.mark.parametrize("num_read", [1, 3])
-def test_a_reader_that_goes_takes_its_request_along_within_a_step(how, num_read):
+def test_async_llm_leaving_reader_aborts_within_a_step(how, num_read):
     async def work(llm, engine):
         neighbour = asyncio.create_task(last(llm.generate("neighbour", LONG)))
         gate = Gate(engine)
@@ -153,7 +153,7 @@ def test_a_reader_that_goes_takes_its_request_along_within_a_step(how, num_read)
     run(work)
 
 
-def test_cancelling_before_the_first_token():
+def test_async_llm_cancel_before_the_first_token_frees_all():
     async def work(llm, engine):
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(llm.generate(f"task {number}", LONG))) for number in range(20)]
@@ -171,7 +171,7 @@ def test_cancelling_before_the_first_token():
     run(work)
 
 
-def test_a_slow_reader_misses_nothing_and_queues_nothing():
+def test_async_llm_slow_reader_gets_missed_tokens_at_once():
     async def work(llm, engine):
         outputs = llm.generate("slow", LONG)
         seen = [await anext(outputs)]
@@ -183,7 +183,7 @@ def test_a_slow_reader_misses_nothing_and_queues_nothing():
     run(work)
 
 
-def test_a_slow_reader_holds_up_none():
+def test_async_llm_slow_reader_does_not_delay_others():
     async def work(llm, engine):
         slow = llm.generate("slow", LONG)
         await anext(slow)
@@ -193,7 +193,7 @@ def test_a_slow_reader_holds_up_none():
     run(work)
 
 
-def test_refusals_are_exceptions_of_the_reader():
+def test_async_llm_refused_request_raises_in_its_reader():
     async def work(llm, engine):
         with raises_code("request.prompt_empty", PromptError):
             await last(llm.generate("", PARAMS))
@@ -213,7 +213,7 @@ def test_refusals_are_exceptions_of_the_reader():
     run(work, max_queue=3)
 
 
-def test_a_full_queue_is_an_exception_of_the_reader():
+def test_async_llm_full_queue_raises_queue_full_error():
     async def work(llm, engine):
         gate = Gate(engine)
         first = asyncio.create_task(last(llm.generate("first", PARAMS)))
@@ -227,7 +227,7 @@ def test_a_full_queue_is_an_exception_of_the_reader():
     run(work, max_queue=3, max_num_seqs=1)
 
 
-def test_abort_by_name():
+def test_async_llm_abort_by_request_id():
     async def work(llm, engine):
         gate = Gate(engine)
         task = asyncio.create_task(last(llm.generate("x", LONG, "name")))
@@ -241,7 +241,7 @@ def test_abort_by_name():
     run(work)
 
 
-def test_a_request_that_fails_is_an_output_with_an_error():
+def test_async_llm_failed_request_is_an_output_with_error():
     async def work(llm, engine):
         execute = engine.runner.execute
 
@@ -261,7 +261,7 @@ def test_a_request_that_fails_is_an_output_with_an_error():
     run(work)
 
 
-def test_an_engine_that_dies_is_an_exception_of_every_reader():
+def test_async_llm_dead_engine_raises_for_every_reader():
     async def work(llm, engine):
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(llm.generate(f"task {number}", LONG))) for number in range(10)]
@@ -282,7 +282,7 @@ def test_an_engine_that_dies_is_an_exception_of_every_reader():
     run(work)
 
 
-def test_drain_answers_what_there_is():
+def test_async_llm_drain_finishes_running_requests():
     async def work(llm, engine):
         gate = Gate(engine)
         task = asyncio.create_task(last(llm.generate("x", PARAMS)))
@@ -300,7 +300,7 @@ def test_drain_answers_what_there_is():
     run(work)
 
 
-def test_shutdown_gives_every_reader_an_end():
+def test_async_llm_shutdown_ends_every_reader():
     async def work(llm, engine):
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(llm.generate(f"task {number}", LONG))) for number in range(5)]
@@ -315,7 +315,7 @@ def test_shutdown_gives_every_reader_an_end():
     run(work)
 
 
-def test_shutdown_while_prompts_are_tokenized_is_no_cancellation():
+def test_async_llm_shutdown_while_tokenizing_is_no_cancellation():
     async def work(llm, engine):
         proceed = threading.Event()
         prepare = engine.prepare
@@ -336,7 +336,7 @@ def test_shutdown_while_prompts_are_tokenized_is_no_cancellation():
     run(work)
 
 
-def test_several_loops_one_after_the_other():
+def test_async_llm_runs_in_several_loops_in_turn():
     llm = AsyncLLM.from_engine(make_engine())
     for number in range(3):
         prompt = f"loop {number}"
@@ -344,7 +344,7 @@ def test_several_loops_one_after_the_other():
     llm.shutdown()
 
 
-def test_a_dropped_llm_ends_its_thread():
+def test_async_llm_dropped_ends_its_thread():
     before = threading.active_count()
     llm = AsyncLLM.from_engine(make_engine())
     asyncio.run(last(llm.generate("x", PARAMS)))
@@ -358,7 +358,7 @@ def test_a_dropped_llm_ends_its_thread():
     assert threading.active_count() <= before
 
 
-def test_a_program_that_forgets_to_shut_down_ends():
+def test_async_llm_without_shutdown_lets_the_program_exit():
     code = f"""
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -374,7 +374,7 @@ asyncio.run(work())
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
 
 
-def test_what_else_there_is_to_see():
+def test_async_llm_exposes_tokenizer_memory_and_stats():
     async def work(llm, engine):
         assert llm.tokenizer is engine.tokenizer
         assert llm.memory is ACCOUNT
@@ -390,7 +390,7 @@ def test_what_else_there_is_to_see():
     run(work, generation=GenerationDefaults(temperature=0.6), memory=ACCOUNT)
 
 
-def test_requests_are_numbered_in_the_order_in_which_they_came():
+def test_async_llm_unseeded_requests_repeat_in_another_run():
     """Unseeded requests repeat when the same program runs again."""
 
     async def work(llm, engine):

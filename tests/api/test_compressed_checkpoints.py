@@ -37,7 +37,7 @@ def written(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tenso
     "config",
     [pytest.param(FLASH, id="MXFP4 experts"), pytest.param(BASE, id="fp8 experts", marks=pytest.mark.slow)],
 )
-def test_what_is_shipped_runs_in_the_bytes_that_were_planned(config: dict[str, Any], tmp_path: Path) -> None:
+def test_llm_deepseek_v4_checkpoint_holds_planned_bytes(config: dict[str, Any], tmp_path: Path) -> None:
     folder = written(tmp_path / "m", config, with_drafts(stored_as(config, tensors_of(config))))
     llm = opened(folder, device="cpu")
     found = answers(llm)
@@ -48,7 +48,7 @@ def test_what_is_shipped_runs_in_the_bytes_that_were_planned(config: dict[str, A
         assert owner.partition("/")[0] != "weights" or row.held_bytes == row.planned_bytes, owner
 
 
-def test_experts_in_mxfp4_answer_as_their_numbers_do(tmp_path: Path) -> None:
+def test_llm_mxfp4_experts_match_their_dequantized_values(tmp_path: Path) -> None:
     """Other matrices are plain here: those in fp8 would take their inputs as e4m3."""
     stored = stored_as(FLASH, tensors_of(FLASH))
     plain = {name: numbers(stored, name) for name in stored if not name.endswith(".scale")}
@@ -59,7 +59,7 @@ def test_experts_in_mxfp4_answer_as_their_numbers_do(tmp_path: Path) -> None:
     assert answers(opened(coded, device="cpu")) == answers(opened(same, device="cpu"))
 
 
-def test_a_table_with_an_unknown_expert_stops_the_engine_in_words(tmp_path: Path) -> None:
+def test_llm_hash_table_with_unknown_expert_is_refused(tmp_path: Path) -> None:
     tensors = tensors_of(CONFIG)
     tensors["layers.0.ffn.gate.tid2eid"][7, 0] = 3
     folder = written(tmp_path / "m", CONFIG, tensors)

@@ -47,7 +47,7 @@ def answer(theirs: Any, prompt: list[int], num_tokens: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_text_and_chat_begin_with_one_bos(folder) -> None:
+def test_llm_gemma3_prompts_begin_with_one_bos(folder) -> None:
     path, theirs = folder
     llm, native = LLM(model=str(path), **OPTIONS), gemma()
     said, chatted = llm.generate("hello world", GREEDY)[0], llm.chat(CHAT, GREEDY)[0]
@@ -62,7 +62,7 @@ def test_text_and_chat_begin_with_one_bos(folder) -> None:
     llm.shutdown()
 
 
-def test_a_stream_writes_what_the_whole_answer_is(folder) -> None:
+def test_llm_gemma3_stream_adds_up_to_the_answer(folder) -> None:
     """Spaces at the start of a token are part of the text, also of the first one."""
     llm = LLM(model=str(folder[0]), **OPTIONS)
     whole = llm.generate("hello", GREEDY)[0].outputs[0].text
@@ -72,7 +72,7 @@ def test_a_stream_writes_what_the_whole_answer_is(folder) -> None:
     llm.shutdown()
 
 
-def test_both_ends_stop_an_answer(folder) -> None:
+def test_llm_gemma3_both_end_tokens_stop_an_answer(folder) -> None:
     llm = LLM(model=str(folder[0]), **OPTIONS)
     for end in (1, gemma().token_to_id("<end_of_turn>") or 0):
         biased = SamplingParams(temperature=0.0, max_tokens=9, logit_bias={end: 100.0})

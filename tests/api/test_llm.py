@@ -34,7 +34,7 @@ def make_llm(**options) -> LLM:
     return LLM.from_engine(make_engine(**options))
 
 
-def test_one_prompt_is_a_list_of_one():
+def test_generate_one_prompt_returns_a_list_of_one():
     (output,) = make_llm().generate("Hello", PARAMS)
     assert answer_of(output) == solo("Hello", PARAMS)
     assert (output.prompt, output.prompt_token_ids, output.finished) == ("Hello", list(b"Hello"), True)
@@ -42,7 +42,7 @@ def test_one_prompt_is_a_list_of_one():
     assert output.metrics.total_seconds > 0
 
 
-def test_every_kind_of_prompt():
+def test_generate_takes_each_form_of_prompt():
     ids = list(b"Hello")
     prompts = ["Hello", {"prompt": "Hello"}, {"prompt_token_ids": ids}, {"prompt_token_ids": ids, "prompt": "label"}]
     outputs = make_llm().generate(prompts, PARAMS)
@@ -51,12 +51,12 @@ def test_every_kind_of_prompt():
     assert make_llm().generate({"prompt_token_ids": ids}, PARAMS)[0].outputs[0].text == solo("Hello", PARAMS)[1]
 
 
-def test_no_prompts_are_no_outputs():
+def test_generate_without_prompts_is_empty():
     assert make_llm().generate([], PARAMS) == []
 
 
 @pytest.mark.parametrize("max_queue", [3, 5, 400])
-def test_outputs_are_in_order_and_more_prompts_than_the_queue_holds_are_fed(max_queue):
+def test_generate_more_prompts_than_the_queue_keeps_order(max_queue):
     llm = make_llm(max_queue=max_queue, max_num_seqs=2)
     prompts = [f"number {number}" for number in range(30)]
     params = [SamplingParams(temperature=0.0, max_tokens=number % 5 + 1, n=number % 3 + 1) for number in range(30)]
@@ -68,7 +68,7 @@ def test_outputs_are_in_order_and_more_prompts_than_the_queue_holds_are_fed(max_
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_a_person_sees_how_far_it_is(monkeypatch, progress):
+def test_generate_progress_shows_a_bar_on_a_terminal(monkeypatch, progress):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -79,12 +79,12 @@ def test_a_person_sees_how_far_it_is(monkeypatch, progress):
     assert ("est. speed input" in terminal.getvalue()) is progress
 
 
-def test_default_params_fill_the_context():
+def test_generate_without_max_tokens_fills_the_context():
     (output,) = make_llm(max_model_len=20).generate("Hello")
     assert len(output.outputs[0].token_ids) == 15
 
 
-def test_names_of_another_engine_are_understood():
+def test_generate_takes_sampling_params_and_use_tqdm():
     llm = make_llm()
     assert (
         llm.generate("Hello", sampling_params=PARAMS, use_tqdm=False)[0].outputs
@@ -162,7 +162,7 @@ def test_generate_wrong_argument_raises_before_anything_runs(prompts, params, er
     assert_at_rest(llm.engine)
 
 
-def test_chat():
+def test_chat_renders_the_template_and_answers():
     llm = make_llm()
     (output,) = llm.chat(MESSAGES, PARAMS)
     assert output.prompt == "user: Hi\nassistant: "
@@ -178,14 +178,14 @@ def test_chat():
 @pytest.mark.parametrize(
     "messages", [[], "Hi", None, [[]], [MESSAGES, []], [MESSAGES, "Hi"], {"role": "user"}], ids=repr
 )
-def test_what_is_no_chat(messages):
+def test_chat_invalid_messages_are_refused(messages):
     llm = make_llm()
     with pytest.raises(PromptError):
         llm.chat(messages, PARAMS)
     assert llm.engine.runner.steps == []
 
 
-def test_a_stream_is_the_answer_in_pieces():
+def test_stream_deltas_add_up_to_the_answer():
     llm = make_llm()
     deltas = list(llm.stream("Hello", PARAMS))
     assert (tokens_of(deltas), text_of(deltas)) == solo("Hello", PARAMS)
@@ -196,7 +196,7 @@ def test_a_stream_is_the_answer_in_pieces():
     assert_at_rest(llm.engine)
 
 
-def test_a_stream_of_several_completions():
+def test_stream_several_completions_match_generate():
     params = SamplingParams(n=3, seed=5, max_tokens=4)
     llm = make_llm()
     deltas = list(llm.stream("Hello", params))
@@ -206,7 +206,7 @@ def test_a_stream_of_several_completions():
         assert (tokens_of(own), text_of(own)) == answer_of(output, index)
 
 
-def test_a_wrong_stream_raises_at_once():
+def test_stream_invalid_request_raises_at_once():
     llm = make_llm()
     with pytest.raises(PromptError):
         llm.stream("", PARAMS)
@@ -215,7 +215,7 @@ def test_a_wrong_stream_raises_at_once():
 
 
 @pytest.mark.parametrize("num_read", range(9))
-def test_a_stream_that_is_left_is_aborted(num_read):
+def test_stream_closed_early_aborts_its_request(num_read):
     llm = make_llm()
     stream = llm.stream("Hello", PARAMS)
     for _ in range(num_read):
@@ -228,7 +228,7 @@ def test_a_stream_that_is_left_is_aborted(num_read):
     assert_at_rest(llm.engine)
 
 
-def test_a_stream_that_never_starts_costs_nothing():
+def test_stream_never_started_adds_no_request():
     llm = make_llm()
     stream = llm.stream("Hello", PARAMS)
     assert llm.engine.stats().num_requests == 0
@@ -236,7 +236,7 @@ def test_a_stream_that_never_starts_costs_nothing():
     assert_at_rest(llm.engine)
 
 
-def test_streams_and_batches_may_alternate():
+def test_stream_and_generate_may_alternate():
     llm = make_llm()
     one, two = llm.stream("one", PARAMS), llm.stream("two", PARAMS)
     heard = [[next(one)], [next(two)], [next(one)]]
@@ -249,7 +249,7 @@ def test_streams_and_batches_may_alternate():
     assert_at_rest(llm.engine)
 
 
-def test_a_stream_waits_for_room_in_the_queue():
+def test_stream_waits_for_room_in_the_queue():
     llm = make_llm(max_queue=1, max_num_seqs=1)
     one, two, three = (llm.stream(prompt, PARAMS) for prompt in ("one", "two", "three"))
     first = [next(one)]
@@ -260,7 +260,7 @@ def test_a_stream_waits_for_room_in_the_queue():
 
 
 @pytest.mark.parametrize("k", [0, 1, 7, 20])
-def test_ctrl_c_aborts_the_requests_of_the_call_and_comes_through(k):
+def test_generate_ctrl_c_aborts_only_its_own_requests(k):
     llm = make_llm(max_queue=4, max_num_seqs=2)
     stream = llm.stream("stream", PARAMS)
     heard = [next(stream)]
@@ -275,7 +275,7 @@ def test_ctrl_c_aborts_the_requests_of_the_call_and_comes_through(k):
     assert answer_of(llm.generate("after", PARAMS)[0]) == solo("after", PARAMS)
 
 
-def test_a_request_that_fails_is_an_output_with_an_error():
+def test_generate_failed_request_is_an_output_with_error():
     llm = make_llm()
     token_text = llm.tokenizer.token_text
     try:
@@ -288,7 +288,7 @@ def test_a_request_that_fails_is_an_output_with_an_error():
     assert "ZeroDivisionError" in bad.error
 
 
-def test_an_engine_that_dies_is_an_exception():
+def test_llm_dead_engine_raises_in_each_call():
     llm = make_llm()
     stream = llm.stream("stream", PARAMS)
     next(stream)
@@ -306,7 +306,7 @@ def test_an_engine_that_dies_is_an_exception():
 
 
 @pytest.mark.parametrize("how", ["generate", "stream"])
-def test_a_death_in_the_turn_of_another_thread_is_an_exception_too(how, monkeypatch):
+def test_llm_engine_death_in_another_thread_raises(how, monkeypatch):
     llm = make_llm()
     engine, pump = llm.engine, Driver.pump
 
@@ -325,7 +325,7 @@ def test_a_death_in_the_turn_of_another_thread_is_an_exception_too(how, monkeypa
         llm.generate(["a", "b"], PARAMS) if how == "generate" else next(llm.stream("a", PARAMS))
 
 
-def test_shutdown_aborts_and_lets_go():
+def test_llm_shutdown_aborts_and_frees_the_engine():
     llm = make_llm()
     engine = llm.engine
     stream = llm.stream("stream", PARAMS)
@@ -340,7 +340,7 @@ def test_shutdown_aborts_and_lets_go():
             call()
 
 
-def test_what_else_there_is_to_see():
+def test_llm_exposes_tokenizer_memory_and_stats():
     account = MemoryReport((), 0, "none", 1, 1, 1)
     llm = make_llm(generation=GenerationDefaults(temperature=0.6, top_k=20), memory=account)
     assert llm.memory is account
@@ -353,7 +353,7 @@ def test_what_else_there_is_to_see():
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_the_signature_is_a_model_and_the_shared_options(kind):
+def test_llm_signature_is_model_and_engine_options(kind):
     parameters = inspect.signature(kind).parameters
     assert list(parameters) == ["model", "on_progress", "options"]
     assert (parameters["model"].kind, parameters["model"].default) == (inspect.Parameter.POSITIONAL_OR_KEYWORD, None)
@@ -369,7 +369,7 @@ def test_the_signature_is_a_model_and_the_shared_options(kind):
         ({"seed": False}, "value.not_integer", "seed"),
     ],
 )
-def test_wrong_options_are_refused_before_a_model_is_touched(kind, options, code, words, built):
+def test_llm_wrong_options_are_refused_before_opening(kind, options, code, words, built):
     with raises_code(code, ConfigError) as caught:
         kind("some/model", **options)
     assert words in str(caught.value)
@@ -394,7 +394,7 @@ def built(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_options_reach_the_builder(kind, built):
+def test_llm_options_reach_the_builder(kind, built):
     seen = []
     llm = kind(
         "some/model", max_model_len=64, gpu_memory_utilization=0.5, on_progress=lambda *counts: seen.append(counts)
@@ -412,19 +412,19 @@ def test_options_reach_the_builder(kind, built):
     assert len(built) == 2
 
 
-def test_opening_the_module_imports_no_torch():
+def test_llm_module_imports_no_torch():
     code = "import sys, holdfast.api.llm, holdfast.api.async_llm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_options_are_the_fields_of_the_config_and_other_names_of_them():
+def test_engine_options_are_config_fields_and_aliases():
     fields = get_type_hints(EngineConfig)
     others = {alias: fields[name] for alias, name in ALIASES.items()}
     others["speculative_config"] = Mapping[str, object] | None  # vLLM gives a dict where ours is a word
     assert get_type_hints(EngineOptions) == {name: kind for name, kind in fields.items() if name != "model"} | others
 
 
-def test_the_makers_advice():
+def test_sampling_params_from_generation_defaults():
     advice = GenerationDefaults(eos_token_ids=(1,), temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
     expected = SamplingParams(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
     assert sampling_params_from(advice) == expected
@@ -432,7 +432,7 @@ def test_the_makers_advice():
     assert sampling_params_from(GenerationDefaults(temperature=0.0)).is_greedy
 
 
-def test_bad_advice_is_the_models_fault():
+def test_sampling_params_from_bad_defaults_is_a_model_error():
     with pytest.raises(ModelFormatError, match="temperature"):
         sampling_params_from(GenerationDefaults(temperature=float("nan")))
 
@@ -451,7 +451,7 @@ def watch(monkeypatch) -> Terminal:
     return stream
 
 
-def test_a_person_sees_prompts_and_tokens_per_second(monkeypatch):
+def test_generation_bar_shows_prompts_and_speed(monkeypatch):
     terminal = watch(monkeypatch)
     with GenerationBar(3, wanted=True) as bar:
         for number in range(4):
@@ -463,7 +463,7 @@ def test_a_person_sees_prompts_and_tokens_per_second(monkeypatch):
     assert "output: " in shown
 
 
-def test_a_person_sees_bytes_while_loading(monkeypatch):
+def test_loading_bar_shows_bytes(monkeypatch):
     terminal = watch(monkeypatch)
     with LoadingBar() as bar:
         bar(0, 2**20)
@@ -474,7 +474,7 @@ def test_a_person_sees_bytes_while_loading(monkeypatch):
     assert "0.5/1.0 MiB" in shown
 
 
-def test_a_person_sees_what_is_compiled_and_where_it_is_kept(monkeypatch):
+def test_preparing_bar_shows_what_compiles_and_its_folder(monkeypatch):
     terminal = watch(monkeypatch)
     with LoadingBar() as loading, PreparingBar() as bar:
         assert terminal.getvalue() == "", "nothing was compiled yet"
@@ -486,7 +486,7 @@ def test_a_person_sees_what_is_compiled_and_where_it_is_kept(monkeypatch):
         assert words in shown
 
 
-def test_none_sees_anything_when_it_is_not_wanted(monkeypatch):
+def test_generation_bar_unwanted_writes_nothing(monkeypatch):
     terminal = watch(monkeypatch)
     with GenerationBar(3, wanted=False) as bar:
         bar.count(3, 1, 1)
@@ -494,7 +494,7 @@ def test_none_sees_anything_when_it_is_not_wanted(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), None], ids=["a pipe", "no stderr"])
-def test_a_program_sees_nothing(monkeypatch, stream):
+def test_bars_write_nothing_without_a_terminal(monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream)
     assert not is_watched()
     with GenerationBar(3, wanted=True) as bar, LoadingBar() as loading, PreparingBar() as preparing:

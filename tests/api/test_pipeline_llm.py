@@ -27,7 +27,7 @@ def model(tmp_path_factory) -> str:
     return str(make_model(tmp_path_factory.mktemp("stages") / "tiny", num_hidden_layers=4))
 
 
-def test_three_stages_answer_as_one_process(model):
+def test_llm_three_stages_match_one_process(model):
     with LLM(model, **OPTIONS) as llm:
         alone = answers(llm)
     with LLM(model, pipeline_parallel_size=3, **OPTIONS) as llm:
@@ -40,7 +40,7 @@ def test_three_stages_answer_as_one_process(model):
     assert all(map(is_gone, pids))
 
 
-def test_two_stages_with_turboquant_and_proposals(model):
+def test_llm_two_stages_with_turboquant_and_drafts_match_one(model):
     options = OPTIONS | {"kv_cache_dtype": "turboquant_k8v4", "speculative": "ngram:3"}
     with LLM(model, **options) as llm:
         expected = answers(llm)
@@ -48,7 +48,7 @@ def test_two_stages_with_turboquant_and_proposals(model):
         assert answers(llm) == expected
 
 
-def test_stages_pad_steps_to_sizes_that_all_of_them_have_left(model, monkeypatch):
+def test_llm_stages_pad_steps_to_their_common_sizes(model, monkeypatch):
     """As GPUs find them by comparing products; each rank finds others here."""
     options: dict[str, Any] = OPTIONS | {"max_num_batched_tokens": 72}
     with LLM(model, **options) as llm:
@@ -67,7 +67,7 @@ def test_stages_pad_steps_to_sizes_that_all_of_them_have_left(model, monkeypatch
         assert answers(llm) == alone
 
 
-def test_what_steps_in_flight_bring_to_none_is_dropped(model):
+def test_llm_pipeline_drops_results_of_closed_streams(model):
     """A stream is left with a step in every stage; what follows is answered as if no caller had been there."""
     with LLM(model, **OPTIONS) as llm:
         alone = answers(llm)
@@ -82,7 +82,7 @@ def test_what_steps_in_flight_bring_to_none_is_dropped(model):
 
 @pytest.mark.parametrize("rank", [1, 2], ids=["the middle", "the last"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stage_that_dies_ends_all_with_an_error(model, how, rank):
+def test_llm_dead_stage_raises_and_ends_all_stages(model, how, rank):
     llm = LLM(model, pipeline_parallel_size=3, **OPTIONS)
     stream = llm.stream(PROMPTS[0], LONG)
     next(stream)

@@ -176,14 +176,14 @@ def check_all(case: Case, number: int, ways: Mapping[str, Way]) -> Counter[str]:
     return total
 
 
-def test_answers_are_the_same_in_every_way(case: Case) -> None:
+def test_schedules_sampled_match_in_every_way_of_running(case: Case) -> None:
     seen = check_all(case, SAMPLED, {name: WAYS[name] for name in AT_ONCE[case.name]})
     for kind in ("stop", "length", "abort", "accepted", "rows that wait", "n > 1", "tokens of prefix hits"):
         assert seen[kind], f"no {kind} was seen: {seen}"
 
 
 @pytest.mark.slow
-def test_many_answers_are_the_same_in_every_way(case: Case) -> None:
+def test_schedules_all_match_in_every_way_of_running(case: Case) -> None:
     seen = check_all(case, ALL, WAYS)
     kinds = ("stop", "stop string", "length", "abort", "accepted", "rows that wait", "n > 1", "preemptions")
     for kind in (*kinds, "tokens of prefix hits"):
@@ -191,11 +191,11 @@ def test_many_answers_are_the_same_in_every_way(case: Case) -> None:
         assert seen[kind] >= (5 if kind == "preemptions" else 20), f"too few {kind}: {seen}"
 
 
-def test_every_way_is_taken_at_once_somewhere() -> None:
+def test_schedules_sampled_ways_cover_all_ways() -> None:
     assert {name for names in AT_ONCE.values() for name in names} == set(WAYS)
 
 
-def test_an_index_is_dropped_with_its_sequence(case: Case) -> None:
+def test_ngram_proposer_drops_the_index_of_ended_sequences(case: Case) -> None:
     llm = case.open(speculative="ngram", **case.house.options)
     core = llm.engine.core
     assert isinstance(core, EngineCore), f"{core} is in this process"

@@ -74,18 +74,18 @@ def check_schemas(llm: LLM, numbers: range, **params) -> int:
     return num_finished
 
 
-def test_answers_of_random_schemas_are_valid(llm):
+def test_structured_outputs_of_random_schemas_are_valid(llm):
     assert check_schemas(llm, range(QUICK), temperature=1.0, seed=3) >= QUICK - 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}])
-def test_answers_of_many_random_schemas_are_valid(llm, params):
+def test_structured_outputs_of_many_random_schemas_are_valid(llm, params):
     assert check_schemas(llm, range(ALL), **params) >= ALL - 10
 
 
 @pytest.mark.slow
-def test_answers_of_the_default_model_are_valid():
+def test_structured_outputs_of_the_default_model_are_valid():
     llm = LLM(max_model_len=768, max_num_seqs=AT_ONCE, device="cpu")
     schemas = [make_schema(number) for number in range(12)]
     params = [SamplingParams(structured_outputs={"json": one}, max_tokens=240, temperature=0.7) for one in schemas]
@@ -97,7 +97,7 @@ def test_answers_of_the_default_model_are_valid():
     assert len(finished) >= 8
 
 
-def test_every_form(llm):
+def test_structured_outputs_each_form_holds_the_answer(llm):
     assert ask(llm, structured_outputs={"choice": ["yes", "no"]}).outputs[0].text in ("yes", "no")
     answer = ask(llm, structured_outputs=StructuredOutputs(regex=r"\d{3}-[a-c]{2}"), seed=1).outputs[0]
     assert re.fullmatch(r"[0-9]{3}-[a-c]{2}", answer.text)
@@ -190,7 +190,7 @@ FEW_PAGES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory":
         pytest.param(None, {"core_process": True, "max_num_seqs": 4}, id="in a child"),
     ],
 )
-def test_however_steps_are_run(folder, expected, run_ahead, options):
+def test_structured_outputs_match_however_steps_are_run(folder, expected, run_ahead, options):
     llm = LLM(str(folder), max_model_len=72, **SHAPE, **options)
     engine = llm.engine
     if run_ahead is not None:
@@ -217,7 +217,7 @@ def test_however_steps_are_run(folder, expected, run_ahead, options):
     llm.shutdown()
 
 
-def test_neighbours_are_as_if_none_had_a_form(llm, expected, folder):
+def test_structured_outputs_do_not_change_other_requests(llm, expected, folder):
     plain = [one for one in make_requested() if one.params.structured_outputs is None]
     alone = answers_of(llm.engine, plain)
     names = {one.name for one in plain}
@@ -227,7 +227,7 @@ def test_neighbours_are_as_if_none_had_a_form(llm, expected, folder):
 # Ends
 
 
-def test_a_complete_form_ends_whatever_else_is_requested(llm):
+def test_structured_outputs_complete_form_ends_the_answer(llm):
     for params in ({"min_tokens": 50}, {"ignore_eos": True}):
         completion = ask(llm, structured_outputs={"choice": ["yes"]}, **params).outputs[0]
         assert (completion.text, completion.finish_reason) == ("yes", "stop")
@@ -235,12 +235,12 @@ def test_a_complete_form_ends_whatever_else_is_requested(llm):
     assert len(longer.token_ids) >= 9
 
 
-def test_a_stop_string_cuts_an_answer_short(llm):
+def test_structured_outputs_stop_string_cuts_the_answer(llm):
     completion = ask(llm, structured_outputs={"choice": ["abcdef"]}, stop=["cd"]).outputs[0]
     assert (completion.text, completion.finish_reason, completion.stop_reason) == ("ab", "stop", "cd")
 
 
-def test_what_other_wishes_leave_may_be_nothing(llm):
+def test_structured_outputs_with_no_token_left_end_in_an_error(llm):
     for params in ({"bad_words": ["yes"[2]]}, {"allowed_token_ids": [5, 6]}):
         output = ask(llm, structured_outputs={"choice": ["yes"]}, **params)
         assert output.outputs[0].finish_reason == "error"
@@ -249,7 +249,7 @@ def test_what_other_wishes_leave_may_be_nothing(llm):
     assert ask(llm, structured_outputs={"choice": ["yes"]}, logit_bias={5: 100.0}).outputs[0].text == "yes"
 
 
-def test_a_model_without_an_end_token(tmp_path):
+def test_structured_outputs_work_without_an_end_token(tmp_path):
     save_tiny("llama", tmp_path, eos_token_id=None)
     write_tokenizer(tmp_path)
     llm = LLM(str(tmp_path), max_model_len=64, **SHAPE)
@@ -270,7 +270,7 @@ def test_a_model_without_an_end_token(tmp_path):
     "grammar",
     [{"json": {"type": "integer", "minimum": 3, "maximum": 1}}, {"regex": "(a"}, {"grammar": "nonsense"}],
 )
-def test_grammar_that_cannot_be_met_is_refused_at_once(llm, grammar):
+def test_structured_outputs_impossible_grammar_is_refused(llm, grammar):
     before = llm.stats().num_requests
     (kind,) = grammar
     with raises_code("grammar.refused", RequestError, kind=kind):
@@ -279,7 +279,7 @@ def test_grammar_that_cannot_be_met_is_refused_at_once(llm, grammar):
     assert ask(llm, structured_outputs={"choice": ["fine"]}).outputs[0].text == "fine"
 
 
-def test_without_a_tokenizer_there_are_no_forms(folder):
+def test_structured_outputs_without_tokenizer_are_refused(folder):
     llm = LLM(str(folder), max_model_len=32, tokenizer="none", **SHAPE)
     with raises_code("request.no_tokenizer", RequestError, what="structured_outputs.choice"):
         llm.generate({"prompt_token_ids": [5]}, YES)
@@ -302,7 +302,7 @@ class Gate:
         return self._compile(form, vocabulary)
 
 
-def test_others_run_on_while_a_form_is_compiled(llm, monkeypatch):
+def test_structured_outputs_compiling_does_not_block_others(llm, monkeypatch):
     gate, engine = Gate(monkeypatch), llm.engine
     engine.add_request("held", "Hello", YES)
     engine.add_request("plain", "Hello", SamplingParams(max_tokens=5, ignore_eos=True))
@@ -320,7 +320,7 @@ def test_others_run_on_while_a_form_is_compiled(llm, monkeypatch):
     assert text in ("yes", "no")
 
 
-def test_a_form_that_fails_in_the_core_ends_its_request_alone(llm, monkeypatch):
+def test_structured_outputs_compile_error_fails_one_request(llm, monkeypatch):
     gate, engine = Gate(monkeypatch, error="it is too large"), llm.engine
     engine.add_request("bad", "Hello", YES)
     engine.add_request("plain", "Hello", SamplingParams(max_tokens=5, ignore_eos=True))
@@ -333,7 +333,7 @@ def test_a_form_that_fails_in_the_core_ends_its_request_alone(llm, monkeypatch):
     assert engine.core.grammars is not None and len(engine.core.grammars) == 0  # type: ignore[attr-defined]  # noqa: PT018
 
 
-def test_an_abort_while_a_form_is_compiled_leaves_nothing(llm, monkeypatch):
+def test_structured_outputs_abort_while_compiling_frees_all(llm, monkeypatch):
     gate, engine = Gate(monkeypatch), llm.engine
     engine.add_request("gone", "Hello", YES)
     assert engine.step() == []
@@ -345,7 +345,7 @@ def test_an_abort_while_a_form_is_compiled_leaves_nothing(llm, monkeypatch):
     assert len(engine.core.grammars) == 0  # type: ignore[attr-defined]
 
 
-def test_forms_that_are_compiled_count_among_those_that_wait(folder, monkeypatch):
+def test_structured_outputs_compiling_count_in_the_queue(folder, monkeypatch):
     gate = Gate(monkeypatch)
     llm = LLM(str(folder), max_model_len=64, max_queue=3, **SHAPE)
     for number in range(3):
@@ -363,7 +363,7 @@ def test_forms_that_are_compiled_count_among_those_that_wait(folder, monkeypatch
     llm.shutdown()
 
 
-def test_a_form_that_fails_while_it_is_followed(llm, monkeypatch):
+def test_structured_outputs_matcher_error_fails_one_request(llm, monkeypatch):
     """Bounds of a step are reached in the middle of an answer: this request ends, others and cached prefixes do not."""
     failing = grammar.Grammars._advanced
 
@@ -386,7 +386,7 @@ def test_a_form_that_fails_while_it_is_followed(llm, monkeypatch):
     assert not forgotten
 
 
-def test_many_callers(folder):
+def test_async_llm_structured_outputs_of_concurrent_callers(folder):
     """Forms of several callers at once, one that is wrong, and one that leaves; a hostile form does not hold up prompts."""
 
     async def run() -> None:
@@ -421,7 +421,7 @@ def test_many_callers(folder):
     asyncio.run(run())
 
 
-def test_children_of_a_test_are_gone():
+def test_structured_outputs_guard_processes_end():
     """Guards end with their engines."""
     mine = [
         path.parent.name
@@ -443,5 +443,5 @@ def _parent(folder: Path) -> int:
     return int(found[1]) if found else -1
 
 
-def test_the_whole_vocabulary_is_what_the_model_has(llm):
+def test_llm_vocab_size_is_that_of_the_model(llm):
     assert llm.engine.core.facts.vocab_size == VOCAB

@@ -95,7 +95,7 @@ def run(script: str, model: Path) -> list[dict]:
     return names["results"]
 
 
-def test_a_batch_of_prompts(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_vllm_script_batch_of_prompts_runs(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     results = run(BATCH, model)
     assert [result["prompt"] for result in results] == ["Hello, my name is"] * 2 + ["The future of AI is"] * 2
     assert all(len(result["tokens"]) == len(result["best"]) <= 6 and result["sum"] < 0 for result in results)
@@ -106,14 +106,14 @@ def test_a_batch_of_prompts(model: Path, caplog: pytest.LogCaptureFixture) -> No
         assert name in line
 
 
-def test_a_chat(model: Path) -> None:
+def test_vllm_script_chat_runs(model: Path) -> None:
     first, second, own = run(CHAT, model)
     assert 1 <= len(first["tokens"]) <= 5
     assert 1 <= len(second["tokens"]) <= 5
     assert own["prompt"] == "Hi!"
 
 
-def test_tokens_in_every_way(model: Path) -> None:
+def test_vllm_script_token_prompts_match_in_each_form(model: Path) -> None:
     *ways, letters = run(TOKENS, model)
     assert len(ways) == 6
     assert all(way == ways[0] for way in ways)
@@ -168,21 +168,21 @@ def make_llm(**options) -> LLM:
         (lambda llm: llm.stream("x", cachesalt="x"), "unknown_option", "cache_salt?"),
     ],
 )
-def test_wrong_keyword_names_the_nearest(call, code: str, advice: str) -> None:
+def test_llm_wrong_keyword_names_the_nearest(call, code: str, advice: str) -> None:
     with raises_code(f"value.{code}", KeywordError) as caught:
         call(make_llm())
     assert isinstance(caught.value, TypeError)
     assert advice in str(caught.value)
 
 
-def test_prompts_are_given_once() -> None:
+def test_generate_needs_prompts_or_ids_but_not_both() -> None:
     with raises_code("api.prompts_or_ids", PromptError):
         make_llm().generate()
     with raises_code("api.prompts_or_ids", PromptError):
         make_llm().generate("x", prompt_token_ids=[[1]])
 
 
-def test_without_params_the_makers_advice_holds() -> None:
+def test_generate_without_params_uses_generation_defaults() -> None:
     from holdfast.loading.planning.open_model import GenerationDefaults
 
     engine = make_engine(max_model_len=20)
@@ -192,17 +192,17 @@ def test_without_params_the_makers_advice_holds() -> None:
     assert llm.generate("Hello")[0].outputs == llm.generate("Hello", greedy)[0].outputs
 
 
-def test_an_answer_beyond_the_room_ends_with_length() -> None:
+def test_generate_max_tokens_beyond_the_context_ends_by_length() -> None:
     (output,) = make_llm(max_model_len=32).generate("Hello", SamplingParams(temperature=0.0, max_tokens=5000))
     assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("length", 27)
 
 
-def test_without_detokenizing_there_are_tokens_alone() -> None:
+def test_generate_without_detokenize_returns_only_tokens() -> None:
     (output,) = make_llm().generate("Hello", SamplingParams(temperature=0.0, max_tokens=4, detokenize=False))
     assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 4)
 
 
-def test_the_prefix_cache_may_be_left_aside() -> None:
+def test_generate_skip_reading_prefix_cache_has_no_prefix_hit() -> None:
     llm = make_llm()
     params = SamplingParams(temperature=0.0, max_tokens=2)
     llm.generate("x" * 40, params)
@@ -215,7 +215,7 @@ def test_the_prefix_cache_may_be_left_aside() -> None:
     "move", [pickle.dumps, copy.copy, copy.deepcopy, multiprocessing.reduction.ForkingPickler.dumps]
 )
 @pytest.mark.parametrize("kind", ["llm", "async", "engine", "inside a list"])
-def test_a_model_is_not_pickled_in_one_sentence(move, kind: str) -> None:
+def test_llm_pickle_or_copy_is_refused(move, kind: str) -> None:
     engine = make_engine()
     if kind == "async":
         subject = AsyncLLM.from_engine(engine)
@@ -232,7 +232,7 @@ def test_a_model_is_not_pickled_in_one_sentence(move, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_methods_that_are_missing_say_what_to_do(kind: type[LLM | AsyncLLM]) -> None:
+def test_llm_absent_vllm_method_says_what_to_use(kind: type[LLM | AsyncLLM]) -> None:
     llm = kind.from_engine(make_engine())
     name = kind.__name__
     assert not METHOD_NAMES.keys() & set(dir(kind))
@@ -258,7 +258,7 @@ def test_methods_that_are_missing_say_what_to_do(kind: type[LLM | AsyncLLM]) -> 
     llm.shutdown()
 
 
-def test_what_goes_wrong_in_a_property_of_a_subclass_is_reported_by_it() -> None:
+def test_llm_subclass_property_error_names_the_subclass() -> None:
     class Own(LLM):
         @property
         def own(self) -> object:
@@ -295,7 +295,7 @@ for num_threads in (1, 2):
 
 @pytest.mark.slow  # the next but one asks the same of a whole model
 @pytest.mark.parametrize("uses_threads", [True, False])
-def test_threads_of_torch_stay_in_the_parent_caller_started_them(uses_threads: bool) -> None:
+def test_torch_threads_stay_in_their_parent_process(uses_threads: bool) -> None:
     script = THREADS.replace("USES_THREADS", str(uses_threads))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, check=True
@@ -362,7 +362,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("ending", ["closed", pytest.param("forgotten", marks=pytest.mark.slow)])
-def test_a_forked_child_is_reported_at_once_and_ends(ending: str) -> None:
+def test_llm_used_in_a_forked_child_is_refused_and_child_ends(ending: str) -> None:
     """Locks are held by other threads while it forks, as they are during a step: no caller ever opens them in the child."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS, ending], check=False, timeout=60, capture_output=True, text=True
@@ -399,7 +399,7 @@ for threads in (2, 1):
 
 
 @pytest.mark.slow
-def test_a_model_opened_in_a_forked_child_answers_or_says_why_not(model: Path) -> None:
+def test_llm_opened_in_a_forked_child_answers_or_is_refused(model: Path) -> None:
     """With the threads of its parent the child would wait for ever; with one thread it needs none."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", OPENED_IN_A_FORK, str(model)],
@@ -414,7 +414,7 @@ def test_a_model_opened_in_a_forked_child_answers_or_says_why_not(model: Path) -
     assert re.fullmatch(r"Process \d+ is a fork of \d+, whose torch threads it does not have\. .*'spawn'.*", refused)
 
 
-def test_the_tokenizer_of_a_program() -> None:
+def test_get_tokenizer_has_the_methods_of_transformers() -> None:
     tokenizer = make_llm().get_tokenizer()
     ids = tokenizer.encode("Hé<eos>")
     assert tokenizer.decode(ids) == "Hé<eos>"
@@ -438,7 +438,7 @@ def test_the_tokenizer_of_a_program() -> None:
             tokenizer.decode(wrong)
 
 
-def test_control_tokens_of_a_chat_are_text_in_every_call() -> None:
+def test_chat_control_tokens_in_content_are_text() -> None:
     message = [{"role": "user", "content": "a<eos>"}]
     params = SamplingParams(temperature=0.0, max_tokens=1)
     llm = make_llm()
@@ -458,7 +458,7 @@ class ZMQInteractiveShell:
 
 
 @pytest.mark.parametrize("shell", [ZMQInteractiveShell(), None])
-def test_a_notebook_shows_bars_and_a_log_file_none(monkeypatch: pytest.MonkeyPatch, shell: object) -> None:
+def test_bars_show_in_a_notebook_but_not_in_a_log_file(monkeypatch: pytest.MonkeyPatch, shell: object) -> None:
     ipython = types.ModuleType("IPython")
     ipython.get_ipython = lambda: shell  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython", ipython)

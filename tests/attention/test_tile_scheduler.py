@@ -54,7 +54,7 @@ def cases(draw):
 
 @hypothesis_settings(max_examples=250)
 @given(made=cases(), captured=st.booleans())
-def test_every_token_that_a_row_may_see_is_in_one_tile(made, captured):
+def test_tile_scheduler_covers_each_visible_token_once(made, captured):
     case, rows, num_padding = made
     batch = dummy_batch(rows, num_padding)
     check_work(case, batch, case.work(batch, captured), captured)
@@ -62,7 +62,7 @@ def test_every_token_that_a_row_may_see_is_in_one_tile(made, captured):
 
 @hypothesis_settings(max_examples=60)
 @given(made=cases(), num_sms=st.sampled_from([1, 132]))
-def test_a_batch_invariant_row_is_split_by_its_own_length_alone(made, num_sms):
+def test_tile_scheduler_batch_invariant_split_by_own_length(made, num_sms):
     case, rows, num_padding = made
     case = replace(case, batch_invariant=True, num_sms=num_sms)
     together = case.ranges(rows, num_padding)
@@ -78,7 +78,7 @@ def test_a_batch_invariant_row_is_split_by_its_own_length_alone(made, num_sms):
     data=st.data(), window=st.sampled_from([None, 1, 40, 128, 1000]), heads=st.sampled_from([(64, 8), (8, 8), (16, 1)])
 )
 @pytest.mark.parametrize("kind", ["plain", "quantized"])
-def test_how_an_invariant_prompt_is_cut_decides_nothing_about_a_row(kind, data, window, heads):
+def test_tile_scheduler_batch_invariant_prompt_ignores_cuts(kind, data, window, heads):
     """Its rows are in large tiles, in one split, whose blocks lie where every row's do; rows behind it are in small ones."""
     case = PLAIN if kind == "plain" else QUANTIZED
     case = replace(case, num_heads=heads[0], num_kv_heads=heads[1], window=window, batch_invariant=True)
@@ -141,7 +141,7 @@ def test_quantized_steps_take_no_turn_more_than_they_must(lengths, num_kv_heads,
     ("num_seqs", "num_tokens", "splits"),
     [(1, 131072, 128), (100, 4096, 1), (132, 4096, 1), (133, 4096, 4), (150, 4096, 4), (200, 1000, 1), (300, 4096, 2)],
 )
-def test_where_tiles_have_a_cost_turns_are_more_if_they_are_over_sooner(num_seqs, num_tokens, splits):
+def test_tile_scheduler_splits_when_tile_cost_pays_off(num_seqs, num_tokens, splits):
     """132 programs: a batch that is a little larger is cut, and none whose last turn is nearly full, or short."""
     case = ListCase(16, 1, bounds=StepBounds(512, 512, 64), given=latent_geometry(16))
     assert case.splits(num_seqs * [(num_tokens - 1, 1)]) == num_seqs * [splits]
@@ -152,7 +152,7 @@ def test_where_tiles_have_a_cost_turns_are_more_if_they_are_over_sooner(num_seqs
 
 @hypothesis_settings(max_examples=30)
 @given(lengths=LENGTHS, num_heads=st.sampled_from([1, 16, 20, 128]))
-def test_any_step_over_latents_is_cut_into_what_there_is_room_for(lengths, num_heads):
+def test_tile_scheduler_latent_ranges_fit_their_room(lengths, num_heads):
     num_blocks = head_blocks(num_heads)[0]
     case = ListCase(num_heads, num_blocks, bounds=StepBounds(256, 256, 64), given=latent_geometry(num_heads))
     case.ranges([(length - 1, 1) for length in lengths])
@@ -189,7 +189,7 @@ def test_several_rows_of_a_sequence_count_each(case, group, num_seqs, batch_inva
 
 
 @BOTH
-def test_a_lone_long_context_keeps_the_whole_machine_busy(case):
+def test_tile_scheduler_lone_long_context_fills_gpu(case):
     (splits,) = case.splits([(40959, 1)])
     most = 132 * case.geometry.small_programs(1) / case.num_kv_heads
     assert 0.9 * most <= splits <= most
@@ -203,13 +203,13 @@ def test_steps_of_few_rows_have_programs_of_their_own():
 
 
 @BOTH
-def test_a_full_machine_splits_nothing(case):
+def test_tile_scheduler_full_gpu_splits_nothing(case):
     assert case.splits(64 * [(0, 1)]) == 64 * [1]
     assert replace(case, num_sms=8).splits(16 * [(40959, 1)] + 48 * [(63, 1)])[16:] == 48 * [1]
 
 
 @BOTH
-def test_long_prompts_alone_are_split_too(case):
+def test_tile_scheduler_splits_lone_long_prompt(case):
     """A few tiles for 264 programs: so each is cut, unless rows must not depend on it."""
     (splits,) = case.splits([(40000, 32)])
     assert splits > 7
@@ -242,7 +242,7 @@ def test_short_models_are_never_split():
 
 
 @BOTH
-def test_the_longest_large_tiles_come_first(case):
+def test_tile_scheduler_orders_large_tiles_longest_first(case):
     work = case.work(dummy_batch([(0, 64), (5000, 64), (100, 64)]))
     num_small, num_large = work.tiles_X8[0, :2].tolist()
     assert num_small == 0
@@ -255,7 +255,7 @@ def test_the_longest_large_tiles_come_first(case):
     ("window", "plain", "quantized"),
     [(1, (39999, 40001), (39936, 40001)), (5, (39995, 40001), (39936, 40001)), (64, (39936, 40001), (39936, 40001))],
 )
-def test_ranges_behind_a_window_begin_with_a_block_of_codes(window, plain, quantized):
+def test_tile_scheduler_window_range_starts_at_code_block(window, plain, quantized):
     """The second row sees the last token, the first one `window` of them, and the kernel hides the others."""
     for case, expected in ((PLAIN, plain), (QUANTIZED, quantized)):
         case = replace(case, num_heads=8, num_kv_heads=8, window=window, num_sms=1)

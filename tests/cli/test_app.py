@@ -29,13 +29,13 @@ from holdfast.errors import (
 from holdfast.loading.model_files import find_default_model
 
 
-def test_the_version(here: Here) -> None:
+def test_version_option_prints_version(here: Here) -> None:
     ended = here("--version")
     assert (ended.code, ended.out, ended.err) == (0, f"holdfast {__version__}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [(), ("bench",)], ids=["holdfast", "bench"])
-def test_no_command_is_a_question_for_help(here: Here, arguments: tuple[str, ...]) -> None:
+def test_cli_without_command_prints_help(here: Here, arguments: tuple[str, ...]) -> None:
     ended = here(*arguments)
     assert ended.code == 0
     assert "usage: holdfast" in ended.out
@@ -62,7 +62,7 @@ def test_no_command_is_a_question_for_help(here: Here, arguments: tuple[str, ...
         ),
     ],
 )
-def test_a_wrong_command_line_is_reported_in_one_line(here: Here, arguments: tuple[str, ...], words: str) -> None:
+def test_cli_bad_arguments_print_one_error_line(here: Here, arguments: tuple[str, ...], words: str) -> None:
     ended = here(*arguments)
     assert ended.code == 2
     assert ended.out == ""
@@ -71,7 +71,7 @@ def test_a_wrong_command_line_is_reported_in_one_line(here: Here, arguments: tup
     assert ended.refuses(words), ended
 
 
-def test_a_full_disk_is_reported(here: Here, tiny: Path) -> None:
+def test_run_full_disk_reports_no_space(here: Here, tiny: Path) -> None:
     with open("/dev/full", "w") as full, redirect_stdout(full):
         ended = here("run", tiny, "-q", "-p", "Hello", "--max-tokens", "4")
     assert ended.code == 1
@@ -90,7 +90,7 @@ def wait_for(process: subprocess.Popen[bytes], is_there: "os.PathLike[str]", wor
 
 
 @pytest.mark.parametrize("library", ["libtorch_cpu", pytest.param("_multiarray_umath", marks=pytest.mark.slow)])
-def test_interrupted_while_torch_is_imported(library: str) -> None:
+def test_run_interrupted_during_torch_import_exits_130(library: str) -> None:
     process = start("run", "-p", "Hello")
     wait_for(process, Path(f"/proc/{process.pid}/maps"), library.encode())
     process.send_signal(signal.SIGINT)
@@ -112,7 +112,7 @@ def read_until(stream: object, words: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_interrupted_while_weights_are_loaded() -> None:
+def test_run_interrupted_during_weight_load_exits_130() -> None:
     process = start("run", "-p", "Hello", env={"HOLDFAST_LOG_LEVEL": "INFO"})
     assert process.stderr is not None
     read_until(process.stderr, b"attention=")
@@ -123,7 +123,7 @@ def test_interrupted_while_weights_are_loaded() -> None:
     assert "Traceback" not in ended.err
 
 
-def test_interrupted_while_it_answers(endless: Path) -> None:
+def test_run_interrupted_during_answer_exits_130(endless: Path) -> None:
     process = start("run", endless, "-p", "Tell me a long story", "--ignore-eos", "--max-tokens", "90000")
     assert process.stdout is not None
     assert process.stdout.read(8)
@@ -134,7 +134,7 @@ def test_interrupted_while_it_answers(endless: Path) -> None:
     assert "Traceback" not in ended.err
 
 
-def test_a_closed_pipe_ends_in_silence(here: Here, endless: Path) -> None:
+def test_run_closed_pipe_exits_141_silently(here: Here, endless: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as pipe, redirect_stdout(pipe):
@@ -143,7 +143,7 @@ def test_a_closed_pipe_ends_in_silence(here: Here, endless: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_default_model_answers_in_a_fresh_process() -> None:
+def test_run_default_model_answers_in_fresh_process() -> None:
     ended = finish(
         start("run", "-p", "What is the capital of France?", env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii"})
     )
@@ -169,12 +169,12 @@ LINE = "error: --x must not be empty.\n"
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_our_errors_are_one_line(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_holdfast_error_is_one_line(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.report(error) == code
     assert capsys.readouterr().err == LINE
 
 
-def test_a_fault_of_ours_says_so_and_how_to_see_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_unexpected_error_names_debug_variable(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.report(ZeroDivisionError("a\nb")) == 1
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -182,14 +182,14 @@ def test_a_fault_of_ours_says_so_and_how_to_see_more(capsys: pytest.CaptureFixtu
     assert "HOLDFAST_DEBUG=1" in line
 
 
-def test_files_and_memory_have_words_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_file_and_memory_errors_name_cause(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.report(PermissionError(13, "Permission denied", "record.json")) == 1
     assert "record.json: Permission denied" in capsys.readouterr().err
     assert app.report(MemoryError()) == 1
     assert "smaller model" in capsys.readouterr().err
 
 
-def test_a_traceback_comes_where_it_is_requested_for(
+def test_report_with_debug_prints_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOLDFAST_DEBUG", "1")
@@ -216,21 +216,21 @@ def _ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_ctrl_c")
-def test_an_interrupt_in_disguise_is_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_error_raised_during_interrupt_exits_130(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.report(raised_while(KeyboardInterrupt(), ImportError("numpy failed"))) == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert app.report(raised_while(ValueError(), ImportError("numpy failed"))) == 1
     assert "numpy failed" in capsys.readouterr().err
 
 
-def test_a_chain_that_never_ends_is_given_up() -> None:
+def test_report_cyclic_exception_context_terminates() -> None:
     first, second = ValueError(), ValueError()
     first.__context__, second.__context__ = second, first
     assert app.report(first) == 1
 
 
 @pytest.mark.parametrize("is_debugging", [False, True])
-def test_the_log_has_tracebacks_only_for_those_who_ask(
+def test_log_plainly_prints_tracebacks_only_when_debugging(
     is_debugging: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOLDFAST_DEBUG", "1" if is_debugging else "0")
@@ -246,7 +246,7 @@ def test_the_log_has_tracebacks_only_for_those_who_ask(
     assert ("Traceback" in shown) is is_debugging
 
 
-def test_a_refused_plan_is_drawn_for_caller_watches_and_is_one_line_elsewhere(
+def test_report_refused_plan_draws_table_only_at_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = PlanTable("serve", (PlanRow("weights", 3 * 2**30, "12 tensors"),), 3 * 2**30, 2**30, "memory_limit")
@@ -263,13 +263,13 @@ def test_a_refused_plan_is_drawn_for_caller_watches_and_is_one_line_elsewhere(
     assert capsys.readouterr().err == line, "not every refusal has a table"
 
 
-def test_the_package_runs_as_a_module() -> None:
+def test_python_m_holdfast_prints_version() -> None:
     done = subprocess.run([sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"holdfast {__version__}\n", "")
 
 
 @pytest.mark.parametrize("is_profiled", [False, True])
-def test_a_command_leaves_at_once_unless_caller_measures_it(is_profiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_exits_at_once_unless_profiled(is_profiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A profiler writes its file when the program has returned to it."""
     left: list[int] = []
     ended: list[str] = []

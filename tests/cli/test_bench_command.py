@@ -52,7 +52,7 @@ class Fake:
         return Timing(tuple(map(tuple, tokens)), 0.5, 2.5)
 
 
-def test_cases_of_latency() -> None:
+def test_latency_cases_cover_prefill_and_decode() -> None:
     cases = latency_cases([16, 32], [1, 4], 8, 5, random.Random(0), IDS)
     assert [case.measure for case in cases] == [
         "prefill, 16 tokens",
@@ -65,7 +65,7 @@ def test_cases_of_latency() -> None:
     assert len({prompt for case in cases for prompt in case.prompts}) == 7, "no prompt is another's prefix"
 
 
-def test_cases_follow_from_the_seed() -> None:
+def test_latency_cases_follow_from_seed() -> None:
     assert latency_cases([16], [2], 8, 5, random.Random(1), IDS) == latency_cases(
         [16], [2], 8, 5, random.Random(1), IDS
     )
@@ -74,14 +74,14 @@ def test_cases_follow_from_the_seed() -> None:
     )
 
 
-def test_a_case_of_throughput_has_lengths_in_their_ranges() -> None:
+def test_throughput_case_lengths_stay_in_ranges() -> None:
     case = throughput_case(200, (3, 9), (1, 4), random.Random(0), IDS)
     assert {len(prompt) for prompt in case.prompts} == set(range(3, 10))
     assert set(case.num_new) == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("prefill", 60.0), ("decode", 9.0), ("throughput", 8.0)])
-def test_rates(kind, expected: float) -> None:
+def test_rate_is_tokens_per_second_of_case(kind, expected: float) -> None:
     case = Case("", kind, ((1,) * 10, (1,) * 20), (10, 10))
     assert rate(case, Timing(((), ()), 0.5, 2.5)) == expected
 
@@ -94,7 +94,7 @@ def test_engines_take_turns() -> None:
     assert [len(result.rates["theirs"]) for result in results] == [2, 2]
 
 
-def test_every_engine_warms_up_on_every_case_before_any_is_timed() -> None:
+def test_check_agreement_warms_up_every_engine_on_every_case() -> None:
     log: list[str] = []
     reported: list[str] = []
     cases = latency_cases([4], [1], 4, 3, random.Random(0), IDS)
@@ -104,7 +104,7 @@ def test_every_engine_warms_up_on_every_case_before_any_is_timed() -> None:
 
 
 @pytest.mark.parametrize("wrong_at", [0, 4])
-def test_other_tokens_are_no_comparison(wrong_at: int) -> None:
+def test_check_agreement_refuses_different_tokens(wrong_at: int) -> None:
     cases = latency_cases([], [3], 4, 5, random.Random(0), IDS)
     with pytest.raises(HoldfastError, match=rf"prompt 2, from token {wrong_at} on \(ours \[7.*theirs \[8"):
         check_agreement(cases, [Fake("ours", []), Fake("theirs", [], wrong_at)], lambda words: None)
@@ -117,11 +117,11 @@ def test_third_engine_with_other_tokens_is_named() -> None:
         check_agreement(cases, engines, lambda words: None)
 
 
-def test_one_engine_alone_has_nothing_to_agree_with() -> None:
+def test_check_agreement_accepts_single_engine() -> None:
     check_agreement(latency_cases([4], [], 4, 5, random.Random(0), IDS), [Fake("ours", [])], lambda words: None)
 
 
-def test_medians_and_bests() -> None:
+def test_result_gives_median_and_best() -> None:
     result = Result(throughput_case(1, (1, 1), (1, 1), random.Random(0), IDS), {"ours": [1.0, 9.0, 3.0]})
     assert (result.median("ours"), result.best("ours")) == (3.0, 9.0)
 
@@ -137,13 +137,13 @@ def test_tokens_come_back_in_the_order_of_the_prompts() -> None:
     assert_at_rest(engine)
 
 
-def test_it_can_run_again() -> None:
+def test_holdfast_contestant_second_run_gives_same_tokens() -> None:
     contestant = HoldfastContestant(make_engine(enable_prefix_caching=False))
     case = Case("decode", "decode", ((97, 98), (99, 100)), (4, 4))
     assert contestant.run(case).token_ids == contestant.run(case).token_ids
 
 
-def test_a_failure_is_no_figure() -> None:
+def test_holdfast_contestant_failed_request_raises() -> None:
     engine = make_engine()
     engine.runner.script["ab"] = [-1]  # type: ignore[attr-defined]
     with raises_code("bench.request_failed"):
@@ -156,7 +156,7 @@ CASE = Case("decode, batch 1", "decode", ((1, 2),), (3,))
 RESULTS = [Result(CASE, {"holdfast": [30.0, 20.0, 40.0], "transformers": [10.0, 20.0, 15.0]})]
 
 
-def test_a_record_becomes_a_table(tmp_path: Path) -> None:
+def test_bench_record_renders_as_table(tmp_path: Path) -> None:
     made = make_record(
         "A-Model",
         "float32, 2 threads",
@@ -177,15 +177,15 @@ def test_a_record_becomes_a_table(tmp_path: Path) -> None:
     assert read["cpu"] in read["machine"]
 
 
-def test_one_engine_has_no_ratio() -> None:
+def test_result_of_one_engine_has_no_ratios() -> None:
     assert Result(CASE, {"holdfast": [1.0]}).ratios() == {}
 
 
-def test_the_machine_has_a_name() -> None:
+def test_cpu_name_is_not_empty() -> None:
     assert cpu_name()
 
 
-def test_a_machine_that_tells_nothing_still_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_name_without_system_sources_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*requested: object, **options: object) -> None:
         raise FileNotFoundError("there is nothing here")
 
@@ -195,7 +195,7 @@ def test_a_machine_that_tells_nothing_still_has_one(monkeypatch: pytest.MonkeyPa
     assert commit() is None
 
 
-def test_the_commit_is_that_of_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_marks_dirty_tree_with_plus(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"ls-files": "bench_record.py", "rev-parse": "abc", "status": " M x"}
     monkeypatch.setattr(
         subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, 0, said[command[3]], "")
@@ -221,7 +221,7 @@ def contestants(
     return HoldfastContestant(open_quietly(config).engine), theirs
 
 
-def test_a_folder_gives_the_same_tokens(tiny: Path) -> None:
+def test_contestants_folder_gives_same_tokens(tiny: Path) -> None:
     ours, theirs = contestants(str(tiny), max_batch=2)
     prompts = tuple(tuple(range(3 + start, 12 + 3 * start)) for start in range(5))
     case = Case("throughput", "throughput", prompts, (9, 1, 4, 12, 7))
@@ -232,7 +232,7 @@ def test_a_folder_gives_the_same_tokens(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("is_tiny", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tiny", "default model"])
-def test_a_gguf_file_gives_the_same_tokens(is_tiny: bool, tmp_path: Path) -> None:
+def test_contestants_gguf_file_gives_same_tokens(is_tiny: bool, tmp_path: Path) -> None:
     if is_tiny:
         write_gguf(tmp_path / "tiny.gguf", "llama")
         ours, theirs = contestants(str(tmp_path / "tiny.gguf"), max_batch=2, tokenizer="none")
@@ -245,12 +245,12 @@ def test_a_gguf_file_gives_the_same_tokens(is_tiny: bool, tmp_path: Path) -> Non
     assert theirs.run(case).token_ids == ours.run(case).token_ids
 
 
-def test_no_end_token_ends_it(tiny: Path) -> None:
+def test_transformers_contestant_ignores_end_tokens(tiny: Path) -> None:
     _, theirs = contestants(str(tiny), max_batch=8)
     assert [len(ids) for ids in theirs.run(Case("decode", "decode", ((5, 6),), (100,))).token_ids] == [100]
 
 
-def test_tensors_that_it_does_not_have_are_named() -> None:
+def test_copy_weights_names_unknown_tensors() -> None:
     opened = open_model(None, "auto")
     with raises_code("bench.other_tensors", UnsupportedModelError, names=["model.extra"]):
         bench_transformers.copy_weights(opened, dict.fromkeys([*opened.source.entries, "model.extra"]))  # type: ignore[arg-type]
@@ -259,7 +259,7 @@ def test_tensors_that_it_does_not_have_are_named() -> None:
     opened.source.close()
 
 
-def test_without_it_there_is_a_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_installed_without_transformers_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_transformers, "find_spec", lambda name: None)
     with raises_code("bench.no_transformers", ConfigError):
         check_installed()
@@ -327,7 +327,7 @@ def test_throughput_against_transformers(here: Here, tiny: Path) -> None:
     assert "x  " in ended.out
 
 
-def test_other_tokens_print_no_speed_up(here: Here, tiny: Path, tmp_path: Path, monkeypatch) -> None:
+def test_bench_different_tokens_print_no_speed_up(here: Here, tiny: Path, tmp_path: Path, monkeypatch) -> None:
     from holdfast.cli.bench_transformers import TransformersContestant
 
     def run(self: object, case: Case) -> Timing:
@@ -370,7 +370,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=[" ".join(options) for options, _ in REFUSED])
-def test_what_is_refused(here: Here, tiny: Path, options: tuple[str, ...], words: str) -> None:
+def test_bench_latency_refuses_bad_options(here: Here, tiny: Path, options: tuple[str, ...], words: str) -> None:
     ended = here("bench", "latency", tiny, *options)
     assert ended.code == 2, ended
     assert ended.out == ""
@@ -378,7 +378,7 @@ def test_what_is_refused(here: Here, tiny: Path, options: tuple[str, ...], words
     assert ended.refuses(words), ended
 
 
-def test_a_model_that_is_not_there(here: Here, tmp_path: Path) -> None:
+def test_bench_throughput_missing_model_prints_one_line(here: Here, tmp_path: Path) -> None:
     ended = here("bench", "throughput", tmp_path / "nothing")
     assert ended.code == 1
     assert ended.err.count("\n") == 1

@@ -61,7 +61,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 1000])
-def test_an_answer_is_read_however_it_is_cut(size: int) -> None:
+def test_answer_reader_joins_any_chunking(size: int) -> None:
     reader = AnswerReader()
     pieces = [reader.feed(CHUNKED[begin : begin + size]) for begin in range(0, len(CHUNKED), size)]
     assert b"".join(pieces) == b"hello 0123456789"
@@ -97,12 +97,12 @@ def test_events_are_read_however_they_are_cut(size: int) -> None:
         assert reply.texts == ends
 
 
-def test_key_of_a_command_is_not_kept() -> None:
+def test_without_key_masks_api_key() -> None:
     words = ["bench", "serve", "--api-key", "one", "--api-key=two", "--model", "a b"]
     assert without_key(words) == ["bench", "serve", "--api-key", "***", "--api-key=***", "--model", "a b"]
 
 
-def test_answers_with_a_length_and_without() -> None:
+def test_answer_reader_reads_with_or_without_length() -> None:
     sized, endless = AnswerReader(), AnswerReader()
     assert sized.feed(b"HTTP/1.1 404 Not Found\r\nContent-Length: 3\r\n\r\nabcd") == b"abc"
     assert (sized.status, sized.is_complete) == (404, True)
@@ -123,7 +123,7 @@ def test_answers_with_a_length_and_without() -> None:
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * 70_000,
     ],
 )
-def test_what_is_no_answer_is_reported(data: bytes) -> None:
+def test_answer_reader_refuses_malformed_response(data: bytes) -> None:
     with pytest.raises(BadAnswerError):
         AnswerReader().feed(data)
 
@@ -131,7 +131,7 @@ def test_what_is_no_answer_is_reported(data: bytes) -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"HTTP/1.1 200", CHUNKED[:-5], b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nab"]
 )
-def test_an_end_that_comes_too_soon_is_reported(sent: bytes) -> None:
+def test_answer_reader_reports_truncated_response(sent: bytes) -> None:
     reader = AnswerReader()
     reader.feed(sent)
     with pytest.raises(BadAnswerError, match="closed"):
@@ -147,7 +147,7 @@ def test_an_end_that_comes_too_soon_is_reported(sent: bytes) -> None:
         ("http://[::1]:9", "http://[::1]:9"),
     ],
 )
-def test_urls(text: str, address: str) -> None:
+def test_url_read_gives_address_and_hides_key(text: str, address: str) -> None:
     url = Url.read(text, "k")
     assert url.address == address
     assert b"Authorization: Bearer k\r\n" in url.request("GET", "/v1/models")
@@ -157,7 +157,7 @@ def test_urls(text: str, address: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "127.0.0.1:8000", "ftp://x", "http://x:99999", "http://u:p@x", "http://x y", "http://x\r\n"]
 )
-def test_wrong_urls_are_refused(text: str) -> None:
+def test_url_read_refuses_wrong_urls(text: str) -> None:
     if text == "http://x\r\n":  # a line break at the end is no caller's fault, and goes
         assert Url.read(text).address == "http://x:80"
         return
@@ -165,12 +165,12 @@ def test_wrong_urls_are_refused(text: str) -> None:
         Url.read(text)
 
 
-def test_a_key_with_a_line_break_is_refused() -> None:
+def test_url_refuses_api_key_with_line_break() -> None:
     with raises_code("bench.bad_api_key", ConfigError):
         Url.read("http://x", "abc\r\nX: y")
 
 
-def test_figures_are_what_the_clock_said() -> None:
+def test_figures_follow_from_reply_times() -> None:
     first = Reply(10.0, 13.0, [11.0, 12.0, 13.0], 5, 5, "length")
     second = Reply(10.0, 14.0, [12.0, 14.0], 7, None, "stop")
     failed = Reply(10.0, 20.0, error="HTTP 429", message="full")
@@ -224,7 +224,7 @@ def test_record_has_every_figure_of_requests_that_ended_well() -> None:
     }
 
 
-def test_arrivals_are_those_of_the_seed() -> None:
+def test_arrivals_follow_from_seed() -> None:
     """Each counts from when it was due, in the order of the work, whatever becomes of the others."""
     starts: dict[str, float] = {}
 
@@ -244,7 +244,7 @@ def test_arrivals_are_those_of_the_seed() -> None:
     assert reported[-1] == (12, 24, 36)
 
 
-def test_percentiles() -> None:
+def test_percentile_interpolates_and_is_nan_without_values() -> None:
     assert [percentile(range(101), percent) for percent in (0, 50, 99, 100)] == [0, 50, 99, 100]
     assert percentile([1.0, 2.0], 50) == 1.5
     assert math.isnan(percentile([], 50))
@@ -260,7 +260,7 @@ def test_prompts_have_the_servers_tokens(fake: FakeServer) -> None:
     assert all(3 <= (reply.num_output_tokens or 0) <= 5 for reply in replies)
 
 
-def test_clients_wait_and_arrivals_do_not() -> None:
+def test_clients_wait_but_arrivals_do_not() -> None:
     now, most = 0, 0
 
     async def send(item: object, start: float | None) -> Reply:
@@ -279,7 +279,7 @@ def test_clients_wait_and_arrivals_do_not() -> None:
     assert most > 3
 
 
-def test_a_table_and_a_record(bench: Bench, tmp_path: Path) -> None:
+def test_bench_serve_prints_table_and_writes_record(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     ended = bench("--clients", "3", "--requests", "9", "--output-len", "4", "--json", file, "--api-key", "secret")
     assert ended.code == 0, ended
@@ -295,20 +295,20 @@ def test_a_table_and_a_record(bench: Bench, tmp_path: Path) -> None:
     assert all(body["stream"] and body["stream_options"] == {"include_usage": True} for body in bench.fake.bodies)
 
 
-def test_hundreds_of_streams_at_once(bench: Bench) -> None:
+def test_bench_serve_holds_hundreds_of_streams(bench: Bench) -> None:
     ended = bench("--clients", "300", "--requests", "300", "--output-len", "3", "--json", "-")
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["results"][0]["output_tokens"] == 900
     assert bench.fake.most_at_once > 100
 
 
-def test_an_open_loop(bench: Bench) -> None:
+def test_bench_serve_rate_sends_poisson_requests(bench: Bench) -> None:
     ended = bench("--rate", "500", "--requests", "20", "--endpoint", "completions", "--output-len", "2-3")
     assert (ended.code, "500 requests/s (Poisson)" in ended.out) == (0, True), ended
     assert all("prompt" in body for body in bench.fake.bodies)
 
 
-def test_a_dataset(bench: Bench, tmp_path: Path) -> None:
+def test_bench_serve_dataset_sets_prompts_and_lengths(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one"}\n\n{"messages": [{"role": "user", "content": "two"}], "max_tokens": 5}\n')
     ended = bench("--dataset", file, "--requests", "3", "--output-len", "2")
@@ -326,7 +326,7 @@ def test_a_dataset(bench: Bench, tmp_path: Path) -> None:
         ("doneless", "output tokens"),
     ],
 )
-def test_servers_that_do_less(bench: Bench, model: str, words: str) -> None:
+def test_bench_serve_reports_what_server_leaves_out(bench: Bench, model: str, words: str) -> None:
     ended = bench("--model", model, "--requests", "4", "--output-len", "3")
     assert ended.code == 0, ended
     assert words in ended.out + ended.err
@@ -368,7 +368,7 @@ def test_errors_are_counted_by_kind(bench: Bench, model: str, kind: str) -> None
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_is_reported_in_words(bench: Bench, words: tuple[str, ...], reported: str) -> None:
+def test_bench_serve_reports_invalid_settings(bench: Bench, words: tuple[str, ...], reported: str) -> None:
     import resource
 
     if words == ("--clients", "65000") and resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 65000:
@@ -379,14 +379,14 @@ def test_what_cannot_be_is_reported_in_words(bench: Bench, words: tuple[str, ...
     assert "Traceback" not in ended.err
 
 
-def test_a_key_is_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_serve_sends_api_key(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench("--model", "keyed", "--requests", "2", "--api-key", KEY).code == 0
     monkeypatch.setenv("HOLDFAST_API_KEY", KEY)
     assert bench("--model", "keyed", "--requests", "2").code == 0
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", "{}", '{"prompt": 3}', '{"prompt": "x", "max_tokens": 0}', ""])
-def test_wrong_datasets_are_refused(bench: Bench, tmp_path: Path, line: str) -> None:
+def test_bench_serve_wrong_dataset_is_refused(bench: Bench, tmp_path: Path, line: str) -> None:
     file = tmp_path / "wrong.jsonl"
     file.write_text(f"{line}\n")
     ended = bench("--dataset", file)
@@ -394,7 +394,7 @@ def test_wrong_datasets_are_refused(bench: Bench, tmp_path: Path, line: str) -> 
     assert "--dataset" in ended.err
 
 
-def test_a_client_that_leaves(fake: FakeServer) -> None:
+def test_ask_abort_after_closes_stream_early(fake: FakeServer) -> None:
     body = as_work(CHAT, "x", 50).body(CHAT, "good", {})
     reply, _ = asyncio.run(ask(Url.read(fake.url), "/v1/chat/completions", body, 10.0, abort_after=1))
     assert reply.error == "left"

@@ -57,7 +57,7 @@ def kept(tmp_path: Path, cache: Path) -> list[CacheSlot]:
     return slots
 
 
-def test_every_entry_has_a_line_and_the_last_used_is_the_first(here: Here, cache: Path, kept: list[CacheSlot]) -> None:
+def test_cache_lists_most_recently_used_entry_first(here: Here, cache: Path, kept: list[CacheSlot]) -> None:
     ended = here("cache")
     assert ended.code == 0
     whole, rank = ended.out.splitlines()
@@ -71,13 +71,13 @@ def test_every_entry_has_a_line_and_the_last_used_is_the_first(here: Here, cache
     assert ended.err == f"{format_bytes(sum(sizes.values()))} of quantized weights in {cache}\n"
 
 
-def test_an_empty_cache_is_no_line(here: Here, cache: Path) -> None:
+def test_cache_empty_prints_zero_bytes(here: Here, cache: Path) -> None:
     ended = here("cache")
     assert (ended.code, ended.out, ended.err) == (0, "", f"0 B of quantized weights in {cache}\n")
     assert here("cache", "--clear").out == f"0 B of quantized weights removed from {cache}\n"
 
 
-def test_an_entry_that_cannot_be_read_is_listed_and_cleared(here: Here, cache: Path, kept: list[CacheSlot]) -> None:
+def test_cache_unreadable_entry_is_listed_and_cleared(here: Here, cache: Path, kept: list[CacheSlot]) -> None:
     (kept[0].folder / MANIFEST_FILE).write_text("{")
     (kept[1].folder / MANIFEST_FILE).unlink()
     lines = here("cache").out.splitlines()
@@ -86,7 +86,7 @@ def test_an_entry_that_cannot_be_read_is_listed_and_cleared(here: Here, cache: P
     assert cache_entries(cache) == []
 
 
-def test_clearing_says_how_much_and_leaves_what_is_read(here: Here, cache: Path, kept: list[CacheSlot]) -> None:
+def test_cache_clear_reports_size_and_keeps_entries_in_use(here: Here, cache: Path, kept: list[CacheSlot]) -> None:
     sizes = {entry.folder.name: format_bytes(entry.num_bytes) for entry in cache_entries(cache)}
     read, other = (slot.folder.name for slot in kept)
     source = open_quantized(kept[0].folder)
@@ -99,7 +99,7 @@ def test_clearing_says_how_much_and_leaves_what_is_read(here: Here, cache: Path,
     assert list(cache.iterdir()) == []
 
 
-def test_a_folder_of_others_is_refused_in_one_line(here: Here, cache: Path) -> None:
+def test_cache_refuses_folder_writable_by_others(here: Here, cache: Path) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     for arguments in (("cache",), ("cache", "--clear")):
@@ -109,7 +109,7 @@ def test_a_folder_of_others_is_refused_in_one_line(here: Here, cache: Path) -> N
         assert "can be written by others; set HOLDFAST_CACHE to a folder of your own" in ended.err
 
 
-def test_its_help_page_has_examples(here: Here) -> None:
+def test_cache_help_has_examples(here: Here) -> None:
     shown = here("cache", "--help").out
     assert "holdfast cache --clear" in shown
     assert "Did you mean --clear?" in here("cache", "--clera").err

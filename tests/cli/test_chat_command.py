@@ -29,7 +29,7 @@ def test_messages_alternate_after_the_system_message() -> None:
     assert len(history.messages()) == 3
 
 
-def test_turns_are_taken_back_from_the_end() -> None:
+def test_chat_history_takes_turns_back_from_end() -> None:
     history = ChatHistory(None)
     history.add("a", "b")
     history.add("c", "d")
@@ -39,7 +39,7 @@ def test_turns_are_taken_back_from_the_end() -> None:
     assert history.take_back() is None
 
 
-def test_a_chat_is_saved_once(tmp_path: Path) -> None:
+def test_chat_history_save_refuses_existing_file(tmp_path: Path) -> None:
     history = ChatHistory("Be brief.")
     history.add("Wie heißt \ud83d?", "So.")
     history.save(str(tmp_path / "chat.json"), "A-Model")
@@ -52,7 +52,7 @@ def test_a_chat_is_saved_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["no/such/folder/chat.json", ".", "a\0b", "~no-user-of-this-name/x"])
-def test_a_place_that_cannot_be_written_is_reported(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_history_save_unwritable_path_raises(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with raises_code("cli.chat_not_saved", ConfigError):
         ChatHistory(None).save(file, "A-Model")
@@ -73,7 +73,7 @@ def typing(*events: str | type[BaseException]) -> tuple[Callable[[str], str], li
     return ask, prompts
 
 
-def test_lines_until_the_end() -> None:
+def test_typed_yields_lines_until_end() -> None:
     ask, prompts = typing("one", "", "two")
     assert list(Typed(ask)) == ["one", "", "two"]
     assert prompts == [PROMPT] * 4
@@ -85,22 +85,22 @@ def test_blocks_between_triple_quotes() -> None:
     assert prompts.count(MORE) == 4
 
 
-def test_a_block_that_never_ends_is_what_was_typed() -> None:
+def test_typed_unclosed_block_yields_its_lines() -> None:
     assert list(Typed(typing('"""a', "b")[0])) == ["a\nb"]
 
 
-def test_two_interrupts_in_a_row_leave(capsys: pytest.CaptureFixture[str]) -> None:
+def test_typed_second_consecutive_interrupt_ends_input(capsys: pytest.CaptureFixture[str]) -> None:
     ask, prompts = typing("one", KeyboardInterrupt, "two", KeyboardInterrupt, KeyboardInterrupt, "never")
     assert list(Typed(ask)) == ["one", "two"]
     assert capsys.readouterr().err.count("Ctrl-C again") == 2
     assert len(prompts) == 5
 
 
-def test_an_interrupt_drops_the_block_that_was_begun() -> None:
+def test_typed_interrupt_drops_open_block() -> None:
     assert list(Typed(typing('"""a', KeyboardInterrupt, "b")[0])) == ["b"]
 
 
-def test_piped_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_piped_yields_lines_and_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pipe_in(monkeypatch, 'one\r\n"""\na\n\nb"""\nkäse'.encode())
     assert list(Piped()) == ["one", "a\n\nb", "käse"]
     assert capsys.readouterr() == ("", "")
@@ -195,17 +195,17 @@ def test_answers_stream_to_stdout_and_join_the_history(chat: Chat) -> None:
     assert chat.answers.requested[1][1][1] == chat.contents[1]
 
 
-def test_nothing_is_no_question(chat: Chat) -> None:
+def test_chat_ignores_blank_lines(chat: Chat) -> None:
     assert chat("", "   ") == ("", "")
     assert chat.answers.requested == []
 
 
-def test_a_slash_is_a_command_only_where_a_word_follows_it(chat: Chat) -> None:
+def test_chat_treats_paths_and_double_slash_as_messages(chat: Chat) -> None:
     chat("/etc/passwd is a file", "//clear")
     assert [requested[-1][1] for requested in chat.answers.requested] == ["/etc/passwd is a file", "/clear"]
 
 
-def test_leaving(chat: Chat) -> None:
+def test_chat_exit_and_quit_leave(chat: Chat) -> None:
     assert [chat.session.take(word) for word in ("/exit", "/quit", "/EXIT")] == [False] * 3
 
 
@@ -216,13 +216,13 @@ def test_help_lists_every_command(chat: Chat) -> None:
     assert chat("/?")[1] == err
 
 
-def test_an_unknown_command_is_reported_with_the_nearest(chat: Chat) -> None:
+def test_chat_unknown_command_suggests_nearest(chat: Chat) -> None:
     assert "Did you mean /clear?" in chat("/claer")[1]
     assert "Type /help" in chat("/zzz")[1]
     assert chat.session.num_failures == 2
 
 
-def test_clear_and_undo(chat: Chat) -> None:
+def test_chat_undo_and_clear_remove_turns(chat: Chat) -> None:
     chat("One", "Two")
     assert "removed: 'Two'" in chat("/undo")[1]
     assert chat.history.num_turns == 1
@@ -231,7 +231,7 @@ def test_clear_and_undo(chat: Chat) -> None:
     assert "nothing to remove" in chat("/undo")[1]
 
 
-def test_the_system_message(chat: Chat) -> None:
+def test_chat_system_command_sets_and_clears_message(chat: Chat) -> None:
     assert "no system message" in chat("/system")[1]
     assert "Be brief." in chat("/system Be brief.")[1]
     chat("Hello", "/clear")
@@ -251,7 +251,7 @@ def test_retry_answers_the_same_question_again(chat: Chat) -> None:
     assert chat.contents != first
 
 
-def test_retry_that_fails_keeps_the_answer_there_was(chat: Chat) -> None:
+def test_chat_failed_retry_keeps_previous_answer(chat: Chat) -> None:
     chat("Hello")
     before = chat.contents
     _, err = chat("/set stop_token_ids=99999", "/retry")
@@ -266,7 +266,7 @@ def test_retry_needs_a_question(chat: Chat) -> None:
     assert "There is no question to retry" in chat("/retry")[1]
 
 
-def test_save(chat: Chat, tmp_path: Path) -> None:
+def test_chat_save_writes_messages(chat: Chat, tmp_path: Path) -> None:
     chat("Hello", f"/save {tmp_path / 'a chat.json'}")
     assert json.loads((tmp_path / "a chat.json").read_text())["messages"] == chat.history.messages()
     assert "name of a new file" in chat("/save")[1]
@@ -285,7 +285,7 @@ def test_save(chat: Chat, tmp_path: Path) -> None:
         ("/set", "temperature=0.0"),
     ],
 )
-def test_set(chat: Chat, text: str, words: str) -> None:
+def test_chat_set_prints_settings(chat: Chat, text: str, words: str) -> None:
     assert words in chat(text)[1]
 
 
@@ -301,20 +301,20 @@ def test_set(chat: Chat, text: str, words: str) -> None:
         ("/set max_tokens=0", "max_tokens"),
     ],
 )
-def test_a_wrong_setting_changes_nothing(chat: Chat, text: str, words: str) -> None:
+def test_chat_set_invalid_value_changes_nothing(chat: Chat, text: str, words: str) -> None:
     before = chat("/set")[1]
     assert words in chat(text)[1]
     assert chat("/set")[1] == before
 
 
-def test_a_setting_is_used_and_can_be_taken_back(chat: Chat) -> None:
+def test_chat_set_applies_and_auto_resets(chat: Chat) -> None:
     chat("/set max_tokens=3", "Hello")
     assert len(chat.contents[1]) == 3
     chat("/set max_tokens=auto", "/retry")
     assert len(chat.contents[1]) == 10
 
 
-def test_stats(chat: Chat) -> None:
+def test_chat_stats_counts_turns_and_tokens(chat: Chat) -> None:
     assert "0 turns" in chat("/stats")[1]
     chat("Hello")
     _, err = chat("/stats")
@@ -341,7 +341,7 @@ def test_second_setting_keeps_the_first(chat: Chat) -> None:
     assert set(chat("/set")[1].strip("()\n").split(", ")) == {"temperature=0.0", "top_p=0.9", "max_tokens=None"}
 
 
-def test_memory(chat: Chat) -> None:
+def test_chat_memory_prints_table(chat: Chat) -> None:
     assert chat("/memory")[0] == "the table\n"
 
 
@@ -362,14 +362,14 @@ def test_ctrl_c_before_the_first_word_takes_the_question_back(chat: Chat) -> Non
     assert chat.contents == []
 
 
-def test_ctrl_c_where_none_watches_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_unwatched_ctrl_c_raises(capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(capsys, is_watched=False)
     chat.answers.interrupt_at = 2
     with pytest.raises(KeyboardInterrupt):
         chat("Hello")
 
 
-def test_a_full_context_drops_nothing_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_full_context_drops_message_and_keeps_history(capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(capsys, context=64)
     chat("Hello")
     before = chat.contents
@@ -383,26 +383,26 @@ def test_a_full_context_drops_nothing_and_says_what_to_do(capsys: pytest.Capture
     assert chat.contents[0] == "y" * 30
 
 
-def test_an_answer_that_fills_the_context_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_answer_filling_context_prints_notice(capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(capsys, context=32)
     _, err = chat("Hello 12345")
     assert "the context of 32 tokens is full" in err
     assert "nothing was dropped" in err
 
 
-def test_a_first_message_that_is_too_long_is_not_reported_to_undo(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_first_message_too_long_omits_undo_hint(capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(capsys, context=32)
     _, err = chat("x" * 100)
     assert "the context holds 32" in err
     assert "/undo" not in err
 
 
-def test_a_lone_surrogate_is_refused(chat: Chat) -> None:
+def test_chat_refuses_lone_surrogate(chat: Chat) -> None:
     assert "surrogate" in chat("half \ud800")[1]
     assert chat.contents == []
 
 
-def test_a_dead_engine_ends_the_chat(chat: Chat) -> None:
+def test_chat_dead_engine_raises(chat: Chat) -> None:
     def die(step: object) -> None:
         raise RuntimeError("no more")
 
@@ -411,7 +411,7 @@ def test_a_dead_engine_ends_the_chat(chat: Chat) -> None:
         chat.session.take("Hello")
 
 
-def test_a_line_is_a_turn_and_only_answers_reach_stdout(here: Here, tiny: Path) -> None:
+def test_chat_piped_prints_only_answers_to_stdout(here: Here, tiny: Path) -> None:
     ended = here("chat", tiny, "--max-tokens", "4", "--ignore-eos", stdin="Hello\nAgain\n")
     assert ended.code == 0, ended
     again = here("chat", tiny, "--max-tokens", "4", "--ignore-eos", stdin="Hello\n/clear\nAgain\n")
@@ -431,7 +431,7 @@ def test_commands_work_when_piped(here: Here, tiny: Path, tmp_path: Path) -> Non
     assert "Hello\\nthere" in file.read_text()
 
 
-def test_the_memory_is_drawn_where_it_is_requested(here: Here, tiny: Path, tmp_path: Path) -> None:
+def test_chat_memory_report_writes_html(here: Here, tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "memory.html"
     ended = here("chat", tiny, "--memory-report", file, stdin="")
     assert (ended.code, ended.out, ended.err) == (0, "", "")
@@ -441,7 +441,7 @@ def test_the_memory_is_drawn_where_it_is_requested(here: Here, tiny: Path, tmp_p
     assert "it is a folder" in wrong.err
 
 
-def test_what_failed_in_a_pipe_shows_in_the_exit_code(here: Here, tiny: Path) -> None:
+def test_chat_piped_failure_sets_exit_code(here: Here, tiny: Path) -> None:
     ended = here("chat", tiny, "--max-tokens", "2", stdin=f"{'x' * 300}\nHello\n")
     assert ended.code == 1
     assert "the context holds 256" in ended.err
@@ -449,19 +449,19 @@ def test_what_failed_in_a_pipe_shows_in_the_exit_code(here: Here, tiny: Path) ->
     assert ended.out
 
 
-def test_no_input_is_no_chat(here: Here, tiny: Path) -> None:
+def test_chat_empty_stdin_prints_nothing(here: Here, tiny: Path) -> None:
     ended = here("chat", tiny)
     assert (ended.code, ended.out, ended.err) == (0, "", "")
 
 
-def test_a_model_without_a_template_is_refused(here: Here, bare: Path) -> None:
+def test_chat_model_without_template_is_refused(here: Here, bare: Path) -> None:
     ended = here("chat", bare, stdin="Hello\n")
     assert ended.code == 2
     assert "no chat template" in ended.err
     assert ended.err.count("\n") == 1
 
 
-def test_another_template_may_be_given(here: Here, bare: Path) -> None:
+def test_chat_template_option_replaces_missing_template(here: Here, bare: Path) -> None:
     template = "{{ messages[-1]['content'] }}"
     assert here("chat", bare, "--chat-template", template, "--max-tokens", "2", stdin="Hello\n").code == 0
 
@@ -541,7 +541,7 @@ class Terminal:
         return self.process.wait(timeout=60)
 
 
-def test_a_chat_at_a_terminal(endless: Path) -> None:
+def test_chat_at_terminal_answers_and_leaves_on_ctrl_d(endless: Path) -> None:
     terminal = Terminal("chat", endless, "--max-tokens", "6", "--ignore-eos")
     try:
         table = terminal.expect(r"Maximum\s+concurrency\s+for\s+100,000\s+tokens\s+per\s+request:\s+1.00x")

@@ -32,7 +32,7 @@ def names(owner: type) -> set[str]:
     return {field.name for field in dataclasses.fields(owner)}
 
 
-def test_every_field_has_one_row() -> None:
+def test_settings_have_one_row_per_field() -> None:
     engine = [setting.name for setting in ENGINE_SETTINGS]
     sampling = [setting.name for setting in (*SAMPLING_SETTINGS, *SEVERAL_SETTINGS)]
     assert sorted(engine) == sorted(names(EngineConfig) - {"model"})
@@ -46,7 +46,7 @@ def parsed(*arguments: str) -> tuple[Given, Given]:
     return given(run.engine, values), given(run.sampling, values)
 
 
-def test_nothing_given_is_nothing_set() -> None:
+def test_parsed_without_arguments_is_empty() -> None:
     assert parsed() == ({}, {})
 
 
@@ -66,7 +66,7 @@ def test_quantization_and_what_belongs_to_it_reach_their_fields() -> None:
         EngineConfig.from_options(**parsed("--quantization", "fp8", "--quantization-ignore", "a,,b")[0])
 
 
-def test_the_help_of_quantization_names_every_scheme() -> None:
+def test_quantization_help_names_every_scheme() -> None:
     (setting,) = (setting for setting in ENGINE_SETTINGS if setting.name == "quantization")
     assert all(f"{name} (" in setting.help for name in WEIGHT_SCHEMES)
 
@@ -76,7 +76,7 @@ def test_the_help_of_quantization_names_every_scheme() -> None:
     [setting for setting in ENGINE_SETTINGS if setting.name not in QUANTIZED],
     ids=lambda setting: setting.name,
 )
-def test_every_other_engine_option_reaches_its_field(setting) -> None:
+def test_engine_option_reaches_its_field(setting) -> None:
     values = {"TOKENS": "32", "N": "3", "SHARE": "0.5", "SIZE": "1GiB", "PATH": "somewhere", "NAME": "auto"}
     values |= {"LAYERS": "0,1,30,31", "METHOD": "ngram:3", "SECONDS": "1.5", "WAY": "exact", "POLICY": "fcfs"}
     flag = f"--{setting.name.replace('_', '-')}"
@@ -131,18 +131,18 @@ def test_defaults_are_those_of_the_fields() -> None:
 
 
 @pytest.mark.parametrize("text", ["110%", "0", "-0.5", "1.5", "half", "nan"])
-def test_a_share_that_is_none_is_refused_with_one_that_works(text: str) -> None:
+def test_memory_utilization_invalid_share_is_refused(text: str) -> None:
     engine, _ = parsed("--memory-utilization", text)
     with pytest.raises(ConfigError, match="memory_utilization"):
         EngineConfig.from_options(**engine)
 
 
-def test_a_share_may_be_a_percentage() -> None:
+def test_memory_utilization_accepts_percentage() -> None:
     assert parsed("--memory-utilization", "80%")[0] == {"memory_utilization": pytest.approx(0.8)}
     assert parsed("--gpu-memory-utilization", "80%")[0] == {"gpu_memory_utilization": pytest.approx(0.8)}
 
 
-def test_an_empty_value_is_not_silently_dropped() -> None:
+def test_empty_option_value_is_kept() -> None:
     assert parsed("--dtype", "", "--max-tokens", "") == ({"dtype": ""}, {"max_tokens": ""})
 
 
@@ -163,16 +163,16 @@ def test_an_empty_value_is_not_silently_dropped() -> None:
         ("AUTO", None),
     ],
 )
-def test_counts(text: str, count: int | None) -> None:
+def test_read_count_reads_units(text: str, count: int | None) -> None:
     assert read_count(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "k", "8q", "1.5", "8 k", "1e3", "0x10", "٣", "9" * 30, "1_000", "inf"])
-def test_what_is_no_count_is_left_to_caller_requested(text: str) -> None:
+def test_read_count_returns_non_count_unchanged(text: str) -> None:
     assert read_count(text) == text
 
 
-def test_numbers_may_be_strange_and_are_refused_elsewhere() -> None:
+def test_read_number_leaves_non_numbers_to_checks() -> None:
     assert read_number("0.7") == 0.7
     assert read_number("abc") == "abc"
     assert isinstance(read_number("nan"), float)
@@ -187,26 +187,26 @@ def test_shares_are_numbers_or_percentages(text: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["110%", "0%", "-5%", "%", "x%", "nan%", "inf%", "half", "", "0.5%%"])
-def test_what_is_no_share_is_left_to_caller_requested(text: str) -> None:
+def test_read_share_returns_non_share_unchanged(text: str) -> None:
     assert read_share(text) == text
 
 
-def test_integers_come_alone_or_in_lists() -> None:
+def test_read_integers_joins_lists() -> None:
     assert read_integers(["1,2", "3"]) == [1, 2, 3]
     assert read_integers(["x"]) == ["x"]
 
 
-def test_biases_are_pairs() -> None:
+def test_read_biases_reads_pairs() -> None:
     assert read_biases(["42=-100", "7=1.5"]) == {42: -100.0, 7: 1.5}
 
 
 @pytest.mark.parametrize("text", ["42", "=1", "a=1", "1=b", "-1=2"])
-def test_a_broken_bias_is_refused(text: str) -> None:
+def test_read_biases_refuses_malformed_bias(text: str) -> None:
     with raises_code("cli.bad_logit_bias", RequestError, value=text):
         read_biases([text])
 
 
-def test_forms_are_json_or_a_file_of_it(tmp_path) -> None:
+def test_read_grammar_reads_json_or_file(tmp_path) -> None:
     file = tmp_path / "form.json"
     file.write_text('{"json": {"type": "object"}}')
     assert read_grammar('{"regex": "[0-9]+"}') == StructuredOutputs(regex="[0-9]+")
@@ -219,7 +219,7 @@ def test_broken_forms_are_refused(text: str) -> None:
         read_grammar(text)
 
 
-def test_lists_of_counts() -> None:
+def test_read_counts_reads_lists() -> None:
     assert read_counts("1,8", "--batch") == (1, 8)
     assert read_counts("1K", "--batch") == (1024,)
 
@@ -230,7 +230,7 @@ def test_broken_lists_of_counts_are_refused(text: str) -> None:
         read_counts(text, "--batch")
 
 
-def test_ranges() -> None:
+def test_read_range_reads_ends_or_one_number() -> None:
     assert read_range("32-512", "--input-len") == (32, 512)
     assert read_range("64", "--input-len") == (64, 64)
 

@@ -27,7 +27,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=" ".join)
 @pytest.mark.usefixtures("wide")
-def test_a_page_has_examples_and_panels(page: tuple[str, ...], here: Here) -> None:
+def test_help_page_has_panels_and_working_examples(page: tuple[str, ...], here: Here) -> None:
     ended = here(*page, "--help")
     assert ended.code == 0
     assert ended.err == ""
@@ -45,7 +45,7 @@ def test_a_page_has_examples_and_panels(page: tuple[str, ...], here: Here) -> No
 
 
 @pytest.mark.parametrize("page", [*GROUPS, *PAGES], ids=" ".join)
-def test_a_page_keeps_to_80_columns(page: tuple[str, ...], here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_page_fits_80_columns(page: tuple[str, ...], here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     long = [line for line in here(*page, "--help").out.splitlines() if len(line) > 80]
     assert not long, long
@@ -63,7 +63,7 @@ def test_other_spellings_are_understood_and_not_shown(here: Here) -> None:
 
 
 @pytest.mark.usefixtures("wide")
-def test_all_commands_are_listed(here: Here) -> None:
+def test_help_lists_all_commands(here: Here) -> None:
     shown = here("--help").out
     names = ("run", "chat", "serve", "plan", "ps", "cache", "doctor", "completion", "bench", "eval")
     assert re.findall(r"^  ([a-z]+) +\S", shown.partition("Commands:")[2], re.MULTILINE) == list(names)
@@ -89,14 +89,14 @@ def test_defaults_are_reported_where_a_setting_has_one(here: Here) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_value_may_begin_with_a_dash(here: Here, arguments: tuple[str, ...], words: str) -> None:
+def test_option_accepts_value_starting_with_dash(here: Here, arguments: tuple[str, ...], words: str) -> None:
     ended = here(*arguments)
     assert (ended.code, ended.out) == (2, "")
     assert ended.refuses(words), ended
 
 
 @pytest.mark.usefixtures("wide")
-def test_a_short_option_asks_for_help_too(here: Here) -> None:
+def test_help_short_option_equals_long_option(here: Here) -> None:
     assert here("run", "-h").out == here("run", "--help").out
 
 

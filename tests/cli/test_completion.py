@@ -104,7 +104,7 @@ def test_bash_offers_files_where_a_path_is_requested(complete: Complete, tmp_pat
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_every_option_that_help_shows_is_in_every_script(script: Callable[[str], str], shell: str) -> None:
+def test_completion_script_contains_every_option(script: Callable[[str], str], shell: str) -> None:
     text = script(shell)
     for command in COMMANDS:
         for row in command.rows:

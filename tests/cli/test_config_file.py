@@ -27,7 +27,7 @@ def expanded(file: Path, text: str, *typed: str) -> list[str]:
     return [*found[:place], *found[place + 2 :]]
 
 
-def test_without_a_file_nothing_changes() -> None:
+def test_with_config_without_file_keeps_arguments() -> None:
     assert with_config(SERVE.rows, ["a-model", "--port", "1"]) == ["a-model", "--port", "1"]
 
 
@@ -54,7 +54,7 @@ def test_keys_are_the_names_of_options(file: Path, text: str, arguments: list[st
     assert expanded(file, text) == arguments
 
 
-def test_what_is_typed_wins(file: Path) -> None:
+def test_config_file_typed_option_wins(file: Path) -> None:
     text = 'port = 1\nserved-model-name = ["a"]\nhost = "::1"'
     assert expanded(file, text, "--port", "2", "--served-model-name=b") == [
         "--host=::1",
@@ -88,19 +88,19 @@ def test_last_of_two_files_is_read(file: Path) -> None:
     assert with_config(SERVE.rows, [f"--config={other}", "--config", str(file)])[0] == "--port=1"
 
 
-def test_every_key_of_a_file_is_added_in_order(file: Path) -> None:
+def test_config_file_keys_are_added_in_order(file: Path) -> None:
     text = 'port = 1\nhost = "::1"\nmax-num-seqs = 3\nallow-public = true'
     assert expanded(file, text) == ["--port=1", "--host=::1", "--max-num-seqs=3", "--allow-public"]
 
 
-def test_file_may_have_a_mebibyte_and_no_more(file: Path) -> None:
+def test_config_file_above_one_mebibyte_is_refused(file: Path) -> None:
     head = "port = 1\n# "
     assert expanded(file, head + "x" * (2**20 - len(head))) == ["--port=1"]
     with raises_code("cli.config_too_large", ConfigError, limit_mib=1):
         expanded(file, head + "x" * (2**20 - len(head) + 1))
 
 
-def test_the_model_is_a_key_too(file: Path) -> None:
+def test_config_file_model_key_is_positional_argument(file: Path) -> None:
     assert expanded(file, 'model = "there"', "--port", "2") == ["--port", "2", "there"]
     assert expanded(file, 'model = "there"', "here", "--port", "2") == ["here", "--port", "2"]
 
@@ -125,14 +125,14 @@ def test_config_file_with_mistakes_is_refused(file: Path, text: str, code: str, 
         expanded(file, text)
 
 
-def test_keys_that_everybody_could_read(file: Path) -> None:
+def test_config_file_readable_by_others_refuses_secret_keys(file: Path) -> None:
     file.chmod(0o644)
     with raises_code("cli.config_exposed_secret", ConfigError, key="api-key"):
         expanded(file, 'api-key = "k"')
     assert expanded(file, "port = 1") == ["--port=1"]
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_config_file_unreadable_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for name in ("missing", "", "bytes"):
         with pytest.raises(ConfigError):

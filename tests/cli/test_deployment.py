@@ -44,7 +44,7 @@ def check_serve(words: list[str]) -> dict[str, str]:
     return found
 
 
-def test_the_container_serves(dockerfile: str, root: Path) -> None:
+def test_dockerfile_serves_on_exposed_port(dockerfile: str, root: Path) -> None:
     entry = json.loads(re.search(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)[1])  # type: ignore[index]
     port = check_serve(entry)["--port"]
     assert f"EXPOSE {port}" in dockerfile
@@ -66,7 +66,7 @@ def test_extras_of_the_container_exist(dockerfile: str, root: Path) -> None:
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
 
 
-def test_the_unit_serves_and_has_time_to_end(unit: dict[str, str]) -> None:
+def test_systemd_unit_serves_with_matching_limits(unit: dict[str, str]) -> None:
     found = check_serve(shlex.split(unit["ExecStart"]))
     limits = ServerLimits()
     assert int(found["--max-connections"]) == limits.max_connections

@@ -9,7 +9,7 @@ from cli.page_reader import read_page
 DISK = "on disk    93.81 MiB: 210 Q4_1, 61 F32, 1 Q8_0"
 
 
-def test_a_plan_tells_it_as_text_as_json_and_on_a_page(here: Here, tmp_path: Path) -> None:
+def test_plan_gguf_shows_disk_size_in_text_json_and_page(here: Here, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     ended = here("plan", "--gpu", "h200", "--html", page)
     assert ended.code == 0, ended
@@ -25,12 +25,12 @@ def test_a_plan_tells_it_as_text_as_json_and_on_a_page(here: Here, tmp_path: Pat
     assert found["less_with"] == {"int8": 135_376_640}
 
 
-def test_a_folder_has_nothing_to_tell(here: Here, tiny: Path) -> None:
+def test_plan_folder_has_no_weights_on_disk(here: Here, tiny: Path) -> None:
     ended = here("plan", tiny, "--gpu", "h200", "--json")
     assert "weights_on_disk" not in json.loads(ended.out)
 
 
-def test_a_run_tells_it_at_both_ends(here: Here) -> None:
+def test_run_gguf_shows_disk_size_in_text_and_json(here: Here) -> None:
     options = ("-p", "Hi", "--max-tokens", "1", "--max-model-len", "64", "--quantization", "int8")
     ended = here("run", *options)
     assert ended.code == 0, ended
@@ -41,7 +41,7 @@ def test_a_run_tells_it_at_both_ends(here: Here) -> None:
     assert held["weights_on_disk"]["memory_bytes"] == weights
 
 
-def test_a_refusal_tells_it(here: Here) -> None:
+def test_run_gguf_over_budget_suggests_quantization(here: Here) -> None:
     ended = here("run", "-p", "Hi", "--memory-limit", "256MiB")
     assert ended.code != 0
     assert ended.refuses("plan.over_budget"), ended

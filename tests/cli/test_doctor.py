@@ -35,7 +35,7 @@ def without(*names: str) -> dict[str, str | None]:
     return {name: None if name in names else found for name, found in ALL.items()}
 
 
-def test_a_machine_without_a_gpu_runs_on_its_cpu() -> None:
+def test_doctor_without_gpu_can_run_on_cpu() -> None:
     assert can_run(abilities(HERE))
     assert ability(HERE, doctor.RUN_CPU)[:3] == (doctor.RUN_CPU, True, "2 threads, 8.00 GiB of memory free")
     assert not ability(HERE, doctor.RUN_GPU).is_possible
@@ -153,7 +153,7 @@ def test_torch_outside_of_the_range_gets_a_warning(version: str, is_inside: bool
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_lines_keep_to_the_terminal(columns: int) -> None:
+def test_doctor_lines_fit_terminal(columns: int) -> None:
     facts = replace(HERE, torch=GPU_TORCH, hub_models=tuple(f"owner/model-{number}" for number in range(40)))
     lines = report_lines(facts, abilities(facts), columns)
     assert max(map(len, lines)) <= columns
@@ -162,13 +162,13 @@ def test_lines_keep_to_the_terminal(columns: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "no JSON", "{}", '{"gpus": [1]}', "[]"])
-def test_an_answer_of_torch_that_cannot_be_read_is_a_line(text: str) -> None:
+def test_read_probe_unreadable_text_returns_problem(text: str) -> None:
     found, problem = doctor.read_probe(text)
     assert found is None
     assert "cannot be read" in problem
 
 
-def test_a_torch_that_breaks_its_process_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path, here: Here) -> None:
+def test_doctor_broken_torch_prints_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path, here: Here) -> None:
     """A real process, with a torch that fails in its own way; nothing of it reaches the person but a line."""
     for body, words in (
         ("raise OSError('libcudart.so.12: cannot open shared object file')", "libcudart.so.12"),
@@ -184,7 +184,7 @@ def test_a_torch_that_breaks_its_process_is_a_line(monkeypatch: pytest.MonkeyPat
         assert "Traceback" not in ended.out
 
 
-def test_this_machine(here: Here) -> None:
+def test_doctor_json_has_facts_of_this_machine(here: Here) -> None:
     """Facts of the process that the tests run in, however slow its torch is to start."""
     import torch
 

@@ -60,7 +60,7 @@ def reported(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     return Run(ended, json.loads(record.read_text()), read_page(html.read_text(encoding="utf-8")))
 
 
-def test_every_format_has_a_row_the_reference_first(reported: Run) -> None:
+def test_eval_kv_has_row_per_format_reference_first(reported: Run) -> None:
     found = rows(reported.ended.out)
     assert list(found) == list(KV_FORMATS)
     assert len(found["float32"]) == 4, "nothing is compared with itself"
@@ -70,7 +70,7 @@ def test_every_format_has_a_row_the_reference_first(reported: Run) -> None:
     assert "\x1b" not in reported.ended.out
 
 
-def test_record_and_page_say_what_the_table_says(reported: Run) -> None:
+def test_eval_kv_record_and_page_match_table(reported: Run) -> None:
     made, found = reported.record, rows(reported.ended.out)
     assert [result["measure"] for result in made["results"]] == list(found)
     fp8 = next(result for result in made["results"] if result["measure"] == "fp8")
@@ -85,7 +85,7 @@ def test_record_and_page_say_what_the_table_says(reported: Run) -> None:
     assert "record written to" in reported.ended.err
 
 
-def test_formats_that_are_requested_come_once_and_alike_with_their_record_alone_on_stdout(
+def test_eval_kv_formats_deduplicates_and_writes_json_to_stdout(
     here: Here, tiny: Path, text: Path, reported: Run
 ) -> None:
     requested = " bfloat16,turboquant_3bit_nc, bfloat16,float32"
@@ -99,16 +99,14 @@ def test_formats_that_are_requested_come_once_and_alike_with_their_record_alone_
         assert {**result, "seconds": 0} == {**before[result["measure"]], "seconds": 0}, "in other company"
 
 
-def test_less_than_a_window_is_one_window_and_says_so(here: Here, tiny: Path, text: Path, reported: Run) -> None:
+def test_eval_kv_fewer_tokens_than_window_reads_one_window(here: Here, tiny: Path, text: Path, reported: Run) -> None:
     ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--tokens", "20", "--formats", "float16")
     assert "one window of 48 tokens" in ended.out
     assert "reading 48 tokens, not 20: one window is the minimum" in ended.err
     assert "tokens are read, not" not in reported.ended.err
 
 
-def test_protected_layers_are_for_quantized_formats_and_count_in_their_bytes(
-    here: Here, tiny: Path, text: Path
-) -> None:
+def test_eval_kv_protected_layers_count_in_bytes_per_token(here: Here, tiny: Path, text: Path) -> None:
     def bytes_with(layers: str) -> list[str]:
         requested = ("--formats", "float16,fp8,turboquant_4bit_nc", "--kv-protected-layers", layers, "--tokens", "48")
         ended = here("eval", "kv", tiny, "--text", text, *SMALL, *requested)
@@ -123,7 +121,7 @@ def test_protected_layers_are_for_quantized_formats_and_count_in_their_bytes(
     assert notes[1] == "layers 1 in fp8: turboquant_4bit_nc"
 
 
-def test_a_model_that_cannot_be_quantized_keeps_its_plain_formats(here: Here, tmp_path: Path, text: Path) -> None:
+def test_eval_kv_unquantizable_model_keeps_plain_formats(here: Here, tmp_path: Path, text: Path) -> None:
     odd = make_model(tmp_path / "odd", head_dim=24)
     ended = here("eval", "kv", odd, "--text", text, *SMALL)
     assert list(rows(ended.out)) == ["float32", "float16", "bfloat16"]
@@ -152,7 +150,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=[" ".join(options) for options, _ in REFUSED])
-def test_what_is_refused(here: Here, tiny: Path, text: Path, options: tuple[str, ...], words: str) -> None:
+def test_eval_kv_refuses_bad_options(here: Here, tiny: Path, text: Path, options: tuple[str, ...], words: str) -> None:
     ended = here("eval", "kv", tiny, "--text", text, *options, "--device", "cpu")
     assert ended.code == 2, ended
     assert ended.out == ""
@@ -160,7 +158,7 @@ def test_what_is_refused(here: Here, tiny: Path, text: Path, options: tuple[str,
     assert ended.refuses(words), ended
 
 
-def test_a_text_must_be_named(here: Here, tiny: Path) -> None:
+def test_eval_kv_without_text_is_refused(here: Here, tiny: Path) -> None:
     ended = here("eval", "kv", tiny)
     assert (ended.code, ended.out) == (2, "")
     assert ended.refuses("eval.no_text")
@@ -175,7 +173,7 @@ def test_a_text_must_be_named(here: Here, tiny: Path) -> None:
     ],
     ids=["latin", "empty", "short"],
 )
-def test_texts_that_cannot_be_read(here: Here, tiny: Path, tmp_path: Path, data: bytes, words: str) -> None:
+def test_eval_kv_invalid_text_is_refused(here: Here, tiny: Path, tmp_path: Path, data: bytes, words: str) -> None:
     path = tmp_path / "bad.txt"
     path.write_bytes(data)
     ended = here("eval", "kv", tiny, "--text", path, "--device", "cpu")
@@ -185,7 +183,9 @@ def test_texts_that_cannot_be_read(here: Here, tiny: Path, tmp_path: Path, data:
 
 
 @pytest.mark.parametrize("name", ["nothing.txt", "", "a\0b", "x" * 5000, "~nobody_at_all/t.txt", "."])
-def test_files_that_are_none(here: Here, tiny: Path, tmp_path: Path, name: str, monkeypatch) -> None:
+def test_eval_kv_unreadable_text_file_is_refused(
+    here: Here, tiny: Path, tmp_path: Path, name: str, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     ended = here("eval", "kv", tiny, "--text", name)
     assert ended.code == 2, ended
@@ -193,33 +193,33 @@ def test_files_that_are_none(here: Here, tiny: Path, tmp_path: Path, name: str, 
     assert ended.refuses("eval.bad_text")
 
 
-def test_a_file_without_end_is_refused(here: Here, tiny: Path, monkeypatch) -> None:
+def test_eval_kv_oversized_text_is_refused(here: Here, tiny: Path, monkeypatch) -> None:
     monkeypatch.setattr(eval_command, "MAX_TEXT_BYTES", 2**20)
     ended = here("eval", "kv", tiny, "--text", "/dev/zero")
     assert ended.code == 2
     assert "it is larger than 1 MiB" in ended.err
 
 
-def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path) -> None:
+def test_read_text_strips_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "marked.txt"
     path.write_bytes(b"\xef\xbb\xbfabc")
     assert eval_command.read_text(str(path)) == "abc"
 
 
-def test_a_model_that_is_not_there(here: Here, tmp_path: Path, text: Path) -> None:
+def test_eval_kv_missing_model_prints_one_line(here: Here, tmp_path: Path, text: Path) -> None:
     ended = here("eval", "kv", tmp_path / "nothing", "--text", text)
     assert ended.code == 1
     assert ended.err.count("\n") == 1
 
 
-def test_memory_that_does_not_suffice_is_refused_in_words(here: Here, tiny: Path, text: Path) -> None:
+def test_eval_kv_over_memory_limit_is_refused(here: Here, tiny: Path, text: Path) -> None:
     ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--memory-limit", "600KiB")
     assert ended.code == 1, ended
     assert ended.out == ""
     assert "budget" in ended.err
 
 
-def test_every_scheme_that_can_run_has_a_row(here: Here, tiny: Path) -> None:
+def test_eval_weights_has_row_per_runnable_scheme(here: Here, tiny: Path) -> None:
     ended = here("eval", "weights", tiny, *SMALL)
     assert ended.code == 0, ended
     found = rows(ended.out)
@@ -234,7 +234,7 @@ def test_every_scheme_that_can_run_has_a_row(here: Here, tiny: Path) -> None:
     ]
 
 
-def test_record_and_page_say_what_the_table_says_of_schemes(here: Here, tiny: Path, tmp_path: Path) -> None:
+def test_eval_weights_record_and_page_match_table(here: Here, tiny: Path, tmp_path: Path) -> None:
     text, record, html = tmp_path / "book.txt", tmp_path / "record.json", tmp_path / "page.html"
     text.write_text("It is not known who first thought of it, but there it was. " * 20)
     options = ("--schemes", "int8", "--text", text, "--json", record, "--html", html, "--dtype", "bfloat16")
@@ -255,7 +255,7 @@ def test_record_and_page_say_what_the_table_says_of_schemes(here: Here, tiny: Pa
     assert "bytes of all weights" in html.read_text(encoding="utf-8")
 
 
-def test_the_reference_of_a_quantized_checkpoint_is_not_called_float32(here: Here, tmp_path: Path) -> None:
+def test_eval_weights_names_stored_scheme_as_reference(here: Here, tmp_path: Path) -> None:
     stored, record, html = (tmp_path / name for name in ("stored", "record.json", "page.html"))
     make_stored(stored, "fp8_block", ("o_proj",))
     ended = here("eval", "weights", stored, *SMALL, "--json", record, "--html", html)
@@ -291,20 +291,20 @@ REFUSED_SCHEMES = [
 @pytest.mark.parametrize(
     ("options", "words"), REFUSED_SCHEMES, ids=[" ".join(options) for options, _ in REFUSED_SCHEMES]
 )
-def test_what_is_refused_of_schemes(here: Here, tiny: Path, options: tuple[str, ...], words: str) -> None:
+def test_eval_weights_refuses_bad_options(here: Here, tiny: Path, options: tuple[str, ...], words: str) -> None:
     ended = here("eval", "weights", tiny, *SMALL, *options)
     assert ended.code == 2, ended
     assert ended.out == ""
     assert ended.refuses(words), ended
 
 
-def test_names_are_taken_once_and_all_is_none() -> None:
+def test_read_schemes_deduplicates_and_all_is_none() -> None:
     assert read_schemes("ALL") is None
     assert read_schemes(" fp8, mxfp4,fp8") == ("fp8", "mxfp4")
     assert read_schemes(",".join(WEIGHT_SCHEMES)) == tuple(WEIGHT_SCHEMES)
 
 
-def test_a_text_is_always_at_hand(tmp_path: Path) -> None:
+def test_topics_or_text_defaults_to_bundled_text(tmp_path: Path) -> None:
     text, name = topics_or_text(None)
     assert name == TOPICS
     assert len(text) > 100_000
@@ -312,7 +312,7 @@ def test_a_text_is_always_at_hand(tmp_path: Path) -> None:
     assert topics_or_text(str(tmp_path / "own.txt")) == ("abc", "own.txt")
 
 
-def test_a_line_for_each_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_bar_prints_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> None:
     with EvalBar() as bar:
         for done in range(0, 2001, 5):
             bar(done, 2000)
@@ -324,14 +324,14 @@ def test_a_line_for_each_tenth(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(" tokens/s, " in line for line in lines)
 
 
-def test_few_steps_tell_no_line_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_bar_few_steps_print_no_line_twice(capsys: pytest.CaptureFixture[str]) -> None:
     with EvalBar() as bar:
         for done in (0, 3, 4, 4, 10, 10):
             bar(done, 10)
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
-def test_nothing_to_do_is_no_error() -> None:
+def test_eval_bar_accepts_zero_tokens() -> None:
     with EvalBar() as bar:
         bar(0, 0)
 
@@ -350,7 +350,7 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_terminal")
-def test_a_bar_shows_speed_and_time_left() -> None:
+def test_eval_bar_at_terminal_shows_speed_and_time_left() -> None:
     with redirect_stderr(Watched()) as stderr, EvalBar() as bar:
         bar(0, 100)
         bar(100, 100)
@@ -360,7 +360,7 @@ def test_a_bar_shows_speed_and_time_left() -> None:
 
 
 @pytest.mark.usefixtures("_terminal")
-def test_a_bar_ends_with_whatever_ends_the_work() -> None:
+def test_eval_bar_restores_cursor_on_interrupt() -> None:
     with redirect_stderr(Watched()) as stderr, pytest.raises(KeyboardInterrupt), EvalBar():
         raise KeyboardInterrupt
     shown = stderr.getvalue()
@@ -372,7 +372,7 @@ def written(*qualities: Quality) -> dict:
     return json.loads(dumps(made, indent=1))
 
 
-def test_every_figure_is_kept() -> None:
+def test_eval_record_keeps_every_figure() -> None:
     record = written(FP8, FEW)
     assert [result["measure"] for result in record["results"]] == ["float32", "fp8", "turboquant_3bit_nc"]
     names = {field.name for field in fields(Quality)} - {"name", "size_bytes"} | {"bytes_per_token"}
@@ -388,14 +388,14 @@ def test_every_figure_is_kept() -> None:
     assert {"date", "machine", "versions", "commit", "cpu", "num_cores", "text"} <= record.keys()
 
 
-def test_a_record_can_be_read_by_the_readme(tmp_path: Path) -> None:
+def test_eval_record_is_readable_by_doc_tables(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps(written(FP8)))
     assert doc_tables.read_record(path)["section"] == KV_PAGES.section
     assert doc_tables.records(tmp_path, None) == [], "it would be taken for a race of engines"
 
 
-def test_what_is_no_number_is_null() -> None:
+def test_eval_record_non_finite_values_are_null() -> None:
     result = written(BROKEN)["results"][1]
     assert result["mean_kl"] is result["perplexity"] is result["kl_by_place"][1] is None
     assert result["num_broken"] == 1023

@@ -24,7 +24,7 @@ WORDS = {
 }
 
 
-def test_every_example_is_run() -> None:
+def test_examples_all_have_expected_words() -> None:
     assert [path.name for path in EXAMPLES] == sorted(WORDS)
 
 
@@ -37,7 +37,7 @@ SLOW = {"ranks.py"}
     [pytest.param(path, marks=pytest.mark.slow if path.name in SLOW else ()) for path in EXAMPLES],
     ids=[path.stem for path in EXAMPLES],
 )
-def test_an_example_runs(
+def test_example_runs_and_prints_expected_words(
     path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(path), str(tiny)])
@@ -62,11 +62,11 @@ def test_readme_code_for_transformers_runs(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_short(path: Path) -> None:
+def test_example_has_fewer_than_40_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 40
 
 
-def test_the_record_goes_where_the_readme_looks(
+def test_cpu_benchmark_writes_record_where_readme_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from holdfast.cli.commands import invoke

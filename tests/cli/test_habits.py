@@ -59,7 +59,7 @@ def test_flag_of_another_program_becomes_ours(typed: str, expected: str, capsys:
 
 
 @pytest.mark.parametrize("path", BY_PATH, ids=" ".join)
-def test_command_line_of_ours_stays_as_it_is(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_ours_keeps_own_flags(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     for row in BY_PATH[path].rows:
         for flag in () if row.panel == ARGUMENTS else row.all_flags:
             typed = [flag, "-x"] if row.metavar else [flag]
@@ -119,7 +119,7 @@ def test_flag_that_is_not_here_is_answered(typed: str, words: str, here: Here) -
     assert ended.err.count("\n") == 1
 
 
-def test_a_habit_names_flags_that_some_command_has() -> None:
+def test_habits_name_existing_flags() -> None:
     flags = {flag for command in COMMANDS for row in command.rows for flag in row.all_flags}
     used: set[str] = set()
     for habit in HABITS:
@@ -131,7 +131,7 @@ def test_a_habit_names_flags_that_some_command_has() -> None:
 
 
 @pytest.mark.parametrize("table", [ENGINE_NAMES, SERVER_NAMES], ids=["engine", "server"])
-def test_every_name_of_vllm_is_a_flag_of_serve(table: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_ours_takes_every_vllm_serve_flag(table: dict, capsys: pytest.CaptureFixture[str]) -> None:
     """Both spellings, with the right number of values: what follows stays where it is."""
     serve: Command = BY_PATH[("serve",)]
     own = {flag for row in serve.rows for flag in row.all_flags}

@@ -23,7 +23,7 @@ def shell(line: str, *arguments: object, **environment: str) -> Ended:
     return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def test_a_chat_without_standard_input(tiny: Path) -> None:
+def test_chat_closed_stdin_is_refused(tiny: Path) -> None:
     ended = shell("{} <&-", "chat", tiny)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err == (
@@ -44,21 +44,21 @@ def test_answers_and_tables_where_only_ascii_can_be_written(tiny: Path) -> None:
     assert "Traceback" not in ended.err
 
 
-def test_a_plan_where_only_ascii_can_be_written() -> None:
+def test_plan_ascii_output_uses_plain_signs() -> None:
     ended = shell("{}", "plan", "Qwen3-8B", "--gpu", "h200", "--sweep", PYTHONIOENCODING="ascii", COLUMNS="20")
     assert ended.code == 0, ended
     assert ended.out.isascii()
     assert "###" in ended.out
 
 
-def test_too_little_address_space(tiny: Path) -> None:
+def test_run_low_address_space_limit_is_named(tiny: Path) -> None:
     ended = shell("ulimit -v 300000; {} </dev/null", "run", tiny, "-q", "-p", "hi")
     assert (ended.code, ended.out) == (1, "")
     assert ended.err.count("\n") == 1
     assert "this process may map 292 MiB (ulimit -v)" in ended.err
 
 
-def test_too_few_files(tiny: Path) -> None:
+def test_run_low_open_file_limit_is_named(tiny: Path) -> None:
     held = " ".join(f"{number}</dev/null" for number in range(3, 9))
     ended = shell(f"exec {held}; ulimit -n 12; {{}} </dev/null", "run", tiny, "-q", "-p", "hi", "--max-tokens", 2)
     assert "Traceback" not in ended.err
@@ -80,7 +80,7 @@ def test_too_few_files(tiny: Path) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_limits_have_words_of_their_own(
+def test_report_names_process_limit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, words: str
 ) -> None:
     limits = {resource.RLIMIT_NOFILE: (12, 12), resource.RLIMIT_AS: (64 * 2**20, 64 * 2**20)}
@@ -118,6 +118,6 @@ def test_line_that_cannot_be_decoded_is_dropped(capsys: pytest.CaptureFixture[st
     ],
     ids=ascii,
 )
-def test_what_was_typed_is_quoted_on_one_line(text: str, shown: str) -> None:
+def test_quoted_stays_on_one_line_of_80_characters(text: str, shown: str) -> None:
     assert terminal.quoted(text) == shown
     assert len(terminal.quoted(text)) <= 80

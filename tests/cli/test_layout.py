@@ -69,7 +69,7 @@ def view_at(place: int) -> PlanView:
 @pytest.mark.parametrize(
     "place", range(len(PLANS)), ids=lambda place: f"{PLANS[place].declared.name} on {PLANS[place].target.name}"
 )
-def test_a_plan_at_any_width_keeps_every_word_and_every_status(place: int, num_columns: int) -> None:
+def test_plan_lines_at_any_width_keep_words_and_status(place: int, num_columns: int) -> None:
     view = view_at(place)
     text = "\n".join(line.text for line in check(plan_lines(view), num_columns))
     flat = " ".join(text.split())
@@ -84,7 +84,7 @@ def test_a_plan_at_any_width_keeps_every_word_and_every_status(place: int, num_c
 
 @pytest.mark.parametrize("num_columns", WIDTHS)
 @pytest.mark.parametrize("place", [0, 3])
-def test_a_sweep_at_any_width(place: int, num_columns: int) -> None:
+def test_sweep_lines_at_any_width_keep_every_cell(place: int, num_columns: int) -> None:
     request = PLANS[place]
     cells = sweep(request)
     text = "\n".join(line.text for line in check(sweep_lines(cells, request.target.name), num_columns))
@@ -129,7 +129,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("num_columns", WIDTHS)
-def test_the_tables_of_memory_refusals_and_evaluations_at_any_width(num_columns: int) -> None:
+def test_memory_refusal_and_quality_lines_fit_any_width(num_columns: int) -> None:
     text = " ".join(" ".join(line.text for line in check(memory_lines(REPORT), num_columns)).split())
     assert "only to load" in text
     assert "shortened from the model's own 8,192" in text
@@ -141,7 +141,7 @@ def test_the_tables_of_memory_refusals_and_evaluations_at_any_width(num_columns:
         assert BARS.search(refusal)
 
 
-def test_a_refusal_without_changes_is_the_table_alone() -> None:
+def test_refusal_lines_without_changes_are_table_alone() -> None:
     assert refusal_lines(TABLE) == refusal_lines(TABLE, ())
     assert [line.text for line in refusal_lines(TABLE, CHANGES[:1])][-2:] == [
         "what would fit",
@@ -150,7 +150,7 @@ def test_a_refusal_without_changes_is_the_table_alone() -> None:
 
 
 @pytest.mark.parametrize("num_columns", WIDTHS)
-def test_a_command_over_several_lines_is_the_same_command(num_columns: int) -> None:
+def test_fitted_wrapped_command_parses_unchanged(num_columns: int) -> None:
     command = view_at(0).commands[0]
     assert command is not None
     lines = fitted([Line(f"  {command}", is_command=True)], num_columns)
@@ -169,7 +169,9 @@ CELLS = st.text(st.sampled_from("abc █"), max_size=40).map(lambda text: " ".jo
     st.sampled_from([(), (1,), (1, 2)]),
 )
 @settings(max_examples=150)
-def test_any_table_keeps_its_words(rows, num_columns: int, wraps: tuple[int, ...], right: tuple[int, ...]) -> None:
+def test_table_lines_at_any_width_keep_words(
+    rows, num_columns: int, wraps: tuple[int, ...], right: tuple[int, ...]
+) -> None:
     lines = table_lines(Table(tuple(rows), right, None, wraps))
     assert [line.text for line in lines] == aligned(rows, right)
     narrow = fitted(lines, num_columns)
@@ -197,5 +199,5 @@ def test_wrapping_breaks_between_words_alone(text: str, num_columns: int) -> Non
         ("███", 0.0, ""),
     ],
 )
-def test_a_shorter_bar(bar: str, scale: float, shorter: str) -> None:
+def test_shrunk_scales_bar(bar: str, scale: float, shorter: str) -> None:
     assert shrunk(bar, scale) == shorter

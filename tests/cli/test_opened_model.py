@@ -46,14 +46,14 @@ def _no_handlers() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])
-def test_text_is_not_made_of_token_ids(command: str, here: Here) -> None:
+def test_command_without_tokenizer_refuses_text(command: str, here: Here) -> None:
     ended = here(command, "/nowhere", "--tokenizer", "none", stdin="hello")
     assert ended.code != 0
     assert ended.refuses("cli.no_tokenizer")
     assert "prompt_token_ids" in ended.err
 
 
-def test_quietly(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_quietly_prints_nothing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opened = open_quietly(EngineConfig(model=str(tiny), max_num_seqs=1))
     assert gc.isenabled(), "collections are paused only while a model opens"
     assert capsys.readouterr() == ("", "")
@@ -71,7 +71,7 @@ def test_plain_lines_where_none_watches(tiny: Path, capsys: pytest.CaptureFixtur
     assert lines[-1].startswith("Model loading took 394.75 KiB memory and ")
 
 
-def test_a_bar_with_bytes_on_a_terminal(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_visibly_at_terminal_shows_bar_with_bytes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -89,9 +89,7 @@ def test_a_bar_with_bytes_on_a_terminal(tiny: Path, monkeypatch: pytest.MonkeyPa
     assert "Model loading took" not in shown
 
 
-def test_the_memory_is_drawn_where_it_is_requested(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_open_model_memory_report_draws_owners(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "memory.html"
     opened = open_quietly(EngineConfig(model=str(tiny), max_num_seqs=1), file)
     assert capsys.readouterr() == ("", "")
@@ -111,7 +109,7 @@ def test_the_memory_is_drawn_where_it_is_requested(
     assert file.exists()
 
 
-def test_where_the_memory_is_drawn_is_checked_first(tmp_path: Path) -> None:
+def test_report_file_refuses_folder(tmp_path: Path) -> None:
     assert report_file(None) is None
     assert report_file(str(tmp_path / "memory.html")) == tmp_path / "memory.html"
     with raises_code("cli.bad_page_file", ConfigError, option="--memory-report", reason="it is a folder"):
@@ -119,13 +117,13 @@ def test_where_the_memory_is_drawn_is_checked_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("open_model", [open_quietly, open_visibly])
-def test_a_model_that_is_not_there(open_model, tmp_path: Path) -> None:
+def test_open_model_missing_path_raises_and_keeps_gc_enabled(open_model, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         open_model(EngineConfig(model=str(tmp_path / "nothing")))
     assert gc.isenabled()
 
 
-def test_names_are_short_and_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_name_is_short_and_printable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_name(EngineConfig(model=str(tmp_path / "A-Model/"))) == "A-Model"
     assert model_name(EngineConfig(model="x/bad\x1b[31m")) == "bad\\x1b[31m"
     assert model_name(EngineConfig()) == find_default_model().name
@@ -158,7 +156,9 @@ def test_interrupts_are_exceptions_once_torch_is_there() -> None:
         (None, "käse".encode(), "käse"),
     ],
 )
-def test_what_is_requested(monkeypatch: pytest.MonkeyPatch, option: str | None, piped: bytes, prompt: str) -> None:
+def test_read_prompt_joins_option_and_pipe(
+    monkeypatch: pytest.MonkeyPatch, option: str | None, piped: bytes, prompt: str
+) -> None:
     pipe_in(monkeypatch, piped)
     assert read_prompt(option) == prompt
 
@@ -170,12 +170,12 @@ def test_prompt_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, opti
         read_prompt(option)
 
 
-def test_a_process_without_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_prompt_without_stdin_returns_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert read_prompt("Hello") == "Hello"
 
 
-def test_a_terminal_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_prompt_ignores_terminal_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -189,7 +189,7 @@ def test_bytes_that_are_no_text() -> None:
         decode(b"ab\xff")
 
 
-def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_prompt_refuses_oversized_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opened_model, "MAX_STDIN_BYTES", 1 << 20)
     pipe_in(monkeypatch, b"x" * (1 << 20))
     assert len(read_prompt(None)) == 1 << 20
@@ -198,7 +198,7 @@ def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         read_prompt(None)
 
 
-def test_a_pipe_that_stays_open_is_not_a_silent_hang(
+def test_read_prompt_slow_pipe_prints_waiting_notice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reading, writing = os.pipe()
@@ -239,7 +239,7 @@ ADVICE = GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20)
         ({"max_tokens": 5}, SILENT, 0.0),
     ],
 )
-def test_what_was_requested_goes_before_advice_and_advice_before_greedy(given, advice, temperature) -> None:
+def test_sampling_params_prefer_given_then_advice_then_greedy(given, advice, temperature) -> None:
     params = sampling_params(given, advice)
     assert params.temperature == temperature
     assert all(getattr(params, name) == value for name, value in given.items())
@@ -255,13 +255,13 @@ def test_what_was_requested_goes_before_advice_and_advice_before_greedy(given, a
     ],
     ids=["default", "less", "more", "at least"],
 )
-def test_an_answer_has_a_bound_unless_one_is_requested(params: SamplingParams, max_tokens: int) -> None:
+def test_prepare_bounds_answer_unless_max_tokens_given(params: SamplingParams, max_tokens: int) -> None:
     prepared = prepare(make_engine(max_model_len=128), "Hello", params, 50)
     assert (prepared.max_tokens, prepared.params.max_tokens) == (max_tokens, max_tokens)
 
 
 @pytest.mark.parametrize("requested", [None, 50], ids=["open", "requested"])
-def test_the_bound_stays_inside_the_context(requested: int | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_prepare_clamps_max_tokens_to_context(requested: int | None, caplog: pytest.LogCaptureFixture) -> None:
     prepared = prepare(make_engine(max_model_len=16), "Hello", SamplingParams(max_tokens=requested), 50)
     assert prepared.max_tokens == 11
     reported = [
@@ -275,7 +275,7 @@ def test_messages_go_through_the_template() -> None:
     assert prepared.prompt == "user: Hi\nassistant: "
 
 
-def test_a_stream_that_is_closed_ends_its_request() -> None:
+def test_stream_closed_early_ends_request() -> None:
     engine = make_engine()
     deltas = stream(LLM.from_engine(engine), prepare(engine, "Hello", SamplingParams(temperature=0.0), 20))
     first = next(deltas)
@@ -284,7 +284,7 @@ def test_a_stream_that_is_closed_ends_its_request() -> None:
     assert_at_rest(engine)
 
 
-def test_an_answer_that_fails_raises() -> None:
+def test_stream_failed_request_raises() -> None:
     engine = make_engine()
     engine.runner.script["Hello"] = [ord("a"), -1]  # type: ignore[attr-defined]
     with pytest.raises(HoldfastError, match="not finite"):
@@ -322,7 +322,7 @@ def test_speed_is_tokens_by_the_seconds_they_took() -> None:
     ("num_output", "metrics"),
     [(0, None), (1, RequestMetrics(0.0, 0.0, 0.0, 0, 0)), (1, RequestMetrics(0.0, 1.0, 1.0, 3, 0))],
 )
-def test_what_was_not_measured_is_not_reported(num_output: int, metrics: RequestMetrics | None) -> None:
+def test_speed_of_unmeasured_decode_omits_rate(num_output: int, metrics: RequestMetrics | None) -> None:
     speed = speed_of(output(3, num_output, metrics))
     assert speed.decode_rate is None
     assert "decode" not in speed.line

@@ -69,7 +69,7 @@ def tabled(heading: tuple, rows: list, num_numbers: int, title: str = "t") -> st
 
 
 @given(st.text(st.characters(codec=None), max_size=40))
-def test_any_text_comes_back_as_it_was_or_with_a_sign_for_what_cannot_be_shown(text: str) -> None:
+def test_rendered_any_text_round_trips_or_is_replaced(text: str) -> None:
     document = read_page(rendered("<p>{{ text }}</p>{{ paragraphs(['x'], text) }}", text, text=text))
     shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
     assert document.all("title")[0].text == shown
@@ -78,7 +78,7 @@ def test_any_text_comes_back_as_it_was_or_with_a_sign_for_what_cannot_be_shown(t
     rendered("", text).encode("utf-8")
 
 
-def test_a_hostile_name_makes_no_element() -> None:
+def test_tabled_hostile_name_makes_no_element() -> None:
     document = read_page(tabled((VERY_HOSTILE,), [(VERY_HOSTILE, (VERY_HOSTILE,))], 0, VERY_HOSTILE))
     assert len(document.all("script")) == 1
     assert "alert" not in document.all("script")[0].text
@@ -95,20 +95,20 @@ def test_numbers_are_aligned_and_rows_have_classes() -> None:
 @pytest.mark.parametrize(
     "name", ["", " ", "a\0b", "folder", "no/such/folder/page.html", "x" * 5000, "~nobody_at_all/p"]
 )
-def test_what_cannot_be_a_file_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_file_refuses_invalid_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     with raises_code("cli.bad_page_file", ConfigError, option="--html", file=name):
         page_file(name, "--html")
 
 
-def test_a_new_file_and_an_old_one_are_fine(tmp_path: Path) -> None:
+def test_page_file_accepts_new_file_and_old_page(tmp_path: Path) -> None:
     (tmp_path / "old.html").write_text("<!DOCTYPE html>old")
     for name in ("old.html", "new.html"):
         assert page_file(str(tmp_path / name), "--html") == tmp_path / name
 
 
-def test_only_pages_are_replaced(tmp_path):
+def test_page_file_refuses_to_replace_other_files(tmp_path):
     file = tmp_path / "config.json"
     file.write_text("{}")
     with raises_code("cli.bad_page_file", reason="a file that is not an HTML page has that name"):
@@ -118,7 +118,7 @@ def test_only_pages_are_replaced(tmp_path):
         assert page_file(str(file), "--html") == file
 
 
-def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
+def test_page_file_refuses_unwritable_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with raises_code("cli.bad_page_file", reason="it is not writable"):
         page_file(str(tmp_path / "page.html"), "--html")
@@ -140,9 +140,7 @@ all_sizes = st.lists(st.integers(1, 2**50), min_size=1, max_size=30)
 
 
 @given(all_sizes, st.integers(1, 24))
-def test_every_box_is_as_large_as_its_bytes_and_together_they_fill_the_strips(
-    numbers: list[int], num_rows: int
-) -> None:
+def test_drawn_box_widths_match_bytes_and_fill_strips(numbers: list[int], num_rows: int) -> None:
     parts = [Part(f"g{place % 3}", f"n{place}", number, "") for place, number in enumerate(numbers)]
     boxes = drawn(parts, num_rows)
     total = sum(numbers)
@@ -179,7 +177,7 @@ def test_gathering_loses_no_byte_and_keeps_groups(items: list[tuple[str, int]], 
     assert len(gathered) <= max_boxes + 3
 
 
-def test_what_is_shown_stays_in_order_and_the_small_ones_come_last_in_their_group() -> None:
+def test_with_small_ones_gathered_keeps_order_within_groups() -> None:
     parts = [Part("a", "1", 50, ""), Part("a", "2", 1, ""), Part("b", "3", 60, ""), Part("a", "4", 90, "")]
     assert [part.name for part in with_small_ones_gathered(parts, 3)] == ["1", "4", "2", "3"]
     assert [part.name for part in with_small_ones_gathered(parts, 2)] == ["4", "2 small ones", "3"]
@@ -195,13 +193,13 @@ def test_thousands_of_tensors_are_still_a_small_picture() -> None:
     assert len(picture) < 150_000
 
 
-def test_a_pointer_reads_owner_bytes_share_and_reason() -> None:
+def test_tooltip_has_owner_bytes_share_and_reason() -> None:
     words = tooltip(Part("weights", "layers.3.qkv.weight", GIB, "fused, in bfloat16"), 4 * GIB)
     assert words == "weights/layers.3.qkv.weight: 1.00 GiB (1,073,741,824 bytes), 25.00%; fused, in bfloat16"
     assert tooltip(Part("free", "", 0, ""), 0) == "free: 0 B (0 bytes), 0.00%"
 
 
-def test_looks_and_colours() -> None:
+def test_groups_have_look_and_colour_of_parts() -> None:
     parts = [Part("weights", "w", 10, ""), Part("steps", "s", 10, "", "planned"), Part("free", "", 10, "", "free")]
     made = [group.attributes for group in groups(parts, 1)]
     colour = colours(["weights", "steps"])
@@ -218,7 +216,7 @@ def contrast_with_black(colour: list[int]) -> float:
     return (0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05) / 0.05
 
 
-def test_no_two_names_share_a_colour() -> None:
+def test_colours_are_distinct_and_readable() -> None:
     made = colours(f"owner {place}" for place in range(40))
     parts = {name: [int(colour[i : i + 2], 16) for i in (1, 3, 5)] for name, colour in made.items()}
     for (one, first), (other, second) in combinations(parts.items(), 2):
@@ -237,14 +235,14 @@ def rows_under(document: Element, heading: str) -> list[Element]:
 
 
 @pytest.mark.parametrize("requested", [("Qwen3-32B", "h200"), ("Qwen3-30B-A3B", "h200")], ids=" ".join)
-def test_every_owner_of_a_plan_has_a_colour_of_its_own(requested: tuple[str, str]) -> None:
+def test_plan_page_owners_have_distinct_colours(requested: tuple[str, str]) -> None:
     planned = view_of(plan_request(*requested), None)
     rows = rows_under(read_page(plan_page(planned, ())), "owner")[:-1]
     found = [row.all("span")[1].attributes["style"] for row in rows]
     assert len(found) == len(planned.rows) == len(set(found))
 
 
-def test_a_page_shows_cache_groups_where_layers_keep_other_things() -> None:
+def test_plan_page_shows_cache_groups_when_layers_differ() -> None:
     planned = view_of(plan_request("gemma-3-12b-it", "h200"), None)
     text = plan_page(planned, ())
     assert "by cache group" in text
@@ -253,7 +251,7 @@ def test_a_page_shows_cache_groups_where_layers_keep_other_things() -> None:
     assert "by cache group" not in plan_page(view_of(plan_request("Qwen3-8B", "h200"), None), ())
 
 
-def test_the_bars_of_a_sweep_have_colours_that_no_owner_has() -> None:
+def test_plan_page_sweep_bars_avoid_owner_colours() -> None:
     requested = plan_request("Qwen3-32B", "h200")
     cells = sweep(requested)
     document = read_page(plan_page(view_of(requested, None), cells))
@@ -265,7 +263,7 @@ def test_the_bars_of_a_sweep_have_colours_that_no_owner_has() -> None:
     assert owners.isdisjoint(drawn)
 
 
-def test_nothing_at_all_is_an_empty_picture() -> None:
+def test_drawn_without_parts_is_empty() -> None:
     assert drawn([], 4) == []
 
 
@@ -311,7 +309,7 @@ SMALL = ledger_of(
 )
 
 
-def test_every_entry_is_a_box_as_large_as_its_bytes() -> None:
+def test_memory_page_entry_boxes_match_their_bytes() -> None:
     page = memory_page("A-Model", report_of(SMALL), tuple(SMALL))
     budget, held = strip_boxes(page)
     assert [int(box.attributes["data-bytes"]) for box in held] == [entry.num_bytes for entry in SMALL]
@@ -326,7 +324,7 @@ def test_every_entry_is_a_box_as_large_as_its_bytes() -> None:
     assert total(budget) == report_of(SMALL).budget_bytes
 
 
-def test_the_table_adds_up_and_has_the_colours_of_the_boxes() -> None:
+def test_memory_page_table_adds_up_and_matches_box_colours() -> None:
     document = read_page(memory_page("A-Model", report_of(SMALL), tuple(SMALL)))
     *rows, last = document.all("tbody")[0].all("tr")
     cells = [[cell.text for cell in row.all("td")] for row in rows]
@@ -340,7 +338,7 @@ def test_the_table_adds_up_and_has_the_colours_of_the_boxes() -> None:
     assert "KV cache of 4,096 tokens, 1.00 KiB each: 8.00 requests of 512 tokens at once" in document.text
 
 
-def test_what_is_planned_only_and_what_none_holds_are_drawn_apart() -> None:
+def test_memory_page_draws_planned_and_unaccounted_apart() -> None:
     step = MemoryRow("sampling", 10 * MIB, None, "temporaries")
     staging = MemoryRow("staging", 64 * MIB, None, "a ring", ("load",))
     report = report_of(SMALL, step, staging, measured=87 * MIB)
@@ -355,13 +353,13 @@ def test_what_is_planned_only_and_what_none_holds_are_drawn_apart() -> None:
     assert looks(page, 1)[-2:] == ["planned", "#9aa3ac"]
 
 
-def test_a_device_that_says_less_than_the_ledger_is_reported_and_not_drawn() -> None:
+def test_memory_page_negative_unaccounted_is_text_only() -> None:
     page = memory_page("A-Model", report_of(SMALL, measured=70 * MIB), tuple(SMALL))
     assert total(strip_boxes(page)[1]) == 80 * MIB
     assert "-10.00 MiB" in page
 
 
-def test_without_entries_the_rows_are_drawn() -> None:
+def test_memory_page_without_entries_draws_rows() -> None:
     page = memory_page("A-Model", report_of(SMALL), ())
     assert total(strip_boxes(page)[1]) == 80 * MIB
 
@@ -375,7 +373,7 @@ def test_names_are_escaped_everywhere() -> None:
     assert any(HOSTILE in title.text for title in document.all("title"))
 
 
-def test_a_large_model_is_a_few_tens_of_kilobytes() -> None:
+def test_memory_page_large_model_stays_under_100_kb() -> None:
     names = ("input_norm", "qkv.weight", "q_norm", "k_norm", "o.weight", "post_norm", "gate_up.weight", "down.weight")
     weights = [(f"weights/layers.{i}.{name}", 1024 if "norm" in name else 2**27) for i in range(64) for name in names]
     pages = [(f"kv pages/{i}.attention.{plane}", 2**29) for i in range(64) for plane in "kv"]
@@ -390,7 +388,7 @@ def test_a_large_model_is_a_few_tens_of_kilobytes() -> None:
     st.integers(1, 2**45),
     st.one_of(st.none(), st.integers(0, 2**45)),
 )
-def test_any_report_is_a_sound_page_whose_bytes_add_up(sizes: list[int], budget: int, measured: int | None) -> None:
+def test_memory_page_any_report_adds_up(sizes: list[int], budget: int, measured: int | None) -> None:
     ledger = ledger_of(*((f"g{place % 11}/n{place}", size) for place, size in enumerate(sizes)))
     report = report_of(ledger, budget=budget, measured=measured)
     in_budget, held = strip_boxes(memory_page("m", report, tuple(ledger)))
@@ -399,7 +397,7 @@ def test_any_report_is_a_sound_page_whose_bytes_add_up(sizes: list[int], budget:
     assert total(in_budget) == max(drawn, budget)
 
 
-def test_an_old_page_is_replaced(tmp_path: Path) -> None:
+def test_write_page_replaces_old_page(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text("old")
     write_page(file, memory_page("A-Model", report_of(SMALL), tuple(SMALL)))
@@ -410,7 +408,7 @@ REQUEST = plan_request("Qwen3-8B", "rtx4090")
 VIEW, CELLS = view_of(REQUEST, None), sweep(REQUEST)
 
 
-def test_every_phase_is_a_strip_that_fills_the_budget() -> None:
+def test_plan_page_phase_strips_fill_budget() -> None:
     document = read_page(plan_page(VIEW, CELLS))
     for phase, picture in zip(PHASES, document.all("svg"), strict=False):
         sizes = [int(box.attributes["data-bytes"]) for box in boxes_of(picture)]
@@ -418,7 +416,7 @@ def test_every_phase_is_a_strip_that_fills_the_budget() -> None:
         assert sum(sizes[:-1]) == VIEW.phase_bytes[phase]
 
 
-def test_a_plan_that_does_not_fit_is_drawn_whole() -> None:
+def test_plan_page_over_budget_is_drawn_whole() -> None:
     requested = plan_request("Qwen3-32B", "l4")
     planned = view_of(requested, None)
     document = read_page(plan_page(planned, sweep(requested)))
@@ -433,7 +431,7 @@ def test_a_plan_that_does_not_fit_is_drawn_whole() -> None:
     )
 
 
-def test_the_tables_say_what_the_terminal_says() -> None:
+def test_plan_page_tables_match_terminal_lines() -> None:
     document = read_page(plan_page(VIEW, CELLS))
     owners, ways = rows_under(document, "owner"), rows_under(document, "change")
     assert [row.all("td")[0].text for row in owners] == [*(row.owner for row in VIEW.rows), "total"]
@@ -494,7 +492,7 @@ def test_names_are_escaped_in_a_plan() -> None:
     assert HOSTILE in document.all("h1")[0].text
 
 
-def test_an_empty_chart_is_sound() -> None:
+def test_bars_empty_or_zero_chart_is_valid() -> None:
     read_page(pictured(bars((), "nothing")))
     read_page(pictured(bars((Bar("bfloat16", 0, "0", "none", "#000", is_pale=False),), "one that is nothing")))
 
@@ -508,7 +506,7 @@ def named(chart: Element) -> dict[str, Element]:
     return {group.attributes["data-name"]: group for group in chart.all("g") if "data-name" in group.attributes}
 
 
-def test_dots_lie_where_their_numbers_are() -> None:
+def test_quality_chart_dots_lie_at_their_numbers() -> None:
     middle = quality("middle", math.sqrt(1040 * 400), mean_kl=math.sqrt(0.08 * 0.000512), p99_kl=0.1)
     _, chart, _ = charts(FP8, FEW, middle)
     dots = {name: group.all("circle")[0].attributes for name, group in named(chart).items()}
@@ -521,13 +519,13 @@ def test_dots_lie_where_their_numbers_are() -> None:
     assert float(whisker["y2"]) < float(whisker["y1"]) == y["fp8"]
 
 
-def test_what_a_dot_says() -> None:
+def test_quality_chart_dot_title_has_figures() -> None:
     _, chart, _ = charts(FP8)
     said = named(chart)["fp8"].all("title")[0].text
     assert said == "fp8: 1,040 bytes, mean KL 0.000512, p99 0.0123, same top-1 99.12%, perplexity 12.6250"
 
 
-def test_names_do_not_lie_on_each_other() -> None:
+def test_quality_chart_labels_do_not_overlap() -> None:
     alike = [quality(f"format {place}", 1000.0 + place, mean_kl=0.01, p99_kl=0.02) for place in range(6)]
     alike = [replace(one, kl_by_place=(0.01, 0.01)) for one in alike]
     for chart in charts(*alike)[1:]:
@@ -536,13 +534,13 @@ def test_names_do_not_lie_on_each_other() -> None:
         assert all(high - low >= 13 for low, high in pairwise(heights))
 
 
-def test_names_stay_beside_what_they_name_where_there_is_room() -> None:
+def test_label_heights_stay_at_targets_where_possible() -> None:
     assert label_heights([100.0, 300.0, 200.0]) == [104, 304, 204]
     assert label_heights([100.0, 100.0, 99.0, 10.0]) == [104, 90, 76, 14]
     assert label_heights([]) == []
 
 
-def test_the_reference_and_what_is_no_number_have_no_place_but_a_row() -> None:
+def test_quality_charts_leave_out_reference_and_non_finite() -> None:
     document, chart, lines = charts(FP8, BROKEN, quality("same", 2048.0))
     assert named(chart).keys() == {"fp8"}
     assert named(lines).keys() == {"fp8", "half"}
@@ -563,7 +561,7 @@ def test_lines_go_from_the_beginning_of_a_window_to_its_end() -> None:
     assert {"0", "1,024", "position in the window"} <= set(reported)
 
 
-def test_all_is_inside_the_picture() -> None:
+def test_quality_charts_stay_inside_picture() -> None:
     _, *both = charts(FP8, FEW, BROKEN)
     for chart in both:
         for name, most in (("cx", WIDTH), ("x1", WIDTH), ("x2", WIDTH), ("cy", HEIGHT), ("y1", HEIGHT), ("y2", HEIGHT)):
@@ -577,7 +575,7 @@ def test_all_is_inside_the_picture() -> None:
 
 
 @pytest.mark.parametrize("qualities", [(), (BROKEN,), (quality("zero", 10.0),), (FP8,), (FP8, FP8)], ids=len)
-def test_few_or_no_formats_are_sound(qualities: tuple) -> None:
+def test_quality_charts_of_few_formats_are_valid(qualities: tuple) -> None:
     read_page(pictured(size_chart(qualities, "bytes"), place_chart(qualities, 2)))
     read_page(eval_page(view(*qualities)))
 
@@ -592,7 +590,7 @@ def test_names_are_escaped_in_an_evaluation() -> None:
 
 
 @given(st.lists(st.floats(1e-12, 1e9), min_size=1, max_size=5))
-def test_a_scale_holds_its_numbers_and_has_round_marks(numbers: list[float]) -> None:
+def test_log_scale_holds_numbers_with_round_ticks(numbers: list[float]) -> None:
     scale = log_scale(numbers, 100.0, 900.0)
     assert all(100 < scale(number) < 900 for number in numbers)
     marks = ticks(scale)
@@ -600,6 +598,6 @@ def test_a_scale_holds_its_numbers_and_has_round_marks(numbers: list[float]) -> 
     assert all(float(f"{mark:.1g}") == pytest.approx(mark) for mark in marks)
 
 
-def test_an_even_scale_is_even() -> None:
+def test_scale_linear_is_even() -> None:
     scale = Scale(0.0, 8.0, 10.0, 90.0, is_log=False)
     assert [scale(number) for number in (0, 4, 8)] == [10, 50, 90]

@@ -33,7 +33,7 @@ def record(here: Here, *arguments: object, code: int = 0) -> dict:
     return json.loads(ended.out, parse_constant=refuse)
 
 
-def test_a_plan_that_fits(here: Here) -> None:
+def test_plan_that_fits_prints_verdict_and_serve_command(here: Here) -> None:
     ended = here("plan", "Qwen3-32B", "--gpu", "h200")
     assert (ended.code, ended.err) == (0, "")
     first, requested, blank, title, command, *_ = ended.out.splitlines()
@@ -44,7 +44,7 @@ def test_a_plan_that_fits(here: Here) -> None:
     assert "\x1b" not in ended.out
 
 
-def test_a_plan_that_does_not_fit_exits_with_one_and_the_table(here: Here) -> None:
+def test_plan_over_budget_exits_one_with_shortfall(here: Here) -> None:
     ended = here("plan", "Llama-3.1-70B", "--gpu", "rtx4090")
     assert (ended.code, ended.err) == (1, "")
     assert re.fullmatch(r"NO: [\d.]+ GiB short on rtx4090", ended.out.splitlines()[0])
@@ -56,7 +56,7 @@ def test_a_plan_that_does_not_fit_exits_with_one_and_the_table(here: Here) -> No
     assert [way["is_smallest"] for way in found["alternatives"]].count(True) == 1
 
 
-def test_the_smallest_change_fits_and_less_does_not(here: Here) -> None:
+def test_plan_smallest_change_is_longest_context_that_fits(here: Here) -> None:
     requested = ("Qwen3-8B", "--memory", "24GiB", "--max-num-seqs", "8")
     refused = record(here, *requested, "--max-model-len", "100000", code=1)
     smallest = next(way for way in refused["alternatives"] if way["is_smallest"])
@@ -77,7 +77,7 @@ ADVISED = [
 
 
 @pytest.mark.parametrize("requested", ADVISED, ids=" ".join)
-def test_every_command_that_is_advised_prints_what_it_promises(here: Here, requested: tuple[str, ...]) -> None:
+def test_plan_advised_commands_give_promised_tokens(here: Here, requested: tuple[str, ...]) -> None:
     ended = here("plan", *requested, "--json")
     ways = [way for way in json.loads(ended.out)["alternatives"] if way["fits"]]
     assert ways
@@ -165,7 +165,7 @@ def test_plan_for_an_unknown_command_is_refused(here: Here) -> None:
     assert ended.refuses("value.not_one_of")
 
 
-def test_json_is_all_that_is_printed_and_has_the_documented_names(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_json_has_only_documented_names(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     found = record(here, "Qwen3-8B", "--gpu", "h100", "--sweep")
     monkeypatch.setenv("COLUMNS", "400")
     shown = re.sub(r"\W+", " ", here("plan", "--help").out)
@@ -180,7 +180,7 @@ QUICK = list(CATALOGUE)[::4]
 @pytest.mark.parametrize(
     "model", [model if model in QUICK else pytest.param(model, marks=pytest.mark.slow) for model in CATALOGUE]
 )
-def test_every_model_of_the_catalogue_is_planned(here: Here, model: str) -> None:
+def test_plan_catalogue_model_has_exact_kv_bytes(here: Here, model: str) -> None:
     ended = here("plan", model, "--gpu", "h200", "--json")
     found = json.loads(ended.out)
     assert ended.code == (3 if found["not_in_this_version"] else 0 if found["fits"] else 1)
@@ -190,11 +190,11 @@ def test_every_model_of_the_catalogue_is_planned(here: Here, model: str) -> None
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_every_gpu_is_planned_for(gpu: str) -> None:
+def test_read_target_knows_every_gpu(gpu: str) -> None:
     assert read_target(PlanOptions(gpu=gpu)).total_bytes == GPUS[gpu].total_bytes
 
 
-def test_a_folder_a_file_and_nothing_at_all(here: Here, tmp_path: Path) -> None:
+def test_plan_accepts_folder_file_or_default_model(here: Here, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "A model")
     (folder / "model.safetensors").unlink()
     found = record(here, folder, "--memory", "4GiB")
@@ -206,7 +206,7 @@ def test_a_folder_a_file_and_nothing_at_all(here: Here, tmp_path: Path) -> None:
     assert record(here, find_default_model())["kv_bytes_per_token"] == default["kv_bytes_per_token"]
 
 
-def test_without_a_device_the_plan_is_for_this_machine_and_says_so(here: Here) -> None:
+def test_plan_without_device_is_for_this_cpu(here: Here) -> None:
     ended = here("plan", "--max-model-len", "128", "--max-num-seqs", "1")
     assert ended.code == 0
     assert "on the CPU of this machine" in ended.out.splitlines()[1]
@@ -215,7 +215,7 @@ def test_without_a_device_the_plan_is_for_this_machine_and_says_so(here: Here) -
     assert "this is a plan for the CPU" not in here("plan", "Qwen3-8B", "--memory", "80GiB").out
 
 
-def test_options_change_the_plan(here: Here) -> None:
+def test_plan_options_change_plan(here: Here) -> None:
     plain = record(here, "Qwen3-8B", "--gpu", "h100")
     for options in (
         ("--memory-utilization", "80%"),
@@ -283,7 +283,7 @@ def test_quantized_pages_are_planned_to_be_run(here: Here) -> None:
     assert "--kv-protected-layers 0" in bare["command"]
 
 
-def test_heads_that_cannot_be_quantized_are_reported_what_works(here: Here, tmp_path: Path) -> None:
+def test_plan_unquantizable_head_dim_names_alternative(here: Here, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "odd")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"head_dim": 24}))
@@ -292,7 +292,7 @@ def test_heads_that_cannot_be_quantized_are_reported_what_works(here: Here, tmp_
     assert ended.refuses("families.format", option="kv_cache_dtype", value="fp8", works="bfloat16"), ended
 
 
-def test_the_help_tells_what_formats_there_are(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_help_lists_kv_formats(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "500")
     shown = here("plan", "--help").out
     assert all(name in shown for name in KV_FORMATS)
@@ -302,7 +302,7 @@ def test_the_help_tells_what_formats_there_are(here: Here, monkeypatch: pytest.M
     assert "--kv-cache-memory SIZE" in shown
 
 
-def test_sizes_in_both_kinds_of_units(here: Here) -> None:
+def test_plan_memory_takes_decimal_and_binary_units(here: Here) -> None:
     sizes = {size: record(here, "Qwen3-0.6B", "--memory", size) for size in ("20GB", "20GiB", "20480MiB", "0.02TB")}
     assert sizes["20GiB"]["budget"]["bytes"] == int(20 * 2**30 * 0.9)
     assert sizes["20GB"]["budget"]["bytes"] == int(20 * 10**9 * 0.9)
@@ -376,9 +376,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "words"), BAD, ids=[" ".join(options)[:40] for options, _ in BAD])
-def test_wrong_values_are_reported_in_one_line_that_says_what_works(
-    here: Here, options: tuple[str, ...], words: str
-) -> None:
+def test_plan_invalid_values_print_one_error_line(here: Here, options: tuple[str, ...], words: str) -> None:
     ended = here("plan", "Qwen3-8B", *options)
     assert ended.code == 2, ended
     assert ended.out == ""
@@ -413,9 +411,7 @@ def test_unknown_models_are_reported_in_one_line(here: Here, model: str, words: 
     assert "\x1b" not in ended.err
 
 
-def test_a_name_that_none_answers_for_is_looked_for_in_the_catalogue(
-    here: Here, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_unreachable_hub_suggests_catalogue_names(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     for name in ("https_proxy", "http_proxy", "all_proxy"):
@@ -430,7 +426,7 @@ def test_a_name_that_none_answers_for_is_looked_for_in_the_catalogue(
     assert "Did you mean Qwen3-32B or Qwen3-30B-A3B" in ended.err
 
 
-def test_a_hostile_config_is_reported_in_one_line(here: Here, tmp_path: Path) -> None:
+def test_plan_malformed_config_prints_one_error_line(here: Here, tmp_path: Path) -> None:
     for name, text in (
         ("json", "{"),
         ("deep", "[" * 100_000),
@@ -443,7 +439,7 @@ def test_a_hostile_config_is_reported_in_one_line(here: Here, tmp_path: Path) ->
         assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1), ended
 
 
-def test_the_page_is_written_and_sound(here: Here, tmp_path: Path) -> None:
+def test_plan_html_writes_valid_page(here: Here, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     ended = here("plan", "Qwen3-8B", "--gpu", "rtx4090", "--html", file)
     assert ended.code == 0
@@ -456,20 +452,20 @@ def test_the_page_is_written_and_sound(here: Here, tmp_path: Path) -> None:
     assert json.loads(quiet.out)["fits"] is True
 
 
-def test_a_name_of_a_folder_cannot_get_out_of_the_page(here: Here, tmp_path: Path) -> None:
+def test_plan_html_escapes_folder_name(here: Here, tmp_path: Path) -> None:
     folder, file = make_model(tmp_path / "<script>alert(1)<!--"), tmp_path / "plan.html"
     assert here("plan", folder, "--memory", "4GiB", "--html", file).code == 0
     document = read_page(file.read_text(encoding="utf-8"))
     assert len(document.all("script")) == 1
 
 
-def test_the_sweep_is_a_chart(here: Here) -> None:
+def test_plan_sweep_draws_chart(here: Here) -> None:
     out = here("plan", "Qwen3-8B", "--gpu", "rtx4090", "--sweep").out
     assert "KV tokens on NVIDIA GeForce RTX 4090" in out
     assert out.count("█") > 60
 
 
-def test_neither_torch_nor_a_network_is_needed() -> None:
+def test_plan_needs_no_torch_and_no_network() -> None:
     words = """
 import builtins, socket, sys
 real = builtins.__import__
@@ -487,7 +483,7 @@ assert codes == [0, 1], codes
     assert ended.stderr == ""
 
 
-def test_in_a_process_of_its_own() -> None:
+def test_plan_in_subprocess_sets_exit_codes() -> None:
     assert finish(start("plan", "Qwen3-8B", "--gpu", "h200", "--json")).code == 0
     refused = finish(start("plan", "Qwen3-32B", "--gpu", "l4"))
     assert (refused.code, refused.err) == (1, "")
@@ -497,7 +493,7 @@ def test_in_a_process_of_its_own() -> None:
     assert "Traceback" not in wrong.err
 
 
-def test_a_closed_pipe_ends_in_silence() -> None:
+def test_plan_closed_pipe_exits_141_silently() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as closed:
@@ -505,7 +501,7 @@ def test_a_closed_pipe_ends_in_silence() -> None:
     assert (ended.code, ended.err) == (141, "")
 
 
-def test_a_full_disk_is_reported(tmp_path: Path) -> None:
+def test_plan_full_disk_reports_no_space(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         ended = finish(start("plan", "Qwen3-8B", "--gpu", "h200", stdout=full))
     assert ended.code == 1
@@ -516,7 +512,7 @@ def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     assert "No space left" in page.err
 
 
-def test_a_terminal_without_blocks_gets_plain_signs() -> None:
+def test_plan_sweep_ascii_uses_plain_signs() -> None:
     ended = finish(start("plan", "Qwen3-8B", "--gpu", "rtx4090", "--sweep", env={"PYTHONIOENCODING": "ascii"}))
     assert ended.code == 0, ended
     assert "###" in ended.out
@@ -544,7 +540,7 @@ def on_a_terminal(*arguments: str, **environment: str) -> bytes:
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "20"])
-def test_no_terminal_is_too_narrow_for_the_numbers(columns: str) -> None:
+def test_plan_any_terminal_width_shows_numbers(columns: str) -> None:
     shown = re.sub(r"\x1b\[[0-9;]*m", "", on_a_terminal("Qwen3-8B", "--gpu", "h200", COLUMNS=columns).decode())
     assert re.search(r"kv pages +- +[0-9.]+ GiB", shown), shown
     assert "KV cache size: " in shown
@@ -554,7 +550,7 @@ def shown_lines(shown: bytes) -> list[str]:
     return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
 
 
-def test_nothing_is_cut_on_a_terminal_that_has_no_blocks() -> None:
+def test_plan_sweep_ascii_terminal_cuts_nothing() -> None:
     requested = ("Qwen3-8B", "--gpu", "rtx4090", "--sweep")
     shown = on_a_terminal(*requested, COLUMNS="60", PYTHONIOENCODING="ascii")
     assert shown.isascii()
@@ -568,7 +564,7 @@ def test_nothing_is_cut_on_a_terminal_that_has_no_blocks() -> None:
     assert not words - {word for line in lines for word in line.split()}
 
 
-def test_a_terminal_gets_colour_and_lines_that_fit_it_and_whole_commands() -> None:
+def test_plan_terminal_lines_fit_and_commands_stay_whole() -> None:
     shown = on_a_terminal("Qwen3-8B", "--gpu", "h200", "--max-model-len", "8192", COLUMNS="60")
     lines = shown_lines(shown)
     assert max(map(len, lines)) <= 60
@@ -582,7 +578,7 @@ def test_a_terminal_gets_colour_and_lines_that_fit_it_and_whole_commands() -> No
     assert b"\x1b[" in shown
 
 
-def test_targets() -> None:
+def test_read_target_reads_gpu_memory_or_cpu() -> None:
     assert read_target(PlanOptions(gpu="H100")).name == GPUS["h100"].name
     assert read_target(PlanOptions(memory="24GiB")).total_bytes == 24 * 2**30
     assert read_target(PlanOptions()).kind == "cpu"
@@ -590,7 +586,7 @@ def test_targets() -> None:
         read_target(PlanOptions(gpu="h100", memory="1GiB"))
 
 
-def test_a_request_is_checked_before_a_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_plan_checks_options_before_opening_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*arguments: object, **options: object) -> None:
         raise AssertionError("a file was opened")
 

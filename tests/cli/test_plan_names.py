@@ -28,7 +28,7 @@ def counted(rows: tuple[ModelRow, ...], monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("counted")
-def test_a_table_that_80_columns_hold(here: Here) -> None:
+def test_plan_list_fits_80_columns(here: Here) -> None:
     ended = here("plan", "--list")
     assert ended.code == 0, ended
     lines = ended.out.splitlines()
@@ -43,7 +43,7 @@ def test_a_table_that_80_columns_hold(here: Here) -> None:
 
 
 @pytest.mark.usefixtures("counted")
-def test_the_same_for_a_program(here: Here) -> None:
+def test_plan_list_json_has_models_and_gpus(here: Here) -> None:
     record = json.loads(here("plan", "--list", "--json").out)
     models = {row["name"]: row for row in record["models"]}
     assert models.keys() == CATALOGUE.keys()
@@ -53,12 +53,12 @@ def test_the_same_for_a_program(here: Here) -> None:
 
 
 @pytest.mark.usefixtures("counted")
-def test_the_document_has_the_tables_of_the_code() -> None:
+def test_model_document_matches_code_tables() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert text == written(text), "run: python scripts/model_tables.py"
 
 
-def test_sizes_as_people_say_them(rows: tuple[ModelRow, ...]) -> None:
+def test_billions_rounds_parameter_counts(rows: tuple[ModelRow, ...]) -> None:
     assert [billions(count) for count in (134_515_008, 999_885_952, 8_030_261_248)] == ["135M", "1.0B", "8.0B"]
     assert [row.name for row in rows] == list(CATALOGUE)
 
@@ -74,7 +74,7 @@ def test_sizes_are_those_of_all_layers(name: str, rows: tuple[ModelRow, ...]) ->
     assert row.weight_bytes == declared.weight_bytes(declared.checkpoint_dtype)
 
 
-def test_what_a_name_leaves_open_is_said(here: Here) -> None:
+def test_plan_ambiguous_name_prints_assumption(here: Here) -> None:
     out = here("plan", "Qwen/Qwen3-8B-AWQ", "--gpu", "a100").out
     assert "--gpu 'a100' is taken as a100-80g, with 80 GB; there is a100-40g too" in " ".join(out.split())
     assert "Qwen3-8B is planned with weights in bfloat16, not AWQ: add --quantization mxfp4" in " ".join(out.split())
@@ -105,9 +105,7 @@ def test_tag_or_revision_that_was_not_checked_has_a_note(
     assert note.startswith(words)
 
 
-def test_a_revision_that_is_in_the_cache_was_looked_at(
-    here: Here, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_plan_cached_revision_has_no_note(here: Here, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     repo, commit = tmp_path / "models--Qwen--Qwen3-8B", "a" * 40
     (repo / "snapshots" / commit).mkdir(parents=True)
@@ -117,7 +115,7 @@ def test_a_revision_that_is_in_the_cache_was_looked_at(
     assert json.loads(here("plan", "Qwen/Qwen3-8B@v9", "--gpu", "4090", "--json").out)["notes"] == []
 
 
-def test_several_gpus_by_name(here: Here) -> None:
+def test_plan_gpu_count_prefix_sets_tensor_parallel_size(here: Here) -> None:
     record = json.loads(here("plan", "Qwen3-32B", "--gpu", "2x4090", "--json").out)
     assert record == json.loads(here("plan", "Qwen3-32B", "--gpu", "rtx4090", "-tp", "2", "--json").out)
 

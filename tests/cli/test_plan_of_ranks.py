@@ -16,7 +16,7 @@ def record(here: Here, words: str) -> dict:
     return json.loads(ended.out)
 
 
-def test_the_worst_rank_and_what_differs_on_others(here: Here) -> None:
+def test_plan_ranks_marks_worst_and_lists_differences(here: Here) -> None:
     requested = "Qwen3-8B --gpu 4xh200 --pipeline-parallel-size 2"
     found = record(here, requested)
     ranks = found["ranks"]
@@ -50,7 +50,7 @@ def test_ranks_on_two_nodes_have_a_line_for_nccl(here: Here) -> None:
     assert "--nnodes" not in one["command"]
 
 
-def test_one_rank_says_nothing_of_others(here: Here) -> None:
+def test_plan_one_rank_has_no_ranks_key(here: Here) -> None:
     assert "ranks" not in record(here, "Qwen3-8B --gpu h200")
 
 

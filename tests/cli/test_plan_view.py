@@ -33,7 +33,7 @@ TOO_LARGE = plan_request("Qwen3-32B", "l4")
 
 
 @pytest.mark.parametrize("requested", [FITTING, plan_request("DeepSeek-V4-Flash", "b200", tensor_parallel_size=8)])
-def test_a_plan_that_fits_is_the_planners(requested: PlanRequest) -> None:
+def test_view_that_fits_equals_plan(requested: PlanRequest) -> None:
     view, plan = view_of(requested, None), fit_runner(requested)
     assert view.fits
     assert view.short_bytes == 0
@@ -46,7 +46,7 @@ def test_a_plan_that_fits_is_the_planners(requested: PlanRequest) -> None:
 
 
 @pytest.mark.parametrize("requested", [TOO_LONG, TOO_LARGE], ids=["context", "model"])
-def test_a_plan_that_does_not_fit_is_as_short_as_the_refusal_says(requested: PlanRequest) -> None:
+def test_view_over_budget_shortfall_equals_refusal(requested: PlanRequest) -> None:
     view = view_of(requested, None)
     with pytest.raises(MemoryPlanError) as caught:
         fit_runner(requested)
@@ -73,7 +73,7 @@ def test_rows_are_groups_that_add_up_to_the_phases() -> None:
     assert "load" not in by_owner["kv pages"].phase_bytes
 
 
-def test_the_command_is_there_where_it_would_work() -> None:
+def test_view_command_given_only_where_it_works() -> None:
     assert view_of(FITTING, None).command == "holdfast serve --max-model-len 8192"
     changed = view_of(TOO_LONG, None)
     smallest = next(item for item in changed.alternatives if item.is_smallest)
@@ -151,7 +151,7 @@ def test_numbers_are_whole_where_they_can_be() -> None:
     assert plain_number(Fraction(1, 2)) == 0.5
 
 
-def test_words_about_tokens() -> None:
+def test_view_kv_text_names_tokens_or_bytes_per_token() -> None:
     fitting: PlanView = view_of(plan_request("Qwen3-8B", "h200", max_model_len=8192, max_num_seqs=2), None)
     assert fitting.kv_text == (
         "KV cache size: 16,384 tokens (144.00 KiB each), Maximum concurrency for 8,192 tokens per request: 2.00x"
@@ -167,7 +167,7 @@ def change(option: str, value: object) -> Alternative:
     return Alternative("", ((option, str(value)),), "lever", 1, 1, True, True)
 
 
-def test_what_is_requested_is_one_line() -> None:
+def test_words_of_request_are_one_line() -> None:
     assert words_of(plan_request(max_model_len=4096, max_num_seqs=1)) == (
         "Qwen3-8B on NVIDIA H200: weights in bfloat16, KV pages in bfloat16, context 4,096, one sequence, 8,192 tokens a step"
     )
@@ -180,13 +180,13 @@ def test_what_is_requested_is_one_line() -> None:
     assert "on the CPU of this machine" in words_of(replace(plan_request(), target=cpu_target()))
 
 
-def test_what_is_requested_reads_as_a_person_would_say_it() -> None:
+def test_words_of_one_token_use_singular() -> None:
     one = words_of(plan_request(max_num_batched_tokens=1, quantization="none"))
     assert "weights in bfloat16" in one
     assert one.endswith(", 1 token a step")
 
 
-def test_a_hostile_name_of_a_folder_stays_on_its_line() -> None:
+def test_words_of_hostile_name_stay_on_one_line() -> None:
     requested = plan_request()
     hostile = replace(requested, declared=replace(requested.declared, name="a\nb\x1b[2J"))
     words = words_of(hostile)
@@ -194,12 +194,12 @@ def test_a_hostile_name_of_a_folder_stays_on_its_line() -> None:
     assert words.startswith("a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}[2J on ")
 
 
-def test_bytes_of_a_token() -> None:
+def test_token_text_gives_exact_or_average_bytes() -> None:
     assert token_text(Fraction(147456)) == "144.00 KiB"
     assert token_text(Fraction(1000, 3)) == "333.33 B on average"
 
 
-def test_only_what_was_requested_is_repeated() -> None:
+def test_start_command_repeats_only_given_options() -> None:
     assert start_command(plan_request(), "Qwen3-8B") == "holdfast serve Qwen/Qwen3-8B"
     assert start_command(replace(plan_request(), target=cpu_target()), None) == "holdfast serve --device cpu"
     alone = plan_request(max_num_seqs=1)
@@ -251,14 +251,14 @@ def test_ranks_of_several_nodes_are_started_by_a_launcher() -> None:
     assert "--nnodes 3 --node-rank NODE --nproc-per-node ITS_RANKS " in reported(3)
 
 
-def test_no_protected_layers_are_repeated_too() -> None:
+def test_start_command_keeps_zero_protected_layers() -> None:
     command = start_command(plan_request(kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=0), "Qwen3-8B")
     assert command is not None
     assert command.endswith("--kv-protected-layers 0")
     assert "--kv-protected-dtype" not in command
 
 
-def test_a_command_makes_the_same_plan_again() -> None:
+def test_plan_command_repeats_same_plan() -> None:
     assert plan_command(plan_request("Qwen3-8B", "rtx4090"), "Qwen3-8B") == "holdfast plan Qwen3-8B --gpu rtx4090"
     assert plan_command(plan_request(memory="24GiB", tensor_parallel_size=2), "x") == (
         "holdfast plan x --memory 24GiB --tensor-parallel-size 2"
@@ -274,7 +274,7 @@ def test_a_command_makes_the_same_plan_again() -> None:
     assert plan_command(plan_request(), "x", change("memory_limit", "4GiB")) is None, "plans have no such option"
 
 
-def test_a_path_is_quoted_for_a_shell(tmp_path: Path) -> None:
+def test_start_command_quotes_path_for_shell(tmp_path: Path) -> None:
     folder = tmp_path / "a model; rm -rf"
     folder.mkdir()
     command = start_command(plan_request(), str(folder))
@@ -291,7 +291,7 @@ def test_a_path_is_quoted_for_a_shell(tmp_path: Path) -> None:
         ("kv_cache_dtype", "turboquant_k8v4", "--kv-cache-dtype turboquant_k8v4"),
     ],
 )
-def test_a_change_is_part_of_the_command(option: str, value: object, words: str) -> None:
+def test_start_command_includes_change(option: str, value: object, words: str) -> None:
     command = start_command(plan_request(max_model_len=4096), "Qwen3-8B", change(option, value))
     assert command is not None
     assert words in command
@@ -313,7 +313,7 @@ def in_format(name: str) -> PlanRequest:
     return replace(REQUEST, config=replace(REQUEST.config, kv_cache_dtype=name))
 
 
-def test_every_cell_is_the_plan_of_its_formats() -> None:
+def test_sweep_cells_equal_plans_of_their_formats() -> None:
     for cell in CELLS:
         alone = fit_runner(in_scheme(in_format(cell.kv_cache_dtype), cell.quantization))
         assert cell.kv_tokens == alone.kv_tokens
@@ -331,7 +331,7 @@ def test_formats_go_from_the_requested_one_to_fewer_bytes() -> None:
     assert {cell.quantization for cell in CELLS} == {"none", "fp8", "mxfp4"}
 
 
-def test_what_was_requested_is_always_among_them() -> None:
+def test_sweep_always_includes_requested_formats() -> None:
     cells = sweep(plan_request("Qwen3-8B", "h200", quantization="int8", kv_cache_dtype="fp8"))
     assert [(cell.kv_cache_dtype, cell.quantization) for cell in cells if cell.is_planned] == [("fp8", "int8")]
     assert {cell.quantization for cell in cells if cell.runs} == {"none", "fp8", "mxfp4", "int8"}
@@ -340,7 +340,7 @@ def test_what_was_requested_is_always_among_them() -> None:
     assert all(cell.runs for cell in sweep(plan_request("Qwen3-8B", "h200", tensor_parallel_size=2)))
 
 
-def test_what_contradicts_another_option_is_left_out() -> None:
+def test_sweep_leaves_out_contradictory_formats() -> None:
     """Protected layers in k8v4 are no wider than pages in k8v4."""
     cells = sweep(plan_request(kv_cache_dtype="fp8", kv_protected_layers=2, kv_protected_dtype="float32"))
     assert {cell.kv_protected_layers for cell in cells} == {2}
@@ -353,19 +353,19 @@ def test_what_contradicts_another_option_is_left_out() -> None:
     )
 
 
-def test_a_model_that_is_not_run_and_formats_that_it_does_not_take() -> None:
+def test_sweep_unsupported_model_runs_no_cell() -> None:
     cells = sweep(plan_request("DeepSeek-V4-Flash", "h200", tensor_parallel_size=8))
     assert not any(cell.runs for cell in cells)
     assert any(cell.kv_tokens for cell in cells)
 
 
-def test_nothing_fits() -> None:
+def test_sweep_lines_without_fit_say_does_not_fit() -> None:
     cells = sweep(plan_request("DeepSeek-V2", "rtx3060"))
     assert {cell.kv_tokens for cell in cells} == {0}
     assert all("does not fit" in line.text for line in sweep_lines(cells, "a GPU")[2:])
 
 
-def test_the_chart_has_a_bar_a_cell_and_a_name_a_format() -> None:
+def test_sweep_lines_have_bar_per_cell_and_name_per_format() -> None:
     title, heading, *lines = sweep_lines(CELLS, "NVIDIA H200")
     assert "NVIDIA H200" in title.text
     assert heading.text.split() == ["KV", "pages", "weights", "tokens"]
@@ -390,6 +390,6 @@ def test_bars_count_eighths(value: int, cells: str) -> None:
     assert sweep_bar(value, 1000) == cells.ljust(SWEEP_CELLS)
 
 
-def test_no_cells_are_no_chart() -> None:
+def test_sweep_lines_without_cells_draw_no_chart() -> None:
     assert len(sweep_lines((), "a GPU")) == 2
     assert sweep_lines((Cell("bfloat16", "none", 0, True, True),), "a GPU")[2].text.endswith("this plan")

@@ -32,7 +32,7 @@ def test_text_goes_to_stdout_and_the_account_to_stderr(here: Here, tiny: Path) -
 
 
 @pytest.mark.parametrize("more", [(), ("-q",), ("--json",)], ids=["loud", "quiet", "json"])
-def test_the_memory_is_drawn_too(here: Here, tiny: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_run_memory_report_writes_page(here: Here, tiny: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
     file = tmp_path / "memory.html"
     ended = here("run", tiny, "-p", "Hello", "--max-tokens", "2", "--memory-report", file, *more)
     assert ended.code == 0, ended
@@ -40,14 +40,14 @@ def test_the_memory_is_drawn_too(here: Here, tiny: Path, tmp_path: Path, more: t
     assert ("memory report written to" in ended.err) is (not more)
 
 
-def test_quiet_is_the_text_alone(here: Here, tiny: Path) -> None:
+def test_run_quiet_prints_text_alone(here: Here, tiny: Path) -> None:
     ended = here("run", tiny, "-p", "Hello", "-q", "--max-tokens", "4")
     assert ended.code == 0
     assert ended.err == ""
     assert ended.out.endswith("\n")
 
 
-def test_json_holds_everything(here: Here, tiny: Path) -> None:
+def test_run_json_has_usage_timings_and_logprobs(here: Here, tiny: Path) -> None:
     options = ("-p", "Hello", "--max-tokens", "6", "--ignore-eos", "--logprobs", "2", "--prompt-logprobs", "1")
     found = record(here, tiny, *options)
     assert found["finish_reason"] == "length"
@@ -63,7 +63,7 @@ def test_json_holds_everything(here: Here, tiny: Path) -> None:
     assert "outputs" not in found
 
 
-def test_several_answers(here: Here, tiny: Path) -> None:
+def test_run_n_prints_several_answers(here: Here, tiny: Path) -> None:
     options = ("-p", "Hello", "--max-tokens", "4", "--ignore-eos", "--n", "3")
     found = record(here, tiny, *options)
     assert [len(output["token_ids"]) for output in found["outputs"]] == [4, 4, 4]
@@ -84,7 +84,7 @@ def test_memory_is_planned_for_one_request(here: Here, tiny: Path) -> None:
     assert record(here, tiny, *options, "--max-num-seqs", "4")["memory"]["kv_tokens"] == 1024
 
 
-def test_the_prompt_comes_from_the_option_from_stdin_or_from_both(here: Here, tiny: Path) -> None:
+def test_run_prompt_joins_option_and_stdin(here: Here, tiny: Path) -> None:
     def answer(*options: str, stdin: str = "") -> tuple[int, list[int]]:
         found = record(here, tiny, *options, "--max-tokens", "12", "--ignore-eos", stdin=stdin)
         return found["usage"]["prompt_tokens"], found["token_ids"]
@@ -114,7 +114,7 @@ def test_greedy_is_the_default_and_a_seed_repeats_the_rest(here: Here, tiny: Pat
     assert warm[0] != warm[2]
 
 
-def test_the_makers_advice_is_followed(here: Here, tiny: Path, tmp_path: Path) -> None:
+def test_run_follows_generation_config_temperature(here: Here, tiny: Path, tmp_path: Path) -> None:
     advised = shutil.copytree(tiny, tmp_path / "advised")
     (advised / "generation_config.json").write_text(json.dumps({"temperature": 2.0, "eos_token_id": 2}))
     options = ("-p", "Hello", "--max-tokens", "12", "--ignore-eos")
@@ -122,13 +122,13 @@ def test_the_makers_advice_is_followed(here: Here, tiny: Path, tmp_path: Path) -
     assert record(here, advised, *options, "--temp", "0")["token_ids"] == record(here, tiny, *options)["token_ids"]
 
 
-def test_the_answer_fits_the_context_by_default(here: Here, tiny: Path) -> None:
+def test_run_default_max_tokens_fits_context(here: Here, tiny: Path) -> None:
     found = record(here, tiny, "-p", "Hello", "--ignore-eos", "--max-model-len", "20")
     assert found["usage"]["total_tokens"] == 20
     assert found["finish_reason"] == "length"
 
 
-def test_more_tokens_than_there_is_room_for_are_cut_with_a_line(here: Here, tiny: Path) -> None:
+def test_run_max_tokens_beyond_context_is_cut_with_warning(here: Here, tiny: Path) -> None:
     ended = here("run", tiny, "-p", "Hello", "--max-tokens", "10000", "--ignore-eos", "--json")
     assert ended.code == 0, ended
     record = json.loads(ended.out)
@@ -136,7 +136,7 @@ def test_more_tokens_than_there_is_room_for_are_cut_with_a_line(here: Here, tiny
     assert ended.err.count("10000") == 1
 
 
-def test_control_tokens_in_a_prompt_are_text_unless_they_are_allowed(here: Here, tiny: Path) -> None:
+def test_run_control_tokens_need_allow_special_tokens(here: Here, tiny: Path) -> None:
     options = ("run", tiny, "-p", "a</s>b", "--max-tokens", "1", "--json")
     counts = [
         json.loads(here(*options, *more).out)["usage"]["prompt_tokens"] for more in ((), ("--allow-special-tokens",))
@@ -145,7 +145,7 @@ def test_control_tokens_in_a_prompt_are_text_unless_they_are_allowed(here: Here,
     assert json.loads(here(*options, "--raw").out)["usage"]["prompt_tokens"] == 3
 
 
-def test_an_answer_that_was_cut_says_so(here: Here, tiny: Path) -> None:
+def test_run_default_cut_answer_prints_notice(here: Here, tiny: Path) -> None:
     reported = "cut at 9 tokens; --max-tokens N allows more, within the context"
     options = (tiny, "-p", "Hello", "--ignore-eos", "--max-model-len", "20")
     assert here("run", *options).err.splitlines()[-1] == reported
@@ -218,7 +218,7 @@ def test_bytes_that_are_no_text_are_refused(here: Here, tiny: Path) -> None:
     assert "byte 3 is 0xe9" in ended.err
 
 
-def test_a_system_message_needs_a_template(here: Here, bare: Path) -> None:
+def test_run_system_message_without_template_is_refused(here: Here, bare: Path) -> None:
     ended = here("run", bare, "-q", "-p", "Hello", "--system", "Be brief")
     assert ended.code == 2
     assert "no chat template" in ended.err
@@ -299,7 +299,7 @@ def test_broken_models_are_refused_in_one_line(
     assert ended.refuses(words), ended
 
 
-def test_what_does_not_fit_is_refused_with_the_table(here: Here, tiny: Path) -> None:
+def test_run_over_memory_limit_prints_table(here: Here, tiny: Path) -> None:
     ended = here("run", tiny, "-q", "-p", "Hello", "--memory-limit", "64KiB")
     assert ended.code == 1
     assert "short" in ended.err

@@ -52,7 +52,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_mistakes_are_one_line(here: Here, tiny: Path, name: str) -> None:
+def test_serve_mistake_prints_one_error_line(here: Here, tiny: Path, name: str) -> None:
     typed, words = WRONG[name]
     model = () if name == "no such path" else (str(tiny),)
     started = time.monotonic()
@@ -64,7 +64,7 @@ def test_mistakes_are_one_line(here: Here, tiny: Path, name: str) -> None:
     assert time.monotonic() - started < 10
 
 
-def test_a_port_in_use(here: Here, tiny: Path) -> None:
+def test_serve_port_in_use_is_refused(here: Here, tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ended = here("serve", str(tiny), "--port", str(port))
@@ -73,7 +73,7 @@ def test_a_port_in_use(here: Here, tiny: Path) -> None:
     assert ended.err.count("\n") == 1
 
 
-def test_libraries_that_are_missing(here: Here, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_missing_library_is_named(here: Here, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "uvicorn" else object())
     ended = here("serve", str(tiny))
     assert ended.code == 2
@@ -92,7 +92,7 @@ def test_libraries_that_are_missing(here: Here, tiny: Path, monkeypatch: pytest.
         ("nowhere.invalid", False),
     ],
 )
-def test_who_reaches_a_host(host: str, is_loopback: bool) -> None:
+def test_is_loopback_classifies_hosts(host: str, is_loopback: bool) -> None:
     assert module.is_loopback(host) == is_loopback
 
 
@@ -208,7 +208,7 @@ def test_serve_without_options_takes_its_defaults(served: Callable[..., dict], t
     assert other["engine"] == replace(engine, core_process=False, max_model_len=64, max_step_stretch=2)
 
 
-def test_the_command(tiny: Path, tmp_path: Path) -> None:
+def test_serve_with_config_file_answers_and_ends_on_sigterm(tiny: Path, tmp_path: Path) -> None:
     """From the command line and a config file to an answer, and out again with SIGTERM."""
     config = tmp_path / "serve.toml"
     config.touch(0o600)

@@ -38,14 +38,14 @@ def steps(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize(("rank", "ending"), [("0", Bound), ("1", SystemExit)])
-def test_only_rank_0_takes_the_port(rank: str, ending: type[BaseException], monkeypatch) -> None:
+def test_serve_port_is_taken_by_rank_0_alone(rank: str, ending: type[BaseException], monkeypatch) -> None:
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(ending):
         serve(TYPED, {**OPTIONS, "core_process": False})
 
 
 @pytest.mark.usefixtures("steps")
-def test_a_core_of_its_own_is_refused_before_anything_is_opened(monkeypatch) -> None:
+def test_serve_rank_with_core_process_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with raises_code("rank.launcher_core_process", ConfigError):
         serve(TYPED, OPTIONS)

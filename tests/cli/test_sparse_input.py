@@ -84,7 +84,7 @@ def test_index_without_query_rank_is_refused(here: Here, sparse: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_an_index_without_one_of_its_tensors(sparse: Path, tmp_path: Path, name: str) -> None:
+def test_open_sparse_model_missing_index_tensor_is_refused(sparse: Path, tmp_path: Path, name: str) -> None:
     """A plan reads settings alone; opening the model compares files with them."""
     folder = changed(sparse, tmp_path)
     tensors = load_file(folder / "model.safetensors")
@@ -98,19 +98,17 @@ def test_tensors_of_another_number_of_heads(sparse: Path, tmp_path: Path) -> Non
     not_opened(folder, "weights.wrong_shape", shape=[64, 60], expected="[32, 60]")
 
 
-def test_an_index_kept_in_an_unknown_type(here: Here, sparse: Path) -> None:
+def test_index_cache_dtype_unknown_type_is_refused(here: Here, sparse: Path) -> None:
     options = {"index_cache_dtype": "int4"}
     refused(here, sparse, "value.not_one_of", options=options, name="index_cache_dtype", value="int4")
 
 
-def test_an_index_that_a_model_does_not_have(here: Here, tiny: Path) -> None:
+def test_index_cache_dtype_without_index_is_refused(here: Here, tiny: Path) -> None:
     refused(here, tiny, "plan.no_index", options={"index_cache_dtype": "fp8"}, name="index_cache_dtype", value="fp8")
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 7, 100, 255, 256])
-def test_any_number_of_tokens_that_a_context_has_is_planned(
-    here: Here, sparse: Path, tmp_path: Path, top_k: int
-) -> None:
+def test_plan_accepts_any_index_topk_of_context(here: Here, sparse: Path, tmp_path: Path, top_k: int) -> None:
     """Kernels take any up to thousands; a context that is no longer is attended to whole."""
     folder = changed(sparse, tmp_path, index_topk=top_k)
     for options in ((), ("--gpu", "h200"), ("--max-model-len", "64")):
@@ -118,7 +116,7 @@ def test_any_number_of_tokens_that_a_context_has_is_planned(
         assert (ended.code, ended.err) == (0, "")
 
 
-def test_more_tokens_than_kernels_choose_are_refused_on_a_gpu(here: Here, sparse: Path, tmp_path: Path) -> None:
+def test_plan_gpu_refuses_index_topk_beyond_kernels(here: Here, sparse: Path, tmp_path: Path) -> None:
     """Plain torch would do it, slowly and without graphs."""
     folder = changed(sparse, tmp_path, index_topk=8192, max_position_embeddings=65536)
     ended = here("plan", folder, "--gpu", "h200", "--max-model-len", "65536")

@@ -36,7 +36,7 @@ def test_cells_are_padded_and_numbers_are_to_the_right() -> None:
     assert aligned([], right=()) == []
 
 
-def test_parts_of_a_bar() -> None:
+def test_cells_of_rounds_share_to_cells() -> None:
     assert [cells_of(value, 100, 20) for value in (0, 2, 50, 100)] == [0, 0, 10, 20]
     assert cells_of(0, 0, 20) == 0
 
@@ -62,7 +62,7 @@ def memory_texts(report: MemoryReport, is_compact: bool = False) -> list[str]:
     return [line.text for line in memory_lines(report, is_compact)]
 
 
-def test_every_owner_has_a_line_and_the_sum_is_reported() -> None:
+def test_memory_lines_have_owner_rows_and_total() -> None:
     heading, *rows, total, meaning = memory_texts(REPORT)
     assert heading.split() == ["owner", "planned", "held", "why"]
     assert [re.split(r"\s{2,}", row)[0] for row in rows] == ["weights", "kv pages", "activations"]
@@ -88,7 +88,7 @@ def test_bars_show_the_share_and_how_much_of_it_is_held() -> None:
     assert [bar[0].count(LIGHT) for bar in bars] == [0, 0.15 * BAR_CELLS, 0.1 * BAR_CELLS]
 
 
-def test_nothing_at_all_is_no_division_by_zero() -> None:
+def test_memory_lines_zero_sizes_do_not_raise() -> None:
     empty = MemoryReport((MemoryRow("weights", 0, None, ""),), 0, "", 0, 0, 1)
     assert memory_texts(empty)[1].startswith("weights")
 
@@ -98,7 +98,7 @@ def test_plain_lines_where_none_watches(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "\n".join(memory_texts(REPORT)) + "\n"
 
 
-def test_a_terminal_gets_lines_that_fit_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_lines_fit_terminal_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
     show_beside(memory_lines(REPORT))
@@ -110,14 +110,14 @@ def test_a_terminal_gets_lines_that_fit_it(monkeypatch: pytest.MonkeyPatch, caps
     ]
 
 
-def test_a_compact_table_leaves_out_why() -> None:
+def test_memory_lines_compact_leaves_out_why() -> None:
     lines = memory_texts(REPORT, is_compact=True)
     assert len(lines) == len(memory_texts(REPORT))
     assert max(map(len, lines[:-1])) < 60
     assert not any(row.reason in line for row in REPORT.rows for line in lines)
 
 
-def test_what_the_device_says_and_none_holds() -> None:
+def test_memory_lines_show_unaccounted_and_measured() -> None:
     measured = dataclasses.replace(REPORT, measured_bytes=80 * MIB)
     *_, unaccounted, device, meaning = memory_texts(measured)
     assert unaccounted.split()[:3] == ["unaccounted", "5.00", "MiB"]
@@ -127,7 +127,7 @@ def test_what_the_device_says_and_none_holds() -> None:
     assert "-5.00 MiB" in fewer[-3], "a ledger that holds more than the device is worth a line too"
 
 
-def test_an_owner_that_is_gone_by_now() -> None:
+def test_memory_lines_load_only_owner_is_not_summed() -> None:
     staging = MemoryRow("staging", 64 * MIB, None, "64 MiB at a time", ("load",))
     report = dataclasses.replace(REPORT, rows=(*REPORT.rows, staging))
     line = next(line for line in memory_texts(report) if line.startswith("staging"))
@@ -146,7 +146,7 @@ TABLE = PlanTable(
 )
 
 
-def test_a_refusal_is_the_table_with_the_shortfall() -> None:
+def test_refusal_lines_show_shortfall() -> None:
     heading, weights, pages, total, budget, short = [line.text for line in refusal_lines(TABLE)]
     assert heading.split() == ["owner", "needed", "why"]
     assert weights.count(FULL) == 0.6 * BAR_CELLS
@@ -158,7 +158,7 @@ def test_a_refusal_is_the_table_with_the_shortfall() -> None:
     ]
 
 
-def test_a_terminal_that_says_it_has_no_columns(
+def test_show_beside_zero_columns_prints_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -180,7 +180,7 @@ def text_of(view: PlanView) -> str:
     return "\n".join(line.text for line in plan_lines(view))
 
 
-def test_every_owner_has_a_line_with_three_phases() -> None:
+def test_owner_lines_have_three_phases() -> None:
     heading, *lines = owner_lines(FITTING)
     assert heading.text.split() == ["owner", "load", "capture", "serve", "why"]
     owners = [re.split(r"\s{2,}", line.text)[0] for line in lines]
@@ -197,7 +197,7 @@ def test_bars_are_shares_of_the_budget() -> None:
     assert BAR_CELLS - 2 <= drawn <= BAR_CELLS + 2
 
 
-def test_what_fits_is_reported_with_tokens_choices_and_a_command() -> None:
+def test_plan_lines_that_fit_show_tokens_choices_and_command() -> None:
     text = text_of(FITTING)
     verdict, requested = text.splitlines()[:2]
     assert verdict.startswith(f"YES: {FITTING.kv_tokens:,} tokens")
@@ -211,7 +211,7 @@ def test_what_fits_is_reported_with_tokens_choices_and_a_command() -> None:
     assert "short" not in text
 
 
-def test_what_does_not_fit_is_the_table_with_the_shortfall_and_the_smallest_change() -> None:
+def test_plan_lines_over_budget_show_smallest_change() -> None:
     text = text_of(TOO_LONG)
     assert re.search(r"left or short .* -\d", text)
     assert text.startswith(f"NO: {TOO_LONG.short_text} on rtx4090\n")
@@ -282,7 +282,7 @@ def test_rate_words_have_two_digits(rate: float, words: str) -> None:
     assert rate_text(rate) == words
 
 
-def test_a_model_that_cannot_run_says_why_and_offers_no_command() -> None:
+def test_plan_lines_unsupported_model_offers_no_command() -> None:
     text = text_of(TOO_LARGE)
     assert text.startswith("CANNOT START: this version does not run GLM-4.5; nor does it fit: ")
     assert TOO_LARGE.not_in_this_version[0] in text
@@ -292,19 +292,19 @@ def test_a_model_that_cannot_run_says_why_and_offers_no_command() -> None:
 
 
 @pytest.mark.parametrize("view", [FITTING, TOO_LONG, TOO_LARGE], ids=lambda view: view.model)
-def test_lines_are_lines(view: PlanView) -> None:
+def test_plan_lines_are_printable_and_stripped(view: PlanView) -> None:
     for line in plan_lines(view):
         assert "\n" not in line.text
         assert line.text == line.text.rstrip()
         assert line.text.isprintable()
 
 
-def test_a_change_that_brings_another_context_says_so() -> None:
+def test_alternative_lines_name_changed_context() -> None:
     gpu = next(line.text for line in alternative_lines(FITTING) if line.text.strip().startswith("take h100 "))
     assert re.search(r"1\.00x of \d\d,\d{3}", gpu)
 
 
-def test_a_row_has_what_was_measured() -> None:
+def test_quality_cells_have_measured_figures() -> None:
     reference, fp8, few = quality_cells(view(FP8, FEW))
     assert reference == ("float32", "4,096", "0.50x", "12.5000", "", "", "", "", "512.0")
     assert fp8 == ("fp8", "1,040", "1.97x", "12.6250", "+1.000%", "0.000512", "0.0123", "99.12%", "256.0")
@@ -321,20 +321,20 @@ def test_lines_are_as_wide_as_their_columns() -> None:
     assert "over float32 pages, in nats" in lines[-1]
 
 
-def test_a_format_that_computed_no_numbers_is_reported() -> None:
+def test_quality_lines_report_non_finite_format() -> None:
     made = view(FP8, BROKEN)
     assert quality_cells(made)[2][3:8] == ("not finite", "not finite", "not finite", "not finite", "50.00%")
     assert quality_lines(made)[-1].text == "half: 1,023 of 2,046 predictions are not finite"
     assert quality_lines(made)[-1].style == "bold red"
 
 
-def test_what_is_to_be_known_of_pages_is_reported_once() -> None:
+def test_quality_lines_print_each_note_once() -> None:
     noted = [quality(name, 10.0, note="layers 0,1 in fp8") for name in ("a", "b")]
     lines = [line.text for line in quality_lines(view(*noted, quality("c", 10.0, note="layers 0, in float32"), FP8))]
     assert lines[-2:] == ["layers 0,1 in fp8: a, b", "layers 0, in float32: c"]
 
 
-def test_one_window_is_one() -> None:
+def test_quality_summary_one_window_is_singular() -> None:
     assert "one window of 1,024 tokens" in view(FP8)._replace(num_windows=1).summary
 
 
@@ -345,7 +345,7 @@ def test_divergences_of_any_size_are_short(number: float, words: str) -> None:
     assert kl_text(number) == words
 
 
-def test_changes_have_a_sign() -> None:
+def test_change_text_has_sign() -> None:
     assert change_text(9.0, 10.0) == "-10.000%"
     assert change_text(10.0, 10.0) == "+0.000%"
     assert change_text(float("nan"), 10.0) == "not finite"

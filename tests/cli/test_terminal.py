@@ -19,7 +19,7 @@ def handler_put_back():
     signal.signal(signal.SIGINT, before)
 
 
-def test_the_default_is_replaced_until_there_is_something_to_clean_up():
+def test_leave_on_interrupt_lasts_until_raise_interrupts():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     terminal.leave_on_interrupt()
     assert signal.getsignal(signal.SIGINT) is terminal.leave
@@ -27,7 +27,7 @@ def test_the_default_is_replaced_until_there_is_something_to_clean_up():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_handler_of_caller_elses_stays():
+def test_leave_on_interrupt_keeps_foreign_handler():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     terminal.leave_on_interrupt()
     terminal.raise_interrupts()
@@ -42,13 +42,13 @@ def test_leaving_writes_one_line_and_exits_as_a_shell_expects(monkeypatch):
     assert seen == [(2, b"interrupted\n"), 130]
 
 
-def test_a_line_goes_to_stderr(capsys):
+def test_write_line_goes_to_stderr(capsys):
     write_line("one")
     write_line("")
     assert capsys.readouterr() == ("", "one\n\n")
 
 
-def test_without_stderr_nothing_is_said(monkeypatch):
+def test_write_line_without_stderr_is_silent(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     write_line("one")
 
@@ -59,6 +59,6 @@ def test_numbers_that_are_not_finite_become_null() -> None:
     assert read == {"a": [1.5, None, None], "7": [None, {"b": True}], "text": "\ud800 é"}
 
 
-def test_it_is_plain_ascii_on_one_line() -> None:
+def test_dumps_is_ascii_on_one_line() -> None:
     assert dumps({"text": "é\n"}).isascii()
     assert "\n" not in dumps({"text": "é\n"})

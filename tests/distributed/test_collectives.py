@@ -39,7 +39,7 @@ def two_steps(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
     [meshes(2), meshes(4), meshes(1, [(0, 1), (1, 2)]), meshes(2, [(0, 1), (1, 2), (2, 3)])],
     ids=["tensor2", "tensor4", "stages2", "tensor2-stages3"],
 )
-def test_gloo_equals_lock_step_within_its_plan(ranks: tuple[Mesh, ...]) -> None:
+def test_gloo_collectives_equal_lock_step_within_plan(ranks: tuple[Mesh, ...]) -> None:
     ledgers = [Ledger() for _ in ranks]
     held: dict[int, dict[str, int]] = {}
 
@@ -94,7 +94,7 @@ class NcclOverGloo:
 
 
 @pytest.mark.parametrize("ranks", [meshes(2), meshes(2, [(0, 1), (1, 2), (2, 3)])], ids=["tensor2", "tensor2-stages3"])
-def test_nccl_calls_answer_as_lock_step_does(monkeypatch, ranks: tuple[Mesh, ...]) -> None:
+def test_nccl_calls_equal_lock_step(monkeypatch, ranks: tuple[Mesh, ...]) -> None:
     """Among stages NCCL has no collectives of a stage: sends and receives in one group stand for them."""
     monkeypatch.setattr(collectives, "make_nccl", NcclOverGloo)
     monkeypatch.setattr(collectives, "open_peers", lambda *arguments: (NcclPeers(*arguments), 0))
@@ -171,7 +171,7 @@ def test_linked_stages_equal_lock_step_within_their_plan() -> None:
     assert all(ledger.total_bytes == 0 for ledger in ledgers)
 
 
-def test_two_engines_interleave_in_one_process() -> None:
+def test_collectives_of_two_engines_interleave_in_one_process() -> None:
     ranks = meshes(2)
 
     def inner(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
@@ -187,13 +187,13 @@ def test_two_engines_interleave_in_one_process() -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_who_never_comes_is_named() -> None:
+def test_open_collectives_names_missing_ranks() -> None:
     place = listen_for_ranks()
     with raises_code("rank.missing_ranks", EngineDeadError):
         open_collectives(meshes(3)[0], NEEDS, place, CPU, Ledger(), timeout_s=0.2)
 
 
-def test_a_wait_that_is_in_vain_ends_at_once() -> None:
+def test_open_collectives_failed_check_ends_the_wait() -> None:
     def give_up() -> None:
         raise EngineDeadError("rank.dead", reason="rank 1 ended")
 
@@ -203,7 +203,7 @@ def test_a_wait_that_is_in_vain_ends_at_once() -> None:
     assert time.monotonic() - began < 10
 
 
-def test_foreign_process_is_ignored() -> None:
+def test_open_collectives_ignores_foreign_processes() -> None:
     place = listen_for_ranks()
     address = place.getsockname()[:2]
     strangers = []
@@ -221,7 +221,7 @@ def test_foreign_process_is_ignored() -> None:
     assert len(strangers) == 1
 
 
-def test_rank_0_not_listening_raises() -> None:
+def test_open_collectives_without_rank_0_raises() -> None:
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         with raises_code("rank.cannot_listen", ConfigError):
@@ -233,7 +233,7 @@ def test_rank_0_not_listening_raises() -> None:
 
 
 @pytest.mark.slow
-def test_a_peer_that_is_killed_is_an_error_within_a_second() -> None:
+def test_collectives_killed_peer_raises_within_a_second() -> None:
     command = [sys.executable, str(PROGRAM)]
     first = subprocess.Popen([*command, "0", "3", "0"], stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
@@ -253,7 +253,7 @@ def test_a_peer_that_is_killed_is_an_error_within_a_second() -> None:
         assert doing.startswith("sum_rows of [1, 4]")
 
 
-def test_connections_end_where_memory_cannot_be_had(monkeypatch) -> None:
+def test_open_collectives_without_memory_closes_connections(monkeypatch) -> None:
     closed: list[str] = []
 
     def refuse(*_: object) -> None:

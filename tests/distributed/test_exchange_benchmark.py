@@ -14,7 +14,7 @@ exchange_ranks = import_module("exchange_ranks")
 gpu_exchange = import_module("gpu_exchange")
 
 
-def test_rows_have_the_slowest_rank_and_the_failures() -> None:
+def test_exchange_benchmark_reports_slowest_rank_and_failures() -> None:
     found = [
         {"wrong": [], "num_checked": 3, "variants": {"a": 2.0, "b": 3.0}, "calls": {}},
         {"wrong": ["sum"], "num_checked": 3, "variants": {"a": 4.0, "b": "no"}, "error": "rank 1 did not end"},
@@ -27,7 +27,7 @@ def test_rows_have_the_slowest_rank_and_the_failures() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+def test_exchange_benchmark_failed_rank_ends_the_others(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text("import sys, time\nif '1' in sys.argv[2:3]: raise ValueError('no')\ntime.sleep(60)\n")
     found = exchange_ranks.run_ranks([str(script)], 2, 30.0)
@@ -37,7 +37,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
+def test_exchange_benchmark_runs_on_cpu(tmp_path: Path) -> None:
     command = [
         sys.executable,
         str(ROOT / "benchmarks" / "gpu_exchange.py"),

@@ -21,7 +21,7 @@ MESHES = [meshes(2), meshes(3), meshes(1, [(0, 1), (1, 2)]), meshes(4, [(0, 1), 
 
 
 @for_each("ranks", MESHES)
-def test_symmetric_memory_is_as_large_on_every_rank(ranks: tuple[Mesh, ...]) -> None:
+def test_shared_specs_are_equal_on_every_rank(ranks: tuple[Mesh, ...]) -> None:
     assert len({tuple(shared_specs(NEEDS, mesh).items()) for mesh in ranks}) == 1
     for mesh in ranks:
         num_bytes = arena_bytes(shared_specs(NEEDS, mesh).values()) + rounding_bytes(NEEDS, mesh)
@@ -34,14 +34,14 @@ def test_symmetric_memory_is_as_large_on_every_rank(ranks: tuple[Mesh, ...]) -> 
 
 
 @for_each("kind", ["symmetric", "gloo", "nccl", "linked"])
-def test_one_rank_exchanges_nothing(kind: ExchangeKind) -> None:
+def test_exchange_specs_of_one_rank_are_empty(kind: ExchangeKind) -> None:
     assert not exchange_specs(NEEDS, ALONE, kind)
     assert not exchange_terms(NEEDS, ALONE, kind)
 
 
 @for_each("kind", ["symmetric", "gloo", "nccl", "linked"])
 @for_each("ranks", MESHES)
-def test_who_needs_what_has_it(ranks: tuple[Mesh, ...], kind: ExchangeKind) -> None:
+def test_exchange_specs_follow_the_place_of_the_rank(ranks: tuple[Mesh, ...], kind: ExchangeKind) -> None:
     for mesh in ranks:
         specs = exchange_specs(NEEDS, mesh, kind)
         assert ("exchange/rows" in specs) == (mesh.tensor_size > 1)
@@ -63,19 +63,19 @@ def test_who_needs_what_has_it(ranks: tuple[Mesh, ...], kind: ExchangeKind) -> N
         ("aabbbb", 2, "linked"),
     ],
 )
-def test_who_is_where_decides_how_ranks_exchange(nodes: str, tensor_size: int, kind: ExchangeKind) -> None:
+def test_find_exchange_follows_nodes_and_device(nodes: str, tensor_size: int, kind: ExchangeKind) -> None:
     assert find_exchange("cuda", nodes, tensor_size) == kind
     assert find_exchange("cpu", nodes, tensor_size) == "gloo"
 
 
-def test_nodes_that_are_only_planned_have_even_shares() -> None:
+def test_planned_nodes_give_even_shares() -> None:
     assert planned_nodes(8, None) == [0] * 8
     assert planned_nodes(16, None) == [0] * 8 + [1] * 8
     assert planned_nodes(4, 2) == [0, 0, 1, 1]
     assert planned_nodes(3, 2) == [0, 0, 1]
 
 
-def test_which_calls_a_graph_may_hold() -> None:
+def test_can_be_captured_excludes_nccl_stages_and_gloo() -> None:
     """NCCL's between stages are the only ones on GPUs that it may not."""
     one, two = meshes(2)[1], meshes(1, [(0, 1), (1, 2)])[0]
     assert all(can_be_captured("symmetric", mesh) for mesh in (ALONE, one, two))

@@ -99,7 +99,7 @@ def test_exchange_of_logits_ends_before_it_returns(monkeypatch, kind, mesh):
 @pytest.mark.parametrize("is_linked", [False, True], ids=["collectives", "linked"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", STAGES, ids=lambda mesh: f"rank {mesh.rank}")
-def test_rows_to_the_next_stage_stay_until_they_have_gone(monkeypatch, kind, mesh, is_linked):
+def test_exchange_keeps_sent_rows_until_they_have_gone(monkeypatch, kind, mesh, is_linked):
     """As many are under way as there are stages; the oldest is waited for before its slot is written again."""
     exchange, groups = open_late(monkeypatch, kind, mesh)
     if is_linked:

@@ -10,7 +10,7 @@ from holdfast.distributed.mesh import meshes
 
 
 @for_each("vocab_size, size", [(13, 2), (13, 4), (5, 4), (1, 3), (12, 3)])
-def test_shares_of_the_vocabulary_add_up_to_it(vocab_size, size):
+def test_held_memory_vocabulary_shares_add_up(vocab_size, size):
     """Ranks at the end may have fewer columns than others, or none."""
     mesh = meshes(size)[0]
     held = HeldMemory({}, ExchangeNeeds(8, 1, vocab_size, 8), mesh)
@@ -20,7 +20,7 @@ def test_shares_of_the_vocabulary_add_up_to_it(vocab_size, size):
     assert widths[0] == max(widths) == -(-vocab_size // size)
 
 
-def test_parts_take_rooms_in_turn_and_lie_at_their_beginning():
+def test_held_memory_rooms_alternate():
     rooms = torch.zeros(2, 32, dtype=torch.uint8)
     held = HeldMemory({"exchange/rows": rooms}, ExchangeNeeds(32, 1, 4, 8), meshes(2)[0])
     for turn in (0, 1, 0):
@@ -33,7 +33,7 @@ def test_parts_take_rooms_in_turn_and_lie_at_their_beginning():
         held.room(3, 3, torch.float32)
 
 
-def test_slots_between_stages_lie_apart_and_come_again():
+def test_held_memory_stage_slots_are_disjoint_and_reused():
     slots = torch.zeros(3, 64, dtype=torch.uint8)
     held = HeldMemory({"pipeline/hidden": slots}, ExchangeNeeds(8, 1, 4, 64), meshes(1, [(0, 1), (1, 2), (2, 3)])[0])
     rows = torch.ones(2, 4)

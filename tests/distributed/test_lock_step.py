@@ -20,14 +20,14 @@ def sum_ones(mesh: Mesh, exchange: Exchange) -> torch.Tensor:
 
 
 @for_each("is_serial", [False, True])
-def test_sums_are_wide_and_rounded_once(is_serial: bool) -> None:
+def test_lock_step_sums_are_wide_and_rounded_once(is_serial: bool) -> None:
     # One after the other in bfloat16 each 1 would be lost: 256 + 1 is 256 there.
     for total in LockStep(4, is_serial=is_serial).run(sum_ones):
         assert torch.equal(total, torch.full((2, 3), 260.0, dtype=torch.bfloat16))
 
 
 @for_each("is_serial", [False, True])
-def test_many_calls_need_two_rooms_only(is_serial: bool) -> None:
+def test_lock_step_many_sums_reuse_two_buffers(is_serial: bool) -> None:
     def work(mesh: Mesh, exchange: Exchange) -> list[float]:
         totals, out = [], torch.empty(1, 8)
         for i in range(50):
@@ -42,7 +42,7 @@ def test_many_calls_need_two_rooms_only(is_serial: bool) -> None:
     assert LockStep(3, is_serial=is_serial).run(work) == [[i * 30 + 3.0 for i in range(50)]] * 3
 
 
-def test_columns_logits_small_numbers_and_tokens() -> None:
+def test_lock_step_gathers_columns_logits_and_tokens() -> None:
     needs = ExchangeNeeds(room_bytes=64, num_logit_rows=2, vocab_size=5, hidden_bytes=0)
 
     def work(mesh: Mesh, exchange: ThreadExchange) -> tuple[torch.Tensor, ...]:
@@ -63,7 +63,7 @@ def test_columns_logits_small_numbers_and_tokens() -> None:
     assert found[0][3].tolist() == [[0, 0, 0, 1, 1]] * 2
 
 
-def test_rows_go_from_stage_to_stage_and_logits_come_back() -> None:
+def test_lock_step_sends_rows_by_stage_and_logits_back() -> None:
     def work(mesh: Mesh, exchange: Exchange) -> list[float]:
         x = torch.full((1, 2), float(mesh.tensor_rank + 1))
         if not mesh.is_first_stage:
@@ -120,12 +120,12 @@ def ends_early(mesh: Mesh, exchange: Exchange) -> None:
         (ends_early, "rank 0 waits in share_tokens of .*; rank 1 has ended without"),
     ],
 )
-def test_differences_are_named(work: object, words: str) -> None:
+def test_lock_step_names_differences_among_ranks(work: object, words: str) -> None:
     with pytest.raises(LockStepError, match=words):
         LockStep(2).run(work)  # type: ignore[arg-type]
 
 
-def test_a_failure_breaks_all_and_keeps_its_type() -> None:
+def test_lock_step_failure_stops_all_ranks_and_keeps_its_type() -> None:
     def work(mesh: Mesh, exchange: Exchange) -> None:
         if mesh.rank == 1:
             raise ValueError("no such layer")
@@ -138,7 +138,7 @@ def test_a_failure_breaks_all_and_keeps_its_type() -> None:
     assert [total[0, 0].item() for total in steps.run(sum_ones)] == [258.0] * 3
 
 
-def test_who_never_comes_is_named() -> None:
+def test_lock_step_names_missing_ranks() -> None:
     def work(mesh: Mesh, exchange: Exchange) -> None:
         if mesh.rank == 1:
             time.sleep(0.6)

@@ -6,7 +6,7 @@ from holdfast.distributed.mesh import ALONE, Mesh, meshes
 from holdfast.errors import ConfigError
 
 
-def test_ranks_are_numbered_stage_by_stage() -> None:
+def test_mesh_numbers_ranks_stage_by_stage() -> None:
     found = meshes(2, [(0, 3), (3, 5)], has_expert_parallelism=True, is_exact=True)
     assert [mesh.rank for mesh in found] == [0, 1, 2, 3]
     assert [(mesh.stage, mesh.tensor_rank, mesh.expert_rank) for mesh in found] == [
@@ -20,13 +20,13 @@ def test_ranks_are_numbered_stage_by_stage() -> None:
     assert all(mesh.num_ranks == 4 and mesh.is_exact and not mesh.is_alone for mesh in found)
 
 
-def test_one_rank_is_alone() -> None:
+def test_mesh_of_one_rank_is_alone() -> None:
     assert meshes(1, is_exact=True) == (ALONE,)
     assert ALONE.is_alone
     assert list(ALONE.layer_range(3)) == [0, 1, 2]
 
 
 @for_each("place", [{"tensor_rank": 2, "tensor_size": 2}, {"stage": -1}, {"expert_rank": True, "expert_size": 2}])
-def test_places_that_are_not_there_are_refused(place: dict[str, int]) -> None:
+def test_mesh_refuses_invalid_places(place: dict[str, int]) -> None:
     with raises_code("rank.not_a_rank", ConfigError):
         Mesh(**place)

@@ -14,7 +14,7 @@ COMMAND = [exchange_ranks.__file__, "--device", "cuda", "--nccl"]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_nccl_call_is_exact_and_graphs_replay(size: int) -> None:
+def test_nccl_calls_are_exact_eager_and_in_graphs(size: int) -> None:
     found = exchange_ranks.run_ranks(COMMAND, size, 180.0)
     assert not [entry["error"] for entry in found if "error" in entry]
     assert [entry["wrong"] for entry in found] == [[]] * size
@@ -27,7 +27,7 @@ def test_every_nccl_call_is_exact_and_graphs_replay(size: int) -> None:
     [(2, 2, []), (3, 3, []), (4, 2, ["--plain"]), (4, 2, [])],
     ids=["2", "3", "2x2", "linked"],
 )
-def test_rows_go_from_node_to_node(size: int, stages: int, way: list[str]) -> None:
+def test_nccl_sends_rows_from_node_to_node(size: int, stages: int, way: list[str]) -> None:
     command = [*COMMAND, "--stages", str(stages), *way]
     found = exchange_ranks.run_ranks(command, size, 180.0, exchange_ranks.OVERLAP)
     assert not [entry["error"] for entry in found if "error" in entry]
@@ -36,7 +36,7 @@ def test_rows_go_from_node_to_node(size: int, stages: int, way: list[str]) -> No
 
 
 @pytest.mark.gpu
-def test_a_wait_for_a_dead_peer_ends_when_it_is_abandoned() -> None:
+def test_nccl_wait_for_dead_peer_ends_on_abandon() -> None:
     *others, dead = exchange_ranks.run_ranks([*COMMAND, "--kill"], 3, 180.0, after_failure_s=20.0)
     assert "ended with -9" in dead["error"]
     assert not [entry["error"] for entry in others if "error" in entry]

@@ -50,7 +50,7 @@ def peers_of(mesh: Mesh) -> NcclPeers:
     return NcclPeers(object(), mesh, 1.0, torch.device("cpu"))
 
 
-def test_torch_watchdog_is_off_and_settings_are_restored(monkeypatch, groups) -> None:
+def test_nccl_groups_disable_torch_watchdog_and_restore_settings(monkeypatch, groups) -> None:
     kept, given = "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.setenv(kept, "1")
     monkeypatch.delenv(given, raising=False)
@@ -63,14 +63,14 @@ def test_torch_watchdog_is_off_and_settings_are_restored(monkeypatch, groups) ->
 
 
 @pytest.mark.parametrize("mesh", STAGES, ids=lambda mesh: f"rank {mesh.rank}")
-def test_the_last_stage_and_rank_0_have_a_group_of_their_own(mesh: Mesh, groups) -> None:
+def test_nccl_groups_last_stage_and_rank_0_share_a_head_group(mesh: Mesh, groups) -> None:
     peers_of(mesh)
     made = [(group.name, group.rank, group.size) for group in groups]
     head = {0: 0, 4: 1, 5: 2}.get(mesh.rank)
     assert made == [("nccl", mesh.rank, 6), *([] if head is None else [("nccl-head", head, 3)])]
 
 
-def test_rows_and_logits_never_go_over_one_group(groups) -> None:
+def test_nccl_groups_separate_rows_from_logits(groups) -> None:
     """Rank 0 sends rows of a step before it asks for the logits of an earlier one: a group has one order of calls."""
     first, last = peers_of(STAGES[0]), peers_of(STAGES[5])
     rows, head, rows_of_last, head_of_last = groups
@@ -84,7 +84,7 @@ def test_rows_and_logits_never_go_over_one_group(groups) -> None:
     assert head_of_last.calls[1:] == [("send", 0, 0), ("wait",)]
 
 
-def test_group_is_aborted_once(groups) -> None:
+def test_nccl_group_is_aborted_once(groups) -> None:
     peers = peers_of(STAGES[4])
     peers.abandon()
     peers.abandon()

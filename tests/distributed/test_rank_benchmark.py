@@ -24,7 +24,7 @@ def rows(**found: dict) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize(("token", "num_different"), [(4, 0), (5, 1)])
-def test_tokens_are_held_against_those_of_one_rank(token: int, num_different: int) -> None:
+def test_rank_benchmark_compares_tokens_with_one_rank(token: int, num_different: int) -> None:
     found = rows(exact_1=ALONE, stages_2={"tokens": [[1, 2], [3, token]]})
     row = found["2 ranks, stages: tokens against one"]
     assert row["values"] == {"compared": 4, "different": num_different}
@@ -32,19 +32,19 @@ def test_tokens_are_held_against_those_of_one_rank(token: int, num_different: in
 
 
 @pytest.mark.parametrize("key", [None, *STILL])
-def test_one_allocation_on_any_rank_shows(key: str | None) -> None:
+def test_rank_benchmark_allocation_on_any_rank_fails_its_row(key: str | None) -> None:
     moved = STILL | ({} if key is None else {key: 1})
     found = rows(reduce_2={"grown": {"0": STILL, "1": moved | {"steps": 9}}})
     assert found["2 ranks, reduce: after ready"]["holds"] == (key is None)
 
 
-def test_an_argmax_that_was_never_compared_does_not_hold() -> None:
+def test_rank_benchmark_uncompared_argmax_fails_its_row() -> None:
     reported = {"compared": 0, "different": 0, "misses": []}
     assert not rows(reduce_2={"own": {"1": reported}})["2 ranks, reduce: argmax of each rank"]["holds"]
     assert rows(reduce_2={"own": {"1": reported | {"compared": 3}}})["2 ranks, reduce: argmax of each rank"]["holds"]
 
 
-def test_memory_is_judged_rank_by_rank() -> None:
+def test_rank_benchmark_judges_memory_by_rank() -> None:
     facts = {"reserved_bytes": {"0": 1, "1": 1}, "symmetric_bytes": 1, "context_bytes": 1}
     entry = {"planned_bytes": {"0": 1000, "1": 1000}, "measured_bytes": {"0": 1009, "1": 1011}, **facts}
     row = rows(reduce_2=entry)["2 ranks, reduce: memory"]
@@ -53,12 +53,12 @@ def test_memory_is_judged_rank_by_rank() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "holds"), [(0.1, True), (2.6, False), (None, False)])
-def test_a_death_that_is_noticed_late_or_never_does_not_hold(seconds: float | None, holds: bool) -> None:
+def test_rank_benchmark_late_or_missed_death_fails_its_row(seconds: float | None, holds: bool) -> None:
     row = rows(nodes_2={"killed": {"seconds": seconds, "words": "rank 1: it ended"}})
     assert row["2 ranks, nodes: one killed, the others' error"]["holds"] == holds
 
 
-def test_every_process_of_a_launcher_knows_its_node() -> None:
+def test_node_environments_give_each_process_its_node() -> None:
     reported = gpu_ranks.node_environments(4, 2)
     keys = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     places = [tuple(own[key] for key in keys) for own in reported]
@@ -66,12 +66,12 @@ def test_every_process_of_a_launcher_knows_its_node() -> None:
     assert len({own["NCCL_HOSTID"] for own in reported}) == 4
 
 
-def test_a_part_that_failed_says_so() -> None:
+def test_rank_benchmark_failed_part_reports_its_error() -> None:
     assert rows(exact_4={"error": "it took more than 60 s"})["4 ranks, exact"]["error"] == "it took more than 60 s"
 
 
 @pytest.mark.slow
-def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
+def test_rank_benchmark_runs_on_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_ranks.py"), "--tiny", "--device", "cpu"]
     command += ["--parts", "exact-1,exact-2,reduce-2,nodes-2", "--out", str(tmp_path), "--commit", "none"]
     subprocess.run(command, check=True, timeout=300)
@@ -90,7 +90,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_time_of_a_part_counts_from_ready(name: str, tmp_path: Path, monkeypatch) -> None:
+def test_rank_benchmark_times_a_part_from_ready(name: str, tmp_path: Path, monkeypatch) -> None:
     """Kernels that are compiled for the first time are no part of it; late ranks report where they are."""
     monkeypatch.setattr(gpu_ranks, "START_SECONDS", 0.8)
     monkeypatch.setattr(gpu_ranks, "TELL_SECONDS", 0.2)

@@ -35,7 +35,7 @@ def steps(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
     [meshes(2), meshes(3), meshes(1, [(0, 1), (1, 2)]), meshes(2, [(0, 1), (1, 2)])],
     ids=["tensor2", "tensor3", "stages2", "tensor2-stages2"],
 )
-def test_symmetric_steps_are_those_of_lock_step(monkeypatch, ranks: tuple[Mesh, ...]) -> None:
+def test_symmetric_steps_equal_lock_step(monkeypatch, ranks: tuple[Mesh, ...]) -> None:
     ledgers, held = [Ledger() for _ in ranks], {}
     monkeypatch.setattr(sum_rows, "TWO_PASS_BYTES", 1)  # three ranks add up shares
 
@@ -77,7 +77,7 @@ def test_symmetric_waits_end_when_a_peer_abandons(monkeypatch, ranks: tuple[Mesh
     [("ab", 132, MAX_BLOCKS), ("aa", 132, 16), ("aabbb", 132, 11), ("aaaa", 8, 1)],
     ids=["one each", "two on one", "three on one", "few processors"],
 )
-def test_ranks_on_one_device_agree_on_few_blocks(
+def test_symmetric_ranks_on_one_device_agree_on_few_blocks(
     monkeypatch, devices: str, num_processors: int, num_blocks: int
 ) -> None:
     """All that can wait at once take one processor in four."""
@@ -93,7 +93,7 @@ def test_ranks_on_one_device_agree_on_few_blocks(
 
 
 @pytest.mark.parametrize("call", ["sum", "end", "fetch", "offer"])
-def test_symmetric_ranks_wait_for_a_peer_one_call_behind(monkeypatch, call: str) -> None:
+def test_symmetric_ranks_wait_for_a_peer_one_call_late(monkeypatch, call: str) -> None:
     """Rank 1 makes the first call and not the second: rank 0 may not take what lies there."""
     ranks = meshes(2) if call in ("sum", "end") else meshes(1, [(0, 1), (1, 2)])
     waiting = InterpretedRanks(ranks, monkeypatch)

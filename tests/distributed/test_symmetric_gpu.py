@@ -13,7 +13,7 @@ exchange_ranks = import_module("exchange_ranks")
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_call_answers_to_the_bit_and_graphs_replay(size: int) -> None:
+def test_symmetric_calls_are_exact_eager_and_in_graphs(size: int) -> None:
     command = [exchange_ranks.__file__, "--device", "cuda"]
     found = exchange_ranks.run_ranks(command, size, 180.0, exchange_ranks.OVERLAP)
     assert not [entry["error"] for entry in found if "error" in entry]
@@ -23,7 +23,7 @@ def test_every_call_answers_to_the_bit_and_graphs_replay(size: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2)])
-def test_rows_go_from_stage_to_stage(size: int, stages: int) -> None:
+def test_symmetric_ranks_send_rows_from_stage_to_stage(size: int, stages: int) -> None:
     command = [exchange_ranks.__file__, "--device", "cuda", "--stages", str(stages)]
     found = exchange_ranks.run_ranks(command, size, 180.0, exchange_ranks.OVERLAP)
     assert not [entry["error"] for entry in found if "error" in entry]
@@ -32,7 +32,7 @@ def test_rows_go_from_stage_to_stage(size: int, stages: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_checks_hold_among_processes_on_a_cpu() -> None:
+def test_exchange_calls_are_exact_among_cpu_processes() -> None:
     command = [exchange_ranks.__file__, "--device", "cpu", "--tiny"]
     found = exchange_ranks.run_ranks(command, 3, 180.0)
     assert [entry.get("error") for entry in found] == [None] * 3

@@ -33,7 +33,7 @@ from holdfast.text.chat_template import ChatTemplate
         ({"prompt": "text", "prompt_token_ids": None}, ParsedPrompt("text", None)),
     ],
 )
-def test_kinds_of_prompts(prompt, parsed):
+def test_parse_prompt_accepts_every_kind(prompt, parsed):
     assert parse_prompt(prompt) == parsed
 
 
@@ -66,21 +66,21 @@ def test_kinds_of_prompts(prompt, parsed):
         {"cache_salt": "x"},
     ],
 )
-def test_everything_else_is_refused_in_one_short_line(prompt):
+def test_parse_prompt_refuses_other_values_in_one_short_line(prompt):
     with pytest.raises(PromptError) as caught:
         parse_prompt(prompt)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
 
 
-def test_ids_are_copied():
+def test_parse_prompt_copies_token_ids():
     ids = [1, 2]
     parsed = parse_prompt({"prompt_token_ids": ids})
     ids.append(3)
     assert parsed.token_ids == [1, 2]
 
 
-def test_salts():
+def test_salt_bytes_encodes_text_and_refuses_others():
     assert salt_bytes(None) == b""
     assert salt_bytes("é") == "é".encode()
     for salt in ("", "x" * 257, "\ud800", 5, b"x"):
@@ -90,7 +90,7 @@ def test_salts():
             parse_prompt({"prompt": "x", "cache_salt": salt})
 
 
-def test_a_huge_wrong_value_does_not_flood_the_message():
+def test_parse_prompt_huge_wrong_value_gives_short_message():
     with pytest.raises(PromptError) as caught:
         parse_prompt({"k" * 10**6: 1, **{f"key{n}": 1 for n in range(1000)}})
     assert len(str(caught.value)) < 300
@@ -109,13 +109,13 @@ def test_derived_seeds_are_64_bits_and_stay_what_they_are():
     assert all(0 <= derive_seed(seed, index) < 2**64 for seed in (0, 1, 2**64 - 1) for index in range(200))
 
 
-def test_neighbouring_seeds_and_indices_do_not_meet():
+def test_derive_seed_of_neighbours_does_not_collide():
     """seed + index would: completion 1 of seed 0 would be completion 0 of seed 1."""
     derived = {derive_seed(seed, index) for seed in range(300) for index in range(128)}
     assert len(derived) == 300 * 128
 
 
-def test_every_bit_depends_on_both():
+def test_derive_seed_depends_on_every_bit_of_both_inputs():
     for change in (lambda bit: (5 ^ (1 << bit), 7), lambda bit: (5, 7 ^ (1 << bit))):
         for bit in range(40):
             flipped = (derive_seed(5, 7) ^ derive_seed(*change(bit))).bit_count()
@@ -149,14 +149,14 @@ def test_admission_by_arrival_refuses_a_priority():
                 prepare(prompt, params)
 
 
-def test_a_sound_request():
+def test_prepare_sets_ids_max_tokens_salt_and_params():
     prepared = admission().prepare("Hé", PARAMS, cache_salt="salt")
     assert prepared.prompt == "Hé"
     assert prepared.prompt_token_ids == list("Hé".encode())
     assert (prepared.max_tokens, prepared.cache_salt, prepared.params) == (4, b"salt", PARAMS)
 
 
-def test_the_salt_of_the_prompt_counts_unless_the_call_has_one():
+def test_prepare_call_salt_overrides_prompt_salt():
     assert admission().prepare({"prompt": "x", "cache_salt": "its"}, PARAMS).cache_salt == b"its"
     assert admission().prepare({"prompt": "x", "cache_salt": "its"}, PARAMS, cache_salt="mine").cache_salt == b"mine"
 
@@ -191,7 +191,7 @@ def test_params_that_change_later_change_no_request():
 
 
 @for_each("most, kept", [(3, 3), (100, 63), (-1, 60)])
-def test_a_long_prompt_may_keep_its_end_alone(most, kept):
+def test_truncate_prompt_tokens_keeps_prompt_end(most, kept):
     ids = [n % 200 for n in range(63)] if most == 100 else [n % 200 for n in range(500)]
     prepared = admission().prepare({"prompt_token_ids": ids}, SamplingParams(truncate_prompt_tokens=most, max_tokens=4))
     assert prepared.prompt_token_ids == ids[-kept:]
@@ -239,7 +239,7 @@ def test_control_tokens_in_messages_are_text_by_default():
 
 
 @for_each("prompt", [{"prompt_token_ids": [5] * 64}, {"prompt_token_ids": [5] * 10**6}, "x" * 64])
-def test_a_prompt_that_leaves_no_room_is_refused(prompt):
+def test_prepare_prompt_without_room_is_refused(prompt):
     with raises_code("request.prompt_too_long", PromptError):
         admission().prepare(prompt, PARAMS)
 
@@ -268,25 +268,25 @@ def test_text_that_cannot_fit_is_not_tokenized():
 
 
 @for_each("token", [-1, VOCAB_SIZE, 2**31, 2**64, -(10**30)])
-def test_ids_outside_the_vocabulary(token):
+def test_prepare_token_outside_vocabulary_is_refused(token):
     with raises_code("request.token_outside_vocabulary", PromptError):
         admission().prepare({"prompt_token_ids": [1, token, 2]}, PARAMS)
 
 
-def test_ids_of_params_outside_the_vocabulary():
+def test_prepare_params_token_outside_vocabulary_is_refused():
     for params in (SamplingParams(stop_token_ids=[1, VOCAB_SIZE]), SamplingParams(logit_bias={VOCAB_SIZE: 1.0})):
         with raises_code("request.token_outside_vocabulary", RequestError):
             admission().prepare("x", params)
     admission().prepare("x", SamplingParams(stop_token_ids=[VOCAB_SIZE - 1], logit_bias={0: 1.0}))
 
 
-def test_a_tokenizer_that_knows_more_tokens_than_the_model():
+def test_prepare_token_beyond_model_vocabulary_is_refused():
     with raises_code("request.token_outside_vocabulary", PromptError):
         admission(vocab_size=200).prepare("a<eos>", PARAMS)
 
 
 @for_each("text", ["\ud800", "ok \udfff", "\ud83c x \udf88"])
-def test_lone_surrogates(text):
+def test_prepare_lone_surrogate_is_refused(text):
     with raises_code("request.lone_surrogate", PromptError):
         admission().prepare(text, PARAMS)
     with raises_code("request.lone_surrogate", RequestError):
@@ -296,12 +296,12 @@ def test_lone_surrogates(text):
 
 
 @for_each("params", [None, {}, {"temperature": 0}, SamplingParams, 5, "x"])
-def test_params_of_another_type(params):
+def test_prepare_params_of_another_type_are_refused(params):
     with raises_code("request.params_type", RequestError):
         admission().prepare("x", params)
 
 
-def test_more_completions_than_the_queue_can_ever_hold():
+def test_prepare_n_above_queue_is_refused():
     admission().prepare("x", SamplingParams(n=16, max_tokens=1))
     with raises_code("request.n_above_queue", RequestError):
         admission().prepare("x", SamplingParams(n=17, max_tokens=1))
@@ -328,7 +328,7 @@ def test_chat_prompt_gets_no_more_special_tokens():
     assert seen == {"user: Hi\n!": False, "plain": True}
 
 
-def test_what_may_be_wrong_with_a_chat():
+def test_prepare_chat_refuses_wrong_messages_and_templates():
     with raises_code("request.no_chat_template", TemplateError):
         admission(chat_template=None).prepare_chat(MESSAGES, PARAMS)
     for messages in ([], None, "Hi", {"role": "user"}, ["Hi"], [{}], [{"role": "user"}], [{"role": 5, "content": "x"}]):
@@ -343,7 +343,7 @@ def test_what_may_be_wrong_with_a_chat():
         admission(chat_template=ChatTemplate("{% if %}", "fake", {})).prepare_chat(MESSAGES, PARAMS)
 
 
-def test_a_tokenizer_that_makes_nothing_of_a_text():
+def test_prepare_text_without_tokens_is_refused():
     class Nothing:
         longest_token_chars = 5
 
@@ -354,7 +354,7 @@ def test_a_tokenizer_that_makes_nothing_of_a_text():
         admission(tokenizer=Nothing()).prepare("x", PARAMS)
 
 
-def test_refusals_cost_no_more_than_looking():
+def test_prepare_refusal_takes_one_pass_over_ids():
     """A hundred thousand wrong ids are refused after one pass, not with a copy for each completion."""
     ids = [5] * 10**5
 
@@ -365,7 +365,7 @@ def test_refusals_cost_no_more_than_looking():
     assert num_lines(refuse) < 4 * 10**5
 
 
-def test_descriptions_are_one_bounded_line():
+def test_describe_gives_one_bounded_line():
     assert describe(ValueError("a\n b")) == "ValueError: a b"
     assert describe(ConfigError("value.empty", name="a")) == "a must not be empty."
     assert len(describe(ValueError("x" * 10**6))) == 300

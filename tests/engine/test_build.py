@@ -46,7 +46,7 @@ def run(engine) -> list[int]:
     return tokens
 
 
-def test_an_engine_answers_and_accounts_for_its_memory(model):
+def test_build_engine_answers_and_reports_memory(model):
     engine, progress = build(model)
     engine.add_request("a", "hello", GREEDY)
     assert len(run(engine)) == 4
@@ -59,7 +59,7 @@ def test_an_engine_answers_and_accounts_for_its_memory(model):
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
 
-def test_two_engines_in_one_process_do_not_see_each_other(model):
+def test_build_two_engines_answer_independently(model):
     first, _ = build(model)
     second, _ = build(model, max_model_len=64, max_num_seqs=2)
     for engine in (first, second):
@@ -68,7 +68,7 @@ def test_two_engines_in_one_process_do_not_see_each_other(model):
     assert first.memory.kv_tokens != second.memory.kv_tokens
 
 
-def test_no_file_stays_open(model):
+def test_build_leaves_no_file_open(model):
     # The strict warning filter fails the run where a file is left to the garbage collector.
     engine, _ = build(model)
     del engine
@@ -96,7 +96,7 @@ def test_unreadable_tokenizer_fails_before_weights_are_read(model, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["text", "file"])
-def test_a_template_of_ones_own(model, tmp_path, form):
+def test_build_own_chat_template_is_used(model, tmp_path, form):
     source = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
     given = source
     if form == "file":
@@ -110,7 +110,7 @@ def test_a_template_of_ones_own(model, tmp_path, form):
     assert plain.prepare_chat(messages, GREEDY).prompt_token_ids != own
 
 
-def test_a_tokenizer_of_ones_own(model, tmp_path):
+def test_build_own_tokenizer_replaces_missing_one(model, tmp_path):
     bare = make_model(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     with pytest.raises(HoldfastError, match=r"tokenizer\.json"):
@@ -137,7 +137,7 @@ def test_refusals_come_before_any_weight_is_read(model, options, error, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_closed_engine_has_given_all_its_memory_back(model, monkeypatch):
+def test_engine_close_releases_all_memory(model, monkeypatch):
     with watched_arenas(monkeypatch) as taken:
         engine, _ = build(model)
     engine.add_request("a", "hello", GREEDY)
@@ -151,7 +151,7 @@ def test_a_closed_engine_has_given_all_its_memory_back(model, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_a_model_that_is_shut_down_has_given_all_its_memory_back(model, monkeypatch, kind):
+def test_llm_shutdown_releases_all_memory(model, monkeypatch, kind):
     with watched_arenas(monkeypatch) as taken:
         llm = kind(str(model))
     assert sum(storage() is None for storage in taken) == 1, "staging was given back"
@@ -161,7 +161,7 @@ def test_a_model_that_is_shut_down_has_given_all_its_memory_back(model, monkeypa
     llm.shutdown()
 
 
-def test_a_stream_that_is_open_when_its_model_is_shut_down_ends(model):
+def test_llm_shutdown_ends_open_stream(model):
     llm = LLM(str(model))
     stream = llm.stream("hello", SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
     first = next(stream)
@@ -175,7 +175,7 @@ def test_expert_parallelism_without_experts_is_refused(model):
         build(model, enable_expert_parallel=True)
 
 
-def test_what_a_failed_start_has_taken_is_given_back(model, monkeypatch):
+def test_build_failure_releases_memory(model, monkeypatch):
     def refuse(*arguments: object, **options: object) -> None:
         raise RuntimeError("no scheduler today")
 

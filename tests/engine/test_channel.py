@@ -90,7 +90,7 @@ def test_foreign_bytes_are_refused():
     channel.close()
 
 
-def test_two_senders_do_not_deadlock(pair):
+def test_channel_simultaneous_senders_do_not_deadlock(pair):
     num_frames, found = 40, {}
 
     def talk(index: int) -> None:

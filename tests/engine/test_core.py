@@ -80,7 +80,7 @@ def make_sequential() -> EngineCore:
         ({"stop_token_ids": [EOS], "ignore_eos": True}, [*b"ab", EOS], Ending("stop", EOS)),
     ],
 )
-def test_ends(run_ahead, params, tokens, ending):
+def test_core_sequence_ends_with_its_reason(run_ahead, params, tokens, ending):
     core, runner = make_core(run_ahead)
     runner.script["Q"] = [*b"ab", EOS, *b"cdef"]
     core.submit([request(0, max_tokens=7, params=replace(GREEDY, **params))])
@@ -102,7 +102,7 @@ def test_surplus_is_empty_by_length_and_one_step_by_eos():
 
 
 @for_each("num_steps", range(6))
-def test_an_abort_with_steps_in_flight(num_steps):
+def test_core_abort_with_steps_in_flight_drops_surplus(num_steps):
     core, _ = make_core(1, num_pages=24, max_num_seqs=2)
     core.submit([request(0, b"one", 9), request(1, b"two", 9), request(2, b"three", 9)])
     heard: dict[int, list[int]] = {}
@@ -161,7 +161,7 @@ def test_several_tokens_of_a_step_are_cut_at_an_end():
     assert not core.has_unfinished
 
 
-def test_all_or_none_are_queued():
+def test_core_submit_queues_all_or_none():
     core, _ = make_core(max_queue=3)
     with raises_code("request.queue_full", QueueFullError):
         core.submit([request(number) for number in range(4)])
@@ -176,7 +176,7 @@ def test_all_or_none_are_queued():
 
 
 @for_each("ids", [(), (0,), (1,), (3, 2), (3, 3), (2, 5, 1)])
-def test_sequences_are_new_and_in_order(ids):
+def test_core_submit_refuses_used_or_unordered_sequence_ids(ids):
     core, _ = make_core()
     core.submit([request(0), request(1)])
     with raises_code("wire.wrong_sequences", MessageError):
@@ -185,7 +185,7 @@ def test_sequences_are_new_and_in_order(ids):
     core.submit([request(2)])
 
 
-def test_an_abort_of_what_never_was_changes_nothing():
+def test_core_abort_of_unknown_sequence_changes_nothing():
     core, _ = make_core()
     core.submit([request(0)])
     with raises_code("wire.wrong_sequences", MessageError):
@@ -203,7 +203,7 @@ class Interrupt(BaseException):
 @for_each("run_ahead", [0, 1])
 @for_each("can_cancel", [True, False])
 @for_each("k", range(7))
-def test_an_interrupted_wait_loses_nothing(when, run_ahead, can_cancel, k):
+def test_core_interrupted_wait_loses_nothing(when, run_ahead, can_cancel, k):
     """Before: the step has not run. After: its result is there, and the wait is left by the interrupt."""
     core, runner = make_core(run_ahead, can_cancel=can_cancel)
     core.submit([request(0, b"one"), request(1, b"two", 5)])
@@ -236,7 +236,7 @@ def test_an_interrupted_wait_loses_nothing(when, run_ahead, can_cancel, k):
 
 
 @for_each("seed", range(12))
-def test_random_company_ends_and_aborts(seed):
+def test_core_random_company_ends_and_aborts_as_alone(seed):
     """Ahead and in turn, with few pages: everybody gets what it gets alone, up to its own end or abort."""
     choose = random.Random(seed)
     core, runner = make_core(choose.choice([1, 2]), num_pages=30, max_num_seqs=4, max_model_len=60)

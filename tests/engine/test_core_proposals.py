@@ -63,7 +63,7 @@ def answers(engine: Engine, said: list[int], params: SamplingParams, prompt: str
 
 @for_each("run_ahead", [0, 1])
 @for_each("num_proposals", [1, 4, 16])
-def test_a_text_that_repeats_takes_fewer_steps_and_is_the_same(num_proposals: int, run_ahead: int) -> None:
+def test_proposals_for_repeating_text_take_fewer_steps(num_proposals: int, run_ahead: int) -> None:
     said = list(b"abcabcabcabcabcabcabcxyabcabcabcabcabcab")
     plain = make_engine(run_ahead=0)
     expected = answers_plain(plain, said)
@@ -91,7 +91,7 @@ def answers_plain(engine: Engine, said: list[int]) -> tuple[list[int], str]:
     "end, options, reason",
     [(EOS, {}, "stop"), (ord("X"), {"stop_token_ids": [ord("X")]}, "stop"), (ord("a"), {"max_tokens": 10}, "length")],
 )
-def test_what_is_accepted_behind_an_end_is_cut(end: int, options: dict, reason: str) -> None:
+def test_accepted_drafts_after_end_are_cut(end: int, options: dict, reason: str) -> None:
     said = [*b"ab", end, *b"ab", end, *b"ab", end, *b"ab"]
     params = SamplingParams(temperature=0.0, min_tokens=8, logprobs=1, **({"max_tokens": 40} | options))
     engine = guessing_engine()
@@ -105,7 +105,7 @@ def test_what_is_accepted_behind_an_end_is_cut(end: int, options: dict, reason: 
     assert engine.stats().num_accepted_tokens > 0
 
 
-def test_a_stop_string_inside_of_what_was_accepted_ends_there() -> None:
+def test_accepted_drafts_after_stop_string_are_cut() -> None:
     said = list(b"abcdabcdabcdabcdabcd")
     params = SamplingParams(temperature=0.0, max_tokens=40, stop=["cdabcdab"], logprobs=0)
     engine = guessing_engine()
@@ -142,7 +142,7 @@ def test_missing_token_among_accepted_ones_fails_one_request() -> None:
         (SamplingParams(temperature=0.0, max_tokens=1), False),
     ],
 )
-def test_who_has_proposals(params: SamplingParams, may: bool) -> None:
+def test_proposals_depend_on_sampling_params(params: SamplingParams, may: bool) -> None:
     engine = guessing_engine()
     answers(engine, list(b"ababababababababababab"), params)
     assert bool(engine.runner.proposed) is may
@@ -158,7 +158,7 @@ def test_proposals_go_no_further_than_the_answer_may() -> None:
     )
 
 
-def test_no_step_runs_ahead_of_one_that_drafts() -> None:
+def test_core_runs_no_step_ahead_of_drafting_step() -> None:
     engine = guessing_engine(run_ahead=1)
     engine.runner.script["guessing"] = list(b"abab" * 9)
     engine.add_request("one", "guessing", GREEDY)
@@ -204,7 +204,7 @@ def test_prompt_logprobs_leave_no_row_to_drafts_before_an_answer() -> None:
     assert found[1][1] == (0, 4), "they come with the answer"
 
 
-def test_many_requests_on_few_pages_are_answered_as_without() -> None:
+def test_proposals_with_preemption_give_plain_answers() -> None:
     prompts = [f"{'pattern ' * (number % 3)}{number}" for number in range(14)]
     params = [SamplingParams(temperature=0.0 if number % 2 else 0.8, max_tokens=12 + number) for number in range(14)]
     found = []
@@ -219,7 +219,7 @@ def test_many_requests_on_few_pages_are_answered_as_without() -> None:
     assert engine.core.proposer.num_sequences == 0
 
 
-def test_a_core_with_a_state_takes_no_proposer() -> None:
+def test_core_with_state_group_refuses_proposer() -> None:
     limits = Limits(2, 8, 32, 4)
     groups = (CacheGroup("whole", 4), CacheGroup("memory", 0, state_pages=1))
     scheduler = Scheduler(limits, 32, True, 8, groups=groups)

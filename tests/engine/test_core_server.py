@@ -84,7 +84,7 @@ def test_outputs_of_long_steps_go_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert steps_by_sending(serve([Submit((request(0, max_tokens=6),))])) == [1] * 6
 
 
-def test_no_output_waits_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_server_holds_no_output_during_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_process, "HELD_SECONDS", 1e12)
     prompt = Submit((request(1, b"a prompt of several steps", max_tokens=1),))
     line = serve([Submit((request(0, max_tokens=9),)), None, None, None, prompt])
@@ -92,7 +92,7 @@ def test_no_output_waits_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(steps_by_sending(line)) >= 9
 
 
-def test_what_is_overdue_goes_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_server_flush_overdue_sends_only_overdue_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_process, "HELD_SECONDS", 1e12)
     line = Line([])
     server = CoreServer(line, own_pulse())  # type: ignore[arg-type]

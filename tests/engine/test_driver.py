@@ -21,7 +21,7 @@ class Sink(list):
     add = list.append
 
 
-def test_two_calls_share_steps_and_read_their_own():
+def test_driver_two_calls_share_steps_and_read_their_own():
     engine = make_engine()
     driver = Driver(engine)
     one, two = Sink(), Sink()
@@ -38,7 +38,7 @@ def test_two_calls_share_steps_and_read_their_own():
 
 
 @for_each("error", [None, ValueError, KeyboardInterrupt])
-def test_what_a_call_leaves_behind_is_aborted_and_nothing_else(error):
+def test_driver_leaving_call_aborts_only_its_requests(error):
     engine = make_engine(max_num_seqs=2)
     driver = Driver(engine)
     kept, left = Sink(), [Sink() for _ in range(3)]
@@ -83,7 +83,7 @@ def test_driver_leaves_no_step_in_flight_when_the_last_call_ends():
     assert engine.scheduler.pool.num_available == engine.runner.num_pages
 
 
-def test_a_full_queue_is_no_error_and_leaves_no_trace():
+def test_driver_full_queue_returns_false_and_leaves_no_trace():
     engine = make_engine(max_queue=2)
     driver = Driver(engine)
     with driver.call() as call:

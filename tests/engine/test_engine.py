@@ -30,11 +30,11 @@ from holdfast.request.sampling_params import SamplingParams
 pytestmark = pytest.mark.usefixtures("run_ahead")
 
 
-def test_a_fresh_engine_has_done_nothing():
+def test_engine_fresh_stats_are_zero():
     assert set(asdict(make_engine().stats()).values()) == {0}
 
 
-def test_numbers_are_plain_and_grow():
+def test_engine_stats_are_plain_numbers_and_grow():
     engine = make_engine()
     engine.add_request("r", "a prompt", SamplingParams(max_tokens=3))
     seen = []
@@ -67,14 +67,14 @@ def test_length_ends_after_max_tokens():
     assert_at_rest(engine)
 
 
-def test_no_max_tokens_fills_the_context():
+def test_engine_default_max_tokens_fills_context():
     deltas, _ = scripted(list(b"x"), SamplingParams(), max_model_len=20)
     assert len(tokens_of(deltas)) == 19
     assert deltas[-1].finish_reason == "length"
 
 
 @for_each("eos", [EOS, OTHER_EOS])
-def test_every_eos_token_ends_without_text(eos):
+def test_engine_eos_token_ends_without_text(eos):
     deltas, _ = scripted([*b"ab", eos, *b"zz"], SamplingParams(max_tokens=9))
     assert (tokens_of(deltas), text_of(deltas)) == ([*b"ab", eos], "ab")
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", None)
@@ -85,7 +85,7 @@ def test_end_token_as_the_last_allowed_one_is_a_stop():
     assert deltas[-1].finish_reason == "stop"
 
 
-def test_ignore_eos_goes_on():
+def test_engine_ignore_eos_goes_on():
     deltas, _ = scripted([*b"ab", EOS, *b"cd"], SamplingParams(max_tokens=5, ignore_eos=True))
     assert (tokens_of(deltas), text_of(deltas)) == ([*b"ab", EOS, *b"cd"], "abcd")
     assert deltas[-1].finish_reason == "length"
@@ -118,7 +118,7 @@ def test_min_tokens_holds_off_end_tokens(min_tokens):
 
 
 @for_each("include", [False, True])
-def test_stop_string_across_tokens(include):
+def test_engine_stop_string_across_tokens_ends_answer(include):
     params = SamplingParams(max_tokens=9, stop=["END", "zzz"], include_stop_str_in_output=include)
     deltas, _ = scripted(list(b"abENDcd"), params)
     assert (tokens_of(deltas), text_of(deltas)) == (list(b"abEND"), "abEND" if include else "ab")
@@ -126,7 +126,7 @@ def test_stop_string_across_tokens(include):
     assert all("E" not in delta.text for delta in deltas[:-1]), "part of a stop string was shown"
 
 
-def test_what_only_looked_like_a_stop_string_is_shown_at_the_end():
+def test_engine_partial_stop_string_is_shown_at_end():
     deltas, _ = scripted(list(b"abEN"), SamplingParams(max_tokens=4, stop=["END"]))
     assert [delta.text for delta in deltas] == ["a", "b", "", "EN"]
     assert deltas[-1].finish_reason == "length"
@@ -144,17 +144,17 @@ def test_min_tokens_holds_off_stop_strings():
     assert (text_of(deltas), len(tokens_of(deltas))) == (".a.b", 5)
 
 
-def test_a_character_of_several_tokens_comes_whole():
+def test_engine_multi_token_character_comes_whole():
     deltas, _ = scripted(list("é🎈".encode()), SamplingParams(max_tokens=6))
     assert [delta.text for delta in deltas] == ["", "é", "", "", "", "🎈"]
 
 
-def test_a_character_that_is_cut_off_shows_as_replacement():
+def test_engine_truncated_character_shows_replacement():
     deltas, _ = scripted(list("a🎈".encode()), SamplingParams(max_tokens=3))
     assert text_of(deltas) == "a\ufffd"
 
 
-def test_without_tokenizer_ids_come_and_no_text():
+def test_engine_without_tokenizer_returns_ids_only():
     engine = make_engine(tokenizer=None)
     engine.add_request("r", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=3, logprobs=1))
     deltas = run_all(engine)["r", 0]
@@ -265,7 +265,7 @@ def test_logprobs_zero_is_the_chosen_token_alone():
 
 
 @for_each("chunk", [1, 2, 3, 7, 32])
-def test_prompt_logprobs_are_whole_whatever_the_chunks(chunk):
+def test_prompt_logprobs_are_complete_for_any_chunk_size(chunk):
     engine = make_engine(max_num_batched_tokens=chunk)
     prompt = "0123456789"
     engine.add_request("other", prompt, SamplingParams(max_tokens=1))
@@ -289,7 +289,7 @@ def test_prompt_logprobs_of_a_single_token():
     assert deltas[0].prompt_logprobs == (None,)
 
 
-def test_a_shared_prefix_is_counted_and_salts_keep_apart():
+def test_prefix_hits_are_counted_and_salts_keep_apart():
     engine = make_engine()
     prompt = "the same beginning of every prompt"
     for salt in (None, "one", "two"):
@@ -317,7 +317,7 @@ def test_metrics_are_times_since_arrival():
     assert all(delta.metrics is None for delta in found["first", 0][:-1])
 
 
-def test_stats_count():
+def test_engine_stats_count_requests_and_tokens():
     engine = make_engine(max_num_seqs=2)
     for name in "abc":
         engine.add_request(name, "prompt", SamplingParams(max_tokens=3, n=2))
@@ -332,7 +332,7 @@ def test_stats_count():
     assert stats.num_prompt_tokens + stats.num_prefix_hit_tokens == 36
 
 
-def test_a_full_queue_refuses_all_or_nothing():
+def test_engine_full_queue_refuses_all_or_nothing():
     engine = make_engine(max_queue=5, max_num_seqs=2)
     engine.add_request("a", "Q", SamplingParams(n=3, max_tokens=2))
     with raises_code("request.queue_full", QueueFullError):
@@ -347,7 +347,7 @@ def test_a_full_queue_refuses_all_or_nothing():
     assert_at_rest(engine)
 
 
-def test_names_are_labels_and_only_live_ones_clash():
+def test_engine_request_names_clash_only_while_live():
     engine = make_engine()
     engine.add_request("0", "Q", GREEDY)
     with raises_code("request.request_id_in_use", RequestError):
@@ -454,7 +454,7 @@ def test_abort_at_every_token_frees_pages(state, num_steps):
 
 
 @for_each("state", ABORT_CASES)
-def test_the_states_of_the_abort_test_are_reached(state):
+def test_abort_cases_reach_their_states(state):
     engine = ABORT_CASES[state].engine()
     seen = set()
     for _ in range(65):
@@ -485,7 +485,7 @@ def test_abort_tells_what_the_caller_has_not_heard_yet():
     assert_at_rest(engine)
 
 
-def test_abort_all():
+def test_engine_abort_all_ends_every_completion():
     engine = make_engine(max_num_seqs=2)
     for name in "abc":
         engine.add_request(name, "Q", SamplingParams(n=2, max_tokens=9))
@@ -495,7 +495,7 @@ def test_abort_all():
     assert_at_rest(engine)
 
 
-def test_what_admission_accepts_runs():
+def test_engine_runs_every_admitted_request():
     engine = make_engine(max_model_len=16, num_pages=4, page_tokens=4)
     for prompt_len in range(1, 16):
         params = SamplingParams(max_tokens=16 - prompt_len, temperature=0.0)
@@ -504,7 +504,7 @@ def test_what_admission_accepts_runs():
     assert_at_rest(engine)
 
 
-def test_many_requests_leave_nothing_behind():
+def test_engine_is_at_rest_after_many_requests_and_aborts():
     engine = make_engine(max_num_seqs=4, num_pages=40, max_queue=1000)
     for number in range(100):
         params = SamplingParams(max_tokens=number % 7 + 1, n=number % 3 + 1)

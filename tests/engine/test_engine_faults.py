@@ -112,7 +112,7 @@ def run_beside_neighbours(engine, victim_params: SamplingParams):
 
 @for_each("k", range(4))
 @for_each("method", ["push", "finish", "token_text"])
-def test_a_fault_in_making_text_ends_only_that_request(method, k):
+def test_engine_detokenizer_fault_fails_one_request(method, k):
     engine = make_engine(tokenizer=faulty_tokenizer(method, k))
     victim = SamplingParams(n=4, seed=1, max_tokens=5, logprobs=1 if method == "token_text" else None)
     found = run_beside_neighbours(engine, victim)
@@ -123,7 +123,7 @@ def test_a_fault_in_making_text_ends_only_that_request(method, k):
 
 
 @pytest.mark.parametrize("method", ["feed", "feed_unstoppable", "flush"])
-def test_a_fault_in_stop_strings_ends_only_that_request(method, monkeypatch):
+def test_engine_stop_string_fault_fails_one_request(method, monkeypatch):
     class Faulty(StopStrings):
         pass
 
@@ -135,7 +135,7 @@ def test_a_fault_in_stop_strings_ends_only_that_request(method, monkeypatch):
     assert len(tokens_of(deltas)) == {"feed_unstoppable": 0, "feed": 2, "flush": 5}[method]
 
 
-def test_a_fault_in_prompt_logprobs_ends_only_that_request():
+def test_engine_prompt_logprobs_fault_fails_one_request():
     engine = make_engine(tokenizer=faulty_tokenizer("token_text", 3), max_num_batched_tokens=9)
     (deltas,) = run_beside_neighbours(engine, SamplingParams(max_tokens=6, prompt_logprobs=1)).values()
     assert [delta.finish_reason for delta in deltas] == ["error"]
@@ -143,7 +143,7 @@ def test_a_fault_in_prompt_logprobs_ends_only_that_request():
 
 
 @for_each("method, error", [("encode", PromptError), ("follow", RequestError)])
-def test_a_fault_at_admission_is_a_refusal(method, error):
+def test_engine_tokenizer_fault_at_admission_is_refusal(method, error):
     engine = make_engine(tokenizer=faulty_tokenizer(method, 0))
     with pytest.raises(error):
         engine.add_request("victim", "victim!", PARAMS)
@@ -151,7 +151,7 @@ def test_a_fault_at_admission_is_a_refusal(method, error):
     run_beside_neighbours(engine, PARAMS)
 
 
-def test_a_fault_in_the_template_is_a_refusal():
+def test_engine_chat_template_fault_is_refusal():
     class Faulty:
         def render_chat(self, messages, control, **options):
             raise Fault("boom")
@@ -260,7 +260,7 @@ def test_model_with_a_wrong_number_of_results_ends_the_engine(results):
 
 
 @for_each("method", ["schedule", "complete", "finish"])
-def test_a_failing_scheduler_ends_the_engine(method):
+def test_engine_dies_when_scheduler_fails(method):
     engine = make_engine()
     engine.add_request("a", "Q", SamplingParams(max_tokens=1))
 
@@ -290,7 +290,7 @@ def test_log_has_a_traceback_of_faults_but_not_of_dead_ranks(cause, has_frames, 
     assert bool(record.exc_info) == has_frames
 
 
-def test_an_engine_that_dies_in_an_abort_tells_the_others():
+def test_engine_death_in_abort_fails_other_requests():
     engine = make_engine()
     for name in "ab":
         engine.add_request(name, "Q", PARAMS)
@@ -315,7 +315,7 @@ def test_scheduler_that_runs_nothing_does_not_hang_the_engine():
     assert engine.is_dead
 
 
-def test_a_request_that_the_scheduler_refuses_leaves_nothing():
+def test_engine_request_refused_by_scheduler_leaves_nothing():
     engine = make_engine()
     add = engine.scheduler.add
     calls = []

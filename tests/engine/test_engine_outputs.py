@@ -59,7 +59,7 @@ LENGTH, STOP = Ending("length"), Ending("stop")
         ({}, b"ab", Ending("error", error="why"), "ab", 2, Ending("error", error="why")),
     ],
 )
-def test_text_and_ending(params, tokens, core, text, count, ending, at_once):
+def test_completion_has_text_and_ending(params, tokens, core, text, count, ending, at_once):
     subject = completion(logprobs=1, **params)
     deltas = say(subject, tokens, core, at_once)
     assert "".join(delta.text for delta in deltas) == text
@@ -75,12 +75,12 @@ def test_text_and_ending(params, tokens, core, text, count, ending, at_once):
     assert measured == said
 
 
-def test_deltas_say_whose_they_are():
+def test_completion_delta_has_request_and_index():
     (delta,) = say(completion(), b"a")
     assert (delta.request_id, delta.index) == ("r", 2)
 
 
-def test_ending_from_outside():
+def test_completion_end_from_outside_keeps_its_counts():
     subject = completion()
     before = subject.end(Ending("abort"), 30.0)
     assert (before.finish_reason, before.token_ids, before.metrics) == ("abort", (), None)
@@ -91,7 +91,7 @@ def test_ending_from_outside():
     assert after.metrics == RequestMetrics(2, 10, 20, 4, 2)
 
 
-def test_a_core_may_end_it_without_a_token():
+def test_completion_may_end_without_token():
     subject = completion()
     assert subject.advance(output(), 20.0) is None
     last = subject.advance(output(ending=Ending("error", error="not finite")), 20.0)
@@ -107,13 +107,13 @@ def test_missing_logprobs_are_an_error_of_this_request():
 TOP = ((98, -0.1), (97, -2.0), (99, -3.0))
 
 
-def test_a_chosen_token_outside_the_top_is_there_with_its_rank():
+def test_position_logprobs_adds_chosen_token_outside_top():
     found = position_logprobs(TokenLogprobs(122, -9.0, 40, TOP), 2, shared_tokenizer())
     assert found == {122: Logprob(-9.0, 40, "z"), 98: Logprob(-0.1, 1, "b"), 97: Logprob(-2.0, 2, "a")}
     assert list(found) == [122, 98, 97]
 
 
-def test_a_chosen_token_in_the_top_is_there_once():
+def test_position_logprobs_lists_chosen_token_in_top_once():
     found = position_logprobs(TokenLogprobs(97, -2.0, 2, TOP), 3, shared_tokenizer())
     assert list(found) == [97, 98, 99]
     assert found[97].rank == 2
@@ -144,7 +144,7 @@ def test_chunks_add_up_and_repeats_are_passed_over(chunk):
     assert [next(iter(position)) for position in whole[1:]] == [98, 99, 100, 101, 102]
 
 
-def test_a_repeat_that_goes_further_adds_what_is_new():
+def test_prompt_logprobs_longer_repeat_adds_new_positions():
     prompt = PromptLogprobs(6, 0)
     prompt.collect(0, (entry(1), entry(2)), None)
     prompt.collect(0, (entry(1), entry(2), entry(3)), None)
@@ -153,7 +153,7 @@ def test_a_repeat_that_goes_further_adds_what_is_new():
     assert [next(iter(position)) for position in prompt.whole()[1:]] == [98, 99, 100, 101, 102]
 
 
-def test_a_gap_is_noticed():
+def test_prompt_logprobs_gap_raises():
     prompt = PromptLogprobs(6, 0)
     prompt.collect(0, (entry(1),), None)
     with pytest.raises(AssertionError, match="without logprobs"):
@@ -188,7 +188,7 @@ def assembled(deltas: list[CompletionDelta], n: int = 2) -> OutputAssembler:
     return assembler
 
 
-def test_an_answer_is_the_sum_of_its_deltas():
+def test_assembler_output_is_sum_of_deltas():
     output = assembled(ANSWER).output()
     assert (output.request_id, output.prompt, output.prompt_token_ids) == ("r", "prompt", [5, 6])
     first, second = output.outputs
@@ -216,7 +216,7 @@ def test_before_the_end_it_is_unfinished_and_has_no_metrics():
     assert [completion.finished for completion in assembled(ANSWER[:4]).output().outputs] == [False, True]
 
 
-def test_an_output_does_not_change_later():
+def test_assembler_output_does_not_change_later():
     assembler = assembled(ANSWER[:2])
     output = assembler.output()
     kept = repr(output)
@@ -226,7 +226,7 @@ def test_an_output_does_not_change_later():
     assert repr(output) == kept
 
 
-def test_logprobs_add_up():
+def test_assembler_adds_up_logprobs():
     assembler = assembled([delta(0, "", 1, logprob=-0.5), delta(0, "", 2, 3, logprob=-0.25)], n=1)
     completion = assembler.output().outputs[0]
     assert completion.cumulative_logprob == -1.0
@@ -256,7 +256,7 @@ def test_merged_deltas_say_the_same(every):
     assert assembler.output() == assembled(ANSWER).output()
 
 
-def test_an_unread_answer_takes_no_more_room_than_the_answer():
+def test_delta_buffer_merges_unread_deltas():
     buffer = DeltaBuffer()
     for token in range(10_000):
         buffer.add(delta(token % 2, "x", token, logprob=-1.0))

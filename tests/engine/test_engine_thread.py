@@ -20,7 +20,7 @@ def delta(index: int, token: int, finish_reason=None) -> CompletionDelta:
     return CompletionDelta("r", index, "x", (token,), None, finish_reason, None)
 
 
-def test_a_slow_reader_gets_everything_merged():
+def test_mailbox_slow_reader_gets_merged_deltas():
     async def work():
         mailbox = Mailbox(2)
         for token in range(1000):
@@ -41,7 +41,7 @@ def test_a_slow_reader_gets_everything_merged():
     asyncio.run(work())
 
 
-def test_a_wake_up_that_comes_late_is_passed_over():
+def test_mailbox_late_wake_is_ignored():
     async def work():
         mailbox = Mailbox(1)
         mailbox.put(delta(0, 1))
@@ -60,7 +60,7 @@ def test_a_wake_up_that_comes_late_is_passed_over():
     asyncio.run(work())
 
 
-def test_an_error_comes_in_place_of_the_rest():
+def test_mailbox_failure_replaces_unread_deltas():
     async def work():
         mailbox = Mailbox(1)
         mailbox.put(delta(0, 1))
@@ -134,7 +134,7 @@ def test_engine_thread_wakes_every_reader_of_a_loop():
     run(work)
 
 
-def test_a_refusal_reaches_its_reader_only():
+def test_engine_thread_refusal_reaches_only_its_reader():
     async def work():
         engine = make_engine()
         gate = Gate(engine)
@@ -223,7 +223,7 @@ def test_engine_thread_that_is_idle_leaves_no_step_in_flight():
     run(work)
 
 
-def test_a_reader_whose_loop_is_gone_is_forgotten():
+def test_engine_thread_reader_of_closed_loop_is_aborted():
     engine = make_engine()
     gate = Gate(engine)
     thread = EngineThread(engine)
@@ -241,7 +241,7 @@ def test_a_reader_whose_loop_is_gone_is_forgotten():
     ended(thread)
 
 
-def test_two_loops_at_once():
+def test_engine_thread_serves_several_loops():
     thread = EngineThread(make_engine())
     found = {}
 
@@ -280,7 +280,7 @@ def test_drain_finishes_what_there_is_and_takes_no_more():
     run(work)
 
 
-def test_stop_aborts_everybody_queued_or_running():
+def test_engine_thread_stop_aborts_queued_and_running():
     async def work():
         engine = make_engine(max_num_seqs=1)
         gate = Gate(engine)
@@ -300,7 +300,7 @@ def test_stop_aborts_everybody_queued_or_running():
 
 
 @for_each("where", ["execute", "finish", "schedule"])
-def test_when_the_engine_dies_everybody_hears_why(where):
+def test_engine_thread_death_reaches_every_reader(where):
     async def work():
         engine = make_engine(max_num_seqs=1)
         gate = Gate(engine)
@@ -367,7 +367,7 @@ def test_health_is_the_age_of_the_last_step():
     run(work)
 
 
-def test_the_prefix_cache_can_be_reset():
+def test_engine_thread_resets_prefix_cache():
     async def work():
         thread = EngineThread(make_engine())
         prompt = "a prompt of some length"

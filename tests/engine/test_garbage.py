@@ -32,7 +32,7 @@ def num_full() -> int:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="this Python counts in another way")
-def test_what_a_start_made_does_not_put_collections_off() -> None:
+def test_keep_start_does_not_delay_collections() -> None:
     done = subprocess.run([sys.executable, "-c", LIFE], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
@@ -46,7 +46,7 @@ def test_garbage_is_collected_after_so_much_work() -> None:
     assert seen == [0, 0, 1, 1, 1, 2, 3, 3]
 
 
-def test_a_core_collects_when_it_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_server_collects_garbage_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(core_process, "COLLECT_STEPS", 6)
     monkeypatch.setattr(gc, "collect", lambda: seen.append(1))

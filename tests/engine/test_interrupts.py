@@ -23,7 +23,7 @@ def handler():
     assert after is signal.default_int_handler
 
 
-def test_an_interrupt_waits_for_the_end():
+def test_interrupt_shield_raises_interrupt_at_exit():
     done = []
 
     def work():
@@ -37,12 +37,12 @@ def test_an_interrupt_waits_for_the_end():
     assert done == [1]
 
 
-def test_nothing_happens_without_one():
+def test_interrupt_shield_without_interrupt_is_silent():
     with InterruptShield() as shield, shield.lifted():
         pass
 
 
-def test_inside_lifted_it_comes_at_once():
+def test_interrupt_shield_lifted_raises_at_once():
     done = []
 
     def work():
@@ -57,7 +57,7 @@ def test_inside_lifted_it_comes_at_once():
     assert done == []
 
 
-def test_one_that_was_remembered_comes_when_lifted():
+def test_interrupt_shield_lifted_raises_pending_interrupt():
     done = []
 
     def work():
@@ -72,7 +72,7 @@ def test_one_that_was_remembered_comes_when_lifted():
     assert done == ["shielded"]
 
 
-def test_the_shield_is_up_again_after_an_interrupt_in_lifted():
+def test_interrupt_shield_is_up_again_after_lifted_interrupt():
     done = []
 
     def work():
@@ -89,7 +89,7 @@ def test_the_shield_is_up_again_after_an_interrupt_in_lifted():
     assert done == ["cleaned up"]
 
 
-def test_an_error_and_an_interrupt_are_both_known():
+def test_interrupt_shield_keeps_error_as_context():
     def work():
         with InterruptShield():
             interrupt()
@@ -117,7 +117,7 @@ def test_foreign_handler_is_called_and_kept():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_a_handler_that_only_takes_note_hears_every_one_at_once():
+def test_interrupt_shield_lifted_calls_recording_handler_at_once():
     calls = []
     signal.signal(signal.SIGINT, lambda signum, frame: calls.append(signum))
     try:
@@ -135,7 +135,7 @@ def test_a_handler_that_only_takes_note_hears_every_one_at_once():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_an_ignored_interrupt_stays_ignored():
+def test_interrupt_shield_keeps_ignored_interrupt_ignored():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with InterruptShield() as shield:
@@ -147,7 +147,7 @@ def test_an_ignored_interrupt_stays_ignored():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_other_threads_need_no_shield():
+def test_interrupt_shield_in_other_thread_raises_nothing():
     errors = []
 
     def work():

@@ -24,7 +24,7 @@ print(json.dumps({{"rows": rows, "planned": llm.memory.planned_bytes, "peak": na
 
 
 @pytest.mark.skipif(anonymous_bytes() is None, reason="the system does not tell what is resident")
-def test_the_process_stays_within_the_limit() -> None:
+def test_memory_limit_bounds_peak_of_process() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

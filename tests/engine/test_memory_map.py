@@ -107,7 +107,7 @@ def check_maps(found: list[MemoryMap]) -> None:
     assert last.num_free + last.num_cached == last.num_pages
 
 
-def test_a_program_sees_who_holds_what():
+def test_memory_map_in_process_shows_page_holders():
     engine = make_engine(max_model_len=128, clock=time.monotonic)
     engine.runner.on_step = lambda step: time.sleep(0.01)
 
@@ -118,7 +118,7 @@ def test_a_program_sees_who_holds_what():
     check_maps(asyncio.run(main()))
 
 
-def test_the_same_of_a_core_in_another_process(make_remote):
+def test_memory_map_of_core_process_shows_page_holders(make_remote):
     engine = make_remote("slow")
 
     async def main() -> list[MemoryMap]:
@@ -154,7 +154,7 @@ def test_long_step_does_not_delay_callers():
     asyncio.run(main())
 
 
-def test_a_dead_engine_has_no_map():
+def test_memory_map_of_dead_engine_raises():
     engine = make_engine()
 
     async def main() -> None:

@@ -122,7 +122,7 @@ MESSAGES = [
 ]
 
 
-def test_every_message_round_trips():
+def test_message_codec_round_trips_every_message():
     for message in MESSAGES:
         assert decode_message(encode_message(message, 5)) == (5, message)
 

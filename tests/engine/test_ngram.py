@@ -69,7 +69,7 @@ def test_longest_then_latest_match_wins():
     assert proposer.propose(4, [1]) == ()
 
 
-def test_a_period_goes_on_with_itself():
+def test_ngram_proposer_repeats_period():
     proposer = NgramProposer(7, 4, 2)
     assert proposer.propose(1, [5, 8, 8, 8]) == (8,) * 7
     assert proposer.propose(2, [1, 2, 3, 1, 2, 3, 1]) == (2, 3, 1, 2, 3, 1, 2)
@@ -112,7 +112,7 @@ def test_other_tokens_under_a_known_number_are_read_anew():
     assert proposer.propose(1, [7, 8, 9, 7, 8]) == (9, 7)
 
 
-def test_a_step_of_256_sequences_takes_a_few_milliseconds():
+def test_ngram_proposer_256_sequences_take_milliseconds():
     chance = random.Random(1)
     proposer = NgramProposer(4)
     sequences = [[chance.randrange(500) for _ in range(300)] for _ in range(256)]

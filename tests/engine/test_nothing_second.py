@@ -93,7 +93,7 @@ def test_second_request_answers_as_if_it_was_the_first(second: str) -> None:
 
 
 @for_each("name", ["length", "three completions", "stop string"])
-def test_every_later_hit_is_as_long_as_the_second(name: str) -> None:
+def test_prefix_hit_of_later_request_is_as_long_as_second(name: str) -> None:
     engine, case = fresh_engine(), CASES[name]
     num_tokens = len(case.prompt)
     first = outcome(engine, "one", case)

@@ -34,7 +34,7 @@ def run_worlds(seeds: tuple[int, ...] | range, num_events: int) -> set[str]:
     return set(happened)
 
 
-def test_a_sample_with_stages_leaves_no_leak_and_no_wrong_read() -> None:
+def test_simulation_with_stages_is_sound() -> None:
     assert run_worlds(BUGGED_SEEDS[:8], 300) >= NEEDED | SEEN
 
 
@@ -53,7 +53,7 @@ def test_worlds_have_all_numbers_of_stages() -> None:
 
 
 @pytest.mark.parametrize("name", PIPELINE_MUTANTS)
-def test_a_planted_bug_of_pipelines_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_catches_planted_pipeline_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PIPELINE_MUTANTS[name].plant(monkeypatch)
     with pytest.raises(AssertionError, match=PIPELINE_MUTANTS[name].says):
         run_worlds(BUGGED_SEEDS, 300)
@@ -112,7 +112,7 @@ def test_steps_are_split_evenly_over_stages() -> None:
         assert in_flight == list(range(7)), "a sequence waits though a stage is free"
 
 
-def test_one_sequence_is_in_one_step() -> None:
+def test_pipeline_single_sequence_is_in_one_step() -> None:
     pipe = Pipe(num_stages=4)
     pipe.add()
     assert pipe.fill() == [[0]]
@@ -136,7 +136,7 @@ def test_uneven_steps_become_even_again() -> None:
 
 
 @for_each("num_stages, num_running", [(2, 5), (3, 4), (3, 10), (4, 9)])
-def test_no_sequence_is_skipped_num_stages_times(num_stages: int, num_running: int) -> None:
+def test_pipeline_skips_no_sequence_num_stages_times(num_stages: int, num_running: int) -> None:
     """Those that were idle too long come with the next step, though those before them are idle again."""
     pipe = Pipe(num_stages, max_num_seqs=16)
     for _ in range(num_running):
@@ -152,7 +152,7 @@ def test_no_sequence_is_skipped_num_stages_times(num_stages: int, num_running: i
         pipe.book()
 
 
-def test_a_step_is_not_cut_by_those_who_cannot_be_admitted() -> None:
+def test_pipeline_step_share_ignores_blocked_sequences() -> None:
     """Four run and many wait for pages: the four are in two steps, and not in one."""
     pipe = Pipe(num_stages=2, num_pages=16)
     for _ in range(12):
@@ -190,7 +190,7 @@ def test_sequence_without_pages_drains_the_pipe() -> None:
 
 
 @for_each("num_stages", [2, 3])
-def test_the_more_important_runs_first_in_every_stage(num_stages: int) -> None:
+def test_pipeline_more_important_sequence_runs_first(num_stages: int) -> None:
     pipe = Pipe(num_stages, max_num_seqs=4)
     for _ in range(4):
         pipe.add(priority=1)

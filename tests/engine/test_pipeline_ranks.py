@@ -186,7 +186,7 @@ def test_answers_of_stages_are_those_of_one_process(tmp_path: Path, family: str,
 
 
 @pytest.mark.parametrize("kv_dtype", ["turboquant_k8v4", pytest.param("turboquant_3bit_nc", marks=pytest.mark.slow)])
-def test_two_turboquant_stages_share_no_scratch(tmp_path: Path, kv_dtype: str) -> None:
+def test_pipeline_turboquant_stages_share_no_scratch(tmp_path: Path, kv_dtype: str) -> None:
     """What went wrong elsewhere: a scratch of one stage that the other resized. Run twice: addresses and answers stay."""
     path, options = find_model(tmp_path, "llama"), {"kv_cache_dtype": kv_dtype, "enable_prefix_caching": False}
     expected = run_alone(path, **options)
@@ -198,7 +198,7 @@ def test_two_turboquant_stages_share_no_scratch(tmp_path: Path, kv_dtype: str) -
             assert found.memory() == held
 
 
-def test_two_pipelines_in_one_process_do_not_meet(tmp_path: Path) -> None:
+def test_pipelines_in_one_process_share_no_memory(tmp_path: Path) -> None:
     """Two engines of two stages each, whose steps go on at the same time."""
     path, cuts = find_model(tmp_path, "llama"), cuts_of("llama", 2)
     expected = run_alone(path)
@@ -218,7 +218,7 @@ def test_proposals_are_accepted_over_stages(tmp_path: Path) -> None:
     assert {number: own[0] for number, own in answers.items()} == {number: own[0] for number, own in expected.items()}
 
 
-def test_two_ranks_in_each_of_two_stages(tmp_path: Path) -> None:
+def test_pipeline_of_two_stages_by_two_ranks_equals_one_process(tmp_path: Path) -> None:
     """Whose shares of the logits rank 0 gathers from the last stage."""
     path = find_model(tmp_path, "llama_tied")
     expected = run_alone(path)

@@ -49,7 +49,7 @@ def test_waiting_sequence_displaces_no_running_one() -> None:
     assert scheduler.num_preemptions == 0
 
 
-def test_the_least_important_gives_way_even_where_it_came_first() -> None:
+def test_scheduler_preempts_least_important_first() -> None:
     scheduler = make(num_pages=6, page_tokens=2, max_model_len=12)
     low, high = important(0, 1, prompt=2, max_tokens=10), important(1, 0, prompt=2, max_tokens=10)
     filled(scheduler, low, high)
@@ -65,7 +65,7 @@ def test_the_least_important_gives_way_even_where_it_came_first() -> None:
     assert (high.num_preemptions, low.num_output_tokens, high.num_output_tokens) == (0, 10, 10)
 
 
-def test_more_important_sequence_is_tried_after_a_blocked_one() -> None:
+def test_scheduler_more_important_sequence_passes_blocked_one() -> None:
     scheduler = make(num_pages=4, page_tokens=2, max_model_len=8)
     filled(scheduler, important(0, 0, prompt=2, max_tokens=4))
     run(scheduler)
@@ -94,7 +94,7 @@ def test_answers_are_the_same_in_any_order(run_ahead: int) -> None:
     assert_at_rest(engine)
 
 
-def test_a_priority_is_bounded_and_travels() -> None:
+def test_priority_is_bounded_and_round_trips() -> None:
     for far in (MAX_PRIORITY + 1, -MAX_PRIORITY - 1):
         with raises_code("value.out_of_range", RequestError, name="priority", value=far):
             SamplingParams(priority=far)
@@ -124,11 +124,11 @@ def run_unequal_worlds() -> None:
 
 
 @pytest.mark.parametrize("name", PRIORITY_MUTANTS)
-def test_a_planted_bug_of_priorities_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_catches_planted_priority_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PRIORITY_MUTANTS[name].plant(monkeypatch)
     with pytest.raises(AssertionError, match=PRIORITY_MUTANTS[name].says):
         run_unequal_worlds()
 
 
-def test_without_a_bug_the_same_runs_pass() -> None:
+def test_simulation_with_priorities_passes_without_bug() -> None:
     run_unequal_worlds()

@@ -42,7 +42,7 @@ QUICK = {
 """Each kind, victim, signal and station is in one of them."""
 
 
-def test_there_are_enough_cases():
+def test_rank_death_cases_cover_every_value():
     assert len(CASES) >= 60
     assert set(CASES) >= QUICK
     for place in range(4):
@@ -103,7 +103,7 @@ class Program:
 
 
 @pytest.mark.parametrize(("kind", "victim", "how", "station"), [marked(case) for case in CASES + APART])
-def test_a_death_is_noticed_and_leaves_nothing(kind, victim, how, station, tmp_path):
+def test_rank_death_is_noticed_and_leaves_no_process(kind, victim, how, station, tmp_path):
     program = Program(kind, station, tmp_path)
     try:
         time.sleep(0.3)
@@ -161,7 +161,7 @@ def test_ranks_of_a_launcher_raise_no_alarm_on_a_loaded_machine(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_machine_with_eight_times_the_load_raises_no_alarm(monkeypatch):
+def test_rank_group_raises_no_alarm_under_eightfold_load(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", with_tests(dict(os.environ))["PYTHONPATH"])
     num_busy = 8 * (os.cpu_count() or 1)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_busy)]

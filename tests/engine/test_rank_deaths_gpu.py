@@ -227,14 +227,14 @@ OTHERS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*TWO, *FOUR, *OTHERS], ids=lambda case: case.name)
-def test_a_death_on_a_device_is_noticed_and_leaves_nothing(case: Case, tmp_path: Path) -> None:
+def test_rank_death_on_gpu_is_noticed_and_leaves_no_process(case: Case, tmp_path: Path) -> None:
     check(case, run_case(case, tmp_path), BUSY)
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("case", [Case(tensor=4), Case(how="STOP", has_mps=False)], ids=lambda case: case.name)
-def test_the_memory_of_a_dead_engine_is_back(case: Case, tmp_path: Path) -> None:
+def test_rank_death_on_gpu_releases_memory(case: Case, tmp_path: Path) -> None:
     before = gpu_records.used_bytes()
     assert before is not None, "nvidia-smi tells nothing"
     seen = run_case(case, tmp_path)
@@ -253,5 +253,5 @@ def test_the_memory_of_a_dead_engine_is_back(case: Case, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "case", [Case(), Case(how="STOP", station="idle"), Case(is_front=True)], ids=lambda case: case.name
 )
-def test_the_same_holds_of_processes_on_a_cpu(case: Case, tmp_path: Path) -> None:
+def test_rank_death_on_cpu_is_noticed_and_leaves_no_process(case: Case, tmp_path: Path) -> None:
     check(case, run_case(case, tmp_path, "cpu"))

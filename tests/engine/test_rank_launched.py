@@ -46,7 +46,7 @@ def test_launcher_is_found_for_several_ranks():
         (EngineConfig(tensor_parallel_size=2, core_process=True), {}, "core_process=True"),
     ],
 )
-def test_what_a_launcher_says_is_checked(config, changes, words):
+def test_find_launcher_refuses_wrong_environment(config, changes, words):
     with pytest.raises(ConfigError, match=words):
         find_launcher(config, ENVIRONMENT | changes)
 
@@ -60,13 +60,13 @@ def test_what_a_launcher_says_is_checked(config, changes, words):
         ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, (0, 1)),
     ],
 )
-def test_a_rank_has_the_device_of_its_place_in_its_node(reported, place):
+def test_find_launcher_reads_place_in_node(reported, place):
     found = find_launcher(TWO, ENVIRONMENT | reported)
     assert found is not None
     assert (found.local_rank, found.num_local) == place
 
 
-def test_what_a_launcher_takes_for_two_nodes_is_two():
+def test_node_name_differs_by_group_rank():
     names = [node_name({"GROUP_RANK": group} if group else {}) for group in ("", "0", "1")]
     assert len(set(names)) == 3
     assert names == [node_name({"GROUP_RANK": group} if group else {}) for group in ("", "0", "1")]
@@ -149,7 +149,7 @@ def test_silent_connections_delay_no_rank(store):
         connection.close()
 
 
-def test_an_address_that_is_not_of_this_machine_is_refused(store):
+def test_accept_ranks_foreign_address_is_refused(store):
     with raises_code("rank.cannot_listen", ConfigError):
         accept_ranks(Launched(0, 2, "203.0.113.7", 1, True))
     assert not store.reported
@@ -198,7 +198,7 @@ def test_unreachable_store_raises(monkeypatch):
         launched.serve_launched(Launched(1, 2, "127.0.0.1", port, True), lambda start, server: pytest.fail("no start"))
 
 
-def test_who_is_turned_away_says_so(monkeypatch):
+def test_serve_rejected_rank_suspects_duplicate_rank(monkeypatch):
     """A process with the number of another would else end as one that has served."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         hanging_up = threading.Thread(target=lambda: [listening.accept()[0].close() for _ in range(2)])
@@ -260,12 +260,12 @@ def test_silence_of_rank_0_is_counted_by_where_it_is(is_here, monkeypatch):
     zero._connection.close()
 
 
-def test_processes_of_one_machine_know_it():
+def test_machine_mark_is_stable_on_one_machine():
     assert life_line.machine_mark() == life_line.machine_mark()
     assert len(life_line.machine_mark()) == 16
 
 
-def test_a_rank_that_never_comes_is_named(store, monkeypatch):
+def test_accept_ranks_missing_rank_is_named(store, monkeypatch):
     monkeypatch.setattr(launched, "PEER_SECONDS", 1.0)
     with raises_code("rank.missing_peer", EngineDeadError):
         accept_ranks(Launched(0, 2, "127.0.0.1", 1, True, 0, 2))

@@ -126,7 +126,7 @@ def test_rank_killed_on_another_node_raises_at_once(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_rank_outlives_a_killed_rank_0(model: str) -> None:
+def test_rank_exits_after_rank_0_is_killed(model: str) -> None:
     with launched([1, 1], EXACT | {"model": model, "tensor_parallel_size": 2}, "again") as children:
         assert "tokens" in line_of(children[0])
         children[0].send_signal(signal.SIGKILL)
@@ -145,7 +145,7 @@ def reports(*places: tuple[str, str], kind: str = "cuda") -> list[RankReport]:
     return [RankReport(rank, target, device, {}, "m", node) for rank, (device, node) in enumerate(places)]
 
 
-def test_two_ranks_on_one_gpu_are_refused(monkeypatch) -> None:
+def test_check_places_refuses_two_ranks_on_one_gpu(monkeypatch) -> None:
     config = EngineConfig(tensor_parallel_size=2)
     monkeypatch.delenv(rank_build.OVERLAPPING, raising=False)
     with raises_code("rank.same_device", ConfigError):

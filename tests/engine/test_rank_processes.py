@@ -57,7 +57,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("is_eager", "run_ahead"), [(True, 0), (False, 1)])
-def test_a_schedule_on_four_ranks_is_that_of_one(is_eager, run_ahead, monkeypatch, tmp_path):
+def test_ranked_engine_of_four_ranks_equals_one_process(is_eager, run_ahead, monkeypatch, tmp_path):
     monkeypatch.setenv(BOTH_PLACES, str(tmp_path))
     shape = {"max_num_seqs": LIMITS.max_num_seqs, "num_pages": NUM_PAGES, "run_ahead": run_ahead}
     ranked, alone = ranked_engine(is_eager=is_eager, run_ahead=run_ahead), make_engine(**shape)
@@ -98,7 +98,7 @@ def test_ready_ranks_tell_what_they_hold():
         ("exits", EngineDeadError, "rank 2: it ended (exit status 3: what it said last)"),
     ],
 )
-def test_a_rank_that_cannot_load_ends_the_start_in_its_own_words(name, error, words):
+def test_rank_load_failure_raises_its_own_error(name, error, words):
     group = open_group(name, num_ranks=3)
     try:
         group.expect(RankReported)
@@ -165,7 +165,7 @@ def start_behind_plan(group) -> None:
     group.expect(RankLoaded)
 
 
-def test_a_rank_that_never_comes_is_waited_for_so_long():
+def test_rank_group_expect_times_out_on_missing_rank():
     group = open_group("never comes", num_ranks=3)
     with pytest.raises(EngineDeadError, match=r"rank [12] has not sent RankReported within 1 seconds"):
         group.expect(RankReported, 1.0)
@@ -198,7 +198,7 @@ def run_until_error(engine, seconds: float = 20.0) -> list:
     raise AssertionError("no error came")
 
 
-def test_a_killed_rank_is_noticed_at_once_and_named():
+def test_rank_group_killed_rank_is_named_at_once():
     engine = ranked_engine(num_ranks=3)
     try:
         engine.add_request("one", "some text", SamplingParams(temperature=0.0, max_tokens=100))
@@ -227,7 +227,7 @@ def test_waiting_kernels_are_released_repeatedly():
         group.end()
 
 
-def test_a_step_that_ended_because_it_was_let_go_is_no_result():
+def test_rank_group_wait_discards_step_after_rank_death():
     """Its sums lack what the dead rank had; later callers get the same."""
     group, step = open_group(num_ranks=2), Future()
     group.on_death = lambda: step.done() or step.set_result("what lay in the rooms")
@@ -242,7 +242,7 @@ def test_a_step_that_ended_because_it_was_let_go_is_no_result():
 
 
 @pytest.mark.slow
-def test_one_that_computes_with_the_lock_kept_raises_no_alarm():
+def test_rank_holding_gil_raises_no_alarm():
     group = open_group("locked", num_ranks=2)
     try:
         start(group)
@@ -302,7 +302,7 @@ def heard(channel: Channel) -> list:
 
 
 @pytest.mark.parametrize("name", _foreign())
-def test_what_a_rank_does_not_know_ends_it_with_a_sentence(name):
+def test_rank_ends_with_sentence_on_foreign_bytes(name):
     """Bytes in the place of rank 0's: the rank says what is wrong, in one sentence, and ends."""
     ours, theirs = channel_pair()
     files = [open_pulse_file() for _ in range(2)]
@@ -329,7 +329,7 @@ def test_shutdown_is_no_error():
 
 
 @pytest.mark.parametrize("reported", ["3", "x", "1"])
-def test_a_launcher_must_have_started_as_many(reported):
+def test_check_world_refuses_wrong_world_size(reported):
     config = EngineConfig(tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=f"WORLD_SIZE={reported}"):
         check_world(config, {"WORLD_SIZE": reported, "RANK": "0"})

@@ -47,7 +47,9 @@ def children_find_tests(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_sizes_that_do_not_divide(tmp_path: Path, monkeypatch, settings, size, words) -> None:
+def test_tensor_parallel_size_that_does_not_divide_is_refused(
+    tmp_path: Path, monkeypatch, settings, size, words
+) -> None:
     monkeypatch.setattr(rank_build, "RankGroup", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match=words) as caught:
         LLM(str(make_model(tmp_path / "m", **settings)), tensor_parallel_size=size, **OPTIONS)
@@ -75,7 +77,7 @@ def test_ranks_of_compressed_attention_name_one_gpu(tmp_path: Path, monkeypatch,
         ("cuda", 0, "", 2, "0 CUDA devices"),
     ],
 )  # fmt: skip
-def test_more_ranks_than_devices_and_masked_ones(monkeypatch, device, num_devices, mask, size, words) -> None:
+def test_check_devices_refuses_more_ranks_than_gpus(monkeypatch, device, num_devices, mask, size, words) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
@@ -99,7 +101,7 @@ def test_more_ranks_than_devices_and_masked_ones(monkeypatch, device, num_device
         ("dtype", "rank 1 was to be planned as rank 0 planned it; dtype is 'bfloat16' in its own plan, and 'float32' in rank 0's"),
     ],
 )  # fmt: skip
-def test_a_rank_that_is_not_like_the_first(tmp_path: Path, monkeypatch, kind, words) -> None:
+def test_rank_unlike_first_is_refused(tmp_path: Path, monkeypatch, kind, words) -> None:
     """Real processes, from the model's headers on."""
     monkeypatch.setenv(UNLIKE, kind)
     build_ranks, command = engine_build.build_ranks, (sys.executable, "-P", "-m", "engine.unlike_rank")
@@ -127,7 +129,7 @@ def test_a_rank_that_is_not_like_the_first(tmp_path: Path, monkeypatch, kind, wo
         for name in NONSENSE
     ],
 )
-def test_what_no_rank_says_ends_all_of_them_with_a_sentence(name: str) -> None:
+def test_rank_group_malformed_reply_ends_all_ranks(name: str) -> None:
     """The other way round than test_rank_processes.py: rank 0 hears it."""
     group = open_group(name, num_ranks=3)
     try:
@@ -147,7 +149,7 @@ def _expect_twice(group: RankGroup) -> None:
         group.expect(RankLoaded)
 
 
-def test_a_port_of_the_launcher_that_is_in_use(monkeypatch) -> None:
+def test_accept_ranks_port_in_use_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(launched, "PEER_SECONDS", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
@@ -157,7 +159,7 @@ def test_a_port_of_the_launcher_that_is_in_use(monkeypatch) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_rank_that_comes_twice_is_there_once(monkeypatch) -> None:
+def test_accept_ranks_keeps_first_of_duplicate_rank(monkeypatch) -> None:
     """The second is hung up on, and the first stays."""
     store: dict[str, str] = {}
     is_set = threading.Event()

@@ -39,7 +39,7 @@ def claim(needs: PageNeeds, one: Sequence, longest: int) -> int:
     return needs.claim(one, one.tables, one.num_computed, longest, lambda page: False)
 
 
-def test_pages_for_tokens_at_the_edges() -> None:
+def test_missing_pages_at_page_edges() -> None:
     missing = [NEEDS.missing([[7]], tokens) for tokens in (0, 1, 3, 4, 5, 8, 9)]
     assert missing == [[-1], [0], [0], [0], [1], [1], [2]]
 
@@ -48,7 +48,7 @@ def test_pages_for_tokens_at_the_edges() -> None:
     "num_prompt, max_tokens, pages",
     [(1, 1, 1), (4, 1, 1), (4, 2, 2), (5, 4, 2), (5, 5, 3), (32, 1, 8), (1, 32, 8), (31, 2, 8)],
 )
-def test_the_last_token_needs_no_page(num_prompt: int, max_tokens: int, pages: int) -> None:
+def test_max_pages_exclude_last_token(num_prompt: int, max_tokens: int, pages: int) -> None:
     assert NEEDS.max_pages(grown(num_prompt, max_tokens)) == pages
 
 
@@ -103,7 +103,7 @@ def test_admission_and_preemption_are_each_others_reverse() -> None:
     queues.check()
 
 
-def test_states_follow() -> None:
+def test_queues_admit_preempt_and_remove_set_states() -> None:
     queues, (one, two) = filled(2)
     queues.admit()
     assert (one.state, two.state) == (SequenceState.RUNNING, SequenceState.WAITING)
@@ -116,7 +116,7 @@ def test_states_follow() -> None:
     assert (queues.num_waiting, queues.num_running) == (1, 0)
 
 
-def test_a_stranger_can_be_removed() -> None:
+def test_queues_remove_accepts_unknown_sequence() -> None:
     queues, _ = filled(2)
     stranger = newcomer(77)
     queues.remove(stranger)
@@ -144,7 +144,7 @@ def test_running_before_waiting_is_always_sorted_by_arrival(moves: list[str], ra
 
 
 @given(st.lists(st.sampled_from(["append", "append", "admit", "preempt", "remove"]), max_size=60), st.randoms())
-def test_the_most_important_starts_first_and_gives_way_last(moves: list[str], random) -> None:
+def test_queues_are_sorted_by_priority_and_arrival(moves: list[str], random) -> None:
     queues = Queues()
     waiting: list[Sequence] = []
     running: list[Sequence] = []
@@ -180,7 +180,7 @@ def test_the_most_important_starts_first_and_gives_way_last(moves: list[str], ra
 
 
 @for_each("state", [SequenceState.RUNNING, SequenceState.FINISHED])
-def test_only_new_sequences_join(state: SequenceState) -> None:
+def test_queues_append_refuses_used_sequences(state: SequenceState) -> None:
     queues, (one,) = filled(1)
     with pytest.raises(AssertionError, match="sequence 0 is not new"):
         queues.append(one)
@@ -204,7 +204,7 @@ def test_only_new_sequences_join(state: SequenceState) -> None:
         lambda queues: setattr(queues.waiting_lanes, "num_sequences", 2),
     ],
 )
-def test_check_notices_damage(damage) -> None:
+def test_queues_check_notices_damage(damage) -> None:
     queues, _ = filled(4)
     queues.admit()
     queues.check()
@@ -217,7 +217,7 @@ def test_messages_never_show_tokens() -> None:
     assert named(newcomer(12)) == "sequence 12"
 
 
-def test_nothing_to_do_is_an_empty_step() -> None:
+def test_scheduler_without_work_gives_empty_step() -> None:
     scheduler = make()
     step = scheduler.schedule()
     assert step is not None
@@ -227,7 +227,7 @@ def test_nothing_to_do_is_an_empty_step() -> None:
     assert not has_work(scheduler)
 
 
-def test_prefill_then_decode() -> None:
+def test_scheduler_prefills_then_decodes() -> None:
     scheduler = make()
     one = sequence(0, 6, max_tokens=3)
     scheduler.add(one)
@@ -250,7 +250,7 @@ def test_pages_are_taken_as_tokens_come() -> None:
 
 
 @for_each("chunk", [1, 2, 3, 4, 5, 7, 8, 9, 100])
-def test_any_chunk_size(chunk: int) -> None:
+def test_scheduler_any_chunk_size_computes_each_position_once(chunk: int) -> None:
     scheduler = make(max_tokens_a_step=chunk)
     one = sequence(0, 17, max_tokens=2)
     scheduler.add(one)
@@ -262,7 +262,7 @@ def test_any_chunk_size(chunk: int) -> None:
     assert positions == list(range(18))
 
 
-def test_the_budget_is_shared_in_order_of_arrival() -> None:
+def test_scheduler_shares_budget_in_arrival_order() -> None:
     scheduler = make(max_tokens_a_step=10)
     for number, length in enumerate((6, 6, 6)):
         scheduler.add(sequence(number, length))
@@ -281,7 +281,7 @@ def test_fewer_tokens_than_sequences_serves_the_oldest() -> None:
     assert order == [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3], [2, 3]]
 
 
-def test_max_num_seqs_holds() -> None:
+def test_scheduler_keeps_max_num_seqs() -> None:
     scheduler = make(max_num_seqs=2)
     for number in range(5):
         scheduler.add(sequence(number, 2))
@@ -289,7 +289,7 @@ def test_max_num_seqs_holds() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 3)
 
 
-def test_no_sequence_overtakes_a_blocked_one() -> None:
+def test_scheduler_admits_none_past_blocked_sequence() -> None:
     scheduler = make(num_pages=8)
     scheduler.add(sequence(0, 16, max_tokens=2))
     scheduler.add(sequence(1, 20, max_tokens=2))
@@ -299,7 +299,7 @@ def test_no_sequence_overtakes_a_blocked_one() -> None:
     assert shape(run(scheduler)) == [(1, 0, 20), (2, 0, 1)]
 
 
-def test_the_queue_is_bounded_and_says_so() -> None:
+def test_scheduler_full_queue_raises() -> None:
     scheduler = make(max_queue=2)
     scheduler.add(sequence(0, 2))
     scheduler.add(sequence(1, 2))
@@ -372,7 +372,7 @@ def test_several_victims_of_one_step_keep_their_order() -> None:
     assert [one.num_output_tokens for one in sequences] == [7] * 4
 
 
-def test_no_preemption_for_a_page_after_an_admission() -> None:
+def test_scheduler_no_preemption_for_page_after_admission() -> None:
     page_tokens = 4
     scheduler = make(num_pages=24, page_tokens=page_tokens, max_model_len=96, max_num_seqs=16, caching=False)
     steps_since_admission = None
@@ -391,7 +391,7 @@ def test_no_preemption_for_a_page_after_an_admission() -> None:
     assert scheduler.num_preemptions > 0
 
 
-def test_no_admission_in_a_step_that_preempts() -> None:
+def test_scheduler_no_admission_in_preempting_step() -> None:
     scheduler = make(num_pages=6, page_tokens=2, max_model_len=12)
     for number in range(6):
         scheduler.add(sequence(number, 2, max_tokens=10))
@@ -420,7 +420,7 @@ def test_oldest_sequence_always_advances() -> None:
     assert steps <= 5 * 16
 
 
-def test_one_or_eight_sequences_have_consecutive_pages() -> None:
+def test_scheduler_sequences_have_consecutive_pages() -> None:
     scheduler = make(num_pages=256, max_model_len=128)
     sequences = [sequence(number, 8, max_tokens=90) for number in range(8)]
     for one in sequences:
@@ -433,7 +433,7 @@ def test_one_or_eight_sequences_have_consecutive_pages() -> None:
 
 
 @for_each("caching", [True, False])
-def test_a_step_of_256_sequences_is_cheap_at_any_length(caching: bool) -> None:
+def test_scheduler_step_of_256_sequences_is_cheap_at_any_length(caching: bool) -> None:
     def lines(num_prompt: int) -> int:
         scheduler = make(60_000, 256, 65_536, 4096, page_tokens=16, max_queue=256, caching=caching)
         for number in range(256):
@@ -465,7 +465,7 @@ CORE = (
 
 
 @for_each("module", CORE)
-def test_the_core_has_no_order_but_that_of_its_calls(module) -> None:
+def test_scheduler_modules_depend_on_calls_alone(module) -> None:
     """No clock, no chance, no torch, and no set whose order could decide anything outside check()."""
     assert module.__file__
     tree = ast.parse(Path(module.__file__).read_text())
@@ -540,7 +540,7 @@ def test_blocked_sequence_retries_after_its_page_was_retaken() -> None:
     assert scheduler.pool.num_available == available - len(blocked.tables[0]), "the case is not what it says"
 
 
-def test_a_step_in_flight_keeps_seeing_whole_page_lists() -> None:
+def test_scheduler_finish_keeps_page_list_of_step_in_flight() -> None:
     scheduler = make()
     one = sequence(0, 9)
     scheduler.add(one)
@@ -550,7 +550,7 @@ def test_a_step_in_flight_keeps_seeing_whole_page_lists() -> None:
     assert len(pages) == 3
 
 
-def test_a_step_that_failed_is_scheduled_again() -> None:
+def test_scheduler_failed_step_is_scheduled_again() -> None:
     scheduler = make()
     scheduler.add(sequence(0, 9))
     failed = scheduler.schedule()
@@ -575,7 +575,7 @@ def test_complete_wants_one_entry_for_each_and_no_early_token() -> None:
         scheduler.complete(step, [(7,)])
 
 
-def test_one_that_sampled_nothing_waits_for_its_caller() -> None:
+def test_scheduler_sequence_without_sample_waits_for_caller() -> None:
     scheduler = make()
     one = sequence(0, 4)
     scheduler.add(one)
@@ -586,7 +586,7 @@ def test_one_that_sampled_nothing_waits_for_its_caller() -> None:
     scheduler.check()
 
 
-def test_no_sequence_runs_past_max_tokens() -> None:
+def test_scheduler_runs_no_sequence_past_max_tokens() -> None:
     scheduler = make(page_tokens=2)
     one = sequence(0, 2, max_tokens=1)
     scheduler.add(one)
@@ -596,7 +596,7 @@ def test_no_sequence_runs_past_max_tokens() -> None:
     assert scheduler.pool.num_available == 16
 
 
-def test_a_prompt_that_was_seen_is_not_computed_again() -> None:
+def test_prefix_hit_skips_computed_prompt_pages() -> None:
     scheduler = make()
     prompt = list(range(10))
     scheduler.add(sequence(0, prompt, max_tokens=1))
@@ -609,7 +609,7 @@ def test_a_prompt_that_was_seen_is_not_computed_again() -> None:
 
 
 @for_each("length, hit", [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
-def test_the_last_token_is_always_computed(length: int, hit: int) -> None:
+def test_prefix_hit_leaves_last_token_to_compute(length: int, hit: int) -> None:
     scheduler = make()
     prompt = list(range(length))
     for number in range(2):
@@ -655,7 +655,7 @@ def test_pages_of_the_same_step_are_shared() -> None:
 
 
 @for_each("caching", [True, False])
-def test_who_must_not_share_does_not(caching: bool) -> None:
+def test_prefix_hit_needs_caching_salt_and_opt_in(caching: bool) -> None:
     scheduler = make(caching=caching)
     prompt = list(range(9))
     scheduler.add(sequence(0, prompt, max_tokens=1))
@@ -670,7 +670,7 @@ def test_who_must_not_share_does_not(caching: bool) -> None:
     assert num_cached(scheduler) == (4 if caching else 0)
 
 
-def test_one_that_takes_no_hits_still_leaves_its_pages() -> None:
+def test_prefix_opt_out_still_leaves_its_pages() -> None:
     scheduler = make()
     prompt = list(range(9))
     scheduler.add(sequence(0, prompt, max_tokens=1, use_prefix_cache=False))
@@ -680,7 +680,7 @@ def test_one_that_takes_no_hits_still_leaves_its_pages() -> None:
     assert (scheduler.num_prefix_query_tokens, scheduler.num_prefix_hit_tokens) == (9, 8)
 
 
-def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
+def test_preempted_sequence_hits_its_own_pages() -> None:
     scheduler = make(num_pages=10, page_tokens=2, max_model_len=20)
     old, young = sequence(0, 4, max_tokens=14), sequence(1, 5, max_tokens=12)
     for one in (old, young):
@@ -718,7 +718,7 @@ def test_prompts_that_fit_only_when_shared_are_admitted(last: int, start: int) -
     assert second.tables[0][5] != first.tables[0][5]
 
 
-def test_a_blocked_prompt_is_not_matched_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_prompt_is_not_matched_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make(num_pages=16, page_tokens=2, max_model_len=32)
     scheduler.add(sequence(0, 20, max_tokens=10))
     scheduler.add(sequence(1, 20, max_tokens=10))

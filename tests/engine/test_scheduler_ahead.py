@@ -35,7 +35,7 @@ def with_groups(*groups: CacheGroup, num_pages: int = 32, budget: int = 16) -> S
     return Scheduler(limits, num_pages, True, 100, groups=groups, prefix_root=b"root")
 
 
-def test_a_token_that_is_coming_is_gone_on_from() -> None:
+def test_scheduler_ahead_continues_from_token_in_flight() -> None:
     scheduler = make()
     one = sequence(0, 6)
     scheduler.add(one)
@@ -59,7 +59,7 @@ def test_chunked_prompt_samples_in_its_last_chunk() -> None:
     assert [step.scheduled[0].samples for step in steps] == [False, False, True, True]
 
 
-def test_an_end_by_length_brings_no_surplus() -> None:
+def test_scheduler_ahead_end_by_length_has_no_surplus() -> None:
     scheduler = make()
     one = sequence(0, 4, max_tokens=3)
     scheduler.add(one)
@@ -123,7 +123,7 @@ def test_pages_stay_in_quarantine_until_their_last_step() -> None:
     assert num_cached(scheduler) == 2, "full pages of what was known can be found again"
 
 
-def test_one_that_is_not_in_the_latest_steps_leaves_with_its_own() -> None:
+def test_finished_sequence_frees_pages_after_its_own_last_step() -> None:
     scheduler = make(max_tokens_a_step=8)
     one, long = sequence(0, 4, max_tokens=1), sequence(1, 20)
     scheduler.add(one)
@@ -137,7 +137,7 @@ def test_one_that_is_not_in_the_latest_steps_leaves_with_its_own() -> None:
     book(scheduler, second)
 
 
-def test_a_slot_is_given_again_once_nothing_in_flight_writes_it() -> None:
+def test_slot_is_reused_once_no_step_in_flight_writes_it() -> None:
     scheduler = make(max_num_seqs=1)
     one, two = sequence(0, 4), sequence(1, 4)
     scheduler.add(one)
@@ -153,7 +153,7 @@ def test_a_slot_is_given_again_once_nothing_in_flight_writes_it() -> None:
     assert [(admitted.slot, admitted.sequence_id) for admitted in third.step.admitted] == [(0, 1)]
 
 
-def test_no_preemption_while_steps_are_in_flight() -> None:
+def test_scheduler_no_preemption_while_steps_are_in_flight() -> None:
     scheduler = make(num_pages=4, page_tokens=2, max_model_len=8, caching=False)
     old, young = sequence(0, 2, max_tokens=6), sequence(1, 2, max_tokens=6)
     scheduler.add(old)
@@ -212,7 +212,7 @@ def test_steps_are_numbered_without_gaps() -> None:
     assert (third.number, third.released, [admitted.slot for admitted in third.admitted]) == (3, (0,), [0])
 
 
-def test_admission_is_sent_once_and_pages_as_they_grow() -> None:
+def test_step_sends_admission_once_and_pages_as_they_grow() -> None:
     scheduler = make()
     one = replace(sequence(5, 7, bad_word_ids=((1, 2),)), seed=99)
     scheduler.add(one)
@@ -262,7 +262,7 @@ def test_window_keeps_pages_that_steps_in_flight_see() -> None:
     assert one.tables[0].count(HOLE) == WINDOW.first_page(23)
 
 
-def test_a_prefix_is_found_before_its_step_is_booked() -> None:
+def test_prefix_hit_is_found_before_step_is_booked() -> None:
     scheduler = make()
     prompt = list(range(9))
     scheduler.add(sequence(0, prompt))
@@ -295,7 +295,7 @@ def test_forgotten_steps_are_scheduled_again() -> None:
     assert third.step.number == 3
 
 
-def test_a_state_starts_anew_after_forgotten_steps() -> None:
+def test_state_restarts_after_forgotten_steps() -> None:
     scheduler = with_groups(WHOLE, STATE)
     one, idle = sequence(0, 30, max_tokens=3), sequence(1, 4, max_tokens=3)
     scheduler.add(one)
@@ -344,7 +344,7 @@ def test_results_that_cannot_be_are_an_error(chosen: list[tuple[int, ...]], word
         scheduler.complete(step, chosen)
 
 
-def test_one_that_got_no_token_and_was_not_finished_is_an_error() -> None:
+def test_complete_missing_token_of_running_sequence_raises() -> None:
     scheduler = make()
     scheduler.add(sequence(0, 4))
     first, second = given(scheduler), given(scheduler)
@@ -385,7 +385,7 @@ def test_rejected_drafts_are_not_computed(chosen, num_computed: int) -> None:
         assert shape(given(scheduler)) == [(0, num_computed, 1)]
 
 
-def test_only_what_was_proposed_can_be_accepted() -> None:
+def test_complete_refuses_tokens_not_proposed() -> None:
     scheduler, _ = guessing()
     step = given(scheduler, four)
     with pytest.raises(AssertionError, match="accepts other guesses"):
@@ -436,7 +436,7 @@ def test_never_more_is_proposed_than_can_still_be_used() -> None:
     assert given(scheduler, four).scheduled == ()
 
 
-def test_guesses_leave_a_token_and_a_row_for_everybody() -> None:
+def test_drafts_leave_token_and_row_for_each_sequence() -> None:
     scheduler, _ = guessing(max_tokens_a_step=6, rows=9)
     for number in range(1, 4):
         scheduler.add(sequence(number, 1))
@@ -484,7 +484,7 @@ def test_guesses_count_as_far_ahead_as_a_window_may_be_run() -> None:
     assert rest.scheduled[1].proposals == ()
 
 
-def test_only_speculating_sequences_are_drafted() -> None:
+def test_drafts_go_to_speculating_sequences_alone() -> None:
     scheduler, _ = guessing()
     scheduler.add(sequence(1, 4))
     book(scheduler, given(scheduler))

@@ -25,7 +25,7 @@ def held(one: Sequence) -> list[int]:
     return [len(table) - table.count(HOLE) for table in one.tables]
 
 
-def test_a_window_gives_back_what_no_later_token_sees() -> None:
+def test_window_group_frees_pages_no_later_token_sees() -> None:
     scheduler = make(WHOLE, WINDOW)
     one = sequence(0, 30, max_tokens=40)
     scheduler.add(one)
@@ -52,7 +52,7 @@ def test_window_alone_runs_sequences_longer_than_the_pool() -> None:
     assert scheduler.num_preemptions == 0
 
 
-def test_a_state_has_its_pages_from_the_first_token_to_the_last() -> None:
+def test_state_group_keeps_its_pages_until_end() -> None:
     scheduler = make(WHOLE, STATE)
     one = sequence(0, 20, max_tokens=3)
     scheduler.add(one)

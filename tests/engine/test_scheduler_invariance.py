@@ -14,7 +14,7 @@ def make(num_pages: int = 64, budget: int = 64, max_num_seqs: int = 8) -> Schedu
     return Scheduler(limits, num_pages, True, 100, prefix_root=b"root", is_invariant=True)
 
 
-def test_a_prompt_is_cut_wherever_the_budget_ends():
+def test_invariant_prompt_is_cut_where_budget_ends():
     scheduler = make(budget=10)
     scheduler.add(sequence(1, 7))
     scheduler.add(sequence(2, 12))
@@ -43,7 +43,7 @@ def test_preempted_output_is_recomputed_row_by_row():
 
 
 @for_each("num_prompt, num_hit", [(8, 8), (7, 4), (3, 0), (12, 12)])
-def test_only_pages_of_prompts_are_found_again(num_prompt, num_hit):
+def test_invariant_prefix_hits_cover_prompt_pages_alone(num_prompt, num_hit):
     """What was chosen behind them was computed in another way than a prompt with the same tokens is."""
     scheduler = make()
     first = sequence(1, num_prompt, max_tokens=12)
@@ -56,14 +56,14 @@ def test_only_pages_of_prompts_are_found_again(num_prompt, num_hit):
     assert again.num_cached_tokens == num_hit
 
 
-def test_no_sequence_drafts():
+def test_invariant_scheduler_refuses_drafts():
     scheduler = make()
     scheduler.add(sequence(1, 4))
     with pytest.raises(AssertionError, match="draft tokens"):
         scheduler.schedule(lambda one: (1, 2))
 
 
-def test_a_preempted_sequence_finds_no_page_behind_its_prompt():
+def test_invariant_preempted_sequence_hits_prompt_pages_alone():
     """A prompt that contains its output: those rows went through large tiles, its own one by one."""
     scheduler = make(num_pages=14)
     stem = [*range(200, 208)]

@@ -66,7 +66,7 @@ def run_all(seeds: Iterable[int], num_events: int, world: Callable[[int], World]
     return set(counts) | set(seen)
 
 
-def test_a_sample_leaves_no_leak_and_no_wrong_read() -> None:
+def test_simulation_sample_is_sound() -> None:
     """The worlds of planted bugs, without one."""
     assert run_all(BUGGED_SEEDS, NUM_EVENTS) >= NEEDED
 
@@ -85,7 +85,7 @@ def test_sample_with_late_results_is_sound() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(NUM_LATE_BATCHES))
-def test_two_million_events_with_late_results_are_sound(batch: int) -> None:
+def test_simulation_of_two_million_late_events_is_sound(batch: int) -> None:
     assert NUM_LATE_BATCHES * WORLDS_PER_BATCH * EVENTS_PER_WORLD >= 2_000_000
     seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
     # Pages run short in few worlds of this kind, and not in all of them can anybody guess.
@@ -109,7 +109,7 @@ def test_sample_of_invariant_worlds_is_sound() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(10))
-def test_a_million_events_where_batches_change_nothing(batch: int) -> None:
+def test_simulation_of_million_invariant_events_is_sound(batch: int) -> None:
     seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
     assert run_all(seeds, EVENTS_PER_WORLD, World.invariant) >= NEEDED
 
@@ -152,7 +152,7 @@ def test_worlds_have_groups_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
+def test_simulation_trace_depends_on_seed(seed: int) -> None:
     digests = []
     for _ in range(2):
         simulation = Simulation(seed)
@@ -164,21 +164,21 @@ def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_catches_planted_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name].plant(monkeypatch)
     with pytest.raises(AssertionError, match=MUTANTS[name].says):
         run_worlds(MUTANTS[name].first_seed)
 
 
 @pytest.mark.parametrize("name", LATE_MUTANTS)
-def test_a_planted_bug_of_steps_in_flight_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_catches_planted_bug_of_steps_in_flight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     LATE_MUTANTS[name].plant(monkeypatch)
     with pytest.raises(AssertionError, match=LATE_MUTANTS[name].says):
         run_late_worlds(LATE_MUTANTS[name].first_seed)
 
 
 @pytest.mark.parametrize("name", ENTRY_MUTANTS)
-def test_a_planted_bug_of_rows_of_several_tokens_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_catches_planted_bug_of_compressed_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ENTRY_MUTANTS[name].plant(monkeypatch)
     with pytest.raises(AssertionError, match=ENTRY_MUTANTS[name].says):
         run_compressed_worlds(ENTRY_MUTANTS[name].first_seed)
@@ -195,7 +195,7 @@ def test_tokens_do_not_depend_on_the_chunk_size(chunk: int, caches_prefixes: boo
     assert simulation.counts["finish"] > 10
 
 
-def test_the_solo_run_is_what_it_says() -> None:
+def test_solo_run_depends_on_prompt_and_salt() -> None:
     tokens = solo_run([3, 4, 5], b"salt", 8)
     assert tokens[:3] == [3, 4, 5]
     assert len(tokens) == 8

@@ -87,7 +87,7 @@ def all_logits(contender: Contender, window: int) -> torch.Tensor:
     return torch.cat(pieces)[:-1]
 
 
-def test_the_reference_is_no_way_from_itself(qualities: dict[str, Quality]) -> None:
+def test_measure_reference_has_no_divergence_from_itself(qualities: dict[str, Quality]) -> None:
     for quality in (qualities["reference"], qualities["again"]):
         assert (quality.mean_kl, quality.p99_kl, quality.max_kl, quality.kl_error) == (0, 0, 0, 0)
         assert quality.agreement == 1
@@ -152,7 +152,7 @@ def test_chunks_change_nothing_but_rounding(folder: Path, qualities: dict[str, Q
     assert found.perplexity == pytest.approx(qualities["turboquant_4bit_nc"].perplexity, rel=0.02)
 
 
-def test_progress_counts_every_token_of_everybody(opened: OpenedContenders) -> None:
+def test_measure_progress_counts_every_token(opened: OpenedContenders) -> None:
     reported = []
     measure(
         opened.contenders[0], opened.contenders[1:3], WINDOWS[:2], lambda done, total: reported.append((done, total))
@@ -196,7 +196,7 @@ def with_nan(logits_RV: torch.Tensor, first: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_counted_and_ruins_only_its_own(wrong: float) -> None:
+def test_measure_non_finite_logits_affect_one_contender(wrong: float) -> None:
     def broken(logits_RV: torch.Tensor, first: int) -> torch.Tensor:
         return torch.where(with_nan(logits_RV, first).isnan(), wrong, logits_RV)
 
@@ -211,7 +211,7 @@ def test_what_is_no_number_is_counted_and_ruins_only_its_own(wrong: float) -> No
     ("dtype", "advice"),
     [(torch.float16, "Run it in another dtype, such as float32"), (torch.float32, "Check the weights and scales")],
 )
-def test_a_reference_that_is_no_number_is_refused(dtype: torch.dtype, advice: str, monkeypatch) -> None:
+def test_measure_non_finite_reference_is_refused(dtype: torch.dtype, advice: str, monkeypatch) -> None:
     plain = FakeRunner.hidden_rows
     monkeypatch.setattr(FakeRunner, "hidden_rows", lambda self, step: plain(self, step).to(dtype))
     with pytest.raises(HoldfastError, match=rf"reference ref are not finite. {advice}"):
@@ -228,7 +228,7 @@ def test_logits_far_apart_are_far_but_finite() -> None:
     assert found.num_broken == 0
 
 
-def test_a_shift_of_all_logits_is_no_difference() -> None:
+def test_measure_shifted_logits_have_no_divergence() -> None:
     (_, found) = measure(fake("ref", 11), [fake("up", 11, lambda logits_RV, first: logits_RV + 64)], [[5] * 30], silent)
     assert found.mean_kl < 1e-10
     assert found.agreement == 1
@@ -260,20 +260,20 @@ def test_half_of_the_progress_is_for_comparing() -> None:
     assert all(done <= (2 * 150 + num_compared + 2) / 2 for done, num_compared in reported)
 
 
-def test_the_shortest_window_has_one_prediction() -> None:
+def test_measure_shortest_window_has_one_prediction() -> None:
     (own, other) = measure(fake("ref", 11), [fake("other", 11)], [[1, 2], [3, 4]], silent)
     assert own.num_predictions == other.num_predictions == 2
     assert len(own.kl_by_place) == 1
 
 
-def test_a_prediction_that_none_made_is_noticed(monkeypatch) -> None:
+def test_measure_missing_predictions_raise(monkeypatch) -> None:
     monkeypatch.setattr(kv_quality.Tally, "add", lambda *arguments: None)
     with pytest.raises(AssertionError, match="missing predictions"):
         measure(fake("ref", 11), [], [[1] * 5], silent)
 
 
 @pytest.mark.gpu
-def test_a_gpu_measures_the_same_things(folder: Path, theirs) -> None:
+def test_measure_on_gpu_agrees_with_transformers(folder: Path, theirs) -> None:
     """Runners have streams of their own there, and hand their logits from one to the other."""
     model = open_model(str(folder), "auto")
     config = settle_config(EngineConfig(device="cuda", dtype="bfloat16", max_num_batched_tokens=CHUNK), model, WINDOW)
@@ -314,7 +314,7 @@ def model_of(folder: Path) -> Iterator[OpenModel]:
         model.source.close()
 
 
-def test_a_config_is_settled_for_one_window(folders) -> None:
+def test_settle_config_fits_one_window(folders) -> None:
     with model_of(folders["llama"]) as model:
         config = settle_config(EngineConfig(device="cpu"), model, 2048)
         assert (config.dtype, config.device) == ("float32", "cpu")
@@ -327,7 +327,7 @@ def test_a_config_is_settled_for_one_window(folders) -> None:
         assert (longer.max_num_batched_tokens, longer.dtype) == (900, "bfloat16")
 
 
-def test_a_window_beyond_learned_positions_is_refused(folders) -> None:
+def test_settle_config_window_beyond_positions_is_refused(folders) -> None:
     with model_of(folders["opt"]) as model, pytest.raises(ConfigError, match="256"):
         settle_config(EngineConfig(device="cpu"), model, 257)
 
@@ -341,7 +341,7 @@ def test_formats_below_the_dtype_are_taken(folders, dtype: str, plain: list[str]
     assert choice.left_out == {}
 
 
-def test_a_format_that_a_model_cannot_have_is_left_out_with_the_reason(folders) -> None:
+def test_narrower_formats_give_reason_for_left_out_ones(folders) -> None:
     with model_of(folders["llama_bias"]) as model:
         config = settle_config(EngineConfig(device="cpu"), model, 64)
         choice = narrower_formats(config, model)
@@ -363,7 +363,7 @@ def test_protection_is_for_formats_below_what_protects(folders, requested: int |
     assert reference.name == reference.variant.config.kv_cache_dtype == "float32"
 
 
-def test_the_reference_has_no_index_in_fewer_bits() -> None:
+def test_reference_entry_has_no_narrower_index() -> None:
     """Else what an index in fp8 costs would not be in any figure."""
     config = EngineConfig(device="cpu", dtype="float32", index_cache_dtype="fp8")
     assert reference_entry(config).variant.config.index_cache_dtype == "auto"
@@ -381,7 +381,7 @@ def test_protection_in_the_dtype_reaches_eight_bits_too(folders) -> None:
     opened.release()
 
 
-def test_an_entry_may_say_its_own_bytes(folders) -> None:
+def test_entry_may_give_its_own_bytes_per_token(folders) -> None:
     with model_of(folders["llama"]) as model:
         config = settle_config(EngineConfig(device="cpu"), model, 64)
         reference = reference_entry(config)

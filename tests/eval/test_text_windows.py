@@ -22,7 +22,7 @@ def processed(template: str) -> Tokenizer:
 
 
 @given(st.text(max_size=200), st.integers(2, 40), st.integers(0, 300))
-def test_windows_are_the_text_in_order_and_only_the_end_is_left_out(text: str, window: int, max_tokens: int) -> None:
+def test_cut_windows_keep_text_order_and_drop_only_end(text: str, window: int, max_tokens: int) -> None:
     ids = list(text.encode())
     tokenizer = shared_tokenizer()
     bound = max_tokens or None
@@ -39,7 +39,7 @@ def test_windows_are_the_text_in_order_and_only_the_end_is_left_out(text: str, w
     assert len(windows) == min(len(ids) // window, max(1, max_tokens // window) if bound else 10**9)
 
 
-def test_every_window_begins_with_what_the_tokenizer_puts_first() -> None:
+def test_cut_windows_begin_with_tokenizer_prefix() -> None:
     tokenizer = processed("<bos> $A")
     assert beginning(tokenizer) == [BOS]
     windows = cut_windows(tokenizer, "abcdefghi", 4, None, VOCAB_SIZE)
@@ -52,14 +52,14 @@ def test_every_window_begins_with_what_the_tokenizer_puts_first() -> None:
 @pytest.mark.parametrize(
     ("template", "prefix"), [("$A", []), ("$A <eos>", []), ("<bos> <eos> $A <eos>", [BOS, EOS])], ids=str
 )
-def test_what_comes_behind_a_text_is_no_part_of_a_window(template: str, prefix: list[int]) -> None:
+def test_cut_windows_exclude_tokenizer_suffix(template: str, prefix: list[int]) -> None:
     tokenizer = processed(template)
     assert beginning(tokenizer) == prefix
     windows = cut_windows(tokenizer, "abcdefgh", 5, None, VOCAB_SIZE)
     assert all(EOS not in own[len(prefix) :] for own in windows)
 
 
-def test_a_window_with_no_room_for_text_is_refused() -> None:
+def test_cut_windows_without_room_for_text_are_refused() -> None:
     with raises_code("eval.short_window", PromptError, window=2, minimum=3):
         cut_windows(processed("<bos> <eos> $A"), "abcdefgh", 2, None, VOCAB_SIZE)
 
@@ -71,7 +71,7 @@ def test_short_text_is_refused_with_a_size_that_fits(text: str, hints: tuple[str
     assert caught.value.hints == hints
 
 
-def test_a_tokenizer_of_another_model_is_refused() -> None:
+def test_cut_windows_refuse_foreign_tokenizer() -> None:
     with raises_code("eval.wrong_tokenizer", PromptError, vocab_size=50):
         cut_windows(shared_tokenizer(), "zzzz", 2, None, 50)
 

@@ -68,7 +68,7 @@ def without_seconds(quality: Quality) -> dict[str, object]:
     return {name: getattr(quality, name) for name in quality.__dataclass_fields__ if name != "seconds"}
 
 
-def test_one_after_the_other_gives_what_all_at_once_gives(folder: Path, opened) -> None:
+def test_measure_scheme_in_turn_equals_measure_at_once(folder: Path, opened) -> None:
     first, second = (opened(entry) for entry in entries(folder, "fp8"))
     counted: list[int] = []
     reading = ReferenceReading(first, WINDOWS)
@@ -84,14 +84,14 @@ def test_one_after_the_other_gives_what_all_at_once_gives(folder: Path, opened) 
     assert without_seconds(again) == without_seconds(other), "what is kept of the reference does not change"
 
 
-def test_the_reference_against_itself_is_nothing(folder: Path, opened) -> None:
+def test_measure_scheme_of_reference_gives_its_own_figures(folder: Path, opened) -> None:
     first, second = (opened(entry) for entry in entries(folder, "none"))
     reading = ReferenceReading(first, WINDOWS)
     own = reading.read(lambda num: None)
     assert without_seconds(measure_scheme(second, reading, lambda num: None)) == without_seconds(own)
 
 
-def test_a_reference_whose_logits_are_no_numbers_is_refused(folder: Path, opened, monkeypatch) -> None:
+def test_reference_reading_refuses_non_finite_logits(folder: Path, opened, monkeypatch) -> None:
     (first,) = (opened(entry) for entry in entries(folder))
     real = first.runner.row_logits
     monkeypatch.setattr(first.runner, "row_logits", lambda hidden: real(hidden).fill_(float("nan")))
@@ -110,7 +110,7 @@ def config(folder: Path, **options) -> EngineConfig:
     return EngineConfig.from_options(**{"model": str(folder), "device": "cpu"} | options)
 
 
-def test_the_reference_is_as_stored_in_float32_whatever_is_requested(folder: Path, model) -> None:
+def test_settle_entries_reference_is_stored_weights_in_float32(folder: Path, model) -> None:
     requested = config(folder, dtype="bfloat16", quantized_embeddings="all")
     reference, settled = settle_entries(requested, model, 32)
     assert (reference.dtype, reference.quantization) == ("float32", None)
@@ -124,7 +124,7 @@ def test_the_reference_is_as_stored_in_float32_whatever_is_requested(folder: Pat
     assert entry.config.weight_cache == "off", "an evaluation leaves nothing behind"
 
 
-def test_schemes_that_a_model_cannot_have_are_left_out_with_the_reason(folder: Path, model) -> None:
+def test_possible_schemes_give_reason_for_left_out_ones(folder: Path, model) -> None:
     _, settled = settle_entries(config(folder), model, 32)
     choice = possible_schemes(settled, model, ())
     assert choice.names == ("fp8", "fp8_tensor", "fp8_block", "int8")
@@ -133,7 +133,7 @@ def test_schemes_that_a_model_cannot_have_are_left_out_with_the_reason(folder: P
     assert plain_bytes(model) > 2 * 259 * 64 * 2
 
 
-def test_a_checkpoint_that_is_quantized_already_is_called_after_its_scheme(tmp_path: Path) -> None:
+def test_as_stored_entry_is_named_after_stored_scheme(tmp_path: Path) -> None:
     folder = make_stored(tmp_path / "stored", "fp8", ("o_proj",))
     opened = open_model(str(folder), "auto")
     reference, settled = settle_entries(config(folder, dtype="bfloat16"), opened, 32)
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_is_quantized_already_is_called_after_its_scheme(tmp_p
     assert choice.left_out["mxfp4"] == "the checkpoint stores its weights in fp8"
 
 
-def test_each_is_loaded_in_its_turn_and_let_go(folder: Path, model, monkeypatch) -> None:
+def test_compare_schemes_loads_and_releases_in_turn(folder: Path, model, monkeypatch) -> None:
     reference, settled = settle_entries(config(folder), model, 32)
     reported: list[object] = []
     listener = Listener(reported.append, lambda done, total: reported.append((done, total)))
@@ -162,7 +162,7 @@ def test_each_is_loaded_in_its_turn_and_let_go(folder: Path, model, monkeypatch)
     assert qualities[1].mean_kl < qualities[2].mean_kl, "weights alone cost less than weights and activations"
 
 
-def test_a_failure_lets_everything_go(folder: Path, model, monkeypatch) -> None:
+def test_compare_schemes_failure_releases_memory(folder: Path, model, monkeypatch) -> None:
     reference, settled = settle_entries(config(folder), model, 32)
     silent = Listener(lambda name: None, lambda *_: None)
     with watched_arenas(monkeypatch) as taken, pytest.raises(ConfigError, match="112 columns"):

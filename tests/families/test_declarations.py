@@ -52,7 +52,7 @@ SPEC = GroupedAttentionSpec(LAYER, 64, 128**-0.5, None, 4096, "bfloat16", "cuda"
 @pytest.mark.parametrize(
     ("value", "field"), [(SPEC, "window"), (StepBounds(8, 512, 16), "max_num_rows")], ids=["spec", "bounds"]
 )
-def test_values_stay_as_they_are(value, field):
+def test_attention_values_are_frozen(value, field):
     with pytest.raises(FrozenInstanceError):
         setattr(value, field, 1)
 
@@ -79,14 +79,14 @@ BACKENDS = {backend.name: backend for backend in (NativePagedAttention, TritonPa
 
 
 @pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda declaration: declaration.name)
-def test_every_declaration_becomes_the_backend_of_its_name(declaration):
+def test_build_backend_type_matches_declaration_name(declaration):
     geometry = Geometry(windows=(None, 5))
     backend = build_backend(declaration, geometry.specs, geometry.storage(4), BackendInputs(BOUNDS, 2))
     assert type(backend) is BACKENDS[declaration.name]
     assert backend.name == declaration.name
 
 
-def test_what_was_chosen_is_what_is_built():
+def test_build_backend_builds_chosen_declaration():
     require_native()
     geometry = Geometry()
     declaration = choose_declaration(geometry.specs)
@@ -97,7 +97,7 @@ def test_what_was_chosen_is_what_is_built():
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_the_machine_and_batch_invariance_reach_the_backend(batch_invariant):
+def test_build_backend_passes_num_sms_and_batch_invariance(batch_invariant):
     """A lone long row is split for the machine, or by its own length."""
     geometry = Geometry(max_model_len=40000, num_heads=1, num_kv_heads=1, page_tokens=4)
     bounds = StepBounds(max_num_seqs=1, max_num_rows=64, page_tokens=4)
@@ -174,7 +174,7 @@ def test_names_are_unique():
         (layer("fp8", num_heads=129, num_kv_heads=1), "torch_paged"),
     ],
 )
-def test_the_first_that_takes_every_layer(compiler, spec, name):
+def test_choose_declaration_takes_first_that_fits_every_layer(compiler, spec, name):
     assert choose_declaration([spec, replace(spec, window=5)]).name == name
 
 
@@ -185,7 +185,7 @@ def test_formats_may_be_mixed(compiler):
     assert choose_declaration(on_cpu) is DECLARATIONS[2]
 
 
-def test_one_layer_is_enough_to_decline(compiler):
+def test_choose_declaration_one_unsupported_layer_declines(compiler):
     assert choose_declaration([layer(), layer("float16", dtype="bfloat16")]) is DECLARATIONS[2]
     assert choose_declaration([layer("float32", device_kind="cpu"), layer("float16", device_kind="cpu")]).name == (
         "torch_paged"
@@ -225,7 +225,7 @@ def test_one_layer_is_enough_to_decline(compiler):
         (TORCH, HALF_QUANTIZED, "the format mine codes only one of keys and values"),
     ],
 )
-def test_declines_in_words(compiler, declaration, spec, words):
+def test_declaration_unsupported_gives_reason(compiler, declaration, spec, words):
     assert declaration.unsupported(spec) == words
 
 
@@ -238,7 +238,7 @@ def test_triton_takes_every_geometry_of_ordinary_models(kv_format, num_heads, nu
     assert TRITON.unsupported(layer(kv_format, num_heads, num_kv_heads, head_dim)) is None
 
 
-def test_every_reason_is_listed_once(compiler):
+def test_choose_declaration_lists_every_reason_once(compiler):
     spec = layer("float16", num_heads=7, num_kv_heads=2, dtype="bfloat16")
     with pytest.raises(UnsupportedModelError) as caught:
         choose_declaration([spec, replace(spec, window=5), replace(spec, dtype="float16")])
@@ -257,7 +257,7 @@ def test_format_without_backend_is_declined_by_all(compiler, device_kind):
     assert all(f"{declaration.name}: " in str(caught.value) for declaration in DECLARATIONS)
 
 
-def test_without_a_compiler_plain_torch_takes_over(monkeypatch):
+def test_choose_declaration_without_compiler_takes_torch_paged(monkeypatch):
     monkeypatch.setattr(grouped, "has_native", lambda: False)
     spec = layer("float32", device_kind="cpu")
     assert NATIVE.unsupported(spec) == "it needs a C compiler"
@@ -274,7 +274,7 @@ def test_without_a_compiler_plain_torch_takes_over(monkeypatch):
     ],
     ids=["a compiler", "none", "switched off", "another name"],
 )
-def test_a_plan_without_torch_looks_for_a_compiler(tmp_path, environment, expected):
+def test_has_native_finds_compiler_without_torch(tmp_path, environment, expected):
     compiler = tmp_path / "clang"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
@@ -339,12 +339,12 @@ def test_partial_results_of_qwen3_32b():
     assert sum(spec.num_bytes for spec in TRITON.scratch(specs, LARGE_BOUNDS)) == 1024 * 64 * (128 + 1) * 4
 
 
-def test_the_largest_layer_decides():
+def test_triton_paged_scratch_is_of_largest_layer():
     specs = [layer(num_heads=64, head_dim=64), layer(num_heads=32, head_dim=256)]
     assert [spec.shape for spec in TRITON.scratch(specs, LARGE_BOUNDS)] == [(1024, 32 * 256), (1024, 64)]
 
 
-def test_where_no_context_is_split_nothing_is_kept():
+def test_triton_paged_scratch_empty_when_no_context_splits():
     assert TRITON.scratch([layer(max_model_len=MIN_SPLIT_TOKENS)], LARGE_BOUNDS) == ()
     assert TRITON.scratch([layer(max_model_len=MIN_SPLIT_TOKENS + 1)], LARGE_BOUNDS) != ()
 
@@ -385,7 +385,7 @@ def test_tiles_and_rows_are_counted_to_the_byte(max_model_len, bounds, group, wi
     assert num_tiles == whole + min(bounds.max_num_seqs, bounds.max_num_rows) + max_partials(max_model_len, bounds)
 
 
-def test_every_kind_has_lists_for_every_window():
+def test_triton_paged_terms_ignore_order_of_formats():
     """Whichever layers have which format: the weights may settle that later."""
     names = ("bfloat16", "fp8", "turboquant_4bit_nc", "turboquant_4bit_nc")
     windows = (None, 5, None, 5)
@@ -412,7 +412,7 @@ def test_every_kind_has_lists_for_every_window():
     ],
 )
 @pytest.mark.parametrize("declaration", [TRITON, TORCH], ids=lambda declaration: declaration.name)
-def test_a_rotation_for_every_head_dim_that_is_quantized_rotated(declaration, names, head_dims, expected):
+def test_terms_count_one_rotation_per_rotated_head_dim(declaration, names, head_dims, expected):
     specs = [layer(name, head_dim=head_dim) for name, head_dim in zip(names, head_dims, strict=True)]
     terms = {term.owner: term.num_bytes for term in declaration.terms(specs, LARGE_BOUNDS)}
     assert terms.get("attention/rotation") == expected

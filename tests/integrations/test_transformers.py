@@ -80,7 +80,7 @@ def round_trip(x_NKTD: torch.Tensor, name: str, side: str) -> torch.Tensor:
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 @every_side
 @every_format
-def test_it_is_the_arithmetic_of_the_format(name: str, side: str, head_dim: int) -> None:
+def test_quantized_tokens_match_the_round_trip_of_the_format(name: str, side: str, head_dim: int) -> None:
     x_NKTD = numbers(2, 3, 21, head_dim)
     quantized = empty(name, side, x_NKTD)
     quantized.append(x_NKTD)
@@ -92,7 +92,9 @@ def test_it_is_the_arithmetic_of_the_format(name: str, side: str, head_dim: int)
 @pytest.mark.each_value
 @every_side
 @every_format
-def test_how_tokens_are_cut_does_not_matter(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_tokens_appended_one_by_one_match_all_at_once(
+    name: str, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x_NKTD = numbers(2, 3, 37, 32)
     whole = empty(name, side, x_NKTD)
     whole.append(x_NKTD)
@@ -109,7 +111,7 @@ def test_how_tokens_are_cut_does_not_matter(name: str, side: str, monkeypatch: p
 
 @every_format
 @pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
-def test_bias_of_keys_is_turned_by_the_token_place(name: str, rope: bool) -> None:
+def test_turned_bias_follows_the_token_position(name: str, rope: bool) -> None:
     """However tokens are cut: a bias turned by another place leaves keys that are as wide as the bias."""
     frequency = 1.0 / 100.0 ** (torch.arange(16) / 16) if rope else None
     bias = TurnedBias(50.0 * numbers(96, seed=5), frequency, 1.0)
@@ -128,7 +130,7 @@ def test_bias_of_keys_is_turned_by_the_token_place(name: str, rope: bool) -> Non
 
 @every_side
 @every_format
-def test_bytes_are_those_of_the_format(name: str, side: str) -> None:
+def test_quantized_tokens_use_the_bytes_of_the_format(name: str, side: str) -> None:
     x_NKTD = numbers(2, 3, ROOM_STEP + 1, 32)
     quantized = empty(name, side, x_NKTD)
     planes = {p.name: p.bytes_per_token for p in KV_FORMATS[name].planes(3, 32) if p.name.startswith(side)}
@@ -141,7 +143,7 @@ def test_bytes_are_those_of_the_format(name: str, side: str) -> None:
 
 
 @every_side
-def test_nothing_is_lost_when_room_is_made(side: str) -> None:
+def test_quantized_tokens_keep_content_when_room_grows(side: str) -> None:
     x_NKTD = numbers(1, 2, 2 * ROOM_STEP + 3, 16)
     quantized = empty("turboquant_3bit_nc", side, x_NKTD)
     quantized.append(x_NKTD[:, :, :5])
@@ -154,7 +156,7 @@ def test_nothing_is_lost_when_room_is_made(side: str) -> None:
 
 
 @every_side
-def test_what_was_cut_off_is_written_over(side: str) -> None:
+def test_quantized_tokens_overwrite_truncated_tokens(side: str) -> None:
     x_NKTD = numbers(2, 2, 30, 16)
     quantized = empty("turboquant_k8v4", side, x_NKTD)
     quantized.append(x_NKTD)
@@ -170,7 +172,7 @@ def test_what_was_cut_off_is_written_over(side: str) -> None:
 
 
 @every_side
-def test_sequences_change_places(side: str) -> None:
+def test_quantized_tokens_select_reorders_sequences(side: str) -> None:
     x_NKTD = numbers(3, 2, 9, 16)
     quantized = empty("turboquant_3bit_nc", side, x_NKTD)
     quantized.append(x_NKTD)
@@ -183,7 +185,7 @@ def test_sequences_change_places(side: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_side
 @every_format
-def test_it_comes_out_in_the_type_of_the_reader(name: str, side: str, dtype: torch.dtype) -> None:
+def test_quantized_tokens_are_read_in_the_dtype_requested(name: str, side: str, dtype: torch.dtype) -> None:
     x_NKTD = numbers(1, 2, 5, 48).to(dtype)
     quantized = empty(name, side, x_NKTD)
     quantized.append(x_NKTD)
@@ -192,7 +194,7 @@ def test_it_comes_out_in_the_type_of_the_reader(name: str, side: str, dtype: tor
 
 
 @every_side
-def test_a_token_without_numbers_spoils_no_other(side: str) -> None:
+def test_quantized_tokens_nan_token_leaves_others_intact(side: str) -> None:
     x_NKTD = numbers(2, 2, 6, 16)
     sound = round_trip(x_NKTD, "turboquant_4bit_nc", side)
     x_NKTD[1, 0, 3, 7] = torch.nan
@@ -204,14 +206,14 @@ def test_a_token_without_numbers_spoils_no_other(side: str) -> None:
     torch.testing.assert_close(found, sound, rtol=0, atol=2e-5)
 
 
-def test_gradients_end_here() -> None:
+def test_quantized_tokens_carry_no_gradient() -> None:
     x_NKTD = numbers(1, 1, 4, 16).requires_grad_()
     quantized = empty("turboquant_k8v4", "v", x_NKTD)
     quantized.append(x_NKTD)
     assert not read(quantized, x_NKTD).requires_grad
 
 
-def test_a_rotation_belongs_to_few_bits() -> None:
+def test_quantized_tokens_rotation_with_8_bits_is_an_assertion() -> None:
     x_NKTD = numbers(1, 1, 1, 16)
     planes = KV_FORMATS["fp8"].planes(1, 16)[:2]
     with pytest.raises(AssertionError, match="8 bits"):
@@ -287,7 +289,7 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
 
 
 @every_format
-def test_while_all_is_in_the_tail_nothing_differs(tiny: Any, name: str) -> None:
+def test_turboquant_cache_within_the_tail_matches_dynamic_cache(tiny: Any, name: str) -> None:
     cache = TurboQuantCache(tiny.config, format=name, tail=NOTHING_CODED)
     assert answer(tiny, cache, prompts(2)) == answer(tiny, DynamicCache(config=tiny.config), prompts(2))
     assert cache.get_seq_length() == 20 + 12 - 1
@@ -307,7 +309,7 @@ def test_logits_stay_near(tiny: Any, name: str) -> None:
     assert cache.memory_bytes().tail == 0
 
 
-def test_a_prompt_attends_to_itself_exactly(tiny: Any) -> None:
+def test_turboquant_cache_first_prompt_attends_exactly(tiny: Any) -> None:
     ids_NT = prompts(1, 60)
     with torch.inference_mode():
         ours = tiny(ids_NT, past_key_values=TurboQuantCache(tiny.config, "turboquant_3bit_nc", tail=0)).logits
@@ -316,7 +318,7 @@ def test_a_prompt_attends_to_itself_exactly(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("tail", [0, 8])
-def test_padding_on_the_left_changes_nothing(tiny: Any, tail: int) -> None:
+def test_turboquant_cache_left_padding_changes_nothing(tiny: Any, tail: int) -> None:
     long, short = prompts(1, 24), prompts(1, 15, seed=1)
     both = torch.cat((long, torch.cat((torch.zeros(1, 9, dtype=torch.int64), short), dim=1)))
     cache = TurboQuantCache(tiny.config, "fp8", tail=tail)
@@ -326,7 +328,7 @@ def test_padding_on_the_left_changes_nothing(tiny: Any, tail: int) -> None:
     assert together == alone
 
 
-def test_beam_search(tiny: Any) -> None:
+def test_turboquant_cache_beam_search_matches(tiny: Any) -> None:
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
     exact = answer(tiny, DynamicCache(config=tiny.config), prompts(2), **options)
     assert answer(tiny, TurboQuantCache(tiny.config, tail=NOTHING_CODED), prompts(2), **options) == exact
@@ -334,7 +336,7 @@ def test_beam_search(tiny: Any) -> None:
     assert [len(tokens) for tokens in quantized] == [12] * 4
 
 
-def test_assisted_decoding_rolls_back(tiny: Any) -> None:
+def test_turboquant_cache_assisted_decoding_rolls_back(tiny: Any) -> None:
     ids_NT = prompts(1, 10).repeat(1, 3)
     exact = answer(tiny, DynamicCache(config=tiny.config), ids_NT, 24)
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
@@ -343,7 +345,7 @@ def test_assisted_decoding_rolls_back(tiny: Any) -> None:
     assert len(answer(tiny, cache, ids_NT, 24, **options)[0]) == 24
 
 
-def test_a_second_turn_goes_on_where_the_first_ended(tiny: Any) -> None:
+def test_turboquant_cache_second_turn_matches_dynamic_cache(tiny: Any) -> None:
     first = prompts(1, 20)
     ours, theirs = TurboQuantCache(tiny.config, tail=NOTHING_CODED), DynamicCache(config=tiny.config)
     for cache in (ours, theirs):
@@ -352,7 +354,7 @@ def test_a_second_turn_goes_on_where_the_first_ended(tiny: Any) -> None:
     assert ours.answer == theirs.answer  # type: ignore[attr-defined]
 
 
-def test_after_a_reset_it_is_as_new(tiny: Any) -> None:
+def test_turboquant_cache_reset_is_as_new(tiny: Any) -> None:
     cache = TurboQuantCache(tiny.config, "turboquant_4bit_nc", tail=4)
     first = answer(tiny, cache, prompts(2))
     cache.reset()
@@ -365,13 +367,13 @@ def test_after_a_reset_it_is_as_new(tiny: Any) -> None:
     assert answer(tiny, cache, prompts(2)) == first
 
 
-def test_without_a_config_layers_come_as_they_are_used(tiny: Any) -> None:
+def test_turboquant_cache_without_config_adds_layers_on_use(tiny: Any) -> None:
     cache = TurboQuantCache(format="fp8", tail=0)
     assert answer(tiny, cache, prompts()) == answer(tiny, TurboQuantCache(tiny.config, "fp8", tail=0), prompts())
     assert len(cache) == 2
 
 
-def test_sliding_windows_are_left_to_transformers(windowed: Any) -> None:
+def test_turboquant_cache_leaves_windows_to_transformers(windowed: Any) -> None:
     cache = TurboQuantCache(windowed.config, "fp8", tail=NOTHING_CODED)
     assert [type(layer).__name__ for layer in cache.layers] == ["QuantizedLayer", *["DynamicSlidingWindowLayer"] * 2]
     ids_NT = prompts(2)
@@ -380,7 +382,7 @@ def test_sliding_windows_are_left_to_transformers(windowed: Any) -> None:
     assert 2 * window_bytes <= cache.memory_bytes().plain <= 2 * window_bytes + 64
 
 
-def test_layers_without_keys_are_left_to_transformers() -> None:
+def test_turboquant_cache_leaves_keyless_layers_to_transformers() -> None:
     config = transformers.Qwen3NextConfig(num_hidden_layers=4)
     kinds = [type(layer) for layer in TurboQuantCache(config).layers]
     assert [kind is QuantizedLayer for kind in kinds] == [kind == "full_attention" for kind in config.layer_types]
@@ -388,7 +390,7 @@ def test_layers_without_keys_are_left_to_transformers() -> None:
     assert QuantizedLayer is not kinds[0]
 
 
-def test_a_model_in_half_precision(tiny: Any) -> None:
+def test_turboquant_cache_runs_with_a_float16_model(tiny: Any) -> None:
     model = copy.deepcopy(tiny).half()
     cache = TurboQuantCache(model.config, "turboquant_4bit_nc", tail=4)
     assert len(answer(model, cache, prompts())[0]) == 12
@@ -397,7 +399,7 @@ def test_a_model_in_half_precision(tiny: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @every_format
-def test_what_comes_back_has_the_type_of_what_came(name: str, dtype: torch.dtype) -> None:
+def test_turboquant_cache_returns_the_dtype_it_was_given(name: str, dtype: torch.dtype) -> None:
     cache = TurboQuantCache(format=name, protected_layers=(), tail=4)
     keys, values = (x.to(dtype) for x in heads(2, 40))
     cache.update(keys, values, 0)
@@ -412,7 +414,7 @@ def test_what_comes_back_has_the_type_of_what_came(name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("tail", [0, 1, 20, 31, 50, 200])
 @every_format
-def test_the_tail_is_exact_and_the_rest_is_quantized(name: str, tail: int) -> None:
+def test_turboquant_cache_tail_is_exact_and_the_rest_quantized(name: str, tail: int) -> None:
     cache, keys, values = filled(format=name, tail=tail, protected_layers=())
     found_keys, found_values = contents(cache, keys)
     quantized = max(0, (50 - tail) // BLOCK_TOKENS * BLOCK_TOKENS) if tail else 50
@@ -423,7 +425,7 @@ def test_the_tail_is_exact_and_the_rest_is_quantized(name: str, tail: int) -> No
             assert 1e-5 < error < 0.05
 
 
-def test_a_tail_grows_by_a_block_and_gives_it_away() -> None:
+def test_turboquant_cache_tail_is_quantized_block_by_block() -> None:
     cache = TurboQuantCache(tail=10)
     for length in range(1, 60):
         cache.update(*heads(1, 1, seed=length), 0)
@@ -433,7 +435,7 @@ def test_a_tail_grows_by_a_block_and_gives_it_away() -> None:
         assert cache.get_seq_length() == length
 
 
-def test_how_tokens_came_does_not_matter() -> None:
+def test_turboquant_cache_one_by_one_matches_all_at_once() -> None:
     keys, values = heads(2, 70)
     whole, one_by_one = TurboQuantCache(tail=9), TurboQuantCache(tail=9)
     whole.update(keys, values, 0)
@@ -445,7 +447,7 @@ def test_how_tokens_came_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("tail", [0, 9])
-def test_sequences_of_a_cache_change_places(tail: int) -> None:
+def test_turboquant_cache_reorder_and_repeat_move_sequences(tail: int) -> None:
     cache, keys, _ = filled(tail=tail)
     before = contents(cache, keys)
     cache.reorder_cache(torch.tensor([2, 0, 2]))
@@ -460,7 +462,7 @@ def test_sequences_of_a_cache_change_places(tail: int) -> None:
 
 @pytest.mark.parametrize("tail", [0, 9, 200])
 @pytest.mark.parametrize("removed", [0, 1, 5, 30, 49, 50, 80])
-def test_cropping(tail: int, removed: int) -> None:
+def test_turboquant_cache_crop_keeps_the_first_tokens(tail: int, removed: int) -> None:
     cache, keys, _ = filled(tail=tail)
     before = contents(cache, keys)
     cache.crop(-removed)
@@ -472,7 +474,7 @@ def test_cropping(tail: int, removed: int) -> None:
     assert torch.equal(more[:, :, left:], heads(3, 4, seed=9)[0])
 
 
-def test_cropping_forgets_bytes_and_declines_lengths() -> None:
+def test_turboquant_cache_crop_frees_bytes_and_needs_negative() -> None:
     cache, _, _ = filled(tail=9)
     cache.crop(-45)
     assert cache.memory_bytes().tail == 0
@@ -481,7 +483,7 @@ def test_cropping_forgets_bytes_and_declines_lengths() -> None:
         cache.crop(3)
 
 
-def test_nothing_happens_to_an_empty_cache() -> None:
+def test_turboquant_cache_empty_operations_change_nothing() -> None:
     cache = TurboQuantCache(transformers.LlamaConfig(num_hidden_layers=2))
     cache.crop(-3)
     cache.reorder_cache(torch.tensor([0]))
@@ -494,13 +496,13 @@ def test_nothing_happens_to_an_empty_cache() -> None:
     assert not cache.is_compileable
 
 
-def test_masks_cover_what_comes_back() -> None:
+def test_turboquant_cache_mask_sizes_match_the_contents() -> None:
     cache, _, _ = filled(tail=9)
     assert cache.get_mask_sizes(4, 0) == (54, 0)
     assert cache.update(*heads(3, 4), 0)[0].shape == (3, 2, 54, 16)
 
 
-def test_a_copy_lives_its_own_life() -> None:
+def test_turboquant_cache_deepcopy_is_independent() -> None:
     cache, keys, _ = filled(tail=9)
     copied = copy.deepcopy(cache)
     before = contents(copied, keys)
@@ -521,7 +523,7 @@ def test_keys_and_values_may_have_heads_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("reorders", [False, True])
-def test_inference_mode_may_come_and_go(reorders: bool) -> None:
+def test_turboquant_cache_works_in_and_out_of_inference_mode(reorders: bool) -> None:
     cache, calm = TurboQuantCache(tail=0), TurboQuantCache(tail=0)
     for step in range(6):
         with torch.inference_mode(step % 2 == 0), torch.no_grad():
@@ -537,7 +539,7 @@ def test_inference_mode_may_come_and_go(reorders: bool) -> None:
 
 @pytest.mark.gpu
 @every_format
-def test_a_gpu_gives_what_the_cpu_gives(name: str) -> None:
+def test_turboquant_cache_on_a_gpu_matches_the_cpu(name: str) -> None:
     found = []
     for device in ("cpu", "cuda"):
         cache = TurboQuantCache(format=name, protected_layers=(), tail=4)
@@ -551,7 +553,7 @@ def test_a_gpu_gives_what_the_cpu_gives(name: str) -> None:
         assert ((ours - theirs.cpu()).abs() > 1e-4).float().mean() < 0.01
 
 
-def test_gradients_reach_the_newest_tokens_alone() -> None:
+def test_turboquant_cache_gradients_reach_only_new_tokens() -> None:
     cache = TurboQuantCache(tail=0)
     keys, values = (x.requires_grad_() for x in heads(1, 5))
     cache.update(keys, values, 0)
@@ -587,7 +589,7 @@ def test_memory_is_the_arithmetic_of_the_format(name: str, tail: int) -> None:
     assert memory.total == sum(wanted.values()) + memory.tail + memory.spare
 
 
-def test_no_tensor_is_held_beyond_what_is_reported() -> None:
+def test_turboquant_cache_holds_exactly_its_reported_bytes() -> None:
     cache = TurboQuantCache(transformers.LlamaConfig(num_hidden_layers=2), "turboquant_k8v4", tail=32)
     for layer in range(2):
         cache.update(*heads(2, 500), layer)
@@ -602,7 +604,7 @@ def test_no_tensor_is_held_beyond_what_is_reported() -> None:
 # What is declined, and how.
 
 
-def test_layers_are_protected_from_both_ends() -> None:
+def test_turboquant_cache_protects_layers_at_both_ends() -> None:
     config = transformers.LlamaConfig(num_hidden_layers=9)
     for requested, layers in [(None, (0, 1, 7, 8)), (3, (0, 1, 8)), (0, ()), ((5, 2, 5), (2, 5)), (9, tuple(range(9)))]:
         cache = TurboQuantCache(config, "turboquant_4bit_nc", requested)
@@ -631,7 +633,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSALS, ids=[str(options) for options, _ in REFUSALS])
-def test_wrong_options(options: dict[str, Any], words: str) -> None:
+def test_turboquant_cache_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TurboQuantCache(transformers.LlamaConfig(num_hidden_layers=4), **options)
 
@@ -647,19 +649,19 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
     ],
     ids=["an encoder", "windows alone"],
 )
-def test_models_that_are_declined(config: Any, words: str) -> None:
+def test_turboquant_cache_unsupported_model_is_refused(config: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TurboQuantCache(config)
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 100])
-def test_other_head_dims_are_declined_in_words(head_dim: int) -> None:
+def test_turboquant_cache_unsupported_head_dim_is_refused(head_dim: int) -> None:
     cache = TurboQuantCache()
     with pytest.raises(ConfigError, match=f"heads of a multiple of 16, got {head_dim}"):
         cache.update(*heads(1, 3, dim=head_dim), 0)
 
 
-def test_without_a_config_the_last_layers_are_unknown() -> None:
+def test_turboquant_cache_last_layers_need_a_config() -> None:
     with raises_code("transformers.layers_without_config", ConfigError, count=4):
         TurboQuantCache(format="turboquant_4bit_nc")
     with raises_code("transformers.layers_without_config", ConfigError, count=2):
@@ -667,7 +669,7 @@ def test_without_a_config_the_last_layers_are_unknown() -> None:
     assert TurboQuantCache(format="turboquant_4bit_nc", protected_layers=(0, 99)).protected_layers == (0, 99)
 
 
-def test_without_transformers_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turboquant_cache_without_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, TurboQuantCache.__module__)
@@ -679,7 +681,7 @@ def test_without_transformers_there_is_one_sentence(monkeypatch: pytest.MonkeyPa
     assert "\n" not in words
 
 
-def test_it_is_a_layer_of_transformers() -> None:
+def test_turboquant_cache_is_a_transformers_cache() -> None:
     cache, _, _ = filled()
     assert isinstance(cache.layers[0], DynamicLayer)
     assert isinstance(cache, transformers.Cache)
@@ -767,7 +769,7 @@ def talker() -> Talker:
         pytest.param(FACTORIAL, 32, id="factorial", marks=pytest.mark.slow),
     ],
 )
-def test_the_same_text_with_a_short_tail(talker: Talker, prompt: str, num_new: int) -> None:
+def test_turboquant_cache_short_tail_writes_the_same_text(talker: Talker, prompt: str, num_new: int) -> None:
     cache = TurboQuantCache(talker.model.config, "turboquant_k8v4", tail=32)
     assert talker.is_equal(prompt, cache, num_new)
     memory = cache.memory_bytes()
@@ -777,7 +779,7 @@ def test_the_same_text_with_a_short_tail(talker: Talker, prompt: str, num_new: i
 
 
 @pytest.mark.slow
-def test_the_same_text_on_eight_of_ten(talker: Talker) -> None:
+def test_turboquant_cache_writes_the_same_text_on_8_of_10(talker: Talker) -> None:
     caches = {prompt: TurboQuantCache(talker.model.config) for prompt in PROMPTS}
     equal = [prompt for prompt, cache in caches.items() if talker.is_equal(prompt, cache, num_new=64)]
     assert len(equal) >= 8, f"other text for {[prompt[:40] for prompt in PROMPTS if prompt not in equal]}"
@@ -796,7 +798,7 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model
 
 
-def test_protected_layers_follow_from_key_biases(biased: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_turboquant_cache_protects_layers_of_largest_key_bias(biased: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "holdfast"):
         own = TurboQuantCache(biased, format="turboquant_4bit_nc", protected_layers=4)
     assert own.protected_layers == (1, 2, 3, 4)
@@ -826,7 +828,7 @@ def test_keys_without_their_bias_come_out_whole(biased: Any) -> None:
     assert errors["model"] < 0.1 * errors["config"]
 
 
-def test_a_bias_that_helps_nothing_is_left_in_the_keys() -> None:
+def test_turned_bias_that_does_not_help_leaves_keys_unchanged() -> None:
     bias = TurnedBias(torch.full((32,), 50.0), None, 1.0)
     keys = numbers(1, 2, 20, 16)
     planes = [plane for plane in KV_FORMATS["fp8"].planes(2, 16) if plane.name.startswith("k")]

@@ -541,16 +541,16 @@ def entries_of(name: str, ratio: int, dim: int = 512) -> None:
     pooled = torch.empty(2, 4 * width)[:, width : 3 * width]
     compressor = compress.Compressor(ratio, is_overlapped, torch.empty(ratio, width), torch.empty(dim), 1e-6)
     state = torch.empty(3, *state_shape(dim, is_overlapped))
-    step = numbers, numbers, numbers, state, compressor
+    step = compress.PooledRows(pooled, numbers, numbers, numbers, state)
     if dim == 512:
-        compress.compress_entries(pooled, *step, rotary, latent_planes_of(name, 448, 64))
+        compress.compress_entries(step, compressor, rotary, latent_planes_of(name, 448, 64))
         return
     planes = {
         plane.name: torch.empty(64, *plane.token_shape, dtype=getattr(torch, plane.dtype))
         for plane in index_planes(name, dim)
     }
     q = torch.empty(2, 64, dim, dtype=BF16)
-    compress.compress_index(pooled, q, *step, rotary, rotary, IndexPlanes.of(planes, 64))
+    compress.compress_index(step, q, compressor, rotary, rotary, IndexPlanes.of(planes, 64))
 
 
 def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64, operands: str | None = None) -> None:

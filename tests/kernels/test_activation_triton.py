@@ -39,7 +39,7 @@ def assert_exact(y, x, kind):
 @DTYPES
 @KINDS
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
-def test_as_exact_as_torch_amid_poison(device, guarded, size, kind, dtype):
+def test_activate_triton_is_as_exact_as_torch_amid_poison(device, guarded, size, kind, dtype):
     for num_rows in (1, 3):
         x = random(num_rows, size, scale=4).to(dtype)
         out = guarded(num_rows, size, dtype=dtype).fill_(POISON)
@@ -49,13 +49,13 @@ def test_as_exact_as_torch_amid_poison(device, guarded, size, kind, dtype):
 
 @DTYPES
 @KINDS
-def test_the_whole_range(device, kind, dtype):
+def test_activate_triton_is_exact_over_the_whole_range(device, kind, dtype):
     x = torch.linspace(-20, 20, 4001).to(dtype).unsqueeze(0)
     assert_exact(activate_triton(x.to(device), kind).cpu(), x, kind)
 
 
 @KINDS
-def test_the_ends_close_and_open(device, kind):
+def test_activate_triton_closes_and_opens_at_the_ends(device, kind):
     x = torch.tensor([[-1e30, -1e6, -200.0, -0.0, 0.0, 200.0, 1e6, 1e30]])
     y = activate_triton(x.to(device), kind).cpu()
     assert float(y[0, :3].abs().max()) < 1e-30
@@ -64,7 +64,7 @@ def test_the_ends_close_and_open(device, kind):
 
 @DTYPES
 @KINDS
-def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, kind, dtype):
+def test_activate_triton_out_holds_the_same_result(device, poison, kind, dtype):
     x = random(5, 100, scale=3).to(device, dtype)
     alone = activate_triton(x, kind)
     wide = torch.full((5, 132), POISON, dtype=dtype, device=device)
@@ -79,7 +79,7 @@ def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, kind
 @pytest.mark.each_value
 @DTYPES
 @KINDS
-def test_elements_are_batch_invariant(device, kind, dtype):
+def test_activate_triton_is_batch_invariant(device, kind, dtype):
     x = random(9, 65, scale=3).to(device, dtype)
     alone = torch.cat([activate_triton(x[row : row + 1], kind) for row in range(9)])
     for rows in companies(9):
@@ -88,7 +88,7 @@ def test_elements_are_batch_invariant(device, kind, dtype):
 
 @KINDS
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_element(device, kind, bad):
+def test_activate_triton_nonfinite_stays_in_its_element(device, kind, bad):
     x = random(3, 7).to(device)
     clean = activate_triton(x, kind)
     x[1, 6] = bad
@@ -98,7 +98,7 @@ def test_what_is_not_finite_stays_in_its_element(device, kind, bad):
     assert same_bits(y, clean)
 
 
-def test_an_unknown_kind_and_columns_that_lie_apart_are_refused(device):
+def test_activate_triton_refuses_unknown_kind_and_strided_rows(device):
     with pytest.raises(AssertionError, match="mish"):
         activate_triton(torch.ones(2, 2, device=device), "mish")
     with pytest.raises(AssertionError, match="columns lie apart"):
@@ -106,13 +106,13 @@ def test_an_unknown_kind_and_columns_that_lie_apart_are_refused(device):
 
 
 @KINDS
-def test_no_rows_give_no_rows(device, kind):
+def test_activate_triton_without_rows_is_empty(device, kind):
     assert activate_triton(torch.empty(0, 5, device=device), kind).shape == (0, 5)
 
 
 @pytest.mark.gpu
 @KINDS
-def test_nothing_is_allocated(device, kind):
+def test_activate_triton_allocates_nothing(device, kind):
     gate_up, out = random(3, 1024).to(device, torch.bfloat16), random(3, 512).to(device, torch.bfloat16)
     assert_allocates_nothing(lambda: activate(gate_up[:, :512], kind, out))
     assert_allocates_nothing(lambda: activate(out, kind, out))
@@ -123,7 +123,7 @@ SIZES_SILU_MUL_TRITON = (1, 7, 8, 63, 577, 2047, 2048, 2049, 4864)
 
 @DTYPES
 @pytest.mark.parametrize("size", SIZES_SILU_MUL_TRITON, ids=lambda size: f"I{size}")
-def test_as_exact_as_torch_amid_poison_silu_mul_triton(device, guarded, size, dtype):
+def test_silu_mul_triton_is_as_exact_as_torch_amid_poison(device, guarded, size, dtype):
     for num_rows in (1, 5):
         gate_up = random(num_rows, 2 * size, scale=4).to(dtype)
         out = guarded(num_rows, size, dtype=dtype).fill_(POISON)
@@ -131,7 +131,7 @@ def test_as_exact_as_torch_amid_poison_silu_mul_triton(device, guarded, size, dt
         assert_as_exact_as_torch(out.cpu(), silu_mul_reference(gate_up), silu_mul_reference(gate_up.double()))
 
 
-def test_one_wide_row_and_many_narrow_ones(device):
+def test_silu_mul_triton_is_exact_for_wide_and_narrow_rows(device):
     for shape in ((1, 51200), (300, 6)):
         gate_up = random(*shape, scale=4)
         y = silu_mul_triton(gate_up.to(device)).cpu()
@@ -150,14 +150,14 @@ def test_silu_mul_triton_with_out_gives_the_same_result(device, poison, dtype):
 
 
 @DTYPES
-def test_rows_are_batch_invariant(device, dtype):
+def test_silu_mul_triton_is_batch_invariant(device, dtype):
     gate_up = random(9, 2 * 577, scale=4).to(device, dtype)
     alone = torch.cat([silu_mul_triton(gate_up[row : row + 1]) for row in range(9)])
     for rows in companies(9):
         assert same_bits(silu_mul_triton(gate_up[rows]), alone[rows]), f"{rows=}"
 
 
-def test_the_ends_of_the_gate(device):
+def test_silu_mul_triton_closes_and_opens_at_the_ends(device):
     gate = torch.tensor([[-1e30, -200.0, -88.5, -0.0, 0.0, 88.5, 1e30]])
     y = silu_mul_triton(torch.cat([gate, torch.ones_like(gate)], dim=1).to(device)).cpu()
     assert float(y[0, :3].abs().max()) < 1e-30
@@ -165,7 +165,7 @@ def test_the_ends_of_the_gate(device):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_element_silu_mul_triton(device, bad):
+def test_silu_mul_triton_nonfinite_stays_in_its_element(device, bad):
     gate_up = random(3, 14).to(device)
     clean = silu_mul_triton(gate_up)
     gate_up[1, 6] = bad
@@ -175,26 +175,26 @@ def test_what_is_not_finite_stays_in_its_element_silu_mul_triton(device, bad):
     assert same_bits(y, clean)
 
 
-def test_columns_that_lie_apart_are_refused(device):
+def test_silu_mul_triton_refuses_strided_columns(device):
     with pytest.raises(AssertionError, match="columns lie apart"):
         silu_mul_triton(torch.ones(8, 4, device=device).T)
     with pytest.raises(AssertionError, match="columns lie apart"):
         silu_mul_triton(torch.ones(4, 8, device=device), torch.ones(4, 8, device=device)[:, ::2])
 
 
-def test_no_rows_give_no_rows_silu_mul_triton(device):
+def test_silu_mul_triton_without_rows_is_empty(device):
     assert silu_mul_triton(torch.empty(0, 8, device=device)).shape == (0, 4)
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated_silu_mul_triton(device):
+def test_silu_mul_triton_allocates_nothing(device):
     gate_up, out = random(3, 1024).to(device, torch.bfloat16), random(3, 640).to(device, torch.bfloat16)
     assert_allocates_nothing(lambda: silu_mul(gate_up, out[:, :512]))
 
 
 @DTYPES
 @pytest.mark.parametrize("launch", [gate_mul, gate_mul_triton], ids=["any", "kernel"])
-def test_a_limit_on_the_gate(device, guarded, dtype, launch):
+def test_silu_mul_triton_limits_the_gate(device, guarded, dtype, launch):
     for num_rows, size in ((1, 7), (3, 577)):
         gate_up = random(num_rows, 2 * size, scale=4).to(dtype)
         gate_up[0, 3] = POISON
@@ -211,7 +211,7 @@ def test_a_limit_on_the_gate(device, guarded, dtype, launch):
 
 @DTYPES
 @pytest.mark.parametrize("kind", [kind for kind in REFERENCES if kind != "silu"])
-def test_gates_of_other_kinds_are_as_exact_as_torch_amid_poison(device, guarded, kind, dtype):
+def test_gate_mul_triton_other_gates_are_as_exact_as_torch(device, guarded, kind, dtype):
     for num_rows, size in ((1, 7), (3, 577), (2, 2049)):
         gate_up = random(num_rows, 2 * size, scale=4).to(dtype)
         out = guarded(num_rows, size, dtype=dtype).fill_(POISON)

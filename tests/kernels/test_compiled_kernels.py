@@ -172,10 +172,10 @@ def check(cases: tuple[str, ...], cache: Path) -> None:
     assert not {case: size for case, size in results.items() if not 0 <= size <= SHARED_BYTES}
 
 
-def test_kernels_compile(tmp_path):
+def test_compiled_kernels_build_in_common_shapes(tmp_path):
     check(COMMON_CASES, tmp_path)
 
 
 @pytest.mark.slow
-def test_kernels_compile_in_every_shape(tmp_path):
+def test_compiled_kernels_build_in_every_shape(tmp_path):
     check(OTHER_CASES, tmp_path)

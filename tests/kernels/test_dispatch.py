@@ -38,7 +38,7 @@ def operations() -> Iterator[tuple[str, Operation[..., Any]]]:
                 yield name, item
 
 
-def test_implementations_of_an_operation_share_a_signature():
+def test_operation_implementations_share_a_signature():
     found = list(operations())
     assert len(found) >= 35
     for name, item in found:
@@ -64,7 +64,7 @@ def on_triton(monkeypatch, device) -> None:
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-def test_gate_mul_on_triton_is_the_reference(device, kind, limit):
+def test_gate_mul_triton_matches_reference(device, kind, limit):
     gate_up = random(3, 2 * 70, scale=2.0)
     gate, up = (gate_up if limit is None else activation.clamped_halves(gate_up, limit)).chunk(2, dim=1)
     expected = activation.REFERENCES[kind](gate) * up
@@ -74,7 +74,7 @@ def test_gate_mul_on_triton_is_the_reference(device, kind, limit):
 
 
 @pytest.mark.usefixtures("on_triton")
-def test_sums_of_parts_on_triton_are_the_reference(device):
+def test_sum_rows_and_add_rows_triton_match_reference(device):
     parts = [random(3, 40, seed=seed).to(device) for seed in range(3)]
     wanted = sum_rows.sum_rows_reference([part.cpu() for part in parts], torch.empty(3, 40))
     assert same_bits(sum_rows.add_parts(parts, torch.empty(3, 40, device=device), parts[0]).cpu(), wanted)
@@ -91,7 +91,7 @@ def test_sums_of_parts_on_triton_are_the_reference(device):
 
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("scheme", [FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4], ids=scheme_id)
-def test_placing_some_columns_on_triton_is_the_reference(monkeypatch, device, scheme):
+def test_place_quantized_triton_columns_match_reference(monkeypatch, device, scheme):
     rows, columns = random(5, 512, scale=3.0), (128, 384)
     results = []
     for where, is_chosen in ((device, True), (torch.device("cpu"), False)):
@@ -118,7 +118,7 @@ def test_placing_some_columns_on_triton_is_the_reference(monkeypatch, device, sc
 
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("num_local", [None, 3])
-def test_ordering_experts_on_triton_is_the_reference(monkeypatch, device, num_local):
+def test_order_experts_triton_matches_reference(monkeypatch, device, num_local):
     ids = torch.randint(-1 if num_local else 0, num_local or 7, (40, 2), generator=torch.Generator().manual_seed(0))
     results = []
     for launches, where in ((True, device), (False, torch.device("cpu"))):
@@ -140,7 +140,7 @@ def test_ordering_experts_on_triton_is_the_reference(monkeypatch, device, num_lo
     ids=lambda value: ("rows", "codes")[value] if isinstance(value, bool) else scheme_id(value),
 )
 @pytest.mark.parametrize("num_rows", [1, 3, 70])
-def test_quantized_linear_on_triton_is_the_reference(monkeypatch, device, scheme, num_rows, is_coded):
+def test_quantized_linear_triton_matches_reference(monkeypatch, device, scheme, num_rows, is_coded):
     """Codes that lie there already count, whatever the rows are."""
     x, weight, bias = random(num_rows, 160), random_weight(40, 160, scheme), random(40, seed=3)
     room = room_amid(RedZones(device), num_rows, weight)
@@ -161,7 +161,7 @@ def test_quantized_linear_on_triton_is_the_reference(monkeypatch, device, scheme
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("num_rows", [2, 20])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_expert_linear_on_triton_is_the_reference(device, scheme, num_rows):
+def test_expert_linear_triton_matches_reference(device, scheme, num_rows):
     case = expert_case((num_rows, 2, 3, 9, 64), True, scheme, has_bias=True)
     out = torch.full((2 * num_rows, 9), torch.nan, device=device)
     operands = [case.x_XK.to(device), case.weight, order_of(case), out, True, room_for(case), case.bias_EN, case.form]

@@ -93,33 +93,33 @@ def shorter(attention: Attention) -> Step:
 
 
 @that_take()
-def test_decode_at_every_block_edge_equals_attention(device, attention):
+def test_attention_decode_at_every_block_edge_is_exact(device, attention):
     """Rows at different edges share one call."""
     rows = [(attention.block + offset, 1) for offset in EDGES]
     judge(attention, Step((*rows, (2 * attention.block, 1), (0, 1))), device)
 
 
 @that_take(turn=0)
-def test_decode_at_every_page_edge_equals_attention(device, attention):
+def test_attention_decode_at_every_page_edge_is_exact(device, attention):
     positions = [multiple * attention.page + offset for multiple in (1, 3) for offset in (-1, 0, 1)]
     judge(attention, Step(tuple((position, 1) for position in positions), seed=1), device)
 
 
 @that_take("prefill", turn=1)
-def test_prefill_across_every_block_edge_equals_attention(device, attention):
+def test_attention_prefill_across_every_block_edge_is_exact(device, attention):
     rows = [(attention.block + offset, 2) for offset in EDGES]
     judge(attention, Step((*rows, (2 * attention.block - 2, 5), (0, 3)), seed=2), device)
 
 
 @that_take("splits", turn=2)
-def test_splits_at_every_block_edge_equal_attention(device, attention):
+def test_attention_splits_at_every_block_edge_are_exact(device, attention):
     rows = [(2 * attention.block + offset, rows_of(attention, 1 + index % 2)) for index, offset in enumerate(EDGES)]
     judge(attention, Step((*rows[:3], (1, 1)), seed=3, splits=2), device)
     judge(attention, Step((*rows[3:], (1, 1)), seed=3, splits=3), device)
 
 
 @that_take("peak")
-def test_peak_in_the_last_block_rescales_the_others(device, attention):
+def test_attention_peak_in_last_block_rescales_the_others(device, attention):
     """Every format has parts of its own that are rescaled."""
     end = attention.block + 9
     judge(attention, Step(((end, 1),), peak=end), device)
@@ -127,7 +127,7 @@ def test_peak_in_the_last_block_rescales_the_others(device, attention):
 
 @that_take("peak", turn=3)
 @for_each("place", ["first", "middle", "last"])
-def test_peak_in_any_split_weighs_the_others(device, attention, place):
+def test_attention_peak_in_any_split_weighs_the_others(device, attention, place):
     """A merge rescales what came before a larger maximum, and weighs what comes after it."""
     end = 2 * attention.block + 9
     peak = {"first": 0, "middle": attention.block + 1, "last": end}[place]
@@ -135,13 +135,13 @@ def test_peak_in_any_split_weighs_the_others(device, attention, place):
 
 
 @that_take("uneven")
-def test_scales_far_apart_stay_with_their_group(device, attention):
+def test_attention_distant_scales_stay_with_their_group(device, attention):
     rows = ((attention.block + 3, 1), (attention.block // 2, 1))
     judge(attention, Step(rows, uneven=True), device)
 
 
 @that_take(turn=4)
-def test_memory_of_every_kind_gives_the_same_bits(device, attention):
+def test_attention_memory_contents_change_no_bit(device, attention):
     """Scratch, outputs, free slots, free pages and padding hold NaN, zeros, or what an earlier call left.
 
     The second call on the same memory is the shorter one: what the longer one left lies under it and after it.
@@ -157,7 +157,7 @@ def test_memory_of_every_kind_gives_the_same_bits(device, attention):
 
 
 @that_take("window", turn=0)
-def test_memory_before_a_window_is_not_read(device, attention):
+def test_attention_does_not_read_before_the_window(device, attention):
     """Neither tokens nor entries of the block table: other sequences own these pages."""
     rows = ((attention.block + 2, 1), (attention.block + 20, rows_of(attention, 3)))
     step = Step(rows, window=attention.block // 2 + 3, splits=splits_of(attention))
@@ -168,7 +168,7 @@ def test_memory_before_a_window_is_not_read(device, attention):
 
 @that_take("window", turn=1)
 @for_each("window", ["one", "inside", "below", "edge", "above"])
-def test_window_of_any_size_hides_older_tokens(device, attention, window):
+def test_attention_window_of_any_size_hides_older_tokens(device, attention, window):
     """One sequence is shorter than the window."""
     block = attention.block
     size = {"one": 1, "inside": 7, "below": block - 1, "edge": block, "above": block + 1}[window]
@@ -177,13 +177,13 @@ def test_window_of_any_size_hides_older_tokens(device, attention, window):
 
 
 @that_take("sinks", turn=2)
-def test_sinks_of_each_head_join_its_softmax_once(device, attention):
+def test_attention_sinks_join_the_softmax_of_their_head_once(device, attention):
     for splits in {1, splits_of(attention)}:
         judge(attention, Step(((attention.block + 5, 1), (2, 1)), sinks=True, splits=splits), device)
 
 
 @that_take("softcap", turn=3)
-def test_soft_cap_bends_every_score(device, attention):
+def test_attention_soft_cap_bends_every_score(device, attention):
     """A cap below the peak, and one that bends it by a few percent; sinks are not capped."""
     rows = ((attention.block + 5, 1), (2, rows_of(attention, 2)))
     for cap in (2.0, 20.0):
@@ -192,7 +192,7 @@ def test_soft_cap_bends_every_score(device, attention):
 
 @that_take("padding", turn=4)
 @for_each("num_padding", [1, 9])
-def test_padding_is_written_as_zeros(device, attention, num_padding):
+def test_attention_padding_is_written_as_zeros(device, attention, num_padding):
     """Whole and split rows beside it; a merge of many rows has another shape."""
     for splits in {1, splits_of(attention)}:
         judge(attention, Step(((attention.block, 1), (3, 1)), splits=splits, num_padding=num_padding), device)
@@ -201,7 +201,7 @@ def test_padding_is_written_as_zeros(device, attention, num_padding):
 @pytest.mark.parametrize(
     ("folder", "attentions"), [pytest.param("attention", GROUPED), *([("latent", LATENT)] if LATENT else [])]
 )
-def test_every_kernel_that_attends_has_an_adapter(device, root, monkeypatch, folder, attentions):
+def test_attention_kernels_all_have_adapters(device, root, monkeypatch, folder, attentions):
     """Kernels are found by their decorator; those for warp groups run on a GPU alone and have tests there."""
     if device.type != "cpu":
         pytest.skip("the interpreter counts launches")

@@ -59,7 +59,7 @@ def e4m3(x: torch.Tensor, device) -> torch.Tensor:
     return codes.cpu()
 
 
-def test_e4m3_is_what_torch_makes_of_every_number(device):
+def test_e4m3_of_every_number_matches_torch(device):
     """Every upper half of a float32, with lower halves that lie below, at and above what decides."""
     upper = torch.arange(2**16).sub(2**15) << 16
     for lower in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
@@ -87,7 +87,7 @@ def test_e4m3_keeps_its_own_numbers_and_rounds_halves_to_even(device):
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_packed_words_match_the_format(device, head_dim, bits, what):
+def test_packed_head_words_match_the_format(device, head_dim, bits, what):
     x = random(3, head_dim, seed=head_dim)
     x[1] *= 100
     encode, codebooks, first = (
@@ -180,7 +180,7 @@ def neighbours(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([beside, -beside])
 
 
-def test_every_half_precision_number_gets_torchs_code(device):
+def test_e4m3_bits_of_every_half_match_torch(device):
     values = every_half()
     bits = bits_of(values, device)
     is_nan = values.isnan()
@@ -189,12 +189,12 @@ def test_every_half_precision_number_gets_torchs_code(device):
     assert (bits[is_nan] & 0x7F == 0x7F).all()
 
 
-def test_numbers_of_every_size_get_torchs_code(device):
+def test_e4m3_bits_of_every_magnitude_match_torch(device):
     values = torch.cat([random(20000, seed=size) * 4.0**size for size in range(-7, 6)])
     assert torch.equal(bits_of(values, device), torch_bits(values))
 
 
-def test_any_bits_of_float32(device):
+def test_e4m3_bits_of_any_float32_match_torch(device):
     generator = torch.Generator().manual_seed(3)
     values = torch.randint(-(2**31), 2**31, (2**15,), generator=generator).to(torch.int32).view(torch.float32)
     is_nan = values.isnan()
@@ -203,7 +203,7 @@ def test_any_bits_of_float32(device):
     assert (bits[is_nan] & 0x7F == 0x7F).all()
 
 
-def test_half_way_between_two_codes_the_even_one_is_taken(device):
+def test_e4m3_bits_of_ties_take_the_even_code(device):
     sizes = NUMBERS[:127]
     ties = (sizes[1:] + sizes[:-1]) / 2
     bits = bits_of(ties, device)
@@ -212,14 +212,14 @@ def test_half_way_between_two_codes_the_even_one_is_taken(device):
     assert torch.equal(bits_of(neighbours(ties), device), torch_bits(neighbours(ties)))
 
 
-def test_every_e4m3_number_keeps_its_code(device):
+def test_e4m3_bits_of_every_e4m3_number_are_kept(device):
     finite = CODES[NUMBERS.isfinite()]
     assert torch.equal(bits_of(finite.view(E4M3).float(), device), finite)
     beside = neighbours(NUMBERS[:127])
     assert torch.equal(bits_of(beside, device), torch_bits(beside))
 
 
-def test_zeros_keep_their_sign_and_what_is_too_small_is_zero(device):
+def test_e4m3_bits_keep_zero_signs_and_flush_tiny_numbers(device):
     least = torch.finfo(torch.float32).tiny
     values = torch.tensor([0.0, -0.0, 1e-45, -1e-45, least, -least, 2.0**-10, -(2.0**-10)])
     assert bits_of(values, device).tolist() == [0, 0x80] * 4
@@ -227,14 +227,14 @@ def test_zeros_keep_their_sign_and_what_is_too_small_is_zero(device):
     assert bits_of(above, device).tolist() == [1]
 
 
-def test_what_is_too_large_is_448_and_nan_is_nan(device):
+def test_e4m3_bits_saturate_at_448_and_keep_nan(device):
     values = torch.tensor([448.0, 464.0, 480.0, 1e30, float("inf")])
     assert bits_of(values, device).tolist() == [0x7E] * 5
     assert bits_of(-values, device).tolist() == [0xFE] * 5
     assert bits_of(torch.tensor([float("nan")]), device).tolist()[0] & 0x7F == 0x7F
 
 
-def test_every_code_is_the_number_that_torch_takes_it_for(device):
+def test_e4m3_code_decodes_as_in_torch(device):
     out = torch.zeros(256, dtype=torch.float16, device=device)
     numbers_kernel[(1,)](CODES.to(device), out, BLOCK=256)
     is_nan = NUMBERS.isnan()
@@ -244,7 +244,7 @@ def test_every_code_is_the_number_that_torch_takes_it_for(device):
 
 
 @pytest.mark.parametrize("values", [every_half(), random(20000) * 100, torch.tensor(NOT_FINITE)], ids=len)
-def test_numbers_that_are_quantized_on_their_way_into_a_product(device, values):
+def test_e4m3_rounding_before_a_product_matches_torch(device, values):
     """By hand in the interpreter, by instruction on a GPU: the same numbers."""
     is_nan = values.isnan()
     numbers = quantized(values, device)
@@ -252,7 +252,7 @@ def test_numbers_that_are_quantized_on_their_way_into_a_product(device, values):
     assert numbers[is_nan].isnan().all()
 
 
-def test_codes_that_are_loaded_into_a_product(device):
+def test_e4m3_codes_loaded_into_a_product_keep_their_values(device):
     codes = CODES.view(E4M3).to(device)
     out = torch.zeros(256, device=device)
     loaded_kernel[(1,)](kernel_codes(codes), out, BLOCK=256, PLAIN=is_interpreted())
@@ -261,7 +261,7 @@ def test_codes_that_are_loaded_into_a_product(device):
     assert out.cpu()[is_nan].isnan().all()
 
 
-def test_kernels_get_codes_in_place_and_nothing_else_is_touched(device):
+def test_kernel_codes_views_codes_in_place_only(device):
     codes = CODES.view(E4M3).to(device)
     taken = kernel_codes(codes)
     assert taken.data_ptr() == codes.data_ptr()
@@ -323,7 +323,7 @@ def test_e4m3_codes_are_those_of_torch(device):
     assert torch.equal(applied("e4m3", x, torch.uint8, device), torch.where(x.isnan(), 0x7F, expected))
 
 
-def test_every_e4m3_code_comes_back(device):
+def test_e4m3_code_survives_a_round_trip(device):
     codes = torch.arange(256, dtype=torch.uint8)
     values = applied("value", codes, torch.float32, device)
     expected = codes.view(torch.float8_e4m3fn).float()
@@ -333,7 +333,7 @@ def test_every_e4m3_code_comes_back(device):
     assert torch.equal(applied("e4m3", values[number], torch.uint8, device), codes[number])
 
 
-def test_every_exponent_is_its_power_of_two(device):
+def test_e8m0_exponent_is_its_power_of_two(device):
     exponents = torch.arange(256, dtype=torch.uint8)
     values = applied("to_float32", exponents, torch.int32, device).view(torch.float32)
     assert same_bits(values[:255], torch.tensor(2.0, dtype=torch.float64).pow(torch.arange(255) - 127).float())
@@ -341,13 +341,13 @@ def test_every_exponent_is_its_power_of_two(device):
     assert same_bits(values[:255], exponents.view(torch.float8_e8m0fnu).float()[:255])
 
 
-def test_integers_tie_to_even(device):
+def test_int8_rounding_ties_to_even(device):
     x = awkward()
     expected = x.round().clamp(-127, 127).nan_to_num(0).to(torch.int8).view(torch.uint8)
     assert torch.equal(applied("int8", x, torch.uint8, device), expected)
 
 
-def test_four_bits_tie_to_even(device):
+def test_e2m1_rounding_ties_to_even(device):
     x = awkward()
     values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     distance = (x.double().abs().clamp_max(100).nan_to_num(0)[:, None] - values).abs()
@@ -369,14 +369,14 @@ def test_bfloat16_rounds_like_torch_and_is_read_exactly(device):
     assert torch.equal(number, ~every.view(torch.bfloat16).isnan())
 
 
-def test_what_is_not_finite_has_no_size(device):
+def test_nonfinite_value_has_size_zero(device):
     x = awkward()
     expected = torch.where(x.isfinite(), x.abs().view(torch.int32), 0)
     assert torch.equal(applied("finite", x, torch.int32, device), expected)
 
 
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
-def test_float64_beside_a_tie_is_rounded_once(device, target):
+def test_float64_rounding_beside_a_tie_happens_once(device, target):
     narrow = random(1000).to(target)
     above = (narrow.view(torch.int16) + 1).view(target).double()
     tie = (narrow.double() + above) / 2
@@ -387,7 +387,7 @@ def test_float64_beside_a_tie_is_rounded_once(device, target):
 
 
 @pytest.mark.parametrize("dtype", EXPONENT_BITS, ids=str)
-def test_bits_of_what_is_not_finite(dtype):
+def test_as_bits_finds_nonfinite_values(dtype):
     size = torch.empty((), dtype=dtype).element_size()
     noise = torch.randint(0, 256, (4096 * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     numbers = noise.view(dtype)

@@ -34,13 +34,13 @@ def test_row_scaled_splits_fill_a_gpu_and_keep_four_blocks(size_n: int, size_k: 
     assert row_scaled_splits(size_n, size_k) == splits
 
 
-def test_rows_of_an_expert_block_follow_what_experts_get() -> None:
+def test_expert_block_rows_follow_tokens_per_expert() -> None:
     """Up to 4 tokens one each, up to 16 one block, then by up to 8, 24 and 96 pairs for an expert."""
     found = [expert_block_rows(rows, 8, 128) for rows in (1, 4, 5, 16, 17, 128, 129, 384, 385, 1536, 1537)]
     assert found == [1, 1, 16, 16, 16, 16, 32, 32, 64, 64, 128]
 
 
-def test_expert_order_of_every_size_has_a_launch() -> None:
+def test_expert_order_form_has_a_launch_for_every_size() -> None:
     unsorted = [expert_order_form(rows, 8, 128) for rows in (4, 16)]
     assert unsorted == [ExpertOrderForm(rows, False, 0, 0, False) for rows in (1, 16)]
     found = [expert_order_form(rows, 8, 128)[2:] for rows in (17, 32, 33, 256, 257, 512, 513)]
@@ -55,7 +55,7 @@ def test_expert_order_of_every_size_has_a_launch() -> None:
     ]
 
 
-def test_scratch_of_expert_pairs_is_the_maximum() -> None:
+def test_expert_pair_scratch_is_the_maximum() -> None:
     assert [num_expert_blocks(*own) for own in ((10, 4, 1), (3, 8, 16), (8, 8, 16), (24, 8, 16), (100, 8, 16))] == [
         0,
         3,
@@ -76,7 +76,7 @@ def test_scratch_of_expert_pairs_is_the_maximum() -> None:
     ]
 
 
-def test_turns_of_keys_have_a_row_for_every_block() -> None:
+def test_key_turns_have_a_row_for_every_block() -> None:
     assert [pair_columns(head_dim) for head_dim in (16, 32, 34, 64, 66, 128, 256)] == [16, 16, 32, 32, 64, 64, 128]
     found = [
         [(spec.shape, spec.dtype) for spec in key_turns_specs(*own)]
@@ -89,12 +89,12 @@ def test_turns_of_keys_have_a_row_for_every_block() -> None:
     ]
 
 
-def test_small_tiles_run_fewer_programs_in_small_batches() -> None:
+def test_small_programs_are_fewer_in_small_batches() -> None:
     geometry = TileGeometry(1, 2, 3, 4, 64, small_batch_rows=8, small_batch_programs_per_sm=7)
     assert [geometry.small_programs(rows) for rows in (1, 8, 9)] == [7, 7, 3]
 
 
-def test_scratch_of_logits_is_bounded_by_rows_and_candidates() -> None:
+def test_logit_scratch_is_bounded_by_rows_and_candidates() -> None:
     """At most 128 rows at once and 4096 candidates; the first two tensors have every row."""
     assert [num_chunks(size) for size in (1, 8192, 8193)] == [1, 1, 2]
     found = [[spec.shape for spec in logit_scratch_specs(*own)] for own in ((200, 10000), (5, 300))]

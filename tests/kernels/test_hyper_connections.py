@@ -89,7 +89,7 @@ def mixed(x, mix, device, fused=True):
 @pytest.mark.each_value
 @SIZES
 @DTYPES
-def test_shares_against_float64(device, dtype, num_rows, num_streams, hidden):
+def test_stream_shares_match_float64(device, dtype, num_rows, num_streams, hidden):
     x = random(num_rows, num_streams, hidden, scale=3.0).to(dtype)
     for mix in (make_mix(num_streams, hidden), make_head(num_streams, hidden)):
         expected = by_hand(x, mix)
@@ -138,7 +138,7 @@ def run_block(fused: bool, device, x, y, shares, mix, norm, numbers=COARSE):
 @SIZES
 @DTYPES
 @pytest.mark.parametrize("is_head", [False, True], ids=["layer", "head"])
-def test_two_launches_match_the_steps_one_by_one(device, dtype, num_rows, num_streams, hidden, is_head):
+def test_hyper_connections_two_launches_match_single_steps(device, dtype, num_rows, num_streams, hidden, is_head):
     x, y = random(num_rows, num_streams, hidden).to(dtype), random(num_rows, hidden, seed=1).to(dtype)
     norm = 1.0 + random(hidden, seed=3, scale=0.1)
     mix = make_head(num_streams, hidden) if is_head else make_mix(num_streams, hidden)
@@ -163,7 +163,7 @@ def limits_of(dtype: torch.dtype, is_gpu: bool = False) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 17])
-def test_streams_in_several_chunks_a_split_match(device, monkeypatch, num_rows):
+def test_combine_streams_several_chunks_a_split_match_reference(device, monkeypatch, num_rows):
     """Two splits of four chunks and a short last one."""
     monkeypatch.setattr(stream_geometry, "MAX_SPLITS", 2)
     x, y, mix, norm = random(num_rows, 4, 200), random(num_rows, 200, seed=1), make_mix(4, 200), torch.ones(200)
@@ -173,7 +173,7 @@ def test_streams_in_several_chunks_a_split_match(device, monkeypatch, num_rows):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_shares_match_the_modules_of_transformers(device):
+def test_stream_shares_match_transformers(device):
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
@@ -193,7 +193,7 @@ def test_shares_match_the_modules_of_transformers(device):
         torch.testing.assert_close(torch.einsum("ts,tsh->th", pre, x), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_comb_is_doubly_stochastic_and_not_symmetric(device):
+def test_stream_comb_is_doubly_stochastic_and_not_symmetric(device):
     shares = mixed(random(3, 4, 64), make_mix(4, 64), device)
     comb = shares[:, 8:].view(3, 4, 4)
     torch.testing.assert_close(comb.sum(1), torch.ones(3, 4), rtol=1e-4, atol=1e-4)
@@ -202,7 +202,7 @@ def test_comb_is_doubly_stochastic_and_not_symmetric(device):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
-def test_block_is_batch_invariant_and_keeps_poison_in_its_row(device):
+def test_hyper_connections_are_batch_invariant_amid_poison(device):
     x, y, mix, norm = random(20, 4, 64), random(20, 64, seed=1), make_mix(4, 64), torch.ones(64)
     shares = by_hand(x, make_mix(4, 64, seed=5)).float()
     whole = run_block(True, device, x, y, shares, mix, norm)
@@ -219,14 +219,14 @@ def test_block_is_batch_invariant_and_keeps_poison_in_its_row(device):
         assert same_bits(found[clean], wanted[clean])
 
 
-def test_huge_and_vanishing_streams(device):
+def test_stream_shares_of_huge_and_vanishing_streams_are_exact(device):
     """What rms divides by cancels their size, until eps counts."""
     x = random(3, 4, 64) * torch.tensor([1e15, 1e-18, 0.0])[:, None, None]
     for mix in (make_mix(4, 64), make_head(4, 64)):
         torch.testing.assert_close(mixed(x, mix, device).double(), by_hand(x, mix), rtol=1e-5, atol=1e-6)
 
 
-def test_no_rows(device):
+def test_hyper_connections_accept_no_rows(device):
     x, mix, parts = torch.empty(0, 4, 64), make_mix(4, 64), torch.empty(64)
     for launch in (hc.combine_streams_triton, hc.combine_streams_reference):
         launch(x, x[:, 0], torch.empty(0, 24), mix.weight_MX, parts)
@@ -234,7 +234,7 @@ def test_no_rows(device):
         enter(x, parts, mix, NUMBERS, torch.empty(0, 24), torch.ones(64), 1e-6, torch.empty(0, 64))
 
 
-def test_splits_and_blocks_of_streams_are_known():
+def test_stream_splits_and_blocks_are_known():
     """Up to 128 splits and 512 programs; chunks have 32 columns, and a split whole chunks."""
     assert [row_block(rows) for rows in (1, 2, 3, 64, 65)] == [1, 1, 16, 16, 64]
     assert [sum_columns(sums) for sums in (4, 15, 16, 24, 31, 32)] == [16, 16, 32, 32, 32, 64]
@@ -261,7 +261,7 @@ def test_stream_parts_are_enough_and_never_shrink(hidden):
     assert [spec.shape for spec in stream_specs(3, 4)] == [(3, 24), (3 * 128 * 32,)]
 
 
-def test_wrong_shapes_are_refused():
+def test_hyper_connections_refuse_wrong_shapes():
     x, mix = torch.ones(2, 4, 64), make_mix(4, 64)
     with pytest.raises(AssertionError, match="space for 5 sums"):
         hc.combine_streams_triton(x, None, None, mix.weight_MX, torch.empty(5))
@@ -276,7 +276,7 @@ def test_wrong_shapes_are_refused():
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_hyper_connections_allocate_nothing(device):
     x, y = random(9, 4, 4096).to(device), random(9, 4096).to(device)
     mix, norm = StreamMix(*(tensor.to(device) for tensor in make_mix(4, 4096))), torch.ones(4096, device=device)
     shares, parts = torch.rand(9, 24, device=device), torch.empty(stream_parts_spec(9, 4).shape, device=device)

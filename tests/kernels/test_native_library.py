@@ -134,7 +134,7 @@ def loaded_anew() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_compile_once(tmp_path, real_compiler, monkeypatch, caplog, loaded_anew):
+def test_native_library_concurrent_processes_compile_once(tmp_path, real_compiler, monkeypatch, caplog, loaded_anew):
     environment = {"PATH": path_with(real_compiler), "HOLDFAST_CACHE": str(tmp_path / "cache")}
     (path, first_log), (same_path, second_log) = map(finish, [start(LOAD, **environment), start(LOAD, **environment)])
     assert path is not None, first_log
@@ -152,7 +152,7 @@ def test_processes_that_start_together_compile_once(tmp_path, real_compiler, mon
     assert path.stat().st_mtime_ns == written
 
 
-def test_compiling_is_counted_and_nothing_is_where_it_is_done(tmp_path, real_compiler, monkeypatch):
+def test_compile_native_counts_compiles_and_skips_loaded_library(tmp_path, real_compiler, monkeypatch):
     monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", path_with(real_compiler))
     native_library.native_library.cache_clear()
@@ -171,7 +171,7 @@ def test_compiling_is_counted_and_nothing_is_where_it_is_done(tmp_path, real_com
     native_library.compile_native(lambda *facts: pytest.fail("this process has them"))
 
 
-def test_a_damaged_library_is_compiled_again(tmp_path, real_compiler, monkeypatch, caplog, loaded_anew):
+def test_native_library_damaged_file_is_recompiled(tmp_path, real_compiler, monkeypatch, caplog, loaded_anew):
     monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", path_with(real_compiler))
     native_library.find_native_build().path.write_bytes(b"no library at all")
@@ -180,7 +180,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path, real_compiler, monkeypatc
     assert num_runs(real_compiler) == RUNS_TO_COMPILE
 
 
-def test_a_change_of_any_source_asks_for_another_library(tmp_path, monkeypatch):
+def test_native_library_path_changes_with_any_source(tmp_path, monkeypatch):
     """Headers too: what was compiled before one changed is never loaded again."""
     monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(native_library, "SOURCES", shutil.copytree(native_library.SOURCES, tmp_path / "sources"))
@@ -243,7 +243,7 @@ def failures(tmp_path_factory) -> dict[str, tuple[str | None, str]]:
         ("no home", "names no folder here; set HOLDFAST_CACHE to a folder of your own"),
     ],
 )
-def test_what_goes_wrong_costs_speed_only_and_is_said_once(failures, case, reason):
+def test_native_library_failure_uses_torch_and_logs_once(failures, case, reason):
     """Results were right in each case. A folder that others may write to is refused, since what lies there is run."""
     path, log = failures[case]
     assert path is None
@@ -252,7 +252,7 @@ def test_what_goes_wrong_costs_speed_only_and_is_said_once(failures, case, reaso
 
 
 @pytest.mark.usefixtures("native")
-def test_kernels_take_float32_on_the_cpu_laid_out_in_order():
+def test_native_for_accepts_contiguous_float32_on_cpu():
     good = torch.ones(4, 4)
     assert native_for(good, None, good) is not None
     for bad in (good.half(), good.double(), good.T[:2], good[:, ::2], torch.ones(4, 4, device="meta")):
@@ -260,12 +260,12 @@ def test_kernels_take_float32_on_the_cpu_laid_out_in_order():
     assert native_for(good[1:3]) is not None
 
 
-def test_every_signature_is_in_the_library(native):
+def test_native_library_has_every_signature(native):
     for name, arguments in SIGNATURES.items():
         assert getattr(native, name).argtypes == arguments
 
 
-def test_signatures_match_the_c_functions():
+def test_native_signatures_match_the_c_functions():
     """What C takes for a pointer, a long or a float is given as one, and nothing in C is out of reach."""
     found = {}
     for source in native_library.SOURCES.glob("*.c"):

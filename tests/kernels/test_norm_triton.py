@@ -33,7 +33,7 @@ def exact_norm(x, weight, eps=EPS):
 
 @DTYPES
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"D{size}")
-def test_as_exact_as_torch_amid_poison(device, guarded, size, dtype):
+def test_rms_norm_triton_is_as_exact_as_torch_amid_poison(device, guarded, size, dtype):
     weight = random(size, seed=1).to(dtype)
     for num_rows in (1, 7):
         x = random(num_rows, size).to(dtype)
@@ -45,7 +45,7 @@ def test_as_exact_as_torch_amid_poison(device, guarded, size, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_weights_in_float32_and_an_offset_round_once(device, offset, dtype):
+def test_norm_triton_float32_weights_and_offset_round_once(device, offset, dtype):
     x, delta, weight = random(5, 100).to(dtype), random(5, 100, seed=2).to(dtype), random(100, seed=1)
     summed, on_device = x + delta, [tensor.to(device, copy=True) for tensor in (x, delta, weight)]
     for rows, y in (
@@ -61,7 +61,7 @@ def test_weights_in_float32_and_an_offset_round_once(device, offset, dtype):
 
 
 @DTYPES
-def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, dtype):
+def test_rms_norm_triton_out_holds_the_same_result(device, poison, dtype):
     x, weight = random(5, 100).to(device, dtype), random(100, seed=1).to(device, dtype)
     alone = rms_norm_triton(x, weight, EPS)
     assert alone.is_contiguous()
@@ -77,7 +77,7 @@ def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, dtyp
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", [63, 128, 1000], ids=lambda size: f"D{size}")
-def test_rows_are_batch_invariant(device, size, dtype):
+def test_rms_norm_triton_is_batch_invariant(device, size, dtype):
     x, weight = random(9, size).to(device, dtype), random(size, seed=1).to(device, dtype)
     alone = torch.cat([rms_norm_triton(x[row : row + 1], weight, EPS) for row in range(9)])
     for rows in companies(9):
@@ -85,20 +85,20 @@ def test_rows_are_batch_invariant(device, size, dtype):
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-10, 1e10, 1e15])
-def test_any_magnitude(device, scale):
+def test_rms_norm_triton_is_exact_at_any_magnitude(device, scale):
     x, weight = random(3, 100) * scale, random(100, seed=1)
     y = rms_norm_triton(x.to(device), weight.to(device), EPS).cpu()
     assert_as_exact_as_torch(y, rms_norm_reference(x, weight, EPS), exact_norm(x, weight))
 
 
-def test_half_types_keep_float32_statistics(device):
+def test_rms_norm_triton_half_types_keep_float32_statistics(device):
     x, weight = (random(3, 100) * 2000).half(), random(100, seed=1).half()  # squares overflow float16
     y = rms_norm_triton(x.to(device), weight.to(device), EPS).cpu()
     assert_as_exact_as_torch(y, rms_norm_reference(x, weight, EPS), exact_norm(x, weight))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, bad):
+def test_rms_norm_triton_nonfinite_stays_in_its_row(device, bad):
     x, weight = random(4, 37).to(device), random(37, seed=1).to(device)
     clean = rms_norm_triton(x, weight, EPS)
     x[2, 36] = bad
@@ -107,17 +107,17 @@ def test_what_is_not_finite_stays_in_its_row(device, bad):
     assert same_bits(y[[0, 1, 3]], clean[[0, 1, 3]])
 
 
-def test_every_leading_shape_is_rows(device):
+def test_rms_norm_triton_flattens_leading_dimensions(device):
     x, weight = random(4, 3, 5, 24).to(device), random(24, seed=1).to(device)
     assert same_bits(rms_norm_triton(x, weight, EPS).view(60, 24), rms_norm_triton(x.view(60, 24), weight, EPS))
 
 
-def test_no_rows_give_no_rows(device):
+def test_rms_norm_triton_without_rows_is_empty(device):
     x, out = torch.empty(2, 0, 8, device=device)
     assert rms_norm_triton(x, torch.ones(8, device=device), EPS, out) is out
 
 
-def test_elements_that_lie_apart_are_refused(device):
+def test_rms_norm_triton_refuses_strided_elements(device):
     weight = torch.ones(8, device=device)
     with pytest.raises(AssertionError, match="side by side"):
         rms_norm_triton(torch.ones(8, 3, device=device).T, weight, EPS)
@@ -126,7 +126,7 @@ def test_elements_that_lie_apart_are_refused(device):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_rms_norm_triton_allocates_nothing(device):
     x, weight, out = (random(3, 640).to(device, torch.bfloat16) for _ in range(3))
     assert_allocates_nothing(lambda: rms_norm(x[:, :512], weight[0, :512], EPS, out[:, :512]))
 
@@ -140,7 +140,7 @@ def inputs(num_rows, size, dtype=torch.float32):
 
 @pytest.mark.parametrize("size", SIZES_ADD_RMS_NORM, ids=lambda size: f"D{size}")
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 17])
-def test_in_c_it_is_the_sum_and_then_the_norm_to_the_bit(native, guarded_host, num_rows, size):
+def test_add_rms_norm_in_c_equals_sum_then_norm(native, guarded_host, num_rows, size):
     x, delta, weight = inputs(num_rows, size)
     summed = x + delta
     stream, out = island(x), guarded_host(num_rows, size).fill_(POISON)
@@ -150,7 +150,7 @@ def test_in_c_it_is_the_sum_and_then_the_norm_to_the_bit(native, guarded_host, n
 
 
 @pytest.mark.usefixtures("native")
-def test_in_c_the_result_may_take_the_place_of_what_was_added():
+def test_add_rms_norm_in_c_may_overwrite_delta():
     x, delta, weight = inputs(5, 100)
     expected = rms_norm(x + delta, weight, EPS)
     assert same_bits(add_rms_norm(x, delta, weight, EPS, delta), expected)
@@ -158,7 +158,7 @@ def test_in_c_the_result_may_take_the_place_of_what_was_added():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_run_in_torch(dtype):
+def test_add_rms_norm_half_types_use_torch_on_cpu(dtype):
     x, delta, weight = inputs(5, 100, dtype)
     summed, out = x + delta, torch.empty_like(x)
     add_rms_norm(x, delta, weight, EPS, out)
@@ -168,7 +168,7 @@ def test_half_types_run_in_torch(dtype):
 
 @DTYPES
 @pytest.mark.parametrize("size", SIZES_ADD_RMS_NORM, ids=lambda size: f"D{size}")
-def test_as_exact_as_torch_amid_poison_add_rms_norm(device, guarded, size, dtype):
+def test_add_rms_norm_is_as_exact_as_torch_amid_poison(device, guarded, size, dtype):
     for num_rows in (1, 7):
         x, delta, weight = inputs(num_rows, size, dtype)
         stream, out = guarded(num_rows, size, dtype=dtype), guarded(num_rows, size, dtype=dtype).fill_(POISON)
@@ -182,7 +182,7 @@ def test_as_exact_as_torch_amid_poison_add_rms_norm(device, guarded, size, dtype
 
 
 @DTYPES
-def test_it_is_the_norm_of_what_is_stored_to_the_bit(device, dtype):
+def test_add_rms_norm_is_the_norm_of_stored_rows(device, dtype):
     """Not of the sum before it was rounded: a step that starts from the stored stream gives the same."""
     x, delta, weight = (tensor.to(device) for tensor in inputs(7, 100, dtype))
     out = torch.empty_like(x)
@@ -224,7 +224,7 @@ def test_add_rms_norm_is_batch_invariant(device, size, dtype):
             assert same_bits(mine, theirs[rows]), f"{rows=}"
 
 
-def test_what_is_not_finite_stays_in_its_row_add_rms_norm(device):
+def test_add_rms_norm_nonfinite_value_stays_in_its_row(device):
     x, delta, weight = (tensor.to(device) for tensor in inputs(4, 37))
     clean, soiled = torch.empty_like(x), torch.empty_like(x)
     delta[2, 36] = POISON
@@ -234,13 +234,13 @@ def test_what_is_not_finite_stays_in_its_row_add_rms_norm(device):
     assert same_bits(soiled[[0, 1, 3]], clean[[0, 1, 3]])
 
 
-def test_no_rows_change_nothing(device):
+def test_add_rms_norm_without_rows_is_empty(device):
     x, delta, out = torch.empty(3, 0, 8, device=device)
     assert add_rms_norm_triton(x, delta, torch.ones(8, device=device), EPS, out) is out
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated_add_rms_norm(device):
+def test_add_rms_norm_allocates_nothing(device):
     x, delta, weight = (tensor.to(device) for tensor in inputs(3, 512, torch.bfloat16))
     assert_allocates_nothing(lambda: add_rms_norm(x, delta, weight, EPS, delta))
 
@@ -275,14 +275,14 @@ def judge(out, x, weight, bias) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("size", SIZES_LAYER_NORM, ids=lambda size: f"D{size}")
-def test_as_exact_as_torch_amid_poison_layer_norm(on_triton, device, size, dtype):
+def test_layer_norm_is_as_exact_as_torch_amid_poison(on_triton, device, size, dtype):
     for num_rows in (1, 7):
         operands = inputs_layer_norm(num_rows, size, dtype)
         judge(run(*operands, device), *operands)
 
 
 @DTYPES
-def test_the_result_may_take_the_place_of_its_rows(on_triton, device, dtype):
+def test_layer_norm_may_run_in_place(on_triton, device, dtype):
     x, weight, bias = (tensor.to(device) for tensor in inputs_layer_norm(5, 100, dtype))
     expected = layer_norm(x, weight, bias, EPS, torch.empty_like(x))
     assert layer_norm(x, weight, bias, EPS, x) is x
@@ -298,20 +298,20 @@ def test_layer_norm_is_batch_invariant(on_triton, device, dtype):
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-6, 1e6, 1e15])
-def test_any_magnitude_layer_norm(on_triton, device, scale):
+def test_layer_norm_is_exact_at_any_magnitude(on_triton, device, scale):
     x, weight, bias = inputs_layer_norm(3, 100)
     x = random(3, 100) * scale
     judge(run(x, weight, bias, device), x, weight, bias)
 
 
-def test_a_constant_row_is_the_bias(on_triton, device):
+def test_layer_norm_constant_row_is_the_bias(on_triton, device):
     """No deviation: eps keeps the division finite."""
     _, weight, bias = inputs_layer_norm(1, 64)
     assert torch.equal(run(torch.full((2, 64), 4.0), weight, bias, device), bias.expand(2, 64))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row_layer_norm(on_triton, device, bad):
+def test_layer_norm_nonfinite_value_stays_in_its_row(on_triton, device, bad):
     x, weight, bias = inputs_layer_norm(4, 37)
     clean = run(x, weight, bias, device)
     x[2, 36] = bad
@@ -320,14 +320,14 @@ def test_what_is_not_finite_stays_in_its_row_layer_norm(on_triton, device, bad):
     assert same_bits(y[[0, 1, 3]], clean[[0, 1, 3]])
 
 
-def test_no_rows_change_nothing_layer_norm(on_triton, device):
+def test_layer_norm_without_rows_is_empty(on_triton, device):
     x, out = torch.empty(2, 0, 8, device=device)
     weight = torch.ones(8, device=device)
     assert layer_norm(x, weight, weight, EPS, out) is out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_cpu_runs_it_in_torch(dtype):
+def test_layer_norm_on_cpu_uses_torch(dtype):
     x, weight, bias = inputs_layer_norm(7, 100, dtype)
     out = torch.full_like(x, NAN)
     assert layer_norm(x, weight, bias, EPS, out) is out
@@ -337,6 +337,6 @@ def test_a_cpu_runs_it_in_torch(dtype):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated_layer_norm(device):
+def test_layer_norm_allocates_nothing(device):
     x, weight, bias = (tensor.to(device) for tensor in inputs_layer_norm(3, 512, torch.bfloat16))
     assert_allocates_nothing(lambda: layer_norm(x, weight, bias, EPS, x))

@@ -38,18 +38,18 @@ def test_operation_passes_positional_and_named_arguments():
         assert call(with_native) == ("native", 2.0, 3.0)
 
 
-def test_native_that_declines_falls_back_to_reference():
+def test_operation_native_decline_falls_back_to_reference():
     assert with_native(-2.0, X) == ("reference", -2.0, 0.0)
 
 
-def test_triton_wins_over_native_and_reference(monkeypatch):
+def test_operation_prefers_triton_over_native_and_reference(monkeypatch):
     given = []
     monkeypatch.setattr(module, "can_run", lambda tensor: given.append(tensor) or True)
     assert with_native(2.0, X) == scale(factor=2.0, x=X) == ("triton", 2.0, 0.0)
     assert all(tensor is X for tensor in given)
 
 
-def test_place_names_the_tensor_that_decides(monkeypatch):
+def test_operation_place_names_the_deciding_tensor(monkeypatch):
     def first_reference(parts: list[torch.Tensor]) -> str:
         return "reference"
 
@@ -64,7 +64,7 @@ def test_place_names_the_tensor_that_decides(monkeypatch):
     assert first(parts=[X, torch.ones(1)]) == "reference"
 
 
-def test_replaced_implementation_is_called(monkeypatch):
+def test_operation_calls_a_replaced_implementation(monkeypatch):
     monkeypatch.setattr(scale, "reference", lambda *args, **named: "mine")
     assert scale(2.0, X) == "mine"
 

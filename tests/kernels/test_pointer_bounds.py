@@ -27,7 +27,7 @@ def room(size: int) -> torch.Tensor:
     return torch.zeros(size + 2000)[1000 : 1000 + size]
 
 
-def test_pointers_inside_of_tensors_and_of_their_gaps_are_taken():
+def test_bound_pointers_accepts_tensors_and_their_gaps():
     assert bound_pointers()
     x, y = room(80), room(8)
     _copy_kernel[(1,)](x, y, 72, 80, 8)
@@ -39,12 +39,12 @@ def test_pointers_inside_of_tensors_and_of_their_gaps_are_taken():
 @pytest.mark.parametrize(
     ("start", "count", "verb"), [(73, 99, "loads 1 of 8"), (-1, 80, "loads 1 of 8"), (200, 999, "loads 8")]
 )
-def test_loads_outside_of_all_tensors_are_an_error(start, count, verb):
+def test_bound_pointers_refuses_loads_outside_tensors(start, count, verb):
     with pytest.raises(triton.runtime.errors.InterpreterError, match=f"_copy_kernel {verb}"):
         _copy_kernel[(1,)](room(80), room(8), start, count, 8)
 
 
-def test_stores_outside_of_all_tensors_are_an_error():
+def test_bound_pointers_refuses_stores_outside_tensors():
     with pytest.raises(triton.runtime.errors.InterpreterError, match="_copy_kernel stores 1 of 8"):
         _copy_kernel[(1,)](room(80), room(7), 0, 80, 8)
     with pytest.raises(triton.runtime.errors.InterpreterError, match="_count_kernel changes 1 of 1"):

@@ -22,7 +22,7 @@ def _double_kernel(values, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float16, torch.float32])
-def test_device_functions_and_those_of_the_language_run(dtype: torch.dtype) -> None:
+def test_quick_interpreter_runs_device_and_language_functions(dtype: torch.dtype) -> None:
     assert quicken_interpreter()
     for _ in range(2):
         values = torch.arange(8, dtype=dtype)
@@ -40,9 +40,7 @@ def _mixed_kernel(left, right, out, M: tl.constexpr, N: tl.constexpr, scale: tl.
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float16, torch.float32])
 @pytest.mark.parametrize(("left", "right", "scale"), [(4, 8, 2), (1, 4, 1), (8, 1, -1)])
-def test_shared_types_and_constants_are_those_of_the_launch(
-    dtype: torch.dtype, left: int, right: int, scale: int
-) -> None:
+def test_quick_interpreter_types_are_those_of_the_launch(dtype: torch.dtype, left: int, right: int, scale: int) -> None:
     """Shapes, kinds of numbers and constants that equal each other follow one another, each launch after another's."""
     assert quicken_interpreter()
     for kind in (torch.float32, dtype, torch.int32):
@@ -53,7 +51,7 @@ def test_shared_types_and_constants_are_those_of_the_launch(
         assert torch.equal(out, wanted.to(dtype))
 
 
-def test_types_are_shared_only_where_they_are_equal() -> None:
+def test_quick_interpreter_shares_equal_types_only() -> None:
     assert quicken_interpreter()
     assert tl.block_type(tl.int32, [4, 8]) is tl.block_type(tl.int32, [tl.constexpr(4), 8])
     kinds = [(tl.int32, [4]), (tl.int32, [4, 1]), (tl.int32, [8]), (tl.float32, [4]), (tl.pointer_type(tl.int32), [4])]
@@ -75,7 +73,7 @@ def _shifted_kernel(out, number, N: tl.constexpr, less: tl.constexpr):
 
 
 @pytest.mark.parametrize("less", [1, 2])
-def test_what_two_types_become_is_what_they_become_again(less: int) -> None:
+def test_quick_interpreter_type_promotion_is_repeatable(less: int) -> None:
     """Also after a launch that was refused for its number: of numbers only those that were taken are known."""
     assert quicken_interpreter()
     for _ in range(2):

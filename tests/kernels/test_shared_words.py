@@ -45,7 +45,7 @@ def _permute_kernel(p_x, p_order, p_out, SIZE: constexpr, PLAIN: constexpr):
 
 
 @pytest.mark.parametrize("num_warps", [1, 4, 8])
-def test_each_program_counts_alone(device, guarded, num_warps):
+def test_shared_words_programs_count_separately(device, guarded, num_warps):
     x = random(3, 512, seed=1).abs().clamp(max=0.999).to(device)
     out = guarded(3, 2, 64, dtype=torch.int32)
     _histogram_kernel[(3,)](x, out, interpreter_buffer(3, x), SIZE=512, BINS=64, num_warps=num_warps)
@@ -54,7 +54,7 @@ def test_each_program_counts_alone(device, guarded, num_warps):
         assert out[row].tolist() == [counts.tolist(), (2 * counts.flip(0)).tolist()]
 
 
-def test_elements_that_lie_anywhere(device, guarded):
+def test_shared_words_load_and_store_scattered_elements(device, guarded):
     order = torch.randperm(256, generator=torch.Generator().manual_seed(0)).int().to(device)
     x, out = torch.arange(1000, 1256, dtype=torch.int32, device=device), guarded(256, dtype=torch.int32).fill_(-1)
     _permute_kernel[(1,)](x, order, out, SIZE=256, PLAIN=is_interpreted(), num_warps=4)

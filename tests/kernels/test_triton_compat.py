@@ -33,7 +33,7 @@ def kernels_run(device) -> str:
 
 @pytest.mark.parametrize("size", [1, 63, 64, 1000])
 @pytest.mark.parametrize("num_rows", [0, 1, 7])
-def test_rms_norm_kernel_is_the_reference(kernels_run, size, num_rows):
+def test_rms_norm_triton_matches_reference(kernels_run, size, num_rows):
     for dtype in dtypes(kernels_run):
         x = torch.randn(num_rows, size, dtype=torch.float32).to(kernels_run, dtype)
         weight = torch.randn(size).to(kernels_run, dtype)
@@ -42,7 +42,7 @@ def test_rms_norm_kernel_is_the_reference(kernels_run, size, num_rows):
         torch.testing.assert_close(got.float(), want, rtol=HALF_STEP[dtype], atol=HALF_STEP[dtype])
 
 
-def test_rms_norm_kernel_takes_heads(kernels_run):
+def test_rms_norm_triton_accepts_heads(kernels_run):
     x = torch.randn(3, 5, 24, device=kernels_run)
     weight = torch.randn(24, device=kernels_run)
     torch.testing.assert_close(rms_norm_triton(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
@@ -50,7 +50,7 @@ def test_rms_norm_kernel_takes_heads(kernels_run):
 
 @pytest.mark.parametrize("size", [1, 63, 1024, 1500])
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
-def test_silu_mul_kernel_is_the_reference(kernels_run, size, num_rows):
+def test_silu_mul_triton_matches_reference(kernels_run, size, num_rows):
     for dtype in dtypes(kernels_run):
         gate_up = (4 * torch.randn(num_rows, 2 * size)).to(kernels_run, dtype)
         got, want = silu_mul_triton(gate_up), silu_mul_reference(gate_up.float())
@@ -58,7 +58,7 @@ def test_silu_mul_kernel_is_the_reference(kernels_run, size, num_rows):
         torch.testing.assert_close(got.float(), want, rtol=HALF_STEP[dtype], atol=HALF_STEP[dtype])
 
 
-def test_a_bad_row_stays_alone(kernels_run):
+def test_rms_norm_triton_nonfinite_row_stays_alone(kernels_run):
     x = torch.randn(4, 100, device=kernels_run)
     clean = rms_norm_triton(x, torch.ones(100, device=kernels_run), 1e-5)
     x[2, 5] = float("nan")
@@ -68,18 +68,18 @@ def test_a_bad_row_stays_alone(kernels_run):
     assert torch.equal(soiled[others], clean[others])
 
 
-def test_cpu_tensors_never_reach_a_kernel():
+def test_can_run_refuses_cpu_tensors():
     assert not can_run(torch.zeros(1))
 
 
-def test_cpu_tensors_are_never_launched_with_pdl():
+def test_supports_pdl_refuses_cpu_tensors():
     assert not supports_pdl(torch.zeros(1))
 
 
 @pytest.mark.parametrize(
     ("capability", "expected"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)]
 )
-def test_only_gpus_from_hopper_on_support_pdl(monkeypatch, capability, expected):
+def test_supports_pdl_only_from_hopper_on(monkeypatch, capability, expected):
     """Older ones do not know the instruction with which a kernel waits."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
@@ -93,17 +93,17 @@ def test_pdl_launch_is_empty_without_pdl():
 
 
 @pytest.mark.gpu
-def test_the_answer_is_that_of_the_tensor_s_own_gpu(device):
+def test_supports_pdl_follows_the_gpu_of_the_tensor(device):
     assert can_run(torch.zeros(1, device=device))
     assert supports_pdl(torch.zeros(1, device=device)) is (torch.cuda.get_device_capability(device)[0] >= 9)
 
 
 @pytest.mark.parametrize(("number", "power"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
-def test_next_power_of_two(number, power):
+def test_next_power_of_two_rounds_up(number, power):
     assert next_power_of_two(number) == power
 
 
-def test_a_plain_cpu_run_imports_no_triton():
+def test_cpu_run_imports_no_triton():
     code = "import sys, holdfast.kernels.norm as k; print('triton' in sys.modules, k.rms_norm_reference is not None)"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -138,7 +138,7 @@ def test_counting_compiles_reports_compiled_kernels_only(monkeypatch):
     assert triton_compat.compiled_folder() == "a folder"
 
 
-def test_nothing_is_counted_where_there_is_no_triton(monkeypatch):
+def test_counting_compiles_without_triton_counts_nothing(monkeypatch):
     monkeypatch.setattr(triton_compat, "triton", None)
     with triton_compat.counting_compiles(lambda: pytest.fail("nothing compiles")) as count:
         pass

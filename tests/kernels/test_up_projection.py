@@ -25,7 +25,7 @@ shapes = st.builds(UpProjection, st.integers(1, 256), dims, dims, dims, dims)
 
 
 @given(shapes, st.sampled_from(["bfloat16", "float32"]), st.integers(1, 10**6), st.integers(1, 10**7))
-def test_scratch_is_bounded_and_sufficient(shape, dtype, max_rows, max_context):
+def test_expanded_specs_are_bounded_and_sufficient(shape, dtype, max_rows, max_context):
     chunk, state = expanded_specs(shape, dtype, max_rows, max_context)
     assert chunk.num_bytes + state.num_bytes <= UP_PROJECTED_BYTES
     for num_rows in {1, max_rows}:
@@ -35,7 +35,7 @@ def test_scratch_is_bounded_and_sufficient(shape, dtype, max_rows, max_context):
 
 
 @given(shapes, st.integers(1, 20000), st.integers(1, 10**6), st.integers(1, 10**6))
-def test_splits_fit_the_partials(shape, num_rows, num_tokens, state_rows):
+def test_up_projection_splits_fit_the_partials(shape, num_rows, num_tokens, state_rows):
     group = shape.group_heads(num_rows)
     splits = num_splits(num_rows, group, num_tokens, state_rows)
     assert splits == 1 or splits * num_rows * group <= state_rows
@@ -53,12 +53,12 @@ def test_splits_fit_the_partials(shape, num_rows, num_tokens, state_rows):
         (5000, 10**6, 10**9, 1),
     ],
 )
-def test_splits_are_bounded_by_programs_tokens_and_room(num_rows, num_tokens, state_rows, splits):
+def test_num_splits_is_bounded_by_programs_tokens_and_state(num_rows, num_tokens, state_rows, splits):
     """132 programs, 512 tokens of a split, and a state for each row and head."""
     assert num_splits(num_rows, 16, num_tokens, state_rows) == splits
 
 
-def test_sizes_of_groups_chunks_and_room_are_known():
+def test_up_projection_groups_and_chunks_are_known():
     assert [shape.group_heads(rows) for rows in (1, 4095, 4096) for shape in (V3, GLM)] == [16, 10, 16, 10, 8, 7]
     assert V2_LITE.chunk_tokens(16, 4672 * 383 + 4671) == 256
     assert V2_LITE.state_rows(129 * 8 - 1) == 7
@@ -78,33 +78,33 @@ def test_sizes_of_groups_chunks_and_room_are_known():
 
 
 @given(st.integers(1, 300), st.integers(1, 5000))
-def test_groups_are_equal_but_for_one_head(num_heads, num_rows):
+def test_group_heads_makes_groups_equal_but_for_one_head(num_heads, num_rows):
     group = V3._replace(num_heads=num_heads).group_heads(num_rows)
     num_groups = -(-num_heads // group)
     assert 1 <= group <= 16
     assert num_heads > (num_groups - 1) * group
 
 
-def test_scratch_of_a_small_model_is_small():
+def test_expanded_specs_of_a_small_model_are_small():
     small = UpProjection(4, 32, 8, 16, 16)
     assert sum(spec.num_bytes for spec in expanded_specs(small, "float32", 64, 256)) < 300_000
 
 
 @for_each("shape, least", [(V2_LITE, LEAST_ROWS), (V3, LEAST_ROWS), (GLM, 189)])
-def test_up_projection_after_a_long_context_follows_rows(shape, least):
+def test_takes_up_projection_after_long_context_follows_rows(shape, least):
     assert not takes_up_projection(least - 1, 10**7, shape)
     assert takes_up_projection(least, 10**7, shape)
 
 
 @for_each("shape", [V2_LITE, V3, GLM])
-def test_prompt_without_context_is_up_projected_if_long(shape):
+def test_takes_up_projection_without_context_if_prompt_is_long(shape):
     takes = [takes_up_projection(num_rows, 0, shape) for num_rows in range(1, 4000)]
     assert takes == sorted(takes)
     assert not takes[512]
     assert takes[1100]
 
 
-def test_a_longer_context_needs_fewer_rows():
+def test_takes_up_projection_needs_fewer_rows_for_longer_context():
     least = [
         next(num_rows for num_rows in range(1, 4000) if takes_up_projection(num_rows, start, V2_LITE))
         for start in (0, 1000, 8000, 100_000)
@@ -128,7 +128,7 @@ def launches(num_rows: int, start: int, shape: UpProjection, max_rows: int, max_
 @pytest.mark.parametrize("num_heads", [1, 4, 7, 16, 20, 128])
 @pytest.mark.parametrize("dims", [(128, 128), (192, 256)], ids=str)
 @pytest.mark.parametrize(("max_rows", "max_context"), [(100, 5000), (512, 2000), (2048, 4096), (8192, 163840)], ids=str)
-def test_warm_up_launches_every_kernel(num_heads, dims, max_rows, max_context):
+def test_warm_steps_launch_every_kernel(num_heads, dims, max_rows, max_context):
     shape = UpProjection(num_heads, 512, 64, *dims)
     steps = warm_steps(shape, max_rows, max_context)
     warmed: set[str] = set()

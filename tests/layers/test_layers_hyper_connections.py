@@ -27,7 +27,7 @@ def make_theirs(seed: int, is_head: bool):
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_two_blocks_and_the_head(num_rows):
+def test_hyper_connections_match_transformers_over_two_blocks(num_rows):
     x = random(num_rows, 4, HIDDEN)
     modules, head = [make_theirs(seed, False) for seed in (1, 2)], make_theirs(3, True)
     norms = [RMSNorm(1.0 + random(HIDDEN, seed=seed, scale=0.2), EPS) for seed in (4, 5, 6)]

@@ -21,7 +21,7 @@ from quant.whole_weights import quantize
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
-def test_rows_times_weight_and_bias(with_bias):
+def test_linear_multiplies_rows_and_adds_bias(with_bias):
     weight, bias, x = random(5, 7), random(5, seed=1), random(3, 7, seed=2)
     layer = Linear(weight, bias) if with_bias else Linear(weight)
     out = torch.full((3, 5), float("nan"))
@@ -29,7 +29,7 @@ def test_rows_times_weight_and_bias(with_bias):
     torch.testing.assert_close(out, x @ weight.T + (bias if with_bias else 0))
 
 
-def test_it_holds_the_weight_itself():
+def test_linear_holds_the_weight_without_a_copy():
     weight, x = torch.zeros(2, 3), torch.ones(1, 3)
     layer = Linear(weight)
     assert layer.weight_NK is weight
@@ -38,14 +38,14 @@ def test_it_holds_the_weight_itself():
     assert layer(x, torch.empty(1, 2)).tolist() == [[6, 6]]
 
 
-def test_part_of_a_buffer_is_enough():
+def test_linear_writes_only_its_part_of_a_buffer():
     weight, x, buffer = random(5, 7), random(2, 7, seed=1), torch.full((4, 5), float("nan"))
     layer = Linear(weight)
     torch.testing.assert_close(layer(x, buffer[:2]), x @ weight.T)
     assert buffer[2:].isnan().all()
 
 
-def test_codes_in_the_place_of_a_weight():
+def test_linear_accepts_a_quantized_weight():
     """Rows are quantized in the room that is given, and nothing else is."""
     values, x = random(6, 40), random(3, 40, seed=1)
     for scheme in (FP8, INT8):
@@ -78,7 +78,7 @@ def make(kind, size, eps=1e-5):
 
 @KINDS
 @pytest.mark.parametrize("eps", [1e-5, 0.1])
-def test_it_is_what_torch_says(kind, eps):
+def test_norm_layer_matches_torch(kind, eps):
     x = random(7, 20, scale=3) + 5
     module, norm = make(kind, 20, eps)
     before, out = x.clone(), torch.full((7, 20), NAN)
@@ -88,7 +88,7 @@ def test_it_is_what_torch_says(kind, eps):
 
 
 @KINDS
-def test_what_is_to_be_added_comes_first_and_stays(kind):
+def test_norm_layer_adds_delta_first_and_keeps_the_sum(kind):
     x, delta = random(7, 20), random(7, 20, seed=5)
     module, norm = make(kind, 20)
     summed, out = x + delta, torch.full((7, 20), NAN)
@@ -98,7 +98,7 @@ def test_what_is_to_be_added_comes_first_and_stays(kind):
 
 
 @KINDS
-def test_the_result_may_take_the_place_of_the_stream(kind):
+def test_norm_layer_may_overwrite_the_stream(kind):
     """As where norms come last."""
     x, delta = random(7, 20), random(7, 20, seed=5)
     module, norm = make(kind, 20)
@@ -109,7 +109,7 @@ def test_the_result_may_take_the_place_of_the_stream(kind):
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_types(kind, dtype):
+def test_norm_layer_half_types_match_torch(kind, dtype):
     x, delta = random(7, 20).to(dtype), random(7, 20, seed=5).to(dtype)
     weight, bias = random(20, seed=1).to(dtype), random(20, seed=2).to(dtype)
     norm = RMSNorm(weight, 1e-5) if kind == "rms" else LayerNorm(weight, bias, 1e-5)
@@ -120,7 +120,7 @@ def test_half_types(kind, dtype):
     torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.05)
 
 
-def test_the_rms_norm_s_weight_is_within_reach():
+def test_rms_norm_layer_exposes_weight_and_eps():
     """The fused decode path does this norm in the prologue of its products."""
     weight = random(20)
     norm = RMSNorm(weight, 0.5)
@@ -132,7 +132,7 @@ def test_the_rms_norm_s_weight_is_within_reach():
 @KINDS
 @pytest.mark.parametrize("with_delta", [False, True], ids=["alone", "added"])
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"H{size}")
-def test_a_row_is_the_same_to_the_bit_in_any_company(kind, size, with_delta):
+def test_norm_layer_is_batch_invariant(kind, size, with_delta):
     require_native()
     x, delta = random(129, size), random(129, size, seed=5)
     _, norm = make(kind, size)
@@ -185,7 +185,7 @@ def run(mlp, x, size):
 
 @EACH
 @pytest.mark.parametrize("size", [1, 5, 64])
-def test_gated(activation, size):
+def test_gated_mlp_matches_torch(activation, size):
     gate, up, down = weights(size)
     x = random(7, HIDDEN, seed=20)
     expected = F.linear(ACTIVATIONS[activation](F.linear(x, *gate)) * F.linear(x, *up), *down)
@@ -194,7 +194,7 @@ def test_gated(activation, size):
 
 @EACH
 @pytest.mark.parametrize("size", [1, 5, 64])
-def test_plain(activation, size):
+def test_plain_mlp_matches_torch(activation, size):
     _, up, down = weights(size)
     x = random(7, HIDDEN, seed=20)
     expected = F.linear(ACTIVATIONS[activation](F.linear(x, *up)), *down)
@@ -205,7 +205,7 @@ def test_plain(activation, size):
 @EACH
 @pytest.mark.parametrize("kind", ["gated", "plain"])
 @pytest.mark.parametrize("size", [1, 5, 64, 100, 577], ids=lambda size: f"I{size}")
-def test_a_row_is_the_same_to_the_bit_in_any_company_mlp(activation, kind, size):
+def test_mlp_is_batch_invariant(activation, kind, size):
     require_native()
     mlp, x = make_mlp(kind, size, activation), random(65, HIDDEN, seed=20, scale=2)
     alone = torch.cat([run(mlp, x[row : row + 1], size) for row in range(65)])
@@ -218,7 +218,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company_mlp(activation, kind, size)
 @EACH
 @pytest.mark.parametrize("kind", ["gated", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_mlp(activation, kind, dtype):
+def test_mlp_half_types_are_exact(activation, kind, dtype):
     (gate, gate_bias), (up, up_bias), (down, down_bias) = weights(16)
     fused = [tensor.to(dtype) for tensor in (torch.cat([gate, up]), torch.cat([gate_bias, up_bias]))]
     first = Linear(*fused) if kind == "gated" else Linear(up.to(dtype), up_bias.to(dtype))
@@ -239,7 +239,7 @@ def test_half_types_mlp(activation, kind, dtype):
     assert ((y.double() - expected).abs() <= torch.finfo(dtype).eps * reach).all()
 
 
-def test_one_set_of_buffers_serves_layers_one_after_the_other():
+def test_mlp_buffers_serve_successive_layers():
     """What a layer left in them does not reach the next."""
     x = random(7, HIDDEN, seed=20)
     buffers = MLPBuffers(torch.full((7, 10), float("nan")), torch.full((7, 5), float("nan")))
@@ -251,7 +251,7 @@ def test_one_set_of_buffers_serves_layers_one_after_the_other():
 
 @pytest.mark.parametrize("kind", ["gated", "plain"])
 @pytest.mark.parametrize("activation", ["silu", "relu"])
-def test_both_products_get_the_room_for_codes(kind, activation):
+def test_mlp_gives_code_buffers_to_both_products(kind, activation):
     mlp, x, seen = make_mlp(kind, 5, activation), random(2, HIDDEN), []
     room = QuantizedRows(torch.empty(2, 64).to(torch.float8_e4m3fn), torch.empty(2, 1))
 
@@ -270,7 +270,7 @@ def test_both_products_get_the_room_for_codes(kind, activation):
     assert seen == [(room, False), (room, False), (room, True), (room, False)]
 
 
-def test_the_gated_weights_are_within_reach():
+def test_gated_mlp_exposes_its_weights():
     """The fused decode path computes these products itself."""
     mlp = make_mlp("gated", 5, "silu")
     assert mlp.gate_up.weight_NK.shape == (10, HIDDEN)
@@ -279,7 +279,7 @@ def test_the_gated_weights_are_within_reach():
 
 @KINDS
 @pytest.mark.parametrize("has_delta", [False, True], ids=["x", "x and delta"])
-def test_a_norm_leaves_codes_of_what_it_stores(kind, has_delta):
+def test_norm_layer_leaves_codes_of_stored_rows(kind, has_delta):
     x, delta, weight, bias = random(5, 96), random(5, 96, seed=1), random(96, seed=2), random(96, seed=3)
     norm = RMSNorm(weight, 1e-5, offset=1.0) if kind == "rms" else LayerNorm(weight, bias, 1e-5)
     room, host = (QuantizedRows(torch.zeros(5, 96).to(torch.float8_e4m3fn), torch.full((5, 1), NAN)) for _ in range(2))
@@ -304,7 +304,7 @@ def fp8_mlp(activation, device, dtype, limit: float | None = None) -> GatedMLP:
 @QUIET
 @pytest.mark.parametrize("is_coded", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_a_gate_in_the_epilogue_is_the_one_between_products(device, monkeypatch, activation, is_coded):
+def test_gated_mlp_epilogue_gate_matches_separate_gate(device, monkeypatch, activation, is_coded):
     """Up to 64 rows if there is scratch and no limit; what stands between is then never written."""
     monkeypatch.setattr(linear_module, "can_run", lambda tensor: True)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -89,13 +89,13 @@ def expected(x: torch.Tensor, kind: str, normalizes: bool) -> torch.Tensor:
 @EACH
 @pytest.mark.parametrize("normalizes", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 37])
-def test_the_most_likely_experts_by_their_shares(kind, normalizes, num_rows):
+def test_expert_layer_sums_top_experts_by_their_shares(kind, normalizes, num_rows):
     x = random(num_rows, HIDDEN, seed=20 + num_rows)
     in_torch, exact = (expected(rows, kind, normalizes) for rows in (x, x.double()))
     assert_as_exact_as_torch(run(make(kind, normalizes), x, kind), in_torch, exact)
 
 
-def test_a_watch_sees_the_experts_of_every_call():
+def test_expert_layer_watch_receives_experts_of_every_call():
     kind, seen = KINDS[0], []
     layer, x = make(kind), random(5, HIDDEN)
     layer.watch = lambda ids_TS: seen.append(ids_TS.clone())
@@ -107,7 +107,7 @@ def test_a_watch_sees_the_experts_of_every_call():
 
 
 @EACH
-def test_rows_do_not_change_each_other(kind):
+def test_expert_layer_is_batch_invariant(kind):
     require_native()
     layer, x = make(kind, normalizes=True), random(40, HIDDEN, seed=9)
     alone = torch.cat([run(layer, row[None], kind) for row in x])
@@ -116,7 +116,7 @@ def test_rows_do_not_change_each_other(kind):
 
 
 @EACH
-def test_a_row_of_nan_stays_alone(kind):
+def test_expert_layer_nan_row_stays_alone(kind):
     layer, x = make(kind), random(9, HIDDEN, seed=9)
     clean = run(layer, x, kind)
     x[4] = NAN
@@ -126,7 +126,7 @@ def test_a_row_of_nan_stays_alone(kind):
     assert same_bits(found[others], clean[others])
 
 
-def test_all_rows_may_choose_one_expert():
+def test_expert_layer_accepts_all_rows_on_one_expert():
     router = torch.zeros(NUM_EXPERTS, HIDDEN)
     router[3] = 1.0
     layer, x = ExpertLayer(router, GATE_UP, DOWN, Routing(True), None), random(11, HIDDEN, seed=3).abs()
@@ -136,7 +136,7 @@ def test_all_rows_may_choose_one_expert():
     torch.testing.assert_close(out, gated_mlp(x, GATE_UP[3], DOWN[3]), rtol=1e-5, atol=1e-5)
 
 
-def test_tensors_that_are_missing_are_named():
+def test_expert_layer_names_missing_tensors():
     layer, x = make("gated"), random(3, HIDDEN)
     buffers, out = make_buffers(3, "gated"), torch.empty(3, HIDDEN)
     with pytest.raises(AssertionError, match="no tensors for the shared expert"):
@@ -172,7 +172,7 @@ def gpt_oss_by_hand(x: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 37])
-def test_experts_of_gpt_oss(num_rows):
+def test_expert_layer_of_gpt_oss_is_exact(num_rows):
     biases, form = ExpertBiases(ROUTER_BIAS, GATE_UP_BIAS, DOWN_BIAS), GateForm(is_interleaved=True, limit=1.5)
     layer = ExpertLayer(ROUTER, GATE_UP, DOWN, Routing(True), None, biases, form)
     x = random(num_rows, HIDDEN, seed=20 + num_rows)
@@ -196,7 +196,7 @@ def deepseek_by_hand(x: torch.Tensor, score_bias: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 37])
-def test_experts_of_deepseek_v3(num_rows):
+def test_expert_layer_of_deepseek_v3_is_exact(num_rows):
     routing, score_bias = Routing(True, "sigmoid", 2, 1, "two_largest", 2.5), random(NUM_EXPERTS, seed=11)
     layer = ExpertLayer(ROUTER, GATE_UP, DOWN, routing, None, ExpertBiases(score_E=score_bias))
     assert not layer.has_plain_routing
@@ -229,7 +229,7 @@ def deepseek_v4_by_hand(x: torch.Tensor, tokens: torch.Tensor, limit: float) -> 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 37])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_experts_of_deepseek_v4_from_a_table(num_rows, dtype):
+def test_expert_layer_of_deepseek_v4_from_a_table_is_exact(num_rows, dtype):
     """Some tokens of which name one expert twice."""
     assert (TABLE[:, 0] == TABLE[:, 1]).any()
     shared = SharedExpert(GatedMLP(Linear(SHARED_GATE_UP), Linear(SHARED_DOWN), "silu", 0.5), None)
@@ -246,7 +246,7 @@ def test_experts_of_deepseek_v4_from_a_table(num_rows, dtype):
 @QUIET
 @pytest.mark.parametrize("scheme", [None, "mxfp4", "fp8_block"], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 6, 18])
-def test_kernels_of_a_layer_with_a_table(device, monkeypatch, scheme, num_rows):
+def test_expert_layer_with_table_kernels_match_reference(device, monkeypatch, scheme, num_rows):
     """As GEMVs, unsorted and sorted blocks; codes are those that DeepSeek stores experts in."""
     hidden, inner, form = 64, 32, GateForm(limit=0.5, is_silu=True)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -273,12 +273,12 @@ def test_kernels_of_a_layer_with_a_table(device, monkeypatch, scheme, num_rows):
     torch.testing.assert_close(found[1], found[0], rtol=slack, atol=slack)
 
 
-def test_a_table_leaves_nothing_to_choose():
+def test_expert_layer_with_table_refuses_choice_biases():
     with pytest.raises(AssertionError, match="are not chosen"):
         ExpertLayer(ROUTER, GATE_UP, DOWN, Routing(), None, ExpertBiases(score_E=ROUTER[:, 0]), table_VS=TABLE)
 
 
-def test_which_routing_the_fused_decode_path_takes():
+def test_expert_layer_has_plain_routing_without_bias_and_scale():
     """A bias on scores alone is enough that it does not."""
     biases = ExpertBiases(score_E=random(NUM_EXPERTS))
     assert make("routed").has_plain_routing

@@ -108,7 +108,7 @@ def inputs(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
 @SCHEMES
 @ROWS
 @pytest.mark.parametrize("form", [SILU_HALVES, GPT_OSS], ids=["halves", "gpt-oss"])
-def test_kernels_are_as_their_references(device, scheme, num_rows, form):
+def test_fused_experts_kernels_match_references(device, scheme, num_rows, form):
     x = inputs(num_rows, widest_on(device))
     expected = run(x, scheme, CPU, form)
     with kernels_everywhere():
@@ -122,7 +122,7 @@ def test_kernels_are_as_their_references(device, scheme, num_rows, form):
 
 @SCHEMES
 @ROWS
-def test_it_is_the_ordinary_way(scheme, num_rows):
+def test_fused_experts_match_norm_layer_and_sum(scheme, num_rows):
     """The norm, the layer, and the sum with the residual, one after the other."""
     x = inputs(num_rows, torch.float32)
     found, _ = run(x, scheme, CPU)
@@ -135,7 +135,7 @@ def test_it_is_the_ordinary_way(scheme, num_rows):
 @pytest.mark.each_value
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8"], ids=str)
 @pytest.mark.parametrize("num_rows", [4, 7], ids=["deep GEMVs", "unsorted blocks"])
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme, num_rows):
+def test_fused_experts_are_batch_invariant(device, scheme, num_rows):
     """For as many rows as take the same kernels."""
     x = inputs(num_rows, widest_on(device))
     with kernels_everywhere():
@@ -146,7 +146,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme, num_rows):
                 assert same_bits(mine, theirs[rows]), f"{rows=}"
 
 
-def test_experts_from_a_table_are_declined_in_words():
+def test_fused_decode_declines_experts_from_a_table():
     from holdfast.models.decoder_layer import DecoderLayer
     from holdfast.models.fused_decode import declined
 

@@ -85,7 +85,7 @@ def buffers_of(num_rows: int, has_shared: bool, ranks: int = 1, num_local: int |
 @pytest.mark.parametrize("is_whole", [False, True], ids=["sliced", "whole"])
 @pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "shared"])
 @pytest.mark.parametrize("num_rows", [1, 9, 40])
-def test_what_ranks_give(num_ranks, is_whole, has_shared, num_rows):
+def test_shared_experts_gathered_equal_one_rank(num_ranks, is_whole, has_shared, num_rows):
     require_native()
     x = random(num_rows, HIDDEN, seed=20)
     alone = layer_alone(has_shared)(x, buffers_of(num_rows, has_shared), torch.full_like(x, NAN))

@@ -26,7 +26,7 @@ def sharing_of(exchange, is_exact: bool, num_bytes: int) -> OutputSharing:
 @RANKS
 @BIASES
 @pytest.mark.parametrize("num_rows", [0, 1, 7])
-def test_what_ranks_give(num_ranks, has_bias, num_rows):
+def test_shared_linear_gathered_equals_one_rank(num_ranks, has_bias, num_rows):
     require_native()
     x, weight = random(num_rows, SIZE_K, seed=1), random(SIZE_N, SIZE_K, seed=2)
     bias = random(SIZE_N, seed=3) if has_bias else None
@@ -58,7 +58,7 @@ def test_what_ranks_give(num_ranks, has_bias, num_rows):
 
 
 @pytest.mark.parametrize("is_exact", [False, True], ids=["reduce", "exact"])
-def test_a_part_that_stays_with_its_rank(is_exact):
+def test_shared_linear_local_part_is_a_share_of_the_whole(is_exact):
     x, weight, bias = random(5, SIZE_K, seed=1), random(SIZE_N, SIZE_K, seed=2), random(SIZE_N, seed=3)
     whole = linear(x, weight, bias)
 
@@ -76,7 +76,7 @@ def test_a_part_that_stays_with_its_rank(is_exact):
 
 
 @pytest.mark.parametrize("scheme", [FP8, FP8_BLOCK], ids=lambda scheme: scheme.name)
-def test_codes_are_those_of_whole_rows(scheme):
+def test_shared_linear_codes_match_those_of_whole_rows(scheme):
     """Each rank has columns of another size: their own largest would give other scales."""
     require_native()
     size_k = 256
@@ -100,7 +100,7 @@ def test_codes_are_those_of_whole_rows(scheme):
         assert same_bits(out, expected)
 
 
-def test_rows_that_were_made_where_peers_read_are_not_copied():
+def test_shared_linear_copies_no_rows_that_peers_can_read():
     """All of them, or the first ones, as where only some are wanted; then those that lie elsewhere again."""
     require_native()
     x, weight = random(7, SIZE_K, seed=1), random(SIZE_N, SIZE_K, seed=2)

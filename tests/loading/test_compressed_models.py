@@ -48,7 +48,7 @@ def wanted(spec, stored):
 
 
 @pytest.mark.parametrize("case", SHIPPED)
-def test_what_is_shipped_is_loaded_as_it_is(case, tmp_path, caplog):
+def test_load_deepseek_v4_shipped_weights_are_kept_as_stored(case, tmp_path, caplog):
     config = SHIPPED[case]
     folder, stored = shipped(tmp_path / "m", config)
     with caplog.at_level(logging.INFO, logger="holdfast"):
@@ -84,7 +84,7 @@ def test_what_is_shipped_is_loaded_as_it_is(case, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("case", SHIPPED)
-def test_ranks_hold_what_is_declared_of_them(case, tmp_path):
+def test_load_deepseek_v4_ranks_hold_their_declared_shares(case, tmp_path):
     config = SHIPPED[case] | {"moe_intermediate_size": 256, "o_lora_rank": 128, "q_lora_rank": 256}
     folder, _ = shipped(tmp_path / "m", config)
     opened, declared = open_directory(folder), open_declared(str(folder))
@@ -101,7 +101,7 @@ def test_ranks_hold_what_is_declared_of_them(case, tmp_path):
             assert torch.equal(held[name], whole[name]), name
 
 
-def test_every_spelling_of_the_names_gives_the_same_weights(tmp_path):
+def test_load_deepseek_v4_each_naming_gives_the_same_weights(tmp_path):
     """DeepSeek's, those of transformers' modules, and the mixture that its save_pretrained writes."""
     transformers = pytest.importorskip("transformers")
     options = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type", "torch_dtype")}
@@ -144,7 +144,7 @@ def test_dummy_weights_have_the_types_of_real_ones(case, tmp_path):
     assert torch.equal(read.view(torch.int64).view(40, 2), table)
 
 
-def test_a_plain_checkpoint_is_quantized_as_it_loads(tmp_path):
+def test_load_deepseek_v4_plain_checkpoint_is_quantized(tmp_path):
     folder, _ = shipped(tmp_path / "m", CONFIG)
     _, weights = load(open_directory(folder), WeightRecipe(FP8))
     coded = {name.partition(".")[2].partition(".")[2] for name in weights if isinstance(weights[name], QuantizedWeight)}
@@ -194,7 +194,7 @@ FAULTS = {
 
 
 @for_each("fault", FAULTS)
-def test_shapes_that_do_not_match_are_found_from_headers(fault, tmp_path):
+def test_plan_load_deepseek_v4_wrong_shape_is_refused(fault, tmp_path):
     name, values, code = FAULTS[fault]
     folder = write_folder(tmp_path / "m", CONFIG, changed(tensors_of(CONFIG), name, values))
     opened = open_directory(folder)
@@ -204,7 +204,7 @@ def test_shapes_that_do_not_match_are_found_from_headers(fault, tmp_path):
 
 
 @pytest.mark.parametrize(("row", "expert"), [(0, 3), (39, -1), (17, 2**40)])
-def test_a_table_that_names_an_unknown_expert_is_refused(row, expert, tmp_path):
+def test_load_weights_hash_table_unknown_expert_is_refused(row, expert, tmp_path):
     tensors = tensors_of(CONFIG)
     table = tensors["layers.0.ffn.gate.tid2eid"].clone()
     table[row, 1] = expert
@@ -217,7 +217,7 @@ def test_a_table_that_names_an_unknown_expert_is_refused(row, expert, tmp_path):
     assert not list(ledger)
 
 
-def test_codes_without_their_scales_are_missed(tmp_path):
+def test_plan_load_deepseek_v4_codes_without_scales_are_refused(tmp_path):
     stored = stored_as(FLASH, tensors_of(FLASH))
     for name in ("layers.1.ffn.experts.2.w1.scale", "layers.1.attn.wo_a.scale"):
         left = {other: tensor for other, tensor in stored.items() if other != name}
@@ -226,7 +226,7 @@ def test_codes_without_their_scales_are_missed(tmp_path):
             load(open_directory(folder))
 
 
-def test_experts_in_other_types_than_settings_say(tmp_path):
+def test_load_deepseek_v4_experts_of_undeclared_type_are_refused(tmp_path):
     stored = stored_as(FLASH, tensors_of(FLASH))
     folder = write_folder(tmp_path / "m", BASE, stored)
     with raises_code("weights.unexpected_tensors", ModelFormatError):

@@ -23,14 +23,14 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_config_json_alone_is_enough(folder: Path) -> None:
+def test_open_declared_needs_only_config_json(folder: Path) -> None:
     declared = open_declared(str(folder))
     assert declared.name == "my-qwen"
     assert declared.weight_bytes("bfloat16") == 16_381_470_720
 
 
 @pytest.mark.parametrize("name", ["Qwen1.5-MoE-A2.7B", "DeepSeek-R1", "DeepSeek-V4-Flash"])
-def test_a_folder_of_a_model_that_does_not_run(folder: Path, name: str) -> None:
+def test_open_declared_unrunnable_folder_matches_its_catalogue(folder: Path, name: str) -> None:
     (folder / "config.json").write_text(json.dumps(CATALOGUE[name]))
     declared, known = open_declared(str(folder)), open_declared(name)
     assert declared.not_runnable == known.not_runnable
@@ -38,18 +38,18 @@ def test_a_folder_of_a_model_that_does_not_run(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen/Qwen3-8B", "qwen3-8b"])
-def test_a_catalogue_name(model: str) -> None:
+def test_open_declared_finds_a_catalogue_name_in_any_case(model: str) -> None:
     assert open_declared(model).name == "Qwen3-8B"
 
 
-def test_a_folder_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_declared_folder_wins_over_catalogue_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen3-8B").mkdir()
     (tmp_path / "Qwen3-8B" / "config.json").write_text(json.dumps(CATALOGUE["Qwen3-0.6B"]))
     assert open_declared("Qwen3-8B").num_layers == 28
 
 
-def test_the_default_model() -> None:
+def test_open_declared_none_is_the_default_model() -> None:
     declared = open_declared(None)
     assert declared.name.startswith("SmolLM2-135M")
     assert declared.spec is not None
@@ -57,13 +57,13 @@ def test_the_default_model() -> None:
     assert declared.weight_bytes("bfloat16") == open_declared("SmolLM2-135M").weight_bytes("bfloat16")
 
 
-def test_a_gguf_file_by_its_path() -> None:
+def test_open_declared_opens_a_gguf_path() -> None:
     from holdfast.loading.model_files import find_default_model
 
     assert open_declared(str(find_default_model())).num_layers == 30
 
 
-def test_a_config_without_a_type_leaves_it_to_the_weights(tmp_path: Path) -> None:
+def test_open_declared_config_without_dtype_takes_weights_dtype(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path, dtype="float16")
     config = json.loads((tmp_path / "config.json").read_text())
     for key in ("dtype", "torch_dtype"):
@@ -76,17 +76,17 @@ def test_a_config_without_a_type_leaves_it_to_the_weights(tmp_path: Path) -> Non
 
 
 @for_each("model", ["", " ", "no-such-model", "/no/such/path", "x" * 5000, "~absent-user/x", "a\x00b"])
-def test_what_is_not_there(model: str) -> None:
+def test_open_declared_missing_model_is_refused(model: str) -> None:
     with pytest.raises(ModelNotFoundError):
         open_declared(model)
 
 
-def test_the_nearest_name_is_suggested() -> None:
+def test_open_declared_misspelled_name_is_refused() -> None:
     with pytest.raises(ModelNotFoundError):
         open_declared("Qwen3-9B")
 
 
-def test_a_folder_without_a_config(tmp_path: Path) -> None:
+def test_open_declared_folder_without_config_is_refused(tmp_path: Path) -> None:
     with raises_code("model.no_config", ModelNotFoundError):
         open_declared(str(tmp_path))
     for name in ("b.gguf", "a.gguf"):
@@ -96,13 +96,13 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
 
 
 @for_each("text", ["", "[]", "{", '{"architectures": 7}', '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
-def test_hostile_configs(folder: Path, text: str) -> None:
+def test_open_declared_hostile_config_is_refused(folder: Path, text: str) -> None:
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelFormatError):
         open_declared(str(folder))
 
 
-def test_a_config_that_leads_out_of_its_folder(folder: Path) -> None:
+def test_open_declared_config_link_out_of_folder_is_refused(folder: Path) -> None:
     outside = folder.parent / "outside.json"
     (folder / "config.json").rename(outside)
     (folder / "config.json").symlink_to(outside)
@@ -113,7 +113,7 @@ def test_a_config_that_leads_out_of_its_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "error"), [("x.bin", UnsupportedModelError), ("x.gguf", ModelError), ("x.txt", ModelError)]
 )
-def test_files_that_are_no_models(tmp_path: Path, name: str, error: type[Exception]) -> None:
+def test_open_declared_file_that_is_no_model_is_refused(tmp_path: Path, name: str, error: type[Exception]) -> None:
     (tmp_path / name).write_bytes(b"nothing")
     with pytest.raises(error):
         open_declared(str(tmp_path / name))
@@ -138,7 +138,7 @@ def test_open_declared_by_name_imports_no_torch_or_numpy() -> None:
 
 
 @for_each("name", ["Qwen3.5-35B-A3B", "Llama-4-Scout-17B-16E-Instruct", "Kimi-K2.5", "gemma-4-E2B-it"])
-def test_a_folder_of_a_planned_model_has_its_config(folder: Path, name: str) -> None:
+def test_open_declared_planned_family_matches_its_catalogue(folder: Path, name: str) -> None:
     (folder / "config.json").write_text(json.dumps(CATALOGUE[name]))
     declared, known = open_declared(str(folder)), open_declared(name)
     assert (declared.name, declared.not_runnable, declared.notes) == ("my-qwen", known.not_runnable, known.notes)

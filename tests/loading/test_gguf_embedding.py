@@ -65,7 +65,7 @@ def test_embedding_option_comes_first(untied, option):
     assert CHOICE not in resolved.choices
 
 
-def test_an_embedding_that_is_stored_wide_stays_so(tmp_path, monkeypatch):
+def test_gguf_embedding_stored_wide_stays_unquantized(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "KINDS", ("F16", "Q8_0"))
     tiny.write_model(tmp_path / "tiny.gguf", "qwen2", tied=False)
     declared = open_declared(str(tmp_path / "tiny.gguf"))
@@ -75,7 +75,7 @@ def test_an_embedding_that_is_stored_wide_stays_so(tmp_path, monkeypatch):
     assert resolved.recipe.embeddings == "head"
 
 
-def test_without_quantization_nothing_is(untied):
+def test_gguf_embedding_without_quantization_stays_plain(untied):
     path, _ = untied
     resolved = resolve(PlanRequest(config(path), open_declared(str(path)), CPU))
     assert resolved.recipe.scheme is None

@@ -108,14 +108,14 @@ def test_logits_are_those_of_transformers(tmp_path: Path, changes: dict[str, Any
     assert {weight.name for weight in open_declared(str(path)).parameters()} == set(ours.weights)
 
 
-def test_ends_of_text(tmp_path: Path) -> None:
+def test_gguf_gemma3_end_tokens_include_end_of_turn(tmp_path: Path) -> None:
     _, path = save(tmp_path)
     opened = open_gguf(path)
     assert opened.generation.eos_token_ids == (1, 106)
     opened.source.close()
 
 
-def test_what_files_leave_out(tmp_path: Path) -> None:
+def test_gguf_gemma3_missing_settings_get_defaults(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, **{"attention.sliding_window_pattern": None, "block_count": 12})
     assert spec.sliding_windows == (*[8] * 5, None) * 2
     assert spec.local_rope == RopeSpec(10_000.0)
@@ -132,7 +132,7 @@ def test_scores_of_the_largest_are_scaled_by_its_width(tmp_path: Path) -> None:
     assert spec_of(tmp_path, **more, **{"attention.scale": 0.25}).attention_scale == 0.25
 
 
-def test_what_files_may_say(tmp_path: Path) -> None:
+def test_gguf_gemma3_optional_settings_are_read(tmp_path: Path) -> None:
     more = {"rope.freq_base_swa": 20_000.0, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 0.0}
     spec = spec_of(tmp_path, **more, **{"attention.sliding_window_pattern": 2})
     assert spec.local_rope == RopeSpec(20_000.0)
@@ -154,7 +154,7 @@ def test_what_files_may_say(tmp_path: Path) -> None:
         ({"rope.freq_base_swa": 0.0}, "rope.freq_base_swa"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_sentence(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
+def test_gguf_gemma3_invalid_setting_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ModelError, match=word) as caught:
         spec_of(tmp_path, **changes)
     assert "\n" not in str(caught.value)

@@ -53,7 +53,7 @@ def write(path, config, is_split=False, is_old=False, quantize=lambda name, valu
     "changes, is_split, is_old",
     [({}, True, False), ({}, False, True), (SOFTMAX, False, True), ({"n_group": 1, "topk_group": 1}, True, False)],
 )
-def test_a_file_is_the_folder_that_it_was_made_from(changes, is_split, is_old, tmp_path):
+def test_open_gguf_deepseek2_matches_its_source_folder(changes, is_split, is_old, tmp_path):
     config = config_of(**changes)
     tensors, _ = write(tmp_path / "m.gguf", config, is_split, is_old)
     theirs = open_directory(write_folder(tmp_path / "m", config, tensors))
@@ -66,7 +66,7 @@ def test_a_file_is_the_folder_that_it_was_made_from(changes, is_split, is_old, t
     assert {one.name for one in open_declared(str(tmp_path / "m.gguf")).parameters()} == set(wanted)
 
 
-def test_a_file_answers_as_its_folder(tmp_path):
+def test_llm_gguf_deepseek2_answers_as_its_source_folder(tmp_path):
     """By token ids: what cuts text in such files is not read."""
     config = config_of(q_lora_rank=128)
     tensors, _ = write(tmp_path / "m.gguf", config, is_split=True)
@@ -103,7 +103,7 @@ def as_q4_k(name, values):
 @pytest.mark.parametrize("quantize", [as_q8_0, as_q4_k], ids=["q8_0", "q4_k"])
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("chunk_bytes", [None, 20000], ids=["whole chunks", "small chunks"])
-def test_blocks_become_the_numbers_that_the_package_reads(quantize, is_split, chunk_bytes, tmp_path):
+def test_load_gguf_deepseek2_matches_the_gguf_package(quantize, is_split, chunk_bytes, tmp_path):
     config = config_of()
     _, stored = write(tmp_path / "m.gguf", config, is_split, quantize=quantize)
 
@@ -129,7 +129,7 @@ def test_blocks_become_the_numbers_that_the_package_reads(quantize, is_split, ch
     assert torch.equal(weights["layers.1.router.score_bias"], stored["blk.1.exp_probs_b.bias"])
 
 
-def test_ranks_take_their_heads_of_both_halves(tmp_path):
+def test_load_gguf_kv_b_ranks_take_their_heads_of_both_halves(tmp_path):
     config = config_of(num_attention_heads=4)
     tensors, _ = write(tmp_path / "m.gguf", config, is_split=True)
     whole = tensors["model.layers.1.self_attn.kv_b_proj.weight"]
@@ -140,14 +140,14 @@ def test_ranks_take_their_heads_of_both_halves(tmp_path):
         assert torch.equal(weights_of(opened, parameters=share)[KV_B], whole[rank * rows : (rank + 1) * rows])
 
 
-def test_it_stays_plain_under_every_scheme(tmp_path):
+def test_load_gguf_kv_b_stays_plain_under_each_scheme(tmp_path):
     tensors, _ = write(tmp_path / "m.gguf", config_of(q_lora_rank=96), is_split=True)
     for scheme in WEIGHT_SCHEMES.values():
         weights = weights_of(open_gguf(tmp_path / "m.gguf"), WeightRecipe(scheme))
         assert torch.equal(weights[KV_B], tensors["model.layers.1.self_attn.kv_b_proj.weight"])
 
 
-def test_halves_beside_the_whole_are_not_needed(tmp_path):
+def test_load_gguf_kv_b_whole_wins_over_its_halves(tmp_path):
     config = config_of()
     tensors = tensors_of(config)
     both = gguf_tensors(config, tensors, is_split=True) | gguf_tensors(config, tensors, is_split=False)
@@ -165,7 +165,7 @@ def test_halves_beside_the_whole_are_not_needed(tmp_path):
     ],
     ids=["values", "keys", "both"],
 )
-def test_missing_halves_are_said(missing, words, tmp_path):
+def test_load_gguf_kv_b_missing_halves_are_refused(missing, words, tmp_path):
     config = config_of()
     stored = gguf_tensors(config, tensors_of(config), is_split=True)
     kept = {name: one for name, one in stored.items() if name not in [f"blk.1.{half}.weight" for half in missing]}
@@ -176,7 +176,7 @@ def test_missing_halves_are_said(missing, words, tmp_path):
         open_declared(str(tmp_path / "m.gguf"))
 
 
-def test_layers_that_draft_are_left_unread(tmp_path, caplog):
+def test_load_gguf_draft_layers_are_left_unread(tmp_path, caplog):
     """They are among the blocks that a file counts; some conversions count them and leave them out."""
     config = config_of(num_nextn_predict_layers=1)
     tensors = tensors_of(config)
@@ -196,7 +196,7 @@ def test_layers_that_draft_are_left_unread(tmp_path, caplog):
         assert (f"skipping {len(drafts)} tensors of {path} for drafts of tokens" in caplog.text) is bool(number)
 
 
-def test_unannounced_draft_tensors_are_refused(tmp_path):
+def test_load_gguf_unannounced_draft_tensors_are_refused(tmp_path):
     config = config_of()
     stored = gguf_tensors(config, tensors_of(config), is_split=True)
     write_gguf(tmp_path / "m.gguf", gguf_metadata(config), stored | {"blk.1.nextn.enorm.weight": torch.ones(4)})
@@ -212,7 +212,7 @@ def test_scores_that_a_file_does_not_name(tmp_path):
     assert open_gguf(tmp_path / "softmax.gguf").spec == read_spec(config_of(**SOFTMAX))
 
 
-def test_what_a_file_leaves_out_of_its_experts(tmp_path):
+def test_open_gguf_deepseek2_missing_expert_settings_default(tmp_path):
     config = config_of(n_group=1, topk_group=1, routed_scaling_factor=1.0, norm_topk_prob=False)
     without = dict.fromkeys(("expert_group_count", "expert_group_used_count", "expert_weights_scale"))
     write(tmp_path / "m.gguf", config, **without)

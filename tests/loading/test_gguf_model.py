@@ -154,7 +154,7 @@ def write_model(path, arch: str, tied: bool = False, drop: str = "", **extra) ->
 
 @for_each("tied", [False, True])
 @for_each("arch", ARCHITECTURES)
-def test_parameters_equal_those_of_the_hugging_face_checkpoint(tmp_path, arch, tied):
+def test_open_gguf_parameters_match_hugging_face_checkpoint(tmp_path, arch, tied):
     expected = write_model(tmp_path / "tiny.gguf", arch, tied)
     opened = open_gguf(tmp_path / "tiny.gguf")
     assert opened.spec == replace(read_spec(config(arch, tied)), checkpoint_dtype="bfloat16")
@@ -172,7 +172,7 @@ def test_parameters_equal_those_of_the_hugging_face_checkpoint(tmp_path, arch, t
     opened.source.close()
 
 
-def test_llama_with_biases(tmp_path):
+def test_open_gguf_llama_biases_are_reordered_as_rows(tmp_path):
     """Biases of queries and keys are interleaved like their rows."""
     bias = np.arange(HEADS * 16, dtype=np.float32)
     biases = {f"blk__{layer}__attn_q__bias": interleave(bias, HEADS) for layer in range(LAYERS)}
@@ -191,7 +191,7 @@ def test_llama_with_biases(tmp_path):
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0], ids=["plain", "linear"])
-def test_divisors_of_frequencies_become_long_factors(tmp_path, factor):
+def test_open_gguf_rope_freqs_become_longrope_factors(tmp_path, factor):
     divisors = np.linspace(1, 8, 8, dtype=np.float32)
     write_model(tmp_path / "tiny.gguf", "llama", rope_factor=factor, rope_freqs__weight=divisors)
     opened = open_gguf(tmp_path / "tiny.gguf")
@@ -205,13 +205,13 @@ def test_divisors_of_frequencies_become_long_factors(tmp_path, factor):
 
 
 @pytest.mark.parametrize("divisors", [np.ones(7, np.float32), np.ones(8, np.float16), np.zeros(8, np.float32)])
-def test_wrong_divisors_are_refused(tmp_path, divisors):
+def test_open_gguf_wrong_rope_freqs_are_refused(tmp_path, divisors):
     write_model(tmp_path / "tiny.gguf", "llama", rope_freqs__weight=divisors)
     with pytest.raises(ModelFormatError, match=r"tiny\.gguf"):
         open_gguf(tmp_path / "tiny.gguf")
 
 
-def test_missing_and_unknown_tensors_fail_in_the_plan(tmp_path):
+def test_plan_load_gguf_missing_or_unknown_tensor_is_refused(tmp_path):
     write_model(tmp_path / "tiny.gguf", "llama", drop="blk.1.ffn_up.weight")
     opened = open_gguf(tmp_path / "tiny.gguf")
     with raises_code("weights.missing_tensors", ModelFormatError):
@@ -222,7 +222,7 @@ def test_missing_and_unknown_tensors_fail_in_the_plan(tmp_path):
         plan_load(opened.parameters, opened.source, "float32")
 
 
-def test_a_plan_holds_the_headers_against_the_parameters(tmp_path, monkeypatch):
+def test_open_declared_gguf_headers_must_match_parameters(tmp_path, monkeypatch):
     """What an engine would refuse has no plan: a stray tensor, a layer that is not announced, and another width."""
     path = tmp_path / "tiny.gguf"
     write_model(path, "llama")
@@ -240,7 +240,7 @@ def test_a_plan_holds_the_headers_against_the_parameters(tmp_path, monkeypatch):
             open_declared(str(path))
 
 
-def test_generation_defaults(tmp_path, caplog):
+def test_open_gguf_generation_defaults_come_from_metadata(tmp_path, caplog):
     ids = {"bos": 1, "eos": 3, "eot": 5, "eom": 3}
     write_model(tmp_path / "tiny.gguf", "qwen2", token_ids=ids)
     generation = open_gguf(tmp_path / "tiny.gguf").generation
@@ -254,7 +254,7 @@ def test_generation_defaults(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_mutated_models_open_or_are_refused(tmp_path):
+def test_open_gguf_mutated_models_open_or_are_refused(tmp_path):
     write_model(tmp_path / "tiny.gguf", "llama")
     opened = open_gguf(tmp_path / "tiny.gguf")
     assert opened.gguf is not None
@@ -281,12 +281,12 @@ def test_mutated_models_open_or_are_refused(tmp_path):
     assert 0 < num_planned < 1000
 
 
-def test_no_such_file(tmp_path):
+def test_open_gguf_missing_file_is_refused(tmp_path):
     with raises_code("gguf.not_found", ModelNotFoundError):
         open_gguf(tmp_path / "none.gguf")
 
 
-def test_opening_imports_no_torch(tmp_path):
+def test_open_gguf_imports_no_torch(tmp_path):
     write_model(tmp_path / "tiny.gguf", "qwen3")
     script = (
         "import sys; from pathlib import Path; from holdfast.loading.model_files import open_gguf\n"
@@ -303,7 +303,7 @@ def default_path():
         pytest.skip(str(error))
 
 
-def test_default_model_opens_at_once(default_path):
+def test_open_gguf_default_model_runs_few_python_lines(default_path):
     opened_by: list[OpenModel] = []
     # Some ten lines for each token of the vocabulary, read and checked.
     assert num_lines(lambda: opened_by.append(open_gguf(default_path))) < 20 * 49_152
@@ -317,7 +317,7 @@ def test_default_model_opens_at_once(default_path):
     ("blocks", "most_rows"),
     [pytest.param((0, 29), 9_000, id="some"), pytest.param(range(30), 10**9, id="every", marks=pytest.mark.slow)],
 )
-def test_default_model_is_dequantized_bit_for_bit(default_path, blocks, most_rows):
+def test_gguf_default_model_is_dequantized_bit_for_bit(default_path, blocks, most_rows):
     opened = open_gguf(default_path)
     assert opened.gguf is not None
     names = dict(zip(opened.gguf.tensors, opened.source.entries, strict=True))
@@ -427,7 +427,7 @@ def test_logits_are_those_of_transformers(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES_GGUF_MIXTURE)
-def test_quantized_experts_equal_the_gguf_package(name, tmp_path):
+def test_load_gguf_quantized_experts_match_gguf_package(name, tmp_path):
     path, folder = tmp_path / "tiny.gguf", tmp_path / "folder"
     folder.mkdir()
     worth = write_mixture(path, tiny(name), QUANTIZED)
@@ -455,7 +455,7 @@ def test_quantized_experts_equal_the_gguf_package(name, tmp_path):
     assert num_quantized >= 2 * (4 if name == "qwen3_moe" else 6)
 
 
-def test_wrong_tensors_fail_in_the_plan(tmp_path):
+def test_plan_load_gguf_wrong_expert_tensors_are_refused(tmp_path):
     """By file and tensor: a part of the experts missing, one expert short, and a shared expert where there is none."""
     path = tmp_path / "tiny.gguf"
     up, down = (f"model.layers.1.mlp.experts.{module}_proj.weight" for module in ("up", "down"))

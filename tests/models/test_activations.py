@@ -84,7 +84,7 @@ def shapes(request: Request) -> dict[str, tuple[tuple[int, ...], str]]:
     return {spec.name: (spec.shape, spec.dtype) for spec in request.specs}
 
 
-def test_the_stream_is_three_tensors_as_wide_as_the_model():
+def test_stream_request_has_three_tensors_of_hidden_size():
     request = activations.stream_request(QWEN, 7, "bfloat16")
     assert (request.lane, request.owner) == (STREAM, "stream")
     assert shapes(request) == dict.fromkeys(("x", "normed", "delta"), ((7, 5120), "bfloat16"))
@@ -102,7 +102,7 @@ def test_attention_lives_beside_the_scratch_of_its_backend():
     }
 
 
-def test_an_mlp_is_as_wide_as_its_products():
+def test_mlp_request_is_as_wide_as_its_products():
     gated, plain = (activations.mlp_request(spec, 7, "float16") for spec in (QWEN, OPT_350M))
     assert (gated.lane, gated.owner) == (plain.lane, plain.owner) == (LAYERS, "mlp")
     assert shapes(gated) == {"wide": ((7, 2 * 25600), "float16"), "active": ((7, 25600), "float16")}
@@ -163,11 +163,11 @@ def test_codes_of_logits_alone():
 
 
 @pytest.mark.parametrize("recipe", [AS_STORED, WeightRecipe(INT8), WeightRecipe(MXFP4), WeightRecipe(MXFP4, "all")])
-def test_who_leaves_inputs_as_they_are_needs_no_codes(recipe):
+def test_quantized_rows_request_weight_only_scheme_is_empty(recipe):
     assert activations.quantized_rows_request(MOE, 7, 3, recipe).specs == ()
 
 
-def test_what_products_of_middle_batches_share():
+def test_row_scaled_request_has_split_buffers_for_fp8_only():
     """o of Qwen3-32B is split in two and down in three; qkv and gate_up have outputs enough."""
     request = activations.row_scaled_request(QWEN, WeightRecipe(FP8))
     assert (request.lane, request.owner) == (ROW_SCALED, "row_scaled")
@@ -187,7 +187,7 @@ def test_logits_are_float32():
         assert shapes(request) == {"embedded": ((3, width), "bfloat16"), "logits": ((3, spec.vocab_size), "float32")}
 
 
-def test_only_embeddings_that_are_projected_or_placed_take_room():
+def test_embed_request_needs_projection_or_positions():
     assert activations.embed_request(QWEN, 7, "bfloat16").specs == ()
     request = activations.embed_request(OPT_350M, 7, "float32")
     assert (request.lane, request.owner) == (LAYERS, "embed")
@@ -209,12 +209,12 @@ def test_scratch_of_qwen3_32b():
     }
 
 
-def test_scratch_of_a_rank_and_of_a_stage_is_that_of_its_own_products():
+def test_fused_decode_request_of_rank_and_stage_has_own_products():
     """A share of the vocabulary is counted, and none before the last stage."""
     rank = replace(QWEN, num_ranks=4, vocab_size=151936 // 4)
     assert shapes(fused_decode_request(rank))["arrived"] == ((-(-151936 // 4 // 64),), "int32")
     stage = replace(QWEN, is_last_stage=False)
-    assert shapes(fused_decode_request(stage))["arrived"] == ((QWEN.qkv_size // 64,), "int32")
+    assert shapes(fused_decode_request(stage))["arrived"] == ((QWEN.attention_products[0][0] // 64,), "int32")
 
 
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8], ids=lambda scheme: scheme.name)
@@ -250,7 +250,7 @@ def test_scratch_of_qwen3_32b_in_eight_bits_has_amax_too(scheme):
     ],
     ids=str,
 )
-def test_who_takes_the_fused_decode_path(change):
+def test_takes_fused_decode_accepts_supported_models(change):
     """The widths of experts are not theirs: experts have kernels of their own. What is ignored shows when weights are there."""
     recipe = change.get("recipe", AS_STORED)
     spec = replace(QWEN, **{name: value for name, value in change.items() if name != "recipe"})
@@ -288,7 +288,7 @@ def test_who_takes_the_fused_decode_path(change):
     ],
     ids=str,
 )
-def test_who_does_not_take_the_fused_decode_path(change):
+def test_takes_fused_decode_declines_unsupported_models(change):
     where = {"dtype": "bfloat16", "device_kind": "cuda", "recipe": AS_STORED} | change
     others = [where.pop(name) for name in ("dtype", "device_kind", "recipe")]
     assert takes_fused_decode(QWEN, "bfloat16", "cuda", AS_STORED)
@@ -392,7 +392,7 @@ def test_scratch_is_enough_for_every_product_that_can_occur(spec, num_rows, sche
             x, weight, None, ResidualStream(own, empty(size_n), 1e-6, own, scratch), given_amax
         )
 
-    needs(normed, spec.qkv_size, spec.hidden_size)
+    needs(normed, *spec.attention_products[0])
     needs(added, spec.hidden_size, spec.query_size)
     needs(lambda x, size_n: normed(x, size_n, gated=True), spec.intermediate_size, spec.hidden_size)
     needs(added, spec.hidden_size, spec.intermediate_size)
@@ -420,7 +420,7 @@ def test_ranks_that_gather_have_room_for_inputs_of_all():
         assert activations.gathered_request(spec, 7, "bfloat16").specs == ()
 
 
-def test_the_largest_part_that_peers_read():
+def test_room_elements_is_largest_part_read_by_peers():
     assert activations.room_elements(QWEN, 9) == 0
     assert activations.room_elements(replace(QWEN, num_ranks=2), 9) == 9 * QWEN.hidden_size
     gathers = replace(QWEN, num_ranks=2, gathers=True)

@@ -74,7 +74,7 @@ ONLY_STORED = ("quantization_config", "expert_dtype", "torch_dtype", "num_nextn_
 """Settings of a checkpoint that say nothing of the shapes which transformers builds."""
 
 
-def test_the_models_that_were_promised() -> None:
+def test_catalogue_has_all_promised_models() -> None:
     promised = (
         "Qwen3-0.6B Qwen3-4B Qwen3-8B Qwen3-32B Qwen2.5-7B Qwen2.5-32B Llama-3.1-8B Llama-3.1-70B SmolLM2-135M OPT-125m "
         "Qwen1.5-MoE-A2.7B Qwen3-30B-A3B DeepSeek-V2-Lite DeepSeek-R1 DeepSeek-V4-Flash DeepSeek-V4-Pro"
@@ -135,7 +135,7 @@ def test_weight_bytes_are_those_of_the_checkpoint(name: str) -> None:
     assert abs(planned / CHECKPOINT_BYTES[name] - 1) < (0.001 if "V4" in name else 0.01), f"{planned} bytes are planned"
 
 
-def test_the_weights_that_a_step_of_qwen3_32b_reads() -> None:
+def test_group_bytes_qwen3_32b_matches_bytes_read_per_step() -> None:
     groups = declare_config(CATALOGUE["Qwen3-32B"], "x").group_bytes("bfloat16")
     read = sum(group.num_bytes for name, group in groups.items() if name != "embed")
     assert round(read / 1e9, 2) == 63.97, "as measured on a GPU"
@@ -164,7 +164,7 @@ def is_layered(name: str) -> bool:
         if not name.startswith("Kimi-K2.5")  # that of transformers has no language model of its own
     ],
 )
-def test_as_many_parameters_as_transformers_makes_of_the_same_settings(name: str) -> None:
+def test_catalogue_parameter_count_matches_transformers(name: str) -> None:
     config = {key: value for key, value in CATALOGUE[name].items() if key not in ONLY_STORED}
     counted = count_elements(str(CATALOGUE[name]["architectures"][0]), config, COUNTED_BUFFERS)  # type: ignore[index]
     weights = declare_config(CATALOGUE[name], name).parameters()
@@ -203,7 +203,7 @@ def test_models_of_this_year_have_as_many_parameters_as_stated() -> None:
 
 
 @for_each("name", CATALOGUE)
-def test_what_runs_has_a_spec_and_what_does_not_has_a_reason(name: str) -> None:
+def test_catalogue_model_has_spec_or_reason(name: str) -> None:
     declared = declare_config(CATALOGUE[name], name)
     assert (declared.spec is None) == (declared.not_runnable is not None)
     planned = (

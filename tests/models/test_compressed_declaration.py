@@ -30,7 +30,7 @@ def elements(declared: DeclaredModel, num_ranks: int = 1) -> int:
 
 
 @pytest.mark.parametrize("case", COMPRESSED_MODELS)
-def test_as_many_parameters_as_transformers_has(case: str) -> None:
+def test_declaration_parameter_count_matches_transformers(case: str) -> None:
     settings = COMPRESSED_MODELS[case]
     declared = declare_config({"architectures": [ARCHITECTURE], **settings}, "tiny")
     assert isinstance(declared.declaration, CompressedDeclaration)
@@ -41,7 +41,7 @@ def test_as_many_parameters_as_transformers_has(case: str) -> None:
     assert {weight.name: weight.shape for weight in declared.parameters()} == by_name
 
 
-def test_published_numbers() -> None:
+def test_declared_v4_counts_match_published_numbers() -> None:
     assert round(elements(FLASH) / 1e9) == 284
     assert round(elements(PRO) / 1e12, 1) == 1.6
     assert elements(BASE) == elements(FLASH)
@@ -110,7 +110,7 @@ def test_heads_are_those_of_a_rank() -> None:
         assert heads.scale == 512**-0.5
 
 
-def test_checkpoints_are_planned_as_they_are_stored() -> None:
+def test_stored_recipe_of_v4_is_that_of_its_checkpoint() -> None:
     kinds = {weight.name.partition(".")[2].partition(".")[2]: weight for weight in FLASH.parameters()}
     stored = {name: weight.stored_scheme for name, weight in kinds.items() if weight.stored_scheme is not None}
     linear = ("qkv_a", "q_b", "o_b", "index_q", "shared.gate_up", "shared.down")

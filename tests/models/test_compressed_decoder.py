@@ -42,7 +42,7 @@ def compressed_step(rig: Rig, *lengths: int) -> LiveStep:
     return step
 
 
-def test_a_layer_has_the_weights_of_its_number():
+def test_decoder_layer_has_weights_of_its_index():
     model = tiny_compressed(FLASH)[1]
     decoder, weights = make_rig(model).decoder, model.weights
     assert isinstance(decoder, CompressedDecoder)
@@ -74,7 +74,7 @@ def test_a_layer_has_the_weights_of_its_number():
     assert third.chooser is None
 
 
-def test_the_largest_step_takes_what_was_reserved_and_none_reserved_in_vain(monkeypatch):
+def test_workspace_largest_step_uses_all_reserved_bytes(monkeypatch):
     model = tiny_compressed(FLASH)[1]
     rig = make_rig(model)
     watched = WatchedWorkspace(rig.workspace, monkeypatch)
@@ -106,7 +106,7 @@ def test_layers_in_any_ranges_are_the_whole(monkeypatch):
         assert all(torch.equal(other[position], row) for position, row in found[0].items())
 
 
-def test_a_step_that_wants_no_logits_leaves_its_state():
+def test_compressed_decoder_prefill_without_logits_keeps_state():
     answer = alone(FLASH, 22, 4)
     machine = make_compressed_drive(tiny_compressed(FLASH)[1], 7)
     request = Request(list(answer.prompt), 4)
@@ -126,7 +126,7 @@ def test_pages_in_fewer_bits_are_near(format_name):
     assert 1e-4 < median(distances) < (0.3 if format_name == "fp8_ds_v4" else 0.05)
 
 
-def test_what_is_found_in_fp8_is_what_was_written():
+def test_prefix_hit_in_fp8_reads_codes_as_written():
     """A prompt behind a prefix reads what the prompt by itself read: rows are coded once."""
     answer = alone("wide vectors", 45, 6)
     machine = make_compressed_drive(tiny_compressed("wide vectors")[1], 45, kv_dtype="fp8_ds_v4")

@@ -1,4 +1,4 @@
-"""The family with compressed attention: config.json to spec in both spellings as transformers reads them; numbers that nobody could run refused in a sentence."""
+"""The family with compressed attention: config.json to spec in both spellings as transformers reads them; numbers beyond any model refused in a sentence."""
 
 import json
 from typing import Any
@@ -119,7 +119,7 @@ def check_same(spec: ModelSpec, config: Any) -> None:
     assert spec.has_sinks
 
 
-def test_keys_left_out_take_the_value_that_transformers_gives_them():
+def test_read_spec_absent_keys_default_as_in_transformers():
     least = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128]}
     spec, config = read_spec({"architectures": [ARCHITECTURE], **least}), theirs_of(least)
     check_same(spec, config)
@@ -128,7 +128,7 @@ def test_keys_left_out_take_the_value_that_transformers_gives_them():
 
 
 @pytest.mark.parametrize("case", ["as DeepSeek spells it", *COMPRESSED_MODELS])
-def test_both_spellings_mean_what_they_mean_to_transformers(case):
+def test_read_spec_both_spellings_match_transformers(case):
     own = TINY if case == "as DeepSeek spells it" else {"architectures": [ARCHITECTURE], **COMPRESSED_MODELS[case]}
     theirs = theirs_of(own)
     spec = read_spec(own)
@@ -306,7 +306,7 @@ def test_unsupported_settings_are_refused(changes, sentence):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_left_out_or_longer_is_read():
+def test_read_spec_accepts_absent_and_excess_values():
     assert read_spec(config_with(compress_ratios=[*TINY["compress_ratios"], 0])) == read_spec(TINY)
     for limit in (0, 0.0, None):
         experts = read_spec(config_with(swiglu_limit=limit)).experts
@@ -314,7 +314,7 @@ def test_what_is_left_out_or_longer_is_read():
         assert experts.silu_limit is None
     windows = read_spec(config_with(compress_ratios=[0] * 5, index_topk=-1)).compressed
     assert windows is not None
-    assert windows.index is None, "nobody asks how many it would choose"
+    assert windows.index is None, "no caller needs how many it would choose"
     most = read_spec(config_with(index_topk=128)).compressed
     assert most is not None
     assert most.index is not None

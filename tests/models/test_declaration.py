@@ -16,18 +16,18 @@ from holdfast.models.sharding import shard_parameters
 from holdfast.models.spec import ExpertsSpec
 
 
-def test_a_row_may_stand_for_many_tokens() -> None:
+def test_cache_rows_bytes_per_token_divide_by_tokens_per_row() -> None:
     assert CacheRows("latent", 61, 1152).bytes_per_token == 70_272
     assert CacheRows("compressed by 128", 20, 584, 128).bytes_per_token == Fraction(365, 4)
 
 
-def test_what_divides_has_no_reason() -> None:
+def test_split_gives_reason_only_for_uneven_parts() -> None:
     assert split(32, 8, "query heads") is None
     assert split(32, 3, "query heads") == "32 query heads do not divide into 3 equal parts"
     assert split(0, 3, "columns of the shared experts") is None
 
 
-def test_what_is_needed_is_not_guessed() -> None:
+def test_needed_missing_or_wrong_value_refused() -> None:
     assert needed(Settings({"head_dim": 7}, "config.json"), "head_dim", 10) == 7
     for values in ({}, {"head_dim": None}):
         with raises_code("architecture.missing_key", ModelFormatError, key="head_dim"):
@@ -48,7 +48,7 @@ def elements(experts: ExpertsSpec, num_ranks: int) -> dict[str, int]:
     return {share.name: prod(share.shape) for share in shares}
 
 
-def test_one_layer() -> None:
+def test_expert_elements_of_one_layer_by_hand() -> None:
     assert elements(EXPERTS, 1) == {
         "layers.1.router.weight": 6 * 32,
         "layers.1.router.bias": 6,

@@ -62,7 +62,7 @@ def test_halves_and_quarters() -> None:
     assert quantized == 151936 * (2560 + 4), "an embedding that is the head is quantized as one"
 
 
-def test_the_checkpoint_s_own_scheme_counts() -> None:
+def test_weight_bytes_default_to_stored_scheme_of_checkpoint() -> None:
     r1 = declare_config(CATALOGUE["DeepSeek-R1"], "r1")
     assert r1.weight_bytes("bfloat16") == r1.weight_bytes("bfloat16", AS_STORED, ALONE)
     assert abs(r1.weight_bytes("bfloat16") / 2**30 - 627.9) < 1
@@ -70,7 +70,7 @@ def test_the_checkpoint_s_own_scheme_counts() -> None:
     assert abs(unpacked.weight_bytes("bfloat16") / r1.weight_bytes("bfloat16") - 2) < 0.02
 
 
-def test_a_quantized_checkpoint_of_a_family_that_runs_is_planned_as_it_is() -> None:
+def test_declare_config_quantized_checkpoint_keeps_stored_bytes() -> None:
     declared = declare_config({**QWEN, "quantization_config": STORED}, "Qwen3-8B-FP8")
     assert declared.spec == read_spec(QWEN)
     assert declared.not_runnable is None
@@ -92,7 +92,7 @@ def test_other_quantized_checkpoints_are_refused(settings, error: str) -> None:
         declare_config({**QWEN, "quantization_config": settings}, "x")
 
 
-def test_an_unknown_architecture_lists_what_can_be_planned() -> None:
+def test_declare_config_unknown_architecture_lists_accepted() -> None:
     with raises_code("architecture.not_planned", UnsupportedModelError, architecture="MambaForCausalLM") as caught:
         declare_config({"architectures": ["MambaForCausalLM"]}, "x")
     assert {"Qwen3ForCausalLM", "DeepseekV4ForCausalLM"} <= set(caught.value.values["accepted"])
@@ -102,7 +102,7 @@ def test_an_unknown_architecture_lists_what_can_be_planned() -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3-8B", "OPT-125m", "DeepSeek-V2-Lite", "DeepSeek-R1", "DeepSeek-V4-Flash"])
-def test_a_config_without_architectures_is_planned_by_its_type(name: str) -> None:
+def test_declare_config_without_architectures_uses_model_type(name: str) -> None:
     known = CATALOGUE[name]
     typed = declare_config({key: value for key, value in known.items() if key != "architectures"}, name)
     assert typed == declare_config(known, name)
@@ -111,7 +111,7 @@ def test_a_config_without_architectures_is_planned_by_its_type(name: str) -> Non
     assert {"llama", "opt", "deepseek_v2", "deepseek_v4"} <= set(caught.value.values["accepted"])
 
 
-def test_what_can_only_be_planned_says_so_where_it_is_to_run() -> None:
+def test_refuse_planned_only_refuses_families_without_spec() -> None:
     refuse_planned_only(QWEN, "config.json")
     refuse_planned_only({"architectures": ["MambaForCausalLM"]}, "config.json")
     for name in ("Mixtral-8x7B-v0.1", "Qwen3.5-27B", "gemma-4-31B-it", "Kimi-K2.5", "Nemotron-3-Nano-30B-A3B"):
@@ -151,7 +151,7 @@ def test_formats_that_a_model_cannot_be_kept_in(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3-32B", "DeepSeek-R1", "DeepSeek-V4-Pro"])
-def test_formats_of_latents_and_of_compressed_vectors_on_models_without_them(name: str) -> None:
+def test_check_format_latent_formats_refused_without_latents(name: str) -> None:
     declared = declare_config(CATALOGUE[name], "x")
     if name == "Qwen3-32B":
         words = r"fp8_ds_mla keeps latents \(MLA\), and this model has none. Try bfloat16 or fp8\.$"
@@ -182,7 +182,7 @@ def test_asking_twice_lists_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe", "deepseek_v3"])
-def test_a_declared_model_requested_again_answers_as_a_new_one(name: str) -> None:
+def test_declared_model_cached_answers_equal_fresh_ones(name: str) -> None:
     """Every answer that is kept, for other types, recipes, ranks and stages between: none is that of another question."""
     spec = CASES[name][1]
     spec = spec if spec.latent else replace(spec, num_kv_heads=6)
@@ -210,7 +210,7 @@ def test_a_declared_model_requested_again_answers_as_a_new_one(name: str) -> Non
     assert shapes == [(51, 96), (50, 96)], "the last has what is left of 101 tokens"
 
 
-def test_a_stored_model_requested_for_other_embeddings_refuses() -> None:
+def test_review_stored_other_embeddings_refused() -> None:
     """What was settled for one recipe does not answer for the next."""
     declared = declare_config({**QWEN, "quantization_config": STORED}, "x")
     assert declared.review_stored(AS_STORED) == declared.review_stored(AS_STORED)

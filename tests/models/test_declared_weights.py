@@ -43,7 +43,7 @@ def test_codes_and_scales(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHT_SCHEMES)
-def test_every_expert_has_scales_of_its_own(name: str) -> None:
+def test_weight_bytes_count_scales_of_each_expert(name: str) -> None:
     codes, scales = SIZES[name]
     experts = Weight("layers.0.experts.down.weight", (7, 300, 96), "expert")
     if name == "fp8_block":
@@ -61,19 +61,19 @@ def test_blocks_end_where_parts_do() -> None:
 
 
 @pytest.mark.parametrize("kind", ["embedding", "norm", "bias", "router"])
-def test_the_rest_stays_as_it_is(kind) -> None:
+def test_weight_bytes_unquantized_kinds_stay_plain(kind) -> None:
     for recipe in RECIPES.values():
         assert weight_bytes(Weight("x", (300, 96), kind), "bfloat16", recipe) == aligned(2 * 300 * 96)
 
 
 @pytest.mark.parametrize(("embeddings", "is_quantized"), [("none", False), ("head", False), ("all", True)])
-def test_embeddings_are_quantized_where_all_is_asked(embeddings, is_quantized: bool) -> None:
+def test_weight_bytes_quantize_embedding_under_all_only(embeddings, is_quantized: bool) -> None:
     recipe = WeightRecipe(MXFP4, embeddings)
     num_bytes = weight_bytes(Weight("embed.weight", (300, 96), "embedding"), "bfloat16", recipe)
     assert num_bytes == (aligned(300 * 96) + aligned(4 * 300) if is_quantized else aligned(2 * 300 * 96)), "in fp8"
 
 
-def test_patterns_know_a_weight_by_the_tensors_that_it_is_made_of() -> None:
+def test_weight_scheme_ignore_matches_source_tensor_names() -> None:
     parts = (Part("model.layers.0.q.weight", 0, (64, 32)), Part("model.layers.0.k.weight", 64, (32, 32)))
     weight = weight_of(Parameter("layers.0.qkv.weight", (96, 32), parts))
     assert weight == Weight(
@@ -88,11 +88,11 @@ def test_patterns_know_a_weight_by_the_tensors_that_it_is_made_of() -> None:
     assert weight.scheme(WeightRecipe(MXFP4, ignore=("*.v",))) is MXFP4
 
 
-def test_a_type_of_its_own_outlives_the_dtype() -> None:
+def test_weight_bytes_own_dtype_overrides_model_dtype() -> None:
     assert weight_bytes(Weight("x", (10, 6), "router", dtype="int64"), "bfloat16", AS_STORED) == aligned(8 * 60)
 
 
-def test_a_rank_s_share_of_stacked_matrices_has_blocks_that_end_with_it() -> None:
+def test_weight_scheme_rank_share_has_blocks_ending_with_it() -> None:
     settled = FP8_BLOCK.with_parts((32,))
     whole = Weight("layers.0.experts.gate_up.weight", (8, 64, 256), "expert", settled, seam_rows=32)
     assert whole.scheme(AS_STORED) == settled
@@ -101,7 +101,7 @@ def test_a_rank_s_share_of_stacked_matrices_has_blocks_that_end_with_it() -> Non
     assert weight_bytes(share, "bfloat16", AS_STORED) == aligned(8 * 16 * 256) + aligned(4 * 8 * 1 * 2)
 
 
-def test_a_checkpoint_s_own_scheme_counts_by_name_or_as_it_is() -> None:
+def test_weight_bytes_native_scheme_by_name_or_value() -> None:
     stored = LINEAR._replace(native=FP8_BLOCK.name)
     assert weight_bytes(stored, "bfloat16", AS_STORED) == aligned(300 * 96) + aligned(4 * 3)
     settled = LINEAR._replace(native=FP8_BLOCK.with_parts((4,)))
@@ -161,7 +161,7 @@ def test_matrices_and_the_head_are_covered() -> None:
     assert experts.review_recipe(WeightRecipe(MXFP4)).num_quantized == 24 * 6 + 1
 
 
-def test_patterns_take_weights_out_and_idle_ones_are_told() -> None:
+def test_review_recipe_counts_ignored_and_reports_idle_patterns() -> None:
     model = declared("Qwen3-8B")
     recipe = WeightRecipe(FP8, "head", ("*down_proj*", "lm_head", "*norm*", "embed"))
     assert model.review_recipe(recipe) == Review(291, 36 * 3, ("*norm*", "embed"))
@@ -201,7 +201,7 @@ def test_columns_that_do_not_divide_are_named_with_what_works() -> None:
     assert review_recipe(odd, WeightRecipe(MXFP4, ignore=("layers.0.o",))) == Review(2, 0, ())
 
 
-def test_what_a_checkpoint_has_quantized() -> None:
+def test_stored_recipe_names_scheme_of_checkpoint() -> None:
     assert declared("Qwen3-8B").stored_recipe is None
     r1 = declared("DeepSeek-R1").stored_recipe
     assert r1 is not None
@@ -225,7 +225,7 @@ def test_headers_say_which_weights_are_stored_how() -> None:
 
 
 @pytest.mark.parametrize("kind", ["head", "embedding"])
-def test_layers_say_what_a_checkpoint_is_stored_as_and_not_its_embedding(kind) -> None:
+def test_stored_recipe_prefers_layer_scheme_to_embedding_scheme(kind) -> None:
     weights = (
         Weight("embed.weight", (64, 64), kind, native="int8"),
         Weight("layers.0.qkv.weight", (128, 64), "linear", native="mxfp4"),

@@ -129,7 +129,7 @@ WHOLE_AT_ONCE = ("llama", "qwen3", "gemma3")
         *(pytest.param(case, NUM_STEPS, marks=pytest.mark.slow) for case in CASES if case not in BY_LENGTH),
     ],
 )
-def test_alone_and_whole(case, backend, num_steps):
+def test_logits_of_single_sequence_match_transformers(case, backend, num_steps):
     theirs, ours = tiny(case)
     for request in make_requests((1, 90) if num_steps == FEW_STEPS else (1, 33, 90), num_steps):
         drive = make_drive(ours, backend, max_num_batched_tokens=128)
@@ -140,7 +140,7 @@ def test_alone_and_whole(case, backend, num_steps):
 @pytest.mark.each_value
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "whole"])
 @pytest.mark.parametrize("case", CASES)
-def test_in_company_of_other_lengths_and_in_chunks(case, backend, is_whole):
+def test_logits_batched_and_chunked_match_transformers(case, backend, is_whole):
     """At once whole texts of some families in C, and beginnings of the others' and in torch."""
     theirs, ours = tiny(case)
     whole_at_once = case in BY_LENGTH or (backend == "native_paged" and case in WHOLE_AT_ONCE)
@@ -183,7 +183,7 @@ def test_half_weights_stay_near(dtype):
         assert float((row - expected[position]).abs().max()) < (0.05 if dtype == "float16" else 0.4)
 
 
-def test_only_the_rows_that_are_read_are_finished():
+def test_decoder_finishes_only_rows_whose_logits_are_read():
     """Logits of some rows are those of all rows, to the bit."""
     require_native()
     _, ours = tiny("llama")
@@ -216,7 +216,7 @@ def built_layer(spec: ModelSpec, weights: dict[str, Any], index: int) -> Decoder
     return made.layer(index, made.attention(index))
 
 
-def test_a_layer_has_the_weights_of_its_number() -> None:
+def test_decoder_layer_has_weights_of_its_index() -> None:
     spec, weights = make("qwen3")
     layer = built_layer(spec, weights, 2)
     assert layer.attention.qkv.weight_NK is weights["layers.2.qkv.weight"]
@@ -256,7 +256,7 @@ def test_experts_where_the_spec_has_them() -> None:
     assert layer.shared.gate_1H is None
 
 
-def test_without_a_shared_expert() -> None:
+def test_expert_layer_of_qwen3_moe_has_no_shared_expert() -> None:
     spec, weights = make("qwen3_moe")
     experts = built_layer(spec, weights, 0).mlp
     assert isinstance(experts, ExpertLayer)
@@ -299,7 +299,7 @@ SOME_OR_ALL_STEPS = pytest.mark.parametrize("num_steps", [FEW_STEPS, pytest.para
 
 @SOME_OR_ALL_STEPS
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_experts_alone_and_whole(name, num_steps, monkeypatch):
+def test_expert_logits_of_single_sequence_match_transformers(name, num_steps, monkeypatch):
     theirs, ours = tiny_experts(name)
     (request,) = make_requests((33,), num_steps)
     drive = make_drive(ours, choose("torch_paged", monkeypatch), max_num_batched_tokens=128)
@@ -309,7 +309,7 @@ def test_experts_alone_and_whole(name, num_steps, monkeypatch):
 
 @SOME_OR_ALL_STEPS
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_experts_in_company_of_other_lengths_and_in_chunks(name, num_steps, monkeypatch):
+def test_expert_logits_batched_and_chunked_match_transformers(name, num_steps, monkeypatch):
     backend = choose("native_paged", monkeypatch)
     theirs, ours = tiny_experts(name)
     requests = make_requests((1, 17, 64), num_steps)
@@ -337,7 +337,7 @@ def test_neighbours_change_no_bit_of_a_row(name):
 
 
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_the_largest_step_takes_what_was_reserved_and_none_reserved_in_vain(name, monkeypatch):
+def test_workspace_largest_step_uses_all_reserved_bytes(name, monkeypatch):
     require_native()
     limits = Limits(4, 90, 100, 4)
     rig = Rig(tiny_experts(name)[1], "native_paged", limits, 100)
@@ -349,7 +349,7 @@ def test_the_largest_step_takes_what_was_reserved_and_none_reserved_in_vain(name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_same_weights(layout, tmp_path):
+def test_load_model_every_expert_layout_gives_same_weights(layout, tmp_path):
     """By the engine's own loader, and by what the parts say."""
     name = "qwen2_moe normalized, every second layer"
     theirs, ours = tiny_experts(name)

@@ -79,7 +79,7 @@ def elements(declared: DeclaredModel, num_ranks: int = 1) -> int:
     ],
     ids=["qwen2", "qwen2 every second layer", "qwen3", "qwen3 with dense layers", "gpt-oss"],
 )
-def test_as_many_parameters_as_transformers_has(config: dict[str, Any]) -> None:
+def test_declaration_parameter_count_matches_transformers(config: dict[str, Any]) -> None:
     family = config["architectures"][0].removesuffix("ForCausalLM")
     assert elements(declare_config(config, "tiny")) == count_elements(family, config)
 
@@ -93,7 +93,7 @@ def with_few_experts(name: str) -> ModelSpec:
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_what_runs_is_planned_from_what_is_loaded(name: str) -> None:
+def test_declared_parameters_equal_loaded_parameters(name: str) -> None:
     spec = with_few_experts(name)
     loaded = [
         (one.name, one.shape, one.kind, one.dtype, tuple(part.tensor for part in one.parts), one.seam_rows)
@@ -133,7 +133,7 @@ def test_ranks_share_biases_and_sinks_with_their_weights() -> None:
     assert whole["layers.0.router.bias"] == half["layers.0.router.bias"] == (6,)
 
 
-def test_kinds() -> None:
+def test_declared_weights_have_expected_kinds() -> None:
     kinds: dict[str, set[str]] = {}
     for config in (CATALOGUE["OPT-125m"], CATALOGUE["Qwen3-8B"], CATALOGUE["Qwen2.5-7B-Instruct"]):
         for weight in declare_config(config, "x").parameters():
@@ -194,7 +194,7 @@ def test_ranks_that_are_no_number(num_ranks) -> None:
         declare_config(CATALOGUE["Qwen3-8B"], "x").parameters(Mesh(tensor_size=num_ranks))
 
 
-def test_a_step_of_a_decoder_is_what_its_runner_asks_for() -> None:
+def test_declaration_requests_equal_requests_of_runner() -> None:
     declared = declare_config(CATALOGUE["Qwen3-0.6B"], "x")
     spec = declared.spec
     assert spec is not None
@@ -206,7 +206,7 @@ def test_a_step_of_a_decoder_is_what_its_runner_asks_for() -> None:
     )
 
 
-def test_a_step_of_a_rank_is_narrower() -> None:
+def test_declaration_requests_of_rank_are_narrower() -> None:
     declaration = declare_config(CATALOGUE["Qwen3-8B"], "x").declaration
     whole, part = (
         {request.owner: request for request in declaration.requests(STEP, Mesh(tensor_size=ranks), ())}

@@ -89,7 +89,7 @@ class WatchedWorkspace:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_largest_step_takes_what_was_reserved_and_none_reserved_in_vain(family, monkeypatch):
+def test_workspace_largest_step_uses_all_reserved_bytes(family, monkeypatch):
     rig = make_rig(family)
     watched = WatchedWorkspace(rig.workspace, monkeypatch)
     rig.execute(make_step(90, groups=rig.groups))
@@ -101,7 +101,7 @@ def test_the_largest_step_takes_what_was_reserved_and_none_reserved_in_vain(fami
 @pytest.mark.each_value
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", ["native_paged", "torch_paged"])
-def test_what_lies_in_the_workspace_does_not_matter(family, backend, monkeypatch):
+def test_decoder_ignores_stale_workspace_contents(family, backend, monkeypatch):
     if backend == "native_paged":
         require_native()
 
@@ -112,7 +112,7 @@ def test_what_lies_in_the_workspace_does_not_matter(family, backend, monkeypatch
 
 
 @pytest.mark.parametrize("case", ["v3 like R1", "sparse like GLM-5", "both entries"])
-def test_what_lies_in_the_workspace_of_latents_does_not_matter(case, monkeypatch):
+def test_latent_decoder_ignores_stale_workspace_contents(case, monkeypatch):
     def make_drive() -> Drive:
         if case == "both entries":
             return make_compressed_drive(tiny_compressed(case)[1], 16)
@@ -152,7 +152,7 @@ def check_fillings(
 
 
 @pytest.mark.parametrize("family", ["llama", "opt_350m_like"])
-def test_a_larger_step_than_was_reserved_is_refused(family, monkeypatch):
+def test_workspace_step_larger_than_reserved_is_refused(family, monkeypatch):
     """By any caller that asks first, with both sizes; and what was reserved still runs."""
     rig, spec = make_rig(family), tiny(family).spec
     small = replace(LIMITS, max_num_batched_tokens=20)
@@ -188,7 +188,7 @@ def test_steps_of_many_sizes_keep_requests_of_the_latest(monkeypatch):
     assert sorted(one.stream.specs[0].shape[0] for one in kept) == [9, 10, 11]
 
 
-def test_more_logits_than_were_reserved_are_refused():
+def test_workspace_more_logits_than_reserved_are_refused():
     rig = make_rig("llama")
     with pytest.raises(WorkspaceError, match="workspace for 'head'"):
         rig.decoder.logits(torch.zeros(65, tiny("llama").spec.hidden_size))
@@ -220,7 +220,7 @@ def test_scratch_is_the_same_for_any_depth_and_any_context(backend):
     assert found == reserved_bytes(spec, backend, replace(limits, max_model_len=2**20))
 
 
-def test_a_plan_for_a_gpu_has_the_same_scratch_for_any_depth_and_any_context():
+def test_plan_runner_scratch_ignores_depth_and_context():
     declared = declare_config(CATALOGUE["Qwen3-8B"], "Qwen3-8B")
     target = gpu_target(GPUS["h200"])
 
@@ -233,7 +233,7 @@ def test_a_plan_for_a_gpu_has_the_same_scratch_for_any_depth_and_any_context():
     assert workspace_bytes(4096) == workspace_bytes(2**17) == workspace_bytes(4096, num_layers=9)
 
 
-def test_a_decoder_is_freed_as_soon_as_none_has_it():
+def test_decoder_is_freed_without_garbage_collector():
     """Without the garbage collector: what waits for that still holds the weights."""
     rig = make_rig("llama")
     rig.execute(make_step(20, groups=rig.groups))
@@ -265,7 +265,7 @@ def test_counters_of_middle_batches_begin_at_zero():
 
 
 @pytest.mark.parametrize("kind", ["keys and values", "latents", "streams"])
-def test_a_step_calls_back_before_each_of_its_layers(kind):
+def test_decoder_calls_before_layer_for_every_layer(kind):
     """A host that waits for a hang-up looks there, in every layer of every step."""
     drives = {
         "keys and values": lambda: Drive(make_rig("qwen3"), 100),

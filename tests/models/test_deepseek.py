@@ -23,13 +23,13 @@ Mutation = Callable[[LoadedModel, pytest.MonkeyPatch], LoadedModel]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_alone_and_whole(case):
+def test_logits_of_single_sequence_match_transformers(case):
     for length in (1, 33):
         alone(case, length, 8)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_company_of_other_lengths_and_in_chunks(case):
+def test_logits_batched_and_chunked_match_transformers(case):
     theirs, ours = tiny(case)
     requests = [make_request(length, 12, 3 * index) for index, length in enumerate((1, 2, 17, 33, 61))]
     drive = make_drive(ours, max_rows=11, page_tokens=8)
@@ -38,7 +38,7 @@ def test_in_company_of_other_lengths_and_in_chunks(case):
         judge(theirs, drive, request)
 
 
-def test_every_chunk_size():
+def test_logits_match_at_every_chunk_size():
     answer = alone(V3, 17, 3)
     for max_rows in range(1, 18):
         drive = make_drive(tiny(V3)[1], max_rows)
@@ -48,7 +48,7 @@ def test_every_chunk_size():
         assert len(drive.logits(request)) == 19, f"{max_rows=}"
 
 
-def test_only_the_rows_that_are_read_are_finished():
+def test_decoder_finishes_only_rows_whose_logits_are_read():
     answer = alone(V3, 22, 4)
     drive = make_drive(tiny(V3)[1], 9)
     request = Request(list(answer.prompt), 4)
@@ -92,7 +92,7 @@ def test_preempted_by_neighbours_where_pages_are_few():
         answer.check(drive, request)
 
 
-def test_a_prefix_that_is_hit_and_one_that_is_missed():
+def test_prefix_hit_and_miss_keep_logits():
     first, other = alone(V3, 40, 6), alone(V3, 37, 6)
     drive = make_drive(tiny(V3)[1], 16)
     num_cached = []
@@ -203,7 +203,7 @@ MUTATIONS: dict[str, Mutation] = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_wrong_reading_shows(mutation, monkeypatch):
+def test_logits_planted_fault_exceeds_tolerance(mutation, monkeypatch):
     """The tolerance of this file tells each of them from what is right, by far."""
     answer = alone(V3, 33, 8)
     drive = make_drive(MUTATIONS[mutation](tiny(V3)[1], monkeypatch), max_rows=33)

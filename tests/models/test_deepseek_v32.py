@@ -39,14 +39,14 @@ Mutation = Callable[[LoadedModel, pytest.MonkeyPatch], LoadedModel]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_alone_and_whole(case):
+def test_logits_of_single_sequence_match_transformers(case):
     """Up to as many tokens as are chosen, one more, and many more."""
     for length in (1, 4, 5, 6, 33):
         alone(case, length, 8)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_company_of_other_lengths_and_in_chunks(case):
+def test_logits_batched_and_chunked_match_transformers(case):
     theirs, ours = tiny(case)
     requests = [make_request(length, 12, 3 * index) for index, length in enumerate((1, 2, 17, 33, 61))]
     drive = make_drive(ours, max_rows=11, page_tokens=8)
@@ -58,7 +58,7 @@ def test_in_company_of_other_lengths_and_in_chunks(case):
 @pytest.mark.parametrize(
     "chunks", [(1, 3, 4, 5, 16, 17), pytest.param(range(1, 18), marks=pytest.mark.slow)], ids=["some", "every"]
 )
-def test_every_chunk_size(chunks):
+def test_logits_match_at_every_chunk_size(chunks):
     answer = alone(V32, 17, 3)
     for max_rows in chunks:
         drive = make_drive(tiny(V32)[1], max_rows)
@@ -68,7 +68,7 @@ def test_every_chunk_size(chunks):
         assert len(drive.logits(request)) == 19, f"{max_rows=}"
 
 
-def test_only_the_rows_that_are_read_are_finished():
+def test_decoder_finishes_only_rows_whose_logits_are_read():
     answer = alone(V32, 22, 4)
     drive = make_drive(tiny(V32)[1], 9)
     request = Request(list(answer.prompt), 4)
@@ -133,7 +133,7 @@ def test_forks_at_every_position_side_by_side():
         assert request.sequence.num_cached_tokens == place // PAGE * PAGE
 
 
-def test_no_choice_hangs_on_a_rounding(monkeypatch):
+def test_top_k_choice_margin_exceeds_rounding(monkeypatch):
     """Between the last token that is chosen and the first that is not lies far more than two ways to compute in float32 differ by."""
     gaps = []
 
@@ -149,7 +149,7 @@ def test_no_choice_hangs_on_a_rounding(monkeypatch):
     assert min(gaps) > 2e-5
 
 
-def test_a_checkpoint_is_loaded_as_it_lies_and_one_without_its_index_is_not(tmp_path):
+def test_load_model_v32_checkpoint_needs_index_tensors(tmp_path):
     theirs, ours = tiny(V32)
     save_tiny_experts(theirs, tmp_path)
     loaded = load_model(tmp_path)
@@ -294,7 +294,7 @@ MUTATIONS: dict[str, Mutation] = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_wrong_reading_shows(mutation, monkeypatch):
+def test_logits_planted_fault_exceeds_tolerance(mutation, monkeypatch):
     """The tolerance of this file tells each of them from what is right, by far."""
     answer = alone(V32, 33, 8)
     drive = make_drive(MUTATIONS[mutation](tiny(V32)[1], monkeypatch), max_rows=33)
@@ -304,7 +304,7 @@ def test_a_wrong_reading_shows(mutation, monkeypatch):
 
 
 @pytest.mark.parametrize("keeps", ["latents and index", "latents alone"])
-def test_a_prefix_that_had_lost_its_index_would_show(keeps):
+def test_prefix_hit_without_index_changes_logits(keeps):
     answer = alone(V32, 33, 8)
     drive = make_drive(tiny(V32)[1], max_rows=33)
     drive.run([Request(list(answer.prompt), 1)])

@@ -24,7 +24,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("case", COMPRESSED_MODELS)
-def test_alone_and_whole(case):
+def test_logits_of_single_sequence_match_transformers(case):
     """Up to the first entries, around windows, and many more than are chosen."""
     for length in (1, 3, 8, 9, 41):
         alone(case, length, 8)
@@ -34,7 +34,7 @@ def test_alone_and_whole(case):
     "case",
     [pytest.param(case, marks=() if case.startswith("like") else pytest.mark.slow) for case in COMPRESSED_MODELS],
 )
-def test_in_company_of_other_lengths_and_in_chunks(case):
+def test_logits_batched_and_chunked_match_transformers(case):
     theirs, ours = tiny_compressed(case)
     requests = [make_request(length, 12, 3 * index) for index, length in enumerate((1, 2, 17, 33, 61))]
     drive = make_compressed_drive(ours, max_rows=11, page_tokens=4)
@@ -51,7 +51,7 @@ def test_in_company_of_other_lengths_and_in_chunks(case):
     ],
     ids=["edges", "pages of 1", "pages of 4"],
 )
-def test_every_chunk_size(page_tokens, sizes):
+def test_logits_match_at_every_chunk_size(page_tokens, sizes):
     """Around entries of four and eight tokens at once."""
     answer = alone(BOTH, 21, 3)
     for max_rows in sizes:
@@ -63,7 +63,7 @@ def test_every_chunk_size(page_tokens, sizes):
 
 
 @pytest.mark.parametrize("case", [BOTH, "chosen entries"])
-def test_only_the_rows_that_are_read_are_finished(case):
+def test_decoder_finishes_only_rows_whose_logits_are_read(case):
     """The last layer takes its experts by score, or from a table by the ids of these rows."""
     answer = alone(case, 22, 4)
     drive = make_compressed_drive(tiny_compressed(case)[1], 9)
@@ -137,7 +137,7 @@ def test_forks_at_every_position_side_by_side(case):
         assert request.sequence.num_cached_tokens == place // BLOCKS[case] * BLOCKS[case]
 
 
-def test_no_choice_hangs_on_a_rounding(monkeypatch):
+def test_top_k_choice_margin_exceeds_rounding(monkeypatch):
     """Between the last entry that is chosen and the first that is not lies far more than two ways to compute in float32 differ by."""
     gaps = []
 
@@ -155,7 +155,7 @@ def test_no_choice_hangs_on_a_rounding(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["like V4-Flash", "like V4-Pro", "windows"])
-def test_as_a_gpu_is_reported_of_rows_and_pages(case):
+def test_triton_compressed_over_references_matches_transformers(case):
     """The backend of a GPU over the references of its kernels: page tables and rows are what it gets there."""
     theirs, ours = tiny_compressed(case)
     answer = alone(case, 41, 8)

@@ -172,14 +172,16 @@ def shared_without_limit(make: Any) -> Any:
 def never_joined(compress_rows: Any) -> Any:
     """The second half of an overlapped entry alone: what the window before it left is forgotten."""
 
-    def forgetful(pooled: Any, positions: Any, states: Any, state: torch.Tensor, own: Any, entries: Any) -> None:
+    def forgetful(step: Any, own: Any, entries: Any) -> None:
         if not own.is_overlapped:
-            compress_rows(pooled, positions, states, state, own, entries)
+            compress_rows(step, own, entries)
             return
+        pooled = step.pooled_TX
         width, dim = pooled.shape[1] // 2, entries.shape[1]
         last = torch.cat((pooled[:, width - dim : width], pooled[:, -dim:]), dim=1)
         plain = own._replace(is_overlapped=False, positions_RX=own.positions_RX[:, -dim:])
-        compress_rows(last, positions, states, state[:, :1].contiguous(), plain, entries)
+        rows = step._replace(pooled_TX=last, state_PK3D=step.state_PK3D[:, :1].contiguous())
+        compress_rows(rows, plain, entries)
 
     return forgetful
 
@@ -224,7 +226,7 @@ MUTATIONS: dict[str, Mutation] = {
 
 @pytest.mark.slow  # it judges tests, and no code of the engine
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_wrong_reading_shows(mutation, monkeypatch):
+def test_logits_planted_fault_exceeds_tolerance(mutation, monkeypatch):
     """The tolerance tells each of them from what is right, by far."""
     answer = alone(FLASH, LENGTH, 8)
     drive = make_compressed_drive(MUTATIONS[mutation](tiny_compressed(FLASH)[1], monkeypatch), max_rows=LENGTH)
@@ -234,7 +236,7 @@ def test_a_wrong_reading_shows(mutation, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", ["nothing", "window", "entries", "index", "state"])
-def test_a_prefix_that_had_lost_a_part_would_show(lost):
+def test_prefix_hit_without_a_plane_changes_logits(lost):
     """Window, entries and index are read from what was found; a state is not, since its last tokens are computed again."""
     answer = alone(FLASH, 70, 3)
     drive = make_compressed_drive(tiny_compressed(FLASH)[1], max_rows=70)

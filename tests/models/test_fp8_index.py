@@ -118,7 +118,7 @@ def drive_of(
 @pytest.mark.each_value
 @pytest.mark.parametrize("latents", ["float32", "float16"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_whole_model_chooses_by_codes(case: str, latents: str, oracle: CodedOracle) -> None:
+def test_fp8_index_whole_model_matches_coded_transformers(case: str, latents: str, oracle: CodedOracle) -> None:
     """In company and in chunks."""
     theirs, oracle.latents = tiny(case)[0], getattr(torch, latents)
     requests = [make_request(length, 8, index) for index, length in enumerate((3, 17, 33))]
@@ -129,7 +129,9 @@ def test_a_whole_model_chooses_by_codes(case: str, latents: str, oracle: CodedOr
     assert oracle.least_gap > CODED_GAP, "a rounding could decide: take other prompts"
 
 
-def test_the_kernels_of_a_gpu_choose_by_codes(oracle: CodedOracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_index_triton_kernels_match_coded_transformers(
+    oracle: CodedOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys are written, queries coded, tokens scored and selected, and attended to, by the kernels themselves."""
     operations = (index_scores.index_scores, top_k_tokens.top_k_tokens, write_latent.write_latent)
     for one in (*operations, write_index.write_index, write_index.quantize_index_queries):
@@ -163,7 +165,9 @@ def nearest_scale(x_XD: torch.Tensor, least: float) -> tuple[torch.Tensor, torch
 
 
 @pytest.mark.parametrize("reading", ["right", "exact scores", "another scale", "queries as they are"])
-def test_a_wrong_reading_of_codes_shows(reading: str, oracle: CodedOracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_index_planted_fault_exceeds_tolerance(
+    reading: str, oracle: CodedOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if reading == "another scale":
         monkeypatch.setattr(write_index, "quantize_index", nearest_scale)
     if reading == "queries as they are":

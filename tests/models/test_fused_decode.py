@@ -102,7 +102,7 @@ def test_plain_layers_with_experts_of_four_bits(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
-def test_gpt_oss_goes_this_way_as_it_is_stored(name):
+def test_takes_fused_decode_accepts_gpt_oss_as_stored(name):
     declared = declare_config(CATALOGUE[name], name)
     assert declared.spec is not None
     recipe = declared.stored_recipe
@@ -115,7 +115,7 @@ def test_gpt_oss_goes_this_way_as_it_is_stored(name):
 
 @pytest.mark.parametrize("embeddings", ["none", "head"])
 @pytest.mark.parametrize("scheme", [FP8, INT8], ids=lambda one: one.name)
-def test_the_head_may_stay_plain_and_the_embedding_too(embeddings, scheme, monkeypatch):
+def test_fused_decode_accepts_plain_head_and_embedding(embeddings, scheme, monkeypatch):
     use_references(monkeypatch)
     recipe = WeightRecipe(scheme, embeddings)
     ours, _ = quantized_model("qwen3", recipe)
@@ -125,7 +125,7 @@ def test_the_head_may_stay_plain_and_the_embedding_too(embeddings, scheme, monke
     assert off.max() < 0.05
 
 
-def test_only_small_batches_of_which_all_rows_are_wanted_go_this_way(monkeypatch):
+def test_fused_decode_runs_only_small_batches_of_wanted_rows(monkeypatch):
     use_references(monkeypatch)
     rows = []
     begin = fused_decode.defer_rms_norm
@@ -192,7 +192,7 @@ def test_amax_of_a_gate_are_cleared_before_the_next_layer_s(monkeypatch):
     assert errors(decode(make_rig(loud, recipe), 5), found).median() > 0.05, "it would show if they were not"
 
 
-def test_what_is_cleared_and_what_is_read_are_the_places_of_these_rows(monkeypatch):
+def test_fused_decode_clears_amax_of_its_own_rows(monkeypatch):
     use_references(monkeypatch)
     recipe = WeightRecipe(FP8)
     seen = []
@@ -254,12 +254,12 @@ def test_layers_of_both_kinds_are_declined():
 
 
 @pytest.mark.parametrize("scheme", [FP8, INT8], ids=lambda one: one.name)
-def test_a_quantized_head_behind_plain_layers_is_declined(scheme):
+def test_fused_decode_declines_quantized_head_over_plain_layers(scheme):
     recipe = WeightRecipe(scheme, ignore=("layers.*",))
     assert reason(quantized_model("qwen3", recipe)[0], recipe) == "the head is in int8 and layers are not"
 
 
-def test_a_head_in_blocks_is_declined():
+def test_fused_decode_declines_head_in_fp8_blocks():
     recipe = WeightRecipe(FP8)
     model, _ = quantized_model("qwen3", recipe)
     (head,) = (one for one in parameters(model.spec) if one.name == "lm_head.weight")
@@ -300,7 +300,7 @@ def test_fused_decode_declines_a_table_or_limit_in_any_layer():
         assert "has a limit on its gate" in (fused_decode.declined(layers, None) or "")
 
 
-def test_a_decoder_that_is_declined_says_so_and_takes_the_ordinary_way(caplog):
+def test_fused_decode_declined_decoder_logs_reason_runs_unfused(caplog):
     """It is reported to take the kernels, as one is whose recipe does not say everything about its weights."""
     recipe = WeightRecipe(MXFP4)
     ours, _ = quantized_model("qwen3", recipe)
@@ -323,7 +323,7 @@ def tensors(specs: tuple[TensorSpec, ...]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recipe", [AS_STORED, WeightRecipe(FP8), WeightRecipe(INT8)], ids=["plain", "fp8", "int8"])
-def test_scratch_begins_with_zeros_where_products_count_and_raise(recipe):
+def test_fused_decode_scratch_zeroes_counters_and_amax_only(recipe):
     specs = fused_decode_request(tiny("qwen3").spec, recipe).specs
     made = tensors(specs)
     scratch = make_scratch({spec.name: tensor for spec, tensor in zip(specs, made, strict=True)})
@@ -366,7 +366,7 @@ def small(scheme: WeightScheme | None) -> LoadedModel:
     ],
     ids=lambda one: one.name if isinstance(one, WeightScheme) else str(one),
 )
-def test_with_the_kernels_themselves(device, scheme, num_rows, num_steps):
+def test_fused_decode_with_real_kernels_matches_unfused(device, scheme, num_rows, num_steps):
     """In the interpreter in float32, and as exact as the ordinary way in bfloat16 on a GPU."""
     dtype, recipe = "float32" if device.type == "cpu" else "bfloat16", WeightRecipe(scheme)
     model = placed(small(scheme), getattr(torch, dtype), device)

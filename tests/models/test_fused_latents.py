@@ -32,7 +32,7 @@ def test_logits_are_those_of_the_ordinary_way(case, monkeypatch):
         assert float((found - wanted).abs().max()) < ROUNDING
 
 
-def test_every_product_but_those_of_queries_latents_has_its_norm_deferred(monkeypatch):
+def test_fused_decode_defers_norms_of_latent_and_query_products(monkeypatch):
     use_references(monkeypatch)
     shapes = []
     _, model = tiny("v2 like V2-Lite")
@@ -92,7 +92,7 @@ def wide(case: str) -> LoadedModel:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("case", ["v2 like V2-Lite", "v3 like R1", "glm like GLM-4.7-Flash"])
-def test_with_the_kernels_themselves(device, case, num_rows):
+def test_fused_decode_with_real_kernels_matches_unfused(device, case, num_rows):
     """As exact in bfloat16 on a GPU as the ordinary way there."""
     exact = decode(make_rig(wide(case), fused=False, backend="torch_latent"), num_rows)
     kept = {name: tensor.to(device) for name, tensor in wide(case).weights.items() if name.endswith("score_bias")}

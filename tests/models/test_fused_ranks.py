@@ -195,7 +195,7 @@ def test_logits_are_those_of_the_ordinary_way(folder, monkeypatch, taken, name, 
 
 @slow
 @pytest.mark.parametrize(("name", "num_ranks", "whole_experts"), [*QUICK, *MORE])
-def test_so_they_are_of_every_family(folder, monkeypatch, taken, name, num_ranks, whole_experts):
+def test_fused_ranks_every_family_matches_unfused(folder, monkeypatch, taken, name, num_ranks, whole_experts):
     use_references(monkeypatch)
     path = write_model(folder / name, name, **WIDE | MODELS[name])
     check_logits(path, meshes(num_ranks, has_expert_parallelism=whole_experts), (1, 2, 5, 16), taken)
@@ -280,7 +280,7 @@ def test_ranks_that_gather_keep_the_products_of_one(folder, taken):
         pytest.param("qwen3_moe", 2, 3, marks=slow),
     ],
 )
-def test_with_the_kernels_themselves(folder, monkeypatch, taken, name, num_ranks, num_rows):
+def test_fused_decode_with_real_kernels_matches_unfused(folder, monkeypatch, taken, name, num_ranks, num_rows):
     """In the interpreter, those of the path; attention and experts are plain torch."""
     small = {"num_hidden_layers": 1, "vocab_size": 40, "intermediate_size": 128}
     path = write_model(folder / f"small {name}", name, **WIDE | MODELS[name] | small)

@@ -47,7 +47,7 @@ def read(**settings: Any) -> ModelSpec:
     return read_spec(TEXT | settings)
 
 
-def test_what_released_files_leave_out() -> None:
+def test_read_spec_gemma3_defaults_of_absent_keys() -> None:
     spec = read()
     assert (spec.vocab_size, spec.hidden_size, spec.intermediate_size) == (262208, 2304, 9216)
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (26, 8, 4, 256)
@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_said_in_a_sentence(case: str) -> None:
+def test_read_spec_gemma3_invalid_settings_refused_in_one_line(case: str) -> None:
     settings, word = REFUSED[case]
     for config in (TEXT | settings, IMAGES | {"text_config": IMAGES["text_config"] | settings}):
         with pytest.raises(ModelError) as caught:
@@ -125,7 +125,7 @@ def test_what_cannot_be_is_said_in_a_sentence(case: str) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_the_text_part_of_a_model_that_sees_images() -> None:
+def test_read_spec_gemma3_reads_text_config_of_image_model() -> None:
     spec = read_spec(IMAGES | {"torch_dtype": "bfloat16"})
     assert (spec.architecture, spec.family, spec.hidden_size) == ("Gemma3ForConditionalGeneration", "gemma3", 64)
     assert (spec.checkpoint_dtype, spec.tied_embeddings, spec.num_layers) == ("bfloat16", True, 26)
@@ -208,7 +208,7 @@ def test_biases_an_own_head_and_layers_without_windows() -> None:
     [(1, 2, 7, 8, 9, 16, 31, 32, 33), pytest.param(range(1, 34), marks=pytest.mark.slow)],
     ids=["some", "every"],
 )
-def test_every_chunk_size(chunks) -> None:
+def test_logits_match_at_every_chunk_size(chunks) -> None:
     """The prompt in pieces of every length: the same tokens, and the same bits of logits."""
     require_native()
     theirs, ours = tiny()
@@ -324,7 +324,7 @@ def save_images(folder: Path, prefixes: tuple[str, str, str]) -> Any:
     [("language_model.model.", "", "language_model."), ("model.language_model.", "model.", "")],
     ids=["older", "newer"],
 )
-def test_a_folder_with_images_runs_as_its_text(prefixes: tuple[str, str, str], tmp_path: Path, caplog) -> None:
+def test_load_model_gemma3_skips_image_tensors(prefixes: tuple[str, str, str], tmp_path: Path, caplog) -> None:
     theirs, num_unread = save_images(tmp_path, prefixes)
     with caplog.at_level("INFO"):
         ours = load_model(tmp_path)

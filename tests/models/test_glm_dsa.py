@@ -43,14 +43,14 @@ PAGE = 4
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_alone_and_whole(case):
+def test_logits_of_single_sequence_match_transformers(case):
     """Up to as many tokens as are chosen, one more, and many more."""
     for length in (1, 3, 4, 5, 6, 33):
         alone(case, length, 8)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_company_of_other_lengths_and_in_chunks(case):
+def test_logits_batched_and_chunked_match_transformers(case):
     theirs, ours = tiny(case)
     requests = [make_request(length, 12, 3 * index) for index, length in enumerate((1, 2, 17, 33, 61))]
     drive = make_drive(ours, max_rows=11, page_tokens=8)
@@ -59,7 +59,7 @@ def test_in_company_of_other_lengths_and_in_chunks(case):
         judge(theirs, drive, request)
 
 
-def test_the_backend_of_a_gpu_keeps_a_choice_for_the_layers_behind_it():
+def test_triton_sparse_keeps_selection_for_shared_layers():
     """Over the references of its kernels."""
     theirs, ours = tiny(SHARED_LAST)
     requests = [make_request(length, 6, index) for index, length in enumerate((2, 17))]
@@ -72,7 +72,7 @@ def test_the_backend_of_a_gpu_keeps_a_choice_for_the_layers_behind_it():
 @pytest.mark.parametrize(
     "chunks", [(1, 3, 4, 5, 12), pytest.param(range(1, 13), marks=pytest.mark.slow)], ids=["some", "every"]
 )
-def test_every_chunk_size(chunks):
+def test_logits_match_at_every_chunk_size(chunks):
     answer = alone(GLM5, 12, 3)
     for max_rows in chunks:
         drive = make_drive(tiny(GLM5)[1], max_rows)
@@ -83,7 +83,7 @@ def test_every_chunk_size(chunks):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_only_the_rows_that_are_read_are_finished(case):
+def test_decoder_finishes_only_rows_whose_logits_are_read(case):
     """For a layer that takes a choice, too."""
     answer = alone(case, 22, 4)
     drive = make_drive(tiny(case)[1], 9)
@@ -148,7 +148,7 @@ def test_forks_at_every_position_side_by_side():
         assert request.sequence.num_cached_tokens == place // PAGE * PAGE
 
 
-def test_no_choice_hangs_on_a_rounding(monkeypatch):
+def test_top_k_choice_margin_exceeds_rounding(monkeypatch):
     gaps = []
 
     def measured(scores_nC: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_no_choice_hangs_on_a_rounding(monkeypatch):
     assert min(gaps) > 2e-5
 
 
-def test_a_checkpoint_is_loaded_as_it_lies(tmp_path):
+def test_load_model_glm_dsa_shared_layers_have_no_index(tmp_path):
     """Layers that take a choice have no tensors of an index, and none are looked for."""
     theirs, ours = tiny(GLM5)
     save_tiny_experts(theirs, tmp_path)
@@ -174,7 +174,7 @@ def test_a_checkpoint_is_loaded_as_it_lies(tmp_path):
     assert indexed == {"0", "1", "4"}
 
 
-def test_a_layer_that_takes_a_choice_keeps_no_index():
+def test_shared_layer_keeps_no_index_plane():
     rig = make_drive(tiny(GLM5)[1], 9).rig
     kinds = [type(layer.attention) for layer in rig.decoder.layers]
     full, shared = SparseLatentAttentionLayer, LatentAttentionLayer
@@ -186,7 +186,7 @@ def test_a_layer_that_takes_a_choice_keeps_no_index():
     assert cache.bytes_per_page == PAGE * cache.bytes_per_token
 
 
-def test_a_choice_stays_where_it_is_until_the_next(monkeypatch):
+def test_selection_stays_in_its_lane_until_next_index_layer(monkeypatch):
     """In bytes of its own, in every layer and every step."""
     drive, seen = make_drive(tiny(GLM5)[1], 9), []
     attend = TorchSparseLatentAttention.attend
@@ -206,7 +206,7 @@ def test_a_choice_stays_where_it_is_until_the_next(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_largest_step_takes_what_was_reserved(case, monkeypatch):
+def test_workspace_largest_step_uses_all_reserved_bytes(case, monkeypatch):
     limits, model = Limits(4, 90, 96, page_tokens=4), tiny(case)[1]
     drive = make_drive(model, 90)
     watched = WatchedWorkspace(drive.rig.workspace, monkeypatch)
@@ -219,7 +219,7 @@ def test_the_largest_step_takes_what_was_reserved(case, monkeypatch):
     assert reserved[CHOSEN, "chosen"] == -(-90 * top_k * 4 // 256) * 256
 
 
-def test_what_every_layer_chooses_for_itself_takes_turns_with_others():
+def test_workspace_without_shared_layers_has_no_chosen_lane():
     rig = make_drive(tiny("sparse like V3.2")[1], 9).rig
     assert CHOSEN not in rig.workspace.lanes
 
@@ -311,7 +311,7 @@ MUTATIONS: dict[str, Mutation] = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_wrong_reading_shows(mutation, monkeypatch):
+def test_logits_planted_fault_exceeds_tolerance(mutation, monkeypatch):
     answer = alone(GLM5, 33, 8)
     drive = make_drive(MUTATIONS[mutation](tiny(GLM5)[1], monkeypatch), max_rows=33)
     request = make_request(33, 1)
@@ -319,7 +319,7 @@ def test_a_wrong_reading_shows(mutation, monkeypatch):
     assert moved(drive, request, answer) > 200 * TOLERANCE
 
 
-def test_nothing_of_a_layer_is_read_by_the_next_but_its_choice(monkeypatch):
+def test_shared_layer_reads_only_selection_of_layer_before(monkeypatch):
     answer = alone(GLM5, 33, 8)
     drive = make_drive(over_lost_tensors(tiny(GLM5)[1], monkeypatch), max_rows=33)
     request = make_request(33, 1)

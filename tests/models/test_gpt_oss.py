@@ -74,7 +74,7 @@ def test_windows_that_contexts_outgrow_many_times(window, page_tokens):
         judge(theirs, drive, request)
 
 
-def test_alone_in_torch(monkeypatch):
+def test_torch_paged_logits_match_transformers(monkeypatch):
     theirs, ours = tiny(7)
     (request,) = make_requests((40,))
     drive = make_drive(ours, choose("torch_paged", monkeypatch), 128)
@@ -100,7 +100,7 @@ def alone(length: int, num_output: int) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 @some_of("chunks", (1, 2, 7, 8, 9, 16, 29, 30), range(1, 31))
-def test_every_chunk_size(chunks):
+def test_logits_match_at_every_chunk_size(chunks):
     prompt, output, logits = alone(30, 6)
     for max_rows in chunks:
         drive = make_drive(tiny(7)[1], "native_paged", max_rows)
@@ -139,7 +139,7 @@ def preempt_after(drive: Drive, num_steps: int) -> None:
     drive.scheduler.complete = then_preempt
 
 
-def test_a_prefix_that_is_hit_and_one_that_is_missed():
+def test_prefix_hit_and_miss_keep_logits():
     (prompt, output, logits), (other, others, _) = alone(40, 8), alone(37, 8)
     drive = make_drive(tiny(7)[1], "native_paged", 16)
     num_cached = []
@@ -196,7 +196,7 @@ def loaded(folder: Path, recipe: WeightRecipe | None = None) -> LoadedModel:
     return LoadedModel(model.spec, weights)
 
 
-def test_mxfp4_experts_are_kept_as_they_are_stored(tmp_path):
+def test_load_model_keeps_mxfp4_experts_as_stored(tmp_path):
     require_native()
     theirs = save_mxfp4(tmp_path)
     ours = loaded(tmp_path)
@@ -217,7 +217,7 @@ def test_mxfp4_experts_are_kept_as_they_are_stored(tmp_path):
         judge(theirs, drive, request)
 
 
-def test_a_plain_checkpoint_is_transposed_on_its_way(tmp_path):
+def test_load_model_transposes_plain_gpt_oss_experts(tmp_path):
     theirs, ours = tiny(8)
     save_tiny_experts(theirs, tmp_path)
     found = loaded(tmp_path)
@@ -229,7 +229,7 @@ def test_a_plain_checkpoint_is_transposed_on_its_way(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
-def test_a_plain_checkpoint_may_be_quantized_as_it_loads(scheme, tmp_path):
+def test_load_model_quantizes_plain_gpt_oss_experts(scheme, tmp_path):
     theirs, _ = tiny(8)
     save_tiny_experts(theirs, tmp_path)
     ours = loaded(tmp_path, WeightRecipe(WEIGHT_SCHEMES[scheme]))
@@ -267,7 +267,7 @@ def changed(folder: Path, name: str, tensor: torch.Tensor) -> None:
         ("mlp.experts.gate_up_proj_scales", (6, 3, 192)),
     ],
 )
-def test_blocks_whose_shape_does_not_match_are_refused_in_a_sentence(name, shape, tmp_path):
+def test_load_model_mxfp4_block_shape_mismatch_is_refused(name, shape, tmp_path):
     save_mxfp4(tmp_path)
     changed(tmp_path, f"model.layers.1.{name}", torch.zeros(shape, dtype=torch.uint8))
     with pytest.raises(HoldfastError, match=name) as refused:

@@ -1,4 +1,4 @@
-"""Families: every config.json to its spec as transformers reads it, and what is declined in words."""
+"""Families: every config.json to its spec as transformers reads it, and what is declined."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ LATENT = (
     "Glm4MoeLiteForCausalLM",
     "GlmMoeDsaForCausalLM",
 )
-"""What these read is told by test_latent_readers.py."""
+"""test_latent_readers.py checks what these read."""
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
 """What transformers calls otherwise."""
 ACTIVATION_KEYS = ("activation_function", "hidden_activation", "hidden_act")
@@ -155,7 +155,7 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def expected_from(config: Any, architecture: str) -> dict[str, Any]:
-    """The same facts as transformers' own config object states them."""
+    """Facts of a config as transformers' own config object states them."""
     is_opt = architecture == "OPTForCausalLM"
     kinds = getattr(config, "layer_types", None)
     windows: tuple[int | None, ...] = ()
@@ -229,7 +229,7 @@ def stated_by(spec: ModelSpec, fact: str) -> Any:
 
 
 @pytest.mark.parametrize("architecture", CONFIG_CLASSES)
-def test_keys_left_out_take_the_value_that_transformers_gives_them(architecture):
+def test_read_spec_absent_keys_default_as_in_transformers(architecture):
     import transformers
 
     theirs = getattr(transformers, CONFIG_CLASSES[architecture])()
@@ -258,7 +258,7 @@ def test_configs_that_transformers_writes_mean_the_same_here(name):
     assert spec.max_position >= theirs.max_position_embeddings
 
 
-def test_the_table_knows_every_family_of_the_readme():
+def test_families_lists_every_supported_architecture():
     assert set(FAMILIES) == {*CONFIG_CLASSES, *LATENT, "DeepseekV4ForCausalLM"}
 
 
@@ -360,7 +360,7 @@ def test_sliding_windows_by_layer(config, windows):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_computed_is_declined_by_name(config, word):
+def test_read_spec_unsupported_setting_is_declined_by_name(config, word):
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec(config)
     assert word in str(caught.value)
@@ -369,13 +369,13 @@ def test_what_is_not_computed_is_declined_by_name(config, word):
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("left_out", [{}, {"architectures": None}, {"architectures": []}])
-def test_without_architectures_the_type_tells(architecture, left_out):
+def test_read_spec_without_architectures_uses_model_type(architecture, left_out):
     config = {"model_type": FAMILIES[architecture].name, "num_hidden_layers": 2, "num_experts_per_tok": 2, **left_out}
     config |= {"compress_ratios": [4, 128]} if architecture == "DeepseekV4ForCausalLM" else {}
     assert read_spec(config) == read_spec(config | {"architectures": [architecture]})
 
 
-def test_an_unknown_type_lists_the_known_ones():
+def test_read_spec_unknown_model_type_lists_known_ones():
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec({"model_type": "mamba"})
     assert "model_type = 'mamba' and names no architecture" in str(caught.value)
@@ -383,7 +383,7 @@ def test_an_unknown_type_lists_the_known_ones():
         assert family.name in str(caught.value)
 
 
-def test_an_unknown_architecture_lists_the_known_ones():
+def test_read_spec_unknown_architecture_lists_known_ones():
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec({"architectures": ["MambaForCausalLM"]})
     for architecture in FAMILIES:
@@ -446,7 +446,7 @@ KEYS = sorted(
 
 @settings(max_examples=max(100, settings().max_examples), deadline=None)
 @given(st.sampled_from(sorted(REAL)), st.dictionaries(st.sampled_from(KEYS), JSON_VALUES, min_size=1, max_size=3))
-def test_any_json_gives_a_spec_or_one_line_of_words(name, changes):
+def test_read_spec_any_json_gives_spec_or_one_line_error(name, changes):
     try:
         spec = read_spec(REAL[name][0] | changes)
     except ModelError as error:

@@ -35,7 +35,7 @@ def shapes_of(declared: DeclaredModel, step: StepShape, num_ranks: int = 1, scra
 
 
 @pytest.mark.parametrize("case", LATENT_MODELS)
-def test_as_many_parameters_as_transformers_has(case: str) -> None:
+def test_declaration_parameter_count_matches_transformers(case: str) -> None:
     prefix, settings = LATENT_MODELS[case]
     declared = declared_of(case)
     assert isinstance(declared.declaration, LatentDeclaration)
@@ -63,7 +63,7 @@ BYTES = {
 @pytest.mark.parametrize(
     "name", ["DeepSeek-V2-Lite", "DeepSeek-V3", "DeepSeek-R1", "Kimi-K2-Instruct", "GLM-4.7-Flash"]
 )
-def test_one_row_a_token_is_on_every_rank(name: str) -> None:
+def test_kv_bytes_per_token_of_latents_equal_on_every_rank(name: str) -> None:
     declared = declare_config(CATALOGUE[name], name)
     for ranks in (1, 2, 4):
         for format, num_bytes in BYTES.items():
@@ -76,7 +76,7 @@ def test_one_row_a_token_is_on_every_rank(name: str) -> None:
 INDEX_BYTES = {"bfloat16": 256, "float32": 512, "fp8_ds_mla": 132, "turboquant_mla_4bit": 132}
 
 
-def test_a_row_of_the_index_lies_beside_every_latent_on_every_rank() -> None:
+def test_kv_bytes_per_token_of_v32_include_index_row() -> None:
     declared = declare_config(CATALOGUE["DeepSeek-V3.2"], "v3.2")
     assert declared.spec is not None
     declaration = declared.declaration
@@ -95,7 +95,7 @@ def test_a_row_of_the_index_lies_beside_every_latent_on_every_rank() -> None:
         assert rows["index"].num_layers == 61
 
 
-def test_the_index_is_whole_on_every_rank_and_the_rest_is_that_of_v3() -> None:
+def test_v32_index_is_whole_on_every_rank_and_rest_equals_v3() -> None:
     prefix, settings = LATENT_MODELS["sparse like V3.2"]
     changes = {"num_attention_heads": 4, "num_key_value_heads": 4}
     indexed, plain = (
@@ -116,7 +116,7 @@ def test_the_index_is_whole_on_every_rank_and_the_rest_is_that_of_v3() -> None:
     assert (v3.index_heads, v3.index_dim, v3.index_top_k) == (0, 0, 0)
 
 
-def test_weights_of_an_index_are_quantized_but_for_those_that_count_its_heads() -> None:
+def test_v32_index_weights_quantized_except_head_weights() -> None:
     declared = declare_config(CATALOGUE["DeepSeek-V3.2"], "v3.2")
     weights = {weight.name: weight for weight in declared.parameters() if weight.name.startswith("layers.7.index")}
     stored = {name for name, weight in weights.items() if weight.stored_scheme is FP8_BLOCK}
@@ -125,7 +125,7 @@ def test_weights_of_an_index_are_quantized_but_for_those_that_count_its_heads() 
 
 
 @pytest.mark.parametrize("name", [*KV_FORMATS, *MLA_FORMATS])
-def test_formats_of_heads_are_taken_for_those_of_latents_or_declined(name: str) -> None:
+def test_check_format_head_formats_map_to_latent_or_refused(name: str) -> None:
     declared = declare_config(CATALOGUE["DeepSeek-R1"], "r1")
     same = {"fp8": "fp8_ds_mla", "turboquant_4bit_nc": "turboquant_mla_4bit"}
     if name in KV_FORMATS and KV_FORMATS[name].is_quantized and name not in same:
@@ -149,7 +149,7 @@ def test_heads_are_those_of_a_rank() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8])
-def test_a_rank_is_planned_with_what_it_loads(ranks: int) -> None:
+def test_latent_rank_parameters_equal_loaded_shares(ranks: int) -> None:
     """Heads, MLPs and experts are shared; latents, norms and routers each rank has whole."""
     config = {**CATALOGUE["DeepSeek-V2-Lite"], "num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
     spec = read_spec(config)

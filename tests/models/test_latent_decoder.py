@@ -34,7 +34,7 @@ SCHEMES = pytest.mark.parametrize("scheme", WEIGHT_SCHEMES.values(), ids=WEIGHT_
 
 
 @pytest.mark.parametrize("case", ["v3 like R1", "v3 with biases, no query latent, no yarn"])
-def test_a_layer_has_the_weights_of_its_number(case):
+def test_decoder_layer_has_weights_of_its_index(case):
     model = tiny(case)[1]
     rig = Rig(model, "torch_latent", LIMITS, 25)
     assert isinstance(rig.decoder, LayerStack)
@@ -56,7 +56,7 @@ def test_a_layer_has_the_weights_of_its_number(case):
     assert isinstance(first, GatedMLP if model.spec.experts.dense_layers else ExpertLayer)
 
 
-def test_a_layer_has_the_index_of_its_number():
+def test_sparse_layer_has_index_weights_of_its_number():
     model = tiny(SPARSE)[1]
     rig = Rig(model, "torch_sparse", LIMITS, 25)
     assert isinstance(rig.decoder, LayerStack)
@@ -72,7 +72,7 @@ def test_a_layer_has_the_index_of_its_number():
     assert (index.q.bias_N, index.k.bias_N) == (None, None)
 
 
-def test_an_index_needs_attention_that_chooses():
+def test_latent_decoder_index_refuses_dense_backend():
     with pytest.raises(AssertionError, match="torch_latent attends to all tokens"):
         Rig(tiny(SPARSE)[1], "torch_latent", LIMITS, 25)
 

@@ -1,4 +1,4 @@
-"""Families with latent attention: config.json to spec as transformers reads it; numbers that nobody could run refused in a sentence."""
+"""Families with latent attention: config.json to spec as transformers reads it; numbers beyond any model refused in a sentence."""
 
 import json
 from typing import Any
@@ -81,7 +81,7 @@ def check_same(spec: ModelSpec, config: Any) -> None:
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_keys_left_out_take_the_value_that_transformers_gives_them(prefix):
+def test_read_spec_absent_keys_default_as_in_transformers(prefix):
     architecture, more = f"{prefix}ForCausalLM", {}
     if prefix == "DeepseekV2":
         with pytest.raises(ModelFormatError, match="has no num_experts_per_tok"):
@@ -284,7 +284,7 @@ def test_unsupported_settings_are_refused(changes, sentence):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_left_out_or_empty_is_read():
+def test_read_spec_accepts_absent_and_empty_values():
     assert read_spec(config_with(n_shared_experts=None)).experts == read_spec(config_with(n_shared_experts=0)).experts
     assert read_spec(config_with(first_k_dense_replace=7)).experts is None
     assert read_spec(config_with(num_key_value_heads=1)) == read_spec(config_with(num_key_value_heads=None))
@@ -292,7 +292,7 @@ def test_what_is_left_out_or_empty_is_read():
     assert read_spec(config_with(rope_interleave=True, moe_layer_freq=1)) == read_spec(config_with())
 
 
-def test_an_index_chooses_any_number_of_tokens_that_a_context_has():
+def test_read_spec_index_top_k_is_capped_by_context():
     for top_k in (1, 7, 256):
         latent = read_spec(config_with(**V32, index_topk=top_k)).latent
         assert latent is not None
@@ -328,7 +328,7 @@ def test_layers_that_take_a_choice_are_those_of_transformers(case):
     assert spec.shares_choices == ("shared" in kinds)
 
 
-def test_a_list_may_go_on_with_layers_that_draft():
+def test_read_spec_indexer_types_may_include_draft_layers():
     kinds = ["full", "shared", "full", "shared"]
     spec = read_spec(GLM_DSA | {"num_hidden_layers": 3, "num_nextn_predict_layers": 1, "indexer_types": kinds})
     assert spec.latent is not None

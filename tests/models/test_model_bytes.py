@@ -143,7 +143,7 @@ class Row(NamedTuple):
     parameters: int
     kv_bytes_per_token: int
     published: int | None
-    """As others state it; None where nobody does to the last digit."""
+    """As others state it; None where no source does to the last digit."""
 
 
 V2_LITE = (
@@ -224,7 +224,7 @@ def declared(name: str) -> DeclaredModel:
     return declare_config(CATALOGUE[name], name)
 
 
-def test_twenty_models_and_more() -> None:
+def test_weight_bytes_by_hand_cover_twenty_models() -> None:
     assert len(BY_HAND) >= 20
 
 
@@ -258,6 +258,6 @@ V3_DRAFT_BYTES = 257 * 3 * 7168 * 2048 + 187e6 + 2 * (2 * 129280 * 7168 + 2 * 71
         ("Kimi-K2-Instruct", 1_029.2e9),
     ],
 )
-def test_what_is_stored_in_fewer_bits_takes_what_its_files_take(name: str, num_bytes: float) -> None:
+def test_weight_bytes_of_quantized_checkpoints_match_files(name: str, num_bytes: float) -> None:
     found = declared(name)
     assert found.weight_bytes(found.checkpoint_dtype) == pytest.approx(num_bytes, rel=0.005)

@@ -80,7 +80,7 @@ TYPED = {
 CASES = [(typed, name) for name, several in TYPED.items() for typed in several.split(", ")]
 
 
-def test_sixty_names_and_more() -> None:
+def test_find_model_cases_cover_sixty_names() -> None:
     assert len(CASES) >= 60
     assert len(CATALOGUE) >= 40
 
@@ -91,12 +91,12 @@ def test_names_as_people_type_them(typed: str, name: str) -> None:
 
 
 @for_each("name", [*CATALOGUE, *SAME, *SOURCES.values()])
-def test_every_name_finds_itself(name: str) -> None:
+def test_find_model_every_catalogue_name_finds_itself(name: str) -> None:
     """No two names are spelt so much alike that one hides the other."""
     assert find_model(name)[0] == name.rpartition("/")[2]
 
 
-def test_every_model_has_a_source() -> None:
+def test_sources_name_every_catalogue_model() -> None:
     assert SOURCES.keys() == CATALOGUE.keys()
     assert all(
         owner and SAME.get(name, name) == known
@@ -118,7 +118,7 @@ def test_every_model_has_a_source() -> None:
         ("gpt-oss-20b", None),
     ],
 )
-def test_what_a_name_says_of_stored_bits(name: str, stored: StoredAs | None) -> None:
+def test_stored_as_reads_bits_from_name(name: str, stored: StoredAs | None) -> None:
     assert stored_as(name) == stored
 
 
@@ -138,7 +138,7 @@ def test_what_a_name_says_of_stored_bits(name: str, stored: StoredAs | None) -> 
         ("Gemma-4-27B", "gemma-4-26B-A4B-it"),
     ],
 )
-def test_the_nearest_is_suggested(name: str, near: str) -> None:
+def test_find_model_near_miss_suggests_nearest_name(name: str, near: str) -> None:
     with pytest.raises(
         ModelNotFoundError, match=f"Did you mean .*{near}.* Else pass its config.json with --config FILE"
     ):
@@ -156,7 +156,7 @@ UNKNOWN = (
 
 
 @pytest.mark.parametrize("name", UNKNOWN.split(", "))
-def test_an_unknown_name_gets_no_other_models_name(name: str) -> None:
+def test_find_model_unknown_name_suggests_no_model(name: str) -> None:
     with raises_code("architecture.not_in_catalogue", ModelNotFoundError, name=name) as caught:
         find_model(name)
     fix = r"Pass its config\.json with --config FILE, or --parameters [\d.]+[BM] for an estimate"
@@ -164,7 +164,7 @@ def test_an_unknown_name_gets_no_other_models_name(name: str) -> None:
     assert not is_known(name)
 
 
-def test_an_unknown_name_offers_an_estimate_of_its_size() -> None:
+def test_find_model_unknown_name_offers_estimate_by_size() -> None:
     with pytest.raises(ModelNotFoundError, match="--parameters 70B for an estimate"):
         find_model("llama-5-70b")
 

@@ -58,18 +58,18 @@ def broken(row_shift: int = 0, extra_rows: int = 0, width: int = 4) -> Parameter
     ],
     ids=["gap", "overlap", "too few", "too many", "wrong width", "none"],
 )
-def test_what_does_not_cover_the_rows_is_named(parameter: Parameter, words: str) -> None:
+def test_parameter_check_names_rows_not_covered(parameter: Parameter, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         parameter.check()
 
 
-def test_vectors_are_parameters_too() -> None:
+def test_parameter_of_vector_is_checked() -> None:
     bias = Parameter("qkv.bias", (6,), (Part("q.bias", 0, (4,)), Part("k.bias", 4, (2,))))
     bias.check()
     assert bias.num_elements == 6
 
 
-def test_other_layouts_are_checked_too() -> None:
+def test_parameter_check_covers_other_layouts() -> None:
     sound = Parameter("w", (6, 4), (Part("a", 0, (6, 4)),))
     replace(sound, layouts=((Part("b", 0, (2, 4)), Part("c", 2, (4, 4))),)).check()
     with pytest.raises(AssertionError, match="parts fill 4 rows of 6"):
@@ -97,7 +97,7 @@ def test_rows_and_columns_of_a_tensor(part: Part, rows: int, columns: int, matri
     part.check()
 
 
-def test_a_part_takes_rows_and_columns_and_may_repeat_rows() -> None:
+def test_part_takes_rows_and_columns_with_repeats() -> None:
     part = Part("a", 0, (6, 4), rows=(2, 5), columns=(1, 3), repeats=2, whole_rows=(0, 6))
     assert (part.num_rows, part.num_columns, part.whole_range) == (6, 2, (0, 6))
     part.check()
@@ -115,7 +115,7 @@ def test_a_part_takes_rows_and_columns_and_may_repeat_rows() -> None:
         Part("a", 0, (4, 6), rows=(0, 7), is_transposed=True),
     ],
 )
-def test_what_lies_outside_a_tensor_is_found(part: Part) -> None:
+def test_part_check_refuses_ranges_outside_its_tensor(part: Part) -> None:
     with pytest.raises(AssertionError, match="a: "):
         part.check()
 
@@ -154,7 +154,7 @@ def test_parts_begin_where_the_last_one_ended() -> None:
     parameter.check()
 
 
-def test_vectors_too() -> None:
+def test_stacked_vectors_are_one_parameter() -> None:
     bias = stacked("qkv.bias", [("q", (6,)), ("k", (2,))], "bias", "rows")
     assert bias.shape == (8,)
     bias.check()
@@ -199,7 +199,7 @@ def test_tensors_of_their_own_come_first() -> None:
     assert listed()["router.weight"].parts[0].tensor.endswith("mlp.gate.weight")
 
 
-def test_every_layout_has_the_same_parts_by_expert_and_half() -> None:
+def test_expert_layouts_have_same_parts_by_expert_and_half() -> None:
     """So that ranks can take some rows of every part, or the parts of some experts, whatever the layout is."""
     for name, num_layouts in (("experts.gate_up.weight", 6), ("experts.down.weight", 4)):
         parameter = listed()[name]
@@ -210,10 +210,10 @@ def test_every_layout_has_the_same_parts_by_expert_and_half() -> None:
                 (part.row_start, part.num_rows) for part in parameter.parts
             ]
         tensors = Counter(tuple(sorted({part.tensor for part in parts})) for parts in parameter.layouts)
-        assert max(tensors.values()) == 2, "upright and transposed are told apart by their shapes"
+        assert max(tensors.values()) == 2, "upright and transposed differ by their shapes"
 
 
-def test_a_plan_of_memory_does_without_layouts() -> None:
+def test_parameters_without_layouts_keep_their_parts() -> None:
     with_none, with_all = listed(with_layouts=False), listed()
     assert all(not parameter.layouts for parameter in with_none.values())
     assert {name: own.parts for name, own in with_none.items()} == {name: own.parts for name, own in with_all.items()}
@@ -251,7 +251,7 @@ def names(**config) -> set[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_of_a_model_is_used_exactly_once(family, tmp_path):
+def test_parameters_use_every_tensor_of_dense_model_once(family, tmp_path):
     model = save_tiny(family, tmp_path)
     spec = read_spec(model.config.to_dict())
     listed = parameters(spec)
@@ -292,7 +292,7 @@ def test_experts_take_the_place_of_the_mlp_in_sparse_layers():
 
 
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_every_tensor_of_a_mixture_is_used_exactly_once(name):
+def test_parameters_use_every_tensor_of_expert_model_once(name):
     model = make_tiny(name)
     listed = parameters(read_spec(config_of(model)))
     parts = [part for parameter in listed for part in parameter.parts]

@@ -73,13 +73,13 @@ def check(kind, settings, head_dim=16, theta=10_000.0, max_position=512, num_pos
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128], ids=lambda size: f"D{size}")
-def test_the_tables_of_transformers(name, head_dim):
+def test_rope_tables_match_transformers(name, head_dim):
     check(*KINDS[name], head_dim)
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("theta", [100.0, 500_000.0, 1e6])
-def test_any_base(name, theta):
+def test_rope_tables_match_transformers_at_any_base(name, theta):
     check(*KINDS[name], theta=theta)
 
 
@@ -97,7 +97,7 @@ def test_longrope_short_and_long(num_positions, head_dim, extra):
     check("longrope", longrope(head_dim) | extra, head_dim, num_positions=num_positions)
 
 
-def test_kinds_differ():
+def test_rope_tables_of_kinds_differ():
     """A table that ignored its settings would pass many of the tests above where the settings change little."""
     seen = {name: tables(*KINDS[name], 16, 10_000.0, 512, 512)[1].cos_TP for name in KINDS}
     alike = [
@@ -115,7 +115,7 @@ def test_computed_in_float32_and_rounded_once(dtype):
     assert torch.equal(coarse.sin_TP, fine.sin_TP.to(dtype))
 
 
-def test_a_shorter_context_has_the_same_rows():
+def test_rope_tables_of_shorter_context_are_a_prefix():
     """Where the kind does not look at the length, rows do not depend on how many there are."""
     for kind, settings in KINDS.values():
         short = tables(kind, settings, 16, 10_000.0, 512, 100)[1]

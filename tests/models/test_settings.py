@@ -16,7 +16,7 @@ def settings(**values):
     return Settings(values, "config.json")
 
 
-def test_absent_keys_take_the_default_and_null_means_none_only_where_it_may():
+def test_settings_absent_key_defaults_null_only_if_optional():
     assert settings().count("n", 3, 10) == 3
     assert settings(n=None).optional_count("n", 3, 10) is None
     assert settings().optional_count("n", 3, 10) == 3
@@ -60,7 +60,7 @@ def test_other_token_ids_are_refused(value):
         settings(eos=value).token_ids("eos", ())
 
 
-def test_a_count_that_has_to_be_there() -> None:
+def test_settings_required_count_refuses_absent_or_out_of_range() -> None:
     settings = Settings({"a": 3, "b": 0}, "config.json")
     assert settings.required_count("a", 3) == 3
     with pytest.raises(ModelFormatError, match="has no c: a whole number is needed"):
@@ -84,12 +84,12 @@ def dense_layers(num_layers: int = 4, **config: Any) -> frozenset[int]:
     return experts.dense_layers
 
 
-def test_what_is_left_out() -> None:
+def test_read_experts_absent_keys_take_family_defaults() -> None:
     assert read({}) == ExpertsSpec(128, 8, 768)
     assert read({}, defaults=SHARED) == ExpertsSpec(60, 4, 1408, shared_size=5632, has_shared_gate=True)
 
 
-def test_what_is_said() -> None:
+def test_read_experts_given_keys_override_defaults() -> None:
     config = {"num_experts": 6, "num_experts_per_tok": 6, "moe_intermediate_size": 24, "norm_topk_prob": True}
     config["shared_expert_intermediate_size"] = 40
     assert read(config) == ExpertsSpec(6, 6, 24, normalizes=True), "a family without a shared expert reads over it"
@@ -104,7 +104,7 @@ def test_either_name_of_the_number_of_experts() -> None:
         read({"num_experts": 16, "num_local_experts": 8})
 
 
-def test_more_experts_than_can_be_listed_are_refused() -> None:
+def test_read_experts_too_many_for_layers_refused() -> None:
     assert read({"num_experts": 2**16}, num_layers=2) is not None
     assert read({"num_experts": 2**16, "mlp_only_layers": list(range(98))}, num_layers=100) is not None
     with pytest.raises(ModelFormatError, match=r"num_local_experts = 65536.* at most 43690 in each of 3 layers"):
@@ -246,12 +246,12 @@ def test_frequencies_of_transformers_follow_from_what_was_read(name, spelling):
         assert scale == expected_scale
 
 
-def test_nothing_said_means_plain_rotation_at_ten_thousand():
+def test_read_rope_settings_empty_is_plain_base_ten_thousand():
     assert read_rope_settings({}) == RopeSpec(10_000.0)
     assert read_rope_settings({"rope_scaling": None, "rope_theta": 1e6}) == RopeSpec(1e6)
 
 
-def test_the_pretraining_length_beside_the_rotary_settings_wins():
+def test_read_rope_settings_outer_pretraining_length_wins():
     config = {"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 64}}
     assert read_rope_settings(config | {"original_max_position_embeddings": 32}).original_max_position == 32
     assert read_rope_settings({"rope_scaling": {"type": "yarn", "factor": 2}}).original_max_position == 512

@@ -24,7 +24,7 @@ LATENT_SHAPES = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
 }
-"""Of the layers around latent attention."""
+"""Parameters of the layers around latent attention."""
 
 
 def filled(parameter, parts, tensors):
@@ -136,7 +136,7 @@ def test_experts_of_all_ranks_tile_the_stack_in_every_layout(data):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
-def test_a_vocabulary_need_not_divide(size):
+def test_shard_parameters_uneven_vocabulary_needs_no_padding(size):
     for kind in ("embedding", "head"):
         whole = stacked("embed.weight", [23], 3, kind)
         values = np.arange(69).reshape(23, 3)
@@ -150,7 +150,7 @@ def test_a_vocabulary_need_not_divide(size):
         ]
 
 
-def test_a_vocabulary_too_small_for_its_ranks_is_said():
+def test_vocabulary_rows_too_few_for_ranks_refused():
     for rank in range(4):
         with pytest.raises(UnsupportedModelError, match="A vocabulary of 5 rows cannot be shared by 4 ranks"):
             vocabulary_rows(5, Mesh(rank, 4))
@@ -166,7 +166,7 @@ def test_a_vocabulary_too_small_for_its_ranks_is_said():
     ],
 )
 @pytest.mark.parametrize("width", [6, 0], ids=["weight", "bias"])
-def test_heads_are_divided_and_key_heads_shared_where_there_are_too_few(num_heads, num_kv_heads, size, kv_heads, width):
+def test_shard_parameters_divides_heads_and_shares_few_kv_heads(num_heads, num_kv_heads, size, kv_heads, width):
     head_dim = 3
     name = "layers.0.qkv.weight" if width else "layers.0.qkv.bias"
     whole = stacked(name, [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], width)
@@ -181,7 +181,7 @@ def test_heads_are_divided_and_key_heads_shared_where_there_are_too_few(num_head
             assert k.whole_range == (0, num_kv_heads * head_dim)
 
 
-def test_what_is_not_split_stays_and_one_rank_has_everything():
+def test_shard_parameters_unsplit_stays_and_one_rank_has_all():
     parameters = [stacked("layers.0.norm.weight", [8], 0, "norm", "none"), stacked("layers.0.up.weight", [8], 4)]
     norm, up = shard_parameters(parameters, Mesh(1, 2), 1, 1)
     assert norm is parameters[0]
@@ -190,7 +190,7 @@ def test_what_is_not_split_stays_and_one_rank_has_everything():
 
 
 def test_latent_attention_is_shared_by_whole_heads():
-    """Of kv_b in its halves a rank has both, of its own heads; the latents' projection is the same on all ranks."""
+    """A rank has both halves of kv_b, of its own heads; the latents' projection is the same on all ranks."""
     latent = LatentSpec(q_rank=8, kv_rank=16, nope_dim=4, rope_dim=2, value_dim=6)
     spec = replace(read_spec(LATENT_SHAPES), num_heads=6, num_kv_heads=1, head_dim=18, latent=latent)
     by_name = {one.name: one for one in list_parameters(spec, NAMES["deepseek"])}
@@ -211,7 +211,7 @@ def test_latent_attention_is_shared_by_whole_heads():
         shard_parameters([whole], Mesh(0, 4), 6, 1)
 
 
-def test_a_share_of_a_share_knows_the_whole():
+def test_shard_parameters_share_of_share_keeps_whole():
     whole = stacked("layers.0.up.weight", [8], 4)
     (half,) = shard_parameters([whole], Mesh(1, 2), 1, 1)
     (quarter,) = shard_parameters([half], Mesh(1, 2), 1, 1)
@@ -231,14 +231,14 @@ def test_a_share_of_a_share_knows_the_whole():
         (experts(2, 2, 3, 2, "rows"), Mesh(0, 2), (1, 1), "3 of its rows belong together"),
     ],
 )
-def test_what_does_not_divide_is_said(parameter, mesh, heads, words):
+def test_shard_parameters_indivisible_is_refused(parameter, mesh, heads, words):
     with pytest.raises(UnsupportedModelError, match=words) as caught:
         shard_parameters([parameter], mesh, *heads)
     assert str(caught.value).startswith(f"{parameter.name} {list(parameter.shape)} cannot be shared by ")
 
 
 @pytest.mark.parametrize("values", [(2, 2), (-1, 2), (0, 0), (True, 2), (0, 1.0), (0, 1, 4, 4), (0, 1, "0", 1)])
-def test_a_mesh_is_checked(values):
+def test_mesh_invalid_values_refused(values):
     with raises_code("rank.not_a_rank", ConfigError):
         Mesh(*values)
 

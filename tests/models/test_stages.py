@@ -110,7 +110,7 @@ def test_stages_compute_what_one_process_computes(alone_runs: AloneRuns, family:
         if name != "opt, norms last"
     ],
 )
-def test_two_ranks_share_each_of_two_stages(alone_runs: AloneRuns, family: str) -> None:
+def test_stages_of_two_ranks_match_one_process(alone_runs: AloneRuns, family: str) -> None:
     compare(alone_runs, family, meshes(2, cuts_of(family, 2), is_exact=True), num_ranks=2)
 
 
@@ -121,7 +121,7 @@ def test_quantized_pages_are_those_of_one_process(alone_runs: AloneRuns, kv_dtyp
         compare(alone_runs, family, meshes(1, cuts_of(family, 2)), kv_cache_dtype=kv_dtype)
 
 
-def test_a_stage_without_its_neighbour_says_so(tmp_path: Path) -> None:
+def test_stage_without_its_neighbour_raises_lock_step_error(tmp_path: Path) -> None:
     """The first ends, and the second waits for its rows."""
     ranks = StagedRanks(find_model(tmp_path, "llama"), meshes(1, cuts_of("llama", 2)))
     try:
@@ -131,7 +131,7 @@ def test_a_stage_without_its_neighbour_says_so(tmp_path: Path) -> None:
         ranks.release()
 
 
-def test_models_whose_stages_would_exchange_more_than_rows_are_declined() -> None:
+def test_check_ranks_declines_stages_sharing_more_than_rows() -> None:
     first, _ = meshes(1, [(0, 20), (20, 43)])
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 .* several residual streams"):
         declare_config(CATALOGUE["DeepSeek-V4-Flash"], "V4").check_ranks(first)

@@ -26,16 +26,16 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["runner", "holdfast.runner"])
-def test_every_logger_is_under_the_packages_own(name: str) -> None:
+def test_get_logger_names_are_under_holdfast(name: str) -> None:
     assert get_logger(name).name == "holdfast.runner"
 
 
-def test_a_library_adds_no_handlers_of_its_own() -> None:
+def test_get_logger_adds_no_handlers() -> None:
     get_logger("engine")
     assert logging.getLogger("holdfast").handlers == []
 
 
-def test_lines_reach_stderr_once_after_repeated_setup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_to_stderr_twice_writes_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
     log_to_stderr("INFO")
     log_to_stderr("INFO")
     get_logger("runner").info("attention=%s because %s", "torch", "no GPU")
@@ -44,14 +44,16 @@ def test_lines_reach_stderr_once_after_repeated_setup(capsys: pytest.CaptureFixt
     assert "holdfast.runner" in err
 
 
-def test_the_variable_overrides_the_level(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_level_variable_overrides_the_argument(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv(LOG_LEVEL_VARIABLE, "debug")
     log_to_stderr("ERROR")
     get_logger("runner").debug("a detail")
     assert "a detail" in capsys.readouterr().err
 
 
-def test_a_level_that_does_not_exist_leaves_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_level_variable_unknown_level_keeps_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_LEVEL_VARIABLE, "chatty")
     log_to_stderr("ERROR")
     assert logging.getLogger("holdfast").level == logging.ERROR
@@ -98,7 +100,7 @@ assert logging.getLogger().level == logging.WARNING, "the root logger is the pro
     ],
     ids=["default", "info", "error", "unknown", "configured", "configured later", "level of the program"],
 )
-def test_a_script_sees_the_log_once(level: str | None, before: str, after: str, lines: list[str]) -> None:
+def test_log_of_a_script_appears_once(level: str | None, before: str, after: str, lines: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != LOG_LEVEL_VARIABLE}
     environment |= {LOG_LEVEL_VARIABLE: level} if level else {}
     code = SCRIPT.format(before=before, after=after)

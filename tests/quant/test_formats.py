@@ -31,21 +31,21 @@ QUANTIZED = [name for name, value in KV_FORMATS.items() if value.is_quantized]
 
 
 @pytest.mark.parametrize("name", DTYPE_BYTES)
-def test_bytes_of_an_element_are_those_of_torch(name: str) -> None:
+def test_dtype_bytes_match_torch(name: str) -> None:
     import torch
 
     assert torch.empty((), dtype=getattr(torch, name)).element_size() == DTYPE_BYTES[name]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5, 2)], ids=str)
-def test_bytes_of_a_tensor(shape: tuple[int, ...]) -> None:
+def test_bytes_for_matches_torch(shape: tuple[int, ...]) -> None:
     import torch
 
     assert bytes_for("bfloat16", shape) == torch.empty(shape, dtype=torch.bfloat16).nbytes
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_every_plain_format_keeps_a_key_and_a_value_per_head(name: str) -> None:
+def test_plain_kv_format_keeps_a_key_and_a_value_per_head(name: str) -> None:
     planes = KV_FORMATS[name].planes(num_kv_heads=3, head_dim=64)
     assert KV_FORMATS[name].name == name
     assert [plane.name for plane in planes] == ["k", "v"]
@@ -53,13 +53,13 @@ def test_every_plain_format_keeps_a_key_and_a_value_per_head(name: str) -> None:
     assert KV_FORMATS[name].bytes_per_token(3, 64) == 2 * 3 * 64 * DTYPE_BYTES[name]
 
 
-def test_keys_and_values_may_differ() -> None:
+def test_kv_format_accepts_different_key_and_value_dtypes() -> None:
     planes = KVFormat("mixed", "float32", "float16").planes(2, 8)
     assert planes == (Plane("k", "float32", (2, 8)), Plane("v", "float16", (2, 8)))
     assert [plane.bytes_per_token for plane in planes] == [64, 32]
 
 
-def test_an_unknown_type_is_a_mistake_of_ours() -> None:
+def test_bytes_for_unknown_dtype_raises_key_error() -> None:
     with pytest.raises(KeyError):
         bytes_for("float3", (1,))
 
@@ -82,7 +82,7 @@ MOST = {
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_bytes_of_quantized_formats(name: str) -> None:
+def test_quantized_kv_format_bytes_match_slots(name: str) -> None:
     for head_dim, slot_bytes in SLOTS[name].items():
         assert slot_bytes <= MOST.get(name, {}).get(head_dim, slot_bytes)
         for num_kv_heads in (1, 3, 8):
@@ -90,7 +90,7 @@ def test_bytes_of_quantized_formats(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_no_backend_mistakes_codes_for_keys(name: str) -> None:
+def test_quantized_kv_format_names_no_plane_k_or_v(name: str) -> None:
     planes = KV_FORMATS[name].planes(2, 64)
     assert not {"k", "v"} & {plane.name for plane in planes}, "plain torch would attend to codes as if they were values"
     assert {plane.dtype for plane in planes} == {"uint8", "float16"}
@@ -98,7 +98,7 @@ def test_no_backend_mistakes_codes_for_keys(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 112, 128, 192, 256])
-def test_codes_have_a_bit_for_every_bit(name: str, head_dim: int) -> None:
+def test_quantized_kv_format_codes_have_every_bit(name: str, head_dim: int) -> None:
     kv_format = KV_FORMATS[name]
     for letter, bits in (("k", kv_format.key_bits), ("v", kv_format.value_bits)):
         assert bits is not None
@@ -107,13 +107,13 @@ def test_codes_have_a_bit_for_every_bit(name: str, head_dim: int) -> None:
         assert 8 * sum(plane.bytes_per_token for plane in parts.values()) == 3 * head_dim * bits
 
 
-def test_a_format_is_found_by_its_name() -> None:
+def test_kv_format_finds_each_format_by_name() -> None:
     for name, value in KV_FORMATS.items():
         assert kv_format(name) is value
         assert value.name == name
 
 
-def test_defaults_are_for_formats_that_there_are() -> None:
+def test_default_protected_layers_cover_quantized_formats() -> None:
     """Formats that rotate keys protect four layers; 8-bit keys need none."""
     assert {name: 4 * (KV_FORMATS[name].key_bits != 8) for name in QUANTIZED} == DEFAULT_PROTECTED_LAYERS
 
@@ -122,7 +122,7 @@ def test_defaults_are_for_formats_that_there_are() -> None:
     ("name", "near"),
     [("turboquant_k8v5", "turboquant_k8v4"), ("bf16", "bfloat16"), ("", ""), (7, ""), ([], "")],
 )
-def test_an_unknown_format_and_the_nearest(name: str, near: str) -> None:
+def test_kv_format_unknown_name_suggests_the_nearest(name: str, near: str) -> None:
     with raises_code("value.not_one_of", ConfigError, name="kv_cache_dtype") as caught:
         kv_format(name)
     assert caught.value.hints == ((f"Did you mean {near}?",) if near else ())
@@ -138,7 +138,7 @@ def test_an_unknown_format_and_the_nearest(name: str, near: str) -> None:
     ],
     ids=["heads", "latents", "compressed latents", "compressed"],
 )
-def test_formats_of_a_model_are_plain_and_its_own(is_latent: bool, is_compressed: bool, quantized: set[str]) -> None:
+def test_formats_of_model_are_plain_and_its_own(is_latent: bool, is_compressed: bool, quantized: set[str]) -> None:
     found = formats_of(is_latent, is_compressed)
     assert set(found) == {*PLAIN, *quantized}
     for value in found.values():
@@ -147,7 +147,7 @@ def test_formats_of_a_model_are_plain_and_its_own(is_latent: bool, is_compressed
 
 
 @pytest.mark.parametrize("name", ALL_KV_FORMATS)
-def test_index_beside_a_format_is_fp8_if_it_is_quantized(name: str) -> None:
+def test_index_dtype_beside_is_fp8_if_format_is_quantized(name: str) -> None:
     """Otherwise it has the type of the latents; a format may name another."""
     value = ALL_KV_FORMATS[name]
     assert index_dtype_beside(value) == ("fp8" if value.is_quantized else name)
@@ -155,7 +155,7 @@ def test_index_beside_a_format_is_fp8_if_it_is_quantized(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", INDEX_FORMATS)
-def test_index_planes_have_a_scale_if_they_are_fp8(dtype: str) -> None:
+def test_index_planes_have_a_scale_if_fp8(dtype: str) -> None:
     num_bytes = sum(plane.bytes_per_token for plane in index_planes(dtype, 48))
     assert num_bytes == (48 + 4 if dtype == "fp8" else 48 * DTYPE_BYTES[dtype])
 
@@ -170,11 +170,11 @@ def test_index_planes_have_a_scale_if_they_are_fp8(dtype: str) -> None:
         ("bfloat16", 2 * 576),
     ],
 )
-def test_latent_formats_have_the_bytes_of_their_parts(name: str, num_bytes: int) -> None:
+def test_latent_format_bytes_add_up(name: str, num_bytes: int) -> None:
     assert ALL_KV_FORMATS[name].bytes_per_token(1, 576, rope_dim=64) == num_bytes
 
 
-def test_names_of_other_models_keep_their_bits() -> None:
+def test_format_aliases_of_latent_models_keep_their_bits() -> None:
     for names, found in ((MLA_NAMES, MLA_FORMATS), (COMPRESSED_NAMES, COMPRESSED_FORMATS)):
         for name, own in names.items():
             assert found[own].key_bits == ALL_KV_FORMATS[name].key_bits
@@ -182,8 +182,8 @@ def test_names_of_other_models_keep_their_bits() -> None:
 
 
 @pytest.mark.parametrize(("is_overlapped", "sums"), [(False, 1), (True, 2)], ids=["apart", "overlapped"])
-def test_state_of_overlapped_entries_has_two_sums(is_overlapped: bool, sums: int) -> None:
-    """Of m, l and acc, in float32."""
+def test_compress_state_of_overlapped_entries_has_two_sums(is_overlapped: bool, sums: int) -> None:
+    """Each sum holds m, l and acc in float32."""
     assert pooled_width(40, is_overlapped) == 40 * sums
     assert state_shape(40, is_overlapped) == (sums, 3, 40)
     assert state_bytes(40, is_overlapped) == sums * 3 * 40 * 4

@@ -48,24 +48,24 @@ def written_out(head_dim: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("head_dim", "block"), BLOCKS.items())
-def test_the_block_is_the_largest_power_of_two_inside(head_dim: int, block: int) -> None:
+def test_hadamard_block_is_the_largest_power_of_two_factor(head_dim: int, block: int) -> None:
     assert hadamard_block(head_dim) == block
 
 
 @pytest.mark.parametrize("head_dim", BLOCKS)
-def test_signs_are_those_of_the_definition(head_dim: int) -> None:
+def test_hadamard_signs_match_the_definition(head_dim: int) -> None:
     assert torch.equal(hadamard_signs(head_dim), written_out(head_dim))
 
 
 @pytest.mark.parametrize("head_dim", BLOCKS)
-def test_it_is_symmetric_and_orthonormal(head_dim: int) -> None:
+def test_hadamard_signs_are_symmetric_and_orthonormal(head_dim: int) -> None:
     signs_DD = hadamard_signs(head_dim)
     assert torch.equal(signs_DD, signs_DD.T)
     assert torch.equal(signs_DD @ signs_DD, BLOCKS[head_dim] * torch.eye(head_dim))
 
 
 @pytest.mark.parametrize("head_dim", [80, 96, 112, 192])
-def test_nothing_leaves_its_block(head_dim: int) -> None:
+def test_rotate_heads_stays_within_each_block(head_dim: int) -> None:
     block = BLOCKS[head_dim]
     outside = ~torch.block_diag(*[torch.ones(block, block, dtype=torch.bool)] * (head_dim // block))
     assert not hadamard_signs(head_dim)[outside].any()
@@ -77,7 +77,7 @@ def test_nothing_leaves_its_block(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", BLOCKS)
-def test_twice_is_where_it_started_and_lengths_stay(head_dim: int) -> None:
+def test_rotate_heads_twice_is_identity_and_keeps_lengths(head_dim: int) -> None:
     x_XD = torch.randn(7, head_dim, generator=torch.Generator().manual_seed(head_dim))
     y_XD = rotate_heads(x_XD)
     # Processors add in orders of their own: errors of D products go with the root of D.
@@ -88,7 +88,7 @@ def test_twice_is_where_it_started_and_lengths_stay(head_dim: int) -> None:
     torch.testing.assert_close((rotate_heads(q_XD) * y_XD).sum(-1), (q_XD * x_XD).sum(-1), rtol=0, atol=3e-5)
 
 
-def test_an_outlier_is_spread_over_its_block() -> None:
+def test_rotate_heads_spreads_an_outlier_over_its_block() -> None:
     x_D = torch.zeros(96)
     x_D[40] = 8.0
     y_D = rotate_heads(x_D)
@@ -99,7 +99,7 @@ def test_an_outlier_is_spread_over_its_block() -> None:
 
 @pytest.mark.parametrize("leading", [(), (5,), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_shapes_stay_and_the_type_is_float32(leading: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rotate_heads_keeps_shape_and_returns_float32(leading: tuple[int, ...], dtype: torch.dtype) -> None:
     x_XD = torch.randn(*leading, 80, generator=torch.Generator().manual_seed(2)).to(dtype)
     y_XD = rotate_heads(x_XD)
     assert y_XD.dtype == torch.float32
@@ -107,7 +107,7 @@ def test_shapes_stay_and_the_type_is_float32(leading: tuple[int, ...], dtype: to
     torch.testing.assert_close(y_XD, x_XD.float() @ written_out(80) / 4, rtol=0, atol=2e-6)
 
 
-def test_a_head_without_numbers_spoils_no_other() -> None:
+def test_rotate_heads_nonfinite_head_spoils_no_other() -> None:
     x_XD = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
     alone = rotate_heads(x_XD[2])
     x_XD[1, 5] = torch.nan
@@ -175,14 +175,14 @@ def best_gain(book: Codebook) -> float:
     return (low + high) / 2
 
 
-def test_the_numbers_of_a_codebook_are_all_there() -> None:
+def test_codebooks_have_a_value_for_every_code() -> None:
     assert {bits: len(book.values) for bits, book in KEY_CODEBOOKS.items()} == {4: 16, 3: 8}
     assert {bits: len(book.values) for bits, book in VALUE_CODEBOOKS.items()} == {4: 16, 3: 8}
     assert all(book.bits == bits for books in (KEY_CODEBOOKS, VALUE_CODEBOOKS) for bits, book in books.items())
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_values_rise_and_mirror(book: Codebook) -> None:
+def test_codebook_values_rise_and_mirror(book: Codebook) -> None:
     assert list(book.values) == sorted(set(book.values))
     assert [-value for value in reversed(book.values)] == list(book.values)
     assert book.values[len(book.magnitudes) :] == book.magnitudes
@@ -190,13 +190,13 @@ def test_values_rise_and_mirror(book: Codebook) -> None:
 
 
 @pytest.mark.parametrize("book", KEY_CODEBOOKS.values(), ids=NAMES[:2])
-def test_keys_are_e4m3_numbers(book: Codebook) -> None:
+def test_key_codebook_values_are_e4m3(book: Codebook) -> None:
     values = torch.tensor(book.values)
     assert torch.equal(values.to(torch.float8_e4m3fn).float(), values)
 
 
 @pytest.mark.parametrize(("bits", "beta"), [(4, CUBIC_4_BITS), (3, CUBIC_3_BITS)])
-def test_values_are_what_half_precision_makes_of_the_cubic(bits: int, beta: float) -> None:
+def test_value_codebook_is_the_cubic_in_half_precision(bits: int, beta: float) -> None:
     assert float(np.float16(beta)) == beta
     made = []
     for code in range(2**bits):
@@ -209,7 +209,7 @@ def test_values_are_what_half_precision_makes_of_the_cubic(bits: int, beta: floa
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_no_gain_is_better_by_a_thousandth(book: Codebook) -> None:
+def test_codebook_gain_is_optimal_to_a_thousandth(book: Codebook) -> None:
     best = best_gain(book)
     assert book.gain == pytest.approx(best, rel=0.01)
     assert book_mse(book, best) <= book_mse(book, book.gain) < 1.001 * book_mse(book, best)
@@ -217,14 +217,14 @@ def test_no_gain_is_better_by_a_thousandth(book: Codebook) -> None:
 
 
 @pytest.mark.parametrize(("book", "name"), NAMED, ids=NAMES)
-def test_errors_are_those_of_the_docstring(book: Codebook, name: str) -> None:
+def test_codebook_errors_match_the_docstring(book: Codebook, name: str) -> None:
     mse = book_mse(book, book.gain)
     assert mse == pytest.approx(STATED[name], abs=5e-7)
     assert f"{STATED[name]:.6f} (+{100 * (mse / LLOYD_MAX[book.bits] - 1):.1f} %)" in str(kv_quantize.__doc__)
 
 
 @pytest.mark.parametrize(("book", "name"), NAMED, ids=NAMES)
-def test_a_sum_over_a_fine_grid_agrees(book: Codebook, name: str) -> None:
+def test_book_mse_agrees_with_a_fine_grid(book: Codebook, name: str) -> None:
     step = 1e-4
     x = np.arange(-8, 8, step) + step / 2
     values = np.array(book.values) / book.gain
@@ -234,7 +234,7 @@ def test_a_sum_over_a_fine_grid_agrees(book: Codebook, name: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 3])
-def test_lloyd_max_is_the_bound_that_the_docstring_states(bits: int) -> None:
+def test_lloyd_max_bound_matches_the_docstring(bits: int) -> None:
     values = lloyd_max(2**bits)
     mse = normal_mse(values)
     assert mse == pytest.approx(LLOYD_MAX[bits], abs=5e-7)
@@ -243,13 +243,13 @@ def test_lloyd_max_is_the_bound_that_the_docstring_states(bits: int) -> None:
         assert mse < book_mse(books[bits], books[bits].gain) < 1.02 * mse
 
 
-def test_the_docstring_states_no_other_errors() -> None:
+def test_kv_quantize_docstring_states_only_measured_errors() -> None:
     stated = {float(number) for number in re.findall(r"0\.0\d{5}", str(kv_quantize.__doc__))}
     assert stated == {*LLOYD_MAX.values(), *STATED.values()}
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_a_code_is_that_of_the_nearest_value(book: Codebook) -> None:
+def test_codebook_code_is_that_of_the_nearest_value(book: Codebook) -> None:
     for code, value in enumerate(book.values):
         assert book.code(value) == code
     for number in np.linspace(-1.2 * book.values[-1], 1.2 * book.values[-1], 1001).tolist():
@@ -260,7 +260,7 @@ def test_a_code_is_that_of_the_nearest_value(book: Codebook) -> None:
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_a_boundary_belongs_to_the_lower_code(book: Codebook) -> None:
+def test_codebook_boundary_belongs_to_the_lower_code(book: Codebook) -> None:
     assert len(book.boundaries) == len(book.values) - 1
     for code, boundary in enumerate(book.boundaries):
         assert book.code(boundary) == code
@@ -268,16 +268,16 @@ def test_a_boundary_belongs_to_the_lower_code(book: Codebook) -> None:
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_boundaries_are_exact_in_float32(book: Codebook) -> None:
+def test_codebook_boundaries_are_exact_in_float32(book: Codebook) -> None:
     assert [float(np.float32(boundary)) for boundary in book.boundaries] == list(book.boundaries)
 
 
-def test_the_largest_numbers_are_those_of_torch() -> None:
+def test_fp8_max_and_fp16_max_match_torch() -> None:
     assert torch.finfo(torch.float8_e4m3fn).max == FP8_MAX
     assert torch.finfo(torch.float16).max == FP16_MAX
 
 
-def test_a_codebook_cannot_be_changed() -> None:
+def test_codebook_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         KEY_CODEBOOKS[4].gain = 1.0  # type: ignore[misc]
 
@@ -292,7 +292,7 @@ DEQUANTIZE: dict[str, Callable[[QuantizedHeads, int, int], torch.Tensor]] = {
 }
 BOOKS_HEAD_CODES = {"keys": KEY_CODEBOOKS, "values": VALUE_CODEBOOKS}
 ERRORS = {8: 0.0007, 4: 0.0095, 3: 0.034}
-"""Of Gaussian heads, mean squared error over mean square."""
+"""Mean squared error over mean square, for Gaussian heads."""
 
 every_side = pytest.mark.parametrize("side", SIDES)
 every_bits = pytest.mark.parametrize("bits", BITS)
@@ -392,7 +392,7 @@ def scalar_e4m3(number: float) -> int:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("bits", [4, 3])
 @every_side
-def test_every_bit_is_where_the_docstring_says(side: str, bits: int, head_dim: int) -> None:
+def test_quantize_heads_packs_bits_as_documented(side: str, bits: int, head_dim: int) -> None:
     y_XD = gaussian(2, head_dim, seed=head_dim + 1)
     heads = ENCODE[side](y_XD, bits)
     for row in range(2):
@@ -407,7 +407,7 @@ def test_every_bit_is_where_the_docstring_says(side: str, bits: int, head_dim: i
 
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
 @every_side
-def test_every_byte_of_8_bits_is_where_the_docstring_says(side: str, head_dim: int) -> None:
+def test_quantize_heads_8_bits_packs_bytes_as_documented(side: str, head_dim: int) -> None:
     y_D = gaussian(head_dim, seed=3)
     heads = ENCODE[side](y_D, 8)
     wanted = [scalar_e4m3(number / heads.scale_X.item()) for number in y_D.double().tolist()]
@@ -419,7 +419,7 @@ def test_every_byte_of_8_bits_is_where_the_docstring_says(side: str, head_dim: i
 
 @pytest.mark.parametrize("bits", [4, 3])
 @every_side
-def test_every_code_survives_at_every_place(side: str, bits: int) -> None:
+def test_dequantize_heads_reads_every_code_in_every_place(side: str, bits: int) -> None:
     for shift in range(2**bits):
         codes = [(place + shift) % 2**bits for place in range(48)]
         packed, signs = (scalar_keys if side == "keys" else scalar_values)(codes, bits)
@@ -435,7 +435,7 @@ def test_every_code_survives_at_every_place(side: str, bits: int) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @every_bits
 @every_side
-def test_bytes_and_error_of_every_head_dim(side: str, bits: int, head_dim: int) -> None:
+def test_quantize_heads_bytes_and_error_hold_for_every_head_dim(side: str, bits: int, head_dim: int) -> None:
     y_XD = gaussian(4096 // head_dim, head_dim)
     heads = ENCODE[side](y_XD, bits)
     sign_bytes = 0 if heads.signs_XS is None else heads.signs_XS.shape[-1]
@@ -450,7 +450,7 @@ def test_bytes_and_error_of_every_head_dim(side: str, bits: int, head_dim: int) 
 
 @every_bits
 @every_side
-def test_error_of_gaussian_heads(side: str, bits: int) -> None:
+def test_quantize_heads_error_of_gaussian_heads_is_known(side: str, bits: int) -> None:
     y_XD = gaussian(1000, 128)
     error = ((round_trip(y_XD, side, bits) - y_XD).square().mean() / y_XD.square().mean()).item()
     assert error == pytest.approx(ERRORS[bits], rel=0.08)
@@ -459,7 +459,7 @@ def test_error_of_gaussian_heads(side: str, bits: int) -> None:
 @pytest.mark.parametrize("leading", [(), (5,), (2, 3), (0,), (1, 1, 1)], ids=str)
 @every_bits
 @every_side
-def test_leading_dimensions(side: str, bits: int, leading: tuple[int, ...]) -> None:
+def test_quantize_heads_keeps_leading_dimensions(side: str, bits: int, leading: tuple[int, ...]) -> None:
     y_XD = gaussian(*leading, 96)
     heads = ENCODE[side](y_XD, bits)
     assert heads.codes_XB.shape[:-1] == heads.scale_X.shape == leading
@@ -469,7 +469,7 @@ def test_leading_dimensions(side: str, bits: int, leading: tuple[int, ...]) -> N
 
 @every_bits
 @every_side
-def test_a_head_is_quantized_as_if_it_were_alone(side: str, bits: int) -> None:
+def test_quantize_heads_treats_each_head_alone(side: str, bits: int) -> None:
     y_XD = gaussian(2, 3, 112)
     heads = ENCODE[side](y_XD, bits)
     for index in [(0, 0), (1, 2)]:
@@ -478,7 +478,7 @@ def test_a_head_is_quantized_as_if_it_were_alone(side: str, bits: int) -> None:
 
 @every_bits
 @every_side
-def test_slices_of_a_larger_plane_decode_alike(side: str, bits: int) -> None:
+def test_dequantize_heads_slice_matches_the_whole(side: str, bits: int) -> None:
     y_XD = gaussian(4, 9, 64)
     heads = ENCODE[side](y_XD, bits)
     part = QuantizedHeads(*(None if plane is None else plane[1:3, 2:7] for plane in heads))  # type: ignore[arg-type]
@@ -488,20 +488,20 @@ def test_slices_of_a_larger_plane_decode_alike(side: str, bits: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_bits
 @every_side
-def test_half_precision_is_quantized_as_its_numbers(side: str, bits: int, dtype: torch.dtype) -> None:
+def test_quantize_heads_half_precision_equals_float32(side: str, bits: int, dtype: torch.dtype) -> None:
     y_XD = gaussian(6, 64).to(dtype)
     assert_same_bits(ENCODE[side](y_XD, bits), ENCODE[side](y_XD.float(), bits))
 
 
 @pytest.mark.parametrize("bits", [4, 3])
-def test_a_quantized_key_has_the_length_of_the_true_one(bits: int) -> None:
+def test_quantize_keys_keeps_the_length_of_a_key(bits: int) -> None:
     y_XD = gaussian(200, 64) * torch.logspace(-2, 3, 200).unsqueeze(1)
     lengths_X = dequantize_keys(quantize_keys(y_XD, bits), bits, 64).norm(dim=-1)
     torch.testing.assert_close(lengths_X, y_XD.norm(dim=-1), rtol=2**-11, atol=0)
 
 
 @pytest.mark.parametrize("bits", [4, 3])
-def test_no_other_scale_of_a_value_is_nearer(bits: int) -> None:
+def test_quantize_values_chooses_the_nearest_scale(bits: int) -> None:
     y_XD = gaussian(200, 64) * torch.logspace(-2, 3, 200).unsqueeze(1)
     dequantized_XD = round_trip(y_XD, "values", bits)
     lengths_X = y_XD.norm(dim=-1)
@@ -512,7 +512,7 @@ def test_no_other_scale_of_a_value_is_nearer(bits: int) -> None:
 
 
 @every_side
-def test_8_bits_take_the_largest_to_the_largest(side: str) -> None:
+def test_quantize_heads_8_bits_maps_largest_to_largest(side: str) -> None:
     y_XD = gaussian(300, 64) * torch.logspace(-1, 4, 300).unsqueeze(1)
     heads = ENCODE[side](y_XD, 8)
     largest_X = y_XD.abs().amax(-1)
@@ -523,7 +523,7 @@ def test_8_bits_take_the_largest_to_the_largest(side: str) -> None:
 
 @every_bits
 @every_side
-def test_zeros_stay_zeros(side: str, bits: int) -> None:
+def test_quantize_heads_zeros_stay_zeros(side: str, bits: int) -> None:
     y_XD = gaussian(3, 64)
     y_XD[1] = 0
     heads = ENCODE[side](y_XD, bits)
@@ -535,7 +535,7 @@ def test_zeros_stay_zeros(side: str, bits: int) -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
 @every_bits
 @every_side
-def test_a_broken_head_spoils_no_other(side: str, bits: int, poison: float) -> None:
+def test_quantize_heads_nonfinite_head_spoils_no_other(side: str, bits: int, poison: float) -> None:
     y_XD = gaussian(3, 5, 64)
     sound = ENCODE[side](y_XD, bits)
     y_XD[1, 2, 7] = poison
@@ -549,7 +549,7 @@ def test_a_broken_head_spoils_no_other(side: str, bits: int, poison: float) -> N
 @pytest.mark.parametrize("poison", [math.inf, -math.inf], ids=str)
 @every_bits
 @every_side
-def test_one_infinity_gives_no_nan(side: str, bits: int, poison: float) -> None:
+def test_quantize_heads_infinity_gives_no_nan(side: str, bits: int, poison: float) -> None:
     y_XD = gaussian(2, 64)
     y_XD[0, 9] = poison
     assert round_trip(y_XD, side, bits).isfinite().all()
@@ -558,7 +558,7 @@ def test_one_infinity_gives_no_nan(side: str, bits: int, poison: float) -> None:
 @pytest.mark.parametrize("size", [1e30, 1e18, 1e9, 1e-9, 1e-30, 1e-44], ids=str)
 @every_bits
 @every_side
-def test_huge_and_tiny_heads_give_no_nan(side: str, bits: int, size: float) -> None:
+def test_quantize_heads_huge_and_tiny_heads_give_no_nan(side: str, bits: int, size: float) -> None:
     y_XD = gaussian(4, 80)
     y_XD[1] *= size
     y_XD[2, 40] *= size
@@ -574,7 +574,7 @@ def test_huge_and_tiny_heads_give_no_nan(side: str, bits: int, size: float) -> N
 
 @every_bits
 @every_side
-def test_a_scale_beyond_float16_is_the_largest(side: str, bits: int) -> None:
+def test_quantize_heads_clamps_scale_to_float16(side: str, bits: int) -> None:
     y_XD = 1e9 * gaussian(2, 64).sign()
     assert ENCODE[side](y_XD, bits).scale_X.tolist() == [FP16_MAX] * 2
     assert torch.equal(round_trip(y_XD, side, bits).sign(), y_XD.sign())
@@ -582,7 +582,7 @@ def test_a_scale_beyond_float16_is_the_largest(side: str, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @every_side
-def test_quantizing_what_was_dequantized_gives_the_same_codes(side: str, bits: int) -> None:
+def test_quantize_heads_of_dequantized_heads_repeats_codes(side: str, bits: int) -> None:
     """Where scales are not so small that float16 has few digits left for them."""
     y_XD = gaussian(500, 128) * torch.logspace(0, 3, 500).unsqueeze(1)
     first = ENCODE[side](y_XD, bits)
@@ -593,7 +593,7 @@ def test_quantizing_what_was_dequantized_gives_the_same_codes(side: str, bits: i
 
 
 @pytest.mark.parametrize(("num_parts", "head_dim"), [(1, 16), (2, 80), (4, 112), (8, 64), (8, 16), (4, 256)])
-def test_parts_hold_every_coordinate_once(num_parts: int, head_dim: int) -> None:
+def test_part_dims_hold_every_coordinate_once(num_parts: int, head_dim: int) -> None:
     dims_PC = part_dims(num_parts, head_dim)
     assert dims_PC.shape == (num_parts, head_dim // num_parts)
     assert sorted(dims_PC.flatten().tolist()) == list(range(head_dim))
@@ -601,13 +601,13 @@ def test_parts_hold_every_coordinate_once(num_parts: int, head_dim: int) -> None
         assert dims_PC[part, column] == coordinate(num_parts, part, column, head_dim)
 
 
-def test_the_parts_are_those_of_the_docstring() -> None:
+def test_key_and_value_parts_are_as_documented() -> None:
     assert KEY_PARTS == {8: 1, 4: 2, 3: 4}
     assert VALUE_PARTS == {8: 2, 4: 4, 3: 8}
 
 
 @every_side
-def test_3_bits_without_their_sign_bits_are_refused(side: str) -> None:
+def test_dequantize_heads_3_bits_without_signs_is_refused(side: str) -> None:
     heads = ENCODE[side](gaussian(2, 32), 3)
     with pytest.raises(AssertionError, match="of 3 bits have sign bits"):
         DEQUANTIZE[side](heads._replace(signs_XS=None), 3, 32)
@@ -618,7 +618,7 @@ def test_3_bits_without_their_sign_bits_are_refused(side: str) -> None:
     side=st.sampled_from(SIDES),
     bits=st.sampled_from(BITS),
 )
-def test_no_finite_head_makes_a_nan(numbers: list[float], side: str, bits: int) -> None:
+def test_quantize_heads_finite_head_gives_no_nan(numbers: list[float], side: str, bits: int) -> None:
     y_D = torch.tensor(numbers)
     dequantized_D = round_trip(y_D, side, bits)
     assert dequantized_D.isfinite().all()

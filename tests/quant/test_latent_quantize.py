@@ -61,7 +61,7 @@ def plain_row(latent: list[float], rope_R: torch.Tensor) -> bytes:
 
 
 @SHAPES
-def test_rows_of_fp8_are_the_layout_to_the_byte(latent_dim: int, rope_dim: int) -> None:
+def test_fp8_mla_rows_follow_the_layout_to_the_byte(latent_dim: int, rope_dim: int) -> None:
     latent_XL, rope_XR = latents(latent_dim, rope_dim, rows=3)
     latent_XL[1] *= 1e-3
     latent_XL[2, :64] = 0
@@ -71,7 +71,7 @@ def test_rows_of_fp8_are_the_layout_to_the_byte(latent_dim: int, rope_dim: int) 
         assert bytes(row_B.tolist()) == plain_row(latent_L.tolist(), rope_R)
 
 
-def test_a_row_of_512_and_64_has_656_bytes_with_scales_from_512_and_rope_from_528() -> None:
+def test_fp8_mla_row_has_656_bytes_with_scales_then_rope() -> None:
     latent_XL, rope_XR = torch.zeros(1, 512), torch.zeros(1, 64)
     latent_XL[0, 130], rope_XR[0, 0] = -7.0, 1.0
     row = bytes(pack_fp8_rows(latent_XL, rope_XR)[0].tolist())
@@ -84,7 +84,7 @@ def test_a_row_of_512_and_64_has_656_bytes_with_scales_from_512_and_rope_from_52
 
 
 @SHAPES
-def test_rows_of_fp8_are_read_back(latent_dim: int, rope_dim: int) -> None:
+def test_fp8_mla_rows_are_read_back(latent_dim: int, rope_dim: int) -> None:
     latent_XL, rope_XR = latents(latent_dim, rope_dim)
     read_XY = unpack_fp8_rows(pack_fp8_rows(latent_XL, rope_XR), latent_dim, rope_dim)
     torch.testing.assert_close(read_XY[:, latent_dim:], rope_XR.bfloat16().float(), rtol=0, atol=0)
@@ -107,7 +107,7 @@ def exponent_rows(latent_L: torch.Tensor, rope_R: torch.Tensor) -> tuple[bytes, 
 
 
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(448, 64), (64, 8), (576, 32)])
-def test_rows_of_v4_are_the_layout_to_the_byte(latent_dim: int, rope_dim: int) -> None:
+def test_fp8_v4_rows_follow_the_layout_to_the_byte(latent_dim: int, rope_dim: int) -> None:
     latent_XL, rope_XR = latents(latent_dim, rope_dim, rows=4)
     latent_XL[1] *= 1e-3
     latent_XL[2, :64] = 0
@@ -127,7 +127,7 @@ def test_rows_of_v4_are_the_layout_to_the_byte(latent_dim: int, rope_dim: int) -
     assert bool((error_XCE <= torch.maximum(tiles_XCE.abs() / 15, largest_XC1 * 2**-17)).all())
 
 
-def test_a_vector_of_v4_has_584_bytes_and_scales_have_edges() -> None:
+def test_fp8_v4_row_has_584_bytes_and_scales_have_edges() -> None:
     """A power of two takes 448 exactly; one step above it takes the next. Beneath 1e-4 there is no smaller one."""
     latent_XL, rope_XR = torch.zeros(1, 448), torch.zeros(1, 64)
     latent_XL[0, 3], latent_XL[0, 64], latent_XL[0, 128], rope_XR[0, 0] = 448.0, -450.0, 1e-9, 1.0
@@ -141,7 +141,7 @@ def test_a_vector_of_v4_has_584_bytes_and_scales_have_edges() -> None:
     assert read_XCE.isnan().all(-1).tolist() == [[False, False, False, True, True, False, False]]
 
 
-def test_the_codebook_is_what_half_precision_makes_of_the_cubic() -> None:
+def test_latent_codebook_is_the_cubic_in_half_precision() -> None:
     t = ((torch.arange(16) - 7.5) * LATENT_STEP).half()
     u = (t.float() * t.float() + 1).half()
     assert tuple((u * t).tolist()) == LATENT_CODEBOOK.values
@@ -149,7 +149,7 @@ def test_the_codebook_is_what_half_precision_makes_of_the_cubic() -> None:
 
 @SHAPES
 @pytest.mark.parametrize("rope_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16_rope", "fp8_rope"])
-def test_turboquant_of_a_latent(latent_dim: int, rope_dim: int, rope_dtype: torch.dtype) -> None:
+def test_turboquant_latents_are_read_back_within_error(latent_dim: int, rope_dim: int, rope_dtype: torch.dtype) -> None:
     latent_XL, rope_XR = latents(latent_dim, rope_dim)
     rotated_XL = rotate_heads(latent_XL)
     quantized = quantize_latents(rotated_XL, rope_XR, rope_dtype)
@@ -162,7 +162,7 @@ def test_turboquant_of_a_latent(latent_dim: int, rope_dim: int, rope_dtype: torc
     assert float(rope_error_X.max()) < (0.04 if rope_dtype == torch.float8_e4m3fn else 0.004)
 
 
-def test_the_order_of_codes_in_a_word() -> None:
+def test_dequantize_latents_reads_codes_of_a_word_in_order() -> None:
     words = [0x3210, 0x7654, -0x4568, -0x0124]
     codes_1B = torch.tensor([words], dtype=torch.int16).view(torch.uint8)
     one_11, rope_1R = torch.ones(1, 1, dtype=torch.float16), torch.zeros(1, 4, dtype=torch.bfloat16)
@@ -172,13 +172,13 @@ def test_the_order_of_codes_in_a_word() -> None:
             assert read_L[4 * part + column] == LATENT_CODEBOOK.values[word >> 4 * part & 15]
 
 
-def test_a_quantized_latent_has_the_length_of_the_true_one() -> None:
+def test_quantize_latents_keeps_the_length_of_a_latent() -> None:
     latent_XL, rope_XR = latents(512, 64)
     read_XL = dequantize_latents(quantize_latents(rotate_heads(latent_XL), rope_XR, torch.bfloat16))[:, :512]
     torch.testing.assert_close(read_XL.norm(dim=-1), latent_XL.norm(dim=-1), rtol=1e-3, atol=0)
 
 
-def test_zeros_and_what_is_no_number() -> None:
+def test_quantize_latents_zeros_stay_zeros_and_nan_spreads() -> None:
     latent_XL = torch.zeros(2, 64)
     latent_XL[1, 3] = float("nan")
     quantized = quantize_latents(latent_XL, torch.zeros(2, 16), torch.float8_e4m3fn)

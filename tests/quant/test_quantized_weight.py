@@ -27,12 +27,12 @@ def make(scheme, shape):
 
 @SCHEMES
 @pytest.mark.parametrize("shape", [(256, 192), (3, 128, 64)], ids=str)
-def test_planes_of_the_scheme_pass(scheme, shape):
+def test_quantized_weight_check_accepts_planes_of_the_scheme(scheme, shape):
     make(scheme, shape).check()
 
 
 @SCHEMES
-def test_other_planes_are_found(scheme):
+def test_quantized_weight_check_refuses_other_planes(scheme):
     good, other = make(scheme, (256, 192)), make(scheme, (128, 192))
     wrong = {
         "shape": (other.codes, good.scales),
@@ -77,7 +77,7 @@ def nearest(values, choices):
 
 @SCHEMES
 @pytest.mark.parametrize(("make", "column"), [(normal, 0), (heavy_tailed, 1)], ids=["normal", "heavy"])
-def test_noise_is_what_the_formats_are_known_for(scheme, make, column):
+def test_quantize_noise_matches_known_decibels(scheme, make, column):
     known = {"fp8": (31.6, 32.1), "fp8_tensor": (31.5, 31.6), "fp8_block": (31.6, 31.8), "mxfp4": (19.0, 17.1)}
     values = make(256, 1024)
     error = dequantize(quantized(values, scheme)) - values
@@ -89,7 +89,7 @@ def test_noise_is_what_the_formats_are_known_for(scheme, make, column):
 
 
 @SCHEMES
-def test_every_code_is_the_nearest_under_its_scale(scheme):
+def test_quantize_picks_the_nearest_code_under_its_scale(scheme):
     values = normal(48, 160) * torch.logspace(-3, 3, 48)[:, None]
     weight = quantized(values, scheme)
     ones = torch.full_like(weight.scales, 127 if scheme is MXFP4 else 1)
@@ -107,7 +107,7 @@ def test_every_code_is_the_nearest_under_its_scale(scheme):
     assert is_tie.sum() < 5
 
 
-def test_scales_by_row():
+def test_quantize_by_row_scales_are_known():
     values = torch.tensor([[1.0, -896.0, 3.0], [0.0, -0.0, 0.0], [1e-9, 0.0, 0.0]])
     codes, scales = quantize(values, FP8)
     assert scales.tolist() == [2.0, pytest.approx(LEAST_E4M3_SCALE), pytest.approx(LEAST_E4M3_SCALE)]
@@ -117,7 +117,7 @@ def test_scales_by_row():
     assert codes.tolist() == [[127, 0, -2, 2], [0, 0, 0, 0]]
 
 
-def test_one_scale_of_a_tensor_stands_in_every_row():
+def test_quantize_fp8_tensor_repeats_its_scale_in_every_row():
     values = normal(5, 64)
     _, scales = quantize(values, FP8_TENSOR, torch.tensor([896.0]))
     assert scales.tolist() == [2.0] * 5
@@ -125,14 +125,14 @@ def test_one_scale_of_a_tensor_stands_in_every_row():
         quantize(values, FP8_TENSOR)
 
 
-def test_blocks_and_their_ragged_ends():
+def test_quantize_fp8_block_scales_ragged_blocks():
     values = normal(200, 300)
     _, scales = quantize(values, FP8_BLOCK)
     expected = [[values[i : i + 128, j : j + 128].abs().max() / 448 for j in (0, 128, 256)] for i in (0, 128)]
     assert torch.equal(scales, torch.tensor(expected))
 
 
-def test_powers_of_two_round_to_the_even_mode():
+def test_quantize_mxfp4_scales_round_as_defined():
     amax = torch.tensor([1.0, 1.74, 1.75, 3.4, 3.5, 6.0, 0.0, 2.0**-130, 3.4e38, 2.0**-126])
     values = torch.zeros(len(amax), 32)
     values[:, 5] = -amax
@@ -142,7 +142,7 @@ def test_powers_of_two_round_to_the_even_mode():
     assert codes[6].tolist() == [0] * 16
 
 
-def test_codes_of_four_bits_tie_to_even_with_the_even_column_low():
+def test_quantize_mxfp4_ties_to_even_with_even_column_low():
     halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -1.25, -5.0, 6.0, 7.0, -0.0, 0.5, -6.0])
     values = torch.cat([halves, torch.zeros(15), torch.tensor([7.0])])[None]  # 7 is 1.75 * 4: the scale stays 2
     codes, scales = quantize(values * 1.0, MXFP4)
@@ -153,7 +153,7 @@ def test_codes_of_four_bits_tie_to_even_with_the_even_column_low():
     assert codes[0, :8].tolist() == [low | high << 4 for low, high in zip(steps[::2], steps[1::2], strict=True)]
 
 
-def test_decoding_every_byte():
+def test_dequantize_mxfp4_decodes_every_byte():
     weight = QuantizedWeight(
         MXFP4, (16, 32), torch.arange(256, dtype=torch.uint8).view(16, 16), torch.full((16, 1), 128, dtype=torch.uint8)
     )
@@ -162,7 +162,7 @@ def test_decoding_every_byte():
     assert dequantize(weight).flatten().tolist() == expected
 
 
-def test_exponents_are_powers_of_two():
+def test_e8m0_values_are_powers_of_two():
     values = e8m0_values(torch.arange(256, dtype=torch.uint8))
     assert torch.equal(values[:255].double(), 2.0 ** (torch.arange(255).double() - 127))
     assert values[255].isnan()
@@ -170,7 +170,7 @@ def test_exponents_are_powers_of_two():
 
 @SCHEMES
 @pytest.mark.parametrize("rows", [(0, 256), (5, 9), (127, 130), (128, 256), (255, 256), (3, 3)], ids=str)
-def test_some_rows_decode_like_all(scheme, rows):
+def test_dequantize_row_range_matches_the_whole(scheme, rows):
     for shape in ((256, 192), (2, 128, 192)):
         values = normal(*shape)
         flat = values.view(256, 192)
@@ -182,7 +182,7 @@ def test_some_rows_decode_like_all(scheme, rows):
 
 
 @SCHEMES
-def test_zeros_have_a_scale_and_stay_zeros(scheme):
+def test_quantize_zeros_stay_zeros_with_a_scale(scheme):
     weight = quantized(torch.zeros(3, 64), scheme)
     assert weight.codes.view(torch.uint8).count_nonzero() == 0
     assert torch.equal(dequantize(weight), torch.zeros(3, 64))
@@ -190,7 +190,7 @@ def test_zeros_have_a_scale_and_stay_zeros(scheme):
 
 
 @SCHEMES
-def test_what_is_not_finite_moves_no_scale(scheme):
+def test_quantize_nonfinite_value_moves_no_scale(scheme):
     clean = normal(4, 128)
     clean[1, 7] = clean[2, 3] = clean[2, 4] = clean[3, 9] = 0.0
     bad = clean.clone()
@@ -211,7 +211,7 @@ def test_what_is_not_finite_moves_no_scale(scheme):
     assert (decoded[2, 3], decoded[2, 4]) == (top, -top)
 
 
-def test_the_largest_finite_magnitude():
+def test_largest_finite_ignores_nonfinite_values():
     values = torch.tensor([[1.0, -3.0], [torch.nan, 2.0], [-torch.inf, torch.inf], [-0.0, -0.0]])
     found = largest_finite(values)
     assert found.tolist() == [3.0, 2.0, 0.0, 0.0]
@@ -221,7 +221,7 @@ def test_the_largest_finite_magnitude():
 
 @SCHEMES
 @given(st.integers(1, 5), st.sampled_from([1e-45, 1e-38, 1e-30, 1e-6, 1.0, 1e10, 3e38]), st.integers(0, 99))
-def test_any_magnitude_comes_back_finite_and_near(scheme, num_rows, magnitude, seed):
+def test_dequantize_returns_any_magnitude_finite_and_near(scheme, num_rows, magnitude, seed):
     values = (torch.rand(num_rows, 64, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * magnitude
     weight = quantized(values, scheme)
     decoded = dequantize(weight)

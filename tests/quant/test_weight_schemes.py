@@ -32,12 +32,12 @@ from holdfast.quant.weight_schemes import (
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_the_planes_of_a_matrix(scheme, codes, scales):
+def test_weight_scheme_planes_follow_the_matrix_shape(scheme, codes, scales):
     assert scheme.planes((96, 576)) == (codes, scales)
 
 
 @pytest.mark.parametrize("scheme", WEIGHT_SCHEMES.values(), ids=WEIGHT_SCHEMES)
-def test_stacked_matrices_are_so_many_more_rows(scheme):
+def test_weight_scheme_planes_stack_matrices_as_rows(scheme):
     codes, scales = scheme.planes((3, 256, 384))
     flat_codes, flat_scales = scheme.planes((768, 384))
     assert codes.shape[0] == scales.shape[0] == 3
@@ -45,7 +45,7 @@ def test_stacked_matrices_are_so_many_more_rows(scheme):
     assert scales.num_bytes == flat_scales.num_bytes
 
 
-def test_bits_of_a_weight():
+def test_weight_scheme_bits_of_a_weight_are_known():
     bytes_of = {
         name: sum(plane.num_bytes for plane in scheme.planes((1024, 4096))) for name, scheme in WEIGHT_SCHEMES.items()
     }
@@ -62,41 +62,41 @@ def test_bits_of_a_weight():
 @pytest.mark.parametrize(
     ("part_rows", "block_rows"), [((576, 192, 192), 64), ((256, 128), 128), ((1408, 96), 32), ((7, 9), 1)]
 )
-def test_no_block_reaches_over_a_seam(part_rows, block_rows):
+def test_weight_scheme_with_parts_keeps_blocks_within_parts(part_rows, block_rows):
     scheme = FP8_BLOCK.with_parts(part_rows)
     assert scheme.block_rows == block_rows == gcd(128, *part_rows)
     assert scheme.planes((sum(part_rows), 256))[1].shape == (sum(part_rows) // block_rows, 2)
 
 
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8, MXFP4], ids=lambda scheme: scheme.name)
-def test_parts_do_not_matter_to_rows_by_themselves(scheme):
+def test_weight_scheme_with_parts_leaves_row_schemes_unchanged(scheme):
     assert scheme.with_parts((7, 9)) is scheme
 
 
-def test_blocks_that_would_reach_from_one_matrix_into_the_next_are_refused():
+def test_scale_shape_refuses_blocks_across_matrices():
     assert FP8_BLOCK.scale_shape((100, 256)) == (1, 2)
     with pytest.raises(AssertionError, match="100 rows of each of 3 matrices"):
         FP8_BLOCK.scale_shape((3, 100, 256))
 
 
-def test_only_whole_bytes_and_blocks_of_codes():
+def test_weight_scheme_unsupported_names_partial_blocks():
     assert MXFP4.unsupported((4, 576)) is None
     assert MXFP4.unsupported((4, 100)) == "it has 100 columns, and mxfp4 stores 32 at a time"
     assert all(scheme.unsupported((4, 100)) is None for scheme in (FP8, FP8_TENSOR, FP8_BLOCK, INT8))
 
 
-def test_rows_that_are_looked_up_have_scales_of_their_own():
+def test_head_scheme_has_a_scale_for_every_row():
     assert HEAD_SCHEME.block_rows == 1
     assert HEAD_SCHEME.scale_shape((7, 64)) == (7,)
 
 
-def test_schemes_by_name():
+def test_find_scheme_finds_each_scheme_by_name():
     assert [find_scheme(name) for name in WEIGHT_SCHEMES] == list(WEIGHT_SCHEMES.values())
     assert find_scheme(None) is find_scheme("none") is None
 
 
 @pytest.mark.parametrize(("name", "near"), [("fp8block", "fp8_block"), ("int4", "int8"), ("", ""), (8, ""), ([], "")])
-def test_an_unknown_scheme_is_refused_with_the_nearest(name, near):
+def test_find_scheme_unknown_name_suggests_the_nearest(name, near):
     with raises_code("value.not_one_of", ConfigError, name="quantization", value=name) as caught:
         find_scheme(name)
     assert caught.value.hints == ((f"Did you mean {near}?",) if near else ())
@@ -112,7 +112,7 @@ def quantized(recipe: WeightRecipe) -> dict[str, str]:
     return {kind: scheme.name for kind, scheme in schemes.items() if scheme is not None}
 
 
-def test_default_recipe_quantizes_nothing():
+def test_weight_recipe_default_quantizes_nothing():
     assert quantized(AS_STORED) == {}
     assert quantized(WeightRecipe(None, "all")) == {}
 
@@ -131,7 +131,7 @@ def test_default_recipe_quantizes_nothing():
         (WeightRecipe(None, "all", expert_scheme=MXFP4), {}),
     ],
 )
-def test_kinds(recipe, expected):
+def test_weight_recipe_quantizes_the_kinds_it_names(recipe, expected):
     assert quantized(recipe) == expected
 
 
@@ -151,22 +151,22 @@ def test_kinds(recipe, expected):
         ("*.layers.[0-3].*", True),
     ],
 )
-def test_a_weight_is_left_alone_when_any_of_its_names_is(pattern, is_ignored):
+def test_weight_recipe_ignores_a_weight_if_any_name_matches(pattern, is_ignored):
     recipe = WeightRecipe(FP8, ignore=("nothing", pattern))
     assert recipe.is_ignored(QKV) is is_ignored
     assert recipe.scheme_for("linear", QKV) == (None if is_ignored else FP8)
 
 
-def test_the_head_is_ignored_by_name_too():
+def test_weight_recipe_ignores_the_head_by_name():
     assert WeightRecipe(FP8, ignore=("lm_head",)).scheme_for("head", ["lm_head.weight"]) is None
 
 
-def test_a_broken_expression_is_refused_at_once():
+def test_weight_recipe_refuses_a_broken_pattern():
     with raises_code("config.pattern", ConfigError, value="re:(a"):
         WeightRecipe(FP8, ignore=("*.a", "re:(a"))
     assert WeightRecipe(FP8, ignore=("(a",)).is_ignored(["(a"])
 
 
-def test_an_unknown_choice_of_embeddings_is_refused():
+def test_weight_recipe_refuses_unknown_quantized_embeddings():
     with raises_code("value.not_one_of", ConfigError, name="quantized_embeddings", value="both"):
         WeightRecipe(FP8, "both")

@@ -192,7 +192,7 @@ def sent(message: Any) -> tuple[bytes, object]:
 
 
 @for_each("name", CASES)
-def test_every_field_round_trips_alone_and_second(name: str) -> None:
+def test_message_field_round_trips_alone_and_second(name: str) -> None:
     base, changed, made = CASES[name]
     messages: list[object] = []
     frames: set[bytes] = set()
@@ -208,7 +208,7 @@ def test_every_field_round_trips_alone_and_second(name: str) -> None:
 
 
 @for_each("name", FLIPPED_PARAMS)
-def test_every_sampling_param_round_trips(name: str) -> None:
+def test_sampling_param_round_trips_in_step(name: str) -> None:
     assert set(FLIPPED_PARAMS) == {one.name for one in fields(SamplingParams)}
     changed = SamplingParams(**{name: FLIPPED_PARAMS[name]})  # type: ignore[arg-type]
     assert changed != PARAMS

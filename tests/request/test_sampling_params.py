@@ -213,7 +213,7 @@ values = (
 @given(
     st.dictionaries(st.sampled_from([field.name for field in dataclasses.fields(SamplingParams)]), values, max_size=6)
 )
-def test_any_options_are_valid_or_a_request_error(options: dict[str, object]) -> None:
+def test_sampling_params_any_options_are_valid_or_refused(options: dict[str, object]) -> None:
     try:
         params = SamplingParams(**options)  # type: ignore[arg-type]
     except RequestError:

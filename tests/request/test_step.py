@@ -165,7 +165,7 @@ def test_changed_bytes_are_refused_or_are_a_step(step: Step, data: st.DataObject
 
 
 @given(st.binary(max_size=200))
-def test_any_body_is_refused_or_is_a_step(body: bytes) -> None:
+def test_decode_step_any_body_is_step_or_refused(body: bytes) -> None:
     with suppress(MessageError):
         decode_step(sealed(body, kind=STEP_KIND))
 

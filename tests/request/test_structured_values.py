@@ -35,7 +35,7 @@ def test_schema_is_kept_as_text_in_its_order():
         {"json_object": True},
     ],
 )
-def test_every_grammar_round_trips(given):
+def test_structured_outputs_round_trip_in_step(given):
     params = SamplingParams(structured_outputs=given, temperature=0.5)
     step = Step(1, (), (Admitted(0, 1, (2,), 1, params, 0),))
     assert decode_step(encode_step(step)) == step

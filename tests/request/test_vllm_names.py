@@ -99,7 +99,7 @@ def test_ngram_drafts_by_vllms_option(given: object) -> None:
 
 
 @for_each("name", sorted(ENGINE_NAMES))
-def test_every_engine_name_is_accepted_or_refused(name: str) -> None:
+def test_vllm_engine_name_is_accepted_or_refused(name: str) -> None:
     foreign = ENGINE_NAMES[name]
     for value in foreign.taken or ("anything",):
         assert EngineConfig.from_options(**{name: value}) == EngineConfig()

@@ -117,7 +117,7 @@ def test_announced_item_count_allocates_nothing(header: bytes) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_any_body_is_refused_or_a_message(body: bytes) -> None:
+def test_codec_decode_any_body_is_message_or_refused(body: bytes) -> None:
     for kind in (7, 9):
         try:
             number, message = CODEC.decode(sealed(body, kind=kind))

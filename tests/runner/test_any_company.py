@@ -151,7 +151,7 @@ def run_together(model: LoadedModel, seed: int, invariant: frozenset[str]) -> Fo
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
-def test_no_company_changes_a_bit(model: LoadedModel, seed: int) -> None:
+def test_batch_invariant_rows_have_same_bits_in_any_schedule(model: LoadedModel, seed: int) -> None:
     """Other rows of a step, cuts of prompts, preemptions, cached prefixes; decoded rows and log-probabilities of prompts."""
     require_native()
     found = run_together(model, seed, ALL)
@@ -162,6 +162,6 @@ def test_no_company_changes_a_bit(model: LoadedModel, seed: int) -> None:
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
 @pytest.mark.parametrize("left_out", sorted(ALL))
-def test_without_any_of_what_it_rests_on_it_does(model: LoadedModel, left_out: str) -> None:
+def test_batch_invariance_fails_without_any_one_of_its_parts(model: LoadedModel, left_out: str) -> None:
     require_native()
     assert run_together(model, 0, ALL - {left_out}).num_different > 0

@@ -70,7 +70,7 @@ def logits_of(runner, ids: list[int], cuts: tuple[int, ...], pages: list[int]) -
 @pytest.mark.each_value
 @pytest.mark.parametrize("family", ["qwen2", "opt", "llama", "qwen3"])
 @pytest.mark.parametrize("kv_format", ["fp8", "turboquant_4bit_nc"])
-def test_what_is_held_is_what_was_planned(build: TinyBuilder, family: str, kv_format: str) -> None:
+def test_centred_keys_held_bytes_equal_plan(build: TinyBuilder, family: str, kv_format: str) -> None:
     built = build(family, kv_cache_dtype=kv_format, max_model_len=64)
     planned = {term.owner: term.num_bytes for term in built.plan.memory.terms if term.owner.startswith("attention/")}
     held = {entry.owner: entry.num_bytes for entry in built.ledger if entry.owner in planned}
@@ -95,7 +95,7 @@ def test_plain_pages_keep_the_bias_in_their_keys(build: TinyBuilder) -> None:
         built.release()
 
 
-def test_shared_weights_stay_as_they_are(build: TinyBuilder) -> None:
+def test_centred_keys_leave_shared_weights_unchanged(build: TinyBuilder) -> None:
     config = EngineConfig.from_options(**SMALL, max_model_len=64)
     folder = build.folder / "qwen2"
     model = open_model(str(folder), "auto")
@@ -134,7 +134,7 @@ def test_scores_get_what_keys_are_short_of(build: TinyBuilder) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "opt"])
-def test_a_large_bias_costs_next_to_nothing(build: TinyBuilder, family: str) -> None:
+def test_centred_keys_large_bias_costs_little_in_fp8(build: TinyBuilder, family: str) -> None:
     """In 8 bits: without it half of the tokens would be others."""
     exact, coded = (build(family, max_model_len=64, kv_cache_dtype=name) for name in ("float32", "fp8"))
     wanted, found = (logits_of(built.runner, TEXT, (), list(range(8))) for built in (exact, coded))
@@ -158,7 +158,7 @@ def test_chunks_and_pages_change_nothing(build: TinyBuilder, kv_format: str) -> 
     built.release()
 
 
-def test_two_starts_give_the_same_codes(build: TinyBuilder) -> None:
+def test_centred_keys_two_starts_give_same_means(build: TinyBuilder) -> None:
     found = []
     for _ in range(2):
         built = build("llama", kv_cache_dtype="turboquant_3bit_nc", max_model_len=64)
@@ -223,7 +223,7 @@ def test_mean_is_of_the_keys_after_the_first_four(tmp_path: Path, family: str, n
     built.release()
 
 
-def test_mean_of_rotated_keys_is_rotated_too(build: TinyBuilder) -> None:
+def test_key_mean_of_rotated_format_is_rotated(build: TinyBuilder) -> None:
     plain, rotated = (
         build("llama", kv_cache_dtype=name, max_model_len=64, kv_protected_layers=0)
         for name in ("fp8", "turboquant_4bit_nc")
@@ -298,7 +298,7 @@ def test_warm_up_tokens_are_spread_by_the_golden_ratio() -> None:
     assert all(9 <= count <= 11 for count in octaves)
 
 
-def test_the_average_turn_is_the_average_of_turned_keys() -> None:
+def test_average_turn_equals_mean_of_rotated_keys() -> None:
     spec = replace(open_spec(), theta=5000.0)
     key_KD = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
     for num_positions in (1, 2, 300, 100_000):

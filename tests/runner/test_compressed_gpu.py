@@ -168,7 +168,7 @@ def test_captured_at_length_one_and_replayed_at_any(build, name, kv_format):
 
 
 @pytest.mark.parametrize(("name", "kv_format"), MODES)
-def test_a_replay_is_the_kernels_one_by_one_to_the_bit(build, name, kv_format):
+def test_graph_replay_equals_eager_kernels_to_the_bit(build, name, kv_format):
     built = build(name, kv_cache_dtype=kv_format)
     checked = CheckedStates(built)
     for step in traffic(built).steps(100):

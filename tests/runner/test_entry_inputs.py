@@ -61,7 +61,7 @@ def slot_of(shape: ChunkShape, pages: list[int], position: int, num_stored: int)
 @pytest.mark.parametrize(
     "case", [((0, 1),), ((7, 1), (0, 9)), ((2, 12), (15, 1), (30, 1)), ((BLOCK - 4, 3), (BLOCK - 1, 20))]
 )
-def test_the_last_token_of_a_row_has_its_slot(is_shared: bool, case: tuple[tuple[int, int], ...]) -> None:
+def test_batch_buffers_last_token_of_row_has_its_slot(is_shared: bool, case: tuple[tuple[int, int], ...]) -> None:
     buffers = BatchBuffers(LIMITS, CPU, Ledger(), is_shared=is_shared, shapes=SHAPES, has_states=True)
     items = []
     for number, (start, num_rows) in enumerate(case):
@@ -97,7 +97,7 @@ def test_buffers_hold_what_was_planned(is_shared: bool) -> None:
     assert "inputs/states" in {term.owner for term in terms}
 
 
-def test_a_state_needs_a_place() -> None:
+def test_batch_buffers_state_without_slot_is_refused() -> None:
     buffers = BatchBuffers(LIMITS, CPU, Ledger(), is_shared=True, shapes=SHAPES, has_states=True)
     sequence = sequence_of(0, 9)
     sequence.slot = -1
@@ -115,7 +115,7 @@ def step_of(num_stored: int, start: int, num_tokens: int = 70, **changes: int) -
     return Step(1, (), (own._replace(**changes),), (item,))
 
 
-def test_a_sequence_begins_where_its_states_can_be_made() -> None:
+def test_slots_accept_sequence_with_stored_tokens_before_block() -> None:
     slots = Slots(LIMITS, GROUPS, NUM_PAGES, 50)
     reported = step_of(BLOCK, BLOCK - 4)
     assert decode_step(encode_step(reported)) == reported
@@ -149,7 +149,7 @@ def test_rows_that_do_not_overlap_begin_with_a_block() -> None:
             Slots(LIMITS, groups, NUM_PAGES, 50).accept(step)
 
 
-def test_more_stored_than_there_is_cannot_be_decoded() -> None:
+def test_decode_step_more_stored_than_tokens_is_refused() -> None:
     frame = encode_step(step_of(70, 66))
     with pytest.raises(MessageError):
         decode_step(frame)

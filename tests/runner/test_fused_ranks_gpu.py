@@ -40,7 +40,7 @@ def test_ranks_on_one_gpu(model: str, num_ranks: int, options: list[str]) -> Non
 
 
 @pytest.mark.slow
-def test_the_script_runs_on_a_cpu_where_nothing_takes_the_path() -> None:
+def test_gpu_fused_ranks_script_on_cpu_runs_unfused() -> None:
     command = [gpu_fused_ranks.__file__, "--tiny", "--device", "cpu"]
     found = gpu_fused_ranks.run_ranks(command, 2, 120.0)
     assert [entry.get("error") for entry in found] == [None, None]

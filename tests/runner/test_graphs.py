@@ -60,11 +60,11 @@ class Tape:
         (16, 7, False, None),
     ],
 )
-def test_the_smallest_size_that_takes_a_step(num_rows, num_logit_rows, is_decode, size):
+def test_step_graphs_size_for_is_smallest_that_fits(num_rows, num_logit_rows, is_decode, size):
     assert StepGraphs(DECODE, MIXED, 6).size_for(num_rows, num_logit_rows, is_decode) == size
 
 
-def test_a_mixed_step_has_no_more_logits_than_rows():
+def test_step_graphs_logit_rows_never_exceed_rows():
     graphs = StepGraphs(DECODE, MIXED, 20)
     assert [graphs.logit_rows(size, is_decode=False) for size in MIXED] == [16, 20]
     assert [graphs.logit_rows(size, is_decode=True) for size in DECODE] == list(DECODE)
@@ -76,7 +76,7 @@ def test_graphs_of_more_rows_take_forks_that_want_more_logits():
     assert [graphs.size_for(3, num_logits, True) for num_logits in (3, 4, 5, 8, 9)] == [4, 4, 8, 8, None]
 
 
-def test_no_sizes_take_nothing():
+def test_step_graphs_without_sizes_take_no_step():
     graphs = StepGraphs((), (), 4)
     assert graphs.size_for(1, 1, is_decode=True) is None
     assert graphs.size_for(1, 1, is_decode=False) is None
@@ -88,7 +88,7 @@ def test_no_sizes_take_nothing():
     num_rows=st.integers(1, 3000),
     data=st.data(),
 )
-def test_what_is_taken_fits_and_is_the_next_in_the_ladder(max_num_seqs, max_num_batched_tokens, num_rows, data):
+def test_step_graphs_size_for_is_next_in_ladder(max_num_seqs, max_num_batched_tokens, num_rows, data):
     decode = graph_sizes(min(max_num_seqs, max_num_batched_tokens))
     graphs = StepGraphs(decode, mixed_sizes(max_num_batched_tokens), max_num_seqs)
     is_decode = data.draw(st.booleans())
@@ -101,7 +101,7 @@ def test_what_is_taken_fits_and_is_the_next_in_the_ladder(max_num_seqs, max_num_
         assert size <= max_num_batched_tokens, "more rows than the workspace has"
 
 
-def test_every_size_is_captured_the_largest_first_each_run_once_before():
+def test_step_graphs_capture_warms_each_size_largest_first():
     graphs, tape, stream = StepGraphs(DECODE, MIXED, 6), Tape(), FakeStream()
     graphs.capture(tape.run, stream, tape.progress)
     keys = [(8, True), (4, True), (2, True), (1, True), (64, False), (16, False)]
@@ -111,7 +111,7 @@ def test_every_size_is_captured_the_largest_first_each_run_once_before():
     assert [graph.pool for graph in FakeGraph.made] == [POOL] * 6, "all graphs share one pool"
 
 
-def test_a_replay_runs_its_graph_alone_and_gives_its_logits():
+def test_step_graphs_replay_runs_one_graph_and_gives_its_logits():
     graphs, tape = StepGraphs(DECODE, MIXED, 6), Tape()
     graphs.capture(tape.run, FakeStream(), tape.progress)
     tape.ran.clear()
@@ -122,7 +122,7 @@ def test_a_replay_runs_its_graph_alone_and_gives_its_logits():
     assert [graph.num_replays for graph in FakeGraph.made] == [0, 1, 0, 0, 0, 1]
 
 
-def test_a_size_that_was_not_captured_is_not_replayed():
+def test_step_graphs_replay_of_uncaptured_size_raises():
     graphs, tape = StepGraphs(DECODE, MIXED, 6), Tape()
     graphs.capture(tape.run, FakeStream(), tape.progress)
     with pytest.raises(KeyError):
@@ -131,7 +131,7 @@ def test_a_size_that_was_not_captured_is_not_replayed():
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_no_collection_while_capturing_and_the_setting_is_put_back(fails, was_enabled):
+def test_step_graphs_capture_disables_and_restores_gc(fails, was_enabled):
     states: list[bool] = []
 
     def run(size: int, is_decode: bool) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_no_collection_while_capturing_and_the_setting_is_put_back(fails, was_en
     assert not any(states)
 
 
-def test_a_release_lets_go_of_every_graph():
+def test_step_graphs_release_frees_every_graph():
     graphs, tape = StepGraphs(DECODE, MIXED, 6), Tape()
     graphs.capture(tape.run, FakeStream(), tape.progress)
     held = [weakref.ref(graph) for graph in FakeGraph.made]

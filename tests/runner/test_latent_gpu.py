@@ -133,7 +133,7 @@ def test_captured_at_length_one_and_replayed_at_any(build, name, kv_format):
 
 
 @pytest.mark.parametrize(("name", "kv_format"), MODES[1:4] + MODES[5:6] + MODES[9:11] + MODES[12:13])
-def test_a_replay_is_the_kernels_one_by_one_to_the_bit(build, name, kv_format):
+def test_graph_replay_equals_eager_kernels_to_the_bit(build, name, kv_format):
     built = build(name, kv_cache_dtype=kv_format)
     checked = CheckedReplays(built)
     for step in traffic(built).steps(150):

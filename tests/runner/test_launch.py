@@ -100,7 +100,7 @@ SEEDS = [
 
 
 @pytest.mark.parametrize(("family", "seeds"), SEEDS)
-def test_any_schedule_in_any_order_gives_the_same_to_the_bit(load, late, family, seeds):
+def test_launch_any_schedule_has_bits_of_one_step_at_a_time(load, late, family, seeds):
     """One step at a time without proposals says what is right; then with proposals, waited for and not, on both kinds of
     runner; and every step that was ever made, from its bytes, on a fresh runner."""
     model, counted = load(family), Counter()
@@ -126,7 +126,7 @@ def test_any_schedule_in_any_order_gives_the_same_to_the_bit(load, late, family,
 
 
 @pytest.mark.parametrize("seeds", [range(20, 22), pytest.param(range(22, 26), marks=pytest.mark.slow)], ids=str)
-def test_a_plain_run_ahead_is_one_step_at_a_time(load, seeds):
+def test_launch_run_ahead_equals_one_step_at_a_time(load, seeds):
     model = load("llama")
     for seed in seeds:
         wishes = make_wishes(seed, 15, VOCAB)
@@ -135,7 +135,7 @@ def test_a_plain_run_ahead_is_one_step_at_a_time(load, seeds):
             assert_same(run(make_rig(model, like_gpu=like_gpu), wishes, seed + 1, run_ahead=1), expected)
 
 
-def test_steps_that_are_dropped_leave_nothing_behind(load):
+def test_cancel_dropped_steps_leave_no_trace(load):
     model, num_cancelled = load("llama"), 0
     for seed in range(6):
         dice, wishes = Random(seed), make_wishes(seed, 12, VOCAB)
@@ -185,7 +185,7 @@ class PatientCollect:
 
 
 @pytest.mark.parametrize("place", ["step_logits", "compute"])
-def test_a_wait_that_is_interrupted_can_go_on(load, monkeypatch, place):
+def test_collect_interrupted_wait_resumes(load, monkeypatch, place):
     """On a CPU, where the step itself is what is waited for."""
     model = load("llama")
     wishes = make_wishes(5, 10, VOCAB)
@@ -231,7 +231,7 @@ class Interrupting:
         return self._trace
 
 
-def test_an_interrupt_at_any_line_and_then_a_cancel(load):
+def test_cancel_after_interrupt_at_any_line_keeps_results(load):
     """As the core does it: what was not handed out never was, so both sides go on from the same place."""
     model, num_cancelled, interrupting = load("llama"), 0, Interrupting(Random(0))
     for seed in range(3):
@@ -264,7 +264,7 @@ def test_an_interrupt_at_any_line_and_then_a_cancel(load):
 
 
 @pytest.mark.parametrize("like_gpu", [False, True])
-def test_a_sequence_that_is_not_finite_fails_alone_and_its_surplus_is_dropped(load, like_gpu):
+def test_launch_nan_sequence_fails_alone_and_drops_its_surplus(load, like_gpu):
     """Its next step is in flight when that is learned, with some token in place of the one that could not be chosen."""
     model = load("llama")
     embedding = model.weights["embed.weight"].clone()
@@ -291,7 +291,7 @@ def prompt_step(number: int, slot: int, num_tokens: int, **changes: Any) -> Step
 
 
 @pytest.mark.parametrize("like_gpu", [False, True])
-def test_a_step_that_is_refused_changes_nothing_for_those_in_flight(load, like_gpu):
+def test_launch_refused_step_leaves_steps_in_flight_intact(load, like_gpu):
     rigs = [make_rig(load("llama"), like_gpu=like_gpu) for _ in range(2)]
     sound = [prompt_step(1, 0, 5), Step(2, items=(StepItem(0, 5, 1, True, ((3,),)),))]
     expected = replay(rigs[0].runner, sound)
@@ -305,7 +305,7 @@ def test_a_step_that_is_refused_changes_nothing_for_those_in_flight(load, like_g
 
 
 @pytest.mark.parametrize("like_gpu", [False, True])
-def test_steps_that_choose_nothing_and_steps_of_nothing_but_releases(load, like_gpu):
+def test_launch_steps_without_choices_and_of_releases_only(load, like_gpu):
     runner = make_rig(load("llama"), like_gpu=like_gpu).runner
     own = Admitted(2, 5, tuple(range(9, 29)), 20, GREEDY, seed=0)
     pages = (tuple(range(5)),)
@@ -322,7 +322,7 @@ def test_steps_that_choose_nothing_and_steps_of_nothing_but_releases(load, like_
     assert whole[0].results[0].token_ids == chosen
 
 
-def test_what_a_runner_says_of_itself(load):
+def test_runner_can_run_ahead_limits_steps_in_flight(load):
     on_cpu, like_gpu = (make_rig(load("llama"), like_gpu=kind).runner for kind in (False, True))
     assert not on_cpu.can_run_ahead
     assert like_gpu.can_run_ahead
@@ -343,7 +343,7 @@ def test_what_a_runner_says_of_itself(load):
     assert len(like_gpu.collect().results) == 1
 
 
-def test_no_memory_is_taken_or_moved_on_the_way(load):
+def test_launch_run_ahead_keeps_all_storages(load):
     rig = make_rig(load("llama"), like_gpu=True)
     places = held_storages(rig.runner)
     run(rig, make_wishes(1, 8, VOCAB), 1, run_ahead=1)
@@ -365,7 +365,7 @@ def test_closing_waits_for_what_is_in_flight(load):
 
 @pytest.mark.parametrize("kind", [RuntimeError, EngineDeadError], ids=["torch's", "an exchange's"])
 @pytest.mark.parametrize("like_gpu", [False, True])
-def test_what_lies_on_a_device_stays_from_the_step_on_in_which_it_fails(load, monkeypatch, like_gpu, kind):
+def test_runner_failed_device_keeps_its_buffers_with_process(load, monkeypatch, like_gpu, kind):
     """No one may close the engine before the process ends."""
     kept: list[object] = []
     monkeypatch.setattr(runner_module, "has_failed", lambda device: True)

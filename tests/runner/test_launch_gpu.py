@@ -116,7 +116,7 @@ def refusing_to_wait() -> Iterator[None]:
 
 @pytest.mark.parametrize(("name", "options"), MODES)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_after_ready_steps_in_flight_take_move_and_compile_nothing(ready, name, options):
+def test_launch_after_ready_allocates_and_compiles_nothing(ready, name, options):
     with ready(name, **options) as built:
         wishes = guessing_wishes(built, 2)
     with ready(name, **options) as built:
@@ -163,7 +163,7 @@ def test_preparing_a_step_never_waits_for_the_one_that_runs(ready, name, options
         assert num_ahead > 10
 
 
-def test_a_runner_is_closed_with_steps_in_flight(ready):
+def test_runner_close_with_steps_in_flight_succeeds(ready):
     with ready() as built:
         stepper = make_stepper(built, [Wish([9, 10, 11], SamplingParams(temperature=0.0), 50)], 0)
         while len(stepper.flights) < 2:

@@ -59,7 +59,7 @@ def test_plan_and_ledger_agree_to_the_byte(build: TinyBuilder, scheme: str, fami
 
 
 @pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
-def test_a_row_does_not_depend_on_its_company(build: TinyBuilder, scheme: str) -> None:
+def test_runner_row_has_same_bits_in_any_batch(build: TinyBuilder, scheme: str) -> None:
     require_native()
     built = build(quantization=scheme, batch_invariant=True, max_model_len=64, **NARROW.get(scheme, {}))
     prompts = [[5, 6, 7], [9] * 8, [200, 3, 77, 12, 90]]
@@ -69,21 +69,21 @@ def test_a_row_does_not_depend_on_its_company(build: TinyBuilder, scheme: str) -
     assert torch.equal(*logits)
 
 
-def test_quantized_products_that_are_not_shown_to_be_invariant_are_declined_on_a_gpu(build, monkeypatch) -> None:
+def test_batch_invariant_quantized_products_on_gpu_refused(build, monkeypatch) -> None:
     gpu = Target("cuda", "cuda:0", 2**34, 2**34, 2**20, "a dummy", capability=(9, 0))
     monkeypatch.setattr(building, "device_target", lambda device, vocab_size=0: gpu)
     with pytest.raises(ConfigError, match="batch_invariant=True"):
         build(readable=False, quantization="fp8", batch_invariant=True, max_model_len=64)
 
 
-def test_a_gpu_that_cannot_multiply_codes_declines_before_a_weight_is_read(build, monkeypatch) -> None:
+def test_build_fp8_on_old_gpu_refused_before_reading(build, monkeypatch) -> None:
     old = Target("cuda", "cuda:0", 2**34, 2**34, 2**20, "a dummy", capability=(8, 0))
     monkeypatch.setattr(building, "device_target", lambda device, vocab_size=0: old)
     with pytest.raises(ConfigError, match="fp8"):
         build(readable=False, quantization="fp8", max_model_len=64)
 
 
-def test_columns_that_do_not_divide_are_reported_before_a_weight_is_read(build) -> None:
+def test_build_indivisible_columns_refused_before_reading(build) -> None:
     with pytest.raises(ConfigError, match="mxfp4"):
         build(readable=False, quantization="mxfp4", max_model_len=64)
     with raises_code("quant.no_such_weight", ConfigError, value="*down_porj*") as caught:
@@ -91,13 +91,13 @@ def test_columns_that_do_not_divide_are_reported_before_a_weight_is_read(build) 
     assert caught.value.hints == ("Did you mean *down_proj*?",)
 
 
-def test_a_budget_that_is_too_small_for_quantized_weights_is_refused_with_the_table(build) -> None:
+def test_build_quantized_over_budget_refused_with_table(build) -> None:
     with pytest.raises(MemoryPlanError) as caught:
         build(readable=False, quantization="fp8", memory_limit=100_000, max_model_len=64)
     assert caught.value.table is not None
 
 
-def test_the_second_start_is_the_same_and_reads_what_was_kept(build: TinyBuilder) -> None:
+def test_build_second_start_reads_kept_quantized_weights(build: TinyBuilder) -> None:
     first = build(quantization="int8", max_model_len=64)
     second = build(quantization="int8", max_model_len=64)
     assert tokens(first, [5, 6, 7]) == tokens(second, [5, 6, 7])
@@ -105,14 +105,14 @@ def test_the_second_start_is_the_same_and_reads_what_was_kept(build: TinyBuilder
     assert first.plan.memory.terms == second.plan.memory.terms
 
 
-def test_a_quantization_that_changes_nothing_is_a_warning(build: TinyBuilder, caplog) -> None:
+def test_build_quantization_without_effect_warns(build: TinyBuilder, caplog) -> None:
     with caplog.at_level("WARNING", "holdfast"):
         built = build(quantization="fp8", quantization_ignore="*", max_model_len=64)
     assert "quantization=fp8 changes nothing" in caplog.text
     assert tokens(built, [5, 6, 7]) == tokens(build(max_model_len=64), [5, 6, 7])
 
 
-def test_a_load_is_reported_in_one_line(build: TinyBuilder) -> None:
+def test_load_words_is_one_line(build: TinyBuilder) -> None:
     line = load_words(build(quantization="fp8", max_model_len=64).load_report)
     assert line.startswith("final ")
     assert all(word in line for word in ("peak", "as planned", "GB/s", "reading", "placing"))
@@ -134,7 +134,7 @@ def save_in_blocks(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_checkpoint_in_fp8_runs_as_it_is(build: TinyBuilder, tmp_path: Path) -> None:
+def test_build_fp8_checkpoint_runs_as_stored(build: TinyBuilder, tmp_path: Path) -> None:
     """Its codes are those that quantizing the plain one gives, so its tokens are too."""
     plain = build(quantization="fp8_block", quantized_embeddings="none", max_model_len=64)
     wanted = tokens(plain, [5, 6, 7], [9] * 8)
@@ -151,7 +151,7 @@ def test_a_checkpoint_in_fp8_runs_as_it_is(build: TinyBuilder, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR], ids=lambda scheme: scheme.name)
-def test_a_head_that_is_stored_as_e4m3_runs_as_it_is(build: TinyBuilder, tmp_path: Path, scheme: WeightScheme) -> None:
+def test_build_e4m3_head_runs_as_stored(build: TinyBuilder, tmp_path: Path, scheme: WeightScheme) -> None:
     build(max_model_len=64).release()
     folder = tmp_path / "llama"
     (file,) = folder.glob("*.safetensors")
@@ -175,7 +175,7 @@ def test_a_head_that_is_stored_as_e4m3_runs_as_it_is(build: TinyBuilder, tmp_pat
     assert tokens(stored, [5, 6, 7]), "steps run"
 
 
-def test_a_model_that_was_saved_quantized_is_a_model(build: TinyBuilder, tmp_path: Path) -> None:
+def test_build_saved_quantized_model_loads_as_model(build: TinyBuilder, tmp_path: Path) -> None:
     first = build(quantization="fp8", save_quantized=str(tmp_path / "saved"), max_model_len=64)
     second = build("saved", max_model_len=64)
     assert tokens(first, [5, 6, 7]) == tokens(second, [5, 6, 7])

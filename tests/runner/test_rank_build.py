@@ -40,7 +40,7 @@ def held_by_owner(built: Built) -> dict[str, int]:
     ("name", "num_ranks", "whole_experts"),
     [("llama", 2, False), ("qwen3", 4, False), ("gpt_oss", 2, True), ("deepseek_v3", 2, False)],
 )
-def test_each_rank_holds_what_its_plan_has(tmp_path, name, num_ranks, whole_experts, exact):
+def test_rank_build_held_bytes_equal_its_plan(tmp_path, name, num_ranks, whole_experts, exact):
     """All but the exchange, which is the caller's."""
     path = write_model(tmp_path, name)
     for built in Ranks(path, num_ranks, exact=exact, whole_experts=whole_experts).built:
@@ -58,7 +58,7 @@ def test_each_rank_holds_what_its_plan_has(tmp_path, name, num_ranks, whole_expe
         assert plan.memory.kv_bytes <= kv_bytes <= plan.memory.kv_bytes + padding_bytes
 
 
-def test_one_rank_holds_nothing_for_others(tmp_path):
+def test_rank_build_single_rank_has_no_exchange_terms(tmp_path):
     plan = one_rank(write_model(tmp_path, "llama")).build.plan
     assert plan.exchange_needs is None
     assert not [term.owner for term in plan.memory.terms if "exchange" in term.owner or "gathered" in term.owner]
@@ -85,7 +85,7 @@ def test_shares_are_kept_for_the_next_start_rank_by_rank(tmp_path: Path, monkeyp
         assert_same(loaded(again), weights)
 
 
-def test_a_share_is_not_saved_as_a_model(tmp_path: Path) -> None:
+def test_rank_build_save_quantized_is_refused(tmp_path: Path) -> None:
     path = write_model(tmp_path, "llama")
     with raises_code("runner.shares_not_saved", ConfigError):
         plan_rank(path, {"quantization": "int8", "save_quantized": str(tmp_path / "out")}, meshes(2)[0])
@@ -97,7 +97,7 @@ def plan_on_gpu(path: Path, num_ranks: int, **options):
     return plan_model(config, model, GPU, mesh=meshes(num_ranks, is_exact=True)[0])[1]
 
 
-def test_what_cannot_be_equal_to_the_bit_on_a_gpu_is_declined(tmp_path: Path) -> None:
+def test_rank_build_inexact_gpu_shares_refused(tmp_path: Path) -> None:
     path = write_model(tmp_path, "llama", num_attention_heads=16, num_key_value_heads=16, vocab_size=512)
     assert plan_on_gpu(path, 4).mesh.is_exact
     assert plan_on_gpu(path, 8, max_num_batched_tokens=64).mesh.is_exact

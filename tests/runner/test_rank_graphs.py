@@ -78,7 +78,7 @@ def eager_logits(built: BuiltRunner, checks: bool) -> list[torch.Tensor]:
 
 
 @MODELS
-def test_a_rank_alone_on_a_cpu(tmp_path, name, num_ranks, whole_experts, exact, options):
+def test_rank_steps_on_cpu_are_finite_and_repeatable(tmp_path, name, num_ranks, whole_experts, exact, options):
     """Just the same calls, so that what follows is known to be sound without a GPU."""
     built = build(tmp_path, name, num_ranks, whole_experts, exact, "cpu", options)
     try:
@@ -93,7 +93,7 @@ def test_a_rank_alone_on_a_cpu(tmp_path, name, num_ranks, whole_experts, exact, 
 
 @pytest.mark.gpu
 @MODELS
-def test_a_step_neither_allocates_nor_waits(tmp_path, name, num_ranks, whole_experts, exact, options):
+def test_rank_step_neither_allocates_nor_waits(tmp_path, name, num_ranks, whole_experts, exact, options):
     built = build(tmp_path, name, num_ranks, whole_experts, exact, "cuda", options | {"enforce_eager": True})
     try:
         assert all(logits.isfinite().all() for logits in eager_logits(built, checks=True))

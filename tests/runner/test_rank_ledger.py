@@ -194,7 +194,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("name", "size", "num_stages", "way", "options"), QUICK, ids=[case[0] for case in QUICK])
-def test_the_ledger_of_a_rank_is_its_plan(name, size, num_stages, way, options) -> None:
+def test_rank_ledger_equals_its_plan(name, size, num_stages, way, options) -> None:
     for mesh in ranks_of(name, size, num_stages, way):
         held, planned = held_and_planned(name, mesh, options)
         assert +held == +planned, mesh
@@ -222,7 +222,7 @@ def runnable() -> list[str]:
         pytest.param("gpt-oss-120b", 8, 1, "reduce", marks=pytest.mark.slow),
     ],
 )
-def test_a_layer_of_each_kind_stands_for_all(name, size, num_stages, way) -> None:
+def test_planned_load_thinned_layers_give_whole_specs(name, size, num_stages, way) -> None:
     """Weights that are shared out layer by layer are those that one layer of each kind gives, by name, shape and type."""
     config = EngineConfig(**OPTIONS, tensor_parallel_size=size, pipeline_parallel_size=num_stages)
     for mesh in ranks_of(name, size, num_stages, way)[:: max(1, size - 1)]:

@@ -115,7 +115,7 @@ def test_ranks_that_sum_are_near_and_equal_to_each_other(folder, name, num_ranks
 @SCHEMES
 @FORMATS
 @pytest.mark.parametrize(("name", "whole_experts"), [("llama", False), ("qwen2", False), ("qwen3_moe", True)])
-def test_every_scheme_and_format(folder, name, whole_experts, scheme, kv_format):
+def test_exact_ranks_match_one_rank_in_every_scheme_and_format(folder, name, whole_experts, scheme, kv_format):
     """Those made on the way; keys of Qwen2 have a bias, by which layers are protected, and keys are centred in all of them."""
     path = write_model(folder / f"wide {name}", name, **WIDE, num_hidden_layers=5 if name == "qwen2" else 2)
     embeddings = "all" if scheme in ("fp8", "int8") else "auto"
@@ -145,7 +145,7 @@ def test_experts_that_are_stored_in_mxfp4(folder, whole_experts):
 
 @slow
 @pytest.mark.parametrize("quantization", [None, "int8"], ids=str)
-def test_the_default_model_on_three_ranks(quantization):
+def test_default_model_on_three_ranks_matches_one_rank(quantization):
     """A GGUF file: nine query heads, three key heads."""
     require_native()
     path, options = find_default_model(), {"load_format": "auto", "quantization": quantization}
@@ -158,7 +158,7 @@ def test_the_default_model_on_three_ranks(quantization):
 
 @pytest.mark.parametrize("exact", [False, True], ids=["reduce", "exact"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=slow)])
-def test_a_row_does_not_depend_on_its_company(folder, name, exact):
+def test_runner_row_has_same_bits_in_any_batch(folder, name, exact):
     ranks = Ranks(write_model(folder / name, name), 2, exact=exact)
     in_company = ranks.run(run_steps)
 
@@ -174,7 +174,7 @@ def test_a_row_does_not_depend_on_its_company(folder, name, exact):
 
 
 @pytest.mark.parametrize("mesh", meshes(3), ids=str)
-def test_what_does_not_divide_is_declined_before_a_weight_is_read(tmp_path, mesh: Mesh):
+def test_ranks_indivisible_heads_refused_before_reading(tmp_path, mesh: Mesh):
     path = write_model(tmp_path, "llama", num_key_value_heads=4)
     with pytest.raises(ConfigError, match="4 key heads"):
         Ranks(path, mesh.tensor_size, exact=False)

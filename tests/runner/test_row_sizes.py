@@ -62,7 +62,7 @@ def test_sizes_are_few_and_those_of_graphs_are_among_them(most_rows, most_logits
     assert all(after <= before * 1.5 for before, after in pairwise(sizes)), "rows of padding"
 
 
-def test_every_shape_that_is_multiplied_is_requested_once():
+def test_products_lists_each_multiplied_shape_once():
     assert requested() == (
         Product("layers.0.qkv.weight", 40, 40, 24, has_bias=True, is_head=False),
         Product("layers.0.o.weight", 24, 24, 24, has_bias=False, is_head=False),
@@ -71,12 +71,12 @@ def test_every_shape_that_is_multiplied_is_requested_once():
     )
 
 
-def test_an_embedding_is_multiplied_by_where_it_is_the_head():
+def test_products_tied_embedding_counts_as_head():
     tied = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
     assert [product.name for product in products(tied, tied, is_exact=False) if product.is_head] == ["embed.weight"]
 
 
-def test_shares_are_compared_with_the_whole_where_ranks_are_exact():
+def test_products_exact_shares_are_compared_with_whole():
     shares = SHAPES | {"layers.0.qkv.weight": (20, 24), "layers.1.qkv.weight": (20, 24), "lm_head.weight": (25, 24)}
     exact = {product.name: product for product in products(shares, SHAPES, is_exact=True)}
     assert (exact["layers.0.qkv.weight"].size_n, exact["layers.0.qkv.weight"].all_n) == (20, 40)
@@ -86,7 +86,7 @@ def test_shares_are_compared_with_the_whole_where_ranks_are_exact():
     assert [product.size_k for product in by_sums if product.name == "layers.0.down.weight"] == [32]
 
 
-def test_the_kernels_of_a_cpu_multiply_any_number_alike():
+def test_invariant_sizes_on_cpu_keeps_every_size():
     require_native()
     reported: list[tuple[int, int]] = []
     found = invariant_sizes(requested(), SIZES, MOST_LOGITS, *ON_CPU, lambda *counts: reported.append(counts))
@@ -105,7 +105,7 @@ def test_numbers_of_rows_that_differ_are_left_out(monkeypatch, caplog, rows):
     assert f"skipping step sizes {skipped}: cuBLAS rounds 7 rows of layers.0.down.weight differently" in caplog.text
 
 
-def test_logits_are_compared_as_they_are_computed_and_no_more_of_them(monkeypatch):
+def test_invariant_sizes_compares_logits_in_float32_up_to_most(monkeypatch):
     """In float32, whose kernels are others."""
     require_native()
     change(monkeypatch, "linear_float32", 50, 24, 96)
@@ -124,7 +124,7 @@ def test_biases_are_added_as_steps_add_them(monkeypatch):
     assert seen == {(40, True), (24, False), (7, False)}
 
 
-def test_as_many_rows_as_are_chosen_from_must_be_alike(monkeypatch):
+def test_invariant_sizes_differing_logit_rows_refused(monkeypatch):
     require_native()
     change(monkeypatch, "linear", 7, 24, 64)
     with raises_code("runner.rows_round_differently", ConfigError, num_rows=64):
@@ -132,7 +132,7 @@ def test_as_many_rows_as_are_chosen_from_must_be_alike(monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [{}, {"a.bias": (12,)}], ids=["plain", "bias"])
-def test_shares_that_give_something_else_than_the_whole_are_left_out_or_refused(monkeypatch, bias):
+def test_invariant_sizes_differing_shares_left_out_or_refused(monkeypatch, bias):
     require_native()
     shared = products({"a.weight": (12, 40), **bias}, {"a.weight": (48, 40)}, is_exact=True)
     assert invariant_sizes(shared, SIZES, MOST_LOGITS, *ON_CPU) == SIZES

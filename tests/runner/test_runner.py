@@ -61,7 +61,7 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
     return float((left - right).abs().max()) < 1e-5
 
 
-def test_only_those_at_their_last_token_choose_one(rig):
+def test_runner_samples_only_at_last_known_token(rig):
     whole, part, decode = make_sequence(1, 9, 0), make_sequence(2, 20, 20), make_sequence(3, 6, 40)
     run(rig, (decode, 0, 5))
     results = run(rig, (part, 0, 7), (whole, 0, 9), (decode, 5, 6))
@@ -72,7 +72,7 @@ def test_only_those_at_their_last_token_choose_one(rig):
     assert rig.logits[2] == {}
 
 
-def test_a_step_in_which_none_chooses(rig):
+def test_runner_step_without_choice_gives_no_token(rig):
     (result,) = run(rig, (make_sequence(1, 20, 0), 0, 7))
     assert result.token_id is None
 
@@ -100,7 +100,7 @@ def test_logprobs_of_the_chosen_token_where_requested(rig):
 
 
 @pytest.mark.parametrize("cuts", [(12,), (1, 12), (5, 6, 12), (11, 12), (3, 7, 10, 12)], ids=str)
-def test_prompt_logprobs_of_every_position_behind_the_first(rig, cuts):
+def test_prompt_logprobs_cover_every_position_after_first(rig, cuts):
     """For position i + 1 in the step that computes position i; none of the first, and none behind the prompt."""
     sequence = make_sequence(1, 12, 0, prompt_logprobs=2)
     company = make_sequence(2, 40, 20)
@@ -126,7 +126,7 @@ def test_prompt_logprobs_end_with_the_prompt(rig):
     assert result.token_id is not None
 
 
-def test_a_prompt_of_one_token_has_none(rig):
+def test_prompt_logprobs_of_one_token_prompt_are_empty(rig):
     (result,) = run(rig, (make_sequence(1, 1, 0, prompt_logprobs=5), 0, 1))
     assert result.prompt_logprobs == ()
     assert result.token_id is not None
@@ -161,7 +161,7 @@ def test_several_who_ask_for_prompts_and_several_who_do_not(rig):
             assert math.isclose(left.logprob, right.logprob, abs_tol=1e-4)
 
 
-def test_a_sequence_that_is_not_finite_fails_alone(model):
+def test_runner_nan_sequence_fails_alone(model):
     require_native()
     embedding = model.weights["embed.weight"].clone()
     embedding[7] = float("nan")
@@ -210,7 +210,7 @@ def test_steps_that_are_padded_to_sizes_of_steps_give_the_same(model, sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_every_product_of_a_step_has_one_of_its_sizes(model, sizes, monkeypatch):
+def test_runner_row_sizes_pad_every_product(model, sizes, monkeypatch):
     """Rows whose logits are wanted too, and where log-probabilities of prompts are and rows are taken block by block and one by one."""
     rig, plain = (Rig(model, "native_paged", LIMITS, 100, row_sizes=own) for own in (sizes, ()))
     multiply, requested = products.plain_linear, set()
@@ -241,7 +241,7 @@ def test_every_product_of_a_step_has_one_of_its_sizes(model, sizes, monkeypatch)
 
 
 @pytest.mark.parametrize(("sizes", "of_a_prompt"), [((), (16, True)), ((16, 64, 256), (64, False))], ids=str)
-def test_one_row_of_a_prompt_is_no_decode_step_where_batches_change_nothing(model, sizes, of_a_prompt):
+def test_graph_for_one_prompt_row_is_no_decode_step(model, sizes, of_a_prompt):
     """Its attention goes through large tiles there, which graphs of decode steps have none of."""
     runner = Rig(model, "torch_paged", LIMITS, 100, row_sizes=sizes).runner
     runner.graphs = StepGraphs((16,), (64,), 16)
@@ -262,7 +262,7 @@ def test_one_row_of_a_prompt_is_no_decode_step_where_batches_change_nothing(mode
     [Limits(1, 1, 1, 1), Limits(3, 2, 5, 16), Limits(2, 10, 7, 4), Limits(8, 6, 3, 2)],
     ids=lambda limits: "-".join(map(str, (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len))),
 )
-def test_whatever_the_limits_warming_keeps_to_them(model, backend, limits):
+def test_runner_warm_keeps_to_limits_and_results(model, backend, limits):
     """The largest step there can be, and the smallest; nothing that a step computes afterwards depends on it."""
     if backend == "native_paged":
         require_native()
@@ -275,7 +275,7 @@ def test_whatever_the_limits_warming_keeps_to_them(model, backend, limits):
     assert same_bits(rigs[0].logits[0][0], rigs[1].logits[0][0])
 
 
-def test_the_logits_of_every_row_come_without_a_choice(rig):
+def test_hidden_rows_and_row_logits_match_prompt_logprobs(rig):
     """Just the same bits as those that prompt log-probabilities are made of, and the sampler is not requested."""
     tokens = make_sequence(1, 100, 0, prompt_logprobs=0)
     run(rig, (tokens, 0, 100))
@@ -303,7 +303,7 @@ def test_rows_of_padding_are_not_among_those_that_are_given(model):
     assert close(padded_TH, alone_TH)
 
 
-def test_more_rows_than_are_planned_are_refused(rig):
+def test_row_logits_more_rows_than_planned_refused(rig):
     hidden_TH = rig.runner.hidden_rows(
         LiveStep((ScheduledSequence.of(make_sequence(1, PROMPT_ROWS + 1, 0), 0, PROMPT_ROWS + 1),))
     )

@@ -37,7 +37,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_only_keys_count(dtype: torch.dtype) -> None:
+def test_key_bias_norms_read_only_key_rows(dtype: torch.dtype) -> None:
     weights = {}
     for layer, size in enumerate((0.0, 2.0, 300.0)):
         bias = torch.full((6 * 16 + 2 * 2 * 16,), 1e4, dtype=dtype)
@@ -140,7 +140,7 @@ def scheduled(built, number, num_tokens, params, first_page=0):
 
 
 @pytest.mark.parametrize("family", DISTINCT)
-def test_the_largest_step_stays_within_the_terms(build, family):
+def test_build_largest_step_stays_within_terms(build, family):
     """For last rows, then of every row. In C: torch's own attention takes copies of the context on top, which no term knows."""
     require_native()
     built = build(family, max_model_len=60, max_num_batched_tokens=58, max_num_seqs=2)
@@ -161,7 +161,7 @@ def test_the_largest_step_stays_within_the_terms(build, family):
         assert live.peak <= allowed + tables + wanted_queries, f"{params=}"
 
 
-def test_a_budget_that_is_too_small_is_refused_before_a_weight_is_read(build):
+def test_build_over_budget_refused_before_reading(build):
     with pytest.raises(MemoryPlanError) as caught:
         build(readable=False, memory_limit="1200KiB", max_model_len=4096, max_position=4096)
     for owner in ("weights", "inputs", "workspace", "rope", "sampling", "kv pages"):
@@ -172,7 +172,7 @@ def test_a_budget_that_is_too_small_is_refused_before_a_weight_is_read(build):
     assert {"kv pages", "weights"} <= {row.owner for row in caught.value.table.rows}
 
 
-def test_what_the_refusal_asks_for_is_enough(build):
+def test_build_memory_limit_named_in_refusal_suffices(build):
     with pytest.raises(MemoryPlanError) as caught:
         build(readable=False, memory_limit="200KiB", max_model_len=64)
     raised = re.search(r"memory_limit to (\d+MiB)", str(caught.value))
@@ -187,7 +187,7 @@ def test_given_context_is_never_shortened(build):
 
 
 @pytest.mark.parametrize("room", [0, 600, 10_000, 100_000, 500_000])
-def test_a_context_left_open_shrinks_to_the_longest_that_fits(build, room):
+def test_build_open_context_shrinks_to_longest_fit(build, room):
     limit = build(max_model_len=1).plan.memory.peak_bytes + room
     built = build(max_position=4096, memory_limit=limit)
     length = built.plan.resolved.limits.max_model_len
@@ -202,14 +202,14 @@ def test_a_context_left_open_shrinks_to_the_longest_that_fits(build, room):
         build(readable=False, max_position=4096, memory_limit=limit, max_model_len=length + 1)
 
 
-def test_a_context_far_beyond_the_memory_shrinks_too(build):
+def test_build_open_context_far_beyond_memory_shrinks(build):
     """A long default must not be a reason to refuse."""
     built = build(max_position=10**9, memory_limit="8MiB")
     assert 1000 < built.plan.resolved.limits.max_model_len < 100_000
     assert built.plan.memory.peak_bytes <= 8 * MIB
 
 
-def test_nothing_fits_with_an_open_context_and_the_table_is_about_what_was_meant(build):
+def test_build_open_context_without_fit_refused_with_budget(build):
     with pytest.raises(MemoryPlanError, match=r"The budget is 100\.00 KiB"):
         build(readable=False, memory_limit="100KiB")
 
@@ -220,14 +220,14 @@ def test_pages_for_every_sequence_at_its_longest_and_no_more(build):
     assert built.plan.memory.pages_reason == "every sequence at its longest needs no more"
 
 
-def test_a_bound_on_kv_pages_holds(build):
+def test_build_kv_cache_memory_bounds_pages(build):
     built = build(max_model_len=64, kv_cache_memory=20 * 4 * 512 + 100)
     assert built.plan.memory.page_bytes == 4 * 512
     assert built.plan.memory.num_pages == 20
     assert built.plan.memory.kv_bytes <= 20 * 4 * 512 + 100
 
 
-def test_a_bound_on_kv_pages_shortens_a_context_that_is_left_open(build):
+def test_build_kv_cache_memory_shortens_open_context(build):
     built = build(kv_cache_memory=20 * 4 * 512)
     assert built.plan.resolved.limits.max_model_len == 80
     assert built.plan.memory.num_pages == 20
@@ -309,13 +309,13 @@ def test_pages_and_attention_follow_the_weights(build, monkeypatch, norms, count
     assert_protected(built, tuple(expected), "float32")
 
 
-def test_layers_that_were_listed_are_protected_whatever_the_weights_say(build):
+def test_build_listed_layers_are_protected(build):
     built = build("qwen2_window", kv_cache_dtype="turboquant_k8v4", kv_protected_layers="0,2", max_model_len=8)
     assert_protected(built, (0, 2))
     assert "kv_protected_layers" not in {choice.name for choice in built.plan.resolved.choices}
 
 
-def test_layers_of_groups_are_protected_by_position_and_only_where_pages_stay_full(build):
+def test_build_cache_groups_protect_layers_by_position(build):
     """Weights come too late: which layers are wider decides how groups share a page."""
     options = {"kv_cache_dtype": "turboquant_4bit_nc", "page_tokens": None, "max_model_len": 64}
     built = build("qwen2_window", **options)
@@ -353,7 +353,7 @@ def test_windows_reach_their_layers(build):
     assert {spec.max_model_len for spec in specs} == {64}
 
 
-def test_the_log_says_what_was_chosen_and_why(build, caplog):
+def test_build_logs_every_choice_and_its_reason(build, caplog):
     with caplog.at_level(logging.INFO, logger="holdfast"):
         build(kv_cache_dtype="auto", max_model_len=64)
     for line in (
@@ -375,7 +375,7 @@ def test_progress_counts_to_the_end(build):
     assert seen[-1][0] == seen[-1][1] > 0
 
 
-def test_the_runner_knows_what_the_engine_asks(build):
+def test_build_runner_has_vocabulary_eos_and_pages(build):
     built = build(max_model_len=64)
     assert built.runner.vocab_size == 259
     assert built.runner.eos_token_ids == frozenset({2})
@@ -383,13 +383,13 @@ def test_the_runner_knows_what_the_engine_asks(build):
     assert built.load_seconds >= 0
 
 
-def test_every_id_that_ends_a_text_reaches_the_runner(tmp_path):
+def test_build_runner_has_every_eos_token_id(tmp_path):
     """Models that follow instructions name two or three."""
     save_tiny("llama", tmp_path / "llama", eos_token_id=[2, 5])
     assert TinyBuilder(tmp_path)(max_model_len=64).runner.eos_token_ids == frozenset({2, 5})
 
 
-def test_two_runners_do_not_see_each_other(build):
+def test_build_two_runners_share_no_storage(build):
     first, second = build(max_model_len=64), build(max_model_len=64)
     assert not held_storages(first.runner).keys() & held_storages(second.runner).keys()
     assert first.ledger is not second.ledger

@@ -85,7 +85,7 @@ STOPS = [
     STOPS,
     ids=[f"{kind.__name__} {'after' if is_done else 'before'} {stage}" for stage, is_done, kind in STOPS],
 )
-def test_a_start_that_stops_anywhere_leaves_nothing(build, monkeypatch, stage, is_done, kind):
+def test_build_failing_at_any_stage_frees_every_arena(build, monkeypatch, stage, is_done, kind):
     with watched_arenas(monkeypatch) as taken:
         fail_at(monkeypatch, stage, kind("CUDA out of memory: stopped here"), is_done)
         error = caught_from(build, max_model_len=64)
@@ -142,7 +142,7 @@ def test_memory_that_another_took_is_reported_with_the_plan(build, planned_bytes
         assert reported.code == "weights.no_memory"
 
 
-def test_what_lies_on_a_device_that_has_failed_stays_with_the_process(build, monkeypatch):
+def test_release_on_failed_device_keeps_buffers_with_process(build, monkeypatch):
     """Torch would end a process that let go of pinned memory there; on a CPU the failure is played."""
     kept: list[object] = []
     monkeypatch.setattr(running, "has_failed", lambda device: True)
@@ -160,7 +160,7 @@ def test_what_lies_on_a_device_that_has_failed_stays_with_the_process(build, mon
     assert all(place() is None for place in places.values()), "another held them"
 
 
-def test_a_start_that_failed_can_be_tried_again_in_its_handler(build, monkeypatch):
+def test_build_can_retry_in_handler_of_failed_start(build, monkeypatch):
     with monkeypatch.context() as patch:
         fail_at(patch, "HostSampler", torch.OutOfMemoryError("CUDA out of memory."), is_done=True)
         error = caught_from(build, max_model_len=64)
@@ -174,14 +174,14 @@ def run(built: BuiltRunner) -> int | None:
     return built.runner.execute(LiveStep((ScheduledSequence.of(sequence, 0, 3),))).results[0].token_id
 
 
-def test_a_refusal_is_not_reported_as_a_lack_of_memory(build, monkeypatch):
+def test_build_config_error_is_not_reported_as_out_of_memory(build, monkeypatch):
     fail_at(monkeypatch, "LayerStack", ConfigError("value.empty", name="it"), is_done=False)
     error = caught_from(build, max_model_len=64)
     assert type(error) is ConfigError
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "float16"}], ids=["native", "torch"])
-def test_a_release_gives_everything_back_although_another_has_the_runner(build, monkeypatch, options):
+def test_release_frees_everything_while_runner_is_held(build, monkeypatch, options):
     with watched_arenas(monkeypatch) as taken:
         built = build(max_model_len=64, **options)
     assert len(taken) == NUM_ARENAS
@@ -196,7 +196,7 @@ def test_a_release_gives_everything_back_although_another_has_the_runner(build, 
     built.release()
 
 
-def test_an_engine_that_is_dropped_is_freed_without_the_garbage_collector(build, monkeypatch):
+def test_build_dropped_engine_is_freed_without_gc(build, monkeypatch):
     with watched_arenas(monkeypatch) as taken:
         built = build(max_model_len=64)
     run(built)
@@ -210,7 +210,7 @@ def test_an_engine_that_is_dropped_is_freed_without_the_garbage_collector(build,
 
 
 @pytest.mark.parametrize("families", [("llama", "llama"), ("opt", "qwen2_window")], ids="-".join)
-def test_two_runners_share_nothing_and_do_not_disturb_each_other(build, families):
+def test_build_two_runners_run_independently(build, families):
     alone = []
     for family in families:
         built = build(family, max_model_len=64)
@@ -230,7 +230,7 @@ LARGE = {"kv_cache_memory": 96 * MIB, "max_model_len": 2**15, "max_position": 2*
 OPEN = LARGE | {"kv_cache_memory": None, "memory_utilization": 1.0}
 
 
-def test_a_second_engine_fits_into_what_is_left_or_refuses(build: TinyBuilder, monkeypatch):
+def test_build_second_engine_fits_remaining_memory_or_refuses(build: TinyBuilder, monkeypatch):
     """For a host with 160 MiB, of which arenas that live are taken."""
     with watched_arenas(monkeypatch) as taken:
 
@@ -255,7 +255,7 @@ def test_a_second_engine_fits_into_what_is_left_or_refuses(build: TinyBuilder, m
 
 
 @pytest.mark.slow
-def test_a_second_engine_sees_that_the_first_really_has_its_bytes(build):
+def test_build_second_engine_budget_excludes_first_engine(build):
     """In a process of its own, whose allocator has nothing in store. Memory that was only promised would be planned twice."""
     code = f"""
 import json, sys

@@ -124,7 +124,7 @@ def fill_context(built: BuiltRunner, one: Known, num_tokens: int, first_page: in
 
 
 @pytest.mark.parametrize(("name", "options"), MODES + SCHEMES + TURBOQUANT)
-def test_a_replay_is_the_kernels_one_by_one_to_the_bit(build, name, options):
+def test_graph_replay_equals_eager_kernels_to_the_bit(build, name, options):
     built = build(name, **options)
     assert_coded(built, options)
     checked = CheckedReplays(built)
@@ -135,7 +135,7 @@ def test_a_replay_is_the_kernels_one_by_one_to_the_bit(build, name, options):
 
 
 @pytest.mark.parametrize(("name", "options"), MODES + SCHEMES)
-def test_with_and_without_graphs_logits_are_near(build, name, options):
+def test_graph_logits_are_near_eager_logits(build, name, options):
     """Not the same to the bit: steps without graphs are not padded, and products of other sizes round otherwise."""
     logits = []
     for enforce_eager in (False, True):
@@ -171,7 +171,7 @@ def test_captured_at_length_one_replayed_at_the_longest_and_back(build, name, op
     assert checked.sizes == [(1, True)] * 7
 
 
-def test_a_batch_that_shrinks_leaves_nothing_behind(build):
+def test_graph_shrinking_batch_leaves_no_trace(build):
     """The largest batch at the longest contexts, then one row in a graph for more of them."""
     built = build()
     everybody = [known(number, 500) for number in range(8)]
@@ -201,7 +201,7 @@ def test_after_ready_nothing_is_taken_moved_compiled_or_awaited(build, name, opt
 @pytest.mark.parametrize(("name", "options"), SCHEMES + FORMATS)
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_nor_with_other_products_and_pages(build, name, options, enforce_eager):
+def test_runner_after_ready_other_products_take_nothing(build, name, options, enforce_eager):
     """What differs is which kernels there are, and fewer steps find a form that was not compiled."""
     run_after_ready(build(name, enforce_eager=enforce_eager, **options), NUM_STEPS // 4, 0.4)
 
@@ -259,7 +259,7 @@ def poison(built: BuiltRunner, free_pages: list[int]) -> None:
 
 @pytest.mark.parametrize(("name", "options"), MODES + TURBOQUANT)
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_what_lies_in_free_pages_and_padded_rows_changes_nothing(build, name, options, enforce_eager):
+def test_runner_ignores_free_pages_and_padded_rows(build, name, options, enforce_eager):
     built = build(name, enforce_eager=enforce_eager, **options)
     assert_coded(built, options)
     check_free_pages(built, 150)
@@ -287,7 +287,7 @@ def tensor_bytes(built: BuiltRunner) -> int:
 
 
 @pytest.mark.alone
-def test_two_engines_at_once(build):
+def test_runner_two_engines_at_once_keep_their_logits(build):
     """The second sees what the first has taken, and neither disturbs the other."""
     alone = {}
     for name in ("qwen3", "windows"):
@@ -333,7 +333,7 @@ def take_all_but(num_bytes: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.alone
-def test_a_device_that_others_have_filled_is_refused_with_the_table(build):
+def test_build_on_filled_device_refused_with_table(build):
     build().release()  # the context and its libraries are there now
     hogs = take_all_but(8 * MIB)
     with pytest.raises(MemoryPlanError) as caught:
@@ -351,7 +351,7 @@ def test_a_device_that_others_have_filled_is_refused_with_the_table(build):
     [(weight_load, "load_weights"), (assembly, "PageStorage"), (assembly, "Workspace"), (assembly, "Runner")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_memory_that_others_take_during_a_start_is_reported_and_all_is_given_back(build, monkeypatch, module, stage):
+def test_build_memory_taken_by_others_is_reported_and_freed(build, monkeypatch, module, stage):
     """The plan fits, and then someone is faster; the error is kept while it is looked at."""
     build(**LARGE).release()
     torch.cuda.synchronize()
@@ -384,7 +384,7 @@ def test_memory_that_others_take_during_a_start_is_reported_and_all_is_given_bac
 
 
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "left open"])
-def test_a_device_that_fails_ends_the_engine_and_not_the_process(tmp_path, closes):
+def test_engine_on_failed_device_dies_without_ending_process(tmp_path, closes):
     """In a process of its own, with steps before: the copies of a step are what torch asks the device for when pinned memory goes."""
     folder = write_model(tmp_path, "qwen3")
     code = f"""
@@ -409,7 +409,7 @@ print("ends")
     assert done.stdout.splitlines()[-2:] == ["EngineDeadError", "ends"], done.stdout
 
 
-def test_a_release_gives_all_back(build):
+def test_release_gives_back_device_memory(build):
     """But for workspaces of cuBLAS, which torch keeps for every stream that there was."""
     build().release()
     torch.cuda.synchronize()
@@ -443,7 +443,7 @@ def test_logits_are_those_of_a_cpu(build, name, quantization):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_batch_invariance(tmp_path, dtype, enforce_eager):
+def test_runner_batch_invariance_on_gpu(tmp_path, dtype, enforce_eager):
     """In a process of its own: cuBLAS reads its settings when it is first used."""
     folder = write_model(tmp_path, "qwen3")
     code = f"""

@@ -160,7 +160,7 @@ def test_prompt_logprobs_run_without_a_graph(captured):
     assert graphs.replayed == []
 
 
-def test_more_logits_than_a_graph_gives_run_without(captured):
+def test_runner_more_logits_than_graph_gives_runs_eager(captured):
     rig, graphs = captured
     sequences = [make_sequence(number, 2) for number in range(3)]
     expected = [rig.execute(step((sequence, 0, 2))).results[0] for sequence in sequences]
@@ -170,7 +170,7 @@ def test_more_logits_than_a_graph_gives_run_without(captured):
     assert graphs.replayed == []
 
 
-def test_what_padding_and_freed_pages_hold_changes_nothing(captured):
+def test_runner_graphs_ignore_padding_and_freed_pages(captured):
     """A graph of four rows runs for one: the rest of its buffers, and pages that no one has, hold NaN or what was there."""
     check_freed_pages(*captured)
 

@@ -76,7 +76,7 @@ def attention_owners(built) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @pytest.mark.parametrize("kv_format", ["float32", "float16", "fp8", "turboquant_4bit_nc"])
-def test_a_model_with_sinks(build: TinyBuilder, kv_format: str) -> None:
+def test_runner_with_sinks_matches_transformers_and_plan(build: TinyBuilder, kv_format: str) -> None:
     """Plan and ledger agree; keys that are stored without their bias are whole for a sink too."""
     model = save_gpt_oss(build.folder / "gpt_oss")
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_layers_with_a_cap_do_not_centre_their_keys(build: TinyBuilder) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_copies_are_float32_and_none_elses(dtype: torch.dtype) -> None:
+def test_copy_sinks_are_own_float32_copies(dtype: torch.dtype) -> None:
     specs = Geometry(windows=(None, 5, 7), has_sinks=True).specs
     weights = {sinks_name(layer): random(6, seed=layer).to(dtype) for layer in range(3)}
     copies = copy_sinks(weights, specs)

@@ -25,7 +25,7 @@ SHORT = {"max_num_batched_tokens": 64, "max_model_len": 400}
         pytest.param("sparse", 12, SHORT, marks=pytest.mark.slow, id="short sparse"),
     ],
 )
-def test_the_same_seed_takes_the_same_steps_to_the_same_bits(tmp_path, name, num_steps, sizes):
+def test_traffic_same_seed_gives_same_steps_and_bits(tmp_path, name, num_steps, sizes):
     require_native()
     built = build_dummy(tmp_path, name, **ON_CPU, **sizes)
     runs, counts = [], []
@@ -54,7 +54,7 @@ def test_coded_pages_on_a_cpu_ignore_nan_in_free_pages(tmp_path, kv_format):
     check_free_pages(built, 12)
 
 
-def test_companies_on_a_cpu(tmp_path, monkeypatch):
+def test_batch_invariance_check_passes_on_cpu(tmp_path, monkeypatch):
     require_native()
     monkeypatch.setattr(gpu_traffic, "SMALL", gpu_traffic.SMALL | ON_CPU)
     counts = (*range(10), 15, 16, 17, 31, 32, 33)

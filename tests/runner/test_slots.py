@@ -204,7 +204,7 @@ BAD_STEPS = {
 
 
 @pytest.mark.parametrize(("step", "sentence"), BAD_STEPS.values(), ids=BAD_STEPS.keys())
-def test_a_step_that_does_not_follow_is_refused_and_nothing_has_changed(slots, step, sentence):
+def test_slots_step_out_of_order_refused_and_state_unchanged(slots, step, sentence):
     before = state(slots)
     with pytest.raises(MessageError) as caught:
         slots.accept(step)
@@ -215,7 +215,7 @@ def test_a_step_that_does_not_follow_is_refused_and_nothing_has_changed(slots, s
     slots.accept(Step(4, items=(decode(),)))
 
 
-def test_proposals_of_one_whose_choices_depend_on_one_another_are_refused():
+def test_slots_draft_tokens_with_dependent_choices_refused():
     for params, bad_words in ((SamplingParams(presence_penalty=0.5), ()), (GREEDY, ((5, 6),))):
         slots = Slots(LIMITS, GROUPS, NUM_PAGES, VOCAB)
         slots.accept(
@@ -231,7 +231,7 @@ def test_proposals_of_one_whose_choices_depend_on_one_another_are_refused():
         assert state(slots) == before
 
 
-def test_every_cut_of_a_sound_message_is_refused_and_changes_nothing(slots):
+def test_slots_truncated_message_refused_and_state_unchanged(slots):
     """What was decoded at all is checked again; what was not never gets here."""
     frame = encode_step(Step(4, released=(1,), admitted=(admitted(1, 30),), items=(decode(),)))
     before = state(slots)
@@ -268,7 +268,7 @@ def test_numbers_changed_at_random_are_refused_or_sound():
     assert 200 < num_refused < 400
 
 
-def test_a_step_over_own_sequences(slots):
+def test_slots_step_releases_admits_and_grows_tables(slots):
     """Released and given again in one step; tables grow by what is new; pages given back stay named."""
     step = Step(
         4,
@@ -292,7 +292,7 @@ def test_a_step_over_own_sequences(slots):
     assert live.scheduled[0].sequence is own
 
 
-def test_booking_again_is_the_same(slots):
+def test_slots_book_is_idempotent(slots):
     live = slots.accept(Step(4, items=(decode(num_new_tokens=3, pages=places(1, 8), proposals=(5, 6)),)))
     slots.book(live, tokens((5, 77)))
     before = state(slots)
@@ -301,7 +301,7 @@ def test_booking_again_is_the_same(slots):
 
 
 @pytest.mark.parametrize("chosen", [(9,), (5, 9), (5, 6, 9), (5, NO_TOKEN)], ids=str)
-def test_after_proposals_a_sequence_goes_on_behind_those_that_were_accepted(slots, chosen):
+def test_slots_sequence_continues_after_accepted_draft_tokens(slots, chosen):
     live = slots.accept(Step(4, items=(decode(num_new_tokens=3, pages=places(1, 8), proposals=(5, 6)),)))
     before = state(slots)
     with pytest.raises(MessageError, match="has proposals in flight"):
@@ -313,7 +313,7 @@ def test_after_proposals_a_sequence_goes_on_behind_those_that_were_accepted(slot
     assert item.sequence.token_ids[8:] == [max(token_id, 0) for token_id in chosen]
 
 
-def test_tokens_of_a_sequence_that_has_gone_are_nobodys(slots):
+def test_slots_drop_surplus_tokens_of_released_sequence(slots):
     """It ended while a step of it was in flight; by then another has its slot."""
     surplus = slots.accept(Step(4, items=(decode(),)))
     newcomer = slots.accept(
@@ -326,14 +326,14 @@ def test_tokens_of_a_sequence_that_has_gone_are_nobodys(slots):
     assert newcomer.scheduled[0].sequence.token_ids[-1] == 60
 
 
-def test_a_sequence_that_failed_goes_on_with_some_token_until_it_is_released(slots):
+def test_slots_failed_sequence_continues_with_placeholder_token(slots):
     first = slots.accept(Step(4, items=(decode(),)))
     slots.accept(Step(5, items=(decode(start=8, pages=places(1, 8)),)))
     slots.book(first, tokens(NO_TOKEN))
     assert first.scheduled[0].sequence.token_ids[8:] == [0]
 
 
-def test_steps_that_were_dropped_are_taken_again_from_where_the_last_booked_one_ended(slots):
+def test_slots_dropped_steps_restart_after_last_booked_step(slots):
     slots.accept(
         Step(4, released=(1,), admitted=(admitted(1, 30),), items=(decode(), StepItem(1, 4, 2, True, places(2, 8))))
     )
@@ -381,10 +381,10 @@ def test_slots_forks_take_no_rows_of_a_step():
     assert again.scheduled[0].source is None, "it forks once"
 
 
-def test_no_torch_is_imported():
+def test_slots_module_imports_no_torch():
     code = "import sys, holdfast.runner.slots; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_step_of_releases_alone(slots):
+def test_slots_accept_step_of_releases_only(slots):
     assert slots.accept(Step(4, released=(0, 1, 2))) == LiveStep((), Step(4, released=(0, 1, 2)))

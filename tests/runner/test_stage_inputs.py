@@ -114,7 +114,7 @@ def steps(runner: Runner) -> Iterator[LiveStep]:
 
 
 @torch.inference_mode()
-def test_a_device_that_lags_sends_what_one_does_that_keeps_up(tmp_path: Path) -> None:
+def test_stage_on_lagging_device_sends_same_rows(tmp_path: Path) -> None:
     if triton is None:
         pytest.skip("Triton is not installed")
     found = {}

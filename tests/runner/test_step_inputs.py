@@ -48,7 +48,7 @@ def run(table, sequences):
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_steps_against_plain_lists(data):
+def test_page_table_matches_plain_lists_over_any_steps(data):
     max_num_seqs, max_num_pages = data.draw(st.integers(1, 7)), data.draw(st.sampled_from([1, 5, 40]))
     table = table_of(max_num_seqs, max_num_pages)
     people = [sequence(index) for index in range(max_num_seqs + 4)]
@@ -92,7 +92,7 @@ SIZES = (1, 2, LISTED_PAGES - 1, LISTED_PAGES, LISTED_PAGES + 1, 60)
 
 @pytest.mark.parametrize("num_grown", [1, MAX_SINGLE_COPIES, MAX_SINGLE_COPIES + 1, 9])
 @pytest.mark.parametrize("size", SIZES)
-def test_only_what_is_new_is_sent(num_grown, size):
+def test_page_table_sends_only_new_pages(num_grown, size):
     table = table_of(9, 100)
     everybody = [sequence(index, range(100 * index, 100 * index + 20 + index)) for index in range(9)]
     rows = run(table, everybody)
@@ -117,7 +117,7 @@ def test_long_and_short_ones_together_fill_every_row(sizes):
     run(table, everybody)
 
 
-def test_the_longest_unused_row_is_given_away():
+def test_page_table_reuses_least_recently_used_row():
     table = table_of(3)
     a, b, c, d = (sequence(index, [10 * index, 10 * index + 1]) for index in range(4))
     row_a, row_b, row_c = run(table, [a, b, c])
@@ -151,12 +151,12 @@ def test_preempted_and_back_with_as_many_pages():
     assert run(table, [own]) == [row]
 
 
-def test_a_step_of_none():
+def test_page_table_step_without_sequences_has_no_rows():
     assert table_of().rows([]) == []
 
 
 @pytest.mark.parametrize("num_grown", [1, MAX_SINGLE_COPIES + 1])
-def test_what_was_interrupted_is_sent_again(monkeypatch, num_grown):
+def test_page_table_interrupted_send_is_repeated(monkeypatch, num_grown):
     table = table_of(8)
     everybody = [sequence(index, [index]) for index in range(num_grown)]
     run(table, everybody)
@@ -173,12 +173,12 @@ def test_what_was_interrupted_is_sent_again(monkeypatch, num_grown):
     run(table, everybody)
 
 
-def test_more_sequences_than_rows_is_a_mistake():
+def test_page_table_more_sequences_than_rows_raises():
     with pytest.raises(AssertionError, match="3 sequences, 2 rows"):
         table_of(2).rows([sequence(index, [index]) for index in range(3)])
 
 
-def test_more_pages_than_the_longest_context_has_is_a_mistake():
+def test_page_table_more_pages_than_longest_context_raises():
     with pytest.raises(AssertionError, match="from 0 pages to 9"):
         table_of(2, 8).rows([sequence(0, range(9))])
 
@@ -202,7 +202,7 @@ def test_check_finds_a_wrong_page(side):
         table.check([own])
 
 
-def test_a_table_holds_what_was_planned():
+def test_page_table_holds_planned_bytes():
     limits, ledger = Limits(3, 64, 1000, 16), Ledger()
     table = PageTable(limits, CPU, ledger)
     planned = {term.owner: term.num_bytes for term in batch_terms(limits, "cuda") if "page" in term.owner}
@@ -214,7 +214,7 @@ def test_a_table_holds_what_was_planned():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_table_that_grows_allocates_nothing_and_waits_for_nothing_on_a_gpu(device):
+def test_page_table_growth_on_gpu_neither_allocates_nor_waits(device):
     table = table_of(64, 300, device)
     dice = random.Random(0)
     people = [sequence(index, [dice.randrange(10**6)]) for index in range(100)]
@@ -241,7 +241,7 @@ def test_a_table_that_grows_allocates_nothing_and_waits_for_nothing_on_a_gpu(dev
 
 
 @pytest.mark.gpu
-def test_a_host_far_ahead_of_the_device_spoils_no_table(device):
+def test_page_table_host_far_ahead_keeps_device_rows(device):
     table = table_of(16, 64, device)
     people = [sequence(index, [1000 * index]) for index in range(40)]
     run(table, people[:16])
@@ -291,7 +291,7 @@ def plain(step, page_tokens=4):
 
 
 @BOTH
-def test_rows_lie_one_sequence_behind_the_other(is_shared):
+def test_batch_buffers_lay_rows_sequence_by_sequence(is_shared):
     buffers = buffers_of(is_shared)
     step = LiveStep((scheduled(0, 6, [9, 2]), scheduled(9, 1, [5, 1, 7], first_token=300), scheduled(3, 2, [0, 4])))
     batch = buffers.fill(step, [5, 6, 8])
@@ -331,7 +331,7 @@ def test_slots_of_any_part_of_any_sequence(page_tokens, seed):
 
 
 @BOTH
-def test_every_row_wanted_needs_no_list(is_shared):
+def test_batch_buffers_all_rows_wanted_need_no_list(is_shared):
     buffers = buffers_of(is_shared)
     assert buffers.fill(LiveStep((scheduled(0, 3, [0]),)), [0, 1, 2]).logits is None
     assert buffers.fill(LiveStep((scheduled(7, 1, [0, 1]), scheduled(0, 1, [2]))), [0, 1]).logits is None
@@ -341,7 +341,7 @@ def test_every_row_wanted_needs_no_list(is_shared):
 
 
 @BOTH
-def test_no_row_wanted(is_shared):
+def test_batch_buffers_no_row_wanted_gives_empty_list(is_shared):
     buffers, step = buffers_of(is_shared), LiveStep((scheduled(0, 3, [0], num_tokens=9),))
     batch = buffers.fill(step, [])
     assert batch.logits is not None
@@ -353,7 +353,7 @@ def test_no_row_wanted(is_shared):
 
 
 @BOTH
-def test_nothing_but_padding(is_shared):
+def test_batch_buffers_padding_only_has_no_sequences(is_shared):
     batch = buffers_of(is_shared).fill(LiveStep(()), [], num_padded_rows=5)
     assert [tensor.tolist() for tensor in tensors(batch)] == [[0] * 5, [0] * 5, [-1] * 5]
     assert batch.sequences == ()
@@ -376,7 +376,7 @@ def test_padding_hides_what_a_larger_step_left(is_shared):
 
 
 @pytest.mark.parametrize(("num_padded_rows", "num_padded_logit_rows"), [(6, 2), (65, 2), (8, 1), (8, 65)])
-def test_padding_to_less_than_there_is_or_more_than_has_room_is_a_mistake(num_padded_rows, num_padded_logit_rows):
+def test_batch_buffers_invalid_padding_raises(num_padded_rows, num_padded_logit_rows):
     step = LiveStep((scheduled(0, 7, [9, 2]),))
     with pytest.raises(AssertionError, match="num_rows"):
         buffers_of(is_shared=True).fill(step, [5, 6], num_padded_rows, num_padded_logit_rows)
@@ -384,7 +384,7 @@ def test_padding_to_less_than_there_is_or_more_than_has_room_is_a_mistake(num_pa
 
 @BOTH
 @given(data=st.data())
-def test_any_steps_one_after_the_other(is_shared, data):
+def test_batch_buffers_any_consecutive_steps_match_plain_lists(is_shared, data):
     max_rows, page_tokens = data.draw(st.sampled_from([(40, 4), (64, 1), (33, 16)]))
     buffers = buffers_of(is_shared, max_rows, page_tokens)
     addresses = set()
@@ -426,7 +426,7 @@ def test_any_steps_one_after_the_other(is_shared, data):
 
 
 @BOTH
-def test_addresses_never_change_and_nothing_of_the_last_step_remains(is_shared):
+def test_batch_buffers_keep_addresses_and_clear_last_step(is_shared):
     buffers = buffers_of(is_shared)
     addresses = set()
     dice = random.Random(0)
@@ -442,7 +442,7 @@ def test_addresses_never_change_and_nothing_of_the_last_step_remains(is_shared):
 
 
 @BOTH
-def test_a_step_as_large_as_allowed(is_shared):
+def test_batch_buffers_largest_step_fits(is_shared):
     buffers = buffers_of(is_shared)
     batch = buffers.fill(LiveStep((scheduled(0, 64, list(range(16))),)), list(range(63)))
     assert batch.num_rows == 64
@@ -469,7 +469,7 @@ def test_buffers_hold_what_was_planned(max_num_batched_tokens):
         )
 
 
-def test_a_batch_is_what_the_device_has_and_not_what_the_host_writes_next():
+def test_batch_buffers_batch_ignores_later_host_writes():
     buffers = buffers_of(is_shared=False)
     step = LiveStep((scheduled(0, 6, [9, 2]),))
     batch = buffers.fill(step, [5])
@@ -488,13 +488,13 @@ def sent_ranges(buffers, step, *arguments):
     return [(start - 1, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def test_one_copy_of_no_more_than_what_is_used_and_between():
+def test_batch_buffers_narrow_gaps_send_one_copy():
     step = LiveStep((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
     assert sent_ranges(buffers_of(False, 8192), step, [0, 1, 2]) == [(0, 3 * 8192 + 3)]
     assert sent_ranges(buffers_of(False, 8192), step, [1, 2], 16, 4) == [(0, 4 * 8192 + 4)]
 
 
-def test_a_copy_for_each_where_the_gaps_are_wide():
+def test_batch_buffers_wide_gaps_send_separate_copies():
     n = MAX_GAP_BYTES // 2 // 8 + 32
     step = LiveStep((scheduled(0, 2, [3]), scheduled(5, 1, [0, 1])))
     rows = [(start, start + 16) for start in (0, n, 2 * n)]
@@ -509,7 +509,7 @@ def coming(slot: int, num_known: int, pages: list[int], sequence_id: int = 0) ->
     return ScheduledSequence(sequence, num_known, 1, samples=True)
 
 
-def test_a_token_that_is_coming_is_named_by_its_slot():
+def test_batch_buffers_token_in_flight_is_named_by_slot():
     buffers = buffers_of(is_shared=False)
     known = scheduled(9, 1, [5, 1, 7], sequence_id=1)
     batch = buffers.fill(LiveStep((coming(3, 6, [9, 2]), known, coming(0, 4, [8, 6], 2))), [0, 1, 2], 4)
@@ -527,7 +527,7 @@ def test_proposals_are_the_last_of_the_rows():
         assert batch.slots_GT[0].tolist() == [10, 11, 16, 17]
 
 
-def test_only_the_newest_token_can_be_coming_and_only_of_a_sequence_with_a_slot():
+def test_batch_buffers_invalid_token_in_flight_raises():
     buffers = buffers_of(is_shared=False)
     far, homeless = coming(1, 6, [9, 2]), coming(-1, 6, [9, 2])
     with pytest.raises(AssertionError, match="runs coming=7 of 6 tokens"):
@@ -552,7 +552,7 @@ def test_slots_that_keep_tokens_are_those_of_wanted_rows():
 
 
 @BOTH
-def test_all_rows_may_be_listed_as_wanted(is_shared):
+def test_batch_buffers_is_listed_lists_all_wanted_rows(is_shared):
     """A graph that lists wanted rows takes steps of which all are."""
     batch = buffers_of(is_shared).fill(LiveStep((scheduled(0, 3, [0]),)), [0, 1, 2], 8, 4, is_listed=True)
     assert batch.logits is not None
@@ -578,7 +578,7 @@ def one_token_more(item):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_filling_allocates_nothing_and_waits_for_nothing_on_a_gpu(device):
+def test_batch_buffers_fill_on_gpu_neither_allocates_nor_waits(device):
     buffers, dice = buffers_of(is_shared=False, device=device), random.Random(0)
     items = list(growing(dice, 20))
     addresses = set()
@@ -606,7 +606,7 @@ def test_filling_allocates_nothing_and_waits_for_nothing_on_a_gpu(device):
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_reads_every_later_step(device):
+def test_batch_buffers_captured_graph_reads_later_steps(device):
     buffers, dice = buffers_of(is_shared=False, device=device), random.Random(0)
     items = list(growing(dice, 8))
     first = buffers.fill(LiveStep(tuple(items)), list(range(8)), num_padded_rows=8)
@@ -626,7 +626,7 @@ def test_a_captured_graph_reads_every_later_step(device):
 
 
 @pytest.mark.gpu
-def test_a_host_far_ahead_of_the_device_spoils_no_batch(device):
+def test_batch_buffers_host_far_ahead_keeps_device_batch(device):
     buffers, dice = buffers_of(is_shared=False, device=device), random.Random(0)
     items = list(growing(dice, 8))
     seen, expected = [], []
@@ -690,7 +690,7 @@ def test_tables_of_groups_hold_every_page_and_no_hole(data):
         check_groups(table, chosen, table.rows(chosen))
 
 
-def test_a_hole_sends_nothing_and_a_stale_entry_stays_a_chunk():
+def test_page_table_hole_sends_nothing_and_keeps_stale_chunk():
     table = PageTable(Limits(2, 64, 480, 4), CPU, Ledger(), SHAPES)
     own = grouped_sequence(0, [4, 5], [7], [2])
     (row,) = table.rows([own])
@@ -772,7 +772,7 @@ def test_slots_of_all_groups_go_in_one_copy():
     assert sent_ranges(buffers, step, [4], 8, 1) == [(0, 6 * 8192 + 1)]
 
 
-def test_a_sequence_that_starts_anew_without_a_preemption_has_its_new_pages():
+def test_page_table_restart_without_preemption_has_new_pages():
     """A step that was never completed may have moved a state on: its sequences get other pages, as many as before."""
     limits = Limits(4, 64, 64, 4)
     groups = (CacheGroup("whole context", 4), CacheGroup("state", 0, state_pages=1))

@@ -72,7 +72,7 @@ def test_weights_are_shared_and_all_else_is_not(folder: Path) -> None:
     built.release()
 
 
-def test_a_variant_computes_what_a_runner_of_its_own_does(folder: Path) -> None:
+def test_variant_matches_runner_built_alone(folder: Path) -> None:
     with model_of(folder) as model:
         built = build_variants([Variant(CONFIG), Variant(HALF)], model, silent)
     for config, runner in zip((CONFIG, HALF), built.runners, strict=True):
@@ -116,14 +116,14 @@ def test_another_attention_may_be_put_in_place(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_planned_is_refused_before_a_weight_is_read(folder: Path, options, error) -> None:
+def test_build_variants_invalid_plan_refused_before_reading(folder: Path, options, error) -> None:
     with model_of(folder) as model:
         unreadable = replace(model, source=UnreadableSource(model.source))
         with pytest.raises(error):
             build_variants([Variant(CONFIG), Variant(replace(CONFIG, **options))], unreadable, silent)
 
 
-def test_a_crowd_that_does_not_fit_is_refused_although_each_would(folder: Path, monkeypatch) -> None:
+def test_build_variants_too_many_runners_refused(folder: Path, monkeypatch) -> None:
     with model_of(folder) as model:
         built = build_variants([Variant(CONFIG)], model, silent)
         peak, own = built.plans[0].memory.peak_bytes, own_bytes(built.plans[0])
@@ -174,7 +174,7 @@ def test_out_of_memory_in_build_variants_raises_code(folder: Path) -> None:
         build_variants([Variant(CONFIG), Variant(CONFIG, stop)], model, silent)
 
 
-def test_a_head_that_no_code_takes_is_refused(tmp_path: Path) -> None:
+def test_build_variants_unsupported_head_dim_refused(tmp_path: Path) -> None:
     save_tiny("llama_bias", tmp_path)
     with model_of(tmp_path) as model, pytest.raises((ConfigError, UnsupportedModelError), match="24"):
         build_variants([Variant(replace(CONFIG, kv_cache_dtype="fp8"))], model, silent)

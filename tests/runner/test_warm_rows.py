@@ -69,7 +69,7 @@ def run_traffic(runner: Runner, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), MODELS)
-def test_no_step_takes_a_form_that_was_not_warmed(tmp_path: Path, name, options):
+def test_runner_steps_take_only_warmed_specializations(tmp_path: Path, name, options):
     with recorded_runner(tmp_path, name, enforce_eager=True, max_num_batched_tokens=140, **options) as (runner, forms):
         warmed = set(forms)
         run_every_size(runner)
@@ -87,7 +87,7 @@ def test_no_step_takes_a_form_that_was_not_warmed(tmp_path: Path, name, options)
         pytest.param("shared", False, {"quantization": "int8"}, id="sliced experts in int8", marks=pytest.mark.slow),
     ],
 )
-def test_nor_does_one_of_a_rank(tmp_path: Path, name, whole_experts, options):
+def test_rank_steps_take_only_warmed_specializations(tmp_path: Path, name, whole_experts, options):
     """Small batches take the fused decode path there too, and add up parts with the next norm deferred."""
     mesh, *_ = meshes(2, has_expert_parallelism=whole_experts)
     limits = {"enforce_eager": True, "max_num_batched_tokens": 140}
@@ -108,7 +108,7 @@ def test_nor_does_one_of_a_rank(tmp_path: Path, name, whole_experts, options):
     ],
     ids=["int8", "shared expert in mxfp4"],
 )
-def test_nor_does_one_beside_graphs(tmp_path: Path, name, options):
+def test_runner_with_graphs_takes_only_warmed_specializations(tmp_path: Path, name, options):
     with recorded_runner(tmp_path, name, **options) as (runner, forms):
         warmed = set(forms)
         run_traffic(runner, 40)
@@ -116,7 +116,7 @@ def test_nor_does_one_beside_graphs(tmp_path: Path, name, options):
 
 
 @pytest.mark.parametrize("limits", [(1, 1), (3, 16), (20, 17)], ids=str)
-def test_whatever_the_limits_are(tmp_path: Path, limits):
+def test_runner_takes_only_warmed_specializations_at_any_limits(tmp_path: Path, limits):
     options = dict(zip(("max_num_seqs", "max_num_batched_tokens"), limits, strict=True))
     with recorded_runner(tmp_path, "experts", enforce_eager=True, **options) as (runner, forms):
         warmed = set(forms)
@@ -126,7 +126,7 @@ def test_whatever_the_limits_are(tmp_path: Path, limits):
 
 
 @pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
-def test_every_form_is_warmed_by_the_fewest_rows_that_take_it(experts):
+def test_warm_rows_has_fewest_rows_for_each_specialization(experts):
     rows = warm_rows(range(1, 8193), experts)
     assert rows[0] == 1
     assert list(rows) == sorted(set(rows))
@@ -141,7 +141,7 @@ def test_rows_that_steps_are_padded_to_are_the_fewest():
     assert warm_rows((1,), EXPERTS) == (1,)
 
 
-def test_orders_of_many_pairs_take_the_forms_that_are_said_of_them(monkeypatch):
+def test_order_experts_takes_specializations_of_step_form(monkeypatch):
     """Cuts of the pairs begin where a whole runner would be slow to run here."""
     forms: set[Form] = set()
     for name in ("_count_kernel", "_order_kernel"):
@@ -159,7 +159,7 @@ def test_orders_of_many_pairs_take_the_forms_that_are_said_of_them(monkeypatch):
         assert said.setdefault(step_form(num_rows, EXPERTS), set(forms)) == forms, f"{num_rows} rows"
 
 
-def test_forms_are_distinguished_wherever_triton_distinguishes_them():
+def test_argument_form_differs_wherever_triton_specializes():
     """By its own rule, which a launch on a GPU asks."""
     compiler = pytest.importorskip("triton.compiler.compiler")
     jit = pytest.importorskip("triton.runtime.jit")
@@ -175,7 +175,7 @@ def test_forms_are_distinguished_wherever_triton_distinguishes_them():
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["a first start", "a second start"])
-def test_another_who_waits_is_reported_what_is_compiled_and_where_it_is_kept(monkeypatch, is_compiled):
+def test_report_warm_reports_compiled_kernels_and_cache_folder(monkeypatch, is_compiled):
     """A fake Triton tells of one kernel; a kernel that was found compiled is nothing to wait for."""
     listeners = SimpleNamespace(listener=None)
     fake = SimpleNamespace(knobs=SimpleNamespace(compilation=listeners, cache=SimpleNamespace(dir="a-folder")))

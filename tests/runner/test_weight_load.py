@@ -56,7 +56,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         assert torch.equal(plane.view(torch.uint8), other[name].view(torch.uint8)), name
 
 
-def test_the_second_start_reads_what_the_first_has_kept(folder: Path, cache: Path) -> None:
+def test_weight_load_second_start_reads_kept_weights(folder: Path, cache: Path) -> None:
     first = planned(folder)
     assert first.slot is not None
     assert first.slot.hit is None
@@ -81,7 +81,7 @@ def test_settings_that_change_during_the_load_are_not_saved(folder: Path, tmp_pa
     assert not (tmp_path / "saved").exists()
 
 
-def test_nothing_is_kept_unless_weights_are_quantized_and_a_cache_is_wanted(folder: Path, cache: Path) -> None:
+def test_weight_load_keeps_only_quantized_weights_with_cache_on(folder: Path, cache: Path) -> None:
     for load in (
         planned(folder, quantization=None),
         planned(folder, weight_cache="off"),
@@ -103,7 +103,7 @@ def test_other_recipes_are_kept_apart(folder: Path, cache: Path) -> None:
         assert len(list(cache.iterdir())) == number + 1
 
 
-def test_damaged_files_are_dropped_and_the_model_is_quantized_again(folder: Path, cache: Path, caplog) -> None:
+def test_weight_load_damaged_cache_is_dropped_and_requantized(folder: Path, cache: Path, caplog) -> None:
     weights = loaded(planned(folder))
     (kept,) = cache.iterdir()
     file = kept / "model-00001.safetensors"
@@ -121,7 +121,7 @@ def test_damaged_files_are_dropped_and_the_model_is_quantized_again(folder: Path
     assert_same(loaded(again), weights)
 
 
-def test_a_cache_that_is_insisted_on_raises_where_there_is_none(folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_weight_load_cache_on_without_cache_raises(folder: Path, tmp_path: Path, monkeypatch) -> None:
     with raises_code("runner.weight_cache", ConfigError, reason="weights are dummies"):
         planned(folder, weight_cache="on", load_format="dummy")
     (tmp_path / "file").write_text("")
@@ -131,7 +131,7 @@ def test_a_cache_that_is_insisted_on_raises_where_there_is_none(folder: Path, tm
     assert planned(folder).slot is None, "auto goes on without"
 
 
-def test_a_cache_that_cannot_be_written_is_an_error_only_where_it_is_insisted_on(folder: Path, monkeypatch) -> None:
+def test_weight_load_unwritable_cache_raises_only_if_on(folder: Path, monkeypatch) -> None:
     for choice in ("auto", "on"):
         load = planned(folder, weight_cache=choice)
         monkeypatch.setattr(type(load.slot), "save", lambda slot, weights: "the disk is full")
@@ -143,9 +143,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_only_where_it_is_insisted_on
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])
-def test_weights_that_are_no_numbers_are_not_kept_for_a_start_that_may_not_allow_them(
-    folder: Path, cache: Path, quantization: str
-) -> None:
+def test_weight_load_nonfinite_weights_are_not_kept(folder: Path, cache: Path, quantization: str) -> None:
     from safetensors.torch import load_file, save_file
 
     (file,) = folder.glob("*.safetensors")
@@ -165,7 +163,7 @@ def test_folder_of_unknown_user_raises(folder: Path) -> None:
         planned(folder, save_quantized="~no-user-of-this-name/x")
 
 
-def test_what_a_quantized_checkpoint_left_plain_is_quantized_where_its_own_scheme_is_requested(folder: Path) -> None:
+def test_weight_load_own_scheme_quantizes_head_left_plain(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     (file,) = folder.glob("*.safetensors")
@@ -198,9 +196,7 @@ def test_weights_that_are_no_numbers_are_refused_unless_allowed(tmp_path: Path) 
     assert loaded(planned(path, allow_nonfinite=True))
 
 
-def test_a_folder_is_saved_and_what_is_in_the_way_is_reported_before_a_weight_is_read(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_weight_load_save_quantized_refuses_existing_folder(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "saved"
     weights = loaded(planned(folder, save_quantized=str(target)))
     assert (target / MANIFEST_FILE).is_file()

@@ -47,7 +47,7 @@ def num_live(running: Served) -> int:
 @for_each("path", BODIES)
 @for_each("stream", [False, True])
 @for_each("num_steps", [0, 3])
-def test_a_client_that_goes_takes_its_request_along(held, path, stream, num_steps):
+def test_client_disconnect_aborts_its_requests(held, path, stream, num_steps):
     running, gate = held
     num_requests = 2 if path == "/v1/completions" else 1
     gate.allowed = type(gate.allowed)(0)
@@ -75,7 +75,7 @@ def test_a_client_that_goes_takes_its_request_along(held, path, stream, num_step
         pass
 
 
-def test_waiting_clients_that_go_leave_the_others_alone(held):
+def test_client_disconnect_while_waiting_leaves_others_alone(held):
     running, gate = held
     gate.open()
     alone = httpx.post(f"{running.url}/v1/chat/completions", json={**CHAT, "temperature": 0, "max_tokens": 40}).json()
@@ -103,7 +103,7 @@ def test_waiting_clients_that_go_leave_the_others_alone(held):
     until(lambda: not running.engine.has_unfinished(), "the engine goes on")
 
 
-def test_nothing_is_left(held):
+def test_finished_requests_leave_nothing_in_the_engine(held):
     running, gate = held
     gate.open()
     httpx.post(f"{running.url}/v1/completions", json={"model": MODEL, "prompt": said("abc")})

@@ -37,11 +37,11 @@ def check_soak(server: Loaded, number: int, num_clients: int, abort_share: float
     return errors.get(LEFT, 0)
 
 
-def test_fifty_streams_at_once(server: Loaded) -> None:
+def test_server_streams_50_clients(server: Loaded) -> None:
     check_finished(server, num_clients=50, number=50, num_output=8)
 
 
-def test_three_hundred_requests_with_aborts_leave_nothing(server: Loaded) -> None:
+def test_server_300_requests_with_aborts_leave_nothing(server: Loaded) -> None:
     before = server.ledger()
     check_soak(server, 60, 16, 0.1)
     resident = server.resident_bytes()
@@ -52,7 +52,7 @@ def test_three_hundred_requests_with_aborts_leave_nothing(server: Loaded) -> Non
     assert all(value < 16 * MIB for value in grown.values()), grown
 
 
-def test_a_slope_tells_growth_from_noise() -> None:
+def test_slope_separates_growth_from_noise() -> None:
     assert slope([5, 7, 5, 6, 5, 7, 6, 5]).includes_zero
     assert slope([9, 9, 9, 8, 8]).includes_zero
     assert not slope([1, 2, 3.2, 4, 5, 6.1, 7]).includes_zero
@@ -60,7 +60,7 @@ def test_a_slope_tells_growth_from_noise() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_streams_at_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_server_streams_1000_clients_without_growth(tmp_path_factory: pytest.TempPathFactory) -> None:
     """All finish, and later rounds hold no more than the first ones did."""
     file_limit(1000)
     with loaded(tmp_path_factory.mktemp("thousand")) as server:
@@ -75,7 +75,7 @@ def test_a_thousand_streams_at_once(tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.slow
-def test_twenty_thousand_requests_with_aborts(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_server_20000_requests_with_aborts_leave_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Resident memory does not grow, pages are all free, the ledger is as it was.
 
     In the rounds before the first look there are four times as many clients: what a crowd needs at once stays with the process,

@@ -82,14 +82,14 @@ def document(small: Served) -> BaseSchema:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "path"), [one for one in OPERATIONS if one[1] not in SLOW_ONLY])
-def test_a_sample(small: Served, document: BaseSchema, method: str, path: str) -> None:
+def test_openapi_fuzz_sample_of_each_operation(small: Served, document: BaseSchema, method: str, path: str) -> None:
     fuzz(small, document, method, path, NUM_QUICK if method == "POST" else 2)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_many(small: Served, document: BaseSchema, method: str, path: str) -> None:
+def test_openapi_fuzz_many_cases_of_each_operation(small: Served, document: BaseSchema, method: str, path: str) -> None:
     fuzz(small, document, method, path, NUM_SLOW if method == "POST" else 50)
 
 
@@ -124,14 +124,14 @@ def fuzz(running: Served, document: BaseSchema, method: str, path: str, num_exam
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", STREAMED)
-def test_streams_are_as_the_document_has_them(document: BaseSchema, path: str) -> None:
+def test_openapi_document_describes_the_streams(document: BaseSchema, path: str) -> None:
     query = STREAMED[path]
     operation = document[path]["POST"]
     case = operation.Case(body={**query, "stream": True}, media_type="application/json")
     case.validate_response(case.call(timeout=60), excluded_checks=[positive_data_acceptance])
 
 
-def test_nothing_of_the_document_is_left_out(document: BaseSchema) -> None:
+def test_openapi_document_lists_each_operation_and_status(document: BaseSchema) -> None:
     paths = document.raw_schema["paths"]
     found = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     assert found == {*OPERATIONS, ("GET", "/memory/stream")}

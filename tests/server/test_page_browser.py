@@ -132,7 +132,7 @@ def finished(page: Page) -> None:
     page.wait_for_selector("body:not(.running)")
 
 
-def test_a_chat_there_and_back(opened: tuple[Page, World]) -> None:
+def test_page_chat_sends_settings_and_shows_the_answer(opened: tuple[Page, World]) -> None:
     page, world = opened
     expect(page.locator("#model")).to_have_text("tiny-model")
     page.click("#settings summary")
@@ -179,7 +179,7 @@ def test_a_chat_there_and_back(opened: tuple[Page, World]) -> None:
 
 
 @pytest.mark.slow
-def test_the_map_moves_while_a_request_runs(opened: tuple[Page, World]) -> None:
+def test_page_map_grows_while_a_request_runs(opened: tuple[Page, World]) -> None:
     page, world = opened
     squares = page.locator("#pages i")
     expect(squares).to_have_count(728)
@@ -209,7 +209,7 @@ def test_the_map_moves_while_a_request_runs(opened: tuple[Page, World]) -> None:
 
 
 @pytest.mark.slow
-def test_map_marks_the_pages_of_this_chat_alone(opened: tuple[Page, World]) -> None:
+def test_page_map_marks_only_pages_of_this_chat(opened: tuple[Page, World]) -> None:
     page, world = opened
     expect(page.locator(".note")).to_contain_text("a prompt that begins alike starts there")
     other = world.begin(480)
@@ -230,7 +230,7 @@ def test_map_marks_the_pages_of_this_chat_alone(opened: tuple[Page, World]) -> N
 
 
 @pytest.mark.slow
-def test_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
+def test_page_memory_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
     page, world = opened
     expect(page.locator(".block")).to_have_count(8)
     areas = page.evaluate(
@@ -250,7 +250,7 @@ def test_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
 
 
 @pytest.mark.slow
-def test_esc_stops_and_what_came_is_kept(opened: tuple[Page, World]) -> None:
+def test_page_esc_stops_and_keeps_the_text(opened: tuple[Page, World]) -> None:
     page, world = opened
     world.seconds_per_token = 0.1
     say(page, "Go on")
@@ -264,7 +264,7 @@ def test_esc_stops_and_what_came_is_kept(opened: tuple[Page, World]) -> None:
 
 
 @pytest.mark.slow
-def test_regenerate_edit_clear_and_undo(opened: tuple[Page, World]) -> None:
+def test_page_regenerate_edit_clear_and_undo(opened: tuple[Page, World]) -> None:
     page, world = opened
     world.answer = "one"
     say(page, "First")
@@ -285,7 +285,7 @@ def test_regenerate_edit_clear_and_undo(opened: tuple[Page, World]) -> None:
     expect(page.locator("article")).to_have_count(2)
 
 
-def test_broken_stream_shows_an_error_in_its_message(opened: tuple[Page, World]) -> None:
+def test_page_broken_stream_shows_an_error_in_its_message(opened: tuple[Page, World]) -> None:
     page, world = opened
     world.break_after = 3
     say(page, "Hello")
@@ -306,7 +306,7 @@ def test_reasoning_is_folded(opened: tuple[Page, World]) -> None:
     expect(page.locator("article.assistant > .text")).to_have_text("Then I say.")
 
 
-def test_no_text_becomes_markup(opened: tuple[Page, World]) -> None:
+def test_page_escapes_markup_in_all_text(opened: tuple[Page, World]) -> None:
     page, world = opened
     bad = "<img src=x onerror=alert(1)><script>alert(2)</script> [go](javascript:alert(3)) **<svg onload=alert(4)>**"
     world.answer = f"{bad}\n\n```html\n{bad}\n```\n\n| a | b |\n|---|---|\n| {bad} | x |\n\n- {bad}"
@@ -336,7 +336,7 @@ MARKDOWN = [
 
 
 @pytest.mark.slow
-def test_markdown_as_it_streams_and_at_once(opened: tuple[Page, World]) -> None:
+def test_page_markdown_streamed_equals_markdown_at_once(opened: tuple[Page, World]) -> None:
     page, _ = opened
     for text, markup in MARKDOWN:
         streamed, whole = page.evaluate(OUTLINE, text)
@@ -381,7 +381,9 @@ def test_page_without_a_key_opens_the_dialog_and_keeps_the_key(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [400, 1600])
-def test_widths_light_and_dark(browser: Browser, served: tuple[World, str], world: World, width: int) -> None:
+def test_page_layout_at_each_width_light_and_dark(
+    browser: Browser, served: tuple[World, str], world: World, width: int
+) -> None:
     page, faults = open_page(browser, served[1], width)
     expect(page.locator("#link")).to_have_attribute("data-state", "live")
     page.click("#settings summary")
@@ -416,7 +418,7 @@ def test_widths_light_and_dark(browser: Browser, served: tuple[World, str], worl
 
 
 @pytest.mark.slow
-def test_the_keyboard_reaches_everything(opened: tuple[Page, World]) -> None:
+def test_page_controls_are_reachable_by_keyboard(opened: tuple[Page, World]) -> None:
     page, _ = opened
     page.click("#settings summary")
     page.evaluate("document.activeElement.blur(); document.body.focus()")
@@ -434,7 +436,7 @@ def test_the_keyboard_reaches_everything(opened: tuple[Page, World]) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_and_comes_back(browser: Browser) -> None:
+def test_page_reconnects_after_the_server_restarts(browser: Browser) -> None:
     world = World()
     with serve(make_world_app(world)) as url:
         page, _ = open_page(browser, url)
@@ -462,7 +464,7 @@ REPORT = MemoryReport(
 
 
 @pytest.mark.slow
-def test_the_page_before_the_whole_server(browser: Browser) -> None:
+def test_page_works_with_the_whole_server(browser: Browser) -> None:
     """The application as it is served, over an engine whose steps take a moment."""
     with served_engine(memory=REPORT, clock=time.monotonic) as running:
         running.engine.runner.on_step = lambda step: time.sleep(0.01)  # type: ignore[attr-defined]

@@ -21,13 +21,13 @@ def client() -> TestClient:
     return TestClient(app, base_url="http://localhost")
 
 
-def test_every_file_is_served_and_the_whole_is_small() -> None:
+def test_page_files_are_all_listed_and_small() -> None:
     assert {path.name for path in FOLDER.iterdir()} == set(page.MEDIA_TYPES)
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < MAX_BYTES
 
 
 @for_each("path", sorted(page.PATHS))
-def test_a_file_is_answered_with_its_type_and_policy(client: TestClient, path: str) -> None:
+def test_page_file_has_its_media_type_etag_and_policy(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 200
     assert answer.content == (FOLDER / page.PATHS[path]).read_bytes()
@@ -40,14 +40,14 @@ def test_a_file_is_answered_with_its_type_and_policy(client: TestClient, path: s
     assert (head.status_code, head.content) == (200, b"")
 
 
-def test_the_policy_leaves_no_way_out_and_no_script_in_texts() -> None:
+def test_page_policy_allows_no_other_origin_or_inline_script() -> None:
     assert "default-src 'none'" in page.POLICY
     assert "unsafe" not in page.POLICY
     assert "*" not in page.POLICY
     assert "http" not in page.POLICY
 
 
-def test_nothing_in_the_files_leads_elsewhere() -> None:
+def test_page_files_contain_no_outside_addresses() -> None:
     allowed = {"http://www.w3.org/2000/svg"}
     for path in FOLDER.iterdir():
         addresses = set(re.findall(r"\b(?:https?|wss?|data|blob):/?/?[\w.]+[\w./]*", path.read_text(encoding="utf-8")))
@@ -64,7 +64,7 @@ def test_page_has_no_inline_script_or_style_and_writes_no_markup() -> None:
         assert words == [], f"{path.name}: {words}"
 
 
-def test_every_id_that_the_scripts_ask_for_is_on_the_page_once() -> None:
+def test_page_script_ids_are_in_the_markup_once() -> None:
     ids = re.findall(r'\bid="([\w-]+)"', (FOLDER / "index.html").read_text(encoding="utf-8"))
     assert len(ids) == len(set(ids))
     for path in FOLDER.glob("*.js"):
@@ -72,7 +72,7 @@ def test_every_id_that_the_scripts_ask_for_is_on_the_page_once() -> None:
         assert body <= set(ids), f"{path.name}: {body - set(ids)}"
 
 
-def test_every_field_has_a_label() -> None:
+def test_page_form_fields_have_labels() -> None:
     markup = (FOLDER / "index.html").read_text(encoding="utf-8")
     inside = "".join(re.findall(r"<label[^>]*>.*?</label>", markup, re.DOTALL))
     for kind, attributes in re.findall(r"<(input|textarea|progress)\b([^>]*)>", markup):

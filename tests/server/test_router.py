@@ -35,7 +35,7 @@ ADDED_TO_CHATS = {"separate_reasoning": True, "stream_reasoning": True, "include
 # --- the fields that it adds
 
 
-def test_what_the_router_adds_to_requests_is_taken(client: httpx.Client) -> None:
+def test_router_fields_added_to_requests_are_accepted(client: httpx.Client) -> None:
     given = {"prompt": "go on", "max_tokens": 2, **ADDED, "echo": False}
     assert client.post("/v1/completions", json=given).status_code == 200
     chat = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 2, **ADDED, **ADDED_TO_CHATS}
@@ -43,7 +43,7 @@ def test_what_the_router_adds_to_requests_is_taken(client: httpx.Client) -> None
 
 
 @for_each("field, value", [("no_stop_trim", True), ("return_hidden_states", True), ("separate_reasoning", False)])
-def test_what_asks_for_something_in_those_fields_is_refused(client: httpx.Client, field: str, value: bool) -> None:
+def test_router_field_with_an_effect_is_refused(client: httpx.Client, field: str, value: bool) -> None:
     chat = {"messages": [{"role": "user", "content": "go on"}], field: value}
     answer = client.post("/v1/chat/completions", json=chat)
     assert answer.status_code == 400
@@ -157,7 +157,7 @@ class Load:
 
 @pytest.mark.slow
 @needs_router
-def test_dying_server_fails_no_request_before_its_first_token() -> None:
+def test_router_dying_server_fails_no_request_before_a_token() -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(started("slow")) for _ in range(2)]
         url = stack.enter_context(routed(servers))
@@ -174,7 +174,7 @@ def test_dying_server_fails_no_request_before_its_first_token() -> None:
 
 @pytest.mark.slow
 @needs_router
-def test_a_server_that_drains_fails_nothing() -> None:
+def test_router_draining_server_fails_no_request() -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(started("slow", drain_seconds=20.0)) for _ in range(2)]
         url = stack.enter_context(routed(servers))
@@ -188,6 +188,6 @@ def test_a_server_that_drains_fails_nothing() -> None:
         assert servers[0].process.wait(30) == 0
 
 
-def test_what_the_recipe_shows_of_a_body_is_json() -> None:
+def test_router_recipe_body_is_json() -> None:
     shown = RECIPE.read_text(encoding="utf-8").partition("-d '")[2].partition("'")[0]
     assert json.loads(shown)["stream"] is True

@@ -12,7 +12,7 @@ from holdfast.server.run import Server, WaitingDoor, address_of, bind_socket, ra
 from server.raw_server import StubLLM, connect, get, running, status_of, talk
 
 
-def test_a_port_has_one_owner() -> None:
+def test_bind_socket_second_owner_of_a_port_is_refused() -> None:
     with bind_socket("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         with raises_code("http.cannot_listen", reason="another program uses the port"):
@@ -20,7 +20,7 @@ def test_a_port_has_one_owner() -> None:
     bind_socket("127.0.0.1", port).close()
 
 
-def test_unknown_hosts_are_refused() -> None:
+def test_bind_socket_unknown_host_is_refused() -> None:
     for host in ("nowhere.invalid", "192.0.2.1", "a" * 300):
         with raises_code("http.cannot_listen"):
             bind_socket(host, 0)
@@ -29,7 +29,7 @@ def test_unknown_hosts_are_refused() -> None:
 @pytest.mark.parametrize(
     ("host", "start"), [("127.0.0.1", "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:"), ("::1", "http://[::1]:")]
 )
-def test_addresses_for_people(host: str, start: str) -> None:
+def test_address_of_listener_is_a_url_to_open(host: str, start: str) -> None:
     try:
         listener = bind_socket(host, 0)
     except HoldfastError:
@@ -38,7 +38,7 @@ def test_addresses_for_people(host: str, start: str) -> None:
         assert address_of(listener).startswith(start)
 
 
-def test_the_door_while_a_model_loads() -> None:
+def test_waiting_door_answers_503_while_a_model_loads() -> None:
     """Every client gets 503 at once, even next to a silent one; afterwards the port is the server's."""
     with bind_socket("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
@@ -57,7 +57,7 @@ def test_the_door_while_a_model_loads() -> None:
             listener.accept()[0].close()
 
 
-def test_the_limit_on_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raise_file_limit_warns_if_the_hard_limit_is_low(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     limits = {"now": (1024, 4096)}
@@ -71,7 +71,7 @@ def test_the_limit_on_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "about 4032 connections" in warning
 
 
-def test_a_dead_engine_ends_the_server() -> None:
+def test_server_dead_engine_ends_the_server() -> None:
     with running() as server:
         assert status_of(talk(server.port, get("/health"))) == 200
         StubLLM.is_alive = False
@@ -85,7 +85,7 @@ def test_a_dead_engine_ends_the_server() -> None:
             StubLLM.is_alive = True
 
 
-def test_second_signal_forces_the_end() -> None:
+def test_server_stop_twice_forces_the_exit() -> None:
     with running() as started:
         server = Server(started.server.config.app, started.service, lambda: None, owns_process=False)  # type: ignore[arg-type]
     assert (server.should_exit, server.force_exit) == (False, False)

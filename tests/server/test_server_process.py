@@ -104,7 +104,7 @@ def test_sigterm_lets_running_requests_finish() -> None:
             connection.close()
 
 
-def test_what_does_not_finish_in_time_gets_an_error() -> None:
+def test_drain_timeout_ends_requests_with_an_error() -> None:
     with started(drain_seconds=0.5) as process:
         running = streams(process, 8, 240)
         whole = connect(process.port)
@@ -129,7 +129,7 @@ def test_what_does_not_finish_in_time_gets_an_error() -> None:
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once() -> None:
+def test_second_signal_ends_the_server_at_once() -> None:
     with started(drain_seconds=60.0) as process:
         running = streams(process, 2, 240)
         process.process.send_signal(signal.SIGINT)
@@ -145,7 +145,7 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
-def test_death_of_the_core(number: signal.Signals) -> None:
+def test_server_killed_core_ends_streams_and_process(number: signal.Signals) -> None:
     """Clients get an error event in 2 s, the process ends by itself with one line, and the port is free."""
     with started() as process:
         running = streams(process, 4, 240)
@@ -168,14 +168,14 @@ def test_death_of_the_core(number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_death_of_an_idle_core_is_noticed() -> None:
+def test_server_notices_the_death_of_an_idle_core() -> None:
     with started() as process:
         os.kill(process.core, signal.SIGKILL)
         code, _ = process.end(5)
         assert code == 1
 
 
-def test_death_of_the_server() -> None:
+def test_server_killed_ends_its_core() -> None:
     """Its core does not outlive it, and clients see the end."""
     with started() as process:
         running = streams(process, 2, 240)
@@ -187,7 +187,7 @@ def test_death_of_the_server() -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_core_is_red_and_may_come_back() -> None:
+def test_server_health_follows_a_stopped_and_continued_core() -> None:
     """Red within 2 s of silence, green again when it goes on; nothing of an answer is lost."""
     with started() as process:
         assert status_of(talk(process.port, get("/health"))) == 200

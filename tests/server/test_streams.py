@@ -27,7 +27,7 @@ BODIES = {
 
 
 @for_each("path", BODIES)
-def test_an_engine_that_dies_ends_streams_with_an_error(path):
+def test_stream_dead_engine_ends_with_an_error_event(path):
     engine = make_served_engine()
     num_steps = 0
 
@@ -52,7 +52,7 @@ def test_an_engine_that_dies_ends_streams_with_an_error(path):
         assert again.json()["error"]["code"] == "engine_dead"
 
 
-def test_more_than_the_queue_holds_is_refused_at_once():
+def test_completion_with_more_prompts_than_the_queue_is_refused():
     engine = make_served_engine(max_queue=3, max_num_seqs=1)
     with app_client(engine) as client:
         for stream in (False, True):
@@ -63,7 +63,7 @@ def test_more_than_the_queue_holds_is_refused_at_once():
     assert_at_rest(engine)
 
 
-def test_a_slow_reader_gets_everything():
+def test_stream_slow_reader_gets_the_whole_answer():
     """Between two writes the model goes on; what it said meanwhile comes in one piece."""
     text = "0123456789" * 12
 
@@ -183,7 +183,7 @@ class VirtualSelector:
         return getattr(self._selector, name)
 
 
-def test_pings_come_after_silence_alone(monkeypatch):
+def test_event_stream_pings_only_after_silence(monkeypatch):
     """Each piece, and each ping, begins the wait anew."""
     clock = VirtualSelector(selectors.DefaultSelector())
     loop = asyncio.SelectorEventLoop(clock)

@@ -47,12 +47,12 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
     return made
 
 
-def test_nothing_without_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_traces_without_a_collector_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     assert open_traces("tiny") is None
 
 
-def test_missing_sdk_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_traces_without_sdk_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))
@@ -60,7 +60,7 @@ def test_missing_sdk_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
         open_traces("tiny")
 
 
-def test_a_span_for_each_request(spans: list[Span]) -> None:
+def test_traces_have_a_span_for_each_request(spans: list[Span]) -> None:
     traces = open_traces("tiny")
     assert traces is not None
     client = make_client(traces=traces)

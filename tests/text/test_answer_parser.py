@@ -75,7 +75,7 @@ def special_tokenizer(tokens: list[str], plain: list[str]) -> Tokenizer:
     return Tokenizer(backend, "fake", {})
 
 
-def test_answer_form_special_markers_are_found_and_shown():
+def test_answer_format_special_tokens_are_found_and_shown():
     markers = [*KIMI_K2.tokens, "<|im_end|>"]
     tokenizer = special_tokenizer(markers, [OPENING, CLOSING])
     special = AnswerFormat(QWEN3, KIMI_K2, TOOLS).special_tokens(tokenizer)
@@ -92,13 +92,13 @@ def test_answer_form_special_markers_are_found_and_shown():
     assert AnswerFormat(QWEN3, HERMES, TOOLS).special_tokens(None) == {}
 
 
-def test_answer_form_stops_are_those_of_channels():
+def test_answer_format_stop_token_ids_are_those_of_channels():
     tokenizer = special_tokenizer(["<|call|>", "<|return|>"], [])
     assert AnswerFormat(HARMONY).stop_token_ids(tokenizer) == (3, 4)
     assert AnswerFormat(None, FORMATS["harmony"], TOOLS).stop_token_ids(tokenizer) == (3, 4)
     assert AnswerFormat(QWEN3, HERMES, TOOLS).stop_token_ids(tokenizer) == ()
 
 
-def test_llama_tagged_code_hides_the_tag():
+def test_answer_parser_hides_the_llama_python_tag():
     parser = AnswerFormat(None, LLAMA3_JSON, TOOLS).parser(None, LLAMA3_JSON.tokens)
     assert content_of(read(parser, ["<|python_tag|>now.call()"])) == "now.call()"

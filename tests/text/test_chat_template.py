@@ -93,13 +93,13 @@ def test_render_adds_the_generation_prompt_by_default():
     assert template.render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "False"
 
 
-def test_text_parts_are_joined():
+def test_render_joins_text_parts():
     template = ChatTemplate("{{ messages[0].content }}", "x", {})
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert template.render([{"role": "user", "content": parts}]) == "a\nb"
 
 
-def test_messages_are_checked_before_the_template_runs():
+def test_render_checks_messages_before_the_template_runs():
     template = ChatTemplate("{{ raise_exception('ran') }}", "x", {})
     with raises_code("template.bad_message", PromptError):
         template.render([{"content": "hi"}])
@@ -107,7 +107,7 @@ def test_messages_are_checked_before_the_template_runs():
         template.render([{"role": "user", "content": "hi"}], tools=[object()])
 
 
-def test_the_caller_s_messages_are_not_touched():
+def test_render_does_not_change_the_messages():
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}], "reasoning": "r"}]
     before = json.dumps(messages)
     ChatTemplate("{{ messages }}", "x", {}).render(messages)
@@ -141,14 +141,14 @@ def test_render_failure_is_one_line_that_names_the_file(source, code):
         assert len(str(caught.value)) < 600
 
 
-def test_check_broken_template_is_refused():
+def test_template_check_refuses_broken_syntax():
     template = ChatTemplate("{% if %}", "x", {})
     with raises_code("template.syntax", TemplateError):
         template.check()
     ChatTemplate("{{ messages }}", "x", {}).check()
 
 
-def test_compiling_happens_once_even_when_it_fails(monkeypatch):
+def test_chat_template_compiles_once_even_if_it_fails(monkeypatch):
     compiled = []
     compile_template = ChatSandbox.compile_template
     monkeypatch.setattr(
@@ -162,7 +162,7 @@ def test_compiling_happens_once_even_when_it_fails(monkeypatch):
     assert compiled == [sound.source, broken.source]
 
 
-def test_many_threads_may_render_at_once():
+def test_render_is_thread_safe():
     template = ChatTemplate("{% for i in range(200) %}{{ messages[0].content }}{% endfor %}", "x", {})
     results: dict[int, str] = {}
 
@@ -178,7 +178,7 @@ def test_many_threads_may_render_at_once():
     assert results == {number: f"<{number}>" * 200 for number in range(8)}
 
 
-def test_hostile_templates_are_stopped_in_other_threads_too():
+def test_render_hostile_template_is_stopped_in_other_threads():
     outcome: list[str] = []
 
     def work() -> None:
@@ -194,7 +194,7 @@ def test_hostile_templates_are_stopped_in_other_threads_too():
     assert "steps" in outcome[0]
 
 
-def test_work_grows_with_the_conversation_and_no_faster():
+def test_render_work_grows_in_proportion_to_the_conversation():
     source = CHAT_TEMPLATES["thinking"]
     template = ChatTemplate(source, "x", {})
 
@@ -206,13 +206,13 @@ def test_work_grows_with_the_conversation_and_no_faster():
     assert lines(300) < 3.2 * lines(100)
 
 
-def test_a_large_conversation_is_within_the_budget():
+def test_render_large_conversation_stays_within_budget():
     messages = [{"role": ("user", "assistant")[index % 2], "content": "é" * 4000} for index in range(1000)]
     for name, source in CHAT_TEMPLATES.items():
         assert len(ChatTemplate(source, name, {"bos_token": "<s>", "eos_token": "</s>"}).render(messages)) > 100_000
 
 
-def test_a_file_of_its_own_comes_before_the_config(tmp_path):
+def test_chat_template_file_wins_over_tokenizer_config(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "config", "bos_token": "<s>"}))
     template = chat_template_from_directory(tmp_path)
     assert (template.source, template.origin) == ("config", "tokenizer_config.json")
@@ -222,7 +222,7 @@ def test_a_file_of_its_own_comes_before_the_config(tmp_path):
     assert template.render([{"role": "user", "content": "hi"}]) == "file <s>"
 
 
-def test_the_default_of_several_templates_is_taken(tmp_path):
+def test_chat_template_default_of_several_is_taken(tmp_path):
     config = tmp_path / "tokenizer_config.json"
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     config.write_text(json.dumps({"chat_template": several}))
@@ -233,7 +233,7 @@ def test_the_default_of_several_templates_is_taken(tmp_path):
     assert chat_template_from_directory(tmp_path) is None
 
 
-def test_a_folder_without_a_template_has_none(tmp_path):
+def test_chat_template_folder_without_template_is_none(tmp_path):
     assert chat_template_from_directory(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert chat_template_from_directory(tmp_path) is None
@@ -246,7 +246,7 @@ def test_templates_of_a_wrong_type_are_refused(tmp_path, value):
         chat_template_from_directory(tmp_path)
 
 
-def test_a_template_file_that_is_not_text_is_refused(tmp_path):
+def test_chat_template_file_not_utf8_or_too_large_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with raises_code("template.not_utf8", ModelFormatError):
         chat_template_from_directory(tmp_path)
@@ -255,7 +255,7 @@ def test_a_template_file_that_is_not_text_is_refused(tmp_path):
         chat_template_from_directory(tmp_path)
 
 
-def test_gguf_metadata_gives_the_template_and_its_tokens():
+def test_chat_template_from_gguf_knows_its_special_tokens():
     metadata = {
         "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
         "tokenizer.ggml.tokens": ["<s>", "</s>"],
@@ -339,21 +339,21 @@ def test_plain_messages_bad_message_is_refused_in_one_line(messages, code):
     assert len(str(caught.value)) < 500
 
 
-def test_a_message_that_holds_itself_is_refused():
+def test_plain_cyclic_message_is_refused():
     message = {"role": "user", "content": "a"}
     message["self"] = message
     with raises_code("template.too_large", PromptError):
         plain(message)
 
 
-def test_content_becomes_one_string():
+def test_plain_joins_content_parts_to_one_string():
     assert plain({"role": "user", "content": "a"}) == [{"role": "user", "content": "a"}]
     parts = [{"type": "text", "text": "a"}, "b", {"text": "c"}]
     assert plain({"role": "user", "content": parts})[0]["content"] == "a\nb\nc"
     assert plain({"role": "user", "content": ({"type": "text", "text": "a"},)})[0]["content"] == "a"
 
 
-def test_calls_of_tools_need_no_content():
+def test_plain_tool_calls_need_no_content():
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     assert plain(call) == [call]
     assert plain({**call, "content": None})[0]["content"] is None
@@ -366,7 +366,7 @@ def test_reasoning_is_known_by_the_names_that_templates_read():
     assert "thinking" not in plain({"role": "assistant", "content": "a"})[0]
 
 
-def test_only_built_in_types_come_out():
+def test_plain_converts_subclasses_to_built_in_types():
     message = Dict(role=Text("user"), content=Text("a"), more=[Dict(x=Text("y")), (True, 1, 2.5, None)])
     copied = plain(message)[0]
     assert copied == {"role": "user", "content": "a", "more": [{"x": "y"}, [True, 1, 2.5, None]]}
@@ -374,7 +374,7 @@ def test_only_built_in_types_come_out():
     assert type(copied["more"][0]) is dict
 
 
-def test_characters_are_counted():
+def test_plain_data_counts_characters():
     data = PlainData()
     plain_messages([{"role": "user", "content": "abc"}], data)
     assert data.num_chars == len("roleusercontentabc")
@@ -392,12 +392,12 @@ JSON = st.recursive(
 
 
 @given(value=JSON)
-def test_json_comes_out_as_it_went_in(value):
+def test_plain_data_copy_of_json_is_equal(value):
     assert PlainData().copy(value, "x") == value
 
 
 @given(messages=st.one_of(JSON, st.lists(st.dictionaries(st.sampled_from(["role", "content", "x"]), JSON))))
-def test_whatever_is_given_there_is_a_copy_or_a_prompt_error(messages):
+def test_plain_messages_any_input_is_copied_or_refused(messages):
     try:
         copied = plain_messages(messages, PlainData())
     except PromptError:
@@ -420,7 +420,7 @@ TYPED = {
 }
 
 
-def test_channels_of_gpt_oss():
+def test_render_gpt_oss_channels():
     """Schemas by a macro that calls itself, a thought that is kept until an answer follows it, and who may speak."""
     template = ChatTemplate(CHAT_TEMPLATES["channels"], "x", {})
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "3", "thinking": "so"}

@@ -80,7 +80,7 @@ def test_encode_chat_without_own_tokens_encodes_the_whole_text(tokenizer, pieces
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 @given(contents=st.lists(pieces.map("".join).filter(lambda text: text.strip()), min_size=1, max_size=3))
-def test_no_message_brings_a_control_token(tokenizer, contents):
+def test_render_chat_content_adds_no_control_token(tokenizer, contents):
     messages = [{"role": "user", "content": content} for content in contents]
     rendered = TEMPLATE.render_chat(messages, tokenizer.control_tokens)
     assert rendered.text == TEMPLATE.render(messages)
@@ -135,7 +135,7 @@ def test_render_chat_ambiguous_control_tokens_are_refused():
 
 
 @for_each("place", ["role", "name", "tools", "documents", "key"])
-def test_control_tokens_in_every_place_of_a_conversation(place):
+def test_render_chat_control_tokens_in_any_place_stay_text(place):
     tokenizer = TOKENIZERS["byte level"]
     source = "<s>{{ messages | tojson }}{{ tools | tojson }}{{ documents | tojson }}"
     message = {"role": "user", "content": "x"}
@@ -148,7 +148,7 @@ def test_control_tokens_in_every_place_of_a_conversation(place):
     assert [rendered.text[start:end] for start, end in rendered.own] == ["</s>"]
 
 
-def test_tokens_that_are_only_kept_whole_stay_whole():
+def test_render_chat_non_special_tokens_stay_whole():
     tokenizer = TOKENIZERS["byte level"]
     rendered = ChatTemplate(CHATML, "fake", {}).render_chat(
         [{"role": "user", "content": "<think></s></think>"}], tokenizer.control_tokens
@@ -157,7 +157,7 @@ def test_tokens_that_are_only_kept_whole_stay_whole():
     assert [tokenizer.vocabulary_id(text) in ids for text in (*WHOLE, "</s>")] == [True, True, False]
 
 
-def test_a_text_with_our_own_marks_is_refused():
+def test_render_chat_reserved_marks_in_text_are_refused():
     tokenizer = TOKENIZERS["byte level"]
     messages = [{"role": "user", "content": "\ufdd0</s>\ufdd2"}]
     with raises_code("template.control_tokens", TemplateError):
@@ -166,7 +166,7 @@ def test_a_text_with_our_own_marks_is_refused():
         tokenizer.encode_chat("\ufdd2</s>", [(1, 5)])
 
 
-def test_a_vocabulary_that_holds_the_same_text_is_found_out():
+def test_encode_chat_vocabulary_with_token_text_is_refused():
     backend = Backend(models.WordLevel({"</s>": 0, "a": 1, "<unk>": 2}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(["</s>"])
@@ -175,7 +175,7 @@ def test_a_vocabulary_that_holds_the_same_text_is_found_out():
         tokenizer.encode_chat("a </s> a", [(2, 6)])
 
 
-def test_no_special_tokens_no_work():
+def test_control_tokens_empty_leave_messages_unmarked():
     assert ControlTokens({}).marked([{"content": "</s>"}], around=False) == ([{"content": "</s>"}], 0)
     assert unmarked("plain") == ("plain", [])
 
@@ -184,7 +184,7 @@ def test_no_special_tokens_no_work():
     ("content", "text"),
     [("The sea", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nThe sea"), (" a ", "assistant\n a ")],
 )
-def test_the_last_message_goes_on(content, text):
+def test_render_chat_continues_the_final_message(content, text):
     template = ChatTemplate(CHATML, "fake", {})
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
     rendered = template.render_chat(messages, None, add_generation_prompt=False, continue_final_message=True)

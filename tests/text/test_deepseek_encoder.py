@@ -73,12 +73,12 @@ def is_fixture(prompt: str, name: str) -> bool:
 
 
 @for_each("name", FIXTURES)
-def test_prompts_of_fixtures_are_equal_to_the_byte(name):
+def test_deepseek_encoder_fixture_prompts_match_byte_for_byte(name):
     version, chat, tools_first, options = FIXTURES[name]
     assert is_fixture(fixture_prompt(ENCODERS[version], chat, tools_first, options), name)
 
 
-def test_every_fixture_file_is_used():
+def test_deepseek_fixtures_use_each_case_file():
     stems = {path.stem for path in CASES.iterdir() if path.suffix in (".txt", ".sha256")}
     assert stems == set(FIXTURES)
 
@@ -239,7 +239,7 @@ WRITTEN: dict[str, tuple[str, list[dict[str, object]], dict[str, Any], str]] = {
 
 
 @for_each("name", WRITTEN)
-def test_prompts_by_hand_are_equal_to_the_byte(name):
+def test_deepseek_encoder_written_prompts_match_byte_for_byte(name):
     version, messages, options, expected = WRITTEN[name]
     assert ENCODERS[version].render(messages, **options) == BEGIN + expected  # type: ignore[arg-type]
 
@@ -261,7 +261,7 @@ def changed_strings(encoding: Encoding) -> list[tuple[str, Encoding]]:
 
 
 @pytest.mark.parametrize("version", [V32, V4])
-def test_a_changed_string_breaks_some_prompt(version, monkeypatch):
+def test_deepseek_encoder_each_changed_string_breaks_a_prompt(version, monkeypatch):
     for name, encoding in changed_strings(encodings()[version]):
         encoder = DeepSeekEncoder(version)
         monkeypatch.setattr(encoder, "encoding", encoding)
@@ -286,7 +286,7 @@ PLACEHOLDERS = {
 }
 
 
-def test_the_data_file_has_every_string_and_no_other():
+def test_deepseek_data_file_has_exactly_the_encoding_strings():
     data = json.loads((Path(deepseek_encoder.__file__).parent / DATA_FILE).read_text(encoding="utf-8"))
     assert set(data) == {"source", "licence", "versions"}
     assert "MIT" in data["licence"]
@@ -308,12 +308,12 @@ def test_the_data_file_has_every_string_and_no_other():
             assert set(tokens) <= set(encoding.control_tokens)
 
 
-def test_architectures_are_those_of_the_families():
+def test_deepseek_architectures_match_the_families():
     assert {FAMILIES[architecture].name: name for architecture, name in ARCHITECTURES.items()} == {V32: V32, V4: V4}
 
 
 @pytest.mark.parametrize(("version", "marker"), [(V32, "｜DSML｜function_calls"), (V4, "｜DSML｜tool_calls")])
-def test_detection_sees_the_markers_of_a_version(version, marker):
+def test_deepseek_encoder_source_has_its_version_markers(version, marker):
     encoder, other = ENCODERS[version], ENCODERS[V32 if version == V4 else V4]
     assert marker in encoder.source
     assert marker not in other.source
@@ -366,7 +366,7 @@ FAILURES: list[tuple[str, list[dict[str, object]], dict[str, Any], str]] = [
 
 
 @for_each("version, messages, options, code", FAILURES)
-def test_encoder_wrong_chat_is_refused_in_one_line(version, messages, options, code):
+def test_deepseek_encoder_wrong_chat_is_refused_in_one_line(version, messages, options, code):
     adds = "continue_final_message" not in options
     with raises_code(code, PromptError) as caught:
         ENCODERS[version].render(messages, add_generation_prompt=adds, **options)
@@ -381,7 +381,7 @@ def test_encoder_wrong_chat_is_refused_in_one_line(version, messages, options, c
         (V4, LOW, f"{USER}write{ANSWER}<think></think>e"),
     ],
 )
-def test_a_final_answer_is_continued_without_its_end(version, options, expected):
+def test_deepseek_encoder_continues_the_final_answer(version, options, expected):
     chat = [says("user", "write"), says("assistant", "e")]
     options = {"add_generation_prompt": False, "continue_final_message": True, **options}
     assert ENCODERS[version].render(chat, **options) == BEGIN + expected
@@ -423,7 +423,7 @@ def chat_with(place: str, text: str) -> tuple[list[dict[str, object]], list[dict
 
 
 @pytest.mark.parametrize("version", [V32, V4])
-def test_control_tokens_in_content_stay_text(version):
+def test_deepseek_encoder_control_tokens_in_content_stay_text(version):
     encoder, tokenizer = ENCODERS[version], guarded_tokenizer(version)
     control = tokenizer.control_tokens
     assert set(encoder.control_texts) <= set(control.special)
@@ -440,7 +440,7 @@ def test_control_tokens_in_content_stay_text(version):
         assert sum(counts[0].values()) > 10
 
 
-def test_content_without_a_guard_would_be_control_tokens():
+def test_deepseek_encoder_needs_the_guard_for_content():
     tokenizer = Tokenizer(deepseek_tokenizer(V4), "tokenizer.json", {})
     rendered = ENCODERS[V4].render_chat([says("user", USER)], tokenizer.control_tokens, thinking=False)
     ids = tokenizer.encode_chat(rendered.text, rendered.own)
@@ -489,7 +489,7 @@ def test_random_chats_give_a_prompt_or_a_request_error():
 
 
 @pytest.mark.parametrize("version", [V32, V4])
-def test_long_chats_cost_work_in_proportion(version):
+def test_deepseek_encoder_work_grows_in_proportion_to_the_chat(version):
     turns = [*TWO, says("tool", "a"), says("tool", "b"), says("system"), says("user"), says("developer")]
     work = [num_lines(lambda number=number: ENCODERS[version].render(turns * number)) for number in (20, 80)]
     assert work[1] < 4.5 * work[0]
@@ -506,7 +506,7 @@ def test_long_chats_cost_work_in_proportion(version):
         ("DeepseekV3ForCausalLM", None, "none"),
     ],
 )
-def test_a_folder_without_template_opens_the_encoder(architecture, template, expected, tmp_path):
+def test_open_text_without_template_opens_deepseek_encoder(architecture, template, expected, tmp_path):
     deepseek_tokenizer(V4).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))
     model: Any = SimpleNamespace(path=tmp_path, gguf=None, spec=SimpleNamespace(architecture=architecture))

@@ -43,7 +43,7 @@ def token_ids(most: int = 400) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("form", FORMS)
 @given(prompt=token_ids(), output=token_ids(), cuts=st.lists(st.integers(0, 99), max_size=6), skips=st.booleans())
-def test_the_deltas_are_what_decoding_all_at_once_adds(form, prompt, output, cuts, skips, tokenizers):
+def test_text_stream_deltas_add_up_to_decode(form, prompt, output, cuts, skips, tokenizers):
     tokenizer = tokenizers[form]
     detokenizer = stream_after(tokenizer, prompt, skips)
     deltas = [detokenizer.push(chunk) for chunk in chunked(output, cuts)] + [detokenizer.finish()]
@@ -82,7 +82,7 @@ def test_deltas_equal_the_native_decoder_for_characters(form, prompt, output, sk
 
 @pytest.mark.parametrize("form", FORMS)
 @given(output=token_ids())
-def test_at_most_the_bytes_of_one_character_wait(form, output, tokenizers):
+def test_text_stream_holds_at_most_one_character(form, output, tokenizers):
     tokenizer = tokenizers[form]
     detokenizer = stream_after(tokenizer)
     given_out = ""
@@ -95,7 +95,7 @@ def test_at_most_the_bytes_of_one_character_wait(form, output, tokenizers):
 
 @for_each("text", NASTY_TEXTS.values())
 @for_each("form", ["byte_level", "byte_fallback", "byte_fallback_metaspace"])
-def test_no_replacement_character_shows_in_sound_text(form, text, tokenizers):
+def test_text_stream_sound_text_shows_no_replacement(form, text, tokenizers):
     tokenizer = tokenizers[form]
     detokenizer = stream_after(tokenizer, skip_special_tokens=False)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -105,12 +105,12 @@ def test_no_replacement_character_shows_in_sound_text(form, text, tokenizers):
     assert ("\ufffd" in "".join(deltas)) == ("\ufffd" in text)
 
 
-def test_a_character_comes_whole_with_its_last_byte(tokenizers):
+def test_text_stream_emits_a_character_with_its_last_byte(tokenizers):
     detokenizer = stream_after(tokenizers["byte_level"], [0x61])
     assert [detokenizer.push([byte]) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
 
 
-def test_character_begun_by_the_prompt_is_in_the_completion(tokenizers):
+def test_text_stream_completes_a_character_of_the_prompt(tokenizers):
     start, end = "😀".encode()[:2], "😀".encode()[2:]
     detokenizer = stream_after(tokenizers["byte_level"], [0x61, *start])
     assert detokenizer.push(list(end)) == "😀"
@@ -121,7 +121,7 @@ def test_character_begun_by_the_prompt_is_in_the_completion(tokenizers):
 
 @for_each("num_bytes", [1, 2, 3])
 @for_each("form", ["byte_level", "byte_fallback"])
-def test_follow_counts_every_byte_of_the_last_character(form, num_bytes, tokenizers):
+def test_text_stream_after_a_partial_character_counts_each_byte(form, num_bytes, tokenizers):
     """The prompt ends after one, two or three bytes of a character of four, each a token of its own."""
     first = 0 if form == "byte_level" else 3
     data = [first + byte for byte in "a😀".encode()]
@@ -130,14 +130,14 @@ def test_follow_counts_every_byte_of_the_last_character(form, num_bytes, tokeniz
     assert "".join(detokenizer.push([token_id]) for token_id in rest) + detokenizer.finish() == "😀"
 
 
-def test_an_unfinished_character_shows_at_the_end(tokenizers):
+def test_text_stream_finish_shows_an_unfinished_character(tokenizers):
     detokenizer = stream_after(tokenizers["byte_level"])
     assert detokenizer.push([0x61, *"😀".encode()[:3]]) == "a"
     assert detokenizer.finish() == "\ufffd"
     assert detokenizer.finish() == ""
 
 
-def test_leading_space_is_kept_only_after_a_prompt(tokenizers):
+def test_text_stream_keeps_leading_space_only_after_a_prompt(tokenizers):
     tokenizer = tokenizers["byte_fallback"]
     word = tokenizer.encode("hello", add_special_tokens=False)
     assert stream_after(tokenizer, tokenizer.encode("the")).push(word) == " hello"
@@ -153,7 +153,7 @@ def test_special_tokens_are_left_out_or_written(tokenizers):
     assert stream_after(tokenizer, [], skip_special_tokens=False).push(output) == "a<|im_end|>b<tool>"
 
 
-def test_each_token_is_looked_at_once(tokenizers, monkeypatch):
+def test_text_stream_looks_up_each_token_once(tokenizers, monkeypatch):
     tokenizer, looked_up = tokenizers["byte_level"], []
     piece = TokenPieces.piece
 
@@ -215,7 +215,7 @@ def state(decoder) -> bytes | None:
 
 
 @for_each("decoder", DECODERS.values())
-def test_pieces_join_to_what_the_native_decoder_writes(decoder):
+def test_text_stream_pieces_join_to_the_native_text(decoder):
     tokenizer = native_tokenizer(decoder)
     pieces = TokenPieces(tokenizer.id_to_token, decode_rule(state(decoder), "x"), frozenset())
     chance = random.Random(1)
@@ -230,18 +230,18 @@ def test_pieces_join_to_what_the_native_decoder_writes(decoder):
 
 
 @for_each("decoder", DECLINED.values())
-def test_decoders_that_cannot_be_streamed_are_declined(decoder):
+def test_decode_rule_unstreamable_decoder_is_refused(decoder):
     with raises_code("tokenizer.unsupported", UnsupportedModelError):
         decode_rule(state(decoder), "tokenizer.json")
 
 
-def test_every_byte_has_a_printable_character_of_its_own():
+def test_byte_alphabet_matches_transformers():
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     assert byte_alphabet() == {character: byte for byte, character in bytes_to_unicode().items()}
 
 
-def test_any_bytes_read_as_rust_reads_them():
+def test_text_stream_broken_bytes_match_the_native_decoder():
     """Broken characters: one U+FFFD for each longest part that could have begun a character."""
     alphabet = {byte: character for character, byte in byte_alphabet().items()}
     tokenizer = NativeTokenizer(models.WordLevel({alphabet[byte]: byte for byte in range(256)}, unk_token="!"))

@@ -72,7 +72,7 @@ def random_texts(count: int) -> list[str]:
 
 
 @for_each("text", NASTY_TEXTS.values())
-def test_the_default_model_tokenizes_as_in_transformers(text, default_tokenizer, in_transformers):
+def test_default_tokenizer_ids_and_texts_match_transformers(text, default_tokenizer, in_transformers):
     token_ids = default_tokenizer.encode(text)
     assert token_ids == in_transformers.encode(text)
     assert token_ids == default_tokenizer.encode(text, add_special_tokens=False)
@@ -86,7 +86,7 @@ def test_random_texts_tokenize_like_transformers(default_tokenizer, in_transform
         assert default_tokenizer.encode(text) == in_transformers.encode(text), text
 
 
-def test_transformers_conversion_differs_only_around_digits(default_tokenizer, converted):
+def test_tokenizer_from_gguf_differs_from_transformers_at_digits(default_tokenizer, converted):
     """White space before a digit is a piece of its own for the model; for the unrepaired conversion its last space goes
     with the digit, which shows where the space is part of a longer run or where " ½" is a token."""
     for text in [*NASTY_TEXTS.values(), *random_texts(2000)]:
@@ -96,7 +96,7 @@ def test_transformers_conversion_differs_only_around_digits(default_tokenizer, c
     assert default_tokenizer.encode("a  12") != converted.encode("a  12")
 
 
-def test_the_default_model_knows_its_ids(default_tokenizer, converted):
+def test_default_tokenizer_special_ids_match_transformers(default_tokenizer, converted):
     assert default_tokenizer.vocab_size == len(converted) == 49152
     assert (default_tokenizer.bos_token_id, default_tokenizer.eos_token_id) == (1, 2)
     assert default_tokenizer.special_token_ids == set(range(17))
@@ -119,7 +119,7 @@ CHATS = {
 
 @for_each("messages", CHATS.values())
 @for_each("adds_prompt", [True, False])
-def test_the_default_model_renders_chats_as_in_transformers(
+def test_default_chat_template_matches_transformers(
     messages, adds_prompt, metadata, default_tokenizer, in_transformers
 ):
     template = chat_template_from_gguf(metadata, "default.gguf")
@@ -131,14 +131,14 @@ def test_the_default_model_renders_chats_as_in_transformers(
     assert default_tokenizer.encode(text, add_special_tokens=False) == token_ids
 
 
-def test_the_default_model_is_built_quickly(metadata):
+def test_tokenizer_from_gguf_default_runs_few_python_lines(metadata):
     """A few lines of Python for each of its 49,152 tokens and 48,900 merges; the rest is the library's."""
     tokenizer_from_gguf(metadata, "default.gguf")
     assert num_lines(lambda: tokenizer_from_gguf(metadata, "default.gguf")) < 15 * 49_152
 
 
 @for_each("text", NASTY_TEXTS.values())
-def test_byte_level_metadata_tokenizes_like_its_source(text):
+def test_tokenizer_from_gguf_byte_level_matches_its_source(text):
     ours = tokenizer_from_gguf(byte_level_metadata(), "a.gguf")
     original = FORMS["byte_level"]()
     token_ids = ours.encode(text)
@@ -156,7 +156,7 @@ SPLITS = {
 
 
 @for_each("pre", SPLITS)
-def test_each_way_of_cutting_keeps_words_digits_and_spaces_apart(pre):
+def test_tokenizer_from_gguf_each_pre_splits_words_and_digits(pre):
     """Every part of the text is a token that merges from the left, so that each piece becomes one."""
     text = "ab cd12345   x\n\n"
     spelled = text.replace(" ", "Ġ").replace("\n", "Ċ")
@@ -170,7 +170,7 @@ def test_each_way_of_cutting_keeps_words_digits_and_spaces_apart(pre):
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken"])
-def test_patterns_cut_as_those_of_transformers(pre):
+def test_pre_tokenizer_patterns_split_as_in_transformers(pre):
     from tokenizers import Regex, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -180,7 +180,7 @@ def test_patterns_cut_as_those_of_transformers(pre):
         assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
 
 
-def test_whole_tokens_need_no_merges_where_llama_cpp_says_so():
+def test_tokenizer_from_gguf_whole_tokens_follow_llama_cpp():
     fields = {"tokens": [*byte_level_metadata()["tokenizer.ggml.tokens"], "xyz"], "token_type": None}
     assert len(tokenizer_from_gguf(byte_level_metadata(pre="gpt-2", **fields), "a.gguf").encode("xyz")) == 3
     assert (
@@ -219,13 +219,13 @@ def test_bos_and_eos_of_any_type_are_special(kinds):
     assert tokenizer.decode([bos, ord("x"), eos]) == "x"
 
 
-def test_tokens_with_colons_and_spaces_can_be_bos():
+def test_tokenizer_from_gguf_bos_may_have_colons_and_spaces():
     tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"], "<a b:1>"]
     fields = {"tokens": tokens, "token_type": None, "bos_token_id": len(tokens) - 1, "add_bos_token": True}
     assert tokenizer_from_gguf(byte_level_metadata(**fields), "a.gguf").encode("x") == [len(tokens) - 1, ord("x")]
 
 
-def test_control_and_user_defined_tokens_stay_whole():
+def test_tokenizer_from_gguf_control_tokens_stay_whole():
     base = byte_level_metadata()
     added = {"<｜begin▁of▁text｜>": CONTROL, "<think>": USER_DEFINED, "<é>": CONTROL, "plain": NORMAL}
     tokens = [*base["tokenizer.ggml.tokens"], *added]
@@ -314,7 +314,7 @@ def test_special_tokens_in_scored_texts_are_understood():
     assert tokenizer.decode([1, *tokenizer.encode("hello</s>")]) == "hello"
 
 
-def test_the_space_before_a_text_follows_the_file():
+def test_tokenizer_from_gguf_follows_add_space_prefix():
     tokenizer = tokenizer_from_gguf(scored_metadata(add_space_prefix=False), "a.gguf")
     token_ids = tokenizer.encode("hello", add_special_tokens=False)
     assert "".join(map(tokenizer.token_text, token_ids)) == "hello"
@@ -344,7 +344,7 @@ HOSTILE = {
 
 
 @for_each("fields", HOSTILE.values())
-def test_hostile_metadata_is_one_line_that_names_the_file(fields):
+def test_tokenizer_from_gguf_hostile_metadata_is_refused(fields):
     with pytest.raises(ModelFormatError, match=r"bad\.gguf") as caught:
         tokenizer_from_gguf(byte_level_metadata(**fields), "bad.gguf")
     assert "\n" not in str(caught.value)
@@ -364,12 +364,12 @@ HOSTILE_SCORES = {
 
 
 @for_each("fields", HOSTILE_SCORES.values())
-def test_hostile_scores_are_one_line_that_names_the_file(fields):
+def test_tokenizer_from_gguf_hostile_scores_are_refused(fields):
     with raises_code("tokenizer.wrong_field", ModelFormatError):
         tokenizer_from_gguf(scored_metadata(**fields), "bad.gguf")
 
 
-def test_unknown_kinds_are_declined_with_those_that_are_known():
+def test_tokenizer_from_gguf_unknown_kind_is_refused():
     for kind in ("bert", "t5", "rwkv", "no_vocab", None):
         with raises_code("tokenizer.unsupported", UnsupportedModelError):
             tokenizer_from_gguf(byte_level_metadata(model=kind), "a.gguf")
@@ -378,7 +378,7 @@ def test_unknown_kinds_are_declined_with_those_that_are_known():
 
 
 @for_each("pre", ["deepseek-llm", "deepseek-v3", "kimi-k2", "glm4"])
-def test_unknown_pre_tokenizer_error_suggests_token_ids(pre):
+def test_tokenizer_from_gguf_unknown_pre_suggests_token_ids(pre):
     """Files of DeepSeek, Kimi and GLM cut text in ways of their own."""
     with raises_code("tokenizer.unsupported", UnsupportedModelError) as caught:
         tokenizer_from_gguf(byte_level_metadata(pre=pre), "a.gguf")
@@ -387,7 +387,7 @@ def test_unknown_pre_tokenizer_error_suggests_token_ids(pre):
     assert 'LLM(model, tokenizer="none").generate(prompt_token_ids=[...])' in fix
 
 
-def test_empty_tokens_are_holes():
+def test_tokenizer_from_gguf_empty_tokens_are_holes():
     tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"], "", "", "<end>"]
     tokenizer = tokenizer_from_gguf(byte_level_metadata(tokens=tokens, token_type=None), "a.gguf")
     assert tokenizer.vocab_size == len(tokens)
@@ -400,7 +400,7 @@ def few_spaces(text: str) -> str:
     return re.sub(r"(\n{4}|\s{4})[\n ]+", r"\1", text).replace("▁", "_")
 
 
-def test_a_gemma_tokenizes_as_its_folder_does() -> None:
+def test_tokenizer_from_gguf_gemma_matches_its_folder() -> None:
     """No space before a text, runs of white space whole, bytes for what is unknown, and bos once."""
     ours, folder = tokenizer_from_gguf(gemma_metadata(), "gemma.gguf"), FORMS["gemma"]()
     chance = random.Random(3)

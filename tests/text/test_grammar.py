@@ -68,7 +68,7 @@ def takes(vocabulary: Vocabulary, text: str, **form) -> bool:
 
 
 @for_each("text", ['a"b', "x\ny", "\\d", "é/ü", "{}", "a|b", "tab\t", "a"])
-def test_choices_are_texts_and_nothing_else(vocabulary, text):
+def test_grammar_choice_matches_its_texts_exactly(vocabulary, text):
     choices = ['a"b', "x\ny", "\\d", "é/ü", "{}", "a|b", "tab\t", "a"]
     writer = Writer(vocabulary, choice=choices)
     assert writer.takes(text)
@@ -88,7 +88,7 @@ def test_special_tokens_are_no_text(vocabulary):
     assert writer.allowed() == list(ENDS)
 
 
-def test_rows_behind_the_tokenizer_are_never_chosen(vocabulary):
+def test_grammar_forbids_ids_beyond_the_tokenizer(vocabulary):
     writer = Writer(vocabulary, regex="(.|\n)*")
     assert not [token for token in writer.allowed() if token > OTHER_EOS]
 
@@ -114,20 +114,20 @@ def test_rows_behind_the_tokenizer_are_never_chosen(vocabulary):
         ('{"a":"\\n\\"\\u0001"}', True),
         ('{"a":"\n"}', False),
     ])  # fmt: skip
-def test_any_json_object_without_room_to_loop_on_whitespace(vocabulary, text, is_fine):
+def test_grammar_json_object_bounds_whitespace(vocabulary, text, is_fine):
     assert takes(vocabulary, text, json_object=True) is is_fine
     if is_fine:
         assert isinstance(json.loads(text), dict)
 
 
-def test_a_schema_cannot_change_what_json_is(vocabulary):
+def test_grammar_schema_cannot_change_json_separators(vocabulary):
     loose = {"type": "object", "x-guidance": {"whitespace_pattern": " *", "item_separator": ";", "key_separator": "="}}
     assert not takes(vocabulary, '{"a":     1}', json=loose)
     assert not takes(vocabulary, '{"a":1;"b":2}', json=loose)
     assert takes(vocabulary, '{"a":1,"b":2}', json=loose)
 
 
-def test_an_expression_matches_the_whole_answer_in_ascii(vocabulary):
+def test_grammar_regex_matches_the_whole_answer_in_ascii(vocabulary):
     assert takes(vocabulary, "123-ab_", regex=r"\d{3}-\w+")
     assert not takes(vocabulary, "١٢٣-a", regex=r"\d{3}-\w+")
     assert takes(vocabulary, "a/b", regex="^a/b$")
@@ -137,12 +137,12 @@ def test_an_expression_matches_the_whole_answer_in_ascii(vocabulary):
     assert writer.allowed() == list(ENDS)
 
 
-def test_grammars_of_both_kinds(vocabulary):
+def test_grammar_takes_lark_and_gbnf(vocabulary):
     assert takes(vocabulary, "1+(2*3)", grammar='start: t (("+"|"*") t)*\nt: /[0-9]+/ | "(" start ")"')
     assert takes(vocabulary, "bba", grammar='root ::= "a" | "b" root')
 
 
-def test_a_model_without_an_end(vocabulary):
+def test_grammar_without_end_token_is_complete_at_its_end(vocabulary):
     """Nothing is left to choose where its form is complete; the core ends it then."""
     endless = Vocabulary(shared_tokenizer, 256)
     assert (endless.num_words, vocabulary.num_words) == (9, 9)
@@ -159,7 +159,7 @@ def test_a_model_without_an_end(vocabulary):
     assert not done.grammars.is_complete(0)
 
 
-def test_fill_depends_only_on_the_tokens(vocabulary):
+def test_grammars_fill_depends_only_on_the_tokens(vocabulary):
     """Masks computed twice, several tokens at once, and a list of tokens that was made anew after a preemption."""
     writer = Writer(vocabulary, regex="abc+d")
     assert writer.allowed() == writer.allowed() == [ord("a")]
@@ -175,7 +175,7 @@ def test_fill_depends_only_on_the_tokens(vocabulary):
 
 
 @pytest.mark.parametrize("shared_rows", [2, 99], ids=["in threads", "one by one"])
-def test_many_rows_at_once_are_the_rows_one_by_one(vocabulary, monkeypatch, shared_rows):
+def test_grammars_fill_in_threads_matches_fill_one_by_one(vocabulary, monkeypatch, shared_rows):
     monkeypatch.setattr(grammar, "SHARED_ROWS", shared_rows)
     grammars, form = Grammars(vocabulary), StructuredOutputs(json_object=True)
     texts = ["", "{", '{"a', '{"a"', '{"a":', '{"a":1', '{"a":1}']
@@ -199,7 +199,7 @@ def test_many_rows_at_once_are_the_rows_one_by_one(vocabulary, monkeypatch, shar
     assert (np.delete(apart, 3, axis=0) == np.delete(together, 3, axis=0)).all()
 
 
-def test_a_token_that_the_form_forbids_fails_its_sequence_alone(vocabulary):
+def test_grammars_forbidden_token_fails_only_its_sequence(vocabulary):
     writer = Writer(vocabulary, regex="ab")
     writer.sequence.token_ids.append(ord("x"))
     assert writer.allowed() == []
@@ -208,14 +208,14 @@ def test_a_token_that_the_form_forbids_fails_its_sequence_alone(vocabulary):
     assert not writer.grammars.is_complete(0)
 
 
-def test_one_that_has_ended_gets_no_tokens(vocabulary):
+def test_grammars_forgotten_sequence_has_no_allowed_tokens(vocabulary):
     writer = Writer(vocabulary, regex="ab")
     writer.grammars.forget(0)
     assert writer.allowed() == []
     assert (len(writer.grammars), writer.grammars.failure(0)) == (0, None)
 
 
-def test_what_goes_too_far_fails_its_request_alone(vocabulary):
+def test_grammars_matcher_limit_fails_only_its_request(vocabulary):
     """Bounds of one matcher are not used up by another of the same form."""
     form = {"json": {"type": "string", "pattern": "(.*a.{20}){20}"}}
     text = '"' + "ab" * 400
@@ -242,7 +242,7 @@ def test_completions_of_one_request(vocabulary):
     assert [np.flatnonzero(row).tolist() for row in bits] == [[ord("b")], [ord("d")]]
 
 
-def test_forget_cancels_a_compilation_without_sequences(monkeypatch, vocabulary):
+def test_grammars_forget_cancels_an_unused_compilation(monkeypatch, vocabulary):
     begun, opened, compiled = threading.Event(), threading.Event(), []
 
     def compile_slowly(form, vocabulary):
@@ -268,13 +268,13 @@ def test_forget_cancels_a_compilation_without_sequences(monkeypatch, vocabulary)
     assert len(grammars) == 0
 
 
-def test_ready_returns_the_error_of_a_compilation(vocabulary):
+def test_grammars_ready_returns_a_compilation_error(vocabulary):
     writer = Writer(vocabulary, regex="(a")
     assert writer.prepared.sequence_ids == (0,)
     assert "unclosed group" in (writer.prepared.error or "")
 
 
-def test_a_tokenizer_that_cannot_be_opened_fails_the_request(monkeypatch):
+def test_grammars_unopenable_tokenizer_fails_the_request(monkeypatch):
     def broken():
         raise OSError("the file is gone")
 
@@ -282,7 +282,7 @@ def test_a_tokenizer_that_cannot_be_opened_fails_the_request(monkeypatch):
     assert writer.prepared.error == "the file is gone"
 
 
-def test_a_vocabulary_is_made_once_and_when_it_is_needed():
+def test_vocabulary_opens_its_tokenizer_once_and_lazily():
     opened = []
 
     def open_slowly():
@@ -316,7 +316,7 @@ def test_a_vocabulary_is_made_once_and_when_it_is_needed():
         ({"grammar": "start: nothing"}, "structured_outputs.grammar"),
     ],
 )
-def test_impossible_and_endless_forms_are_refused_in_time(check, form, words):
+def test_grammar_check_impossible_form_is_refused_in_time(check, form, words):
     began = time.monotonic()
     with raises_code("grammar.refused", RequestError) as caught:
         check.check(StructuredOutputs(**form))
@@ -341,7 +341,7 @@ def test_impossible_and_endless_forms_are_refused_in_time(check, form, words):
         "a|b" * 1300,
     ],
 )
-def test_what_is_a_bomb_elsewhere_is_followed_in_time(vocabulary, check, regex):
+def test_grammar_check_explosive_regex_is_followed_in_time(vocabulary, check, regex):
     began = time.monotonic()
     check.check(StructuredOutputs(regex=regex))
     matcher = compile_grammar(StructuredOutputs(regex=regex), vocabulary)
@@ -352,7 +352,7 @@ def test_what_is_a_bomb_elsewhere_is_followed_in_time(vocabulary, check, regex):
     assert time.monotonic() - began < 5.0
 
 
-def test_the_largest_object_is_followed(vocabulary, check):
+def test_grammar_check_object_of_512_properties_is_followed(vocabulary, check):
     properties = {f"p{number}": {"type": "integer"} for number in range(512)}
     form = {"json": {"type": "object", "properties": properties, "additionalProperties": False}}
     check.check(StructuredOutputs(**form))
@@ -360,7 +360,7 @@ def test_the_largest_object_is_followed(vocabulary, check):
     assert not takes(vocabulary, '{"p300": 2, "p0": 1}', **form)
 
 
-def test_verdict_of_a_form_is_not_that_of_another_kind(check):
+def test_grammar_check_verdict_is_kept_per_kind_of_form(check):
     """One text as an expression and as a grammar, in either order."""
     for text in ("ab", "ba"):
         for _ in range(2):
@@ -370,7 +370,7 @@ def test_verdict_of_a_form_is_not_that_of_another_kind(check):
                     check.check(StructuredOutputs(**{kind: text}))
 
 
-def test_what_is_remembered_has_a_bound(monkeypatch, vocabulary):
+def test_grammar_check_bounds_its_verdicts(monkeypatch, vocabulary):
     check = GrammarCheck(vocabulary)
     monkeypatch.setattr(grammar, "MAX_VERDICTS", 30)
     for number in range(60):
@@ -381,7 +381,7 @@ def test_what_is_remembered_has_a_bound(monkeypatch, vocabulary):
     assert check.num_verdicts == 30
 
 
-def test_easy_forms_take_no_process(vocabulary):
+def test_grammar_check_easy_form_skips_the_guard_process(vocabulary):
     class NoGuard(GrammarGuard):
         def error(self, kind, text):
             raise AssertionError(f"{kind} {text} went to the guard")
@@ -395,7 +395,7 @@ def test_easy_forms_take_no_process(vocabulary):
             check.check(StructuredOutputs(**form))
 
 
-def test_without_the_library_a_form_is_refused_in_words(monkeypatch, vocabulary):
+def test_grammar_without_llguidance_is_refused(monkeypatch, vocabulary):
     monkeypatch.setattr(grammar.importlib.util, "find_spec", lambda name: None)
     with raises_code("grammar.not_installed", RequestError):
         GrammarCheck(vocabulary).check(StructuredOutputs(json={}))

@@ -35,7 +35,7 @@ def guard():
         ("grammar", 'root ::= "a" | "b" root'),
     ],
 )
-def test_what_compiles(guard, kind, text):
+def test_grammar_guard_accepts_compilable_grammars(guard, kind, text):
     assert guard.error(kind, text) is None
     assert try_out(kind, text) is None
 
@@ -55,7 +55,7 @@ def test_what_compiles(guard, kind, text):
         ("grammar", "root ::= (", "Expected ')'"),
         ("grammar", '{"grammars":[{"json_schema":{}}]}', "expecting rule"),
     ])  # fmt: skip
-def test_what_does_not_says_why(guard, kind, text, words):
+def test_grammar_guard_error_gives_the_reason_in_one_line(guard, kind, text, words):
     error = guard.error(kind, text)
     assert error is not None
     assert words in error
@@ -63,7 +63,7 @@ def test_what_does_not_says_why(guard, kind, text, words):
     assert "\n" not in error
 
 
-def test_a_form_without_end_is_ended_and_the_next_one_is_fine(guard):
+def test_grammar_guard_recovers_after_an_endless_grammar(guard):
     began = time.monotonic()
     error = guard.error("json", BOMB)
     assert error == "it takes more than 1 seconds to compile, or too much memory"
@@ -71,7 +71,7 @@ def test_a_form_without_end_is_ended_and_the_next_one_is_fine(guard):
     assert guard.error("json", '{"type":"object"}') is None
 
 
-def test_a_slow_machine_is_no_reason_to_wait_for_ever():
+def test_grammar_guard_wall_time_bounds_the_wait():
     guard = GrammarGuard(cpu_seconds=60, wall_seconds=0.5)
     began = time.monotonic()
     assert guard.error("json", BOMB) is not None
@@ -79,7 +79,7 @@ def test_a_slow_machine_is_no_reason_to_wait_for_ever():
     guard.close()
 
 
-def test_a_child_ends_with_its_guard(monkeypatch):
+def test_grammar_guard_close_ends_its_child(monkeypatch):
     children = []
 
     class Watched(subprocess.Popen):
@@ -117,15 +117,15 @@ def test_a_child_ends_with_its_guard(monkeypatch):
         ("", ""),
     ],
 )
-def test_digits_and_letters_are_those_of_ascii(regex, expected):
+def test_ascii_classes_limit_digits_and_letters(regex, expected):
     assert ascii_classes(regex) == expected
 
 
-def test_errors_are_one_short_line():
+def test_plain_error_is_one_short_line():
     assert plain_error("a\n  b\x00c<non-verbose/>\n   1 | the grammar") == "a b c"
     assert len(plain_error("x" * 999)) == 240
 
 
-def test_a_form_that_is_nothing_but_itself_is_refused_in_words():
+def test_plain_error_explains_a_self_reference():
     """The compiler's own word for {"$ref": "#"} and `start: start` means nothing to its author."""
     assert plain_error("NoExtensionBias") == "it refers to itself and to nothing else"

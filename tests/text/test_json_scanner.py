@@ -47,7 +47,7 @@ def json_takes(text: str) -> bool:
 
 
 @given(value=st.dictionaries(st.text(max_size=5), JSON, max_size=4), indent=st.sampled_from([None, 2]), cuts=CUTS)
-def test_scan_reports_members_and_the_end_of_objects(value, indent, cuts):
+def test_scan_reports_members_and_object_ends(value, indent, cuts):
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     assert is_object(text)
     reported = events(cut(text, cuts))
@@ -59,22 +59,22 @@ def test_scan_reports_members_and_the_end_of_objects(value, indent, cuts):
 
 
 @given(text=SIGNS, cuts=CUTS)
-def test_what_json_refuses_is_refused_and_cuts_change_nothing(text, cuts):
+def test_scan_accepts_exactly_what_json_does_however_cut(text, cuts):
     assert is_object(text) == json_takes(text)
     assert events(cut(text, cuts)) == events([text])
 
 
 @for_each("number", ["0", "-0", "10", "1.5", "-1e5", "1E+05", "0.0e-0"])
-def test_numbers(number):
+def test_scan_accepts_valid_numbers(number):
     assert is_object(f'{{"a":{number}}}')
 
 
 @for_each("number", ["01", "+1", "1.", ".5", "1e", "-", "1e+", "0x1", "٣", "1_0", "NaN", "Infinity"])
-def test_no_numbers(number):
+def test_scan_rejects_invalid_numbers(number):
     assert not is_object(f'{{"a":{number}}}')
 
 
-def test_depth_is_bounded():
+def test_scan_bounds_the_depth():
     deep = '{"a":' * MAX_DEPTH + "1" + "}" * MAX_DEPTH
     assert is_object(deep)
     assert not is_object('{"a":' + deep + "}")

@@ -34,7 +34,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 )
 @example(text="abab", stops=["abc", "ba"], cuts=[1, 2, 3], include=False)
 @example(text="xabcd", stops=["abcd", "bc"], cuts=[3], include=True)
-def test_the_result_is_that_of_a_search_in_the_whole_text(text, stops, cuts, include):
+def test_stop_strings_match_a_search_in_the_whole_text(text, stops, cuts, include):
     stop_strings = StopStrings(stops, include)
     shown, matched = "", None
     longest = max(map(len, stops), default=1)
@@ -56,7 +56,7 @@ def test_the_result_is_that_of_a_search_in_the_whole_text(text, stops, cuts, inc
 
 
 @given(text=st.text(alphabet="abc", max_size=30), stops=STOPS, cuts=st.lists(st.integers(0, 99), max_size=30))
-def test_shown_text_is_final_and_holds_no_stop_string(text, stops, cuts):
+def test_stop_strings_shown_text_is_final(text, stops, cuts):
     stop_strings = StopStrings(stops, include=False)
     end = by_search(text, stops)
     final = text if end is None else text[: end[0] - len(end[1])]
@@ -73,7 +73,7 @@ def test_shown_text_is_final_and_holds_no_stop_string(text, stops, cuts):
     cuts=st.lists(st.integers(0, 99), max_size=12),
     number=st.integers(0, 12),
 )
-def test_strings_that_end_before_they_count_are_passed_over(text, stops, cuts, number):
+def test_stop_strings_ending_in_unstoppable_text_are_skipped(text, stops, cuts, number):
     """As while fewer than min_tokens are out: only the end of a stop string has to lie in text that counts."""
     pieces = pieces_of(text, cuts)
     early, late = pieces[:number], pieces[number:]
@@ -96,14 +96,14 @@ def test_strings_that_end_before_they_count_are_passed_over(text, stops, cuts, n
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_without_stop_strings_text_passes_through(include):
+def test_stop_strings_empty_pass_text_through(include):
     stop_strings = StopStrings((), include)
     assert stop_strings.feed("abc") == ("abc", None)
     assert stop_strings.feed_unstoppable("abc") == "abc"
     assert stop_strings.flush() == ""
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back():
+def test_stop_strings_hold_only_a_possible_prefix():
     stop_strings = StopStrings(("</think>", "\n\nUser:"), include=False)
     assert stop_strings.feed("2 < 3 and 3 <") == ("2 < 3 and 3 ", None)
     assert stop_strings.num_held == 1
@@ -113,7 +113,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
     assert stop_strings.flush() == ""
 
 
-def test_a_string_that_did_not_count_is_not_held_back():
+def test_stop_strings_unstoppable_match_is_not_held():
     stop_strings = StopStrings(("END", "ENDING", "DO"), include=False)
     assert stop_strings.feed_unstoppable("a END") == "a "
     assert stop_strings.feed_unstoppable("ING") == "ENDING"
@@ -121,7 +121,7 @@ def test_a_string_that_did_not_count_is_not_held_back():
     assert stop_strings.feed("O") == ("", "DO")
 
 
-def test_nothing_comes_after_a_match():
+def test_stop_strings_emit_nothing_after_a_match():
     stop_strings = StopStrings(("END",), include=True)
     assert stop_strings.feed("a END b") == ("a END", "END")
     assert stop_strings.feed("more") == ("", "END")
@@ -129,14 +129,14 @@ def test_nothing_comes_after_a_match():
     assert stop_strings.flush() == ""
 
 
-def test_characters_outside_the_basic_plane_count_as_one():
+def test_stop_strings_count_astral_characters_as_one():
     stop_strings = StopStrings(("😀😀",), include=False)
     assert stop_strings.feed("a😀") == ("a", None)
     assert stop_strings.feed("b😀") == ("😀b", None)
     assert stop_strings.feed("😀😀") == ("", "😀😀")
 
 
-def test_work_grows_with_the_text_and_not_with_what_is_held():
+def test_stop_strings_work_is_linear_in_the_text():
     stop_strings = StopStrings(tuple("a" * length + "b" for length in range(1008, 1024)), include=False)
 
     def feed(text: str) -> None:

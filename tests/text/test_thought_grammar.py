@@ -17,7 +17,7 @@ FORMS = {
 
 
 @for_each("fields, sound, wrong", FORMS.values())
-def test_forms(fields, sound, wrong):
+def test_grammar_after_thoughts_holds_each_form(fields, sound, wrong):
     form = StructuredOutputs(**fields)
     may, is_open = grammar_after_thoughts(form, "may"), grammar_after_thoughts(form, "open")
     assert grammar_after_thoughts(form, "none") is form
@@ -29,5 +29,5 @@ def test_forms(fields, sound, wrong):
     assert not takes(is_open.grammar, sound)
 
 
-def test_a_grammar_of_the_caller_s_own_is_left_alone():
+def test_grammar_after_thoughts_keeps_a_custom_grammar():
     assert grammar_after_thoughts(StructuredOutputs(grammar='start: "a"'), "may") is None

@@ -47,7 +47,7 @@ def theirs(folders: dict[str, Path]):
 
 @for_each("text", NASTY_TEXTS.values())
 @for_each("form", FORMS)
-def test_a_folder_tokenizes_as_in_transformers(form, text, ours, theirs):
+def test_tokenizer_from_directory_matches_transformers(form, text, ours, theirs):
     for adds_special in (True, False):
         token_ids = ours[form].encode(text, add_special_tokens=adds_special)
         assert token_ids == theirs[form].encode(text, add_special_tokens=adds_special)
@@ -57,7 +57,7 @@ def test_a_folder_tokenizes_as_in_transformers(form, text, ours, theirs):
 
 
 @for_each("form", FORMS)
-def test_a_folder_knows_the_ids_that_transformers_knows(form, ours, theirs):
+def test_tokenizer_special_ids_match_transformers(form, ours, theirs):
     assert ours[form].vocab_size == len(theirs[form])
     assert ours[form].bos_token_id == theirs[form].bos_token_id
     assert ours[form].eos_token_id == theirs[form].eos_token_id
@@ -74,7 +74,7 @@ def test_random_texts_tokenize_as_in_transformers(text, ours, theirs):
         assert ours[form].decode(token_ids) == theirs[form].decode(token_ids, skip_special_tokens=True)
 
 
-def test_a_folder_of_class_llama_tokenizes_as_in_transformers(tmp_path):
+def test_tokenizer_from_directory_llama_class_matches(tmp_path):
     from transformers import AutoTokenizer
 
     folder = write_folder(tmp_path, "byte_fallback_metaspace", tokenizer_class="LlamaTokenizerFast", legacy=False)
@@ -143,20 +143,20 @@ def test_special_tokens_files_are_read_like_transformers(tmp_path):
 
 
 @for_each("text", ["\ud800", "a\udfffb", "ok \ud83d", "\ude00\ud83d"])
-def test_half_a_surrogate_pair_is_refused_in_words(text, ours):
+def test_encode_half_a_surrogate_pair_is_refused(text, ours):
     with raises_code("tokenizer.not_unicode", PromptError) as caught:
         ours["byte_level"].encode(text)
     assert "\n" not in str(caught.value)
 
 
-def test_other_types_than_text_are_refused(ours):
+def test_encode_other_types_than_text_are_refused(ours):
     for value in (None, b"bytes", 3, ["a"]):
         with raises_code("value.not_string", PromptError):
             ours["byte_level"].encode(value)
 
 
 @for_each("form", FORMS)
-def test_ids_without_a_token_add_nothing(form, ours):
+def test_decode_skips_ids_without_a_token(form, ours):
     tokenizer = ours[form]
     known = tokenizer.encode("hello world", add_special_tokens=False)
     strange = [tokenizer.vocab_size, 2**31, 2**32, 2**70, -1]
@@ -164,7 +164,7 @@ def test_ids_without_a_token_add_nothing(form, ours):
     assert [tokenizer.token_text(token_id) for token_id in strange] == [""] * len(strange)
 
 
-def test_one_token_as_text(ours):
+def test_token_text_of_one_token(ours):
     byte_level, byte_fallback = ours["byte_level"], ours["byte_fallback"]
     space, part = byte_level.encode(" world"), byte_level.encode("é中😀")
     assert "".join(map(byte_level.token_text, space)) == " world"
@@ -176,13 +176,13 @@ def test_one_token_as_text(ours):
     assert byte_fallback.token_text(3 + 0xFF) == "\ufffd"
 
 
-def test_broken_bytes_leave_the_characters_around_them(ours):
+def test_decode_broken_bytes_keep_the_characters_around_them(ours):
     tokenizer = ours["byte_fallback"]
     token_ids = [3 + byte for byte in "é😀".encode() + b"\xff" + "ñ".encode()]
     assert tokenizer.decode(token_ids) == "é😀\ufffdñ"
 
 
-def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path):
+def test_tokenizer_disables_truncation_and_padding_of_the_file(tmp_path):
     tokenizer = FORMS["byte_level"]()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
@@ -214,7 +214,7 @@ BROKEN = {
 
 
 @for_each("data", BROKEN.values())
-def test_a_broken_tokenizer_is_one_line_that_names_the_file(tmp_path, data):
+def test_tokenizer_broken_file_is_refused_in_one_line(tmp_path, data):
     (tmp_path / "tokenizer.json").write_bytes(data)
     with raises_code("tokenizer.invalid", ModelFormatError) as caught:
         tokenizer_from_directory(tmp_path)
@@ -237,7 +237,7 @@ BROKEN_CONFIGS = {
 
 
 @for_each("data", BROKEN_CONFIGS.values())
-def test_a_broken_config_is_one_line_that_names_the_file(tmp_path, data):
+def test_tokenizer_broken_config_is_refused_in_one_line(tmp_path, data):
     write_folder(tmp_path, "byte_level")
     (tmp_path / "tokenizer_config.json").write_bytes(data)
     with pytest.raises(ModelFormatError, match=r"tokenizer_config\.json") as caught:
@@ -246,7 +246,7 @@ def test_a_broken_config_is_one_line_that_names_the_file(tmp_path, data):
 
 
 @given(data=st.data())
-def test_mutated_files_give_a_tokenizer_or_an_error_of_ours(data, tmp_path_factory):
+def test_tokenizer_mutated_file_is_opened_or_refused(data, tmp_path_factory):
     text = json.dumps(json.loads(FORMS["word_level"]().to_str())).encode()
     place = data.draw(st.integers(0, len(text) - 1))
     length = data.draw(st.integers(0, 8))
@@ -268,7 +268,7 @@ def test_mutated_files_give_a_tokenizer_or_an_error_of_ours(data, tmp_path_facto
         ("config.json", "no tokenizer of another format"),
     ],
 )
-def test_a_missing_tokenizer_says_what_is_there_and_what_to_do(tmp_path, present, words):
+def test_tokenizer_missing_error_names_files_present_and_a_fix(tmp_path, present, words):
     (tmp_path / present).write_bytes(b"x")
     with raises_code("tokenizer.missing", ModelFormatError) as caught:
         tokenizer_from_directory(tmp_path)
@@ -276,7 +276,7 @@ def test_a_missing_tokenizer_says_what_is_there_and_what_to_do(tmp_path, present
     assert "save_pretrained" in str(caught.value) or "Download" in str(caught.value)
 
 
-def test_a_decoder_that_cannot_stream_is_declined_in_words(tmp_path):
+def test_tokenizer_unstreamable_decoder_is_refused(tmp_path):
     tokenizer = FORMS["word_level"]()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -284,7 +284,7 @@ def test_a_decoder_that_cannot_stream_is_declined_in_words(tmp_path):
         tokenizer_from_directory(tmp_path)
 
 
-def test_a_panic_in_native_code_is_an_error_of_ours():
+def test_encode_native_panic_is_a_prompt_error():
     class PanicException(BaseException):
         pass
 
@@ -303,7 +303,7 @@ def test_a_panic_in_native_code_is_an_error_of_ours():
         tokenizer.encode("a")
 
 
-def test_importing_the_package_brings_neither_library():
+def test_text_modules_import_no_tokenizers_jinja2_or_torch():
     code = (
         "import sys, holdfast.text.tokenizer, holdfast.text.gguf_tokenizer, holdfast.text.chat_template;"
         "import holdfast.text.detokenizer, holdfast.text.stop_strings;"
@@ -314,7 +314,7 @@ def test_importing_the_package_brings_neither_library():
     assert done.stdout.strip() == "[]"
 
 
-def test_names_of_forms_and_of_their_special_tokens_agree():
+def test_special_tokens_cases_cover_each_form():
     assert NAMED.keys() == FORMS.keys()
 
 
@@ -324,12 +324,12 @@ def write(folder, **files):
     return special_tokens_of(folder)
 
 
-def test_a_folder_without_files_says_nothing(tmp_path):
+def test_special_tokens_of_an_empty_folder_are_empty(tmp_path):
     tokens = special_tokens_of(tmp_path)
     assert (tokens.texts(), tokens.extra, tokens.added, tokens.are_plain_text) == ({}, (), None, False)
 
 
-def test_names_are_read_as_strings_and_as_entries(tmp_path):
+def test_special_tokens_are_read_from_strings_and_entries(tmp_path):
     config = {
         "bos_token": "<s>",
         "eos_token": {"content": "</s>", "lstrip": True, "__type": "AddedToken"},
@@ -344,14 +344,14 @@ def test_names_are_read_as_strings_and_as_entries(tmp_path):
     assert tokens.named["eos_token"].flags == {"lstrip": True}
 
 
-def test_the_list_by_id_decides_over_the_map(tmp_path):
+def test_special_tokens_list_by_id_wins_over_the_map(tmp_path):
     entry = {"content": "<s>", "special": True, "rstrip": True}
     config = {"bos_token": "<s>", "added_tokens_decoder": {"5": entry}}
     tokens = write(tmp_path, tokenizer_config=config, special_tokens_map={"bos_token": "<other>"})
     assert tokens.named["bos_token"] == tokens.added[5] == TokenEntry("<s>", {"special": True, "rstrip": True})
 
 
-def test_the_map_decides_where_there_is_no_list(tmp_path):
+def test_special_tokens_map_wins_without_a_list(tmp_path):
     tokens = write(
         tmp_path,
         tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"},
@@ -380,7 +380,7 @@ def test_special_tokens_can_be_plain_text(tmp_path):
         {"added_tokens": {"<a>": True}},
     ],
 )
-def test_wrong_types_are_refused_in_words(tmp_path, files):
+def test_special_tokens_wrong_types_are_refused(tmp_path, files):
     with raises_code("tokenizer.wrong_token", ModelFormatError):
         write(tmp_path, **files)
 
@@ -399,7 +399,7 @@ def test_longest_token_bounds_the_characters_of_a_text(form):
 
 @pytest.mark.parametrize("form", BOUNDED)
 @given(text=st.text(max_size=60))
-def test_no_random_text_has_either(form, text):
+def test_longest_token_bounds_random_texts(form, text):
     tokenizer = FORMS[form]()
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert len(text) <= longest_token_chars(tokenizer) * len(ids)
@@ -410,11 +410,11 @@ def test_longest_token_counts_composed_characters():
 
 
 @pytest.mark.parametrize("form", ["unigram", "word_level"])
-def test_unknown_words_of_any_length_have_no_bound(form):
+def test_longest_token_of_unknown_words_is_unbounded(form):
     assert longest_token_chars(FORMS[form]()) == NO_BOUND
 
 
-def test_unknown_characters_without_byte_tokens_have_no_bound():
+def test_longest_token_without_byte_tokens_is_unbounded():
     model = models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     assert longest_token_chars(NativeTokenizer(model)) == NO_BOUND
 
@@ -431,7 +431,7 @@ def test_unknown_characters_without_byte_tokens_have_no_bound():
         (normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]), False),
     ],
 )
-def test_normalizers_that_take_text_away_have_no_bound(normalizer, is_bounded):
+def test_longest_token_with_shrinking_normalizer_is_unbounded(normalizer, is_bounded):
     tokenizer = FORMS["byte_level"]()
     tokenizer.normalizer = normalizer
     assert (longest_token_chars(tokenizer) < NO_BOUND) == is_bounded

@@ -295,7 +295,7 @@ SECTION_ANSWERS = st.lists(st.sampled_from(SECTION_FRAGMENTS), max_size=16).map(
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @given(text=st.one_of(ANSWERS, SECTION_ANSWERS), cuts=CUTS)
 @example(text=f" \n <tool_call>{LOOK}</tool_call> \n ", cuts=[1, 2, 3, 5, 70, 71])
-def test_cuts_change_nothing(form, text, cuts):
+def test_tool_parser_result_is_the_same_however_cut(form, text, cuts):
     parser, whole = form.parser(TOOLS), form.parser(TOOLS)
     assert read(parser, cut(text, cuts)) == read(whole, [text])
     assert parser.problems == whole.problems
@@ -304,7 +304,7 @@ def test_cuts_change_nothing(form, text, cuts):
 
 @pytest.mark.parametrize("form", [form for form in FORMATS.values() if form is not HARMONY], ids=lambda form: form.name)
 @given(text=st.one_of(ANSWERS, SECTION_ANSWERS, st.text(max_size=40)))
-def test_text_without_a_call_comes_out_as_it_went_in(form, text):
+def test_tool_parser_text_without_calls_is_unchanged(form, text):
     parser = form.parser(TOOLS)
     deltas = read(parser, list(text))
     if not parser.num_calls:
@@ -323,7 +323,7 @@ VALUES = st.recursive(
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA3_JSON], ids=lambda form: form.name)
 @given(calls=st.lists(st.dictionaries(st.text(max_size=6), VALUES, max_size=4), min_size=1, max_size=3), cuts=CUTS)
-def test_arguments_arrive_as_they_were_written(form, calls, cuts):
+def test_tool_parser_arguments_keep_their_json_text(form, calls, cuts):
     written = [json.dumps(arguments, ensure_ascii=False) for arguments in calls]
     texts = [f'{{"name": "look", "{form.syntax.arguments_key}": {arguments}}}' for arguments in written]
     text = "; ".join(texts) if form is LLAMA3_JSON else "".join(f"<tool_call>\n{one}\n</tool_call>\n" for one in texts)
@@ -333,7 +333,7 @@ def test_arguments_arrive_as_they_were_written(form, calls, cuts):
 
 
 @given(city=st.text(max_size=30).filter(lambda text: "</parameter>" not in text), days=st.integers(), cuts=CUTS)
-def test_parameters_in_tags_become_json(city, days, cuts):
+def test_tool_parser_tagged_parameters_become_json(city, days, cuts):
     text = (
         f"<tool_call>\n<function=look>\n<parameter=city>\n{city}\n</parameter>\n<parameter=days>\n{days}\n</parameter>"
         "\n</function>\n</tool_call>"
@@ -352,7 +352,7 @@ def test_tool_parser_streams_the_name_then_the_arguments():
     assert parser.finish() == []
 
 
-def test_text_comes_at_once_but_for_what_may_begin_a_marker():
+def test_tool_parser_holds_only_a_possible_marker():
     parser = HERMES.parser(TOOLS)
     assert parser.feed("a <") == [ContentDelta("a")]
     assert parser.feed("b> <tool") == [ContentDelta(" <b>")]
@@ -395,7 +395,7 @@ def test_text_comes_at_once_but_for_what_may_begin_a_marker():
         (HARMONY, "<|channel|>analysis<|message|>", "<|cha"),
     ],
 )
-def test_cost_is_in_proportion_to_the_text(form, head, unit):
+def test_tool_parser_work_is_linear_in_the_text(form, head, unit):
     def cost(num_units: int, size: int) -> int:
         text = head + unit * num_units
         parser = form.parser(TOOLS)
@@ -408,7 +408,7 @@ def test_cost_is_in_proportion_to_the_text(form, head, unit):
 
 
 @pytest.mark.parametrize("size", [1000, 10**9])
-def test_what_is_held_back_is_bounded_wherever_the_text_is_cut(size):
+def test_tool_parser_bounds_held_text_however_cut(size):
     long = "x" * (MAX_HELD_CHARS + 100)
     for text in (f'<tool_call>{{"arguments": {{"a": "{long}"}}, "name": "now"}}', f'<tool_call>{{"x": "{long}'):
         parser = HERMES.parser(TOOLS)
@@ -448,7 +448,7 @@ TAGGED = {
 
 @for_each("form", TAGGED)
 @for_each("size", [1, 7, 10**9])
-def test_each_long_value_has_the_bound_to_itself(form, size, monkeypatch):
+def test_tool_parser_value_bound_applies_to_each_value(form, size, monkeypatch):
     """Two that are too long together are numbers; one that is too long alone is a text, and the next a number again."""
     monkeypatch.setattr(tag_calls, "MAX_VALUE_CHARS", 40)
     head, parameter, end = TAGGED[form]
@@ -460,7 +460,7 @@ def test_each_long_value_has_the_bound_to_itself(form, size, monkeypatch):
 
 
 @pytest.mark.parametrize("form", TAGGED, ids=lambda form: form.name)
-def test_repeated_parameter_is_reported(form):
+def test_tool_parser_repeated_parameter_is_reported(form):
     """Also with another between the two."""
     head, parameter, end = TAGGED[form]
     for keys, is_reported in (("ab", False), ("aa", True), ("aba", True), ("abcb", True)):
@@ -469,7 +469,7 @@ def test_repeated_parameter_is_reported(form):
         assert any("twice" in problem for problem in parser.problems) == is_reported, keys
 
 
-def test_calls_and_problems_are_bounded():
+def test_tool_parser_bounds_calls_and_problems():
     parser = HERMES.parser(TOOLS)
     deltas = read(parser, [f"<tool_call>{LOOK}</tool_call>" * (MAX_CALLS + 5)])
     assert parser.num_calls == MAX_CALLS == len(calls_of(deltas))
@@ -480,7 +480,7 @@ def test_calls_and_problems_are_bounded():
     assert len(parser.problems) == MAX_PROBLEMS
 
 
-def test_without_tools_any_name_is_taken():
+def test_tool_parser_without_tools_takes_any_name():
     assert calls_of(read(LLAMA3_JSON.parser(), ['{"name": "any", "parameters": {}}'])) == [("any", "{}")]
 
 
@@ -533,13 +533,13 @@ def test_kimi_k2_ids_are_the_models_own_once_each():
 
 
 @pytest.mark.parametrize("size", [100, 10**9])
-def test_section_that_never_names_a_call_is_content(size):
+def test_tool_parser_section_without_a_call_name_is_content(size):
     text = f"{KIMI_BEGIN}<|tool_call_begin|>{'x' * 2000}"
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     assert in_short(read(KIMI_K2.parser(TOOLS), pieces)) == [text]
 
 
-def test_section_calls_above_the_limit_are_content():
+def test_tool_parser_section_calls_above_the_limit_are_content():
     parser = KIMI_K2.parser(TOOLS)
     call = kimi("functions.now:0", "{}")
     deltas = read(parser, [KIMI_BEGIN + call * (MAX_CALLS + 2) + KIMI_END])

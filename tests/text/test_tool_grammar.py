@@ -73,7 +73,7 @@ def random_answer(lark: str, chance: random.Random, max_bytes: int = 500) -> str
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", [None, "look-é"], ids=["required", "named"])
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_whatever_is_let_through_is_read_as_sound_calls(form, name):
+def test_tool_grammar_answers_parse_as_sound_calls(form, name):
     lark = tool_call_grammar(form, TOOLS, ToolChoice("required", name))
     chance = random.Random(5)
     answers = [text for text in (random_answer(lark, chance) for _ in range(12)) if text is not None]
@@ -113,7 +113,7 @@ def calls_in(form, num_calls: int) -> str:
 
 
 @for_each("form", FORMATS.values())
-def test_one_call_several_or_the_one_that_was_named(form):
+def test_tool_grammar_allows_one_several_or_the_named_call(form):
     one, most = calls_in(form, 1), 1 if form is HARMONY else MAX_FORCED_CALLS
     several = tool_call_grammar(form, TOOLS, ToolChoice("required"))
     assert takes(several, one)
@@ -128,7 +128,7 @@ def test_one_call_several_or_the_one_that_was_named(form):
 
 
 @for_each("form", [form for form in FORMATS.values() if form is not HARMONY])
-def test_thoughts_come_before_calls_where_the_model_has_them(form):
+def test_tool_grammar_allows_thoughts_before_calls(form):
     one, choice = calls_in(form, 1), ToolChoice("required")
     may = tool_call_grammar(form, TOOLS, choice, thoughts="may")
     is_open = tool_call_grammar(form, TOOLS, choice, thoughts="open")
@@ -142,7 +142,7 @@ def test_thoughts_come_before_calls_where_the_model_has_them(form):
         assert in_short(read(parser, [text])) == ["?hm", ("now", "{}")]
 
 
-def test_grammar_forbids_additional_properties_by_default():
+def test_tool_grammar_forbids_additional_properties_by_default():
     open_schema = {"type": "object", "properties": {}, "additionalProperties": True}
     tools = parse_tools(
         [
@@ -155,7 +155,7 @@ def test_grammar_forbids_additional_properties_by_default():
     assert takes(lark, '{"name": "b", "parameters": {"x": 1}}')
 
 
-def test_tags_hold_no_names_with_brackets():
+def test_tool_grammar_parameter_name_with_bracket_is_refused():
     schema = {"type": "object", "properties": {"a>b": {"type": "string"}}}
     tools = parse_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
     with raises_code("tools.bad_parameter_name", RequestError):

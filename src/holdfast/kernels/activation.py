@@ -14,10 +14,6 @@ from holdfast.kernels.native_library import native_for
 from holdfast.kernels.operation import DECLINED, operation
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-# ruff: noqa: SIM108 a branch on a constant is taken when a kernel is compiled
-
-
 REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

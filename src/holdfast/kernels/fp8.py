@@ -14,8 +14,6 @@ from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
-
 LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 
 

@@ -38,7 +38,6 @@ from holdfast.kernels.triton_compat import (
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 COLUMNS_PER_WARP = 2048

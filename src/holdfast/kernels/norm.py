@@ -21,8 +21,6 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 
 def rms_norm_reference(
     x_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor | None = None, offset: float = 0.0

@@ -11,7 +11,6 @@ import torch
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, tl
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# ruff: noqa: ANN001, ANN201, RET505 the arguments of kernels have no types
 
 MAX_WORDS = 8704
 """Words of a program: 34 KiB. Triton must need at most 14 KiB more, or over 48: it requests large shared memory only then."""

@@ -147,7 +147,7 @@ def pdl_launch(pdl: bool) -> dict[str, bool]:
 
 
 @jit
-def wait_then_release(PDL: constexpr):  # noqa: ANN201 a piece of kernels
+def wait_then_release(PDL: constexpr):
     """Wait for the kernel before this one, then let the next one start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -155,7 +155,7 @@ def wait_then_release(PDL: constexpr):  # noqa: ANN201 a piece of kernels
 
 
 @jit
-def release_then_wait(PDL: constexpr):  # noqa: ANN201 a piece of kernels
+def release_then_wait(PDL: constexpr):
     """Let the next kernel start, then wait for the one before this."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -105,7 +105,7 @@ def make_buffers() -> CompressedBuffers:
 
 @pytest.mark.parametrize("scopes", ["window", "all", "chosen"])
 @pytest.mark.parametrize("wanted", [None, [1, 4], []], ids=str)
-def test_projections_backend_projection(scopes, wanted):
+def test_attention_layer_projects_attends_and_projects(scopes, wanted):
     layer, backend = make_layer(scopes)
     x, buffers, plan = random(NUM_ROWS, HIDDEN, seed=9), make_buffers(), object()
     nothing = torch.zeros(NUM_ROWS, dtype=torch.int64)
@@ -130,7 +130,7 @@ def test_projections_backend_projection(scopes, wanted):
     assert backend.calls["attend"][4] is plan
 
 
-def test_what_is_pooled_goes_by_columns():
+def test_compressed_layer_splits_pooled_projection_by_columns():
     """Kv and gates of the layer, kv and gates of its index, and weights of index heads, with both roots in them."""
     layer, backend = make_layer("chosen")
     x, buffers = random(NUM_ROWS, HIDDEN, seed=9), make_buffers()

@@ -107,7 +107,7 @@ def judge(step: Step) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["float32", "fp8_ds_v4"])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_a_mixed_step(name, padding):
+def test_torch_compressed_mixed_step_matches_float64_softmax(name, padding):
     judge(Step(replace(SHAPE, name=name), MIXED, padding=padding))
 
 
@@ -119,7 +119,7 @@ def test_rows_and_vectors_in_blocks_of_any_size(monkeypatch):
         judge(Step(SHAPE, [(5, 9), (40, 6), (0, 20)], padding=1))
 
 
-def test_wanted_rows_alone():
+def test_attend_returns_only_wanted_rows():
     wanted = [0, 6, 11, 20]
     found, whole = judge(Step(SHAPE, MIXED, wanted=wanted)), judge(Step(SHAPE, MIXED))
     for own, every in zip(found, whole, strict=True):
@@ -131,11 +131,11 @@ def test_layers_of_one_kind(ratios):
     judge(Step(replace(SHAPE, ratios=ratios), MIXED))
 
 
-def test_a_window_longer_than_every_context():
+def test_torch_compressed_window_longer_than_context_is_exact():
     judge(Step(replace(SHAPE, window=MAX_LEN), MIXED))
 
 
-def test_a_table_with_holes_before_the_window_is_read_behind_them_only():
+def test_torch_compressed_skips_table_holes_before_window():
     step = Step(SHAPE, [(61, 2)])
     (rows,) = step.batch.sequences
     tables = list(rows.tables)
@@ -147,7 +147,7 @@ def test_a_table_with_holes_before_the_window_is_read_behind_them_only():
         assert torch.equal(own, other)
 
 
-def test_what_is_declared():
+def test_torch_compressed_declares_scratch_and_terms():
     specs, bounds = SHAPE.specs(SHAPE.cache()), StepBounds(4, 32, 4)
     assert [TORCH.unsupported(spec) for spec in specs] == [None] * 3
     assert specs[0].most_entries == 0

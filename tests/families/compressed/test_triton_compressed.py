@@ -34,14 +34,14 @@ def check(found: list[torch.Tensor], expected: list[torch.Tensor], num_rows: int
     [("float32", False, 2), ("fp8_ds_v4", True, 90), ("turboquant_mla_4bit", True, 3)],
     ids=str,
 )
-def test_a_mixed_step_with_padding(name, captured, num_sms):
+def test_attend_mixed_step_with_padding_matches_torch(name, captured, num_sms):
     step = Step(replace(SHAPE, name=name), MIXED, padding=3)
     tolerance = 1e-4 if name == "float32" else 2e-3
     check(step.triton(captured, num_sms), step.torch(), step.num_rows, tolerance)
 
 
 @QUIET
-def test_wanted_rows_alone():
+def test_attend_returns_only_wanted_rows():
     wanted = [0, 6, 11]
     step, whole = Step(SHAPE, MIXED, wanted=wanted), Step(SHAPE, MIXED)
     for found, expected in zip(step.triton(), whole.torch(), strict=True):
@@ -66,7 +66,7 @@ def test_layers_of_one_kind(ratios, top_k):
     check(step.triton(captured=True), step.torch(), step.num_rows)
 
 
-def test_what_the_host_says_of_rows():
+def test_triton_compressed_plan_writes_rows_on_host():
     step = Step(SHAPE, [(3, 1), (26, 1), (27, 1), (26, 3)], padding=2)
     backend = TritonCompressedAttention(step.specs, step.storage, step.states, SHAPE.bounds, 2)
     backend.rows_3T.host[:] = 99
@@ -83,7 +83,7 @@ def test_what_the_host_says_of_rows():
     assert backend.plan(short.batch, captured=True).has_chosen
 
 
-def test_what_it_holds_is_what_it_said():
+def test_backend_holds_bytes_of_its_declared_terms():
     step = Step(SHAPE, [(3, 1)])
     for bounds in (StepBounds(4, 64, PAGE), StepBounds(256, 8192, PAGE)):
         backend = TritonCompressedAttention(step.specs, step.storage, step.states, bounds, 132)
@@ -112,7 +112,7 @@ def test_scratch_does_not_grow_with_layers_or_the_context(max_model_len):
     assert arena_bytes(scratch) <= fixed + 2 * INDEX_SCORE_BYTES
 
 
-def test_without_more_entries_than_are_chosen_there_is_no_choice():
+def test_triton_compressed_few_entries_need_no_selection_scratch():
     names = {spec.name for spec in TRITON.scratch(layers(3, 2048), StepBounds(8, 512, 16))}
     assert names == {"partial_out", "partial_lse"}
 
@@ -128,7 +128,7 @@ def test_without_more_entries_than_are_chosen_there_is_no_choice():
     ],
     ids=["V4-Flash", "CPU", "float32", "float16", "too many"],
 )
-def test_what_it_takes(values, words):
+def test_declaration_unsupported_gives_reason(values, words):
     own = {"max_model_len": 65536, **values}
     reasons = {TRITON.unsupported(spec) for spec in layers(3, **own)} - {None}
     assert reasons == ({words} if words else set())

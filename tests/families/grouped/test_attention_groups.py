@@ -84,7 +84,7 @@ def exact(text: Text, window: int | None) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend_type", [TorchPagedAttention, NativePagedAttention, TritonPagedAttention])
 @QUIET
-def test_every_layer_attends_to_its_own_pages(backend_type):
+def test_backend_with_cache_groups_reads_pages_of_each_layer(backend_type):
     is_triton = backend_type is TritonPagedAttention
     spec = mixed_cache([KV_FORMATS["float32"]] * 8, 2, 16, 4, GEOMETRY.windows, MAX_LEN)
     assert [len(group.layers) for group in spec.groups] == [2, 1, 5]

@@ -73,12 +73,12 @@ def close(geometry: Geometry, out: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(out.cpu().double(), exact.double(), rtol=tolerance, atol=tolerance)
 
 
-def test_every_declaration_stands_for_a_backend():
+def test_declarations_and_backends_have_same_names():
     assert [backend.name for backend in BACKENDS] == [declaration.name for declaration in DECLARATIONS]
 
 
 @pytest.mark.parametrize("backend_type", BACKENDS, ids=lambda backend: backend.name)
-def test_the_verbs_of_the_contract_are_there_with_its_arguments(backend_type):
+def test_backend_methods_have_signatures_of_contract(backend_type):
     for verb in ("plan", "write", "attend"):
         wanted = list(inspect.signature(getattr(GroupedBackend, verb)).parameters)
         assert list(inspect.signature(getattr(backend_type, verb)).parameters) == wanted
@@ -123,7 +123,7 @@ def test_layers_keep_to_their_own_planes(backend_type, geometry):
 
 
 @EVERY_BACKEND
-def test_the_projection_stays_as_it_was(backend_type, geometry):
+def test_backend_leaves_projection_unchanged(backend_type, geometry):
     made, num_pages = texts(geometry, [9, 1], consecutive=False)
     backend = build(backend_type, geometry, geometry.storage(num_pages))
     batch, qkv = make_batch(geometry, [(made[0], 0, 9), (made[1], 0, 1)])
@@ -133,7 +133,7 @@ def test_the_projection_stays_as_it_was(backend_type, geometry):
 
 
 @EVERY_BACKEND
-def test_the_window_counts_the_current_token(backend_type, geometry):
+def test_backend_window_counts_current_token(backend_type, geometry):
     made, num_pages = texts(geometry, [40], consecutive=False)
     backend = build(backend_type, geometry, geometry.storage(num_pages))
     (out,) = run_steps(backend, geometry, made, steps_of(made, 7), layer=1)
@@ -146,7 +146,7 @@ def test_the_window_counts_the_current_token(backend_type, geometry):
 @EVERY_BACKEND
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("wanted", [[11], [3, 11, 12], []], ids=str)
-def test_only_the_rows_that_are_wanted(backend_type, geometry, layer, wanted):
+def test_backend_wanted_only_returns_wanted_rows(backend_type, geometry, layer, wanted):
     """All rows leave their keys and values; the wanted ones come out as they would among all, side by side."""
     made, num_pages = texts(geometry, [12, 20], consecutive=False)
     parts = [(made[0], 0, 12), (made[1], 19, 20)]
@@ -180,7 +180,7 @@ def test_padding_leaves_nothing_and_changes_nothing(backend_type, geometry):
 
 
 @EVERY_BACKEND
-def test_what_comes_out_lies_where_it_was_requested(backend_type, geometry):
+def test_backend_attend_writes_given_output(backend_type, geometry):
     made, num_pages = texts(geometry, [5], consecutive=False)
     backend = build(backend_type, geometry, geometry.storage(num_pages))
     batch, qkv = make_batch(geometry, [(made[0], 0, 5)])
@@ -192,7 +192,7 @@ def test_what_comes_out_lies_where_it_was_requested(backend_type, geometry):
 
 
 @EVERY_KERNEL
-def test_a_plan_serves_every_layer_and_step(backend_type, geometry):
+def test_attention_plan_is_reusable_across_layers_and_steps(backend_type, geometry):
     """Planned once, attended to twice."""
     made, num_pages = texts(geometry, [12], consecutive=False)
     backend = build(backend_type, geometry, geometry.storage(num_pages))
@@ -205,7 +205,7 @@ def test_a_plan_serves_every_layer_and_step(backend_type, geometry):
 
 
 @EVERY_KERNEL
-def test_one_sequence_cannot_hurt_another(backend_type, geometry):
+def test_backend_nan_in_one_sequence_stays_there(backend_type, geometry):
     made, num_pages = texts(geometry, [20, 20], consecutive=False)
     made[1].qkv[3] = float("nan")
     backend = build(backend_type, geometry, geometry.storage(num_pages))
@@ -241,11 +241,11 @@ def test_unused_pages_are_neither_read_nor_written(backend_type, geometry):
             assert plane.isfinite().sum() == num_tokens * plane[0].numel()
 
 
-def test_a_sequence_ends_behind_its_rows():
+def test_sequence_rows_end_is_start_plus_num_rows():
     assert SequenceRows(row_start=5, num_rows=3, start=40, tables=([1],)).end == 43
 
 
-def test_a_batch_counts_its_rows_padding_included():
+def test_batch_num_rows_includes_padding():
     rows = torch.zeros(9, dtype=torch.int64)
     sequences = (SequenceRows(0, 4, 0, ([0],)), SequenceRows(4, 3, 9, ([1, 2],)))
     batch = Batch(rows, rows, rows, sequences, None)
@@ -253,14 +253,14 @@ def test_a_batch_counts_its_rows_padding_included():
     assert sum(sequence.num_rows for sequence in batch.sequences) == 7
 
 
-def test_without_a_device_there_is_no_page_table():
+def test_batch_without_device_has_no_page_tables():
     rows = torch.zeros(1, dtype=torch.int64)
     sequence = SequenceRows(0, 1, 0, ([0],))
     assert sequence.table_row == -1
     assert Batch(rows, rows, rows, (sequence,), None).page_tables is None
 
 
-def test_a_step_does_not_change_on_its_way():
+def test_batch_and_logit_rows_are_frozen():
     rows = torch.zeros(1, dtype=torch.int64)
     for value, field in ((Batch(rows, rows, rows, (), None), "logits"), (LogitRows(rows, ()), "sequences")):
         with pytest.raises(FrozenInstanceError):

@@ -70,7 +70,7 @@ def test_whole_texts_in_steps(device, backend_type, softcap, has_sinks):
 @pytest.mark.each_value
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_format_in_torch(kv_dtype, dtype):
+def test_torch_paged_sinks_match_float64_in_every_format(kv_dtype, dtype):
     """What a CPU computes without C, and a GPU in float32."""
     geometry = Geometry(windows=(None, 37), kv_dtype=kv_dtype, dtype=dtype, softcap=4.0, has_sinks=True)
     check(geometry, TorchPagedAttention, chunk=40)
@@ -142,7 +142,7 @@ def test_pages_that_were_given_back_change_no_bit(device, backend_type, window, 
 
 
 @pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda one: one.name)
-def test_what_is_held_is_what_is_planned(device, declaration):
+def test_backend_holds_planned_bytes_of_sinks(device, declaration):
     backend_type = {one.name: one for one in BACKENDS.values()}[declaration.name]
     for has_sinks in (True, False):
         geometry = placed(Geometry(windows=(None, 5), has_sinks=has_sinks), backend_type, device)
@@ -166,7 +166,7 @@ def test_sinks_must_be_those_of_the_layers(backend_type):
         backend_type(replace(geometry, has_sinks=False).specs, storage, sinks=[torch.zeros(6)])
 
 
-def test_no_backend_declines_sinks_or_caps():
+def test_declarations_accept_sinks_and_softcaps():
     plain = Geometry(kv_dtype="float32")
     half = replace(plain, dtype=torch.bfloat16, kv_dtype="bfloat16")
     for declaration, geometry, device_kind in (

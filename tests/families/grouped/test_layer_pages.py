@@ -45,7 +45,7 @@ def expected_slots(pages, first, end, page_tokens):
 
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_range_of_every_page_list(page_tokens, seed):
+def test_paged_rows_read_any_range_of_any_page_list(page_tokens, seed):
     dice = chance.Random(seed)
     pages = dice.sample(range(12), dice.randint(1, 12))
     end = dice.randint(1, len(pages) * page_tokens)
@@ -60,7 +60,7 @@ def test_every_range_of_every_page_list(page_tokens, seed):
 @for_each("page_tokens", [1, 4, 16])
 @for_each("seed", range(20))
 @for_each("with_bytes", [True, False])
-def test_every_range_of_pages_that_lie_head_by_head(page_tokens, seed, with_bytes):
+def test_paged_rows_read_by_head_any_range(page_tokens, seed, with_bytes):
     """Slot s of head h holds 1000 h + s."""
     dice = chance.Random(seed)
     pages = dice.sample(range(12), dice.randint(1, 12))
@@ -129,7 +129,7 @@ def test_heads_that_were_quantized(bits, head_dim, shape):
 
 @BITS
 @pytest.mark.parametrize("which", ["keys", "values"])
-def test_any_bytes(bits, which):
+def test_dequantizer_decodes_any_bytes(bits, which):
     """Also those that nothing quantized: every code meets every neighbour."""
     generator = torch.Generator().manual_seed(1)
     num_bytes = {8: 64, 4: 32, 3: 16}[bits]
@@ -159,12 +159,12 @@ def test_orders_are_permutations(bits):
 
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(8, 8), (8, 4), (4, 4), (3, 4), (3, 3)])
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_what_it_holds_is_what_was_declared(key_bits, value_bits, head_dim):
+def test_dequantizer_holds_declared_table_bytes(key_bits, value_bits, head_dim):
     reader = Dequantizer(key_bits, value_bits, head_dim, CPU)
     assert reader.num_bytes == code_table_bytes(key_bits, value_bits, head_dim)
 
 
-def test_a_scale_that_is_no_number_shows():
+def test_dequantizer_nan_scale_gives_nan_row():
     heads = quantize_keys(random(3, 64), 4)
     heads.scale_X[1] = float("nan")
     numbers = Dequantizer(4, 4, 64, CPU).keys(heads)
@@ -190,7 +190,7 @@ def test_rows_go_to_their_slots_and_padding_nowhere():
     assert (v_plane[1:5] == -7).all()
 
 
-def test_what_is_read_is_what_was_written():
+def test_plain_pages_read_what_was_written():
     pages = pages_of(8)
     pages.planes[0][:, 0, 0] = torch.arange(8.0)
     pages.planes[1][:, 0, 0] = -torch.arange(8.0)
@@ -259,7 +259,7 @@ def written(name: str, pages: list[int], num_tokens: int, page_tokens: int) -> t
 @EVERY_FORMAT
 @pytest.mark.parametrize("page_tokens", [1, 4, 16, 64])
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
-def test_any_range_is_read_as_it_was_quantized(name, page_tokens, consecutive):
+def test_quantized_pages_read_any_range_as_quantized(name, page_tokens, consecutive):
     num_tokens = 37
     num_pages = -(-num_tokens // page_tokens)
     pages = list(range(3, 3 + num_pages))
@@ -307,7 +307,7 @@ def test_halves_are_read_and_finished_in_their_type(dtype):
     assert out.isfinite().all()
 
 
-def test_a_mean_is_taken_from_keys_before_they_are_quantized():
+def test_quantized_pages_subtract_k_mean_before_quantizing():
     mean = random(NUM_KV_HEADS, HEAD_DIM, seed=8, scale=20.0)
     pages = [pages_of_quantized_pages("turboquant_4bit_nc", 1, 4, k_mean) for k_mean in (None, mean)]
     qkv_TX = random(1, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
@@ -331,7 +331,7 @@ def test_pages_for_kernels_are_not_read():
 MIX = Geometry(windows=5 * (None,), kv_dtype="float32 fp8 turboquant_k8v4 turboquant_3bit_nc float32", page_tokens=16)
 
 
-def test_every_layer_has_pages_of_its_kind():
+def test_grouped_backend_layer_pages_match_their_format():
     pages = GroupedBackend(MIX.specs, MIX.storage(2)).pages
     assert [type(one) for one in pages] == [PlainPages, QuantizedPages, QuantizedPages, QuantizedPages, PlainPages]
 
@@ -387,7 +387,7 @@ def test_means_and_biases_belong_to_their_layer():
         GroupedBackend(MIX.specs, MIX.storage(2), means[1:2])
 
 
-def test_on_write_sees_a_step_before_it_is_written():
+def test_grouped_backend_on_write_runs_before_pages_are_written():
     """With its layer and norm; queries may then be written over the projection."""
     made, num_pages = texts(MIX, [3], consecutive=True)
     storage = MIX.storage(num_pages)

@@ -68,7 +68,7 @@ def make_batch(rows: list[int] | None) -> Batch:
 
 
 @pytest.mark.parametrize("wanted", [None, [1, 4], [2]], ids=str)
-def test_projection_backend_projection(parts, wanted):
+def test_attention_layer_projects_attends_and_projects(parts, wanted):
     layer, backend, head_norm, rotary, (qkv_weight, qkv_bias, o_weight, o_bias) = parts
     batch, held, x = make_batch(wanted), buffers(), random(NUM_ROWS, HIDDEN, seed=3)
     plan = torch.tensor(wanted or [0])
@@ -88,7 +88,7 @@ def test_projection_backend_projection(parts, wanted):
     assert out[len(rows) :].isnan().all(), "rows that no one wants are not written"
 
 
-def test_the_middle_alone_takes_a_projection_that_is_there(parts):
+def test_attention_layer_attend_takes_given_projection(parts):
     """The fused decode path computes the two products itself."""
     layer, backend, *_ = parts
     batch, held = make_batch(None), buffers()
@@ -107,7 +107,7 @@ def test_its_weights_are_within_reach(parts):
     assert layer.o.bias_N is o_bias
 
 
-def test_quantized_products_code_their_rows_in_the_room_that_is_given(parts):
+def test_attention_layer_quantizes_rows_in_given_buffers(parts):
     """The projection of all rows, then that of the wanted ones, in the same room."""
     layer, backend, _, _, (qkv_weight, qkv_bias, o_weight, o_bias) = parts
     quantized = [

@@ -44,7 +44,7 @@ def outputs(geometry, consecutive=False, chunk=40, seed=0, backend_type=NativePa
 )
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
 @pytest.mark.parametrize("norm_and_rope", [True, False], ids=["norm and rope", "plain"])
-def test_as_exact_as_torch(geometry, consecutive, norm_and_rope):
+def test_native_paged_is_as_exact_as_torch(geometry, consecutive, norm_and_rope):
     made, _ = texts(geometry, LENGTHS, consecutive)
     native = outputs(geometry, consecutive, norm_and_rope=norm_and_rope)
     in_torch = outputs(geometry, consecutive, backend_type=TorchPagedAttention, norm_and_rope=norm_and_rope)
@@ -58,7 +58,7 @@ def test_as_exact_as_torch(geometry, consecutive, norm_and_rope):
 
 
 @pytest.mark.parametrize("windows", [(None,), (5,), (64,)], ids=str)
-def test_chunks_company_and_pages_change_no_bit(windows):
+def test_native_paged_same_bits_in_any_chunks_batch_and_pages(windows):
     geometry = Geometry(windows=windows)
     (expected,) = outputs(geometry, consecutive=True, chunk=1000)
     for chunk in (1, 2, 3, 17, 64, 100):
@@ -67,7 +67,7 @@ def test_chunks_company_and_pages_change_no_bit(windows):
             assert all(same_bits(mine, theirs) for mine, theirs in zip(expected, others, strict=True)), f"{chunk=}"
 
 
-def test_the_plan_is_what_the_kernel_reads():
+def test_native_paged_plan_lists_pages_and_sequences():
     geometry = Geometry()
     made, num_pages = texts(geometry, [30, 9], consecutive=False)
     backend = NativePagedAttention(geometry.specs, geometry.storage(num_pages))
@@ -86,7 +86,7 @@ def test_the_plan_is_what_the_kernel_reads():
     assert plan.wanted_rows_R.tolist() == [3, 10]
 
 
-def test_a_step_of_nothing():
+def test_native_paged_empty_step_gives_empty_output():
     geometry = Geometry()
     backend = NativePagedAttention(geometry.specs, geometry.storage(1))
     nothing = torch.zeros(0, dtype=torch.int64)

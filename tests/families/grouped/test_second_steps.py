@@ -81,7 +81,7 @@ def test_lists_are_rewritten_after_they_were_read(step, name):
         assert watched.num_sent == number
 
 
-def test_every_number_of_a_row_is_sent():
+def test_plan_sends_all_row_numbers_and_no_more():
     """The device has memory of its own: what is not sent is what an earlier step left there."""
     for step, name in (
         (latent_steps.Step(SPARSE, LONG, padding=3), "rows_2T"),

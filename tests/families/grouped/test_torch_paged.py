@@ -31,7 +31,7 @@ def check(geometry, consecutive=True, chunk=40, layer=0, head_norm=None, rotary=
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("chunk", [1, 5, 200])
-def test_every_page_format(kv_dtype, consecutive, chunk):
+def test_torch_paged_every_plain_format_is_exact(kv_dtype, consecutive, chunk):
     check(Geometry(kv_dtype=kv_dtype), consecutive, chunk)
 
 
@@ -43,7 +43,7 @@ EVERY_QUANTIZED = pytest.mark.parametrize("kv_dtype", QUANTIZED)
 @EVERY_QUANTIZED
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
 @pytest.mark.parametrize(("chunk", "page_tokens"), [(5, 1), (40, 16), (200, 64)])
-def test_every_quantized_format(kv_dtype, consecutive, chunk, page_tokens):
+def test_torch_paged_every_quantized_format_is_exact(kv_dtype, consecutive, chunk, page_tokens):
     check(Geometry(kv_dtype=kv_dtype, page_tokens=page_tokens), consecutive, chunk)
 
 
@@ -97,7 +97,7 @@ def test_chunks_and_pages_change_no_bit_of_codes(kv_dtype, window):
 
 
 @EVERY_QUANTIZED
-def test_what_is_subtracted_from_keys_is_not_seen(kv_dtype):
+def test_torch_paged_k_mean_removes_constant_key_bias(kv_dtype):
     """A constant part of all keys, far larger than the rest, costs nothing where it is known."""
     geometry = Geometry(kv_dtype=kv_dtype, head_dim=64, page_tokens=16)
     bias = random(2, 64, seed=9, scale=30.0)
@@ -127,7 +127,7 @@ def test_half_computation_over_codes(dtype, kv_dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("num_rows", "start", "end"), [(1, 0, 8), (3, 1, 20), (128, 255, 300), (2, 13, 14)])
-def test_a_mask_for_a_gpu_begins_at_an_aligned_place_and_so_does_each_row(dtype, num_rows, start, end):
+def test_aligned_mask_start_and_rows_are_aligned(dtype, num_rows, start, end):
     """Whichever slice of the template it is, and whatever the template's width."""
     for width in (300, 304):
         template = random(128, width, seed=width).to(dtype)
@@ -141,7 +141,7 @@ def test_a_mask_for_a_gpu_begins_at_an_aligned_place_and_so_does_each_row(dtype,
 @pytest.mark.gpu
 @pytest.mark.own_process
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_mix_of_formats_on_a_gpu(device, dtype):
+def test_torch_paged_mixed_formats_on_gpu_are_exact(device, dtype):
     """Where no kernel takes the mix, since a layer's pages are wider than its queries."""
     names = f"float32 {' '.join(QUANTIZED)}"
     geometry = Geometry(head_dim=64, page_tokens=16, windows=6 * (None,), kv_dtype=names, dtype=dtype, device=device)
@@ -174,7 +174,7 @@ def test_rows_of_a_sequence_are_read_once(monkeypatch, kv_dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
-def test_half_computation(dtype, consecutive):
+def test_torch_paged_half_precision_is_exact(dtype, consecutive):
     check(Geometry(dtype=getattr(torch, dtype), kv_dtype=dtype), consecutive)
 
 
@@ -182,7 +182,7 @@ def test_half_computation(dtype, consecutive):
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
 @pytest.mark.parametrize("window", [1, 5, 64, 100, 1000])
 @pytest.mark.parametrize("chunk", [1, 3, 50, 200])
-def test_windows(window, consecutive, chunk):
+def test_torch_paged_windows_are_exact(window, consecutive, chunk):
     check(Geometry(windows=(window,)), consecutive, chunk)
 
 
@@ -195,12 +195,12 @@ def test_layers_with_different_windows_share_a_plan(layer):
     ("num_heads", "num_kv_heads", "head_dim"), [(1, 1, 64), (4, 4, 24), (14, 2, 80), (71, 1, 16), (3, 1, 128)]
 )
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
-def test_heads(num_heads, num_kv_heads, head_dim, consecutive):
+def test_torch_paged_head_counts_are_exact(num_heads, num_kv_heads, head_dim, consecutive):
     check(Geometry(num_heads, num_kv_heads, head_dim), consecutive)
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 256])
-def test_page_sizes(page_tokens):
+def test_torch_paged_page_sizes_are_exact(page_tokens):
     check(Geometry(page_tokens=page_tokens), consecutive=False)
 
 
@@ -215,7 +215,7 @@ def test_norm_and_rotation(with_norm, with_rope):
     )
 
 
-def test_a_context_as_long_as_allowed():
+def test_torch_paged_context_at_max_model_len_is_exact():
     """The mask template ends exactly there."""
     for window in (None, 7):
         check(replace(Geometry(windows=(window,)), max_model_len=max(LENGTHS)), chunk=200)
@@ -223,14 +223,14 @@ def test_a_context_as_long_as_allowed():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kv_dtype", ["float32", *QUANTIZED, "fp8 float32 fp8", "float16 turboquant_3bit_nc fp8"])
-def test_what_it_holds_is_what_it_said(dtype, kv_dtype):
+def test_backend_holds_bytes_of_its_declared_terms(dtype, kv_dtype):
     geometry = Geometry(windows=(None, 5, None), max_model_len=70, dtype=dtype, kv_dtype=kv_dtype)
     backend = TorchPagedAttention(geometry.specs, geometry.storage(4))
     terms = TorchPagedDeclaration().terms(geometry.specs, StepBounds(8, 64, 4))
     assert backend.held_bytes() == {term.owner: term.num_bytes for term in terms}
 
 
-def test_a_plan_serves_every_layer_and_step():
+def test_attention_plan_is_reusable_across_layers_and_steps():
     """Nothing of a step stays behind in the backend."""
     geometry = Geometry()
     made, num_pages = texts(geometry, [12, 30], consecutive=False)

@@ -55,7 +55,7 @@ def test_plans_lie_where_the_first_one_lay():
 @pytest.mark.parametrize("windows", [(None,), (None, 5, None), (1024, 4096)], ids=str)
 @pytest.mark.parametrize("max_model_len", [200, 40960])
 @pytest.mark.parametrize("kv_dtype", ["float16", *QUANTIZED])
-def test_what_it_holds_is_what_it_said(windows, max_model_len, kv_dtype):
+def test_backend_holds_bytes_of_its_declared_terms(windows, max_model_len, kv_dtype):
     geometry = replace(BIG, windows=windows, max_model_len=max_model_len, kv_dtype=kv_dtype, dtype=torch.float16)
     terms = TritonPagedDeclaration().terms(geometry.specs, BOUNDS)
     assert planner(geometry).held_bytes() == {term.owner: term.num_bytes for term in terms}
@@ -73,7 +73,7 @@ def test_formats_may_change_places_between_plan_and_start():
     assert held[0] == held[1] == held[2]
 
 
-def test_a_step_without_a_page_table_is_refused():
+def test_triton_paged_plan_without_page_table_is_refused():
     batch = replace(dummy_batch([(0, 1)]), page_tables=None)
     with pytest.raises(AssertionError, match="no page table"):
         planner(BIG).plan(batch)
@@ -97,7 +97,7 @@ def test_split_prompts_are_exact(device):
     assert (work.rows_T2[:40, 1] > 1).all(), "nothing was split"
 
 
-def test_an_invariant_row_has_the_same_bits_in_any_company(device):
+def test_batch_invariant_row_has_same_bits_in_any_batch(device):
     geometry = on_triton(LONG, device)
     made, num_pages = texts(geometry, [700, 3, 400], consecutive=False)
     backend = build(TritonPagedAttention, geometry, geometry.storage(num_pages), batch_invariant=True)
@@ -136,7 +136,7 @@ def test_how_an_invariant_prompt_is_cut_changes_no_bit(device, window):
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("kv_dtype", ["float16", *QUANTIZED])
-def test_nor_at_the_shapes_of_real_models(device, kv_dtype, window):
+def test_batch_invariant_cuts_at_real_shapes_change_no_bit(device, kv_dtype, window):
     """Where a tile begins decides which of its blocks need no mask: both kinds must round alike (docs/log.md)."""
     shape = Geometry(64, 8, 128, page_tokens=16, max_model_len=2048, kv_dtype=kv_dtype, windows=(window,))
     assert_cuts_change_nothing(on_triton(shape, device), 700, (0, 2, 63, 64, 126, 190, 256, 511, 513, 640, 699, 700))
@@ -154,7 +154,7 @@ def test_half_precision_on_a_gpu(device, dtype, num_heads, num_kv_heads, head_di
 
 
 @pytest.mark.gpu
-def test_a_captured_step_serves_others(device):
+def test_captured_attention_graph_replays_other_batches(device):
     """Captured on padding alone, replayed at any length, and each time what runs without a graph gives."""
     geometry = replace(on_triton(LONG, device), head_dim=64)
     made, num_pages = texts(geometry, [2000, 300, 1, 64], consecutive=False)
@@ -191,7 +191,7 @@ def test_a_captured_step_serves_others(device):
 
 
 @pytest.mark.gpu
-def test_a_step_allocates_nothing(device):
+def test_attention_step_allocates_nothing(device):
     geometry = on_triton(LONG, device)
     made, num_pages = texts(geometry, [700, 40], consecutive=False)
     backend = build(TritonPagedAttention, geometry, geometry.storage(num_pages))

@@ -51,7 +51,7 @@ def test_heads_and_pages(device, kv_dtype, num_heads, num_kv_heads, head_dim, pa
 
 
 @pytest.mark.parametrize("window", [1, 63, 64, 100])
-def test_windows(device, window):
+def test_triton_paged_quantized_windows_are_exact(device, window):
     geometry = replace(LONG, windows=(window,), kv_dtype="turboquant_4bit_nc")
     check_rows(on_triton(geometry, device), [180, 64, 65], [1, 2, 20])
 
@@ -63,7 +63,7 @@ def test_layers_of_different_formats_share_a_step(device):
     check_rows(on_triton(geometry, device), [130, 2, 20], [1, 1, 12])
 
 
-def test_an_invariant_row_has_the_same_bits_in_any_company(device):
+def test_batch_invariant_row_has_same_bits_in_any_batch(device):
     geometry = on_triton(replace(LONG, kv_dtype="turboquant_k8v4"), device)
     made, num_pages = texts(geometry, [520, 3], consecutive=False)
     backend = build(TritonPagedAttention, geometry, geometry.storage(num_pages), batch_invariant=True)
@@ -110,7 +110,7 @@ def test_half_precision_on_a_gpu(device, kv_dtype, dtype, heads):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", ["turboquant_k8v4", "turboquant_3bit_nc"])
-def test_a_captured_step_serves_others(device, kv_dtype):
+def test_captured_attention_graph_replays_other_batches(device, kv_dtype):
     """Captured on padding alone, replayed at any length, and each time what runs without a graph gives."""
     geometry = on_triton(replace(LONG, kv_dtype=kv_dtype), device)
     made, num_pages = texts(geometry, [2000, 300, 1, 64], consecutive=False)
@@ -147,7 +147,7 @@ def test_a_captured_step_serves_others(device, kv_dtype):
 
 
 @pytest.mark.gpu
-def test_a_step_allocates_nothing(device):
+def test_attention_step_allocates_nothing(device):
     geometry = on_triton(replace(LONG, windows=(None, None), kv_dtype="turboquant_k8v4 float16"), device)
     made, num_pages = texts(geometry, [700, 40], consecutive=False)
     backend = build(TritonPagedAttention, geometry, geometry.storage(num_pages))

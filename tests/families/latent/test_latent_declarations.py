@@ -52,7 +52,7 @@ def decode_scratch(specs: list[AttentionSpec], bounds: StepBounds) -> tuple[Tens
     return tuple(spec for spec in TRITON.scratch(specs, bounds) if spec not in prompts)
 
 
-def test_v2_lite_with_256_sequences_at_160k_takes_less_than_100_mb():
+def test_latent_scratch_of_v2_lite_at_160k_is_below_100_mb():
     bounds = StepBounds(max_num_seqs=256, max_num_rows=8192, page_tokens=64)
     specs = [layer()] * 27
     partials = 1024 * 16 * (512 + 1) * 4
@@ -64,7 +64,7 @@ def test_v2_lite_with_256_sequences_at_160k_takes_less_than_100_mb():
 
 @pytest.mark.parametrize("num_layers", [1, 61])
 @pytest.mark.parametrize("max_model_len", [4096, 163840])
-def test_r1_with_2048_rows_has_one_set_whatever_its_layers_and_its_context(num_layers, max_model_len):
+def test_latent_scratch_of_r1_ignores_layers_and_context(num_layers, max_model_len):
     bounds = StepBounds(max_num_seqs=2048, max_num_rows=2048, page_tokens=64)
     specs = [layer(num_heads=128, max_model_len=max_model_len)] * num_layers
     # 65,536 rows times heads of queries and outputs in the latent space, 264 partials of 128 heads.
@@ -121,7 +121,7 @@ def test_choose_declaration_without_backend_lists_every_reason():
     assert all(f"{declaration.name}: latents have 768 elements" in str(caught.value) for declaration in (TRITON, TORCH))
 
 
-def test_what_plain_torch_holds_at_once_does_not_grow():
+def test_torch_latent_terms_do_not_grow_with_context():
     short, long = (
         TORCH.terms([layer(max_model_len=length, device_kind="cpu")], StepBounds(64, 8192, 64))
         for length in (64, 10**6)
@@ -138,7 +138,7 @@ def sparse(max_model_len: int = 163840) -> AttentionSpec:
     return SparseAttentionSpec(*base, nope_dim=128, value_dim=128, index_heads=64, index_top_k=2048)
 
 
-def test_an_index_is_for_those_that_choose_by_it():
+def test_choose_declaration_index_selects_torch_sparse():
     plain = layer("float32", dtype="float32", device_kind="cpu")
     assert choose_declaration([sparse()]).name == "torch_sparse"
     assert choose_declaration([plain]).name == "torch_latent"

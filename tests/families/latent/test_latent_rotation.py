@@ -46,7 +46,7 @@ def spec(name: str) -> AttentionSpec:
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
-def test_only_layers_of_rotated_formats_are_folded(is_shared):
+def test_fold_rotation_folds_only_rotated_formats(is_shared):
     names = ["float32", *MLA_FORMATS, "float32"]
     rotated = [layer for layer, name in enumerate(names) if name.startswith("turboquant")]
     weights = {kv_b_name(layer): torch.randn(HEADS * (NOPE + VALUE), 64) for layer in range(len(names))}
@@ -62,7 +62,7 @@ def test_only_layers_of_rotated_formats_are_folded(is_shared):
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
-def test_what_compressed_attention_gives_goes_back_through_o_a(is_shared):
+def test_fold_rotation_of_o_a_undoes_compressed_rotation(is_shared):
     """For each head the elements before those that positions rotate: o_a times a rotated output is o_a times the plain one."""
     dim, own = 48 + ROPE, COMPRESSED_FORMATS["turboquant_mla_4bit"]
     compressed = CompressedAttentionSpec(
@@ -77,7 +77,7 @@ def test_what_compressed_attention_gives_goes_back_through_o_a(is_shared):
     assert torch.equal(weight, before) is is_shared
 
 
-def test_a_tall_weight_is_rotated_in_parts():
+def test_rotate_rows_tall_weight_equals_rotate_heads():
     weight = torch.randn(FOLDED_ROWS + 5, 16)
     expected = rotate_heads(weight)
     torch.testing.assert_close(rotate_rows(weight), expected)

@@ -68,7 +68,7 @@ def make_batch(rows: list[int] | None) -> Batch:
 
 
 @pytest.mark.parametrize("wanted", [None, [1, 4], [2], []], ids=str)
-def test_projections_backend_projection(parts, wanted):
+def test_attention_layer_projects_attends_and_projects(parts, wanted):
     layer, backend, q_norm = parts
     batch, held, x = make_batch(wanted), buffers(q_norm), random(NUM_ROWS, HIDDEN, seed=5)
     plan, out = torch.tensor(wanted or [], dtype=torch.int64), torch.full((NUM_ROWS, HIDDEN), NAN)
@@ -105,7 +105,7 @@ def room() -> QuantizedRows:
     return QuantizedRows(torch.zeros(NUM_ROWS * HEADS * QUERY).to(torch.float8_e4m3fn), torch.zeros(NUM_ROWS))
 
 
-def test_every_quantized_product_takes_the_codes_of_its_own_rows(parts):
+def test_latent_layer_quantized_products_code_their_own_rows(parts):
     layer, backend, q_norm = parts
     layer.qkv_a, layer.q, layer.o = map(coded, (layer.qkv_a, layer.q, layer.o))
     x, held = random(NUM_ROWS, HIDDEN, seed=5), buffers(q_norm)._replace(quantized=room())
@@ -121,7 +121,7 @@ def test_every_quantized_product_takes_the_codes_of_its_own_rows(parts):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_norm_leaves_codes_where_all_products_that_take_x_want_them(parts):
+def test_room_for_codes_needs_all_products_of_x_quantized(parts):
     layer, _, q_norm = parts
     plain_q, quantized = layer.q, room()
     assert layer.room_for_codes(quantized, NUM_ROWS) is None
@@ -168,7 +168,7 @@ def sparse_buffers() -> LatentBuffers:
     return LatentBuffers.of({name: torch.full((NUM_ROWS, width), NAN) for name, width in shapes.items()}, None)
 
 
-def test_an_index_is_written_and_tokens_are_chosen_before_rows_attend():
+def test_sparse_layer_writes_index_and_selects_before_attend():
     layer, backend, _ = make_sparse()
     batch, held, x, plan = make_batch(None), sparse_buffers(), random(NUM_ROWS, HIDDEN, seed=5), object()
     layer(x, batch, plan, held, torch.full((NUM_ROWS, HIDDEN), NAN))
@@ -190,7 +190,7 @@ def test_an_index_is_written_and_tokens_are_chosen_before_rows_attend():
     [PRODUCTS, ("qkv_a", "q"), ("index q", "index k"), ("qkv_a", "index q"), ("q", "index k")],
     ids=" and ".join,
 )
-def test_products_of_an_index_share_codes_with_those_that_take_the_same_rows(names):
+def test_sparse_layer_index_products_share_codes_of_equal_inputs(names):
     """Whichever are quantized, and whether a norm has left the codes of x before or not."""
     layer, backend, _ = make_sparse(names)
     x, held = random(NUM_ROWS, HIDDEN, seed=5), sparse_buffers()._replace(quantized=room())

@@ -100,7 +100,7 @@ class House:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 30])
-def test_any_chunking_gives_what_keys_and_values_by_head_give(chunk: int) -> None:
+def test_torch_latent_any_chunking_matches_keys_by_head(chunk: int) -> None:
     house = House()
     latents, queries = house.tokens(30)
     pages = torch.randperm(NUM_PAGES)[:8].tolist()
@@ -108,7 +108,7 @@ def test_any_chunking_gives_what_keys_and_values_by_head_give(chunk: int) -> Non
     torch.testing.assert_close(torch.cat(outs), house.expected(latents, queries), rtol=1e-5, atol=1e-5)
 
 
-def test_company_and_padding_change_nothing() -> None:
+def test_attend_batch_and_padding_change_no_row() -> None:
     house = House(1)
     first, second = house.tokens(13), house.tokens(6)
     pages = torch.randperm(NUM_PAGES).tolist()
@@ -118,7 +118,7 @@ def test_company_and_padding_change_nothing() -> None:
     assert (both[19:] == 0).all()
 
 
-def test_only_wanted_rows_attend() -> None:
+def test_attend_returns_only_wanted_rows() -> None:
     house = House(2)
     first, second = house.tokens(9), house.tokens(5)
     expected = torch.stack((house.expected(*first)[8], house.expected(*second)[4]))

@@ -22,7 +22,7 @@ def check(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) 
 
 @QUIET
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_a_mixed_step_with_padding(captured):
+def test_attend_mixed_step_with_padding_matches_torch(captured):
     step = Step(Shape(), MIXED, padding=5)
     found = step.triton(captured)
     check(found[: step.num_rows], step.torch()[: step.num_rows])
@@ -31,7 +31,7 @@ def test_a_mixed_step_with_padding(captured):
 
 @QUIET
 @pytest.mark.parametrize("name", MLA_FORMATS)
-def test_quantized_latents(name):
+def test_triton_latent_quantized_latents_match_torch(name):
     step = Step(Shape(name=name, latent_dim=64), MIXED, padding=5)
     found = step.triton(captured=True)
     check(found[: step.num_rows], step.torch()[: step.num_rows], 2e-3)
@@ -70,14 +70,14 @@ def test_parts_that_are_all_up_projected_are_left_out(monkeypatch):
 
 
 @QUIET
-def test_wanted_rows_alone():
+def test_attend_returns_only_wanted_rows():
     wanted = [0, 3, 8, 71]
     found = Step(Shape(), MIXED, wanted=wanted).triton()
     check(found, Step(Shape(), MIXED).torch()[wanted])
 
 
 @QUIET
-def test_a_large_step_goes_in_parts_and_in_groups_of_heads(monkeypatch):
+def test_triton_latent_large_step_splits_rows_and_heads(monkeypatch):
     for module in (shared, declarations, triton_latent):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 32)
     monkeypatch.setattr(declarations, "HEAD_ROWS", 64)
@@ -100,7 +100,7 @@ def test_rows_of_a_part():
     assert rows_between((first, second), 8, 12) == (second._replace(row_start=0, num_rows=4, start=3),)
 
 
-def test_what_it_holds_is_what_it_said():
+def test_backend_holds_bytes_of_its_declared_terms():
     shape = Shape(num_heads=16)
     storage = shape.storage(1)
     specs = shape.specs(storage)

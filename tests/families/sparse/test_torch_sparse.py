@@ -172,13 +172,13 @@ class House:
         return is_chosen_LL & (scores_LL > -torch.inf)
 
 
-def test_it_is_what_layers_with_an_index_take() -> None:
+def test_torch_sparse_is_a_sparse_backend_and_latent_is_not() -> None:
     assert isinstance(House().backend, SparseBackend)
     assert not isinstance(TorchLatentAttention((House().spec,), House().storage), SparseBackend)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 30])
-def test_any_chunking_gives_what_a_mask_gives_and_chooses_the_same(chunk: int) -> None:
+def test_torch_sparse_any_chunking_matches_mask_and_selection(chunk: int) -> None:
     house = House()
     tokens = house.tokens(30)
     outs, chosen = [], []
@@ -205,7 +205,7 @@ def test_formats_of_latents_and_of_the_index(name: str, index_dtype: str) -> Non
     torch.testing.assert_close(outs, house.expected(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_an_index_in_fp8_chooses_nearly_the_same() -> None:
+def test_torch_sparse_fp8_index_selects_nearly_same_tokens() -> None:
     """For 20 tokens out of 64, in random keys whose scores lie close; the least row and all rows together."""
     taken = []
     for index_dtype in ("float32", "fp8"):
@@ -220,7 +220,7 @@ def test_an_index_in_fp8_chooses_nearly_the_same() -> None:
     assert sum(both) / len(both) > 0.95
 
 
-def test_company_and_padding_change_nothing() -> None:
+def test_attend_batch_and_padding_change_no_row() -> None:
     house = House(1)
     first, second = house.tokens(13), house.tokens(7)
     alone = house.step((first, 0, 13))
@@ -231,7 +231,7 @@ def test_company_and_padding_change_nothing() -> None:
     assert (both[20:] == 0).all()
 
 
-def test_only_wanted_rows_attend() -> None:
+def test_attend_returns_only_wanted_rows() -> None:
     house = House(2)
     first, second = house.tokens(9, [3, 1, 2]), house.tokens(6, [7, 5])
     found = house.step((first, 0, 9), (second, 0, 6), wanted=[2, 8, 14])
@@ -251,7 +251,7 @@ def test_contexts_longer_than_a_block_of_tokens(monkeypatch: pytest.MonkeyPatch)
     assert house.scratch["selected"].equal(whole.scratch["selected"])
 
 
-def test_short_contexts_are_those_of_dense_attention_and_need_no_room() -> None:
+def test_torch_sparse_short_context_is_dense_without_scratch() -> None:
     house = House(6, top_k=MAX_LEN)
     assert house.scratch == {}
     tokens = house.tokens(17)
@@ -272,7 +272,7 @@ def test_ties_go_to_the_lower_position() -> None:
     assert largest_tokens(scores_nC, 6).tolist() == [list(range(6))] * 4
 
 
-def test_a_key_that_is_nan_is_chosen_last() -> None:
+def test_torch_sparse_nan_index_key_is_selected_last() -> None:
     house = House(7)
     tokens = house.tokens(12)
     tokens.index_k_LD[3] = torch.nan

@@ -31,7 +31,7 @@ def check(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) 
 
 @QUIET
 @pytest.mark.parametrize(("top_k", "captured"), [(1, True), (12, False), (61, True)], ids=str)
-def test_a_mixed_step_with_padding(top_k, captured):
+def test_attend_mixed_step_with_padding_matches_torch(top_k, captured):
     step = Step(Shape(index_heads=5, top_k=top_k), MIXED, padding=5)
     found = step.triton(captured)
     check(found[: step.num_rows], step.torch()[: step.num_rows])
@@ -47,7 +47,7 @@ def test_quantized_latents_with_an_index_in_fp8(name):
 
 
 @QUIET
-def test_wanted_rows_alone():
+def test_attend_returns_only_wanted_rows():
     wanted = [0, 2, 5, 11]
     check(Step(SPARSE, MIXED, wanted=wanted).triton(), Step(SPARSE, MIXED).torch()[wanted])
 
@@ -87,7 +87,7 @@ def test_rows_that_see_all_of_their_tokens():
     assert whole_rows(rows, 15) == whole_rows(rows, 99) == rows
 
 
-def test_what_it_holds_is_what_it_said():
+def test_backend_holds_bytes_of_its_declared_terms():
     storage = SPARSE.storage(1)
     specs = SPARSE.specs(storage)
     for bounds in (StepBounds(4, 64, PAGE), StepBounds(256, 8192, PAGE)):
@@ -115,7 +115,7 @@ def test_scratch_does_not_grow_with_layers_or_the_context(max_model_len):
     assert arena_bytes(scratch) <= fixed + 2 * INDEX_SCORE_BYTES
 
 
-def test_without_a_context_that_is_longer_than_the_choice_there_is_none():
+def test_triton_sparse_short_context_needs_no_selection_scratch():
     names = {spec.name for spec in TRITON.scratch([layer(2048)], StepBounds(8, 512, 64))}
     assert not names & {"selected", "index_scores"}
 
@@ -132,5 +132,5 @@ def test_without_a_context_that_is_longer_than_the_choice_there_is_none():
     ],
     ids=["V3.2", "most tokens", "no choice", "too many tokens", "too long a context", "on a CPU"],
 )
-def test_what_it_takes(spec, words):
+def test_declaration_unsupported_gives_reason(spec, words):
     assert TRITON.unsupported(spec) == words

@@ -67,7 +67,7 @@ def expected_parts(heads: QuantizedHeads, what: str, bits: int) -> torch.Tensor:
 @pytest.mark.each_value
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_every_code_lies_at_every_place_of_what_is_tried(what, bits):
+def test_dequantize_cases_hold_every_code_in_every_place(what, bits):
     heads = any_heads(what, bits)
     numbers = expected_parts(heads, what, bits)
     codebook = (KEY_CODEBOOKS if what == "keys" else VALUE_CODEBOOKS).get(bits)
@@ -80,7 +80,7 @@ def e4m3_numbers(codes) -> torch.Tensor:
     return torch.tensor(list(codes), dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def test_constants_are_the_bytes_that_torch_makes_of_them():
+def test_fp8_word_constants_match_torch_bytes():
     for code, number in enumerate(e4m3_numbers(range(127))):
         if code >= 8:  # below are those without a leading one
             assert dequantize.fp8_byte(float(number)) == code
@@ -93,19 +93,19 @@ def test_constants_are_the_bytes_that_torch_makes_of_them():
 
 
 @given(st.floats(2.0**-14, 65504, width=16), st.sampled_from([1, -1]))
-def test_words_are_a_float16_twice(number, sign):
+def test_fp16_twice_repeats_a_float16(number, sign):
     number = sign * number
     assert int(dequantize.fp16_twice(number), 16) == int(f16_word([number, number]))
 
 
 @for_each("number", [CUBIC_4_BITS, CUBIC_3_BITS, 1.0, -519.5, -515.5])
-def test_constants_are_what_float16_holds(number):
+def test_value_constants_are_exact_in_float16(number):
     assert int(dequantize.fp16_twice(number), 16) == int(f16_word([number, number]))
     assert float(torch.tensor(number).half()) == number
 
 
 @for_each("number", [LATENT_STEP, -23.5 * LATENT_STEP, -263.5 * LATENT_STEP])
-def test_constants_of_latents_are_what_float16_holds(number):
+def test_latent_constants_are_exact_in_float16(number):
     assert float(torch.tensor(number).half()) == number
 
 
@@ -133,7 +133,7 @@ def from_f16(words: list[np.ndarray]) -> torch.Tensor:
 
 
 @for_each("bits", [4, 3])
-def test_the_assembler_looks_keys_up(bits):
+def test_key_asm_looks_up_every_code(bits):
     heads = any_heads("keys", bits)
     codes = heads.codes_XB.numpy()
     if bits == 4:
@@ -146,7 +146,7 @@ def test_the_assembler_looks_keys_up(bits):
     assert torch.equal(from_e4m3(out), expected_parts(heads, "keys", bits))
 
 
-def test_the_assembler_looks_both_halves_of_keys_up():
+def test_key_asm_looks_up_both_halves():
     heads = any_heads("keys", 3)
     assert heads.signs_XS is not None
     lower, upper = heads.codes_XB.numpy()[:, :HALF], heads.codes_XB.numpy()[:, HALF:]
@@ -155,7 +155,7 @@ def test_the_assembler_looks_both_halves_of_keys_up():
 
 
 @for_each("bits", [8, 4, 3])
-def test_the_assembler_computes_values(bits):
+def test_value_asm_computes_every_code(bits):
     heads = any_heads("values", bits)
     words = [heads.codes_XB.numpy()]
     if bits == 3:
@@ -251,13 +251,13 @@ def run_parts(what: str, bits: int, device: torch.device, halved: bool = False) 
 @pytest.mark.each_value
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_parts_are_the_numbers_of_the_codebook_to_the_bit(device, what, bits):
+def test_dequantized_parts_equal_codebook_values(device, what, bits):
     parts, heads = run_parts(what, bits, device)
     assert torch.equal(parts, expected_parts(heads, what, bits))
 
 
 @pytest.mark.gpu
-def test_halves_are_the_numbers_of_the_codebook_to_the_bit(device):
+def test_dequantized_halves_equal_codebook_values(device):
     parts, heads = run_parts("keys", 3, device, halved=True)
     assert torch.equal(torch.cat((parts[:4], parts[4:]), -1), expected_parts(heads, "keys", 3))
 
@@ -271,7 +271,7 @@ def _upper_kernel(p_upper, p_out, COLUMNS: constexpr):
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_the_table_tells_columns_of_the_upper_half(device, head_dim, dtype):
+def test_column_table_marks_columns_of_the_upper_half(device, head_dim, dtype):
     columns = max(16, 1 << (head_dim // 8 - 1).bit_length())
     out = torch.full((columns,), 7, dtype=torch.int16, device=device)
     _upper_kernel[(1,)](rotation_table(head_dim, dtype, device)[head_dim], out, COLUMNS=columns)
@@ -286,7 +286,7 @@ def _power_kernel(p_x, p_exp2, p_log2, BLOCK: constexpr, PLAIN: constexpr):
     tl.store(p_log2 + o_x, fast_log2(tl.abs(b_x), PLAIN))
 
 
-def test_powers_and_logarithms(device):
+def test_exp2_and_log2_are_exact_at_their_edges(device):
     """exp2 of -inf is 0, and log2 of a zero scale is bounded."""
     infinity = float("inf")
     x = torch.tensor([-infinity, -200, -126, -24.5, -1, -(2.0**-24), 0, 2.0**-24, 0.3, 1, 24, 38.25, 127, 3, 5, 7])

@@ -40,7 +40,7 @@ def turned(bias_KD: torch.Tensor, positions: torch.Tensor, frequency_C: torch.Te
 @pytest.mark.each_value
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
 @pytest.mark.parametrize("max_model_len", LENGTHS)
-def test_rows_are_the_bias_turned_by_its_position(head_dim, max_model_len):
+def test_key_bias_rows_are_the_bias_rotated_by_position(head_dim, max_model_len):
     bias, frequency = 600 * random(3, head_dim), frequencies(head_dim)
     positions = torch.arange(max_model_len)
     expected = turned(bias, positions, frequency, 1.25)
@@ -52,7 +52,7 @@ def test_rows_are_the_bias_turned_by_its_position(head_dim, max_model_len):
         assert float(error.max()) < tolerance, f"{dtype=} {float(error.max())=}"
 
 
-def test_slow_pair_is_more_exact_than_half_precision():
+def test_key_bias_slow_pair_is_more_exact_than_half():
     """What differs from token to token counts, and not the size of the bias."""
     frequency = torch.tensor([1e-3, 1e-5])
     turns = make_key_turns(frequency, 1.0, 4096, torch.float16, "cpu")
@@ -63,7 +63,7 @@ def test_slow_pair_is_more_exact_than_half_precision():
     assert float((expected.half().double() - expected).abs().max()) > 0.1
 
 
-def test_any_positions_in_any_order():
+def test_key_bias_rows_are_exact_for_any_positions():
     bias, frequency = random(2, 32), frequencies(32)
     turns = make_key_turns(frequency, 1.0, 70_000, torch.float32, "cpu")
     positions = torch.tensor([69_999, 0, 31, 32, 31, 65_536])
@@ -78,7 +78,7 @@ def test_any_positions_in_any_order():
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("max_model_len", LENGTHS)
-def test_bytes_are_those_that_a_plan_counts(max_model_len, dtype):
+def test_key_bias_turns_have_planned_bytes(max_model_len, dtype):
     turns = make_key_turns(frequencies(48), 1.0, max_model_len, dtype, "cpu")
     specs = key_turns_specs(48, max_model_len, str(dtype).removeprefix("torch."))
     for table, spec in zip(turns, specs, strict=True):
@@ -106,7 +106,7 @@ def with_bias(step: QuantizedStep, size: float, magnitude: float = 1.0, theta: f
 
 
 @FORMATS
-def test_every_format(device, key_bits, value_bits):
+def test_key_bias_is_exact_for_every_format(device, key_bits, value_bits):
     """Small tiles, splits, large tiles and padding in one step, over several blocks."""
     rows = [(69, 1), (0, 12), (130, 3), (0, 1)]
     step = with_bias(quantized_step((key_bits, value_bits), rows, 32, group=4, num_kv_heads=2), 1.0, 1.2)
@@ -116,20 +116,20 @@ def test_every_format(device, key_bits, value_bits):
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize("head_dim", [16, 48, 80, 112, 128])
-def test_every_head_dim(device, head_dim, bits):
+def test_key_bias_is_exact_for_every_head_dim(device, head_dim, bits):
     """Also those whose pairs are no power of two, and whose rotation has several blocks."""
     for cut in (SMALL, LARGE):
         judge(with_bias(quantized_step((bits, 4), [(65, 1)], head_dim, group=2), 1.0), cut, device)
 
 
 @for_each("group", [1, 3, 8, 9])
-def test_every_grouping(device, group):
+def test_key_bias_is_exact_for_every_grouping(device, group):
     step = with_bias(quantized_step((4, 4), [(62, 3), (67, 1)], 16, group, num_kv_heads=2), 1.0)
     judge(step, [SMALL, HALVES], device)
 
 
 @for_each("page_tokens", [1, 16, 64, 128])
-def test_every_page_size(device, page_tokens):
+def test_key_bias_is_exact_for_every_page_size(device, page_tokens):
     """Blocks of tokens have their rotations, wherever pages end."""
     judge(with_bias(quantized_step((3, 4), [(139, 1)], 32, page_tokens=page_tokens), 1.0), HALVES, device)
 
@@ -137,14 +137,14 @@ def test_every_page_size(device, page_tokens):
 @pytest.mark.each_value
 @CUTS
 @pytest.mark.parametrize("window", [1, 5, 64, 100], ids=lambda window: f"window of {window}")
-def test_every_window(device, window, cut):
+def test_key_bias_is_exact_for_every_window(device, window, cut):
     judge(with_bias(quantized_step((4, 4), [(190, 1), (126, 3)], 16, group=2, window=window), 1.0), cut, device)
 
 
 @pytest.mark.each_value
 @CUTS
 @CODERS
-def test_no_bias_is_a_bias_of_zeros(device, bits, cut):
+def test_key_bias_of_zeros_changes_no_bit(device, bits, cut):
     """To the bit: nothing else about the scores has changed."""
     step = quantized_step((bits, 4), [(130, 2)], 32, group=2)
     tiles = cut_tiles(step, [cut])
@@ -154,7 +154,7 @@ def test_no_bias_is_a_bias_of_zeros(device, bits, cut):
 
 @pytest.mark.gpu
 @FORMATS
-def test_compiled_kernels_in_bfloat16(device, key_bits, value_bits):
+def test_key_bias_bfloat16_is_exact_in_compiled_kernels(device, key_bits, value_bits):
     """Decode in splits, prefill whole and in splits, over many blocks."""
     rows = [(3000, 1), (0, 150), (700, 40)]
     bits = (key_bits, value_bits)

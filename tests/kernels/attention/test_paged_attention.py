@@ -22,37 +22,37 @@ def judge(case: PagedCase) -> None:
 
 
 @for_each("head_dim", [2, 16, 24, 64, 80, 96, 128, 256])
-def test_every_head_dim(head_dim):
+def test_paged_attention_is_exact_for_every_head_dim(head_dim):
     judge(paged_case(MIXED, head_dim=head_dim))
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 48, 49, 71], ids=lambda group: f"{group} queries a key")
-def test_every_grouping(group, num_kv_heads):
+def test_paged_attention_is_exact_for_every_grouping(group, num_kv_heads):
     judge(paged_case([(0, 5), (70, 1), (60, 9)], group=group, num_kv_heads=num_kv_heads))
 
 
 @for_each("page_tokens", [1, 4, 16, 256])
-def test_every_page_size(page_tokens):
+def test_paged_attention_is_exact_for_every_page_size(page_tokens):
     judge(paged_case(MIXED, page_tokens=page_tokens))
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("window", [1, 2, 5, 63, 64, 65, 100, 1000], ids=lambda window: f"window of {window}")
 @pytest.mark.parametrize("group", [1, 3, 7], ids=lambda group: f"{group} queries a key")
-def test_every_window(window, group):
+def test_paged_attention_is_exact_for_every_window(window, group):
     judge(paged_case([*MIXED, (190, 1), (120, 70)], window=window, group=group))
 
 
 @for_each("num_tokens", [1, 2, 63, 64, 65, 127, 128, 129, 1000])
-def test_every_length(num_tokens):
+def test_paged_attention_is_exact_for_every_length(num_tokens):
     judge(paged_case([(num_tokens - 1, 1)], page_tokens=16))
     judge(paged_case([(max(0, num_tokens - 70), min(70, num_tokens))], page_tokens=16))
 
 
 @for_each("seed", range(16))
-def test_random_steps(seed):
+def test_paged_attention_is_exact_for_random_steps(seed):
     dice = chance.Random(seed)
     rows = [
         (dice.choice([0, 0, dice.randrange(200)]), dice.choice([1, 1, 2, 3, 17, dice.randrange(1, 80)]))
@@ -72,7 +72,7 @@ def test_random_steps(seed):
     )
 
 
-def test_scores_too_far_apart_for_float32_pick_one_token():
+def test_paged_attention_distant_scores_pick_one_token():
     case = paged_case([(0, 70)])
     case.q *= 1e4
     out = case.run(paged_attention)
@@ -84,7 +84,7 @@ def test_scores_too_far_apart_for_float32_pick_one_token():
     "group, head_dim, window",
     [(1, 16, None), (3, 24, None), (7, 16, 5), (3, 64, 64), (3, 16, 100), (71, 16, None), (1, 80, 1)],
 )
-def test_any_chunking_gives_the_same_bits(group, head_dim, window):
+def test_paged_attention_chunks_give_the_same_bits(group, head_dim, window):
     """Chunks that end beside every edge of a tile and of a task; slots beyond a chunk hold NaN while it runs."""
     num_tokens = 140
     whole = paged_case([(0, num_tokens)], head_dim, group, page_tokens=4, window=window)
@@ -107,7 +107,7 @@ def test_any_chunking_gives_the_same_bits(group, head_dim, window):
 
 
 @for_each("window", [None, 5, 64])
-def test_rows_in_any_batch_and_order_have_the_same_bits(window):
+def test_paged_attention_is_batch_invariant(window):
     case = paged_case(MIXED, group=3, window=window)
     expected = case.run(paged_attention)
     dice = chance.Random(0)
@@ -123,7 +123,7 @@ def test_rows_in_any_batch_and_order_have_the_same_bits(window):
 
 
 @for_each("page_tokens", [1, 2, 16, 256])
-def test_any_page_order_and_size_give_the_same_bits(page_tokens):
+def test_paged_attention_page_order_and_size_give_the_same_bits(page_tokens):
     expected = paged_case(MIXED, page_tokens=4).run(paged_attention)
     for seed in (0, 1):
         case = paged_case(MIXED, page_tokens=page_tokens)
@@ -141,7 +141,7 @@ def test_any_page_order_and_size_give_the_same_bits(page_tokens):
 @pytest.mark.parametrize("group", [1, 3, 71])
 @pytest.mark.parametrize("head_dim", [2, 16, 24])
 @pytest.mark.parametrize("window", [None, 5])
-def test_nothing_is_read_or_written_outside(native, guarded_host, group, head_dim, window):
+def test_native_paged_attention_stays_within_its_buffers(native, guarded_host, group, head_dim, window):
     case = paged_case([(0, 1), (61, 9), (0, 66)], head_dim, group, num_kv_heads=2, window=window)
     expected = case.run(paged_attention)
     num_rows, num_heads, _ = case.q.shape
@@ -170,7 +170,7 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, group, head_di
 
 
 @for_each("bad", [float("nan"), float("inf")])
-def test_query_not_finite_stays_in_its_row(bad):
+def test_paged_attention_nonfinite_query_stays_in_its_row(bad):
     case = paged_case([(0, 7), (66, 1)])
     clean = case.run(paged_attention)
     for row in range(8):
@@ -187,7 +187,7 @@ def test_query_not_finite_stays_in_its_row(bad):
 @pytest.mark.parametrize("plane", ["k_plane", "v_plane"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("position", [3, 63, 64, 80, 89])
-def test_token_not_finite_reaches_later_rows_of_its_sequence(plane, bad, position):
+def test_paged_attention_nonfinite_token_reaches_later_rows_only(plane, bad, position):
     """Earlier rows may be shared as a cached prefix, so a later token must not touch them."""
     case = paged_case([(0, 90), (80, 1), (0, 30)], group=3)
     clean = case.run(paged_attention)
@@ -199,7 +199,7 @@ def test_token_not_finite_reaches_later_rows_of_its_sequence(plane, bad, positio
     assert not out[position].isfinite().all()
 
 
-def test_window_hides_older_tokens():
+def test_paged_attention_window_hides_older_tokens():
     case = paged_case([(99, 1), (50, 40)], window=8)
     clean = case.run(paged_attention)
     for index, first_seen in ((0, 92), (1, 43)):
@@ -209,14 +209,14 @@ def test_window_hides_older_tokens():
     assert same_bits(case.run(paged_attention), clean)
 
 
-def test_many_query_heads_fit_any_stack():
+def test_paged_attention_many_query_heads_fit_the_stack():
     """As many heads for one key as a config may ask for: the working set of a task must not grow with them."""
     case = paged_case([(5, 1)], head_dim=512, group=4096, num_kv_heads=1)
     out = case.run(paged_attention)
     assert_as_exact_as_torch(out, case.run(paged_attention_reference), case.exact(), magnitude=4.0)
 
 
-def test_planes_that_are_not_float32_run_in_torch():
+def test_paged_attention_half_planes_use_torch():
     case = paged_case([(0, 9), (30, 1)])
     case.k_plane, case.v_plane = case.k_plane.half(), case.v_plane.half()
     assert same_bits(case.run(paged_attention), case.run(paged_attention_reference))
@@ -225,7 +225,7 @@ def test_planes_that_are_not_float32_run_in_torch():
 @pytest.mark.parametrize(
     "function", [paged_attention, paged_attention_reference], ids=lambda function: function.__name__
 )
-def test_out_changes_only_where_the_result_is(guarded_host, function):
+def test_paged_attention_writes_only_its_result(guarded_host, function):
     case = paged_case([(0, 9), (30, 1)])
     pages, sequences = case.tables()
     arguments = (case.q, case.k_plane, case.v_plane, pages, sequences, case.page_tokens, Scoring(case.scale))

@@ -46,7 +46,7 @@ SMALL, LARGE, HALVES = Cut(), Cut(large=True), Cut(splits=2)
 
 
 @for_each("bits", [(8, 4), (3, 3)])
-def test_decode_prefill_and_padding_in_one_step(device, bits):
+def test_quantized_attention_mixes_decode_prefill_and_padding(device, bits):
     rows = [(63, 1), (0, 12), (10, 2), (64, 1), (150, 9)]
     step = quantized_step(bits, rows, 32, group=4, num_kv_heads=2)
     cuts = [SMALL, LARGE, HALVES, Cut(splits=5), Cut(large=True, splits=3)]
@@ -55,7 +55,7 @@ def test_decode_prefill_and_padding_in_one_step(device, bits):
 
 @hypothesis_settings(max_examples=3)
 @given(data=st.data())
-def test_any_step(device, data):
+def test_quantized_attention_is_exact_for_any_step(device, data):
     counts = st.one_of(st.just(1), st.integers(1, 12))
     rows = data.draw(st.lists(st.tuples(st.one_of(st.just(0), st.integers(0, 150)), counts), min_size=1, max_size=2))
     bounds = st.lists(st.sampled_from([0, 64, 128, 192]), max_size=3).map(lambda ends: tuple(sorted(ends)))
@@ -76,7 +76,7 @@ def test_any_step(device, data):
 @pytest.mark.each_value
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)], ids=["as they are", "rotated"])
-def test_merged_rows_equal_unsplit_rows(device, bits, large):
+def test_quantized_attention_merged_rows_equal_unsplit_rows(device, bits, large):
     """Straight to the output, or as partial results: of one range that has all, and of several."""
     step = quantized_step(bits, [(190, 2)], 80, group=3)
     direct = run_tiles(step, cut_tiles(step, [Cut(large)]), device)
@@ -87,7 +87,7 @@ def test_merged_rows_equal_unsplit_rows(device, bits, large):
 
 
 @for_each("group, num_kv_heads", [(1, 1), (3, 2), (7, 1), (9, 1)])
-def test_every_number_of_heads_is_merged(device, group, num_kv_heads):
+def test_quantized_attention_merges_any_number_of_heads(device, group, num_kv_heads):
     """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
     assert MERGED_HEADS < 9
     for num_padding in (0, MERGE_BY_HEAD_ROWS):
@@ -95,20 +95,20 @@ def test_every_number_of_heads_is_merged(device, group, num_kv_heads):
 
 
 @for_each("num_padding", [0, MERGE_BY_HEAD_ROWS])
-def test_more_splits_than_are_merged_at_once(device, num_padding):
+def test_quantized_attention_merges_more_splits_than_fit_at_once(device, num_padding):
     """Most of them empty: nothing at first is not the end of it."""
     for bounds in (17 * (0,), (64, *(20 * (128,)))):
         judge(quantized_step((4, 4), [(70, 1)], 16, group=2), Cut(bounds=bounds), device, num_padding)
 
 
 @for_each("num_padding", [0, MERGE_BY_HEAD_ROWS])
-def test_peak_in_the_last_split_rescales_earlier_splits(device, num_padding):
+def test_quantized_attention_last_peak_rescales_earlier_splits(device, num_padding):
     """Those between are empty, so that only the first and the last count: 16 are merged at once."""
     step = peaked_step(4, 2 * BLOCK_TOKENS, gap=5, peak=2 * BLOCK_TOKENS - 1)
     judge(step, Cut(bounds=17 * (BLOCK_TOKENS,)), device, num_padding)
 
 
-def test_a_split_of_much_larger_values_decides(device):
+def test_quantized_attention_split_of_larger_values_decides(device):
     """Partial results are weighed by their sums alone, not by the values that went into them."""
     step = quantized_step((4, 4), [(127, 1)], group=2)
     step.tokens[0][1][:64] *= 5000
@@ -118,14 +118,14 @@ def test_a_split_of_much_larger_values_decides(device):
             assert_near(out[:1], step.exact(), step)
 
 
-def test_programs_beyond_the_work_do_nothing(device):
+def test_quantized_attention_idle_programs_do_nothing(device):
     step = quantized_step((4, 4), [(70, 1), (0, 9)], 16)
     tiles = cut_tiles(step, [HALVES, LARGE])
     expected = run_tiles(step, tiles, device)
     assert same_bits(run_tiles(step, tiles, device, num_sms=3), expected)
 
 
-def test_captured_kernels_without_work_change_nothing(device):
+def test_quantized_attention_graph_without_work_changes_nothing(device):
     """A graph launches all of them; the numbers of tiles decide. Rows without a tile are padding."""
     planes = make_planes(4, 4, 1, 16, 16, 1, torch.float16, device)
     planes = replace(planes, rotation_DD=rotation_table(16, torch.float16, device))
@@ -142,7 +142,7 @@ def test_captured_kernels_without_work_change_nothing(device):
 
 
 @for_each("cut", [SMALL, Cut(splits=3), LARGE])
-def test_row_in_any_batch_is_equal_to_the_bit(device, cut):
+def test_quantized_attention_is_batch_invariant(device, cut):
     """Its own tiles given, and steps of many rows: few take a merge of another shape. Pages may lie elsewhere."""
     step = quantized_step((4, 4), [(130, 1), (30, 2), (64, 2), (9, 1)], 16, group=2)
     whole = run_tiles(step, cut_tiles(step, 4 * [cut], MERGE_BY_HEAD_ROWS), device, num_sms=2)
@@ -154,7 +154,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(device, cut):
 
 
 @FORMATS
-def test_the_reference_is_attention_over_what_is_stored(key_bits, value_bits):
+def test_quantized_reference_attends_to_stored_heads(key_bits, value_bits):
     """From heads that are rotated back one by one, with queries that are not rotated: nothing but the format is left."""
     num_tokens, head_dim, page_tokens = 40, 48, 16
     planes = make_planes(key_bits, value_bits, 1, head_dim, page_tokens, 4, torch.float32)
@@ -183,7 +183,7 @@ def test_the_reference_is_attention_over_what_is_stored(key_bits, value_bits):
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16, 64, 71, 128])
-def test_tiles_fill_the_operands_and_no_more(group, key_bits, value_bits):
+def test_quantized_geometry_tiles_fill_their_operands(group, key_bits, value_bits):
     geometry = quantized_geometry(3 * group, 3, key_bits, value_bits)
     shape = large_shape(key_bits)
     assert geometry.small_rows == max(1, 8 // group)
@@ -196,7 +196,7 @@ def test_tiles_fill_the_operands_and_no_more(group, key_bits, value_bits):
     assert geometry.has_aligned_starts, "a block that begins elsewhere would count tokens before it"
 
 
-def test_steps_of_many_rows_take_kernels_of_one_shape():
+def test_quantized_geometry_is_constant_for_many_rows():
     """A step that must not depend on its company is padded to 16 rows, which is beyond every such limit."""
     assert MERGE_BY_HEAD_ROWS < 16
     geometry = quantized_geometry(32, 8, 4, 4)
@@ -204,7 +204,7 @@ def test_steps_of_many_rows_take_kernels_of_one_shape():
 
 
 @pytest.mark.gpu
-def test_repeated_launches_give_the_same_bits(device):
+def test_quantized_attention_is_deterministic(device):
     step = quantized_step((4, 4), [(3000, 1), (0, 300), (1500, 140)], 128, 8, page_tokens=64, dtype=torch.bfloat16)
     tiles = cut_tiles(step, [Cut(splits=30), LARGE, Cut(large=True, splits=4)])
     expected = run_tiles(step, tiles, device, num_sms=132)
@@ -214,7 +214,7 @@ def test_repeated_launches_give_the_same_bits(device):
 
 @pytest.mark.gpu
 @FORMATS
-def test_nothing_is_allocated(device, key_bits, value_bits):
+def test_quantized_attention_allocates_nothing(device, key_bits, value_bits):
     planes = make_planes(key_bits, value_bits, 2, 64, 64, 4, torch.bfloat16, device)
     planes = replace(planes, rotation_DD=rotation_table(64, torch.bfloat16, device))
     q = random(3, 8, 64).to(device, torch.bfloat16)
@@ -236,7 +236,7 @@ def test_nothing_is_allocated(device, key_bits, value_bits):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_a_page_may_lie_beyond_two_to_the_31_bytes(device, large):
+def test_quantized_attention_reads_beyond_two_gib(device, large):
     num_pages = 2**31 // (8 * 64 * 64) + 2
     planes = make_planes(4, 4, 8, 128, 64, num_pages, torch.bfloat16, device)
     planes = replace(planes, rotation_DD=rotation_table(128, torch.bfloat16, device))

@@ -35,7 +35,7 @@ CODERS = pytest.mark.parametrize("bits", [8, 4, 3], ids=lambda bits: f"{bits} bi
 @pytest.mark.each_value
 @DTYPES
 @FORMATS
-def test_every_format(device, key_bits, value_bits, dtype):
+def test_quantized_decode_is_exact_for_every_format(device, key_bits, value_bits, dtype):
     """A block that all rows see, one that they see a part of, and one that ends before its page does."""
     step = quantized_step((key_bits, value_bits), [(69, 1), (20, 2), (0, 1)], 128, dtype=dtype)
     judge(step, [HALVES, SMALL, SMALL], device, num_padding=1)
@@ -44,21 +44,21 @@ def test_every_format(device, key_bits, value_bits, dtype):
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_every_head_dim(device, head_dim, bits):
+def test_quantized_decode_is_exact_for_every_head_dim(device, head_dim, bits):
     judge(quantized_step((bits, bits), [(65, 1)], head_dim, group=2), SMALL, device)
 
 
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 96, 128, 256], ids=lambda size: f"D{size}")
-def test_decode_in_float32_matches_reference(device, head_dim, key_bits, value_bits):
+def test_quantized_decode_in_float32_matches_reference(device, head_dim, key_bits, value_bits):
     """The backend declines float32 on a GPU, but runner tests use it in the interpreter. Its tables are twice as wide."""
     step = quantized_step((key_bits, value_bits), [(65, 1), (20, 2)], head_dim, group=2, dtype=torch.float32)
     judge(step, SMALL, device)
 
 
 @for_each("group", [1, 3, 8, 9, 71])
-def test_every_grouping(device, group):
+def test_quantized_decode_is_exact_for_every_grouping(device, group):
     """Also those that leave columns of a tile empty, and those that are wider than one instruction."""
     rows = quantized_geometry(group, 1, 4, 4).small_rows
     step = quantized_step(
@@ -68,31 +68,31 @@ def test_every_grouping(device, group):
 
 
 @for_each("page_tokens", [1, 16, 64, 128, 256])
-def test_every_page_size(device, page_tokens):
+def test_quantized_decode_is_exact_for_every_page_size(device, page_tokens):
     judge(quantized_step((3, 4), [(139, 1)], 32, num_kv_heads=2, page_tokens=page_tokens), HALVES, device)
 
 
 @for_each("start, count", [(0, 3), (61, 5), (64, 2), (126, 8)])
-def test_short_queries_see_no_later_token(device, start, count):
+def test_quantized_decode_short_queries_see_no_later_token(device, start, count):
     """Rows of a tile that end in different blocks."""
     judge(quantized_step((4, 4), [(start, count)], 16, group=1), SMALL, device)
 
 
-def test_more_splits_than_blocks_weigh_nothing(device):
+def test_quantized_decode_empty_splits_weigh_nothing(device):
     judge(quantized_step((8, 4), [(250, 1), (62, 3)], 16, group=2), Cut(splits=5), device)
 
 
 @for_each("bounds", [(0, 0, 64), (64, 64), (192, 256, 320)])
-def test_ranges_that_are_empty(device, bounds):
+def test_quantized_decode_empty_ranges_are_exact(device, bounds):
     judge(quantized_step((3, 3), [(190, 1), (62, 4)], 16, group=2), Cut(bounds=bounds), device)
 
 
-def test_range_seen_by_later_rows_only_is_masked(device):
+def test_quantized_decode_masks_range_seen_by_later_rows(device):
     judge(quantized_step((4, 4), [(62, 4), (60, 8)], 16, group=1), Cut(bounds=(64,)), device)
 
 
 @for_each("number", [NAN, 6e4])
-def test_window_hides_older_tokens(device, number):
+def test_quantized_decode_window_hides_older_tokens(device, number):
     """A token that no row sees any more may hold anything, also in a block that is read for others."""
     step = quantized_step((8, 8), [(99, 1), (126, 3)], 16, group=2, window=8)
     tiles = cut_tiles(step, [SMALL, HALVES])
@@ -111,7 +111,7 @@ def hostile(step: QuantizedStep, device: torch.device, at_least: float = 0.0) ->
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize("factor", [1e-4, 1000], ids=lambda factor: f"times {factor:g}")
-def test_keys_and_values_of_any_size(device, bits, factor):
+def test_quantized_decode_keys_and_values_of_any_size_are_exact(device, bits, factor):
     for which in (0, 1):
         step = quantized_step((bits, bits), [(100, 2)], group=2)
         step.tokens[0][which].mul_(factor)
@@ -120,7 +120,7 @@ def test_keys_and_values_of_any_size(device, bits, factor):
 
 
 @CODERS
-def test_one_token_of_huge_values_stays_exact(device, bits):
+def test_quantized_decode_token_of_huge_values_stays_exact(device, bits):
     """Its weight decides what the others' are rounded to."""
     step = quantized_step((bits, bits), [(100, 1), (100, 1)], group=2)
     for (_, v), token in zip(step.tokens, (3, 80), strict=True):
@@ -129,7 +129,7 @@ def test_one_token_of_huge_values_stays_exact(device, bits):
 
 
 @CODERS
-def test_queries_beyond_half_precision_are_cut(device, bits):
+def test_quantized_decode_clamps_queries_beyond_half_precision(device, bits):
     """A query of 60000 in a model that scales scores by more than one."""
     step = quantized_step((bits, bits), [(70, 1)], group=2)
     step.q[0, 0, :8] = 60000
@@ -138,14 +138,14 @@ def test_queries_beyond_half_precision_are_cut(device, bits):
 
 
 @CODERS
-def test_keys_of_zeros_are_all_alike(device, bits):
+def test_quantized_decode_zero_keys_weigh_alike(device, bits):
     step = quantized_step((bits, bits), [(100, 1)], group=2)
     step.tokens[0][0].zero_()
     judge(step, HALVES, device)
 
 
 @CODERS
-def test_values_of_zeros_are_zeros(device, bits):
+def test_quantized_decode_zero_values_give_zeros(device, bits):
     step = quantized_step((bits, bits), [(100, 1), (30, 2)], group=2)
     for _, v in step.tokens:
         v.zero_()
@@ -157,14 +157,14 @@ def test_values_of_zeros_are_zeros(device, bits):
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(("gap", "peak"), [(3, 0), (20, 0), (60, 70), (3000, 70)], ids=lambda number: str(number))
-def test_a_value_of_zeros_at_the_highest_score(device, bits, gap, peak):
+def test_quantized_decode_zero_value_at_highest_score_is_exact(device, bits, gap, peak):
     """Nothing is left of the others but what their weights are; no weight is infinite, and none is NaN."""
     step = peaked_step(bits, 100, gap, peak)
     step.tokens[0][1][peak] = 0
     hostile(step, device, at_least=1e-3)
 
 
-def test_small_weights_of_many_tokens_do_not_vanish(device):
+def test_quantized_decode_many_small_weights_do_not_vanish(device):
     """A token 2^20 above 4095 others, which weigh 1/256 of it together: all there is where its value is zero."""
     step = peaked_step(8, 4096, 20, 1234)
     _, v = step.tokens[0]
@@ -178,7 +178,7 @@ def test_small_weights_of_many_tokens_do_not_vanish(device):
 
 
 @for_each("bad", [NAN, float("inf")])
-def test_query_not_finite_stays_in_its_row(device, bad):
+def test_quantized_decode_nonfinite_query_stays_in_its_row(device, bad):
     step = quantized_step((4, 4), [(60, 3), (66, 1)], 16, group=2)
     tiles = cut_tiles(step, [SMALL, HALVES])
     clean = run_tiles(step, tiles, device)
@@ -192,7 +192,7 @@ def test_query_not_finite_stays_in_its_row(device, bad):
 @pytest.mark.each_value
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("bits", [8, 4], ids=lambda bits: f"{bits} bits")
-def test_token_of_nan_stays_in_its_sequence(device, which, bits):
+def test_quantized_decode_nan_token_stays_in_its_sequence(device, which, bits):
     step = quantized_step((bits, bits), [(30, 1), (70, 1), (5, 1)], 16, group=2)
     cuts = [SMALL, HALVES, SMALL]
     clean = run_tiles(step, cut_tiles(step, cuts), device)
@@ -215,7 +215,7 @@ def test_token_of_nan_stays_in_its_sequence(device, which, bits):
     ],
     ids=str,
 )
-def test_long_contexts_on_a_gpu(device, bits, group, head_dim, dtype):
+def test_quantized_decode_long_contexts_are_exact_on_gpu(device, bits, group, head_dim, dtype):
     rows = [(3000, 1), (4095, 1), (2999, 1), (64, 1), (0, 1), (777, 1)]
     step = quantized_step(bits, rows, head_dim, group, num_kv_heads=2, page_tokens=64, dtype=dtype)
     cuts = [Cut(splits=30), Cut(splits=9), SMALL, SMALL, SMALL, Cut(splits=4)]

@@ -51,7 +51,7 @@ def storage_of(name: str, num_kv_heads: int, head_dim: int, num_slots: int) -> d
 
 
 @for_each("name", [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized])
-def test_planes_are_the_bytes_of_the_storage(name):
+def test_quantized_planes_are_views_of_the_storage_bytes(name):
     kv_format = KV_FORMATS[name]
     assert kv_format.key_bits is not None
     assert kv_format.value_bits is not None
@@ -73,7 +73,7 @@ def test_planes_are_the_bytes_of_the_storage(name):
 
 
 @FORMATS
-def test_tokens_of_a_head_are_neighbours_within_a_page(key_bits, value_bits):
+def test_quantized_planes_keep_tokens_of_a_head_adjacent(key_bits, value_bits):
     planes = make_planes(key_bits, value_bits, 2, 32, 4, 3, torch.float32)
     storage = planes.k_codes_PKtB.flatten()
     row = planes.k_codes_PKtB.shape[-1]
@@ -86,7 +86,7 @@ def test_tokens_of_a_head_are_neighbours_within_a_page(key_bits, value_bits):
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_stored_latents_are_read_back(head_dim, key_bits, value_bits):
+def test_quantized_planes_read_back_stored_heads(head_dim, key_bits, value_bits):
     planes = make_planes(key_bits, value_bits, 3, head_dim, 4, 3, torch.float32)
     keys = quantize_keys(random(5, 3, head_dim, seed=1), key_bits)
     values = quantize_values(random(5, 3, head_dim, seed=2), value_bits)
@@ -99,7 +99,7 @@ def test_stored_latents_are_read_back(head_dim, key_bits, value_bits):
     assert_untouched(planes, pages * 4 + tokens)
 
 
-def test_rows_without_slots_store_nothing():
+def test_quantized_planes_rows_without_slots_store_nothing():
     planes = make_planes(3, 3, 2, 16, 4, 2, torch.float32)
     none = torch.empty(0, dtype=torch.int64)
     planes.store(none, none, quantize_keys(torch.empty(0, 2, 16), 3), quantize_values(torch.empty(0, 2, 16), 3))
@@ -108,7 +108,7 @@ def test_rows_without_slots_store_nothing():
 
 
 @FORMATS
-def test_cases_start_as_poison(key_bits, value_bits):
+def test_quantized_planes_cases_start_as_poison(key_bits, value_bits):
     planes = make_planes(key_bits, value_bits, 2, 48, 3, 2, torch.float16)
     assert planes.k_scale_PKt.isnan().all()
     assert planes.v_scale_PKt.isnan().all()
@@ -119,7 +119,7 @@ def test_cases_start_as_poison(key_bits, value_bits):
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("with_mean", [False, True], ids=["plain", "centered"])
-def test_cases_are_filled_and_read_in_the_layers_own_space(with_mean, key_bits, value_bits):
+def test_quantized_planes_cases_use_the_space_of_the_layer(with_mean, key_bits, value_bits):
     mean = 20 * random(2, 64, seed=3) if with_mean else None
     planes = make_planes(key_bits, value_bits, 2, 64, 4, 3, torch.float32, k_mean_KD=mean)
     k, v = random(4, 2, 64, seed=1), random(4, 2, 64, seed=2)
@@ -140,7 +140,7 @@ BLOCK_N = 64
 NAN = float("nan")
 
 
-def test_weights_and_scales_fit_half_precision():
+def test_quantized_weights_and_scales_fit_half_precision():
     half = torch.finfo(torch.float16)
     assert torch.log2(torch.tensor(half.smallest_normal * half.eps)) == LEAST_LOG2.value
     assert P_ONE.value * 2 <= half.max, "a weight may pass one by a rounding"
@@ -158,7 +158,7 @@ def _slots_kernel(
 
 
 @for_each("page_tokens", [1, 2, 16, 32, 64, 128, 256])
-def test_slots_are_where_a_head_of_a_page_lies(device, page_tokens):
+def test_page_slots_point_at_the_head_of_a_page(device, page_tokens):
     num_kv_heads, high = 3, 300
     num_pages = -(-high // page_tokens)
     pages = torch.randperm(num_pages + 2, generator=torch.Generator().manual_seed(0))[:num_pages]
@@ -176,7 +176,7 @@ def test_slots_are_where_a_head_of_a_page_lies(device, page_tokens):
         assert (slots < (num_pages + 2) * num_kv_heads * page_tokens).all(), "a slot that is not there"
 
 
-def test_block_past_the_end_reads_no_page(device):
+def test_page_slots_past_the_end_read_no_page(device):
     """Pages and scales are read a block ahead, also behind the last one."""
     for page_tokens in (16, 64):
         slots = torch.full((BLOCK_N,), -1, dtype=torch.int64, device=device)
@@ -189,7 +189,7 @@ def test_block_past_the_end_reads_no_page(device):
         assert slots.max() < 2 * page_tokens
 
 
-def test_slots_may_lie_beyond_two_to_the_31(device):
+def test_page_slots_reach_beyond_two_to_the_31(device):
     slots = torch.zeros(BLOCK_N, dtype=torch.int64, device=device)
     table = torch.full((1,), 2**26, dtype=torch.int32, device=device)
     sizes = {"NUM_KV_HEADS": 8, "PAGE_TOKENS": 64, "BLOCK_N": BLOCK_N}
@@ -206,7 +206,7 @@ def _dims_kernel(p_dims, NUM_PARTS: constexpr, HEAD_DIM: constexpr, COLUMNS: con
 
 
 @for_each("num_parts", [1, 2, 4, 8])
-def test_coordinates_of_parts_are_those_of_the_format(device, num_parts):
+def test_part_coordinates_follow_the_format(device, num_parts):
     for head_dim in HEAD_DIMS:
         dims = torch.full((num_parts, head_dim // num_parts), -1, dtype=torch.int32, device=device)
         _dims_kernel[(1,)](dims, NUM_PARTS=num_parts, HEAD_DIM=head_dim, COLUMNS=256)
@@ -222,7 +222,7 @@ def _bytes_kernel(p, p_out, p_slots, num_tokens, limit, ROW: constexpr, COLUMNS:
 
 
 @pytest.mark.parametrize("row", [10, 16], ids=["narrow", "whole"])
-def test_write_changes_bytes_of_its_tokens_only(device, row, guarded):
+def test_plane_load_reads_bytes_of_its_tokens_only(device, row, guarded):
     plane = guarded(20, row, dtype=torch.uint8)
     plane.copy_(torch.randint(1, 256, (20, row), generator=torch.Generator().manual_seed(0)))
     slots = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:16]
@@ -246,7 +246,7 @@ def _keys_kernel(
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3])
-def test_codes_of_keys_are_bytes_or_the_words_that_these_lie_in(device, bits, guarded):
+def test_key_codes_load_as_bytes_or_their_words(device, bits, guarded):
     plane = guarded(16, {8: 80, 4: 40, 3: 20}[bits], dtype=torch.uint8)
     plane.copy_(torch.randint(1, 256, plane.shape, generator=torch.Generator().manual_seed(bits)))
     for plain in (False, True):
@@ -315,7 +315,7 @@ def _store_kernel(
 @pytest.mark.parametrize("rotated", [False, True], ids=["parts", "rotated"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 112, 128, 256], ids=lambda size: f"D{size}")
-def test_sums_go_to_their_coordinates(device, head_dim, bits, rotated, guarded):
+def test_part_sums_store_to_their_coordinates(device, head_dim, bits, rotated, guarded):
     """Columns that no part has, and queries that are not there, are not written."""
     num_parts, num_columns, block_g = VALUE_PARTS[bits], 6, 8
     columns = max(16, 1 << (head_dim // num_parts - 1).bit_length())

@@ -86,12 +86,12 @@ def judge(function: Any, name: str, positions_T: torch.Tensor, device: torch.dev
 
 
 @for_each("name", ROPES)
-def test_reference_up_to_a_million_is_the_table(name: str) -> None:
+def test_rope_rows_reference_matches_table_up_to_a_million(name: str) -> None:
     judge(fill_rope_rows_reference, name, far_positions(), torch.device("cpu"))
 
 
 @for_each("name", ROPES)
-def test_kernel_at_far_positions_is_near_the_table(device: torch.device, name: str) -> None:
+def test_rope_rows_kernel_matches_table_at_far_positions(device: torch.device, name: str) -> None:
     """The interpreter runs a row at a time, so few of them; all of them are compared on a GPU."""
     positions_T = far_positions(64)[:: 1 if name == "theta 1e4" else 4].contiguous()
     judge(fill_rope_rows_triton, name, positions_T, device)
@@ -100,7 +100,9 @@ def test_kernel_at_far_positions_is_near_the_table(device: torch.device, name: s
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ROPES)
 @FUNCTIONS
-def test_compiled_kernel_up_to_a_million_is_near_the_table(device: torch.device, function: Any, name: str) -> None:
+def test_rope_rows_compiled_kernel_matches_table_up_to_a_million(
+    device: torch.device, function: Any, name: str
+) -> None:
     judge(function, name, far_positions(), device)
 
 
@@ -112,7 +114,7 @@ def several_sets(dtype: torch.dtype = torch.float32, num_pairs: int = 12) -> Rop
 
 
 @FUNCTIONS
-def test_every_set_has_its_frequencies_factor_and_ratio(device: torch.device, function: Any) -> None:
+def test_rope_rows_use_frequencies_factor_and_ratio_of_each_set(device: torch.device, function: Any) -> None:
     rows, positions_T = several_sets(), torch.tensor([0, 1, 3, 4, 127, 128, 131, 1_000_003, LONGEST - 1])
     found = filled(function, positions_T, rows, device)
     for number, (magnitude, ratio) in enumerate(zip(rows.magnitudes, rows.ratios, strict=True)):
@@ -124,7 +126,7 @@ def test_every_set_has_its_frequencies_factor_and_ratio(device: torch.device, fu
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_rows_are_the_rounded_float32_rows(device: torch.device, dtype: torch.dtype) -> None:
+def test_rope_rows_in_half_are_rounded_float32_rows(device: torch.device, dtype: torch.dtype) -> None:
     positions_T = far_positions(200)
     fine, coarse = (
         filled(fill_rope_rows_triton, positions_T, several_sets(kind), device) for kind in (torch.float32, dtype)
@@ -134,7 +136,7 @@ def test_half_rows_are_the_rounded_float32_rows(device: torch.device, dtype: tor
 
 
 @FUNCTIONS
-def test_row_in_another_batch_has_the_same_bits(device: torch.device, function: Any) -> None:
+def test_rope_rows_are_batch_invariant(device: torch.device, function: Any) -> None:
     positions_T = far_positions(9)[:12]
     together = filled(function, positions_T, several_sets(), device)
     for row in (0, 5, 11):
@@ -144,7 +146,7 @@ def test_row_in_another_batch_has_the_same_bits(device: torch.device, function: 
 
 
 @FUNCTIONS
-def test_stale_positions_of_padding_give_finite_rows(device: torch.device, function: Any) -> None:
+def test_rope_rows_of_stale_padding_are_finite(device: torch.device, function: Any) -> None:
     positions_T = torch.tensor([-1, -(2**40), 2**62, 2**63 - 1, -(2**63), 7])
     found = filled(function, positions_T, several_sets(), device)
     assert bool(found.cos_STP.isfinite().all())
@@ -152,11 +154,11 @@ def test_stale_positions_of_padding_give_finite_rows(device: torch.device, funct
 
 
 @FUNCTIONS
-def test_a_step_without_rows_writes_nothing(device: torch.device, function: Any) -> None:
+def test_rope_rows_without_rows_write_nothing(device: torch.device, function: Any) -> None:
     filled(function, torch.empty(0, dtype=torch.int64), several_sets(), device)
 
 
-def test_strided_rows_are_refused(device: torch.device) -> None:
+def test_rope_rows_refuse_strided_tables(device: torch.device) -> None:
     rows = several_sets()
     apart = rows._replace(cos_STP=torch.empty(4, 1, 24, device=device)[..., ::2])
     with pytest.raises(AssertionError, match="rows must lie side by side"):
@@ -168,7 +170,7 @@ def test_strided_rows_are_refused(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_captured_fill_follows_positions_and_allocates_nothing(device: torch.device) -> None:
+def test_rope_rows_graph_follows_positions_and_allocates_nothing(device: torch.device) -> None:
     rows = several_sets(torch.bfloat16)
     tables = (torch.full((4, 9, 12), torch.nan, dtype=torch.bfloat16, device=device) for _ in range(2))
     placed = RopeRows(rows.frequency_SP.to(device), rows.magnitudes, rows.ratios, *tables)

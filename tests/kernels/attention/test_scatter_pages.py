@@ -31,7 +31,7 @@ def as_list(updates, device):
 
 @ALL
 @given(data=st.data())
-def test_only_the_places_in_the_list_change(scatter, device, data):
+def test_scatter_pages_changes_only_listed_places(scatter, device, data):
     num_rows, num_pages = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 70))
     places = data.draw(st.lists(st.integers(0, num_rows * num_pages - 1), unique=True, max_size=3 * BLOCK))
     updates = [(place, data.draw(st.sampled_from([0, 1, 77, 2**31 - 1]))) for place in places]
@@ -46,7 +46,7 @@ def test_only_the_places_in_the_list_change(scatter, device, data):
 @pytest.mark.each_value
 @ALL
 @pytest.mark.parametrize("num_updates", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK])
-def test_first_and_last_place_and_nothing_outside(scatter, guarded, device, num_updates):
+def test_scatter_pages_stays_within_the_table(scatter, guarded, device, num_updates):
     table = guarded(5, 16, dtype=torch.int32)
     places = [79, 0, *range(1, 79)][:num_updates]
     scatter(as_list([(place, place + 1) for place in places], device), table)
@@ -54,7 +54,7 @@ def test_first_and_last_place_and_nothing_outside(scatter, guarded, device, num_
 
 
 @ALL
-def test_padding_anywhere_in_the_list(scatter, guarded, device):
+def test_scatter_pages_skips_padding_anywhere(scatter, guarded, device):
     table = guarded(1, 4, dtype=torch.int32)
     updates = [(PADDING, 9), (2, 5), (PADDING, 9), (0, 6)]
     scatter(as_list(updates, device), table)
@@ -62,13 +62,13 @@ def test_padding_anywhere_in_the_list(scatter, guarded, device):
 
 
 @for_each("num_updates", [1, BLOCK - 1, BLOCK + 1])
-def test_scatter_of_partial_blocks_is_refused(device, num_updates):
+def test_scatter_pages_refuses_partial_blocks(device, num_updates):
     updates = torch.zeros(num_updates, 2, dtype=torch.int64, device=device)
     with pytest.raises(AssertionError, match="not a multiple"):
         scatter_pages_triton(updates, torch.zeros(1, 1, dtype=torch.int32, device=device))
 
 
-def test_views_with_strides_are_refused(device):
+def test_scatter_pages_refuses_strided_views(device):
     table = torch.zeros(4, 8, dtype=torch.int32, device=device)
     updates = torch.full((BLOCK, 4), PADDING, dtype=torch.int64, device=device)
     with pytest.raises(AssertionError, match="not dense"):
@@ -78,7 +78,7 @@ def test_views_with_strides_are_refused(device):
 
 
 @pytest.mark.gpu
-def test_a_place_beyond_two_gibibytes(device):
+def test_scatter_pages_writes_beyond_two_gib(device):
     table = torch.zeros(2, 2**30 + 8, dtype=torch.int32, device=device)
     last = table.numel() - 1
     scatter_pages(as_list([(last, 3), (2**29, 4)], device), table)

@@ -79,7 +79,7 @@ def judge_tiled(case: PagedCase, cuts: list[tiled.Cut], device, dtype, num_paddi
 @pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "capped"])
-def test_tiles_of_every_shape(device, widest, group, num_kv_heads, head_dim, softcap):
+def test_sinks_in_tiles_of_every_shape_are_exact(device, widest, group, num_kv_heads, head_dim, softcap):
     """Whole and split tiles in one step; captured shapes have rows of padding."""
     rows = [(69, 1), (66, 1), (30, 3), (60, 9), (0, 1)]
     case = with_sinks(paged_case(rows, head_dim, group, num_kv_heads, page_tokens=16), softcap)
@@ -90,7 +90,7 @@ def test_tiles_of_every_shape(device, widest, group, num_kv_heads, head_dim, sof
 @pytest.mark.each_value
 @WINDOWS
 @pytest.mark.parametrize("cut", TILED_CUTS.values(), ids=TILED_CUTS)
-def test_tiles_with_every_window_are_exact(device, widest, window, cut):
+def test_sinks_in_tiles_with_every_window_are_exact(device, widest, window, cut):
     case = paged_case([(130, 3), (99, 1), (0, 5)], group=2, num_kv_heads=1, page_tokens=16, window=window)
     judge_tiled(with_sinks(case, 1.5), 3 * [cut], device, widest)
 
@@ -103,7 +103,7 @@ def test_sink_of_a_split_row_is_added_once(device, widest, num_padding):
         judge_tiled(case, 2 * [tiled.Cut(bounds=bounds)], device, widest, num_padding)
 
 
-def test_sink_far_from_every_score_takes_all_or_nothing(device, widest):
+def test_sink_far_from_scores_takes_all_or_nothing(device, widest):
     """Also where the other is beyond what float32 can add to it."""
     plain = tiled.rounded(paged_case([(70, 1), (0, 20), (3, 1)], group=2, num_kv_heads=1), widest)
     cuts = [tiled.Cut(splits=2), tiled.Cut(large=True), tiled.Cut()]
@@ -140,7 +140,7 @@ def test_soft_cap_of_scores_of_any_size_is_finite(device, widest, cut):
 @pytest.mark.each_value
 @POISONS
 @pytest.mark.parametrize("cut", TILED_CUTS.values(), ids=TILED_CUTS)
-def test_tiles_do_not_read_before_the_window(device, widest, cut, bad):
+def test_tiled_attention_does_not_read_before_the_window(device, widest, cut, bad):
     for window in (1, 70):
         case = tiled.rounded(paged_case([(99, 1), (133, 6)], group=2, num_kv_heads=1, window=window), widest)
         case = with_sinks(case)
@@ -160,7 +160,7 @@ def judge_native(case: PagedCase) -> None:
 @pytest.mark.each_value
 @SHAPES
 @CAPS
-def test_c_kernel_in_every_shape_is_exact(native, group, num_kv_heads, head_dim, softcap):
+def test_c_attention_with_sinks_is_exact_in_every_shape(native, group, num_kv_heads, head_dim, softcap):
     rows = [(0, 1), (63, 1), (0, 65), (10, 3), (100, 17)]
     judge_native(with_sinks(paged_case(rows, head_dim, group, num_kv_heads), softcap))
 
@@ -168,13 +168,13 @@ def test_c_kernel_in_every_shape_is_exact(native, group, num_kv_heads, head_dim,
 @pytest.mark.each_value
 @WINDOWS
 @CAPS
-def test_c_kernel_with_every_window_is_exact(native, window, softcap):
+def test_c_attention_with_sinks_is_exact_for_every_window(native, window, softcap):
     rows = [(0, 1), (190, 1), (120, 70), (0, 9)]
     judge_native(with_sinks(paged_case(rows, page_tokens=16, window=window), softcap))
     judge_native(replace(paged_case(rows, page_tokens=16, window=window, q_scale=30.0), softcap=softcap))
 
 
-def test_c_kernel_takes_sinks_and_scores_of_any_size(native):
+def test_c_attention_accepts_sinks_and_scores_of_any_size(native):
     case = paged_case([(70, 3), (0, 1)], group=2, num_kv_heads=1)
     without = case.run(paged_attention)
     for low in (-1e4, -INF):
@@ -191,7 +191,7 @@ def test_c_kernel_takes_sinks_and_scores_of_any_size(native):
 
 
 @for_each("window, softcap", [(None, None), (5, 2.0), (64, None), (100, 30.0), (1, None)])
-def test_c_kernel_in_any_chunks_with_freed_pages_is_equal(native, window, softcap):
+def test_c_attention_chunks_with_freed_pages_equal_the_whole(native, window, softcap):
     """Before each chunk everything behind its window becomes NaN and its pages are holes."""
     num_tokens = 140
     whole = with_sinks(paged_case([(0, num_tokens)], window=window), softcap)
@@ -212,7 +212,7 @@ def test_c_kernel_in_any_chunks_with_freed_pages_is_equal(native, window, softca
 @pytest.mark.each_value
 @POISONS
 @pytest.mark.parametrize("window", [1, 5, 63, 64, 65, 100])
-def test_c_kernel_does_not_read_before_the_window(native, window, bad):
+def test_c_attention_does_not_read_before_the_window(native, window, bad):
     case = with_sinks(paged_case([(99, 1), (133, 40), (3, 2)], window=window))
     clean, reference = case.run(paged_attention), case.run(paged_attention_reference)
     case.poison_behind_the_window(bad)
@@ -242,7 +242,7 @@ def with_bias(step: QuantizedStep) -> QuantizedStep:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["no cap", "capped"])
-def test_every_format(device, key_bits, value_bits, softcap):
+def test_sinks_are_exact_for_every_quantized_format(device, key_bits, value_bits, softcap):
     """Small and large tiles, whole and split, with padding; a key bias is capped with the score."""
     rows = [(66, 1), (69, 1), (0, 12), (130, 3)]
     step = with_sinks(quantized_step((key_bits, value_bits), rows, 32, group=4), softcap)
@@ -250,7 +250,7 @@ def test_every_format(device, key_bits, value_bits, softcap):
 
 
 @for_each("group, head_dim", [(1, 64), (8, 256), (12, 16), (16, 64)])
-def test_quantized_heads_of_every_shape(device, group, head_dim):
+def test_sinks_are_exact_for_quantized_heads_of_every_shape(device, group, head_dim):
     step = with_sinks(quantized_step((4, 4), [(69, 1), (64, 3)], head_dim, group), 20.0)
     judge_quantized(step, [QUANTIZED_CUTS["small, split"], QUANTIZED_CUTS["large"]], device, MERGE_BY_HEAD_ROWS)
 
@@ -258,7 +258,7 @@ def test_quantized_heads_of_every_shape(device, group, head_dim):
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", [1e-4, 1000.0], ids=lambda size: f"values times {size:g}")
 @pytest.mark.parametrize("cut", QUANTIZED_CUTS.values(), ids=QUANTIZED_CUTS)
-def test_sinks_beside_values_of_any_size(device, size, cut):
+def test_sinks_are_exact_beside_values_of_any_size(device, size, cut):
     """Kernels keep p within half precision by a bound on values: the sink is no part of that."""
     step = quantized_step((4, 4), [(130, 2)], group=2)
     step.tokens[0][1].mul_(size)
@@ -282,7 +282,7 @@ def test_sinks_beside_values_of_any_size(device, size, cut):
     [(7, 16, NAN, -1), (70, 4, INF, tiled.BEYOND), (65, 64, INF, -1)],
     ids=["pages of 16", "pages of 4", "pages of 64"],
 )
-def test_quantized_kernels_do_not_read_before_the_window(device, bits, has_bias, window, page_tokens, bad, hole):
+def test_quantized_attention_does_not_read_before_the_window(device, bits, has_bias, window, page_tokens, bad, hole):
     """Neither at codes, signs and scales there, which are read for others, nor at pages that the table has no longer."""
     step = quantized_step(bits, [(99, 1), (130, 3)], 16, 2, 1, page_tokens, window)
     step = with_bias(step) if has_bias else step
@@ -297,7 +297,7 @@ def test_quantized_kernels_do_not_read_before_the_window(device, bits, has_bias,
     [(8, 64, 128, None), (8, 64, None, None), (2, 256, 1024, 50.0), (2, 256, None, 50.0), (4, 128, 4096, None)],
     ids=str,
 )
-def test_long_contexts_in_bfloat16_on_a_gpu(device, group, head_dim, window, softcap):
+def test_sinks_with_long_contexts_are_exact_on_gpu(device, group, head_dim, window, softcap):
     """Shapes of gpt-oss, Gemma and Mistral, with everything behind the window gone."""
     rows = [(5000, 1), (0, 140), (900, 70), (2999, 1), (4095, 1)]
     case = paged_case(rows, head_dim, group, num_kv_heads=2, page_tokens=16, window=window)
@@ -315,7 +315,7 @@ def test_long_contexts_in_bfloat16_on_a_gpu(device, group, head_dim, window, sof
 
 @pytest.mark.gpu
 @FORMATS
-def test_quantized_pages_in_bfloat16_on_a_gpu(device, key_bits, value_bits):
+def test_sinks_with_quantized_pages_are_exact_on_gpu(device, key_bits, value_bits):
     rows = [(3000, 1), (0, 150), (700, 40), (2000, 1)]
     shape = {"head_dim": 64, "group": 8, "page_tokens": 16, "window": 500, "dtype": torch.bfloat16}
     step = with_bias(with_sinks(quantized_step((key_bits, value_bits), rows, **shape), 20.0))

@@ -66,19 +66,19 @@ def judge(case: PagedCase, cuts: list[Cut] | Cut, device, dtype, num_padding=0, 
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
-def test_half_precision(device, dtype, cut):
+def test_tiled_attention_half_precision_is_exact(device, dtype, cut):
     judge(paged_case([(64, 1), (10, 3), (0, 9)], 64, group=4, num_kv_heads=1), cut, device, dtype, num_padding=2)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("cut", [HALVES, Cut(large=True, splits=2)], ids=["small", "large"])
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 112, 128, 256], ids=lambda size: f"D{size}")
-def test_every_head_dim(device, widest, head_dim, cut):
+def test_tiled_attention_is_exact_for_every_head_dim(device, widest, head_dim, cut):
     judge(paged_case([(69, 1), (30, 4)], head_dim, group=2, num_kv_heads=1, page_tokens=16), cut, device, widest)
 
 
 @for_each("group", [1, 4, 7, 8, 16, 17, 71, 128])
-def test_every_grouping(device, widest, group):
+def test_tiled_attention_is_exact_for_every_grouping(device, widest, group):
     """Also those that leave rows of a tile empty, and those that are higher than a small one."""
     judge(paged_case([(60, 9), (20, 1)], group=group, num_kv_heads=2), LARGE, device, widest)
     cuts = [SMALL, HALVES if group <= 16 else SMALL]
@@ -88,12 +88,12 @@ def test_every_grouping(device, widest, group):
 @pytest.mark.each_value
 @pytest.mark.parametrize("cut", [HALVES, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("page_tokens", [1, 16, 64], ids=lambda size: f"pages of {size}")
-def test_every_page_size(device, widest, page_tokens, cut):
+def test_tiled_attention_is_exact_for_every_page_size(device, widest, page_tokens, cut):
     judge(paged_case([(99, 1), (60, 6)], num_kv_heads=1, page_tokens=page_tokens), cut, device, widest)
 
 
 @for_each("num_tokens", [1, 63, 64, 65, 1000])
-def test_every_length(device, widest, num_tokens):
+def test_tiled_attention_is_exact_for_every_length(device, widest, num_tokens):
     count = min(5, num_tokens)
     rows = [(num_tokens - 1, 1), (num_tokens - count, count)]
     case = paged_case(rows, page_tokens=16, num_kv_heads=1)
@@ -104,12 +104,12 @@ def test_every_length(device, widest, num_tokens):
 @pytest.mark.each_value
 @pytest.mark.parametrize("cut", [SMALL, HALVES, Cut(large=True, splits=3)], ids=["small", "split", "large"])
 @pytest.mark.parametrize("window", [1, 5, 64, 1000], ids=lambda window: f"window of {window}")
-def test_every_window(device, widest, window, cut):
+def test_tiled_attention_is_exact_for_every_window(device, widest, window, cut):
     case = paged_case([(190, 1), (120, 9), (0, 3)], group=2, num_kv_heads=1, page_tokens=16, window=window)
     judge(case, cut, device, widest)
 
 
-def test_decode_prefill_and_padding_in_one_step(device, widest):
+def test_tiled_attention_mixes_decode_prefill_and_padding(device, widest):
     case = paged_case([(63, 1), (0, 65), (10, 3), (64, 1), (100, 17), (0, 1)], group=2, num_kv_heads=2, page_tokens=16)
     cuts = [SMALL, LARGE, HALVES, Cut(splits=5), Cut(large=True, splits=2), SMALL]
     judge(case, cuts, device, widest, num_padding=3, num_sms=2)
@@ -122,19 +122,19 @@ def test_decode_prefill_and_padding_in_one_step(device, widest):
     [[0], [0, 0, 30], [30, 30], [100], [64, 128], [1, 2, 3, 4, 5], [7, 71]],
     ids=["first", "two first", "between", "last", "whole blocks", "single tokens", "odd"],
 )
-def test_ranges_that_are_empty_or_odd(device, widest, bounds, large):
+def test_tiled_attention_empty_and_odd_ranges_are_exact(device, widest, bounds, large):
     """A range of no tokens weighs nothing, wherever it lies."""
     judge(paged_case([(90, 4), (95, 1)], group=2, num_kv_heads=1), Cut(large, bounds=bounds), device, widest)
 
 
 @for_each("start, bounds", [(0, [4]), (0, [66]), (0, [64, 65]), (3, [68, 80])])
-def test_ranges_that_only_later_rows_see(device, widest, start, bounds):
+def test_tiled_attention_masks_ranges_seen_by_later_rows(device, widest, start, bounds):
     """Rows before the range get nothing from it, and it takes nothing from the range before it."""
     judge(paged_case([(start, 85)], group=1, num_kv_heads=1), Cut(large=True, bounds=bounds), device, widest)
 
 
 @for_each("start", [62, 63, 126, 127])
-def test_tiles_at_a_block_edge_see_no_later_token(device, widest, start):
+def test_tiled_attention_at_block_edge_sees_no_later_token(device, widest, start):
     """Whether the first row sees the last token of the block decides whether the block needs a mask."""
     judge(paged_case([(start, 3), (start, 3)], group=2, num_kv_heads=1), [SMALL, LARGE], device, widest)
 
@@ -142,19 +142,19 @@ def test_tiles_at_a_block_edge_see_no_later_token(device, widest, start):
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("num_empty", [16, 17, 40])
-def test_more_empty_splits_than_are_merged_at_once(device, widest, num_empty, num_padding):
+def test_tiled_attention_merges_many_empty_splits(device, widest, num_empty, num_padding):
     """Nothing at first is not the end of it."""
     for bounds in (num_empty * [0], [20] + num_empty * [41]):
         judge(paged_case([(40, 1)], group=2, num_kv_heads=1), Cut(bounds=bounds), device, widest, num_padding)
 
 
-def test_more_splits_than_are_merged_at_once(device, widest):
+def test_tiled_attention_merges_more_splits_than_fit_at_once(device, widest):
     judge(paged_case([(40, 1), (5, 1)], group=2, num_kv_heads=1), [Cut(splits=40), SMALL], device, widest)
 
 
 @hypothesis_settings(max_examples=12)
 @given(data=st.data())
-def test_any_step(device, data):
+def test_tiled_attention_is_exact_for_any_step(device, data):
     dtype = torch.float32 if device.type == "cpu" else torch.float16
     counts = st.one_of(st.just(1), st.integers(1, 12))
     rows = data.draw(st.lists(st.tuples(st.one_of(st.just(0), st.integers(0, 150)), counts), min_size=1, max_size=3))
@@ -173,14 +173,14 @@ def test_any_step(device, data):
 
 
 @for_each("group, num_kv_heads", [(1, 1), (3, 1), (3, 2), (8, 1), (12, 1)])
-def test_every_number_of_heads_is_merged(device, widest, group, num_kv_heads):
+def test_tiled_attention_merges_any_number_of_heads(device, widest, group, num_kv_heads):
     """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
     for num_padding in (0, MERGE_BY_HEAD_ROWS):
         case = paged_case([(40, 1)], group=group, num_kv_heads=num_kv_heads)
         judge(case, HALVES, device, widest, num_padding)
 
 
-def test_programs_beyond_the_work_do_nothing(device, widest):
+def test_tiled_attention_idle_programs_do_nothing(device, widest):
     case = rounded(paged_case([(70, 1), (0, 9)]), widest)
     tiles = cut_tiles(case, [HALVES, LARGE])
     expected = run_tiles(case, tiles, device)
@@ -188,7 +188,7 @@ def test_programs_beyond_the_work_do_nothing(device, widest):
         assert same_bits(run_tiles(case, tiles, device, num_sms=num_sms), expected), f"{num_sms=}"
 
 
-def test_captured_kernels_without_work_change_nothing(device, widest):
+def test_tiled_attention_graph_without_work_changes_nothing(device, widest):
     """A graph launches all of them; the numbers of tiles decide."""
     q = random(4, 2, 16).to(device, widest)
     plane, table = random(8, 1, 16, seed=1).to(device, widest), torch.zeros(1, 1, dtype=torch.int32, device=device)
@@ -204,7 +204,7 @@ def test_captured_kernels_without_work_change_nothing(device, widest):
 
 
 @for_each("cut", [SMALL, Cut(splits=20), LARGE])
-def test_row_in_any_batch_is_equal_to_the_bit(device, widest, cut):
+def test_tiled_attention_is_batch_invariant(device, widest, cut):
     """Its own tiles given, and steps of many rows: few take kernels of another shape."""
     case = rounded(paged_case([(69, 1), (30, 5), (64, 2), (9, 1)], group=2, num_kv_heads=1), widest)
     cuts = 4 * [cut]
@@ -229,7 +229,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(device, widest, cut):
 @pytest.mark.each_value
 @pytest.mark.parametrize("cut", [SMALL, HALVES, LARGE], ids=["small", "split", "large"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_query_not_finite_stays_in_its_row(device, widest, cut, bad):
+def test_tiled_attention_nonfinite_query_stays_in_its_row(device, widest, cut, bad):
     case = rounded(paged_case([(0, 7), (66, 1)], group=2, num_kv_heads=1), widest)
     tiles = cut_tiles(case, [cut, cut])
     clean = run_tiles(case, tiles, device)
@@ -246,7 +246,7 @@ def test_query_not_finite_stays_in_its_row(device, widest, cut, bad):
 @pytest.mark.each_value
 @pytest.mark.parametrize("cut", [SMALL, HALVES, LARGE], ids=["small", "split", "large"])
 @pytest.mark.parametrize("plane", ["k_plane", "v_plane"])
-def test_token_not_finite_stays_in_its_sequence_and_tile(device, widest, cut, plane):
+def test_tiled_attention_nonfinite_token_stays_in_its_tile(device, widest, cut, plane):
     """Tiles that end before it do not see it; sequences that lie between its pages never do."""
     case = rounded(paged_case([(0, 12), (30, 1), (0, 5)], group=4, num_kv_heads=1), widest)
     cuts = [cut, HALVES, SMALL]
@@ -261,7 +261,7 @@ def test_token_not_finite_stays_in_its_sequence_and_tile(device, widest, cut, pl
     assert out[position].isnan().any()
 
 
-def test_window_hides_older_tokens(device, widest):
+def test_tiled_attention_window_hides_older_tokens(device, widest):
     case = rounded(paged_case([(99, 1), (50, 3)], window=8), widest)
     tiles = cut_tiles(case, [HALVES, LARGE])
     clean = run_tiles(case, tiles, device)
@@ -272,7 +272,7 @@ def test_window_hides_older_tokens(device, widest):
     assert same_bits(run_tiles(case, tiles, device), clean)
 
 
-def test_scores_too_far_apart_for_float32_pick_one_token(device, widest):
+def test_tiled_attention_distant_scores_pick_one_token(device, widest):
     case = rounded(paged_case([(0, 9), (70, 1)], q_scale=300.0), widest)
     out = run_tiles(case, cut_tiles(case, [LARGE, Cut(splits=3)]), device)
     assert out.isfinite().all()
@@ -280,14 +280,14 @@ def test_scores_too_far_apart_for_float32_pick_one_token(device, widest):
 
 
 @for_each("group", [1, 2, 4, 7, 8, 16, 17, 71, 128])
-def test_rows_of_a_tile_fill_it_and_no_more(group):
+def test_tile_rows_fill_a_tile_and_no_more(group):
     for large, height in ((False, SMALL_TILE), (True, LARGE_TILE)):
         rows = tile_rows(3 * group, 3, large)
         assert rows == max(1, height // group)
         assert rows * group <= max(height, group)
 
 
-def test_steps_of_many_rows_take_kernels_of_one_shape():
+def test_tile_geometry_is_constant_for_many_rows():
     """A step that must not depend on its company is padded to 16 rows, which is beyond every such limit."""
     assert len({small_programs(num_rows) for num_rows in range(SMALL_BATCH_ROWS + 1, 300)}) == 1
     assert all(min(small_programs(num_rows)) >= 1 for num_rows in range(1, SMALL_BATCH_ROWS + 1))
@@ -297,7 +297,7 @@ def test_steps_of_many_rows_take_kernels_of_one_shape():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("group", "head_dim"), [(8, 128), (7, 64), (1, 80), (8, 256)])
-def test_long_contexts_on_a_gpu(device, dtype, group, head_dim):
+def test_tiled_attention_long_contexts_are_exact_on_gpu(device, dtype, group, head_dim):
     rows = [(3000, 1), (0, 140), (900, 70), (2999, 1), (4095, 1)]
     case = paged_case(rows, head_dim, group, num_kv_heads=1, page_tokens=16)
     cuts = [Cut(splits=30), LARGE, Cut(large=True, splits=4), SMALL, Cut(splits=9)]
@@ -305,7 +305,7 @@ def test_long_contexts_on_a_gpu(device, dtype, group, head_dim):
 
 
 @pytest.mark.gpu
-def test_repeated_launches_give_the_same_bits(device):
+def test_tiled_attention_is_deterministic(device):
     case = rounded(paged_case([(3000, 1), (0, 300), (1500, 140)], 128, 8, page_tokens=16), torch.bfloat16)
     tiles = cut_tiles(case, [Cut(splits=30), LARGE, Cut(large=True, splits=4)])
     expected = run_tiles(case, tiles, device, num_sms=132)
@@ -314,7 +314,7 @@ def test_repeated_launches_give_the_same_bits(device):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_tiled_attention_allocates_nothing(device):
     q, plane = (random(*shape).to(device, torch.bfloat16) for shape in ((3, 8, 64), (64, 2, 64)))
     table = torch.arange(4, dtype=torch.int32, device=device).view(1, 4)
     listed = [(2, 0, 0, 0, 0, 0, 0, 0), (0, 0, 2, 40, 0, 20, 0, 2), (0, 0, 2, 40, 20, 42, 1, 2)]
@@ -327,7 +327,7 @@ def test_nothing_is_allocated(device):
     assert_allocates_nothing(lambda: tiled_attention(call, plane, plane, 16))
 
 
-def test_large_tiles_fit_into_shared_memory():
+def test_large_blocks_fit_into_shared_memory():
     hopper, ada = 227 * 1024, 99 * 1024
     assert large_blocks(128, hopper) == (64, 3)
     assert large_blocks(128, ada) == (32, 2)
@@ -338,12 +338,12 @@ PLAIN = TileGeometry(2, 16, small_programs_per_sm=4, large_programs_per_sm=2, bl
 
 
 @for_each("num_rows", [1, 2, 8192])
-def test_the_programs_are_the_same_for_any_step(num_rows):
+def test_tiled_attention_program_count_is_the_same_for_any_step(num_rows):
     assert PLAIN.small_programs(num_rows) == 4
 
 
 @for_each("num_rows, programs", [(0, 3), (1, 3), (2, 3), (3, 4), (8192, 4)])
-def test_few_rows_take_fewer_programs(num_rows, programs):
+def test_small_programs_are_fewer_for_few_rows(num_rows, programs):
     assert PLAIN._replace(small_batch_rows=2, small_batch_programs_per_sm=3).small_programs(num_rows) == programs
 
 
@@ -352,6 +352,6 @@ def test_tile_geometry_defaults_add_no_constraints():
     assert not PLAIN.takes_whole_turns
 
 
-def test_sizes_import_without_torch():
+def test_kernel_geometry_imports_without_torch():
     code = "import sys, holdfast.kernels.geometry; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

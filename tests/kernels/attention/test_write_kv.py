@@ -33,7 +33,7 @@ def judge(case: Case) -> None:
 @pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_every_head_dim_is_as_exact_as_torch(head_dim, with_norm, with_rope):
+def test_write_kv_is_exact_for_every_head_dim(head_dim, with_norm, with_rope):
     for num_rows in (1, 2, 9, 17, 63):
         judge(make_case(num_rows, head_dim, with_norm=with_norm, with_rope=with_rope))
 
@@ -41,13 +41,13 @@ def test_every_head_dim_is_as_exact_as_torch(head_dim, with_norm, with_rope):
 @pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group} queries a key")
-def test_every_grouping_is_as_exact_as_torch(group, with_norm, with_rope):
+def test_write_kv_is_exact_for_every_grouping(group, with_norm, with_rope):
     for num_kv_heads in (1, 2, 5):
         judge(make_case(5, 24, group, num_kv_heads, with_norm, with_rope))
 
 
 @for_each("head_dim", [2, 24, 64])
-def test_an_offset_is_added_to_the_weights_of_norms(head_dim):
+def test_write_kv_adds_offset_to_norm_weights(head_dim):
     case = make_case(5, head_dim)
     with_offset = case.float32_norms(1.0)
     judge(with_offset)
@@ -60,7 +60,7 @@ def test_an_offset_is_added_to_the_weights_of_norms(head_dim):
     )
 
 
-def test_plain_heads_pass_as_they_are():
+def test_write_kv_without_norm_and_rope_copies_heads():
     case = make_case(9, 24, with_norm=False, with_rope=False)
     q, k_plane, _ = case.run()
     heads = case.qkv.unflatten(-1, (-1, 24))
@@ -71,7 +71,7 @@ def test_plain_heads_pass_as_they_are():
 @pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("head_dim", [2, 24, 64, 80], ids=lambda size: f"D{size}")
-def test_row_in_any_batch_is_equal_to_the_bit(head_dim, with_norm, with_rope):
+def test_write_kv_is_batch_invariant(head_dim, with_norm, with_rope):
     case = make_case(65, head_dim, with_norm=with_norm, with_rope=with_rope)
     whole_q, whole_k, whole_v = case.run()
     for threads in (1, 2):
@@ -88,7 +88,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(head_dim, with_norm, with_rope):
 @FEATURES
 @pytest.mark.parametrize("head_dim", [2, 24, 64], ids=lambda size: f"D{size}")
 @pytest.mark.parametrize("edge", ["first slots", "last slots"])
-def test_nothing_is_read_or_written_outside(native, guarded_host, head_dim, with_norm, with_rope, edge):
+def test_native_write_kv_stays_within_its_buffers(native, guarded_host, head_dim, with_norm, with_rope, edge):
     case = make_case(17, head_dim, with_norm=with_norm, with_rope=with_rope)
     num_slots, num_kv_heads, _ = case.k_plane.shape
     case.slots = torch.arange(17) if edge == "first slots" else torch.arange(num_slots - 17, num_slots)
@@ -119,7 +119,7 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, head_dim, with
 
 
 @for_each("bad", [float("nan"), float("inf")])
-def test_value_not_finite_stays_in_its_row(bad):
+def test_write_kv_nonfinite_value_stays_in_its_row(bad):
     case = make_case(9, 24)
     clean_q, clean_k, clean_v = case.run()
     case.qkv[4] = bad
@@ -135,7 +135,7 @@ def test_value_not_finite_stays_in_its_row(bad):
 @pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_planes_hold_the_nearest_value(dtype, with_norm, with_rope):
+def test_write_kv_half_planes_hold_the_nearest_value(dtype, with_norm, with_rope):
     case = make_case(9, 24, with_norm=with_norm, with_rope=with_rope)
     expected_q, expected_k, expected_v = case.run(write_kv_reference)
     case.k_plane, case.v_plane = case.k_plane.to(dtype), case.v_plane.to(dtype)
@@ -146,7 +146,7 @@ def test_half_planes_hold_the_nearest_value(dtype, with_norm, with_rope):
     assert same_bits(v_plane[case.slots], expected_v[case.slots].to(dtype))
 
 
-def test_no_rows_change_nothing():
+def test_write_kv_without_rows_changes_nothing():
     case = make_case(3, 16)
     q, k_plane, v_plane = case.run(rows=[])
     assert q.shape == (0, 6, 16)
@@ -161,7 +161,7 @@ PADDED = pytest.mark.parametrize("padding", [[8], [0], [3, 4, 7], range(9)], ids
 @PADDED
 @FEATURES
 @pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
-def test_padding_stores_and_reads_nothing(function, with_norm, with_rope, padding):
+def test_write_kv_padding_stores_and_reads_nothing(function, with_norm, with_rope, padding):
     case = make_case(9, 24, with_norm=with_norm, with_rope=with_rope)
     clean_q, clean_k, clean_v = case.run(function)
     q, k_plane, v_plane = case.padded(padding).run(function)
@@ -178,7 +178,7 @@ def test_padding_stores_and_reads_nothing(function, with_norm, with_rope, paddin
 @FEATURES
 @pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_out_changes_only_where_queries_are(guarded_host, function, with_norm, with_rope, num_rows):
+def test_write_kv_writes_only_query_places_of_out(guarded_host, function, with_norm, with_rope, num_rows):
     case = make_case(num_rows, 24, with_norm=with_norm, with_rope=with_rope).padded([num_rows - 1])
     expected = case.run(function)
     how = (case.head_norm, case.rotary)
@@ -197,7 +197,7 @@ def test_out_changes_only_where_queries_are(guarded_host, function, with_norm, w
     assert wide[:, 7].isnan().all()
 
 
-def test_strided_rows_equal_contiguous_rows():
+def test_write_kv_strided_rows_equal_contiguous_rows():
     case = make_case(5, 24)
     expected = case.run()
     wide = torch.full((5, case.qkv.shape[1] + 7), POISON)
@@ -209,7 +209,7 @@ def test_strided_rows_equal_contiguous_rows():
 
 
 @for_each("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_run_in_torch_with_padding_and_out(dtype):
+def test_write_kv_half_types_use_torch(dtype):
     case = make_case(5, 24).rounded(dtype).padded([1, 4])
     expected = case.run(write_kv_reference, dtype=dtype)
     out = torch.empty(5, 6, 24, dtype=dtype)

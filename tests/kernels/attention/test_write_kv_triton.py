@@ -75,7 +75,7 @@ def judge(case: Case, device) -> None:
 @DTYPES
 @pytest.mark.parametrize("with_norm", [False, True], ids=["rope", "norm and rope"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_every_head_dim_is_as_exact_as_torch(device, head_dim, with_norm, dtype):
+def test_write_kv_triton_is_exact_for_every_head_dim(device, head_dim, with_norm, dtype):
     for num_rows in (1, 4):
         judge(make_case(num_rows, head_dim, with_norm=with_norm).rounded(dtype), device)
 
@@ -83,14 +83,14 @@ def test_every_head_dim_is_as_exact_as_torch(device, head_dim, with_norm, dtype)
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_norms_in_float32_with_and_without_an_offset(device, offset, dtype):
+def test_write_kv_triton_float32_norms_are_exact_with_any_offset(device, offset, dtype):
     judge(make_case(3, 64).rounded(dtype).float32_norms(offset), device)
 
 
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (1, 12), (3, 5), (7, 2), (8, 8), (71, 1)])
-def test_every_grouping_is_as_exact_as_torch(device, group, num_kv_heads, dtype):
+def test_write_kv_triton_is_exact_for_every_grouping(device, group, num_kv_heads, dtype):
     """Programs hold heads of one kind, of two, or of all three."""
     judge(make_case(2, 64, group, num_kv_heads).rounded(dtype), device)
 
@@ -106,7 +106,9 @@ def test_every_grouping_is_as_exact_as_torch(device, group, num_kv_heads, dtype)
     padding=st.sets(st.integers(0, 3)),
     dtype=st.sampled_from([torch.float32, torch.float16]),
 )
-def test_any_shape(device, num_rows, half, group, num_kv_heads, with_norm, with_rope, padding, dtype):
+def test_write_kv_triton_is_exact_for_any_shape(
+    device, num_rows, half, group, num_kv_heads, with_norm, with_rope, padding, dtype
+):
     head_dim = 2 * half - (0 if with_rope else 1)  # only a rotation needs halves
     case = make_case(num_rows, head_dim, group, num_kv_heads, with_norm, with_rope).rounded(dtype)
     judge(case.padded([row for row in padding if row < num_rows]), device)
@@ -116,7 +118,7 @@ def test_any_shape(device, num_rows, half, group, num_kv_heads, with_norm, with_
 @DTYPES
 @FEATURES
 @pytest.mark.parametrize("padding", [[4], [0, 2, 3], range(5)], ids=["last", "some", "all"])
-def test_padding_stores_and_reads_nothing(device, with_norm, with_rope, padding, dtype):
+def test_write_kv_triton_padding_stores_and_reads_nothing(device, with_norm, with_rope, padding, dtype):
     case = make_case(5, 48, with_norm=with_norm, with_rope=with_rope).rounded(dtype)
     clean_q, clean_k, clean_v = run(case, device)
     q, k_plane, v_plane = run(case.padded(padding), device)
@@ -132,7 +134,7 @@ def test_padding_stores_and_reads_nothing(device, with_norm, with_rope, padding,
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("head_dim", [80, 128], ids=lambda size: f"D{size}")
-def test_row_in_any_batch_is_equal_to_the_bit(device, head_dim, dtype):
+def test_write_kv_triton_is_batch_invariant(device, head_dim, dtype):
     case = make_case(5, head_dim, group=2).rounded(dtype)
     whole_q, whole_k, whole_v = run(case, device)
     for rows in [[0], [4], *companies(5)[4:8]]:
@@ -146,7 +148,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(device, head_dim, dtype):
 @pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("edge", ["first slots", "last slots"])
-def test_the_edges_of_planes(device, with_norm, with_rope, edge):
+def test_write_kv_triton_writes_first_and_last_slots(device, with_norm, with_rope, edge):
     case = make_case(5, 80, with_norm=with_norm, with_rope=with_rope)
     num_slots = len(case.k_plane)
     case.slots = torch.arange(5) if edge == "first slots" else torch.arange(num_slots - 5, num_slots)
@@ -154,7 +156,7 @@ def test_the_edges_of_planes(device, with_norm, with_rope, edge):
 
 
 @for_each("moat", [0, 1, 8])
-def test_rows_may_be_strided(device, moat):
+def test_write_kv_triton_accepts_strided_rows(device, moat):
     case = make_case(3, 64)
     for mine, theirs in zip(run(case, device, moat=moat), case.run(write_kv_reference), strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
@@ -163,7 +165,7 @@ def test_rows_may_be_strided(device, moat):
 @pytest.mark.each_value
 @DTYPES
 @FEATURES
-def test_queries_may_stay_where_they_are(device, poison, with_norm, with_rope, dtype):
+def test_write_kv_triton_may_leave_queries_in_place(device, poison, with_norm, with_rope, dtype):
     case = make_case(5, 96, with_norm=with_norm, with_rope=with_rope).rounded(dtype).padded([3])
     case = case.on(device)
     qkv, rows, how = case.qkv, (case.slots,), (case.head_norm, case.rotary)
@@ -179,7 +181,7 @@ def test_queries_may_stay_where_they_are(device, poison, with_norm, with_rope, d
 
 
 @FEATURES
-def test_half_planes_hold_the_nearest_value(device, with_norm, with_rope):
+def test_write_kv_triton_half_planes_hold_the_nearest_value(device, with_norm, with_rope):
     case = make_case(5, 24, with_norm=with_norm, with_rope=with_rope)
     q, k_plane, v_plane = run(case, device)
     case.k_plane, case.v_plane = case.k_plane.half(), case.v_plane.half()
@@ -190,7 +192,7 @@ def test_half_planes_hold_the_nearest_value(device, with_norm, with_rope):
 
 
 @for_each("bad", [float("nan"), float("inf")])
-def test_value_not_finite_stays_in_its_head(device, bad):
+def test_write_kv_triton_nonfinite_value_stays_in_its_head(device, bad):
     case = make_case(3, 24)
     clean_q, clean_k, clean_v = run(case, device)
     case.qkv[1, 2 * 24] = bad
@@ -200,14 +202,14 @@ def test_value_not_finite_stays_in_its_head(device, bad):
     assert all(same_bits(*pair) for pair in zip((q, k_plane, v_plane), (clean_q, clean_k, clean_v), strict=True))
 
 
-def test_no_rows_change_nothing(device):
+def test_write_kv_triton_without_rows_changes_nothing(device):
     q, k_plane, v_plane = run(make_case(3, 16), device, rows=[])
     assert q.shape == (0, 6, 16)
     assert k_plane.isnan().all()
     assert v_plane.isnan().all()
 
 
-def test_strided_heads_are_refused(device):
+def test_write_kv_triton_refuses_strided_heads(device):
     case = make_case(3, 16, with_norm=False, with_rope=False).on(device)
     rows, planes = (case.qkv, case.slots), (case.k_plane, case.v_plane)
     out = torch.empty(3, 6, 32, device=device)[..., :16]
@@ -218,7 +220,7 @@ def test_strided_heads_are_refused(device):
 
 
 @pytest.mark.gpu
-def test_a_slot_may_lie_beyond_two_to_the_31_elements(device):
+def test_write_kv_triton_writes_beyond_two_to_the_31_elements(device):
     num_slots, num_kv_heads, head_dim = 2**21 + 2, 8, 128
     k_plane = torch.zeros(num_slots, num_kv_heads, head_dim, dtype=torch.bfloat16, device=device)
     v_plane = torch.zeros(num_kv_heads, head_dim, dtype=torch.bfloat16, device=device).expand(num_slots, -1, -1)
@@ -230,7 +232,7 @@ def test_a_slot_may_lie_beyond_two_to_the_31_elements(device):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_write_kv_triton_allocates_nothing(device):
     case = make_case(5, 128).rounded(torch.bfloat16).padded([4]).on(device)
     out = torch.empty(5, 6, 128, dtype=torch.bfloat16, device=device)
     rows, planes = (case.qkv, case.slots), (case.k_plane, case.v_plane)

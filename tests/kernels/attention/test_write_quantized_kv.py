@@ -147,7 +147,7 @@ def assert_same(mine: Written, theirs: Written) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_every_head_dim_is_quantized_like_the_reference(device, head_dim, bits):
+def test_write_quantized_kv_matches_reference_for_every_head_dim(device, head_dim, bits):
     dtype = torch.float16 if head_dim % 32 else torch.float32
     judge(make_case(1, head_dim, with_norm=head_dim % 64 != 0).rounded(dtype), (bits, bits), device)
 
@@ -156,37 +156,37 @@ def test_every_head_dim_is_quantized_like_the_reference(device, head_dim, bits):
 @DTYPES
 @FORMATS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_every_head_dim_in_every_type(device, head_dim, key_bits, value_bits, dtype):
+def test_write_quantized_kv_takes_every_head_dim_and_dtype(device, head_dim, key_bits, value_bits, dtype):
     judge(make_case(3, head_dim).rounded(dtype), (key_bits, value_bits), device)
 
 
 @pytest.mark.each_value
 @DTYPES
 @FORMATS
-def test_every_format_in_every_type(device, key_bits, value_bits, dtype):
+def test_write_quantized_kv_takes_every_format_and_dtype(device, key_bits, value_bits, dtype):
     judge(make_case(1, 128, group=8).rounded(dtype), (key_bits, value_bits), device)
 
 
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)], ids=["k8v8", "k4v4"])
-def test_norms_in_float32_with_an_offset(device, bits, dtype):
+def test_write_quantized_kv_float32_norms_with_offset_are_exact(device, bits, dtype):
     judge(make_case(2, 64).rounded(dtype).float32_norms(1.0), bits, device)
 
 
 @FEATURES
-def test_heads_may_come_without_norm_and_without_positions(device, with_norm, with_rope):
+def test_write_quantized_kv_accepts_heads_without_norm_or_rope(device, with_norm, with_rope):
     judge(make_case(1, 64, with_norm=with_norm, with_rope=with_rope), (4, 3), device)
 
 
 @for_each("group, num_kv_heads", [(1, 1), (1, 12), (3, 5), (7, 2), (8, 8), (71, 1)])
-def test_every_grouping_is_quantized_like_the_reference(device, group, num_kv_heads):
+def test_write_quantized_kv_matches_reference_for_every_grouping(device, group, num_kv_heads):
     """Programs are full, or have heads that are not there."""
     judge(make_case(1, 64, group, num_kv_heads), (4, 4), device)
 
 
 @for_each("page_tokens", [1, 2, 16, 256])
-def test_pages_of_any_size(device, page_tokens):
+def test_write_quantized_kv_matches_reference_for_any_page_size(device, page_tokens):
     slots = sorted({0, page_tokens - 1, page_tokens, 3 * page_tokens - 1})
     case = make_case(len(slots), 32, group=1)
     planes = torch.empty(3 * page_tokens, 2, 32)
@@ -206,7 +206,7 @@ def test_pages_of_any_size(device, page_tokens):
     padding=st.sets(st.integers(0, 1)),
     dtype=st.sampled_from([torch.float32, torch.float16]),
 )
-def test_any_shape(
+def test_write_quantized_kv_matches_reference_for_any_shape(
     device, num_rows, sixteenths, group, num_kv_heads, bits, with_norm, with_rope, with_mean, padding, dtype
 ):
     head_dim = 16 * sixteenths
@@ -220,7 +220,7 @@ def test_any_shape(
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_padding_stores_and_reads_nothing(device, function, bits):
+def test_write_quantized_kv_padding_stores_and_reads_nothing(device, function, bits):
     case = make_case(2, 48, group=1)
     clean = written(function, case, bits, device)
     for padding in ([0], range(2)):
@@ -237,7 +237,7 @@ def test_padding_stores_and_reads_nothing(device, function, bits):
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_row_in_any_batch_is_equal_to_the_bit(device, function, bits):
+def test_write_quantized_kv_is_batch_invariant(device, function, bits):
     if function is write_quantized_kv_triton:
         case, choices = make_case(3, 64, group=1).rounded(torch.float16), ([2], [1, 0])
     else:
@@ -256,7 +256,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(device, function, bits):
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_codes_read_back_are_near_the_rows(device, function, bits):
+def test_write_quantized_kv_codes_are_near_the_rows(device, function, bits):
     case = make_case(2, 128, with_norm=False)
     mine = written(function, case, bits, device)
     _, *true = turned_heads(case.qkv, 2, 128, None, case.rotary)
@@ -269,7 +269,7 @@ def test_codes_read_back_are_near_the_rows(device, function, bits):
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_a_score_of_a_query_and_a_key_survives_the_rotation(device, function, bits):
+def test_write_quantized_kv_keeps_scores_through_the_rotation(device, function, bits):
     case = make_case(2, 96, group=1)
     mine = written(function, case, bits, device)
     quantized = dequantize_keys(mine.quantized("keys"), bits[0], 96)
@@ -279,7 +279,7 @@ def test_a_score_of_a_query_and_a_key_survives_the_rotation(device, function, bi
 
 
 @CODERS
-def test_outliers_are_quantized_like_the_reference(device, bits):
+def test_write_quantized_kv_outliers_match_reference(device, bits):
     case = make_case(2, 64, with_norm=False)
     case.qkv[0, ::7] *= 1e4
     case.qkv[1] = 1e-4 * case.qkv[1]
@@ -288,7 +288,7 @@ def test_outliers_are_quantized_like_the_reference(device, bits):
 
 
 @CODERS
-def test_key_mean_is_subtracted_before_quantization(device, bits):
+def test_write_quantized_kv_subtracts_key_mean_first(device, bits):
     """The kernel as the reference does it, and both as it should: a bias thirty times the signal is not seen."""
     mean = 30 * random(2, 64, seed=5)
     case = make_case(2, 64, group=1, with_norm=False, with_rope=False)
@@ -305,7 +305,7 @@ def test_key_mean_is_subtracted_before_quantization(device, bits):
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_heads_of_zeros_are_zeros(device, function, bits):
+def test_write_quantized_kv_zero_heads_stay_zeros(device, function, bits):
     case = make_case(2, 80)
     case.qkv[0] = 0.0
     case.qkv[1].unflatten(0, (10, 80))[6::2] = 0.0
@@ -320,7 +320,7 @@ def test_heads_of_zeros_are_zeros(device, function, bits):
 
 
 @CODERS
-def test_heads_too_small_for_a_scale_are_finite(device, bits):
+def test_write_quantized_kv_tiny_heads_stay_finite(device, bits):
     case = make_case(1, 64, with_norm=False, with_rope=False)
     case.qkv *= 1e-12
     mine = written(write_quantized_kv_triton, case, bits, device)
@@ -333,7 +333,7 @@ def test_heads_too_small_for_a_scale_are_finite(device, bits):
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(("bad", "head_dim"), [(float("nan"), 64), (float("inf"), 64), (float("nan"), 80)])
-def test_value_not_finite_stays_in_its_head(device, head_dim, bits, bad):
+def test_write_quantized_kv_nonfinite_value_stays_in_its_head(device, head_dim, bits, bad):
     """Head 3 of the queries, and the second key and value head of row 1."""
     case = make_case(2, head_dim, with_norm=False)
     clean = written(write_quantized_kv_triton, case, bits, device)
@@ -351,7 +351,7 @@ def test_value_not_finite_stays_in_its_head(device, head_dim, bits, bad):
 
 
 @for_each("moat", [0, 1, 8])
-def test_rows_may_be_strided(device, moat):
+def test_write_quantized_kv_accepts_strided_rows(device, moat):
     case = make_case(2, 64)
     assert_same(
         written(write_quantized_kv_triton, case, (4, 4), device, moat=moat),
@@ -364,7 +364,7 @@ def test_rows_may_be_strided(device, moat):
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_queries_may_stay_where_they_are(device, poison, function, bits):
+def test_write_quantized_kv_may_leave_queries_in_place(device, poison, function, bits):
     case = make_case(3, 96).rounded(torch.float16).padded([1]).on(device)
     planes, others = (make_planes(*bits, 2, 96, 3, 3, torch.float16, device) for _ in range(2))
     slots, how = case.slots, (case.head_norm, case.rotary)
@@ -380,7 +380,7 @@ def test_queries_may_stay_where_they_are(device, poison, function, bits):
 
 
 @for_each("edge", ["first slots", "last slots"])
-def test_the_edges_of_planes(device, edge):
+def test_write_quantized_kv_writes_first_and_last_slots(device, edge):
     case = make_case(2, 80, group=1)
     case.slots = torch.arange(2) if edge == "first slots" else torch.arange(len(case.k_plane) - 2, len(case.k_plane))
     for bits in ((8, 8), (3, 3)):
@@ -388,12 +388,12 @@ def test_the_edges_of_planes(device, edge):
 
 
 @for_each("function", [write_quantized_kv, write_quantized_kv_triton, write_quantized_kv_reference])
-def test_no_rows_change_nothing(device, function):
+def test_write_quantized_kv_without_rows_changes_nothing(device, function):
     mine = written(function, make_case(3, 16), (4, 4), device, rows=[])
     assert mine.q.shape == (0, 6, 16)
 
 
-def test_arguments_out_of_range_are_refused(device):
+def test_write_quantized_kv_refuses_arguments_out_of_range(device):
     case = make_case(2, 32, with_norm=False, with_rope=False).on(device)
     slots = case.slots
     planes = make_planes(4, 4, 2, 32, 4, 2, torch.float32, device)
@@ -409,7 +409,7 @@ def test_arguments_out_of_range_are_refused(device):
 
 
 @pytest.mark.gpu
-def test_a_slot_may_lie_beyond_two_to_the_31_bytes(device):
+def test_write_quantized_kv_writes_beyond_two_gib(device):
     num_pages = 2**31 // (8 * 16 * 128) + 2
     planes = make_planes(8, 4, 8, 128, 16, num_pages, torch.bfloat16, device)
     qkv = torch.randn(1, 24 * 128, device=device).bfloat16()
@@ -422,7 +422,7 @@ def test_a_slot_may_lie_beyond_two_to_the_31_bytes(device):
 
 @pytest.mark.gpu
 @FORMATS
-def test_nothing_is_allocated(device, key_bits, value_bits):
+def test_write_quantized_kv_allocates_nothing(device, key_bits, value_bits):
     case = make_case(5, 128).rounded(torch.bfloat16).padded([4]).on(device)
     planes = make_planes(key_bits, value_bits, 2, 128, 16, 1, torch.bfloat16, device)
     out = torch.empty(5, 6, 128, dtype=torch.bfloat16, device=device)

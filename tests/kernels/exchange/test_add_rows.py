@@ -45,7 +45,7 @@ def operands(guarded, size: int, rows: int, width: int, dtype: torch.dtype):
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("has_amax", [False, True])
 @pytest.mark.parametrize("width", [72, 256])
-def test_x_and_its_deferred_norm_are_those_of_plain_torch(guarded, device, dtype, size, rows, has_amax, width):
+def test_add_rows_matches_torch_with_deferred_norm(guarded, device, dtype, size, rows, has_amax, width):
     rooms, x, norm_weight = operands(guarded, size, rows, width, dtype)
     parts = [room[: rows * width].view(rows, width) for room in rooms]
     wanted, right, wanted_squares, wanted_amax = x.clone(), torch.empty_like(x), *torch.empty(2, rows, device=device)
@@ -65,7 +65,7 @@ def test_x_and_its_deferred_norm_are_those_of_plain_torch(guarded, device, dtype
         assert amax.isnan().all(), "it was not requested"
 
 
-def test_it_is_a_sum_and_then_the_norm_deferred(guarded, device):
+def test_add_rows_equals_sum_then_deferred_norm(guarded, device):
     """What two launches would leave: `sum_rows`, and `defer_rms_norm` with the sum."""
     rooms, x, norm_weight = operands(guarded, 3, 5, 96, torch.float32)
     parts, apart, scaled = (
@@ -87,7 +87,7 @@ def test_it_is_a_sum_and_then_the_norm_deferred(guarded, device):
 
 @pytest.mark.parametrize("max_blocks", [2, 8, 16, 33, 64])
 @pytest.mark.parametrize("size", [64, 2048, 5120, 7168, 16384])
-def test_rows_are_cut_alike_and_squares_fit(size, max_blocks):
+def test_add_rows_tiles_fit_squares_into_their_buffer(size, max_blocks):
     """Room is what `fused_decode_request` has for squares."""
     room = max(FUSED_DECODE_ROWS * -(-size // SMALL_BATCH_BLOCK_N), -(-size // GEMV_MIN_BLOCK_N))
     found = {rows: column_tiles(rows, size, max_blocks) for rows in range(1, FUSED_DECODE_ROWS + 1)}
@@ -99,7 +99,7 @@ def test_rows_are_cut_alike_and_squares_fit(size, max_blocks):
 
 
 @pytest.mark.parametrize("max_blocks", [3, 64])
-def test_rows_are_batch_invariant_from_two_on(guarded, device, max_blocks):
+def test_add_rows_is_batch_invariant_from_two_rows(guarded, device, max_blocks):
     width, rows = 2100, 5
     rooms, x, norm_weight = operands(guarded, 2, rows, width, torch.float32)
     parts = torch.stack([room[: rows * width].view(rows, width) for room in rooms])
@@ -118,6 +118,6 @@ def test_rows_are_batch_invariant_from_two_on(guarded, device, max_blocks):
         assert all(torch.equal(own, of_all[some]) for own, of_all in zip(run(some), whole, strict=True))
 
 
-def test_no_rows_launch_nothing(guarded, device):
+def test_add_rows_without_rows_launches_nothing(guarded, device):
     empty = guarded(0, 64, dtype=torch.float32)
     assert add_rows_triton([empty], DeferredStream(empty, empty, empty, empty), Ranks(0, 1, None)) == 1

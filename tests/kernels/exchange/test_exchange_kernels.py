@@ -58,7 +58,7 @@ def rooms_of(guarded: Guarded, size: int, num_elements: int, dtype: torch.dtype,
     ],
 )
 @pytest.mark.each_value
-def test_a_sum_is_that_of_plain_torch(
+def test_sum_rows_matches_torch(
     size: int, dtype: torch.dtype, out_dtype: torch.dtype, guarded: Guarded, device: torch.device
 ) -> None:
     rows, width = 5, 72
@@ -71,7 +71,7 @@ def test_a_sum_is_that_of_plain_torch(
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("rows", "width"), [(5, 72), (1, 16), (40, 33)])
-def test_two_passes_give_the_same_bits(
+def test_sum_rows_in_two_passes_gives_the_same_bits(
     size: int, rows: int, width: int, guarded: Guarded, device: torch.device
 ) -> None:
     # In one process ranks run one after the other, so that each finds only its own share added up: the first pass of all.
@@ -93,7 +93,7 @@ def test_two_passes_give_the_same_bits(
             assert torch.equal(fresh[other][:num_elements][unchanged], kept[other][:num_elements][unchanged])
 
 
-def test_shares_are_read_from_whose_they_are(guarded: Guarded, device: torch.device) -> None:
+def test_sum_rows_reads_shares_from_their_owners(guarded: Guarded, device: torch.device) -> None:
     # The second pass alone: a rank without a share of its own finds everybody's in their rooms.
     rooms = [guarded(256, dtype=FP32).fill_(float(rank)) for rank in range(3)]
     out = guarded(2, 64, dtype=FP32)
@@ -101,7 +101,7 @@ def test_shares_are_read_from_whose_they_are(guarded: Guarded, device: torch.dev
     assert out.tolist() == [[0.0] * 64, [1.0] * 64]
 
 
-def test_sizes_choose_the_way() -> None:
+def test_takes_two_passes_and_tiles_follow_the_size() -> None:
     few, many = torch.empty(16, 5120, dtype=BF16), torch.empty(512, 5120, dtype=BF16)
     assert not takes_two_passes(BF16, few, 4)
     assert takes_two_passes(BF16, many, 4)
@@ -134,7 +134,7 @@ def test_gather_columns_takes_a_narrow_last_share(
 
 @pytest.mark.parametrize("dtype", [FP32, torch.int64])
 @pytest.mark.parametrize("num_elements", [1, 2500])
-def test_small_parts_and_tokens_use_the_exchange_buffer(
+def test_exchange_buffer_takes_small_parts_and_tokens(
     dtype: torch.dtype, num_elements: int, guarded: Guarded, device: torch.device
 ) -> None:
     rooms = [room.to(dtype) for room in rooms_of(guarded, 3, num_elements, FP32, slack=0)]
@@ -149,7 +149,7 @@ def test_small_parts_and_tokens_use_the_exchange_buffer(
 
 
 @pytest.mark.parametrize("scratch_size", [7, 64, 1000])
-def test_sums_in_pieces_are_those_of_the_whole(scratch_size: int) -> None:
+def test_sum_rows_reference_in_pieces_equals_the_whole(scratch_size: int) -> None:
     parts = list(torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(1)).to(BF16))
     whole = sum_rows_reference(parts, torch.empty(5, 20, dtype=BF16))
     assert torch.equal(sum_rows_reference(parts, torch.empty_like(whole), torch.empty(scratch_size)), whole)
@@ -158,7 +158,7 @@ def test_sums_in_pieces_are_those_of_the_whole(scratch_size: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 2100), (40, 16)])
-def test_what_is_offered_is_fetched(rows: int, width: int, guarded: Guarded, device: torch.device) -> None:
+def test_fetch_rows_returns_offered_rows(rows: int, width: int, guarded: Guarded, device: torch.device) -> None:
     apart = torch.arange(rows * (width + 3), device=device, dtype=FP32).view(rows, width + 3)
     slots, out = guarded(2, rows * width, dtype=FP32), guarded(rows, width + 1, dtype=FP32)
     offer_rows(apart[:, :width], slots, None)
@@ -169,7 +169,7 @@ def test_what_is_offered_is_fetched(rows: int, width: int, guarded: Guarded, dev
     assert not out[:, width:].any()
 
 
-def test_counts_of_links_do_not_overlap() -> None:
+def test_link_counters_do_not_overlap() -> None:
     signals = [torch.zeros(SIGNAL_BYTES // 4, dtype=torch.int32) for _ in range(2)]
     number = 0
     for link, source in ((0, 0), *((1, 1 + rank) for rank in range(16))):

@@ -57,7 +57,7 @@ def is_done_within(event: torch.cuda.Event, seconds: float) -> bool:
 @pytest.mark.own_process
 @pytest.mark.parametrize("name", ["meet", "fetch", "offer"])
 @pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "graph"])
-def test_who_waits_for_a_dead_peer_goes_on_when_let_go(device: torch.device, name: str, is_captured: bool) -> None:
+def test_waiting_kernel_continues_after_release(device: torch.device, name: str, is_captured: bool) -> None:
     """And so does whatever comes behind it in the stream, which would wait too."""
     own, other = words(device), words(device)
     call, stream, rescue = waiting_calls(own, other)[name], torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -89,7 +89,7 @@ def test_who_waits_for_a_dead_peer_goes_on_when_let_go(device: torch.device, nam
 @pytest.mark.alone
 @pytest.mark.own_process
 @pytest.mark.parametrize("name", ["meet", "fetch"])
-def test_who_waits_too_long_ends_every_call_of_its_process(device: torch.device, name: str, monkeypatch) -> None:
+def test_waiting_kernel_past_its_limit_traps(device: torch.device, name: str, monkeypatch) -> None:
     for module in (signals, links):
         monkeypatch.setattr(module, "MAX_POLLS", kernel_constant(NUM_POLLS))
     call = waiting_calls(words(device), words(device))[name]

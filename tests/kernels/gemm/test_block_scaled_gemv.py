@@ -92,7 +92,7 @@ def ones_on_the_diagonal(size: int) -> QuantizedWeight:
 @pytest.mark.parametrize(
     ("size_n", "size_k"), [(1, 16), (33, 128), (47, 96), (140, 336), (33, 1024), (19, 1552)], ids=str
 )
-def test_every_size_with_and_without_a_bias(device, scheme, size_n, size_k):
+def test_block_scaled_gemv_is_exact_at_every_size(device, scheme, size_n, size_k):
     """Columns that end within a block, within a load of all threads, and behind several of them."""
     x, weight = codable_rows(1, size_k, block_columns=128), random_weight(size_n, size_k, scheme)
     judge(x, weight, None, device)
@@ -103,21 +103,21 @@ def test_every_size_with_and_without_a_bias(device, scheme, size_n, size_k):
 @pytest.mark.parametrize("num_warps", [1, 4, 16])
 @pytest.mark.parametrize("block_n", [1, 8, 32])
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-def test_every_cut(device, monkeypatch, num_warps, block_n, ahead):
+def test_block_scaled_gemv_is_exact_in_every_form(device, monkeypatch, num_warps, block_n, ahead):
     cut_as(monkeypatch, BlockGemvForm(block_n, num_warps, ahead))
     for size_k in (2048, 2064):
         judge(codable_rows(1, size_k, block_columns=128), random_weight(5, size_k, FP8_BLOCK), None, device)
 
 
 @DTYPES
-def test_every_type_in_and_out(device, dtype):
+def test_block_scaled_gemv_takes_every_dtype(device, dtype):
     x, weight = codable_rows(1, 656, block_columns=128).to(dtype), random_weight(130, 656, FP8_BLOCK)
     judge(x, weight, random(130, seed=5).to(dtype), device, dtype)
     judge(x, weight, None, device)
 
 
 @DTYPES
-def test_codes_are_those_of_quantized_rows(device, dtype):
+def test_block_scaled_gemv_codes_rows_like_quantize_rows(device, dtype):
     """Numbers of all sizes, and blocks in which every one is the largest or none is above zero."""
     sizes = 10.0 ** torch.linspace(-7, 4, 4)[:, None]
     x = torch.cat([random(4, 144) * sizes, random(4, 144, seed=1).exp() ** 3 * sizes])
@@ -129,7 +129,7 @@ def test_codes_are_those_of_quantized_rows(device, dtype):
 
 
 @pytest.mark.gpu
-def test_every_quotient_of_two_bfloat16_numbers_has_its_code(device):
+def test_block_scaled_gemv_codes_every_bfloat16_quotient(device):
     """A block for every amax: its mantissas go through all of theirs, and so do those of the others, down to codes of zero."""
     mantissas = 1 + torch.arange(128) / 128
     below = (mantissas[None, :] * 2.0 ** -torch.arange(20.0)[:, None]).flatten()
@@ -148,14 +148,14 @@ def test_every_quotient_of_two_bfloat16_numbers_has_its_code(device):
         assert torch.equal(run(block_scaled_gemv, rows, weight, None, device), expected)
 
 
-def test_what_scales_a_block_is_its_own(device):
+def test_block_scaled_gemv_applies_each_block_its_own_scale(device):
     x, weight = codable_rows(1, 656, block_columns=128), random_weight(200, 656, FP8_BLOCK)
     weight.scales.mul_(2.0 ** (torch.arange(weight.scales.numel()) % 5 - 3).view(weight.scales.shape))
     judge(x * 2.0 ** (torch.arange(656) // 128 - 2), weight, None, device, magnitude=100.0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_in_its_row(device, bad):
+def test_block_scaled_gemv_nonfinite_input_stays_in_its_row(device, bad):
     x, weight = codable_rows(3, 656, block_columns=128), random_weight(33, 656, FP8_BLOCK)
     clean = run(block_scaled_gemv, x, weight, None, device)
     x[1, 140] = bad
@@ -164,7 +164,7 @@ def test_what_is_not_finite_stays_in_its_row(device, bad):
     assert same_bits(y[[0, 2]], clean[[0, 2]])
 
 
-def test_a_weight_that_is_not_finite_stays_in_its_rows(device):
+def test_block_scaled_gemv_nonfinite_weight_stays_in_its_rows(device):
     x, weight = codable_rows(1, 656, block_columns=128), random_weight(150, 656, FP8_BLOCK)
     clean = run(block_scaled_gemv, x, weight, None, device)
     weight.codes.view(torch.uint8)[70, 655] = 0x7F
@@ -176,19 +176,19 @@ def test_a_weight_that_is_not_finite_stays_in_its_rows(device):
     assert same_bits(y[0, others], clean[0, others])
 
 
-def test_zeros_are_the_bias(device):
+def test_block_scaled_gemv_zero_row_is_the_bias(device):
     weight, bias = random_weight(33, 656, FP8_BLOCK), random(33, seed=3)
     assert same_bits(run(block_scaled_gemv, torch.zeros(1, 656), weight, bias, device)[0], bias)
 
 
-def test_rows_are_batch_invariant(device):
+def test_block_scaled_gemv_is_batch_invariant(device):
     x, weight = random(3, 1040), random_weight(40, 1040, FP8_BLOCK)
     whole = run(block_scaled_gemv, x, weight, None, device)
     for row in range(3):
         assert same_bits(run(block_scaled_gemv, x[row : row + 1], weight, None, device)[0], whole[row])
 
 
-def test_one_row_by_blocks_whose_columns_are_aligned_is_taken():
+def test_gemv_takes_accepts_one_row_of_aligned_blocks():
     assert [num_rows for num_rows in range(1, 20) if row_form(num_rows)] == [1]
     for shape, taken in (((128, 128), True), ((5, 16), True), ((5, 336), True), ((128, 100), False), ((5, 8), False)):
         assert takes(random_weight(*shape, FP8_BLOCK), 1) == taken
@@ -198,14 +198,14 @@ def test_one_row_by_blocks_whose_columns_are_aligned_is_taken():
     assert not takes(random_weight(32, 64, replace(FP8_BLOCK, block_columns=64)), 1)
 
 
-def test_a_warp_has_columns_and_a_program_outputs_of_one_block():
+def test_gemv_form_gives_warps_columns_and_programs_one_block():
     for shape in (*DEEPSEEK, (36864, 7168), (8192, 1536), (2048, 512), (64, 16), (7168, 512)):
         form = gemv_form(*shape)
         assert form.num_warps * 512 < 2 * max(shape[1], 512), f"{shape}: {form}"
         assert 64 % form.block_n == 0, f"{shape}: {form}"
 
 
-def test_shapes_that_do_not_go_together_are_refused(device):
+def test_block_scaled_gemv_refuses_mismatched_shapes(device):
     weight, out = weight_on(random_weight(33, 256, FP8_BLOCK), device), torch.empty(1, 33, device=device)
     with pytest.raises(AssertionError, match=r"weight\.shape"):
         block_scaled_gemv(torch.empty(1, 128, device=device), weight, None, out)
@@ -217,7 +217,7 @@ def test_shapes_that_do_not_go_together_are_refused(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", DEEPSEEK, ids=str)
-def test_bfloat16_at_the_sizes_of_a_large_model(device, shape):
+def test_block_scaled_gemv_bfloat16_is_exact_at_model_sizes(device, shape):
     """Against float32 on the same device, whose sums are near enough beside those of half precision."""
     x = codable_rows(1, shape[1], block_columns=128).bfloat16()
     generator = torch.Generator(device).manual_seed(0)
@@ -234,7 +234,7 @@ def test_bfloat16_at_the_sizes_of_a_large_model(device, shape):
 
 
 @pytest.mark.gpu
-def test_product_of_one_row_allocates_nothing(device):
+def test_block_scaled_gemv_allocates_nothing(device):
     x, weight = random(1, 512).to(device, torch.bfloat16), weight_on(random_weight(256, 512, FP8_BLOCK), device)
     out = torch.empty(1, 256, dtype=torch.bfloat16, device=device)
     assert_allocates_nothing(lambda: quantized_linear(x, weight, None, out))
@@ -242,7 +242,7 @@ def test_product_of_one_row_allocates_nothing(device):
     assert (out.float().cpu() - expected).norm() <= 4e-3 * expected.norm()
 
 
-def test_the_assembler_sums_sixteen_products():
+def test_block_products_asm_sums_sixteen_products():
     """For integers, whose sums are exact in half precision."""
     generator = torch.Generator().manual_seed(0)
     weights, inputs = (torch.randint(-8, 9, (50, 16), generator=generator).float() for _ in range(2))
@@ -254,7 +254,7 @@ def test_the_assembler_sums_sixteen_products():
     assert torch.equal(torch.from_numpy(sum(part.view(np.float32) for part in sums)), (weights * inputs).sum(-1))
 
 
-def test_the_assembler_codes_two_quotients():
+def test_pairs_asm_codes_two_quotients():
     quotients = torch.tensor([[0.0, 448.0], [-448.0, 460.0], [17.0, 19.0], [2.0**-9, 2.0**-10], [1.06, -3e-3]])
     (pairs,) = run_assembler(PAIRS_ASM_TEXT, [quotients[:, column].contiguous().numpy() for column in range(2)], 1)
     expected = quotients.clamp(-448, 448).to(torch.float8_e4m3fn).float() / 16

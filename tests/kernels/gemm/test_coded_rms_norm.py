@@ -38,7 +38,7 @@ def assert_codes_of(y_TD, quantized) -> None:
 @DTYPES
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("size", [1, 3, 64, 100, 577, 5120], ids=lambda size: f"D{size}")
-def test_as_exact_as_torch_and_codes_of_what_is_stored(device, size, offset, dtype):
+def test_add_rms_norm_coded_is_exact_and_codes_stored_rows(device, size, offset, dtype):
     x, delta, weight = (random(count, size, seed=seed).to(dtype) for seed, count in enumerate((7, 7, 1)))
     zones = RedZones(device)
     quantized, out = room(zones, 7, size), zones.allocate(7, size, dtype=dtype).fill_(float("nan"))
@@ -54,7 +54,7 @@ def test_as_exact_as_torch_and_codes_of_what_is_stored(device, size, offset, dty
     assert_codes_of(out, quantized)
 
 
-def test_what_is_not_finite_makes_its_row_nan_and_no_other(device):
+def test_add_rms_norm_coded_nonfinite_row_is_nan_alone(device):
     x, delta, weight = random(4, 300), random(4, 300, seed=1), random(300, seed=2)
     x[1, 7], x[2] = float("nan"), 0.0  # zeros by negative weights are -0
     delta[2] = 0.0
@@ -65,7 +65,7 @@ def test_what_is_not_finite_makes_its_row_nan_and_no_other(device):
     assert quantized.scales_TB.cpu().isnan().flatten().tolist() == [False, True, False, False]
 
 
-def test_in_place_of_delta_and_on_rows_that_lie_apart(device):
+def test_add_rms_norm_coded_runs_in_place_and_on_strided_rows(device):
     x, delta, weight = random(3, 100), random(3, 100, seed=1), random(100, seed=2)
     rows, wide = amid_poison(x, device), torch.full((3, 200), 0x55, dtype=torch.uint8, device=device)
     out = amid_poison(delta, device)
@@ -76,7 +76,7 @@ def test_in_place_of_delta_and_on_rows_that_lie_apart(device):
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
-def test_codes_match_the_stored_rows_on_any_device(num_rows):
+def test_add_rms_norm_coded_codes_match_stored_rows(num_rows):
     x, delta, weight = random(num_rows, 96), random(num_rows, 96, seed=1), random(96, seed=2)
     results = []
     for function in (add_rms_norm_coded, add_rms_norm_coded_reference):
@@ -88,7 +88,7 @@ def test_codes_match_the_stored_rows_on_any_device(num_rows):
     assert torch.allclose(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
 
 
-def test_codes_of_wrong_shape_or_scales_are_an_error(device):
+def test_add_rms_norm_coded_refuses_wrong_code_buffers(device):
     x, weight = random(3, 256).to(device), random(256).to(device)
     for codes, scales in (((3, 255), (3, 1)), ((3, 256), (3, 2))):
         wrong = QuantizedRows(
@@ -99,7 +99,7 @@ def test_codes_of_wrong_shape_or_scales_are_an_error(device):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_add_rms_norm_coded_allocates_nothing(device):
     x, weight = random(33, 5120).to(device, torch.bfloat16), random(5120).to(device, torch.bfloat16)
     delta, quantized = torch.zeros_like(x), room(RedZones(device), 33, 5120)
     assert_allocates_nothing(lambda: add_rms_norm_coded(x, delta, weight, EPS, delta, quantized))

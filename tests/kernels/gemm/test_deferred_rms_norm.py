@@ -67,7 +67,7 @@ def inputs(num_rows, size, dtype=torch.float32):
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"K{size}")
-def test_scaled_to_the_bit_and_squares_as_exact_as_torch(device, size, dtype):
+def test_defer_rms_norm_scales_to_the_bit_and_squares_exactly(device, size, dtype):
     for num_rows in (1, 3, 32):
         x, norm = inputs(num_rows, size, dtype)
         scaled, squares, rows = run(defer_rms_norm, x, norm, device)
@@ -79,7 +79,7 @@ def test_scaled_to_the_bit_and_squares_as_exact_as_torch(device, size, dtype):
 
 
 @DTYPES
-def test_with_its_squares_a_row_is_the_norm(device, dtype):
+def test_deferred_row_with_its_squares_is_the_norm(device, dtype):
     x, norm = inputs(5, 200, dtype)
     scaled, squares, _ = run(defer_rms_norm, x, norm, device)
     normed = scaled.double() * (squares.double() / 200 + EPS).rsqrt().unsqueeze(1)
@@ -89,7 +89,7 @@ def test_with_its_squares_a_row_is_the_norm(device, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
-def test_amax_is_that_of_what_was_scaled(device, function, dtype):
+def test_defer_rms_norm_amax_is_of_scaled_rows(device, function, dtype):
     """As it was stored; and with or without them the rest is the same."""
     for size in (1, 63, 577):
         x, norm = inputs(3, size, dtype)
@@ -101,7 +101,7 @@ def test_amax_is_that_of_what_was_scaled(device, function, dtype):
 
 
 @pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
-def test_the_amax_of_a_row_is_its_own(device, function):
+def test_deferred_amax_is_that_of_its_row(device, function):
     x, norm = inputs(4, 100)
     _, _, clean = run_with_amax(function, x, norm, device)
     x[1], x[2, 50] = 0.0, float("inf")
@@ -109,14 +109,14 @@ def test_the_amax_of_a_row_is_its_own(device, function):
     assert amax.tolist() == [clean[0], 0.0, float("inf"), clean[3]]
 
 
-def test_squares_of_half_precision_do_not_overflow(device):
+def test_defer_rms_norm_half_squares_do_not_overflow(device):
     x, norm = (random(2, 100) * 2000).half(), torch.ones(100).half()
     _, squares, _ = run(defer_rms_norm, x, norm, device)
     torch.testing.assert_close(squares.double(), x.double().square().sum(-1), rtol=1e-6, atol=0)
 
 
 @DTYPES
-def test_rows_are_batch_invariant(device, dtype):
+def test_defer_rms_norm_is_batch_invariant(device, dtype):
     x, norm = inputs(9, 577, dtype)
     whole = run(defer_rms_norm, x, norm, device)
     for rows in companies(9):
@@ -126,7 +126,7 @@ def test_rows_are_batch_invariant(device, dtype):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, bad):
+def test_defer_rms_norm_nonfinite_value_stays_in_its_row(device, bad):
     x, norm = inputs(4, 100)
     clean = run(defer_rms_norm, x, norm, device)
     x[2, 99] = bad
@@ -137,7 +137,7 @@ def test_what_is_not_finite_stays_in_its_row(device, bad):
     assert same_bits(squares[[0, 1, 3]], clean[1][[0, 1, 3]])
 
 
-def test_it_may_take_the_place_of_its_rows(device):
+def test_defer_rms_norm_may_run_in_place(device):
     x, norm = inputs(3, 100)
     expected, *_ = run(defer_rms_norm, x, norm, device)
     x, norm = x.to(device), norm.to(device)
@@ -163,7 +163,7 @@ def run_delta(function, x_MK, delta_MK, norm_K, device) -> tuple[torch.Tensor, t
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"K{size}")
-def test_what_is_added_first_is_rounded_as_if_it_had_been_stored(device, size, dtype):
+def test_defer_rms_norm_rounds_sum_as_if_stored(device, size, dtype):
     for num_rows in (1, 3, 16):
         x, norm = inputs(num_rows, size, dtype)
         delta = random(num_rows, size, seed=3, scale=3.0).to(dtype)
@@ -178,7 +178,7 @@ def test_what_is_added_first_is_rounded_as_if_it_had_been_stored(device, size, d
         assert same_bits(scaled, in_torch[1])
 
 
-def test_rows_with_something_to_add_do_not_change_each_other(device):
+def test_defer_rms_norm_with_delta_is_batch_invariant(device):
     x, norm = inputs(9, 577)
     delta = random(9, 577, seed=3)
     whole = run_delta(defer_rms_norm, x, delta, norm, device)
@@ -195,7 +195,7 @@ def test_rows_with_something_to_add_do_not_change_each_other(device):
 
 
 @pytest.mark.parametrize("function", [defer_rms_norm, defer_rms_norm_reference], ids=["kernel", "reference"])
-def test_amax_is_of_the_sum_and_not_of_what_was_there_before(device, function):
+def test_defer_rms_norm_with_delta_amax_is_of_the_sum(device, function):
     """What a product codes is x + delta, scaled."""
     x, norm = inputs(3, 100)
     delta = -x.clone()
@@ -211,13 +211,13 @@ def test_amax_is_of_the_sum_and_not_of_what_was_there_before(device, function):
     assert float(amax.normed[1]) == pytest.approx(5.0 * float(norm[7].abs()), rel=1e-5)
 
 
-def test_values_stay_as_they_are():
+def test_normed_rows_are_frozen():
     with pytest.raises(FrozenInstanceError):
         NormedRows(torch.empty(0), 1, EPS).num_squares = 2  # type: ignore[misc]
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_defer_rms_norm_allocates_nothing(device):
     x, norm = (tensor.to(device, torch.bfloat16) for tensor in inputs(3, 5120))
     scaled, squares = torch.empty_like(x), torch.empty(3, device=device)
     scratch = SmallBatchScratch(squares, squares, squares)
@@ -243,7 +243,7 @@ def run_row_amax(function, x_MK, device, num_cleared: int = 0) -> torch.Tensor:
 
 @BOTH_AMAX
 @DTYPES
-def test_amax_of_every_size(device, function, dtype):
+def test_row_amax_is_exact_for_every_size(device, function, dtype):
     for size in AMAX_SIZES:
         for num_rows in (1, 3):
             x = random(num_rows, size, seed=size).to(dtype)
@@ -255,14 +255,14 @@ def test_amax_of_every_size(device, function, dtype):
 @BOTH_AMAX
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 @pytest.mark.parametrize("size", [1, 100, 700])
-def test_all_that_is_given_is_cleared(device, function, num_rows, size):
+def test_row_amax_clears_all_given_places(device, function, num_rows, size):
     """Whether rows are wider than their share of it or not, and whether shares are equal or not."""
     for num_cleared in (0, 64 * num_rows, 1025):
         run_row_amax(function, random(num_rows, size), device, num_cleared)
 
 
 @BOTH_AMAX
-def test_the_amax_may_be_anywhere_and_of_either_sign(device, function):
+def test_row_amax_finds_either_sign_in_any_column(device, function):
     for place in (0, 1, 64, 99):
         for sign in (1, -1):
             x = random(2, 100).clamp(-3, 3)
@@ -271,12 +271,12 @@ def test_the_amax_may_be_anywhere_and_of_either_sign(device, function):
 
 
 @BOTH_AMAX
-def test_zeros_have_none(device, function):
+def test_row_amax_of_zeros_is_zero(device, function):
     assert same_bits(run_row_amax(function, torch.full((2, 70), -0.0), device, 128), torch.zeros(2))
 
 
 @BOTH_AMAX
-def test_results_are_batch_invariant(device, function):
+def test_row_amax_is_batch_invariant(device, function):
     x = random(9, 200)
     whole = run_row_amax(function, x, device, 576)
     for rows in companies(9):
@@ -285,7 +285,7 @@ def test_results_are_batch_invariant(device, function):
 
 @BOTH_AMAX
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_amax_that_is_not_finite_stays_in_its_row(device, function, bad):
+def test_row_amax_nonfinite_value_stays_in_its_row(device, function, bad):
     """Whatever the amax of a row with a NaN is: the NaN itself is quantized as NaN."""
     x = random(4, 100)
     clean = run_row_amax(function, x, device)
@@ -297,7 +297,7 @@ def test_an_amax_that_is_not_finite_stays_in_its_row(device, function, bad):
 
 
 @pytest.mark.gpu
-def test_amax_allocates_nothing(device):
+def test_row_amax_allocates_nothing(device):
     x = random(16, 8192).to(device, torch.bfloat16)
     values = torch.empty(16, device=device)
     cleared = torch.empty(1024, dtype=torch.int32, device=device)

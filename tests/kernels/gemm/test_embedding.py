@@ -38,7 +38,7 @@ def table_of(scheme, num_columns, device="cpu", num_rows=29):
 @TABLES
 @TYPES
 @pytest.mark.parametrize("num_columns", [1, 33, 576, 1024, 1408])
-def test_rows_of_codes_are_decoded_and_rounded_once(device, guarded, scheme, dtype, num_columns):
+def test_lookup_rows_decodes_and_rounds_codes_once(device, guarded, scheme, dtype, num_columns):
     expected = dequantize(table_of(scheme, num_columns))[IDS].to(dtype)
     out = guarded(len(IDS), num_columns + 3, dtype=dtype).fill_(torch.nan)
     assert (
@@ -53,7 +53,7 @@ def test_rows_of_codes_are_decoded_and_rounded_once(device, guarded, scheme, dty
 
 
 @TABLES
-def test_every_code(device, scheme):
+def test_lookup_rows_decodes_every_code(device, scheme):
     codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
     table = QuantizedWeight(scheme, (1, 256), codes.view(getattr(torch, scheme.code_dtype)), torch.tensor([0.37]))
     expected = dequantize(table)[0]
@@ -66,14 +66,14 @@ def test_every_code(device, scheme):
 
 
 @TYPES
-def test_a_plain_table_is_copied(dtype):
+def test_lookup_rows_copies_plain_rows(dtype):
     table, out = random(9, 12).to(dtype), torch.full((3, 12), torch.nan, dtype=dtype)
     assert lookup_rows(torch.tensor([8, 0, 8]), table, out) is out
     assert same_bits(out, table[[8, 0, 8]])
 
 
 @TABLES
-def test_many_tokens_in_pieces(scheme, monkeypatch):
+def test_lookup_codes_reference_pieces_match_the_whole(scheme, monkeypatch):
     table, ids = table_of(scheme, 64), torch.arange(100) % 29
     whole = lookup_codes_reference(ids, table, torch.empty(100, 64))
     monkeypatch.setattr(module, "PIECE_ELEMENTS", 300)
@@ -81,19 +81,19 @@ def test_many_tokens_in_pieces(scheme, monkeypatch):
     assert same_bits(whole, dequantize(table)[ids])
 
 
-def test_an_id_beyond_the_table_is_an_error_on_a_cpu():
+def test_lookup_rows_id_beyond_table_fails_on_cpu():
     for table in (random(29, 8), table_of(FP8, 8)):
         with pytest.raises((IndexError, RuntimeError)):
             lookup_rows(torch.tensor([29]), table, torch.empty(1, 8))
 
 
 @pytest.mark.parametrize("scheme", [FP8_BLOCK, MXFP4], ids=lambda scheme: scheme.name)
-def test_schemes_without_scales_by_row_are_refused(scheme):
+def test_lookup_rows_refuses_schemes_without_row_scales(scheme):
     with pytest.raises(AssertionError, match=f"{scheme.name}: a row cannot be looked up by itself"):
         lookup_rows(IDS, table_of(scheme, 64), torch.empty(len(IDS), 64))
 
 
-def test_buffers_of_another_shape_are_an_error(device):
+def test_lookup_rows_refuses_buffers_of_another_shape(device):
     with pytest.raises(AssertionError, match=r"out_TK\.shape"):
         lookup_rows(IDS, table_of(FP8, 64), torch.empty(len(IDS), 65))
     with pytest.raises(AssertionError, match="columns lie apart"):
@@ -101,7 +101,7 @@ def test_buffers_of_another_shape_are_an_error(device):
 
 
 @TABLES
-def test_no_tokens(device, scheme):
+def test_lookup_rows_without_tokens_is_empty(device, scheme):
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     assert lookup_codes_triton(nothing, table_of(scheme, 8, device), torch.empty(0, 8, device=device)).shape == (0, 8)
     assert lookup_rows(nothing.cpu(), table_of(scheme, 8), torch.empty(0, 8)).shape == (0, 8)
@@ -109,14 +109,14 @@ def test_no_tokens(device, scheme):
 
 @pytest.mark.gpu
 @TABLES
-def test_nothing_is_allocated(device, scheme):
+def test_lookup_rows_allocates_nothing(device, scheme):
     table, ids = table_of(scheme, 640, device), IDS.to(device)
     out = torch.empty(len(IDS), 640, dtype=torch.bfloat16, device=device)
     assert_allocates_nothing(lambda: lookup_rows(ids, table, out))
 
 
 @pytest.mark.gpu
-def test_a_row_may_lie_beyond_two_to_the_31_bytes(device):
+def test_lookup_rows_reads_beyond_two_gib(device):
     num_rows = 2**31 // 4096 + 3
     codes = torch.zeros(num_rows, 4096, dtype=torch.int8, device=device)
     codes[-1] = 5
@@ -140,7 +140,7 @@ def share_of(table, start, end):
 @pytest.mark.parametrize("scheme", [None, FP8, INT8], ids=lambda scheme: scheme.name if scheme else "plain")
 @TYPES
 @pytest.mark.parametrize("num_columns", [1, 33, 1024, 1408])
-def test_shares_of_ranks_add_up_to_the_row(device, guarded, scheme, dtype, num_columns):
+def test_lookup_share_sums_to_the_row_over_ranks(device, guarded, scheme, dtype, num_columns):
     plain = random(29, num_columns, seed=4).to(dtype)
     table = plain.to(device) if scheme is None else table_of(scheme, num_columns, device)
     ids = IDS.to(device)

@@ -24,7 +24,7 @@ BOTH = pytest.mark.parametrize("scheme", [FP8, INT8], ids=scheme_id)
 
 @SCHEMES
 @pytest.mark.parametrize(("size_n", "size_k"), [(2, 192), (9, 256)])
-def test_one_row(device, scheme, size_n, size_k):
+def test_quantized_gemv_one_row_is_exact(device, scheme, size_n, size_k):
     for with_bias in (False, True):
         for gated in (False, True):
             judge_normed(quantized_case(1, size_n, size_k, widest_on(device), scheme, gated, with_bias), device)
@@ -40,13 +40,13 @@ DEEP_SIZES = (128, 640, 768, 1024, 4096, 4608, 5120)
     [*((FP8, size_k) for size_k in (3, 100, 777, *DEEP_SIZES)), (INT8, 777), (INT8, 1024)],
     ids=lambda value: scheme_id(value) if value in (FP8, INT8) else f"K{value}",
 )
-def test_every_way_in_which_blocks_along_k_are_chosen(device, scheme, size_k):
+def test_quantized_gemv_is_exact_for_every_k_blocking(device, scheme, size_k):
     judge_normed(quantized_case(1, 5, size_k, widest_on(device), scheme), device)
     judge_normed(quantized_case(1, 3, size_k, widest_on(device), scheme, gated=True), device)
     judge_add(quantized_case(1, 9, size_k, widest_on(device), scheme), device)
 
 
-def test_deep_sizes_take_every_number_of_loads():
+def test_quantized_gemv_blocks_take_every_number_of_loads():
     for residual in (False, True):
         blocks = [quantized_gemv_blocks(size_k, False, residual, quantized=True) for size_k in DEEP_SIZES]
         assert {one.depth for one in blocks} == {1, 2, 3, 4, 5}
@@ -57,7 +57,7 @@ def test_deep_sizes_take_every_number_of_loads():
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
-def test_half_precision(device, scheme, dtype):
+def test_quantized_gemv_half_precision_is_exact(device, scheme, dtype):
     for gated in (False, True):
         judge_normed(quantized_case(1, 9, 256, dtype, scheme, gated, with_bias=True), device)
     judge_normed(quantized_case(1, 9, 256, dtype, scheme), device, out_dtype=torch.float32)  # logits
@@ -65,16 +65,16 @@ def test_half_precision(device, scheme, dtype):
 
 
 @pytest.mark.parametrize("num_blocks", [1, 96])
-def test_squares_and_amax_in_any_number_of_blocks(device, num_blocks):
+def test_quantized_gemv_accepts_any_number_of_square_blocks(device, num_blocks):
     judge_normed(quantized_case(1, 9, 192, widest_on(device), FP8), device, num_blocks)
 
 
 @pytest.mark.parametrize("num_amax", [1, 5, NUM_GATE_AMAX], ids=["one", "some", "those of a gated product"])
-def test_amax_of_rows_that_come_from_elsewhere(device, num_amax):
+def test_quantized_gemv_accepts_given_row_amax(device, num_amax):
     judge_add(quantized_case(1, 17, 320, widest_on(device), FP8), device, num_amax)
 
 
-def test_more_blocks_than_places_for_the_amax_of_a_gated_row(device):
+def test_gated_gemv_blocks_sharing_an_amax_place_keep_the_larger(device):
     """The larger of two that share a place stays."""
     size_n = (NUM_GATE_AMAX + 1) * quantized_gemv_blocks(128, gated=True, residual=False, quantized=True).block_n
     case = quantized_case(1, size_n, 128, widest_on(device), FP8, gated=True, with_bias=True)
@@ -84,7 +84,7 @@ def test_more_blocks_than_places_for_the_amax_of_a_gated_row(device):
 
 
 @BOTH
-def test_zeros_are_the_bias(device, scheme):
+def test_quantized_gemv_zero_row_is_the_bias(device, scheme):
     case = quantized_case(1, 33, 300, widest_on(device), scheme, with_bias=True)
     case.x_MK.zero_()
     assert same_bits(run_normed(normed_linear, case, device)[0], case.bias_N)
@@ -94,7 +94,7 @@ def test_zeros_are_the_bias(device, scheme):
 
 @BOTH
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_shows(device, scheme, bad):
+def test_quantized_gemv_nonfinite_row_is_visible(device, scheme, bad):
     for gated in (False, True):
         case = quantized_case(1, 33, 300, widest_on(device), scheme, gated)
         case.x_MK[0, 299] = bad
@@ -105,7 +105,7 @@ def test_a_row_that_is_not_finite_shows(device, scheme, bad):
 
 
 @given(st.integers(1, 40_000), st.booleans(), st.booleans(), st.booleans())
-def test_blocks_are_powers_of_two_and_whole_for_half_sums(size_k, gated, residual, quantized):
+def test_quantized_gemv_blocks_are_powers_of_two(size_k, gated, residual, quantized):
     blocks = quantized_gemv_blocks(size_k, gated, residual, quantized)
     for size in (blocks.block_n, blocks.block_k, blocks.num_warps):
         assert size & (size - 1) == 0
@@ -115,7 +115,7 @@ def test_blocks_are_powers_of_two_and_whole_for_half_sums(size_k, gated, residua
 
 
 @pytest.mark.parametrize("size_k", [640, 1536, 2048])
-def test_sums_of_the_largest_codes_stay_finite(device, size_k):
+def test_quantized_gemv_sums_of_largest_codes_stay_finite(device, size_k):
     """All weights and all of the row are 448, of one sign or the other."""
     for gated in (False, True):
         case = quantized_case(1, 3, size_k, torch.float32, FP8, gated)
@@ -133,7 +133,7 @@ def test_sums_of_the_largest_codes_stay_finite(device, size_k):
     size_k=st.integers(1, 500).map(lambda blocks: 64 * blocks),
     block_k=st.sampled_from([small_batch.BLOCK_K, small_batch.QUANTIZED_BLOCK_K]),
 )
-def test_k_splits_are_whole_blocks_and_no_more_than_are_needed(size_n: int, size_k: int, block_k: int) -> None:
+def test_num_k_splits_gives_whole_blocks_and_no_spare_split(size_n: int, size_k: int, block_k: int) -> None:
     splits, num_blocks = num_k_splits(size_n, size_k, block_k), -(-size_n // SMALL_BATCH_BLOCK_N)
     assert splits in (1, 2, 4, 8)
     assert splits <= MAX_K_SPLITS

@@ -20,7 +20,7 @@ def parts(num_rows: int, groups: int, size_k: int, size_n: int) -> tuple[torch.T
 
 @SHAPES
 @pytest.mark.parametrize("product", [grouped_linear, batched_linear])
-def test_every_group_by_its_own_weight(device, guarded, product, num_rows, groups, size_k, size_n):
+def test_grouped_linear_multiplies_each_group_by_its_weight(device, guarded, product, num_rows, groups, size_k, size_n):
     x, weight, expected = parts(num_rows, groups, size_k, size_n)
     out = guarded(num_rows, groups * size_n, dtype=torch.float32).fill_(torch.nan)
     assert product(x.to(device), weight.to(device), out) is out
@@ -28,7 +28,7 @@ def test_every_group_by_its_own_weight(device, guarded, product, num_rows, group
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
-def test_half_precision_is_summed_in_float32(device, guarded, dtype):
+def test_grouped_linear_sums_half_precision_in_float32(device, guarded, dtype):
     x, weight, _ = parts(9, 4, 64, 16)
     x, weight = x.to(dtype), weight.to(dtype)
     out = guarded(9, 64, dtype=dtype).fill_(torch.nan)
@@ -37,7 +37,7 @@ def test_half_precision_is_summed_in_float32(device, guarded, dtype):
     torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-2, atol=3e-2)
 
 
-def test_on_a_cpu_a_row_does_not_depend_on_the_others():
+def test_grouped_linear_is_batch_invariant_on_cpu():
     x, weight, _ = parts(13, 4, 64, 16)
     whole = grouped_linear(x, weight, torch.empty(13, 64))
     for row in range(13):
@@ -46,7 +46,7 @@ def test_on_a_cpu_a_row_does_not_depend_on_the_others():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 16, 300])
-def test_nothing_is_allocated(num_rows):
+def test_grouped_linear_allocates_nothing(num_rows):
     x = torch.randn(num_rows, 8 * 512, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(8, 128, 512, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(num_rows, 8 * 128, device="cuda", dtype=torch.bfloat16)

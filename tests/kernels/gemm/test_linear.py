@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 @DTYPES
-def test_numbers_go_to_the_plain_product(guarded_host, dtype):
+def test_linear_plain_weight_uses_plain_linear(guarded_host, dtype):
     x, weight, bias = (random(*shape).to(dtype) for shape in ((5, 37), (70, 37), (70,)))
     for some_bias in (None, bias):
         expected = plain_linear(x, weight, some_bias)
@@ -46,7 +46,7 @@ def test_numbers_go_to_the_plain_product(guarded_host, dtype):
 
 @SCHEMES
 @DTYPES
-def test_codes_go_to_the_quantized_product(guarded_host, scheme, dtype):
+def test_linear_quantized_weight_uses_quantized_linear(guarded_host, scheme, dtype):
     x, weight, bias = random(5, 96).to(dtype), random_weight(70, 96, scheme), random(70, seed=3).to(dtype)
     room = room_amid(RedZones(CPU), 5, weight)
     for some_bias in (None, bias):
@@ -91,19 +91,19 @@ def judge(x, weight, bias):
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("k_size", ODD, ids=lambda size: f"K{size}")
 @pytest.mark.parametrize("n_size", ODD, ids=lambda size: f"N{size}")
-def test_odd_shapes_are_as_exact_as_torch(n_size, k_size, with_bias):
+def test_plain_linear_is_exact_for_odd_shapes(n_size, k_size, with_bias):
     for num_rows in ROWS:
         judge(*operands(num_rows, n_size, k_size, with_bias))
 
 
 @pytest.mark.parametrize("k_size", [*range(1, 35), 64, 576, 1536], ids=lambda size: f"K{size}")
-def test_every_tail_of_the_inner_dimension(k_size):
+def test_plain_linear_is_exact_for_every_k_tail(k_size):
     for num_rows in (1, 2, 3, 4, 5):
         judge(*operands(num_rows, 13, k_size))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e15])
-def test_any_magnitude(scale):
+def test_plain_linear_is_exact_at_any_magnitude(scale):
     x, weight, _ = operands(5, 7, 100)
     judge(x * scale, weight, None)
 
@@ -111,7 +111,7 @@ def test_any_magnitude(scale):
 @pytest.mark.each_value
 @pytest.mark.parametrize("n_size", [1, 3, 47, 48, 49, 100], ids=lambda size: f"N{size}")
 @pytest.mark.parametrize("k_size", [1, 5, 64, 577], ids=lambda size: f"K{size}")
-def test_rows_are_batch_invariant(n_size, k_size):
+def test_plain_linear_is_batch_invariant(n_size, k_size):
     x, weight, bias = operands(129, n_size, k_size)
     alone = torch.cat([plain_linear(x[row : row + 1], weight, bias) for row in range(129)])
     for threads in (1, 2):
@@ -120,7 +120,7 @@ def test_rows_are_batch_invariant(n_size, k_size):
                 assert same_bits(plain_linear(x[rows], weight, bias), alone[rows]), f"{threads=} {rows=}"
 
 
-def test_a_column_is_the_same_to_the_bit_beside_any_others():
+def test_plain_linear_columns_do_not_depend_on_each_other():
     x, weight, bias = operands(6, 100, 77)
     whole = plain_linear(x, weight, bias)
     for low, high in ((0, 1), (0, 3), (5, 9), (47, 50), (96, 100), (1, 100)):
@@ -130,7 +130,7 @@ def test_a_column_is_the_same_to_the_bit_beside_any_others():
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 65], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize(("n_size", "k_size"), [(1, 1), (3, 5), (7, 63), (50, 100)])
-def test_nothing_is_read_or_written_outside(native, guarded_host, num_rows, n_size, k_size):
+def test_native_linear_stays_within_its_buffers(native, guarded_host, num_rows, n_size, k_size):
     x, weight, bias = (island(values) for values in operands(num_rows, n_size, k_size))
     y = guarded_host(num_rows, n_size)
     native.holdfast_linear(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), y.data_ptr(), num_rows, n_size, k_size)
@@ -140,7 +140,7 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, num_rows, n_si
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("num_rows", [2, 4, 7])
-def test_what_is_not_finite_stays_in_its_row(bad, num_rows):
+def test_plain_linear_nonfinite_input_stays_in_its_row(bad, num_rows):
     x, weight, bias = operands(num_rows, 11, 37)
     clean = plain_linear(x, weight, bias)
     for bad_row in range(num_rows):
@@ -152,7 +152,7 @@ def test_what_is_not_finite_stays_in_its_row(bad, num_rows):
         assert same_bits(y[others], clean[others])
 
 
-def test_a_weight_that_is_not_finite_stays_in_its_column():
+def test_plain_linear_nonfinite_weight_stays_in_its_column():
     x, weight, bias = operands(5, 9, 20)
     clean = plain_linear(x, weight, bias)
     weight[4, 19] = float("nan")
@@ -162,24 +162,24 @@ def test_a_weight_that_is_not_finite_stays_in_its_column():
     assert same_bits(y[:, others], clean[:, others])
 
 
-def test_no_rows_give_no_rows():
+def test_plain_linear_without_rows_is_empty():
     assert plain_linear(torch.empty(0, 8), torch.ones(3, 8), None).shape == (0, 3)
 
 
-def test_rows_that_do_not_lie_in_order_are_understood():
+def test_plain_linear_accepts_strided_rows():
     x, weight, bias = operands(10, 6, 8)
     torch.testing.assert_close(plain_linear(x[::2], weight, bias), plain_linear(x[::2].contiguous(), weight, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_run_in_torch(dtype):
+def test_plain_linear_half_types_use_torch(dtype):
     x, weight, bias = (values.to(dtype) for values in operands(3, 4, 8))
     assert same_bits(plain_linear(x, weight, bias), plain_linear_reference(x, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_rows", "n_size", "k_size"), [(1, 5, 3), (7, 100, 64), (3, 3000, 700)])
-def test_half_precision_is_rounded_once_at_the_end(dtype, num_rows, n_size, k_size):
+def test_plain_linear_rounds_half_precision_once(dtype, num_rows, n_size, k_size):
     x, weight, bias = (
         random(*shape, seed=n_size).to(dtype) for shape in ((num_rows, k_size), (n_size, k_size), (n_size,))
     )
@@ -194,7 +194,7 @@ def test_half_precision_is_rounded_once_at_the_end(dtype, num_rows, n_size, k_si
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("function", [plain_linear, plain_linear_reference], ids=lambda function: function.__name__)
-def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, function, dtype, with_bias):
+def test_plain_linear_out_holds_the_same_result(guarded_host, function, dtype, with_bias):
     x, weight, bias = (None if values is None else values.to(dtype) for values in operands(5, 70, 37, with_bias))
     alone = function(x, weight, bias)
     out = guarded_host(5, 70, dtype=dtype).fill_(float("nan"))
@@ -205,7 +205,7 @@ def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, functi
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_out_may_lie_apart(dtype):
+def test_plain_linear_accepts_strided_out(dtype):
     x, weight, bias = (values.to(dtype) for values in operands(5, 70, 37))
     wide = torch.full((5, 90), float("nan"), dtype=dtype)
     out = wide[:, 10:80]
@@ -217,7 +217,7 @@ def test_out_may_lie_apart(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_rows", "n_size", "k_size"), [(1, 5, 3), (7, 100, 64), (3, 300, 700), (0, 4, 8)])
-def test_float32_results_of_any_type_lose_no_digit(guarded_host, dtype, num_rows, n_size, k_size):
+def test_plain_linear_float32_keeps_full_precision(guarded_host, dtype, num_rows, n_size, k_size):
     x, weight = (values.to(dtype) for values in operands(num_rows, n_size, k_size, with_bias=False)[:2])
     out = guarded_host(num_rows, n_size).fill_(float("nan"))
     assert plain_linear_float32(x, weight, out) is out
@@ -228,14 +228,14 @@ def test_float32_results_of_any_type_lose_no_digit(guarded_host, dtype, num_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_float32_rows_are_batch_invariant(dtype):
+def test_plain_linear_float32_is_batch_invariant(dtype):
     x, weight = (values.to(dtype) for values in operands(17, 50, 100, with_bias=False)[:2])
     whole = plain_linear_float32(x, weight, torch.empty(17, 50))
     for rows in companies(17):
         assert same_bits(plain_linear_float32(x[rows], weight, torch.empty(len(rows), 50)), whole[rows]), f"{rows=}"
 
 
-def test_a_wide_weight_is_widened_in_parts(monkeypatch):
+def test_plain_linear_widens_a_wide_weight_in_parts(monkeypatch):
     """Wherever the parts meet, every column is there once."""
     x, weight, bias = (values.half() for values in operands(3, 50, 64))
     expected = plain_linear(x, weight, bias), plain_linear_float32(x, weight, torch.empty(3, 50))
@@ -248,7 +248,7 @@ def test_a_wide_weight_is_widened_in_parts(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 33])
-def test_a_gpu_gives_float32_and_allocates_nothing(device, dtype, num_rows):
+def test_plain_linear_float32_on_gpu_allocates_nothing(device, dtype, num_rows):
     x, weight = (values.to(device, dtype) for values in operands(num_rows, 1000, 512, with_bias=False)[:2])
     out = torch.full((num_rows, 1000), float("nan"), device=device)
     assert plain_linear_float32(x, weight, out) is out

@@ -61,7 +61,7 @@ def coded_bytes(codes: torch.Tensor, scheme: WeightScheme, scales: torch.Tensor)
 @SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 65], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("size_k", [1, 15, 16, 37, 160, 576, 1024, 1067], ids=lambda size: f"K{size}")
-def test_it_is_the_product_of_what_codes_stand_for_to_the_bit(scheme, num_rows, size_k):
+def test_native_quantized_linear_equals_dequantized_product(scheme, num_rows, size_k):
     size_k = width(size_k, scheme)
     for size_n in (1, 3, 8, 50, 131):
         x, weight = random(num_rows, size_k), random_weight(size_n, size_k, scheme)
@@ -73,7 +73,7 @@ def test_it_is_the_product_of_what_codes_stand_for_to_the_bit(scheme, num_rows, 
 @pytest.mark.each_value
 @SCHEMES
 @pytest.mark.parametrize(("size_n", "size_k"), [(1, 1), (7, 63), (50, 577), (100, 1100)])
-def test_rows_are_batch_invariant_on_any_threads(scheme, size_n, size_k):
+def test_native_quantized_linear_is_batch_invariant(scheme, size_n, size_k):
     size_k = width(size_k, scheme)
     x, weight, bias = random(129, size_k), random_weight(size_n, size_k, scheme), random(size_n, seed=3)
     whole = product(x, weight, bias)
@@ -88,7 +88,7 @@ def test_rows_are_batch_invariant_on_any_threads(scheme, size_n, size_k):
 
 @pytest.mark.parametrize("num_rows", [1, 2], ids=["one row", "two rows"])
 @pytest.mark.parametrize("scheme", CODES.values(), ids=scheme_id)
-def test_every_code_in_every_place_of_a_line(scheme, num_rows):
+def test_native_quantized_linear_decodes_every_code_anywhere(scheme, num_rows):
     """A row of x that is one in one place and zero elsewhere picks a column of the weight."""
     codes = torch.arange(256, dtype=torch.uint8)
     if scheme is FP8:
@@ -106,7 +106,7 @@ def test_every_code_in_every_place_of_a_line(scheme, num_rows):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 @pytest.mark.parametrize("scheme", [FP8, FP8_BLOCK, MXFP4, INT8], ids=scheme_id)
-def test_what_is_not_finite_stays_where_it_is(scheme, num_rows):
+def test_native_quantized_linear_nonfinite_stays_in_its_row(scheme, num_rows):
     """In its row of x; in its row of the weight for a code or a scale that is no number."""
     x, weight = random(num_rows, 160), random_weight(133, 160, scheme)
     clean = run(x, weight)
@@ -133,7 +133,7 @@ def test_what_is_not_finite_stays_where_it_is(scheme, num_rows):
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-38, 1e-30, 255.9, 256.0, 1e4, 1e36, 3e38, -0.5, float("inf")])
 @pytest.mark.parametrize("scheme", [FP8, INT8], ids=scheme_id)
-def test_any_scale(scheme, scale, num_rows):
+def test_native_quantized_linear_takes_any_scale(scheme, scale, num_rows):
     """Rows with scales far apart, which are not all turned back in one way, and numbers below the normal ones."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 127, (9, 100), generator=generator, dtype=torch.uint8)
@@ -147,7 +147,7 @@ def test_any_scale(scheme, scale, num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_every_power_of_two_that_mxfp4_has(num_rows):
+def test_native_quantized_linear_takes_every_mxfp4_exponent(num_rows):
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (255, 32), generator=generator, dtype=torch.uint8)
     exponents, x = torch.arange(255, dtype=torch.uint8), random(num_rows, 64)
@@ -160,7 +160,7 @@ def test_every_power_of_two_that_mxfp4_has(num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_power_that_is_no_number_makes_none_of_its_row(num_rows):
+def test_native_quantized_linear_nan_exponent_makes_its_row_nan(num_rows):
     """One block among others; were it an infinity, ones would show it as such."""
     scales = torch.full((6, 3), 127, dtype=torch.uint8)
     scales[4, 1] = 255
@@ -169,13 +169,13 @@ def test_a_power_that_is_no_number_makes_none_of_its_row(num_rows):
     assert (y[:, [0, 1, 2, 3, 5]] == 96.0).all()
 
 
-def test_the_least_code_of_int8_is_a_number_too():
+def test_native_quantized_linear_int8_takes_code_minus_128():
     weight = coded_bytes(torch.full((5, 20), 0x80, dtype=torch.uint8), INT8, torch.tensor(0.5))
     assert torch.equal(run(torch.ones(1, 20), weight), torch.full((1, 5), -128 * 0.5 * 20))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_small_codes_are_kept_where_small_numbers_are_not(num_rows):
+def test_native_quantized_linear_keeps_small_codes_under_flush(num_rows):
     """A thread that takes subnormal numbers for zeros."""
     weight = coded_bytes(torch.arange(8, dtype=torch.uint8).repeat(5, 4), FP8, torch.tensor(0.25))
     x = torch.ones(num_rows, 32)
@@ -191,7 +191,7 @@ def test_small_codes_are_kept_where_small_numbers_are_not(num_rows):
 
 @SCHEMES
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_another_type_is_rounded_once_at_the_end(monkeypatch, scheme, dtype):
+def test_native_quantized_linear_rounds_other_dtypes_once(monkeypatch, scheme, dtype):
     x, weight, bias = random(7, 96), random_weight(33, 96, scheme), random(33, seed=3).to(dtype)
     wide = product(x, weight, bias.float())
     for elements in (1, 33, 100, 2**20):
@@ -203,7 +203,7 @@ def test_another_type_is_rounded_once_at_the_end(monkeypatch, scheme, dtype):
         assert same_bits(out, wide.to(dtype)), f"{elements=}"
 
 
-def test_operands_may_lie_apart():
+def test_native_quantized_linear_accepts_strided_operands():
     x, weight = random(10, 96), random_weight(33, 96, FP8)
     wide = torch.full((5, 50), NAN)
     out = wide[:, 8:41]
@@ -215,7 +215,7 @@ def test_operands_may_lie_apart():
 
 
 @SCHEMES
-def test_reference_dequantizes_in_parts(monkeypatch, scheme):
+def test_quantized_linear_reference_dequantizes_in_parts(monkeypatch, scheme):
     """Wherever the parts meet, in the midst of a block of scales too, every column is there once."""
     size_k = width(160, scheme)
     x, weight, bias = random(3, size_k), random_weight(150, size_k, scheme), random(150, seed=3)
@@ -225,7 +225,7 @@ def test_reference_dequantizes_in_parts(monkeypatch, scheme):
         assert same_bits(native_quantized_linear_reference(x, weight, bias, torch.empty(3, 150)), expected), f"{rows=}"
 
 
-def test_torch_dequantizes_nothing_if_c_can(monkeypatch):
+def test_native_quantized_linear_never_dequantizes_in_torch(monkeypatch):
     def refuse(*_: object) -> None:
         raise AssertionError("a weight was turned back in plain torch")
 
@@ -237,7 +237,7 @@ def test_torch_dequantizes_nothing_if_c_can(monkeypatch):
         native_quantized_linear(x[:, :].double().float().T.contiguous().T, weight, None, torch.empty(3, 33))
 
 
-def test_without_a_compiler_it_is_plain_torch(monkeypatch):
+def test_native_quantized_linear_without_compiler_uses_torch(monkeypatch):
     x, weight, bias = random(3, 96), random_weight(33, 96, MXFP4), random(33, seed=3)
     expected = run(x, weight, bias)
     monkeypatch.setattr("holdfast.kernels.native_library.native_library", lambda: None)
@@ -245,7 +245,7 @@ def test_without_a_compiler_it_is_plain_torch(monkeypatch):
 
 
 @SCHEMES
-def test_an_expert_is_a_weight_of_its_own(scheme):
+def test_native_quantized_linear_takes_one_of_stacked_experts(scheme):
     """Codes and scales of one of some stacked weights are planes of a weight as they lie."""
     scheme = scheme if scheme.block_rows == 1 else replace(scheme, block_rows=8)
     weights = [random_weight(24, 96, scheme, seed=seed) for seed in (1, 2, 3)]
@@ -259,7 +259,7 @@ def test_an_expert_is_a_weight_of_its_own(scheme):
 
 
 @SCHEMES
-def test_no_rows_give_no_rows(scheme):
+def test_native_quantized_linear_without_rows_is_empty(scheme):
     assert run(torch.empty(0, 96), random_weight(33, 96, scheme)).shape == (0, 33)
     assert (
         native_quantized_linear(
@@ -269,14 +269,14 @@ def test_no_rows_give_no_rows(scheme):
     )
 
 
-def test_no_columns_give_the_bias():
+def test_native_quantized_linear_without_columns_is_the_bias():
     weight = coded_bytes(torch.empty(5, 0, dtype=torch.uint8), INT8, torch.tensor(1.0))
     bias = random(5)
     for num_rows in (1, 2):
         assert torch.equal(run(torch.empty(num_rows, 0), weight, bias), bias.repeat(num_rows, 1))
 
 
-def test_sizes_that_do_not_go_together_are_refused():
+def test_native_quantized_linear_refuses_mismatched_sizes():
     weight = quantized(random(33, 96), FP8)
     x, out = random(3, 96), torch.empty(3, 33)
     with pytest.raises(AssertionError, match=r"x_TK\.shape"):

@@ -45,7 +45,7 @@ def assert_same(mine, theirs):
 
 @BLOCKED
 @pytest.mark.parametrize("width", [1, 7, 33, 128, 129, 576, 1408, 4099, 16390], ids=lambda width: f"K{width}")
-def test_like_the_reference_in_any_width(device, width, blocked):
+def test_quantize_rows_matches_reference_in_any_width(device, width, blocked):
     x = random(2, width)
     assert_same(
         quantized(quantize_rows_triton, amid_poison(x, device), blocked, device),
@@ -55,7 +55,7 @@ def test_like_the_reference_in_any_width(device, width, blocked):
 
 @pytest.mark.parametrize("num_amax", [1, 3, 16])
 @pytest.mark.parametrize("width", [33, 2048, 2049, 4100], ids=lambda width: f"K{width}")
-def test_rows_by_amax_are_like_the_reference_in_any_width(device, width, num_amax):
+def test_quantize_rows_by_amax_matches_reference_in_any_width(device, width, num_amax):
     """Sizes of rows differ by far, and the largest number may lie in any of their blocks."""
     x = random(3, width) * torch.tensor([1e-2, 1.0, 1e4])[:, None]
     padded = torch.nn.functional.pad(x.abs(), (0, -width % num_amax)).view(3, num_amax, -1).amax(-1)
@@ -69,7 +69,7 @@ def test_rows_by_amax_are_like_the_reference_in_any_width(device, width, num_ama
 
 @BLOCKED
 @FLOAT_TYPES
-def test_hostile_values_in_any_type(device, dtype, blocked):
+def test_quantize_rows_hostile_values_match_reference(device, dtype, blocked):
     x = hostile_rows(200, dtype)
     x = x.clamp(-3e38, 3e38) if dtype == torch.float64 else x
     mine = quantized(quantize_rows_triton, amid_poison(x, device), blocked, device)
@@ -78,7 +78,7 @@ def test_hostile_values_in_any_type(device, dtype, blocked):
 
 
 @BLOCKED
-def test_codes_stand_for_the_rows(blocked):
+def test_quantize_rows_codes_are_near_the_rows(blocked):
     x = random(5, 300) * torch.tensor([1e-2, 1.0, 30.0, 1e4, 1.0])[:, None]
     codes, scales = quantized(quantize_rows, x, blocked)
     width = BLOCK_COLUMNS if blocked else 300
@@ -89,7 +89,7 @@ def test_codes_stand_for_the_rows(blocked):
 
 
 @BLOCKED
-def test_zeros_are_zeros(device, blocked):
+def test_quantize_rows_codes_zeros_as_zeros(device, blocked):
     for where, function in (("cpu", quantize_rows), (device, quantize_rows_triton)):
         codes, scales = quantized(function, torch.zeros(2, 130, device=where), blocked, where)
         assert codes.count_nonzero() == 0
@@ -97,7 +97,7 @@ def test_zeros_are_zeros(device, blocked):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
-def test_what_is_not_finite_shows_in_all_codes_of_its_scale(device, bad):
+def test_quantize_rows_nonfinite_value_spoils_codes_of_its_scale(device, bad):
     x = random(3, 300).half()
     x[1, 140] = bad
     for blocked in (False, True):
@@ -108,13 +108,13 @@ def test_what_is_not_finite_shows_in_all_codes_of_its_scale(device, bad):
 
 
 @BLOCKED
-def test_no_rows(device, blocked):
+def test_quantize_rows_without_rows_is_empty(device, blocked):
     for where, function in (("cpu", quantize_rows), (device, quantize_rows_triton)):
         codes, _ = quantized(function, torch.empty(0, 200, device=where), blocked, where)
         assert codes.shape == (0, 200)
 
 
-def test_codes_of_rows_are_batch_invariant(device):
+def test_quantize_rows_is_batch_invariant(device):
     x = random(7, 260).half().to(device)
     for blocked in (False, True):
         codes, scales = quantized(quantize_rows_triton, x, blocked, device)
@@ -123,7 +123,7 @@ def test_codes_of_rows_are_batch_invariant(device):
             assert_same(alone, (codes[row : row + 1], scales[row : row + 1].contiguous()))
 
 
-def test_buffers_of_another_shape_are_an_error():
+def test_quantize_rows_refuses_buffers_of_another_shape():
     x = random(2, 300)
     codes = torch.empty(2, 300, dtype=torch.float8_e4m3fn)
     for scales in (torch.empty(2, 2), torch.empty(3, 1), torch.empty(2, 4)):
@@ -133,7 +133,7 @@ def test_buffers_of_another_shape_are_an_error():
         quantize_rows(x, QuantizedRows(codes[:, :299], torch.empty(2, 1)))
 
 
-def test_columns_that_lie_apart_are_refused(device):
+def test_quantize_rows_refuses_strided_columns(device):
     codes, scales = torch.empty(4, 4, dtype=torch.float8_e4m3fn, device=device), torch.empty(4, 1, device=device)
     x = random(4, 4).to(device)
     for left, right in ((x.t(), codes), (x, codes.t())):
@@ -144,14 +144,14 @@ def test_columns_that_lie_apart_are_refused(device):
 @pytest.mark.gpu
 @BLOCKED
 @pytest.mark.parametrize("shape", [(1, 5120), (64, 2048), (300, 25600), (4096, 768)], ids=str)
-def test_shapes_of_models(device, blocked, shape):
+def test_quantize_rows_matches_reference_at_model_shapes(device, blocked, shape):
     x = random(*shape).bfloat16()
     assert_same(quantized(quantize_rows, x.to(device), blocked, device), quantized(quantize_rows_reference, x, blocked))
 
 
 @pytest.mark.gpu
 @BLOCKED
-def test_nothing_is_allocated(device, blocked):
+def test_quantize_rows_allocates_nothing(device, blocked):
     x = random(5, 640).to(device, torch.bfloat16)
     scales = torch.empty(5 if blocked else 1, 5, device=device).t()
     room = QuantizedRows(torch.empty(5, 640, dtype=torch.float8_e4m3fn, device=device), scales)

@@ -57,7 +57,7 @@ def rows_as_taken(x_TK, weight) -> torch.Tensor:
 @SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 5, 33], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("function", [quantized_linear, quantized_linear_reference], ids=["chosen", "reference"])
-def test_on_a_cpu_it_is_the_product_of_what_codes_stand_for(function, scheme, num_rows):
+def test_quantized_linear_on_cpu_is_the_dequantized_product(function, scheme, num_rows):
     x, weight, bias = random(num_rows, 160), random_weight(67, 160, scheme), random(67, seed=3)
     y = run(function, x, weight, bias)
     expected = rows_as_taken(x, weight) @ dequantize(weight).T + bias
@@ -65,7 +65,7 @@ def test_on_a_cpu_it_is_the_product_of_what_codes_stand_for(function, scheme, nu
 
 
 @SCHEMES
-def test_integers_are_multiplied_exactly(scheme):
+def test_quantized_linear_multiplies_integers_exactly(scheme):
     """Numbers that are their own codes, under scales that are one."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-8, 9, (5, 256), generator=generator).float()
@@ -80,7 +80,7 @@ def test_integers_are_multiplied_exactly(scheme):
 
 
 @SCHEMES
-def test_half_precision_is_rounded_once_at_the_end(scheme):
+def test_quantized_linear_rounds_half_precision_once(scheme):
     x, weight, bias = codable_rows(3, 96), random_weight(33, 96, scheme), random(33, seed=3)
     for dtype in (torch.float16, torch.bfloat16):
         rounded = x.to(dtype)
@@ -93,7 +93,7 @@ def test_half_precision_is_rounded_once_at_the_end(scheme):
 
 @SCHEMES
 @pytest.mark.usefixtures("native")
-def test_rows_are_batch_invariant(scheme):
+def test_quantized_linear_is_batch_invariant(scheme):
     x, weight = random(17, 160), random_weight(35, 160, scheme)
     whole = run(quantized_linear, x, weight, None)
     for rows in companies(17):
@@ -102,7 +102,7 @@ def test_rows_are_batch_invariant(scheme):
 
 @SCHEMES
 @pytest.mark.usefixtures("native")
-def test_on_a_cpu_the_reference_is_the_same_to_the_bit(scheme):
+def test_quantized_linear_on_cpu_equals_reference_to_the_bit(scheme):
     """Numbers are added in one order, whether C turns codes back or torch does."""
     x, weight, bias = random(3, 160), random_weight(150, 160, scheme), random(150, seed=3)
     for num_rows in (1, 3):
@@ -112,7 +112,7 @@ def test_on_a_cpu_the_reference_is_the_same_to_the_bit(scheme):
 
 @SCHEMES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(scheme, bad):
+def test_quantized_linear_nonfinite_input_stays_in_its_row(scheme, bad):
     x, weight = random(4, 160), random_weight(33, 160, scheme)
     clean = run(quantized_linear, x, weight, None)
     x[1, 100] = bad
@@ -122,13 +122,13 @@ def test_what_is_not_finite_stays_in_its_row(scheme, bad):
 
 
 @SCHEMES
-def test_zeros_are_the_bias(scheme):
+def test_quantized_linear_zero_row_is_the_bias(scheme):
     weight, bias = random_weight(33, 96, scheme), random(33, seed=3)
     assert same_bits(run(quantized_linear, torch.zeros(2, 96), weight, bias), bias.repeat(2, 1))
 
 
 @SCHEMES
-def test_no_rows_give_no_rows(scheme):
+def test_quantized_linear_without_rows_is_empty(scheme):
     assert run(quantized_linear, torch.empty(0, 96), random_weight(33, 96, scheme), None).shape == (0, 33)
 
 
@@ -148,7 +148,7 @@ def test_quantized_view_covers_the_rows_only(num_rows, as_vectors):
         assert view.codes_TK.storage_offset() == view.scales_TB.storage_offset() == 0
 
 
-def test_product_writes_codes_of_its_rows_only():
+def test_quantized_linear_writes_codes_of_its_rows_only():
     for scheme, num_blocks in ((FP8, 1), (FP8_BLOCK, 2)):
         codes = torch.full((5 * 200,), 0x55, dtype=torch.uint8)
         scales = torch.full((5 * 2,), -7.0)
@@ -160,7 +160,7 @@ def test_product_writes_codes_of_its_rows_only():
         assert (scales[: 3 * num_blocks] > 0).all()
 
 
-def test_rows_that_come_as_codes_are_not_coded_again():
+def test_quantized_linear_takes_rows_that_are_already_codes():
     """The product is of the codes that lie in the room, whatever the rows are."""
     x, other = random(3, 200), random(3, 200, seed=9)
     for scheme in (FP8, FP8_TENSOR, FP8_BLOCK):
@@ -172,7 +172,7 @@ def test_rows_that_come_as_codes_are_not_coded_again():
             assert not same_bits(function(other, weight, None, torch.empty(3, 9), room), expected)
 
 
-def test_room_for_codes_needs_one_scale_a_row():
+def test_room_for_codes_exists_only_with_one_scale_a_row():
     room = QuantizedRows(torch.zeros(600, dtype=torch.float8_e4m3fn), torch.zeros(6))
     for scheme in (FP8, FP8_TENSOR):
         found = room_for_codes(room, random_weight(9, 200, scheme), 3)
@@ -191,7 +191,7 @@ def test_quantized_linear_needs_buffers_only_for_codes():
 
 
 @pytest.mark.parametrize("size_k", [1, 100, 128, 129, 300])
-def test_dequantized_rows_are_near_what_was_quantized(size_k):
+def test_dequantize_rows_is_near_the_quantized_rows(size_k):
     x = random(4, size_k) * torch.tensor([[1.0], [1e-2], [1e6], [0.0]])
     for num_blocks in {1, -(-size_k // 128)}:
         rows_fp8 = QuantizedRows(torch.empty(4, size_k, dtype=torch.float8_e4m3fn), torch.empty(4, num_blocks))
@@ -214,7 +214,7 @@ def test_dequantized_rows_are_near_what_was_quantized(size_k):
         (FP8_BLOCK, (128, 128), torch.bfloat16, False),
     ],
 )
-def test_what_torch_multiplies(scheme, shape, dtype, chosen):
+def test_takes_scaled_product_chooses_by_scheme_shape_and_dtype(scheme, shape, dtype, chosen):
     out = torch.empty(3, shape[0], dtype=dtype)
     assert takes_scaled_product(random_weight(*shape, scheme), out) == chosen
 
@@ -224,7 +224,7 @@ def test_what_torch_multiplies(scheme, shape, dtype, chosen):
 @HALF
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 130], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize(("size_n", "size_k"), [(272, 512), (101, 224)], ids=["whole", "odd"])
-def test_a_gpu_is_as_exact_as_a_cpu(device, scheme, dtype, num_rows, size_n, size_k):
+def test_quantized_linear_on_gpu_is_as_exact_as_torch(device, scheme, dtype, num_rows, size_n, size_k):
     """Whichever kernel multiplies; with float32 out too, as logits are."""
     rows = codable_rows(num_rows, size_k, block_columns=scheme.block_columns if scheme.quantizes_activations else 0)
     x, weight, bias = rows.to(dtype), random_weight(size_n, size_k, scheme), random(size_n, seed=3).to(dtype)
@@ -239,7 +239,7 @@ def test_a_gpu_is_as_exact_as_a_cpu(device, scheme, dtype, num_rows, size_n, siz
 @pytest.mark.gpu
 @SCHEMES
 @pytest.mark.parametrize("num_rows", [3, 130], ids=lambda count: f"{count} rows")
-def test_on_a_gpu_what_is_not_finite_stays_in_its_row(device, scheme, num_rows):
+def test_quantized_linear_on_gpu_nonfinite_stays_in_its_row(device, scheme, num_rows):
     x, weight = codable_rows(num_rows, 256).bfloat16(), random_weight(64, 256, scheme)
     clean = run(quantized_linear, x, weight, None, device, torch.bfloat16)
     x[1, 100] = NAN
@@ -253,7 +253,7 @@ def test_on_a_gpu_what_is_not_finite_stays_in_its_row(device, scheme, num_rows):
 @SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 33], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
-def test_a_gpu_allocates_nothing(device, scheme, num_rows, with_bias):
+def test_quantized_linear_on_gpu_allocates_nothing(device, scheme, num_rows, with_bias):
     x, weight = random(num_rows, 512).to(device, torch.bfloat16), weight_on(random_weight(256, 512, scheme), device)
     bias = random(256).to(device, torch.bfloat16) if with_bias else None
     half, wide = (torch.empty(num_rows, 256, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))

@@ -87,21 +87,21 @@ def judge(x_MK, weight, bias_N, device, out_dtype=None) -> None:
 
 @pytest.mark.parametrize("scheme", KINDS, ids=scheme_id)
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 130], ids=lambda count: f"{count} rows")
-def test_every_number_of_rows(device, scheme, num_rows):
+def test_tile_linear_is_exact_for_every_number_of_rows(device, scheme, num_rows):
     x, weight = inputs(num_rows, 65, 160, scheme)
     judge(x.to(widest_on(device)), weight, None, device)
 
 
 @pytest.mark.parametrize("scheme", KINDS, ids=scheme_id)
 @pytest.mark.parametrize(("size_n", "size_k"), [(2, 3), (33, 128), (63, 100), (129, 333)])
-def test_every_size_with_a_bias(device, scheme, size_n, size_k):
+def test_tile_linear_with_bias_is_exact_at_every_size(device, scheme, size_n, size_k):
     x, weight = inputs(3, size_n, size_k, scheme, seed=2)
     judge(x.to(widest_on(device)), weight, random(size_n, seed=5).to(widest_on(device)), device)
 
 
 @TILE_SCHEMES
 @DTYPES
-def test_half_precision_in_and_float32_or_the_same_out(device, scheme, dtype):
+def test_tile_linear_half_input_is_exact_in_either_output(device, scheme, dtype):
     x, weight = inputs(17, 33, 192, scheme, seed=3)
     judge(x.to(dtype), weight, random(33, seed=5).to(dtype), device)
     # Four bits times a power of two, or eight, are exact in half precision, unless they are too small for it.
@@ -109,7 +109,7 @@ def test_half_precision_in_and_float32_or_the_same_out(device, scheme, dtype):
 
 
 @pytest.mark.parametrize("scheme", [INT8, MXFP4], ids=scheme_id)
-def test_integers_are_multiplied_exactly(device, scheme):
+def test_tile_linear_multiplies_integers_exactly(device, scheme):
     """Scales are one, so that sums of integers are what they are."""
     generator = torch.Generator().manual_seed(4)
     if scheme is INT8:
@@ -123,7 +123,7 @@ def test_integers_are_multiplied_exactly(device, scheme):
     assert torch.equal(run(x.to(widest_on(device)), weight, None, device, torch.float32).double(), expected)
 
 
-def test_codes_of_e4m3_are_multiplied_exactly(device):
+def test_tile_linear_multiplies_e4m3_codes_exactly(device):
     generator = torch.Generator().manual_seed(4)
     values = torch.randint(-8, 9, (2, 130, 256), generator=generator).float()
     values[:, :, ::128] = 448.0  # so that scales are one
@@ -137,7 +137,7 @@ def test_codes_of_e4m3_are_multiplied_exactly(device):
         assert (y.double() - expected).abs().max() <= (0 if device.type == "cpu" else 2**-8 * expected.max())
 
 
-def test_every_code_and_every_scale_of_four_bits(device):
+def test_tile_linear_decodes_every_mxfp4_code_and_scale(device):
     """A row with a single one picks the numbers of a column; exponents go from 2^-127 to 2^125."""
     codes = (torch.arange(16).repeat(16) | torch.arange(16).repeat_interleave(16) << 4).to(torch.uint8).view(16, 16)
     exponents = torch.tensor([0, 1, 2, 100, 110, 120, 126, 127, 128, 130, 140, 150, 200, 250, 251, 252])
@@ -150,7 +150,7 @@ def test_every_code_and_every_scale_of_four_bits(device):
     assert torch.equal(y.T.double(), exact_weight(weight))
 
 
-def test_what_scales_a_block_is_its_own(device):
+def test_tile_linear_applies_each_block_its_own_scale(device):
     """Blocks of rows and columns with scales of very different sizes."""
     for scheme in (FP8_BLOCK, replace(FP8_BLOCK, block_rows=8), MXFP4):
         x, weight = inputs(5, 139, 320, scheme)
@@ -169,7 +169,7 @@ def test_what_scales_a_block_is_its_own(device):
 
 @TILE_SCHEMES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, scheme, bad):
+def test_tile_linear_nonfinite_input_stays_in_its_row(device, scheme, bad):
     x, weight = inputs(5, 33, 160, scheme)
     x = x.to(widest_on(device))
     clean = run(x, weight, None, device, torch.float32)
@@ -180,7 +180,7 @@ def test_what_is_not_finite_stays_in_its_row(device, scheme, bad):
     assert same_bits(y[others], clean[others])
 
 
-def test_a_row_of_zeros_is_the_bias(device):
+def test_tile_linear_zero_row_is_the_bias(device):
     for scheme in EVERY_SCHEME:
         x, weight = inputs(2, 33, 160, scheme)
         x[1] = 0.0
@@ -189,7 +189,7 @@ def test_a_row_of_zeros_is_the_bias(device):
 
 
 @TILE_SCHEMES
-def test_a_weight_that_is_not_finite_stays_in_its_rows(device, scheme):
+def test_tile_linear_nonfinite_weight_stays_in_its_rows(device, scheme):
     x, weight = inputs(3, 33, 160, scheme)
     x = x.to(widest_on(device))
     clean = run(x, weight, None, device, torch.float32)
@@ -200,7 +200,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_rows(device, scheme):
     assert same_bits(y[:, :first], clean[:, :first])
 
 
-def test_rows_come_as_codes_only_if_the_scheme_needs_them(device):
+def test_tile_linear_takes_codes_only_if_the_scheme_needs_them(device):
     for scheme in (FP8, INT8):
         x, weight = inputs(3, 33, 160, scheme)
         other = room_amid(RedZones(device), 3, random_weight(33, 160, FP8)) if scheme is INT8 else None
@@ -211,7 +211,7 @@ def test_rows_come_as_codes_only_if_the_scheme_needs_them(device):
 @pytest.mark.gpu
 @TILE_SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 17, 64, 300], ids=lambda count: f"{count} rows")
-def test_bfloat16_at_the_sizes_of_a_large_model(device, scheme, num_rows):
+def test_tile_linear_bfloat16_is_exact_at_model_sizes(device, scheme, num_rows):
     x, weight = inputs(num_rows, 2560, 4096, scheme)
     judge(x.bfloat16(), weight, random(2560, seed=5).bfloat16(), device)
 
@@ -219,7 +219,7 @@ def test_bfloat16_at_the_sizes_of_a_large_model(device, scheme, num_rows):
 @pytest.mark.gpu
 @TILE_SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 130], ids=lambda count: f"{count} rows")
-def test_nothing_is_allocated(device, scheme, num_rows):
+def test_tile_linear_allocates_nothing(device, scheme, num_rows):
     x, weight = inputs(num_rows, 256, 512, scheme)
     x, weight = x.to(device, torch.bfloat16), weight_on(weight, device)
     out = torch.empty(num_rows, 256, dtype=torch.bfloat16, device=device)
@@ -232,13 +232,13 @@ BYTES = torch.arange(256, dtype=torch.uint8)
 LOW, HIGH = VALUES[BYTES.long() & 15], VALUES[BYTES.long() >> 4]
 
 
-def test_the_assembler_looks_codes_up():
+def test_e2m1_asm_looks_up_every_code():
     low, high = run_assembler(E2M1_ASM_TEXT, [BYTES.numpy()], 2)
     for found, expected in ((low, LOW), (high, HIGH)):
         assert torch.equal(torch.from_numpy(found.view(np.uint8)).view(torch.float8_e4m3fn).float(), expected)
 
 
-def test_the_assembler_looks_both_bytes_of_wide_numbers_up():
+def test_e2m1_wide_asm_looks_up_both_bytes():
     out = run_assembler(e2m1_wide_asm(), [BYTES.numpy()], 4)
     for first, expected in ((0, LOW), (2, HIGH)):
         words = np.stack(out[first : first + 2], axis=-1).view(np.int16).reshape(-1)
@@ -255,7 +255,7 @@ def _parts_kernel(p_codes, p_low, p_high, p_powers, PLAIN: constexpr):
     tl.store(p_powers + o, e8m0_numbers(b_codes))
 
 
-def test_every_byte_in_a_kernel(device):
+def test_e2m1_kernel_decodes_every_byte(device):
     low, high, powers = (torch.full((256,), float("nan"), device=device) for _ in range(3))
     _parts_kernel[(1,)](BYTES.to(device), low, high, powers, PLAIN=is_interpreted(), num_warps=1)
     assert torch.equal(low.cpu(), LOW)
@@ -264,7 +264,7 @@ def test_every_byte_in_a_kernel(device):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_operands_say_how_the_weight_is_quantized(scheme):
+def test_operands_of_reports_the_scheme_of_the_weight(scheme):
     case = expert_case((1, 1, 2, 6, 192), True, scheme)
     quantized = quantized_case_rows(case)
     found = operands_of(case.x_XK, case.weight, quantized)
@@ -281,7 +281,7 @@ def test_operands_say_how_the_weight_is_quantized(scheme):
     assert found.tensors[0].data_ptr() == rows.data_ptr()
 
 
-def test_operands_need_codes_if_the_scheme_quantizes_rows():
+def test_operands_of_without_codes_fails_if_rows_are_quantized():
     case = expert_case((1, 1, 2, 6, 64), scheme="fp8")
     with pytest.raises(AssertionError, match="fp8 with quantized=None"):
         operands_of(case.x_XK, case.weight, None)

@@ -127,13 +127,13 @@ def judge(x_MK, weight, bias_N, device, out_dtype=None, split=True) -> None:
 @pytest.mark.each_value
 @SPLIT
 @ROWS
-def test_every_number_of_rows(device, num_rows, split):
+def test_row_scaled_linear_is_exact_for_every_number_of_rows(device, num_rows, split):
     weight = random_weight(65, 1100, FP8)
     judge(codable_rows(num_rows, 1100).to(widest_on(device)), weight, None, device, split=split)
 
 
 @pytest.mark.parametrize(("size_n", "size_k"), [(1, 1), (2, 3), (33, 128), (63, 600), (129, 1333), (64, 2048)])
-def test_every_size_with_a_bias(device, size_n, size_k):
+def test_row_scaled_linear_with_bias_is_exact_at_every_size(device, size_n, size_k):
     for scheme in (FP8, FP8_TENSOR):
         x, weight = codable_rows(19, size_k, seed=2), random_weight(size_n, size_k, scheme, seed=3)
         judge(x.to(widest_on(device)), weight, random(size_n, seed=5).to(widest_on(device)), device)
@@ -141,7 +141,7 @@ def test_every_size_with_a_bias(device, size_n, size_k):
 
 @hypothesis_settings(max_examples=12, deadline=None)
 @given(rows=st.integers(1, 40), size_n=st.integers(1, 200), size_k=st.integers(1, 1500), has_bias=st.booleans())
-def test_any_size(device, rows, size_n, size_k, has_bias):
+def test_row_scaled_linear_is_exact_at_any_size(device, rows, size_n, size_k, has_bias):
     x, weight = codable_rows(rows, size_k, seed=rows), random_weight(size_n, size_k, FP8, seed=size_n)
     bias = random(size_n, seed=7).to(widest_on(device)) if has_bias else None
     judge(x.to(widest_on(device)), weight, bias, device)
@@ -150,13 +150,13 @@ def test_any_size(device, rows, size_n, size_k, has_bias):
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
-def test_half_precision_out_and_float32(device, dtype):
+def test_row_scaled_linear_is_exact_in_half_and_float32_output(device, dtype):
     x, weight = codable_rows(17, 1024, seed=3).to(dtype), random_weight(80, 1024, FP8)
     judge(x, weight, random(80, seed=5).to(dtype), device)
     judge(x, weight, None, device, out_dtype=torch.float32)
 
 
-def test_split_sums_are_those_of_the_whole_where_they_are_exact(device):
+def test_row_scaled_linear_split_sums_of_integers_are_exact(device):
     """Small integers: every sum is exact in any order, and so a block of K that is lost or taken twice shows."""
     generator = torch.Generator().manual_seed(4)
     values = torch.randint(-2, 3, (2, 70, 4224), generator=generator).float()
@@ -170,7 +170,7 @@ def test_split_sums_are_those_of_the_whole_where_they_are_exact(device):
 
 
 @SPLIT
-def test_results_are_batch_invariant(device, split):
+def test_row_scaled_linear_is_batch_invariant(device, split):
     assert row_scaled_splits(65, 1100) > 2
     x, weight = codable_rows(64, 1100).to(widest_on(device)), random_weight(65, 1100, FP8)
     whole = run(x, weight, None, device, torch.float32, split)
@@ -179,7 +179,7 @@ def test_results_are_batch_invariant(device, split):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, bad):
+def test_row_scaled_tiles_nonfinite_input_stays_in_its_row(device, bad):
     weight, gate_up = random_weight(80, 900, FP8), random_weight(160, 900, FP8)
     x = codable_rows(18, 900).to(widest_on(device))
     clean = run(x, weight, None, device, torch.float32)
@@ -196,7 +196,7 @@ def test_what_is_not_finite_stays_in_its_row(device, bad):
     assert torch.equal(amax[others], clean_amax[others])
 
 
-def test_a_weight_that_is_not_finite_stays_in_its_outputs(device):
+def test_row_scaled_linear_nonfinite_weight_stays_in_its_outputs(device):
     x, weight = codable_rows(18, 1300).to(widest_on(device)), random_weight(80, 1300, FP8)
     clean = run(x, weight, None, device, torch.float32)
     weight.scales[77] = NAN
@@ -208,7 +208,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_outputs(device):
     assert same_bits(y[:, others].contiguous(), clean[:, others].contiguous())
 
 
-def test_a_row_of_zeros_is_the_bias(device):
+def test_row_scaled_linear_zero_row_is_the_bias(device):
     x, weight, bias = codable_rows(18, 700).to(widest_on(device)), random_weight(80, 700, FP8), random(80, seed=6)
     x[4] = 0.0
     assert same_bits(run(x, weight, bias, device, torch.float32)[4], bias)
@@ -217,7 +217,7 @@ def test_a_row_of_zeros_is_the_bias(device):
 @pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize(("num_rows", "size_i", "size_k"), [(1, 3, 5), (17, 64, 300), (40, 101, 640)])
-def test_gate_matches_torch_and_amax_the_stored_rows(device, kind, num_rows, size_i, size_k):
+def test_row_scaled_gate_matches_torch_and_leaves_row_amax(device, kind, num_rows, size_i, size_k):
     dtype = widest_on(device)
     x, weight = codable_rows(num_rows, size_k).to(dtype), random_weight(2 * size_i, size_k, FP8)
     for bias, out_dtype in ((None, dtype), (random(2 * size_i, seed=5).to(dtype), torch.float16)):
@@ -235,7 +235,7 @@ def test_gate_matches_torch_and_amax_the_stored_rows(device, kind, num_rows, siz
 
 @pytest.mark.parametrize("num_amax", [1, 3, 400])
 @pytest.mark.parametrize("width", [1, 100, 2048, 2049, 6000], ids=lambda width: f"K{width}")
-def test_rows_are_coded_by_their_amax_as_without_it(device, width, num_amax):
+def test_quantize_rows_given_amax_changes_no_code(device, width, num_amax):
     zones, x = RedZones(device), random(5, width)
     x[1], x[2, 0], x[3, width - 1], x[4, width // 2] = -0.0, NAN, float("inf"), -0.0
     bits = torch.zeros(5, num_amax, dtype=torch.int32)
@@ -252,14 +252,14 @@ def test_rows_are_coded_by_their_amax_as_without_it(device, width, num_amax):
     assert same_bits(room.scales_TB.cpu().nan_to_num(0), host.scales_TB.nan_to_num(0))
 
 
-def test_forms_are_those_of_tiles():
+def test_row_form_follows_tile_heights():
     forms = [row_form(num_rows) for num_rows in range(1, 200)]
     assert [forms.index(form) + 1 for form in dict.fromkeys(forms)] == [1, 17, 33, 65, 129]
     assert forms[15:17] + forms[127:129] == [16, 32, 128, 0]
 
 
 @given(size_n=st.integers(1, 60000), size_k=st.integers(1, 60000))
-def test_splits_follow_from_the_shape_and_none_is_empty(size_n, size_k):
+def test_row_scaled_splits_follow_the_shape_and_are_never_empty(size_n, size_k):
     splits, num_blocks = row_scaled_splits(size_n, size_k), -(-size_n // ROW_SCALED_BLOCK_N)
     k_blocks = -(-size_k // ROW_SCALED_BLOCK_K)
     of_split = -(-k_blocks // splits)
@@ -269,12 +269,12 @@ def test_splits_follow_from_the_shape_and_none_is_empty(size_n, size_k):
     assert num_stages(32, num_blocks * splits) in (4, 6)
 
 
-def test_splits_of_qwen3_32b():
+def test_row_scaled_splits_of_qwen3_32b_are_known():
     shapes = ((10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600))
     assert [row_scaled_splits(*shape) for shape in shapes] == [1, 2, 1, 3]
 
 
-def test_who_takes_a_product_follows_from_rows_and_shape():
+def test_row_scaled_takes_chooses_by_rows_and_shape():
     scratch = scratch_amid(RedZones(torch.device("cpu")), 1, 64, 64)
     wide, narrow = random_weight(132 * 64, 32, FP8), random_weight(64, 4096, FP8_TENSOR)
     for num_rows, of_wide, of_narrow in ((1, True, True), (64, True, True), (65, False, True), (128, False, True)):
@@ -291,7 +291,7 @@ def test_who_takes_a_product_follows_from_rows_and_shape():
     assert (ROW_SCALED_ROWS, ROW_SCALED_SPLIT_ROWS) == (64, 128)
 
 
-def test_what_does_not_fit_is_said(device):
+def test_row_scaled_linear_misfit_operands_are_refused(device):
     weight = weight_on(random_weight(70, 4224, FP8), device)
     rows = coded(RedZones(device), codable_rows(20, 4224), weight)
     small = TileScratch(
@@ -314,14 +314,14 @@ def test_what_does_not_fit_is_said(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [16, 17, 64, 128], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize(("size_n", "size_k"), [(5120, 8192), (2560, 25600), (8448, 1024)])
-def test_bfloat16_at_the_sizes_of_a_large_model(device, num_rows, size_n, size_k):
+def test_row_scaled_linear_bfloat16_is_exact_at_model_sizes(device, num_rows, size_n, size_k):
     x, weight = codable_rows(num_rows, size_k).bfloat16(), random_weight(size_n, size_k, FP8)
     judge(x, weight, random(size_n, seed=5).bfloat16(), device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [17, 128], ids=lambda count: f"{count} rows")
-def test_nothing_is_allocated(device, num_rows):
+def test_row_scaled_tiles_allocate_nothing(device, num_rows):
     zones = RedZones(device)
     x, weight = codable_rows(num_rows, 4096), weight_on(random_weight(256, 4096, FP8), device)
     rows = coded(zones, x, weight)._replace(scratch=scratch_amid(zones, num_rows, 256, 4096))

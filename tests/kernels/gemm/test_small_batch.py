@@ -52,7 +52,7 @@ def widest(device) -> torch.dtype:
 @EVERY_ROWS
 @GATED
 @pytest.mark.parametrize("size_k", [64, 128, 192, 576], ids=lambda size: f"K{size}")
-def test_normed_over_every_number_of_rows(device, widest, num_rows, size_k, gated):
+def test_normed_linear_is_exact_for_every_number_of_rows(device, widest, num_rows, size_k, gated):
     judge_normed(small_batch_case(num_rows, 65, size_k, widest, gated, with_bias=gated), device)
 
 
@@ -61,7 +61,7 @@ def test_normed_over_every_number_of_rows(device, widest, num_rows, size_k, gate
 @BIAS
 @GATED
 @pytest.mark.parametrize("size_n", WIDTHS, ids=lambda size: f"N{size}")
-def test_normed_over_every_number_of_outputs(device, widest, num_rows, size_n, gated, with_bias):
+def test_normed_linear_is_exact_for_every_number_of_outputs(device, widest, num_rows, size_n, gated, with_bias):
     judge_normed(small_batch_case(num_rows, size_n, 192, widest, gated, with_bias), device)
 
 
@@ -69,13 +69,13 @@ def test_normed_over_every_number_of_outputs(device, widest, num_rows, size_n, g
 @EVERY_ROWS
 @BIAS
 @pytest.mark.parametrize("size_k", [64, 128, 192, 1024], ids=lambda size: f"K{size}")
-def test_added_over_every_number_of_rows(device, widest, num_rows, size_k, with_bias):
+def test_linear_add_is_exact_for_every_number_of_rows(device, widest, num_rows, size_k, with_bias):
     judge_add(small_batch_case(num_rows, 65, size_k, widest, with_bias=with_bias), device)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, MANY], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("size_n", WIDTHS, ids=lambda size: f"N{size}")
-def test_added_over_every_number_of_outputs(device, widest, num_rows, size_n):
+def test_linear_add_is_exact_for_every_number_of_outputs(device, widest, num_rows, size_n):
     judge_add(small_batch_case(num_rows, size_n, 256, widest, with_bias=True), device)
 
 
@@ -83,13 +83,13 @@ def test_added_over_every_number_of_outputs(device, widest, num_rows, size_n):
 @EVERY_ROWS
 @BIAS
 @pytest.mark.parametrize(("size_n", "size_k"), [(65, 192), (64, 1024), (200, 64)])
-def test_a_product_with_nothing_around_it(device, widest, num_rows, size_n, size_k, with_bias):
+def test_small_batch_partial_sum_is_exact(device, widest, num_rows, size_n, size_k, with_bias):
     """As a rank leaves its part of a sum."""
     judge_part(small_batch_case(num_rows, size_n, size_k, widest, with_bias=with_bias), device)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, MANY], ids=lambda count: f"{count} rows")
-def test_a_thousand_outputs(device, widest, num_rows):
+def test_small_batch_thousand_outputs_are_exact(device, widest, num_rows):
     judge_add(small_batch_case(num_rows, 1000, 256, widest), device)
     judge_normed(small_batch_case(num_rows, 1000, 128, widest), device)
 
@@ -97,7 +97,7 @@ def test_a_thousand_outputs(device, widest, num_rows):
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_rows", [1, 5], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("size_k", [640, 1280, 5120, 6208, 8192, 16448], ids=lambda size: f"K{size}")
-def test_long_rows(device, widest, num_rows, size_k):
+def test_small_batch_long_rows_are_exact(device, widest, num_rows, size_k):
     """Each way in which blocks along K are chosen."""
     judge_normed(small_batch_case(num_rows, 5, size_k, widest), device)
     judge_add(small_batch_case(num_rows, 5, size_k, widest), device)
@@ -108,7 +108,7 @@ def test_long_rows(device, widest, num_rows, size_k):
 @pytest.mark.parametrize(
     ("size_k", "splits"), [(128, 1), (640, 1), (256, 2), (1280, 2), (512, 4), (1024, 8), (4096, 8)]
 )
-def test_split_k(device, widest, num_rows, size_k, splits):
+def test_small_batch_split_k_is_exact(device, widest, num_rows, size_k, splits):
     assert num_k_splits(70, size_k, BLOCK_K) == splits
     judge_add(small_batch_case(num_rows, 70, size_k, widest, with_bias=True), device)
     judge_normed(small_batch_case(num_rows, 70, size_k, widest, with_bias=True), device)
@@ -116,7 +116,7 @@ def test_split_k(device, widest, num_rows, size_k, splits):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 3, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_half_precision(device, dtype, num_rows):
+def test_small_batch_half_precision_is_exact(device, dtype, num_rows):
     for gated in (False, True):
         judge_normed(small_batch_case(num_rows, 65, 256, dtype, gated, with_bias=True), device)
     judge_normed(small_batch_case(num_rows, 65, 256, dtype), device, out_dtype=torch.float32)  # logits
@@ -126,7 +126,7 @@ def test_half_precision(device, dtype, num_rows):
 @pytest.mark.each_pair
 @pytest.mark.parametrize("num_rows", [1, MANY], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("num_squares", [1, 2, 33, 96])
-def test_squares_in_any_number_of_blocks(device, widest, num_rows, num_squares):
+def test_normed_linear_accepts_any_number_of_square_blocks(device, widest, num_rows, num_squares):
     judge_normed(small_batch_case(num_rows, 9, 192, widest), device, num_squares)
 
 
@@ -140,7 +140,7 @@ def test_squares_in_any_number_of_blocks(device, widest, num_rows, num_squares):
     num_squares=st.integers(1, 40),
     seed=st.integers(0, 99),
 )
-def test_any_product(device, num_rows, size_n, blocks_k, gated, with_bias, num_squares, seed):
+def test_small_batch_is_exact_for_any_shape(device, num_rows, size_n, blocks_k, gated, with_bias, num_squares, seed):
     dtype = widest_on(device)
     size_n = max(LEAST_WIDTH, size_n)
     judge_normed(small_batch_case(num_rows, size_n, 64 * blocks_k, dtype, gated, with_bias, seed), device, num_squares)
@@ -149,7 +149,7 @@ def test_any_product(device, num_rows, size_n, blocks_k, gated, with_bias, num_s
 
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("size_k", [64, 1024], ids=["one split", "split-K"])
-def test_residual_gets_outputs_as_a_store_rounds_them(device, num_rows, size_k):
+def test_linear_add_rounds_outputs_before_the_residual(device, num_rows, size_k):
     """Whole numbers, whose sums are exact: half precision rounds those beyond 2048, and once more with x."""
     case = small_batch_case(num_rows, 70, size_k, torch.float16)
     case.x_MK.copy_(torch.randint(-60, 61, case.x_MK.shape, generator=torch.Generator().manual_seed(1)))
@@ -184,7 +184,7 @@ def check_companies(device, dtype, size_n, size_k) -> None:
 
 
 @pytest.mark.parametrize(("size_n", "size_k"), [(70, 512), (64, 192)], ids=["split-K", "one split"])
-def test_rows_are_batch_invariant_from_two_on(device, widest, size_n, size_k):
+def test_small_batch_is_batch_invariant_from_two_rows(device, widest, size_n, size_k):
     check_companies(device, widest, size_n, size_k)
 
 
@@ -192,14 +192,14 @@ def test_rows_are_batch_invariant_from_two_on(device, widest, size_n, size_k):
 @pytest.mark.parametrize(
     ("size_n", "size_k"), [(5120, 8192), (10240, 5120), (5120, 25600), (1000, 576)], ids=["o", "qkv", "down", "odd"]
 )
-def test_bfloat16_rows_are_batch_invariant_from_two_on(device, size_n, size_k):
+def test_small_batch_bfloat16_is_batch_invariant_from_two_rows(device, size_n, size_k):
     check_companies(device, torch.bfloat16, size_n, size_k)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_rows", [3, MANY], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, widest, num_rows, bad):
+def test_small_batch_nonfinite_input_stays_in_its_row(device, widest, num_rows, bad):
     others = [row for row in range(num_rows) if row != 1]
     for gated in (False, True):
         case = small_batch_case(num_rows, 70, 256, widest, gated)
@@ -219,7 +219,7 @@ def test_what_is_not_finite_stays_in_its_row(device, widest, num_rows, bad):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, MANY], ids=lambda count: f"{count} rows")
-def test_a_weight_that_is_not_finite_stays_in_its_column(device, widest, num_rows):
+def test_small_batch_nonfinite_weight_stays_in_its_column(device, widest, num_rows):
     case = small_batch_case(num_rows, 70, 256, widest)
     clean, *_ = run_add(linear_add, case, device)
     case.weight_NK[66, 255] = NAN
@@ -229,7 +229,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_column(device, widest, num_row
     assert same_bits(y[:, others], clean[:, others])
 
 
-def test_scratch_serves_one_product_after_another(device, widest):
+def test_small_batch_scratch_serves_successive_products(device, widest):
     """As in a step: squares pass from one to the next, and partial sums and counters are used again and again."""
     scratch = SmallBatchScratch(
         torch.full((3 * 40,), NAN, device=device),
@@ -263,7 +263,7 @@ def test_scratch_serves_one_product_after_another(device, widest):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 2, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_bfloat16_at_the_sizes_of_a_large_model(device, num_rows):
+def test_small_batch_bfloat16_is_exact_at_model_sizes(device, num_rows):
     judge_normed(small_batch_case(num_rows, 25600, 5120, torch.bfloat16, gated=True), device, num_squares=80)
     judge_normed(small_batch_case(num_rows, 10240, 5120, torch.bfloat16), device, num_squares=2560)
     judge_add(small_batch_case(num_rows, 5120, 25600, torch.bfloat16), device)
@@ -272,7 +272,7 @@ def test_bfloat16_at_the_sizes_of_a_large_model(device, num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 2, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_the_same_bits_every_time(device, num_rows):
+def test_small_batch_split_sums_are_deterministic(device, num_rows):
     """Partial sums arrive in any order, and are added in one."""
     case = small_batch_case(num_rows, 1024, 8192, torch.bfloat16)
     expected = run_add(linear_add, case, device)
@@ -282,7 +282,7 @@ def test_the_same_bits_every_time(device, num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_nothing_is_allocated(device, num_rows):
+def test_small_batch_allocates_nothing(device, num_rows):
     x, a, scaled = (random(num_rows, 1024, seed=seed).to(device, torch.bfloat16) for seed in range(3))
     weight, norm = random(1024, 1024).to(device, torch.bfloat16), random(1024).to(device, torch.bfloat16)
     scratch = SmallBatchScratch(

@@ -69,7 +69,7 @@ ROWS = pytest.mark.parametrize("num_rows", [2, 3, 7, FUSED_DECODE_ROWS], ids=lam
 @BOTH
 @ROWS
 @GATED
-def test_normed_over_every_number_of_rows(device, scheme, num_rows, gated):
+def test_quantized_normed_linear_is_exact_for_any_number_of_rows(device, scheme, num_rows, gated):
     judge_normed(
         quantized_case(num_rows, 65, 320, widest_on(device), scheme, gated, with_bias=num_rows % 2 == 1), device
     )
@@ -78,20 +78,20 @@ def test_normed_over_every_number_of_rows(device, scheme, num_rows, gated):
 @pytest.mark.each_value
 @SCHEMES
 @ROWS
-def test_added_over_every_number_of_rows(device, scheme, num_rows):
+def test_quantized_linear_add_is_exact_for_every_number_of_rows(device, scheme, num_rows):
     judge_add(quantized_case(num_rows, 65, 320, widest_on(device), scheme, with_bias=num_rows % 2 == 0), device)
 
 
 @SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 3, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_a_product_with_nothing_around_it(device, scheme, num_rows):
+def test_quantized_small_batch_partial_sum_is_exact(device, scheme, num_rows):
     for size_k in (320, 1024) if num_rows == 3 else (320,):
         judge_part(quantized_case(num_rows, 65, size_k, widest_on(device), scheme, with_bias=num_rows == 3), device)
 
 
 @BOTH
 @pytest.mark.parametrize(("size_n", "size_k"), [(2, 3), (33, 100), (64, 256), (129, 257)])
-def test_sizes_that_are_odd_and_even(device, scheme, size_n, size_k):
+def test_quantized_small_batch_is_exact_for_odd_and_even_sizes(device, scheme, size_n, size_k):
     dtype = widest_on(device)
     judge_normed(quantized_case(3, size_n, size_k, dtype, scheme), device)
     judge_normed(quantized_case(2, size_n, size_k, dtype, scheme, gated=True, with_bias=True), device)
@@ -101,7 +101,7 @@ def test_sizes_that_are_odd_and_even(device, scheme, size_n, size_k):
 @pytest.mark.parametrize(
     ("scheme", "size_k", "splits"), [(FP8, 768, 1), (FP8, 512, 2), (FP8, 1024, 4), (INT8, 1536, 2), (INT8, 2048, 8)]
 )
-def test_split_k(device, scheme, size_k, splits):
+def test_quantized_small_batch_split_k_is_exact(device, scheme, size_k, splits):
     assert num_k_splits(70, size_k, QUANTIZED_BLOCK_K) == splits
     judge_add(quantized_case(FUSED_DECODE_ROWS - 1, 70, size_k, widest_on(device), scheme, with_bias=True), device)
     judge_normed(quantized_case(2, 70, size_k, widest_on(device), scheme, with_bias=True), device)
@@ -111,7 +111,7 @@ def test_split_k(device, scheme, size_k, splits):
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
-def test_half_precision(device, scheme, dtype):
+def test_quantized_small_batch_half_precision_is_exact(device, scheme, dtype):
     for gated in (False, True):
         judge_normed(quantized_case(3, 65, 256, dtype, scheme, gated, with_bias=True), device)
     judge_normed(quantized_case(3, 65, 256, dtype, scheme), device, out_dtype=torch.float32)  # logits
@@ -119,12 +119,12 @@ def test_half_precision(device, scheme, dtype):
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 96])
-def test_squares_and_amax_in_any_number_of_blocks(device, num_blocks):
+def test_quantized_normed_linear_accepts_any_number_of_blocks(device, num_blocks):
     judge_normed(quantized_case(3, 9, 192, widest_on(device), FP8), device, num_blocks)
 
 
 @pytest.mark.parametrize("num_amax", [1, 5, NUM_GATE_AMAX], ids=["one", "some", "those of a gated product"])
-def test_amax_of_rows_that_come_from_elsewhere(device, num_amax):
+def test_quantized_linear_add_accepts_given_row_amax(device, num_amax):
     judge_add(quantized_case(3, 65, 320, widest_on(device), FP8), device, num_amax)
 
 
@@ -139,14 +139,16 @@ def test_amax_of_rows_that_come_from_elsewhere(device, num_amax):
     num_blocks=st.integers(1, 40),
     seed=st.integers(0, 99),
 )
-def test_any_product(device, num_rows, size_n, size_k, scheme, gated, with_bias, num_blocks, seed):
+def test_quantized_small_batch_is_exact_for_any_shape(
+    device, num_rows, size_n, size_k, scheme, gated, with_bias, num_blocks, seed
+):
     shape = num_rows, size_n, size_k, widest_on(device), scheme
     judge_normed(quantized_case(*shape, gated, with_bias, seed), device, num_blocks)
     judge_add(quantized_case(*shape, False, with_bias, seed), device, num_blocks)
 
 
 @SCHEMES
-def test_rows_of_any_numbers_are_quantized_like_the_reference(device, scheme):
+def test_quantized_small_batch_codes_any_row_like_reference(device, scheme):
     """Not only those whose codes are beyond doubt; a GPU divides less exactly, which may move a number to the next code."""
     case = quantized_case(7, 65, 320, widest_on(device), scheme)
     case.x_MK = (random(7, 320, seed=8) * random(7, 1, seed=9).exp()).to(case.x_MK.dtype)
@@ -170,7 +172,7 @@ def check_companies(device, dtype, scheme, size_n, size_k, companies) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "size_n", "size_k"), [(FP8, 70, 512), (INT8, 70, 512), (FP8, 33, 200)])
-def test_rows_are_batch_invariant_from_two_on(device, scheme, size_n, size_k):
+def test_quantized_small_batch_is_batch_invariant_from_two_rows(device, scheme, size_n, size_k):
     companies = ([15, 3], [4, 9, 2, 11, 7, 1, 0])
     check_companies(device, widest_on(device), scheme, size_n, size_k, companies)
 
@@ -178,7 +180,7 @@ def test_rows_are_batch_invariant_from_two_on(device, scheme, size_n, size_k):
 @pytest.mark.gpu
 @BOTH
 @pytest.mark.parametrize(("size_n", "size_k"), [(640, 4096), (2560, 4096), (5120, 2560), (8192, 1024), (1000, 576)])
-def test_bfloat16_rows_are_batch_invariant_from_two_on(device, scheme, size_n, size_k):
+def test_quantized_small_batch_bfloat16_is_batch_invariant(device, scheme, size_n, size_k):
     companies = [
         *(list(range(count)) for count in range(2, FUSED_DECODE_ROWS)),
         list(range(FUSED_DECODE_ROWS))[::-1],
@@ -188,7 +190,7 @@ def test_bfloat16_rows_are_batch_invariant_from_two_on(device, scheme, size_n, s
 
 
 @BOTH
-def test_a_row_of_zeros_is_the_bias_and_leaves_others_alone(device, scheme):
+def test_quantized_small_batch_zero_row_is_the_bias_alone(device, scheme):
     others = [0, 2, 3]
     for gated in (False, True):
         case = quantized_case(4, 65, 300, widest_on(device), scheme, gated, with_bias=True)
@@ -207,7 +209,7 @@ def test_a_row_of_zeros_is_the_bias_and_leaves_others_alone(device, scheme):
 
 @pytest.mark.parametrize("scheme", [FP8, INT8], ids=scheme_id)
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
-def test_rows_of_very_different_sizes(device, scheme, num_rows):
+def test_quantized_small_batch_rows_of_any_scale_are_exact(device, scheme, num_rows):
     """Each is as exact as it would be alone: nothing is shared between rows, and only the least scale is a limit."""
     sizes = (1e15, 1.0, 1e-3) if device.type == "cpu" else (1e2, 1.0, 1e-1)
     slack = 1.0 if device.type == "cpu" or scheme is INT8 else E4M3_SLACK
@@ -223,7 +225,7 @@ def test_rows_of_very_different_sizes(device, scheme, num_rows):
             assert (x[row].double() - expected[row]).abs().max() <= 4 * allowed * sizes[first + row], f"{first + row=}"
 
 
-def test_row_below_the_least_scale_stays_finite(device):
+def test_quantized_small_batch_tiny_row_stays_finite(device):
     case = quantized_case(3, 65, 300, torch.float32, FP8)
     case.x_MK[1] = codable_rows(1, 300, seed=5)[0] * (150 * LEAST_E4M3_SCALE / 3)
     case.x_MK[2] = 1e-30
@@ -238,7 +240,7 @@ def test_row_below_the_least_scale_stays_finite(device):
 @pytest.mark.each_value
 @BOTH
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, scheme, bad):
+def test_quantized_small_batch_nonfinite_input_stays_in_its_row(device, scheme, bad):
     others = [0, 2]
     for gated in (False, True):
         case = quantized_case(3, 70, 512, widest_on(device), scheme, gated)
@@ -259,7 +261,7 @@ def test_what_is_not_finite_stays_in_its_row(device, scheme, bad):
 
 @BOTH
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
-def test_a_weight_that_is_not_finite_stays_in_its_column(device, scheme, num_rows):
+def test_quantized_small_batch_nonfinite_weight_stays_in_column(device, scheme, num_rows):
     case = quantized_case(num_rows, 70, 512, widest_on(device), scheme)
     clean, *_ = run_add(linear_add, case, device)
     if scheme is FP8:
@@ -274,7 +276,7 @@ def test_a_weight_that_is_not_finite_stays_in_its_column(device, scheme, num_row
 
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("function", [normed_linear, normed_linear_reference], ids=["kernel", "reference"])
-def test_amax_of_a_gated_product_only_rises(device, num_rows, function):
+def test_gated_product_amax_only_rises(device, num_rows, function):
     """Blocks of one row share places, so each raises what is there; the kernel before must clear them."""
     case = quantized_case(num_rows, 65, 320, widest_on(device), FP8, gated=True).to(device)
     guarded = Guarded(case, device, 1)
@@ -324,7 +326,7 @@ def step_of(device, scheme, num_rows, functions) -> torch.Tensor:
 
 @BOTH
 @pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
-def test_scratch_serves_one_product_after_another(device, scheme, num_rows):
+def test_quantized_small_batch_scratch_serves_later_products(device, scheme, num_rows):
     x = step_of(device, scheme, num_rows, (defer_rms_norm, row_amax, normed_linear, linear_add))
     references = (defer_rms_norm_reference, row_amax_reference, normed_linear_reference, linear_add_reference)
     expected = step_of(CPU, scheme, num_rows, references)
@@ -333,7 +335,7 @@ def test_scratch_serves_one_product_after_another(device, scheme, num_rows):
     torch.testing.assert_close(x, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_which_weights_these_kernels_take():
+def test_takes_weight_accepts_row_scaled_schemes_only():
     for scheme, takes in ((FP8, True), (FP8_TENSOR, True), (INT8, True), (FP8_BLOCK, False), (MXFP4, False)):
         assert takes_weight(random_weight(4, 64, scheme)) == takes, scheme.name
     weight = random_weight(4, 64, FP8)
@@ -342,7 +344,7 @@ def test_which_weights_these_kernels_take():
     assert not takes_weight(torch.zeros(4, 64))
 
 
-def test_sums_of_integers_are_exact_in_the_reference():
+def test_quantized_sums_reference_multiplies_integers_exactly():
     """Rows whose amax is 448 have a scale of one, and so have rows of a weight."""
     x = torch.randint(-8, 9, (3, 100)).float()
     values = torch.randint(-8, 9, (5, 100)).float()
@@ -353,7 +355,7 @@ def test_sums_of_integers_are_exact_in_the_reference():
     assert torch.equal(quantized_sums_reference(x, quantized(values, INT8), None), x @ values.T)
 
 
-def test_missing_amax_is_an_error(device):
+def test_quantized_small_batch_without_amax_fails(device):
     case = quantized_case(2, 5, 64, widest_on(device), FP8).to(device)
     scratch = SmallBatchScratch(torch.zeros(2, device=device), torch.zeros(0), torch.zeros(0, dtype=torch.int32))
     more = (case.norm_N, EPS, torch.empty_like(case.residual_MN))
@@ -371,7 +373,7 @@ def test_missing_amax_is_an_error(device):
 @pytest.mark.gpu
 @BOTH
 @pytest.mark.parametrize("num_rows", [1, 2, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_bfloat16_at_the_sizes_of_a_large_model(device, scheme, num_rows):
+def test_quantized_small_batch_bfloat16_is_exact_at_model_sizes(device, scheme, num_rows):
     judge_normed(quantized_case(num_rows, 4096, 2560, torch.bfloat16, scheme, gated=True), device, num_squares=40)
     judge_normed(quantized_case(num_rows, 5120, 2560, torch.bfloat16, scheme), device, num_squares=320)
     judge_add(quantized_case(num_rows, 2560, 4096, torch.bfloat16, scheme), device, NUM_GATE_AMAX)
@@ -381,7 +383,7 @@ def test_bfloat16_at_the_sizes_of_a_large_model(device, scheme, num_rows):
 @pytest.mark.gpu
 @BOTH
 @pytest.mark.parametrize("num_rows", [1, 2, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_every_run_gives_the_same_bits(device, scheme, num_rows):
+def test_quantized_small_batch_is_deterministic(device, scheme, num_rows):
     """Whichever program arrives last."""
     case = quantized_case(num_rows, 2560, 4096, torch.bfloat16, scheme).to(device)
     expected = run_add(linear_add, case, device)
@@ -392,7 +394,7 @@ def test_every_run_gives_the_same_bits(device, scheme, num_rows):
 @pytest.mark.gpu
 @BOTH
 @pytest.mark.parametrize("num_rows", [1, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
-def test_nothing_is_allocated(device, scheme, num_rows):
+def test_quantized_small_batch_allocates_nothing(device, scheme, num_rows):
     x, a, scaled = (random(num_rows, 1024, seed=seed).to(device, torch.bfloat16) for seed in range(3))
     weight, norm = weight_on(random_weight(1024, 1024, scheme), device), random(1024).to(device, torch.bfloat16)
     gate_up = weight_on(random_weight(2048, 1024, scheme), device)

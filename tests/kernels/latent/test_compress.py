@@ -7,6 +7,7 @@ from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent import compress
 from holdfast.kernels.latent.compress import (
     Compressor,
+    PooledRows,
     compress_entries,
     compress_entries_reference,
     compress_entries_triton,
@@ -58,7 +59,8 @@ def pool(function, step: CompressStep, states: States, compressor: Compressor, d
     entries_TD = states.zones.allocate(num_rows, compressor.dim).fill_(torch.nan)
     pooled_TX = amid_poison(step.pooled, device)
     positions_T, states_T = (amid_echoes(numbers, device) for numbers in (step.positions, step.states))
-    function(pooled_TX, positions_T, states_T, states.state_PK3D, compressor, entries_TD)
+    rows = PooledRows(pooled_TX, positions_T, positions_T, states_T, states.state_PK3D)
+    function(rows, compressor, entries_TD)
     states.zones.check()
     return entries_TD.cpu()
 
@@ -98,7 +100,9 @@ def judge(function, sequences: list[torch.Tensor], steps, compressor: Compressor
 @KINDS
 @BOTH
 @pytest.mark.parametrize("gate_size", [1.0, 40.0])
-def test_any_cut_gives_the_entries_of_whole_windows(device, function, ratio, is_overlapped, dim, gate_size) -> None:
+def test_compress_rows_any_cut_gives_entries_of_whole_windows(
+    device, function, ratio, is_overlapped, dim, gate_size
+) -> None:
     compressor = make_compressor(ratio, is_overlapped, dim)
     lengths = [5 * ratio, 4 * ratio + 1, 5 * ratio + 3]
     sequences = [make_rows(length, compressor, gate_size, i) for i, length in enumerate(lengths)]
@@ -108,7 +112,7 @@ def test_any_cut_gives_the_entries_of_whole_windows(device, function, ratio, is_
 
 
 @BOTH
-def test_the_ratio_of_the_model(device, function) -> None:
+def test_compress_rows_at_model_ratio_matches_windows(device, function) -> None:
     compressor = make_compressor(128, False, 32)
     lengths = [300, 130, 127]
     sequences = [make_rows(length, compressor, 8.0, i) for i, length in enumerate(lengths)]
@@ -116,13 +120,13 @@ def test_the_ratio_of_the_model(device, function) -> None:
 
 
 @BOTH
-def test_the_width_of_the_model(device, function) -> None:
+def test_compress_rows_at_model_width_matches_windows(device, function) -> None:
     compressor = make_compressor(4, True, 512)
     judge(function, [make_rows(23, compressor)], in_steps([23], [9], [0]), compressor, device)
 
 
 @BOTH
-def test_batch_changes_no_bit(device, function) -> None:
+def test_compress_rows_is_batch_invariant(device, function) -> None:
     compressor, where = make_compressor(4, True, 24), where_of(function, device)
     sequences = [make_rows(length, compressor, 4.0, i) for i, length in enumerate((14, 13))]
     together = run(function, sequences, in_steps([14, 13], [5, 3], [1, 0]), compressor, where)
@@ -132,7 +136,7 @@ def test_batch_changes_no_bit(device, function) -> None:
 
 
 @KINDS
-def test_states_are_those_of_the_reference(device, ratio, is_overlapped, dim) -> None:
+def test_compress_rows_states_match_reference(device, ratio, is_overlapped, dim) -> None:
     compressor = make_compressor(ratio, is_overlapped, dim)
     rows_NX, width = make_rows(6 * ratio, compressor, 4.0), 2 * pooled_width(dim, is_overlapped)
     mine, theirs = States(compressor, device), States(compressor, "cpu")
@@ -147,7 +151,7 @@ def test_states_are_those_of_the_reference(device, ratio, is_overlapped, dim) ->
 
 
 @BOTH
-def test_sequence_resumed_a_window_earlier_has_all_entries(device, function) -> None:
+def test_compress_rows_resumed_a_window_earlier_has_all_entries(device, function) -> None:
     """Without a state: what its place holds is another's."""
     compressor = make_compressor(4, True, 24)
     rows_NX, where = make_rows(40, compressor), where_of(function, device)
@@ -166,7 +170,7 @@ def test_sequence_resumed_a_window_earlier_has_all_entries(device, function) -> 
 
 
 @BOTH
-def test_infinite_gates_are_handled(device, function) -> None:
+def test_compress_rows_infinite_gates_match_windows(device, function) -> None:
     """A token whose gate is -inf is left out; one that is far above the others is alone."""
     compressor = make_compressor(4, True, 16)
     rows_NX = make_rows(16, compressor)
@@ -176,7 +180,7 @@ def test_infinite_gates_are_handled(device, function) -> None:
     judge(function, [rows_NX], in_steps([16], [16], [0]), compressor, device)
 
 
-def test_no_rows_and_rows_of_padding_touch_nothing(device) -> None:
+def test_compress_rows_padding_touches_nothing(device) -> None:
     compressor = make_compressor(4, True, 16)
     states, there = States(compressor, device), compressor_on(compressor, device)
     for step in (
@@ -187,7 +191,7 @@ def test_no_rows_and_rows_of_padding_touch_nothing(device) -> None:
     assert bool(states.state_PK3D.isnan().all())
 
 
-def test_the_state_of_v4_flash() -> None:
+def test_compress_state_of_v4_flash_is_under_half_a_megabyte() -> None:
     """21 layers with an index and 20 without: under half a megabyte for a sequence."""
     overlapped, index, other = state_bytes(512, True), state_bytes(128, True), state_bytes(512, False)
     assert (overlapped, index, other) == (12_288, 3_072, 6_144)
@@ -220,12 +224,15 @@ def write(function, compressor: Compressor, name: str, device, dim: int = LATENT
     step, slots_T = make_step(compressor)
     states, zones = States(compressor, device), RedZones(torch.device(device))
     planes = make_latent_planes(name, dim, ROPE_DIM, PAGE_TOKENS, NUM_PAGES, zones)
-    function(
+    rows = PooledRows(
         amid_poison(step.pooled, device),
         step.positions.to(device),
         slots_T.to(device),
         amid_echoes(step.states, device),
         states.state_PK3D,
+    )
+    function(
+        rows,
         compressor_on(compressor, device),
         rotary_on(device, step, compressor.ratio),
         planes,
@@ -247,7 +254,7 @@ FOUR_BITS = "turboquant_mla_4bit"
     "name", ["float32", "float16", "fp8_ds_v4", FOUR_BITS, pytest.param("bfloat16", marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize(("ratio", "is_overlapped"), [(4, True), (3, False)])
-def test_entries_in_their_slots_are_those_of_the_reference(device, name, ratio, is_overlapped) -> None:
+def test_compressed_entries_in_slots_match_reference(device, name, ratio, is_overlapped) -> None:
     compressor = make_compressor(ratio, is_overlapped, LATENT_DIM + ROPE_DIM)._replace(eps=0.3)
     mine = write(compress_entries_triton, compressor, name, device)
     theirs = write(compress_entries_reference, compressor, name, torch.device("cpu"))
@@ -255,7 +262,7 @@ def test_entries_in_their_slots_are_those_of_the_reference(device, name, ratio, 
     assert_same_latents(mine, theirs, slots_T[slots_T >= 0])
 
 
-def test_an_entry_is_normed_and_turned_at_its_first_token(device) -> None:
+def test_compressed_entry_is_normed_and_rotated_at_first_token(device) -> None:
     compressor = make_compressor(4, True, LATENT_DIM + ROPE_DIM)._replace(eps=0.3)
     step, slots_T = make_step(compressor)
     planes = write(compress_entries, compressor, "float32", device)
@@ -279,13 +286,16 @@ def index_written(function, compressor: Compressor, name: str, device, num_heads
     planes = make_index_planes(name, compressor.dim, PAGE_TOKENS, NUM_PAGES, zones)
     q = torch.randn(len(slots_T), num_heads * compressor.dim, generator=torch.Generator().manual_seed(1))
     q_TID = amid_poison(q, device).view(len(slots_T), num_heads, compressor.dim)
-    function(
+    rows = PooledRows(
         amid_poison(step.pooled, device),
-        q_TID,
         step.positions.to(device),
         slots_T.to(device),
         amid_echoes(step.states, device),
         states.state_PK3D,
+    )
+    function(
+        rows,
+        q_TID,
         compressor_on(compressor, device),
         rotary_on(device, step, compressor.ratio),
         rotary_on(device, step),
@@ -301,7 +311,7 @@ def index_written(function, compressor: Compressor, name: str, device, num_heads
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ["float32", "fp8"])
 @pytest.mark.parametrize(("dim", "num_heads"), [(32, 5), (48, 1)])
-def test_the_index_is_that_of_the_reference(device, monkeypatch, name, dim, num_heads) -> None:
+def test_compressed_index_matches_reference(device, monkeypatch, name, dim, num_heads) -> None:
     """Two heads go to a program, so that five need three."""
     monkeypatch.setattr(compress, "ELEMENTS_PER_PROGRAM", 2 * ROPE_DIM)
     compressor = make_compressor(4, True, dim)._replace(eps=0.3)
@@ -323,27 +333,24 @@ def test_the_index_is_that_of_the_reference(device, monkeypatch, name, dim, num_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("ratio", "is_overlapped"), [(4, True), (128, False)])
-def test_a_launch_allocates_nothing(device, ratio, is_overlapped) -> None:
+def test_compress_rows_allocates_nothing(device, ratio, is_overlapped) -> None:
     compressor = compressor_on(make_compressor(ratio, is_overlapped, 512), device)
     state_PK3D = States(compressor, device).state_PK3D
     planes = make_latent_planes("fp8_ds_v4", 448, 64, 4, 4, RedZones(device))
     table, numbers = torch.ones(4, 32, device=device), torch.arange(4, device=device)
     pooled_TX = torch.randn(4, 2 * pooled_width(512, is_overlapped), device=device)
     entries_TD = torch.empty(4, 512, device=device)
-    step = pooled_TX, numbers, numbers, numbers, state_PK3D
-    assert_allocates_nothing(lambda: compress_entries(*step, compressor, Rotary(table, table), planes))
-    assert_allocates_nothing(lambda: compress_rows(pooled_TX, *step[2:], compressor, entries_TD))
+    rows = PooledRows(pooled_TX, numbers, numbers, numbers, state_PK3D)
+    assert_allocates_nothing(lambda: compress_entries(rows, compressor, Rotary(table, table), planes))
+    assert_allocates_nothing(lambda: compress_rows(rows, compressor, entries_TD))
 
 
 @pytest.mark.gpu
-def test_the_index_of_the_model_in_one_launch(device) -> None:
+def test_compressed_index_of_model_size_allocates_nothing(device) -> None:
     compressor = compressor_on(make_compressor(4, True, 128), device)
     planes = make_index_planes("fp8", 128, 4, 4, RedZones(device))
     table, numbers = torch.ones(4, 32, device=device), torch.arange(4, device=device)
     pooled_TX, q_TID = torch.randn(4, 512, device=device), torch.randn(4, 64, 128, device=device).bfloat16()
-    state_PK3D, rotary = States(compressor, device).state_PK3D, Rotary(table, table)
-    assert_allocates_nothing(
-        lambda: compress_index(
-            pooled_TX, q_TID, numbers, numbers, numbers, state_PK3D, compressor, rotary, rotary, planes
-        )
-    )
+    rows = PooledRows(pooled_TX, numbers, numbers, numbers, States(compressor, device).state_PK3D)
+    rotary = Rotary(table, table)
+    assert_allocates_nothing(lambda: compress_index(rows, q_TID, compressor, rotary, rotary, planes))

@@ -47,12 +47,12 @@ def judge(case: CompressedCase, device, num_sms: int = 1) -> torch.Tensor:
 @FORMATS
 @pytest.mark.parametrize("scope", [{"ratio": 0}, {"ratio": 8}, {"top_k": 10}], ids=["window", "all", "chosen"])
 @pytest.mark.parametrize("num_sms", [1, 40], ids=["whole", "split"])
-def test_rows_attend_to_both_scopes(device, widest, name, scope, num_sms) -> None:
+def test_compressed_attention_rows_attend_to_both_scopes(device, widest, name, scope, num_sms) -> None:
     judge(compressed_case(AROUND, sizes_of(name, **scope), widest), device, num_sms)
 
 
 @for_each("head_dim, num_sms", [(72, 1), (56, 9)])
-def test_codes_of_four_bits(device, widest, head_dim, num_sms) -> None:
+def test_compressed_attention_over_4_bit_codes_is_exact(device, widest, head_dim, num_sms) -> None:
     """In the rotated space, where queries are and outputs stay."""
     sizes = replace(sizes_of(FOUR_BITS, top_k=10, num_heads=5), head_dim=head_dim)
     judge(compressed_case(AROUND, sizes, widest), device, num_sms)
@@ -61,7 +61,7 @@ def test_codes_of_four_bits(device, widest, head_dim, num_sms) -> None:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("num_heads", [1, 20, 66], ids=lambda heads: f"{heads} heads")
-def test_every_number_of_heads(device, widest, name, num_heads) -> None:
+def test_compressed_attention_is_exact_for_every_head_count(device, widest, name, num_heads) -> None:
     """Also those that leave places of a block, or of the last one, empty."""
     judge(compressed_case([30, PADDING, 3], sizes_of(name, num_heads=num_heads), widest), device, num_sms=7)
 
@@ -69,14 +69,14 @@ def test_every_number_of_heads(device, widest, name, num_heads) -> None:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize(("window", "pages"), [(1, (1, 1)), (16, (16, 8)), (17, (64, 2)), (128, (32, 64))], ids=str)
-def test_every_window_and_page(device, widest, name, window, pages) -> None:
+def test_compressed_attention_is_exact_for_every_window_and_page(device, widest, name, window, pages) -> None:
     sizes = sizes_of(name, window=window, window_page=pages[0], entries_page=pages[1])
     positions = [0, window - 1, window, 2 * window + 15, 70, 200]
     judge(compressed_case(positions, sizes, widest), device, num_sms=9)
 
 
 @FORMATS
-def test_merge_of_many_splits_skips_empty_ones(device, widest, name) -> None:
+def test_compressed_attention_merge_skips_empty_splits(device, widest, name) -> None:
     """Splits are chosen for long rows: most splits of a short one are never written."""
     positions = [1500, 3, PADDING, 260]
     assert compressed_splits(4, 3, 132) > 8
@@ -86,7 +86,7 @@ def test_merge_of_many_splits_skips_empty_ones(device, widest, name) -> None:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("num_padding", [9, 65], ids=lambda n: f"{n} padded")
-def test_merge_of_every_shape_is_exact(device, widest, name, num_padding) -> None:
+def test_compressed_attention_merge_of_every_shape_is_exact(device, widest, name, num_padding) -> None:
     """Merge 11 rows also with more splits than fit at once; the last split has the largest score."""
     sizes = sizes_of(name, num_heads=2, ratio=2)
     case = compressed_case([800, *num_padding * [PADDING], 129], sizes, widest)
@@ -99,12 +99,12 @@ def test_merge_of_every_shape_is_exact(device, widest, name, num_padding) -> Non
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
-def test_half_precision(device, name, dtype) -> None:
+def test_compressed_attention_half_precision_is_exact(device, name, dtype) -> None:
     judge(compressed_case([100, PADDING, 40], sizes_of(name, top_k=12, num_heads=5), dtype), device, num_sms=3)
 
 
 @FORMATS
-def test_sink_of_extreme_size_takes_all_or_nothing(device, widest, name) -> None:
+def test_compressed_attention_extreme_sink_takes_all_or_nothing(device, widest, name) -> None:
     for num_sms in (1, 30):
         case = compressed_case([50], sizes_of(name), widest)
         case.sinks_N = torch.tensor([1e4, -1e4, -torch.inf])
@@ -113,7 +113,7 @@ def test_sink_of_extreme_size_takes_all_or_nothing(device, widest, name) -> None
 
 
 @FORMATS
-def test_places_that_name_no_entry_are_not_followed(device, widest, name) -> None:
+def test_compressed_attention_follows_no_place_without_an_entry(device, widest, name) -> None:
     """Sentinels in a list, and entries that the row does not see, are never looked up in the table."""
     case = compressed_case([90, 60], sizes_of(name, top_k=9), widest)
     listed_TK = case.scopes.selected_TK
@@ -127,7 +127,7 @@ def test_places_that_name_no_entry_are_not_followed(device, widest, name) -> Non
 
 
 @FORMATS
-def test_the_reference_is_plain_attention(name) -> None:
+def test_compressed_attention_reference_matches_float64(name) -> None:
     for scope in ({"ratio": 0}, {"top_k": 10}):
         case = compressed_case(AROUND, sizes_of(name, **scope))
         out = run_compressed(case, torch.device("cpu"), function=compressed_attention_reference)
@@ -135,7 +135,7 @@ def test_the_reference_is_plain_attention(name) -> None:
 
 
 @FORMATS
-def test_row_in_any_batch_gives_the_same_bits(device, widest, name) -> None:
+def test_compressed_attention_is_batch_invariant(device, widest, name) -> None:
     """In steps of as many rows."""
     sizes = sizes_of(name, top_k=10)
     case = compressed_case([90, 80, PADDING, 70], sizes, widest)
@@ -148,7 +148,7 @@ def test_row_in_any_batch_gives_the_same_bits(device, widest, name) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_sms", [1, 20, 132, 160])
 @pytest.mark.parametrize("num_heads", [1, 64, 65, 128])
-def test_partials_are_planned_for_every_number_of_rows(num_heads, num_sms) -> None:
+def test_compressed_partials_suffice_for_every_number_of_rows(num_heads, num_sms) -> None:
     most = 0
     for num_rows in range(1, 600):
         splits = compressed_splits(num_rows, num_heads, num_sms)
@@ -157,7 +157,7 @@ def test_partials_are_planned_for_every_number_of_rows(num_heads, num_sms) -> No
         assert most <= compressed_partials(num_rows, num_heads)
 
 
-def test_few_rows_fill_the_machine() -> None:
+def test_compressed_splits_of_few_rows_fill_the_gpu() -> None:
     for num_heads in (64, 128):
         assert compressed_splits(1, num_heads, 132) >= 16
         assert compressed_splits(256, num_heads, 132) <= 2
@@ -171,7 +171,7 @@ LONG = [5000, PADDING, 0, 62, 63, 127, 128, 2047, 2051, 4099, 130]
 @pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_heads", [3, 16, 64, 100, 128], ids=lambda heads: f"{heads} heads")
-def test_real_sizes_on_a_gpu(device, name, num_heads) -> None:
+def test_compressed_attention_is_exact_at_model_sizes(device, name, num_heads) -> None:
     """Every kind of layer, whole and split."""
     for scope in ({"ratio": 0}, {"ratio": 128}, {"ratio": 4, "top_k": 512}):
         sizes = replace(Sizes(), name=name, num_heads=num_heads, **REAL, **scope)
@@ -182,7 +182,7 @@ def test_real_sizes_on_a_gpu(device, name, num_heads) -> None:
 
 @pytest.mark.gpu
 @FORMATS
-def test_real_widths_with_odd_pages_and_lists_on_a_gpu(device, name) -> None:
+def test_compressed_attention_odd_pages_and_lists_are_exact(device, name) -> None:
     for dtype, pages, top_k in (
         (torch.float16, (1, 1), 7),
         (torch.bfloat16, (16, 2), 65),
@@ -198,7 +198,7 @@ def test_real_widths_with_odd_pages_and_lists_on_a_gpu(device, name) -> None:
 @pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_heads", [16, 64, 128], ids=lambda heads: f"{heads} heads")
-def test_a_captured_step_serves_any_lengths(device, name, num_heads) -> None:
+def test_compressed_attention_graph_serves_any_lengths(device, name, num_heads) -> None:
     """Captured with padding alone, replayed at any lengths: as launched, to the bit, and nothing is allocated."""
     sizes = replace(Sizes(), name=name, num_heads=num_heads, **REAL, ratio=4, top_k=128)
     case = compressed_case([3000, 700, 129], sizes, torch.bfloat16)

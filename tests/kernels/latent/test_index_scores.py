@@ -91,27 +91,27 @@ def judge(case: ScoreCase, device) -> torch.Tensor:
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("num_heads", "dim"), [(64, 128), (32, 128), (64, 64), (3, 48), (1, 16)])
-def test_every_shape_is_scored_like_the_reference(device, name, num_heads, dim) -> None:
+def test_index_scores_match_reference_for_every_shape(device, name, num_heads, dim) -> None:
     judge(make_score_case([(0, 70), (1, 1), (2, 0), (2, 131)], num_heads, dim, name, dtype=DTYPES[name]), device)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("page_tokens", [1, 16, 24, 64, 256])
-def test_pages_of_every_size(device, name, page_tokens) -> None:
+def test_index_scores_match_reference_for_every_page_size(device, name, page_tokens) -> None:
     """Several to a block of tokens, several blocks to a page, and neither."""
     judge(make_score_case([(1, 300), (0, 17), (1, 299)], 4, 32, name, page_tokens, DTYPES[name]), device)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", FORMATS)
-def test_neighbours_of_a_sequence_share_keys(device, name) -> None:
+def test_index_scores_of_neighbouring_rows_match_reference(device, name) -> None:
     judge(make_score_case(RUNS, 8, 32, name, dtype=DTYPES[name]), device)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", FORMATS)
-def test_row_in_any_batch_has_the_same_bits(device, name) -> None:
+def test_index_scores_are_batch_invariant(device, name) -> None:
     case = make_score_case(RUNS, 8, 32, name, dtype=DTYPES[name])
     together_TC = scored(index_scores_triton, case, device)
     for row, (_, count) in enumerate(RUNS):
@@ -125,7 +125,7 @@ def test_row_in_any_batch_has_the_same_bits(device, name) -> None:
 
 
 @for_each("function", [index_scores_triton, index_scores_reference])
-def test_long_contexts(device, function) -> None:
+def test_index_scores_of_long_contexts_match_reference(device, function) -> None:
     """Several blocks a program, and several programs a row; in the reference, several blocks of tokens."""
     count = TOKENS_AT_ONCE + 3 if function is index_scores_reference else 900
     case = make_score_case([(0, count), (1, 513), (0, count - 1)], 2, 16, "float32", 64)
@@ -145,13 +145,13 @@ def test_index_scores_at_block_edges_match_the_reference(device, name) -> None:
     judge(make_score_case(rows, 3, 16, name, 32, DTYPES[name]), device)
 
 
-def test_queries_and_keys_of_different_types(device) -> None:
+def test_index_scores_of_mixed_dtypes_match_reference(device) -> None:
     judge(make_score_case([(0, 40), (1, 9)], 4, 32, "float32", dtype=torch.float16), device)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", FORMATS)
-def test_codes_are_near_the_numbers_that_they_stand_for(name) -> None:
+def test_index_scores_of_codes_are_near_exact_scores(name) -> None:
     rows = [(0, 200), (1, 150)]
     exact = scored(index_scores_reference, make_score_case(rows, 64, 128, "float32"))
     near = scored(index_scores_reference, make_score_case(rows, 64, 128, name, dtype=DTYPES[name]))
@@ -159,7 +159,7 @@ def test_codes_are_near_the_numbers_that_they_stand_for(name) -> None:
 
 
 @for_each("name", ["float32", "fp8"])
-def test_a_key_that_is_not_a_number_is_one_score(device, name) -> None:
+def test_index_scores_nan_key_spoils_one_score(device, name) -> None:
     case = make_score_case([(0, 40), (0, 41)], 8, 32, name)
     wanted_TC = scored(index_scores_triton, case, device)
     slot = slots_of(case, 0, 40)[13:14]
@@ -170,20 +170,20 @@ def test_a_key_that_is_not_a_number_is_one_score(device, name) -> None:
     assert torch.equal(mine_TC, wanted_TC)
 
 
-def test_rows_without_selection_write_nothing(device) -> None:
+def test_index_scores_rows_without_selection_write_nothing(device) -> None:
     for rows in ([(0, 0)], [(0, 0), (0, -3), (1, 0)]):
         mine_TC = scored(index_scores_triton, make_score_case(rows, 2, 16, "fp8"), device)
         assert bool((mine_TC == UNTOUCHED).all())
 
 
-def test_no_rows_launch_nothing(device) -> None:
+def test_index_scores_without_rows_launch_nothing(device) -> None:
     case = make_score_case([(0, 3)], 2, 16, "float32")
     none = SparseRows(*(numbers[:0] for numbers in case.rows))
     scored(index_scores_triton, replace(case, q=case.q[:0], weights=case.weights[:0], rows=none), device)
 
 
 @for_each("num_rows", [1, 3, 8, 16, 64, 800, 8192])
-def test_programs_follow_from_rows_and_the_longest_context(num_rows) -> None:
+def test_index_splits_follow_rows_and_longest_context(num_rows) -> None:
     blocks = index_blocks("e4m3", 128)
     at_once = 132 * blocks.programs_per_sm
     for num_columns in (1, 4096, 163_840):
@@ -195,7 +195,7 @@ def test_programs_follow_from_rows_and_the_longest_context(num_rows) -> None:
         assert -(-num_columns // splits) <= 4096
 
 
-def test_blocks_pages_and_splits_are_known() -> None:
+def test_index_blocks_and_splits_are_known() -> None:
     """16 KiB of keys in a block of at most 128 tokens; whole pages make a block, or a block lies in one."""
     blocks = {(kind, dim): index_blocks(kind, dim) for kind in OPERAND_BYTES for dim in (16, 128)}
     assert {key: own.tokens for key, own in blocks.items() if own.tokens < 128} == {
@@ -211,7 +211,7 @@ def test_blocks_pages_and_splits_are_known() -> None:
     assert found == [3, 396, 25, 25]
 
 
-def test_operands_follow_from_types_and_the_device(monkeypatch) -> None:
+def test_index_operands_follow_dtypes_and_device(monkeypatch) -> None:
     """Codes as they are from Ada on; 16 bits where queries and keys agree."""
     monkeypatch.setattr(index_scores_module, "is_interpreted", lambda: False)
 
@@ -231,7 +231,7 @@ def test_operands_follow_from_types_and_the_device(monkeypatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "fp8"])
 @pytest.mark.parametrize("num_heads", [64, 32])
-def test_sizes_of_models(device, name, num_heads) -> None:
+def test_index_scores_match_reference_at_model_sizes(device, name, num_heads) -> None:
     """V3.2 and GLM-5: decode of several lengths, and neighbours of a prompt."""
     rows = [(0, 9000), (1, 2049), (2, 5000), (3, 0), (4, 7001), (4, 7002), (4, 7003), (5, 4097)]
     judge(make_score_case(rows, num_heads, 128, name, 64, DTYPES[name]), device)
@@ -239,7 +239,7 @@ def test_sizes_of_models(device, name, num_heads) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bfloat16", "fp8"])
-def test_one_graph_serves_any_lengths(device, name) -> None:
+def test_index_scores_graph_serves_any_lengths(device, name) -> None:
     case = make_score_case([(0, 5000), (1, 4000), (1, 4001)], 64, 128, name, 64, DTYPES[name])
     planes, pages = planes_to(case.planes, device), case.pages.to(device)
     q, weights = case.q.to(device), case.weights.to(device)
@@ -267,7 +267,7 @@ def test_one_graph_serves_any_lengths(device, name) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bfloat16", "fp8"])
-def test_one_compiled_kernel_serves_any_rows_and_widths(device, name) -> None:
+def test_index_scores_compile_once_for_any_rows_and_widths(device, name) -> None:
     case = make_score_case([(0, 100), (1, 90), (1, 91), (2, 7)], 64, 128, name, 64, DTYPES[name])
     planes, pages = planes_to(case.planes, device), case.pages.to(device)
     q, weights = case.q.to(device), case.weights.to(device)

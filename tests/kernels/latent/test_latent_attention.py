@@ -86,14 +86,14 @@ def judge_cut(case: LatentCase, splits: int, large: bool, device, dtype, num_pad
     ],
     ids=["one program", "split", "captured", "batch invariant", "no partials"],
 )
-def test_steps_as_the_scheduler_cuts_them(device, widest, rows, scheduling):
+def test_latent_attention_is_exact_for_scheduled_steps(device, widest, rows, scheduling):
     judge_step(latent_case(rows), scheduling, device, widest)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
 @pytest.mark.parametrize("num_padding", [MERGE_BY_HEAD_ROWS, SPREAD_MERGE_ROWS], ids=lambda n: f"{n} padded")
-def test_padded_rows_are_zeros(device, widest, num_padding, captured):
+def test_latent_attention_padded_rows_are_zeros(device, widest, num_padding, captured):
     judge_step(latent_case(DECODE, 3, 16), Scheduling(4, captured=captured), device, widest, num_padding)
 
 
@@ -101,13 +101,13 @@ def test_padded_rows_are_zeros(device, widest, num_padding, captured):
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_half_precision(device, dtype, large):
+def test_latent_attention_half_precision_is_exact(device, dtype, large):
     judge_cut(latent_case([(64, 1), (10, 3), (0, 9)], 5, 64, 32), 2, large, device, dtype, num_padding=2)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_heads", [1, 17, 65, *more(3, 5, 8, 16, 20, 128)])
-def test_every_number_of_heads(device, widest, num_heads):
+def test_latent_attention_is_exact_for_every_head_count(device, widest, num_heads):
     """Also those that leave places of a block, or of the last one, empty."""
     for large in (False, True):
         judge_cut(latent_case([(65, 2)], num_heads, 16), 2, large, device, widest)
@@ -118,14 +118,14 @@ def test_every_number_of_heads(device, widest, num_heads):
     [(16, 16), (80, 64), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((48, 32), (256, 32), (512, 64)))],
     ids=lambda size: str(size),
 )
-def test_every_width(device, widest, latent_dim, rope_dim):
+def test_latent_attention_is_exact_for_every_width(device, widest, latent_dim, rope_dim):
     for large in (False, True):
         judge_cut(latent_case([(69, 1), (30, 4)], 2, latent_dim, rope_dim), 2, large, device, widest)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("page_tokens", [1, 128, *more(2, 32, 256)])
-def test_every_page_size(device, widest, page_tokens):
+def test_latent_attention_is_exact_for_every_page_size(device, widest, page_tokens):
     for large in (False, True):
         judge_cut(latent_case([(199, 1), (60, 6)], page_tokens=page_tokens), 2, large, device, widest)
 
@@ -133,19 +133,19 @@ def test_every_page_size(device, widest, page_tokens):
 @pytest.mark.each_value
 @pytest.mark.parametrize("splits", [3, 66])
 @pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS, SPREAD_MERGE_ROWS], ids=lambda n: f"{n} padded")
-def test_splits_without_tokens_weigh_nothing(device, widest, splits, num_padding):
+def test_latent_attention_empty_splits_weigh_nothing(device, widest, splits, num_padding):
     """More of them than are merged at once, in every form of the merge."""
     judge_cut(latent_case([(100, 1)], 2, 16), splits, False, device, widest, num_padding)
 
 
-def test_a_split_that_only_later_rows_see(device, widest):
+def test_latent_attention_masks_split_seen_by_later_rows(device, widest):
     """Rows before it get nothing from it, and it takes nothing from what is before it."""
     judge_cut(latent_case([(60, 8), (62, 4)], 8), 2, True, device, widest)
 
 
 @hypothesis_settings(max_examples=10)
 @given(data=st.data())
-def test_any_step(device, data):
+def test_latent_attention_is_exact_for_any_step(device, data):
     counts = st.one_of(st.just(1), st.integers(1, 20))
     rows = data.draw(st.lists(st.tuples(st.one_of(st.just(0), st.integers(0, 150)), counts), min_size=1, max_size=3))
     case = latent_case(
@@ -160,7 +160,7 @@ def test_any_step(device, data):
     judge_step(case, scheduling, device, dtype, data.draw(st.integers(0, 2)))
 
 
-def test_row_in_any_batch_is_equal_to_the_bit(device, widest):
+def test_latent_attention_is_batch_invariant(device, widest):
     """Its own tiles given, and steps of many rows: few take a merge of another shape."""
     rows = [(269, 1), (30, 1), (400, 1)]
     case = latent_case(rows).rounded(widest)
@@ -177,7 +177,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(device, widest):
 
 
 @for_each("large", [False, True])
-def test_heads_may_come_in_groups(device, widest, large):
+def test_latent_attention_head_group_matches_all_heads(device, widest, large):
     """With the tiles of all heads, the same to the bit as long as blocks are the same."""
     case = latent_case([(100, 1), (7, 4)], 16).rounded(widest)
     work, num_partials = cut_work(case, 2, large, 5, device)
@@ -189,7 +189,7 @@ def test_heads_may_come_in_groups(device, widest, large):
         torch.testing.assert_close(out, whole[:, first : first + 8], rtol=1e-3, atol=1e-3)
 
 
-def test_captured_kernels_without_work_change_nothing(device, widest):
+def test_latent_attention_graph_without_work_changes_nothing(device, widest):
     """A graph launches all of them; the numbers of tiles decide."""
     q, plane = random(4, 2, 32).to(device, widest), random(8, 32, seed=1).to(device, widest)
     tiles = torch.full((3, 8), 2**30, dtype=torch.int32, device=device)
@@ -206,7 +206,7 @@ def test_captured_kernels_without_work_change_nothing(device, widest):
 
 
 @for_each("num_heads", [1, 3, 8, 16, 20, 32, 64, 65, 96, 128, 130])
-def test_blocks_and_tiles_hold_all_heads(num_heads):
+def test_latent_geometry_blocks_and_tiles_hold_all_heads(num_heads):
     geometry = latent_geometry(num_heads)
     for large, rows in ((False, geometry.small_rows), (True, geometry.large_rows)):
         num_blocks, heads = head_blocks(num_heads, large)
@@ -219,12 +219,12 @@ def test_blocks_and_tiles_hold_all_heads(num_heads):
     assert head_blocks(128) == (2, 64)
 
 
-def test_steps_of_many_rows_differ_in_nothing_that_changes_bits():
+def test_latent_row_form_is_constant_for_many_rows():
     """A step that must not depend on its company is padded to 16 rows; programs of one head or of several add alike."""
     assert {row_form(num_rows).merges_side_by_side for num_rows in range(16, 300)} == {False}
 
 
-def test_blocks_of_a_program_fit_into_shared_memory():
+def test_latent_blocks_fit_into_shared_memory():
     hopper, ada, row_bytes = 227 * 1024, 99 * 1024, 2 * 576
     assert [latent_blocks(height, row_bytes, hopper) for height in (16, 32, 64)] == [(64, 3, 4), (64, 3, 8), (64, 2, 8)]
     for height in (16, 32):
@@ -235,7 +235,7 @@ def test_blocks_of_a_program_fit_into_shared_memory():
 @pytest.mark.each_value
 @pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "quantized"])
 @pytest.mark.parametrize("num_heads", [16, 20, 128])
-def test_programs_of_small_tiles_are_those_that_are_launched(num_heads, is_quantized):
+def test_latent_geometry_counts_launched_small_programs(num_heads, is_quantized):
     geometry, height = latent_geometry(num_heads, is_quantized), tile_height(num_heads, large=False)
     assert geometry.small_programs_per_sm == (programs_per_sm(height) if is_quantized else PLAIN_PROGRAMS_PER_SM)
 
@@ -243,7 +243,7 @@ def test_programs_of_small_tiles_are_those_that_are_launched(num_heads, is_quant
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("num_heads", [16, 20, 128], ids=lambda heads: f"{heads} heads")
-def test_real_sizes_on_a_gpu(device, dtype, num_heads):
+def test_latent_attention_is_exact_at_model_sizes(device, dtype, num_heads):
     """Those of more than 16 heads, and prompts, in warpgroups on a Hopper."""
     rows = [(3000, 1), (0, 40), (900, 20), (2999, 1), (4095, 1), (63, 2)]
     case = latent_case(rows, num_heads, 512, 64, q_scale=1.0)
@@ -253,13 +253,13 @@ def test_real_sizes_on_a_gpu(device, dtype, num_heads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_tokens", [32, 128], ids=["small pages", "large pages"])
 @pytest.mark.parametrize("num_heads", [40, 100], ids=lambda heads: f"{heads} heads")
-def test_odd_blocks_and_other_pages_on_a_gpu(device, num_heads, page_tokens):
+def test_latent_attention_odd_blocks_and_pages_are_exact_on_gpu(device, num_heads, page_tokens):
     rows = [(2000, 1), (0, 40), (127, 1), (128, 1), (129, 3), (0, 1)]
     case = latent_case(rows, num_heads, 512, 64, page_tokens, q_scale=1.0)
     judge_step(case, Scheduling(132, 256), device, torch.bfloat16, num_padding=1)
 
 
-def test_warpgroups_take_the_sizes_and_pages_they_know(device):
+def test_takes_warpgroups_accepts_known_sizes_and_pages(device):
     plane = torch.empty(256, 576, dtype=torch.bfloat16, device=device)
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     assert takes_warpgroups(LatentPlanes("plain", 512, 64, 64, plane)) == is_hopper
@@ -272,7 +272,7 @@ def test_warpgroups_take_the_sizes_and_pages_they_know(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [16, 128], ids=lambda heads: f"{heads} heads")
-def test_repeated_launches_give_the_same_bits(device, num_heads):
+def test_latent_attention_is_deterministic(device, num_heads):
     case = latent_case([(3000, 1), (0, 300), (1500, 140)], num_heads, 512, 64).rounded(torch.bfloat16)
     work = Scheduling(132, 256).work(case, 441, device)
     expected = run_latents(case, work, 441, 256, device, num_sms=132)
@@ -281,7 +281,7 @@ def test_repeated_launches_give_the_same_bits(device, num_heads):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_latent_attention_allocates_nothing(device):
     case = latent_case([(300, 1), (10, 4)], 16, 512, 64).rounded(torch.bfloat16)
     work = Scheduling(132).work(case, 8, device)
     q = torch.cat((case.q_TNX, case.q_TNX[:3])).to(device)

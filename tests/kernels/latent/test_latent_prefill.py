@@ -121,7 +121,7 @@ def check(case: Case, device, tokens=None, state_rows=None) -> None:
 @SHAPES
 @DTYPES
 @pytest.mark.parametrize(("num_rows", "start"), [(1, 0), (37, 0), (19, 150)], ids=["one", "prompt", "continued"])
-def test_one_chunk(device, shape, dtype, num_rows, start):
+def test_attend_up_projected_one_chunk_is_exact(device, shape, dtype, num_rows, start):
     check(make_case(shape, num_rows, start, dtype), device)
 
 
@@ -130,23 +130,23 @@ def test_one_chunk(device, shape, dtype, num_rows, start):
 @pytest.mark.parametrize(
     ("num_rows", "start"), [(300, 0), (150, 131), (1, 300), (40, 216)], ids=["prompt", "continued", "one row", "whole"]
 )
-def test_several_chunks(device, shape, num_rows, start):
+def test_attend_up_projected_several_chunks_are_exact(device, shape, num_rows, start):
     """Rows that begin in the middle of a chunk, and rows that see nothing of the last."""
     check(make_case(shape, num_rows, start, torch.float32), device, tokens=CHUNK_STEP)
 
 
 @for_each("start", [0, 131])
-def test_rows_run_in_batches_if_the_state_is_small(device, start):
+def test_attend_up_projected_small_state_batches_rows(device, start):
     """The first of a prompt see less of a chunk than those that come after them."""
     check(make_case(WHOLE, 150, start, torch.float32), device, tokens=CHUNK_STEP, state_rows=2 * 64)
 
 
 @for_each("num_rows, start, tokens", [(5, 1500, None), (140, 1000, 2 * SPLIT_TOKENS)])
-def test_chunks_that_are_split(device, num_rows, start, tokens):
+def test_attend_up_projected_split_chunks_are_exact(device, num_rows, start, tokens):
     check(make_case(WHOLE, num_rows, start, torch.float32, page_tokens=64), device, tokens=tokens)
 
 
-def test_heads_in_groups(device):
+def test_attend_up_projected_head_groups_are_exact(device):
     """Seventeen heads are two groups, and the second has one less."""
     shape = WHOLE._replace(num_heads=17)
     assert shape.group_heads(20) == 9
@@ -156,7 +156,7 @@ def test_heads_in_groups(device):
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", QUANTIZED_LATENTS)
 @pytest.mark.parametrize("latent_dim", [64, 256])
-def test_quantized_pages(device, name, latent_dim):
+def test_attend_up_projected_over_quantized_pages_is_exact(device, name, latent_dim):
     shape = WHOLE._replace(latent_dim=latent_dim)
     check(make_case(shape, 21, 30, torch.float32, name), device)
 
@@ -164,7 +164,7 @@ def test_quantized_pages(device, name, latent_dim):
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ["auto", *QUANTIZED_LATENTS])
 @pytest.mark.parametrize(("first", "count"), [(0, 40), (13, 9), (39, 1)], ids=str)
-def test_latents_are_gathered_as_they_are_read(device, name, first, count):
+def test_gathered_latents_match_those_that_attention_reads(device, name, first, count):
     case = make_case(ODD._replace(latent_dim=144), 40, 0, torch.float32, name)
     token_W = torch.arange(first, first + count)
     slot_W = case.page_row[token_W // 16].long() * 16 + token_W % 16
@@ -178,7 +178,7 @@ def test_latents_are_gathered_as_they_are_read(device, name, first, count):
 
 
 @SHAPES
-def test_the_reference_is_exact(shape):
+def test_attend_up_projected_reference_is_exact(shape):
     case = make_case(shape, 19, 30, torch.float32)
     found = run(case, CPU, function=attend_up_projected_reference)
     torch.testing.assert_close(found.double(), exact(case), rtol=1e-5, atol=1e-5)
@@ -186,7 +186,7 @@ def test_the_reference_is_exact(shape):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-def test_row_of_nan_changes_no_other_row(device):
+def test_attend_up_projected_nan_row_changes_no_other_row(device):
     case = make_case(WHOLE, 30, 200, torch.float32)
     clean = run(case, device, tokens=CHUNK_STEP)
     case.q[11] = NAN
@@ -196,7 +196,7 @@ def test_row_of_nan_changes_no_other_row(device):
     assert same_bits(found[others], clean[others])
 
 
-def test_top_k_of_wrong_shapes_is_refused(device):
+def test_attend_up_projected_refuses_wrong_shapes(device):
     case = make_case(WHOLE, 5, 10, torch.float32)
     with pytest.raises(AssertionError, match="a chunk has at least 128"):
         run(case, device, tokens=CHUNK_STEP - 1)
@@ -209,7 +209,7 @@ def test_top_k_of_wrong_shapes_is_refused(device):
 @pytest.mark.parametrize("shape", [V2_LITE, GLM], ids=["V2-Lite", "GLM"])
 @pytest.mark.parametrize(("num_rows", "start"), [(200, 0), (300, 1000)], ids=str)
 @pytest.mark.parametrize("name", ["auto", *QUANTIZED_LATENTS])
-def test_the_sizes_of_models(device, shape, num_rows, start, name):
+def test_attend_up_projected_is_exact_at_model_sizes(device, shape, num_rows, start, name):
     case = make_case(shape, num_rows, start, torch.bfloat16, name, page_tokens=64)
     for tokens in (None, 512):
         found = run(case, device, tokens=tokens)
@@ -219,7 +219,7 @@ def test_the_sizes_of_models(device, shape, num_rows, start, name):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_attend_up_projected_allocates_nothing(device):
     case = make_case(WHOLE, 200, 1200, torch.bfloat16, page_tokens=64)
     planes, q, kv_b = on_device(case.planes, device), case.q.to(device), case.kv_b.to(device)
     page_row, out = case.page_row.to(device), torch.empty(200, 2, 32, dtype=torch.bfloat16, device=device)

@@ -83,23 +83,23 @@ def check(device, num_rows: int, sizes: tuple[int, ...], dtype: torch.dtype) -> 
 @pytest.mark.each_value
 @EACH
 @DTYPES
-def test_sizes(device, sizes, dtype):
+def test_latent_projection_is_exact_for_every_size(device, sizes, dtype):
     check(device, 5, sizes, dtype)
 
 
 @for_each("num_rows", [0, 1, 16, 17, 65, 520])
-def test_rows_of_every_launch_match(device, num_rows):
+def test_latent_projection_is_exact_for_every_row_count(device, num_rows):
     check(device, num_rows, (2, 16, 16, 32, 16), torch.float32)
 
 
 @for_each("num_rows", [17, 65, 520])
-def test_latents_and_values_of_several_blocks_match(device, num_rows):
+def test_latent_projection_several_blocks_are_exact(device, num_rows):
     """More columns than a program takes, and more than it multiplies at a time, in every form that has a loop."""
     check(device, num_rows, (2, 16, 16, 304, 144), torch.float32)
 
 
 @for_each("num_rows", [3, 17])
-def test_many_heads(device, num_rows):
+def test_latent_projection_many_heads_are_exact(device, num_rows):
     check(device, num_rows, (64, 16, 16, 32, 48), torch.float32)
 
 
@@ -128,7 +128,7 @@ def test_projection_blocks_grow_with_rows():
             assert sorted(blocks) == blocks
 
 
-def test_a_group_of_heads(device):
+def test_latent_projection_head_group_matches_all_heads(device):
     """Views of some heads of everything give what all heads give, and leave the others alone."""
     q, kv_b, latent = case(5, (5, 32, 16, 64, 48), torch.float32)
     queries = absorb(absorb_queries_triton, q, kv_b, 16, device)
@@ -144,7 +144,7 @@ def test_a_group_of_heads(device):
     assert out[:, [0, 4]].isnan().all()
 
 
-def test_row_in_batches_of_one_launch_has_the_same_bits(device):
+def test_latent_projection_is_batch_invariant(device):
     q, kv_b, latent = case(9, (2, 32, 16, 64, 48), torch.float32)
     queries = absorb(absorb_queries_triton, q, kv_b, 16, device)
     values = project(project_values_triton, latent, kv_b, 48, device)
@@ -153,7 +153,7 @@ def test_row_in_batches_of_one_launch_has_the_same_bits(device):
         assert same_bits(project(project_values_triton, latent[rows], kv_b, 48, device), values[rows])
 
 
-def test_row_of_nan_changes_no_other_row(device):
+def test_latent_projection_nan_row_changes_no_other_row(device):
     q, kv_b, latent = case(4, (2, 32, 16, 64, 48), torch.float32)
     q[2], latent[2] = NAN, NAN
     for found in (
@@ -164,7 +164,7 @@ def test_row_of_nan_changes_no_other_row(device):
         assert found[[0, 1, 3]].isfinite().all()
 
 
-def test_operations_run_the_reference_on_a_cpu():
+def test_latent_projection_on_cpu_uses_reference():
     q, kv_b, latent = case(3, (2, 32, 16, 64, 48), torch.float16)
     assert same_bits(absorb(absorb_queries, q, kv_b, 16, CPU), absorb(absorb_queries_reference, q, kv_b, 16, CPU))
     assert same_bits(
@@ -172,7 +172,7 @@ def test_operations_run_the_reference_on_a_cpu():
     )
 
 
-def test_top_k_of_wrong_shapes_is_refused():
+def test_latent_projection_refuses_wrong_shapes():
     q, kv_b, latent = case(3, (2, 32, 16, 64, 48), torch.float32)
     with pytest.raises(AssertionError, match="by the weights of 1 heads"):
         absorb_queries_triton(q, kv_b[:1], torch.empty(3, 2, 80))
@@ -187,12 +187,12 @@ def test_top_k_of_wrong_shapes_is_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 200])
 @pytest.mark.parametrize("sizes", [(16, 128, 64, 512, 128), (20, 192, 64, 512, 256)], ids=["V2-Lite", "GLM"])
-def test_the_sizes_of_models(device, num_rows, sizes):
+def test_latent_projection_is_exact_at_model_sizes(device, num_rows, sizes):
     check(device, num_rows, sizes, torch.bfloat16)
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_latent_projection_allocates_nothing(device):
     q, kv_b, latent = (x.to(device) for x in case(9, (2, 32, 16, 64, 48), torch.bfloat16))
     queries, values = (torch.empty(9, 2, size, dtype=torch.bfloat16, device=device) for size in (80, 48))
     assert_allocates_nothing(lambda: absorb_queries(q, kv_b, queries))

@@ -103,7 +103,7 @@ def widest(device) -> torch.dtype:
 @FORMATS
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("scheduling", [Scheduling(num_sms=4), Scheduling(captured=True)], ids=["split", "captured"])
-def test_steps_as_the_scheduler_cuts_them(device, widest, name, rows, scheduling) -> None:
+def test_quantized_latent_attention_is_exact_for_scheduled_steps(device, widest, name, rows, scheduling) -> None:
     judge_step(latent_case(rows), name, scheduling, device, widest, num_padding=2)
 
 
@@ -113,7 +113,7 @@ def test_steps_as_the_scheduler_cuts_them(device, widest, name, rows, scheduling
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_half_precision(device, name, dtype, large) -> None:
+def test_quantized_latent_attention_half_precision_is_exact(device, name, dtype, large) -> None:
     case = latent_case([(64, 1), (10, 3), (0, 9)], 5, 64, 32)
     judge_cut(case, name, 2, large, device, dtype, num_padding=2)
 
@@ -121,7 +121,7 @@ def test_half_precision(device, name, dtype, large) -> None:
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_heads", [1, 20, 65], ids=lambda heads: f"{heads} heads")
-def test_every_number_of_heads(device, widest, name, num_heads) -> None:
+def test_quantized_latent_attention_is_exact_for_any_head_count(device, widest, name, num_heads) -> None:
     for large in (False, True):
         judge_cut(latent_case([(33, 2)], num_heads, 16), name, 1, large, device, widest)
 
@@ -129,7 +129,7 @@ def test_every_number_of_heads(device, widest, name, num_heads) -> None:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(48, 32), (192, 24), (512, 64)], ids=lambda size: str(size))
-def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
+def test_quantized_latent_attention_is_exact_for_every_width(device, widest, name, latent_dim, rope_dim) -> None:
     for large in (False, True):
         judge_cut(latent_case([(69, 1), (30, 2)], 2, latent_dim, rope_dim), name, 1, large, device, widest)
 
@@ -137,14 +137,14 @@ def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("page_tokens", [1, 16, 128], ids=lambda size: f"pages of {size}")
-def test_every_page_size(device, widest, name, page_tokens) -> None:
+def test_quantized_latent_attention_is_exact_for_every_page_size(device, widest, name, page_tokens) -> None:
     judge_cut(latent_case([(99, 1), (60, 3)], page_tokens=page_tokens), name, 2, False, device, widest)
 
 
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_tokens", [1, 64, 65])
-def test_every_length(device, widest, name, num_tokens) -> None:
+def test_quantized_latent_attention_is_exact_for_every_length(device, widest, name, num_tokens) -> None:
     count = min(5, num_tokens)
     case = latent_case([(num_tokens - 1, 1), (num_tokens - count, count)])
     judge_cut(case, name, 1, False, device, widest)
@@ -154,7 +154,7 @@ def test_every_length(device, widest, name, num_tokens) -> None:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("height", [16, 32])
-def test_blocks_fit_into_shared_memory(name, height) -> None:
+def test_quantized_latent_blocks_fit_into_shared_memory(name, height) -> None:
     """Hopper takes the largest blocks; Ada smaller ones if needed."""
     planes = make_latent_planes(name, 512, 64, 64, 1, RedZones(torch.device("cpu")))
     large, small = (coded_blocks(height, planes, kib * 1024) for kib in (227, 99))
@@ -164,7 +164,7 @@ def test_blocks_fit_into_shared_memory(name, height) -> None:
 
 
 @FEW_FORMATS
-def test_latents_of_very_different_size(device, widest, name) -> None:
+def test_quantized_latent_attention_mixed_magnitudes_are_exact(device, widest, name) -> None:
     """A token a thousand times larger than others beside it: half precision holds what its scale multiplies."""
     case = latent_case([(150, 1)], 4, 64, 16, q_scale=0.03)
     case.tokens[0][:, :64] *= torch.where(torch.arange(151) % 7 == 3, 300.0, 0.3).unsqueeze(1)
@@ -177,7 +177,7 @@ def test_latents_of_very_different_size(device, widest, name) -> None:
 
 
 @FEW_FORMATS
-def test_queries_beyond_half_precision_are_cut(device, name) -> None:
+def test_quantized_latent_attention_clamps_huge_queries(device, name) -> None:
     """To its largest number: an infinite query would make NaN of every score."""
     case, planes = quantized(latent_case([(20, 1)]), name)
     work, _ = cut_work(case, 1, False, 1, device)
@@ -194,7 +194,7 @@ def test_queries_beyond_half_precision_are_cut(device, name) -> None:
 @FORMATS
 @pytest.mark.parametrize("num_heads", [16, 20, 40, 128])
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_full_size(device, name, num_heads, large) -> None:
+def test_quantized_latent_attention_is_exact_at_full_size(device, name, num_heads, large) -> None:
     judge_cut(latent_case([(700, 1), (250, 5)], num_heads, 512, 64), name, 2, large, device, torch.bfloat16)
     judge_cut(
         latent_case([(63, 1), (64, 1), (0, 19), (5, 2)], num_heads, 512, 64), name, 1, large, device, torch.float16
@@ -203,7 +203,7 @@ def test_full_size(device, name, num_heads, large) -> None:
 
 @pytest.mark.gpu
 @FORMATS
-def test_attention_allocates_nothing(device, name) -> None:
+def test_quantized_latent_attention_allocates_nothing(device, name) -> None:
     case, planes = quantized(latent_case([(200, 1)], 16, 512, 64).rounded(torch.bfloat16), name)
     work, num_partials = cut_work(case, 2, False, 1, device)
     held, table_NP, q_TNX = on_device(planes, device), case.page_table().to(device), case.q_TNX.to(device)

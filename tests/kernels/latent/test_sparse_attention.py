@@ -50,7 +50,7 @@ def judge(case: SparseCase, device, num_sms: int = 1) -> torch.Tensor:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("num_sms", [1, 9], ids=["whole", "split"])
-def test_rows_attend_to_their_lists(device, widest, name, num_sms) -> None:
+def test_sparse_attention_rows_attend_to_their_lists(device, widest, name, num_sms) -> None:
     judge(sparse_case(CONTEXTS, 133, name, dtype=widest), device, num_sms)
 
 
@@ -58,14 +58,14 @@ def test_rows_attend_to_their_lists(device, widest, name, num_sms) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
-def test_half_precision(device, name, dtype) -> None:
+def test_sparse_attention_half_precision_is_exact(device, name, dtype) -> None:
     judge(sparse_case([150, 0, 40], 70, name, 5, 64, 32, dtype=dtype), device, num_sms=3)
 
 
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_heads", [1, 20, 65], ids=lambda heads: f"{heads} heads")
-def test_every_number_of_heads(device, widest, name, num_heads) -> None:
+def test_sparse_attention_is_exact_for_every_head_count(device, widest, name, num_heads) -> None:
     """Also those that leave places of a block, or of the last one, empty."""
     judge(sparse_case([40], 20, name, num_heads, 16, dtype=widest), device)
 
@@ -80,13 +80,13 @@ def test_every_number_of_heads(device, widest, name, num_heads) -> None:
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("num_heads", [66], ids=lambda heads: f"{heads} heads")
-def test_high_tiles_over_codes(device, widest, name, latent_dim, num_heads) -> None:
+def test_sparse_attention_high_tiles_over_codes_are_exact(device, widest, name, latent_dim, num_heads) -> None:
     """Up to 64 heads, split, with partial last blocks of tokens and heads."""
     case = sparse_case([150, 0, 3], 70, name, num_heads, latent_dim, 32, dtype=widest)
     judge(case, device, num_sms=8)
 
 
-def test_scales_of_one_token_may_be_far_apart(device, widest) -> None:
+def test_sparse_attention_distant_scales_of_a_token_are_exact(device, widest) -> None:
     """A tile of a latent a million times smaller than its neighbour is lost beside it, not in the way."""
     case = sparse_case([40], 20, "fp8_ds_mla", 40, 256, 16, dtype=widest, q_scale=0.5)
     scales_S2 = case.planes.rows_SX[:, 256:264].view(torch.float32)
@@ -100,28 +100,28 @@ def test_scales_of_one_token_may_be_far_apart(device, widest) -> None:
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(48, 32), (192, 24), (512, 64)], ids=lambda size: str(size))
-def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
+def test_sparse_attention_is_exact_for_every_width(device, widest, name, latent_dim, rope_dim) -> None:
     judge(sparse_case([80], 40, name, 2, latent_dim, rope_dim, dtype=widest), device, num_sms=1)
 
 
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("page_tokens", [1, 64], ids=lambda size: f"pages of {size}")
-def test_every_page_size(device, widest, name, page_tokens) -> None:
+def test_sparse_attention_is_exact_for_every_page_size(device, widest, name, page_tokens) -> None:
     judge(sparse_case([200, 60], 65, name, 2, page_tokens=page_tokens, dtype=widest), device)
 
 
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("top_k", [1, 63, 64, 65])
-def test_every_length_of_lists(device, widest, name, top_k) -> None:
+def test_sparse_attention_is_exact_for_every_list_length(device, widest, name, top_k) -> None:
     judge(sparse_case([200, top_k, 1], top_k, name, 2, dtype=widest), device, num_sms=4)
 
 
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_heads", [2, 40], ids=["low tiles", "high tiles"])
-def test_lists_of_many_blocks(device, widest, name, num_heads) -> None:
+def test_sparse_attention_lists_of_many_blocks_are_exact(device, widest, name, num_heads) -> None:
     """In one split: lists are read several blocks ahead."""
     case = sparse_case([400, 380], 330, name, num_heads, 128 if num_heads == 40 else 16, dtype=widest)
     judge(case, device, num_sms=1)
@@ -130,14 +130,14 @@ def test_lists_of_many_blocks(device, widest, name, num_heads) -> None:
 @pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS, SPREAD_MERGE_ROWS], ids=lambda n: f"{n} padded")
-def test_splits_without_tokens_weigh_nothing(device, widest, name, num_padding) -> None:
+def test_sparse_attention_empty_splits_weigh_nothing(device, widest, name, num_padding) -> None:
     """Rows of few tokens, with every shape of the merge, which skips padding."""
     case = sparse_case([300, 3, 129, *num_padding * [0]], 256, name, 2, 16, dtype=widest)
     judge(case, device, num_sms=150)
 
 
 @FORMATS
-def test_the_reference_is_plain_attention_to_the_list(name) -> None:
+def test_sparse_attention_reference_attends_to_the_list(name) -> None:
     case = sparse_case(CONTEXTS, 33, name)
     out, exact = run_sparse(case, torch.device("cpu"), function=sparse_attention_reference), case.exact()
     chooses = case.num_tokens_T > 0
@@ -146,7 +146,7 @@ def test_the_reference_is_plain_attention_to_the_list(name) -> None:
 
 
 @FORMATS
-def test_a_list_of_everything_is_dense_attention(device, widest, name) -> None:
+def test_sparse_attention_over_all_tokens_equals_dense(device, widest, name) -> None:
     """As the reference of the dense kernel has it, over the same pages."""
     case = sparse_case([20, 9], 32, name, dtype=widest)
     expected, tolerance = dense(case), QUANTIZED_TOLERANCE[widest]
@@ -156,7 +156,7 @@ def test_a_list_of_everything_is_dense_attention(device, widest, name) -> None:
 
 
 @FEW_FORMATS
-def test_places_that_name_no_token_are_not_followed(device, widest, name) -> None:
+def test_sparse_attention_follows_no_place_without_a_token(device, widest, name) -> None:
     """Sentinels in a list, and positions past the context, are never looked up in the table."""
     case = sparse_case([90, 50, 70], 70, name, 2, 16, dtype=widest)
     case.tokens_TK[0, ::3] = -1
@@ -171,7 +171,7 @@ def test_places_that_name_no_token_are_not_followed(device, widest, name) -> Non
 
 
 @FEW_FORMATS
-def test_row_in_any_batch_gives_the_same_bits(device, widest, name) -> None:
+def test_sparse_attention_is_batch_invariant(device, widest, name) -> None:
     """In steps of as many rows; twice, too."""
     case = sparse_case([90, 80, 0, 70], 66, name, 2, 16, dtype=widest)
     out = run_sparse(case, device, num_sms=4)
@@ -196,7 +196,7 @@ def dense(case: SparseCase) -> torch.Tensor:
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_sms", [1, 20, 132, 160])
 @pytest.mark.parametrize("num_heads", [1, 16, 20, 64, 65, 128])
-def test_partials_are_planned_for_every_number_of_rows(num_heads, num_sms) -> None:
+def test_sparse_partials_suffice_for_every_number_of_rows(num_heads, num_sms) -> None:
     most = 0
     for num_rows in range(1, 600):
         splits = sparse_splits(num_rows, num_heads, num_sms)
@@ -206,13 +206,13 @@ def test_partials_are_planned_for_every_number_of_rows(num_heads, num_sms) -> No
     assert sparse_partials(600, num_heads) * num_heads <= 4 * 132 * 64
 
 
-def test_few_rows_fill_the_machine() -> None:
+def test_sparse_splits_of_few_rows_fill_the_gpu() -> None:
     assert [sparse_splits(num_rows, 16, 132) for num_rows in (1, 16, 32, 64, 264, 265)] == [32, 17, 9, 5, 1, 1]
     assert [sparse_splits(num_rows, 64, 132) for num_rows in (1, 8, 32, 66, 132, 133)] == [32, 11, 4, 2, 1, 2]
     assert [sparse_splits(num_rows, 128, 132) for num_rows in (1, 16, 32, 64, 67, 1024)] == [32, 4, 2, 1, 2, 1]
 
 
-def test_low_tiles_fill_the_machine_once() -> None:
+def test_low_splits_fill_the_gpu_once() -> None:
     """A program has a multiprocessor for itself: no more of them than there are, unless there have to be."""
     assert [low_splits(num_rows, 16, 2048, 132, 128) for num_rows in (1, 8, 32, 64, 132, 133)] == [16, 16, 4, 2, 1, 2]
     for num_rows in range(1, 600):
@@ -226,7 +226,7 @@ def list_call(num_rows: int, partial_lse_CH: torch.Tensor) -> LatentCall:
     return LatentCall(q_TNX, planes, nothing, 1.0, nothing, partial_lse_CH, nothing, 132)
 
 
-def test_splits_are_whole_blocks_and_none_is_empty() -> None:
+def test_list_splits_are_whole_blocks_and_never_empty() -> None:
     partials = torch.empty(sparse_partials(300, 16), 16)
     for num_places in (1, 64, 100, 2048):
         for num_rows in (1, 3, 32, 40, 300):
@@ -243,14 +243,14 @@ def test_list_splits_without_room_for_partials_raise() -> None:
     assert ListSplits.of(list_call(2, torch.empty(1024)), 2048, 64) == (32, 64)
 
 
-def test_steps_of_many_rows_differ_in_nothing_that_changes_bits() -> None:
+def test_sparse_row_form_is_constant_for_many_rows() -> None:
     assert {row_form(num_rows).merges_side_by_side for num_rows in range(16, 300)} == {False}
 
 
 @pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_heads", [16, 20, 40, 64, 100, 128], ids=lambda heads: f"{heads} heads")
-def test_real_sizes_on_a_gpu(device, name, num_heads) -> None:
+def test_sparse_attention_is_exact_at_model_sizes(device, name, num_heads) -> None:
     """Lists of 2,048 tokens, whole and split, beside rows that do not choose."""
     case = sparse_case([5000, 0, 2049, 2100], 2048, name, num_heads, 512, 64, 64, torch.bfloat16, q_scale=1.0)
     for num_sms in (1, 132):
@@ -260,7 +260,7 @@ def test_real_sizes_on_a_gpu(device, name, num_heads) -> None:
 @pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_heads", [16, 64, 100], ids=lambda heads: f"{heads} heads")
-def test_real_widths_with_odd_lists_on_a_gpu(device, name, num_heads) -> None:
+def test_sparse_attention_odd_lists_are_exact_on_gpu(device, name, num_heads) -> None:
     """Short lists, lists of less than a block, lists with holes, pages of any size, both half precisions."""
     for dtype, page_tokens, top_k in ((torch.float16, 1, 1), (torch.bfloat16, 16, 65), (torch.float16, 256, 330)):
         case = sparse_case([700, 0, 3, 64, 400], top_k, name, num_heads, 512, 64, page_tokens, dtype, q_scale=1.0)
@@ -278,7 +278,7 @@ def test_real_widths_with_odd_lists_on_a_gpu(device, name, num_heads) -> None:
 @pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_heads", [16, 128], ids=lambda heads: f"{heads} heads")
-def test_attention_allocates_nothing(device, name, num_heads) -> None:
+def test_sparse_attention_allocates_nothing(device, name, num_heads) -> None:
     case = sparse_case([300, 0], 128, name, num_heads, 512, 64, 64, torch.bfloat16)
     held, table_NP, q_TNX = on_device(case.planes, device), case.table_NP.to(device), case.q_TNX.to(device)
     rows, tokens_TK, count = case.rows_on(device), case.tokens_TK.to(device), sparse_partials(2, num_heads)
@@ -291,7 +291,7 @@ def test_attention_allocates_nothing(device, name, num_heads) -> None:
 @pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_heads", [16, 128], ids=lambda heads: f"{heads} heads")
-def test_a_captured_step_serves_any_lengths(device, name, num_heads) -> None:
+def test_sparse_attention_graph_serves_any_lengths(device, name, num_heads) -> None:
     """Captured where no row chooses; replayed where all do, and where some do: as launched, to the bit."""
     case = sparse_case([300, 150, 129], 128, name, num_heads, 512, 64, 64, torch.bfloat16)
     held, table_NP, q_TNX = on_device(case.planes, device), case.table_NP.to(device), case.q_TNX.to(device)

@@ -79,7 +79,7 @@ SPECIAL = torch.tensor(
 @pytest.mark.each_value
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 6, 9], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("length", [0, 1, 4, 6], ids=lambda length: f"{length} tokens")
-def test_reference_is_the_definition(k, length):
+def test_top_k_reference_matches_the_definition(k, length):
     lengths = [length] * len(SPECIAL)
     out = torch.full((len(SPECIAL), k), 77, dtype=torch.int32)
     assert top_k_tokens(SPECIAL, rows_of(lengths), out) is out
@@ -122,7 +122,7 @@ def test_top_k_kernels_select_like_the_reference(device, guarded, kind):
 
 
 @pytest.mark.parametrize("k", [1, 2, 63, 64, 65, 599, 600, 601], ids=lambda k: f"K{k}")
-def test_any_number_of_tokens(device, guarded, k):
+def test_top_k_tokens_matches_reference_for_any_k(device, guarded, k):
     scores = (random(1, 600) * 9).round()
     assert chosen(guarded, device, scores, [600], k) == by_reference(scores, [600], k)
 
@@ -156,20 +156,20 @@ def test_top_k_of_random_scores_lists_a_few_near_tokens(device, guarded):
     assert all(20 <= count <= 256 for count in num_near), num_near
 
 
-def test_rows_of_any_length_and_without_selection_match(device, guarded):
+def test_top_k_of_any_row_length_matches_reference(device, guarded):
     lengths = [0, 1, 15, 16, 17, 64, 65, 0, 256, 257, 300]
     scores = random(len(lengths), 300)
     assert chosen(guarded, device, scores, lengths, 16) == by_reference(scores, lengths, 16)
 
 
 @pytest.mark.parametrize("first", [61, 125, 253], ids=lambda first: f"from {first}")
-def test_ties_across_the_border_of_a_chunk_and_a_block(device, guarded, first):
+def test_top_k_ties_across_chunk_border_take_lower_positions(device, guarded, first):
     scores = torch.zeros(1, 300)
     scores[0, first : first + 8] = 1.0
     assert chosen(guarded, device, scores, [300], 5) == [list(range(first, first + 5))]
 
 
-def test_row_in_a_batch_selects_as_alone(device, guarded):
+def test_top_k_is_batch_invariant(device, guarded):
     scores, lengths = (random(4, 300) * 2).round(), [300, 40, 0, 260]
     together = chosen(guarded, device, scores, lengths, 24)
     order = [2, 0, 3, 1]
@@ -178,12 +178,12 @@ def test_row_in_a_batch_selects_as_alone(device, guarded):
         assert chosen(guarded, device, scores[row : row + 1], lengths[row : row + 1], 24) == together[row : row + 1]
 
 
-def test_chunks_of_a_list_end_anywhere(device, guarded):
+def test_top_k_chunks_of_any_length_match_reference(device, guarded):
     scores = random(8, 1000)
     assert chosen(guarded, device, scores, [1000] * 8, 40) == by_reference(scores, [1000] * 8, 40)
 
 
-def test_a_list_that_is_just_full(device, guarded):
+def test_top_k_tokens_full_tie_list_takes_lower_positions(device, guarded):
     scores = torch.zeros(1, 600)
     scores[0, 100:356] = 1.0
     assert chosen(guarded, device, scores, [600], 64) == [list(range(100, 164))]
@@ -199,7 +199,7 @@ class Misled(TopKForm):
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["random", "rising", "falling", "neighbours in bits", "NaN"])
 @pytest.mark.parametrize("sample", [64, 128], ids=["too few", "too many"])
-def test_misleading_sample_scans_the_whole_row(device, guarded, kind, sample):
+def test_top_k_misleading_sample_scans_the_whole_row(device, guarded, kind, sample):
     scores = KINDS[kind](1200).view(1, -1)
     found = chosen(guarded, device, scores, [1200], 50, Misled(*SMALL)._replace(sample_tokens=sample))
     assert found == by_reference(scores, [1200], 50)
@@ -217,7 +217,7 @@ def test_top_k_of_real_sizes_matches(device, guarded, kind, context, k):
 
 @settings(max_examples=25)
 @given(st.data())
-def test_any_scores(device, data):
+def test_top_k_tokens_matches_definition_for_any_scores(device, data):
     length = data.draw(st.integers(1, 150))
     numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, INF, -INF, NAN]) | st.floats(width=32)
     few = data.draw(st.lists(numbers, min_size=1, max_size=40))
@@ -233,13 +233,13 @@ def test_any_scores(device, data):
 @pytest.mark.each_value
 @pytest.mark.parametrize("k", [1, 512, 1024, 2048])
 @pytest.mark.parametrize("context", [100, BLOCK_ITEMS, BLOCK_ITEMS + 1, 163840, 2**20])
-def test_scratch_is_small_beside_the_scores(k, context):
+def test_top_k_scratch_is_small_beside_the_scores(k, context):
     num_bytes = sum(spec.num_bytes for spec in top_k_specs(64, context, k))
     assert num_bytes <= 64 * (2**16 + 99 + context // 512)
     assert sum(spec.num_bytes for spec in top_k_specs(0, context, k)) == 0
 
 
-def test_sizes_of_the_selection_are_known():
+def test_top_k_form_sizes_are_known():
     """Blocks of 4 K and more, one token in 64 sampled, ranks between K and a full list, 16 items a thread."""
     form = TOP_K_FORM
     assert [form.block(k) for k in (1, 2048, 2049, 4096)] == [8192, 8192, 16384, 16384]
@@ -279,7 +279,7 @@ def test_top_k_of_wrong_shapes_is_refused(device, guarded):
     [(1, 131072, 2048), (64, 131072, 2048), (64, 8192, 2048), (3, 2**20, 512), (300, 163840, 1024), (2, 40000, 1)],
     ids=lambda size: str(size),
 )
-def test_long_contexts_from_a_graph(device, guarded, num_rows, context, k):
+def test_top_k_of_long_contexts_in_graph_matches_reference(device, guarded, num_rows, context, k):
     specs = top_k_specs(num_rows, context, k)
     scratch = {spec.name: guarded(*spec.shape, dtype=torch.int32).fill_(NOWHERE) for spec in specs}
     scores, out = guarded(num_rows, context), guarded(num_rows, k, dtype=torch.int32)

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from holdfast.kernels import operation
 from holdfast.kernels.attention.split_kv import LOG2_E
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.attention.write_kv import Rotary
@@ -126,7 +127,7 @@ def record(monkeypatch):
     def of(module: ModuleType, kernel: str = "_attend_kernel") -> list[Launch]:
         recorder = Recorder(vars(module)[kernel])
         monkeypatch.setattr(module, kernel, recorder)
-        monkeypatch.setattr(module, "supports_pdl", lambda tensor: True)
+        monkeypatch.setattr(operation, "supports_pdl", lambda tensor: True)
         return recorder.launches
 
     return of
@@ -136,7 +137,7 @@ def record(monkeypatch):
 @pytest.mark.parametrize("num_heads", [20, 100])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.each_pair
-def test_tiles_on_hopper_get_every_argument(record, monkeypatch, name, num_heads, large):
+def test_hopper_tile_launch_gets_every_argument(record, monkeypatch, name, num_heads, large):
     step, descriptors = Step(name, num_heads), MagicMock()
     module, attend = gathered_attention, gathered_attention.attend_gathered_tiles
     if name == "plain":
@@ -161,7 +162,7 @@ def test_tiles_on_hopper_get_every_argument(record, monkeypatch, name, num_heads
 
 @pytest.mark.parametrize("num_rows", [1, 40])
 @pytest.mark.parametrize("name", FORMATS)
-def test_lists_on_hopper_get_every_argument(record, name, num_rows):
+def test_hopper_list_launch_gets_every_argument(record, name, num_rows):
     """Run each of the three kernels."""
     for module, kernel, attend, num_heads in (
         (gathered_attention, "_attend_kernel", gathered_attention.attend_gathered_lists, 100),
@@ -180,7 +181,7 @@ def test_lists_on_hopper_get_every_argument(record, name, num_rows):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_lists_are_merged_if_split(monkeypatch, num_splits):
+def test_hopper_lists_are_merged_if_split(monkeypatch, num_splits):
     step, merged = Step("plain", 16), []
     monkeypatch.setattr(latent_attention, "_attend_lists", lambda *_: num_splits)
     monkeypatch.setattr(latent_attention, "merge_lists", lambda *arguments: merged.append(arguments))
@@ -190,14 +191,14 @@ def test_lists_are_merged_if_split(monkeypatch, num_splits):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_turns_run_for_faster_kinds_only(record, monkeypatch, name):
+def test_hopper_turns_run_for_faster_kinds_only(record, monkeypatch, name):
     step, launches = Step(name, 16), record(sparse_low_attention)
     monkeypatch.setattr(sparse_low_attention, "attend_turns", lambda *_: 77)
     num_partials = sparse_low_attention.attend_low_lists(step.call(60), step.rows, step.tokens)
     assert (num_partials == 77) == (not launches) == (name in ("plain", "fp8_ds_mla"))
 
 
-def test_turns_need_partials_for_two_of_every_split():
+def test_hopper_turns_need_two_partials_a_split():
     call = Step("plain", 16).call(60)
     needed = 2 * 3 * 16 * sparse_low_attention.low_splits(3, 16, 300, 60, 128)
     for count, is_taken in ((needed, True), (needed - 1, False)):
@@ -208,7 +209,7 @@ def test_turns_need_partials_for_two_of_every_split():
 
 @pytest.mark.parametrize("scope", ["window", "entries", "selected"])
 @pytest.mark.parametrize("name", ["plain", "fp8_ds_v4"])
-def test_scopes_on_hopper_get_every_argument(record, name, scope):
+def test_hopper_scope_launch_gets_every_argument(record, name, scope):
     def planes_of(page: int) -> LatentPlanes:
         if name == "plain":
             return LatentPlanes("plain", 448, 64, page, torch.zeros(128, 512, dtype=BF16))
@@ -280,7 +281,7 @@ def capability(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_kernel_of_lists_follows_the_heads(capability, monkeypatch, name):
+def test_hopper_list_kernel_follows_the_heads(capability, monkeypatch, name):
     taken = []
     for kernel in ("attend_low_lists", "attend_gathered_lists", "_attend_lists"):
         monkeypatch.setattr(latent_attention, kernel, lambda *_, kernel=kernel: taken.append(kernel) or 1)
@@ -294,7 +295,7 @@ def test_kernel_of_lists_follows_the_heads(capability, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_kernel_of_tiles_follows_their_height(capability, monkeypatch, name):
+def test_hopper_tile_kernel_follows_their_height(capability, monkeypatch, name):
     taken = []
     wide, narrow = "attend_warpgroups" if name == "plain" else "attend_gathered_tiles", "_attend_tiles"
     for kernel in (wide, narrow):

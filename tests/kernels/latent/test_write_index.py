@@ -136,19 +136,19 @@ def judge(case: IndexCase, name: str, device) -> None:
 @pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize("name", KINDS)
-def test_every_shape_is_written_like_the_reference(device, name, dim, rope_dim, num_heads) -> None:
+def test_write_index_matches_reference_for_every_shape(device, name, dim, rope_dim, num_heads) -> None:
     judge(make_case(5, num_heads, dim, rope_dim), name, device)
 
 
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("name", ["float32", "fp8"])
-def test_every_type_of_rows(device, dtype, name) -> None:
+def test_write_index_matches_reference_for_every_dtype(device, dtype, name) -> None:
     judge(make_case(4, 4, 128, 64, dtype), name, device)
 
 
 @pytest.mark.parametrize("name", ["float32", "fp8", pytest.param("bfloat16", marks=pytest.mark.gpu)])
-def test_neighbours_are_turned_like_the_reference(device, name) -> None:
+def test_write_index_by_neighbours_matches_reference(device, name) -> None:
     judge(replace(make_case(5, 32, 128, 64), by_neighbours=True), name, device)
 
 
@@ -156,7 +156,7 @@ def test_neighbours_are_turned_like_the_reference(device, name) -> None:
 @SHAPES
 @pytest.mark.parametrize("by_neighbours", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("function", [write_index_triton, write_index_reference])
-def test_a_key_is_normed_then_turned(device, function, by_neighbours, dim, rope_dim, num_heads) -> None:
+def test_write_index_norms_a_key_before_rotation(device, function, by_neighbours, dim, rope_dim, num_heads) -> None:
     case = replace(make_case(4, num_heads, dim, rope_dim), by_neighbours=by_neighbours)
     where = "cpu" if function is write_index_reference else device
     planes, _ = written(function, case, "float32", where)
@@ -172,7 +172,7 @@ def test_a_key_is_normed_then_turned(device, function, by_neighbours, dim, rope_
 
 
 @for_each("function", [write_index_triton, write_index_reference])
-def test_codes_read_back_are_near_the_key(device, function) -> None:
+def test_write_index_codes_are_near_the_key(device, function) -> None:
     case = make_case(6, 2, 128, 64)
     planes, _ = written(function, case, "fp8", "cpu" if function is write_index_reference else device)
     assert planes.scales_S1 is not None
@@ -185,7 +185,7 @@ def test_codes_read_back_are_near_the_key(device, function) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", KINDS)
-def test_row_in_another_batch_has_the_same_bytes(device, name) -> None:
+def test_write_index_is_batch_invariant(device, name) -> None:
     case = make_case(5, 4, 128, 64)
     together, _ = written(write_index_triton, case, name, device)
     for row in (0, 3):
@@ -195,7 +195,7 @@ def test_row_in_another_batch_has_the_same_bytes(device, name) -> None:
         assert torch.equal(keys_of(planes, alone.slots), keys_of(together, alone.slots))
 
 
-def test_no_rows_and_rows_of_padding_write_nothing(device) -> None:
+def test_write_index_padding_writes_nothing(device) -> None:
     for num_rows in (0, 2):
         case = make_case(num_rows, 2, 64, 16)
         case.slots.fill_(-1)
@@ -203,7 +203,7 @@ def test_no_rows_and_rows_of_padding_write_nothing(device) -> None:
 
 
 @for_each("name", ["float32", "fp8"])
-def test_a_row_without_variance_is_the_bias(device, name) -> None:
+def test_write_index_constant_row_is_the_bias(device, name) -> None:
     case = make_case(2, 2, 32, 16)
     case.k.fill_(3.0)
     case.rotary = rotary_rows(torch.zeros(2), 16)
@@ -212,7 +212,7 @@ def test_a_row_without_variance_is_the_bias(device, name) -> None:
     torch.testing.assert_close(keys_of(planes, case.slots)[0], case.norm.bias_D, rtol=step, atol=1e-3)
 
 
-def test_the_scale_of_small_keys_has_an_end(device) -> None:
+def test_write_index_scale_of_small_keys_is_bounded(device) -> None:
     case = make_case(3, 2, 32, 16)
     case.norm.weight_D.zero_()
     case.norm.bias_D.mul_(1e-7)
@@ -233,7 +233,7 @@ def coded(function, q_TID: torch.Tensor, weights_TI: torch.Tensor, device="cpu")
 @pytest.mark.each_value
 @SHAPES
 @DTYPES
-def test_queries_have_the_codes_of_the_reference(device, dtype, dim, rope_dim, num_heads) -> None:
+def test_quantize_index_queries_matches_reference(device, dtype, dim, rope_dim, num_heads) -> None:
     """To the bit: there is no sum in them."""
     generator = torch.Generator().manual_seed(0)
     q_TID = torch.randn(3, num_heads, dim, generator=generator).mul(torch.tensor([1e-3, 1.0, 30.0])[:, None, None])
@@ -245,7 +245,7 @@ def test_queries_have_the_codes_of_the_reference(device, dtype, dim, rope_dim, n
 
 
 @for_each("function", [quantize_index_queries_triton, quantize_index_queries_reference])
-def test_scales_at_their_edges(device, function) -> None:
+def test_quantize_index_queries_scales_are_exact_at_their_edges(device, function) -> None:
     """A power of two takes amax to 448 exactly; one step above it takes the next. Beneath 1e-10 there is no smaller scale."""
     where = "cpu" if function is quantize_index_queries_reference else device
     above = torch.nextafter(torch.tensor(448.0), torch.tensor(1000.0)).item()
@@ -262,7 +262,7 @@ def test_scales_at_their_edges(device, function) -> None:
 
 
 @for_each("function", [quantize_index_queries_triton, quantize_index_queries_reference])
-def test_nan_stays_in_its_head(device, function) -> None:
+def test_quantize_index_queries_nan_stays_in_its_head(device, function) -> None:
     q_TID = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
     q_TID[0, 1, 5] = torch.nan
     where = "cpu" if function is quantize_index_queries_reference else device
@@ -274,7 +274,7 @@ def test_nan_stays_in_its_head(device, function) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bfloat16", "fp8"])
-def test_a_write_allocates_nothing(device, name) -> None:
+def test_write_index_allocates_nothing(device, name) -> None:
     case = make_case(4, 64, 128, 64, torch.bfloat16)
     planes = make_index_planes(name, 128, PAGE_TOKENS, NUM_PAGES, RedZones(device))
     norm = IndexNorm(case.norm.weight_D.to(device), case.norm.bias_D.to(device), case.norm.eps)

@@ -100,18 +100,18 @@ def judge(case: LatentCase, name: str, device) -> None:
 @pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize("name", QUANTIZED_LATENTS)
-def test_every_shape_is_quantized_like_the_reference(device, name, latent_dim, rope_dim, num_heads) -> None:
+def test_write_latent_matches_reference_for_every_shape(device, name, latent_dim, rope_dim, num_heads) -> None:
     judge(make_latent_case(5, num_heads, latent_dim, rope_dim, torch.float32, NUM_PAGES * PAGE_TOKENS), name, device)
 
 
 @SHAPES
-def test_plain_pages_hold_the_same_numbers(device, latent_dim, rope_dim, num_heads) -> None:
+def test_write_latent_plain_pages_match_reference(device, latent_dim, rope_dim, num_heads) -> None:
     case = make_latent_case(5, num_heads, latent_dim, rope_dim, torch.float32, NUM_PAGES * PAGE_TOKENS)
     judge(case, "float32", device)
 
 
 @pytest.mark.parametrize("name", ["float32", *QUANTIZED_LATENTS])
-def test_heads_of_several_programs_match_the_reference(device, monkeypatch, name) -> None:
+def test_write_latent_heads_of_several_programs_match_reference(device, monkeypatch, name) -> None:
     """Two heads go to a program, and eps is as large as what is normed."""
     monkeypatch.setattr(write_latent_module, "ELEMENTS_PER_PROGRAM", 16)
     for latent_dim in (48, 256):
@@ -119,7 +119,7 @@ def test_heads_of_several_programs_match_the_reference(device, monkeypatch, name
         judge(replace(case, norm=case.norm._replace(eps=0.7)), name, device)
 
 
-def test_a_latent_is_normed_with_its_eps() -> None:
+def test_write_latent_norms_a_latent_with_its_eps() -> None:
     case = make_latent_case(4, 2, 48, 8, torch.float32, NUM_PAGES * PAGE_TOKENS)
     planes, _ = written(write_latent, replace(case, norm=case.norm._replace(eps=0.7)), "float32")
     used = case.slots >= 0
@@ -131,12 +131,12 @@ def test_a_latent_is_normed_with_its_eps() -> None:
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("name", ["float16", *QUANTIZED_LATENTS])
-def test_every_type(device, dtype, name) -> None:
+def test_write_latent_matches_reference_for_every_dtype(device, dtype, name) -> None:
     judge(make_latent_case(4, 4, 256, 32, dtype, NUM_PAGES * PAGE_TOKENS, seed=1), name, device)
 
 
 @for_each("name", QUANTIZED_LATENTS)
-def test_rows_read_back_are_normed_and_rotated(name) -> None:
+def test_write_latent_rows_are_normed_and_rotated(name) -> None:
     case = make_latent_case(4, 2, 512, 64, torch.float32, NUM_PAGES * PAGE_TOKENS)
     planes, _ = written(write_latent, case, name)
     plain, _ = written(write_latent_reference, case, "float32")
@@ -150,7 +150,7 @@ def test_rows_read_back_are_normed_and_rotated(name) -> None:
         assert float(((read - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()) < 0.11
 
 
-def test_row_in_another_batch_has_the_same_bytes(device) -> None:
+def test_write_latent_is_batch_invariant(device) -> None:
     case = make_latent_case(5, 4, 512, 64, torch.float32, NUM_PAGES * PAGE_TOKENS)
     together, _ = written(write_latent_triton, case, "turboquant_mla_4bit", device)
     for row in (0, 3):
@@ -162,7 +162,7 @@ def test_row_in_another_batch_has_the_same_bytes(device) -> None:
             assert torch.equal(mine[slot], theirs[slot])
 
 
-def test_no_rows_and_rows_of_padding_write_nothing(device) -> None:
+def test_write_latent_padding_writes_nothing(device) -> None:
     for num_rows in (0, 2):
         case = make_latent_case(num_rows, 2, 64, 16, torch.float32, NUM_PAGES * PAGE_TOKENS)
         case.slots.fill_(-1)
@@ -170,7 +170,7 @@ def test_no_rows_and_rows_of_padding_write_nothing(device) -> None:
 
 
 @for_each("name", QUANTIZED_LATENTS)
-def test_zeros_are_zeros(device, name) -> None:
+def test_write_latent_zeros_stay_zeros(device, name) -> None:
     case = make_latent_case(2, 2, 256, 32, torch.float32, NUM_PAGES * PAGE_TOKENS)
     case.latent.zero_()
     planes, _ = written(write_latent_triton, case, name, device)
@@ -179,7 +179,7 @@ def test_zeros_are_zeros(device, name) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bfloat16", *QUANTIZED_LATENTS])
-def test_a_write_allocates_nothing(device, name) -> None:
+def test_write_latent_allocates_nothing(device, name) -> None:
     case = make_latent_case(4, 16, 512, 64, torch.bfloat16, NUM_PAGES * PAGE_TOKENS)
     planes = make_latent_planes(name, 512, 64, PAGE_TOKENS, NUM_PAGES, RedZones(device))
     norm = LatentNorm(case.norm.weight_L.to(device), case.norm.eps)

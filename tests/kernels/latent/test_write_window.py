@@ -112,18 +112,18 @@ def judge(case: WindowCase, name: str, device, is_rotated=False) -> None:
     "latent_dim, rope_dim, num_heads, name",
     [(448, 64, 9, "fp8_ds_v4"), (448, 64, 2, "float32"), (64, 8, 3, "fp8_ds_v4"), (24, 8, 5, "float16")],
 )
-def test_every_shape_is_written_like_the_reference(device, latent_dim, rope_dim, num_heads, name) -> None:
+def test_write_window_matches_reference_for_every_shape(device, latent_dim, rope_dim, num_heads, name) -> None:
     judge(make_case(5, num_heads, latent_dim, rope_dim), name, device)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(448, 64), (64, 8), (24, 8), (48, 4)])
 @pytest.mark.parametrize("name", ["float32", "turboquant_mla_4bit"])
-def test_rotated_like_the_reference(device, name, latent_dim, rope_dim) -> None:
+def test_write_window_rotated_vectors_match_reference(device, name, latent_dim, rope_dim) -> None:
     judge(make_case(4, 3, latent_dim, rope_dim), name, device, is_rotated=True)
 
 
-def test_heads_and_vectors_share_the_rotated_space() -> None:
+def test_write_window_heads_and_vectors_share_the_rotated_space() -> None:
     """Rotation keeps products and is its own inverse; TurboQuant windows are always rotated."""
     case = make_case(4, 3, 448, 64)
     plain, q = written(write_window, case, "float32")
@@ -141,11 +141,11 @@ def test_heads_and_vectors_share_the_rotated_space() -> None:
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("name", NAMES)
-def test_every_type(device, dtype, name) -> None:
+def test_write_window_matches_reference_for_every_dtype(device, dtype, name) -> None:
     judge(make_case(4, 4, 128, 32, dtype), name, device)
 
 
-def test_bytes_are_those_of_the_packed_vector() -> None:
+def test_write_window_stores_bytes_of_the_packed_vector() -> None:
     case = make_case(5, 2, 448, 64)
     planes, _ = written(write_window, case, "fp8_ds_v4")
     plain, _ = written(write_window_reference, case, "float32")
@@ -156,7 +156,7 @@ def test_bytes_are_those_of_the_packed_vector() -> None:
 
 
 @for_each("function", [write_window_triton, write_window_reference])
-def test_heads_are_normed_alone_also_without_a_slot(device, function) -> None:
+def test_write_window_norms_heads_without_a_slot(device, function) -> None:
     case = make_case(4, 3, 24, 8)
     case.rotary.cos_TP[2], case.rotary.sin_TP[2] = 1.0, 0.0
     _, q = written(function, case, "float32", "cpu" if function is write_window_reference else device)
@@ -164,7 +164,7 @@ def test_heads_are_normed_alone_also_without_a_slot(device, function) -> None:
     torch.testing.assert_close(q[2], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_value_not_finite_stays_in_its_row(device) -> None:
+def test_write_window_nonfinite_value_stays_in_its_row(device) -> None:
     case = make_case(4, 2, 64, 8)
     case.kv[0, 3], case.q[3, 1, 2] = torch.inf, torch.nan
     planes, q = written(write_window_triton, case, "fp8_ds_v4", device)
@@ -178,7 +178,7 @@ def test_value_not_finite_stays_in_its_row(device) -> None:
 @pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize(("dim", "rope_dim", "num_heads"), [(512, 64, 5), (40, 8, 40)])
-def test_rotated_back_like_the_reference(device, dtype, dim, rope_dim, num_heads) -> None:
+def test_rotate_back_matches_reference(device, dtype, dim, rope_dim, num_heads) -> None:
     case = make_case(4, num_heads, dim - rope_dim, rope_dim, dtype)
     case.q[1] = 0  # padding
     mine, theirs = amid_poison(case.q.flatten(1), device).view(case.q.shape), case.q.clone()
@@ -190,7 +190,7 @@ def test_rotated_back_like_the_reference(device, dtype, dim, rope_dim, num_heads
     assert not bool(mine[1].any())
 
 
-def test_back_is_the_inverse() -> None:
+def test_rotate_back_inverts_write_window() -> None:
     case = make_case(4, 3, 24, 8)
     case.q[1], case.states[1] = 1.0, 1
     _, q = written(write_window, case, "float32")
@@ -200,7 +200,7 @@ def test_back_is_the_inverse() -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "turboquant_mla_4bit"])
-def test_heads_of_several_programs_match_the_reference(device, monkeypatch, name) -> None:
+def test_write_window_heads_of_several_programs_match_reference(device, monkeypatch, name) -> None:
     """Two heads go to a program, and eps is as large as what is normed."""
     monkeypatch.setattr(write_window_module, "ELEMENTS_PER_PROGRAM", 64)
     case = make_case(4, 5, 24, 8)
@@ -214,7 +214,7 @@ def test_heads_of_several_programs_match_the_reference(device, monkeypatch, name
     torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_a_vector_is_normed_with_its_own_eps() -> None:
+def test_write_window_norms_a_vector_with_its_own_eps() -> None:
     """Neither without it nor with that of query heads."""
     case = make_case(4, 2, 24, 8)
     case.rotary.cos_TP.fill_(1.0), case.rotary.sin_TP.fill_(0.0)
@@ -226,7 +226,7 @@ def test_a_vector_is_normed_with_its_own_eps() -> None:
     torch.testing.assert_close(planes.rows_SX[case.slots[used]].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_no_rows_launch_nothing(device) -> None:
+def test_write_window_without_rows_launches_nothing(device) -> None:
     case = make_case(0, 2, 24, 8)
     written(write_window_triton, case, "float32", device)
     rotate_back_triton(case.q.to(device), case.rotary)
@@ -234,7 +234,7 @@ def test_no_rows_launch_nothing(device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bfloat16", "fp8_ds_v4"])
-def test_a_write_allocates_nothing(device, name) -> None:
+def test_write_window_allocates_nothing(device, name) -> None:
     case = make_case(4, 64, 448, 64, torch.bfloat16)
     planes = make_latent_planes(name, 448, 64, PAGE_TOKENS, NUM_PAGES, RedZones(device))
     norm = LatentNorm(case.norm.weight_L.to(device), case.norm.eps)

@@ -56,7 +56,7 @@ def summed(data: torch.Tensor, cuts: list[int], add=add_checksum) -> int:
 @pytest.mark.each_value
 @pytest.mark.parametrize("add", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_bytes", [0, 1, 3, 4, 5, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 7])
-def test_the_same_sum_however_the_bytes_are_cut(device, add, num_bytes):
+def test_checksum_does_not_depend_on_cuts(device, add, num_bytes):
     data = some_bytes(num_bytes)
     expected = by_hand(data.numpy().tobytes())
     inner = [1, 2, 3, 4097, BLOCK_BYTES - 2, BLOCK_BYTES + 1, BLOCK_BYTES + 6]
@@ -65,7 +65,7 @@ def test_the_same_sum_however_the_bytes_are_cut(device, add, num_bytes):
 
 
 @pytest.mark.parametrize("add", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-def test_pieces_far_into_a_plane_have_keys_of_their_own(device, add):
+def test_checksum_keys_differ_far_into_a_plane(device, add):
     data = some_bytes(40_000, 1).to(device)
     first_byte = (2**33 + 5) * BLOCK_BYTES + 77  # the index of the block is no longer one of 32 bits
     sums = []
@@ -76,7 +76,7 @@ def test_pieces_far_into_a_plane_have_keys_of_their_own(device, add):
     assert sums[0] == sums[1] != summed(data, [0, len(data)])
 
 
-def test_without_a_compiler_the_sum_is_the_same(monkeypatch):
+def test_checksum_without_compiler_is_unchanged(monkeypatch):
     data = some_bytes(70_001, 2)
     expected = summed(data, [0, len(data)])
     monkeypatch.setattr(checksum, "native_library", lambda: None)
@@ -84,7 +84,7 @@ def test_without_a_compiler_the_sum_is_the_same(monkeypatch):
     assert native_library_file.SIGNATURES["holdfast_add_checksum"]
 
 
-def test_changed_or_exchanged_data_changes_the_sum():
+def test_checksum_changes_with_changed_or_swapped_data():
     data = some_bytes(4 * BLOCK_BYTES, 3)
     whole = [0, len(data)]
     right = summed(data, whole)

@@ -40,7 +40,7 @@ def width_for(scheme, width):
 @pytest.mark.each_value
 @SCHEMES
 @pytest.mark.parametrize("width", WIDTHS, ids=lambda width: f"C{width}")
-def test_like_the_reference_in_any_width(device, scheme, width):
+def test_place_quantized_matches_reference_in_any_width(device, scheme, width):
     rows = random(2, width_for(scheme, width))
     assert place_codes(laid_out(rows, "dense", device), scheme, device) == place_codes(rows, scheme)
 
@@ -48,7 +48,7 @@ def test_like_the_reference_in_any_width(device, scheme, width):
 @pytest.mark.each_value
 @SCHEMES
 @FLOAT_TYPES
-def test_hostile_values_in_any_type(device, scheme, dtype):
+def test_place_quantized_hostile_values_match_reference(device, scheme, dtype):
     rows = hostile_rows(96, dtype)
     placed = place_codes(laid_out(rows, "dense", device), scheme, device)
     assert placed == place_codes(rows, scheme)
@@ -59,21 +59,21 @@ def test_hostile_values_in_any_type(device, scheme, dtype):
 @pytest.mark.each_value
 @SCHEMES
 @LAYOUTS
-def test_rows_that_lie_anyhow(device, scheme, layout):
+def test_place_quantized_matches_reference_in_any_layout(device, scheme, layout):
     for shape in ((2, 576), (17, 33 if scheme is not MXFP4 else 64)):
         rows = random(*shape).half()
         assert place_codes(laid_out(rows, layout, device), scheme, device) == place_codes(rows, scheme)
 
 
 @SCHEMES
-def test_one_row_that_stands_for_several(device, scheme):
+def test_place_quantized_accepts_expanded_rows(device, scheme):
     rows = random(1, 64).expand(5, 64)
     assert place_codes(rows.to(device).expand(5, 64), scheme, device) == place_codes(rows, scheme)
 
 
 @SCHEMES
 @pytest.mark.parametrize("kept", [(0, 128), (128, 384), (384, 448)], ids=str)
-def test_some_columns_have_the_codes_and_scales_that_all_have(device, scheme, kept):
+def test_place_quantized_columns_match_those_of_the_whole(device, scheme, kept):
     rows = random(5, 448)
     everything = place_codes(rows, scheme)
     # The kernel gets the columns from which scales follow: here all.
@@ -89,7 +89,7 @@ def test_some_columns_have_the_codes_and_scales_that_all_have(device, scheme, ke
     assert torch.equal(some.planes[0], everything.planes[0][:, kept[0] // per_byte : kept[1] // per_byte])
 
 
-def test_columns_inside_of_a_block_follow_from_all_of_it(device):
+def test_place_quantized_inner_columns_use_scale_of_whole_block(device):
     rows = random(5, 100)
     some = place_codes(laid_out(rows, "dense", device), FP8_BLOCK, device, (40, 56))
     assert some == place_codes(rows, FP8_BLOCK, None, (40, 56))
@@ -101,7 +101,7 @@ def test_columns_inside_of_a_block_follow_from_all_of_it(device):
 @pytest.mark.each_value
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("width", [2000, 8000, 16384, 16390])
-def test_long_rows(device, scheme, width):
+def test_place_quantized_long_rows_match_reference(device, scheme, width):
     rows = random(2, width)
     rows[1, -1] = 50.0
     for kept in ((0, width), (17, width - 1)):
@@ -111,7 +111,7 @@ def test_long_rows(device, scheme, width):
 
 
 @pytest.mark.parametrize("block_rows", [1, 2, 32, 128])
-def test_blocks_of_fewer_rows(device, block_rows):
+def test_place_quantized_blocks_of_fewer_rows_match_reference(device, block_rows):
     scheme = replace(FP8_BLOCK, block_rows=block_rows)
     rows = random(block_rows + (block_rows + 1) // 2, 130) * torch.linspace(0.1, 3, 130)
     assert place_codes(laid_out(rows, "dense", device), scheme, device) == place_codes(rows, scheme)
@@ -121,7 +121,7 @@ def test_blocks_of_fewer_rows(device, block_rows):
 @pytest.mark.parametrize(
     "bad", [float("nan"), -float("nan"), float("inf"), -float("inf")], ids=["nan", "-nan", "inf", "-inf"]
 )
-def test_nonfinite_values_are_reported_and_stored(device, scheme, bad):
+def test_place_quantized_reports_and_stores_nonfinite_values(device, scheme, bad):
     rows = random(6, 64).half()
     rows[5, 3] = rows[4, 60] = bad
     mine = place_codes(laid_out(rows, "dense", device), scheme, device, first_row=100)
@@ -129,7 +129,7 @@ def test_nonfinite_values_are_reported_and_stored(device, scheme, bad):
     assert (mine.nonfinite, mine.differing) == (104, UNSEEN)
 
 
-def test_nonfinite_values_are_reported_from_any_layout(device):
+def test_place_quantized_reports_nonfinite_from_any_layout(device):
     for scheme in (FP8, FP8_TENSOR):
         rows = random(2, 16500)
         rows[1, 16499] = torch.inf
@@ -140,7 +140,7 @@ def test_nonfinite_values_are_reported_from_any_layout(device):
 
 
 @SCHEMES
-def test_verifying_compares_and_writes_nothing(device, scheme):
+def test_place_quantized_verify_compares_and_writes_nothing(device, scheme):
     rows = random(6, 192)
     there = place_codes(rows, scheme).planes
     same = place_codes(laid_out(rows, "dense", device), scheme, device, first_row=7, verify=there)
@@ -155,7 +155,7 @@ def test_verifying_compares_and_writes_nothing(device, scheme):
         assert other == place_codes(rows, scheme, first_row=7, verify=tuple(changed))
 
 
-def test_verifying_reports_the_lowest_row(device):
+def test_place_quantized_verify_reports_the_lowest_row(device):
     rows = random(20, 64)
     there = place_codes(rows, FP8).planes
     there[0][17, 3] ^= 1
@@ -164,12 +164,12 @@ def test_verifying_reports_the_lowest_row(device):
 
 
 @SCHEMES
-def test_no_rows_change_nothing(device, scheme):
+def test_place_quantized_without_rows_reports_nothing(device, scheme):
     placed = place_codes(torch.empty(0, 64, device=device), scheme, device)
     assert (placed.nonfinite, placed.differing) == (UNSEEN, UNSEEN)
 
 
-def test_planes_that_lie_apart_are_refused(device):
+def test_place_quantized_refuses_strided_planes(device):
     rows, found = random(4, 32).to(device), new_findings(device)
     codes, scales = torch.empty(4, 64, dtype=torch.int8, device=device), torch.empty(8, device=device)
     for planes in ((codes[:, ::2], scales[:4]), (codes[:, :32].contiguous(), scales[::2])):
@@ -181,14 +181,14 @@ def test_planes_that_lie_apart_are_refused(device):
 @SCHEMES
 @LAYOUTS
 @pytest.mark.parametrize("shape", [(1408, 2048), (768, 2048), (2048, 768), (300, 25600), (1000, 5120)], ids=str)
-def test_shapes_of_models(device, scheme, layout, shape):
+def test_place_quantized_matches_reference_at_model_shapes(device, scheme, layout, shape):
     rows = random(*shape).bfloat16()
     assert place_codes(laid_out(rows, layout, device), scheme, device) == place_codes(rows, scheme)
 
 
 @pytest.mark.gpu
 @SCHEMES
-def test_nothing_is_allocated(device, scheme):
+def test_place_quantized_allocates_nothing(device, scheme):
     rows, found = random(256, 512).to(device, torch.bfloat16), new_findings(device)
     planes = [
         torch.empty(plane.shape, dtype=getattr(torch, plane.dtype), device=device)
@@ -219,13 +219,13 @@ class Kernel:
         return launch
 
 
-def test_a_launch_is_of_all_tiles_with_arguments_in_order():
+def test_row_launch_covers_all_tiles_with_ordered_arguments():
     log = []
     RowLaunch(Kernel(log), TILE, 3, (64, 1), (True, "x")).start(9, "a", "b", 5)
     assert log == [("kernel", (9,), ("a", "b", 5, 9, 64, 1, True, "x"), {"num_warps": 2})]
 
 
-def test_no_rows_are_no_launch():
+def test_row_launch_without_rows_launches_nothing():
     log = []
     launch = RowLaunch(Kernel(log), TILE, 3, (), ())
     launch.start(0)
@@ -254,13 +254,13 @@ def test_row_launch_looks_up_its_program_once_if_aligned():
     assert log[2][2:] == (("a", 4, 64), {})
 
 
-def test_a_pointer_is_an_address_and_a_type():
+def test_pointer_gives_address_and_dtype():
     pointer = Pointer(torch.int16)
     pointer.address = 48
     assert (pointer.data_ptr(), pointer.dtype) == (48, torch.int16)
 
 
-def test_triton_takes_a_pointer_for_a_tensor_at_the_same_address():
+def test_pointer_specializes_in_triton_like_a_tensor():
     jit = pytest.importorskip("triton.runtime.jit")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
@@ -286,7 +286,7 @@ def test_triton_takes_a_pointer_for_a_tensor_at_the_same_address():
     [("plain", "amax"), pytest.param(("block", "row", "tensor", "power"), marks=pytest.mark.slow)],
     ids=" and ".join,
 )
-def test_compiled_kernels_are_started_over_addresses(tmp_path, cases):
+def test_row_launch_starts_compiled_kernels_over_addresses(tmp_path, cases):
     """A program that is at hand gets what the launch before it gave, in the same order."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -337,7 +337,7 @@ def _tiles_kernel(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(4, 16), (5, 33), (1, 1)])
 @pytest.mark.parametrize("is_tall", [False, True], ids=["rows", "columns"])
-def test_tiles_cover_rows_and_columns_and_nothing_beside_them(device, dtype, num_rows, num_columns, is_tall):
+def test_row_tiles_cover_rows_and_columns_exactly(device, dtype, num_rows, num_columns, is_tall):
     values = random(num_rows, num_columns).to(dtype)
     x = amid_poison(values.t(), device).t() if is_tall else amid_poison(values, device)
     down, across = -(-num_rows // ROWS), -(-num_columns // BLOCK)
@@ -352,7 +352,7 @@ def test_tiles_cover_rows_and_columns_and_nothing_beside_them(device, dtype, num
     assert finding.item() == 100 + num_rows - 1
 
 
-def test_a_finding_is_the_lowest_row_that_was_reported(device):
+def test_tile_finding_is_the_lowest_reported_row(device):
     x, out = torch.zeros(9, 16, device=device), torch.empty(3, ROWS, BLOCK, device=device)
     finding = torch.full((1,), 106, dtype=torch.int32, device=device)
     for reported, expected in ((9, 106), (7, 106), (5, 105), (8, 105), (0, 100)):

@@ -71,7 +71,7 @@ def same(left, right):
 
 
 @SCHEMES
-def test_codes_and_scales_are_those_of_the_scheme(scheme):
+def test_place_quantized_codes_and_scales_follow_the_scheme(scheme):
     rows = random(150, 320)
     codes, scales, nonfinite, differing = placed(rows, scheme)
     expected = quantize(rows, scheme, amax_for(rows, scheme))
@@ -81,13 +81,13 @@ def test_codes_and_scales_are_those_of_the_scheme(scheme):
 
 @SCHEMES
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_any_type_is_quantized_from_float32(scheme, dtype):
+def test_place_quantized_converts_any_dtype_to_float32_first(scheme, dtype):
     rows = random(5, 64).to(dtype)
     assert same(placed(rows, scheme), placed(rows.float(), scheme))
 
 
 @SCHEMES
-def test_bytes_do_not_depend_on_chunks_pieces_and_strides(scheme, monkeypatch):
+def test_place_quantized_does_not_depend_on_chunks_and_strides(scheme, monkeypatch):
     rows = random(300, 448) * torch.linspace(0.01, 4, 300)[:, None]
     whole = placed(rows, scheme)
     for chunks in ((128,), (128, 256), tuple(range(128, 300, 128))):
@@ -102,7 +102,7 @@ def test_bytes_do_not_depend_on_chunks_pieces_and_strides(scheme, monkeypatch):
 
 
 @SCHEMES
-def test_shards_are_slices_of_the_whole(scheme, monkeypatch):
+def test_place_quantized_shards_are_slices_of_the_whole(scheme, monkeypatch):
     rows = random(130, 512)
     codes, scales, *_ = placed(rows, scheme)
     per_byte, width = scheme.codes_per_byte, scheme.block_columns
@@ -118,7 +118,7 @@ def test_shards_are_slices_of_the_whole(scheme, monkeypatch):
                 assert torch.equal(some_scales, scales)
 
 
-def test_columns_that_cut_two_blocks_are_refused():
+def test_place_quantized_refuses_columns_that_cut_two_blocks():
     rows = random(4, 256)
     inside = placed(rows, FP8_BLOCK, (16, 48))
     assert torch.equal(inside[0], placed(rows, FP8_BLOCK)[0][:, 16:48])
@@ -128,7 +128,7 @@ def test_columns_that_cut_two_blocks_are_refused():
         placed(rows, MXFP4, (16, 48))
 
 
-def test_an_amax_makes_a_tensor_in_chunks_one_tensor():
+def test_place_quantized_chunks_share_the_given_amax():
     rows = random(64, 96)
     rows[50, 3] = 90.0
     codes, scales, *_ = placed(rows, FP8_TENSOR, chunks=(1, 40))
@@ -142,7 +142,7 @@ def test_an_amax_makes_a_tensor_in_chunks_one_tensor():
 
 
 @pytest.mark.parametrize("elements", [1, 100, PIECE_ELEMENTS])
-def test_the_amax_does_not_depend_on_order_and_pieces(elements, monkeypatch):
+def test_find_amax_does_not_depend_on_order_and_pieces(elements, monkeypatch):
     monkeypatch.setattr(place_rows, "PIECE_ELEMENTS", elements)
     rows = random(20, 33).bfloat16()
     rows[7, 5], rows[8, 0] = -torch.inf, torch.nan
@@ -160,7 +160,7 @@ def test_the_amax_does_not_depend_on_order_and_pieces(elements, monkeypatch):
 @pytest.mark.each_value
 @SCHEMES
 @pytest.mark.parametrize("elements", [64, PIECE_ELEMENTS])
-def test_the_lowest_row_that_is_not_finite_is_found(scheme, elements, monkeypatch):
+def test_place_rows_reports_the_lowest_nonfinite_row(scheme, elements, monkeypatch):
     monkeypatch.setattr(place_rows, "PIECE_ELEMENTS", elements)
     rows = random(300, 64)
     rows[299, 0], rows[131, 63] = torch.inf, torch.nan
@@ -171,7 +171,7 @@ def test_the_lowest_row_that_is_not_finite_is_found(scheme, elements, monkeypatc
 
 
 @SCHEMES
-def test_a_row_that_differs_is_found(scheme):
+def test_place_quantized_verify_finds_the_differing_row(scheme):
     rows = random(300, 64)
     there = planes_for(scheme, (300, 64))
     place_quantized(rows, (0, 64), scheme, *there, amax_for(rows, scheme), 0, new_findings(CPU), False)
@@ -189,7 +189,7 @@ def test_a_row_that_differs_is_found(scheme):
         assert placed(rows, scheme, verify=(codes, scales))[3] == row
 
 
-def test_rows_are_converted_into_their_columns():
+def test_place_plain_converts_rows_into_their_columns():
     rows, findings = random(6, 10), new_findings(CPU)
     out = torch.full((6, 8), 9.0).bfloat16()
     place_plain(rows, (2, 6), out[:, 1:5], 0, findings, False)
@@ -202,7 +202,7 @@ def test_rows_are_converted_into_their_columns():
     assert findings.differing.item() == 5
 
 
-def test_only_numbers_become_other_numbers():
+def test_place_rows_refuses_unsupported_dtypes_and_shapes():
     findings = new_findings(CPU)
     for source, target in (
         (torch.int8, torch.float32),
@@ -225,7 +225,7 @@ def test_only_numbers_become_other_numbers():
 @pytest.mark.parametrize("scheme", [None, *WEIGHT_SCHEMES.values()], ids=["plain", *WEIGHT_SCHEMES])
 @pytest.mark.parametrize("shape", [(3000, 1024), (128, 24_576)], ids=str)
 @pytest.mark.parametrize("verify", [False, True])
-def test_what_is_held_in_between_does_not_grow_with_the_rows(scheme, shape, verify):
+def test_place_rows_intermediates_do_not_grow_with_rows(scheme, shape, verify):
     rows, findings = torch.full(shape, 0.5, dtype=torch.bfloat16), new_findings(CPU)
     out = planes_for(scheme, shape) if scheme else [torch.empty(shape, dtype=torch.float16)]
     amax = torch.ones(1) if scheme is FP8_TENSOR else None
@@ -239,12 +239,12 @@ def test_what_is_held_in_between_does_not_grow_with_the_rows(scheme, shape, veri
 
 
 @SCHEMES
-def test_no_rows(scheme):
+def test_place_rows_accepts_no_rows(scheme):
     assert placed(torch.empty(0, 64), scheme)[2:] == (UNSEEN, UNSEEN)
     place_plain(torch.empty(0, 3), (0, 3), torch.empty(0, 3), 0, new_findings(CPU), False)
 
 
-def test_rows_can_be_placed_one_by_one():
+def test_place_quantized_accepts_single_rows():
     rows = random(9, 64)
     whole = placed(rows, FP8)
     assert same(
@@ -274,7 +274,7 @@ def rounded_by_hand(values, target):
 
 @TARGETS
 @FLOAT_TYPES
-def test_conversions_are_those_of_the_reference(device, dtype, target):
+def test_place_plain_conversions_match_reference(device, dtype, target):
     for rows in (hostile_rows(33, dtype), random(3, 1100).to(dtype)):
         if dtype == torch.float64:
             rows = rows.clamp(-1e30, 1e30)
@@ -282,7 +282,7 @@ def test_conversions_are_those_of_the_reference(device, dtype, target):
 
 
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
-def test_float64_is_rounded_once(device, target):
+def test_place_plain_rounds_float64_once(device, target):
     base = random(4, 64).to(target).double()
     above = (base.float().to(target).view(torch.int16) + 1).view(target).double()
     half = (base + above) / 2
@@ -295,7 +295,7 @@ def test_float64_is_rounded_once(device, target):
 @pytest.mark.each_value
 @LAYOUTS
 @pytest.mark.parametrize("shape", [(5, 1), (3, 7), (70, 3), (3, 200), (2, 4100), (130, 70)], ids=str)
-def test_rows_that_lie_anyhow(device, layout, shape):
+def test_place_plain_matches_reference_in_any_layout(device, layout, shape):
     rows = random(*shape).half()
     source = laid_out(rows, layout, device)
     for target in (torch.float16, torch.float32):
@@ -303,7 +303,7 @@ def test_rows_that_lie_anyhow(device, layout, shape):
 
 
 @pytest.mark.parametrize("dtype", [*OTHER_TYPES, torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_same_type_is_copied_bit_by_bit(device, dtype):
+def test_place_plain_same_dtype_copies_every_bit(device, dtype):
     size = torch.empty((), dtype=dtype).element_size()
     generator = torch.Generator().manual_seed(1)
     noise = torch.randint(0, 256, (40, 65 * size), dtype=torch.uint8, generator=generator)
@@ -319,7 +319,7 @@ def test_the_same_type_is_copied_bit_by_bit(device, dtype):
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_exponents_become_powers_of_two(device, is_transposed):
+def test_place_plain_turns_exponents_into_powers_of_two(device, is_transposed):
     amid_nan = torch.full((100, 100), 255, dtype=torch.uint8, device=device)
     there_RC = amid_nan[9:94, 40:52].t() if is_transposed else amid_nan[40:52, 9:94]
     rows = torch.arange(255, dtype=torch.uint8).repeat(4).view(12, 85)
@@ -336,7 +336,7 @@ def test_exponents_become_powers_of_two(device, is_transposed):
         assert (found.nonfinite, found.differing) == (107, differing)
 
 
-def test_copied_exponents_report_nan(device):
+def test_place_plain_reports_nan_exponents(device):
     noise = torch.arange(255, dtype=torch.uint8).repeat(4).view(12, 85)
     for bad_row in (None, 7):
         if bad_row is not None:
@@ -349,7 +349,7 @@ def test_copied_exponents_report_nan(device):
 
 
 @FLOAT_TYPES
-def test_what_is_not_finite_is_reported(device, dtype):
+def test_place_plain_reports_nonfinite_rows(device, dtype):
     for bad in (torch.nan, torch.inf, -torch.inf):
         rows = random(6, 40).to(dtype)
         rows[5, 39] = rows[2, 1] = bad
@@ -360,7 +360,7 @@ def test_what_is_not_finite_is_reported(device, dtype):
             assert wrong.nonzero().tolist() == [[2, 1], [5, 39]]
 
 
-def test_what_becomes_infinite_is_reported_too(device):
+def test_place_plain_reports_rows_that_overflow(device):
     rows = random(4, 8)
     rows[3, 2] = 7e4
     assert place(rows.to(device), torch.float16, device).nonfinite == 3 == place(rows, torch.float16).nonfinite
@@ -369,7 +369,7 @@ def test_what_becomes_infinite_is_reported_too(device):
     assert place(rows.to(device), torch.float32, device).nonfinite == 0
 
 
-def test_verifying_compares_and_writes_nothing(device):
+def test_place_plain_verify_compares_and_writes_nothing(device):
     rows = random(9, 40)
     rows[0, 0] = 0.0
     for target in (torch.float32, torch.float16):
@@ -384,7 +384,7 @@ def test_verifying_compares_and_writes_nothing(device):
             assert torch.equal(placed.planes[0], there)
 
 
-def test_a_sign_of_zero_and_the_bits_of_a_nan_differ(device):
+def test_place_plain_verify_compares_zero_signs_and_nan_bits(device):
     rows = torch.tensor([[0.0], [torch.nan]])
     there = rows.clone()
     there[0] = -0.0
@@ -394,7 +394,7 @@ def test_a_sign_of_zero_and_the_bits_of_a_nan_differ(device):
     assert place(rows.to(device), torch.float32, device, verify=there).differing == 1
 
 
-def test_broadcast_row_into_strided_columns(device):
+def test_place_plain_broadcasts_a_row_into_strided_columns(device):
     out, found = torch.full((6, 4), 9.0, device=device), new_findings(device)
     row = torch.tensor([[2.5]], device=device).expand(6, 1)
     place_plain_triton(row, out[:, 1:2], 0, found, False)
@@ -403,7 +403,7 @@ def test_broadcast_row_into_strided_columns(device):
 
 @FLOAT_TYPES
 @LAYOUTS
-def test_the_amax_of_rows(device, dtype, layout):
+def test_find_amax_matches_reference_in_any_layout(device, dtype, layout):
     rows = random(5, 70).to(dtype)
     rows[3, 11] = -40.5
     rows[1, 2], rows[2, 3] = torch.nan, -torch.inf
@@ -417,7 +417,7 @@ def test_the_amax_of_rows(device, dtype, layout):
     assert amax.item() == 40.5
 
 
-def test_no_rows_change_nothing(device):
+def test_place_plain_without_rows_reports_nothing(device):
     for shape in ((0, 5), (5, 0)):
         placed = place(torch.empty(shape, device=device), torch.float16, device)
         assert (placed.nonfinite, placed.differing) == (UNSEEN, UNSEEN)
@@ -427,13 +427,13 @@ def test_no_rows_change_nothing(device):
 @LAYOUTS
 @TARGETS
 @pytest.mark.parametrize("shape", [(1408, 2048), (2048, 768), (5120, 1), (300, 25600)], ids=str)
-def test_shapes_of_models(device, layout, target, shape):
+def test_place_plain_matches_reference_at_model_shapes(device, layout, target, shape):
     rows = random(*shape).bfloat16()
     assert place(laid_out(rows, layout, device), target, device) == place(rows, target)
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_place_plain_and_find_amax_allocate_nothing(device):
     rows, out, found = random(64, 512).to(device), torch.empty(64, 512, device=device).bfloat16(), new_findings(device)
     amax = torch.zeros(1, device=device)
     for verify in (False, True):

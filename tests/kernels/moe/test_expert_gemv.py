@@ -22,7 +22,7 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.each_value
 @EVERY_SCHEME
 @GATED
-def test_odd_sizes(device, scheme, gated):
+def test_expert_gemv_is_exact_for_odd_sizes(device, scheme, gated):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(expert_gemv, expert_case((2, 2, 3, 9, size_k), gated, scheme), device)
 
@@ -30,13 +30,13 @@ def test_odd_sizes(device, scheme, gated):
 @pytest.mark.each_value
 @EVERY_SCHEME
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_biases_and_forms_of_the_gate(device, scheme, form):
+def test_expert_gemv_gated_adds_bias_in_every_gate_form(device, scheme, form):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(expert_gemv, expert_case((2, 2, 3, 9, size_k), True, scheme, has_bias=True, form=form), device)
 
 
 @EVERY_SCHEME
-def test_the_bias_of_a_product_without_a_gate(device, scheme):
+def test_expert_gemv_ungated_adds_bias(device, scheme):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(
         expert_gemv, expert_case((2, 2, 3, 9, size_k), False, scheme, by_pair=True, has_bias=True, form=GPT_OSS), device
@@ -45,12 +45,12 @@ def test_the_bias_of_a_product_without_a_gate(device, scheme):
 
 @EVERY_SCHEME
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_half_precision_with_a_row_for_each_pair(device, scheme, dtype):
+def test_expert_gemv_half_precision_by_pair_is_exact(device, scheme, dtype):
     judge(expert_gemv, expert_case((1, 3, 5, 16, 256), True, scheme, dtype, by_pair=True), device)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2, 32), (MAX_DIRECT_TOKENS, 1, 1, 5, 64), (1, 8, 60, 3, 96)], ids=str)
-def test_few_experts_and_many(device, sizes):
+def test_expert_gemv_is_exact_for_few_and_many_experts(device, sizes):
     for choice in ("any", "same", "some"):
         judge(expert_gemv, expert_case(sizes, scheme="mxfp4", choice=choice), device)
     judge(expert_gemv, expert_case(sizes, gated=True), device)
@@ -58,11 +58,11 @@ def test_few_experts_and_many(device, sizes):
 
 @pytest.mark.parametrize("size_k", [1024, 1536, 2176], ids=lambda size: f"K{size}")
 @pytest.mark.parametrize("scheme", [None, "fp8_block", "mxfp4"], ids=str)
-def test_long_rows(device, size_k, scheme):
+def test_expert_gemv_long_rows_are_exact(device, size_k, scheme):
     judge(expert_gemv, expert_case((1, 1, 2, 4, size_k), True, scheme), device)
 
 
-def test_scales_of_blocks_of_rows(device):
+def test_expert_gemv_applies_scales_of_row_blocks(device):
     """Blocks of 128, 64 and 2 rows: a program stays within one of them."""
     for size_n in (128, 64, 6):
         judge(expert_gemv, expert_case((1, 1, 2, size_n, 130), size_n < 128, "fp8_block"), device)
@@ -70,18 +70,18 @@ def test_scales_of_blocks_of_rows(device):
 
 
 @pytest.mark.parametrize("scheme", [None, "fp8_block", "mxfp4"], ids=str)
-def test_widths_of_gpt_oss(device, scheme):
+def test_expert_gemv_is_exact_at_gpt_oss_width(device, scheme):
     """A ninth of 2880 rows, and all of its columns: 90 groups of 32, in blocks that the last one does not fill."""
     judge(expert_gemv, expert_case((1, 1, 2, 32, 2880), True, scheme, has_bias=True, form=GPT_OSS), device)
 
 
-def test_a_token_that_names_an_expert_more_than_once(device):
+def test_expert_gemv_token_with_repeated_expert_is_exact(device):
     for scheme in (None, "mxfp4"):
         judge(expert_gemv, expert_case((3, 4, 3, 6, 64), True, scheme, choice="twice"), device)
 
 
 @pytest.mark.parametrize("form", [GPT_OSS, DEEPSEEK_V4], ids=str)
-def test_what_is_not_finite_passes_the_clamp(device, form):
+def test_expert_gemv_nan_passes_the_clamp(device, form):
     case = expert_case((3, 1, 2, 5, 64), True, has_bias=True, form=form)
     clean = run_kernel(expert_gemv, case, device)
     case.x_XK[1, 63] = float("nan")
@@ -91,7 +91,7 @@ def test_what_is_not_finite_passes_the_clamp(device, form):
 
 
 @pytest.mark.parametrize("scheme", [None, "fp8", "mxfp4"], ids=str)
-def test_rows_are_batch_invariant(device, scheme):
+def test_expert_gemv_is_batch_invariant(device, scheme):
     case = expert_case((3, 2, 4, 5, 64), True, scheme)
     whole = run_kernel(expert_gemv, case, device).view(3, 2, -1)
     for rows in ([0], [2], [2, 1]):
@@ -99,11 +99,11 @@ def test_rows_are_batch_invariant(device, scheme):
 
 
 @EVERY_SCHEME
-def test_no_rows(device, scheme):
+def test_expert_gemv_without_rows_is_empty(device, scheme):
     assert run_kernel(expert_gemv, expert_case((2, 2, 3, 9, 64), True, scheme).rows([]), device).shape == (0, 9)
 
 
-def test_what_is_not_finite_stays_in_its_row(device):
+def test_expert_gemv_nan_stays_in_its_row(device):
     case = expert_case((3, 1, 2, 5, 64))
     clean = run_kernel(expert_gemv, case, device)
     case.x_XK[1, 63] = float("nan")
@@ -112,7 +112,7 @@ def test_what_is_not_finite_stays_in_its_row(device):
     assert same_bits(y[[0, 2]], clean[[0, 2]])
 
 
-def test_columns_of_a_load():
+def test_column_blocks_cover_every_width():
     for size_k in range(1, 5121, 7):
         block_k, depth = column_blocks(size_k)
         assert depth <= MAX_DEPTH
@@ -121,27 +121,27 @@ def test_columns_of_a_load():
     assert column_blocks(2048) == (512, 4)
 
 
-def test_outputs_of_a_program():
+def test_gemv_blocks_outputs_of_a_program_are_known():
     """As measured: four of Qwen3-30B-A3B's gates with their ups, sixteen of its outputs, and never none."""
     assert gemv_blocks(2048, True, 1)[0] == 4
     assert gemv_blocks(768, False, 1)[0] == 16
     assert all(gemv_blocks(size_k, True, 2)[0] >= 1 for size_k in range(1, 5121, 100))
 
 
-def test_weights_whose_rows_are_loaded_at_once():
+def test_takes_deep_loads_follows_scheme_and_width():
     for scheme, is_taken in ((None, True), ("fp8", True), ("int8", True), ("fp8_block", False), ("mxfp4", False)):
         assert takes_deep_loads(expert_case((1, 1, 2, 2, 64), scheme=scheme).weight) == is_taken, scheme
     assert not takes_deep_loads(torch.empty(1, 2, 5121))
 
 
-def test_rows_too_wide_to_be_loaded_at_once(device):
+def test_expert_gemv_rows_beyond_one_load_are_exact(device):
     judge(expert_gemv, expert_case((1, 1, 2, 2, 5152), True), device)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8"], ids=str)
 @pytest.mark.parametrize("size_k", [768, 1408, 2880], ids=lambda size: f"K{size}")
-def test_rows_in_several_loads(device, size_k, scheme):
+def test_expert_gemv_rows_in_several_loads_are_exact(device, size_k, scheme):
     """Whose products are added in half precision, where they are of codes."""
     gated = expert_case((2, 2, 3, 5, size_k), True, scheme, has_bias=True, form=GPT_OSS)
     judge(expert_gemv, gated, device, HALF_SLACK)
@@ -150,7 +150,7 @@ def test_rows_in_several_loads(device, size_k, scheme):
 
 @pytest.mark.gpu
 @EVERY_SCHEME
-def test_bfloat16_at_the_sizes_of_models(device, scheme):
+def test_expert_gemv_bfloat16_is_exact_at_model_sizes(device, scheme):
     for sizes, gated in (((1, 8, 16, 768, 2048), True), ((4, 8, 16, 2048, 768), False), ((2, 4, 8, 2048, 1408), False)):
         judge(expert_gemv, expert_case(sizes, gated, scheme, torch.bfloat16, by_pair=not gated), device)
     gpt_oss = expert_case((1, 4, 8, 180, 2880), True, scheme, torch.bfloat16, has_bias=True, form=GPT_OSS)
@@ -158,7 +158,7 @@ def test_bfloat16_at_the_sizes_of_models(device, scheme):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_expert_gemv_allocates_nothing(device):
     from kernels.expert_cases import order_of, placed
 
     case = placed(expert_case((1, 2, 4, 64, 256), dtype=torch.bfloat16), device)

@@ -56,7 +56,7 @@ def run(case, device=CPU, function=expert_linear, out_dtype=None) -> torch.Tenso
 @EVERY_SCHEME
 @GATED
 @pytest.mark.parametrize("num_rows", [1, 2, 17, 100])
-def test_against_float64(num_rows, scheme, gated):
+def test_expert_linear_on_cpu_matches_float64(num_rows, scheme, gated):
     """On a CPU: direct pairs and blocks, rows of tokens and rows of pairs."""
     size_k = 160 if scheme == "mxfp4" else 200
     case = expert_case((num_rows, 3, 7, 24, size_k), gated, scheme, by_pair=num_rows == 17, choice="any")
@@ -68,7 +68,7 @@ def test_against_float64(num_rows, scheme, gated):
 @EVERY_SCHEME
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 17])
-def test_biases_and_forms_of_the_gate(num_rows, scheme, form):
+def test_expert_linear_adds_bias_in_every_gate_form(num_rows, scheme, form):
     """On a CPU, gate and up side by side or one behind the other, in a width that no block divides."""
     case = expert_case((num_rows, 2, 5, 90, 96), True, scheme, has_bias=True, form=form)
     torch.testing.assert_close(run(case).double(), exact(case), rtol=1e-5, atol=2e-6)
@@ -77,7 +77,7 @@ def test_biases_and_forms_of_the_gate(num_rows, scheme, form):
 
 
 @pytest.mark.parametrize("scheme", [None, "mxfp4"], ids=str)
-def test_clamped_rows_are_batch_invariant(native, scheme):
+def test_expert_linear_with_clamp_is_batch_invariant(native, scheme):
     case = expert_case((20, 2, 5, 13, 96), True, scheme, has_bias=True, form=GPT_OSS)
     whole = run(case).view(20, 2, -1)
     for rows in companies(20):
@@ -85,7 +85,7 @@ def test_clamped_rows_are_batch_invariant(native, scheme):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 3), (17, 8, 60, 5, 9), (30, 1, 3, 7, 33)], ids=str)
-def test_any_number_of_experts(sizes):
+def test_expert_linear_is_exact_for_any_number_of_experts(sizes):
     for choice in ("any", "same", "some"):
         case = expert_case(sizes, choice=choice)
         assert_as_exact_as_torch(run(case), run(case, function=expert_linear_reference), exact(case), magnitude=10.0)
@@ -94,7 +94,7 @@ def test_any_number_of_experts(sizes):
 @pytest.mark.each_value
 @EVERY_SCHEME
 @GATED
-def test_rows_are_batch_invariant(native, scheme, gated):
+def test_expert_linear_is_batch_invariant(native, scheme, gated):
     case = expert_case((20, 2, 5, 13, 96), gated, scheme)
     whole = run(case).view(20, 2, -1)
     for rows in companies(20):
@@ -103,7 +103,7 @@ def test_rows_are_batch_invariant(native, scheme, gated):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @EVERY_SCHEME
-def test_half_precision(dtype, scheme):
+def test_expert_linear_half_precision_is_exact(dtype, scheme):
     case = expert_case((6, 2, 3, 8, 64), True, scheme, dtype)
     expected = exact(case)
     error = float((run(case).double() - expected).abs().max())
@@ -111,14 +111,14 @@ def test_half_precision(dtype, scheme):
     torch.testing.assert_close(run(case, out_dtype=torch.float32).double(), expected, rtol=1e-5, atol=2e-6)
 
 
-def test_pieces_of_a_large_weight():
+def test_expert_linear_widens_a_large_weight_in_pieces():
     """More than a CPU widens at a time, in whole blocks of rows."""
     for scheme in ("fp8_block", "int8", "mxfp4"):
         case = expert_case((1, 1, 1, 768, 1600), False, scheme)
         torch.testing.assert_close(run(case).double(), exact(case), rtol=1e-5, atol=1e-5)
 
 
-def test_larger_buffers_for_codes_work():
+def test_expert_linear_accepts_larger_code_buffers():
     case = expert_case((3, 2, 3, 8, 64), False, "fp8")
     exactly = room_for(case)
     assert exactly is not None
@@ -129,7 +129,7 @@ def test_larger_buffers_for_codes_work():
     assert same_bits(out, run(case))
 
 
-def test_operands_that_do_not_go_together_are_refused():
+def test_expert_linear_refuses_mismatched_operands():
     case = expert_case((3, 2, 3, 8, 64))
     order, out = order_of(case), torch.empty(6, 8)
     with pytest.raises(AssertionError, match="x_XK"):
@@ -147,7 +147,7 @@ def test_operands_that_do_not_go_together_are_refused():
         expert_linear(ExpertProduct(quantized.x_XK, quantized.weight, order, out, False, None))
 
 
-def test_no_tokens():
+def test_expert_linear_without_tokens_is_empty():
     case = expert_case((3, 2, 3, 8, 64))
     none = replace(case, x_XK=case.x_XK[:0], expert_ids_TS=case.expert_ids_TS[:0])
     assert run(none).shape == (0, 8)
@@ -157,7 +157,7 @@ def test_no_tokens():
 @EVERY_SCHEME
 @GATED
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 60, 900])
-def test_bfloat16_on_a_gpu(device, num_rows, scheme, gated):
+def test_expert_linear_bfloat16_on_gpu_is_as_exact_as_torch(device, num_rows, scheme, gated):
     case = expert_case((num_rows, 4, 8, 256, 512), gated, scheme, torch.bfloat16)
     assert_as_exact_as_torch(run(case, device), run(case), exact(case), magnitude=10.0)
 
@@ -166,7 +166,7 @@ def test_bfloat16_on_a_gpu(device, num_rows, scheme, gated):
 @EVERY_SCHEME
 @GATED
 @pytest.mark.parametrize("num_rows", [1, 4, 9, 60, 900])
-def test_widths_of_gpt_oss_on_a_gpu(device, num_rows, scheme, gated):
+def test_expert_linear_on_gpu_is_exact_at_gpt_oss_width(device, num_rows, scheme, gated):
     """2880 is no multiple of 128; gate and up alternate, with biases and the clamp."""
     sizes = (num_rows, 4, 8, 2880, 2880)
     case = expert_case(sizes, gated, scheme, torch.bfloat16, not gated, has_bias=True, form=GPT_OSS)
@@ -176,7 +176,7 @@ def test_widths_of_gpt_oss_on_a_gpu(device, num_rows, scheme, gated):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [2, 60])
 @EVERY_SCHEME
-def test_nothing_is_allocated(device, num_rows, scheme):
+def test_expert_linear_allocates_nothing(device, num_rows, scheme):
     case = placed(expert_case((num_rows, 4, 8, 256, 512), True, scheme, torch.bfloat16), device)
     out, order, room = (
         torch.empty(num_rows * 4, 256, dtype=torch.bfloat16, device=device),
@@ -209,7 +209,7 @@ def exact_sum(routed, shares, shared, logit) -> torch.Tensor:
 @DTYPES
 @SHARED
 @pytest.mark.parametrize("sizes", [(1, 1, 7), (2, 8, 300), (SMALL_BATCH_TOKENS + 1, 3, 65)], ids=str)
-def test_as_exact_as_torch(device, guarded, dtype, shared, sizes):
+def test_sum_experts_is_as_exact_as_torch(device, guarded, dtype, shared, sizes):
     out = guarded(sizes[0], sizes[2], dtype=dtype).fill_(float("nan"))
     assert sum_experts_triton(ExpertOutputs(*operands(*sizes, shared, dtype, device)), out) is out
     host = operands(*sizes, shared, dtype, CPU)
@@ -219,7 +219,7 @@ def test_as_exact_as_torch(device, guarded, dtype, shared, sizes):
 
 @pytest.mark.parametrize("num_rows", [1, SMALL_BATCH_TOKENS + 1])
 @pytest.mark.parametrize("size", [SMALL_BATCH_COLUMNS, SMALL_BATCH_COLUMNS + 1, LARGE_BATCH_COLUMNS + 1])
-def test_widths_of_programs(device, guarded, num_rows, size):
+def test_sum_experts_is_exact_at_program_widths(device, guarded, num_rows, size):
     out = guarded(num_rows, size).fill_(float("nan"))
     sum_experts_triton(ExpertOutputs(*operands(num_rows, 1, size, "gated", torch.float32, device)), out)
     host = operands(num_rows, 1, size, "gated", torch.float32, CPU)
@@ -228,13 +228,13 @@ def test_widths_of_programs(device, guarded, num_rows, size):
     )
 
 
-def test_the_sum_may_lie_where_the_shared_expert_did(device):
+def test_sum_experts_may_overwrite_the_shared_expert(device):
     parts = operands(3, 2, 40, "plain", torch.float32, device)
     expected = sum_experts_triton(ExpertOutputs(*parts), torch.empty(3, 40, device=device))
     assert same_bits(sum_experts_triton(ExpertOutputs(*parts), parts[2]), expected)
 
 
-def test_sums_are_batch_invariant(device):
+def test_sum_experts_triton_is_batch_invariant(device):
     routed, shares, shared, logit = operands(SMALL_BATCH_TOKENS + 4, 2, 20, "gated", torch.float32, device)
     whole = sum_experts_triton(ExpertOutputs(routed, shares, shared, logit), torch.empty_like(shared))
     for count in (1, 5):
@@ -242,7 +242,7 @@ def test_sums_are_batch_invariant(device):
         assert same_bits(sum_experts_triton(ExpertOutputs(*rows), torch.empty(count, 20, device=device)), whole[:count])
 
 
-def test_sums_are_batch_invariant_on_a_cpu():
+def test_sum_experts_is_batch_invariant_on_cpu():
     routed, shares, shared, logit = operands(29, 3, 7, "gated", torch.float32, CPU)
     whole = sum_experts(ExpertOutputs(routed, shares, shared, logit), torch.empty(29, 7))
     for rows in companies(29):
@@ -250,14 +250,14 @@ def test_sums_are_batch_invariant_on_a_cpu():
         assert same_bits(sum_experts(ExpertOutputs(*some), torch.empty(len(rows), 7)), whole[rows]), f"{rows=}"
 
 
-def test_experts_are_added_in_their_order():
+def test_sum_experts_reference_adds_experts_in_order():
     """Large numbers that cancel, and a small one that is lost in one order only."""
     routed = torch.tensor([[1e8], [-1e8], [1.0], [1.0], [1e8], [-1e8]])
     out = sum_experts_reference(ExpertOutputs(routed, torch.ones(2, 3), None, None), torch.empty(2, 1))
     assert out.tolist() == [[1.0], [0.0]]
 
 
-def test_experts_are_added_in_their_order_by_the_kernel(device):
+def test_sum_experts_triton_adds_experts_in_order(device):
     routed = torch.tensor([[1e8], [-1e8], [1.0], [1.0], [1e8], [-1e8]], device=device).repeat(1, 2)
     out = sum_experts_triton(
         ExpertOutputs(routed, torch.ones(2, 3, device=device), None, None), torch.empty(2, 2, device=device)
@@ -265,7 +265,7 @@ def test_experts_are_added_in_their_order_by_the_kernel(device):
     assert out.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
-def test_the_function_takes_the_reference_on_a_cpu():
+def test_sum_experts_on_cpu_uses_reference():
     host = operands(3, 2, 9, "gated", torch.float32, CPU)
     assert same_bits(
         sum_experts(ExpertOutputs(*host), torch.empty(3, 9)),
@@ -273,7 +273,7 @@ def test_the_function_takes_the_reference_on_a_cpu():
     )
 
 
-def test_wrong_sizes_are_refused():
+def test_sum_experts_refuses_wrong_sizes():
     routed, shares, shared, logit = operands(3, 2, 9, "gated", torch.float32, CPU)
     with pytest.raises(AssertionError, match="routed_PH"):
         sum_experts(ExpertOutputs(routed[:5], shares, shared, logit), torch.empty(3, 9))
@@ -282,13 +282,13 @@ def test_wrong_sizes_are_refused():
 
 
 @pytest.mark.parametrize("function", [sum_experts_triton, sum_experts_reference])
-def test_no_tokens_have_no_sums(device, function):
+def test_sum_experts_without_tokens_is_empty(device, function):
     empty = torch.empty(0, 6, device=device)
     assert function(ExpertOutputs(empty, torch.empty(0, 2, device=device)), empty.clone()).shape == (0, 6)
 
 
 @pytest.mark.gpu
-def test_sums_allocate_nothing(device):
+def test_sum_experts_allocates_nothing(device):
     parts = operands(3, 8, 2048, "gated", torch.bfloat16, device)
     out = torch.empty(3, 2048, dtype=torch.bfloat16, device=device)
     assert_allocates_nothing(lambda: sum_experts(ExpertOutputs(*parts), out))
@@ -296,7 +296,7 @@ def test_sums_allocate_nothing(device):
 
 @pytest.mark.parametrize("num_rows", [2, 9, 21])
 @pytest.mark.parametrize("scheme", [None, "fp8", "fp8_block", "mxfp4"], ids=str)
-def test_pairs_of_other_ranks_are_not_written(device, scheme, num_rows):
+def test_expert_linear_writes_no_pairs_of_other_ranks(device, scheme, num_rows):
     """PADDING in the place of an expert, by every kernel; all other pairs are as they are without."""
     case = expert_case((num_rows, 3, 5, 6, 160), True, scheme, choice="any", has_bias=True)
     ids = case.expert_ids_TS

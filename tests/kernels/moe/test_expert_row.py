@@ -100,7 +100,7 @@ def judge_down(down: DownCase, device) -> None:
 
 
 @EACH_SIZE
-def test_down_and_the_residual(device, sizes):
+def test_down_row_add_is_exact_for_codes_and_numbers(device, sizes):
     """Codes and numbers, with one to five loads of a row: what is added, and the largest number, may lie in any of them."""
     for scheme in (None, "fp8"):
         judge_down(down_case(sizes, scheme), device)
@@ -108,12 +108,12 @@ def test_down_and_the_residual(device, sizes):
 
 @EVERY_SCHEME
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_half_precision(device, scheme, dtype):
+def test_down_row_add_half_precision_is_exact(device, scheme, dtype):
     judge_down(down_case((3, 5, 9, 256), scheme, dtype, has_bias=True), device)
 
 
 @EVERY_SCHEME
-def test_biases_of_down_by_their_shares(device, scheme):
+def test_down_row_add_weighs_biases_by_shares(device, scheme):
     judge_down(down_case((3, 5, 9, 200), scheme, has_bias=True), device)
 
 
@@ -127,13 +127,13 @@ def test_biases_of_down_by_their_shares(device, scheme):
     has_bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_sizes(device, top_k, more, size_n, size_k, scheme, has_bias, seed):
+def test_down_row_add_is_exact_at_any_size(device, top_k, more, size_n, size_k, scheme, has_bias, seed):
     sizes = top_k, top_k + more, size_n, size_k
     judge_down(down_case(sizes, scheme, has_bias=has_bias, seed=seed), device)
 
 
 @EVERY_SCHEME
-def test_a_cpu_takes_the_reference_of_down(scheme):
+def test_down_row_add_on_cpu_uses_reference(scheme):
     down = down_case((3, 5, 9, 200), scheme, has_bias=True)
     for mine, theirs in zip(
         run_down(down, CPU, down_row_add), run_down(down, CPU, down_row_add_reference), strict=True
@@ -142,7 +142,7 @@ def test_a_cpu_takes_the_reference_of_down(scheme):
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
-def test_an_expert_that_is_not_finite_shows(device, bad):
+def test_down_row_add_nonfinite_expert_is_visible(device, bad):
     for scheme in (None, "fp8", "int8"):
         down = down_case((2, 3, 5, 64), scheme)
         down.case.x_XK[1, 63] = bad
@@ -150,7 +150,7 @@ def test_an_expert_that_is_not_finite_shows(device, bad):
         assert not x.isfinite().any()
 
 
-def test_experts_of_very_different_sizes(device):
+def test_down_row_add_experts_of_any_scale_are_exact(device):
     """Each expert's row has a scale of its own."""
     down = down_case((3, 5, 9, 200), "fp8")
     down.case.x_XK.mul_(torch.tensor([[1e4], [1.0], [1e-4]]))
@@ -158,14 +158,14 @@ def test_experts_of_very_different_sizes(device):
     judge_down(down, device)
 
 
-def test_experts_whose_rows_are_zeros_leave_the_residual(device):
+def test_down_row_add_zero_rows_leave_the_residual(device):
     down = down_case((3, 5, 9, 200), "fp8")
     down.case.x_XK.zero_()
     x, *_ = run_down(down, device)
     assert same_bits(x, down.x_1N)
 
 
-def test_squares_fit_their_buffer():
+def test_down_row_blocks_fit_squares_into_their_buffer():
     """Every kind and size: two outputs a program at least, and registers that a thread has."""
     for kind, element_bytes in ((OperandKind.FP8_ROWS, 1), (OperandKind.INT8_ROWS, 1), (OperandKind.PLAIN, 2)):
         for size_k in (16, 300, 768, 1408, 2880, 5120):
@@ -177,13 +177,13 @@ def test_squares_fit_their_buffer():
 
 @pytest.mark.gpu
 @EVERY_SCHEME
-def test_bfloat16_at_the_sizes_of_models(device, scheme):
+def test_down_row_add_bfloat16_is_exact_at_model_sizes(device, scheme):
     for sizes in ((8, 16, 2048, 768), (4, 8, 2048, 1408)):
         judge_down(down_case(sizes, scheme, torch.bfloat16), device)
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_down_row_add_allocates_nothing(device):
     down = down_case((2, 4, 64, 256), dtype=torch.bfloat16)
     case, x, norm = placed(down.case, device), down.x_1N.to(device), down.norm_N.to(device)
     shares, squares, scaled = down.shares_1S.to(device), torch.empty(64, device=device), torch.empty_like(x)

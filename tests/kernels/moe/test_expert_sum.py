@@ -90,7 +90,7 @@ def judge(case: Case, device) -> None:
 @KINDS
 @DTYPES
 @pytest.mark.parametrize("size", [1, 100, 256, 600], ids=lambda size: f"H{size}")
-def test_every_kind_and_size(device, kind, dtype, size):
+def test_add_experts_is_exact_for_every_kind_and_size(device, kind, dtype, size):
     for num_rows in (1, 5):
         judge(Case(num_rows, 3, size, dtype, kind), device)
 
@@ -103,12 +103,12 @@ def test_every_kind_and_size(device, kind, dtype, size):
     kind=st.sampled_from(["routed", "shared", "gated"]),
     seed=st.integers(0, 99),
 )
-def test_any_sum(device, num_rows, top_k, size, kind, seed):
+def test_add_experts_is_exact_for_any_sum(device, num_rows, top_k, size, kind, seed):
     judge(Case(num_rows, top_k, size, kind=kind, seed=seed), device)
 
 
 @KINDS
-def test_the_reference_is_the_same_sum(kind):
+def test_add_experts_reference_gives_the_same_sum(kind):
     case = Case(5, 3, 300, kind=kind)
     for mine, theirs in zip(run(case, CPU)[:2], run(case, CPU, add_experts_reference)[:2], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
@@ -116,7 +116,7 @@ def test_the_reference_is_the_same_sum(kind):
         assert same_bits(mine, theirs), "a CPU takes it"
 
 
-def test_rows_are_batch_invariant(device):
+def test_add_experts_is_batch_invariant(device):
     case = Case(9, 3, 300, kind="gated")
     whole = run(case, device)
     for rows in companies(9):
@@ -125,7 +125,7 @@ def test_rows_are_batch_invariant(device):
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
-def test_what_is_not_finite_stays_in_its_row(device, bad):
+def test_add_experts_nonfinite_value_stays_in_its_row(device, bad):
     case = Case(4, 2, 100)
     clean = run(case, device)
     case.routed_PH[2 * 2 + 1, 99] = bad
@@ -137,7 +137,7 @@ def test_what_is_not_finite_stays_in_its_row(device, bad):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_add_experts_allocates_nothing(device):
     case = Case(16, 8, 2048, torch.bfloat16)
     routed, shares, x, norm = (one.to(device) for one in (case.routed_PH, case.shares_TS, case.x_TH, case.norm_H))
     squares, scaled = torch.empty(128, device=device), torch.empty_like(x)
@@ -148,7 +148,7 @@ def test_nothing_is_allocated(device):
 
 @KINDS
 @pytest.mark.parametrize(("num_rows", "size"), [(3, 40), (20, 1100)])
-def test_pairs_of_experts_elsewhere_count_nothing(device, kind, num_rows, size):
+def test_add_experts_ignores_pairs_of_other_ranks(device, kind, num_rows, size):
     """Whatever lies in their rows: it is as if their shares were none."""
     case = Case(num_rows, 3, size, kind=kind)
     ids = torch.arange(num_rows * 3, dtype=torch.int32).view(num_rows, 3) % 4 - 1

@@ -22,7 +22,7 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.each_value
 @EVERY_SCHEME
 @GATED
-def test_odd_sizes(device, scheme, gated):
+def test_grouped_gemm_is_exact_for_odd_sizes(device, scheme, gated):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(grouped_gemm, expert_case((6, 2, 3, 9, size_k), gated, scheme), device)
 
@@ -30,13 +30,13 @@ def test_odd_sizes(device, scheme, gated):
 @pytest.mark.each_value
 @EVERY_SCHEME
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_biases_and_forms_of_the_gate(device, scheme, form):
+def test_grouped_gemm_gated_adds_bias_in_every_gate_form(device, scheme, form):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(grouped_gemm, expert_case((6, 2, 3, 9, size_k), True, scheme, has_bias=True, form=form), device)
 
 
 @EVERY_SCHEME
-def test_the_bias_of_a_product_without_a_gate(device, scheme):
+def test_grouped_gemm_ungated_adds_bias(device, scheme):
     size_k = 160 if scheme == "mxfp4" else 200
     judge(
         grouped_gemm,
@@ -47,7 +47,7 @@ def test_the_bias_of_a_product_without_a_gate(device, scheme):
 
 @EVERY_SCHEME
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_half_precision_with_a_row_for_each_pair(device, scheme, dtype):
+def test_grouped_gemm_half_precision_by_pair_is_exact(device, scheme, dtype):
     judge(grouped_gemm, expert_case((17, 3, 5, 70, 256), True, scheme, dtype, by_pair=True), device)
 
 
@@ -55,7 +55,7 @@ def test_half_precision_with_a_row_for_each_pair(device, scheme, dtype):
     ("num_rows", "top_k", "num_experts", "block_rows"),
     [(5, 1, 1, 16), (17, 8, 60, 16), (17, 2, 3, 32), (100, 2, 3, 64), (100, 1, 1, 128)],
 )
-def test_every_height_of_blocks(device, num_rows, top_k, num_experts, block_rows):
+def test_grouped_gemm_is_exact_for_every_block_height(device, num_rows, top_k, num_experts, block_rows):
     assert expert_block_rows(num_rows, top_k, num_experts) == block_rows
     for scheme in (None, "fp8"):
         judge(grouped_gemm, expert_case((num_rows, top_k, num_experts, 5, 48), True, scheme, choice="some"), device)
@@ -63,7 +63,7 @@ def test_every_height_of_blocks(device, num_rows, top_k, num_experts, block_rows
 
 @pytest.mark.parametrize("num_rows", [5, 16, 17, 40])
 @pytest.mark.parametrize("scheme", [None, "mxfp4"], ids=str)
-def test_a_token_that_names_an_expert_more_than_once(device, num_rows, scheme):
+def test_grouped_gemm_token_with_repeated_expert_is_exact(device, num_rows, scheme):
     """As a table may; sorted and not, with a row of its own for each pair, as what experts give is multiplied again."""
     for by_pair in (False, True):
         case = expert_case((num_rows, 4, 3, 6, 64), not by_pair, scheme, choice="twice", by_pair=by_pair)
@@ -71,11 +71,11 @@ def test_a_token_that_names_an_expert_more_than_once(device, num_rows, scheme):
 
 
 @pytest.mark.parametrize("scheme", [None, "int8"], ids=str)
-def test_every_row_to_one_expert(device, scheme):
+def test_grouped_gemm_all_rows_to_one_expert_is_exact(device, scheme):
     judge(grouped_gemm, expert_case((40, 1, 12, 7, 40), False, scheme, choice="same"), device)
 
 
-def test_scales_of_blocks_of_rows(device):
+def test_grouped_gemm_applies_scales_of_row_blocks(device):
     """Blocks of 128, 64 and 2 rows: tiles within one of them, and over many."""
     for size_n in (128, 64, 6):
         judge(grouped_gemm, expert_case((5, 1, 2, size_n, 130), size_n < 128, "fp8_block", torch.float16), device)
@@ -84,7 +84,7 @@ def test_scales_of_blocks_of_rows(device):
 
 
 @EVERY_SCHEME
-def test_rows_are_batch_invariant(device, scheme):
+def test_grouped_gemm_is_batch_invariant(device, scheme):
     """So many rows that blocks are as high, in another order, and among others."""
     case = expert_case((9, 2, 4, 5, 64), True, scheme, torch.float16)
     whole = run_kernel(grouped_gemm, case, device).view(9, 2, -1)
@@ -98,7 +98,7 @@ def test_rows_are_batch_invariant(device, scheme):
     ("sizes", "form"), [((768, 2048), SILU_HALVES), ((360, 2880), GPT_OSS), ((1408, 2048), SILU_HALVES)], ids=str
 )
 @GATED
-def test_blocks_of_every_height_round_a_row_alike(dtype, sizes, form, gated):
+def test_grouped_gemm_block_height_changes_no_bit(dtype, sizes, form, gated):
     """Which batch_invariant relies on: the heights follow from the number of rows (the interpreter's sums are numpy's)."""
     has_bias = form == GPT_OSS
     case = expert_case((512, 2, 8, *sizes), gated, None, dtype, by_pair=not gated, has_bias=has_bias, form=form)
@@ -111,11 +111,11 @@ def test_blocks_of_every_height_round_a_row_alike(dtype, sizes, form, gated):
 
 
 @EVERY_SCHEME
-def test_no_rows(device, scheme):
+def test_grouped_gemm_without_rows_is_empty(device, scheme):
     assert run_kernel(grouped_gemm, expert_case((6, 2, 3, 9, 64), True, scheme).rows([]), device).shape == (0, 9)
 
 
-def test_what_is_not_finite_stays_in_its_row(device):
+def test_grouped_gemm_nan_stays_in_its_row(device):
     """The first row too, which stands in for rows of padding."""
     case = expert_case((6, 1, 2, 5, 64))
     clean = run_kernel(grouped_gemm, case, device)
@@ -130,18 +130,18 @@ def test_what_is_not_finite_stays_in_its_row(device):
 
 
 @pytest.mark.parametrize("scheme", [None, "mxfp4"], ids=str)
-def test_widths_of_gpt_oss(device, scheme):
+def test_grouped_gemm_is_exact_at_gpt_oss_width(device, scheme):
     judge(grouped_gemm, expert_case((5, 1, 2, 30, 2880), True, scheme, has_bias=True, form=GPT_OSS), device)
 
 
-def test_codes_of_four_bits_in_rows_of_half_blocks(device):
+def test_grouped_gemm_mxfp4_rows_of_half_blocks_are_exact(device):
     """Rows that 64 inputs divide and 128 do not."""
     for size_k in (64, 192):
         judge(grouped_gemm, expert_case((5, 2, 3, 9, size_k), True, "mxfp4", torch.float16, form=GPT_OSS), device)
 
 
 @pytest.mark.parametrize("form", [GPT_OSS, DEEPSEEK_V4], ids=str)
-def test_what_is_not_finite_passes_the_clamp(device, form):
+def test_grouped_gemm_nan_passes_the_clamp(device, form):
     case = expert_case((6, 1, 2, 5, 64), True, has_bias=True, form=form)
     clean = run_kernel(grouped_gemm, case, device)
     case.x_XK[3, 63] = float("nan")
@@ -150,7 +150,7 @@ def test_what_is_not_finite_passes_the_clamp(device, form):
     assert same_bits(y[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
 
 
-def test_tiles_suit_their_scales():
+def test_tile_for_keeps_whole_scale_blocks():
     for kind in OperandKind:
         for block_rows in (16, 32, 64, 128):
             for gated in (False, True):
@@ -165,7 +165,7 @@ def test_tiles_suit_their_scales():
 @pytest.mark.gpu
 @EVERY_SCHEME
 @pytest.mark.parametrize("num_rows", [8, 40, 120, 700])
-def test_bfloat16_at_the_sizes_of_models(device, scheme, num_rows):
+def test_grouped_gemm_bfloat16_is_exact_at_model_sizes(device, scheme, num_rows):
     for sizes, gated in (((8, 8, 16, 768, 2048), True), ((8, 8, 16, 2048, 768), False), ((8, 4, 8, 2048, 1408), False)):
         sizes = (num_rows, *sizes[1:])
         judge(grouped_gemm, expert_case(sizes, gated, scheme, torch.bfloat16, by_pair=not gated), device)
@@ -175,7 +175,7 @@ def test_bfloat16_at_the_sizes_of_models(device, scheme, num_rows):
 
 @pytest.mark.gpu
 @EVERY_SCHEME
-def test_bfloat16_rows_match_in_blocks_of_any_height(device, scheme):
+def test_grouped_gemm_bfloat16_block_height_changes_no_bit(device, scheme):
     case = expert_case((700, 2, 4, 256, 1024), True, scheme, torch.bfloat16)
     whole = run_kernel(grouped_gemm, case, device).view(700, 2, -1)
     for count in (5, 30, 100):
@@ -184,7 +184,7 @@ def test_bfloat16_rows_match_in_blocks_of_any_height(device, scheme):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_grouped_gemm_allocates_nothing(device):
     from kernels.expert_cases import order_of, placed
 
     case = placed(expert_case((9, 2, 4, 64, 256), dtype=torch.bfloat16), device)

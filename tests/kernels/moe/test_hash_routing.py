@@ -53,7 +53,7 @@ def scores_by_hand(row: list[float], scoring: str) -> list[float]:
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 @pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), [(5, 3, 12), (1, 6, 256), (2, 6, 384)], ids=str)
-def test_against_float64(device, routing, num_rows, top_k, num_experts):
+def test_route_by_table_matches_float64(device, routing, num_rows, top_k, num_experts):
     logits, table = random(num_rows, num_experts, scale=4.0), make_table(31, top_k, num_experts)
     bias, tokens = random(num_experts, seed=3), torch.arange(num_rows) * 17 % 31
     expected = []
@@ -69,7 +69,7 @@ def test_against_float64(device, routing, num_rows, top_k, num_experts):
             torch.testing.assert_close(shares.double(), torch.tensor(expected).double(), rtol=4e-6, atol=1e-30)
 
 
-def test_as_the_router_of_transformers(device):
+def test_route_by_table_matches_transformers(device):
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter
 
@@ -88,7 +88,7 @@ def test_as_the_router_of_transformers(device):
         torch.testing.assert_close(shares, expected, rtol=4e-6, atol=1e-30)
 
 
-def test_ids_outside_table_and_experts_are_clamped(device):
+def test_route_by_table_clamps_ids_outside_the_table(device):
     """Padding may hold any id; a damaged table is refused when it is loaded, and stays within its memory all the same."""
     table, tokens = make_table(9, 3, 12), torch.tensor([-1, 9, 2**40, -(2**40), 4])
     table[4] = torch.tensor([-5, 12, 2**40])
@@ -98,7 +98,7 @@ def test_ids_outside_table_and_experts_are_clamped(device):
         assert shares.isfinite().all()
 
 
-def test_what_is_nan_stays_in_its_token(device):
+def test_route_by_table_nan_stays_in_its_token(device):
     logits, table, tokens = random(4, 12), make_table(9, 3, 12), torch.arange(4)
     clean = run(route_by_table_triton, logits, table, tokens, V4, device)
     logits[2] = float("nan")
@@ -111,7 +111,7 @@ def test_what_is_nan_stays_in_its_token(device):
     assert same_bits(again[1], clean[1][:2])
 
 
-def test_no_rows(device):
+def test_route_by_table_without_rows_is_empty(device):
     for route, where in both(device):
         ids, _ = run(route, torch.empty(0, 12), make_table(9, 3, 12), torch.empty(0, dtype=torch.int64), V4, where)
         assert ids.shape == (0, 3)
@@ -131,7 +131,7 @@ def test_table_problem_names_the_fault():
     assert "it takes int32 or int64" in str(table_problem(table.float(), 12))
 
 
-def test_shapes_that_do_not_match_are_refused():
+def test_route_by_table_refuses_mismatched_shapes():
     logits, table, tokens = torch.ones(2, 12), make_table(9, 3, 12), torch.arange(2)
     ids, shares = torch.empty(2, 3, dtype=torch.int32), torch.empty(2, 3)
     with pytest.raises(AssertionError, match="and 3 experts of a token"):
@@ -143,7 +143,7 @@ def test_shapes_that_do_not_match_are_refused():
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_route_by_table_allocates_nothing(device):
     logits, table, tokens = random(9, 256).to(device), make_table(99, 6, 256).to(device), torch.arange(9, device=device)
     ids, shares = torch.empty(9, 6, dtype=torch.int32, device=device), torch.empty(9, 6, device=device)
     assert_allocates_nothing(lambda: route_by_table(logits, table, tokens, V4, ids, shares))

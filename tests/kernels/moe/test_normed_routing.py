@@ -106,14 +106,14 @@ def judge(case: Case, device, is_coded=False, normalize=True) -> None:
 
 @ROWS
 @CODED
-def test_every_number_of_rows(device, num_rows, is_coded):
+def test_route_normed_is_exact_for_every_number_of_rows(device, num_rows, is_coded):
     judge(Case(num_rows, (3, 9, 200), widest_on(device), num_squares=7), device, is_coded)
 
 
 @pytest.mark.each_value
 @CODED
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_sizes(device, sizes, is_coded):
+def test_route_normed_is_exact_for_every_size(device, sizes, is_coded):
     for num_rows in (1, 3):
         for normalize in (False, True):
             judge(Case(num_rows, sizes, widest_on(device), has_bias=True), device, is_coded, normalize)
@@ -130,7 +130,9 @@ def test_sizes(device, sizes, is_coded):
     is_coded=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_routing(device, num_rows, top_k, more, size_k, has_bias, num_squares, is_coded, seed):
+def test_route_normed_is_exact_for_any_sizes(
+    device, num_rows, top_k, more, size_k, has_bias, num_squares, is_coded, seed
+):
     sizes = top_k, top_k + more, size_k
     judge(Case(num_rows, sizes, widest_on(device), has_bias, num_squares, seed), device, is_coded)
 
@@ -139,13 +141,13 @@ def test_any_routing(device, num_rows, top_k, more, size_k, has_bias, num_square
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
-def test_half_precision(device, dtype, is_coded):
+def test_route_normed_half_precision_is_exact(device, dtype, is_coded):
     for num_rows in (1, 5):
         judge(Case(num_rows, (8, 60, 256), dtype, num_squares=16), device, is_coded)
 
 
 @CODED
-def test_rows_are_batch_invariant_from_two_on(device, is_coded):
+def test_route_normed_is_batch_invariant_from_two_rows(device, is_coded):
     case = Case(9, (3, 20, 256), widest_on(device), num_squares=4)
     whole = run(case, device, is_coded)
     for rows in ([8, 1], [3, 4, 5], [7, 6, 5, 4, 3, 2, 1, 0]):
@@ -157,7 +159,7 @@ def test_rows_are_batch_invariant_from_two_on(device, is_coded):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_nonfinite_row_has_experts_and_leaves_others_alone(device, num_rows):
+def test_route_normed_nonfinite_row_has_experts_and_stays_alone(device, num_rows):
     case = Case(num_rows, (3, 9, 64), widest_on(device))
     clean = run(case, device)
     case.squares_TJ[0] = NAN
@@ -169,7 +171,7 @@ def test_nonfinite_row_has_experts_and_leaves_others_alone(device, num_rows):
     assert same_bits(found.rows()[1:], clean.rows()[1:])
 
 
-def test_the_norm_is_not_finished_in_its_own_place():
+def test_route_normed_refuses_to_finish_the_norm_in_place():
     x, tensor = torch.zeros(1, 4), torch.zeros(1)
     scratch = SmallBatchScratch(tensor, tensor, tensor.int())
     ids = torch.zeros(1, 1, dtype=torch.int32)
@@ -179,7 +181,7 @@ def test_the_norm_is_not_finished_in_its_own_place():
         )
 
 
-def test_a_cpu_takes_the_reference():
+def test_route_normed_on_cpu_uses_reference():
     case = Case(3, (2, 5, 64), torch.float32, has_bias=True)
     mine, theirs = run(case, CPU, function=route_normed), run(case, CPU, function=route_normed_reference)
     assert same_bits(mine.logits_TE, theirs.logits_TE)
@@ -188,14 +190,14 @@ def test_a_cpu_takes_the_reference():
 
 @pytest.mark.gpu
 @CODED
-def test_bfloat16_at_the_sizes_of_models(device, is_coded):
+def test_route_normed_bfloat16_is_exact_at_model_sizes(device, is_coded):
     for num_rows in (1, 2, 8, 16):
         for sizes in ((8, 128, 2048), (4, 60, 2048), (4, 32, 2880)):
             judge(Case(num_rows, sizes, torch.bfloat16, num_squares=256 if num_rows == 1 else 32), device, is_coded)
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_route_normed_allocates_nothing(device):
     for num_rows in (1, 4):
         x, router = torch.ones(num_rows, 256, device=device).bfloat16(), torch.ones(8, 256, device=device).bfloat16()
         squares, parts = torch.ones(num_rows, device=device), torch.zeros(num_rows * SPLIT_K_COLUMNS, device=device)

@@ -57,7 +57,7 @@ def route_by_hand(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[to
 @NORMALIZE
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_against_float64(device, sizes, normalize, scale):
+def test_route_tokens_matches_float64(device, sizes, normalize, scale):
     num_rows, top_k, num_experts = sizes
     logits = random(num_rows, num_experts, scale=scale)
     expected_ids, expected = route_by_hand(logits, top_k, normalize)
@@ -71,7 +71,7 @@ def test_against_float64(device, sizes, normalize, scale):
 
 @NORMALIZE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_bias_counts_before_the_choice(device, normalize, dtype):
+def test_route_tokens_adds_bias_before_the_choice(device, normalize, dtype):
     logits, bias = random(9, 12), random(12, seed=5, scale=3.0).to(dtype)
     expected_ids, expected = route_by_hand(logits + bias.float(), 4, normalize)
     assert not torch.equal(expected_ids, route_by_hand(logits, 4, normalize)[0]), "a bias that matters"
@@ -82,7 +82,7 @@ def test_a_bias_counts_before_the_choice(device, normalize, dtype):
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e4, 3e37, -3e37])
-def test_normalized_shares_are_a_softmax_of_the_chosen(device, offset):
+def test_route_tokens_normalized_shares_are_a_softmax(device, offset):
     logits = torch.tensor([[0.0, 3, 1, -2, 2.5, -88], [-200, -1e4, 90, 88.5, 0, 87]]) + offset
     logits[1, 3] = -1e38
     chosen_ids, _ = route_by_hand(logits, 4, True)
@@ -93,7 +93,7 @@ def test_normalized_shares_are_a_softmax_of_the_chosen(device, offset):
         torch.testing.assert_close(shares.double(), expected, rtol=1e-5, atol=1e-37)
 
 
-def test_of_equals_the_lower_comes_first(device):
+def test_route_tokens_tie_takes_the_lower_expert(device):
     logits = torch.tensor([[0.0, 1, 1, 0, 1], [2, 2, 2, 2, 2], [-0.0, 0.0, -1, 0, -0.0]])
     logits = torch.cat([logits, torch.full((1, 5), -torch.inf)])
     expected = [[1, 2, 4, 0], [0, 1, 2, 3], [0, 1, 3, 4], [0, 1, 2, 3]]
@@ -105,7 +105,7 @@ def test_of_equals_the_lower_comes_first(device):
 
 @NORMALIZE
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_nan_stays_in_its_token_and_ids_stay_valid(device, bad, normalize):
+def test_route_tokens_nan_stays_in_its_token_with_valid_ids(device, bad, normalize):
     logits = random(4, 6)
     clean = run(route_tokens_triton, logits, 3, normalize, device)
     logits[1, 4] = bad
@@ -120,13 +120,13 @@ def test_nan_stays_in_its_token_and_ids_stay_valid(device, bad, normalize):
         torch.testing.assert_close(shares[[0, 3]], clean[1][[0, 3]])
 
 
-def test_a_nan_is_chosen_last(device):
+def test_route_tokens_chooses_nan_last(device):
     logits = torch.tensor([[1.0, float("nan"), -torch.inf, 3.0]])
     for route, where in ((route_tokens_reference, torch.device("cpu")), (route_tokens_triton, device)):
         assert run(route, logits, 4, False, where)[0].tolist() == [[3, 0, 1, 2]]
 
 
-def test_routing_is_batch_invariant(device):
+def test_route_tokens_is_batch_invariant(device):
     logits = random(9, 12)
     ids, shares = run(route_tokens_triton, logits, 4, True, device)
     for rows in companies(9):
@@ -135,7 +135,7 @@ def test_routing_is_batch_invariant(device):
         assert same_bits(some, shares[rows])
 
 
-def test_the_function_takes_the_reference_on_a_cpu():
+def test_route_tokens_on_cpu_uses_reference():
     logits = random(5, 7)
     found, expected = (
         run(route, logits, 2, True, torch.device("cpu")) for route in (route_tokens, route_tokens_reference)
@@ -143,12 +143,12 @@ def test_the_function_takes_the_reference_on_a_cpu():
     assert same_bits(found[1], expected[1])
 
 
-def test_no_tokens(device):
+def test_route_tokens_without_tokens_is_empty(device):
     ids, shares = run(route_tokens_triton, torch.empty(0, 5), 2, True, device)
     assert ids.shape == shares.shape == (0, 2)
 
 
-def test_more_experts_of_a_token_than_there_are_are_refused():
+def test_route_tokens_refuses_top_k_above_expert_count():
     with pytest.raises(AssertionError, match="3 experts of a token, and there are 2"):
         run(route_tokens_reference, torch.ones(1, 2), 3, True, torch.device("cpu"))
     with pytest.raises(AssertionError, match="for 2 experts"):
@@ -156,7 +156,7 @@ def test_more_experts_of_a_token_than_there_are_are_refused():
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_route_tokens_allocates_nothing(device):
     logits = random(9, 128).to(device)
     ids, shares = torch.empty(9, 8, dtype=torch.int32, device=device), torch.empty(9, 8, device=device)
     assert_allocates_nothing(lambda: route_tokens(logits, Routing(True), ids, shares))
@@ -214,22 +214,22 @@ def check(ids: torch.Tensor, num_experts: int, device: torch.device, cut_pairs: 
 
 @pytest.mark.parametrize("num_rows", [17, 33, 100])
 @pytest.mark.parametrize(("top_k", "num_experts"), [(1, 1), (2, 3), (8, 12)])
-def test_every_choice_of_sizes(device, num_rows, top_k, num_experts):
+def test_order_experts_covers_every_pair_at_every_size(device, num_rows, top_k, num_experts):
     check(choose(num_rows, top_k, num_experts), num_experts, device)
 
 
-def test_one_expert_gets_everything_and_others_nothing(device):
+def test_order_experts_handles_experts_without_tokens(device):
     check(choose(100, 1, 12, reach=1), 12, device)
     check(choose(50, 2, 12, reach=3), 12, device)
     check(11 - choose(40, 2, 12, reach=2), 12, device)
 
 
-def test_sixty_experts(device):
+def test_order_experts_covers_every_pair_of_sixty_experts(device):
     check(choose(18, 4, 60), 60, device)
 
 
 @pytest.mark.parametrize("expert", [0, 30, 59])
-def test_one_expert_may_get_more_blocks_than_block_rows(device, expert):
+def test_order_experts_expert_with_more_blocks_than_block_rows(device, expert):
     """Its blocks, and those without an expert after them, are written by several stores each."""
     ids = torch.full((300, 1), expert, dtype=torch.int32)
     assert expert_block_rows(300, 1, 60) ** 2 < 300
@@ -237,7 +237,7 @@ def test_one_expert_may_get_more_blocks_than_block_rows(device, expert):
 
 
 @pytest.mark.parametrize("cut_pairs", [64, 128])
-def test_pairs_in_cuts(device, cut_pairs):
+def test_order_experts_in_cuts_covers_every_pair(device, cut_pairs):
     """The last one with few pairs, or with as many as the others."""
     check(choose(100, 2, 5), 5, device, cut_pairs)
     check(choose(64, 4, 5), 5, device, cut_pairs)
@@ -245,12 +245,12 @@ def test_pairs_in_cuts(device, cut_pairs):
 
 @hypothesis_settings(max_examples=8)
 @given(st.integers(17, 60), st.integers(1, 4), st.integers(4, 9), st.integers(0, 99))
-def test_any_choice(device, num_rows, top_k, num_experts, seed):
+def test_order_experts_covers_every_pair_for_any_choice(device, num_rows, top_k, num_experts, seed):
     check(choose(num_rows, top_k, num_experts, seed=seed), num_experts, device)
 
 
 @pytest.mark.parametrize(("num_rows", "block_rows"), [(1, 1), (4, 1), (5, 16), (16, 16)])
-def test_small_batches_are_not_sorted(num_rows, block_rows):
+def test_order_experts_leaves_small_batches_unsorted(num_rows, block_rows):
     ids = choose(num_rows, 2, 3)
     tensors = [torch.empty(spec.shape, dtype=torch.int32) for spec in order_specs(num_rows, 2, 3)]
     order = order_experts(ids, 3, tensors)
@@ -259,7 +259,7 @@ def test_small_batches_are_not_sorted(num_rows, block_rows):
     assert not any(tensor.numel() for tensor in tensors)
 
 
-def test_the_function_fills_what_it_is_given():
+def test_order_experts_fills_given_tensors():
     ids = choose(19, 2, 3)
     tensors = empty_tensors(ids, 3, RedZones(torch.device("cpu")))
     order = order_experts(ids, 3, tensors)
@@ -269,7 +269,7 @@ def test_the_function_fills_what_it_is_given():
     assert used(order) == order_by_hand(ids, 3, order.block_rows, len(tensors[1]))
 
 
-def test_wrong_buffers_are_an_error():
+def test_order_experts_refuses_wrong_buffers():
     ids = choose(19, 2, 3)
     tensors = empty_tensors(ids, 3, RedZones(torch.device("cpu")))
     with pytest.raises(AssertionError, match="expert pairs"):
@@ -282,12 +282,12 @@ def test_wrong_buffers_are_an_error():
 @pytest.mark.parametrize(
     ("num_rows", "top_k", "num_experts"), [(64, 8, 128), (8192, 8, 128), (3000, 4, 60), (300, 8, 1024)]
 )
-def test_the_sizes_of_models(device, num_rows, top_k, num_experts):
+def test_order_experts_covers_every_pair_at_model_sizes(device, num_rows, top_k, num_experts):
     check(choose(num_rows, top_k, num_experts), num_experts, device)
 
 
 @pytest.mark.gpu
-def test_an_order_allocates_nothing(device):
+def test_order_experts_allocates_nothing(device):
     ids = choose(600, 8, 128).to(device)
     tensors = empty_tensors(ids, 128, RedZones(device))
     assert_allocates_nothing(lambda: order_experts(ids, 128, tensors))
@@ -297,7 +297,7 @@ sizes = st.tuples(st.integers(1, 3000), st.integers(1, 8), st.integers(8, 256))
 
 
 @given(st.lists(st.integers(0, 9), min_size=5, max_size=400), st.integers(1, 2))
-def test_any_choice_of_experts_fits(experts: list[int], top_k: int) -> None:
+def test_num_expert_blocks_suffices_for_any_choice(experts: list[int], top_k: int) -> None:
     num_rows = max(5, len(experts) // top_k)
     block_rows = expert_block_rows(num_rows, top_k, 10)
     taken = sum(-(-count // block_rows) for count in Counter(experts).values())
@@ -305,20 +305,20 @@ def test_any_choice_of_experts_fits(experts: list[int], top_k: int) -> None:
 
 
 @given(sizes, st.integers(1, 50))
-def test_smaller_step_needs_no_more_memory(size: tuple[int, int, int], fewer: int) -> None:
+def test_order_specs_of_a_smaller_step_need_no_more_memory(size: tuple[int, int, int], fewer: int) -> None:
     num_rows, top_k, num_experts = size
     smaller = order_specs(max(1, num_rows - fewer), top_k, num_experts)
     assert arena_bytes(smaller) <= arena_bytes(order_specs(*size))
 
 
-def test_small_batches_have_no_order() -> None:
+def test_order_specs_of_small_batches_are_empty() -> None:
     assert expert_block_rows(4, 8, 128) == 1
     assert arena_bytes(order_specs(16, 8, 128)) == 0
     assert arena_bytes(order_specs(17, 8, 128)) > 0
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 700])
-def test_ids_of_experts_that_a_rank_has(device, num_rows):
+def test_local_ids_keep_experts_of_the_rank(device, num_rows):
     ids = choose(num_rows, 4, 12)
     expected = [[expert - 3 if 3 <= expert < 8 else PADDING for expert in row] for row in ids.tolist()]
     assert local_ids(ids, 3, 5, torch.full_like(ids, BEYOND)).tolist() == expected
@@ -329,14 +329,14 @@ def test_ids_of_experts_that_a_rank_has(device, num_rows):
 
 
 @pytest.mark.parametrize("cut_pairs", [64, CUT_PAIRS])
-def test_pairs_of_other_ranks_are_in_no_block(device, cut_pairs):
+def test_order_experts_skips_pairs_of_other_ranks(device, cut_pairs):
     for first in (0, 4, 8):
         ids = choose(50, 4, 12, seed=first)
         check(local_ids(ids, first, 4, torch.empty_like(ids)), 4, device, cut_pairs)
     check(torch.full((40, 2), PADDING, dtype=torch.int32), 4, device, cut_pairs)
 
 
-def test_blocks_are_as_high_as_one_rank_alone_has_them():
+def test_order_specs_keep_block_height_across_ranks():
     ids = choose(200, 4, 64)
     alone, share = (order_specs(200, 4, 64, num_local) for num_local in (None, 16))
     assert alone[0].shape[1] == share[0].shape[1] == expert_block_rows(200, 4, 64)

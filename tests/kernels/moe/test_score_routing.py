@@ -83,7 +83,7 @@ def route_by_hand(logits, top_k, routing, score_bias=None):
 @EACH
 @BIASED
 @pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), [(4, 3, 12), (1, 6, 160), (1, 8, 256)], ids=str)
-def test_against_float64(device, routing, is_biased, num_rows, top_k, num_experts):
+def test_score_routing_matches_float64(device, routing, is_biased, num_rows, top_k, num_experts):
     logits = random(num_rows, num_experts, scale=2.0, seed=num_experts)
     score_bias = random(num_experts, seed=5, scale=0.3) if is_biased else None
     expected_ids, expected = route_by_hand(logits, top_k, routing, score_bias)
@@ -99,7 +99,7 @@ def by_id(ids, shares):
 
 
 @pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
-def test_as_the_router_of_deepseek_v2(device, method):
+def test_score_routing_matches_deepseek_v2_router(device, method):
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Config, DeepseekV2TopkRouter
 
     config = DeepseekV2Config(
@@ -118,7 +118,7 @@ def test_as_the_router_of_deepseek_v2(device, method):
 @pytest.mark.each_value
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
 @pytest.mark.parametrize("normalizes", [False, True], ids=["as they are", "normalized"])
-def test_as_the_routers_of_deepseek_v3_and_glm(device, family, normalizes):
+def test_score_routing_matches_deepseek_v3_and_glm_routers(device, family, normalizes):
     """The bias makes most scores negative, so that what is masked must not look larger."""
     if family == "deepseek_v3":
         from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config as Config
@@ -147,7 +147,7 @@ def assert_chooses(device, logits, routing, score_bias, ids, shares) -> None:
         torch.testing.assert_close(found, expected, rtol=4e-6, atol=1e-30)
 
 
-def test_of_equals_the_lower_comes_first(device):
+def test_score_routing_tie_takes_the_lower_group_and_expert(device):
     """Groups and experts: zeros everywhere, then one group that is better."""
     logits = torch.zeros(2, 12)
     logits[1, 9] = 1.0
@@ -157,7 +157,7 @@ def test_of_equals_the_lower_comes_first(device):
             assert ids.tolist() == [[0, 1, 2, 3], [9, 0, 1, 2]]
 
 
-def test_a_group_is_as_good_as_its_best_two(device):
+def test_score_routing_ranks_groups_by_best_one_or_two(device):
     logits = torch.full((1, 12), -9.0)
     logits[0, 0], logits[0, 3:5], logits[0, 6:8], logits[0, 9] = 5.0, 2.0, 1.0, 6.0
     one, two = (V3._replace(group_score=score, num_groups=4) for score in ("largest", "two_largest"))
@@ -167,7 +167,7 @@ def test_a_group_is_as_good_as_its_best_two(device):
 
 
 @EACH
-def test_nan_stays_in_its_token_and_ids_stay_valid(device, routing):
+def test_score_routing_nan_stays_in_its_token_with_valid_ids(device, routing):
     logits = random(4, 12)
     clean = run(route_tokens_triton, logits, 5, routing, device)
     logits[1, 4] = float("nan")
@@ -184,7 +184,7 @@ def test_nan_stays_in_its_token_and_ids_stay_valid(device, routing):
 
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf")])
-def test_infinite_logits_and_biases_choose_valid_experts(device, bad):
+def test_score_routing_infinite_logits_choose_valid_experts(device, bad):
     logits, bias = random(3, 12), torch.zeros(12)
     logits[1, 4], logits[2] = bad, bad
     bias[:3] = -bad
@@ -196,14 +196,14 @@ def test_infinite_logits_and_biases_choose_valid_experts(device, bad):
         assert torch.equal(results[0][0], results[1][0])
 
 
-def test_sigmoids_that_are_all_zero_have_no_share(device):
+def test_score_routing_all_zero_sigmoids_give_zero_shares(device):
     for route, where in both(device):
         ids, shares = run(route, torch.full((2, 8), -200.0), 2, GLM, where)
         assert ids.tolist() == [[0, 1]] * 2
         assert shares.tolist() == [[0.0, 0.0]] * 2
 
 
-def test_scores_of_v4_over_the_whole_range(device):
+def test_score_routing_v4_scores_are_exact_over_the_whole_range(device):
     """Where 1 + exp(logit) rounds to 1, and where the logit itself is the softplus."""
     logits = torch.tensor([[-80.0, -30.0, -17.0, -9.0, -3.0, 0.0, 3.0, 19.9, 20.1, 90.0]])
     expected_ids, expected = route_by_hand(logits, 10, V4._replace(normalizes=False))
@@ -213,7 +213,7 @@ def test_scores_of_v4_over_the_whole_range(device):
         torch.testing.assert_close(shares.double(), expected, rtol=2e-5, atol=0.0)
 
 
-def test_as_the_router_of_deepseek_v4(device):
+def test_score_routing_matches_deepseek_v4_router(device):
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 
@@ -227,7 +227,7 @@ def test_as_the_router_of_deepseek_v4(device):
     assert_chooses(device, logits, V4, bias, ids, shares)
 
 
-def test_a_bias_on_logits_counts_before_the_scores(device):
+def test_score_routing_adds_logit_bias_before_scores(device):
     logits, bias, score_bias = random(7, 12), random(12, seed=5, scale=3.0), random(12, seed=6)
     expected_ids, expected = route_by_hand(logits + bias, 4, V3, score_bias)
     for route, where in both(device):
@@ -237,7 +237,7 @@ def test_a_bias_on_logits_counts_before_the_scores(device):
 
 
 @pytest.mark.parametrize("routing", [V2, V3], ids=["V2", "V3"])
-def test_routing_is_batch_invariant(device, routing):
+def test_score_routing_is_batch_invariant(device, routing):
     logits, bias = random(9, 12), random(12, seed=2)
     ids, shares = run(route_tokens_triton, logits, 4, routing, device, score_bias=bias)
     for rows in companies(9):
@@ -248,7 +248,7 @@ def test_routing_is_batch_invariant(device, routing):
 
 @hypothesis_settings(max_examples=15)
 @given(st.integers(1, 7), st.integers(2, 9), st.integers(1, 7), st.sampled_from(list(ROUTINGS)), st.integers(0, 99))
-def test_any_groups(device, num_groups, group_size, groups_taken, name, seed):
+def test_score_routing_is_exact_for_any_groups(device, num_groups, group_size, groups_taken, name, seed):
     routing = ROUTINGS[name]._replace(num_groups=num_groups, groups_taken=min(groups_taken, num_groups))
     logits, bias = random(2, num_groups * group_size, seed=seed), random(num_groups * group_size, seed=seed + 1)
     top_k = min(3, routing.groups_taken * group_size)
@@ -259,13 +259,13 @@ def test_any_groups(device, num_groups, group_size, groups_taken, name, seed):
         torch.testing.assert_close(shares.double(), expected, rtol=4e-6, atol=1e-30)
 
 
-def test_what_is_plain():
+def test_routing_is_plain_without_scores_and_groups():
     assert Routing().is_plain
     assert Routing(True, "softmax", 8, 8).is_plain
     assert not any(routing.is_plain for routing in ROUTINGS.values())
 
 
-def test_groups_that_cannot_be_are_refused():
+def test_score_routing_refuses_impossible_groups():
     logits = torch.ones(1, 12)
     with pytest.raises(AssertionError, match="12 experts in 5 groups"):
         run(route_tokens_reference, logits, 1, V3._replace(num_groups=5), CPU)
@@ -282,7 +282,7 @@ def test_groups_that_cannot_be_are_refused():
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_score_routing_allocates_nothing(device):
     logits, bias = random(9, 256).to(device), random(256).to(device)
     ids, shares = torch.empty(9, 8, dtype=torch.int32, device=device), torch.empty(9, 8, device=device)
     assert_allocates_nothing(lambda: route_tokens(logits, V3, ids, shares, None, bias))

@@ -52,13 +52,13 @@ def expected(logits):
     return out.tolist()
 
 
-def test_no_token_means_the_same_to_everybody():
+def test_kernel_no_token_equals_sequence_no_token():
     assert NO_TOKEN == sequence.NO_TOKEN
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"V{size}")
 @pytest.mark.parametrize("chunk_tokens", [64, 8192])
-def test_as_the_reference_amid_poison(device, guarded, size, chunk_tokens):
+def test_argmax_matches_reference_amid_poison(device, guarded, size, chunk_tokens):
     logits = random(5, size)
     logits[3] = logits[3].round()  # ties
     expected_ids = logits.numpy().argmax(axis=1).tolist()
@@ -69,14 +69,14 @@ def test_as_the_reference_amid_poison(device, guarded, size, chunk_tokens):
 @pytest.mark.each_value
 @pytest.mark.parametrize("values", POISONS.values(), ids=POISONS.keys())
 @pytest.mark.parametrize("size", [1, 63, 200], ids=lambda size: f"V{size}")
-def test_rows_that_hold_something_odd(device, guarded, size, values):
+def test_argmax_of_odd_rows_matches_reference(device, guarded, size, values):
     logits = torch.tensor(values).repeat(size)[:size].expand(3, size).clone()
     logits[1] = random(size)
     assert found(logits.to(device), guarded) == expected(logits)
 
 
 @pytest.mark.parametrize("place", [0, 63, 64, 130, 199])
-def test_one_nan_anywhere_spoils_its_row_only(device, guarded, place):
+def test_argmax_nan_anywhere_spoils_only_its_row(device, guarded, place):
     logits = random(3, 200)
     clean = expected(logits)
     logits[1, place] = NAN
@@ -85,7 +85,7 @@ def test_one_nan_anywhere_spoils_its_row_only(device, guarded, place):
 
 @given(st.lists(st.sampled_from([-INF, -0.0, 0.0, 1.0, INF, NAN]), min_size=1, max_size=40))
 @settings(max_examples=50)
-def test_any_row(device, row):
+def test_argmax_finds_the_first_maximum_of_any_row(device, row):
     zones = RedZones(device)
     ids = found(torch.tensor([row], device=device), zones.allocate, chunk_tokens=16)
     zones.check()
@@ -95,14 +95,14 @@ def test_any_row(device, row):
         assert ids == [row.index(max(row))]
 
 
-def test_results_are_batch_invariant(device, guarded):
+def test_argmax_is_batch_invariant(device, guarded):
     logits = random(17, 130).round().to(device)
     alone = [found(logits[row : row + 1], guarded)[0] for row in range(17)]
     for rows in companies(17):
         assert found(logits[rows], guarded) == [alone[row] for row in rows]
 
 
-def test_what_does_not_fit_the_scratch_is_refused(device, guarded):
+def test_argmax_refuses_rows_beyond_scratch(device, guarded):
     scratch = make_scratch(guarded, 2, 100, 64, 1)
     out = torch.zeros(3, dtype=torch.int64, device=device)
     with pytest.raises(AssertionError, match="num_rows=3 exceeds"):
@@ -115,14 +115,14 @@ def test_what_does_not_fit_the_scratch_is_refused(device, guarded):
         argmax_triton(torch.zeros(2, 100, device=device), out, scratch)
 
 
-def test_no_rows(device, guarded):
+def test_argmax_accepts_no_rows(device, guarded):
     scratch = make_scratch(guarded, 1, 100, 64, 1)
     argmax_triton(torch.zeros(0, 100, device=device), torch.zeros(0, dtype=torch.int64, device=device), scratch)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 7, 512])
-def test_a_large_vocabulary_from_a_graph(device, guarded, num_rows):
+def test_argmax_in_graph_matches_reference_at_large_vocabulary(device, guarded, num_rows):
     vocab_size = 151936
     logits = random(num_rows, vocab_size).bfloat16().float().to(device)
     scratch = make_scratch(guarded, num_rows, vocab_size, 8192, 1)
@@ -141,28 +141,28 @@ def test_a_large_vocabulary_from_a_graph(device, guarded, num_rows):
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 8191, 8192, 8193, 151936])
 @pytest.mark.parametrize("chunk_tokens", [1, 64, CHUNK_TOKENS])
-def test_chunks_cover_a_vocabulary_and_none_is_empty(vocab_size, chunk_tokens):
+def test_num_chunks_cover_the_vocabulary_without_empty_chunks(vocab_size, chunk_tokens):
     chunks = num_chunks(vocab_size, chunk_tokens)
     assert (chunks - 1) * chunk_tokens < vocab_size <= chunks * chunk_tokens
 
 
-def test_a_row_of_a_table_is_aligned_anywhere():
+def test_logit_row_of_a_table_is_aligned():
     assert NUM_FIELDS * 8 % 16 == 0
     assert LogitRow._fields[:7] == ("source", "target", "negative_temperature", "min_p", "top_p", "top_k", "uniform")
 
 
-def test_scratch_by_row_and_by_rows_at_once():
+def test_logit_scratch_grows_by_rows_at_once():
     shapes = {spec.name: spec.shape for spec in logit_scratch_specs(1000, 151936)}
     assert shapes["chunk_largest"] == shapes["chunk_argmax"] == (1000, 19)
     assert shapes["chunk_weights"] == shapes["chunk_nearer"] == (MAX_LOGIT_ROWS, 19)
     assert shapes["listed_ids"] == shapes["listed_logits"] == (MAX_LOGIT_ROWS, MAX_CANDIDATES)
 
 
-def test_little_is_held_for_little():
+def test_logit_scratch_of_one_row_is_small():
     assert sum(spec.num_bytes for spec in logit_scratch_specs(1, 100)) < 2000
 
 
-def test_every_tensor_is_in_its_place():
+def test_logit_scratch_tensors_follow_their_specs():
     specs = logit_scratch_specs(3, 20_000)
     tensors = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
     scratch = LogitScratch.of(tensors)

@@ -40,7 +40,7 @@ def listed(logits, rows, guarded, device, chunk_tokens=256, num_candidates=4096,
 
 
 @pytest.mark.parametrize("row", FILTERS.values(), ids=FILTERS.keys())
-def test_a_list_holds_all_that_are_kept_and_not_many_more(device, guarded, row):
+def test_list_near_tokens_holds_kept_tokens_and_few_more(device, guarded, row):
     logits = random(1, 1000, scale=3.0)
     scratch = listed(logits, [row], guarded, device)
     num_listed = int(scratch.num_listed_R[0])
@@ -60,7 +60,7 @@ def test_a_list_holds_all_that_are_kept_and_not_many_more(device, guarded, row):
 
 @pytest.mark.parametrize("size", [1, 2, 63, 1000], ids=lambda size: f"V{size}")
 @pytest.mark.parametrize("chunk_tokens", [64, 1024])
-def test_weights_by_chunk_are_exact(device, guarded, size, chunk_tokens):
+def test_list_near_tokens_chunk_weights_are_exact(device, guarded, size, chunk_tokens):
     logits = agreed_logits(2, size, 0.7, device).cpu()
     rows = [LogitRow(source, 0, -0.7, min_p) for source, min_p in ((1, 0.0), (0, 0.05), (1, 0.05))]
     scratch = listed(logits, rows, guarded, device, chunk_tokens)
@@ -70,7 +70,7 @@ def test_weights_by_chunk_are_exact(device, guarded, size, chunk_tokens):
         assert found == [int(chunk.sum()) for chunk in expected.split(chunk_tokens)]
 
 
-def test_min_p_keeps_tokens_that_just_reach_it(device, guarded):
+def test_list_near_tokens_min_p_keeps_tokens_on_the_edge(device, guarded):
     """The most likely ones have a share of exactly one."""
     logits = torch.tensor([[1.0, 3.0, 2.9, 3.0], [0.0, 0.0, -1.0, 0.0]])
     rows = [LogitRow(source, 0, -1.0, min_p=1.0) for source in range(2)]
@@ -81,7 +81,7 @@ def test_min_p_keeps_tokens_that_just_reach_it(device, guarded):
         assert int((weight > 0).sum()) == count
 
 
-def test_tokens_that_are_nearer_than_one(device, guarded):
+def test_list_near_tokens_counts_logits_above_the_given_token(device, guarded):
     logits = random(3, 300).round()
     tokens = torch.tensor([7, 299, NO_TOKEN], device=device)
     rows = [LogitRow(row, row, negative_temperature=-1.0) for row in range(3)]
@@ -90,7 +90,7 @@ def test_tokens_that_are_nearer_than_one(device, guarded):
     assert scratch.chunk_nearer_RP.sum(dim=1).tolist() == expected
 
 
-def test_too_many_are_not_listed(device, guarded):
+def test_list_near_tokens_drops_lists_beyond_the_limit(device, guarded):
     rows = [LogitRow(row, 0, -1.0, top_k=top_k) for row, top_k in ((0, 9), (1, 9), (0, 16), (0, 17))]
     logits = torch.stack((-torch.arange(100.0), torch.zeros(100)))
     scratch = listed(logits, rows, guarded, device, chunk_tokens=32, num_candidates=16)
@@ -99,7 +99,7 @@ def test_too_many_are_not_listed(device, guarded):
     assert scratch.listed_ids_RC[2].tolist() == list(range(16))
 
 
-def test_who_needs_no_list_gets_none_and_poison_is_left_alone(device, guarded):
+def test_list_near_tokens_skips_rows_without_need_of_a_list(device, guarded):
     logits = random(4, 100)
     logits[1, 50] = NAN
     logits[2] = -INF
@@ -116,7 +116,7 @@ def test_who_needs_no_list_gets_none_and_poison_is_left_alone(device, guarded):
     assert (scratch.chunk_weights_RP[:4] == -7).all(dim=1).tolist() == [False, True, True, True]
 
 
-def test_distances_of_infinite_logits(device, guarded):
+def test_list_near_tokens_handles_infinite_logits(device, guarded):
     logits = torch.tensor([[INF, 3.0, -INF, INF], [-0.0, 0.0, -INF, -3.4e38]])
     rows = [LogitRow(row, 0, -1.0, top_k=4) for row in range(2)]
     for chunk_tokens in (4, 8):  # lanes beyond the vocabulary are as far as can be, and none of the tokens
@@ -126,7 +126,7 @@ def test_distances_of_infinite_logits(device, guarded):
         assert scratch.listed_ids_RC.tolist() == [[0, 1, 2, 3]] * 2
 
 
-def test_what_does_not_fit_the_scratch_is_refused(device, guarded):
+def test_list_near_tokens_refuses_rows_beyond_scratch(device, guarded):
     scratch = make_scratch(guarded, 1, 100, 64, 8)
     logits, top = torch.zeros(2, 100, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     table = make_table([LogitRow(0), LogitRow(1)], device)

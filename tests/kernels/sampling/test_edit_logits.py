@@ -35,7 +35,7 @@ def make_edits(places, numbers, device):
 
 @pytest.mark.parametrize("kind", EditKind, ids=lambda kind: kind.name.lower())
 @pytest.mark.parametrize("num_edits", [1, 255, 256, 700])
-def test_as_torch_to_the_bit(device, guarded, kind, num_edits):
+def test_edit_logits_matches_torch_to_the_bit(device, guarded, kind, num_edits):
     rng = np.random.default_rng(num_edits)
     places = rng.permutation(3 * 301)[:num_edits]
     numbers = rng.uniform(0.3, 3, num_edits)
@@ -51,7 +51,7 @@ def test_as_torch_to_the_bit(device, guarded, kind, num_edits):
     assert (block.cpu() != raw).sum() > num_edits / 2
 
 
-def test_kinds_one_after_the_other(device):
+def test_edit_logits_kinds_apply_in_sequence(device):
     block = torch.tensor([[2.0, -2.0, 1.0]], device=device)
     for kind, number in zip(EditKind, (4.0, 0.25, 1.0, -INF), strict=True):
         places = [2] if kind is EditKind.REPLACE else [0, 1]
@@ -59,7 +59,7 @@ def test_kinds_one_after_the_other(device):
     assert block.tolist() == [[2.0 / 4 - 0.25 + 1, -2.0 * 4 - 0.25 + 1, -INF]]
 
 
-def test_padding_is_no_edit(device, guarded):
+def test_edit_logits_padding_changes_nothing(device, guarded):
     block = guarded(2, 50).copy_(random(2, 50))
     raw = block.clone()
     for kind in EditKind:
@@ -68,13 +68,13 @@ def test_padding_is_no_edit(device, guarded):
     assert same_bits(block, raw)
 
 
-def test_a_list_that_is_no_whole_number_of_programs_is_refused(device):
+def test_edit_logits_refuses_partial_programs(device):
     with pytest.raises(AssertionError, match="num_edits=3 is not a multiple"):
         edit_logits_triton(torch.zeros(1, 9), torch.zeros(3, 2, dtype=torch.int32), EditKind.ADD)
 
 
 @pytest.mark.parametrize("size", [1, 63, 4097, 9000], ids=lambda size: f"V{size}")
-def test_rows_are_copied_from_anywhere(device, guarded, size):
+def test_copy_rows_copies_from_any_source(device, guarded, size):
     logits = random(6, size)
     logits[4, size // 2] = NAN
     table = make_table([LogitRow(i, target) for i, target in enumerate((4, 0, 5, 4))], device)
@@ -86,7 +86,7 @@ def test_rows_are_copied_from_anywhere(device, guarded, size):
 
 
 @pytest.mark.parametrize("num_kept", [0, 1, 256, 500])
-def test_a_blank_row_gets_back_what_is_named(device, guarded, num_kept):
+def test_restore_logits_blank_row_gets_named_logits_back(device, guarded, num_kept):
     logits = random(6, 301)
     targets = (4, 0, 5)
     rows = [LogitRow(i, target, is_blank=float(i != 1)) for i, target in enumerate(targets)]
@@ -108,13 +108,13 @@ def test_a_blank_row_gets_back_what_is_named(device, guarded, num_kept):
     assert same_bits(expected, plain)
 
 
-def test_no_rows_are_copied(device):
+def test_copy_rows_accepts_no_rows(device):
     table = make_table([LogitRow()], device)[:0]
     copy_rows_triton(torch.zeros(2, 8, device=device), table, torch.zeros(0, 8, device=device))
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_edit_logits_allocates_nothing(device):
     logits = random(3, 151936).to(device)
     block, table = torch.empty_like(logits), make_table([LogitRow(i, i) for i in range(3)], device)
     edits = make_edits([5, 151936], [1.5, 2.5], device)

@@ -39,7 +39,7 @@ def rows_with(*num_tops):
 @LISTS
 @pytest.mark.parametrize("num_values", [500, 5], ids=["few ties", "many ties"])
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 1000, 4097], ids=lambda size: f"V{size}")
-def test_as_the_reference_amid_poison(device, guarded, vocab_size, num_values, num_candidates):
+def test_logprob_rows_matches_reference_amid_poison(device, guarded, vocab_size, num_values, num_candidates):
     logits = agreed_logits(4, vocab_size, 1.0, device, num_values)
     tokens = [vocab_size - 1, vocab_size // 2, 0, vocab_size // 3]
     rows = rows_with(0, 1, min(5, vocab_size), min(MAX_TOP, vocab_size))
@@ -51,7 +51,7 @@ def test_as_the_reference_amid_poison(device, guarded, vocab_size, num_values, n
     assert columns_of(logprob_rows_triton, poisoned, tokens, rows, guarded, device, 2048, num_candidates) == expected
 
 
-def test_what_the_columns_say(device, guarded):
+def test_logprob_rows_fills_every_column(device, guarded):
     logits = torch.tensor([[1.0, 3.0, -INF, 3.0, 2.0]], device=device)
     for measure in (logprob_rows_triton, logprob_rows_reference):
         (columns,) = columns_of(measure, logits, [4], rows_with(5), guarded, device, chunk_tokens=4)
@@ -63,7 +63,7 @@ def test_what_the_columns_say(device, guarded):
 
 
 @LISTS
-def test_rows_without_a_token_say_so_and_leave_the_others_alone(device, guarded, num_candidates):
+def test_logprob_rows_without_a_token_leave_others_alone(device, guarded, num_candidates):
     logits = random(4, 50).to(device)
     clean = columns_of(logprob_rows_triton, logits, [1, 2, 3, 4], rows_with(5, 5, 5, 5), guarded, device, 32)
     logits[1, 7], logits[2] = NAN, -INF
@@ -75,7 +75,7 @@ def test_rows_without_a_token_say_so_and_leave_the_others_alone(device, guarded,
 
 
 @LISTS
-def test_infinite_and_equal_logits(device, guarded, num_candidates):
+def test_logprob_rows_match_reference_for_infinite_logits(device, guarded, num_candidates):
     logits = torch.zeros(4, 70, device=device)
     logits[1, 60], logits[2, 5:], logits[3, :2] = INF, -INF, torch.tensor([-0.0, 0.0])
     rows = rows_with(20, 20, 20, 20)
@@ -84,7 +84,7 @@ def test_infinite_and_equal_logits(device, guarded, num_candidates):
     assert found == expected
 
 
-def test_no_token_is_taken_for_the_first_one(device, guarded):
+def test_logprob_rows_reads_no_token_as_the_first_token(device, guarded):
     logits = random(1, 40).to(device)
     first, none = (
         columns_of(logprob_rows_triton, logits, [token], rows_with(2), guarded, device) for token in (0, NO_TOKEN)
@@ -93,7 +93,7 @@ def test_no_token_is_taken_for_the_first_one(device, guarded):
 
 
 @LISTS
-def test_results_are_batch_invariant(device, guarded, num_candidates):
+def test_logprob_rows_are_batch_invariant(device, guarded, num_candidates):
     logits = random(5, 300, scale=2.0).to(device)
     tokens = [5, 299, 0, 7, 100]
     rows = rows_with(3, 20, 0, 7, 1)
@@ -111,7 +111,7 @@ def test_results_are_batch_invariant(device, guarded, num_candidates):
         assert alone == [together[i]]
 
 
-def test_columns_that_do_not_fit_are_refused(device, guarded):
+def test_logprob_rows_refuse_misfit_columns(device, guarded):
     logits, top = torch.zeros(2, 9, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     table, scratch = make_table(rows_with(1, 1), device), make_scratch(guarded, 2, 9, 16, 4)
     with pytest.raises(AssertionError, match="a row for each of 2"):
@@ -120,7 +120,7 @@ def test_columns_that_do_not_fit_are_refused(device, guarded):
         logprob_rows_triton(logits, top, top, table, torch.zeros(NUM_COLUMNS, 2, dtype=torch.float64).T, scratch)
 
 
-def test_no_rows(device, guarded):
+def test_logprob_rows_accepts_no_rows(device, guarded):
     logits, top = torch.zeros(1, 9, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     columns = torch.zeros(0, NUM_COLUMNS, dtype=torch.float64, device=device)
     logprob_rows_triton(
@@ -131,7 +131,7 @@ def test_no_rows(device, guarded):
 @pytest.mark.gpu
 @LISTS
 @pytest.mark.parametrize("num_values", [500, 20], ids=["few ties", "many ties"])
-def test_a_large_vocabulary(device, guarded, num_values, num_candidates):
+def test_logprob_rows_matches_reference_at_large_vocabulary(device, guarded, num_values, num_candidates):
     logits = agreed_logits(64, 151936, 1.0, device, num_values)
     tokens, rows = list(range(0, 64 * 2000, 2000)), rows_with(*(row % 21 for row in range(64)))
     expected = columns_of(logprob_rows_reference, logits, tokens, rows, guarded, device)
@@ -140,7 +140,7 @@ def test_a_large_vocabulary(device, guarded, num_values, num_candidates):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device, guarded):
+def test_logprob_rows_allocates_nothing(device, guarded):
     logits = random(4, 151936, scale=3.0).to(device)
     top, table = argmax_of(logits), make_table(rows_with(0, 1, 5, 20), device)
     columns = torch.zeros(4, NUM_COLUMNS, dtype=torch.float64, device=device)

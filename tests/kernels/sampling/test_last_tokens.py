@@ -40,7 +40,7 @@ def make_rows(num_rows: int, num_slots: int) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("num_rows", SIZES)
-def test_what_is_kept_is_as_the_reference_says(device, guarded, num_rows):
+def test_keep_tokens_matches_reference(device, guarded, num_rows):
     tokens, slots = make_rows(num_rows, num_rows + 3)
     expected = list(range(-9, num_rows - 6))
     for token, slot in zip(tokens, slots, strict=True):
@@ -53,7 +53,7 @@ def test_what_is_kept_is_as_the_reference_says(device, guarded, num_rows):
 
 
 @pytest.mark.parametrize("num_rows", SIZES)
-def test_ids_that_name_a_slot_become_its_token(device, guarded, num_rows):
+def test_resolve_tokens_replaces_slot_ids_by_tokens(device, guarded, num_rows):
     slots = torch.randint(0, 9, (num_rows,), generator=torch.Generator().manual_seed(num_rows)).tolist()
     ids = [-1 - slot if row % 3 else 1000 + row for row, slot in enumerate(slots)]
     expected = [70 + slot if row % 3 else 1000 + row for row, slot in enumerate(slots)]
@@ -66,7 +66,7 @@ def test_ids_that_name_a_slot_become_its_token(device, guarded, num_rows):
 
 @given(st.permutations(range(6)), st.lists(st.integers(NO_TOKEN, 5), min_size=6, max_size=6), st.integers(0, 6))
 @settings(max_examples=30)
-def test_a_step_finds_what_the_one_before_has_kept(device, slots, tokens, num_rows):
+def test_resolve_tokens_finds_tokens_of_the_previous_step(device, slots, tokens, num_rows):
     zones = RedZones(device)
     last = numbers(zones.allocate, [9] * 6)
     keep_tokens_triton(numbers(zones.allocate, tokens[:num_rows]), numbers(zones.allocate, slots[:num_rows]), last)
@@ -76,7 +76,7 @@ def test_a_step_finds_what_the_one_before_has_kept(device, slots, tokens, num_ro
     zones.check()
 
 
-def test_what_does_not_fit_is_refused(device):
+def test_last_tokens_refuse_misfit_tensors(device):
     tokens, last = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(5, dtype=torch.int64, device=device)
     with pytest.raises(AssertionError, match="a slot a row of 3"):
         keep_tokens_triton(tokens, tokens[:2], last)
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused(device):
 
 
 @pytest.mark.gpu
-def test_both_in_a_graph_without_an_allocation(device):
+def test_last_tokens_in_graph_allocate_nothing(device):
     """Sixty-four sequences decode from their own tokens: what one replay keeps, the next begins with."""
     last = torch.zeros(64, dtype=torch.int64, device=device)
     slots = torch.arange(63, -1, -1, device=device)

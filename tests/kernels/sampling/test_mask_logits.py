@@ -24,7 +24,7 @@ def make_masks(num_rows: int, vocab_size: int, share: float = 0.5, seed: int = 0
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, 8192, 8193, 9001])
-def test_as_torch_to_the_bit(device, guarded, vocab_size, share):
+def test_mask_logits_matches_torch_to_the_bit(device, guarded, vocab_size, share):
     masks, allowed = make_masks(3, vocab_size, share, vocab_size)
     raw = random(3, vocab_size, scale=5)
     raw[1, vocab_size // 2], raw[2, 0], raw[0, -1] = NAN, INF, -INF
@@ -38,7 +38,7 @@ def test_as_torch_to_the_bit(device, guarded, vocab_size, share):
     assert same_bits(in_c, expected)
 
 
-def test_the_sign_bit_is_a_token_like_others(device):
+def test_mask_logits_sign_bit_masks_its_token(device):
     for place in (30, 31, 32, 63):
         bits = np.zeros((1, 64), dtype=bool)
         bits[0, place] = True
@@ -48,7 +48,7 @@ def test_the_sign_bit_is_a_token_like_others(device):
         assert (block.cpu() == 0).nonzero().tolist() == [[0, place]]
 
 
-def test_no_rows_and_wrong_shapes(device):
+def test_mask_logits_accepts_no_rows_and_refuses_wrong_shapes(device):
     mask_logits(torch.zeros(0, 40, device=device), torch.zeros(0, 2, dtype=torch.int32, device=device))
     mask_logits_triton(torch.zeros(0, 40, device=device), torch.zeros(0, 2, dtype=torch.int32, device=device))
     with pytest.raises(AssertionError, match="must be 2 words a row of 1"):
@@ -59,7 +59,7 @@ def test_no_rows_and_wrong_shapes(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [49152, 151936, 262144])
-def test_on_a_gpu_at_full_size(device, vocab_size):
+def test_mask_logits_on_gpu_matches_reference_at_full_size(device, vocab_size):
     masks, _ = make_masks(64, vocab_size, 0.3)
     raw = random(64, vocab_size, scale=5)
     block, expected = raw.to(device), raw.clone()
@@ -69,7 +69,7 @@ def test_on_a_gpu_at_full_size(device, vocab_size):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device):
+def test_mask_logits_allocates_nothing(device):
     block, (masks, _) = random(3, 151936).to(device), make_masks(3, 151936)
     masks = masks.to(device)
     assert_allocates_nothing(lambda: mask_logits(block, masks))

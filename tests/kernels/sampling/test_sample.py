@@ -64,7 +64,7 @@ def settings_rows(vocab_size, temperature=TEMPERATURE, names=tuple(FILTERS)):
     [(1, 500), (2, 500), (63, 500), (63, 6), (1000, 6), (4097, 500)],
     ids=lambda number: str(number),
 )
-def test_as_the_reference_amid_poison(device, guarded, vocab_size, num_values, num_candidates):
+def test_sample_tokens_matches_reference_amid_poison(device, guarded, vocab_size, num_values, num_candidates):
     logits = agreed_logits(4, vocab_size, TEMPERATURE, device, num_values)
     rows = settings_rows(vocab_size)
     expected = chosen(sample_tokens_reference, logits, rows, guarded, device)
@@ -76,7 +76,7 @@ def test_as_the_reference_amid_poison(device, guarded, vocab_size, num_values, n
 @pytest.mark.each_value
 @LISTS
 @pytest.mark.parametrize("name", SOME)
-def test_every_random_number(device, guarded, name, num_candidates):
+def test_sample_tokens_matches_reference_for_every_uniform(device, guarded, name, num_candidates):
     logits = agreed_logits(1, 200, TEMPERATURE, device, num_values=60)
     filters = {field: min(value, 100) for field, value in FILTERS[name].items()}
     rows = [LogitRow(0, i, -TEMPERATURE, uniform=number, **filters) for i, number in enumerate(UNIFORMS)]
@@ -104,7 +104,7 @@ def _only(row, place):
 @pytest.mark.each_value
 @LISTS
 @pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES.keys())
-def test_rows_at_their_edges(device, guarded, edge, num_candidates):
+def test_sample_tokens_rows_at_their_edges_match_reference(device, guarded, edge, num_candidates):
     logits = random(4, 70)
     for row in logits:
         edge(row)
@@ -115,7 +115,7 @@ def test_rows_at_their_edges(device, guarded, edge, num_candidates):
 
 
 @LISTS
-def test_a_nucleus_ends_with_the_token_that_reaches_it(device, guarded, num_candidates):
+def test_sample_tokens_nucleus_ends_with_token_reaching_top_p(device, guarded, num_candidates):
     """Keep exactly half of equal tokens; and one more where half is not quite enough."""
     logits = torch.zeros(1, 6, device=device)
     top_ps = (0.5, 0.5 + 2.0**-50, 0.5 - 2.0**-50, 1 / 6 + 1e-9, 1 - 1e-9)
@@ -125,13 +125,13 @@ def test_a_nucleus_ends_with_the_token_that_reaches_it(device, guarded, num_cand
             assert chosen(choose, logits, rows, guarded, device, 16, num_candidates) == expected
 
 
-def test_no_random_number_leads_beyond_the_last_token(device, guarded):
+def test_sample_tokens_uniform_of_one_takes_the_last_kept_token(device, guarded):
     rows = [LogitRow(0, i, -1.0, top_k=top_k, uniform=1.0) for i, top_k in enumerate((0, 5, 9))]
     for choose in (sample_tokens_triton, sample_tokens_reference):
         assert chosen(choose, torch.zeros(1, 10, device=device), rows, guarded, device, 4) == [9, 4, 8]
 
 
-def test_a_list_that_is_too_short_is_not_believed(device, guarded, monkeypatch):
+def test_sample_tokens_too_short_list_falls_back_to_the_row(device, guarded, monkeypatch):
     """As an exponential that does not fall with its argument could make it."""
     logits = agreed_logits(2, 100, TEMPERATURE, device, num_values=40)
     rows = [LogitRow(i, i, -TEMPERATURE, top_p=0.99, uniform=0.9) for i in range(2)]
@@ -146,7 +146,7 @@ def test_a_list_that_is_too_short_is_not_believed(device, guarded, monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 0.01, 1.0, 100.0])
-def test_any_temperature(device, guarded, temperature):
+def test_sample_tokens_matches_reference_at_any_temperature(device, guarded, temperature):
     logits = agreed_logits(4, 300, temperature, device, num_values=100)
     rows = settings_rows(300, temperature, SOME)
     expected = chosen(sample_tokens_reference, logits, rows, guarded, device)
@@ -154,7 +154,7 @@ def test_any_temperature(device, guarded, temperature):
 
 
 @pytest.mark.parametrize("choose", [sample_tokens_triton, sample_tokens_reference], ids=["kernel", "reference"])
-def test_rows_without_a_token_and_greedy_ones(device, guarded, choose):
+def test_sample_tokens_greedy_is_argmax_and_nan_row_has_no_token(device, guarded, choose):
     logits = random(4, 50).to(device)
     logits[1, 7] = NAN
     logits[2] = -INF
@@ -173,7 +173,7 @@ def test_rows_without_a_token_and_greedy_ones(device, guarded, choose):
 
 
 @LISTS
-def test_results_are_batch_invariant(device, guarded, num_candidates):
+def test_sample_tokens_is_batch_invariant(device, guarded, num_candidates):
     logits = random(4, 300, scale=2.0).to(device)
     rows = settings_rows(300, temperature=1.3, names=SOME)
     together = chosen(sample_tokens_triton, logits, rows, guarded, device, 128, num_candidates)
@@ -187,7 +187,7 @@ def test_results_are_batch_invariant(device, guarded, num_candidates):
     assert chosen(sample_tokens_triton, logits, moved, guarded, device, 128, num_candidates) == together[::-1]
 
 
-def test_lists_and_rows_and_chunks_agree(device, guarded):
+def test_sample_tokens_does_not_depend_on_lists_and_chunks(device, guarded):
     """On any logits: the ways differ in what they cost."""
     logits = random(4, 1000, scale=4.0).to(device)
     rows = settings_rows(1000, names=SOME)
@@ -198,7 +198,7 @@ def test_lists_and_rows_and_chunks_agree(device, guarded):
     assert choices[0] == choices[1] == choices[2]
 
 
-def test_no_rows(device, guarded):
+def test_sample_tokens_accepts_no_rows(device, guarded):
     table = make_table([LogitRow()], device)[:0]
     top = torch.zeros(1, dtype=torch.int64, device=device)
     sample_tokens_triton(torch.zeros(1, 9, device=device), top, table, top, top, make_scratch(guarded, 1, 9, 16, 4))
@@ -207,7 +207,7 @@ def test_no_rows(device, guarded):
 @pytest.mark.gpu
 @LISTS
 @pytest.mark.parametrize("num_values", [500, 20], ids=["few ties", "many ties"])
-def test_a_large_vocabulary(device, guarded, num_values, num_candidates):
+def test_sample_tokens_matches_reference_at_large_vocabulary(device, guarded, num_values, num_candidates):
     vocab_size = 151936
     logits = agreed_logits(4, vocab_size, TEMPERATURE, device, num_values)
     rows = settings_rows(vocab_size)
@@ -216,7 +216,7 @@ def test_a_large_vocabulary(device, guarded, num_values, num_candidates):
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated(device, guarded):
+def test_sample_tokens_allocates_nothing(device, guarded):
     logits = random(4, 151936, scale=3.0).to(device)
     rows = settings_rows(151936)
     scratch = make_scratch(guarded, len(rows), 151936, CHUNK_TOKENS, MAX_CANDIDATES)

@@ -31,7 +31,7 @@ def rows() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 5])
-def test_shares_find_the_argmax_of_the_whole(num_shares, guarded):
+def test_share_argmax_equals_argmax_of_the_whole(num_shares, guarded):
     logits_SW = rows()
     width = -(-VOCAB_SIZE // num_shares)
     whole_S = torch.zeros(len(logits_SW), dtype=torch.int64)
@@ -47,7 +47,7 @@ def test_shares_find_the_argmax_of_the_whole(num_shares, guarded):
         assert out_S.tolist() == whole_S.tolist(), join.__name__
 
 
-def test_the_logit_of_a_share_is_its_largest(guarded):
+def test_share_argmax_logit_is_the_largest_of_its_share(guarded):
     logits_SV = rows()
     found, expected = (guarded(len(logits_SV), 2, dtype=torch.float32) for _ in range(2))
     scratch = make_scratch(guarded, len(logits_SV), VOCAB_SIZE, 64, 1)
@@ -59,7 +59,7 @@ def test_the_logit_of_a_share_is_its_largest(guarded):
 
 
 @pytest.mark.parametrize("num_rows", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
-def test_joining_takes_rows_of_every_block(guarded, num_rows):
+def test_share_argmax_join_takes_rows_of_every_block(guarded, num_rows):
     all_NSX = guarded(3, num_rows, 2, dtype=torch.float32)
     all_NSX.copy_(torch.randint(0, 4, all_NSX.shape, generator=torch.Generator().manual_seed(num_rows)).float())
     results = []

@@ -112,7 +112,7 @@ def planes_for(scheme, shape, dtype=torch.float16):
 @pytest.mark.parametrize(
     ("columns", "chunk_bytes"), [(None, 3000), ((64, 192), 200_000)], ids=["rows in pieces", "columns at once"]
 )
-def test_like_by_tensors(launches, scheme, columns, chunk_bytes):
+def test_place_by_addresses_matches_tensors(launches, scheme, columns, chunk_bytes):
     """Three tensors, of which two are parts of one weight and one has rows and columns taken from it."""
     scheme = scheme and scheme.with_parts((16,))
     tensors = {name: torch.randn(rows, 256).bfloat16() for name, rows in (("a", 16), ("b", 16), ("c", 40))}
@@ -131,7 +131,7 @@ def test_like_by_tensors(launches, scheme, columns, chunk_bytes):
     assert all(is_aligned for is_program, is_aligned in launches if is_program)
 
 
-def test_exponents_become_numbers_or_stay_what_they_are(launches):
+def test_place_exponents_become_floats_or_stay_bytes(launches):
     tensors = {"a": torch.arange(6 * 40).to(torch.uint8).view(6, 40), "b": torch.full((3, 1), 130, dtype=torch.uint8)}
     tensors["a"][4, 3] = 255
     moves = [
@@ -150,7 +150,7 @@ def test_exponents_become_numbers_or_stay_what_they_are(launches):
 
 
 @for_each("scheme", [None, FP8, INT8, FP8_TENSOR])
-def test_rows_of_odd_width_find_their_program_by_their_alignment(launches, scheme):
+def test_place_odd_width_rows_choose_the_program_by_alignment(launches, scheme):
     tensors = {"a": torch.randn(20, 33)}
     moves = [Move("a", "float32", "w", Part("a", 5, (20, 33)), scheme, 0)]
     taken, _ = place_both_ways(tensors, planes_for(scheme, (25, 33)), moves, chunk_bytes=400)
@@ -161,7 +161,7 @@ def test_rows_of_odd_width_find_their_program_by_their_alignment(launches, schem
 
 @for_each("stored", ["float64", "float32", "float16", "bfloat16"])
 @for_each("final", [torch.float32, torch.float16])
-def test_vectors_and_conversions(launches, stored, final):
+def test_place_vector_converts_its_dtype(launches, stored, final):
     tensors = {"v": torch.randn(300).to(getattr(torch, stored))}
     moves = [Move("v", stored, "w", Part("v", 100, (300,)), None, 0)]
     taken, _ = place_both_ways(tensors, {"w": torch.zeros(400, dtype=final)}, moves, chunk_bytes=512)
@@ -169,7 +169,7 @@ def test_vectors_and_conversions(launches, stored, final):
 
 
 @for_each("scheme", [None, FP8, INT8, FP8_BLOCK, MXFP4])
-def test_tied_weights_are_compared(launches, scheme):
+def test_place_tied_weights_are_compared(launches, scheme):
     scheme = scheme and scheme.with_parts((16,))
     tensors = {"a": torch.randn(32, 64), "t": torch.zeros(32, 64), "u": torch.zeros(32, 64)}
     tensors["t"], tensors["u"] = tensors["a"].clone(), tensors["a"].clone()
@@ -181,7 +181,7 @@ def test_tied_weights_are_compared(launches, scheme):
     assert findings[:, 1].tolist() == [UNSEEN, UNSEEN, 9 if scheme is None or scheme.block_rows == 1 else 0]
 
 
-def test_rows_that_lie_otherwise_are_left_to_tensors(launches):
+def test_place_transposed_or_repeated_rows_fall_back_to_tensors(launches):
     tensors = {"t": torch.randn(2, 8, 16), "s": torch.rand(5, 3)}
     moves = [
         Move("t", "float32", "w", Part("t", 0, (2, 8, 16), is_transposed=True), None, 0),
@@ -193,7 +193,7 @@ def test_rows_that_lie_otherwise_are_left_to_tensors(launches):
     assert launches == []
 
 
-def test_what_cannot_be_placed_is_refused(launches):
+def test_place_moves_of_unplaceable_types_are_refused(launches):
     tensors = {"a": torch.zeros(4, 8, dtype=torch.int32)}
     for scheme, dtype in ((None, torch.float32), (FP8, torch.float16)):
         moves = [Move("a", "int32", "w", Part("a", 0, (4, 8)), scheme, 0)]

@@ -51,14 +51,14 @@ REPORT = LoadReport(
 )
 
 
-def test_bytes_per_second_and_words():
+def test_load_report_gives_bytes_per_second_and_a_summary():
     assert REPORT.bytes_per_second == 15e9
     assert (
         REPORT.summary == "30.00 GB in 2.00 s, 15.0 GB/s; reading 9.50 s in 8 threads; copying 0.75 s; placing 0.25 s"
     )
 
 
-def test_a_load_of_nothing_divides_by_nothing():
+def test_load_report_of_an_empty_load_divides_by_no_zero():
     empty = replace(REPORT, seconds=0.0, read_bytes=0, num_readers=0, copy_seconds=0.0, place_seconds=0.0)
     assert empty.bytes_per_second == 0
     assert empty.summary == "0.00 GB in 0.00 s, 0.0 GB/s; placing 0.00 s"
@@ -130,7 +130,7 @@ def test_load_weights_every_scheme_gives_its_defined_bytes(recipe, layout, chunk
 
 @for_each("recipe", ["none", "fp8_tensor", "fp8_block"])
 @for_each("seed", [0, 1])
-def test_order_and_files_do_not_matter(recipe, seed, tmp_path):
+def test_load_result_is_independent_of_tensor_order_and_files(recipe, seed, tmp_path):
     from safetensors.torch import save_file
 
     values, parameters = uprights(), parameters_for("apart")
@@ -151,7 +151,7 @@ def test_order_and_files_do_not_matter(recipe, seed, tmp_path):
 @pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("chunk_bytes", [4000, None])
-def test_a_share_of_rows_and_columns_has_the_bytes_of_a_slice(recipe, chunk_bytes):
+def test_load_share_of_rows_or_columns_matches_a_slice(recipe, chunk_bytes):
     tensor = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     source = TensorSource(tensors={"t": tensor})
     whole = Parameter("w", (512, 256), (Part("t", 0, (512, 256)),))
@@ -167,7 +167,7 @@ def test_a_share_of_rows_and_columns_has_the_bytes_of_a_slice(recipe, chunk_byte
 
 
 @pytest.mark.parametrize("chunk_bytes", [256, None])
-def test_rows_that_stand_for_several_are_repeated(chunk_bytes):
+def test_load_scale_of_several_rows_is_repeated(chunk_bytes):
     scale = Parameter("w.scale", (6, 3), (Part("a", 0, (1, 3), repeats=2), Part("b", 2, (2, 3), repeats=2)))
     source = TensorSource(tensors={"a": torch.randn(1, 3), "b": torch.randn(2, 3)})
     weights = load([scale], source, chunk_bytes=chunk_bytes)
@@ -178,7 +178,7 @@ def test_rows_that_stand_for_several_are_repeated(chunk_bytes):
 @pytest.mark.each_value
 @pytest.mark.parametrize("max_shard_size", ["1GB", "50KB"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_of_every_family_arrives_bit_for_bit(family, max_shard_size, tmp_path):
+def test_load_tiny_model_of_each_family_is_bit_exact(family, max_shard_size, tmp_path):
     model = save_tiny(family, tmp_path, max_shard_size=max_shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "50KB")
     opened = open_directory(tmp_path)
@@ -198,7 +198,7 @@ def test_every_parameter_of_every_family_arrives_bit_for_bit(family, max_shard_s
 @pytest.mark.each_value
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("final", ["float32", "float16", "bfloat16"])
-def test_types_are_converted_as_torch_converts_them(stored, final, tmp_path):
+def test_load_converts_dtypes_as_torch_does(stored, final, tmp_path):
     model = save_tiny("qwen2", tmp_path, dtype=stored)
     opened = open_directory(Path(tmp_path))
     assert opened.spec.checkpoint_dtype == stored
@@ -211,7 +211,7 @@ def test_types_are_converted_as_torch_converts_them(stored, final, tmp_path):
 
 @for_each("recipe", ["none", "fp8"])
 @for_each("dummy", [False, True])
-def test_all_weights_lie_in_one_allocation_of_the_planned_size(recipe, dummy):
+def test_load_weights_fills_one_allocation_of_planned_size(recipe, dummy):
     odd = Parameter("odd.bias", (77,), (Part("odd.bias", 0, (77,)),), "bias")
     wide = Parameter("wide.weight", (5, 129), (Part("wide.weight", 0, (5, 129)),))
     parameters = (odd, *UNTIED, wide)
@@ -235,7 +235,7 @@ def test_all_weights_lie_in_one_allocation_of_the_planned_size(recipe, dummy):
 
 
 @pytest.mark.parametrize("dummy", [False, True], ids=["read", "written"])
-def test_staging_is_in_the_ledger_while_it_lasts(dummy):
+def test_load_weights_staging_is_in_the_ledger_during_the_load(dummy):
     source = DummySource(UNTIED, "bfloat16") if dummy else TensorSource(tensors=random_tensors(UNTIED))
     plan = plan_load(UNTIED, source, "bfloat16")
     ledger, groups = Ledger(), []
@@ -247,7 +247,7 @@ def test_staging_is_in_the_ledger_while_it_lasts(dummy):
 @pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["none", "fp8_tensor", "mxfp4"])
 @pytest.mark.parametrize("chunk_bytes", [512, None])
-def test_writing_source_writes_the_rows_that_it_reads(recipe, chunk_bytes, monkeypatch):
+def test_load_from_a_writing_source_matches_reading(recipe, chunk_bytes, monkeypatch):
     parameters = tuple(parameter for parameter in parameters_for("apart") if parameter.kind != "router")
     source = DummySource(parameters, "bfloat16")
     stored = {name: read_rows(source, name, 0, entry.shape[0]) for name, entry in source.entries.items()}
@@ -260,7 +260,7 @@ def test_writing_source_writes_the_rows_that_it_reads(recipe, chunk_bytes, monke
 
 
 @pytest.mark.parametrize("seconds", [0.0, 100.0])
-def test_progress_rises_from_zero_to_total_at_a_bounded_rate(seconds, monkeypatch):
+def test_load_progress_rises_to_total_at_a_bounded_rate(seconds, monkeypatch):
     source = TensorSource(tensors=random_tensors(UNTIED))
     tied = source.tensors | {"lm_head.weight": source.tensors["model.embed_tokens.weight"]}
     monkeypatch.setattr(execute, "SECONDS_BETWEEN_PROGRESS", seconds)
@@ -273,7 +273,7 @@ def test_progress_rises_from_zero_to_total_at_a_bounded_rate(seconds, monkeypatc
     assert len(seen) == 2 if seconds else len(seen) > 10
 
 
-def test_the_report_says_what_was_done():
+def test_load_report_holds_planned_bytes_and_times():
     source = TensorSource(tensors=random_tensors(UNTIED))
     plan = plan_load(UNTIED, source, "bfloat16")
     report = load_weights(plan, source, "cpu", Ledger(), silent).report
@@ -287,7 +287,7 @@ def test_the_report_says_what_was_done():
 
 @for_each("final", ["float32", "bfloat16"])
 @for_each("recipe", [AS_STORED, WeightRecipe(INT8, "all")])
-def test_a_tied_head_that_equals_the_embedding_is_loaded_once(final, recipe):
+def test_load_tied_head_equal_to_the_embedding_loads_once(final, recipe):
     tensors = random_tensors(TIED)
     tensors["model.embed_tokens.weight"][3, 1] = float("nan")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -297,7 +297,7 @@ def test_a_tied_head_that_equals_the_embedding_is_loaded_once(final, recipe):
 
 @for_each("row", [0, 7, 9])
 @for_each("chunk_bytes", [64, None])
-def test_a_tied_head_that_differs_is_an_error_and_leaves_nothing(row, chunk_bytes):
+def test_load_tied_head_that_differs_raises_and_frees_all(row, chunk_bytes):
     tensors = random_tensors(TIED)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["lm_head.weight"][row, 2] += 1
@@ -341,7 +341,7 @@ def test_load_counts_nonfinite_tensors_not_moves(num_bad, others):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, ModelFormatError("file.changed", file="m")])
 @pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.parametrize("dummy", [False, True], ids=["read", "written"])
-def test_whatever_stops_a_load_leaves_nothing_behind(error, at, dummy, monkeypatch):
+def test_load_stopped_by_an_error_leaks_no_arena_or_thread(error, at, dummy, monkeypatch):
     monkeypatch.setattr(execute, "SECONDS_BETWEEN_PROGRESS", 0.0)
     made = watch_arenas(monkeypatch)
     calls, threads = 0, threading.active_count()
@@ -367,7 +367,7 @@ def test_whatever_stops_a_load_leaves_nothing_behind(error, at, dummy, monkeypat
 
 @for_each("fails", ["read", "write", "place"])
 @for_each("error", [ModelFormatError("file.changed", file="m"), KeyboardInterrupt()])
-def test_a_failure_half_way_leaves_nothing_behind(fails, error, monkeypatch):
+def test_load_failed_in_read_write_or_place_frees_all(fails, error, monkeypatch):
     """In a reader's thread or in ours: frames that failed have rows of the arenas as arguments, and the error keeps frames."""
     made = watch_arenas(monkeypatch)
     threads = threading.active_count()
@@ -392,7 +392,7 @@ def test_a_failure_half_way_leaves_nothing_behind(fails, error, monkeypatch):
     assert threading.active_count() == threads
 
 
-def test_ctrl_c_while_waiting_for_a_reader_ends_the_load(monkeypatch):
+def test_load_ctrl_c_while_waiting_for_a_reader_ends_it(monkeypatch):
     made = watch_arenas(monkeypatch)
     threads = threading.active_count()
 
@@ -410,7 +410,7 @@ def test_ctrl_c_while_waiting_for_a_reader_ends_the_load(monkeypatch):
     assert threading.active_count() == threads
 
 
-def test_a_watched_arena_is_seen_while_a_weight_is_there(monkeypatch):
+def test_watch_arenas_sees_an_arena_while_a_weight_lives(monkeypatch):
     """Or the tests above would find nothing left behind whatever was."""
     made = watch_arenas(monkeypatch)
     weights = load(UNTIED, TensorSource(tensors=random_tensors(UNTIED)))
@@ -422,7 +422,7 @@ def test_a_watched_arena_is_seen_while_a_weight_is_there(monkeypatch):
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("poison", [Poison.NAN], indirect=True)
-def test_every_byte_is_written_over_the_poison():
+def test_load_weights_overwrites_every_poisoned_byte():
     """Without the last move its rows would still be poison: what a hole looks like."""
     source = TensorSource(tensors=random_tensors(UNTIED))
     plan = plan_load(UNTIED, source, "bfloat16")
@@ -457,7 +457,7 @@ def test_load_out_of_memory_is_refused_with_sizes(failing, error, monkeypatch):
     assert list(ledger) == []
 
 
-def test_other_allocation_errors_are_not_out_of_memory(monkeypatch):
+def test_load_other_allocation_error_is_not_out_of_memory(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("Found no NVIDIA driver on your system")
 

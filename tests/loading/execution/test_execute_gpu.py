@@ -39,7 +39,7 @@ def random_tensors(parameters, dtype=torch.bfloat16):
 @pytest.mark.parametrize("chunk_bytes", [5000, None])
 @pytest.mark.parametrize("final", ["float32", "float16", "bfloat16"])
 @pytest.mark.usefixtures("poison")
-def test_a_gpu_gets_the_bytes_that_a_cpu_gets(recipe, layout, chunk_bytes, final):
+def test_gpu_load_matches_cpu_load_bit_for_bit(recipe, layout, chunk_bytes, final):
     parameters = parameters_for(layout)
     source = TensorSource(tensors=tensors_for(parameters, uprights()))
     plan = plan_load(parameters, source, final, RECIPES[recipe])
@@ -64,7 +64,7 @@ def load_watched(parameters, source, recipe, ledger, on_progress=silent):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["read", "written", "tied"])
-def test_gpu_peak_is_weights_plus_staging(kind, recipe):
+def test_gpu_load_peak_is_weights_plus_staging(kind, recipe):
     # What a tied head is compared with is an embedding that is the head too.
     parameters = (replace(TIED[0], kind="head"), *TIED[1:]) if kind == "tied" else (SMALL, LARGE, *UNTIED)
     if recipe == "mxfp4" and kind != "tied":
@@ -88,7 +88,7 @@ def test_gpu_peak_is_weights_plus_staging(kind, recipe):
     assert report.peak_allocated_bytes >= peak_bytes
 
 
-def test_nothing_is_allocated_while_chunks_stream():
+def test_gpu_load_allocates_nothing_while_chunks_stream():
     source = TensorSource(tensors=random_tensors((LARGE,)))
     counts = []
 
@@ -103,7 +103,7 @@ def test_nothing_is_allocated_while_chunks_stream():
 
 
 @pytest.mark.parametrize("kind", ["read", "written"])
-def test_a_stopped_load_gives_the_gpu_everything_back(kind):
+def test_gpu_load_stopped_frees_all_gpu_memory(kind):
     source = DummySource([LARGE], "bfloat16") if kind == "written" else TensorSource(tensors=random_tensors([LARGE]))
     ledger = Ledger()
 
@@ -119,7 +119,7 @@ def test_a_stopped_load_gives_the_gpu_everything_back(kind):
 
 
 @pytest.mark.parametrize("num_loads", [3])
-def test_the_report_splits_the_time(num_loads):
+def test_gpu_load_report_splits_read_copy_and_place_time(num_loads):
     source = TensorSource(tensors=random_tensors((LARGE,)))
     for _ in range(num_loads):
         report = load_watched((LARGE,), source, RECIPES["fp8"], Ledger())[1].report
@@ -129,7 +129,7 @@ def test_the_report_splits_the_time(num_loads):
     assert report.device_used_bytes is not None
 
 
-def test_a_gpu_without_room_for_the_weights_says_so():
+def test_gpu_load_without_room_is_refused_with_the_size():
     huge = Parameter("huge.weight", (2**21, 2**20), (Part("huge", 0, (2**21, 2**20)),))
     source = DummySource([huge], "bfloat16")
     with pytest.raises(MemoryPlanError, match=r"the weights need 4096\.00 GiB on cuda; as much in one piece could not"):

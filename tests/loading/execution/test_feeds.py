@@ -97,7 +97,7 @@ def fake_gpu(monkeypatch):
 
 @for_each("num_places", [1, 3])
 @for_each("num_readers", [1, 2])
-def test_chunks_are_placed_where_they_were_read(num_places, num_readers):
+def test_host_feed_places_chunks_where_they_were_read(num_places, num_readers):
     tensors, moves = some_moves(6)
     feed = HostFeed(
         TensorSource(tensors=tensors), moves, cut_chunks(moves, [], CHUNK_BYTES), places(num_places), num_readers
@@ -113,7 +113,7 @@ def test_chunks_are_placed_where_they_were_read(num_places, num_readers):
 @pytest.mark.parametrize("num_places", [1, 3])
 @pytest.mark.parametrize("num_pinned", [1, 2, 12])
 @pytest.mark.parametrize("num_readers", [1, 4])
-def test_chunks_come_through_pinned_memory(num_places, num_pinned, num_readers, fake_gpu):
+def test_pinned_feed_passes_chunks_through_pinned_memory(num_places, num_pinned, num_readers, fake_gpu):
     tensors, moves = some_moves(9)
     chunks = cut_chunks(moves, [], CHUNK_BYTES)
     feed = PinnedFeed(TensorSource(tensors=tensors), moves, chunks, places(num_places), num_readers, num_pinned)
@@ -129,7 +129,7 @@ def test_chunks_come_through_pinned_memory(num_places, num_pinned, num_readers, 
 
 @for_each("num_places", [1, 3])
 @for_each("num_pinned, num_readers", [(1, 1), (2, 4), (12, 4)])
-def test_late_gpu_has_read_a_pinned_chunk_before_it_is_filled(monkeypatch, num_places, num_pinned, num_readers):
+def test_pinned_feed_refills_a_chunk_after_the_gpu_has_read_it(monkeypatch, num_places, num_pinned, num_readers):
     """Copies and kernels run when a reader waits for its buffer; a chunk on the device is placed before the next comes."""
     device = DeferredDevice(is_deferred=True)
     tensors, moves = some_moves(9)
@@ -162,7 +162,7 @@ def test_late_gpu_has_read_a_pinned_chunk_before_it_is_filled(monkeypatch, num_p
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 7, 33, 100])
-def test_some_chunks_are_timed_and_stand_for_all_by_their_bytes(num_chunks, fake_gpu):
+def test_pinned_feed_scales_sampled_times_by_bytes(num_chunks, fake_gpu):
     rows = torch.randn(8 * num_chunks, 32)  # 8 rows to a chunk
     move = Move("t", "float32", "t", Part("t", 0, tuple(rows.shape)), None, 0)
     chunks = cut_chunks([move], [], CHUNK_BYTES)
@@ -176,7 +176,7 @@ def test_some_chunks_are_timed_and_stand_for_all_by_their_bytes(num_chunks, fake
     assert feed.place_seconds == pytest.approx(num_chunks)
 
 
-def test_sample_skips_the_first_chunk_if_there_are_others(fake_gpu):
+def test_pinned_feed_sample_skips_the_first_chunk_of_several(fake_gpu):
     tensors, moves = some_moves(9)
     feed = PinnedFeed(TensorSource(tensors=tensors), moves, cut_chunks(moves, [], CHUNK_BYTES), places(3), 1, 3)
     num_placed = 0
@@ -192,7 +192,7 @@ def test_sample_skips_the_first_chunk_if_there_are_others(fake_gpu):
     assert feed.place_seconds < 1000
 
 
-def test_a_reader_that_fails_ends_the_way_to_a_gpu(fake_gpu):
+def test_pinned_feed_failed_read_frees_buffers_and_threads(fake_gpu):
     threads = threading.active_count()
     tensors, moves = some_moves(9)
 
@@ -210,7 +210,7 @@ def test_a_reader_that_fails_ends_the_way_to_a_gpu(fake_gpu):
     assert fake_gpu[-1] == "synchronize", "copies that are under way must end before their memory goes"
 
 
-def test_feed_of_a_together_source_reads_together(fake_gpu):
+def test_pinned_feed_of_a_together_source_reads_together(fake_gpu):
     tensors, moves = some_moves(9)
     requested = []
 
@@ -228,7 +228,7 @@ def test_feed_of_a_together_source_reads_together(fake_gpu):
     assert requested == wanted
 
 
-def test_chunks_are_written_in_order_by_the_source():
+def test_writer_feed_writes_chunks_in_order():
     tensors, moves = some_moves(4)
     calls = []
 

@@ -76,7 +76,7 @@ def test_scales_that_are_exponents_become_numbers_or_stay_bytes():
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, FP8_BLOCK, INT8, MXFP4], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("chunk_bytes", [700, 100_000])
-def test_codes_and_scales_land_in_the_rows_of_the_part(scheme, is_transposed, chunk_bytes):
+def test_placer_puts_codes_and_scales_in_the_rows_of_the_part(scheme, is_transposed, chunk_bytes):
     upright = torch.randn(256, 64).bfloat16()
     tensors = {"t": upright.t().contiguous() if is_transposed else upright}
     shape = (64, 256) if is_transposed else (256, 64)
@@ -92,7 +92,7 @@ def test_codes_and_scales_land_in_the_rows_of_the_part(scheme, is_transposed, ch
     assert not bits(final["w.scale"][first + len(scales) :]).any(), "scales of others were written"
 
 
-def test_wrong_rows_are_reported_by_move_and_row():
+def test_placer_reports_wrong_rows_by_move_and_row():
     tensors = {"a": torch.randn(30, 4), "b": torch.randn(30, 4)}
     tensors["b"][[12, 25], 1] = float("inf")
     head = tensors["a"].clone()
@@ -109,7 +109,7 @@ def test_wrong_rows_are_reported_by_move_and_row():
 
 
 @pytest.mark.parametrize("chunk_bytes", [32, 4096])
-def test_a_stored_scale_stands_for_several_rows(chunk_bytes):
+def test_placer_repeats_a_stored_scale_over_its_rows(chunk_bytes):
     tensors = {"s": torch.rand(5, 3), "one": torch.rand(())}
     final = {"w.scale": torch.zeros(10, 3), "x.scale": torch.zeros(7)}
     moves = [

@@ -53,7 +53,7 @@ def test_pinned_memory_failure_is_an_error(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpu_copies_from_it_by_itself():
+def test_pinned_memory_copies_to_a_gpu_without_blocking():
     memory = PinnedMemory(NUM_BYTES)
     memory.tensor.copy_(torch.arange(NUM_BYTES) % 251)
     there = torch.empty(NUM_BYTES, dtype=torch.uint8, device="cuda")
@@ -97,7 +97,7 @@ SHAPES = st.one_of(
 
 @settings(max_examples=100)
 @given(st.lists(SHAPES, max_size=6), st.lists(SHAPES, max_size=2), st.sampled_from([1, 256, 1000, 5000, 2**20]))
-def test_every_row_is_placed_once_in_chunks_that_are_bounded(moves, tied, chunk_bytes):
+def test_cut_chunks_places_each_row_once_within_bounds(moves, tied, chunk_bytes):
     chunks = list(cut_chunks(moves, tied, chunk_bytes))
     jobs = [*moves, *tied]
     assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
@@ -127,7 +127,7 @@ def test_every_row_is_placed_once_in_chunks_that_are_bounded(moves, tied, chunk_
 
 @settings(max_examples=100)
 @given(st.lists(SHAPES, max_size=6), st.lists(SHAPES, max_size=2), st.sampled_from([256, 1000, 5000, 2**20]))
-def test_amax_comes_before_rows_and_moves_before_tied_weights(moves, tied, chunk_bytes):
+def test_cut_chunks_orders_amax_rows_and_tied_weights(moves, tied, chunk_bytes):
     chunks = list(cut_chunks(moves, tied, chunk_bytes))
     for index in range(len(moves) + len(tied)):
         own = [
@@ -209,7 +209,7 @@ def test_cut_chunks_is_lazy():
     assert rest < 150 * 20_000
 
 
-def test_no_bytes_are_our_own_mistake():
+def test_cut_chunks_zero_chunk_bytes_is_an_assertion():
     with pytest.raises(AssertionError, match="chunk_bytes=0"):
         list(cut_chunks([], [], 0))
 
@@ -250,11 +250,11 @@ def test_ring_fills_every_chunk_once_in_an_exclusive_buffer(num_readers, num_buf
     assert ring.read_seconds > 0
 
 
-def test_no_chunks_are_none():
+def test_ring_without_chunks_yields_nothing():
     assert take_all(ChunkRing(chunks(0), 2, 3, lambda chunk, buffer: None)) == []
 
 
-def test_chunks_come_as_they_are_filled():
+def test_ring_yields_chunks_in_the_order_they_are_filled():
     """A slow one delays only itself."""
     slow = threading.Event()
 
@@ -273,7 +273,7 @@ def test_chunks_come_as_they_are_filled():
 
 @for_each("num_buffers", [1, 2, 4])
 @for_each("num_readers", [1, 3])
-def test_a_chunk_that_waits_for_others_comes_after_them(num_buffers, num_readers):
+def test_ring_yields_a_chunk_after_those_it_depends_on(num_buffers, num_readers):
     after = {5: 5, 6: 3, 7: 7, 12: 12, 19: 18}
     ring = ChunkRing(
         chunks(20, after), num_buffers, num_readers, lambda chunk, buffer: time.sleep(0.002 * (chunk.number % 4 == 0))
@@ -348,7 +348,7 @@ def test_ring_stop_ends_threads(num_readers):
     assert threading.active_count() == before
 
 
-def test_a_ring_that_was_never_used_has_no_threads():
+def test_ring_starts_no_threads_before_the_first_take():
     before = threading.active_count()
     ring = ChunkRing(chunks(50), 2, 2, lambda chunk, buffer: None)
     assert threading.active_count() == before

@@ -45,7 +45,7 @@ def spec(arch: str = "llama", **keys: object):
     return read_spec(gguf_config(file(arch, **keys)), "some.gguf")
 
 
-def test_numbers_arrive():
+def test_gguf_config_reads_the_numbers_of_a_llama():
     found = spec()
     assert (found.architecture, found.family) == ("LlamaForCausalLM", "llama")
     assert (found.hidden_size, found.intermediate_size, found.num_layers) == (64, 96, 2)
@@ -56,23 +56,23 @@ def test_numbers_arrive():
     assert found.tied_embeddings
 
 
-def test_qwen3_has_heads_of_its_own_width_and_norms():
+def test_gguf_config_qwen3_has_own_head_dim_and_qk_norm():
     found = spec("qwen3", attention__key_length=32, attention__value_length=32, rope__freq_base=1e6)
     assert (found.head_dim, found.query_size, found.qk_norm) == (32, 128, True)
     assert found.rope is not None
     assert found.rope.theta == 1e6
 
 
-def test_a_head_tensor_unties_the_embedding():
+def test_gguf_config_with_a_head_tensor_unties_the_embedding():
     head = GGUFTensor("output.weight", F16, (128, 64), 0, 16384)
     assert not gguf_config(file(tensors=(head,)))["tie_word_embeddings"]
 
 
-def test_one_head_means_as_many_key_heads():
+def test_gguf_config_without_kv_head_count_uses_head_count():
     assert spec(attention__head_count_kv=None).num_kv_heads == 4
 
 
-def test_equal_numbers_per_layer_are_one_number():
+def test_gguf_config_equal_numbers_per_layer_become_one():
     found = spec(attention__head_count=array("i", [4, 4]), feed_forward_length=array("I", [96, 96]))
     assert (found.num_heads, found.intermediate_size) == (4, 96)
     with pytest.raises(ModelFormatError):
@@ -83,27 +83,27 @@ def test_equal_numbers_per_layer_are_one_number():
     ("arch", "architecture"),
     [("llama", "MistralForCausalLM"), ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")],
 )
-def test_sliding_window_is_in_every_layer(arch, architecture):
+def test_gguf_config_sliding_window_is_in_every_layer(arch, architecture):
     found = spec(arch, attention__sliding_window=64)
     assert found.architecture == architecture
     assert found.sliding_windows == (64, 64)
     assert spec(arch, attention__sliding_window=0).sliding_windows == ()
 
 
-def test_linear_scaling():
+def test_gguf_config_reads_linear_rope_scaling():
     for keys in ({"rope__scaling__factor": 4.0}, {"rope__scale_linear": 4.0}):
         rope = spec(**keys).rope
         assert rope is not None
         assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
-def test_scaling_that_says_none():
+def test_gguf_config_rope_scaling_none_is_default():
     rope = spec(rope__scaling__type="none", rope__scaling__factor=8.0).rope
     assert rope is not None
     assert rope.kind == "default"
 
 
-def test_yarn():
+def test_gguf_config_reads_yarn():
     yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 64}
     rope = spec("qwen2", **yarn).rope
     assert rope is not None
@@ -118,7 +118,7 @@ def test_yarn():
 
 
 @for_each("ggml_type, dtype", [(F32, "float32"), (F16, "float16"), (BF16, "bfloat16"), (Q8_0, "bfloat16")])
-def test_dtype_is_that_of_most_elements(ggml_type, dtype):
+def test_gguf_config_dtype_is_that_of_most_elements(ggml_type, dtype):
     big = GGUFTensor("blk.0.ffn_up.weight", ggml_type, (1024, 64), 0, 0)
     assert gguf_config(file(tensors=(big,)))["dtype"] == dtype
 
@@ -161,7 +161,7 @@ BROKEN = {
 
 
 @for_each("case", BROKEN)
-def test_wrong_values_are_refused_by_name(case):
+def test_gguf_config_wrong_value_is_refused_by_name(case):
     keys, named = BROKEN[case]
     with pytest.raises(ModelFormatError) as caught:
         spec(**keys)
@@ -186,25 +186,25 @@ DECLINED = {
 
 
 @for_each("case", DECLINED)
-def test_what_is_not_computed_is_declined_in_words(case):
+def test_gguf_config_unsupported_setting_is_declined(case):
     with raises_code("gguf.unsupported_setting", UnsupportedModelError) as caught:
         spec(**DECLINED[case])
     assert "\n" not in str(caught.value)
 
 
-def test_neutral_values_change_nothing():
+def test_gguf_config_neutral_values_change_nothing():
     neutral = {"expert_count": 0, "logit_scale": 1.0, "attention__causal": True, "attention__scale": 0.25}
     assert spec(**neutral, split__count=1, general__type="model", rope__scaling__factor=0.0) == spec()
 
 
 @for_each("arch", ["opt", "qwen3next", "gemma2", "", "x" * 500])
-def test_other_architectures_are_declined_with_the_list(arch):
+def test_gguf_config_unknown_architecture_is_declined(arch):
     with raises_code("gguf.unsupported_architecture", UnsupportedModelError) as caught:
         gguf_config(file(arch))
     assert len(str(caught.value)) < 300
 
 
-def test_model_without_embedding():
+def test_gguf_config_without_embedding_tensor_is_refused():
     empty = file()
     with raises_code("gguf.wrong_tensor", HoldfastError):
         gguf_config(GGUFFile(empty.path, 3, 32, 0, 0, 0, empty.metadata, {}))
@@ -230,7 +230,7 @@ def experts_spec(arch: str, tensors: tuple[GGUFTensor, ...] = ROUTERS, **keys: o
     return read_spec(gguf_config(file(arch, tensors=tensors, **(EXPERTS | keys))), "some.gguf")
 
 
-def test_numbers_of_experts_arrive():
+def test_gguf_config_reads_the_numbers_of_experts():
     two, three = experts_spec("qwen2moe"), experts_spec("qwen3moe")
     assert [two.architecture, three.architecture] == list(ARCHITECTURES.values())
     assert two.experts == ExpertsSpec(8, 3, 24, shared_size=40, has_shared_gate=True, normalizes=False)
@@ -240,7 +240,7 @@ def test_numbers_of_experts_arrive():
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_file_may_say_whether_shares_are_normalized(arch):
+def test_gguf_config_expert_weights_norm_sets_normalizes(arch):
     for normalizes in (False, True):
         experts = experts_spec(arch, expert_weights_norm=normalizes).experts
         assert experts is not None
@@ -248,14 +248,14 @@ def test_the_file_may_say_whether_shares_are_normalized(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_with_experts_a_sliding_window_is_in_every_layer(arch):
+def test_gguf_config_moe_sliding_window_is_in_every_layer(arch):
     """Whichever layers the settings of a family would give it to."""
     assert experts_spec(arch, attention__sliding_window=64).sliding_windows == (64, 64)
     assert experts_spec(arch).sliding_windows == ()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_neutral_values_for_experts_change_nothing(arch):
+def test_gguf_config_neutral_expert_values_change_nothing(arch):
     neutral = {
         "leading_dense_block_count": 0,
         "expert_gating_func": 1,
@@ -281,7 +281,7 @@ def test_neutral_values_for_experts_change_nothing(arch):
         ("logit_scale", 0.5),
     ],
 )
-def test_experts_that_are_not_computed_are_declined_in_words(key, value):
+def test_gguf_config_unsupported_expert_setting_is_declined(key, value):
     with raises_code("gguf.unsupported_setting", UnsupportedModelError):
         experts_spec("qwen3moe", **{key: value})
 
@@ -307,7 +307,7 @@ BROKEN_GGUF_EXPERTS: dict[str, tuple[dict[str, object], str]] = {
 
 
 @for_each("case", BROKEN_GGUF_EXPERTS)
-def test_wrong_values_of_experts_are_refused_by_name(case):
+def test_gguf_config_wrong_expert_value_is_refused_by_name(case):
     keys, named = BROKEN_GGUF_EXPERTS[case]
     with pytest.raises(ModelFormatError) as caught:
         experts_spec("qwen2moe", ROUTERS, **keys)
@@ -315,7 +315,7 @@ def test_wrong_values_of_experts_are_refused_by_name(case):
     assert named in str(caught.value)
 
 
-def test_single_experts_are_declined_in_words():
+def test_gguf_config_single_expert_tensor_is_declined():
     split = tensor("blk.1.ffn_up.7.weight", 24, 64)
     with raises_code("gguf.single_expert", UnsupportedModelError):
         experts_spec("qwen3moe", (*ROUTERS, split))

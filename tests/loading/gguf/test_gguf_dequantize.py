@@ -31,7 +31,7 @@ WITH_QUANTIZER = [name for name in CASES if not name.endswith("_K") and not name
 """Types that the `gguf` package can quantize to."""
 
 
-def test_every_type_has_its_case():
+def test_dequantize_cases_cover_each_type():
     assert CASES.keys() == SCALE_PLACES.keys()
 
 
@@ -44,20 +44,20 @@ def test_random_bytes(name):
 
 @for_each("codes", ["zeros", "ones", "random"])
 @for_each("name", CASES)
-def test_extreme_scales(name, codes):
+def test_dequantize_extreme_scales_match_gguf_package(name, codes):
     ggml_type = CASES[name]
     assert_same_bits(extreme_blocks(ggml_type, SCALE_PLACES[name], codes), ggml_type)
 
 
 @for_each("name", WITH_QUANTIZER)
-def test_quantized_numbers(name):
+def test_dequantize_quantized_numbers_match_gguf_package(name):
     numbers = np.random.default_rng(3).standard_normal((40, 320), dtype=np.float32) * 0.02
     raw = gguf.quants.quantize(numbers, getattr(gguf.GGMLQuantizationType, name))
     assert_same_bits(raw, CASES[name])
 
 
 @for_each("name", CASES)
-def test_every_bit_of_a_block_counts_where_it_should(name):
+def test_dequantize_each_flipped_bit_matches_gguf_package(name):
     """One block for each bit of a block, with that bit alone changed."""
     ggml_type = CASES[name]
     num_bits = 8 * ggml_type.block_bytes
@@ -69,7 +69,7 @@ def test_every_bit_of_a_block_counts_where_it_should(name):
     assert_same_bits(np.packbits(bits, axis=1), ggml_type)
 
 
-def test_every_code_with_every_exponent():
+def test_dequantize_mxfp4_each_code_with_each_exponent():
     """MXFP4: 256 exponents, of which the smallest two are subnormal and the largest leave float32's range, by 16 codes."""
     codes = np.arange(16, dtype=np.uint8)
     raw = np.empty((256, 17), np.uint8)
@@ -79,7 +79,7 @@ def test_every_code_with_every_exponent():
 
 
 @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "IQ4_XS"])
-def test_every_value_of_a_byte_of_sub_scales(name):
+def test_dequantize_each_sub_scale_byte_matches_gguf_package(name):
     """Blocks whose bytes outside of the scales are all alike, for each value of a byte."""
     ggml_type = CASES[name]
     raw = np.repeat(np.arange(256, dtype=np.uint8), ggml_type.block_bytes).reshape(256, -1)
@@ -93,13 +93,13 @@ def test_every_value_of_a_byte_of_sub_scales(name):
 @pytest.mark.parametrize(
     "name", ["Q4_1", "Q5_0", "Q8_0", *(name for name in CASES if name[-1] != "0" and name != "Q4_1")]
 )
-def test_more_blocks_than_one_chunk(name, num_extra_blocks):
+def test_dequantize_blocks_around_one_chunk_match_gguf_package(name, num_extra_blocks):
     ggml_type = CASES[name]
     num_blocks = CHUNK_ELEMENTS // ggml_type.block_elements + num_extra_blocks
     raw = np.random.default_rng(4).integers(0, 256, (num_blocks, ggml_type.block_bytes), dtype=np.uint8)
     assert_same_bits(raw, ggml_type)
 
 
-def test_bytes_and_values_must_fit():
+def test_dequantize_wrong_size_is_an_assertion():
     with pytest.raises(AssertionError, match="2 blocks do not fill"):
         dequantize(torch.zeros(36, dtype=torch.uint8), CASES["Q4_0"], torch.empty(96))

@@ -73,7 +73,7 @@ def everything(tmp_path):
     return path
 
 
-def test_every_value_reads_as_the_gguf_package_reads_it(everything):
+def test_read_gguf_metadata_matches_gguf_package(everything):
     file = read_gguf(everything)
     fields = {name: field for name, field in gguf.GGUFReader(everything).fields.items() if not name.startswith("GGUF.")}
     assert list(file.metadata) == list(fields)
@@ -88,7 +88,7 @@ def test_every_value_reads_as_the_gguf_package_reads_it(everything):
     assert struct.pack("<f", file.metadata["float32.0"]) == struct.pack("<f", -0.0)
 
 
-def test_every_tensor_lies_where_the_gguf_package_finds_it(everything):
+def test_read_gguf_tensor_places_match_gguf_package(everything):
     file = read_gguf(everything)
     theirs = {found.name: found for found in gguf.GGUFReader(everything).tensors}
     assert list(file.tensors) == list(theirs)
@@ -99,7 +99,7 @@ def test_every_tensor_lies_where_the_gguf_package_finds_it(everything):
         assert (ours.offset, ours.num_bytes) == (found.data_offset, found.n_bytes)
 
 
-def test_arrays_are_compact(everything):
+def test_read_gguf_arrays_are_compact(everything):
     metadata = read_gguf(everything).metadata
     assert metadata["int8.array"].itemsize == metadata["bool.array"].itemsize == 1
     assert metadata["float64.array"].itemsize == 8
@@ -185,13 +185,13 @@ def test_header_is_read(tmp_path, version):
     check_sound(file)
 
 
-def test_tokens_that_are_not_utf8_keep_their_bytes(tmp_path):
+def test_read_gguf_tokens_not_utf8_keep_their_bytes(tmp_path):
     tokens = parse(tmp_path, build()).metadata["tokenizer.ggml.tokens"]
     assert [token.encode("utf-8", "surrogateescape") for token in tokens] == [b"a", b"\xff\xfe", "é".encode(), b""]
 
 
 @for_each("alignment", [1, 8, 64, 4096])
-def test_alignment_of_the_file_is_used(tmp_path, alignment):
+def test_read_gguf_uses_the_alignment_of_the_file(tmp_path, alignment):
     keys = (*KEYS, key(b"general.alignment", U32, struct.pack("<I", alignment)))
     tensors = (NORM, tensor(b"embed", (32, 3), Q8_0, max(32, alignment)))
     file = parse(tmp_path, build(keys, tensors, bytes(max(32, alignment) + 102), alignment=alignment))
@@ -199,11 +199,11 @@ def test_alignment_of_the_file_is_used(tmp_path, alignment):
     check_sound(file)
 
 
-def test_file_without_tensors_is_read(tmp_path):
+def test_read_gguf_without_tensors_is_read(tmp_path):
     assert parse(tmp_path, build(tensors=(), data=b"")).tensors == {}
 
 
-def test_types_agree_with_the_gguf_package():
+def test_gguf_types_agree_with_the_gguf_package():
     gguf = pytest.importorskip("gguf")
     ours = {number: (known.block_elements, known.block_bytes) for number, known in TYPES.items()}
     assert ours == {number: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] for number in TYPES}
@@ -305,7 +305,7 @@ def test_read_gguf_unknown_type_is_refused(tmp_path, number):
         parse(tmp_path, with_tensor(tensor(b"odd", (256,), number, 32)))
 
 
-def test_truncation_at_every_byte_is_refused(tmp_path):
+def test_read_gguf_truncated_at_any_byte_is_refused(tmp_path):
     content = build()
     parse(tmp_path, content)
     for num_bytes in range(len(content)):
@@ -313,7 +313,7 @@ def test_truncation_at_every_byte_is_refused(tmp_path):
             parse(tmp_path, content[:num_bytes])
 
 
-def test_long_string_in_a_long_file_is_refused_unread(tmp_path):
+def test_read_gguf_oversized_string_is_refused_unread(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(with_key(key(b"name", STRING, struct.pack("<Q", 2**32))))
     with open(path, "r+b") as file:
@@ -356,7 +356,7 @@ def test_memory_is_a_few_times_the_file(tmp_path, case):
         tracemalloc.stop()
 
 
-def test_what_is_not_a_file(tmp_path):
+def test_read_gguf_missing_path_or_folder_is_refused(tmp_path):
     with raises_code("gguf.not_found", ModelNotFoundError):
         read_gguf(tmp_path / "none.gguf")
     with raises_code("gguf.not_found", ModelNotFoundError):
@@ -393,7 +393,7 @@ def read_or_refuse(folder, mutant: bytes) -> tuple[bool, int]:
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 300), pytest.param(1, 2000, marks=pytest.mark.slow)])
-def test_mutated_files_are_read_or_refused_in_bounded_memory(tmp_path, seed, count):
+def test_read_gguf_mutants_are_refused_or_bounded_in_memory(tmp_path, seed, count):
     content = build()
     most_bytes, num_accepted = 8 * len(content) + 2**15, 0
     tracemalloc.start()
@@ -422,11 +422,11 @@ def file(tmp_path):
     return read_gguf(path)
 
 
-def test_floats(file):
+def test_gguf_data_reads_floats(file):
     assert read_floats(file, file.tensors["four"]) == VALUES
 
 
-def test_a_range_is_read_and_nothing_beside_it(file):
+def test_gguf_data_reads_only_the_requested_range(file):
     data = GGUFData(file)
     buffer = bytearray(b"\xaa" * 12)
     data.read_into(file.tensors["four"], 4, memoryview(buffer)[2:10])
@@ -435,7 +435,7 @@ def test_a_range_is_read_and_nothing_beside_it(file):
     data.close()
 
 
-def test_file_is_closed_and_can_be_read_again(file):
+def test_gguf_data_reads_again_after_close(file):
     data = GGUFData(file)
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
     for _ in range(3):
@@ -446,13 +446,13 @@ def test_file_is_closed_and_can_be_read_again(file):
         assert before is None or len(os.listdir("/proc/self/fd")) == before
 
 
-def test_reads_outside_the_tensor_are_our_own_mistake(file):
+def test_gguf_data_read_outside_the_tensor_is_an_assertion(file):
     with pytest.raises(AssertionError, match="four"):
         GGUFData(file).read_into(file.tensors["four"], 4, memoryview(bytearray(16)))
 
 
 @for_each("change", ["shorter", "longer", "touched", "gone"])
-def test_changed_file_is_refused(file, change):
+def test_gguf_data_changed_file_is_refused(file, change):
     if change == "shorter":
         os.truncate(file.path, file.file_bytes - 4)
     elif change == "longer":
@@ -465,7 +465,7 @@ def test_changed_file_is_refused(file, change):
         read_floats(file, file.tensors["four"])
 
 
-def test_file_cut_while_it_is_read(file):
+def test_gguf_data_file_cut_while_reading_is_refused(file):
     data = GGUFData(file)
     data.read_into(file.tensors["four"], 0, memoryview(bytearray(4)))
     os.truncate(file.path, file.file_bytes - 8)

@@ -70,7 +70,7 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("num_parts", "small_first_shard"), [(2, False), (3, False), (3, True)])
-def test_any_part_and_the_folder_open_the_whole_model(tmp_path, num_parts, small_first_shard):
+def test_open_model_any_gguf_part_or_folder_opens_all_parts(tmp_path, num_parts, small_first_shard):
     whole, folder = tmp_path / "whole", tmp_path / "split"
     whole.mkdir()
     folder.mkdir()
@@ -92,7 +92,7 @@ def test_any_part_and_the_folder_open_the_whole_model(tmp_path, num_parts, small
     assert all(same_bits(weight, expected[name]) for name, weight in loaded(parts[-1]).items())
 
 
-def test_the_identity_of_a_model_covers_every_part(tmp_path):
+def test_identify_source_of_gguf_covers_every_part(tmp_path):
     """A quantized cache that was made from other parts is not taken."""
     parts = write(tmp_path / "tiny.gguf", 3)
     then = identify_source(open_gguf(parts[1]))
@@ -107,7 +107,7 @@ def test_the_identity_of_a_model_covers_every_part(tmp_path):
     assert parts[2].name in (now.change(then) or "")
 
 
-def test_a_part_that_changes_after_its_header_is_not_read(tmp_path):
+def test_load_weights_gguf_part_changed_since_open_is_refused(tmp_path):
     parts = write(tmp_path / "tiny.gguf", 2)
     opened = open_gguf(parts[0])
     parts[1].write_bytes(parts[1].read_bytes() + b"\0")
@@ -168,7 +168,7 @@ WRONG = {
 
 
 @for_each("case", WRONG)
-def test_wrong_parts_are_refused_in_one_line(tmp_path, case):
+def test_open_model_wrong_gguf_parts_are_refused_in_one_line(tmp_path, case):
     parts = write(tmp_path / "tiny.gguf", 3)
     spoil, code = WRONG[case]
     spoil(parts)
@@ -179,7 +179,7 @@ def test_wrong_parts_are_refused_in_one_line(tmp_path, case):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_part_of_another_model_is_refused(tmp_path, number):
+def test_open_model_gguf_part_of_another_model_is_refused(tmp_path, number):
     """Another part of the same place that says another number of tensors."""
     parts = write(tmp_path / "tiny.gguf", 3)
     data = parts[number].read_bytes()
@@ -189,7 +189,7 @@ def test_part_of_another_model_is_refused(tmp_path, number):
         read_parts(parts[0])
 
 
-def test_a_folder_with_two_models_says_which(tmp_path):
+def test_open_model_folder_with_two_gguf_models_is_refused(tmp_path):
     write(tmp_path / "one.gguf", 2)
     write(tmp_path / "two.gguf")
     (tmp_path / "mmproj-two.gguf").write_bytes(b"")
@@ -197,6 +197,6 @@ def test_a_folder_with_two_models_says_which(tmp_path):
         open_model(str(tmp_path), "auto")
 
 
-def test_names():
+def test_model_name_strips_folder_and_part_number():
     assert model_name(Path("a/Big-Q4_K_M-00002-of-00011.gguf")) == "Big-Q4_K_M"
     assert model_name(Path("Big-Q4_K_M.gguf")) == "Big-Q4_K_M"

@@ -87,7 +87,7 @@ def stored(request, tmp_path):
     source.close()
 
 
-def test_every_row_range_of_every_type(stored):
+def test_gguf_source_reads_each_row_range_of_each_type(stored):
     kind, expected, source = stored
     assert set(source.entries) == set(expected)
     for name, whole in expected.items():
@@ -106,7 +106,7 @@ def test_every_row_range_of_every_type(stored):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("step_elements", [1, 300, 5000])
-def test_any_columns_of_every_type_in_steps_of_any_size(stored, step_elements, monkeypatch):
+def test_gguf_source_reads_columns_in_steps_of_any_size(stored, step_elements, monkeypatch):
     _, expected, source = stored
     monkeypatch.setattr(gguf_source, "STEP_ELEMENTS", step_elements)
     for name, whole in expected.items():
@@ -118,7 +118,7 @@ def test_any_columns_of_every_type_in_steps_of_any_size(stored, step_elements, m
                 assert torch.equal(read_rows(source, name, start, end, columns), wanted), (name, columns)
 
 
-def test_threads_have_buffers_of_their_own(stored):
+def test_gguf_source_is_thread_safe(stored):
     _, expected, source = stored
     names = list(expected)
 
@@ -132,7 +132,7 @@ def test_threads_have_buffers_of_their_own(stored):
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
-def test_rows_of_stacked_matrices_are_counted_through(tmp_path, kind, monkeypatch):
+def test_gguf_source_counts_rows_across_stacked_matrices(tmp_path, kind, monkeypatch):
     """A few rows at a time, of one expert or across two."""
     monkeypatch.setattr(gguf_source, "STEP_ELEMENTS", 2 * NUM_COLUMNS)
     raw = stored_bytes(kind, (3, 5, NUM_COLUMNS), 0)
@@ -145,7 +145,7 @@ def test_rows_of_stacked_matrices_are_counted_through(tmp_path, kind, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_gate_of_the_shared_expert_is_a_matrix_of_one_row(tmp_path, kind):
+def test_gguf_source_shared_expert_gate_is_a_one_row_matrix(tmp_path, kind):
     raw = stored_bytes(kind, (1, NUM_COLUMNS), 0)
     name, whole = "model.layers.0.mlp.shared_expert_gate.weight", values(kind, raw)
     for stored in (raw, raw[0]):
@@ -156,7 +156,7 @@ def test_gate_of_the_shared_expert_is_a_matrix_of_one_row(tmp_path, kind):
         assert torch.equal(read_rows(source, name, 0, 1, (33, 70)), whole[:, 33:70])
 
 
-def test_scratch_is_bounded_whatever_is_read(tmp_path):
+def test_gguf_source_scratch_is_bounded_for_large_matrices(tmp_path):
     """A step's blocks, picked and not, and its values; a matrix of a thousand times as many rows needs no more."""
     small, large = (stored_bytes("Q4_0", (rows, 64), 0) for rows in (4096, 8 * 4096))
     needed = [
@@ -169,7 +169,7 @@ def test_scratch_is_bounded_whatever_is_read(tmp_path):
     assert 0 < source.held_bytes <= source.scratch_bytes_per_reader - gguf_source.DEQUANT_BYTES
 
 
-def test_rows_stay_as_they_are_without_interleaved_heads(tmp_path):
+def test_gguf_source_without_head_dim_keeps_row_order(tmp_path):
     raw = stored_bytes("F32", (2 * HEAD_DIM, 8), 0)
     file = write(tmp_path / "model.gguf", {"blk.3.attn_q.weight": ("F32", raw), "blk.3.attn_k.weight": ("F32", raw)})
     plain, reordered = GGUFSource(file, None), GGUFSource(file, HEAD_DIM)
@@ -180,7 +180,7 @@ def test_rows_stay_as_they_are_without_interleaved_heads(tmp_path):
     reordered.close()
 
 
-def test_reordered_rows_rotate_halves_like_stored_neighbours(tmp_path):
+def test_gguf_source_reordered_rows_rotate_as_halves(tmp_path):
     """The reason for the reorder, without reference to how files are converted: attention scores are the same."""
     raw = {name: stored_bytes("F32", (HEAD_DIM, 8), seed) for seed, name in enumerate(("attn_q", "attn_k"))}
     file = write(tmp_path / "model.gguf", {f"blk.0.{name}.weight": ("F32", data) for name, data in raw.items()})
@@ -208,7 +208,7 @@ def test_reordered_rows_rotate_halves_like_stored_neighbours(tmp_path):
     source.close()
 
 
-def test_buffers_are_reused_and_let_go(tmp_path):
+def test_gguf_source_reuses_and_frees_buffers(tmp_path):
     raw = stored_bytes("Q8_0", (64, NUM_COLUMNS), 0)
     source = GGUFSource(write(tmp_path / "model.gguf", {"output.weight": ("Q8_0", raw)}), None)
     read_rows(source, "lm_head.weight", 0, 64)
@@ -222,7 +222,7 @@ def test_buffers_are_reused_and_let_go(tmp_path):
     source.close()
 
 
-def test_rotary_tables_may_stay_unused(tmp_path):
+def test_gguf_source_rotary_tables_are_ignorable(tmp_path):
     tables = {name: ("F32", np.ones(8, np.float32)) for name in ("rope_freqs.weight", "blk.0.attn_rot_embd.weight")}
     others = {"blk.0.attn_sinks.weight": ("F32", np.ones(8, np.float32))}
     source = GGUFSource(write(tmp_path / "model.gguf", tables | others), None)
@@ -254,5 +254,5 @@ def test_rotary_tables_may_stay_unused(tmp_path):
         ("v.blk.0.ffn_up.weight", "v.blk.0.ffn_up.weight"),
     ],
 )
-def test_names(theirs, ours):
+def test_hugging_face_name_of_each_gguf_tensor(theirs, ours):
     assert hugging_face_name(theirs) == ours

@@ -61,7 +61,7 @@ def put(cache: Path, files: dict[str, bytes], repo: str = "org/tiny", commit: st
         ({"HF_HUB_CACHE": "", "HF_HOME": ""}, "/home/me/.cache/huggingface/hub"),
     ],
 )
-def test_the_folder_is_where_the_client_puts_it(variables, folder, monkeypatch):
+def test_cache_folder_follows_environment_variables(variables, folder, monkeypatch):
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": "/home/me", "PLACE": "/disk", **variables}.items():
@@ -69,7 +69,7 @@ def test_the_folder_is_where_the_client_puts_it(variables, folder, monkeypatch):
     assert cache_folder() == Path(folder)
 
 
-def test_the_client_agrees(tmp_path):
+def test_cache_folder_and_is_offline_match_huggingface_hub(tmp_path):
     """Against the real one, in a process of its own: it reads its variables once."""
     pytest.importorskip("huggingface_hub")
     code = "import huggingface_hub.constants as c; print(c.HF_HUB_CACHE, c.HF_HUB_OFFLINE)"
@@ -87,14 +87,14 @@ def test_the_client_agrees(tmp_path):
 
 
 @for_each("value, offline", [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
-def test_offline(value, offline, monkeypatch):
+def test_is_offline_follows_environment_variables(value, offline, monkeypatch):
     for name, other in (("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")):
         monkeypatch.setenv(name, value)
         monkeypatch.delenv(other, raising=False)
         assert is_offline() is offline
 
 
-def test_a_revision_leads_to_its_snapshot(cache):
+def test_find_snapshot_resolves_refs_and_short_commits(cache):
     put(cache, {"config.json": b"{}"})
     put(cache, {"config.json": b"[]"}, commit=OTHER, ref="refs/pr/1")
     for revision, commit in (
@@ -129,7 +129,7 @@ def test_find_snapshot_ambiguous_short_commit_is_none(cache):
     assert find_snapshot(HubName("org/tiny")) is None, "nothing says which of them is main"
 
 
-def test_every_repository_of_the_cache_is_listed(cache):
+def test_cached_repos_lists_models_of_several_owners(cache):
     """Models alone, each of several owners, whatever else lies beside them."""
     for repo in ("b/tiny", "a/tiny", "a/Other--name"):
         put(cache, {"config.json": b"{}"}, repo)
@@ -143,7 +143,7 @@ def test_every_repository_of_the_cache_is_listed(cache):
         assert f"models--{owner}--tiny" in str(found.folder)
 
 
-def test_ref_of_a_commit_is_not_written(cache):
+def test_write_ref_skips_refs_of_commits(cache):
     put(cache, {"config.json": b"{}"}, ref=None)
     write_ref("org/tiny", COMMIT, COMMIT)
     assert not (cache / "models--org--tiny" / "refs").exists()
@@ -155,14 +155,14 @@ def test_ref_of_a_commit_is_not_written(cache):
 
 
 @pytest.mark.parametrize("text", ["../../../../etc", "", "x" * 4000, "A" * 40])
-def test_a_ref_that_is_no_commit_leads_nowhere(cache, text):
+def test_find_snapshot_ref_without_a_commit_is_none(cache, text):
     put(cache, {"config.json": b"{}"}, ref=None)
     (cache / "models--org--tiny" / "refs").mkdir()
     (cache / "models--org--tiny" / "refs" / "main").write_text(text)
     assert find_snapshot(HubName("org/tiny")) is None
 
 
-def test_a_model_is_opened_from_the_cache_without_the_client(cache, sharded):
+def test_open_model_from_cache_needs_no_huggingface_hub(cache, sharded):
     """In a process where the client cannot be imported and nothing may connect."""
     folder = put(cache, sharded)
     code = (
@@ -176,7 +176,7 @@ def test_a_model_is_opened_from_the_cache_without_the_client(cache, sharded):
     assert done.stdout.split() == [str(folder), "tiny", "21", "2"], done
 
 
-def test_a_plan_needs_the_config_alone(cache):
+def test_open_declared_from_cache_needs_only_the_config(cache):
     put(cache, {"config.json": json.dumps(CONFIG).encode()})
     declared = open_declared("org/tiny")
     assert (declared.name, declared.num_layers) == ("tiny", 5)
@@ -211,7 +211,7 @@ def test_locate_model_lists_missing_shards_and_broken_links(cache, sharded):
     assert "half-downloaded, without model-00001-of-00003.safetensors" in refusal("org/cut")
 
 
-def test_every_gguf_part_with_a_broken_link_is_missing(cache):
+def test_find_files_broken_gguf_links_are_missing(cache):
     files = [f"m-Q8_0-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
     for broken in ([0], [1], [1, 2]):
         folder = put(cache, dict.fromkeys(files, b"GGUF"), f"org/cut{len(broken)}{broken[0]}")
@@ -223,7 +223,7 @@ def test_every_gguf_part_with_a_broken_link_is_missing(cache):
         assert find_files(snapshot, name, "auto").missing == tuple(files[part] for part in broken)
 
 
-def test_a_snapshot_without_a_tokenizer_opens(cache, sharded):
+def test_open_model_cached_without_tokenizer_opens(cache, sharded):
     """Another tokenizer may replace it; the engine reports a missing one."""
     put(cache, {name: data for name, data in sharded.items() if name != "tokenizer.json"})
     assert open_model("org/tiny", "auto").spec.num_layers == 2
@@ -239,7 +239,7 @@ def test_locate_model_suggests_other_revisions_and_names(cache, sharded):
     assert open_model("org/tiny", "auto", revision="v1").name == "tiny"
 
 
-def test_a_path_goes_before_the_cache_and_says_so(cache, sharded, caplog):
+def test_open_model_local_path_wins_over_cache_and_warns(cache, sharded, caplog):
     put(cache, sharded)
     here = Path("org/tiny")
     here.mkdir(parents=True)
@@ -252,7 +252,7 @@ def test_a_path_goes_before_the_cache_and_says_so(cache, sharded, caplog):
     assert "Did you mean org/tiny?" in refusal("org/tinny", "model.not_here_or_cached")
 
 
-def test_gguf_files_are_found_by_their_tags(cache, monkeypatch):
+def test_open_model_cached_gguf_is_found_by_its_tag(cache, monkeypatch):
     from holdfast.loading import model_files
 
     monkeypatch.setattr(model_files, "open_path", lambda path, load_format: path)
@@ -268,7 +268,7 @@ def test_gguf_files_are_found_by_their_tags(cache, monkeypatch):
     assert "1 of 2 parts of BF16/m-BF16" in refusal("org/tiny:BF16")
 
 
-def test_without_the_client_the_package_is_named(cache, monkeypatch):
+def test_open_model_without_huggingface_hub_names_the_package(cache, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = refusal("org/tiny@v1")

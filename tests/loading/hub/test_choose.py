@@ -41,7 +41,7 @@ def chosen(text, files=MANY):
         ("bf16", tuple(MANY[-2:])),
     ],
 )
-def test_a_tag_finds_its_files(tag, files):
+def test_choose_gguf_by_tag_finds_its_files(tag, files):
     choice = chosen(f"a/b:{tag}")
     assert choice.model.files == files
     assert choice.model.is_whole
@@ -54,12 +54,12 @@ def test_choose_gguf_without_tag_takes_the_usual_one():
     assert choice.others == ("BF16", "Q8_0", "UD-Q4_K_XL")
 
 
-def test_the_only_file_is_taken_whatever_it_is_called():
+def test_choose_gguf_takes_the_only_model_file():
     assert chosen("a/b", ["weights.gguf", "mmproj.gguf"]).model.files == ("weights.gguf",)
     assert chosen("a/b", ["smollm2-135m.Q4_1.gguf"]).model.tag == "Q4_1"
 
 
-def test_a_file_is_found_by_its_name_with_all_its_parts():
+def test_choose_gguf_by_file_name_takes_all_its_parts():
     assert chosen(f"a/b/{MANY[-1]}").model.files == tuple(MANY[-2:])
 
 
@@ -72,18 +72,18 @@ def test_a_file_is_found_by_its_name_with_all_its_parts():
         ("a/b", ["x-IQ1_S.gguf", "x-IQ1_M.gguf"], "Write a/b:IQ1_M"),
     ],
 )
-def test_what_is_not_there_lists_what_is(text, files, words):
+def test_choose_gguf_unknown_tag_lists_available_ones(text, files, words):
     with raises_code("hub.no_quantization", ModelNotFoundError) as caught:
         chosen(text, files)
     assert words in str(caught.value)
 
 
-def test_a_missing_part_shows():
+def test_gguf_models_with_a_missing_part_is_not_whole():
     model = gguf_models(["x-Q8_0-00001-of-00003.gguf", "x-Q8_0-00003-of-00003.gguf"])[0]
     assert (model.num_parts, model.is_whole) == (3, False)
 
 
-def test_part_beyond_the_count_is_none():
+def test_gguf_models_drops_part_numbers_out_of_range():
     """Nor is one with the number 0; files of another count are another model."""
     parts = [f"x-Q8_0-{number:05}-of-00002.gguf" for number in (0, 2, 1, 3)]
     (model, other) = gguf_models([*parts, "x-Q8_0-00001-of-00003.gguf"])
@@ -92,7 +92,7 @@ def test_part_beyond_the_count_is_none():
     assert (other.num_parts, other.is_whole) == (3, False)
 
 
-def test_shortest_of_several_names_with_a_tag_is_taken():
+def test_choose_gguf_takes_the_shortest_name_with_the_tag():
     files = ["m-instruct-Q8_0.gguf", "m-Q8_0.gguf", "m-long-Q8_0.gguf", "m-Q4_0.gguf"]
     assert chosen("a/b:Q8_0", files).model.files == ("m-Q8_0.gguf",)
     assert chosen("a/b", ["m-b-Q4_0.gguf", "m-a-Q4_0.gguf"]).model.files == ("m-a-Q4_0.gguf",)
@@ -106,7 +106,7 @@ FOLDER = {
 }
 
 
-def test_only_what_is_read_is_needed():
+def test_settings_and_weight_files_list_only_needed_files():
     shards = ("model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors")
     needed = (*settings_files(FOLDER), *weight_files(FOLDER, shards))
     assert needed == (
@@ -129,7 +129,7 @@ def test_takes_gguf_prefers_safetensors_by_default():
     assert not takes_gguf(HubName("a/b"), gguf, "safetensors")
 
 
-def test_pickles_alone_are_refused_before_they_are_fetched():
+def test_refuse_without_weights_pickles_are_refused_before_fetch():
     with raises_code("weights.pickle", UnsupportedModelError):
         refuse_without_weights(HubName("facebook/opt-125m"), {"config.json", "pytorch_model.bin"})
     with raises_code("hub.no_weights", ModelNotFoundError):

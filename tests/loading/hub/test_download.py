@@ -82,7 +82,7 @@ def test_fetch_model_takes_only_needed_files_then_the_cache(hub, cache, sharded)
     assert len(hub.requests) == num_requests
 
 
-def test_model_by_name_answers_again_without_the_server(hub, sharded, monkeypatch):
+def test_llm_downloaded_model_opens_again_without_the_server(hub, sharded, monkeypatch):
     from holdfast import LLM, SamplingParams
 
     hub.repos["org/tiny"] = Repo(sharded)
@@ -96,7 +96,7 @@ def test_model_by_name_answers_again_without_the_server(hub, sharded, monkeypatc
     assert len(first) == 8
 
 
-def test_a_connection_that_is_cut_is_taken_up_where_it_ended(hub, sharded):
+def test_open_model_resumes_a_cut_download(hub, sharded):
     shard = "model-00002-of-00003.safetensors"
     hub.repos["org/tiny"], hub.cuts[shard] = Repo(sharded), 50_000
     open_model("org/tiny", "auto").source.close()
@@ -106,7 +106,7 @@ def test_a_connection_that_is_cut_is_taken_up_where_it_ended(hub, sharded):
     assert 0 < start_byte <= 50_000
 
 
-def test_what_an_earlier_download_finished_is_not_fetched_again(hub, cache, sharded):
+def test_open_model_skips_files_of_an_earlier_download(hub, cache, sharded):
     last = "model-00003-of-00003.safetensors"
     hub.repos["org/tiny"] = Repo({name: data for name, data in sharded.items() if name != last})
     assert last in refusal("hub.missing_file", "org/tiny")
@@ -121,7 +121,7 @@ def test_what_an_earlier_download_finished_is_not_fetched_again(hub, cache, shar
     ]
 
 
-def test_revisions(hub, sharded):
+def test_open_model_revision_selects_the_commit(hub, sharded):
     small = json.loads(sharded["config.json"]) | {"max_position_embeddings": 77}
     other = sharded | {"config.json": json.dumps(small).encode()}
     hub.repos["org/tiny"] = Repo(sharded, other_refs={"v1": other})
@@ -131,7 +131,7 @@ def test_revisions(hub, sharded):
     assert "org/tiny has no revision v9. Name a branch" in refusal("hub.no_revision", "org/tiny@v9")
 
 
-def test_a_gguf_repository(hub, monkeypatch, caplog):
+def test_open_model_gguf_repository_fetches_one_quantization(hub, monkeypatch, caplog):
     from holdfast.loading import model_files
 
     monkeypatch.setattr(model_files, "open_path", lambda path, load_format: path)
@@ -174,7 +174,7 @@ def test_fetch_model_unsupported_family_fetches_no_weights(hub, sharded):
     assert not hub.gets("/store/")
 
 
-def test_room_is_checked_before_the_first_weight(hub, sharded, monkeypatch):
+def test_download_without_disk_room_is_refused_before_weights(hub, sharded, monkeypatch):
     hub.repos["org/tiny"] = Repo(sharded)
     usage = Disk(10**9, 10**9, 100_000)
     monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path: usage)
@@ -182,7 +182,7 @@ def test_room_is_checked_before_the_first_weight(hub, sharded, monkeypatch):
     assert not hub.gets("/store/")
 
 
-def test_room_that_blobs_take_already_is_not_needed_again(tmp_path, monkeypatch):
+def test_download_room_excludes_blobs_already_present(tmp_path, monkeypatch):
     """To the byte: what is not whole counts, what another download has finished does not."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "there").write_bytes(bytes(300))
@@ -197,7 +197,7 @@ def test_room_that_blobs_take_already_is_not_needed_again(tmp_path, monkeypatch)
         downloads.check_space(download, files, tmp_path)
 
 
-def test_bytes_of_a_second_partial_file_are_not_added(tmp_path):
+def test_bytes_there_takes_the_largest_partial_file(tmp_path):
     """A download that was cut leaves one behind: the larger is how far it is, and a whole blob ends it."""
     (tmp_path / "blobs").mkdir()
     file = downloads.HubFile("a", 90_000, "blob")
@@ -234,7 +234,7 @@ def test_fetch_first_failure_stops_the_others(tmp_path):
     assert len(begun) <= downloads.NUM_WORKERS
 
 
-def test_partial_file_of_a_thread_that_hangs_is_removed(tmp_path, monkeypatch):
+def test_download_hung_thread_removes_only_its_partial_file(tmp_path, monkeypatch):
     """After Ctrl-C, that alone: what another download writes stays, and what a later one takes up again."""
     monkeypatch.setattr(downloads, "SECONDS_TO_STOP", 0.05)
     blobs, begun, release = tmp_path / "blobs", threading.Event(), threading.Event()
@@ -277,7 +277,7 @@ def test_hub_error_is_one_line_with_the_fix(hub, sharded, state, kind, code, mon
         assert open_model("org/tiny", "auto").spec.num_layers == 2
 
 
-def test_no_network_and_a_server_that_is_silent(hub, monkeypatch):
+def test_open_model_unreachable_or_silent_hub_is_refused(hub, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     message = refusal("hub.unreachable", "org/tiny")
     assert "http://127.0.0.1:1 cannot be reached, and model 'org/tiny' is not in the cache." in message
@@ -342,7 +342,7 @@ def environment(hub: LocalHub, cache: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_command_prints_the_download_and_json_stays_clean(hub, cache, sharded):
+def test_run_command_prints_the_download_and_keeps_json_clean(hub, cache, sharded):
     hub.repos["org/tiny"] = Repo(sharded)
     env = environment(hub, cache)
     ended = finish(start("run", "org/tiny", "-p", "Hi", "--max-tokens", "1", env=env))
@@ -357,7 +357,7 @@ def test_command_prints_the_download_and_json_stays_clean(hub, cache, sharded):
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
-def test_an_interrupt_ends_a_download_and_leaves_nothing_partial(hub, cache, sharded, num_signals):
+def test_download_interrupted_leaves_no_partial_file(hub, cache, sharded, num_signals):
     shard = "model-00002-of-00003.safetensors"
     hub.repos["org/tiny"], hub.waits[shard] = Repo(sharded), threading.Event()
     process = start("run", "org/tiny", "-p", "Hi", env=environment(hub, cache))
@@ -379,7 +379,7 @@ def test_an_interrupt_ends_a_download_and_leaves_nothing_partial(hub, cache, sha
     assert find_snapshot(HubName("org/tiny")) is None
 
 
-def test_client_is_imported_only_for_a_download(hub, sharded, cache):
+def test_open_model_cached_does_not_import_huggingface_hub(hub, sharded, cache):
     hub.repos["org/tiny"] = Repo(sharded)
     open_model("org/tiny", "auto").source.close()
     code = (

@@ -29,7 +29,7 @@ REPO = "Qwen/Qwen3-8B"
         (f"{REPO}/Q8_0/a-00001-of-00002.gguf", HubName(REPO, None, None, "Q8_0/a-00001-of-00002.gguf")),
     ],
 )
-def test_what_people_type(text, name):
+def test_parse_hub_name_reads_each_way_to_write_a_name(text, name):
     assert parse_hub_name(text) == name
 
 
@@ -41,21 +41,21 @@ def test_what_people_type(text, name):
         *("a/b:x:y", "a/b@x@y", "a/b@", "a/b:", "a b/c", "a/b\0", "ä/b", "x" * 600 + "/y", "hf.co/onlyname"),
     ],
 )
-def test_what_is_none(text):
+def test_parse_hub_name_of_a_path_or_junk_is_none(text):
     assert parse_hub_name(text) is None
 
 
 @for_each("text", ["main", "v1.0", "refs/pr/12", "0" * 40, "feature+x"])
-def test_revisions(text):
+def test_revision_check_accepts_valid_revisions(text):
     assert is_revision(text)
 
 
 @for_each("text", ["", "..", "a/../b", "/a", "a/", "a.lock", "a b", "-x", "a\n", "x" * 300])
-def test_what_is_no_revision(text):
+def test_revision_check_rejects_invalid_revisions(text):
     assert not is_revision(text)
 
 
-def test_a_setting_and_a_name_must_agree():
+def test_hub_name_at_another_revision_is_refused():
     name = parse_hub_name(f"{REPO}@v1")
     assert name is not None
     assert name.at("v1") == name.at(None) == name
@@ -73,13 +73,13 @@ def test_a_setting_and_a_name_must_agree():
         (f"{REPO}/a-00001-of-00003.gguf", f'hf download {REPO} --include "a-*-of-00003.gguf"'),
     ],
 )
-def test_the_command_that_gets_what_a_name_means(text: str, command: str) -> None:
+def test_hub_name_download_is_the_hf_command(text: str, command: str) -> None:
     name = parse_hub_name(text)
     assert name is not None
     assert name.download == command
 
 
-def test_labels_and_texts_read_back():
+def test_hub_name_text_parses_back_to_the_name():
     for text in (REPO, f"{REPO}:Q4_K_M@v1", f"{REPO}/a.gguf@v1"):
         name = parse_hub_name(text)
         assert name is not None

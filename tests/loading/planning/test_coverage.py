@@ -21,7 +21,7 @@ from loading.header_source import HeaderSource, entries_for, entry, experts, sta
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=8), st.randoms())
-def test_pieces_that_tile_are_sound_in_any_order(heights, random):
+def test_uncovered_accepts_tiling_pieces_in_any_order(heights, random):
     bounds = [sum(heights[:index]) for index in range(len(heights) + 1)]
     pieces = [Filled(start, end, f"t{start}") for start, end in pairwise(bounds)]
     random.shuffle(pieces)
@@ -47,7 +47,7 @@ def test_pieces_that_tile_are_sound_in_any_order(heights, random):
         ([Filled(0, 10, "a"), Filled(10, 10, "b")], "b fills rows 10 to 10, which are none"),
     ],
 )
-def test_what_is_wrong_is_said(filled, words):
+def test_uncovered_reports_gaps_and_overlaps(filled, words):
     assert uncovered(filled, 10) == words
 
 
@@ -56,7 +56,7 @@ def move(part, target="w", scheme=None):
 
 
 @for_each("scheme", [None, FP8, FP8_BLOCK, MXFP4])
-def test_codes_and_scales_are_both_proved(scheme):
+def test_check_coverage_proves_codes_and_scales(scheme):
     weight = PlannedWeight("w", (384, 256), "bfloat16", scheme)
     first, second = Part("a", 0, (128, 256)), Part("b", 128, (256, 256))
     check_coverage([weight], [move(first, scheme=scheme), move(second, scheme=scheme)])
@@ -70,7 +70,7 @@ def test_codes_and_scales_are_both_proved(scheme):
         check_coverage([weight], [move(first, scheme=scheme), move(second, scheme=scheme), move(first, "other")])
 
 
-def test_parts_begin_with_a_block():
+def test_check_coverage_part_within_a_block_is_an_assertion():
     weight = PlannedWeight("w", (256, 128), "bfloat16", FP8_BLOCK)
     with pytest.raises(AssertionError, match="begins at row 64, within 128 that share a scale"):
         check_coverage(
@@ -79,12 +79,12 @@ def test_parts_begin_with_a_block():
         )
 
 
-def test_weights_of_the_right_size_and_the_wrong_width_are_found():
+def test_check_coverage_rows_of_wrong_width_are_an_assertion():
     with pytest.raises(AssertionError, match="filled by rows of 2 elements"):
         check_coverage([PlannedWeight("w", (4, 4), "float32")], [move(Part("a", 0, (8, 2)))])
 
 
-def test_elements_are_taken_once():
+def test_check_sources_each_element_is_taken_once():
     left, right = Part("t", 0, (8, 4), columns=(0, 2)), Part("t", 0, (8, 4), columns=(2, 4))
     check_sources([move(left, "a"), move(right, "b"), move(Part("u", 0, (8, 4)), "a")], frozenset())
     top, low = Part("t", 0, (8, 4), rows=(0, 4)), Part("t", 0, (8, 4), rows=(4, 8))
@@ -116,19 +116,19 @@ def unexpected(parameters, entries):
     return refusal("weights.unexpected_tensors", parameters, entries)
 
 
-def test_missing_tensors_are_counted_and_the_first_named():
+def test_coverage_missing_tensors_are_counted_and_named():
     entries = entries_for(UNTIED)
     one_less = [item for item in entries if item.name != "k"]
     assert "m.safetensors lacks 1 of the 5 tensors of the model: k." in missing(UNTIED, one_less)
     assert "lacks 5 of the 5 tensors of the model: model.embed_tokens.weight, q, k, v, lm_head" in missing(UNTIED, [])
 
 
-def test_files_are_counted():
+def test_coverage_error_counts_the_files():
     entries = [entry("q", (4, 4), file="a.safetensors"), entry("k", (2, 4), file="b.safetensors")]
     assert "a.safetensors (with 1 more files) lacks 1 of" in missing([QKV], entries)
 
 
-def test_missing_experts_are_named():
+def test_coverage_missing_experts_are_named():
     whole = experts(60, 2, 3)
     entries = entries_for([whole])
     message = missing([whole], entries[:26])
@@ -137,7 +137,7 @@ def test_missing_experts_are_named():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_misses_what_one_would(rank):
+def test_coverage_each_expert_rank_reports_the_same_faults(rank):
     whole = experts(8, 2, 3)
     share = shard_parameters([whole], Mesh(expert_rank=rank, expert_size=2), 1, 1)
     assert "experts.0.gate.weight" in missing(share, entries_for([whole])[1:])
@@ -145,7 +145,7 @@ def test_every_rank_misses_what_one_would(rank):
     assert "too many: experts.8.up.weight." in unexpected(share, more)
 
 
-def test_unexpected_tensors_are_counted_and_the_first_named():
+def test_coverage_unexpected_tensors_are_counted_and_named():
     more = [entry(f"extra.{index}", (1,), file="b.safetensors") for index in range(7)]
     message = unexpected(UNTIED, entries_for(UNTIED) + more)
     assert "b.safetensors has 7 tensors too many: extra.0, extra.1, extra.2, extra.3, extra.4 and 2 more." in message
@@ -154,35 +154,35 @@ def test_unexpected_tensors_are_counted_and_the_first_named():
     assert "has 7 tensors too many" in unexpected(UNTIED, [*entries_for(UNTIED), *more, empty])
 
 
-def test_experts_that_are_stored_twice_are_too_many():
+def test_coverage_experts_stored_twice_are_unexpected():
     whole = experts(2, 3, 5)
     message = unexpected([whole], [*entries_for([whole]), entry("experts.gate_up", (2, 6, 5))])
     assert "too many: experts.gate_up." in message
 
 
-def test_a_bias_that_the_settings_leave_out_is_too_many():
+def test_coverage_undeclared_bias_is_unexpected():
     assert "too many: q.bias." in unexpected([QKV], [*entries_for([QKV]), entry("q.bias", (4,))])
 
 
-def test_tensors_that_may_be_ignored_are():
+def test_plan_load_skips_ignorable_tensors():
     more = entry("rotary.inv_freq", (4,), dtype="int64")
     plan = plan_load(UNTIED, HeaderSource([*entries_for(UNTIED), more], ignorable={"rotary.inv_freq"}), "float32")
     assert "rotary.inv_freq" not in {move.tensor for move in plan.moves}
 
 
 @for_each("shape", [(4, 2), (2, 4, 1), (8,), (2, 5), ()])
-def test_wrong_shapes_name_file_and_tensor(shape):
+def test_coverage_wrong_shape_names_file_and_tensor(shape):
     entries = [entry("k", shape) if item.name == "k" else item for item in entries_for(UNTIED)]
     message = refusal("weights.wrong_shape", UNTIED, entries)
     assert f"m.safetensors: 'k' has the shape {list(shape)}, and [2, 4] is needed." in message
 
 
-def test_wrong_shapes_name_every_layout_that_would_do():
+def test_coverage_wrong_shape_names_each_valid_layout():
     message = refusal("weights.wrong_shape", [experts(4, 3, 5)], [entry("experts.gate_up", (4, 7, 5))])
     assert "'experts.gate_up' has the shape [4, 7, 5], and [4, 6, 5] or [4, 5, 6] is needed." in message
 
 
-def test_one_expert_of_another_shape_is_named():
+def test_coverage_expert_of_another_shape_is_named():
     whole = experts(4, 3, 5)
     entries = [
         entry(item.name, (6, 5)) if item.name == "experts.2.up.weight" else item for item in entries_for([whole])
@@ -191,19 +191,19 @@ def test_one_expert_of_another_shape_is_named():
 
 
 @for_each("dtype", ["int8", "F8_E5M2", "bool", "uint8", "float8_e4m3fn"])
-def test_types_that_are_no_floats_are_refused(dtype):
+def test_coverage_non_float_type_is_refused(dtype):
     entries = [dataclasses.replace(item, dtype=dtype) if item.name == "v" else item for item in entries_for(UNTIED)]
     assert f"m.safetensors: 'v' is stored as {dtype}" in refusal("weights.unsupported_dtype", UNTIED, entries)
 
 
-def test_a_tied_head_of_another_shape_or_type_is_refused():
+def test_coverage_tied_head_of_wrong_shape_or_type_is_refused():
     entries = [*entries_for(TIED), entry("lm_head.weight", (11, 4))]
     assert "'lm_head.weight' has the shape [11, 4]" in refusal("weights.wrong_shape", TIED, entries)
     entries = [*entries_for(TIED), entry("lm_head.weight", (10, 4), "int8")]
     assert "'lm_head.weight' is stored as int8" in refusal("weights.unsupported_dtype", TIED, entries)
 
 
-def test_a_tensor_for_two_parameters_is_our_own_mistake():
+def test_plan_load_tensor_in_two_parameters_is_an_assertion():
     other = Parameter("other", (4, 4), (Part("q", 0, (4, 4)),))
     with pytest.raises(AssertionError, match=r"q is a part of layers.0.qkv.weight and of other"):
         plan_load([QKV, other], HeaderSource(entries_for([QKV])), "float32")
@@ -228,7 +228,7 @@ def test_plan_refuses_columns_that_do_not_divide():
         (MXFP4, "columns", None),
     ],
 )
-def test_shares_that_cut_a_block_are_said(scheme, split, words):
+def test_coverage_share_that_cuts_a_block_is_refused(scheme, split, words):
     whole = stacked("layers.0.w.weight", [192, 192], 192, split=split)
     recipe = WeightRecipe(scheme)
     for rank in (0, 1):
@@ -241,7 +241,7 @@ def test_shares_that_cut_a_block_are_said(scheme, split, words):
         assert rank == 1 or words in message
 
 
-def test_a_share_of_half_a_block_of_mxfp4_is_said():
+def test_coverage_share_of_half_an_mxfp4_block_is_refused():
     whole = stacked("layers.0.w.weight", [4], 96, split="columns")
     share = shard_parameters([whole], Mesh(1, 2), 1, 1)
     message = refusal("weights.unsupported_scheme", share, entries_for([whole]), WeightRecipe(MXFP4))

@@ -99,7 +99,7 @@ def load(parameters, source, dtype, stored, recipe=None, device="cpu"):
 
 @for_each("dtype", ["float32", "float16", "bfloat16"])
 @for_each("way", WAYS)
-def test_it_is_code_times_scale_rounded_once(way, dtype):
+def test_dequantized_source_is_code_times_scale_rounded_once(way, dtype):
     stored, tensors = checkpoint(way)
     source = dequantize_plain_kinds(TensorSource(tensors=tensors), [KV_B], stored)
     plan, weights = load([KV_B], source, dtype, stored)
@@ -112,7 +112,7 @@ def test_it_is_code_times_scale_rounded_once(way, dtype):
 @pytest.mark.each_value
 @pytest.mark.parametrize("chunk_bytes", [None, 4 * RANK, 4 * RANK * 13 + 5], ids=["whole", "a row", "thirteen rows"])
 @pytest.mark.parametrize("way", ["blocks", "rows", "number"])
-def test_chunks_and_steps_change_nothing(way, chunk_bytes, monkeypatch):
+def test_dequantized_source_is_independent_of_chunk_size(way, chunk_bytes, monkeypatch):
     monkeypatch.setattr(dequantized_source, "STEP_ELEMENTS", 7 * RANK + 3)
     stored, tensors = checkpoint(way)
     source = dequantize_plain_kinds(TensorSource(tensors=tensors), [KV_B], stored)
@@ -125,7 +125,7 @@ def test_chunks_and_steps_change_nothing(way, chunk_bytes, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("way", ["blocks", "blocks-e8m0", "rows", "number"])
 @pytest.mark.usefixtures("poison")
-def test_a_gpu_gets_the_same_bits(way, dtype):
+def test_dequantized_source_on_a_gpu_is_bit_exact(way, dtype):
     stored, tensors = checkpoint(way)
     source = dequantize_plain_kinds(TensorSource(tensors=tensors), [KV_B], stored)
     with chunks_of(5000):
@@ -134,7 +134,7 @@ def test_a_gpu_gets_the_same_bits(way, dtype):
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_ranks_have_the_rows_of_their_heads(size):
+def test_dequantized_source_ranks_have_the_rows_of_their_heads(size):
     stored, tensors = checkpoint("blocks")
     for rank in range(size):
         shares = shard_parameters([KV_B], Mesh(tensor_rank=rank, tensor_size=size), HEADS, 1)
@@ -144,7 +144,7 @@ def test_ranks_have_the_rows_of_their_heads(size):
         assert torch.equal(weights[NAME], wanted(tensors)[rank * rows : (rank + 1) * rows])
 
 
-def test_some_columns_are_read_too():
+def test_dequantized_source_reads_column_ranges():
     stored, tensors = checkpoint("blocks")
     source = dequantize_plain_kinds(TensorSource(tensors=tensors), [KV_B], stored)
     out = torch.empty(5, 40)
@@ -153,7 +153,7 @@ def test_some_columns_are_read_too():
 
 
 @for_each("recipe", WEIGHT_SCHEMES)
-def test_it_is_never_quantized_and_counts_as_plain(recipe):
+def test_dequantized_source_is_never_quantized_again(recipe):
     stored, tensors = checkpoint("blocks")
     wanted_recipe = WeightRecipe(WEIGHT_SCHEMES[recipe])
     source = dequantize_plain_kinds(TensorSource(tensors=tensors), [KV_B], stored)
@@ -164,14 +164,14 @@ def test_it_is_never_quantized_and_counts_as_plain(recipe):
     assert torch.equal(load([KV_B], plain, "float32", None, wanted_recipe)[1][NAME], wanted(tensors))
 
 
-def test_a_review_of_what_is_stored_leaves_it_out():
+def test_review_stored_skips_dequantized_weights():
     linear = weight_of(replace(KV_B, name="layers.0.o.weight", kind="linear"), "fp8_block")
     recipe = review_stored([linear, weight_of(KV_B)], WeightRecipe(FP8), {NAME})
     assert recipe.scheme == FP8_BLOCK
     assert weight_of(KV_B).scheme(recipe) is None
 
 
-def test_other_tensors_pass_through_and_go_together():
+def test_dequantized_source_passes_other_tensors_through():
     class Together(TensorSource):
         together = 0
 
@@ -195,13 +195,13 @@ def test_other_tensors_pass_through_and_go_together():
     assert source.ignorable == {f"{TENSOR}_scale_inv"}
 
 
-def test_plain_ones_and_plain_checkpoints_stay_as_they_are():
+def test_dequantize_plain_kinds_returns_a_plain_source_as_is():
     plain = TensorSource(tensors={TENSOR: wanted(checkpoint("blocks")[1])})
     assert dequantize_plain_kinds(plain, [KV_B], IN_BLOCKS) is plain
     assert dequantize_plain_kinds(plain, [KV_B], None) is plain
 
 
-def test_a_code_that_is_nan_is_found():
+def test_dequantized_source_nan_code_is_refused():
     stored, tensors = checkpoint("blocks")
     tensors[TENSOR].view(torch.uint8)[200, 3] = 0x7F
     source = dequantize_plain_kinds(TensorSource(tensors=tensors), [KV_B], stored)
@@ -209,14 +209,14 @@ def test_a_code_that_is_nan_is_found():
         load([KV_B], source, "float32", stored)
 
 
-def test_what_a_reader_holds_is_counted():
+def test_dequantized_source_scratch_is_in_the_plan():
     stored, tensors = checkpoint("blocks")
     source = dequantize_plain_kinds(TensorSource(tensors=tensors), [KV_B], stored)
     assert ROWS * RANK <= source.scratch_bytes_per_reader <= 2 * ROWS * RANK
     assert plan_load([KV_B], source, "float32", WeightRecipe(), stored).reader_bytes == source.scratch_bytes_per_reader
 
 
-def test_wrong_scales_are_named():
+def test_dequantize_plain_kinds_wrong_scales_are_named():
     stored, tensors = checkpoint("blocks")
     name = f"{TENSOR}_scale_inv"
     for scales, error, code in (

@@ -44,7 +44,7 @@ def plan_of(parameters, dtype="bfloat16", recipe=None, entries=None, **more):
     return plan_load(parameters, source, dtype, recipe or WeightRecipe())
 
 
-def test_every_row_of_every_parameter_is_filled_once():
+def test_plan_load_fills_each_row_of_each_parameter_once():
     plan = plan_of(UNTIED)
     for parameter in UNTIED:
         rows = [
@@ -56,7 +56,7 @@ def test_every_row_of_every_parameter_is_filled_once():
         assert sorted(rows) == list(range(parameter.num_rows))
 
 
-def test_bytes_are_known_before_anything_is_read():
+def test_plan_load_counts_bytes_from_headers():
     plan = plan_of(UNTIED, entries=entries_for(UNTIED, "float32"))
     assert {weight.name: weight.num_bytes for weight in plan.weights} == {
         "embed.weight": 80,
@@ -76,7 +76,7 @@ def test_plan_specs_are_in_the_order_of_parameters():
     assert [move.tensor for move in plan.moves] == [item.name for item in shuffled], "read in the order of the source"
 
 
-def test_rows_of_one_tensor_are_read_front_to_back():
+def test_plan_load_reads_rows_of_a_tensor_front_to_back():
     """One tensor fills three parameters: its rows come in their order, whatever the parameters are called."""
     taken = {"a.weight": (4, 9), "b.weight": (0, 4), "c.weight": (9, 10)}
     parameters = [
@@ -91,19 +91,19 @@ def test_rows_of_one_tensor_are_read_front_to_back():
     assert [move.num_bytes for move in plan.moves] == [32, 40, 8, 8]
 
 
-def test_a_parameter_may_have_a_type_of_its_own():
+def test_plan_load_keeps_the_own_dtype_of_a_parameter():
     router = Parameter("router.weight", (4, 8), (Part("gate", 0, (4, 8)),), "router", dtype="float32")
     plan = plan_of([router])
     assert plan.specs == (TensorSpec("router.weight", (4, 8), "float32"),)
 
 
-def test_types_of_the_checkpoint_are_kept_in_the_moves():
+def test_plan_load_moves_keep_the_dtype_of_the_checkpoint():
     plan = plan_of([QKV], entries=[entry("q", (4, 4), "float16"), entry("k", (2, 4), "float64"), entry("v", (2, 4))])
     assert {move.tensor: move.tensor_dtype for move in plan.moves} == {"q": "float16", "k": "float64", "v": "bfloat16"}
 
 
 @for_each("scheme", WEIGHT_SCHEMES.values())
-def test_matrices_and_the_head_are_quantized(scheme):
+def test_plan_load_quantizes_matrices_and_the_head(scheme):
     wide = stacked("layers.0.qkv.weight", [256, 128, 128], 256)
     head = Parameter("lm_head.weight", (300, 256), (Part("lm_head.weight", 0, (300, 256)),), "head")
     embed = Parameter("embed.weight", (300, 256), (Part("e", 0, (300, 256)),), "embedding")
@@ -117,7 +117,7 @@ def test_matrices_and_the_head_are_quantized(scheme):
     assert plan.weights[1].num_bytes == sum(plane.num_bytes for plane in scheme.planes((512, 256)))
 
 
-def test_what_is_to_be_ignored_is_left_as_it_is():
+def test_plan_load_ignored_patterns_stay_unquantized():
     down = stacked("layers.0.down.weight", [64], 64, prefix="model.layers.0.mlp.down_proj")
     for pattern in ("layers.0.down", "*down_proj*", "re:.*down_proj"):
         plan = plan_of([QKV, down], recipe=WeightRecipe(FP8, ignore=(pattern,)))
@@ -127,7 +127,7 @@ def test_what_is_to_be_ignored_is_left_as_it_is():
 @for_each(
     "heights, block_rows", [([256, 128], 128), ([576, 192, 192], 64), ([200], 128), ([192, 7], 64), ([36, 36], 4)]
 )
-def test_blocks_of_rows_end_where_parts_do(heights, block_rows):
+def test_plan_load_block_rows_divide_each_part(heights, block_rows):
     plan = plan_of([stacked("w", heights, 128)], recipe=WeightRecipe(FP8_BLOCK))
     (weight,) = plan.weights
     assert weight.scheme is not None
@@ -137,7 +137,7 @@ def test_blocks_of_rows_end_where_parts_do(heights, block_rows):
 
 @for_each("layout", range(3))
 @for_each("scheme", WEIGHT_SCHEMES.values())
-def test_every_layout_of_experts_gives_the_same_weight(layout, scheme):
+def test_plan_load_expert_layouts_give_the_same_weight(layout, scheme):
     parameter = experts(4, 96, 64)
     parts = (parameter.parts, *parameter.layouts)[layout]
     entries = entries_for([Parameter("w", parameter.shape, parts)])
@@ -151,7 +151,7 @@ def test_every_layout_of_experts_gives_the_same_weight(layout, scheme):
     assert plan.moves[3].amax_rows == (wanted if scheme is FP8_TENSOR else None), "gate and up have scales of their own"
 
 
-def test_a_tied_head_is_no_surprise_and_is_compared():
+def test_plan_load_stored_tied_head_is_compared():
     plan = plan_of(TIED, entries=[*entries_for(TIED), entry("lm_head.weight", (10, 4))], recipe=WeightRecipe(FP8))
     (head,) = plan.tied
     assert (head.tensor, head.target, head.scheme) == ("lm_head.weight", "embed.weight", INT8)
@@ -159,7 +159,7 @@ def test_a_tied_head_is_no_surprise_and_is_compared():
     assert plan_of(TIED).tied == ()
 
 
-def test_a_tied_embedding_may_be_stored_as_the_head_alone():
+def test_plan_load_tied_embedding_may_be_stored_as_head():
     entries = [item for item in entries_for(UNTIED) if item.name != "model.embed_tokens.weight"]
     plan = plan_of(TIED, entries=entries)
     assert plan.tied == ()
@@ -178,7 +178,7 @@ def test_a_tied_embedding_may_be_stored_as_the_head_alone():
         ((256, 2**18), "bfloat16", MXFP4, CHUNK_BYTES),
     ],
 )
-def test_a_chunk_is_a_constant_and_no_more_than_the_model_needs(shape, dtype, scheme, chunk_bytes):
+def test_chunk_bytes_is_constant_or_less_for_small_models(shape, dtype, scheme, chunk_bytes):
     parameter = Parameter("a", shape, (Part("x", 0, shape),))
     plan = plan_of([parameter], entries=[entry("x", shape, dtype)], recipe=WeightRecipe(scheme))
     assert plan.chunk_bytes("cuda") == chunk_bytes
@@ -188,18 +188,18 @@ def test_a_chunk_is_a_constant_and_no_more_than_the_model_needs(shape, dtype, sc
     assert plan.staging_bytes("cpu") == 3 * plan.chunk_bytes("cpu") + 256 + 256
 
 
-def test_a_transposed_stack_never_needs_a_whole_matrix():
+def test_chunk_bytes_of_a_transposed_stack_stays_constant():
     shape = (2, 2**14, 2**14)
     parameter = Parameter("w", shape, (Part("x", 0, shape, is_transposed=True),), "expert")
     assert plan_of([parameter], entries=[entry("x", shape, "float32")]).chunk_bytes("cuda") == CHUNK_BYTES
 
 
-def test_many_small_tensors_fill_chunks_together():
+def test_chunk_bytes_fits_many_small_tensors_together():
     parameters = [Parameter(f"p{index}", (1000,), (Part(f"t{index}", 0, (1000,)),), "norm") for index in range(50)]
     assert plan_of(parameters).chunk_bytes("cuda") == 50 * 2048
 
 
-def test_staging_stays_at_two_chunks_for_twenty_thousand_moves():
+def test_staging_specs_of_20k_moves_stay_at_two_chunks():
     parameter = stacked("w", [1] * 20_000, 1024)
     plan = plan_of([parameter], recipe=WeightRecipe(FP8_TENSOR))
     assert len(plan.moves) == 20_000
@@ -211,13 +211,13 @@ def test_staging_stays_at_two_chunks_for_twenty_thousand_moves():
     assert plan.host_bytes("cuda") <= 256 * MIB
 
 
-def test_a_tied_head_has_findings_too():
+def test_staging_specs_include_findings_of_a_tied_head():
     plan = plan_of(TIED, entries=[*entries_for(TIED), entry("lm_head.weight", (10, 4))])
     assert next(spec.shape for spec in plan.staging_specs("cuda") if spec.name == "findings") == (6, 2)
 
 
 @for_each("reader_bytes, num_readers", [(0, MAX_READERS), (MIB, MAX_READERS), (10 * MIB, 3), (100 * MIB, 1)])
-def test_readers_that_hold_much_are_few(reader_bytes, num_readers):
+def test_plan_load_large_reader_scratch_reduces_readers(reader_bytes, num_readers):
     plan = plan_of(UNTIED, scratch_bytes_per_reader=reader_bytes)
     assert plan.num_readers == num_readers
     assert plan.host_bytes("cuda") == plan.pinned_bytes("cuda") + num_readers * reader_bytes
@@ -236,7 +236,7 @@ def test_plan_terms_are_weights_and_staging(device_kind):
     assert ("of pinned host memory" in staging.reason) == (device_kind == "cuda")
 
 
-def test_terms_say_how_weights_are_stored():
+def test_plan_terms_say_how_weights_are_stored():
     parameters = [*(stacked(f"w{index}", [32], 32, prefix=f"w{index}.") for index in range(3)), NORM, HEAD]
     plan = plan_of(parameters, recipe=WeightRecipe(MXFP4))
     assert plan.terms("cuda")[0].reason == "3 tensors in mxfp4, 1 in bfloat16, 1 in int8"
@@ -262,7 +262,7 @@ def test_dummy_weights_take_the_staging_of_real_ones(device_kind, dtype):
     assert small.staging_bytes(device_kind) == others + arena_bytes(small.writer_specs) + 512
 
 
-def test_a_rank_reads_only_what_it_needs_and_knows_the_rest():
+def test_plan_load_expert_rank_reads_only_its_share():
     whole = experts(8, 64, 128)
     (share,) = shard_parameters([whole], Mesh(3, 4, 3, 4), 8, 8)
     plan = plan_of([share], recipe=WeightRecipe(FP8), entries=entries_for([whole]))
@@ -274,7 +274,7 @@ def test_a_rank_reads_only_what_it_needs_and_knows_the_rest():
 
 
 @for_each("scheme, share", [(FP8, 1), (FP8_TENSOR, 1), (INT8, 1), (FP8_BLOCK, 2), (MXFP4, 2), (None, 2)])
-def test_rows_are_read_whole_only_where_a_scale_needs_them(scheme, share):
+def test_plan_load_reads_whole_rows_only_if_a_scale_needs_them(scheme, share):
     whole = stacked("layers.0.o.weight", [128], 512, split="columns")
     (half,) = shard_parameters([whole], Mesh(1, 2), 8, 8)
     plan = plan_of([half], recipe=WeightRecipe(scheme), entries=entries_for([whole]))
@@ -289,7 +289,7 @@ def opened(tmp_path: Path) -> OpenModel:
     return open_model(str(tmp_path), "auto")
 
 
-def test_a_folder_is_known_from_its_headers(opened):
+def test_open_directory_describes_a_model_from_its_headers(opened):
     assert opened.kind == "directory"
     assert opened.gguf is None
     assert opened.stored is None, "nothing in it is quantized"
@@ -297,12 +297,12 @@ def test_a_folder_is_known_from_its_headers(opened):
     assert wanted == set(opened.source.entries) == set(SHAPES)
 
 
-def test_nothing_about_an_open_model_changes(opened):
+def test_opened_model_is_frozen(opened):
     with pytest.raises(dataclasses.FrozenInstanceError):
         opened.kind = "gguf"  # type: ignore[misc]
 
 
-def test_makers_who_say_nothing_advise_nothing():
+def test_generation_defaults_are_empty():
     advice = GenerationDefaults()
     assert advice.eos_token_ids == ()
     assert all(getattr(advice, field.name) is None for field in dataclasses.fields(advice)[1:])

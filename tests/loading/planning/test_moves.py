@@ -40,7 +40,7 @@ def played(own, array, max_bytes, out):
 
 
 @given(st.data())
-def test_pieces_of_any_size_give_the_same_rows(data):
+def test_move_pieces_of_any_size_give_the_same_rows(data):
     lead, num_rows, num_columns = (data.draw(st.integers(1, 4)) for _ in range(3))
     is_transposed = data.draw(st.booleans())
     upright = np.arange(lead * num_rows * num_columns).reshape(lead, num_rows, num_columns)
@@ -59,7 +59,7 @@ def test_pieces_of_any_size_give_the_same_rows(data):
     assert (out[-1] == -1).all()
 
 
-def test_joined_rows_are_read_as_they_are_stored():
+def test_move_with_joined_rows_reads_them_as_stored():
     array = np.arange(2 * 3 * 4 * 16).reshape(2, 3, 4, 16)
     part = Part("t_blocks", 0, array.shape, rows=(1, 5), columns=(16, 48), joined_rows=4)
     out = np.zeros((4, 32), dtype=int)
@@ -79,7 +79,7 @@ def test_move_row_scale_reads_whole_rows_others_only_kept(scheme, read_columns, 
     assert own.row_bytes == 2 * (512 if read_columns is None else 128)
 
 
-def test_blocks_of_rows_are_never_cut():
+def test_move_never_cuts_a_block_of_rows():
     own = move(Part("t", 128, (300, 64), rows=(0, 300)), FP8_BLOCK)
     assert list(own.row_ranges(1)) == [(0, 128), (128, 256), (256, 300)]
     assert list(own.row_ranges(300 * 128)) == [(0, 256), (256, 300)]
@@ -88,7 +88,7 @@ def test_blocks_of_rows_are_never_cut():
     assert move(Part("t", 0, (40, 64)), FP8_BLOCK).least_bytes == 40 * 128
 
 
-def test_rows_of_a_transposed_tensor_end_with_their_matrix():
+def test_move_row_ranges_of_a_transposed_stack_end_per_matrix():
     own = move(Part("t", 0, (3, 8, 5), is_transposed=True))
     assert list(own.row_ranges(10**6)) == [(0, 5), (5, 10), (10, 15)]
     assert own.read(5, 10) == (8, 16, None)
@@ -97,7 +97,7 @@ def test_rows_of_a_transposed_tensor_end_with_their_matrix():
         own.read(4, 6)
 
 
-def test_the_amax_of_a_share_is_that_of_the_whole():
+def test_move_amax_rows_of_a_share_are_those_of_the_whole():
     assert move(Part("t", 0, (8, 4), rows=(2, 4), whole_rows=(0, 4)), FP8_TENSOR).amax_rows == (0, 4)
     assert move(Part("t", 0, (8, 4)), FP8_TENSOR).amax_rows == (0, 8)
     assert move(Part("t", 0, (8, 4)), FP8).amax_rows is None
@@ -105,7 +105,7 @@ def test_the_amax_of_a_share_is_that_of_the_whole():
     assert list(own.row_ranges(16, own.amax_rows)) == [(0, 2), (2, 4), (4, 6)]
 
 
-def test_a_plain_weight_is_one_tensor():
+def test_planned_weight_plain_is_one_tensor():
     weight = PlannedWeight("a.weight", (3, 4), "bfloat16")
     assert weight.specs == (TensorSpec("a.weight", (3, 4), "bfloat16"),)
     assert (weight.num_bytes, weight.stored_as) == (24, "bfloat16")
@@ -120,7 +120,7 @@ def test_a_plain_weight_is_one_tensor():
         (MXFP4, ((2, 128, 32), "uint8"), ((2, 128, 2), "uint8"), 8192 + 512),
     ],
 )
-def test_a_quantized_weight_is_codes_and_scales(scheme, codes, scales, num_bytes):
+def test_planned_weight_quantized_is_codes_and_scales(scheme, codes, scales, num_bytes):
     weight = PlannedWeight("a.weight", (2, 128, 64), "bfloat16", scheme)
     assert weight.specs == (TensorSpec("a.weight", *codes), TensorSpec("a.weight.scale", *scales))
     assert (weight.num_bytes, weight.stored_as) == (num_bytes, scheme.name)
@@ -149,12 +149,12 @@ def by_name(entries):
         ([], 0),
     ],
 )
-def test_the_first_that_is_there_is_taken(entries, layout):
+def test_choose_takes_the_first_layout_present(entries, layout):
     choice = choose(EXPERTS, by_name(entries))
     assert choice.parts == choice.whole_parts == (EXPERTS.parts, *EXPERTS.layouts)[layout]
 
 
-def test_a_share_takes_the_layout_of_the_whole():
+def test_choose_share_takes_the_layout_of_the_whole():
     share = replace(
         EXPERTS, parts=EXPERTS.parts[:2], layouts=tuple(parts[:2] for parts in EXPERTS.layouts), whole=EXPERTS
     )
@@ -176,14 +176,14 @@ HEAD_ENTRY, EMBED_ENTRY = entry("lm_head.weight", (10, 4)), entry("model.embed_t
         ([], ["model.embed_tokens.weight"], []),
     ],
 )
-def test_tied_embeddings_go_by_either_name(entries, fills, tied):
+def test_choose_all_tied_embedding_goes_by_either_name(entries, fills, tied):
     choices = choose_all([EMBED], by_name(entries))
     assert [choice.parts[0].tensor for choice in choices.fills] == fills
     assert [choice.parts[0].tensor for choice in choices.tied] == tied
     assert all(choice.whole_parts == choice.parts for choice in (*choices.fills, *choices.tied))
 
 
-def test_a_head_of_its_own_is_not_tied():
+def test_choose_all_untied_head_is_a_fill():
     head = Parameter("lm_head.weight", (10, 4), (Part("lm_head.weight", 0, (10, 4)),), "head", "rows")
     choices = choose_all([EMBED, head], by_name([EMBED_ENTRY, HEAD_ENTRY]))
     assert choices.tied == ()
@@ -198,7 +198,7 @@ def moe_parameters(hidden, inner):
 @for_each("is_share", [False, True])
 @for_each("is_transposed", [False, True])
 @for_each("hidden, inner", [(8, 4), (4, 4), (4, 6)])
-def test_square_matrices_lie_as_the_others_of_the_same_experts(hidden, inner, is_transposed, is_share):
+def test_choose_square_experts_follow_the_layout_of_the_others(hidden, inner, is_transposed, is_share):
     shapes = {"gate_up_proj": (3, 2 * inner, hidden), "down_proj": (3, hidden, inner)}
     stored = {name: (shape[0], shape[2], shape[1]) if is_transposed else shape for name, shape in shapes.items()}
     entries = by_name(entry(f"mlp.experts.{name}", shape) for name, shape in stored.items())

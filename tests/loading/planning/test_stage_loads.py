@@ -27,7 +27,7 @@ def stage_loads(is_tied: bool, entries: list[TensorEntry] | None = None, add: tu
     return whole, plans
 
 
-def test_stages_together_read_every_tensor_and_none_twice() -> None:
+def test_stage_loads_read_each_tensor_once_in_total() -> None:
     whole, plans = stage_loads(is_tied=False)
     read = [{move.tensor for move in plan.moves} for plan in plans]
     assert sum(map(len, read)) == len(set().union(*read)) == len({part.tensor for one in whole for part in one.parts})
@@ -42,7 +42,7 @@ def test_stages_together_read_every_tensor_and_none_twice() -> None:
     assert {name.split(".")[1] for name in names} == {"0", "1"}, "layers of a stage count from 0"
 
 
-def test_stage_ends_have_tied_embedding_and_compare_the_head() -> None:
+def test_stage_loads_both_ends_have_the_tied_embedding() -> None:
     _, plans = stage_loads(is_tied=True)
     assert ["embed.weight" in {weight.name for weight in plan.weights} for plan in plans] == [True, False, True]
     _, plans = stage_loads(is_tied=True, add=(entry("lm_head.weight", (259, 64)),))
@@ -50,6 +50,6 @@ def test_stage_ends_have_tied_embedding_and_compare_the_head() -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_tensor_without_a_place_in_any_stage_is_too_many(is_tied: bool) -> None:
+def test_stage_loads_tensor_of_no_stage_is_unexpected(is_tied: bool) -> None:
     with raises_code("weights.unexpected_tensors", ModelFormatError):
         stage_loads(is_tied, add=(entry("model.layers.4.mlp.up_proj.weight", (112, 64)),))

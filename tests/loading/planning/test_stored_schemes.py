@@ -59,13 +59,13 @@ MODULES += ["model.layers.11.mlp.gate_proj", "model.layers.11.self_attn.q_proj",
         r"",
     ],
 )
-def test_expressions_match_as_re_matches(text):
+def test_matches_expression_agrees_with_re_match(text):
     assert is_followed(f"re:{text}")
     wanted = [module for module in MODULES if re.match(text, module)]
     assert [module for module in MODULES if matches(f"re:{text}", module)] == wanted
 
 
-def test_an_expression_takes_no_longer_than_the_name_is():
+def test_matches_slow_expressions_end_in_linear_time():
     """Python's own would try for as long as the machine stands."""
     assert not matches("re:" + ".*a" * 20 + "b", "a" * 60 + "!")
     assert not is_followed("re:" + "(a|a)" * 60 + "b")
@@ -79,7 +79,7 @@ def test_matches_unknown_expression_matches_nothing(text):
     assert not any(matches(f"re:{text}", module) for module in MODULES)
 
 
-def test_names_are_always_followed():
+def test_is_followed_accepts_plain_names_and_simple_wildcards():
     assert is_followed("model.layers.0(")
     assert is_followed("model.layers.*.self_attn")
     assert not is_followed("model.layers.*[01].self_attn")
@@ -89,7 +89,7 @@ def test_names_are_always_followed():
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
-def test_every_pattern_of_every_key_is_left_alone():
+def test_leaves_alone_follows_each_pattern_of_each_key():
     """Two keys of two patterns each, and a weight that is made of two tensors of which either may be named."""
     patterns = {"modules_to_not_convert": ["model.layers.0.mlp", "lm_head"], "ignored_layers": ["re:.*kv_a.*", "gate"]}
     stored = read_stored_schemes(BLOCKS | patterns)
@@ -141,7 +141,7 @@ def compressed(strategy="channel", group=None, **weights):
         ),
     ],
 )
-def test_known_ways_are_read(config, scheme, endings, ignore):
+def test_read_stored_schemes_reads_known_configs(config, scheme, endings, ignore):
     before = copy.deepcopy(config)
     stored = read_stored_schemes(config)
     assert stored is not None
@@ -150,7 +150,7 @@ def test_known_ways_are_read(config, scheme, endings, ignore):
 
 
 @pytest.mark.parametrize("config", [None, {}])
-def test_nothing_is_nothing(config):
+def test_read_stored_schemes_without_config_is_none(config):
     assert read_stored_schemes(config) is None
 
 
@@ -198,7 +198,7 @@ def test_read_stored_schemes_unknown_setting_is_refused(config, setting):
         {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"]}}},
     ],
 )
-def test_wrong_types_are_refused(config):
+def test_read_stored_schemes_wrong_type_is_refused(config):
     with pytest.raises(ModelFormatError):
         read_stored_schemes(config)
 
@@ -220,7 +220,7 @@ def runs(parts):
         (Part("t", 0, (2, 256, 128), rows=(128, 384)), 128, [(0, (1, 3), 1)]),
     ],
 )
-def test_blocks_stand_for_as_many_of_ours_as_they_hold(part, block_rows, wanted):
+def test_scale_parts_repeat_for_each_smaller_block(part, block_rows, wanted):
     settled = FP8_BLOCK.with_parts([block_rows])
     parts = scale_parts([part], FP8_BLOCK, settled, ("_scale_inv",), {})
     assert runs(parts) == wanted
@@ -386,13 +386,13 @@ def test_dummy_planes_are_planned_and_held_as_real_ones(how, tmp_path, monkeypat
             assert len(values.unique()) > 16, name
 
 
-def test_a_scheme_that_is_not_read_has_no_dummies(tmp_path):
+def test_open_without_weights_unknown_scheme_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}}))
     with raises_code("weights.unsupported_setting", UnsupportedModelError):
         open_directory_without_weights(tmp_path)
 
 
-def test_dummies_of_what_is_not_quantized_are_plain():
+def test_dummy_source_of_unquantized_weights_is_plain():
     entries = dummy_source([experts(2, 4, 32)], "float16", None).entries
     assert {entry.dtype for entry in entries.values()} == {"float16"}
     left_out = StoredSchemes(MXFP4, ignore=("experts",))
@@ -402,7 +402,7 @@ def test_dummies_of_what_is_not_quantized_are_plain():
         dummy_source([experts(2, 4, 33)], "float16", StoredSchemes(MXFP4))
 
 
-def test_what_was_left_out_has_to_be_known(tmp_path):
+def test_open_without_weights_unreadable_pattern_is_refused(tmp_path):
     """Headers would tell; without them a pattern that is not followed leaves nothing to go by, in a plan neither."""
     stored = {"quant_method": "fp8", "modules_to_not_convert": [r"re:model\.layers\.\d+\.mlp"]}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": stored}))
@@ -480,7 +480,7 @@ def block_shape(shape):
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_blocks_of_fused_weights_keep_their_scales(data):
+def test_plan_load_fused_blocks_keep_their_scales(data):
     heights = [16 * height for height in data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))]
     size = data.draw(st.sampled_from([1, 2, 4]))
     whole = stacked("layers.0.gate_up.weight", [size * height for height in heights], 200, split="rows")
@@ -501,7 +501,7 @@ def test_blocks_of_fused_weights_keep_their_scales(data):
     "heights, block_rows, num_scale_moves",
     [([256, 128], 128, 2), ([576, 192, 192], 64, 6), ([200], 128, 1), ([64, 64], 64, 2)],
 )
-def test_blocks_are_as_low_as_the_seams_need(heights, block_rows, num_scale_moves):
+def test_plan_load_block_rows_follow_the_part_boundaries(heights, block_rows, num_scale_moves):
     parameter = stacked("layers.0.qkv.weight", heights, 256)
     entries, _, _ = checkpoint(parameter.parts, block_shape, 128, 128, np.random.default_rng(0))
     plan = plan_of([parameter], entries, IN_BLOCKS)
@@ -514,7 +514,7 @@ def test_blocks_are_as_low_as_the_seams_need(heights, block_rows, num_scale_move
 @for_each("layout", [0, 1])
 @for_each("inner", [128, 192])
 @for_each("mesh", [Mesh(), Mesh(1, 2), Mesh(0, 1, 1, 2), Mesh(1, 2, 1, 2)])
-def test_experts_in_blocks(layout, inner, mesh):
+def test_plan_load_experts_in_blocks_keep_their_scales(layout, inner, mesh):
     whole = experts(4, inner, 128)
     parts = (whole.parts, *whole.layouts)[layout]
     (parameter,) = shard_parameters([whole], mesh, 1, 1)
@@ -578,7 +578,7 @@ def mx_checkpoint(random, count=4, rows=12, columns=128):
 
 
 @for_each("mesh", [Mesh(), Mesh(1, 2), Mesh(0, 1, 1, 2), Mesh(2, 3)])
-def test_mxfp4_experts_are_taken_as_they_are(mesh):
+def test_plan_load_takes_mxfp4_experts_unchanged(mesh):
     whole = experts(4, 6, 128)
     (parameter,) = shard_parameters([whole], mesh, 1, 1)
     entries, tensors = mx_checkpoint(np.random.default_rng(0))
@@ -593,7 +593,7 @@ def test_mxfp4_experts_are_taken_as_they_are(mesh):
     assert (planes[f"{parameter.name}.scale"] == tensors["experts.gate_up_scales"][chosen][:, rows]).all()
 
 
-def test_plain_experts_beside_mxfp4_may_have_any_shape():
+def test_plan_load_plain_experts_beside_mxfp4_take_any_shape():
     whole = experts(4, 6, 40)
     entries = [entry(part.tensor, part.shape) for part in whole.parts]
     assert plan_of([whole], entries, MX).num_quantized == 0
@@ -601,7 +601,7 @@ def test_plain_experts_beside_mxfp4_may_have_any_shape():
         plan_of([whole], [entry("experts.gate_up_blocks", (4, 12, 1, 16), "uint8")], MX)
 
 
-def test_columns_of_mxfp4_experts():
+def test_plan_load_splits_columns_of_mxfp4_experts():
     parts = (Part("experts.gate_up", 0, (4, 12, 128)),)
     whole = Parameter("layers.0.experts.down.weight", (4, 12, 128), parts, "expert", "columns")
     (parameter,) = shard_parameters([whole], Mesh(1, 2), 1, 1)
@@ -614,7 +614,7 @@ def test_columns_of_mxfp4_experts():
         plan_of([odd], entries, MX)
 
 
-def test_columns_of_blocks():
+def test_plan_load_splits_columns_of_blocks():
     whole = stacked("layers.0.o.weight", [256], 512, split="columns")
     entries, tensors, spreads = checkpoint(whole.parts, block_shape, 128, 128, np.random.default_rng(0))
     (parameter,) = shard_parameters([whole], Mesh(1, 2), 1, 1)
@@ -636,14 +636,14 @@ def qkv_entries(dtype=E4M3_NAME):
     return codes + [entry(f"{name}_scale_inv", (1, 1), "float32") for name in NAMES]
 
 
-def test_a_missing_scale_is_missing():
+def test_plan_load_missing_scale_or_code_is_refused():
     with raises_code("weights.missing_tensors", ModelFormatError):
         plan_of([QKV], qkv_entries()[:-1], IN_BLOCKS)
     with raises_code("weights.missing_tensors", ModelFormatError):
         plan_of([QKV], qkv_entries()[1:], IN_BLOCKS)
 
 
-def test_a_scale_of_another_shape_or_type_is_named():
+def test_plan_load_scale_of_wrong_shape_or_type_is_refused():
     entries = [*qkv_entries()[:-1], entry("t1_scale_inv", (2, 1), "float32")]
     with raises_code("weights.wrong_shape", ModelFormatError):
         plan_of([QKV], entries, IN_BLOCKS)
@@ -662,26 +662,26 @@ def test_scales_may_be_exponents_and_nothing_else_may():
         plan_of([QKV, norm], [*entries, entry("norm.weight", (8,), "uint8")], IN_BLOCKS)
 
 
-def test_a_scale_without_codes_is_too_many():
+def test_plan_load_scale_without_codes_is_unexpected():
     entries = [entry(name, (128, 128)) for name in NAMES]
     assert plan_of([QKV], entries, IN_BLOCKS).num_quantized == 0, "headers say what is quantized"
     with raises_code("weights.unexpected_tensors", ModelFormatError):
         plan_of([QKV], qkv_entries("bfloat16"), IN_BLOCKS)
 
 
-def test_parts_that_are_stored_differently_are_refused():
+def test_plan_load_parts_stored_differently_are_refused():
     entries = [entry("t1", (128, 128)) if item.name == "t1" else item for item in qkv_entries()]
     with raises_code("weights.unsupported_dtype", UnsupportedModelError):
         plan_of([QKV], entries, IN_BLOCKS)
 
 
-def test_quantizing_twice_is_refused_and_the_same_again_is_not():
+def test_plan_load_quantizing_twice_is_refused_if_different():
     with raises_code("weights.already_quantized", ConfigError):
         plan_of([QKV], qkv_entries(), IN_BLOCKS, WeightRecipe(INT8))
     assert plan_of([QKV], qkv_entries(), IN_BLOCKS, WeightRecipe(FP8_BLOCK)).num_quantized == 1
 
 
-def test_what_the_makers_left_out_stays_as_it_is():
+def test_plan_load_modules_left_unquantized_stay_so():
     head = Parameter("lm_head.weight", (64, 128), (Part("lm_head.weight", 0, (64, 128)),), "head")
     other = Parameter("layers.0.o.weight", (64, 128), (Part("layers.0.o.weight", 0, (64, 128)),))
     entries = [*qkv_entries(), entry("lm_head.weight", (64, 128)), entry("layers.0.o.weight", (64, 128))]
@@ -691,7 +691,7 @@ def test_what_the_makers_left_out_stays_as_it_is():
     assert {move.target: move.scheme for move in plan.moves}["layers.0.o.weight"] == FP8_BLOCK, "quantized on the way"
 
 
-def test_settings_count_where_something_is_stored_so():
+def test_stored_schemes_are_used_only_if_codes_exist():
     names = [entry("t0", (128, 128)), entry("t0.input_scale", (), E4M3_NAME)]
     assert ROWS.used_by({one.name: one for one in names}) is None
     assert ROWS.used_by({one.name: one for one in qkv_entries()}) is ROWS
@@ -699,7 +699,7 @@ def test_settings_count_where_something_is_stored_so():
     assert ROWS.unread_pattern is None
 
 
-def test_codes_that_the_settings_call_unquantized_are_refused():
+def test_plan_load_codes_declared_unquantized_are_refused():
     stored = StoredSchemes(FP8_BLOCK, ("_scale_inv",), ("t1",))
     with raises_code("model.mismatch", ModelFormatError):
         plan_of([QKV], qkv_entries(), stored)
@@ -729,7 +729,7 @@ def test_codes_that_the_settings_call_unquantized_are_refused():
         ("*lm_head", []),
     ],
 )
-def test_patterns_of_modules(pattern, left_alone):
+def test_leaves_alone_matches_patterns_of_modules(pattern, left_alone):
     tensors = ["lm_head.weight", "model.layers.1.mlp.gate.weight", "model.layers.11.mlp.gate.weight"]
     tensors.append("model.layers.1.mlp.gate_proj.weight")
     stored = StoredSchemes(FP8, ("_scale",), (pattern,))
@@ -738,7 +738,7 @@ def test_patterns_of_modules(pattern, left_alone):
     assert [tensor for tensor in tensors if stored.leaves_alone([tensor])] == left_alone
 
 
-def test_heads_may_have_scales_by_row_and_routers_none():
+def test_stored_schemes_cover_heads_by_row_but_no_routers():
     assert IN_BLOCKS.kinds == ("linear", "expert")
     assert ROWS.kinds == ("linear", "expert", "head")
     assert MX.kinds == ("expert",)

@@ -82,7 +82,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe.scheme and recipe.scheme.name) for recipe in RECIPES])
-def test_a_second_start_finds_what_the_first_has_kept(cache, model, caplog, recipe):
+def test_cache_slot_second_start_hits_the_saved_entry(cache, model, caplog, recipe):
     plan = plan_of(model, recipe)
     weights = loaded(plan)
     first = slot_of(model, plan)
@@ -101,7 +101,7 @@ def test_a_second_start_finds_what_the_first_has_kept(cache, model, caplog, reci
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe.scheme and recipe.scheme.name) for recipe in RECIPES])
 @pytest.mark.usefixtures("poison")
-def test_a_load_from_the_cache_gives_what_the_first_load_gave(cache, model, recipe):
+def test_load_weights_from_cache_matches_the_first_load(cache, model, recipe):
     """The whole way: read, quantize, keep; then copy what was kept, without quantizing, to the bit."""
     for name in FILES:
         fill_with_noise(model.path / name)
@@ -128,7 +128,7 @@ def fill_with_noise(path: Path) -> None:
     path.write_bytes(data[:end] + bits(values))
 
 
-def test_a_model_that_was_moved_is_found(cache, model, tmp_path):
+def test_cache_slot_hits_after_the_model_moved(cache, model, tmp_path):
     plan = plan_of(model)
     slot_of(model, plan).save(loaded(plan))
     model.path.rename(tmp_path / "elsewhere")
@@ -137,7 +137,7 @@ def test_a_model_that_was_moved_is_found(cache, model, tmp_path):
     slot.hit[0].close()
 
 
-def test_another_recipe_type_or_rank_is_another_entry(cache, model):
+def test_cache_slot_misses_for_another_recipe_dtype_or_rank(cache, model):
     plan = plan_of(model)
     slot_of(model, plan).save(loaded(plan))
     identity = identify_source(model)
@@ -185,7 +185,7 @@ def longer_header(path: Path) -> None:
         ("config.json", lambda path: path.write_text("{}"), "config.json was changed"),
     ],
 )
-def test_a_source_that_changed_is_quantized_again(cache, model, caplog, file, change, words):
+def test_cache_slot_changed_source_misses_and_saves_anew(cache, model, caplog, file, change, words):
     plan = plan_of(model)
     slot_of(model, plan).save(loaded(plan))
     change(model.path / file)
@@ -200,7 +200,7 @@ def test_a_source_that_changed_is_quantized_again(cache, model, caplog, file, ch
     hit[0].close()
 
 
-def test_cache_source_changed_while_loading_keeps_its_old_name(cache, model):
+def test_cache_save_source_changed_during_load_misses_later(cache, model):
     plan = plan_of(model)
     slot = slot_of(model, plan)
     touch(model.path / "model-a.safetensors")
@@ -208,7 +208,7 @@ def test_cache_source_changed_while_loading_keeps_its_old_name(cache, model):
     assert slot_of(model, plan).hit is None
 
 
-def test_a_damaged_entry_is_dropped_and_written_again(cache, model, caplog):
+def test_cache_slot_damaged_entry_is_dropped_and_rewritten(cache, model, caplog):
     plan = plan_of(model)
     slot = slot_of(model, plan)
     slot.save(loaded(plan))
@@ -223,7 +223,7 @@ def test_a_damaged_entry_is_dropped_and_written_again(cache, model, caplog):
     hit[0].close()
 
 
-def test_damage_that_shows_while_reading_can_be_dropped(cache, model):
+def test_cache_slot_drops_an_entry_damaged_while_reading(cache, model):
     plan = plan_of(model)
     first = slot_of(model, plan)
     first.save(loaded(plan))
@@ -240,7 +240,7 @@ def test_damage_that_shows_while_reading_can_be_dropped(cache, model):
     assert names(cache) == []
 
 
-def test_an_entry_under_anothers_name_is_dropped(cache, model, caplog):
+def test_cache_slot_entry_with_another_key_is_dropped(cache, model, caplog):
     plans = [plan_of(model), plan_of(model, WeightRecipe(INT8))]
     slots = [slot_of(model, plan) for plan in plans]
     slots[0].save(loaded(plans[0]))
@@ -266,7 +266,7 @@ def test_find_cached_without_use_returns_the_reason(cache, model):
     assert not cache.exists()
 
 
-def test_a_disk_that_is_short_of_room_is_left_alone(cache, model, monkeypatch, caplog):
+def test_cache_save_short_of_disk_room_writes_nothing(cache, model, monkeypatch, caplog):
     plan = plan_of(model)
     slot = slot_of(model, plan)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(2**40, 2**39, 16 * 2**30 + 1000))
@@ -277,7 +277,7 @@ def test_a_disk_that_is_short_of_room_is_left_alone(cache, model, monkeypatch, c
     assert names(cache) == []
 
 
-def test_a_disk_that_fills_up_leaves_nothing(cache, model, monkeypatch, caplog):
+def test_cache_save_on_a_full_disk_leaves_nothing(cache, model, monkeypatch, caplog):
     plan = plan_of(model)
     write, num_written = quantized_writer.write_fully, []
 
@@ -294,7 +294,7 @@ def test_a_disk_that_fills_up_leaves_nothing(cache, model, monkeypatch, caplog):
     assert names(cache) == []
 
 
-def test_a_cache_that_may_not_be_written_is_no_obstacle(cache, model, monkeypatch, caplog, tmp_path):
+def test_cache_unwritable_is_a_logged_reason_not_an_error(cache, model, monkeypatch, caplog, tmp_path):
     plan = plan_of(model)
     slot = slot_of(model, plan)
 
@@ -312,7 +312,7 @@ def test_a_cache_that_may_not_be_written_is_no_obstacle(cache, model, monkeypatc
     assert "quantized weights are not cached" in caplog.text
 
 
-def test_a_folder_that_others_can_write_is_not_believed(cache, tmp_path, monkeypatch):
+def test_cache_folder_writable_by_others_is_refused(cache, tmp_path, monkeypatch):
     assert cache_folder() == cache
     assert cache.stat().st_mode & 0o777 == 0o700
     cache.chmod(0o777)
@@ -326,7 +326,7 @@ def test_a_folder_that_others_can_write_is_not_believed(cache, tmp_path, monkeyp
         cache_folder()
 
 
-def test_two_writers_at_once_leave_one_sound_entry(cache, model):
+def test_cache_save_by_four_threads_leaves_one_sound_entry(cache, model):
     plan = plan_of(model)
     weights = loaded(plan)
     slots = [slot_of(model, plan) for _ in range(4)]
@@ -353,7 +353,7 @@ def save_under(model, recipe, used_ns: int, **options) -> CacheSlot:
     return slot
 
 
-def test_the_least_recently_used_goes_first(cache, model, caplog):
+def test_cache_trim_drops_the_least_recently_used_entry(cache, model, caplog):
     slots = {
         name: save_under(model, WeightRecipe(scheme), used)
         for used, (name, scheme) in enumerate({"fp8": FP8, "int8": INT8, "tensor": FP8_TENSOR}.items(), 1)
@@ -375,7 +375,7 @@ def test_the_least_recently_used_goes_first(cache, model, caplog):
     assert "the cache 1000 B" in reason
 
 
-def test_an_entry_that_is_read_stays(cache, model):
+def test_trim_cache_keeps_an_entry_in_use(cache, model):
     slot = save_under(model, WeightRecipe(FP8), 1)
     other = save_under(model, WeightRecipe(INT8), 2)
     hit = slot_of(model, slot.plan).hit
@@ -390,7 +390,7 @@ def test_an_entry_that_is_read_stays(cache, model):
     assert names(cache) == []
 
 
-def test_trimming_stops_at_the_bound_and_counts_what_went(cache, model):
+def test_trim_cache_stops_at_the_bound_and_returns_freed_bytes(cache, model):
     """The least recently used of three first, one that is read is passed over, and the sum of removed bytes is returned."""
     schemes = {1: FP8, 2: INT8, 3: FP8_TENSOR}
     slots = [save_under(model, WeightRecipe(scheme), used) for used, scheme in schemes.items()]
@@ -408,7 +408,7 @@ def test_trimming_stops_at_the_bound_and_counts_what_went(cache, model):
 
 
 @pytest.mark.parametrize(("total", "kept_free"), [(2**40, 16 * 2**30), (100 * 2**30, 5 * 2**30)])
-def test_disk_keeps_the_smaller_of_two_bounds_free(cache, model, monkeypatch, total, kept_free):
+def test_cache_save_keeps_the_smaller_of_two_bounds_free(cache, model, monkeypatch, total, kept_free):
     plan = plan_of(model)
     needed = sum(spec.num_bytes for spec in plan.specs)
     for free, is_kept in ((kept_free + needed - 1, False), (kept_free + needed, True)):
@@ -417,7 +417,7 @@ def test_disk_keeps_the_smaller_of_two_bounds_free(cache, model, monkeypatch, to
         assert len(names(cache)) == is_kept
 
 
-def test_entry_of_another_rank_is_not_taken(cache, model):
+def test_cache_slot_entry_of_another_rank_misses(cache, model):
     """Its folder was renamed: the same recipe, type and weights, and other rows of the checkpoint."""
     plan = plan_of(model)
     ranks = [slot_of(model, plan, Mesh(rank, 2)) for rank in range(2)]
@@ -427,7 +427,7 @@ def test_entry_of_another_rank_is_not_taken(cache, model):
     assert names(cache) == []
 
 
-def test_change_is_logged_for_the_latest_entry(cache, model, caplog):
+def test_cache_slot_logs_the_change_since_the_latest_entry(cache, model, caplog):
     """Two sources before this one: what is said of the newest is what a person did since."""
     plan, path = plan_of(model), model.path / "model-a.safetensors"
     for used in (1, 2):
@@ -442,7 +442,7 @@ def test_change_is_logged_for_the_latest_entry(cache, model, caplog):
     assert "model-a" not in caplog.text
 
 
-def test_clearing_leaves_what_is_not_ours(cache, model):
+def test_clear_cache_keeps_unrelated_files(cache, model):
     save_under(model, WeightRecipe(FP8), 1)
     (cache / "notes.txt").touch()
     (cache / ".x.1.partial").mkdir()

@@ -32,7 +32,7 @@ from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4, WeightRec
 from loading.saved_weights import FILES, open_written, write_model
 
 
-def test_a_model_may_be_moved(tmp_path):
+def test_identify_source_is_equal_after_a_move(tmp_path):
     model = write_model(tmp_path / "here")
     then = identify_source(model)
     assert then is not None
@@ -66,7 +66,7 @@ def touch(path: Path) -> None:
         ("config.json", grow, "config.json was changed"),
     ],
 )
-def test_source_change_is_described(tmp_path, file, change, words):
+def test_source_identity_change_is_described(tmp_path, file, change, words):
     model = write_model(tmp_path / "m")
     then = identify_source(model)
     change(tmp_path / "m" / file)
@@ -79,7 +79,7 @@ def test_source_change_is_described(tmp_path, file, change, words):
     assert re.match(words, change_text)
 
 
-def test_source_change_lists_new_and_removed_files(tmp_path):
+def test_source_identity_change_lists_new_and_removed_files(tmp_path):
     now = identify_source(write_model(tmp_path / "m"))
     assert now is not None
     less = replace(now, files=now.files[1:])
@@ -92,7 +92,7 @@ def test_dummy_weights_have_no_identity(tmp_path):
     assert identify_source(replace(model, source=DummySource(model.parameters, "bfloat16"))) is None
 
 
-def test_a_gguf_file_is_known_by_its_own_header(tmp_path):
+def test_identify_source_of_gguf_digests_only_the_header(tmp_path):
     model = write_model(tmp_path / "m")
     path = tmp_path / "m.gguf"
     path.write_bytes(b"header__weights")
@@ -113,7 +113,7 @@ def test_a_gguf_file_is_known_by_its_own_header(tmp_path):
     assert len(file.header_digest) == 2 * DIGEST_BYTES
 
 
-def test_a_file_that_is_gone_or_no_safetensors_is_named(tmp_path):
+def test_header_digest_of_missing_or_broken_file_is_refused(tmp_path):
     with raises_code("file.unreadable", ModelFormatError):
         header_digest(tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").write_bytes(b"\xff" * 16)
@@ -136,14 +136,14 @@ MANIFEST = Manifest(
 )
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_manifest_round_trips(tmp_path):
     path = tmp_path / "manifest.json"
     path.write_text(manifest_text(MANIFEST))
     assert read_manifest(path) == MANIFEST
     assert MANIFEST.num_bytes == 99
 
 
-def test_unsaved_scheme_is_described():
+def test_unsaved_describes_a_scheme_that_cannot_be_saved():
     assert unsaved(MANIFEST.weights) is None
     for scheme in (replace(FP8_BLOCK, block_rows=256), replace(MXFP4, block_columns=16), replace(INT8, name="own")):
         reason = unsaved([PlannedWeight("b", (256, 64), "bfloat16", scheme)])
@@ -196,7 +196,7 @@ HOSTILE = [
 
 
 @for_each("place, value, key", HOSTILE)
-def test_a_hostile_value_is_named(tmp_path, place, value, key):
+def test_read_manifest_hostile_value_is_refused(tmp_path, place, value, key):
     values = json.loads(manifest_text(MANIFEST))
     inner = values
     for step in place[:-1]:
@@ -213,7 +213,7 @@ def test_a_hostile_value_is_named(tmp_path, place, value, key):
 
 @for_each("place", [("dtype",), ("files", 0), ("weights", 1, "scheme"), ("mesh",), ("source",)])
 @for_each("junk", [None, 0, "x", [], {}, [[]], {"a": 1}, 1e300])
-def test_junk_anywhere_is_an_error_of_ours_or_sound(tmp_path, place, junk):
+def test_read_manifest_junk_value_is_read_or_refused(tmp_path, place, junk):
     values = json.loads(manifest_text(MANIFEST))
     inner = values
     for step in place[:-1]:
@@ -238,7 +238,7 @@ def test_read_manifest_other_version_has_its_own_code(tmp_path):
         read_manifest(path)
 
 
-def test_no_quantization_is_a_recipe_too(tmp_path):
+def test_manifest_without_quantization_round_trips(tmp_path):
     path = tmp_path / "manifest.json"
     plain = replace(MANIFEST, recipe=WeightRecipe(), weights=(PlannedWeight("b", (4, 4), "float32", FP8),))
     path.write_text(manifest_text(plain))

@@ -49,7 +49,7 @@ def saved(tmp_path, model):
 
 
 @for_each("max_bytes", [1, 999, 262_144, 300_000, 10**9])
-def test_any_chunks_give_the_same_bytes(saved, max_bytes):
+def test_quantized_source_any_chunk_size_gives_the_same_bytes(saved, max_bytes):
     folder, plan, expected = saved
     assert has_saved_weights(folder)
     source = open_quantized(folder)
@@ -64,7 +64,7 @@ def test_any_chunks_give_the_same_bytes(saved, max_bytes):
     source.close()
 
 
-def test_threads_read_at_once(saved):
+def test_quantized_source_is_thread_safe(saved):
     folder, _, expected = saved
     source = open_quantized(folder)
 
@@ -259,7 +259,7 @@ def test_open_declared_unreadable_file_is_refused(saved, monkeypatch):
     assert remove_whole(folder)
 
 
-def test_a_folder_is_not_removed_while_it_is_open(saved):
+def test_remove_whole_keeps_a_folder_that_is_open(saved):
     folder, _, _ = saved
     source = open_quantized(folder)
     assert not remove_whole(folder)
@@ -269,7 +269,7 @@ def test_a_folder_is_not_removed_while_it_is_open(saved):
     assert remove_whole(folder)
 
 
-def test_a_cache_is_of_exactly_the_planned_weights(saved, model):
+def test_plan_from_cache_other_weights_are_refused(saved, model):
     folder, plan, _ = saved
     source = open_quantized(folder)
     for other in (WeightRecipe(INT8), WeightRecipe(FP8, "none"), WeightRecipe(FP8_BLOCK), WeightRecipe()):
@@ -282,7 +282,7 @@ def test_a_cache_is_of_exactly_the_planned_weights(saved, model):
     source.close()
 
 
-def test_a_saved_model_is_planned_from_its_manifest(saved):
+def test_plan_quantized_takes_schemes_from_the_manifest(saved):
     folder, plan, _ = saved
     source = open_quantized(folder)
     again = plan_quantized(PARAMETERS, source, "float16", WeightRecipe(FP8))
@@ -318,7 +318,7 @@ def test_plan_quantized_other_model_is_refused(saved):
     source.close()
 
 
-def test_codes_by_block_are_no_head(tmp_path, model):
+def test_plan_quantized_head_with_codes_by_block_is_refused(tmp_path, model):
     plan = plan_of(model, WeightRecipe(FP8_BLOCK))
     save_quantized(tmp_path / "out", model, plan, loaded(plan))
     source = open_quantized(tmp_path / "out")
@@ -342,7 +342,7 @@ def layer_of(hidden: int, wide: int, vocab: int) -> list[Parameter]:
 
 
 @pytest.mark.parametrize("max_bytes", [CPU_CHUNK_BYTES, CHUNK_BYTES])
-def test_a_second_start_reads_little_more_than_half(tmp_path, model, monkeypatch, max_bytes):
+def test_quantized_source_reads_little_over_half_of_bf16(tmp_path, model, monkeypatch, max_bytes):
     """Bytes that are read, headers and manifest included, against the bf16 that the first start reads."""
     parameters = layer_of(512, 1408, 4500)
     entries = {

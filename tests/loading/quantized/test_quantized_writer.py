@@ -52,7 +52,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_appears_when_it_is_whole(tmp_path):
+def test_whole_folder_appears_only_when_complete(tmp_path):
     final = tmp_path / "final"
     with whole_folder(final) as partial:
         (partial / "a").write_text("1")
@@ -69,7 +69,7 @@ def current_umask() -> int:
     return mask
 
 
-def test_an_empty_folder_gives_way_and_a_full_one_does_not(tmp_path):
+def test_whole_folder_replaces_an_empty_folder_not_a_full_one(tmp_path):
     final = tmp_path / "final"
     final.mkdir()
     with whole_folder(final) as partial:
@@ -81,7 +81,7 @@ def test_an_empty_folder_gives_way_and_a_full_one_does_not(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_leaves_nothing(tmp_path, error):
+def test_whole_folder_leaves_nothing_after_an_error(tmp_path, error):
     def write() -> None:
         with whole_folder(tmp_path / "final") as partial:
             (partial / "a").write_text("1")
@@ -92,7 +92,7 @@ def test_an_error_leaves_nothing(tmp_path, error):
     assert names(tmp_path) == []
 
 
-def test_what_a_killed_process_leaves_is_hidden_and_swept(tmp_path):
+def test_sweep_removes_the_partial_folder_of_a_killed_process(tmp_path):
     final = tmp_path / "final [1]"
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(final)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
@@ -108,7 +108,7 @@ def test_what_a_killed_process_leaves_is_hidden_and_swept(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_two_writers_do_not_spoil_each_other(tmp_path):
+def test_whole_folder_concurrent_writers_stay_separate(tmp_path):
     final = tmp_path / "final"
     with whole_folder(final) as first:
         (first / "a").write_text("1")
@@ -123,7 +123,7 @@ def test_two_writers_do_not_spoil_each_other(tmp_path):
     assert names(tmp_path) == ["away", "final"]
 
 
-def test_what_is_read_is_not_removed(tmp_path):
+def test_remove_whole_keeps_a_folder_with_readers(tmp_path):
     folder = tmp_path / "entry"
     folder.mkdir()
     (folder / "a").write_text("1")
@@ -139,7 +139,7 @@ def test_what_is_read_is_not_removed(tmp_path):
     assert remove_whole(folder), "it is gone already"
 
 
-def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
+def test_whole_folder_swept_before_its_lock_is_made_again(tmp_path, monkeypatch):
     mkdir, made = os.mkdir, []
 
     def swept(path) -> None:
@@ -155,7 +155,7 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monke
     assert names(tmp_path / "final") == ["a"]
 
 
-def test_without_locks_nothing_is_swept_or_removed(tmp_path, monkeypatch):
+def test_sweep_and_remove_whole_without_locks_keep_all(tmp_path, monkeypatch):
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -190,7 +190,7 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_saved_model_is_a_model_of_its_own(tmp_path, model, recipe):
+def test_save_quantized_folder_opens_as_a_model(tmp_path, model, recipe):
     plan = plan_of(model, recipe)
     weights, folder = loaded(plan), tmp_path / "out"
     steps: list[tuple[int, int]] = []
@@ -214,7 +214,7 @@ def test_a_saved_model_is_a_model_of_its_own(tmp_path, model, recipe):
     source.close()
 
 
-def test_the_safetensors_package_reads_what_is_written(tmp_path, model):
+def test_save_quantized_is_read_by_the_safetensors_package(tmp_path, model):
     plan = plan_of(model)
     weights = loaded(plan)
     save_quantized(tmp_path / "out", model, plan, weights)
@@ -225,7 +225,7 @@ def test_the_safetensors_package_reads_what_is_written(tmp_path, model):
             assert bits(stored) == bits(plane)
 
 
-def test_planes_lie_in_plan_order_over_files_of_bounded_size(tmp_path, model, monkeypatch):
+def test_save_quantized_writes_planes_in_plan_order(tmp_path, model, monkeypatch):
     monkeypatch.setattr(quantized_writer, "MAX_FILE_BYTES", 400_000)
     plan = plan_of(model)
     weights = loaded(plan)
@@ -242,7 +242,7 @@ def test_planes_lie_in_plan_order_over_files_of_bounded_size(tmp_path, model, mo
     source.close()
 
 
-def test_a_plane_beyond_the_bound_has_a_file_of_its_own():
+def test_files_of_gives_an_oversized_plane_its_own_file():
     specs = [
         TensorSpec(name, (size,), "int8") for name, size in (("a", 2**30), ("b", 5 * 2**30), ("c", 1), ("d", 2**32))
     ]
@@ -250,7 +250,7 @@ def test_a_plane_beyond_the_bound_has_a_file_of_its_own():
     assert list(files_of([])) == []
 
 
-def test_chunks_and_blocks_do_not_change_what_is_written(tmp_path, model, monkeypatch):
+def test_save_quantized_is_independent_of_chunk_size(tmp_path, model, monkeypatch):
     plan = plan_of(model)
     weights = loaded(plan)
     save_quantized(tmp_path / "one", model, plan, weights)
@@ -260,7 +260,7 @@ def test_chunks_and_blocks_do_not_change_what_is_written(tmp_path, model, monkey
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_host_tensors_are_written_without_a_copy(tmp_path, model, monkeypatch):
+def test_save_quantized_writes_host_tensors_without_a_copy(tmp_path, model, monkeypatch):
     plan = plan_of(model)
     weights = loaded(plan)
     addresses = {plane.data_ptr() for plane in planes_of(plan, weights).values()}
@@ -278,7 +278,7 @@ def test_host_tensors_are_written_without_a_copy(tmp_path, model, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_weights_of_a_gpu_come_through_one_chunk(tmp_path, model, device):
+def test_save_quantized_copies_gpu_weights_through_one_chunk(tmp_path, model, device):
     plan = plan_of(model)
     weights = loaded(plan)
     there = {}
@@ -298,7 +298,7 @@ def test_weights_of_a_gpu_come_through_one_chunk(tmp_path, model, device):
 
 
 @pytest.mark.slow
-def test_a_crash_in_the_middle_leaves_nothing_that_looks_whole(tmp_path, model):
+def test_save_quantized_killed_leaves_no_whole_folder(tmp_path, model):
     tests = Path(__file__).parent.parent.parent
     environment = os.environ | {"PYTHONPATH": str(tests)}
     done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], env=environment, check=False)
@@ -324,7 +324,7 @@ def test_save_quantized_full_disk_leaves_nothing(tmp_path, model, monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["load", "save"])
-def test_a_model_that_changes_meanwhile_is_not_saved(tmp_path, model, monkeypatch, when):
+def test_save_quantized_changed_model_is_refused(tmp_path, model, monkeypatch, when):
     plan, config = plan_of(model), model.path / "config.json"
     planned = refuse_saving(tmp_path / "out", model, plan)
     copy = quantized_writer.copy_settings
@@ -364,7 +364,7 @@ def test_save_quantized_unwritable_folder_is_refused(tmp_path, model, monkeypatc
         save_quantized(tmp_path / "out", model, plan, loaded(plan))
 
 
-def test_what_cannot_be_saved_is_refused_before_a_load(tmp_path, model, monkeypatch):
+def test_refuse_saving_unsavable_models_before_a_load(tmp_path, model, monkeypatch):
     plan, out = plan_of(model), tmp_path / "out"
     assert refuse_saving(out, model, plan) == identify_source(model)
     with raises_code("weights.cannot_save", ConfigError):
@@ -385,7 +385,7 @@ def test_what_cannot_be_saved_is_refused_before_a_load(tmp_path, model, monkeypa
         refuse_saving(out, model, plan)
 
 
-def test_a_digest_changes_with_what_goes_where(model):
+def test_plan_digest_changes_with_weights_and_moves(model):
     plans = [
         plan_of(model),
         plan_of(model, WeightRecipe(MXFP4)),
@@ -397,7 +397,7 @@ def test_a_digest_changes_with_what_goes_where(model):
     assert plan_digest(plan_of(model)) == plan_digest(plans[0])
 
 
-def test_links_out_of_the_model_are_not_copied(tmp_path, model):
+def test_save_quantized_link_out_of_the_model_is_refused(tmp_path, model):
     (tmp_path / "secret").write_text("secret")
     (model.path / "tokenizer_config.json").symlink_to(tmp_path / "secret")
     plan = plan_of(model)
@@ -406,7 +406,7 @@ def test_links_out_of_the_model_are_not_copied(tmp_path, model):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "secret"]
 
 
-def test_the_manifest_is_plain_json(tmp_path, model):
+def test_save_quantized_manifest_is_plain_json(tmp_path, model):
     plan = plan_of(model)
     save_quantized(tmp_path / "out", model, plan, loaded(plan))
     values = json.loads((tmp_path / "out" / MANIFEST_FILE).read_text())

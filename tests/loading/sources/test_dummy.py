@@ -98,7 +98,7 @@ def by_definition(source, name):
 
 
 @for_each("chunk", [1, 2, 7, 13])
-def test_values_do_not_depend_on_chunks(chunk):
+def test_dummy_values_are_independent_of_chunks(chunk):
     whole = read_rows(DummySource([matrix("a.weight", 13, 11)], "float32"), "a.weight", 0, 13)
     source = DummySource([matrix("b.weight", 3, 2), matrix("a.weight", 13, 11)], "float32")
     for start in reversed(range(0, 13, chunk)):
@@ -116,7 +116,7 @@ def test_dummy_values_depend_on_name_and_place_across_the_end():
         assert torch.equal(read_rows(source, name, row, row + 1)[0], whole[row])
 
 
-def test_tensors_and_rows_differ():
+def test_dummy_tensors_and_rows_differ():
     source = DummySource([matrix("a.weight", 500, 64), matrix("b.weight", 500, 64)], "float32")
     rows_a = read_rows(source, "a.weight", 0, 500)
     assert not torch.equal(rows_a, read_rows(source, "b.weight", 0, 500))
@@ -138,7 +138,7 @@ def test_scales_are_those_of_a_model_that_computes():
         assert 0.5 * spread < tensor.std() < 1.5 * spread, name
 
 
-def test_the_source_has_what_the_model_needs_in_its_type():
+def test_dummy_source_lists_each_tensor_in_its_dtype():
     listed = parameters(read_spec(CONFIG))
     source = DummySource(listed, "float16")
     plan = plan_load(listed, source, "float16")
@@ -149,7 +149,7 @@ def test_the_source_has_what_the_model_needs_in_its_type():
     source.close()
 
 
-def test_the_table_is_the_same_everywhere():
+def test_dummy_table_has_its_recorded_values():
     row = read_rows(DummySource([matrix("a.weight", 1, 4)], "float32"), "a.weight", 0, 1)
     again = read_rows(DummySource([matrix("a.weight", 1, 4)], "float32"), "a.weight", 0, 1)
     assert torch.equal(row, again)
@@ -160,7 +160,7 @@ def test_the_table_is_the_same_everywhere():
 @pytest.mark.each_value
 @pytest.mark.parametrize("stored", ["float64", *DTYPES])
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (13, 11), (3, 2, 5), (3, TABLE_VALUES), (2, TABLE_VALUES + 1)])
-def test_rows_are_read_and_written_as_defined(stored, shape):
+def test_dummy_rows_match_their_definition(stored, shape):
     for name in ("a.weight", "b.bias"):
         source = DummySource([matrix(name, *shape)], stored)
         wanted = by_definition(source, name)
@@ -177,7 +177,7 @@ def test_rows_are_read_and_written_as_defined(stored, shape):
     st.integers(0, 8),
     st.integers(1, 9),
 )
-def test_a_writer_gives_the_bits_of_reading(shape, stored, chunk, prefix, first, width):
+def test_dummy_writer_matches_reading_bit_for_bit(shape, stored, chunk, prefix, first, width):
     names = {f"{prefix}x.weight": tuple(shape), f"{prefix}x.bias": (shape[0],), "y.weight": (shape[0], 3)}
     source = DummySource([matrix(name, *own) for name, own in names.items()], stored)
     write = writer_of(source)
@@ -194,7 +194,7 @@ def test_a_writer_gives_the_bits_of_reading(shape, stored, chunk, prefix, first,
 @pytest.mark.each_value
 @pytest.mark.parametrize("chunk", [1, 2, 700, 1049, 2500])
 @pytest.mark.parametrize("columns", [None, (3, 700)])
-def test_a_writer_goes_round_the_table_in_any_chunks(chunk, columns):
+def test_dummy_writer_wraps_the_table_in_any_chunks(chunk, columns):
     name, width, num_rows = "a.weight", 1000, 2 * TABLE_VALUES // 1000 + 3
     if chunk < 3:
         width, num_rows = 700_001, 5
@@ -203,7 +203,7 @@ def test_a_writer_goes_round_the_table_in_any_chunks(chunk, columns):
     assert torch.equal(bits(written(source, name, chunk, columns=columns)), bits(whole))
 
 
-def test_rows_wider_than_the_table_have_columns_too():
+def test_dummy_rows_wider_than_the_table_have_columns():
     source = DummySource([matrix("a.weight", 3, 2 * TABLE_VALUES + 5)], "float16")
     columns = (7, TABLE_VALUES + 50)
     whole = by_definition(source, "a.weight")[:, columns[0] : columns[1]]
@@ -217,7 +217,7 @@ def test_dummy_transposed_matrix_is_scaled_by_its_inputs():
 
 
 @pytest.mark.parametrize("columns", [None, (1, 1000)])
-def test_a_tensor_of_many_rounds_takes_few_copies(columns, monkeypatch):
+def test_dummy_writer_of_a_large_tensor_takes_few_copies(columns, monkeypatch):
     source = DummySource([matrix("a.weight", 20_001, 1024)], "bfloat16")
     write = writer_of(source)
     width = 1024 if columns is None else 999
@@ -253,11 +253,11 @@ def assert_writes_what_it_reads(source, device="cpu"):
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
-def test_planes_are_written_as_they_are_read(stored):
+def test_dummy_planes_are_written_as_they_are_read(stored):
     assert_writes_what_it_reads(plane_source(stored))
 
 
-def test_planes_make_matrices_of_the_spread_of_plain_ones():
+def test_dummy_planes_have_the_spread_of_plain_matrices():
     source = plane_source()
     plain = DummySource([matrix("b.weight", 40, 64)], "bfloat16")
     assert source.writer_specs == plain.writer_specs, "the same peak"
@@ -279,7 +279,7 @@ def test_planes_make_matrices_of_the_spread_of_plain_ones():
 
 
 @for_each("limit, top_k", [(256, 6), (64, 6), (8, 2), (5, 5), (7, 1)])
-def test_numbers_of_a_row_are_distinct_and_all_occur(limit, top_k):
+def test_dummy_numbers_of_a_row_are_distinct_and_all_occur(limit, top_k):
     source = DummySource([], "bfloat16", [DummyPlane.numbers("t", (4001, top_k), "int64", limit)])
     numbers = read_rows(source, "t", 0, 4001)
     assert all(len(set(row)) == top_k for row in numbers.tolist())
@@ -306,18 +306,18 @@ def test_dummy_embedding_with_experts_outweighs_layers():
 
 
 @pytest.mark.gpu
-def test_a_gpu_writes_the_same_planes():
+def test_dummy_planes_written_on_a_gpu_match_reading():
     assert_writes_what_it_reads(plane_source(), "cuda")
 
 
-def test_a_dummy_source_writes_rows_itself():
+def test_dummy_source_is_a_writing_source():
     assert isinstance(DummySource([], "float32"), WritingSource)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["float64", *DTYPES])
 @pytest.mark.parametrize("shape", [(1,), (7,), (13, 11), (3, TABLE_VALUES), (2, 2 * TABLE_VALUES + 1), (4999, 1021)])
-def test_a_gpu_writes_the_same_bits(stored, shape):
+def test_dummy_writer_on_a_gpu_matches_reading(stored, shape):
     for name in ("a.weight", "b.bias"):
         source = DummySource([matrix(name, *shape)], stored)
         wanted = read_rows(source, name, 0, rows_of(shape))

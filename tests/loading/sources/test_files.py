@@ -25,7 +25,7 @@ def runs_of(data, offset, stride, run_bytes, num_runs):
     return b"".join(data[start : start + run_bytes] for start in range(offset, offset + num_runs * stride, stride))
 
 
-def test_reads_go_as_far_as_the_file_does(content):
+def test_open_file_reads_up_to_the_end_of_the_file(content):
     path, data = content
     opened = OpenFile(path)
     for offset, num_bytes in [(0, 10), (7, 0), (12_345, 99_999), (199_990, 20), (300_000, 5)]:
@@ -39,7 +39,7 @@ def test_reads_go_as_far_as_the_file_does(content):
 @for_each("gap", [0, 1, 100, MAX_GAP_BYTES, MAX_GAP_BYTES + 1])
 @for_each("run_bytes", [1, 3, 77])
 @for_each("num_runs", [1, 2, 5])
-def test_runs_are_read_without_what_lies_between(content, gap, run_bytes, num_runs):
+def test_read_runs_skips_the_gaps(content, gap, run_bytes, num_runs):
     path, data = content
     opened = OpenFile(path)
     buffer = bytearray(run_bytes * num_runs)
@@ -47,7 +47,7 @@ def test_runs_are_read_without_what_lies_between(content, gap, run_bytes, num_ru
     assert buffer == runs_of(data, 11, run_bytes + gap, run_bytes, num_runs)
 
 
-def test_thousands_of_runs_take_few_calls(content, monkeypatch):
+def test_read_runs_thousands_of_runs_take_few_calls(content, monkeypatch):
     path, data = content
     opened = OpenFile(path)
     calls = []
@@ -87,7 +87,7 @@ def test_scatter_short_reads_are_continued(content, at_once, gap, monkeypatch):
 
 
 @pytest.mark.parametrize("gap", [0, 4, MAX_GAP_BYTES + 1])
-def test_runs_behind_the_end_are_missed(content, gap):
+def test_read_runs_past_the_end_reads_what_exists(content, gap):
     path, data = content
     opened = OpenFile(path)
     buffer = bytearray(50 * 10)
@@ -97,7 +97,7 @@ def test_runs_behind_the_end_are_missed(content, gap):
     assert buffer[:25] == runs_of(data, start, 10 + gap, 10, 3)
 
 
-def test_threads_read_places_of_their_own(content):
+def test_open_file_is_thread_safe(content):
     path, data = content
     opened = OpenFile(path)
 
@@ -126,7 +126,7 @@ def test_open_file_closes_with_its_last_reference(content, tmp_path, monkeypatch
     assert len(closed) == 1
 
 
-def test_an_object_is_read(tmp_path):
+def test_read_json_object_reads_values_and_unicode(tmp_path):
     (tmp_path / "config.json").write_text('{"a": [1, 2.5, null, "é"]}', encoding="utf-8")
     assert read_json_object(tmp_path / "config.json") == {"a": [1, 2.5, None, "é"]}
 
@@ -154,14 +154,14 @@ def test_read_json_object_broken_is_refused_in_one_line(tmp_path, content, code)
     assert str(caught.value).isprintable()
 
 
-def test_size_is_bounded_before_anything_is_parsed(tmp_path, monkeypatch):
+def test_read_json_object_too_large_is_refused_unparsed(tmp_path, monkeypatch):
     monkeypatch.setattr(json_file, "MAX_JSON_BYTES", 100)
     (tmp_path / "big.json").write_text('{"a": "' + "x" * 100 + '"}')
     with raises_code("file.too_large", ModelFormatError):
         read_json_object(tmp_path / "big.json")
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_read_json_object_folder_pipe_or_absent_is_refused(tmp_path):
     with raises_code("file.not_regular", ModelFormatError):
         read_json_object(tmp_path)
     os.mkfifo(tmp_path / "pipe.json")
@@ -171,7 +171,7 @@ def test_what_is_no_file_is_refused(tmp_path):
         read_json_object(tmp_path / "absent.json")
 
 
-def test_numbers_can_be_vetted_as_text():
+def test_parse_json_checks_numbers_as_text():
     def positive(digits: str) -> int:
         if digits.startswith("-"):
             raise ValueError("negative")

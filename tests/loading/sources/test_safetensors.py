@@ -45,7 +45,7 @@ def check_refused(path: Path, code: str) -> None:
     assert len(message) < 500
 
 
-def test_tensors_are_listed_in_the_order_of_their_data(tmp_path):
+def test_safetensors_file_lists_tensors_in_data_order(tmp_path):
     header = header_of(GOOD)
     shuffled = {"__metadata__": {"format": "pt"}, **dict(reversed(header.items()))}
     path = tmp_path / "model.safetensors"
@@ -58,7 +58,7 @@ def test_tensors_are_listed_in_the_order_of_their_data(tmp_path):
     file.close()
 
 
-def test_bytes_are_read_from_any_place(tmp_path):
+def test_safetensors_file_reads_bytes_from_any_offset(tmp_path):
     path = write(tmp_path / "m.safetensors", GOOD)
     data = path.read_bytes()
     file = SafetensorsFile(path)
@@ -86,7 +86,7 @@ def test_scatter_fills_buffers_up_to_the_end_of_the_file(tmp_path):
 @for_each(
     "change, is_open", [("truncate", False), ("grow", False), ("replace", False), ("truncate", True), ("grow", True)]
 )
-def test_a_file_that_changes_after_it_was_checked_is_noticed(tmp_path, change, is_open):
+def test_safetensors_file_changed_after_opening_is_refused(tmp_path, change, is_open):
     path = write(tmp_path / "m.safetensors", GOOD)
     file = SafetensorsFile(path)
     if is_open:
@@ -176,7 +176,7 @@ def test_safetensors_file_of_another_kind_is_refused_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_tensors_are_read(tmp_path):
+def test_safetensors_file_reads_100k_tensors(tmp_path):
     path = write(tmp_path / "m.safetensors", {f"layer.{index}.w": ("U8", [1]) for index in range(100_000)})
     file = SafetensorsFile(path)
     assert len(file.tensors) == 100_000
@@ -207,7 +207,7 @@ def accepts(path: Path) -> bool:
     return False
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path):
+def test_safetensors_file_cut_at_any_byte_is_refused(tmp_path):
     data = write(tmp_path / "whole.safetensors", GOOD).read_bytes()
     path = tmp_path / "cut.safetensors"
     for length in range(len(data)):
@@ -261,7 +261,7 @@ def mutant(data: bytes, source: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 500), pytest.param(1, 2500, marks=pytest.mark.slow)])
-def test_mutants_are_accepted_only_if_the_reference_does(tmp_path, seed, count):
+def test_safetensors_file_mutants_match_the_reference(tmp_path, seed, count):
     source = random.Random(seed)
     data = write(tmp_path / "whole.safetensors", GOOD).read_bytes()
     path = tmp_path / "mutant.safetensors"
@@ -300,7 +300,7 @@ def refusal_of_folder(folder, code, kind=ModelFormatError):
     return str(caught.value)
 
 
-def test_one_file_or_an_index(tmp_path):
+def test_safetensors_folder_single_file_wins_over_an_index(tmp_path):
     shards(tmp_path, {"b-2.safetensors": ["x", "y"], "a-1.safetensors": ["z"]})
     assert names_in(tmp_path) == ["z", "x", "y"]
     write(tmp_path / "model.safetensors", {"only": ("F32", [1])})
@@ -343,7 +343,7 @@ def test_index_without_a_map_is_refused(tmp_path, index, code):
     assert "model.safetensors.index.json" in refusal_of_folder(tmp_path, code)
 
 
-def test_link_out_of_the_folder_is_refused(tmp_path):
+def test_safetensors_folder_link_out_of_it_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
     outside = write(tmp_path / "secret.safetensors", {"x": ("F32", [1])})
     (tmp_path / "model" / "model.safetensors").symlink_to(outside)
@@ -366,14 +366,14 @@ def test_link_out_of_the_folder_is_refused(tmp_path):
         (lambda path: path.symlink_to(path.name), "file.bad_link"),
     ],
 )
-def test_weight_file_that_is_no_regular_file_is_refused(tmp_path, put, code):
+def test_safetensors_folder_irregular_weight_file_is_refused(tmp_path, put, code):
     for name in ("model.safetensors", "model.safetensors.index.json"):
         folder = Path(mkdtemp(dir=tmp_path))
         put(folder / name)
         assert name in refusal_of_folder(folder, code)
 
 
-def test_hugging_face_cache_is_read_through_its_links(tmp_path):
+def test_safetensors_folder_follows_hugging_face_cache_links(tmp_path):
     snapshot = tmp_path / "models--x" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (tmp_path / "models--x" / "blobs").mkdir()
@@ -385,14 +385,14 @@ def test_hugging_face_cache_is_read_through_its_links(tmp_path):
         file_inside(snapshot, "config.json")
 
 
-def test_a_folder_may_itself_be_a_link(tmp_path):
+def test_safetensors_folder_may_be_a_symlink(tmp_path):
     (tmp_path / "real").mkdir()
     write(tmp_path / "real" / "model.safetensors", {"x": ("F32", [1])})
     (tmp_path / "link").symlink_to("real")
     assert names_in(tmp_path / "link") == ["x"]
 
 
-def test_missing_shards_are_named(tmp_path):
+def test_safetensors_folder_missing_shards_are_named(tmp_path):
     shards(tmp_path, {"a.safetensors": ["x"]}, {"x": "a.safetensors", "y": "b.safetensors", "z": "c.safetensors"})
     message = refusal_of_folder(tmp_path, "weights.missing_files", ModelNotFoundError)
     assert "b.safetensors, c.safetensors" in message
@@ -405,7 +405,7 @@ def test_index_and_files_must_agree(tmp_path):
     assert "a.safetensors disagree about the tensor 'extra'" in refusal_of_folder(tmp_path, "weights.index_mismatch")
 
 
-def test_a_tensor_in_two_files_is_a_duplicate(tmp_path):
+def test_safetensors_folder_tensor_in_two_files_is_refused(tmp_path):
     shards(
         tmp_path,
         {"a.safetensors": ["x", "y"], "b.safetensors": ["y", "z"]},
@@ -415,21 +415,21 @@ def test_a_tensor_in_two_files_is_a_duplicate(tmp_path):
     assert "b.safetensors disagree about the tensor 'y'" in message
 
 
-def test_a_truncated_shard_is_named(tmp_path):
+def test_safetensors_folder_truncated_shard_is_named(tmp_path):
     shards(tmp_path, {"a.safetensors": ["x"], "b.safetensors": ["y"]})
     data = (tmp_path / "b.safetensors").read_bytes()
     (tmp_path / "b.safetensors").write_bytes(data[:-1])
     assert "b.safetensors is cut off: 'y' needs" in refusal_of_folder(tmp_path, "weights.truncated")
 
 
-def test_pickles_are_refused_unopened(tmp_path):
+def test_safetensors_folder_pickles_are_refused_unopened(tmp_path):
     (tmp_path / "pytorch_model.bin").mkdir()  # opening it would fail
     message = refusal_of_folder(tmp_path, "weights.pickle", UnsupportedModelError)
     assert "pytorch_model.bin" in message
     assert "safetensors" in message
 
 
-def test_folder_without_weights_error_lists_its_contents(tmp_path):
+def test_safetensors_folder_without_weights_lists_its_contents(tmp_path):
     assert "holds no weights" in refusal_of_folder(tmp_path, "weights.none", ModelNotFoundError)
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     assert "model-00001-of-00002.safetensors" in refusal_of_folder(tmp_path, "weights.none", ModelNotFoundError)
@@ -441,7 +441,7 @@ def source_of(tmp_path, files, renames=()):
     )
 
 
-def test_entries_are_in_the_order_of_files_and_data(tmp_path):
+def test_safetensors_source_entries_follow_files_and_data(tmp_path):
     source = source_of(
         tmp_path, {"2.safetensors": {"z": ("F32", [2]), "a": ("F16", [3, 1])}, "1.safetensors": {"m": ("BF16", [1])}}
     )
@@ -452,7 +452,7 @@ def test_entries_are_in_the_order_of_files_and_data(tmp_path):
     source.close()
 
 
-def test_unreadable_types_keep_their_name_for_messages(tmp_path):
+def test_safetensors_source_unreadable_types_keep_their_name(tmp_path):
     source = source_of(
         tmp_path, {"m.safetensors": {"a": ("F8_E4M3", [4]), "b": ("F8_E5M2", [4]), "c": ("F8_E8M0", [4])}}
     )
@@ -462,14 +462,14 @@ def test_unreadable_types_keep_their_name_for_messages(tmp_path):
     source.close()
 
 
-def test_buffers_of_older_checkpoints_may_stay_unused(tmp_path):
+def test_safetensors_source_old_buffers_are_ignorable(tmp_path):
     names = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"]
     source = source_of(tmp_path, {"m.safetensors": {name: ("F32", [4]) for name in names}})
     assert source.ignorable == {names[0]}
     source.close()
 
 
-def test_prefixes_are_renamed_and_a_clash_is_a_duplicate(tmp_path):
+def test_safetensors_source_prefix_clash_is_a_duplicate(tmp_path):
     tensors = {"decoder.a": ("F32", [1]), "lm_head.weight": ("F32", [1])}
     source = source_of(tmp_path, {"m.safetensors": tensors}, [("decoder.", "model.decoder.")])
     assert list(source.entries) == ["model.decoder.a", "lm_head.weight"]
@@ -500,7 +500,7 @@ def same_bytes(rows, wanted):
     return torch.equal(rows.contiguous().view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8))
 
 
-def test_rows_are_those_that_the_safetensors_package_reads(tmp_path):
+def test_safetensors_source_rows_match_the_package(tmp_path):
     from safetensors.torch import load_file
 
     source = source_of(tmp_path, {"m.safetensors": TENSORS})
@@ -527,7 +527,7 @@ def test_rows_are_those_that_the_safetensors_package_reads(tmp_path):
         ((0, 7), None, 83),
     ],
 )
-def test_reads_outside_the_tensor_are_our_own_mistake(tmp_path, rows, columns, num_bytes):
+def test_safetensors_source_read_outside_is_an_assertion(tmp_path, rows, columns, num_bytes):
     source = source_of(tmp_path, {"m.safetensors": TENSORS})
     with pytest.raises(AssertionError, match="f32"):
         source.read_into("f32", *rows, memoryview(bytearray(num_bytes)), columns)
@@ -561,7 +561,7 @@ def count_calls(monkeypatch):
     return calls
 
 
-def test_reads_that_lie_side_by_side_are_one_call_of_the_system(tmp_path, monkeypatch):
+def test_read_together_adjacent_reads_are_one_system_call(tmp_path, monkeypatch):
     more = {"next": ("F32", [2, 2]), "none": ("F32", [0, 2]), "last": ("F32", [2])}
     source = source_of(tmp_path, {"1.safetensors": TENSORS, "2.safetensors": more})
     wanted_reads = [
@@ -588,7 +588,7 @@ def test_reads_that_lie_side_by_side_are_one_call_of_the_system(tmp_path, monkey
     source.close()
 
 
-def test_reads_of_a_second_file_are_not_taken_from_the_first(tmp_path):
+def test_read_together_reads_each_file_at_its_own_offsets(tmp_path):
     """Where the tensor of one file ends, that of the other begins: a place in a file says nothing of the file."""
     source = source_of(tmp_path, {"1.safetensors": {"a": ("U8", [6]), "b": ("U8", [6])}})
     source.close()
@@ -605,7 +605,7 @@ def test_reads_of_a_second_file_are_not_taken_from_the_first(tmp_path):
     source.close()
 
 
-def test_files_that_are_read_again_stay_open(tmp_path, monkeypatch):
+def test_safetensors_source_keeps_recently_read_files_open(tmp_path, monkeypatch):
     """As many as may be; the one that was read longest ago goes, not the one that was opened first."""
     names = [f"{index}.safetensors" for index in range(MAX_OPEN_FILES + 1)]
     source = source_of(tmp_path, {name: {f"t{name[0]}": ("F32", [2])} for name in names})
@@ -621,7 +621,7 @@ def test_files_that_are_read_again_stay_open(tmp_path, monkeypatch):
     source.close()
 
 
-def test_more_side_by_side_than_a_system_takes_are_several_calls(tmp_path, monkeypatch):
+def test_read_together_above_max_runs_takes_several_calls(tmp_path, monkeypatch):
     count = 2 * MAX_RUNS + 5
     source = source_of(tmp_path, {"m.safetensors": {f"t{index:05}": ("U8", [3]) for index in range(count)}})
     reads = reads_of(source, *((name, 0, 3, None) for name in source.entries))
@@ -653,7 +653,7 @@ def test_read_together_error_names_the_tensor(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
-def test_few_files_are_open_at_a_time(tmp_path):
+def test_safetensors_source_opens_few_files_at_a_time(tmp_path):
     files = {f"{index:03}.safetensors": {f"t{index}": ("F32", [2])} for index in range(50)}
     source = source_of(tmp_path, files)
     before = len(os.listdir("/proc/self/fd"))
@@ -665,7 +665,7 @@ def test_few_files_are_open_at_a_time(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
-def test_threads_in_many_files_get_their_own_bytes(tmp_path):
+def test_safetensors_source_many_files_are_thread_safe(tmp_path):
     """Files are closed for others while some are being read: a number that is used again must not be mistaken."""
     files = {f"{index:03}.safetensors": {f"t{index}": ("F32", [40, 50 + index])} for index in range(20)}
     source = source_of(tmp_path, files)

@@ -61,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_is_opened_and_planned_without_torch(folder):
+def test_open_and_plan_import_no_torch(folder):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, text=True, timeout=60, check=False
     )
@@ -70,11 +70,11 @@ def test_a_model_is_opened_and_planned_without_torch(folder):
     assert done.stdout.splitlines() == [f"directory 1 {num_bytes}"] * 2
 
 
-def test_a_read_is_the_arguments_of_read_into():
+def test_row_read_fields_match_read_into_parameters():
     """In the same order: sources are called with `read_into(*read)`."""
     assert ("self", *RowRead._fields) == tuple(inspect.signature(WeightSource.read_into).parameters)
 
 
-def test_which_sources_take_several_at_once():
+def test_safetensors_source_is_a_together_source():
     assert isinstance(SafetensorsSource([]), TogetherSource)
     assert not isinstance(TensorSource(), TogetherSource)

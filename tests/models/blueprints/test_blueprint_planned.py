@@ -76,18 +76,18 @@ def elements(declared: DeclaredModel, num_ranks: int = 1) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_as_many_parameters_as_transformers_has(case: str) -> None:
+def test_declaration_parameter_count_matches_transformers(case: str) -> None:
     counted = count_elements(*CASES[case], ("e_score_correction_bias",))
     assert elements(read(case)) == counted
 
 
-def test_every_architecture_is_read() -> None:
+def test_planned_families_have_a_case_for_every_reader() -> None:
     assert {architecture for architecture, _ in CASES.values()} == READERS.keys()
     assert READERS.keys() <= set(PLANNED_FAMILIES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_says_that_it_does_not_run(case: str) -> None:
+def test_declare_config_planned_family_is_not_runnable(case: str) -> None:
     found = read(case)
     assert found.spec is None
     assert found.not_runnable == f"{CASES[case][0]} is not in this version"
@@ -126,7 +126,7 @@ def test_windows_are_those_that_are_listed() -> None:
         read("gemma 2", layer_types=["linear_attention"] * 6)
 
 
-def test_a_window_as_long_as_the_context_is_none() -> None:
+def test_window_as_long_as_context_counts_as_full_attention() -> None:
     assert read("phi", sliding_window=256).kv_bytes_per_sequence("bfloat16") == 0
     assert read("phi", sliding_window=255).kv_bytes_per_token("bfloat16") == 0
     assert read("gemma 2", sliding_window=None).kv_bytes_per_sequence("bfloat16") == 0
@@ -151,7 +151,7 @@ def test_half_of_a_head_is_rotated() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_has_room_for_what_it_makes(case: str) -> None:
+def test_declaration_requests_cover_every_part_of_a_step(case: str) -> None:
     requests = {request.owner: request for request in read(case).declaration.requests(STEP, ALONE, ())}
     assert {"stream", "attention", "head"} <= requests.keys()
     assert ("experts" in requests) == (case in ("mixtral", "glm 4.5"))
@@ -159,7 +159,7 @@ def test_a_step_has_room_for_what_it_makes(case: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"])
-def test_without_a_number_a_plan_would_be_a_guess(key: str) -> None:
+def test_declare_config_missing_number_refused_as_guess(key: str) -> None:
     with pytest.raises(ModelFormatError, match=f"{key}: a plan would be a guess"):
         read("mixtral", **{key: None})
     with pytest.raises(ModelFormatError, match="no text_config: a plan would be a guess"):

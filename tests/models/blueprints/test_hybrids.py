@@ -144,7 +144,7 @@ def test_readers_are_all_tried_and_planned() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_share_large_weights_and_all_caches(case: str) -> None:
+def test_hybrid_ranks_share_matrices_and_refuse_odd_splits(case: str) -> None:
     found, half = read(case), Mesh(tensor_size=2)
     assert found.spec is None
     assert found.not_runnable == f"{CASES[case][0]} is not in this version"
@@ -214,7 +214,7 @@ def test_notes_name_parts_that_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h", "minimax_m2", "gemma4_text", "llama4_text"])
-def test_a_model_type_without_architecture_is_enough(model_type: str) -> None:
+def test_declare_config_accepts_model_type_without_architecture(model_type: str) -> None:
     case = {"qwen3_5_text": "3.5", "gemma4_text": "gemma, small", "llama4_text": "llama 4"}
     config = CASES[case.get(model_type, model_type.partition("_")[0])][1] | {"model_type": model_type}
     assert declare_config(config, "x").not_runnable is not None

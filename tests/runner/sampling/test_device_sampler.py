@@ -44,7 +44,7 @@ def choose(chooser: DeviceSampler | HostSampler, logits, sequences, chosen_by_gr
 
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 9001])
-def test_every_setting_as_on_the_host(vocab_size):
+def test_device_sampler_every_setting_matches_host_sampler(vocab_size):
     logits, sequences = make_rows(vocab_size, len(SETTINGS))
     on_device, on_host = samplers(vocab_size, len(SETTINGS))
     raw = logits.clone()
@@ -63,7 +63,7 @@ def test_rows_in_several_blocks(monkeypatch, rows_at_once):
 
 
 @pytest.mark.parametrize("most", [1, 700])
-def test_more_edits_than_the_list_holds(monkeypatch, most):
+def test_device_sampler_edits_beyond_list_match_host_sampler(monkeypatch, most):
     monkeypatch.setattr(terms, "LISTED_EDITS", most)
     params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={5: 2.0}, min_tokens=3000)
     sequences = [Sequence(row, list(range(1000)) * 2, 1000, params, row, 9) for row in range(5)]
@@ -115,7 +115,7 @@ def test_poison_stays_in_its_row():
     assert [own.token_id for own in samples].count(NO_TOKEN) == 17
 
 
-def test_what_a_graph_has_found_is_believed():
+def test_device_sampler_takes_argmax_found_by_graph():
     logits, sequences = make_rows(100, 3)
     on_device, on_host = samplers(100, 3)
     plain = [Sequence(0, [1], 1, SamplingParams(temperature=0.0), 0, 9) for _ in range(3)]
@@ -129,7 +129,7 @@ def test_what_a_graph_has_found_is_believed():
     assert choose(on_device, logits, sequences, found) == choose(on_host, logits, sequences)
 
 
-def test_a_step_that_was_cut_short_leaves_no_trace(monkeypatch):
+def test_device_sampler_interrupted_step_leaves_no_trace(monkeypatch):
     logits, sequences = make_rows(100, len(SETTINGS))
     on_device, on_host = samplers(100, len(SETTINGS))
 
@@ -144,7 +144,7 @@ def test_a_step_that_was_cut_short_leaves_no_trace(monkeypatch):
     assert choose(on_device, logits, sequences) == choose(on_host, logits, sequences)
 
 
-def test_two_steps_under_way_have_their_own_results():
+def test_device_sampler_two_steps_in_flight_keep_own_results():
     """Read in order, each after the next was launched; whose tokens are not there yet is chosen when they are."""
     on_device, on_host = samplers(100, len(SETTINGS))
     steps = [make_rows(100, len(SETTINGS) - number)[0] for number in range(4)]
@@ -179,7 +179,7 @@ def grown_by(sequences: list[Sequence], count: int) -> list[Sequence]:
     return [replace(own, token_ids=list(own.token_ids)) for own in sequences]
 
 
-def test_what_is_chosen_is_kept_by_slot():
+def test_device_sampler_keeps_chosen_token_by_slot():
     """The argmax at first, then what was chosen in its place; nothing for rows without a slot or without a token."""
     on_device, _ = samplers(100, 9)
     logits, _ = make_rows(100, 4)
@@ -202,19 +202,19 @@ def resolved(sampler: DeviceSampler, slots: list[int]) -> list[int]:
     return ids.tolist()
 
 
-def test_a_step_without_choices_is_waited_for_too():
+def test_device_sampler_step_without_choices_reads_empty():
     on_device, on_host = samplers(100, 4)
     assert on_device.launch(None, [], EOS).read() == on_host.launch(None, [], EOS).read() == []
 
 
-def test_the_ledger_holds_what_the_terms_say():
+def test_device_sampler_ledger_equals_sampling_terms():
     ledger = Ledger()
     DeviceSampler(1000, CPU, 5, ledger)
     planned = {term.owner: term.num_bytes for term in terms.sampling_terms(5, 1000, "cuda")}
     assert {entry.owner: entry.num_bytes for entry in ledger} == planned
 
 
-def test_by_kernels(monkeypatch, device):
+def test_device_sampler_by_kernels_matches_host_sampler(monkeypatch, device):
     """Every setting through the kernels; the last place of an exponential is too little to change a token here."""
     monkeypatch.setattr(operation, "can_run", lambda tensor: True)
     logits, sequences = make_rows(100, len(SETTINGS))

@@ -40,7 +40,7 @@ def some_keys(size: int) -> st.SearchStrategy[list[int]]:
 
 @given(st.data())
 @settings(deadline=None, max_examples=200)
-def test_as_the_sorted_row_says_with_ties_by_id(data):
+def test_found_cut_matches_sorted_reference_with_ties_by_id(data):
     size = data.draw(st.integers(1, 30))
     keys = data.draw(some_keys(size))
     weight_of_key = {key: data.draw(st.integers(1, 2**40)) for key in set(keys)}
@@ -78,7 +78,7 @@ def test_weightless_tokens_do_not_count():
     assert found_cut([[5, 6, 7, 9]], [[4, 0, 4, 4]], [5]) == [[False, False, False, True]]
 
 
-def test_a_row_of_nonsense_stays_in_its_row():
+def test_cut_nan_row_leaves_other_rows_intact():
     distance = torch.tensor([[torch.nan] * 6, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [-torch.nan] * 6])
     weights = torch.tensor([[-(2**63)] * 6, [8, 4, 2, 1, 1, 1], [0] * 6])
     dropped = cut(distance.view(torch.int32), weights, torch.tensor([[1], [12], [1]]))
@@ -136,7 +136,7 @@ FILTERS = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("vocab_size", [2, 100, 1021])
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS.keys())
-def test_every_way_is_the_sorted_way(vocab_size, filters):
+def test_choose_wide_and_narrow_match_sorted_choice(vocab_size, filters):
     distance, params = rows_of(vocab_size, 3.0, **filters)
     weight = torch.div(distance, params.negative_temperature).exp()
     weight = torch.where(weight < params.min_p, 0, weight).mul(2**WEIGHT_BITS).long()
@@ -162,14 +162,14 @@ def cut_choice(distance: torch.Tensor, params: RowParameters) -> torch.Tensor:
 @pytest.mark.each_value
 @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0, 20.0])
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS.keys())
-def test_a_large_vocabulary_with_and_without_looking(scale, filters):
+def test_choose_wide_large_vocabulary_equals_cut_choice(scale, filters):
     """The way that never looks at a number is the same as the one that takes candidates where a nucleus is small."""
     distance, params = rows_of(8193, scale, **filters)
     expected = cut_choice(distance.clone(), params)
     assert torch.equal(choose_wide(distance, params, vocabulary(8193)), expected)
 
 
-def test_without_filters_all_weights_are_kept():
+def test_choose_unfiltered_equals_choose_wide():
     distance, params = rows_of(2000, 2.0)
     unfiltered = choose_unfiltered(distance, params, vocabulary(2000))
     assert torch.equal(unfiltered, choose_wide(distance, params, vocabulary(2000)))
@@ -207,13 +207,13 @@ def test_rows_have_their_own_top_k(first_top_k):
     ],
     ids=str,
 )
-def test_the_argmax_token(row, expected):
+def test_host_sampler_find_argmax_gives_lowest_best_token(row, expected):
     sampler = HostSampler(len(row), 4)
     sampler.find_argmax(torch.tensor([row, row]))
     assert sampler.argmax_S.tolist() == [expected] * 2 + [0] * 2
 
 
-def test_the_argmax_tokens_stay_in_their_place():
+def test_host_sampler_argmax_buffer_keeps_its_address():
     sampler = HostSampler(5, 4)
     place = sampler.argmax_S.data_ptr()
     sampler.find_argmax(torch.eye(5)[[4, 2]])
@@ -221,7 +221,7 @@ def test_the_argmax_tokens_stay_in_their_place():
     assert sampler.argmax_S.data_ptr() == place
 
 
-def test_more_rows_than_planned_are_only_more_blocks():
+def test_host_sampler_rows_beyond_plan_use_more_blocks():
     logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(0))
     sequences = [Sequence(row, [row], 1, SamplingParams(top_p=0.9, logprobs=2), row, 9) for row in range(9)]
     few, many = HostSampler(50, 2), HostSampler(50, 9)

@@ -45,7 +45,7 @@ def assert_counted(seen: SeenTokens, sequence: Sequence) -> None:
 
 
 @given(st.lists(token, max_size=60), st.lists(st.lists(token, max_size=40), max_size=5))
-def test_growing_sequences(prompt, outputs):
+def test_seen_tokens_counts_growing_sequences(prompt, outputs):
     seen, sequence = SeenTokens(VOCAB_SIZE, 2), make_sequence(prompt, [])
     for output in outputs:
         sequence.token_ids.extend(output)
@@ -53,7 +53,7 @@ def test_growing_sequences(prompt, outputs):
         assert_counted(seen, sequence)
 
 
-def test_a_number_that_means_another_is_no_matter():
+def test_seen_tokens_reused_sequence_id_is_recounted():
     seen = SeenTokens(VOCAB_SIZE, 8)
     first, second = make_sequence([1, 2], [3]), make_sequence([1, 2], [4])
     assert_counted(seen, first)
@@ -65,7 +65,7 @@ def test_a_number_that_means_another_is_no_matter():
     assert_counted(seen, first)
 
 
-def test_who_has_not_requested_for_longest_is_forgotten_and_counted_anew():
+def test_seen_tokens_evicts_least_recently_used_and_recounts():
     seen, rng = SeenTokens(VOCAB_SIZE, 3), random.Random(0)
     sequences = [make_sequence(rng.choices(range(VOCAB_SIZE), k=9), [], sequence_id) for sequence_id in range(7)]
     for _ in range(200):
@@ -80,7 +80,7 @@ def test_who_has_not_requested_for_longest_is_forgotten_and_counted_anew():
     assert seen.of(sequences[0]) is not latest[0]
 
 
-def test_only_what_is_new_is_looked_at():
+def test_seen_tokens_reads_only_new_tokens():
     class Tokens(list):
         num_read = 0
 
@@ -164,7 +164,7 @@ def some_tokens(seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
-def test_one_row_as_the_loop_says(params):
+def test_edit_logits_one_row_matches_reference_loop(params):
     sequence = make_sequence(some_tokens(1, 30), some_tokens(2, 12), **params)
     logits = make_logits(1)
     expected = reference(logits[0].tolist(), sequence)
@@ -209,7 +209,7 @@ def test_repetition_is_that_of_transformers(penalty):
 
 
 @pytest.mark.parametrize("params", [CASES["presence"], CASES["frequency"]], ids=["presence", "frequency"])
-def test_the_prompt_is_not_penalised_for_presence_or_frequency(params):
+def test_edit_logits_presence_and_frequency_ignore_prompt(params):
     logits = make_logits(1)
     raw = logits.clone()
     edit_logits(logits, [make_sequence([1, 2, 3, 3], [], **params)], EOS)
@@ -255,7 +255,7 @@ def test_kinds_come_in_their_order():
     assert list(EDITS_OF) == list(EditKind)
 
 
-def test_a_sequence_of_a_hundred_thousand_tokens():
+def test_edit_logits_sequence_of_100k_tokens_matches_reference():
     sequence = make_sequence(some_tokens(1, 100_000), some_tokens(2, 1000), **CASES["all penalties"])
     logits = make_logits(1)
     expected = reference(logits[0].tolist(), sequence)
@@ -275,7 +275,7 @@ BAD_WORDS = {
 
 
 @pytest.mark.parametrize(("words", "banned"), BAD_WORDS.values(), ids=BAD_WORDS)
-def test_a_bad_word_is_banned_where_its_beginning_stands(words, banned):
+def test_edit_logits_bans_bad_word_after_its_prefix(words, banned):
     sequence = make_sequence([5, 6], [1, 2, 3], bad_words=words)
     logits = make_logits(1)
     expected = reference(logits[0].tolist(), sequence)
@@ -284,7 +284,7 @@ def test_a_bad_word_is_banned_where_its_beginning_stands(words, banned):
     assert {token_id for token_id, logit in enumerate(logits[0].tolist()) if logit == -math.inf} == banned
 
 
-def test_a_bad_word_before_the_first_token():
+def test_edit_logits_bad_word_before_first_token_is_banned():
     logits = make_logits(2)
     edit_logits(logits, [make_sequence([1, 2], [], bad_words=((3,), (2, 4))) for _ in range(2)], EOS)
     assert logits.isneginf().nonzero().tolist() == [[0, 3], [1, 3]]
@@ -305,7 +305,7 @@ def run(staging: EditStaging, block: torch.Tensor, edits: dict[EditKind, list[tu
 
 
 @pytest.mark.parametrize("num_programs", [1, 2, 5, 40])
-def test_many_edits_in_any_number_of_rounds(num_programs):
+def test_edit_staging_many_edits_apply_over_several_rounds(num_programs):
     rng = np.random.default_rng(0)
     staging = make_staging(num_programs)
     block = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
@@ -335,14 +335,14 @@ def test_many_edits_in_any_number_of_rounds(num_programs):
         assert torch.equal(block, expected), f"{step=}"
 
 
-def test_nothing_to_edit():
+def test_edit_staging_without_edits_leaves_block_unchanged():
     block = torch.ones(1, 5)
     staging = make_staging(1)
     run(staging, block, {EditKind.ADD: [(0, Edits(np.empty(0, np.int32), 1.0))]})
     assert block.tolist() == [[1.0] * 5]
 
 
-def test_a_full_list_is_no_round_too_many(monkeypatch):
+def test_edit_staging_full_list_takes_one_round(monkeypatch):
     waits = []
     monkeypatch.setattr(EditStaging, "wait", lambda self: (waits.append(1), self.reset()))
     staging, block = make_staging(2), torch.zeros(1, 2 * EDITS_PER_PROGRAM)

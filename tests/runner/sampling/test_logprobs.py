@@ -31,7 +31,7 @@ def vocabulary(size: int) -> torch.Tensor:
     st.data(),
 )
 @settings(deadline=None, max_examples=200)
-def test_as_a_stable_sort_says(row, data):
+def test_nearest_matches_stable_sort(row, data):
     k = data.draw(st.integers(1, len(row)))
     distance, ids = nearest(torch.tensor([row]) + 0.0, vocabulary(len(row)), k)
     expected = sorted(range(len(row)), key=lambda token_id: (row[token_id], token_id))[:k]
@@ -46,7 +46,7 @@ def test_equal_distances_give_the_first_ids(vocab_size):
     assert ids.tolist() == [list(range(k))] * 3
 
 
-def test_a_row_of_nan_gives_ids_of_the_vocabulary():
+def test_nearest_nan_row_gives_ids_in_vocabulary():
     distance = torch.tensor([[torch.nan] * 5, [4.0, 3.0, 2.0, 1.0, 0.0]])
     _, ids = nearest(distance, vocabulary(5), 3)
     assert all(0 <= token_id < 5 for token_id in ids[0].tolist())
@@ -88,7 +88,7 @@ def test_infinite_logits_have_a_meaning(row, expected_weights):
 
 
 @pytest.mark.parametrize("row", [[-0.0, 0.0], [0.0, -0.0], [-0.0, -0.0]], ids=str)
-def test_both_zeros_are_the_same_zero(row):
+def test_distances_treat_both_zeros_as_equal(row):
     distance, _ = distances_(torch.tensor([row]))
     assert distance.view(torch.int32).tolist() == [[0, 0]]
 
@@ -121,7 +121,7 @@ def test_min_p_zero_changes_no_bit_beside_a_row_that_uses_it():
 )
 @example([5, 0], 1.0)
 @settings(deadline=None, max_examples=300)
-def test_a_draw_is_the_inverse_of_the_running_total(row, number):
+def test_draw_inverts_cumulative_weight(row, number):
     place = int(draw_(torch.tensor([row]), column(number)).item())
     assert row[place] > 0
     looked_for = min(int(number * float(sum(row))), sum(row) - 1)
@@ -129,13 +129,13 @@ def test_a_draw_is_the_inverse_of_the_running_total(row, number):
 
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193, 49152, 151936])
-def test_the_last_bucket_is_the_last_token_that_weighs_anything(vocab_size):
+def test_draw_last_bucket_is_last_token_with_weight(vocab_size):
     row = torch.zeros(1, vocab_size, dtype=torch.int64)
     row[0, : vocab_size // 2] = 2**WEIGHT_BITS
     assert draw_(row, column(ALMOST_ONE)).item() == vocab_size // 2 - 1
 
 
-def test_the_largest_total_does_not_overflow():
+def test_draw_largest_total_does_not_overflow():
     row = torch.full((1, 2**20), 2**WEIGHT_BITS)
     assert draw_(row.clone(), column(ALMOST_ONE)).item() == 2**20 - 1
     assert draw_(row, column(0.5)).item() == 2**19
@@ -143,7 +143,7 @@ def test_the_largest_total_does_not_overflow():
 
 @given(st.integers(2**40, 2**60), st.floats(0, 1, exclude_min=True))
 @settings(deadline=None, max_examples=300)
-def test_a_nucleus_needs_at_least_one_unit_and_at_most_everything(total, top_p):
+def test_nucleus_weight_is_between_one_unit_and_total(total, top_p):
     needed = int(nucleus_weight(torch.tensor([[total]]), column(top_p)).item())
     assert needed == (total if top_p == 1.0 else min(max(1, math.ceil(top_p * float(total))), total))
 
@@ -183,13 +183,13 @@ def test_probabilities_sum_to_one():
     assert sum(math.exp(value) for _, value in result.top) == pytest.approx(1, abs=1e-6)
 
 
-def test_no_tops_were_requested():
+def test_logprobs_without_top_requested_gives_rank_only():
     (result,) = found(torch.tensor([[1.0, 2.0]]), [0], 0)
     assert result.top == ()
     assert result.rank == 2
 
 
-def test_more_tops_than_tokens():
+def test_logprobs_more_tops_than_tokens_gives_all_tokens():
     (result,) = found(torch.tensor([[1.0, 2.0]]), [0], 20)
     assert [token_id for token_id, _ in result.top] == [1, 0]
 
@@ -207,7 +207,7 @@ def test_certain_and_impossible_tokens():
 
 
 @pytest.mark.parametrize("poison", [math.nan, -math.nan, -math.inf], ids=["nan", "negative nan", "all -inf"])
-def test_a_row_without_probabilities_says_so_and_leaves_its_neighbours_alone(poison):
+def test_logprobs_poisoned_row_is_nan_and_neighbours_intact(poison):
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     clean = found(logits, [1, 2, 3], 5)
     logits[1] = poison
@@ -228,7 +228,7 @@ def test_results_do_not_depend_on_the_block_and_the_logits_stay():
     assert sampler.prompt_logprobs(logits[:0], [], 7) == []
 
 
-def test_a_row_of_columns_holds_fewer_tops_than_the_widest_neighbour():
+def test_read_logprobs_takes_fewer_tops_than_columns_hold():
     vocabulary = torch.arange(9, dtype=torch.int32)
     logits = torch.arange(9, dtype=torch.float32).unsqueeze(0)
     (row,) = logprob_columns(logits, torch.tensor([[4]]), vocabulary, 6).tolist()

@@ -63,7 +63,7 @@ def test_rows_without_a_form_keep_every_token():
     assert has_masks([Choice.of(plain), Choice.of(form)])
 
 
-def test_nothing_may_be_chosen_where_none_follows():
+def test_mask_of_unknown_grammar_allows_no_token():
     """A row whose form is not known must not come out as if it had none."""
     form = make_sequence(structured_outputs=FORM, temperature=0.0)
     assert filled(None, form, make_sequence()) == [[], list(range(96))]
@@ -87,14 +87,14 @@ def test_ends_that_are_not_wanted_yet(params, expected):
 
 
 @pytest.mark.parametrize("params", [{"min_tokens": 50}, {"ignore_eos": True}])
-def test_a_form_that_is_complete_ends_whatever_else_is_requested(params):
+def test_mask_of_complete_grammar_allows_only_its_end_tokens(params):
     form = make_sequence(structured_outputs=FORM, temperature=0.0, **params)
     assert filled(Fixed(3), form) == [[3]]
     assert filled(Fixed(3, 40), form) == [[3, 40]]
     assert chosen(Fixed(3), torch.randn(1, VOCAB_SIZE), form) == [3]
 
 
-def test_the_mask_wins_over_bias_and_what_bans_leave_may_be_nothing():
+def test_mask_overrides_bias_and_bans_may_leave_no_token():
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     for greedy in (0.0, 1.0):
         options = {"structured_outputs": FORM, "temperature": greedy}
@@ -137,7 +137,7 @@ def test_logprobs_are_of_raw_logits():
     assert sample.logprobs.rank == 2
 
 
-def test_a_row_waits_for_the_token_that_its_form_has_not_seen():
+def test_choice_with_grammar_is_late_until_its_token_is_known():
     form, plain = make_sequence(structured_outputs=FORM), make_sequence()
     assert [Choice(form, position).is_late for position in (3, 4)] == [False, True]
     assert [Choice(plain, position).is_late for position in (3, 4)] == [False, False]

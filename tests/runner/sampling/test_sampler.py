@@ -103,7 +103,7 @@ EVERY_SETTING = SETTINGS | {
 @pytest.mark.each_value
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193, 151936])
 @pytest.mark.parametrize("params", EVERY_SETTING.values(), ids=EVERY_SETTING.keys())
-def test_as_the_reference_chooses(params, vocab_size):
+def test_sampler_matches_reference_choice(params, vocab_size):
     if vocab_size == 2:
         params = {name: value for name, value in params.items() if name not in ("logit_bias", "min_tokens")}
     num_rows = {2: 40, 100: 40, 8193: 8, 151936: 2}[vocab_size]
@@ -132,7 +132,7 @@ def test_as_the_reference_chooses(params, vocab_size):
     ],
     ids=lambda params: ",".join(params),
 )
-def test_as_transformers_filters(params):
+def test_sampler_filters_match_transformers(params):
     settings = SamplingParams(**params)
     processors = LogitsProcessorList([TemperatureLogitsWarper(settings.temperature)])
     if settings.repetition_penalty != 1:
@@ -180,7 +180,7 @@ def test_frequencies_are_the_probabilities(params):
     seed=st.integers(0, 2**64 - 1),
 )
 @settings(deadline=None, max_examples=300)
-def test_a_chosen_token_passes_every_filter(temperature, top_k, top_p, min_p, row, seed):
+def test_sampler_chosen_token_passes_every_filter(temperature, top_k, top_p, min_p, row, seed):
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = torch.tensor(row)
     token_id = sample_one(logits, Sequence(0, [0], 1, params, seed, 9)).token_id
@@ -204,7 +204,7 @@ def test_ties_go_to_the_lowest_id(row, seed):
         assert sample_one(logits, Sequence(0, [0], 1, SamplingParams(**params), seed, 9)).token_id == first
 
 
-def test_the_choice_is_a_function_of_seed_and_position():
+def test_sampler_choice_depends_on_seed_and_position_only():
     logits = make_logits(1, 5000, scale=0.5)
     here = make_sequence(3, vocab_size=5000)
     same = Sequence(99, [4] * here.num_tokens, 2, here.params, here.seed, 5)
@@ -215,21 +215,21 @@ def test_the_choice_is_a_function_of_seed_and_position():
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
-def test_a_ban_does_not_hide_a_nan(params):
+def test_sampler_ban_does_not_hide_nan(params):
     logits = make_logits(1, 100)
     logits[0, 1] = math.nan
     assert sample_one(logits, make_sequence(min_tokens=50, **params)).token_id == NO_TOKEN
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
-def test_nothing_is_left_when_every_token_is_banned(params):
+def test_sampler_all_tokens_banned_gives_no_token(params):
     sequence = make_sequence(vocab_size=2, min_tokens=50, stop_token_ids=(0,), **params)
     assert sample_one(torch.zeros(1, 2), sequence).token_id == NO_TOKEN
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str)
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193])
-def test_infinite_logits(params, vocab_size):
+def test_sampler_infinite_logits_decide_the_token(params, vocab_size):
     last = vocab_size - 1
     certain = make_logits(1, vocab_size)
     certain[0, last] = math.inf
@@ -277,11 +277,11 @@ def test_logprobs_are_of_raw_logits_and_only_where_requested():
     assert len(greedy.logprobs.top) == 5
 
 
-def test_no_rows():
+def test_sampler_without_rows_gives_no_samples():
     assert make_sampler(100).sample(torch.empty(0, 100, device=DEVICE), [], EOS) == []
 
 
-def test_a_wrong_shape_is_named():
+def test_sampler_wrong_logits_shape_is_refused():
     with pytest.raises(AssertionError, match=r"\(2, 99\) for 1 sequences"):
         make_sampler(100).sample(torch.zeros(2, 99), [make_sequence()], EOS)
 
@@ -320,7 +320,7 @@ def test_inference_mode_is_the_same():
         assert chooser.prompt_logprobs(make_logits(4, 100), [1, 2, 3, 4], 5) == expected_prompt
 
 
-def test_the_logits_stay_as_they_are():
+def test_sampler_leaves_logits_unchanged():
     sequences = [make_sequence(seed, **params) for seed, params in enumerate(SETTINGS.values())]
     logits = make_logits(len(sequences), 100)
     raw = logits.clone()
@@ -328,7 +328,7 @@ def test_the_logits_stay_as_they_are():
     assert torch.equal(logits, raw)
 
 
-def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened():
+def test_sampler_preempted_sequence_gives_same_token():
     """The split of tokens into computed and not computed, pages and history leave no trace."""
     logits = make_logits(1, 300, scale=1.0)
     params = SETTINGS["everything"]
@@ -338,7 +338,7 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened():
 
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193])
-def test_sampler_row_is_the_same_to_the_bit_in_any_company(vocab_size):
+def test_sampler_row_is_same_to_the_bit_in_any_batch(vocab_size):
     params = list(SETTINGS.values())
     num_rows = 2 * len(params)
     sequences = [make_sequence(seed, vocab_size=vocab_size, **params[seed % len(params)]) for seed in range(num_rows)]
@@ -354,7 +354,7 @@ def test_sampler_row_is_the_same_to_the_bit_in_any_company(vocab_size):
         assert samples == [alone[row] for row in rows], f"{company=}"
 
 
-def test_a_large_vocabulary_in_company():
+def test_sampler_large_vocabulary_row_is_same_in_batch_as_alone():
     vocab_size = 151936
     params = [SETTINGS[name] for name in ("temperature", "top_k", "top_p", "wide filters", "everything")]
     sequences = [make_sequence(seed, vocab_size=vocab_size, **settings) for seed, settings in enumerate(params)]

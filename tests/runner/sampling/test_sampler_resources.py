@@ -106,7 +106,7 @@ def pinned_counters() -> dict[str, int]:
 
 
 @pytest.mark.gpu
-def test_a_thousand_steps_allocate_nothing_and_wait_for_nothing_but_results():
+def test_device_sampler_thousand_steps_allocate_nothing():
     """Every kind of row, batches of every size, and prompts in between."""
     vocab_size, max_rows = 30_000, 40
     chooser = make_sampler(vocab_size, max_rows)
@@ -139,7 +139,7 @@ def test_a_thousand_steps_allocate_nothing_and_wait_for_nothing_but_results():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 151_936), (40, 151_936)])
-def test_a_gpu_holds_what_the_terms_say_and_no_more(name, num_rows, vocab_size):
+def test_device_sampler_gpu_bytes_equal_sampling_terms(name, num_rows, vocab_size):
     """In bytes as they are requested for: what the allocator rounds up depends on what it has in store, and is its own line."""
     logits = make_logits(num_rows, vocab_size)
     sequences = make_sequences(name, num_rows, vocab_size)
@@ -160,7 +160,7 @@ def test_a_gpu_holds_what_the_terms_say_and_no_more(name, num_rows, vocab_size):
 
 
 @pytest.mark.gpu
-def test_nothing_is_compiled_after_warming():
+def test_device_sampler_compiles_no_kernel_after_warming():
     """On an odd vocabulary, where rows begin anywhere."""
     vocab_size = 30_011
     chooser = make_sampler(vocab_size, 40)

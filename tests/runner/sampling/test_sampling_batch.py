@@ -12,7 +12,7 @@ from holdfast.request.sequence import NO_TOKEN, Sequence, SequenceResult, StepRe
 from holdfast.runner.sampling.batch import Choice, RowParameters, SamplingBatch, logit_row, uniform
 
 
-def test_no_token_is_neither_a_token_nor_an_unfinished_chunk() -> None:
+def test_sequence_result_no_token_differs_from_token_and_none() -> None:
     assert NO_TOKEN < 0, "token ids start at 0"
     assert SequenceResult.of(token_id=None).token_id is None
     assert SequenceResult.of(token_id=0).token_id == 0
@@ -74,7 +74,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS.keys())
-def test_a_stream_is_uniform(stream):
+def test_uniform_stream_passes_chi_square(stream):
     numbers = [stream(i) for i in range(NUM_DRAWS)]
     assert len(set(numbers)) == NUM_DRAWS
     counts = [0] * 256
@@ -100,7 +100,7 @@ def test_neighbours_in_a_stream_are_independent(stream, lag):
 
 
 @pytest.mark.parametrize("bit", [0, 1, 31, 32, 63])
-def test_one_bit_of_the_seed_changes_half_of_the_bits(bit):
+def test_uniform_seed_bit_flips_half_of_the_bits(bit):
     changed = sum(
         (int(uniform(seed, 5) * 2**53) ^ int(uniform(seed ^ (1 << bit), 5) * 2**53)).bit_count() for seed in range(500)
     )
@@ -137,14 +137,14 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("params", "expected"), KINDS.values(), ids=KINDS.keys())
-def test_a_row_has_its_kind(params, expected):
+def test_sampling_batch_puts_row_under_its_kind(params, expected):
     batch = SamplingBatch.of([make_choice(**params)], VOCAB_SIZE)
     kinds = {name: getattr(batch, name) for name in ("edited_greedy", "unfiltered", "narrow", "wide")}
     assert kinds == {name: (0,) if name == expected else () for name in kinds}
     assert batch.is_plain == (expected is None)
 
 
-def test_a_mixed_batch_holds_each_row_once_and_in_order():
+def test_sampling_batch_mixed_rows_appear_once_in_order():
     batch = SamplingBatch.of([make_choice(**params) for params, _ in KINDS.values()], VOCAB_SIZE)
     rows = [*batch.edited_greedy, *batch.unfiltered, *batch.narrow, *batch.wide]
     assert sorted(rows) == [row for row, (_, kind) in enumerate(KINDS.values()) if kind]
@@ -175,7 +175,7 @@ def test_parameters_of_a_block():
     assert (params.any_min_p, params.any_top_p, params.max_top_k) == (True, True, 7)
 
 
-def test_a_block_without_filters_says_so():
+def test_row_parameters_without_filters_report_none():
     params = RowParameters.of((0,), [make_choice()], VOCAB_SIZE)
     assert (params.any_min_p, params.any_top_p, params.max_top_k) == (False, False, 0)
 
@@ -185,7 +185,7 @@ def test_penalties_at_their_neutral_values_are_no_edits():
     assert make_choice(frequency_penalty=-0.5).is_edited
 
 
-def test_a_row_for_kernels_says_the_same():
+def test_logit_row_encodes_parameters_for_kernels():
     choice = make_choice(seed=5, num_output=9, temperature=1e-300, top_p=0.9, min_p=0.25, top_k=7)
     row = LogitRow(*logit_row(choice, 3, 8, VOCAB_SIZE))
     assert row == LogitRow(3, 8, -1e-30, 0.25, 0.9, 7, uniform(5, 13))
@@ -194,7 +194,7 @@ def test_a_row_for_kernels_says_the_same():
     assert logit_row(make_choice(temperature=0.0, top_k=3), 1, 2, VOCAB_SIZE) == LogitRow(1, 2)
 
 
-def test_what_depends_on_positions_looks_at_those_that_are_coming():
+def test_choice_counts_tokens_in_flight_in_its_position():
     """Two tokens are coming: random numbers, and whether it may end, are those of the position behind them."""
     assert make_choice(num_output=1, num_coming=2, min_tokens=4).may_not_end
     assert not make_choice(num_output=1, num_coming=2, min_tokens=3).may_not_end
@@ -218,6 +218,6 @@ LATE = {
 
 
 @pytest.mark.parametrize(("params", "expected"), LATE.values(), ids=LATE.keys())
-def test_who_waits_for_tokens(params, expected):
+def test_choice_is_late_if_it_needs_tokens_in_flight(params, expected):
     assert make_choice(num_coming=1, **params).is_late is expected
     assert not make_choice(**params).is_late, "nothing is coming"

@@ -87,6 +87,6 @@ def test_prompt_logprobs_are_those_of_one_rank():
     assert found == [alone, [], []]
 
 
-def test_a_step_without_choices_is_one_for_all():
+def test_shared_sampler_step_without_choices_is_empty_on_all():
     found = run_shared(2, make_logits(1), lambda sampler, share: sampler.launch(None, [], frozenset()).read())
     assert found == [[], []]

@@ -12,7 +12,7 @@ from holdfast.cache.compressed import ENTRIES, INDEX
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.families.compressed.spec import CompressedAttentionSpec
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.latent.compress import Compressor, compress_entries, compress_index
+from holdfast.kernels.latent.compress import Compressor, PooledRows, compress_entries, compress_index
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.kernels.latent.write_window import write_window
@@ -76,8 +76,8 @@ class CompressedBackend(AttentionBackend):
         `rotary`: of the first token of each row's entry. `pooled_TX`: float32 vectors, then their gates; rows may be strided.
         """
         states_T, slots_T, state_PK3D = self._places(batch, layer, ENTRIES)
-        places = batch.positions_T, slots_T, states_T, state_PK3D
-        compress_entries(pooled_TX, *places, compressor, rotary, self.entries[layer])
+        step = PooledRows(pooled_TX, batch.positions_T, slots_T, states_T, state_PK3D)
+        compress_entries(step, compressor, rotary, self.entries[layer])
 
     def compress_index(
         self,
@@ -91,8 +91,8 @@ class CompressedBackend(AttentionBackend):
     ) -> None:
         """Do as `compress` for the layer's index; rotate the last elements of index queries in place, by `q_rotary`."""
         states_T, slots_T, state_PK3D = self._places(batch, layer, INDEX)
-        places = batch.positions_T, slots_T, states_T, state_PK3D
-        compress_index(pooled_TX, q_TID, *places, compressor, rotary, q_rotary, self.indexes[layer])
+        step = PooledRows(pooled_TX, batch.positions_T, slots_T, states_T, state_PK3D)
+        compress_index(step, q_TID, compressor, rotary, q_rotary, self.indexes[layer])
 
     def select(self, q_TID: torch.Tensor, weights_TI: torch.Tensor, step: LayerStep) -> None:
         """Choose the entries of every row that sees more than top_k of them, as `SparseBackend.select` does of tokens."""

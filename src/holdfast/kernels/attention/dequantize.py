@@ -13,7 +13,6 @@ from holdfast.quant.latent_quantize import LATENT_STEP
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
 # Triton unpacks nothing into a tuple, but adds tuples.
-# ruff: noqa: ANN001, ANN201, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 
 def fp8_byte(number: float) -> int:

@@ -106,8 +106,6 @@ def _turns_at(turns: KeyTurns, positions_L: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-# ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
-
 SCALE = kernel_constant(NEAR_SCALE)
 MOST = kernel_constant(32000.0)
 """Limit of even and odd: rotated, and with a magnitude, they still fit half precision."""

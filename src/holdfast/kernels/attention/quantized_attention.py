@@ -65,8 +65,8 @@ from holdfast.kernels.attention.split_kv import (
 )
 from holdfast.kernels.attention.tiled_attention import TileCall
 from holdfast.kernels.geometry import BLOCK_TOKENS, QUANTIZED_LARGE_TILE, TileGeometry, pair_columns
-from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, pdl_launch, supports_pdl, tl
-from holdfast.kernels.triton_compat import next_power_of_two as pow2
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, tl
 from holdfast.quant.kv_quantize import (
     KEY_PARTS,
     VALUE_PARTS,
@@ -81,7 +81,6 @@ from holdfast.quant.kv_quantize import (
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
 # Triton unpacks nothing into a tuple, but adds tuples.
-# ruff: noqa: ANN001, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 SMALL_COLUMNS = 8
 """Rows times heads of a small tile: one tensor-core instruction takes them with sixteen tokens."""
@@ -127,7 +126,7 @@ def row_form(num_rows: int) -> int:
 def quantized_attention(call: TileCall, planes: QuantizedPlanes) -> Tensor:
     """Like `tiled_attention` over quantized pages: [T, H * D]. The soft cap applies to scores with the bias of the keys."""
     _, num_heads, head_dim = call.q_THD.shape
-    group, pdl, plain = num_heads // planes.num_kv_heads, supports_pdl(call.q_THD), is_interpreted()
+    group, plain = num_heads // planes.num_kv_heads, is_interpreted()
     scale, window, sinks_H, softcap = call.scoring
     rotation_scale = hadamard_block(head_dim) ** -0.5
     arguments = (
@@ -151,24 +150,23 @@ def quantized_attention(call: TileCall, planes: QuantizedPlanes) -> Tensor:
         "HAS_WINDOW": window is not None,
         "HAS_KEY_BIAS": planes.key_bias is not None,
         "BLOCK_N": BLOCK_TOKENS,
-        "VALUE_COLUMNS": max(16, pow2(head_dim // VALUE_PARTS[planes.value_bits])),
+        "VALUE_COLUMNS": max(16, next_power_of_two(head_dim // VALUE_PARTS[planes.value_bits])),
         "PAIR_COLUMNS": pair_columns(head_dim),
         "PLAIN": plain,
-        "PDL": pdl,
-    } | pdl_launch(pdl)
+    } | pdl_flags(call.q_THD)
     if call.work.has_small:
         limited = {} if plain else {"maxnreg": SMALL_REGISTERS}
         _decode_kernel[(call.num_sms * SMALL_PROGRAMS_PER_SM,)](
-            *arguments, **constants, BLOCK_G=max(SMALL_COLUMNS, pow2(group)), BLOCK_D=max(16, pow2(head_dim)),
-            KEY_COLUMNS=max(16, pow2(head_dim // key_parts)),
+            *arguments, **constants, BLOCK_G=max(SMALL_COLUMNS, next_power_of_two(group)),
+            BLOCK_D=max(16, next_power_of_two(head_dim)), KEY_COLUMNS=max(16, next_power_of_two(head_dim // key_parts)),
             NUM_STAGES=2 if planes.key_bits == planes.value_bits == 8 else 3, num_warps=1, **limited,
         )  # fmt: skip
     if call.work.has_large:
         large = large_shape(planes.key_bits)
         _prefill_kernel[(call.num_sms * large.programs_per_sm,)](
-            *arguments, **constants, BLOCK_M=max(large.rows, pow2(group)),
+            *arguments, **constants, BLOCK_M=max(large.rows, next_power_of_two(group)),
             BLOCK_D=VALUE_PARTS[planes.value_bits] * constants["VALUE_COLUMNS"],
-            KEY_COLUMNS=max(16, pow2(head_dim // KEY_PARTS[planes.key_bits])),
+            KEY_COLUMNS=max(16, next_power_of_two(head_dim // KEY_PARTS[planes.key_bits])),
             NUM_STAGES=large.stages, num_warps=large.warps,
         )  # fmt: skip
     if call.work.has_merge:

@@ -104,7 +104,6 @@ class QuantizedPlanes:
 
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# ruff: noqa: ANN001, ANN201, RET505 the arguments of kernels have no types
 
 
 P_ONE = kernel_constant(16384.0)

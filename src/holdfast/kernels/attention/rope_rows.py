@@ -20,8 +20,6 @@ from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, tl
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 THREADS_PER_WARP = 32
 MOST_WARPS = 4
 

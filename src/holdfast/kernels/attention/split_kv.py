@@ -15,17 +15,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from holdfast.kernels.geometry import TILE_FIELDS
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    kernel_constant,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
-
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, next_power_of_two, tl
 
 MERGE_BY_HEAD_ROWS = 8
 """Steps of at most so many rows merge one head per program, with all splits side by side."""
@@ -112,12 +103,12 @@ def merge_tiles(
     scale.
     """
     num_rows, num_heads, head_dim = out_THD.shape
-    pdl, (table, factor) = supports_pdl(out_THD), rotation or (None, None)
+    table, factor = rotation or (None, None)
     _merge_kernel[(num_rows, -(-num_heads // shape.heads), head_dim // shape.columns)](
         out_THD, *partials, sinks_H, rows_T2, table, factor,
         NUM_HEADS=num_heads, HEADS=shape.heads, HEAD_DIM=head_dim, COLUMNS=shape.columns,
         SIDE_BY_SIDE=shape.is_side_by_side, HEAD_AXIS=0 if rotation is None else 1, BLOCK_S=block_splits,
-        BLOCK_D=max(16, next_power_of_two(shape.columns)), PDL=pdl, num_warps=num_warps, **pdl_launch(pdl),
+        BLOCK_D=max(16, next_power_of_two(shape.columns)), num_warps=num_warps, **pdl_flags(out_THD),
     )  # fmt: skip
 
 

@@ -35,7 +35,8 @@ from holdfast.kernels.attention.split_kv import (
     soft_capped,
 )
 from holdfast.kernels.geometry import LARGE_TILE
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, shared_bytes, supports_pdl, tl
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, shared_bytes, tl
 
 SMALL_TILE = 16
 SMALL_BATCH_ROWS = 2
@@ -107,7 +108,7 @@ def large_blocks(block_d: int, shared_bytes: int) -> tuple[int, int]:
 def tiled_attention(call: TileCall, k_plane_SKD: Tensor, v_plane_SKD: Tensor, page_tokens: int) -> Tensor:
     """Attend each row to the tokens of its sequence up to its own position: [T, H * D]."""
     (num_rows, num_heads, head_dim), num_kv_heads = call.q_THD.shape, k_plane_SKD.shape[1]
-    group, pdl, form = num_heads // num_kv_heads, supports_pdl(call.q_THD), row_form(num_rows)
+    group, form = num_heads // num_kv_heads, row_form(num_rows)
     block_d = max(16, next_power_of_two(head_dim))  # tensor cores take at least 16
     scale, window, sinks_H, softcap = call.scoring
     for large in (False, True):
@@ -123,8 +124,8 @@ def tiled_attention(call: TileCall, k_plane_SKD: Tensor, v_plane_SKD: Tensor, pa
             call.page_table_NP.stride(0), page_tokens, sinks_H, scale * LOG2_E,
             None if softcap is None else softcap * LOG2_E, window or 0,
             LARGE=large, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, HAS_WINDOW=window is not None,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages, PDL=pdl,
-            SMALL_BATCH=not large and form.is_small_batch, num_warps=num_warps, **pdl_launch(pdl),
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages,
+            SMALL_BATCH=not large and form.is_small_batch, num_warps=num_warps, **pdl_flags(call.q_THD),
         )  # fmt: skip
     if call.work.has_merge:
         heads = 1 if form.merges_by_head else next_power_of_two(min(group, MERGED_HEADS))

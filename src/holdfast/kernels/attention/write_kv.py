@@ -13,21 +13,11 @@ from torch import Tensor
 
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.norm import rms_norm_reference
-from holdfast.kernels.operation import DECLINED, operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import DECLINED, operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
-
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 ELEMENTS_PER_PROGRAM = 2048
@@ -163,7 +153,7 @@ def write_kv_triton(
     if rotary is not None:
         rotary.check_layout()
     if num_rows:
-        half_block, pdl = next_power_of_two(-(-head_dim // 2)), supports_pdl(qkv_TX)
+        half_block = next_power_of_two(-(-head_dim // 2))
         total_heads = num_heads + 2 * num_kv_heads
         heads = min(max(1, ELEMENTS_PER_PROGRAM // (2 * half_block)), next_power_of_two(total_heads))
         _write_kv_kernel[(num_rows * -(-total_heads // heads),)](
@@ -172,7 +162,7 @@ def write_kv_triton(
             rotary.sin_TP if rotary else None, head_norm.eps if head_norm else 0.0, qkv_TX.stride(0),
             k_plane_SKD.stride(0), v_plane_SKD.stride(0), q_THD.stride(0), rotary.cos_TP.stride(0) if rotary else 0,
             OFFSET=head_norm.offset if head_norm else 0.0, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim, HEADS=heads, HALF_BLOCK=half_block, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+            HEAD_DIM=head_dim, HEADS=heads, HALF_BLOCK=half_block, num_warps=NUM_WARPS, **pdl_flags(qkv_TX),
         )  # fmt: skip
     return q_THD
 

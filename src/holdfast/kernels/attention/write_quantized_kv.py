@@ -9,16 +9,8 @@ from torch import Tensor
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
 from holdfast.kernels.fp8 import quarters, store_keys, store_values, sum_of_products
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 from holdfast.quant.kv_quantize import (
     KEY_CODEBOOKS,
     VALUE_CODEBOOKS,
@@ -30,8 +22,6 @@ from holdfast.quant.kv_quantize import (
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
-
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 ELEMENTS_PER_PROGRAM = 1024
@@ -88,7 +78,7 @@ def write_quantized_kv_triton(
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
     _check_layout(qkv_TX, q_THD, planes, rotary)
     if num_rows:
-        block, pdl = max(LEAST_BLOCK, next_power_of_two(head_dim // 4)), supports_pdl(qkv_TX)
+        block = max(LEAST_BLOCK, next_power_of_two(head_dim // 4))
         most_heads = max(LEAST_HEADS, ELEMENTS_PER_PROGRAM // (4 * block))
         query_heads, kv_heads = (
             max(LEAST_HEADS, min(most_heads, next_power_of_two(count))) for count in (num_heads, num_kv_heads)
@@ -107,7 +97,7 @@ def write_quantized_kv_triton(
             KEY_MAGNITUDES=key_codebook.magnitudes, VALUE_MAGNITUDES=value_codebook.magnitudes,
             KEY_GAIN=key_codebook.gain * head_dim**0.5, VALUE_GAIN=value_codebook.gain * head_dim**0.5,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_TOKENS=planes.page_tokens,
-            QUERY_HEADS=query_heads, KV_HEADS=kv_heads, BLOCK=block, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+            QUERY_HEADS=query_heads, KV_HEADS=kv_heads, BLOCK=block, num_warps=NUM_WARPS, **pdl_flags(qkv_TX),
         )  # fmt: skip
     return q_THD
 

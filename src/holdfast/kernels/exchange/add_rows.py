@@ -27,8 +27,6 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 
 class DeferredStream(NamedTuple):
     """The residual stream of a small batch, and the buffers of its deferred RMSNorm."""

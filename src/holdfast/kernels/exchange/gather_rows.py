@@ -11,8 +11,6 @@ from holdfast.kernels.exchange.signals import ASSEMBLER, begin_rendezvous, end_r
 from holdfast.kernels.exchange.sum_rows import Ranks
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit_counting, next_power_of_two, tl
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 SMALL_BLOCK = 1024
 
 

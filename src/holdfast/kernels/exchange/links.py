@@ -25,8 +25,6 @@ from torch import Tensor
 from holdfast.kernels.exchange.signals import FAR_AHEAD, MAX_POLLS, MAX_RANKS, TABLES_WORD, TRAP_ASM
 from holdfast.kernels.triton_compat import jit, jit_counting, kernel_constant, tl
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 LINK_BLOCKS = 16
 NUM_LINKS = 2
 ROWS_LINK, HEAD_LINK = range(NUM_LINKS)

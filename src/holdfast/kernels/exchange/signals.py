@@ -21,8 +21,6 @@ from torch import Tensor
 
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-
 MAX_BLOCKS = 64
 """Blocks of a waiting kernel: they must be resident beside those of peers on the same GPU, with occupancy to spare for the
 kernels that peers run before they arrive."""

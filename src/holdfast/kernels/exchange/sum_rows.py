@@ -26,8 +26,6 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-
 TWO_PASS_BYTES = 2**20
 """From this size and 3 ranks on, traffic costs more than a second rendezvous."""
 

@@ -18,7 +18,6 @@ from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-# ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 

@@ -11,9 +11,6 @@ from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-# ruff: noqa: ANN001, ANN202, SIM108 the arguments of kernels have no types
-
-
 COLUMNS_PER_PROGRAM = 1024
 PIECE_ELEMENTS = 2**20
 """Elements that the reference dequantizes at a time."""

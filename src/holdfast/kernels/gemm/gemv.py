@@ -11,7 +11,6 @@ from holdfast.kernels.fp8 import LEAST_SCALE, loaded_numbers, quantized_numbers
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, release_then_wait, tl
 
-# ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 

@@ -22,7 +22,6 @@ from holdfast.kernels.triton_compat import (
 )
 from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN, LEAST_E4M3_SCALE
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 

@@ -24,7 +24,6 @@ from holdfast.kernels.triton_compat import (
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# ruff: noqa: ANN001, ANN201, ANN202, RET505 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 

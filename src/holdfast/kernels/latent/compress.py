@@ -30,20 +30,9 @@ from holdfast.kernels.latent.entry_rows import (
 )
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, bits_of_rope
 from holdfast.kernels.latent.write_latent import LatentNorm
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, release_then_wait, tl
 from holdfast.quant.entry_state import num_sums, state_shape
-
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 ROWS = 8
 """Most rows that a program pools at once."""
@@ -71,6 +60,19 @@ class Compressor(NamedTuple):
     @property
     def dim(self) -> int:
         return self.weight_D.shape[0]
+
+
+class PooledRows(NamedTuple):
+    """The rows of a step, and the states of their sequences."""
+
+    pooled_TX: Tensor
+    """float32: X columns of values, then X of gates; rows may be strided."""
+    positions_T: Tensor
+    slots_T: Tensor
+    """Of the entry that a row ends."""
+    states_T: Tensor
+    """The place of a row's sequence in `state_PK3D`, -1 for padding."""
+    state_PK3D: Tensor
 
 
 class Sums(NamedTuple):
@@ -108,65 +110,37 @@ def _finite(m: Tensor) -> Tensor:
     return torch.where(m == -torch.inf, 0.0, m)
 
 
-def compress_entries_reference(
-    pooled_TX: Tensor,
-    positions_T: Tensor,
-    slots_T: Tensor,
-    states_T: Tensor,
-    state_PK3D: Tensor,
-    compressor: Compressor,
-    rotary: Rotary,
-    planes: LatentPlanes,
-) -> None:
+def compress_entries_reference(step: PooledRows, compressor: Compressor, rotary: Rotary, planes: LatentPlanes) -> None:
     """Like `compress_rows`, but norm and rotate the entry of a row that ends a window and write it to its slot (-1: none).
 
     `rotary` has the position of each row's window's first token.
     """
-    entries_TD = pooled_TX.new_empty((len(pooled_TX), compressor.dim))
-    compress_rows_reference(pooled_TX, positions_T, states_T, state_PK3D, compressor, entries_TD)
-    kept_T = kept_slots(positions_T, slots_T, states_T, compressor.ratio)
-    write_entries(entries_TD, kept_T, compressor.norm, rotary, planes)
+    write_entries(*_ended_entries(step, compressor), compressor.norm, rotary, planes)
 
 
 def compress_index_reference(
-    pooled_TX: Tensor,
-    q_TID: Tensor,
-    positions_T: Tensor,
-    slots_T: Tensor,
-    states_T: Tensor,
-    state_PK3D: Tensor,
-    compressor: Compressor,
-    rotary: Rotary,
-    q_rotary: Rotary,
-    planes: IndexPlanes,
+    step: PooledRows, q_TID: Tensor, compressor: Compressor, rotary: Rotary, q_rotary: Rotary, planes: IndexPlanes
 ) -> None:
     """Like `compress_entries` for an index; also rotate the last elements of every row's index heads in place, by `q_rotary`."""
-    entries_TD = pooled_TX.new_empty((len(pooled_TX), compressor.dim))
-    compress_rows_reference(pooled_TX, positions_T, states_T, state_PK3D, compressor, entries_TD)
-    kept_T = kept_slots(positions_T, slots_T, states_T, compressor.ratio)
-    write_index_entries(entries_TD, kept_T, compressor.norm, rotary, planes)
-    rotate_index_queries(q_TID, states_T, q_rotary)
+    write_index_entries(*_ended_entries(step, compressor), compressor.norm, rotary, planes)
+    rotate_index_queries(q_TID, step.states_T, q_rotary)
 
 
-def kept_slots(positions_T: Tensor, slots_T: Tensor, states_T: Tensor, ratio: int) -> Tensor:
-    """Slots of rows that end a window; -1 for the others and for padding."""
-    return torch.where((states_T >= 0) & ((positions_T + 1) % ratio == 0), slots_T, -1)
+def _ended_entries(step: PooledRows, compressor: Compressor) -> tuple[Tensor, Tensor]:
+    """Return the entries of rows, and their slots; -1 for rows that end no window and for padding."""
+    entries_TD = step.pooled_TX.new_empty((len(step.pooled_TX), compressor.dim))
+    compress_rows_reference(step, compressor, entries_TD)
+    is_end_T = (step.states_T >= 0) & ((step.positions_T + 1) % compressor.ratio == 0)
+    return entries_TD, torch.where(is_end_T, step.slots_T, -1)
 
 
-def compress_rows_reference(
-    pooled_TX: Tensor,
-    positions_T: Tensor,
-    states_T: Tensor,
-    state_PK3D: Tensor,
-    compressor: Compressor,
-    entries_TD: Tensor,
-) -> None:
+def compress_rows_reference(step: PooledRows, compressor: Compressor, entries_TD: Tensor) -> None:
     """Add the rows of a step to their sequences' states; write the entry of each row that ends a window to `entries_TD`.
 
-    `pooled_TX`: float32, X columns of values, then X of gates; rows may be strided. `states_T`: the place of a row's sequence
-    in `state_PK3D`, -1 for padding. The rows of a sequence are adjacent, and their positions consecutive.
+    The rows of a sequence are adjacent, and their positions consecutive.
     """
-    _check_layout(pooled_TX, state_PK3D, compressor, entries_TD)
+    _check_layout(step, compressor, entries_TD)
+    pooled_TX, positions_T, _, states_T, state_PK3D = step
     places, counts = torch.unique_consecutive(states_T, return_counts=True)
     row = 0
     for place, num_rows in zip(places.tolist(), counts.tolist(), strict=True):
@@ -220,7 +194,8 @@ def _put(sums: Sums, index: int | slice, values: Sums) -> None:
         mine[index] = value
 
 
-def _check_layout(pooled_TX: Tensor, state_PK3D: Tensor, compressor: Compressor, entries_TD: Tensor) -> None:
+def _check_layout(step: PooledRows, compressor: Compressor, entries_TD: Tensor) -> None:
+    pooled_TX, state_PK3D = step.pooled_TX, step.state_PK3D
     dim, width = entries_TD.shape[1], compressor.positions_RX.shape[1]
     wanted = state_shape(dim, compressor.is_overlapped)
     assert state_PK3D.shape[1:] == wanted, f"{state_PK3D.shape=} for states of {wanted}"
@@ -231,64 +206,40 @@ def _check_layout(pooled_TX: Tensor, state_PK3D: Tensor, compressor: Compressor,
     assert state_PK3D.is_contiguous(), f"{state_PK3D.stride()=}: states must lie side by side"
 
 
-def compress_rows_triton(
-    pooled_TX: Tensor,
-    positions_T: Tensor,
-    states_T: Tensor,
-    state_PK3D: Tensor,
-    compressor: Compressor,
-    entries_TD: Tensor,
-) -> None:
+def compress_rows_triton(step: PooledRows, compressor: Compressor, entries_TD: Tensor) -> None:
     """`compress_rows` as a Triton kernel: that of `compress_entries` without its last step."""
-    _check_layout(pooled_TX, state_PK3D, compressor, entries_TD)
-    step = pooled_TX, positions_T, positions_T, states_T, state_PK3D
+    _check_layout(step, compressor, entries_TD)
     _launch(step, compressor, None, "rows", Target(entries_TD), None, None)
 
 
 compress_rows = operation(reference=compress_rows_reference, triton=compress_rows_triton)
 
 
-def compress_entries_triton(
-    pooled_TX: Tensor,
-    positions_T: Tensor,
-    slots_T: Tensor,
-    states_T: Tensor,
-    state_PK3D: Tensor,
-    compressor: Compressor,
-    rotary: Rotary,
-    planes: LatentPlanes,
-) -> None:
+def compress_entries_triton(step: PooledRows, compressor: Compressor, rotary: Rotary, planes: LatentPlanes) -> None:
     """`compress_entries` as one Triton kernel: a program per row, which works if a window or its sequence's rows end there."""
     dim = planes.latent_dim + planes.rope_dim
     assert compressor.dim == dim, f"{compressor.dim=} for planes of {dim} elements"
     assert rotary.dim == planes.rope_dim, f"{rotary.dim=} for {planes.rope_dim=}"
     assert not planes.has_small_rope, "rotated elements in e4m3 have no kernel here"
     target = Target(planes.rows_SX, planes.scales_SC, bits_of_rope(planes))
-    step = pooled_TX, positions_T, slots_T, states_T, state_PK3D
     _launch(step, compressor, rotary, planes.kind, target, None, None)
 
 
-compress_entries = operation(reference=compress_entries_reference, triton=compress_entries_triton)
+compress_entries = operation(
+    reference=compress_entries_reference,
+    triton=compress_entries_triton,
+    place=lambda step, compressor, rotary, planes: step.pooled_TX,
+)
 
 
 def compress_index_triton(
-    pooled_TX: Tensor,
-    q_TID: Tensor,
-    positions_T: Tensor,
-    slots_T: Tensor,
-    states_T: Tensor,
-    state_PK3D: Tensor,
-    compressor: Compressor,
-    rotary: Rotary,
-    q_rotary: Rotary,
-    planes: IndexPlanes,
+    step: PooledRows, q_TID: Tensor, compressor: Compressor, rotary: Rotary, q_rotary: Rotary, planes: IndexPlanes
 ) -> None:
     """`compress_index` as one Triton kernel, with more programs for the index heads of a row."""
     rows_SD = planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD
     assert compressor.dim == q_TID.shape[2] == rows_SD.shape[1], f"{compressor.dim=}, {q_TID.shape=}, {rows_SD.shape=}"
     assert q_TID.stride(2) == 1, f"{q_TID.stride()=}: the elements of a head must lie side by side"
     target, kind = Target(rows_SD, planes.scales_S1), "index" if planes.is_quantized else "plain"
-    step = pooled_TX, positions_T, slots_T, states_T, state_PK3D
     _launch(step, compressor, rotary, kind, target, q_TID, q_rotary)
 
 
@@ -303,12 +254,8 @@ class Target(NamedTuple):
     rope: Tensor | None = None
 
 
-Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""pooled_TX, positions_T, slots_T, states_T, state_PK3D."""
-
-
 def _launch(
-    step: Step,
+    step: PooledRows,
     compressor: Compressor,
     rotary: Rotary | None,
     kind: str,
@@ -317,8 +264,8 @@ def _launch(
     q_rotary: Rotary | None,
 ) -> None:
     pooled_TX, positions_T, slots_T, states_T, state_PK3D = step
-    num_rows, dim, pdl = len(pooled_TX), compressor.dim, supports_pdl(pooled_TX)
-    _check_layout(pooled_TX, state_PK3D, compressor, compressor.weight_D[None])
+    num_rows, dim = len(pooled_TX), compressor.dim
+    _check_layout(step, compressor, compressor.weight_D[None])
     if num_rows == 0:
         return
     rope_dim = 0 if rotary is None else rotary.dim
@@ -334,8 +281,8 @@ def _launch(
         target.rows.stride(0), *((0, 0) if q_TID is None else q_TID.stride()[:2]),
         KIND=kind, RATIO=compressor.ratio, OVERLAPPED=compressor.is_overlapped, DIM=dim, ROPE_DIM=rope_dim,
         NUM_HEADS=num_heads, HEADS=heads, BLOCK_D=block_d, BLOCK_R=block_r,
-        BLOCK_T=min(ROWS, next_power_of_two(compressor.ratio)), PDL=pdl,
-        num_warps=min(8, max(1, block_d // ELEMENTS_PER_WARP)), **pdl_launch(pdl),
+        BLOCK_T=min(ROWS, next_power_of_two(compressor.ratio)),
+        num_warps=min(8, max(1, block_d // ELEMENTS_PER_WARP)), **pdl_flags(pooled_TX),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from holdfast.kernels.latent.compressed_warpgroups import attend_warpgroups, tak
 from holdfast.kernels.latent.latent_geometry import tile_height
 from holdfast.kernels.latent.latent_planes import bits_of_rope, read_tokens
 from holdfast.kernels.latent.write_latent import rotate_neighbours
+from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,
@@ -31,16 +32,12 @@ from holdfast.kernels.triton_compat import (
     jit,
     jit_counting,
     next_power_of_two,
-    pdl_launch,
     shared_bytes,
-    supports_pdl,
     tl,
 )
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
-
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 def compressed_attention(call: CompressedCall) -> Tensor:
@@ -101,11 +98,7 @@ def _attend_plain(call: CompressedCall, num_splits: int) -> None:
     """Launch all tiles of a step without the merge, in Triton for any GPU and any sizes."""
     q_TND, window, entries, constants = call.q_TND, call.scopes.window, call.entries, call.constants()
     num_rows, num_heads, head_dim = q_TND.shape
-    block_d, height, pdl = (
-        max(16, next_power_of_two(head_dim)),
-        tile_height(num_heads, large=False),
-        supports_pdl(q_TND),
-    )
+    block_d, height = max(16, next_power_of_two(head_dim)), tile_height(num_heads, large=False)
     room = shared_bytes(q_TND) - height * block_d * q_TND.element_size()
     block_n = 32 if room >= 3 * 32 * block_d * q_TND.element_size() else 16
     planes = (window.rows_SX, window.scales_SC, bits_of_rope(window))
@@ -113,7 +106,7 @@ def _attend_plain(call: CompressedCall, num_splits: int) -> None:
     _attend_kernel[(num_rows * constants["NUM_BLOCKS"], num_splits)](
         q_TND, *planes, *call.arguments(), **constants, KIND=window.kind, HEAD_DIM=head_dim, ROPE_DIM=window.rope_dim,
         NUM_SCALES=0 if window.scales_SC is None else window.scales_SC.shape[1], BLOCK_M=height, BLOCK_N=block_n,
-        BLOCK_D=block_d, PDL=pdl, num_warps=8 if height >= 32 else 4, **pdl_launch(pdl),
+        BLOCK_D=block_d, num_warps=8 if height >= 32 else 4, **pdl_flags(q_TND),
     )  # fmt: skip
 
 

@@ -18,20 +18,11 @@ from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.kernels.latent.latent_geometry import compressed_splits, head_blocks
 from holdfast.kernels.latent.latent_planes import LatentPlanes
 from holdfast.kernels.latent.latent_tiles import MERGED_COLUMNS, row_form
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    jit_counting,
-    kernel_constant,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, kernel_constant, next_power_of_two, tl
 
 # Triton unpacks nothing into a tuple, but adds tuples.
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005 the arguments of kernels have no types
 
 SPREAD_SPLITS, MERGED_SPLITS, MERGED_HEADS = 32, 4, 4
 """What a program of a merge loads at once: splits of one head for few rows, splits and heads for many."""
@@ -122,7 +113,7 @@ def choose_splits(call: CompressedCall) -> int:
 def merge_scopes(call: CompressedCall, num_splits: int) -> None:
     """Merge every row from the partials of its splits and the sinks; zeros in padded rows."""
     (num_rows, num_heads, head_dim), scopes = call.out_TND.shape, call.scopes
-    pdl, is_spread = supports_pdl(call.out_TND), row_form(num_rows).merges_side_by_side
+    is_spread = row_form(num_rows).merges_side_by_side
     # Few rows have many splits: a program takes some columns of one head. Else several heads, a few splits at once.
     heads = 1 if is_spread else min(MERGED_HEADS, next_power_of_two(num_heads))
     columns = min(head_dim & -head_dim, MERGED_COLUMNS) if is_spread else head_dim
@@ -130,8 +121,8 @@ def merge_scopes(call: CompressedCall, num_splits: int) -> None:
         call.out_TND, call.partial_out_CX, call.partial_lse_CH, call.sinks_N, call.rows.positions_T, scopes.list_length,
         num_splits, WINDOW=scopes.window_size, RATIO=scopes.ratio, LISTED=scopes.selected_TK is not None,
         NUM_HEADS=num_heads, HEADS=heads, HEAD_DIM=head_dim, SPREAD=is_spread,
-        BLOCK_S=SPREAD_SPLITS if is_spread else MERGED_SPLITS, BLOCK_D=next_power_of_two(columns), PDL=pdl, num_warps=4,
-        **pdl_launch(pdl),
+        BLOCK_S=SPREAD_SPLITS if is_spread else MERGED_SPLITS, BLOCK_D=next_power_of_two(columns), num_warps=4,
+        **pdl_flags(call.out_TND),
     )  # fmt: skip
 
 

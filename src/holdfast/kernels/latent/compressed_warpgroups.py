@@ -34,20 +34,11 @@ from holdfast.kernels.latent.sparse_gather import (
     scaled_fp8,
     twice,
 )
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    gl,
-    gluon_jit,
-    gluon_jit_counting,
-    hopper,
-    kernel_constant,
-    pdl_launch,
-    supports_pdl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant
 
 # Triton unpacks nothing into a tuple, but adds tuples.
 # pyright: reportGeneralTypeIssues=false
-# ruff: noqa: ANN001, ANN202, RUF005 the arguments of kernels have no types
 
 NOPE_DIM, ROPE_DIM = 448, 64
 GATHER_REGISTERS = kernel_constant(104)
@@ -87,10 +78,10 @@ def _takes_planes(planes: LatentPlanes, kind: str, dtype: torch.dtype) -> bool:
 def attend_warpgroups(call: CompressedCall, num_splits: int) -> None:
     """Launch all tiles of a step without the merge. Partials are float16: float32 would take a third of the time."""
     assert call.partial_out_CX.dtype == torch.float16, f"partials are float16, not {call.partial_out_CX.dtype}"
-    constants, pdl = call.constants(), supports_pdl(call.q_TND)
+    constants = call.constants()
     _attend_kernel[(len(call.q_TND) * constants["NUM_BLOCKS"], num_splits)](
         call.q_TND, *_words_of(call.scopes.window), *_words_of(call.entries), *call.arguments(), **constants,
-        PLAIN_ROWS=call.scopes.window.kind == "plain", PDL=pdl, num_warps=8, **pdl_launch(pdl),
+        PLAIN_ROWS=call.scopes.window.kind == "plain", num_warps=8, **pdl_flags(call.q_TND),
     )  # fmt: skip
 
 

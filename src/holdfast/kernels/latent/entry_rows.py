@@ -22,8 +22,6 @@ from holdfast.quant.latent_quantize import LEAST_TILE
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
-
 TILE = kernel_constant(EXPONENT_TILE)
 ALIGNMENT = kernel_constant(EXPONENT_ALIGNMENT)
 LEAST = kernel_constant(LEAST_TILE)

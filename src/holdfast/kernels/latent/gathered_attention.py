@@ -35,18 +35,8 @@ from holdfast.kernels.latent.latent_warpgroups import (
     wait_for_kernels_before,
 )
 from holdfast.kernels.latent.sparse_gather import gather_rows
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    gl,
-    gluon_jit,
-    gluon_jit_counting,
-    hopper,
-    kernel_constant,
-    pdl_launch,
-    supports_pdl,
-)
-
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant
 
 RING = kernel_constant(2)
 """Blocks of latents in shared memory: one is multiplied, one is filled."""
@@ -81,12 +71,12 @@ def gathered_memory(planes: LatentPlanes) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _constants(call: LatentCall, large: bool) -> dict[str, int]:
-    num_heads, planes, pdl = call.q_TNX.shape[1], call.planes, supports_pdl(call.q_TNX)
+    num_heads, planes = call.q_TNX.shape[1], call.planes
     num_blocks, group = head_blocks(num_heads, large)
     return {
         "LARGE": large, "PLAIN_ROWS": planes.kind == "plain", "FP8": planes.kind == "fp8_ds_mla",
         "SMALL_ROPE": planes.has_small_rope, "NUM_HEADS": num_heads, "NUM_BLOCKS": num_blocks, "GROUP": group,
-        "PAGE_TOKENS": planes.page_tokens, "PDL": pdl, "num_warps": 8, **pdl_launch(pdl),
+        "PAGE_TOKENS": planes.page_tokens, "num_warps": 8, **pdl_flags(call.q_TNX),
     }  # fmt: skip
 
 

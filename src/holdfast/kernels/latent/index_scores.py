@@ -12,22 +12,11 @@ from torch import Tensor
 
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
 from holdfast.kernels.latent.latent_planes import IndexPlanes, SparseRows
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
-
-# ruff: noqa: ANN001, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 MAX_HEADS, MAX_DIM = 64, 128
 """Limits of the kernel: all heads of a row are one operand of a product."""
@@ -138,7 +127,7 @@ def index_scores_triton(
     _check_layout(q_TID, weights_TI, planes, page_table_NP, out_TC)
     if num_rows == 0:
         return out_TC
-    operands, pdl = choose_operands(q_TID, planes), supports_pdl(q_TID)
+    operands = choose_operands(q_TID, planes)
     block_d, num_columns = max(16, next_power_of_two(dim)), out_TC.shape[1]
     blocks, num_sms = index_blocks(operands, block_d), _num_sms(q_TID)
     _score_kernel[(num_rows, num_splits(num_rows, num_columns, blocks, num_sms))](
@@ -148,8 +137,8 @@ def index_scores_triton(
         weights_TI.stride(0), page_table_NP.stride(0), out_TC.stride(0), num_rows,
         OPERANDS=operands, PAIRS=blocks.has_pairs, NUM_HEADS=num_heads, DIM=dim, PAGE_TOKENS=planes.page_tokens,
         PAGES=pages_of_block(planes.page_tokens, blocks.tokens), BLOCK_N=blocks.tokens,
-        BLOCK_I=max(16, next_power_of_two(num_heads)), BLOCK_D=block_d, NUM_STAGES=blocks.num_stages, PDL=pdl,
-        num_warps=NUM_WARPS, **pdl_launch(pdl),
+        BLOCK_I=max(16, next_power_of_two(num_heads)), BLOCK_D=block_d, NUM_STAGES=blocks.num_stages,
+        num_warps=NUM_WARPS, **pdl_flags(q_TID),
     )  # fmt: skip
     return out_TC
 

@@ -61,15 +61,14 @@ from holdfast.kernels.latent.latent_words import (
     word_shape,
 )
 from holdfast.kernels.latent.sparse_low_attention import attend_low_lists
+from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,
     jit,
     jit_counting,
     next_power_of_two,
-    pdl_launch,
     shared_bytes,
-    supports_pdl,
     tl,
 )
 
@@ -78,7 +77,6 @@ from holdfast.kernels.triton_compat import (
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
 # Triton unpacks nothing into a tuple, but adds tuples.
-# ruff: noqa: ANN001, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 
 class LatentBlocks(NamedTuple):
@@ -241,7 +239,7 @@ class _Launch(NamedTuple):
     @classmethod
     def of(cls, call: LatentCall, large: bool, choices: Mapping[int, tuple[LatentBlocks, ...]]) -> "_Launch":
         """Choose blocks, for plain pages among `choices`."""
-        planes, num_heads, pdl = call.planes, call.q_TNX.shape[1], supports_pdl(call.q_TNX)
+        planes, num_heads = call.planes, call.q_TNX.shape[1]
         height, (num_blocks, group), room = (
             tile_height(num_heads, large),
             head_blocks(num_heads, large),
@@ -264,8 +262,8 @@ class _Launch(NamedTuple):
             "NUM_HEADS": num_heads, "NUM_BLOCKS": num_blocks, "NUM_TURNS": num_turns, "GROUP": group,
             "LATENT_DIM": planes.latent_dim, "ROPE_DIM": planes.rope_dim, "PAGE_TOKENS": planes.page_tokens,
             "NUM_GROUPS": num_groups, "ROW_WORDS": row_words, "BLOCK_M": pass_height, "BLOCK_N": blocks.tokens,
-            "BLOCK_L": block_l, "BLOCK_R": block_r, "NUM_STAGES": blocks.num_stages, "PLAIN": is_interpreted(), "PDL": pdl,
-            "num_warps": blocks.num_warps, **pdl_launch(pdl),
+            "BLOCK_L": block_l, "BLOCK_R": block_r, "NUM_STAGES": blocks.num_stages, "PLAIN": is_interpreted(),
+            "num_warps": blocks.num_warps, **pdl_flags(call.q_TNX),
         }  # fmt: skip
         return cls(tensors, programs_per_sm, constants)
 

@@ -26,7 +26,6 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, ker
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
 # Triton unpacks nothing into a tuple, but adds tuples.
-# ruff: noqa: ANN001, ANN201, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 SLAB, CHUNK, NUM_CHUNKS = kernel_constant(64), kernel_constant(128), kernel_constant(4)
 FP8_BYTES = kernel_constant(LATENT_DIM + 4 * 4 + 2 * ROPE_DIM)

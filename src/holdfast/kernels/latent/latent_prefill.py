@@ -24,7 +24,6 @@ from holdfast.kernels.up_projection import TILE_ROWS, UpProjection, num_splits
 from holdfast.quant.formats import LATENT_TILE
 from holdfast.quant.latent_quantize import LATENT_CODEBOOK
 
-# ruff: noqa: ANN001, ANN202, SIM108 pointers of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 

@@ -11,18 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, release_then_wait, tl
 
-# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
@@ -85,13 +76,13 @@ def absorb_queries_triton(q_TND: Tensor, kv_b_NXL: Tensor, out_TNX: Tensor) -> T
     _check(q_TND, kv_b_NXL, out_TNX)
     if not num_rows:
         return out_TNX
-    blocks, pdl = projection_form(num_rows, num_heads).absorb, supports_pdl(q_TND)
+    blocks = projection_form(num_rows, num_heads).absorb
     grid = (-(-latent_dim // blocks.columns), num_heads, -(-num_rows // blocks.rows))
     _absorb_kernel[grid](
         q_TND, kv_b_NXL, out_TNX, num_rows, *q_TND.stride()[:2], kv_b_NXL.stride(0), *out_TNX.stride()[:2],
         NOPE=nope_dim, ROPE=rope_dim, LATENT=latent_dim, BLOCK_T=blocks.rows,
         BLOCK_P=max(16, next_power_of_two(nope_dim)), BLOCK_R=next_power_of_two(max(rope_dim, 1)),
-        BLOCK_L=blocks.columns, PDL=pdl, num_warps=blocks.num_warps, **pdl_launch(pdl),
+        BLOCK_L=blocks.columns, num_warps=blocks.num_warps, **pdl_flags(q_TND),
     )  # fmt: skip
     return out_TNX
 
@@ -114,13 +105,13 @@ def project_values_triton(latent_TNL: Tensor, kv_b_NXL: Tensor, out_TNV: Tensor)
     _check(latent_TNL, kv_b_NXL, out_TNV)
     if not num_rows:
         return out_TNV
-    blocks, pdl = projection_form(num_rows, num_heads).value, supports_pdl(latent_TNL)
+    blocks = projection_form(num_rows, num_heads).value
     block_v = min(blocks.columns, max(16, next_power_of_two(value_dim)))
     _value_kernel[(-(-value_dim // block_v), num_heads, -(-num_rows // blocks.rows))](
         latent_TNL, kv_b_NXL, out_TNV, num_rows, *latent_TNL.stride()[:2], kv_b_NXL.stride(0), *out_TNV.stride()[:2],
         FIRST=kv_b_NXL.shape[1] - value_dim, LATENT=latent_dim, VALUE=value_dim, BLOCK_T=blocks.rows, BLOCK_V=block_v,
-        BLOCK_L=blocks.depth or max(16, next_power_of_two(latent_dim)), IS_WHOLE=not blocks.depth, PDL=pdl,
-        num_warps=blocks.num_warps, num_stages=3, **pdl_launch(pdl),
+        BLOCK_L=blocks.depth or max(16, next_power_of_two(latent_dim)), IS_WHOLE=not blocks.depth,
+        num_warps=blocks.num_warps, num_stages=3, **pdl_flags(latent_TNL),
     )  # fmt: skip
     return out_TNV
 

@@ -15,9 +15,8 @@ from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS, MERGED_HEADS
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.latent.latent_geometry import MAX_SPLITS, sparse_splits
 from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows
-from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, pdl_launch, supports_pdl, tl
-
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, tl
 
 SPREAD_MERGE_ROWS = 64
 """Steps of at most so many rows have many splits per row and merge one head per program."""
@@ -73,13 +72,13 @@ class ListSplits(NamedTuple):
 
 def merge_lists(call: LatentCall, rows: SparseRows, num_splits: int) -> None:
     """Merge the rows that select tokens from the partials of all their splits; others stay as they are."""
-    (num_rows, num_heads, latent_dim), pdl = call.out_TNL.shape, supports_pdl(call.out_TNL)
+    num_rows, num_heads, latent_dim = call.out_TNL.shape
     shape = merge_shape(num_rows, num_heads, latent_dim)
     _merge_lists_kernel[(num_rows, -(-num_heads // shape.heads), latent_dim // shape.columns)](
         call.out_TNL, *call.partials, rows.num_tokens_T, num_splits,
         NUM_HEADS=num_heads, HEADS=shape.heads, LATENT_DIM=latent_dim, COLUMNS=shape.columns,
-        SIDE_BY_SIDE=shape.is_side_by_side, BLOCK_S=MAX_SPLITS, BLOCK_D=next_power_of_two(shape.columns), PDL=pdl,
-        num_warps=4, **pdl_launch(pdl),
+        SIDE_BY_SIDE=shape.is_side_by_side, BLOCK_S=MAX_SPLITS, BLOCK_D=next_power_of_two(shape.columns),
+        num_warps=4, **pdl_flags(call.out_TNL),
     )  # fmt: skip
 
 

@@ -18,18 +18,8 @@ from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.geometry import BLOCK_TOKENS, TILE_FIELDS
 from holdfast.kernels.latent.latent_geometry import LARGE_HEIGHT, head_blocks
 from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes
-from holdfast.kernels.triton_compat import (
-    TensorDescriptor,
-    constexpr,
-    gl,
-    gluon_jit,
-    hopper,
-    kernel_constant,
-    pdl_launch,
-    supports_pdl,
-)
-
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import TensorDescriptor, constexpr, gl, gluon_jit, hopper, kernel_constant
 
 LATENT_DIM, ROPE_DIM = 512, 64
 HEIGHT, TOKENS = kernel_constant(LARGE_HEIGHT), kernel_constant(BLOCK_TOKENS)
@@ -57,7 +47,7 @@ def takes_warpgroups(planes: LatentPlanes) -> bool:
 
 def attend_warpgroups(call: LatentCall, work: TileWork, large: bool) -> None:
     """Launch all small or all large tiles of a step, without the merge."""
-    num_heads, rows_SX, pdl = call.q_TNX.shape[1], call.planes.rows_SX, supports_pdl(call.q_TNX)
+    num_heads, rows_SX = call.q_TNX.shape[1], call.planes.rows_SX
     num_blocks, group = head_blocks(num_heads, large)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     _attend_kernel[(call.num_sms,)](
@@ -65,7 +55,7 @@ def attend_warpgroups(call: LatentCall, work: TileWork, large: bool) -> None:
         TensorDescriptor.from_tensor(rows_SX, [BLOCK_TOKENS, ROPE_DIM], layout), call.out_TNL, *call.partials,
         call.page_table_NP, work.tiles_X8, call.page_table_NP.stride(0), call.scale * LOG2_E,
         LARGE=large, NUM_HEADS=num_heads, NUM_BLOCKS=num_blocks, GROUP=group, PAGE_TOKENS=call.planes.page_tokens,
-        PDL=pdl, num_warps=8, **pdl_launch(pdl),
+        num_warps=8, **pdl_flags(call.q_TNX),
     )  # fmt: skip
 
 

@@ -26,7 +26,6 @@ from holdfast.quant.latent_quantize import LATENT_PARTS, num_fp8_tiles
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
 # Triton unpacks nothing into a tuple, but adds tuples.
-# ruff: noqa: ANN001, ANN201, RET505, RUF005 the arguments of kernels have no types
 
 
 class WordShape(NamedTuple):

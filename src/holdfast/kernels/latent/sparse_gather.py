@@ -20,7 +20,6 @@ from holdfast.kernels.attention.dequantize import LATENTS_4_ASM
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, kernel_constant
 
 # Triton unpacks nothing into a tuple, but adds tuples.
-# ruff: noqa: ANN001, ANN201, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 PANEL = kernel_constant(64)
 """Columns of half precision in 128 bytes of shared memory."""

@@ -40,18 +40,8 @@ from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows
 from holdfast.kernels.latent.latent_tiles import ListSplits
 from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE, launch_dependents, wait_for_kernels_before
 from holdfast.kernels.latent.sparse_gather import gather_rows, load_pages, load_places
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    gl,
-    gluon_jit,
-    gluon_jit_counting,
-    hopper,
-    kernel_constant,
-    pdl_launch,
-    supports_pdl,
-)
-
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant
 
 NUM_WARPS = 8
 BLOCK_TOKENS = 16 * NUM_WARPS
@@ -70,14 +60,14 @@ def attend_low_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> i
     """Launch all lists of a step, without the merge; return the number of partials of a row."""
     if call.planes.kind in TURN_KINDS and takes_turns(call, tokens_TK.shape[1]):
         return attend_turns(call, rows, tokens_TK)
-    (num_rows, num_heads, _), num_places, pdl = call.q_TNX.shape, tokens_TK.shape[1], supports_pdl(call.q_TNX)
+    (num_rows, num_heads, _), num_places = call.q_TNX.shape, tokens_TK.shape[1]
     wanted = low_splits(num_rows, num_heads, num_places, call.num_sms, BLOCK_TOKENS)
     splits = ListSplits.of(call, num_places, BLOCK_TOKENS, wanted)
     _attend_kernel[(num_rows, splits.num_splits)](
         call.q_TNX, *plane_pointers(call.planes), call.out_TNL, *call.partials, call.page_table_NP, *rows, tokens_TK,
         call.page_table_NP.stride(0), tokens_TK.stride(0), num_places, call.scale * LOG2_E, splits.places,
         KIND=plane_kind(call.planes), NUM_HEADS=num_heads, PAGE_TOKENS=call.planes.page_tokens,
-        BLOCK_M=tile_height(num_heads, large=False), WARPS=NUM_WARPS, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+        BLOCK_M=tile_height(num_heads, large=False), WARPS=NUM_WARPS, num_warps=NUM_WARPS, **pdl_flags(call.q_TNX),
     )  # fmt: skip
     return splits.num_splits
 
@@ -91,14 +81,14 @@ def takes_turns(call: LatentCall, num_places: int) -> bool:
 
 def attend_turns(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
     """Launch all lists of a step, without the merge; return the number of partials of a row, two for each split."""
-    (num_rows, num_heads, _), num_places, pdl = call.q_TNX.shape, tokens_TK.shape[1], supports_pdl(call.q_TNX)
+    (num_rows, num_heads, _), num_places = call.q_TNX.shape, tokens_TK.shape[1]
     planes, wanted = call.planes, low_splits(num_rows, num_heads, num_places, call.num_sms, TURNS * 64)
     splits = ListSplits.of(call, num_places, TURNS * 64, wanted)
     _turns_kernel[(num_rows, splits.num_splits)](
         call.q_TNX, *gathered_memory(planes), *call.partials, call.page_table_NP, *rows, tokens_TK,
         call.page_table_NP.stride(0), tokens_TK.stride(0), num_places, call.scale * LOG2_E, splits.places,
-        KIND=plane_kind(planes), NUM_HEADS=num_heads, PAGE_TOKENS=planes.page_tokens, PDL=pdl, num_warps=4,
-        **pdl_launch(pdl),
+        KIND=plane_kind(planes), NUM_HEADS=num_heads, PAGE_TOKENS=planes.page_tokens, num_warps=4,
+        **pdl_flags(call.q_TNX),
     )  # fmt: skip
     return TURNS * splits.num_splits
 

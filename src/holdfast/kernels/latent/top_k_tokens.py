@@ -19,7 +19,7 @@ from torch import Tensor
 
 from holdfast.kernels.latent.latent_planes import SparseRows
 from holdfast.kernels.latent.top_k_geometry import MAX_CHUNKS, TOP_K_FORM, TopKForm, num_warps, top_k_specs
-from holdfast.kernels.operation import operation
+from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.shared_words import (
     clear_words,
     count_words,
@@ -37,13 +37,9 @@ from holdfast.kernels.triton_compat import (
     jit_counting,
     kernel_constant,
     next_power_of_two,
-    pdl_launch,
-    supports_pdl,
     tl,
     wait_then_release,
 )
-
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 NAN_KEY, NO_KEY = kernel_constant(0xFFFFFFFE), kernel_constant(0xFFFFFFFF)
 BINS, LAST_BINS, WIDE_BINS = kernel_constant(0), kernel_constant(8192), kernel_constant(8448)
@@ -95,7 +91,7 @@ def top_k_tokens_triton(
     (num_rows, context), k = scores_TC.shape, out_TK.shape[1]
     if not num_rows:
         return out_TK
-    block, pdl = form.block(k), supports_pdl(scores_TC)
+    block = form.block(k)
     is_long, num_chunks = context > block, -(-context // form.chunk_tokens)
     limits_T2, chunks_T2P, *near = (scratch[spec.name] for spec in top_k_specs(0, context, k, form))
     lengths = scores_TC, rows.num_tokens_T
@@ -103,20 +99,20 @@ def top_k_tokens_triton(
         sample = form.sample(context)
         _limit_kernel[(num_rows,)](
             *lengths, limits_T2, interpreter_buffer(num_rows, scores_TC), scores_TC.stride(0), context,
-            WANTED=form.wanted(k), SAMPLE=sample, BLOCK=block, PDL=pdl, num_warps=num_warps(sample), **pdl_launch(pdl),
+            WANTED=form.wanted(k), SAMPLE=sample, BLOCK=block, num_warps=num_warps(sample), **pdl_flags(scores_TC),
         )  # fmt: skip
         _filter_kernel[(num_rows, num_chunks)](
             *lengths, limits_T2, chunks_T2P, *near, scores_TC.stride(0), chunks_T2P.stride(0), chunks_T2P.stride(1),
             context,
-            CHUNK=form.chunk_tokens, BLOCK=block, PLAIN=is_interpreted(), PDL=pdl,
-            num_warps=num_warps(form.chunk_tokens), **pdl_launch(pdl),
+            CHUNK=form.chunk_tokens, BLOCK=block, PLAIN=is_interpreted(),
+            num_warps=num_warps(form.chunk_tokens), **pdl_flags(scores_TC),
         )  # fmt: skip
     held = block if is_long else max(256, next_power_of_two(context))
     _row_kernel[(num_rows,)](
         *lengths, limits_T2, chunks_T2P, *near, out_TK, interpreter_buffer(num_rows, scores_TC), scores_TC.stride(0),
         chunks_T2P.stride(0), chunks_T2P.stride(1), out_TK.stride(0), context,
         K=k, HAS_LONG=is_long, CHUNKS=max(32, next_power_of_two(num_chunks)), CHUNK=form.chunk_tokens, BLOCK=held,
-        PLAIN=is_interpreted(), PDL=pdl, num_warps=num_warps(held), **pdl_launch(pdl),
+        PLAIN=is_interpreted(), num_warps=num_warps(held), **pdl_flags(scores_TC),
     )  # fmt: skip
     return out_TK
 

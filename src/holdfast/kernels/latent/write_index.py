@@ -16,18 +16,8 @@ from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.fp8 import e4m3_of, size_bits
 from holdfast.kernels.latent.latent_planes import IndexPlanes
 from holdfast.kernels.latent.write_latent import rotate_neighbours
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
-
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
 ELEMENTS_PER_PROGRAM = 2048
 """Elements of index heads per program."""
@@ -120,14 +110,14 @@ def write_index_triton(
     _check_layout(k_TD, q_TID, rotary, planes)
     if num_rows == 0:
         return
-    half_block, pdl = next_power_of_two(rope_dim // 2), supports_pdl(k_TD)
+    half_block = next_power_of_two(rope_dim // 2)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // (2 * half_block)))
     _write_index_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
         k_TD, q_TID, slots_T, norm.weight_D, norm.bias_D, rotary.cos_TP, rotary.sin_TP,
         planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD, planes.scales_S1, norm.eps,
         k_TD.stride(0), q_TID.stride(0), q_TID.stride(1), rotary.cos_TP.stride(0),
         LEAST=LEAST_KEY, NUM_HEADS=num_heads, DIM=dim, ROPE_DIM=rope_dim, HEADS=heads, BLOCK_D=next_power_of_two(dim),
-        HALF_BLOCK=half_block, NEIGHBOURS=by_neighbours, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+        HALF_BLOCK=half_block, NEIGHBOURS=by_neighbours, num_warps=NUM_WARPS, **pdl_flags(k_TD),
     )  # fmt: skip
 
 
@@ -142,13 +132,13 @@ def quantize_index_queries_triton(q_TID: Tensor, weights_TI: Tensor, codes_TID: 
         assert rows.stride(-1) == 1, f"{rows.stride()=}: what belongs to a row must lie side by side"
     if num_rows == 0:
         return
-    block_d, pdl = next_power_of_two(dim), supports_pdl(q_TID)
+    block_d = next_power_of_two(dim)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_d))
     _quantize_queries_kernel[(num_rows * -(-num_heads // heads),)](
         q_TID, weights_TI, codes_TID.view(torch.uint8), out_weights_TI, q_TID.stride(0), q_TID.stride(1),
         weights_TI.stride(0), codes_TID.stride(0), codes_TID.stride(1), out_weights_TI.stride(0),
-        LEAST=LEAST_QUERY, NUM_HEADS=num_heads, DIM=dim, HEADS=heads, BLOCK_D=block_d, PDL=pdl, num_warps=NUM_WARPS,
-        **pdl_launch(pdl),
+        LEAST=LEAST_QUERY, NUM_HEADS=num_heads, DIM=dim, HEADS=heads, BLOCK_D=block_d, num_warps=NUM_WARPS,
+        **pdl_flags(q_TID),
     )  # fmt: skip
 
 

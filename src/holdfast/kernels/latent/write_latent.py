@@ -13,24 +13,13 @@ from torch import Tensor
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.fp8 import bfloat16_bits, e4m3_of, nearest_magnitudes, size_bits
 from holdfast.kernels.latent.latent_planes import LatentPlanes, store_latents
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    kernel_constant,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, next_power_of_two, release_then_wait, tl
 from holdfast.quant.formats import LATENT_TILE
 from holdfast.quant.latent_quantize import LATENT_CODEBOOK
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
-
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 ELEMENTS_PER_PROGRAM = 2048
 """Rotated elements of query heads per program."""
@@ -82,7 +71,7 @@ def write_latent_triton(
     _check_layout(latent_TX, q_TND, rotary, planes)
     if num_rows == 0:
         return
-    rope_block, pdl = next_power_of_two(rope_dim), supports_pdl(latent_TX)
+    rope_block = next_power_of_two(rope_dim)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // rope_block))
     scales_SC, rope_SR = planes.scales_SC, planes.rope_SR
     if rope_SR is not None:
@@ -94,7 +83,7 @@ def write_latent_triton(
         KIND=planes.kind, SMALL_ROPE=planes.has_small_rope, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
         LATENT_DIM=planes.latent_dim, ROPE_DIM=rope_dim, HEADS=heads, BLOCK_L=next_power_of_two(planes.latent_dim),
         BLOCK_R=rope_block, KRONECKER=planes.latent_dim == next_power_of_two(planes.latent_dim) >= KRONECKER_DIM,
-        PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+        num_warps=NUM_WARPS, **pdl_flags(latent_TX),
     )  # fmt: skip
 
 

@@ -22,19 +22,9 @@ from holdfast.kernels.latent.entry_rows import (
 )
 from holdfast.kernels.latent.latent_planes import LatentPlanes, bits_of_rope, store_latents
 from holdfast.kernels.latent.write_latent import LatentNorm, rotate_neighbours
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 from holdfast.quant.kv_quantize import rotate_heads
-
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 ELEMENTS_PER_PROGRAM = 2048
 """Elements of query heads, or rotated elements of outputs, per program."""
@@ -96,15 +86,15 @@ def write_window_triton(
     assert not planes.has_small_rope, "rotated elements in e4m3 have no kernel here"
     if num_rows == 0:
         return
-    block_d, pdl = next_power_of_two(dim), supports_pdl(kv_TD)
+    block_d = next_power_of_two(dim)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_d))
     _write_window_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
         kv_TD, q_TND, slots_T, states_T, norm.weight_L, rotary.cos_TP, rotary.sin_TP, planes.rows_SX, planes.scales_SC,
         bits_of_rope(planes), norm.eps, q_eps, kv_TD.stride(0), q_TND.stride(0), q_TND.stride(1),
         planes.rows_SX.stride(0), rotary.cos_TP.stride(0),
         KIND=planes.kind, ROTATED=is_rotated or planes.kind == "turboquant", NUM_HEADS=num_heads,
-        LATENT_DIM=planes.latent_dim, ROPE_DIM=planes.rope_dim, HEADS=heads, BLOCK_D=block_d, PDL=pdl,
-        num_warps=NUM_WARPS, **pdl_launch(pdl),
+        LATENT_DIM=planes.latent_dim, ROPE_DIM=planes.rope_dim, HEADS=heads, BLOCK_D=block_d,
+        num_warps=NUM_WARPS, **pdl_flags(kv_TD),
     )  # fmt: skip
 
 
@@ -117,13 +107,13 @@ def rotate_back_triton(out_TND: Tensor, rotary: Rotary) -> None:
     _check_layout(out_TND, rotary)
     if num_rows == 0:
         return
-    rope_dim, pdl = rotary.dim, supports_pdl(out_TND)
+    rope_dim = rotary.dim
     block_r = next_power_of_two(rope_dim)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_r))
     _rotate_back_kernel[(num_rows * -(-num_heads // heads),)](
         out_TND, rotary.cos_TP, rotary.sin_TP, out_TND.stride(0), out_TND.stride(1), rotary.cos_TP.stride(0),
-        NUM_HEADS=num_heads, DIM=dim, ROPE_DIM=rope_dim, HEADS=heads, BLOCK_R=block_r, PDL=pdl, num_warps=NUM_WARPS,
-        **pdl_launch(pdl),
+        NUM_HEADS=num_heads, DIM=dim, ROPE_DIM=rope_dim, HEADS=heads, BLOCK_R=block_r, num_warps=NUM_WARPS,
+        **pdl_flags(out_TND),
     )  # fmt: skip
 
 

@@ -18,8 +18,6 @@ from holdfast.kernels.native_library import native_library
 from holdfast.kernels.operation import DECLINED, operation
 from holdfast.kernels.triton_compat import constexpr, jit_counting, kernel_constant, tl
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 BLOCK_BYTES = 2**14
 WORD_BYTES = 4
 BLOCK_WORDS = BLOCK_BYTES // WORD_BYTES

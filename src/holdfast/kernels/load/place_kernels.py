@@ -33,7 +33,6 @@ from holdfast.kernels.triton_compat import check_dense, constexpr, jit, kernel_c
 from holdfast.quant.weight_quantize import E8M0_MOST, LEAST_INT8_SCALE
 from holdfast.quant.weight_schemes import WeightScheme
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 

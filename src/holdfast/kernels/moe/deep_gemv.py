@@ -17,8 +17,6 @@ from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-# ruff: noqa: ANN001, ANN201, ANN202 pointers of kernels have no types
-# ruff: noqa: SIM109 constants of a kernel are compared one by one
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 

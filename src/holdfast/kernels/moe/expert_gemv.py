@@ -23,8 +23,6 @@ from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
-# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
-# ruff: noqa: SIM108, SIM109 constants of a kernel are compared one by one, and their branches taken when it is compiled
 
 
 MXFP4_ELEMENTS, MXFP4_GROUPS = 8 * 64, (64, 32, 16)

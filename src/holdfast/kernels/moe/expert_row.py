@@ -20,8 +20,6 @@ from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_c
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantize
 
-# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
-# ruff: noqa: SIM109 constants of a kernel are compared one by one
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 

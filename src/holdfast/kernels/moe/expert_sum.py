@@ -12,9 +12,6 @@ from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, 
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, release_then_wait, tl, wait_then_release
 
-# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
-
-
 SMALL_BATCH_TOKENS = 16
 SMALL_BATCH_COLUMNS, LARGE_BATCH_COLUMNS = 256, 1024
 """Columns of a program. A small batch is spread over many multiprocessors; a large one is read sixteen bytes a thread."""

@@ -31,8 +31,6 @@ from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_c
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
-# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
-# ruff: noqa: RET505, SIM108, SIM109 a branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else
 
 
 HALF_WORD_COLUMNS = 64

@@ -18,8 +18,6 @@ from holdfast.kernels.moe.routing import (
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, next_power_of_two, release_then_wait, tl
 
-# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
-
 
 def table_problem(table_VS: Tensor, num_experts: int) -> str | None:
     """Return None or a message about the table: an id that is no expert would read out of bounds."""

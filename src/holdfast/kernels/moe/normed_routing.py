@@ -27,7 +27,6 @@ from holdfast.kernels.triton_compat import (
 )
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 
-# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 

@@ -38,8 +38,6 @@ from holdfast.kernels.triton_compat import (
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-# ruff: noqa: ANN001, ANN201, ANN202 pointers of kernels have no types
-
 
 class Routing(NamedTuple):
     """How experts are chosen from a token's logits, and how their shares are computed."""

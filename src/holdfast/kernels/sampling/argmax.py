@@ -16,8 +16,6 @@ from holdfast.kernels.geometry import CHUNK_TOKENS, NO_TOKEN, num_chunks
 from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, jit_counting, next_power_of_two, tl
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 
 @dataclass(frozen=True, slots=True)
 class LogitScratch:

@@ -19,8 +19,6 @@ from holdfast.kernels.geometry import NUM_BUCKETS, NUM_FIELDS, num_chunks
 from holdfast.kernels.sampling.argmax import LogitScratch
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, next_power_of_two, tl
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
-
 WEIGHT_BITS = 40
 LARGEST = torch.finfo(torch.float32).max
 

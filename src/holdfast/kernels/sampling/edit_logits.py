@@ -16,8 +16,6 @@ from holdfast.kernels.native_library import native_for
 from holdfast.kernels.operation import DECLINED, operation
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, tl
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 PADDING = (-1, 0x3F800000)
 """An edit that does nothing: no place, and the bits of 1.0."""
 WORD_BITS = 32

@@ -12,8 +12,6 @@ from torch import Tensor
 from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit_counting, tl
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 NO_SLOT = -1
 """In place of a slot: do not keep the row's token."""
 BLOCK = 256

@@ -18,8 +18,6 @@ from holdfast.kernels.sampling.candidates import (
 )
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, next_power_of_two, tl
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 FIXED_COLUMNS = 4
 """Before K token ids and K distances: 1 if the row has a token, total weight, the token's distance, its rank."""
 ROW_TILE = 4096

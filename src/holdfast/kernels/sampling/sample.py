@@ -25,8 +25,6 @@ from holdfast.kernels.sampling.candidates import (
 )
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, tl
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
-
 ROW_TILE = 2048
 """Tokens read at a time from a row without a list."""
 NUM_WAYS = 8
