@@ -25,7 +25,7 @@ FOLDER = "HOLDFAST_COUNTS"
 COUNT_FILE = "count"
 PLAIN_FILE = "plain"
 TELL_AT = "HOLDFAST_TELL_AT"
-"""Holds the time (time.time) after which a process dumps its stacks to stack-N.txt in this folder."""
+"""Environment variable with a time (time.time); if set, a rank dumps its stacks to stack-N.txt once LATE_FILE exists."""
 LATE_FILE = "late"
 NUM_MISSES = 5
 """Limit on kept texts."""

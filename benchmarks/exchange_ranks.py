@@ -1,8 +1,8 @@
-"""Ranks as processes on one machine, and what an exchange among them must answer: for gpu_exchange.py and the tests of a GPU.
+"""Ranks as processes on one machine, and the expected results of their exchanges: for gpu_exchange.py and GPU tests.
 
-Every rank makes the numbers of all ranks from the same seeds, and so knows what each call must give, to the bit.
+Every rank draws the numbers of all ranks from the same seeds, so it can compute each call's result to the bit.
 
-    python benchmarks/exchange_ranks.py --size 2 --device cuda   # checks alone; several ranks on one GPU take turns: slow
+    python benchmarks/exchange_ranks.py --size 2 --device cuda   # checks only; ranks on one GPU take turns: slow
 """
 
 import argparse
@@ -37,11 +37,11 @@ from holdfast.memory.ledger import Ledger
 NUM_SHOWN_LINES = 25
 NUM_REPLAYS = 100
 TELL_SECONDS = 3.0
-"""Before the time of a rank is over it says where it stands."""
+"""Seconds before a rank's time limit when it dumps its stacks."""
 
 
 class Sizes(NamedTuple):
-    """For what is checked and measured."""
+    """Sizes of the checks and measurements."""
 
     hidden: int = 5120
     max_rows: int = 2048
@@ -67,9 +67,9 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     after_failure_s: float = 2.0,
 ) -> list[dict[str, Any]]:
-    """`command` once a rank, with --rank, --size, --port and --result; what each has left, or an error with its last words.
+    """Run `command` once per rank, with --rank, --size, --port and --result; return each rank's result, or an error with its last output.
 
-    No process outlives this call. `after_failure_s`: for the others, once one has failed.
+    No process outlives this call. `after_failure_s`: seconds for the others after one has failed.
     """
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
@@ -93,7 +93,7 @@ def run_ranks(
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]], timeout_s: float, after_failure_s: float) -> None:
-    """Until all have ended, one has failed (the others then wait in vain), or the time is over."""
+    """Wait until all have ended, one has failed (the others would hang), or the time is over."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end and any(child.poll() is None for child in children):
         if any(child.poll() for child in children):
@@ -113,7 +113,7 @@ def _found(folder: Path, rank: int, child: subprocess.Popen[bytes]) -> dict[str,
 
 
 def rank_options(parser: argparse.ArgumentParser) -> None:
-    """What `run_ranks` passes."""
+    """Return a parser for the options of `run_ranks`."""
     for name in ("--rank", "--size", "--port"):
         parser.add_argument(name, type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--tell-after", type=float, default=None, help=argparse.SUPPRESS)
@@ -126,7 +126,7 @@ def rank_options(parser: argparse.ArgumentParser) -> None:
 
 
 def open_rank(arguments: argparse.Namespace, sizes: Sizes) -> tuple[Mesh, Exchange]:
-    """The exchange of this process: symmetric memory on a GPU, or NCCL; gloo on a CPU."""
+    """Open this process's exchange: symmetric memory or NCCL on a GPU, gloo on a CPU."""
     if arguments.tell_after is not None:
         faulthandler.dump_traceback_later(arguments.tell_after)
     mesh = meshes(arguments.size // arguments.stages, [(i, i + 1) for i in range(arguments.stages)])[arguments.rank]
@@ -140,19 +140,19 @@ def open_rank(arguments: argparse.Namespace, sizes: Sizes) -> tuple[Mesh, Exchan
         if mesh.tensor_size > 1 and mesh.num_stages > 1 and not arguments.plain:
             return mesh, open_linked(mesh, sizes.needs, place, device, Ledger(), waiting_share=1)
         return mesh, open_collectives(mesh, sizes.needs, place, device, Ledger())
-    # Nothing but exchanges runs here: no product of a peer has to find a place beside them.
+    # Only exchanges run here: no peer's product needs SMs beside them.
     return mesh, open_symmetric(mesh, sizes.needs, place, device, Ledger(), waiting_share=1)
 
 
 def leave(findings: Mapping[str, Any], result: Path) -> None:
-    """So far; a later call replaces it."""
+    """Write the result so far; a later call replaces it."""
     partial = result.with_suffix(".partial")
     partial.write_text(json.dumps(findings))
     partial.rename(result)
 
 
 def wait_for_others(arguments: argparse.Namespace) -> None:
-    """Until every rank has left something: what is on its way to one of them goes when its sender does."""
+    """Wait until every rank has written a result: data in flight is lost when its sender exits."""
     end = time.monotonic() + 30.0
     others = [arguments.result.with_name(f"{rank}.json") for rank in range(arguments.size)]
     while not all(other.exists() for other in others):
@@ -167,7 +167,7 @@ def wait_for_others(arguments: argparse.Namespace) -> None:
 
 
 class Checks:
-    """Calls of one rank, each compared with what the numbers of all ranks give."""
+    """Calls of one rank, each compared with the result computed from all ranks' numbers."""
 
     def __init__(self, mesh: Mesh, exchange: Exchange, device: str, sizes: Sizes) -> None:
         self.mesh = mesh
@@ -178,13 +178,13 @@ class Checks:
         self.num_checked = 0
 
     def parts(self, seed: int, rows: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """For all ranks."""
+        """Return the parts of all ranks."""
         chance = torch.Generator().manual_seed(seed)
         shape = (self.mesh.tensor_size, rows, width)
         return list(torch.randn(shape, generator=chance).to(self.device).to(dtype).unbind())
 
     def compare(self, what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-        """To the bit."""
+        """Compare to the bit."""
         self.num_checked += 1
         if not torch.equal(found, wanted):
             num_other = int((found != wanted).sum())
@@ -198,7 +198,7 @@ class Checks:
         self.compare(f"sum {rows} x {width} {dtype}", out, sum_rows_reference(parts, torch.empty_like(out)))
 
     def adds(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """Onto a stream, with the next norm deferred: all but the sum of squares to the bit."""
+        """Add onto a stream with the next norm deferred; compare all but the sum of squares to the bit."""
         parts = self.parts(rows * width + 1, rows, width, dtype)
         x, norm_weight = self.parts(5, rows, width, dtype)[0], self.parts(6, 1, width, dtype)[0][0]
         wanted, scaled = x.clone(), [torch.empty_like(x), torch.full_like(x, float("nan"))]
@@ -240,7 +240,7 @@ class Checks:
         self.compare("tokens", ids, torch.arange(self.sizes.max_rows, device=self.device))
 
     def all_calls(self) -> None:
-        """Each kind, in sizes that take each way through the kernels."""
+        """Check each kind of call, in sizes that cover each path of the kernels."""
         hidden, most = self.sizes.hidden, self.sizes.max_rows
         for rows in (1, 16, 33, most):
             self.sums(rows, hidden, torch.bfloat16, torch.bfloat16)
@@ -258,9 +258,9 @@ class Checks:
         self.exchange.end_step()
 
     def stages(self) -> None:
-        """Rows of several steps under way at once, from stage to stage; logits and small numbers of each back to rank 0."""
+        """Send rows of several steps in flight from stage to stage, and their logits and small numbers back to rank 0."""
         mesh, hidden = self.mesh, self.sizes.hidden
-        # A step of many rows behind one whose logits are under way: neither may wait for the other.
+        # A step of many rows after one whose logits are in flight: neither may wait for the other.
         rows = [self.sizes.max_rows if step % 4 == 1 else 16 for step in range(4 * mesh.num_stages)]
         steps = [self.parts(step, own, hidden, torch.bfloat16) for step, own in enumerate(rows)]
         under_way: list[int] = []
@@ -299,7 +299,7 @@ class Checks:
         self.compare(f"step {step}: small", small, torch.stack(numbers))
 
     def graph(self) -> None:
-        """An odd number of calls in a graph, replayed often, each time with other numbers, and NaN in this rank's first room."""
+        """Capture an odd number of calls and replay them often, each time with new numbers, and NaN in this rank's first buffer."""
         rows, hidden, size = 16, self.sizes.hidden, self.mesh.tensor_size
         parts = self.parts(3, rows, hidden, torch.bfloat16)
         own, total = parts[self.mesh.rank].clone(), torch.empty_like(parts[0])
@@ -331,7 +331,7 @@ class Checks:
 
 
 def lose_a_peer(mesh: Mesh, exchange: Exchange, arguments: argparse.Namespace) -> dict[str, float]:
-    """The last rank ends hard before a replay; seconds until the others, which are abandoned, stand where their own replay is over."""
+    """Kill the last rank before a replay; return the seconds until the abandoned others finish their own replay."""
     device: str = arguments.device
     x = torch.zeros(16, 64, device=device)
 
@@ -344,7 +344,7 @@ def lose_a_peer(mesh: Mesh, exchange: Exchange, arguments: argparse.Namespace) -
     replay()
     torch.cuda.synchronize()
     leave({}, arguments.result)
-    wait_for_others(arguments)  # who has its own rows may still owe some to the next, which knows nothing yet
+    wait_for_others(arguments)  # a rank with its own rows may still owe rows to the next, which has not noticed yet
     if mesh.rank == mesh.num_ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     replay()
@@ -360,7 +360,7 @@ def lose_a_peer(mesh: Mesh, exchange: Exchange, arguments: argparse.Namespace) -
 
 
 def capture(step: Callable[[], None], device: str) -> Callable[[], None]:
-    """A CUDA graph of it; the function itself on a CPU."""
+    """Capture a CUDA graph of a function; on a CPU return the function."""
     if device == "cpu":
         return step
     torch.cuda.synchronize()
@@ -371,7 +371,7 @@ def capture(step: Callable[[], None], device: str) -> Callable[[], None]:
 
 
 def main() -> None:
-    """All ranks, or one of them."""
+    """Run all ranks, or one of them."""
     parser = argparse.ArgumentParser(description="What an exchange among ranks must answer")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--tiny", action="store_true", help="small shapes")

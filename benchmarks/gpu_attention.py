@@ -2,8 +2,8 @@
 
 Our kernel gets its tiles from the backend's own plan. SDPA gets the same keys and values, contiguous: for decode with the
 query heads of a key head folded into rows, for prefill with its flash kernel and keys repeated for each head. A measurement
-is a CUDA graph over several layers, each with keys of its own, so that no call finds them in the L2 cache; the median of
-some replays counts. Correctness comes first: a small mixed step against float32.
+is a CUDA graph over several layers, each with its own keys, so that the L2 cache is cold; the median of some replays
+counts. Correctness comes first: a small mixed step against float32.
 
 On a CPU, to see that it runs: TRITON_INTERPRET=1 python benchmarks/gpu_attention.py --tiny --device cpu
 
@@ -36,18 +36,18 @@ from holdfast.memory.workspace_plan import arena_bytes
 from holdfast.quant.formats import KV_FORMATS
 
 ROTATED_BYTES = 1.2e9
-"""Keys and values of all layers of a measurement together: many times the L2 cache."""
+"""Bytes of keys and values over all layers of a measurement: many times the L2 cache."""
 MAX_LAYERS = 40
 MAX_ERROR = 0.02
-"""For a row against float32, relative to its length: what half-precision weights and outputs may cost."""
+"""Tolerance of a row against float32, relative to its length, for half-precision weights and outputs."""
 NUM_REPLAYS = 15
 LONG_CONTEXT = 2**20
 FLOPS_PER_PAIR = 4
-"""For a query element and a key: two products, each a multiplication and an addition."""
+"""FLOPs of a query element and a key: two products, each a multiplication and an addition."""
 
 
 class Shape(NamedTuple):
-    """What is run."""
+    """Cases of the run."""
 
     num_heads: int = 64
     num_kv_heads: int = 8
@@ -71,7 +71,7 @@ TINY = Shape(4, 2, 16, "float16", ((1, 300), (3, 40)), 40, 512, StepBounds(8, 64
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """One step's attention in several layers that differ in their keys and values alone."""
+    """One step's attention in several layers that differ only in their keys and values."""
 
     storage: PageStorage
     specs: tuple[GroupedAttentionSpec, ...]
@@ -82,10 +82,10 @@ class Rig:
     bounds: StepBounds
     num_sms: int
     key_biases: tuple[KeyBias, ...] | None = None
-    """For each layer, where quantized keys are stored without their bias."""
+    """Key bias of each layer, if quantized keys are stored without it."""
 
     def calls(self, batch_invariant: bool, captured: bool) -> list[Callable[[], torch.Tensor]]:
-        """One call for each layer, planned as a step is."""
+        """Return one call for each layer, planned like a step."""
         backend = TritonPagedAttention(
             self.specs, self.storage, self.bounds, self.num_sms, batch_invariant, key_biases=self.key_biases
         )
@@ -97,7 +97,7 @@ class Rig:
         return [lambda layer=layer: attend(layer) for layer in range(len(self.specs))]
 
     def stored(self, layer: int, name: str, sequence: SequenceRows) -> torch.Tensor:
-        """[L, K, D]: keys or values of a sequence, as its pages hold them."""
+        """Return [L, K, D]: keys or values of a sequence, read from its pages."""
         assert self.batch.page_tables is not None, "the batch has no page table"
         page_tokens = self.bounds.page_tokens
         token_L = torch.arange(sequence.end, device=self.q_THD.device)
@@ -108,7 +108,7 @@ class Rig:
 def make_rig(
     shape: Shape, rows: Sequence[tuple[int, int]], num_layers: int, device: torch.device, num_padding: int = 0
 ) -> Rig:
-    """`rows` are start and number of rows of each sequence; what is stored is all random, and so are the pages' places."""
+    """Build a rig. `rows` are start and number of rows of each sequence; stored values and page order are random."""
     page_tokens = shape.bounds.page_tokens
     num_pages = [-(-(start + count) // page_tokens) for start, count in rows]
     cache = uniform_cache(num_layers, KV_FORMATS[shape.dtype], shape.num_kv_heads, shape.head_dim, page_tokens)
@@ -142,7 +142,7 @@ def make_rig(
 
 
 def exact_rows(rig: Rig) -> torch.Tensor:
-    """[T, H * D]: the same in float32 torch, one sequence at a time; padding is zeros."""
+    """Return [T, H * D]: the attention in float32 torch, one sequence at a time; padding is zeros."""
     group = rig.q_THD.shape[1] // rig.specs[0].cache.num_kv_heads
     exact_TX = torch.zeros(rig.out_TX.shape, device=rig.out_TX.device)
     for sequence in rig.batch.sequences:
@@ -159,7 +159,7 @@ def exact_rows(rig: Rig) -> torch.Tensor:
 
 
 def check(shape: Shape, device: torch.device) -> dict[str, Any]:
-    """A mixed step with rows of padding against float32: the largest error of a row, relative to its length."""
+    """Compare a mixed step with padding rows to float32; return the largest error of a row, relative to its length."""
     rig = make_rig(shape, shape.mixed, 1, device, num_padding=3)
     exact_TX, errors = exact_rows(rig), {}
     for captured in (False, True):
@@ -169,12 +169,12 @@ def check(shape: Shape, device: torch.device) -> dict[str, Any]:
             error = (found_TX - exact_TX).norm(dim=1) / exact_TX.norm(dim=1).clamp(min=1e-6)
             name = f"{'captured' if captured else 'eager'}{', invariant' if invariant else ''}"
             errors[name] = float(error.max()) if bool(torch.isfinite(error).all()) else float("nan")
-    is_right = all(error <= MAX_ERROR for error in errors.values())  # NaN is not
+    is_right = all(error <= MAX_ERROR for error in errors.values())  # false for NaN
     return {"errors": errors, "is_right": is_right}
 
 
 def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """For one call, where all of them follow each other in one graph; without a GPU, of one round."""
+    """Return seconds per call, with all calls in one graph; without a GPU, of one round."""
     if device.type != "cuda":
         start = time.perf_counter()
         for call in calls:
@@ -191,7 +191,7 @@ def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device
             call()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(3 + NUM_REPLAYS)]
     with torch.cuda.stream(stream):
-        for event in events[:-1]:  # queued without a wait, so that a replay does not begin with its launch
+        for event in events[:-1]:  # queued without a wait, so that launch latency does not count
             event.record()
             graph.replay()
         events[-1].record()
@@ -202,7 +202,7 @@ def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device
 
 @torch.inference_mode()
 def run_decode(shape: Shape, num_seqs: int, length: int, device: torch.device) -> dict[str, Any]:
-    """One row a sequence, all of one length."""
+    """Measure decode: one row a sequence, all of one length."""
     kv_bytes = num_seqs * length * 2 * shape.num_kv_heads * shape.head_dim * getattr(torch, shape.dtype).itemsize
     num_layers = min(MAX_LAYERS, max(4, round(ROTATED_BYTES / kv_bytes))) if device.type == "cuda" else 2
     rig = make_rig(shape, [(length - 1, 1)] * num_seqs, num_layers, device)
@@ -243,7 +243,7 @@ def run_decode(shape: Shape, num_seqs: int, length: int, device: torch.device) -
 
 @torch.inference_mode()
 def run_prefill(shape: Shape, device: torch.device) -> dict[str, Any]:
-    """One prompt of many rows, all at once."""
+    """Measure prefill: one prompt of many rows."""
     length, num_calls = shape.prefill, 4
     rig = make_rig(shape, [(0, length)], 1, device)
     ours = rig.calls(batch_invariant=False, captured=False)
@@ -282,7 +282,7 @@ def run_prefill(shape: Shape, device: torch.device) -> dict[str, Any]:
 
 
 def scratch_bytes(shape: Shape, max_model_len: int) -> int:
-    """What all layers together work in at this context, work lists included."""
+    """Return scratch bytes of all layers at this context, work lists included."""
     cache = uniform_cache(1, KV_FORMATS[shape.dtype], shape.num_kv_heads, shape.head_dim, shape.bounds.page_tokens)
     specs = (GroupedAttentionSpec(cache.layers[0], shape.num_heads, 1.0, None, max_model_len, shape.dtype, "cuda"),)
     declaration = TritonPagedDeclaration()
@@ -291,7 +291,7 @@ def scratch_bytes(shape: Shape, max_model_len: int) -> int:
 
 
 def verdicts(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """What has to be shown."""
+    """Return the goals and whether they are met."""
     decode = {row["measure"]: row for row in results if "percent_of_roof" in row}
     prefill = [row for row in results if row["unit"] == "TFLOPS"]
     large = [decode[name] for name in ("decode, 32 x 8192", "decode, 8 x 32768") if name in decode]
@@ -306,7 +306,7 @@ def verdicts(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 
 
 def main() -> None:
-    """Check, measure, show."""
+    """Check, measure, print."""
     arguments = options("Attention over pages against torch SDPA").parse_args()
     shape, device = TINY if arguments.tiny else FULL, torch.device(arguments.device)
     torch.manual_seed(0)

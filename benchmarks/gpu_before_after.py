@@ -2,8 +2,8 @@
 
 A tree is a folder with a src/ in it: the checkouts of two commits, the old one first. Each engine is built in a fresh process
 of either tree in turn, with dummy weights, and runs all of its batches (benchmarks/before_after_case.py, which uses the public
-API alone). A rate is the difference of two lengths of output, by the medians of their repeats, behind a prompt that is in
-the prefix cache. The record has both rates, and the ratio of new to old.
+API alone). A rate is the difference of two lengths of output, by the medians of their repeats, after a prompt in the prefix
+cache. The record has both rates, and the ratio of new to old.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from gpu_records import Budget, make_record, options, print_table, run_child, wr
 CASE_SCRIPT = Path(__file__).parent / "before_after_case.py"
 OLD, NEW = "old", "new"
 MIN_SECONDS = 20.0
-"""A process is not begun with less than this left."""
+"""Least remaining seconds to start a process."""
 MOST_APART = 0.02
-"""For a rate: trees that are closer than this count as equally fast."""
+"""Tolerance of a rate: closer trees count as equally fast."""
 
 
 class EngineCase(NamedTuple):
-    """A model, how it is opened, and the batches that it is run with."""
+    """A model, its engine settings, and its batches."""
 
     model: str
     words: str
@@ -50,7 +50,7 @@ ENGINES: Mapping[str, EngineCase] = {
 
 
 class Shape(NamedTuple):
-    """How much is run."""
+    """Size of the run."""
 
     prompt_tokens: int = 512
     lengths: tuple[int, int] = (17, 217)
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
     num_repeats: int = 3
     max_batch: int = 64
     prefill_tokens: int = 7992
-    """Length of the one prompt whose time to the first token is measured."""
+    """Length of the prompt for the time to the first token."""
 
 
 FULL = Shape()
@@ -66,7 +66,7 @@ TINY = Shape(24, (2, 6), 128, 1, 3, 40)
 
 
 def task_of(case: EngineCase, folder: Path, shape: Shape, tiny: bool, device: str) -> dict[str, Any]:
-    """Arguments of an engine's process."""
+    """Return the task of an engine's process."""
     settings = tiny_settings(case.model) if tiny else {}
     path = write_dummy_model(folder, case.model, **settings)
     batches = sorted({min(batch, shape.max_batch) for batch in case.batches})
@@ -90,7 +90,7 @@ def task_of(case: EngineCase, folder: Path, shape: Shape, tiny: bool, device: st
 
 
 def run_case(task: Mapping[str, Any], tree: Path, timeout_seconds: float) -> dict[str, Any]:
-    """Run a task in a process that imports the package of this tree, and of no other."""
+    """Run a task in a process that imports only this tree's package."""
     source = tree.resolve() / "src"
     command = [str(CASE_SCRIPT), json.dumps(task)]
     found = run_child(command, timeout_seconds, environment={"PYTHONPATH": str(source)})
@@ -100,7 +100,7 @@ def run_case(task: Mapping[str, Any], tree: Path, timeout_seconds: float) -> dic
 
 
 def rate_of(batch: int, seconds: Mapping[str, Sequence[float]]) -> float:
-    """Tokens a second of what the longer run has more than the shorter one."""
+    """Return tokens a second from the difference of the longer and the shorter run."""
     (short, short_runs), (long, long_runs) = sorted((int(length), runs) for length, runs in seconds.items())
     return batch * (long - short) / (statistics.median(long_runs) - statistics.median(short_runs))
 
@@ -142,7 +142,7 @@ def rows_of(case: EngineCase, found: Mapping[str, Mapping[str, Any]], num_prefil
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table at the end of a run."""
+    """Print the table at the end of a run."""
     lines = [
         (
             row["measure"],
@@ -162,7 +162,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 def measure_all(
     trees: Mapping[str, Path], shape: Shape, arguments: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of all engines as far as the time goes, and what else was found of them."""
+    """Measure all engines while time allows; return their rows and other findings."""
     budget = Budget(arguments.budget_seconds)
     rows: list[dict[str, Any]] = []
     engines: dict[str, Any] = {}

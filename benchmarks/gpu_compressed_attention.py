@@ -1,9 +1,9 @@
 """Attention to windows and entries (DeepSeek-V4) alone: python benchmarks/gpu_compressed_attention.py
 
-Decode steps as a captured one launches them, one row a sequence, with 64 query heads and top-k 512 (V4-Flash) and 128 heads and
+Decode steps launched like captured ones, one row a sequence, with 64 query heads and top-k 512 (V4-Flash) and 128 heads and
 top-k 1,024 (V4-Pro): layers whose entries of 4 tokens are chosen, and layers that attend to all entries of 128 tokens. Plain rows
-and rows of 584 bytes. Then all kernels of a layer that chooses, each alone: the write of the window, the compressor of entries and that
-of the index, where every row ends an entry, index scores, selection, attention. The roof of a case is the larger of bytes / 4.37 TB/s and FLOPs / 790 TFLOPS. Correctness comes first: rows
+and rows of 584 bytes. Then all kernels of a layer with an index, each alone: the write of the window, the compressors of
+entries and of the index (every row ends an entry), index scores, selection, attention. The roof of a case is the larger of bytes / 4.37 TB/s and FLOPs / 790 TFLOPS. Correctness comes first: rows
 around every boundary against plain torch.
 
 Pages of chosen entries are drawn from a pool that is several times the L2 cache, not as large as the contexts.
@@ -36,11 +36,11 @@ from holdfast.quant.formats import ALL_KV_FORMATS
 PAGE = 64
 MAX_ERROR = 0.02
 POOL_SLOTS = 2**19
-"""For entries that are chosen: a pool of 306 MB at 584 bytes."""
+"""Entries to choose from: a pool of 306 MB at 584 bytes."""
 
 
 class Shape(NamedTuple):
-    """What is run."""
+    """Cases of the run."""
 
     head_dim: int = 512
     rope_dim: int = 64
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
     dtype: str = "bfloat16"
     formats: tuple[str, ...] = ("fp8_ds_v4", "bfloat16")
     models: tuple[tuple[int, int], ...] = ((64, 512), (128, 1024))
-    """Query heads, and entries that a row chooses."""
+    """Query heads, and chosen entries per row."""
     rows: tuple[int, ...] = (1, 16, 64, 128)
     contexts: tuple[int, ...] = (8192, 131072, 2**20)
     index_heads: int = 64
@@ -64,7 +64,7 @@ TINY = Shape(72, 8, 20, "float16", ("fp8_ds_v4",), ((3, 5),), (2,), (72,), 4, 16
 
 
 class Kind(NamedTuple):
-    """For a layer."""
+    """Kind of a layer."""
 
     ratio: int
     top_k: int
@@ -159,7 +159,7 @@ class Rig:
 
 
 def make_planes(shape: Shape, name: str, num_pages: int, device: torch.device) -> LatentPlanes:
-    """Random vectors: some are stored, and the rest are copies of them."""
+    """Return planes of random vectors: some are distinct, the rest are copies."""
     kv_format, num_slots, nope_dim = ALL_KV_FORMATS[name], num_pages * PAGE, shape.head_dim - shape.rope_dim
     planes = LatentPlanes.of(
         {
@@ -185,7 +185,7 @@ def make_planes(shape: Shape, name: str, num_pages: int, device: torch.device) -
 
 @torch.inference_mode()
 def check(shape: Shape, name: str, num_heads: int, kind: Kind, device: torch.device) -> float:
-    """The largest error of a row and head of a small mixed step, relative to its length; padding must be zeros."""
+    """Return the largest relative error of a row and head in a small mixed step; padding must be zeros."""
     rig = Rig(shape, name, num_heads, kind, list(shape.checked), 1, device)
     found_TND = rig.attend(0).float().clone()
     compressed_attention_reference(rig.call(0))
@@ -200,7 +200,7 @@ def check(shape: Shape, name: str, num_heads: int, kind: Kind, device: torch.dev
 def row_of(
     shape: Shape, name: str, num_heads: int, kind: Kind, num_rows: int, context: int, device: torch.device
 ) -> dict[str, Any]:
-    """One decode step alone."""
+    """Measure one decode step."""
     layers = 4 if device.type == "cuda" else 1
     rig = Rig(shape, name, num_heads, kind, [context - 1] * num_rows, layers, device)
     seconds = seconds_per_call([lambda layer=layer: rig.attend(layer) for layer in range(layers)], device)
@@ -221,7 +221,7 @@ def row_of(
 
 
 class Layer:
-    """All kernels of a layer that chooses, of one step whose rows all end an entry."""
+    """All kernels of a layer with an index, for a step whose rows all end an entry."""
 
     def __init__(
         self, shape: Shape, name: str, num_heads: int, top_k: int, num_rows: int, context: int, device: torch.device
@@ -292,7 +292,7 @@ class Layer:
 
 @torch.inference_mode()
 def layer_of(shape: Shape, num_rows: int, context: int, device: torch.device) -> dict[str, Any]:
-    """Every kernel alone, and what share of all of them the compressors are."""
+    """Time every kernel alone, and the compressors' share of the total."""
     (heads, top_k), name = shape.models[0], shape.formats[0]
     layer = Layer(shape, name, heads, top_k, num_rows, context, device)
     calls = {
@@ -314,7 +314,7 @@ def layer_of(shape: Shape, num_rows: int, context: int, device: torch.device) ->
 
 
 def main() -> None:
-    """Check, measure, show."""
+    """Check, measure, print."""
     arguments = options("Attention to windows and entries").parse_args()
     shape, device = TINY if arguments.tiny else FULL, torch.device(arguments.device)
     budget = Budget(arguments.budget_seconds)

@@ -1,10 +1,10 @@
 """Tokens a second of a whole engine, against the memory roof: python benchmarks/gpu_decode.py [--transformers] [--model NAME]
 
-One process for each of: our engine as it is, our engine with batch_invariant=True, and transformers (eager, dynamic cache)
+One process for each of: our engine with defaults, our engine with batch_invariant=True, and transformers (eager, dynamic cache)
 with random weights of the same shapes. A decode rate is (tokens of the longer run - tokens of the shorter one) / (the
-difference of their seconds), the prompts being in the prefix cache, so that what is left is decode steps. The roof is the
-time to read all weights but the embedding, and the keys and values of the batch, at the rate that the device reads. Of
-experts it counts the distinct ones that a step touches.
+difference of their seconds). The prompts are in the prefix cache, so only decode steps remain. The roof is the time to read
+all weights but the embedding, and the keys and values of the batch, at the device's read rate. Only the distinct experts
+that a step uses count.
 """
 
 import argparse
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 MODES = {"default": "holdfast", "invariant": "holdfast, batch invariant", "transformers": "transformers"}
 """Processes, and the names of their engines in the record."""
 MIN_SECONDS = 20.0
-"""A process is not begun with less than this left."""
+"""Least remaining seconds to start a process."""
 
 
 class Shape(NamedTuple):
-    """How much is run."""
+    """Size of the run."""
 
     batches: tuple[int, ...] = (1, 8, 32, 64, 128)
     prompt_tokens: int = 512
@@ -50,19 +50,19 @@ TINY = Shape((1, 3), 40, 64, (3, 8), (1, 2), (2, 5))
 
 
 def decode_rate(batch: int, lengths: tuple[int, int], seconds: Mapping[int, Sequence[float]]) -> float:
-    """Tokens a second from the best runs of both lengths."""
+    """Return tokens a second from the best runs of both lengths."""
     short, long = lengths
     return batch * (long - short) / (min(seconds[long]) - min(seconds[short]))
 
 
 def roof_rate(batch: int, context: float, weight_bytes: int, kv_bytes_per_token: int) -> float:
-    """Tokens a second if every step only read what it must, at the rate of the device."""
+    """Return tokens a second if a step only reads the required bytes, at the device's rate."""
     step_bytes = weight_bytes + batch * context * kv_bytes_per_token
     return batch * READ_BYTES_PER_SECOND / step_bytes
 
 
 def mean_context(prompt_tokens: int, lengths: tuple[int, int]) -> float:
-    """Stored tokens that a step of the difference sees, on average: those before it and its own."""
+    """Return the mean stored tokens that a step of the difference sees, its own included."""
     return prompt_tokens + (lengths[0] + lengths[1]) / 2
 
 
@@ -72,7 +72,7 @@ def mean_context(prompt_tokens: int, lengths: tuple[int, int]) -> float:
 def run_holdfast(
     mode: str, model: str, shape: Shape, tiny: bool, device: str, result: Path | None = None
 ) -> dict[str, Any]:
-    """Every batch size, and a long prompt."""
+    """Run every batch size, and a long prompt."""
     from gpu_engines import open_engine, prompts
 
     from holdfast.quant.quantized_weight import QuantizedWeight
@@ -116,7 +116,7 @@ def run_holdfast(
         for _ in range(shape.num_repeats):
             for length in shape.lengths:
                 seconds[length].append(seconds_of(made, length))
-        # The last step was one of the longest run, and its rows are still in the buffers that graphs read.
+        # The last step was of the longest run; its rows are still in the graphs' buffers.
         found["decode"].append({"batch": batch, "seconds": seconds, **graph_seconds(opened, batch, shape.num_replays)})
         keep(found, result)
     found["prefill_seconds"] = [
@@ -130,7 +130,7 @@ def run_holdfast(
 
 
 def graph_seconds(opened: "OpenEngine", batch: int, num_replays: int) -> dict[str, Any]:
-    """For one replay of the graph of this size, over and over, by device events; nothing where there is no such graph."""
+    """Return seconds of one replay of the graph of this size, by device events; None without such a graph."""
     import torch
 
     runner = opened.runner
@@ -153,7 +153,7 @@ def graph_seconds(opened: "OpenEngine", batch: int, num_replays: int) -> dict[st
 
 
 def run_transformers(model: str, shape: Shape, tiny: bool, device: str) -> dict[str, Any]:
-    """Equal shapes with random weights: eager generate with a dynamic cache."""
+    """Run eager generate with a dynamic cache, on random weights of equal shapes."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import gpu_engines
     import torch
@@ -199,18 +199,18 @@ def run_transformers(model: str, shape: Shape, tiny: bool, device: str) -> dict[
         seconds_of(ids_BL, 2)
         seconds = {
             length: [seconds_of(ids_BL, length)]
-            for length in shape.transformers_lengths  # it is slow: once each
+            for length in shape.transformers_lengths  # slow, so once each
         }
         found["decode"].append({"batch": batch, "seconds": seconds})
     found["prefill_seconds"] = [seconds_of(ids(1, shape.prefill_tokens), 1) for _ in range(2)]
     return found
 
 
-# --- in the process that starts the others
+# --- in the parent process
 
 
 def decode_results(found: Mapping[str, dict[str, Any]], shape: Shape) -> list[dict[str, Any]]:
-    """A row for each batch size, with the engines that ran it."""
+    """Return a row for each batch size, with the engines that ran it."""
     ours = found.get("default", {})
     results = []
     for batch in shape.batches:
@@ -240,7 +240,7 @@ def decode_results(found: Mapping[str, dict[str, Any]], shape: Shape) -> list[di
 
 
 def prefill_result(found: Mapping[str, dict[str, Any]], shape: Shape) -> dict[str, Any] | None:
-    """Tokens a second of one long prompt, by the best run after the first."""
+    """Return tokens a second of one long prompt, by the best run after the first."""
     runs = {MODES[mode]: entry["prefill_seconds"] for mode, entry in found.items() if "prefill_seconds" in entry}
     if not runs:
         return None
@@ -254,7 +254,7 @@ def prefill_result(found: Mapping[str, dict[str, Any]], shape: Shape) -> dict[st
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """The table at the end of a run."""
+    """Print the table at the end of a run."""
     ours, invariant, others = MODES.values()
     names = ("", ours, "graph alone", "% of roof", "roof", "experts", "invariant", "tax %", others, f"against {others}")
     lines = []
@@ -279,7 +279,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def measure_all(modes: Sequence[str], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """A process for each engine."""
+    """Measure each engine in its own process."""
     budget = Budget(arguments.budget_seconds)
     found: dict[str, dict[str, Any]] = {}
     for mode in modes:

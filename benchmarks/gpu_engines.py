@@ -1,4 +1,4 @@
-"""Engines with dummy weights for the GPU benchmarks, and a look at what they hold."""
+"""Engines with dummy weights for the GPU benchmarks, and the tensors that they hold."""
 
 import re
 from collections import deque
@@ -28,11 +28,11 @@ OWNERS = (
     (r"rotary|\b_rope\b", "rope"),
     (r"^model\b", "weights"),
 )
-"""Which part of a runner belongs to which owner of the plan, the more particular first."""
+"""Parts of a runner and their owners in the plan, the most specific first."""
 
 
 class OpenEngine(NamedTuple):
-    """An engine and the account of how it was built."""
+    """An engine and the memory account of its start."""
 
     llm: LLM
     built: BuiltRunner
@@ -60,7 +60,7 @@ def open_engine(
     shapes: Mapping[str, Any] | None = None,
     **settings: Any,  # noqa: ANN401
 ) -> OpenEngine:
-    """An engine of a catalogue model's shapes; `settings` are those of LLM, `shapes` replace some of the model's own."""
+    """Open an engine with a catalogue model's shapes; `settings` go to LLM, `shapes` replace some of the model's."""
     path = write_dummy_model(folder, name, **(tiny_settings(name) if tiny else {}), **(shapes or {}))
     kept: list[BuiltRunner] = []
     build_runner = engine_build.build_runner
@@ -78,12 +78,12 @@ def open_engine(
 
 
 def prompts(dice: Random, lengths: list[int], vocab_size: int) -> list[TokensPrompt]:
-    """Prompts of these lengths, each of other tokens."""
+    """Return prompts of these lengths, all with different tokens."""
     return [{"prompt_token_ids": [dice.randrange(vocab_size) for _ in range(length)]} for length in lengths]
 
 
 def tensors_of(root: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that can be reached from an object of ours, by the shortest path."""
+    """Return every tensor reachable from an object, by its shortest path."""
     waiting: deque[tuple[str, object]] = deque([("", root)])
     seen: set[int] = set()
     while waiting:
@@ -109,12 +109,12 @@ def _parts(thing: object) -> Iterator[tuple[str, object]]:
 
 
 def owner_of(path: str) -> str:
-    """Whose a tensor is, by where a runner keeps it."""
+    """Return a tensor's owner, by its path in the runner."""
     return next((owner for pattern, owner in OWNERS if re.search(pattern, path)), "other")
 
 
 def storages_by_owner(runner: Runner, device_type: str) -> dict[str, dict[int, int]]:
-    """Address and bytes of every piece of device memory under a runner; what has several names goes by the first rule."""
+    """Return address and bytes of every device storage under a runner; the first matching rule gives its owner."""
     order = [owner for _, owner in OWNERS] + ["other"]
     owners: dict[int, str] = {}
     sizes: dict[int, int] = {}
@@ -132,12 +132,12 @@ def storages_by_owner(runner: Runner, device_type: str) -> dict[str, dict[int, i
 
 
 def pointers(runner: Runner) -> dict[str, tuple[int, int]]:
-    """For every tensor under a runner: where it is, and where the memory that it is a view of begins."""
+    """Return the address of every tensor under a runner, and of the storage that it views."""
     return {path: (tensor.data_ptr(), tensor.untyped_storage().data_ptr()) for path, tensor in tensors_of(runner)}
 
 
 def moved(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Tensors that are elsewhere than before, and new ones in memory that was not there; new views of old memory are fine."""
+    """Return tensors that moved, and new ones in new memory; new views of old memory are fine."""
     known = {storage for _, storage in before.values()}
     return [
         path for path, place in after.items() if (before[path] != place if path in before else place[1] not in known)

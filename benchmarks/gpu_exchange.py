@@ -1,11 +1,12 @@
 """Sums and gathers among 2 and 4 ranks over symmetric memory, on one GPU under MPS: python benchmarks/gpu_exchange.py
 
-Each rank is a process. Correctness comes first (exchange_ranks.py): every kind of call to the bit, in eager steps and in a graph that
-is replayed a hundred times. Then a graph of a hundred sums of 16 x 5120 in bfloat16 in every way that the kernel could
-be cut or signal, beside torch's own one-shot all-reduce; then other sizes and calls. Times are microseconds a call of the slowest rank.
+Each rank is a process. Correctness comes first (exchange_ranks.py): every kind of call to the bit, in eager steps and in a
+graph replayed a hundred times. Then a graph of a hundred sums of 16 x 5120 in bfloat16, for every block size and signal of
+the kernel, beside torch's own one-shot all-reduce; then other sizes and calls. Times are microseconds a call on the slowest
+rank.
 
-One GPU stands in for several: signals and rooms do not cross a link. Without MPS ranks take turns, and a call takes milliseconds:
-then only correctness is checked.
+One GPU stands in for several: signals and buffers do not cross a link. Without MPS ranks take turns, and a call takes
+milliseconds; then only correctness is checked.
 
 On a CPU, to see that it runs: python benchmarks/gpu_exchange.py --tiny --device cpu
 """
@@ -44,13 +45,13 @@ from holdfast.kernels.exchange.sum_rows import Tiles, sum_rows_triton
 
 RANKS = (2, 4)
 NUM_CALLS = 100
-"""In a graph."""
+"""Calls in a graph."""
 NUM_RUNS = 20
 GOALS = {2: 6.0, 4: 10.0}
-"""Microseconds of a sum of 16 x 5120."""
+"""Goals in microseconds for a sum of 16 x 5120."""
 ROWS = (1, 4, 16, 64, 256, 2048)
 LIMIT_SECONDS = 44.0
-"""For one number of ranks."""
+"""Time limit for one number of ranks."""
 VARIANTS: dict[str, tuple[Tiles | None, bool]] = {
     "as chosen": (None, False),
     "release, 1024": (Tiles(1024, 4), False),
@@ -67,14 +68,14 @@ VARIANTS: dict[str, tuple[Tiles | None, bool]] = {
 }
 """Relaxed signals are measured, not used: see kernels/exchange/signals.py."""
 STREAM_TILES = tuple(Tiles(*sizes, pdl=True) for sizes in ((1024, 4), (2048, 8), (4096, 16), (8192, 8), (8192, 16)))
-"""For the sum that is added onto a stream with the next norm deferred (kernels/exchange/add_rows.py)."""
+"""Tiles of the sum onto a stream with the next norm deferred (kernels/exchange/add_rows.py)."""
 
 
 # --- in a rank
 
 
 def microseconds(call: Callable[[], None], device: str, num_calls: int = NUM_CALLS) -> float:
-    """For one of the calls in a graph of many, the median over replays."""
+    """Return microseconds of a call in a graph of many, the median over replays."""
 
     def calls() -> None:
         for _ in range(num_calls):
@@ -99,7 +100,7 @@ def microseconds(call: Callable[[], None], device: str, num_calls: int = NUM_CAL
 
 
 def timed_variants(exchange: SymmetricExchange, sizes: Sizes, facts: dict[str, Any], result: Path) -> None:
-    """For the kernel alone, over both rooms in turn, and torch's own."""
+    """Time the kernel alone, over both buffers in turn, and torch's own."""
     shape = (16, sizes.hidden)
     out = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
     for turn in range(2):
@@ -135,24 +136,24 @@ def timed_variants(exchange: SymmetricExchange, sizes: Sizes, facts: dict[str, A
     for name, call in calls.items():
         try:
             facts["variants"][name] = round(microseconds(lambda call=call: void(call()), "cuda"), 2)
-        except Exception as error:  # a form that this version cannot compile must not hide the others
+        except Exception as error:  # a variant that this version cannot compile must not hide the others
             facts["variants"][name] = f"{type(error).__name__}: {error}"[:300]
             torch.cuda.synchronize()
         leave(facts, result)
 
 
 def void(_: object) -> None:
-    """A call's answer is not looked at."""
+    """Drop a call's result."""
 
 
 def torch_one_shot(exchange: SymmetricExchange, shape: tuple[int, int]) -> Callable[[], object]:
-    """What plain torch has, over the same memory."""
+    """Return torch's own one-shot all-reduce over the same memory."""
     room = exchange.peer_rooms(0, torch.bfloat16)[exchange.rank][: shape[0] * shape[1]]
     return lambda: torch.ops.symm_mem.one_shot_all_reduce(room, "sum", exchange.group_name)
 
 
 def timed_calls(exchange: Exchange, sizes: Sizes, device: str, facts: dict[str, Any], result: Path) -> None:
-    """Through the exchange itself, as a model calls it."""
+    """Time calls through the exchange, like a model's."""
     bf16, size, num_calls = torch.bfloat16, exchange.size, 4 if device == "cpu" else NUM_CALLS
 
     def put(name: str, call: Callable[[], object]) -> None:
@@ -196,7 +197,7 @@ def timed_calls(exchange: Exchange, sizes: Sizes, device: str, facts: dict[str, 
 
 
 def run_rank(arguments: argparse.Namespace, sizes: Sizes) -> None:
-    """Checks, then times; what is known so far is left after each."""
+    """Run checks, then timings; write the results so far after each."""
     begin = time.perf_counter()
     facts: dict[str, Any] = {"variants": {}, "calls": {}}
     mesh, exchange = open_rank(arguments, sizes)
@@ -216,11 +217,11 @@ def run_rank(arguments: argparse.Namespace, sizes: Sizes) -> None:
     exchange.close()
 
 
-# --- in the process that starts the others
+# --- in the parent process
 
 
 def slowest(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """For all ranks, by name; words where one of them has some."""
+    """Return the slowest rank's value by name, or a rank's error text."""
     names = found[0].get(kind, {})
     gathered = {name: [entry.get(kind, {}).get(name) for entry in found] for name in names}
     return {
@@ -230,7 +231,7 @@ def slowest(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 
 def rows_of(size: int, found: list[dict[str, Any]], hidden: int) -> list[dict[str, Any]]:
-    """The rows of one number of ranks."""
+    """Return the rows of one number of ranks."""
     wrong = [line for entry in found for line in entry.get("wrong", ["nothing was checked"])]
     errors = [entry["error"] for entry in found if "error" in entry]
     rows: list[dict[str, Any]] = [
@@ -250,7 +251,7 @@ def rows_of(size: int, found: list[dict[str, Any]], hidden: int) -> list[dict[st
 
 
 def main() -> None:
-    """All ranks, or one of them."""
+    """Run all ranks, or one of them."""
     parser = options("Sums and gathers among ranks over symmetric memory")
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks, with commas")
     parser.add_argument("--checks-only", action="store_true", help="measure nothing")

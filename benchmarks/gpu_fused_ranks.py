@@ -1,18 +1,18 @@
 """Decode steps of tensor parallel ranks with and without the fused decode path, all on one GPU under MPS: python benchmarks/gpu_fused_ranks.py
 
-Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16; a rank is a process. Of each number of rows a step is captured in some
-ways and replayed, one way after the other, so that what is compared ran in the same minute:
+Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16; a rank is a process. For each number of rows a step is captured in several
+variants and replayed in turn, so that compared variants run within the same minute:
 
-    fused      products leave parts where peers read; one kernel adds them up and onto the stream, with the next norm deferred
-               (next in turn: the kernel behind that one begins when it has ended, and not when peers are met)
-    two steps  the same products, but the sum and the norm are two kernels
-    plain      the ordinary way: norm, product, sum
+    fused      products write parts that peers read; one kernel adds them up and onto the stream, with the next norm deferred
+               (next in turn: the next kernel begins after this one has ended, not after the barrier with peers)
+    two steps  like fused, but the sum and the norm are two kernels
+    plain      the unfused path: norm, product, sum
 
-Rows have one token each to attend to. Beside the times: logits of each way against the last, whether the stream has the
-same bits on every rank, and what the allocator did while steps were replayed. All ranks share one GPU: times say what kernels and
-exchanges cost side by side, and nothing about several GPUs.
+Each row attends to one token. Beside the times: each variant's logits against the last, whether the stream has equal bits on
+every rank, and the allocator's counts during replays. All ranks share one GPU: times compare kernels and exchanges, and say
+nothing about several GPUs.
 
-On a CPU nothing takes the path; to see that the script runs: python benchmarks/gpu_fused_ranks.py --tiny --device cpu
+A CPU never uses the fused path; to see that the script runs: python benchmarks/gpu_fused_ranks.py --tiny --device cpu
 """
 
 import argparse
@@ -69,14 +69,14 @@ WIDE = {
     "qk_nope_head_dim": 48,
     "v_head_dim": 32,
 }
-"""For a tiny model: widths that the path takes on four ranks too. Keys that a model does not have are left out."""
+"""Settings of a tiny model: widths that the fused path supports on four ranks too, without keys the model lacks."""
 
 
 # --- in a rank
 
 
 def build(arguments: argparse.Namespace, mesh: Mesh, path: Path, facts: dict[str, Any]) -> tuple[RunnerBuild, Runner]:
-    """As an engine builds a rank, but nothing is warmed or captured."""
+    """Build a rank like an engine does, without warm-up or capture."""
     is_cuda = arguments.device == "cuda"
     config = EngineConfig.from_options(
         load_format="dummy",
@@ -102,7 +102,7 @@ def build(arguments: argparse.Namespace, mesh: Mesh, path: Path, facts: dict[str
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What replaces the settings of the model."""
+    """Return the settings that replace the model's."""
     if not arguments.tiny:
         return {"num_hidden_layers": arguments.layers}
     settings = tiny_settings(arguments.model)
@@ -111,21 +111,21 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def connect(arguments: argparse.Namespace, mesh: Mesh, needs: Any) -> Exchange:  # noqa: ANN401 None on one rank alone
-    """Symmetric memory on a GPU, gloo on a CPU."""
+    """Connect ranks: symmetric memory on a GPU, gloo on a CPU."""
     place = listen_for_ranks(port=arguments.port) if mesh.rank == 0 else (LOOPBACK, arguments.port)
     open_exchange = open_symmetric if arguments.device == "cuda" else open_collectives
     return open_exchange(mesh, needs, place, torch.device(arguments.device), Ledger())
 
 
 def add_in_two_steps(exchange: Exchange, part_TH: torch.Tensor, stream: ResidualStream) -> NormedRows:
-    """In the place of `add_part`: the sum takes the place of the scaled rows, which are read before they are written."""
+    """Replace `add_part`: the sum overwrites the scaled rows, which are read first."""
     exchange.sum_rows(part_TH, stream.scaled_MN)
     return defer_rms_norm(stream, stream.scaled_MN)
 
 
 @contextlib.contextmanager
 def two_steps() -> Any:  # noqa: ANN401 a generator of nothing
-    """Sums and norms are kernels of their own meanwhile."""
+    """Run sums and norms as separate kernels inside the block."""
     kept = fused_decode.add_part
     try:
         fused_decode.add_part = moe.add_part = add_in_two_steps
@@ -136,7 +136,7 @@ def two_steps() -> Any:  # noqa: ANN401 a generator of nothing
 
 @contextlib.contextmanager
 def next_in_turn() -> Any:  # noqa: ANN401 a generator of nothing
-    """No kernel begins before a sum onto the stream has ended."""
+    """Start no kernel before a sum onto the stream has ended."""
     kept = symmetric.add_rows_triton
     try:
         symmetric.add_rows_triton = partial(kept, begins_next=False)
@@ -146,7 +146,7 @@ def next_in_turn() -> Any:  # noqa: ANN401 a generator of nothing
 
 
 def ways_of(model: LayerStack, is_alone: bool) -> dict[str, Any]:
-    """Each as a function of a batch and its plan, that gives logits."""
+    """Return each variant as a function from a batch and its plan to logits."""
 
     def apart(batch: Any, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own types
         with two_steps():
@@ -165,7 +165,7 @@ def ways_of(model: LayerStack, is_alone: bool) -> dict[str, Any]:
 
 
 def one_token_each(runner: Runner, num_rows: int) -> LiveStep:
-    """The first token of so many sequences."""
+    """Return a batch with the first token of this many sequences."""
     scheduled = []
     for index in range(num_rows):
         tables = [[place * num_rows + index] for place, _ in enumerate(runner.groups)]
@@ -180,7 +180,7 @@ def one_token_each(runner: Runner, num_rows: int) -> LiveStep:
 def measure(
     runner: Runner, exchange: Exchange | None, num_rows: int, arguments: argparse.Namespace, facts: dict[str, Any]
 ) -> None:
-    """All ways of a step of so many rows, round by round."""
+    """Measure all variants of a step of this many rows, round by round."""
     model: Any = runner.model
     batch = runner.buffers.fill(one_token_each(runner, num_rows), list(range(num_rows)), num_rows, num_rows)
     plan = runner.backend.plan(batch, captured=arguments.device == "cuda")
@@ -213,7 +213,7 @@ def measure(
 
 
 def timed(replay: Callable[[], None], device: str, num_replays: int) -> float:
-    """Microseconds of one."""
+    """Return microseconds of one replay."""
     if device != "cuda":
         begin = time.perf_counter()
         replay()
@@ -229,7 +229,7 @@ def timed(replay: Callable[[], None], device: str, num_replays: int) -> float:
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    """Everything of one rank; what is known so far is left after each part."""
+    """Run one rank; write the results so far after each part."""
     if arguments.tell_after is not None:
         faulthandler.dump_traceback_later(arguments.tell_after)
     mesh = ALONE if arguments.size == 1 else meshes(arguments.size)[arguments.rank]
@@ -249,11 +249,11 @@ def run_rank(arguments: argparse.Namespace) -> None:
     own.release()
 
 
-# --- in the process that starts the others
+# --- in the parent process
 
 
 def rows_of(size: int, num_layers: int, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each number of rows: the slowest rank's times."""
+    """Return a row for each number of rows: the slowest rank's times."""
     rows = []
     for num_rows in map(str, ROWS):
         entries = [entry["rows"][num_rows] for entry in found if entry.get("rows", {}).get(num_rows, {}).get("us")]
@@ -276,7 +276,7 @@ def rows_of(size: int, num_layers: int, found: list[dict[str, Any]]) -> list[dic
 
 
 def main() -> None:
-    """All ranks, or one of them."""
+    """Run all ranks, or one of them."""
     parser = options("Decode steps of ranks with and without the fused decode path")
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks, with commas")
     parser.add_argument("--model", default=MODEL, help="of the catalogue")

@@ -1,10 +1,10 @@
 """Sliding-window models on a GPU: plan, speed and pages by cache group: python benchmarks/gpu_groups.py [--cases NAME,...]
 
-An engine of each model's shapes, with dummy weights, in a process of its own. Speed: tokens a second of decode steps (the
-difference of two lengths of output behind prompts in the prefix cache), against the time to read what a step must: all weights
-but the embedding, of experts the distinct ones that were counted, and the keys and values that are seen. Memory: planned
-and what the driver says. After ready: allocations and compilations inside Runner.launch and collect. Windows: pages that each group holds
-while many long prompts run, beside the bound, and the sequences that run at once; and the same with all layers kept whole.
+One engine per model's shapes, with dummy weights, in its own process. Speed: tokens a second of decode steps (the difference
+of two lengths of output after prompts in the prefix cache). The roof reads all weights but the embedding, the distinct
+experts counted, and the visible keys and values. Memory: planned, and the driver's figure. After ready: allocations and
+compilations inside Runner.launch and collect. Windows: pages that each group holds while many long prompts run, beside the
+bound, and the sequences that run at once; then again with all layers keeping every token.
 """
 
 import argparse
@@ -35,31 +35,31 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MIN_SECONDS = 20.0
-"""A process is not begun with less than this left."""
+"""Least remaining seconds to start a process."""
 
 
 class Case(NamedTuple):
-    """One engine, and what is looked at."""
+    """One engine and its measurements."""
 
     model: str
     options: Mapping[str, Any]
     batches: tuple[int, ...] = ()
-    """Decode is timed with so many sequences."""
+    """Batch sizes of timed decode."""
     num_requests: int = 0
-    """Long prompts that run together while pages are watched."""
+    """Number of long prompts that run together while pages are counted."""
     prompt_tokens: int = 512
     lengths: tuple[int, int] = (17, 81)
     watch_seconds: float = 30.0
     shapes: Mapping[str, Any] = {}
-    """What replaces settings of the model's config.json, such as its number of layers."""
+    """Replacements of config.json settings, such as the number of layers."""
     steady_tokens: int = 0
     """Tokens of one more run of the smallest batch, so that many steps are counted after ready."""
     contexts: tuple[int, ...] = ()
-    """In place of `prompt_tokens`: decode is timed behind prompts of each of these lengths, which are not computed (lent_contexts.py)."""
+    """Replaces `prompt_tokens`: decode after prompts of each length, without prefill (lent_contexts.py)."""
 
     @property
     def label(self) -> str:
-        """What rows of a record call it."""
+        """Return its name in rows of a record."""
         facts = (self.options.get(key) for key in ("quantization", "kv_cache_dtype"))
         layers = self.shapes.get("num_hidden_layers")
         return ", ".join([self.model, *filter(None, facts), *([f"{layers} layers"] if layers else [])])
@@ -86,7 +86,7 @@ TINY_CASES: Mapping[str, Case] = {
 
 
 def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) -> dict[str, Any]:
-    """Start, count, time, watch."""
+    """Start an engine; count, time and watch it."""
     from gpu_engines import open_engine, prompts
 
     start = time.perf_counter()
@@ -99,7 +99,7 @@ def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) ->
         "planned_bytes": plan.memory.phase_bytes["serve"],
         "kv_tokens": plan.kv_tokens,
         "contexts_that_fit": plan.max_concurrency,
-        # No layer of a model with entries could keep every token instead.
+        # A model with entries cannot keep every token in any layer.
         "tokens_without_groups": None if plan.states else plan.tokens_without_groups,
         "beside_pages": beside_pages(opened),
         "groups": group_rows(opened),
@@ -125,14 +125,14 @@ def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) ->
     found["after_ready"] = counted.found()
     keep(found, result)
     for entry in found["decode"] if found["read"]["num_experts"] else ():
-        if entry["context"] == found["decode"][-1]["context"]:  # the others are no longer in the prefix cache
+        if entry["context"] == found["decode"][-1]["context"]:  # the others have left the prefix cache
             entry["distinct_experts"] = count_experts(opened, made[: entry["batch"]])
             keep(found, result)
     return found
 
 
 def time_decode(opened: "OpenEngine", made: Sequence[Any], case: Case) -> dict[str, Any]:
-    """Seconds of two runs of each length, and of a graph alone."""
+    """Return seconds of two runs of each length, and of a graph alone."""
     scheduler = opened.engine.scheduler
     generate(opened, made, 1)
     num_found, num_preemptions = scheduler.num_prefix_hit_tokens, scheduler.num_preemptions
@@ -150,7 +150,7 @@ def time_decode(opened: "OpenEngine", made: Sequence[Any], case: Case) -> dict[s
 
 
 def group_rows(opened: "OpenEngine") -> list[dict[str, Any]]:
-    """Each group as numbers."""
+    """Return the figures of each group."""
     plan = opened.built.plan
     assert plan.cache is not None, f"{plan.declared.name} has no pages"
     limits, rows = plan.resolved.limits, []
@@ -170,23 +170,23 @@ def group_rows(opened: "OpenEngine") -> list[dict[str, Any]]:
 
 
 def beside_pages(opened: "OpenEngine") -> dict[str, int]:
-    """Bytes of scratch, and of what every sequence keeps whatever its length."""
+    """Return bytes of scratch, and of each sequence's fixed state."""
     plan = opened.built.plan
     scratch = sum(term.num_bytes for term in plan.memory.terms if term.group == "workspace")
     return {"scratch": scratch, "state of a sequence": place_bytes(plan.states)}
 
 
 def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
-    """What a step has to read, as far as it does not depend on the step."""
+    """Return the bytes that every step reads."""
     plan = opened.built.plan
     groups = {term.owner: term.num_bytes for term in plan.memory.terms if term.group == "weights"}
-    # Of an embedding that is not the head too, a step reads a few rows.
+    # A step reads a few rows of an embedding that is not also the head.
     skipped = groups["weights/embed"] if "weights/lm_head" in groups else 0
     spec = plan.declared.spec
     assert spec is not None, f"{plan.declared.name} does not run"
     experts = spec.experts
     if experts is not None:
-        # Nor does it read more of a table by token id (int64).
+        # The same holds for a table by token id (int64).
         skipped += len(experts.table_layers) * experts.table_size * experts.top_k * 8
     return {
         "weight_bytes": sum(groups.values()) - skipped,
@@ -199,7 +199,7 @@ def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
 
 
 def seen_bytes(own: "AttentionSpec") -> list[tuple[float, int | None]]:
-    """Bytes a token of a layer, and how many tokens a row reads at most: of latents those chosen, of their index all."""
+    """Return bytes per token of a layer, and the most tokens a row reads: chosen latents, and the whole index."""
     if isinstance(own, CompressedAttentionSpec):
         return [(own.cache.bytes_per_token, own.window), *entry_bytes(own)]
     if not isinstance(own, SparseAttentionSpec):
@@ -210,7 +210,7 @@ def seen_bytes(own: "AttentionSpec") -> list[tuple[float, int | None]]:
 
 
 def entry_bytes(own: CompressedAttentionSpec) -> list[tuple[float, int | None]]:
-    """Like the one above, for entries, each of which stands for several tokens: all of them, or those chosen and the whole index."""
+    """Like `seen_bytes`, for entries of several tokens: all of them, or the chosen ones and the whole index."""
     if own.entries is None:
         return []
     entry = replace(own.entries, index_dim=0).bytes_per_token
@@ -255,7 +255,7 @@ class Counted:
 
 
 def watch(opened: "OpenEngine", made: Sequence[Any], case: Case) -> dict[str, Any]:
-    """Long prompts together: pages of each group after every step, and who runs."""
+    """Run long prompts together; record each group's pages and the running sequences after every step."""
     from holdfast.request.sampling_params import SamplingParams
 
     scheduler, engine = opened.engine.scheduler, opened.engine
@@ -289,11 +289,11 @@ def watch(opened: "OpenEngine", made: Sequence[Any], case: Case) -> dict[str, An
     }
 
 
-# --- in the process that starts the others
+# --- in the parent process
 
 
 def roof_rate(batch: int, context: float, read: Mapping[str, Any], num_distinct: float = 0.0) -> float:
-    """Tokens a second if every step only read what it must, at the rate of the device; `num_distinct` experts of a layer."""
+    """Return tokens a second if a step only reads the required bytes, at the device's rate, with `num_distinct` experts a layer."""
     weight_bytes = read["weight_bytes"]
     if read["num_experts"]:
         weight_bytes -= read["expert_bytes"] * (1 - num_distinct / read["num_experts"])
@@ -302,7 +302,7 @@ def roof_rate(batch: int, context: float, read: Mapping[str, Any], num_distinct:
 
 
 def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of one engine."""
+    """Return the rows of one engine."""
     if "error" in found and "report" not in found:
         return [{"measure": case.label, "unit": "count", "values": {}, "error": found["error"]}]
     rows: list[dict[str, Any]] = []
@@ -343,7 +343,7 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def decode_row(case: Case, entry: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """For one batch size behind one context."""
+    """Return the row of one batch size after one context."""
     batch = entry["batch"]
     seconds = {int(length): runs for length, runs in entry["seconds"].items()}
     context = mean_context(entry["context"], case.lengths)
@@ -377,7 +377,7 @@ def run(
     section: str,
     name: str,
 ) -> None:
-    """The cases that a command line asks for, and their record; a child runs one of them."""
+    """Run the cases of a command line and write their record; a child process runs one case."""
     parser.add_argument("--cases", default="", help=f"some of {', '.join(full_cases)}, with commas; else all")
     arguments = parser.parse_args()
     cases = tiny_cases if arguments.tiny else full_cases
@@ -410,7 +410,7 @@ def run(
 def measure_all(
     cases: Mapping[str, Case], chosen: Sequence[str], arguments: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """A process for each engine."""
+    """Measure each engine in its own process."""
     budget, found = Budget(arguments.budget_seconds), {}
     for name in chosen:
         if budget.left_seconds < MIN_SECONDS:

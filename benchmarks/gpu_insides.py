@@ -1,4 +1,4 @@
-"""Ears inside a runner for benchmarks/gpu_steady.py: what steps take, which bits their logits have, and poison for unowned memory.
+"""Probes inside a runner for benchmarks/gpu_steady.py: allocations of steps, fingerprints of logits, and NaN in unowned memory.
 
 R rows, V vocabulary, N sequences, P pages
 """
@@ -18,7 +18,7 @@ from holdfast.request.sequence import StepResult
 from holdfast.request.step import Step
 
 POISON_BYTE = 0xFF
-"""Every float of such bytes is NaN."""
+"""Every float of these bytes is NaN."""
 FINGERPRINT_WEIGHTS = 4093
 """A prime: weights repeat after so many columns. 32 bits x 12 bits x a vocabulary below 2**19 stay exact in 63 bits."""
 POISONED_LANES = ("stream", "layers")
@@ -26,63 +26,63 @@ POISONED_LANES = ("stream", "layers")
 
 
 def replace(thing: object, name: str, function: Callable[..., Any]) -> None:
-    """Put a function in the place of a method of this one object."""
+    """Replace a method of one object."""
     setattr(thing, name, function)
 
 
 def fingerprints(logits_RV: torch.Tensor) -> list[int]:
-    """A number for each row that is another one as soon as a bit of one logit is another one."""
+    """Return a number per row that changes with any bit of its logits."""
     bits_RV = logits_RV.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     weights_V = torch.arange(logits_RV.shape[1], device=logits_RV.device) % FINGERPRINT_WEIGHTS + 1
     return (bits_RV * weights_V).sum(dim=1).tolist()
 
 
 def num_real_rows(batch: Batch) -> int:
-    """Rows of logits that belong to a sequence; padding follows."""
+    """Return the number of real rows of logits; padding follows."""
     if batch.logits is not None:
         return len(batch.logits.sequences)
     return sum(sequence.num_rows for sequence in batch.sequences)
 
 
 class RerunGraphs:
-    """Stands in for captured graphs where there is no GPU: pads as they do, and runs the step again."""
+    """Replaces captured graphs without a GPU: pads like them, and runs the step again."""
 
     def __init__(self, ears: "Ears", sizes: tuple[int, ...], num_logit_rows: int) -> None:
         self._ears, self._sizes, self._num_logit_rows = ears, sizes, num_logit_rows
 
     def size_for(self, num_rows: int, num_logit_rows: int, is_decode: bool) -> int | None:
-        """The smallest size that takes so many rows."""
+        """Return the smallest size for this many rows."""
         size = next((size for size in self._sizes if size >= num_rows), None)
         return None if size is None or num_logit_rows > self.logit_rows(size, is_decode) else size
 
     def logit_rows(self, size: int, is_decode: bool) -> int:
-        """Rows whose logits come out."""
+        """Return the rows that have logits."""
         return size if is_decode else min(size, self._num_logit_rows)
 
     def replay(self, size: int, is_decode: bool) -> torch.Tensor:
-        """The step that was planned last."""
+        """Run the last planned step."""
         logits_RV = self._ears.run_eager()
         self._ears.runner.sampler.find_argmax(logits_RV)
         return logits_RV
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Hold nothing, so free nothing."""
 
 
 @dataclass
 class Heard:
-    """What the logits of a stretch of steps were."""
+    """Fingerprints of the logits of a run of steps."""
 
     rows: list[list[int]] = field(default_factory=list)
     """Fingerprints of the real rows, step by step."""
     num_compared: int = 0
     num_mismatched: int = 0
     num_wild: int = 0
-    """Steps whose padding had numbers that are not finite."""
+    """Steps with non-finite numbers in their padding."""
 
 
 class Ears:
-    """Remembers the last batch and plan of a runner, and takes fingerprints of its logits while enabled."""
+    """Keeps a runner's last batch and plan, and records fingerprints of its logits while enabled."""
 
     def __init__(self, opened: OpenEngine) -> None:
         self.runner: Any = opened.runner
@@ -116,7 +116,7 @@ class Ears:
 
     @contextmanager
     def listening(self, compare: bool = False) -> Iterator[Heard]:
-        """Fingerprints of every step inside; `compare` runs each replayed step a second time, eagerly, in its place."""
+        """Record fingerprints of every step inside; `compare` repeats each replayed step eagerly, in place."""
         self._heard, self._is_compared = Heard(), compare
         try:
             yield self._heard
@@ -125,7 +125,7 @@ class Ears:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """No graphs inside."""
+        """Disable graphs inside."""
         self.runner.graphs = None
         try:
             yield
@@ -133,7 +133,7 @@ class Ears:
             self.runner.graphs = self.graphs
 
     def run_eager(self) -> torch.Tensor:
-        """The last planned step once more: it writes the same keys to the same slots."""
+        """Repeat the last planned step eagerly; it writes the same keys to the same slots."""
         assert self.batch is not None, "no step was planned"
         return self._step_logits(self.batch, self.plan)
 
@@ -161,14 +161,14 @@ class Ears:
         num_real = num_real_rows(batch)
         rows = fingerprints(logits_RV[:num_real])
         self._heard.rows.append(rows)
-        if self._pads:  # the kernels of a CPU never see padding, and leave it as it is
+        if self._pads:  # CPU kernels never see padding, and do not write it
             self._heard.num_wild += not bool(torch.isfinite(logits_RV[num_real:]).all())
         return rows
 
 
 @dataclass
 class Stillness:
-    """What steps took that they should not, and what they were."""
+    """Forbidden allocations and waits of steps, with the steps."""
 
     num_steps: int = 0
     num_decode_steps: int = 0
@@ -185,13 +185,13 @@ class Stillness:
 
 CHECK_POINTERS_EVERY = 50
 SYNC_WORDS = "called a synchronizing"
-"""What torch says when the host waits for the device."""
+"""torch's warnings when the host waits for the device."""
 COUNTERS = {
     "num_allocations": "allocation.all.allocated",
     "num_segments": "segment.all.allocated",
     "reserved_growth_bytes": "reserved_bytes.all.current",
 }
-"""For torch's allocator; the first two only ever grow."""
+"""Counts of torch's allocator; the first two only grow."""
 
 
 class Watch:
@@ -204,8 +204,10 @@ class Watch:
 
     @contextmanager
     def watching(self, sync_mode: str = "warn") -> Iterator[Stillness]:
-        """`sync_mode` is torch's: warn counts waits for the device, error raises at the first. A wait for an event, which a
-        collect is, is none to torch."""
+        """Count inside the block. `sync_mode` is torch's: warn counts waits for the device, error raises at the first.
+
+        torch does not count waits for an event, such as collect.
+        """
         found, places = Stillness(), pointers(self._runner)
         self._last_size = 0
 
@@ -273,7 +275,7 @@ def _note_moved(found: Stillness, paths: list[str]) -> None:
 
 
 class Poison:
-    """Write NaN into every unowned page, into the workspace, and a poisoned page's number into unused places of the page table."""
+    """Write NaN into every unowned page, into the workspace, and a poisoned page's number into unused places of the block table."""
 
     def __init__(self, opened: OpenEngine, device: torch.device) -> None:
         runner: Any = opened.runner
@@ -292,7 +294,7 @@ class Poison:
         self.num_poisoned_pages = 0
 
     def spread(self) -> None:
-        """Between two steps."""
+        """Write poison between two steps."""
         self._synchronize()
         free = list(self._pool.free_runs)
         self.fill(free)
@@ -307,10 +309,10 @@ class Poison:
         self._synchronize()
 
     def fill(self, pages: list[int]) -> None:
-        """NaN into all layers of these pages."""
+        """Write NaN into all layers of these pages."""
         self.num_poisoned_pages += len(pages)
         ids = torch.tensor(pages, dtype=torch.int64, device=self._device)
-        for chunks in self._pages:  # where cache groups share pages, one has several chunks of a layer
+        for chunks in self._pages:  # if cache groups share pages, a page has several chunks of a layer
             for first in range(0, len(chunks), self._num_pages):
                 chunks.index_fill_(0, first + ids, float("nan"))
         self._synchronize()

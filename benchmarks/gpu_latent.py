@@ -1,8 +1,8 @@
 """Models with latent attention (MLA) on a GPU: plan, speed, tokens that fit: python benchmarks/gpu_latent.py [--cases NAME,...]
 
-By the method of benchmarks/gpu_groups.py, with engines of the shapes of DeepSeek-V2-Lite, GLM-4.7-Flash, DeepSeek-R1,
-DeepSeek-V3.2 and DeepSeek-V4-Flash (as many layers as fit one GPU; V3.2 and V4 beside 64 contexts of 128 thousand tokens, V4
-beside 4 of a million too, which are not computed), dummy weights, each in a process of its own. A longer run behind the timed
+The method is that of benchmarks/gpu_groups.py, with dummy weights and a process for each engine: the shapes of
+DeepSeek-V2-Lite, GLM-4.7-Flash, DeepSeek-R1, DeepSeek-V3.2 and DeepSeek-V4-Flash, with as many layers as fit one GPU. V3.2
+and V4 also hold 64 contexts of 128 thousand tokens, V4 also 4 of a million, without prefill. A longer run after the timed
 ones counts allocations and compilations over a thousand steps and more.
 """
 
@@ -17,12 +17,12 @@ from holdfast.models.catalogue import find_model
 LITE = {"max_model_len": 32768, "max_num_seqs": 64}
 SPARSE = {"max_model_len": 131072, "max_num_seqs": 64, "kv_cache_dtype": "fp8_ds_mla", "memory_utilization": 0.95}
 BLOCK = 2048
-"""Tokens of a block of DeepSeek-V4's prefix cache. Of contexts that are one token longer than blocks, all but that is found."""
+"""Tokens of a block of DeepSeek-V4's prefix cache. A context one token longer than whole blocks is cached except that token."""
 COMPRESSED = {"max_num_seqs": 64, "kv_cache_dtype": "fp8", "memory_utilization": 0.95}
 
 
 def first_layers(model: str, num_layers: int) -> dict[str, Any]:
-    """Settings of a model of the first layers of one with entries, each as it is there."""
+    """Return settings of a model with the first layers of one with entries, unchanged."""
     ratios = find_model(model)[1]["compress_ratios"]
     assert isinstance(ratios, list), f"{model} has no entries"
     return {"num_hidden_layers": num_layers, "compress_ratios": ratios[:num_layers]}

@@ -1,8 +1,8 @@
 """Absorbed latent attention (MLA) alone, over paged latents of every format: python benchmarks/gpu_latent_attention.py
 
 Decode at several batch sizes and contexts with 16, 20 and 128 query heads, pages of 64 tokens in shuffled order, tiles from the
-backend's own scheduler, launched as a captured step launches them. The roof of a case is the larger of bytes / 4.37 TB/s and
-FLOPs / 790 TFLOPS. Correctness comes first: a mixed step of each format against plain torch. Behind it what stands around the
+backend's own scheduler, launched like a captured step. The roof of a case is the larger of bytes / 4.37 TB/s and
+FLOPs / 790 TFLOPS. Correctness comes first: a mixed step of each format against plain torch. Then the parts around the
 kernel: writing a step, the projections by kv_b, and a prompt in both forms.
 
 On a CPU, to see that it runs: TRITON_INTERPRET=1 python benchmarks/gpu_latent_attention.py --tiny --device cpu
@@ -35,11 +35,11 @@ from holdfast.quant.formats import formats_of
 MAX_ERROR = 0.02
 MAX_LAYERS = 24
 ROW_TOKENS = 64
-"""For a page."""
+"""Tokens of a page."""
 
 
 class Shape(NamedTuple):
-    """What is run."""
+    """Cases of the run."""
 
     latent_dim: int = 512
     rope_dim: int = 64
@@ -62,7 +62,7 @@ class Shape(NamedTuple):
     projections: tuple[tuple[int, int], ...] = ((16, 1), (16, 64), (128, 1), (128, 64))
     """Heads, rows."""
     prompts: tuple[tuple[int, int, int], ...] = ((16, 0, 2048), (16, 0, 8192), (16, 30720, 2048))
-    """Heads, stored tokens, rows behind them."""
+    """Heads, stored tokens, rows after them."""
     mixed: tuple[tuple[int, int], ...] = ((0, 1), (63, 1), (64, 1), (999, 1), (4096, 1), (300, 100), (60, 5), (0, 130))
     max_model_len: int = 163840
 
@@ -96,7 +96,7 @@ class Rig:
     scratch: dict[str, torch.Tensor]
 
     def kernel_calls(self) -> list[Callable[[], torch.Tensor]]:
-        """The kernel alone, a layer a call, as a captured decode step launches it."""
+        """Return calls of the kernel alone, one a layer, launched like a captured decode step."""
         plan = self.backend.plan(self.batch, captured=True)
         (part,) = plan.parts
         q_TNX = torch.randn(part.num_rows, self.specs[0].num_heads, self.specs[0].cache.head_dim).to(self.q_TND) * 0.3
@@ -111,7 +111,7 @@ class Rig:
         ]
 
     def whole_calls(self, captured: bool) -> list[Callable[[], torch.Tensor]]:
-        """With the projections, in the form that the backend chooses."""
+        """Return calls with the projections, in the backend's own form."""
         plan = self.backend.plan(self.batch, captured)
         out_TX = torch.empty(len(self.q_TND), self.specs[0].num_heads * self.shape.value_dim).to(self.q_TND)
         return [
@@ -129,7 +129,7 @@ def num_sms(tensor: torch.Tensor) -> int:
 def make_rig(
     shape: Shape, name: str, num_heads: int, rows: Sequence[tuple[int, int]], num_layers: int, device: torch.device
 ) -> Rig:
-    """`rows` are start and number of rows of each sequence; every token's latent was written by the backend itself."""
+    """Build a rig. `rows` are start and number of rows of each sequence; the backend wrote every latent."""
     row_dim, dtype = shape.latent_dim + shape.rope_dim, getattr(torch, shape.dtype)
     bounds = StepBounds(max(len(rows), 1), max(sum(count for _, count in rows), 64), ROW_TOKENS)
     cache = uniform_cache(num_layers, formats_of(is_latent=True)[name], 1, row_dim, ROW_TOKENS, shape.rope_dim)
@@ -176,7 +176,7 @@ def make_rig(
 def fill_pages(
     backend: TritonLatentAttention, shape: Shape, num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Random latents in every slot of every layer: some are written, and the rest are copies of them."""
+    """Fill every slot of every layer with random latents: some are written, the rest are copies."""
     count = min(4096, num_slots)
     width = shape.latent_dim + shape.rope_dim
     norm = LatentNorm(torch.ones(shape.latent_dim, dtype=dtype, device=device), 1e-6)
@@ -197,7 +197,7 @@ def fill_pages(
 
 
 def check(shape: Shape, name: str, num_heads: int, device: torch.device) -> float:
-    """The largest error of a head of a mixed step, relative to its length; NaN where one is not finite."""
+    """Return the largest relative error of a head in a mixed step; NaN if one is not finite."""
     rig = make_rig(shape, name, num_heads, shape.mixed, 1, device)
     plan = rig.backend.plan(rig.batch, captured=True)
     (part,) = plan.parts
@@ -215,13 +215,13 @@ def check(shape: Shape, name: str, num_heads: int, device: torch.device) -> floa
 
 
 def layers_for(num_bytes: float, device: torch.device) -> int:
-    """So many that caches of the device hold nothing of a call when it comes round again."""
+    """Return enough layers that a call's data has left the device's caches when it repeats."""
     return min(MAX_LAYERS, max(2, round(ROTATED_BYTES / num_bytes))) if device.type == "cuda" else 1
 
 
 @torch.inference_mode()
 def decode_rows(shape: Shape, num_heads: int, num_seqs: int, length: int, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each format."""
+    """Return a row for each format."""
     rows: list[dict[str, Any]] = []
     row_dim, plain = shape.latent_dim + shape.rope_dim, None
     flops = 2.0 * (row_dim + shape.latent_dim) * num_heads * num_seqs * length
@@ -252,7 +252,7 @@ def decode_rows(shape: Shape, num_heads: int, num_seqs: int, length: int, device
 
 @torch.inference_mode()
 def projection_rows(shape: Shape, num_heads: int, num_rows: int, device: torch.device) -> list[dict[str, Any]]:
-    """Both sides of kv_b, in microseconds, and the share of the memory roof of its bytes."""
+    """Measure both sides of kv_b in microseconds, with the share of their memory roof."""
     dtype, expanded = getattr(torch, shape.dtype), shape.nope_dim + shape.value_dim
     side_bytes = num_heads * shape.nope_dim * shape.latent_dim * dtype.itemsize
     copies = min(64, max(2, round(ROTATED_BYTES / (2 * side_bytes)))) if device.type == "cuda" else 1
@@ -278,7 +278,7 @@ def projection_rows(shape: Shape, num_heads: int, num_rows: int, device: torch.d
 
 @torch.inference_mode()
 def prompt_rows(shape: Shape, num_heads: int, stored: int, count: int, device: torch.device) -> list[dict[str, Any]]:
-    """A part of a prompt behind what is stored: as the backend chooses, and absorbed as a captured step would."""
+    """Measure a part of a prompt after stored tokens: in the backend's own form, and absorbed like a captured step."""
     name = shape.formats[0]
     rig = make_rig(shape, name, num_heads, [(stored, count)], 1, device)
     chosen = seconds_per_call(rig.whole_calls(captured=False) * 2, device)
@@ -294,7 +294,7 @@ def prompt_rows(shape: Shape, num_heads: int, stored: int, count: int, device: t
 
 
 def main() -> None:
-    """Check, measure, show."""
+    """Check, measure, print."""
     arguments = options("Absorbed latent attention over paged latents").parse_args()
     shape, device = TINY if arguments.tiny else FULL, torch.device(arguments.device)
     budget = Budget(arguments.budget_seconds)

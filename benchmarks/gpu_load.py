@@ -1,15 +1,15 @@
-"""How weights arrive: peaks against the plan, and GB/s: python benchmarks/gpu_load.py [--models A,B] [--schemes fp8,bfloat16]
+"""Loading of weights: peaks against the plan, and GB/s: python benchmarks/gpu_load.py [--models A,B] [--schemes fp8,bfloat16]
 
-A bfloat16 checkpoint with a model's shapes, every expert's tensors their own, is written to --folder in shuffled order over
-several files and read once, so that it lies in the page cache. Each scheme then loads it in a process of its own, as the
-engine does. A model that does not fit on the disk, or whose writing would take too long, is loaded with dummy weights
-instead, and its row says so; its plan is held against that of the same checkpoint as headers alone. The smallest model is
-also started from its quantized cache. The cheapest comes first, and the record is written again after every case.
+A bfloat16 checkpoint with a model's shapes, experts separate, is written to --folder in shuffled order over several files
+and read once into the page cache. Each scheme then loads it in its own process, like the engine. If a model does not fit on
+the disk, or would take too long to write, it is loaded with dummy weights instead, and its row says so. Its plan is compared
+with that of the same checkpoint as headers alone. The smallest model is also started from its quantized cache. The cheapest
+comes first, and the record is rewritten after every case.
 
-    allocated     the most in live tensors, as torch counts
-    reserved      the most that torch's allocator had taken
-    used          the most of the device by the driver's word, looked at every 2 ms
-    host          the most resident anonymous memory (pinned chunks are among it) beyond what there was before the load
+    allocated     peak of live tensors, counted by torch
+    reserved      peak of torch's allocator
+    used          peak of the device by the driver, sampled every 2 ms
+    host          peak of resident anonymous memory (with the pinned chunks) above that before the load
 """
 
 import argparse
@@ -29,28 +29,28 @@ from gpu_records import Budget, leave, make_record, options, print_table, run_ch
 MIB = 2**20
 MODELS = ("Qwen3-8B", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B")
 DUMMY_MODEL = "Qwen3-32B"
-"""Loaded with dummy weights in any case."""
+"""Models always loaded with dummy weights."""
 SCHEMES = ("fp8", "bfloat16")
 MAX_OVER_BYTES = 64 * MIB
-"""For device memory beyond the final weights."""
+"""Limit on device memory beyond the final weights."""
 MAX_ERROR_BYTES = MIB
-"""Between the predicted and the measured peak of live tensors."""
+"""Tolerance between the predicted and the measured peak of live tensors."""
 MIN_BYTES_PER_SECOND = 25e9
 MAX_HOST_BYTES = 256 * MIB
 MAX_CACHE_SHARE = 0.6
-"""For the bytes of the source, that a start from the cache reads."""
+"""Goal of a start from the cache, by bytes of the source."""
 SPARE_DISK_BYTES = 2 * 2**30
 """Left free on the disk."""
 MIN_SECONDS = 15.0
-"""A process is not begun with less than this left."""
+"""Least remaining seconds to start a process."""
 SECONDS_AFTER_WRITING = 60.0
-"""Kept for loading what was written."""
+"""Seconds kept for loading the written checkpoints."""
 RunCase = Callable[[Mapping[str, Any], float], dict[str, Any]]
-"""What carries a case out, given the seconds that are left."""
+"""Runs a case, given the remaining seconds."""
 
 
 class Stage(NamedTuple):
-    """A model on the disk: whole, or its headers alone with the reason why."""
+    """A model on the disk: whole, or only its headers, with the reason."""
 
     checkpoint: Checkpoint
     facts: dict[str, Any]
@@ -82,7 +82,7 @@ def prepare(folder: Path, model: str, arguments: argparse.Namespace, budget: Bud
 
 
 def no_room(folder: Path, num_bytes: int, max_bytes: float) -> str | None:
-    """None, or why a checkpoint of so many bytes is not written."""
+    """Return why a checkpoint of this size is not written, or None."""
     if num_bytes > max_bytes:
         return f"it has {num_bytes / 1e9:.1f} GB, and {max_bytes / 1e9:.1f} were allowed"
     free_bytes = shutil.disk_usage(folder).free
@@ -92,7 +92,7 @@ def no_room(folder: Path, num_bytes: int, max_bytes: float) -> str | None:
 
 
 def warm(checkpoint: Checkpoint) -> dict[str, float]:
-    """GB/s of plain reads, the first of which may come from the disk."""
+    """Return GB/s of plain reads; the first may come from the disk."""
     first, again = (read_seconds(checkpoint.path) for _ in range(2))
     rates = {"first_read_gb_per_second": first, "warm_read_gb_per_second": again}
     return {name: round(checkpoint.num_bytes / seconds / 1e9, 2) for name, seconds in rates.items()}
@@ -102,7 +102,7 @@ def warm(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def finding(case: Mapping[str, Any], words: str, found: dict[str, Any]) -> dict[str, Any]:
-    """One row of the record."""
+    """Return one row of the record."""
     row: dict[str, Any] = {"measure": words, "unit": "GB/s", "values": {"holdfast": 0.0}}
     row |= {name: case[name] for name in ("model", "scheme", "load_format")}
     loads = found.get("loads", [])
@@ -131,7 +131,7 @@ def finding(case: Mapping[str, Any], words: str, found: dict[str, Any]) -> dict[
 
 
 def device_bytes(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The highest peaks of all loads and the most that one was above its own final bytes; nothing on a CPU."""
+    """Return the highest peaks of all loads, and the most above a load's own final bytes; empty on a CPU."""
     seen = [load for load in loads if "peak" in load]
     if not seen:
         return {}
@@ -148,7 +148,7 @@ def device_bytes(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def verdicts(row: Mapping[str, Any]) -> dict[str, bool]:
-    """Goals and whether they are met; nothing for what was not measured."""
+    """Return the goals and whether they are met, without unmeasured ones."""
     found: dict[str, bool] = {}
     for name, over in row.get("over_final", {}).items():
         found[f"peak - final <= 64 MiB, {name}"] = over <= MAX_OVER_BYTES
@@ -169,7 +169,7 @@ def verdicts(row: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def cache_row(row: dict[str, Any], saved: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
-    """The row of a start from the cache, with what the start that filled it took."""
+    """Return the row of a start from the cache, with the cost of the start that filled it."""
     first, second = (found.get("loads", []) for found in (saved, again))
     if not first or not second:
         return {**row, "error": str(saved.get("error") or again.get("error") or "it found nothing")}
@@ -186,11 +186,11 @@ def cache_row(row: dict[str, Any], saved: dict[str, Any], again: dict[str, Any])
     }
 
 
-# --- in the process that starts the others
+# --- in the parent process
 
 
 class Run:
-    """Cases in turn, and the record as far as it goes."""
+    """Runs cases in turn and keeps the record so far."""
 
     def __init__(self, arguments: argparse.Namespace, budget: Budget, run_case: RunCase) -> None:
         self._arguments = arguments
@@ -266,7 +266,7 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        """The record, again after every case."""
+        """Rewrite the record after every case."""
         arguments = self._arguments
         facts = {
             "checkpoints": self.checkpoints,
@@ -279,7 +279,7 @@ class Run:
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """The tables at the end of a run."""
+    """Print the tables at the end of a run."""
     columns = ("", "GB/s", "seconds", "first", "read", "copy", "place", "final GiB", "over: allocated", "reserved")
     columns = (*columns, "used, MiB", "plan error", "host MiB")
     lines = []
@@ -309,7 +309,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def run_in_child(arguments: argparse.Namespace) -> RunCase:
-    """Cases in processes of their own."""
+    """Run cases in their own processes."""
 
     def run(case: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         return run_child([sys.argv[0], "--device", arguments.device, "--child", json.dumps(case)], seconds)

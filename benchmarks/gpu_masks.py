@@ -1,7 +1,7 @@
-"""Masks of forms (structured outputs) alone on a GPU: python benchmarks/gpu_masks.py
+"""Grammar masks (structured outputs) alone on a GPU: python benchmarks/gpu_masks.py
 
-One bit a token rules tokens out of float32 logits. What a step pays: the masks' way from pinned memory of the host, and the
-kernel. The roof is bytes / 4.37 TB/s, where the kernel reads the bits and writes what it rules out. Correctness comes first:
+One bit a token masks float32 logits. The cost of a step is the copy of the masks from pinned host memory, and the kernel.
+The roof is bytes / 4.37 TB/s: the kernel reads the bits and writes the masked logits. Correctness comes first:
 every bit against plain torch.
 
 On a CPU, to see that it runs: TRITON_INTERPRET=1 python benchmarks/gpu_masks.py --tiny --device cpu
@@ -18,13 +18,13 @@ from holdfast.kernels.sampling.edit_logits import WORD_BITS, mask_logits_referen
 VOCABULARIES = (49152, 128256, 151936, 262144)
 ROWS = (1, 8, 64)
 NUM_CALLS = 20
-"""One behind the other in one graph."""
+"""Calls in one graph."""
 ALLOWED = (0.0005, 0.3)
-"""Shares of tokens that a form leaves: a JSON key, and the inside of a string."""
+"""Shares of tokens that a grammar allows: a JSON key, and the inside of a string."""
 
 
 def make_masks(num_rows: int, vocab_size: int, allowed: float) -> torch.Tensor:
-    """int32 words with that share of ones."""
+    """Return int32 words with this share of ones."""
     num_words = -(-vocab_size // WORD_BITS)
     generator = torch.Generator().manual_seed(num_rows)
     is_allowed = torch.rand(num_rows, num_words, WORD_BITS, generator=generator) < allowed
@@ -33,7 +33,7 @@ def make_masks(num_rows: int, vocab_size: int, allowed: float) -> torch.Tensor:
 
 
 def row_of(num_rows: int, vocab_size: int, allowed: float, device: torch.device) -> dict[str, Any]:
-    """One shape: checked, then timed."""
+    """Check one shape, then time it."""
     masks_RW = make_masks(num_rows, vocab_size, allowed)
     if device.type == "cuda":
         masks_RW = masks_RW.pin_memory()
@@ -55,7 +55,7 @@ def row_of(num_rows: int, vocab_size: int, allowed: float, device: torch.device)
 
 
 def main() -> None:
-    """Check, time, and keep the record."""
+    """Check, time, and write the record."""
     arguments = options((__doc__ or "").partition("\n")[0]).parse_args()
     device = torch.device(arguments.device)
     vocabularies, rows = ((100,), (1, 3)) if arguments.tiny else (VOCABULARIES, ROWS)

@@ -1,14 +1,14 @@
-"""Holds the plan against what the GPU says, owner by owner: python benchmarks/gpu_memory.py [--cases 0,3] [--budget-seconds N]
+"""Compare the plan with the GPU's memory, owner by owner: python benchmarks/gpu_memory.py [--cases 0,3] [--budget-seconds N]
 
-Each case is an engine in a process of its own: started at a share of the device, a short generation, and a look at everything:
+Each case is an engine in its own process: a start at a share of the device, a short generation, then a memory snapshot:
 
-    tensors        under the owner whose they are, each piece of memory as large as requested
-    libraries      blocks of torch's allocator that no tensor of the engine lies in: workspaces of cuBLAS
-    cuda graphs    the graphs' pool, and what the driver took while they were captured
-    cuda context   what else the driver took: used - reserved by torch - graphs
-    allocator      what torch has reserved beyond all that: rounding, and unused memory
+    tensors        by owner, with the requested size of each allocation
+    libraries      blocks of torch's allocator without a tensor of the engine: workspaces of cuBLAS
+    cuda graphs    the graphs' pool, and driver memory taken during capture
+    cuda context   the driver's other memory: used - reserved by torch - graphs
+    allocator      torch's other reserved memory: rounding, and unused memory
 
-`used` is what the driver reports, less what nvidia-smi reported before the process began. The sum of all owners is `used`.
+`used` is the driver's figure, less nvidia-smi's figure before the process began. The sum of all owners is `used`.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from gpu_records import Budget, leave, make_record, options, print_table, run_ch
 MIB = 2**20
 GIB = 2**30
 LARGE_BYTES = 50 * MIB
-"""Owners above this are held to MAX_OWNER_PERCENT."""
+"""Owners above this size must stay within MAX_OWNER_PERCENT."""
 MAX_OWNER_PERCENT = 2.0
 MAX_TOTAL_PERCENT = 1.0
 MIN_SECONDS = 12.0
-"""A case is not begun with less than this left."""
+"""Least remaining seconds to start a case."""
 PROMPT_TOKENS = 300
 NUM_PROMPTS = 4
 OUTPUT_TOKENS = 16
@@ -84,7 +84,7 @@ class Block(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What the driver and torch say at one moment."""
+    """Figures of the driver and torch at one moment."""
 
     used: int
     reserved: int
@@ -92,12 +92,12 @@ class Look(NamedTuple):
 
     @property
     def driver(self) -> int:
-        """Taken by others than torch's allocator: contexts, code, libraries, graphs."""
+        """Return the bytes outside torch's allocator: contexts, code, libraries, graphs."""
         return self.used - self.reserved
 
 
 def blocks_of(segments: Iterable[Mapping[str, Any]]) -> list[Block]:
-    """The blocks of torch.cuda.memory_snapshot(), which lie one behind the other in their segments."""
+    """Return the blocks of torch.cuda.memory_snapshot(), which are contiguous in their segments."""
     found = []
     for segment in segments:
         address = segment["address"]
@@ -111,7 +111,7 @@ def blocks_of(segments: Iterable[Mapping[str, Any]]) -> list[Block]:
 def measured_by_owner(
     blocks: Sequence[Block], storages: Mapping[str, Mapping[int, int]], end: Look, graph_driver_bytes: int, before: int
 ) -> dict[str, int]:
-    """Every byte that the device lost to this process, under one owner each."""
+    """Return every device byte of this process, each under one owner."""
     held = {address: (owner, size) for owner, sizes in storages.items() for address, size in sizes.items()}
     found: dict[str, int] = dict.fromkeys(storages, 0)
     found |= {"libraries": 0, "cuda graphs": graph_driver_bytes, "allocator": 0}
@@ -129,7 +129,7 @@ def measured_by_owner(
 
 
 def compare(planned: Mapping[str, int], measured: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Owners, the largest first, with the error in percent of the plan; an unplanned owner is all error."""
+    """Return owners, largest first, with the error in percent of the plan; an unplanned owner is 100 % error."""
     rows = []
     for owner in sorted({*planned, *measured}, key=lambda name: -max(planned.get(name, 0), measured.get(name, 0))):
         ours, found = planned.get(owner, 0), measured.get(owner, 0)
@@ -139,7 +139,7 @@ def compare(planned: Mapping[str, int], measured: Mapping[str, int]) -> list[dic
 
 
 def worst(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """For the large owners the one with the largest error."""
+    """Return the large owner with the largest error."""
     large = [row for row in rows if max(row["planned_bytes"], row["measured_bytes"]) > LARGE_BYTES]
     return max(large or rows, key=lambda row: abs(row["percent"]))
 
@@ -148,7 +148,7 @@ def worst(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def run_case(case: Case, tiny: bool, device: str) -> dict[str, Any]:
-    """Start, generate, look."""
+    """Start, generate, take a snapshot."""
     import torch
     from gpu_engines import open_engine, prompts, storages_by_owner
 
@@ -207,11 +207,11 @@ def _look(device: str) -> Look:
     return Look(found.used, found.reserved, found.allocated) if found is not None else Look(0, 0, 0)
 
 
-# --- in the process that starts the others
+# --- in the parent process
 
 
 def finding(case: Case, found: dict[str, Any], before: int | None) -> dict[str, Any]:
-    """One row of the record."""
+    """Return one row of the record."""
     row: dict[str, Any] = {"measure": case.words, "unit": "GiB", "values": {"planned": 0.0}, **case._asdict()}
     if "error" in found:
         return {**row, "error": found["error"]}
@@ -255,7 +255,7 @@ def finding(case: Case, found: dict[str, Any], before: int | None) -> dict[str, 
 
 
 def constants(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """What the plan has to assume about CUDA, as found: the least and the most of all cases, in MiB."""
+    """Return the measured values of the plan's CUDA constants: least and most of all cases, in MiB."""
     found: dict[str, list[float]] = {}
     for result in (result for result in results if "owners" in result):
         owners = {row["owner"]: row["measured_bytes"] for row in result["owners"]}
@@ -271,7 +271,7 @@ def constants(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """The tables at the end of a run."""
+    """Print the tables at the end of a run."""
     first = next((result for result in results if "owners" in result), None)
     if first is not None:
         columns = ("owner", "planned MiB", "measured MiB", "error %")
@@ -299,7 +299,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run the cases in turn, as far as the time goes."""
+    """Run the cases in turn while time allows."""
     parser = options("Plan against measured memory, owner by owner")
     parser.add_argument("--cases", default="", help="numbers of cases, such as 0,3; else all")
     arguments = parser.parse_args()
@@ -318,7 +318,7 @@ def main() -> None:
 
 
 def measure_all(cases: Sequence[Case], chosen: Sequence[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A process for each case."""
+    """Measure each case in its own process."""
     budget, results = Budget(arguments.budget_seconds), []
     for number in chosen:
         if budget.left_seconds < MIN_SECONDS:

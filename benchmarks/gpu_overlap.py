@@ -1,9 +1,9 @@
 """Does the GPU wait for the host? python benchmarks/gpu_overlap.py [--engines 32b-bf16,32b-fp8,30b-a3b-fp8]
 
 One process for each engine, with dummy weights, through LLM.generate. Every batch is timed with steps that run ahead and with
-ones that wait (run_ahead 1 and 0), by the method of benchmarks/gpu_decode.py; the roof is that of benchmarks/gpu_quantized.py.
-Then a stretch of decode steps is traced: the intervals in which the device was busy, those that are less than
-MERGED_MICROSECONDS apart taken for one, and from them the share of time that it waited.
+steps that wait (run_ahead 1 and 0), by the method of benchmarks/gpu_decode.py; the roof is that of benchmarks/gpu_quantized.py.
+Then a run of decode steps is traced. Busy intervals of the device less than MERGED_MICROSECONDS apart are merged; the gaps
+between them give the share of time that it waited.
 """
 
 import argparse
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from gpu_engines import OpenEngine
 
 AHEAD, WAITING = "runs ahead", "waits"
-"""Columns, and with them 1 and 0 steps that are launched before the last one's result is known."""
+"""Columns, with 1 and 0 steps launched before the last result is known."""
 RATE, ROOF = "tokens/s", "% of the roof"
 MIN_SECONDS = 25.0
-"""A process is not begun with less than this left."""
+"""Least remaining seconds to start a process."""
 MERGED_MICROSECONDS = 5.0
 TRACED_TOKENS = 14
 KEPT_STEPS = 6
@@ -37,14 +37,14 @@ KEPT_STEPS = 6
 
 
 class EngineCase(NamedTuple):
-    """A model, its scheme, the batches that it is run with, those that are traced, and the goal."""
+    """A model, its scheme, its batches, the traced batches, and the goal."""
 
     model: str
     quantization: str
     batches: tuple[int, ...]
     traced: tuple[int, ...]
     goals: Mapping[int, tuple[float, str]]
-    """By batch."""
+    """Goal by batch."""
 
 
 ENGINES: Mapping[str, EngineCase] = {
@@ -65,7 +65,7 @@ TINY = Shape(24, (3, 8), 128, 1, 2, (1, 3))
 
 
 def busy_intervals(events: Iterable[tuple[float, float]], merged: float) -> list[tuple[float, float]]:
-    """Intervals (start, end) that cover all events, those less than `merged` apart taken for one."""
+    """Return intervals (start, end) that cover all events; those less than `merged` apart are merged."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(events):
         if found and start - found[-1][1] < merged:
@@ -76,7 +76,7 @@ def busy_intervals(events: Iterable[tuple[float, float]], merged: float) -> list
 
 
 def waiting_of(intervals: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """How long the device waited between the first and the last of these, in microseconds."""
+    """Return microseconds that the device waited between the first and the last interval."""
     gaps = [later[0] - earlier[1] for earlier, later in itertools.pairwise(intervals)]
     span = intervals[-1][1] - intervals[0][0] if intervals else 0.0
     first = intervals[0][0] if intervals else 0.0
@@ -94,7 +94,7 @@ def waiting_of(intervals: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def run_engine(case: EngineCase, shape: Shape, tiny: bool, device: str, result: Path | None) -> dict[str, Any]:
-    """Every batch both ways, and traces."""
+    """Run every batch both ways, and the traces."""
     from gpu_engines import open_engine, prompts
 
     from holdfast.engine.core import EngineCore
@@ -136,7 +136,7 @@ def run_engine(case: EngineCase, shape: Shape, tiny: bool, device: str, result: 
 
 
 def trace(opened: "OpenEngine", made: Sequence[Any]) -> dict[str, Any]:
-    """Busy intervals of the device in a stretch of decode steps; what tracing costs the device is in them."""
+    """Return busy intervals of the device in a run of decode steps, tracing overhead included."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -151,15 +151,15 @@ def trace(opened: "OpenEngine", made: Sequence[Any]) -> dict[str, Any]:
         if event.device_type().name == "CUDA"
     ]
     intervals = busy_intervals(events, MERGED_MICROSECONDS)
-    # What comes before the first decode steps is of the prompts, and at the end nothing is left to run ahead of.
+    # Drop the prompts' steps at the start, and the end, where no step is left to run ahead.
     return waiting_of(intervals[2:-1])
 
 
-# --- in the process that starts the others
+# --- in the parent process
 
 
 def rows_of(found: Mapping[str, Mapping[str, Any]], shape: Shape, device: str) -> list[dict[str, Any]]:
-    """A row for each engine and batch."""
+    """Return a row for each engine and batch."""
     rows = []
     for name, engine in found.items():
         case = ENGINES[name]
@@ -196,7 +196,7 @@ def verdict(goal: tuple[float, str], row: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table at the end of a run."""
+    """Print the table at the end of a run."""
     columns = (
         "",
         WAITING,
@@ -257,7 +257,7 @@ def main() -> None:
 
 
 def write(found: Mapping[str, Mapping[str, Any]], shape: Shape, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The record as far as it goes; its rows."""
+    """Write the record so far; return its rows."""
     rows = rows_of(found, shape, arguments.device)
     if rows:
         facts = {

@@ -1,9 +1,9 @@
 """Tokens a second with quantized weights beside bfloat16 ones: python benchmarks/gpu_quantized.py [--models A,B] [--quantizations fp8,none]
 
-One process for each model and scheme, with dummy weights. A decode rate is the difference of two lengths, the prompts being
-in the prefix cache (benchmarks/gpu_decode.py). The roof is the time to read what a step must, at the rate that the device
-reads: every weight but the embedding, as the scheme stores it, and the keys and values of the batch. Of experts it is the
-distinct ones that a step touches, counted in eager steps after the timing. The record has the count beside that of uniform
+One process for each model and scheme, with dummy weights. A decode rate is the difference of two lengths, with prompts in
+the prefix cache (benchmarks/gpu_decode.py). The roof is the time to read a step's required bytes at the device's rate: every
+weight but the embedding, in the scheme's format, and the keys and values of the batch. Of experts it counts the distinct
+ones that a step uses, counted in eager steps after the timing. The record has the count beside that of uniform
 routing, E * (1 - (1 - top_k / E) ** batch) of E in each layer.
 """
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from holdfast.engine.admission import TokensPrompt
 
 BATCHES = {"Qwen3-32B": (1, 8, 32, 64), "Qwen3-30B-A3B": (1, 8, 64), "Qwen1.5-MoE-A2.7B": (1, 8, 64)}
-"""Models, and the batches that each is run with."""
+"""Models and their batches."""
 QUANTIZATIONS = ("fp8", "none")
 GOALS = {("Qwen3-32B", "fp8", 1): 105.0}
 """Goals in tokens a second, by model, scheme and batch."""
 MIN_SECONDS = 20.0
-"""A process is not begun with less than this left."""
+"""Least remaining seconds to start a process."""
 
 
 class Shape(NamedTuple):
-    """How much is run."""
+    """Size of the run."""
 
     prompt_tokens: int = 512
     lengths: tuple[int, int] = (17, 81)
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     num_repeats: int = 2
     num_replays: int = 20
     batches: tuple[int, ...] = ()
-    """Instead of those of the model."""
+    """Shapes that replace the model's."""
 
 
 FULL = Shape()
@@ -55,19 +55,19 @@ class StepBytes(NamedTuple):
     """Weights that a step reads."""
 
     dense: int
-    """Whatever the batch is."""
+    """Bytes at any batch."""
     expert: int
-    """One expert of every layer that has any."""
+    """Bytes of one expert in every layer with experts."""
     num_experts: int = 0
     top_k: int = 0
 
     def of(self, num_touched: float) -> int:
-        """With so many experts touched in each layer."""
+        """Return bytes with this many experts used in each layer."""
         return self.dense + round(self.expert * num_touched)
 
 
 def step_weights(num_bytes: Mapping[str, int], is_tied: bool, num_experts: int, top_k: int) -> StepBytes:
-    """From the bytes of every weight: rows of the embedding are looked up, unless it is the head too."""
+    """Sum the bytes of every weight, without an embedding that is not also the head."""
     unread = {"positions.weight", *(() if is_tied else ("embed.weight",))}
     moe = sum(count for name, count in num_bytes.items() if ".experts." in name)
     dense = sum(count for name, count in num_bytes.items() if name not in unread) - moe
@@ -80,7 +80,7 @@ def step_weights(num_bytes: Mapping[str, int], is_tied: bool, num_experts: int, 
 def run_engine(
     model: str, quantization: str, shape: Shape, tiny: bool, device: str, result: Path | None = None
 ) -> dict[str, Any]:
-    """Every batch, and what the engine holds."""
+    """Run every batch, and list the engine's memory."""
     from gpu_engines import open_engine, prompts
 
     batches = shape.batches or BATCHES[model]
@@ -116,7 +116,7 @@ def run_engine(
 
 
 def read_weights(path: Path, opened: "OpenEngine") -> StepBytes:
-    """What a step of this engine reads, from the plan of its weights."""
+    """Return the bytes that a step of this engine reads, from the plan of its weights."""
     from holdfast.loading.model_files import open_model
     from holdfast.loading.planning.plan import plan_load
 
@@ -130,18 +130,18 @@ def read_weights(path: Path, opened: "OpenEngine") -> StepBytes:
 
 
 def time_batch(opened: "OpenEngine", made: Sequence["TokensPrompt"], shape: Shape) -> dict[str, Any]:
-    """Seconds of both lengths, and of the graph alone."""
+    """Return seconds of both lengths, and of the graph alone."""
     generate(opened, made, 1)
     seconds: dict[int, list[float]] = {length: [] for length in shape.lengths}
     for _ in range(shape.num_repeats):
         for length in shape.lengths:
             seconds[length].append(generate(opened, made, length))
-    # The last step was one of the longest run, and its rows are still in the buffers that graphs read.
+    # The last step was of the longest run; its rows are still in the graphs' buffers.
     return {"seconds": seconds, **graph_seconds(opened, len(made), shape.num_replays)}
 
 
 def generate(opened: "OpenEngine", made: Sequence["TokensPrompt"], num_tokens: int) -> float:
-    """Seconds that so many tokens for every prompt take."""
+    """Time this many tokens for every prompt."""
     from holdfast.request.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
@@ -152,16 +152,16 @@ def generate(opened: "OpenEngine", made: Sequence["TokensPrompt"], num_tokens: i
     return seconds
 
 
-# --- in the process that starts the others
+# --- in the parent process
 
 
 def engine_name(quantization: str, device: str) -> str:
-    """What stands over a column: the scheme, or the type where there is none."""
+    """Return the column title: the scheme, or the type without one."""
     return quantization if quantization != "none" else "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def rate_of(entry: Mapping[str, Any], engine: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
-    """The figures of one batch of one engine."""
+    """Return the figures of one batch of one engine."""
     batch, step = entry["batch"], StepBytes(**engine["step_bytes"])
     context, kv_bytes = mean_context(shape.prompt_tokens, shape.lengths), engine["kv_bytes_per_token"]
     rate = decode_rate(batch, shape.lengths, {int(length): runs for length, runs in entry["seconds"].items()})
@@ -175,7 +175,7 @@ def rate_of(entry: Mapping[str, Any], engine: Mapping[str, Any], shape: Shape) -
 
 
 def rows_of(found: Mapping[tuple[str, str], Mapping[str, Any]], shape: Shape, device: str) -> list[dict[str, Any]]:
-    """A row for each model and batch, with every scheme that ran."""
+    """Return a row for each model and batch, with every scheme that ran."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for (model, quantization), engine in found.items():
         name = engine_name(quantization, device)
@@ -199,7 +199,7 @@ def rows_of(found: Mapping[tuple[str, str], Mapping[str, Any]], shape: Shape, de
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table at the end of a run."""
+    """Print the table at the end of a run."""
     columns = ("", "weights", "tokens/s", "ms", "% of roof", "roof", "graph alone", "experts", "against unquantized")
     lines = [
         (
@@ -222,7 +222,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 def write(
     found: Mapping[tuple[str, str], Mapping[str, Any]], shape: Shape, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The record as far as it goes; its rows."""
+    """Write the record so far; return its rows."""
     rows = rows_of(found, shape, arguments.device)
     facts = {
         "context": f"{shape.prompt_tokens} tokens of prompt, then {shape.lengths[0]} to {shape.lengths[1]} of output",

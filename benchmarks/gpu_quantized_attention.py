@@ -3,7 +3,7 @@
 Decode at several batch sizes and contexts, and chunks of a long prompt over what is stored already, for every format, with
 pages of 64 tokens in shuffled order and tiles from the backend's own plan. SDPA gets plain bfloat16 keys and values, as in
 gpu_attention.py. Correctness comes first: a mixed step of each format against plain torch over the decoded pages.
-`--key-bias` measures instead what key biases cost that are added to scores: the same calls with and without, in turn.
+`--key-bias` instead measures the cost of key biases added to scores: calls with and without, in turn.
 
 On a CPU, to see that it runs: TRITON_INTERPRET=1 python benchmarks/gpu_quantized_attention.py --tiny --device cpu
 """
@@ -41,7 +41,7 @@ FORMATS = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.is_q
 
 
 class Shape(NamedTuple):
-    """What is run."""
+    """Cases of the run."""
 
     num_heads: int = 64
     num_kv_heads: int = 8
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
         (4, 262144),
     )
     prefill: tuple[tuple[int, int], ...] = ((30720, 2048), (129024, 2048))
-    """Stored tokens, and rows that follow them."""
+    """Stored tokens, and rows after them."""
     max_model_len: int = 262144
     bounds: StepBounds = StepBounds(256, 8192, 64)
     mixed: tuple[tuple[int, int], ...] = ((0, 1), (63, 1), (64, 1), (999, 1), (4096, 1), (300, 200), (60, 5), (0, 130))
@@ -69,7 +69,7 @@ TINY = Shape(
 
 
 def fill(name: str, plane: torch.Tensor, bits: int | None) -> None:
-    """Any codes, e4m3 numbers that are finite, scales near one twentieth."""
+    """Fill pages with any codes, finite e4m3 numbers and scales near one twentieth."""
     if plane.dtype == torch.float16:
         plane.uniform_(0.02, 0.08)
     elif bits == 8:
@@ -86,7 +86,7 @@ def make_rig(
     device: torch.device,
     num_padding: int = 0,
 ) -> Rig:
-    """`rows` are start and number of rows of each sequence."""
+    """Build a rig. `rows` are start and number of rows of each sequence."""
     page_tokens, kv_format = shape.bounds.page_tokens, KV_FORMATS[format_name]
     num_pages = [-(-(start + count) // page_tokens) for start, count in rows]
     cache = uniform_cache(num_layers, kv_format, shape.num_kv_heads, shape.head_dim, page_tokens)
@@ -124,7 +124,7 @@ def make_rig(
 
 
 def check(shape: Shape, format_name: str, device: torch.device, has_bias: bool = False) -> float:
-    """The largest error of a row of a mixed step with padding, relative to its length; NaN where one is not finite."""
+    """Return the largest relative error of a row in a mixed step with padding; NaN if one is not finite."""
     rig = make_rig(shape, format_name, shape.mixed, 1, device, num_padding=3)
     rig = with_key_bias(rig, shape, device) if has_bias else rig
     found_TX = rig.calls(batch_invariant=False, captured=True)[0]().float()
@@ -142,7 +142,7 @@ def check(shape: Shape, format_name: str, device: torch.device, has_bias: bool =
 
 
 def with_key_bias(rig: Rig, shape: Shape, device: torch.device) -> Rig:
-    """A step like the last, over keys that are short of a bias."""
+    """Run a step like `check`, over keys stored without their bias."""
     frequency_C = 1e6 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     turns = make_key_turns(frequency_C, 1.0, shape.max_model_len, getattr(torch, shape.dtype), device)
     biases = tuple(KeyBias(torch.randn(shape.num_kv_heads, shape.head_dim, device=device), turns) for _ in rig.specs)
@@ -151,7 +151,7 @@ def with_key_bias(rig: Rig, shape: Shape, device: torch.device) -> Rig:
 
 @torch.inference_mode()
 def key_bias_row(shape: Shape, name: str, rows: Sequence[tuple[int, int]], device: torch.device) -> dict[str, Any]:
-    """Milliseconds of one step of these rows, without a bias, with one, and without once more."""
+    """Return milliseconds of one step of these rows: without a bias, with one, and again without."""
     token_bytes = sum(plane.bytes_per_token for plane in KV_FORMATS[name].planes(shape.num_kv_heads, shape.head_dim))
     num_layers = layers_for(float(sum(start + count for start, count in rows) * token_bytes), device)
     rig, captured = make_rig(shape, name, rows, num_layers, device), rows[0][1] == 1
@@ -172,7 +172,7 @@ def layers_for(num_bytes: float, device: torch.device) -> int:
 
 @torch.inference_mode()
 def plain_decode(shape: Shape, num_seqs: int, length: int, device: torch.device) -> float:
-    """Seconds of SDPA with the query heads of a key head folded into rows."""
+    """Return seconds of SDPA with the query heads of a key head folded into rows."""
     dtype = getattr(torch, shape.dtype)
     num_bytes = num_seqs * length * 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     q_NKGD = torch.randn(
@@ -192,7 +192,7 @@ def plain_decode(shape: Shape, num_seqs: int, length: int, device: torch.device)
 def quantized_decode(
     shape: Shape, format_name: str, num_seqs: int, length: int, device: torch.device
 ) -> tuple[float, float]:
-    """Seconds, and bytes of keys and values."""
+    """Return seconds, and bytes of keys and values."""
     kv_format = KV_FORMATS[format_name]
     token_bytes = sum(plane.bytes_per_token for plane in kv_format.planes(shape.num_kv_heads, shape.head_dim))
     kv_bytes = float(num_seqs * length * token_bytes)
@@ -201,7 +201,7 @@ def quantized_decode(
 
 
 def decode_rows(shape: Shape, num_seqs: int, length: int, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each format."""
+    """Return a row for each format."""
     plain = plain_decode(shape, num_seqs, length, device)
     rows = []
     for name in FORMATS:
@@ -222,7 +222,7 @@ def decode_rows(shape: Shape, num_seqs: int, length: int, device: torch.device) 
 
 @torch.inference_mode()
 def prefill_rows(shape: Shape, stored: int, count: int, device: torch.device) -> list[dict[str, Any]]:
-    """`count` rows behind `stored` tokens; SDPA's flash kernel has all keys visible, so it is compared by its TFLOPS."""
+    """Measure `count` rows after `stored` tokens. SDPA's flash kernel sees all keys, so its TFLOPS are compared."""
     dtype, total = getattr(torch, shape.dtype), stored + count
     q_1HLD = torch.randn(1, shape.num_heads, count, shape.head_dim, device=device).to(dtype)
     k_1HLD = torch.empty(1, shape.num_heads, total, shape.head_dim, dtype=dtype, device=device).normal_()
@@ -258,7 +258,7 @@ def prefill_rows(shape: Shape, stored: int, count: int, device: torch.device) ->
 
 
 def scratch_bytes(shape: Shape, max_model_len: int) -> int:
-    """What all layers together work in at this context, work lists and rotation included."""
+    """Return scratch bytes of all layers at this context, work lists and rotation included."""
     cache = uniform_cache(
         1, KV_FORMATS["turboquant_k8v4"], shape.num_kv_heads, shape.head_dim, shape.bounds.page_tokens
     )
@@ -269,7 +269,7 @@ def scratch_bytes(shape: Shape, max_model_len: int) -> int:
 
 
 def verdicts(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """What has to be shown."""
+    """Return the goals and whether they are met."""
     ms = {(row["format"], *row.get("shape", ())): row for row in results}
     main = {"turboquant_k8v4": 0.137, "turboquant_4bit_nc": 0.11, "turboquant_3bit_nc": 0.10}
     least = {"turboquant_k8v4": 45, "turboquant_4bit_nc": 40, "turboquant_3bit_nc": 30}
@@ -291,7 +291,7 @@ def verdicts(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 
 
 def main() -> None:
-    """Check, measure, show."""
+    """Check, measure, print."""
     parser = options("Attention over quantized pages against torch SDPA in bfloat16")
     parser.add_argument("--key-bias", action="store_true", help="what key biases cost; leaves no record")
     arguments = parser.parse_args()

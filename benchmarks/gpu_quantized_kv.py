@@ -1,8 +1,8 @@
 """A whole engine over quantized pages against bfloat16 ones: python benchmarks/gpu_quantized_kv.py [--model NAME]
 
 One process a format, at utilization 0.98 with dummy weights: tokens a second of one stream; decode steps of as many
-sequences of 8K and 32K as requested that fit at once (steps run as the engine runs them, over pages that hold whatever they
-hold: what is stored does not change the time); and, quantized, prompts that really fill 99 % of the pool, served to the end.
+sequences of 8K and 32K as requested that fit at once; and, quantized, prompts that really fill 99 % of the pool, served to
+the end. Decode steps run over pages with arbitrary contents, which do not change the time.
 """
 
 import json
@@ -25,7 +25,7 @@ UTILIZATION = 0.98
 GOAL_TOKENS = 720_000
 FILLED = 0.99
 MADE_UP_IDS = count(-(10**6), -1)
-"""For sequences that no scheduler knows."""
+"""First id of sequences outside the scheduler."""
 
 
 class Shape(NamedTuple):
@@ -48,7 +48,7 @@ TINY = Shape(512, 4, 128, (128, 256), (2, 4), 3, 40, (3, 8))
 def run_format(
     name: str, model: str, shape: Shape, tiny: bool, device: str, fills: bool, result: Path | None
 ) -> dict[str, Any]:
-    """Everything about one format, in this process."""
+    """Measure one format in this process."""
     from gpu_engines import open_engine
 
     start = time.perf_counter()
@@ -88,7 +88,7 @@ def run_format(
 
 
 def one_stream(opened: "OpenEngine", shape: Shape) -> dict[str, Any]:
-    """Tokens a second of a lone request, by the difference of two lengths."""
+    """Return tokens a second of a lone request, by the difference of two lengths."""
     from gpu_engines import prompts
 
     from holdfast.request.sampling_params import SamplingParams
@@ -105,7 +105,7 @@ def one_stream(opened: "OpenEngine", shape: Shape) -> dict[str, Any]:
 
 
 def step_seconds(opened: "OpenEngine", batch: int, length: int, num_steps: int) -> float:
-    """For a decode step with so many stored tokens in each sequence, on pages of their own in any order."""
+    """Return seconds of a decode step with this many stored tokens in each sequence, on separate shuffled pages."""
     from holdfast.request.sampling_params import SamplingParams
     from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 
@@ -137,7 +137,7 @@ def step_seconds(opened: "OpenEngine", batch: int, length: int, num_steps: int) 
 
 
 def fill_pool(opened: "OpenEngine", shape: Shape) -> dict[str, Any]:
-    """Prompts of the longest context until 99 % of the pages are taken, all of them decoding at the end."""
+    """Run prompts of the longest context until 99 % of the pages are taken, all decoding at the end."""
     from gpu_engines import prompts
 
     from holdfast.request.sampling_params import SamplingParams
@@ -169,7 +169,7 @@ def fill_pool(opened: "OpenEngine", shape: Shape) -> dict[str, Any]:
 
 
 def results_of(found: Mapping[str, dict[str, Any]], shape: Shape) -> list[dict[str, Any]]:
-    """Rows: one stream, every batch and length, tokens of the pool."""
+    """Return rows: one stream, every batch and length, tokens of the pool."""
     rows: list[dict[str, Any]] = [
         {"measure": "one stream", "unit": "tokens/s", "values": {}},
         *(
@@ -194,7 +194,7 @@ def results_of(found: Mapping[str, dict[str, Any]], shape: Shape) -> list[dict[s
 
 
 def main() -> None:
-    """A process for each format."""
+    """Measure each format in its own process."""
     parser = options("The whole engine over quantized pages against bfloat16 ones")
     parser.add_argument("--model", default="Qwen3-32B", help="a model of the catalogue")
     parser.add_argument(

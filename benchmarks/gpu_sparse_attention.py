@@ -1,9 +1,9 @@
-"""Attention to chosen tokens (DSA) alone, and what chooses them, beside dense latent attention: python benchmarks/gpu_sparse_attention.py
+"""Attention to chosen tokens (DSA) and their selection, beside dense latent attention: python benchmarks/gpu_sparse_attention.py
 
-Decode steps as a captured one launches them, over paged latents of every format and an index in fp8, with 16 and 128 query heads:
+Decode steps launched like captured ones, over paged latents of every format and an index in fp8, with 16 and 128 query heads:
 index scores, selection, and attention to the 2,048 chosen tokens, each timed alone, and dense attention to the same contexts. The
 roof of a case is the larger of bytes / 4.37 TB/s and FLOPs / 790 TFLOPS. Correctness comes first: the selection of a mixed step
-is the reference's, and what is attended to is near it; and the share of tokens that an index in fp8 chooses as one in float32 does.
+equals the reference's and its attention is close; then the share of tokens on which fp8 and float32 indexes agree.
 
 On a CPU, to see that it runs: TRITON_INTERPRET=1 python benchmarks/gpu_sparse_attention.py --tiny --device cpu
 """
@@ -34,7 +34,7 @@ MAX_LAYERS = 12
 
 
 class Shape(NamedTuple):
-    """What is run."""
+    """Cases of the run."""
 
     latent_dim: int = 512
     rope_dim: int = 64
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
     decode: tuple[tuple[int, int], ...] = ((1, 131072), (8, 131072), (32, 8192), (32, 131072), (64, 8192), (64, 32768))
     """Sequences, tokens."""
     mixed: tuple[int, ...] = (2049, 3000, 5000, 2100)
-    """Tokens that the rows of the check see."""
+    """Visible tokens of the rows in the check."""
 
 
 FULL = Shape()
@@ -55,7 +55,7 @@ TINY = Shape(32, 16, 4, 16, 5, "float16", ("float16",), (3,), ((2, 70),), (6, 40
 
 
 class Rig:
-    """Pages of some layers and a step of one row a sequence, all of one length or each of its own."""
+    """Pages of some layers and a step of one row a sequence, with equal or separate lengths."""
 
     def __init__(
         self, shape: Shape, name: str, num_heads: int, lengths: Sequence[int], layers: int, device: torch.device
@@ -124,7 +124,7 @@ class Rig:
         return LatentCall(self.q_TNX, planes, self.table_NP, 0.07, *self.partials, self.out_TNL, num_sms(self.q_TNX))
 
     def dense_calls(self) -> list[Callable[[], torch.Tensor]]:
-        """Attention to all tokens, by the tiles of a captured step."""
+        """Return calls of attention to all tokens, with the tiles of a captured step."""
         num_heads, rows = self.q_TNX.shape[1], len(self.lengths)
         geometry = latent_geometry(num_heads, self.planes[0].kind != "plain")
         room = ListRoom(1024 + rows, rows, rows, 1024 if num_heads <= 32 else 264)
@@ -137,7 +137,7 @@ class Rig:
 
 
 def fill(planes: LatentPlanes, num_slots: int, row_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Random latents: some are stored, and the rest are copies of them."""
+    """Fill pages with random latents: some are distinct, the rest are copies."""
     count = min(4096, num_slots)
     rows_LX = torch.randn(count, row_dim, device=device)
     store_latents(
@@ -153,7 +153,7 @@ def fill(planes: LatentPlanes, num_slots: int, row_dim: int, dtype: torch.dtype,
 
 @torch.inference_mode()
 def check(shape: Shape, name: str, num_heads: int, device: torch.device) -> dict[str, float]:
-    """Errors of a small mixed step, and how many tokens of the exact choice an index in fp8 chooses."""
+    """Return errors of a small mixed step, and how many tokens of the exact selection an fp8 index selects."""
     rig = Rig(shape, name, num_heads, shape.mixed, 1, device)
     found_TC = rig.score(0).clone()
     exact_TC = torch.full_like(found_TC, torch.nan)
@@ -177,7 +177,7 @@ def check(shape: Shape, name: str, num_heads: int, device: torch.device) -> dict
 def rows_of(
     shape: Shape, name: str, num_heads: int, num_seqs: int, length: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Every kernel of a step alone, and dense attention to the same contexts."""
+    """Time every kernel of a step alone, and dense attention to the same contexts."""
     row_dim = shape.latent_dim + shape.rope_dim
     token_bytes = formats_of(is_latent=True)[name].bytes_per_token(1, row_dim, shape.rope_dim)
     dense_bytes = float(num_seqs * length * token_bytes)
@@ -211,7 +211,7 @@ def rows_of(
 
 
 def main() -> None:
-    """Check, measure, show."""
+    """Check, measure, print."""
     arguments = options("Attention to chosen tokens and what chooses them").parse_args()
     shape, device = TINY if arguments.tiny else FULL, torch.device(arguments.device)
     budget = Budget(arguments.budget_seconds)

@@ -1,13 +1,13 @@
-"""Nothing is taken after ready, and a graph computes what eager steps compute: python benchmarks/gpu_steady.py [--model NAME]
+"""Check that no memory is taken after ready, and that graphs equal eager steps: python benchmarks/gpu_steady.py [--model NAME]
 
-Requests come and go so that the number of sequences is another one at every step. Prompts of the decode stretches lie in the
-prefix cache up to their last token, so that a new request takes part with one row, at any context, and every step is a
-decode step. Counted inside Runner.launch and collect: allocations, segments, waits of the host, tensors that moved. Compared to the
-bit: logits of a replayed graph and of the same step run eagerly in its place, at every context from 1 to the longest and
-back; logits with and without NaN in free pages, in the workspace and in unused places of the page table.
+Requests start and end so that the number of sequences changes at every step. Prompts of the decode runs are in the prefix
+cache up to their last token. So a new request adds one row, at any context, and every step is a decode step. Counted inside
+Runner.launch and collect: allocations, segments, host waits, moved tensors. Compared to the bit: logits of a replayed graph
+and of the same step run eagerly in place, at every context from 1 to the longest and back; logits with and without NaN in
+free pages, in the workspace and in unused places of the block table.
 
-One process for the engine as it is, one for batch_invariant=True, where steps that are not padded to a graph's size must
-give the same bits too.
+One process runs the default engine, one batch_invariant=True. There, steps that are not padded to a graph's size must give
+equal bits too.
 """
 
 import json
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 MODES = {"default": "as it is", "invariant": "batch invariant"}
 MIN_SECONDS = 20.0
-"""A process is not begun with less than this left."""
+"""Least remaining seconds to start a process."""
 
 
 class Shape(NamedTuple):
-    """How much is run."""
+    """Size of the run."""
 
     max_model_len: int = 8192
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     kv_cache_memory: str = "2GiB"
     cached_pages: tuple[int, ...] = (0, 0, 1, 2, 3, 7, 15, 16, 31, 60, 125, 250)
-    """Whole pages of the prompts of decode stretches, which have one token more."""
+    """Whole pages of the prompts in decode runs, which have one token more."""
     fresh_tokens: tuple[int, ...] = (1, 2, 15, 16, 17, 40, 100, 250, 400, 700, 3000)
-    """Lengths of prompts in mixed stretches."""
+    """Lengths of prompts in mixed runs."""
     num_decode_steps: int = 1000
     num_mixed_steps: int = 150
     num_compared_steps: int = 60
@@ -52,24 +52,24 @@ TINY = Shape(256, 4, 64, "1MiB", (0, 1, 2, 5), (1, 15, 17, 70), 40, 20, 15, 12, 
 
 
 class Trace(NamedTuple):
-    """What requests got, step by step."""
+    """Results of requests, step by step."""
 
     tokens: list[dict[str, tuple[int, ...]]]
     num_errors: int
 
 
 class Traffic(NamedTuple):
-    """Requests that come and go: the same ones for the same seed, whatever they are answered."""
+    """Requests that start and end; they depend only on the seed, not on the answers."""
 
     prompts: Sequence[list[int]]
     seed: int
     most: int
     """Sequences at once."""
     most_change: int
-    """More or fewer than at the last step."""
+    """Change from the last step."""
 
     def drive(self, opened: "OpenEngine", num_steps: int, before_step: Callable[[], object] = lambda: None) -> Trace:
-        """Run steps, each with another number of sequences than the last; the first sequence stays until the end."""
+        """Run steps, each with a new number of sequences; the first sequence stays until the end."""
         engine, dice = opened.engine, Random(self.seed)
         live, number, last_size, num_errors = ["first"], 0, 0, 0
         engine.add_request("first", {"prompt_token_ids": [1]}, sampling(0, num_steps + 1, self.seed))
@@ -98,7 +98,7 @@ class Traffic(NamedTuple):
 
 
 def sampling(number: int, max_tokens: int, seed: int) -> Any:  # noqa: ANN401 imported late, with torch
-    """Greedy, random, penalised and log-probabilities in turn; all follow from the numbers alone."""
+    """Return greedy, random, penalised and log-probability params in turn, determined by the numbers."""
     from holdfast.request.sampling_params import SamplingParams
 
     kinds: tuple[dict[str, Any], ...] = (
@@ -111,7 +111,7 @@ def sampling(number: int, max_tokens: int, seed: int) -> Any:  # noqa: ANN401 im
 
 
 def different_tokens(one: Trace, other: Trace) -> tuple[int, int]:
-    """Tokens that both traces have, and how many of them differ."""
+    """Return the count of common tokens of both traces, and how many differ."""
     num_compared = num_different = 0
     for mine, yours in zip(one.tokens, other.tokens, strict=True):
         for name in mine.keys() | yours.keys():
@@ -121,7 +121,7 @@ def different_tokens(one: Trace, other: Trace) -> tuple[int, int]:
 
 
 def different_rows(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Like the one above, for fingerprints of logits; a row that only one of them has differs."""
+    """Like `different_tokens`, for fingerprints of logits; a row in only one trace differs."""
     num_compared = num_different = 0
     for mine, yours in zip(one, other, strict=True):
         num_compared += max(len(mine), len(yours))
@@ -130,7 +130,7 @@ def different_rows(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]])
 
 
 class Bench:
-    """One engine and everything that runs on it."""
+    """One engine and all runs on it."""
 
     def __init__(
         self, opened: "OpenEngine", shape: Shape, device: str, is_invariant: bool, result: Path | None = None
@@ -153,7 +153,7 @@ class Bench:
         self.comparisons: list[dict[str, Any]] = []
 
     def run(self) -> dict[str, Any]:
-        """All of it; what stands last may end the engine."""
+        """Run all parts; the last may end the engine."""
         self.steady()
         self.in_place()
         self.poisoned()
@@ -161,17 +161,17 @@ class Bench:
         return {"phases": self.phases, "comparisons": self.comparisons}
 
     def traffic(self, kind: str) -> Traffic:
-        """With the prefix cache as this kind of stretch needs it."""
+        """Return traffic with the prefix cache that this kind of run needs."""
         self.opened.llm.reset_prefix_cache()
         if kind == "mixed":
-            # Few at a time, so that prompts are a part of most steps and fill some.
+            # Few at a time, so that most steps contain prompts and some only prompts.
             return Traffic(self.fresh, 3, self.shape.max_num_seqs, 2)
         prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in self.cached]
         self.opened.llm.generate(prompts, sampling(0, 1, 0), progress=False)
         return Traffic(self.cached, 2, self.shape.max_num_seqs, self.shape.max_num_seqs)
 
     def steady(self) -> None:
-        """Long stretches with graphs and without, counted."""
+        """Count over long runs with graphs and without."""
         for kind, num_steps in (("decode", self.shape.num_decode_steps), ("mixed", self.shape.num_mixed_steps)):
             with_graphs = self.phase(f"{kind}, graphs", kind, num_steps)
             with self.ears.eager():
@@ -192,7 +192,7 @@ class Bench:
         return trace
 
     def in_place(self) -> None:
-        """Every replayed step once more without its graph, where it stands."""
+        """Repeat every replayed step in place without its graph."""
         for kind in ("decode", "mixed"):
             traffic = self.traffic(kind)
             with self.ears.listening(compare=True) as heard:
@@ -206,7 +206,7 @@ class Bench:
         self.compared(name, result, True, heard.num_wild)
 
     def run_to_the_end(self) -> int:
-        """One sequence to the longest context that is allowed, among short ones that outlive it."""
+        """Run one sequence to the longest context, among short ones that outlive it."""
         engine, shape, num_long = self.opened.engine, self.shape, min(12, self.shape.max_model_len // 8)
         self.opened.llm.reset_prefix_cache()
         long = [number % 97 for number in range(shape.max_model_len - num_long)]
@@ -223,7 +223,7 @@ class Bench:
         return len(long) + num_generated - 1  # the last one is never computed
 
     def poisoned(self) -> None:
-        """Equal stretches clean and poisoned; and that poison is noticed where it should be."""
+        """Compare equal runs, clean and poisoned, and check that poison in owned pages is noticed."""
         for kind in ("decode", "mixed"):
             rows = []
             for before_step in (lambda: None, self.poison.spread):
@@ -236,7 +236,7 @@ class Bench:
         self.compared("NaN in a page that is read: noticed", (1, 0 if self.poison_is_noticed() else 1), True)
 
     def poison_is_noticed(self) -> bool:
-        """A sequence whose own pages are poisoned must end with an error."""
+        """Check that a sequence with poisoned pages ends with an error."""
         engine = self.opened.engine
         engine.add_request("victim", {"prompt_token_ids": self.cached[-1]}, sampling(0, 8, 0))
         engine.step()
@@ -248,7 +248,7 @@ class Bench:
         return any(delta.error is not None for delta in deltas)
 
     def strict(self) -> None:
-        """A few steps in which a wait for the device raises."""
+        """Run a few steps in which a wait for the device raises."""
         for kind in ("decode", "mixed"):
             try:
                 self.phase(f"{kind}, graphs, a wait raises", kind, self.shape.num_strict_steps, "error")
@@ -267,7 +267,7 @@ class Bench:
 def run_mode(
     mode: str, model: str, shape: Shape, tiny: bool, device: str, result: Path | None = None
 ) -> dict[str, Any]:
-    """In a process of its own."""
+    """Run one mode in its own process."""
     from gpu_engines import open_engine
 
     settings: dict[str, Any] = {
@@ -283,7 +283,7 @@ def run_mode(
 
 
 def rows_of(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Phases and comparisons of all engines as results of a record."""
+    """Return phases and comparisons of all engines as results of a record."""
     results = []
     for mode, entry in found.items():
         for row in (*entry.get("phases", ()), *entry.get("comparisons", ())):
@@ -294,7 +294,7 @@ def rows_of(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """The tables at the end of a run."""
+    """Print the tables at the end of a run."""
     columns = ("stretch", "steps", "decode", "batch changes", "replays", "longest")
     columns += ("allocations", "segments", "reserved", "moved", "waits", "errors", "holds")
     keys = ("num_steps", "num_decode_steps", "num_batch_changes", "num_replays", "longest_context")
@@ -318,7 +318,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run both engines, as far as the time goes."""
+    """Run both engines while time allows."""
     parser = options("Steps after ready take nothing, and graphs compute what eager steps compute")
     parser.add_argument("--model", default="Qwen3-0.6B", help="a model of the catalogue")
     parser.add_argument("--only", default="", help="default or invariant alone")

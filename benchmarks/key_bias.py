@@ -1,10 +1,10 @@
-"""Measures KV formats on small models with planted key biases, through the engine, and keeps the record: python benchmarks/key_bias.py
+"""Measure KV formats on small models with added key biases, through the engine, and write the record: python benchmarks/key_bias.py
 
-A model is a random Qwen2 of a few layers. Its keys have a norm of about the root of the head dim, and a bias of 10 or 30 times
-that is planted in a few pairs of coordinates, as in models that have such biases: in pairs that turn slowly with the position,
-or in fast ones, which queries then look at as much less as the largest bias is larger (else attention follows the bias alone,
-and an error anywhere changes everything: `all` shows that). The figure is the KL divergence from float32 pages of the same model, as
-a multiple of that without a bias. `in the keys` is how it was before: keys are quantized with their bias.
+A model is a random Qwen2 of a few layers. Its keys have a norm of about the root of the head dim. A bias of 10 or 30 times
+that is added to a few pairs of coordinates, as in real models with such biases: to slow RoPE pairs, or to fast ones. Queries
+then weight the fast pairs less, in proportion to the largest bias. Otherwise attention depends on the bias alone and any
+error changes the result; `all` shows that case. The figure is the KL divergence from float32 pages of the same model, as a
+multiple of that without a bias. `in the keys` quantizes keys with their bias.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from holdfast.quant.formats import KV_FORMATS
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 512, 4, 4, 2, 64, 512
 FACTORS = (0, 10, 30)
 PLACES = {"slow": (31, 29, 24), "fast": (2, 7, 11), "all": tuple(range(32))}
-"""Pairs of coordinates that have the bias."""
+"""Pairs of coordinates with the bias."""
 FORMATS = tuple(name for name, value in KV_FORMATS.items() if value.is_quantized)
 
 
 def plant(folder: Path, seed: int, factor: float, place: str) -> list[int]:
-    """Write a model whose key biases have `factor` times the norm of its keys; a text for it comes back."""
+    """Write a model whose key biases have `factor` times the norm of its keys; return a text for it."""
     dice = torch.Generator().manual_seed(seed)
     tensors = {"model.norm.weight": torch.ones(HIDDEN)}
 
@@ -63,7 +63,7 @@ def plant(folder: Path, seed: int, factor: float, place: str) -> list[int]:
 
 
 def plant_bias(tensors: dict[str, torch.Tensor], layer: str, factor: float, place: str, dice: torch.Generator) -> None:
-    """Equal numbers are drawn for every factor, so that models differ in nothing else."""
+    """Draw equal numbers for every factor, so that models differ only in the factor."""
     pairs = torch.tensor(PLACES[place])
     channels = torch.cat((pairs, pairs + HEAD_DIM // 2))
     bias_KD = torch.zeros(KV_HEADS, HEAD_DIM)
@@ -71,13 +71,13 @@ def plant_bias(tensors: dict[str, torch.Tensor], layer: str, factor: float, plac
     bias_KD *= factor * HEAD_DIM**0.5 / bias_KD.norm(dim=-1, keepdim=True)
     tensors[f"{layer}.self_attn.k_proj.bias"] = bias_KD.flatten()
     if place == "fast":
-        # Without a bias too: what is compared is the same model.
+        # Also without a bias, so that the same model is compared.
         query = tensors[f"{layer}.self_attn.q_proj.weight"].view(HEADS, HEAD_DIM, HIDDEN)
         query[:, channels] /= 2 * FACTORS[-1]
 
 
 def settings() -> dict[str, Any]:
-    """The config.json."""
+    """Return the config.json."""
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -99,7 +99,7 @@ def settings() -> dict[str, Any]:
 
 @contextmanager
 def biased_keys(wanted: bool) -> Iterator[None]:
-    """Quantize keys with their bias, as it was done before."""
+    """Quantize keys with their bias."""
     if not wanted:
         yield
         return
@@ -108,7 +108,7 @@ def biased_keys(wanted: bool) -> Iterator[None]:
 
 
 def qualities(folder: Path, text: list[int], formats: tuple[str, ...], protected: int | None) -> dict[str, Quality]:
-    """Every format against float32 pages of the same model; None protects as many layers as are protected by default."""
+    """Compare every format with float32 pages of the same model; None protects the default number of layers."""
     model = open_model(str(folder), "auto")
     try:
         config = EngineConfig(model=str(folder), device="cpu", kv_protected_layers=protected)
@@ -125,7 +125,7 @@ def qualities(folder: Path, text: list[int], formats: tuple[str, ...], protected
 
 
 def planted_kl(place: str, factor: float, seeds: int, in_keys: bool = False) -> dict[str, float]:
-    """Mean KL of every format over some models, no layer protected."""
+    """Return the mean KL of every format over some models, no layer protected."""
     sums = dict.fromkeys(FORMATS, 0.0)
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder, biased_keys(in_keys):
@@ -136,7 +136,7 @@ def planted_kl(place: str, factor: float, seeds: int, in_keys: bool = False) -> 
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print, and write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=gpu_records.ROOT / gpu_records.RECORDS, help="folder of the record")

@@ -1,6 +1,6 @@
-"""Measures every KV format on the default model beside the same format as vLLM runs it, and keeps the record: python benchmarks/kv_quality.py
+"""Measure every KV format on the default model beside vLLM's version, and write the record: python benchmarks/kv_quality.py
 
-The text is what Python's own help knows of the language, which every installation has; --text takes another. The record is
+The text is Python's own help on the language, which every installation has; --text takes another. The record is
 benchmarks/records/<cpu>-<date>-kv-quality.json, and `make docs` shows it in docs/quantization.md. 16K tokens take half an hour
 on two idle cores.
 """
@@ -44,7 +44,7 @@ NONE = "no layer protected"
 
 
 def options() -> argparse.ArgumentParser:
-    """Command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=None, help="a folder or a GGUF file; left out: the default model")
     parser.add_argument("--text", default=None, help=f"a file of plain text; left out: {TOPICS}")
@@ -61,7 +61,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def entries(config: EngineConfig, model: OpenModel, with_layers: bool) -> list[Entry]:
-    """The reference, our formats, and theirs; with other layers protected, if requested."""
+    """Return the reference, our formats and vLLM's; with other protected layers, if requested."""
     ours = [name for name in narrower_formats(config, model).names if KV_FORMATS[name].is_quantized]
     found = [reference_entry(config), *(format_entry(config, model, name) for name in ours)]
     if with_layers:
@@ -80,7 +80,7 @@ def entries(config: EngineConfig, model: OpenModel, with_layers: bool) -> list[E
 
 
 def verdicts(qualities: list[Quality]) -> list[dict[str, object]]:
-    """Each format of ours beside theirs of the same name: bytes and divergence as shares of theirs."""
+    """Compare each of our formats with vLLM's of the same name: bytes and divergence as shares of vLLM's."""
     by_name = {quality.name: quality for quality in qualities}
     pairs = [
         (by_name[vllm_format.name], by_name[f"{vllm_format.name}, {AS_VLLM}"])
@@ -100,7 +100,7 @@ def verdicts(qualities: list[Quality]) -> list[dict[str, object]]:
 
 
 def command(arguments: argparse.Namespace) -> list[str]:
-    """The command as anybody would type it, without places of this machine."""
+    """Return the command as typed, without local paths."""
     words = ["python", "benchmarks/kv_quality.py", "--tokens", str(arguments.tokens), "--window", str(arguments.window)]
     for option in ("model", "text"):
         if getattr(arguments, option) is not None:
@@ -109,7 +109,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> tuple[EvalView, str]:
-    """All windows through all formats; and the text."""
+    """Run all windows through all formats; return results and text."""
     text = "\n\n".join(topics.values()) if arguments.text is None else read_text(arguments.text)
     text_name = TOPICS if arguments.text is None else Path(arguments.text).name
     config = EngineConfig(model=arguments.model, device=arguments.device)
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> tuple[EvalView, str]:
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print, and write the record."""
     arguments = options().parse_args()
     view, text = run(arguments)
     found = verdicts(list(view.qualities))

@@ -1,6 +1,6 @@
-"""One load of a model's weights as the engine does it, measured from the inside: bytes by every account, and seconds.
+"""One load of a model's weights by the engine's code, measured inside the process: bytes by every counter, and seconds.
 
-The first load of a process also compiles kernels, so the second is watched too; those after it run unwatched, for their speed.
+The first load of a process also compiles kernels, so memory is sampled in the second too. Later loads run without sampling, for speed.
 """
 
 import gc
@@ -26,38 +26,38 @@ from holdfast.runner.weight_load import WeightLoad, plan_weights
 
 DTYPE = "bfloat16"
 NUM_WATCHED = 2
-"""Loads whose memory is looked at, every few milliseconds, which costs them some time."""
+"""Loads with memory samples every few milliseconds, which slow them a little."""
 FINGERPRINT_BYTES = 2**25
 FINGERPRINT_WEIGHTS = 65521
-"""A prime: what a byte counts depends on its place, and repeats after so many."""
+"""A prime: a byte's weight depends on its place, and repeats after this many."""
 
 
 class Case(NamedTuple):
-    """What a process loads."""
+    """Settings of a process's loads."""
 
     model: str
     scheme: str
-    """For weights; the type itself where nothing is quantized."""
+    """Scheme of the weights; their type if unquantized."""
     path: str
     load_format: str = "auto"
     headers: str | None = None
-    """A checkpoint whose plan this load's is held against."""
+    """A checkpoint whose plan must equal this load's."""
     cache: str | None = None
-    """Folder in which quantized weights are kept between starts."""
+    """Folder of the cache of quantized weights."""
     num_loads: int = 4
 
 
 def run_case(case: Case, device: str, result: Path | None = None) -> dict[str, Any]:
-    """Every load of a case, in this process; what was found so far is kept for the process that waits for `result`."""
+    """Run every load of a case in this process; save findings so far for the process that waits for `result`."""
     if device.startswith("cuda"):
         device = "cuda:0" if device == "cuda" else device
-        torch.zeros(1, device=device).add_(1)  # the context and its libraries are no part of a load
+        torch.zeros(1, device=device).add_(1)  # the context and its libraries do not count as a load
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     if case.cache is not None:
         os.environ[CACHE_VARIABLE] = case.cache
     found: dict[str, Any] = {"loads": []}
-    gc.freeze()  # what is there already stays, and need not be looked through between loads
+    gc.freeze()  # existing objects stay, so the collector can skip them between loads
     try:
         for number in range(case.num_loads):
             found["loads"].append(load_once(case, device, is_watched=number < NUM_WATCHED))
@@ -72,7 +72,7 @@ def run_case(case: Case, device: str, result: Path | None = None) -> dict[str, A
 
 
 def load_once(case: Case, device: str, is_watched: bool) -> dict[str, Any]:
-    """Plan, load, look, and let go of everything."""
+    """Plan, load, measure, and free everything."""
     is_cuda, kind = device.startswith("cuda"), torch.device(device).type
     host_before = look(device)
     start = time.perf_counter()
@@ -120,7 +120,7 @@ def load_once(case: Case, device: str, is_watched: bool) -> dict[str, Any]:
 
 
 def planned_case(case: Case) -> WeightLoad:
-    """Headers and plan, as the engine makes them."""
+    """Return headers and plan like the engine's."""
     is_quantized, uses_cache = case.scheme != DTYPE, case.cache is not None
     config = EngineConfig(
         model=case.path,
@@ -155,7 +155,7 @@ def _split(report: LoadReport) -> dict[str, Any]:
 
 
 def _device_bytes(device: str) -> dict[str, int]:
-    """Allocated and reserved by torch, and used as the driver says; zeros on a CPU."""
+    """Return bytes allocated and reserved by torch, and used by the driver; zeros on a CPU."""
     if not device.startswith("cuda"):
         return {"allocated": 0, "reserved": 0, "used": 0}
     torch.cuda.synchronize()
@@ -167,7 +167,7 @@ def _device_bytes(device: str) -> dict[str, int]:
 
 
 def compare_plans(ours: LoadPlan, real: LoadPlan, device: str) -> dict[str, bool]:
-    """Whether dummy weights are loaded as a checkpoint's would be."""
+    """Return whether dummy weights have the same load plan as a checkpoint."""
     kind = torch.device(device).type
     return {
         "weights": ours.weights == real.weights,
@@ -178,7 +178,7 @@ def compare_plans(ours: LoadPlan, real: LoadPlan, device: str) -> dict[str, bool
 
 
 def fingerprint(weights: dict[str, torch.Tensor | QuantizedWeight]) -> str:
-    """Another one as soon as a byte of a weight is another one, or elsewhere."""
+    """Return a number that changes if any byte of a weight changes or moves."""
     digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):
         for tensor in (weight.codes, weight.scales) if isinstance(weight, QuantizedWeight) else (weight,):

@@ -1,11 +1,11 @@
-"""Several processes on one GPU at the same time: NVIDIA's Multi-Process Service (MPS) while a block runs; no torch.
+"""Run several processes on one GPU at once, with NVIDIA's Multi-Process Service (MPS) during a block; no torch.
 
-    with mps() as environment:  # None where there is none
+    with mps() as environment:  # None without MPS
         subprocess.run(command, env={**os.environ, **environment})
 
     python benchmarks/mps.py python script.py ...  # the same for one command
 
-Ranks that share a GPU without it take turns by time slices, and each call that waits for a peer takes milliseconds.
+Without MPS, ranks on one GPU take time slices, and each call that waits for a peer takes milliseconds.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from pathlib import Path
 
 MPS_COMMAND = "nvidia-cuda-mps-control"
 OVERLAP = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-"""Without it torch refuses symmetric memory among ranks of one GPU."""
+"""Without this variable torch refuses symmetric memory among ranks of one GPU."""
 
 
 def pretended_node(rank: int) -> dict[str, str]:
-    """What a process needs in its environment for NCCL to take it for one on a machine of its own, though all share one and its GPU."""
+    """Return the environment that makes NCCL treat a process as a separate host, although all share one GPU."""
     return {"NCCL_HOSTID": f"node-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 @contextmanager
 def mps() -> Iterator[dict[str, str] | None]:
-    """What processes need in their environment to share the GPU, and ranks to share symmetric memory there; None where MPS cannot be had."""
+    """Yield the environment for processes that share the GPU and symmetric memory; None if MPS is not available."""
     with tempfile.TemporaryDirectory(prefix="mps") as folder:
         places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for place in places.values():
@@ -51,7 +51,7 @@ def mps() -> Iterator[dict[str, str] | None]:
 
 
 def main() -> None:
-    """One command under MPS."""
+    """Run one command under MPS."""
     with mps() as environment:
         done = subprocess.run(sys.argv[1:], env={**os.environ, **(environment or OVERLAP)}, check=False)
     sys.exit(done.returncode)

@@ -1,8 +1,8 @@
-"""N-gram proposals against none, same model, same requests: python benchmarks/ngram.py [--device cuda] [--model MODEL]
+"""N-gram drafts against none, same model, same requests: python benchmarks/ngram.py [--device cuda] [--model MODEL]
 
 Greedy answers to tasks that repeat their input (edit this text, this program, this table), and to one that does not. Both engines
-are open at once and take turns, so that a busy machine slows both. A rate is of output tokens after the first of each answer,
-by the median of some rounds. Tokens must be identical on a CPU; on a GPU more rows are summed in another order, so the first
+are open at once and alternate, so that other load slows both. A rate counts output tokens after the first of each answer,
+the median of some rounds. Tokens must be identical on a CPU; on a GPU more rows are summed in another order, so the first
 difference of each answer is printed with the gap of its two logits.
 """
 
@@ -51,7 +51,7 @@ TABLE = "\n".join(
 
 
 class Task(NamedTuple):
-    """Prompts, and how long an answer may be."""
+    """Prompts, and the most tokens of an answer."""
 
     name: str
     message: str
@@ -64,7 +64,7 @@ TASKS = (
     Task("copy a table", f"Write this table again, with the same rows:\n\n{TABLE}"),
     Task("write a story", "Write a story about a lighthouse, a cat and the winter in which the sea froze."),
 )
-"""The last repeats nothing that it was given."""
+"""The last task repeats none of its input."""
 
 
 class Run(NamedTuple):
@@ -72,14 +72,14 @@ class Run(NamedTuple):
 
     token_ids: list[list[int]]
     gaps: list[list[float]]
-    """At each place of each answer, by how much the most likely token leads the second."""
+    """Logit gap between the two most likely tokens, at each position of each answer."""
     tokens_per_second: float
     num_proposed: int
     num_accepted: int
 
 
 def run_task(llm: LLM, task: Task, batch: int, logprobs: int | None = None) -> Run:
-    """Answers to the same task, in slightly different words so that no prompt is another's."""
+    """Answer one task, with slightly different wording so that all prompts differ."""
     params = SamplingParams(temperature=0.0, max_tokens=task.max_tokens, logprobs=logprobs, ignore_eos=True)
     words = [task.message, *(f"{task.message}\n({number})" for number in range(1, batch))]
     messages: list[list[Mapping[str, object]]] = [[{"role": "user", "content": content}] for content in words]
@@ -88,7 +88,7 @@ def run_task(llm: LLM, task: Task, batch: int, logprobs: int | None = None) -> R
     seconds = time.perf_counter() - start
     after = llm.stats()
     metrics = [output.metrics for output in outputs if output.metrics is not None]
-    # Prompts are computed before the first tokens, and cost both the same.
+    # Prefill ends before the first tokens, and costs both the same.
     seconds -= min(metric.first_token_seconds for metric in metrics)
     answers = [output.outputs[0] for output in outputs]
     return Run(
@@ -106,7 +106,7 @@ def _gap(place: dict[int, Any]) -> float:
 
 
 def first_differences(plain: Run, guessing: Run) -> list[dict[str, object]]:
-    """For each answer that is not the same: where, and how close the choice was."""
+    """Return the position and logit gap of each differing answer."""
     found = []
     for number, (ours, theirs) in enumerate(zip(guessing.token_ids, plain.token_ids, strict=True)):
         place = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
@@ -116,7 +116,7 @@ def first_differences(plain: Run, guessing: Run) -> list[dict[str, object]]:
 
 
 def measure(plain: LLM, guessing: LLM, task: Task, batch: int, rounds: int, method: str) -> dict[str, Any]:
-    """Both take turns; the first round of each is not counted, and has the gaps between logits."""
+    """Alternate both engines; the first round of each is not counted and provides the logit gaps."""
     runs: dict[str, list[Run]] = {method: [], "plain": []}
     for number in range(rounds + 1):
         for name, llm in (("plain", plain), (method, guessing)):
@@ -140,7 +140,7 @@ def measure(plain: LLM, guessing: LLM, task: Task, batch: int, rounds: int, meth
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print, and write the record."""
     parser = gpu_records.options((__doc__ or "").partition("\n")[0])
     parser.set_defaults(device="cpu")
     parser.add_argument("--model", default=None, help="else the default model")
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def run_all(arguments: argparse.Namespace, tasks: tuple[Task, ...], batches: list[int]) -> list[dict[str, Any]]:
-    """Both engines, open side by side."""
+    """Run both engines, open side by side."""
     options: dict[str, Any] = {"device": arguments.device, "max_model_len": 1024, "max_num_seqs": max(batches)}
     if arguments.device != "cpu":
         options["memory_utilization"] = 0.4

@@ -1,12 +1,12 @@
-"""What sending a step to other ranks costs: microseconds from a step to all ranks having it, by sequences: python benchmarks/rank_frames.py
+"""Microseconds to send a step to all other ranks, by sequences: python benchmarks/rank_frames.py
 
-Ranks are processes as an engine starts them (engine/ranks.py), with fakes in the place of a model (tests/engine/fake_rank.py's
-channel, none of its work): they take a frame apart and write when they had it into memory that both see. A frame carries the
-results of the step before and the next one, in which one in 16 sequences gets a page.
+Ranks are processes started like an engine's (engine/ranks.py), with fakes instead of a model (tests/engine/fake_rank.py's
+channel, none of its work). They decode a frame and write its arrival time to shared memory. A frame carries the results of
+the last step and the next step, in which one in 16 sequences gets a page.
 
-`sent` is what rank 0's thread is held up by: the frame made and written to every socket; `processor` is the time that this thread
-had one meanwhile. `there` is from the beginning of that to the last rank having taken it apart. The best tenth of many steps and
-the median stand side by side, since others may use the machine. The record is benchmarks/records/<cpu>-<date>-rank-frames.json.
+`sent` is the time on rank 0's thread to encode the frame and write it to every socket; `processor` is that thread's CPU time
+meanwhile. `there` is from that start until the last rank has decoded it. The record has the best tenth of many steps and the
+median, because the machine may be shared. The record is benchmarks/records/<cpu>-<date>-rank-frames.json.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SECTION = "rank-frames"
 
 
 class Times:
-    """When each rank had its last frame, in memory that all see: [rank, (step number, time)]."""
+    """Arrival of each rank's last frame, in shared memory: [rank, (step number, time)]."""
 
     def __init__(self, path: str) -> None:
         with Path(path).open("r+b") as file:
@@ -56,7 +56,7 @@ class Times:
 
 
 class TimedRank:
-    """Says when it had a step."""
+    """Records the arrival of each step."""
 
     def __init__(self, rank: int) -> None:
         self.memory = RankMemory(rank, "cpu", 0, 0)
@@ -75,17 +75,17 @@ class TimedRank:
 
 
 def open_rank(start: RankStart, server: RankServer) -> TimedRank:
-    """Nothing but the channel."""
+    """Open a rank with only the channel."""
     return TimedRank(start.rank)
 
 
 def _decoding(slot: int, start: int) -> StepItem:
-    """A sequence that goes on by a token, and gets a page where one begins: one in PAGE_TOKENS of them in every step."""
+    """Return a sequence that adds a token, and a page if one begins: one in PAGE_TOKENS of them in every step."""
     return StepItem(slot, start, 1, True, ((start,),) if start % PAGE_TOKENS == 0 else ())
 
 
 def measure(num_others: int, num_sequences: int, num_steps: int, path: str) -> dict[str, object]:
-    """Microseconds of steps, one after the other."""
+    """Measure steps in microseconds, one after the other."""
     Path(path).write_bytes(bytes(16 * MOST_RANKS))
     times = Times(path)
     group = RankGroup(EngineConfig(tensor_parallel_size=num_others + 1), num_others + 1, COMMAND)
@@ -94,7 +94,7 @@ def measure(num_others: int, num_sequences: int, num_steps: int, path: str) -> d
         group.serve()
         sent, used, there, frame = [], [], [], b""
         for number in range(1, num_steps + 1):
-            # As a scheduler does it just before: results and the step are new.
+            # Like a scheduler: results and the step are new objects.
             result = StepResult(tuple(SequenceResult((7 * slot,)) for slot in range(num_sequences)))
             step = Step(number, (), (), tuple(_decoding(slot, 100 + number + slot) for slot in range(num_sequences)))
             began_used, began = time.thread_time(), time.perf_counter()
@@ -122,7 +122,7 @@ def measure(num_others: int, num_sequences: int, num_steps: int, path: str) -> d
 
 
 def as_result(row: dict[str, object]) -> dict[str, object]:
-    """A row as records have them."""
+    """Return a row of a record."""
     measure = f"sequences {row['sequences']}, other ranks {row['other_ranks']}"
     values = {name: row[f"{name}_us"] for name in ("sent", "used", "there")}
     medians = {name: row[f"{name}_median_us"] for name in values}
@@ -130,7 +130,7 @@ def as_result(row: dict[str, object]) -> dict[str, object]:
 
 
 def benchmark() -> None:
-    """Measure, tell, and keep the record."""
+    """Measure, print, and write the record."""
     parser: argparse.ArgumentParser = gpu_records.options(__doc__.splitlines()[0] if __doc__ else "")
     parser.set_defaults(device="cpu")
     parser.add_argument("--steps", type=int, default=3000)

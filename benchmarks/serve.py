@@ -1,12 +1,11 @@
 """`holdfast serve` against transformers' server and against LLM in process, on this CPU: python benchmarks/serve.py
 
-Both servers serve the default model, whose weights are written out as safetensors for that, in the same type, with as many
-threads; both are up all the time and take turns under the load of `holdfast bench serve`: 1, 8 and 32 clients, streamed
-chat, greedy, answers that only end at their length. The tokens of a round are the same for both; no round repeats a prompt.
-The cost of the server is measured at 8 clients against the same prompts through LLM in this process, which is idle while the
-server runs: seconds from the first request to the end of the last answer, as they are and with this client's own processor
-time taken off; and processor time of the server's processes against that of LLM, which says more on a machine that others use
-too. transformers' server needs accelerate. The record is benchmarks/records/cpu-<date>-serve.json.
+Both servers serve the default model, with weights written as safetensors, in one type, with equal threads. Both stay up and
+alternate under the load of `holdfast bench serve`: 1, 8 and 32 clients, streamed chat, greedy, answers that end only at
+their length. Both get equal tokens in a round; no round repeats a prompt. The server's cost is measured at 8 clients against
+the same prompts through LLM in this process, which is idle while the server runs. It is seconds from the first request to
+the end of the last answer, with and without this client's CPU time. The record also has CPU time of the server's processes
+against that of LLM, which is more reliable on a shared machine. transformers' server needs accelerate. The record is benchmarks/records/cpu-<date>-serve.json.
 """
 
 import argparse
@@ -57,7 +56,7 @@ TINIEST = Shape((1, 2), 16, 4, 1, 4, 1)
 
 
 def write_model(folder: Path, tiny: bool) -> Path:
-    """The default model as a folder that every engine loads; nothing in it ends an answer."""
+    """Write the default model as a folder for every engine, without end tokens."""
     import transformers
 
     from holdfast.api.opened import open_headers
@@ -73,7 +72,7 @@ def write_model(folder: Path, tiny: bool) -> Path:
         model.model.layers = model.model.layers[: TINY_CONFIG["num_hidden_layers"]]
         model.config.update(TINY_CONFIG)
         model.config.layer_types = None
-    # No end token anywhere: answers are as long as requested, in every server.
+    # No end token: answers have the requested length in every server.
     model.config.eos_token_id = None
     model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     model.save_pretrained(path)
@@ -94,7 +93,7 @@ def free_port() -> int:
 
 
 class Running(NamedTuple):
-    """A server that is up."""
+    """A running server."""
 
     name: str
     target: Target
@@ -104,7 +103,7 @@ class Running(NamedTuple):
 
 @contextmanager
 def started(name: str, command: Sequence[str], model: str, port: int, log: Path) -> Iterator[Running]:
-    """A server until it is no longer needed."""
+    """Run a server for the duration of the block."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -148,14 +147,14 @@ def their_command(path: Path, port: int) -> list[str]:
 
 
 def load(shape: Shape, clients: int, fit: Fit, seed: int) -> list[Work]:
-    """Requests of one round."""
+    """Return the requests of one round."""
     number = max(clients, 4)
     sizes = Sizes((shape.num_input, shape.num_input), (shape.num_output, shape.num_output))
     return random_work(CHAT, number, sizes, fit, random.Random(seed))
 
 
 def compare(servers: Sequence[Running], shape: Shape) -> list[dict[str, Any]]:
-    """Rounds in turn, by clients."""
+    """Run rounds in turn, by clients."""
     rows: list[dict[str, Any]] = []
     for clients in shape.clients:
         rounds: dict[str, list[Figures]] = {server.name: [] for server in servers}
@@ -172,7 +171,7 @@ def compare(servers: Sequence[Running], shape: Shape) -> list[dict[str, Any]]:
 
 
 def comparison_rows(clients: int, rounds: Mapping[str, Sequence[Figures]]) -> list[dict[str, Any]]:
-    """Throughput and TTFT, by medians of rounds."""
+    """Return throughput and TTFT, by medians of rounds."""
     rates = {name: [one.per_second(one.num_output_tokens) for one in found] for name, found in rounds.items()}
     firsts = {name: [1e3 * one.ttft.percentiles[0] for one in found] for name, found in rounds.items()}
     rows = []
@@ -196,7 +195,7 @@ def comparison_rows(clients: int, rounds: Mapping[str, Sequence[Figures]]) -> li
 
 
 def server_cost(server: Running, path: Path, shape: Shape) -> dict[str, Any]:
-    """Equal prompts over HTTP and through LLM in this process, in turn."""
+    """Run equal prompts over HTTP and through LLM in this process, in turn."""
     from holdfast.api.llm import LLM
     from holdfast.request.sampling_params import SamplingParams
 
@@ -237,13 +236,13 @@ def server_cost(server: Running, path: Path, shape: Shape) -> dict[str, Any]:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started: the core of a server."""
+    """Return the child processes: the core of a server."""
     tasks = Path(f"/proc/{pid}/task")
     return [int(word) for task in tasks.iterdir() for word in (task / "children").read_text().split()]
 
 
 def cost_row(served: Sequence[Figures], alone: Sequence[float], busy: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """By medians of pairs, and by the best run of each, since whatever else the machine does only makes runs slower."""
+    """Return the cost by medians of pairs, and by each side's best run, because other load only slows runs."""
     whole = [100 * (one.seconds / seconds - 1) for one, seconds in zip(served, alone, strict=True)]
     off = [100 * ((one.seconds - one.cpu_seconds) / seconds - 1) for one, seconds in zip(served, alone, strict=True)]
     best, best_off = min(one.seconds for one in served), min(one.seconds - one.cpu_seconds for one in served)
@@ -270,7 +269,7 @@ def cost_row(served: Sequence[Figures], alone: Sequence[float], busy: Sequence[t
 
 
 def main() -> None:
-    """Measure, tell, and keep the record."""
+    """Measure, print, and write the record."""
     parser = gpu_records.options((__doc__ or "").partition("\n")[0])
     parser.set_defaults(device="cpu")
     parser.add_argument("--threads", type=int, default=None, help="of every engine; else all cores")
@@ -306,7 +305,7 @@ def main() -> None:
 
 
 def run_all(arguments: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
-    """All servers up, then each part."""
+    """Start all servers, then run each part."""
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         folder = Path(place)
         path = write_model(folder, arguments.tiny)

@@ -1,8 +1,8 @@
-"""Where the time of a start goes, from the shell to the first token of the default model: python benchmarks/start.py
+"""Time of a start by phase, from the shell to the first token of the default model: python benchmarks/start.py
 
 Each start is a fresh process that runs `holdfast run -p Hi --max-tokens 1 --json`; one more before them compiles kernels and
-fills the page cache. The best of them is printed phase by phase, by the clock and in processor time: on a machine that others
-use too the second says more. `--out FOLDER` keeps the record there.
+fills the page cache. The best start is printed phase by phase, in wall time and CPU time; CPU time is more
+reliable on a shared machine. `--out FOLDER` writes the record there.
 """
 
 import argparse
@@ -41,12 +41,12 @@ CALLS = (
     ("take memory", "holdfast.runner.build", "RunnerBuild.assemble"),
     ("prefill and first token", "holdfast.runner.runner", "Runner.collect"),
 )
-"""Phases behind the imports: which function is one."""
+"""Phases after the imports, by function."""
 Phases = dict[str, dict[str, float]]
 
 
 def main() -> None:
-    """Start several times, print the best start, and keep it if requested."""
+    """Start several times, print the best start, and record it if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None)
@@ -69,19 +69,19 @@ def main() -> None:
 
 
 def start_once() -> Phases:
-    """One fresh process; its clock starts here, before Python does."""
+    """Run one fresh process; its clock starts here, before Python does."""
     command = [sys.executable, str(Path(__file__)), "--child", repr(time.monotonic())]
     done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def run_phases(started: float) -> Phases:
-    """In the process that starts: every phase with its seconds by the clock and of the processor."""
+    """Run in the started process: return wall and CPU seconds of every phase."""
     phases: Phases = {"start Python": {"seconds": time.monotonic() - started, "processor seconds": time.process_time()}}
     for name, module in IMPORTS:
         with timed(phases, name):
             importlib.import_module(module)
-        gc.disable()  # as a command does while it opens a model
+        gc.disable()  # like a command that opens a model
     gc.enable()
     for name, module, path in CALLS:
         owner: Any = importlib.import_module(module)
@@ -101,7 +101,7 @@ def run_phases(started: float) -> Phases:
 
 @contextlib.contextmanager
 def timed(phases: Phases, name: str) -> Iterator[None]:
-    """Add what runs inside to a phase."""
+    """Add the time of the block to a phase."""
     seconds, processor = time.monotonic(), time.process_time()
     try:
         yield
@@ -123,7 +123,7 @@ def wrapped(phases: Phases, name: str, function: Callable[..., Any]) -> Callable
 
 
 def make_record(starts: list[Phases], commit: str | None) -> dict[str, Any]:
-    """The best start by the clock, and all of them, as doc_tables reads it."""
+    """Return the best start by wall time, and all starts, for doc_tables."""
     best = min(starts, key=lambda start: start["all of it"]["seconds"])
     return {
         "section": "start",

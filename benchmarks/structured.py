@@ -1,9 +1,9 @@
-"""What structured outputs cost in a step, same model, same prompts: python benchmarks/structured.py [--device cuda] [--model MODEL]
+"""Cost of structured outputs per step, same model, same prompts: python benchmarks/structured.py [--device cuda] [--model MODEL]
 
-Rounds with a form and without one take turns on one engine. Steps count in which all sequences decode. Times are of this
-process's processors, which a busy machine does not change much; those by the clock stand beside them. `masks` is
-what following the forms, filling the masks and ruling tokens out of the logits takes of a step; `whole` is how much longer
-a step is with it, which has the copies and choices of edited rows in it too.
+Rounds with a grammar and without one alternate on one engine. Only steps in which all sequences decode count. Times are CPU
+time of this process, which other load hardly changes; wall times are beside them. `masks` is the part of a step that
+advances grammars, fills masks and masks logits. `whole` is the added time of a step, with the copies and samples of edited
+rows.
 """
 
 import argparse
@@ -48,14 +48,14 @@ class Round(NamedTuple):
 
 
 class MaskTime:
-    """Seconds of this process that masks have taken; the functions that make them are timed where they are called."""
+    """CPU seconds of masks in this process; their functions are timed at the call."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._put_back: list[Callable[[], None]] = []
 
     def watch(self, module: Any, name: str) -> None:  # noqa: ANN401 - a module
-        """Time this function of a module from here on."""
+        """Time this function of a module from now on."""
         function = getattr(module, name)
 
         def timed(*arguments: object) -> None:
@@ -72,7 +72,7 @@ class MaskTime:
 
 
 def run_round(llm: LLM, masks: MaskTime, batch: int, num_tokens: int, params: SamplingParams) -> Round:
-    """One answer each to as many prompts, step by step; those in which everybody decodes are measured."""
+    """Answer this many prompts step by step; measure the steps in which all sequences decode."""
     engine = llm.engine
     for number in range(batch):
         engine.add_request(None, f"A list of all that lies in harbour {number}, as JSON:", params)
@@ -91,7 +91,7 @@ def run_round(llm: LLM, masks: MaskTime, batch: int, num_tokens: int, params: Sa
 
 
 def measure(llm: LLM, name: str, kind: str, batch: int, rounds: int, num_tokens: int) -> dict[str, Any]:
-    """Rounds in turn, the first of each not counted; medians of the rest."""
+    """Alternate rounds, the first of each not counted; return medians of the rest."""
     masks = MaskTime()
     for module in (sampler, device_sampler):
         for function in ("fill_masks", "mask_logits"):
@@ -129,7 +129,7 @@ def measure(llm: LLM, name: str, kind: str, batch: int, rounds: int, num_tokens:
 
 
 def run_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every form, greedy and not, on one engine."""
+    """Run every grammar, greedy and sampled, on one engine."""
     rounds, num_tokens = (1, 4) if arguments.tiny else (arguments.rounds, arguments.steps)
     options: dict[str, Any] = {"device": arguments.device, "max_model_len": 512, "max_num_seqs": arguments.batch}
     llm = LLM(arguments.model, **options)
@@ -144,7 +144,7 @@ def run_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print, and write the record."""
     parser = gpu_records.options((__doc__ or "").partition("\n")[0])
     parser.set_defaults(device="cpu")
     parser.add_argument("--model", default=None, help="else the default model")

@@ -1,4 +1,4 @@
-"""KV compression as vLLM 0.2x runs it, in plain torch, to be measured beside ours: what a cache would hold is written back into plain pages.
+"""vLLM 0.2x's KV compression in plain torch, to compare with ours: values pass through its codes and are stored in plain pages.
 
 X any leading dimensions, K key/value heads, D head dim
 
@@ -7,8 +7,8 @@ X any leading dimensions, K key/value heads, D head dim
     values    not rotated: from the least to the largest of a head in equal steps, step and least in float16
     layers    the first two and the last two stay in half precision, whatever the format
 
-Attention over what was stored is the same as ours, so that a difference in quality is the codes' alone. What stays in half
-precision is not even rounded here, and counts as two bytes an element.
+Attention over the stored values is ours, so any difference in quality comes from the codes. Elements in half precision are
+not rounded here, and count as two bytes.
 """
 
 import math
@@ -37,7 +37,7 @@ ITERATIONS = 2000
 
 
 class VllmFormat(NamedTuple):
-    """One of its formats, by the name that both have."""
+    """A vLLM format, by the common name."""
 
     name: str
     key_bits: int
@@ -45,13 +45,13 @@ class VllmFormat(NamedTuple):
     has_boundary: bool = True
 
     def head_bytes(self, head_dim: int) -> int:
-        """For a token and head: codes, a float16 for each norm, step and least; rounded up to an even number."""
+        """Return bytes of a token and head: codes, a float16 for each norm, step and least; rounded up to an even number."""
         keys = head_dim * self.key_bits // 8 + (0 if self.key_bits == 8 else 2)
         values = head_dim * self.value_bits // 8 + (0 if self.value_bits == 8 else 4)
         return keys + values + (keys + values) % 2
 
     def exact_layers(self, num_layers: int) -> frozenset[int]:
-        """Layers that keep what they are given."""
+        """Return the layers that stay unquantized."""
         if not self.has_boundary:
             return frozenset()
         return frozenset((*range(NUM_BOUNDARY), *range(num_layers - NUM_BOUNDARY, num_layers))) & {*range(num_layers)}
@@ -62,18 +62,18 @@ class VllmFormat(NamedTuple):
         return f"layers {','.join(map(str, layers))} in half precision" if layers else ""
 
     def bytes_per_token(self, spec: ModelSpec) -> Fraction:
-        """For all layers."""
+        """Return bytes per token over all layers."""
         num_exact = len(self.exact_layers(spec.num_layers))
         exact = PLAIN_BYTES * 2 * spec.head_dim
         heads = (spec.num_layers - num_exact) * self.head_bytes(spec.head_dim) + num_exact * exact
         return Fraction(spec.num_kv_heads * heads)
 
     def keys(self, k_XD: torch.Tensor) -> torch.Tensor:
-        """Keys as they are read back."""
+        """Return keys after the round trip."""
         return cast_fp8(k_XD) if self.key_bits == 8 else quantized_keys(k_XD, self.key_bits)
 
     def values(self, v_XD: torch.Tensor) -> torch.Tensor:
-        """Values as they are read back."""
+        """Return values after the round trip."""
         return cast_fp8(v_XD) if self.value_bits == 8 else stepped_values(v_XD, self.value_bits)
 
 
@@ -87,12 +87,12 @@ VLLM_FORMATS = (
 
 
 def cast_fp8(x_XD: torch.Tensor) -> torch.Tensor:
-    """e4m3 numbers, the largest where there is none as large."""
+    """Cast to e4m3, clamped to its largest number."""
     return x_XD.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x_XD.dtype)
 
 
 def quantized_keys(k_XD: torch.Tensor, bits: int) -> torch.Tensor:
-    """Lloyd-Max codes of the rotated direction, with the length put right."""
+    """Quantize the rotated direction with Lloyd-Max codes, and restore the length."""
     head_dim = k_XD.shape[-1]
     assert hadamard_block(head_dim) == head_dim, f"{head_dim=} is no power of two, and it has no rotation for others"
     norm_X1 = k_XD.float().norm(dim=-1, keepdim=True)
@@ -105,7 +105,7 @@ def quantized_keys(k_XD: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def stepped_values(v_XD: torch.Tensor, bits: int) -> torch.Tensor:
-    """The nearest of equal steps between the least and the largest of a head."""
+    """Round to the nearest of equal steps between a head's least and largest value."""
     v_XD, dtype = v_XD.float(), v_XD.dtype
     least_X1, largest_X1 = v_XD.amin(dim=-1, keepdim=True), v_XD.amax(dim=-1, keepdim=True)
     step_X1 = (largest_X1 - least_X1) / (2**bits - 1)
@@ -115,7 +115,7 @@ def stepped_values(v_XD: torch.Tensor, bits: int) -> torch.Tensor:
 
 @cache
 def lloyd_max(bits: int) -> tuple[float, ...]:
-    """The values that represent a standard normal number best, rising."""
+    """Return the values that best represent a standard normal number, ascending."""
     values = [(2 * index + 1) * 4 / 2**bits - 4 for index in range(2**bits)]
     for _ in range(ITERATIONS):
         middles = [(low + high) / 2 for low, high in pairwise(values)]
@@ -125,14 +125,14 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
 
 
 def _mean_between(low: float, high: float) -> float:
-    """The mean of a standard normal number that lies there."""
+    """Return the mean of a standard normal number in this interval."""
     density = math.exp(-low * low / 2) - math.exp(-high * high / 2)
     weight = math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))
     return density / weight * math.sqrt(2 / math.pi)
 
 
 class VllmPages(GroupedBackend):
-    """A backend over plain pages, whose keys and values become what vLLM would read back as soon as they are written."""
+    """A backend over plain pages that writes keys and values after vLLM's round trip."""
 
     name: ClassVar[str] = "vllm_pages"
 
@@ -180,7 +180,7 @@ class VllmPages(GroupedBackend):
 
 
 class MakeVllmPages(NamedTuple):
-    """Builds the backend in place of ours."""
+    """Builds this backend instead of ours."""
 
     format: VllmFormat
 

@@ -1,6 +1,6 @@
-"""Measures every weight scheme on the default model against its weights in float32, and keeps the record: python benchmarks/weight_quality.py
+"""Measure every weight scheme on the default model against its float32 weights, and write the record: python benchmarks/weight_quality.py
 
-The text is what Python's own help knows of the language, which every installation has; --text takes another. The record is
+The text is Python's own help on the language, which every installation has; --text takes another. The record is
 benchmarks/records/<cpu>-<date>-weight-quality.json, and `make docs` shows it in docs/quantization.md. 2K tokens take some
 minutes on two idle cores.
 """
@@ -19,7 +19,7 @@ from holdfast.config import EngineConfig
 
 
 def options() -> argparse.ArgumentParser:
-    """Command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=None, help="a folder or a GGUF file; left out: the default model")
     parser.add_argument("--schemes", default="all", help="with commas between; all: every one that can run")
@@ -35,7 +35,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def command(arguments: argparse.Namespace) -> list[str]:
-    """The command as anybody would type it, without places of this machine."""
+    """Return the command as typed, without local paths."""
     words = ["python", "benchmarks/weight_quality.py"]
     for option in ("tokens", "window", "schemes", "embeddings"):
         words += [f"--{option}", str(getattr(arguments, option))]
@@ -46,7 +46,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> tuple[EvalView, str]:
-    """All windows through all schemes; and the text."""
+    """Run all windows through all schemes; return results and text."""
     text, text_name = topics_or_text(arguments.text)
     config = EngineConfig(model=arguments.model, device=arguments.device, quantized_embeddings=arguments.embeddings)
     names = read_schemes(arguments.schemes)
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> tuple[EvalView, str]:
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print, and write the record."""
     arguments = options().parse_args()
     view, text = run(arguments)
     show(quality_lines(view))

@@ -1,9 +1,9 @@
-"""Pages that a sliding-window model holds, with its windows and as if it kept everything: python benchmarks/window_pages.py
+"""Pages of a sliding-window model, with its windows and with every token kept: python benchmarks/window_pages.py
 
 The real Scheduler on the pages of a real plan, and no model: 64 requests of 31K prompt and 1K output tokens on Mistral-7B-v0.1 in
 24 GiB, weights in fp8, pages in bfloat16 and in fp8. `before` is one group that keeps the whole context, `after` the groups of
-the plan; both have the same bytes. In every step each sequence's pages are held against the bound of its group: W - 1 tokens, the
-step's own, and a page. It is arithmetic: the same on every machine.
+the plan; both have the same bytes. In every step each sequence's pages are checked against the bound of its group: W - 1
+tokens, the step's own, and a page. The result does not depend on the machine.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from holdfast.request.sequence import LiveStep, Sequence
 MODEL, MEMORY = "Mistral-7B-v0.1", "24GiB"
 FORMATS = ("bfloat16", "fp8")
 CHECK_STEPS = 512
-"""Full accounting after every so many steps; bounds are looked at in each."""
+"""Steps between full checks of the accounts; bounds are checked in every step."""
 
 
 class Traffic(NamedTuple):
@@ -42,7 +42,7 @@ class Traffic(NamedTuple):
 
 
 def make_plan(kv_format: str, traffic: Traffic) -> RunnerPlan:
-    """For the model, on its memory."""
+    """Make the plan of the model in its memory."""
     config = EngineConfig(
         model=MODEL,
         quantization="fp8",
@@ -54,7 +54,7 @@ def make_plan(kv_format: str, traffic: Traffic) -> RunnerPlan:
 
 
 class Watch:
-    """What was seen of a run: the most at once, and some points of the way."""
+    """Observations of a run: peaks, and some points over time."""
 
     def __init__(self, scheduler: Scheduler, every: int) -> None:
         self._scheduler = scheduler
@@ -67,7 +67,7 @@ class Watch:
         self.points: list[dict[str, Any]] = []
 
     def see(self, step: LiveStep) -> None:
-        """A step that was scheduled: no sequence may hold more than its bounds."""
+        """Check a scheduled step: no sequence may hold more than its bounds."""
         scheduler = self._scheduler
         for item in step.scheduled:
             most = self.in_decode if item.num_new_tokens == 1 else self.in_prompt
@@ -95,7 +95,7 @@ class Watch:
 
 
 def drive(limits: Limits, groups: SequenceABC[CacheGroup], num_pages: int, traffic: Traffic, every: int) -> Watch:
-    """All requests to their ends, without tokens."""
+    """Run all requests to their ends, without tokens."""
     scheduler = Scheduler(limits, num_pages, True, traffic.num_requests, groups=groups)
     watch = Watch(scheduler, every)
     for number in range(traffic.num_requests):
@@ -115,7 +115,7 @@ def drive(limits: Limits, groups: SequenceABC[CacheGroup], num_pages: int, traff
 
 
 def result_of(name: str, plan: RunnerPlan, groups: SequenceABC[CacheGroup], traffic: Traffic) -> dict[str, Any]:
-    """One way to keep the same bytes."""
+    """Return the result of one way to keep these bytes."""
     limits, num_pages = plan.resolved.limits, plan.memory.num_pages
     watch = drive(limits, groups, num_pages, traffic, every=max(traffic.output_tokens // 8, 1))
     longest = traffic.prompt_tokens + traffic.output_tokens
@@ -140,7 +140,7 @@ def result_of(name: str, plan: RunnerPlan, groups: SequenceABC[CacheGroup], traf
 
 
 def main() -> None:
-    """Run both, print, keep."""
+    """Run both, print, and write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=Traffic().num_requests)
     parser.add_argument("--out", type=Path, default=gpu_records.ROOT / gpu_records.RECORDS, help="folder of the record")
@@ -151,7 +151,7 @@ def main() -> None:
     for kv_format in FORMATS:
         plan = make_plan(kv_format, traffic)
         assert plan.cache is not None, f"{MODEL} has no pages"
-        # One group of all layers has pages of the same bytes, whatever its window.
+        # One group of all layers has pages of equal bytes, whatever its window.
         whole = (CacheGroup("whole context", plan.resolved.limits.page_tokens),)
         for name, groups in (("before", whole), ("after", plan.cache.cache_groups())):
             results.append(result_of(f"{kv_format} pages, {name}", plan, groups, traffic))

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE, TESTS = ROOT / "src", ROOT / "tests"
 SMOKE = ("tests/test_smoke.py", "tests/test_architecture.py", "tests/test_errors.py", "tests/test_imports.py")
 BUDGET_SECONDS = 35.0
-"""For the tests; starting, collecting and the smoke run come on top, so that all of it ends within a minute."""
+"""Seconds for the tests. Startup, collection and the smoke run come on top, so the total stays within a minute."""
 OTHER_TESTS = {
     "docs": ("test_docs.py",),
     "README.md": ("test_docs.py",),
@@ -33,7 +33,7 @@ OTHER_TESTS = {
     "Makefile": ("test_scripts.py", "test_docs.py"),
     "src/holdfast/messages": ("test_errors.py",),
 }
-"""Test files of what is no Python module of the package, by the beginning of a path."""
+"""Test files of sources that are not Python modules of the package, by path prefix."""
 
 
 def changed_files(since: str | None, commit: str | None) -> list[Path]:

@@ -1,7 +1,7 @@
-"""Checks at home: every promise about the way in, as commands that a person types, and what they must print.
+"""Check every promise to new users, as typed commands with their expected output.
 
-`make check-home` runs them in a fresh clone. A model and a Hub of their own are made in a temporary folder, in which
-every command runs; nothing is taken from the network, and nothing is left behind.
+`make check-home` runs them in a fresh clone. It creates a model and a Hub in a temporary folder, where every command runs.
+It uses no network and leaves no files.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from home_table import CHECKS, PARAGRAPHS, Check
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = 80
 SHOWN_LINES = 90
-"""For a transcript's output; the rest is counted."""
+"""Most lines of a transcript's output; the rest is counted."""
 BAR_CELLS = 20
 BAR_SIGN = "━"
 GPU_SIGNS = ("/dev/nvidiactl", "/dev/dxg")
@@ -30,24 +30,24 @@ GPU_SIGNS = ("/dev/nvidiactl", "/dev/dxg")
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command did."""
+    """Result of a command."""
 
     code: int | None
-    """None where its time ran out."""
+    """None if its time ran out."""
     output: str
     seconds: float
 
 
 @dataclass
 class Home:
-    """A folder with files, commands by their names, and what was run in it already."""
+    """A folder with files, commands by name, and the results of earlier runs."""
 
     folder: Path
     patience: float = 1.0
     _ended: dict[str, Ended] = field(default_factory=dict)
 
     def make(self) -> str:
-        """Write the files and the commands; what went wrong, if anything did."""
+        """Write the files and the commands; return an error, if any."""
         commands = self.folder / "bin"
         commands.mkdir()
         helper = ROOT / "scripts" / "home_files.py"
@@ -64,7 +64,7 @@ class Home:
         return "" if done.code == 0 else f"the files of the checks could not be made:\n{done.output}"
 
     def environment(self) -> dict[str, str]:
-        """That of the caller, without what would lead a command elsewhere."""
+        """Return the caller's environment, without variables that redirect commands."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HOLDFAST_"))}
         kept.pop("COLUMNS", None)
         kept.pop("HUGGINGFACE_HUB_CACHE", None)
@@ -78,7 +78,7 @@ class Home:
         }
 
     def run(self, command: str, seconds: float) -> Ended:
-        """What a command does; one that several checks look at is run once."""
+        """Run a command and return its result; checks that share a command run it once."""
         if command in self._ended:
             return self._ended[command]
         started = time.monotonic()
@@ -104,7 +104,7 @@ class Home:
         return ended
 
     def private(self, text: str) -> str:
-        """A text without the places of this machine."""
+        """Return a text without local paths."""
         address = re.sub(r"http://[\d.]+:\d+", "http://the-local-hub", text)
         places = ((self.folder.resolve(), "~"), (self.folder, "~"), (Path(sys.prefix), "~/holdfast/.venv"))
         for path, word in (*places, (ROOT, "~/holdfast"), (Path.home(), "~")):
@@ -113,7 +113,7 @@ class Home:
 
 
 def complaint(check: Check, ended: Ended, patience: float) -> str:
-    """What is wrong with what a command did; nothing where all is well."""
+    """Return the complaint about a result; empty if all is well."""
     if ended.code is None:
         return f"it did not end within {check.timeout * patience:.0f} s"
     if ended.code not in check.codes:
@@ -138,13 +138,13 @@ def complaint(check: Check, ended: Ended, patience: float) -> str:
 
 
 def last_line(output: str) -> str:
-    """The last line that says something, cut."""
+    """Return the last non-empty line, cut."""
     lines = [line for line in output.splitlines() if line.strip()]
     return lines[-1][:300] if lines else "(nothing was printed)"
 
 
 def missing_for(check: Check) -> str:
-    """What a check needs and is not here."""
+    """Return a check's missing requirements."""
     has = {
         "a GPU": any(Path(sign).exists() for sign in GPU_SIGNS),
         "huggingface_hub": find_spec("huggingface_hub") is not None,
@@ -156,7 +156,7 @@ def missing_for(check: Check) -> str:
 
 
 def transcripts(home: Home, checks: list[Check]) -> str:
-    """Chosen checks as Markdown: what was typed, and what came."""
+    """Return chosen checks as Markdown: commands and their output."""
     parts = [
         "# Ten commands, and what they print",
         "",
@@ -175,15 +175,15 @@ def transcripts(home: Home, checks: list[Check]) -> str:
 
 
 def shown(home: Home, output: str) -> list[str]:
-    """Lines as they stand on a page: without colours, and of a line that was drawn over what stayed."""
+    """Return lines as a page shows them: without colours, and with redrawn lines in their final state."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", home.private(output))
     lines = [_drawn(line).replace("\N{REPLACEMENT CHARACTER}", "?") for line in plain.removesuffix("\n").split("\n")]
-    # A bar is drawn again and again over itself; on a page that would be a column of bars.
+    # A progress bar redraws itself; on a page that would be a column of bars.
     return [line for line in lines if BAR_SIGN not in line]
 
 
 def _drawn(line: str) -> str:
-    """What stands on a line after each carriage return was written over what came before it."""
+    """Return the final text of a line after its carriage returns."""
     cells = ""
     for text in line.split("\r"):
         cells = text + cells[len(text) :]
@@ -191,7 +191,7 @@ def _drawn(line: str) -> str:
 
 
 def wrapped(line: str) -> list[str]:
-    """A line at the width of a page."""
+    """Wrap a line to the width of a page."""
     if len(line) <= COLUMNS:
         return [line]
     options = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
@@ -199,13 +199,13 @@ def wrapped(line: str) -> list[str]:
 
 
 def chosen(only: str | None) -> list[Check]:
-    """Checks in whose words there is a word, the quick ones first."""
+    """Return the checks whose text contains a word, the quick ones first."""
     found = [check for check in CHECKS if only is None or only.lower() in f"{check.paragraph} {check.says}".lower()]
     return sorted(found, key=lambda check: check.is_slow)
 
 
 def run_all(home: Home, checks: list[Check]) -> int:
-    """A line for each check, then how many failed."""
+    """Print a line for each check, then the number of failures."""
     failed = skipped = 0
     started = time.monotonic()
     for place, check in enumerate(checks, start=1):

@@ -1,4 +1,4 @@
-"""Refuses CUDA packages on a machine without an NVIDIA GPU: before they are downloaded, and once more after."""
+"""Refuse CUDA packages on a machine without an NVIDIA GPU, before the download and again after it."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ CUDA_VERSION = re.compile(r".*\+cu\d+")
 
 
 def cuda_packages(packages: dict[str, str], allowed: set[str]) -> list[str]:
-    """Those of name -> version that only a GPU can use, less the allowed names."""
+    """Return the packages that only a GPU can use, without the allowed names."""
     return sorted(
         f"{name} {version}".strip()
         for name, version in packages.items()
@@ -22,7 +22,7 @@ def cuda_packages(packages: dict[str, str], allowed: set[str]) -> list[str]:
 
 
 def planned_packages(report: Path) -> dict[str, str]:
-    """What pip's report of a dry run would install, and what those packages require in their turn."""
+    """Return the packages that pip's dry run would install, and their requirements."""
     packages = {}
     for item in json.loads(report.read_text())["install"]:
         packages[item["metadata"]["name"]] = item["metadata"]["version"]
@@ -35,12 +35,12 @@ def planned_packages(report: Path) -> dict[str, str]:
 
 
 def installed_packages() -> dict[str, str]:
-    """What lies beside the Python that runs this."""
+    """Return the packages installed for this Python."""
     return {item.metadata["Name"]: item.version for item in distributions()}
 
 
 def main() -> None:
-    """Exit 1 with one line that says what was found and what to do."""
+    """Exit 1 with one line that names the packages and the fix."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--planned", type=Path, help="pip's JSON report of a dry run, in place of what is installed")
     parser.add_argument("--allow", action="append", default=[], help="a package that is meant to be there")

@@ -1,4 +1,4 @@
-"""Says in one line what is wrong with a Python that cannot build the virtual environment; parses on any Python 3."""
+"""Print one line if this Python cannot build the virtual environment, with the reason; parses on any Python 3."""
 
 import sys
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ NO_VENV = "this Python {2}.{3} comes without venv; install it (Debian and Ubuntu
 
 
 def complaint(version, has_venv):  # noqa: ANN001, ANN201 (must parse where annotations do not)
-    """Return what is wrong and the fix; nothing if all is well."""
+    """Return the problem and the fix; empty if all is well."""
     if tuple(version[:2]) < OLDEST:
         return OLD_VERSION.format(OLDEST[0], OLDEST[1], version[0], version[1])
     if not has_venv:

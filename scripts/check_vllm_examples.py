@@ -1,9 +1,9 @@
-"""Runs examples of a vLLM checkout with `vllm` replaced by `holdfast` and the model by a small one; prints what became of each.
+"""Run examples of a vLLM checkout with `vllm` replaced by `holdfast` and the model by a small one; print each result.
 
     python scripts/check_vllm_examples.py PATH_OF_VLLM [--only TEXT] [--seconds 300]
 
-PATH_OF_VLLM is a working tree or a bare repository. The scripts are rewritten into a temporary folder: the package, names of
-models, and the port of the server for those that are clients. Nothing else changes. The model is the default one, with a shorter
+PATH_OF_VLLM is a working tree or a bare repository. The scripts are rewritten into a temporary folder. Only the package, model
+names and the server's port of clients change. The model is the default one, with a shorter
 context in its GGUF header, so that an answer without max_tokens ends soon.
 """
 
@@ -34,13 +34,13 @@ _ERROR = re.compile(r"^(?:[\w.]+\.)?(\w+(?:Error|Exception|Exit))(?:: (.*))?$")
 
 @dataclass(frozen=True)
 class Example:
-    """A script of vLLM's examples, and how it is run."""
+    """A script of vLLM's examples, and its arguments."""
 
     path: str
     arguments: str = ""
     context: int = 256
     is_client: bool = False
-    """It asks a server, which runs meanwhile."""
+    """True if it is a client of a server, which runs meanwhile."""
 
 
 EXAMPLES = (
@@ -92,7 +92,7 @@ def rewrite(text: str, model: str, port: int) -> str:
 
 
 def outcome(code: int | None, error: str) -> str:
-    """What became of a script, in a few words: it runs, it stops with a sentence, or it breaks."""
+    """Summarize the result of a script: it runs, it stops with a sentence, or it breaks."""
     if code is None:
         return "ran out of time"
     if code == 0:
@@ -108,18 +108,18 @@ def outcome(code: int | None, error: str) -> str:
 
 
 def with_context(source: Path, folder: Path, context: int) -> Path:
-    """A copy of a GGUF file whose header tells another context."""
+    """Copy a GGUF file with another context in its header."""
     target = folder / f"smollm2-{context}.gguf"
     if not target.exists():
         data = bytearray(source.read_bytes())
-        place = data.index(CONTEXT_KEY) + len(CONTEXT_KEY) + 4  # the type of the value stands between
+        place = data.index(CONTEXT_KEY) + len(CONTEXT_KEY) + 4  # the value's type is between them
         data[place : place + 4] = context.to_bytes(4, "little")
         target.write_bytes(data)
     return target
 
 
 def read_example(checkout: Path, path: str) -> str | None:
-    """The text of an example; None where this checkout has none of that name."""
+    """Read the text of an example; None if this checkout does not have it."""
     file = checkout / "examples" / path
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -129,7 +129,7 @@ def read_example(checkout: Path, path: str) -> str | None:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -137,7 +137,7 @@ def free_port() -> int:
 
 @contextmanager
 def served(model: Path, port: int, log: Path) -> Iterator[None]:
-    """A server of the model, until the block ends."""
+    """Run a server of the model during the block."""
     options = ["--served-model-name", SERVED_NAME, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     command = [sys.executable, "-m", "holdfast", "serve", "-m", str(model), "--port", str(port), *options]
     with log.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=stream) as process:
@@ -155,7 +155,7 @@ def served(model: Path, port: int, log: Path) -> Iterator[None]:
 def run_example(
     example: Example, text: str, folder: Path, source: Path, port: int, seconds: float
 ) -> tuple[str, float]:
-    """Run one script; what became of it, and how long it took."""
+    """Run one script; return its result and seconds."""
     model = SERVED_NAME if example.is_client else str(with_context(source, folder, example.context))
     script = folder / example.path.replace("/", "_")
     script.write_text(rewrite(text, model, port), encoding="utf-8")
@@ -180,7 +180,7 @@ def run_example(
 
 
 def main() -> None:
-    """Run the examples and print a table; an exit code where one breaks."""
+    """Run the examples and print a table; exit 1 if one breaks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--only", default="", help="Scripts whose path has this text.")

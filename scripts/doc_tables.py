@@ -1,4 +1,4 @@
-"""Writes the tables of figures in the documents again, from the committed records under benchmarks/records/.
+"""Rewrite the tables of figures in the documents from the committed records under benchmarks/records/.
 
 A record is one run on one machine, as JSON:
 
@@ -7,8 +7,8 @@ A record is one run on one machine, as JSON:
 
 The first engine of `values` is compared with the others; more is better. Other keys are kept in the record and not shown.
 
-A table goes between the marks of its section, in whichever document has them. A record without a `section` is of a race
-between engines (`records`); another has columns of its own. `highlights` are single figures out of all of them.
+A table goes between the marks of its section, in the document that has them. A record without a `section` compares engines
+(`records`); a section has its own columns. `highlights` are single figures from all records.
 """
 
 import json
@@ -27,14 +27,14 @@ DOCUMENTS = tuple(
 RECORDS = ROOT / "benchmarks" / "records"
 NO_RECORD = "No record is committed yet."
 WORDS: dict[str, str] = json.loads((Path(__file__).parent / "record_words.json").read_text(encoding="utf-8"))
-"""What older records call things, and what these are called now."""
+"""Names in older records, and their current names."""
 Result = Mapping[str, Any]
 Columns = Mapping[str, Callable[[Result], object]]
-"""The title of each column, and what stands in it."""
+"""The title of each column, and its content."""
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A record, or an exit that names the file and what is wrong with it."""
+    """Read a record, or exit with the file and its error."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         titles = [record[key] for key in ("date", "machine", "model", "settings")]
@@ -48,7 +48,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def record_table(record: dict[str, Any]) -> str:
-    """One record: a line that says what was run where, and a row for each measure."""
+    """Return the table of one record: a line about the run and its machine, and a row for each measure."""
     engines = list(dict.fromkeys(engine for result in record["results"] for engine in result["values"]))
     ours, *others = engines
     lines = [
@@ -70,7 +70,7 @@ def _title(record: Mapping[str, Any]) -> str:
 
 
 def _said(text: str) -> str:
-    """In today's words."""
+    """Return a text with current names."""
     for old, new in WORDS.items():
         text = text.replace(old, new)
     return text
@@ -81,7 +81,7 @@ def _number(value: float) -> str:
 
 
 def section_table(record: dict[str, Any], columns: Columns) -> str:
-    """One record of a section: the same first line, those of the columns that have something in them, and its note."""
+    """Return the table of one record of a section: a line about the run, the non-empty columns, and its note."""
     columns = {
         name: value_of
         for name, value_of in columns.items()
@@ -108,7 +108,7 @@ def _cell(value: object) -> str:
 
 
 def _value(*path: str) -> Callable[[Result], object]:
-    """A number deep in a result, nothing where it is not there."""
+    """Format a nested number of a result; empty if it is missing."""
 
     def found(result: Result) -> object:
         value: Any = result
@@ -140,17 +140,17 @@ def _mib(*path: str) -> Callable[[Result], object]:
 
 
 def _load_rate(result: Result) -> object:
-    """GB/s of what was read, or why there is no such figure."""
+    """Return GB/s of the bytes read, or the reason without a figure."""
     return result.get("error") or _value("values", "holdfast")(result)
 
 
 def _best_seconds(result: Result) -> object:
-    """For the fastest of several loads."""
+    """Return the seconds of the fastest load."""
     return min(result.get("seconds", ()), default=None)
 
 
 def _plan_error(result: Result) -> object:
-    """MiB by which the measured peak of live tensors differs from the planned one."""
+    """Return MiB between the measured and the planned peak of live tensors."""
     measured, planned = _value("peak", "allocated")(result), result.get("predicted_peak")
     if not isinstance(measured, int | float) or planned is None:
         return None
@@ -158,25 +158,25 @@ def _plan_error(result: Result) -> object:
 
 
 def _load_host(result: Result) -> object:
-    """MiB of the host that the second load of a process took: the first one's compiled kernels are in its figure too."""
+    """Return host MiB of a process's second load; the first one's figure includes compiled kernels."""
     found = [_mib("host", name, "RssAnon")(result) for name in ("second load", "first load")]
     return next((value for value in found if value is not None), None)
 
 
 def _by_weights(figure: str, words: str) -> Columns:
-    """A column for each kind of weights that are compared."""
+    """Return a column for each kind of weights."""
     return {f"{name}, {words}": _value(figure, name) for name in ("fp8", "bfloat16")}
 
 
 def _violations(result: Result) -> object:
-    """Whatever a stretch of steps, or a comparison, should not have."""
+    """Return the violations of a run of steps, or of a comparison."""
     names = ("num_allocations", "num_segments", "num_syncs", "num_moved", "num_errors", "num_different", "num_wild")
     count = sum(result.get(name, 0) for name in names)
     return result.get("error") or (count if result.get("must_hold", True) else f"{count} (not promised)")
 
 
 def _held_pages(phase: str) -> Callable[[Mapping[str, Any]], str]:
-    """Most pages of a sequence in each cache group, of what it may hold."""
+    """Return the most pages of a sequence in each cache group, with its bound."""
 
     def cell(result: Mapping[str, Any]) -> str:
         return "; ".join(
@@ -188,17 +188,17 @@ def _held_pages(phase: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _listed_values(result: Mapping[str, Any]) -> str:
-    """Every value with its name."""
+    """Return every value with its name."""
     return result.get("error") or ", ".join(f"{name} {value:,}" for name, value in result["values"].items())
 
 
 def _ranks_percent(result: Result) -> object:
-    """Taken against planned, of the rank that is farthest off."""
+    """Return taken against planned bytes, for the rank with the largest difference."""
     return max(result.get("percent", {}).values(), key=abs, default=None)
 
 
 def _proposing(result: Result) -> object:
-    """The rate of the method beside `plain`, which is named by itself."""
+    """Return the rate of the method compared with `plain`."""
     return next((value for name, value in result["values"].items() if name != "plain"), None)
 
 
@@ -207,7 +207,7 @@ def _accepted(result: Result) -> object:
 
 
 def _same_tokens(result: Result) -> object:
-    """Yes, or the first differences with the gaps of their logits."""
+    """Return yes, or the first differences with their logit gaps."""
     if result.get("identical", True):
         return "yes" if "identical" in result else None
     found = (f"{one['token']} (gap {one['gap of logits']:.3g})" for one in result["first_differences"])
@@ -467,10 +467,10 @@ class Highlight(NamedTuple):
     """One figure of the newest record that has it."""
 
     words: str
-    """`{model}` is the record's."""
+    """Text; `{model}` is replaced by the record's."""
     section: str | None
     measure: str
-    """For the result; "" where it is about all of them."""
+    """Measure of the result; "" if it covers all of them."""
     ours: Callable[[Result], str]
     beside: Callable[[Result], str]
 
@@ -552,11 +552,11 @@ HIGHLIGHTS = (
         lambda result: f"at {_number(result['values']['holdfast'])} GB/s of checkpoint",
     ),
 )
-"""What the README shows."""
+"""Figures in the README."""
 
 
 def records(folder: Path, section: str | None) -> list[dict[str, Any]]:
-    """For one section, or of none: newest first."""
+    """Return the records of one section, or without one, newest first."""
     found = [read_record(path) for path in sorted(folder.glob("*.json"))]
     return sorted(
         (record for record in found if record.get("section") == section), key=lambda item: item["date"], reverse=True
@@ -564,18 +564,18 @@ def records(folder: Path, section: str | None) -> list[dict[str, Any]]:
 
 
 def tables(folder: Path) -> str:
-    """All records without a section; a sentence when there is none."""
+    """Return the tables of all records without a section; a sentence if there is none."""
     return "\n\n".join(map(record_table, records(folder, None))) or NO_RECORD
 
 
 def section_tables(folder: Path, section: str) -> str:
-    """All records of a section; a sentence when there is none."""
+    """Return the tables of all records of a section; a sentence if there is none."""
     found = records(folder, section)
     return "\n\n".join(section_table(record, SECTIONS[section]) for record in found) or NO_RECORD
 
 
 def invariance_tables(folder: Path) -> str:
-    """Products that some numbers of rows change, and how many none does."""
+    """Return products that change with the number of rows, and the count of those that do not."""
     shown = []
     for record in records(folder, "gpu-invariance"):
         different = [result for result in record["results"] if not result["holds"]]
@@ -586,7 +586,7 @@ def invariance_tables(folder: Path) -> str:
 
 
 def highlight_table(folder: Path) -> str:
-    """The highlights whose figures are there; a sentence when none is."""
+    """Return the highlights with figures; a sentence if there is none."""
     rows = [row for highlight in HIGHLIGHTS if (row := _highlight_row(folder, highlight)) is not None]
     return "\n".join(["| | on | Holdfast | |", "|---|---|---|---|", *rows]) if rows else NO_RECORD
 
@@ -599,14 +599,14 @@ def _highlight_row(folder: Path, highlight: Highlight) -> str | None:
             try:
                 figures = highlight.ours(result), highlight.beside(result)
             except (KeyError, TypeError):
-                continue  # a run that was cut short, or without the other side; an older one may have both
+                continue  # a run that was cut short, or without the other side; an older run may have both
             words = highlight.words.format(model=record["model"].removesuffix(".gguf"))
             return f"| {' | '.join((words, record['machine'], *figures))} |"
     return None
 
 
 def section_marks(section: str) -> tuple[str, str]:
-    """Between which lines of a document its tables go."""
+    """Return the marks of a section's tables in a document."""
     return f"<!-- {section}: begin (make docs writes this table) -->", f"<!-- {section}: end -->"
 
 
@@ -618,11 +618,11 @@ MAKERS: Mapping[str, Callable[[Path], str]] = {
     "gpu-invariance": invariance_tables,
     "error-codes": error_table,
 }
-"""What stands between the marks of each section."""
+"""Content between the marks of each section."""
 
 
 def written(document: str, folder: Path) -> str:
-    """A document with all the tables that it has marks for."""
+    """Return a document with all tables for its marks."""
     for section, make in MAKERS.items():
         begin, end = section_marks(section)
         if begin in document or end in document:
@@ -631,7 +631,7 @@ def written(document: str, folder: Path) -> str:
 
 
 def replaced(document: str, content: str, begin: str, end: str) -> str:
-    """The document with everything between the two marks replaced."""
+    """Return the document with the text between the two marks replaced."""
     if document.count(begin) != 1 or document.count(end) != 1 or document.index(begin) > document.index(end):
         sys.exit(f"error: the document must have one {begin} before one {end}; put the marks back")
     before, _, rest = document.partition(begin)

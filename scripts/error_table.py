@@ -7,7 +7,7 @@ MESSAGES = Path(__file__).parent.parent / "src" / "holdfast" / "messages"
 
 
 def error_table(_records: Path) -> str:
-    """One table per area: codes and their messages; a comment at the top of a file introduces its area."""
+    """Return one table per area: codes and messages; a file's first comment introduces its area."""
     parts = []
     for path in sorted(MESSAGES.glob("*.toml")):
         text = path.read_text(encoding="utf-8")

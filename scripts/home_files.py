@@ -1,4 +1,4 @@
-"""What `check_at_home.py` needs beside the commands: models made in a folder, a local Hub, a terminal of a given width."""
+"""Fixtures of `check_at_home.py`: models in a folder, a local Hub, a terminal of a given width."""
 
 import fcntl
 import json
@@ -19,7 +19,7 @@ U16, I32 = 2, 5
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor of a GGUF file as its header has it, and its bytes."""
+    """A tensor of a GGUF file: its header entry and its bytes."""
 
     name: bytes
     num_dims: int
@@ -32,7 +32,7 @@ class RawTensor:
 
 
 def read_raw(path: Path, first: bytes = b"token_embd.weight") -> tuple[int, bytes, list[RawTensor]]:
-    """Number of keys, their bytes as they are, and the tensors; the file's first tensor must be `first`."""
+    """Return the number of keys, their raw bytes, and the tensors; the file's first tensor must be `first`."""
     data = path.read_bytes()
     _, _, num_tensors, num_keys = struct.unpack_from("<4sIQQ", data)
     start = place = data.index(struct.pack("<Q", len(first)) + first)
@@ -56,7 +56,7 @@ def read_raw(path: Path, first: bytes = b"token_embd.weight") -> tuple[int, byte
 
 
 def write_raw(path: Path, num_keys: int, keys: bytes, tensors: list[RawTensor]) -> None:
-    """A GGUF file of keys and tensors."""
+    """Write a GGUF file from keys and tensors."""
     infos, offset = b"", 0
     for tensor in tensors:
         infos += tensor.info(offset)
@@ -68,7 +68,7 @@ def write_raw(path: Path, num_keys: int, keys: bytes, tensors: list[RawTensor]) 
 
 
 def split_keys(place: int, count: int, num_tensors: int) -> bytes:
-    """The three keys that a part of a model has."""
+    """Return the three keys of a part of a split model."""
     keys = ((b"split.no", U16, "<H", place), (b"split.count", U16, "<H", count))
     keys = (*keys, (b"split.tensors.count", I32, "<i", num_tensors))
     return b"".join(
@@ -78,7 +78,7 @@ def split_keys(place: int, count: int, num_tensors: int) -> bytes:
 
 
 def make_gguf(folder: Path) -> None:
-    """The default model in two parts, and once more with its embedding a second time as its head."""
+    """Write the default model in two parts, and again with its embedding repeated as its head."""
     from holdfast.loading.model_files import find_default_model
 
     default = find_default_model()
@@ -96,7 +96,7 @@ def make_gguf(folder: Path) -> None:
 
 
 def make_files(folder: Path) -> None:
-    """Every file of the checks: a tiny model, one without `architectures`, one in the Hub's cache, and GGUF files."""
+    """Write every file of the checks: a tiny model, one without `architectures`, one in the Hub's cache, and GGUF files."""
     from cli.cli_models import make_model  # pyright: ignore[reportMissingImports]
 
     make_model(folder / "tiny")
@@ -112,7 +112,7 @@ def make_files(folder: Path) -> None:
 
 
 def sharded(folder: Path) -> dict[str, bytes]:
-    """The files of a tiny model in three shards, by name."""
+    """Return the files of a tiny model in three shards, by name."""
     from safetensors.numpy import load_file, save
 
     tensors = load_file(folder / "model.safetensors")
@@ -128,7 +128,7 @@ def sharded(folder: Path) -> dict[str, bytes]:
 
 
 def with_hub(words: list[str]) -> int:
-    """Run a command beside a server that speaks the Hub's protocol, and print which files it fetched."""
+    """Run a command beside a server with the Hub's protocol, and print the fetched files."""
     from loading.hub.local_hub import Repo, serving  # pyright: ignore[reportMissingImports]
 
     files = sharded(Path("tiny"))
@@ -152,7 +152,7 @@ def with_hub(words: list[str]) -> int:
 
 
 def at_terminal(columns: int, words: list[str]) -> int:
-    """Run a command at a terminal of so many columns, and write what it wrote there."""
+    """Run a command in a terminal with this many columns, and print its output."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["TERM"] = "xterm"

@@ -1,4 +1,4 @@
-"""The table of `check_at_home.py`: what was promised, the command that shows it, and what must be true of its output."""
+"""Table of `check_at_home.py`: each promise, its command, and the conditions on its output."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ MODEL, HUB, GPU, PYTEST = ("the default model",), ("huggingface_hub",), ("a GPU"
 
 @dataclass(frozen=True)
 class Check:
-    """A promise, and how it is shown; a command that several checks have is run once."""
+    """A promise and its check; a command shared by several checks runs once."""
 
     paragraph: str
     says: str
@@ -18,18 +18,18 @@ class Check:
     wants: tuple[str, ...] = ()
     """Regular expressions that the output must have."""
     refuses: tuple[str, ...] = ()
-    """And those that it must not have."""
+    """Regular expressions that the output must not have."""
     codes: tuple[int, ...] = (0,)
     number: tuple[str, float, float] | None = None
-    """A regular expression whose group is a number, the least and the most that it may be."""
+    """A regular expression whose group is a number, with its least and largest value."""
     seconds: float | None = None
-    """The most that it may take on a quiet machine."""
+    """Time limit on an idle machine."""
     needs: tuple[str, ...] = ()
     timeout: float = 60
     is_slow: bool = False
-    """It imports torch; such checks come last."""
+    """True if it imports torch; such checks come last."""
     is_shown: bool = False
-    """It is one of the ten transcripts."""
+    """True if it is one of the ten transcripts."""
 
 
 VLLM_SCRIPT = """HOLDFAST_LOG_LEVEL=INFO python - <<'END'

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md again: models and GPUs that are known by name, with the figures that plans count with."""
+"""Rewrite the tables of docs/models.md: models and GPUs known by name, with the figures used by plans."""
 
 from pathlib import Path
 
@@ -22,13 +22,13 @@ TOO_OLD = "too old to run"
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     return "\n".join((*lines, *(f"| {' | '.join(row)} |" for row in rows)))
 
 
 def model_row(row: ModelRow) -> tuple[str, ...]:
-    """Bytes are those of the shapes in bfloat16, however the makers store them."""
+    """Return the row of a model; bytes are those of its shapes in bfloat16, whatever its stored type."""
     found = declare_config(
         {**CATALOGUE[row.name], "quantization_config": None, "expert_dtype": ""},
         row.name,
@@ -46,14 +46,14 @@ def model_row(row: ModelRow) -> tuple[str, ...]:
 
 
 def gpu_row(gpu: Gpu) -> tuple[str, ...]:
-    """One GPU; where its bytes come from is one of three."""
+    """Return the row of a GPU; the source of its bytes is one of three."""
     origin = "seen" if gpu.source.startswith(SEEN) else "assumed" if gpu.source.startswith(ASSUMED) else "measured"
     capability = ".".join(map(str, gpu.capability)) + (f", {TOO_OLD}" if gpu.is_too_old else "")
     return gpu.key, gpu.name, str(gpu.nominal_gb), f"{gpu.total_bytes:,}", capability, origin
 
 
 def tables() -> dict[str, str]:
-    """Each by the mark that it stands behind."""
+    """Return each table by the mark before it."""
     return {
         "models": table(MODEL_HEADINGS, [model_row(row) for row in model_rows()]),
         "same": table(("name", "has the figures of"), list(SAME.items())),
@@ -62,7 +62,7 @@ def tables() -> dict[str, str]:
 
 
 def written(text: str) -> str:
-    """The document with its tables as they are now."""
+    """Return the document with current tables."""
     for name, found in tables().items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         before, mark, rest = text.partition(begin)

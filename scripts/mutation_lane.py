@@ -1,7 +1,7 @@
-"""Plant bugs one by one in a copy of the tree, run the tests of their room, and report the bugs that no test catches.
+"""Plant bugs one by one in a copy of the tree, run the tests of their package, and report the bugs that no test catches.
 
 `make test-mutants` plants every bug of tests/mutants/*.toml. `--only WORD` takes those with the word in their name or file.
-`--search FILE` plants random one-place changes of a source file instead and runs `--tests`, to find what no test holds.
+`--search FILE` plants random one-place changes of a source file instead and runs `--tests`, to find untested code.
 """
 
 import argparse
@@ -29,11 +29,11 @@ NOT_COPIED = shutil.ignore_patterns(
 )
 FIELDS = frozenset({"name", "file", "old", "new", "tests", "equivalent", "gpu"})
 WARM = multiprocessing.get_context("forkserver")
-"""Forks the process of each run from one that has imported what takes seconds, and nothing of the engine."""
+"""Forks each run's process from one that has done the slow imports, without the engine."""
 IMPORTED = ["torch", "triton", "numpy", "pytest", "hypothesis", "fastapi", "httpx", "transformers.modeling_utils"]
 VERDICTS = ("caught", "equivalent", "needs CUDA", "survived", "broken")
 LIMIT_S = 300
-"""For one run of tests: a bug that makes them hang is caught as well."""
+"""Time limit of one run of tests; a bug that makes them hang counts as caught."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Bug:
     file: str
     """Below src/holdfast."""
     old: str
-    """Stands in the file exactly once."""
+    """Occurs in the file exactly once."""
     new: str
     tests: tuple[str, ...]
     """Test files or tests, run first. If none fails, the tests of the room run."""
     equivalent: str = ""
-    """Why no test can see this change, if that is so."""
+    """Reason if no test can detect this change."""
     gpu: bool = False
-    """Whether the kernel runs on a GPU only: then the tests marked gpu run, and without CUDA none do."""
+    """True if the kernel runs only on a GPU: then the tests marked gpu run, and without CUDA none do."""
 
     def planted(self, text: str) -> str:
         """Return the text of the file with the bug in it."""
@@ -63,18 +63,18 @@ class Bug:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests did with one bug in the source."""
+    """Result of the tests with one bug in the source."""
 
     bug: Bug
     verdict: str
     """One of VERDICTS."""
     caught_by: str
-    """The first test that failed; for a broken bug, what went wrong."""
+    """The first test that failed; for a broken bug, the error."""
     seconds: float
 
 
 def has_cuda() -> bool:
-    """Tell whether torch finds a GPU."""
+    """Return whether torch finds a GPU."""
     import torch
 
     return torch.cuda.is_available()
@@ -137,7 +137,7 @@ class Tree:
         report, printed = self.folder.parent / "report.xml", self.folder.parent / "printed.txt"
         report.unlink(missing_ok=True)
         marked = "gpu" if gpu else "not gpu and not slow"
-        # Plugins that are imported already cannot be rewritten, which pytest warns of.
+        # pytest warns that it cannot rewrite plugins already imported.
         options = ["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         options += ["-m", marked, f"--junitxml={report}"]
         child = WARM.Process(target=_run_pytest, args=(str(self.folder), str(printed), [*options, *tests]))
@@ -173,13 +173,13 @@ def _run_pytest(tree: str, printed: str, arguments: list[str]) -> None:
 
 
 def _stop(pid: int) -> None:
-    """End what the tests left: processes of servers and ranks."""
+    """End leftover processes of servers and ranks."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def _read_report(report: Path) -> tuple[str, str]:
-    """Name the first test that failed; a file that cannot be imported says nothing about the bug."""
+    """Return the first failed test; a file that cannot be imported does not count as catching the bug."""
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         for kind in ("failure", "error"):
             found = case.find(kind)

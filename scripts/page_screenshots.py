@@ -1,10 +1,9 @@
-"""Takes the pictures of the web page in docs/images/ again: Chromium, before `holdfast serve` with the default model.
+"""Retake the pictures of the web page in docs/images/, with Chromium and `holdfast serve` with the default model.
 
     python scripts/page_screenshots.py [--url http://127.0.0.1:8000] [--out docs/images]
 
-Without --url a server is started for it. Several requests run meanwhile, so that the map has something to show.
-Two that have ended before leave cached pages. The page takes the fonts that it finds; the committed pictures are from a
-machine with DejaVu alone.
+Without --url the script starts a server. Several requests run meanwhile, so that the map is not empty. Two earlier requests
+leave cached pages. The page uses the installed fonts; the committed pictures are from a machine with only DejaVu.
 """
 
 import argparse
@@ -30,14 +29,14 @@ OTHERS = (
     "Explain what a computer is to a person from 1850." + " Be patient and thorough." * 40,
 )
 EARLIER = ("Name three seas." * 12, "What is a page of memory?" * 14)
-"""Earlier chats; what they leave in the cache is on the pictures."""
+"""Earlier chats, whose cached pages the pictures show."""
 START_SECONDS = 180.0
 SIZES = {"wide": (1600, 1100), "narrow": (400, 860)}
 
 
 @contextmanager
 def own_server() -> Iterator[str]:
-    """A server with the default model on a free port, while it is needed."""
+    """Run a server with the default model on a free port during the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -58,7 +57,7 @@ def own_server() -> Iterator[str]:
 
 
 def asking(url: str, model: str, prompt: str, max_tokens: int) -> urllib.request.Request:
-    """A request for a stream."""
+    """Return a request for a stream."""
     messages = [{"role": "user", "content": prompt}]
     body = {"model": model, "messages": messages, "stream": True, "max_tokens": max_tokens}
     headers = {"Content-Type": "application/json"}
@@ -66,7 +65,7 @@ def asking(url: str, model: str, prompt: str, max_tokens: int) -> urllib.request
 
 
 def ask(url: str, model: str, prompt: str, end: threading.Event) -> None:
-    """One stream, read until the pictures are taken; then it is left, which ends it."""
+    """Read one stream until the pictures are taken, then disconnect, which ends it."""
     while not end.is_set():
         with urllib.request.urlopen(asking(url, model, prompt, 900)) as answer:
             for _line in answer:
@@ -81,12 +80,12 @@ def take(page: Page, folder: Path, name: str) -> None:
 
 
 def take_all(browser: Browser, url: str, folder: Path) -> None:
-    """Each size in light and dark; the narrow one has two views."""
+    """Take each size in light and dark; the narrow one has two views."""
     for scheme in ("light", "dark"):
         for size, (width, height) in SIZES.items():
             viewport = {"width": width, "height": height}
             context = browser.new_context(viewport=viewport, color_scheme=scheme)  # type: ignore[arg-type]
-            context.set_default_timeout(120_000)  # the model shares the machine with the browser
+            context.set_default_timeout(120_000)  # the model and the browser share the machine
             page = context.new_page()
             page.goto(url)
             page.wait_for_selector("#link[data-state=live]")

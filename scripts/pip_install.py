@@ -1,10 +1,10 @@
-"""pip install, with its own progress bars, and without its warnings about mirrors that lack a package."""
+"""Run pip install with its progress bars, but without warnings about mirrors that lack a package."""
 
 import subprocess
 import sys
 
 NOISE = "is ignored: it is neither a file nor a directory"
-"""A second index or folder in pip's own settings that lacks a package: pip says so for each one, and goes on."""
+"""pip's warning about each extra index or folder in its settings that lacks a package."""
 
 
 def main() -> int:

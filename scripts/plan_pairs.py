@@ -1,7 +1,7 @@
-"""Prints plans of 40 pairs of model and GPU as a table: python scripts/plan_pairs.py [MODEL GPU ...]
+"""Print plans of 40 pairs of model and GPU as a table: python scripts/plan_pairs.py [MODEL GPU ...]
 
-Each row is what `holdfast plan MODEL --gpu GPU` answers: verdict, tokens, tokens/s, seconds to a first token after 2,048 tokens.
-If a pair does not fit, the row has the best command and what that gives. Nothing is read or downloaded.
+Each row is the result of `holdfast plan MODEL --gpu GPU`: verdict, tokens, tokens/s, seconds to a first token after 2,048 tokens.
+If a pair does not fit, the row has the best command and its result. The script reads and downloads no models.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ HEADINGS = ("model", "GPU", "verdict", "tokens", "tokens/s", "first token, s", "
 
 
 def plan(model: str, gpu: str) -> tuple[int, Mapping[str, Any]]:
-    """The exit status and the JSON of a plan."""
+    """Return the exit status and the JSON of a plan."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         status = run(["plan", model, "--gpu", gpu, "--json"])
@@ -44,7 +44,7 @@ def plan(model: str, gpu: str) -> tuple[int, Mapping[str, Any]]:
 
 
 def best_of(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the best command of a plan gives: the plan itself, or the change whose settings that command has."""
+    """Return the result of a plan's best command: the plan itself, or the change with that command's settings."""
     words = f"{answer['best_command']} "
     named = [
         one
@@ -56,7 +56,7 @@ def best_of(answer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def row(model: str, gpu: str) -> tuple[str, ...]:
-    """One pair."""
+    """Return the row of one pair."""
     status, answer = plan(model, gpu)
     found = best_of(answer)
     speed = found.get("speed")

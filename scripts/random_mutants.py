@@ -34,11 +34,11 @@ IN_C = (
 
 @dataclass(frozen=True)
 class Change:
-    """One place of a source, as it is and as it becomes."""
+    """One place of a source, before and after the change."""
 
     name: str
     old: str
-    """With as many lines around it as make it unique in the source."""
+    """With enough lines around it to be unique in the source."""
     new: str
 
 
@@ -52,14 +52,14 @@ class Edit:
 
 
 def random_changes(text: str, count: int, seed: int) -> list[Change]:
-    """Return at most so many different changes of the source, the same ones for the same seed."""
+    """Return at most this many different changes of the source; the seed determines them."""
     edits = sorted(set(edits_of(text)), key=lambda edit: (edit.begin, edit.end, edit.new))
     chosen = random.Random(seed).sample(edits, min(count, len(edits)))
     return [_with_context(text, edit) for edit in sorted(chosen, key=lambda edit: edit.begin)]
 
 
 def edits_of(text: str) -> Iterator[Edit]:
-    """Find every edit that is known for the source."""
+    """Find every possible edit of the source."""
     try:
         tree = ast.parse(text)
     except SyntaxError:

@@ -180,7 +180,7 @@ def test_logits_do_not_depend_on_company(family, seed):
 
 @MODELS
 @seeds(2)
-def test_prefix_hit_or_miss(family, seed):
+def test_logits_do_not_depend_on_prefix_hit(family, seed):
     """Ten schedules: the needle after itself, after others that begin alike, and beside them."""
     dice = random.Random(2000 + seed)
     hits = 0
@@ -200,7 +200,7 @@ def test_prefix_hit_or_miss(family, seed):
 
 @MODELS
 @seeds(3)
-def test_preempted_and_resumed(family, seed):
+def test_logits_do_not_depend_on_preemption(family, seed):
     """Ten schedules with so few pages that the needle, which comes last, is thrown out on the way."""
     dice = random.Random(3000 + seed)
     preempted = 0
@@ -220,7 +220,7 @@ def test_preempted_and_resumed(family, seed):
 
 @MODELS
 @seeds(2)
-def test_everything_at_once(family, seed):
+def test_logits_do_not_depend_on_everything_at_once(family, seed):
     """Ten schedules of several rounds in which chunks, company, hits and preemptions all happen."""
     dice = random.Random(4000 + seed)
     outcomes = [play(family, chaos(family, dice)) for _ in range(10)]
@@ -251,7 +251,7 @@ def chaos(family: str, dice: random.Random) -> Schedule:
 
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
 @MODELS
-def test_tokens_in_torch(family, is_whole, monkeypatch):
+def test_tokens_in_torch_do_not_depend_on_company(family, is_whole, monkeypatch):
     """Twelve schedules, or six, in torch, whose sums depend on the company in their last bits, but not so far as to change a token."""
     pool(family)
     monkeypatch.setattr("holdfast.kernels.native_library.native_library", lambda: None)

@@ -78,6 +78,6 @@ def test_abandoned_requests_free_pages_in_time_for_a_sample() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MOST_STEPS)
-def test_readers_that_go_at_every_token(kind: str) -> None:
+def test_abandoned_requests_free_pages_in_time_at_each_token(kind: str) -> None:
     assert len(CASES) >= 600
     assert max(leave_all([case for case in CASES if case.kind == kind])) <= MOST_STEPS_LATER

@@ -56,7 +56,7 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen")
 
 
-def test_outputs_grow_and_the_last_is_finished():
+def test_async_llm_outputs_grow_and_the_last_is_finished():
     async def work(llm, engine):
         outputs = [output async for output in llm.generate("Hello", PARAMS, "mine")]
         assert answer_of(outputs[-1]) == solo("Hello", PARAMS)
@@ -153,7 +153,7 @@ def test_async_llm_leaving_reader_aborts_within_a_step(how, num_read):
     run(work)
 
 
-def test_cancelling_before_the_first_token():
+def test_async_llm_cancel_before_the_first_token_frees_all():
     async def work(llm, engine):
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(llm.generate(f"task {number}", LONG))) for number in range(20)]
@@ -193,7 +193,7 @@ def test_async_llm_slow_reader_does_not_delay_others():
     run(work)
 
 
-def test_refusals_are_exceptions_of_the_reader():
+def test_async_llm_refused_request_raises_in_its_reader():
     async def work(llm, engine):
         with raises_code("request.prompt_empty", PromptError):
             await last(llm.generate("", PARAMS))
@@ -227,7 +227,7 @@ def test_async_llm_full_queue_raises_queue_full_error():
     run(work, max_queue=3, max_num_seqs=1)
 
 
-def test_abort_by_name():
+def test_async_llm_abort_by_request_id():
     async def work(llm, engine):
         gate = Gate(engine)
         task = asyncio.create_task(last(llm.generate("x", LONG, "name")))
@@ -282,7 +282,7 @@ def test_async_llm_dead_engine_raises_for_every_reader():
     run(work)
 
 
-def test_drain_answers_what_there_is():
+def test_async_llm_drain_finishes_running_requests():
     async def work(llm, engine):
         gate = Gate(engine)
         task = asyncio.create_task(last(llm.generate("x", PARAMS)))
@@ -300,7 +300,7 @@ def test_drain_answers_what_there_is():
     run(work)
 
 
-def test_shutdown_gives_every_reader_an_end():
+def test_async_llm_shutdown_ends_every_reader():
     async def work(llm, engine):
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(llm.generate(f"task {number}", LONG))) for number in range(5)]
@@ -315,7 +315,7 @@ def test_shutdown_gives_every_reader_an_end():
     run(work)
 
 
-def test_shutdown_while_prompts_are_tokenized_is_no_cancellation():
+def test_async_llm_shutdown_while_tokenizing_is_no_cancellation():
     async def work(llm, engine):
         proceed = threading.Event()
         prepare = engine.prepare
@@ -336,7 +336,7 @@ def test_shutdown_while_prompts_are_tokenized_is_no_cancellation():
     run(work)
 
 
-def test_several_loops_one_after_the_other():
+def test_async_llm_runs_in_several_loops_in_turn():
     llm = AsyncLLM.from_engine(make_engine())
     for number in range(3):
         prompt = f"loop {number}"
@@ -390,7 +390,7 @@ def test_async_llm_exposes_tokenizer_memory_and_stats():
     run(work, generation=GenerationDefaults(temperature=0.6), memory=ACCOUNT)
 
 
-def test_requests_are_numbered_in_the_order_in_which_they_came():
+def test_async_llm_unseeded_requests_repeat_in_another_run():
     """Unseeded requests repeat when the same program runs again."""
 
     async def work(llm, engine):

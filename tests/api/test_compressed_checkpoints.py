@@ -48,7 +48,7 @@ def test_llm_deepseek_v4_checkpoint_holds_planned_bytes(config: dict[str, Any], 
         assert owner.partition("/")[0] != "weights" or row.held_bytes == row.planned_bytes, owner
 
 
-def test_experts_in_mxfp4_answer_as_their_numbers_do(tmp_path: Path) -> None:
+def test_llm_mxfp4_experts_match_their_dequantized_values(tmp_path: Path) -> None:
     """Other matrices are plain here: those in fp8 would take their inputs as e4m3."""
     stored = stored_as(FLASH, tensors_of(FLASH))
     plain = {name: numbers(stored, name) for name in stored if not name.endswith(".scale")}

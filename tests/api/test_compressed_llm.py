@@ -70,7 +70,7 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("max_num_batched_tokens", [5, 128])
-def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_tokens: int) -> None:
+def test_llm_compressed_matches_transformers_in_any_chunks(case: Case, max_num_batched_tokens: int) -> None:
     llm = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3)
     assert answers(llm, PROMPTS) == case.answers
     alone = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=1, enable_prefix_caching=False)
@@ -79,7 +79,7 @@ def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_to
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["flash"], indirect=True)
-def test_prefixes_are_found_again(case: Case) -> None:
+def test_llm_compressed_prefix_hits_match(case: Case) -> None:
     llm = case.open(max_num_batched_tokens=19, max_num_seqs=3)
     scheduler = llm.engine.scheduler
     assert answers(llm, PROMPTS) == case.answers
@@ -113,7 +113,7 @@ def test_completions_of_one_prompt_fork(case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_preemption_here_and_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_compressed_preempted_sequences_match(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = case.open(max_num_batched_tokens=16, max_num_seqs=2)
     scheduler, schedule = llm.engine.scheduler, llm.engine.scheduler.schedule
     countdown = 0
@@ -156,7 +156,7 @@ def test_memory_is_what_was_planned(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ["flash"], indirect=True)
-def test_tokens_and_entries_in_four_bits(case: Case) -> None:
+def test_llm_compressed_turboquant_4bit_is_near_unquantized(case: Case) -> None:
     """Near what is not quantized, in this small a model; without the fold of the rotation it is more than 1 away."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     found = []

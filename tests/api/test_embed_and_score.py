@@ -114,7 +114,7 @@ def test_score_of_an_embedding_model_is_the_cosine(llm, expected):
         llm.score(["a", "b"], ["a", "b", "c"])
 
 
-def test_model_without_a_head_refuses_to_generate(llm):
+def test_generate_without_a_head_is_refused(llm):
     for ask in (lambda: llm.generate("x"), lambda: llm.stream("x")):
         with raises_code("request.no_head", RequestError):
             ask()

@@ -47,7 +47,7 @@ def answer(theirs: Any, prompt: list[int], num_tokens: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_text_and_chat_begin_with_one_bos(folder) -> None:
+def test_llm_gemma3_prompts_begin_with_one_bos(folder) -> None:
     path, theirs = folder
     llm, native = LLM(model=str(path), **OPTIONS), gemma()
     said, chatted = llm.generate("hello world", GREEDY)[0], llm.chat(CHAT, GREEDY)[0]

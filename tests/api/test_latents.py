@@ -81,19 +81,19 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_together_in_small_chunks_and_alone_in_one(case: Case) -> None:
+def test_llm_latent_matches_transformers_in_any_chunks(case: Case) -> None:
     llm = case.open(max_num_batched_tokens=3, max_num_seqs=3)
     assert answers(llm, PROMPTS) == case.answers
     alone = case.open(max_num_batched_tokens=96, max_num_seqs=1, enable_prefix_caching=False)
     assert answers(alone, PROMPTS[1:3]) == case.answers[1:3]
 
 
-def test_batch_invariance_is_declined_with_advice_that_works(case: Case) -> None:
+def test_llm_latent_batch_invariant_is_refused(case: Case) -> None:
     with raises_code("plan.variant_attention", ConfigError, name="batch_invariant"):
         case.open(batch_invariant=True)
 
 
-def test_prefixes_are_found_again(case: Case) -> None:
+def test_llm_latent_prefix_hits_match(case: Case) -> None:
     llm = case.open(max_num_batched_tokens=32, max_num_seqs=3)
     scheduler = llm.engine.scheduler
     assert answers(llm, PROMPTS) == case.answers
@@ -129,7 +129,7 @@ def test_llm_latent_completions_match_separate_requests(
     assert index == "fp8" or temperature > 0 or outputs == {tuple(case.answers[3])}
 
 
-def test_preemption_here_and_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_latent_preempted_sequences_match(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = case.open(max_num_batched_tokens=16, max_num_seqs=2)
     scheduler, schedule = llm.engine.scheduler, llm.engine.scheduler.schedule
     countdown = 0

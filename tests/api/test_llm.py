@@ -79,12 +79,12 @@ def test_generate_progress_shows_a_bar_on_a_terminal(monkeypatch, progress):
     assert ("est. speed input" in terminal.getvalue()) is progress
 
 
-def test_default_params_fill_the_context():
+def test_generate_without_max_tokens_fills_the_context():
     (output,) = make_llm(max_model_len=20).generate("Hello")
     assert len(output.outputs[0].token_ids) == 15
 
 
-def test_names_of_another_engine_are_understood():
+def test_generate_takes_sampling_params_and_use_tqdm():
     llm = make_llm()
     assert (
         llm.generate("Hello", sampling_params=PARAMS, use_tqdm=False)[0].outputs
@@ -162,7 +162,7 @@ def test_generate_wrong_argument_raises_before_anything_runs(prompts, params, er
     assert_at_rest(llm.engine)
 
 
-def test_chat():
+def test_chat_renders_the_template_and_answers():
     llm = make_llm()
     (output,) = llm.chat(MESSAGES, PARAMS)
     assert output.prompt == "user: Hi\nassistant: "
@@ -236,7 +236,7 @@ def test_stream_never_started_adds_no_request():
     assert_at_rest(llm.engine)
 
 
-def test_streams_and_batches_may_alternate():
+def test_stream_and_generate_may_alternate():
     llm = make_llm()
     one, two = llm.stream("one", PARAMS), llm.stream("two", PARAMS)
     heard = [[next(one)], [next(two)], [next(one)]]
@@ -325,7 +325,7 @@ def test_llm_engine_death_in_another_thread_raises(how, monkeypatch):
         llm.generate(["a", "b"], PARAMS) if how == "generate" else next(llm.stream("a", PARAMS))
 
 
-def test_shutdown_aborts_and_lets_go():
+def test_llm_shutdown_aborts_and_frees_the_engine():
     llm = make_llm()
     engine = llm.engine
     stream = llm.stream("stream", PARAMS)
@@ -369,7 +369,7 @@ def test_llm_signature_is_model_and_engine_options(kind):
         ({"seed": False}, "value.not_integer", "seed"),
     ],
 )
-def test_wrong_options_are_refused_before_a_model_is_touched(kind, options, code, words, built):
+def test_llm_wrong_options_are_refused_before_opening(kind, options, code, words, built):
     with raises_code(code, ConfigError) as caught:
         kind("some/model", **options)
     assert words in str(caught.value)
@@ -394,7 +394,7 @@ def built(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_options_reach_the_builder(kind, built):
+def test_llm_options_reach_the_builder(kind, built):
     seen = []
     llm = kind(
         "some/model", max_model_len=64, gpu_memory_utilization=0.5, on_progress=lambda *counts: seen.append(counts)
@@ -412,7 +412,7 @@ def test_options_reach_the_builder(kind, built):
     assert len(built) == 2
 
 
-def test_opening_the_module_imports_no_torch():
+def test_llm_module_imports_no_torch():
     code = "import sys, holdfast.api.llm, holdfast.api.async_llm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -432,7 +432,7 @@ def test_sampling_params_from_generation_defaults():
     assert sampling_params_from(GenerationDefaults(temperature=0.0)).is_greedy
 
 
-def test_bad_advice_is_the_models_fault():
+def test_sampling_params_from_bad_defaults_is_a_model_error():
     with pytest.raises(ModelFormatError, match="temperature"):
         sampling_params_from(GenerationDefaults(temperature=float("nan")))
 
@@ -486,7 +486,7 @@ def test_preparing_bar_shows_what_compiles_and_its_folder(monkeypatch):
         assert words in shown
 
 
-def test_none_sees_anything_when_it_is_not_wanted(monkeypatch):
+def test_generation_bar_unwanted_writes_nothing(monkeypatch):
     terminal = watch(monkeypatch)
     with GenerationBar(3, wanted=False) as bar:
         bar.count(3, 1, 1)

@@ -27,7 +27,7 @@ def model(tmp_path_factory) -> str:
     return str(make_model(tmp_path_factory.mktemp("stages") / "tiny", num_hidden_layers=4))
 
 
-def test_three_stages_answer_as_one_process(model):
+def test_llm_three_stages_match_one_process(model):
     with LLM(model, **OPTIONS) as llm:
         alone = answers(llm)
     with LLM(model, pipeline_parallel_size=3, **OPTIONS) as llm:
@@ -48,7 +48,7 @@ def test_llm_two_stages_with_turboquant_and_drafts_match_one(model):
         assert answers(llm) == expected
 
 
-def test_stages_pad_steps_to_sizes_that_all_of_them_have_left(model, monkeypatch):
+def test_llm_stages_pad_steps_to_their_common_sizes(model, monkeypatch):
     """As GPUs find them by comparing products; each rank finds others here."""
     options: dict[str, Any] = OPTIONS | {"max_num_batched_tokens": 72}
     with LLM(model, **options) as llm:

@@ -176,7 +176,7 @@ def check_all(case: Case, number: int, ways: Mapping[str, Way]) -> Counter[str]:
     return total
 
 
-def test_answers_are_the_same_in_every_way(case: Case) -> None:
+def test_schedules_sampled_match_in_every_way_of_running(case: Case) -> None:
     seen = check_all(case, SAMPLED, {name: WAYS[name] for name in AT_ONCE[case.name]})
     for kind in ("stop", "length", "abort", "accepted", "rows that wait", "n > 1", "tokens of prefix hits"):
         assert seen[kind], f"no {kind} was seen: {seen}"

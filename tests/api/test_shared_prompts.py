@@ -138,11 +138,13 @@ def test_completions_of_one_prompt_compute_it_once(
     with opened(tmp_path, family, kv_format, device, enable_prefix_caching=False) as engine:
         alone = counted.run(engine, [prompt], **params)
         assert counted.num_rows == n * (num_tokens + NUM_OUTPUT - 1)
-    assert_alike(shared, alone, TOLERANCE[device])
+    # On x86, products of torch's BLAS round by the number of rows.
+    near = NEAR if family.startswith("compressed") else TOLERANCE
+    assert_alike(shared, alone, near[device])
 
 
 @each_case({"qwen3-turboquant_k8v4", "windows-auto", "compressed_small-auto"})
-def test_prompts_that_begin_alike_compute_the_beginning_once(
+def test_shared_prompts_common_beginning_is_computed_once(
     family: str, kv_format: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counted(monkeypatch)
@@ -182,7 +184,7 @@ def test_shared_prompt_more_completions_than_tokens_match(
     assert_alike(again, alone, 0.0 if is_exact and kv_format == "auto" else NEAR[device])
 
 
-def test_forks_beside_prompt_logprobs_stay_within_the_step(tmp_path: Path) -> None:
+def test_forks_with_prompt_logprobs_stay_within_the_step(tmp_path: Path) -> None:
     with opened(tmp_path, "qwen3", "auto", "cpu", max_num_batched_tokens=64) as engine:
         ends: list[Any] = []
         engine.add_request("a", {"prompt_token_ids": prompt_of(61)}, params_of(prompt_logprobs=0))
@@ -215,7 +217,7 @@ def test_completions_of_a_prompt_in_chunks_compute_it_once(
 
 
 @pytest.mark.gpu
-def test_batch_invariant_forks_give_the_bits_of_one_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_batch_invariant_match_one_prompt_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted, prompt = Counted(monkeypatch), prompt_of(777)
     options = {"batch_invariant": True, "max_num_batched_tokens": 512}
     with opened(tmp_path, "qwen3", "auto", "cuda", **options) as engine:

@@ -74,18 +74,18 @@ def check_schemas(llm: LLM, numbers: range, **params) -> int:
     return num_finished
 
 
-def test_answers_of_random_schemas_are_valid(llm):
+def test_structured_outputs_of_random_schemas_are_valid(llm):
     assert check_schemas(llm, range(QUICK), temperature=1.0, seed=3) >= QUICK - 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}])
-def test_answers_of_many_random_schemas_are_valid(llm, params):
+def test_structured_outputs_of_many_random_schemas_are_valid(llm, params):
     assert check_schemas(llm, range(ALL), **params) >= ALL - 10
 
 
 @pytest.mark.slow
-def test_answers_of_the_default_model_are_valid():
+def test_structured_outputs_of_the_default_model_are_valid():
     llm = LLM(max_model_len=768, max_num_seqs=AT_ONCE, device="cpu")
     schemas = [make_schema(number) for number in range(12)]
     params = [SamplingParams(structured_outputs={"json": one}, max_tokens=240, temperature=0.7) for one in schemas]
@@ -190,7 +190,7 @@ FEW_PAGES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory":
         pytest.param(None, {"core_process": True, "max_num_seqs": 4}, id="in a child"),
     ],
 )
-def test_however_steps_are_run(folder, expected, run_ahead, options):
+def test_structured_outputs_match_however_steps_are_run(folder, expected, run_ahead, options):
     llm = LLM(str(folder), max_model_len=72, **SHAPE, **options)
     engine = llm.engine
     if run_ahead is not None:
@@ -217,7 +217,7 @@ def test_however_steps_are_run(folder, expected, run_ahead, options):
     llm.shutdown()
 
 
-def test_neighbours_are_as_if_none_had_a_form(llm, expected, folder):
+def test_structured_outputs_do_not_change_other_requests(llm, expected, folder):
     plain = [one for one in make_requested() if one.params.structured_outputs is None]
     alone = answers_of(llm.engine, plain)
     names = {one.name for one in plain}
@@ -270,7 +270,7 @@ def test_structured_outputs_work_without_an_end_token(tmp_path):
     "grammar",
     [{"json": {"type": "integer", "minimum": 3, "maximum": 1}}, {"regex": "(a"}, {"grammar": "nonsense"}],
 )
-def test_grammar_that_cannot_be_met_is_refused_at_once(llm, grammar):
+def test_structured_outputs_impossible_grammar_is_refused(llm, grammar):
     before = llm.stats().num_requests
     (kind,) = grammar
     with raises_code("grammar.refused", RequestError, kind=kind):
@@ -302,7 +302,7 @@ class Gate:
         return self._compile(form, vocabulary)
 
 
-def test_others_run_on_while_a_form_is_compiled(llm, monkeypatch):
+def test_structured_outputs_compiling_does_not_block_others(llm, monkeypatch):
     gate, engine = Gate(monkeypatch), llm.engine
     engine.add_request("held", "Hello", YES)
     engine.add_request("plain", "Hello", SamplingParams(max_tokens=5, ignore_eos=True))
@@ -345,7 +345,7 @@ def test_structured_outputs_abort_while_compiling_frees_all(llm, monkeypatch):
     assert len(engine.core.grammars) == 0  # type: ignore[attr-defined]
 
 
-def test_forms_that_are_compiled_count_among_those_that_wait(folder, monkeypatch):
+def test_structured_outputs_compiling_count_in_the_queue(folder, monkeypatch):
     gate = Gate(monkeypatch)
     llm = LLM(str(folder), max_model_len=64, max_queue=3, **SHAPE)
     for number in range(3):
@@ -421,7 +421,7 @@ def test_async_llm_structured_outputs_of_concurrent_callers(folder):
     asyncio.run(run())
 
 
-def test_children_of_a_test_are_gone():
+def test_structured_outputs_guard_processes_end():
     """Guards end with their engines."""
     mine = [
         path.parent.name

@@ -72,7 +72,7 @@ def run_line(line: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("line", LINES.strip().splitlines())
-def test_import_line_of_vllm_finds_our_objects(line: str) -> None:
+def test_vllm_import_line_finds_our_objects(line: str) -> None:
     names = run_line(line)
     for name in line.partition(" import ")[2].split(", "):
         assert names[name] is not None
@@ -81,7 +81,7 @@ def test_import_line_of_vllm_finds_our_objects(line: str) -> None:
 
 
 @pytest.mark.parametrize(("line", "words"), ABSENT, ids=[line for line, _ in ABSENT])
-def test_absent_name_is_an_import_error_in_one_sentence(line: str, words: str) -> None:
+def test_vllm_absent_name_is_an_import_error_in_one_line(line: str, words: str) -> None:
     with pytest.raises(ImportError) as caught:
         run_line(line)
     assert isinstance(caught.value, ImportAbsentError)
@@ -100,13 +100,13 @@ def test_absent_name_is_an_import_error_in_one_sentence(line: str, words: str) -
         "from holdfast.config import Nonsense",
     ],
 )
-def test_name_that_vllm_lacks_too_is_pythons_own_error(line: str) -> None:
+def test_vllm_unknown_name_is_a_plain_import_error(line: str) -> None:
     with pytest.raises(ImportError) as caught:
         run_line(line)
     assert not isinstance(caught.value, HoldfastError)
 
 
-def test_aliases_are_the_same_objects() -> None:
+def test_vllm_aliases_are_the_same_objects() -> None:
     for name in NAMES:
         assert getattr(holdfast, name) is not None
     names = run_line("from holdfast.sampling_params import *\nfrom holdfast.v1.engine.async_llm import AsyncLLM")
@@ -118,7 +118,7 @@ def test_aliases_are_the_same_objects() -> None:
             assert sorted(importlib.import_module(f"holdfast.{module}").__all__) == sorted(MODULES[module])
 
 
-def test_hasattr_is_false_for_an_absent_name() -> None:
+def test_hasattr_of_an_absent_name_is_false() -> None:
     assert not hasattr(holdfast, "PoolerConfig")
     with raises_code("api.absent_name", NameAbsentError, name="holdfast.ModelRegistry"):
         holdfast.ModelRegistry  # noqa: B018
@@ -127,12 +127,12 @@ def test_hasattr_is_false_for_an_absent_name() -> None:
     assert not hasattr(module, "__wrapped__")
 
 
-def test_install_twice_adds_one_finder() -> None:
+def test_vllm_paths_install_twice_adds_one_finder() -> None:
     install()
     assert sum(isinstance(finder, VllmPaths) for finder in sys.meta_path) == 1
 
 
-def test_structured_params_take_vllms_fields() -> None:
+def test_structured_outputs_params_take_vllm_fields() -> None:
     form = StructuredOutputs(choice=["yes", "no"], json_object=None, disable_any_whitespace=False, structural_tag=None)
     assert form == StructuredOutputs(choice=("yes", "no"))
     for params in (
@@ -258,7 +258,7 @@ def test_llm_engine_gives_outputs_by_their_kind(kind: str, sizes: list[int]) -> 
     engine.shutdown()
 
 
-def test_output_kind_that_is_none_is_refused() -> None:
+def test_output_kind_unknown_value_is_refused() -> None:
     with raises_code("value.not_one_of", RequestError, name="output_kind", value="whole"):
         SamplingParams(output_kind="whole")
     assert SamplingParams(output_kind="delta").output_kind is RequestOutputKind.DELTA
@@ -277,5 +277,5 @@ def test_generate_without_max_tokens_warns_once(caplog: pytest.LogCaptureFixture
     assert "up to 27 tokens" in reported[0].getMessage()
 
 
-def test_cleanup_takes_vllms_argument():
+def test_cleanup_dist_env_takes_the_vllm_argument():
     assert cleanup_dist_env_and_memory(shutdown_ray=True) is None

@@ -113,7 +113,7 @@ def test_vllm_script_chat_runs(model: Path) -> None:
     assert own["prompt"] == "Hi!"
 
 
-def test_tokens_in_every_way(model: Path) -> None:
+def test_vllm_script_token_prompts_match_in_each_form(model: Path) -> None:
     *ways, letters = run(TOKENS, model)
     assert len(ways) == 6
     assert all(way == ways[0] for way in ways)
@@ -168,14 +168,14 @@ def make_llm(**options) -> LLM:
         (lambda llm: llm.stream("x", cachesalt="x"), "unknown_option", "cache_salt?"),
     ],
 )
-def test_wrong_keyword_names_the_nearest(call, code: str, advice: str) -> None:
+def test_llm_wrong_keyword_names_the_nearest(call, code: str, advice: str) -> None:
     with raises_code(f"value.{code}", KeywordError) as caught:
         call(make_llm())
     assert isinstance(caught.value, TypeError)
     assert advice in str(caught.value)
 
 
-def test_prompts_are_given_once() -> None:
+def test_generate_needs_prompts_or_ids_but_not_both() -> None:
     with raises_code("api.prompts_or_ids", PromptError):
         make_llm().generate()
     with raises_code("api.prompts_or_ids", PromptError):
@@ -232,7 +232,7 @@ def test_llm_pickle_or_copy_is_refused(move, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_methods_that_are_missing_say_what_to_do(kind: type[LLM | AsyncLLM]) -> None:
+def test_llm_absent_vllm_method_says_what_to_use(kind: type[LLM | AsyncLLM]) -> None:
     llm = kind.from_engine(make_engine())
     name = kind.__name__
     assert not METHOD_NAMES.keys() & set(dir(kind))
@@ -295,7 +295,7 @@ for num_threads in (1, 2):
 
 @pytest.mark.slow  # the next but one asks the same of a whole model
 @pytest.mark.parametrize("uses_threads", [True, False])
-def test_threads_of_torch_stay_in_the_parent_caller_started_them(uses_threads: bool) -> None:
+def test_torch_threads_stay_in_their_parent_process(uses_threads: bool) -> None:
     script = THREADS.replace("USES_THREADS", str(uses_threads))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, check=True
@@ -438,7 +438,7 @@ def test_get_tokenizer_has_the_methods_of_transformers() -> None:
             tokenizer.decode(wrong)
 
 
-def test_control_tokens_of_a_chat_are_text_in_every_call() -> None:
+def test_chat_control_tokens_in_content_are_text() -> None:
     message = [{"role": "user", "content": "a<eos>"}]
     params = SamplingParams(temperature=0.0, max_tokens=1)
     llm = make_llm()

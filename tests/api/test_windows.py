@@ -57,14 +57,14 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_together_in_small_chunks_and_alone_in_one(case: Case) -> None:
+def test_llm_windows_match_transformers_in_any_chunks(case: Case) -> None:
     llm = case.open(max_num_batched_tokens=3, max_num_seqs=3)
     assert answers(llm, PROMPTS) == case.answers
     alone = case.open(max_num_batched_tokens=128, max_num_seqs=1, enable_prefix_caching=False)
     assert answers(alone, PROMPTS) == case.answers
 
 
-def test_prefixes_that_hit_and_miss(case: Case) -> None:
+def test_llm_windows_prefix_hits_and_misses_match(case: Case) -> None:
     llm = case.open(max_num_batched_tokens=32, max_num_seqs=3)
     scheduler = llm.engine.scheduler
     assert answers(llm, PROMPTS) == case.answers
@@ -80,7 +80,9 @@ def test_prefixes_that_hit_and_miss(case: Case) -> None:
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
-def test_preemption_at_every_position(case: Case, monkeypatch: pytest.MonkeyPatch, enable_prefix_caching: bool) -> None:
+def test_llm_windows_preempted_sequences_match(
+    case: Case, monkeypatch: pytest.MonkeyPatch, enable_prefix_caching: bool
+) -> None:
     llm = case.open(max_num_batched_tokens=16, max_num_seqs=2, enable_prefix_caching=enable_prefix_caching)
     scheduler, schedule = llm.engine.scheduler, llm.engine.scheduler.schedule
     countdown = 0

@@ -209,7 +209,7 @@ def test_tile_scheduler_full_gpu_splits_nothing(case):
 
 
 @BOTH
-def test_long_prompts_alone_are_split_too(case):
+def test_tile_scheduler_splits_lone_long_prompt(case):
     """A few tiles for 264 programs: so each is cut, unless rows must not depend on it."""
     (splits,) = case.splits([(40000, 32)])
     assert splits > 7

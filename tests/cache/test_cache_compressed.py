@@ -36,7 +36,7 @@ def cache_of(ratios: tuple[int, ...], kv_dtype: str, page_tokens: int = 16) -> C
 
 
 def whole_context_bytes(cache: CacheSpec, num_tokens: int) -> int:
-    """Of the groups that keep every token."""
+    """Bytes of the groups that keep every token."""
     kept = (group.pages_for(num_tokens) for group in cache.cache_groups() if group.window is None)
     return sum(kept) * cache.bytes_per_page
 
@@ -105,9 +105,7 @@ def test_windows_alone_are_one_group() -> None:
     st.sampled_from([1, 2, 16]),
     st.sampled_from(["float32", "fp8_ds_v4"]),
 )
-def test_what_is_stored_is_what_pages_say_and_nothing_overlaps(
-    listed: list[int], page_tokens: int, kv_dtype: str
-) -> None:
+def test_compressed_storage_matches_pages_without_overlap(listed: list[int], page_tokens: int, kv_dtype: str) -> None:
     ratios, num_pages, ledger = tuple(listed), 3, Ledger()
     formats = (ALL_KV_FORMATS[kv_dtype],) * len(ratios)
     cache = compressed_cache(formats, 80, 16, 5, ratios, overlapped(ratios), 32, page_tokens)

@@ -8,7 +8,7 @@ from holdfast.cache.groups import HOLE, CacheGroup, block_tokens, by_position, l
 
 
 @given(st.integers(1, 20), st.integers(1, 50), st.integers(0, 200), st.integers(1, 30))
-def test_the_bound_of_a_window_holds_wherever_a_step_begins(page_tokens: int, window: int, start: int, n: int) -> None:
+def test_cache_group_window_bound_holds_at_any_step_start(page_tokens: int, window: int, start: int, n: int) -> None:
     group = CacheGroup("window", page_tokens, window)
     seen = {position for row in range(start, start + n) for position in range(max(0, row - window + 1), row + 1)}
     pages = {position // page_tokens for position in seen}
@@ -18,7 +18,7 @@ def test_the_bound_of_a_window_holds_wherever_a_step_begins(page_tokens: int, wi
     assert max(pages) + 1 == group.pages_for(start + n)
 
 
-def test_a_whole_context_and_a_state_by_hand() -> None:
+def test_cache_group_pages_of_full_context_and_state_by_hand() -> None:
     whole, state = CacheGroup("whole", 4), CacheGroup("state", 0, state_pages=3, state_period=128)
     assert [whole.pages_for(tokens) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert (whole.first_page(100), whole.most_pages(100, 8)) == (0, 25)
@@ -26,13 +26,13 @@ def test_a_whole_context_and_a_state_by_hand() -> None:
     assert (state.first_page(1000), state.most_pages(1000, 8)) == (0, 3)
 
 
-def test_a_block_has_whole_pages_of_every_group() -> None:
+def test_block_tokens_are_whole_pages_of_every_group() -> None:
     groups = CacheGroup("a", 16), CacheGroup("b", 96, window=100), CacheGroup("s", 0, state_pages=1)
     assert block_tokens(groups) == 96
     assert block_tokens(groups[:1]) == 16
 
 
-def test_pages_go_in_the_order_of_their_last_tokens_and_whole_contexts_after_windows() -> None:
+def test_pages_by_position_order_by_last_token_windows_first() -> None:
     groups = CacheGroup("whole", 4), CacheGroup("window", 8, window=9), CacheGroup("state", 0, state_pages=2)
     tables = [[10, 11, 12, 13], [HOLE, 21], [30, 31]]
     assert by_position(groups, tables) == [30, 31, 10, 11, 12, 21, 13]
@@ -51,12 +51,12 @@ def test_pages_go_in_the_order_of_their_last_tokens_and_whole_contexts_after_win
     ],
     ids=["empty page", "window of 0", "rows and a state", "a state with a window", "rows with a period"],
 )
-def test_a_group_that_keeps_nothing_sensible_is_refused(options: dict) -> None:
+def test_cache_group_invalid_options_raise(options: dict) -> None:
     with pytest.raises(AssertionError):
         CacheGroup("odd", **options)
 
 
-def test_every_group_counts_in_tokens_again_and_longest_sequence() -> None:
+def test_tokens_again_and_longest_sequence_count_every_group() -> None:
     window, entries = CacheGroup("window", 2, window=4), CacheGroup("entries", 8, tokens_per_row=4, tokens_again=4)
     whole = CacheGroup("whole", 4)
     for groups in ([window, entries], [entries, window], [whole, window, entries]):

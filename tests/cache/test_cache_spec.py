@@ -12,7 +12,7 @@ from holdfast.memory.planner import plan_memory
 from holdfast.quant.formats import KV_FORMATS
 
 
-def test_the_default_models_cache_by_hand() -> None:
+def test_uniform_cache_of_default_model_by_hand() -> None:
     spec = uniform_cache(30, KV_FORMATS["float32"], num_kv_heads=3, head_dim=64, page_tokens=16)
     assert spec.bytes_per_token == 30 * 2 * 3 * 64 * 4 == 46_080
     assert spec.bytes_per_page == 737_280
@@ -20,7 +20,7 @@ def test_the_default_models_cache_by_hand() -> None:
 
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 2, 16, 256]))
-def test_pages_hold_their_tokens_with_less_than_one_page_to_spare(num_tokens: int, page_tokens: int) -> None:
+def test_pages_for_leaves_less_than_one_page_spare(num_tokens: int, page_tokens: int) -> None:
     spec = uniform_cache(1, KV_FORMATS["float16"], 1, 8, page_tokens)
     (group,) = spec.cache_groups()
     spare = group.pages_for(num_tokens) * page_tokens - num_tokens
@@ -87,7 +87,7 @@ def test_pages_and_padding_hold_every_plane(shapes, page_tokens: int, num_pages:
 
 
 @given(layers, st.integers(1, 32))
-def test_the_bound_is_reached(shapes, page_tokens: int) -> None:
+def test_kv_padding_term_bound_is_reached(shapes, page_tokens: int) -> None:
     """For each plane some number of pages pads as much as the term counts for it."""
     spec = cache_for(shapes, page_tokens)
     sizes = [plane.bytes_per_token * page_tokens for layer in spec.layers for plane in layer.planes]
@@ -102,7 +102,9 @@ def test_the_bound_is_reached(shapes, page_tokens: int) -> None:
     st.integers(1, 4),
     st.integers(1, 9),
 )
-def test_the_order_of_formats_changes_no_byte(names, dice, page_tokens: int, num_heads: int, num_pages: int) -> None:
+def test_cache_spec_order_of_formats_changes_no_byte(
+    names, dice, page_tokens: int, num_heads: int, num_pages: int
+) -> None:
     """Which layers are protected may be settled after the plan: as many of each format take as much, to the byte."""
     shuffled = dice.sample(names, len(names))
     held, terms = [], []
@@ -120,13 +122,13 @@ def test_the_order_of_formats_changes_no_byte(names, dice, page_tokens: int, num
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
-def test_quantized_pages_of_64_tokens_pad_nothing_with_an_even_number_of_heads(name: str, head_dim: int) -> None:
+def test_kv_padding_term_is_zero_for_quantized_even_heads(name: str, head_dim: int) -> None:
     assert kv_padding_term(uniform_cache(3, KV_FORMATS[name], 2, head_dim, page_tokens=64)).num_bytes == 0
     odd = kv_padding_term(uniform_cache(3, KV_FORMATS[name], 3, head_dim, page_tokens=64)).num_bytes
     assert odd <= 3 * 6 * 128
 
 
-def test_models_as_they_are_pad_nothing() -> None:
+def test_kv_padding_term_is_zero_for_common_models() -> None:
     spec = uniform_cache(64, KV_FORMATS["bfloat16"], num_kv_heads=8, head_dim=128, page_tokens=16)
     term = kv_padding_term(spec)
     assert (term.owner, term.num_bytes, term.phases) == ("kv pages/padding", 0, ("capture", "serve"))
@@ -139,7 +141,7 @@ WINDOWS = (512, 512, 512, 512, 512, None, 512, 512, 512, 512, 512, None, 512, 51
 
 
 @pytest.mark.parametrize("windows", [(None,) * 14, WINDOWS], ids=["one group", "windows"])
-def test_stages_have_the_groups_of_the_whole_and_only_their_own_layers(windows: tuple[int | None, ...]) -> None:
+def test_for_stage_keeps_groups_and_only_own_layers(windows: tuple[int | None, ...]) -> None:
     formats = [KV_FORMATS["turboquant_k8v4" if 1 < layer < 12 else "bfloat16"] for layer in range(14)]
     whole = mixed_cache(formats, 4, 64, 16, windows, 4096)
     cuts = (range(5), range(5, 12), range(12, 14))

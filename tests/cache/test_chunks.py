@@ -29,11 +29,11 @@ def test_numbers_of_all_chunks(shape: ChunkShape, pages: list[int]) -> None:
 
 
 @given(shapes, st.integers(0, 30), st.integers(0, 30))
-def test_any_part_of_a_table(shape: ChunkShape, start: int, stop: int) -> None:
+def test_chunk_shape_table_slices_match_plain_list(shape: ChunkShape, start: int, stop: int) -> None:
     assert list(shape.table(PAGES)[start:stop]) == plain(shape, PAGES)[start:stop]
 
 
-def test_a_page_that_is_one_chunk_is_read_where_it_is() -> None:
+def test_chunk_shape_one_chunk_page_returns_same_table() -> None:
     assert ChunkShape().table(PAGES) is PAGES
 
 
@@ -58,5 +58,5 @@ def test_rings_hold_all_that_a_step_sees(num_tokens: int, max_step_tokens: int) 
                 assert held[table[place]] == place, f"{group.name}: the page of place {place} was written over"
 
 
-def test_one_whole_context_lies_on_the_first_pages() -> None:
+def test_ring_tables_full_context_takes_first_pages() -> None:
     assert ring_tables((CacheGroup("whole", 4),), 11, 4) == [[0, 1, 2]]

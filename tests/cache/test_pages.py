@@ -107,14 +107,14 @@ def is_consecutive(pages: list[int]) -> bool:
     return pages == list(range(pages[0], pages[0] + len(pages)))
 
 
-def test_a_new_pool_hands_out_ascending_pages() -> None:
+def test_page_pool_new_pool_allocates_ascending_pages() -> None:
     pool = PagePool(10)
     assert pool.allocate_many(4) == [0, 1, 2, 3]
     assert pool.allocate_many(0) == []
     assert pool.allocate(after=3) == 4
 
 
-def test_a_sequence_grows_into_the_next_page() -> None:
+def test_page_pool_sequence_grows_into_next_page() -> None:
     pool = PagePool(64)
     sequences = [pool.allocate_many(2) for _ in range(4)]
     for _ in range(6):
@@ -123,7 +123,7 @@ def test_a_sequence_grows_into_the_next_page() -> None:
     assert all(is_consecutive(pages) for pages in sequences)
 
 
-def test_many_sequences_that_grow_together_stay_consecutive() -> None:
+def test_page_pool_growing_sequences_stay_consecutive() -> None:
     pool = PagePool(4096)
     sequences = [pool.allocate_many(8) for _ in range(64)]
     for _ in range(20):
@@ -133,7 +133,7 @@ def test_many_sequences_that_grow_together_stay_consecutive() -> None:
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 4, 8])
-def test_a_long_prompt_beside_a_growing_neighbour_is_consecutive_in_any_chunks(num_chunks: int) -> None:
+def test_page_pool_chunked_prompt_stays_consecutive(num_chunks: int) -> None:
     pool = PagePool(1000)
     neighbour = pool.allocate_many(4)
     pages: list[int] = []
@@ -145,7 +145,7 @@ def test_a_long_prompt_beside_a_growing_neighbour_is_consecutive_in_any_chunks(n
     assert is_consecutive(neighbour)
 
 
-def test_the_whole_pool_can_be_taken_however_scattered() -> None:
+def test_page_pool_scattered_pages_can_all_be_allocated() -> None:
     pool = PagePool(12)
     pages = pool.allocate_many(12)
     pool.release_many(pages[::2])
@@ -161,7 +161,7 @@ def test_released_pages_join_into_one_run_in_any_order() -> None:
     assert pool.allocate_many(9) == list(range(9))
 
 
-def test_a_cached_sequence_is_evicted_from_its_end() -> None:
+def test_page_pool_evicts_cached_sequence_from_its_end() -> None:
     pool = PagePool(4)
     pages = pool.allocate_many(4)
     for page in pages:
@@ -187,11 +187,11 @@ def test_sharing_and_releasing_refreshes_a_cached_page() -> None:
 
 def test_eviction_is_announced_before_the_page_is_reused() -> None:
     pool = PagePool(2)
-    told: list[int] = []
+    evicted: list[int] = []
 
     def on_evict(page: int) -> None:
         assert pool.num_owners(page) == 0
-        told.append(page)
+        evicted.append(page)
         pool.forget(page)
 
     pool.on_evict = on_evict
@@ -199,12 +199,12 @@ def test_eviction_is_announced_before_the_page_is_reused() -> None:
     pool.keep(pages[0])
     pool.release_many(pages)
     pool.allocate_many(1)
-    assert told == [], "a free page was left"
+    assert evicted == [], "a free page was left"
     pool.allocate_many(1)
-    assert told == [0]
+    assert evicted == [0]
 
 
-def test_a_listener_that_keeps_the_page_is_noticed() -> None:
+def test_page_pool_on_evict_that_keeps_page_raises() -> None:
     pool = PagePool(1)
     pool.on_evict = lambda page: None
     page = pool.allocate()
@@ -259,7 +259,7 @@ def test_check_notices_damage(damage) -> None:
         pool.check()
 
 
-def test_the_heap_of_runs_stays_small() -> None:
+def test_free_runs_heap_stays_small() -> None:
     runs = FreeRuns(1000)
     for _ in range(20):
         for page in range(500):
@@ -271,6 +271,6 @@ def test_the_heap_of_runs_stays_small() -> None:
     runs.check()
 
 
-def test_a_cut_outside_its_run_is_refused() -> None:
+def test_free_runs_cut_outside_run_is_refused() -> None:
     with pytest.raises(AssertionError, match="not inside the run"):
         FreeRuns(4).cut(0, 2, 3)

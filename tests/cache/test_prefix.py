@@ -45,7 +45,7 @@ class Bench:
         self.cache.check()
 
 
-def test_only_full_pages_are_found() -> None:
+def test_prefix_cache_finds_only_full_pages() -> None:
     bench = Bench()
     tokens = list(range(10))
     _, pages = bench.compute(tokens)
@@ -64,7 +64,7 @@ def test_num_tokens_bounds_what_is_found() -> None:
     assert pages
 
 
-def test_an_equal_page_behind_another_prefix_is_not_found() -> None:
+def test_prefix_cache_equal_page_after_other_prefix_is_missed() -> None:
     bench = Bench()
     bench.compute([1, 2, 3, 4, 5, 6, 7, 8])
     assert bench.find([5, 6, 7, 8]) == []
@@ -91,7 +91,7 @@ def test_salts_do_not_share() -> None:
     ],
     ids=["first page", "second page", "salt", "swapped"],
 )
-def test_a_colliding_hash_cannot_hand_out_a_wrong_page(tokens: list[int], salt: bytes) -> None:
+def test_prefix_cache_colliding_hash_never_gives_wrong_page(tokens: list[int], salt: bytes) -> None:
     bench = Bench(hash_bytes=same_name)
     _, pages = bench.compute([1, 2, 3, 4, 5, 6, 7, 8])
     assert bench.find([1, 2, 3, 4, 5, 6, 7, 8]) == pages[:1], "the second page collides with the first and stays out"
@@ -100,7 +100,7 @@ def test_a_colliding_hash_cannot_hand_out_a_wrong_page(tokens: list[int], salt: 
     bench.compute(tokens, salt)
 
 
-def test_a_colliding_hash_that_ignores_the_parent_cannot_hand_out_a_wrong_page() -> None:
+def test_prefix_cache_hash_without_parent_never_gives_wrong_page() -> None:
     bench = Bench(hash_bytes=lambda data: strong_hash(data[-8 * PAGE :]))
     _, pages = bench.compute([1, 2, 3, 4, 5, 6, 7, 8])
     _, others = bench.compute([9, 9, 9, 9])
@@ -136,7 +136,7 @@ def test_names_are_equal_exactly_for_equal_prefixes(prompts: list[list[int]], sa
     assert len(set(prefix_of.values())) == len(prefix_of)
 
 
-def test_the_second_of_two_that_computed_the_same_keeps_the_first() -> None:
+def test_prefix_cache_duplicate_computation_keeps_first_pages() -> None:
     bench = Bench()
     tokens = list(range(8))
     chains = [bench.cache.chain(b"") for _ in range(2)]
@@ -150,7 +150,7 @@ def test_the_second_of_two_that_computed_the_same_keeps_the_first() -> None:
     assert bench.pool.num_cached == 0, "a private copy becomes free"
 
 
-def test_an_evicted_page_is_forgotten_with_all_that_follows() -> None:
+def test_prefix_cache_eviction_forgets_page_and_descendants() -> None:
     bench = Bench(num_pages=6)
     tokens = list(range(8))
     first, second = bench.cache.chain(b""), bench.cache.chain(b"")
@@ -166,7 +166,7 @@ def test_an_evicted_page_is_forgotten_with_all_that_follows() -> None:
     assert len(bench.cache) == 0
     bench.check()
     bench.cache.register(second, [*tokens, 8, 9, 10, 11], [[*copy, taken[0]]], 12)
-    assert len(bench.cache) == 0, "what nobody can reach is not registered"
+    assert len(bench.cache) == 0, "an unreachable page is not registered"
     bench.pool.release_many(copy)
     bench.check()
     assert bench.pool.num_cached == 0
@@ -196,7 +196,7 @@ def test_never_more_entries_than_pages() -> None:
         assert len(bench.cache) <= 5
 
 
-def test_reset_forgets_everything_and_running_sequences_register_no_more() -> None:
+def test_prefix_cache_reset_stops_running_sequences_registering() -> None:
     bench = Bench()
     tokens = list(range(8))
     chain, pages = bench.compute(tokens)
@@ -214,7 +214,7 @@ def test_reset_forgets_everything_and_running_sequences_register_no_more() -> No
     assert bench.find(tokens) == again
 
 
-def test_each_page_is_hashed_once() -> None:
+def test_prefix_cache_hashes_each_page_once() -> None:
     hashed: list[bytes] = []
 
     def counting(data: bytes) -> bytes:

@@ -48,7 +48,7 @@ class Bench:
         self.cache.check()
 
 
-def test_a_hit_has_every_page_of_a_whole_context_and_those_that_a_window_sees() -> None:
+def test_prefix_hit_has_full_context_and_window_pages() -> None:
     bench = Bench(WHOLE, WINDOW)
     tokens = list(range(14))
     _, tables = bench.compute(tokens)
@@ -60,7 +60,7 @@ def test_a_hit_has_every_page_of_a_whole_context_and_those_that_a_window_sees() 
     assert all(page != HOLE for page in hit.tables[1][4:])
 
 
-def test_what_a_window_no_longer_has_ends_a_hit_earlier() -> None:
+def test_prefix_hit_ends_before_missing_window_page() -> None:
     bench = Bench(WHOLE, WINDOW)
     tokens = list(range(16))
     _, tables = bench.compute(tokens, step=4)
@@ -72,7 +72,7 @@ def test_what_a_window_no_longer_has_ends_a_hit_earlier() -> None:
     assert (hit.num_tokens, hit.num_known) == (12, 4), "the entry is still there, and its last page is not"
 
 
-def test_holes_are_filled_by_whoever_computes_the_block_again() -> None:
+def test_prefix_cache_hole_is_filled_by_next_computation() -> None:
     bench = Bench(WHOLE, WINDOW)
     tokens = list(range(16))
     _, tables = bench.compute(tokens, step=4)
@@ -86,7 +86,7 @@ def test_holes_are_filled_by_whoever_computes_the_block_again() -> None:
     assert bench.match(tokens).tables[1][-1] in again[1]
 
 
-def test_a_page_of_a_whole_context_takes_everything_below_with_it() -> None:
+def test_prefix_cache_evicted_full_page_drops_descendants() -> None:
     bench = Bench(WHOLE, WINDOW)
     tokens = list(range(16))
     _, tables = bench.compute(tokens)
@@ -97,7 +97,7 @@ def test_a_page_of_a_whole_context_takes_everything_below_with_it() -> None:
     assert bench.match(tokens).num_known == 1
 
 
-def test_a_window_alone_keeps_links_while_something_hangs_below_and_no_longer() -> None:
+def test_prefix_cache_window_links_last_as_long_as_descendants() -> None:
     bench = Bench(WINDOW)
     tokens = list(range(12))
     _, tables = bench.compute(tokens, step=2)
@@ -115,7 +115,7 @@ def test_a_window_alone_keeps_links_while_something_hangs_below_and_no_longer() 
     assert len(bench.cache) == 0
 
 
-def test_links_are_bounded_and_a_chain_that_would_need_more_stops() -> None:
+def test_prefix_cache_links_are_bounded_and_chain_closes() -> None:
     bench = Bench(CacheGroup("window of 1", 1, window=1), num_pages=2)
     most = ENTRIES_PER_PAGE * 2
     chain, tables = bench.compute(list(range(3 * most)), step=1)
@@ -125,7 +125,7 @@ def test_links_are_bounded_and_a_chain_that_would_need_more_stops() -> None:
     bench.compute(list(range(1000, 1004)), step=1)
 
 
-def test_a_state_is_hit_where_it_begins_anew_and_nowhere_else() -> None:
+def test_prefix_hit_with_state_ends_at_state_period() -> None:
     bench = Bench(WHOLE, STATE)
     tokens = list(range(30))
     bench.compute(tokens)
@@ -133,7 +133,7 @@ def test_a_state_is_hit_where_it_begins_anew_and_nowhere_else() -> None:
     assert bench.match(tokens).tables[1] == ()
 
 
-def test_a_state_of_all_tokens_is_never_hit() -> None:
+def test_can_hit_is_false_for_state_without_period() -> None:
     forever = CacheGroup("state", 0, state_pages=1)
     assert not can_hit((WHOLE, forever))
     assert not can_hit((STATE,))
@@ -143,14 +143,14 @@ def test_a_state_of_all_tokens_is_never_hit() -> None:
     assert len(bench.cache) == 0
 
 
-def test_a_window_wider_than_the_context_is_served_as_a_whole_one() -> None:
+def test_prefix_hit_window_wider_than_context_has_all_pages() -> None:
     bench = Bench(CacheGroup("wide", 4, window=1000))
     tokens = list(range(17))
     _, tables = bench.compute(tokens)
     assert bench.match(tokens).tables[0] == tuple(tables[0][:4])
 
 
-def test_a_window_of_one_needs_nothing_of_what_was() -> None:
+def test_prefix_hit_window_of_one_needs_no_pages() -> None:
     bench = Bench(WHOLE, CacheGroup("window of 1", 4, window=1))
     tokens = list(range(17))
     bench.compute(tokens, step=3)

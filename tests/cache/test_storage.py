@@ -60,7 +60,7 @@ def test_layers_may_differ():
     assert [entry.owner for entry in ledger][-1] == "kv pages/5.index.v"
 
 
-def test_a_plane_stays_where_it_is():
+def test_page_storage_plane_keeps_its_address():
     storage = PageStorage(uniform_cache(1, KV_FORMATS["float32"], 1, 4, 2), 3, CPU, Ledger())
     assert storage.planes(0).keys() == {"k", "v"}
     assert storage.planes(0)["k"].data_ptr() == storage.plane(0, "k").data_ptr() == storage.plane(0, "k").data_ptr()
@@ -77,7 +77,7 @@ def test_released_pages_leave_the_ledger():
         storage.plane(0, "k")
 
 
-def test_two_caches_of_one_layer_have_names_of_their_own():
+def test_page_storage_two_caches_of_one_layer_have_own_names():
     """One page table over keys, values and an index: the same layer twice."""
     spec = CacheSpec(2, tuple(LayerCache(0, name, KV_FORMATS["float16"], 1, 8) for name in ("attention", "index")))
     ledger = Ledger()
@@ -127,7 +127,7 @@ def test_pages_of_groups_take_the_bytes_of_the_spec(page_tokens):
                 assert shape == (group.chunks_per_page * 7 * page_tokens, *plane.token_shape)
 
 
-def test_a_page_of_one_group_shares_no_byte_with_another_page_of_any_group():
+def test_page_storage_pages_of_groups_share_no_byte():
     """Every chunk of every layer of every group on every page is written, and only bytes of that page may change."""
     spec, num_pages = grouped(), 3
     storage = PageStorage(spec, num_pages, CPU, Ledger())

@@ -90,7 +90,7 @@ def wait_for(process: subprocess.Popen[bytes], is_there: "os.PathLike[str]", wor
 
 
 @pytest.mark.parametrize("library", ["libtorch_cpu", pytest.param("_multiarray_umath", marks=pytest.mark.slow)])
-def test_interrupted_while_torch_is_imported(library: str) -> None:
+def test_run_interrupted_during_torch_import_exits_130(library: str) -> None:
     process = start("run", "-p", "Hello")
     wait_for(process, Path(f"/proc/{process.pid}/maps"), library.encode())
     process.send_signal(signal.SIGINT)
@@ -112,7 +112,7 @@ def read_until(stream: object, words: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_interrupted_while_weights_are_loaded() -> None:
+def test_run_interrupted_during_weight_load_exits_130() -> None:
     process = start("run", "-p", "Hello", env={"HOLDFAST_LOG_LEVEL": "INFO"})
     assert process.stderr is not None
     read_until(process.stderr, b"attention=")
@@ -123,7 +123,7 @@ def test_interrupted_while_weights_are_loaded() -> None:
     assert "Traceback" not in ended.err
 
 
-def test_interrupted_while_it_answers(endless: Path) -> None:
+def test_run_interrupted_during_answer_exits_130(endless: Path) -> None:
     process = start("run", endless, "-p", "Tell me a long story", "--ignore-eos", "--max-tokens", "90000")
     assert process.stdout is not None
     assert process.stdout.read(8)
@@ -169,7 +169,7 @@ LINE = "error: --x must not be empty.\n"
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_our_errors_are_one_line(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_holdfast_error_is_one_line(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.report(error) == code
     assert capsys.readouterr().err == LINE
 
@@ -182,7 +182,7 @@ def test_report_unexpected_error_names_debug_variable(capsys: pytest.CaptureFixt
     assert "HOLDFAST_DEBUG=1" in line
 
 
-def test_files_and_memory_have_words_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_file_and_memory_errors_name_cause(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.report(PermissionError(13, "Permission denied", "record.json")) == 1
     assert "record.json: Permission denied" in capsys.readouterr().err
     assert app.report(MemoryError()) == 1

@@ -52,7 +52,7 @@ class Fake:
         return Timing(tuple(map(tuple, tokens)), 0.5, 2.5)
 
 
-def test_cases_of_latency() -> None:
+def test_latency_cases_cover_prefill_and_decode() -> None:
     cases = latency_cases([16, 32], [1, 4], 8, 5, random.Random(0), IDS)
     assert [case.measure for case in cases] == [
         "prefill, 16 tokens",
@@ -65,7 +65,7 @@ def test_cases_of_latency() -> None:
     assert len({prompt for case in cases for prompt in case.prompts}) == 7, "no prompt is another's prefix"
 
 
-def test_cases_follow_from_the_seed() -> None:
+def test_latency_cases_follow_from_seed() -> None:
     assert latency_cases([16], [2], 8, 5, random.Random(1), IDS) == latency_cases(
         [16], [2], 8, 5, random.Random(1), IDS
     )
@@ -81,7 +81,7 @@ def test_throughput_case_lengths_stay_in_ranges() -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("prefill", 60.0), ("decode", 9.0), ("throughput", 8.0)])
-def test_rates(kind, expected: float) -> None:
+def test_rate_is_tokens_per_second_of_case(kind, expected: float) -> None:
     case = Case("", kind, ((1,) * 10, (1,) * 20), (10, 10))
     assert rate(case, Timing(((), ()), 0.5, 2.5)) == expected
 
@@ -104,7 +104,7 @@ def test_check_agreement_warms_up_every_engine_on_every_case() -> None:
 
 
 @pytest.mark.parametrize("wrong_at", [0, 4])
-def test_other_tokens_are_no_comparison(wrong_at: int) -> None:
+def test_check_agreement_refuses_different_tokens(wrong_at: int) -> None:
     cases = latency_cases([], [3], 4, 5, random.Random(0), IDS)
     with pytest.raises(HoldfastError, match=rf"prompt 2, from token {wrong_at} on \(ours \[7.*theirs \[8"):
         check_agreement(cases, [Fake("ours", []), Fake("theirs", [], wrong_at)], lambda words: None)
@@ -121,7 +121,7 @@ def test_check_agreement_accepts_single_engine() -> None:
     check_agreement(latency_cases([4], [], 4, 5, random.Random(0), IDS), [Fake("ours", [])], lambda words: None)
 
 
-def test_medians_and_bests() -> None:
+def test_result_gives_median_and_best() -> None:
     result = Result(throughput_case(1, (1, 1), (1, 1), random.Random(0), IDS), {"ours": [1.0, 9.0, 3.0]})
     assert (result.median("ours"), result.best("ours")) == (3.0, 9.0)
 
@@ -250,7 +250,7 @@ def test_transformers_contestant_ignores_end_tokens(tiny: Path) -> None:
     assert [len(ids) for ids in theirs.run(Case("decode", "decode", ((5, 6),), (100,))).token_ids] == [100]
 
 
-def test_tensors_that_it_does_not_have_are_named() -> None:
+def test_copy_weights_names_unknown_tensors() -> None:
     opened = open_model(None, "auto")
     with raises_code("bench.other_tensors", UnsupportedModelError, names=["model.extra"]):
         bench_transformers.copy_weights(opened, dict.fromkeys([*opened.source.entries, "model.extra"]))  # type: ignore[arg-type]
@@ -327,7 +327,7 @@ def test_throughput_against_transformers(here: Here, tiny: Path) -> None:
     assert "x  " in ended.out
 
 
-def test_other_tokens_print_no_speed_up(here: Here, tiny: Path, tmp_path: Path, monkeypatch) -> None:
+def test_bench_different_tokens_print_no_speed_up(here: Here, tiny: Path, tmp_path: Path, monkeypatch) -> None:
     from holdfast.cli.bench_transformers import TransformersContestant
 
     def run(self: object, case: Case) -> Timing:

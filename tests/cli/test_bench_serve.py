@@ -97,12 +97,12 @@ def test_events_are_read_however_they_are_cut(size: int) -> None:
         assert reply.texts == ends
 
 
-def test_key_of_a_command_is_not_kept() -> None:
+def test_without_key_masks_api_key() -> None:
     words = ["bench", "serve", "--api-key", "one", "--api-key=two", "--model", "a b"]
     assert without_key(words) == ["bench", "serve", "--api-key", "***", "--api-key=***", "--model", "a b"]
 
 
-def test_answers_with_a_length_and_without() -> None:
+def test_answer_reader_reads_with_or_without_length() -> None:
     sized, endless = AnswerReader(), AnswerReader()
     assert sized.feed(b"HTTP/1.1 404 Not Found\r\nContent-Length: 3\r\n\r\nabcd") == b"abc"
     assert (sized.status, sized.is_complete) == (404, True)
@@ -147,7 +147,7 @@ def test_answer_reader_reports_truncated_response(sent: bytes) -> None:
         ("http://[::1]:9", "http://[::1]:9"),
     ],
 )
-def test_urls(text: str, address: str) -> None:
+def test_url_read_gives_address_and_hides_key(text: str, address: str) -> None:
     url = Url.read(text, "k")
     assert url.address == address
     assert b"Authorization: Bearer k\r\n" in url.request("GET", "/v1/models")
@@ -157,7 +157,7 @@ def test_urls(text: str, address: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "127.0.0.1:8000", "ftp://x", "http://x:99999", "http://u:p@x", "http://x y", "http://x\r\n"]
 )
-def test_wrong_urls_are_refused(text: str) -> None:
+def test_url_read_refuses_wrong_urls(text: str) -> None:
     if text == "http://x\r\n":  # a line break at the end is no caller's fault, and goes
         assert Url.read(text).address == "http://x:80"
         return
@@ -170,7 +170,7 @@ def test_url_refuses_api_key_with_line_break() -> None:
         Url.read("http://x", "abc\r\nX: y")
 
 
-def test_figures_are_what_the_clock_said() -> None:
+def test_figures_follow_from_reply_times() -> None:
     first = Reply(10.0, 13.0, [11.0, 12.0, 13.0], 5, 5, "length")
     second = Reply(10.0, 14.0, [12.0, 14.0], 7, None, "stop")
     failed = Reply(10.0, 20.0, error="HTTP 429", message="full")
@@ -224,7 +224,7 @@ def test_record_has_every_figure_of_requests_that_ended_well() -> None:
     }
 
 
-def test_arrivals_are_those_of_the_seed() -> None:
+def test_arrivals_follow_from_seed() -> None:
     """Each counts from when it was due, in the order of the work, whatever becomes of the others."""
     starts: dict[str, float] = {}
 
@@ -244,7 +244,7 @@ def test_arrivals_are_those_of_the_seed() -> None:
     assert reported[-1] == (12, 24, 36)
 
 
-def test_percentiles() -> None:
+def test_percentile_interpolates_and_is_nan_without_values() -> None:
     assert [percentile(range(101), percent) for percent in (0, 50, 99, 100)] == [0, 50, 99, 100]
     assert percentile([1.0, 2.0], 50) == 1.5
     assert math.isnan(percentile([], 50))
@@ -260,7 +260,7 @@ def test_prompts_have_the_servers_tokens(fake: FakeServer) -> None:
     assert all(3 <= (reply.num_output_tokens or 0) <= 5 for reply in replies)
 
 
-def test_clients_wait_and_arrivals_do_not() -> None:
+def test_clients_wait_but_arrivals_do_not() -> None:
     now, most = 0, 0
 
     async def send(item: object, start: float | None) -> Reply:
@@ -295,7 +295,7 @@ def test_bench_serve_prints_table_and_writes_record(bench: Bench, tmp_path: Path
     assert all(body["stream"] and body["stream_options"] == {"include_usage": True} for body in bench.fake.bodies)
 
 
-def test_hundreds_of_streams_at_once(bench: Bench) -> None:
+def test_bench_serve_holds_hundreds_of_streams(bench: Bench) -> None:
     ended = bench("--clients", "300", "--requests", "300", "--output-len", "3", "--json", "-")
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["results"][0]["output_tokens"] == 900
@@ -326,7 +326,7 @@ def test_bench_serve_dataset_sets_prompts_and_lengths(bench: Bench, tmp_path: Pa
         ("doneless", "output tokens"),
     ],
 )
-def test_servers_that_do_less(bench: Bench, model: str, words: str) -> None:
+def test_bench_serve_reports_what_server_leaves_out(bench: Bench, model: str, words: str) -> None:
     ended = bench("--model", model, "--requests", "4", "--output-len", "3")
     assert ended.code == 0, ended
     assert words in ended.out + ended.err
@@ -386,7 +386,7 @@ def test_bench_serve_sends_api_key(bench: Bench, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", "{}", '{"prompt": 3}', '{"prompt": "x", "max_tokens": 0}', ""])
-def test_wrong_datasets_are_refused(bench: Bench, tmp_path: Path, line: str) -> None:
+def test_bench_serve_wrong_dataset_is_refused(bench: Bench, tmp_path: Path, line: str) -> None:
     file = tmp_path / "wrong.jsonl"
     file.write_text(f"{line}\n")
     ended = bench("--dataset", file)

@@ -86,7 +86,7 @@ def test_cache_unreadable_entry_is_listed_and_cleared(here: Here, cache: Path, k
     assert cache_entries(cache) == []
 
 
-def test_clearing_says_how_much_and_leaves_what_is_read(here: Here, cache: Path, kept: list[CacheSlot]) -> None:
+def test_cache_clear_reports_size_and_keeps_entries_in_use(here: Here, cache: Path, kept: list[CacheSlot]) -> None:
     sizes = {entry.folder.name: format_bytes(entry.num_bytes) for entry in cache_entries(cache)}
     read, other = (slot.folder.name for slot in kept)
     source = open_quantized(kept[0].folder)
@@ -109,7 +109,7 @@ def test_cache_refuses_folder_writable_by_others(here: Here, cache: Path) -> Non
         assert "can be written by others; set HOLDFAST_CACHE to a folder of your own" in ended.err
 
 
-def test_its_help_page_has_examples(here: Here) -> None:
+def test_cache_help_has_examples(here: Here) -> None:
     shown = here("cache", "--help").out
     assert "holdfast cache --clear" in shown
     assert "Did you mean --clear?" in here("cache", "--clera").err

@@ -29,7 +29,7 @@ def test_messages_alternate_after_the_system_message() -> None:
     assert len(history.messages()) == 3
 
 
-def test_turns_are_taken_back_from_the_end() -> None:
+def test_chat_history_takes_turns_back_from_end() -> None:
     history = ChatHistory(None)
     history.add("a", "b")
     history.add("c", "d")
@@ -73,7 +73,7 @@ def typing(*events: str | type[BaseException]) -> tuple[Callable[[str], str], li
     return ask, prompts
 
 
-def test_lines_until_the_end() -> None:
+def test_typed_yields_lines_until_end() -> None:
     ask, prompts = typing("one", "", "two")
     assert list(Typed(ask)) == ["one", "", "two"]
     assert prompts == [PROMPT] * 4
@@ -100,7 +100,7 @@ def test_typed_interrupt_drops_open_block() -> None:
     assert list(Typed(typing('"""a', KeyboardInterrupt, "b")[0])) == ["b"]
 
 
-def test_piped_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_piped_yields_lines_and_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pipe_in(monkeypatch, 'one\r\n"""\na\n\nb"""\nkäse'.encode())
     assert list(Piped()) == ["one", "a\n\nb", "käse"]
     assert capsys.readouterr() == ("", "")
@@ -205,7 +205,7 @@ def test_chat_treats_paths_and_double_slash_as_messages(chat: Chat) -> None:
     assert [requested[-1][1] for requested in chat.answers.requested] == ["/etc/passwd is a file", "/clear"]
 
 
-def test_leaving(chat: Chat) -> None:
+def test_chat_exit_and_quit_leave(chat: Chat) -> None:
     assert [chat.session.take(word) for word in ("/exit", "/quit", "/EXIT")] == [False] * 3
 
 
@@ -222,7 +222,7 @@ def test_chat_unknown_command_suggests_nearest(chat: Chat) -> None:
     assert chat.session.num_failures == 2
 
 
-def test_clear_and_undo(chat: Chat) -> None:
+def test_chat_undo_and_clear_remove_turns(chat: Chat) -> None:
     chat("One", "Two")
     assert "removed: 'Two'" in chat("/undo")[1]
     assert chat.history.num_turns == 1
@@ -251,7 +251,7 @@ def test_retry_answers_the_same_question_again(chat: Chat) -> None:
     assert chat.contents != first
 
 
-def test_retry_that_fails_keeps_the_answer_there_was(chat: Chat) -> None:
+def test_chat_failed_retry_keeps_previous_answer(chat: Chat) -> None:
     chat("Hello")
     before = chat.contents
     _, err = chat("/set stop_token_ids=99999", "/retry")
@@ -266,7 +266,7 @@ def test_retry_needs_a_question(chat: Chat) -> None:
     assert "There is no question to retry" in chat("/retry")[1]
 
 
-def test_save(chat: Chat, tmp_path: Path) -> None:
+def test_chat_save_writes_messages(chat: Chat, tmp_path: Path) -> None:
     chat("Hello", f"/save {tmp_path / 'a chat.json'}")
     assert json.loads((tmp_path / "a chat.json").read_text())["messages"] == chat.history.messages()
     assert "name of a new file" in chat("/save")[1]
@@ -285,7 +285,7 @@ def test_save(chat: Chat, tmp_path: Path) -> None:
         ("/set", "temperature=0.0"),
     ],
 )
-def test_set(chat: Chat, text: str, words: str) -> None:
+def test_chat_set_prints_settings(chat: Chat, text: str, words: str) -> None:
     assert words in chat(text)[1]
 
 
@@ -314,7 +314,7 @@ def test_chat_set_applies_and_auto_resets(chat: Chat) -> None:
     assert len(chat.contents[1]) == 10
 
 
-def test_stats(chat: Chat) -> None:
+def test_chat_stats_counts_turns_and_tokens(chat: Chat) -> None:
     assert "0 turns" in chat("/stats")[1]
     chat("Hello")
     _, err = chat("/stats")
@@ -341,7 +341,7 @@ def test_second_setting_keeps_the_first(chat: Chat) -> None:
     assert set(chat("/set")[1].strip("()\n").split(", ")) == {"temperature=0.0", "top_p=0.9", "max_tokens=None"}
 
 
-def test_memory(chat: Chat) -> None:
+def test_chat_memory_prints_table(chat: Chat) -> None:
     assert chat("/memory")[0] == "the table\n"
 
 
@@ -362,7 +362,7 @@ def test_ctrl_c_before_the_first_word_takes_the_question_back(chat: Chat) -> Non
     assert chat.contents == []
 
 
-def test_ctrl_c_where_none_watches_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_unwatched_ctrl_c_raises(capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(capsys, is_watched=False)
     chat.answers.interrupt_at = 2
     with pytest.raises(KeyboardInterrupt):
@@ -461,7 +461,7 @@ def test_chat_model_without_template_is_refused(here: Here, bare: Path) -> None:
     assert ended.err.count("\n") == 1
 
 
-def test_another_template_may_be_given(here: Here, bare: Path) -> None:
+def test_chat_template_option_replaces_missing_template(here: Here, bare: Path) -> None:
     template = "{{ messages[-1]['content'] }}"
     assert here("chat", bare, "--chat-template", template, "--max-tokens", "2", stdin="Hello\n").code == 0
 

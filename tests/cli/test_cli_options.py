@@ -163,7 +163,7 @@ def test_empty_option_value_is_kept() -> None:
         ("AUTO", None),
     ],
 )
-def test_counts(text: str, count: int | None) -> None:
+def test_read_count_reads_units(text: str, count: int | None) -> None:
     assert read_count(text) == count
 
 
@@ -172,7 +172,7 @@ def test_read_count_returns_non_count_unchanged(text: str) -> None:
     assert read_count(text) == text
 
 
-def test_numbers_may_be_strange_and_are_refused_elsewhere() -> None:
+def test_read_number_leaves_non_numbers_to_checks() -> None:
     assert read_number("0.7") == 0.7
     assert read_number("abc") == "abc"
     assert isinstance(read_number("nan"), float)
@@ -191,12 +191,12 @@ def test_read_share_returns_non_share_unchanged(text: str) -> None:
     assert read_share(text) == text
 
 
-def test_integers_come_alone_or_in_lists() -> None:
+def test_read_integers_joins_lists() -> None:
     assert read_integers(["1,2", "3"]) == [1, 2, 3]
     assert read_integers(["x"]) == ["x"]
 
 
-def test_biases_are_pairs() -> None:
+def test_read_biases_reads_pairs() -> None:
     assert read_biases(["42=-100", "7=1.5"]) == {42: -100.0, 7: 1.5}
 
 
@@ -206,7 +206,7 @@ def test_read_biases_refuses_malformed_bias(text: str) -> None:
         read_biases([text])
 
 
-def test_forms_are_json_or_a_file_of_it(tmp_path) -> None:
+def test_read_grammar_reads_json_or_file(tmp_path) -> None:
     file = tmp_path / "form.json"
     file.write_text('{"json": {"type": "object"}}')
     assert read_grammar('{"regex": "[0-9]+"}') == StructuredOutputs(regex="[0-9]+")
@@ -219,7 +219,7 @@ def test_broken_forms_are_refused(text: str) -> None:
         read_grammar(text)
 
 
-def test_lists_of_counts() -> None:
+def test_read_counts_reads_lists() -> None:
     assert read_counts("1,8", "--batch") == (1, 8)
     assert read_counts("1K", "--batch") == (1024,)
 
@@ -230,7 +230,7 @@ def test_broken_lists_of_counts_are_refused(text: str) -> None:
         read_counts(text, "--batch")
 
 
-def test_ranges() -> None:
+def test_read_range_reads_ends_or_one_number() -> None:
     assert read_range("32-512", "--input-len") == (32, 512)
     assert read_range("64", "--input-len") == (64, 64)
 

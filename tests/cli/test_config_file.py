@@ -93,7 +93,7 @@ def test_config_file_keys_are_added_in_order(file: Path) -> None:
     assert expanded(file, text) == ["--port=1", "--host=::1", "--max-num-seqs=3", "--allow-public"]
 
 
-def test_file_may_have_a_mebibyte_and_no_more(file: Path) -> None:
+def test_config_file_above_one_mebibyte_is_refused(file: Path) -> None:
     head = "port = 1\n# "
     assert expanded(file, head + "x" * (2**20 - len(head))) == ["--port=1"]
     with raises_code("cli.config_too_large", ConfigError, limit_mib=1):
@@ -132,7 +132,7 @@ def test_config_file_readable_by_others_refuses_secret_keys(file: Path) -> None:
     assert expanded(file, "port = 1") == ["--port=1"]
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_config_file_unreadable_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for name in ("missing", "", "bytes"):
         with pytest.raises(ConfigError):

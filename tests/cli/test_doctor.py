@@ -153,7 +153,7 @@ def test_torch_outside_of_the_range_gets_a_warning(version: str, is_inside: bool
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_lines_keep_to_the_terminal(columns: int) -> None:
+def test_doctor_lines_fit_terminal(columns: int) -> None:
     facts = replace(HERE, torch=GPU_TORCH, hub_models=tuple(f"owner/model-{number}" for number in range(40)))
     lines = report_lines(facts, abilities(facts), columns)
     assert max(map(len, lines)) <= columns
@@ -184,7 +184,7 @@ def test_doctor_broken_torch_prints_one_line(monkeypatch: pytest.MonkeyPatch, tm
         assert "Traceback" not in ended.out
 
 
-def test_this_machine(here: Here) -> None:
+def test_doctor_json_has_facts_of_this_machine(here: Here) -> None:
     """Facts of the process that the tests run in, however slow its torch is to start."""
     import torch
 

@@ -70,7 +70,7 @@ def test_eval_kv_has_row_per_format_reference_first(reported: Run) -> None:
     assert "\x1b" not in reported.ended.out
 
 
-def test_record_and_page_say_what_the_table_says(reported: Run) -> None:
+def test_eval_kv_record_and_page_match_table(reported: Run) -> None:
     made, found = reported.record, rows(reported.ended.out)
     assert [result["measure"] for result in made["results"]] == list(found)
     fp8 = next(result for result in made["results"] if result["measure"] == "fp8")
@@ -99,7 +99,7 @@ def test_eval_kv_formats_deduplicates_and_writes_json_to_stdout(
         assert {**result, "seconds": 0} == {**before[result["measure"]], "seconds": 0}, "in other company"
 
 
-def test_less_than_a_window_is_one_window_and_says_so(here: Here, tiny: Path, text: Path, reported: Run) -> None:
+def test_eval_kv_fewer_tokens_than_window_reads_one_window(here: Here, tiny: Path, text: Path, reported: Run) -> None:
     ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--tokens", "20", "--formats", "float16")
     assert "one window of 48 tokens" in ended.out
     assert "reading 48 tokens, not 20: one window is the minimum" in ended.err
@@ -173,7 +173,7 @@ def test_eval_kv_without_text_is_refused(here: Here, tiny: Path) -> None:
     ],
     ids=["latin", "empty", "short"],
 )
-def test_texts_that_cannot_be_read(here: Here, tiny: Path, tmp_path: Path, data: bytes, words: str) -> None:
+def test_eval_kv_invalid_text_is_refused(here: Here, tiny: Path, tmp_path: Path, data: bytes, words: str) -> None:
     path = tmp_path / "bad.txt"
     path.write_bytes(data)
     ended = here("eval", "kv", tiny, "--text", path, "--device", "cpu")
@@ -183,7 +183,9 @@ def test_texts_that_cannot_be_read(here: Here, tiny: Path, tmp_path: Path, data:
 
 
 @pytest.mark.parametrize("name", ["nothing.txt", "", "a\0b", "x" * 5000, "~nobody_at_all/t.txt", "."])
-def test_files_that_are_none(here: Here, tiny: Path, tmp_path: Path, name: str, monkeypatch) -> None:
+def test_eval_kv_unreadable_text_file_is_refused(
+    here: Here, tiny: Path, tmp_path: Path, name: str, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     ended = here("eval", "kv", tiny, "--text", name)
     assert ended.code == 2, ended
@@ -232,7 +234,7 @@ def test_eval_weights_has_row_per_runnable_scheme(here: Here, tiny: Path) -> Non
     ]
 
 
-def test_record_and_page_say_what_the_table_says_of_schemes(here: Here, tiny: Path, tmp_path: Path) -> None:
+def test_eval_weights_record_and_page_match_table(here: Here, tiny: Path, tmp_path: Path) -> None:
     text, record, html = tmp_path / "book.txt", tmp_path / "record.json", tmp_path / "page.html"
     text.write_text("It is not known who first thought of it, but there it was. " * 20)
     options = ("--schemes", "int8", "--text", text, "--json", record, "--html", html, "--dtype", "bfloat16")
@@ -296,7 +298,7 @@ def test_eval_weights_refuses_bad_options(here: Here, tiny: Path, options: tuple
     assert ended.refuses(words), ended
 
 
-def test_names_are_taken_once_and_all_is_none() -> None:
+def test_read_schemes_deduplicates_and_all_is_none() -> None:
     assert read_schemes("ALL") is None
     assert read_schemes(" fp8, mxfp4,fp8") == ("fp8", "mxfp4")
     assert read_schemes(",".join(WEIGHT_SCHEMES)) == tuple(WEIGHT_SCHEMES)
@@ -322,7 +324,7 @@ def test_eval_bar_prints_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> N
     assert all(" tokens/s, " in line for line in lines)
 
 
-def test_few_steps_tell_no_line_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_bar_few_steps_print_no_line_twice(capsys: pytest.CaptureFixture[str]) -> None:
     with EvalBar() as bar:
         for done in (0, 3, 4, 4, 10, 10):
             bar(done, 10)

@@ -51,14 +51,14 @@ def test_plan_ascii_output_uses_plain_signs() -> None:
     assert "###" in ended.out
 
 
-def test_too_little_address_space(tiny: Path) -> None:
+def test_run_low_address_space_limit_is_named(tiny: Path) -> None:
     ended = shell("ulimit -v 300000; {} </dev/null", "run", tiny, "-q", "-p", "hi")
     assert (ended.code, ended.out) == (1, "")
     assert ended.err.count("\n") == 1
     assert "this process may map 292 MiB (ulimit -v)" in ended.err
 
 
-def test_too_few_files(tiny: Path) -> None:
+def test_run_low_open_file_limit_is_named(tiny: Path) -> None:
     held = " ".join(f"{number}</dev/null" for number in range(3, 9))
     ended = shell(f"exec {held}; ulimit -n 12; {{}} </dev/null", "run", tiny, "-q", "-p", "hi", "--max-tokens", 2)
     assert "Traceback" not in ended.err
@@ -80,7 +80,7 @@ def test_too_few_files(tiny: Path) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_limits_have_words_of_their_own(
+def test_report_names_process_limit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, words: str
 ) -> None:
     limits = {resource.RLIMIT_NOFILE: (12, 12), resource.RLIMIT_AS: (64 * 2**20, 64 * 2**20)}

@@ -46,14 +46,14 @@ def _no_handlers() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])
-def test_text_is_not_made_of_token_ids(command: str, here: Here) -> None:
+def test_command_without_tokenizer_refuses_text(command: str, here: Here) -> None:
     ended = here(command, "/nowhere", "--tokenizer", "none", stdin="hello")
     assert ended.code != 0
     assert ended.refuses("cli.no_tokenizer")
     assert "prompt_token_ids" in ended.err
 
 
-def test_quietly(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_quietly_prints_nothing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opened = open_quietly(EngineConfig(model=str(tiny), max_num_seqs=1))
     assert gc.isenabled(), "collections are paused only while a model opens"
     assert capsys.readouterr() == ("", "")
@@ -123,7 +123,7 @@ def test_open_model_missing_path_raises_and_keeps_gc_enabled(open_model, tmp_pat
     assert gc.isenabled()
 
 
-def test_names_are_short_and_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_name_is_short_and_printable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_name(EngineConfig(model=str(tmp_path / "A-Model/"))) == "A-Model"
     assert model_name(EngineConfig(model="x/bad\x1b[31m")) == "bad\\x1b[31m"
     assert model_name(EngineConfig()) == find_default_model().name
@@ -189,7 +189,7 @@ def test_bytes_that_are_no_text() -> None:
         decode(b"ab\xff")
 
 
-def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_prompt_refuses_oversized_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opened_model, "MAX_STDIN_BYTES", 1 << 20)
     pipe_in(monkeypatch, b"x" * (1 << 20))
     assert len(read_prompt(None)) == 1 << 20

@@ -199,7 +199,7 @@ def test_tooltip_has_owner_bytes_share_and_reason() -> None:
     assert tooltip(Part("free", "", 0, ""), 0) == "free: 0 B (0 bytes), 0.00%"
 
 
-def test_looks_and_colours() -> None:
+def test_groups_have_look_and_colour_of_parts() -> None:
     parts = [Part("weights", "w", 10, ""), Part("steps", "s", 10, "", "planned"), Part("free", "", 10, "", "free")]
     made = [group.attributes for group in groups(parts, 1)]
     colour = colours(["weights", "steps"])
@@ -506,7 +506,7 @@ def named(chart: Element) -> dict[str, Element]:
     return {group.attributes["data-name"]: group for group in chart.all("g") if "data-name" in group.attributes}
 
 
-def test_dots_lie_where_their_numbers_are() -> None:
+def test_quality_chart_dots_lie_at_their_numbers() -> None:
     middle = quality("middle", math.sqrt(1040 * 400), mean_kl=math.sqrt(0.08 * 0.000512), p99_kl=0.1)
     _, chart, _ = charts(FP8, FEW, middle)
     dots = {name: group.all("circle")[0].attributes for name, group in named(chart).items()}
@@ -525,7 +525,7 @@ def test_quality_chart_dot_title_has_figures() -> None:
     assert said == "fp8: 1,040 bytes, mean KL 0.000512, p99 0.0123, same top-1 99.12%, perplexity 12.6250"
 
 
-def test_names_do_not_lie_on_each_other() -> None:
+def test_quality_chart_labels_do_not_overlap() -> None:
     alike = [quality(f"format {place}", 1000.0 + place, mean_kl=0.01, p99_kl=0.02) for place in range(6)]
     alike = [replace(one, kl_by_place=(0.01, 0.01)) for one in alike]
     for chart in charts(*alike)[1:]:
@@ -534,7 +534,7 @@ def test_names_do_not_lie_on_each_other() -> None:
         assert all(high - low >= 13 for low, high in pairwise(heights))
 
 
-def test_names_stay_beside_what_they_name_where_there_is_room() -> None:
+def test_label_heights_stay_at_targets_where_possible() -> None:
     assert label_heights([100.0, 300.0, 200.0]) == [104, 304, 204]
     assert label_heights([100.0, 100.0, 99.0, 10.0]) == [104, 90, 76, 14]
     assert label_heights([]) == []
@@ -575,7 +575,7 @@ def test_quality_charts_stay_inside_picture() -> None:
 
 
 @pytest.mark.parametrize("qualities", [(), (BROKEN,), (quality("zero", 10.0),), (FP8,), (FP8, FP8)], ids=len)
-def test_few_or_no_formats_are_sound(qualities: tuple) -> None:
+def test_quality_charts_of_few_formats_are_valid(qualities: tuple) -> None:
     read_page(pictured(size_chart(qualities, "bytes"), place_chart(qualities, 2)))
     read_page(eval_page(view(*qualities)))
 

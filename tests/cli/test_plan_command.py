@@ -215,7 +215,7 @@ def test_plan_without_device_is_for_this_cpu(here: Here) -> None:
     assert "this is a plan for the CPU" not in here("plan", "Qwen3-8B", "--memory", "80GiB").out
 
 
-def test_options_change_the_plan(here: Here) -> None:
+def test_plan_options_change_plan(here: Here) -> None:
     plain = record(here, "Qwen3-8B", "--gpu", "h100")
     for options in (
         ("--memory-utilization", "80%"),
@@ -283,7 +283,7 @@ def test_quantized_pages_are_planned_to_be_run(here: Here) -> None:
     assert "--kv-protected-layers 0" in bare["command"]
 
 
-def test_heads_that_cannot_be_quantized_are_reported_what_works(here: Here, tmp_path: Path) -> None:
+def test_plan_unquantizable_head_dim_names_alternative(here: Here, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "odd")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"head_dim": 24}))
@@ -302,7 +302,7 @@ def test_plan_help_lists_kv_formats(here: Here, monkeypatch: pytest.MonkeyPatch)
     assert "--kv-cache-memory SIZE" in shown
 
 
-def test_sizes_in_both_kinds_of_units(here: Here) -> None:
+def test_plan_memory_takes_decimal_and_binary_units(here: Here) -> None:
     sizes = {size: record(here, "Qwen3-0.6B", "--memory", size) for size in ("20GB", "20GiB", "20480MiB", "0.02TB")}
     assert sizes["20GiB"]["budget"]["bytes"] == int(20 * 2**30 * 0.9)
     assert sizes["20GB"]["budget"]["bytes"] == int(20 * 10**9 * 0.9)
@@ -465,7 +465,7 @@ def test_plan_sweep_draws_chart(here: Here) -> None:
     assert out.count("█") > 60
 
 
-def test_neither_torch_nor_a_network_is_needed() -> None:
+def test_plan_needs_no_torch_and_no_network() -> None:
     words = """
 import builtins, socket, sys
 real = builtins.__import__
@@ -578,7 +578,7 @@ def test_plan_terminal_lines_fit_and_commands_stay_whole() -> None:
     assert b"\x1b[" in shown
 
 
-def test_targets() -> None:
+def test_read_target_reads_gpu_memory_or_cpu() -> None:
     assert read_target(PlanOptions(gpu="H100")).name == GPUS["h100"].name
     assert read_target(PlanOptions(memory="24GiB")).total_bytes == 24 * 2**30
     assert read_target(PlanOptions()).kind == "cpu"

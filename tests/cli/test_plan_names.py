@@ -58,7 +58,7 @@ def test_model_document_matches_code_tables() -> None:
     assert text == written(text), "run: python scripts/model_tables.py"
 
 
-def test_sizes_as_people_say_them(rows: tuple[ModelRow, ...]) -> None:
+def test_billions_rounds_parameter_counts(rows: tuple[ModelRow, ...]) -> None:
     assert [billions(count) for count in (134_515_008, 999_885_952, 8_030_261_248)] == ["135M", "1.0B", "8.0B"]
     assert [row.name for row in rows] == list(CATALOGUE)
 
@@ -115,7 +115,7 @@ def test_plan_cached_revision_has_no_note(here: Here, monkeypatch: pytest.Monkey
     assert json.loads(here("plan", "Qwen/Qwen3-8B@v9", "--gpu", "4090", "--json").out)["notes"] == []
 
 
-def test_several_gpus_by_name(here: Here) -> None:
+def test_plan_gpu_count_prefix_sets_tensor_parallel_size(here: Here) -> None:
     record = json.loads(here("plan", "Qwen3-32B", "--gpu", "2x4090", "--json").out)
     assert record == json.loads(here("plan", "Qwen3-32B", "--gpu", "rtx4090", "-tp", "2", "--json").out)
 

@@ -151,7 +151,7 @@ def test_numbers_are_whole_where_they_can_be() -> None:
     assert plain_number(Fraction(1, 2)) == 0.5
 
 
-def test_words_about_tokens() -> None:
+def test_view_kv_text_names_tokens_or_bytes_per_token() -> None:
     fitting: PlanView = view_of(plan_request("Qwen3-8B", "h200", max_model_len=8192, max_num_seqs=2), None)
     assert fitting.kv_text == (
         "KV cache size: 16,384 tokens (144.00 KiB each), Maximum concurrency for 8,192 tokens per request: 2.00x"
@@ -194,7 +194,7 @@ def test_words_of_hostile_name_stay_on_one_line() -> None:
     assert words.startswith("a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}[2J on ")
 
 
-def test_bytes_of_a_token() -> None:
+def test_token_text_gives_exact_or_average_bytes() -> None:
     assert token_text(Fraction(147456)) == "144.00 KiB"
     assert token_text(Fraction(1000, 3)) == "333.33 B on average"
 

@@ -40,14 +40,14 @@ def test_run_memory_report_writes_page(here: Here, tiny: Path, tmp_path: Path, m
     assert ("memory report written to" in ended.err) is (not more)
 
 
-def test_quiet_is_the_text_alone(here: Here, tiny: Path) -> None:
+def test_run_quiet_prints_text_alone(here: Here, tiny: Path) -> None:
     ended = here("run", tiny, "-p", "Hello", "-q", "--max-tokens", "4")
     assert ended.code == 0
     assert ended.err == ""
     assert ended.out.endswith("\n")
 
 
-def test_json_holds_everything(here: Here, tiny: Path) -> None:
+def test_run_json_has_usage_timings_and_logprobs(here: Here, tiny: Path) -> None:
     options = ("-p", "Hello", "--max-tokens", "6", "--ignore-eos", "--logprobs", "2", "--prompt-logprobs", "1")
     found = record(here, tiny, *options)
     assert found["finish_reason"] == "length"
@@ -63,7 +63,7 @@ def test_json_holds_everything(here: Here, tiny: Path) -> None:
     assert "outputs" not in found
 
 
-def test_several_answers(here: Here, tiny: Path) -> None:
+def test_run_n_prints_several_answers(here: Here, tiny: Path) -> None:
     options = ("-p", "Hello", "--max-tokens", "4", "--ignore-eos", "--n", "3")
     found = record(here, tiny, *options)
     assert [len(output["token_ids"]) for output in found["outputs"]] == [4, 4, 4]

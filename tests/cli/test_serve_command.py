@@ -52,7 +52,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_mistakes_are_one_line(here: Here, tiny: Path, name: str) -> None:
+def test_serve_mistake_prints_one_error_line(here: Here, tiny: Path, name: str) -> None:
     typed, words = WRONG[name]
     model = () if name == "no such path" else (str(tiny),)
     started = time.monotonic()
@@ -73,7 +73,7 @@ def test_serve_port_in_use_is_refused(here: Here, tiny: Path) -> None:
     assert ended.err.count("\n") == 1
 
 
-def test_libraries_that_are_missing(here: Here, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_missing_library_is_named(here: Here, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "uvicorn" else object())
     ended = here("serve", str(tiny))
     assert ended.code == 2

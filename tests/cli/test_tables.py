@@ -36,7 +36,7 @@ def test_cells_are_padded_and_numbers_are_to_the_right() -> None:
     assert aligned([], right=()) == []
 
 
-def test_parts_of_a_bar() -> None:
+def test_cells_of_rounds_share_to_cells() -> None:
     assert [cells_of(value, 100, 20) for value in (0, 2, 50, 100)] == [0, 0, 10, 20]
     assert cells_of(0, 0, 20) == 0
 
@@ -292,7 +292,7 @@ def test_plan_lines_unsupported_model_offers_no_command() -> None:
 
 
 @pytest.mark.parametrize("view", [FITTING, TOO_LONG, TOO_LARGE], ids=lambda view: view.model)
-def test_lines_are_lines(view: PlanView) -> None:
+def test_plan_lines_are_printable_and_stripped(view: PlanView) -> None:
     for line in plan_lines(view):
         assert "\n" not in line.text
         assert line.text == line.text.rstrip()
@@ -345,7 +345,7 @@ def test_divergences_of_any_size_are_short(number: float, words: str) -> None:
     assert kl_text(number) == words
 
 
-def test_changes_have_a_sign() -> None:
+def test_change_text_has_sign() -> None:
     assert change_text(9.0, 10.0) == "-10.000%"
     assert change_text(10.0, 10.0) == "+0.000%"
     assert change_text(float("nan"), 10.0) == "not finite"

@@ -33,7 +33,7 @@ from holdfast.text.chat_template import ChatTemplate
         ({"prompt": "text", "prompt_token_ids": None}, ParsedPrompt("text", None)),
     ],
 )
-def test_kinds_of_prompts(prompt, parsed):
+def test_parse_prompt_accepts_every_kind(prompt, parsed):
     assert parse_prompt(prompt) == parsed
 
 
@@ -66,21 +66,21 @@ def test_kinds_of_prompts(prompt, parsed):
         {"cache_salt": "x"},
     ],
 )
-def test_everything_else_is_refused_in_one_short_line(prompt):
+def test_parse_prompt_refuses_other_values_in_one_short_line(prompt):
     with pytest.raises(PromptError) as caught:
         parse_prompt(prompt)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
 
 
-def test_ids_are_copied():
+def test_parse_prompt_copies_token_ids():
     ids = [1, 2]
     parsed = parse_prompt({"prompt_token_ids": ids})
     ids.append(3)
     assert parsed.token_ids == [1, 2]
 
 
-def test_salts():
+def test_salt_bytes_encodes_text_and_refuses_others():
     assert salt_bytes(None) == b""
     assert salt_bytes("é") == "é".encode()
     for salt in ("", "x" * 257, "\ud800", 5, b"x"):
@@ -109,7 +109,7 @@ def test_derived_seeds_are_64_bits_and_stay_what_they_are():
     assert all(0 <= derive_seed(seed, index) < 2**64 for seed in (0, 1, 2**64 - 1) for index in range(200))
 
 
-def test_neighbouring_seeds_and_indices_do_not_meet():
+def test_derive_seed_of_neighbours_does_not_collide():
     """seed + index would: completion 1 of seed 0 would be completion 0 of seed 1."""
     derived = {derive_seed(seed, index) for seed in range(300) for index in range(128)}
     assert len(derived) == 300 * 128
@@ -268,12 +268,12 @@ def test_text_that_cannot_fit_is_not_tokenized():
 
 
 @for_each("token", [-1, VOCAB_SIZE, 2**31, 2**64, -(10**30)])
-def test_ids_outside_the_vocabulary(token):
+def test_prepare_token_outside_vocabulary_is_refused(token):
     with raises_code("request.token_outside_vocabulary", PromptError):
         admission().prepare({"prompt_token_ids": [1, token, 2]}, PARAMS)
 
 
-def test_ids_of_params_outside_the_vocabulary():
+def test_prepare_params_token_outside_vocabulary_is_refused():
     for params in (SamplingParams(stop_token_ids=[1, VOCAB_SIZE]), SamplingParams(logit_bias={VOCAB_SIZE: 1.0})):
         with raises_code("request.token_outside_vocabulary", RequestError):
             admission().prepare("x", params)
@@ -286,7 +286,7 @@ def test_prepare_token_beyond_model_vocabulary_is_refused():
 
 
 @for_each("text", ["\ud800", "ok \udfff", "\ud83c x \udf88"])
-def test_lone_surrogates(text):
+def test_prepare_lone_surrogate_is_refused(text):
     with raises_code("request.lone_surrogate", PromptError):
         admission().prepare(text, PARAMS)
     with raises_code("request.lone_surrogate", RequestError):
@@ -296,7 +296,7 @@ def test_lone_surrogates(text):
 
 
 @for_each("params", [None, {}, {"temperature": 0}, SamplingParams, 5, "x"])
-def test_params_of_another_type(params):
+def test_prepare_params_of_another_type_are_refused(params):
     with raises_code("request.params_type", RequestError):
         admission().prepare("x", params)
 
@@ -354,7 +354,7 @@ def test_prepare_text_without_tokens_is_refused():
         admission(tokenizer=Nothing()).prepare("x", PARAMS)
 
 
-def test_refusals_cost_no_more_than_looking():
+def test_prepare_refusal_takes_one_pass_over_ids():
     """A hundred thousand wrong ids are refused after one pass, not with a copy for each completion."""
     ids = [5] * 10**5
 
@@ -365,7 +365,7 @@ def test_refusals_cost_no_more_than_looking():
     assert num_lines(refuse) < 4 * 10**5
 
 
-def test_descriptions_are_one_bounded_line():
+def test_describe_gives_one_bounded_line():
     assert describe(ValueError("a\n b")) == "ValueError: a b"
     assert describe(ConfigError("value.empty", name="a")) == "a must not be empty."
     assert len(describe(ValueError("x" * 10**6))) == 300

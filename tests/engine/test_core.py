@@ -80,7 +80,7 @@ def make_sequential() -> EngineCore:
         ({"stop_token_ids": [EOS], "ignore_eos": True}, [*b"ab", EOS], Ending("stop", EOS)),
     ],
 )
-def test_ends(run_ahead, params, tokens, ending):
+def test_core_sequence_ends_with_its_reason(run_ahead, params, tokens, ending):
     core, runner = make_core(run_ahead)
     runner.script["Q"] = [*b"ab", EOS, *b"cdef"]
     core.submit([request(0, max_tokens=7, params=replace(GREEDY, **params))])
@@ -176,7 +176,7 @@ def test_core_submit_queues_all_or_none():
 
 
 @for_each("ids", [(), (0,), (1,), (3, 2), (3, 3), (2, 5, 1)])
-def test_sequences_are_new_and_in_order(ids):
+def test_core_submit_refuses_used_or_unordered_sequence_ids(ids):
     core, _ = make_core()
     core.submit([request(0), request(1)])
     with raises_code("wire.wrong_sequences", MessageError):
@@ -236,7 +236,7 @@ def test_core_interrupted_wait_loses_nothing(when, run_ahead, can_cancel, k):
 
 
 @for_each("seed", range(12))
-def test_random_company_ends_and_aborts(seed):
+def test_core_random_company_ends_and_aborts_as_alone(seed):
     """Ahead and in turn, with few pages: everybody gets what it gets alone, up to its own end or abort."""
     choose = random.Random(seed)
     core, runner = make_core(choose.choice([1, 2]), num_pages=30, max_num_seqs=4, max_model_len=60)

@@ -141,7 +141,7 @@ def test_answers_are_those_of_a_core_in_this_process(make_remote, name):
     assert (ours.num_running, ours.num_waiting, ours.kv_usage) == (0, 0, 0.0)
 
 
-def test_aborts_and_later_requests(make_remote):
+def test_core_process_abort_leaves_other_requests_running(make_remote):
     engine = make_remote("slow")
     kept = engine.add_request("kept", "kept", LONG)
     gone = engine.add_request("gone", "gone", LONG)
@@ -219,7 +219,7 @@ def test_core_process_reset_prefix_cache_forgets_prefixes(make_remote):
     assert num_cached() == 0
 
 
-def test_progress_is_reported():
+def test_core_process_reports_loading_progress():
     seen, prepared = [], []
     core = CoreProcess(EngineConfig(model=""), lambda *counts: seen.append(counts), prepared.append, command=FAKE)
     core.close()
@@ -373,7 +373,7 @@ def test_hang_up_stops_a_step_and_counts_are_fresh(make_remote):
     assert engine.stats().num_running == 0
 
 
-def test_ctrl_c_loses_nothing(make_remote):
+def test_core_process_ctrl_c_loses_nothing(make_remote):
     engine = make_remote("slow")
     engine.add_request("a", "a", SamplingParams(temperature=0.0, max_tokens=30))
     deltas, num_interrupts = [], 0
@@ -659,7 +659,7 @@ try:
         outputs = llm.generate("x", SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
         print(len(outputs[0].outputs[0].token_ids))
 except MemoryPlanError as error:
-    print(error.table.rows[0].owner, len(error.changes), error.code)
+    print(error.table.rows[0].owner, error.changes[0].change, error.code)
 print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -34,7 +34,7 @@ def test_engine_fresh_stats_are_zero():
     assert set(asdict(make_engine().stats()).values()) == {0}
 
 
-def test_numbers_are_plain_and_grow():
+def test_engine_stats_are_plain_numbers_and_grow():
     engine = make_engine()
     engine.add_request("r", "a prompt", SamplingParams(max_tokens=3))
     seen = []
@@ -85,7 +85,7 @@ def test_end_token_as_the_last_allowed_one_is_a_stop():
     assert deltas[-1].finish_reason == "stop"
 
 
-def test_ignore_eos_goes_on():
+def test_engine_ignore_eos_goes_on():
     deltas, _ = scripted([*b"ab", EOS, *b"cd"], SamplingParams(max_tokens=5, ignore_eos=True))
     assert (tokens_of(deltas), text_of(deltas)) == ([*b"ab", EOS, *b"cd"], "abcd")
     assert deltas[-1].finish_reason == "length"
@@ -118,7 +118,7 @@ def test_min_tokens_holds_off_end_tokens(min_tokens):
 
 
 @for_each("include", [False, True])
-def test_stop_string_across_tokens(include):
+def test_engine_stop_string_across_tokens_ends_answer(include):
     params = SamplingParams(max_tokens=9, stop=["END", "zzz"], include_stop_str_in_output=include)
     deltas, _ = scripted(list(b"abENDcd"), params)
     assert (tokens_of(deltas), text_of(deltas)) == (list(b"abEND"), "abEND" if include else "ab")
@@ -317,7 +317,7 @@ def test_metrics_are_times_since_arrival():
     assert all(delta.metrics is None for delta in found["first", 0][:-1])
 
 
-def test_stats_count():
+def test_engine_stats_count_requests_and_tokens():
     engine = make_engine(max_num_seqs=2)
     for name in "abc":
         engine.add_request(name, "prompt", SamplingParams(max_tokens=3, n=2))
@@ -347,7 +347,7 @@ def test_engine_full_queue_refuses_all_or_nothing():
     assert_at_rest(engine)
 
 
-def test_names_are_labels_and_only_live_ones_clash():
+def test_engine_request_names_clash_only_while_live():
     engine = make_engine()
     engine.add_request("0", "Q", GREEDY)
     with raises_code("request.request_id_in_use", RequestError):
@@ -485,7 +485,7 @@ def test_abort_tells_what_the_caller_has_not_heard_yet():
     assert_at_rest(engine)
 
 
-def test_abort_all():
+def test_engine_abort_all_ends_every_completion():
     engine = make_engine(max_num_seqs=2)
     for name in "abc":
         engine.add_request(name, "Q", SamplingParams(n=2, max_tokens=9))

@@ -59,7 +59,7 @@ LENGTH, STOP = Ending("length"), Ending("stop")
         ({}, b"ab", Ending("error", error="why"), "ab", 2, Ending("error", error="why")),
     ],
 )
-def test_text_and_ending(params, tokens, core, text, count, ending, at_once):
+def test_completion_has_text_and_ending(params, tokens, core, text, count, ending, at_once):
     subject = completion(logprobs=1, **params)
     deltas = say(subject, tokens, core, at_once)
     assert "".join(delta.text for delta in deltas) == text
@@ -75,12 +75,12 @@ def test_text_and_ending(params, tokens, core, text, count, ending, at_once):
     assert measured == said
 
 
-def test_deltas_say_whose_they_are():
+def test_completion_delta_has_request_and_index():
     (delta,) = say(completion(), b"a")
     assert (delta.request_id, delta.index) == ("r", 2)
 
 
-def test_ending_from_outside():
+def test_completion_end_from_outside_keeps_its_counts():
     subject = completion()
     before = subject.end(Ending("abort"), 30.0)
     assert (before.finish_reason, before.token_ids, before.metrics) == ("abort", (), None)
@@ -226,7 +226,7 @@ def test_assembler_output_does_not_change_later():
     assert repr(output) == kept
 
 
-def test_logprobs_add_up():
+def test_assembler_adds_up_logprobs():
     assembler = assembled([delta(0, "", 1, logprob=-0.5), delta(0, "", 2, 3, logprob=-0.25)], n=1)
     completion = assembler.output().outputs[0]
     assert completion.cumulative_logprob == -1.0

@@ -42,7 +42,7 @@ def test_interrupt_shield_without_interrupt_is_silent():
         pass
 
 
-def test_inside_lifted_it_comes_at_once():
+def test_interrupt_shield_lifted_raises_at_once():
     done = []
 
     def work():
@@ -147,7 +147,7 @@ def test_interrupt_shield_keeps_ignored_interrupt_ignored():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_other_threads_need_no_shield():
+def test_interrupt_shield_in_other_thread_raises_nothing():
     errors = []
 
     def work():

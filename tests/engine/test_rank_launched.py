@@ -260,7 +260,7 @@ def test_silence_of_rank_0_is_counted_by_where_it_is(is_here, monkeypatch):
     zero._connection.close()
 
 
-def test_processes_of_one_machine_know_it():
+def test_machine_mark_is_stable_on_one_machine():
     assert life_line.machine_mark() == life_line.machine_mark()
     assert len(life_line.machine_mark()) == 16
 

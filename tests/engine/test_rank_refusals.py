@@ -47,7 +47,9 @@ def children_find_tests(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_sizes_that_do_not_divide(tmp_path: Path, monkeypatch, settings, size, words) -> None:
+def test_tensor_parallel_size_that_does_not_divide_is_refused(
+    tmp_path: Path, monkeypatch, settings, size, words
+) -> None:
     monkeypatch.setattr(rank_build, "RankGroup", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match=words) as caught:
         LLM(str(make_model(tmp_path / "m", **settings)), tensor_parallel_size=size, **OPTIONS)

@@ -39,7 +39,7 @@ def claim(needs: PageNeeds, one: Sequence, longest: int) -> int:
     return needs.claim(one, one.tables, one.num_computed, longest, lambda page: False)
 
 
-def test_pages_for_tokens_at_the_edges() -> None:
+def test_missing_pages_at_page_edges() -> None:
     missing = [NEEDS.missing([[7]], tokens) for tokens in (0, 1, 3, 4, 5, 8, 9)]
     assert missing == [[-1], [0], [0], [0], [1], [1], [2]]
 
@@ -103,7 +103,7 @@ def test_admission_and_preemption_are_each_others_reverse() -> None:
     queues.check()
 
 
-def test_states_follow() -> None:
+def test_queues_admit_preempt_and_remove_set_states() -> None:
     queues, (one, two) = filled(2)
     queues.admit()
     assert (one.state, two.state) == (SequenceState.RUNNING, SequenceState.WAITING)
@@ -204,7 +204,7 @@ def test_queues_append_refuses_used_sequences(state: SequenceState) -> None:
         lambda queues: setattr(queues.waiting_lanes, "num_sequences", 2),
     ],
 )
-def test_check_notices_damage(damage) -> None:
+def test_queues_check_notices_damage(damage) -> None:
     queues, _ = filled(4)
     queues.admit()
     queues.check()
@@ -227,7 +227,7 @@ def test_scheduler_without_work_gives_empty_step() -> None:
     assert not has_work(scheduler)
 
 
-def test_prefill_then_decode() -> None:
+def test_scheduler_prefills_then_decodes() -> None:
     scheduler = make()
     one = sequence(0, 6, max_tokens=3)
     scheduler.add(one)
@@ -281,7 +281,7 @@ def test_fewer_tokens_than_sequences_serves_the_oldest() -> None:
     assert order == [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3], [2, 3]]
 
 
-def test_max_num_seqs_holds() -> None:
+def test_scheduler_keeps_max_num_seqs() -> None:
     scheduler = make(max_num_seqs=2)
     for number in range(5):
         scheduler.add(sequence(number, 2))

@@ -92,7 +92,9 @@ def test_quantized_tokens_match_the_round_trip_of_the_format(name: str, side: st
 @pytest.mark.each_value
 @every_side
 @every_format
-def test_how_tokens_are_cut_does_not_matter(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_tokens_appended_one_by_one_match_all_at_once(
+    name: str, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x_NKTD = numbers(2, 3, 37, 32)
     whole = empty(name, side, x_NKTD)
     whole.append(x_NKTD)
@@ -109,7 +111,7 @@ def test_how_tokens_are_cut_does_not_matter(name: str, side: str, monkeypatch: p
 
 @every_format
 @pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
-def test_bias_of_keys_is_turned_by_the_token_place(name: str, rope: bool) -> None:
+def test_turned_bias_follows_the_token_position(name: str, rope: bool) -> None:
     """However tokens are cut: a bias turned by another place leaves keys that are as wide as the bias."""
     frequency = 1.0 / 100.0 ** (torch.arange(16) / 16) if rope else None
     bias = TurnedBias(50.0 * numbers(96, seed=5), frequency, 1.0)
@@ -128,7 +130,7 @@ def test_bias_of_keys_is_turned_by_the_token_place(name: str, rope: bool) -> Non
 
 @every_side
 @every_format
-def test_bytes_are_those_of_the_format(name: str, side: str) -> None:
+def test_quantized_tokens_use_the_bytes_of_the_format(name: str, side: str) -> None:
     x_NKTD = numbers(2, 3, ROOM_STEP + 1, 32)
     quantized = empty(name, side, x_NKTD)
     planes = {p.name: p.bytes_per_token for p in KV_FORMATS[name].planes(3, 32) if p.name.startswith(side)}
@@ -170,7 +172,7 @@ def test_quantized_tokens_overwrite_truncated_tokens(side: str) -> None:
 
 
 @every_side
-def test_sequences_change_places(side: str) -> None:
+def test_quantized_tokens_select_reorders_sequences(side: str) -> None:
     x_NKTD = numbers(3, 2, 9, 16)
     quantized = empty("turboquant_3bit_nc", side, x_NKTD)
     quantized.append(x_NKTD)
@@ -204,7 +206,7 @@ def test_quantized_tokens_nan_token_leaves_others_intact(side: str) -> None:
     torch.testing.assert_close(found, sound, rtol=0, atol=2e-5)
 
 
-def test_gradients_end_here() -> None:
+def test_quantized_tokens_carry_no_gradient() -> None:
     x_NKTD = numbers(1, 1, 4, 16).requires_grad_()
     quantized = empty("turboquant_k8v4", "v", x_NKTD)
     quantized.append(x_NKTD)
@@ -287,7 +289,7 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
 
 
 @every_format
-def test_while_all_is_in_the_tail_nothing_differs(tiny: Any, name: str) -> None:
+def test_turboquant_cache_within_the_tail_matches_dynamic_cache(tiny: Any, name: str) -> None:
     cache = TurboQuantCache(tiny.config, format=name, tail=NOTHING_CODED)
     assert answer(tiny, cache, prompts(2)) == answer(tiny, DynamicCache(config=tiny.config), prompts(2))
     assert cache.get_seq_length() == 20 + 12 - 1
@@ -316,7 +318,7 @@ def test_turboquant_cache_first_prompt_attends_exactly(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("tail", [0, 8])
-def test_padding_on_the_left_changes_nothing(tiny: Any, tail: int) -> None:
+def test_turboquant_cache_left_padding_changes_nothing(tiny: Any, tail: int) -> None:
     long, short = prompts(1, 24), prompts(1, 15, seed=1)
     both = torch.cat((long, torch.cat((torch.zeros(1, 9, dtype=torch.int64), short), dim=1)))
     cache = TurboQuantCache(tiny.config, "fp8", tail=tail)
@@ -326,7 +328,7 @@ def test_padding_on_the_left_changes_nothing(tiny: Any, tail: int) -> None:
     assert together == alone
 
 
-def test_beam_search(tiny: Any) -> None:
+def test_turboquant_cache_beam_search_matches(tiny: Any) -> None:
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
     exact = answer(tiny, DynamicCache(config=tiny.config), prompts(2), **options)
     assert answer(tiny, TurboQuantCache(tiny.config, tail=NOTHING_CODED), prompts(2), **options) == exact
@@ -334,7 +336,7 @@ def test_beam_search(tiny: Any) -> None:
     assert [len(tokens) for tokens in quantized] == [12] * 4
 
 
-def test_assisted_decoding_rolls_back(tiny: Any) -> None:
+def test_turboquant_cache_assisted_decoding_rolls_back(tiny: Any) -> None:
     ids_NT = prompts(1, 10).repeat(1, 3)
     exact = answer(tiny, DynamicCache(config=tiny.config), ids_NT, 24)
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
@@ -352,7 +354,7 @@ def test_turboquant_cache_second_turn_matches_dynamic_cache(tiny: Any) -> None:
     assert ours.answer == theirs.answer  # type: ignore[attr-defined]
 
 
-def test_after_a_reset_it_is_as_new(tiny: Any) -> None:
+def test_turboquant_cache_reset_is_as_new(tiny: Any) -> None:
     cache = TurboQuantCache(tiny.config, "turboquant_4bit_nc", tail=4)
     first = answer(tiny, cache, prompts(2))
     cache.reset()
@@ -371,7 +373,7 @@ def test_turboquant_cache_without_config_adds_layers_on_use(tiny: Any) -> None:
     assert len(cache) == 2
 
 
-def test_sliding_windows_are_left_to_transformers(windowed: Any) -> None:
+def test_turboquant_cache_leaves_windows_to_transformers(windowed: Any) -> None:
     cache = TurboQuantCache(windowed.config, "fp8", tail=NOTHING_CODED)
     assert [type(layer).__name__ for layer in cache.layers] == ["QuantizedLayer", *["DynamicSlidingWindowLayer"] * 2]
     ids_NT = prompts(2)
@@ -380,7 +382,7 @@ def test_sliding_windows_are_left_to_transformers(windowed: Any) -> None:
     assert 2 * window_bytes <= cache.memory_bytes().plain <= 2 * window_bytes + 64
 
 
-def test_layers_without_keys_are_left_to_transformers() -> None:
+def test_turboquant_cache_leaves_keyless_layers_to_transformers() -> None:
     config = transformers.Qwen3NextConfig(num_hidden_layers=4)
     kinds = [type(layer) for layer in TurboQuantCache(config).layers]
     assert [kind is QuantizedLayer for kind in kinds] == [kind == "full_attention" for kind in config.layer_types]
@@ -433,7 +435,7 @@ def test_turboquant_cache_tail_is_quantized_block_by_block() -> None:
         assert cache.get_seq_length() == length
 
 
-def test_how_tokens_came_does_not_matter() -> None:
+def test_turboquant_cache_one_by_one_matches_all_at_once() -> None:
     keys, values = heads(2, 70)
     whole, one_by_one = TurboQuantCache(tail=9), TurboQuantCache(tail=9)
     whole.update(keys, values, 0)
@@ -445,7 +447,7 @@ def test_how_tokens_came_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("tail", [0, 9])
-def test_sequences_of_a_cache_change_places(tail: int) -> None:
+def test_turboquant_cache_reorder_and_repeat_move_sequences(tail: int) -> None:
     cache, keys, _ = filled(tail=tail)
     before = contents(cache, keys)
     cache.reorder_cache(torch.tensor([2, 0, 2]))
@@ -460,7 +462,7 @@ def test_sequences_of_a_cache_change_places(tail: int) -> None:
 
 @pytest.mark.parametrize("tail", [0, 9, 200])
 @pytest.mark.parametrize("removed", [0, 1, 5, 30, 49, 50, 80])
-def test_cropping(tail: int, removed: int) -> None:
+def test_turboquant_cache_crop_keeps_the_first_tokens(tail: int, removed: int) -> None:
     cache, keys, _ = filled(tail=tail)
     before = contents(cache, keys)
     cache.crop(-removed)
@@ -472,7 +474,7 @@ def test_cropping(tail: int, removed: int) -> None:
     assert torch.equal(more[:, :, left:], heads(3, 4, seed=9)[0])
 
 
-def test_cropping_forgets_bytes_and_declines_lengths() -> None:
+def test_turboquant_cache_crop_frees_bytes_and_needs_negative() -> None:
     cache, _, _ = filled(tail=9)
     cache.crop(-45)
     assert cache.memory_bytes().tail == 0
@@ -494,7 +496,7 @@ def test_turboquant_cache_empty_operations_change_nothing() -> None:
     assert not cache.is_compileable
 
 
-def test_masks_cover_what_comes_back() -> None:
+def test_turboquant_cache_mask_sizes_match_the_contents() -> None:
     cache, _, _ = filled(tail=9)
     assert cache.get_mask_sizes(4, 0) == (54, 0)
     assert cache.update(*heads(3, 4), 0)[0].shape == (3, 2, 54, 16)
@@ -521,7 +523,7 @@ def test_keys_and_values_may_have_heads_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("reorders", [False, True])
-def test_inference_mode_may_come_and_go(reorders: bool) -> None:
+def test_turboquant_cache_works_in_and_out_of_inference_mode(reorders: bool) -> None:
     cache, calm = TurboQuantCache(tail=0), TurboQuantCache(tail=0)
     for step in range(6):
         with torch.inference_mode(step % 2 == 0), torch.no_grad():
@@ -551,7 +553,7 @@ def test_turboquant_cache_on_a_gpu_matches_the_cpu(name: str) -> None:
         assert ((ours - theirs.cpu()).abs() > 1e-4).float().mean() < 0.01
 
 
-def test_gradients_reach_the_newest_tokens_alone() -> None:
+def test_turboquant_cache_gradients_reach_only_new_tokens() -> None:
     cache = TurboQuantCache(tail=0)
     keys, values = (x.requires_grad_() for x in heads(1, 5))
     cache.update(keys, values, 0)
@@ -602,7 +604,7 @@ def test_turboquant_cache_holds_exactly_its_reported_bytes() -> None:
 # What is declined, and how.
 
 
-def test_layers_are_protected_from_both_ends() -> None:
+def test_turboquant_cache_protects_layers_at_both_ends() -> None:
     config = transformers.LlamaConfig(num_hidden_layers=9)
     for requested, layers in [(None, (0, 1, 7, 8)), (3, (0, 1, 8)), (0, ()), ((5, 2, 5), (2, 5)), (9, tuple(range(9)))]:
         cache = TurboQuantCache(config, "turboquant_4bit_nc", requested)
@@ -631,7 +633,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSALS, ids=[str(options) for options, _ in REFUSALS])
-def test_wrong_options(options: dict[str, Any], words: str) -> None:
+def test_turboquant_cache_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TurboQuantCache(transformers.LlamaConfig(num_hidden_layers=4), **options)
 
@@ -647,7 +649,7 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
     ],
     ids=["an encoder", "windows alone"],
 )
-def test_models_that_are_declined(config: Any, words: str) -> None:
+def test_turboquant_cache_unsupported_model_is_refused(config: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TurboQuantCache(config)
 
@@ -796,7 +798,7 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model
 
 
-def test_protected_layers_follow_from_key_biases(biased: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_turboquant_cache_protects_layers_of_largest_key_bias(biased: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "holdfast"):
         own = TurboQuantCache(biased, format="turboquant_4bit_nc", protected_layers=4)
     assert own.protected_layers == (1, 2, 3, 4)

@@ -40,7 +40,7 @@ def interval(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @given(sizes)
-def test_tensors_are_as_asked_aligned_and_apart(shapes: list[tuple[tuple[int, ...], str]]) -> None:
+def test_arena_tensors_are_aligned_and_disjoint(shapes: list[tuple[tuple[int, ...], str]]) -> None:
     specs, ledger = specs_for(shapes), Ledger()
     made = Arena("things", specs, CPU, ledger, "a test")
     assert list(made.tensors) == [spec.name for spec in specs]
@@ -60,9 +60,7 @@ def test_tensors_are_as_asked_aligned_and_apart(shapes: list[tuple[tuple[int, ..
     made.release()
 
 
-def test_filling_one_tensor_leaves_its_neighbours_and_the_red_zones_alone(
-    guarded, device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arena_fill_of_one_tensor_leaves_neighbours_intact(guarded, device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "allocate_bytes", lambda num_bytes, _: guarded(num_bytes, dtype=torch.uint8))
     shapes = [
         ((3, 5), "float16"),
@@ -90,7 +88,7 @@ def test_memory_of_a_cpu_is_really_held() -> None:
 @pytest.mark.parametrize("poison", [Poison.NAN], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_poison_reaches_every_element(dtype: str) -> None:
-    """Touching memory must not hide that nobody wrote it."""
+    """Touching memory must not hide that it was never written."""
     made = Arena("things", (TensorSpec("a", (3,), dtype), TensorSpec("b", (20_000,), dtype)), CPU, Ledger(), "")
     assert all(bool(tensor.isnan().all()) for tensor in made.tensors.values())
 
@@ -107,7 +105,7 @@ def test_views_keep_the_memory_alive_and_nothing_else_does() -> None:
     assert base() is None
 
 
-def test_nothing_is_entered_where_nothing_could_be_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arena_failed_allocation_leaves_ledger_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("no")
 
@@ -127,7 +125,7 @@ def test_nothing_is_entered_where_nothing_could_be_allocated(monkeypatch: pytest
     ],
     ids=["twice", "shape", "type"],
 )
-def test_what_cannot_be_laid_out_is_our_own_mistake(specs: tuple[TensorSpec, ...], words: str) -> None:
+def test_arena_invalid_specs_raise_assertion(specs: tuple[TensorSpec, ...], words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         Arena("things", specs, CPU, Ledger(), "")
 
@@ -142,7 +140,7 @@ def test_views_begin_where_the_bytes_begin() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_one_piece() -> None:
+def test_arena_on_gpu_takes_one_allocation() -> None:
     cuda = torch.device("cuda")
     before = torch.cuda.memory_allocated()
     counts = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -156,7 +154,7 @@ def test_a_gpu_gives_one_piece() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def test_only_what_is_sent_arrives():
+def test_mirrored_tensor_copies_only_sent_ranges():
     mirrored = MirroredTensor((3, 4), torch.int32, CPU, is_shared=False)
     mirrored.host[:] = 7
     assert mirrored.tensor.tolist() == [[0] * 4] * 3
@@ -168,7 +166,7 @@ def test_only_what_is_sent_arrives():
 
 
 @pytest.mark.parametrize("ranges", [[], [(0, 0)], [(12, 12)]])
-def test_nothing_to_send(ranges):
+def test_mirrored_tensor_empty_ranges_send_nothing(ranges):
     mirrored = MirroredTensor((3, 4), torch.int64, CPU, is_shared=False)
     mirrored.host[:] = 7
     mirrored.send(ranges)
@@ -185,11 +183,11 @@ def test_shared_memory_needs_no_sending():
 
 
 @pytest.mark.gpu
-def test_what_is_in_flight_is_not_overwritten(device):
+def test_mirrored_tensor_copy_in_flight_is_not_overwritten(device):
     mirrored = MirroredTensor((1024,), torch.int64, device, is_shared=False)
     seen = [torch.zeros(1024, dtype=torch.int64, device=device) for _ in range(5)]
     for value, copy in enumerate(seen):
-        torch.cuda._sleep(20_000_000)  # the copy below starts some 10 ms after it was asked for
+        torch.cuda._sleep(20_000_000)  # the copy below starts some 10 ms after the request
         mirrored.wait()
         mirrored.host[:] = value + 1
         mirrored.send([(0, 1024)])
@@ -198,7 +196,7 @@ def test_what_is_in_flight_is_not_overwritten(device):
 
 
 @pytest.mark.gpu
-def test_the_host_is_pinned_and_does_not_wait_for_a_copy(device):
+def test_mirrored_tensor_host_is_pinned_and_send_is_async(device):
     mirrored = MirroredTensor((1024,), torch.int64, device, is_shared=False)
     assert torch.from_numpy(mirrored.host).is_pinned()
     torch.cuda.synchronize()
@@ -214,7 +212,7 @@ class Held:
 
 
 class Stream:
-    """Of a device in a given state."""
+    """A stream of a device in a given state."""
 
     def __init__(self, error: str | None) -> None:
         self._error = error
@@ -225,7 +223,7 @@ class Stream:
         return False
 
 
-def test_what_is_kept_outlives_everybody_who_holds_it() -> None:
+def test_keep_with_process_outlives_every_other_reference() -> None:
     kept, dropped = Held(), Held()
     places = weakref.ref(kept), weakref.ref(dropped)
     keep_with_process(kept)
@@ -235,7 +233,7 @@ def test_what_is_kept_outlives_everybody_who_holds_it() -> None:
     assert places[1]() is None
 
 
-def test_a_cpu_and_a_gpu_that_nobody_has_used_have_not_failed(monkeypatch) -> None:
+def test_has_failed_is_false_on_cpu_and_unused_gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert not has_failed(CPU)
     assert not has_failed(CUDA)
@@ -245,12 +243,12 @@ def test_a_cpu_and_a_gpu_that_nobody_has_used_have_not_failed(monkeypatch) -> No
     ("error", "is_capturing", "expected"),
     [(None, False, False), ("CUDA error", False, True), ("CUDA error", True, False), (None, None, True)],
 )
-def test_a_gpu_is_asked_where_it_may_be(monkeypatch, error, is_capturing, expected) -> None:
+def test_has_failed_queries_gpu_only_outside_capture(monkeypatch, error, is_capturing, expected) -> None:
     """One that is busy has not failed; while a graph is captured a question would be an error by itself."""
 
     def capturing() -> bool:
         if is_capturing is None:
-            raise RuntimeError("CUDA error: not even this is told")
+            raise RuntimeError("CUDA error: not even this is known")
         return is_capturing
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

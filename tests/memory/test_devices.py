@@ -21,7 +21,7 @@ from holdfast.memory.devices import (
 )
 
 
-def test_every_gpu_is_a_little_smaller_than_its_box_says() -> None:
+def test_gpus_are_slightly_smaller_than_nominal() -> None:
     assert len(GPUS) >= 30
     for key, gpu in GPUS.items():
         assert gpu.key == key
@@ -66,12 +66,12 @@ def test_capabilities_are_those_of_the_generations() -> None:
     assert old == {"p100", "p40", "v100-16g", "v100-32g", "t4", "rtx2080ti", "rtx8000"}
 
 
-def test_the_smallest_come_first() -> None:
+def test_gpus_are_sorted_by_size() -> None:
     sizes = [gpu.total_bytes for gpu in GPUS.values()]
     assert sizes == sorted(sizes)
 
 
-def test_an_h200_is_as_measured() -> None:
+def test_gpus_h200_size_equals_measurement() -> None:
     assert f"{GPUS['h200'].total_bytes / GIB:.1f}" == "139.8"
 
 
@@ -125,16 +125,16 @@ SPELLINGS = {
 
 
 @for_each("key, name", [(key, name) for key, many in SPELLINGS.items() for name in many])
-def test_spellings(key: str, name: str) -> None:
+def test_find_gpu_accepts_other_spellings(key: str, name: str) -> None:
     assert find_gpu(name).key == key
 
 
-def test_forty_spellings_and_more() -> None:
+def test_find_gpu_cases_cover_forty_spellings() -> None:
     assert sum(map(len, SPELLINGS.values())) >= 40
 
 
 @for_each("gpu", GPUS.values())
-def test_a_key_and_what_the_driver_says_mean_the_gpu_itself(gpu: Gpu) -> None:
+def test_find_gpu_accepts_key_and_driver_name(gpu: Gpu) -> None:
     assert find_gpu(gpu.key) is gpu
     assert find_gpu(gpu.name).name == gpu.name, "of two sizes with one name the usual one is taken"
     assert find_gpu(gpu.key.replace("-", " ").upper()) is gpu
@@ -157,7 +157,7 @@ def test_a_key_and_what_the_driver_says_mean_the_gpu_itself(gpu: Gpu) -> None:
         ("rtx3090", 1, "rtx3090"),
     ],
 )
-def test_several_of_them(name: str, num_gpus: int, key: str) -> None:
+def test_find_gpus_reads_number_of_gpus(name: str, num_gpus: int, key: str) -> None:
     found = find_gpus(name)
     assert (found.gpu.key, found.num_gpus) == (key, num_gpus)
 
@@ -174,21 +174,21 @@ def test_several_of_them(name: str, num_gpus: int, key: str) -> None:
         ("4090", None),
     ],
 )
-def test_a_name_that_leaves_the_size_open_says_what_it_is_taken_for(name: str, note: str | None) -> None:
+def test_find_gpus_ambiguous_name_has_note(name: str, note: str | None) -> None:
     assert find_gpus(name).note == note
 
 
 @pytest.mark.parametrize(
     ("name", "near"), [("h10", "h100"), ("rtx409", "rtx4090"), ("h100 96gb", "h100-nvl"), ("rtx 6000", "rtx6000-ada")]
 )
-def test_the_nearest_is_suggested(name: str, near: str) -> None:
+def test_find_gpu_unknown_name_suggests_nearest(name: str, near: str) -> None:
     with raises_code("device.unknown_gpu", ConfigError, value=name) as caught:
         find_gpu(name)
     assert near in caught.value.hints[0]
 
 
 @pytest.mark.parametrize("name", ["2080 laptop", "mx300", "2x", "x2", "2x2"])
-def test_what_is_not_known_is_not_guessed(name: str) -> None:
+def test_find_gpu_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"none of the \d+ GPUs known by name"):
         find_gpu(name)
 
@@ -209,7 +209,7 @@ def test_find_gpu_of_nonsense_says_what_to_pass() -> None:
 
 
 @pytest.mark.parametrize(("name", "nearest"), [("h100-sxm-64g", "h100"), ("a100-64g", "a100")])
-def test_the_family_comes_first_among_the_nearest(name: str, nearest: str) -> None:
+def test_find_gpu_suggests_same_family_first(name: str, nearest: str) -> None:
     with raises_code("device.unknown_gpu", ConfigError) as caught:
         find_gpu(name)
     assert caught.value.hints[0].startswith(f"Did you mean {nearest}")
@@ -236,19 +236,19 @@ def host(tmp_path):
     return ask
 
 
-def test_the_kernel_s_word(host):
+def test_available_host_bytes_reads_meminfo(host):
     assert host() == 8 * GIB_HOST
 
 
-def test_a_control_group_without_a_limit(host):
+def test_available_host_bytes_cgroup_without_limit_is_ignored(host):
     assert host(memory_max="max\n", memory_current=f"{5 * GIB}\n") == 8 * GIB_HOST
 
 
-def test_a_control_group_bounds_it(host):
+def test_available_host_bytes_is_bounded_by_cgroup(host):
     assert host(memory_max=f"{4 * GIB}\n", memory_current=f"{3 * GIB}\n") == GIB_HOST
 
 
-def test_a_wider_control_group_does_not_add_to_it(host):
+def test_available_host_bytes_wider_cgroup_adds_nothing(host):
     assert host(memory_max=f"{64 * GIB}\n", memory_current=f"{GIB}\n") == 8 * GIB_HOST
 
 
@@ -257,7 +257,7 @@ def test_file_cache_can_be_taken_back(host):
     assert host(memory_max=f"{4 * GIB}", memory_current=f"{3 * GIB}", memory_stat=stat) == 2 * GIB_HOST
 
 
-def test_a_control_group_that_is_over_its_limit(host):
+def test_available_host_bytes_cgroup_over_limit_is_zero(host):
     assert host(memory_max=f"{GIB}", memory_current=f"{3 * GIB}") == 0
 
 
@@ -271,11 +271,11 @@ def test_statistics_that_cannot_be_read_count_nothing(host, stat):
     [None, "", "MemTotal: 5 kB\n", "MemAvailable:\n", "MemAvailable: lots kB\n"],
     ids=["missing", "empty", "old kernel", "no number", "no digits"],
 )
-def test_without_the_kernel_s_word_half_of_what_is_built_in(host, meminfo):
+def test_available_host_bytes_without_meminfo_is_half_of_ram(host, meminfo):
     assert host(meminfo) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def test_this_machine():
+def test_available_host_bytes_of_this_machine_is_within_ram():
     assert 0 < available_host_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

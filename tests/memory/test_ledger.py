@@ -33,7 +33,7 @@ def test_groups_keep_the_order_and_the_first_reason() -> None:
     assert ledger.group_reasons() == {"weights": "float32", "kv": "pages"}
 
 
-def test_an_owner_is_entered_once() -> None:
+def test_ledger_refuses_owner_entered_twice() -> None:
     ledger = Ledger()
     ledger.record("weights/embed", 10, "x")
     with pytest.raises(AssertionError, match="weights/embed"):
@@ -72,7 +72,7 @@ def test_peaks_are_the_most_that_was_ever_held(steps: list[tuple[str, int]]) -> 
     }
 
 
-def test_an_owner_that_is_gone_is_remembered_by_its_peak() -> None:
+def test_ledger_keeps_peak_of_released_owner() -> None:
     ledger = Ledger()
     ledger.record("staging/rows", 64, "while loading")
     ledger.release("staging/rows")
@@ -94,12 +94,12 @@ def test_owner_that_comes_again_with_less_keeps_its_peak() -> None:
     assert (ledger.total_bytes, ledger.group_bytes()) == (0, {})
 
 
-def test_nobody_holds_less_than_nothing() -> None:
+def test_ledger_refuses_negative_bytes() -> None:
     with pytest.raises(AssertionError, match="-1"):
         Ledger().record("weights", -1, "x")
 
 
-def test_two_ledgers_never_meet() -> None:
+def test_ledger_instances_are_independent() -> None:
     first, second = Ledger(), Ledger()
     first.record("weights", 10, "x")
     assert second.total_bytes == 0

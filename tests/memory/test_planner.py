@@ -24,7 +24,7 @@ def make_plan(budget: int, sizes: list[int], page: int, low: int, high: int) -> 
 
 
 @given(st.integers(0, 2**42), term_bytes, page_bytes, page_counts)
-def test_the_plan_is_the_largest_that_fits(budget: int, sizes: list[int], page: int, counts: tuple[int, int]) -> None:
+def test_plan_memory_is_largest_that_fits(budget: int, sizes: list[int], page: int, counts: tuple[int, int]) -> None:
     low, high = counts[0], counts[0] + counts[1]
     try:
         plan = make_plan(budget, sizes, page, low, high)
@@ -43,7 +43,7 @@ def bytes_in(terms: list[Term], phase: str, num_pages: int, page: int) -> int:
 
 
 @given(phased_terms, page_bytes, page_counts, st.sampled_from(PHASES), st.integers(0, 5000), st.integers(-2, 2))
-def test_the_plan_is_the_largest_that_fits_every_phase(
+def test_plan_memory_is_largest_that_fits_every_phase(
     terms: list[Term], page: int, counts: tuple[int, int], edge: str, more_pages: int, offset: int
 ) -> None:
     """Budgets lie at the edge of some phase, where a byte decides."""
@@ -96,8 +96,8 @@ def test_phases_never_cost_each_other(
     assert plan.phase_bytes["load"] == without.phase_bytes["load"] + staging
 
 
-def test_a_load_that_is_too_large_by_itself_is_called_that() -> None:
-    """Pages are few, so a smaller context would not help, and nobody says so."""
+def test_plan_memory_load_over_budget_names_load_phase() -> None:
+    """Pages are few, so a smaller context would not help, and the message does not suggest it."""
     terms = (Term("weights", 90 * MIB, "bfloat16"), Term("staging", 64 * MIB, "rows on their way", ("load",)))
     with raises_code("plan.over_budget", MemoryPlanError, phase="load", needed="154.00 MiB") as caught:
         plan_memory(100 * MIB, "memory_limit", terms, MIB, 5, 10)
@@ -120,7 +120,7 @@ def test_refusal_is_of_the_phase_that_needs_most() -> None:
 
 
 @pytest.mark.parametrize("phase", PAGE_PHASES)
-def test_what_a_phase_with_pages_takes_for_itself_costs_pages(phase: str) -> None:
+def test_plan_memory_phase_terms_reduce_pages(phase: str) -> None:
     """Pages are there while graphs are recorded and while steps run."""
     term = Term(phase, 4 * MIB, "what it takes beside the rest", (phase,))
     plan = plan_memory(10 * MIB, "", (term,), MIB, 1, 100)
@@ -140,7 +140,9 @@ def test_phases_that_do_not_exist_are_our_own_mistake(phases: tuple[str, ...]) -
 
 
 @given(term_bytes, page_bytes, page_counts, st.integers(-2, 2))
-def test_the_edge_is_exact_to_the_byte(sizes: list[int], page: int, counts: tuple[int, int], offset: int) -> None:
+def test_plan_memory_edge_is_exact_to_the_byte(
+    sizes: list[int], page: int, counts: tuple[int, int], offset: int
+) -> None:
     low, high = counts[0], counts[0] + counts[1]
     budget = sum(sizes) + low * page + offset
     assume(budget >= 0)
@@ -152,7 +154,7 @@ def test_the_edge_is_exact_to_the_byte(sizes: list[int], page: int, counts: tupl
 
 
 @given(st.integers(0, 2**42), st.integers(0, 2**32), term_bytes, page_bytes, page_counts)
-def test_more_memory_never_gives_fewer_pages(
+def test_plan_memory_more_memory_never_gives_fewer_pages(
     budget: int, more: int, sizes: list[int], page: int, counts: tuple[int, int]
 ) -> None:
     low, high = counts[0], counts[0] + counts[1]
@@ -176,7 +178,7 @@ def test_refusal_has_the_table_and_the_shortfall() -> None:
     assert caught.value.table.rows[1].reason == "360 pages: for one longest sequence"
 
 
-def test_the_plan_says_why_it_stopped() -> None:
+def test_plan_memory_pages_reason_names_its_bound() -> None:
     assert "longest" in make_plan(100 * MIB, [], MIB, 1, 10).pages_reason
     assert "budget" in make_plan(5 * MIB, [], MIB, 1, 10).pages_reason
 

@@ -60,7 +60,7 @@ def test_phases_are_measured_above_what_was_there() -> None:
     assert load.at_end.used == (300 + 50 + 100) * MIB
 
 
-def test_the_plan_is_held_against_it() -> None:
+def test_phase_profile_compare_lists_planned_and_measured() -> None:
     device, profile = profiled()
     device.take(100 * MIB)
     profile.end("load")
@@ -89,7 +89,7 @@ def test_serving_can_be_measured_again_and_again() -> None:
         profile.end("lunch")
 
 
-def test_others_that_give_memory_back_meanwhile_leave_nothing_to_tell() -> None:
+def test_phase_profile_taken_bytes_is_none_when_others_release() -> None:
     """A rank would tell a number below zero, which no rank may."""
     device, profile = profiled()
     device.take(20 * MIB)
@@ -101,7 +101,7 @@ def test_others_that_give_memory_back_meanwhile_leave_nothing_to_tell() -> None:
     assert profile.taken_bytes == 20 * MIB
 
 
-def test_a_device_that_cannot_be_asked() -> None:
+def test_phase_profile_of_meta_device_measures_nothing() -> None:
     profile = PhaseProfile("meta")
     assert profile.end("load") is None
     assert profile.taken_bytes is None
@@ -117,7 +117,7 @@ def test_this_process_on_a_cpu() -> None:
     assert take_peak_bytes("cpu") is None
 
 
-def test_a_cpu_is_profiled_by_what_is_resident(tmp_path: Path) -> None:
+def test_phase_profile_of_cpu_reads_resident_bytes(tmp_path: Path) -> None:
     path, page = tmp_path / "statm", os.sysconf("SC_PAGE_SIZE")
     path.write_text("900 100 50 1 0 200 0\n")
     profile = PhaseProfile("cpu", lambda device: measure(device, path))
@@ -129,7 +129,7 @@ def test_a_cpu_is_profiled_by_what_is_resident(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "1", "1 two 3"], ids=["missing", "empty", "one column", "words"])
-def test_a_system_that_does_not_say(tmp_path: Path, text: str | None) -> None:
+def test_measure_cpu_without_statm_is_none(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "statm"
     if text is not None:
         path.write_text(text)
@@ -138,7 +138,7 @@ def test_a_system_that_does_not_say(tmp_path: Path, text: str | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_a_gpu_is_asked() -> None:
+def test_phase_profile_of_gpu_reads_allocator_peak() -> None:
     import torch
 
     device = torch.device("cuda")
@@ -157,7 +157,7 @@ def test_a_gpu_is_asked() -> None:
     assert second.peak_allocated_bytes == held.nbytes
 
 
-def test_anonymous_memory_grows_with_what_is_written_and_is_none_where_nobody_tells(tmp_path: Path) -> None:
+def test_anonymous_bytes_grows_with_writes_or_is_none(tmp_path: Path) -> None:
     before = anonymous_bytes()
     if before is None:
         pytest.skip("the system does not tell")

@@ -50,12 +50,12 @@ def test_totals_and_tokens():
 def test_bytes_without_a_plan_are_found():
     plan = plan_memory(2000, "a test", TERMS, page_bytes=32, min_pages=1, max_pages=5)
     ledger = ledger_for_plan()
-    ledger.record("surprise/buffer", 1, "nobody planned it")
+    ledger.record("surprise/buffer", 1, "not in the plan")
     with pytest.raises(AssertionError, match="surprise"):
         memory_report(plan, ledger, page_tokens=4, max_model_len=20)
 
 
-def test_a_program_can_read_it():
+def test_report_as_dict_is_json():
     parsed = json.loads(json.dumps(report().as_dict()))
     assert parsed["held_bytes"] == 1192
     assert parsed["rows"][0]["owner"] == "weights"
@@ -85,7 +85,7 @@ def phased_report(measured_bytes=None):
     return memory_report(plan, ledger, 4, 20, measured_bytes)
 
 
-def test_an_owner_that_is_gone_has_a_row_and_costs_nothing_now():
+def test_report_released_owner_keeps_row_without_held_bytes():
     made = phased_report()
     rows = {row.owner: row for row in made.rows}
     staging = rows["staging"]
@@ -96,14 +96,14 @@ def test_an_owner_that_is_gone_has_a_row_and_costs_nothing_now():
     assert [row.owner for row in made.rows] == ["weights", "staging", "kv pages", "graphs", "inputs"]
 
 
-def test_a_row_is_what_its_owner_takes_while_serving():
+def test_report_row_has_planned_bytes_of_serve_phase():
     rows = {row.owner: row for row in phased_report().rows}
     assert (rows["graphs"].planned_bytes, rows["graphs"].phases) == (40, ("capture", "serve"))
     assert rows["kv pages"].planned_bytes == 5 * 32 + 10, "padding belongs to the pages"
     assert rows["kv pages"].reason.startswith("5 pages of 4 tokens")
 
 
-def test_what_the_device_says_is_held_against_the_ledger():
+def test_report_unaccounted_bytes_are_measured_minus_held():
     made = phased_report(measured_bytes=1200)
     assert made.held_bytes == 1168
     assert made.unaccounted_bytes == 32

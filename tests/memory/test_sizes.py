@@ -1,4 +1,4 @@
-"""Sizes in words, both ways."""
+"""Sizes as text, both ways."""
 
 import pytest
 from hypothesis import example, given
@@ -62,6 +62,6 @@ def test_sizes_as_people_read_them(num_bytes: int, text: str) -> None:
 
 @given(st.integers(1, 2**50))
 @example(1111)
-def test_what_is_shown_can_be_read_back(num_bytes: int) -> None:
+def test_parse_bytes_inverts_format_bytes(num_bytes: int) -> None:
     # Shown to a hundredth of its unit, and cut off to whole bytes when it is read.
     assert abs(parse_bytes(format_bytes(num_bytes), "x") - num_bytes) <= 0.005 * num_bytes + 1

@@ -1,4 +1,4 @@
-"""The workspace: views that live together, at places that never move, for those who reserved them and nobody else."""
+"""The workspace: views that live together, at places that never move, for their owners alone."""
 
 import gc
 import weakref
@@ -87,7 +87,7 @@ def test_writes_stay_where_they_belong(guarded, device: torch.device, monkeypatc
     assert x.unique().tolist() == [7]
 
 
-def test_the_same_request_gets_the_same_views(workspace: Workspace) -> None:
+def test_workspace_acquire_same_request_gives_same_views(workspace: Workspace) -> None:
     first = workspace.acquire("attention", attention(8))
     assert workspace.acquire("attention", attention(8)) is first
     assert workspace.acquire("attention", list(attention(8))) is first  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_places_never_move(workspace: Workspace, monkeypatch: pytest.MonkeyPatch
         assert len({id(view) for ref in seen if (view := ref()) is not None}) <= 5
 
 
-def test_the_latest_views_are_kept(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspace_caches_only_latest_views(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one: thousands of different steps hold no more than some did."""
     monkeypatch.setattr(workspace_module, "MAX_CACHED_REQUESTS", 5)
     seen = [workspace.acquire("mlp", mlp(num_rows)) for num_rows in range(8)]
@@ -148,7 +148,7 @@ def refusal(call, *arguments: object) -> str:
     return words
 
 
-def test_more_than_was_reserved_is_refused_by_name_and_number(workspace: Workspace) -> None:
+def test_workspace_acquire_over_reservation_refused_with_bytes(workspace: Workspace) -> None:
     words = refusal(workspace.acquire, "attention", attention(MAX_ROWS + 1))
     wanted = 65 * 192 * 2 + 65 * 64 * 2 + 130 * 4 * 4
     for part in (
@@ -162,7 +162,7 @@ def test_more_than_was_reserved_is_refused_by_name_and_number(workspace: Workspa
     assert f"{wanted + 128 + 128 + 224} bytes" in words, words
 
 
-def test_a_lane_that_is_large_enough_for_another_owner_is_no_excuse(workspace: Workspace) -> None:
+def test_workspace_acquire_is_bound_by_own_reservation_not_lane(workspace: Workspace) -> None:
     """It would fit into the lane, but not into what its owner said: the plan would no longer be the truth."""
     words = refusal(workspace.acquire, "attention", (TensorSpec("a", (40_000,), "uint8"),))
     assert "40192 bytes" in words
@@ -194,14 +194,14 @@ def test_wrong_requests_are_sentences(
         assert words in refusal(workspace.acquire, owner, specs, lane)
 
 
-def test_nothing_can_be_reserved_once_it_is_made() -> None:
+def test_workspace_plan_refuses_reservation_after_allocation() -> None:
     plan = make_plan()
     Workspace(plan, CPU, Ledger())
     assert "the workspace is allocated" in refusal(plan.reserve, "mlp", mlp(MAX_ROWS + 1))
     plan.reserve("mlp", mlp(MAX_ROWS))
 
 
-def test_two_workspaces_never_share_or_resize_each_other(device: torch.device) -> None:
+def test_workspace_instances_share_no_memory(device: torch.device) -> None:
     """Two models with other head counts and the same names of owners, layer after layer in turn."""
     small = Workspace(make_plan(num_heads=2, max_rows=8), device, Ledger())
     large = Workspace(make_plan(num_heads=16), device, Ledger())
@@ -220,7 +220,7 @@ def test_two_workspaces_never_share_or_resize_each_other(device: torch.device) -
     assert places(first.acquire("mlp", mlp(1))) != places(second.acquire("mlp", mlp(1)))
 
 
-def test_what_is_released_is_gone(device: torch.device) -> None:
+def test_workspace_release_empties_ledger_and_reservations(device: torch.device) -> None:
     ledger = Ledger()
     made = Workspace(make_plan(), device, ledger)
     made.acquire("mlp", mlp(1))
@@ -231,7 +231,7 @@ def test_what_is_released_is_gone(device: torch.device) -> None:
     made.release()
 
 
-def test_a_lane_that_cannot_be_had_leaves_no_other_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspace_failed_lane_frees_other_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = arena_module.allocate_bytes
     lane_bytes = make_plan().lane_bytes
 

@@ -41,7 +41,7 @@ def test_alignment_goes_up_to_the_next_place(num_bytes: int) -> None:
     assert 0 <= aligned(num_bytes) - num_bytes < ALIGNMENT_BYTES
 
 
-def test_an_arena_is_the_sum_of_aligned_tensors() -> None:
+def test_arena_bytes_sum_aligned_tensors() -> None:
     specs = (TensorSpec("a", (1,), "int8"), TensorSpec("b", (64,), "float32"), TensorSpec("c", (0, 9), "int64"))
     assert arena_bytes(specs) == 256 + 256 + 0
     assert arena_bytes(()) == 0
@@ -64,7 +64,7 @@ def test_an_arena_is_the_sum_of_aligned_tensors() -> None:
         ((2,), None, "None is not the name"),
     ],
 )
-def test_what_cannot_be_is_told_in_words(shape: object, dtype: object, words: str) -> None:
+def test_tensor_spec_problem_describes_invalid_spec(shape: object, dtype: object, words: str) -> None:
     spec = TensorSpec("x", shape, dtype)  # type: ignore[arg-type]
     problem = spec.problem
     assert problem is not None
@@ -74,7 +74,7 @@ def test_what_cannot_be_is_told_in_words(shape: object, dtype: object, words: st
     assert str(spec).startswith("x ")
 
 
-def test_a_spec_reads_as_a_line() -> None:
+def test_tensor_spec_str_is_one_line() -> None:
     assert str(TensorSpec("qkv", (8, 64), "bfloat16")) == "qkv bfloat16 (8, 64)"
 
 
@@ -89,12 +89,12 @@ def spec(num_bytes: int, name: str = "x") -> TensorSpec:
 
 
 @given(requests)
-def test_a_lane_is_its_largest_request(asked: list[tuple[str, str, int]]) -> None:
+def test_workspace_plan_lane_is_its_largest_request(wanted: list[tuple[str, str, int]]) -> None:
     plan = WorkspacePlan()
-    for owner, lane, num_bytes in asked:
+    for owner, lane, num_bytes in wanted:
         plan.reserve(owner, (spec(num_bytes), spec(7, "y")), lane)
-    totals = {lane: 0 for _, lane, _ in asked}
-    for _, lane, num_bytes in asked:
+    totals = {lane: 0 for _, lane, _ in wanted}
+    for _, lane, num_bytes in wanted:
         totals[lane] = max(totals[lane], arena_bytes((spec(num_bytes), spec(7))))
     assert plan.lane_bytes == totals
     assert list(plan.lane_bytes) == list(totals), "lanes come in the order of their first request"
@@ -104,7 +104,7 @@ def test_a_lane_is_its_largest_request(asked: list[tuple[str, str, int]]) -> Non
         assert max(plan.requesters(lane).values()) == num_bytes
 
 
-def test_one_set_for_all_layers_against_a_set_each(root: Path) -> None:
+def test_workspace_plan_shared_scratch_against_one_per_layer(root: Path) -> None:
     """The arithmetic of scratch that every layer keeps for itself: the largest GPU of its day, for one model's leftovers."""
     num_layers, num_seqs, num_heads, num_splits, head_dim = 60, 256, 64, 32, 128
     partials = TensorSpec("partials", (num_seqs, num_heads, num_splits, head_dim + 1), "float32")
@@ -116,9 +116,9 @@ def test_one_set_for_all_layers_against_a_set_each(root: Path) -> None:
     assert together.total_bytes == 256 * 64 * 32 * 129 * 4 == 270_532_608
     assert apart.total_bytes == num_layers * together.total_bytes
     assert len(together.terms()) == 1
-    told = (root / "docs/memory.md").read_text()
-    assert f"take {format_bytes(together.total_bytes)}. A set for each of 60 layers" in told
-    assert f"would take {format_bytes(apart.total_bytes)}." in told
+    text = (root / "docs/memory.md").read_text()
+    assert f"take {format_bytes(together.total_bytes)}. A set for each of 60 layers" in text
+    assert f"would take {format_bytes(apart.total_bytes)}." in text
 
 
 def test_layers_with_other_shapes_need_no_more_than_the_largest() -> None:
@@ -142,7 +142,7 @@ def test_terms_name_the_largest_and_cost_nothing_while_loading() -> None:
     assert memory.phase_bytes["serve"] == plan.total_bytes + 4 * 1024
 
 
-def test_a_smaller_reservation_takes_nothing_back() -> None:
+def test_workspace_plan_smaller_reservation_keeps_larger() -> None:
     plan = WorkspacePlan()
     plan.reserve("mlp", (spec(1000),))
     plan.reserve("mlp", (spec(10),))
@@ -169,7 +169,7 @@ def test_lock_forbids_larger_reservations() -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((-1, 2), "float32"), ((2.5,), "float32"), ((2,), "halff"), ([2], "int8")], ids=str
 )
-def test_what_cannot_be_a_tensor_cannot_be_reserved(shape: tuple[int, ...], dtype: str) -> None:
+def test_workspace_plan_reserve_invalid_tensor_refused(shape: tuple[int, ...], dtype: str) -> None:
     plan = WorkspacePlan()
     with pytest.raises(
         WorkspaceError, match=r"was acquired at test_workspace_plan\.py:\d+ with a wrong shape: wide: .* is not"
@@ -180,22 +180,22 @@ def test_what_cannot_be_a_tensor_cannot_be_reserved(shape: tuple[int, ...], dtyp
 
 
 @pytest.mark.parametrize("lane", ["", "a/b"])
-def test_a_lane_has_a_name_that_is_no_path(lane: str) -> None:
+def test_workspace_plan_invalid_lane_name_refused(lane: str) -> None:
     with pytest.raises(AssertionError, match="lane="):
         WorkspacePlan().reserve("mlp", (spec(1),), lane)
 
 
-def test_long_requests_are_told_in_short() -> None:
+def test_described_shortens_long_requests() -> None:
     specs = tuple(spec(1, f"t{number}") for number in range(MAX_SHOWN_SPECS + 3))
     assert described(specs).endswith("t7 uint8 (1,), 3 more")
     assert described(()) == "nothing"
 
 
-def test_the_caller_is_outside_of_the_package() -> None:
+def test_caller_is_outside_of_the_package() -> None:
     assert caller().startswith("test_workspace_plan.py:")
 
 
-def test_two_plans_never_meet() -> None:
+def test_workspace_plan_instances_are_independent() -> None:
     first, second = WorkspacePlan(), WorkspacePlan()
     first.reserve("mlp", (spec(1000),))
     assert second.lane_bytes == {}

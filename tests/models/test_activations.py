@@ -214,7 +214,7 @@ def test_fused_decode_request_of_rank_and_stage_has_own_products():
     rank = replace(QWEN, num_ranks=4, vocab_size=151936 // 4)
     assert shapes(fused_decode_request(rank))["arrived"] == ((-(-151936 // 4 // 64),), "int32")
     stage = replace(QWEN, is_last_stage=False)
-    assert shapes(fused_decode_request(stage))["arrived"] == ((QWEN.qkv_size // 64,), "int32")
+    assert shapes(fused_decode_request(stage))["arrived"] == ((QWEN.attention_products[0][0] // 64,), "int32")
 
 
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8], ids=lambda scheme: scheme.name)
@@ -392,7 +392,7 @@ def test_scratch_is_enough_for_every_product_that_can_occur(spec, num_rows, sche
             x, weight, None, ResidualStream(own, empty(size_n), 1e-6, own, scratch), given_amax
         )
 
-    needs(normed, spec.qkv_size, spec.hidden_size)
+    needs(normed, *spec.attention_products[0])
     needs(added, spec.hidden_size, spec.query_size)
     needs(lambda x, size_n: normed(x, size_n, gated=True), spec.intermediate_size, spec.hidden_size)
     needs(added, spec.hidden_size, spec.intermediate_size)

@@ -41,7 +41,7 @@ def test_declaration_parameter_count_matches_transformers(case: str) -> None:
     assert {weight.name: weight.shape for weight in declared.parameters()} == by_name
 
 
-def test_published_numbers() -> None:
+def test_declared_v4_counts_match_published_numbers() -> None:
     assert round(elements(FLASH) / 1e9) == 284
     assert round(elements(PRO) / 1e12, 1) == 1.6
     assert elements(BASE) == elements(FLASH)

@@ -129,7 +129,7 @@ WHOLE_AT_ONCE = ("llama", "qwen3", "gemma3")
         *(pytest.param(case, NUM_STEPS, marks=pytest.mark.slow) for case in CASES if case not in BY_LENGTH),
     ],
 )
-def test_alone_and_whole(case, backend, num_steps):
+def test_logits_of_single_sequence_match_transformers(case, backend, num_steps):
     theirs, ours = tiny(case)
     for request in make_requests((1, 90) if num_steps == FEW_STEPS else (1, 33, 90), num_steps):
         drive = make_drive(ours, backend, max_num_batched_tokens=128)
@@ -299,7 +299,7 @@ SOME_OR_ALL_STEPS = pytest.mark.parametrize("num_steps", [FEW_STEPS, pytest.para
 
 @SOME_OR_ALL_STEPS
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_experts_alone_and_whole(name, num_steps, monkeypatch):
+def test_expert_logits_of_single_sequence_match_transformers(name, num_steps, monkeypatch):
     theirs, ours = tiny_experts(name)
     (request,) = make_requests((33,), num_steps)
     drive = make_drive(ours, choose("torch_paged", monkeypatch), max_num_batched_tokens=128)
@@ -309,7 +309,7 @@ def test_experts_alone_and_whole(name, num_steps, monkeypatch):
 
 @SOME_OR_ALL_STEPS
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_experts_in_company_of_other_lengths_and_in_chunks(name, num_steps, monkeypatch):
+def test_expert_logits_batched_and_chunked_match_transformers(name, num_steps, monkeypatch):
     backend = choose("native_paged", monkeypatch)
     theirs, ours = tiny_experts(name)
     requests = make_requests((1, 17, 64), num_steps)

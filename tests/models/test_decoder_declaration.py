@@ -133,7 +133,7 @@ def test_ranks_share_biases_and_sinks_with_their_weights() -> None:
     assert whole["layers.0.router.bias"] == half["layers.0.router.bias"] == (6,)
 
 
-def test_kinds() -> None:
+def test_declared_weights_have_expected_kinds() -> None:
     kinds: dict[str, set[str]] = {}
     for config in (CATALOGUE["OPT-125m"], CATALOGUE["Qwen3-8B"], CATALOGUE["Qwen2.5-7B-Instruct"]):
         for weight in declare_config(config, "x").parameters():

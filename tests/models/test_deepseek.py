@@ -23,7 +23,7 @@ Mutation = Callable[[LoadedModel, pytest.MonkeyPatch], LoadedModel]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_alone_and_whole(case):
+def test_logits_of_single_sequence_match_transformers(case):
     for length in (1, 33):
         alone(case, length, 8)
 

@@ -39,7 +39,7 @@ Mutation = Callable[[LoadedModel, pytest.MonkeyPatch], LoadedModel]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_alone_and_whole(case):
+def test_logits_of_single_sequence_match_transformers(case):
     """Up to as many tokens as are chosen, one more, and many more."""
     for length in (1, 4, 5, 6, 33):
         alone(case, length, 8)

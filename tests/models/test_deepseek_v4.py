@@ -24,7 +24,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("case", COMPRESSED_MODELS)
-def test_alone_and_whole(case):
+def test_logits_of_single_sequence_match_transformers(case):
     """Up to the first entries, around windows, and many more than are chosen."""
     for length in (1, 3, 8, 9, 41):
         alone(case, length, 8)

@@ -195,7 +195,7 @@ def test_logits_are_those_of_the_ordinary_way(folder, monkeypatch, taken, name, 
 
 @slow
 @pytest.mark.parametrize(("name", "num_ranks", "whole_experts"), [*QUICK, *MORE])
-def test_so_they_are_of_every_family(folder, monkeypatch, taken, name, num_ranks, whole_experts):
+def test_fused_ranks_every_family_matches_unfused(folder, monkeypatch, taken, name, num_ranks, whole_experts):
     use_references(monkeypatch)
     path = write_model(folder / name, name, **WIDE | MODELS[name])
     check_logits(path, meshes(num_ranks, has_expert_parallelism=whole_experts), (1, 2, 5, 16), taken)

@@ -8,7 +8,7 @@ CASES = [case for case in LATENT_MODELS if case.startswith("glm")]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_alone_and_whole(case):
+def test_logits_of_single_sequence_match_transformers(case):
     for length in (1, 33):
         alone(case, length, 8)
 

@@ -74,7 +74,7 @@ def test_windows_that_contexts_outgrow_many_times(window, page_tokens):
         judge(theirs, drive, request)
 
 
-def test_alone_in_torch(monkeypatch):
+def test_torch_paged_logits_match_transformers(monkeypatch):
     theirs, ours = tiny(7)
     (request,) = make_requests((40,))
     drive = make_drive(ours, choose("torch_paged", monkeypatch), 128)

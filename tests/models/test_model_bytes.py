@@ -224,7 +224,7 @@ def declared(name: str) -> DeclaredModel:
     return declare_config(CATALOGUE[name], name)
 
 
-def test_twenty_models_and_more() -> None:
+def test_weight_bytes_by_hand_cover_twenty_models() -> None:
     assert len(BY_HAND) >= 20
 
 

@@ -27,7 +27,7 @@ SPEC = ModelSpec(
 def test_sizes_follow_from_heads_and_not_from_hidden_size() -> None:
     assert SPEC.query_size == 96 != SPEC.hidden_size
     assert SPEC.kv_size == 32
-    assert SPEC.qkv_size == 96 + 2 * 32
+    assert SPEC.attention_products[0] == (96 + 2 * 32, SPEC.hidden_size)
 
 
 def test_windows_are_per_layer_or_absent() -> None:
@@ -63,7 +63,7 @@ def facts_of(spec: ModelSpec, layer: int) -> dict[str, object]:
         "window": spec.window(layer),
         "rope": spec.layer_rope(layer),
         "ratio": spec.entry_ratio(layer),
-        "pooled": spec.pooled_width(layer),
+        "pooled": spec.compressed and spec.compressed.pooled_width(layer, spec.head_dim),
         "index": index and dataclasses.replace(index, shared_layers=frozenset()),
         "experts": experts and dataclasses.replace(experts, dense_layers=frozenset(), table_layers=frozenset()),
         "has_table": spec.layer_kind(layer).has_table,
@@ -95,7 +95,9 @@ def test_layer_slice_has_the_facts_of_its_layers(name: str) -> None:
 def test_layers_of_v4_differ_by_kind() -> None:
     """Pooled: columns and gates of both halves, those of the index, and a weight for each of its heads."""
     spec = CASES["deepseek_v4"][1]
-    assert [spec.pooled_width(layer) for layer in range(4)] == [2 * 96 + 2 * 96 + 6, 0, 2 * 48, 2 * 96 + 2 * 96 + 6]
+    assert spec.compressed is not None
+    widths = [spec.compressed.pooled_width(layer, spec.head_dim) for layer in range(4)]
+    assert widths == [2 * 96 + 2 * 96 + 6, 0, 2 * 48, 2 * 96 + 2 * 96 + 6]
     assert [spec.entry_ratio(layer) for layer in range(4)] == [8, 0, 16, 8]
     assert [spec.layer_index(layer) is not None for layer in range(4)] == [True, False, False, True]
     assert [spec.layer_rope(layer) is spec.rope for layer in range(4)] == [True, False, True, True]

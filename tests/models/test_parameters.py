@@ -63,13 +63,13 @@ def test_parameter_check_names_rows_not_covered(parameter: Parameter, words: str
         parameter.check()
 
 
-def test_vectors_are_parameters_too() -> None:
+def test_parameter_of_vector_is_checked() -> None:
     bias = Parameter("qkv.bias", (6,), (Part("q.bias", 0, (4,)), Part("k.bias", 4, (2,))))
     bias.check()
     assert bias.num_elements == 6
 
 
-def test_other_layouts_are_checked_too() -> None:
+def test_parameter_check_covers_other_layouts() -> None:
     sound = Parameter("w", (6, 4), (Part("a", 0, (6, 4)),))
     replace(sound, layouts=((Part("b", 0, (2, 4)), Part("c", 2, (4, 4))),)).check()
     with pytest.raises(AssertionError, match="parts fill 4 rows of 6"):
@@ -154,7 +154,7 @@ def test_parts_begin_where_the_last_one_ended() -> None:
     parameter.check()
 
 
-def test_vectors_too() -> None:
+def test_stacked_vectors_are_one_parameter() -> None:
     bias = stacked("qkv.bias", [("q", (6,)), ("k", (2,))], "bias", "rows")
     assert bias.shape == (8,)
     bias.check()

@@ -97,7 +97,7 @@ def test_longrope_short_and_long(num_positions, head_dim, extra):
     check("longrope", longrope(head_dim) | extra, head_dim, num_positions=num_positions)
 
 
-def test_kinds_differ():
+def test_rope_tables_of_kinds_differ():
     """A table that ignored its settings would pass many of the tests above where the settings change little."""
     seen = {name: tables(*KINDS[name], 16, 10_000.0, 512, 512)[1].cos_TP for name in KINDS}
     alike = [

@@ -35,7 +35,7 @@ def test_get_logger_adds_no_handlers() -> None:
     assert logging.getLogger("holdfast").handlers == []
 
 
-def test_lines_reach_stderr_once_after_repeated_setup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_to_stderr_twice_writes_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
     log_to_stderr("INFO")
     log_to_stderr("INFO")
     get_logger("runner").info("attention=%s because %s", "torch", "no GPU")

@@ -35,7 +35,7 @@ def plan_request(name: str = "Qwen3-8B", target: Target = H200, **options: objec
 
 
 def changed(request: PlanRequest, alternative: Alternative) -> PlanRequest:
-    """The request of somebody who takes the advice."""
+    """The request with the advice taken."""
     for option, value in alternative.settings:
         request = _changed(request, option, value)
     return request

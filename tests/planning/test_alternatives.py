@@ -55,7 +55,7 @@ REQUESTS = st.builds(
 
 @given(REQUESTS)
 @settings(max_examples=12)
-def test_every_advice_works(wanted: PlanRequest) -> None:
+def test_list_alternatives_every_change_works(wanted: PlanRequest) -> None:
     listed = list_alternatives(resolve(wanted))
     fits = try_fit(resolve(wanted)) is not None
     for item in listed:
@@ -68,11 +68,11 @@ def test_every_advice_works(wanted: PlanRequest) -> None:
     smallest = [item for item in listed if item.is_smallest]
     could = [item for item in listed if item.fits]
     assert smallest == ([] if fits else could[:1])
-    told = smallest_changes(listed)
-    assert len(told) == min(3, len({tuple(name for name, _ in item.lasting[:1] or item.settings) for item in could}))
-    assert all(item in could for item in told)
+    picked = smallest_changes(listed)
+    assert len(picked) == min(3, len({tuple(name for name, _ in item.lasting[:1] or item.settings) for item in could}))
+    assert all(item in could for item in picked)
     if any(item.kind == WEIGHTS for item in could):
-        assert any(item.kind == WEIGHTS for item in told), "weights in fewer bits are among them where they fit"
+        assert any(item.kind == WEIGHTS for item in picked), "weights in fewer bits are among them where they fit"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_every_advice_works(wanted: PlanRequest) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_smallest_change(wanted: PlanRequest, option: str) -> None:
+def test_list_alternatives_marks_smallest_change(wanted: PlanRequest, option: str) -> None:
     smallest = next(item for item in list_alternatives(resolve(wanted)) if item.is_smallest)
     assert smallest.option == option
     assert fit_runner(changed(wanted, smallest)).kv_tokens == smallest.kv_tokens > 0
@@ -114,7 +114,7 @@ BORDERS = [
 
 @pytest.mark.parametrize("wanted", BORDERS, ids=lambda wanted: wanted.declared.name)
 def test_number_that_is_advised_is_the_least_change(wanted: PlanRequest) -> None:
-    """The next one towards what was asked does not fit: a share, a size, a power of two, a token."""
+    """The next one towards what was requested does not fit: a share, a size, a power of two, a token."""
     listed = [item for item in list_alternatives(resolve(wanted)) if item.fits and item.kind in (LEVER, CONTEXT)]
     alone = [item for item in listed if item.option is not None and item.option != "enforce_eager"]
     assert alone
@@ -122,7 +122,7 @@ def test_number_that_is_advised_is_the_least_change(wanted: PlanRequest) -> None
     for item in alone:
         option, value = item.option or "", item.value or ""
         if option in seen:
-            assert option == "max_model_len", "a context is told once more, as a power of two"
+            assert option == "max_model_len", "a context is listed once more, as a power of two"
             assert int(value).bit_count() == 1
             assert int(value) <= longest < 2 * int(value)
             continue
@@ -208,7 +208,7 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         gpu gpu=b300
         """,
     ),
-    "a long context that was asked": (
+    "a long context that was given": (
         plan_request("Llama-3.1-8B", RTX4090, max_model_len=131072),
         f"""
         smallest context max_model_len=36800
@@ -283,7 +283,7 @@ def test_weights_take_the_place_of_the_last_of_three_changes() -> None:
 
 
 def test_best_change_has_the_longest_context_then_most_tokens() -> None:
-    """Of those with the same lasting settings alone."""
+    """Only changes with the same lasting settings are compared."""
     short = alternative(WEIGHTS, (("quantization", "fp8"),), 100, 900)
     long = alternative(WEIGHTS, (("quantization", "fp8"), ("memory_utilization", "0.98")), 200, 300)
     more = alternative(WEIGHTS, (("quantization", "fp8"), ("max_num_seqs", "4")), 200, 400)
@@ -330,7 +330,7 @@ def test_smallest_change_joins_ranks_and_weights() -> None:
 
 @given(REQUESTS)
 @settings(max_examples=8)
-def test_the_order_of_what_a_person_would_rather_accept(wanted: PlanRequest) -> None:
+def test_list_alternatives_are_ordered_by_kind(wanted: PlanRequest) -> None:
     listed = list_alternatives(resolve(wanted))
     places = [KINDS.index(item.kind) for item in listed]
     assert places == sorted(places)
@@ -369,7 +369,7 @@ def test_levers_that_cost_no_quality_come_first_and_together() -> None:
     assert all(5088 < item.max_model_len < 17_456 for item in alone)
 
 
-def test_a_lever_that_gives_nothing_is_not_offered() -> None:
+def test_list_alternatives_omits_levers_without_gain() -> None:
     """Four sequences of 40,960 tokens use less than there is, and a step's scratch is nothing beside an H200."""
     listed = list_alternatives(resolve(plan_request("Qwen3-8B", H200)))
     assert [item.option for item in listed if item.kind == LEVER] == ["memory_utilization"]
@@ -386,7 +386,7 @@ def test_levers_that_suffice_together_are_the_smallest_change() -> None:
     assert fit_runner(changed(wanted, smallest)).kv_tokens == smallest.kv_tokens >= 16384
 
 
-def test_weights_that_are_not_enough_alone_are_offered_with_what_is() -> None:
+def test_list_alternatives_joins_weights_with_other_changes() -> None:
     wanted = plan_request("Qwen3-32B", RTX4090, max_model_len=32768)
     joint = [item for item in list_alternatives(resolve(wanted)) if item.kind == WEIGHTS and item.fits]
     assert joint
@@ -397,15 +397,15 @@ def test_weights_that_are_not_enough_alone_are_offered_with_what_is() -> None:
 
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B"])
-@pytest.mark.parametrize("asked", ["t4", "rtx3060", "v100-16g", "rtx4090", "h200"])
-def test_a_gpu_that_is_too_old_is_never_offered(name: str, asked: str) -> None:
-    wanted = plan_request(name, gpu_target(GPUS[asked]), quantization="int8")
+@pytest.mark.parametrize("key", ["t4", "rtx3060", "v100-16g", "rtx4090", "h200"])
+def test_list_alternatives_never_offers_too_old_gpu(name: str, key: str) -> None:
+    wanted = plan_request(name, gpu_target(GPUS[key]), quantization="int8")
     listed = list_alternatives(resolve(wanted))
     offered = [GPUS[item.value or ""] for item in listed if item.kind == GPU]
     assert all(gpu.capability >= (8, 0) for gpu in offered)
-    assert GPUS[asked].capability >= (8, 0) or RANKED not in {item.kind for item in listed}
+    assert GPUS[key].capability >= (8, 0) or RANKED not in {item.kind for item in listed}
     words = [reason for reason in missing_here(wanted) if "does not run: needs compute capability 8.0" in reason]
-    assert len(words) == (GPUS[asked].capability < (8, 0))
+    assert len(words) == (GPUS[key].capability < (8, 0))
 
 
 @pytest.mark.parametrize(
@@ -421,9 +421,9 @@ def test_a_gpu_that_is_too_old_is_never_offered(name: str, asked: str) -> None:
 def test_gpu_is_advised_for_a_cpu_if_nothing_else_fits(name: str, options: dict[str, object], is_offered: bool) -> None:
     wanted = plan_request(name, HOST, **options)
     assert try_fit(resolve(wanted)) is None
-    told = smallest_changes(list_alternatives(resolve(wanted)))
-    assert told
-    assert {item.kind == GPU for item in told} == {is_offered}
+    picked = smallest_changes(list_alternatives(resolve(wanted)))
+    assert picked
+    assert {item.kind == GPU for item in picked} == {is_offered}
     assert ("take " in advice(list_alternatives(resolve(wanted))).lower()) is is_offered
 
 
@@ -448,11 +448,11 @@ def test_shortened_context_names_the_limit_and_what_lifts_it() -> None:
     assert context_note(resolve(narrow), fit_runner(narrow)) == (
         "every layer attends to the last 4,096 tokens only, the model's own window"
     )
-    for other, told in ((1024, "the last 4,096 tokens only"), (50_000, "")):  # the widest bounds what is seen at all
+    for other, note in ((1024, "the last 4,096 tokens only"), (50_000, "")):  # the widest bounds what is seen at all
         several = replace(windowed, sliding_windows=(4096, other) * (windowed.num_layers // 2))
         mixed = replace(whole, declared=declare_decoder(several, "mixed"))
         found = context_note(resolve(mixed), fit_runner(mixed))
-        assert (told in found) if told else found == ""
+        assert (note in found) if note else found == ""
     for name in ("Qwen3-8B", "gpt-oss-20b"):  # beyond what they were made for: layers without a window still see it all
         longer = plan_request(name, H200, max_model_len=262144)
         assert context_note(resolve(longer), fit_runner(longer)) == ""
@@ -484,7 +484,7 @@ def test_gpu_that_holds_no_more_is_not_offered() -> None:
     assert all(item.kv_tokens > fit.kv_tokens for item in offered)
 
 
-def test_a_plan_that_fits_needs_no_change_and_hears_what_else_there_is() -> None:
+def test_list_alternatives_fitting_plan_has_no_smallest_change() -> None:
     listed = list_alternatives(resolve(plan_request("Qwen3-8B", H200, max_model_len=8192)))
     assert not any(item.is_smallest for item in listed)
     by_option: dict[str, list[str]] = {}
@@ -499,7 +499,7 @@ def test_a_plan_that_fits_needs_no_change_and_hears_what_else_there_is() -> None
     assert set(by_option["gpu"]) <= GPUS.keys()
 
 
-def test_what_is_already_so_is_no_change() -> None:
+def test_list_alternatives_omits_current_settings() -> None:
     listed = list_alternatives(
         resolve(plan_request("Qwen3-8B", H200, kv_cache_dtype="fp8", quantization="int8", tensor_parallel_size=4))
     )
@@ -523,7 +523,7 @@ def test_fewer_bits_are_offered_one_after_the_other() -> None:
         assert first.kv_tokens == fit_runner(changed(wanted, first)).kv_tokens
 
 
-def test_what_contradicts_another_option_is_not_offered() -> None:
+def test_list_alternatives_omits_contradicting_options() -> None:
     """Protected layers in fp8 are no wider than pages in fp8, or in bfloat16."""
     wanted = plan_request("Qwen3-8B", H200, kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=6)
     values = [item.value for item in list_alternatives(resolve(wanted)) if item.option == "kv_cache_dtype"]
@@ -550,7 +550,7 @@ def test_ranks_that_do_not_divide_are_not_offered() -> None:
     ]
 
 
-def test_a_context_that_would_be_useless_does_not_count() -> None:
+def test_list_alternatives_context_is_at_least_2048_tokens() -> None:
     for item in list_alternatives(resolve(plan_request("Llama-3.1-70B", H200))):
         if item.fits:
             assert fit_runner(changed(plan_request("Llama-3.1-70B", H200), item)).resolved.limits.max_model_len >= 2048
@@ -562,7 +562,7 @@ def test_others_memory_is_not_offered() -> None:
     assert not [item for item in listed if item.option == "memory_utilization"]
 
 
-def test_where_nothing_fits() -> None:
+def test_list_alternatives_without_fit_advises_smaller_model() -> None:
     listed = list_alternatives(resolve(plan_request("DeepSeek-V4-Pro", RTX4090)))
     gpus = [item for item in listed if item.option == "gpu"]
     assert [(item.value, item.fits) for item in gpus] == [("gb300", False)]

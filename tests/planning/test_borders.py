@@ -32,8 +32,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def bounded(kind: str, target: Any, limit: int | None = None, **more: object) -> PlanRequest:
     name, options = KINDS[kind]
-    asked = {"max_model_len": 1000, "max_num_seqs": 3, "max_num_batched_tokens": 300} | options | more
-    return plan_request(name, target, **asked, memory_limit=limit)
+    wanted = {"max_model_len": 1000, "max_num_seqs": 3, "max_num_batched_tokens": 300} | options | more
+    return plan_request(name, target, **wanted, memory_limit=limit)
 
 
 @pytest.mark.parametrize("target", [H200, LARGE_HOST], ids=["gpu", "cpu"])
@@ -72,7 +72,7 @@ def test_pages_of_one_sequence_are_the_least_that_fit(kind: str) -> None:
     assert pages(3 * least) == (most + 1, "every sequence at its longest needs no more")
 
 
-def test_bytes_that_are_short_are_told_in_a_plan() -> None:
+def test_plan_runner_one_byte_short_names_missing_bytes() -> None:
     needed = unfitting_runner(resolve(bounded("tied embedding", H200))).memory.peak_bytes
     request = bounded("tied embedding", H200, needed - 1)
     with pytest.raises(MemoryPlanError, match=r"GiB \(memory_limit\), 1 B short"):
@@ -92,10 +92,10 @@ def staged(num_stages: int, size: int = 1, **options: object) -> list[PlanReques
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("asked", "layers"), [(3, (0, 1, 27)), ("6,7,13,14", (6, 7, 13, 14)), (None, (0, 1, 26, 27))])
-def test_protected_layers_are_those_of_each_stage(asked: object, layers: tuple[int, ...], size: int) -> None:
+@pytest.mark.parametrize(("given", "layers"), [(3, (0, 1, 27)), ("6,7,13,14", (6, 7, 13, 14)), (None, (0, 1, 26, 27))])
+def test_protected_layers_are_those_of_each_stage(given: object, layers: tuple[int, ...], size: int) -> None:
     """Qwen3-0.6B: 28 layers of 8 key heads of 128 on 4 stages; 132 bytes of a head and token in 4 bits, 260 in fp8."""
-    requests = staged(4, size, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=asked)
+    requests = staged(4, size, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=given)
     for rank, request in enumerate(requests):
         plan, resolved = fit_runner(request), resolve(request)
         first = 7 * (rank // size)
@@ -125,7 +125,7 @@ def test_weights_of_ranks_add_up_to_those_of_one() -> None:
 
 
 def test_context_that_is_open_gives_way_by_one_token() -> None:
-    """With a byte fewer than the asked context needs, the open one is one token shorter, or a page."""
+    """With a byte fewer than the given context needs, the open one is one token shorter, or a page."""
     request = bounded("tied embedding", H200, max_num_seqs=1, page_tokens=1)
     needed = unfitting_runner(resolve(request)).memory.peak_bytes
     for limit, length in ((needed, 1000), (needed - 1, 999)):
@@ -134,7 +134,7 @@ def test_context_that_is_open_gives_way_by_one_token() -> None:
 
 
 def test_windows_of_sequences_take_a_tenth_of_the_memory() -> None:
-    """The largest power of two that has room, unless a number was asked for; the default stays to the byte."""
+    """The largest power of two that has room, unless a number was given; the default stays to the byte."""
     model, target = declared("gemma-2-9b"), H200._replace(total_bytes=2**50, available_bytes=2**50)
     sequence = model.kv_bytes_per_sequence("bfloat16")
     for budget, expected in (
@@ -148,7 +148,7 @@ def test_windows_of_sequences_take_a_tenth_of_the_memory() -> None:
         config = EngineConfig(memory_limit=budget)
         resolved = resolve(PlanRequest(config, model, target))
         assert resolved.limits.max_num_seqs == expected
-        told = [choice.value for choice in resolved.choices if choice.name == "max_num_seqs"]
-        assert told == ([] if expected == 256 else [str(expected)])
-        asked = resolve(PlanRequest(replace(config, max_num_seqs=300), model, target))
-        assert asked.limits.max_num_seqs == 300
+        printed = [choice.value for choice in resolved.choices if choice.name == "max_num_seqs"]
+        assert printed == ([] if expected == 256 else [str(expected)])
+        requested = resolve(PlanRequest(replace(config, max_num_seqs=300), model, target))
+        assert requested.limits.max_num_seqs == 300

@@ -21,7 +21,7 @@ from holdfast.planning.target import Target
 CPU = Target("cpu", "cpu", 16 * GIB, 16 * GIB, 0, "a test")
 LAYERS, HIDDEN, INNER, VOCAB = 30, 576, 1536, 49152
 MATRICES = ((960, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
-"""Of a layer: the fused q, k and v; o; gate and up; down."""
+"""Shapes of a layer: the fused q, k and v; o; gate and up; down."""
 NUM_NORMS = 2 * LAYERS + 1
 DISK_BYTES = 98_362_432
 BYTES = {
@@ -33,7 +33,7 @@ BYTES = {
     "int8": 135_376_640,
     "mxfp4": 84_995_840,
 }
-"""Of the weights of the default model in memory, in bfloat16 where a scheme leaves a tensor plain."""
+"""Weights of the default model in memory, in bfloat16 where a scheme leaves a tensor plain."""
 
 
 def padded(num_bytes: int) -> int:
@@ -84,7 +84,7 @@ def account(declared: DeclaredModel, **options) -> DiskAccount:
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_the_table_of_the_default_model(default, name):
+def test_disk_account_of_default_model_matches_hand_count(default, name):
     options = {"dtype": name} if name in ("float32", "bfloat16") else {"dtype": "bfloat16", "quantization": name}
     found = account(default, **options)
     assert (found.on_disk.num_bytes, found.on_disk.num_files) == (DISK_BYTES, 1)
@@ -151,12 +151,12 @@ def test_refusal_of_a_small_file_shows_its_size_in_memory(default):
     assert "\n" not in text
 
 
-def test_a_folder_of_plain_weights_has_none():
+def test_disk_account_of_plain_weights_is_none():
     declared = open_declared("Qwen3-8B")
     assert disk_account(resolve(PlanRequest(EngineConfig(), declared, CPU))) is None
 
 
-def test_the_table_stands_in_the_documents():
+def test_disk_account_sizes_are_in_memory_document():
     text = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     for num_bytes in (DISK_BYTES, *BYTES.values()):
         assert f"| {num_bytes} | {format_bytes(num_bytes)} |" in text

@@ -35,7 +35,7 @@ from models.model_sample import SOME_MODELS
 from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, declared, plan_request
 
 
-def test_a_plan_of_a_model_that_runs() -> None:
+def test_fit_runner_runnable_model_has_attention_specs() -> None:
     plan = fit_runner(plan_request("Qwen3-32B", H200, memory_utilization=0.98))
     assert plan.kv_bytes_per_token == 262144
     assert plan.kv_tokens == 16 * plan.memory.num_pages
@@ -50,7 +50,7 @@ def test_a_plan_of_a_model_that_runs() -> None:
     assert plan.memory.peak_bytes <= 0.98 * H200.total_bytes
 
 
-def test_a_plan_of_a_model_that_does_not_run() -> None:
+def test_fit_runner_planned_only_model_has_no_attention_specs() -> None:
     plan = fit_runner(
         plan_request("gemma-2-9b", memory_target("400GiB"), kv_cache_dtype="bfloat16", max_model_len=100_000)
     )
@@ -66,7 +66,7 @@ def test_a_plan_of_a_model_that_does_not_run() -> None:
 
 @for_each("kv_format", KV_FORMATS)
 @for_each("name", SOME_MODELS)
-def test_every_model_in_every_format(name: str, kv_format: str) -> None:
+def test_fit_runner_every_model_in_every_kv_format(name: str, kv_format: str) -> None:
     wanted = plan_request(name, memory_target("2TiB"), kv_cache_dtype=kv_format, max_model_len=2048)
     model, found = declared(name), KV_FORMATS[kv_format]
     if model.keeps_latents and kv_format in MLA_NAMES:
@@ -127,7 +127,7 @@ def test_bytes_of_a_token_by_hand(kv_format: str, sizes: tuple[int, int]) -> Non
         assert token_bytes(kv_protected_layers=64) == 64 * 8 * 260
 
 
-def test_a_whole_model_in_k8v4_holds_what_an_h200_should() -> None:
+def test_fit_runner_qwen3_32b_in_k8v4_holds_720k_tokens_on_h200() -> None:
     plan = fit_runner(plan_request("Qwen3-32B", H200, kv_cache_dtype="turboquant_k8v4", memory_utilization=0.98))
     assert plan.kv_tokens >= 720_000
     assert plan.kv_tokens == 64 * plan.memory.num_pages
@@ -224,7 +224,7 @@ REQUESTS = st.builds(
 
 @given(REQUESTS)
 @settings(max_examples=150)
-def test_the_plan_is_the_largest_that_fits(wanted: PlanRequest) -> None:
+def test_fit_runner_plan_is_largest_that_fits(wanted: PlanRequest) -> None:
     fit = try_fit(resolve(wanted))
     resolved = resolve(wanted)
     if fit is None:
@@ -251,7 +251,7 @@ def test_the_plan_is_the_largest_that_fits(wanted: PlanRequest) -> None:
 
 @given(REQUESTS, st.integers(1, 64))
 @settings(max_examples=50)
-def test_more_memory_never_gives_fewer_tokens(wanted: PlanRequest, more: int) -> None:
+def test_fit_runner_more_memory_never_gives_fewer_tokens(wanted: PlanRequest, more: int) -> None:
     fit = try_fit(resolve(wanted))
     larger = try_fit(resolve(replace(wanted, target=memory_target(wanted.target.total_bytes + more * GIB))))
     if fit is not None:
@@ -259,7 +259,7 @@ def test_more_memory_never_gives_fewer_tokens(wanted: PlanRequest, more: int) ->
         assert larger.kv_tokens >= fit.kv_tokens
 
 
-def test_an_open_context_shrinks_with_a_reason() -> None:
+def test_fit_runner_open_context_shrinks_with_reason() -> None:
     plan = fit_runner(plan_request("Llama-3.1-8B", RTX4090))
     assert plan.resolved.limits.max_model_len == plan.kv_tokens < 131072
     choice = next(choice for choice in plan.resolved.choices if choice.name == "max_model_len")
@@ -267,9 +267,9 @@ def test_an_open_context_shrinks_with_a_reason() -> None:
         "shortened from the model's own 131,072: no more fits 21.17 GiB (90% of the device's 23.52 GiB)"
     )
     assert plan.context_note == "", "the door to planning adds what would lift it"
-    told = plan_runner(PlanRequest(EngineConfig(), declared("Llama-3.1-8B"), RTX4090)).context_note
+    noted = plan_runner(PlanRequest(EngineConfig(), declared("Llama-3.1-8B"), RTX4090)).context_note
     assert (
-        f"context of {plan.kv_tokens:,} tokens, {choice.reason}; to lift it: set memory_utilization=0.98 and " in told
+        f"context of {plan.kv_tokens:,} tokens, {choice.reason}; to lift it: set memory_utilization=0.98 and " in noted
     )
 
 
@@ -287,7 +287,7 @@ def test_open_context_without_one_token_is_refused() -> None:
     assert pages.num_bytes == 16 * 327680, "one page"
 
 
-def test_pages_on_a_host_are_bounded_unless_one_sequence_needs_more() -> None:
+def test_fit_runner_host_pages_bounded_by_default_or_sequence() -> None:
     plan = fit_runner(plan_request("Qwen3-0.6B", HOST, max_model_len=2048))
     assert GIB - plan.memory.page_bytes < plan.memory.kv_bytes <= GIB
     assert "on a CPU, unless an option sets more" in plan.memory.pages_reason
@@ -305,13 +305,13 @@ def test_memory_for_pages_alone() -> None:
     assert shrunk.resolved.limits.max_model_len == GIB // 147456 // 16 * 16
 
 
-def test_no_more_pages_than_could_be_used() -> None:
+def test_fit_runner_plans_no_more_pages_than_usable() -> None:
     plan = fit_runner(plan_request("Qwen3-0.6B", H200, max_num_seqs=2, max_model_len=1000))
     assert plan.kv_tokens == 2 * 1008
     assert plan.max_concurrency == 2.016
 
 
-def test_a_plan_that_does_not_fit_can_be_drawn() -> None:
+def test_unfitting_runner_table_equals_table_of_refusal() -> None:
     wanted = plan_request("Qwen3-32B", RTX4090, max_model_len=4096)
     plan = unfitting_runner(resolve(wanted))
     assert plan.kv_tokens == 4096
@@ -332,7 +332,7 @@ def test_a_plan_that_does_not_fit_can_be_drawn() -> None:
         ({"name": "Qwen3-30B-A3B"}, ()),
     ],
 )
-def test_what_this_version_does_not_do(options, words) -> None:
+def test_missing_here_lists_unsupported_parts(options, words) -> None:
     wanted = plan_request(**options)
     assert missing_here(wanted) == words
     assert fit_runner(wanted).not_in_this_version == words
@@ -362,7 +362,7 @@ def test_absurd_limits_are_refused_and_not_tried() -> None:
         )
 
 
-def test_a_budget_smaller_than_the_weights() -> None:
+def test_fit_runner_budget_below_weights_refused() -> None:
     with pytest.raises(MemoryPlanError, match=r"needs \d+\.\d\d GiB in its serve phase \(weights 15\.26 GiB"):
         fit_runner(plan_request("Qwen3-8B", memory_target("8GiB")))
     with pytest.raises(MemoryPlanError):
@@ -377,7 +377,7 @@ def test_ranks_that_do_not_divide() -> None:
         fit_runner(plan_request("Qwen3-8B", mesh=stages))
 
 
-def test_two_ranks_hold_half_each() -> None:
+def test_fit_runner_two_ranks_hold_half_each() -> None:
     one, two = (fit_runner(plan_request("Qwen3-32B", H200, tensor_parallel_size=ranks)) for ranks in (1, 2))
     assert two.kv_bytes_per_token * 2 == one.kv_bytes_per_token
     assert two.attention_specs[0].num_heads == 32
@@ -385,7 +385,7 @@ def test_two_ranks_hold_half_each() -> None:
     assert 0.499 < weights[1] / weights[0] < 0.502
 
 
-def test_a_plan() -> None:
+def test_plan_runner_gives_plan_with_expected_tokens() -> None:
     plan = plan_runner(PlanRequest(EngineConfig(), declared("Qwen3-8B"), H200))
     assert isinstance(plan, RunnerPlan)
     assert plan.kv_tokens > 700_000
@@ -435,7 +435,7 @@ def test_a_plan() -> None:
         ),
     ],
 )
-def test_a_refusal_ends_with_the_smallest_changes(name, target, options, advice) -> None:
+def test_plan_runner_refusal_ends_with_smallest_changes(name, target, options, advice) -> None:
     with pytest.raises(MemoryPlanError, match=advice) as caught:
         plan_runner(PlanRequest(EngineConfig(**options), declared(name), target))
     error = caught.value

@@ -1,4 +1,4 @@
-"""Plans of DeepSeek-V4: bytes of a token and of a million, states, page tables, the prefix block, and what is declined in words."""
+"""Plans of DeepSeek-V4: bytes of a token and of a million, states, page tables, the prefix block, and what is declined."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -47,7 +47,7 @@ def test_bytes_of_a_token_and_of_a_page(model: str, kv_dtype: str, token_bytes: 
     assert "the last 4 tokens of a prefix that is found are computed again" in block.reason
 
 
-def test_a_million_tokens_of_flash() -> None:
+def test_fit_runner_v4_flash_million_tokens_take_expected_bytes() -> None:
     for kv_dtype, words in (("fp8", "3.98 GiB"), ("bfloat16", "7.11 GiB")):
         plan = fit_runner(plan_request(FLASH, H200, tensor_parallel_size=4, kv_cache_dtype=kv_dtype))
         _, fours, hundreds = plan.groups
@@ -55,7 +55,7 @@ def test_a_million_tokens_of_flash() -> None:
         assert format_bytes(num_bytes) == words
 
 
-def test_every_layer_says_what_it_attends_to() -> None:
+def test_fit_runner_v4_flash_attention_specs_by_layer() -> None:
     plan = fit_runner(plan_request(FLASH, H200, tensor_parallel_size=4))
     specs, cache = plan.attention_specs, plan.cache
     assert cache is not None
@@ -88,7 +88,7 @@ def test_states_and_tables_are_lines_of_the_plan() -> None:
     assert "attention/sinks" not in terms, "they are read where they were loaded"
 
 
-def test_one_h200_is_too_small_and_the_refusal_says_by_what() -> None:
+def test_plan_runner_v4_flash_on_one_h200_refused_with_owner() -> None:
     with pytest.raises(MemoryPlanError) as caught:
         plan_runner(plan_request(FLASH, H200))
     assert "DeepSeek-V4-Flash" in str(caught.value) or "weights" in str(caught.value)
@@ -110,7 +110,7 @@ def test_compressed_attention_refuses_other_options() -> None:
     assert declared(FLASH).kv_bytes_per_sequence("fp8") == 445_440
 
 
-def test_what_one_gpu_holds_of_it() -> None:
+def test_layers_note_names_layers_that_one_gpu_holds() -> None:
     shared = plan_request(FLASH, H200, tensor_parallel_size=4, kv_cache_dtype="fp8")
     note = "one NVIDIA H200 holds the first {} of 43 layers, with a context of {:,} tokens"
     assert layers_note(shared) == note.format(34, MILLION)

@@ -40,7 +40,7 @@ def request_of(model: DeclaredModel, gib: float = 40, **options: object) -> Plan
     return PlanRequest(EngineConfig.from_options(**options), model, memory_target(int(gib * GIB)))
 
 
-def test_a_window_is_counted_by_its_bound() -> None:
+def test_fit_runner_counts_window_group_by_its_bound() -> None:
     """Mistral-7B v0.1 with 32K: while a prompt is computed W - 1 tokens, a step and a page; then W - 1, one and a page."""
     plan = fit_runner(plan_request(MISTRAL, memory_target("24GiB")))
     assert [group.window for group in plan.cache_groups] == [4096]
@@ -78,7 +78,7 @@ def test_pages_of_several_groups() -> None:
     assert "inputs/slots.1" in planned
 
 
-def test_tokens_that_fit_without_groups_are_those_of_a_model_without_windows() -> None:
+def test_tokens_without_groups_equal_model_without_windows() -> None:
     wanted = request_of(ALTERNATING, max_model_len=65536)
     found, plain = fit_runner(wanted), fit_runner(request_of(windowed(*[None] * 24), max_model_len=65536))
     assert abs(found.tokens_without_groups - plain.kv_tokens) < 0.002 * plain.kv_tokens, (
@@ -95,7 +95,7 @@ def test_tokens_without_groups_keep_to_the_bound_on_pages() -> None:
     assert few.tokens_without_groups == 2 * 1504
 
 
-def test_one_longest_sequence_must_fit_in_all_groups_together() -> None:
+def test_fit_runner_longest_sequence_must_fit_all_groups() -> None:
     wanted = request_of(ALTERNATING, gib=40, max_model_len=65536, max_num_seqs=1)
     plan = fit_runner(wanted)
     assert plan.memory.num_pages == sum(group.prompt_pages for group in plan.groups)
@@ -121,16 +121,16 @@ def sizes_of_lengths() -> dict[int, int]:
 
 
 @pytest.mark.parametrize("most", [None, 29, 30, 31, 90, 91, 150])
-def test_the_longest_context_that_fits_is_the_longest(most: int | None) -> None:
+def test_try_fit_open_context_is_longest_that_fits(most: int | None) -> None:
     """Layers are grouped otherwise beyond each window: every length is tried, with the bytes that one of them needs."""
     sizes = sizes_of_lengths()
-    asked = 40 * 1024 if most is None else sizes[most]
-    lengths = [length for length, num_bytes in sizes.items() if num_bytes <= asked]
-    found = try_fit(resolve(request_of(SMALL_WINDOWS, kv_cache_memory=asked, **SMALL_STEPS)))
+    allowed = 40 * 1024 if most is None else sizes[most]
+    lengths = [length for length, num_bytes in sizes.items() if num_bytes <= allowed]
+    found = try_fit(resolve(request_of(SMALL_WINDOWS, kv_cache_memory=allowed, **SMALL_STEPS)))
     assert (None if found is None else found.resolved.limits.max_model_len) == (lengths[-1] if lengths else None)
 
 
-def test_padding_is_told_and_bounded_by_what_is_chosen() -> None:
+def test_fit_runner_group_padding_is_reported_and_bounded() -> None:
     """A prime number of layers: pages are made so that what no layer uses costs less than long blocks would."""
     plan = fit_runner(request_of(windowed(*[512] * 11, *[None] * 2)))
     assert plan.cache is not None
@@ -144,16 +144,16 @@ def test_padding_is_told_and_bounded_by_what_is_chosen() -> None:
     [(5, 6, True), (8, 7, True), (20, 4, False)],
 )
 def test_protected_layers_may_leave_what_others_leave(num_windows: int, num_whole: int, is_protected: bool) -> None:
-    """More than a twentieth of a page, if pages without them leave as much; if not, none is protected unless asked."""
+    """More than a twentieth of a page, if pages without them leave as much; if not, none is protected unless requested."""
     model = windowed(*[512] * num_windows, *[None] * num_whole)
     plan = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc"))
     assert bool(plan.resolved.protected.layers) is is_protected
     bare = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=0))
-    asked = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=4))
-    shares = [max(group.padding_share for group in each.groups) for each in (bare, asked)]
+    requested = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=4))
+    shares = [max(group.padding_share for group in each.groups) for each in (bare, requested)]
     assert shares[1] > 0.05
     assert (shares[1] <= shares[0]) is is_protected
-    assert len(asked.resolved.protected.layers) == 4
+    assert len(requested.resolved.protected.layers) == 4
 
 
 def test_staging_is_computed_once_for_a_request() -> None:
@@ -178,7 +178,7 @@ def test_staging_is_computed_once_for_a_request() -> None:
 
 
 @pytest.mark.parametrize("window", [0, -8, 8.5, "8", True])
-def test_a_window_that_is_none_is_refused_before_anything_is_planned(window: object) -> None:
+def test_declare_config_invalid_window_refused_in_one_line(window: object) -> None:
     config = CATALOGUE[MISTRAL] | {"sliding_window": window}
     with pytest.raises(ModelFormatError) as caught:
         declare_config(config, "x")
@@ -188,7 +188,7 @@ def test_a_window_that_is_none_is_refused_before_anything_is_planned(window: obj
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 32767, 32768, 40000])
-def test_any_other_window_is_planned(window: int) -> None:
+def test_fit_runner_plans_any_valid_window(window: int) -> None:
     plan = fit_runner(
         PlanRequest(EngineConfig(), declare_config(CATALOGUE[MISTRAL] | {"sliding_window": window}, "x"), H200)
     )
@@ -196,7 +196,7 @@ def test_any_other_window_is_planned(window: int) -> None:
     assert plan.max_concurrency >= 27
 
 
-def test_every_group_has_tokens_on_a_page() -> None:
+def test_mixed_cache_every_group_has_tokens_on_a_page() -> None:
     """A page is never empty: the smallest group takes at least as many chunks as the largest."""
     for few in range(1, 12):
         spec = mixed_cache([KV_FORMATS["bfloat16"]] * 12, 2, 64, 16, [None] * few + [64] * (12 - few))

@@ -57,7 +57,7 @@ def test_pages_and_context_are_the_least_of_all() -> None:
     assert plans.plans[0].memory.pages_reason == "as many as the rank with the fewest has"
 
 
-def test_a_context_that_one_rank_cannot_have_nobody_has() -> None:
+def test_plan_ranks_context_is_shortest_of_all_ranks() -> None:
     tight = smaller(RTX4090, 11 * GIB)
     plans = plan_ranks(config_of(), declared(MODEL), reports_of(RTX4090, tight))
     alone = fit_runner(PlanRequest(config_of(), declared(MODEL), tight, Mesh(1, 2)))
@@ -68,12 +68,12 @@ def test_a_context_that_one_rank_cannot_have_nobody_has() -> None:
 
 
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2), (2, 2)])
-def test_each_rank_plans_the_same_for_itself(size: int, num_stages: int) -> None:
-    """From what it is told over a channel, with what loading really holds; then nothing differs."""
+def test_plan_ranks_each_rank_plans_same_for_itself(size: int, num_stages: int) -> None:
+    """From what it receives over a channel, with what loading really holds; then nothing differs."""
     config, model = config_of(size, num_stages), declared(MODEL)
     reports = reports_of(*(smaller(H200, (60 + 10 * rank) * GIB) for rank in range(size * num_stages)))
-    told = json.loads(json.dumps([report.as_dict() for report in reports]))
-    assert [RankReport.of(one) for one in told] == reports
+    sent = json.loads(json.dumps([report.as_dict() for report in reports]))
+    assert [RankReport.of(one) for one in sent] == reports
     plans = plan_ranks(config, model, reports)
     agreement = Agreement.of(json.loads(json.dumps(plans.agreement.as_dict())))
     assert agreement == plans.agreement
@@ -121,7 +121,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "name", "words"), REFUSED, ids=[words[:40] for *_, words in REFUSED])
-def test_what_cannot_be_shared_is_refused_in_one_sentence(options, name, words) -> None:
+def test_plan_ranks_indivisible_model_refused_in_one_line(options, name, words) -> None:
     config = config_of(**options)
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     for ask in (
@@ -135,7 +135,7 @@ def test_what_cannot_be_shared_is_refused_in_one_sentence(options, name, words) 
         assert "\n" not in str(caught.value)
 
 
-def test_ranks_that_cannot_be_are_refused_before_each_has_a_report(monkeypatch) -> None:
+def test_worst_request_invalid_ranks_refused_before_reports(monkeypatch) -> None:
     """4096 x 4096 reports are minutes of work for one sentence."""
     monkeypatch.setattr("holdfast.planning.ranks.report_rank", lambda *_: pytest.fail("a report was made"))
     with pytest.raises(ConfigError, match="32 query heads do not divide into 4096 equal parts"):
@@ -168,7 +168,7 @@ def test_rank_unlike_rank_0_is_refused() -> None:
 
 
 def test_tokenizer_is_held_by_rank_0_alone() -> None:
-    """Of processes that were not measured with it."""
+    """Terms of processes that were not measured with it."""
     host = HOST._replace(context_bytes=GIB)
     plans = plan_ranks(config_of(4, max_model_len=64), declared("Qwen3-0.6B"), reports_of(*[host] * 4)).plans
     held = [[term.num_bytes for term in plan.memory.terms if term.owner == "tokenizer"] for plan in plans]
@@ -188,7 +188,7 @@ def test_context_that_ranks_agreed_on_does_not_shrink() -> None:
         assert found is None or found.resolved.limits.max_model_len == agreed
 
 
-def test_as_many_nodes_as_ranks_are_taken() -> None:
+def test_check_ranks_accepts_as_many_nodes_as_ranks() -> None:
     check_ranks(config_of(4, nnodes=4), declared(MODEL))
     with raises_code("plan.more_nodes_than_ranks", ConfigError, value=5, num_ranks=4):
         check_ranks(config_of(4, nnodes=5), declared(MODEL))
@@ -243,7 +243,7 @@ def test_report_of_another_release_is_refused(change) -> None:
         RankReport.of(sent)
 
 
-def test_a_choice_that_one_device_would_make_otherwise() -> None:
+def test_plan_ranks_choice_unsupported_on_one_device_refused() -> None:
     """Products in fp8 are not on every GPU: what an option leaves open must be the same everywhere."""
     old = H200._replace(capability=(8, 0))
     with pytest.raises(ConfigError) as caught:
@@ -251,7 +251,7 @@ def test_a_choice_that_one_device_would_make_otherwise() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_rank_that_has_too_little_is_named_with_what_would_fit() -> None:
+def test_plan_ranks_names_rank_with_too_little_memory() -> None:
     with pytest.raises(MemoryPlanError) as caught:
         plan_ranks(config_of(1, 2), declared("Qwen3-32B"), reports_of(H200, RTX4090._replace(available_bytes=2 * GIB)))
     words = str(caught.value)
@@ -259,7 +259,7 @@ def test_a_rank_that_has_too_little_is_named_with_what_would_fit() -> None:
     assert "budget is 2.00 GiB" in words
 
 
-def test_a_plan_that_differs_is_refused_with_both_numbers() -> None:
+def test_refuse_difference_names_both_values() -> None:
     plans = plan_ranks(config_of(), declared(MODEL), reports_of(H200, H200))
     own = plan_summary(plans.plans[1])
     refuse_difference(1, own, plans.agreement.summaries[1])
@@ -274,7 +274,7 @@ def test_a_plan_that_differs_is_refused_with_both_numbers() -> None:
             refuse_difference(1, other, plans.agreement.summaries[1])
 
 
-def test_the_worst_rank_is_what_a_plan_is_shown_of() -> None:
+def test_worst_request_is_of_worst_rank() -> None:
     request, plans = worst_request(config_of(4), declared(MODEL), H200)
     assert plans is not None
     assert request.mesh == rank_meshes(config_of(4))[plans.worst]

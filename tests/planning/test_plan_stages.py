@@ -131,7 +131,7 @@ def test_cuts_count_the_graphs_of_a_stage() -> None:
 
 
 def _inner_near(cuts):
-    """The same cuts with one of them moved by a layer."""
+    """Cuts like these with one of them moved by a layer."""
     inner = [first for first, _ in cuts[1:]]
     for place in range(len(inner)):
         for step in (-1, 1):

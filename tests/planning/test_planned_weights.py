@@ -86,7 +86,7 @@ def test_planned_bytes_are_loaded_bytes(name: str, recipe: WeightRecipe) -> None
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V3"])
-def test_a_large_mixture_of_experts(name: str) -> None:
+def test_planned_bytes_of_large_expert_models_equal_load(name: str) -> None:
     """One scheme: they have tens of thousands of tensors."""
     declared, wanted = model(name)
     recipe = WeightRecipe(WEIGHT_SCHEMES["fp8_block"])
@@ -111,8 +111,8 @@ OPTIONS = ({}, {"quantized_embeddings": "none"}, {"quantized_embeddings": "all",
 
 
 @pytest.mark.parametrize("case", STORED)
-def test_a_plan_of_a_quantized_checkpoint_is_what_an_engine_loads(case: str, tmp_path: Path) -> None:
-    """Its own scheme, where it is asked, is for what it left plain and its makers did not leave out."""
+def test_planned_bytes_of_quantized_checkpoint_equal_load(case: str, tmp_path: Path) -> None:
+    """Its own scheme, where it is requested, is for what it left plain and its makers did not leave out."""
     scheme, plain, said, settings = STORED[case]
     folder = str(make_stored(tmp_path / "model", scheme, plain, said, **settings))
     sizes = []
@@ -134,8 +134,8 @@ def test_a_plan_of_a_quantized_checkpoint_is_what_an_engine_loads(case: str, tmp
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("said", [("model", "lm_head"), ("model",)], ids=" and ".join)
-def test_a_checkpoint_that_stores_nothing_quantized_is_a_plain_one(said, load_format, tmp_path: Path) -> None:
-    """Whatever its settings say: what is asked is done to all of it."""
+def test_planned_bytes_of_checkpoint_without_codes_equal_plain(said, load_format, tmp_path: Path) -> None:
+    """Whatever its settings say: what is requested is done to all of it."""
     folder = str(make_stored(tmp_path / "model", "fp8", ("model.",), said))
     for scheme in ("fp8", "int8"):
         config = EngineConfig.from_options(model=folder, device="cpu", quantization=scheme, weight_cache="off")
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_stores_nothing_quantized_is_a_plain_one(said, load_fo
         assert load.plan.num_quantized == 9
 
 
-def test_without_weights_the_settings_are_believed(tmp_path: Path) -> None:
+def test_open_declared_without_weights_uses_settings(tmp_path: Path) -> None:
     folder = make_stored(tmp_path / "model", "fp8_block", ("o_proj",), ("o_proj",))
     known = open_declared(str(folder))
     (folder / "model.safetensors").unlink()

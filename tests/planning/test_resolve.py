@@ -54,7 +54,7 @@ def with_layers(num_layers: int) -> DeclaredModel:
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)
-def test_the_default_of_every_format(name: str) -> None:
+def test_protected_layers_default_of_every_kv_format(name: str) -> None:
     protected = chosen(kv_format=name)
     assert len(protected.layers) == DEFAULT_PROTECTED_LAYERS.get(name, 0)
     assert bool(protected.reason) == KV_FORMATS[name].is_quantized
@@ -117,7 +117,7 @@ def test_weights_have_the_last_word_where_there_are_key_biases() -> None:
         ("bfloat16", {"kv_protected_layers": 2, "kv_protected_dtype": "float32"}, "float32"),
     ],
 )
-def test_the_wider_format(kv_format: str, options: dict, wider: str) -> None:
+def test_protected_layers_take_wider_format(kv_format: str, options: dict, wider: str) -> None:
     protected = chosen(kv_format=kv_format, **options)
     assert protected.format.name == wider
     formats = protected.formats(KV_FORMATS[kv_format], 30)
@@ -198,7 +198,7 @@ def test_positions_are_the_two_ends(sizes: tuple[int, int]) -> None:
     st.lists(st.floats(0, 1e30) | st.sampled_from([0.0, 1.0, math.inf, math.nan]), min_size=1, max_size=40),
     st.integers(1, 40),
 )
-def test_the_largest_biases_are_protected(norms: list[float], wanted: int) -> None:
+def test_key_bias_protection_takes_largest_norms(norms: list[float], wanted: int) -> None:
     count = min(wanted, len(norms))
     layers, reason = by_key_bias(count, norms)
     assert len(set(layers)) == count
@@ -218,7 +218,7 @@ def test_biases_that_are_alike_are_taken_by_position() -> None:
     assert by_key_bias(3, [1.0, 1.0, 5.0, 1.0, 1.0])[0] == (0, 2, 4), "the ends first among equals"
 
 
-def test_the_reason_has_the_numbers() -> None:
+def test_key_bias_protection_reason_has_norms() -> None:
     """The norms of a model that is known to break with 4-bit keys: the ends, and one in the middle."""
     norms = [605.0, 22.0, 20.0, 300.0, 25.0, 18.0, 30.0, 921.0]
     layers, reason = by_key_bias(3, norms)
@@ -227,7 +227,7 @@ def test_the_reason_has_the_numbers() -> None:
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=6, unique=True))
-def test_a_list_is_written_as_it_is_read(layers: list[int]) -> None:
+def test_parse_layers_inverts_listed(layers: list[int]) -> None:
     assert parse_layers(listed(sorted(layers)), "x") == tuple(sorted(layers))
 
 
@@ -244,7 +244,7 @@ def test_recipe_without_options_reports_nothing() -> None:
     assert choose(quantization="none") == (WeightRecipe(), ())
 
 
-def test_every_scheme_runs_on_new_gpus_and_hosts() -> None:
+def test_choose_recipe_every_scheme_runs_on_new_gpus_and_hosts() -> None:
     """A GPU of which only the size is known counts as a new one."""
     for target in (H200, RTX4090, HOST, memory_target("24GiB")):
         for name in WEIGHT_SCHEMES:
@@ -282,7 +282,7 @@ def test_idle_pattern_is_reported_and_wrong_one_raises() -> None:
     assert caught.value.hints == ("Did you mean *down_proj*?",)
 
 
-def test_a_checkpoint_that_is_quantized_stays_so() -> None:
+def test_choose_recipe_quantized_checkpoint_keeps_its_scheme() -> None:
     recipe, notes = choose("DeepSeek-R1")
     assert recipe.scheme == FP8_BLOCK
     assert notes == (("quantization", "fp8_block", "the checkpoint's own"),)
@@ -318,7 +318,7 @@ def test_stored_weights_refuse_other_recipes_with_a_fix(options: dict, code: str
     assert choose(saved, quantization="fp8", quantization_ignore="*down_proj*")[0] == as_it_is, "that is plain anyway"
 
 
-def test_the_checkpoint_s_own_scheme_is_for_what_it_left_open() -> None:
+def test_choose_recipe_own_scheme_applies_to_open_weights() -> None:
     plain = declared("Qwen3-8B")
     left = frozenset(weight.name for weight in plain.parameters() if "layers.1." not in weight.name)
     stored = replace(plain, stored={"layers.0.o.weight": FP8}, open_weights=left)
@@ -331,7 +331,7 @@ def test_the_checkpoint_s_own_scheme_is_for_what_it_left_open() -> None:
     assert choose(stored)[0] == stored.stored_recipe
 
 
-def test_what_is_open_is_not_guessed() -> None:
+def test_choose_recipe_unread_pattern_refused() -> None:
     plain = declared("Qwen3-8B")
     stored = replace(plain, stored={"layers.0.o.weight": FP8}, unread_pattern="re:(?!a)b")
     assert choose(stored)[0] == stored.stored_recipe
@@ -345,7 +345,7 @@ def test_embeddings_without_a_scheme_are_reported() -> None:
     assert notes == (("quantized_embeddings", "all", "given, but nothing is quantized without quantization"),)
 
 
-def test_a_checkpoint_in_fp8_is_declined_where_it_cannot_be_multiplied() -> None:
+def test_choose_recipe_fp8_checkpoint_on_old_gpu_refused() -> None:
     stored = replace(declared("Qwen3-8B"), stored={"layers.0.o.weight": FP8})
     assert choose(stored)[0].scheme == FP8
     for options in ({}, {"quantization": "int8"}):
@@ -413,7 +413,7 @@ def test_everything_left_open_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("checkpoint_dtype", "dtype"), [("float16", "float16"), ("float32", "bfloat16"), ("float64", "bfloat16")]
 )
-def test_the_dtype_on_a_gpu_follows_the_checkpoint(checkpoint_dtype: str, dtype: str) -> None:
+def test_resolve_dtype_on_gpu_follows_checkpoint(checkpoint_dtype: str, dtype: str) -> None:
     assert settle(replace(SPEC, checkpoint_dtype=checkpoint_dtype), FREE).dtype == dtype
 
 
@@ -436,7 +436,7 @@ def test_given_options_are_taken_without_a_reason() -> None:
     assert reasons(resolved) == {"memory": ("2.00 GiB", "memory_limit")}
 
 
-def test_every_given_kv_format_is_taken() -> None:
+def test_resolve_takes_every_given_kv_format() -> None:
     for name in KV_FORMATS:
         resolved = settle(kv_cache_dtype=name)
         assert resolved.kv_format is KV_FORMATS[name]
@@ -503,13 +503,13 @@ def test_shares_of_a_gpu() -> None:
         (FREE, "70GiB", 70 * GIB, "memory_limit"),
     ],
 )
-def test_a_limit_does_not_make_memory(target: Target, limit: str, budget: int, reason: str) -> None:
+def test_resolve_memory_limit_never_exceeds_device_memory(target: Target, limit: str, budget: int, reason: str) -> None:
     resolved = settle(target=target, memory_limit=limit)
     assert resolved.budget_bytes == budget
     assert resolved.budget_reason.startswith(reason)
 
 
-def test_a_limit_does_not_make_memory_of_a_host_either() -> None:
+def test_resolve_memory_limit_never_exceeds_host_memory() -> None:
     resolved = settle(memory_limit="1000TiB")
     assert resolved.budget_bytes == 9 * GIB, "its last page would be the end of the process"
     assert resolved.budget_reason == "90% of 10.00 GiB available, less than memory_limit"
@@ -522,7 +522,7 @@ def test_budget_reason_shows_the_given_share() -> None:
     assert settle(target=FREE, memory_utilization=0.29).budget_reason == "29% of the device's 80.00 GiB"
 
 
-def test_a_share_of_the_host_is_for_all_of_it() -> None:
+def test_resolve_memory_utilization_of_host_has_no_kv_bound() -> None:
     resolved = settle(memory_utilization=0.5)
     assert resolved.budget_bytes == 5 * GIB
     assert resolved.budget_reason == "50% of 10.00 GiB available"
@@ -533,7 +533,7 @@ def test_given_bound_on_pages_replaces_our_own() -> None:
     assert settle(kv_cache_memory="3GiB").max_kv_bytes == 3 * GIB
 
 
-def test_a_context_beyond_the_model_s() -> None:
+def test_resolve_context_beyond_model_is_taken_with_reason() -> None:
     resolved = settle(max_model_len=4096)
     assert resolved.limits.max_model_len == 4096
     assert reasons(resolved)["max_model_len"] == ("4096", "given, beyond the model's 512")
@@ -548,13 +548,13 @@ def test_learned_positions_cannot_be_exceeded() -> None:
         assert limits.max_model_len == longest
 
 
-def test_a_model_that_does_not_run_is_settled_too() -> None:
+def test_resolve_settles_v4_pro() -> None:
     resolved = resolve(PlanRequest(EngineConfig(), declare_config(CATALOGUE["DeepSeek-V4-Pro"], "x"), FREE))
     assert resolved.dtype == "bfloat16"
     assert resolved.limits.max_model_len == 2**20
 
 
-def test_a_shorter_context_replaces_the_choice() -> None:
+def test_resolved_with_max_model_len_replaces_choice() -> None:
     shorter = settle().with_max_model_len(100, "no room")
     assert shorter.limits.max_model_len == 100
     assert reasons(shorter)["max_model_len"] == ("100", "no room")

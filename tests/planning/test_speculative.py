@@ -1,4 +1,4 @@
-"""Proposals in a plan: how many rows are chosen from, which terms grow by it, and what is declined in words."""
+"""Proposals in a plan: how many rows are chosen from, which terms grow by it, and what is declined."""
 
 import re
 from dataclasses import replace
@@ -37,20 +37,20 @@ def test_rows_that_are_chosen_from(speculative, max_num_seqs, max_num_batched_to
     assert resolved.limits.max_sampled_rows == rows
     assert resolved.limits.sampled_rows == (rows or max_num_seqs)
     assert resolved.limits.max_num_seqs == max_num_seqs
-    told = {choice.name: (choice.value, choice.reason) for choice in resolved.choices}
+    noted = {choice.name: (choice.value, choice.reason) for choice in resolved.choices}
     if speculative is None:
-        assert "speculative" not in told
+        assert "speculative" not in noted
         assert resolved.num_proposals == 0
     else:
-        assert told["speculative"][0] == f"ngram:{resolved.num_proposals}"
-        assert f"{rows} rows" in told["speculative"][1]
+        assert noted["speculative"][0] == f"ngram:{resolved.num_proposals}"
+        assert f"{rows} rows" in noted["speculative"][1]
 
 
 @pytest.mark.parametrize("target", [H200, HOST], ids=["gpu", "cpu"])
-def test_the_terms_of_choosing_grow_to_these_rows_and_no_others_do(target) -> None:
+def test_speculative_grows_only_sampling_and_graph_terms(target) -> None:
     plain, guessing = (
-        list_needs(resolve(plan_request("Qwen3-8B", target, max_num_seqs=20, speculative=asked)))
-        for asked in (None, "ngram:4")
+        list_needs(resolve(plan_request("Qwen3-8B", target, max_num_seqs=20, speculative=option)))
+        for option in (None, "ngram:4")
     )
     before, after = ({term.owner: term.num_bytes for term in found.terms} for found in (plain, guessing))
     assert before.keys() == after.keys()
@@ -103,7 +103,7 @@ class Kept:
         ({"sequence_bytes": 4096}, "keeps a state of a sequence"),
     ],
 )
-def test_what_cannot_go_back_is_declined(kept, words: str) -> None:
+def test_speculative_states_that_cannot_go_back_refused(kept, words: str) -> None:
     model = declared("Qwen3-8B")
     request = plan_request(speculative="ngram", max_num_seqs=4)
     resolve(request)

@@ -75,7 +75,7 @@ def test_estimate_without_rates_is_none(target: Target) -> None:
     assert estimate_speed(fit_runner(request)) is None
 
 
-def test_every_gpu_that_kernels_run_on_has_a_speed() -> None:
+def test_find_device_speed_knows_every_supported_gpu() -> None:
     for gpu in GPUS.values():
         assert (find_device_speed(gpu_target(gpu)) is None) == gpu.is_too_old, gpu.key
 
@@ -135,7 +135,7 @@ def test_bounds_are_shares_of_what_is_predicted(target: Target) -> None:
     assert found.first_token_seconds.low < found.first_token_seconds.high
 
 
-def test_every_guess_widens_an_estimate() -> None:
+def test_estimate_speed_every_assumption_lowers_low_bound() -> None:
     """0.8 of the low bound for ranks, and 0.8 of that without graphs; the high bound stays."""
 
     def shares(**options: object) -> tuple[float, float]:
@@ -319,7 +319,7 @@ def test_exchange_grows_with_ranks_rows_and_slower_links() -> None:
     assert sum_seconds(65536, 2) < sum_seconds(65536, 3) == sum_seconds(65536, 4) < sum_seconds(65536, 16)
 
 
-def test_every_planned_model_has_a_speed_on_a_gpu_that_holds_it() -> None:
+def test_estimate_speed_covers_every_planned_model() -> None:
     target = gpu_target(GPUS["gb300"])._replace(total_bytes=2**42, available_bytes=2**42)
     for name in ("Mixtral-8x7B-v0.1", "gemma-2-9b", "Kimi-K2-Instruct", "OPT-125m", "DeepSeek-V3"):
         found = estimate(name, target)

@@ -45,7 +45,7 @@ def test_prediction_is_within_20_percent_of_record(case: SpeedCase) -> None:
     assert predict(case, case.distinct_experts) == pytest.approx(case.measured, rel=TOLERANCE)
 
 
-def test_every_record_is_read_or_has_a_reason() -> None:
+def test_speed_records_are_read_or_listed_as_other() -> None:
     for record in read_records():
         section = record["section"]
         assert (section in READERS) != (section in NOT_ENGINES), f"{record['name']}: say how {section} is to be read"
@@ -53,7 +53,7 @@ def test_every_record_is_read_or_has_a_reason() -> None:
         assert not has_rates or section in READERS or "ranks" in section, f"{record['name']} has rates"
 
 
-def test_every_rate_of_a_record_is_a_case() -> None:
+def test_speed_records_every_rate_is_a_case() -> None:
     used = {
         (case.record, case.measure)
         for record in read_records()

@@ -124,7 +124,7 @@ def test_step_with_pages_in_fp8_reads_at_their_share() -> None:
 
 
 def test_step_of_experts_reads_those_that_are_chosen() -> None:
-    """gpt-oss-20b: 32 experts of which a row takes 4, in mxfp4 at 1.3 TB/s at the most; half of the layers have a window."""
+    """gpt-oss-20b: 32 experts of which a row takes 4, in mxfp4 at 1.3 TB/s at most; half of the layers have a window."""
     rows, context = 32, 1000
     chosen = 1 - (1 - 4 / 32) ** rows
     experts = 24 * 32 * 3 * 2880 * 2880

@@ -26,7 +26,7 @@ GIB = 1024**3
 
 
 @pytest.mark.parametrize("key", GPUS)
-def test_a_gpu_by_name_is_free(key: str) -> None:
+def test_gpu_target_by_name_has_all_memory_free(key: str) -> None:
     gpu = GPUS[key]
     target = gpu_target(gpu)
     assert (target.kind, target.key) == ("cuda", gpu.key)
@@ -39,7 +39,7 @@ def test_a_gpu_by_name_is_free(key: str) -> None:
     assert target.capability == gpu.capability
 
 
-def test_a_gpu_by_size() -> None:
+def test_memory_target_is_gpu_of_given_size() -> None:
     target = memory_target("24GiB")
     assert (target.kind, target.total_bytes, target.context_bytes) == ("cuda", 24 * GIB, CONTEXT_BYTES)
     assert target == memory_target(24 * GIB)
@@ -53,7 +53,7 @@ def test_sizes_that_are_none(size) -> None:
         memory_target(size)
 
 
-def test_a_host_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_target_has_available_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.planning.target.available_host_bytes", lambda: 10 * GIB)
     target = cpu_target()
     assert (target.kind, target.name, target.context_bytes) == ("cpu", "cpu", PROCESS_BYTES)
@@ -71,7 +71,7 @@ def test_a_host_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["as on this host", "to the byte", "rounded up", "a caller's arrays are the caller's", "not Linux"],
 )
-def test_a_process_is_an_owner(monkeypatch, anonymous, files, num_bytes, present) -> None:
+def test_device_target_cpu_counts_its_own_process(monkeypatch, anonymous, files, num_bytes, present) -> None:
     """What it holds has a line; what no file is behind is not available any more, and is ours."""
     assert GROWTH_BYTES == 32 * MIB
     assert PROCESS_ROUNDING_BYTES == 16 * MIB
@@ -152,7 +152,7 @@ def test_choose_device_on_torch_for_rocm_takes_the_cpu(monkeypatch) -> None:
         choose_device(EngineConfig(device="cuda"))
 
 
-def test_a_gpu_that_is_too_old_is_not_taken(monkeypatch) -> None:
+def test_choose_device_too_old_gpu_takes_cpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
@@ -164,7 +164,7 @@ def test_a_gpu_that_is_too_old_is_not_taken(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("old", [0, 1, 2])
-def test_each_gpu_of_a_machine_is_looked_at_by_itself(monkeypatch, old: int) -> None:
+def test_choose_device_checks_each_gpu_by_itself(monkeypatch, old: int) -> None:
     """One of three is too old: that one is refused, and no other."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -187,7 +187,7 @@ def test_absent_device_is_refused(device, num_devices, monkeypatch) -> None:
         choose_device(EngineConfig(device=device))
 
 
-def test_an_empty_device_is_all_ours(gpu) -> None:
+def test_device_target_empty_gpu_is_fully_available(gpu) -> None:
     total = GPUS["h200"].total_bytes
     target = gpu(total - BARE_CONTEXT_BYTES, total)
     assert (target.kind, target.name) == ("cuda", "cuda:1")
@@ -218,14 +218,14 @@ def test_never_more_than_there_is(gpu) -> None:
     assert gpu(80 * GIB, 80 * GIB, name="Some GPU").available_bytes == 80 * GIB
 
 
-def test_the_cpu_needs_no_driver(monkeypatch) -> None:
+def test_device_target_cpu_needs_no_driver(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", None)
     assert device_target("cpu").kind == "cpu"
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_a_real_device_and_a_tensor_on_it() -> None:
+def test_device_target_real_gpu_subtracts_held_tensors() -> None:
     before = device_target("cuda:0")
     held = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda:0")
     after = device_target("cuda:0")

@@ -68,13 +68,13 @@ def test_figures_of_a_gpu():
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 512])
-def test_a_cpu_has_no_page_table(max_num_seqs):
+def test_batch_terms_on_cpu_have_no_page_table(max_num_seqs):
     terms = batch_terms(Limits(max_num_seqs, 2048, 2**20, 16), "cpu")
     assert [(term.owner, term.num_bytes) for term in terms] == [(owner, 8 * 2048) for owner in INPUTS]
 
 
 @given(st.integers(1, 600), st.integers(1, 20000), st.integers(1, 2**21), st.sampled_from([1, 2, 16, 64, 256]))
-def test_every_place_of_every_step_has_room(max_num_seqs, max_num_rows, max_model_len, page_tokens):
+def test_input_specs_have_room_for_every_step(max_num_seqs, max_num_rows, max_model_len, page_tokens):
     limits = Limits(max_num_seqs, max_num_rows, max_model_len, page_tokens)
     for spec in (*input_specs(limits), *input_specs(limits, 1, "cuda")):
         assert 0 <= spec.shape[0] - max_num_rows < ALIGNMENT_BYTES // 8
@@ -89,7 +89,7 @@ def test_every_place_of_every_step_has_room(max_num_seqs, max_num_rows, max_mode
     assert all(term.reason for term in batch_terms(limits, "cuda"))
 
 
-def test_the_ladder() -> None:
+def test_graph_sizes_by_hand() -> None:
     assert graph_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
     assert graph_sizes(256)[-13:] == (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
     assert graph_sizes(512)[-3:] == (448, 480, 512)
@@ -98,12 +98,12 @@ def test_the_ladder() -> None:
 @pytest.mark.parametrize(
     ("most", "sizes"), [(1, (1,)), (3, (1, 2, 3)), (5, (1, 2, 4, 5)), (33, (1, 2, 4, 8, 16, 24, 32, 33))]
 )
-def test_the_last_is_the_largest_step(most: int, sizes: tuple[int, ...]) -> None:
+def test_graph_sizes_end_with_largest_step(most: int, sizes: tuple[int, ...]) -> None:
     assert graph_sizes(most) == sizes
 
 
 @given(st.integers(1, 2**31 - 1))
-def test_every_ladder(most: int) -> None:
+def test_graph_sizes_are_few_and_at_most_double(most: int) -> None:
     sizes = graph_sizes(most)
     assert sizes[0] == 1
     assert sizes[-1] == min(most, MAX_GRAPH_ROWS)
@@ -136,7 +136,7 @@ def num_bytes(max_num_seqs: int, vocab_size: int, device_kind: str = "cpu") -> d
 
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193, 49152, 151936, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1])
-def test_a_block_holds_at_least_a_row_and_at_most_its_elements(vocab_size):
+def test_rows_per_block_holds_one_row_up_to_its_elements(vocab_size):
     rows = rows_per_block(vocab_size, 10**9)
     assert rows >= 1
     assert rows == 1 or rows * vocab_size <= BLOCK_ELEMENTS
@@ -148,7 +148,7 @@ def test_a_block_holds_at_least_a_row_and_at_most_its_elements(vocab_size):
 
 
 @pytest.mark.parametrize(("max_num_seqs", "most_mib"), [(1, 14), (256, 60), (1024, 62)])
-def test_what_a_gpu_holds(max_num_seqs, most_mib):
+def test_sampling_terms_of_gpu_stay_below_limit(max_num_seqs, most_mib):
     """Edited rows are most of it; what grows with the sequences is little."""
     assert sum(num_bytes(max_num_seqs, 151936, "cuda").values()) < most_mib * 2**20
 
@@ -167,26 +167,26 @@ def test_buffers_of_a_gpu(max_num_seqs, vocab_size):
     assert all(shapes[spec.name] == spec.shape for spec in host_specs(max_num_seqs, vocab_size))
 
 
-def test_each_buffer_of_a_gpu_is_a_term_while_serving():
+def test_sampling_terms_of_gpu_list_every_buffer():
     terms = sampling_terms(256, 151936, "cuda")
     assert [term.owner for term in terms] == [f"sampling/{spec.name}" for spec in device_specs(256, 151936)]
     assert {term.phases for term in terms} == {("capture", "serve")}
 
 
-def test_temporaries_do_not_grow_with_sequences_once_a_block_is_full():
+def test_sampling_terms_stop_growing_once_block_is_full():
     few, many = num_bytes(27, 151936), num_bytes(1024, 151936)
     assert many["sampling/block"] == few["sampling/block"] < 104 * 2**20
     assert many["sampling/edits"] == few["sampling/edits"] < 4 * 2**20
     assert many["sampling/results"] < 4 * 2**20
 
 
-def test_a_single_sequence_does_not_pay_for_a_whole_block():
+def test_sampling_terms_single_sequence_takes_no_whole_block():
     assert num_bytes(1, 151936)["sampling/block"] < num_bytes(27, 151936)["sampling/block"] / 26
 
 
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("vocab_size", [2, 49152, 151936])
-def test_more_sequences_never_need_less(vocab_size, device_kind):
+def test_sampling_terms_never_shrink_with_more_sequences(vocab_size, device_kind):
     plans = [num_bytes(max_num_seqs, vocab_size, device_kind) for max_num_seqs in (1, 2, 27, 28, 256)]
     for fewer, more in itertools.pairwise(plans):
         assert all(fewer[owner] <= more[owner] for owner in fewer)
@@ -196,7 +196,7 @@ def test_reasons_are_words_for_the_table():
     assert all(term.reason and term.owner for kind in ("cpu", "cuda") for term in sampling_terms(8, 1000, kind))
 
 
-def test_no_torch_is_imported():
+def test_terms_module_imports_no_torch():
     code = "import sys, holdfast.planning.terms; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -210,7 +210,7 @@ def needs(*args, **options) -> Needs:
 
 def by_owner(found: Needs) -> dict[str, Term]:
     owners = [term.owner for term in found.terms]
-    assert len(owners) == len(set(owners)), f"somebody is counted twice: {owners}"
+    assert len(owners) == len(set(owners)), f"an owner is counted twice: {owners}"
     return {term.owner: term for term in found.terms}
 
 
@@ -255,7 +255,7 @@ def test_owners_on_a_gpu() -> None:
     assert found["rope/frequencies"].num_bytes == 4 * 64
 
 
-def test_products_that_nobody_else_changes_have_no_workspace_of_cublas() -> None:
+def test_list_needs_batch_invariant_has_no_cublas_workspace() -> None:
     usual, invariant = by_owner(needs("Qwen3-8B", H200)), by_owner(needs("Qwen3-8B", H200, batch_invariant=True))
     assert usual.keys() - invariant.keys() == {"libraries"}
     assert usual["cuda context"].num_bytes - invariant["cuda context"].num_bytes == SPLIT_K_BYTES
@@ -277,7 +277,7 @@ def test_owners_on_a_cpu() -> None:
     assert found["rope/table"].num_bytes == 4 * 2 * rows * 64
 
 
-def test_neighbours_are_asked_for_their_own_terms() -> None:
+def test_list_needs_includes_terms_of_every_module() -> None:
     wanted = plan_request("Qwen3-8B", H200, max_num_seqs=17, max_num_batched_tokens=99)
     found = list_needs(resolve(wanted))
     limits = resolve(wanted).limits
@@ -305,7 +305,7 @@ def test_eager_needs_no_graphs() -> None:
     assert "cuda graphs" not in by_owner(needs(enforce_eager=True))
 
 
-def test_every_stage_captures_its_own_layers() -> None:
+def test_list_needs_graph_term_counts_layers_of_stage() -> None:
     """As one rank does; between nodes none does."""
     first, last = (by_owner(needs(mesh=mesh)) for mesh in meshes(1, [(0, 20), (20, 36)]))
     assert first["cuda graphs"] == graph_term(20, 256, 8192)
@@ -386,7 +386,7 @@ def test_planes_that_need_padding_say_so() -> None:
     assert "kv pages/padding" not in by_owner(needs("Qwen3-8B", H200, kv_cache_dtype="turboquant_3bit_nc"))
 
 
-def test_what_a_sequence_keeps_whatever_its_length() -> None:
+def test_list_needs_counts_states_per_sequence_of_v4() -> None:
     wanted = plan_request("DeepSeek-V4-Flash", H200, max_num_seqs=10)
     terms = by_owner(list_needs(resolve(wanted)))
     states = {owner: term for owner, term in terms.items() if owner.startswith("kv state/")}
@@ -416,7 +416,7 @@ def test_scratch_of_a_backend_is_part_of_attention() -> None:
 
 @pytest.mark.parametrize("target", [H200, HOST], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_quantized])
-def test_whoever_reads_quantized_pages_takes_every_layer(target: Target, kv_format: str) -> None:
+def test_list_needs_quantized_pages_backend_takes_every_layer(target: Target, kv_format: str) -> None:
     for options in ({}, {"kv_protected_layers": 3, "kv_protected_dtype": "auto"}):
         resolved = resolve(plan_request("Qwen3-8B", target, kv_cache_dtype=kv_format, **options))
         found, cache, heads = list_needs(resolved), resolved.pages().cache, resolved.heads()
@@ -430,10 +430,10 @@ def test_whoever_reads_quantized_pages_takes_every_layer(target: Target, kv_form
         assert set(found.declaration.terms(specs, bounds)) <= set(found.terms), "one layer of each kind stands for all"
 
 
-class Asked:
-    """A declaration that takes everything, and remembers which layers it was asked about."""
+class Recording:
+    """A declaration that takes everything, and remembers which layers it was queried about."""
 
-    name, can_be_captured, can_be_invariant = "asked", False, False
+    name, can_be_captured, can_be_invariant = "recording", False, False
 
     def __init__(self) -> None:
         self.layers: list[tuple[str, int | None]] = []
@@ -463,16 +463,16 @@ class Asked:
     ],
     ids=["one format", "both ends", "a list", "a list in spite of biases", "of groups by position", "any may be one"],
 )
-def test_one_layer_of_each_kind_is_asked_about(monkeypatch, changes, options, layers) -> None:
+def test_list_needs_queries_one_layer_of_each_kind(monkeypatch, changes, options, layers) -> None:
     """Two layers without a window, two with one."""
     spec = declared("Qwen3-8B").spec
     assert spec is not None
     spec = replace(spec, num_layers=4, sliding_windows=(None, None, 8, 8), **changes)
-    asked = Asked()
-    monkeypatch.setitem(DECLARATIONS, GroupedAttentionSpec, (asked,))
+    recording = Recording()
+    monkeypatch.setitem(DECLARATIONS, GroupedAttentionSpec, (recording,))
     config = EngineConfig(kv_cache_dtype=NARROW, **options)
     list_needs(resolve(PlanRequest(config, declare_decoder(spec, "x"), H200)))
-    assert asked.layers == layers
+    assert recording.layers == layers
 
 
 def test_windows_are_kept_apart() -> None:

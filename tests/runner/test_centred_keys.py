@@ -223,7 +223,7 @@ def test_mean_is_of_the_keys_after_the_first_four(tmp_path: Path, family: str, n
     built.release()
 
 
-def test_mean_of_rotated_keys_is_rotated_too(build: TinyBuilder) -> None:
+def test_key_mean_of_rotated_format_is_rotated(build: TinyBuilder) -> None:
     plain, rotated = (
         build("llama", kv_cache_dtype=name, max_model_len=64, kv_protected_layers=0)
         for name in ("fp8", "turboquant_4bit_nc")

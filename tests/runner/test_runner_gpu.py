@@ -201,7 +201,7 @@ def test_after_ready_nothing_is_taken_moved_compiled_or_awaited(build, name, opt
 @pytest.mark.parametrize(("name", "options"), SCHEMES + FORMATS)
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_nor_with_other_products_and_pages(build, name, options, enforce_eager):
+def test_runner_after_ready_other_products_take_nothing(build, name, options, enforce_eager):
     """What differs is which kernels there are, and fewer steps find a form that was not compiled."""
     run_after_ready(build(name, enforce_eager=enforce_eager, **options), NUM_STEPS // 4, 0.4)
 
@@ -443,7 +443,7 @@ def test_logits_are_those_of_a_cpu(build, name, quantization):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_batch_invariance(tmp_path, dtype, enforce_eager):
+def test_runner_batch_invariance_on_gpu(tmp_path, dtype, enforce_eager):
     """In a process of its own: cuBLAS reads its settings when it is first used."""
     folder = write_model(tmp_path, "qwen3")
     code = f"""

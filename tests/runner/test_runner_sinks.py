@@ -120,7 +120,7 @@ def test_layers_with_a_cap_do_not_centre_their_keys(build: TinyBuilder) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_copies_are_float32_and_none_elses(dtype: torch.dtype) -> None:
+def test_copy_sinks_are_own_float32_copies(dtype: torch.dtype) -> None:
     specs = Geometry(windows=(None, 5, 7), has_sinks=True).specs
     weights = {sinks_name(layer): random(6, seed=layer).to(dtype) for layer in range(3)}
     copies = copy_sinks(weights, specs)

@@ -54,7 +54,7 @@ def test_coded_pages_on_a_cpu_ignore_nan_in_free_pages(tmp_path, kv_format):
     check_free_pages(built, 12)
 
 
-def test_companies_on_a_cpu(tmp_path, monkeypatch):
+def test_batch_invariance_check_passes_on_cpu(tmp_path, monkeypatch):
     require_native()
     monkeypatch.setattr(gpu_traffic, "SMALL", gpu_traffic.SMALL | ON_CPU)
     counts = (*range(10), 15, 16, 17, 31, 32, 33)

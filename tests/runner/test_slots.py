@@ -292,7 +292,7 @@ def test_slots_step_releases_admits_and_grows_tables(slots):
     assert live.scheduled[0].sequence is own
 
 
-def test_booking_again_is_the_same(slots):
+def test_slots_book_is_idempotent(slots):
     live = slots.accept(Step(4, items=(decode(num_new_tokens=3, pages=places(1, 8), proposals=(5, 6)),)))
     slots.book(live, tokens((5, 77)))
     before = state(slots)

@@ -87,7 +87,7 @@ def test_runner_steps_take_only_warmed_specializations(tmp_path: Path, name, opt
         pytest.param("shared", False, {"quantization": "int8"}, id="sliced experts in int8", marks=pytest.mark.slow),
     ],
 )
-def test_nor_does_one_of_a_rank(tmp_path: Path, name, whole_experts, options):
+def test_rank_steps_take_only_warmed_specializations(tmp_path: Path, name, whole_experts, options):
     """Small batches take the fused decode path there too, and add up parts with the next norm deferred."""
     mesh, *_ = meshes(2, has_expert_parallelism=whole_experts)
     limits = {"enforce_eager": True, "max_num_batched_tokens": 140}
@@ -108,7 +108,7 @@ def test_nor_does_one_of_a_rank(tmp_path: Path, name, whole_experts, options):
     ],
     ids=["int8", "shared expert in mxfp4"],
 )
-def test_nor_does_one_beside_graphs(tmp_path: Path, name, options):
+def test_runner_with_graphs_takes_only_warmed_specializations(tmp_path: Path, name, options):
     with recorded_runner(tmp_path, name, **options) as (runner, forms):
         warmed = set(forms)
         run_traffic(runner, 40)

@@ -53,7 +53,7 @@ def test_message_with_all_settings_is_answered(api):
     assert done._request_id.startswith("req-")
 
 
-def test_models_are_listed_with_their_names(api):
+def test_anthropic_models_are_listed_with_their_names(api):
     models = list(api.models.list())
     assert [(model.id, model.display_name, model.type) for model in models] == [(name, name, "model") for name in NAMES]
     assert api.models.retrieve(MODEL).created_at.year >= 2026
@@ -131,18 +131,18 @@ def test_tool_choice_decides_the_calls(api, held, choice, num_calls, is_forced):
     assert [bool(params.structured_outputs.grammar) for params in held] == [True] * is_forced
 
 
-def test_call_that_is_cut_off_is_left_out(api):
+def test_anthropic_call_cut_off_is_left_out(api):
     done = ask(api, CALL, tools=TOOLS, max_tokens=len(CALL) - 20)
     assert (done.content, done.stop_reason) == ([], "max_tokens")
 
 
-def test_answer_that_was_begun_is_continued(api, rendered):
+def test_anthropic_final_assistant_message_is_continued(api, rendered):
     begun = [*user(said("x")), {"role": "assistant", "content": "The best is ("}]
     ask(api, "", messages=begun)
     assert rendered[-1]["continue_final_message"]
 
 
-def test_output_format_holds_the_answer(api, held):
+def test_anthropic_output_format_constrains_the_answer(api, held):
     form = {"type": "json_schema", "schema": {"type": "object"}}
     assert ask(api, "{}", output_config={"format": form}).content[0].text == "{}"
     ask(api, "{}", extra_body={"output_format": form})
@@ -185,7 +185,7 @@ def test_async_client_streams_texts_side_by_side(server):
         ({"tool_choice": {"type": "tool"}}, "BadRequestError", "invalid_request_error", "tool_choice.name"),
     ],
 )
-def test_bad_request_raises_the_error_of_the_client(api, fields, kind, error_type, words):
+def test_anthropic_bad_request_raises_the_client_error(api, fields, kind, error_type, words):
     import anthropic
 
     with pytest.raises(getattr(anthropic, kind)) as caught:
@@ -215,7 +215,7 @@ def test_stream_that_fails_ends_with_an_error_event():
         assert (again.status_code, again.json()["error"]["type"]) == (503, "overloaded_error")
 
 
-def test_silent_model_is_bridged_by_pings(monkeypatch):
+def test_anthropic_stream_pings_while_the_model_is_silent(monkeypatch):
     engine = make_served_engine()
     engine.runner.on_step = lambda step: time.sleep(0.05)
     monkeypatch.setattr(streams, "PING_SECONDS", 0.01)

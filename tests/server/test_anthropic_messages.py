@@ -64,7 +64,7 @@ def test_stream_events_have_names_and_a_ping(client):
     assert values[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def test_thinking_setting_decides_template_and_answer():
+def test_anthropic_thinking_sets_template_options_and_output():
     cases = [
         (None, OFF, False),
         ({"type": "disabled"}, OFF, False),
@@ -80,7 +80,7 @@ def test_thinking_setting_decides_template_and_answer():
         assert conversation.effort == "low"
 
 
-def test_system_blocks_are_one_text_without_billing():
+def test_anthropic_system_blocks_are_joined_without_billing():
     system = [text("x-anthropic-billing-header: cc_version=2; cch=1f"), text("a"), text("b")]
     history = [*user("1"), turn("user", text("2")), turn("assistant", text("3")), {"role": "system", "content": "4"}]
     turns = [(message["role"], message["content"]) for message in plain(read(*history, *user("5"), system=system))]
@@ -104,7 +104,7 @@ def test_tool_results_become_messages_of_their_own():
 
 
 @for_each("last, continues", [(turn("assistant", text("The best is (")), True), (turn("user", text("x")), False)])
-def test_answer_that_was_begun_is_continued(last, continues):
+def test_anthropic_final_assistant_turn_sets_continues(last, continues):
     assert read(*user("x"), last).continues is continues
 
 
@@ -117,7 +117,7 @@ def test_answer_that_was_begun_is_continued(last, continues):
         ("assistant", CALL),
     ],
 )
-def test_block_of_another_role_is_refused(role, block):
+def test_anthropic_block_in_the_wrong_role_is_refused(role, block):
     with raises_code("http.misplaced_block", ApiError):
         read(*user("x"), turn(role, block))
 
@@ -135,7 +135,7 @@ def test_block_of_another_role_is_refused(role, block):
         ({"max_tokens": None}, "max_tokens"),
     ],
 )
-def test_wrong_request_names_its_fault(fields, words):
+def test_anthropic_wrong_request_names_its_fault(fields, words):
     with pytest.raises(ApiError) as caught:
         parse(MessageRequest, {"messages": user("x"), "max_tokens": 9, **fields})
     assert words in str(caught.value)
@@ -179,7 +179,7 @@ def test_tool_choice_decides_the_calls(client, choice, called, stream):
     assert [call.name for call in found.only.calls] == called
 
 
-def test_counted_tokens_are_those_of_the_answer(client):
+def test_anthropic_count_tokens_equals_usage_of_the_answer(client):
     """With tools, system blocks and the thinking options of the template."""
     body = {"messages": user(said("x")), "tools": TOOLS, "system": [text("one"), text("two")]}
     for more in ({}, {"tools": []}, {"system": ""}, {"thinking": {"type": "adaptive"}}):
@@ -189,7 +189,7 @@ def test_counted_tokens_are_those_of_the_answer(client):
 
 
 @for_each("name", ["output_config", "output_format"])
-def test_output_format_holds_the_answer(client, held, name):
+def test_anthropic_output_format_constrains_each_spelling(client, held, name):
     held.clear()
     form = {"type": "json_schema", "schema": {"type": "object", "title": "mine"}}
     given = {name: {"format": form} if name == "output_config" else form}
@@ -198,7 +198,7 @@ def test_output_format_holds_the_answer(client, held, name):
     assert "mine" in held[-1].structured_outputs.grammar
 
 
-def test_blocks_of_an_answer_keep_their_second():
+def test_anthropic_answer_keeps_both_blocks_of_a_kind():
     thoughts = [{"type": "thinking", "thinking": words, "signature": "s"} for words in ("t1", "t2")]
     answer = turn("assistant", *thoughts, text("a1"), text("a2"))
     results = [{"type": "tool_result", "tool_use_id": "a", "content": [text("r1"), text("r2")]}]

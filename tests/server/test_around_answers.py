@@ -60,7 +60,7 @@ def test_logprobs_without_a_number_have_no_others(client):
     assert plain["logprobs"] == []
 
 
-def test_names_of_speakers_reach_the_template(client, rendered):
+def test_chat_speaker_names_reach_the_template(client, rendered):
     messages = [{"role": "user", "content": text, "name": name} for text, name in (("a", "ann"), (said("x"), "bob"))]
     assert client.post(Chat.path, json={"messages": messages}).status_code == 200
     assert [message["name"] for message in rendered[-1]["messages"]] == ["ann", "bob"]
@@ -77,14 +77,14 @@ def test_names_of_speakers_reach_the_template(client, rendered):
         ("/api/chat", {"messages": [], "keep_alive": 0}, "unload"),
     ],
 )
-def test_ollama_request_without_a_question_loads(client, path, body, reason):
+def test_ollama_request_without_a_prompt_loads(client, path, body, reason):
     value = client.post(path, json={"model": "fake:latest", **body}).json()
     assert (value["done"], value["done_reason"], value["model"]) == (True, reason, "fake:latest")
     said_by = value["message"] if path == "/api/chat" else {"content": value["response"]}
     assert said_by["content"] == ""
 
 
-def test_ollama_lists_tell_of_what_runs(client):
+def test_ollama_ps_and_version_describe_the_server(client):
     [running] = client.get("/api/ps").json()["models"]
     assert (running["name"], running["model"], running["context_length"]) == ("fake:latest", "fake:latest", 1024)
     assert (len(running["digest"]), running["expires_at"] > running.get("modified_at", "2")) == (64, True)
@@ -93,7 +93,7 @@ def test_ollama_lists_tell_of_what_runs(client):
 
 
 @for_each("more", [{}, {"tools": TOOLS}, {"continue_final_message": True}, {"add_generation_prompt": False}])
-def test_tokenized_conversation_is_the_prompt_of_its_answer(client, more):
+def test_tokenize_messages_equal_the_prompt_of_the_answer(client, more):
     messages = [*user(said("x")), {"role": "assistant", "content": said("é")}]
     counted = client.post("/tokenize", json={"messages": messages, **more}).json()
     answer = client.post(Chat.path, json={"messages": messages, **more, "return_token_ids": True}).json()
@@ -101,7 +101,7 @@ def test_tokenized_conversation_is_the_prompt_of_its_answer(client, more):
     assert (counted["count"], counted["max_model_len"]) == (answer["usage"]["prompt_tokens"], 1024)
 
 
-def test_tokens_of_a_text_go_there_and_back(client):
+def test_tokenize_and_detokenize_round_trip(client):
     reported = client.post("/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
     assert (reported["tokens"], reported["count"], len(reported["token_strs"])) == ([97, 0xC3, 0xA9], 3, 3)
     assert client.post("/detokenize", json={"tokens": reported["tokens"]}).json() == {"prompt": "aé"}
@@ -110,7 +110,7 @@ def test_tokens_of_a_text_go_there_and_back(client):
         assert client.post("/tokenize", json=body).status_code == 400
 
 
-def test_kept_response_is_not_streamed_again(client):
+def test_response_kept_cannot_be_streamed_again(client):
     made = client.post("/v1/responses", json={"input": said("x")}).json()
     assert client.get(f"/v1/responses/{made['id']}?stream=true").json()["error"]["param"] == "stream"
     assert client.get(f"/v1/responses/{made['id']}?stream=false").json() == made
@@ -118,7 +118,7 @@ def test_kept_response_is_not_streamed_again(client):
     assert (missing.status_code, missing.json()["error"]["param"]) == (400, "after")
 
 
-def test_pages_of_input_items_follow_each_other(client):
+def test_response_input_items_are_paged(client):
     items = [{"role": "user", "content": said(str(place))} for place in range(5)]
     path = f"/v1/responses/{client.post('/v1/responses', json={'input': items}).json()['id']}/input_items"
     for order in ("asc", "desc"):
@@ -136,7 +136,7 @@ def test_pages_of_input_items_follow_each_other(client):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_time_to_the_first_token_ends_with_the_first(monkeypatch, stream):
+def test_time_to_first_token_ends_with_the_first_token(monkeypatch, stream):
     async def answer(llm: Any, prepared: Any, request_id: Any = None) -> Any:
         yield []
         for reason in (None, None, "stop"):

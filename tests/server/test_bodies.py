@@ -59,7 +59,7 @@ FAULTS: list[tuple[object, str | None, str]] = [
 ]
 
 
-def test_faults_name_their_field() -> None:
+def test_parse_fault_names_its_field() -> None:
     for value, param, words in FAULTS:
         fault = fault_of(value)
         assert fault.status == 400
@@ -107,7 +107,7 @@ UNSOUND = [
 ]
 
 
-def test_unsound_json_is_refused() -> None:
+def test_parse_json_invalid_body_is_refused() -> None:
     for body in UNSOUND:
         with raises_code("http.invalid_json", ApiError) as caught:
             parse_json(body, LIMITS)
@@ -125,7 +125,7 @@ def test_unsound_json_is_refused() -> None:
         (b'{"a":' + b"[" * 63 + b"]" * 63 + b"}", None),
     ],
 )
-def test_sound_json_is_taken(body: bytes, value: object) -> None:
+def test_parse_json_valid_body_is_accepted(body: bytes, value: object) -> None:
     parsed = parse_json(body, LIMITS)
     assert value is None or parsed == value
 
@@ -176,7 +176,7 @@ def request_of(pieces: list[bytes | float], headers: dict[bytes, bytes] | None =
         ([b"{}"], {b"content-encoding": b"gzip"}, 415),
     ],
 )
-def test_bodies_are_read_with_bounds(
+def test_read_json_bounds_bytes_and_time(
     pieces: list[bytes | float], headers: dict[bytes, bytes], status: int | None
 ) -> None:
     if status is None:
@@ -192,7 +192,7 @@ def test_read_json_client_disconnect_is_raised() -> None:
         asyncio.run(read_json(request_of([b"{", 0.01]), LIMITS))
 
 
-def test_bodies_are_bounded_together() -> None:
+def test_body_budget_bounds_all_large_bodies_together() -> None:
     """Large ones beyond the limit are refused, small ones never; what was held is given back."""
     room = BodyBudget(ServerLimits(max_held_body_bytes=300_000))
     with room.share() as first:

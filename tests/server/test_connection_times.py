@@ -137,7 +137,7 @@ def world() -> Iterator[World]:
     made.loop.close()
 
 
-def test_silent_connection_ends_by_the_header_limit(world: World):
+def test_connection_silent_ends_at_the_header_limit(world: World):
     world.ends_after(HEADER)
     assert (world.wire.sent, world.wire.is_closed) == (b"", True)
 
@@ -153,7 +153,7 @@ def test_headers_end_by_the_header_limit(world: World):
 
 
 @pytest.mark.parametrize("num_answers", [1, 2])
-def test_idle_connection_ends_by_the_keep_alive_limit(world: World, num_answers):
+def test_connection_idle_ends_at_the_keep_alive_limit(world: World, num_answers):
     """From its last answer."""
     for _ in range(num_answers):
         world.later(HEADER - 1)
@@ -163,7 +163,7 @@ def test_idle_connection_ends_by_the_keep_alive_limit(world: World, num_answers)
     assert (world.wire.sent.count(b"HTTP/1.1 "), world.wire.is_closed) == (num_answers, True)
 
 
-def test_second_headers_end_by_the_header_limit(world: World):
+def test_connection_second_headers_end_at_the_header_limit(world: World):
     world.send(ASK)
     world.later(KEEP_ALIVE - 1)
     world.send(b"GET /ech")
@@ -172,7 +172,7 @@ def test_second_headers_end_by_the_header_limit(world: World):
 
 
 @pytest.mark.parametrize("num_before", [0, 1], ids=["first request", "second request"])
-def test_body_ends_by_the_pause_between_its_pieces(world: World, num_before):
+def test_connection_body_pause_ends_at_the_body_limit(world: World, num_before):
     world.send(*[ASK] * num_before)
     world.send(HEAD)
     world.later(BODY)
@@ -182,7 +182,7 @@ def test_body_ends_by_the_pause_between_its_pieces(world: World, num_before):
     assert b"HTTP/1.1 408 " in world.wire.sent
 
 
-def test_body_in_many_pieces_ends_by_its_limit_in_all(world: World):
+def test_connection_slow_body_ends_at_its_total_limit(world: World):
     world.send(HEAD.replace(b"6", b"99"))
     for _ in range(PATIENCE):
         world.later(BODY)
@@ -191,13 +191,13 @@ def test_body_in_many_pieces_ends_by_its_limit_in_all(world: World):
     world.ends_after(GRACE_SECONDS)
 
 
-def test_body_that_its_endpoint_does_not_read_may_pause(world: World):
+def test_connection_body_not_read_by_its_endpoint_may_pause(world: World):
     world.send(HEAD)
     world.connection.flow.read_paused = True
     world.ends_after(PATIENCE * BODY + GRACE_SECONDS)
 
 
-def test_answer_may_take_any_time(world: World):
+def test_connection_answer_has_no_time_limit(world: World):
     world.send(WAIT)
     world.later(1e6)
     assert not world.is_overdue()
@@ -210,7 +210,7 @@ def test_answer_may_take_any_time(world: World):
     assert world.wire.sent.startswith(b"HTTP/1.1 200")
 
 
-def test_unread_answer_ends_by_the_write_limit(world: World):
+def test_connection_unread_answer_ends_at_the_write_limit(world: World):
     """From the last byte that was read."""
     world.send(WAIT)
     world.wire.num_unread = 100
@@ -222,7 +222,7 @@ def test_unread_answer_ends_by_the_write_limit(world: World):
     assert world.wire.is_aborted
 
 
-def test_answer_read_drop_by_drop_ends_by_its_limit_in_all(world: World):
+def test_connection_slow_reader_ends_at_the_total_write_limit(world: World):
     world.send(WAIT)
     world.wire.num_unread = 1000
     for _ in range(PATIENCE * 2):
@@ -234,7 +234,7 @@ def test_answer_read_drop_by_drop_ends_by_its_limit_in_all(world: World):
     assert world.is_overdue()
 
 
-def test_answer_that_was_read_gets_the_write_limit_anew(world: World):
+def test_connection_read_answer_restarts_the_write_limit(world: World):
     world.send(WAIT)
     for num_unread in (100, 100, 0, 300, 300):
         world.wire.num_unread = num_unread
@@ -244,7 +244,7 @@ def test_answer_that_was_read_gets_the_write_limit_anew(world: World):
     assert world.is_overdue()
 
 
-def test_lingering_connection_ends_by_its_own_limit(world: World):
+def test_connection_lingering_ends_at_its_own_limit(world: World):
     world.send(b"GET /\x00 HTTP/1.1\r\n\r\n")
     assert (world.wire.sent[:13], world.wire.has_ended) == (b"HTTP/1.1 400 ", True)
     world.later(1)
@@ -285,21 +285,21 @@ def test_connection_whose_request_was_refused_early_lingers(world: World):
 
 
 @pytest.mark.parametrize("before", [ASK.replace(b"/echo", b"/begun"), WAIT + WAIT], ids=["begun", "two waiting"])
-def test_refusal_never_stands_inside_another_answer(world: World, before):
+def test_connection_refusal_is_not_written_into_an_answer(world: World, before):
     world.send(before)
     sent = world.wire.sent
     world.send(b"\x00garbage\r\n\r\n")
     assert (world.wire.sent, world.wire.is_aborted) == (sent, True)
 
 
-def test_refusal_ends_the_request_that_waits_for_its_body(world: World):
+def test_connection_refusal_ends_a_request_without_its_body(world: World):
     world.send(HEAD.replace(b"Content-Length: 6", b"Transfer-Encoding: chunked") + b"xyz\r\n")
     assert world.wire.sent.startswith(b"HTTP/1.1 400 ")
     assert world.wire.sent.count(b"HTTP/1.1 ") == 2  # once in its own words
     assert world.wire.has_ended
 
 
-def test_shutdown_closes_idle_connections_alone(world: World):
+def test_connection_shutdown_closes_only_idle_connections(world: World):
     world.send(WAIT)
     world.connection.shutdown()
     assert not world.wire.is_closed
@@ -309,7 +309,7 @@ def test_shutdown_closes_idle_connections_alone(world: World):
     assert world.wire.is_closed
 
 
-def test_shutdown_answers_the_pipelined_requests_and_closes(world: World):
+def test_connection_shutdown_closes_after_pipelined_requests(world: World):
     world.send(WAIT + WAIT)
     world.connection.shutdown()
     world.go.set()
@@ -317,7 +317,7 @@ def test_shutdown_answers_the_pipelined_requests_and_closes(world: World):
     assert world.wire.is_closed
 
 
-def test_lost_connection_tells_the_request_that_waits(world: World):
+def test_connection_lost_disconnects_waiting_requests(world: World):
     """Also the one in front of it."""
     gone: list[str] = []
 
@@ -333,7 +333,7 @@ def test_lost_connection_tells_the_request_that_waits(world: World):
     assert gone[:1] == ["/wait"]
 
 
-def test_lingering_connection_reads_a_bounded_rest(world: World):
+def test_connection_lingering_reads_bounded_bytes(world: World):
     world.send(b"GET /\x00 HTTP/1.1\r\n\r\n")
     world.send(b"x" * LINGER_BYTES)
     assert not world.wire.is_aborted
@@ -342,7 +342,7 @@ def test_lingering_connection_reads_a_bounded_rest(world: World):
 
 
 @pytest.mark.parametrize("num_more", [0, 1])
-def test_requests_sent_ahead_are_bounded(world: World, num_more):
+def test_connection_pipelined_requests_are_bounded(world: World, num_more):
     world.send(WAIT * (LIMITS.max_pipelined + num_more))
     assert world.wire.is_aborted == bool(num_more)
 
@@ -356,7 +356,7 @@ def test_headers_are_bounded_in_number(world: World, num_more):
 
 
 @pytest.mark.parametrize(("num_pieces", "is_late"), [(8, False), (20, True)])
-def test_slow_body_is_refused_by_its_limit_in_all(monkeypatch: pytest.MonkeyPatch, num_pieces, is_late):
+def test_read_json_slow_body_ends_at_its_total_limit(monkeypatch: pytest.MonkeyPatch, num_pieces, is_late):
     """Each piece comes in time."""
     now = iter(range(0, 10_000, 8))
     monkeypatch.setattr(bodies, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
@@ -384,7 +384,7 @@ WELL = {"is_alive": True, "core_silence_seconds": 1.9, "seconds_in_step": 4.9, "
         ({"seconds_since_progress": 7.0}, "ready", "has run for 7 seconds"),
     ],
 )
-def test_trouble_names_the_limit_that_was_passed(health: dict[str, Any], state, words):
+def test_trouble_names_the_limit_exceeded(health: dict[str, Any], state, words):
     llm = SimpleNamespace(health=lambda: SimpleNamespace(**{**WELL, **health}))
     limits = ServerLimits(silence_seconds=2.0, step_seconds=5.0)
     found = trouble(SimpleNamespace(llm=llm, limits=limits, state=state))  # type: ignore[arg-type]

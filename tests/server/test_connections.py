@@ -97,7 +97,7 @@ HOSTILE = {
 
 
 @for_each("name", HOSTILE)
-def test_hostile_bytes(server: Running, name: str) -> None:
+def test_server_hostile_bytes_are_refused_or_cut(server: Running, name: str) -> None:
     """Refused with an error in the one shape, or cut; closed soon; no other client notices."""
     started = time.monotonic()
     answer = talk(server.port, HOSTILE[name])
@@ -124,7 +124,7 @@ def test_server_ambiguous_framing_smuggles_no_request(server: Running) -> None:
         assert b"200 OK" not in answer
 
 
-def test_early_answer_announces_close(server: Running) -> None:
+def test_server_early_answer_announces_connection_close(server: Running) -> None:
     """A client that keeps the connection would send its next request to a closed one."""
     whole = post("/nothing", BODY, "Content-Length: 7", close=False)
     head = whole[: -len(BODY)]
@@ -134,13 +134,13 @@ def test_early_answer_announces_close(server: Running) -> None:
     assert b"connection: close" not in talk(server.port, whole + get("/health")).lower().split(b"\r\n\r\n")[0]
 
 
-def test_trailers_change_nothing(server: Running) -> None:
+def test_server_trailers_change_nothing(server: Running) -> None:
     body = b"7\r\n" + BODY + b"\r\n0\r\nHost: evil.example\r\nAuthorization: Bearer x\r\n\r\n"
     answer = talk(server.port, echo(b"Transfer-Encoding: chunked\r\nConnection: close\r\n", body))
     assert status_of(answer) == 200
 
 
-def test_good_requests_in_any_pieces(server: Running) -> None:
+def test_server_good_requests_in_any_pieces_are_answered(server: Running) -> None:
     """Split anywhere, by the byte, pipelined, kept alive, with Expect: the same answers."""
     whole = post("/echo", BODY, "Content-Length: 7")
     for place in range(0, len(whole), 17):
@@ -168,7 +168,7 @@ def test_good_requests_in_any_pieces(server: Running) -> None:
         (get("/health", close=False), b"\r\n\r\n"),
     ],
 )
-def test_slow_clients_are_closed(server: Running, pieces: tuple[bytes, ...]) -> None:
+def test_server_closes_slow_clients(server: Running, pieces: tuple[bytes, ...]) -> None:
     """By the sweep; test_connection_times.py has every phase."""
     started = time.monotonic()
     answer = talk(server.port, *pieces, seconds=5)
@@ -178,7 +178,7 @@ def test_slow_clients_are_closed(server: Running, pieces: tuple[bytes, ...]) -> 
 
 
 @pytest.mark.slow
-def test_dripping_clients_are_closed(server: Running) -> None:
+def test_server_closes_dripping_clients(server: Running) -> None:
     """A byte now and then is not enough: of headers, of blank lines, of a body in all."""
     for begun in (b"GET /health HTTP/1.1\r\nX: ", b""):
         with connect(server.port) as connection:
@@ -202,7 +202,7 @@ def is_over(connection: socket.socket) -> bool:
     return True
 
 
-def test_readers_that_do_not_read_are_cut(server: Running) -> None:
+def test_server_cuts_clients_that_do_not_read(server: Running) -> None:
     """The endpoint ends, and what it holds is let go."""
     ended = server.seen.num_ended
     with socket.socket() as connection:
@@ -230,7 +230,7 @@ def test_server_client_disconnect_ends_its_stream(server: Running) -> None:
         wait_for(lambda ended=ended: server.seen.num_ended > ended)
 
 
-def test_answer_that_a_client_leaves_is_logged_as_cut() -> None:
+def test_server_answer_left_by_its_client_is_logged_as_cut() -> None:
     stream = io.StringIO()
     with running(log=RequestLog("json", stream=stream)) as server:
         assert status_of(talk(server.port, get("/stream?count=1"))) == 200
@@ -241,7 +241,7 @@ def test_answer_that_a_client_leaves_is_logged_as_cut() -> None:
     assert [json.loads(line).get("cut") for line in stream.getvalue().splitlines()] == [None, True]
 
 
-def test_large_bodies_are_not_held(server: Running) -> None:
+def test_server_large_bodies_are_not_held(server: Running) -> None:
     """100 MB, announced and not: 413 arrives although the client goes on sending; memory stays."""
     before = resident_bytes()
     announced = talk(server.port, post("/echo", b"x" * 100_000, "Content-Length: 100000000"))
@@ -280,7 +280,7 @@ def test_connections_are_counted() -> None:
         wait_for(lambda: is_well(server))
 
 
-def test_good_clients_during_an_attack() -> None:
+def test_server_answers_good_clients_during_an_attack() -> None:
     """Hundreds of half-open connections: others are answered as if there were none."""
     with running(ServerLimits(header_seconds=1)) as server:
         held = [connect(server.port) for _ in range(300)]

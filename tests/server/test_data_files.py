@@ -18,7 +18,7 @@ def read(name: str) -> dict:
     return tomllib.loads((DATA / name).read_text(encoding="utf-8"))
 
 
-def test_http_errors_name_known_codes_and_statuses():
+def test_http_errors_table_has_known_codes_and_statuses():
     table = read("http_errors.toml")
     assert set(table) == {"answers", "openai_types", "anthropic_types"}
     statuses = {*map(int, HTTPStatus), 499}  # nginx' status for a client that has gone
@@ -31,7 +31,7 @@ def test_http_errors_name_known_codes_and_statuses():
         assert {int(status) for status in types} <= statuses
 
 
-def test_refused_fields_belong_to_request_models():
+def test_refused_fields_table_matches_request_models():
     modules = (fields, schemas, anthropic_schemas, ollama_schemas, embedding_schemas)
     for model, rows in read("refused_fields.toml").items():
         [made] = {getattr(module, model) for module in modules if hasattr(module, model)}
@@ -40,13 +40,13 @@ def test_refused_fields_belong_to_request_models():
             assert isinstance(sentence, str)
 
 
-def test_other_paths_are_patterns_with_sentences():
+def test_other_paths_table_has_patterns_and_sentences():
     for pattern, answer in read("other_paths.toml").items():
         re.compile(pattern)
         assert answer.endswith("."), pattern
 
 
-def test_reply_schemas_refer_to_each_other():
+def test_reply_schemas_refer_to_existing_schemas():
     text = (DATA / "reply_schemas.json").read_text(encoding="utf-8")
     made = json.loads(text)
     assert set(re.findall(r'"#/components/schemas/(\w+)"', text)) <= set(made)
@@ -65,21 +65,21 @@ def test_metrics_have_one_row_each():
     assert all(len(row) in (4, 5) for row in rows)
 
 
-def test_openapi_table_describes_known_statuses_and_schemas():
+def test_openapi_table_has_known_statuses_and_schemas():
     table = read("openapi.toml")
     assert {int(status) for status in table["errors"]} <= set(map(int, HTTPStatus))
     replies = json.loads((DATA / "reply_schemas.json").read_text(encoding="utf-8"))
     assert set(table["error_schemas"].values()) <= set(replies)
 
 
-def test_span_attributes_name_facts_of_a_record():
+def test_span_attributes_table_matches_request_record():
     record = RequestRecord("id", "GET", "/", "client", status=200, error="x", finish_reason="stop")
     record.num_prompt_tokens = record.num_cached_tokens = record.num_output_tokens = 1
     record.first_token_seconds = 0.5
     assert set(read("span_attributes.toml")) <= set(record.values(1.0))
 
 
-def test_other_names_are_fields_of_request_models():
+def test_other_names_table_matches_request_models():
     modules = (fields, schemas, anthropic_schemas, ollama_schemas, embedding_schemas)
     models = [kind for module in modules for kind in vars(module).values() if hasattr(kind, "model_fields")]
     known = {name for model in models for name in model.model_fields}

@@ -75,7 +75,7 @@ def test_client_disconnect_aborts_its_requests(held, path, stream, num_steps):
         pass
 
 
-def test_waiting_clients_that_go_leave_the_others_alone(held):
+def test_client_disconnect_while_waiting_leaves_others_alone(held):
     running, gate = held
     gate.open()
     alone = httpx.post(f"{running.url}/v1/chat/completions", json={**CHAT, "temperature": 0, "max_tokens": 40}).json()

@@ -80,7 +80,7 @@ def test_embedding_numbers_are_exact_float32(client):
     assert struct.pack(f"<{HIDDEN_SIZE}f", *body["data"][0]["embedding"]) == exact
 
 
-def test_unnormalized_embedding_is_the_hidden_state(client):
+def test_embeddings_unnormalized_is_the_hidden_state(client):
     body = client.post("/v1/embeddings", json={"input": "aab", "normalize": False}).json()
     assert struct.pack(f"<{HIDDEN_SIZE}f", *body["data"][0]["embedding"]) == hidden_of(list(b"aab"))
 
@@ -106,7 +106,7 @@ def test_embeddings_with_more_inputs_than_the_queue_answer(client):
         ({"prompt": "x"}, "prompt", "Did you mean input?"),
     ],
 )
-def test_wrong_embedding_request_names_its_field(client, body, param, words):
+def test_embeddings_wrong_request_names_its_field(client, body, param, words):
     before = client.app.state.service.llm.stats().num_requests
     reported(client.post("/v1/embeddings", json=body), 400, param, words)
     assert client.app.state.service.llm.stats().num_requests == before, "none runs if one is wrong"
@@ -116,7 +116,7 @@ def test_embedding_of_another_model_name_is_not_found(client):
     reported(client.post("/v1/embeddings", json={"input": "x", "model": "ada"}), 404, "model", "'ada' does not exist")
 
 
-def test_long_input_is_cut_if_the_request_says_so(client):
+def test_embeddings_truncate_prompt_tokens_cuts_long_input(client):
     body = client.post("/v1/embeddings", json={"input": "x" * 2000, "truncate_prompt_tokens": -1}).json()
     assert body["usage"]["prompt_tokens"] == 1024
 
@@ -126,7 +126,7 @@ def test_embeddings_of_another_pooling_mode_are_refused(client, pooling):
     reported(client.post("/v1/embeddings", json={"input": "x"}), 400, "model", "mean pooling")
 
 
-def test_model_without_a_head_answers_no_chat(client, pooling):
+def test_chat_of_a_model_without_a_head_is_refused(client, pooling):
     pooling(Pooling(PoolingSettings(has_head=False), MODEL, HIDDEN_SIZE))
     query = {"messages": [{"role": "user", "content": "hi"}]}
     reported(client.post("/v1/chat/completions", json=query), 400, None, "no language-model head")
@@ -135,7 +135,7 @@ def test_model_without_a_head_answers_no_chat(client, pooling):
     assert not {"completion", "tools", "thinking"} & set(shown["capabilities"])
 
 
-def test_show_of_an_embedding_model_says_embedding(client, pooling):
+def test_ollama_show_of_an_embedding_model_lists_embedding(client, pooling):
     pooling(Pooling(PoolingSettings(is_embedding=True), MODEL, HIDDEN_SIZE))
     assert "embedding" in client.post("/api/show", json={"model": MODEL}).json()["capabilities"]
 
@@ -185,7 +185,7 @@ def test_rerank_paths_follow_jina_and_cohere(client):
         ({"documents": ["b"]}, "query", "is required"),
     ],
 )
-def test_wrong_rerank_request_names_its_field(client, body, param, words):
+def test_rerank_wrong_request_names_its_field(client, body, param, words):
     reported(client.post("/v1/rerank", json=body), 400, param, words)
 
 

@@ -93,7 +93,7 @@ def test_parse_a_million_token_ids_is_fast() -> None:
         ([1, True], "prompt[1]", "got a boolean"),
     ],
 )
-def test_fault_of_a_prompt_names_its_place(prompt, param, words) -> None:
+def test_parse_fault_in_a_prompt_names_its_place(prompt, param, words) -> None:
     found = fault_of(CompletionRequest, {"prompt": prompt})
     assert found.param == param
     assert words in str(found)
@@ -123,7 +123,7 @@ def test_read_model_parses_large_bodies_in_a_thread(is_large) -> None:
     assert (given.thread != threading.get_ident()) == is_large
 
 
-def test_others_run_while_a_large_text_is_encoded() -> None:
+def test_tokenizer_encode_of_large_text_lets_threads_run() -> None:
     backend = Tokenizer(models.BPE({chr(code): code for code in range(33, 127)} | {"\u0120": 0}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     text = "some words " * (6 * LARGE_TEXT_CHARS // 11)
@@ -169,7 +169,7 @@ def client():
         ("responses", {"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "function_call_output"),
     ],
 )
-def test_wrong_field_is_named_with_the_likely_one(client, path, body, param, words) -> None:
+def test_parse_unknown_field_names_the_likely_one(client, path, body, param, words) -> None:
     own = {"chat/completions": {"messages": user("x")}, "completions": {"prompt": "x"}, "responses": {"input": "x"}}
     answer = client.post(f"/v1/{path}", json={**own[path], **body})
     assert answer.status_code == 400, answer.text
@@ -286,7 +286,7 @@ BOUNDED: list[tuple[Any, dict[str, Any], dict[str, tuple[tuple[float, float], tu
 
 
 @for_each("model, body, bounds", BOUNDED)
-def test_number_at_its_bound_is_taken_and_beyond_refused(model, body, bounds) -> None:
+def test_parse_number_is_accepted_up_to_its_bound(model, body, bounds) -> None:
     for name, (sound, wrong) in bounds.items():
         for value in sound:
             assert getattr(parse(model, {**body, name: value}), name) == value
@@ -306,7 +306,7 @@ def test_number_at_its_bound_is_taken_and_beyond_refused(model, body, bounds) ->
         (CompletionRequest, {"prompt": "x"}, "use_beam_search", (False, None), (True, 0)),
     ],
 )
-def test_field_that_changes_nothing_is_taken_in_each_quiet_form(model, body, name, taken, refused) -> None:
+def test_parse_field_without_effect_takes_neutral_values(model, body, name, taken, refused) -> None:
     for value in taken:
         parse(model, {**body, name: value})
     for value in refused:
@@ -318,7 +318,7 @@ def test_field_that_changes_nothing_is_taken_in_each_quiet_form(model, body, nam
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RICH)
 @pytest.mark.parametrize("bad", HOSTILE, ids=map(str, range(len(HOSTILE))))
-def test_wrong_value_in_any_field_is_answered(client, path, bad) -> None:
+def test_post_wrong_value_in_any_field_is_answered(client, path, bad) -> None:
     assert client.post(path, json=RICH[path]).status_code == 200
     for body in spoiled(RICH[path], bad):
         answer = client.post(path, json=body)
@@ -339,7 +339,7 @@ def test_wrong_value_in_any_field_is_answered(client, path, bad) -> None:
         (b"", "empty"),
     ],
 )
-def test_body_that_is_no_plain_json_is_refused(client, path, body, words) -> None:
+def test_post_body_that_is_no_plain_json_is_refused(client, path, body, words) -> None:
     answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -363,7 +363,7 @@ def test_tokenize_adds_special_tokens_by_default(client, monkeypatch) -> None:
     assert seen == [True, True, True, False]
 
 
-def test_tools_that_cannot_be_rendered_name_their_field(client) -> None:
+def test_tokenize_unrenderable_tools_name_their_field(client) -> None:
     twice = [{"type": "function", "function": {"name": "look"}}] * 2
     error = client.post("/tokenize", json={"messages": user("x"), "tools": twice}).json()["error"]
     assert error["param"] == "tools"
@@ -376,7 +376,7 @@ def test_health_and_ready_answer_head_requests(client) -> None:
         assert not answer.content
 
 
-def test_tools_are_read_beside_the_event_loop(client, monkeypatch) -> None:
+def test_chat_tools_are_parsed_in_a_thread(client, monkeypatch) -> None:
     threads = []
     seen = conversations.parse_tools
     monkeypatch.setattr(conversations, "parse_tools", lambda tools: threads.append(_thread()) or seen(tools))

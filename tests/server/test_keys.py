@@ -31,14 +31,14 @@ def test_keys_come_from_options_file_and_environment(tmp_path: Path, monkeypatch
     assert "zero" not in repr(keys)
 
 
-def test_invalid_keys_are_refused_and_not_shown() -> None:
+def test_keys_invalid_key_is_refused_and_not_shown() -> None:
     for key in ("a b", "", "é", "a\n", "x" * 513, "\x7f"):
         with raises_code("http.key_invalid", ConfigError) as caught:
             Keys([key])
         assert not key.strip() or key not in str(caught.value)
 
 
-def test_too_many_keys() -> None:
+def test_keys_too_many_are_refused() -> None:
     assert len(Keys([*map(str, range(1024)), "0"])) == 1024
     with raises_code("http.keys_too_many", ConfigError, count=1025):
         Keys(map(str, range(1025)))

@@ -62,18 +62,18 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @for_each("path", BODIES)
-def test_request_finds_what_its_own_key_cached_alone(guarded: Guarded, path):
+def test_prefix_cache_hits_only_prompts_of_the_same_key(guarded: Guarded, path):
     found = {(place, key): guarded.num_hit(key, path, BODIES[path]) for place, key in itertools.product((0, 1), KEYS)}
     assert {key: found[0, key] for key in KEYS} == dict.fromkeys(KEYS, 0)
     assert all(found[1, key] > 0 for key in KEYS)
 
 
-def test_raw_prompt_finds_what_its_own_key_cached_alone(guarded: Guarded):
+def test_prefix_cache_hits_only_raw_prompts_of_the_same_key(guarded: Guarded):
     body = {"prompt": long_text("raw"), "raw": True, "stream": False}
     assert [guarded.num_hit(key, "/api/generate", body) > 0 for key in ("one", "other", "one")] == [False, False, True]
 
 
-def test_answer_held_to_a_form_keeps_the_salt(guarded: Guarded, held):
+def test_prefix_cache_constrained_request_keeps_its_salt(guarded: Guarded, held):
     """Such a request is prepared twice."""
     body = {"messages": [{"role": "user", "content": long_text("form")}], "guided_choice": ["ok"]}
     hits = [guarded.num_hit(key, "/v1/chat/completions", body) > 0 for key in ("one", "other", "one")]
@@ -84,7 +84,7 @@ SALTS = (None, "a", "b", "a:b", f"{LONG}1", f"{LONG}2")
 
 
 @for_each("family", [Chat(), Completions(), Responses()])
-def test_salts_of_key_and_request_count_together(guarded: Guarded, family):
+def test_prefix_cache_is_split_by_key_and_request_salt(guarded: Guarded, family):
     """Each pair has its own cache, long salts to their last character."""
     body = family.body([("user", long_text(f"S{type(family).__name__}"))])
     pairs = list(itertools.product(KEYS[:2], SALTS))
@@ -99,7 +99,7 @@ def test_salts_of_key_and_request_count_together(guarded: Guarded, family):
     assert all(hits())
 
 
-def test_salt_of_a_request_cannot_name_another_key(guarded: Guarded):
+def test_prefix_cache_request_salt_cannot_name_another_key(guarded: Guarded):
     """Not even if the salt of that key were known."""
     body = Completions().body([("user", long_text("named"))])
     guarded.num_hit("one", Completions.path, body)
@@ -110,7 +110,7 @@ def test_salt_of_a_request_cannot_name_another_key(guarded: Guarded):
         assert guarded.num_hit("other", Completions.path, {**body, "cache_salt": salt}) == 0, salt
 
 
-def test_cached_tokens_tell_of_the_own_key_alone(guarded: Guarded):
+def test_usage_cached_tokens_count_only_the_own_key(guarded: Guarded):
     reported = {}
     body = Chat().body([("user", long_text("reported"))])
     for place, key in itertools.product((0, 1), KEYS[:2]):
@@ -120,7 +120,7 @@ def test_cached_tokens_tell_of_the_own_key_alone(guarded: Guarded):
     assert min(reported[1, key] for key in KEYS[:2]) > 0
 
 
-def test_salts_of_two_servers_differ():
+def test_cache_salts_of_two_servers_differ():
     """A key says nothing about its salt."""
     first, second = Keys(KEYS), Keys(KEYS)
     salts = [keys.cache_salt(place) for keys in (first, second) for place in range(3)]
@@ -128,7 +128,7 @@ def test_salts_of_two_servers_differ():
     assert first.cache_salt(1) == first.cache_salt(1)
 
 
-def test_server_with_one_key_shares_by_the_salt_of_requests():
+def test_prefix_cache_of_a_single_key_is_split_by_salt_alone():
     service = Service(AsyncLLM.from_engine(make_served_engine()), NAMES)
     try:
         keys = Keys(["one"])
@@ -142,7 +142,7 @@ def test_server_with_one_key_shares_by_the_salt_of_requests():
         service.llm.shutdown()
 
 
-def test_second_response_of_a_chain_belongs_to_its_key(guarded: Guarded):
+def test_response_chain_of_another_key_is_refused(guarded: Guarded):
     """Each key has its own; one that continues another's is refused, at every link."""
     made: dict[str, list[str]] = {key: [] for key in KEYS[:2]}
     for key in made:

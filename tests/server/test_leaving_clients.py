@@ -100,5 +100,5 @@ def test_client_disconnects_at_sampled_tokens_free_pages_in_time() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MOST_STEPS)
-def test_clients_that_go_at_every_token(kind: str) -> None:
+def test_client_disconnects_at_each_token_free_pages_in_time(kind: str) -> None:
     assert max(leave_all([case for case in CASES if case.kind == kind])) <= MOST_STEPS_LATER

@@ -37,11 +37,11 @@ def check_soak(server: Loaded, number: int, num_clients: int, abort_share: float
     return errors.get(LEFT, 0)
 
 
-def test_fifty_streams_at_once(server: Loaded) -> None:
+def test_server_streams_50_clients(server: Loaded) -> None:
     check_finished(server, num_clients=50, number=50, num_output=8)
 
 
-def test_three_hundred_requests_with_aborts_leave_nothing(server: Loaded) -> None:
+def test_server_300_requests_with_aborts_leave_nothing(server: Loaded) -> None:
     before = server.ledger()
     check_soak(server, 60, 16, 0.1)
     resident = server.resident_bytes()
@@ -75,7 +75,7 @@ def test_server_streams_1000_clients_without_growth(tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.slow
-def test_twenty_thousand_requests_with_aborts(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_server_20000_requests_with_aborts_leave_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Resident memory does not grow, pages are all free, the ledger is as it was.
 
     In the rounds before the first look there are four times as many clients: what a crowd needs at once stays with the process,

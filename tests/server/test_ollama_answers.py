@@ -31,7 +31,7 @@ def test_generate_whole_has_counts_and_times(client):
     assert min(value[name] for name in ("total_duration", "prompt_eval_duration", "eval_duration")) > 0
 
 
-def test_lists_tell_of_the_served_model(client):
+def test_ollama_tags_and_show_describe_the_model(client):
     assert [one["model"] for one in client.get("/api/tags").json()["models"]] == ["fake:latest", "alias/model:latest"]
     shown = client.post("/api/show", json={"name": "fake:latest"}).json()
     assert shown["model_info"]["holdfast.context_length"] == 1024
@@ -50,7 +50,7 @@ def test_tool_messages_name_the_calls_they_answer():
     assert messages[1].reasoning_content == "Hm"
 
 
-def test_options_become_sampling_fields():
+def test_ollama_read_options_gives_sampling_fields():
     fields = read_options(
         Options(temperature=0.5, top_k=3, min_p=0.1, repeat_penalty=1.2, seed=7, stop=["x"], presence_penalty=1)
     )
@@ -68,7 +68,7 @@ def test_options_become_sampling_fields():
         ({"fromat": "json"}, "Did you mean format?"),
     ],
 )
-def test_wrong_request_names_its_fault(fields, words):
+def test_ollama_wrong_request_names_its_fault(fields, words):
     with pytest.raises(ApiError) as caught:
         parse(OllamaChatRequest, fields)
     assert words in str(caught.value)
@@ -87,7 +87,7 @@ def messages_of(output):
     return [json.loads(line)["message"] for line in output.take().splitlines()]
 
 
-def test_output_has_calls_when_they_are_complete():
+def test_ollama_output_has_only_complete_calls():
     output = output_of(shows_thinking=False)
     add(output, ReasoningDelta("Hm"), ContentDelta("See."), ToolCallDelta(0, "look"), ToolCallDelta(0, None, '{"a":'))
     assert "look" not in output.take()
@@ -103,7 +103,7 @@ def test_output_has_calls_when_they_are_complete():
     assert not any("thinking" in line for line in lines)
 
 
-def test_output_has_a_call_before_the_text_that_follows_it():
+def test_ollama_output_puts_a_call_before_later_text():
     output = output_of(shows_thinking=True)
     add(output, ToolCallDelta(0, "look", '{"a":1}'), ContentDelta("x"), ToolCallDelta(1, "now"), ReasoningDelta("y"))
     written = [
@@ -113,7 +113,7 @@ def test_output_has_a_call_before_the_text_that_follows_it():
     assert written == ["look", "x", "now", "y"]
 
 
-def test_options_reach_the_engine(client, rendered):
+def test_ollama_options_reach_the_engine(client, rendered):
     options = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.125, "repeat_penalty": 1.5, "seed": 7}
     options |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "stop": ["a", "b"], "num_predict": 8}
     ask(client, Ollama(), {"messages": user(said("x")), "options": options}, stream=False)
@@ -124,7 +124,7 @@ def test_options_reach_the_engine(client, rendered):
 
 
 @for_each("given, limit", [(None, None), (-2, None), (-1, None), (0, None), (1, 1)])
-def test_num_predict_below_one_is_no_limit(client, rendered, given, limit):
+def test_ollama_num_predict_below_one_is_no_limit(client, rendered, given, limit):
     rendered.clear()
     options = {} if given is None else {"num_predict": given}
     ask(client, Ollama(), {"messages": user(said("x")), "options": options}, stream=False)
@@ -132,7 +132,7 @@ def test_num_predict_below_one_is_no_limit(client, rendered, given, limit):
 
 
 @for_each("form, rule", [("json", {"json_object": True}), ({"type": "object"}, {"json": '{"type":"object"}'})])
-def test_format_holds_the_answer(client, held, form, rule):
+def test_ollama_format_constrains_the_answer(client, held, form, rule):
     held.clear()
     raw = {"prompt": said("{}"), "format": form, "raw": True, "stream": False}
     assert client.post("/api/generate", json=raw).json()["response"] == "{}"
@@ -175,14 +175,14 @@ def test_chat_that_ends_with_an_answer_continues_it(client, rendered, roles, con
         ("high", {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}, "Hm"),
     ],
 )
-def test_think_decides_template_and_answer(client, rendered, think, reported, thinking):
+def test_ollama_think_sets_template_and_output(client, rendered, think, reported, thinking):
     rendered.clear()
     body = {"messages": user(said("<think>Hm</think>Yes")), "think": think}
     choice = ask(client, Ollama(), body, stream=False).only
     assert (choice.content, choice.reasoning, rendered[-1]["chat_template_kwargs"]) == ("Yes", thinking, reported)
 
 
-def test_ids_of_calls_go_on_in_the_next_turn():
+def test_ollama_tool_call_ids_continue_in_the_next_turn():
     call = {"function": {"name": "look", "arguments": {}}}
     answer = {"role": "assistant", "tool_calls": [call, call]}
     result = {"role": "tool", "tool_name": "look", "content": "x"}

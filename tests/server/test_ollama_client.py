@@ -76,7 +76,7 @@ def test_tool_round_trip_gives_an_answer(api, rendered, stream):
     assert rendered[-1]["tools"][0]["function"]["parameters"]["required"] == ["city"]
 
 
-def test_call_that_is_cut_off_is_left_out(api):
+def test_ollama_client_call_cut_off_is_left_out(api):
     done = api.chat(MODEL, user(said(CALL)), tools=[look], options={"num_predict": len(CALL) - 20})
     assert (done.message.tool_calls, done.message.content, done.done_reason) == (None, "", "length")
 
@@ -90,7 +90,7 @@ def test_call_that_is_cut_off_is_left_out(api):
         ("high", {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}, "Hm."),
     ],
 )
-def test_think_decides_template_and_answer(api, rendered, think, found, thinking):
+def test_ollama_client_think_sets_template_and_output(api, rendered, think, found, thinking):
     rendered.clear()
     done = api.chat(MODEL, user(said(THOUGHT)), think=think)
     assert (done.message.content, done.message.thinking) == ("Hello", thinking)
@@ -98,7 +98,7 @@ def test_think_decides_template_and_answer(api, rendered, think, found, thinking
     assert [one["chat_template_kwargs"] for one in rendered] == [found, found]
 
 
-def test_options_become_sampling_params(api, rendered):
+def test_ollama_client_options_become_sampling_params(api, rendered):
     options = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.2, "seed": 7}
     more = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "num_predict": 8, "stop": [" th"], "num_thread": 4}
     done = api.chat(MODEL, user(said("one three")), options=options | more)
@@ -111,7 +111,7 @@ def test_options_become_sampling_params(api, rendered):
     assert (rendered[-1]["params"].seed, rendered[-1]["params"].max_tokens) == (None, None)
 
 
-def test_options_of_the_client_are_all_taken(api):
+def test_ollama_client_options_are_all_accepted(api):
     import ollama
 
     every = {name: 1 for name in ollama.Options.model_fields if name not in ("stop", "numa")}
@@ -132,7 +132,7 @@ def test_generate_uses_the_template_unless_raw(api, rendered, stream):
 
 
 @for_each("form, rule", [("json", {"json_object": True}), ({"type": "object"}, {"json": '{"type":"object"}'})])
-def test_format_holds_the_answer(api, held, form, rule):
+def test_ollama_client_format_constrains_the_answer(api, held, form, rule):
     held.clear()
     assert api.generate(MODEL, said("{}"), format=form, raw=True).response == "{}"
     held_to = held[-1].structured_outputs
@@ -149,12 +149,12 @@ def test_logprobs_come_with_their_tokens(api):
     assert [entry.token for piece in pieces for entry in piece.logprobs or ()] == ["a", "b", "<eos>"]
 
 
-def test_request_without_a_question_loads_the_model(api):
+def test_ollama_client_request_without_a_prompt_loads(api):
     assert (api.generate(MODEL).done_reason, api.generate(MODEL, keep_alive=0).done_reason) == ("load", "unload")
     assert api.chat(MODEL, []).message.content == ""
 
 
-def test_lists_tell_of_the_served_model(api, server):
+def test_ollama_client_lists_describe_the_model(api, server):
     assert [model.model for model in api.list().models] == ["fake:latest", "alias/model:latest"]
     running = api.ps().models[0]
     assert (running.name, running.context_length) == ("fake:latest", 1024)
@@ -203,7 +203,7 @@ def test_async_client_streams_texts_side_by_side(server):
         (lambda api: api.copy("a", "b"), 404, "holdfast serve MODEL"),
     ],
 )
-def test_bad_request_raises_response_error(api, call, status, words):
+def test_ollama_client_bad_request_raises_response_error(api, call, status, words):
     import ollama
 
     with pytest.raises(ollama.ResponseError) as caught:

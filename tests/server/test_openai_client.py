@@ -29,7 +29,7 @@ def api(server: Served):
         yield client
 
 
-def test_models(api):
+def test_models_are_listed_and_retrieved(api):
     assert tuple(model.id for model in api.models.list()) == NAMES
     card = api.models.retrieve("alias/model")
     assert (card.id, card.model_extra["max_model_len"]) == ("alias/model", 1024)
@@ -49,7 +49,7 @@ def test_chat_completion_has_text_reason_and_usage(api):
     assert done.usage.prompt_tokens_details.cached_tokens >= 0
 
 
-def test_several_completions_with_seeds(api):
+def test_chat_completions_with_a_seed_repeat(api):
     given = {"model": MODEL, "messages": user("Hello"), "max_tokens": 6, "n": 3, "seed": 7}
     first = api.chat.completions.create(**given)
     texts = [choice.message.content for choice in first.choices]
@@ -80,7 +80,7 @@ def test_chat_stream_chunks_add_up_to_the_answer(api):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_stops_and_biases(api):
+def test_chat_stop_and_logit_bias_apply(api):
     done = api.chat.completions.create(model=MODEL, messages=user(said("one two three")), stop=[" th", "zz"])
     assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("one two", "stop")
     assert done.choices[0].model_extra["stop_reason"] == " th"
@@ -149,7 +149,7 @@ def test_chat_stream_tool_call_comes_in_pieces(api):
     assert num_pieces >= 2
 
 
-def test_tools_that_may_not_be_called(api):
+def test_chat_tool_choice_none_returns_the_call_as_text(api):
     done = api.chat.completions.create(
         model=MODEL, messages=user(said(CALL)), tools=TOOLS, tool_choice="none", parallel_tool_calls=True
     )
@@ -189,7 +189,7 @@ def test_completions(api):
     assert texts == {0: "abc", 1: "de"}
 
 
-def test_errors_have_the_clients_own_kinds(api):
+def test_openai_client_raises_the_error_class_of_the_status(api):
     for fields, kind, param in (
         ({"messages": user("x" * 4000)}, openai.BadRequestError, "messages"),
         ({"messages": user("x"), "model": "other"}, openai.NotFoundError, "model"),
@@ -309,7 +309,7 @@ def test_response_continues_after_function_calls(api):
     assert (newest.type, newest.call_id) == ("function_call_output", first.output[0].call_id)
 
 
-def test_stored_response_is_read_until_deleted(api, server):
+def test_response_stored_is_read_until_deleted(api, server):
     made = api.responses.create(model=MODEL, input=said("Yes."), metadata={"a": "b"})
     read = api.responses.retrieve(made.id)
     assert read == made
@@ -337,7 +337,7 @@ def test_response_with_store_false_is_not_kept(api, server):
         api.responses.retrieve(made.id)
 
 
-def test_token_ids_of_chat_equal_the_stream(api):
+def test_chat_token_ids_equal_those_of_the_stream(api):
     given = {"model": MODEL, "messages": user(said(f"Hm. é {CALL}")), "tools": TOOLS, "temperature": 0}
     whole = api.chat.completions.create(**given, extra_body={"return_token_ids": True})
     ids = whole.choices[0].model_extra["token_ids"]
@@ -353,7 +353,7 @@ def test_token_ids_of_chat_equal_the_stream(api):
     assert "token_ids" not in plain.choices[0].model_extra
 
 
-def test_token_ids_of_completions_equal_the_stream(api):
+def test_completion_token_ids_equal_those_of_the_stream(api):
     given = {"model": MODEL, "prompt": [said("ab"), said("é")], "n": 2, "extra_body": {"return_token_ids": True}}
     whole = [choice.model_extra for choice in api.completions.create(**given).choices]
     assert [bytes(own["token_ids"][:-1]).decode() for own in whole] == ["ab", "ab", "é", "é"]
@@ -384,7 +384,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
             yield client
 
 
-def test_answers_that_a_schema_holds_for(tiny):
+def test_chat_response_format_holds_the_answer_to_its_schema(tiny):
     given = {"model": MODEL, "messages": user("A city"), "max_tokens": 100, "seed": 5}
     parsed = tiny.chat.completions.parse(**given, response_format=City).choices[0].message.parsed
     assert parsed.name in ("Rome", "Oslo")
@@ -402,7 +402,7 @@ def test_answers_that_a_schema_holds_for(tiny):
     assert re.fullmatch("[ab]{3}c", matched.choices[0].text)
 
 
-def test_rules_that_cannot_be(tiny):
+def test_chat_invalid_constraint_names_its_field(tiny):
     for rule, param in (
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},

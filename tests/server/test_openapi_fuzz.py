@@ -89,7 +89,7 @@ def test_openapi_fuzz_sample_of_each_operation(small: Served, document: BaseSche
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_many(small: Served, document: BaseSchema, method: str, path: str) -> None:
+def test_openapi_fuzz_many_cases_of_each_operation(small: Served, document: BaseSchema, method: str, path: str) -> None:
     fuzz(small, document, method, path, NUM_SLOW if method == "POST" else 50)
 
 
@@ -124,7 +124,7 @@ def fuzz(running: Served, document: BaseSchema, method: str, path: str, num_exam
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", STREAMED)
-def test_streams_are_as_the_document_has_them(document: BaseSchema, path: str) -> None:
+def test_openapi_document_describes_the_streams(document: BaseSchema, path: str) -> None:
     query = STREAMED[path]
     operation = document[path]["POST"]
     case = operation.Case(body={**query, "stream": True}, media_type="application/json")

@@ -12,7 +12,7 @@ from server.served import MODEL, Served, said, user
 
 @pytest.mark.slow  # its import alone takes seconds
 @pytest.mark.filterwarnings("ignore")
-def test_litellm(server: Served, monkeypatch: pytest.MonkeyPatch):
+def test_litellm_completes_and_streams(server: Served, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the internet
     import litellm
 

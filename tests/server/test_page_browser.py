@@ -209,7 +209,7 @@ def test_page_map_grows_while_a_request_runs(opened: tuple[Page, World]) -> None
 
 
 @pytest.mark.slow
-def test_map_marks_the_pages_of_this_chat_alone(opened: tuple[Page, World]) -> None:
+def test_page_map_marks_only_pages_of_this_chat(opened: tuple[Page, World]) -> None:
     page, world = opened
     expect(page.locator(".note")).to_contain_text("a prompt that begins alike starts there")
     other = world.begin(480)
@@ -230,7 +230,7 @@ def test_map_marks_the_pages_of_this_chat_alone(opened: tuple[Page, World]) -> N
 
 
 @pytest.mark.slow
-def test_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
+def test_page_memory_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
     page, world = opened
     expect(page.locator(".block")).to_have_count(8)
     areas = page.evaluate(
@@ -250,7 +250,7 @@ def test_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
 
 
 @pytest.mark.slow
-def test_esc_stops_and_what_came_is_kept(opened: tuple[Page, World]) -> None:
+def test_page_esc_stops_and_keeps_the_text(opened: tuple[Page, World]) -> None:
     page, world = opened
     world.seconds_per_token = 0.1
     say(page, "Go on")
@@ -264,7 +264,7 @@ def test_esc_stops_and_what_came_is_kept(opened: tuple[Page, World]) -> None:
 
 
 @pytest.mark.slow
-def test_regenerate_edit_clear_and_undo(opened: tuple[Page, World]) -> None:
+def test_page_regenerate_edit_clear_and_undo(opened: tuple[Page, World]) -> None:
     page, world = opened
     world.answer = "one"
     say(page, "First")
@@ -285,7 +285,7 @@ def test_regenerate_edit_clear_and_undo(opened: tuple[Page, World]) -> None:
     expect(page.locator("article")).to_have_count(2)
 
 
-def test_broken_stream_shows_an_error_in_its_message(opened: tuple[Page, World]) -> None:
+def test_page_broken_stream_shows_an_error_in_its_message(opened: tuple[Page, World]) -> None:
     page, world = opened
     world.break_after = 3
     say(page, "Hello")
@@ -381,7 +381,9 @@ def test_page_without_a_key_opens_the_dialog_and_keeps_the_key(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [400, 1600])
-def test_widths_light_and_dark(browser: Browser, served: tuple[World, str], world: World, width: int) -> None:
+def test_page_layout_at_each_width_light_and_dark(
+    browser: Browser, served: tuple[World, str], world: World, width: int
+) -> None:
     page, faults = open_page(browser, served[1], width)
     expect(page.locator("#link")).to_have_attribute("data-state", "live")
     page.click("#settings summary")

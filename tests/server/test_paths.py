@@ -45,7 +45,7 @@ METHODS = (
 )
 
 
-def test_unknown_path_is_answered_with_what_to_use(client):
+def test_unknown_path_is_answered_with_the_right_one(client):
     for path, expected in ANSWERS.items():
         answer = client.post(f"http://localhost{path}", json={})
         assert answer.status_code == 404, path

@@ -82,7 +82,7 @@ def test_memory_with_a_late_answer_counts_dropped_ones_again():
     assert memory.num_bytes > first.num_bytes + second.num_bytes
 
 
-def test_stored_response_is_found_by_its_own_key_alone():
+def test_response_stored_is_found_only_by_its_own_key():
     llm = AsyncLLM.from_engine(make_served_engine())
     one, other = {"Authorization": "Bearer one"}, {"Authorization": "Bearer other"}
     try:
@@ -99,7 +99,7 @@ def test_stored_response_is_found_by_its_own_key_alone():
         llm.shutdown()
 
 
-def test_server_without_response_memory_keeps_nothing():
+def test_response_memory_of_zero_bytes_keeps_nothing():
     service = Service(AsyncLLM.from_engine(make_served_engine()), NAMES, ServerLimits(max_response_bytes=0))
     try:
         with TestClient(make_app(service), base_url="http://localhost") as client:
@@ -113,7 +113,7 @@ def test_server_without_response_memory_keeps_nothing():
         service.llm.shutdown()
 
 
-def test_continued_response_longer_than_a_body_is_refused():
+def test_response_continued_beyond_max_body_is_refused():
     with app_client() as client:
         service = client.app.state.service  # type: ignore[attr-defined]
         made = client.post("/v1/responses", json={"input": said("Yes.")}).json()

@@ -157,7 +157,7 @@ class Load:
 
 @pytest.mark.slow
 @needs_router
-def test_dying_server_fails_no_request_before_its_first_token() -> None:
+def test_router_dying_server_fails_no_request_before_a_token() -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(started("slow")) for _ in range(2)]
         url = stack.enter_context(routed(servers))

@@ -20,7 +20,7 @@ def test_bind_socket_second_owner_of_a_port_is_refused() -> None:
     bind_socket("127.0.0.1", port).close()
 
 
-def test_unknown_hosts_are_refused() -> None:
+def test_bind_socket_unknown_host_is_refused() -> None:
     for host in ("nowhere.invalid", "192.0.2.1", "a" * 300):
         with raises_code("http.cannot_listen"):
             bind_socket(host, 0)
@@ -29,7 +29,7 @@ def test_unknown_hosts_are_refused() -> None:
 @pytest.mark.parametrize(
     ("host", "start"), [("127.0.0.1", "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:"), ("::1", "http://[::1]:")]
 )
-def test_addresses_for_people(host: str, start: str) -> None:
+def test_address_of_listener_is_a_url_to_open(host: str, start: str) -> None:
     try:
         listener = bind_socket(host, 0)
     except HoldfastError:
@@ -85,7 +85,7 @@ def test_server_dead_engine_ends_the_server() -> None:
             StubLLM.is_alive = True
 
 
-def test_second_signal_forces_the_end() -> None:
+def test_server_stop_twice_forces_the_exit() -> None:
     with running() as started:
         server = Server(started.server.config.app, started.service, lambda: None, owns_process=False)  # type: ignore[arg-type]
     assert (server.should_exit, server.force_exit) == (False, False)

@@ -288,7 +288,7 @@ def test_histogram_counts_a_value_at_its_bound():
     assert (histogram.counts, histogram.total) == ([1, 2, 1, 3], 1.0 + 3.0 + 4.0 + 13.5)
 
 
-def test_request_metrics_split_the_times_of_a_delta(logged, monkeypatch):
+def test_metrics_split_a_delta_into_wait_prefill_and_decode(logged, monkeypatch):
     """Waiting, reading and writing; between tokens that come together the time is shared."""
     now = [0.0]
     monkeypatch.setattr(metrics_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -331,7 +331,7 @@ def test_log_cuts_long_texts_and_paths():
 
 
 @for_each("seconds, reported", [(None, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (float("inf"), "1")])
-def test_full_queue_sends_retry_after(seconds, reported):
+def test_queue_full_error_sends_retry_after(seconds, reported):
     error = QueueFullError("request.queue_full", count=1, waiting=1, maximum=1)
     if seconds is not None:
         error.retry_after_seconds = seconds
@@ -344,7 +344,7 @@ def test_message_of_an_error_is_cut_to_its_bound():
     assert (len(cut), cut[-4:]) == (MAX_MESSAGE_CHARS, "x...")
 
 
-def test_ollama_times_split_reading_from_writing():
+def test_ollama_times_split_prefill_from_decode():
     delta = CompletionDelta("r", 0, "", (1,), None, "length", None, metrics=RequestMetrics(1.0, 3.0, 8.0, 0, 0))
     reported = times_of(delta, SimpleNamespace(prompt_token_ids=[1, 2, 3]), 5, 9.0)  # type: ignore[arg-type]
     assert reported == {

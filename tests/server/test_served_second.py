@@ -16,7 +16,7 @@ from holdfast.server.bodies import parse
 from holdfast.server.conversations import plain_message
 from holdfast.server.fields import SamplingFields
 from holdfast.server.logprobs import ChatLogprobWriter, CompletionLogprobWriter
-from holdfast.server.response_items import input_of, kept_item, messages_of
+from holdfast.server.responses import input_of, kept_item, messages_of
 from holdfast.server.sampling import sampling_params
 from holdfast.server.schemas import ResponseRequest
 from holdfast.server.service import Service
@@ -40,7 +40,7 @@ def turns(text: str) -> list[tuple[str, str]]:
 
 @family_cases
 @ways
-def test_answer_with_two_calls_tells_both(client, family: Family, stream):
+def test_answer_with_two_calls_has_both_and_its_text(client, family: Family, stream):
     """With the texts around them; the last call may end the answer."""
     tail = "" if stream else "3"
     text = f"<think>Why</think>One.{FIRST}Two.\n{SECOND}{tail}"
@@ -53,7 +53,7 @@ def test_answer_with_two_calls_tells_both(client, family: Family, stream):
 @family_cases
 @ways
 @for_each("num_calls", [0, 1])
-def test_answer_says_whether_it_calls(client, family: Family, stream, num_calls):
+def test_answer_finish_reason_says_whether_it_calls(client, family: Family, stream, num_calls):
     choice = ask(client, family, family.body(turns(FIRST * num_calls or "x"), TOOLS), stream=stream).only
     assert (len(choice.calls), choice.reason) == (num_calls, family.called if num_calls else family.stopped)
 
@@ -77,7 +77,7 @@ def test_answer_cut_in_its_second_call_keeps_the_first(client, family: Family, s
 
 @for_each("family", ALL)
 @ways
-def test_second_request_owes_the_first_nothing(client, family: Family, stream):
+def test_second_request_is_independent_of_the_first(client, family: Family, stream):
     """Two requests have their own text, calls, counts and id."""
     query = [turns("One. é"), turns("Another one.")]
     first, second, again = (ask(client, family, family.body(one), stream=stream) for one in (*query, query[0]))
@@ -687,7 +687,7 @@ def test_request_after_a_refused_one_is_not_answered(server: Running):
     assert b"200 OK" not in answer
 
 
-def test_second_list_of_prompts_finds_the_queue_as_the_first_did():
+def test_second_list_of_prompts_fills_the_whole_queue_again():
     """Each request may use the whole queue of three."""
     with app_client(make_served_engine(max_queue=3, max_num_seqs=3)) as client:
         for _ in range(3):

@@ -111,7 +111,7 @@ def test_each_api_key_is_accepted(client: TestClient, key: str) -> None:
         ([("x-api-key", "key-1"), ("x-api-key", "key-1")], 401),
     ],
 )
-def test_api_key_header_opens_as_bearer_does(client: TestClient, pairs: list[tuple[str, str]], status: int) -> None:
+def test_x_api_key_header_is_accepted_as_bearer(client: TestClient, pairs: list[tuple[str, str]], status: int) -> None:
     assert client.post("/echo", json={}, headers=pairs).status_code == status
 
 
@@ -134,7 +134,7 @@ def test_two_authorization_headers_are_unauthorized(client: TestClient) -> None:
     assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_prefixes_are_shared_by_requests_of_one_key() -> None:
+def test_cache_salt_is_unset_for_a_single_key() -> None:
     """With one key there is no other client to hide them from."""
     seen: list[str | None] = []
     router = APIRouter()
@@ -183,17 +183,17 @@ def test_prefixes_are_shared_by_requests_of_one_key() -> None:
         ),
     ],
 )
-def test_hosts(host: str, status: int) -> None:
+def test_allowed_hosts_are_accepted_others_refused(host: str, status: int) -> None:
     client = make_client(allowed_hosts=("my.host",))
     answer = client.get("/health", headers={"Host": host})
     assert answer.status_code == status, answer.text
 
 
-def test_wildcard_allows_any_host() -> None:
+def test_allowed_hosts_wildcard_accepts_any_host() -> None:
     assert make_client(allowed_hosts=("*",)).get("/health", headers={"Host": "any.example"}).status_code == 200
 
 
-def test_pages_of_other_origins() -> None:
+def test_allowed_origins_are_closed_by_default() -> None:
     """Off by default, also for requests that a browser sends without asking."""
     closed, opened = make_client(), make_client("key-1", allowed_origins=("https://good.example",))
     for origin in ("https://evil.example", "null", "http://localhost.evil"):
@@ -214,7 +214,7 @@ def test_pages_of_other_origins() -> None:
 
 
 @for_each("media_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
-def test_forms_of_strangers_ask_nothing(client: TestClient, media_type: str) -> None:
+def test_form_content_type_is_refused(client: TestClient, media_type: str) -> None:
     answer = client.post("/echo", content=b"{}", headers={**KEY, "Content-Type": media_type})
     assert answer.status_code == 415
 
@@ -231,14 +231,14 @@ def test_forms_of_strangers_ask_nothing(client: TestClient, media_type: str) -> 
         ("", False),
     ],
 )
-def test_request_ids(client: TestClient, given: str, is_kept: bool) -> None:
+def test_request_id_is_kept_if_valid_else_made(client: TestClient, given: str, is_kept: bool) -> None:
     answer = client.get("/health", headers={"X-Request-Id": given.encode("latin-1")})  # type: ignore[dict-item]
     named = answer.headers["x-request-id"]
     assert (named == given) == is_kept
     assert re.fullmatch(r"[A-Za-z0-9._:-]{1,64}", named)
 
 
-def test_our_own_faults_are_a_bare_sentence(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_error_reveals_no_detail(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
     answer = client.get("/boom", headers=KEY)
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "internal_error"
@@ -258,7 +258,7 @@ def test_our_own_faults_are_a_bare_sentence(client: TestClient, caplog: pytest.L
         (ApiError("http.bad_host", value="x"), 400, "bad_host"),
     ],
 )
-def test_exceptions_become_statuses_and_codes(error: Exception, status: int, code: str | None) -> None:
+def test_from_exception_gives_status_and_public_code(error: Exception, status: int, code: str | None) -> None:
     found = from_exception(error)
     assert (found.status, found.public_code) == (status, code)
     body = json.loads(found.to_json())
@@ -281,7 +281,7 @@ def test_cleaned_removes_paths_and_addresses(words: str, expected: str) -> None:
     assert cleaned(words) == expected
 
 
-def test_unknown_endpoints_and_methods(client: TestClient) -> None:
+def test_unknown_endpoint_or_method_is_a_coded_error(client: TestClient) -> None:
     assert client.get("/v1/nothing", headers=KEY).json()["error"]["code"] == "not_found"
     assert client.delete("/echo", headers=KEY).json()["error"]["code"] == "method_not_allowed"
 
@@ -317,7 +317,7 @@ def test_request_log_writes_one_line_per_request() -> None:
             assert r'path="/a\nb\" c"' in lines[1]
 
 
-def test_broken_log_fails_no_request() -> None:
+def test_request_log_failure_fails_no_request() -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError("disk full")
@@ -338,7 +338,7 @@ class AdvisedLLM(StubLLM):
         return self.params
 
 
-def test_advice_of_the_server_needs_silent_model_files() -> None:
+def test_service_advice_applies_only_if_the_model_gives_none() -> None:
     silent, outspoken = (
         Service(AdvisedLLM(params), ("tiny",), advice={"temperature": 0.2})  # type: ignore[arg-type]
         for params in (SamplingParams(), SamplingParams(top_p=0.5))

@@ -145,7 +145,7 @@ def test_second_signal_ends_the_server_at_once() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
-def test_death_of_the_core(number: signal.Signals) -> None:
+def test_server_killed_core_ends_streams_and_process(number: signal.Signals) -> None:
     """Clients get an error event in 2 s, the process ends by itself with one line, and the port is free."""
     with started() as process:
         running = streams(process, 4, 240)
@@ -168,14 +168,14 @@ def test_death_of_the_core(number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_death_of_an_idle_core_is_noticed() -> None:
+def test_server_notices_the_death_of_an_idle_core() -> None:
     with started() as process:
         os.kill(process.core, signal.SIGKILL)
         code, _ = process.end(5)
         assert code == 1
 
 
-def test_death_of_the_server() -> None:
+def test_server_killed_ends_its_core() -> None:
     """Its core does not outlive it, and clients see the end."""
     with started() as process:
         running = streams(process, 2, 240)

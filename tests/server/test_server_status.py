@@ -190,7 +190,7 @@ def test_memory_stream_sends_changes_and_ends_with_the_server():
     serve(both)
 
 
-def test_listeners_are_bounded():
+def test_memory_stream_listeners_are_bounded():
     async def work(client, service, engine):
         answer = await client.get("/memory/stream")
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_listeners")
@@ -242,7 +242,7 @@ def test_metrics_have_the_names_that_dashboards_know():
     serve(work)
 
 
-def test_inter_token_times_are_kept_by_completion():
+def test_metrics_inter_token_times_are_kept_per_completion():
     async def work(client, service, engine):
         with service.metrics.request(2) as watch:
             watch.token(1, index=0)
@@ -265,7 +265,7 @@ def test_inter_token_times_are_kept_by_completion():
     serve(work)
 
 
-def test_full_queue_is_refused_before_tokenizing():
+def test_stream_full_queue_is_refused_before_tokenizing():
     async def work(client, service, engine):
         gate = Gate(engine)
         given = [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS)))]
@@ -337,7 +337,7 @@ async def _is_dead(engine: Engine) -> bool:
     return engine.is_dead
 
 
-def test_killed_core_is_noticed_without_requests(monkeypatch):
+def test_health_fails_for_a_killed_core_without_requests(monkeypatch):
     with remote_engine(monkeypatch) as engine:
 
         async def work(client, service, engine):
@@ -351,7 +351,7 @@ def test_killed_core_is_noticed_without_requests(monkeypatch):
         serve(work, engine=engine)
 
 
-def test_full_queue_is_answered_with_retry_after():
+def test_completion_full_queue_is_answered_with_retry_after():
     with served(max_queue=1, max_num_seqs=1) as running:
         gate = Gate(running.engine)
         body = {"model": MODEL, "prompt": "abc", "max_tokens": 4}

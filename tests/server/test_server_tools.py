@@ -65,7 +65,7 @@ def test_chat_with_required_tool_choice_calls_a_tool(real, choice):
         {"allowed_token_ids": [258], "min_tokens": 4},
     ],
 )
-def test_request_without_a_valid_answer_gets_400(real, fields):
+def test_chat_unsatisfiable_request_gets_400(real, fields):
     """500 would make clients retry, and page an operator."""
     body = {"messages": user("Hi"), "max_tokens": 400, "temperature": 0.0, **fields}
     answer = real.post("/v1/chat/completions", json=body)
@@ -77,7 +77,7 @@ def test_request_without_a_valid_answer_gets_400(real, fields):
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "invalid_request_error"
 
 
-def test_forced_calls_stream(real):
+def test_chat_forced_call_streams(real):
     body = {"messages": user("Hi"), "seed": 4, "max_tokens": 400, "tools": TOOLS, "tool_choice": NAMED, "stream": True}
     with real.stream("POST", "/v1/chat/completions", json={**body, "logit_bias": {str(ord("h")): -100}}) as answer:
         events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
@@ -116,7 +116,7 @@ def test_chat_constraints_apply_after_the_thoughts(fake, held, options, head, te
 
 
 @for_each("parallel, takes_two", [(None, False), (True, True), (False, False)])
-def test_forced_call_ends_unless_parallel_calls_are_on(fake, held, parallel, takes_two):
+def test_chat_forced_call_is_single_without_parallel_calls(fake, held, parallel, takes_two):
     held.clear()
     done = given(fake, messages=user(said(CALL)), **FORCED, parallel_tool_calls=parallel)
     assert (done["finish_reason"], len(done["message"]["tool_calls"])) == ("tool_calls", 1)
@@ -125,7 +125,7 @@ def test_forced_call_ends_unless_parallel_calls_are_on(fake, held, parallel, tak
     assert takes(grammar, f"{CALL}\n{CALL}") == takes_two
 
 
-def test_forced_list_of_calls_ends_at_its_marker(held):
+def test_chat_forced_call_list_ends_at_its_marker(held):
     call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     section = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
     with app_client(chat_template=ChatTemplate(KIMI_TEMPLATE, "fake", {}), max_model_len=2048) as client:
@@ -136,7 +136,7 @@ def test_forced_list_of_calls_ends_at_its_marker(held):
     assert not takes(grammar, 2 * section.format(call))
 
 
-def test_answer_without_thoughts_is_constrained_from_the_start(fake, held):
+def test_chat_without_thoughts_is_constrained_from_the_start(fake, held):
     done = given(fake, messages=user(said(ANSWER)), chat_template_kwargs={"quiet": True}, **FORMAT)
     assert done["message"]["content"] == ANSWER
     assert held[0].structured_outputs.json == '{"type":"object"}'
@@ -159,7 +159,7 @@ def test_chat_own_grammar_covers_the_whole_answer(fake, held):
         ({**FORCED, **FORMAT}, "response_format"),
     ],
 )
-def test_bad_choices_are_refused_by_the_name_of_their_field(fake, fields, param):
+def test_chat_bad_tool_choice_names_its_field(fake, fields, param):
     answer = fake.post("/v1/chat/completions", json={"messages": user("Hi"), **fields})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
@@ -325,7 +325,7 @@ def test_template_gets_thinking_and_other_options(client, rendered, fields, repo
         ({"add_generation_prompt": True, "continue_final_message": False}, (True, False)),
     ],
 )
-def test_prompt_ends_as_the_request_says(client, rendered, fields, flags):
+def test_chat_prompt_end_follows_the_request(client, rendered, fields, flags):
     rendered.clear()
     messages = [*user("x"), {"role": "assistant", "content": said("y")}]
     assert client.post("/v1/chat/completions", json={"messages": messages, **fields}).status_code == 200
@@ -333,7 +333,7 @@ def test_prompt_ends_as_the_request_says(client, rendered, fields, flags):
 
 
 @for_each("choice, num_shown", [(None, 2), ("auto", 2), ("none", None)])
-def test_tools_are_shown_unless_none_may_be_called(client, rendered, choice, num_shown):
+def test_chat_tool_choice_none_hides_the_tools(client, rendered, choice, num_shown):
     rendered.clear()
     body = {"messages": user(said("x")), "tools": TOOLS, "tool_choice": choice}
     assert client.post("/v1/chat/completions", json=body).status_code == 200

@@ -183,7 +183,7 @@ class VirtualSelector:
         return getattr(self._selector, name)
 
 
-def test_pings_come_after_silence_alone(monkeypatch):
+def test_event_stream_pings_only_after_silence(monkeypatch):
     """Each piece, and each ping, begins the wait anew."""
     clock = VirtualSelector(selectors.DefaultSelector())
     loop = asyncio.SelectorEventLoop(clock)

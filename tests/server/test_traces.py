@@ -52,7 +52,7 @@ def test_open_traces_without_a_collector_is_none(monkeypatch: pytest.MonkeyPatch
     assert open_traces("tiny") is None
 
 
-def test_missing_sdk_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_traces_without_sdk_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))

@@ -159,7 +159,7 @@ def test_grammar_without_end_token_is_complete_at_its_end(vocabulary):
     assert not done.grammars.is_complete(0)
 
 
-def test_fill_depends_only_on_the_tokens(vocabulary):
+def test_grammars_fill_depends_only_on_the_tokens(vocabulary):
     """Masks computed twice, several tokens at once, and a list of tokens that was made anew after a preemption."""
     writer = Writer(vocabulary, regex="abc+d")
     assert writer.allowed() == writer.allowed() == [ord("a")]
@@ -242,7 +242,7 @@ def test_completions_of_one_request(vocabulary):
     assert [np.flatnonzero(row).tolist() for row in bits] == [[ord("b")], [ord("d")]]
 
 
-def test_forget_cancels_a_compilation_without_sequences(monkeypatch, vocabulary):
+def test_grammars_forget_cancels_an_unused_compilation(monkeypatch, vocabulary):
     begun, opened, compiled = threading.Event(), threading.Event(), []
 
     def compile_slowly(form, vocabulary):
@@ -268,7 +268,7 @@ def test_forget_cancels_a_compilation_without_sequences(monkeypatch, vocabulary)
     assert len(grammars) == 0
 
 
-def test_ready_returns_the_error_of_a_compilation(vocabulary):
+def test_grammars_ready_returns_a_compilation_error(vocabulary):
     writer = Writer(vocabulary, regex="(a")
     assert writer.prepared.sequence_ids == (0,)
     assert "unclosed group" in (writer.prepared.error or "")
@@ -316,7 +316,7 @@ def test_vocabulary_opens_its_tokenizer_once_and_lazily():
         ({"grammar": "start: nothing"}, "structured_outputs.grammar"),
     ],
 )
-def test_impossible_and_endless_forms_are_refused_in_time(check, form, words):
+def test_grammar_check_impossible_form_is_refused_in_time(check, form, words):
     began = time.monotonic()
     with raises_code("grammar.refused", RequestError) as caught:
         check.check(StructuredOutputs(**form))
@@ -360,7 +360,7 @@ def test_grammar_check_object_of_512_properties_is_followed(vocabulary, check):
     assert not takes(vocabulary, '{"p300": 2, "p0": 1}', **form)
 
 
-def test_verdict_of_a_form_is_not_that_of_another_kind(check):
+def test_grammar_check_verdict_is_kept_per_kind_of_form(check):
     """One text as an expression and as a grammar, in either order."""
     for text in ("ab", "ba"):
         for _ in range(2):
@@ -381,7 +381,7 @@ def test_grammar_check_bounds_its_verdicts(monkeypatch, vocabulary):
     assert check.num_verdicts == 30
 
 
-def test_easy_forms_take_no_process(vocabulary):
+def test_grammar_check_easy_form_skips_the_guard_process(vocabulary):
     class NoGuard(GrammarGuard):
         def error(self, kind, text):
             raise AssertionError(f"{kind} {text} went to the guard")

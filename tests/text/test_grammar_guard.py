@@ -117,11 +117,11 @@ def test_grammar_guard_close_ends_its_child(monkeypatch):
         ("", ""),
     ],
 )
-def test_digits_and_letters_are_those_of_ascii(regex, expected):
+def test_ascii_classes_limit_digits_and_letters(regex, expected):
     assert ascii_classes(regex) == expected
 
 
-def test_errors_are_one_short_line():
+def test_plain_error_is_one_short_line():
     assert plain_error("a\n  b\x00c<non-verbose/>\n   1 | the grammar") == "a b c"
     assert len(plain_error("x" * 999)) == 240
 

@@ -39,7 +39,7 @@ WRITING |= {f".{name}()": text for name, text in STRING_SNIPPETS.items()}
 
 
 @for_each("source", WRITING.values())
-def test_filters_tests_and_methods_equal_transformers(source):
+def test_sandbox_filters_tests_and_methods_match_transformers(source):
     assert agree(source) is not None
 
 
@@ -55,7 +55,7 @@ def test_templates_equal_transformers_or_both_refuse(name):
 
 
 @for_each("name", sorted(FILTERS.keys() - FILTERS_ALLOWED))
-def test_other_filters_do_not_exist(name):
+def test_sandbox_unknown_filter_is_refused(name):
     with raises_code("template.syntax", TemplateError):
         ours("{{ text|" + name + " }}")
 
@@ -73,7 +73,7 @@ def test_other_filters_do_not_exist(name):
         "{{ ('a'|safe).striptags() }}",
     ],
 )
-def test_other_methods_are_refused(source):
+def test_sandbox_unsafe_method_is_refused(source):
     with raises_code("template.unsafe", TemplateError):
         ours(source)
 
@@ -84,7 +84,7 @@ def test_sandbox_globals_are_only_those_allowed():
     assert agree("{{ messages[0].__x__ }}") == ""
 
 
-def test_autoescape_is_refused():
+def test_sandbox_autoescape_is_refused():
     with raises_code("template.syntax", TemplateError):
         ours("{% autoescape true %}{{ '<' }}{% endautoescape %}")
 
@@ -109,7 +109,7 @@ MANY_SECONDS = {
 """Attacks that take longest to be refused, each of a kind of which others are tried at once."""
 
 
-def test_attacks_that_take_long_are_there() -> None:
+def test_sandbox_slow_attacks_are_among_the_attacks() -> None:
     assert set(ATTACKS) > MANY_SECONDS
 
 
@@ -157,7 +157,7 @@ def test_template_that_leaves_the_sandbox_is_refused(source, monkeypatch, tmp_pa
     assert "0x" not in str(caught.value)
 
 
-def test_routes_give_no_budget_back():
+def test_sandbox_budget_cannot_be_refilled():
     refill = "{% for i in range(99999) %}{% set x = [-10**9]|map('|spend')|list %}{% endfor %}"
     with raises_code("template.over_budget", TemplateError):
         ours(refill)
@@ -179,7 +179,7 @@ def test_sandbox_budget_grows_with_the_messages():
     assert template.render(QUESTION * 1000) == "five"
 
 
-def test_longer_messages_may_become_longer_texts():
+def test_sandbox_output_bound_grows_with_the_messages():
     template = ChatTemplate("{% for a in range(3) %}{{ 'x' * 900000 }}{% endfor %}{{ messages|length }}", "x", {})
     with raises_code("template.over_budget", TemplateError):
         template.render(QUESTION)
@@ -193,20 +193,20 @@ def test_sandbox_long_loop_body_costs_more():
         ours(loop.format("{% if yes %}{% endif %}" * 1000))
 
 
-def test_time_is_the_backstop(monkeypatch):
+def test_sandbox_time_limit_stops_a_template(monkeypatch):
     clock = iter(range(0, 10**9, 2))
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
     with raises_code("template.over_budget", TemplateError):
         ours("{% for a in range(2000) %}{{ a }}{% endfor %}")
 
 
-def test_dates_are_written_as_in_transformers():
+def test_sandbox_strftime_now_matches_transformers():
     assert agree("{{ strftime_now('%Y-%m-%d %B') }}") is not None
     assert agree("{{ strftime_now('%-d %b') }}") is not None
 
 
 @for_each("form", ["%0999999999d", "%10000Y", "%" * 300, "x" * 300, "%"])
-def test_dates_of_unknown_forms_are_refused(form):
+def test_sandbox_strftime_unknown_format_is_refused(form):
     with raises_code("template.over_budget", TemplateError):
         ours("{{ strftime_now('" + form + "') }}")
 

@@ -47,7 +47,7 @@ def json_takes(text: str) -> bool:
 
 
 @given(value=st.dictionaries(st.text(max_size=5), JSON, max_size=4), indent=st.sampled_from([None, 2]), cuts=CUTS)
-def test_scan_reports_members_and_the_end_of_objects(value, indent, cuts):
+def test_scan_reports_members_and_object_ends(value, indent, cuts):
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     assert is_object(text)
     reported = events(cut(text, cuts))
@@ -65,7 +65,7 @@ def test_scan_accepts_exactly_what_json_does_however_cut(text, cuts):
 
 
 @for_each("number", ["0", "-0", "10", "1.5", "-1e5", "1E+05", "0.0e-0"])
-def test_numbers(number):
+def test_scan_accepts_valid_numbers(number):
     assert is_object(f'{{"a":{number}}}')
 
 
@@ -74,7 +74,7 @@ def test_scan_rejects_invalid_numbers(number):
     assert not is_object(f'{{"a":{number}}}')
 
 
-def test_depth_is_bounded():
+def test_scan_bounds_the_depth():
     deep = '{"a":' * MAX_DEPTH + "1" + "}" * MAX_DEPTH
     assert is_object(deep)
     assert not is_object('{"a":' + deep + "}")

@@ -32,7 +32,7 @@ CASES = {
 
 
 @for_each("text, closed, opened", CASES.values())
-def test_answers(text, closed, opened):
+def test_reasoning_parser_splits_thoughts_from_the_answer(text, closed, opened):
     for pieces in ([text], list(text)):
         assert in_short(read(ReasoningParser(is_open=False), pieces)) == closed
         assert in_short(read(ReasoningParser(is_open=True), pieces)) == opened
@@ -42,7 +42,7 @@ TEXTS = st.lists(st.sampled_from(["<think>", "</think>", "<th", "</", "<", ">", 
 
 
 @given(parts=TEXTS, cuts=CUTS, is_open=st.booleans())
-def test_cuts_change_nothing(parts, cuts, is_open):
+def test_reasoning_parser_result_is_the_same_however_cut(parts, cuts, is_open):
     text = "".join(parts)
     assert read(ReasoningParser(is_open), cut(text, cuts)) == read(ReasoningParser(is_open), [text])
 
@@ -55,7 +55,7 @@ def test_reasoning_parser_passes_text_without_thoughts_unchanged(parts):
         assert content_of(deltas) == text
 
 
-def test_thoughts_come_at_once():
+def test_reasoning_parser_emits_thoughts_at_once():
     parser = ReasoningParser(is_open=True)
     assert parser.feed("So") == [ReasoningDelta("So")]
     assert parser.feed(" on\n</th") == [ReasoningDelta(" on")]
@@ -63,7 +63,7 @@ def test_thoughts_come_at_once():
 
 
 @pytest.mark.parametrize("size", [100, 10**9])
-def test_long_runs_of_space_are_shown(size):
+def test_reasoning_parser_emits_long_runs_of_space(size):
     space = " " * (MAX_HELD_SPACE_CHARS + 200)
     text = f"<think>a{space}</think>b"
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
@@ -146,7 +146,7 @@ CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
         (False, False, [f"<think>{CALL}</think>\nWell {CALL}"]),
     ],
 )
-def test_thoughts_call_no_tools(thinks, calls, expected):
+def test_answer_parser_calls_in_thoughts_are_no_tool_calls(thinks, calls, expected):
     text = f"<think>{CALL}</think>\nWell {CALL}"
     for pieces in ([text], list(text)):
         parser = AnswerParser(ReasoningParser() if thinks else None, HERMES.parser(TOOLS) if calls else None)

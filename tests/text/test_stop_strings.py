@@ -56,7 +56,7 @@ def test_stop_strings_match_a_search_in_the_whole_text(text, stops, cuts, includ
 
 
 @given(text=st.text(alphabet="abc", max_size=30), stops=STOPS, cuts=st.lists(st.integers(0, 99), max_size=30))
-def test_shown_text_is_final_and_holds_no_stop_string(text, stops, cuts):
+def test_stop_strings_shown_text_is_final(text, stops, cuts):
     stop_strings = StopStrings(stops, include=False)
     end = by_search(text, stops)
     final = text if end is None else text[: end[0] - len(end[1])]
@@ -73,7 +73,7 @@ def test_shown_text_is_final_and_holds_no_stop_string(text, stops, cuts):
     cuts=st.lists(st.integers(0, 99), max_size=12),
     number=st.integers(0, 12),
 )
-def test_strings_that_end_before_they_count_are_passed_over(text, stops, cuts, number):
+def test_stop_strings_ending_in_unstoppable_text_are_skipped(text, stops, cuts, number):
     """As while fewer than min_tokens are out: only the end of a stop string has to lie in text that counts."""
     pieces = pieces_of(text, cuts)
     early, late = pieces[:number], pieces[number:]
@@ -129,14 +129,14 @@ def test_stop_strings_emit_nothing_after_a_match():
     assert stop_strings.flush() == ""
 
 
-def test_characters_outside_the_basic_plane_count_as_one():
+def test_stop_strings_count_astral_characters_as_one():
     stop_strings = StopStrings(("😀😀",), include=False)
     assert stop_strings.feed("a😀") == ("a", None)
     assert stop_strings.feed("b😀") == ("😀b", None)
     assert stop_strings.feed("😀😀") == ("", "😀😀")
 
 
-def test_work_grows_with_the_text_and_not_with_what_is_held():
+def test_stop_strings_work_is_linear_in_the_text():
     stop_strings = StopStrings(tuple("a" * length + "b" for length in range(1008, 1024)), include=False)
 
     def feed(text: str) -> None:

@@ -17,7 +17,7 @@ FORMS = {
 
 
 @for_each("fields, sound, wrong", FORMS.values())
-def test_forms(fields, sound, wrong):
+def test_grammar_after_thoughts_holds_each_form(fields, sound, wrong):
     form = StructuredOutputs(**fields)
     may, is_open = grammar_after_thoughts(form, "may"), grammar_after_thoughts(form, "open")
     assert grammar_after_thoughts(form, "none") is form

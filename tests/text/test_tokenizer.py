@@ -149,14 +149,14 @@ def test_encode_half_a_surrogate_pair_is_refused(text, ours):
     assert "\n" not in str(caught.value)
 
 
-def test_other_types_than_text_are_refused(ours):
+def test_encode_other_types_than_text_are_refused(ours):
     for value in (None, b"bytes", 3, ["a"]):
         with raises_code("value.not_string", PromptError):
             ours["byte_level"].encode(value)
 
 
 @for_each("form", FORMS)
-def test_ids_without_a_token_add_nothing(form, ours):
+def test_decode_skips_ids_without_a_token(form, ours):
     tokenizer = ours[form]
     known = tokenizer.encode("hello world", add_special_tokens=False)
     strange = [tokenizer.vocab_size, 2**31, 2**32, 2**70, -1]
@@ -176,13 +176,13 @@ def test_token_text_of_one_token(ours):
     assert byte_fallback.token_text(3 + 0xFF) == "\ufffd"
 
 
-def test_broken_bytes_leave_the_characters_around_them(ours):
+def test_decode_broken_bytes_keep_the_characters_around_them(ours):
     tokenizer = ours["byte_fallback"]
     token_ids = [3 + byte for byte in "é😀".encode() + b"\xff" + "ñ".encode()]
     assert tokenizer.decode(token_ids) == "é😀\ufffdñ"
 
 
-def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path):
+def test_tokenizer_disables_truncation_and_padding_of_the_file(tmp_path):
     tokenizer = FORMS["byte_level"]()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
@@ -246,7 +246,7 @@ def test_tokenizer_broken_config_is_refused_in_one_line(tmp_path, data):
 
 
 @given(data=st.data())
-def test_mutated_files_give_a_tokenizer_or_an_error_of_ours(data, tmp_path_factory):
+def test_tokenizer_mutated_file_is_opened_or_refused(data, tmp_path_factory):
     text = json.dumps(json.loads(FORMS["word_level"]().to_str())).encode()
     place = data.draw(st.integers(0, len(text) - 1))
     length = data.draw(st.integers(0, 8))
@@ -303,7 +303,7 @@ def test_encode_native_panic_is_a_prompt_error():
         tokenizer.encode("a")
 
 
-def test_importing_the_package_brings_neither_library():
+def test_text_modules_import_no_tokenizers_jinja2_or_torch():
     code = (
         "import sys, holdfast.text.tokenizer, holdfast.text.gguf_tokenizer, holdfast.text.chat_template;"
         "import holdfast.text.detokenizer, holdfast.text.stop_strings;"
@@ -314,7 +314,7 @@ def test_importing_the_package_brings_neither_library():
     assert done.stdout.strip() == "[]"
 
 
-def test_names_of_forms_and_of_their_special_tokens_agree():
+def test_special_tokens_cases_cover_each_form():
     assert NAMED.keys() == FORMS.keys()
 
 
@@ -329,7 +329,7 @@ def test_special_tokens_of_an_empty_folder_are_empty(tmp_path):
     assert (tokens.texts(), tokens.extra, tokens.added, tokens.are_plain_text) == ({}, (), None, False)
 
 
-def test_names_are_read_as_strings_and_as_entries(tmp_path):
+def test_special_tokens_are_read_from_strings_and_entries(tmp_path):
     config = {
         "bos_token": "<s>",
         "eos_token": {"content": "</s>", "lstrip": True, "__type": "AddedToken"},
@@ -410,11 +410,11 @@ def test_longest_token_counts_composed_characters():
 
 
 @pytest.mark.parametrize("form", ["unigram", "word_level"])
-def test_unknown_words_of_any_length_have_no_bound(form):
+def test_longest_token_of_unknown_words_is_unbounded(form):
     assert longest_token_chars(FORMS[form]()) == NO_BOUND
 
 
-def test_unknown_characters_without_byte_tokens_have_no_bound():
+def test_longest_token_without_byte_tokens_is_unbounded():
     model = models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     assert longest_token_chars(NativeTokenizer(model)) == NO_BOUND
 
@@ -431,7 +431,7 @@ def test_unknown_characters_without_byte_tokens_have_no_bound():
         (normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]), False),
     ],
 )
-def test_normalizers_that_take_text_away_have_no_bound(normalizer, is_bounded):
+def test_longest_token_with_shrinking_normalizer_is_unbounded(normalizer, is_bounded):
     tokenizer = FORMS["byte_level"]()
     tokenizer.normalizer = normalizer
     assert (longest_token_chars(tokenizer) < NO_BOUND) == is_bounded

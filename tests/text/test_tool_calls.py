@@ -295,7 +295,7 @@ SECTION_ANSWERS = st.lists(st.sampled_from(SECTION_FRAGMENTS), max_size=16).map(
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @given(text=st.one_of(ANSWERS, SECTION_ANSWERS), cuts=CUTS)
 @example(text=f" \n <tool_call>{LOOK}</tool_call> \n ", cuts=[1, 2, 3, 5, 70, 71])
-def test_cuts_change_nothing(form, text, cuts):
+def test_tool_parser_result_is_the_same_however_cut(form, text, cuts):
     parser, whole = form.parser(TOOLS), form.parser(TOOLS)
     assert read(parser, cut(text, cuts)) == read(whole, [text])
     assert parser.problems == whole.problems
@@ -333,7 +333,7 @@ def test_tool_parser_arguments_keep_their_json_text(form, calls, cuts):
 
 
 @given(city=st.text(max_size=30).filter(lambda text: "</parameter>" not in text), days=st.integers(), cuts=CUTS)
-def test_parameters_in_tags_become_json(city, days, cuts):
+def test_tool_parser_tagged_parameters_become_json(city, days, cuts):
     text = (
         f"<tool_call>\n<function=look>\n<parameter=city>\n{city}\n</parameter>\n<parameter=days>\n{days}\n</parameter>"
         "\n</function>\n</tool_call>"
@@ -352,7 +352,7 @@ def test_tool_parser_streams_the_name_then_the_arguments():
     assert parser.finish() == []
 
 
-def test_text_comes_at_once_but_for_what_may_begin_a_marker():
+def test_tool_parser_holds_only_a_possible_marker():
     parser = HERMES.parser(TOOLS)
     assert parser.feed("a <") == [ContentDelta("a")]
     assert parser.feed("b> <tool") == [ContentDelta(" <b>")]
@@ -395,7 +395,7 @@ def test_text_comes_at_once_but_for_what_may_begin_a_marker():
         (HARMONY, "<|channel|>analysis<|message|>", "<|cha"),
     ],
 )
-def test_cost_is_in_proportion_to_the_text(form, head, unit):
+def test_tool_parser_work_is_linear_in_the_text(form, head, unit):
     def cost(num_units: int, size: int) -> int:
         text = head + unit * num_units
         parser = form.parser(TOOLS)
@@ -460,7 +460,7 @@ def test_tool_parser_value_bound_applies_to_each_value(form, size, monkeypatch):
 
 
 @pytest.mark.parametrize("form", TAGGED, ids=lambda form: form.name)
-def test_repeated_parameter_is_reported(form):
+def test_tool_parser_repeated_parameter_is_reported(form):
     """Also with another between the two."""
     head, parameter, end = TAGGED[form]
     for keys, is_reported in (("ab", False), ("aa", True), ("aba", True), ("abcb", True)):
@@ -469,7 +469,7 @@ def test_repeated_parameter_is_reported(form):
         assert any("twice" in problem for problem in parser.problems) == is_reported, keys
 
 
-def test_calls_and_problems_are_bounded():
+def test_tool_parser_bounds_calls_and_problems():
     parser = HERMES.parser(TOOLS)
     deltas = read(parser, [f"<tool_call>{LOOK}</tool_call>" * (MAX_CALLS + 5)])
     assert parser.num_calls == MAX_CALLS == len(calls_of(deltas))
@@ -533,13 +533,13 @@ def test_kimi_k2_ids_are_the_models_own_once_each():
 
 
 @pytest.mark.parametrize("size", [100, 10**9])
-def test_section_that_never_names_a_call_is_content(size):
+def test_tool_parser_section_without_a_call_name_is_content(size):
     text = f"{KIMI_BEGIN}<|tool_call_begin|>{'x' * 2000}"
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     assert in_short(read(KIMI_K2.parser(TOOLS), pieces)) == [text]
 
 
-def test_section_calls_above_the_limit_are_content():
+def test_tool_parser_section_calls_above_the_limit_are_content():
     parser = KIMI_K2.parser(TOOLS)
     call = kimi("functions.now:0", "{}")
     deltas = read(parser, [KIMI_BEGIN + call * (MAX_CALLS + 2) + KIMI_END])

@@ -128,7 +128,7 @@ def test_tool_grammar_allows_one_several_or_the_named_call(form):
 
 
 @for_each("form", [form for form in FORMATS.values() if form is not HARMONY])
-def test_thoughts_come_before_calls_where_the_model_has_them(form):
+def test_tool_grammar_allows_thoughts_before_calls(form):
     one, choice = calls_in(form, 1), ToolChoice("required")
     may = tool_call_grammar(form, TOOLS, choice, thoughts="may")
     is_open = tool_call_grammar(form, TOOLS, choice, thoughts="open")
@@ -142,7 +142,7 @@ def test_thoughts_come_before_calls_where_the_model_has_them(form):
         assert in_short(read(parser, [text])) == ["?hm", ("now", "{}")]
 
 
-def test_grammar_forbids_additional_properties_by_default():
+def test_tool_grammar_forbids_additional_properties_by_default():
     open_schema = {"type": "object", "properties": {}, "additionalProperties": True}
     tools = parse_tools(
         [
@@ -155,7 +155,7 @@ def test_grammar_forbids_additional_properties_by_default():
     assert takes(lark, '{"name": "b", "parameters": {"x": 1}}')
 
 
-def test_tags_hold_no_names_with_brackets():
+def test_tool_grammar_parameter_name_with_bracket_is_refused():
     schema = {"type": "object", "properties": {"a>b": {"type": "string"}}}
     tools = parse_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
     with raises_code("tools.bad_parameter_name", RequestError):

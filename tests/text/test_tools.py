@@ -16,7 +16,7 @@ def function(**fields):
     return [{"type": "function", "function": {"name": "f", **fields}}]
 
 
-def test_tools_are_taken_and_listed_as_templates_know_them():
+def test_parse_tools_gives_tools_as_templates_list_them():
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     (tool,) = parse_tools(function(description="Does.", parameters=schema, strict=True))
     assert tool == Tool("f", "Does.", schema, is_strict=True)
@@ -91,7 +91,7 @@ def test_parse_tools_any_input_is_tools_or_a_request_error(value):
     assert choice.mode in ("none", "auto", "required")
 
 
-def test_choices():
+def test_parse_tool_choice_reads_each_mode():
     assert parse_tool_choice(None, TOOLS) == parse_tool_choice("auto", TOOLS) == ToolChoice("auto")
     assert (
         parse_tool_choice(None, ())

@@ -137,7 +137,10 @@ class _Setup(NamedTuple):
     def read(cls, options: EvalOptions, read: Callable[[str | None], tuple[str, str]]) -> "_Setup":
         """Check all options, the text last; `read` returns it with its name."""
         window = read_whole(options.window, "--window", MIN_WINDOW, MAX_WINDOW)
-        max_tokens = read_tokens(options.tokens)
+        count = None if options.tokens is None else read_count(options.tokens)
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ConfigError("value.too_small", name="--tokens", minimum=1, value=options.tokens)
+        max_tokens = count if isinstance(count, int) else None
         html = None if options.html is None else page_file(options.html, "--html")
         json_file = record_file(options.json_file)
         text = EvalText(*read(options.text), window, max_tokens)
@@ -224,14 +227,6 @@ def read_formats(typed: str) -> tuple[str, ...] | None:
             error = ConfigError("value.not_one_of", name="--formats", accepted=list(ALL_KV_FORMATS), value=name)
             raise error.hinting(did_you_mean(name, ALL_KV_FORMATS, cutoff=0.3))
     return names
-
-
-def read_tokens(typed: str | None) -> int | None:
-    """Read the maximum tokens of the text; None for all of them."""
-    count = None if typed is None else read_count(typed)
-    if count is not None and (not isinstance(count, int) or count < 1):
-        raise ConfigError("value.too_small", name="--tokens", minimum=1, value=typed)
-    return count if isinstance(count, int) else None
 
 
 def read_text(file: str | None) -> str:

@@ -105,7 +105,9 @@ def _changed_options(request: PlanRequest, change: Alternative | None, purpose: 
     """Return options that differ from their default, with those of a change; None if `plan` lacks one of them."""
     names = (*STARTING, "enable_expert_parallel", "batch_invariant", "enforce_eager", "max_num_seqs")
     options: dict[str, object] = {name: getattr(request.config, name) for name in names}
-    options = {name: value for name, value in options.items() if value != _default(name)}
+    options = {
+        name: value for name, value in options.items() if value != EngineConfig.__dataclass_fields__[name].default
+    }
     if change is not None:
         if not {name for name, _ in change.settings} <= {*names, "gpu", "tensor_parallel_size"}:
             return None
@@ -145,7 +147,3 @@ def _model_arguments(request: PlanRequest, model: str | None) -> list[str]:
     if is_here or (parse_hub_name(model) is not None and not is_other):
         return [model]
     return [SOURCES.get(request.declared.name, f"path/to/{request.declared.name}")]
-
-
-def _default(name: str) -> object:
-    return EngineConfig.__dataclass_fields__[name].default

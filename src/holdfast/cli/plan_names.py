@@ -115,7 +115,7 @@ def model_lines(rows: tuple[ModelRow, ...]) -> list[Line]:
                 billions(row.parameters),
                 format_bytes(row.weight_bytes),
                 f"{row.kv_bytes_per_token:,.0f}",
-                _length(row.max_position),
+                (f"{row.max_position:,}" if row.max_position < 10**7 else f"{row.max_position // 2**20}M"),
             )
         )
     return [
@@ -123,11 +123,6 @@ def model_lines(rows: tuple[ModelRow, ...]) -> list[Line]:
         *table_lines(Table(tuple(cells), right=(1, 2, 3, 4)), HEADING),
         Line(f"{PLANNED.strip()} planned only: this version does not run it. KV: bytes of a token in {KV_FORMAT}."),
     ]
-
-
-def _length(tokens: int) -> str:
-    """Format a context length, in M if it is long."""
-    return f"{tokens:,}" if tokens < 10**7 else f"{tokens // 2**20}M"
 
 
 def gpu_lines() -> list[Line]:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from holdfast.cli.layout import Line
 from holdfast.cli.opened_model import (
     OpenedModel,
-    Speed,
     open_quietly,
     open_visibly,
     prepare,
@@ -49,7 +48,11 @@ class RunOptions:
 def run(options: RunOptions, engine: Given, sampling: Given, start: StartLine | None = None) -> None:
     """Answer once. All options are checked before the model is opened."""
     checked = sampling_params(sampling, GenerationDefaults())
-    _check_together(options, sampling)
+    if options.raw and options.system is not None:
+        raise ConfigError("cli.exclusive", first="--system", second="--raw", reason="bare text has no system message")
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in sampling and not options.as_json:
+            raise ConfigError("cli.needs_json", option=f"--{name.replace('_', '-')}")
     # There is one request, so memory is planned for one.
     config = EngineConfig.from_options(model=options.model, **({"max_num_seqs": checked.n} | engine))
     refuse_bare_ids(config)
@@ -74,14 +77,6 @@ def run(options: RunOptions, engine: Given, sampling: Given, start: StartLine | 
             show_beside([Line(f"{accepted} draft tokens accepted ({share:.0f}%)")])
         if params.max_tokens is None and output.outputs[0].finish_reason == "length":
             write_line(f"cut at {prepared.max_tokens} tokens; --max-tokens N allows more, within the context")
-
-
-def _check_together(options: RunOptions, sampling: Given) -> None:
-    if options.raw and options.system is not None:
-        raise ConfigError("cli.exclusive", first="--system", second="--raw", reason="bare text has no system message")
-    for name in ("logprobs", "prompt_logprobs"):
-        if name in sampling and not options.as_json:
-            raise ConfigError("cli.needs_json", option=f"--{name.replace('_', '-')}")
 
 
 def _prompt(options: RunOptions, text: str, opened: OpenedModel) -> str | list[Mapping[str, object]]:
@@ -131,7 +126,14 @@ def _record(opened: OpenedModel, output: RequestOutput) -> dict[str, object]:
             "completion_tokens": speed.num_output_tokens,
             "total_tokens": speed.num_prompt_tokens + speed.num_output_tokens,
         },
-        "timings": _timings(opened, speed),
+        "timings": {
+            "load_seconds": opened.load_seconds,
+            "queue_seconds": speed.queue_seconds,
+            "first_token_seconds": speed.first_token_seconds,
+            "total_seconds": speed.total_seconds,
+            "prefill_tokens_per_second": speed.prefill_rate,
+            "decode_tokens_per_second": speed.decode_rate,
+        },
         "memory": opened.memory.as_dict(),
     }
 
@@ -151,14 +153,3 @@ def _completion(completion: CompletionOutput) -> dict[str, object]:
 
 def _logprobs(position: PositionLogprobs | None) -> dict[int, dict[str, object]] | None:
     return None if position is None else {token_id: asdict(logprob) for token_id, logprob in position.items()}
-
-
-def _timings(opened: OpenedModel, speed: Speed) -> dict[str, float | None]:
-    return {
-        "load_seconds": opened.load_seconds,
-        "queue_seconds": speed.queue_seconds,
-        "first_token_seconds": speed.first_token_seconds,
-        "total_seconds": speed.total_seconds,
-        "prefill_tokens_per_second": speed.prefill_rate,
-        "decode_tokens_per_second": speed.decode_rate,
-    }

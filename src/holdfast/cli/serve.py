@@ -55,7 +55,9 @@ class ServeOptions:
 
 def serve(options: ServeOptions, engine_options: Given, start: StartLine | None = None) -> None:
     """Serve a model until a signal. All options are checked before a weight is read."""
-    refuse_missing_libraries()
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError("cli.server_not_installed", names=missing)
     from holdfast.server.app import make_app
     from holdfast.server.keys import collect_keys
     from holdfast.server.logs import RequestLog
@@ -115,13 +117,6 @@ def _access(keys: "Keys") -> str:
     if not len(keys):
         return "without a key"
     return "with a key" if len(keys) == 1 else f"with one of {len(keys)} keys"
-
-
-def refuse_missing_libraries() -> None:
-    """Refuse to serve if the server's libraries are not installed."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise ConfigError("cli.server_not_installed", names=missing)
 
 
 def refuse_open_door(options: ServeOptions, keys: "Keys") -> None:

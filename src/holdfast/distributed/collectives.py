@@ -306,7 +306,11 @@ class CollectiveExchange(HeldExchange):
         if self.mesh.num_stages > 1:
             hidden_bytes = self._held.tensors["pipeline/hidden"][0].nbytes
             for num_elements in {1, hidden_bytes // 4} if is_nccl else {1}:
-                self._warm_stages(num_elements)
+                row_1H = self._held.tensors["pipeline/hidden"][-1][: 4 * num_elements].view(torch.float32).view(1, -1)
+                if not self.mesh.is_first_stage:
+                    self.receive_rows(row_1H)
+                if not self.mesh.is_last_stage:
+                    self.send_rows(row_1H)
         self.end_step()
 
     def _warm_rows(self, num_elements: int) -> None:
@@ -324,13 +328,6 @@ class CollectiveExchange(HeldExchange):
         self.gather_logits(part_RV, self.whole_logits(num_rows) if self.mesh.rank == 0 else None)
         part_RX = torch.zeros(num_rows, 2, device=device) if is_last else None
         self.gather_small(part_RX, torch.zeros(self.size, num_rows, 2, device=device))
-
-    def _warm_stages(self, num_elements: int) -> None:
-        row_1H = self._held.tensors["pipeline/hidden"][-1][: 4 * num_elements].view(torch.float32).view(1, -1)
-        if not self.mesh.is_first_stage:
-            self.receive_rows(row_1H)
-        if not self.mesh.is_last_stage:
-            self.send_rows(row_1H)
 
 
 def open_collectives(

@@ -162,7 +162,14 @@ class EngineCore:
         assert run_ahead >= 0, f"{run_ahead=}"
         rewinds = None if proposer is None else unrewindable(scheduler.groups)
         assert rewinds is None, f"proposals cannot be rejected: {rewinds}"
-        self.facts = _facts(runner, scheduler, max_queue)
+        limits = runner.limits
+        self.facts = CoreFacts(
+            limits,
+            longest_sequence(scheduler.groups, runner.num_pages, limits.max_model_len, limits.max_num_batched_tokens),
+            runner.vocab_size,
+            tuple(sorted(runner.eos_token_ids)),
+            scheduler.max_queue if max_queue is None else max_queue,
+        )
         self.memory, self._release, self._watch = resources
         self.scheduler = scheduler
         self.proposer = proposer
@@ -590,17 +597,6 @@ class EngineCore:
         """Drop cached prefixes: pages with values that are not finite may be shared."""
         self._finish(sequence)
         self.scheduler.reset_prefix_cache()
-
-
-def _facts(runner: StepRunner, scheduler: Scheduler, max_queue: int | None) -> CoreFacts:
-    limits = runner.limits
-    return CoreFacts(
-        limits,
-        longest_sequence(scheduler.groups, runner.num_pages, limits.max_model_len, limits.max_num_batched_tokens),
-        runner.vocab_size,
-        tuple(sorted(runner.eos_token_ids)),
-        scheduler.max_queue if max_queue is None else max_queue,
-    )
 
 
 def refuse_full(num_sequences: int, num_waiting: int, max_queue: int) -> None:

@@ -303,7 +303,11 @@ class CoreProcess:
     def _hear(self, message: Message) -> bool:
         """Process a message; True if it is CoreStats."""
         if isinstance(message, CoreOutputs):
-            self._check_outputs(message)
+            for output in message.outputs:
+                if output.sequence_id >= self._num_submitted:
+                    self._die(f"it sent sequence {output.sequence_id}, expected ids below {self._num_submitted}")
+                if output.token_ids and max(output.token_ids) >= self.facts.vocab_size:
+                    self._die(f"it chose token {max(output.token_ids)} of a vocabulary of {self.facts.vocab_size}")
             self._see(message.stats)
             self._live.difference_update(one.sequence_id for one in message.outputs if one.ending is not None)
             self._pending.append(message)
@@ -326,14 +330,6 @@ class CoreProcess:
         else:
             self._die(f"it sent an unexpected {type(message).__name__}")
         return False
-
-    def _check_outputs(self, message: CoreOutputs) -> None:
-        """End the core if its outputs name unknown sequences or tokens."""
-        for output in message.outputs:
-            if output.sequence_id >= self._num_submitted:
-                self._die(f"it sent sequence {output.sequence_id}, expected ids below {self._num_submitted}")
-            if output.token_ids and max(output.token_ids) >= self.facts.vocab_size:
-                self._die(f"it chose token {max(output.token_ids)} of a vocabulary of {self.facts.vocab_size}")
 
     def _see(self, stats: CoreStats) -> None:
         self.last_stats = stats

@@ -98,7 +98,9 @@ class StepPacer:
             return
         self._num_seen += 1
         self._num_since_look += 1
-        size = self._size_class(num_rows)
+        # Steps of one class replace each other as points: a captured size, or a power of two.
+        place = bisect_left(self.sizes, num_rows)
+        size = self.sizes[place] if place < len(self.sizes) else 1 << (num_rows - 1).bit_length()
         point = self._points.get(size)
         if point is not None and seconds < point.seconds:
             # One step may seem short because the host was late for the one before it.
@@ -144,11 +146,6 @@ class StepPacer:
         if wider > self.sizes[-1]:
             return wider
         return max(self.sizes[bisect_right(self.sizes, wider) - 1], num_padded)
-
-    def _size_class(self, num_rows: int) -> int:
-        """Steps of one class replace each other as points: a captured size, or a power of two."""
-        place = bisect_left(self.sizes, num_rows)
-        return self.sizes[place] if place < len(self.sizes) else 1 << (num_rows - 1).bit_length()
 
 
 def _predicted(num_rows: int, seconds: float, target: float, num_decoding: int, base: float) -> int:

@@ -119,7 +119,9 @@ def build_ranks(
         thread.submit(partial(_release_built, building))
         thread.close(CLOSE_SECONDS)
         raise
-    runner = RankedRunner(built.runner, group, thread, is_eager=_is_eager(config, built.runner))
+    runner = RankedRunner(
+        built.runner, group, thread, is_eager=config.pipeline_parallel_size == 1 and not built.runner.can_run_ahead
+    )
     return BuiltRanks(built, runner, ranks, partial(runner.close, built.release), group.raise_if_dead)
 
 
@@ -127,10 +129,6 @@ def _release_built(building: "Future[tuple[BuiltRunner, tuple[RankMemory, ...]]]
     """Release a finished build after another rank was lost."""
     if building.exception() is None:
         building.result()[0].release()
-
-
-def _is_eager(config: EngineConfig, runner: Runner) -> bool:
-    return config.pipeline_parallel_size == 1 and not runner.can_run_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +191,12 @@ class FollowingRank:
     def __init__(self, built: BuiltRunner, rank: int) -> None:
         self._built: BuiltRunner | None = built
         self._runner: Runner | None = built.runner
-        self.memory = rank_memory(built, rank)
+        plan, profile = built.plan, built.profile
+        measured_bytes = None
+        if plan.target.kind == "cuda" and profile.taken_bytes is not None:
+            measured_bytes = profile.taken_bytes + plan.target.present_bytes
+        planned_bytes = plan.memory.phase_bytes["serve"]
+        self.memory = RankMemory(rank, plan.target.name, planned_bytes, built.ledger.total_bytes, measured_bytes)
 
     def book(self, tokens: tuple[tuple[int, ...], ...]) -> None:
         """Apply the tokens that rank 0 sampled in the oldest step."""
@@ -352,13 +355,3 @@ def allocator_counters(device: torch.device) -> dict[str, int]:
     stats = torch.cuda.memory_stats(device)
     names = ("allocation.all.allocated", "segment.all.allocated", "reserved_bytes.all.current")
     return {name: int(stats.get(name, 0)) for name in names}
-
-
-def rank_memory(built: BuiltRunner, rank: int) -> RankMemory:
-    """Planned, held and measured memory of a rank."""
-    plan, profile = built.plan, built.profile
-    measured_bytes = None
-    if plan.target.kind == "cuda" and profile.taken_bytes is not None:
-        measured_bytes = profile.taken_bytes + plan.target.present_bytes
-    planned_bytes = plan.memory.phase_bytes["serve"]
-    return RankMemory(rank, plan.target.name, planned_bytes, built.ledger.total_bytes, measured_bytes)

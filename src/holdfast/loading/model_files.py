@@ -37,6 +37,7 @@ from holdfast.models.grouped_readers import (
     read_spec,
     unread_tensors,
 )
+from holdfast.models.parameters import LATENT_NAMES
 from holdfast.models.settings import Settings, listed
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
@@ -146,7 +147,7 @@ def refuse_other_queries(spec: ModelSpec, entries: Mapping[str, TensorEntry], fi
         return
     names = FAMILIES[spec.architecture].names
     rank = spec.latent.q_rank
-    module, what = (names.latent.q, "without") if rank is not None else (names.latent.q_a, "with")
+    module, what = (LATENT_NAMES.q, "without") if rank is not None else (LATENT_NAMES.q_a, "with")
     found = entries.get(f"{names.layer.format(0)}{module}.weight")
     if found is not None:
         held = f"{found.file} holds {shown(found.name)}, for queries {what} a latent"

@@ -128,7 +128,9 @@ class CompressedDecoder(StepWorkspace):
             layer, is_last = self.layers[index], index == self.num_layers - 1
             logits = batch.logits if is_last else None
             layer.attention_streams.enter(x_TSH, streams, normed_TH)
-            delta_TH = self._attend(layer, normed_TH, batch, plan, delta_TH, logits is not None)
+            requests = self.requests(batch.num_rows)
+            buffers = CompressedBuffers.of(self.acquire(requests.attention), self._quantized(requests.codes))
+            delta_TH = layer.attention(normed_TH, batch, plan, buffers, delta_TH, logits is not None)
             num_rows = delta_TH.shape[0]
             if num_rows == 0:
                 return Stream(normed_TH[:0], normed_TH[:0], delta_TH, has_delta=False)
@@ -156,20 +158,6 @@ class CompressedDecoder(StepWorkspace):
         """The head: float32 logits [R, V], valid until the workspace is used again."""
         head, quantized = self._head_buffers(hidden_RH.shape[0])
         return linear_float32(hidden_RH, self._head_VH, head["logits"], quantized)
-
-    def _attend(
-        self,
-        layer: StreamedLayer,
-        normed_TH: torch.Tensor,
-        batch: Batch,
-        plan: StepPlan,
-        out_TH: torch.Tensor,
-        wanted_only: bool,
-    ) -> torch.Tensor:
-        """What attention gives for all rows, or for those that are wanted."""
-        requests = self.requests(batch.num_rows)
-        buffers = CompressedBuffers.of(self.acquire(requests.attention), self._quantized(requests.codes))
-        return layer.attention(normed_TH, batch, plan, buffers, out_TH, wanted_only)
 
     def _expert_buffers(self, room: Mapping[str, torch.Tensor], num_rows: int) -> ExpertBuffers:
         own = {name: tensor for name, tensor in room.items() if name not in WANTED}

@@ -22,9 +22,11 @@ from holdfast.models.settings import (
     MAX_WIDTH,
     Settings,
     check_total,
+    decline,
     read_activation,
     read_dtype,
     read_index_sizes,
+    read_mlp_layers,
     rope_of,
 )
 from holdfast.models.spec import (
@@ -56,13 +58,19 @@ METHOD = "noaux_tc"
 
 def read_compressed(settings: Settings) -> ModelSpec:
     """DeepSeek-V4: a window and compressed entries in every layer, streams around it, experts behind it."""
-    _decline_unknown(settings)
+    decline(settings, read_data("families.json")["declined"][NAME])
     num_layers = settings.count("num_hidden_layers", 43, MAX_LAYERS)
     num_drafts = settings.count("num_nextn_predict_layers", 1, MAX_LAYERS, low=0)
     num_heads = settings.count("num_attention_heads", 64, MAX_HEADS)
     max_position = settings.count("max_position_embeddings", 1_048_576, MAX_POSITIONS)
     head_dim, rope_dim = _read_dims(settings)
-    compressors = _read_compressors(settings, num_layers, num_drafts)
+    kinds = _layer_kinds(settings, num_layers, num_drafts)
+    made: dict[str, CompressorSpec | None] = {SLIDING: None}
+    for kind in (OVERLAPPED, HEAVY):
+        if kind in kinds:
+            taken = {one.ratio for one in made.values() if one is not None}
+            made[kind] = CompressorSpec(_read_ratio(settings, kind, taken), kind == OVERLAPPED)
+    compressors = tuple(made[kind] for kind in kinds)
     window = settings.count("sliding_window", 128, MAX_POSITIONS)
     rope, local_rope = _read_ropes(settings, rope_dim, max_position)
     return ModelSpec(
@@ -103,21 +111,6 @@ def read_compressed(settings: Settings) -> ModelSpec:
     )
 
 
-def _decline_unknown(settings: Settings) -> None:
-    """Settings that other families have, and that are not computed here."""
-    for key, why in (
-        ("attention_bias", "projections of this family have no biases here"),
-        ("mlp_bias", "experts of this family have no biases here"),
-    ):
-        if settings.values.get(key) not in (None, False):
-            raise settings.unsupported(key, why)
-    if settings.values.get("num_key_value_heads") not in (None, 1):
-        raise settings.unsupported("num_key_value_heads", "all query heads share one vector here")
-    for key in ("n_group", "topk_group"):
-        if settings.values.get(key) not in (None, 0, 1):
-            raise settings.unsupported(key, "experts of this family stand in no groups")
-
-
 def _read_dims(settings: Settings) -> tuple[int, int]:
     """Elements of a head, and how many of them are rotated: said as they are, or as a share."""
     head_dim = settings.count("head_dim", 512, MAX_WIDTH)
@@ -135,17 +128,6 @@ def _read_dims(settings: Settings) -> tuple[int, int]:
         wanted = f"an even number of rotated elements, at most head_dim = {head_dim},"
         raise settings.refuse(key, settings.values.get(key), wanted)
     return head_dim, rope_dim
-
-
-def _read_compressors(settings: Settings, num_layers: int, num_drafts: int) -> tuple[CompressorSpec | None, ...]:
-    """By layer, as its kind has it."""
-    kinds = _layer_kinds(settings, num_layers, num_drafts)
-    made: dict[str, CompressorSpec | None] = {SLIDING: None}
-    for kind in (OVERLAPPED, HEAVY):
-        if kind in kinds:
-            taken = {one.ratio for one in made.values() if one is not None}
-            made[kind] = CompressorSpec(_read_ratio(settings, kind, taken), kind == OVERLAPPED)
-    return tuple(made[kind] for kind in kinds)
 
 
 def _layer_kinds(settings: Settings, num_layers: int, num_drafts: int) -> tuple[str, ...]:
@@ -256,7 +238,7 @@ def _read_experts(settings: Settings, num_layers: int) -> ExpertsSpec:
         has_score_bias=True,
         share_scale=settings.number("routed_scaling_factor", 1.5),
         silu_limit=_read_limit(settings),
-        table_layers=_table_layers(settings, num_layers),
+        table_layers=read_mlp_layers(settings, num_layers, (TABLE, SCORES), TABLE, ("num_hash_layers", 3)),
         table_size=settings.count("vocab_size", 129280, MAX_VOCAB),
     )
 
@@ -266,15 +248,6 @@ def _read_limit(settings: Settings) -> float | None:
     if settings.values.get("swiglu_limit", 10.0) is None:
         return None
     return settings.number("swiglu_limit", 10.0, low=0.0) or None
-
-
-def _table_layers(settings: Settings, num_layers: int) -> frozenset[int]:
-    kinds = settings.texts("mlp_layer_types")
-    if kinds is None:
-        return frozenset(range(min(num_layers, settings.count("num_hash_layers", 3, MAX_LAYERS, low=0))))
-    if len(kinds) != num_layers or set(kinds) - {TABLE, SCORES}:
-        raise settings.refuse("mlp_layer_types", list(kinds), f"{TABLE} or {SCORES} for each of {num_layers} layers")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == TABLE)
 
 
 _NAMES = read_data("deepseek_v4_names.json")

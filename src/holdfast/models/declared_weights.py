@@ -231,7 +231,7 @@ def _quiets(pattern: str, weights: tuple[Weight, ...], eager: WeightRecipe) -> b
 def _nothing_matches(pattern: str, weights: tuple[Weight, ...]) -> ConfigError:
     names = tuple(dict.fromkeys(name for weight in weights for name in weight.names))
     is_tied = not any(weight.kind == "head" and weight.name in HEAD_NAMES for weight in weights)
-    hint = did_you_mean(_plain(pattern), map(_module, names), 0.5, "*{}*") or "Leave it out."
+    hint = did_you_mean(_module(pattern.strip("*?.")), map(_module, names), 0.5, "*{}*") or "Leave it out."
     if is_tied and WeightRecipe(ignore=(pattern,)).is_ignored(HEAD_NAMES):
         hint = "The head of this model is tied to its embedding: use quantized_embeddings=none instead."
     values = {"name": "quantization_ignore", "value": pattern, "count": len(names)}
@@ -246,11 +246,6 @@ def _unsupported(scheme: WeightScheme, weight: Weight, reason: str, instead: str
 def _in_every_layer(name: str) -> str:
     """Return the pattern of a weight in every layer."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
-def _plain(pattern: str) -> str:
-    """Return the name within a pattern."""
-    return _module(pattern.strip("*?."))
 
 
 def _module(name: str) -> str:

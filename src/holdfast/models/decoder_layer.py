@@ -134,7 +134,14 @@ class LayerBuilder(LayerParts):
             self.plain(f"{prefix}.router.weight"),
             self.weights[f"{prefix}.experts.gate_up.weight"],
             self.weights[f"{prefix}.experts.down.weight"],
-            _routing(experts),
+            Routing(
+                experts.normalizes,
+                experts.scoring,
+                experts.num_groups,
+                experts.groups_taken,
+                experts.group_score,
+                experts.share_scale,
+            ),
             shared,
             self._expert_biases(experts.has_score_bias and not has_table, prefix),
             form,
@@ -152,14 +159,3 @@ class LayerBuilder(LayerParts):
         router_E, gate_up_EX, down_EH = (self.bias(f"{prefix}.{name}") for name in names)
         score_E = self.plain(f"{prefix}.router.score_bias") if has_score_bias else None
         return ExpertBiases(router_E, gate_up_EX, down_EH, score_E)
-
-
-def _routing(experts: ExpertsSpec) -> Routing:
-    return Routing(
-        experts.normalizes,
-        experts.scoring,
-        experts.num_groups,
-        experts.groups_taken,
-        experts.group_score,
-        experts.share_scale,
-    )

@@ -155,17 +155,12 @@ def named_architecture(settings: Settings, known: Collection[str]) -> str:
     model_type = settings.text("model_type", "")
     plain_type = TYPE_ALIASES.get(model_type, model_type).removesuffix("_text").replace("_", "").lower()
     by_type = {family.name: name for name, family in FAMILIES.items() if name in known}
-    first_of = {_bare_type(name): name for name in reversed(tuple(known))}
+    first_of = {name.partition("For")[0].replace("_", "").lower(): name for name in reversed(tuple(known))}
     found = by_type.get(model_type) or first_of.get(plain_type)
     if found is None:
         types = tuple(_type_of(name) for name in known)
         raise UnsupportedModelError("architecture.unknown_type", file=settings.file, value=model_type, accepted=types)
     return found
-
-
-def _bare_type(architecture: str) -> str:
-    """Return the part that an architecture and its `model_type` share."""
-    return architecture.partition("For")[0].replace("_", "").lower()
 
 
 BARE = "Model"
@@ -474,14 +469,6 @@ def _head_dim(settings: Settings, hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _read_latent(settings: Settings, family: Family) -> ModelSpec:
-    return read_latent(LATENT_FAMILIES[family.name], settings)
-
-
-def _read_compressed(settings: Settings, family: Family) -> ModelSpec:
-    return read_compressed(settings)
-
-
 READERS: Mapping[str, Reader] = {
     "llama": _read_llama,
     "mistral": _read_mistral,
@@ -493,8 +480,8 @@ READERS: Mapping[str, Reader] = {
     "gemma3": _read_gemma3,
     "gpt_oss": _read_gpt_oss,
     "opt": _read_opt,
-    **dict.fromkeys(LATENT_FAMILIES, _read_latent),
-    DEEPSEEK_V4_TYPE: _read_compressed,
+    **dict.fromkeys(LATENT_FAMILIES, lambda settings, family: read_latent(LATENT_FAMILIES[family.name], settings)),
+    DEEPSEEK_V4_TYPE: lambda settings, _: read_compressed(settings),
 }
 """By `model_type`."""
 

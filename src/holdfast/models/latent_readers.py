@@ -22,9 +22,11 @@ from holdfast.models.settings import (
     MAX_WIDTH,
     Settings,
     check_total,
+    decline,
     read_activation,
     read_dtype,
     read_index_sizes,
+    read_mlp_layers,
     read_rope,
     stretched,
 )
@@ -80,13 +82,14 @@ def _read_row(row: Mapping[str, Any]) -> LatentFamily:
     return LatentFamily(**{**row, "methods": tuple(row["methods"]), "index": index})
 
 
-LATENT_FAMILIES = {name: _read_row(row) for name, row in read_data("families.json")["latent"].items()}
+_DATA = read_data("families.json")
+LATENT_FAMILIES = {name: _read_row(row) for name, row in _DATA["latent"].items()}
 """By `model_type`."""
 
 
 def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
     """A decoder with latent attention in every layer."""
-    _decline_unknown(settings)
+    decline(settings, _DATA["declined"]["latent"])
     num_heads = settings.count("num_attention_heads", family.num_heads, MAX_HEADS)
     if settings.optional_count("num_key_value_heads", None, MAX_HEADS) not in (None, 1, num_heads):
         raise settings.unsupported("num_key_value_heads", "all query heads share one latent here")
@@ -123,17 +126,6 @@ def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
         latent=latent,
         num_draft_layers=num_drafts,
     )
-
-
-def _decline_unknown(settings: Settings) -> None:
-    """Settings with a meaning in some checkpoints of these families that is not computed here."""
-    if settings.values.get("rope_interleave") not in (None, True):
-        raise settings.unsupported("rope_interleave", "rope turns neighbouring elements of these families, not halves")
-    if settings.values.get("moe_layer_freq") not in (None, 1):
-        why = "every layer behind the first dense ones is taken to have experts"
-        raise settings.unsupported("moe_layer_freq", why)
-    if settings.values.get("mlp_bias") not in (None, False):
-        raise settings.unsupported("mlp_bias", "MLPs of these families have no biases here")
 
 
 def _read_dims(settings: Settings, family: LatentFamily) -> LatentSpec:
@@ -222,7 +214,8 @@ def _temperature(rope: RopeSpec) -> float:
 
 def _read_experts(settings: Settings, family: LatentFamily, num_layers: int) -> ExpertsSpec | None:
     """The experts of all layers but the dense ones; None where no layer has any."""
-    dense_layers = _dense_layers(settings, family, num_layers)
+    first_few = "first_k_dense_replace", family.num_dense_layers
+    dense_layers = read_mlp_layers(settings, num_layers, (SPARSE, DENSE), DENSE, first_few)
     if len(dense_layers) == num_layers:
         return None
     if read_activation(settings, "hidden_act", "silu") != "silu":
@@ -256,17 +249,6 @@ def _read_experts(settings: Settings, family: LatentFamily, num_layers: int) -> 
         has_score_bias=method == CORRECTED,
         share_scale=settings.number("routed_scaling_factor", family.share_scale),
     )
-
-
-def _dense_layers(settings: Settings, family: LatentFamily, num_layers: int) -> frozenset[int]:
-    """As layers are listed, else the first few."""
-    kinds = settings.texts("mlp_layer_types")
-    if kinds is None:
-        num_dense = settings.count("first_k_dense_replace", family.num_dense_layers, MAX_LAYERS, low=0)
-        return frozenset(range(min(num_dense, num_layers)))
-    if len(kinds) != num_layers or set(kinds) - {SPARSE, DENSE}:
-        raise settings.refuse("mlp_layer_types", list(kinds), f"{SPARSE} or {DENSE} for each of {num_layers} layers")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == DENSE)
 
 
 def _read_method(settings: Settings, family: LatentFamily) -> str:

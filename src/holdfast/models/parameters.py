@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import gcd, prod
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 from holdfast.memory.devices import read_data
@@ -206,49 +207,6 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentNames:
-    """What a family calls the modules of latent attention."""
-
-    q: str = "self_attn.q_proj"
-    q_a: str = "self_attn.q_a_proj"
-    q_a_norm: str = "self_attn.q_a_layernorm"
-    q_b: str = "self_attn.q_b_proj"
-    kv_a: str = "self_attn.kv_a_proj_with_mqa"
-    kv_a_norm: str = "self_attn.kv_a_layernorm"
-    kv_b: str = "self_attn.kv_b_proj"
-    k_b: str = "self_attn.k_b_proj"
-    """Keys of kv_b by themselves and transposed, [heads, kv_rank, nope_dim], where a checkpoint (GGUF) has split it."""
-    v_b: str = "self_attn.v_b_proj"
-    """Values of kv_b by themselves: [heads, value_dim, kv_rank]."""
-    index_q: str = "self_attn.indexer.wq_b"
-    index_k: str = "self_attn.indexer.wk"
-    index_k_norm: str = "self_attn.indexer.k_norm"
-    index_weights: str = "self_attn.indexer.weights_proj"
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedNames:
-    """What a family calls the modules of compressed attention, and those of streams."""
-
-    q_a: str = "attn.wq_a"
-    q_a_norm: str = "attn.q_norm"
-    q_b: str = "attn.wq_b"
-    kv: str = "attn.wkv"
-    kv_norm: str = "attn.kv_norm"
-    o_a: str = "attn.wo_a"
-    o_b: str = "attn.wo_b"
-    compressor: str = "attn.compressor."
-    index: str = "attn.indexer.compressor."
-    index_q: str = "attn.indexer.wq_b"
-    index_weights: str = "attn.indexer.weights_proj"
-    positions: str = "ape"
-    attn_streams: str = "hc_attn_"
-    mlp_streams: str = "hc_ffn_"
-    head_streams: str = "hc_head_"
-    """What precedes fn, base and scale in the names of their tensors."""
-
-
-@dataclass(frozen=True, slots=True)
 class CheckpointNames:
     """What a family calls its modules; names in a layer follow `layer` with the layer's number filled in."""
 
@@ -274,8 +232,6 @@ class CheckpointNames:
     mlp_out_norm: str = ""
     sinks: str = "self_attn.sinks"
     experts: ExpertNames = ExpertNames()
-    latent: LatentNames = LatentNames()
-    compressed: CompressedNames = CompressedNames()
 
 
 def _read_names() -> dict[str, CheckpointNames]:
@@ -291,6 +247,12 @@ def _read_names() -> dict[str, CheckpointNames]:
 
 NAMES: Mapping[str, CheckpointNames] = _read_names()
 LLAMA_NAMES = NAMES["llama"]
+LATENT_NAMES, COMPRESSED_NAMES = (SimpleNamespace(**names) for names in read_data("attention_names.json").values())
+"""Modules of latent and of compressed attention, whose names all families share.
+
+`k_b` and `v_b` are keys, transposed, and values of kv_b, where a checkpoint (GGUF) has split it. `positions` ends a tensor's name;
+names of streams come before fn, base and scale.
+"""
 
 
 def _slices(tensor: str, shape: tuple[int, int, int], num_parts: int, is_transposed: bool = False) -> tuple[Part, ...]:
@@ -481,7 +443,7 @@ def list_behind_layers(spec: ModelSpec, names: CheckpointNames) -> list[Paramete
     parameters = []
     if spec.streams is not None:
         count = spec.streams.num_streams
-        parameters += one.streams("head_streams", names.compressed.head_streams, count, count, 1)
+        parameters += one.streams("head_streams", COMPRESSED_NAMES.head_streams, count, count, 1)
     parameters += one.norm("final_norm", names.final_norm) if spec.has_final_norm else []
     if embedding != spec.hidden_size:
         parameters.append(one.matrix("embed_out", [(names.embed_out, embedding)], spec.hidden_size, "linear"))
@@ -500,7 +462,7 @@ def list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts
     else:
         parameters = one.norm("attn_norm", names.attn_norm)
         if spec.latent is not None:
-            parameters += _list_latent(one, spec, spec.latent, names.latent, layer)
+            parameters += _list_latent(one, spec, spec.latent, layer)
             attended = spec.num_heads * spec.latent.value_dim
         else:
             parameters += _list_grouped(one, spec, names)
@@ -527,9 +489,9 @@ def _list_grouped(one: _Lister, spec: ModelSpec, names: CheckpointNames) -> list
     return parameters
 
 
-def _list_latent(one: _Lister, spec: ModelSpec, latent: LatentSpec, own: LatentNames, layer: int) -> list[Parameter]:
+def _list_latent(one: _Lister, spec: ModelSpec, latent: LatentSpec, layer: int) -> list[Parameter]:
     """List latent attention up to its output. Ranks share query heads; latents are the same on all of them."""
-    hidden, q_rank = spec.hidden_size, latent.q_rank
+    hidden, q_rank, own = spec.hidden_size, latent.q_rank, LATENT_NAMES
     kv_a, q_rows = (own.kv_a, latent.row_dim), spec.num_heads * latent.query_dim
     if q_rank is None:
         parameters = one.linear("q", [(own.q, q_rows)], hidden, "rows")
@@ -539,7 +501,7 @@ def _list_latent(one: _Lister, spec: ModelSpec, latent: LatentSpec, own: LatentN
         parameters += one.norm("q_a_norm", own.q_a_norm, q_rank)
         parameters += one.linear("q_b", [(own.q_b, q_rows)], q_rank, "rows")
     parameters += one.norm("kv_a_norm", own.kv_a_norm, latent.kv_rank)
-    parameters.append(_kv_b(one, spec.num_heads, latent, own))
+    parameters.append(_kv_b(one, spec.num_heads, latent))
     index = spec.layer_index(layer)
     if index is not None and q_rank is not None:
         # Every rank has all of the index: its heads are summed up before tokens are chosen.
@@ -554,7 +516,7 @@ def _list_compressed(
     one: _Lister, spec: ModelSpec, compressed: CompressedSpec, names: CheckpointNames, layer: int
 ) -> list[Parameter]:
     """List compressed attention and the streams of its layer. Ranks share query heads and groups of them; the rest each has whole."""
-    own, hidden, q_rank = names.compressed, spec.hidden_size, compressed.q_rank
+    own, hidden, q_rank = COMPRESSED_NAMES, spec.hidden_size, compressed.q_rank
     groups, compressor = compressed.num_output_groups * compressed.output_rank, spec.layer_kind(layer).compressor
     assert spec.streams is not None, f"{spec.architecture} has one stream"
     count = spec.streams.num_streams
@@ -567,7 +529,7 @@ def _list_compressed(
         *one.linear("q_b", [(own.q_b, spec.query_size)], q_rank, "rows"),
         *one.norm("kv_norm", own.kv_norm, spec.head_dim),
         one.tensor("sinks", names.sinks, (spec.num_heads,), "bias", "rows", dtype="float32"),
-        *([] if compressor is None else _list_compressor(one, spec, q_rank, compressor, spec.layer_index(layer), own)),
+        *([] if compressor is None else _list_compressor(one, spec, q_rank, compressor, spec.layer_index(layer))),
         one.matrix("o_a", [(own.o_a, groups)], spec.query_size // compressed.num_output_groups, "absorbed", "rows"),
         *one.linear("o_b", [(own.o_b, hidden)], groups, "columns"),
         *one.streams("mlp_streams", own.mlp_streams, *mixed),
@@ -580,9 +542,9 @@ def _list_compressor(
     q_rank: int,
     compressor: CompressorSpec,
     index: IndexSpec | None,
-    own: CompressedNames,
 ) -> list[Parameter]:
     """List what pools tokens into entries, and into those of an index. One product gives all that they are pooled from."""
+    own = COMPRESSED_NAMES
     columns, made = 2 if compressor.is_overlapped else 1, [("compressor", own.compressor, spec.head_dim)]
     if index is not None:
         made.append(("index", own.index, index.head_dim))
@@ -598,13 +560,13 @@ def _list_compressor(
     return parameters
 
 
-def _kv_b(one: _Lister, num_heads: int, latent: LatentSpec, names: LatentNames) -> Parameter:
+def _kv_b(one: _Lister, num_heads: int, latent: LatentSpec) -> Parameter:
     """[heads * (nope_dim + value_dim), kv_rank], head by head, keys before values: whole, or from two tensors."""
     nope, value, rank = latent.nope_dim, latent.value_dim, latent.kv_rank
-    parameter = one.matrix("kv_b", [(names.kv_b, num_heads * latent.expanded_dim)], rank, "absorbed", "rows")
+    parameter = one.matrix("kv_b", [(LATENT_NAMES.kv_b, num_heads * latent.expanded_dim)], rank, "absorbed", "rows")
     if not one.with_layouts:
         return parameter
-    keys, values = f"{one.theirs}{names.k_b}.weight", f"{one.theirs}{names.v_b}.weight"
+    keys, values = f"{one.theirs}{LATENT_NAMES.k_b}.weight", f"{one.theirs}{LATENT_NAMES.v_b}.weight"
     split: list[Part] = []
     for head in range(num_heads):
         first, k_first, v_first = head * latent.expanded_dim, head * nope, head * value

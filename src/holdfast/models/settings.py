@@ -232,6 +232,25 @@ def read_clamped_experts(
     )
 
 
+def decline(settings: Settings, rows: Mapping[str, tuple[Sequence[object], str]]) -> None:
+    """Refuse settings that a reader does not compute: by key, the values that have no effect, and the reason."""
+    for key, (neutral, reason) in rows.items():
+        if settings.values.get(key) not in neutral:
+            raise settings.unsupported(key, reason)
+
+
+def read_mlp_layers(
+    settings: Settings, num_layers: int, kinds: tuple[str, str], kind: str, first_few: tuple[str, int]
+) -> frozenset[int]:
+    """Read which layers have this one of two kinds of MLP: as they are listed, else the first few, by a key and its default."""
+    listed = settings.texts("mlp_layer_types")
+    if listed is None:
+        return frozenset(range(min(num_layers, settings.count(*first_few, MAX_LAYERS, low=0))))
+    if len(listed) != num_layers or set(listed) - set(kinds):
+        raise settings.refuse("mlp_layer_types", list(listed), f"{' or '.join(kinds)} for each of {num_layers} layers")
+    return frozenset(layer for layer, one in enumerate(listed) if one == kind)
+
+
 def check_total(settings: Settings, key: str, num_experts: int, num_sparse: int) -> None:
     """Refuse more experts in all layers together than can be listed."""
     if num_experts * num_sparse > MAX_MODEL_EXPERTS:

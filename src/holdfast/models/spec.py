@@ -204,10 +204,6 @@ class ModelSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def qkv_size(self) -> int:
-        return self.query_size + 2 * self.kv_size
-
-    @property
     def key_part(self) -> slice:
         """Columns of the fused QKV projection that are keys."""
         return slice(self.query_size, self.query_size + self.kv_size)
@@ -281,10 +277,6 @@ class ModelSpec:
             return self.compressed.layer_index(layer)
         index = None if self.latent is None else self.latent.index
         return None if index is None or layer in index.shared_layers else index
-
-    def pooled_width(self, layer: int) -> int:
-        """Columns that a layer pools entries from; 0 without entries."""
-        return 0 if self.compressed is None else self.compressed.pooled_width(layer, self.head_dim)
 
     @property
     def shares_choices(self) -> bool:

@@ -95,7 +95,8 @@ class RecordGuard:
             if self._log is not None:
                 self._log.write(record)
             if self._traces is not None:
-                record.trace_parent = _trace_parent(scope)
+                given = header(scope, b"traceparent")
+                record.trace_parent = given.decode() if given is not None and TRACE_PARENT.fullmatch(given) else None
                 self._traces.write(record)
 
 
@@ -103,11 +104,6 @@ def log_failure(record: RequestRecord, error: BaseException) -> None:
     """Log an exception that is our fault, with its traceback."""
     if is_our_fault(error):
         _log.error("request %s failed: %s", record.request_id, type(error).__name__, exc_info=error)
-
-
-def _trace_parent(scope: Scope) -> str | None:
-    given = header(scope, b"traceparent")
-    return given.decode() if given is not None and TRACE_PARENT.fullmatch(given) else None
 
 
 class Guard:

@@ -1,7 +1,7 @@
 """/v1/responses: input items answered with output items, whole or as events; text, reasoning and function calls."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from holdfast.request.outputs import CompletionDelta
+from holdfast.server import schemas
 from holdfast.server.answers import SplitWriter, respond, to_json
 from holdfast.server.conversations import Chat, Conversation, function_tool, named_choice, prepare_chat
 from holdfast.server.errors import ApiError, cleaned
 from holdfast.server.logs import record_of
 from holdfast.server.openapi import post
-from holdfast.server.response_items import input_of, kept_item, messages_of
 from holdfast.server.response_memory import KeptResponse
 from holdfast.server.sampling import check_model, rule_of
 from holdfast.server.schemas import (
@@ -29,6 +29,72 @@ from holdfast.server.service import service_of
 from holdfast.server.stored_responses import continued, wants_keeping
 from holdfast.server.streams import Answer, Counted, new_id
 from holdfast.text.answer_deltas import ToolCallDelta
+
+
+def messages_of(body: schemas.ResponseRequest, earlier: Sequence[schemas.Item] = ()) -> list[schemas.Message]:
+    """Convert a request to messages, after the items of the response that it continues."""
+    messages: list[schemas.Message] = []
+    if body.instructions:
+        messages.append(schemas.InstructionMessage(role="system", content=body.instructions))
+    for item in (*earlier, *input_of(body)):
+        _append(messages, item)
+    return messages
+
+
+def input_of(body: schemas.ResponseRequest) -> list[schemas.Item]:
+    """Return the items of a request itself."""
+    return [schemas.MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+
+
+def kept_item(item: schemas.Item) -> dict[str, Any]:
+    """Write an input item in the shape that OpenAI's clients read."""
+    if isinstance(item, schemas.MessageItem):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        more: dict[str, Any] = {"annotations": []} if item.role == "assistant" else {}
+        texts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
+        own = {"role": item.role, "content": [{"type": kind, "text": text, **more} for text in texts]}
+    elif isinstance(item, schemas.FunctionCallItem):
+        own = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    elif isinstance(item, schemas.FunctionOutputItem):
+        texts = item.output if isinstance(item.output, str) else [part.text for part in item.output]
+        output = texts if isinstance(texts, str) else [{"type": "input_text", "text": text} for text in texts]
+        own = {"call_id": item.call_id, "output": output}
+    else:
+        own = {"summary": [], "content": [part.model_dump() for part in item.content or ()]}
+    prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}[item.type]
+    return {"type": item.type, "id": item.id or new_id(prefix), "status": item.status or "completed", **own}
+
+
+def _append(messages: list[schemas.Message], item: schemas.Item) -> None:
+    if isinstance(item, schemas.FunctionOutputItem):
+        messages.append(schemas.ToolMessage(role="tool", content=item.output, tool_call_id=item.call_id))
+    elif isinstance(item, schemas.FunctionCallItem):
+        answer = _answer(messages)
+        function = schemas.CalledFunction(name=item.name, arguments=item.arguments)
+        answer.tool_calls = [*(answer.tool_calls or ()), schemas.MessageToolCall(id=item.call_id, function=function)]
+    elif isinstance(item, schemas.ReasoningItem):
+        text = "\n".join(part.text for part in item.content or ())
+        if text:
+            messages.append(schemas.AssistantMessage(role="assistant", reasoning_content=text))
+    elif item.role == "user":
+        messages.append(schemas.UserMessage(role="user", content=item.content))
+    elif item.role == "assistant":
+        answer = _answer(messages)
+        if answer.content is not None or answer.tool_calls:
+            answer = schemas.AssistantMessage(role="assistant")
+            messages.append(answer)
+        answer.content = item.content
+    else:
+        messages.append(schemas.InstructionMessage(role=item.role, content=item.content))
+
+
+def _answer(messages: list[schemas.Message]) -> schemas.AssistantMessage:
+    """Return the answer that the last items belong to, or a new one."""
+    if messages and isinstance(messages[-1], schemas.AssistantMessage):
+        return messages[-1]
+    messages.append(schemas.AssistantMessage(role="assistant"))
+    return messages[-1]  # type: ignore[return-value]
+
 
 MAX_MARKER_CHARS = 64
 """Length of the text in which the marker after the reasoning is searched."""

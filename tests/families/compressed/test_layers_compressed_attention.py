@@ -105,7 +105,7 @@ def make_buffers() -> CompressedBuffers:
 
 @pytest.mark.parametrize("scopes", ["window", "all", "chosen"])
 @pytest.mark.parametrize("wanted", [None, [1, 4], []], ids=str)
-def test_projections_backend_projection(scopes, wanted):
+def test_attention_layer_projects_attends_and_projects(scopes, wanted):
     layer, backend = make_layer(scopes)
     x, buffers, plan = random(NUM_ROWS, HIDDEN, seed=9), make_buffers(), object()
     nothing = torch.zeros(NUM_ROWS, dtype=torch.int64)

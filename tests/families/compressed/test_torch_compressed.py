@@ -119,7 +119,7 @@ def test_rows_and_vectors_in_blocks_of_any_size(monkeypatch):
         judge(Step(SHAPE, [(5, 9), (40, 6), (0, 20)], padding=1))
 
 
-def test_wanted_rows_alone():
+def test_attend_returns_only_wanted_rows():
     wanted = [0, 6, 11, 20]
     found, whole = judge(Step(SHAPE, MIXED, wanted=wanted)), judge(Step(SHAPE, MIXED))
     for own, every in zip(found, whole, strict=True):

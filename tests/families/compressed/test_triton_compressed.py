@@ -41,7 +41,7 @@ def test_attend_mixed_step_with_padding_matches_torch(name, captured, num_sms):
 
 
 @QUIET
-def test_wanted_rows_alone():
+def test_attend_returns_only_wanted_rows():
     wanted = [0, 6, 11]
     step, whole = Step(SHAPE, MIXED, wanted=wanted), Step(SHAPE, MIXED)
     for found, expected in zip(step.triton(), whole.torch(), strict=True):

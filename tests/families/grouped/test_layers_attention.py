@@ -68,7 +68,7 @@ def make_batch(rows: list[int] | None) -> Batch:
 
 
 @pytest.mark.parametrize("wanted", [None, [1, 4], [2]], ids=str)
-def test_projection_backend_projection(parts, wanted):
+def test_attention_layer_projects_attends_and_projects(parts, wanted):
     layer, backend, head_norm, rotary, (qkv_weight, qkv_bias, o_weight, o_bias) = parts
     batch, held, x = make_batch(wanted), buffers(), random(NUM_ROWS, HIDDEN, seed=3)
     plan = torch.tensor(wanted or [0])

@@ -58,7 +58,7 @@ def test_native_paged_is_as_exact_as_torch(geometry, consecutive, norm_and_rope)
 
 
 @pytest.mark.parametrize("windows", [(None,), (5,), (64,)], ids=str)
-def test_chunks_company_and_pages_change_no_bit(windows):
+def test_native_paged_same_bits_in_any_chunks_batch_and_pages(windows):
     geometry = Geometry(windows=windows)
     (expected,) = outputs(geometry, consecutive=True, chunk=1000)
     for chunk in (1, 2, 3, 17, 64, 100):

@@ -174,7 +174,7 @@ def test_rows_of_a_sequence_are_read_once(monkeypatch, kv_dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
-def test_half_computation(dtype, consecutive):
+def test_torch_paged_half_precision_is_exact(dtype, consecutive):
     check(Geometry(dtype=getattr(torch, dtype), kv_dtype=dtype), consecutive)
 
 
@@ -182,7 +182,7 @@ def test_half_computation(dtype, consecutive):
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
 @pytest.mark.parametrize("window", [1, 5, 64, 100, 1000])
 @pytest.mark.parametrize("chunk", [1, 3, 50, 200])
-def test_windows(window, consecutive, chunk):
+def test_torch_paged_windows_are_exact(window, consecutive, chunk):
     check(Geometry(windows=(window,)), consecutive, chunk)
 
 
@@ -195,12 +195,12 @@ def test_layers_with_different_windows_share_a_plan(layer):
     ("num_heads", "num_kv_heads", "head_dim"), [(1, 1, 64), (4, 4, 24), (14, 2, 80), (71, 1, 16), (3, 1, 128)]
 )
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
-def test_heads(num_heads, num_kv_heads, head_dim, consecutive):
+def test_torch_paged_head_counts_are_exact(num_heads, num_kv_heads, head_dim, consecutive):
     check(Geometry(num_heads, num_kv_heads, head_dim), consecutive)
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 256])
-def test_page_sizes(page_tokens):
+def test_torch_paged_page_sizes_are_exact(page_tokens):
     check(Geometry(page_tokens=page_tokens), consecutive=False)
 
 

@@ -136,7 +136,7 @@ def test_how_an_invariant_prompt_is_cut_changes_no_bit(device, window):
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("kv_dtype", ["float16", *QUANTIZED])
-def test_nor_at_the_shapes_of_real_models(device, kv_dtype, window):
+def test_batch_invariant_cuts_at_real_shapes_change_no_bit(device, kv_dtype, window):
     """Where a tile begins decides which of its blocks need no mask: both kinds must round alike (docs/log.md)."""
     shape = Geometry(64, 8, 128, page_tokens=16, max_model_len=2048, kv_dtype=kv_dtype, windows=(window,))
     assert_cuts_change_nothing(on_triton(shape, device), 700, (0, 2, 63, 64, 126, 190, 256, 511, 513, 640, 699, 700))

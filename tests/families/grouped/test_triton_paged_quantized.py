@@ -51,7 +51,7 @@ def test_heads_and_pages(device, kv_dtype, num_heads, num_kv_heads, head_dim, pa
 
 
 @pytest.mark.parametrize("window", [1, 63, 64, 100])
-def test_windows(device, window):
+def test_triton_paged_quantized_windows_are_exact(device, window):
     geometry = replace(LONG, windows=(window,), kv_dtype="turboquant_4bit_nc")
     check_rows(on_triton(geometry, device), [180, 64, 65], [1, 2, 20])
 

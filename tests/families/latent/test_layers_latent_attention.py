@@ -68,7 +68,7 @@ def make_batch(rows: list[int] | None) -> Batch:
 
 
 @pytest.mark.parametrize("wanted", [None, [1, 4], [2], []], ids=str)
-def test_projections_backend_projection(parts, wanted):
+def test_attention_layer_projects_attends_and_projects(parts, wanted):
     layer, backend, q_norm = parts
     batch, held, x = make_batch(wanted), buffers(q_norm), random(NUM_ROWS, HIDDEN, seed=5)
     plan, out = torch.tensor(wanted or [], dtype=torch.int64), torch.full((NUM_ROWS, HIDDEN), NAN)

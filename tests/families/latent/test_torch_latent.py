@@ -108,7 +108,7 @@ def test_torch_latent_any_chunking_matches_keys_by_head(chunk: int) -> None:
     torch.testing.assert_close(torch.cat(outs), house.expected(latents, queries), rtol=1e-5, atol=1e-5)
 
 
-def test_company_and_padding_change_nothing() -> None:
+def test_attend_batch_and_padding_change_no_row() -> None:
     house = House(1)
     first, second = house.tokens(13), house.tokens(6)
     pages = torch.randperm(NUM_PAGES).tolist()

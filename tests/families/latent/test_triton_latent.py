@@ -31,7 +31,7 @@ def test_attend_mixed_step_with_padding_matches_torch(captured):
 
 @QUIET
 @pytest.mark.parametrize("name", MLA_FORMATS)
-def test_quantized_latents(name):
+def test_triton_latent_quantized_latents_match_torch(name):
     step = Step(Shape(name=name, latent_dim=64), MIXED, padding=5)
     found = step.triton(captured=True)
     check(found[: step.num_rows], step.torch()[: step.num_rows], 2e-3)
@@ -70,7 +70,7 @@ def test_parts_that_are_all_up_projected_are_left_out(monkeypatch):
 
 
 @QUIET
-def test_wanted_rows_alone():
+def test_attend_returns_only_wanted_rows():
     wanted = [0, 3, 8, 71]
     found = Step(Shape(), MIXED, wanted=wanted).triton()
     check(found, Step(Shape(), MIXED).torch()[wanted])

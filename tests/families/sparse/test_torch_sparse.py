@@ -220,7 +220,7 @@ def test_torch_sparse_fp8_index_selects_nearly_same_tokens() -> None:
     assert sum(both) / len(both) > 0.95
 
 
-def test_company_and_padding_change_nothing() -> None:
+def test_attend_batch_and_padding_change_no_row() -> None:
     house = House(1)
     first, second = house.tokens(13), house.tokens(7)
     alone = house.step((first, 0, 13))

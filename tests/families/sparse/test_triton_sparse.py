@@ -47,7 +47,7 @@ def test_quantized_latents_with_an_index_in_fp8(name):
 
 
 @QUIET
-def test_wanted_rows_alone():
+def test_attend_returns_only_wanted_rows():
     wanted = [0, 2, 5, 11]
     check(Step(SPARSE, MIXED, wanted=wanted).triton(), Step(SPARSE, MIXED).torch()[wanted])
 

@@ -45,7 +45,7 @@ def assert_counted(seen: SeenTokens, sequence: Sequence) -> None:
 
 
 @given(st.lists(token, max_size=60), st.lists(st.lists(token, max_size=40), max_size=5))
-def test_growing_sequences(prompt, outputs):
+def test_seen_tokens_counts_growing_sequences(prompt, outputs):
     seen, sequence = SeenTokens(VOCAB_SIZE, 2), make_sequence(prompt, [])
     for output in outputs:
         sequence.token_ids.extend(output)

@@ -229,7 +229,7 @@ def test_sampler_all_tokens_banned_gives_no_token(params):
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str)
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193])
-def test_infinite_logits(params, vocab_size):
+def test_sampler_infinite_logits_decide_the_token(params, vocab_size):
     last = vocab_size - 1
     certain = make_logits(1, vocab_size)
     certain[0, last] = math.inf
@@ -338,7 +338,7 @@ def test_sampler_preempted_sequence_gives_same_token():
 
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193])
-def test_sampler_row_is_the_same_to_the_bit_in_any_company(vocab_size):
+def test_sampler_row_is_same_to_the_bit_in_any_batch(vocab_size):
     params = list(SETTINGS.values())
     num_rows = 2 * len(params)
     sequences = [make_sequence(seed, vocab_size=vocab_size, **params[seed % len(params)]) for seed in range(num_rows)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.kernels.triton_compat import counting_compiles
+from holdfast.kernels.triton_compat import counting_compiles, jit, tl
 from holdfast.planning.terms import ROUNDING_BYTES, sampling_terms
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
@@ -172,4 +172,16 @@ def test_device_sampler_compiles_no_kernel_after_warming():
             chooser.sample(logits[:num_rows], sequences[:num_rows], EOS)
             chooser.prompt_logprobs(logits[:num_rows], [5] * num_rows, 16)
         chooser.prompt_logprobs(logits, [5] * 64, 1)
-    assert (counted.num_compiled, counted.num_found) == (0, 0)
+        assert (counted.num_compiled, counted.num_found) == (0, 0)
+        fresh_kernel()[(1,)](logits)
+        assert counted.num_compiled + counted.num_found == 1, "a new kernel is counted"
+
+
+def fresh_kernel():
+    """Return a kernel that this process has not launched."""
+
+    @jit
+    def store_zero(pointer):
+        tl.store(pointer, 0.0)
+
+    return store_zero

@@ -12,7 +12,7 @@ what later rows of it do not see is the sequence's own, because pages are given 
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -95,7 +95,8 @@ class TorchPagedAttention(GroupedBackend):
         num_kv_heads = spec.cache.num_kv_heads
         q_TKGD = pages.queries(q_THD).view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out_TKGD = out_TX[:num_rows].view_as(q_TKGD)
-        with self._kernels():
+        # On a CPU torch has no choice that could go wrong.
+        with sdpa_kernel(GPU_KERNELS) if self._device.type == "cuda" else nullcontext():
             for sequence in rows[spec.window, spec.group]:
                 k_KLD, v_KLD = pages.read(sequence.rows, self._dtype)
                 for block in sequence.blocks:
@@ -105,10 +106,6 @@ class TorchPagedAttention(GroupedBackend):
                         attend_block(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec, self._sinks[layer])
         pages.finish(out_TX[:num_rows])
         return out_TX[:num_rows]
-
-    def _kernels(self) -> AbstractContextManager[object]:
-        """Among which torch chooses; on a CPU it has no choice that could go wrong."""
-        return sdpa_kernel(GPU_KERNELS) if self._device.type == "cuda" else nullcontext()
 
     def _plan_rows(self, sequences: Sequence[SequenceRows]) -> WindowPlans:
         parts = [tuple(part) for _, part in groupby(sequences, key=lambda rows: id(rows.tables))]

@@ -38,7 +38,11 @@ class LatentDeclaration(BackendDeclaration):
             return f"the format {cache.format.name} keeps keys and values by head"
         if spec.window is not None:
             return "it has no sliding windows"
-        return unsupported_latent_dims(cache.latent_dim, cache.rope_dim)
+        if cache.latent_dim % LATENT_MULTIPLE or not 0 < cache.latent_dim <= MAX_LATENT_DIM:
+            return f"latents have {cache.latent_dim} elements, and a multiple of {LATENT_MULTIPLE} up to {MAX_LATENT_DIM} is computed"
+        if cache.rope_dim not in LATENT_ROPE_DIMS:
+            return f"{cache.rope_dim} elements are rotated, and {', '.join(map(str, LATENT_ROPE_DIMS))} can be"
+        return None
 
 
 class TritonLatentDeclaration(LatentDeclaration):
@@ -100,15 +104,6 @@ def latent(spec: AttentionSpec) -> LatentAttentionSpec:
     """Narrow the type of a layer that belongs to this family."""
     assert isinstance(spec, LatentAttentionSpec), f"{type(spec).__name__} keeps no latents"
     return spec
-
-
-def unsupported_latent_dims(latent_dim: int, rope_dim: int) -> str | None:
-    """Return None, or why no kernel takes latents of these sizes."""
-    if latent_dim % LATENT_MULTIPLE or not 0 < latent_dim <= MAX_LATENT_DIM:
-        return f"latents have {latent_dim} elements, and a multiple of {LATENT_MULTIPLE} up to {MAX_LATENT_DIM} is computed"
-    if rope_dim not in LATENT_ROPE_DIMS:
-        return f"{rope_dim} elements are rotated, and {', '.join(map(str, LATENT_ROPE_DIMS))} can be"
-    return None
 
 
 def up_projection_specs(spec: LatentAttentionSpec, bounds: StepBounds) -> tuple[TensorSpec, ...]:

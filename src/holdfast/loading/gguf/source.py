@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS, TABLES
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
 from holdfast.loading.sources.source import Columns, TensorEntry, check_read, table_shape
-from holdfast.models.parameters import LLAMA_NAMES, CheckpointNames
+from holdfast.models.parameters import LATENT_NAMES, LLAMA_NAMES, CheckpointNames
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,9 @@ def layer_modules(names: CheckpointNames) -> dict[str, str]:
 
     Stacked experts [E, N, K] are the layout by kind: gate, up and down of all experts are one tensor each.
     """
-    modules = {name: module.format(names=names) for name, module in TABLES["layer_modules"].items()}
+    modules = {
+        name: module.format(names=names, latent=LATENT_NAMES) for name, module in TABLES["layer_modules"].items()
+    }
     return {name: module for name, module in modules.items() if module}
 
 
@@ -78,7 +80,6 @@ class GGUFSource:
         """
         modules = layer_modules(names)
         self._unread = tuple(unread)
-        self._latent = names.latent
         self._data = GGUFData(file)
         self._tensors = {
             hugging_face_name(name, modules): _as_expected(tensor) for name, tensor in file.tensors.items()
@@ -101,9 +102,9 @@ class GGUFSource:
         """Rotary tables, which are read into the spec or computed; and halves of kv_b beside the whole."""
         tables = {name for name in self.entries if name == ROPE_FACTORS or name.endswith(".attn_rot_embd.weight")}
         # Some conversions write kv_b whole and in halves, for programs that read the one or the other.
-        whole = f"{self._latent.kv_b}.weight"
+        whole = f"{LATENT_NAMES.kv_b}.weight"
         layers = [name.removesuffix(whole) for name in self.entries if name.endswith(whole)]
-        halves = {f"{layer}{half}.weight" for layer in layers for half in (self._latent.k_b, self._latent.v_b)}
+        halves = {f"{layer}{half}.weight" for layer in layers for half in (LATENT_NAMES.k_b, LATENT_NAMES.v_b)}
         return self.unread | tables | (halves & self.entries.keys())
 
     @property

@@ -74,12 +74,12 @@ def _with_experts(
     inner: int,
     shared: int,
     dense: Sequence[int] = (),
-) -> ModelSpec:
-    """The decoder with its experts, as workspaces and steps see them."""
+) -> tuple[ModelSpec, int]:
+    """The decoder with its experts, as workspaces and steps see them, and how many a layer has."""
     count = needed(settings, count_key, MAX_EXPERTS)
     check_total(settings, count_key, count, spec.num_layers)
     top_k = needed(settings, top_key, count)
-    return replace(spec, experts=ExpertsSpec(count, top_k, inner, shared, dense_layers=frozenset(dense)))
+    return replace(spec, experts=ExpertsSpec(count, top_k, inner, shared, dense_layers=frozenset(dense))), count
 
 
 def _rotated(settings: Settings, head_dim: int) -> int:
@@ -123,9 +123,8 @@ def _qwen_experts(text: Settings, spec: ModelSpec) -> tuple[tuple[Part, ...], Mo
             raise text.refuse(key, text.values[key], "experts in every layer, as in published models")
     hidden, inner = spec.hidden_size, needed(text, "moe_intermediate_size", MAX_EXPERT_WIDTH)
     shared = text.optional_count("shared_expert_intermediate_size", None, MAX_EXPERT_WIDTH) or 0
-    spec = _with_experts(text, spec, "num_experts", "num_experts_per_tok", inner, shared)
-    assert spec.experts is not None, "experts were just read"
-    parts = (*router(spec.experts.num_experts, hidden), *experts(spec.experts.num_experts, hidden, inner))
+    spec, count = _with_experts(text, spec, "num_experts", "num_experts_per_tok", inner, shared)
+    parts = (*router(count, hidden), *experts(count, hidden, inner))
     if shared:
         parts += (*mlp(hidden, shared, prefix="shared."), Part("shared.gate.weight", (1, hidden), "router"))
     return parts, spec
@@ -200,9 +199,7 @@ def _gemma4_more(text: Settings, spec: ModelSpec) -> tuple[tuple[Part, ...], Mod
     parts.append(Part("scalar", (1,), "norm"))
     if text.flag("enable_moe_block", False):
         inner = needed(text, "moe_intermediate_size", MAX_EXPERT_WIDTH)
-        spec = _with_experts(text, spec, "num_experts", "top_k_experts", inner, spec.intermediate_size)
-        assert spec.experts is not None, "experts were just read"
-        count = spec.experts.num_experts
+        spec, count = _with_experts(text, spec, "num_experts", "top_k_experts", inner, spec.intermediate_size)
         parts += (*router(count, hidden), Part("router.scale", (hidden,), "norm"), *experts(count, hidden, inner))
         parts += [Part("router.expert_scale", (count,), "norm")]
         parts += [norm(name, hidden) for name in ("mlp_out_norm_1", "experts_norm", "experts_out_norm")]
@@ -233,19 +230,17 @@ def read_llama4(settings: Settings, native: str | None) -> LayeredBlueprint:
     spec = read_decoder(text, head_dim=128, inner_key="intermediate_size_mlp")
     hidden, inner = spec.hidden_size, needed(text, "intermediate_size", MAX_WIDTH)
     dense = _llama4_dense(text, spec.num_layers)
-    spec = _with_experts(text, spec, "num_local_experts", "num_experts_per_tok", inner, inner, dense)
-    assert spec.experts is not None, "experts were just read"
+    spec, count = _with_experts(text, spec, "num_local_experts", "num_experts_per_tok", inner, inner, dense)
     default = [CHUNKED if (layer + 1) % 4 else FULL for layer in range(spec.num_layers)]
     kinds = _kinds(text, spec.num_layers, default)
     window = _window(text, "attention_chunk_size", spec)
     shared = (norm("attn_norm", hidden), norm("mlp_norm", hidden))
     shared += attention(hidden, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    count = spec.experts.num_experts
     sparse = (*router(count, hidden), *experts(count, hidden, inner), *mlp(hidden, inner, prefix="shared."))
     plain = mlp(hidden, spec.intermediate_size)
     layers = [
         Layer(
-            (*shared, *(plain if layer in spec.experts.dense_layers else sparse)),
+            (*shared, *(plain if layer in dense else sparse)),
             spec.num_kv_heads,
             spec.head_dim,
             None if kind == FULL else window,
@@ -268,9 +263,7 @@ def read_minimax(settings: Settings, native: str | None) -> LayeredBlueprint:
     """MiniMax-M2: norms over all query and all key heads together; experts in every layer, chosen with a bias."""
     spec = read_decoder(settings, head_dim=128)
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    spec = _with_experts(settings, spec, "num_local_experts", "num_experts_per_tok", inner, 0)
-    assert spec.experts is not None, "experts were just read"
-    count = spec.experts.num_experts
+    spec, count = _with_experts(settings, spec, "num_local_experts", "num_experts_per_tok", inner, 0)
     parts = (norm("attn_norm", hidden), norm("mlp_norm", hidden))
     parts += attention(hidden, spec.num_heads, spec.num_kv_heads, spec.head_dim)
     if settings.flag("use_qk_norm", True):
@@ -330,9 +323,8 @@ def _nemotron_experts(settings: Settings, spec: ModelSpec, dense: list[int]) -> 
     hidden, inner = spec.hidden_size, needed(settings, "moe_intermediate_size", MAX_EXPERT_WIDTH)
     shared = settings.optional_count("moe_shared_expert_intermediate_size", None, MAX_EXPERT_WIDTH) or 0
     shared *= settings.count("n_shared_experts", 1, MAX_EXPERTS, low=0)
-    spec = _with_experts(settings, spec, "n_routed_experts", "num_experts_per_tok", inner, shared, dense)
-    assert spec.experts is not None, "experts were just read"
-    count, latent = spec.experts.num_experts, settings.optional_count("moe_latent_size", None, MAX_WIDTH)
+    spec, count = _with_experts(settings, spec, "n_routed_experts", "num_experts_per_tok", inner, shared, dense)
+    latent = settings.optional_count("moe_latent_size", None, MAX_WIDTH)
     parts = (*router(count, hidden, has_bias=True), *experts(count, latent or hidden, inner, gated=False))
     if shared:
         parts += mlp(hidden, shared, gated=False, prefix="shared.")

@@ -43,7 +43,9 @@ class PlannedBlueprint(Blueprint):
         return not self.decoder.sliding_windows
 
     def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
-        return (*(weight._replace(tensors=()) for weight in self.grouped.weights(mesh)), *self.more)
+        weights = [weight._replace(tensors=()) for weight in self.grouped.weights(mesh)]
+        # Experts follow all other weights, so that owners keep their order in tables.
+        return (*sorted(weights, key=lambda weight: weight.group == "experts"), *self.more)
 
     def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
         num_layers = sum(window is None for window in self._windows)

@@ -44,15 +44,11 @@ def fill_masks(
         return
     source.fill(followed, masks_RW)
     for row, choice in enumerate(choices):
-        unwanted = _unwanted_ends(choice, eos_token_ids)
+        params = choice.sequence.params
+        ends = eos_token_ids if params.ignore_eos or choice.may_not_end else frozenset()
+        unwanted = ends.union(params.stop_token_ids) if choice.may_not_end else ends
         if followed[row] is not None and unwanted:
             _rule_out(masks_RW[row], unwanted)
-
-
-def _unwanted_ends(choice: Choice, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    params = choice.sequence.params
-    ends = eos_token_ids if params.ignore_eos or choice.may_not_end else frozenset()
-    return ends.union(params.stop_token_ids) if choice.may_not_end else ends
 
 
 def _rule_out(mask_W: np.ndarray, token_ids: Iterable[int]) -> None:
