@@ -201,7 +201,7 @@ def check(case: Case, seen: Seen, patience: float = 1.0) -> None:
     assert seen.noticed is not None, seen
     assert seen.noticed < patience * NOTICED_SECONDS, seen
     assert seen.kind == "EngineDeadError", seen
-    assert case.victim in seen.words or "core process" in seen.words, seen
+    assert case.victim in seen.words or "core process" in seen.words.lower(), seen
     assert seen.ended < 2 * patience * GONE_SECONDS, seen
     if not case.is_front:
         # Under MPS a client that is killed in the middle of a kernel may break the device for the others: nothing is promised of it.

@@ -148,7 +148,9 @@ def test_hyper_connections_two_launches_match_single_steps(device, dtype, num_ro
     torch.testing.assert_close(expected[1].double(), by_hand(streams, mix, COARSE), rtol=1e-5, atol=1e-6)
     collapsed = (expected[1][:, :num_streams, None].double() * streams.double()).sum(1).to(dtype).double()
     normed = collapsed * (collapsed.square().mean(-1, keepdim=True) + RMS_EPS).rsqrt() * norm.double()
-    torch.testing.assert_close(expected[2].double(), normed, **limits_of(dtype))
+    # A sum in float32 may round to the neighbour in bfloat16 of a sum in float64.
+    neighbour = {"rtol": 2**-7, "atol": 1e-6} if dtype == torch.bfloat16 else limits_of(dtype)
+    torch.testing.assert_close(expected[2].double(), normed, **neighbour)
     found = run_block(True, device, x, y, shares, mix, norm)
     is_gpu = device.type == "cuda"  # its sums have another order, and some numbers round to a neighbour
     for own, wanted in zip(found, expected, strict=True):

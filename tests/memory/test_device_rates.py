@@ -121,7 +121,7 @@ def test_measured_file_that_is_broken_is_passed_over(folder: Path, content: str)
 
 
 def test_cache_variable_without_a_home_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, "~nobody-of-this-name/x")
+    monkeypatch.setenv(CACHE_VARIABLE, "~no-user-of-this-name/x")
     assert read_measured() == ()
 
 

@@ -112,9 +112,9 @@ class RecordingDeviceSampler(RecordedLogits, DeviceSampler):
 def recording_sampler(
     vocab_size: int, max_rows: int, *, like_gpu: bool
 ) -> RecordingHostSampler | RecordingDeviceSampler:
-    """Make the sampler of a CPU, or that of a GPU on a CPU."""
+    """Make the sampler of the device in `CPU`, which tests on a GPU replace; `like_gpu`: that of a GPU."""
     sampler = RecordingHostSampler(vocab_size, max_rows)
-    if like_gpu:
+    if like_gpu or CPU.type == "cuda":
         sampler = RecordingDeviceSampler(vocab_size, CPU, max_rows, Ledger())
     sampler.sampled, sampler.prompt = [], []
     return sampler

@@ -76,7 +76,7 @@ class Stage:
         for layer in range(len(self.built.storage.spec.layers)):
             for name, plane in self.built.storage.planes(layer).items():
                 rows = plane[slots].flatten(1)
-                is_bad = ~rows.isfinite() if plane.is_floating_point() else rows.view(torch.uint8) == 0xFF
+                is_bad = ~rows.float().isfinite() if plane.is_floating_point() else rows.view(torch.uint8) == 0xFF
                 whole = is_bad.all(dim=1) if not plane.is_floating_point() else is_bad.any(dim=1)
                 bad += [f"layer {layer} {name} slots {slots[whole][:8].tolist()}"] if bool(whole.any()) else []
         return "; ".join(bad) or "all pages are finite"

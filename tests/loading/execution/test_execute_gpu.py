@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from error_codes import raises_code
 from holdfast.errors import MemoryPlanError
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning.plan import plan_load
@@ -132,5 +133,5 @@ def test_gpu_load_report_splits_read_copy_and_place_time(num_loads):
 def test_gpu_load_without_room_is_refused_with_the_size():
     huge = Parameter("huge.weight", (2**21, 2**20), (Part("huge", 0, (2**21, 2**20)),))
     source = DummySource([huge], "bfloat16")
-    with pytest.raises(MemoryPlanError, match=r"the weights need 4096\.00 GiB on cuda; as much in one piece could not"):
+    with raises_code("weights.no_memory", MemoryPlanError, needed="4096.00 GiB"):
         load_weights(plan_load([huge], source, "bfloat16"), source, "cuda", Ledger(), silent)

@@ -69,7 +69,7 @@ class PooledRows(NamedTuple):
     """float32: X columns of values, then X of gates; rows may be strided."""
     positions_T: Tensor
     slots_T: Tensor
-    """Of the entry that a row ends."""
+    """Slots of the entries that rows end."""
     states_T: Tensor
     """The place of a row's sequence in `state_PK3D`, -1 for padding."""
     state_PK3D: Tensor
