@@ -45,8 +45,13 @@ def ollama_api(server: Served):
 @pytest.fixture
 def pooling(client: httpx.Client, monkeypatch: pytest.MonkeyPatch):
     """pooling(value): the model of the app is another for one test."""
-    llm = client.app.state.service.llm  # type: ignore[attr-defined]
-    return lambda value: monkeypatch.setattr(llm.engine, "pooling", value)
+    engine = client.app.state.service.llm.engine  # type: ignore[attr-defined]
+
+    def replace(value: Pooling) -> None:
+        for holder in (engine, engine.front.admission):
+            monkeypatch.setattr(holder, "pooling", value)
+
+    return replace
 
 
 def reported(answer: httpx.Response, status: int, param: str | None, words: str) -> None:

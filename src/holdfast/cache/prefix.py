@@ -264,8 +264,7 @@ class PrefixCache:
 
     def settle(self, step: int) -> None:
         """The steps up to this one have run: their pages hold what they are registered for."""
-        if self.pending:
-            self.pending = {page: own for page, own in self.pending.items() if own > step}
+        self.pending = {page: own for page, own in self.pending.items() if own > step}
 
     def pending_step(self, tables: Sequence[Sequence[int]]) -> int:
         """Return the latest step in flight that computes one of these pages, or 0."""

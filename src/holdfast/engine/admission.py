@@ -167,12 +167,12 @@ class Admission:
         self._chat_template = chat_template
         self._forms = forms
         self._takes_priorities = takes_priorities
-        self._pooling = pooling or Pooling()
+        self.pooling = pooling or Pooling()
         self._has_warned = False
 
     def prepare(self, prompt: object, params: object, *, cache_salt: str | None = None) -> PreparedRequest:
         """Check a prompt and its params, and tokenize it."""
-        self._pooling.check_answers()
+        self.pooling.check_answers()
         sound_params = self._check_params(params)
         parsed = parse_prompt(prompt)
         salt = salt_bytes(cache_salt if cache_salt is not None else parsed.cache_salt)
@@ -232,7 +232,7 @@ class Admission:
         options: ChatOptions | None = None,
     ) -> PreparedRequest:
         """Like `prepare`, for a conversation that the chat template renders."""
-        self._pooling.check_answers()
+        self.pooling.check_answers()
         sound_params = self._check_params(params)
         salt = salt_bytes(cache_salt)
         text, own = self._render(messages, template_options or {}, options or ChatOptions())

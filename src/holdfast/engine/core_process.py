@@ -344,10 +344,9 @@ class CoreProcess:
         raise AssertionError("the core process is dead")
 
     def _raise_if_dead(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError("engine.core_dead", pid=self.pid, reason=self._death)
-        if not self._end.alive:
-            raise EngineDeadError("engine.core_dead", pid=self.pid, reason="it was shut down")
+        death = self._death or (None if self._end.alive else "it was shut down")
+        if death is not None:
+            raise EngineDeadError("engine.core_dead", pid=self.pid, reason=f"core process {self.pid} is gone: {death}")
 
 
 def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:

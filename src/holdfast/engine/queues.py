@@ -1,4 +1,4 @@
-"""Queues: waiting and running sequences, by priority and arrival; SlotPool: slots of running ones; no torch."""
+"""Queues: waiting and running sequences, by priority and arrival; SlotPool: slots of running ones; PromptRows: rows that prompts share; no torch."""
 
 import heapq
 from bisect import insort
@@ -185,3 +185,22 @@ class Queues:
                 arrivals.setdefault(sequence.params.priority, []).append(self.arrivals[sequence.sequence_id])
         for priority, order in arrivals.items():
             assert order == sorted(order), f"running and waiting of {priority=} are out of order of arrival: {order}"
+
+
+class PromptRows:
+    """Rows of prompts in one step, which `num_shares` prompts share evenly.
+
+    Else a long prompt would take all rows of every step, and a short one would wait for its end.
+    """
+
+    def __init__(self, num_rows: int, num_shares: int = 1) -> None:
+        self.left = num_rows
+        self._most = -(-num_rows // max(num_shares, 1))
+
+    def take(self, num_wanted: int, *, is_first: bool) -> int:
+        """Rows for a sequence that has so many left: all of a decode step, else a share. The first gets one in any case."""
+        if num_wanted <= 1:
+            return num_wanted
+        num_taken = min(num_wanted, max(min(self.left, self._most), int(is_first)))
+        self.left = max(self.left - num_taken, 0)
+        return num_taken

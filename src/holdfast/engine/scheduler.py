@@ -94,9 +94,8 @@ from holdfast.cache.groups import HOLE, CacheGroup, by_position, tokens_again
 from holdfast.cache.pages import PagePool
 from holdfast.cache.prefix import PrefixCache, PrefixHit, can_hit, strong_hash
 from holdfast.config import Limits
-from holdfast.engine.pacing import PromptRows
 from holdfast.engine.page_needs import PageNeeds
-from holdfast.engine.queues import Queues, SlotPool, named
+from holdfast.engine.queues import PromptRows, Queues, SlotPool, named
 from holdfast.engine.sharing import NO_START, Leaders, Start, fork_start, hit_start
 from holdfast.engine.tracks import Blocked, Guesses, Propose, Quarantined, Track, admitted, new_pages
 from holdfast.errors import QueueFullError
@@ -312,7 +311,8 @@ class Scheduler:
         assert is_oldest, "only the oldest step in flight can be completed, and only once"
         assert len(token_ids) == len(step.scheduled), f"{len(token_ids)} results for {len(step.scheduled)} sequences"
         self.in_flight.popleft()
-        self.prefix.settle(step.step.number)
+        if self.prefix.pending:
+            self.prefix.settle(step.step.number)
         for item, chosen in zip(step.scheduled, token_ids, strict=True):
             if item.sequence.state is SequenceState.RUNNING:
                 self.book(item, chosen)
