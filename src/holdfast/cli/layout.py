@@ -4,7 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from textwrap import TextWrapper
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from holdfast.planning.speed import SpeedEstimate
 
 FULL, LIGHT = "█", "░"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -241,3 +244,14 @@ def _stacked(table: Table, natural: Sequence[int], kept: tuple[int, ...], num_co
         blocks.append(_Block(taken, widths, 0.0))
         rest = rest[len(taken) - 1 :]
     return blocks or [_Block((first,), (natural[first],), 0.0)]
+
+
+def rate_text(rate: float) -> str:
+    """Format a rate or a duration with two digits."""
+    rounded = float(f"{rate:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.2g}"
+
+
+def speed_text(speed: "SpeedEstimate | None") -> str:
+    """Format the speed of one stream; empty if unknown."""
+    return "" if speed is None else f"about {rate_text(speed.one_stream.middle)} tokens/s"

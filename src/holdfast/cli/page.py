@@ -9,6 +9,7 @@ from itertools import accumulate, cycle, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.cli.layout import rate_text
 from holdfast.cli.options import read_data
 from holdfast.cli.plan_view import Cell, PlanView, printable
 from holdfast.cli.tables import (
@@ -27,7 +28,6 @@ from holdfast.cli.tables import (
     meaning,
     notes_of,
     quality_cells,
-    rate_text,
     speed_rows,
     start_text,
     worthwhile,

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import NamedTuple
 
+from holdfast.cli.layout import speed_text
 from holdfast.cli.plan_commands import Purpose, plan_command, start_command
-from holdfast.cli.tables import speed_text
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term

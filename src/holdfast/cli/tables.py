@@ -8,7 +8,19 @@ from itertools import groupby
 from operator import gt
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from holdfast.cli.layout import EIGHTHS, FULL, LIGHT, OTHER, SMALLEST, Line, Table, fitted, table_lines
+from holdfast.cli.layout import (
+    EIGHTHS,
+    FULL,
+    LIGHT,
+    OTHER,
+    SMALLEST,
+    Line,
+    Table,
+    fitted,
+    rate_text,
+    speed_text,
+    table_lines,
+)
 from holdfast.cli.options import read_data
 from holdfast.errors import PlanChange, PlanTable
 from holdfast.memory.on_disk import DiskAccount
@@ -200,17 +212,6 @@ def plan_lines(view: "PlanView", has_all_owners: bool = False) -> list[Line]:
         *_section("pages of one longest sequence, by cache group", group_lines(view.groups)),
         *_section("chosen", _choices(view)),
     ]
-
-
-def rate_text(rate: float) -> str:
-    """Format a rate or a duration with two digits."""
-    rounded = float(f"{rate:.2g}")
-    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.2g}"
-
-
-def speed_text(speed: "SpeedEstimate | None") -> str:
-    """Format the speed of one stream; empty if unknown."""
-    return "" if speed is None else f"about {rate_text(speed.one_stream.middle)} tokens/s"
 
 
 def start_text(start: "Start") -> str:
