@@ -11,8 +11,8 @@ from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 from holdfast.quant.kv_quantize import CUBIC_3_BITS, CUBIC_4_BITS, KEY_CODEBOOKS
 from holdfast.quant.latent_quantize import LATENT_STEP
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# Triton unpacks nothing into a tuple, but adds tuples.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
+# Triton cannot unpack into a tuple, but adds tuples.
 
 
 def fp8_byte(number: float) -> int:

@@ -76,11 +76,11 @@ from holdfast.quant.kv_quantize import (
     rotate_heads,
 )
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# Triton unpacks nothing into a tuple, but adds tuples.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
+# Triton cannot unpack into a tuple, but adds tuples.
 
 SMALL_COLUMNS = 8
 """Rows times heads of a small tile: one tensor-core instruction takes them with sixteen tokens."""
@@ -303,7 +303,7 @@ def _decode_kernel(
                 b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         b_l = tl.sum(b_l_tokens, axis=0)
         if p_sinks is not None:
-            # Only here: in the running maximum a sink would push p out of the range of half precision.
+            # Add sinks only here: in the running maximum a sink would push p out of the range of half precision.
             b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 0)
         # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
         b_scale = 1.0 / tl.where(b_l > 0, b_l * P_ONE, 1.0)
@@ -317,9 +317,9 @@ def _decode_kernel(
             store_parts(b_acc, b_scale, p_partial_out, o_partial * HEAD_DIM, m_g, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS)
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_g)
     if PDL:
-        # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
+        # Release late: programs of the next kernel would share the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
+        tl.extra.cuda.gdc_wait()  # wait even without a tile: the next kernel relies on all earlier ones
 
 
 @jit
@@ -408,8 +408,8 @@ def _prefill_kernel(
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = fast_exp2(b_score - b_m_safe[:, None], PLAIN)
                 if MASKED:
-                    # Only here: a masked product is not contracted to fma and would round differently than in an unmasked
-                    # block. Another cut of the step may leave this block unmasked (batch_invariant).
+                    # Mask only here: a masked product is not contracted to fma and would round differently than in an
+                    # unmasked block. Another cut of the step may leave this block unmasked (batch_invariant).
                     b_p = tl.where(m_seen, b_p, 0.0)
                 b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
                 b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
@@ -420,7 +420,7 @@ def _prefill_kernel(
                 b_acc = tl.dot(b_p, b_v, b_acc * b_alpha[:, None])
                 b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         if p_sinks is not None:
-            # Only here: in the running maximum a sink would push p out of the range of half precision.
+            # Add sinks only here: in the running maximum a sink would push p out of the range of half precision.
             b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 0)
         # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
         b_out = b_acc / tl.where(b_l > 0, b_l * P_ONE, 1.0)[:, None]
@@ -439,9 +439,9 @@ def _prefill_kernel(
             tl.store(p_partial_out + o_partial[:, None] * HEAD_DIM + o_dim[None, :], b_out, mask=m_out)
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
-        # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
+        # Release late: programs of the next kernel would share the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
+        tl.extra.cuda.gdc_wait()  # wait even without a tile: the next kernel relies on all earlier ones
 
 
 @jit

@@ -103,7 +103,7 @@ class QuantizedPlanes:
                 plane[pages_X, :, tokens_X] = quantized
 
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
 
 
 P_ONE = kernel_constant(16384.0)

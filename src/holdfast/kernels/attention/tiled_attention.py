@@ -248,8 +248,8 @@ def _attend_kernel(
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = tl.exp2(b_score - b_m_safe[:, None])
                 if MASKED:
-                    # Only here: a masked product is not contracted to fma and would round differently than in an unmasked
-                    # block. Another cut of the step may leave this block unmasked (batch_invariant).
+                    # Mask only here: a masked product is not contracted to fma and would round differently than in an
+                    # unmasked block. Another cut of the step may leave this block unmasked (batch_invariant).
                     b_p = tl.where(m_seen, b_p, 0.0)
                 b_alpha = tl.exp2(b_m - b_m_safe)
                 b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
@@ -270,6 +270,6 @@ def _attend_kernel(
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
         if not SMALL_BATCH:
-            # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
+            # Release late: programs of the next kernel would share the multiprocessors unevenly.
             tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
+        tl.extra.cuda.gdc_wait()  # wait even without a tile: the next kernel relies on all earlier ones

@@ -16,7 +16,7 @@ from holdfast.kernels.norm import rms_norm_reference
 from holdfast.kernels.operation import DECLINED, operation, pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 

@@ -20,7 +20,7 @@ from holdfast.quant.kv_quantize import (
     quantize_values,
 )
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
