@@ -167,7 +167,7 @@ def key_bias_spec(num_kv_heads: int, head_dim: int) -> TensorSpec:
 
 
 class TileGeometry(NamedTuple):
-    """Tile sizes of a kernel, for the tile scheduler. Small tiles are for decode and short queries, large for prompts."""
+    """Tile sizes of a kernel, for the scheduler. Small tiles are for decode and short queries, large for prompts."""
 
     small_rows: int
     """Most rows of a small tile."""

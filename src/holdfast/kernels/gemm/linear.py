@@ -129,7 +129,7 @@ def quantized_view(
 def room_for_codes(
     quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
 ) -> QuantizedRows | None:
-    """View the buffers that the rows' producer fills with codes; None if the weight needs none or several scales a row."""
+    """View the buffers that the rows' producer fills with codes; None if the weight needs none or several scales."""
     if not isinstance(weight, QuantizedWeight) or weight.scheme.block_columns:
         return None
     return quantized_view(quantized, weight, num_rows)
