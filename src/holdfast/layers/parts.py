@@ -1,4 +1,4 @@
-"""LayerParts: linear layers and norms of a model by the names of their weights, whole or as one rank has them."""
+"""LayerParts: linear layers and norms of a model by weight name, whole or one rank's part."""
 
 from collections.abc import Mapping
 
