@@ -72,7 +72,7 @@ def declare_file(file: str, name: str | None = None) -> DeclaredModel:
 
 @lru_cache(maxsize=8)
 def _declare_known(name: str) -> DeclaredModel:
-    """Declare a model of the catalogue, once for several plans with other options."""
+    """Declare a model of the catalogue; cached across plans with other options."""
     from holdfast.models.catalogue import find_model
 
     return declare_config(find_model(name)[1], name)
@@ -134,7 +134,7 @@ def _open_weights(folder: Path) -> OpenModel | None:
 
 
 def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
-    """Declare a model whose headers have been read, with its stored schemes and the weights that are still plain."""
+    """Declare a model from its headers, with its stored schemes and the weights that stay unquantized."""
     from holdfast.loading.gguf.parts import on_disk
     from holdfast.loading.planning.moves import choose_all
     from holdfast.loading.planning.plan import plan_load

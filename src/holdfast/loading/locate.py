@@ -39,7 +39,7 @@ def locate_model(
     watch: Watch | None = None,
     check_config: CheckConfig | None = None,
 ) -> Located:
-    """Return the path, or the files of a model on the Hub; an error suggests what was probably meant."""
+    """Return the path, or the files of a model on the Hub; an error suggests similar names."""
     name, path = _parse(model)
     if path is not None:
         return Located(path)
@@ -65,7 +65,7 @@ def locate_model(
 
 
 def locate_config(model: str, revision: str | None = None) -> Located | None:
-    """Return what a plan is read from without the network: a path, or a config.json or a GGUF file in the cache."""
+    """Return the path that a plan reads, without network: a given path, or a cached config.json or GGUF file."""
     name, path = _parse(model)
     if path is not None:
         return Located(path)
@@ -91,7 +91,7 @@ def fetch_hub_config(model: str, revision: str | None = None) -> Located | None:
 
 
 def locate_tokenizer(tokenizer: str, watch: Watch | None = None) -> Path | None:
-    """Return the folder or the file of a tokenizer; None for neither a path nor a name on the Hub."""
+    """Return the folder or file of a tokenizer; None if the name is neither a path nor on the Hub."""
     name = parse_hub_name(tokenizer)
     path = None if name is not None and name.is_explicit else existing_path(tokenizer)
     if path is not None or name is None:
@@ -110,13 +110,13 @@ def locate_tokenizer(tokenizer: str, watch: Watch | None = None) -> Path | None:
 
 
 def refuse_wrong_path(model: str) -> None:
-    """Raise for neither a path nor a possible name on the Hub; cheap, so that it may come first."""
+    """Raise if the model is neither a path nor a possible Hub name. Cheap, so callers run it first."""
     if parse_hub_name(model) is None and existing_path(model) is None:
         raise _no_such_path(model)
 
 
 def existing_path(model: str) -> Path | None:
-    """Return the path if it exists; raise if its folder may not be read."""
+    """Return the path if it exists; raise if its folder is not readable."""
     try:
         path = Path(model).expanduser()
         return path if model.strip() and path.exists() else None
@@ -170,7 +170,7 @@ def _no_such_path(model: str) -> ModelNotFoundError:
 
 
 def _published(model: str) -> str | None:
-    """Return the name on the Hub of a model that the catalogue has under a shorter one."""
+    """Return the Hub name of a model, given its short name in the catalogue."""
     from holdfast.models.catalogue import SOURCES, find_model
 
     try:
@@ -198,7 +198,7 @@ def _escaped(path: str) -> str:
 
 
 def _with_owner(model: str) -> str | None:
-    """Return the whole name of a cached model, given one without its owner."""
+    """Return the owner/name of a cached model, given its name without the owner."""
     if "/" in model or not model.strip():
         return None
     from holdfast.loading.hub.cache import cached_repos

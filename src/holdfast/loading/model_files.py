@@ -119,7 +119,7 @@ def open_directory(folder: Path) -> OpenModel:
     source = SafetensorsSource(files, family.renames + bare, unread, family.respell)
     pooling = read_pooling(folder, is_bare=bool(bare))
     if bare and not spec.tied_embeddings and f"{family.names.lm_head}.weight" not in source.entries:
-        # Its logits mean nothing, so the embedding serves as the head: a second table would only cost memory.
+        # An embedding model's logits are unused. Tie the head to the embedding to save memory.
         spec, pooling = replace(spec, tied_embeddings=True), replace(pooling, has_head=False)
     _log_unread(source.unread, folder, purpose)
     refuse_other_queries(spec, source.entries, CONFIG_FILE, "q_lora_rank")
@@ -139,9 +139,9 @@ def _log_unread(tensors: frozenset[str], path: Path, purpose: str) -> None:
 
 
 def refuse_other_queries(spec: ModelSpec, entries: Mapping[str, TensorEntry], file: str, key: str) -> None:
-    """Refuse weights with compressed queries under settings without, or the other way round.
+    """Refuse a mismatch of weights and settings about compressed queries.
 
-    Otherwise every tensor of the one kind would be missing and every one of the other too many.
+    Otherwise every tensor of one kind would be reported missing, and every tensor of the other unexpected.
     """
     if spec.latent is None:
         return
@@ -156,7 +156,7 @@ def refuse_other_queries(spec: ModelSpec, entries: Mapping[str, TensorEntry], fi
 
 
 def open_directory_without_weights(folder: Path) -> OpenModel:
-    """Like `open_directory`, from config.json alone, with dummy weights: quantized ones if it declares them."""
+    """Like `open_directory`, from config.json alone, with dummy weights, quantized if it declares that."""
     if has_saved_weights(folder):  # config.json does not describe these
         raise UnsupportedModelError("model.no_dummy", folder=folder)
     spec, config = _read_config(folder)
@@ -177,7 +177,7 @@ def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
         raise ModelNotFoundError("model.no_config", folder=folder, found=found, example=example)
     config = read_json_object(file_inside(folder, CONFIG_FILE))
     refuse_planned_only(config, CONFIG_FILE)
-    # The storage of weights does not change what is computed.
+    # The storage of weights does not change the computation.
     return read_spec({**config, QUANTIZATION_KEY: None}, CONFIG_FILE), model_settings(Settings(config, CONFIG_FILE))
 
 
@@ -200,7 +200,7 @@ def _read_generation(folder: Path, config: Settings, family: Family) -> Generati
 
 
 def _commonest_dtype(entries: Mapping[str, TensorEntry], default: str) -> str:
-    """Return the type of most bytes, for a config.json that does not name one."""
+    """Return the dtype of most bytes, for a config.json without one."""
     num_bytes: dict[str, int] = {}
     for entry in entries.values():
         num_bytes[entry.dtype] = num_bytes.get(entry.dtype, 0) + entry.num_bytes
@@ -209,12 +209,12 @@ def _commonest_dtype(entries: Mapping[str, TensorEntry], default: str) -> str:
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 INTERLEAVED_ARCHITECTURES = ("llama",)
-"""Architectures whose query and key rows the conversion reorders, to rotate neighbours instead of halves. deepseek2 rotates
-neighbours from the start."""
+"""Architectures whose query and key rows the conversion reorders for interleaved RoPE. deepseek2 has interleaved RoPE
+from the start."""
 
 
 def gguf_of(path: Path, load_format: str) -> Path | None:
-    """Return the GGUF file of a folder with one GGUF model and no other weights; None for anything else."""
+    """Return the GGUF file of a folder with one GGUF model and no other weights; else None."""
     if not path.is_dir() or load_format == "safetensors":
         return None
     if has_file(path, CONFIG_FILE) and (load_format == "dummy" or has_saved_weights(path)):
@@ -225,7 +225,7 @@ def gguf_of(path: Path, load_format: str) -> Path | None:
 
 
 def open_gguf(path: Path) -> OpenModel:
-    """Open a GGUF model by its header, or those of all parts; no weight is read."""
+    """Open a GGUF model from the headers of all its parts; reads no weight."""
     file = read_parts(path)
     spec = _read_spec(file)
     arch = str(file.metadata["general.architecture"])

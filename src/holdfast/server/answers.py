@@ -1,4 +1,4 @@
-"""AnswerWriter: how one API family writes an answer, whole or as a stream; and `respond`, which drives it."""
+"""AnswerWriter writes answers in one API's shape, whole or streamed; `respond` drives it."""
 
 import json
 from collections.abc import AsyncGenerator, Coroutine, Sequence
@@ -30,7 +30,7 @@ class AnswerText:
         return self._parser.num_calls
 
     def feed(self, text: str, *, is_last: bool) -> list[AnswerDelta]:
-        """Return what is certain after this text; everything if it is the last."""
+        """Add text and return the deltas that are certain; all if it is the last."""
         pieces = self._parser.feed(text) if text else []
         if is_last:
             pieces = [*pieces, *self._parser.finish()]
@@ -82,18 +82,18 @@ def arguments_of(text: str) -> dict[str, Any] | None:
 
 
 def to_json(value: object) -> str:
-    """Like json.dumps, without spaces. ASCII only: some readers also end a line at other characters."""
+    """Like json.dumps, but compact. ASCII only, because some readers split lines at other characters."""
     return json.dumps(value, separators=(",", ":"))
 
 
 class AnswerWriter:
-    """Writes the answers to one HTTP request in the shape of one API; `answers` has one for each prompt."""
+    """Writes the answers to one HTTP request in one API's shape; `answers` has one per prompt."""
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.answers = answers
 
     def begin(self) -> None:
-        """Called when the engine has accepted the request."""
+        """Start the stream, after the engine accepted the request."""
 
     def add(self, place: int, delta: CompletionDelta) -> None:
         """Add a delta of one prompt to the stream."""
@@ -104,13 +104,13 @@ class AnswerWriter:
         self.add(place, delta)
 
     def end(self) -> None:
-        """Called after the last delta of a stream."""
+        """End the stream, after its last delta."""
 
     def fail(self, error: ApiError) -> None:
-        """Called if a stream fails, before the error itself is written."""
+        """Handle a failed stream, before the error is written."""
 
     def take(self) -> str:
-        """Return what was written since the last time."""
+        """Return the text written since the last call."""
         raise NotImplementedError
 
     def whole(self) -> tuple[dict[str, Any], str | None]:
@@ -129,7 +129,7 @@ class ChunkWriter(AnswerWriter):
         self._is_continuous = self.includes_usage and options is not None and bool(options.continuous_usage_stats)
         self._head = f'data: {to_json(names)[:-1]},"choices":['
         self._choices: list[str] = []
-        """Choices that the stream does not have yet."""
+        """Choices not sent yet."""
         self._first = ""
         """Fields of the first chunk only."""
         self._last = ""
@@ -165,7 +165,7 @@ class SplitWriter(AnswerWriter):
         self._parser = parser
         self._logprob_writer = logprobs
         self._logprobs: list[dict[str, Any]] = []
-        """Entries that the stream does not have yet."""
+        """Entries not sent yet."""
         self._written: list[str] = []
 
     def add(self, place: int, delta: CompletionDelta) -> None:
@@ -209,14 +209,14 @@ async def respond(
     is_streamed: bool,
     stream_class: type[EventStream] = EventStream,
 ) -> Response:
-    """Answer a request: `opening` checks it and makes its writer. Ends with the client's connection."""
+    """Answer a request; `opening` validates it and makes its writer. Stops if the client disconnects."""
     if is_streamed:
         return stream_class(request, await while_connected(request, _accepted(opening)))
     return await while_connected(request, _whole(opening))
 
 
 async def _accepted(opening: Coroutine[Any, Any, AnswerWriter]) -> AsyncGenerator[bytes, None]:
-    """Return the stream after the engine has accepted the request: a refusal is then an answer of its own, not an event."""
+    """Return the stream after the engine accepts the request, so that a refusal has its own HTTP status."""
     pieces = _pieces(await opening)
     await anext(pieces)
     return pieces

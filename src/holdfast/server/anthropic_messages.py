@@ -40,8 +40,8 @@ _STARTS: Mapping[str, Mapping[str, str]] = {
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
 }
 BILLING = "x-anthropic-billing-header:"
-"""First words of a coding agent's system block for its vendor's accounts. It changes with every request, so it would
-end every cached prefix."""
+"""Prefix of a billing block in a coding agent's system prompt. The block changes with every request, so keeping it
+would prevent prefix hits."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 router = APIRouter(tags=["messages"])
 
@@ -127,13 +127,13 @@ def conversation_of(body: CountTokensRequest) -> Conversation:
 
 
 def shows_thinking(body: CountTokensRequest) -> bool:
-    """True if the answer contains its thinking: only if the request enables it, even if the model thinks anyway."""
+    """Return True if the request enables thinking; otherwise the answer omits it, even if the model thinks."""
     thinking = body.thinking
     return thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
 
 
 def _rule(body: CountTokensRequest) -> Rule | None:
-    """Return the constraint on the answer, under either of its names."""
+    """Return the grammar of the answer, under either field name."""
     config = body.output_config
     if config is not None and config.format is not None:
         return Rule("output_config.format", {"json": config.format.schema_})
@@ -181,7 +181,7 @@ def _append(messages: list[schemas.Message], message: InputMessage, place: str) 
 
 
 def _append_user(messages: list[schemas.Message], message: InputMessage, place: str) -> None:
-    """Append tool results as messages of their own, in the order of the blocks, and join the texts between them."""
+    """Append each tool result as its own message, in block order; join the texts between them."""
     content = message.content or ""
     texts: list[str] = [content] if isinstance(content, str) else []
     for index, block in enumerate(() if isinstance(content, str) else content):
@@ -201,7 +201,7 @@ def _append_user(messages: list[schemas.Message], message: InputMessage, place: 
 
 
 def _append_text(messages: list[schemas.Message], texts: list[str]) -> None:
-    """Append to the last user message if there is one: many templates need alternating roles."""
+    """Extend the last message if it is the user's, because many templates need alternating roles."""
     if not texts:
         return
     last = messages[-1] if messages else None
@@ -243,7 +243,7 @@ def _misplaced(place: str, what: str, fix: str) -> ApiError:
 
 
 class MessageWriter(SplitWriter):
-    """Writes content blocks one after the other; the last is open until the next begins."""
+    """Writes content blocks in sequence; a block stays open until the next begins."""
 
     def __init__(self, chat: Chat, answer: Answer, model: str, *, shows_thinking: bool) -> None:
         super().__init__(answer, chat.parser())

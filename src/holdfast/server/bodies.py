@@ -26,10 +26,10 @@ from holdfast.server.tables import data_table
 MAX_INTEGER = 2**63
 SMALL_BODY_BYTES = 2**16
 PATIENCE = 10
-"""A whole body may take this many times the limit on one pause."""
+"""Time limit of a whole body, as a multiple of the limit on one pause."""
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89abcdefABCDEF]")
 MAX_NAMES = 4096
-"""Per object: every unknown name would be a fault of its own, and a fault costs far more than a name."""
+"""Maximum names per object: every unknown name adds a fault, which costs far more than a name."""
 MAX_MISSPELT = 32
 """Unknown names per object that are compared with the field names: a comparison costs more than its bytes."""
 NEARLY = 0.8
@@ -47,7 +47,7 @@ class Body(BaseModel):
 
 
 class OpenBody(Body):
-    """A body of an API whose clients send fields without a meaning here: ignores unknown fields, rejects misspelt ones."""
+    """Body of an API whose clients send fields unknown here: ignores unknown fields, rejects misspelt ones."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -65,7 +65,7 @@ async def read_json(request: Request, limits: ServerLimits) -> dict[str, object]
 async def _read(request: Request, limits: ServerLimits, make: Callable[[bytes], _Made]) -> _Made:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        # This also stops a form on another site's page: a browser asks for permission before it sends JSON.
+        # This also blocks forms on other sites: browsers send a preflight before JSON.
         raise ApiError("http.content_type", value=media_type)
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise ApiError("http.compressed_body")
@@ -75,12 +75,12 @@ async def _read(request: Request, limits: ServerLimits, make: Callable[[bytes], 
         body = await read_body(request, limits, share)
         if len(body) <= SMALL_BODY_BYTES:
             return make(body)
-        # May take seconds on a slow machine; the event loop answers other requests and /health meanwhile.
+        # In a thread: parsing may take seconds, and the event loop must answer /health.
         return await asyncio.get_running_loop().run_in_executor(None, make, body)
 
 
 class BodyBudget:
-    """Bounds the bytes of all bodies in flight: thousands of connections may each send one slowly."""
+    """Bounds the total bytes of bodies in flight, since thousands of clients may send slowly."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limit_bytes = limits.max_held_body_bytes
@@ -88,7 +88,7 @@ class BodyBudget:
 
     @contextmanager
     def share(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves bytes of one body; they are released when the body is parsed."""
+        """Yield a function that reserves bytes for one body; release them after parsing."""
         own_bytes = 0
 
         def take(num_bytes: int) -> None:
@@ -105,7 +105,7 @@ class BodyBudget:
 
 
 async def read_body(request: Request, limits: ServerLimits, take: Callable[[int], None]) -> bytes:
-    """Read all bytes of a body. Refuses a larger one before it is held, and a slow one after a while."""
+    """Read a body. Refuse one that is too large before buffering it, and one that is too slow."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > limits.max_body_bytes):
         _refuse_size(limits, declared[:20])
@@ -137,7 +137,7 @@ def _refuse_size(limits: ServerLimits, has: str) -> NoReturn:
 
 
 def parse_json(body: bytes, limits: ServerLimits) -> dict[str, object]:
-    """Parse a JSON object: no NaN, no numbers beyond 64 bits, no half characters, no duplicate names."""
+    """Parse a JSON object: no NaN, no numbers beyond 64 bits, no lone surrogates, no duplicate names."""
     if not body:
         _refuse("it is empty")
     try:
@@ -192,7 +192,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite
 
 
 def _check_values(value: object, limits: ServerLimits, *, may_have_surrogates: bool) -> None:
-    """Check depth, integers and characters, level by level; by sets of types, since a prompt may be a million token ids."""
+    """Check depth, integers and characters level by level. Type sets make a prompt of a million token ids fast."""
     level: list[object] = [value]
     depth = 0
     while level:
@@ -250,7 +250,7 @@ def misspelt(model_class: type[BaseModel], value: Mapping[str, object]) -> str |
 
 
 def _fault_of(model_class: type[BaseModel], value: object, error: ValidationError) -> ApiError:
-    """Report one fault of one field. For a field of several types, report the type that came nearest."""
+    """Convert the first fault to an ApiError. For a union, report the closest alternative."""
     faults = [
         (_true_path(value, fault["loc"], is_missing=fault["type"] == "missing"), fault)
         for fault in error.errors(include_url=False, include_input=False)
@@ -293,7 +293,7 @@ def _sentence(message: str) -> str:
 
 
 def _true_path(value: object, location: Sequence[int | str], *, is_missing: bool) -> tuple[int | str, ...]:
-    """Keep the parts of a location that the value has, and a missing last one; the others name alternatives of a union."""
+    """Drop the parts of a location that name union alternatives; keep a missing last part."""
     path: list[int | str] = []
     for index, part in enumerate(location):
         is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
@@ -312,7 +312,7 @@ def _at(value: object, path: Sequence[int | str]) -> object:
 
 
 def _written(path: Sequence[int | str]) -> str:
-    """Write a path as messages[0].content; a client's own name is shortened."""
+    """Format a path as messages[0].content; shorten names that the client chose."""
     written = ""
     for part in path:
         name = part if isinstance(part, str) and part.isidentifier() and len(part) <= 64 else shown(part, 64)

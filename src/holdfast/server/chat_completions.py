@@ -103,7 +103,7 @@ class ChatWriter(ChunkWriter):
         whole = whole_answer(self._chat.parser().feed(output.text, is_last=True))
         if self._counted.num_reasoning_tokens is not None:
             self._counted.num_reasoning_tokens += self._chat.num_tokens(whole.reasoning)
-        # vLLM's clients read message.reasoning whether or not there is any.
+        # vLLM's clients always read message.reasoning.
         message: dict[str, Any] = {"role": "assistant", "content": whole.content, "refusal": None, "reasoning": None}
         if whole.reasoning and self._body.include_reasoning is not False:
             message["reasoning_content"] = message["reasoning"] = whole.reasoning
@@ -131,9 +131,9 @@ class _ChoiceStream:
         self._logprobs = chat.logprobs()
         self._reasoning: list[str] = []
         self._waiting: list[dict[str, Any]] = []
-        """Log-probabilities of tokens whose text is held back."""
+        """Log-probabilities of tokens whose text is not sent yet."""
         self._token_ids: list[int] | None = [] if body.return_token_ids else None
-        """Token ids that no chunk has yet; None if the request does not want them."""
+        """Token ids not sent yet; None if the request does not want them."""
         self._has_begun = False
 
     @property

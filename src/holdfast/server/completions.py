@@ -40,11 +40,11 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """How the continuations of a request are written."""
+    """Output options of one request."""
 
     echo: bool
     drops_answer: bool
-    """max_tokens = 0 scores the prompt: a request must generate one token, which is not returned."""
+    """True for max_tokens = 0: the engine generates one token, and the answer omits it."""
     num_top: int | None
     tokenizer: Tokenizer | None
     returns_ids: bool
@@ -102,7 +102,7 @@ async def _opened(request: Request, body: CompletionRequest) -> "CompletionWrite
 
 
 def _check_count(service: Service, num_prompts: int, n: int) -> None:
-    """Refuse more than the queue can ever hold: a retry would not help."""
+    """Refuse more sequences than the queue can hold; a retry would fail too."""
     limit = service.limits.max_prompts
     if num_prompts > limit:
         raise ApiError("http.too_many_prompts", param="prompt", maximum=limit, num_prompts=num_prompts)
@@ -114,7 +114,7 @@ def _check_count(service: Service, num_prompts: int, n: int) -> None:
 async def prepare_prompts(
     request: Request, salt: str | None, prompts: Sequence[Prompt], params: SamplingParams, rule: Rule | None
 ) -> list[PreparedRequest]:
-    """Validate prompts completely before the first is queued; errors name the prompt."""
+    """Validate all prompts before any is queued; an error names its prompt."""
     llm, own_salt = service_of(request).llm, cache_salt(request, salt)
     prepared: list[PreparedRequest] = []
     for place, prompt in enumerate(prompts):
@@ -196,7 +196,7 @@ class CompletionWriter(ChunkWriter):
 
 
 class _ChoiceStream:
-    """Writes one continuation as choices of chunks, in ASCII JSON; the first has what echo repeats."""
+    """Writes one continuation as choices of chunks, in ASCII JSON; the first includes the echo."""
 
     def __init__(self, index: int, form: _Format, prepared: PreparedRequest) -> None:
         self._index = index
@@ -206,16 +206,16 @@ class _ChoiceStream:
         self._drops = form.drops_answer
         self._prompt_ids = prepared.prompt_token_ids
         self._ids_once = f',"prompt_token_ids":{[*prepared.prompt_token_ids]}' if form.returns_ids else ""
-        """For the first chunk."""
+        """Prompt token ids, sent in the first chunk only."""
         self._token_ids: list[int] | None = [] if form.returns_ids else None
-        """Token ids that no chunk has yet; None if the request does not want them."""
+        """Token ids not sent yet; None if the request does not want them."""
         self._prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
         is_later = index % prepared.params.n > 0
         self._early: list[CompletionDelta] | None = [] if form.echo and self._logprobs and is_later else None
-        """Deltas before the prompt's log-probabilities, which the first completion of a prompt computes for all."""
+        """Deltas that wait for the prompt's log-probabilities, which only its first completion computes."""
 
     def take_prompt(self, positions: Sequence[PositionLogprobs | None]) -> list[str]:
-        """Return the choices that waited for the prompt's log-probabilities."""
+        """Store the prompt's log-probabilities and return the choices that waited for them."""
         self._prompt_logprobs = positions
         early, self._early = self._early or [], None
         return [choice for delta in early for choice in self.choices(delta)]

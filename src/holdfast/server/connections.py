@@ -32,16 +32,16 @@ Phase = Literal["waiting", "headers", "body", "answering", "lingering"]
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 2**20
 PATIENCE = 10
-"""A whole body, or a buffer that is never empty, may take this many times the limit on one pause."""
+"""Time limit of a whole body or a never-empty buffer, as a multiple of the limit on one pause."""
 GRACE_SECONDS = 1.0
 """Time for the endpoint's own answer (408) before a slow body is cut."""
 SURPLUS_CONNECTIONS = 256
 """Connections above the limit that get an answer; those beyond are dropped."""
 SEND_BUFFER_BYTES = 2**18
-"""What the kernel buffers of an unread answer."""
+"""Kernel buffer for an unread answer."""
 BODY_OVERHEAD = 8
 BODY_OVERHEAD_BYTES = 2**16
-"""Bytes on the wire of a chunked body: at most this, plus eight times its own. A chunk of one byte has six around it."""
+"""A chunked body takes at most this plus eight times its size on the wire. A one-byte chunk has six extra bytes."""
 
 
 class GuardedConfig(uvicorn.Config):
@@ -80,7 +80,7 @@ class _LingeringTransport:
         self._protocol.part()
 
     def is_closing(self) -> bool:
-        """True if nothing more can be written."""
+        """Return True if nothing more can be written."""
         return self._protocol.phase == "lingering" or self.real.is_closing()
 
 
@@ -103,12 +103,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._has_body = False
         """True while a body is arriving."""
         self._cycles: list[RequestResponseCycle] = []
-        """Requests without an answer: the first runs, the others wait."""
+        """Unanswered requests: the first runs, the others wait."""
         self._stalled_at: float | None = None
         self._unsent_at: float | None = None
         self._unsent_bytes = 0
 
-    # What the transport calls.
+    # Callbacks of the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, or refuse it if there are too many."""
@@ -156,9 +156,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._check_overhead()
 
     def eof_received(self) -> None:
-        """Nothing more arrives."""
+        """Return None, so that asyncio closes the transport."""
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -220,13 +220,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._is_first = False
 
     def send_400_response(self, msg: str) -> None:
-        """Answer in our shape, not uvicorn's."""
+        """Send our error body, not uvicorn's."""
         self.refuse(ApiError("http.malformed"))
 
-    # What the server calls.
+    # Methods for the server.
 
     def is_overdue(self, now: float) -> bool:
-        """True if this connection has used up its time, also if its client does not read."""
+        """Return True if this connection exceeded its time limit, or its client does not read."""
         if self._is_unread(now):
             return True
         seconds = now - self._phase_at
@@ -277,7 +277,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.real.abort()
 
     def refuse(self, error: ApiError) -> None:
-        """Answer without an endpoint, and close. After an answer has begun there is no place for another."""
+        """Send an error without an endpoint, unless an answer has begun; then close."""
         self._has_body = True
         if self.real.is_closing() or any(cycle.response_started for cycle in self._cycles) or len(self._cycles) > 1:
             self.real.abort()
@@ -295,12 +295,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def _check_overhead(self) -> None:
         if self.phase == "headers" and self._raw_bytes > self.limits.max_header_bytes:
             self.refuse(_large_headers(self.limits))
-        # Chunks of one byte, or endless chunk extensions, cost far more than they carry.
+        # One-byte chunks and long chunk extensions cost far more than their data.
         elif self.phase == "body" and self._raw_bytes > BODY_OVERHEAD * self._body_bytes + BODY_OVERHEAD_BYTES:
             self.refuse(ApiError("http.chunk_overhead"))
 
     def _is_unread(self, now: float) -> bool:
-        """True if the client has left written bytes unread for too long."""
+        """Return True if the client left written bytes unread for too long."""
         num_bytes = self.real.get_write_buffer_size()
         if num_bytes == 0:
             self._stalled_at = self._unsent_at = None
@@ -316,9 +316,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def _announce_close(cycle: RequestResponseCycle) -> None:
-    """Add Connection: close to an answer that starts before its request has ended, because the connection ends after it.
+    """Add Connection: close to an answer that starts before its request ends; the connection closes after it.
 
-    Without the header a client sends its next request there, which fails.
+    Without the header, the client reuses the connection and its next request fails.
     """
     write = cycle.send
 
@@ -331,7 +331,7 @@ def _announce_close(cycle: RequestResponseCycle) -> None:
 
 
 def raw_answer(error: ApiError) -> bytes:
-    """Return an error as the bytes of a whole answer, after which the connection ends."""
+    """Return the bytes of a whole error answer with Connection: close."""
     body = error.to_json()
     phrase = HTTPStatus(error.status).phrase
     headers = {

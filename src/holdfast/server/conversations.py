@@ -1,4 +1,4 @@
-"""Conversation and prepare_chat: a chat as the engine takes it, for every API: template, tools, and constraints."""
+"""Conversation and prepare_chat: validate chats of every API and apply template, tools and grammars."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A chat request of any API, in one form."""
+    """A chat request, converted from any API."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolBody] = ()
@@ -45,20 +45,20 @@ class Conversation:
     one_call: bool = False
     """Keep only the first tool call of an answer."""
     many_calls: bool = False
-    """A forced answer may make several calls."""
+    """Allow several calls in a forced answer."""
     effort: str | None = None
     template_options: Mapping[str, object] = field(default_factory=dict)
     adds_prompt: bool | None = None
-    """add_generation_prompt; None: unless the last message is continued."""
+    """add_generation_prompt; None means `not continues`."""
     continues: bool = False
-    """The last message is the beginning of the answer."""
+    """Continue the last message as the answer."""
     rule: Rule | None = None
-    """The constraint on the answer."""
+    """The grammar of the answer."""
     max_tokens: int | None = None
     logprobs: int | None = None
     """Number of top log-probabilities; None for none."""
     param: str = "messages"
-    """The field that errors of the prompt name."""
+    """The request field that prompt errors name."""
 
     def options(self) -> dict[str, Any]:
         """Return the keywords of the chat template."""
@@ -67,12 +67,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation that the engine can take, and how its answer is read."""
+    """A prepared conversation with the parser for its answer."""
 
     prepared: PreparedRequest
     form: AnswerFormat
     hidden: tuple[str, ...]
-    """Markers that the text contains only so that it can be parsed."""
+    """Markers that the text keeps only for the parser."""
     one_call: bool
     tokenizer: Tokenizer
     num_top: int | None
@@ -82,11 +82,11 @@ class Chat:
         return AnswerText(self.form.parser(self.prepared.prompt, self.hidden), one_call=self.one_call)
 
     def num_tokens(self, text: str) -> int:
-        """Count the tokens of a text; an estimate of what the model wrote."""
+        """Count the tokens of a text; estimates the generated tokens."""
         return len(self.tokenizer.encode(text, add_special_tokens=False)) if text else 0
 
     def logprobs(self) -> ChatLogprobWriter | None:
-        """Make the writer of log-probabilities, if the request wants them."""
+        """Make the log-probability writer, or None if not requested."""
         return None if self.num_top is None else ChatLogprobWriter(self.tokenizer, self.num_top)
 
     def answer(self, request: Request, answer_id: str, *, counts_reasoning: bool = True) -> Answer:
@@ -100,7 +100,7 @@ async def prepare_chat(request: Request, fields: SamplingFields, said: Conversat
     template = service.llm.chat_template
     if template is None:
         raise ApiError("http.no_chat_template")
-    # Tools may be megabytes of schemas: parse them, and compile their grammar, off the event loop.
+    # Tool schemas may be megabytes: parse and compile them in a thread.
     off_loop = partial(_off_loop, bool(said.tools))
     setting = await off_loop(ToolSetting, service, template.source, said.tools, said.tool_choice)
     form = setting.form(choose_reasoning_parser(template.source, service.reasoning_parser))
@@ -124,7 +124,7 @@ async def prepare_chat(request: Request, fields: SamplingFields, said: Conversat
         )
     except (PromptError, TemplateError) as error:
         raise prompt_error(error, said.param) from error
-    # Only the prompt says whether the answer begins with reasoning, which no rule constrains.
+    # Only the prompt shows if the answer begins with reasoning, which no grammar constrains.
     thoughts, special = form.thoughts(prepared.prompt), form.special_tokens(service.llm.tokenizer)
     forced = await off_loop(setting.forced_rule, thoughts, special, said)
     if forced is not None:
@@ -132,7 +132,7 @@ async def prepare_chat(request: Request, fields: SamplingFields, said: Conversat
     elif said.rule is not None:
         made = said.rule.made()
         after_thoughts = grammar_after_thoughts(made, thoughts, special)
-        if after_thoughts is None:  # the client's own grammar describes the whole answer
+        if after_thoughts is None:  # a client's grammar covers the whole answer
             form, special = AnswerFormat(None, form.calls, form.tools), {}
         prepared = await _constrained(service, prepared, said.rule, after_thoughts or made, make_params, salt)
     if (record := record_of(request)).wants_text:
@@ -145,7 +145,7 @@ async def prepare_chat(request: Request, fields: SamplingFields, said: Conversat
 
 
 def _stops(service: Service, form: AnswerFormat, fields: SamplingFields) -> dict[str, list[int]]:
-    """Add the tokens that end an answer of this form to those of the request."""
+    """Add the format's stop tokens to those of the request."""
     stops = () if fields.ignore_eos else form.stop_token_ids(service.llm.tokenizer)
     return {"stop_token_ids": [*(fields.stop_token_ids or ()), *stops]} if stops else {}
 
@@ -163,7 +163,7 @@ async def _constrained(
     make_params: Callable[..., SamplingParams],
     salt: str | None,
 ) -> PreparedRequest:
-    """Prepare the same request again with its answer constrained by a rule."""
+    """Prepare the request again with a grammar."""
     prompt: Prompt = {"prompt_token_ids": prepared.prompt_token_ids}
     if prepared.prompt is not None:
         prompt["prompt"] = prepared.prompt
@@ -176,7 +176,7 @@ async def _constrained(
 
 
 def cache_salt(request: Request, given: str | None) -> str | None:
-    """Combine the salts of the API key and of the request, so that no request finds prefixes of another key."""
+    """Combine the salts of API key and request, so that keys never share prefix hits."""
     own = record_of(request).cache_salt
     if own is None or given is None:
         return given if own is None else own
@@ -197,12 +197,12 @@ def thinking_options(is_on: bool) -> dict[str, object]:
 
 
 def function_tool(function: Mapping[str, Any]) -> ToolBody:
-    """Make OpenAI's form of a tool."""
+    """Convert a function to OpenAI's tool."""
     return ToolBody(type="function", function=FunctionDefinition(**function))
 
 
 def named_choice(name: str) -> NamedToolChoice:
-    """Make OpenAI's form of a forced function."""
+    """Return OpenAI's tool_choice for a forced function."""
     return NamedToolChoice(type="function", function=NamedFunction(name=name))
 
 
@@ -235,7 +235,7 @@ def plain_message(message: Message, template: str) -> dict[str, object]:
 
 
 class ToolSetting:
-    """Tools of one request: what the template shows, how calls are parsed, and whether one is forced."""
+    """Tools of one request: tools for the template, the parser of calls, and a forced call."""
 
     def __init__(self, service: Service, template: str, tools: Sequence[ToolBody], choice: ToolChoiceBody) -> None:
         wanted = choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
@@ -257,7 +257,7 @@ class ToolSetting:
         return None if self._form is None else [tool.listed() for tool in self._tools]
 
     def form(self, reasoning: ReasoningFormat | None) -> AnswerFormat:
-        """Return how an answer is parsed."""
+        """Return the format for parsing an answer."""
         return AnswerFormat(reasoning, self._form, self._tools)
 
     def forced_rule(self, thoughts: Thoughts, special: Mapping[str, int], said: Conversation) -> Rule | None:

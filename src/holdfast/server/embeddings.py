@@ -176,7 +176,7 @@ def _scoring(
 
 
 async def _scores(request: Request, scoring: Scoring, fields: Mapping[str, str]) -> tuple[list[float], Counted]:
-    """Score every pair; `fields` names the field of each text."""
+    """Score every pair; `fields` maps each text to its request field."""
     llm, prepared = service_of(request).llm, list[PreparedRequest]()
     for place in range(len(scoring)):
         try:
@@ -190,7 +190,7 @@ async def _scores(request: Request, scoring: Scoring, fields: Mapping[str, str])
 
 
 async def _outputs(request: Request, prepared: Sequence[PreparedRequest]) -> tuple[list[RequestOutput], Counted]:
-    """Run all requests, a few queued at a time; if one fails, cancel the others."""
+    """Run all requests with a bounded queue; if one fails, cancel the others."""
     service, counted, name = service_of(request), Counted(), new_id("embd")
     record = record_of(request)
     if record.wants_text and prepared:
@@ -218,7 +218,7 @@ def _json(body: str) -> Response:
 
 
 async def _vector_texts(vectors: Sequence[Vector], is_base64: bool) -> list[str]:
-    """Write each vector as JSON: nine digits restore every float32, or its bytes in base64. Runs off the event loop."""
+    """Write each vector in a thread: as JSON with nine digits, which restore every float32, or as base64 bytes."""
 
     def write() -> list[str]:
         if is_base64:

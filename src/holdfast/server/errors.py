@@ -23,12 +23,12 @@ INTERNAL_TEXT: Final = re.compile(
     r"|(?<![\w:/.])/(?:app|bin|dev|etc|home|lib|mnt|opt|proc|root|run|srv|sys|tmp|usr|var|work)(?:/[^\s'\";,)]*)?"
     r"|File \"[^\"]*\", line \d+"
 )
-"""Addresses, paths and lines of a traceback."""
+"""Matches addresses, paths and traceback lines."""
 _ROOTS: Final[tuple[tuple[str, Dialect], ...]] = (("/v1/messages", "anthropic"), ("/api", "ollama"))
 
 
 class ApiError(HoldfastError):
-    """An answer that is an error. `param` is the field of the request, as messages[0].content."""
+    """An error answer. `param` is the path of the request field, such as messages[0].content."""
 
     def __init__(
         self, code: str, /, *, param: str | None = None, headers: Mapping[str, str] | None = None, **values: object
@@ -41,7 +41,7 @@ class ApiError(HoldfastError):
     def _answer_by(self, row: Sequence[Any]) -> None:
         self.status: int = row[0]
         self.public_code: str = row[1] if len(row) > 1 else self.code
-        """`code` of the body."""
+        """The body's `code`."""
 
     def reword(self, text: str) -> Self:
         """Replace the whole message."""
@@ -50,11 +50,11 @@ class ApiError(HoldfastError):
 
     @property
     def kind(self) -> str:
-        """`type` of OpenAI's body."""
+        """The `type` of OpenAI's error body."""
         return _TABLE["openai_types"].get(str(self.status), "invalid_request_error")
 
     def to_json(self, path: str = "", request_id: str = "") -> bytes:
-        """Return the whole body, in the shape that clients of this path expect."""
+        """Return the body in the API family of this path."""
         message, dialect = cleaned(str(self)), dialect_of(path)
         value: dict[str, Any] = {"error": message}
         if dialect == "openai":
@@ -65,7 +65,7 @@ class ApiError(HoldfastError):
         return json.dumps(value, separators=(",", ":")).encode()
 
     def to_event(self, path: str, request_id: str) -> bytes:
-        """Return the last piece of a stream that has already started."""
+        """Return the error as the last event of a started stream."""
         body = self.to_json(path, request_id)
         return {"openai": b"data: %s\n\n", "anthropic": b"event: error\ndata: %s\n\n", "ollama": b"%s\n"}[
             dialect_of(path)
@@ -82,7 +82,7 @@ class ForwardedError(ApiError):
 
 
 def dialect_of(path: str) -> Dialect:
-    """Return the API family of a path; OpenAI's unless another one owns it."""
+    """Return the API family of a path; the default is OpenAI's."""
     for root, dialect in _ROOTS:
         if path == root or path.startswith(f"{root}/"):
             return dialect
@@ -90,7 +90,7 @@ def dialect_of(path: str) -> Dialect:
 
 
 def from_exception(error: BaseException, param: str | None = None) -> ApiError:
-    """Return what a client receives for an exception: a request's own fault in full, ours as one sentence."""
+    """Convert an exception for a client: the full message of a request error, one sentence for a server error."""
     if isinstance(error, ApiError):
         error.param = error.param or param
         return error
@@ -104,7 +104,7 @@ def from_exception(error: BaseException, param: str | None = None) -> ApiError:
 
 
 def is_our_fault(error: BaseException) -> bool:
-    """True if the log shows the exception with its traceback."""
+    """Return True for a server error, which is logged with its traceback."""
     return not isinstance(error, ApiError | RequestError | EngineDeadError)
 
 

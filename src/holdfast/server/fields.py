@@ -20,7 +20,7 @@ from holdfast.server.bodies import Body
 from holdfast.server.tables import data_table
 
 MAX_TEXT_CHARS = 8 * 2**20
-"""Per text; the body as a whole is bounded in bytes."""
+"""Limit per text; ServerLimits bounds the whole body in bytes."""
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_PROMPTS = 256
@@ -35,7 +35,7 @@ def refuse(message: str) -> PydanticCustomError:
 
 
 def _refused(message: str, *accepted: object) -> object:
-    """Make the type of a known field that is not implemented: accepts null and the values that change nothing."""
+    """Return the type of an unimplemented field, which accepts only null and values without effect."""
 
     def check(value: object) -> object:
         if value is None or any(type(value) is type(same) and value == same for same in accepted):
@@ -60,7 +60,7 @@ def _whole(value: object) -> object:
 
 
 CLOSED: dict[str, Any] = {"additionalProperties": False}
-"""For objects whose names follow a pattern."""
+"""Schema extra that forbids names outside an object's pattern."""
 OWN_VARIABLES = frozenset(
     (
         *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "control"),
@@ -77,7 +77,7 @@ def _not_own(name: str) -> str:
 
 
 def _plain_ids(value: object, check: ValidatorFunctionWrapHandler) -> object:
-    """Validate token ids at once: one by one, a million of them would block the event loop for seconds."""
+    """Validate all token ids in bulk; one by one, a million would block the event loop for seconds."""
     if type(value) is not list or not 0 < len(value) <= MAX_PROMPT_TOKENS or set(map(type, value)) != {int}:
         return check(value)
     return value if min(value) >= 0 and max(value) <= MAX_INT else check(value)
@@ -85,7 +85,7 @@ def _plain_ids(value: object, check: ValidatorFunctionWrapHandler) -> object:
 
 UNUSED = Field(description="Accepted; has no effect.")
 WHOLE = BeforeValidator(_whole)
-"""Stands after the bounds of a number; before them, the OpenAPI document would not show the bounds."""
+"""Converts 16.0 to 16. Put it after the bounds, or the OpenAPI document omits them."""
 PLAIN_IDS = WrapValidator(_plain_ids)
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT), WHOLE]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True), PLAIN_IDS]
@@ -123,7 +123,7 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
 JsonSchema = dict[str, Any]
-"""A JSON schema; its size and depth are bounded where it is compiled."""
+"""A JSON schema; the grammar compiler bounds its size and depth."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 CacheRetention = Annotated[Literal["in_memory", "in-memory", "24h"] | None, UNUSED]
 UnusedText = Annotated[Text | None, UNUSED]

@@ -22,7 +22,7 @@ from holdfast.server.service import Service
 from holdfast.server.traces import Traces
 
 PUBLIC_PATHS = frozenset({"/health", "/ready"}) | page.PUBLIC_PATHS
-"""Answered without a key: health, and the page, whose own calls need one."""
+"""Paths that need no key: health and the page. The page's own calls need one."""
 OPEN_WHILE_DRAINING = frozenset({"/health", "/ready", "/metrics"})
 HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}))(?::([0-9]{1,5}))?")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -76,7 +76,7 @@ class RecordGuard:
         except ClientDisconnect:
             record.error = "client_gone"
         except (Exception, asyncio.CancelledError) as error:
-            # Cancelled: the server stops, and this answer did not end in time.
+            # Cancelled: the server stopped before this answer ended.
             is_cut = isinstance(error, asyncio.CancelledError)
             if not is_cut:
                 log_failure(record, error)
@@ -85,7 +85,7 @@ class RecordGuard:
                 record.error = found.public_code
                 if not record.status:
                     await answer(send_named, found, scope)
-                elif is_stream:  # one more piece; another body stays cut
+                elif is_stream:  # add an event; any other body stays truncated
                     piece = found.to_event(record.path, record.request_id)
                     await send_named({"type": "http.response.body", "body": piece})
         finally:
@@ -107,7 +107,7 @@ def log_failure(record: RequestRecord, error: BaseException) -> None:
 
 
 class Guard:
-    """Answers a request with the error that `fault` returns for it, or lets it through."""
+    """Answers with the error that `fault` returns, or passes the request on."""
 
     def __init__(self, app: ASGIApp, fault: Callable[[Scope], ApiError | None]) -> None:
         self._app = app
@@ -122,9 +122,9 @@ class Guard:
 
 
 class HostRule:
-    """Refuses unknown host names, against DNS rebinding, and unknown origins of requests that may change something.
+    """Refuses unknown host names (DNS rebinding) and unknown origins of requests that may change state.
 
-    Accepts every IP address, because an address cannot be pointed elsewhere.
+    Accepts every IP address, because DNS cannot rebind an address.
     """
 
     def __init__(self, allowed_hosts: Iterable[str] = (), allowed_origins: Iterable[str] = ()) -> None:
@@ -132,7 +132,7 @@ class HostRule:
         self._origins = frozenset(origin.lower().rstrip("/") for origin in allowed_origins)
 
     def fault(self, scope: Scope) -> ApiError | None:
-        """Return the refusal of a request; its connection ends."""
+        """Return the error for a refused request; its connection closes."""
         ends = {"Connection": "close"}
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if not hosts and scope.get("http_version") == "1.0" and scope["path"] in PUBLIC_PATHS:
@@ -162,7 +162,7 @@ class HostRule:
 
 
 def key_fault(keys: Keys, scope: Scope) -> ApiError | None:
-    """Refuse a request without a known key. Closed by default: every path that is not public needs one."""
+    """Refuse a request without a known key. Every path outside PUBLIC_PATHS needs one."""
     if not len(keys) or scope["path"] in PUBLIC_PATHS:
         return None
     index, has_any = _find_key(keys, scope)
@@ -177,7 +177,7 @@ def key_fault(keys: Keys, scope: Scope) -> ApiError | None:
 
 
 def _find_key(keys: Keys, scope: Scope) -> tuple[int | None, bool]:
-    """Find the key of `Authorization` or `x-api-key`; and whether either was sent. Ignores a header that occurs twice."""
+    """Return the key index of `Authorization` or `x-api-key`, and if either was sent. Skips a repeated header."""
     found: list[int | None] = []
     tokens = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(tokens) == 1 and tokens[0][: len(BEARER)].lower() == BEARER:

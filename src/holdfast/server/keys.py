@@ -50,9 +50,9 @@ class Keys:
         return found
 
     def cache_salt(self, index: int) -> str | None:
-        """Return the salt of cached prefixes: if there are several keys, each finds only its own prefixes.
+        """Return the cache salt of a key: with several keys, each gets prefix hits only on its own prompts.
 
-        The time to the first token shows whether a prompt was cached, and must not reveal another key's prompts.
+        Time to first token reveals a prefix hit, and must not reveal another key's prompts.
         """
         return self._salts[index] if len(self) > 1 else None
 

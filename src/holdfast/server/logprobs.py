@@ -7,7 +7,7 @@ from holdfast.request.outputs import Logprob, PositionLogprobs
 from holdfast.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON cannot express."""
 
 
 class ChatLogprobWriter:
@@ -48,7 +48,7 @@ class CompletionLogprobWriter:
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = False,
     ) -> None:
-        """`prompt_token_ids`: the prompt that the text follows, unless the text repeats it."""
+        """`prompt_token_ids` precede the text, unless the text repeats the prompt."""
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._text = tokenizer.text_stream(skip_special_tokens)
@@ -56,7 +56,7 @@ class CompletionLogprobWriter:
         self._num_chars = 0
 
     def entries(self, token_ids: Iterable[int], positions: Sequence[PositionLogprobs | None]) -> dict[str, list[Any]]:
-        """Return the lists of `logprobs`; the first token of a prompt has none and is null in two of them."""
+        """Return the lists of `logprobs`; a prompt's first token has none, so two lists begin with null."""
         written: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token_id, position in zip(token_ids, positions, strict=True):
             text = self._tokenizer.token_text(token_id)
@@ -70,7 +70,7 @@ class CompletionLogprobWriter:
             own = position[token_id]
             top = [(token_id, own), *_most_likely(position, self._num_top)]
             written["token_logprobs"].append(max(own.logprob, LEAST_LOGPROB))
-            # By text, as in OpenAI's API: of two tokens with the same text the more likely one counts.
+            # By text, as in OpenAI's API: the likelier of two tokens with the same text wins.
             by_text: dict[str, float] = {}
             for _, logprob in top:
                 number = max(logprob.logprob, LEAST_LOGPROB)

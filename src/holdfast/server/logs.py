@@ -19,9 +19,9 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """A client's own request id. It is only a label."""
 MAX_PATH_CHARS = 200
 MAX_LOGGED_CHARS = 4096
-"""For a prompt or an answer."""
+"""Limit of a logged prompt or answer."""
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/memory"})
-"""Polled by machines: logged only if they fail."""
+"""Paths that machines poll, logged only on failure."""
 RECORD = "holdfast.record"
 """Key of the record in a request's scope."""
 _PLAIN = re.compile(r"[\w.:/+@%-]+", re.ASCII)
@@ -29,7 +29,7 @@ _PLAIN = re.compile(r"[\w.:/+@%-]+", re.ASCII)
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Facts about one request; endpoints fill them in."""
+    """Facts about one request, filled in by its endpoint."""
 
     request_id: str
     method: str
@@ -41,7 +41,7 @@ class RequestRecord:
     """The client's span, in W3C format."""
     started_at: float = field(default_factory=time.monotonic)
     status: int = 0
-    """Status of the answer; 0 if none was begun."""
+    """Status of the answer; 0 before it starts."""
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_output_tokens: int | None = None
@@ -112,7 +112,7 @@ class RequestLog:
 
 
 def written(values: Mapping[str, object], log_format: LogFormat) -> str:
-    """Write values on one line; quotes them so that none can start another line or value."""
+    """Format values on one line, quoted so that none can start another line or value."""
     if log_format == "json":
         return json.dumps(values, separators=(",", ":"))
     return " ".join(f"{name}={_word(value)}" for name, value in values.items())

@@ -1,4 +1,4 @@
-"""Metrics of a served model in Prometheus' format, and what one request adds to them; no torch.
+"""Prometheus metrics of a served model, and the recorder of one request; no torch.
 
 `vllm:` names mean what they mean in vLLM, so its dashboards work; `holdfast:` names are our own. Engine counters are read
 on each scrape. Endpoints report the rest through `RequestMetrics`:
@@ -46,7 +46,7 @@ HISTOGRAMS: Final[Mapping[str, tuple[str, str, str]]] = TABLE["histograms"]
 
 
 class Histogram:
-    """Counts values by bucket: one search and two additions each, since every token brings one."""
+    """A histogram. Every token adds a value, so `observe` costs one search and two additions."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -56,7 +56,7 @@ class Histogram:
         self.total = total
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, several times if it came for several tokens."""
+        """Count a value `times` times, once for each of its tokens."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -73,7 +73,7 @@ class Histogram:
 
 
 class RequestMetrics:
-    """One request as its endpoint sees it. If left unfinished, it counts as aborted."""
+    """Records the metrics of one request. An unfinished one counts as aborted."""
 
     __slots__ = ("_began_at", "_first_at", "_last_at", "_metrics", "_num_tokens", "_open", "is_finished")
 
@@ -82,7 +82,7 @@ class RequestMetrics:
         self._began_at = time.monotonic()
         self._first_at: dict[int, float] = {}
         self._last_at: dict[int, float] = {}
-        """When each completion got its last token."""
+        """Time of each completion's last token."""
         self._num_tokens = dict.fromkeys(range(num_completions), 0)
         self._open = set(self._num_tokens)
         self.is_finished = False
@@ -99,12 +99,12 @@ class RequestMetrics:
             self.finish("error" if is_ours else "abort", index)
 
     def prompt(self, num_tokens: int) -> None:
-        """Count the prompt; once for a request."""
+        """Count the prompt; call once per request."""
         self._metrics.num_prompt_tokens += num_tokens
         self._metrics.histograms["prompt_tokens"].observe(num_tokens)
 
     def take(self, delta: CompletionDelta) -> None:
-        """Count tokens, times and the end of a delta."""
+        """Record a delta: tokens, times and finish reason."""
         if delta.token_ids:
             self.token(len(delta.token_ids), delta.index)
         if delta.finish_reason is None:
@@ -118,7 +118,7 @@ class RequestMetrics:
         self.finish(delta.finish_reason, delta.index)
 
     def token(self, num_tokens: int = 1, index: int = 0) -> None:
-        """Count tokens of a completion that came together."""
+        """Count tokens that arrived together for a completion."""
         self._num_tokens[index] = self._num_tokens.get(index, 0) + num_tokens
         last_at, now = self._last_at.get(index), time.monotonic()
         self._last_at[index] = now
@@ -154,7 +154,7 @@ class Metrics(Collector):
         self._kept = kept
         self._labels = {"model_name": model_name}
         self.num_open = 0
-        """Requests that endpoints have started and not ended."""
+        """Requests in progress."""
         self.num_prompt_tokens = 0
         self.finished: dict[FinishReason, int] = dict.fromkeys(REASONS, 0)
         self.responses = dict.fromkeys(HTTP_CLASSES, 0)
@@ -166,7 +166,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def request(self, num_completions: int = 1) -> RequestMetrics:
-        """Start a request that will have so many completions."""
+        """Start recording a request with `num_completions` completions."""
         return RequestMetrics(self, num_completions)
 
     def response(self, status: int, endpoint: str = "unknown") -> None:
@@ -177,7 +177,7 @@ class Metrics(Collector):
             self.responses[name] += 1
 
     def text(self, seen: MemoryMap | None = None) -> bytes:
-        """Return what Prometheus reads; `seen` is the last memory map."""
+        """Return the text for a scrape; `seen` is the last memory map."""
         self._map = seen
         return generate_latest(self._registry)
 

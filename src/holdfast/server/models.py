@@ -18,7 +18,7 @@ from holdfast.text.reasoning import choose_reasoning_parser
 from holdfast.text.tool_formats import choose_tool_parser
 
 OLLAMA_VERSION: Final = "0.12.11"
-"""The release whose API these endpoints follow: clients refuse servers older than they need."""
+"""Ollama release that these endpoints follow; clients refuse servers that are too old."""
 LATEST: Final = ":latest"
 """The tag that Ollama adds to a name without one."""
 STAYS_SECONDS: Final = 365 * 24 * 3600

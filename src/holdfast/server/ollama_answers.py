@@ -56,7 +56,7 @@ async def _answer(request: Request, body: OllamaRequest, *, is_empty: bool) -> R
     if not is_empty:
         is_streamed = body.stream is not False
         return await respond(request, _opened(request, body), is_streamed=is_streamed, stream_class=LineStream)
-    # A request without a question asks the server to load or unload the model.
+    # A request without a prompt means: load or unload the model.
     is_chat = isinstance(body, OllamaChatRequest)
     said = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     reason = "unload" if body.keep_alive in (0, "0", "0s", "0m") else "load"
@@ -109,7 +109,7 @@ def read_options(options: Options | None) -> SamplingFields:
 
 
 def _max_tokens(options: Options | None) -> int | None:
-    """Return None, the rest of the context, for numbers below 1: Ollama's way to say so."""
+    """Return num_predict, or None (up to the context's end) for values below 1, as in Ollama."""
     given = None if options is None else options.num_predict
     return None if given is None or given < 1 else given
 
@@ -152,7 +152,7 @@ def read_messages(body: OllamaRequest) -> list[schemas.Message]:
 
 
 def _calls(message: OllamaMessage, num_before: int) -> list[schemas.MessageToolCall]:
-    """Give calls their ids: Ollama's clients may leave them out, templates may need them."""
+    """Add missing call ids: Ollama's clients may omit them, and templates may need them."""
     return [
         schemas.MessageToolCall(
             id=call.id or f"call_{num_before + place}",
@@ -169,7 +169,7 @@ def _answered_call(waiting: list[schemas.MessageToolCall], name: str | None) -> 
 
 
 class OllamaWriter(SplitWriter):
-    """Writes an answer as Ollama's objects, one a line, or one for all of it. A call is written when it is complete."""
+    """Writes an answer as Ollama's JSON objects: one per line, or one in all. Writes only complete calls."""
 
     def __init__(
         self,
@@ -184,9 +184,9 @@ class OllamaWriter(SplitWriter):
         super().__init__(answer, parser, logprobs)
         self._model, self._is_chat, self._shows_thinking = model, is_chat, shows_thinking
         self._pieces: list[tuple[str, str, list[WholeCall]]] = []
-        """Content, reasoning and complete calls that no line has yet."""
+        """Content, reasoning and complete calls not sent yet."""
         self._call: WholeCall | None = None
-        """The call whose arguments are incomplete."""
+        """The call whose arguments are still arriving."""
         self._num_calls = 0
         self._last: CompletionDelta | None = None
 

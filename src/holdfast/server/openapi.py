@@ -90,7 +90,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, operations in made["paths"].items():
             for operation in operations.values():
-                operation["responses"].pop("422", None)  # such faults are answered with 400
+                operation["responses"].pop("422", None)  # such faults return 400
                 _name_models(operation, app.state.service.names)
                 for status in _ALWAYS:
                     operation["responses"].setdefault(str(status), _error(path, status))
@@ -106,7 +106,7 @@ def _name_models(operation: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def inlined_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON schema of a request model without references, because it stands inside a larger document."""
+    """Return a request model's JSON schema without references, to embed it in the document."""
     schema = model.model_json_schema(by_alias=True)
     return _inlined(schema, schema.pop("$defs", {}))
 
@@ -119,5 +119,5 @@ def _inlined(value: Any, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 (any 
     name = value.get("$ref")
     if isinstance(name, str) and name.startswith("#/$defs/"):
         return _inlined(parts[name.removeprefix("#/$defs/")], parts)
-    # A discriminator refers to its parts; without it the alternatives are tried one by one.
+    # A discriminator contains references; without it, readers try each alternative.
     return {key: _inlined(item, parts) for key, item in value.items() if key != "discriminator"}

@@ -13,13 +13,13 @@ from fastapi import APIRouter, Request, Response
 from holdfast.server.tables import data_table
 
 FOLDER = "page"
-"""Next to this file, and the same in URLs."""
+"""Folder beside this file; URLs use the same name."""
 _TABLE = data_table("page.toml")
 MEDIA_TYPES: Mapping[str, str] = _TABLE["files"]
-"""By file name."""
+"""Media types by file name."""
 PATHS = {"/" if name == "index.html" else f"/{FOLDER}/{name}": name for name in MEDIA_TYPES}
 PUBLIC_PATHS = frozenset(PATHS)
-"""Answered without an API key."""
+"""Paths that need no API key."""
 POLICY = "; ".join(f"{name} {value}" for name, value in _TABLE["policy"].items())
 HEADERS = {"Content-Security-Policy": POLICY, **_TABLE["headers"]}
 
@@ -28,7 +28,7 @@ router = APIRouter(include_in_schema=False)
 
 @cache
 def page_file(name: str) -> tuple[bytes, str]:
-    """Read a file and its ETag once: an upgrade of a running server must not mix two versions."""
+    """Read a file and its ETag once, so that an upgrade of a running server never mixes two versions."""
     content = (files("holdfast.server") / FOLDER / name).read_bytes()
     return content, f'"{sha256(content).hexdigest()[:32]}"'
 

@@ -1,4 +1,4 @@
-"""ResponseMemory: answers of /v1/responses that a later request may continue, only in memory, bounded in bytes; no torch.
+"""ResponseMemory: stored answers of /v1/responses for later requests, in memory and bounded in bytes; no torch.
 
 A response holds its own items as JSON bytes and refers to the one that it continues. So a long conversation is held once,
 and bytes are counted exactly. The oldest response is dropped first. Its items stay, and count, while a later response
@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.memory.sizes import format_bytes
 
 OVERHEAD_BYTES = 1024
-"""Per response, besides its JSON: objects, the id and the index entry."""
+"""Bytes per response besides its JSON: objects, id and index entry."""
 
 
 @dataclass(eq=False, slots=True)
@@ -29,13 +29,13 @@ class KeptResponse:
     """Its own input, then its output."""
     num_inputs: int
     chain_bytes: int
-    """Bytes of this one and of all that it continues."""
+    """Bytes of this response and of all it continues."""
     num_holders: int = 1
-    """The index, and responses that continue this one."""
+    """Reference count: the index and responses that continue this one."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this one only."""
+        """Bytes of this response alone."""
         return len(self.frame) + len(self.items) + OVERHEAD_BYTES
 
     def response(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class KeptResponse:
         return [*earlier, *json.loads(self.items)[: self.num_inputs]]
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the items that a next request continues."""
+        """Return all items, which the next request continues."""
         return [item for link in reversed(_chain(self)) for item in json.loads(link.items)]
 
 
@@ -65,7 +65,7 @@ class ResponseMemory:
         return len(self._kept)
 
     def __bool__(self) -> bool:
-        """True if responses are stored at all."""
+        """Return True if this server stores responses."""
         return self.limit_bytes > 0
 
     def terms(self) -> str:
@@ -82,14 +82,14 @@ class ResponseMemory:
         key_index: int | None,
         previous: KeptResponse | None,
     ) -> None:
-        """Store a complete response. Skips one that is larger than the limit, with all that it continues."""
+        """Store a complete response, unless it exceeds the limit together with all it continues."""
         frame = {name: value for name, value in response.items() if name != "output"}
         made = KeptResponse(key_index, previous, _json(frame), _json([*inputs, *response["output"]]), len(inputs), 0)
         made.chain_bytes = made.num_bytes + (0 if previous is None else previous.chain_bytes)
         if made.chain_bytes > self.limit_bytes:
             return
         if previous is not None:
-            # If it was dropped since this answer began, it counts again.
+            # Count it again if it was dropped since this answer began.
             self._hold(previous)
         self._kept[response["id"]] = made
         self.num_bytes += made.num_bytes
@@ -127,7 +127,7 @@ class ResponseMemory:
             holder = holder.previous
 
     def check(self) -> None:
-        """Assert that the counted bytes are those that are held."""
+        """Assert that the byte count equals the bytes held."""
         held = {id(link): link for kept in self._kept.values() for link in _chain(kept)}
         counted = sum(link.num_bytes for link in held.values())
         assert counted == self.num_bytes <= max(self.limit_bytes, 0), (

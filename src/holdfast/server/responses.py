@@ -32,7 +32,7 @@ from holdfast.text.answer_deltas import ToolCallDelta
 
 
 def messages_of(body: schemas.ResponseRequest, earlier: Sequence[schemas.Item] = ()) -> list[schemas.Message]:
-    """Convert a request to messages, after the items of the response that it continues."""
+    """Convert a request to messages; `earlier` are the items of the response it continues."""
     messages: list[schemas.Message] = []
     if body.instructions:
         messages.append(schemas.InstructionMessage(role="system", content=body.instructions))
@@ -42,7 +42,7 @@ def messages_of(body: schemas.ResponseRequest, earlier: Sequence[schemas.Item] =
 
 
 def input_of(body: schemas.ResponseRequest) -> list[schemas.Item]:
-    """Return the items of a request itself."""
+    """Return the request's own items."""
     return [schemas.MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
@@ -89,7 +89,7 @@ def _append(messages: list[schemas.Message], item: schemas.Item) -> None:
 
 
 def _answer(messages: list[schemas.Message]) -> schemas.AssistantMessage:
-    """Return the answer that the last items belong to, or a new one."""
+    """Return the last message if it is an answer, else append a new one."""
     if messages and isinstance(messages[-1], schemas.AssistantMessage):
         return messages[-1]
     messages.append(schemas.AssistantMessage(role="assistant"))
@@ -97,7 +97,7 @@ def _answer(messages: list[schemas.Message]) -> schemas.AssistantMessage:
 
 
 MAX_MARKER_CHARS = 64
-"""Length of the text in which the marker after the reasoning is searched."""
+"""Longest text to search for the marker that ends the reasoning."""
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _RETURNED = {
@@ -142,7 +142,7 @@ async def _opened(request: Request, body: ResponseRequest) -> "ResponseWriter":
 
 
 def _keep(request: Request, body: ResponseRequest, previous: KeptResponse | None, response: dict[str, Any]) -> None:
-    """Keep a complete response with its own input for the key that made it."""
+    """Store a complete response and its own input under its API key."""
     inputs = [kept_item(item) for item in input_of(body)]
     service_of(request).responses.keep(response, inputs, record_of(request).key_index, previous)
 
@@ -198,7 +198,7 @@ def _usage(counted: Counted) -> dict[str, Any]:
 
 
 class ResponseWriter(SplitWriter):
-    """Writes output items one after the other; the last is open until the next begins."""
+    """Writes output items in sequence; an item stays open until the next begins."""
 
     def __init__(
         self, chat: Chat, answer: Answer, frame: dict[str, Any], keep: Callable[[], None] | None = None
@@ -239,7 +239,7 @@ class ResponseWriter(SplitWriter):
         self._frame["usage"] = _usage(counted)
         self._write(f"response.{status}", response=self._frame)
         if self._keep is not None:
-            self._keep()  # before the client reads the last event: it may continue the response at once
+            self._keep()  # before the last event: a client may continue the response at once
 
     def fail(self, error: ApiError) -> None:
         self._frame["status"] = "failed"
@@ -275,7 +275,7 @@ class ResponseWriter(SplitWriter):
         self._write("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
 
     def _drop_reasoning_logprobs(self, *, is_reasoning: bool) -> None:
-        """Keep the waiting entries after the token that ends the reasoning; none while the reasoning goes on."""
+        """Drop pending entries up to the token that ends the reasoning; drop all while reasoning continues."""
         for place, entry in enumerate(self._logprobs):
             self._reasoning_end = (self._reasoning_end + entry["token"])[-MAX_MARKER_CHARS:]
             if self._chat.form.thoughts_end in self._reasoning_end:

@@ -1,4 +1,4 @@
-"""run_server: a server's life from a bound port to its exit code: ready, watch over the engine, drain, end; no torch.
+"""run_server: serve from a bound port to an exit code: readiness, engine watchdog, drain, shutdown; no torch.
 
 bind_socket     before a model is opened, so that a port in use is reported at once
 WaitingDoor     answers 503 while the model opens
@@ -32,19 +32,19 @@ from holdfast.server.service import ServerLimits, Service
 
 BACKLOG = 2048
 SWEEP_SECONDS = 0.25
-"""Between two checks of connections and the engine."""
+"""Interval of the checks of connections and engine."""
 LAST_WORDS_SECONDS = 0.7
 """Time to write errors after the drain, or after the engine has died."""
 IMPATIENT_SECONDS = 0.2
 """Time to write errors after a second signal."""
 ENGINE_END_SECONDS = (0.7, 3.0)
-"""Shortest and longest wait for the step in progress and the core process. A core process that is left alone ends
-with this one."""
+"""Minimum and maximum wait for the current step and the core process. An abandoned core process ends with this
+process."""
 END_SECONDS = 1.8
-"""From the end of the drain to that of the process, whatever its threads do."""
+"""Longest time from drain end to process exit, even if threads are busy."""
 DOOR_SECONDS = 0.2
 COLLECT_REQUESTS = 256
-"""Fewest requests between two garbage collections."""
+"""Minimum requests between two garbage collections."""
 SPARE_FILES = 64
 """Open files besides connections: libraries, the model, the channel to its core, logs."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -64,7 +64,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
     family, kind, number, _, address = found[0]
     listener = socket.socket(family, kind, number)
     try:
-        # Only to reuse the port of a server that has just ended; two servers never share one.
+        # Reuse the port of a server that has just ended; two servers never share one.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -109,7 +109,7 @@ def raise_file_limit(max_connections: int) -> str | None:
 
 
 class WaitingDoor:
-    """Answers 503 while a model opens, one client at a time and none for long."""
+    """Answers 503 while a model opens, one client at a time with a short timeout."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -136,13 +136,13 @@ class WaitingDoor:
                 with connection:
                     connection.settimeout(DOOR_SECONDS)
                     with contextlib.suppress(OSError):
-                        connection.recv(2**16)  # an unread request would take the answer with it
+                        connection.recv(2**16)  # closing with unread input would lose the answer
                     connection.sendall(raw_answer(error))
                     connection.shutdown(socket.SHUT_WR)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with sweeps over its connections, a watchdog for the engine, and a bounded shutdown."""
+    """uvicorn's server with connection sweeps, an engine watchdog and a bounded shutdown."""
 
     config: GuardedConfig
 
@@ -217,7 +217,7 @@ class Server(uvicorn.Server):
                 connection.cut()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain: running requests may finish for a while, then they end with an error."""
+        """Drain: let running requests finish until the deadline, then fail them."""
         if self.service.state == "ready":
             self.service.state = "draining"
         started = time.monotonic()
@@ -257,7 +257,7 @@ class Server(uvicorn.Server):
                 deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
 
     def _part_idle(self) -> None:
-        """Close idle connections and those without a whole request."""
+        """Close idle connections and those with an incomplete request."""
         for connection in self.guarded:
             connection.shutdown()
 
@@ -293,9 +293,9 @@ def run_server(
     *,
     owns_process: bool = False,
 ) -> None:
-    """Serve until a signal; raises EngineDeadError if the engine died. Shuts the model down either way.
+    """Serve until a signal, then shut the model down. Raise EngineDeadError if the engine died.
 
-    If the server owns the process, the process ends in bounded time, even if threads are still busy.
+    If the server owns the process, the process exits in bounded time, even if threads are busy.
     """
     server = Server(app, service, on_ready, owns_process=owns_process)
     try:

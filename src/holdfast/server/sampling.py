@@ -12,28 +12,28 @@ from holdfast.server.schemas import JsonObjectFormat, JsonSchemaFormat, Response
 from holdfast.server.service import Service
 
 SMALLEST_TOP_P = 1e-6
-"""OpenAI's top_p = 0 keeps only the most likely token."""
+"""Replaces OpenAI's top_p = 0, which keeps only the most likely token."""
 _SAME_NAMES = (
     *("n", "temperature", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "skip_special_tokens"),
     *("priority", "include_stop_str_in_output", "truncate_prompt_tokens"),
 )
-"""Fields with the same name in SamplingParams."""
+"""Fields that SamplingParams has under the same name."""
 _GUIDED = ("json", "regex", "choice", "grammar")
-"""vLLM's older fields begin with guided_."""
+"""Suffixes of vLLM's older fields, such as guided_json."""
 MAX_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A constraint on an answer, and the field of the request that it came from."""
+    """A grammar for an answer, and the request field that it came from."""
 
     param: str
     value: dict[str, Any]
-    """One field of StructuredOutputs."""
+    """One field of StructuredOutputs, with its value."""
 
     def made(self) -> StructuredOutputs:
-        """Make the engine's form of the rule."""
+        """Convert the rule to StructuredOutputs."""
         try:
             return StructuredOutputs(**self.value)
         except RequestError as error:
@@ -47,7 +47,7 @@ class Rule:
 
 
 def rule_of(fields: SamplingFields, response_format: ResponseFormat | None) -> Rule | None:
-    """Return the constraint of a request; at most one is allowed."""
+    """Return the grammar of a request; at most one is allowed."""
     rules: dict[str, dict[str, Any]] = {}
     if isinstance(response_format, JsonSchemaFormat) and response_format.json_schema.schema_ is not None:
         rules["response_format"] = {"json": response_format.json_schema.schema_}
@@ -79,7 +79,7 @@ def check_model(service: Service, model: str | None) -> None:
 def sampling_params(
     service: Service, fields: SamplingFields, *, max_tokens: int | None, logprobs: int | None, **more: object
 ) -> SamplingParams:
-    """Make the params of a request over the model's own defaults; RequestError if two fields contradict each other."""
+    """Fill a request's SamplingParams with the model's defaults; raise RequestError if two fields conflict."""
     if fields.stream_options is not None and not fields.stream:
         raise ApiError("http.stream_options", param="stream_options")
     given = {name: value for name in _SAME_NAMES if (value := getattr(fields, name)) is not None}
@@ -102,7 +102,7 @@ def field_of(error: RequestError) -> str | None:
 
 
 def prompt_error(error: RequestError, param: str) -> ApiError:
-    """Return an error of a prompt with its field; one that is too long also has the words that clients look for."""
+    """Convert an error of a prompt. If the prompt is too long, add the phrase that clients search for."""
     found = from_exception(error, param)
     if found.public_code == "context_length_exceeded":
         found.hinting(f"This model's maximum context length is {error.values['maximum']} tokens, the answer included.")

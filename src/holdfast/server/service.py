@@ -1,4 +1,4 @@
-"""Service: what every endpoint uses: the model, its names, the limits of a request, and the state of the server."""
+"""Service: the state that all endpoints share: the model, its names, request limits and the server's state."""
 
 import time
 from collections.abc import Mapping
@@ -15,45 +15,45 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 DEFAULT_MODEL_ADVICE = {"temperature": 0.2, "top_p": 0.9}
-"""From the page of the default model. Its files have no advice, and at temperature 1 so small a model writes nonsense."""
+"""Sampling defaults from the default model's page: its files have none, and temperature 1 makes it incoherent."""
 State = Literal["ready", "draining", "dead"]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds that are checked before a request costs memory or time."""
+    """Bounds that the server checks before a request costs memory or time."""
 
     max_body_bytes: int = 8 * 2**20
     max_held_body_bytes: int = 2**28
-    """For all bodies in flight together; small ones are always accepted."""
+    """Total size of all bodies in flight; small ones are always accepted."""
     max_json_depth: int = 64
     header_seconds: float = 10.0
-    """From the start of a connection, or the first byte of a later request, to the end of its headers."""
+    """Time to receive headers, from the connection's start or a later request's first byte."""
     max_header_bytes: int = 2**16
     max_headers: int = 128
     max_url_bytes: int = 8192
     max_pipelined: int = 16
-    """Requests that a connection may send before the first answer."""
+    """Maximum requests a connection sends before the first answer."""
     keep_alive_seconds: float = 60.0
-    """Between two requests of a connection."""
+    """Idle time between two requests of a connection."""
     body_seconds: float = 30.0
-    """Between two pieces of a body."""
+    """Longest pause between two pieces of a body."""
     write_seconds: float = 30.0
-    """For which a client may leave written bytes unread."""
+    """Time before a client that reads nothing is cut off."""
     max_connections: int = 4096
     drain_seconds: float = 30.0
-    """For running requests when the server shuts down."""
+    """Time for running requests to finish at shutdown."""
     silence_seconds: float = 2.0
-    """Without a heartbeat of the core, before the server is unhealthy."""
+    """Longest time between heartbeats of a healthy core."""
     step_seconds: float = 300.0
-    """For one step; a long prompt on a CPU takes many seconds."""
+    """Time limit of one step; a long prompt on a CPU takes many seconds."""
     max_listeners: int = 64
-    """Clients of /memory/stream."""
+    """Maximum clients of /memory/stream."""
     max_response_bytes: int = 64 * 2**20
-    """Memory of stored answers of /v1/responses; 0 stores none."""
+    """Memory for stored answers of /v1/responses; 0 stores none."""
     max_responses: int = 4096
     max_prompts: int = 256
-    """Prompts of one request to /v1/completions."""
+    """Maximum prompts in one request to /v1/completions."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Service:
     state: State = "ready"
     started_at: float = field(default_factory=time.time)
     tool_parser: str = "auto"
-    """Parser of tool calls: a name, none, or auto, which the chat template decides."""
+    """Parser of tool calls: a name, none, or auto (chosen by the chat template)."""
     reasoning_parser: str = "auto"
     metrics: Metrics = field(init=False)
     responses: ResponseMemory = field(init=False)
@@ -86,7 +86,7 @@ class Service:
 
     @property
     def advised(self) -> Mapping[str, object]:
-        """Return the model's sampling defaults for what a request leaves out."""
+        """Return the sampling defaults for fields that a request omits."""
         if self._advised is None:
             params = self.llm.default_sampling_params()
             found = {name: getattr(params, name) for name in ADVISED}

@@ -38,7 +38,7 @@ _EVENTS: Final = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 def trouble(service: Service) -> str | None:
-    """Describe what is wrong with the engine; None if it is healthy. Never waits."""
+    """Describe the engine's fault, or return None if it is healthy. Never blocks."""
     limits = service.limits
     try:
         health = service.llm.health()
@@ -145,7 +145,7 @@ def _facts(service: Service) -> dict[str, object]:
 
 
 def map_facts(service: Service, seen: MemoryMap | None) -> dict[str, object]:
-    """Return the facts that change with every step."""
+    """Return the facts that change every step."""
     stats = service.llm.stats()
     facts: dict[str, object] = {
         "state": service.state,

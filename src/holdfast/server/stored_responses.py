@@ -67,7 +67,7 @@ async def list_input_items(
 
 
 def wants_keeping(service: Service, body: ResponseRequest) -> bool:
-    """True if an answer is stored; ApiError if the request insists on it and the server stores none."""
+    """Return True if the answer is stored; raise ApiError if `store` is true and the server stores none."""
     if body.store and not service.responses:
         raise ApiError("http.store_disabled", param="store", terms=service.responses.terms())
     return body.store is not False and bool(service.responses)
@@ -89,14 +89,14 @@ async def continued(request: Request, body: ResponseRequest) -> tuple[KeptRespon
 
 
 async def _off_loop(kept: KeptResponse, read: Callable[[], Read]) -> Read:
-    """Call `read`, which parses the JSON of a conversation; in a thread if it is long."""
+    """Call `read`, which parses a conversation; use a thread if it is long."""
     if kept.chain_bytes <= SMALL_BODY_BYTES:
         return read()
     return await asyncio.get_running_loop().run_in_executor(None, read)
 
 
 def _read(previous: KeptResponse, previous_id: str) -> list[Item]:
-    """Parse a stored conversation. A model may have called a function by a name that no request may have."""
+    """Parse a stored conversation. It may be invalid: a model can call a function by a name no request may use."""
     try:
         return _ITEMS.validate_python(previous.conversation())
     except ValidationError as error:

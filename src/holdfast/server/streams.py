@@ -28,14 +28,14 @@ from holdfast.server.service import Service, service_of
 PING_SECONDS = 10.0
 _HEADERS = [
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies would keep events until a buffer is full
+    (b"x-accel-buffering", b"no"),  # proxies would buffer events
 ]
 _Result = TypeVar("_Result")
 _log = get_logger("holdfast.server")
 
 
 def new_id(prefix: str) -> str:
-    """Make an id for an answer; the engine uses it as the request id."""
+    """Make an answer id; the engine uses it as the request id."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
@@ -74,7 +74,7 @@ class Answer:
         self.record.num_prompt_tokens = counted.num_prompt_tokens
 
     async def deltas(self) -> AsyncGenerator[list[CompletionDelta], None]:
-        """Yield what was added since the last time; an empty list first, when the queue has the request.
+        """Yield the new deltas of each step; first an empty list when the queue has accepted the request.
 
         Raises ApiError if a completion failed, because the rest of the answer is not reliable either.
         """
@@ -110,7 +110,7 @@ class Answer:
 
 
 def _is_impossible(params: SamplingParams, error: str) -> bool:
-    """True if the request itself leaves no valid token, so that a retry fails again."""
+    """Return True if the request itself leaves no valid token, so a retry fails again."""
     form, allowed = params.structured_outputs, params.allowed_token_ids
     if form is not None and "could not be followed" in error:
         return True
@@ -122,9 +122,9 @@ def _is_impossible(params: SamplingParams, error: str) -> bool:
 async def merged(
     streams: Sequence[AsyncGenerator[_Result, None]],
 ) -> AsyncGenerator[tuple[int, _Result], None]:
-    """Yield the pieces of several streams as they arrive, each with the index of its stream; closes all of them.
+    """Yield the pieces of several streams on arrival, each with its stream's index; close all streams at the end.
 
-    Waits for the first piece of every stream before it yields any, so all requests have been queued by then.
+    Wait for the first piece of every stream before yielding any, so all requests are queued by then.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as pieces:
@@ -192,11 +192,11 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """An answer of server-sent events. Closes its pieces however it ends."""
+    """An answer as server-sent events. It always closes its source of pieces."""
 
     media_type = "text/event-stream"
     ping = b""
-    """Written after each PING_SECONDS of silence, so that proxies and clients keep the connection."""
+    """Bytes sent after PING_SECONDS of silence, so that proxies and clients keep the connection."""
 
     def __init__(
         self, request: Request, pieces: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
@@ -207,7 +207,7 @@ class EventStream(Response):
         self._written_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write until the pieces end or the client disconnects."""
+        """Send pieces until they end or the client disconnects."""
         writer = asyncio.ensure_future(self._write(send))
         watcher = asyncio.ensure_future(_gone(receive))
         try:
@@ -258,7 +258,7 @@ class EventStream(Response):
             await asyncio.sleep(self._written_at + PING_SECONDS - now)
 
     async def _write_last(self, send: Send, error: ApiError) -> None:
-        """Write an error as the last event of an answer that has started."""
+        """Send an error as the last event of a started answer."""
         self._record.error = error.public_code
         body = error.to_event(self._record.path, self._record.request_id)
         await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -31,7 +31,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 
 def _tokenized(service: Service, body: TokenizeRequest) -> Response:
-    """Make the answer, off the event loop: a text may have a million tokens."""
+    """Tokenize in a thread, because a text may have a million tokens."""
     tokenizer = service.llm.get_tokenizer()
     if body.prompt is not None:
         tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)

@@ -26,7 +26,7 @@ MODULES = (
 
 
 class Traces:
-    """Makes a span of every record."""
+    """Exports each request record as a span."""
 
     def __init__(self, model: str, modules: dict[str, ModuleType]) -> None:
         trace, sdk, export, resources, exporter, context = (modules[name] for name in MODULES)
@@ -39,7 +39,7 @@ class Traces:
         self._model = model
 
     def write(self, record: RequestRecord) -> None:
-        """Make a span from the start of the request to now, below the client's own if it sent one."""
+        """Make a span from the request's start to now; its parent is the client's span, if sent."""
         seconds = time.monotonic() - record.started_at
         ended_ns = time.time_ns()
         values = record.values(seconds)
@@ -61,7 +61,7 @@ class Traces:
 
 
 def open_traces(model: str) -> Traces | None:
-    """Open traces if the environment names a collector; else import nothing."""
+    """Start tracing if the environment names a collector; else import nothing."""
     endpoint = os.environ.get(ENDPOINT_VARIABLE, "")
     if not endpoint:
         return None

@@ -1,4 +1,4 @@
-"""load_weights executes a load plan: chunks of rows stream through one arena into their place in another; and reports."""
+"""load_weights executes a load plan: rows stream in chunks through a staging arena into the weights' arena."""
 
 import os
 import time
@@ -31,12 +31,12 @@ Progress = Callable[[int, int], None]
 """progress(done_bytes, total_bytes) of the checkpoint."""
 SECONDS_BETWEEN_PROGRESS = 0.05
 CPU_READERS = 2
-"""Reader threads beside the one that places on the same processor."""
+"""Reader threads of a load on the CPU, beside the thread that places."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Times and peaks of a load. Reading, copying and placing overlap, so their seconds do not add up to `seconds`."""
+    """Times and peak memory of a load. Reading, copying and placing overlap, so they do not sum to `seconds`."""
 
     seconds: float
     read_bytes: int
@@ -51,12 +51,12 @@ class LoadReport:
     staging_bytes: int
     pinned_bytes: int
     peak_allocated_bytes: int | None
-    """Most bytes of live tensors on the device, by the allocator; None on a CPU."""
+    """Peak bytes of live tensors on the device, from the allocator; None on a CPU."""
     peak_reserved_bytes: int | None
     device_used_bytes: int | None
-    """Used on the whole device, by all processes, with all weights and the staging."""
+    """Bytes in use on the device, by all processes, with all weights and the staging."""
     peak_anonymous_bytes: int | None
-    """Most anonymous host memory of the process, sampled some times a second; None if unknown."""
+    """Peak anonymous host memory of the process, sampled a few times a second; None if unknown."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -92,7 +92,7 @@ def load_weights(
     on_progress: Progress,
     allow_nonfinite: bool = False,
 ) -> LoadedWeights:
-    """Read, convert and quantize every weight into one arena; each of its tensors is in the ledger as weights/NAME.
+    """Read, convert and quantize every weight into one arena; book each tensor in the ledger as weights/NAME.
 
     An error leaves no entry, no tensor and no thread.
     """
@@ -222,7 +222,7 @@ class _Checks:
 
 
 class _Progress:
-    """Reports the progress of a load at most some times a second, and samples the host's memory."""
+    """Reports the progress of a load a few times a second, and samples host memory."""
 
     def __init__(self, total_bytes: int, report: Progress) -> None:
         self._total_bytes = total_bytes
@@ -252,7 +252,7 @@ def _count_readers(plan: LoadPlan, device: torch.device) -> int:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make the device current: kernels start there, wherever their tensors are."""
+    """Make the device current: kernels launch there, whatever device their tensors are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -289,7 +289,7 @@ def _judge(wrong: list[tuple[Move, int | None, int | None]], source: WeightSourc
 
 
 def _refuse_beyond(plan: LoadPlan, source: WeightSource, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse integers out of range in a table of experts."""
+    """Raise if a table of experts holds an integer out of range."""
     for weight in plan.weights:
         if not weight.limit:
             continue

@@ -19,7 +19,7 @@ from holdfast.loading.planning.moves import Move
 from holdfast.loading.sources.source import RowRead, RowWriter, TogetherSource, WeightSource
 
 SAMPLED_CHUNKS = 16
-"""One chunk in so many is timed on a GPU; more of the first ones, so that a short load has samples too."""
+"""Interval between chunks timed on a GPU; shorter for the first ones, so short loads have samples."""
 
 
 class Feed(Protocol):
@@ -134,7 +134,7 @@ class PinnedFeed:
 
 
 class WriterFeed:
-    """Chunks that the source writes on the device; in order, on one stream."""
+    """Chunks that the source writes on the device, in order, on one stream."""
 
     def __init__(
         self, write: RowWriter, moves: Sequence[Move], chunks: Iterator[Chunk], places: list[torch.Tensor]
@@ -165,7 +165,7 @@ class WriterFeed:
 
 
 class _Front:
-    """The first bytes of a chunk; the view is cached, because many chunks have as many."""
+    """View of a chunk's first bytes; cached, because most chunks are equally long."""
 
     __slots__ = ("_chunk", "_front", "_num_bytes")
 
@@ -232,7 +232,7 @@ class _Reading:
         self._buffers = buffers
 
     def fill(self, chunk: Chunk, buffer: int) -> None:
-        """Read all pieces of a chunk to their places in a buffer."""
+        """Read all pieces of a chunk to their offsets in a buffer."""
         memory, moves = self._buffers[buffer], self._moves
         reads = [
             RowRead(moves[move].tensor, read.row_start, read.row_end, memory[offset : offset + num_bytes], read.columns)

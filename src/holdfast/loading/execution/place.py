@@ -1,10 +1,10 @@
-"""Placer: puts a piece of a chunk into its place among the final weights, and records wrong rows.
+"""Placer: writes a piece of a chunk into the final weights, and records wrong rows.
 
-Two paths lead to the same kernels: by tensors, anywhere, and by addresses, on a GPU (AddressPlacer). A view costs about as
-much as a launch, and a piece would need half a dozen. By address, everything about the moves of a target is computed once,
-and a piece costs some additions of integers and one launch.
+Two paths launch the same kernels: with tensors on any device, with addresses on a GPU (AddressPlacer). A view costs
+about as much as a launch, and a piece would need half a dozen. With addresses, all values of a target's moves are
+computed once. A piece then costs a few integer additions and one launch.
 
-R rows of a piece, C columns that are read of each
+R rows of a piece, C columns read of each
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FINDING_BYTES = AMAX_BYTES = 4
 
 
 class _Lane(NamedTuple):
-    """Launch of rows of one kind for one target; its pointers are set before every launch."""
+    """Prepared launch for one kind of rows of one target; its pointers are set before every launch."""
 
     launch: RowLaunch
     find_amax: RowLaunch | None
@@ -55,7 +55,7 @@ class _Lane(NamedTuple):
     scale_row_bytes: int
     block_rows: int
     leading: tuple[Pointer | None, ...]
-    """Arguments of the kernel, the pointers below among them."""
+    """Kernel arguments, including the pointers below."""
     p_x: Pointer
     p_y: Pointer
     p_scales: Pointer | None
@@ -65,7 +65,7 @@ class _Lane(NamedTuple):
 
 
 class AddressPlacer:
-    """Launches by address. Keeps no tensors: its owner does, and launches on one stream."""
+    """Launches kernels with raw addresses. Its owner keeps the tensors alive and uses one stream."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class AddressPlacer:
         findings: torch.Tensor,
         amax: torch.Tensor,
     ) -> None:
-        """`jobs` are the moves, those of tied weights last; `findings` has a row for each, `amax` for all but those."""
+        """`jobs` are `num_moves` moves, then tied ones. `findings` has a row per job, `amax` one per untied move."""
         self._jobs = jobs
         self._num_moves = num_moves
         self._tensors = tensors
@@ -163,7 +163,7 @@ class AddressPlacer:
 
 
 class ChunkViews(dict[str, torch.Tensor]):
-    """A chunk as flat tensors by type name, as raw bytes, and its address."""
+    """Views of a chunk: flat tensors by type name, raw bytes, and the address."""
 
     raw: torch.Tensor
     address: int
@@ -217,7 +217,7 @@ class Placer:
         amax.zero_()
 
     def place(self, piece: Piece, views: ChunkViews) -> None:
-        """Convert or quantize the piece into its place; or compare it with the weight there."""
+        """Convert or quantize the piece into its target; compare it for a tied weight."""
         if self._by_address is not None and self._by_address.place(piece, views.address):
             return
         if piece.move != self._route_index:
@@ -243,7 +243,7 @@ class Placer:
             _repeat(rows_RC, route, row)
 
     def wrong_rows(self) -> list[tuple[Move, int | None, int | None]]:
-        """Return every wrong move with its first row that is not finite, and its first that differs."""
+        """Return each wrong move, its first non-finite row and its first row that differs."""
         found: list[tuple[Move, int | None, int | None]] = []
         findings = self._findings.cpu()
         for index in (findings != UNSEEN).any(dim=1).nonzero().flatten().tolist():
@@ -284,7 +284,7 @@ class Placer:
 
 
 def _rows_of(piece: Piece, route: _Route, chunk: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a piece, transposed if they are stored so."""
+    """Return the rows of a piece; transpose them if the checkpoint stores them transposed."""
     shape = (piece.num_rows, route.num_columns)
     strides = (1, piece.num_rows) if route.move.part.is_transposed else (route.num_columns, 1)
     return chunk.as_strided(
@@ -304,7 +304,7 @@ def _quantize(rows_RC: torch.Tensor, route: _Route, row: int) -> None:
 
 
 def _repeat(rows_RC: torch.Tensor, route: _Route, row: int) -> None:
-    """Place every row several times: stored scales, which are few."""
+    """Place every row several times. Only stored scales repeat, and they are few."""
     start, repeats = route.move.part.row_start, route.move.part.repeats
     for index in range(rows_RC.shape[0]):
         same_RC = rows_RC.narrow(0, index, 1).expand(repeats, -1)

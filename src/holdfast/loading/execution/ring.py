@@ -26,10 +26,10 @@ from holdfast.memory.workspace_plan import aligned
 
 
 class Piece(NamedTuple):
-    """Some rows of one move, read at once."""
+    """Consecutive rows of one move, read at once."""
 
     move: int
-    """Index of the move; those of tied weights come after the others."""
+    """Index of the move; moves of tied weights come last."""
     row: int
     """The first row of the tensor, after transposing and joining."""
     num_rows: int
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     offset: int
     num_bytes: int
     finds_amax: bool
-    """True if the amax of its rows is needed before any of the move's rows is placed."""
+    """True if its rows' amax is needed before any row of the move is placed."""
     places: bool
 
 
@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
     pieces: tuple[Piece, ...]
     num_bytes: int
     after: int
-    """Chunks with a lower number than this must be placed before this one."""
+    """All chunks with a lower number must be placed before this one."""
     done_bytes: float = 0.0
     """Bytes of the checkpoint that are done when this chunk is placed."""
 
@@ -69,7 +69,7 @@ def cut_chunks(moves: Sequence[Move], tied: Sequence[Move], chunk_bytes: int) ->
 
 
 class _Cutter:
-    """The chunk that is being filled."""
+    """Cuts moves into chunks; holds the chunk that is being filled."""
 
     def __init__(self, chunk_bytes: int) -> None:
         assert chunk_bytes > 0, f"{chunk_bytes=}"
@@ -82,7 +82,7 @@ class _Cutter:
         self._barrier = 0
 
     def wait_for_all(self) -> None:
-        """Make later chunks wait for all chunks so far."""
+        """Make later chunks wait for every chunk cut so far."""
         assert not self._pieces, f"chunk {self._number} is not complete"
         self._barrier = self._number
 
@@ -143,7 +143,7 @@ class _FreeBuffer(NamedTuple):
 
 
 class _End(NamedTuple):
-    """A reader has ended, maybe with an error."""
+    """Message that a reader ended, with its error if any."""
 
     error: BaseException | None
 
@@ -166,22 +166,22 @@ class ChunkRing:
         self._waiting: list[tuple[Chunk, int]] = []
         """Full chunks that must not be placed yet."""
         self._taken: set[int] = set()
-        """Chunks that were taken out of order."""
+        """Chunks taken ahead of a lower number."""
         self._num_in_order = 0
-        """All chunks with a lower number were taken."""
+        """Number of the first chunk that was not taken yet."""
         self._read_seconds: list[float] = []
         for index in range(num_buffers):
             self._free.put(_FreeBuffer(index, None))
 
     @property
     def read_seconds(self) -> float:
-        """Seconds of filling buffers, summed over all readers."""
+        """Seconds spent filling buffers, summed over all readers."""
         return sum(self._read_seconds)
 
     def take(self) -> tuple[Chunk, int] | None:
         """Return a chunk and its buffer; None after the last. Raises the error of a reader.
 
-        The chunk before it counts as placed.
+        The chunk of the previous call counts as placed.
         """
         if not self._is_started:
             self._is_started = True
@@ -240,7 +240,7 @@ class ChunkRing:
                 self._read_seconds.append(time.perf_counter() - start)
                 self._full.put((chunk, free.buffer))
         except BaseException as error:
-            # `take` raises it; no name here may keep it, because its frames keep buffers.
+            # `take` raises it. Keep no reference here: the error's frames hold buffers.
             self._is_stopped = True
             self._full.put(_End(error))
         else:

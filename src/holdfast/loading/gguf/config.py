@@ -1,12 +1,12 @@
-"""GGUF metadata as the config.json that the model had before its conversion, experts included; no torch.
+"""Rebuilds config.json from GGUF metadata, experts included; no torch.
 
-Families then read it as they read any other. Values are checked here under the names that the file has for them.
+Families then read it like any other. Values are checked here, and errors use the file's names for them.
 data/gguf_settings.json has the tables:
 
 architectures         general.architecture -> the name in config.json
 planned_only          models that do not run but can be planned
 folders_only          models that run only from a folder of safetensors
-neutral...            keys under the architecture that change what is computed, with the values that change nothing
+neutral...            keys under the architecture that change the computation, with their no-op values
 computed              the neutral keys that an architecture does compute
 layer_modules         modules of a layer in a file -> a family's names of them (CheckpointNames)
 """
@@ -30,7 +30,7 @@ ARCHITECTURES: Mapping[str, str] = TABLES["architectures"]
 NORMALIZES: Mapping[str, bool] = {"qwen2moe": False, "qwen3moe": True}
 """Architectures with experts in every layer: the default of expert_weights_norm."""
 SHARED_ARCHITECTURES = ("qwen2moe",)
-"""Architectures with an expert for every token."""
+"""Architectures with a shared expert."""
 LATENT_ARCHITECTURES = ("deepseek2",)
 """Architectures with latent attention, whose first layers may have an MLP. GLM-4.7-Flash is converted to the same."""
 SIGMOID_ARCHITECTURE = "DeepseekV3ForCausalLM"
@@ -38,7 +38,7 @@ SOFTMAX, SIGMOID = 1, 2
 SCORE_BIAS = "exp_probs_b"
 """Files' name of the bias on a router's scores; only models with sigmoid scores have it."""
 GEMMA3_27B_LAYERS = 62
-"""Scores of the model with so many layers are scaled by its width per head; files do not hold that."""
+"""Layers of Gemma 3 27B, which scales scores by hidden size / heads; GGUF files omit that."""
 ROPE_FACTORS = "rope_freqs.weight"
 """A divisor for each rotary frequency, in place of Llama 3's four settings."""
 _SPLIT_EXPERT = re.compile(r"blk\.[0-9]+\.ffn_(gate|up|down)\.[0-9]+\.weight", re.ASCII)
@@ -67,7 +67,7 @@ def gguf_config(file: GGUFFile) -> dict[str, object]:
     if arch in LATENT_ARCHITECTURES:
         return config | _latent_config(file, own, num_layers, hidden_size)
     head_dim = _head_dim(own, hidden_size, num_heads)
-    # Scores are divided by the square root of this.
+    # Attention scores are divided by sqrt(scalar).
     scalar = hidden_size / num_heads if arch == "gemma3" and num_layers == GEMMA3_27B_LAYERS else head_dim
     scale = own.values.get("attention.scale", 0.0)
     if scale != 0 and not (isinstance(scale, float) and math.isclose(scale, scalar**-0.5, rel_tol=1e-6)):
@@ -80,7 +80,7 @@ def gguf_config(file: GGUFFile) -> dict[str, object]:
 
 
 def _own_settings(file: GGUFFile) -> tuple[str, Settings]:
-    """Return the architecture and the settings under it, after refusing those that are not computed."""
+    """Return the architecture and its settings; refuse settings that are not implemented."""
     settings = Settings({key: _scalar(value) for key, value in file.metadata.items()}, file.path.name)
     if "general.architecture" not in settings:
         raise settings.missing("general.architecture", f"one of {', '.join(ARCHITECTURES)} is needed")
@@ -142,9 +142,9 @@ def _expert_config(file: GGUFFile, own: Settings, arch: str, num_layers: int, hi
 
 
 def _routing(file: GGUFFile, own: Settings, layers: range, hidden_size: int, normalizes: bool) -> dict[str, object]:
-    """Return counts and widths of the experts of these layers, after checking their routers.
+    """Check the routers of these layers; return counts and widths of their experts.
 
-    A list of parameters is as long as the number of experts, so the routers must have it.
+    The number of experts sets the length of a parameter list, so the routers must agree with it.
     """
     num_experts = own.required_count("expert_count", MAX_EXPERTS)
     split = next((name for name in file.tensors if _SPLIT_EXPERT.fullmatch(name)), None)
@@ -283,7 +283,7 @@ def _sliding_window(own: Settings, arch: str, num_layers: int) -> dict[str, obje
         return {}
     if arch == "llama":
         return {"architectures": ["MistralForCausalLM"], "sliding_window": window}
-    # Families differ in the layers that `max_window_layers` gives the window to, not in what kinds of layers mean.
+    # Families differ in which layers `max_window_layers` gives the window to, not in the kinds of layers.
     kinds = ["sliding_attention"] * num_layers
     return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
 

@@ -14,7 +14,7 @@ import torch
 from holdfast.loading.gguf.file import GGMLType
 
 CHUNK_ELEMENTS = 2**18
-"""Elements at a time: 1 MiB of results, so that each pass finds the one before it in cache."""
+"""Elements per chunk: 1 MiB of results, so each pass finds the previous pass's results in cache."""
 
 
 def dequantize(raw: torch.Tensor, ggml_type: GGMLType, out: torch.Tensor) -> torch.Tensor:

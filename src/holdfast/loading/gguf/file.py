@@ -34,7 +34,7 @@ SCALARS = {
     number: struct.Struct(f"<{code}")
     for number, code in zip((*range(BOOL + 1), 10, 11, 12), "BbHhIifBQqd", strict=True)
 }
-"""Scalar types by their number in the file. `array` has the same sizes for these codes wherever torch runs."""
+"""Scalar types by number in the file. `array` has the same sizes for them on every platform of torch."""
 MAGIC = b"GGUF"
 LFS_POINTER = b"vers"
 """First bytes of "version https://git-lfs..."."""
@@ -49,7 +49,7 @@ MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # length of the name, the name, how ma
 
 
 class HeaderBytes:
-    """The beginning of a file, read as far as parsing has come, and the position in it."""
+    """The beginning of a file, read as far as parsing needs, and the position in it."""
 
     def __init__(self, path: Path, descriptor: int, file_bytes: int) -> None:
         self.path = path
@@ -167,7 +167,7 @@ def _read_array(header: HeaderBytes, what: str) -> object:
 
 
 def _read_strings(header: HeaderBytes, count: int, what: str) -> list[str]:
-    """Vocabularies have hundreds of thousands of these, so the loop keeps to local names."""
+    """Read strings. The loop uses only local names: vocabularies have hundreds of thousands of strings."""
     data, have, position = header.data, len(header.data), header.position
     unpack_length = SCALARS[10].unpack_from
     strings: list[str] = []
@@ -189,7 +189,7 @@ def _read_strings(header: HeaderBytes, count: int, what: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class GGMLType:
-    """Storage of elements: blocks of so many elements in so many bytes, along the last dimension."""
+    """Storage type: fixed-size blocks of elements along the last dimension."""
 
     name: str
     block_elements: int
@@ -205,7 +205,7 @@ OTHER_TYPES: dict[int, str] = {int(number): name for number, name in _TABLES["ot
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Place of one tensor. `shape` has the rows first; the file writes dimensions the other way round."""
+    """Location of one tensor. `shape` has the rows first; the file writes dimensions in reverse."""
 
     name: str
     type: GGMLType
@@ -353,7 +353,7 @@ def _check_overlap(header: HeaderBytes, tensors: Mapping[str, GGUFTensor]) -> No
 
 
 class GGUFData:
-    """Tensor data of a model's files, opened at the first read and only if unchanged since; any thread may read."""
+    """Tensor data of a model's files; opens each at the first read, if unchanged since. Thread-safe."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._files = file.files
@@ -372,7 +372,7 @@ class GGUFData:
             raise ModelFormatError("file.changed", file=name)
 
     def close(self) -> None:
-        """Drop the files. Idempotent; a running read ends well, and a later one opens its file again."""
+        """Drop the files. Idempotent; running reads finish, and a later read opens its file again."""
         with self._lock:
             self._opened = {}
 

@@ -1,4 +1,4 @@
-"""GGUF models in several files: all parts of a model as one GGUFFile, found by the name of any; one model in a folder; no torch.
+"""GGUF models in several files: joins all parts as one GGUFFile, given any part; finds the model in a folder; no torch.
 
 Parts are named model-00001-of-00003.gguf and so on, and their headers hold their number (split.no, from 0) and their count
 (split.count). The first has the settings and the tokenizer; tensors are in any of them.
@@ -17,7 +17,7 @@ from holdfast.models.settings import listed
 
 NUMBER, COUNT, NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
 PROJECTOR = "mmproj"
-"""First letters of files that go beside a model and are none."""
+"""Prefix of image projector files, which lie beside a model."""
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.ASCII | re.DOTALL)
 
 

@@ -22,13 +22,13 @@ MODULES: Mapping[str, str] = {
     "output": LLAMA_NAMES.lm_head,
 }
 SHARED_GATE = "ffn_gate_inp_shexp"
-"""A matrix of one row in Hugging Face's files; conversions write a vector."""
+"""A matrix of one row in Hugging Face's files, a vector in GGUF files."""
 
 
 def layer_modules(names: CheckpointNames) -> dict[str, str]:
     """Return a family's names of the modules of a layer, by their names in a file.
 
-    Stacked experts [E, N, K] are the layout by kind: gate, up and down of all experts are one tensor each.
+    Stacked experts [E, N, K] use the layout by kind: one tensor each for gate, up and down of all experts.
     """
     modules = {
         name: module.format(names=names, latent=LATENT_NAMES) for name, module in TABLES["layer_modules"].items()
@@ -39,9 +39,9 @@ def layer_modules(names: CheckpointNames) -> dict[str, str]:
 NATIVE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that torch holds as they are; all others are read as float32."""
 STEP_ELEMENTS = 2**18
-"""Elements per step: small enough that each pass finds the last one's results in cache."""
+"""Elements per step: few enough that each pass finds the previous pass's results in cache."""
 DEQUANT_BYTES = 2 * 2**20
-"""Most that dequantizing a step holds beside blocks and results: unpacked codes and scales."""
+"""Most bytes of unpacked codes and scales per step, beside blocks and results."""
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
 _DRAFT_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(nextn\..+)", re.ASCII)
 _INTERLEAVED = re.compile(r"blk\.[0-9]+\.attn_[qk]\.(weight|bias)", re.ASCII)
@@ -65,7 +65,7 @@ def hugging_face_name(name: str, modules: Mapping[str, str] = LAYER_MODULES) -> 
 
 
 class GGUFSource:
-    """Implements WeightSource. Every thread has its own buffers, as large as a step of the widest tensor that it read."""
+    """Implements WeightSource. Each thread has its own buffers, sized for a step of the widest tensor it read."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class GGUFSource:
         names: CheckpointNames = LLAMA_NAMES,
         unread: Sequence[str] = (),
     ) -> None:
-        """With an interleaved head, rows 2i and 2i+1 of a query or key head are Hugging Face's rows i and i + half.
+        """An interleaved query or key head has Hugging Face's rows i and i + half as rows 2i and 2i+1.
 
         `unread` are prefixes of tensors that the model skips.
         """
@@ -99,9 +99,9 @@ class GGUFSource:
 
     @property
     def ignorable(self) -> frozenset[str]:
-        """Rotary tables, which are read into the spec or computed; and halves of kv_b beside the whole."""
+        """Rotary tables, which the spec holds or computes; and halves of kv_b if the whole is there."""
         tables = {name for name in self.entries if name == ROPE_FACTORS or name.endswith(".attn_rot_embd.weight")}
-        # Some conversions write kv_b whole and in halves, for programs that read the one or the other.
+        # Some conversions write kv_b both whole and in halves.
         whole = f"{LATENT_NAMES.kv_b}.weight"
         layers = [name.removesuffix(whole) for name in self.entries if name.endswith(whole)]
         halves = {f"{layer}{half}.weight" for layer in layers for half in (LATENT_NAMES.k_b, LATENT_NAMES.v_b)}
@@ -109,12 +109,12 @@ class GGUFSource:
 
     @property
     def unread(self) -> frozenset[str]:
-        """Tensors of parts of the model that do not run."""
+        """Tensors of model parts that Holdfast does not run."""
         return frozenset(name for name in self.entries if self._unread and name.startswith(self._unread))
 
     @property
     def scratch_bytes_per_reader(self) -> int:
-        """Blocks of a step twice, as stored and as picked from interleaved heads; their values; unpacked codes."""
+        """Bytes of a step: blocks as stored and as reordered from interleaved heads, values, unpacked codes."""
         return max((self._step_bytes(tensor) for tensor in self._tensors.values()), default=0)
 
     @property
@@ -124,7 +124,7 @@ class GGUFSource:
         return (0 if raw is None else len(raw)) + (0 if values is None else values.nbytes)
 
     def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
-        """Dequantize rows [row_start, row_end) step by step into `out`; whole rows of native types go straight there."""
+        """Dequantize rows [row_start, row_end) into `out` in steps; read whole rows of native types directly."""
         import torch
 
         tensor, entry = self._tensors[name], self.entries[name]
@@ -233,7 +233,7 @@ def _as_expected(tensor: GGUFTensor) -> GGUFTensor:
 
 
 def _places(start: int, end: int, head_dim: int) -> torch.Tensor:
-    """Return the file's places of rows [start, end) of interleaved heads."""
+    """Return the file's row indices for rows [start, end) of interleaved heads."""
     import torch
 
     rows, half = torch.arange(start, end), head_dim // 2

@@ -149,7 +149,7 @@ class Found:
 
 
 def find_config(snapshot: Snapshot, name: HubName) -> Path | None:
-    """Return what a plan is read from: the folder of a config.json, or a GGUF file."""
+    """Return the path that a plan reads: the folder of a config.json, or a GGUF file."""
     if name.is_gguf or (CONFIG_FILE not in snapshot.files and gguf_models(snapshot.files)):
         found = find_files(snapshot, name, "gguf")
         return None if found.missing else found.path
@@ -157,7 +157,7 @@ def find_config(snapshot: Snapshot, name: HubName) -> Path | None:
 
 
 def find_files(snapshot: Snapshot, name: HubName, load_format: str) -> Found:
-    """Find the files that opening a model needs, as far as the snapshot itself shows."""
+    """Find the files that opening a model needs, judged from the snapshot alone."""
     names = {*snapshot.files, *snapshot.broken}
     if takes_gguf(name, names, load_format):
         try:
@@ -184,7 +184,7 @@ def find_tokenizer(snapshot: Snapshot) -> Found:
 
 
 def _shards(snapshot: Snapshot) -> tuple[str, ...]:
-    """Return the files of the index; none without an index, or with one that opening will refuse."""
+    """Return the files of the index; empty if there is no index or it is invalid."""
     if INDEX_FILE not in snapshot.files:
         return ()
     try:
@@ -194,7 +194,7 @@ def _shards(snapshot: Snapshot) -> tuple[str, ...]:
 
 
 def write_ref(repo: str, revision: str, commit: str) -> None:
-    """Record the commit of a branch or a tag, once all of it is there."""
+    """Record the commit of a branch or a tag, once all files are cached."""
     if revision == commit or not COMMIT.fullmatch(commit):
         return
     path = repo_folder(repo) / "refs" / (revision or MAIN)

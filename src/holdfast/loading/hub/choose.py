@@ -1,4 +1,4 @@
-"""Which files of a repository a model needs: settings, tokenizer, weights, or the GGUF file of a quantization; no torch."""
+"""Chooses the files that a model needs: settings, tokenizer, weights, or the GGUF file of a quantization; no torch."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -11,7 +11,7 @@ from holdfast.loading.sources.safetensors import INDEX_FILE, PICKLE_ENDINGS, SIN
 from holdfast.models.settings import listed
 
 PREFERRED_TAGS = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0")
-"""Default among several quantizations: the first of these that a repository has."""
+"""Default quantization: the first of these that a repository has."""
 _PARTS = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})", re.IGNORECASE)
 _TAG = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:[IT]?Q[0-9][A-Z0-9_]*|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4))$", re.IGNORECASE
@@ -41,13 +41,13 @@ class GGUFModel:
         return len(self.files) == self.num_parts
 
     def is_called(self, tag: str) -> bool:
-        """Return True if this tag, as users write it, means the model."""
+        """Return True if a user's tag selects this model."""
         stem, wanted = self.stem.lower(), tag.lower()
         return self.tag.lower() == wanted or (stem.endswith(wanted) and stem[: -len(wanted)][-1:] in ("-", ".", "/"))
 
 
 def gguf_models(names: Iterable[str]) -> tuple[GGUFModel, ...]:
-    """Find every GGUF model among files; image projectors and importance matrices are none."""
+    """Find every GGUF model among files, except image projectors and importance matrices."""
     found: dict[tuple[str, int], dict[int, str]] = {}
     for name in names:
         if not name.lower().endswith(".gguf") or _NO_MODEL.search(name.rpartition("/")[2]):
@@ -70,7 +70,7 @@ class GGUFChoice:
 
 
 def choose_gguf(name: HubName, models: Collection[GGUFModel], where: str) -> GGUFChoice:
-    """Choose the model that a name means; an error lists those that there are."""
+    """Choose the model that a name selects; an error lists the candidates."""
     if name.file is not None:
         wanted = [model for model in models if name.file in model.files]
     elif name.tag is not None:
@@ -103,12 +103,12 @@ def _has(models: Collection[GGUFModel], tag: str) -> bool:
 
 
 def has_folder_weights(names: Collection[str]) -> bool:
-    """Return True if files are a model in a folder: safetensors, or weights that were saved quantized."""
+    """Return True if the files hold safetensors, or weights that were saved quantized."""
     return any(file in names for file in (SINGLE_FILE, INDEX_FILE, MANIFEST_FILE))
 
 
 def takes_gguf(name: HubName, names: Collection[str], load_format: str = "auto") -> bool:
-    """Return True if a GGUF file of the repository is meant, not its folder."""
+    """Return True if the name selects a GGUF file, not the repository's folder."""
     if name.is_gguf or load_format == "gguf":
         return True
     return load_format in ("auto", "dummy") and not has_folder_weights(names) and bool(gguf_models(names))
@@ -120,7 +120,7 @@ def settings_files(names: Collection[str]) -> tuple[str, ...]:
 
 
 def weight_files(names: Collection[str], shards: Collection[str]) -> tuple[str, ...]:
-    """Return the weight files of a folder; `shards` are those that its index names."""
+    """Return the weight files of a folder; `shards` are the files in its index."""
     if MANIFEST_FILE in names:  # saved quantized: every file beside the manifest belongs to it
         kept = (MANIFEST_FILE, *(name for name in sorted(names) if name.endswith(".safetensors") and "/" not in name))
         return tuple(dict.fromkeys(kept))

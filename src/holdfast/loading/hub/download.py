@@ -74,18 +74,18 @@ class Download(NamedTuple):
 
 
 Watch = Callable[[Download], AbstractContextManager[Callable[[int], None]]]
-"""Shows a download: its context yields a function that receives the bytes on disk, again and again."""
+"""Shows a download: its context yields a function that is called repeatedly with the bytes on disk."""
 CheckConfig = Callable[[Path], object]
-"""Raises if the config.json in a folder does not run, before weights are fetched."""
+"""Raises if the config.json in a folder is unsupported, before weights are fetched."""
 
 
 def unwatched(download: Download) -> AbstractContextManager[Callable[[int], None]]:
-    """Watch nothing; the log has a line."""
+    """Show nothing; the log has one line."""
     return nullcontext(lambda num_bytes: None)
 
 
 def why_not() -> str | None:
-    """Return the reason why nothing can be downloaded; None if it can."""
+    """Return why downloads are impossible; None if they are possible."""
     if is_offline():
         return "HF_HUB_OFFLINE forbids the network"
     if importlib.util.find_spec(CLIENT) is None:
@@ -147,7 +147,7 @@ def fetch_model(name: HubName, load_format: str, watch: Watch, check_config: Che
 
 
 def _fetch_folder(repo: Repository, load_format: str, watch: Watch, check_config: CheckConfig) -> Path:
-    """Fetch the settings and the index first: they decide whether the weights are of any use, and which there are."""
+    """Fetch settings and index first: they decide if the model is supported and which weights it has."""
     is_dummy = load_format == "dummy"
     if not is_dummy:
         refuse_without_weights(repo.name, repo.files)
@@ -199,7 +199,7 @@ class Repository:
         return folder
 
     def note(self) -> None:
-        """Record that the revision is this commit, once all of it is there."""
+        """Record that the revision is this commit, once all files are cached."""
         write_ref(self.name.repo, self.name.wanted_revision, self.commit)
 
     def fetch_all(self, files: Sequence[HubFile], storage: Path, show: Callable[[int], None]) -> None:
@@ -308,7 +308,7 @@ def _quiet_client() -> Iterator[None]:
 
 
 def _bounded(request: Callable[[], Answer], seconds: float) -> Answer:
-    """Run a request that may hang where no timeout reaches, as in the resolution of a name."""
+    """Run a request with a time limit; it may hang where no timeout applies, as in DNS resolution."""
     answers: list[Answer] = []
     errors: list[BaseException] = []
 
@@ -350,7 +350,7 @@ def bytes_there(file: HubFile, storage: Path) -> int:
         try:
             status = path.stat()
         except OSError:
-            continue  # it has just been finished
+            continue  # another process has just finished it
         sizes.append(min(status.st_size, status.st_blocks * 512))
     return max(sizes)
 
@@ -379,12 +379,12 @@ def _refuse_gguf_architecture(name: HubName, gguf: object, files: Collection[str
 
 
 _CODES = json.loads(resources.files("holdfast").joinpath("data", "hub_errors.json").read_text(encoding="utf-8"))
-"""By classes of the client's errors, the first that an error or its causes have decides; then by HTTP status; then by parts of
-the names of network errors."""
+"""Messages by the client's error class (the first match among an error and its causes), then by HTTP status, then by
+part of a network error's name."""
 
 
 def hub_error(name: HubName, error: BaseException) -> ModelError:
-    """Turn an error between here and the Hub into one line with the fix."""
+    """Convert an error of the Hub or the network into one line with the fix."""
     if isinstance(error, ModelError):
         return error
     chain = list(_chain(error))

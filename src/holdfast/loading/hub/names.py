@@ -7,7 +7,7 @@ from holdfast.errors import ConfigError
 
 MAIN = "main"
 LATEST = "latest"
-"""ollama's tag for no tag."""
+"""ollama's default tag; it means no tag."""
 MAX_NAME = 512
 _SITE = re.compile(r"(?:(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/|hf://)(?:models/)?", re.IGNORECASE)
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
@@ -33,7 +33,7 @@ class HubName:
     file: str | None = None
     """One GGUF file of the repository."""
     is_explicit: bool = False
-    """The name begins with hf.co/ or the like, so it cannot be a path."""
+    """True if the name begins with hf.co/ or similar, so it cannot be a path."""
 
     @property
     def label(self) -> str:
@@ -68,7 +68,7 @@ class HubName:
         return f"hf download {self.repo}{wanted}" + (f" --revision {self.revision}" if self.revision else "")
 
     def at(self, revision: str | None) -> "HubName":
-        """Return the name with the revision of an option, which must not contradict it."""
+        """Return the name with an option's revision, which must not contradict the name's own."""
         if revision is None or revision == self.revision:
             return self
         if self.revision is not None:

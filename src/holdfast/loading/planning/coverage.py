@@ -14,7 +14,7 @@ from holdfast.quant.weight_schemes import FP8, SCALE_SUFFIX, WeightScheme
 
 
 class Filled(NamedTuple):
-    """The rows [start, end) of a tensor, and the tensor that fills them."""
+    """Rows [start, end) of a tensor, and the tensor that fills them."""
 
     start: int
     end: int
@@ -22,7 +22,7 @@ class Filled(NamedTuple):
 
 
 def uncovered(filled: Iterable[Filled], num_rows: int) -> str | None:
-    """Describe the rows that are filled by none or by two; None if there are none."""
+    """Describe rows that are not filled, or filled twice; None if there are none."""
     row, last = 0, ""
     for start, end, by in sorted(filled):
         if end <= start:
@@ -38,7 +38,7 @@ def uncovered(filled: Iterable[Filled], num_rows: int) -> str | None:
 
 
 def check_coverage(weights: Iterable[PlannedWeight], moves: Iterable[Move]) -> None:
-    """Check that the moves fill every row of every plane once, in full width, and nothing else."""
+    """Check that the moves fill every row of every plane exactly once, at full width."""
     filled: dict[str, list[Filled]] = {}
     widths: dict[str, set[int]] = {}
     for move in moves:
@@ -79,7 +79,7 @@ def check_sources(moves: Iterable[Move], shared: frozenset[str]) -> None:
 
 
 def _check_plane(spec: TensorSpec, filled: Sequence[Filled], widths: set[int]) -> None:
-    """Check that the tensor consists of rows as wide as those that fill it."""
+    """Check that the tensor's rows are as wide as the rows that fill it."""
     assert len(widths) == 1, f"{spec}: filled by rows of {sorted(widths) or 'no'} elements"
     (width,) = widths
     num_elements = prod(spec.shape)
@@ -92,7 +92,7 @@ def _check_plane(spec: TensorSpec, filled: Sequence[Filled], widths: set[int]) -
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Types of checkpoint tensors that are converted on load."""
 EXPONENT_DTYPE = BYTES
-"""Type of scales that are exponents of two (e8m0): they stay, or become float32."""
+"""Type of e8m0 scales (exponents of two): they stay, or become float32."""
 
 
 def refuse_missing(choices: Iterable[Choice], entries: Mapping[str, TensorEntry]) -> None:
@@ -106,7 +106,7 @@ def refuse_missing(choices: Iterable[Choice], entries: Mapping[str, TensorEntry]
 
 
 def refuse_unexpected(choices: Iterable[Choice], ignorable: Set[str], entries: Mapping[str, TensorEntry]) -> None:
-    """Refuse a tensor without a place on any rank; one without elements (no shared experts) needs none."""
+    """Refuse a tensor that no rank uses, unless it has no elements (no shared experts)."""
     placed = {part.tensor for choice in choices for part in choice.whole_parts} | ignorable
     unexpected = [entry for name, entry in entries.items() if name not in placed and prod(entry.shape)]
     if unexpected:
@@ -122,7 +122,7 @@ def refuse_wrong_tensors(
 ) -> None:
     """Refuse the first tensor of a wrong shape or type, in the order of the source.
 
-    `scale_names` are parameters that are stored scales.
+    `scale_names` are the parameters that hold stored scales.
     """
     wanted = {part.tensor: (choice, part) for choice in choices for part in choice.whole_parts}
     for name, entry in entries.items():
@@ -140,7 +140,7 @@ def refuse_scheme(parameter: Parameter, parts: Iterable[Part], scheme: WeightSch
         raise _wrong_scheme(parameter, scheme, reason)
     for part in parts:
         if part.whole_rows is None and part.columns is None:
-            continue  # no share
+            continue  # this rank has no rows of it
         first, last = part.whole_range
         if any(row not in (first, last) and (row - first) % scheme.block_rows for row in part.row_range):
             start, end = part.row_range
@@ -171,7 +171,7 @@ def _refuse_shape(entry: TensorEntry, part: Part, parameter: Parameter) -> None:
     shapes = dict.fromkeys(
         str(list(other.shape)) for parts in layouts for other in parts if other.tensor == part.tensor
     )
-    needed = " or ".join(shapes) or str(list(part.shape))  # the name of a tied head is in no layout
+    needed = " or ".join(shapes) or str(list(part.shape))  # no layout has the name of a tied head
     raise ModelFormatError(
         "weights.wrong_shape", file=entry.file, tensor=entry.name, shape=list(entry.shape), expected=needed
     )

@@ -1,8 +1,8 @@
-"""DequantizedSource: matrices that stay plain here and are stored as codes, read as float32, code * scale; no torch until a read.
+"""DequantizedSource: dequantizes stored codes to float32 for matrices that stay plain in memory; no torch until a read.
 
-kv_b of latent attention keeps the type of the engine. A checkpoint in fp8 has it as e4m3 codes with scales by block, by row or
-by matrix. The reading thread turns its rows into float32, like blocks of a GGUF file, and they are rounded once when placed.
-Blocks count from the matrix's first row: heads may begin and end within them.
+kv_b of latent attention keeps the engine's dtype. An fp8 checkpoint stores it as e4m3 codes with scales by block, by
+row or by matrix. The reading thread computes code * scale in float32, like GGUF blocks; placing rounds once. Blocks
+count from the matrix's first row: heads may begin and end within them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     import torch
 
 PLAIN_KINDS: tuple[Kind, ...] = ("absorbed",)
-"""Parameters that no product takes as codes."""
+"""Kinds of parameters that no GEMM takes as codes."""
 STEP_ELEMENTS = 2**18
 READ_DTYPE = "float32"
 
 
 class _Coded(NamedTuple):
-    """A matrix of codes, the name of its scales, and how many rows and columns share one."""
+    """A matrix of codes, the name of its scales, and the rows and columns per scale."""
 
     num_rows: int
     num_columns: int
@@ -51,7 +51,7 @@ class _Coded(NamedTuple):
 
     @property
     def scratch_bytes(self) -> int:
-        """Codes of a step; its scales as stored, as numbers, and once more by row."""
+        """Bytes of a step: codes; scales as stored, as numbers, and expanded by row."""
         num_columns = -(-self.num_columns // self.columns_each)
         return self.step_rows * (self.num_columns + (8 + 4 + 4) * num_columns)
 
@@ -59,7 +59,7 @@ class _Coded(NamedTuple):
 def dequantize_plain_kinds(
     source: WeightSource, parameters: Iterable[Parameter], stored: StoredSchemes | None
 ) -> WeightSource:
-    """Return a source that has these matrices as numbers; the source itself if none is stored as codes."""
+    """Return a source that dequantizes these matrices; the source itself if none is stored as codes."""
     coded: dict[str, _Coded] = {}
     for parameter in parameters:
         whole = parameter.whole or parameter
@@ -67,7 +67,7 @@ def dequantize_plain_kinds(
             continue
         for part in whole.parts:
             entry = source.entries.get(part.tensor)
-            # The plan refuses a wrong shape with the right one.
+            # The plan refuses a wrong shape and names the right one.
             if entry is not None and entry.dtype == stored.scheme.code_dtype and entry.shape == part.shape:
                 coded[part.tensor] = _coded(part, entry, stored, source.entries)
     return DequantizedSource(source, coded) if coded else source
@@ -100,14 +100,14 @@ def _coded(part: Part, entry: TensorEntry, stored: StoredSchemes, entries: Mappi
 
 
 class DequantizedSource:
-    """Implements WeightSource over another one. Every thread has its own buffer for the codes of a step."""
+    """Implements WeightSource over another source. Each thread has its own buffer for the codes of a step."""
 
     def __init__(self, source: WeightSource, coded: Mapping[str, _Coded]) -> None:
         self._source = source
         self._coded = coded
         self._buffers = local()
         self.entries = {name: self._entry(entry) for name, entry in source.entries.items()}
-        """Every tensor; scales stay, so that the list of files has theirs."""
+        """Every tensor, scales included, so that the list of files is complete."""
 
     @property
     def ignorable(self) -> frozenset[str]:
@@ -119,7 +119,7 @@ class DequantizedSource:
         return self._source.scratch_bytes_per_reader + own_bytes
 
     def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
-        """Read rows of codes as float32, some at a time; others as they are stored."""
+        """Read rows of codes as float32, in steps; read other tensors unchanged."""
         coded = self._coded.get(name)
         if coded is None:
             self._source.read_into(name, row_start, row_end, out, columns)
@@ -135,7 +135,7 @@ class DequantizedSource:
             self._read_step(name, coded, start, end, (first, last), values_RK[start - row_start : end - row_start])
 
     def read_together(self, reads: Sequence[RowRead]) -> None:
-        """Read codes one after the other, and the rest together if the source below can."""
+        """Read codes one by one, and the rest together if the inner source supports it."""
         others = [read for read in reads if read.name not in self._coded]
         if isinstance(self._source, TogetherSource):
             self._source.read_together(others)
@@ -151,7 +151,7 @@ class DequantizedSource:
         self._buffers = local()
 
     def _entry(self, entry: TensorEntry) -> TensorEntry:
-        """Count the scales of a matrix of codes as part of it."""
+        """Return a float32 entry for a matrix of codes, whose bytes include its scales."""
         coded = self._coded.get(entry.name)
         if coded is None:
             return entry
@@ -179,7 +179,7 @@ class DequantizedSource:
             out_RK[:, left:right].mul_(scales_RJ[:, block : block + 1])
 
     def _scales(self, coded: _Coded, start: int, end: int) -> torch.Tensor:
-        """Return a row of scales for every row, one for each block of columns; or one row for all of them."""
+        """Return scales by row and block of columns; a single row if all rows share it."""
         import torch
 
         from holdfast.quant.weight_quantize import e8m0_values

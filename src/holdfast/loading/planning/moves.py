@@ -1,4 +1,4 @@
-"""Moves: rows of checkpoint tensors and the rows of weights that they fill; and the layout of a checkpoint; no torch."""
+"""Move maps rows of a checkpoint tensor to rows of a weight; `choose_all` finds a checkpoint's layouts; no torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from holdfast.quant.formats import DTYPE_BYTES
 from holdfast.quant.weight_schemes import SCALE_SUFFIX, WeightScheme
 
 BYTES, SIGNED_BYTES = "uint8", "int8"
-"""Types of bytes that hold two codes of four bits; some files give them a sign."""
+"""Types of bytes that hold two four-bit codes; some files declare them signed."""
 
 
 class Read(NamedTuple):
@@ -26,8 +26,8 @@ class Read(NamedTuple):
 class Move:
     """Rows of one checkpoint tensor, and the rows of a weight that they fill.
 
-    Rows count as in the part: after transposing and joining. A chunk has them row by row, and those of a transposed tensor
-    column by column, as they are stored.
+    Rows count as in the part: after transposing and joining. A chunk stores them row by row; rows of a transposed
+    tensor column by column, as stored.
     """
 
     tensor: str
@@ -41,7 +41,7 @@ class Move:
 
     @property
     def read_columns(self) -> tuple[int, int] | None:
-        """The columns that are read; None: whole rows, because a scale by row needs them, or all are kept."""
+        """The columns to read. None: whole rows, because a scale by row needs them or all are kept."""
         has_row_scale = self.scheme is not None and self.scheme.block_columns == 0
         return None if has_row_scale or self.part.joined_rows > 1 else self.part.columns
 
@@ -52,17 +52,17 @@ class Move:
 
     @property
     def kept_columns(self) -> tuple[int, int]:
-        """The columns that are kept, as indices among those that are read."""
+        """The columns to keep, as indices into the columns read."""
         return self.part.column_range if self.read_columns is None else (0, self.part.num_columns)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row as it is read."""
+        """Bytes read per row."""
         return self.num_read_columns * DTYPE_BYTES[self.tensor_dtype]
 
     @property
     def keeps_exponents(self) -> bool:
-        """True for scales that are stored as exponents of two; they stay if their target has the same type."""
+        """True for scales stored as exponents of two; they stay unchanged if the target has that type."""
         return self.scheme is None and self.tensor_dtype == "uint8" and self.target.endswith(SCALE_SUFFIX)
 
     @property
@@ -72,7 +72,7 @@ class Move:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of all of its rows in chunks."""
+        """Bytes of all its rows in chunks."""
         return self.num_source_rows * self.row_bytes
 
     @property
@@ -87,16 +87,16 @@ class Move:
 
     @property
     def amax_rows(self) -> tuple[int, int] | None:
-        """The rows of the tensor whose amax gives the scale; None: each row or block has its own."""
+        """The rows of the tensor whose amax sets one scale; None: each row or block has its own scale."""
         return self.part.whole_range if self.scheme is not None and self.scheme.is_whole_tensor else None
 
     def row_ranges(self, max_bytes: int, rows: tuple[int, int] | None = None) -> Iterator[tuple[int, int]]:
-        """Split its rows (or other rows of its tensor) into ranges of at most `max_bytes`: whole blocks, at least one."""
+        """Split its rows (or other rows of its tensor) into ranges of whole blocks: at most `max_bytes`, at least one."""
         start, last = rows or self.part.row_range
         step = max(1, max_bytes // (self.row_bytes * self.block_rows)) * self.block_rows
         while start < last:
             end = min(start + step, last)
-            if self.part.is_transposed:  # a read gives some columns of one matrix
+            if self.part.is_transposed:  # one read covers some columns of one matrix
                 end = min(end, (start // self.part.matrix_rows + 1) * self.part.matrix_rows)
             yield start, end
             start = end
@@ -116,16 +116,16 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class PlannedWeight:
-    """A weight as the load will leave it; `shape` is that of the matrix, also if it is stored as codes."""
+    """A weight after the load; `shape` is the shape of the matrix, even if stored as codes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     """Type of its elements or, for codes, of the computation."""
     scheme: WeightScheme | None = None
-    """With blocks of rows that fit the weight's parts."""
+    """Its blocks of rows fit the weight's parts."""
     limit: int = 0
-    """Its elements are integers below this, checked after the load; 0: any numbers."""
+    """Upper bound of integer elements, exclusive, checked after the load; 0: no bound."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -156,7 +156,7 @@ class Choice:
     parameter: Parameter
     parts: tuple[Part, ...]
     whole_parts: tuple[Part, ...]
-    """Parts of the whole parameter. All ranks check all of them, so all find the same faults."""
+    """Parts of the whole parameter. Every rank checks all of them, so every rank finds the same errors."""
 
     def renamed(self, tensor: str) -> "Choice":
         """Return the choice with another tensor."""
@@ -168,7 +168,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """One for every parameter, and one for every tied weight: a stored tensor that must equal a filled one."""
+    """Choices for all parameters, and for tied weights: stored tensors that must equal a filled one."""
 
     fills: tuple[Choice, ...]
     tied: tuple[Choice, ...]
@@ -177,9 +177,9 @@ class Choices:
 def choose_all(
     parameters: Sequence[Parameter], entries: Mapping[str, TensorEntry], whole: Iterable[Parameter] = ()
 ) -> Choices:
-    """Choose layouts. Tied embeddings may be stored as embedding, as head, or as both: then the head is compared.
+    """Choose layouts. Tied embeddings are stored as embedding, as head, or as both; then the head is compared.
 
-    `whole` are the parameters of the whole model if these are a stage's: another stage may have the head.
+    For a pipeline stage, `whole` are the whole model's parameters: another stage may have the head.
     """
     fills = [choose(parameter, entries) for parameter in turn_squares(parameters, entries)]
     tied: list[Choice] = []
@@ -195,9 +195,9 @@ def choose_all(
 
 
 def turn_squares(parameters: Iterable[Parameter], entries: Mapping[str, TensorEntry]) -> tuple[Parameter, ...]:
-    """Return the parameters with one layout for stacked square matrices, which fit as they are and transposed.
+    """Resolve stacked square matrices, which fit both plain and transposed, to one layout.
 
-    The layout of the other tensor of the same experts decides: both cannot be square.
+    The layout of the same experts' other tensor decides: both cannot be square.
     """
     parameters = tuple(parameters)
     fits = {parameter.name: _fitting(parameter, entries) for parameter in parameters if parameter.layouts}
@@ -215,7 +215,7 @@ def turn_squares(parameters: Iterable[Parameter], entries: Mapping[str, TensorEn
 
 
 def _fitting(parameter: Parameter, entries: Mapping[str, TensorEntry]) -> list[tuple[int, bool]]:
-    """Return the index of every layout that fits, and whether it is transposed."""
+    """Return (index, is_transposed) of every layout that fits."""
     whole = parameter.whole or parameter
     layouts = (whole.parts, *whole.layouts)
     return [(place, parts[0].is_transposed) for place, parts in enumerate(layouts) if _fits(parts, entries)]
@@ -231,7 +231,7 @@ def _module(name: str) -> str:
 
 
 def choose(parameter: Parameter, entries: Mapping[str, TensorEntry]) -> Choice:
-    """Choose the first layout that fits; if none does, the most complete one, for the error."""
+    """Choose the first layout that fits, else the most complete one, for the error."""
     whole = parameter.whole or parameter
     layouts = (whole.parts, *whole.layouts)
     chosen = next((place for place, parts in enumerate(layouts) if _fits(parts, entries)), None)

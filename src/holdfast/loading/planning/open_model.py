@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """The model's own defaults for generation; None for those that it does not set."""
+    """The model's own generation defaults; None if it sets none."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -32,7 +32,7 @@ class PoolingSettings:
     """How hidden states become embeddings: by default the last token, normalized to unit length."""
 
     is_embedding: bool = False
-    """The model was made for embeddings: it has files of sentence-transformers, or no head."""
+    """True for an embedding model: it has sentence-transformers files, or no head."""
     normalizes: bool = True
     refusal: str = ""
     """Why its embeddings cannot be computed here; empty if they can."""
@@ -51,9 +51,9 @@ class OpenModel:
     source: WeightSource
     generation: GenerationDefaults
     gguf: GGUFFile | None = None
-    """The open file, whose tokenizer is in it; None for a folder."""
+    """The open file, which holds the tokenizer; None for a folder."""
     stored: StoredSchemes | None = None
-    """How the checkpoint is already quantized by its settings; None if it is not."""
+    """How the checkpoint is quantized, from its settings; None if it is not."""
     pooling: PoolingSettings = PoolingSettings()
     label: str = ""
     """Name of a model of the Hub, whose folder in the cache is named after a commit; empty for a path."""

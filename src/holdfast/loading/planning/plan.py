@@ -1,4 +1,4 @@
-"""LoadPlan, from headers alone: which checkpoint rows fill which rows of which weight, in how much memory; no torch."""
+"""LoadPlan, from headers alone: maps checkpoint rows to rows of weights and states the memory of the load; no torch."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -23,37 +23,37 @@ from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 CHUNK_BYTES = 16 * 2**20
-"""Bytes of one chunk of staging: rows as they are read. A single row, or block of rows, may have more."""
+"""Bytes of one staging chunk: rows as read. A single row, or block of rows, may need more."""
 DEVICE_CHUNKS = 2
 """Chunks of staging on a GPU: 32 MiB beside the findings; a third would make it 48.
 
-Copies and kernels follow each other on one stream, so one is enough. A source that writes rows itself keeps its tables in
+Copies and kernels run in order on one stream, so one is enough. A source that writes rows itself keeps its tables in
 the second.
 """
 PINNED_CHUNKS = 12
 CPU_CHUNK_BYTES, CPU_CHUNKS = 4 * 2**20, 3
 MAX_READERS = 12
 MAX_READER_BYTES = 32 * 2**20
-"""Host memory of all readers together beside the chunks, unless one alone needs more."""
+"""Host memory limit of all readers together, beside the chunks; exceeded only if one reader alone needs more."""
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Every row of every weight is filled by exactly one move."""
+    """The moves of a load: exactly one fills each row of each weight."""
 
     dtype: str
     weights: tuple[PlannedWeight, ...]
     moves: tuple[Move, ...]
-    """In the source's order of tensors, so files are read from front to back."""
+    """Ordered like the source's tensors, so files are read front to back."""
     tied: tuple[Move, ...]
-    """Compared, not written, after all moves: the stored head of a model with tied weights."""
+    """Moves compared, not written, after all others: the stored head of a model with tied weights."""
     recipe: WeightRecipe
     writer_specs: tuple[TensorSpec, ...]
-    """Tensors of a source that writes rows itself; empty for one that reads them."""
+    """Tensors of a source that writes rows on the device; empty for a source that reads them."""
     reader_bytes: int
     """Host memory of one reader beside its chunk."""
     is_checked: bool = False
-    """True if the source has checksums; they are summed on the device."""
+    """True if the source has checksums, which are computed on the device."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -71,7 +71,7 @@ class LoadPlan:
 
     @property
     def num_quantized(self) -> int:
-        """Weights that are codes and scales."""
+        """Number of weights stored as codes and scales."""
         return sum(weight.scheme is not None for weight in self.weights)
 
     def chunk_bytes(self, device_kind: str) -> int:
@@ -82,15 +82,15 @@ class LoadPlan:
 
     @cached_property
     def _row_bytes(self) -> tuple[int, int]:
-        """Bytes of all rows as they are read, and of the largest row or block of rows; cached for thousands of moves."""
+        """Bytes of all rows as read, and of the largest row or block of rows; cached: there are thousands of moves."""
         moves = (*self.moves, *self.tied)
         all_bytes = sum(aligned(move.chunk_bytes) for move in moves)
         return all_bytes, max((move.least_bytes for move in moves), default=0)
 
     def staging_specs(self, device_kind: str) -> tuple[TensorSpec, ...]:
-        """Return the tensors of a load on the device ("cpu" or "cuda") beside the final ones.
+        """Return the staging tensors of a load on the device ("cpu" or "cuda").
 
-        The tensors of a source that writes rows itself replace the last chunk, so dummy weights peak like real ones.
+        Tensors of a source that writes rows itself replace the last chunk, so dummy weights peak like real ones.
         """
         num_chunks = CPU_CHUNKS if device_kind == "cpu" else DEVICE_CHUNKS
         chunk_bytes = self.chunk_bytes(device_kind)
@@ -106,7 +106,7 @@ class LoadPlan:
         return (*specs, findings, TensorSpec("amax", (num_moves,), "float32"), *sums)
 
     def staging_bytes(self, device_kind: str) -> int:
-        """Return the most device memory of a load beside the final tensors."""
+        """Return the peak device memory of a load beside the final tensors."""
         return arena_bytes(self.staging_specs(device_kind))
 
     def pinned_bytes(self, device_kind: str) -> int:
@@ -115,7 +115,7 @@ class LoadPlan:
 
     @property
     def num_readers(self) -> int:
-        """Reader threads: fewer if each holds much."""
+        """Number of reader threads: fewer if each needs much memory."""
         return max(1, min(MAX_READERS, MAX_READER_BYTES // max(1, self.reader_bytes)))
 
     def host_bytes(self, device_kind: str) -> int:
@@ -124,7 +124,7 @@ class LoadPlan:
         return reading + (self.staging_bytes("cpu") if device_kind == "cpu" else self.pinned_bytes(device_kind))
 
     def terms(self, device_kind: str) -> tuple[Term, ...]:
-        """Return the device memory of the load: for good, and while it lasts."""
+        """Return the device memory terms of the load: permanent, and temporary."""
         counts = Counter(weight.stored_as for weight in self.weights)
         (first, num_first), *others = counts.most_common() or [(self.dtype, 0)]
         noun = "tensor" if num_first == 1 else "tensors"
@@ -148,8 +148,8 @@ def plan_load(
 ) -> LoadPlan:
     """Plan the load of a checkpoint with a final dtype and a recipe; errors name the file and the tensor.
 
-    `stored` describes a checkpoint that is already quantized. `whole` are the parameters of the whole model if `parameters`
-    are those of a stage: tensors of other stages have a place there.
+    `stored` describes a checkpoint that is already quantized. If `parameters` are those of a pipeline stage, `whole`
+    are those of the whole model: tensors of other stages are then not unexpected.
     """
     entries = source.entries
     parameters = tuple(parameters)
@@ -203,7 +203,7 @@ def _choices(
 
 
 def _scheme(choice: Choice, recipe: WeightRecipe, stored: StoredSchemes | None) -> WeightScheme | None:
-    """Return the scheme to quantize a weight on load; None for one that a quantized checkpoint left out."""
+    """Return the scheme to quantize a weight on load; None if a quantized checkpoint left it plain."""
     parameter, tensors = choice.parameter, [part.tensor for part in choice.whole_parts]
     if stored is not None and stored.leaves_alone(tensors):
         return None

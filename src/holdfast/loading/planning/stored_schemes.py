@@ -1,4 +1,4 @@
-"""Checkpoints that are already quantized: their settings, the places of codes and scales, dummies of them; no torch.
+"""Checkpoints that are already quantized: their settings, where codes and scales are, and dummies of both; no torch.
 
 quant_method          a matrix X.weight of N rows and K columns is stored as
 fp8, in blocks        X.weight e4m3, X.weight_scale_inv [N / 128, K / 128]
@@ -39,7 +39,7 @@ from holdfast.quant.weight_schemes import (
 )
 
 UNNEEDED_ENDINGS = (".input_scale", ".input_scale_ub", ".input_scale_inv", ".activation_scale")
-"""Tensors beside a stored matrix with the scales of activations at its making."""
+"""Suffixes of tensors that hold calibrated activation scales; they are not needed."""
 
 
 class StoredWeight(NamedTuple):
@@ -51,7 +51,7 @@ class StoredWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredPlanes:
-    """Parameters with every stored weight replaced by its planes: NAME for its codes and NAME.scale for its scales."""
+    """Parameters with each stored weight replaced by its planes: codes as NAME, scales as NAME.scale."""
 
     parameters: tuple[Parameter, ...]
     weights: Mapping[str, StoredWeight]
@@ -63,33 +63,33 @@ class StoredPlanes:
 
 @dataclass(frozen=True, slots=True)
 class StoredSchemes:
-    """How a checkpoint stores matrices. The headers say which: those with the type of codes."""
+    """How a checkpoint stores matrices; a tensor with the type of codes is stored so."""
 
     scheme: WeightScheme
     scale_endings: tuple[str, ...] = ()
-    """Suffixes of the name of a matrix that give its scales; the first that is there counts."""
+    """Suffixes that turn a matrix's name into its scales' name; the first that exists wins."""
     ignore: tuple[str, ...] = ()
-    """Modules that stay plain: a name, the beginning or the end of one, or a pattern after "re:"."""
+    """Modules that stay plain: a name, a prefix or suffix of one, or a pattern after "re:"."""
     file: str = CONFIG_FILE
     expert_scheme: WeightScheme | None = None
-    """The scheme of experts, if it is another."""
+    """The scheme of experts, if different."""
     packs_rows: bool = False
-    """Bytes of two codes are rows under the name of the matrix; else blocks under names of their own."""
+    """True if packed codes are rows under the matrix's name; else they are blocks under their own names."""
 
     def of(self, kind: str) -> "StoredSchemes":
-        """Return the storage of parameters of one kind."""
+        """Return the storage of one kind of parameters."""
         if kind != "expert" or self.expert_scheme is None:
             return self
         return replace(self, scheme=self.expert_scheme, expert_scheme=None, packs_rows=True)
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
-        """Types of tensors that hold codes; bytes in rows may have a sign."""
+        """Types of tensors that hold codes; bytes in rows may be signed."""
         return (self.scheme.code_dtype, SIGNED_BYTES) if self.packs_rows else (self.scheme.code_dtype,)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of parameters that may be stored so. Rows of a head need their own scales."""
+        """Kinds of parameters that this scheme may store. A head needs scales by row."""
         if self.scheme.codes_per_byte > 1:
             return ("expert",)
         return ("linear", "expert") if self.scheme.block_columns else ("linear", "expert", "head")
@@ -100,11 +100,11 @@ class StoredSchemes:
 
     @property
     def unread_pattern(self) -> str | None:
-        """A pattern that cannot be evaluated, so that the plain modules are unknown; None if all can."""
+        """The first pattern that cannot be evaluated, so plain modules are unknown; None if all can."""
         return next((pattern for pattern in self.ignore if not is_followed(pattern)), None)
 
     def refuse_unread(self) -> None:
-        """Refuse an unknown pattern: without headers, only the patterns say which modules are plain."""
+        """Refuse an unknown pattern: without headers, only patterns tell the plain modules."""
         if self.unread_pattern is not None:
             reason = "such an expression is not evaluated, and there are no headers of weights to decide"
             raise UnsupportedModelError(
@@ -112,7 +112,7 @@ class StoredSchemes:
             )
 
     def used_by(self, entries: Mapping[str, TensorEntry]) -> "StoredSchemes | None":
-        """Return itself; None if no tensor has the type of codes: then the checkpoint is plain despite its settings."""
+        """Return self; None if no tensor has the type of codes, so the checkpoint is plain despite its settings."""
         others, dtypes = self.ignorable(entries), (*self.code_dtypes, *self.of("expert").code_dtypes)
         is_used = any(one.dtype in dtypes for name, one in entries.items() if name not in others)
         return self if is_used else None
@@ -130,7 +130,7 @@ class StoredSchemes:
     def planes(
         self, parameters: Iterable[Parameter], entries: Mapping[str, TensorEntry], recipe: WeightRecipe
     ) -> StoredPlanes:
-        """Return the parameters as the checkpoint has them; refuse to quantize a weight twice."""
+        """Replace stored weights by their planes; refuse to quantize a weight twice."""
         found: list[Parameter] = []
         weights: dict[str, StoredWeight] = {}
         for parameter in turn_squares(parameters, entries):
@@ -157,14 +157,14 @@ class StoredSchemes:
         return StoredPlanes(tuple(found), weights)
 
     def is_declared(self, kind: str, tensors: Iterable[str]) -> bool:
-        """Return True if settings alone, without headers, mean that such a parameter is stored so.
+        """Return True if the settings alone, without headers, declare such a parameter quantized.
 
-        That is every possible one, except those left plain and the head, which most checkpoints silently leave plain.
+        Every eligible parameter is, except those left plain and the head, which most checkpoints silently leave plain.
         """
         return kind in self.kinds and kind != "head" and not self.leaves_alone(tensors)
 
     def dummy_codes(self, parameter: Parameter) -> tuple[Part, ...]:
-        """Return the codes of a parameter by the settings alone; empty for a plain one."""
+        """Return the codes of a parameter from the settings alone; empty if it is plain."""
         whole = parameter.whole or parameter
         if not self.is_declared(whole.kind, (part.tensor for part in whole.parts)):
             return ()
@@ -175,11 +175,11 @@ class StoredSchemes:
         return next((parts for parts in codes.layouts if len(parts[0].shape) > 3), codes.parts)
 
     def _stored_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> Choice | None:
-        """Return the codes of a parameter with their parts; None for one that is not stored as codes."""
+        """Return the choice of a parameter's codes; None if it is not stored as codes."""
         if parameter.kind not in self.kinds or len(parameter.shape) < 2:
             self._refuse_codes(parameter, entries)
             return None
-        if not self._has_codes(parameter, entries):  # then its shape may be any
+        if not self._has_codes(parameter, entries):  # its shape is not checked then
             return None
         choice = choose(self._codes(parameter), entries)
         tensors = dict.fromkeys(part.tensor for part in choice.whole_parts)
@@ -197,13 +197,13 @@ class StoredSchemes:
         return choice
 
     def _has_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> bool:
-        """Return True if a tensor is there that could hold its codes, whatever its type."""
+        """Return True if a tensor exists that could hold its codes, whatever its type."""
         name = mx_codes_name if self.scheme.codes_per_byte > 1 and not self.packs_rows else str
         whole = parameter.whole or parameter
         return any(name(part.tensor) in entries for parts in (whole.parts, *whole.layouts) for part in parts)
 
     def _refuse_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> None:
-        """Refuse a stored matrix that no product takes in this scheme, such as a head in blocks."""
+        """Refuse a stored matrix that no GEMM takes in this scheme, such as a head in blocks."""
         for part in (parameter.whole or parameter).parts:
             entry = entries.get(part.tensor)
             if entry is None or entry.dtype != self.scheme.code_dtype or self.scheme.codes_per_byte > 1:
@@ -230,7 +230,7 @@ class StoredSchemes:
         )
 
     def _settled(self, parameter: Parameter, parts: tuple[Part, ...]) -> WeightScheme:
-        """Return the scheme with blocks of rows that each lie in one stored block; shares of columns are whole blocks."""
+        """Return the scheme with row blocks that each lie in one stored block; a rank's columns are whole blocks."""
         for part in parts:
             width = self.scheme.block_columns // self.scheme.codes_per_byte
             columns = part.column_range
@@ -251,7 +251,7 @@ class StoredSchemes:
                 parameter.whole, self._settled(parameter.whole, codes.whole_parts), whole_codes, entries
             )
         shape = scheme.scale_shape(parameter.shape)
-        if scheme.block_columns == 0:  # a scale a row, however many matrices are stacked
+        if scheme.block_columns == 0:  # one scale per row, however many matrices are stacked
             shape = (parameter.num_rows,)
         parts = scale_parts(codes.parts, self.scheme, scheme, self.scale_endings, entries)
         return Parameter(
@@ -277,15 +277,15 @@ NEUTRAL: Mapping[str, Sequence[object]] = {**_TABLES["neutral"], EXPERT_DTYPE_KE
 OTHER_KEYS = (*_TABLES["other"], *IGNORE_KEYS)
 """Keys that are read elsewhere, or do not change how weights are stored."""
 STRATEGIES: Mapping[str, WeightScheme] = {"channel": FP8, "tensor": FP8_TENSOR, "block": FP8_BLOCK}
-"""compressed-tensors' names of the ways to scale a matrix."""
+"""Schemes by compressed-tensors' strategy."""
 E4M3_SETTINGS: Mapping[str, tuple[object, ...]] = {"num_bits": (8,), "type": ("float",), "symmetric": (True,)}
-"""Its settings of weights and of activations that are e4m3."""
+"""compressed-tensors' settings of e4m3 weights and activations."""
 INVERSE, PLAIN, OWN = "_scale_inv", "_scale", ".scale"
-"""Suffixes of the name of a matrix that give its scales; the last one replaces ".weight"."""
+"""Suffixes that turn a matrix's name into its scales' name; the last one replaces ".weight"."""
 
 
 def quantization_of(config: Settings) -> Mapping[str, object] | None:
-    """Return the quantization_config of a model, with the type of experts from beside it; None if it has none."""
+    """Return a model's quantization_config, with the expert dtype that is beside it; None if it has none."""
     value, experts = config.values.get(QUANTIZATION_KEY), config.values.get(EXPERT_DTYPE_KEY)
     if value is not None and not isinstance(value, dict):
         raise config.refuse(QUANTIZATION_KEY, value, "an object")
@@ -385,11 +385,11 @@ def _declined(settings: Settings, key: str, value: object, reason: str) -> Unsup
 
 
 MX_CODES, MX_SCALES = "_blocks", "_scales"
-"""Suffixes of a module's name that give its mxfp4 tensors."""
+"""Suffixes that turn a module's name into those of its mxfp4 tensors."""
 
 
 def mx_codes_name(tensor: str) -> str:
-    """Return the tensor with the codes of a matrix, given its name in a plain checkpoint."""
+    """Return the name of a matrix's codes, given its name in a plain checkpoint."""
     return tensor.removesuffix(".weight") + MX_CODES
 
 
@@ -419,7 +419,7 @@ def scale_parts(
     endings: tuple[str, ...],
     entries: Mapping[str, TensorEntry],
 ) -> tuple[Part, ...]:
-    """Return the scales of these codes, row after row; `settled` has the final blocks of rows."""
+    """Return the parts that hold the scales of these codes, in row order; `settled` has the final row blocks."""
     found: list[Part] = []
     row = 0
     for part in codes:
@@ -473,7 +473,7 @@ def _scales_of(
 
 
 def _row_scale_shapes(part: Part) -> dict[tuple[int, ...], int]:
-    """Return the possible shapes of scales by row or by matrix, with the rows that share each scale."""
+    """Return the possible shapes of scales by row or by matrix, and the rows per scale of each."""
     leading, num_rows = part.shape[:-2], part.matrix_rows
     by_row = {(*leading, 1, num_rows) if part.is_transposed else (*leading, num_rows, 1): 1}
     if not leading:
@@ -483,7 +483,7 @@ def _row_scale_shapes(part: Part) -> dict[tuple[int, ...], int]:
 
 
 def _rows_of_matrices(scales: Part, codes: Part) -> Iterator[Part]:
-    """Yield scales [E, N] of E matrices: the row of each becomes a column."""
+    """Yield parts of scales [E, N] of E matrices, each row read as a column."""
     row, end = codes.row_range
     while row < end:
         matrix, place = divmod(row, codes.matrix_rows)
@@ -493,9 +493,9 @@ def _rows_of_matrices(scales: Part, codes: Part) -> Iterator[Part]:
 
 
 def _runs(scales: Part, codes: Part, rows_each: int, our_rows: int) -> Iterator[Part]:
-    """Yield parts of consecutive scales that repeat equally often: blocks of `rows_each` rows become blocks of `our_rows`.
+    """Split blocks of `rows_each` rows into blocks of `our_rows`; yield runs of scales that repeat equally often.
 
-    Each matrix begins with its own scale, so its last scale may stand for fewer rows.
+    Each matrix begins with its own scale, so its last scale may cover fewer rows.
     """
     in_matrix = -(-codes.matrix_rows // rows_each)
     row, end = codes.row_range
@@ -516,7 +516,7 @@ def _divided(columns: tuple[int, int] | None, width: int) -> tuple[int, int] | N
 
 
 def dummy_source(parameters: Iterable[Parameter], dtype: str, stored: StoredSchemes | None) -> DummySource:
-    """Make dummy weights: codes and scales as files would hold them for matrices that settings call quantized."""
+    """Make dummy weights; matrices that the settings declare quantized get codes and scales, as in files."""
     if stored is not None:
         stored.refuse_unread()
     plain: list[Parameter] = []
@@ -544,7 +544,7 @@ def _planes_of(codes: Iterable[Part], stored: StoredSchemes) -> Iterable[DummyPl
 
 
 def _single_scales(part: Part, scheme: WeightScheme, endings: tuple[str, ...]) -> dict[str, TensorEntry]:
-    """Return the header of the one scale of a matrix, for a scheme that has one; it has no dimensions."""
+    """Return the 0-dimensional entry of a matrix's single scale; empty if the scheme has other scales."""
     if not scheme.is_whole_tensor:
         return {}
     leading = part.shape[:-2]
@@ -552,17 +552,17 @@ def _single_scales(part: Part, scheme: WeightScheme, endings: tuple[str, ...]) -
     return {name: TensorEntry(name, scheme.scale_dtype, shape, "dummy weights", 0)}
 
 
-# Patterns of plain modules come from untrusted files, and a regular expression can be made to run forever. So only those are
-# evaluated that consist of names, dots (each stands for itself), ".*", groups of alternatives, and "^" and "$" at the ends.
+# Patterns of plain modules come from untrusted files, and a regular expression can be made to run forever. So a pattern
+# may only have names, dots (each matches itself), ".*", groups of alternatives, and "^" and "$" at the ends.
 MAX_WAYS = 64
-"""Most expressions without alternatives that one pattern expands to."""
+"""Most alternatives that one pattern may expand to."""
 _GROUP = re.compile(r"\((?:\?:)?([^()]*)\)(?![*+?{])")
 _ANYTHING = re.compile(r"(?<!\\)\.\*")
 _NAME = re.compile(r"(?:[\w.-]|\\\.)*")
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Match a module: names as consecutive components, expressions from the beginning of a name."""
+    """Match a module: a name as consecutive components, an expression from the start of the module's name."""
     if not _is_expression(pattern):
         return f".{pattern}." in f".{module}."
     return any(way.match(module) for way in _ways(pattern) or ())
@@ -580,7 +580,7 @@ def _is_expression(pattern: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _ways(pattern: str) -> tuple[re.Pattern[str], ...] | None:
-    """Return an expression for every way to match: names with anything between them; None: unknown."""
+    """Expand alternatives: return one expression for each, names with anything between them; None if unknown."""
     whole, ways = [pattern.removeprefix(REGEX_PREFIX)], []
     while whole:
         text = whole.pop()
@@ -602,7 +602,7 @@ def _way(text: str) -> re.Pattern[str] | None:
     if not all(map(_NAME.fullmatch, pieces)):
         return None
     first, *others = (re.escape(piece.replace("\\.", ".")) for piece in pieces)
-    # Atomic groups keep what they found first, so a match takes linear time.
+    # Atomic groups never backtrack, so a match takes linear time.
     middle = "".join(f"(?>.*?{name})" for name in others[:-1])
     last = f".*{others[-1]}" if others else ""
     return re.compile(f"{first}{middle}{last}" + (r"\Z" if text.endswith("$") else ""), re.DOTALL)
