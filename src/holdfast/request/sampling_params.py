@@ -249,6 +249,8 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         return None
     if not isinstance(bias, dict):
         raise RequestError("request.not_mapping", name="logit_bias", value=bias)
+    if not all(type(token) is int and 0 <= token < 2**31 for token in bias):
+        raise RequestError("request.bias_keys", name="logit_bias", value=list(bias))
     _token_ids(list(bias), "logit_bias", MAX_LOGIT_BIASES)
     for token, value in bias.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
