@@ -119,7 +119,7 @@ MOST_RATE = 1e18
 
 
 def write_measured(found: Sequence[Measured]) -> Path:
-    """Keep new measurements beside the kept ones of other devices, and return the file."""
+    """Add new measurements to the kept ones of other devices, and return the file."""
     new = {(one.device, one.total_bytes) for one in found}
     kept = [one for one in read_measured() if (one.device, one.total_bytes) not in new]
     path = private_folder() / MEASURED_FILE
