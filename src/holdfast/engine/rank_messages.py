@@ -1,17 +1,17 @@
 """Messages between rank 0 and the other ranks: the handshake of a start, then one frame a step; no torch.
 
     rank 0 -> rank   RankStart     once: the settings of the engine, and the number of this rank
-                     RankPlanned   pages, context, layers of each stage, and the digest that this rank's own plan must have
-                     RankConnect   the address of the rendezvous, once all have loaded
-                     RankFrame     results of the steps collected since the last frame, and the next step
-                     RankLookRequest, Shutdown
+                     RankPlanned   pages, context, layers of each stage, and the digest that this rank's own plan must
+                     have RankConnect   the address of the rendezvous, once all have loaded RankFrame     results of the
+                     steps collected since the last frame, and the next step RankLookRequest, Shutdown
     rank -> rank 0   RankReported  what this rank has: free memory, versions, a digest of the model's headers
                      RankLoaded    weights are in place
                      RankReady     everything is built: planned and held memory
                      RankLook      counters of its allocator, requested between two steps
                      Refused, Died, Heartbeat
 
-Each direction is numbered from 1 without a gap. Frames have their own numbers, so that one encoded frame serves all ranks.
+Each direction is numbered from 1 without a gap. Frames have their own numbers, so that one encoded frame serves all
+ranks.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class RankConnect:
     secret: str = ""
     """Ranks authenticate with it."""
     row_sizes: tuple[Count, ...] = ()
-    """Those that every rank has."""
+    """Row counts that every rank allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,9 @@ def encode_frame(results: Sequence[StepResult], step: Step, number: int) -> byte
 
 
 def for_followers(step: Step) -> Step:
-    """Return the step for ranks that do not sample: one allowed token stands for all, which may be a million a sequence.
+    """Return the step for ranks that do not sample: one allowed token per sequence stands for up to a million.
 
-    That there are some decides which collectives sampling takes.
+    Having any decides which collectives sampling uses.
     """
     if not any(len(one.params.allowed_token_ids or ()) > 1 for one in step.admitted):
         return step

@@ -36,7 +36,7 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
@@ -270,4 +270,4 @@ def _attend_kernel(
         tl.store(p_partial, b_out.to(p_partial_out.dtype.element_ty), mask=m_out)
         tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # not sooner: programs of the next kernel would run beside these
+        tl.extra.cuda.gdc_launch_dependents()  # release late: programs of the next kernel would run beside these

@@ -21,7 +21,7 @@ from holdfast.kernels.latent.latent_tiles import MERGED_COLUMNS, row_form
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, kernel_constant, next_power_of_two, tl
 
-# Triton unpacks nothing into a tuple, but adds tuples.
+# Triton cannot unpack into a tuple, but adds tuples.
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 SPREAD_SPLITS, MERGED_SPLITS, MERGED_HEADS = 32, 4, 4

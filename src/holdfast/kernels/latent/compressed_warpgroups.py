@@ -37,7 +37,7 @@ from holdfast.kernels.latent.sparse_gather import (
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant
 
-# Triton unpacks nothing into a tuple, but adds tuples.
+# Triton cannot unpack into a tuple, but adds tuples.
 # pyright: reportGeneralTypeIssues=false
 
 NOPE_DIM, ROPE_DIM = 448, 64
@@ -457,4 +457,4 @@ def _attend_kernel(
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))
     if PDL:
-        launch_dependents()  # not sooner: programs of the next kernel would share the multiprocessors unevenly
+        launch_dependents()  # release late: programs of the next kernel would share the multiprocessors unevenly

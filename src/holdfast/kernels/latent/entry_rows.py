@@ -19,7 +19,7 @@ from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, rele
 from holdfast.quant.formats import EXPONENT_ALIGNMENT, EXPONENT_TILE
 from holdfast.quant.latent_quantize import LEAST_TILE
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 TILE = kernel_constant(EXPONENT_TILE)

@@ -310,4 +310,4 @@ def _attend_kernel(
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))
     if PDL:
-        launch_dependents()  # not sooner: programs of the next kernel would share the multiprocessors unevenly
+        launch_dependents()  # release late: programs of the next kernel would share the multiprocessors unevenly

@@ -15,7 +15,7 @@ from holdfast.kernels.latent.latent_planes import IndexPlanes, SparseRows
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 MAX_HEADS, MAX_DIM = 64, 128

@@ -72,11 +72,11 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# Triton unpacks nothing into a tuple, but adds tuples.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
+# Triton cannot unpack into a tuple, but adds tuples.
 
 
 class LatentBlocks(NamedTuple):
@@ -509,9 +509,9 @@ def _tiles_kernel(
             _store_rows(b_out, p_partial, m_m, o_l, m_l, PLAIN_ROWS, FP8, LATENT_DIM, NUM_GROUPS, BLOCK_L)
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
-        # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
+        # Release late: programs of the next kernel would share the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
+        tl.extra.cuda.gdc_wait()  # wait even without a tile: the next kernel relies on all earlier ones
 
 
 @jit_counting("places")
@@ -577,7 +577,7 @@ def _lists_kernel(
         _store_rows(b_out, p_partial, m_m, o_l, m_l, PLAIN_ROWS, FP8, LATENT_DIM, NUM_GROUPS, BLOCK_L)
         tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # not sooner: programs of the next kernel would run beside these
+        tl.extra.cuda.gdc_launch_dependents()  # release late: programs of the next kernel would run beside these
 
 
 @jit

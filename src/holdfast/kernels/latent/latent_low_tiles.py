@@ -24,8 +24,8 @@ from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes
 from holdfast.kernels.latent.latent_warpgroups import LATENT, LATENT_DIM, ROPE, ROPE_DIM
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, kernel_constant, kernel_value
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# Triton unpacks nothing into a tuple, but adds tuples.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
+# Triton cannot unpack into a tuple, but adds tuples.
 
 SLAB, CHUNK, NUM_CHUNKS = kernel_constant(64), kernel_constant(128), kernel_constant(4)
 FP8_BYTES = kernel_constant(LATENT_DIM + 4 * 4 + 2 * ROPE_DIM)

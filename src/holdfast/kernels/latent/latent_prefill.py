@@ -24,7 +24,7 @@ from holdfast.kernels.up_projection import TILE_ROWS, UpProjection, num_splits
 from holdfast.quant.formats import LATENT_TILE
 from holdfast.quant.latent_quantize import LATENT_CODEBOOK
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 GATHERED_TOKENS = 8

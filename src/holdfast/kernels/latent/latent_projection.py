@@ -14,7 +14,7 @@ from torch import Tensor
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, release_then_wait, tl
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 16, 64, 512

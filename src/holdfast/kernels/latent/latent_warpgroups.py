@@ -230,5 +230,5 @@ def _attend_kernel(
     for i_bar in gl.static_range(2):
         hopper.mbarrier.invalidate(bars.index(i_bar))
     if PDL:
-        launch_dependents()  # not sooner: programs of the next kernel would share the multiprocessors unevenly
-        wait_for_kernels_before()  # also without a tile
+        launch_dependents()  # release late: programs of the next kernel would share the multiprocessors unevenly
+        wait_for_kernels_before()  # wait even without a tile

@@ -21,11 +21,11 @@ from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_
 from holdfast.quant.formats import LATENT_TILE
 from holdfast.quant.latent_quantize import LATENT_PARTS, num_fp8_tiles
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# Triton unpacks nothing into a tuple, but adds tuples.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
+# Triton cannot unpack into a tuple, but adds tuples.
 
 
 class WordShape(NamedTuple):

@@ -19,7 +19,7 @@ Blocks form a ring in shared memory. The barrier `filled` flips when a block is 
 from holdfast.kernels.attention.dequantize import LATENTS_4_ASM
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, kernel_constant
 
-# Triton unpacks nothing into a tuple, but adds tuples.
+# Triton cannot unpack into a tuple, but adds tuples.
 
 PANEL = kernel_constant(64)
 """Columns of half precision in 128 bytes of shared memory."""

@@ -170,7 +170,7 @@ def _attend_kernel(
         store_tile(b_accs, b_share, p_partial_out + o_partial * LATENT, m_head, score_layout, KIND)
         gl.store(p_partial_lse + o_partial, b_m + gl.log2(b_sum), mask=m_head)
     if PDL:
-        launch_dependents()  # not sooner: programs of the next kernel would run beside these
+        launch_dependents()  # release late: programs of the next kernel would run beside these
 
 
 @gluon_jit
@@ -325,4 +325,4 @@ def _turns_kernel(
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))
     if PDL:
-        launch_dependents()  # not sooner: programs of the next kernel would run beside these
+        launch_dependents()  # release late: programs of the next kernel would run beside these

@@ -18,7 +18,7 @@ from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, next
 from holdfast.quant.formats import LATENT_TILE
 from holdfast.quant.latent_quantize import LATENT_CODEBOOK
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 ELEMENTS_PER_PROGRAM = 2048
