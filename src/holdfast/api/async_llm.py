@@ -32,17 +32,17 @@ MAP_SECONDS = 0.2
 MAP_WAIT_SECONDS = 0.5
 """Maximum wait for a newer map."""
 MAX_AT_ONCE = 64
-"""Texts of one call in the queue at once, so that other requests find a place."""
+"""Maximum texts of one call in the queue, so that other requests fit."""
 GRAMMAR_THREADS = 4
-"""Threads that compile grammars: a slow one does not delay the others."""
+"""Threads that compile grammars, so that a slow one does not delay others."""
 _Preparation = tuple[Callable[[], PreparedRequest], object]
-"""The work before a request is queued, and its params."""
+"""A function that prepares a request, and its params."""
 
 
 class AsyncLLM(Opened):
     """A model that answers many callers at once, from any number of event loops.
 
-    A request ends within one step after its task is cancelled or its generator is closed. A slow reader gets what it missed
+    A request ends within one step after its task is cancelled or its generator closes. A slow reader gets missed text
     in its next output.
 
     >>> async for output in llm.generate("Hello", SamplingParams(max_tokens=20)):
@@ -61,9 +61,9 @@ class AsyncLLM(Opened):
         cache_salt: str | None = None,
         sampling_params: SamplingParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the answer so far each time it grows; the last one is `finished`.
+        """Yield the whole answer so far each time it grows; the last output is `finished`.
 
-        `SamplingParams(output_kind="delta")` yields only what was added. `sampling_params` is vLLM's name of `params`.
+        `SamplingParams(output_kind="delta")` yields only new text. `sampling_params` is vLLM's name for `params`.
         """
         given = self._given(params, sampling_params)
         return self._outputs(self._prompt_preparation(prompt, given, cache_salt), request_id)
@@ -89,7 +89,7 @@ class AsyncLLM(Opened):
         *,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """Yield what was added, one delta per completion."""
+        """Yield new text as deltas, one per completion."""
         return self._deltas(self._prompt_preparation(prompt, params, cache_salt), request_id)
 
     def stream_chat(
@@ -107,7 +107,7 @@ class AsyncLLM(Opened):
     async def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
     ) -> PreparedRequest:
-        """Check a request before it is queued; `answer` takes the result."""
+        """Validate a request without queueing it; pass the result to `answer`."""
         return await self._prepared(*self._prompt_preparation(prompt, params, cache_salt))
 
     async def prepare_chat(
@@ -124,7 +124,7 @@ class AsyncLLM(Opened):
     async def prepare_pooled(
         self, prompt: Prompt, *, cache_salt: str | None = None, truncate: bool = False, priority: int = 0
     ) -> PreparedRequest:
-        """Like `prepare`, for a pooled prompt; with `truncate` a long one is cut at its end."""
+        """Like `prepare`, for a pooled prompt; `truncate` cuts the end of a long one."""
         engine = self.engine
         options = {"cache_salt": cache_salt, "truncate": truncate, "priority": priority}
         return await self._prepared(partial(engine.prepare_pooled, prompt, **options))  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ class AsyncLLM(Opened):
         truncate: bool = False,
         priority: int = 0,
     ) -> Scoring:
-        """Make a scoring of pairs; the lists are equally long."""
+        """Make a Scoring of pairs from equally long lists."""
         engine, own = self.engine, {"instruction": instruction, "cache_salt": cache_salt}
         return Scoring(engine, queries, documents, truncate=truncate, priority=priority, **own)
 
@@ -193,15 +193,15 @@ class AsyncLLM(Opened):
 
     @property
     def pooling(self) -> Pooling:
-        """Pooling of the model."""
+        """The model's pooling."""
         return self._live().engine.pooling
 
     async def answer(
         self, prepared: PreparedRequest, request_id: str | None = None
     ) -> AsyncGenerator[list[CompletionDelta], None]:
-        """Yield the deltas of each step: one wake-up per step.
+        """Yield the deltas of each step, with one wake-up per step.
 
-        The first list is empty and means that the queue accepted the request; a refusal raises instead.
+        An empty first list means that the queue accepted the request; a refusal raises.
         """
         with self._request(prepared, request_id) as mailbox:
             await mailbox.accepted()
@@ -212,7 +212,7 @@ class AsyncLLM(Opened):
                 yield deltas
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Abort requests before the next step; readers get a last output with finish_reason "abort"."""
+        """Abort requests before the next step; readers get a last output whose finish_reason is "abort"."""
         for name in (request_id,) if isinstance(request_id, str) else request_id:
             self._live().abort(name)
 
@@ -249,7 +249,7 @@ class AsyncLLM(Opened):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence, with its answer."""
+        """Maximum tokens of a sequence, answer included."""
         return self._live().engine.core.facts.longest
 
     @property
@@ -268,7 +268,7 @@ class AsyncLLM(Opened):
 
     @property
     def core_pid(self) -> int | None:
-        """Id of the process that runs the model, if it has its own."""
+        """Process id of the core; None if it runs in this process."""
         return getattr(self._live().engine.core, "pid", None)
 
     @property
@@ -277,14 +277,14 @@ class AsyncLLM(Opened):
         return self._live().engine.limits
 
     async def drain(self) -> None:
-        """Refuse new requests, answer the others, then shut down."""
+        """Refuse new requests, finish the others, then shut down."""
         thread = self._live()
         thread.drain()
         await asyncio.get_running_loop().run_in_executor(None, thread.join)
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Abort what runs, wait for the current step, and free the model. Idempotent."""
+        """Abort all requests, wait for the current step, and free the model. Idempotent."""
         self._finalizer()
         self._thread = None
 
@@ -298,14 +298,14 @@ class AsyncLLM(Opened):
 
     def _start(self, engine: Engine) -> None:
         thread = EngineThread(engine)
-        # One thread, so that prompts are queued in order of arrival.
+        # One thread keeps prompts in order of arrival.
         prompt_thread = ThreadPoolExecutor(1, "holdfast-prompts")
         self._thread: EngineThread | None = thread
         self._prompt_thread = prompt_thread
-        # Compiling a hostile grammar may take seconds, during which prompts should not wait.
+        # Compiling a hostile grammar may take seconds; prompts must not wait for it.
         grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "holdfast-grammars")
         self._grammar_threads = grammar_threads
-        # Also runs when the AsyncLLM is garbage, and at exit.
+        # Also runs at garbage collection and at exit.
         self._finalizer = weakref.finalize(self, _shut_down, thread, (prompt_thread, grammar_threads))
 
     def _live(self) -> EngineThread:
@@ -368,9 +368,9 @@ class AsyncLLM(Opened):
                     yield delta
 
     async def _prepared(self, prepare: Callable[[], PreparedRequest], params: object = None) -> PreparedRequest:
-        """Prepare in another thread, so that a long prompt does not delay other requests; check the queue first.
+        """Check the queue, then prepare in another thread, so that a long prompt does not delay other requests.
 
-        The grammar of `params` is compiled before, and cached for `prepare`.
+        Compile the grammar of `params` first; `prepare` finds it in the cache.
         """
         self._checked().check_room(1)
         try:
@@ -383,7 +383,7 @@ class AsyncLLM(Opened):
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # The caller was not cancelled: the model was shut down while the prompt waited.
+            # Not a cancelled caller: the model was shut down meanwhile.
             raise EngineDeadError("api.shut_down", kind="AsyncLLM") from None
 
     @contextmanager
@@ -397,7 +397,7 @@ class AsyncLLM(Opened):
 
 
 def _shut_down(thread: EngineThread, preparing: Iterable[ThreadPoolExecutor]) -> None:
-    if thread.home.is_elsewhere:  # a forked child, in which a lock may be held for ever
+    if thread.home.is_elsewhere:  # a forked child, where locks may never be released
         return
     for threads in preparing:
         threads.shutdown(wait=False, cancel_futures=True)

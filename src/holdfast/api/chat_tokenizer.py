@@ -1,4 +1,4 @@
-"""ChatTokenizer: a model's tokenizer and chat template under the names of transformers; no torch."""
+"""ChatTokenizer: a model's tokenizer and chat template with transformers' method names; no torch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -42,11 +42,11 @@ class ChatTokenizer:
         return {"input_ids": many, "attention_mask": [[1] * len(ids) for ids in many]}
 
     def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
-        """Return tokens as the vocabulary has them."""
+        """Return raw vocabulary tokens."""
         return self.convert_ids_to_tokens(self.encode(text, add_special_tokens))
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Return tokens as the vocabulary has them; an id without a token is empty."""
+        """Return raw vocabulary tokens; an id without a token becomes an empty one."""
         return [self._tokenizer.vocabulary_token(token_id) or "" for token_id in token_ids]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
@@ -68,7 +68,7 @@ class ChatTokenizer:
     ) -> object:
         """Render a conversation, or each of several, as text or as token ids.
 
-        In ids, special tokens written out in messages are text unless `allow_special_tokens`.
+        If it returns ids, special tokens in messages are plain text unless `allow_special_tokens`.
         """
         if conversation and isinstance(conversation[0], list | tuple):
             options = {"tools": tools, "chat_template": chat_template, "tokenize": tokenize, **template_options}
@@ -138,7 +138,7 @@ class ChatTokenizer:
 
 
 def _listed(token_ids: object) -> list[int]:
-    """Return token ids of a list, a tuple, a tensor, an array, or one id."""
+    """Convert a list, tuple, tensor, array or single id to a list of ids."""
     listed = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids  # type: ignore[attr-defined]
     listed = [listed] if isinstance(listed, int) else listed
     if not isinstance(listed, list | tuple) or not all(isinstance(token_id, int) for token_id in listed):

@@ -1,4 +1,4 @@
-"""LLM: a model in a program: generate, chat and stream; torch is imported when a model is opened."""
+"""LLM: offline inference: generate, chat and stream; torch is imported when a model is opened."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -33,14 +33,14 @@ from holdfast.request.sampling_params import SamplingParams
 
 _log = get_logger(__name__)
 OPEN_ENDED_WARNED = Event()
-"""Set after the first warning of an answer without max_tokens."""
+"""Set after the first warning about a missing max_tokens."""
 
 Prompts = Prompt | list[int] | SequenceABC[Prompt | list[int]]
 Params = SamplingParams | SequenceABC[SamplingParams]
 
 
 class LLM(Opened):
-    """A model that answers. Threads that call it take turns; `AsyncLLM` batches many callers.
+    """A model for offline inference. Calls from several threads run in turn; `AsyncLLM` batches them.
 
     >>> llm = LLM()
     >>> llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0].text
@@ -63,8 +63,8 @@ class LLM(Opened):
         """Complete one prompt or many, in order.
 
         A prompt is text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`; special tokens in a text are
-        parsed. All prompts are checked before the first one runs. Params are for all prompts, or one for each; the
-        default is the model's recommendation. `sampling_params` and `use_tqdm` are vLLM's names of `params` and
+        parsed. All prompts are checked before the first one runs. `params` is one value for all prompts or a list; its
+        default is the model's recommendation. `sampling_params` and `use_tqdm` are vLLM's names for `params` and
         `progress`.
         """
         engine = self.engine
@@ -85,7 +85,7 @@ class LLM(Opened):
         use_tqdm: object = None,
         **keywords: Unpack[ChatKeywords],
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, through the chat template; `ChatKeywords` has the other options."""
+        """Answer one conversation or many with the chat template; `ChatKeywords` lists the other options."""
         is_many = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
         engine = self.engine
         values, options = chat_values(keywords)
@@ -108,7 +108,7 @@ class LLM(Opened):
         truncate_prompt_tokens: int | None = None,
         prompt_token_ids: SequenceABC[object] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Embed one prompt or many: the normalized final hidden state of the last token, in order."""
+        """Embed one prompt or many, in order: the normalized final hidden state of each last token."""
         params = _pooling_params(pooling_params, truncate_prompt_tokens)
         outputs = self._pooled(prompts, prompt_token_ids, params, _shows(progress, use_tqdm))
         return [embedding_output(self._live().engine.pooling, output, params) for output in outputs]
@@ -154,7 +154,7 @@ class LLM(Opened):
         truncate_prompt_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Score pairs: one text with each of several, or two equally long lists; by cosine, or by a reranker.
+        """Score pairs by cosine or a reranker: one text with each of several, or two equally long lists.
 
         `instruction` is the task of a reranker.
         """
@@ -183,7 +183,7 @@ class LLM(Opened):
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
     ) -> Iterator[CompletionDelta]:
-        """Stream what each step adds. Closing the generator aborts the request."""
+        """Yield the delta of each step. Closing the generator aborts the request."""
         return self._stream(self.engine.prepare(prompt, self._given(params), cache_salt=cache_salt))
 
     def stream_chat(
@@ -201,7 +201,7 @@ class LLM(Opened):
 
     @property
     def engine(self) -> Engine:
-        """The engine, for measurements; one thread at a time may call it."""
+        """The engine, for measurements; call it from one thread at a time."""
         driver = self._live()
         driver.home.check()
         return driver.engine
@@ -218,7 +218,7 @@ class LLM(Opened):
         self._live().reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Abort what runs and free the model. Idempotent."""
+        """Abort all requests and free the model. Idempotent."""
         if self._driver is not None:
             driver, self._driver = self._driver, None
             driver.close()
@@ -237,7 +237,7 @@ class LLM(Opened):
         return self._driver
 
     def _run(self, prepared: list[PreparedRequest], progress: bool) -> list[RequestOutput]:
-        """Submit requests while the queue has space, and step until all are answered."""
+        """Submit requests as the queue has space, and step until all finish."""
         driver = self._live()
         waiting = deque(prepared)
         assemblers: list[OutputAssembler] = []
@@ -304,7 +304,7 @@ def scoring_output(used: SequenceABC[RequestOutput], score: float) -> ScoringReq
 
 
 def _warn_open_ended(max_tokens: int) -> None:
-    """Warn once how long an answer may become: programs written for vLLM expect 16 tokens."""
+    """Warn once that an answer may fill the context; vLLM's default is 16 tokens."""
     if not OPEN_ENDED_WARNED.is_set():
         OPEN_ENDED_WARNED.set()
         _log.warning(
@@ -345,7 +345,7 @@ def _prepare_all(
     params: Params,
     prepare: Callable[[object, object], PreparedRequest],
 ) -> list[PreparedRequest]:
-    """Check everything before anything runs; an error names its prompt."""
+    """Prepare all prompts before any runs; an error names its prompt."""
     if not isinstance(prompts, list | tuple):
         raise PromptError("api.not_prompts", kind=type(prompts).__name__)
     each = params if isinstance(params, list | tuple) else [params] * len(prompts)

@@ -1,4 +1,4 @@
-"""LLMEngine: a model whose steps the program runs, under vLLM's names; torch is imported when a model is opened."""
+"""LLMEngine: vLLM's engine class, whose caller runs each step; torch is imported when a model is opened."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from holdfast.request.sampling_params import RequestOutputKind, SamplingParams
 
 
 class LLMEngine(Opened):
-    """A model whose steps the caller runs, one thread at a time. `LLM` and `AsyncLLM` step by themselves.
+    """A model whose caller runs each step, from one thread at a time. `LLM` and `AsyncLLM` step by themselves.
 
     >>> engine.add_request("0", "Hello", SamplingParams(max_tokens=8))
     >>> while engine.has_unfinished_requests():
@@ -31,7 +31,7 @@ class LLMEngine(Opened):
         *,
         sampling_params: SamplingParams | None = None,
     ) -> str:
-        """Check and queue a request, and return its name. Waiting counts from this call, not from arrival_time."""
+        """Check and queue a request; return its id. Wait times start at this call, not at arrival_time."""
         prepared = self.engine.prepare(prompt, self._given(params, sampling_params))
         name = self.engine.submit(prepared, request_id)
         assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
@@ -39,7 +39,7 @@ class LLMEngine(Opened):
         return name
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return an output of each changed request, by its output_kind."""
+        """Run one step; return an output per changed request, according to its output_kind."""
         return self._outputs(self.engine.step() if self.engine.has_unfinished() else [])
 
     def has_unfinished_requests(self) -> bool:
@@ -47,11 +47,11 @@ class LLMEngine(Opened):
         return self.engine.has_unfinished()
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests without their last output."""
+        """Return the number of requests without a final output."""
         return len(self._requests)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Abort requests now; they give no more outputs."""
+        """Abort requests at once, without further outputs."""
         for name in (request_id,) if isinstance(request_id, str) else request_id:
             self.engine.abort(name)
             self._requests.pop(name, None)

@@ -1,4 +1,4 @@
-"""Opened: what LLM, AsyncLLM and LLMEngine share: opening a model, and what they read from its engine; no torch."""
+"""Opened: base of LLM, AsyncLLM and LLMEngine: opens a model and reads facts from its engine; no torch."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from holdfast.loading.hub.download import Watch
 
 OnProgress = Callable[[int, int], None]
-"""Called with bytes read and bytes to read while a model loads."""
+"""Callback with bytes read and total bytes while a model loads."""
 _Params = TypeVar("_Params")
 
 
 class Opened:
-    """A model in a program; it cannot be pickled or copied."""
+    """An open model; it cannot be pickled or copied."""
 
     is_paced = False
-    """True if steps are kept short by default, because many callers wait for their next token."""
+    """True if steps are short by default, because many callers wait for their next token."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Opened:
     ) -> None:
         """Open a folder, a GGUF file, owner/name on the Hub, or None for the default model; `EngineConfig` has the options.
 
-        vLLM's names work: those without effect are logged once, and those that are not in this version raise with advice.
+        vLLM's names work: those without effect are logged once, and unsupported ones raise with advice.
         The call blocks while the model loads.
         """
         config = EngineConfig.from_options(model=model, **options)
@@ -51,7 +51,7 @@ class Opened:
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
-        """Make one of an existing engine that has no other user."""
+        """Wrap an existing engine that has no other user."""
         own = cls.__new__(cls)
         own._start(engine)
         return own
@@ -60,7 +60,7 @@ class Opened:
         raise NotImplementedError
 
     def _given(self, params: _Params | None, sampling_params: _Params | None = None) -> _Params | SamplingParams:
-        """Return the params, given by one of two names, or the model's own."""
+        """Return the params given under either name, or the model's defaults."""
         if params is not None and sampling_params is not None:
             raise RequestError("api.params_twice")
         given = sampling_params if params is None else params
@@ -68,7 +68,7 @@ class Opened:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for measurements; one thread at a time may call it."""
+        """The engine, for measurements; call it from one thread at a time."""
         raise NotImplementedError
 
     def _live_engine(self) -> Engine:
@@ -77,11 +77,11 @@ class Opened:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **others: object) -> Self:
-        """vLLM's constructor from parsed options; its other arguments have no effect."""
+        """vLLM's constructor from parsed options; other arguments have no effect."""
         return cls(**vars(engine_args))
 
     def get_tokenizer(self) -> ChatTokenizer:
-        """Return tokenizer and chat template under the names of transformers."""
+        """Return tokenizer and chat template with transformers' method names."""
         engine = self._live_engine()
         if engine.tokenizer is None:
             raise RequestError("api.no_tokenizer")
@@ -92,7 +92,7 @@ class Opened:
         return sampling_params_from(self._live_engine().generation)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """vLLM's name of `default_sampling_params`."""
+        """vLLM's name for `default_sampling_params`."""
         return self.default_sampling_params()
 
     @property
@@ -126,13 +126,13 @@ def open_engine(
     *,
     on_prepare: OnPrepare | None = None,
 ) -> Engine:
-    """Build an engine, with progress bars unless the caller has callbacks; `model` is an open model, if given."""
+    """Build an engine, with progress bars unless callbacks are given; `model` is an already open model."""
     log_in_scripts()
     model = open_headers(config) if model is None else model
     if config.core_process:
         from holdfast.engine.core_process import connect_engine as build_engine
     else:
-        # This imports torch, after a wrong path was refused.
+        # Imports torch, so a wrong path must be refused first.
         from holdfast.engine.build import build_engine
 
     with ExitStack() as stack:

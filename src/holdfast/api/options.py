@@ -19,7 +19,7 @@ ADVISED = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 class EngineOptions(TypedDict, total=False):
-    """Every field of `EngineConfig` but the model, for editors and type checkers; `EngineConfig` documents them."""
+    """Fields of `EngineConfig` except the model, for editors and type checkers; see `EngineConfig`."""
 
     revision: str | None
     tokenizer: str | None
@@ -60,17 +60,17 @@ class EngineOptions(TypedDict, total=False):
     core_process: bool
     core_timeout: float
     gpu_memory_utilization: float | None
-    """vLLM's name of memory_utilization."""
+    """vLLM's name for memory_utilization."""
     block_size: int | None
-    """vLLM's name of page_tokens."""
+    """vLLM's name for page_tokens."""
     kv_cache_memory_bytes: str | int | None
-    """vLLM's name of kv_cache_memory."""
+    """vLLM's name for kv_cache_memory."""
     speculative_config: Mapping[str, object] | None
-    """vLLM's name of speculative, as its dict: {"method": "ngram", "num_speculative_tokens": 4}."""
+    """vLLM's name for speculative, as a dict: {"method": "ngram", "num_speculative_tokens": 4}."""
 
 
 def takes_vllm_names(call: Callable[_Call, _Result]) -> Callable[_Call, _Result]:
-    """Decorate a method: accept vLLM's other arguments if they have no effect; refuse a wrong name with the nearest."""
+    """Decorate a method: accept vLLM's arguments without effect; refuse an unknown name and suggest the nearest."""
     names = set(inspect.signature(call).parameters) - {"self"}
 
     @wraps(call)
@@ -87,21 +87,21 @@ class ChatKeywords(TypedDict, total=False):
     """Keywords of calls with a conversation."""
 
     chat_template: str | None
-    """Text of a template to use instead of the model's own."""
+    """Template text that replaces the model's own."""
     chat_template_kwargs: Mapping[str, object] | None
-    """Further variables of the template, such as enable_thinking."""
+    """More template variables, such as enable_thinking."""
     add_generation_prompt: bool
-    """End the prompt where an answer begins. Default: True."""
+    """End the prompt with the start of an answer. Default: True."""
     continue_final_message: bool
     """Continue the last message; needs add_generation_prompt=False."""
     tools: Sequence[object] | None
     """Tools for the template."""
     allow_special_tokens: bool
-    """Parse special tokens that are written out in messages, such as <|im_end|>; by default they are text."""
+    """Parse special tokens such as <|im_end|> in messages; by default they are plain text."""
 
 
 def chat_values(keywords: Mapping[str, object]) -> tuple[dict[str, object], ChatOptions]:
-    """Split the keywords of a call into variables of the template and chat options."""
+    """Split a call's keywords into template variables and chat options."""
     settled = settle(keywords, ChatKeywords.__annotations__, CALL_NAMES, KeywordError).options
     template, allows = settled.pop("chat_template", None), settled.pop("allow_special_tokens", False)
     more = settled.pop("chat_template_kwargs", None) or {}
@@ -114,7 +114,7 @@ def chat_values(keywords: Mapping[str, object]) -> tuple[dict[str, object], Chat
 
 
 def sampling_params_from(generation: GenerationDefaults) -> SamplingParams:
-    """Return the model's sampling defaults, or the usual ones."""
+    """Return SamplingParams with the model's defaults."""
     advised = {name: value for name in ADVISED if (value := getattr(generation, name)) is not None}
     try:
         return SamplingParams(**advised)

@@ -43,7 +43,7 @@ def bar_console() -> Console:
 
 
 class Bar:
-    """A context around one task of a rich progress bar; without a terminal it does nothing."""
+    """Context manager for a one-task rich progress bar; does nothing without a terminal."""
 
     starts_at_once = False
     _progress: Progress | None = None
@@ -70,7 +70,7 @@ class Bar:
 
 
 class LoadingBar(Bar):
-    """`bar(done, total)` in bytes; drawn only between the first byte and the last."""
+    """`bar(done, total)` in bytes; visible from the first byte to the last."""
 
     def __init__(self, title: str = "Loading weights") -> None:
         if not is_watched():
@@ -109,7 +109,7 @@ class PreparingBar(Bar):
         if self._progress is None:
             self._start()
         note = f" {preparing.note}" if preparing.note else ""
-        # Drawn at once: a compiler may run for long without another update.
+        # Draw at once: compilation may take long without an update.
         counts = {"completed": preparing.num_done, "total": preparing.num_total}
         self.update(**counts, description=preparing.what, note=note, refresh=True)
         if preparing.num_done == preparing.num_total:
@@ -144,7 +144,7 @@ class GenerationBar(Bar):
         )
 
     def count(self, num_finished: int, num_input_tokens: int, num_output_tokens: int) -> None:
-        """Show the progress; cheap enough for every step."""
+        """Show the progress; cheap enough to call every step."""
         now = time.monotonic()
         is_last = num_finished == self._num_prompts
         if self._progress is None or (now - self._shown_at < SECONDS_BETWEEN_UPDATES and not is_last):

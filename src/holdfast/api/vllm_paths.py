@@ -1,4 +1,4 @@
-"""Import paths of vLLM below `holdfast` (data/vllm_paths.json), and the finder that Python calls for them; no torch.
+"""vLLM's import paths below `holdfast` (data/vllm_paths.json), and their meta path finder; no torch.
 
 `from holdfast.sampling_params import SamplingParams` finds no file, so Python calls the finders of sys.meta_path. Ours comes
 last and knows the modules of the table; their names are imported on first use. A name or module that only vLLM has raises
@@ -20,13 +20,13 @@ from holdfast.request.vllm_names import ABSENT_MODULES, ABSENT_NAMES
 PACKAGE = "holdfast"
 _TABLE = json.loads(resources.files(PACKAGE).joinpath("data", "vllm_paths.json").read_text(encoding="utf-8"))
 NAMES: Mapping[str, str] = _TABLE["names"]
-"""Names of vLLM's package besides those that are ours too, with their homes: a module, or module:name."""
+"""Names that only vLLM's package has, with their homes: a module, or module:name."""
 HOMES: Mapping[str, str] = _TABLE["own_names"] | NAMES
-"""Homes of all names of this package."""
+"""Homes of all public names of this package."""
 MODULES: Mapping[str, Mapping[str, str]] = _TABLE["modules"]
-"""Modules of vLLM that programs import: the homes of their names."""
+"""vLLM modules that programs import, each with the homes of its names."""
 _PROGRAMS: Mapping[str, str] = _TABLE["programs"]
-"""Modules for python -m, and their source."""
+"""Source of the modules for python -m."""
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
@@ -35,13 +35,13 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def look_up(name: str, homes: Mapping[str, str]) -> object:
-    """Import the object of a name of the table."""
+    """Import the object that the table lists under a name."""
     home, _, other = homes[name].partition(":")
     return getattr(import_module(home), other or name)
 
 
 def absent(name: str) -> str | None:
-    """Return what to do without a name or module of vLLM, such as LoRARequest; None if vLLM has no such name."""
+    """Return advice for an unsupported vLLM name such as LoRARequest; None if vLLM has no such name."""
     parts = name.split(".")
     beginnings = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     return ABSENT_NAMES.get(parts[-1]) or next(
@@ -50,7 +50,7 @@ def absent(name: str) -> str | None:
 
 
 class VllmPaths(MetaPathFinder):
-    """Finds the modules of the table, after Python found no file."""
+    """Finds modules of the table for which Python found no file."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -61,7 +61,7 @@ class VllmPaths(MetaPathFinder):
             return None
         module, _, last = name.rpartition(".")
         if name in MODULES:
-            # Packages, so that Python calls this finder for names that a from-import does not find in them.
+            # As a package, so that a from-import calls this finder for missing names.
             return ModuleSpec(fullname, _Loader(name), origin=__file__, is_package=name not in _PROGRAMS)
         if last in MODULES.get(module, {}):
             return ModuleSpec(fullname, _Loader(name))
@@ -72,7 +72,7 @@ class VllmPaths(MetaPathFinder):
 
 
 class _Loader(InspectLoader):
-    """Fills a module of the table, or puts an object of it in the place of a module."""
+    """Fills a module of the table, or replaces a module by an object of the table."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -87,7 +87,7 @@ class _Loader(InspectLoader):
     def exec_module(self, module: ModuleType) -> None:
         homes = MODULES.get(self._name)
         if homes is None:
-            # A from-import of a package with a file of its own (distributed) takes what is in sys.modules.
+            # A from-import of a package with its own file (distributed) reads sys.modules.
             owner, _, name = self._name.rpartition(".")
             sys.modules[module.__name__] = look_up(name, MODULES[owner])  # type: ignore[assignment]
             return

@@ -1,14 +1,14 @@
-"""The attention contract: the Batch of a step, and what every attention backend has; each family adds its own verbs.
+"""The attention contract: the Batch of a step, and the base class of backends; each family adds its own methods.
 
 rows        sequence 0: positions [start, start + n)  |  sequence 1: ...  |  ...  |  padding      one row a token, T in all
 slot        chunk number * page_tokens + position % page_tokens: where a row's keys and values go; -1 for padding
 
-Layers belong to cache groups (cache/spec.py), G in all. Each group has its own slots, block table and page lists. Their numbers
-are those of chunks of `page_tokens` tokens, which kernels call pages.
+Layers belong to cache groups (cache/spec.py), G in all. Each group has its own slots, block table and page lists.
+Their numbers are those of chunks of `page_tokens` tokens, which kernels call pages.
 
-A layer hands over its fused projection. Norms, rotation, quantization and the write into pages belong to the backend, because
-the formats and devices that matter do all of them in one pass. A backend's needs are declared without building it
-(attention/declarations.py).
+A layer hands over its fused projection. Norms, rotation, quantization and the write into pages belong to the backend,
+because the formats and devices that matter do all of them in one pass. A backend's needs are declared without building
+it (attention/declarations.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ import torch
 
 PlannedT = TypeVar("PlannedT")
 StepPlan = Any
-"""What a backend made of a batch, for all layers: each backend has its own type."""
+"""A backend's plan of a batch, for all layers; each backend has its own type."""
 
 
 class SequenceRows(NamedTuple):
@@ -34,7 +34,7 @@ class SequenceRows(NamedTuple):
     table_row: int = -1
     """Its row of the block tables on the device; -1 if there are none."""
     is_prompt: bool = False
-    """Rows of a prompt, not after it; single rows of LogitRows do not say."""
+    """True for rows of the prompt; not set for single rows of LogitRows."""
 
     @property
     def end(self) -> int:
@@ -67,7 +67,7 @@ class Batch:
 
     Places after the newest chunk, or before a window, name some chunk of any sequence."""
     states_T: torch.Tensor | None = None
-    """int64: the place of each row's sequence in the states of its layers (cache/storage.py), -1 for padding; None without states."""
+    """int64: state index of each row's sequence (cache/storage.py), -1 for padding; None without states."""
 
     @property
     def num_rows(self) -> int:
@@ -93,7 +93,7 @@ class LayerStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowsPlan(Generic[PlannedT]):
-    """A plan of backends that read the step on the host: of all rows, and of those whose logits are wanted, if not all."""
+    """Plans of a backend that reads the step on the host: for all rows, and for wanted rows, if not all."""
 
     every: PlannedT
     wanted: PlannedT | None
@@ -113,32 +113,32 @@ class RowsPlan(Generic[PlannedT]):
 
 
 class AttentionBackend:
-    """What backends of all families have. Its needs are declared before it is built; a step is planned once for all layers.
+    """Base of all families' backends. Its memory is declared before it is built; a step is planned once for all layers.
 
-    A plan is made by the host (ranges of tokens) or on the device (lists of tokens that a layer chose, in buffers that `plan`
-    only hands over). Either lies in memory that stays in place and is a line of the memory plan.
+    The host makes a plan of token ranges; the device makes lists of tokens that a layer chose, in buffers that `plan`
+    only passes on. Both lie in fixed memory that the memory plan lists.
     """
 
     name: ClassVar[str]
 
     def held_bytes(self) -> dict[str, int]:
-        """Return what it holds from start to end, by the owners that its declaration names."""
+        """Return the bytes it holds for life, by the owners that its declaration names."""
         return {}
 
     def plan(self, batch: Batch, captured: bool = False) -> StepPlan:
-        """Compute what all layers of this step share.
+        """Plan this step for all layers.
 
         If `captured`, launches must not depend on the step's lengths: a graph repeats them for other steps.
         """
         raise NotImplementedError
 
     def eager_steps(self) -> Sequence[EagerStep]:
-        """List steps of one sequence whose kernels no captured plan launches. Warm-up runs them, to compile the kernels."""
+        """List steps of one sequence whose kernels no captured plan launches. Warm-up runs them to compile."""
         return ()
 
 
 def wanted_rows(q_TND: torch.Tensor, out_TX: torch.Tensor, rows_R: torch.Tensor | None) -> torch.Tensor:
-    """Return the rows of an output whose logits are wanted, in the memory of the queries, which are not needed any more."""
+    """Return the output rows whose logits are wanted, in the memory of the queries, which are free by now."""
     if rows_R is None:
         return out_TX
     width = out_TX.shape[1]

@@ -1,4 +1,4 @@
-"""What every attention backend declares: the spec of a layer, the bounds of a step, scratch and terms; no torch of its own."""
+"""Declarations of attention backends: layer spec, step bounds, scratch buffers, memory terms; no torch of its own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from holdfast.quant.formats import bytes_for
 
 HALF_PRECISION = ("float16", "bfloat16")
 MAX_PARTIALS = 1024
-"""Most split-KV partials of a step, one for each row of each split. Long contexts take longer splits, not more memory."""
+"""Most split-KV partials of a step, one per row and split. Long contexts take longer splits, not more memory."""
 MIN_SPLIT_TOKENS = 256
 ROWS_AT_ONCE = 1024
 """Most rows of a step whose queries are in the latent space, or whose scores are held, together."""
@@ -31,13 +31,13 @@ INDEX_SCORES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What one layer's attention computes, and what its cache keeps. Each family of attention has a subclass."""
+    """Attention and cache of one layer. Each family has a subclass."""
 
     cache: LayerCache
     num_heads: int
     scale: float
     window: int | None
-    """How many of the newest tokens, the current one included, a token sees; None for all."""
+    """Newest tokens that a token attends to, itself included; None for all."""
     max_model_len: int
     dtype: str
     """torch's name of the type of queries and outputs."""
@@ -46,7 +46,7 @@ class AttentionSpec:
     group: int = 0
     """Cache group of the layer: its slots and its page table."""
     has_key_bias: bool = False
-    """Quantized pages of grouped attention hold keys without their projection's bias; attention adds its part to every score."""
+    """True if grouped attention's quantized pages hold keys without bias; attention adds its part to the scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class StepBounds:
 
 
 class BackendDeclaration:
-    """What is known of a backend without building it: which layers it supports, and every byte it needs."""
+    """A backend's supported layers and bytes, known without building it."""
 
     name: ClassVar[str]
     can_be_captured: ClassVar[bool] = False
@@ -76,12 +76,12 @@ class BackendDeclaration:
         return ()
 
     def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
-        """List what the backend holds from start to end: tile lists, mask templates."""
+        """List the memory the backend holds for life: tile lists, mask templates."""
         return ()
 
 
 def unsupported_device(spec: AttentionSpec) -> str | None:
-    """Return why GPU kernels of this project do not take the layer: its device, or its type."""
+    """Return why our GPU kernels reject the layer (device or dtype), or None."""
     if spec.device_kind != "cuda":
         return f"it runs on GPUs, not on {spec.device_kind}"
     if spec.dtype not in HALF_PRECISION:
@@ -90,7 +90,7 @@ def unsupported_device(spec: AttentionSpec) -> str | None:
 
 
 def unsupported_pages(spec: AttentionSpec) -> str | None:
-    """Return why kernels cannot mix plain pages of another type with these queries."""
+    """Return why plain pages of another dtype do not fit these queries, or None."""
     kv_format = spec.cache.format
     if not kv_format.is_quantized and {kv_format.key_dtype, kv_format.value_dtype} != {spec.dtype}:
         return f"pages must be {spec.dtype}, the type of the queries"
@@ -126,7 +126,7 @@ def score_rows(num_keys: int, bounds: StepBounds) -> int:
 
 
 def head_block_rows(num_heads: int) -> int:
-    """Count the rows with which plain torch attends at once."""
+    """Count the rows that plain torch attends for at once."""
     return max(1, BLOCK_ROWS // num_heads)
 
 
@@ -136,7 +136,7 @@ def index_block_rows(num_heads: int, num_tokens: int) -> int:
 
 
 def index_term(num_heads: int, index_dim: int, num_keys: int, what: str) -> Term:
-    """Declare what plain torch holds while it scores and chooses among up to `num_keys` keys."""
+    """Declare the memory of plain torch's top-k over up to `num_keys` index keys."""
     rows = index_block_rows(num_heads, 1)
     num_elements = 8 * max(INDEX_SCORES, num_keys) + 2 * rows * num_heads * BLOCK_TOKENS
     num_elements += 2 * (BLOCK_TOKENS + rows * num_heads) * index_dim

@@ -1,11 +1,11 @@
-"""TileScheduler: a step's work cut into tiles and KV splits for the layers that share a kernel and a window, in buffers that stay where they are.
+"""TileScheduler: cuts a step into tiles and KV splits for layers that share a kernel and a window, in fixed buffers.
 
-N sequences of a step, B blocks: rows of one sequence that are one tile, or several where their tokens are split, X tiles
+N sequences of a step, B blocks: rows of one sequence that are one tile, or several if their tokens are split, X tiles
 
-Every row of a decode step is split so that all programs of the machine have about the same to do, whatever the lengths.
-`batch_invariant` splits a row by its own length alone, which costs long contexts in small batches some speed; and rows of prompts
-go through large tiles however few they are in a step, so that how a prompt is cut changes nothing: there a row sees the blocks of
-tokens one after the other, and those that only other rows of its tile see add nothing to it.
+Rows of a decode step are split so that all programs get about equal work, whatever the lengths. `batch_invariant`
+splits a row by its own length alone, which costs long contexts in small batches some speed. It also sends prompt rows
+through large tiles, however few they are, so that chunking a prompt changes nothing: there a row reads blocks of
+tokens in order, and blocks that only other rows of its tile see add nothing to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ from holdfast.kernels.geometry import TILE_FIELDS, TileGeometry
 from holdfast.memory.arena import MirroredTensor
 
 MORE_TURNS = 6
-"""Than unsplit tiles take, that are looked at."""
+"""Most waves to try beyond those of unsplit tiles."""
 WORTH_MORE_TURNS = 1.1
-"""Times as fast they have to be, as far as costs of tiles tell."""
+"""Least estimated speedup for which more waves are worth it."""
 
 
 class StepRows(NamedTuple):
-    """The sequences of a step as columns, made once for all lists."""
+    """A step's sequences as columns, made once for all lists."""
 
     columns_4N: np.ndarray
     """int64: row of the page table, first row, rows, position of the first row."""
@@ -38,7 +38,7 @@ class StepRows(NamedTuple):
 
     @classmethod
     def of(cls, sequences: Sequence[SequenceRows], num_rows: int) -> "StepRows":
-        """Columns of these sequences."""
+        """Make columns of these sequences."""
         row_start, count, start, _, table_row, is_prompt = zip(*sequences, strict=True) if sequences else ((),) * 6
         columns_4N = np.array((table_row, row_start, count, start), dtype=np.int64)
         return cls(columns_4N, num_rows, np.array(is_prompt, dtype=np.bool_))
@@ -49,10 +49,10 @@ class StepRows(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Rows that are attended to together, and the tokens that they see."""
+    """Blocks of rows that attend together, and the tokens that they see."""
 
     columns_4B: np.ndarray
-    """As those of a step, of each block."""
+    """Columns of StepRows, by block."""
     low_B: np.ndarray
     high_B: np.ndarray
 
@@ -62,31 +62,31 @@ class Blocks(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How the tokens of each block are split."""
+    """KV splits of each block."""
 
     tokens_B: np.ndarray
-    """Tokens of a split; whole blocks of the kernel."""
+    """Tokens per split; a multiple of the kernel's block."""
     count_B: np.ndarray
 
     @classmethod
     def into(cls, wanted_B: np.ndarray | int, length_B: np.ndarray, block_tokens: int) -> "Splits":
-        """At most so many splits, all of one size but for the last."""
+        """Make at most `wanted_B` splits, equal but for the last."""
         tokens_B = -(-length_B // (wanted_B * block_tokens)) * block_tokens
         return cls(tokens_B, -(-length_B // tokens_B))
 
 
 class ListRoom(NamedTuple):
-    """What the lists and the partial results have room for."""
+    """Capacity of the lists and of split-KV partials."""
 
     max_tiles: int
     max_num_rows: int
     max_num_seqs: int
     max_partials: int
-    """Total of all rows and splits; 0: nothing is split."""
+    """Most row-split pairs of a step; 0: never split."""
 
 
 class Machine(NamedTuple):
-    """What runs the tiles."""
+    """Device that runs the tiles."""
 
     num_sms: int
     batch_invariant: bool
@@ -94,7 +94,7 @@ class Machine(NamedTuple):
 
 
 class TileScheduler:
-    """The lists of one geometry and window. Nothing is allocated after construction."""
+    """Tile lists of one geometry and window. Nothing is allocated after construction."""
 
     def __init__(
         self, geometry: TileGeometry, num_kv_heads: int, window: int | None, room: ListRoom, machine: Machine
@@ -123,9 +123,9 @@ class TileScheduler:
         return self._rows_T2.nbytes
 
     def fill(self, step: StepRows, captured: bool) -> TileWork:
-        """Write a step's lists over those of the last one, and send them to the device.
+        """Overwrite the lists with those of this step, and send them to the device.
 
-        `captured`: kernels are launched for whatever a step of this many rows may hold.
+        If `captured`, launch every kernel that any step of this many rows may need.
         """
         self._lists.wait()
         self._host_rows_T2[: step.num_rows] = 0
@@ -137,7 +137,7 @@ class TileScheduler:
             splits = self._large_splits(large, self._room.max_partials - num_partials)
             num_large, num_partials = self._write(large, splits, 1 + num_small, num_partials)
             tiles_X8 = self._host_tiles_X8[1 + num_small : 1 + num_small + num_large]
-            # The longest first, so that none is begun last.
+            # Longest first, so that no long tile starts last.
             tiles_X8[:] = tiles_X8[np.argsort(tiles_X8[:, 4] - tiles_X8[:, 5], kind="stable")]
         self._host_tiles_X8[0, :2] = num_small, num_large
         num_numbers, first = (1 + num_small + num_large) * len(TILE_FIELDS), self._first_row_number
@@ -151,7 +151,7 @@ class TileScheduler:
         )
 
     def _blocks(self, step: StepRows) -> tuple[Blocks | None, Blocks | None]:
-        """Sequences of few rows as they are, and the rows of the others in large tiles."""
+        """Return sequences of few rows as small blocks, and the others cut into large tiles."""
         is_small_N = step.columns_4N[2] <= self._geometry.small_rows
         if self._machine.batch_invariant:
             is_small_N &= ~step.is_prompt_N
@@ -173,7 +173,7 @@ class TileScheduler:
             low_B = np.zeros_like(position_B)
         else:
             low_B = np.maximum(position_B - self._window + 1, 0)
-            # Blocks of a large tile would begin where its first row's window does, which is not every row's.
+            # Otherwise a large tile's blocks begin at its first row's window, which is not every row's.
             is_aligned = self._geometry.has_aligned_starts or self._machine.batch_invariant
             low_B = low_B // block_tokens * block_tokens if is_aligned else low_B
         return Blocks(columns_4B, low_B, position_B + columns_4B[2])
@@ -198,10 +198,10 @@ class TileScheduler:
             fair_share *= 2
 
     def _whole_turns(self, blocks: Blocks, programs: int) -> Splits:
-        """The smallest share with which all tiles are done in as many turns of the programs as unsplit ones would take.
+        """Split so that all tiles finish in as many waves of programs as unsplit tiles would take.
 
-        Or in a few more of them, where the cost of a tile is known and they are over sooner: a batch a little larger than the
-        programs would leave most of them idle in its last turn.
+        If the cost of a tile is known, try a few more waves and take them if they end sooner: a batch slightly larger
+        than one wave would leave most programs idle in the last.
         """
         geometry, length_B = self._geometry, blocks.lengths
         num_blocks_B = -(-length_B // geometry.block_tokens)
@@ -212,14 +212,14 @@ class TileScheduler:
         least = fewest * (share + cost) / WORTH_MORE_TURNS
         for turns in range(fewest + 1, fewest + 1 + (MORE_TURNS if cost else 0)):
             if least <= WORTH_MORE_TURNS * (even + turns * cost):
-                break  # near what no more turns can be below
+                break  # near the lower bound of any more waves
             other = self._share(blocks, num_blocks_B, -(-even // turns), turns * programs)
             if turns * (other + cost) < least:
                 share, least = other, turns * (other + cost)
         return Splits.into(-(-num_blocks_B // share), length_B, geometry.block_tokens)
 
     def _share(self, blocks: Blocks, num_blocks_B: np.ndarray, least: int, max_items: int) -> int:
-        """The smallest share, in blocks, that makes no more items than these; each head of a tile is one."""
+        """Return the smallest split, in blocks, with at most `max_items` items; a tile has one per KV head."""
         max_tiles = max_items // self._num_kv_heads
 
         def fits(share: int) -> bool:
@@ -242,7 +242,7 @@ class TileScheduler:
         return splits_of(_least(0, wanted - 1, lambda fewer: _num_partials(splits_of(fewer).count_B, blocks) <= room))
 
     def _write(self, blocks: Blocks, splits: Splits, first_tile: int, first_partial: int) -> tuple[int, int]:
-        """One tile a split, and the partials of every row; how many tiles, and the first partial that is left."""
+        """Write a tile per split and each row's partials; return the tile count and the next free partial."""
         count_B = splits.count_B
         is_split_B = count_B > 1
         num_partials_B = blocks.columns_4B[2] * count_B * is_split_B
@@ -265,7 +265,7 @@ class TileScheduler:
     def _write_rows(
         self, row_B: np.ndarray, num_rows_B: np.ndarray, first_partial_B: np.ndarray, count_B: np.ndarray
     ) -> None:
-        """The first partial of every row, and its splits."""
+        """Write the first partial and split count of every row."""
         if int(num_rows_B.sum()) > len(num_rows_B):
             index_R, nth_R = _spread(num_rows_B)
             row_B, count_B = row_B[index_R] + nth_R, count_B[index_R]
@@ -275,20 +275,20 @@ class TileScheduler:
 
 
 def _num_partials(count_B: np.ndarray, blocks: Blocks) -> int:
-    """That have to be merged: one for each row of each split."""
+    """Count the split-KV partials to merge: one per row and split."""
     return int((blocks.columns_4B[2] * count_B)[count_B > 1].sum())
 
 
 def _spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each index as often as its count says, and the how-manieth of its own each is."""
+    """Repeat each index `counts` times; return indices and the rank of each repeat."""
     index = np.repeat(np.arange(len(counts)), counts)
     return index, np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
 
 
 def _least(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The least number from low to high that fits, where every number above one that fits does; high is known to.
+    """Return the least number from low to high that fits. `fits` is monotone, and high fits.
 
-    It is looked for near low first.
+    Search near low first.
     """
     step = 1
     while low < high:

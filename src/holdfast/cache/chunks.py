@@ -1,4 +1,4 @@
-"""From pool pages to the chunks that kernels read: entries of block tables, and page lists without a scheduler; no torch.
+"""Map pool pages to the chunks that kernels read; block tables, and page lists without a scheduler; no torch.
 
 Chunk j of a sequence lies on the page at place j // chunks_per_page of its list (cache/spec.py has the picture).
 """
@@ -13,7 +13,7 @@ from holdfast.cache.spec import CacheSpec
 
 
 class ChunkShape(NamedTuple):
-    """How the pages of one group become chunks."""
+    """Maps the pages of one group to chunks."""
 
     chunks_per_page: int = 1
     num_pages: int = 0
@@ -22,7 +22,7 @@ class ChunkShape(NamedTuple):
     """Tokens that a row of a chunk stands for."""
 
     def numbers(self, pages: Sequence[int]) -> np.ndarray:
-        """The numbers of all chunks on these pages, in order; HOLE for those of a hole."""
+        """Return the numbers of all chunks on these pages, in order; HOLE for those of a hole."""
         pages_P = np.asarray(pages, dtype=np.int64)
         if self.chunks_per_page == 1:
             return pages_P
@@ -36,12 +36,12 @@ class ChunkShape(NamedTuple):
         return nth * self.num_pages + pages[place]
 
     def table(self, pages: list[int]) -> Sequence[int]:
-        """The numbers of all chunks by position: the list itself where pages are chunks, else made when they are read."""
+        """Return all chunk numbers by position: the list itself if a page is one chunk, else a lazy table."""
         return pages if self.chunks_per_page == 1 else ChunkTable(self, pages)
 
 
 def chunk_shapes(spec: CacheSpec, num_pages: int) -> tuple[ChunkShape, ...]:
-    """How the pages of each group become chunks, in a pool of so many pages."""
+    """Return the chunk shape of each group for a pool of `num_pages`."""
     return tuple(ChunkShape(group.chunks_per_page, num_pages, group.tokens_per_row) for group in spec.groups)
 
 
@@ -78,10 +78,10 @@ class ChunkTable(Sequence[int]):
 
 
 def ring_tables(groups: Sequence[CacheGroup], num_tokens: int, max_step_tokens: int) -> list[list[int]]:
-    """Page lists of the only sequence, on the first pages: groups lie one behind the other, and none overlaps another.
+    """Return page lists for a single sequence, on the first pages: groups follow each other without overlap.
 
-    A window goes round on as many pages as steps of at most `max_step_tokens` see at once, so that a sequence of any length
-    is right on them, and needs no more pages than a scheduler would give it.
+    A window cycles through the pages that steps of at most `max_step_tokens` see at once. So any length is correct, and
+    takes no more pages than under a scheduler.
     """
     tables, first = [], 0
     for group in groups:

@@ -1,19 +1,19 @@
-"""The cache of compressed attention (DeepSeek-V4): windows, entries by ratio, and the states that entries are made of; no torch.
+"""Cache of compressed attention (DeepSeek-V4): windows, entries by ratio, states of unfinished entries; no torch.
 
-Every layer keeps the newest tokens, a row each, and some layers an entry for every `ratio` tokens beside them. All of these are
-vectors of one size, so that they take turns in the columns of a page (cache/spec.py); the index of overlapped entries has columns
-of its own. Of a page of `page_tokens` = 16 rows:
+Every layer keeps the newest tokens, one row each. Some layers also keep an entry for every `ratio` tokens. All are
+vectors of one size, so they share the columns of a page (cache/spec.py). The index of overlapped entries has its own
+columns. With `page_tokens` = 16:
 
     group             layers   chunks of a page   rows   tokens      (DeepSeek-V4-Flash)
     window of 128       43            1             16      16
     entries of 4        21            2             32     128       and 42 columns of index
     entries of 128      20            1             16    2048       which is the block of the prefix cache
 
-The layers of a `CacheSpec` are first the windows of all layers, in order, and behind them the entries of those that have some.
+`CacheSpec.layers` lists the windows of all layers in order, then the entries of those that have some.
 
-An entry is a softmax over its tokens, channel by channel. What is known of an entry that is not finished are three numbers a
-channel: the largest gate, the sum of weights, the weighted sum. They lie beside the pages, one place a slot of the runner
-(cache/storage.py). Overlapped entries are made of two windows of tokens, so that two are under way at a time.
+An entry is a softmax over its tokens, channel by channel. The state of an unfinished entry is three numbers per
+channel: the largest gate, the sum of weights, the weighted sum. It lies outside the pages, one place per runner slot
+(cache/storage.py). An overlapped entry covers two windows of tokens, so two entries are in progress at a time.
 """
 
 from collections.abc import Sequence
@@ -44,9 +44,9 @@ def compressed_cache(
     index_dim: int,
     page_tokens: int,
 ) -> CacheSpec:
-    """Windows of all layers, and entries of those whose ratio is not 0, in one format a layer.
+    """Return the spec: a window for each layer, entries if its ratio is not 0, and one format per layer.
 
-    `overlapped_layers` have an index of `index_dim` elements beside their entries. `page_tokens`: rows of a chunk.
+    `overlapped_layers` also have an index of `index_dim` elements. `page_tokens`: rows of a chunk.
     """
     assert len(formats) == len(ratios), f"{len(formats)} formats for {len(ratios)} layers"
     assert window >= 1, f"{window=} tokens"
@@ -87,10 +87,10 @@ def _laid_out(
 
 
 def _spreads(groups: Sequence[LayerGroup], factor: int) -> list[tuple[LayerGroup, ...]]:
-    """Pages for `factor` chunks of each window, and up to as many of entries as fit beside each other in its columns."""
+    """List layouts with `factor` chunks per window on a page, and up to as many of entries as fit in its columns."""
     num_columns = factor * len(groups[0].layers)
     counts = [range(1, max(1, num_columns // len(group.layers)) + 1) for group in groups[1:]]
-    # Many chunks make long blocks, and a page of few layers has room for many: some of them say enough.
+    # Many chunks make long blocks, and a group of few layers allows many: try only some counts.
     some = [[count for count in own if count <= MOST_CHUNKS or count == own[-1]] for own in counts]
     return [
         tuple(replace(group, chunks_per_page=count) for group, count in zip(groups, (factor, *chosen), strict=True))
@@ -99,7 +99,7 @@ def _spreads(groups: Sequence[LayerGroup], factor: int) -> list[tuple[LayerGroup
 
 
 def _cost(spec: CacheSpec) -> tuple[float, int]:
-    """What a token of a long context takes beyond its rows, and what long blocks cost the prefix cache; the smallest pages among equals."""
+    """Return a sort key: overhead per token of a long context plus the cost of long prefix blocks; then page bytes."""
     kept = [group for group in spec.groups if group.tokens_per_row > 1]
     paged = sum(spec.bytes_per_page / _page_tokens(spec, group) for group in kept)
     least = sum(
@@ -114,23 +114,23 @@ def _page_tokens(spec: CacheSpec, group: LayerGroup) -> int:
 
 
 class StateKind(NamedTuple):
-    """Layers whose unfinished entries have one shape: [layers, places, windows under way, moments, channels], float32."""
+    """Layers whose states have one shape: [layers, places, windows in progress, moments, channels], float32."""
 
     name: str
     """ENTRIES or INDEX."""
     ratio: int
     layers: tuple[int, ...]
     is_overlapped: bool
-    """Then two entries are under way at a time: the one that is being made, and the first half of the next."""
+    """True if two entries are in progress at a time: the current one, and the first half of the next."""
     dim: int
 
     @property
     def place_bytes(self) -> int:
-        """Bytes of one sequence in all of these layers."""
+        """Bytes per sequence in all of these layers."""
         return len(self.layers) * state_bytes(self.dim, self.is_overlapped)
 
     def tensor(self, num_places: int) -> TensorSpec:
-        """All of them, where so many sequences run at a time."""
+        """Return the TensorSpec of these states for `num_places` sequences."""
         shape = len(self.layers), num_places, *state_shape(self.dim, self.is_overlapped)
         return TensorSpec(f"{self.name} of {self.ratio}", shape, STATE_DTYPE)
 
@@ -138,7 +138,7 @@ class StateKind(NamedTuple):
 def list_states(
     ratios: Sequence[int], overlapped_layers: frozenset[int], head_dim: int, index_dim: int
 ) -> tuple[StateKind, ...]:
-    """What sequences keep beside their pages, whatever their length."""
+    """List the states that a sequence keeps outside its pages, whatever its length."""
     kinds: list[StateKind] = []
     every = range(len(ratios))
     for ratio, is_overlapped in sorted(
@@ -156,12 +156,12 @@ def list_states(
 
 
 def place_bytes(kinds: Sequence[StateKind]) -> int:
-    """Return the bytes of one sequence."""
+    """Return the state bytes of one sequence."""
     return sum(kind.place_bytes for kind in kinds)
 
 
 def state_terms(kinds: Sequence[StateKind], num_places: int) -> tuple[Term, ...]:
-    """The lines of the plan, as StateStorage takes them."""
+    """Return the plan's terms for what StateStorage allocates."""
     return tuple(
         Term(
             f"{STATE_OWNER}/{kind.tensor(num_places).name}",

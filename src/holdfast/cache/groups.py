@@ -1,11 +1,11 @@
-"""CacheGroup: layers that share a page table, as the numbers that pool, prefix cache, scheduler and plan count with; no torch.
+"""CacheGroup: geometry of layers that share a page table, for pool, prefix cache, scheduler and plan; no torch.
 
-One pool of pages of equal bytes serves all groups; how many tokens a page holds is each group's own.
+One pool of pages of equal bytes serves all groups. Each group has its own number of tokens per page.
 
-    whole     [ page 0 | page 1 | ... | page k-1 ]                 page i holds tokens [i * page_tokens, (i + 1) * page_tokens)
-    window    [ HOLE   | HOLE   | ... | page k-2 | page k-1 ]      pages that no later token sees are given back
-    entries   [ page 0 | page 1 | ... | page k-1 ]                 a row of a page stands for `tokens_per_row` tokens
-    state     [ page 0 .. state_pages - 1 ]                        one state per sequence, whatever its length
+    whole     [ page 0 | page 1 | ... | page k-1 ]                 page i holds tokens [i * page_tokens, (i + 1) *
+    page_tokens) window    [ HOLE   | HOLE   | ... | page k-2 | page k-1 ]      pages that no later token sees are given
+    back entries   [ page 0 | page 1 | ... | page k-1 ]                 a row of a page stands for `tokens_per_row`
+    tokens state     [ page 0 .. state_pages - 1 ]                        one state per sequence, whatever its length
 
 A token at position p sees, in a group with a window of W tokens, positions [p - W + 1, p]. So a step over positions
 [start, end) reads and writes [start - W + 1, end): W - 1 + n tokens, which lie on at most ceil((W - 1 + n) / page_tokens) + 1
@@ -17,27 +17,27 @@ from dataclasses import dataclass
 from math import lcm
 
 HOLE = -1
-"""In a sequence's page list: the page was given back, because no later token of the sequence sees what it held."""
+"""Marks a released page in a page list: no later token of the sequence sees what it held."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Geometry and lifetime of what some layers keep of a sequence."""
+    """Geometry and lifetime of the pages of some layers."""
 
     name: str
     page_tokens: int
-    """Tokens of a sequence that a page holds (rows times tokens per row); 0 of a state."""
+    """Tokens of a sequence that a page holds (rows times tokens per row); 0 for a state."""
     window: int | None = None
-    """How many of the newest tokens, the current one included, a token sees; None: all of them."""
+    """Number of newest tokens that a token sees, itself included; None: all."""
     state_pages: int = 0
-    """Pages of a sequence's one state; 0: the group keeps rows of tokens."""
+    """Pages of a sequence's single state; 0: the group keeps rows of tokens."""
     state_period: int = 0
-    """The state begins anew at every multiple of so many tokens, where nothing has to be restored; 0: at the first only."""
+    """The state restarts at every multiple of so many tokens, so a hit there restores nothing; 0: only at the first."""
     tokens_per_row: int = 1
-    """Tokens that a row stands for. With several, those of a row that is not finished are in a state that no page holds, at the
-    slot of the sequence; it begins anew with every row ..."""
+    """Tokens that a row stands for. If several, an unfinished row is in a state outside the pages, at the slot of the
+    sequence. That state restarts with every row ..."""
     tokens_again: int = 0
-    """... but for so many tokens before it, where rows overlap: a sequence that begins behind a prefix computes them again."""
+    """... except for so many tokens before it, if rows overlap: a sequence recomputes them after a prefix hit."""
 
     def __post_init__(self) -> None:
         is_rows = self.page_tokens >= 1 and self.state_pages == 0
@@ -55,34 +55,34 @@ class CacheGroup:
 
     @property
     def has_state(self) -> bool:
-        """Whether something of a sequence, on pages or beside them, holds every token that was written."""
+        """True if a state, on pages or outside them, accumulates every written token."""
         return self.is_state or self.tokens_per_row > 1
 
     def pages_for(self, num_tokens: int) -> int:
-        """Places in the page list of a sequence of so many tokens, holes included."""
+        """Return the length of the page list of a sequence of `num_tokens`, holes included."""
         if self.is_state:
             return self.state_pages if num_tokens else 0
         return -(-num_tokens // self.page_tokens)
 
     def first_page(self, start: int) -> int:
-        """The first place whose page a step from position `start` on reads or writes; those before it are behind the window."""
+        """Return the first place whose page a step from `start` on uses; the window has passed those before it."""
         if self.window is None:
             return 0
         return max(0, start - self.window + 1) // self.page_tokens
 
     def most_pages(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Return the most pages that it holds until `num_tokens` are computed in steps of at most `max_step_tokens`."""
+        """Return the most pages held at once while `num_tokens` are computed in steps of at most `max_step_tokens`."""
         every = self.pages_for(num_tokens)
         return every if self.window is None else min(every, self.most_held(min(max_step_tokens, num_tokens)))
 
     def most_held(self, step_tokens: int) -> int:
-        """Return the most pages of a window that a step of so many tokens reads and writes."""
+        """Return the most pages of a window that a step of `step_tokens` reads and writes."""
         assert self.window is not None, f"{self.name} keeps every token, and no step bounds that"
         return -(-(self.window - 1 + step_tokens) // self.page_tokens) + 1
 
 
 def longest_sequence(groups: Sequence[CacheGroup], num_pages: int, most: int, max_step_tokens: int) -> int:
-    """Tokens, at most `most`, of the longest sequence that so many pages hold in steps of at most `max_step_tokens`."""
+    """Return the longest length up to `most` that fits `num_pages` in steps of at most `max_step_tokens`."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -109,17 +109,17 @@ def unrewindable(groups: Sequence[CacheGroup]) -> str | None:
 
 
 def tokens_again(groups: Sequence[CacheGroup]) -> int:
-    """Tokens before the end of a prefix that a sequence which begins behind it computes again, and does not store."""
+    """Return how many last tokens of a prefix hit a sequence recomputes without storing them."""
     return max(group.tokens_again for group in groups)
 
 
 def block_tokens(groups: Sequence[CacheGroup]) -> int:
-    """Tokens of a block of the prefix cache: whole pages of every group."""
+    """Return the tokens of a prefix-cache block: whole pages of every group."""
     return lcm(*(group.page_tokens for group in groups if not group.is_state))
 
 
 def by_position(groups: Sequence[CacheGroup], tables: Sequence[Sequence[int]]) -> list[int]:
-    """A sequence's pages in the order in which their last tokens stand; of equals whole contexts come last, states first."""
+    """Sort a sequence's pages by their last token; among equals states come first and whole contexts last."""
     if len(tables) == 1:
         return [page for page in tables[0] if page != HOLE]
     placed = [

@@ -1,10 +1,10 @@
-"""PagePool: page ids with reference counts; free, cached or owned, and consecutive where that is cheap; no torch.
+"""PagePool: page ids with reference counts; free, cached or owned, and consecutive if that is cheap; no torch.
 
 Every page is in exactly one of three places:
 
     free     no owner, and its content is not needed
     cached   no owner, but it holds a registered prefix; the least recently used one is evicted when free pages run out
-    owned    its reference count says by how many sequences
+    owned    its reference count is the number of sequences that hold it
 """
 
 import heapq
@@ -14,10 +14,10 @@ from itertools import pairwise
 
 
 class FreeRuns:
-    """The free pages as maximal runs of consecutive ids: merged on return, the largest found in O(log n).
+    """Free pages as maximal runs of consecutive ids: merged on return, the largest found in O(log n).
 
     `ends` maps the start of each run to its end (one past the last page), `starts` maps back. `heap` holds
-    (-length, start) of every run and of some that are gone; those are recognised and dropped when they surface.
+    (-length, start) of every run and of some that are gone; those are dropped when they surface.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -28,11 +28,11 @@ class FreeRuns:
         self._insert(0, num_pages)
 
     def starting_at(self, page: int) -> int:
-        """Length of the run that starts exactly here; 0 where none does."""
+        """Return the length of the run that starts exactly here, or 0."""
         return self.ends.get(page, page) - page
 
     def largest(self) -> tuple[int, int]:
-        """Start and length of the longest run, the lowest among equals."""
+        """Return start and length of the longest run, the lowest among equals."""
         while self.heap:
             negative_length, start = self.heap[0]
             if self.starting_at(start) == -negative_length:
@@ -41,7 +41,7 @@ class FreeRuns:
         raise AssertionError(f"no run is left, though {self.num_pages} pages are counted as free")
 
     def cut(self, start: int, skip: int, num_pages: int) -> range:
-        """Takes pages [start + skip, start + skip + num_pages) out of the run that starts at `start`."""
+        """Take pages [start + skip, start + skip + num_pages) out of the run that starts at `start`."""
         end = self.ends.pop(start)
         first, last = start + skip, start + skip + num_pages
         assert start <= first < last <= end, f"pages [{first}, {last}) are not inside the run [{start}, {end})"
@@ -52,7 +52,7 @@ class FreeRuns:
         return range(first, last)
 
     def put(self, page: int) -> None:
-        """Takes a page back and joins it with the runs on either side."""
+        """Take a page back and merge it with the runs on either side."""
         start = self.starts.pop(page, page)
         if start != page:
             del self.ends[start]
@@ -76,7 +76,7 @@ class FreeRuns:
             heapq.heapify(self.heap)
 
     def check(self) -> None:
-        """Runs are apart, mirrored in both maps, known to the heap, and add up."""
+        """Assert that runs are apart, in both maps and the heap, and add up."""
         runs = sorted(self.ends.items())
         for start, end in runs:
             assert start < end, f"run [{start}, {end}) is empty"
@@ -90,11 +90,11 @@ class FreeRuns:
 
 
 class PagePool:
-    """Page ids 0 .. num_pages - 1. All calls are O(1) a page, or O(log n) where a run has to be found.
+    """Page ids 0 .. num_pages - 1. All calls are O(1) a page, or O(log n) if a run has to be found.
 
-    A sequence grows into the page after its last one where that is free, so that its pages are consecutive and can be
-    read without a copy. One that starts goes to the longest free run: to its middle when a neighbour may still grow
-    into it, so that both have room. Free pages are always used before a cached one is evicted.
+    A sequence grows into the page after its last one if that is free. Its pages are then consecutive, and are read
+    without a copy. A new sequence starts in the longest free run: in its middle if a neighbour may still grow into it.
+    Free pages are always used before a cached one is evicted.
     """
 
     def __init__(self, num_pages: int, num_groups: int = 1) -> None:
@@ -105,14 +105,14 @@ class PagePool:
         self.num_cached_by_group = [0] * num_groups
         """Free pages, and those without an owner that hold a registered prefix."""
         self._group_of = [0] * num_pages
-        """That each page was last allocated for."""
+        """The group that each page was last allocated for."""
         self.owners_by_page = [0] * num_pages
         self.kept_by_page = bytearray(num_pages)
         self.free_runs = FreeRuns(num_pages)
         self.cached: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
         self.on_evict: Callable[[int], None] = self.forget
-        """Called with a cached page whose place is needed: has to end in forget(page)."""
+        """Called with a cached page to evict; must call forget(page)."""
 
     @property
     def num_free(self) -> int:
@@ -128,32 +128,32 @@ class PagePool:
         return self.free_runs.num_pages + len(self.cached)
 
     def num_owners(self, page: int) -> int:
-        """How many sequences hold this page."""
+        """Return how many sequences hold this page."""
         return self.owners_by_page[page]
 
     def is_kept(self, page: int) -> bool:
-        """True when the page holds a registered prefix."""
+        """Return True if the page holds a registered prefix."""
         return bool(self.kept_by_page[page])
 
     def owner_counts(self) -> list[int]:
-        """How many sequences hold each page."""
+        """Return how many sequences hold each page."""
         return list(self.owners_by_page)
 
     def kept_pages(self) -> list[int]:
-        """The pages that hold a registered prefix."""
+        """Return the pages that hold a registered prefix."""
         return [page for page, is_kept in enumerate(self.kept_by_page) if is_kept]
 
     def allocate(self, after: int | None = None) -> int:
-        """One page with one owner; the one that follows `after` where that is free."""
+        """Allocate a page with one owner; the one that follows `after` if that is free."""
         return self.allocate_many(1, after)[0]
 
     def allocate_many(
         self, num_pages: int, after: int | None = None, num_expected: int = 0, group: int = 0
     ) -> list[int]:
-        """Pages with one owner each, in few consecutive runs, the first right after `after` where that is free.
+        """Allocate pages with one owner each, in few consecutive runs, the first right after `after` if that is free.
 
-        All pages or an error: the caller asks num_available first. `num_expected` is how many the caller will ask for
-        in all, if it knows; a run is then chosen so that they fit too. `group` is whom they are counted for.
+        All pages or an error: the caller checks num_available first. `num_expected`: pages that the caller will need in
+        all, if known, so that a run is chosen that fits them. `group`: the cache group that they are counted for.
         """
         assert 0 <= num_pages <= self.num_available, f"{num_pages} pages requested, {self.num_available} are left"
         while self.free_runs.num_pages < num_pages:
@@ -177,7 +177,7 @@ class PagePool:
         return pages
 
     def share(self, page: int) -> None:
-        """One more owner of a page that is owned or cached."""
+        """Add an owner to a page that is owned or cached."""
         if self.owners_by_page[page] == 0:
             assert page in self.cached, f"page {page} is free and cannot be shared"
             del self.cached[page]
@@ -186,7 +186,7 @@ class PagePool:
         self.owners_by_page[page] += 1
 
     def release(self, page: int) -> None:
-        """One owner less; the last one leaves the page cached when it holds a registered prefix, else free."""
+        """Remove an owner. Without owners a page is cached if it holds a registered prefix, else free."""
         num_owners = self.owners_by_page[page]
         assert num_owners > 0, f"page {page} is released and has no owner"
         self.owners_by_page[page] = num_owners - 1
@@ -201,17 +201,17 @@ class PagePool:
             self.free_runs.put(page)
 
     def release_many(self, pages: Sequence[int]) -> None:
-        """Releases a sequence's pages from the last to the first, so that eviction eats prefixes from their ends."""
+        """Release a sequence's pages from last to first, so that eviction shortens prefixes from their ends."""
         for page in reversed(pages):
             self.release(page)
 
     def keep(self, page: int) -> None:
-        """From now on the page holds a registered prefix: without owners it is cached instead of free."""
+        """Mark a page as holding a registered prefix: without owners it is cached instead of free."""
         assert self.owners_by_page[page] > 0, f"page {page} has no owner and cannot hold a prefix"
         self.kept_by_page[page] = 1
 
     def forget(self, page: int) -> None:
-        """The page holds no registered prefix any more: without owners it becomes free."""
+        """Unmark a page that held a registered prefix: without owners it becomes free."""
         assert self.kept_by_page[page], f"page {page} holds no prefix that could be forgotten"
         self.kept_by_page[page] = 0
         if self.owners_by_page[page] == 0:
@@ -225,7 +225,7 @@ class PagePool:
         assert page not in self.cached, f"page {page} was to be evicted and is still cached"
 
     def check(self) -> None:
-        """Every page is free, cached or owned, exactly one of them, and is counted there."""
+        """Assert that every page is exactly one of free, cached or owned, and counted there."""
         self.free_runs.check()
         free, cached = list(self.free_runs), list(self.cached)
         owned = [page for page, num_owners in enumerate(self.owners_by_page) if num_owners]

@@ -1,24 +1,24 @@
-"""PrefixCache: which pages already hold this prefix; found by a chained strong hash, believed only when equal; no torch.
+"""PrefixCache: finds pages that already hold a prefix, by a chained strong hash and a comparison; no torch.
 
-A block is a number of tokens that fills whole pages of every cache group. It is named by the digest of (its parent
-block's digest, the salt, its token ids), so equal names mean equal prefixes all the way back to the first token. A
-digest only finds a candidate: salt, token ids and the parent itself are compared before a page is reused, so that even
-a colliding hash cannot hand out someone else's page.
+A block is a number of tokens that fills whole pages of every cache group. Its name is the digest of (its parent
+block's digest, the salt, its token ids), so equal names mean equal prefixes back to the first token. A digest only
+finds a candidate: salt, token ids and the parent itself are compared before a page is reused. So a hash collision
+never returns another prefix's page.
 
 The cache is a forest whose nodes are full blocks. An entry has a slot for each page that a group keeps of its block:
 
     slots of a block of 8 tokens     whole context, 4 a page | window, 2 a page
                                         [ p3 ]     [ p7 ]    | HOLE  HOLE  [ p1 ] [ p9 ]
 
-A slot is a HOLE where the page was behind its window when the block was completed, or was evicted since. What a prefix of
-h tokens can be served with is what every group has: all its pages where a group keeps the whole context, those of the
-last W - 1 tokens where it has a window, and nothing where its state begins anew at h (nowhere else: no state is kept).
+A slot is a HOLE if the window had passed its page when the block was completed, or if the page was evicted since. A
+prefix of h tokens is a hit if every group can serve it. A whole context needs all pages, and a window those of the last
+W - 1 tokens. No state is kept, so h must be where a state restarts.
 
-A block enters when the scheduler issues the step that completes it. A sequence that computes it again keeps a private
-copy and fills holes. An evicted page of a window leaves a hole. One of a whole context takes its entry and
-everything below, because they are unreachable without it. An entry without pages and without children goes; one with
-children stays as their link. Hence: every parent of an entry is an entry, each entry leads to a page, and as links
-are short beside pages their number is bounded by a small multiple of the pages.
+A block is registered when the scheduler issues the step that completes it. A sequence that recomputes it keeps a
+private copy and fills holes. An evicted page of a window leaves a hole. One of a whole context removes its entry and
+all below it, which are unreachable without it. An entry without pages and children is removed; with children it stays
+as their link. So every parent of an entry is an entry, and each entry leads to a page. Links are small compared with
+pages, so a small multiple of the pages bounds their number.
 """
 
 from array import array
@@ -32,22 +32,22 @@ from holdfast.cache.pages import PagePool
 
 DIGEST_BYTES = 16
 ENTRIES_PER_PAGE = 4
-"""Most entries for each page of the pool; a chain that would need one more registers nothing further."""
+"""Most entries per page of the pool; a chain that would exceed this registers nothing further."""
 
 
 def strong_hash(data: bytes) -> bytes:
-    """What names are made with, unless a test wants collisions."""
+    """Hash that names blocks; tests replace it to make collisions."""
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def can_hit(groups: Sequence[CacheGroup]) -> bool:
-    """False where no prefix could ever be served: a state that never begins anew, or no rows of tokens at all."""
+    """Return False if no prefix can ever hit: a state never restarts, or no group keeps rows of tokens."""
     never_anew = any(group.is_state and group.state_period == 0 for group in groups)
     return not never_anew and not all(group.is_state for group in groups)
 
 
 class BlockKey(NamedTuple):
-    """The name of a full block and the token ids behind it, eight bytes each."""
+    """Name of a full block, and its token ids, eight bytes each."""
 
     digest: bytes
     tokens: bytes
@@ -55,17 +55,17 @@ class BlockKey(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class PrefixEntry:
-    """One registered block. Compared by identity: two entries are never the same prefix."""
+    """A registered block, compared by identity: two entries are never the same prefix."""
 
     slots: list[int]
-    """The pages of each group in turn; HOLE where there is none."""
+    """Pages of each group in turn; HOLE if there is none."""
     num_pages: int
-    """Slots that are no hole."""
+    """Slots that are not holes."""
     parent: "PrefixEntry | None"
     salt: bytes
     key: BlockKey
     children: "dict[bytes, PrefixEntry]" = field(default_factory=dict)
-    """By digest."""
+    """Children by digest."""
     is_registered: bool = True
 
 
@@ -78,24 +78,24 @@ class PrefixChain:
     keys: list[BlockKey] = field(default_factory=list)
     """Hashes of its first full blocks, each computed once."""
     num_blocks: int = 0
-    """How many of its blocks, from the first on, are entries: `tip` is the last of them."""
+    """Number of its first blocks that are entries; `tip` is the last of them."""
     tip: PrefixEntry | None = None
     epoch: int = -1
-    """Which life of the cache its pages were computed in."""
+    """Number of cache resets before its pages were computed."""
     is_closed: bool = False
-    """True once a block could not be registered: nothing after it could be reached."""
+    """True once a block could not be registered: later ones would be unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """What a sequence can start on."""
+    """Cached blocks that a sequence can start on."""
 
     entries: tuple[PrefixEntry, ...]
     tables: tuple[tuple[int, ...], ...]
-    """For each group its pages by place, HOLE before the window."""
+    """Pages of each group by place; HOLE before the window."""
     num_tokens: int
     known: tuple[PrefixEntry, ...] = ()
-    """Entries of the sequence's blocks, whether every group can serve them or not."""
+    """Entries of the sequence's blocks, also those that some group cannot serve."""
 
     @property
     def num_known(self) -> int:
@@ -104,7 +104,7 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """Where the pages of one group stand in the slots of a block."""
+    """Position of one group's pages in the slots of a block."""
 
     group: CacheGroup
     first: int
@@ -115,14 +115,14 @@ class BlockPart:
         return self.first + self.count
 
     def run(self, slots: Sequence[int], run_before: int) -> int:
-        """Tokens in a row, up to the block's end, whose pages are there, when `run_before` were at its start."""
+        """Count consecutive tokens with pages up to the block's end; `run_before` is the count at its start."""
         for present, page in enumerate(reversed(slots[self.first : self.end])):
             if page == HOLE:
                 return present * self.group.page_tokens
         return run_before + self.count * self.group.page_tokens
 
     def serves(self, run: int, num_tokens: int) -> bool:
-        """True when so many tokens in a row are all that a sequence sees of its first `num_tokens`."""
+        """Return True if a run of `run` tokens covers what the window sees after `num_tokens`."""
         assert self.group.window is not None, f"{self.group.name} sees everything"
         return run >= min(self.group.window - 1, num_tokens)
 
@@ -147,7 +147,7 @@ class PrefixCache:
         self._parts = tuple(parts)
         self._windows = tuple(part for part in parts if part.group.window is not None)
         self.is_whole = tuple(part.group.window is None for part in parts for _ in range(part.count))
-        """For each slot, True if its group keeps the whole context."""
+        """True for each slot whose group keeps the whole context."""
         self._periods = tuple(group.state_period for group in groups if group.is_state)
         self._can_hit = can_hit(groups)
         self._hash = hash_bytes
@@ -156,21 +156,21 @@ class PrefixCache:
         self.by_page: dict[int, PrefixEntry] = {}
         self._epoch = 0
         self.pending: dict[int, int] = {}
-        """Registered pages that a step in flight computes: the number of that step."""
+        """Step number of each registered page that a step in flight computes."""
         self.max_entries = ENTRIES_PER_PAGE * pool.num_pages
         self.num_filled = 0
-        """Holes that were filled since the start."""
+        """Holes filled since the start."""
         pool.on_evict = self.evict
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def chain(self, salt: bytes) -> PrefixChain:
-        """The place of a new sequence, which shares only with the same salt."""
+        """Return the chain of a new sequence, which shares only with the same salt."""
         return PrefixChain(salt, self._hash(salt))
 
     def match(self, chain: PrefixChain, token_ids: Sequence[int], num_tokens: int) -> PrefixHit:
-        """The longest prefix among the first `num_tokens` that every group can serve: one walk over its blocks."""
+        """Return the longest prefix of the first `num_tokens` that every group can serve, in one walk over blocks."""
         found: list[PrefixEntry] = []
         runs = [0] * len(self._windows)
         num_served = 0
@@ -191,14 +191,14 @@ class PrefixCache:
         return PrefixHit((), self.tables_of(()), 0)
 
     def may_hold_more(self, chain: PrefixChain, hit: PrefixHit) -> bool:
-        """True if `match` may find another block of a sequence than those of an earlier hit that are left."""
+        """Return True if `match` may find a block beyond those of `hit` that are still registered."""
         index = hit.num_known
         while index and not hit.known[index - 1].is_registered:
             index -= 1
         return index < len(chain.keys) and chain.keys[index].digest in self._entries
 
     def owners_seen(self, hit: PrefixHit) -> tuple[int, ...]:
-        """Count the owners of each page of a hit that windows see: none, one or several; -1 if it was evicted since."""
+        """Count owners of each page of a hit that windows see: 0, 1, or 2 for several; -1 if it was evicted since."""
         if hit.entries and not hit.entries[-1].is_registered:
             return (-1,)
         num_owners: list[int] = []
@@ -211,13 +211,13 @@ class PrefixCache:
         return tuple(num_owners)
 
     def is_current(self, chain: PrefixChain) -> bool:
-        """False if the cache was reset since the sequence started: others must not start on what it computed."""
+        """Return False if the cache was reset since the sequence started: others must not share what it computed."""
         return chain.epoch == self._epoch
 
     def is_same_block(
         self, own: tuple[PrefixChain, Sequence[int]], other: tuple[PrefixChain, Sequence[int]], index: int
     ) -> bool:
-        """True if two sequences agree in salt and tokens up to the end of block `index`, which both have in full."""
+        """Return True if both sequences have block `index` in full, and equal salt and tokens up to its end."""
         if not self._can_hit or (index + 1) * self.block_tokens > min(len(own[1]), len(other[1])):
             return False
         keys = [self._key(*one, index) for one in (own, other)]
@@ -226,7 +226,7 @@ class PrefixCache:
     def share(
         self, chain: PrefixChain, hit: PrefixHit, tables: Sequence[Sequence[int]] | None = None
     ) -> list[list[int]]:
-        """Starts a sequence on what `match` found, or on `tables` of its pages; one more owner a page. Returns its tables."""
+        """Start a sequence on a hit, or on `tables` of its pages: add an owner to each page, and return its tables."""
         entries, tables = hit.entries, hit.tables if tables is None else tables
         for table in tables:
             for page in table:
@@ -246,10 +246,10 @@ class PrefixCache:
         num_tokens: int,
         step: int = 0,
     ) -> None:
-        """Enters those of a sequence's blocks that are full of tokens: computed ones, or ones that `step` computes.
+        """Register a sequence's full blocks: computed ones, or ones that `step` computes.
 
-        A sequence that starts on a block of a step in flight reads it in the same step or later. Steps run in order, and
-        each writes all rows of a layer before it reads any. The pages stay pending until `settle`.
+        A sequence that starts on a block of a step in flight reads it in the same step or later. Steps run in order,
+        and each writes all rows of a layer before it reads any. The pages stay pending until `settle`.
         """
         if chain.epoch != self._epoch or not self._can_hit:
             return
@@ -263,7 +263,7 @@ class PrefixCache:
                 chain.num_blocks += 1
 
     def settle(self, step: int) -> None:
-        """The steps up to this one have run: their pages hold what they are registered for."""
+        """Record that the steps up to this one have run: their pages are no longer pending."""
         self.pending = {page: own for page, own in self.pending.items() if own > step}
 
     def pending_step(self, tables: Sequence[Sequence[int]]) -> int:
@@ -273,7 +273,7 @@ class PrefixCache:
         return max((self.pending.get(page, 0) for table in tables for page in table), default=0)
 
     def rewind(self, chain: PrefixChain, num_tokens: int) -> None:
-        """Move a sequence's place back to the last block among its first `num_tokens`, before those after it are forgotten."""
+        """Move a chain back to the last block of its first `num_tokens`, before later blocks are forgotten."""
         num_blocks = num_tokens // self.block_tokens
         while chain.num_blocks > num_blocks:
             chain.num_blocks -= 1
@@ -283,14 +283,14 @@ class PrefixCache:
                 chain.tip = chain.tip.parent
 
     def forget_pending(self) -> None:
-        """The steps in flight were dropped: forget the pages that they were to compute, and all blocks after them."""
+        """Forget the pages that dropped steps were to compute, and all blocks after them."""
         for page in list(self.pending):
             if page in self.pending:
                 self.evict(page)
         assert not self.pending, f"pages {list(self.pending)} are pending and no entry has them"
 
     def reset(self) -> None:
-        """Forgets everything; what running sequences have computed so far is not registered later either."""
+        """Forget everything, and never register what running sequences have computed so far."""
         for entry in self._entries.values():
             entry.is_registered = False
             entry.parent = None
@@ -303,7 +303,7 @@ class PrefixCache:
         self._epoch += 1
 
     def _serves(self, runs: Sequence[int], num_tokens: int) -> bool:
-        """Whether windows see what they must, and states begin anew; whole contexts are there wherever an entry is."""
+        """Return True if windows have what they see, and states restart; every entry has its whole-context pages."""
         is_seen = all(part.serves(run, num_tokens) for part, run in zip(self._windows, runs, strict=True))
         return is_seen and all(num_tokens % period == 0 for period in self._periods)
 
@@ -317,7 +317,7 @@ class PrefixCache:
         return tuple(tables)
 
     def _slots(self, tables: Sequence[Sequence[int]], index: int) -> list[int]:
-        """What a sequence holds of a block."""
+        """Return a sequence's pages of a block."""
         slots: list[int] = []
         for part, table in zip(self._parts, tables, strict=True):
             slots += table[index * part.count : (index + 1) * part.count]
@@ -329,7 +329,7 @@ class PrefixCache:
             start = number * self.block_tokens
             tokens = array("q", token_ids[start : start + self.block_tokens]).tobytes()
             parent = keys[-1].digest if keys else self._root
-            # Digests have a fixed length, so that no two different inputs run together into one.
+            # Digests have a fixed length, so different inputs never concatenate to the same bytes.
             keys.append(BlockKey(self._hash(parent + chain.salt_digest + tokens), tokens))
         return keys[index]
 
@@ -338,7 +338,7 @@ class PrefixCache:
         return entry.parent is parent and entry.key.tokens == key.tokens and entry.salt == salt
 
     def enter(self, chain: PrefixChain, key: BlockKey, slots: list[int], step: int) -> PrefixEntry | None:
-        """The entry of this block, new or another sequence's; None when there can be none."""
+        """Return the entry of this block, new or another sequence's; None if there can be none."""
         parent = chain.tip
         if parent is not None and not parent.is_registered:
             return None
@@ -346,7 +346,7 @@ class PrefixCache:
         if entry is not None and not self.is_same(entry, parent, chain.salt, key):
             return None
         if entry is None:
-            # A fork has no page of a block before its windows: an entry of it would lead nowhere.
+            # A fork has no page of a block that its windows have passed: its entry would lead to no page.
             if len(self._entries) >= self.max_entries or all(page == HOLE for page in slots):
                 return None
             entry = PrefixEntry([HOLE] * len(slots), 0, parent, chain.salt, key)
@@ -359,7 +359,7 @@ class PrefixCache:
         return entry
 
     def fill_holes(self, entry: PrefixEntry, slots: Sequence[int], step: int) -> int:
-        """Puts pages into an entry's holes, as many as there are, and says how many."""
+        """Put pages into an entry's holes; return how many."""
         before = entry.num_pages
         for slot, page in enumerate(slots):
             if page == HOLE or entry.slots[slot] != HOLE:
@@ -390,7 +390,7 @@ class PrefixCache:
             self._drop(empty)
 
     def _drop(self, top: PrefixEntry) -> None:
-        """Forgets an entry and everything below it."""
+        """Forget an entry and everything below it."""
         if top.parent is not None:
             del top.parent.children[top.key.digest]
         pending = [top]
@@ -398,7 +398,7 @@ class PrefixCache:
             entry = pending.pop()
             pending += entry.children.values()
             entry.is_registered = False
-            # Chains may still point here; without these links nothing else is kept alive by them.
+            # Chains may still point here; these links would keep other entries alive.
             entry.parent = None
             entry.children.clear()
             del self._entries[entry.key.digest]
@@ -409,7 +409,7 @@ class PrefixCache:
                     self._pool.forget(page)
 
     def check(self) -> None:
-        """Kept pages are those of entries, each in one slot; entries under their names, linked, of use, and not too many."""
+        """Assert that each kept page is in one slot of one entry, and entries are named, linked, useful and bounded."""
         kept = self._pool.kept_pages()
         assert kept == sorted(self.by_page), f"the pool keeps {kept}, registered are {sorted(self.by_page)}"
         strays = [page for page in self.pending if page not in self.by_page]

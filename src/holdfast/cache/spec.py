@@ -1,17 +1,17 @@
-"""The geometry of the KV cache: planes of each layer, groups of layers, and how one pool's pages serve all groups; no torch.
+"""Geometry of the KV cache: planes of layers, groups of layers, and how one pool's pages serve all groups; no torch.
 
-A chunk is `page_tokens` rows of one layer: what an entry of a block table names, and what kernels call a page. A row is what is
-kept of one token, or of several (cache/compressed.py). A page of the pool is one chunk in each of its columns. A column is an
-array over all pages, for layers of one kind (the same planes; an index beside latents lies in columns of its own).
+A chunk is `page_tokens` rows of one layer: block tables list chunks, and kernels call them pages. A row holds one
+token, or several (cache/compressed.py). A page of the pool is one chunk in each column. A column is an array over all
+pages, for layers of one kind: layers with equal planes. The index of sparse attention has its own columns.
 
     column 0   [ chunk of page 0 | chunk of page 1 | ... | chunk of page P-1 ]
     column 1   [ chunk of page 0 | chunk of page 1 | ... | chunk of page P-1 ]
     ...
 
-Each group lays its layers over the columns, `chunks_per_page` columns to a layer: a group of few layers takes more tokens to
-a page than one of many, and the bytes are the same. The columns of a layer are neighbours, so that to a kernel they are one
-array of chunks_per_page * P chunks: chunk j of a page p has number (j % chunks_per_page) * P + p there. With one group each
-layer has one column, and chunk and page are the same.
+Each group gives a layer `chunks_per_page` adjacent columns. All pages have the same bytes, so a group of few layers
+has more tokens per page than one of many. A kernel sees a layer's columns as one array of chunks_per_page * P chunks:
+chunk j of a page p has number (j % chunks_per_page) * P + p there. With one group each layer has one column, and a
+chunk is a page.
 """
 
 from collections import Counter
@@ -27,14 +27,14 @@ from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec
 from holdfast.quant.formats import KVFormat, Plane, index_dtype_beside, index_planes
 
 MOST_CHUNKS = 4
-"""Most chunks of a layer of the largest group that a page is made for."""
+"""Most chunks per page of a layer of the largest group."""
 BLOCK_WORTH = 8192
-"""Tokens of a prefix block that are as bad as padding every page by its own size."""
+"""Prefix-block length in tokens that costs as much as a padding share of 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps for each token."""
+    """KV cache of one layer, per token."""
 
     layer: int
     name: str
@@ -45,19 +45,19 @@ class LayerCache:
     """Rotated elements at the end of a latent (MLA); 0: keys and values by head."""
 
     index_dim: int = 0
-    """Elements of the index of sparse attention that lies beside a latent; 0: none."""
+    """Elements of the sparse-attention index of a latent; 0: none."""
 
     tokens_per_row: int = 1
-    """Tokens that a row stands for; it is there once the last of them is computed."""
+    """Tokens that a row stands for; it is complete once the last of them is computed."""
 
     @property
     def is_latent(self) -> bool:
-        """Whether a token is one latent that all query heads share."""
+        """True if a token is one latent that all query heads share."""
         return self.rope_dim > 0
 
     @property
     def latent_dim(self) -> int:
-        """Elements of a latent beside the rotated ones."""
+        """Elements of a latent without the rotated ones."""
         return self.head_dim - self.rope_dim
 
     @property
@@ -71,13 +71,13 @@ class LayerCache:
 
     @property
     def kinds(self) -> tuple[tuple[Plane, ...], ...]:
-        """What layers must have in common to take turns in a column: of what is kept of a token, and of an index beside it."""
+        """Planes that layers must have in common to share columns: those of the token, and those of its index."""
         own = self.format.planes(self.num_kv_heads, self.head_dim, self.rope_dim)
         return (own, index_planes(index_dtype_beside(self.format), self.index_dim)) if self.index_dim else (own,)
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What its planes follow from."""
+        """Parameters that determine its planes."""
         return self.format, self.num_kv_heads, self.head_dim, self.rope_dim, self.index_dim
 
 
@@ -87,12 +87,12 @@ class LayerGroup:
 
     window: int | None
     layers: tuple[int, ...]
-    """As places in `CacheSpec.layers`."""
+    """Indices into `CacheSpec.layers`."""
     chunks_per_page: int = 1
     tokens_per_row: int = 1
     """Tokens that each of their rows stands for."""
     is_overlapped: bool = False
-    """A row is made of its own tokens and of as many before them."""
+    """True if a row also covers as many tokens before its own."""
 
     @property
     def name(self) -> str:
@@ -102,32 +102,32 @@ class LayerGroup:
 
 
 class StoredPlane(NamedTuple):
-    """One tensor of the storage, and whose columns it has."""
+    """One tensor of the storage, and the layers of its columns."""
 
     name: str
     plane: Plane
     num_columns: int
     columns: dict[int, tuple[int, int]]
-    """By layer: the first of its columns, and how many it has."""
+    """First column and number of columns by layer."""
 
     def tensor(self, column_slots: int) -> TensorSpec:
-        """It, where a column has so many slots."""
+        """Return the TensorSpec for `column_slots` slots per column."""
         return TensorSpec(self.name, (self.num_columns * column_slots, *self.plane.token_shape), self.plane.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """All layers' caches: page p of the pool holds chunks of the layers of whichever group has taken it."""
+    """All layers' caches: page p of the pool holds chunks of the layers of the group that took it."""
 
     page_tokens: int
     """Tokens of a chunk."""
     layers: tuple[LayerCache, ...]
     groups: tuple[LayerGroup, ...] = ()
-    """Left out: all layers, for the whole context."""
+    """Default: one group of all layers, for the whole context."""
     has_states: bool = False
-    """Sequences have a place beside the pages too, for rows that are not finished (cache/storage.py)."""
+    """True if sequences also have a place outside the pages, for unfinished rows (cache/storage.py)."""
     columns: dict[tuple[Plane, ...], int] = field(init=False, compare=False, repr=False)
-    """How many columns a page has of each kind: as many as the group that takes most."""
+    """Columns of each kind: as many as the group with most of them takes."""
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -148,7 +148,7 @@ class CacheSpec:
         return most
 
     def _kinds(self) -> list[tuple[tuple[Plane, ...], ...]]:
-        """Bytes of every layer. Layers have few kinds, and listing planes is slow, so each kind is counted once."""
+        """List the kinds of every layer. Listing planes is slow, so layers of one shape share a result."""
         kinds: dict[tuple[object, ...], tuple[tuple[Plane, ...], ...]] = {}
         for layer in self.layers:
             if layer.shape not in kinds:
@@ -167,11 +167,11 @@ class CacheSpec:
         return self.bytes_per_page - self.page_tokens * used
 
     def group_of(self, layer: int) -> int:
-        """Which group a layer belongs to."""
+        """Return the index of a layer's group."""
         return next(index for index, group in enumerate(self.groups) if layer in group.layers)
 
     def stored_planes(self) -> tuple[StoredPlane, ...]:
-        """The tensors that all pages consist of: one for each plane of each layer, or of each kind where groups share columns."""
+        """Return the tensors of all pages: one per plane of each layer, or of each kind if groups share columns."""
         if len(self.groups) == 1:
             return tuple(
                 StoredPlane(f"{layer.layer}.{layer.name}.{plane.name}", plane, 1, {index: (0, 1)})
@@ -191,10 +191,9 @@ class CacheSpec:
         return tuple(found)
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The groups as pool, prefix cache and scheduler count them.
+        """Return the groups for pool, prefix cache and scheduler.
 
-        Where rows overlap, a sequence that begins behind a prefix computes the last tokens of it again, so that windows are
-        kept for those too.
+        If rows overlap, a sequence recomputes the last tokens of a prefix hit. So windows are kept for those too.
         """
         again = max((group.tokens_per_row for group in self.groups if group.is_overlapped), default=0)
         return tuple(
@@ -209,10 +208,10 @@ class CacheSpec:
         )
 
     def for_stage(self, layers: range) -> "CacheSpec":
-        """The part of a pipeline stage: its own layers, numbered from 0, in columns of their own.
+        """Return the spec of a pipeline stage: its own layers, numbered from 0, in their own columns.
 
-        Page ids mean the same on all ranks, so all stages have the groups of the whole model and as many tokens to a page
-        of each, also of one that none of their layers belongs to.
+        Page ids mean the same on all ranks. So every stage has all groups of the model, with the same tokens per
+        page, even a group that has none of its layers.
         """
         assert not self.has_states, "rows of several tokens have states, which are not cut into stages"
         numbers = {layer: number for number, layer in enumerate(layers)}
@@ -241,10 +240,10 @@ def mixed_cache(
     index_dim: int = 0,
     shared_layers: frozenset[int] = frozenset(),
 ) -> CacheSpec:
-    """The cache of a decoder whose layers have the same heads, or latents, and a format and perhaps a window each.
+    """Return the spec of a decoder whose layers have equal heads or latents, and each a format and perhaps a window.
 
-    A window that no context of `max_model_len` outgrows is none. `rope_dim`: of a latent, else 0; `index_dim`: of an index beside it,
-    which `shared_layers` do without.
+    A window of at least `max_model_len` counts as none. `rope_dim`: that of a latent, else 0. `index_dim`: that of its
+    index, which `shared_layers` lack.
     """
     seen = tuple(
         None if window is None or (max_model_len is not None and window >= max_model_len) else window
@@ -263,7 +262,7 @@ def _laid_out(
     windows: tuple[int | None, ...],
     shared_layers: frozenset[int],
 ) -> CacheSpec:
-    """Groups by window, on pages that leave the least unused; `shape` is that of a LayerCache."""
+    """Group layers by window, on the pages with the lowest cost; `shape` is that of a LayerCache."""
     num_kv_heads, head_dim, rope_dim, index_dim = shape
     name = "latent" if rope_dim else "attention"
     layers = tuple(
@@ -281,12 +280,12 @@ def _laid_out(
 
 
 def _order(window: int | None) -> tuple[bool, int]:
-    """Whole contexts first, then the widest windows."""
+    """Return a sort key: whole contexts first, then the widest windows."""
     return window is not None, -(window or 0)
 
 
 def _spread(page_tokens: int, layers: tuple[LayerCache, ...], groups: tuple[LayerGroup, ...], factor: int) -> CacheSpec:
-    """Pages for `factor` chunks of each layer of the largest group, and as many of the others' as fit."""
+    """Return the spec with `factor` chunks per layer of the largest group, and as many of the others as fit."""
     sizes = [_group_bytes(layers, group) for group in groups]
     spread = tuple(
         LayerGroup(group.window, group.layers, factor * max(sizes) // size)
@@ -303,7 +302,7 @@ def _group_bytes(layers: tuple[LayerCache, ...], group: LayerGroup) -> int:
 
 
 def _cost(spec: CacheSpec) -> tuple[float, int]:
-    """Padding where it is worst, and what long blocks cost the prefix cache; the smallest pages among equals."""
+    """Return a sort key: worst share of padding plus the cost of long prefix blocks; then page bytes."""
     padding = max(spec.padding_bytes(group) for group in range(len(spec.groups))) / spec.bytes_per_page
     block = lcm(*(group.chunks_per_page for group in spec.groups)) * spec.page_tokens
     return padding + block / BLOCK_WORTH, spec.bytes_per_page
@@ -318,13 +317,13 @@ def uniform_cache(
     rope_dim: int = 0,
     index_dim: int = 0,
 ) -> CacheSpec:
-    """The cache of a decoder whose layers all keep the same in one format, and all tokens."""
+    """Return the spec of a decoder whose layers all keep every token in one format."""
     formats = (kv_format,) * num_layers
     return mixed_cache(formats, num_kv_heads, head_dim, page_tokens, rope_dim=rope_dim, index_dim=index_dim)
 
 
 def kv_padding_term(spec: CacheSpec) -> Term:
-    """The most that lies unused behind planes, whatever the number of pages: nothing where whole pages are aligned."""
+    """Return the most alignment padding after planes, for any number of pages; 0 if page sizes are aligned."""
     page_bytes = [plane.tensor(spec.page_tokens).num_bytes for plane in spec.stored_planes()]
     padding_bytes = sum(ALIGNMENT_BYTES - gcd(num_bytes, ALIGNMENT_BYTES) for num_bytes in page_bytes)
     reason = f"{len(page_bytes)} planes, each at a multiple of {ALIGNMENT_BYTES} bytes"

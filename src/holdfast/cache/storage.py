@@ -1,9 +1,9 @@
-"""The tensors behind page ids, planes of every layer in one arena, and those of states, one place for each slot of a runner; both are allocated once.
+"""PageStorage: planes of every layer in one arena; StateStorage: one place per runner slot. Both are allocated once.
 
-With one group of layers each plane of each layer is a tensor. With several, each plane of each kind is one tensor over all
-columns of a page, and a layer has the slots of its own columns: layers of different groups take turns in them, page by page.
+With one group of layers, each plane of each layer is a tensor. With several, each plane of each kind is one tensor over
+all columns of a page. A layer has the slots of its own columns, which layers of different groups share page by page.
 
-P places of states, K entries under way, D channels (cache/compressed.py)
+P places of states, K entries in progress, D channels (cache/compressed.py)
 """
 
 from collections.abc import Sequence
@@ -39,11 +39,11 @@ class PageStorage:
                 self._planes[layer][plane.plane.name] = whole_SX.narrow(0, first * num_slots, num_columns * num_slots)
 
     def plane(self, index: int, name: str) -> torch.Tensor:
-        """A plane of the index-th entry of the spec: [num_slots, *token_shape], for all chunks that it may have."""
+        """Return a plane of `CacheSpec.layers[index]`: [num_slots, *token_shape], for all its possible chunks."""
         return self._planes[index][name]
 
     def planes(self, index: int) -> dict[str, torch.Tensor]:
-        """All planes of the index-th entry by name, each [num_slots, *token_shape]."""
+        """Return all planes of `CacheSpec.layers[index]` by name, each [num_slots, *token_shape]."""
         return dict(self._planes[index])
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -54,14 +54,14 @@ class PageStorage:
             torch._foreach_copy_(targets, [own[:, source] for own in self._columns])  # pyright: ignore[reportPrivateImportUsage]
 
     def release(self) -> None:
-        """Give the pages back; nothing can be read afterwards."""
+        """Release the pages; nothing can be read afterwards."""
         self._planes.clear()
         self._columns.clear()
         self._arena.release()
 
 
 class StateStorage:
-    """All states of all layers. What of a place counts follows from positions alone, so that none is ever cleared."""
+    """All states of all layers. Positions alone decide which values of a place count, so none is ever cleared."""
 
     def __init__(self, kinds: Sequence[StateKind], num_places: int, device: torch.device, ledger: Ledger) -> None:
         self.kinds = tuple(kinds)
@@ -70,13 +70,13 @@ class StateStorage:
         self._arena = Arena(STATE_OWNER, specs, device, ledger, f"{num_places} places")
         self._states: dict[tuple[str, int], torch.Tensor] = {}
         for kind, spec in zip(kinds, specs, strict=True):
-            # Numbers, so that nothing that is passed over can be NaN.
+            # Finite values, so that ignored ones are never NaN.
             whole_LPK3D = self._arena.tensors[spec.name].zero_()
             for place, layer in enumerate(kind.layers):
                 self._states[kind.name, layer] = whole_LPK3D[place]
 
     def state(self, layer: int, name: str = ENTRIES) -> torch.Tensor:
-        """float32 [P, K, 3, D] of a layer's entries, or of its INDEX: largest gate, sum of weights, weighted sum."""
+        """Return a layer's float32 [P, K, 3, D] of entries or INDEX: largest gate, sum of weights, weighted sum."""
         return self._states[name, layer]
 
     def copy_place(self, source: int, target: int) -> None:
@@ -85,6 +85,6 @@ class StateStorage:
             whole_LPK3D[:, target].copy_(whole_LPK3D[:, source])
 
     def release(self) -> None:
-        """Give them back; nothing can be read afterwards."""
+        """Release the states; nothing can be read afterwards."""
         self._states.clear()
         self._arena.release()

@@ -23,14 +23,14 @@ from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, Request
 
 WRONG_USE = 2
 PIPE_CLOSED = 141
-"""The shell's exit code of a program that SIGPIPE ended."""
+"""Exit code after SIGPIPE, by the shell's convention."""
 MAX_CHAIN = 32
 NO_MEMORY = "The machine is out of memory. Use a smaller model, dtype or max_model_len."
 OUT_OF_MEMORY = (
     *("failed to map segment", "cannot allocate memory", "can't allocate memory", "can't start new thread"),
     *("not enough memory", "cannot apply additional memory protection", "std::bad_alloc"),
 )
-"""Messages of libraries, in lower case, when memory or address space runs out."""
+"""Lower-case library messages about exhausted memory or address space."""
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def serve_main() -> None:
 
 
 def _leave_at_once(code: int) -> NoReturn:
-    """Flush, run exit handlers and exit; the interpreter would take a second to unload torch."""
+    """Flush, run exit handlers and exit, because unloading torch takes a second."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -145,7 +145,7 @@ def _limit(name: str) -> int | None:
 
 
 def _draw_refusal(error: MemoryPlanError) -> None:
-    """Draw the table on a terminal; the line before it has the same facts for a log."""
+    """Draw the table on a terminal; the line above it has the same facts."""
     if error.table is None or sys.stderr is None or not sys.stderr.isatty():
         return
     from holdfast.cli.tables import refusal_lines, show_beside
@@ -154,7 +154,7 @@ def _draw_refusal(error: MemoryPlanError) -> None:
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Return True also if a library wrapped KeyboardInterrupt, as some do during import."""
+    """Return True for KeyboardInterrupt, even if a library wrapped it during import."""
     return any(isinstance(part, KeyboardInterrupt) for part in _chain(error))
 
 

@@ -69,7 +69,7 @@ def bench_latency(options: LatencyOptions, engine: Given) -> None:
     """Time prefill of given lengths, and decode at given batch sizes."""
     lengths, batches = read_counts(options.prefill, "--prefill"), read_counts(options.batch, "--batch")
     num_in = read_whole(options.input_len, "--input-len", 1, MAX_TOKENS)
-    # Decoding is timed from the first token to the last.
+    # Decode time runs from the first token to the last.
     num_out = read_whole(options.output_len, "--output-len", 2, MAX_TOKENS)
 
     def cases(choose: random.Random, ids: range) -> list[Case]:
@@ -144,7 +144,7 @@ def _check(options: BenchOptions, given: Given) -> None:
 
 
 def _for_cases(config: EngineConfig, opened: OpenModel, cases: Sequence[Case]) -> EngineConfig:
-    """Settle type and device for all engines, and take the context and sequences that the cases need."""
+    """Resolve dtype and device for all engines; set context and sequences from the cases."""
     from holdfast.planning.resolve import choose_dtype
     from holdfast.planning.target import choose_device
 
@@ -183,7 +183,7 @@ def _contestants(options: BenchOptions, config: EngineConfig, opened: OpenModel,
 
 @contextmanager
 def _status() -> Iterator[Callable[[str], None]]:
-    """Report what runs now: one changing line on a terminal, a line each elsewhere."""
+    """Report the current run: one updated line on a terminal, a new line elsewhere."""
     if not is_watched():
         yield write_line
         return

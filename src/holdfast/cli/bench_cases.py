@@ -1,4 +1,4 @@
-"""Cases of a benchmark, and the engines that run them in turn; no torch."""
+"""Benchmark cases, and the engines that run them in turn; no torch."""
 
 import random
 import statistics
@@ -17,7 +17,7 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts that run at once, and how many new tokens each gets."""
+    """Prompts that run together, each with its number of new tokens."""
 
     measure: str
     kind: Literal["prefill", "decode", "throughput"]
@@ -30,13 +30,13 @@ class Case:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its answer."""
+        """Maximum tokens of a prompt with its answer."""
         return max(len(prompt) + num_new for prompt, num_new in zip(self.prompts, self.num_new, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One run of a case: its greedy tokens, the time when every prompt had its first one, and the whole time."""
+    """One run of a case: greedy tokens, time until every prompt has a first token, and total time."""
 
     token_ids: tuple[TokenIds, ...]
     first_seconds: float
@@ -49,18 +49,18 @@ class Contestant(Protocol):
     name: str
 
     def run(self, case: Case) -> Timing:
-        """Run a case without state of earlier runs."""
+        """Run a case, independent of earlier runs."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Tokens per second of a case by engine, one for each repeat; the first engine is ours."""
+    """Tokens per second of a case, by engine and repeat; our engine is the first."""
 
     case: Case
     rates: dict[str, list[float]] = field(default_factory=dict)
     experts: dict[str, float] | None = None
-    """Rows of a step, its distinct experts, and those of uniform routing; None without experts."""
+    """Rows per step, distinct experts, and the count under uniform routing; None without experts."""
 
     def median(self, name: str) -> float:
         return statistics.median(self.rates[name])
@@ -69,7 +69,7 @@ class Result:
         return max(self.rates[name])
 
     def ratios(self) -> dict[str, float]:
-        """Return our speed relative to each other engine, by medians."""
+        """Return the ratio of our median speed to each other engine's."""
         ours, *others = self.rates
         return {other: self.median(ours) / self.median(other) for other in others}
 
@@ -120,7 +120,7 @@ def throughput_case(
 
 
 def check_agreement(cases: Sequence[Case], contestants: Sequence[Contestant], report: Callable[[str], None]) -> None:
-    """Run every case once on every engine to warm up; refuse to compare engines with different tokens."""
+    """Warm up: run every case on every engine; refuse engines whose tokens differ."""
     for case in cases:
         timings = []
         for contestant in contestants:
@@ -133,7 +133,7 @@ def check_agreement(cases: Sequence[Case], contestants: Sequence[Contestant], re
 def race(
     cases: Sequence[Case], contestants: Sequence[Contestant], num_repeats: int, report: Callable[[str], None]
 ) -> list[Result]:
-    """Run every case several times; the engines alternate, so that a slow moment hits all of them."""
+    """Run every case several times; engines alternate, so that a slow moment affects all."""
     results = []
     for case in cases:
         result = Result(case, {contestant.name: [] for contestant in contestants})
@@ -163,7 +163,7 @@ def _compare(
 
 
 class HoldfastContestant:
-    """Drives an engine like `LLM` and takes times. The engine must not cache prefixes."""
+    """Times an engine, driven like `LLM`. The engine must not cache prefixes."""
 
     name = "holdfast"
 

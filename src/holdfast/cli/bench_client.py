@@ -16,19 +16,19 @@ from holdfast.errors import ConfigError
 
 MAX_HEAD_BYTES = 2**16
 MAX_BODY_BYTES = 2**24
-"""Limit of a whole answer, and of one event."""
+"""Size limit of a whole answer, and of one event."""
 MAX_MESSAGE_CHARS = 200
 CONNECT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """Address of a server, and the key for it."""
+    """A server's address and API key."""
 
     host: str
     port: int
     path: str
-    """The part before /v1, without a final slash."""
+    """Path before /v1, without a final slash."""
     is_secure: bool
     api_key: str | None = field(default=None, repr=False)
 
@@ -90,7 +90,7 @@ class AnswerReader:
         """Bytes left of a chunk or of the body; None if the connection ends it."""
         self._is_chunked = False
         self._is_between = True
-        """True if the size of a chunk comes next."""
+        """True if a chunk size comes next."""
 
     def feed(self, data: bytes) -> bytes:
         """Return the part of the body in these bytes."""
@@ -328,9 +328,9 @@ async def ask(
     abort_after: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Reply, bytes]:
-    """Send a request and return its reply, with the body if it is not a stream. Never raises for what a server does.
+    """Send a request; return its reply, and the body if it is not a stream. Never raises for a server's fault.
 
-    `start` is when it was due, if earlier; `abort_after` hangs up after so many texts.
+    `start` is the due time, if earlier; `abort_after` disconnects after that many texts.
     """
     reply = Reply(clock() if start is None else start)
     data = b"" if body is None else json.dumps(body).encode()

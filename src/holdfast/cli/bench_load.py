@@ -25,14 +25,14 @@ _WORDS = (
     "story fact month lot right study book eye job word business issue side kind head house service friend father power "
     "hour game line end member law car city name team minute idea body back face door health person art war history"
 )
-"""Each is one token in most tokenizers."""
+"""Words that are one token in most tokenizers."""
 PERCENTILES = (50, 90, 99)
 PROBE_WORDS = (8, 72)
 MAX_LINES = 1_000_000
 MAX_DATASET_BYTES = 2**30
 GREEDY = {"temperature": 0}
 TO_THE_END = {"ignore_eos": True}
-"""Not in OpenAI's API; dropped if a server refuses it."""
+"""Extra field, not in OpenAI's API; dropped if a server refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Linear model of a prompt's tokens by its words."""
+    """Linear model from a prompt's words to its tokens."""
 
     num_fixed: float = 0.0
     num_per_word: float = 1.0
@@ -70,7 +70,7 @@ class Fit:
 
 
 def make_prompt(choose: random.Random, num_words: int) -> str:
-    """Make a prompt of random words, so that no prefix cache helps."""
+    """Make a prompt of random words, which causes no prefix hits."""
     return " ".join(choose.choices(_WORDS.split(), k=num_words))
 
 
@@ -206,7 +206,7 @@ def _refuse(url: Url, reply: Reply) -> None:
 
 
 Progress = Callable[[int, int, int], None]
-"""Takes finished requests, input tokens and output tokens."""
+"""Callback with counts of finished requests, input tokens and output tokens."""
 Send = Callable[[Work, float | None], Awaitable[Reply]]
 
 
@@ -239,14 +239,14 @@ async def drive(
     async with asyncio.TaskGroup() as group:
         for item in work:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            # Timed from when it was due: a late client must not make the server look fast.
+            # Time from the due time: a late client must not make the server look fast.
             group.create_task(one(item, due))
             due += choose.expovariate(rate)
     return replies
 
 
 def output_tokens(reply: Reply) -> int:
-    """Return the server's count, or a token for each event with text."""
+    """Return the server's token count, else the number of events with text."""
     return len(reply.texts) if reply.num_output_tokens is None else reply.num_output_tokens
 
 
@@ -278,7 +278,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a run. Times and tokens are of requests that succeeded."""
+    """Figures of a run. Times and tokens count only successful requests."""
 
     num_requests: int
     num_finished: int
@@ -286,7 +286,7 @@ class Figures:
     examples: dict[str, str]
     """The server's first message, by kind of error."""
     seconds: float
-    """From the first request to the end of the last reply."""
+    """Time from the first request to the end of the last reply."""
     num_input_tokens: int
     num_output_tokens: int
     is_counted_by_server: bool

@@ -1,4 +1,4 @@
-"""Records of benchmarks: figures, and all that is needed to run them again; no torch.
+"""Benchmark records: figures, and everything needed to repeat the run; no torch.
 
 `scripts/doc_tables.py` makes tables of the documents from date, machine, model, settings and results.
 """
@@ -38,7 +38,7 @@ def make_record(
 
 
 def record_file(option: str | None) -> str | None:
-    """Check the path of --json before any work is done for it."""
+    """Check the path of --json before the benchmark runs."""
     if option not in (None, STDOUT) and not Path(str(option)).absolute().parent.is_dir():
         raise ConfigError("bench.record_folder", file=option)
     return option
@@ -85,7 +85,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the commit of this file's working tree, with a + if it has changes; None outside of a tree."""
+    """Return the commit of this source tree, with + if it is modified; None outside a tree."""
     here = Path(__file__)
     git = ("git", "-C", str(here.parent))
     # A virtual environment may lie inside another repository.

@@ -152,7 +152,7 @@ def _raise_file_limit(load: _Load) -> None:
     if hard != resource.RLIM_INFINITY and hard < wanted:
         if load.num_clients is not None:
             raise ConfigError("bench.too_many_clients", clients=most, files=hard, most=hard - SPARE_FILES)
-        wanted = hard  # arrivals are rarely all open at once
+        wanted = hard  # requests at a rate are rarely all open at once
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

@@ -24,7 +24,7 @@ def check_installed() -> None:
 
 
 class _Clock:
-    """A streamer of `generate`: gets the prompts, then each new token of every sequence."""
+    """A streamer for `generate`: receives the prompts, then one new token per sequence."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -45,7 +45,7 @@ class TransformersContestant:
         import transformers
 
         model.eval()
-        # Only the number of tokens ends a sequence, as in our engine.
+        # A sequence ends only by its token count, as in our engine.
         model.generation_config = transformers.GenerationConfig(
             do_sample=False, eos_token_id=None, pad_token_id=PADDING, use_cache=True
         )
@@ -53,7 +53,7 @@ class TransformersContestant:
         self._max_batch = max_batch
 
     def run(self, case: Case) -> Timing:
-        """Run one batch after the other."""
+        """Run the batches in sequence."""
         start, first_seconds = time.perf_counter(), 0.0
         token_ids: list[TokenIds] = []
         for begin in range(0, len(case.prompts), self._max_batch):
@@ -96,7 +96,7 @@ def open_transformers(opened: OpenModel, dtype: str, device: str) -> Any:  # noq
 
 
 def _settings(opened: OpenModel) -> dict[str, Any]:
-    """Make a config.json for transformers, which keeps RoPE settings in one place."""
+    """Make a config.json for transformers, with RoPE settings in one field."""
     assert opened.gguf is not None, f"{opened.path} is no GGUF file"
     settings: dict[str, Any] = dict(gguf_config(opened.gguf))
     scaling = settings.pop("rope_scaling")

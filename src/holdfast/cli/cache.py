@@ -22,12 +22,12 @@ class CacheOptions(NamedTuple):
 
 
 def cache(options: CacheOptions, engine: Given) -> None:
-    """List the entries, or remove those that no process uses."""
+    """List the entries, or remove the unused ones."""
     clear_weights() if options.clear else list_weights()
 
 
 def list_weights() -> None:
-    """Print a line for each entry, the most recently used first; the total goes to stderr."""
+    """Print one line per entry, most recently used first; print the total to stderr."""
     folder = cache_folder()
     entries = cache_entries(folder)[::-1]
     if entries:

@@ -108,7 +108,7 @@ def split_thoughts(text: str, prompt: str | None) -> tuple[str, str]:
 
 
 class Typed:
-    """Messages from a terminal; one Ctrl-C clears the line, two in a row or Ctrl-D end the chat."""
+    """Messages from a terminal. Ctrl-C clears the line; two in a row, or Ctrl-D, end the chat."""
 
     def __init__(self, read: Callable[[str], str] | None = None) -> None:
         with suppress(ImportError):  # arrow keys and history, on systems that have them
@@ -138,7 +138,7 @@ class Typed:
 
 
 class Piped:
-    """Messages from a pipe or a file: a line each, or several between triple quotes."""
+    """Messages from a pipe or file: one per line, or several lines between triple quotes."""
 
     def __iter__(self) -> Iterator[str]:
         def read(prompt: str) -> str:
@@ -179,7 +179,7 @@ class Answers:
         self.context_tokens = opened.context_tokens
 
     def params(self, given: Given) -> SamplingParams:
-        """Return sampling parameters on top of the model's defaults."""
+        """Return sampling parameters over the model's defaults."""
         return sampling_params(given, self._opened.engine.generation)
 
     def prepare(self, messages: list[Mapping[str, object]], params: SamplingParams) -> PreparedRequest:
@@ -196,7 +196,7 @@ class Answers:
 
 
 class ChatSession:
-    """One conversation. `take` handles an input; False ends the chat."""
+    """One conversation. `take` handles an input and returns False to end the chat."""
 
     def __init__(self, answers: Answers, history: ChatHistory, given: Given, is_watched: bool) -> None:
         self._answers = answers
@@ -379,7 +379,7 @@ class ChatSession:
 
 
 def _read(name: str, value: str) -> object:
-    """Read a value of /set; keep an unreadable one as typed, so that the field refuses it."""
+    """Parse a value of /set; keep an invalid one as text, so that the field refuses it."""
     setting = SETTINGS.get(name)
     if setting is None:
         return read_count(value)
@@ -407,7 +407,7 @@ def chat(options: ChatRequest, engine: Given, sampling: Given, start: StartLine 
     sampling_params(sampling, GenerationDefaults())
     if sys.stdin is None:
         raise ConfigError("cli.chat_without_stdin")
-    # There is one conversation, so memory is planned for one sequence.
+    # One conversation: plan memory for one sequence.
     config = EngineConfig.from_options(model=options.model, **({"max_num_seqs": 1} | engine))
     refuse_bare_ids(config)
     is_watched = sys.stdin.isatty()
@@ -423,5 +423,5 @@ def chat(options: ChatRequest, engine: Given, sampling: Given, start: StartLine 
     for text in Typed() if is_watched else Piped():
         if not session.take(text):
             break
-    # With a pipe, errors in between count at the end.
+    # Piped input: any error sets the exit code at the end.
     return FAILED if session.num_failures and not is_watched else 0

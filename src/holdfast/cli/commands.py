@@ -1,6 +1,6 @@
-"""Every command of data/commands.json as an argparse parser, and the function that runs it; no torch.
+"""Commands of data/commands.json: their argparse parsers and the functions that run them; no torch.
 
-Little is imported here, so that help and plans come at once.
+This module imports little, so that help and plans start fast.
 """
 
 import argparse
@@ -42,7 +42,7 @@ HELP_FLAGS, VERSION_FLAGS = ("-h", "--help"), ("-V", "--version")
 MIN_COLUMNS, MAX_COLUMNS = 60, 120
 """Widths of a help page."""
 Run = Callable[[Given, Given, Given], int | None]
-"""Takes the command's own options, those of an engine and those of sampling; returns an exit code, None for success."""
+"""Function of the command's own, engine and sampling options; returns an exit code, None for success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def _with_dashes(command: Command, flags: Sequence[str], arguments: Sequence[str
 
 
 def _next_names(path: tuple[str, ...]) -> Iterable[str]:
-    """List the words that may follow the beginning of a command."""
+    """List the words that may follow a partial command."""
     return dict.fromkeys(command.path[len(path)] for command in COMMANDS if command.path[: len(path)] == path)
 
 
@@ -208,7 +208,7 @@ def _refuse_wrong_path(own: Given, *settings: Given) -> None:
 
 
 def _start_line(stage: str, is_wanted: bool = True) -> "StartLine":
-    """Draw the start line before anything else is imported, which may take a second."""
+    """Draw the start line before the slow imports."""
     from holdfast.cli.start_line import StartLine
 
     start = StartLine()
@@ -242,7 +242,7 @@ def _run_serve(own: Given, engine: Given, sampling: Given) -> None:
 
 
 def _entry(module: str, options: str, function: str, *, checks_path: bool = False) -> Run:
-    """Return what imports a command's module and calls `function(options(**own), engine)`."""
+    """Return a function that imports a module and calls its `function(options(**own), engine)`."""
 
     def run(own: Given, engine: Given, sampling: Given) -> int | None:
         if checks_path:
@@ -303,5 +303,5 @@ def _read_commands(data: Mapping[str, Any]) -> Iterator[Command]:
 
 
 GROUPS = {tuple(path.split()): summary for path, summary in read_data("commands.json")["groups"].items()}
-"""Summaries of commands that begin alike, and of the program."""
+"""Summaries of command groups, and of the program."""
 COMMANDS = tuple(_read_commands(read_data("commands.json")))

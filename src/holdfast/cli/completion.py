@@ -1,6 +1,6 @@
-"""`holdfast completion`: a script for bash, zsh or fish with every command, option and value; no torch.
+"""`holdfast completion`: a bash, zsh or fish script with every command, option and value; no torch.
 
-The script holds all of it, so pressing Tab starts no Python. zsh runs the bash script through its bashcompinit.
+The script is self-contained, so Tab starts no Python. zsh runs the bash script through its bashcompinit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
 }
 """Values of an option, by the name of its field."""
 FILES = ("FILE", "PATH", "MODEL")
-"""Metavars that name something on disk."""
+"""Metavars of files and folders."""
 
 
 class Row(NamedTuple):
@@ -56,11 +56,11 @@ class Row(NamedTuple):
     values: tuple[str, ...] = ()
     is_file: bool = False
     others: tuple[str, ...] = ()
-    """Spellings that are accepted and not offered."""
+    """Accepted flags that completion does not offer."""
 
 
 class Page(NamedTuple):
-    """What may follow one command."""
+    """Completions after one command."""
 
     path: tuple[str, ...]
     summary: str
@@ -82,7 +82,7 @@ class Page(NamedTuple):
 
     @property
     def condition(self) -> str:
-        """For fish: true after this path and before any of its subcommands."""
+        """A fish condition, true after this path and before its subcommands."""
         if not self.path:
             return "__fish_use_subcommand"
         seen = [f"__fish_seen_subcommand_from {name}" for name in self.path]

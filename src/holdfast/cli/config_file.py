@@ -12,11 +12,11 @@ from holdfast.errors import ConfigError, did_you_mean, shown
 FLAG = "--config"
 MAX_BYTES = 2**20
 SECRETS = ("api_key",)
-"""Options that other users of the machine must not be able to read."""
+"""Options that other users of the machine must not read."""
 
 
 def with_config(rows: Sequence[Option | Setting], arguments: Sequence[str]) -> list[str]:
-    """Put the options of the --config file before the arguments."""
+    """Prepend the options of the --config file to the arguments."""
     file = _named_file(arguments)
     if file is None:
         return list(arguments)

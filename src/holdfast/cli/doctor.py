@@ -80,7 +80,7 @@ class FolderFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is installed."""
+    """Installed software, devices and folders."""
 
     python: str = ""
     system: str = ""
@@ -106,13 +106,13 @@ class Facts:
 
 
 class Ability(NamedTuple):
-    """A feature, and what it has or lacks."""
+    """A feature, with its support or what is missing."""
 
     what: str
     is_possible: bool
     words: str
     extra: str | None = None
-    """The extra of this package that would add it."""
+    """This package's extra that adds the feature."""
 
 
 class DoctorOptions(NamedTuple):
@@ -159,7 +159,7 @@ TESTED = "-c constraints.txt takes the versions of our tests"
 
 
 def abilities(facts: Facts) -> tuple[Ability, ...]:
-    """List the features, what they lack, and how to add it."""
+    """List the features, with missing parts and how to install them."""
     return (
         Ability(PLAN, True, "needs only holdfast itself"),
         _run_on_gpu(facts),
@@ -309,7 +309,7 @@ def report_lines(facts: Facts, can: tuple[Ability, ...], columns: int) -> list[s
     lines = ["here", *_table(here, columns), "", "can", *_table(able, columns), ""]
     install = install_line(facts, can)
     if install is not None:
-        # On one line, to copy it.
+        # One line, easy to copy.
         lines += [f"to install what is missing ({TESTED}):", f"  {install}", ""]
     first = "holdfast run -p 'Hello'" if facts.default_model else "holdfast run path/to/model -p 'Hello'"
     return [*lines, f"ready: {first}" if can_run(can) else "no model can run here yet: see the lines with no"]
@@ -362,7 +362,7 @@ WEIGHTS, HUB = "weight cache", "Hub cache"
 
 
 def gather() -> Facts:
-    """Collect all facts; a part that fails becomes a text."""
+    """Collect all facts; a failed part becomes an error text."""
     torch, torch_problem = None, "it is not installed"
     packages = {name: _guarded(lambda name=name: version(name))[0] for name in (*PACKAGES, *EXTRAS)}
     if packages["torch"] is not None:
@@ -399,7 +399,7 @@ def gather() -> Facts:
 
 
 def _guarded(find: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return a result, or why there is none."""
+    """Return (result, None), or (None, the reason)."""
     try:
         return find(), None
     except (OSError, ValueError, RuntimeError, ImportError, AttributeError, HoldfastError) as error:
@@ -421,7 +421,7 @@ def _torch_range() -> str | None:
 
 
 def _probe_torch() -> tuple[TorchFacts | None, str]:
-    """Run torch_probe.py in another process: a broken library may abort it, and a broken driver may hang."""
+    """Run torch_probe.py in another process, because a broken library may abort and a broken driver hang."""
     command = probe_command("torch_probe")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)

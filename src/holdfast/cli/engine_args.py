@@ -1,4 +1,4 @@
-"""EngineArgs and FlexibleArgumentParser: vLLM's classes for programs that take the options of an engine; no torch."""
+"""EngineArgs and FlexibleArgumentParser: vLLM's classes for programs with engine options; no torch."""
 
 import argparse
 import dataclasses
@@ -16,13 +16,13 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 
 
 class EngineArgs(EngineConfig):
-    """An EngineConfig that takes vLLM's names and whose fields may be set later."""
+    """An EngineConfig with settable fields that also accepts vLLM's names."""
 
     def __init__(self, model: str | None = None, **options: object) -> None:
         self._take(EngineConfig.from_options(model=model, **options))
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Check the field as the constructor does."""
+        """Set a field, checked as in the constructor."""
         own = ALIASES.get(name, name)
         left = {field: given for field, given in vars(self).items() if field != own}
         self._take(EngineConfig.from_options(**left, **{name: value}))
@@ -34,7 +34,7 @@ class EngineArgs(EngineConfig):
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add an option for every field and every name of vLLM; others keep their default."""
+        """Add an option for every field and every vLLM name."""
         group = parser.add_argument_group("Engine")
         defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
         group.add_argument(

@@ -33,11 +33,11 @@ ALL = "all"
 MAX_TEXT_BYTES = 64 * 2**20
 MAX_WINDOW = 2**24
 TOPICS = "the topics of Python's help"
-"""A text that every installation has."""
+"""Name of the default text, which every installation has."""
 
 
 class EvalBar(Bar):
-    """`bar(done, total)` in tokens of all formats or schemes; a line for each tenth without a terminal."""
+    """`bar(done, total)` in tokens of all formats or schemes; without a terminal, a line per tenth."""
 
     starts_at_once = True
 
@@ -71,7 +71,7 @@ class EvalBar(Bar):
 
 
 def _seconds_left(num_done: int, num_total: int, speed: float) -> float:
-    """Estimate from the mean speed: chunks are read and compared in turns at different speeds."""
+    """Estimate from the mean speed, because reading and comparing chunks alternate at different speeds."""
     return (num_total - num_done) / max(speed, 1e-6)
 
 
@@ -127,7 +127,7 @@ class EvalText(NamedTuple):
 
 
 class _Setup(NamedTuple):
-    """Checked options: the text, and where to write."""
+    """Checked options: the text and the output files."""
 
     text: EvalText
     json_file: str | None
@@ -206,7 +206,7 @@ def _format_entries(config: EngineConfig, model: OpenModel, names: Sequence[str]
 
 
 def _reported(choice: "Possible") -> tuple[str, ...]:
-    """Return what can run; print a line for each that cannot."""
+    """Return the names that can run; print a line for each other one."""
     for name, reason in choice.left_out.items():
         write_line(f"skipping {name}: {reason}")
     return choice.names
@@ -250,7 +250,7 @@ def eval_weights(options: EvalOptions, engine: Given) -> None:
     """Measure weight schemes. All options are checked before the model is opened."""
     names = read_schemes(options.schemes)
     ignore = engine.pop("quantization_ignore", ())
-    # Patterns are for the schemes; any scheme checks them.
+    # Patterns apply to every scheme, so any scheme can check them.
     EngineConfig.from_options(quantization="fp8", quantization_ignore=ignore)
     config = EngineConfig.from_options(model=options.model, **engine)
     setup = _Setup.read(options, topics_or_text)
@@ -292,7 +292,7 @@ def measure_schemes(
     finally:
         model.source.close()
     name = model_name(config)
-    # One bar of tokens over everything, and a line for each load: two bars would fight for the terminal.
+    # One bar of tokens for all runs and a line per load, because two bars would overwrite each other.
     with EvalBar() as bar:
         listener = Listener(lambda scheme: write_line(f"Loading {name} in {scheme}"), bar)
         qualities = compare_schemes(as_stored_entry(reference, stored), entries, windows, listener)
@@ -318,7 +318,7 @@ def _scheme_entries(
     ignore: tuple[str, ...],
     stored: str | None,
 ) -> "list[SchemeEntry]":
-    """List the named schemes, or all that can run; before them the plain dtype if it is not float32."""
+    """List the named schemes, or all that can run, after the plain dtype if it is not float32."""
     from holdfast.eval.weight_quality import REFERENCE_DTYPE, as_stored_entry, possible_schemes, scheme_entry
 
     if names is None:

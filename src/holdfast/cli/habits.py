@@ -18,18 +18,18 @@ from holdfast.request.vllm_flags import find_flag, read_value
 from holdfast.request.vllm_names import ENGINE_NAMES, SERVER_NAMES, SHORT_FLAGS
 
 MODEL = "MODEL"
-"""Stands for the model argument, for which other programs have a flag."""
+"""Placeholder for the model argument, which is a flag in other programs."""
 ALL_LAYERS = 99
-"""-ngl with this many layers or more means all."""
+"""Minimum value of -ngl that means all layers."""
 LONGEST = str(2**31 - 1)
-"""As max_tokens: up to the end of the context."""
+"""Value of --max-tokens that means up to the end of the context."""
 _SWITCH_VALUES = ("true", "false", "on", "off", "auto", "1", "0")
 Act = Callable[[str, str], Sequence[str] | None]
-"""From the flag and its value to our arguments; None if it has no effect."""
+"""Function from a flag and its value to our arguments; None if it has no effect."""
 
 
 def _unless(default: str, own: str, typed: str, value: str) -> Sequence[str] | None:
-    """Pass the value on unless it means our default."""
+    """Return our flag with the value, or None if it is the default."""
     return None if value == default else (f"{own}={value}",)
 
 
@@ -77,7 +77,7 @@ ACTS: Mapping[str, Act] = {
     "format": _format,
     "origins": _origins,
 }
-"""What replaces "the same value for our flag", by the name in the data file."""
+"""Functions that translate a flag whose value changes, by name in the data file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +87,17 @@ class Habit:
     flags: str
     """Every spelling."""
     own: str = ""
-    """Our flag with the same meaning; MODEL is the argument; empty: none."""
+    """Our flag with the same meaning; MODEL for the argument; empty if none."""
     note: str = ""
     """Why it has no effect, or what to do if it is declined."""
     act: str = ""
     values: str = "1"
-    """How many follow: 0, 1, or ? for an optional one."""
+    """Number of values: 0, 1, or ? for an optional one."""
     is_declined: bool = False
     only: str = ""
-    """Commands that it is for; empty: all of an engine."""
+    """Commands that it applies to; empty for all commands with an engine."""
     advice_of: str = ""
-    """The option of vLLM whose advice is the note."""
+    """vLLM's option whose advice replaces the note."""
 
     @property
     def advice(self) -> str:
@@ -105,11 +105,11 @@ class Habit:
 
 
 HABITS = tuple(Habit(**row) for row in read_data("habits.json")["habits"])
-"""The first row of a flag that fits a command wins."""
+"""Rows of the table. For a flag, the first row that fits the command wins."""
 SEVERAL_VALUES = frozenset(read_data("habits.json")["several_values"])
 """Options of vLLM that take all values up to the next flag."""
 COMMANDS_ELSEWHERE: Mapping[str, str] = read_data("habits.json")["commands"]
-"""Commands of other programs, and what to type here."""
+"""Commands of other programs, with their replacements."""
 
 
 class _Ignored(NamedTuple):
@@ -120,7 +120,7 @@ class _Ignored(NamedTuple):
 
 
 class Typed:
-    """A command line, read from left to right."""
+    """Translates a command line from left to right."""
 
     def __init__(self, path: Sequence[str], rows: Sequence[Option | Setting], arguments: Sequence[str]) -> None:
         self._path = path
@@ -231,7 +231,7 @@ class Typed:
         return self._waiting.popleft()
 
     def _positional(self) -> Iterator[str]:
-        """Yield the model, however it was given, and the arguments after it."""
+        """Yield the model, from an argument or a flag, then the other arguments."""
         if len(self._models) > 1 or (self._models and self._arguments and self._path[0] != "run"):
             raise ConfigError("cli.several_models", models=[*self._models, *self._arguments][:2])
         yield from self._models or self._arguments[:1]

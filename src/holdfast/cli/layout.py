@@ -1,4 +1,4 @@
-"""Tables that fit a terminal: bars shrink first, then text wraps, then columns move below; words stay whole; no torch."""
+"""Fit tables to a terminal: shrink bars, then wrap text, then move columns below; words stay whole; no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ FULL, LIGHT = "█", "░"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 GAP = "  "
 COMFORTABLE = 28
-"""Least width of wrapped text before bars shrink."""
+"""Minimum width of wrapped text before bars shrink."""
 LEAST_WRAPPED = 14
-"""Least width of a text column; its longest word is another bound."""
+"""Minimum width of a text column; never below its longest word."""
 BAR_SCALES = (1.0, 0.5, 0.25, 0.0)
 SMALLEST, OTHER = "→", " "
 MARKS = f"{SMALLEST}{OTHER}"
-"""Marks that a name may begin with."""
+"""Possible first characters of a name."""
 CONTINUED = " \\"
-"""Ends a line of a command that continues."""
+"""Suffix of a command line that continues."""
 
 
 class Table(NamedTuple):
@@ -29,13 +29,13 @@ class Table(NamedTuple):
 
     rows: tuple[tuple[str, ...], ...]
     right: tuple[int, ...] = ()
-    """Columns of numbers."""
+    """Right-aligned columns of numbers."""
     bar: int | None = None
     """The column of bars."""
     wraps: tuple[int, ...] = ()
     """Text columns that may wrap, in this order."""
     comfortable: int = COMFORTABLE
-    """Preferred width of the first of them."""
+    """Preferred width of the first wrapping column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Line:
     text: str
     style: str = ""
     table: Table | None = None
-    """The table whose row `row` it is; a narrow terminal lays it out again."""
+    """Table that has this line as row `row`, for layout on a narrow terminal."""
     row: int = 0
     indent: int = 0
     is_command: bool = False
-    """Continues after a backslash if it is too long."""
+    """True for a command, which breaks after a backslash."""
 
 
 def table_lines(table: Table, styles: Sequence[str] = ()) -> list[Line]:
@@ -72,7 +72,7 @@ def _joined(cells: Sequence[str], widths: Sequence[int], right: tuple[int, ...])
 
 
 def fitted(lines: Sequence[Line], num_columns: int) -> list[Line]:
-    """Fit lines to a width; only a word that is longer stays longer."""
+    """Fit lines to a width; only a longer word exceeds it."""
     found: list[Line] = []
     for table, group in groupby(lines, key=lambda line: None if line.table is None else id(line.table)):
         run = list(group)
@@ -200,7 +200,7 @@ def _blocks(table: Table, num_columns: int) -> list[_Block]:
 def _narrowed(
     table: Table, natural: Sequence[int], kept: tuple[int, ...], num_columns: int, scale: float
 ) -> tuple[int, ...] | None:
-    """Return widths with which these columns fit; None if they cannot."""
+    """Return widths that fit these columns; None if impossible."""
     widths = [_bar_width(table, scale) if column == table.bar else natural[column] for column in kept]
     for column in table.wraps:
         over = _width(widths) - num_columns
@@ -227,7 +227,7 @@ def _least(table: Table, column: int) -> int:
 
 
 def _stacked(table: Table, natural: Sequence[int], kept: tuple[int, ...], num_columns: int) -> list[_Block]:
-    """Put as many columns beside the first as fit, then the next ones below."""
+    """Put as many columns as fit beside the first, and the rest below."""
     blocks: list[_Block] = []
     first, rest = kept[0], list(kept[1:])
     while rest:

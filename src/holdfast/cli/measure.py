@@ -16,24 +16,24 @@ from holdfast.memory.devices import GPUS
 PROBE = """import runpy, sys
 sys.path.insert(0, sys.argv[1])
 runpy.run_module(f"holdfast.cli.{sys.argv[2]}", run_name="__main__")"""
-"""Runs a module of this folder in a process, from the same tree."""
+"""Program that runs a module of this folder in another process, from the same tree."""
 
 
 BUSY = "other processes use this machine's cores: measure again when it is idle"
 
 
 class Measurement(NamedTuple):
-    """Rates of a run, or why there are none."""
+    """Measured rates, and problems."""
 
     devices: tuple[Measured, ...]
     problems: tuple[str, ...] = ()
-    """Devices that were not measured, and doubts about the rates."""
+    """Devices without a measurement, and warnings about the rates."""
     path: str = ""
-    """Where the rates are stored."""
+    """File with the stored rates."""
 
 
 def probe_command(module: str) -> list[str]:
-    """Return the command that runs a probe: another process is all that a broken library can end."""
+    """Return the command that runs a probe in another process, which a broken library may abort."""
     return [sys.executable, "-c", PROBE, str(Path(__file__).parents[2]), module]
 
 

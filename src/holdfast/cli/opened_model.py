@@ -1,4 +1,4 @@
-"""A model that a command opens: progress, prompts from options and pipes, answers and their speed; no torch."""
+"""Open a command's model with progress, read prompts from options and pipes, measure speed; no torch."""
 
 import gc
 import math
@@ -38,10 +38,10 @@ from holdfast.request.sampling_params import SamplingParams
 WEIGHTS_OWNER = "weights"
 MAX_STDIN_BYTES = 64 * 2**20
 PATIENCE_SECONDS = 3.0
-"""Silence of piped input before a line says that it is awaited."""
+"""Silence of piped input before a line reports the wait."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LEAST_ADDRESS_SPACE = 2**29
-"""Torch and its libraries map more than this."""
+"""Minimum address space; torch and its libraries map more."""
 LEAST_FILES = 8
 """Minimum of files open at once during imports and loading."""
 CHOOSING = ("top_p", "top_k", "min_p", "n")
@@ -60,12 +60,12 @@ class OpenedModel:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the longest prompt with its answer."""
+        """Maximum tokens of a prompt with its answer."""
         return min(self.memory.max_model_len, self.memory.kv_tokens)
 
 
 def refuse_small_limits() -> None:
-    """Fail early if a limit of the process is too small: libraries would print lines of their own, or abort."""
+    """Fail early if a process limit is too small; libraries would print messages or abort."""
     try:
         import resource
     except ImportError:
@@ -79,7 +79,7 @@ def refuse_small_limits() -> None:
 
 
 def import_torch(config: EngineConfig | None = None) -> None:
-    """Import what a model needs; from here on Ctrl-C raises KeyboardInterrupt.
+    """Import the engine with torch; after this, Ctrl-C raises KeyboardInterrupt.
 
     With `core_process`, the other process imports torch.
     """
@@ -101,7 +101,7 @@ def report_file(option: str | None) -> Path | None:
 
 @contextmanager
 def _collections_paused() -> Iterator[None]:
-    """Pause the garbage collector: what a start imports stays to the end, and would be scanned again and again."""
+    """Pause garbage collection: imported objects live to the end, and scanning them repeatedly is slow."""
     gc.disable()
     try:
         yield
@@ -132,7 +132,7 @@ def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedMode
 
 @_collections_paused()
 def open_visibly(config: EngineConfig, report: Path | None = None, start: StartLine | None = None) -> OpenedModel:
-    """Load a model with a line and bars on a terminal, or a line for each stage elsewhere."""
+    """Load a model, with a start line and bars on a terminal, or one line per stage elsewhere."""
     log_plainly()
     refuse_small_limits()
     started = time.monotonic()
@@ -184,7 +184,7 @@ def quiet_download(download: Download) -> Iterator[Callable[[int], None]]:
 
 
 class _Stages:
-    """Progress of an engine's start: stages on the line, counts as bars; without a terminal, a line for each kind."""
+    """Startup progress of an engine: a line for stages and bars for counts; without a terminal, a line per kind."""
 
     def __init__(self, line: StartLine) -> None:
         self._line = line
@@ -205,7 +205,7 @@ class _Stages:
         self._loading(num_done, num_total)
 
     def prepare(self, preparing: Preparing) -> None:
-        """Report what is planned, compiled or captured."""
+        """Report the progress of planning, compilation or capture."""
         is_bar = preparing.num_total > 0
         note = f", {preparing.note}" if preparing.note else ""
         self._report_once(preparing.what if is_watched() else preparing.what + note, is_bar=is_bar)
@@ -272,7 +272,7 @@ def _read_all(stream: BinaryIO) -> str:
 
 
 def _report_waiting(stream: BinaryIO) -> None:
-    """Print a line if standard input stays open and silent, which looks like a hang."""
+    """Print a line if standard input stays open and silent, because that looks like a hang."""
     try:
         ready, _, _ = select.select([stream], [], [], PATIENCE_SECONDS)
     except (OSError, ValueError):
@@ -282,7 +282,7 @@ def _report_waiting(stream: BinaryIO) -> None:
 
 
 def sampling_params(given: Given, generation: GenerationDefaults) -> SamplingParams:
-    """Take what is given, else the model's recommendation, else greedy unless an option needs random sampling."""
+    """Prefer given options, then the model's defaults, then greedy unless an option needs random sampling."""
     advised: Given = {name: getattr(generation, name) for name in ADVISED if getattr(generation, name) is not None}
     greedy: Given = {} if any(name in given for name in CHOOSING) else {"temperature": 0.0}
     return SamplingParams(**(greedy | advised | given))
@@ -295,7 +295,7 @@ def prepare(
     max_tokens: int,
     reading: ChatOptions | None = None,
 ) -> PreparedRequest:
-    """Prepare a request with at most `max_tokens`, or what the context leaves, unless the params set it."""
+    """Prepare a request; by default its max_tokens is `max_tokens` or what the context leaves."""
     is_text = isinstance(prompt, str)
     prepared = engine.prepare(prompt, params) if is_text else engine.prepare_chat(prompt, params, options=reading)
     if params.max_tokens is not None:

@@ -1,6 +1,6 @@
 """Options of every command, read from data/commands.json; their values stay text until a field reads them; no torch.
 
-A value that cannot be read stays as typed, so that the field it sets refuses it.
+An invalid value stays text, so that its field refuses it.
 """
 
 import argparse
@@ -23,13 +23,13 @@ ARGUMENTS, OPTIONS = "Arguments", "Options"
 PANELS = (ARGUMENTS, OPTIONS, "Output", "Benchmark", "Server", "Sampling", "Model", "Memory")
 """Sections of a help page, in order."""
 COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-"""As in vLLM: lower-case units are powers of 1000, upper-case ones of 1024."""
+"""Unit factors as in vLLM: powers of 1000 in lower case, of 1024 in upper case."""
 _COUNT = re.compile(r"(-?[0-9]{1,18})(\.[0-9]{1,9})?([kKmMgG]?)")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _MAX_GRAMMAR_CHARS = 4 * MAX_SCHEMA_BYTES
 Choice = TypeVar("Choice", bound=str)
 Given = dict[str, Any]
-"""Options that were given, by field name or by an alias that EngineConfig knows."""
+"""Given options, by field name or by an alias of EngineConfig."""
 
 
 @cache
@@ -157,17 +157,17 @@ READERS: Mapping[str, Callable[[Any], object]] = {
     "biases": read_biases,
     "grammar": read_grammar,
 }
-"""How the text of a setting becomes a value, by the name in the data file."""
+"""Functions that parse a setting's text, by name in the data file."""
 
 
 def flag(name: str) -> str:
-    """Return a field's name as it is typed."""
+    """Return the flag of a field, such as --max-model-len."""
     return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of one command; the command reads its text."""
+    """An option of one command, which parses its text."""
 
     name: str
     help: str
@@ -176,7 +176,7 @@ class Option:
     default: str | None = None
     panel: str = OPTIONS
     flags: tuple[str, ...] = ()
-    """If they differ from the name."""
+    """Flags, if they differ from the name."""
     is_repeated: bool = False
 
     @property
@@ -198,7 +198,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """An option that sets a field of EngineConfig or SamplingParams, whose default it has."""
+    """An option that sets a field of EngineConfig or SamplingParams, with its default."""
 
     owner: type[EngineConfig | SamplingParams]
     name: str
@@ -206,10 +206,10 @@ class Setting:
     help: str
     metavar: str = ""
     read: Callable[[Any], object] = READERS["text"]
-    """Takes the text; all texts if the option may be repeated."""
+    """Parser of the text, or of the list of texts if the option repeats."""
     is_repeated: bool = False
     aliases: tuple[str, ...] = ()
-    """Other spellings, accepted and not shown."""
+    """Accepted flags that help does not show."""
     tells_default: bool = True
 
     @property
@@ -227,7 +227,7 @@ class Setting:
 
     @property
     def all_flags(self) -> tuple[str, ...]:
-        """Every spelling; help shows the first. The first one of a switch is the one that changes its default."""
+        """All spellings; help shows the first. A switch lists the spelling that changes its default first."""
         if self.is_switch:
             on, off = flag(self.name), flag(f"no_{self.name}")
             return (off, on) if self.default else (on, off)
@@ -291,7 +291,7 @@ def _settings(owner: type[EngineConfig | SamplingParams], key: str) -> tuple[Set
 
 
 ENGINE_SETTINGS = _settings(EngineConfig, "engine")
-"""Every field of EngineConfig but the model, which is an argument."""
+"""Every field of EngineConfig except the model, which is an argument."""
 SAMPLING_SETTINGS = _settings(SamplingParams, "sampling")
 """The fields of SamplingParams that every command takes; the seed is the engine's."""
 SEVERAL_SETTINGS = _settings(SamplingParams, "several")
@@ -299,7 +299,7 @@ SEVERAL_SETTINGS = _settings(SamplingParams, "several")
 
 
 def given(settings: Iterable[Setting], values: Mapping[str, Any]) -> Given:
-    """Read the values of these settings; one that reads as None counts as not given."""
+    """Parse the values of these settings; None counts as not given."""
     found: Given = {}
     for setting in settings:
         for name in (setting.name, *setting.other_names):

@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 DOCTYPE = b"<!doctype html>"
 UNKNOWN_COLOUR = "#9aa3ac"
 ALWAYS = ("weights", "kv pages", "workspace")
-"""Owners of every model, with the same colour in every picture."""
+"""Owners of every model, whose colours never change."""
 WIDTH = 1000
 ROW_HEIGHT, ROW_GAP = 20, 3
 MAP_ROWS = 24
 MAX_BOXES = 400
-"""Maximum boxes of their own; smaller ones of a group share one."""
+"""Maximum individual boxes; smaller parts of a group share one."""
 MIN_SHARE = 1e-5
 """Smallest visible share of the whole."""
 LETTER_WIDTH = 6.4
@@ -62,7 +62,7 @@ HEIGHT = 420
 LEFT, RIGHT, TOP, BOTTOM = 80, 20, 16, 44
 """Margins of a chart."""
 NAME_WIDTH = 230
-"""Width for the names beside lines."""
+"""Width of the labels beside lines."""
 LABEL_HEIGHT = 14
 DOT = 6
 MANTISSAS = (1, 2, 5)
@@ -83,7 +83,7 @@ HtmlRow = tuple[str, tuple[str | Swatch, ...]]
 
 
 class HtmlTable(NamedTuple):
-    """Rows of a table; columns 1 to `num_numbers` are numbers."""
+    """Rows of a table; columns 1 to `num_numbers` hold numbers."""
 
     heading: tuple[str, ...]
     rows: Sequence[HtmlRow]
@@ -116,7 +116,7 @@ class Picture(NamedTuple):
 
 @cache
 def environment() -> "Environment":
-    """Load the templates of all pages; text is escaped, and what cannot be printed is replaced."""
+    """Load the page templates, with text escaped and unprintable characters replaced."""
     from jinja2 import Environment, PackageLoader
 
     clean: Callable[[object], object] = lambda value: printable(value) if type(value) is str else value  # noqa: E731
@@ -134,7 +134,7 @@ def page(template: "str | Template", title: str, **values: object) -> str:
 def colours(names: Iterable[str]) -> dict[str, str]:
     """Give each name its own colour.
 
-    The colours are light enough for black letters in both themes, and each is as far as possible from those before it.
+    Colours suit black letters in both themes. Each is as far as possible from those before it.
     """
     return dict(zip(dict.fromkeys(names), cycle(read_data("colours.json")), strict=False))
 
@@ -161,7 +161,7 @@ def tooltip(part: Part, total_bytes: int) -> str:
 
 
 def with_small_ones_gathered(parts: Sequence[Part], max_boxes: int = MAX_BOXES) -> list[Part]:
-    """Merge parts that are too small or too many into one box per group, at its end; the order stays."""
+    """Merge small or excess parts into one box at the end of each group; keep the order."""
     least = MIN_SHARE * sum(part.num_bytes for part in parts)
     largest = sorted(range(len(parts)), key=lambda place: -parts[place].num_bytes)[:max_boxes]
     visible = {place for place in largest if parts[place].num_bytes > least}
@@ -180,7 +180,7 @@ def with_small_ones_gathered(parts: Sequence[Part], max_boxes: int = MAX_BOXES) 
 
 
 def strips(parts: Sequence[Part], colour: Mapping[str, str], num_rows: int, name: str) -> Picture:
-    """Draw bytes to scale, like the lines of a text: all `num_rows` strips together are the whole."""
+    """Draw bytes to scale as `num_rows` strips that wrap like lines of text."""
     total_bytes = sum(part.num_bytes for part in parts)
     starts = accumulate((part.num_bytes for part in parts), initial=0)
     groups = [
@@ -217,7 +217,7 @@ def _top(row: int) -> int:
 
 
 def _pieces(start: int, num_bytes: int, total_bytes: int, num_rows: int) -> Iterator[tuple[int, float, float]]:
-    """Split a range of bytes into (row, x, width), in integers so that no byte is lost."""
+    """Split a byte range into (row, x, width) with integer arithmetic, so no byte is lost."""
     place, end = start * num_rows, (start + num_bytes) * num_rows
     while place < end:
         row = place // total_bytes
@@ -227,7 +227,7 @@ def _pieces(start: int, num_bytes: int, total_bytes: int, num_rows: int) -> Iter
 
 
 class Bar(NamedTuple):
-    """A number to scale."""
+    """One bar of a bar chart."""
 
     group: str
     value: int
@@ -319,7 +319,7 @@ def _line(x1: float, x2: float, y1: float, y2: float, opacity: float) -> Shape:
 
 
 def memory_page(model: str, report: MemoryReport, entries: Sequence[Entry]) -> str:
-    """Render the budget, the map of what is held in the order of allocation, and the table both add up to."""
+    """Render the budget, the map of held bytes in allocation order, and the table of both."""
     parts = memory_parts(report, entries)
     colour = colours([*ALWAYS, *(row.owner for row in report.rows), *(part.group for part in parts)])
     left = report.budget_bytes - sum(part.num_bytes for part in parts)
@@ -336,7 +336,7 @@ def memory_page(model: str, report: MemoryReport, entries: Sequence[Entry]) -> s
 
 
 def memory_parts(report: MemoryReport, entries: Sequence[Entry]) -> list[Part]:
-    """List what is held, entry by entry; then what is only planned, and what no owner explains."""
+    """List held entries, then bytes that are only planned, then bytes without an owner."""
     parts = []
     for entry in entries:
         group, _, name = entry.owner.partition("/")
@@ -349,7 +349,7 @@ def memory_parts(report: MemoryReport, entries: Sequence[Entry]) -> list[Part]:
         if row.held_bytes is None and SERVE in row.phases
     ]
     if report.unaccounted_bytes:
-        # The device may also report less than the ledger holds, which no box can show.
+        # A device may report less than the ledger holds; no box can show that.
         parts.append(Part(UNACCOUNTED, "", max(0, report.unaccounted_bytes), NO_OWNER, "unknown"))
     return [part for part in parts if part.num_bytes > 0]
 
@@ -375,7 +375,7 @@ def _memory_rows(report: MemoryReport, colour: Mapping[str, str]) -> Iterator[Ht
 
 
 def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
-    """Render the answer, its commands and alternatives, phases as strips, owners by phase, the sweep as bars."""
+    """Render verdict, commands, alternatives, phases as strips, owners by phase, and the sweep as bars."""
     schemes = dict.fromkeys(cell.quantization for cell in cells)
     colour = colours([*ALWAYS, *(row.owner for row in view.rows), *(_scheme_name(scheme) for scheme in schemes)])
     listed = worthwhile(view)
@@ -407,7 +407,7 @@ def _phase_title(view: PlanView, phase: str) -> str:
 
 
 def _phase_parts(view: PlanView, phase: str) -> list[Part]:
-    """List the owners of a phase, and what is left of the budget."""
+    """List the owners of a phase, then the free budget."""
     parts = [Part(row.owner, "", row.phase_bytes[phase], row.reason) for row in view.rows if row.phase_bytes.get(phase)]
     left = view.budget_bytes - view.phase_bytes[phase]
     return [*parts, *([Part("left", "", left, "of the budget", "free")] if left > 0 else [])]
@@ -421,12 +421,12 @@ def _owner_rows(view: PlanView, colour: Mapping[str, str]) -> Iterator[HtmlRow]:
 
 
 def _scheme_name(scheme: str) -> str:
-    """Name a scheme apart from owners."""
+    """Return a scheme name that no owner has."""
     return f"weights in {scheme}"
 
 
 def _sweep_bars(cells: Sequence[Cell], colour: Mapping[str, str]) -> list[Bar]:
-    """Colour bars by weight scheme; pale if this version cannot run the model."""
+    """Make bars coloured by weight scheme; pale if this version cannot run the model."""
     rows = []
     for cell in cells:
         tokens = f"{cell.kv_tokens:,}" if cell.kv_tokens else "does not fit"
@@ -470,7 +470,7 @@ def eval_page(view: EvalView) -> str:
 
 
 def size_chart(qualities: "Sequence[Quality]", size_text: str) -> Picture:
-    """Draw a dot for each contender: bytes and mean divergence, both logarithmic, without zeros and infinities."""
+    """Plot bytes against mean divergence, one dot per contender, on log axes without zeros and infinities."""
     colour = colours(quality.name for quality in qualities)
     drawn = [quality for quality in qualities if _has_place(quality.mean_kl)]
     x = log_scale([quality.size_bytes for quality in drawn], LEFT, WIDTH - RIGHT)
@@ -485,7 +485,7 @@ def size_chart(qualities: "Sequence[Quality]", size_text: str) -> Picture:
 
 
 def place_chart(qualities: "Sequence[Quality]", window: int) -> Picture:
-    """Draw a line for each contender: its mean divergence in equal parts of a window."""
+    """Plot mean divergence along a window, one line per contender."""
     colour = colours(quality.name for quality in qualities)
     drawn = [quality for quality in qualities if any(map(_has_place, quality.kl_by_place))]
     x = Scale(0.0, float(window), LEFT, WIDTH - NAME_WIDTH, is_log=False)
@@ -508,7 +508,7 @@ def place_chart(qualities: "Sequence[Quality]", window: int) -> Picture:
 
 
 def _points(quality: "Quality", window: int, x: Scale, y: Scale) -> list[tuple[float, float]]:
-    """Return the middle of each part of a window that has a place."""
+    """Return the midpoint of each part of a window that can be plotted."""
     width = window / len(quality.kl_by_place)
     parts = enumerate(quality.kl_by_place)
     return [(x((part + 0.5) * width), y(kl)) for part, kl in parts if _has_place(kl)]
@@ -561,7 +561,7 @@ def page_file(file: str, option: str) -> Path:
 
 
 def _is_page(path: Path) -> bool:
-    """Return True if a page may replace the file: it is a page, or empty, or not a regular file."""
+    """Return True if a page may replace the file: it is a page, empty, or not a regular file."""
     if not path.is_file():
         return True
     with path.open("rb") as file:

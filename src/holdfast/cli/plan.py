@@ -1,4 +1,4 @@
-"""`holdfast plan`: the memory and speed of a model on a device that need not be there; no torch."""
+"""`holdfast plan`: memory and speed of a model on any device, present or not; no torch."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,9 +25,9 @@ from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 1, CANNOT_START: 3}
-"""2 is for a wrong command line."""
+"""Exit codes by status; 2 means a wrong command line."""
 LEAST_BYTES = 2**20
-"""A smaller number lacks its unit."""
+"""Minimum memory; a smaller number lacks a unit."""
 
 
 class PlanOptions(NamedTuple):
@@ -70,7 +70,7 @@ def plan(options: PlanOptions, engine: Given) -> int:
             write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
     named, notes = name_notes(options, request), request.declared.notes
     if request.declared.is_compressed and (request.tensor_parallel_size > 1 or not view.fits):
-        # Even the smallest is larger than most GPUs.
+        # Even the smallest exceeds most GPUs.
         notes += tuple(filter(None, (layers_note(request),)))
     if options.gpu is None and options.memory is None:
         from holdfast.cli.present_gpu import no_device_note
@@ -135,7 +135,7 @@ def place(config: EngineConfig, declared: DeclaredModel, target: Target) -> tupl
         check_ranks(config, declared)
         return PlanRequest(config, declared, target), None
     if target.kind == "cuda" and config.tensor_parallel_size > 1 and sums_exactly(config):
-        config = replace(config, batch_invariant=True)  # a GPU needs it, and the printed command has it
+        config = replace(config, batch_invariant=True)  # a GPU requires it, and the printed command includes it
     return worst_request(config, declared, target)
 
 
@@ -155,7 +155,7 @@ def _declared(options: PlanOptions, revision: str | None) -> DeclaredModel:
 
 
 def _typed_ranks(options: PlanOptions, num_stages: int) -> str:
-    """Return the tensor-parallel size as typed, or from a GPU name such as 2x4090; stages have GPUs of their own."""
+    """Return the tensor-parallel size as typed, or from a GPU name such as 2x4090; each stage has its own GPUs."""
     num_gpus = 1 if options.gpu is None else find_gpus(options.gpu).num_gpus
     typed = options.tensor_parallel_size
     if typed is None and num_gpus % num_stages == 0:
@@ -172,10 +172,10 @@ def _typed_ranks(options: PlanOptions, num_stages: int) -> str:
 
 
 def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
-    """Say what was assumed for a name that leaves something open."""
+    """List the assumptions made for an incomplete model name."""
     gpu_note = None if options.gpu is None else find_gpus(options.gpu).note
     notes = () if gpu_note is None else (f"--gpu {gpu_note}",)
-    # The catalogue has shapes, but not how a release stores them.
+    # The catalogue has shapes, not the stored format of a release.
     if options.model is None or request.declared.typed or request.declared.name not in (*CATALOGUE, *SAME):
         return notes
     stored, unread = stored_as(options.model), _unread(options.model, request.config.revision)

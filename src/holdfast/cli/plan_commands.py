@@ -1,4 +1,4 @@
-"""Commands that a plan prints: one starts it, one makes the plan again, each with an optional change; no torch."""
+"""Commands that a plan prints: one starts it, one repeats the plan; each with an optional change; no torch."""
 
 import shlex
 from collections import Counter
@@ -18,16 +18,16 @@ from holdfast.planning.resolve import PlanRequest
 
 Purpose = Literal["chat", "run", "serve"]
 PURPOSES: tuple[Purpose, ...] = ("chat", "run", "serve")
-"""Commands that a plan is for."""
+"""Commands that can start a plan."""
 ONE_SEQUENCE = 1
-"""Default sequences of `holdfast chat`, and of `holdfast run` with one answer."""
+"""Sequences that `holdfast chat`, and `holdfast run` with one answer, use by default."""
 STARTING = (
     *("revision", "dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
     *("kv_cache_memory", "kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype", "index_cache_dtype"),
     *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization", "speculative"),
     *("pipeline_parallel_size", "nnodes", "tensor_parallel_sums"),
 )
-"""Options with values that a plan and a command share, in the order in which they are written."""
+"""Options with values that `plan` and other commands share, in output order."""
 
 
 def start_command(
@@ -47,7 +47,7 @@ def start_command(
 
 
 def launcher_arguments(request: PlanRequest, options: Mapping[str, object]) -> list[str]:
-    """Return the torchrun arguments for each of several nodes; nothing for one node."""
+    """Return the torchrun arguments of each node; empty for one node."""
     sizes = (int(str(options.get(name, 1))) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
     num_ranks, nnodes = prod(sizes), request.config.nnodes
     if nnodes is None and request.target.kind == "cpu":
@@ -63,7 +63,7 @@ def launcher_arguments(request: PlanRequest, options: Mapping[str, object]) -> l
 def plan_command(
     request: PlanRequest, model: str | None, change: Alternative | None = None, purpose: Purpose = "serve"
 ) -> str | None:
-    """Return the command that makes this plan again, or that of a change; None if `plan` has no option for it."""
+    """Return the command that repeats this plan, with a change if given; None if `plan` has no option for it."""
     options = _changed_options(request, change, purpose)
     if options is None:
         return None
@@ -74,7 +74,7 @@ def plan_command(
             device = {"memory": _size_text(request.target.total_bytes)}
     if "gpu" in options:
         device = {"gpu": options.pop("gpu")}
-    # Without --for, a plan that does not fit would become one for a chat.
+    # Without --for, a plan that does not fit becomes a plan for one chat.
     has_purpose = purpose != "serve" or (change is not None and not change.fits)
     words = ["holdfast", "plan", *(request.declared.typed or ([] if model is None else [model]))]
     typed = device | _rank_options(request) | ({"for": purpose} if has_purpose else {}) | options
@@ -102,7 +102,7 @@ def _rank_options(request: PlanRequest) -> dict[str, object]:
 
 
 def _changed_options(request: PlanRequest, change: Alternative | None, purpose: Purpose) -> dict[str, object] | None:
-    """Return options that differ from their default, with those of a change; None if `plan` lacks one of them."""
+    """Return non-default options, with a change's options; None if `plan` lacks one of them."""
     names = (*STARTING, "enable_expert_parallel", "batch_invariant", "enforce_eager", "max_num_seqs")
     options: dict[str, object] = {name: getattr(request.config, name) for name in names}
     options = {
@@ -136,12 +136,12 @@ def _size_text(num_bytes: int) -> str:
 
 
 def _model_arguments(request: PlanRequest, model: str | None) -> list[str]:
-    """Return the model as typed; for one known by name alone, its name on the Hub."""
-    if request.declared.typed:  # a config.json says nothing of where the weights are
+    """Return the model as typed, or the Hub name of a catalogue model."""
+    if request.declared.typed:  # a config.json does not locate the weights
         return ["MODEL"]
     if model is None:
         return []
-    # The name may be of a release in fewer bits than the catalogue plans.
+    # The name may be a release with fewer bits than the catalogue's.
     is_other = stored_as(model) is not None and request.declared.name in (*CATALOGUE, *SAME)
     is_here = Path(model).expanduser().exists() or locate_config(model, request.config.revision) is not None
     if is_here or (parse_hub_name(model) is not None and not is_other):

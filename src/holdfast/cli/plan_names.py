@@ -1,4 +1,4 @@
-"""`holdfast plan --list`: models and GPUs that are known by name, with their sizes; no torch."""
+"""`holdfast plan --list`: the known models and GPUs, with their sizes; no torch."""
 
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +21,7 @@ PLANNED = " *"
 HEADING = ("dim",)
 """Style of the first row."""
 KV_FORMAT = "bfloat16"
-"""KV format of the bytes per token."""
+"""KV format for the column of bytes per token."""
 
 
 class ModelRow(NamedTuple):
@@ -30,12 +30,12 @@ class ModelRow(NamedTuple):
     name: str
     runs: bool
     parameters: int
-    """Without layers that draft tokens."""
+    """Parameters without layers that draft tokens."""
     weight_bytes: int
-    """As published."""
+    """Weight bytes as published."""
     kv_bytes_per_token: float
     kv_bytes_per_sequence: int
-    """Bytes of windows or states, at any length."""
+    """Bytes of windows or states, independent of length."""
     max_position: int
     source: str
 
@@ -60,7 +60,7 @@ def _row(declared: DeclaredModel) -> ModelRow:
 
 
 def _sizes(declared: DeclaredModel) -> tuple[int, int]:
-    """Count parameters and bytes from one layer of each kind: large models have tens of thousands of tensors."""
+    """Count parameters and bytes from one layer per kind, because large models have tens of thousands of tensors."""
     declaration = declared.declaration
     if not isinstance(declaration, DecoderDeclaration) or declared.stored:
         return _listed(declared)

@@ -1,4 +1,4 @@
-"""PlanView: a plan as its table, JSON and page show it, with its verdict and commands; the sweep; no torch."""
+"""PlanView: data of a plan's table, JSON and page, with verdict, commands and sweep; no torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -34,7 +34,7 @@ from holdfast.quant.weight_schemes import UNQUANTIZED
 FITS, DOES_NOT_FIT, CANNOT_START = "fits", "does_not_fit", "cannot_start"
 """The statuses of a plan."""
 SMALL_SHARE = 0.01
-"""Owners below this share of the memory are folded into one row."""
+"""Fold owners below this share of the memory into one row."""
 NEVER_SMALL = ("weights", KV_OWNER)
 
 
@@ -45,7 +45,7 @@ def summary_of(request: PlanRequest, resolved: Resolved) -> str:
     if recipe.expert_scheme is not None:
         weights += f" and {recipe.expert_scheme.name}"
     device = "the CPU of this machine" if request.target.kind == "cpu" else request.target.name
-    # An open context shrinks to what fits; if nothing does, it is still open.
+    # An unset context shrinks to fit; if nothing fits, it stays unset.
     has_no_context = resolved.may_shorten and limits.max_model_len == 1
     context = "of any length" if has_no_context else f"{limits.max_model_len:,}"
     sequences = "one sequence" if limits.max_num_seqs == 1 else f"up to {limits.max_num_seqs:,} sequences"
@@ -58,7 +58,7 @@ def summary_of(request: PlanRequest, resolved: Resolved) -> str:
 
 
 def format_text(request: PlanRequest, resolved: Resolved) -> str:
-    """Return the format of KV pages, and how many layers have another."""
+    """Return the format of KV pages, and the number of protected layers."""
     protected = resolved.protected
     if not protected.layers:
         return resolved.kv_format.name
@@ -86,7 +86,7 @@ def device_text(request: PlanRequest) -> str:
 
 
 def blocked_text(request: PlanRequest) -> str:
-    """Say what this version does not run; empty if it runs the whole request."""
+    """Say what this version cannot run; empty if it runs the whole request."""
     name = printable(request.declared.name)
     if not missing_here(request):
         return ""
@@ -107,7 +107,7 @@ def speed_dict(speed: SpeedEstimate | None) -> dict[str, object] | None:
 
 
 class Start(NamedTuple):
-    """A command that can be pasted, and what it gives."""
+    """A command to paste, and what it gives."""
 
     title: str
     command: str
@@ -116,7 +116,7 @@ class Start(NamedTuple):
 
 
 class OwnerRow(NamedTuple):
-    """One group of owners: bytes by phase, none where it has nothing."""
+    """One group of owners: bytes by phase, without phases of no bytes."""
 
     owner: str
     phase_bytes: dict[str, int]
@@ -128,33 +128,33 @@ class OwnerRow(NamedTuple):
 
 
 class PlanView(NamedTuple):
-    """A plan and what else would fit; of several ranks, the plan of the one with the fewest pages."""
+    """A plan and its alternatives; with several ranks, the plan of the rank with the fewest pages."""
 
     model: str
     target: str
     summary: str
-    """The settings, chosen ones included."""
+    """Settings, both given and chosen."""
     budget_bytes: int
     budget_reason: str
     terms: tuple[Term, ...]
-    """Includes KV pages; if the plan does not fit, those of one longest sequence."""
+    """Terms with KV pages; if the plan does not fit, with pages for one longest sequence."""
     kv_bytes_per_token: Fraction
     kv_tokens: int
-    """0 if nothing fits."""
+    """KV capacity in tokens; 0 if nothing fits."""
     max_model_len: int
     max_concurrency: float
     choices: tuple[Choice, ...]
     alternatives: tuple[Alternative, ...]
     command: str | None
-    """Starts it, with the smallest change if it does not fit; None if nothing does."""
+    """Command that starts it, with the smallest change that fits; None if nothing fits."""
     not_in_this_version: tuple[str, ...]
-    """What cannot run yet."""
+    """Parts that cannot run yet."""
     context_note: str
-    """Which limit shortened the context, and what would lift it; empty if none did."""
+    """The limit that shortened the context, and how to lift it; empty if none did."""
     commands: tuple[str | None, ...]
-    """Makes the plan of each alternative; None if `plan` has no option for it."""
+    """Plan command of each alternative; None if `plan` has no option for it."""
     disk: DiskAccount | None = None
-    """For a GGUF file: bytes on disk and in memory."""
+    """Bytes on disk and in memory of a GGUF file."""
     groups: tuple[GroupAccount, ...] = ()
     """Cache groups, if some layers free pages."""
     tokens_without_groups: int = 0
@@ -165,14 +165,14 @@ class PlanView(NamedTuple):
     device: str = ""
     """The device as people type it."""
     blocked: str = ""
-    """What this version does not run; empty if it can start."""
+    """Part that this version cannot run; empty if it can start."""
     purpose: Purpose = "serve"
     is_few: bool = False
     """True if only one sequence fits, so that this is a plan for a chat."""
     speed: SpeedEstimate | None = None
-    """None if it does not fit, or if the device's speed is unknown."""
+    """Speed estimate; None if it does not fit or the device's speed is unknown."""
     starts: tuple[Start, ...] = ()
-    """Commands that start it, or what fits best, the best first."""
+    """Commands that start it or the best change that fits, best first."""
 
     @property
     def status(self) -> str:
@@ -204,7 +204,7 @@ class PlanView(NamedTuple):
 
     @property
     def short_text(self) -> str:
-        """The shortfall, and of what if not of the budget."""
+        """The shortfall as text, with its limit unless that is the budget."""
         limit = " of kv_cache_memory" if self.short_bytes == self._short_kv_bytes else ""
         return f"{format_bytes(self.short_bytes)} short{limit}"
 
@@ -310,12 +310,12 @@ class PlanView(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Plans beside the one that is shown."""
+    """Plans besides the shown one."""
 
     chat: PlanRequest | None = None
     """One chat, if the plan has more sequences and fits."""
     many: PlanRequest | None = None
-    """The default number of sequences, if it does not fit and one chat does."""
+    """The plan with the default sequences, if only one chat fits."""
 
 
 def view_of(
@@ -327,7 +327,7 @@ def view_of(
 ) -> PlanView:
     """Plan a request and list what else would fit. A plan that does not fit shows the smallest that would do.
 
-    Of several ranks the request is that of the one with the fewest pages; `ranks` has all plans.
+    With several ranks, `request` is that of the rank with the fewest pages; `ranks` has all plans.
     """
     beside = Beside() if beside is None else beside
     settled = resolve(request)
@@ -375,7 +375,7 @@ def view_of(
 
 
 def _purpose_choices(beside: Beside) -> tuple[Choice, ...]:
-    """Explain a plan for a chat that was not requested as one."""
+    """Explain why the plan is for one chat if --for did not request it."""
     if beside.many is None:
         return ()
     num_seqs = resolve(beside.many).limits.max_num_seqs
@@ -404,7 +404,7 @@ def _starts(view: PlanView, request: PlanRequest, model: str | None, beside: Bes
 
 
 def _ways_out(view: PlanView, request: PlanRequest, model: str | None) -> tuple[Start, ...]:
-    """Return what fits best; on another GPU, the command of its plan."""
+    """Return the best change that fits; for another GPU, the command of its plan."""
     best = best_change(view.alternatives)
     if best is None:
         return ()
@@ -417,11 +417,11 @@ class RankRow(NamedTuple):
 
     rank: int
     layers: tuple[int, int] | None
-    """First and end layer of its stage; None: all."""
+    """First and end layer of its stage; None for all layers."""
     total_bytes: int
-    """While serving."""
+    """Bytes while serving."""
     own_pages: int
-    """Pages that it would have alone."""
+    """Pages that fit on this rank alone."""
     differs: Mapping[str, int]
     """Difference in bytes by owner."""
     is_worst: bool
@@ -471,15 +471,15 @@ class Cell(NamedTuple):
 
     kv_cache_dtype: str
     quantization: str
-    """"none" keeps weights as stored."""
+    """Weight scheme; "none" keeps weights as stored."""
     kv_tokens: int
-    """0 if it does not fit."""
+    """KV capacity in tokens; 0 if it does not fit."""
     is_planned: bool
     """True for the plan that is shown."""
     runs: bool
     """True if this version runs it."""
     kv_protected_layers: int = 0
-    """Layers with a wider format."""
+    """Protected layers, whose KV keeps more bits."""
 
     def as_dict(self) -> dict[str, object]:
         """Return the cell for JSON."""
@@ -497,7 +497,7 @@ class _Pages(NamedTuple):
 
 
 def sweep(request: PlanRequest) -> tuple[Cell, ...]:
-    """Plan every KV format that is no wider than the request's, with weights as stored and in fewer bits."""
+    """Plan every KV format at most as wide as the request's, with weights as stored and in fewer bits."""
     own, quantization = resolve(request).kv_format.name, request.config.quantization or UNQUANTIZED
     schemes = dict.fromkeys((UNQUANTIZED, *narrower_schemes(resolve(in_scheme(request, UNQUANTIZED))), quantization))
     return tuple(
@@ -526,7 +526,7 @@ def _formats(request: PlanRequest, own: str) -> list[_Pages]:
 
 
 def _pages_in(request: PlanRequest, name: str) -> _Pages | None:
-    """Change the KV format of a request; None if another option contradicts it, or no attention backend reads it."""
+    """Change the KV format of a request; None if it conflicts with an option or no attention backend reads it."""
     moved = replace(request, config=replace(request.config, kv_cache_dtype=name))
     try:
         resolved = resolve(moved)

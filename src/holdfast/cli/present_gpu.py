@@ -12,7 +12,7 @@ QUERY = ("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 SECONDS = 3.0
 """Longest time to wait for the driver; a GPU that hangs must not stop a plan."""
 SAME_MEMORY = 0.05
-"""Share by which the driver's memory may differ from the table's."""
+"""Relative tolerance between the driver's memory and the table's."""
 MIB = 2**20
 
 
@@ -24,7 +24,7 @@ class PresentGpu(NamedTuple):
 
     @property
     def option(self) -> str:
-        """The option that plans for it: its key in the table, or its memory."""
+        """Option that plans for it: --gpu with its table key, else --memory."""
         for gpu in PLANNED_GPUS.values():
             if gpu.name == self.name and abs(gpu.total_bytes - self.total_bytes) <= SAME_MEMORY * gpu.total_bytes:
                 return f"--gpu {gpu.key}"
@@ -32,7 +32,7 @@ class PresentGpu(NamedTuple):
 
 
 def present_gpu() -> PresentGpu | None:
-    """Query the driver; None if there is none, or if it does not answer."""
+    """Query the driver; None if it is missing or does not respond."""
     program = shutil.which(DRIVER)
     if program is None:
         return None

@@ -50,7 +50,7 @@ async def _ask_all(urls: list[Url]) -> dict[int, Mapping[str, Any] | str]:
 
 
 def _facts(error: str | None, message: str, body: bytes) -> Mapping[str, Any] | str:
-    """Return what a server reports, or why there is nothing to show."""
+    """Return a server's facts, or why there are none."""
     if error is not None and error.startswith("no connection"):
         return "no server answers; start one with holdfast serve [MODEL]"
     if error in ("HTTP 401", "HTTP 403"):

@@ -21,9 +21,9 @@ class Sizes(NamedTuple):
     """Sizes of the measurements."""
 
     seconds: float = 1.5
-    """Time of each measurement; the best call counts."""
+    """Time per measurement; the fastest call counts."""
     cpu_bytes: int = 2**28
-    """Size of the weight: many times the caches."""
+    """Size of the weight, much larger than the caches."""
     cpu_rows: int = 256
     gpu_bytes: int = 2**31
     gpu_width: int = 8192

@@ -33,7 +33,7 @@ DEFAULT_MAX_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of this command alone."""
+    """Options of `holdfast run` itself."""
 
     model: str | None
     prompt: str | None
@@ -53,7 +53,7 @@ def run(options: RunOptions, engine: Given, sampling: Given, start: StartLine | 
     for name in ("logprobs", "prompt_logprobs"):
         if name in sampling and not options.as_json:
             raise ConfigError("cli.needs_json", option=f"--{name.replace('_', '-')}")
-    # There is one request, so memory is planned for one.
+    # One request: plan memory for one.
     config = EngineConfig.from_options(model=options.model, **({"max_num_seqs": checked.n} | engine))
     refuse_bare_ids(config)
     report = report_file(options.memory_report)
@@ -92,7 +92,7 @@ def _prompt(options: RunOptions, text: str, opened: OpenedModel) -> str | list[M
 
 
 def _answer(opened: OpenedModel, prepared: PreparedRequest, streams: bool) -> RequestOutput:
-    """Run a request; print several answers one after the other."""
+    """Run a request; print several answers in sequence."""
     params = prepared.params
     assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, params.n)
     last = "\n"
@@ -112,7 +112,7 @@ def _answer(opened: OpenedModel, prepared: PreparedRequest, streams: bool) -> Re
 
 
 def _record(opened: OpenedModel, output: RequestOutput) -> dict[str, object]:
-    """Return the JSON object: the first answer at the top, all of them if there are several."""
+    """Return the JSON object: the first answer at the top level, plus a list if there are several."""
     speed = speed_of(output)
     record: dict[str, object] = {"model": opened.name, **_completion(output.outputs[0])}
     if len(output.outputs) > 1:

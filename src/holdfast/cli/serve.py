@@ -120,7 +120,7 @@ def _access(keys: "Keys") -> str:
 
 
 def refuse_open_door(options: ServeOptions, keys: "Keys") -> None:
-    """Refuse a public address without a key: anyone who reaches it could use the machine."""
+    """Refuse a public address without an API key, since every client could use the machine."""
     if is_loopback(options.host) or len(keys) or options.allow_public:
         return
     raise ConfigError("cli.public_without_key", host=options.host)
@@ -136,7 +136,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_parsers(options: ServeOptions) -> ServeOptions:
-    """Refuse an unknown parser; replace one that only vLLM has by auto."""
+    """Refuse an unknown parser; replace vLLM's other parsers by auto."""
     from holdfast.text.reasoning import choose_reasoning_parser
     from holdfast.text.tool_formats import choose_tool_parser
 

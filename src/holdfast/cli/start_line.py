@@ -1,4 +1,4 @@
-"""StartLine: the current stage of a start: one line with its seconds on a terminal, plain lines elsewhere; no torch."""
+"""StartLine: startup progress, as one timed line on a terminal or as plain lines elsewhere; no torch."""
 
 import shutil
 import sys
@@ -36,7 +36,7 @@ class StartLine:
         self._is_over.set()
 
     def show(self, stage: str) -> None:
-        """Show the stage on a terminal only, so that a command that fails at once writes one line elsewhere."""
+        """Show the stage on a terminal only, so that elsewhere an early failure prints one line."""
         if not self._is_terminal:
             return
         with self._lock:

@@ -46,14 +46,14 @@ COSTS = {
 """Headings over changes of a kind."""
 VERDICT_STYLES = {"fits": "bold green", "does_not_fit": "bold", "cannot_start": "bold"}
 WORTH = 1.01
-"""A change is listed if it gives at least 1 % more tokens ..."""
+"""A listed change gives at least 1 % more tokens ..."""
 WORTH_SPEED = 1.1
 """... or 10 % more speed, which is an estimate."""
 LEAST_NOTE = 12
 UNKNOWN_COLUMNS = 80
-"""For a terminal that reports a width of 0, at which rich prints nothing."""
+"""Width to use if a terminal reports 0, at which rich prints nothing."""
 LEAST_COLUMNS = 40
-"""A narrower terminal breaks the lines itself."""
+"""Minimum layout width; a narrower terminal breaks lines itself."""
 ASCII = str.maketrans({"█": "#", "░": ".", "→": ">", "·": "-", "…": "~"} | dict.fromkeys("▏▎▍▌▋▊▉", "#"))
 BAR_CELLS = 20
 MEMORY_HEADINGS = ("owner", "planned", "held", "", "why")
@@ -62,13 +62,13 @@ SERVE = "serve"
 UNACCOUNTED = "unaccounted"
 SWEEP_CELLS = 40
 NUM_DIFFERENCES = 4
-"""Owners that the line of a rank names, the largest differences first."""
+"""Maximum owners per rank line, largest differences first."""
 FIGURES = ("against 16 bit", "perplexity", "change", "mean KL", "p99 KL", "same top-1", "tokens/s")
 NOT_FINITE = "not finite"
 
 
 def cells_of(value: int, whole: int, num_cells: int) -> int:
-    """Return the length of a bar for a part of the whole."""
+    """Return a bar's length in cells, proportional to value / whole."""
     return round(num_cells * value / max(whole, 1))
 
 
@@ -101,7 +101,7 @@ def show(lines: Sequence[Line], stream: TextIO | None = None) -> None:
 
 
 def show_beside(lines: Sequence[Line]) -> None:
-    """Print lines to stderr, beside an answer on stdout."""
+    """Print lines to stderr, because stdout has an answer."""
     if sys.stderr is not None:
         show(lines, sys.stderr)
 
@@ -117,7 +117,7 @@ def _encodable(text: str, stream: TextIO) -> str:
 
 
 def memory_lines(report: MemoryReport, is_compact: bool = False) -> list[Line]:
-    """Print memory by owner, the total, and its meaning in tokens; a compact table has no reasons."""
+    """Print memory by owner, the total, and the tokens it holds; a compact table omits reasons."""
     budget = f"of {format_bytes(report.budget_bytes)}: {report.budget_reason}"
     rows = [
         MEMORY_HEADINGS,
@@ -146,7 +146,7 @@ def _rank_line(rank: RankMemory) -> str:
 
 
 def refusal_lines(table: PlanTable, changes: Sequence[PlanChange] = ()) -> list[Line]:
-    """Print what each owner needs in the phase that does not fit, the shortfall, and what would fit."""
+    """Print each owner's bytes in the phase that does not fit, the shortfall, and changes that fit."""
     rows = [
         (row.owner, format_bytes(row.num_bytes), _bar(row.num_bytes, row.num_bytes, table.needed_bytes), row.reason)
         for row in table.rows
@@ -173,7 +173,7 @@ def refusal_lines(table: PlanTable, changes: Sequence[PlanChange] = ()) -> list[
 
 
 def held_text(row: MemoryRow) -> str:
-    """Return the bytes that an owner holds, or why it has no tensors now."""
+    """Return an owner's held bytes, or why it has no tensors now."""
     if row.held_bytes is not None:
         return format_bytes(row.held_bytes)
     return "as needed" if SERVE in row.phases else f"only to {' and '.join(row.phases)}"
@@ -187,13 +187,13 @@ def _memory_cells(row: MemoryRow, total_bytes: int) -> tuple[str, ...]:
 
 
 def _bar(filled: int, value: int, whole: int) -> str:
-    """Draw a bar to scale, light after its filled part."""
+    """Draw a bar to scale; cells after `filled` are light."""
     num_filled = cells_of(filled, whole, BAR_CELLS)
     return FULL * num_filled + LIGHT * (cells_of(value, whole, BAR_CELLS) - num_filled)
 
 
 def plan_lines(view: "PlanView", has_all_owners: bool = False) -> list[Line]:
-    """Print a plan: the answer, how to start it, what else would fit, then memory by owner with reasons."""
+    """Print a plan: verdict, start commands, alternatives that fit, then memory by owner with reasons."""
     return [
         Line(view.verdict, VERDICT_STYLES[view.status]),
         Line(view.summary),
@@ -215,7 +215,7 @@ def plan_lines(view: "PlanView", has_all_owners: bool = False) -> list[Line]:
 
 
 def start_text(start: "Start") -> str:
-    """Say what a command is for, and what it gives."""
+    """Describe a command's purpose and what it gives."""
     text = f"{start.title}: {start.kv_tokens:,} tokens"
     return text if start.speed is None else f"{text}, {speed_text(start.speed)}"
 
@@ -255,7 +255,7 @@ def speed_lines(speed: "SpeedEstimate | None") -> list[Line]:
 
 
 def disk_lines(account: DiskAccount | None) -> list[Line]:
-    """Print what a GGUF file takes on disk and in memory, and why."""
+    """Print a GGUF file's bytes on disk and in memory, with the reason."""
     return [] if account is None else [Line(line) for line in account.lines]
 
 
@@ -309,7 +309,7 @@ def group_lines(groups: Sequence[GroupAccount]) -> list[Line]:
 
 
 def rank_lines(rows: "Sequence[RankRow]") -> list[Line]:
-    """Print every rank, equal neighbours on one line; nothing for a single rank."""
+    """Print every rank, with equal neighbours on one line; nothing for a single rank."""
     if not rows:
         return []
     groups = [list(own) for _, own in groupby(rows, key=lambda row: row._replace(rank=0))]
@@ -336,7 +336,7 @@ def _differences(differs: "Mapping[str, int]") -> str:
 
 
 def alternative_lines(view: "PlanView") -> list[Line]:
-    """Print changes by their cost, the least first; the smallest that fits is marked."""
+    """Print changes by increasing cost; mark the smallest that fits."""
     listed = worthwhile(view)
     rows = [
         (
@@ -364,9 +364,9 @@ def alternative_lines(view: "PlanView") -> list[Line]:
 
 
 def worthwhile(view: "PlanView") -> "list[Alternative]":
-    """List changes that fit and give more than the plan, and than earlier changes of the same option.
+    """List changes that fit and beat the plan and every earlier change of the same option.
 
-    Another GPU may give less: it may be cheaper.
+    A change of GPU need not beat the plan, because it may be cheaper.
     """
     before: dict[str | None, list[tuple[float, ...]]] = {}
     found = []
@@ -383,7 +383,7 @@ def worthwhile(view: "PlanView") -> "list[Alternative]":
 
 
 def _worth(kv_tokens: int, max_model_len: int, speed: "SpeedEstimate | None") -> tuple[float, ...]:
-    """Return the tokens, context and tokens/s of which another change must exceed one."""
+    """Return tokens, context and tokens/s; another change must exceed at least one."""
     return WORTH * kv_tokens, max_model_len, WORTH_SPEED * _rate(speed)
 
 
@@ -404,7 +404,7 @@ def _size_cell(num_bytes: int | None) -> str:
 def _choices(view: "PlanView") -> list[Line]:
     if not view.choices:
         return []
-    # The note on the context covers it; if not even one token fits, no context was chosen.
+    # Covered by the note on the context; if no token fits, no context was chosen.
     hidden = "max_model_len" if view.context_note or (not view.fits and view.max_model_len == 1) else ""
     rows = tuple((choice.name, choice.value, choice.reason) for choice in view.choices if choice.name != hidden)
     return table_lines(Table(rows, wraps=(2,)))
@@ -445,18 +445,18 @@ def sweep_bar(value: int, most: int) -> str:
 
 
 class Subject(NamedTuple):
-    """Texts about what is compared, for a table, a record and a page."""
+    """Labels of a comparison, for its table, record and page."""
 
     title: str
     row: str
-    """What one row is."""
+    """Name of one row."""
     size: str
     """Heading over bytes."""
     size_text: str
     against: str
-    """What a distribution is compared with; {} is the reference."""
+    """Baseline of a distribution; {} is the reference."""
     section: str
-    """Section of the documents that shows such records."""
+    """Section of the documents with such records."""
     size_key: str
     """Name of the bytes in a record."""
 
@@ -465,19 +465,19 @@ KV_PAGES, WEIGHTS = (Subject(**row) for row in read_data("quality_subjects.json"
 
 
 class EvalView(NamedTuple):
-    """What was measured, and on what."""
+    """Results of an evaluation, with model and settings."""
 
     model: str
     settings: str
-    """Type and device."""
+    """dtype and device."""
     text: str
     """Name of the text."""
     window: int
     num_windows: int
     plain_bytes: float
-    """Bytes of a token, or of all weights, in half precision."""
+    """Half-precision bytes of a token, or of all weights."""
     qualities: "Sequence[Quality]"
-    """The reference first."""
+    """Results, the reference first."""
     subject: Subject = KV_PAGES
 
     @property

@@ -1,4 +1,4 @@
-"""The process of a command: Ctrl-C, exit codes, stdout for answers, stderr for lines and log, strict JSON; no torch."""
+"""Process helpers of commands: Ctrl-C, exit codes, answers to stdout, logs to stderr, strict JSON; no torch."""
 
 import io
 import json
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 FAILED = 1
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit codes; the second is the shell's convention."""
+"""Exit code after Ctrl-C, by the shell's convention."""
 STDOUT = "-"
-"""Stands for stdout in a file option."""
+"""The value of a file option that means stdout."""
 MAX_PATH = 4096
 """Longest path on Linux."""
 DEBUG_VARIABLE = "HOLDFAST_DEBUG"
-"""Set to 1 to print tracebacks."""
+"""Environment variable: 1 prints tracebacks."""
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def escape_unwritable() -> None:
-    """Write characters that a stream cannot encode as escapes such as \\u2588."""
+    """Escape characters that a stream cannot encode, such as \\u2588."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -76,7 +76,7 @@ def write_line(text: str) -> None:
 
 def log_plainly() -> None:
     """Log to stderr, without tracebacks unless HOLDFAST_DEBUG is set."""
-    # A plan logs nothing, so it does not wait for this import.
+    # Imported here, because a plan logs nothing.
     import logging
 
     from holdfast.observability.log import log_to_stderr
@@ -98,7 +98,7 @@ def _without_traceback(record: "logging.LogRecord") -> bool:
 
 
 def for_terminal(text: str) -> str:
-    """Replace control characters by visible symbols, so that text cannot control the terminal."""
+    """Replace control characters by visible symbols."""
     return text.translate(_CONTROLS)
 
 

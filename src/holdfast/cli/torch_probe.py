@@ -13,7 +13,7 @@ from holdfast.kernels.native_library import find_native_build
 
 
 def probe() -> dict[str, object]:
-    """Collect the facts; a part that fails becomes a text."""
+    """Collect the facts; a failed part becomes an error text."""
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,

@@ -7,8 +7,8 @@ A completion depends on its request's seed and its index, and on nothing else:
     request seed   params.seed, or derive_seed(engine seed, number of the request)
     sequence seed  derive_seed(request seed, index of the completion)
 
-So the first completion is equal for n = 1 and n = 4, and unseeded requests repeat in a new engine with the same seed and the
-same requests in the same order.
+So the first completion is equal for n = 1 and n = 4, and unseeded requests repeat in a new engine with the same seed
+and the same requests in the same order.
 """
 
 from collections.abc import Callable, Mapping
@@ -138,7 +138,7 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How to read a conversation, beside the values of its template."""
+    """How to render a conversation, besides the template's values."""
 
     chat_template: str | None = None
     """A template for this request, instead of the model's."""

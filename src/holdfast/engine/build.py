@@ -29,9 +29,9 @@ from holdfast.text.grammar import Grammars, Vocabulary
 from holdfast.text.tokenizer import Tokenizer
 
 AUTO_STRETCHES = {"cpu": 3.0, "cuda": 1.7}
-"""Duration of a step over a decode step: streams should see at most 4 and 2, and single steps exceed the prediction."""
+"""Target step time over a decode step: below the 4 and 2 that streams may see, as steps exceed predictions."""
 TILE_ROWS = {"cuda": 16}
-"""Prompt rows in an attention tile for 8 query heads a group; whole tiles for larger groups too."""
+"""Prompt rows in an attention tile for 8 query heads per KV head; whole tiles for larger groups too."""
 MAX_CPU_SECONDS = 1.0
 """Longest CPU step in which no sequence decodes: new requests wait for its end."""
 
@@ -135,7 +135,7 @@ def _core(
         num_stages=config.pipeline_parallel_size,
         is_invariant=config.batch_invariant and plan.target.kind == "cuda",
     )
-    # A step in each stage; on one device one runs while the next is prepared, if that helps.
+    # One step per stage; on one device, one runs while the next is prepared, if that helps.
     run_ahead = scheduler.num_stages - 1 or int(built.runner.can_run_ahead)
     core = EngineCore(
         runner,

@@ -1,8 +1,8 @@
 """Channel: whole frames over a socket, in order, without a deadlock of two senders; no torch.
 
-A frame is returned only when all of it has arrived. A sender that finds the socket full reads meanwhile what the other side
-sends, so that two senders do not deadlock; the bytes read in that way are bounded. With `silence_seconds` a sender gives up
-on a process that neither reads nor sends for so long.
+A frame is returned only when all of it has arrived. A sender that finds the socket full reads meanwhile what the other
+side sends, so that two senders do not deadlock; the bytes read in that way are bounded. With `silence_seconds` a sender
+gives up on a process that neither reads nor sends for so long.
 """
 
 import select
@@ -91,7 +91,7 @@ class Channel:
             self.sending.release()
 
     def is_other_side_gone(self) -> bool:
-        """True if the other side closed, which the reading thread may not know yet. Any thread."""
+        """Return True if the other side closed, even before the reading thread knows. Any thread."""
         return bool(self.poll(0, 0.0) & (select.POLLHUP | select.POLLERR | select.POLLNVAL))
 
     def wait_for_end(self, timeout: float) -> None:

@@ -9,28 +9,29 @@
     run_ahead 1    launch 1, launch 2, collect 1 | launch 3, collect 2 | ...
 
 **Pipelines.** With stages, run_ahead is one less than their number: each has a step, with sequences of its own
-(engine/scheduler.py). So every token that a step begins with is known at its launch, and only a stop string or an abort makes
-surplus. The core launches the next steps before it returns the tokens of a step: otherwise the first stage would wait for text.
+(engine/scheduler.py). So every token that a step begins with is known at its launch, and only a stop string or an abort
+makes surplus. The core launches the next steps before it returns the tokens of a step: otherwise the first stage would
+wait for text.
 
-**Surplus.** With steps in flight the core learns the end of a sequence late: a step late for eos or a stop token, and later for
-a stop string or an abort. It drops what steps in flight bring to that sequence and counts it nowhere. An end by length is known
-before, so it has no surplus.
+**Surplus.** With steps in flight the core learns the end of a sequence late: a step late for eos or a stop token, and
+later for a stop string or an abort. It drops what steps in flight bring to that sequence and counts it nowhere. An end
+by length is known before, so it has no surplus.
 
-**Draft tokens.** With a proposer a step may bring a sequence several tokens (engine/ngram.py). Drafting needs its last token on
-the host, so no step runs ahead of one that it is in, unless it backs off or stages must stay busy. Penalties and bad words need
-every token before the next choice, so such sequences never draft.
+**Draft tokens.** With a proposer a step may bring a sequence several tokens (engine/ngram.py). Drafting needs the last
+token on the host, so no step runs ahead of a drafting sequence's step, unless it backs off or stages must stay busy.
+Penalties and bad words need every token before the next choice, so such sequences never draft.
 
-**Ctrl-C.** An interrupted wait leaves the steps where they are. On a CPU they are cancelled and scheduled anew; on a GPU they
-stay in flight and the next call collects them. A result that had arrived is kept for it.
+**Ctrl-C.** An interrupted wait leaves the steps where they are. On a CPU they are cancelled and scheduled anew; on a
+GPU they stay in flight and the next call collects them. A result that had arrived is kept for it.
 
-**Pace.** While sequences decode, a pacer limits the prompt rows of a step (engine/pacing.py). The core has the clock: a step
-begins at its launch or when the one before it was collected, whichever is later, and ends when it is collected.
+**Pace.** While sequences decode, a pacer limits the prompt rows of a step (engine/pacing.py). The core has the clock: a
+step begins at its launch or when the one before it was collected, whichever is later, and ends when it is collected.
 
 **Hang-ups.** If every live sequence of a step hangs up while a CPU computes it, the step stops at the next layer. It is
 cancelled like an interrupted one, and its sequences end.
 
-**Grammars.** A request with a grammar (structured outputs) is held until a thread has compiled it, and then joins the queue.
-An error of the grammar ends that request alone.
+**Grammars.** A request with a grammar (structured outputs) is held until a thread has compiled it, and then joins the
+queue. An error of the grammar ends that request alone.
 
 Exceptions of scheduler and runner propagate, and the core cannot be used afterwards.
 """
@@ -100,7 +101,7 @@ class StepRunner(Protocol):
 
 
 class Core(Protocol):
-    """What an engine drives: an EngineCore in this process, or a CoreProcess. Methods as in `EngineCore`."""
+    """Core of an engine: an EngineCore in this process, or a CoreProcess. Methods as in `EngineCore`."""
 
     @property
     def facts(self) -> CoreFacts: ...
@@ -124,7 +125,7 @@ class Core(Protocol):
 
 
 class CoreResources(NamedTuple):
-    """What a core holds beside its queue, and how it releases it."""
+    """Resources of a core besides its queue, and their release."""
 
     memory: MemoryReport | None = None
     release: Callable[[], None] | None = None
@@ -188,7 +189,7 @@ class EngineCore:
         self.in_flight: deque[LiveStep] = deque()
         """The oldest first."""
         self._begun: deque[tuple[float, int]] = deque()
-        """For each of these: its launch time, and how many sequences decoded."""
+        """Launch time and number of decoding sequences of each step in flight."""
         self._collected_at, self._may_read = 0.0, True
         """End of the last step, and whether a prompt may wait or be half computed."""
         self._kept: StepResult | None = None
@@ -209,7 +210,7 @@ class EngineCore:
 
     @property
     def awaits_decode(self) -> bool:
-        """True if the oldest step in flight has one token a sequence: the shortest kind of step."""
+        """True if the oldest step in flight has one token per sequence: the shortest kind of step."""
         return all(item.num_new_tokens == 1 for item in self.in_flight[0].scheduled) if self.in_flight else False
 
     @property
@@ -218,7 +219,7 @@ class EngineCore:
         return bool(self._live or self.in_flight)
 
     def check_room(self, num_sequences: int) -> None:
-        """Raise QueueFullError if the queue cannot take so many more."""
+        """Raise QueueFullError if the queue cannot take `num_sequences` more."""
         refuse_full(num_sequences, self.num_queued, self.scheduler.max_queue)
 
     def submit(self, requests: SequenceABC[CoreRequest]) -> None:
@@ -587,7 +588,7 @@ class EngineCore:
             failure = self.grammars.failure(sequence.sequence_id)
             if failure is not None:
                 return Ending("error", error=f"after {num_output_tokens} tokens {_grammar_failure(grammar, failure)}")
-        # A request that banned every token itself is no reason to distrust pages: any client could reset the prefix cache.
+        # If the request itself banned every token, keep the prefix cache: any client could reset it otherwise.
         # Logits that are not finite show in the next request that has them.
         if sequence.params.allowed_token_ids is None and not (grammar is not None and sequence.params.bad_words):
             self._distrust(sequence)

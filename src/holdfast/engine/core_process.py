@@ -6,12 +6,12 @@
                                   <-- Heartbeat ------------------  watchdog thread; heartbeats also in shared memory
                                                                     (engine/pulse.py)
 
-The child never waits for the front: it sends the outputs of a step and goes on. Aborts and stop strings reach it a few steps
-late, and the front drops the surplus. If the front does not read, the child stops at a full socket.
+The child never waits for the front: it sends a step's outputs and continues. Aborts and stop strings reach it a few
+steps late, and the front drops the surplus. If the front does not read, the child stops at a full socket.
 
-**Ends.** A child that ends, or sends nothing for `core_timeout` seconds, raises in the next call, which ends the engine; it is
-killed and reaped. A child whose parent is gone (closed channel, or another parent) ends at once, even inside a step. A
-`CoreProcess` that is garbage collected, or whose process ends, ends its child.
+**Ends.** A child that ends, or sends nothing for `core_timeout` seconds, raises in the next call, which ends the
+engine; it is killed and reaped. A child whose parent is gone (closed channel, or another parent) ends at once, even
+inside a step. A `CoreProcess` that is garbage collected, or whose process ends, ends its child.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ LOOK_SECONDS = 0.25
 LOADING_SECONDS = 120.0
 """Shortest timeout while a model opens: reading libraries from a slow disk may block every thread."""
 PROGRESS_SECONDS = 0.05
-"""Between two messages about loading progress."""
+"""Interval of messages about loading progress."""
 HELD_SECONDS = 0.003
 """Longest time that outputs of short steps are held back."""
 COLLECT_STEPS = 256
@@ -149,7 +149,7 @@ class CoreProcess:
         return self.child.pulse.look()
 
     def check_room(self, num_sequences: int) -> None:
-        """Raise QueueFullError if the queue cannot take so many more. An idle core is queried first.
+        """Like `EngineCore.check_room`, but query an idle core first.
 
         A busy core answers only after its step, which would delay every caller.
         """
@@ -378,7 +378,7 @@ class CoreServer:
         self._sent = Numbering()
         self._received = Numbering()
         self.held: list[Message] = []
-        """Messages that wait to travel together."""
+        """Messages held back to be sent together."""
         self.holding = threading.Lock()
         self.flushed_at = 0.0
         self.has_ranks = False
@@ -425,8 +425,8 @@ class CoreServer:
     def serve(self, core: EngineCore) -> None:
         """Run steps and the commands between them.
 
-        A message for each step made the shortest steps up to a tenth longer. So outputs of steps shorter than HELD_SECONDS
-        travel together, unless one ends a sequence or a prompt step follows.
+        A message for each step made the shortest steps up to a tenth longer. So outputs of steps shorter than
+        HELD_SECONDS are sent together, unless one ends a sequence or a prompt step follows.
         """
 
         @contextlib.contextmanager

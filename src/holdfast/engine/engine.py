@@ -5,9 +5,9 @@
 
 The core is an `EngineCore` here, or one in a process of its own (engine/core_process.py).
 
-An exception in code that a request controls ends that request. An exception in the core ends the engine: every live request
-and every later call gets an error. Ctrl-C arrives only while a result is awaited; steps that were not collected are scheduled
-anew or collected later, so their requests can be aborted or go on.
+An exception in code that a request controls ends that request. An exception in the core ends the engine: every live
+request and every later call gets an error. Ctrl-C arrives only while a result is awaited; steps that were not collected
+are scheduled anew or collected later, so their requests can be aborted or go on.
 
 One thread at a time may call an engine (`prepare`, `prepare_chat` and `stats` excepted). `LLM` and `AsyncLLM` drive it.
 """

@@ -27,7 +27,7 @@ WATCH_SECONDS = 1.0
 MAP_SECONDS = 0.02
 """Like WATCH_SECONDS, while an idle engine has to return a map."""
 NUM_REMEMBERED = 64
-"""Ends of requests that give the pace."""
+"""Most recent request ends used to estimate the pace."""
 RETRY_SECONDS = (1.0, 60.0)
 """Bounds of Retry-After when the queue is full."""
 _log = get_logger(__name__)
@@ -100,7 +100,7 @@ class MapReader:
         self._arrived = asyncio.Event()
 
     def wake(self) -> None:
-        """The map has arrived, or never will. Engine's thread."""
+        """Signal that the map has arrived, or never will. Engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._arrived.set)
 
@@ -117,11 +117,11 @@ class Health:
     is_alive: bool
     num_unfinished_requests: int
     seconds_since_progress: float
-    """Since the last step ended, or since work arrived; 0 when idle."""
+    """Time since the last step ended or work arrived; 0 when idle."""
     num_commands: int
     """Commands that wait for the step in progress."""
     core_silence_seconds: float = 0.0
-    """Since the last heartbeat of the core process; 0 if the core is in this process."""
+    """Time since the core process's last heartbeat; 0 if the core is in this process."""
     seconds_in_step: float = 0.0
     """Age of the step in progress; 0 if none runs."""
 
@@ -146,7 +146,7 @@ class EngineThread:
         self._changed = threading.Condition()
         self._commands: deque[_Submission | Callable[[], None]] = deque()
         self._mailboxes: dict[str, Mailbox] = {}
-        """By name of the live request; only the engine's thread changes it."""
+        """Mailboxes by name of the live request; only the engine's thread changes it."""
         self._takes_requests = True
         self._is_idle = True
         self._progressed_at = clock()
@@ -225,7 +225,7 @@ class EngineThread:
                 self._post(self._look)
 
     def check_room(self, num_sequences: int) -> None:
-        """Raise QueueFullError if the queue cannot take so many more, as far as is known here."""
+        """Raise QueueFullError if the queue, as known here, cannot take `num_sequences` more."""
         core = self.engine.core
         try:
             refuse_full(num_sequences, core.num_queued + self._num_posted, core.facts.max_queue)

@@ -44,7 +44,7 @@ class Front:
         takes_priorities: bool = True,
         pooling: Pooling | None = None,
     ) -> None:
-        """`vocabulary`: that of the tokenizer for grammars, if it is shared."""
+        """`vocabulary`: the tokenizer's, for grammars, if it is shared."""
         if vocabulary is None and tokenizer is not None:
             vocabulary = Vocabulary(lambda: tokenizer, facts.vocab_size, facts.eos_token_ids)
         self._forms = forms = None if vocabulary is None else GrammarCheck(vocabulary)
@@ -63,7 +63,7 @@ class Front:
         self.num_requests = 0
         self.num_output_tokens = 0
         self.steps_by_size = [0] * MAX_STEP_BITS
-        """Steps by their prompt and output tokens: place k counts those of at most 2**k, and more than half."""
+        """Steps by their tokens: place k counts steps of at most 2**k prompt and output tokens, and more than half."""
         self.num_step_tokens = 0
         self._num_prompt_tokens = 0
 

@@ -1,8 +1,8 @@
 """Garbage collection of a serving process: freeze what the start allocated, collect the rest while idle; no torch.
 
-CPython's full collection runs once new survivors are a quarter of all objects. After a start there are some hundred thousand,
-and steps leave few survivors, so it would not run for weeks. Meanwhile the free lists of tuples grow, which only a full
-collection empties: at most 5 MiB, 50 KiB for 500 short requests.
+CPython's full collection runs once new survivors are a quarter of all objects. After a start there are some hundred
+thousand, and steps leave few survivors, so it would not run for weeks. Meanwhile the free lists of tuples grow, which
+only a full collection empties: at most 5 MiB, 50 KiB for 500 short requests.
 """
 
 import gc

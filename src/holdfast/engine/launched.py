@@ -39,9 +39,9 @@ from holdfast.observability.log import get_logger
 log = get_logger(__name__)
 
 UNANSWERED_SECONDS = 2.0
-"""For TCP acknowledgements of the other node."""
+"""Timeout for TCP acknowledgements of the other node."""
 HELLO_SECONDS = 2.0
-"""For a new connection to identify itself."""
+"""Timeout for a new connection to identify itself."""
 SECRET_BYTES = 32
 MAX_PORT = 2**16 - 1
 _HELLO = struct.Struct(f"<{SECRET_BYTES}sI{PLACE_BYTES}s")
@@ -57,7 +57,7 @@ class Launched(NamedTuple):
     host: str
     port: int
     has_store: bool
-    """The launcher keeps the store; otherwise rank 0 does."""
+    """True if the launcher keeps the store; otherwise rank 0 does."""
     local_rank: int = 0
     """Rank within its node, which selects its GPU."""
     num_local: int = 1
@@ -206,7 +206,7 @@ class _Door:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
         self._waiting: dict[socket.socket, tuple[bytearray, float]] = {}
-        """Bytes of each so far, and its deadline."""
+        """Bytes received and deadline by connection."""
 
     def callers(self, seconds: float) -> Iterator[tuple[socket.socket, bytes]]:
         """Yield connections with a whole hello, for at most `seconds`."""

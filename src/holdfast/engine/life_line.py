@@ -1,12 +1,12 @@
 """Life line: a second connection by which a launched rank watches rank 0, because the first is not read during a step; no torch.
 
     other rank  sends its Place
-    rank 0      LifeLine   its own Place, then a byte a look from the thread that watches the ranks (engine/ranks.py)
+    rank 0      LifeLine   its own Place, then a byte per look from the thread that watches the ranks (engine/ranks.py)
     other rank  ZeroSigns  counts looks without a byte, like engine/vital_signs.py
 
-On one machine the system says whether rank 0 is stopped or holds the GIL, as while it loads a library or compiles a kernel. From
-another machine both are silence. So there 1.5 s of silence are a death only during a step; otherwise, while rank 0 loads or its
-program does something else, 30 s are.
+On one machine /proc shows whether rank 0 is stopped or holds the GIL, as while it loads a library or compiles a kernel.
+From another machine both look like silence. So there 1.5 s of silence are a death only during a step. Otherwise, while
+rank 0 loads or its program does something else, 30 s are.
 """
 
 import contextlib

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from holdfast.request.wire import Count
 
 MAX_WAITING_SHOWN = 64
-"""A map lists at most so many waiting sequences, the next ones first: they hold no pages."""
+"""Most waiting sequences in a map, the next ones first: they hold no pages."""
 SequencePhase = Literal["waiting", "prefill", "decode"]
 
 
@@ -25,7 +25,7 @@ class GroupPages(NamedTuple):
 
 
 def phase_of(is_running: bool, num_computed: int, num_prompt_tokens: int) -> SequencePhase:
-    """Return how far a sequence is."""
+    """Return the phase of a sequence."""
     if not is_running:
         return "waiting"
     return "decode" if num_computed >= num_prompt_tokens else "prefill"
@@ -33,32 +33,32 @@ def phase_of(is_running: bool, num_computed: int, num_prompt_tokens: int) -> Seq
 
 @dataclass(frozen=True, slots=True)
 class HeldPages:
-    """The pages of one sequence, and how far it is."""
+    """The pages and the progress of one sequence."""
 
     phase: SequencePhase
     num_prompt_tokens: Count
     num_output_tokens: Count
     num_computed_tokens: Count
-    """Tokens of both that are on its pages."""
+    """Prompt and output tokens on its pages."""
     num_cached_tokens: Count
     num_preemptions: Count
     priority: int
     pages: tuple[Count, ...]
-    """By group, shared ones included."""
+    """Pages by group, shared ones included."""
     age_seconds: float
-    """Since it was submitted."""
+    """Time since it was submitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePages(HeldPages):
-    """As a core knows them."""
+    """Pages of a sequence in a core's map."""
 
     sequence_id: Count
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPages(HeldPages):
-    """As a front knows them: those of one completion of a live request."""
+    """Pages of a completion of a live request, in a front's map."""
 
     request_id: str
     index: int
@@ -68,7 +68,7 @@ class RequestPages(HeldPages):
 
 @dataclass(frozen=True, slots=True)
 class PoolPages:
-    """All pages. Those in quarantine count as in use."""
+    """Counts of all pages. Those in quarantine count as in use."""
 
     num_pages: Count
     num_free: Count
@@ -90,7 +90,7 @@ class CoreMap(PoolPages):
     """The pages of a core by sequence."""
 
     sequences: tuple[SequencePages, ...]
-    """Running ones in order, then the first that wait."""
+    """Running sequences in order, then the first waiting ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,16 +69,16 @@ class SequenceOutput(NamedTuple):
     sequence_id: Count
     token_ids: tuple[TokenId, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of these tokens, if the request wants them."""
+    """One for each of these tokens, if requested."""
     ending: Ending | None = None
     """Set if the last of these tokens ended the sequence."""
     num_cached_tokens: Count = 0
     num_preemptions: Count = 0
     queue_seconds: float = 0.0
-    """From its submission to its first step."""
+    """Time from its submission to its first step."""
     prompt_start: Count = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """For prompt positions prompt_start + 1, prompt_start + 2, ..., if the request wants them."""
+    """Logprobs of prompt positions prompt_start + 1, prompt_start + 2, ..., if requested."""
     pooled: Pooled = b""
     """Final hidden state of a pooled sequence that ends, as little-endian float32."""
 
@@ -99,7 +99,7 @@ class CoreStats:
     num_submitted: Count = 0
     """Sequences that it accepted or refused."""
     num_proposed_tokens: Count = 0
-    """Draft tokens that were verified (speculative) ..."""
+    """Draft tokens that were verified ..."""
     num_accepted_tokens: Count = 0
     """... and those of them that became part of an answer."""
     kv_usage: float = 0.0
@@ -234,7 +234,7 @@ def check_counts(**counts: int) -> None:
 
 
 def last_message(error: Exception, *, is_started: bool) -> Refused | Died:
-    """Return what a process sends before it ends: an error of a start is a refusal, unless it is a bug."""
+    """Return a process's last message: Refused for an error of a start that is not a bug, else Died."""
     return Died(describe(error)) if is_started or not isinstance(error, HoldfastError) else Refused((), error)
 
 

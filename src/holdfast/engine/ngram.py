@@ -1,18 +1,18 @@
-"""NgramProposer: draft tokens copied from where a sequence's last tokens occurred before; no torch.
+"""NgramProposer: draft tokens copied from after an earlier occurrence of a sequence's last tokens; no torch.
 
     token_ids   ... the quick brown | fox jumps over ...... the quick brown ?
                     first follower -^                       last n tokens -^ proposals: fox jumps over
 
 It looks up the longest run of last tokens that occurred before, from `longest` down to `shortest`, and takes its latest
-occurrence: that has recent changes (an edited name, the last row of a table). A copy that reaches the end of the sequence
-continues with itself, so a period of p < `num_proposals` tokens is proposed in full.
+occurrence: that has recent changes (an edited name, the last row of a table). A copy that reaches the end of the
+sequence continues with itself, so a period of p < `num_proposals` tokens is proposed in full.
 
-Each sequence has an index from n-gram to the place after its latest occurrence, by hash, verified by comparison. A token costs one
-entry for each n. The index holds the n-grams of the last max_indexed to 2 * max_indexed tokens, in two generations: the older one
-is dropped when the younger is full.
+Each sequence has an index from n-gram to the place after its latest occurrence, by hash, verified by comparison. A
+token costs one entry for each n. The index holds the n-grams of the last max_indexed to 2 * max_indexed tokens, in two
+generations: the older one is dropped when the younger is full.
 
-A rejected draft costs a row of a step, so a sequence backs off: after `misses` drafts in a row without an accepted token it
-waits for 2^(misses - 1) - 1 tokens, at most MAX_WAIT. One accepted token ends that.
+A rejected draft costs a row of a step, so a sequence backs off: after `misses` drafts in a row without an accepted
+token it waits for 2^(misses - 1) - 1 tokens, at most MAX_WAIT. One accepted token ends that.
 """
 
 from collections.abc import Sequence as Tokens
@@ -75,12 +75,12 @@ class NgramProposer:
             return ()
         copied = list(token_ids[place : place + self.num_proposals])
         while len(copied) < self.num_proposals:
-            # len(token_ids) - place tokens were there to copy; what follows them repeats them.
+            # There are len(token_ids) - place tokens to copy; further proposals repeat them.
             copied.append(copied[len(copied) - (len(token_ids) - place)])
         return tuple(copied)
 
     def is_waiting(self, sequence_id: int, num_tokens: int) -> bool:
-        """True if a sequence of so many tokens backs off."""
+        """True if a sequence of `num_tokens` backs off."""
         index = self._indexes.get(sequence_id)
         return index is not None and num_tokens < index.resumes_at
 

@@ -49,7 +49,7 @@ class PromptLogprobs:
             self._by_position.append(position_logprobs(entry, self._num_top, tokenizer))
 
     def whole(self) -> tuple[PositionLogprobs | None, ...]:
-        """Return one entry a prompt token, the first None."""
+        """Return one entry per prompt token; the first is None."""
         assert len(self._by_position) == self._num_prompt_tokens, (
             f"{len(self._by_position)} of {self._num_prompt_tokens} prompt positions have logprobs"
         )
@@ -102,7 +102,7 @@ class Completion:
         return max(self._num_output_tokens - 1, 0) / (now - self._first_token_at)
 
     def advance(self, output: SequenceOutput, now: float) -> CompletionDelta | None:
-        """Return the delta of a step: tokens up to a stop string, and the ending; None if there is neither."""
+        """Return the delta of a step: tokens up to a stop string, and the ending; None without either."""
         self._queue_seconds = output.queue_seconds
         self._num_cached_tokens = output.num_cached_tokens
         self._num_preemptions = output.num_preemptions
@@ -202,7 +202,7 @@ class _Parts:
         return self.texts[0]
 
     def merged(self) -> CompletionDelta:
-        """Return all of them as one delta; the prompt's logprobs are not part of it."""
+        """Return all deltas as one, without the prompt's logprobs."""
         assert self.last is not None, "a completion waits without a delta"
         return replace(
             self.last,
@@ -307,7 +307,7 @@ class DeltaBuffer:
             self._prompt_logprobs = delta.prompt_logprobs
 
     def take(self) -> list[CompletionDelta]:
-        """Return and forget what waits, one delta a completion."""
+        """Return and forget unread deltas, one per completion."""
         taken = [parts.merged() for _, parts in sorted(self._parts.items())]
         if taken and taken[0].index == 0:
             taken[0] = replace(taken[0], prompt_logprobs=self._prompt_logprobs)

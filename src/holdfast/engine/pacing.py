@@ -1,27 +1,29 @@
-"""StepPacer: rows of prompts that a step may have, so that sequences that decode keep their pace; no clock, no torch.
+"""StepPacer: limits the prompt rows of a step, so that decoding sequences keep their pace; no clock, no torch.
 
-While sequences decode, a step should take at most `stretch` times the seconds of a decode step. The pacer learns both numbers
-from steps that have ended, and gives the rows of prompts for the next one. The core measures and asks (engine/core.py), and the
-scheduler keeps to the answer.
+While sequences decode, a step should take at most `stretch` times as long as a decode step. The pacer learns both times
+from finished steps, and returns the prompt rows for the next one. The core measures steps and calls the pacer
+(engine/core.py), and the scheduler keeps to the limit.
 
-**The decode step.** The median of recent steps without prompts, of about as many sequences. If there is none, or the last one
-is LOOK_STEPS ago, the next step takes no rows of prompts. Such a look costs a prompt one short step.
+**Decode step.** The median of recent steps without prompts, of about as many sequences. If there is none, or the last
+one is LOOK_STEPS ago, the next step takes no prompt rows. Such a look delays a prompt by one short step.
 
-**Growth.** A step of R rows took T seconds. A step of twice the rows takes at most 2 T: weights are read once, and products and
-attention grow with the rows. That bound is tight if the step is limited by products, and far too high if weights limit it. The
-line through the decode step and (R, T) is tight in between, and too low where weights stop being the limit. The pacer predicts
-the mean of the two, and at most doubles the rows. So a new engine starts with few rows and approaches the target from below.
+**Growth.** If a step of R rows took T seconds, one of twice the rows takes at most 2 T: weights are read once, and
+GEMMs and attention grow with the rows. That bound is tight if GEMMs limit the step, and far too high if weights limit
+it. The line through the decode step and (R, T) is tight in between, and too low once weights stop being the limit. The
+pacer predicts the mean of the two, and at most doubles the rows. So a new engine starts with few rows and approaches
+the target from below.
 
-**Cuts.** If R rows took longer than the target, the line through the decode step and (R, T) says how many fit. A row costs more
-the longer the context before it is, so this happens again and again in a long prompt, by little each time.
+**Cuts.** If R rows took longer than the target, the line through the decode step and (R, T) gives the rows that fit. A
+row costs more after a longer context, so a long prompt is cut repeatedly, by little each time.
 
-**Padding.** A step that replays a graph computes the rows of the graph. Rows that fit count as far as the next captured size,
-and a step grows beyond a size only if the whole next size is predicted to fit.
+**Padding.** A step that replays a graph computes all rows of the graph. So a measured step counts with its captured
+size, and a step grows beyond a size only if the whole next size is predicted to fit.
 
-**Tiles.** A kernel of attention takes the rows of a prompt in tiles. One row more than whole tiles costs a tile, which is a lot
-after a long context: 49 rows took 42 ms and 48 took 34 (Qwen3-32B, 32K tokens, H200). So rows are rounded down to whole tiles.
+**Tiles.** Attention kernels process prompt rows in tiles. One row more than whole tiles costs a tile, which is a lot
+after a long context: 49 rows took 42 ms and 48 took 34 (Qwen3-32B, 32K tokens, H200). So rows are rounded down to whole
+tiles.
 
-Nothing is lost by it: a step with few rows of a prompt brings the tokens of all sequences that decode, which would need that
+No throughput is lost: a step with few prompt rows also brings the tokens of all decoding sequences, which need that
 step anyway. The prompt waits longer for its first token: its rows have (stretch - 1) / stretch of the time.
 """
 
@@ -33,13 +35,13 @@ from statistics import median
 from typing import Final
 
 MIN_ROWS: Final = 8
-"""Rows of prompts in a step, whatever they cost: prompts go on."""
+"""Fewest prompt rows in a step, whatever they cost: prompts must advance."""
 START_ROWS: Final = 64
-"""Rows of the first step in which no sequence decodes, if its seconds are limited."""
+"""Rows of the first step without decoding sequences, if its time is limited."""
 LOOK_STEPS: Final = 64
-"""Steps with prompts between two looks at a decode step."""
+"""Most prompt steps between two looks at a decode step."""
 MAX_AGE: Final = 64
-"""Steps with prompts after which a measured point no longer counts."""
+"""Prompt steps after which a measured point no longer counts."""
 NUM_DECODE_STEPS: Final = 16
 ALIKE: Final = 1.25
 """Decode steps of sequences up to this factor apart count as alike."""
@@ -53,15 +55,15 @@ class _Point:
     num_rows: int
     seconds: float
     seen_at: int
-    """The number of steps with prompts until then."""
+    """Number of prompt steps before it."""
 
 
 class StepPacer:
     """Learns from finished steps. One thread.
 
-    `stretch`: how many times a decode step a step may take. `sizes`: rows that steps are padded to, in order; larger steps are
-    not padded. `max_seconds`: the most that a step should take if no sequence decodes; None: no limit. `tile_rows`: rows of a
-    prompt that attention computes together.
+    `stretch`: target step time over a decode step. `sizes`: row counts that steps are padded to, in order; larger steps
+    are not padded. `max_seconds`: longest step if no sequence decodes; None: no limit. `tile_rows`: prompt rows per
+    attention tile.
     """
 
     def __init__(
@@ -75,12 +77,12 @@ class StepPacer:
         self.tile_rows = tile_rows
         self._decode_steps: deque[tuple[int, float]] = deque(maxlen=NUM_DECODE_STEPS)
         self._points: dict[int, _Point] = {}
-        """By the size of the step."""
+        """Points by class of the step size."""
         self._num_seen = 0
         self._num_since_look = 0
 
     def prompt_rows(self, num_decoding: int) -> int | None:
-        """Rows of prompts for the next step, in which so many sequences may decode; None: no limit."""
+        """Return the prompt rows for the next step, in which `num_decoding` sequences may decode; None: no limit."""
         if num_decoding == 0:
             return None if self.max_seconds is None else self._rows_that_fit(self.max_seconds, 0, 0.0)
         base = self.decode_seconds(num_decoding)
@@ -98,23 +100,23 @@ class StepPacer:
             return
         self._num_seen += 1
         self._num_since_look += 1
-        # Steps of one class replace each other as points: a captured size, or a power of two.
+        # One point per class of steps: a captured size, or a power of two.
         place = bisect_left(self.sizes, num_rows)
         size = self.sizes[place] if place < len(self.sizes) else 1 << (num_rows - 1).bit_length()
         point = self._points.get(size)
         if point is not None and seconds < point.seconds:
-            # One step may seem short because the host was late for the one before it.
+            # One step may seem short if the host collected the one before it late.
             seconds = (seconds + point.seconds) / 2
         self._points[size] = _Point(num_rows, seconds, self._num_seen)
 
     def decode_seconds(self, num_decoding: int) -> float | None:
-        """Seconds of a decode step of about so many sequences; None if none was seen."""
+        """Return the seconds of a decode step of about `num_decoding` sequences; None if none was seen."""
         least, most = num_decoding / ALIKE, num_decoding * ALIKE
         alike = [seconds for count, seconds in self._decode_steps if least <= count <= most]
         return median(alike) if alike else None
 
     def _rows_that_fit(self, target: float, num_decoding: int, base: float) -> int:
-        """Rows of a step of `target` seconds; a step of `num_decoding` rows takes `base` seconds."""
+        """Return the rows of a step of `target` seconds; one of `num_decoding` rows takes `base` seconds."""
         oldest = self._num_seen - MAX_AGE
         points = [point for point in self._points.values() if point.seen_at > oldest and point.num_rows > num_decoding]
         short = [point for point in points if point.seconds <= target]
@@ -132,12 +134,12 @@ class StepPacer:
         return max(rows, least)
 
     def _first(self, least: int) -> int:
-        """Rows of a step if nothing is known: up to the next captured size, since padding costs the same."""
+        """Return the rows of a first step: up to the next captured size, since padding costs the same."""
         place = bisect_left(self.sizes, least)
         return self.sizes[place] if place < len(self.sizes) else least
 
     def _grown(self, point: _Point, target: float, num_decoding: int, base: float) -> int:
-        """Rows that are predicted to take the target, from a step that took no longer."""
+        """Return the rows predicted to take `target` seconds, from a step that took no longer."""
         num_padded = self._first(point.num_rows)
         rows = _predicted(point.num_rows, point.seconds, target, num_decoding, base)
         if rows <= num_padded or num_padded not in self.sizes:
@@ -149,7 +151,7 @@ class StepPacer:
 
 
 def _predicted(num_rows: int, seconds: float, target: float, num_decoding: int, base: float) -> int:
-    """Rows R for which the mean of line and bound is the target: (base + (R - D) * slope + R * seconds / num_rows) / 2."""
+    """Return R with target = mean of line and bound: (base + (R - D) * slope + R * seconds / num_rows) / 2."""
     slope = max(seconds - base, 0.0) / (num_rows - num_decoding)
     bound = seconds / num_rows
     rows = (2 * target - base + num_decoding * slope) / (slope + bound)

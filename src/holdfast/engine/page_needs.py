@@ -1,4 +1,4 @@
-"""PageNeeds: pages that a sequence lacks, may still take, and holds at most, in every cache group; no torch."""
+"""PageNeeds: pages that a sequence lacks, may still take, and holds at most, per cache group; no torch."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
@@ -19,11 +19,11 @@ class PageNeeds:
     groups: tuple[CacheGroup, ...]
 
     def missing(self, tables: SequenceABC[SequenceABC[int]], num_tokens: int) -> list[int]:
-        """Pages that each group lacks for the first `num_tokens` of a sequence."""
+        """Count the pages that each group lacks for the first `num_tokens` of a sequence."""
         return [group.pages_for(num_tokens) - len(table) for group, table in zip(self.groups, tables, strict=True)]
 
     def capacity(self, tables: SequenceABC[SequenceABC[int]]) -> int:
-        """Tokens that the tables of all groups can hold."""
+        """Return the number of tokens that the tables of all groups can hold."""
         most = self.limits.max_model_len
         pairs = zip(self.groups, tables, strict=True)
         return min(
@@ -38,9 +38,9 @@ class PageNeeds:
         longest: int,
         is_shared: Callable[[int], bool],
     ) -> int:
-        """Pages that it may still take in all groups until its tokens, known and coming, and one more page are computed.
+        """Count pages that it may still take until its tokens, known and coming, and a further page are computed.
 
-        `num_kept`: its tokens on pages. `is_shared`: the page has other owners, so releasing it makes nothing available.
+        `num_kept`: its tokens on pages. `is_shared`: the page has other owners, so releasing it frees nothing.
         """
         num_tokens, budget = sequence.num_tokens_coming, self.limits.max_num_batched_tokens
         total = 0
@@ -56,12 +56,12 @@ class PageNeeds:
         return total
 
     def longest(self, sequence: Sequence) -> int:
-        """Most tokens that are computed for it: its last one never is."""
+        """Return the most tokens computed for a sequence: its last one never is."""
         longest = max(sequence.num_prompt_tokens + sequence.max_tokens - 1, len(sequence.token_ids))
         return min(longest, self.limits.max_model_len)
 
     def max_pages(self, sequence: Sequence) -> int:
-        """Most pages that it holds in all groups; raise RequestError for one that can never run."""
+        """Return the most pages it holds in all groups; raise RequestError if it can never run."""
         num_tokens, max_model_len = len(sequence.token_ids), self.limits.max_model_len
         if not 1 <= num_tokens <= max_model_len:
             raise RequestError("request.sequence_length", count=num_tokens, maximum=max_model_len)

@@ -4,9 +4,9 @@
     scores        an embedding model: cosine of two embeddings
                   a reranker that answers yes or no: p(yes) / (p(yes) + p(no)) of the token after its prompt
 
-A reranker's two probabilities come from one request that allows the two tokens. It returns the log-probability of the chosen
-one, and of the other if that is among the most likely. Otherwise a second request allows the other alone. Equal prompts share
-their pages, so it costs one row.
+A reranker's two probabilities come from one request that allows the two tokens. It returns the log-probability of the
+chosen one, and of the other if that is among the most likely. Otherwise a second request allows the other alone. Equal
+prompts share their pages, so it costs one row.
 """
 
 import math

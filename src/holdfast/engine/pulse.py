@@ -1,9 +1,9 @@
 """Pulse: heartbeat, step and counts of a core, and hang-ups of its front, in shared memory; no torch.
 
-The child writes two times of the machine's monotonic clock; the front reads them at any time, without a message. So a front
-whose thread is blocked still knows the state of its core. The child also writes the counts that change when a step begins, which
-its next message would report only at the end. The front writes the sequences of clients that hung up, which the child reads
-inside a step.
+The child writes two times of the machine's monotonic clock; the front reads them at any time, without a message. So a
+front whose thread is blocked still knows the state of its core. The child also writes the counts that change when a
+step begins, which its next message would report only at the end. The front writes the sequences of clients that hung
+up, which the child reads inside a step.
 """
 
 import mmap
@@ -24,8 +24,8 @@ _NO_STEP = 0.0
 class HangUps:
     """Sequences whose clients hung up: any thread writes, a step reads.
 
-    A sequence has a place by its id. If a later one overwrites it, the mark is lost and the sequence is aborted between two
-    steps. Each entry is written atomically.
+    The id of a sequence gives its place. If a later one overwrites it, the mark is lost and the sequence is aborted
+    between two steps. Each entry is written atomically.
     """
 
     def __init__(self, memory: memoryview | None = None) -> None:
@@ -47,7 +47,7 @@ class CorePulse(NamedTuple):
     """Signs of life of a core process."""
 
     silence_seconds: float
-    """Since its last heartbeat."""
+    """Time since its last heartbeat."""
     step_seconds: float
     """Age of its step; 0 if none runs."""
 
@@ -58,7 +58,7 @@ class CoreCounts(NamedTuple):
     num_running: int
     num_waiting: int
     num_submitted: int
-    """Sequences that it has received; fewer than in its last message if it wrote nothing."""
+    """Sequences received; fewer than in its last message if it wrote nothing here."""
     kv_usage: float
 
 

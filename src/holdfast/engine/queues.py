@@ -32,17 +32,17 @@ class SlotPool:
         heapq.heappush(self._free, slot)
 
     def check(self, taken: list[int]) -> None:
-        """Every slot is free or taken, once."""
+        """Assert that every slot is free or taken, once."""
         slots = sorted([*self._free, *taken])
         assert slots == list(range(self.num_slots)), f"slots {sorted(self._free)} are free, {sorted(taken)} are taken"
 
 
 class Lanes:
-    """Sequences by priority, the lowest number first, and in order of arrival among equals. Moves at either end are O(1)."""
+    """Sequences by priority, the lowest number first, then by arrival. Moves at either end are O(1)."""
 
     def __init__(self) -> None:
         self.lanes: dict[int, OrderedDict[int, Sequence]] = {}
-        """No lane is empty."""
+        """Without empty lanes."""
         self.priorities: list[int] = []
         """Sorted; one for each lane, nearly always one."""
         self.num_sequences = 0
@@ -51,7 +51,7 @@ class Lanes:
         return self.num_sequences
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The most important first."""
+        """Iterate over sequences, the most important first."""
         return (sequence for priority in self.priorities for sequence in self.lanes[priority].values())
 
     @property
@@ -134,7 +134,7 @@ class Queues:
         return list(self.waiting_lanes)
 
     def waiting_up_to(self, most: int) -> list[Sequence]:
-        """The first waiting sequences, at most `most`."""
+        """Return the first waiting sequences, at most `most`."""
         return list(islice(self.waiting_lanes, most))
 
     @property
@@ -150,14 +150,14 @@ class Queues:
         self.waiting_lanes.add(sequence)
 
     def admit(self) -> Sequence:
-        """Make the first that waits the youngest that runs of its priority."""
+        """Move the first waiting sequence to the end of its priority's running ones."""
         sequence = self.waiting_lanes.pop_first()
         self.running_lanes.add(sequence)
         sequence.state = SequenceState.RUNNING
         return sequence
 
     def preempt(self) -> Sequence:
-        """Make the last that runs the oldest that waits of its priority."""
+        """Move the last running sequence to the front of its priority's waiting ones."""
         sequence = self.running_lanes.pop_last()
         self.waiting_lanes.add(sequence, is_oldest=True)
         sequence.state = SequenceState.WAITING
@@ -171,7 +171,7 @@ class Queues:
             self.running_lanes.discard(sequence)
 
     def check(self) -> None:
-        """Assert that every sequence is listed once, in its state, in order; among equals running ones arrived first."""
+        """Assert that every sequence is listed once, by state and in order; among equals running ones arrived first."""
         self.running_lanes.check()
         self.waiting_lanes.check()
         ids = [sequence.sequence_id for lanes in (self.running_lanes, self.waiting_lanes) for sequence in lanes]
@@ -188,9 +188,9 @@ class Queues:
 
 
 class PromptRows:
-    """Rows of prompts in one step, which `num_shares` prompts share evenly.
+    """Prompt rows of one step, which `num_shares` prompts share evenly.
 
-    Else a long prompt would take all rows of every step, and a short one would wait for its end.
+    Otherwise a long prompt would take all rows of every step, and a short one would wait for its end.
     """
 
     def __init__(self, num_rows: int, num_shares: int = 1) -> None:
@@ -198,7 +198,7 @@ class PromptRows:
         self._most = -(-num_rows // max(num_shares, 1))
 
     def take(self, num_wanted: int, *, is_first: bool) -> int:
-        """Rows for a sequence that has so many left: all of a decode step, else a share. The first gets one in any case."""
+        """Return the rows for a sequence with `num_wanted` left: all if 1, else a share. The first always gets one."""
         if num_wanted <= 1:
             return num_wanted
         num_taken = min(num_wanted, max(min(self.left, self._most), int(is_first)))

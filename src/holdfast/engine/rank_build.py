@@ -1,4 +1,4 @@
-"""Building ranks: rank 0 here, every other one in its process; both sides of each station of the handshake are together.
+"""Build all ranks: rank 0 here, every other one in its process, in step by a handshake.
 
     rank 0                                      every other rank
     RankStart            ->                     opens the model's headers
@@ -81,7 +81,7 @@ class BuiltRanks:
     ranks: tuple[RankMemory, ...]
     release: Callable[[], None]
     watch: Callable[[], None]
-    """Raises if one is gone."""
+    """Raises if a rank is gone."""
 
 
 def build_ranks(
@@ -165,7 +165,7 @@ class RankZero:
     def _connect(
         self, plan: RunnerPlan, ledger: Ledger, row_sizes: tuple[int, ...]
     ) -> tuple[Exchange, tuple[int, ...]]:
-        """All have loaded: send the address of the rendezvous and the allowed row counts."""
+        """Send the rendezvous address and the allowed row counts, after all ranks have loaded."""
         others = self.group.expect(RankLoaded, LOADING_SECONDS)
         row_sizes = common_sizes((row_sizes, *(message.row_sizes for message in others)))
         place = listen_for_ranks(self.host)
@@ -243,7 +243,7 @@ def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
     return FollowingRank(built, rank)
 
 
-# What both sides do
+# Shared by both sides
 
 
 def build_share(

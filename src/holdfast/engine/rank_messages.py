@@ -1,17 +1,17 @@
 """Messages between rank 0 and the other ranks: the handshake of a start, then one frame a step; no torch.
 
     rank 0 -> rank   RankStart     once: the settings of the engine, and the number of this rank
-                     RankPlanned   pages, context, layers of each stage, and the digest that this rank's own plan must have
-                     RankConnect   the address of the rendezvous, once all have loaded
-                     RankFrame     results of the steps collected since the last frame, and the next step
-                     RankLookRequest, Shutdown
+                     RankPlanned   pages, context, layers of each stage, and the digest that this rank's own plan must
+                     have RankConnect   the address of the rendezvous, once all have loaded RankFrame     results of the
+                     steps collected since the last frame, and the next step RankLookRequest, Shutdown
     rank -> rank 0   RankReported  what this rank has: free memory, versions, a digest of the model's headers
                      RankLoaded    weights are in place
                      RankReady     everything is built: planned and held memory
                      RankLook      counters of its allocator, requested between two steps
                      Refused, Died, Heartbeat
 
-Each direction is numbered from 1 without a gap. Frames have their own numbers, so that one encoded frame serves all ranks.
+Each direction is numbered from 1 without a gap. Frames have their own numbers, so that one encoded frame serves all
+ranks.
 """
 
 from collections.abc import Sequence
@@ -37,14 +37,14 @@ class RankStart:
 
 @dataclass(frozen=True, slots=True)
 class RankReported:
-    """What a rank has, by name; planning/ranks.py defines the names."""
+    """A rank's RankReport by name; planning/ranks.py defines the names."""
 
     report: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlanned:
-    """What all ranks agree on, by name; planning/ranks.py defines the names."""
+    """The Agreement of all ranks by name; planning/ranks.py defines the names."""
 
     agreement: dict[str, Any] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class RankConnect:
     secret: str = ""
     """Ranks authenticate with it."""
     row_sizes: tuple[Count, ...] = ()
-    """Those that every rank has."""
+    """Row counts that every rank allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class RankReady:
 
 @dataclass(frozen=True, slots=True)
 class RankFrame:
-    """What a rank needs for one more step."""
+    """Results and a step, sent to every rank."""
 
     results: tuple[tuple[tuple[TokenIdOrNone, ...], ...], ...]
-    """For each step collected since the last frame: the tokens of each of its items."""
+    """Tokens of each item of each step collected since the last frame."""
     step: Step
 
 
@@ -127,9 +127,9 @@ def encode_frame(results: Sequence[StepResult], step: Step, number: int) -> byte
 
 
 def for_followers(step: Step) -> Step:
-    """Return the step for ranks that do not sample: one allowed token stands for all, which may be a million a sequence.
+    """Return the step for ranks that do not sample: one allowed token per sequence stands for up to a million.
 
-    That there are some decides which collectives sampling takes.
+    Having any decides which collectives sampling uses.
     """
     if not any(len(one.params.allowed_token_ids or ()) > 1 for one in step.admitted):
         return step

@@ -1,10 +1,10 @@
 """Process of one rank: opens its share of a model with rank 0, then runs every step; no torch until it runs.
 
-    main thread    RankServer (engine/rank_server.py): RankStart -> RankReported -> ... -> RankReady, then one frame a step
-    watchdog       sends heartbeats, watches rank 0, and ends this process if rank 0 is gone or silent
+    main thread    RankServer (engine/rank_server.py): RankStart -> RankReported -> ... -> RankReady, then one frame a
+    step watchdog       sends heartbeats, watches rank 0, and ends this process if rank 0 is gone or silent
 
-It lives no longer than rank 0: the channel closes, the system kills it with its parent (PR_SET_PDEATHSIG), and a stopped rank 0
-is silent. It reports an error to rank 0 and ends.
+It lives no longer than rank 0: the channel closes, the system kills it with its parent (PR_SET_PDEATHSIG), and a
+stopped rank 0 is silent. It reports an error to rank 0 and ends.
 """
 
 import contextlib

@@ -3,8 +3,8 @@
     launch(step)   frame = results of the steps collected since the last one, and this step -> every rank
     collect()      waits for rank 0's results, which need every rank's; raises if one is gone
 
-Only rank 0 samples. Others get the tokens with the next frame, so the sequences of all ranks are equal when a step begins
-(runner/slots.py). A step that has begun cannot be cancelled: other ranks are inside it.
+Only rank 0 samples. Others get the tokens with the next frame, so the sequences of all ranks are equal when a step
+begins (runner/slots.py). A step that has begun cannot be cancelled: other ranks are inside it.
 """
 
 import weakref
@@ -21,7 +21,7 @@ from holdfast.request.sequence import StepResult
 from holdfast.request.step import Step
 
 CLOSE_SECONDS = 3.0
-"""For a step of this rank to end after the others are gone."""
+"""Time for a step of this rank to end after the others are gone."""
 
 
 class _Flight:
@@ -56,7 +56,7 @@ class RankedRunner:
 
     @property
     def inner(self) -> StepRunner:
-        """Rank 0's own."""
+        """Rank 0's own runner."""
         assert self._runner is not None, "the runner is closed"
         return self._runner
 

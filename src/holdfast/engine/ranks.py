@@ -1,13 +1,13 @@
 """RankGroup: the processes of all ranks but 0, seen from rank 0: one channel each, one thread that watches them; no torch.
 
-    RankGroup(config, n)   starts n - 1 processes (engine/rank_process.py), each with one end of a socket pair: no open port
-    expect(kind)           waits for a message of each: the handshake of a start
-    send_frame(bytes)      sends a step to all of them
+    RankGroup(config, n)   starts n - 1 processes (engine/rank_process.py), each with one end of a socket pair: no open
+    port expect(kind)           waits for a message of each: the handshake of a start send_frame(bytes)      sends a
+    step to all of them
 
-**Death.** The thread sees a closed channel at once, and silence after 1.5 s (engine/vital_signs.py). Then it kills and reaps all
-ranks, and every waiting or later call raises `EngineDeadError` with the rank and its reason. It also writes the heartbeat of this
-process, by which the ranks watch rank 0 (launched ranks use a life line, engine/life_line.py). The thread starts the ranks, because
-a child that dies with its parent dies with the thread that started it.
+**Death.** The thread sees a closed channel at once, and silence after 1.5 s (engine/vital_signs.py). Then it kills and
+reaps all ranks, and every waiting or later call raises `EngineDeadError` with the rank and its reason. It also writes
+the heartbeat of this process, by which the ranks watch rank 0 (launched ranks use a life line, engine/life_line.py).
+The thread starts the ranks, because a child that dies with its parent dies with the thread that started it.
 """
 
 import contextlib
@@ -43,16 +43,16 @@ from holdfast.errors import ConfigError, EngineDeadError, HoldfastError, Message
 COMMAND = (sys.executable, "-P", "-m", "holdfast.engine.rank_process")
 """Four arguments follow: the descriptor of the channel, the pid of rank 0, and the descriptors of its own pulse and rank 0's."""
 PEER_SECONDS = 30.0
-"""For a rank that a launcher starts, and for the rendezvous."""
+"""Timeout for a rank that a launcher starts, and for the rendezvous."""
 OPENING_SECONDS = 300.0
-"""For a rank that imports its libraries on a busy machine; its death is detected otherwise."""
+"""Timeout for a rank that imports its libraries on a busy machine; its death is detected otherwise."""
 LOADING_SECONDS = 3600.0
 BLAME_SECONDS = 0.1
-"""After the first trouble: a dying rank takes others along, which are not the cause."""
+"""Time to find the cause after the first failure: a dying rank takes others along."""
 LET_GO_SECONDS = 0.1
-"""For kernels that wait for a dead rank, before the others are killed."""
+"""Time for kernels that wait for a dead rank to end, before the others are killed."""
 END_SECONDS = 3.0
-"""For ranks to end after Shutdown."""
+"""Time for ranks to end after Shutdown."""
 MessageT = TypeVar("MessageT")
 ResultT = TypeVar("ResultT")
 
@@ -68,7 +68,7 @@ class Link:
         self.sent = Numbering()
         self._received = Numbering()
         self.trouble: str | None = None
-        """Why it cannot go on."""
+        """Reason that it failed; None if it has not."""
         self.refusal: HoldfastError | None = None
 
     def send(self, message: RankMessage) -> None:
@@ -130,7 +130,7 @@ class RankGroup:
         self.changed = threading.Condition()
         self._links: list[Link] = []
         self._life_lines: list[LifeLine] = []
-        """To launched ranks, which do not share this process's pulse."""
+        """Life lines of launched ranks, which do not share this process's pulse."""
         self.death: str | None = None
         self.refusal: HoldfastError | None = None
         self._is_serving = False
@@ -207,7 +207,7 @@ class RankGroup:
         return [message.counters for message in self.expect(RankLook)]
 
     def serve(self) -> None:
-        """All are ready: from now on silence is a death."""
+        """Treat silence as death from now on: all ranks are ready."""
         self._is_serving = True
 
     def wait(self, future: "Future[ResultT]") -> ResultT:
@@ -377,7 +377,7 @@ class RankGroup:
 
 
 def _release_waiting(on_death: Callable[[], None]) -> None:
-    """Call `on_death` in a thread, and give released kernels a moment to end.
+    """Call `on_death` in a thread, and wait a moment for released kernels to end.
 
     Repeatedly: work that a dead rank's device had started may still overwrite the released signals.
     """

@@ -1,88 +1,90 @@
 """Scheduler: which sequences run next, how many of their tokens, on which pages; by priority, then arrival; no torch.
 
-Among equal priorities, running before waiting, sequences are always sorted by arrival. Admission moves the border one to the
-right, preemption one to the left; otherwise sequences only join at the right end and leave from anywhere.
+Among equal priorities, running before waiting, sequences are always sorted by arrival. Admission moves the border one
+to the right, preemption one to the left; otherwise sequences only join at the right end and leave from anywhere.
 
     add() -> [ waiting ... ] --admit--> [ running ... ] --finish()--> [ quarantine ] --> gone
                     ^                          |
                     '------- preempt ----------'   the last, when one before it needs its pages
 
-**Steps in flight.** schedule() may be called before the last step has ended. Positions of a step in flight count as done:
-`num_scheduled` is after its last one, and a token that it samples is *coming*, so a sequence goes on before its token is known.
-complete() books steps in order. Nothing depends on unknown tokens: window pages are released and tokens appended when a step is
-booked, and a preempted sequence has nothing in flight.
+**Steps in flight.** schedule() may be called before the last step has ended. Positions of a step in flight count as
+done: `num_scheduled` is after its last one, and a token that it samples is *coming*, so a sequence goes on before its
+token is known. complete() books steps in order. Nothing depends on unknown tokens: window pages are released and tokens
+appended when a step is booked, and a preempted sequence has nothing in flight.
 
     position    0 ......... num_computed ......... num_scheduled ......... tokens, known and coming
                 [ booked   )[ steps in flight     )[ the next steps       )
 
 A sequence that ends with steps in flight leaves surplus: those steps still write its pages and its slot. Both stay in
-*quarantine*, owned by no running sequence and not reused, until the last of these steps is booked, which drops its surplus
-tokens. An end by max_tokens leaves none: no position past it is scheduled.
+*quarantine*, owned by no running sequence and not reused, until the last of these steps is booked, which drops its
+surplus tokens. An end by max_tokens leaves none: no position past it is scheduled.
 
-**Sharing** (engine/sharing.py). Full blocks of known tokens are registered once their step is certain, so sequences admitted in
-that step, or while it is in flight, start on them. Equal prompts fork without a row. An aborted leader leaves its pages to those
-that share them, because its steps still run. If steps in flight are dropped, their blocks are forgotten, and sequences that
-started on them restart. A waiting sequence never computes what a running one of the same or a higher priority is about to compute;
-that one computes in the next steps or leaves.
+**Sharing** (engine/sharing.py). Full blocks of known tokens are registered once their step is certain, so sequences
+admitted in that step, or while it is in flight, start on them. Equal prompts fork without a row. An aborted leader
+leaves its pages to those that share them, because its steps still run. If steps in flight are dropped, their blocks are
+forgotten, and sequences that started on them restart. A waiting sequence never computes what a running one of the same
+or a higher priority is about to compute; that one computes in the next steps or leaves.
 
-**Pipelines.** With `num_stages` stages as many steps are in flight, one in each, and a sequence is in one of them at a time: its
-next token passes all stages before the first can continue. So that no stage waits for another, a step takes a stage's share of
-the running sequences, at most ceil(running / num_stages), and of those with nothing in flight an even part for each free stage,
-the first in order; and it admits up to a share of all that run or wait. The shares hold every sequence: in a full pipe from which
-none leaves, none is skipped num_stages times in a row. If one lacks pages, no other step is given until it is served or the pipe
-is empty; then it is served first.
+**Pipelines.** With `num_stages` stages as many steps are in flight, one in each, and a sequence is in one of them at a
+time: its next token passes all stages before the first can continue. So that no stage waits for another, a step takes a
+stage's share of the running sequences, at most ceil(running / num_stages), and of those with nothing in flight an even
+part for each free stage, the first in order; and it admits up to a share of all that run or wait. The shares hold every
+sequence: in a full pipe from which none leaves, none is skipped num_stages times in a row. If one lacks pages, no other
+step is given until it is served or the pipe is empty; then it is served first.
 
-**Invariance.** GPU attention computes prompt rows in large tiles and later rows in small ones, which round differently. So that
-the batch does not decide (`is_invariant`), a step holds for a sequence rows of its prompt, or one row after it: a preempted
-sequence recomputes its output row by row. And only pages of prompts are cached and found.
+**Invariance.** GPU attention computes prompt rows in large tiles and later rows in small ones, which round differently.
+So that the batch does not decide (`is_invariant`), a step holds for a sequence rows of its prompt, or one row after it:
+a preempted sequence recomputes its output row by row. And only pages of prompts are cached and found.
 
-**Pages.** A sequence has a page table for each cache group, and all groups share one pool. A step from position `start` on needs,
-in a group with a window, only pages from `first_page(start)` on: when a step is booked, pages before the first unbooked position
-are released and become holes; steps in flight start there or later. So such a group holds at most W - 1 tokens and one page, and
-with n tokens in flight W - 1 + n and one page, where n <= max_num_batched_tokens: a sequence with windows is not scheduled further
-ahead. Whole contexts only grow; a state is held from the first token on.
+**Pages.** A sequence has a page table for each cache group, and all groups share one pool. A step from position `start`
+on needs, in a group with a window, only pages from `first_page(start)` on: when a step is booked, pages before the
+first unbooked position are released and become holes; steps in flight start there or later. So such a group holds at
+most W - 1 tokens and one page, and with n tokens in flight W - 1 + n and one page, where n <= max_num_batched_tokens: a
+sequence with windows is not scheduled further ahead. Whole contexts only grow; a state is held from the first token on.
 
-**States beside pages.** A row that stands for several tokens accumulates in a state at the sequence's slot. It restarts with every
-row, and blocks of the prefix cache end with a row in every group, so a hit needs none. Rows that overlap are the exception: a
-sequence that starts on a hit of h tokens recomputes the last `tokens_again` of them. Nothing is written for those (`num_stored` is
-h until they are computed), so they may lie on shared pages, and windows are wide enough for what they saw the first time. For the
-page rules below the sequence is at h.
+**States beside pages.** A row that stands for several tokens accumulates in a state at the sequence's slot. It restarts
+with every row, and blocks of the prefix cache end with a row in every group, so a hit needs none. Rows that overlap are
+the exception: a sequence that starts on a hit of h tokens recomputes the last `tokens_again` of them. Nothing is
+written for those (`num_stored` is h until they are computed), so they may lie on shared pages, and windows are wide
+enough for what they saw the first time. For the page rules below the sequence is at h.
 
-**Order.** A sequence precedes another if its priority is a lower number or, among equals, if it arrived before. Both queues have
-this order. Admission takes the first that waits, preemption the last that runs. So a waiting sequence never displaces a running
-one, and among equals every running one arrived before every waiting one, and was admitted in order of arrival. While lower numbers
-keep arriving, higher ones wait: callers that set priorities accept that.
+**Order.** A sequence precedes another if its priority is a lower number or, among equals, if it arrived before. Both
+queues have this order. Admission takes the first that waits, preemption the last that runs. So a waiting sequence never
+displaces a running one, and among equals every running one arrived before every waiting one, and was admitted in order
+of arrival. While lower numbers keep arriving, higher ones wait: callers that set priorities accept that.
 
-**Admission.** A waiting sequence starts only if its *claim* fits beside the claims of all that run. A claim is the most that a
-sequence may still take from the pool until every token known or coming is computed and, in each group, one more page of tokens. In
-a group with a window this is at most its bound less what it holds, because pages before the window are released; a page with other
-owners is not, so it is claimed again. Draft tokens take pages only beside all claims. So between an admission and the moment a
-sequence has filled its extra page, none is preempted: at least a page of tokens each, of the group with the smallest pages. A step
-that preempted one admits none.
+**Admission.** A waiting sequence starts only if its *claim* fits beside the claims of all that run. A claim is the most
+that a sequence may still take from the pool until every token known or coming is computed and, in each group, one more
+page of tokens. In a group with a window this is at most its bound less what it holds, because pages before the window
+are released; a page with other owners is not, so it is claimed again. Draft tokens take pages only beside all claims.
+So between an admission and the moment a sequence has filled its extra page, none is preempted: at least a page of
+tokens each, of the group with the smallest pages. A step that preempted one admits none.
 
-**Preemption frees memory at once**, because it happens only with nothing in flight. A sequence admitted on a hit of h tokens takes
-a new page in every group that keeps rows, because h ends a page in all of them and the token at h is never part of a hit, and its
-states are its own. What it computed is shared only with sequences admitted later; among equals these are preempted first. So each
-preemption makes pages available, as long as some group holds the newest token, or a state, between steps: every group but a window
-of 1, which at the end of a page holds nothing. If all groups are such, or a more important sequence shares the pages, a preemption
-may free nothing, and the next one follows; the argument below does not need more.
+**Preemption frees memory at once**, because it happens only with nothing in flight. A sequence admitted on a hit of h
+tokens takes a new page in every group that keeps rows, because h ends a page in all of them and the token at h is never
+part of a hit, and its states are its own. What it computed is shared only with sequences admitted later; among equals
+these are preempted first. So each preemption makes pages available, as long as some group holds the newest token, or a
+state, between steps: every group but a window of 1, which at the end of a page holds nothing. If all groups are such,
+or a more important sequence shares the pages, a preemption may free nothing, and the next one follows; the argument
+below does not need more.
 
-**Liveness.** The caller books the oldest step in flight whenever schedule() returns None or an empty step. Then the first that runs
-advances by at least one token in every step given with nothing in flight, and otherwise goes on or waits for what is in flight: N
-equal sequences finish within N * max_model_len such steps after the last arrival:
-1. If nothing runs, then once the steps in flight are booked the quarantine is empty and every page and slot is available. The hit
-   and the claim of the first that waits are together at most the sum of its groups' bounds, and add() has checked that this fits:
-   it is admitted.
+**Liveness.** The caller books the oldest step in flight whenever schedule() returns None or an empty step. Then the
+first that runs advances by at least one token in every step given with nothing in flight, and otherwise goes on or
+waits for what is in flight: N equal sequences finish within N * max_model_len such steps after the last arrival: 1. If
+nothing runs, then once the steps in flight are booked the quarantine is empty and every page and slot is available. The
+hit
+   and the claim of the first that waits are together at most the sum of its groups' bounds, and add() has checked that
+   this fits: it is admitted.
 2. If it runs and has positions that are not in flight, it is served first, with one row or more. If a page is missing, schedule()
-   returns None until nothing is in flight; then later ones are preempted. Once it is alone, every page that it does not hold is
-   available. What it holds after growing is within the bound that add() summed up, so these suffice.
+   returns None until nothing is in flight; then later ones are preempted. Once it is alone, every page that it does not
+   hold is available. What it holds after growing is within the bound that add() summed up, so these suffice.
 3. If it runs and has none left, what it needs is in flight, and booking brings its token.
 4. It is never preempted: only the last is, and only for one before it.
 5. A pipeline is alike: a share is at least one, so the first that runs is in the next step whenever it has nothing in flight, and
    one that lacks pages delays the others until at most num_stages - 1 steps are booked.
 6. Unequal priorities: while the first of all waits, no other is admitted, so the first that runs ends, and the next, each within
-   max_model_len, until it is admitted; then it is the first that runs, and ends within as much. What the first that runs had
-   computed may be lost, once for each such admission: 2 * N * max_model_len in all.
+   max_model_len, until it is admitted; then it is the first that runs, and ends within as much. What the first that
+   runs had computed may be lost, once for each such admission: 2 * N * max_model_len in all.
 The caller must finish a sequence that has max_tokens of output, or got no token where it should have.
 """
 
@@ -104,7 +106,7 @@ from holdfast.request.step import Admitted, Step, StepItem
 
 
 def _rows_alike(sequence: Sequence, start: int) -> int:
-    """Rows from a position on that are computed alike: the rest of the prompt, or one."""
+    """Return the rows from `start` on that are computed alike: the rest of the prompt, or one."""
     return max(sequence.num_prompt_tokens - start, 1)
 
 
@@ -156,7 +158,7 @@ class Scheduler:
         self.in_flight: deque[LiveStep] = deque()
         """Steps that are not booked, the oldest first."""
         self._short: Sequence | None = None
-        """In a pipeline: the sequence that lacks pages; until it is served no other step is given."""
+        """Sequence of a pipeline that lacks pages; until it is served, no other step is returned."""
         self._quarantine: list[Quarantined] = []
         self._released: list[int] = []
         """Slots that the next step releases."""
@@ -165,7 +167,7 @@ class Scheduler:
         self.num_prefix_query_tokens = 0
         """Tokens of sequences that could share at their first admission."""
         self.num_prefix_hit_tokens = 0
-        """Those of them on pages, cached or of the same step; all but the last of a fork."""
+        """Those of them found on pages, cached or of the same step; for a fork, all but the last token."""
 
     @property
     def num_waiting(self) -> int:
@@ -187,12 +189,12 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """A copy, in order."""
+        """Return a copy, in order."""
         return self._queues.running
 
     @property
     def waiting(self) -> list[Sequence]:
-        """A copy, in order."""
+        """Return a copy, in order."""
         return self._queues.waiting
 
     def first_waiting(self, most: int) -> list[Sequence]:
@@ -236,10 +238,10 @@ class Scheduler:
     def schedule(self, propose: Propose | None = None, max_prompt_rows: int | None = None) -> LiveStep | None:
         """Return the next step: running sequences in order, then waiting ones as far as limits and pages allow.
 
-        Steps may be in flight. None: one of them must be booked first, because pages are missing or in quarantine. A step
-        without items has no number and is not in flight: there is nothing to run. With `propose`, sequences that may
-        speculate get draft tokens, and wait for their tokens to be booked. `max_prompt_rows` limits the rows of sequences
-        with several left; the first in the step gets one in any case.
+        Steps may be in flight. None: one of them must be booked first, because pages are missing or in quarantine. A
+        step without items has no number and is not in flight: there is nothing to run. With `propose`, sequences that
+        may speculate get draft tokens, and wait for their tokens to be booked. `max_prompt_rows` limits the rows of
+        sequences with several left; the first in the step gets one in any case.
         """
         items: list[ScheduledSequence] = []
         full: list[tuple[Sequence, int]] = []
@@ -340,8 +342,8 @@ class Scheduler:
         """Forget steps that the runner dropped: schedule again from the last booked position on.
 
         What those steps sent stays valid: admissions, pages and releases; numbers go on. A state may have advanced and
-        cannot be recomputed from its middle, so its sequence restarts: released and admitted again. So does one that started on
-        what a dropped step would have computed.
+        cannot be recomputed from its middle, so its sequence restarts: released and admitted again. So does one that
+        started on what a dropped step would have computed.
         """
         steps, self.in_flight = self.in_flight, deque()
         num_booked = self.num_steps - len(steps)
@@ -363,18 +365,18 @@ class Scheduler:
         self.prefix.reset()
 
     def stage_share(self) -> list[Sequence]:
-        """Sequences for the next step of a pipeline: a stage's share of those with nothing in flight, in order."""
+        """Return the sequences of a pipeline's next step: a stage's share of the idle ones, in order."""
         running = self._queues.running
         idle = [sequence for sequence in running if sequence.num_scheduled == sequence.num_computed]
         return idle[: self._part_of(len(idle), len(running))]
 
     def _part_of(self, num_idle: int, num_all: int) -> int:
-        """Sequences of one step: an even part of the idle ones, and at most a stage's share of all."""
+        """Return the size of one step: an even part of the idle sequences, at most a stage's share of all."""
         num_free = max(self.num_stages - len(self.in_flight), 1)
         return min(-(-num_all // self.num_stages), -(-num_idle // num_free))
 
     def serve_short(self, sequence: Sequence) -> bool:
-        """Give the sequence that lacked pages those of its next step; False if steps in flight must end first."""
+        """Allocate pages for the next step of a sequence that lacked them; False if steps in flight must end first."""
         if sequence.state is SequenceState.RUNNING:
             longest = self._tracks[sequence.sequence_id].longest
             most = sequence.num_scheduled + self.limits.max_num_batched_tokens
@@ -385,11 +387,11 @@ class Scheduler:
         return True
 
     def most_ahead(self, sequence: Sequence) -> int:
-        """Tokens that may join those in flight: a window has pages for one step."""
+        """Return how many tokens may join those in flight: a window has pages for one step."""
         return self.limits.max_num_batched_tokens - (sequence.num_scheduled - sequence.num_computed)
 
     def launched(self, items: list[ScheduledSequence]) -> LiveStep:
-        """Make a step of these items, with what the runner does not know yet."""
+        """Make a step of these items, with all that the runner lacks."""
         self.num_steps += 1
         new: list[Admitted] = []
         sent: list[StepItem] = []
@@ -444,7 +446,7 @@ class Scheduler:
             self.prefix.register(chain, sequence.token_ids, sequence.tables, num_tokens, step)
 
     def leave_quarantine(self, number: int) -> None:
-        """Release what step `number` was the last to write."""
+        """Release pages and slots that step `number` was the last to write."""
         left = [held for held in self._quarantine if held.last_step <= number]
         if not left:
             return
@@ -457,7 +459,7 @@ class Scheduler:
         self._blocked = None
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a running sequence pages for its first `num_tokens`.
+        """Allocate pages for the first `num_tokens` of a running sequence.
 
         False if it was preempted itself, or if a preemption must wait for steps in flight.
         """
@@ -469,7 +471,7 @@ class Scheduler:
         return True
 
     def extend(self, sequence: Sequence, num_tokens: int, missing: SequenceABC[int]) -> None:
-        """Allocate what is missing in each group."""
+        """Allocate the missing pages of each group."""
         track = self._tracks[sequence.sequence_id]
         assert num_tokens <= track.longest, (
             f"{named(sequence)} goes on after max_tokens: {num_tokens=} {track.longest=}"
@@ -484,12 +486,12 @@ class Scheduler:
         track.is_grown = True
 
     def spare_rows(self) -> int:
-        """Rows for draft tokens after one sampled row for every possible sequence of the step."""
+        """Return the rows left for draft tokens after one sampled row for every possible sequence of the step."""
         num_sequences = min(self.num_running + self.num_waiting, self.limits.max_num_seqs)
         return self.limits.sampled_rows - num_sequences
 
     def proposals(self, sequence: Sequence, guesses: Guesses, most: int) -> tuple[int, ...]:
-        """Draft tokens after the last token: at most `most`, on unclaimed pages."""
+        """Return draft tokens after the last token: at most `most`, on unclaimed pages."""
         track, num_tokens = self._tracks[sequence.sequence_id], len(sequence.token_ids)
         most = min(most, guesses.num_rows, track.longest - num_tokens)
         if self._windows:
@@ -593,13 +595,13 @@ class Scheduler:
             claims = sum(map(self._claim, self._queues.running)) if self._windows else claims + self._claim(sequence)
 
     def _most_admitted(self) -> int:
-        """Most sequences of a pipeline step, admitted ones included."""
+        """Return the most sequences of a pipeline step, admitted ones included."""
         num_idle = sum(one.num_scheduled == one.num_computed for one in self._queues.running)
         num_new = min(self.num_waiting, self._slots.num_free)
         return self._part_of(num_idle + num_new, self.num_running + num_new)
 
     def _num_taken(self, sequence: Sequence, start: Start) -> int:
-        """Pages that its start makes unavailable: its claim, and what it takes at once."""
+        """Count the pages that its start makes unavailable: its claim, and what it takes at once."""
         num_owners = self.pool.num_owners
         longest = self._tracks[sequence.sequence_id].longest
         claim = self._needs.claim(sequence, start.tables, start.num_kept, longest, lambda page: num_owners(page) > 0)
@@ -624,7 +626,7 @@ class Scheduler:
             num_new_tokens = min(num_new_tokens, max_new_tokens)
             if self.is_invariant:
                 num_new_tokens = min(num_new_tokens, _rows_alike(sequence, first))
-        # Even if its first step does not reach the end of the hit, it has a page of its own to release.
+        # It gets a page of its own to release, even if its first step does not reach the end of the hit.
         has_grown = self.grow(sequence, max(first + num_new_tokens, start.hit.num_tokens + 1))
         assert has_grown, f"{named(sequence)} was admitted without pages"
         if start.source is None:
@@ -646,7 +648,7 @@ class Scheduler:
         track.end = start.hit.num_tokens
 
     def hit(self, sequence: Sequence) -> PrefixHit:
-        """Cached pages that it can start on; its last token is always computed, for its logits."""
+        """Find cached pages to start on; the last token is always computed, for its logits."""
         if not self.uses_cache(sequence):
             return self.prefix.miss()
         chain = self._tracks[sequence.sequence_id].chain

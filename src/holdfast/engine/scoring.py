@@ -1,6 +1,6 @@
-"""Scoring: requests for pairs of texts, and their scores: a cosine, or a reranker's yes; no torch.
+"""Scoring: requests for pairs of texts, and their scores: a cosine, or a reranker's p(yes); no torch.
 
-prepare   the request of each input: a distinct text for its embedding, or a pair for a reranker
+prepare   makes the request of each input: a distinct text for its embedding, or a pair for a reranker
 again     a second request if the first returned the log-probability of one token only
 scores    one for each pair
 """
@@ -55,7 +55,7 @@ class Scoring:
         return self.texts[place] if self._reranker is None else self._pairs[place][1]
 
     def prepare(self, place: int) -> PreparedRequest:
-        """The request of one text, or of one pair."""
+        """Make the request of one text or pair."""
         if self._reranker is None:
             text = self.texts[place]
             return self.engine.prepare_pooled(
@@ -70,7 +70,7 @@ class Scoring:
         return self.engine.prepare({"prompt_token_ids": token_ids}, params, cache_salt=self.cache_salt)
 
     def again(self, place: int, output: RequestOutput) -> PreparedRequest | None:
-        """Return a second request, if the first has not both tokens."""
+        """Return a second request if the first lacks one of the two tokens."""
         if self._reranker is None:
             return None
         missing = self._reranker.missing(_logprobs(output))

@@ -3,8 +3,9 @@
 Attention writes the keys and values of all rows of a step before any row reads them. So a sequence may start on blocks
 that another sequence computes in the same step, or in an earlier step in flight: the device runs steps in order.
 
-A *twin* has the same prompt and reaches its end in this step. A sequence forks from its twin without a row of its own: it
-samples from the twin's last row, shares its whole blocks, and the runner copies the open rest after the step's forward pass.
+A *twin* has the same prompt and reaches its end in this step. A sequence forks from its twin without a row of its own:
+it samples from the twin's last row, shares its whole blocks, and the runner copies the open rest after the step's
+forward pass.
 
     blocks   [ shared ........................ | open: copied after the step ]
     tokens   0                                 B                            N - 1: the row that both sample from
@@ -29,29 +30,29 @@ KEY_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a sequence starts, and on which pages."""
+    """The position and the pages on which a sequence starts."""
 
     hit: PrefixHit
     tables: Tables
-    """Pages that it shares, by cache group and place."""
+    """Shared pages by cache group and place."""
     num_computed: int
     num_stored: int = 0
-    """Tokens on shared pages, if some of them are computed again or if it forks; else 0."""
+    """Tokens on shared pages, if it recomputes some of them or forks; else 0."""
     source: Completion | None = None
     """The twin that it forks from."""
 
     @property
     def num_kept(self) -> int:
-        """Tokens that it does not have to compute and store."""
+        """Tokens already on pages, which are not stored again."""
         return max(self.num_computed, self.num_stored)
 
 
 NO_START = Start(PrefixHit((), (), 0), (), 0)
-"""From the first token on."""
+"""Start at the first token, without shared pages."""
 
 
 def hit_start(hit: PrefixHit, tokens_again: int) -> Start:
-    """Start after a hit; the last `tokens_again` of it are computed again, without storing them."""
+    """Start after a hit; its last `tokens_again` are recomputed without storing them."""
     num_stored = hit.num_tokens if tokens_again else 0
     return Start(hit, hit.tables, max(hit.num_tokens - tokens_again, 0), num_stored)
 
@@ -68,7 +69,7 @@ def fork_start(hit: PrefixHit, twin: Completion, groups: Sequence[CacheGroup]) -
 
 
 class Leaders:
-    """Sequences of one step that others may share with: those whose prompt ends here, and those that go on after it."""
+    """Sequences of one step to share with: those whose prompt ends here, and those with more prompt to compute."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Leaders:
                 self._computing.append((sequence, sequence.num_scheduled))
 
     def add(self, item: ScheduledSequence) -> None:
-        """Take in a sequence of this step."""
+        """Add a sequence of this step."""
         sequence, end = item.sequence, item.num_tokens
         if not self._prefix.is_current(self._chain_of(sequence.sequence_id)):
             return

@@ -9,7 +9,7 @@ from holdfast.request.sequence import Sequence
 from holdfast.request.step import Admitted
 
 Propose = Callable[[Sequence], SequenceABC[int]]
-"""Draft tokens after a sequence's last one; any number."""
+"""Returns any number of draft tokens after a sequence's last one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -17,7 +17,7 @@ class Track:
     """The scheduler's record of a sequence."""
 
     longest: int
-    """Most tokens that are computed for it."""
+    """Most tokens computed for it."""
     max_pages: int
     """Most pages that it holds."""
     chain: PrefixChain
@@ -26,13 +26,13 @@ class Track:
     end: int = 0
     """End of the farthest step that it has pages for."""
     last_step: int = 0
-    """The number of the latest step that it is in."""
+    """Number of its latest step."""
     is_sent: bool = False
-    """A step has sent it to the runner."""
+    """True if a step has sent it to the runner."""
     ready_step: int = 0
     """The step that computes what it started on. If that is dropped, it restarts."""
     is_grown: bool = False
-    """Its tables have pages that no step has sent."""
+    """True if its tables have pages that no step has sent."""
     num_sent: list[int] = field(default_factory=list)
     """Places of each table that steps have sent."""
 
@@ -45,7 +45,7 @@ class Blocked:
     num_available: int
     num_running: int
     num_claimed: int
-    """By running sequences."""
+    """Pages claimed by running sequences."""
     hit: PrefixHit
     num_owners: tuple[int, ...]
     """Owners of the pages of the hit that windows see: they decide how many pages it takes."""
@@ -58,18 +58,18 @@ class Quarantined:
     """Pages and slot of a finished sequence that steps in flight still write."""
 
     last_step: int
-    """After this step is booked, no step writes these pages."""
+    """The last step that writes these pages."""
     slot: int
     tables: list[list[int]]
 
 
 @dataclass(eq=False, slots=True)
 class Guesses:
-    """What one step still has for draft tokens."""
+    """Rows and pages that one step has left for draft tokens."""
 
     propose: Propose
     num_rows: int
-    """Sampled rows beside one for each sequence."""
+    """Sampled rows left besides one per sequence."""
     num_claimed: int | None = None
     """Pages claimed by running sequences; None until a draft token needs a page."""
 

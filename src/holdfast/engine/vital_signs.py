@@ -1,10 +1,10 @@
-"""Vital signs: whether another process of this machine lives, by its heartbeat and by its state in /proc; no torch.
+"""VitalSigns: detects a dead process on this machine by its heartbeat and its state in /proc; no torch.
 
-A thread of a process writes heartbeats (engine/pulse.py) a few times a second. It cannot while another thread holds the GIL:
-loading a library, compiling a kernel. Such a process computes or waits for a disk, and /proc says so. So silence is: no heartbeat,
-no processor time used, and neither runnable nor waiting for a disk. A stopped process is silent.
+A thread of a process writes heartbeats (engine/pulse.py) a few times a second. It cannot while another thread holds the
+GIL, as for loading a library or compiling a kernel. /proc shows that such a process computes or waits for a disk. So
+silence means no heartbeat, no CPU time used, and neither runnable nor waiting for a disk. A stopped process is silent.
 
-Silence counts looks, not the clock: if this process got no time, or the machine slept, so did the other.
+Silence is counted in looks, not in clock time: if this process got no CPU time or the machine slept, so did the other.
 """
 
 import time
@@ -14,7 +14,7 @@ from holdfast.engine.pulse import Pulse
 
 LOOK_SECONDS = 0.25
 SILENCE_SECONDS = 1.5
-"""A process that is silent for so long counts as dead."""
+"""Silence after which a process counts as dead."""
 LOCKED_SECONDS = 30.0
 """Like SILENCE_SECONDS, before it is ready and unless it is stopped: a library that loads may hold the GIL and wait."""
 _MOST_COUNTED = 2 * LOOK_SECONDS

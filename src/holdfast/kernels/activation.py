@@ -20,9 +20,9 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-"""Named as in models/spec.py."""
+"""Activations by their name in models/spec.py."""
 NATIVE_KINDS = ("silu", "gelu", "gelu_tanh")
-"""As the C function numbers them; relu needs no rounding."""
+"""Activations in the C function's numbering; relu is exact, so torch computes it."""
 COLUMNS_PER_PROGRAM = 2048
 NUM_WARPS = 8
 """A thread loads 16 bytes each of gate and up: a full multiprocessor has 64 KiB in flight, and one row of 25,600 columns
@@ -30,14 +30,14 @@ still spreads over 13 of them."""
 
 
 def activate_reference(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
-    """Apply an activation, into `out_TI` if given, which may be x itself; rows may lie apart."""
+    """Apply an activation, into `out_TI` if given, which may be x itself. Rows may be strided."""
     y_TI = REFERENCES[kind](x_TI)
     return y_TI if out_TI is None else out_TI.copy_(y_TI)
 
 
 def activate_native(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
     """Batch invariant: torch rounds the last elements of a float32 tensor differently."""
-    places = (x_TI[:0], None if out_TI is None else out_TI[:0])  # rows that lie apart are copied first
+    places = (x_TI[:0], None if out_TI is None else out_TI[:0])  # strided rows are copied first
     library = native_for(*places) if kind in NATIVE_KINDS else None
     if library is None:
         return DECLINED
@@ -180,7 +180,7 @@ class GateForm(NamedTuple):
     is_interleaved: bool = False
     """gate 0, up 0, gate 1, ...; else all gates come first."""
     limit: float | None = None
-    """Bound of gate from above, and of up on both sides: gate * sigmoid(1.702 * gate) * (up + 1). None: silu(gate) * up."""
+    """Upper bound of gate, and bound of |up|: gate * sigmoid(1.702 * gate) * (up + 1). None: silu(gate) * up."""
     is_silu: bool = False
     """Compute silu(gate) * up even with a limit."""
 

@@ -1,8 +1,9 @@
-"""Bit-level pieces of kernels: KV heads quantized and packed into words, and fp8 (e4m3), bf16 and e8m0 to and from float32.
+"""Bit-level functions for kernels: quantize and pack KV heads; convert fp8 (e4m3), bf16 and e8m0 from and to float32.
 
-A head is four blocks, its quarters: a word packs the same place of several quarters, or neighbours of one. Results are the
-same on a GPU and in the interpreter. bfloat16 is passed as int16, because the interpreter does not round it; e4m3 as uint8,
-because not every GPU has it. Bytes that become float32 are exponents (e8m0), a type that Triton lacks.
+A head is four blocks, its quarters. A word packs the same column of several quarters, or adjacent columns of one.
+Results are the same on a GPU and in the interpreter. bfloat16 is passed as int16, because the interpreter does not
+round it; e4m3 as uint8, because not every GPU has it. Bytes that become float32 are exponents (e8m0), a type that
+Triton lacks.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, tl
 from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
@@ -43,7 +44,7 @@ def _quotient(b_x, b_y):
 @jit
 def _fp8_codes(b_x):
     """Return the e4m3 codes of heads as int32, by quarter, and the scale that maps the largest of a head to 448."""
-    # As integers, NaN is above all numbers and is not lost.
+    # Compare as integers: NaN is above all numbers, so it is not lost.
     b_amax = tl.maximum(size_bits(b_x[0]), size_bits(b_x[1]))
     b_amax = tl.maximum(b_amax, tl.maximum(size_bits(b_x[2]), size_bits(b_x[3])))
     b_amax = tl.max(b_amax, axis=1).to(tl.float32, bitcast=True)
@@ -208,16 +209,16 @@ EXPONENT_BITS = {
     torch.float32: 0x7F800000,
     torch.float64: 0x7FF0000000000000,
 }
-"""Bits that are all set only in values that are not finite; other types have none."""
+"""Exponent mask by type: all its bits are set only in NaN and infinities. Other types have neither."""
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """View memory as integers."""
+    """View a tensor as integers of its element size."""
     return tensor.view(AS_INTEGERS[tensor.element_size()])
 
 
 def as_kernels_read(tensor: Tensor) -> Tensor:
-    """View memory as a type that `float32_of` takes: bfloat16 and e4m3 as integers."""
+    """View a tensor as a type that `float32_of` takes: bfloat16 and e4m3 as integers."""
     return as_bits(tensor) if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn) else tensor
 
 

@@ -8,33 +8,33 @@ from typing import NamedTuple
 from holdfast.memory.workspace_plan import TensorSpec
 
 FUSED_DECODE_ROWS = 16
-"""Most rows of a step on the fused decode path: above it cuBLAS with separate norms, gates and sums is faster."""
+"""Most rows of a step on the fused decode path. Above it, cuBLAS with separate norms, gates and sums is faster."""
 SMALL_BATCH_BLOCK_N = 64
 """Outputs per program of a small-batch GEMM, for two rows or more; widths on this path are multiples of it."""
 GEMV_MIN_BLOCK_N = 2
 """Fewest outputs per program of a GEMV, for one row: each program writes one sum of squares."""
 SPLIT_K_PROGRAMS = 128
-"""About the multiprocessors of a large GPU: a weight with fewer programs is split along K."""
+"""About the SMs of a large GPU. A weight with fewer programs is split along K."""
 SPLIT_K_COLUMNS = 2 * SPLIT_K_PROGRAMS * SMALL_BATCH_BLOCK_N
-"""Splits double only until there are enough programs, so splits times outputs stay below this."""
+"""Upper bound of splits times outputs: splits double only until there are enough programs."""
 NUM_GATE_AMAX = 64
-"""Places for the amax of a gated row: few to read, enough that blocks seldom contend."""
+"""Amax values per gated row: few to read, but enough that blocks seldom contend."""
 ROW_SCALED_ROWS = 64
-"""Most rows for our tiles over row-scaled e4m3 weights (kernels/gemm/row_scaled_tiles.py), which read weights faster than
-torch's scaled product. With more rows tensor cores are the limit, and cuBLAS is faster."""
+"""Most rows for Holdfast's row-scaled e4m3 tiles (kernels/gemm/row_scaled_tiles.py), which read weights faster than
+torch's scaled product. With more rows, tensor cores are the limit and cuBLAS is faster."""
 ROW_SCALED_SPLIT_ROWS = 128
 """Most rows if such a weight is split along K: cuBLAS does not split it, and its few outputs do not fill a GPU."""
 ROW_SCALED_BLOCK_N, ROW_SCALED_BLOCK_K = 64, 128
-"""Outputs per program there, and columns that it multiplies at once."""
+"""Outputs per program of a row-scaled tile, and its columns per K step."""
 ROW_SCALED_PROGRAMS = 132
-"""Multiprocessors of a large GPU."""
+"""SMs of a large GPU."""
 MOST_ROW_SCALED_SPLITS = 8
 LONG_SPLIT = 8192
-"""Columns from which a split is long relative to its partial sums, so two programs per multiprocessor pay."""
+"""Fewest columns of a split that justify two programs per SM: its partial sums then cost little."""
 
 
 def row_scaled_splits(size_n: int, size_k: int) -> int:
-    """Return the split-K of such a weight from its shape: one program per multiprocessor, two if K is long."""
+    """Return the split-K of a row-scaled weight, from its shape alone: one program per SM, two if K is long."""
     num_blocks, k_blocks = -(-size_n // ROW_SCALED_BLOCK_N), -(-size_k // ROW_SCALED_BLOCK_K)
     wanted = max(
         -(-ROW_SCALED_PROGRAMS // num_blocks), min(2 * ROW_SCALED_PROGRAMS // num_blocks, size_k // LONG_SPLIT)
@@ -44,40 +44,40 @@ def row_scaled_splits(size_n: int, size_k: int) -> int:
 
 
 LATENT_MULTIPLE, MAX_LATENT_DIM = 16, 512
-"""Kernels take latents (MLA) of a multiple of so many elements, and at most so many."""
+"""Divisor and maximum of the latent elements (MLA) that kernels accept."""
 LATENT_ROPE_DIMS = (16, 32, 64)
-"""Rotated elements beside them."""
+"""RoPE elements that kernels accept beside a latent."""
 MAX_INDEX_HEADS = 64
-"""Most heads of an index (DSA): all are in one product."""
+"""Most index heads (DSA): one product takes them all."""
 INDEX_MULTIPLE, MAX_INDEX_DIM = 16, 128
-"""Their elements: a multiple, and at most so many."""
+"""Divisor and maximum of the elements of an index head."""
 MAX_DIRECT_TOKENS = 4
-"""So few tokens hardly share experts: a weight that two of them read is cached the second time."""
+"""Most tokens that run one GEMV per pair: they hardly share experts, and a second read of a weight hits the cache."""
 UNSORTED_TOKENS = 16
-"""So few tokens fit one block of rows, so pairs need no sort."""
+"""Most tokens whose pairs need no sort: they fit one block of rows."""
 CUT_PAIRS = 2048
-"""Pairs of token and expert per program: more are cut and counted in a separate launch."""
+"""Pairs of token and expert per program. More are divided into cuts, and a separate launch counts them."""
 SMALL_BATCH_PAIRS, LARGE_BATCH_PAIRS = 256, 1024
-"""That are looked at at a time."""
+"""Pairs per loop iteration of the sort, for small and for large batches."""
 
 
 class ExpertOrderForm(NamedTuple):
-    """What of the launches that sort pairs of token and expert follows from the number of tokens."""
+    """Specialization of the sort of pairs of token and expert, from the number of tokens."""
 
     block_rows: int
-    """1: a GEMV for each pair."""
+    """Rows of a block; 1: one GEMV per pair."""
     is_sorted: bool
-    """Pairs are sorted into blocks; else the next fields are unused."""
+    """True if pairs are sorted into blocks. If False, the next fields are unused."""
     block_pairs: int
-    """Pairs per block of a loop."""
+    """Pairs per loop iteration."""
     block_cuts: int
-    """A power of two, at least the number of cuts."""
+    """Number of cuts, rounded up to a power of two."""
     is_whole: bool
-    """Pairs are a multiple of 16, so ids load four at a time: a Triton specialization."""
+    """True if the number of pairs is a multiple of 16: Triton then loads four ids at a time."""
 
 
 def expert_order_form(num_rows: int, top_k: int, num_experts: int, cut_pairs: int = CUT_PAIRS) -> ExpertOrderForm:
-    """Return the launch-dependent sizes of a step."""
+    """Return the specialization of the sort for this number of rows."""
     num_pairs = num_rows * top_k
     block_rows, num_cuts = expert_block_rows(num_rows, top_k, num_experts), -(-num_pairs // cut_pairs)
     if not sorts_pairs(num_rows):
@@ -92,12 +92,12 @@ def expert_order_form(num_rows: int, top_k: int, num_experts: int, cut_pairs: in
 
 
 def sorts_pairs(num_rows: int) -> bool:
-    """True if pairs of so many tokens are sorted by expert."""
+    """Return True if the pairs of this many tokens are sorted by expert."""
     return num_rows > UNSORTED_TOKENS
 
 
 def expert_block_rows(num_rows: int, top_k: int, num_experts: int) -> int:
-    """Rows of a block: near an expert's average, because each block reads its expert's weight."""
+    """Return the rows of a block: near an expert's average, because each block reads its expert's weight."""
     if num_rows <= MAX_DIRECT_TOKENS:
         return 1
     if not sorts_pairs(num_rows):
@@ -107,7 +107,7 @@ def expert_block_rows(num_rows: int, top_k: int, num_experts: int) -> int:
 
 
 def num_expert_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
-    """Most blocks of any choice of experts: each expert starts one, and the other pairs fill whole ones."""
+    """Return the most blocks for any choice of experts: each expert starts one, and the other pairs fill whole ones."""
     if block_rows == 1:
         return 0
     begun = min(num_pairs, num_experts)
@@ -117,7 +117,7 @@ def num_expert_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
 def order_specs(num_rows: int, top_k: int, num_experts: int, num_local: int | None = None) -> tuple[TensorSpec, ...]:
     """Return the tensors of `order_experts`: pairs, experts of blocks, and counts by cut.
 
-    With expert parallelism a rank holds `num_local` experts; blocks have the height of a single rank's.
+    With expert parallelism a rank holds `num_local` experts. Block height is the same as on a single rank.
     """
     is_sorted, block_rows = sorts_pairs(num_rows), expert_block_rows(num_rows, top_k, num_experts)
     num_pairs, num_own = num_rows * top_k, num_experts if num_local is None else num_local
@@ -133,11 +133,11 @@ def order_specs(num_rows: int, top_k: int, num_experts: int, num_local: int | No
 TILE_FIELDS = ("table_row", "row", "num_rows", "position", "low", "high", "first_partial", "num_splits")
 """Fields of a tile in a step's list (kernels/attention/tiled_attention.py)."""
 BLOCK_TOKENS = 64
-"""Stored tokens that an attention kernel takes at once."""
+"""Tokens of KV that an attention kernel loads at once."""
 LARGE_TILE = 128
-"""Rows times heads of a GQA group in a large tile over plain pages; also the largest group."""
+"""Height of a large tile over plain pages: rows times heads of a GQA group. Also the largest group."""
 QUANTIZED_LARGE_TILE = 64
-"""Least height of a large tile over quantized pages: lists hold tiles of this height."""
+"""Least height of a large tile over quantized pages. Tile lists are cut to this height."""
 
 
 def key_turn_dtype(dtype: str) -> str:
@@ -146,12 +146,12 @@ def key_turn_dtype(dtype: str) -> str:
 
 
 def pair_columns(head_dim: int) -> int:
-    """Pairs of a head's coordinates in a kernel: a power of two."""
+    """Return the pairs of a head's coordinates in a kernel: a power of two."""
     return max(16, 1 << (head_dim // 2 - 1).bit_length())
 
 
 def key_turns_specs(head_dim: int, max_model_len: int, dtype: str) -> tuple[TensorSpec, ...]:
-    """The tables of `KeyTurns`, one set for all layers of a head dim."""
+    """Return the tables of `KeyTurns`: one set for all layers with this head dim."""
     num_blocks = -(-max_model_len // BLOCK_TOKENS)
     return (
         TensorSpec("cos", (num_blocks, head_dim // 2), "float32"),
@@ -162,12 +162,12 @@ def key_turns_specs(head_dim: int, max_model_len: int, dtype: str) -> tuple[Tens
 
 
 def key_bias_spec(num_kv_heads: int, head_dim: int) -> TensorSpec:
-    """The tensor of each layer's `KeyBias`."""
+    """Return the tensor of each layer's `KeyBias`."""
     return TensorSpec("bias", (num_kv_heads, head_dim), "float32")
 
 
 class TileGeometry(NamedTuple):
-    """A kernel as the tile scheduler sees it. Small tiles are for decode and short queries, large ones for prompts."""
+    """Tile sizes of a kernel, for the scheduler. Small tiles are for decode and short queries, large for prompts."""
 
     small_rows: int
     """Most rows of a small tile."""
@@ -176,66 +176,68 @@ class TileGeometry(NamedTuple):
     small_programs_per_sm: int
     large_programs_per_sm: int
     block_tokens: int
-    """Tokens that a program takes at once: splits are whole blocks, except the end of the last."""
+    """Tokens that a program loads at once. Splits are whole blocks, except the end of the last."""
     small_batch_rows: int = 0
-    """Steps of at most so many rows run fewer programs for small tiles ..."""
+    """Most rows of a step that runs `small_batch_programs_per_sm` programs for small tiles."""
     small_batch_programs_per_sm: int = 0
-    """... which are these; unused if small_batch_rows is 0."""
+    """Programs for small tiles in such a step; unused if `small_batch_rows` is 0."""
     has_aligned_starts: bool = False
-    """Token ranges begin at multiples of block_tokens, also with a window: the kernel masks earlier tokens."""
+    """True if token ranges begin at multiples of `block_tokens`, even with a window: the kernel masks earlier
+    tokens."""
     takes_whole_turns: bool = False
-    """Small tiles are cut so the last wave of programs has no few remainders; else to the nearest fair share."""
+    """If True, cut small tiles to the least share that needs no more waves than unsplit tiles; else to the fair
+    share."""
     tile_cost_tokens: int = 0
-    """Start and end of a tile, in tokens: more and shorter waves may then finish sooner."""
+    """Cost of starting and ending a tile, in tokens. With it, more and shorter waves may finish sooner."""
 
     def small_programs(self, num_rows: int) -> int:
-        """Programs per multiprocessor for the small tiles of a step; rows include padding."""
+        """Return the programs per SM for a step's small tiles; `num_rows` includes padding."""
         return self.small_batch_programs_per_sm if num_rows <= self.small_batch_rows else self.small_programs_per_sm
 
 
 CHUNK_TOKENS = 8192
-"""Tokens per program: a single row still fills much of a GPU."""
+"""Tokens of the vocabulary per program: few enough that a single row fills much of a GPU."""
 NUM_BUCKETS = 128
-"""Buckets of distances below the most likely token: sixteen per octave from 1/4 to 61, open at both ends."""
+"""Buckets of distances to the most likely token: sixteen per octave from 1/4 to 61, open at both ends."""
 MAX_CANDIDATES = 4096
-"""Most candidates of a row in a list; a row with more is processed as a whole."""
+"""Most candidates in a row's list. If a row has more, kernels scan all of it."""
 MAX_LOGIT_ROWS = 128
-"""Most rows processed together: they fill a GPU, and their scratch does not grow with the sequences."""
+"""Most rows processed together: they fill a GPU, and bound the scratch for any number of sequences."""
 EDITS_PER_PROGRAM = 256
-"""Edits per program. A list has whole programs: as an argument, its length would add specializations."""
+"""Edits per program. Lists are padded to whole programs: a length argument would add specializations."""
 NO_TOKEN = -1
-"""Replaces a token id if the row holds NaN or excludes every token."""
+"""Token id of a row that holds NaN or excludes every token."""
 
 
 class LogitRow(NamedTuple):
-    """One row of a table in float64, which is exact for these integers. A row is 64 bytes, so a table may begin at any."""
+    """Row of a float64 table, which holds these integers exactly. It has 64 bytes, so a table may begin at any row."""
 
     source: int = 0
-    """The row of the logits."""
+    """Row of the logits to read."""
     target: int = 0
-    """The row of the result."""
+    """Row of the result to write."""
     negative_temperature: float = 0.0
-    """0 takes the most likely token."""
+    """Minus the temperature; 0: greedy."""
     min_p: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps all."""
+    """0: keep all tokens."""
     uniform: float = 0.0
-    """The random number."""
+    """Random number that selects the token."""
     is_blank: float = 0.0
-    """1 if a copy of the row starts without tokens: allowed ones are restored one by one."""
+    """1 if the copy starts as all -inf and allowed tokens are restored one by one."""
 
 
 NUM_FIELDS = len(LogitRow._fields)
 
 
 def num_chunks(vocab_size: int, chunk_tokens: int = CHUNK_TOKENS) -> int:
-    """Chunks of a row; the last may be short."""
+    """Return the chunks of a row; the last may be short."""
     return -(-vocab_size // chunk_tokens)
 
 
 def logit_scratch_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
-    """The tensors of `LogitScratch`: the first two for every row of a step, the others for rows processed together."""
+    """Return the tensors of `LogitScratch`: two for every row of a step, the others for rows processed together."""
     rows, chunks = min(max_rows, MAX_LOGIT_ROWS), num_chunks(vocab_size)
     candidates = min(vocab_size, MAX_CANDIDATES)
     return (

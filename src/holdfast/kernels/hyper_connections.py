@@ -36,17 +36,18 @@ from holdfast.kernels.triton_compat import (
     wait_then_release,
 )
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
 COLUMNS_PER_WARP = 2048
-"""Columns of a block's input: a thread holds 64 of every stream. All warps repeat the computation of shares, so more of them
-cost time: for 4096 columns on an H200, 4.0 us for one row and 41 for 2048; with 1024 columns a warp 4.3 and 55."""
+"""Columns of a block's input per warp: a thread holds 64 of every stream. All warps repeat the computation of shares,
+so more warps cost time: for 4096 columns on an H200, 4.0 us for one row and 41 for 2048; with 1024 columns a warp 4.3
+and 55."""
 
 
 class StreamMix(NamedTuple):
-    """Weight, bias and scales of a mix, all in float32."""
+    """float32 weight, bias and scales of a mix."""
 
     weight_MX: Tensor
     bias_M: Tensor
@@ -63,7 +64,7 @@ class HeadMix(NamedTuple):
 
 
 class MixNumbers(NamedTuple):
-    """Numbers that all mixes of a model share."""
+    """Constants that all mixes of a model share."""
 
     norm_eps: float
     """Epsilon of the rms."""
@@ -74,7 +75,7 @@ class MixNumbers(NamedTuple):
 
 
 def row_form(num_rows: int) -> int:
-    """Return the rows of a program: the specialization that depends on their number."""
+    """Return the rows of a program: the specialization for this number of rows."""
     return row_block(num_rows)
 
 

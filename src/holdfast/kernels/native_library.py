@@ -1,6 +1,6 @@
 """CPU kernels in C: compiled once, kept in the user's cache, and loaded. No other module loads C.
 
-A BLAS copies the whole weight for the few rows of a decode step and is not batch invariant. Without a compiler the torch
+For a few decode rows, a BLAS copies the whole weight, and it is not batch invariant. Without a compiler the torch
 references run instead.
 """
 
@@ -126,7 +126,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _library_path(compiler: str) -> Path:
-    """Return a path that changes with the sources, flags, compiler, machine and torch's OpenMP library."""
+    """Return a path keyed by the sources, flags, compiler, machine and torch's OpenMP library."""
     identity = hashlib.blake2b(digest_size=12)
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".c", ".h"):
@@ -165,7 +165,7 @@ def _compile(build: NativeBuild, on_compile: OnCompile) -> None:
 
 
 class _SymbolPlace(ctypes.Structure):
-    """The result of dladdr."""
+    """Result struct of dladdr (Dl_info)."""
 
     _fields_: ClassVar = [("file", ctypes.c_char_p), ("base", _POINTER), ("symbol", ctypes.c_char_p), ("at", _POINTER)]
 

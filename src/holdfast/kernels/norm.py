@@ -43,7 +43,7 @@ def rms_norm_native(
     library = native_for(x_TD[:0], weight_D, None if out_TD is None else out_TD[:0])
     if library is None:
         return DECLINED
-    rows_TD = x_TD.contiguous()  # a single row always is: several rows must be computed the same way
+    rows_TD = x_TD.contiguous()  # a single row is always contiguous; several rows must give the same bits
     y_TD = out_TD if out_TD is not None and out_TD.is_contiguous() else torch.empty_like(rows_TD)
     size = weight_D.shape[0]
     library.holdfast_rms_norm(

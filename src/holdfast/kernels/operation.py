@@ -12,7 +12,7 @@ from holdfast.kernels.triton_compat import can_run, pdl_launch, supports_pdl
 P = ParamSpec("P")
 R = TypeVar("R")
 DECLINED: Any = NotImplemented
-"""What `native` returns for arguments that it does not take."""
+"""Return value of `native` for arguments that it does not support."""
 
 
 class Operation(Generic[P, R]):

@@ -1,4 +1,4 @@
-"""Words of shared memory that a kernel addresses itself: any thread may count, put or get.
+"""Raw shared memory for kernels, addressed by word: any thread may count, put or get.
 
 Triton converts layouts for a histogram, a scan or a scatter, which can cost more than the rest of a small kernel. These
 functions work on each element where it is.
@@ -10,10 +10,11 @@ import torch
 
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, tl
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
 
 MAX_WORDS = 8704
-"""Words of a program: 34 KiB. Triton must need at most 14 KiB more, or over 48: it requests large shared memory only then."""
+"""Words per program: 34 KiB. Triton's own use must be at most 14 KiB or over 48 KiB, when it requests large shared
+memory."""
 WORDS = kernel_constant(MAX_WORDS)
 WORDS_ASM = kernel_constant(f".shared .align 16 .b32 holdfast_words[{MAX_WORDS}]; mov.u32 $0, holdfast_words;")
 GET_ASM = kernel_constant("ld.shared.b32 $0, [$1];")
@@ -30,7 +31,7 @@ GATHER_ASM = kernel_constant(
 
 
 def interpreter_buffer(num_programs: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Return the buffer of the interpreter for `num_programs`; None if there is shared memory."""
+    """Return the interpreter's buffer for `num_programs`; None if there is real shared memory."""
     if not is_interpreted():
         return None
     return torch.empty(num_programs * MAX_WORDS, dtype=torch.int32, device=like.device)
@@ -38,7 +39,7 @@ def interpreter_buffer(num_programs: int, like: torch.Tensor) -> torch.Tensor | 
 
 @jit
 def shared_words(p_buffer):
-    """All words of this program, uninitialized. Call once per kernel, outside of loops."""
+    """Return the address of this program's words, uninitialized. Call once per kernel, outside of loops."""
     if p_buffer is None:
         return tl.inline_asm_elementwise(WORDS_ASM, "=r", [], tl.int32, is_pure=False, pack=1)
     else:
@@ -87,7 +88,7 @@ def count_words(words, o_word, m_counted):
 
 @jit
 def scatter(p_out, o_out, b_value, m_out, PLAIN: constexpr):
-    """tl.store of 32 bits without a layout conversion."""
+    """Like tl.store of 32 bits, without a layout conversion."""
     if PLAIN:
         tl.store(p_out + o_out, b_value, mask=m_out)
     else:
@@ -97,7 +98,7 @@ def scatter(p_out, o_out, b_value, m_out, PLAIN: constexpr):
 
 @jit
 def gather(p_x, o_x, m_x, PLAIN: constexpr):
-    """int32: tl.load of 32 bits without a layout conversion; 0 if masked."""
+    """Like tl.load of int32, without a layout conversion; 0 if masked."""
     if PLAIN:
         return tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.int32, bitcast=True)
     else:

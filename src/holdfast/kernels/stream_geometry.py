@@ -7,20 +7,20 @@ from holdfast.memory.workspace_plan import TensorSpec
 
 MAX_STREAMS = 4
 STREAM_COLUMNS = 32
-"""Columns of a stream that a program takes at a time: 128 bytes of a row of the weights."""
+"""Columns of a stream per loop iteration: 128 bytes of a row of the weights."""
 LONE_ROWS = 2
-"""Up to so many rows, each row has its own programs without shared memory: two rows read a weight from the cache the second
-time. On an H200 with 4096 columns a launch takes 1.5 us for one row (blocks of 16 take 2.4) and 2.6 for four."""
+"""Most rows that get their own programs, without shared memory. If there are two, the second reads the weight from the
+cache. On an H200 with 4096 columns a launch takes 1.5 us for one row (blocks of 16 take 2.4) and 2.6 for four."""
 FEW_ROWS, FEW_ROWS_BLOCK, MANY_ROWS_BLOCK = 64, 16, 64
-"""Programs take 16 rows at a time up to FEW_ROWS, then 64."""
+"""Rows per program: 16 for at most FEW_ROWS rows, else 64."""
 MAX_SPLITS = 128
-"""About as many as a large GPU has multiprocessors."""
+"""About the SMs of a large GPU."""
 SPLIT_PROGRAMS = 512
-"""More programs than this get fewer splits, so that partial sums do not grow with the rows."""
+"""Most programs before splits decrease, so that partial sums do not grow with the rows."""
 
 
 def num_shares(num_streams: int) -> int:
-    """Return the shares of a row: before a block, after it, and from every stream to every stream."""
+    """Return the number of shares of a row: before a block, after it, and from every stream to every stream."""
     return (2 + num_streams) * num_streams
 
 

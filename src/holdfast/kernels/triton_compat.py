@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     constexpr = Any
 else:
     constexpr = tl.constexpr if tl is not None else None
-"""The annotation of a compile-time argument. Triton recognizes this name."""
+"""Annotation of a compile-time argument. Triton recognizes it by this name."""
 
 
 def kernel_constant(value: Any) -> Any:  # noqa: ANN401 any type that a kernel can read
@@ -76,7 +76,7 @@ def gluon_jit_counting(*counts: str) -> Callable[[Callable[..., Any]], Any]:
 def jit_counting(*counts: str) -> Callable[[Callable[..., Any]], Any]:
     """Like `jit`, without a specialization for the arguments named: counts of rows or blocks that change every step.
 
-    Never name a width or a stride: Triton makes loads as wide as their divisors allow. A pointer may be named if it need
+    Never name a width or a stride: their divisors decide how wide Triton's loads are. Name a pointer only if it need
     not be aligned, such as one to a row of a block table.
     """
     return jit if triton is None else triton.jit(do_not_specialize=counts)
@@ -88,7 +88,7 @@ def kernel_value(function: Callable[..., Any]) -> Any:  # noqa: ANN401 as jit
 
 
 class CompileCount:
-    """Kernels compiled, and kernels found in Triton's cache."""
+    """Counts of kernels compiled and of kernels found in Triton's cache."""
 
     def __init__(self) -> None:
         self.num_compiled = 0
@@ -122,7 +122,7 @@ def counting_compiles(on_compile: Callable[[], None]) -> Iterator[CompileCount]:
 
 
 def compiled_folder() -> str:
-    """Return the folder of Triton's cache, or the words "Triton's cache" if its version does not say."""
+    """Return the folder of Triton's cache, or the text "Triton's cache" if this Triton version does not expose it."""
     return str(getattr(getattr(getattr(triton, "knobs", None), "cache", None), "dir", "Triton's cache"))
 
 

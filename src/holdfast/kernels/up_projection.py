@@ -2,7 +2,7 @@
 
 N query heads, P + R elements of a query head, L latent, V value elements of a head, W tokens of a chunk, G heads of a group
 
-Latents of W tokens become keys and values of G heads at a time, which rows attend to once.
+Latents of W tokens become keys and values of G heads at a time. Rows attend to each once.
 """
 
 from typing import NamedTuple
@@ -11,26 +11,26 @@ from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES
 
 UP_PROJECTED_BYTES = 96 * 2**20
-"""Scratch of one sequence's rows, for any number of rows, heads and tokens."""
+"""Scratch bytes for one sequence's rows, whatever the number of rows, heads and tokens."""
 STATE_BYTES = UP_PROJECTED_BYTES // 3
-"""The part for outputs so far; the rest is for latents, keys and values of a chunk."""
+"""Scratch bytes for outputs so far; the rest holds latents, keys and values of a chunk."""
 CHUNK_STEP = 128
-"""Chunks are multiples of so many tokens."""
+"""Divisor of the tokens of a chunk."""
 TILE_ROWS = 128
 """Rows of a program."""
 NUM_PROGRAMS = 132
-"""Multiprocessors of a large GPU: with fewer programs the tokens of a chunk are split."""
+"""SMs of a large GPU. If fewer programs would run, the tokens of a chunk are split."""
 SPLIT_TOKENS = 512
 """Fewest tokens of a split."""
 LEAST_ROWS = 128
-"""With fewer rows a program's tile is not full."""
+"""Fewest rows that fill a program's tile."""
 KV_B_COST, ATTENTION_COST = 0.6, 0.7
 """Time of a product relative to absorbed attention on an H200 (TFLOPS): 516 in kv_b and 460 in attention, 312 absorbed."""
 LAUNCHES_COST = 5 * 10**9
-"""Launches of a group of heads, in products of absorbed attention: 32 us of an H200. They take a host 150 us, which a step of
-thousands of rows partly hides. With half as many, prompts of 512 rows would wait for them."""
+"""Cost of a head group's launches, in products of absorbed attention: 32 us of an H200. The host takes 150 us, which a
+step of thousands of rows partly hides. At half this cost, prompts of 512 rows would wait for launches."""
 MANY_ROWS = 4096
-"""From so many rows on half as many heads fill a GPU, so chunks may be longer."""
+"""Fewest rows for which half as many heads fill a GPU, so chunks may be longer."""
 
 
 class UpProjection(NamedTuple):
@@ -48,22 +48,22 @@ class UpProjection(NamedTuple):
         return self.nope_dim + self.value_dim
 
     def group_heads(self, num_rows: int) -> int:
-        """Heads of a group; groups are as equal as possible."""
+        """Return the heads of a group; groups are as equal as possible."""
         most = 8 if num_rows >= MANY_ROWS else 16
         return -(-self.num_heads // -(-self.num_heads // most))
 
     def token_elements(self, num_heads: int) -> int:
-        """Elements of a token of a chunk: its latent row, and keys and values of a group of heads."""
+        """Return a token's elements in a chunk: its latent row, and keys and values of a group of heads."""
         return self.latent_dim + self.rope_dim + num_heads * self.expanded_dim
 
     def chunk_tokens(self, num_heads: int, num_elements: int) -> int:
-        """Tokens of a chunk for a group of heads, in `num_elements` of scratch."""
+        """Return the tokens of a chunk that fit into `num_elements` of scratch for a group of heads."""
         tokens = num_elements // self.token_elements(num_heads)
         assert tokens >= CHUNK_STEP, f"room for {tokens} tokens; a chunk has at least {CHUNK_STEP}"
         return tokens // CHUNK_STEP * CHUNK_STEP
 
     def state_rows(self, num_floats: int) -> int:
-        """Rows of one head whose state, an output and an lse, fits into `num_floats`."""
+        """Return the rows of one head whose state, an output and an lse, fits into `num_floats`."""
         return num_floats // (self.value_dim + 1)
 
 
@@ -74,7 +74,7 @@ def num_splits(num_rows: int, num_heads: int, num_tokens: int, state_rows: int) 
 
 
 def takes_up_projection(num_rows: int, start: int, shape: UpProjection) -> bool:
-    """True if rows of a sequence after `start` tokens take less time up-projected.
+    """Return True if up-projection is faster for these rows of a sequence after `start` tokens.
 
     Absorbed, a row and token of a head cost 2 L + R products, and a row L (P + V) more in kv_b. Up-projected, a row and token
     cost P + R + V, and every token L (P + V). A prompt's own tokens cost the same in kv_b either way, so the context decides.

@@ -1,4 +1,4 @@
-"""Linear, norms and MLPs: what a decoder layer is made of beside attention."""
+"""Linear, norms and MLPs: parts of a decoder layer beside attention."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,15 +26,15 @@ class Linear:
     def __call__(
         self, x_TK: torch.Tensor, out_TN: torch.Tensor, quantized: QuantizedRows | None = None, is_coded: bool = False
     ) -> torch.Tensor:
-        """`quantized` is room for the rows as codes, which some quantized weights take them as; with `is_coded` they are there."""
+        """`quantized` is a buffer for quantized rows, which some weights need; if `is_coded`, it holds them already."""
         return linear(x_TK, self.weight_NK, self.bias_N, out_TN, quantized, is_coded)
 
     def room_for_codes(self, quantized: QuantizedRows | None, num_rows: int) -> QuantizedRows | None:
-        """Where a norm leaves the codes of rows for this product; None where it takes them as they are."""
+        """Return the buffer for a norm's quantized rows; None if this product takes plain rows."""
         return room_for_codes(quantized, self.weight_NK, num_rows)
 
     def room_for_inputs(self, like_TK: torch.Tensor) -> torch.Tensor:
-        """Return the buffer in which to compute the next rows for this product: `like_TK`, or one that other ranks read."""
+        """Return the buffer for this product's next input rows: `like_TK`, or one that peers read."""
         return like_TK
 
 
@@ -47,7 +47,7 @@ class RMSNorm:
         self.offset = offset
 
     def defer(self, x_TH: torch.Tensor, scaled_TH: torch.Tensor, scratch: SmallBatchScratch) -> ResidualStream:
-        """Return the stream as the fused decode path takes it, which defers this norm."""
+        """Return the stream for the fused decode path, with this norm deferred."""
         return ResidualStream(x_TH, self.weight_H, self.eps, scaled_TH, scratch)
 
     def __call__(
@@ -57,7 +57,7 @@ class RMSNorm:
         out_TH: torch.Tensor,
         codes: QuantizedRows | None = None,
     ) -> torch.Tensor:
-        """x += delta where there is one, and then the norm of x into `out_TH`, and as codes into `codes` where that is given."""
+        """Add `delta_TH`, if any, to x; write the norm of x to `out_TH`, and quantized to `codes`, if given."""
         if delta_TH is not None and codes is not None:
             return add_rms_norm_coded(x_TH, delta_TH, self.weight_H, self.eps, out_TH, codes, self.offset)
         if delta_TH is not None:
@@ -83,7 +83,7 @@ class LayerNorm:
         out_TH: torch.Tensor,
         codes: QuantizedRows | None = None,
     ) -> torch.Tensor:
-        """x += delta where there is one, and then the norm of x into `out_TH`, and as codes into `codes` where that is given."""
+        """Add `delta_TH`, if any, to x; write the norm of x to `out_TH`, and quantized to `codes`, if given."""
         if delta_TH is not None:
             x_TH.add_(delta_TH)
         layer_norm(x_TH, self._weight_H, self._bias_H, self._eps, out_TH)
@@ -93,21 +93,21 @@ class LayerNorm:
 
 
 class MLPBuffers(NamedTuple):
-    """The widest tensors of a step, one set for all layers: they run one after the other."""
+    """Widest tensors of a step, one set for all layers, which run in sequence."""
 
     wide_TX: torch.Tensor
     active_TI: torch.Tensor
     quantized: QuantizedRows | None = None
-    """Room for the rows of either product as codes; None where no weight takes them so."""
+    """Buffer for quantized rows of either product; None if no weight needs them."""
 
     @classmethod
     def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "MLPBuffers":
-        """From the tensors of `mlp_request`, by name."""
+        """Take the tensors of `mlp_request` by name."""
         return cls(held["wide"], held["active"], quantized)
 
 
 class GatedMLP:
-    """down(activation(gate) * up), with gate at most, and up within plus and minus, the limit, where there is one."""
+    """down(activation(gate) * up); a limit, if any, clamps gate from above and up to plus and minus."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: str, limit: float | None = None) -> None:
         self.gate_up = gate_up
@@ -123,7 +123,7 @@ class GatedMLP:
     def __call__(
         self, x_TH: torch.Tensor, buffers: MLPBuffers, out_TH: torch.Tensor, is_coded: bool = False
     ) -> torch.Tensor:
-        """With `is_coded` the codes of x lie in their room."""
+        """If `is_coded`, x is already quantized in `buffers.quantized`."""
         quantized, active_TI = buffers.quantized, buffers.active_TI
         gate_up, down = self.gate_up.weight_NK, self.down.weight_NK
         if self.limit is None and self.down.takes_codes and fuses_gate(x_TH, gate_up, down, quantized):
@@ -145,7 +145,7 @@ class PlainMLP:
     def __call__(
         self, x_TH: torch.Tensor, buffers: MLPBuffers, out_TH: torch.Tensor, is_coded: bool = False
     ) -> torch.Tensor:
-        """With `is_coded` the codes of x lie in their room."""
+        """If `is_coded`, x is already quantized in `buffers.quantized`."""
         wide_TI = self.first(x_TH, buffers.wide_TX, buffers.quantized, is_coded)
         active_TI = self._down.room_for_inputs(buffers.active_TI)
         return self._down(activate(wide_TI, self._activation, active_TI), out_TH, buffers.quantized)

@@ -1,6 +1,7 @@
-"""ExpertLayer: a router, the experts that each row takes, and perhaps one that every row takes.
+"""ExpertLayer: a router, routed experts, and possibly a shared expert that every row takes.
 
-T rows, E experts, S experts of a row, P = T * S pairs of row and expert, H hidden, I inner width of an expert, V vocabulary
+T rows, E experts, S experts of a row, P = T * S pairs of row and expert, H hidden, I inner width of an expert, V
+vocabulary
 """
 
 from collections.abc import Callable, Mapping
@@ -37,21 +38,21 @@ class ExpertBuffers(NamedTuple):
     active_PI: torch.Tensor
     routed_PH: torch.Tensor
     order: tuple[torch.Tensor, ...]
-    """As `order_specs` of kernels/geometry.py shapes them."""
+    """Tensors of `order_specs` (kernels/geometry.py)."""
     shared: MLPBuffers | None = None
-    """Those of the expert that every row takes."""
+    """Buffers of the shared expert."""
     shared_TH: torch.Tensor | None = None
-    """What it gives."""
+    """Its output."""
     shared_logit_T1: torch.Tensor | None = None
     """float32."""
     quantized: QuantizedRows | None = None
-    """Room for the rows of any one product as codes; None where no weight takes them so."""
+    """Buffer for quantized rows of one product; None if no weight needs them."""
     local_ids_TS: torch.Tensor | None = None
-    """int32: ids as a rank numbers its own experts; None where it has all of them, or a slice of each."""
+    """int32: expert ids local to the rank; None if it has all experts, or a slice of each."""
 
     @classmethod
     def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "ExpertBuffers":
-        """From the tensors of `experts_request`, by name; those of the order of pairs come last, in their own order."""
+        """Take the tensors of `experts_request` by name; all others, in order, are `order`."""
         own = ("router", "expert_ids", "shares", "active", "routed")
         shared = ("shared_wide", "shared_active", "shared", "shared_logit", "local_ids")
         order = tuple(tensor for name, tensor in held.items() if name not in (*own, *shared))
@@ -62,7 +63,7 @@ class ExpertBuffers(NamedTuple):
 
 
 class SharedExpert:
-    """The expert that every row takes, times the sigmoid of one more logit where there is a gate."""
+    """Shared expert of all rows; a gate, if any, scales it by the sigmoid of one more logit."""
 
     def __init__(self, mlp: GatedMLP, gate_1H: torch.Tensor | None) -> None:
         self.mlp = mlp
@@ -70,22 +71,22 @@ class SharedExpert:
 
 
 class ExpertBiases(NamedTuple):
-    """What is added to products of a sparse layer, each where there is one, in the type of the model."""
+    """Optional biases of a sparse layer's products, in the model's dtype."""
 
     router_E: torch.Tensor | None = None
     gate_up_EX: torch.Tensor | None = None
-    """A row for each expert, as its rows of gate and up lie."""
+    """Row per expert, in the layout of gate and up."""
     down_EH: torch.Tensor | None = None
-    """Part of what an expert gives: its share is of this too."""
+    """Part of an expert's output, so its share scales it too."""
     score_E: torch.Tensor | None = None
-    """float32: counts in the choice of experts, and not in their shares."""
+    """float32: affects the choice of experts, not their shares."""
 
 
 NO_BIASES = ExpertBiases()
 
 
 class ExpertLayer:
-    """The sum of what the `top_k` most likely experts of a row give, or those of its token in a table, each by its share.
+    """Sums a row's expert outputs by share: of the `top_k` most likely experts, or of its token's in a table.
 
     Rows do not affect each other.
     """
@@ -102,9 +103,9 @@ class ExpertLayer:
         table_VS: torch.Tensor | None = None,
         sharing: ExpertSharing | None = None,
     ) -> None:
-        """`gate_up` is [E, 2 I, H], as `form` says, and `down` is [E, H, I]; with `sharing` a rank's share of them.
+        """`gate_up` is [E, 2 I, H], laid out by `form`, and `down` is [E, H, I]; with `sharing`, this rank's share.
 
-        `table_VS` are the experts of each token id; loading refuses a table that names others (loading/execution/execute.py).
+        `table_VS` lists the experts of each token id; loading rejects unknown experts (loading/execution/execute.py).
         """
         assert table_VS is None or biases.score_E is None, (
             "experts from a table are not chosen, and there is a bias for the choice"
@@ -124,7 +125,7 @@ class ExpertLayer:
     def __call__(
         self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor, token_ids_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`token_ids_T` are looked at where experts come from a table, and nowhere else."""
+        """`token_ids_T` are read only if experts come from a table."""
         linear_float32(x_TH, self.router_EH, buffers.logits_TE)
         ids_TS, shares_TS = buffers.expert_ids_TS, buffers.shares_TS
         biases, table_VS = self._biases, self._table_VS
@@ -143,9 +144,9 @@ class ExpertLayer:
     def _multiply_shared(
         self, sharing: ExpertSharing, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool
     ) -> OwnPairs:
-        """On ranks: the products of this one.
+        """Compute this rank's products.
 
-        The expert that every row takes comes first: parts of routed pairs may lie where peers read, which it uses too.
+        The shared expert runs first: it may use the buffer that peers read, where routed pairs go later.
         """
         shared = self._share(x_TH, buffers)
         ids_TS = sharing.dispatch(buffers.expert_ids_TS, buffers.local_ids_TS)
@@ -158,12 +159,12 @@ class ExpertLayer:
 
     @property
     def has_table(self) -> bool:
-        """Whether a row's experts follow from its token, which the fused decode path does not know."""
+        """True if experts follow from the token id, which the fused decode path does not have."""
         return self._table_VS is not None
 
     @property
     def has_plain_routing(self) -> bool:
-        """Whether experts are the largest of all logits: what the fused decode path computes."""
+        """True if experts have the largest logits: the routing of the fused decode path."""
         return self._routing.is_plain and self._biases.score_E is None
 
     def add_normed(
@@ -173,9 +174,9 @@ class ExpertLayer:
         finished_TH: torch.Tensor,
         stream: ResidualStream,
     ) -> NormedRows:
-        """On the fused decode path: x += what the layer gives for `rows`, whose norm is deferred, with the next norm deferred.
+        """Fused decode path: x += the layer's output for `rows`, whose norm is deferred; the next norm is deferred too.
 
-        `finished_TH` is room for the norm of the rows, where experts take it as it is.
+        `finished_TH` is a buffer for the normed rows, if experts take them unquantized.
         """
         assert not self.has_table, "experts come from a table by token id, and the fused decode path has no token ids"
         ids_TS, shares_TS, biases = buffers.expert_ids_TS, buffers.shares_TS, self._biases
@@ -196,7 +197,7 @@ class ExpertLayer:
             scratch,
         )
         if not self.has_plain_routing:
-            # From the same logits: by scores, groups and their bias.
+            # Route by scores, groups and their bias, from the same logits.
             route_tokens(buffers.logits_TE, self._routing, ids_TS, shares_TS, biases.router_E, biases.score_E)
         is_coded = codes is not None
         if self._sharing is not None:
@@ -208,7 +209,7 @@ class ExpertLayer:
         return add_experts(self._multiply(finished_TH, buffers, is_coded), stream)
 
     def _order(self, ids_TS: torch.Tensor, buffers: ExpertBuffers, num_local: int | None = None) -> ExpertOrder:
-        """Which rows each expert multiplies; `ids_TS` are a rank's own if it has `num_local` experts."""
+        """Group rows by expert; `ids_TS` are local ids if the rank has `num_local` experts."""
         if self.watch is not None:
             self.watch(buffers.expert_ids_TS)
         return order_experts(ids_TS, len(self.router_EH), buffers.order, num_local)
@@ -221,13 +222,13 @@ class ExpertLayer:
         is_coded: bool,
         active_PI: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Into `active_PI`, or the buffer for it."""
+        """Write to `active_PI`, by default the buffer."""
         bias_EX, active_PI = self._biases.gate_up_EX, buffers.active_PI if active_PI is None else active_PI
         product = ExpertProduct(x_TH, self.gate_up, order, active_PI, True, buffers.quantized, bias_EX, self._form)
         return expert_linear(product, is_coded)
 
     def _multiply(self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False) -> ExpertOutputs:
-        """Compute what each expert gives for each of its rows."""
+        """Compute each expert's output for each of its rows."""
         order = self._order(buffers.expert_ids_TS, buffers)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded)
         bias_EH = self._biases.down_EH
@@ -236,7 +237,7 @@ class ExpertLayer:
         return ExpertOutputs(buffers.routed_PH, buffers.shares_TS, *self._share(x_TH, buffers))
 
     def _share(self, x_TH: torch.Tensor, buffers: ExpertBuffers) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Compute the output of the expert that every row takes, and the logit of its gate, if there are any."""
+        """Compute the output of the shared expert and the logit of its gate, if there are any."""
         shared = self.shared
         if shared is None:
             return None, None

@@ -1,4 +1,4 @@
-"""ExpertSharing: experts that ranks share, a slice of each or whole ones each (expert parallel): which pairs are a rank's own, and how outputs become whole.
+"""ExpertSharing: experts split over ranks, in slices or whole (expert parallel): local pairs, exchange of outputs.
 
 T rows, S experts of a row, P = T * S pairs of row and expert, H hidden, I inner width of an expert, n ranks
 
@@ -8,8 +8,8 @@ sliced, gathered     all pairs, inputs gathered [T, H / n], its columns     side
 whole, summed        pairs of its experts       [T, H], of its experts      the sum of all ranks
 whole, gathered      pairs of its experts       [P, H], others' are zero    pairs of all ranks, added by row as one rank does
 
-Rows are the same on all ranks, so that nothing is sent before the products: `dispatch` says which pairs are here, `combine`
-makes outputs whole. Where rows are apart (all-to-all) these two are what changes.
+Rows are equal on all ranks, so nothing is sent before the products: `dispatch` finds local pairs, `combine` makes
+outputs whole. Only these two would change for all-to-all, where ranks have different rows.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,14 @@ from holdfast.layers.shared_linear import OutputSharing
 
 
 class OwnPairs(NamedTuple):
-    """What a rank has made of its pairs."""
+    """Outputs of a rank's pairs."""
 
     outputs: ExpertOutputs
-    """Its pairs are what `room_for_pairs` gave, filled."""
+    """Its pairs fill the buffer of `room_for_pairs`."""
     routed_PH: torch.Tensor
-    """The buffer for pairs, whether or not they lie in it."""
+    """The workspace buffer for pairs, used or not."""
     ids_TS: torch.Tensor
-    """What `dispatch` gave."""
+    """Result of `dispatch`."""
 
 
 class ExpertSharing:
@@ -48,43 +48,43 @@ class ExpertSharing:
 
     @property
     def sums_pairs(self) -> bool:
-        """Whether pairs become whole before they are added by row: what every row takes must be whole then too."""
+        """True if pairs are all-reduced before they are added by row; the shared expert must be whole then too."""
         return self._gathering is not None and self.has_whole_experts
 
     @property
     def adds_bias(self) -> bool:
-        """Whether biases behind the experts are added here; elsewhere they would be added more than once."""
+        """True if this rank adds the experts' down biases; otherwise they would be added more than once."""
         return self._gathering is not None or self.has_whole_experts or self.exchange.rank == 0
 
     @property
     def keeps_columns(self) -> bool:
-        """Whether routed pairs, and the expert that every row takes, are some columns of H."""
+        """True if routed pairs and the shared expert's output are this rank's columns of H."""
         return self._gathering is not None and not self.has_whole_experts
 
     def dispatch(self, ids_TS: torch.Tensor, room_TS: torch.Tensor | None) -> torch.Tensor:
-        """Experts of each row as this rank numbers them; PADDING where they are elsewhere."""
+        """Return local expert ids of each row; PADDING for experts of other ranks."""
         if self.num_local is None:
             return ids_TS
         assert room_TS is not None, "no place for ids of local experts"
         return local_ids(ids_TS, self._first_expert, self.num_local, room_TS)
 
     def room_for_inputs(self, active_PI: torch.Tensor) -> torch.Tensor:
-        """Where the first product leaves what the second takes: as it is, or where other ranks read."""
+        """Return the output buffer of the first product: `active_PI`, or memory that peers read."""
         return self._gathering.room(active_PI) if self._gathering is not None and self.keeps_columns else active_PI
 
     def whole_inputs(self, active_PI: torch.Tensor) -> torch.Tensor:
-        """What the second product takes: all columns, where that is cut along its outputs."""
+        """Return the second product's input: all columns, gathered if its outputs are split."""
         return self._gathering(active_PI) if self._gathering is not None and self.keeps_columns else active_PI
 
     def columns_of(self, room_XH: torch.Tensor) -> torch.Tensor:
-        """As much of a tensor as a rank's columns take, dense."""
+        """Return a dense view as wide as this rank's columns."""
         if not self.keeps_columns:
             return room_XH
         num_rows, width = room_XH.shape[0], room_XH.shape[1] // self.exchange.size
         return room_XH.view(-1)[: num_rows * width].view(num_rows, width)
 
     def room_for_pairs(self, routed_PH: torch.Tensor) -> torch.Tensor:
-        """Where the second product leaves its pairs; where pairs are added up over ranks, those of experts elsewhere are zero."""
+        """Return the buffer for the second product's pairs; zeroed if pairs are summed over ranks."""
         if not self.has_whole_experts:
             return self.columns_of(routed_PH)
         if self._gathering is None:
@@ -93,13 +93,13 @@ class ExpertSharing:
         return self.exchange.room(num_pairs, hidden, routed_PH.dtype).zero_()
 
     def leave_part(self, own: OwnPairs) -> torch.Tensor:
-        """Where ranks add up: this one's part of every row, in the last room."""
+        """Write this rank's part of every row to the exchange buffer, to be summed."""
         pairs_PX = own.outputs.routed_PH
         part_TH = self.exchange.room(len(own.ids_TS), pairs_PX.shape[1], pairs_PX.dtype)
         return sum_experts(own.outputs, part_TH, own.ids_TS if self.has_whole_experts else None)
 
     def combine(self, own: OwnPairs, out_TH: torch.Tensor) -> torch.Tensor:
-        """out = the sum over all experts of every row, on every rank."""
+        """Write the sum over all experts of every row, on every rank."""
         exchange, (num_rows, hidden) = self.exchange, out_TH.shape
         if num_rows == 0:
             return out_TH

@@ -26,7 +26,7 @@ _STEPS = ("Transformer", "Pooling", "Normalize")
 
 
 def read_pooling(folder: Path, is_bare: bool = False) -> PoolingSettings:
-    """Read the pooling of a folder. `is_bare` is True for a checkpoint without a head, which cannot answer prompts."""
+    """Read the pooling of a folder. `is_bare` means that the checkpoint has no head, so it cannot generate."""
     if not has_file(folder, MODULES_FILE):
         return PoolingSettings(is_embedding=is_bare)
     modules = parse_json(read_small_file(file_inside(folder, MODULES_FILE), MAX_JSON_BYTES), MODULES_FILE)
@@ -57,7 +57,7 @@ def _wrong(expected: str, found: object) -> ModelFormatError:
 
 
 def _mode(folder: Path, path: str) -> str | None:
-    """Return the name of the mode in a module's folder; None without its file. sentence-transformers' default is mean."""
+    """Return the pooling mode of a module's folder, by default mean; None if its file is missing."""
     if not _FOLDER.fullmatch(path) or set(path) == {"."}:
         raise _wrong("paths of folders beside it", path)
     name = f"{path}/config.json"

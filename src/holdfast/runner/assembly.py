@@ -41,7 +41,7 @@ from holdfast.runner.step_inputs import BatchBuffers
 log = get_logger(__name__)
 
 HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER, TOKENIZER_OWNER)
-"""Owners without a tensor of ours. The ledger takes their planned bytes; the report has the device's own total beside it."""
+"""Owners without a tensor of ours. The ledger books their planned bytes; the report adds the device's own total."""
 MakeBackend = Callable[[BackendDeclaration, Sequence[Any], PageStorage, BackendInputs], AttentionBackend]
 """Replaces `build_backend`, for measurements."""
 Weights = Mapping[str, torch.Tensor | QuantizedWeight]
@@ -53,13 +53,13 @@ def num_sms(device: torch.device) -> int:
 
 @dataclass(eq=False)
 class Assembly:
-    """What a runner is put together from. `releases` frees everything that was taken, last first."""
+    """Parts that a runner is built from. `releases` frees every allocation, last first."""
 
     plan: RunnerPlan
     whole: ModelSpec
-    """The model."""
+    """The whole model."""
     spec: ModelSpec
-    """This rank's part of it."""
+    """This rank's part."""
     weights: Weights
     ledger: Ledger
     device: torch.device
@@ -71,10 +71,10 @@ class Assembly:
     """Other runners read the weights too, so they are not changed in place."""
     releases: list[Callable[[], None]] = field(default_factory=list)
     storage: PageStorage = field(init=False)
-    """The pages, once the runner is there."""
+    """The pages; set by `runner`."""
 
     def settle_layers(self) -> None:
-        """Protect the layers that the weights choose: as many as were planned, so no byte changes."""
+        """Choose protected layers by their weights: as many as were planned, so no byte changes."""
         protected = self.plan.resolved.protected
         if not protected.is_open:
             return
@@ -165,7 +165,7 @@ class Assembly:
         return states
 
     def _sampler(self) -> HostSampler | DeviceSampler | SharedSampler:
-        """Build a sampler of whole logits, or on ranks of a share of them."""
+        """Build a sampler of whole logits, or of this rank's share."""
         limits, mesh = self.plan.resolved.limits, self.plan.mesh
         shape = self.whole.vocab_size, limits.sampled_rows
         sampler = HostSampler(*shape)
@@ -189,13 +189,13 @@ class Assembly:
     def _layer_tables(
         self, specs: Sequence[GroupedAttentionSpec], biases: SplitBiases, means: Sequence[torch.Tensor | None]
     ) -> dict[str, Any]:
-        """List what grouped layers have beside their pages; nothing that no layer has."""
+        """Return the tables of grouped layers: key biases, means, sinks, if any layer has them."""
         sinks = copy_sinks(self.weights, specs)
         named: dict[str, Sequence[Any]] = {"key_biases": biases.keys, "k_means": means, "sinks": sinks}
         return {name: tables for name, tables in named.items() if any(table is not None for table in tables)}
 
     def _record(self, backend: AttentionBackend) -> None:
-        """Enter what the backend holds, and what no tensor of ours holds, into the ledger."""
+        """Book the backend's bytes and those of HELD_OUTSIDE in the ledger."""
         for owner, num_bytes in backend.held_bytes().items():
             self.ledger.record(owner, num_bytes, f"{backend.name}'s own")
         for term in self.plan.memory.terms:
@@ -207,7 +207,7 @@ class Assembly:
         mean_bytes = sum(mean_KD.nbytes for mean_KD in means if mean_KD is not None)
         if mean_bytes:
             self.ledger.record("attention/key_means", mean_bytes, "what the keys of a head have in common")
-        # The prompt goes through all stages, even those that have nothing to measure.
+        # The prompt runs through all stages, even those with nothing to measure.
         is_staged = self.plan.mesh.num_stages > 1 and self.plan.resolved.kv_format.is_quantized
         if mean_bytes or any(biases.keys) or is_staged:
             rooms = KeyRooms(biases.keys, biases.by_layer, means)

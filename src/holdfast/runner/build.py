@@ -42,12 +42,12 @@ COMPILING_CPU = "Compiling CPU kernels"
 PLANNING, ALLOCATING = "Planning memory", "Taking KV pages and workspace"
 COMPARING = "Comparing products to the bit"
 Connect = Callable[[RunnerPlan, Ledger, tuple[int, ...]], tuple[Exchange, tuple[int, ...]]]
-"""Gives a rank whose weights are loaded the way to the others, and sizes of steps that all of them have left of their own."""
+"""Connects a rank after its weights are loaded: returns the exchange and the step sizes common to all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltRunner:
-    """A runner that is ready, and the account of how it came to be."""
+    """A ready runner with its plan, ledger and load report."""
 
     runner: Runner
     storage: PageStorage
@@ -73,16 +73,16 @@ def build_runner(
     agree: Callable[[RunnerPlan], None] | None = None,
     connect: Connect | None = None,
 ) -> BuiltRunner:
-    """Everything from a model's headers to a runner, or to that of one rank.
+    """Build a runner, or one rank's runner, from a model's headers.
 
-    `on_progress(done, total)` counts bytes read; `on_prepare` gets compiled kernels and captured graphs.
-    Each of several ranks plans for what they have `agreed` on. It calls `agree` with its plan before a weight is read, which
-    raises if plans differ, and `connect` after its weights are loaded. `target` is the device as the rank has reported it.
+    `on_progress(done, total)` counts bytes read; `on_prepare` gets compiled kernels and captured graphs. Each of
+    several ranks plans with the values in `agreed`. It calls `agree` with its plan before a weight is read, which
+    raises if plans differ, and `connect` after its weights are loaded. `target` is the device that the rank reported.
     """
     assert mesh.is_alone or connect is not None, f"{mesh} has no exchange"
     device, device_reason = choose_device(config)
     if device == "cpu":
-        # The choice of an attention backend would compile them too, without a word.
+        # Choosing an attention backend would compile them too, but silently.
         compile_native(_telling(on_prepare))
     if config.batch_invariant and device != "cpu":
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
@@ -122,7 +122,7 @@ def build_runner(
 
 
 def _log_choices(plan: RunnerPlan) -> None:
-    """What was settled before a weight is read, and why."""
+    """Log the choices of the plan and their reasons."""
     for choice in plan.resolved.choices:
         log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
     if plan.context_note:
@@ -153,14 +153,14 @@ def plan_model(
     mesh: Mesh = ALONE,
     agreed: Agreed | None = None,
 ) -> tuple[WeightLoad, RunnerPlan]:
-    """How the weights will arrive and what the runner, or that of one rank, will hold, from headers alone; what cannot run raises.
+    """Plan the load and the memory of a runner, or of one rank, from headers alone; raise if it cannot run.
 
-    With `uses_cache`, weights that an earlier start has quantized are looked for; `agreed` is what all ranks have in common.
+    `uses_cache` looks for weights that an earlier start quantized; `agreed` holds the values common to all ranks.
     """
     loads: list[WeightLoad] = []
 
     def staging(resolved: Resolved) -> Term | None:
-        """Plan the weights as they are settled, and return what their loading holds."""
+        """Plan the resolved weights, and return the memory term of their loading."""
         loads.append(plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache, mesh))
         return loads[-1].staging(target.kind)
 
@@ -172,7 +172,7 @@ def plan_model(
 
 
 def load_words(report: LoadReport) -> str:
-    """What a load held and how fast it was, on one line."""
+    """Return a load's memory and speed as one line."""
     peak_bytes = report.final_bytes + report.staging_bytes
     words = f"final {format_bytes(report.final_bytes)}, peak {format_bytes(peak_bytes)} as planned"
     if report.peak_allocated_bytes is not None:
@@ -181,7 +181,7 @@ def load_words(report: LoadReport) -> str:
 
 
 class RunnerBuild(Assembly):
-    """What has been taken so far, so that all of it can be given back wherever a start stops."""
+    """An Assembly that frees everything taken so far, wherever a start stops."""
 
     def __init__(
         self, config: EngineConfig, model: OpenModel, plan: RunnerPlan, ledger: Ledger, device: torch.device
@@ -194,7 +194,7 @@ class RunnerBuild(Assembly):
         self, load: WeightLoad, on_progress: Callable[[int, int], None], on_prepare: OnPrepare = prepare_silently
     ) -> LoadReport:
         """Bring the weights to the device; the source is closed afterwards."""
-        # Before the first weight: what it takes for a moment is less than weights, workspace and pages will.
+        # Before the first weight: its temporary memory is less than weights, workspace and pages will take.
         self._compare_products({weight.name: weight.shape for weight in load.plan.weights}, on_prepare)
         loaded = load.run(str(self.device), self.ledger, on_progress)
         self.weights = loaded.weights
@@ -202,7 +202,7 @@ class RunnerBuild(Assembly):
         return loaded.report
 
     def _compare_products(self, shares: Mapping[str, tuple[int, ...]], on_prepare: OnPrepare) -> None:
-        """Which numbers of rows this device multiplies alike by weights of these shapes, where a batch is to change nothing."""
+        """If batch invariant, find the row counts that this device multiplies alike by weights of these shapes."""
         if self.batch_invariant and self.device.type == "cuda":
             whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
             self.row_sizes = compared_sizes(
@@ -210,13 +210,13 @@ class RunnerBuild(Assembly):
             )
 
     def connect(self, exchange: Exchange, row_sizes: tuple[int, ...] | None = None) -> None:
-        """Take the way to the other ranks, and close it in the end; and the sizes of steps that all have left, if they are others."""
+        """Use this exchange, and close it on release; `row_sizes`, if given, are the step sizes common to all ranks."""
         self.exchange = exchange
         self.row_sizes = self.row_sizes if row_sizes is None else row_sizes
         self.releases.append(exchange.close)
 
     def share(self, loaded: "RunnerBuild") -> None:
-        """Take the weights that another build has loaded, and will give back."""
+        """Use the weights of another build, which owns and frees them."""
         self.weights = loaded.weights
         self.is_sharing = True
         self._compare_products({name: tuple(weight.shape) for name, weight in self.weights.items()}, prepare_silently)
@@ -248,7 +248,7 @@ def _telling(on_prepare: OnPrepare) -> Callable[[Path, int, int], None]:
 
 
 def _refuse_ranks(plan: RunnerPlan) -> None:
-    """What ranks cannot do to the bit."""
+    """Refuse exact ranks on a CPU without C kernels."""
     mesh = plan.mesh
     if mesh.is_exact and plan.target.kind == "cpu" and native_library() is None:
         raise ConfigError("runner.no_c_kernels")

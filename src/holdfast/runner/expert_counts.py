@@ -1,4 +1,4 @@
-"""Distinct experts of eager steps: what routing makes a step read, beside what uniform routing would."""
+"""Distinct experts that eager steps read, compared with uniform routing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class ExpertCounts:
         self.distinct.append(expert_ids_TS.unique().numel())
 
     def summary(self, num_rows: int | None = None) -> dict[str, float] | None:
-        """Means over layers and steps, of those with `num_rows` rows if it is given; None if there are none."""
+        """Return means over layers and steps, only those with `num_rows` rows if given; None if there are none."""
         found = [
             (rows, distinct, uniform_experts(self.num_experts, self.top_k, rows))
             for rows, distinct in zip(self.rows, self.distinct, strict=True)
@@ -46,14 +46,14 @@ class ExpertCounts:
 
 
 def expert_layers(runner: "Runner") -> "list[ExpertLayer]":
-    """Sparse layers of a runner's model; none if it has no experts."""
+    """Return a model's sparse layers; none if it has no experts."""
     model = runner.model
     return model.expert_layers if isinstance(model, LayerStack | CompressedDecoder) else []
 
 
 @contextmanager
 def counting_experts(runner: "Runner") -> Iterator[ExpertCounts]:
-    """Count the experts of steps meanwhile. Steps run without graphs, and counting allocates: use it after timing."""
+    """Count experts of steps in this context. They run without graphs, and counting allocates: use it after timing."""
     layers = expert_layers(runner)
     counts = ExpertCounts(len(layers[0].router_EH) if layers else 0)
     graphs, runner.graphs = runner.graphs, None

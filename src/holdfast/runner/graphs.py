@@ -1,19 +1,20 @@
-"""CUDA graphs of whole steps, and what is compiled before a runner is ready.
+"""CUDA graphs of whole steps, and the row counts that compile every specialization.
 
 R rows whose logits are wanted, V vocabulary
 
-A decode step has a row for each sequence and wants all of their logits. A mixed step has any rows and wants the logits of
-some. Both are padded up to the next size that was captured. What a graph reads (rows, tiles, pages, parameters) lies in
-fixed buffers that are filled before it runs; what it works in is the workspace. So its pool holds next to nothing.
+A decode step has one row per sequence and wants logits of all rows. A mixed step has any rows and wants logits of some.
+Both are padded up to the next captured size. A graph reads rows, tiles, pages and parameters from fixed buffers, which
+are filled before it runs. It works in the workspace, so its pool holds next to nothing.
 
-On ranks a graph holds a rank's exchanges too: sums and gathers, rows of the stage before it and to the one behind it, and in the
-last stage the argmaxes for rank 0, which fetches them outside of its own graph, when it collects. While graphs are captured a size
-runs once on all ranks before any of them captures it: what runs waits for its peers, and a capture runs nothing and waits for no rank.
+A rank's graph also holds its exchanges: all-reduces, gathers, receives from the stage before and sends to the next. In
+the last stage it sends the argmaxes to rank 0, which fetches them outside its own graph, in collect(). During capture
+a size runs once on all ranks before any rank captures it: a run waits for its peers, a capture runs nothing and waits
+for no rank.
 
-Before ready a step is run at every number of rows of `warm_rows`, so that together they take every form of every kernel. A
-form is what Triton compiles a kernel for. Weights, formats and the model decide most of it, and any step shows that much.
-What follows from the number of rows every launcher says of itself in `row_form`, and takes it from there when it launches;
-numbers that are mere arguments, such as rows, are marked as counts (`jit_counting`), and change nothing.
+Warm-up runs a step at each row count of `warm_rows`; together they launch every specialization of every kernel.
+Weights, formats and the model decide most of a specialization, and any step shows that much. For the rest, which
+follows from the number of rows, each launcher has `row_form` and uses it to launch. Plain arguments such as the number
+of rows are marked as counts (`jit_counting`), and do not specialize.
 """
 
 import gc
@@ -49,7 +50,7 @@ class StepGraphs:
         self._steps: dict[tuple[bool, int], CapturedStep] = {}
 
     def __len__(self) -> int:
-        """Graphs that were captured."""
+        """Number of captured graphs."""
         return len(self._steps)
 
     @property
@@ -58,7 +59,7 @@ class StepGraphs:
         return self._sizes[False]
 
     def size_for(self, num_rows: int, num_logit_rows: int, is_decode: bool) -> int | None:
-        """The smallest captured size that takes so many rows, or None. Forks can make more logits than rows."""
+        """Return the smallest captured size that fits, or None. Forks can want more logits than rows."""
         sizes = self._sizes[is_decode]
         index = bisect_left(sizes, max(num_rows, num_logit_rows))
         if index == len(sizes) or num_logit_rows > self.logit_rows(sizes[index], is_decode):
@@ -78,7 +79,7 @@ class StepGraphs:
     ) -> None:
         """Capture every size, the largest first; `run(size, is_decode)` is one step on padding, run once before.
 
-        `meet` takes the same, and what this rank does behind a step outside of its graph, so that peers' steps can end.
+        `meet` has the same arguments. It does this rank's work outside its graph, so that peers' steps can end.
         """
         pool = torch.cuda.graph_pool_handle()
         keys = [(is_decode, size) for is_decode, sizes in self._sizes.items() for size in reversed(sizes)]
@@ -101,13 +102,13 @@ class StepGraphs:
                 gc.enable()
 
     def replay(self, size: int, is_decode: bool) -> torch.Tensor:
-        """Run a captured step; its logits, padding included."""
+        """Replay a captured step; return its logits with padding."""
         step = self._steps[is_decode, size]
         step.graph.replay()
         return step.logits_RV
 
     def release(self) -> None:
-        """Let go of every graph."""
+        """Free every graph."""
         self._steps.clear()
 
 
@@ -115,11 +116,11 @@ LAUNCHERS = (
     *(tiled_attention, quantized_attention, latent_tiles, latent_projection),
     *(block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles, expert_sum, hyper_connections, add_rows),
 )
-"""Those whose form follows from the number of rows alone, whether or not the model has a use for them."""
+"""Launchers whose specialization follows from the row count alone, whether or not the model uses them."""
 
 
 def step_form(num_rows: int, experts: ExpertsSpec | None) -> tuple[Hashable, ...]:
-    """All that a step of so many rows decides about the kernels it launches."""
+    """Return the kernel specializations that a step of `num_rows` rows takes."""
     forms: tuple[Hashable, ...] = tuple(launcher.row_form(num_rows) for launcher in LAUNCHERS)
     if experts is None:
         return forms
@@ -129,7 +130,7 @@ def step_form(num_rows: int, experts: ExpertsSpec | None) -> tuple[Hashable, ...
 def warm_rows(
     numbers: Iterable[int], experts: ExpertsSpec | None, own_form: Callable[[int], Hashable] | None = None
 ) -> tuple[int, ...]:
-    """The fewest rows of each form among steps of these numbers of rows, from the least; `own_form`: what a model adds to it."""
+    """Return the first row count of each specialization; `own_form` adds what the model specializes on."""
     first: dict[tuple[Hashable, ...], int] = {}
     for num_rows in numbers:
         own = None if own_form is None else own_form(num_rows)

@@ -1,12 +1,12 @@
-"""Row counts that cuBLAS multiplies alike: a start compares them, and steps are padded to them if neither batch nor ranks may matter.
+"""Row counts that cuBLAS multiplies alike: compared at the start; steps are padded to them for batch invariance.
 
 T rows, K inputs, N outputs
 
-With batch_invariant a row is multiplied the same way in any batch, and on exact ranks by a share of a weight as by all of it.
+With batch_invariant a row gives the same bits in any batch, and on exact ranks by a share of a weight as by the whole.
 cuBLAS chooses kernels by shape and does not document their order of summation. So steps have few row counts
-(planning/exactness.py, `row_sizes`). A start multiplies with each count and drops those whose bits differ from the largest; a step
-is padded to the next one left. Each rank compares its own shares, and all take the counts that every rank has left, because rows
-go from stage to stage in one size.
+(planning/exactness.py, `row_sizes`). A start multiplies with each count and drops those whose bits differ from the
+largest; a step is padded to the next one left. Each rank compares its own shares, and all take the counts that every
+rank has left, because rows go from stage to stage in one size.
 """
 
 from bisect import bisect_left
@@ -35,7 +35,7 @@ class Product(NamedTuple):
     name: str
     size_n: int
     all_n: int
-    """Rows of the whole weight if a share must match it; else its own."""
+    """Rows of the whole weight if a share must match it; else `size_n`."""
     size_k: int
     has_bias: bool
     is_head: bool
@@ -52,9 +52,9 @@ class Product(NamedTuple):
         return linear_float32(x_TK, weight_NK, x_TK.new_empty(len(x_TK), len(weight_NK), dtype=torch.float32))
 
     def alike(self, sizes: Sequence[int], most_rows: int, dtype: torch.dtype, device: torch.device) -> set[int]:
-        """Return the row counts with which every row comes out as among `most_rows` by the whole weight.
+        """Return the row counts that give each row the same bits as `most_rows` rows times the whole weight.
 
-        Random numbers stand for all. A share is tried at its first and its last place in the whole.
+        Tested on random numbers. A share is tested at its first and last place in the whole.
         """
         made = {"device": device, "dtype": dtype, "generator": torch.Generator(device).manual_seed(0)}
         weight_NK, x_TK = torch.randn(self.all_n, self.size_k, **made), torch.randn(most_rows, self.size_k, **made)
@@ -118,7 +118,7 @@ def invariant_sizes(
     device: torch.device,
     on_compared: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[int, ...]:
-    """Return those of `sizes` in which all products are alike; raise if the last, or `most_logits`, is not.
+    """Return the `sizes` at which all products are alike; raise if the last, or `most_logits`, is not.
 
     The head multiplies at most `most_logits` rows, which is one of `sizes`. `on_compared` counts products.
     """
@@ -143,11 +143,11 @@ def invariant_sizes(
 
 
 def padded_rows(num_rows: int, sizes: Sequence[int]) -> int:
-    """Return the least step size that holds so many rows; without sizes the number itself."""
+    """Return the least step size of at least `num_rows`; `num_rows` if there are no sizes."""
     return sizes[bisect_left(sizes, num_rows)] if sizes else num_rows
 
 
 def common_sizes(of_ranks: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the sizes that every rank has left; empty if no rank pads its steps."""
+    """Return the sizes that all ranks have; empty if no rank pads its steps."""
     first, *others = of_ranks
     return tuple(size for size in first if all(size in other for other in others))

@@ -1,16 +1,16 @@
-"""Centred keys: the mean key of each quantized layer, from a short warm-up prompt, and where it is kept from then on.
+"""Centred keys: measure the mean key of each quantized layer on a short warm-up prompt, and store it.
 
 K key/value heads, D head dim, X width of the fused QKV projection, T rows of the warm-up prompt
 
-What all keys of a head have in common takes up codes and tells no key from another. It is measured once, before the first
-page of a request is written, behind the norm and before rope, and never changes: so a page means the same in every step.
-The prompt is a list of token ids that follows from the size of the vocabulary, so that codes stay a function of weights and
-settings, and two starts give the same ones.
+The mean of a head's keys uses up code range and distinguishes no key from another. It is measured once, before the
+first page of a request is written, after the norm and before RoPE. It never changes, so a page means the same in every
+step. The prompt's token ids follow from the vocabulary size alone. So codes stay a function of weights and settings,
+and two starts give the same ones.
 
-Where scores get a key bias already, the mean is one more part of it: exact at every position, whatever stands behind a score.
-Elsewhere one vector is subtracted from the keys of all positions, their mean turned to each of them and averaged over the
-whole context: of pairs that turn fast nothing is left. It adds the same number to all scores of a row, which a plain softmax
-does not see. Sinks and soft-capping would, so nothing is subtracted from the keys of layers that have them.
+If scores have a key bias already, the mean is added to it: exact at every position, whatever follows the scores.
+Otherwise one vector is subtracted from all keys: their mean, rotated to each position and averaged over the whole
+context. Pairs that rotate fast average to zero. This shifts all scores of a row by the same number, which a plain
+softmax ignores. Sinks and soft-capping would not, so nothing is subtracted from the keys of layers that have them.
 """
 
 from collections.abc import Sequence
@@ -35,23 +35,23 @@ from holdfast.runner.runner import Runner
 
 WARM_TOKENS = 128
 FIRST_TOKENS = 4
-"""They attract attention and have keys of their own kind: no mean has a share of them."""
+"""Left out of the mean: the first tokens attract attention and have unusual keys."""
 LEAST_TOKENS = 32
 """Fewer tokens give no useful mean."""
 LEAST_ID = 16
-"""Below it vocabularies have tokens that no text holds."""
+"""Vocabularies hold tokens below it that occur in no text."""
 GOLDEN = 0.6180339887498949
 
 
 def warm_token_ids(vocab_size: int, num_tokens: int) -> list[int]:
-    """Ids all over the vocabulary, more of the low ones: tokenizers give these to what is frequent."""
+    """Return ids from the whole vocabulary, denser at low ids: tokenizers give those to frequent tokens."""
     least = min(LEAST_ID, vocab_size - 1)
     places = (number * GOLDEN % 1 for number in range(num_tokens))
     return [int(least * (vocab_size / least) ** place) if least else 0 for place in places]
 
 
 def make_means(specs: Sequence[GroupedAttentionSpec], device: torch.device) -> tuple[torch.Tensor | None, ...]:
-    """Room for the mean of every quantized layer without a key bias, sinks or a cap; zeros until it is known."""
+    """Allocate a zero mean for every quantized layer without a key bias, sinks or a cap."""
     layers = [
         layer
         for layer, spec in enumerate(specs)
@@ -67,21 +67,22 @@ def make_means(specs: Sequence[GroupedAttentionSpec], device: torch.device) -> t
 
 
 class KeyRooms(NamedTuple):
-    """Where the mean of each layer goes."""
+    """Tensors that receive the mean of each layer."""
 
     biases: Sequence[KeyBias | None]
-    """What scores get; of a layer that has one the projection is in `qkv`."""
+    """Key biases of scores; a layer that has one is also in `qkv`."""
     qkv: dict[int, torch.Tensor]
-    """By layer: biases of the projection, the runner's own."""
+    """By layer: the runner's copy of the projection's bias."""
     means: Sequence[torch.Tensor | None]
-    """What is subtracted from keys, in the space of their codes."""
+    """Vectors subtracted from keys, in the space of their codes."""
 
 
 @torch.inference_mode()
 def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
-    """Measure and keep; the number of tokens that were read, 0 where a step has no room for enough of them.
+    """Measure and store the means. Return the number of tokens read, 0 if a step fits too few.
 
-    Ranks measure the heads that each has, together: `spec` is a rank's, token ids are those of the runner's whole vocabulary.
+    Each rank measures its own heads, in one common step: `spec` is the rank's, token ids come from the whole
+    vocabulary.
     """
     limits, backend = runner.limits, runner.backend
     num_tokens = min(WARM_TOKENS, limits.max_model_len, limits.max_num_batched_tokens)
@@ -108,7 +109,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
     }
     for layer, mean_KD in found.items():
         if not bool(mean_KD.isfinite().all()):
-            continue  # weights that are not finite have no mean; steps report them
+            continue  # weights are not finite; steps report that
         bias, room_KD = rooms.biases[layer], rooms.means[layer]
         if bias is not None:
             qkv_X = rooms.qkv[layer]
@@ -125,7 +126,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
 
 
 def mean_key(qkv_TX: torch.Tensor, spec: ModelSpec, head_norm: HeadNorm | None) -> torch.Tensor:
-    """float32 [K, D]: of what rope would turn next."""
+    """Return the mean key before RoPE, float32 [K, D]."""
     k_TKD = qkv_TX[:, spec.key_part].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
     if head_norm is not None:
         k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps, offset=head_norm.offset)
@@ -133,7 +134,7 @@ def mean_key(qkv_TX: torch.Tensor, spec: ModelSpec, head_norm: HeadNorm | None) 
 
 
 def average_turn(frequency_P: torch.Tensor, magnitude: float, num_positions: int) -> torch.Tensor:
-    """float32 [D, D]: what a row of keys is to be multiplied by, for its mean over the first positions of a text.
+    """Return the average RoPE rotation over the first `num_positions`, float32 [D, D], to multiply key rows by.
 
     The mean of exp(i w p) over p < L is a geometric series: exp(i w (L - 1) / 2) sin(w L / 2) / (L sin(w / 2)).
     """

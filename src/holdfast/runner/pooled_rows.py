@@ -2,9 +2,9 @@
 
 R rows whose logits are wanted, P rows of the buffer, H hidden
 
-The device holds nothing for it. On a GPU rows go straight into pinned memory of the host, before the choices of the same step: when
-those have been read, the rows are there too. Two steps may be under way, so there are two buffers. A step with more pooled rows than a
-buffer holds waits for the rows of each round but the last. On a CPU the buffer is one row in float32.
+Nothing is allocated on a GPU. Rows are copied to pinned host memory before the sampled tokens of the same step: when
+those have been read, the rows have arrived too. Two steps may be in flight, so there are two buffers. If a step has
+more pooled rows than a buffer holds, it waits for each round but the last. On a CPU the buffer is one float32 row.
 """
 
 from collections import deque
@@ -19,19 +19,19 @@ from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY
 
 
 class PooledCopy:
-    """The pooled rows of one step, on their way or read."""
+    """The pooled rows of one step, in flight or read."""
 
     def __init__(self, early: list[bytes], rows_PH: torch.Tensor) -> None:
         self._early = early
         self._rows_PH = rows_PH
 
     def read(self) -> list[bytes]:
-        """One vector for each pooled row, in order; the choices of the step have been read."""
+        """Return a vector per pooled row, in order; call it after reading the step's choices."""
         return [*self._early, *_vectors(self._rows_PH)]
 
 
 class PooledRows:
-    """Buffers that are taken once; a step with pooled rows takes the next."""
+    """Buffers allocated once; each step with pooled rows uses the next."""
 
     def __init__(self, hidden_size: int, dtype: str, device: torch.device, ledger: Ledger) -> None:
         is_cpu = device.type == "cpu"
@@ -45,7 +45,7 @@ class PooledRows:
             ledger.record(POOLED_OWNER, spec.num_bytes, POOLED_REASON)
 
     def send(self, hidden_RH: torch.Tensor, places: Sequence[int]) -> PooledCopy:
-        """Copy these rows; on a GPU the copies are enqueued, and the choices of the step must be enqueued after them."""
+        """Copy these rows. On a GPU this enqueues the copies; enqueue the choices of the step after them."""
         self.buffers.rotate()
         rows_PH, early = self.buffers[0], list[bytes]()
         most = len(rows_PH)
@@ -58,7 +58,7 @@ class PooledRows:
         return PooledCopy(early, rows_PH[: (len(places) - 1) % most + 1])
 
     def _copy(self, hidden_RH: torch.Tensor, places: Sequence[int], rows_PH: torch.Tensor) -> None:
-        """One copy for each run of neighbours: in a step of pooled prompts alone that is one."""
+        """Copy each run of adjacent rows at once; a step of pooled prompts alone has one run."""
         target = 0
         for _, run in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
             near = [place for _, place in run]

@@ -1,20 +1,20 @@
-"""Runner: steps on one device: rows, model, logits, chosen tokens; on a GPU from captured graphs where one fits.
+"""Runner: runs steps on one device: rows, model, logits, chosen tokens; on a GPU by a captured graph if one fits.
 
-    launch(step)   checks a step, and on a GPU enqueues all of it: inputs, model, choices, the way of the results
-    collect()      the results of the oldest step; only this waits, and on a CPU this is where a step is computed
+    launch(step)   checks a step; on a GPU enqueues all of it: inputs, model, choices, copies of results
+    collect()      returns the results of the oldest step; only this waits, and on a CPU it computes the step
 
-So on a GPU one step runs while the next is prepared. Everything goes through one stream, in order: buffers on the device serve
-one step after the other, and what the host writes for a step it writes when the step before the last has been collected. A
-token that the step before is choosing comes from the device. Choices that need such a token on the host wait for it, and
-nothing else does: collect() makes those of the next step when it has read the results of this one.
+So on a GPU one step runs while the next is prepared. One stream runs everything in order. Device buffers serve one step
+after the other; the host writes a step's inputs once the step before the last has been collected. A token that the
+previous step is still choosing comes from the device. Only choices that need such a token on the host wait for it:
+collect() makes those of the next step after it has read the results of this one.
 
-In a pipeline every rank computes its stage of a step when it is launched. Rank 0 meets the last stage, which has the logits,
-in collect(), so that as many steps are under way as there are stages; a sequence is in one of them. All stages take steps in
-one order: a step that chooses nothing is over for rank 0 before the last stage has computed it, and pages that it writes, or
-gives back, are read and written again only behind it. Which graph a step takes follows from the step alone, so that all stages
-replay or none does: rows between them are padded to one size on both sides, and rank 0 fetches as many argmaxes as the last
-stage's graph offers. What the host writes for a step is sent in the stream, behind the graphs of the steps before it, and its
-double is written again when that copy has been made (memory/arena.py), however many steps are under way.
+In a pipeline each rank computes its stage of a step in launch(). In collect(), rank 0 receives from the last stage,
+which has the logits. So as many steps are in flight as there are stages; a sequence is in one of them. All stages run
+steps in one order. A step that chooses nothing ends for rank 0 before the last stage has computed it; its pages are
+reused only by later steps. The graph of a step follows from the step alone, so all stages replay or none does: both
+sides pad rows to one size, and rank 0 fetches as many argmaxes as the last stage's graph sends. Host inputs are
+copied in the stream, after the graphs of earlier steps. Their mirror is rewritten once that copy is done
+(memory/arena.py), however many steps are in flight.
 
 T rows of a step, R rows whose logits are wanted, S sequences that sample, H hidden, V vocabulary
 """
@@ -60,18 +60,18 @@ CopyCache = Callable[[SequenceABC[tuple[int, int]], int, int], None]
 
 
 class WantedRows(NamedTuple):
-    """Rows of a step whose logits are wanted: all that are sampled, and prompts with logprobs."""
+    """Rows of a step whose logits are wanted: sampled rows and prompts with logprobs."""
 
     logit_rows: list[int]
     prompt_rows: list[tuple[int, int]]
-    """By scheduled sequence with prompt logprobs: its first logit row, and how many; else (0, 0)."""
+    """By scheduled sequence: first logit row and count of prompt logprobs; (0, 0) without."""
     sampled: list[int]
-    """The places among the logit rows that are chosen from."""
+    """Indices into the logit rows to choose from."""
     choices: list[Choice]
     keep_slots: list[int]
-    """By choice: the slot whose next step may begin with it before the host knows it."""
+    """By choice: the slot that stores it on the device for the next step."""
     pooled: list[int]
-    """The places among the logit rows whose hidden states go to the host."""
+    """Indices into the logit rows whose hidden states go to the host."""
 
     @property
     def has_prompts(self) -> bool:
@@ -99,7 +99,7 @@ class WantedRows(NamedTuple):
         return wanted
 
     def _add_choices(self, item: ScheduledSequence, end: int) -> None:
-        """One behind the last token, and one behind each proposal, whose own next step waits for the host."""
+        """Add a choice after the last token and after each draft token; with drafts the next step waits."""
         count = 1 + len(item.proposals)
         if item.sequence.is_pooled:
             self.pooled.append(len(self.logit_rows))
@@ -111,22 +111,22 @@ class WantedRows(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A step that was launched and not collected."""
+    """A launched step that is not collected."""
 
     step: LiveStep
     choosing: Choosing | None = None
-    """None: nothing was computed yet, or the result is there."""
+    """None before the step is computed, or if `result` is set."""
     pooled: PooledCopy | None = None
-    """Hidden states on their way to the host."""
+    """Hidden states being copied to the host."""
     result: StepResult | None = None
     is_booked: bool = False
     elsewhere: WantedRows | None = None
-    """What another stage has the logits of, once this one's part is computed."""
+    """Rows whose logits another stage has, once this stage is computed."""
 
 
 @dataclass(frozen=True, eq=False)
 class RunnerParts:
-    """What a runner is built from; everything is allocated."""
+    """Allocated parts that a runner is built from."""
 
     model: Model
     backend: AttentionBackend
@@ -134,13 +134,13 @@ class RunnerParts:
     sampler: HostSampler | DeviceSampler | SharedSampler
     limits: Limits
     groups: SequenceABC[CacheGroup]
-    """Those of the cache."""
+    """Cache groups."""
     num_pages: int
     vocab_size: int
     eos_token_ids: frozenset[int]
     device: torch.device
     mesh: Mesh = ALONE
-    """Which stage of the pipeline this rank has, and whether it samples."""
+    """Gives this rank's pipeline stage and whether it samples."""
     row_sizes: SequenceABC[int] = ()
     """Row counts whose products round alike: every step is padded to one. Empty if any count will do."""
     copy_cache: CopyCache | None = None
@@ -150,7 +150,7 @@ class RunnerParts:
 
 
 class Runner:
-    """Runs steps. Everything it needs was built and allocated before."""
+    """Runs steps over parts that were allocated before."""
 
     def __init__(self, parts: RunnerParts) -> None:
         self.limits, self.groups = parts.limits, tuple(parts.groups)
@@ -173,25 +173,25 @@ class Runner:
         self._slots = Slots(self.limits, self.groups, self.num_pages, self.vocab_size)
         self._flights: deque[_Flight] = deque()
         self._collected: _Flight | None = None
-        """The oldest flight, where its results were handed out."""
+        """The oldest flight, if its results were returned."""
         self._stage_ends: deque[torch.cuda.Event] = deque()
-        """Ends of the last steps that were begun here, in a pipeline on a GPU."""
+        """End events of the last steps begun here, in a pipeline on a GPU."""
         has_slots = self.buffers.keep_slots_T is not None
         assert has_slots or not self.sampler.keeps_tokens, "chosen tokens have no slots to be kept by"
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether launching a step before the last one is collected gains anything: on a GPU."""
+        """True if a step can usefully launch before the last one is collected: on a GPU."""
         return self.sampler.keeps_tokens
 
     @property
     def padded_sizes(self) -> tuple[int, ...]:
-        """Rows that steps with prompts are padded to; larger ones, or all if there are none, are not."""
+        """Row counts that steps with prompts are padded to; larger steps are not padded."""
         return self.row_sizes or (() if self.graphs is None else self.graphs.mixed_sizes)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
-        """Take a step; on a GPU begin it, at most one beyond the oldest that is not collected. One that is not sound is refused."""
+        """Accept a step, and on a GPU begin it, at most one beyond the oldest uncollected. Raise if it is invalid."""
         self.advance()
         is_staged = self.num_stages > 1
         if self.can_run_ahead and not is_staged:
@@ -202,12 +202,12 @@ class Runner:
             try:
                 with self.on_stream(), self._throttle_stage() if is_staged else nullcontext():
                     self.begin(flight)
-            except Exception:  # also in the words of an exchange
+            except Exception:  # an exchange may raise too
                 self._keep_if_failed()
                 raise
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step in flight. Where this is interrupted it can be called again, or cancel() on a CPU."""
+        """Wait for the oldest step in flight. After an interrupt, call it again, or on a CPU cancel()."""
         self.advance()
         assert self._flights, "no step is in flight"
         flight = self._flights[0]
@@ -217,28 +217,28 @@ class Runner:
         except Exception:
             self._keep_if_failed()
             raise
-        # An interrupt comes before this line, and nothing was handed out, or after the caller has the result: Python looks
-        # for signals in calls and loops. What follows from having handed it out is done at the next call.
+        # Python checks signals in calls and loops. So an interrupt comes before this line, and nothing was returned, or
+        # after the caller has the result. The next call does the rest.
         self._collected = flight
         return result
 
     def run(self, step: Step) -> None:
-        """Run a step of which another rank chooses the tokens; `take_result` brings them later."""
+        """Run a step whose tokens another rank chooses; `take_result` books them later."""
         self.launch(step)
         if not self.can_run_ahead:
             with torch.inference_mode():
                 self._compute(self._flights[-1])
 
     def take_result(self, result: StepResult) -> None:
-        """What was chosen in the oldest step, as another rank says."""
+        """Book the oldest step with another rank's tokens."""
         assert self._flights, "no step is in flight"
         flight = self._flights.popleft()
         self._slots.book(flight.step, result)
 
     def cancel(self) -> bool:
-        """Drop every step in flight, as if none had run; their admissions, pages and releases stand.
+        """Drop all steps in flight; their admissions, pages and releases stand. Return True if done.
 
-        Where steps begin when they are launched this cannot be done, unless there are none.
+        Return False if steps begin in launch() and some are in flight.
         """
         self.advance()
         if (self.can_run_ahead or self._logits_on_other_stage) and self._flights:
@@ -279,15 +279,15 @@ class Runner:
         on_progress: Callable[[int, int], None],
         on_warm: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Run every kernel in every form, so that nothing is compiled afterwards; and capture the graphs.
+        """Run every kernel specialization, so that nothing compiles afterwards, and capture the graphs.
 
-        `rows` are numbers of rows whose steps take every form together (runner/graphs.py). `on_progress(done, total)`
+        Steps of `rows` rows launch all specializations together (runner/graphs.py). `on_progress(done, total)`
         counts graphs, `on_warm` the steps before them.
         """
         with self.on_stream():
             step, logit_rows = self._dummy_step(self.limits.max_num_batched_tokens)
             batch = self.fill_batch(step, logit_rows)
-            self.model.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
+            self.model.step_logits(batch, self.backend.plan(batch, captured=True))  # every tile size
             self.sampler.end_step()
             for start, num_rows in self.backend.eager_steps():
                 batch = self.fill_batch(self.eager_step(start, num_rows), [num_rows - 1])
@@ -306,7 +306,7 @@ class Runner:
             self.graphs = graphs
 
     def _capture(self, graphs: StepGraphs, stream: torch.cuda.Stream, on_progress: Callable[[int, int], None]) -> None:
-        """Every graph of this rank's part of a step. All ranks capture the same sizes in the same order."""
+        """Capture every graph of this rank. All ranks capture the same sizes in the same order."""
         batches = {}
 
         def run(size: int, is_decode: bool) -> torch.Tensor:
@@ -323,7 +323,7 @@ class Runner:
         graphs.capture(run, stream, on_progress, meet)
 
     def run_captured(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """What a graph holds: tokens into their places, this stage's layers, and behind the last one the argmax of every row."""
+        """Run what a graph captures: resolve tokens, run this stage's layers, then, if it is the last, argmax."""
         self.sampler.resolve(batch.token_ids_T)
         logits_RV = self.model.step_logits(batch, plan)
         if self._logits_on_other_stage:
@@ -333,7 +333,7 @@ class Runner:
         return logits_RV
 
     def _warm_rows(self, num_rows: int) -> None:
-        """Both ways that so many rows can go: a small batch takes the fused decode path where all of its logits are wanted."""
+        """Run both paths of `num_rows` rows: small batches take the fused decode path if all logits are wanted."""
         batch = self.buffers.fill(LiveStep(()), [], num_rows)
         plan = self.backend.plan(batch, captured=True)
         self.sampler.resolve(batch.token_ids_T)
@@ -348,13 +348,13 @@ class Runner:
             self._warm_choices(self.model.step_logits(batch, plan))
 
     def _warm_choices(self, logits_RV: torch.Tensor) -> None:
-        """From the rows of a step, or where another stage has them with it."""
+        """Warm the sampler on these logits, or jointly with the stage that has them."""
         num_chosen = min(len(logits_RV), self._most_sampled)
         self.sampler.find_argmax(logits_RV[:num_chosen], self._keep_slots(num_chosen))
         self.sampler.warm(logits_RV)
 
     def close(self) -> None:
-        """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Idempotent."""
+        """Free the graphs and all memory; nothing can run afterwards. Idempotent."""
         if self._flights and self.stream is not None:
             with suppress(RuntimeError):  # a device that has failed runs nothing any more
                 self.stream.synchronize()
@@ -368,7 +368,7 @@ class Runner:
             vars(self).pop(name, None)
 
     def _keep_if_failed(self) -> bool:
-        """Whether the device has failed. Everything here stays with the process then, closed or not: inputs and results have pinned doubles."""
+        """Return True if the device has failed; then keep all, with its pinned memory, until the process ends."""
         if not self._is_kept and has_failed(self.device):
             log.error("%s has failed: what the engine holds there is free when this process ends", self.device)
             keep_with_process(self)
@@ -404,7 +404,7 @@ class Runner:
         outside.wait_stream(self.stream)
 
     def begin(self, flight: _Flight) -> None:
-        """Compute a step, then copy what its forks do not share: on a GPU all of it is enqueued, and nothing waited for."""
+        """Compute a step, then copy what its forks do not share. On a GPU this enqueues and does not wait."""
         self._begin_rows(flight)
         for item in flight.step.scheduled if flight.step.has_forks else ():
             if item.source is not None:
@@ -425,8 +425,8 @@ class Runner:
     def _begin_rows(self, flight: _Flight) -> None:
         """Compute the rows of a step, and begin to choose.
 
-        A step with prompt logprobs is the exception. They are read back in blocks, so it is over when this returns, and so is
-        what was in flight before it; their results wait to be collected in order.
+        Exception: prompt logprobs are read back in blocks, so such a step, and those in flight before it, are finished
+        when this returns; their results wait for collect().
         """
         wanted = WantedRows.of(flight.step)
         if self._logits_on_other_stage:
@@ -446,7 +446,7 @@ class Runner:
             self._settle(flight)
 
     def _compute(self, flight: _Flight) -> StepResult:
-        """A step's results, begun here or on their way."""
+        """Return a step's results; begin it if it has not begun."""
         if flight.result is None:
             if flight.choosing is None and flight.elsewhere is None:
                 self.begin(flight)
@@ -459,7 +459,7 @@ class Runner:
         return flight.result
 
     def compute_stage(self, step: LiveStep, wanted: WantedRows) -> None:
-        """This stage's part of a step, whose rows go on to the next."""
+        """Compute this stage of a step and send its rows to the next."""
         found = self.graph_for(step, wanted)
         if found is not None:
             self._replay(step, wanted, *found)
@@ -472,7 +472,7 @@ class Runner:
     def _meet_last_stage(self, step: LiveStep, wanted: WantedRows) -> StepResult:
         """Get the choices of a step whose logits the last stage has; nothing on ranks that do not sample.
 
-        On a GPU this waits in the stream, where later steps of this stage may queue behind it: the last stage needs none of them
+        On a GPU the stream waits, and later steps of this stage may queue after it: the last stage needs none of them
         for this one.
         """
         if not self._is_sampling_rank:
@@ -500,7 +500,7 @@ class Runner:
         return result
 
     def advance(self) -> None:
-        """What was handed out is over."""
+        """Retire the step whose results were returned."""
         if self._flights and self._flights[0] is self._collected:
             self._settle(self._flights[0])
             self._flights.popleft()
@@ -515,9 +515,9 @@ class Runner:
         return None if slots_T is None or not self.sampler.keeps_tokens else slots_T[:num_rows]
 
     def fill_batch(self, step: LiveStep, logit_rows: list[int], keep_slots: SequenceABC[int] = ()) -> Batch:
-        """As it is, or padded to a size of steps; those whose logits are wanted too, if there are any.
+        """Fill the buffers; pad rows and wanted rows to step sizes, if there are any.
 
-        The last layer puts wanted rows in the place of rows. Forks may want more than there are: then the step is padded.
+        The last layer writes wanted rows in place of rows. If forks want more than there are, the step is padded.
         """
         num_rows = self._padded(max(step.num_tokens, len(logit_rows)))
         num_logits = self._padded(len(logit_rows)) if logit_rows else 0
@@ -528,14 +528,14 @@ class Runner:
         return batch
 
     def _padded(self, num_rows: int) -> int:
-        """The least size of steps that takes so many."""
+        """Return the least step size of at least `num_rows`."""
         return padded_rows(num_rows, self.row_sizes) if self.row_sizes else num_rows
 
     def graph_for(self, step: LiveStep, wanted: WantedRows) -> tuple[int, bool] | None:
-        """Size and kind (is it a decode step) of the graph that a step takes; None: its kernels are launched one by one.
+        """Return the size and `is_decode` of a step's graph, or None if its kernels launch one by one.
 
-        Over stages that is all that a step takes which chooses nothing: a graph of the last one would offer rank 0 what it does
-        not wait for, and a long prompt goes on in the first stage before the last has seen it.
+        In a pipeline a step that chooses nothing has no graph: the last stage's graph would send rank 0 argmaxes that
+        it does not wait for, since a long prompt continues in the first stage before the last has seen it.
         """
         num_rows, num_logits, is_staged = step.num_tokens, len(wanted.logit_rows), self.num_stages > 1
         if self.graphs is None or not step.scheduled or wanted.has_prompts or (is_staged and not num_logits):
@@ -544,13 +544,13 @@ class Runner:
             return None
         is_decode = num_logits == num_rows == len(step.scheduled) and not step.has_forks
         if self.row_sizes and is_decode:
-            # Rows of a prompt go through large tiles there (attention/tile_scheduler.py), which decode steps have none of.
+            # Prompt rows take large tiles there (attention/tile_scheduler.py); decode steps have none.
             is_decode = all(item.start >= item.sequence.num_prompt_tokens for item in step.scheduled)
         size = self.graphs.size_for(num_rows, num_logits, is_decode)
         return None if size is None else (size, is_decode)
 
     def _replay(self, step: LiveStep, wanted: WantedRows, size: int, is_decode: bool) -> torch.Tensor:
-        """A step from its graph: the logits, padding included; none before the last stage."""
+        """Replay a step's graph; return logits with padding, none before the last stage."""
         assert self.graphs is not None, "nothing was captured"
         num_logits = self.graphs.logit_rows(size, is_decode)
         batch = self.buffers.fill(step, wanted.logit_rows, size, num_logits, wanted.keep_slots, is_listed=not is_decode)
@@ -558,7 +558,7 @@ class Runner:
         return self.graphs.replay(size, is_decode)
 
     def _choose(self, flight: _Flight, wanted: WantedRows) -> Choosing:
-        """Run the model for a step that wants only rows that are chosen from, and begin to choose."""
+        """Run the model for a step without prompt logprobs, and begin to choose."""
         step = flight.step
         num_logits, found = len(wanted.logit_rows), self.graph_for(step, wanted)
         if not step.scheduled:
@@ -589,7 +589,7 @@ class Runner:
         return self._prompt_results(step, wanted, self.model.hidden(batch, self.backend.plan(batch)))
 
     def _prompt_results(self, step: LiveStep, wanted: WantedRows, hidden_RH: torch.Tensor | None) -> StepResult:
-        """From final hidden states; None: another stage has them."""
+        """Make results of final hidden states; None if another stage has them."""
         pooled = None if hidden_RH is None else self._send_pooled(hidden_RH, wanted)
         prompts = [
             self._prompt_logprobs(item, *rows, hidden_RH) if rows[1] else ()
@@ -602,7 +602,7 @@ class Runner:
         return _result_of(step, samples, prompts, _read_pooled(pooled))
 
     def _send_pooled(self, hidden_RH: torch.Tensor, wanted: WantedRows) -> PooledCopy | None:
-        """Begin to copy pooled rows to the host; ranks that follow copy none."""
+        """Begin to copy pooled rows to the host; on rank 0 only."""
         if not wanted.pooled or not self._is_sampling_rank:
             return None
         assert self.pooled_rows is not None, "pooled rows need buffers on the host"
@@ -611,7 +611,7 @@ class Runner:
     def _logits_of(self, hidden_RH: torch.Tensor | None, first_row: int, num_rows: int) -> torch.Tensor:
         if hidden_RH is None:
             return _absent(num_rows)
-        # Among others of the step: the head is a product too, and of any number of rows it could round differently.
+        # Multiply neighbours too, up to a step size: another row count could round differently in the head.
         num_multiplied = self._padded(num_rows)
         first = min(first_row, len(hidden_RH) - num_multiplied)
         logits_RV = self.model.logits(hidden_RH[first : first + num_multiplied])
@@ -632,26 +632,26 @@ class Runner:
         return tuple(logprobs)
 
     def capture_batch(self, size: int, is_decode: bool, graphs: StepGraphs) -> Batch:
-        """A step of this shape: padding alone, or a dummy prompt whose last rows are wanted."""
+        """Fill a step of this shape: padding alone, or dummy prompts whose last rows are wanted."""
         if is_decode:
             return self.buffers.fill(LiveStep(()), [], size)
         step, logit_rows = self._dummy_step(size)
         return self.buffers.fill(step, logit_rows, size, graphs.logit_rows(size, is_decode), is_listed=True)
 
     def eager_step(self, start: int, num_rows: int) -> LiveStep:
-        """Rows of one sequence behind a context of whatever lies on the first pages."""
+        """Make a step of one sequence after a context of arbitrary data on the first pages."""
         length = start + num_rows
         sequence = self.dummy_sequence(length, 0)
         return LiveStep((ScheduledSequence.of(sequence, start, num_rows),))
 
     def dummy_sequence(self, length: int, slot: int) -> Sequence:
-        """A sequence on the first pages, with the states of a slot."""
+        """Make a sequence on the first pages, with the states of a slot."""
         sequence = Sequence(next(self._dummy_ids), [0] * length, length, SamplingParams(), seed=0, max_tokens=1)
         sequence.tables, sequence.slot = ring_tables(self.groups, length, length), slot
         return sequence
 
     def _dummy_step(self, num_rows: int) -> tuple[LiveStep, list[int]]:
-        """Prompts of so many rows together, on the first pages, which hold nothing yet; only their last rows are wanted."""
+        """Make prompts of `num_rows` rows in all, on the first pages, still empty; only their last rows are wanted."""
         longest = self.limits.max_model_len
         items, logit_rows, row = [], [], 0
         while row < num_rows and len(items) < self.limits.max_num_seqs:
@@ -665,7 +665,7 @@ class Runner:
 
 
 def _absent(num_rows: int) -> torch.Tensor:
-    """Logits that another stage has: their number is all that is known here."""
+    """Return a stand-in for logits of another stage: only their row count is known."""
     return torch.empty((num_rows, 0))
 
 
@@ -679,7 +679,7 @@ def _result_of(
     prompts: SequenceABC[tuple[TokenLogprobs, ...]] | None = None,
     pooled: Iterable[bytes] = (),
 ) -> StepResult:
-    """What was chosen, by sequence: of proposals the longest run that was chosen too, and the token behind it."""
+    """Group choices by sequence: the longest accepted run of draft tokens, and the token after it."""
     own_samples, vectors = iter(samples), iter(pooled)
     results = []
     for index, item in enumerate(step.scheduled):

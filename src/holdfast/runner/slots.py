@@ -1,15 +1,15 @@
-"""Slots: the sequences that a runner has, by slot; every step is checked before it changes anything; no torch.
+"""Slots: the sequences of a runner by slot; every step is checked before it changes anything; no torch.
 
-A step names slots, and brings what is new: sequences once, pages as they are given. What follows from earlier steps is kept
-here: tokens (chosen here, and added when a step is booked), page tables, and how far each sequence is.
+A step names slots and brings only what is new: each sequence once, pages as they are allocated. The rest is kept
+here: tokens (sampled here, and added when a step is booked), block tables, and how far each sequence is.
 
     token_ids   [ known ............................ ] coming ...
                 [0, num_computed)   of steps that are booked
                 [.., next_start)    of steps in flight: the next step begins where the last one ends
 
-With proposals the end of a step is not known before it is booked: until then its sequence is *open*, and takes no other step.
-Pages that a window has given back stay in the tables and are never read. A sequence may begin some tokens
-before the end of what is stored of it, where a state has to be made again of them (engine/scheduler.py): see `num_stored`.
+With draft tokens the end of a step is unknown until it is booked: until then its sequence is *open*, and takes no step.
+Pages that a window has freed stay in the tables and are never read. A sequence may begin some tokens before
+the end of its stored tokens, if a state must be recomputed from them (engine/scheduler.py): see `num_stored`.
 """
 
 from collections.abc import Iterable
@@ -30,15 +30,15 @@ class _Seat:
 
     sequence: Sequence
     num_tokens: int
-    """Known and coming."""
+    """Tokens known or in flight."""
     next_start: int | None = None
-    """None: wherever its first step begins, which the prefix cache decides."""
+    """Where the next step begins; None before the first, since the prefix cache decides."""
     num_computed: int | None = None
-    """By booked steps; None before the first."""
+    """Tokens of booked steps; None before the first."""
     is_open: bool = False
-    """A step with proposals is in flight."""
+    """A step with draft tokens is in flight."""
     room: int = 0
-    """Positions that the tables of all groups have places for."""
+    """Positions that the tables of all groups cover."""
 
 
 class Slots:
@@ -56,7 +56,7 @@ class Slots:
         self.seats: dict[int, _Seat] = {}
 
     def accept(self, step: Step) -> LiveStep:
-        """The step with the sequences of its slots; one that cannot be run is refused, and nothing has changed."""
+        """Return the step with its sequences; raise, and change nothing, if it cannot run."""
         if step.number != self.number + 1:
             raise MessageError("runner.step_out_of_order", number=step.number, expected=self.number + 1)
         seats = self._seated(step)
@@ -67,12 +67,12 @@ class Slots:
         return LiveStep(tuple(self._apply(item, sources) for item in step.items), step)
 
     def book(self, live: LiveStep, result: StepResult) -> None:
-        """A step has ended: its tokens are known from here on. Again is the same."""
+        """Record the tokens of a finished step. Idempotent."""
         for item, own in zip(live.scheduled, result.results, strict=True):
             sequence = item.sequence
             num_computed = item.start + item.num_new_tokens
             if item.samples:
-                # Where nothing could be chosen the sequence fails, and what it still has in flight must have some token.
+                # If nothing could be chosen the sequence fails, but its steps in flight still need some token.
                 sequence.token_ids[num_computed - len(item.proposals) :] = [max(token, 0) for token in own.token_ids]
                 num_computed -= 1 + len(item.proposals) - len(own.token_ids)
             seat = self.seats.get(sequence.slot)
@@ -83,12 +83,12 @@ class Slots:
                 seat.next_start, seat.num_tokens, seat.is_open = num_computed, sequence.num_tokens, False
 
     def forget_flights(self) -> None:
-        """Steps in flight were dropped: nothing was computed; their admissions and pages stand."""
+        """Undo steps in flight, which were dropped; their admissions and pages stay."""
         for seat in self.seats.values():
             seat.next_start, seat.num_tokens, seat.is_open = seat.num_computed, seat.sequence.num_tokens, False
 
     def _seated(self, step: Step) -> dict[int, _Seat]:
-        """Everybody, once some have gone and others have come."""
+        """Return the seats after the step's releases and admissions."""
         seats = dict(self.seats)
         for slot in step.released:
             if seats.pop(slot, None) is None:
@@ -142,7 +142,7 @@ class Slots:
         return _Seat(sequence, sequence.num_tokens)
 
     def _sources(self, step: Step, seats: dict[int, _Seat]) -> dict[int, Sequence]:
-        """By slot of a fork, the sequence that it forks from: one that ends the same prompt in this step, before it."""
+        """Map a fork's slot to its source: a sequence that ends the same prompt earlier in this step."""
         sources: dict[int, Sequence] = {}
         if not step.admitted:
             return sources
@@ -174,7 +174,7 @@ class Slots:
                 _refuse(step, f"runs slot {item.slot} twice")
             seen.add(item.slot)
             self._check_positions(step, item, seat, item.slot in sources)
-            # What the tables hold was looked at when it came.
+            # Pages already in the tables were checked when they came.
             if item.pages or item.start + item.num_new_tokens > seat.room or seat.next_start is None:
                 self._check_pages(step, item, seat)
             num_tokens += 0 if item.slot in sources else item.num_new_tokens
@@ -209,7 +209,7 @@ class Slots:
             _refuse_item(step, item, f"{reach} its last token, and chooses {'one' if item.samples else 'none'}")
 
     def _can_begin(self, start: int, num_stored: int) -> bool:
-        """Whether what is not on pages, the states of a sequence, can be made from there on."""
+        """Return True if a sequence's states, which are not on pages, can be computed from `start` on."""
         if self._tokens_again:
             return start == max(num_stored - self._tokens_again, 0)
         return start % self._block_tokens == 0
@@ -260,12 +260,12 @@ class Slots:
 
 
 def _room(group: CacheGroup, table: list[int]) -> int:
-    """Positions that a table has places for; a state is whole or not there."""
+    """Return the positions that a table covers; a state covers all or none."""
     return len(table) * (MAX_COUNT if group.is_state else group.page_tokens)
 
 
 def _has_hole_behind(held: Iterable[int], new: SequenceABC[int]) -> bool:
-    """Whether a hole among the new places follows a page."""
+    """Return True if a hole in `new` follows a page."""
     if HOLE not in new:
         return False
     last_hole = len(new) - 1 - new[::-1].index(HOLE)

@@ -1,37 +1,38 @@
-"""Step inputs in fixed buffers: the page table (block table) of every sequence, and token ids, positions and slots of a step.
+"""Step inputs in fixed buffers: page tables (block tables) of sequences; token ids, positions and slots of a step.
 
-T rows of a step, R rows whose logits are wanted, G cache groups, N rows of a page table, P chunks of a row, U entries of a list
+T rows of a step, R rows whose logits are wanted, G cache groups, N rows of a page table, P chunks of a row,
+U entries of a list
 
 The page table of each cache group (cache/spec.py says what a chunk is; with one group it is a page):
 
 row n   [ chunk 0 | chunk 1 | ... | chunk k-1 | anything ...... ]      int32, N rows of P chunks; readers stop at k
 
-Where a row of a chunk stands for several tokens (cache/compressed.py), the last of them has its slot, and the others none.
+If a row of a chunk stands for several tokens (cache/compressed.py), the last of them has its slot, and the others none.
 
-Behind a window pages are given back, and entries stay what they were: numbers of chunks that other sequences may have by now.
+Pages before a window are freed, but their entries stay: chunk numbers that other sequences may own by now.
 
-How entries reach the device, by what each way costs:
-- A copy costs the host some 5 us whatever its length, and 65,536 pages (1M tokens) cross in another 5. So a sequence
-  that brings many pages, an admission, has its range copied from the double: nothing else is as short, and a list of
-  them would have to be as long as the table.
+How entries reach the device, by cost:
+- A copy costs the host some 5 us whatever its length, and 65,536 pages (1M tokens) cross in another 5. So if a sequence
+  brings many pages (an admission), its range is copied from the host mirror: a list would be as long as the table.
 - 256 decoding sequences begin some 16 pages in a step, or 256 at once if they were admitted together: 80 us to 1.3 ms
-  of single copies. As a list they are one copy and one launch, some 15 to 20 us together.
-- Up to three short ranges are cheaper as single copies again, which is the rule at small batches.
+  of single copies. As a list they take one copy and one launch, some 15 to 20 us together.
+- Up to three short ranges are cheaper as single copies, the usual case at small batches.
 
 Everything else:
 
-token_ids | positions | slots | states | keep_slots | logit_rows      int64, one piece of memory; slots G times; each as long as
-                                                                      the largest step; no keep_slots where device and host
-                                                                      are one, and states only where the cache has some
+token_ids | positions | slots | states | keep_slots | logit_rows      int64, one allocation; slots G times; each as long
+                                                                      as the largest step; no keep_slots if device and
+                                                                      host memory are one; states only if the cache
+                                                                      has some
 
-A token that a step in flight is choosing is not known here yet: its id is -1 - slot, the runner's slot of its sequence, and a
-kernel puts the token in its place (kernels/sampling/last_tokens.py). keep_slots says where the tokens of this step go.
+If a step in flight is still choosing a token, its id is -1 - slot, the runner's slot of its sequence. A kernel replaces
+it by the token (kernels/sampling/last_tokens.py). keep_slots says which slots store the tokens of this step.
 
-A step that is padded to T rows uses the first T of all but the last one, and of that one the first R where not every
-row's logits are wanted (of keep_slots as many). On a GPU the piece has a double on the host, and what is used follows in one copy, unused
-places in between included: at 8192 rows those are 192 to 256 KiB, 5 us on the link, and a copy more costs the host 5 us.
-Only where steps may be so large that the gaps would outweigh that does each buffer go by itself. A layout without gaps
-would begin elsewhere for each number of rows, and kernels are compiled for, and graphs captured at, aligned places.
+A step padded to T rows uses the first T places of each buffer, but the first R of logit_rows and keep_slots if not all
+logits are wanted. On a GPU the used part of the host mirror goes in one copy, gaps included: at 8192 rows gaps are
+192 to 256 KiB, 5 us on the link, and each extra copy costs the host 5 us. Buffers are copied one by one only if steps
+may be so large that the gaps cost more. A layout without gaps would move with the number of rows, and kernels are
+compiled for, and graphs captured at, aligned addresses.
 """
 
 from bisect import bisect_right
@@ -55,26 +56,26 @@ from holdfast.planning.terms import input_specs, input_term, listed_entries, pag
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 
 MAX_SINGLE_COPIES = 3
-"""Up to this many short ranges of the page table go by a copy each."""
+"""Most short ranges of the page table that get a copy each."""
 MAX_GAP_BYTES = 512 * 1024
-"""Two copies less are worth as many bytes between the used parts of the inputs: some 10 us either way."""
+"""Largest gap bytes worth copying to save two copies: some 10 us either way."""
 PADDING_SLOT = -1
 ONE_GROUP = (ChunkShape(),)
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """Where a sequence's pages are, and how many of them are there already, in each group."""
+    """Row of a sequence, and the pages per group that it holds already."""
 
     row: int
     num_pages: list[int]
     tables: list[list[int]] | None = None
-    """The sequence's own lists: they only grow, and one that starts anew, preempted or not, gets others."""
+    """The sequence's own lists. They only grow; a restart, say after a preemption, makes new ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """Entries [first, end) of a row, which the device does not have yet, and what they are."""
+    """New entries [first, end) of a row, which the device does not have yet."""
 
     row: int
     first: int
@@ -86,7 +87,7 @@ class _Growth:
 
 
 class GroupTable:
-    """The page table of one cache group, and how entries of it reach the device."""
+    """Page table of one cache group; sends its entries to the device."""
 
     def __init__(self, limits: Limits, shape: ChunkShape, group: int, device: torch.device, ledger: Ledger) -> None:
         table, updates = page_table_specs(limits, shape.chunks_per_page, group, shape.tokens_per_row)
@@ -103,7 +104,7 @@ class GroupTable:
         self._send_list([])  # compiles the kernel, so that no step has to
 
     def growth(self, row: int, sequence: Sequence, pages: list[int], first: int) -> _Growth | None:
-        """What a sequence has from page `first` on. Holes are before the first page, and their entries stay what they are."""
+        """Return a sequence's entries from page `first` on. Holes come before the first page and are skipped."""
         end, chunks = len(pages), self.shape.chunks_per_page
         assert first < end <= self._max_num_chunks // chunks, (
             f"{sequence.sequence_id=} went from {first} pages to {end}"
@@ -116,7 +117,7 @@ class GroupTable:
         return _Growth(row, first * chunks, own)
 
     def send(self, growths: list[_Growth]) -> None:
-        """Write them on both sides, each by the shorter way."""
+        """Write entries on host and device, each by the cheaper way."""
         self.table.wait()
         for growth in growths:
             assert HOLE not in growth.chunks, f"row {growth.row} has a hole behind a page: {growth.chunks}"
@@ -150,7 +151,7 @@ class GroupTable:
         scatter_pages(self.updates.tensor[:num_updates], self.table_NP)
 
     def check(self, sequence: Sequence, row: int, pages: list[int]) -> None:
-        """A row holds the chunks of these pages on both sides, wherever there is no hole, and some chunk where there is."""
+        """Assert that host and device rows hold the chunks of these pages, and some valid chunk at each hole."""
         wanted = self.shape.numbers(pages)
         for place, held_NP in (("mirror", self.table.host), ("table", self.table_NP.cpu().numpy())):
             held = held_NP[row, : len(wanted)]
@@ -161,8 +162,8 @@ class GroupTable:
 
 
 class PageTable:
-    """Rows by sequence, the same in the tables of all cache groups. A row stays a sequence's own until others need it, the
-    longest unused first."""
+    """Rows by sequence, equal in the tables of all cache groups. A sequence keeps its row until others need it; the
+    least recently used row is taken first."""
 
     def __init__(
         self, limits: Limits, device: torch.device, ledger: Ledger, shapes: SequenceABC[ChunkShape] = ONE_GROUP
@@ -171,10 +172,10 @@ class PageTable:
         self.groups = tuple(GroupTable(limits, shape, group, device, ledger) for group, shape in enumerate(shapes))
         self.tables = tuple(group.table_NP for group in self.groups)
         self._rows: OrderedDict[int, _Row] = OrderedDict()
-        """By sequence id, the longest unused first."""
+        """By sequence id, least recently used first."""
 
     def rows(self, sequences: SequenceABC[Sequence]) -> list[int]:
-        """The row of each sequence of a step. Kernels that are launched from here on find all its chunks there."""
+        """Return the row of each sequence. Kernels launched afterwards find all its chunks there."""
         self._assign(sequences)
         rows: list[int] = []
         grown: list[tuple[_Row, Sequence]] = []
@@ -196,19 +197,19 @@ class PageTable:
         for table, own_growths in zip(self.groups, growths, strict=True):
             if own_growths:
                 table.send(own_growths)
-        for own, sequence in grown:  # last, so that what was interrupted is sent again
+        for own, sequence in grown:  # last, so that an interrupted send is repeated
             own.num_pages = list(map(len, sequence.tables))
             own.tables = sequence.tables
         return rows
 
     def num_chunks_by_row(self) -> list[dict[int, int]]:
-        """By group: how many places of each row are in use; the rest is never read."""
+        """Count the used places of each row, by group; the rest is never read."""
         sizes = [group.shape.chunks_per_page for group in self.groups]
         rows = self._rows.values()
         return [{own.row: size * own.num_pages[group] for own in rows} for group, size in enumerate(sizes)]
 
     def _assign(self, sequences: SequenceABC[Sequence]) -> None:
-        """Give each a row. Whose row is taken is not in this step: all of those have moved to the end before."""
+        """Give each sequence a row. Evict only sequences outside this step: its own have moved to the end."""
         newcomers = []
         for sequence in sequences:
             if sequence.sequence_id in self._rows:
@@ -226,7 +227,7 @@ class PageTable:
             self._rows[sequence_id] = _Row(row, [0] * len(self.groups))
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Every row has one owner, and the rows of these sequences, as `rows` left them, hold their pages on both sides."""
+        """Assert that each row has one owner, and that host and device rows of these sequences hold their pages."""
         rows = sorted(own.row for own in self._rows.values())
         assert len(set(rows)) == len(rows), f"a row has two owners: {rows}"
         assert not rows or 0 <= rows[0] <= rows[-1] < self._max_num_seqs, f"{rows=} of {self._max_num_seqs}"
@@ -241,11 +242,11 @@ class PageTable:
 
 
 class BatchBuffers:
-    """What a step is written into on the host, and what kernels read.
+    """Host buffers that a step is written into, and their device copies that kernels read.
 
-    With `is_shared`, as on a CPU, both are the same memory, and attention reads the pages of a sequence from the batch.
-    Without it the device has its own memory, and page tables. `shapes` says how the pages of each cache group become chunks.
-    `has_states`: rows say the place of their sequence's state, which is its slot.
+    If `is_shared`, as on a CPU, both are the same memory, and attention reads the pages of a sequence from the batch.
+    Otherwise the device has its own memory and page tables. `shapes` says how pages of each cache group become chunks.
+    If `has_states`, each row holds the place of its sequence's state, which is its slot.
     """
 
     def __init__(
@@ -270,13 +271,13 @@ class BatchBuffers:
         self._own_slots = slice(2, 2 + len(shapes))
         self._host_slots = self._host[self._own_slots]
         self._num_listed = 2 + len(shapes) + has_states
-        """Buffers with an entry for every row of a step; behind the second, -1 stands for nothing."""
+        """Buffers with an entry per row of a step; after the second, -1 means none."""
         self._host_states = self._host[2 + len(shapes)] if has_states else None
         self._states_T = self.inputs.tensor[2 + len(shapes)] if has_states else None
         self._ids_T, self._positions_T, self._logit_rows_T = (self.inputs.tensor[row] for row in (0, 1, -1))
         self._slots_GT = self.inputs.tensor[self._own_slots]
         self.keep_slots_T = None if is_shared else self.inputs.tensor[-2]
-        """Where the token is kept that is chosen from each of the wanted rows."""
+        """Slot that stores the token chosen from each wanted row."""
         self._is_one_copy = 2 * specs[0].num_bytes <= MAX_GAP_BYTES
         self.page_table = None if is_shared else PageTable(limits, device, ledger, shapes)
 
@@ -290,10 +291,10 @@ class BatchBuffers:
         *,
         is_listed: bool = False,
     ) -> Batch:
-        """Lay a step out as rows; `logit_rows` are the rows whose logits are wanted, one twice if a fork samples from it too.
+        """Lay a step out as rows; `logit_rows` are rows whose logits are wanted, twice if a fork samples from one too.
 
-        Rows of padding have token 0 at position 0 and no slot; padded `logit_rows` are row 0 again. `keep_slots` are those of
-        the first wanted rows; the others keep nothing. `is_listed`: wanted rows are listed even where they are all.
+        Padding rows have token 0 at position 0 and no slot; padded `logit_rows` repeat row 0. `keep_slots` belong to
+        the first wanted rows; the others keep nothing. `is_listed`: list wanted rows even if they are all rows.
         """
         if not self.inputs.is_shared:
             self.inputs.wait()
@@ -358,7 +359,7 @@ class BatchBuffers:
             if self._host_states is not None:
                 assert sequence.slot >= 0, f"{sequence.sequence_id=} has no slot, and a state needs a place"
                 self._host_states[row:end] = sequence.slot
-            if start < sequence.num_stored:  # computed again, for the sake of states: pages hold these already
+            if start < sequence.num_stored:  # recomputed for states only: pages hold these already
                 self.inputs.host[self._own_slots, row : min(end, row + sequence.num_stored - start)] = PADDING_SLOT
             if not self._has_pages_for_chunks:
                 tables = tuple(shape.table(pages) for shape, pages in zip(self._shapes, tables, strict=True))
@@ -368,7 +369,7 @@ class BatchBuffers:
         return sequences
 
     def _entry_slots(self, shape: ChunkShape, pages: list[int], start: int, num_rows: int) -> np.ndarray:
-        """For rows that stand for several tokens: at the last token of each."""
+        """Return slots if a row stands for several tokens: at the last token of each."""
         ratio = shape.tokens_per_row
         slots_T = np.full(num_rows, PADDING_SLOT)
         first, end = start // ratio, (start + num_rows) // ratio
@@ -377,7 +378,7 @@ class BatchBuffers:
         return slots_T
 
     def _slots(self, shape: ChunkShape, pages: list[int], start: int, num_rows: int) -> np.ndarray:
-        """Rows of a chunk: positions, if each stands for one token."""
+        """Return slots of rows: of positions, if each stands for one token."""
         positions = np.arange(start, start + num_rows)
         page_tokens = shape.chunks_per_page * self._page_tokens
         first = start // page_tokens
@@ -401,7 +402,7 @@ class BatchBuffers:
         return LogitRows(self._logit_rows_T[:num_rows], tuple(singles))
 
     def _send(self, counts: list[int]) -> None:
-        """The first `counts[i]` places of buffer i."""
+        """Send the first `counts[i]` places of buffer i."""
         starts = [index * self._num_places for index in range(len(counts))]
         if self._is_one_copy:
             self.inputs.send([(0, starts[-1] + counts[-1])])
@@ -410,7 +411,7 @@ class BatchBuffers:
 
 
 def _coming_id(item: ScheduledSequence) -> int:
-    """In place of the newest token, which a step in flight is choosing."""
+    """Return the placeholder id of a token that a step in flight is choosing."""
     sequence, coming = item.sequence, item.num_tokens - 1
     assert coming == len(sequence.token_ids), (
         f"{sequence.sequence_id=} runs {coming=} of {len(sequence.token_ids)} tokens"
@@ -420,7 +421,7 @@ def _coming_id(item: ScheduledSequence) -> int:
 
 
 def _token_ids(item: ScheduledSequence) -> list[int]:
-    """What the rows of a sequence run: known tokens, one that is coming, proposals."""
+    """Return the ids of a sequence's rows: known tokens, one in flight, draft tokens."""
     known = item.sequence.token_ids[item.start : item.num_tokens]
     if len(known) + len(item.proposals) < item.num_new_tokens:
         known = [*known, _coming_id(item)]

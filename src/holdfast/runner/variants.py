@@ -20,11 +20,11 @@ from holdfast.runner.runner import Runner
 
 
 class Variant(NamedTuple):
-    """How one runner is to be."""
+    """Settings of one runner."""
 
     config: EngineConfig
     make_backend: MakeBackend | None = None
-    """Builds another attention than the plan's own, over its pages."""
+    """Replaces the plan's attention, over the same pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class BuiltVariants:
     runners: tuple[Runner, ...]
     plans: tuple[RunnerPlan, ...]
     release: Callable[[], None]
-    """Gives everything back; no runner can be used afterwards."""
+    """Frees everything; no runner can be used afterwards."""
 
 
 def build_variants(
     variants: Sequence[Variant], model: OpenModel, on_progress: Callable[[int, int], None]
 ) -> BuiltVariants:
-    """Plan all of them, load once, assemble each. Nothing is warmed or captured: they are for measuring what they compute."""
+    """Plan all variants, load once, assemble each. Nothing is warmed or captured: they serve to compare results."""
     device, _ = choose_device(variants[0].config)
     target = device_target(device)
     planned = [plan_model(variant.config, model, target) for variant in variants]
@@ -73,13 +73,13 @@ def build_variants(
 
 
 def own_bytes(plan: RunnerPlan) -> int:
-    """What one more runner takes where the weights are loaded already: pages, workspace, buffers."""
+    """Return the bytes of another runner over loaded weights: pages, workspace, buffers."""
     terms = (term for term in plan.memory.terms if "serve" in term.phases and term.group != "weights")
     return plan.memory.kv_bytes + sum(term.num_bytes for term in terms if term.owner not in HELD_OUTSIDE)
 
 
 def _refuse_crowd(plans: Sequence[RunnerPlan]) -> None:
-    """Each plan fits alone; all of them must."""
+    """Raise if the plans do not fit together; each fits alone."""
     first, *others = plans
     memory, own = first.memory, [own_bytes(plan) for plan in others]
     if memory.peak_bytes + sum(own) <= memory.budget_bytes or not own:

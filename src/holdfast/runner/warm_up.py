@@ -27,7 +27,7 @@ COMPILING_GPU, CAPTURING, WARMING = "Compiling GPU kernels", "Capturing CUDA gra
 
 
 class WarmUp(NamedTuple):
-    """What decides which steps are run and captured."""
+    """Values that decide which steps are run and captured."""
 
     plan: RunnerPlan
     spec: ModelSpec
@@ -69,7 +69,7 @@ def warm_up(runner: Runner, warm: WarmUp, enforce_eager: bool, on_prepare: OnPre
 
 
 def report_warm(runner: Runner, rows: Sequence[int], graphs: StepGraphs | None, on_prepare: OnPrepare) -> None:
-    """Warm a runner and report what is compiled: nothing if an earlier start left every kernel compiled."""
+    """Warm a runner and report what is compiled: nothing if every kernel was cached on disk."""
     steps, folder = (0, len(rows) + 1), compiled_folder()
 
     def compiled() -> None:
@@ -87,8 +87,8 @@ def report_warm(runner: Runner, rows: Sequence[int], graphs: StepGraphs | None, 
 
 
 def _is_split(num_heads: int, num_sms: int, num_rows: int) -> bool:
-    """True if compressed attention merges splits of so many rows.
+    """Return True if compressed attention merges splits at this row count.
 
-    Without splits it launches no merge, and such a step could be the only one warmed of its specialization.
+    Unsplit steps launch no merge, and could be the only step warmed of their specialization.
     """
     return compressed_splits(num_rows, num_heads, num_sms) > 1

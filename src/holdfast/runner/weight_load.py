@@ -1,4 +1,4 @@
-"""The weights of a runner: planned from headers, loaded from their source or from an earlier start's files, kept for the next."""
+"""Weights of a runner: planned from headers, loaded from the source or the weight cache, cached for the next start."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,29 +33,29 @@ NOT_FINITE = "the weights hold a NaN or an infinity, which the next start may no
 
 @dataclass(frozen=True, slots=True)
 class WeightLoad:
-    """One load before it begins: how the source gives the weights, and whether an earlier start has left them."""
+    """A planned load: from the model's source, or from the cache of an earlier start."""
 
     config: EngineConfig
     model: OpenModel
     plan: LoadPlan
-    """From the model's own source."""
+    """Loads from the model's source."""
     slot: CacheSlot | None = None
-    """Where these weights are, or will be, kept between starts; None where they are not."""
+    """Where these weights are or will be cached; None if they are not."""
     identity: SourceIdentity | None = None
-    """What the source was when the load was planned, where it is to be saved."""
+    """Identity of the source when the load was planned, if it is to be saved."""
 
     @property
     def taken_plan(self) -> LoadPlan:
-        """The plan that will be carried out, unless kept weights turn out to be damaged."""
+        """Plan to run, unless cached weights turn out to be damaged."""
         return self.plan if self.slot is None or self.slot.hit is None else self.slot.hit[1]
 
     def staging(self, device_kind: str) -> Term:
-        """What loading holds beside the weights: the most of what either way takes."""
+        """Return the staging memory of loading: the larger of both plans."""
         terms = [term for plan in (self.plan, self.taken_plan) for term in plan.terms(device_kind)]
         return max((term for term in terms if term.owner == "staging"), key=lambda term: term.num_bytes)
 
     def run(self, device: str, ledger: Ledger, on_progress: OnProgress) -> LoadedWeights:
-        """Load, and keep what was quantized; the source is closed afterwards."""
+        """Load, cache quantized weights, and close the source."""
         loaded = self._from_slot(device, ledger, on_progress)
         is_new = loaded is None
         if loaded is None:
@@ -75,7 +75,7 @@ class WeightLoad:
         return loaded
 
     def _from_slot(self, device: str, ledger: Ledger, on_progress: OnProgress) -> LoadedWeights | None:
-        """What an earlier start has kept; None where there is none, or where it turns out to be damaged."""
+        """Load cached weights; None if there are none or they are damaged."""
         if self.slot is None or self.slot.hit is None:
             return None
         source, plan = self.slot.hit
@@ -96,7 +96,7 @@ class WeightLoad:
 def plan_weights(
     config: EngineConfig, model: OpenModel, dtype: str, recipe: WeightRecipe, uses_cache: bool, mesh: Mesh = ALONE
 ) -> WeightLoad:
-    """A load of these weights, or of a rank's share of them; what is wrong with the checkpoint, or with where weights are to be saved, raises."""
+    """Plan the load of these weights, or of a rank's share; raise if the checkpoint or the save folder is wrong."""
     parameters = rank_parameters(model, mesh)
     if isinstance(model.source, QuantizedSource):
         plan = plan_quantized(parameters, model.source, dtype, recipe, mesh)
@@ -112,14 +112,14 @@ def plan_weights(
 
 
 def rank_spec(declared: DeclaredModel, mesh: Mesh) -> ModelSpec:
-    """Return the decoder as a rank has it."""
+    """Return the spec of a rank's part of the decoder."""
     declaration = declared.declaration
     assert isinstance(declaration, DecoderDeclaration), f"{declared.name} cannot run"
     return declaration.rank(mesh)
 
 
 def rank_parameters(model: OpenModel, mesh: Mesh) -> tuple[Parameter, ...]:
-    """What a rank holds of a model's parameters: the layers of its stage, and of each its share."""
+    """Return a rank's parameters: its share of each layer of its stage."""
     if mesh.is_alone:
         return model.parameters
     spec, parameters = model.spec, model.parameters

@@ -4,33 +4,33 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_HELD_SPACE_CHARS = 2**14
-"""Longest white space that waits for a marker; a longer run is shown."""
+"""Longest white space to hold back before a marker; a longer run is shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the text of an answer."""
+    """A piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of the reasoning that comes before it."""
+    """A piece of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of one call: first its name, alone; then its arguments, as JSON text in pieces."""
+    """A piece of one call: first the name alone, then the arguments, as pieces of JSON text."""
 
     index: int
     name: str | None
     """Only in the first delta of a call."""
     arguments: str = ""
     id: str | None = None
-    """With the name, if the model numbers its calls; its template needs the same string in the next turn."""
+    """Sent with the name if the model numbers its calls; its template needs the same id in the next turn."""
 
 
 AnswerDelta = ContentDelta | ReasoningDelta | ToolCallDelta
@@ -43,7 +43,7 @@ class DeltaList:
         self._done: list[AnswerDelta] = []
         self._parts: list[str] = []
         self._kind: type[ContentDelta] | type[ReasoningDelta] | int = ContentDelta
-        """Kind of the parts: a number is the index of a call whose arguments they are."""
+        """Kind of the parts: a number is the index of the call that has them as arguments."""
         self._call_ids: set[str] = set()
 
     def add(self, kind: type[ContentDelta] | type[ReasoningDelta] | int, text: str) -> None:
@@ -88,7 +88,7 @@ class DeltaList:
 
 
 class HeldSpace:
-    """White space at the end of a text, held back until the next text shows whether it counts."""
+    """Trailing white space, held back until the next text shows if it is content."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
@@ -96,7 +96,7 @@ class HeldSpace:
         self._is_over = False
 
     def show(self, text: str) -> str:
-        """Add a text and return what may be shown."""
+        """Add a text; return the text to show now."""
         body = text.rstrip()
         shown = self.release() + body if body else ""
         if body:
@@ -119,13 +119,13 @@ class HeldSpace:
         return held
 
     def drop(self) -> None:
-        """Clear the held space: it is beside a marker."""
+        """Clear the held space, because a marker follows."""
         self.release()
         self._is_over = False
 
 
 def partial_end(text: str, *markers: str) -> int:
-    """Return how many characters at the end of the text may begin a marker."""
+    """Return the number of trailing characters that may begin a marker."""
     longest = 0
     for marker in filter(None, markers):
         first = text.find(marker[0], max(len(text) - len(marker) + 1, 0))

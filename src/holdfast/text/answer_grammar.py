@@ -1,6 +1,6 @@
 """Grammars of answers: structured outputs after thoughts, and forced calls in the format of the model's parser; no torch.
 
-Lark, as llguidance reads it. A marker that is a special token is named by its id. Each tool has its own schema, so that
+Grammars are in llguidance's Lark. A marker that is a special token appears by its id. Each tool has its own schema, so
 references to "#/$defs/..." resolve.
 """
 
@@ -39,7 +39,7 @@ def with_thoughts(answer: str, thoughts: Thoughts, special: SpecialTokens = _NO_
 def grammar_after_thoughts(
     form: StructuredOutputs, thoughts: Thoughts, special: SpecialTokens = _NO_TOKENS
 ) -> StructuredOutputs | None:
-    """Return the structured output for an answer that may begin with thoughts; None for a grammar with its own first rule."""
+    """Allow thoughts before a structured output; None for a grammar with its own first rule."""
     if thoughts == "none":
         return form
     if form.grammar is not None:
@@ -65,7 +65,7 @@ _ESCAPES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
 
 
 def lark_text(text: str) -> str:
-    """Return a literal; empty for an empty text."""
+    """Return a Lark literal; empty for an empty text."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
@@ -78,11 +78,11 @@ def lark_marked(text: str, special: SpecialTokens) -> str:
 
 
 def lark_until(name: str, marker: str, special: SpecialTokens) -> str:
-    """Write a rule of any text that ends at the first marker."""
+    """Write a rule for any text up to the first marker."""
     first = min((token for token in special if token in marker), key=marker.index, default=None)
     if first is None:
         return f"{name}[suffix={lark_text(marker)}]: /(?s:.*)/"
-    # No text holds a special token, so the longest text before one is the right text.
+    # Text never contains a special token, so the longest match before one is right.
     head, _, rest = marker.partition(first)
     before = re.escape(head).replace("/", "\\/").replace("\\\n", "\\n")
     return f"{name}: /(?s:.*){before}/ {lark_marked(first + rest, special)}"
@@ -90,7 +90,7 @@ def lark_until(name: str, marker: str, special: SpecialTokens) -> str:
 
 MAX_FORCED_CALLS = 16
 _WRITING: Mapping[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as models have learned it; with free white space, small models write nothing else."""
+"""JSON as models learned it. With free white space, small models emit only white space."""
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "unevaluatedProperties")
 
 
@@ -104,7 +104,7 @@ def tool_call_grammar(
 ) -> str:
     """Write the grammar of one or several calls of the allowed tools, after thoughts if the model has them.
 
-    `special` are markers of the format that are special tokens of the vocabulary, with their ids.
+    `special` maps markers that are special tokens of the vocabulary to their ids.
     """
     allowed = choice.allowed(tools)
     assert allowed, f"{choice=} leaves none of {len(tools)} tools"
@@ -120,7 +120,7 @@ def tool_call_grammar(
     # An answer in channels ends at its first call.
     num_more = MAX_FORCED_CALLS - 1 if is_parallel and choice.name is None and form.syntax is not None else 0
     more = f"({lark_text(form.between)} call){{0,{num_more}}}" if num_more else ""
-    # The lexer takes the longest literal, so the line break before the end must be apart: calls begin with one too.
+    # The lexer matches the longest literal, so keep the line break before the end separate: calls begin with one too.
     last = (lark_text(line), lark_marked(end, special)) if end else ()
     parts = (begin and lark_marked(begin + line, special), "call", more, *last)
     names = " | ".join(f"call{index}" for index in range(len(allowed)))
@@ -201,7 +201,7 @@ def _tag_value(
 
 
 def _lined(text: str, syntax: TagSyntax, special: SpecialTokens) -> str:
-    """Write a text with its line breaks, which some versions of a family leave out."""
+    """Write a text whose line breaks are optional if some versions of a family omit them."""
     if not syntax.are_lines_optional:
         return lark_marked(text, special)
     lines = [lark_marked(line, special) for line in text.split("\n")]

@@ -1,4 +1,4 @@
-"""AnswerFormat, AnswerParser: split a streaming answer into reasoning, content and calls of tools; no torch."""
+"""AnswerFormat, AnswerParser: split a streaming answer into reasoning, content and tool calls; no torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the answers to one request are read."""
+    """Format of the answers to one request."""
 
     reasoning: ReasoningFormat | None = None
     calls: ToolFormat | None = None
@@ -26,7 +26,7 @@ class AnswerFormat:
 
     @property
     def splits(self) -> bool:
-        """True if an answer may hold more than content."""
+        """True if an answer may hold reasoning or calls."""
         return self.reasoning is not None or self.calls is not None
 
     @property
@@ -35,11 +35,11 @@ class AnswerFormat:
         return CLOSING if self.reasoning is None else self.reasoning.ending
 
     def thoughts(self, prompt: str | None) -> Thoughts:
-        """Return the beginning of an answer to this prompt."""
+        """Return how an answer to this prompt may begin."""
         return "none" if self.reasoning is None else self.reasoning.thoughts(prompt)
 
     def special_tokens(self, tokenizer: "Tokenizer | None") -> dict[str, int]:
-        """Find the markers that are special tokens: a text has them only if it is parsed."""
+        """Find markers that are special tokens; text includes them only if it is parsed."""
         if tokenizer is None:
             return {}
         names = (*(self.reasoning.tokens if self.reasoning else ()), *(self.calls.tokens if self.calls else ()))
@@ -71,7 +71,7 @@ def _ids(tokenizer: "Tokenizer", names: Sequence[str], among: frozenset[int] | N
 
 
 class MarkerFilter:
-    """Removes markers from content and reasoning, however they are cut. Arguments of calls stay unchanged."""
+    """Removes markers from content and reasoning, even if split between deltas. Arguments stay unchanged."""
 
     def __init__(self, hidden: Sequence[str] = ()) -> None:
         self._hidden = tuple(hidden)
@@ -112,7 +112,7 @@ class MarkerFilter:
 
 
 class AnswerParser:
-    """Parses one completion: thoughts are split off first, and only the rest may call tools."""
+    """Parses one completion: splits off thoughts first; only the rest may call tools."""
 
     def __init__(
         self,

@@ -26,10 +26,10 @@ class CallContext(NamedTuple):
 
     number: int
     tools: Mapping[str, Tool] | None
-    """Names of calls are compared with these; None accepts any."""
+    """Accepted names of calls; None accepts any."""
     report: Report
     is_marked: bool
-    """A marker shows that this is a call; else only its keys do, which an answer in JSON may share."""
+    """True if a marker identifies the call; else only its keys do, and a JSON answer may have the same."""
 
 
 class CallReader(Generic[Syntax]):
@@ -37,19 +37,19 @@ class CallReader(Generic[Syntax]):
 
     def __init__(self, syntax: Syntax, call: CallContext) -> None:
         self.is_certain = False
-        """It is a call, and has been reported."""
+        """True once the text is known to be a call, and reported."""
         self.is_done = False
         self.is_broken = False
-        """It is no call, or its arguments are broken."""
+        """True if the text is not a call, or its arguments are broken."""
         self._syntax = syntax
         self._index, self._tools, self._report, self._is_marked = call
 
     def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
-        """Read from `place`; stop if the call is done or broken, at the limit, or before half a tag there."""
+        """Read from `place`; stop when the call is done or broken, at the limit, or before a partial tag there."""
         raise NotImplementedError
 
     def is_unknown(self, name: str) -> bool:
-        """Report a name that is not among the tools of the request; return True then."""
+        """Report a name that is not a tool of the request, and return True."""
         return report_unknown(name, self._tools, self._report)
 
 
@@ -73,12 +73,12 @@ class ArgumentsReader:
 
 
 def escaped(piece: str, found: Found) -> str:
-    """Write the control character at the end of a piece as an escape: bare, it is not JSON."""
+    """Escape the control character at the end of a piece, which is invalid JSON unescaped."""
     return piece[:-1] + json.dumps(piece[-1])[1:-1] if found is Found.CONTROL else piece
 
 
 def report_unknown(name: str, tools: Mapping[str, Tool] | None, report: Report) -> bool:
-    """Report a name that is not among the tools of the request; return True then."""
+    """Report a name that is not a tool of the request, and return True."""
     if tools is None or name in tools:
         return False
     report(f"{shown(name)} is called, which is no tool of the request")
@@ -102,7 +102,7 @@ class HeadSyntax:
     closing: str
     written_head: str
     written_end: str = ""
-    """For a forced call: the text before the arguments, with {name}, and the text after them, before the closing marker."""
+    """Forced calls: `written_head`, with {name}, comes before the arguments; this comes after, before `closing`."""
 
 
 MAX_HEAD_CHARS = 512
@@ -110,7 +110,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class HeadedCall(CallReader[HeadSyntax]):
-    """Reads NAME <separator> {...}. The markers prove that it is a call, so invalid JSON breaks only the arguments."""
+    """Reads NAME <separator> {...}. Markers identify the call, so invalid JSON breaks only the arguments."""
 
     def __init__(self, syntax: HeadSyntax, call: CallContext) -> None:
         super().__init__(syntax, call)
@@ -118,7 +118,7 @@ class HeadedCall(CallReader[HeadSyntax]):
         self._arguments = ArgumentsReader()
 
     def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
-        """Read from `place`; half a separator at the end waits for the next piece."""
+        """Read from `place`; a partial separator at the end waits for the next piece."""
         if self._named is None:
             place = self._head(text, place, limit)
         if self._named is not None and not self.is_certain:
@@ -174,7 +174,7 @@ class JsonCall(CallReader[JsonSyntax]):
         self._arguments: list[str] = []
         self._has_arguments = False
         self._in_arguments = False
-        """Between the braces of an arguments object."""
+        """True inside an arguments object."""
 
     def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
         """Read from `place`."""

@@ -1,4 +1,4 @@
-"""Messages of a chat, checked and copied: exact built-in types, bounded, with their content as one string each; no torch."""
+"""Checks and copies chat messages: exact built-in types, bounded, content as one string each; no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from holdfast.errors import PromptError, shown
 MAX_MESSAGES = 10_000
 MAX_CHAT_CHARS = 16 * 2**20
 MAX_CHAT_VALUES = 200_000
-"""Strings, numbers, lists and dicts in all messages together."""
+"""Most strings, numbers, lists and dicts in all messages together."""
 MAX_DEPTH = 24
 MAX_CALLS = 1024
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Clients' names of the reasoning of an answer; templates read the first, some the second."""
+"""Clients' keys for an answer's reasoning; templates read the first, some the second."""
 _MESSAGE = 'a dict like {"role": "user", "content": "Hello"}'
 _CALL = 'a call like {"type": "function", "function": {"name": "look", "arguments": "{}"}}'
 
@@ -25,7 +25,7 @@ class PlainData:
         self.num_values = 0
 
     def copy(self, value: object, name: str, depth: int = 0) -> object:
-        """Copy a value to exact built-in types: subclasses could bring their own methods."""
+        """Copy a value to exact built-in types: subclasses could override methods."""
         self._count(name)
         if value is None or isinstance(value, bool):
             return value
@@ -74,7 +74,7 @@ def plain_messages(messages: Sequence[Mapping[str, object]], data: PlainData) ->
 
 
 def bad_message(name: str, expected: str, value: object) -> PromptError:
-    """Return the error for a part of a chat that is not as expected."""
+    """Return the error for an invalid part of a chat."""
     return PromptError("template.bad_message", name=name, expected=expected, value=value)
 
 

@@ -1,4 +1,4 @@
-"""ChatTemplate: messages and tools to a prompt, by the Jinja template of a model; no torch."""
+"""ChatTemplate renders messages and tools to a prompt with a model's Jinja template; no torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE_CHARS = 128 * 2**10
 MAX_REASON_CHARS = 300
 CONTENT_VARIABLES = ("messages", "tools", "documents")
-"""Variables from the request: control tokens in these are text."""
+"""Variables from the request; control tokens in them are text."""
 
 
 class RenderedChat(NamedTuple):
-    """A chat as its template writes it; `own` are control tokens of the messages, which are text."""
+    """A rendered chat; `own` are control tokens from the messages, which are encoded as text."""
 
     text: str
     own: tuple[Span, ...]
@@ -41,18 +41,18 @@ def messages_in(variables: Mapping[str, object]) -> list[Message]:
 
 
 class ChatTemplate:
-    """The template of one model, compiled at its first use; a broken one fails chats, not the model.
+    """The template of one model, compiled at first use; a broken one fails chats, not the model load.
 
-    Rendering always ends with a text or with TemplateError, soon and in bounded memory.
+    Rendering returns text or raises TemplateError, in bounded time and memory.
     """
 
     def __init__(self, source: str, origin: str, special_tokens: Mapping[str, str]) -> None:
-        """`origin` is the file of the template, `special_tokens` bos_token and the like, which templates may write."""
+        """`origin` is the template's file; `special_tokens` are bos_token etc., which templates may write."""
         self.source = source
         self.origin = origin
         self.special_tokens = dict(special_tokens)
         self.control_texts: tuple[str, ...] = ()
-        """Tokens that are control tokens in messages, whether or not the tokenizer flags them as special."""
+        """Tokens to treat as control tokens in messages, even if the tokenizer does not flag them special."""
         self._compiled: tuple[jinja2.Template, ChatSandbox] | TemplateError | None = None
         self._lock = Lock()
 
@@ -71,9 +71,9 @@ class ChatTemplate:
         tools_as_text: bool = False,
         **extra: object,
     ) -> RenderedChat:
-        """Like `render`, with the control tokens that come from the messages; without `control` none is looked for.
+        """Like `render`, and find the control tokens from the messages if `control` is given.
 
-        A template that knows no tools skips them; `tools_as_text` puts them into the messages.
+        A template without tool support skips tools; `tools_as_text` writes them into the messages.
         """
         if continue_final_message and add_generation_prompt:
             raise PromptError("template.two_openings", name="continue_final_message")
@@ -86,7 +86,7 @@ class ChatTemplate:
             "messages": plain_messages(messages, data),
             "add_generation_prompt": bool(add_generation_prompt),
         }
-        # One rendering at a time: the sandbox has one budget, and threads would not be faster.
+        # Render one at a time: the sandbox has one budget, and threads would not be faster.
         with self._lock:
             text, variables = self._first_rendered(self._ways(variables, data, tools_as_text), data)
             own = () if control is None else self._own_tokens(text, variables, control, data.num_chars)
@@ -97,11 +97,11 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """True if it lists tools by itself."""
+        """True if the template lists tools itself."""
         return re.search(r"\btools\b", self.source) is not None
 
     def _ways(self, variables: dict[str, object], data: PlainData, as_text: bool) -> list[dict[str, object]]:
-        """Return the variables to try in order: templates differ in how they expect calls of tools."""
+        """Return the variables to try in order: templates expect different formats of tool calls."""
         messages, tools = messages_in(variables), variables["tools"]
         if "developer" not in self.source:
             # Templates silently skip unknown roles.
@@ -115,7 +115,7 @@ class ChatTemplate:
         return [{**variables, "messages": chat} for chat in (with_argument_objects(messages, data), messages)]
 
     def _first_rendered(self, ways: list[dict[str, object]], data: PlainData) -> tuple[str, dict[str, object]]:
-        """Render the first variables that the template accepts; raise the first error if there are none."""
+        """Render the first variables that the template accepts; if none, raise the first error."""
         failure: TemplateError | None = None
         for variables in ways:
             try:
@@ -137,8 +137,8 @@ class ChatTemplate:
     ) -> tuple[Span, ...]:
         """Find the control tokens that come from messages, tools and documents.
 
-        Marks inside them come first: a whole control token cannot lose its mark. If the template reads or measures them, the
-        text changes; then marks go around them, and both must be there.
+        First put marks inside them: a whole control token cannot lose its mark. If that changes the text, because the
+        template reads or measures them, put marks around them; then both marks must survive.
         """
         num_whole, num_messages = 0, len(messages_in(variables))
         for around in (False, True):
@@ -158,7 +158,7 @@ class ChatTemplate:
         raise TemplateError("template.control_tokens", origin=self.origin)
 
     def _until_final(self, text: str, messages: Sequence[Message]) -> str:
-        """Cut a rendered chat at the end of its last message, which the answer continues."""
+        """Cut a rendered chat after its last message, which the answer continues."""
         content = messages[-1].get("content")
         if isinstance(content, str) and content.strip():
             for final in (content, content.rstrip(), content.strip()):
@@ -246,7 +246,7 @@ def chat_template_from_gguf(metadata: Mapping[str, object], file_name: str) -> C
 
 
 def _default_of(value: object, file_name: str) -> str | None:
-    """Return a template, or the one called default of several."""
+    """Return a template; among several, the one named default."""
     if value is None or isinstance(value, str):
         return value
     named = {}

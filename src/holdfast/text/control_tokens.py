@@ -1,4 +1,4 @@
-"""Control tokens written out in messages: distinguished from those of the template, and encoded as text; no torch.
+"""Distinguishes control tokens written in messages from those of the template, and encodes them as text; no torch.
 
 A message may hold "<|im_end|>". As a control token it would end the turn and let its author speak in another role, so in
 content it is text: the same characters, cut into tokens like any others.
@@ -26,11 +26,11 @@ PLACEHOLDER = "\ufdd2"
 MARKS = re.compile(f"[{START}{END}{PLACEHOLDER}]")
 Span = tuple[int, int]
 LARGE_TEXT_CHARS = 2**14
-"""Texts of at least so many characters are encoded without the interpreter's lock."""
+"""Fewest characters of a text to encode without the GIL."""
 
 
 def encode_ids(backend: "tokenizers.Tokenizer", text: str, add_special_tokens: bool) -> list[int]:
-    """Encode a text. For a large one use a batch: it releases the interpreter's lock, which a single text holds for seconds."""
+    """Encode a text. Encode a large one as a batch, which releases the GIL; a single text holds it for seconds."""
     if len(text) < LARGE_TEXT_CHARS:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -44,7 +44,7 @@ class Mark(NamedTuple):
 
 
 class ControlTokens:
-    """The special tokens of one tokenizer by text, and tokens that are only kept whole, which hide them."""
+    """Special tokens of a tokenizer by text, and other added tokens, which hide them."""
 
     def __init__(self, special: Mapping[str, int], kept_whole: Iterable[str] = ()) -> None:
         self.special = {text: token_id for text, token_id in special.items() if text}
@@ -70,8 +70,8 @@ class ControlTokens:
     def _marks(self, text: str, around: bool) -> tuple[set[Mark], int]:
         """Return the places of marks, and the number of whole control tokens.
 
-        Beginnings of control tokens at a text's end count too, and ends at its beginning: adjacent text may complete them,
-        and their inside then reaches to the end of the text.
+        Partial control tokens at either end of the text count too, because adjacent text may complete them. Their
+        inside then reaches to that end of the text.
         """
         whole, size = self.spans(text), len(text)
         longest = min(max(map(len, self.special), default=0) - 1, size)
@@ -86,7 +86,7 @@ class ControlTokens:
         return {Mark(place, START) for place in inside} | lone, len(whole)
 
     def marked(self, value: object, around: bool) -> tuple[object, int]:
-        """Copy plain data with marks inside, or around, actual and possible control tokens; return the number of actual ones too."""
+        """Copy plain data, marking inside or around whole and partial control tokens; also count the whole ones."""
         if isinstance(value, str):
             marks, num_whole = self._marks(value, around)
             return _with_marks(value, sorted(marks)), num_whole
@@ -110,7 +110,7 @@ class ControlTokens:
         return own
 
     def in_template(self, text: str, own: list[Span]) -> Iterator[tuple[int, int, str]]:
-        """Yield control tokens like the tokenizer, leftmost and longest, without those of the messages."""
+        """Yield the template's control tokens, matched like the tokenizer: leftmost and longest."""
         taken, place = set(own), 0
         while self._any is not None and (match := self._any.search(text, place)) is not None:
             if match.span() in taken or any(s < match.end() and match.start() < e for s, e in own):
@@ -136,7 +136,7 @@ def unmarked(text: str) -> tuple[str, list[Mark]]:
 
 
 def _with_special(state: str, texts: set[str]) -> str:
-    """Flag these added tokens as special in a saved tokenizer: only such tokens can be read as text."""
+    """Flag these added tokens as special in a saved tokenizer: only special tokens can be encoded as text."""
     whole = json.loads(state)
     for token in whole["added_tokens"]:
         token["special"] = token["special"] or token["content"] in texts
@@ -144,7 +144,7 @@ def _with_special(state: str, texts: set[str]) -> str:
 
 
 class ContentEncoder:
-    """A second tokenizer, in which control tokens are text and placeholders replace those of the template."""
+    """A second tokenizer that reads control tokens as text, with placeholders for the template's own."""
 
     def __init__(self, backend: "tokenizers.Tokenizer", control: ControlTokens) -> None:
         import tokenizers
@@ -178,7 +178,7 @@ class ContentEncoder:
         }
 
     def encode(self, text: str, own: list[Span], add_special_tokens: bool) -> list[int]:
-        """Encode a text in which these control tokens are text."""
+        """Encode a text; the control tokens at `own` are text."""
         if MARKS.search(text):
             raise PromptError("tokenizer.reserved_characters")
         pieces, last = [], 0
@@ -187,7 +187,7 @@ class ContentEncoder:
             last = end
         encoded = encode_ids(self._backend, "".join((*pieces, text[last:])), add_special_tokens)
         written = {self._control.special[text[start:end]] for start, end in own}
-        # Checked, not assumed: a vocabulary may hold the same text as a piece of its own.
+        # Check this: a vocabulary may hold the same text as an ordinary token.
         if not add_special_tokens and not written.isdisjoint(encoded):
             token_id = next(token_id for token_id in encoded if token_id in written)
             raise PromptError("tokenizer.unescapable_token", token_id=token_id)

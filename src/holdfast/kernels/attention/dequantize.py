@@ -1,4 +1,4 @@
-"""Decoding of codes inside a kernel: words of a page become half-precision operands, two or four numbers per instruction.
+"""Decoding of codes inside a kernel: words of a page to half-precision operands, two or four numbers per instruction.
 
 A part of a head is one bit field of all its words (quant/kv_quantize.py). Keys are looked up: the magnitudes in a word select
 bytes of eight e4m3 numbers (prmt), and its signs are at e4m3's sign bits. Values are computed: their bits are or-ed into the
@@ -11,8 +11,8 @@ from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 from holdfast.quant.kv_quantize import CUBIC_3_BITS, CUBIC_4_BITS, KEY_CODEBOOKS
 from holdfast.quant.latent_quantize import LATENT_STEP
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# Triton unpacks nothing into a tuple, but adds tuples.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
+# Triton cannot unpack into a tuple, but adds tuples.
 
 
 def fp8_byte(number: float) -> int:
@@ -26,12 +26,12 @@ def fp8_byte(number: float) -> int:
 
 
 def fp8_word(magnitudes: tuple[float, ...]) -> str:
-    """Four e4m3 bytes as a constant of the assembler."""
+    """Return four e4m3 bytes as an assembler constant."""
     return f"0x{sum(fp8_byte(number) << 8 * i for i, number in enumerate(magnitudes)):08x}"
 
 
 def fp16_twice(number: float) -> str:
-    """A number twice, as a constant of the assembler: a float16 with few bits, of either sign."""
+    """Return a float16 twice, as an assembler constant; it has few bits and either sign."""
     if number < 0:
         return f"0x{int(fp16_twice(-number), 16) | 0x80008000:08x}"
     exponent = 15
@@ -58,7 +58,7 @@ lop3.b32 $1, t, s, 0x80808080, 0xF8;
 
 
 def keys_3_asm(is_halved: bool) -> str:
-    """Assembler from code bytes and sign bits to four parts; or from bytes of both halves to four parts each.
+    """Return assembler from code bytes and sign bits to four parts; or from bytes of both halves to four parts each.
 
     The sign bits of a column's parts are the lower half of a byte; the upper half for columns of the upper half.
     """
@@ -82,7 +82,7 @@ def keys_3_asm(is_halved: bool) -> str:
 
 
 def _cubic_lines(out: str, shift: int, middle: float, beta: float) -> list[str]:
-    """x is 512 + n 2^shift; t = n - middle; out = t + beta t^3."""
+    """Return lines that compute t + beta t^3, with t = n - middle and x = 512 + n 2^shift."""
     lines = [f"mov.b32 c, {fp16_twice(-(512 / 2**shift + middle))};", "add.rn.f16x2 t, x, c;"]
     if shift:
         lines[1:] = [f"mov.b32 f, {fp16_twice(2.0**-shift)};", "fma.rn.f16x2 t, x, f, c;"]
@@ -150,7 +150,7 @@ LOG2_ASM = kernel_constant("lg2.approx.ftz.f32 $0, $1;")
 
 @jit
 def fast_exp2(x, PLAIN: constexpr):
-    """2 ** x, with denormal results flushed to zero."""
+    """Return 2 ** x, with denormal results flushed to zero."""
     if PLAIN:
         return tl.exp2(x)
     else:
@@ -159,7 +159,7 @@ def fast_exp2(x, PLAIN: constexpr):
 
 @jit
 def fast_log2(x, PLAIN: constexpr):
-    """log2 of a positive number; -inf of zero."""
+    """Return log2 of a positive number; -inf for zero."""
     if PLAIN:
         return tl.log2(x)
     else:
@@ -168,7 +168,7 @@ def fast_log2(x, PLAIN: constexpr):
 
 @jit
 def key_numbers(b_codes, PLAIN: constexpr):
-    """Keys of 8 bits: one part, as half precision."""
+    """Decode 8-bit keys: one part, in half precision."""
     if PLAIN:
         return _fp8_numbers(b_codes.to(tl.int32))
     else:
@@ -177,7 +177,7 @@ def key_numbers(b_codes, PLAIN: constexpr):
 
 @jit
 def key_parts_4(b_codes, o_c, PLAIN: constexpr):
-    """Keys of 4 bits: two parts. `b_codes` are bytes; PLAIN: the word of each column, by column."""
+    """Decode 4-bit keys: two parts. `b_codes` are bytes; if PLAIN, the word of each column, by column."""
     if PLAIN:
         k = (o_c % 4)[None, :]
         b_0 = _looked_up_4(b_codes >> (4 * k) & 7, b_codes >> (8 * k + 7) & 1)
@@ -192,7 +192,7 @@ def key_parts_4(b_codes, o_c, PLAIN: constexpr):
 
 @jit
 def key_parts_3(b_codes, b_signs, o_c, HALF_COLUMNS: constexpr, PLAIN: constexpr):
-    """Keys of 3 bits: four parts. `b_signs` has each byte of sign bits twice: for a column, and for the one half a row later."""
+    """Decode 3-bit keys: four parts. `b_signs` has each sign byte twice: for a column and the one half a row later."""
     if PLAIN:
         k = 4 * (o_c % 4)[None, :]
         b_bits = b_signs.to(tl.int32) >> tl.where(o_c < HALF_COLUMNS, 0, 4)[None, :]
@@ -213,7 +213,7 @@ def key_parts_3(b_codes, b_signs, o_c, HALF_COLUMNS: constexpr, PLAIN: constexpr
 
 @jit
 def key_parts_3_halves(b_lower, b_upper, b_signs):
-    """Keys of 3 bits if a half row is whole words: four parts of the lower and of the upper half of columns."""
+    """Decode 3-bit keys if a half row is whole words: four parts of the lower and of the upper half of columns."""
     b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = tl.inline_asm_elementwise(
         KEYS_3_HALVES_ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [b_lower, b_upper, b_signs],
         (tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
@@ -225,7 +225,7 @@ def key_parts_3_halves(b_lower, b_upper, b_signs):
 
 @jit
 def value_parts_8(b_words, PLAIN: constexpr):
-    """Values of 8 bits: two parts."""
+    """Decode 8-bit values: two parts."""
     if PLAIN:
         b_words = b_words.to(tl.int32)
         return _fp8_numbers(b_words & 255), _fp8_numbers(b_words >> 8 & 255)
@@ -237,7 +237,7 @@ def value_parts_8(b_words, PLAIN: constexpr):
 
 @jit
 def value_parts_4(b_words, PLAIN: constexpr):
-    """Values of 4 bits: four parts."""
+    """Decode 4-bit values: four parts."""
     if PLAIN:
         b_words = b_words.to(tl.int32)
         b_parts = ()
@@ -252,7 +252,7 @@ def value_parts_4(b_words, PLAIN: constexpr):
 
 @jit
 def latent_parts_4(b_words, PLAIN: constexpr):
-    """Latents of 4 bits: four parts, without their scale."""
+    """Decode 4-bit latents: four parts, without their scale."""
     if PLAIN:
         b_words = b_words.to(tl.int32)
         b_parts = ()
@@ -267,10 +267,10 @@ def latent_parts_4(b_words, PLAIN: constexpr):
 
 @jit
 def upper_columns(p_upper, o_c):
-    """-1 for columns in the upper half of a row of words, else 0: [C, 1].
+    """Return [C, 1]: -1 for columns in the upper half of a row of words, else 0.
 
-    Loaded (negative numbers mean yes), because a computed tile would keep the codes from going straight from shared memory to
-    operands. Only the two bytes with a number's sign are read.
+    The mask is loaded (negative means upper). If computed, codes could not go straight from shared memory to operands.
+    Only the two bytes with a number's sign are read.
     """
     PIECES: constexpr = p_upper.dtype.element_ty.primitive_bitwidth // 16
     return tl.load(p_upper.to(tl.pointer_type(tl.int16)) + (o_c[:, None] * PIECES + PIECES - 1)) >> 15
@@ -278,7 +278,7 @@ def upper_columns(p_upper, o_c):
 
 @jit
 def value_parts_3(b_words, b_signs, b_upper, PLAIN: constexpr):
-    """Values of 3 bits: eight parts.
+    """Decode 3-bit values: eight parts.
 
     `b_signs` has each word of third bits twice: even bits for a column, odd bits for the one half a row later, where `b_upper`
     is -1.
@@ -326,6 +326,6 @@ def _looked_up_3(b_index, b_sign):
 
 @jit
 def _cubic(b_t, BETA: constexpr):
-    """Rounded where half precision rounds."""
+    """Compute t + BETA t^3, rounded where half precision rounds."""
     b_u = (b_t * b_t * BETA + 1.0).to(tl.float16).to(tl.float32)
     return (b_u * b_t).to(tl.float16)

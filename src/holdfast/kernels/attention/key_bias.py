@@ -4,7 +4,7 @@ K key/value heads, D head dim, C = D / 2 pairs of coordinates that rope turns, B
 numbers of a table for tensor cores, L positions; in kernels G columns or M rows of queries, C padded to a power of two
 
 A key is R_p (W x + b), with R_p the RoPE rotation of its position p. If b is much longer than W x, a code of few bits holds
-little else than b. So pages hold R_p W x, and q . R_p b is added to a score before masks, softmax and merges. For a pair
+little but b. So pages hold R_p W x, and q . R_p b is added to a score before masks, softmax and merges. For a pair
 (q1, q2) of a query and (b1, b2) of the bias
 
     q . R_p b = even cos(w p) + odd sin(w p),   even = q1 b1 + q2 b2,   odd = q2 b1 - q1 b2
@@ -14,8 +14,8 @@ Tokens of a block count from its middle, p = middle + d. Even and odd are rotate
 cos(w d) and sin(w d). The table holds cos - 1: pairs with a large bias mostly rotate slowly, so half precision rounds only what
 changes from token to token. The rest is summed in float32.
 
-Without RoPE the bias adds q . b to all scores of a row, which a softmax ignores: such a model needs no KeyBias. With QK-norm
-keys are no sum of two parts, and KeyBias does not apply.
+Without RoPE the bias adds q . b to all scores of a row. A softmax ignores that, so such a model needs no KeyBias. With
+QK-norm keys are no sum of two parts, and KeyBias does not apply.
 """
 
 from typing import NamedTuple
@@ -27,16 +27,16 @@ from holdfast.kernels.geometry import BLOCK_TOKENS, key_turn_dtype, pair_columns
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 
 NEAR_SCALE = 64.0
-"""Multiplies the table and divides even and odd: scores up to 4 million fit half precision."""
+"""Factor of the table and divisor of even and odd: scores up to 4 million then fit half precision."""
 FRAGMENT = 16
 """Rows and columns of a tensor-core operand."""
 
 
 class KeyTurns(NamedTuple):
-    """The rotations of all positions, for all layers with the same RoPE."""
+    """RoPE rotations of all positions, for all layers with the same RoPE."""
 
     cos_BC: Tensor
-    """float32, of the middle of each block, times the magnitude of the RoPE table."""
+    """float32 cos at the middle of each block, times the magnitude of the RoPE table."""
     sin_BC: Tensor
     near_2NC: Tensor
     """cos - 1 and sin of the angle from the middle to each token, times NEAR_SCALE: float16, or float32 for float32 models."""
@@ -49,7 +49,7 @@ class KeyTurns(NamedTuple):
 
 
 class KeyBias(NamedTuple):
-    """The bias of one layer's keys."""
+    """Bias of one layer's key projection."""
 
     bias_KD: Tensor
     """float32, in the model's coordinates, before any rotation."""
@@ -89,14 +89,14 @@ def _fragments(near_2NC: Tensor) -> Tensor:
 
 
 def key_bias_rows(key_bias: KeyBias, positions_L: Tensor) -> Tensor:
-    """[K, L, D] float32: the bias of the keys at these positions, in the model's coordinates."""
+    """Return the bias of the keys at these positions, float32 [K, L, D], in the model's coordinates."""
     cos_LC, sin_LC = _turns_at(key_bias.turns, positions_L)
     first_K1C, second_K1C = key_bias.bias_KD.unsqueeze(1).chunk(2, dim=-1)
     return torch.cat((first_K1C * cos_LC - second_K1C * sin_LC, second_K1C * cos_LC + first_K1C * sin_LC), dim=-1)
 
 
 def _turns_at(turns: KeyTurns, positions_L: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions, [L, C] each, from those of the block and of the token, as in kernels."""
+    """Return cos and sin of positions, [L, C] each, from those of the block and of the token, as kernels do."""
     block_L, token_L = positions_L // BLOCK_TOKENS, positions_L % BLOCK_TOKENS
     near_cos_LC, near_sin_LC = (turns.near_2NC.float() / NEAR_SCALE)[:, token_L].unbind()
     cos_LC, sin_LC = turns.cos_BC[block_L], turns.sin_BC[block_L]
@@ -108,7 +108,7 @@ def _turns_at(turns: KeyTurns, positions_L: Tensor) -> tuple[Tensor, Tensor]:
 
 SCALE = kernel_constant(NEAR_SCALE)
 MOST = kernel_constant(32000.0)
-"""Limit of even and odd: rotated, and with a magnitude, they still fit half precision."""
+"""Limit of even and odd: after rotation and magnitude they still fit half precision."""
 
 
 @jit
@@ -116,7 +116,7 @@ def query_waves(
     p_q, o_q, m_q, p_bias, p_rotation, scale_log2, rotation_scale,
     QUERY_AXIS: constexpr, IS_ROTATED: constexpr, HEAD_DIM: constexpr, PAIR_COLUMNS: constexpr,
 ):  # fmt: skip
-    """Even and odd of the queries that begin at `o_q`, in float32: [C, G] each, or [M, C] if QUERY_AXIS is 0."""
+    """Return even and odd of the queries at `o_q`, in float32: [C, G] each, or [M, C] if QUERY_AXIS is 0."""
     PAIRS: constexpr = HEAD_DIM // 2
     PAIR_AXIS: constexpr = 1 - QUERY_AXIS
     o_c = tl.expand_dims(tl.arange(0, PAIR_COLUMNS), QUERY_AXIS)
@@ -150,7 +150,7 @@ def query_waves(
 
 @jit
 def turned_waves(b_even, b_odd, p_cos, p_sin, i_block, QUERY_AXIS: constexpr, HEAD_DIM: constexpr):
-    """Even and odd rotated to the middle of a block, in half precision; and the sum of even, common to its tokens."""
+    """Return even and odd rotated to a block's middle, in half precision; and the sum of even, common to its tokens."""
     PAIRS: constexpr = HEAD_DIM // 2
     PAIR_AXIS: constexpr = 1 - QUERY_AXIS
     o_c = tl.arange(0, b_even.shape[PAIR_AXIS])
@@ -165,7 +165,7 @@ def turned_waves(b_even, b_odd, p_cos, p_sin, i_block, QUERY_AXIS: constexpr, HE
 
 @jit
 def near_fragments(p_near, BLOCK_N: constexpr, PAIR_COLUMNS: constexpr):
-    """[N, C]: load the table in the order of a warp's lanes for a product."""
+    """Load the table as [N, C], in the order of a warp's lanes for a product."""
     b_near = tl.load(p_near + tl.arange(0, BLOCK_N * PAIR_COLUMNS))
     b_near = tl.reshape(b_near, (BLOCK_N // 16, PAIR_COLUMNS // 16, 8, 4, 2, 2, 2))
     return tl.reshape(tl.permute(b_near, (0, 5, 2, 1, 4, 3, 6)), (BLOCK_N, PAIR_COLUMNS))

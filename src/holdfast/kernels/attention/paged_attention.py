@@ -1,4 +1,4 @@
-"""Attention of rows to the stored keys and values of their own sequence, over float32 pages on a CPU: the C kernel and its reference.
+"""Paged attention over float32 pages on a CPU: the C kernel and its reference.
 
 T rows, H query heads, K key/value heads, D head dim, S slots, N sequences
 """
@@ -15,7 +15,7 @@ SEQUENCE_FIELDS = ("row", "num_rows", "start", "first_page")
 
 
 class Scoring(NamedTuple):
-    """How a layer turns products of queries and keys into weights."""
+    """Score options of a layer: scale, window, sinks and soft cap."""
 
     scale: float
     window: int | None = None

@@ -1,9 +1,9 @@
-"""Attention of rows to quantized keys and values over pages, straight from the codes: nothing is dequantized into memory.
+"""Paged attention straight from quantized keys and values: nothing is dequantized into memory.
 
 T rows, H query heads, K key/value heads, G = H / K, D head dim, C split-KV partials
 
-The work is the list of tiles of tiled_attention.py. Queries come in the space of the keys, rotated if these are; outputs leave
-in the space of the model. A key's scale multiplies its scores, a value's scale its p. A bound that knows the scales keeps p
+The work is the list of tiles of tiled_attention.py. Queries are rotated if keys are; outputs are rotated back to the
+model's coordinates. A key's scale multiplies its scores, a value's scale its p. A bound that knows the scales keeps p
 below 2^14, so half precision holds it for any context.
 
 decode     small tiles: tokens are rows of the product, the heads of a GQA group its columns. One warp computes a tile alone.
@@ -76,21 +76,21 @@ from holdfast.quant.kv_quantize import (
     rotate_heads,
 )
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# Triton unpacks nothing into a tuple, but adds tuples.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
+# Triton cannot unpack into a tuple, but adds tuples.
 
 SMALL_COLUMNS = 8
 """Rows times heads of a small tile: one tensor-core instruction takes them with sixteen tokens."""
 SMALL_PROGRAMS_PER_SM = 8
 SMALL_REGISTERS = 232
-"""Registers per thread: a multiprocessor then holds exactly SMALL_PROGRAMS_PER_SM programs."""
+"""Registers per thread with which an SM holds exactly SMALL_PROGRAMS_PER_SM programs."""
 
 
 class LargeShape(NamedTuple):
-    """The launch of large tiles."""
+    """Launch parameters of large tiles."""
 
     rows: int
     """Rows times heads."""
@@ -100,7 +100,7 @@ class LargeShape(NamedTuple):
 
 
 def large_shape(key_bits: int) -> LargeShape:
-    """Two programs per multiprocessor for 8-bit keys; keys that cost more to decode are shared by more rows."""
+    """Return the shape of large tiles: two programs per SM for 8-bit keys; costlier keys are shared by more rows."""
     return LargeShape(QUANTIZED_LARGE_TILE, 4, 2, 2) if key_bits == 8 else LargeShape(128, 8, 1, 1)
 
 
@@ -119,7 +119,7 @@ def quantized_geometry(num_heads: int, num_kv_heads: int, key_bits: int, value_b
 
 
 def row_form(num_rows: int) -> int:
-    """Heads per program of the merge: the part of a launch that depends on the number of rows."""
+    """Return the heads per program of the merge: the specialization for the number of rows."""
     return 1 if num_rows <= MERGE_BY_HEAD_ROWS else MERGED_HEADS
 
 
@@ -240,7 +240,7 @@ def _decode_kernel(
             p_tiles, 1 + i_item // NUM_KV_HEADS
         )
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
-        seen = position - window + 1  # by the first row: other sequences may own earlier pages
+        seen = position - window + 1  # for the first row: other sequences may own earlier pages
         page = pages_of(p_row_pages, low, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
         if PDL:
             tl.extra.cuda.gdc_wait()  # tiles and pages are older; queries and new keys come from the last kernel
@@ -303,7 +303,7 @@ def _decode_kernel(
                 b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         b_l = tl.sum(b_l_tokens, axis=0)
         if p_sinks is not None:
-            # Only here: in the running maximum a sink would push p out of the range of half precision.
+            # Add sinks only here: in the running maximum a sink would push p out of the range of half precision.
             b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 0)
         # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
         b_scale = 1.0 / tl.where(b_l > 0, b_l * P_ONE, 1.0)
@@ -317,9 +317,9 @@ def _decode_kernel(
             store_parts(b_acc, b_scale, p_partial_out, o_partial * HEAD_DIM, m_g, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS)
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_g)
     if PDL:
-        # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
+        # Release late: programs of the next kernel would share the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
+        tl.extra.cuda.gdc_wait()  # wait even without a tile: the next kernel relies on all earlier ones
 
 
 @jit
@@ -351,7 +351,7 @@ def _prefill_kernel(
             p_tiles, 1 + num_small + i_item // NUM_KV_HEADS
         )
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
-        seen = position - window + 1  # by the first row: other sequences may own earlier pages
+        seen = position - window + 1  # for the first row: other sequences may own earlier pages
         page = pages_of(p_row_pages, low, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
         if PDL:
             tl.extra.cuda.gdc_wait()  # tiles and pages are older; queries and new keys come from the last kernel
@@ -408,8 +408,8 @@ def _prefill_kernel(
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = fast_exp2(b_score - b_m_safe[:, None], PLAIN)
                 if MASKED:
-                    # Only here: a masked product is not contracted to fma and would round differently than in an unmasked
-                    # block. Another cut of the step may leave this block unmasked (batch_invariant).
+                    # Mask only here: a masked product is not contracted to fma and would round differently than in an
+                    # unmasked block. Another cut of the step may leave this block unmasked (batch_invariant).
                     b_p = tl.where(m_seen, b_p, 0.0)
                 b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
                 b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
@@ -420,7 +420,7 @@ def _prefill_kernel(
                 b_acc = tl.dot(b_p, b_v, b_acc * b_alpha[:, None])
                 b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         if p_sinks is not None:
-            # Only here: in the running maximum a sink would push p out of the range of half precision.
+            # Add sinks only here: in the running maximum a sink would push p out of the range of half precision.
             b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 0)
         # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
         b_out = b_acc / tl.where(b_l > 0, b_l * P_ONE, 1.0)[:, None]
@@ -439,9 +439,9 @@ def _prefill_kernel(
             tl.store(p_partial_out + o_partial[:, None] * HEAD_DIM + o_dim[None, :], b_out, mask=m_out)
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
-        # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
+        # Release late: programs of the next kernel would share the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
+        tl.extra.cuda.gdc_wait()  # wait even without a tile: the next kernel relies on all earlier ones
 
 
 @jit
@@ -449,7 +449,7 @@ def _next_block(
     page, b_ks, b_vs, p_k_scale, p_v_scale, p_row_pages, i_head, n, o_n, o_token, seen, high,
     MASKED: constexpr, HAS_WINDOW: constexpr, NUM_KV_HEADS: constexpr, PAGE_TOKENS: constexpr, BLOCK_N: constexpr,
 ):  # fmt: skip
-    """Slots, mask and scales of a block; the page and the scales of the next one, which are loaded a block ahead."""
+    """Return slots, mask and scales of a block, and page and scales of the next one, loaded a block ahead."""
     m_n = o_token < high if MASKED else o_n >= 0
     if MASKED and HAS_WINDOW:
         m_n = m_n & (o_token >= seen)  # older tokens may hold anything
@@ -469,7 +469,7 @@ def _query_part(
     p_q, o_q, m_q, o_c, limit, scale_log2,
     QUERY_AXIS: constexpr, PART: constexpr, NUM_PARTS: constexpr, HEAD_DIM: constexpr,
 ):  # fmt: skip
-    """[C, G], or [M, C] if QUERY_AXIS is 0: in half precision, clamped to its range, with the scale of the scores."""
+    """Load [C, G], or [M, C] if QUERY_AXIS is 0, times the score scale, in half precision and clamped to its range."""
     PART_AXIS: constexpr = 1 - QUERY_AXIS
     m_part = tl.expand_dims(m_q, PART_AXIS) & tl.expand_dims(o_c < limit, QUERY_AXIS)
     o_d = part_dims(o_c, PART, NUM_PARTS, HEAD_DIM)
@@ -483,7 +483,7 @@ def _queries(
     p_q, o_q, m_q, scale_log2,
     QUERY_AXIS: constexpr, KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr, PLAIN: constexpr,
 ):  # fmt: skip
-    """The parts of the queries for the parts of the keys."""
+    """Load the parts of the queries that match the parts of the keys."""
     NUM_PARTS: constexpr = 1 if KEY_BITS == 8 else (2 if KEY_BITS == 4 else 4)
     # Small tiles take keys of 3 bits as parts of the lower and of the upper half of columns.
     HALVED: constexpr = QUERY_AXIS == 1 and KEY_BITS == 3 and HEAD_DIM % 32 == 0 and not PLAIN
@@ -506,7 +506,7 @@ def _scores(
     QUERY_AXIS: constexpr, MASKED: constexpr, KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr,
     PLAIN: constexpr,
 ):  # fmt: skip
-    """[N, G], or [M, N] if QUERY_AXIS is 0: keys without their scale times queries."""
+    """Return keys without their scale times queries: [N, G], or [M, N] if QUERY_AXIS is 0."""
     SIGNS: constexpr = HEAD_DIM // 8
     o_c = tl.arange(0, KEY_COLUMNS)
     if QUERY_AXIS == 1 and KEY_BITS == 3 and HEAD_DIM % 32 == 0 and not PLAIN:
@@ -540,7 +540,7 @@ def _scores(
 def _bias_scores(
     b_even, b_odd, p_cos, p_sin, p_fragments, i_block, HEAD_DIM: constexpr, BLOCK_N: constexpr, PAIR_COLUMNS: constexpr
 ):
-    """[N, G]: the bias of the keys in the scores of a block."""
+    """Return the key bias in the scores of a block: [N, G]."""
     b_even, b_odd, b_all = turned_waves(b_even, b_odd, p_cos, p_sin, i_block, 1, HEAD_DIM)
     b_score = tl.broadcast_to(b_all, (BLOCK_N, b_all.shape[1]))
     # Always true. The compiler does not move a conditional load: hoisted out of the loop, the table would take 128
@@ -585,13 +585,13 @@ def _add_values(
 
 @jit
 def _side_by_side(b_0, b_1):
-    """[N, C] twice: [N, 2 C], columns alternating."""
+    """Join two [N, C] to [N, 2 C], columns alternating."""
     return tl.reshape(tl.join(b_0, b_1), (b_0.shape[0], 2 * b_0.shape[1]))
 
 
 @jit
 def _one_after_other(b_0, b_1, BLOCK_D: constexpr):
-    """[N, C] twice: [N, 2 C], all of the first before the second."""
+    """Join two [N, C] to [N, 2 C], the first before the second."""
     return tl.reshape(tl.permute(tl.join(b_0, b_1), (0, 2, 1)), (b_0.shape[0], BLOCK_D))
 
 
@@ -601,7 +601,7 @@ def _value_rows(
     MASKED: constexpr, VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr, BLOCK_D: constexpr,
     PLAIN: constexpr,
 ):  # fmt: skip
-    """[N, D] without their scale, in the order of coordinates if the head is a power of two."""
+    """Decode values to [N, D] without their scale, in order of coordinates if the head is a power of two."""
     WORDS: constexpr = HEAD_DIM // 2 if VALUE_BITS == 8 else (HEAD_DIM // 4 if VALUE_BITS == 4 else HEAD_DIM // 8)
     o_c = tl.arange(0, VALUE_COLUMNS)
     b_words = bytes_at(p_v, o_slot, o_c, m_n, WORDS, WORDS, MASKED or WORDS < VALUE_COLUMNS)

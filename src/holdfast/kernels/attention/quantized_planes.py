@@ -1,4 +1,4 @@
-"""QuantizedPlanes: quantized pages of a layer as kernels see them; loads of a tile's codes and stores of its outputs.
+"""QuantizedPlanes: kernel views of a layer's quantized pages; loads of a tile's codes and stores of its outputs.
 
 P pages, K key/value heads, t tokens of a page, B bytes of a head's codes, S bytes of its sign bits, D head dim, N tokens of a
 block, C columns of words, G columns of queries
@@ -18,7 +18,7 @@ from holdfast.quant.kv_quantize import QuantizedHeads
 
 @dataclass(frozen=True, slots=True)
 class QuantizedPlanes:
-    """Views of the page storage, and tables."""
+    """Views of a layer's quantized pages, and tables."""
 
     key_bits: int
     value_bits: int
@@ -80,12 +80,12 @@ class QuantizedPlanes:
         return self.value_bits < 8
 
     def keys_at(self, pages_X: Tensor, tokens_X: Tensor) -> QuantizedHeads:
-        """The quantized keys of some tokens: [X, K, ...]."""
+        """Return the quantized keys of some tokens: [X, K, ...]."""
         signs = None if self.k_signs_PKtS is None else self.k_signs_PKtS[pages_X, :, tokens_X]
         return QuantizedHeads(self.k_codes_PKtB[pages_X, :, tokens_X], signs, self.k_scale_PKt[pages_X, :, tokens_X])
 
     def values_at(self, pages_X: Tensor, tokens_X: Tensor) -> QuantizedHeads:
-        """The quantized values of some tokens: [X, K, ...]."""
+        """Return the quantized values of some tokens: [X, K, ...]."""
         signs = None if self.v_signs_PKtS is None else self.v_signs_PKtS[pages_X, :, tokens_X]
         return QuantizedHeads(self.v_codes_PKtB[pages_X, :, tokens_X], signs, self.v_scale_PKt[pages_X, :, tokens_X])
 
@@ -103,11 +103,11 @@ class QuantizedPlanes:
                 plane[pages_X, :, tokens_X] = quantized
 
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
 
 
 P_ONE = kernel_constant(16384.0)
-"""p = 1 of the softmax in half precision."""
+"""Number that stands for p = 1 of the softmax in half precision."""
 LEAST_LOG2 = kernel_constant(-24.0)
 """Least base-2 logarithm of a nonzero float16 scale."""
 
@@ -130,7 +130,7 @@ def pages_of(p_row_pages, n, o_n, seen, high, HAS_WINDOW: constexpr, PAGE_TOKENS
 
 @jit
 def slots_of(page, i_head, n, o_n, NUM_KV_HEADS: constexpr, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
-    """Slots of a head's tokens: pages hold one head after the other."""
+    """Return the slots of a head's tokens: pages hold one head after the other."""
     if PAGE_TOKENS >= BLOCK_N:
         return (page.to(tl.int64) * NUM_KV_HEADS + i_head) * PAGE_TOKENS + n % PAGE_TOKENS + o_n
     else:
@@ -139,14 +139,14 @@ def slots_of(page, i_head, n, o_n, NUM_KV_HEADS: constexpr, PAGE_TOKENS: constex
 
 @jit
 def part_dims(o_c, PART: constexpr, NUM_PARTS: constexpr, HEAD_DIM: constexpr):
-    """The coordinates of a part (quant/kv_quantize.py)."""
+    """Return the coordinates of a part (quant/kv_quantize.py)."""
     PER_HALF: constexpr = 1 if NUM_PARTS == 1 else NUM_PARTS // 2
     return (PART // PER_HALF) * (HEAD_DIM // 2) + PER_HALF * o_c + PART % PER_HALF
 
 
 @jit
 def bytes_at(p, o_slot, o_c, m_n, limit, ROW: constexpr, MASKED: constexpr):
-    """[N, C] of a plane whose rows have ROW bytes."""
+    """Load [N, C] bytes of a plane whose rows have ROW bytes."""
     if MASKED:
         return tl.load(p + o_slot[:, None] * ROW + o_c[None, :], mask=m_n[:, None] & (o_c < limit)[None, :], other=0)
     else:
@@ -155,7 +155,7 @@ def bytes_at(p, o_slot, o_c, m_n, limit, ROW: constexpr, MASKED: constexpr):
 
 @jit
 def key_codes(p_k, o_slot, o_c, m_n, MASKED: constexpr, KEY_BITS: constexpr, HEAD_DIM: constexpr, PLAIN: constexpr):
-    """[N, C] codes of keys for dequantize.py: bytes, or whole words if there is no assembler."""
+    """Load key codes [N, C] for dequantize.py: bytes, or whole words if there is no assembler."""
     ROW: constexpr = HEAD_DIM if KEY_BITS == 8 else (HEAD_DIM // 2 if KEY_BITS == 4 else HEAD_DIM // 4)
     if PLAIN and KEY_BITS < 8:
         p_words = p_k.to(tl.pointer_type(tl.int32)) + o_slot[:, None] * (ROW // 4) + (o_c // 4)[None, :]

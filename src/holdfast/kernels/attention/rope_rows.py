@@ -51,7 +51,7 @@ def fill_rope_rows_reference(positions_T: Tensor, rows: RopeRows) -> None:
 def fill_rope_rows_triton(positions_T: Tensor, rows: RopeRows) -> None:
     """`fill_rope_rows` as one Triton kernel, a program per row.
 
-    It launches without PDL: all kernels of the step rely on its rows, also after kernels that do not wait.
+    It launches without PDL: all kernels of the step rely on its rows, even after kernels that do not wait.
     """
     num_rows, num_pairs = len(positions_T), rows.cos_STP.shape[2]
     assert positions_T.is_contiguous(), f"{positions_T.stride()=}: positions must lie side by side"
@@ -75,7 +75,7 @@ fill_rope_rows = operation(reference=fill_rope_rows_reference, triton=fill_rope_
 
 @jit
 def _cos_sin(b_angle):
-    """float64 cos and sin to 1e-11, of angles below 2**21; finite for any other."""
+    """Return float64 cos and sin, exact to 1e-11 for angles below 2**21 and finite for all others."""
     QUARTERS_PER_RADIAN: constexpr = 0.6366197723675814
     # pi / 2 to 32 bits, whose product with fewer than 2**21 quarter turns is exact, and the remainder.
     HALF_PI_HIGH: constexpr = 1.5707963267341256

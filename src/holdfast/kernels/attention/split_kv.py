@@ -19,17 +19,17 @@ from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, next_power_of_two, tl
 
 MERGE_BY_HEAD_ROWS = 8
-"""Steps of at most so many rows merge one head per program, with all splits side by side."""
+"""Most rows of a step that merges one head per program, with all splits side by side."""
 MERGED_HEADS = 8
-"""Heads per program of a larger merge: most of its rows are not split, so more programs would start for nothing."""
+"""Heads per program of a larger merge. Most of its rows are not split, so more programs would only add launches."""
 MERGED_SPLITS = 16
 """Splits of a row that are merged side by side."""
 NUM_TILE_FIELDS = kernel_constant(len(TILE_FIELDS))
 LOG2_E = 1.4426950408889634
 PER_NAT = kernel_constant(LOG2_E)
-"""Scores in kernels are to base 2."""
+"""log2(e): kernels compute scores in base 2."""
 SERIES_BELOW = kernel_constant(0.25)
-"""Below it tanh is a series; above it the closed form loses less than two bits."""
+"""Argument below which tanh is a series. Above it the closed form loses less than two bits."""
 
 
 @jit
@@ -50,7 +50,7 @@ def finite_max(b_m):
 
 @jit
 def clear_end(low, high, position, HAS_WINDOW: constexpr, BLOCK_N: constexpr):
-    """End of the clear blocks of a tile: whole blocks of tokens that all its rows see come first, without a mask."""
+    """Return the end of a tile's clear blocks: leading whole blocks that all its rows see, so they need no mask."""
     clear = tl.minimum(high, position + 1)
     if HAS_WINDOW:
         clear = low
@@ -59,7 +59,7 @@ def clear_end(low, high, position, HAS_WINDOW: constexpr, BLOCK_N: constexpr):
 
 @jit
 def soft_capped(b_score, cap):
-    """cap * tanh(score / cap) in base 2, exact to float32 near zero."""
+    """Return cap * tanh(score / cap) in base 2, exact to float32 near zero."""
     b_x = b_score / cap
     b_size = tl.abs(b_x)
     b_e = tl.exp2(b_size * (-2.0 * PER_NAT))
@@ -79,7 +79,7 @@ def add_sinks(b_l, b_m, p_sinks, o_head, is_whole):
 
 
 class MergeShape(NamedTuple):
-    """What one program of a merge takes."""
+    """Heads and columns per program of a merge, and how it takes splits."""
 
     heads: int
     columns: int
@@ -138,7 +138,7 @@ def _merge_kernel(
 
 @jit
 def _rotation_table(p_rotation, num_splits, HEAD_DIM: constexpr, BLOCK_D: constexpr):
-    """[D, D] of the rotation, loaded before the partials are ready."""
+    """Load the rotation [D, D] before the partials are ready."""
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
     if num_splits > 1:
@@ -196,7 +196,7 @@ def merge_head(
     p_partial_out, p_partial_lse, p_sinks, first_partial, num_splits, i_head,
     NUM_HEADS: constexpr, HEAD_DIM: constexpr, BLOCK_S: constexpr, BLOCK_D: constexpr,
 ):  # fmt: skip
-    """[D]: the output of one row and head, with BLOCK_S splits loaded at once; zeros if there are none."""
+    """Return the output [D] of one row and head, with BLOCK_S splits loaded at once; zeros if there are none."""
     o_s = tl.arange(0, BLOCK_S)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
@@ -226,7 +226,7 @@ def merge_heads(
     p_partial_out, p_partial_lse, p_sinks, first_partial, num_splits, o_head,
     HEAD_AXIS: constexpr, NUM_HEADS: constexpr, HEAD_DIM: constexpr, BLOCK_D: constexpr,
 ):  # fmt: skip
-    """[heads, D], or [D, heads] if HEAD_AXIS is 1: the outputs of a row, one split after the other."""
+    """Return a row's outputs, one split after the other: [heads, D], or [D, heads] if HEAD_AXIS is 1."""
     HEADS: constexpr = o_head.shape[0]
     D_AXIS: constexpr = 1 - HEAD_AXIS
     m_head = o_head < NUM_HEADS

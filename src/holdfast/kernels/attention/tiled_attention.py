@@ -1,4 +1,4 @@
-"""Attention of rows to stored keys and values over pages, tile by tile, with long contexts split and merged.
+"""Paged attention, tile by tile, with long contexts split and merged (split-KV).
 
 T rows, H query heads, K key/value heads, G = H / K, D head dim, S slots, N rows of the page table, P pages of a row,
 C split-KV partials
@@ -40,24 +40,24 @@ from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, sh
 
 SMALL_TILE = 16
 SMALL_BATCH_ROWS = 2
-"""Steps of so few rows end before many programs have started: they take fewer, with more warps."""
+"""Most rows of a step that ends before many programs could start: it runs fewer programs with more warps."""
 LARGE_PROGRAMS_PER_SM = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TileWork:
-    """The work of one step on the device, and which kernels it needs."""
+    """Tile lists of one step on the device, and the kernels that it needs."""
 
     tiles_X8: Tensor
     rows_T2: Tensor
     has_small: bool
     has_large: bool
     has_merge: bool
-    """Some rows are split or padded."""
+    """True if some rows are split or padded."""
 
 
 class TileCall(NamedTuple):
-    """What one attention launch over tiles reads and writes, besides the pages."""
+    """Operands of one attention launch over tiles, besides the pages."""
 
     q_THD: Tensor
     page_table_NP: Tensor
@@ -77,9 +77,9 @@ class RowForm(NamedTuple):
     """The part of a launch that depends on the number of rows, padding included."""
 
     is_small_batch: bool
-    """Small tiles take fewer programs with more warps."""
+    """True if small tiles run fewer programs with more warps."""
     merges_by_head: bool
-    """A merge takes one head per program."""
+    """True if a merge takes one head per program."""
 
 
 def row_form(num_rows: int) -> RowForm:
@@ -88,18 +88,18 @@ def row_form(num_rows: int) -> RowForm:
 
 
 def tile_rows(num_heads: int, num_kv_heads: int, large: bool) -> int:
-    """Rows of a tile: its height divided by the heads of a GQA group, at least one."""
+    """Return the rows of a tile: its height divided by the heads of a GQA group, at least one."""
     group = num_heads // num_kv_heads
     return max(1, LARGE_TILE // group) if large else max(1, SMALL_TILE // group)
 
 
 def small_programs(num_rows: int) -> tuple[int, int]:
-    """Programs per multiprocessor and warps per program for small tiles; measured on an H200 (docs/log.md)."""
+    """Return programs per SM and warps per program for small tiles; measured on an H200 (docs/log.md)."""
     return (2, 4) if row_form(num_rows).is_small_batch else (4, 2)
 
 
 def large_blocks(block_d: int, shared_bytes: int) -> tuple[int, int]:
-    """Tokens of a block and stages for large tiles: the fastest that the shared memory allows."""
+    """Return tokens per block and pipeline stages for large tiles: the fastest that shared memory allows."""
     if shared_bytes >= 160 * 1024 and block_d <= 128:
         return 64, 3
     return (32, 2) if block_d <= 128 or shared_bytes >= 160 * 1024 else (16, 2)
@@ -173,7 +173,7 @@ def tiled_attention_reference(call: TileCall, k_plane_SKD: Tensor, v_plane_SKD: 
 
 
 def add_partial(old: tuple[Tensor, Tensor] | None, out_HD: Tensor, lse_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge a partial of a row into what its earlier splits gave, in plain torch."""
+    """Merge a partial of a row into the result of its earlier splits, in plain torch."""
     old_HD, old_lse_H = old or (torch.zeros_like(out_HD), torch.full_like(lse_H, -torch.inf))
     merged_H = torch.logaddexp(old_lse_H, lse_H)
     parts = ((old_HD, old_lse_H), (out_HD, lse_H))
@@ -248,8 +248,8 @@ def _attend_kernel(
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = tl.exp2(b_score - b_m_safe[:, None])
                 if MASKED:
-                    # Only here: a masked product is not contracted to fma and would round differently than in an unmasked
-                    # block. Another cut of the step may leave this block unmasked (batch_invariant).
+                    # Mask only here: a masked product is not contracted to fma and would round differently than in an
+                    # unmasked block. Another cut of the step may leave this block unmasked (batch_invariant).
                     b_p = tl.where(m_seen, b_p, 0.0)
                 b_alpha = tl.exp2(b_m - b_m_safe)
                 b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
@@ -270,6 +270,6 @@ def _attend_kernel(
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
         if not SMALL_BATCH:
-            # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
+            # Release late: programs of the next kernel would share the multiprocessors unevenly.
             tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
+        tl.extra.cuda.gdc_wait()  # wait even without a tile: the next kernel relies on all earlier ones

@@ -16,7 +16,7 @@ from holdfast.kernels.norm import rms_norm_reference
 from holdfast.kernels.operation import DECLINED, operation, pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
@@ -46,7 +46,7 @@ class Rotary:
 
     @property
     def dim(self) -> int:
-        """Elements that RoPE rotates."""
+        """Number of elements that RoPE rotates."""
         return 2 * self.cos_TP.shape[1]
 
     def at(self, rows_R: Tensor | list[int] | slice) -> "Rotary":
@@ -82,7 +82,7 @@ def _write_kv_native(
     num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
     shape = (num_rows, num_heads, head_dim)
     q_THD = out_THD if out_THD is not None and out_THD.is_contiguous() else qkv_TX.new_empty(shape)
-    rows_TX = qkv_TX.contiguous()  # a single row always is, and several must give the same bits
+    rows_TX = qkv_TX.contiguous()  # a single row always is contiguous, and several must give the same bits
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*tables, *norms)]
     library.holdfast_write_heads(
         rows_TX.data_ptr(), slots_T.data_ptr(), *pointers, head_norm.eps if head_norm else 0.0,
@@ -252,9 +252,9 @@ def _num_heads(qkv_TX: Tensor, k_plane_SKD: Tensor) -> int:
 
 
 PADDING = -1
-"""The place of an update that is skipped."""
+"""Place of an update that kernels skip."""
 BLOCK = 16
-"""Updates per program. A list has whole blocks: as an argument, its length would add specializations."""
+"""Updates per program. Lists are padded to whole blocks: a length argument would add specializations."""
 
 
 def scatter_pages_reference(updates_U2: Tensor, table_NP: Tensor) -> None:

@@ -20,7 +20,7 @@ from holdfast.quant.kv_quantize import (
     quantize_values,
 )
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
@@ -28,7 +28,7 @@ ELEMENTS_PER_PROGRAM = 1024
 """Elements of whole heads per program: 8 of 128. Independent of the number of rows, so a row's sums have one order."""
 LEAST_HEADS = 8
 LEAST_BLOCK = 16
-"""Least coordinates of a tensor-core sum."""
+"""Least length of a tensor-core sum."""
 NUM_WARPS = 4
 NO_CODEBOOK = Codebook(bits=8, magnitudes=(), gain=0.0)
 
@@ -230,7 +230,7 @@ def _rounded(b_x, p_x):
 
 @jit
 def _rotation_table(p_rotation, HEAD_DIM: constexpr, BLOCK: constexpr, BITS: constexpr):
-    """The one piece of the rotation that serves all quarters, if there is one."""
+    """Load the one piece of the rotation that serves all quarters, if there is one."""
     b_table = None
     if BITS < 8 and HEAD_DIM & (HEAD_DIM - 1) == 0:
         b_table = _rotation_piece(p_rotation, 0, 0, HEAD_DIM, BLOCK)

@@ -42,21 +42,21 @@ class DeferredStream(NamedTuple):
 
 
 def row_form(num_rows: int) -> bool:
-    """Return True for a single row: the specialization that depends on the number of rows."""
+    """Return True for a single row: the specialization for the number of rows."""
     return num_rows == 1
 
 
 def column_tiles(num_rows: int, size: int, max_blocks: int, pdl: bool = False) -> Tiles:
     """Return one-row tiles that give as many programs as allowed, for the largest small batch.
 
-    If ranks share a GPU, few programs are allowed, and tiles are wide.
+    If ranks share a GPU, few programs are allowed, so tiles are wide.
     """
     most_rows, forms = 1 if row_form(num_rows) else FUSED_DECODE_ROWS, (*tile_forms(pdl), Tiles(8192, 16, pdl=pdl))
     return next((tiles for tiles in forms if most_rows * -(-size // tiles.block) <= max_blocks), forms[-1])
 
 
 def add_rows(parts: Sequence[Tensor], onto: DeferredStream) -> int:
-    """x += parts that are complete already, with the next RMSNorm deferred; return the blocks of a row."""
+    """x += the sum of complete parts, with the next RMSNorm deferred; return the blocks of a row."""
     if can_run(onto.x_TH):
         return add_rows_triton(parts, onto, Ranks(0, len(parts), None))
     return add_rows_reference(parts, onto)
@@ -77,7 +77,7 @@ def add_rows_reference(parts: Sequence[Tensor], onto: DeferredStream) -> int:
 def add_rows_triton(
     rooms: Sequence[Tensor], onto: DeferredStream, ranks: Ranks, tiles: Tiles | None = None, begins_next: bool = True
 ) -> int:
-    """Like `add_rows`, from the exchange buffers of all ranks, each of which begins with the rank's dense part.
+    """Like `add_rows`, from the exchange buffers of all ranks. Each begins with the rank's dense part.
 
     If `begins_next`, release the next kernel after the rendezvous.
     """
@@ -108,7 +108,8 @@ def _add_kernel(
         tl.extra.cuda.gdc_wait()
     epoch = begin_rendezvous(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
     if PDL and BEGINS_NEXT:
-        # Not before the rendezvous: waiting programs could take the occupancy that a peer on this GPU needs to arrive.
+        # Release after the rendezvous: waiting programs could take the occupancy that a peer on this GPU needs to
+        # arrive.
         tl.extra.cuda.gdc_launch_dependents()
     num_blocks = tl.cdiv(size, BLOCK)
     for i_tile in range(tl.program_id(0), num_rows * num_blocks, tl.num_programs(0)):

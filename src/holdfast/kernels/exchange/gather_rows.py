@@ -1,4 +1,4 @@
-"""All-gather by columns, all-gather of small parts, broadcast of rank 0's tokens, and a bare rendezvous.
+"""All-gather by columns or of small parts, broadcast of rank 0's tokens, and a bare rendezvous (barrier).
 
 T rows, X a rank's columns, Y all of them; N elements; S ranks
 """
@@ -15,7 +15,7 @@ SMALL_BLOCK = 1024
 
 
 def gather_columns_reference(rooms: Sequence[Tensor], out_TY: Tensor) -> Tensor:
-    """out[:, r * X : r * X + X] = rooms[r]; the last may be narrower. CPUs run it."""
+    """out[:, r * X : r * X + X] = rooms[r]; the last may be narrower. Runs on CPUs."""
     assert sum(room.shape[1] for room in rooms) == out_TY.shape[1], (
         f"{out_TY.shape=} from {[room.shape for room in rooms]}"
     )
@@ -31,7 +31,7 @@ def gather_columns_triton(
 ) -> None:
     """Launch an all-gather of `num_columns` columns; each buffer begins with its rank's dense part.
 
-    A rank without an output only lets the others read.
+    A rank without an output only takes part in the rendezvous, so that others can read its part.
     """
     share = -(-num_columns // ranks.size)
     if not num_rows:

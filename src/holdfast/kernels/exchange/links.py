@@ -1,12 +1,12 @@
-"""Links: send and receive of rows between two ranks: the source offers them in its own memory, the target fetches them.
+"""Links: send and receive of rows between two ranks. The source offers rows in its own memory; the target fetches them.
 
 T rows, H columns
 
-Links connect stages, and the last stage with rank 0. The source has several slots, so several steps can be in flight. Its
-kernel waits for a free slot, copies its rows there and signals the target. The target's kernel waits for that, copies them
-out and signals that the slot is free. As in signals.py the same block on both sides handles the same elements, so each pair
-of blocks counts for itself. There are always LINK_BLOCKS blocks, so all counts of a link are equal. Counts live in device
-memory and only grow: graphs can replay them.
+Links connect stages, and the last stage with rank 0. The source has several slots, so several steps can be in flight.
+Its kernel waits for a free slot, copies its rows there and signals the target. The target's kernel waits for that,
+copies them out and signals that the slot is free. As in signals.py the same block on both sides handles the same
+elements, so each pair of blocks has its own counts. There are always LINK_BLOCKS blocks, so all counts of a link are
+equal. Counts live in device memory and only grow: graphs can replay them.
 
 int32 counts of a rank, after those of signals.py:
 
@@ -47,11 +47,11 @@ class LinkEnd(NamedTuple):
     """Counts that one side of a link reads and writes, LINK_BLOCKS each."""
 
     awaited: Tensor
-    """On this rank; the other side writes them."""
+    """Counts on this rank, written by the other side."""
     signaled: Tensor
-    """On the other side; this rank writes them."""
+    """Counts on the other side, written by this rank."""
     counted: Tensor
-    """On this rank; private."""
+    """Private counts of this rank."""
 
 
 def offer_end(signals: Tensor, target: Tensor, link: int, source: int) -> LinkEnd:
@@ -76,7 +76,7 @@ def _words(signals: Tensor, first: int, place: int) -> Tensor:
 
 
 def release_links(signals: Tensor) -> None:
-    """Like `release_waits`, for links: make this rank see everything it awaits as arrived."""
+    """Like `release_waits`, for links: make every count that this rank waits for look reached."""
     for awaited, counted, size in (
         (ARRIVED_WORD, FETCHED_WORD, FETCHED_WORD - ARRIVED_WORD),
         (ACKED_WORD, OFFERED_WORD, OFFERED_WORD - ACKED_WORD),
@@ -85,7 +85,7 @@ def release_links(signals: Tensor) -> None:
 
 
 def offer_rows(x_TH: Tensor, slots_LN: Tensor, end: LinkEnd | None) -> None:
-    """Copy rows into the next of `slots_LN`, and signal; if `end` is None, into the first without a signal."""
+    """Copy rows into the next of `slots_LN` and signal. If `end` is None, use the first slot without a signal."""
     num_rows, width = x_TH.shape
     if not x_TH.numel():
         return
@@ -110,7 +110,7 @@ def fetch_rows(slots_LN: Tensor, out_TH: Tensor, end: LinkEnd | None) -> Tensor:
 
 @jit
 def _wait(p_awaited, count):
-    """Wait until the other side has counted so far."""
+    """Wait until the other side's count reaches `count`."""
     p_word = (p_awaited + tl.program_id(0)).to(tl.int64)
     ahead = tl.inline_asm_elementwise(ACQUIRE_ASM, "=r,l", [p_word], tl.int32, is_pure=False, pack=1) - count
     num_polls = 0

@@ -9,7 +9,7 @@ An epoch counts the rendezvous of a block. All ranks make the same calls with as
 epoch everywhere. It only grows and lives in device memory, so a replayed graph continues where the last one stopped. It may
 wrap: only differences matter, and a peer is at most one rendezvous ahead.
 
-Why one rendezvous a call is enough with two alternating buffers: a block arrives after all earlier kernels of its rank
+One rendezvous per call is enough with two alternating buffers. A block arrives after all earlier kernels of its rank
 ended. Call k reads the peers' buffer A. A rank that passed the rendezvous of call k + 1 knows that all peers ended call k,
 so call k + 2 may write buffer A again. Kernels of a rank run one after the other in one stream.
 
@@ -22,18 +22,18 @@ from torch import Tensor
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 
 MAX_BLOCKS = 64
-"""Blocks of a waiting kernel: they must be resident beside those of peers on the same GPU, with occupancy to spare for the
-kernels that peers run before they arrive."""
+"""Most blocks of a waiting kernel. They must be resident beside those of peers on the same GPU, with occupancy left for
+the kernels that peers run before they arrive."""
 MAX_RANKS = 16
 EPOCHS_WORD = MAX_BLOCKS * MAX_RANKS
 TABLES_WORD = EPOCHS_WORD + MAX_BLOCKS
-"""After the signals: int64 addresses, which only this rank reads; see distributed/symmetric.py."""
+"""First word after the signals: int64 addresses, which only this rank reads (distributed/symmetric.py)."""
 
 RANKS = kernel_constant(MAX_RANKS)
 EPOCHS = kernel_constant(EPOCHS_WORD)
 MAX_POLLS = kernel_constant(2**29)
-"""About 22 minutes on a shared GPU. A longer wait means a lost peer, whose buffer must not be read: a trap ends this process's
-use of the GPU."""
+"""Most polls: about 22 minutes on a shared GPU. A longer wait means a lost peer, whose buffer must not be read, so the
+kernel traps."""
 TRAP_ASM = kernel_constant("trap; mov.b32 $0, 0;")
 
 ATOMIC, ASSEMBLER, RELAXED = range(3)
@@ -56,11 +56,11 @@ ACQUIRE_ASM = kernel_constant("ld.acquire.sys.global.b32 $0, [$1];")
 
 
 FAR_AHEAD = 2**30
-"""Epochs by which an abandoned rank believes its peers to be ahead."""
+"""Epochs that `release_waits` puts peers ahead, so that no block of an abandoned rank waits."""
 
 
 def release_waits(signals: Tensor) -> None:
-    """Make every waiting block of this rank see its peers far ahead; in the current stream, without new memory."""
+    """Set peers far ahead so that no block of this rank waits. Runs in the current stream, without new memory."""
     flags = signals[:EPOCHS_WORD].view(MAX_BLOCKS, MAX_RANKS)
     flags.copy_(signals[EPOCHS_WORD : EPOCHS_WORD + MAX_BLOCKS].unsqueeze(1).expand_as(flags))
     flags.add_(FAR_AHEAD)
@@ -117,7 +117,7 @@ def rendezvous(p_signals, p_peers, epoch, rank, SIZE: constexpr, WIDE_SIZE: cons
 
 @jit
 def _least_ahead(p_own, epoch, m_peer, FORM: constexpr):
-    """Return how far the last peer is ahead of this block; negative before it arrives."""
+    """Return how many epochs the slowest peer is ahead of this block; negative until it arrives."""
     if FORM == IS_ATOMIC:
         b_flag = tl.atomic_add(p_own, 0, mask=m_peer, sem="acquire", scope="sys")
     else:

@@ -1,4 +1,4 @@
-"""All-reduce: the parts of all ranks added in float32, in rank order, rounded once, over buffers that peers can read.
+"""All-reduce over buffers that peers can read: adds the parts of all ranks in float32, in rank order, and rounds once.
 
 T rows, H columns, N their product; S ranks
 
@@ -27,24 +27,24 @@ from holdfast.kernels.triton_compat import (
 )
 
 TWO_PASS_BYTES = 2**20
-"""From this size and 3 ranks on, traffic costs more than a second rendezvous."""
+"""Least size that takes two passes with 3 or more ranks: traffic then costs more than a second rendezvous."""
 
 
 class Ranks(NamedTuple):
-    """How a kernel reaches its peers."""
+    """Signals and addresses with which a kernel reaches its peers."""
 
     rank: int
     size: int
     signals: Tensor | None
-    """int32, of this rank; None if all buffers are complete already, as in tests of one process."""
+    """int32 signals of this rank; None if all buffers are already complete, as in single-process tests."""
     peers: Tensor | None = None
     """int64 [S]: addresses of the signals of all ranks."""
     max_blocks: int = MAX_BLOCKS
-    """Equal on every rank."""
+    """Most blocks per launch; equal on every rank."""
 
 
 class Tiles(NamedTuple):
-    """Elements and warps of a program, how it signals, and whether it is launched early."""
+    """Elements and warps of a program, how it signals, and if it uses PDL."""
 
     block: int
     num_warps: int
@@ -68,24 +68,24 @@ def choose_tiles(num_elements: int, max_blocks: int, pdl: bool = False) -> Tiles
 
 
 def takes_two_passes(dtype: torch.dtype, out: Tensor, size: int) -> bool:
-    """Return True if parts of this type take two passes; the buffers must hold sums exactly."""
+    """Return True if parts of this type take two passes: the buffers must hold the rounded sums exactly."""
     return may_take_two_passes(dtype, out.dtype, size) and out.numel() * dtype.itemsize >= TWO_PASS_BYTES
 
 
 def may_take_two_passes(dtype: torch.dtype, out_dtype: torch.dtype, size: int) -> bool:
-    """Return True if some number of rows takes two passes."""
+    """Return True if any number of rows takes two passes."""
     return size > 2 and dtype in (out_dtype, torch.float32)
 
 
 def add_parts(parts: Sequence[Tensor], out_TH: Tensor, scratch_F: Tensor) -> Tensor:
-    """Add parts that are complete already; a CPU accumulates in `scratch_F` (float32)."""
+    """Add complete parts; a CPU accumulates in `scratch_F` (float32)."""
     if can_run(out_TH):
         return sum_rows_triton(parts, out_TH, Ranks(0, len(parts), None), tile_forms(pdl=False)[-1], two_passes=False)
     return sum_rows_reference(parts, out_TH, scratch_F)
 
 
 def sum_rows_reference(rooms: Sequence[Tensor], out_TH: Tensor, scratch_F: Tensor | None = None) -> Tensor:
-    """Compute rooms[0] + rooms[1] + ... in float32, rounded once to the dtype of `out_TH`. CPUs run it.
+    """Compute rooms[0] + rooms[1] + ... in float32, rounded once to the dtype of `out_TH`. Runs on CPUs.
 
     It accumulates in `out_TH` if that is float32, else piece by piece in `scratch_F` (any length), else in new memory.
     """

@@ -1,4 +1,4 @@
-"""GEMV by block-scaled e4m3 weights: one row, which each program quantizes itself, bound by memory.
+"""GEMV by block-scaled e4m3 weights, bound by memory: each program quantizes the one row itself.
 
 M rows, N outputs, K inputs, G blocks of 128 columns
 
@@ -18,16 +18,16 @@ from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
 MOST_ROWS = 1
 """Two rows would read the weight twice, which pays for few shapes."""
 ALIGNED_COLUMNS = 16
-"""Codes of a load: rows of a weight must begin at multiples of it."""
+"""Codes per load: rows of a weight must begin at multiples of this."""
 WARP_COLUMNS = 32 * ALIGNED_COLUMNS
-"""Columns that a warp holds at a time."""
+"""Columns per load of a warp."""
 WIDTH = kernel_constant(BLOCK_COLUMNS)
 
 
@@ -61,7 +61,7 @@ PRODUCTS_ASM = kernel_constant(block_products_asm())
 
 
 class BlockGemvForm(NamedTuple):
-    """Outputs of a program, warps of 512 columns each, and whether columns are loaded one step ahead."""
+    """Outputs of a program, its warps of 512 columns each, and if it loads columns one step ahead."""
 
     block_n: int
     num_warps: int
@@ -69,21 +69,22 @@ class BlockGemvForm(NamedTuple):
 
 
 def row_form(num_rows: int) -> bool:
-    """Return True if these kernels take so many rows: the specialization that depends on their number."""
+    """Return True if these kernels take this many rows: the specialization for the number of rows."""
     return num_rows <= MOST_ROWS
 
 
 def takes(weight: QuantizedWeight, num_rows: int) -> bool:
-    """Return True if these kernels multiply so many rows by the weight: block-scaled e4m3 with aligned rows."""
+    """Return True if these kernels take this many rows and this weight: block-scaled e4m3 with aligned rows."""
     scheme = weight.scheme
     in_blocks = scheme.quantizes_activations and scheme.block_columns == BLOCK_COLUMNS and len(weight.shape) == 2
     return in_blocks and weight.shape[1] % ALIGNED_COLUMNS == 0 and row_form(num_rows)
 
 
 def gemv_form(size_n: int, size_k: int) -> BlockGemvForm:
-    """Return the cut for a weight of this shape, as measured on an H200 (docs/log.md), or that of the nearest one.
+    """Return the fastest launch for this shape, or for the nearest measured one (H200, docs/log.md).
 
-    Few outputs get many warps each, which load all of the weight early. Many outputs get few: warps synchronize every step.
+    Few outputs get many warps each, which load all of the weight early. Many outputs get few warps, which synchronize
+    less.
     """
     if size_n < 1024:
         form = BlockGemvForm(1, 16, ahead=False)
@@ -99,7 +100,7 @@ def gemv_form(size_n: int, size_k: int) -> BlockGemvForm:
 
 
 def block_scaled_gemv(x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor) -> Tensor:
-    """Compute x @ weight.T + bias into `out_MN`, in its type, for weights and rows that `takes` accepts."""
+    """Compute x @ weight.T + bias into `out_MN`, in its type. `takes` must accept the weight and rows."""
     (num_rows, size_k), size_n, scheme = x_MK.shape, weight.shape[0], weight.scheme
     assert weight.shape == (size_n, size_k), f"{weight.shape=} {x_MK.shape=}"
     assert out_MN.shape == (num_rows, size_n), f"{out_MN.shape=} {weight.shape=} {x_MK.shape=}"
@@ -119,7 +120,7 @@ def block_scaled_gemv(x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | No
 
 @jit
 def _load_words(p_w, o_w, num_words, EVEN_K: constexpr):
-    """Load four codes a word, and zeros after the last."""
+    """Load words of four codes; zeros after the last."""
     if EVEN_K:
         b_w = tl.load(p_w, eviction_policy="evict_first")
     else:
@@ -163,7 +164,7 @@ def _scale_and_quotients(b_x, EXACT: constexpr, PLAIN: constexpr):
 
 @jit
 def _coded_pairs(b_even, b_odd, PLAIN: constexpr):
-    """Round quotients to e4m3, and pack two of them / 16 in half precision a word."""
+    """Round quotients to e4m3, and pack two of them / 16 per word, in half precision."""
     if PLAIN:
         b_low = (e4m3_value(e4m3_of(b_even)) * 0.0625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         b_high = (e4m3_value(e4m3_of(b_odd)) * 0.0625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
@@ -256,7 +257,7 @@ def block_scaled_gemv_kernel(
             b_w = _load_words(p_w + word, word + o_w, NUM_WORDS, EVEN_K)
     b_sum += _products(b_w, _coded_row(p_x, p_scales, LAST, SIZE_K, scale_columns, EVEN_K, BLOCK_K, PLAIN), PLAIN)
     if PDL:
-        # Not sooner: programs of the next kernel would take occupancy from this one.
+        # Release late: programs of the next kernel would take occupancy from this one.
         tl.extra.cuda.gdc_launch_dependents()
     b_y = tl.sum(b_sum, axis=1)
     if HAS_BIAS:

@@ -17,14 +17,14 @@ from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, re
 
 
 class AmaxScratch(NamedTuple):
-    """Largest magnitudes of rows that a product quantizes (small_batch.py)."""
+    """Amax of rows that a product quantizes (small_batch.py)."""
 
     normed: Tensor
-    """float32, one a square: of x * norm_weight, by block."""
+    """float32 amax of x * norm_weight, one per sum of squares."""
     inputs: Tensor
-    """float32, one a row: of inputs of a residual product that come from elsewhere."""
+    """float32 amax per row of inputs of a residual product that come from elsewhere."""
     gated: Tensor
-    """int32, the bits of float32, several a row: of a gated product's result, raised by its blocks; zeros before it."""
+    """int32 (bits of float32) amax of a gated product's result, several per row. Its blocks raise them from zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +105,14 @@ def _defer_kernel(
 
 
 class RowAmax(NamedTuple):
-    """float32 magnitudes, `num_amax` a row, of which the largest is the row's."""
+    """float32 magnitudes, `num_amax` per row; the row's amax is their maximum."""
 
     values: Tensor
     num_amax: int
 
 
 def row_amax(x_MK: Tensor, values: Tensor, cleared: Tensor) -> RowAmax:
-    """Store one amax a row into `values`, and zero the amax of a later product (`cleared`)."""
+    """Store one amax per row into `values`, and zero `cleared`, the amax of a later product."""
     num_rows, size_k = x_MK.shape
     share = -(-cleared.numel() // num_rows)
     _amax_kernel[(num_rows,)](

@@ -19,7 +19,7 @@ PIECE_ELEMENTS = 2**20
 def lookup_rows(ids_T: Tensor, table: Tensor | QuantizedWeight, out_TK: Tensor) -> Tensor:
     """Copy row ids_T[t] of the table to row t of `out_TK`; codes are dequantized in float32 and rounded once.
 
-    An id outside the table is an error on a CPU, and unchecked on a GPU.
+    An id outside the table raises on a CPU and is unchecked on a GPU.
     """
     if isinstance(table, Tensor):
         return torch.index_select(table, 0, ids_T, out=out_TK)
@@ -49,7 +49,7 @@ lookup_codes = operation(reference=lookup_codes_reference, triton=lookup_codes_t
 def lookup_share_reference(ids_T: Tensor, table: Tensor | QuantizedWeight, first_row: int, out_TK: Tensor) -> Tensor:
     """Like `lookup_rows` from a rank's share of a table, which begins at `first_row`; zeros for rows of other ranks.
 
-    The sum over all ranks is what the whole table holds.
+    An all-reduce of the results gives the rows of the whole table.
     """
     _check(ids_T, table, out_TK)
     rows_T = ids_T - first_row

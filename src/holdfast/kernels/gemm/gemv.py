@@ -1,4 +1,4 @@
-"""GEMV: one row by a weight, plain or 8-bit with a scale a row, bound by memory; and pieces that small batches share.
+"""GEMV, bound by memory: one row by a weight, plain or row-scaled 8-bit; and functions that small_batch.py shares.
 
 M rows, N outputs, K inputs, J blocks of K or N, P amax values
 
@@ -11,7 +11,7 @@ from holdfast.kernels.fp8 import LEAST_SCALE, loaded_numbers, quantized_numbers
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, release_then_wait, tl
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
@@ -20,12 +20,12 @@ GATE_AMAX = kernel_constant(NUM_GATE_AMAX)
 
 
 def row_form(num_rows: int) -> bool:
-    """Return True if a product is a GEMV: the specialization that depends on the number of rows."""
+    """Return True if a product is a GEMV: the specialization for the number of rows."""
     return num_rows == 1
 
 
 def num_k_splits(size_n: int, size_k: int, block_k: int) -> int:
-    """Return the splits along K (split-K) for this shape: enough programs, and whole blocks of K in each."""
+    """Return the split-K for this shape: enough programs, with whole blocks of K in each."""
     splits = 1
     num_blocks = -(-size_n // SMALL_BATCH_BLOCK_N)
     while num_blocks * splits < SPLIT_K_PROGRAMS and splits < MAX_K_SPLITS and size_k % (2 * splits * block_k) == 0:
@@ -35,7 +35,7 @@ def num_k_splits(size_n: int, size_k: int, block_k: int) -> int:
 
 @jit
 def arrive(p_partial, p_arrived, b_y, partial_size, m_nm):
-    """Split-K: store the partial sums of this split, and return how many programs of the block stored theirs before."""
+    """Split-K: store this split's partial sums; return how many programs of the block have already stored theirs."""
     tl.store(p_partial + tl.program_id(1) * partial_size, b_y, mask=m_nm)
     tl.debug_barrier()
     return tl.atomic_add(p_arrived + tl.program_id(0), 1, sem="acq_rel")
@@ -78,7 +78,7 @@ def residual_epilogue_rows(b_y, p_y, p_norm_weight, p_scaled, p_squares, i_n, o_
 
 
 class GemvBlocks(NamedTuple):
-    """Outputs of a program, inputs of a load, loads at a time, and warps."""
+    """Outputs per program, inputs per load, loads in flight, and warps."""
 
     block_n: int
     block_k: int
@@ -88,7 +88,7 @@ class GemvBlocks(NamedTuple):
 
 
 def plain_gemv_blocks(size_k: int, gated: bool) -> GemvBlocks:
-    """Return the blocks for a plain weight, as measured on an H200 (docs/log.md)."""
+    """Return the fastest blocks for a plain weight on an H200 (docs/log.md)."""
     if size_k > 16384:
         return GemvBlocks(4, 512, 0, 2)
     if size_k > 6144:
@@ -98,7 +98,7 @@ def plain_gemv_blocks(size_k: int, gated: bool) -> GemvBlocks:
 
 
 def quantized_gemv_blocks(size_k: int, gated: bool, residual: bool, quantized: bool) -> GemvBlocks:
-    """Return the blocks for a quantized weight, as measured on an H200 (docs/log.md)."""
+    """Return the fastest blocks for a quantized weight on an H200 (docs/log.md)."""
     block_k = next((size for size in (512, 256, 128) if size_k % size == 0), 0)
     if not quantized or block_k == 0:
         return GemvBlocks(4 if gated else 8, 512, 0, 4)
@@ -188,7 +188,7 @@ def _row_scale(p_amax, i_row, num_amax, BLOCK_P: constexpr):
 
 @jit
 def _single(b_codes, QUANTIZES_ROWS: constexpr, PLAIN: constexpr):
-    """Convert numbers or codes of a weight to float32."""
+    """Convert a weight's numbers or codes to float32."""
     if QUANTIZES_ROWS:
         b_w = loaded_numbers(b_codes, PLAIN).to(tl.float32)
     else:
@@ -283,7 +283,7 @@ def gemv_kernel(
                 b_up = _even_load(p_w + up_offset + k, m_w, "evict_first", EVEN)
                 b_up_sum += _single(b_up, QUANTIZES_ROWS, PLAIN) * b_x[None, :]
     if PDL and IS_QUANTIZED:
-        # Not sooner: programs of the next kernel would take occupancy from this one.
+        # Release late: programs of the next kernel would take occupancy from this one.
         tl.extra.cuda.gdc_launch_dependents()
     b_y = tl.sum(b_sum, axis=1)
     if IS_QUANTIZED:

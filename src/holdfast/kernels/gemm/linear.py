@@ -2,11 +2,11 @@
 
 T rows, K inputs, N outputs, B blocks of K, G groups
 
-On a GPU a plain weight goes to cuBLAS. e4m3 with scales by row goes to kernels/gemm/row_scaled_tiles.py up to 64 or 128
-rows, then to torch's scaled product (cuBLAS too). A single row by e4m3 in blocks is a GEMV that quantizes the row itself
-(kernels/gemm/block_scaled_gemv.py). Everything else goes to tiles that dequantize (kernels/gemm/quantized_tiles.py). On a
-CPU both go to C, whose order of summation is batch invariant. Small batches of the fused decode path use
-kernels/gemm/small_batch.py instead.
+On a GPU a plain weight goes to cuBLAS. Row-scaled e4m3 goes to kernels/gemm/row_scaled_tiles.py up to 64 or 128 rows,
+then to torch's scaled product (cuBLAS too). One row by block-scaled e4m3 goes to a GEMV that quantizes the row itself
+(kernels/gemm/block_scaled_gemv.py). Everything else goes to tiles that dequantize (kernels/gemm/quantized_tiles.py). On
+a CPU plain and quantized weights go to C, whose order of summation is batch invariant. Small batches of the fused
+decode path use kernels/gemm/small_batch.py instead.
 """
 
 import torch
@@ -31,11 +31,11 @@ from holdfast.quant.weight_quantize import dequantize
 WIDENED_ELEMENTS = 2**20
 """Elements of a weight that a CPU converts to float32 at a time."""
 WIDE_RESULTS = 2**20
-"""Elements of a result kept in float32 at a time if the output has another type."""
+"""Elements of a result that a CPU keeps in float32 at a time if the output has another type."""
 KINDS = {"float8_e4m3fn": 0, "int8": 1, "uint8": 2}
-"""Types of codes as native/codes.h numbers them."""
+"""Code types by their number in native/codes.h."""
 SCALED_PRODUCT_SIZES = 16
-"""torch's scaled product takes multiples of this as inputs and outputs."""
+"""Divisor of the inputs and outputs that torch's scaled product takes."""
 
 
 def linear(
@@ -48,7 +48,7 @@ def linear(
 ) -> Tensor:
     """Multiply [T, K] by [N, K] to [T, N], into `out_TN` if given. On CPU the result is batch invariant.
 
-    `quantized` holds buffers for rows as codes, if the weight needs them. If `is_coded`, they already hold the codes of x.
+    `quantized` holds buffers for quantized rows, if the weight needs them. If `is_coded`, x is already quantized there.
     """
     if not isinstance(weight, QuantizedWeight):
         return plain_linear(x_TK, weight, bias_N, out_TN)
@@ -84,7 +84,7 @@ def plain_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN:
 def plain_linear_reference(
     x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor | None = None
 ) -> Tensor:
-    """Call torch's own product."""
+    """Like `plain_linear`, with torch's own product."""
     if out_TN is None:
         return F.linear(x_TK, weight_NK, bias_N)
     if bias_N is None:
@@ -102,7 +102,7 @@ def plain_linear_float32(x_TK: Tensor, weight_NK: Tensor, out_TN: Tensor) -> Ten
 
 
 def _widened(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_TN: Tensor) -> Tensor:
-    """Convert half precision to float32, piece by piece: a CPU without such instructions is 30 times slower in it."""
+    """Multiply half precision in float32, piece by piece: without half instructions a CPU is 30 times slower in it."""
     x32_TK = x_TK.float()
     num_rows = max(1, WIDENED_ELEMENTS // weight_NK.shape[1])
     for start in range(0, weight_NK.shape[0], num_rows):
@@ -129,7 +129,7 @@ def quantized_view(
 def room_for_codes(
     quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
 ) -> QuantizedRows | None:
-    """View the buffers that a producer of rows fills with codes; None if the weight needs none, or several scales a row."""
+    """View the buffers that the rows' producer fills with codes; None if the weight needs none or several scales."""
     if not isinstance(weight, QuantizedWeight) or weight.scheme.block_columns:
         return None
     return quantized_view(quantized, weight, num_rows)
@@ -153,7 +153,7 @@ def quantized_linear(
 ) -> Tensor:
     """Like `linear`, for a quantized weight."""
     if x_TK.shape[0] == 0:
-        return out_TN  # torch's scaled product does not promise to take no rows
+        return out_TN  # torch's scaled product does not promise to accept zero rows
     if not can_run(x_TK):
         return native_quantized_linear(dequantized_rows(x_TK, weight, quantized, is_coded), weight, bias_N, out_TN)
     if not is_coded and block_scaled_gemv.takes(weight, x_TK.shape[0]):
@@ -203,7 +203,7 @@ def gated_linear(
 
 
 def takes_scaled_product(weight: QuantizedWeight, out_TN: Tensor) -> bool:
-    """Return True if torch's scaled product takes it: scales by row, bfloat16 out, and sizes that suit cuBLAS."""
+    """Return True if torch's scaled product takes this: row scales, bfloat16 output, and sizes that suit cuBLAS."""
     is_aligned = all(size % SCALED_PRODUCT_SIZES == 0 for size in weight.shape)
     return weight.scheme.block_columns == 0 and out_TN.dtype == torch.bfloat16 and is_aligned
 
@@ -284,7 +284,7 @@ def batched_linear(x_TX: Tensor, weight_GNK: Tensor, out_TX: Tensor) -> Tensor:
 def grouped_linear_reference(x_TX: Tensor, weight_GNK: Tensor, out_TX: Tensor) -> Tensor:
     """Multiply each group of columns by its own weight: [T, G * K] by [G, N, K] to [T, G * N], into `out_TX`.
 
-    Group by group, so that it is batch invariant.
+    The loop over groups keeps it batch invariant.
     """
     if x_TX.shape[0] == 0:
         return out_TX

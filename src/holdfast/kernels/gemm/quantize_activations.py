@@ -1,4 +1,4 @@
-"""Activations quantized to e4m3, with a scale a token or a block of its columns; also straight from an RMSNorm.
+"""Quantization of activations to e4m3, with a scale per token or per block of its columns; also fused with RMSNorm.
 
 T rows, K columns, B blocks of columns
 """
@@ -22,16 +22,16 @@ from holdfast.kernels.triton_compat import (
 )
 from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN, LEAST_E4M3_SCALE
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
 BLOCK_COLUMNS = 128
-"""Columns that share a scale if a row has several: those of a block of weights."""
+"""Columns that share a scale if a row has several: as many as in a block of weights."""
 WHOLE_ROW = 16384
-"""Columns that fit into registers; longer rows are read twice."""
+"""Most columns that fit into registers; longer rows are read twice."""
 COLUMNS_PER_PROGRAM = 2048
-"""Few enough to spread one row over a GPU."""
+"""Columns per program: few enough to spread one row over a GPU."""
 
 
 class TileScratch(NamedTuple):
@@ -52,14 +52,14 @@ class QuantizedRows(NamedTuple):
     scales_TB: Tensor
     """B is 1, or one for every 128 columns. Any strides."""
     scratch: TileScratch | None = None
-    """For the product that takes the rows. If None, it uses no split-K and fuses no gate."""
+    """Scratch of the product that takes the rows. If None, the product uses no split-K and fuses no gate."""
 
 
 class RowAmaxBits(NamedTuple):
-    """The bits of float32 magnitudes, `num_amax` a row, of which the largest is the row's."""
+    """Bits of float32 magnitudes, `num_amax` per row; the row's amax is their maximum."""
 
     bits: Tensor
-    """int32, in which NaN is above all numbers."""
+    """int32: NaN is above all numbers."""
     num_amax: int
 
 

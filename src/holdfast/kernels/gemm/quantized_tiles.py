@@ -23,19 +23,19 @@ from holdfast.kernels.triton_compat import (
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# Constants of a kernel bind a name and read it under the same condition.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
 class OperandKind(IntEnum):
-    """Types of a product's operands."""
+    """Operand types of a product."""
 
     PLAIN = 0
     FP8_ROWS = 1
-    """e4m3 by e4m3, with a scale for each row of the weight and each row of x."""
+    """e4m3 by e4m3, with a scale per row of the weight and of x."""
     FP8_BLOCKS = 2
-    """FP8_ROWS with scales for blocks of columns too."""
+    """Like FP8_ROWS, with scales per block of columns too."""
     INT8_ROWS = 3
     """x by int8, with a scale for each row of the weight."""
     E2M1_GROUPS = 4
@@ -83,7 +83,7 @@ class WeightOperands(NamedTuple):
     """Kernel arguments of a product with a weight."""
 
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-    """Rows and their scales, weight and its scales; any tensor if there are no scales."""
+    """Rows, their scales, weight, its scales. Without scales any tensor stands in for them."""
     kind: OperandKind
     block_rows: int = 1
     """Rows of the weight that share a scale."""
@@ -132,7 +132,7 @@ def e2m1_wide_parts(b_codes):
 
 @jit
 def e2m1_numbers(b_codes):
-    """Decode 4-bit codes (int32) to half precision: as its high bits they are 2^14 times too small."""
+    """Decode 4-bit codes (int32) to half precision: place them in its high bits, then multiply by 2^14."""
     b_bits = ((b_codes & 7) << 9) | ((b_codes & 8) << 12)
     return (b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(tl.float16)
 
@@ -144,13 +144,13 @@ def e8m0_numbers(b_exponents):
 
 
 BLOCK_K = 128
-"""Columns of a step, and of a block of block-scaled e4m3."""
+"""Columns per K step, and of a block of block-scaled e4m3."""
 FULL_GPU_PROGRAMS = 132
-"""Below this a large GPU is not full, and tiles get fewer outputs."""
+"""Programs that fill a large GPU. With fewer, tiles get fewer outputs."""
 
 
 def row_form(num_rows: int) -> int:
-    """Return the rows of a tile: the specialization that depends on the number of rows."""
+    """Return the rows of a tile: the specialization for the number of rows."""
     return min(128, max(16, next_power_of_two(num_rows)))
 
 

@@ -1,4 +1,4 @@
-"""Middle batches by e4m3 weights with scales by row: rows as codes through the tensor cores, nearly bound by memory.
+"""Middle batches by row-scaled e4m3 weights: quantized rows through the tensor cores, nearly bound by memory.
 
 M rows, N outputs, K inputs, J blocks of N
 
@@ -27,17 +27,17 @@ from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit_counting, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
 def row_form(num_rows: int) -> int:
-    """Return the rows of a tile, or 0 for too many rows: the specialization that depends on their number."""
+    """Return the rows of a tile, or 0 for too many rows: the specialization for the number of rows."""
     return max(16, next_power_of_two(num_rows)) if num_rows <= ROW_SCALED_SPLIT_ROWS else 0
 
 
 def takes(weight: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch | None) -> bool:
-    """Return True if these kernels, not torch's scaled product, multiply so many rows (kernels/geometry.py says why)."""
+    """Return True if these kernels, not torch's scaled product, take this many rows (see kernels/geometry.py)."""
     if not isinstance(weight, QuantizedWeight) or len(weight.shape) != 2:
         return False
     if not weight.scheme.quantizes_activations or weight.scheme.block_columns:
@@ -49,7 +49,7 @@ def takes(weight: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch 
 def takes_gate(
     gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch | None
 ) -> bool:
-    """Return True if the gate is fused into gate and up, with codes between the two products."""
+    """Return True if the gate is fused into the gate-and-up product, whose result is quantized for the down product."""
     both = (gate_up, down)
     return num_rows <= ROW_SCALED_ROWS and scratch is not None and all(takes(one, num_rows, None) for one in both)
 
@@ -154,6 +154,6 @@ def row_scaled_tile_kernel(
     b_out = b_y.to(p_out.dtype.element_ty)
     tl.store(p_out + o_m[None, :].to(tl.int64) * size_n + o_n[:, None], b_out, mask=m_nm)
     if GATED:
-        # As integers, NaN is above all numbers and is not lost.
+        # Compare as integers: NaN is above all numbers, so it is not lost.
         b_sizes = tl.where(m_n[:, None], size_bits(b_out.to(tl.float32)), 0)
         tl.store(p_amax + o_m * tl.num_programs(0) + i_n, tl.max(b_sizes, axis=0), mask=m_m)

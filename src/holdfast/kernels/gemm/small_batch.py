@@ -48,16 +48,16 @@ from holdfast.kernels.triton_compat import (
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
 BLOCK_K, QUANTIZED_BLOCK_K = 128, 256
-"""Columns of a step, for a plain and for a quantized weight."""
+"""Columns per K step, for a plain and for a quantized weight."""
 
 
 def takes_weight(weight: QuantizedWeight | Tensor) -> bool:
-    """Return True if these kernels take the quantized weight: 8-bit with a scale a row."""
+    """Return True if these kernels take the quantized weight: 8-bit with a scale per row."""
     return isinstance(weight, QuantizedWeight) and weight.scheme.block_columns == 0 and len(weight.shape) == 2
 
 
@@ -222,7 +222,7 @@ def _small_batch_kernel(
             else:
                 b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y)
     if PDL and IS_QUANTIZED:
-        # Not sooner: programs of the next kernel would take occupancy from this one.
+        # Release late: programs of the next kernel would take occupancy from this one.
         tl.extra.cuda.gdc_launch_dependents()
     m_nm = m_n[:, None] & m_m[None, :]
     if NUM_SPLITS > 1:

@@ -72,15 +72,15 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
-# A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
-# Triton unpacks nothing into a tuple, but adds tuples.
+# Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
+# Triton cannot unpack into a tuple, but adds tuples.
 
 
 class LatentBlocks(NamedTuple):
-    """How a program loads the tokens of a tile."""
+    """Blocks and pipeline stages of a program's loads."""
 
     tokens: int
     num_stages: int
@@ -92,19 +92,20 @@ BLOCKS = {
     32: (LatentBlocks(64, 3, 8), LatentBlocks(32, 3, 4), LatentBlocks(32, 2, 4), LatentBlocks(16, 2, 4)),
     64: (LatentBlocks(64, 2, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
 }
-"""Over ranges, by the height of tiles, the fastest on an H200 first."""
+"""Choices over ranges, by the height of tiles, the fastest on an H200 first."""
 LIST_BLOCKS = {
     16: (LatentBlocks(32, 3, 4), LatentBlocks(32, 2, 4), LatentBlocks(16, 2, 4)),
     32: (LatentBlocks(64, 3, 8), LatentBlocks(32, 3, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
     64: (LatentBlocks(64, 2, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
 }
-"""Over lists. Addresses of scattered latents take registers, so low tiles load fewer at once. To be measured."""
+"""Choices over lists. Addresses of scattered latents take registers, so low tiles load fewer at once. Not yet
+measured."""
 CODED_BLOCKS = {
     16: (LatentBlocks(64, 3, 4), LatentBlocks(32, 3, 4), LatentBlocks(16, 2, 4)),
     32: (LatentBlocks(64, 2, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
 }
-"""Over codes, by the height of a pass, the fastest on an H200 first (docs/log.md). A higher tile takes several passes, and each
-reads the codes again."""
+"""Choices over codes, by the height of a pass, the fastest on an H200 first (docs/log.md). A higher tile takes several
+passes, which each read the codes again."""
 
 
 def latent_blocks(
@@ -215,10 +216,10 @@ def _attend_row(call: LatentCall, row: int, table_row: int, token_S: Tensor) -> 
 
 
 class _Launch(NamedTuple):
-    """What a launch in Triton has beside its source of tokens."""
+    """Operands and constants of a Triton launch, besides its source of tokens."""
 
     planes: tuple[Tensor | None, ...]
-    """Rows or words, scales, rotated elements."""
+    """Planes: rows or words, scales, rotated elements."""
     programs_per_sm: int
     constants: dict[str, int]
 
@@ -283,7 +284,7 @@ def _attend_plain(
     LISTED: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr, PAGE_TOKENS: constexpr, BLOCK_M: constexpr,
     BLOCK_N: constexpr, BLOCK_L: constexpr, BLOCK_R: constexpr, NUM_STAGES: constexpr,
 ):  # fmt: skip
-    """Outputs [M, L] before the division, maxima and sums of one tile over tokens, or over places of a list (LISTED).
+    """Return outputs [M, L] before division, maxima and sums of one tile over tokens, or over a list (LISTED).
 
     `b_page` is loaded for the first block. For a list, `b_token` holds its tokens and `b_ahead` the places of the next block.
     """
@@ -358,7 +359,7 @@ def _attend_codes(
     PAGE_TOKENS: constexpr, NUM_GROUPS: constexpr, ROW_WORDS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
     BLOCK_W: constexpr, BLOCK_R: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr,
 ):  # fmt: skip
-    """Outputs [M, W] of every part before the division, maxima and sums of one tile over tokens, or over a list (LISTED).
+    """Return outputs [M, W] of every part before division, maxima and sums of one tile over tokens or a list (LISTED).
 
     `b_page` is loaded for the first block. For a list `o_found` are the slots of the first block, `b_page` and `b_token` are
     of the second, and `b_ahead` are the places of the third.
@@ -437,7 +438,7 @@ def _attend_codes(
 
 @jit
 def _normalized(b_acc, b_l, PLAIN_ROWS: constexpr):
-    """Outputs divided by their sums; of codes, outputs and the factor that parts are multiplied by when they are stored."""
+    """Return outputs divided by their sums; for codes, outputs and the factor to apply when parts are stored."""
     # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
     if PLAIN_ROWS:
         return (b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None],)
@@ -509,9 +510,9 @@ def _tiles_kernel(
             _store_rows(b_out, p_partial, m_m, o_l, m_l, PLAIN_ROWS, FP8, LATENT_DIM, NUM_GROUPS, BLOCK_L)
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
-        # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
+        # Release late: programs of the next kernel would share the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
+        tl.extra.cuda.gdc_wait()  # wait even without a tile: the next kernel relies on all earlier ones
 
 
 @jit_counting("places")
@@ -577,7 +578,7 @@ def _lists_kernel(
         _store_rows(b_out, p_partial, m_m, o_l, m_l, PLAIN_ROWS, FP8, LATENT_DIM, NUM_GROUPS, BLOCK_L)
         tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # not sooner: programs of the next kernel would run beside these
+        tl.extra.cuda.gdc_launch_dependents()  # release late: programs of the next kernel would run beside these
 
 
 @jit

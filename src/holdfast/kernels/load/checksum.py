@@ -5,8 +5,8 @@ A plane's checksum is a sum over its bytes, so its pieces may come in any order 
     sum over blocks of B(block) * (sum over the block's words of W(place in the block) * word)      modulo 2^64
 
 A word is 4 little-endian bytes; a block has 16 KiB; W has 32 bits and B is an odd number of 64, both mixed from their
-index. It always finds one wrong word and words or blocks that changed places; it misses other damage once in about 2^32
-times. It guards against damage, not attacks: an attacker who can write the weights can write the manifest too.
+index. It always finds one wrong word, and words or blocks that changed places. It misses other damage about once in
+2^32 times. It guards against damage, not attacks: an attacker who can write the weights can write the manifest too.
 """
 
 from functools import cache
@@ -22,11 +22,11 @@ BLOCK_BYTES = 2**14
 WORD_BYTES = 4
 BLOCK_WORDS = BLOCK_BYTES // WORD_BYTES
 BLOCKS_AT_ONCE = 64
-"""Blocks of one pass of the reference, which needs less than 8 MiB for them."""
+"""Blocks per pass of the reference, which then needs less than 8 MiB."""
 MASK_32, MASK_64 = 2**32 - 1, 2**64 - 1
 FIRST_FACTOR, SECOND_FACTOR = kernel_constant(0x85EBCA6B), kernel_constant(0xC2B2AE35)
 TILE_BYTES = 4096
-"""Bytes of a block that a program sums at a time."""
+"""Bytes of a block per loop iteration of a program."""
 
 
 def add_checksum_reference(bytes_N: Tensor, first_byte: int, sum_1: Tensor) -> None:

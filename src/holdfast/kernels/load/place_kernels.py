@@ -33,7 +33,7 @@ from holdfast.kernels.triton_compat import check_dense, constexpr, jit, kernel_c
 from holdfast.quant.weight_quantize import E8M0_MOST, LEAST_INT8_SCALE
 from holdfast.quant.weight_schemes import WeightScheme
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
@@ -54,32 +54,32 @@ def numbers_at(p_rows, i_column, m_row, num_columns, column_stride):
 
 @jit
 def report_rows(p_finding, i_row, m_row):
-    """Lower a finding to the first row of the mask."""
+    """Lower a finding to the first row that the mask marks."""
     tl.atomic_min(p_finding + tl.zeros_like(i_row), i_row, mask=m_row, sem="relaxed")
 
 
 UNSPECIALIZED = ("first_row", "num_rows", "p_scales", "p_amax", "p_nonfinite", "p_differing")
-"""Arguments that differ from call to call and do not help the compiler."""
+"""Arguments that change between calls and give the compiler nothing to specialize on."""
 ALIGNMENT_BYTES = 16
-"""The compiler specializes on addresses that are multiples of it."""
+"""Triton specializes on addresses that are multiples of this."""
 
 
 UNSEEN = 2**31 - 1
-"""A finding before anything is found."""
+"""Value of a finding with no faulty row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The lowest faulty row of one move, counted from the move's first; UNSEEN for none. Both are [1] int32."""
+    """Lowest faulty rows of one move, counted from its first row; UNSEEN for none. Both are [1] int32."""
 
     nonfinite: Tensor
-    """A row with a NaN or an infinity, or one that became infinite in a narrower type."""
+    """First row with NaN or infinity, or that overflows to infinity in a narrower type."""
     differing: Tensor
-    """A row that differs from the stored one when verifying."""
+    """First row that differs from the stored one when verifying."""
 
 
 class Tile(NamedTuple):
-    """Rows and columns that a program holds at a time, and its warps."""
+    """Rows and columns per loop iteration of a program, and its warps."""
 
     rows: int
     columns: int
@@ -87,7 +87,7 @@ class Tile(NamedTuple):
 
 
 class Pointer:
-    """A device address that kernels take like a tensor."""
+    """Device address that kernels accept in place of a tensor."""
 
     __slots__ = ("address", "dtype")
 
@@ -108,7 +108,7 @@ def jit_for_rows(function: Callable[..., Any]) -> Any:  # noqa: ANN401 a kernel 
 
 
 class RowLaunch:
-    """A kernel with its constants; arguments are leading ones, the number of rows, counts, and constants."""
+    """Launch of a kernel with fixed constants. Arguments: leading ones, the number of rows, counts, constants."""
 
     __slots__ = ("_column_tiles", "_kernel", "_num_warps", "_program", "_rest", "_tile_rows")
 
@@ -126,17 +126,17 @@ class RowLaunch:
         self._column_tiles = column_tiles
         self._rest = (*counts, *constants)
         self._program: Any = None
-        """Compiled for aligned addresses."""
+        """Program compiled for aligned addresses, once looked up."""
 
     def start(self, num_rows: int, *leading: object) -> Any:  # noqa: ANN401 Triton's program, or None in the interpreter
-        """Launch over tensors; no rows need no launch."""
+        """Launch over tensors, or nothing if there are no rows."""
         num_programs = -(-num_rows // self._tile_rows) * self._column_tiles
         if num_programs == 0:
             return None
         return self._kernel[(num_programs,)](*leading, num_rows, *self._rest, num_warps=self._num_warps)
 
     def start_at(self, num_rows: int, addresses: int, *leading: object) -> None:
-        """Launch over `Pointer`s; `addresses` is the bitwise or of those that the compiler specializes on."""
+        """Launch over `Pointer`s; `addresses` is the bitwise or of all that Triton specializes on."""
         if addresses % ALIGNMENT_BYTES:
             self.start(num_rows, *leading)
         elif self._program is None:
@@ -148,7 +148,7 @@ class RowLaunch:
 
 
 WIDE, MIDDLE, NARROW, TALL = Tile(1, 4096, 4), Tile(16, 256, 4), Tile(256, 16, 4), Tile(64, 64, 4)
-"""For dense rows by width, and for rows whose columns lie apart."""
+"""Tiles for dense rows by width, and for rows with strided columns (TALL)."""
 
 
 def place_plain_triton(rows_RK: Tensor, out_RK: Tensor, first_row: int, findings: Findings, verify: bool) -> None:
@@ -229,13 +229,13 @@ def _find_amax_kernel(p_x, p_amax, num_rows, num_columns, row_stride, column_str
 LEAST_INT8 = kernel_constant(LEAST_INT8_SCALE)
 MOST_E8M0 = kernel_constant(E8M0_MOST)
 WHOLE_ROWS = (Tile(4, 1024, 4), Tile(2, 2048, 4), Tile(1, 4096, 4), Tile(1, 8192, 8), Tile(1, 16384, 16))
-"""For rows that fit into registers."""
+"""Tiles for rows that fit into registers."""
 LONG_ROW = Tile(1, 8192, 8)
-"""For longer rows, which are read twice, the second time from the cache."""
+"""Tile for longer rows, which are read twice, the second time from the cache."""
 TALL_ROWS = Tile(16, 512, 8)
-"""For rows whose columns lie apart: 16 neighbours fill sectors, and some hundred rows still fill a GPU."""
+"""Tile for rows with strided columns: 16 adjacent rows fill sectors, and a few hundred rows still fill a GPU."""
 WIDE_BLOCKS, TALL_BLOCKS = Tile(1, 2048, 4), Tile(32, 64, 4)
-"""For scales of 32 columns: dense rows, and rows whose columns lie apart."""
+"""Tiles for scales of 32 columns: dense rows, and rows with strided columns."""
 
 
 def place_quantized_triton(

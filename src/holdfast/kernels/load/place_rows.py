@@ -1,6 +1,6 @@
 """Placement of checkpoint rows: converted or quantized into their final tensors, and checked for values that are not finite.
 
-R rows of the checkpoint, C all of their columns, K the columns that are kept
+R rows of the checkpoint, C all of their columns, K the columns that this rank keeps
 
 Values that are not finite are reported and still stored: a copy keeps their bits, a conversion keeps infinities and NaN,
 and codes follow quant/quantized_weight.py.
@@ -17,11 +17,11 @@ from holdfast.quant.weight_quantize import E8M0_NAN, e8m0_values, encode, find_s
 from holdfast.quant.weight_schemes import WeightScheme
 
 PIECE_ELEMENTS = 2**20
-"""Elements of one pass of the references, which need less than 32 MiB for them."""
+"""Elements per pass of the references, which then need less than 32 MiB."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types that convert to each other. Of others, bytes convert to float32 as exponents; the rest is only copied."""
+"""Types that convert to each other. Bytes convert to float32 as exponents; all other types are only copied."""
 E8M0 = torch.float8_e8m0fnu
-"""Exponents of two that are copied; only 255 is not finite."""
+"""Type of exponents of two that are copied; only 255 is not finite."""
 EXPONENTS = (torch.uint8, torch.float32)
 """Source and target types of scales stored as exponents of two."""
 
@@ -136,7 +136,7 @@ def find_amax_reference(rows_RC: Tensor, amax: Tensor) -> None:
 
 
 def is_placeable(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return True if `place_plain` converts one to the other."""
+    """Return True if `place_plain` converts `source` to `target`."""
     return source == target or (source in FLOATS and target in FLOATS) or (source, target) == EXPONENTS
 
 
@@ -213,7 +213,7 @@ def _bytes_of(rows: Tensor) -> Tensor:
 
 
 def _report(finding: Tensor, rows: Tensor | None, first_row: int, rows_per_entry: int = 1) -> None:
-    """Lower a finding to the first of these rows that is true."""
+    """Lower a finding to the first row marked True."""
     if rows is None or not bool(rows.any()):
         return
     row = first_row + int(rows.to(torch.uint8).argmax()) * rows_per_entry

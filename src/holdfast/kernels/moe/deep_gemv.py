@@ -17,14 +17,14 @@ from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
 MAX_DEPTH = 5
-"""Loads of a row whose products are added in half precision: five of 448 by 28 stay below 65504."""
+"""Most loads of a row whose products are added in half precision: five of 448 by 28 stay below 65504."""
 BLOCKS_K = (256, 512, 1024)
-"""Columns of a load."""
+"""Choices of columns per load."""
 PROGRAM_BYTES = 16384
 """Bytes of the weight that a program loads."""
 
@@ -46,7 +46,7 @@ def column_blocks(size_k: int) -> tuple[int, int]:
 
 
 def gemv_blocks(size_k: int, gated: bool, element_bytes: int) -> GemvBlocks:
-    """Return the blocks of a GEMV, as measured on an H200 (docs/log.md)."""
+    """Return the fastest blocks of a GEMV on an H200 (docs/log.md)."""
     block_k, depth = column_blocks(size_k)
     num_rows = PROGRAM_BYTES // (element_bytes * block_k * depth) // (2 if gated else 1)
     return GemvBlocks(min(16, 1 << max(0, num_rows.bit_length() - 1)), block_k, depth, 4)
@@ -155,8 +155,8 @@ def _deep_gemv_kernel(
         tl.extra.cuda.gdc_wait()
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     if expert < 0:
-        return  # of another rank
-    # Load the row once an output: every thread loads the columns that it multiplies, without shared memory.
+        return  # its expert is on another rank
+    # Load the row once per output: every thread loads the columns that it multiplies, without shared memory.
     p_row = p_x + i_row * size_k
     b_x = deep_load(p_row + o_k + 0 * o_n[:, None], m_n[:, None], o_k, size_k, EVEN, BLOCK_K, DEPTH)
     b_rows, up_rows = weight_rows(expert * size_n * (2 if GATED else 1), o_n, size_n, INTERLEAVED)
@@ -177,7 +177,7 @@ def _deep_gemv_kernel(
     if GATED:
         b_up_y = tl.sum(deep_products(b_up, b_x, None, KIND, DEPTH, PLAIN), axis=1) * b_up_scales * scale
     if PDL:
-        # Not sooner: programs of the next kernel would take occupancy from this one.
+        # Release late: programs of the next kernel would take occupancy from this one.
         tl.extra.cuda.gdc_launch_dependents()
     if HAS_BIAS:
         b_y += tl.load(p_bias + b_rows, mask=m_n, other=0.0).to(tl.float32)

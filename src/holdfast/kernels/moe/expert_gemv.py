@@ -21,16 +21,16 @@ from holdfast.kernels.moe.routing import ExpertProduct
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, release_then_wait, tl
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
 MXFP4_ELEMENTS, MXFP4_GROUPS = 8 * 64, (64, 32, 16)
-"""Outputs times groups of 32 inputs of a program over 4-bit codes, and the choices of groups at a time."""
+"""For 4-bit codes: outputs times groups of 32 inputs per program, and choices of groups per load."""
 
 
 def expert_gemv(product: ExpertProduct) -> Tensor:
-    """Multiply each pair's row by its expert's weight; `quantized` are the rows of x as codes."""
+    """Multiply each pair's row by its expert's weight. `product.quantized` holds the codes of x."""
     x_XK, weight, order, out_PN, gated, quantized, bias_EN, form = product
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
@@ -63,7 +63,7 @@ def expert_gemv(product: ExpertProduct) -> Tensor:
 
 
 def _mxfp4_blocks(num_groups: int) -> tuple[int, int]:
-    """Return outputs and groups of a program, with the least padding of the last groups."""
+    """Return the outputs and groups per program that pad the last groups least."""
     most = next_power_of_two(num_groups)
     sizes = [size for size in MXFP4_GROUPS if size <= most] or [most]
     groups = min(sizes, key=lambda size: -(-num_groups // size) * size)
@@ -73,7 +73,7 @@ def _mxfp4_blocks(num_groups: int) -> tuple[int, int]:
 def _gemv_blocks(
     element_bytes: int, size_k: int, block_rows: int, group: int, gated: bool, form: GateForm
 ) -> tuple[int, int, int]:
-    """Return outputs of a program, groups of inputs that share a scale, and inputs of a group: 8 or 16 KiB of the weight.
+    """Return outputs per program, groups of inputs that share a scale, and inputs per group: 8 or 16 KiB of the weight.
 
     If blocks of rows share scales, a program stays within one of them.
     """
@@ -109,7 +109,7 @@ def _expert_gemv_kernel(
     release_then_wait(PDL)
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     if expert < 0:
-        return  # of another rank
+        return  # its expert is on another rank
     first_row = expert * size_n * (2 if GATED else 1)
     p_rows = p_x + i_row * size_k + o_k
     b_weight_rows, up_rows = weight_rows(first_row, o_n, size_n, INTERLEAVED)
@@ -193,7 +193,7 @@ def _mxfp4_gemv_kernel(
     release_then_wait(PDL)
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     if expert < 0:
-        return  # of another rank
+        return  # its expert is on another rank
     first_row = expert * size_n * (2 if GATED else 1)
     b_weight_rows, up_rows = weight_rows(first_row, o_n, size_n, INTERLEAVED)
     row_bytes = tl.multiple_of(size_k // 2, 16)
@@ -239,7 +239,7 @@ def _halves(p_row, o_b, m_b, EVEN: constexpr):
 
 @jit
 def _taken(p, m, EVEN: constexpr):
-    """Load inputs, with 0 after the last: a code of 0 times a value that is not finite would be NaN."""
+    """Load inputs, with 0 after the last: a code of 0 times NaN or infinity would be NaN."""
     if EVEN:
         b = tl.load(p)
     else:

@@ -2,8 +2,8 @@
 
 T tokens, S experts of a token, P = T * S pairs of token and expert, E experts, N outputs, K inputs, B blocks of K
 
-A small batch takes a GEMV a pair (kernels/moe/expert_gemv.py), a larger one a grouped GEMM over blocks of pairs that share
-an expert (kernels/moe/grouped_gemm.py). kernels/geometry.py chooses by the number of tokens.
+A small batch takes one GEMV per pair (kernels/moe/expert_gemv.py), a larger one a grouped GEMM over blocks of pairs
+that share an expert (kernels/moe/grouped_gemm.py). kernels/geometry.py chooses by the number of tokens.
 """
 
 import torch
@@ -21,7 +21,7 @@ from holdfast.quant.weight_quantize import dequantize
 
 
 def expert_linear_triton(product: ExpertProduct, is_coded: bool = False) -> Tensor:
-    """Launch one GEMV a pair, or a grouped GEMM over sorted pairs."""
+    """Launch one GEMV per pair, or a grouped GEMM over sorted pairs."""
     buffers = _checked_buffers(product)
     rows = buffers if buffers is None or is_coded else quantize_rows(product.x_XK, buffers)
     launch = expert_gemv if product.order.block_rows == 1 else grouped_gemm
@@ -31,9 +31,9 @@ def expert_linear_triton(product: ExpertProduct, is_coded: bool = False) -> Tens
 def expert_linear_reference(product: ExpertProduct, is_coded: bool = False) -> Tensor:
     """Multiply each pair's row by the weight [E, N, K] of its expert, plus its bias; if gated, apply the gate of `form`.
 
-    Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. If `is_coded`, the buffers for codes already hold
-    those of x, whose values are ignored. On CPU a row's result does not depend on other rows. Pairs of other ranks' experts
-    (PADDING) are not written.
+    Pair p reads row p // S of `x_XK` if that is [T, K], or row p if it is [P, K]. If `is_coded`, x is already quantized
+    in `product.quantized`, and its values are ignored. On CPU a row's result does not depend on other rows. Pairs of
+    other ranks' experts (PADDING) are not written.
     """
     x_XK, weight, order, out_PN, gated, _, bias_EN, form = product
     buffers = _checked_buffers(product)
@@ -84,7 +84,7 @@ def _widened(x_RK: Tensor, weight: QuantizedWeight, expert: int) -> Tensor:
 
 
 def _quantized(codes_RK: Tensor, scales_RB: Tensor, weight: QuantizedWeight, expert: int) -> Tensor:
-    """Multiply codes by codes, then by the scales of both, for each block of columns with its own scale."""
+    """Multiply codes by codes and by both scales, one block of columns at a time."""
     scheme, (_, size_n, size_k) = weight.scheme, weight.shape
     width = scheme.block_columns or size_k
     y_RN = codes_RK.new_zeros(len(codes_RK), size_n)

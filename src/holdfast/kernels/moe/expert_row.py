@@ -20,16 +20,16 @@ from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_c
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantize
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
 MAX_REGISTERS = 100
-"""Registers of a thread for weights and sums."""
+"""Most registers per thread for weights and sums."""
 
 
 def down_blocks(size_k: int, top_k: int, kind: OperandKind, element_bytes: int) -> GemvBlocks:
-    """Cut the launch so that the rows of all experts for a few outputs fit into registers with their sums."""
+    """Choose blocks so that weights of all experts for a few outputs fit into registers with their sums."""
     block_k, depth = column_blocks(size_k)
     block_n, num_warps = 8, 8
     sum_registers = 0.5 if kind == OperandKind.FP8_ROWS else 1.0
@@ -146,7 +146,7 @@ def _down_kernel(
     o_k = tl.arange(0, BLOCK_K)[None, None, :]
     m_n = o_n < size_n
     m_s = o_s < TOP_K
-    row_size = size_k // COLUMNS_AT_A_TIME * COLUMNS_AT_A_TIME  # size_k with a divisor that the compiler can see
+    row_size = size_k // COLUMNS_AT_A_TIME * COLUMNS_AT_A_TIME  # equals size_k, with a divisor that the compiler sees
     # Before the wait: the kernel before this one waited for ids and shares, then triggered this one. So weights load early.
     b_ids = tl.load(p_ids + o_s, mask=m_s, other=0, cache_modifier=".cg").to(tl.int64)
     b_shares = tl.load(p_shares + o_s, mask=m_s, other=0.0, cache_modifier=".cg")

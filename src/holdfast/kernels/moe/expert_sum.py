@@ -14,23 +14,23 @@ from holdfast.kernels.triton_compat import check_dense, constexpr, jit, release_
 
 SMALL_BATCH_TOKENS = 16
 SMALL_BATCH_COLUMNS, LARGE_BATCH_COLUMNS = 256, 1024
-"""Columns of a program. A small batch is spread over many multiprocessors; a large one is read sixteen bytes a thread."""
+"""Columns per program. A small batch is spread over many SMs; in a large one each thread reads sixteen bytes."""
 
 
 def row_form(num_rows: int) -> int:
-    """Return the columns of a program: the specialization that depends on the number of tokens."""
+    """Return the columns per program: the specialization for the number of tokens."""
     return SMALL_BATCH_COLUMNS if num_rows <= SMALL_BATCH_TOKENS else LARGE_BATCH_COLUMNS
 
 
 class ExpertOutputs(NamedTuple):
-    """What the experts of a layer give, before the sum."""
+    """Expert outputs of a layer, before the sum."""
 
     routed_PH: Tensor
     shares_TS: Tensor
     shared_TH: Tensor | None = None
     """Output of the expert that every token takes."""
     shared_logit_T1: Tensor | None = None
-    """The sigmoid of it is its share; None: 1."""
+    """Logit whose sigmoid is the share of the shared expert; None: a share of 1."""
 
 
 def sum_experts_reference(outputs: ExpertOutputs, out_TH: Tensor, local_ids_TS: Tensor | None = None) -> Tensor:
@@ -129,7 +129,7 @@ def _summed(
 
 @jit
 def _given(p_pair, p_shares, p_ids, i_pair, m_h, HAS_IDS: constexpr):
-    """Return what a pair adds: 0 if its expert is on another rank, whose row is not read."""
+    """Return a pair's contribution: 0 if its expert is on another rank, in which case its row is not read."""
     share = tl.load(p_shares + i_pair)
     if HAS_IDS:
         is_here = tl.load(p_ids + i_pair) >= 0

@@ -29,23 +29,23 @@ from holdfast.kernels.moe.routing import ExpertProduct
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
 HALF_WORD_COLUMNS = 64
-"""Columns whose two exponents are half a word."""
+"""Columns whose two exponents fill half a word."""
 
 
 class Tile(NamedTuple):
-    """Outputs and inputs of a program, pipeline stages over K, and warps."""
+    """Outputs and inputs per program, pipeline stages over K, and warps."""
 
     block_n: int
     block_k: int
     num_stages: int
     num_warps: int
     is_joint: bool = False
-    """A gated tile holds half gates, half their ups: one product, and half as many outputs."""
+    """If True, half of a gated tile is gates and half their ups: one product, half as many outputs."""
 
     def num_outputs(self, gated: bool) -> int:
         return self.block_n // 2 if gated and self.is_joint else self.block_n
@@ -73,7 +73,7 @@ def tile_for(block_rows: int, gated: bool, kind: OperandKind, element_bytes: int
 
 
 def grouped_gemm(product: ExpertProduct) -> Tensor:
-    """Multiply each block's rows by its expert's weight; `quantized` are the rows of x as codes."""
+    """Multiply each block's rows by its expert's weight. `product.quantized` holds the codes of x."""
     x_XK, weight, order, out_PN, gated, quantized, bias_EN, form = product
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
@@ -141,7 +141,7 @@ def _grouped_gemm_kernel(
     if KIND == FP8_BLOCKS:
         p_x_s = p_x_scales + b_rows * scale_columns
         p_s = p_scales + first_row // BLOCK_ROWS * scale_columns
-        p_up_s = p_s + up_rows // BLOCK_ROWS * scale_columns  # of a neighbour: none, the two lie in one block
+        p_up_s = p_s + up_rows // BLOCK_ROWS * scale_columns  # if interleaved, the offset is 0: both share a block
     for k in tl.range(0, size_k, BLOCK_K, num_stages=NUM_STAGES):
         m_w = None
         m_x = None
@@ -171,7 +171,7 @@ def _grouped_gemm_kernel(
             if GATED and not IS_JOINT:
                 b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y, input_precision="ieee")
     if PDL:
-        # Not sooner: programs of the next kernel would take occupancy from this one.
+        # Release late: programs of the next kernel would take occupancy from this one.
         tl.extra.cuda.gdc_launch_dependents()
     if KIND == FP8_ROWS or KIND == INT8_ROWS:
         if KIND == FP8_ROWS:
@@ -199,8 +199,8 @@ def _block_pairs(
 ):  # fmt: skip
     """Return the expert of a block, -1 for none, and its pairs; padding (-1) reads the first row and is not stored.
 
-    If unsorted, a block is a pair, and takes all rows of its expert unless an earlier pair does. If a row names the expert
-    n times, the n-th occurrence belongs to the block of the n-th pair.
+    If unsorted, a block is a pair and takes all rows of its expert, unless an earlier pair took them. If a row names
+    the expert n times, the n-th occurrence belongs to the block of the n-th pair.
     """
     o_m = tl.arange(0, BLOCK_M)
     expert = tl.load(p_block_experts + i_block).to(tl.int64)

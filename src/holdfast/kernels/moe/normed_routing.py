@@ -27,14 +27,14 @@ from holdfast.kernels.triton_compat import (
 )
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 
-# Constants of a kernel bind a name and read it under the same condition.
+# Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 
 ROUTER_BLOCK = 1
-"""Experts of a program of one token's launch: few, so that many multiprocessors read the router."""
+"""Experts per program for a single token: few, so that many SMs read the router."""
 COLUMNS_PER_WARP = 2048
-"""Few warps: the choice is a chain of maxima, which need no barrier within one warp."""
+"""Columns per warp. Many, so few warps: the choice is a chain of maxima, which need no barrier within one warp."""
 
 
 def route_normed_reference(
@@ -50,8 +50,8 @@ def route_normed_reference(
 ) -> None:
     """Choose experts and shares of each row by plain routing (`Routing.is_plain`), and finish the norm of the rows.
 
-    `finished` takes codes with a scale a row, or numbers; it must not alias the rows. `logits_TE` are the router's products
-    without the bias.
+    `finished` takes codes with a scale per row, or plain numbers; it must not alias the rows. `logits_TE` receives the
+    router's products without the bias.
     """
     num_rows, size_k = rows.scaled_MK.shape
     scaled_TK = rows.scaled_MK.float()
@@ -196,7 +196,7 @@ def _route_rows_kernel(
 
 @jit
 def _row_rms(p_squares, i_row, size_k, num_squares, eps, BLOCK_J: constexpr):
-    """Return the factor of a row's norm."""
+    """Return 1 / rms of a row."""
     o_j = tl.arange(0, BLOCK_J)
     b_squares = tl.load(p_squares + i_row * num_squares + o_j, mask=o_j < num_squares, other=0.0)
     return tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)

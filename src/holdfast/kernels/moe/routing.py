@@ -45,7 +45,7 @@ class Routing(NamedTuple):
     normalizes: bool = False
     """Divide the shares of a token by their sum."""
     scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
-    """The last is sqrt(log(1 + exp(logit)))."""
+    """Score function; sqrtsoftplus is sqrt(log(1 + exp(logit)))."""
     num_groups: int = 1
     """Equal groups of experts; a token takes its experts from the best `groups_taken`."""
     groups_taken: int = 1
@@ -63,7 +63,7 @@ class Routing(NamedTuple):
         return self.groups_taken < self.num_groups
 
     def ranks_by_logits(self, has_score_bias: bool) -> bool:
-        """True if logits rank experts and groups as scores do. Logits differ where scores round to one number."""
+        """True if logits rank experts and groups as scores do. Logits differ when scores round to one number."""
         sums_scores = self.limits_groups and self.group_score == "two_largest"
         return self.scoring == "softmax" and not has_score_bias and not sums_scores
 
@@ -374,12 +374,12 @@ def choose_experts(
 
 
 PADDING = -1
-"""In place of a pair: an unused row of a block. In place of an expert: an unused block, or an expert of another rank."""
+"""As a pair: an unused row of a block. As an expert: an unused block, or an expert of another rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """The rows that each expert multiplies."""
+    """Rows that each expert multiplies, as blocks of sorted pairs."""
 
     expert_ids_TS: Tensor
     """PADDING if another rank has the expert: the row of such a pair is not written."""
@@ -399,7 +399,7 @@ class ExpertOrder:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of a launch. If unsorted, one a pair: the first pair of an expert does the work."""
+        """Blocks of a launch. If unsorted, one per pair: the first pair of an expert does the work."""
         return len(self.block_experts_B) if self.is_sorted else self.num_pairs
 
     @property
@@ -412,17 +412,17 @@ class ExpertOrder:
 
 
 class ExpertProduct(NamedTuple):
-    """Each pair's row by the weight of its expert, with a gate and a bias or without."""
+    """Operands of a product of each pair's row and its expert's weight, with optional gate and bias."""
 
     x_XK: Tensor
-    """A row for each token [T, K] or pair [P, K]."""
+    """One row per token [T, K] or per pair [P, K]."""
     weight: Tensor | QuantizedWeight
     """[E, N, K], or [E, 2 N, K] if gated."""
     order: ExpertOrder
     out_PN: Tensor
     gated: bool
     quantized: QuantizedRows | None = None
-    """Buffers for all rows of x as codes, or these codes, if the scheme needs them."""
+    """Buffers for the quantized rows of x, filled or not, if the scheme needs them."""
     bias_EN: Tensor | None = None
     form: GateForm = SILU_HALVES
 
@@ -474,7 +474,7 @@ def order_experts(
 ) -> ExpertOrder:
     """Sort the pairs into `tensors` of `order_specs`; the same ids always give the same order.
 
-    If `num_local` is given, ids are those of `local_ids`, and this rank has so many of the `num_experts`.
+    If `num_local` is given, ids are those of `local_ids`, and this rank has `num_local` of the `num_experts`.
     """
     num_rows, top_k = expert_ids_TS.shape
     assert expert_ids_TS.dtype == torch.int32, f"{expert_ids_TS.dtype}, not int32"
@@ -509,7 +509,7 @@ def fill_order_reference(order: ExpertOrder, counts_CE: Tensor, cut_pairs: int =
 
 
 def fill_order_triton(order: ExpertOrder, counts_CE: Tensor, cut_pairs: int = CUT_PAIRS) -> None:
-    """Launch one program an expert and cut of the pairs; if there are several cuts, count them first."""
+    """Launch one program per expert and cut of the pairs; if there are several cuts, count them first."""
     num_pairs, num_experts = order.num_pairs, order.num_experts
     num_cuts = max(1, len(counts_CE))
     assert num_cuts == -(-num_pairs // cut_pairs), f"{num_pairs} pairs in {num_cuts} cuts of {cut_pairs}"

@@ -1,4 +1,4 @@
-"""Argmax of each row of logits, also over shares of ranks, and LogitScratch, the scratch buffers of kernels over logits.
+"""Argmax of each row of logits, whole or in shares of ranks; and LogitScratch, the scratch of kernels over logits.
 
 S rows of a step, R rows processed together, V vocabulary or a rank's share, P chunks of it, B buckets, C candidates, N shares,
 X id and logit
@@ -19,7 +19,7 @@ from holdfast.kernels.triton_compat import check_dense, constexpr, jit, jit_coun
 
 @dataclass(frozen=True, slots=True)
 class LogitScratch:
-    """Scratch buffers of `logit_scratch_specs`. No content outlives a call."""
+    """Scratch buffers of `logit_scratch_specs`. Contents are valid within one call only."""
 
     chunk_tokens: int
     """A power of two."""
@@ -34,7 +34,7 @@ class LogitScratch:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], chunk_tokens: int = CHUNK_TOKENS) -> "LogitScratch":
-        """Take tensors by the names of their specs: those of the fields without shape suffixes."""
+        """Build from tensors by spec name: field names without shape suffixes."""
         names = [field.name.rpartition("_")[0] for field in fields(cls)]
         return cls(chunk_tokens, *(tensors[name] for name in names[1:]))
 
@@ -47,7 +47,7 @@ def argmax_reference(logits_SV: Tensor, out_S: Tensor, scratch: LogitScratch) ->
 
 
 def argmax_triton(logits_SV: Tensor, out_S: Tensor, scratch: LogitScratch) -> None:
-    """Launch a program a chunk of a row, then a program a row."""
+    """Launch one program per chunk of a row, then one per row."""
     num_rows, vocab_size = logits_SV.shape
     assert out_S.shape == (num_rows,), f"{out_S.shape=} must be a number a row"
     chunks = argmax_chunks(logits_SV, scratch)
@@ -63,7 +63,7 @@ argmax = operation(reference=argmax_reference, triton=argmax_triton)
 
 
 def argmax_chunks(logits_SV: Tensor, scratch: LogitScratch) -> int:
-    """Write the largest logit of every chunk and its id into the scratch; return the chunks a row."""
+    """Write the largest logit of every chunk and its id into the scratch; return the chunks per row."""
     num_rows, vocab_size = logits_SV.shape
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
     held = scratch.chunk_largest_SP.shape
@@ -91,7 +91,7 @@ def _chunk_kernel(
     m_nan = b_logits != b_logits
     b_logits = tl.where(m_nan, float("-inf"), b_logits)
     largest = tl.max(b_logits, axis=0)
-    # A lane beyond the vocabulary is no larger than any token and sorts after all of them.
+    # A lane beyond the vocabulary holds -inf and sorts after every token.
     token = tl.min(tl.where(b_logits == largest, o_token, vocab_size), axis=0)
     token = tl.where(tl.max(m_nan.to(tl.int32), axis=0) > 0, NO_TOKEN, token)
     tl.store(p_largest + i_row * num_chunks + i_chunk, largest)

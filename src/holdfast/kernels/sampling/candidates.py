@@ -1,4 +1,4 @@
-"""Candidate lists: the most likely tokens of a row, as far as top_k, top_p or log-probabilities can reach.
+"""Candidate lists: the most likely tokens of a row, at least all that top_k, top_p or log-probabilities can select.
 
 X rows of logits, R rows of a table, F fields, V vocabulary
 
@@ -7,7 +7,7 @@ key        the bits of a distance as int32, which sort like distances
 weight     exp(-distance / temperature) in units of 2**-40: an integer, so that sums are exact in any order
 bucket     a range of keys, sixteen to an octave
 
-The first pass over a row counts tokens by bucket and adds up their weights. From that follows the last bucket that can
+The first pass over a row counts tokens by bucket and sums their weights. These give the last bucket that can
 matter. The second pass lists the tokens up to it in vocabulary order. A row with too many has no list, and its readers
 scan the row. A list may hold more tokens than needed, never fewer.
 """

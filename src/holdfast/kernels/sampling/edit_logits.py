@@ -17,15 +17,15 @@ from holdfast.kernels.operation import DECLINED, operation
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, tl
 
 PADDING = (-1, 0x3F800000)
-"""An edit that does nothing: no place, and the bits of 1.0."""
+"""No-op edit: place -1, and the bits of 1.0."""
 WORD_BITS = 32
 
 
 class EditKind(IntEnum):
-    """How an edit applies its number; kinds run in this order."""
+    """Operation of an edit; kinds run in this order."""
 
     REPETITION = 0
-    """Divide a positive logit, multiply another."""
+    """Divide a positive logit by the number; multiply any other."""
     SUBTRACT = 1
     ADD = 2
     REPLACE = 3
@@ -142,7 +142,7 @@ def _edit_kernel(p_block, p_edits, KIND: constexpr, EDITS: constexpr):
 
 def mask_logits_reference(block_RV: Tensor, masks_RW: Tensor) -> None:
     """block[i, t] = -inf if bit t of masks[i] is 0; other logits keep their bits."""
-    # Through bytes: all supported machines are little-endian.
+    # View words as bytes: all supported machines are little-endian.
     bytes_RB1 = masks_RW.contiguous().view(torch.uint8).unsqueeze(-1)
     places_8 = torch.arange(8, dtype=torch.uint8, device=block_RV.device)
     allowed_RX = bytes_RB1.bitwise_right_shift(places_8).bitwise_and_(1).flatten(1)

@@ -1,4 +1,4 @@
-"""The newest token of every sequence, kept on the device by slot: a step can start before the host reads the last one.
+"""Newest token of every sequence, kept on the device by slot, so a step can start before the host reads it.
 
 R sampled rows, T rows of a step, N slots
 
@@ -13,7 +13,7 @@ from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit_counting, tl
 
 NO_SLOT = -1
-"""In place of a slot: do not keep the row's token."""
+"""Slot of a row whose token is not kept."""
 BLOCK = 256
 """Rows of a program."""
 

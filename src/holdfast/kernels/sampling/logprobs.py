@@ -1,4 +1,4 @@
-"""Log-probabilities: for one token of each row its distance and rank, the total weight, and the nearest tokens.
+"""Log-probabilities: distance and rank of one token per row, the row's total weight, and its nearest tokens.
 
 S rows of a step, R rows of a table, F fields, V vocabulary, C columns, K nearest tokens
 """
@@ -19,7 +19,8 @@ from holdfast.kernels.sampling.candidates import (
 from holdfast.kernels.triton_compat import check_dense, constexpr, jit, next_power_of_two, tl
 
 FIXED_COLUMNS = 4
-"""Before K token ids and K distances: 1 if the row has a token, total weight, the token's distance, its rank."""
+"""Columns before K token ids and K distances: 1 if the row has a token, total weight, the token's distance, its
+rank."""
 ROW_TILE = 4096
 """Tokens read at a time from a row without a list."""
 

@@ -1,4 +1,4 @@
-"""Sampling: one random token a row by temperature, min_p, top_k and top_p.
+"""Sampling: one random token per row by temperature, min_p, top_k and top_p.
 
 X rows of logits, S rows of a step, R rows of a table, F fields, V vocabulary
 
@@ -28,7 +28,7 @@ from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, tl
 ROW_TILE = 2048
 """Tokens read at a time from a row without a list."""
 NUM_WAYS = 8
-"""Each pass over such a row divides the range of its cutoff by this."""
+"""Factor by which each pass over such a row narrows the range of its cutoff."""
 
 
 def sample_tokens_reference(
@@ -143,7 +143,7 @@ def _chunk_weights(p_weights, num_chunks, CHUNKS: constexpr):
 
 @jit
 def _looked_for(total, uniform):
-    """Return the weight that the token's running total is the first to exceed."""
+    """Return the weight to search for: the chosen token's running total is the first above it."""
     return tl.minimum((total.to(tl.float64) * uniform).to(tl.int64), total - 1)
 
 

@@ -91,7 +91,7 @@ class Move:
         return self.part.whole_range if self.scheme is not None and self.scheme.is_whole_tensor else None
 
     def row_ranges(self, max_bytes: int, rows: tuple[int, int] | None = None) -> Iterator[tuple[int, int]]:
-        """Split its rows (or other rows of its tensor) into ranges of whole blocks: at most `max_bytes`, at least one."""
+        """Split its rows (or others of its tensor) into ranges of whole blocks: at most `max_bytes`, at least one."""
         start, last = rows or self.part.row_range
         step = max(1, max_bytes // (self.row_bytes * self.block_rows)) * self.block_rows
         while start < last:

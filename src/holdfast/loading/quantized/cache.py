@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from holdfast.quant.quantized_weight import QuantizedWeight
 
 MAX_CACHE_BYTES = 256 * 2**30
-"""Most bytes of all entries; the least recently used is removed first."""
+"""Size limit of the cache; the least recently used entry is evicted first."""
 FREE_SHARE, FREE_BYTES = 20, 16 * 2**30
-"""Share of the disk that the cache leaves free, or bytes if that is less."""
+"""Free disk space to keep: 1/20 of the disk, but at most 16 GiB."""
 _KEY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 log = get_logger(__name__)
 
@@ -52,7 +52,7 @@ def cache_folder() -> Path:
 
 
 def cache_key(identity: SourceIdentity, plan: LoadPlan, mesh: Mesh = ALONE) -> str:
-    """Return the name of an entry: a digest of the load, and one of its source."""
+    """Return the name of an entry: a digest of the load and a digest of its source."""
     place = (0, 1) if mesh.is_alone else mesh
     acts = repr((VERSION, plan.recipe, plan.dtype, place, plan_digest(plan)))
     names = repr([file.name for file in identity.files])
@@ -61,20 +61,20 @@ def cache_key(identity: SourceIdentity, plan: LoadPlan, mesh: Mesh = ALONE) -> s
 
 @dataclass
 class CacheSlot:
-    """The place of one load in the cache, and the saved weights if there are any."""
+    """The cache entry of one load, with saved weights on a hit."""
 
     folder: Path
     plan: LoadPlan
-    """The load from the source."""
+    """Plan of the load from the source."""
     identity: SourceIdentity
-    """The source before it was read."""
+    """Identity of the source before the load."""
     mesh: Mesh
     max_bytes: int = MAX_CACHE_BYTES
     hit: tuple[QuantizedSource, LoadPlan] | None = None
-    """Saved weights and the plan that copies them, to use instead of the model's source and `plan`."""
+    """Saved weights and the plan that copies them; they replace the model's source and `plan`."""
 
     def discard(self, reason: object) -> None:
-        """Remove a broken entry; the model can be loaded from its source."""
+        """Remove a broken entry; the model then loads from its source."""
         if self.hit is not None:
             self.hit[0].close()
             self.hit = None
@@ -85,9 +85,9 @@ class CacheSlot:
             log.warning("%s could not be removed: %s", self.folder, error)
 
     def save(self, weights: Mapping[str, torch.Tensor | QuantizedWeight]) -> str | None:
-        """Write the weights of the load for the next start; return the reason if it failed, which is logged too.
+        """Write the loaded weights for the next start; log and return the reason if that fails.
 
-        If several processes start at once, one of them writes.
+        If several processes start at once, only one writes.
         """
         try:
             sweep(self.folder.parent)
@@ -114,7 +114,7 @@ class CacheSlot:
         return reason
 
     def _no_room(self) -> str | None:
-        """Free space in the cache; return the reason if that is impossible."""
+        """Evict entries to make room; return the reason if there is still too little."""
         parent, needed = self.folder.parent, sum(spec.num_bytes for spec in self.plan.specs)
         if needed > self.max_bytes:
             return f"they have {format_bytes(needed)}, and the cache {format_bytes(self.max_bytes)}"
@@ -132,9 +132,9 @@ def find_cached(
     folder: Path | None = None,
     max_bytes: int = MAX_CACHE_BYTES,
 ) -> CacheSlot | str:
-    """Return the place of a load in the cache, with saved weights if there are valid ones of this source and plan.
+    """Return the cache slot of a load, with saved weights if valid ones match the source and the plan.
 
-    Returns a reason if there is no place: nothing is quantized, weights are dummies, or there is no cache.
+    Returns the reason if there is no slot: nothing is quantized, weights are dummies, or there is no cache.
     """
     if not any(move.scheme for move in plan.moves):
         return "nothing is quantized on load"
@@ -187,7 +187,7 @@ def _open(slot: CacheSlot) -> None:
 
 
 def _log_what_changed(slot: CacheSlot) -> None:
-    """Log the difference from an entry of the same load whose source was different."""
+    """Log how the source differs from that of a cached entry of the same load."""
     acts = slot.folder.name.partition("-")[0]
     others = [entry for entry in cache_entries(slot.folder.parent) if entry.folder.name.startswith(f"{acts}-")]
     if not others:

@@ -1,11 +1,11 @@
-"""The manifest of saved weights: their source, their recipe, and a checksum for every plane; hostile input; no torch.
+"""The manifest of saved weights: source, recipe, and a checksum per plane; read as hostile input; no torch.
 
 A folder of saved weights holds this manifest, holdfast-weights.json, and model-00001.safetensors and so on, whose tensors are
 the planes of the final weights: a tensor, or codes under the weight's name and scales beside them. The manifest is written
 last, so a folder that has one is complete.
 
 A source is identified by names, sizes, times and headers of its files, and by its settings; not by its path, so a model may
-move. Other weights of the same size, header and time to the nanosecond are not noticed.
+move. Different weights with the same size, header and nanosecond time are not detected.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, HEAD_SCHEME, ROW_SC
 
 MAX_SETTINGS_BYTES = 32 * 2**20
 DIGEST_BYTES = 16
-"""Length of the digest of a header, of settings, of a plan: half of SHA-256. Planes have checksums instead, which are fast."""
+"""Length of a digest of a header, settings or a plan: half of SHA-256. Planes have faster checksums instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class SourceFile:
     header_digest: str
 
     def change(self, then: "SourceFile") -> str | None:
-        """Describe the difference from the file at that time; None if there is none."""
+        """Describe the difference from `then`; None if there is none."""
         if self.num_bytes != then.num_bytes:
             return f"{self.name} has {self.num_bytes} bytes and had {then.num_bytes}"
         if self.header_digest != then.header_digest:
@@ -59,10 +59,10 @@ class SourceIdentity:
 
     files: tuple[SourceFile, ...]
     settings_digest: str
-    """Digest of config.json; of nothing for a GGUF file, whose header has the settings."""
+    """Digest of config.json; for a GGUF file, whose header has the settings, digest of empty bytes."""
 
     def change(self, then: "SourceIdentity") -> str | None:
-        """Describe the first difference from the source at that time; None if there is none."""
+        """Describe the first difference from `then`; None if there is none."""
         now_files, then_files = ({file.name: file for file in one.files} for one in (self, then))
         for name in sorted(now_files.keys() | then_files.keys()):
             if name not in then_files:
@@ -104,7 +104,7 @@ def header_digest(path: Path) -> str:
 
 
 def _identify(path: Path, header_bytes: int | None) -> SourceFile:
-    """Identify a file; None as `header_bytes` takes the length from a safetensors header."""
+    """Identify a file. If `header_bytes` is None, read the length from the safetensors header."""
     if header_bytes is None:
         header_bytes = 8 + int.from_bytes(_beginning(path, 8)[0], "little")
         if header_bytes > 8 + MAX_HEADER_BYTES:
@@ -115,7 +115,7 @@ def _identify(path: Path, header_bytes: int | None) -> SourceFile:
 
 
 def _beginning(path: Path, num_bytes: int) -> tuple[bytes, os.stat_result]:
-    """Read up to so many bytes, and the status of the same file."""
+    """Read the first `num_bytes` at most, and the status of the same file."""
     try:
         with open(path, "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
@@ -130,7 +130,7 @@ def _beginning(path: Path, num_bytes: int) -> tuple[bytes, os.stat_result]:
 
 FORMAT = "holdfast weights"
 VERSION = 2
-"""Incremented when the same source and recipe would give other bytes, or the manifest changes."""
+"""Increment when the same source and recipe give different bytes, or the manifest changes."""
 MODEL_DTYPES = ("float32", "float16", "bfloat16")
 MAX_RANKS = 2**16
 MESH_SIZES = ("tensor_rank", "tensor_size", "expert_rank", "expert_size", "stage", "num_stages")
@@ -148,18 +148,18 @@ class PlaneFile:
     num_bytes: int
     header_digest: str
     checksums: Mapping[str, int]
-    """64 bits for each plane, in the order of the data (kernels/load/checksum.py)."""
+    """64-bit checksum of each plane, in the order of the data (kernels/load/checksum.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything that is known about saved weights before one of them is read."""
+    """Everything known about saved weights before one is read."""
 
     dtype: str
     recipe: WeightRecipe
     mesh: Mesh
     plan_digest: str
-    """Changes with every checkpoint row that goes to another place."""
+    """Digest of the plan; changes if any checkpoint row gets another target."""
     source: SourceIdentity
     weights: tuple[PlannedWeight, ...]
     files: tuple[PlaneFile, ...]
@@ -248,7 +248,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _mesh_values(mesh: Mesh) -> dict[str, object]:
-    """Return the place of a rank beside its number; empty for a single rank."""
+    """Return the fields of a rank's place in the mesh; empty for a single rank."""
     if mesh.is_alone:
         return {}
     layers = None if mesh.layers is None else list(mesh.layers)
@@ -288,7 +288,7 @@ def _read_recipe(fields: "_Fields") -> WeightRecipe:
         scheme = WEIGHT_SCHEMES[fields.choice("scheme", tuple(WEIGHT_SCHEMES))]
     embeddings = fields.choice("embeddings", EMBEDDING_CHOICES)
     head = HEAD_SCHEME
-    if "head" in fields.values:  # older manifests have no other
+    if "head" in fields.values:  # older manifests lack it
         head = WEIGHT_SCHEMES[fields.choice("head", tuple(scheme.name for scheme in ROW_SCHEMES))]
     try:
         return WeightRecipe(scheme, embeddings, tuple(ignore), head)  # type: ignore[arg-type] # one of the choices

@@ -1,7 +1,7 @@
-"""Saved weights as a source: every plane is copied unchanged, and its checksum is summed on the device; no torch.
+"""QuantizedSource reads saved weights: planes are copied unchanged, checksums are computed on the device; no torch.
 
-A plane is read once, in pieces in any order, and its checksum is compared at the end. On a GPU that costs nothing beside the
-copy; on the host it would limit the speed of reading.
+A plane is read once, in pieces in any order, and its checksum is compared at the end. On a GPU the copy hides that
+cost; on the host it would limit the read speed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUANTIZED_KINDS = ("linear", "expert", "head", "embedding")
 
 @dataclass(frozen=True, slots=True)
 class _Plane:
-    """The file of a plane, and its checksum."""
+    """File and checksum of a plane."""
 
     spec: TensorSpec
     file: SafetensorsFile
@@ -40,7 +40,7 @@ class _Plane:
 
 
 class QuantizedSource:
-    """Saved weights with a checked manifest and headers; its tensors are planes by their final names.
+    """Saved weights with a checked manifest and checked headers; tensors are planes under their final names.
 
     The folder is locked against removal until `close`.
     """
@@ -67,7 +67,7 @@ class QuantizedSource:
         return ModelFormatError("weights.damaged", file=file, tensor=name, manifest=MANIFEST_FILE)
 
     def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
-        """Read whole rows of a plane, like `moves`: parts of rows would go unchecked."""
+        """Read whole rows of a plane. Parts of rows would bypass the checksum."""
         plane, out = self._planes[name], out.cast("B")
         num_rows, num_columns = table_shape(plane.spec.shape)
         found = check_read(self.entries[name], row_start, row_end, out, columns)
@@ -81,7 +81,7 @@ class QuantizedSource:
             self._unlock()
 
     def moves(self) -> tuple[Move, ...]:
-        """Return the moves of every plane to its place, in the order of the files."""
+        """Return the moves that copy every plane, in the order of the files."""
         specs = ((name, plane.spec) for name, plane in self._planes.items())
         return tuple(
             Move(name, spec.dtype, name, Part(name, 0, spec.shape), scheme=None, num_bytes=spec.num_bytes)
@@ -90,14 +90,14 @@ class QuantizedSource:
 
 
 def has_saved_weights(folder: Path) -> bool:
-    """Return True if a folder holds weights that were saved quantized."""
+    """Return True if the folder holds weights that Holdfast saved quantized."""
     return has_file(folder, MANIFEST_FILE)
 
 
 def open_quantized(folder: Path) -> QuantizedSource:
-    """Open saved weights: check manifest, file sizes, headers and planes against each other; no weight is read."""
+    """Open saved weights: check manifest, file sizes, headers and planes against each other; read no weight."""
     lock = None
-    with suppress(OSError):  # a file system without locks; the next line reports an absent folder
+    with suppress(OSError):  # the file system may lack locks; the next line reports an absent folder
         lock = locked(folder, is_shared=True)
     try:
         manifest = read_manifest(file_inside(folder, MANIFEST_FILE))
@@ -111,7 +111,7 @@ def open_quantized(folder: Path) -> QuantizedSource:
 
 
 def plan_from_cache(plan: LoadPlan, source: QuantizedSource) -> LoadPlan:
-    """Return the plan that copies its weights from saved ones, which must be exactly these."""
+    """Return a plan that copies the weights from saved ones; refuse saved weights that differ from the plan."""
     saved = {weight.name: weight for weight in source.manifest.weights}
     for weight in plan.weights:
         if saved.pop(weight.name, None) != weight:
@@ -128,7 +128,7 @@ def plan_quantized(
     recipe: WeightRecipe = AS_STORED,
     mesh: Mesh = ALONE,
 ) -> LoadPlan:
-    """Plan the load of a model that was saved quantized; plain weights get `dtype`."""
+    """Plan the load of a model saved quantized; plain weights get `dtype`."""
     manifest, folder = source.manifest, source.folder.name
     scheme = manifest.recipe.scheme
     if recipe.scheme is not None and recipe.scheme != scheme:
@@ -157,7 +157,7 @@ def plan_quantized(
         weights=weights,
         moves=source.moves(),
         tied=(),
-        recipe=replace(manifest.recipe, ignore=tuple(plain)),  # by name: patterns of a file are never run
+        recipe=replace(manifest.recipe, ignore=tuple(plain)),  # names, because patterns of a file are never run
         writer_specs=(),
         reader_bytes=0,
         is_checked=True,
@@ -165,7 +165,7 @@ def plan_quantized(
 
 
 def _settled(parameter: Parameter, saved: PlannedWeight, manifest: Manifest, dtype: str) -> PlannedWeight:
-    """Return a weight as it will be, after checking that it was saved as this parameter can be."""
+    """Return the planned weight of a parameter; refuse a saved weight that does not fit it."""
     if saved.shape != parameter.shape:
         shapes = f"the shape {list(saved.shape)}, and {list(parameter.shape)} is needed"
         raise _broken(MANIFEST_FILE, f"{saved.name} has {shapes}")

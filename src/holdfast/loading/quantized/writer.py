@@ -1,7 +1,7 @@
-"""Saves final weights in files that load without quantizing: complete folders or none, under locks; no torch until a write.
+"""Saves final weights in files that load without quantizing: atomic folders, under locks; no torch until a write.
 
-Writers and readers of such a folder hold a lock on it, which ends with the process. So leftovers of a killed process differ
-from a folder that is being written, and no process removes a folder that another one reads.
+Writers and readers lock the folder, and the lock ends with the process. So leftovers of a killed process differ from a
+folder that is being written, and no process removes a folder that another one reads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 4 * 2**30
 """Most bytes of the planes in one file; a larger plane gets its own file."""
 CHUNK_BYTES = 16 * 2**20
-"""Bytes per step of checking, writing and copying from a GPU: the only memory that writing takes."""
+"""Bytes per step of checking, writing and copying from a GPU; writing needs no other memory."""
 MAX_COPIED_BYTES = 512 * 2**20
 STORED_DTYPES = {torch_name: name for name, torch_name in TORCH_DTYPES.items()}
 Progress = Callable[[int, int], None]
@@ -59,7 +59,7 @@ def save_quantized(
 ) -> int:
     """Write a complete model: weights, settings, tokenizer. Return the bytes of its weights.
 
-    `planned` is the source as `refuse_saving` found it before the load; it must not have changed since.
+    `planned` is the source's identity from `refuse_saving`, before the load; it must not have changed since.
     """
     found = refuse_saving(folder, model, plan)
     identity = found if planned is None else planned
@@ -68,7 +68,7 @@ def save_quantized(
         sweep(final.parent, final.name)
         with whole_folder(final) as partial:
             copy_settings(model.path, partial)
-            _refuse_changed(folder, model, identity)  # after the copy, which is then of the same model as the weights
+            _refuse_changed(folder, model, identity)  # after the copy, so the settings match the weights
             return write_weights(partial, plan, weights, identity, mesh, on_progress)
     except FileExistsError as error:
         raise _cannot_save(folder, "another process has just written there", "Name a new folder") from error
@@ -149,7 +149,7 @@ def write_weights(
 
 
 def plan_digest(plan: LoadPlan) -> str:
-    """Return a digest that changes with the place of any checkpoint row and the storage of any weight."""
+    """Return a digest of the target of every checkpoint row and the storage of every weight."""
     return digest(repr((plan.dtype, plan.weights, plan.moves, plan.tied)).encode()).hex()
 
 
@@ -168,7 +168,7 @@ def files_of(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 class PlaneWriter:
-    """Writes planes chunk by chunk; those of a GPU go through one pinned chunk."""
+    """Writes planes chunk by chunk; planes on a GPU go through one pinned chunk."""
 
     def __init__(self, total_bytes: int, on_progress: Progress) -> None:
         self._total_bytes = total_bytes
@@ -240,7 +240,7 @@ def _planes(
 
 
 def write_fully(file: FileIO, data: memoryview) -> None:
-    """Write all bytes; one system call may take only some."""
+    """Write all bytes; one system call may write fewer."""
     while data:
         data = data[file.write(data) or 0 :]
 
@@ -257,9 +257,9 @@ PARTIAL_ENDING = ".partial"
 
 
 def locked(folder: Path, is_shared: bool) -> int | None:
-    """Return a descriptor that locks the folder until it is closed; None if another lock is in the way.
+    """Return a descriptor that locks the folder until closed; None if another lock conflicts.
 
-    Readers share, writers and removers do not. OSError: the folder does not exist, or its file system has no locks.
+    Readers share the lock, writers and removers do not. Raises OSError without the folder, or without file locks.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -275,9 +275,9 @@ def locked(folder: Path, is_shared: bool) -> int | None:
 
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
-    """Yield a folder to write into and rename it at the end of the block; an error removes it.
+    """Yield a temporary folder; rename it to `final` at the end of the block, or remove it on an error.
 
-    Raises FileExistsError if the final folder has appeared meanwhile and is not empty.
+    Raises FileExistsError if `final` exists by then and is not empty.
     """
     partial, descriptor = _new_partial(final)
     try:
@@ -299,7 +299,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
 
 
 def _new_partial(final: Path) -> tuple[Path, int | None]:
-    """Make a hidden folder and lock it; the lock is None on a file system without locks, where nothing sweeps."""
+    """Make a hidden folder and lock it. On a file system without locks the lock is None, and nothing sweeps."""
     while True:
         partial = _hidden_beside(final)
         os.mkdir(partial)
@@ -311,13 +311,13 @@ def _new_partial(final: Path) -> tuple[Path, int | None]:
             return partial, None
         if descriptor is not None and partial.exists():
             return partial, descriptor
-        # A sweeping process came between the two lines: the folder is gone, or will be.
+        # Another process swept the folder before it was locked: it is gone, or will be.
         if descriptor is not None:
             os.close(descriptor)
 
 
 def sweep(parent: Path, name: str | None = None) -> bool:
-    """Remove leftovers of dead processes for this folder, or any; return True if a process writes it now."""
+    """Remove leftovers of dead processes for this folder, or all; return True if a process is writing it."""
     is_written = False
     pattern = "*" if name is None else glob.escape(name)
     for partial in parent.glob(f".{pattern}.*{PARTIAL_ENDING}"):
@@ -332,7 +332,7 @@ def sweep(parent: Path, name: str | None = None) -> bool:
 
 
 def remove_whole(folder: Path) -> bool:
-    """Remove a folder atomically; return False if it is still there because a process reads it."""
+    """Remove a folder atomically; return False if a process is reading it."""
     try:
         descriptor = locked(folder, is_shared=False)
     except FileNotFoundError:
@@ -349,7 +349,7 @@ def remove_whole(folder: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk."""
+    """Sync a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

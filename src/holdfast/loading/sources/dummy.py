@@ -1,4 +1,4 @@
-"""Dummy weights for load_format="dummy": values that depend only on a tensor's name and an element's place."""
+"""Dummy weights for load_format="dummy": values depend only on a tensor's name and an element's index."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     import torch
 
 TABLE_VALUES = 1_048_573
-"""A prime, so that rows of any width begin at different places of the table and no two of a matrix are alike."""
+"""A prime, so rows of any width begin at different table entries and no two rows of a matrix are equal."""
 DRAW_VALUES = 2**16
-"""Values of the table per draw, so that drawing takes little memory beside it."""
+"""Table values per draw, to bound temporary memory."""
 READ_VALUES = 2**18
 SPREAD = 0.1
-"""Standard deviation of biases, and of norm weights around 1; of scales, as a share of them."""
+"""Standard deviation of biases, and of norm weights around 1; relative one of scales."""
 E4M3_SPREAD = 256.0
 """Standard deviation of dummy e4m3 codes: the largest is then 443, which becomes 448 and never NaN."""
 E2M1_SPREAD = sqrt(68.5 / 8)
@@ -32,12 +32,12 @@ EXPONENT_BIAS = 127
 EMBEDDING_SPREAD = 16.0
 """Standard deviation of the embedding in a model with experts; layers add values of about 1 each.
 
-Attention adds the same values to all rows of a sequence. A router would then send all of them to the same experts. A large
-embedding keeps rows independent, so rows choose experts as if at random: E * (1 - (1 - k / E) ** B) distinct ones of E for B
-rows with k experts each.
+Attention adds the same values to all rows of a sequence, so a router would send all of them to the same experts. A
+large embedding keeps rows independent: B rows with k experts each choose E * (1 - (1 - k / E) ** B) distinct ones of
+E, as if at random.
 """
 UNBIASED = ("router.bias", "router.score_bias")
-"""Parameters that are 0: a bias makes every row prefer the same experts."""
+"""Parameters set to 0: a bias would make every row prefer the same experts."""
 
 
 class DummyPlane(NamedTuple):
@@ -49,13 +49,13 @@ class DummyPlane(NamedTuple):
     factor: float
     summand: float
     column_step: int = 0
-    """Added once more in every further column."""
+    """Offset of column c: c times this."""
     odd_rows: int = 0
-    """Added in every second row."""
+    """Offset of odd rows."""
 
     @classmethod
     def codes(cls, name: str, shape: tuple[int, ...], scheme: WeightScheme) -> DummyPlane:
-        """Make numbers of e4m3; or bytes, all equally common, so that both halves are any code of e2m1."""
+        """Make e4m3 numbers, or uniform bytes, so that both nibbles are uniform e2m1 codes."""
         if scheme.codes_per_byte == 1:
             assert scheme.code_dtype == "float8_e4m3fn", f"{name}: there are no dummy codes of {scheme.name}"
             return cls(name, scheme.code_dtype, shape, E4M3_SPREAD, 0.0)
@@ -63,20 +63,20 @@ class DummyPlane(NamedTuple):
 
     @classmethod
     def scales(cls, name: str, shape: tuple[int, ...], scheme: WeightScheme, num_inputs: int) -> DummyPlane:
-        """Make scales that give a matrix the spread of an unquantized one; with exponents nearly so."""
+        """Make scales that give a matrix the spread of an unquantized one; exponents come close."""
         if not scheme.scale_is_power_of_two:
             scale = 1 / (E4M3_SPREAD * sqrt(num_inputs))
             return cls(name, scheme.scale_dtype, shape, SPREAD * scale, scale)
         exponent = EXPONENT_BIAS - log2(E2M1_SPREAD * sqrt(num_inputs))
-        # Bytes are truncated, not rounded: adding 0 to 1 makes the next one as common as it is near.
+        # Bytes are truncated. Adding uniform noise from 0 to 1 rounds stochastically.
         return cls(name, scheme.scale_dtype, shape, 0.5 / sqrt(3), exponent + 0.5)
 
     @classmethod
     def numbers(cls, name: str, shape: tuple[int, ...], dtype: str, limit: int) -> DummyPlane:
-        """Make integers from 0 to `limit` - 1; they are truncated, not rounded. Those of a row differ.
+        """Make integers from 0 to `limit` - 1, truncated, not rounded, and distinct within a row.
 
-        Column c of S has limit // S numbers from c * (limit // S) on, all equally common: a token has S distinct experts.
-        The rest of limit / S is added in every second row, so that all numbers occur.
+        Column c of S is uniform over limit // S numbers from c * (limit // S): a token has S distinct experts. Odd rows
+        add the remainder of limit / S, so that all numbers occur.
         """
         step, rest = divmod(limit, shape[-1])
         return cls(name, dtype, shape, 0.4999 * step / sqrt(3), step / 2, step, rest)
@@ -85,19 +85,19 @@ class DummyPlane(NamedTuple):
 class DummySource:
     """A checkpoint with exactly the tensors of the parameters, and planes of the quantized ones.
 
-    Element i of a tensor is entry (start(name) + i) mod TABLE_VALUES of one fixed table, scaled for its kind of tensor.
-    It does not depend on chunking or device, and a chunk costs about as much as copying it.
+    Element i of a tensor is entry (start(name) + i) mod TABLE_VALUES of one fixed table, scaled for the tensor's kind.
+    It does not depend on chunking or device. Making a chunk costs about as much as copying it.
     """
 
     ignorable: frozenset[str] = frozenset()
     scratch_bytes_per_reader = 4 * READ_VALUES
-    """Values before they are rounded."""
+    """Bytes of the values before rounding."""
 
     def __init__(self, parameters: Iterable[Parameter], dtype: str, planes: Iterable[DummyPlane] = ()) -> None:
         self._dtype = dtype
         self.entries: dict[str, TensorEntry] = {}
         self._scales: dict[str, tuple[float, float]] = {}
-        """Factor and summand of every tensor except planes."""
+        """Scale and shift of every tensor except planes."""
         self._lock = Lock()
         self._table: torch.Tensor | None = None
         planes, parameters = list(planes), list(parameters)
@@ -110,7 +110,7 @@ class DummySource:
                 num_bytes = bytes_for(dtype, part.shape)
                 self.entries[part.tensor] = TensorEntry(part.tensor, dtype, part.shape, "dummy weights", num_bytes)
                 self._scales[part.tensor] = _scale_and_shift(parameter, part, has_experts)
-        # Similar planes are adjacent, so that the writer rarely scales its table.
+        # Similar planes are adjacent, so the writer rarely rescales its table.
         self._planes = {plane.name: plane for plane in sorted(planes, key=lambda plane: plane[3:])}
         for name, plane in self._planes.items():
             num_bytes = bytes_for(plane.dtype, plane.shape)
@@ -118,12 +118,12 @@ class DummySource:
 
     @property
     def writer_specs(self) -> tuple[TensorSpec, ...]:
-        """The table, the table scaled, and that in the checkpoint's type; scales need no third, and codes less."""
+        """The table, the scaled table, and the scaled table in the checkpoint's dtype."""
         dtypes = {"table": "float32", "scaled": "float32", "stored": self._dtype}
         return tuple(TensorSpec(name, (TABLE_VALUES,), dtype) for name, dtype in dtypes.items())
 
     def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
-        """Write the values of these rows, or of some of their columns; threads share the table."""
+        """Write the values of these rows, or of some columns; threads share the table."""
         import torch
 
         entry = self.entries[name]
@@ -169,13 +169,13 @@ class DummySource:
             return self._table
 
     def scale_and_shift(self, name: str) -> tuple[float, float]:
-        """Return factor and summand of a tensor's values. They are applied in two steps, so every device rounds alike."""
+        """Return scale and shift of a tensor's values. They apply in two steps, so every device rounds alike."""
         if name in self._planes:
             return self._planes[name].factor, self._planes[name].summand
         return self._scales[name]
 
     def shift_numbers(self, name: str, row_start: int, first_column: int, values_RC: torch.Tensor) -> None:
-        """Add the offsets of columns and rows to integers; other tensors stay unchanged."""
+        """Add column and row offsets to integers; leave other tensors unchanged."""
         plane = self._planes.get(name)
         if plane is None or not plane.column_step:
             return
@@ -185,9 +185,9 @@ class DummySource:
 
 
 class _TableWriter:
-    """Copies rows from the table, which is scaled and rounded for each kind of tensor.
+    """Copies rows from a table that is scaled and rounded for each kind of tensor.
 
-    A method, not a closure: an error's traceback would keep the tensors of a closure.
+    A class, not a closure: an error's traceback would keep a closure's tensors alive.
     """
 
     def __init__(self, source: DummySource, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -217,8 +217,7 @@ class _TableWriter:
         self._source.shift_numbers(name, row_start, first, rows)
 
     def _made(self, dtype: str, scale: float, shift: float) -> torch.Tensor:
-        """Return the scaled table in a type. Scales and integers are wider than the checkpoint's type: they stay float32 and are
-        truncated by the copy."""
+        """Return the scaled table in a dtype. Scales and integers stay float32; the copy truncates integers."""
         import torch
 
         scaled = self._scaled.copy_(self._table).mul_(scale).add_(shift)
@@ -231,7 +230,7 @@ class _TableWriter:
 
 
 def draw_table(table: torch.Tensor) -> None:
-    """Fill it with uniform values of variance 1; the raw bits of PCG64 are equal for every version and machine."""
+    """Fill the table with uniform values of variance 1, from raw PCG64 bits, which never vary."""
     import numpy as np
     import torch
 
@@ -253,7 +252,7 @@ def _repeat(table: torch.Tensor, start: int, out: torch.Tensor) -> None:
 
 
 def _repeat_runs(table: torch.Tensor, start: int, stride: int, out_RC: torch.Tensor) -> None:
-    """Like `_repeat`, for runs that begin `stride` apart: one copy for all before the end of the table."""
+    """Like `_repeat`, for runs that begin `stride` apart: one copy serves all runs before the table's end."""
     num_runs, width = out_RC.shape
     done = 0
     while done < num_runs:
@@ -269,7 +268,7 @@ def _repeat_runs(table: torch.Tensor, start: int, stride: int, out_RC: torch.Ten
 
 
 def _scale_and_shift(parameter: Parameter, part: Part, has_experts: bool) -> tuple[float, float]:
-    """Return factor and summand of a checkpoint tensor. A transposed matrix has its inputs as rows."""
+    """Return scale and shift of a checkpoint tensor. A transposed matrix has its inputs as rows."""
     if parameter.name.endswith(UNBIASED):
         return 0.0, 0.0
     if has_experts and parameter.name == "embed.weight":

@@ -11,18 +11,18 @@ from holdfast.errors import ModelFormatError, shown
 from holdfast.models.settings import plain
 
 MAX_GAP_BYTES = 32 * 2**10
-"""Largest gap between two runs that is read and dropped: copying it costs less than another system call."""
+"""Largest gap between two runs to read and drop: copying it costs less than another system call."""
 MAX_RUNS = 512
-"""Runs that one system call fills, with the gaps between them; systems take 1,024 buffers at a time."""
+"""Most runs per system call, each with a gap; systems accept 1,024 buffers per call."""
 MAX_JSON_BYTES = 32 * 2**20
-"""Bytes of one file; the largest known indexes have about 15 MiB."""
+"""Most bytes of one file; the largest known indexes have about 15 MiB."""
 CONFIG_FILE = "config.json"
 EXPERT_DTYPE_KEY = "expert_dtype"
 """How experts are stored, beside quantization_config or in it."""
 QUANTIZATION_KEY = "quantization_config"
 """Key of config.json: how the checkpoint is already quantized."""
 MANIFEST_FILE = "holdfast-weights.json"
-"""A folder that has it holds weights that were saved quantized (loading/quantized/manifest.py)."""
+"""File that marks a folder of weights saved quantized (loading/quantized/manifest.py)."""
 MODULES_FILE = "modules.json"
 """How sentence-transformers pools hidden states (loading/pooling.py)."""
 POOLING_FILES = (MODULES_FILE, "1_Pooling/config.json")
@@ -40,7 +40,7 @@ SETTINGS_FILES = (
 
 
 class OpenFile:
-    """A descriptor that closes with the last reference, so a reader never reads a number that another file has taken."""
+    """A descriptor that closes with its last reference, so a read never uses a reused descriptor number."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
@@ -55,7 +55,7 @@ class OpenFile:
         return os.fstat(self._descriptor)
 
     def read(self, offset: int, out: memoryview) -> int:
-        """Fill `out` from byte `offset`, as far as the file goes; return the number of bytes."""
+        """Fill `out` from byte `offset`, up to the end of the file; return the number of bytes."""
         return self.scatter(offset, [out])
 
     def read_runs(self, offset: int, stride: int, run_bytes: int, out: memoryview) -> int:
@@ -95,7 +95,7 @@ class OpenFile:
 
 
 def unreadable(file: object, error: OSError) -> ModelFormatError:
-    """Wrap the system's error about a file."""
+    """Wrap an OSError about a file."""
     return ModelFormatError("file.unreadable", file=file, reason=error.strerror or error)
 
 

@@ -32,7 +32,7 @@ from holdfast.models.settings import listed
 from holdfast.quant.formats import DTYPE_BYTES
 
 MAX_HEADER_BYTES = 16 * 2**20
-"""The safetensors package reads up to 100 MB; 16 MiB describe more than 100,000 tensors, far more than any file has."""
+"""Enough for over 100,000 tensors, far more than any file has. The safetensors package allows 100 MB."""
 MAX_DIMENSIONS = 8
 LFS_MARK = b"version https://git-lfs"
 DTYPE_BITS: Mapping[str, int] = {
@@ -44,7 +44,7 @@ DTYPE_BITS: Mapping[str, int] = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-"""Bits of an element, for every type of the format."""
+"""Bits per element of every type of the format."""
 TORCH_DTYPES: Mapping[str, str] = {
     **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
     **{f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)},
@@ -54,15 +54,15 @@ TORCH_DTYPES: Mapping[str, str] = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E8M0": "uint8",
 }
-"""torch's names of the types that are read as they are; another type keeps its own name, for messages.
+"""torch's names of the types that are read unchanged; any other type keeps its own name, for messages.
 
-F8_E8M0 holds exponents alone. They are read as bytes: many checkpoints store them as U8.
+F8_E8M0 holds exponents only. They are read as bytes, because many checkpoints store them as U8.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Place of one tensor in the file; `dtype` is the file's name, such as BF16."""
+    """Location of one tensor in the file; `dtype` is the file's name, such as BF16."""
 
     name: str
     dtype: str
@@ -87,7 +87,7 @@ class SafetensorsFile:
         self._lock = Lock()
         self._opened: OpenFile | None = None
         try:
-            # Checked before opening: opening a pipe would wait for its other end.
+            # Check before opening: opening a pipe would block until its other end opens.
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ModelFormatError("file.not_regular", file=path.name)
             opened = OpenFile(path)
@@ -127,7 +127,7 @@ class SafetensorsFile:
             return False
 
     def close(self) -> None:
-        """Drop the file. Idempotent; a running read ends well, and a later one opens the file again."""
+        """Drop the file. Idempotent; a running read finishes, and a later one opens the file again."""
         with self._lock:
             self._opened = None
 
@@ -220,7 +220,7 @@ def _check_tensor(name: str, info: object, file: str, data_start: int) -> Stored
 
 
 def _natural(digits: str) -> int:
-    """Parse a number of a header: unsigned 64-bit only, and a longer text is never converted."""
+    """Parse a number of a header: unsigned 64-bit only; longer texts are refused unconverted."""
     if len(digits) > 20 or digits[0] == "-":
         raise ValueError(f"{digits[:20]} is out of range")
     return int(digits)
@@ -241,7 +241,7 @@ def _is_text(value: str) -> bool:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npz", ".joblib")
-"""Checkpoints that run code when they are opened."""
+"""Suffixes of checkpoints that can run code when opened."""
 MAX_FILES = 10_000
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,240}\.safetensors")
 
@@ -326,7 +326,7 @@ def _no_weights(folder: Path) -> ModelNotFoundError | UnsupportedModelError:
 
 
 MAX_OPEN_FILES = 4
-"""Files that stay open between reads: readers work side by side, so they are in one file, or two at a seam."""
+"""Files kept open between reads. Readers work on adjacent chunks, so on one file, or two at a boundary."""
 IGNORABLE_ENDINGS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", "decoder.version")
 """Buffers that older checkpoints saved; their values follow from the config."""
 
@@ -334,7 +334,7 @@ IGNORABLE_ENDINGS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_
 class SafetensorsSource:
     """Checked headers of all files; entries are in the order of the files and of the data in them.
 
-    Few files are open at a time, so a model of a thousand files needs no more descriptors than one of a handful.
+    At most `MAX_OPEN_FILES` stay open, so a model of a thousand files needs few descriptors.
     """
 
     scratch_bytes_per_reader = MAX_GAP_BYTES
@@ -375,11 +375,11 @@ class SafetensorsSource:
 
     @property
     def unread(self) -> frozenset[str]:
-        """Tensors of parts of the model that do not run."""
+        """Tensors of model parts that Holdfast does not run."""
         return frozenset(name for name in self.entries if self._unread and name.startswith(self._unread))
 
     def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
-        """Read rows as they are stored, straight from the file into `out`; errors name the file and the tensor."""
+        """Read rows unchanged from the file into `out`; errors name the file and the tensor."""
         file, stored_name = self._places[name]
         first, last = check_read(self.entries[name], row_start, row_end, out, columns)
         element_bytes = DTYPE_BYTES[self.entries[name].dtype]
@@ -417,7 +417,7 @@ class SafetensorsSource:
         assert file is not None, f"{len(run)} reads of no file"
         self._note_use(file)
         if not file.scatter(start, [read.out for read in run]):
-            for read in run:  # one of them raises the reason
+            for read in run:  # one of these raises the error
                 self.read_into(*read)
 
     def close(self) -> None:
@@ -427,7 +427,7 @@ class SafetensorsSource:
                 file.close()
 
     def _note_use(self, file: SafetensorsFile) -> None:
-        """Close the least recently used file if there is one too many; a running reader keeps it until it ends."""
+        """Close the least recently used file if too many are open; running reads of it finish."""
         with self._lock:
             self._open_files.pop(file, None)
             self._open_files[file] = None

@@ -1,4 +1,4 @@
-"""WeightSource: a checkpoint of tensors as headers have them, whose rows are read by position; no torch until a read."""
+"""WeightSource: a checkpoint's tensors by header, with rows read by index; no torch until a read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """torch's name of the type in which rows are read."""
+    """torch dtype name of the rows as read."""
     shape: tuple[int, ...]
     file: str
     """Name of the file that holds it, for messages."""
@@ -38,7 +38,7 @@ class WeightSource(Protocol):
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """Every tensor by its Hugging Face name, in the order in which reading is fastest: file by file, front to back."""
+        """Every tensor by Hugging Face name, in the fastest order to read: file by file, front to back."""
         ...
 
     @property
@@ -52,10 +52,10 @@ class WeightSource(Protocol):
         ...
 
     def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
-        """Read rows [row_start, row_end) as they are stored, in the entry's type, into exactly so many bytes.
+        """Read rows [row_start, row_end) as stored, in the entry's dtype; `out` has exactly their size.
 
-        Rows count all leading dimensions; rows of a vector are elements. With `columns`, only those of each row. Any
-        number of threads may call it at once.
+        Rows flatten all leading dimensions; rows of a vector are elements. `columns` selects columns of each row.
+        Thread-safe.
         """
         ...
 
@@ -66,25 +66,25 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class WritingSource(Protocol):
-    """Extra methods of a source that makes rows on the device and so needs no staging through the host."""
+    """Extra methods of a source that makes rows on the device, without staging through the host."""
 
     @property
     def writer_specs(self) -> tuple[TensorSpec, ...]:
-        """Tensors of the writer; together smaller than the one chunk of staging that they replace."""
+        """Tensors of the writer; together smaller than the staging chunk that they replace."""
         ...
 
     def writer(self, tensors: Mapping[str, torch.Tensor]) -> RowWriter:
-        """Return a writer on the device of these tensors; it allocates nothing there."""
+        """Return a writer on the device of these tensors; it allocates no device memory."""
         ...
 
 
 @runtime_checkable
 class CheckedSource(Protocol):
-    """Extra methods of a source that has checksums of its tensors; they are checked on the device."""
+    """Extra methods of a source with checksums of its tensors; the device checks them."""
 
     @property
     def checksums(self) -> Mapping[str, int]:
-        """One for every tensor (kernels/load/checksum.py)."""
+        """Checksum of every tensor (kernels/load/checksum.py)."""
         ...
 
     def damaged(self, name: str) -> Exception:
@@ -104,20 +104,20 @@ class RowRead(NamedTuple):
 
 @runtime_checkable
 class TogetherSource(Protocol):
-    """Extra method of a source that serves several reads faster together."""
+    """Extra method of a source that can batch several reads."""
 
     def read_together(self, reads: Sequence[RowRead]) -> None:
-        """Like `read_into` for each; any number of threads may call it at once."""
+        """Call `read_into` for each, batched. Thread-safe."""
         ...
 
 
 def table_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of a tensor: leading dimensions are rows, and elements of a vector."""
+    """Return (rows, columns) of a tensor: leading dimensions are rows, as are elements of a vector."""
     return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
 
 
 def check_read(entry: TensorEntry, row_start: int, row_end: int, out: memoryview, columns: Columns) -> tuple[int, int]:
-    """Check the arguments of `read_into` against the tensor, and return the columns."""
+    """Check the arguments of `read_into` against the tensor; return the columns."""
     num_rows, num_columns = table_shape(entry.shape)
     first, last = columns or (0, num_columns)
     assert 0 <= row_start <= row_end <= num_rows, f"{entry.name}: rows {row_start} to {row_end} of {num_rows}"
