@@ -1,11 +1,11 @@
-"""The tensors that a step of a decoder passes through, as workspace requests: what lives together, and what takes turns; no torch.
+"""Workspace requests for the tensors of a decoder step: what lives together and what takes turns; no torch.
 
-stream           lives through all layers:   x, a normed copy of it, and what the last product adds to it
-chosen           lives through all layers:   tokens that a layer chose (DSA), where layers behind it attend to them too
+stream           lives through all layers:   x, a normed copy, and the last product's output, not yet added to x
+chosen           lives through all layers:   tokens that a layer chose (DSA), if later layers attend to them too
 layers           takes turns:                attention of a layer, then its MLP or its experts, and after the last layer logits
-quantized rows   takes turns:                inputs of a quantized product as codes, from one product to the next
-gathered         takes turns:                inputs of output projections from all ranks side by side, where ranks gather
-row scaled       lives from start to end:    what products of middle batches share, of e4m3 weights on a GPU
+quantized rows   takes turns:                quantized inputs (codes) of one product at a time
+gathered         takes turns:                inputs of output projections, all-gathered over the ranks
+row scaled       lives from start to end:    what medium-batch products with e4m3 weights share on a GPU
 fused decode     lives from start to end:    what GEMVs and small-batch GEMMs share
 """
 
@@ -40,7 +40,7 @@ FUSED_DECODE = "fused_decode"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Tensors that one owner wants together, on one lane of the workspace."""
+    """Tensors that one owner needs together, on one lane of the workspace."""
 
     lane: str
     owner: str
@@ -48,7 +48,7 @@ class Request:
 
 
 class StepRequests(NamedTuple):
-    """What a step of some rows asks of the workspace; those that a model does without are empty."""
+    """Workspace requests of a step. Those that a model does not need are empty."""
 
     stream: Request
     chosen: Request
@@ -63,7 +63,7 @@ class StepRequests(NamedTuple):
 def step_requests(
     spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple[TensorSpec, ...], recipe: WeightRecipe
 ) -> StepRequests:
-    """All of them: a plan reserves those of the largest step, and every step acquires its own by the same names."""
+    """List all requests. A plan reserves those of the largest step; every step acquires its own by the same names."""
     experts = spec.experts
     return StepRequests(
         stream_request(spec, num_rows, dtype),
@@ -78,7 +78,7 @@ def step_requests(
 
 
 def stream_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
-    """The residual stream, and two tensors as wide beside it."""
+    """Request the residual stream, and two more tensors of its width."""
     shape = (num_rows, spec.hidden_size)
     return Request(STREAM, "stream", tuple(TensorSpec(name, shape, dtype) for name in ("x", "normed", "delta")))
 
@@ -90,23 +90,23 @@ def chosen_request(spec: ModelSpec, scratch: tuple[TensorSpec, ...]) -> Request:
 
 
 def attention_request(spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple[TensorSpec, ...]) -> Request:
-    """One layer's attention: fused projection, queries, outputs, and the backend's scratch but for what outlives a layer."""
+    """Request one layer's attention: fused projection, queries, outputs, and most of the backend's scratch."""
     lasting = chosen_request(spec, scratch).specs
     own = spec.attention.tensors(spec.num_heads, spec.head_dim, num_rows, dtype)
     return Request(LAYERS, "attention", (*own, *(one for one in scratch if one not in lasting)))
 
 
 def mlp_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
-    """One layer's MLP: its widest products."""
+    """Request one layer's MLP: its widest products."""
     wide = TensorSpec("wide", (num_rows, (2 if spec.gated_mlp else 1) * spec.intermediate_size), dtype)
     active = TensorSpec("active", (num_rows, spec.intermediate_size), dtype)
     return Request(LAYERS, "mlp", (wide, active))
 
 
 def experts_request(experts: ExpertsSpec, hidden_size: int, num_rows: int, dtype: str) -> Request:
-    """One layer's experts: logits and choices of every row, and what each of its chosen experts makes of it.
+    """Request one layer's experts: logits and choices of every row, and the output of each chosen expert.
 
-    A pair is a row and one of its experts. What every token takes lives beside them until all of it is summed up.
+    A pair is a row and one of its experts. The shared expert's output lives beside them until all are summed.
     """
     choices, num_pairs = (num_rows, experts.top_k), num_rows * experts.top_k
     specs = [
@@ -131,7 +131,7 @@ def experts_request(experts: ExpertsSpec, hidden_size: int, num_rows: int, dtype
 
 
 def gathered_inputs(spec: ModelSpec) -> list[tuple[str, int, int]]:
-    """Inputs of output projections that ranks gather: kind of the weight, rows for each row of a step, and a rank's columns."""
+    """List inputs of output projections that ranks gather: weight kind, rows per step row, and a rank's columns."""
     if not spec.gathers:
         return []
     inputs = [("linear", 1, spec.attended_size)]
@@ -146,14 +146,14 @@ def gathered_inputs(spec: ModelSpec) -> list[tuple[str, int, int]]:
 
 
 def gathered_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
-    """Room for such inputs of all ranks, from one product to the next; nothing where ranks do not gather."""
+    """Request a buffer for such inputs of all ranks, used by one product at a time; empty if ranks do not gather."""
     widest = max((count * width for _, count, width in gathered_inputs(spec)), default=0)
     specs = (TensorSpec("gathered", (num_rows * spec.num_ranks * widest,), dtype),) if widest else ()
     return Request(GATHERED, "gathered", specs)
 
 
 def room_elements(spec: ModelSpec, num_rows: int) -> int:
-    """Elements of the largest part of a step that a rank leaves where peers read it; 0 where one rank has all."""
+    """Return the elements of the largest part of a step that peers read from a rank; 0 if one rank has all."""
     if spec.num_ranks == 1:
         return 0
     sizes = [max(spec.hidden_size, spec.embedding_size or 0)]
@@ -164,9 +164,9 @@ def room_elements(spec: ModelSpec, num_rows: int) -> int:
 
 
 def quantized_rows_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, recipe: WeightRecipe) -> Request:
-    """Room for the inputs of any one product as codes and scales; nothing where no product takes them so.
+    """Request a buffer for one product's quantized input, codes and scales; empty if no product takes such input.
 
-    Both are vectors: a product cuts what it needs from them (`quantized_view` in kernels/gemm/linear.py).
+    Both are vectors, and a product takes views of them (`quantized_view` in kernels/gemm/linear.py).
     """
     products = [
         (num_inputs, width, scheme.block_columns or width)
@@ -182,9 +182,9 @@ def quantized_rows_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, 
 
 
 def row_scaled_request(spec: ModelSpec, recipe: WeightRecipe) -> Request:
-    """Partial sums of split-K, counters of splits that have arrived, and amax of gated rows: what products of middle batches share.
+    """Request split-K partials, arrival counters and amax of gated rows, shared by medium-batch products.
 
-    Nothing where weights are not e4m3 with scales by row.
+    Empty unless weights are e4m3 with row scales.
     """
     scheme = recipe.scheme_for("linear", ())
     if scheme is None or not scheme.quantizes_activations or scheme.block_columns:
@@ -205,7 +205,7 @@ def row_scaled_request(spec: ModelSpec, recipe: WeightRecipe) -> Request:
 
 
 def _weight_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Outputs and inputs of the weights that layers have beside experts, and of projections of the embedding."""
+    """List outputs and inputs of the layers' weights other than experts, and of projections of the embedding."""
     hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
     shapes = [*spec.attention_products]
     if embedding != hidden:
@@ -219,7 +219,7 @@ def _weight_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
 
 
 def _products(spec: ModelSpec, num_rows: int, num_logit_rows: int) -> list[tuple[str, int, int]]:
-    """Kinds of the weights that a step multiplies by, with rows and columns of what goes in."""
+    """List the kinds of weights that a step multiplies by, with rows and columns of their inputs."""
     hidden = spec.hidden_size
     embedding = spec.embedding_size or hidden
     products = [("linear", num_rows, size_k) for _, size_k in spec.attention_products]
@@ -233,13 +233,13 @@ def _products(spec: ModelSpec, num_rows: int, num_logit_rows: int) -> list[tuple
         products.append(("expert", num_rows * spec.experts.top_k, spec.experts.intermediate_size))
     if spec.experts is not None and spec.experts.shared_size:
         products.append(("linear", num_rows, spec.experts.shared_size))
-    # Codes follow from whole rows.
+    # Quantizing takes whole rows.
     products += [(kind, num_rows * count, spec.num_ranks * width) for kind, count, width in gathered_inputs(spec)]
     return products
 
 
 def head_request(spec: ModelSpec, num_logit_rows: int, dtype: str) -> Request:
-    """Logits in float32, and what comes before them where the embedding is projected; nothing where another stage has the head."""
+    """Request float32 logits, and their input if the embedding is projected; empty if another stage has the head."""
     embedding_size = spec.embedding_size or spec.hidden_size
     if not spec.is_last_stage:
         return Request(LAYERS, "head", ())
@@ -254,7 +254,7 @@ def head_request(spec: ModelSpec, num_logit_rows: int, dtype: str) -> Request:
 
 
 def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
-    """Token embeddings before they are projected, and learned positions; nothing where neither is, or another stage embeds."""
+    """Request token embeddings before projection, and learned positions; empty without either, or on a later stage."""
     specs = []
     if not spec.is_first_stage:
         return Request(LAYERS, "embed", ())
@@ -267,11 +267,12 @@ def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
 
 
 def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecipe = AS_STORED) -> bool:
-    """Whether small batches take the fused decode path, as model, type and device have it: bfloat16 on a GPU, norm first, gate with silu.
+    """Return True if small batches can take the fused decode path: bfloat16 on a GPU, norm first, gate with silu.
 
-    Ranks add up parts, and gather none (`exact` keeps the products of one rank); no index chooses tokens (DSA), no table their experts, the residual is one
-    stream. Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow.
-    Two more have a say: the weights that were loaded (`declined` in models/fused_decode.py) and a step's rows (`fits_fused_decode`).
+    Ranks add up parts and gather none (`exact` keeps the products of one rank). No index chooses tokens (DSA), no table
+    chooses experts, the residual is one stream. Weights beside experts are plain, or have eight bits and a row scale.
+    In float16 an x whose RMSNorm is deferred could overflow.
+    Two more checks follow: of the weights (`declined` in models/fused_decode.py) and of a step (`fits_fused_decode`).
     """
     products = ((spec.hidden_size, spec.query_size),) if spec.latent is None else spec.attention_products
     widths = (*(size for shape in products for size in shape), *((spec.intermediate_size,) if spec.has_mlp else ()))
@@ -299,9 +300,9 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
 
 
 def layer_scheme(spec: ModelSpec, recipe: WeightRecipe) -> WeightScheme | None:
-    """The scheme of the products that layers have beside experts.
+    """Return the scheme of the layers' products other than experts.
 
-    None where they are plain: a checkpoint that stores its experts alone in a scheme has a recipe that names all others.
+    None if they are plain: a checkpoint that quantizes only its experts has a recipe that excludes all others.
     """
     if recipe.scheme is None or not recipe.ignore:
         return recipe.scheme
@@ -317,12 +318,12 @@ def layer_scheme(spec: ModelSpec, recipe: WeightRecipe) -> WeightScheme | None:
 
 
 def fits_fused_decode(num_rows: int) -> bool:
-    """Whether a step of so many rows is a small batch, for a model of which `takes_fused_decode` holds."""
+    """Return True if a step of `num_rows` rows is a small batch, for a model that `takes_fused_decode`."""
     return num_rows <= FUSED_DECODE_ROWS
 
 
 def fused_decode_request(spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> Request:
-    """Sums of squares by block, partial sums of split-K, counters of splits that have arrived; and amax, where weights are quantized."""
+    """Request sums of squares by block, split-K partials, arrival counters, and amax if weights are quantized."""
     head = spec.vocab_size if spec.is_last_stage else 0
     widest = max(head, *(size_n for size_n, _ in spec.attention_products))
     num_squares = max(

@@ -1,4 +1,4 @@
-"""The catalogue: well-known models by the names that people type, so that a plan needs no file; no torch."""
+"""The catalogue: well-known models by name, so that a plan needs no file; no torch."""
 
 import difflib
 import json
@@ -12,8 +12,8 @@ from holdfast.errors import ModelNotFoundError
 
 Config = Mapping[str, object]
 FILE = Path(__file__).with_name("published.json")
-"""What a plan needs of each config.json, as its makers released it. `like` names an earlier model whose settings hold unless
-`config` has others."""
+"""Settings of each published config.json that a plan needs. `like` names an earlier model whose settings hold unless
+`config` overrides them."""
 
 
 class Published(NamedTuple):
@@ -25,7 +25,7 @@ class Published(NamedTuple):
     same: tuple[str, ...] = ()
     """Names of other releases with the same figures."""
     short: str = ""
-    """What people call it, where the repository's name is too long for a table."""
+    """A common name, for tables in which the repository's name is too long."""
 
     @property
     def name(self) -> str:
@@ -33,7 +33,7 @@ class Published(NamedTuple):
 
 
 def read_published(file: Path = FILE) -> tuple[Published, ...]:
-    """Every model of a file, in its order."""
+    """Read every model of a file, in order."""
     found: dict[str, Published] = {}
     for row in json.loads(file.read_text(encoding="utf-8")):
         base = found[row["like"]].config if "like" in row else {}
@@ -44,7 +44,7 @@ def read_published(file: Path = FILE) -> tuple[Published, ...]:
 
 
 def _merged(base: Config, own: Config) -> Config:
-    """Settings with others in their place; nested objects are merged too."""
+    """Return settings with overrides; nested objects are merged too."""
     merged = dict(base)
     for key, value in own.items():
         old = merged.get(key)
@@ -54,27 +54,27 @@ def _merged(base: Config, own: Config) -> Config:
 
 
 PUBLISHED: tuple[Published, ...] = read_published()
-"""Every model that can be planned by name, by family."""
+"""Every model that can be planned by name, grouped by family."""
 CATALOGUE: Mapping[str, Config] = {model.name: model.config for model in PUBLISHED}
 """Every model that can be planned by name."""
 SOURCES: Mapping[str, str] = {model.name: model.repository for model in PUBLISHED}
-"""Owner and name on the Hub, whose config.json has the figures."""
+"""Owner and name on the Hub of the repository whose config.json has the figures."""
 SAME: Mapping[str, str] = {other: model.name for model in PUBLISHED for other in model.same}
-"""Other releases, and the model that has the same figures."""
+"""Maps other releases to the model that has the same figures."""
 MAX_NAME = 200
 """Most characters of a name."""
 NUM_SUGGESTED = 3
 """Names that an error suggests."""
 ALIKE = 0.75
-"""How alike two words are at least, of which one is taken for a slip of the other (difflib's ratio)."""
+"""Lowest similarity of two words (difflib's ratio) at which one counts as a typo of the other."""
 MAX_FACTOR = 1.25
-"""A slip changes a size by no more than this, and leaves no word out."""
+"""A typo changes a size by at most this factor, and omits no word."""
 _TOKEN = re.compile(r"\d+x\d+b|[ae]\d+(?:\.\d+)?b|\d+e(?![a-z])|\d+(?:\.\d+)*[bm]?(?![a-z])|\d+(?:\.\d+)*|[a-z]+")
-"""A name in its parts: words, versions, and sizes such as 8b, a3b, e4b, 8x7b and 128e."""
+"""Matches one part of a name: a word, a version, or a size such as 8b, a3b, e4b, 8x7b and 128e."""
 _SIZE = re.compile(r"\d{1,4}(?:\.\d{1,3})?[bm]")
 """Billions or millions of parameters."""
 TUNED = ("instruct", "chat", "it", "pt", "base", "hf")
-"""Words that tell a tuned model from its base, which has the same shapes."""
+"""Words that distinguish a tuned model from its base, which has the same shapes."""
 FOUR_BITS, EIGHT_BITS, IN_FILE = "mxfp4", "fp8", ""
 STORED: Mapping[str, str] = {
     r"gguf|i?q[1-8](?:_[a-z\d]+)*": IN_FILE,
@@ -82,21 +82,21 @@ STORED: Mapping[str, str] = {
     r"awq|gptq|int4|4bit|w4a16|nvfp4|mxfp4|bnb|autoround": FOUR_BITS,
     r"dynamic|block|unsloth|quantized|qat": IN_FILE,
 }
-"""Words that say how the weights of a release are stored, not what shapes they have; and the scheme with as many bits."""
+"""Words that name a release's storage format, not its shapes, and the scheme with as many bits."""
 
 
 class StoredAs(NamedTuple):
-    """What a name says of how its weights are stored."""
+    """The storage format that a name mentions."""
 
     word: str
     scheme: str
-    """The scheme here that takes about as much; empty where only the file knows."""
+    """The scheme here that takes about as much; empty if only the file can say."""
 
 
 def find_model(name: str) -> tuple[str, Config]:
-    """The catalogue's spelling of a name and its config.
+    """Return the catalogue's spelling of a name, and its config.
 
-    Owners ("Qwen/"), case, spaces, dashes and dots do not matter, nor do endings that change no shape.
+    Owners ("Qwen/"), case, spaces, dashes, dots and endings that change no shape do not matter.
     """
     found = _found(name)
     if found is not None:
@@ -109,13 +109,13 @@ def find_model(name: str) -> tuple[str, Config]:
 
 
 def is_known(name: str) -> bool:
-    """Whether the catalogue has a model of that name."""
+    """Return True if the catalogue has a model of that name."""
     return _found(name) is not None
 
 
 def _found(name: str) -> str | None:
-    """The catalogue's spelling of a name."""
-    # A base model may be stored otherwise than the one that was tuned from it, and is then listed too.
+    """Return the catalogue's spelling of a name."""
+    # A base model may be stored differently from its tuned version. Then the catalogue lists it too.
     found = _by_all_words().get(_bare(name)) or _by_heard_words().get(_plain(name))
     # Qwen3-527B has the letters and digits of Qwen3.5-27B, and is another model.
     is_same = found is not None and len(name) <= MAX_NAME and _sizes(name) == _sizes(found)
@@ -124,18 +124,18 @@ def _found(name: str) -> str | None:
 
 @cache
 def _by_all_words() -> dict[str, str]:
-    """Every known name by all of its words."""
+    """Map each known name, with all of its words, to the catalogue's."""
     return {_bare(name): name for name in (*SAME, *CATALOGUE)}
 
 
 @cache
 def _by_heard_words() -> dict[str, str]:
-    """Every known name by what its spellings share."""
+    """Map what a known name's spellings share to the catalogue's name."""
     return {_plain(name): name for name in (*SAME, *CATALOGUE)}
 
 
 def _near(name: str) -> list[str]:
-    """Known names of which this one may be a slip; nothing for a name that says another family, version or variant."""
+    """List known names that this one may be a typo of; empty if it names another family, version or variant."""
     tokens, wanted = _tokens(name), _plain(name)
     known = [one for one in (*CATALOGUE, *SAME) if _is_slip(tokens, _tokens(one))]
 
@@ -147,7 +147,7 @@ def _near(name: str) -> list[str]:
 
 
 def _is_slip(typed: tuple[str, ...], known: tuple[str, ...]) -> bool:
-    """Whether every part of a name is in the known one, or is spelled almost like one there."""
+    """Return True if every part of a name is in the known one, or is spelled almost like a part of it."""
     if not any(_is_alike(token, known[0]) for token in typed if token.isalpha()):
         return False
     has_all_words = all(any(_is_alike(word, token) for token in typed) for word in known if word.isalpha())
@@ -175,7 +175,7 @@ def _billions(token: str) -> float:
 
 
 def stored_as(name: str) -> StoredAs | None:
-    """How a release with that name keeps its weights, where the name says so: a plan by name does not know it."""
+    """Return the storage format of a release, if its name mentions one. A plan by name cannot know it otherwise."""
     for pattern, scheme in STORED.items():
         if match := _words(pattern).search(_last_part(name)):
             return StoredAs(match[0].upper(), scheme)
@@ -183,12 +183,12 @@ def stored_as(name: str) -> StoredAs | None:
 
 
 def _plain(name: str) -> str:
-    """What two spellings of one name share."""
+    """Normalize a name so that its spellings are equal."""
     return re.sub(r"[^a-z\d]", "", _heard(name))
 
 
 def _heard(name: str) -> str:
-    """A name without its owner and the words that change no shape."""
+    """Normalize a name without its owner and words that change no shape."""
     text = _last_part(name).removeprefix("meta-")
     for pattern in (*STORED, "|".join(TUNED)):
         text = _words(pattern).sub(" ", text)
@@ -197,12 +197,12 @@ def _heard(name: str) -> str:
 
 @cache
 def _tokens(name: str) -> tuple[str, ...]:
-    """The parts of a name that say which model it is."""
+    """Split off the parts of a name that identify the model."""
     return tuple(_TOKEN.findall(_heard(name)))
 
 
 def _sizes(name: str) -> tuple[str, ...]:
-    """Numbers of parameters in a name."""
+    """Return the numbers of parameters in a name."""
     return tuple(token for token in _tokens(name[:MAX_NAME]) if _SIZE.fullmatch(token))
 
 

@@ -1,10 +1,10 @@
-"""The tensors that a step of a decoder with compressed attention and streams passes through, as workspace requests; no torch.
+"""Workspace requests for the tensors of a step with compressed attention and residual streams; no torch.
 
-stream       lives through all layers:   S streams, the row that a half layer takes, what it gives, and how streams are mixed
+stream       lives through all layers:   S streams, the input row of a half layer, its output, and mixing coefficients
 layers       takes turns:                attention of a layer, then its experts, and after the last layer logits
 
-T rows, S streams, H hidden; rows whose logits are wanted have their streams beside the last layer's experts, which need less
-than attention does.
+T rows, S streams, H hidden. Streams of rows whose logits are wanted live beside the last layer's experts, which need
+less than attention does.
 """
 
 from dataclasses import replace
@@ -17,11 +17,11 @@ from holdfast.models.spec import ModelSpec
 from holdfast.quant.weight_schemes import WeightRecipe
 
 WANTED = ("wanted", "wanted_shares", "wanted_ids")
-"""Streams, shares and token ids of the rows that go on behind the last attention."""
+"""Streams, shares and token ids of the rows that continue after the last attention."""
 
 
 class CompressedRequests(NamedTuple):
-    """What a step of some rows asks of the workspace."""
+    """Workspace requests of a step."""
 
     stream: Request
     attention: Request
@@ -32,7 +32,7 @@ class CompressedRequests(NamedTuple):
 def compressed_requests(
     spec: ModelSpec, num_rows: int, dtype: str, scratch: tuple[TensorSpec, ...], recipe: WeightRecipe
 ) -> CompressedRequests:
-    """All of them: a plan reserves those of the largest step, and every step acquires its own by the same names."""
+    """List all requests. A plan reserves those of the largest step; every step acquires its own by the same names."""
     streams, experts, hidden_size = spec.streams, spec.experts, spec.hidden_size
     assert streams is not None, f"{spec.architecture} has one stream"
     assert experts is not None, f"{spec.architecture} has no experts"

@@ -1,4 +1,4 @@
-"""CompressedDeclaration: what a decoder with compressed attention and streams takes (DeepSeek-V4): caches of a window and of entries, states, scratch; no torch."""
+"""CompressedDeclaration: weights, caches (window, entries), states and scratch of DeepSeek-V4's decoder; no torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from holdfast.quant.formats import (
 class CompressedDeclaration(DecoderDeclaration):
     """A decoder whose layers keep a window, and entries that stand for several tokens each.
 
-    Ranks share query heads, groups of them and experts; vectors, entries, states and streams each has whole.
+    Ranks split query heads, their groups, and experts. Each rank has all vectors, entries, states and streams.
     """
 
     __slots__ = ()
@@ -68,7 +68,7 @@ class CompressedDeclaration(DecoderDeclaration):
         return None
 
     def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
-        """Entries and their index. Windows do not grow with a sequence; what they take of the pages the cache knows."""
+        """List rows of entries and their index. Windows do not grow with a sequence; the cache counts their pages."""
         compressed, rows = self.compressed_of(mesh), []
         row_bytes = kv_format.bytes_per_token(1, self.decoder.head_dim, compressed.rope_dim)
         counts = Counter(one for one in compressed.compressors if one is not None)
@@ -81,11 +81,11 @@ class CompressedDeclaration(DecoderDeclaration):
         return tuple(rows)
 
     def sequence_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
-        """The states from which the next entries are made, in float32 whatever the format."""
+        """Return the bytes of the states that the next entries are made from, float32 in every format."""
         return place_bytes(self.states(mesh))
 
     def states(self, mesh: Mesh) -> tuple[StateKind, ...]:
-        """What is kept of the tokens that are no entry yet."""
+        """List the states of tokens that are not part of an entry yet."""
         compressed, geometry = self.compressed, self.heads(mesh)
         index_dim = 0 if compressed.index is None else compressed.index.head_dim
         return list_states(geometry.ratios, geometry.overlapped_layers, self.decoder.head_dim, index_dim)

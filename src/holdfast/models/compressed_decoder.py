@@ -1,9 +1,9 @@
-"""The decoder of DeepSeek-V4: compressed attention and experts between several residual streams, which are mixed around each of them.
+"""The decoder of DeepSeek-V4: compressed attention and experts, with several residual streams mixed around each.
 
 T rows of the step, R rows whose logits are wanted, S streams, H hidden, V vocabulary, M = (2 + S) * S shares of a row
 
-A half of a layer takes one row of the streams (collapsed by its shares), and what it gives goes back into all of them. Behind the
-last layer streams are collapsed once more.
+A half of a layer takes one row (the streams collapsed by its shares), and its output is mixed back into all of them.
+After the last layer the streams are collapsed once more.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ class StreamedLayer(NamedTuple):
 
 
 class StreamedBuilder(LayerBuilder):
-    """Builds layers with windows and entries, and how their streams are mixed."""
+    """Builds layers with windows and entries, and the mixing of their streams."""
 
     def __init__(self, parts: DecoderParts, compressed: CompressedSpec, streams: StreamsSpec) -> None:
         super().__init__(parts)
@@ -87,7 +87,7 @@ class CompressedDecoder(StepWorkspace):
 
     @property
     def expert_layers(self) -> list[ExpertLayer]:
-        """Sparse layers, from the first to the last: all."""
+        """Sparse layers, first to last: every layer."""
         return [layer.experts for layer in self.layers]
 
     @property
@@ -95,15 +95,15 @@ class CompressedDecoder(StepWorkspace):
         return len(self.layers)
 
     def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again."""
+        """Compute float32 logits [R, V] of the wanted rows, valid until the workspace is used again."""
         return self.logits(self.hidden(batch, plan))
 
     def hidden(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """Final hidden states of the rows whose logits are wanted: [R, H]."""
+        """Compute final hidden states [R, H] of the rows whose logits are wanted."""
         return self.finish(self.run_layers(self.embed(batch), batch, plan, range(self.num_layers)))
 
     def embed(self, batch: Batch) -> Stream:
-        """The first end: token embeddings, the same in every stream, and cos and sin of the step's rows for all layers."""
+        """Copy token embeddings into every stream, and compute cos and sin of the step's rows for all layers."""
         if self._rope is not None:
             fill_rope_rows(batch.positions_T, self._rope)
         held = self.acquire(self.requests(batch.num_rows).stream)
@@ -118,7 +118,7 @@ class CompressedDecoder(StepWorkspace):
         plan: StepPlan,
         layers: range,
     ) -> Stream:
-        """Some layers in a row. Behind the last one's attention only rows whose logits are wanted go on, normed for the head."""
+        """Run consecutive layers. After the last attention only wanted rows go on, normed for the head."""
         streams = StreamBuffers.of(self.acquire(self.requests(batch.num_rows).stream))
         (x_TSH, normed_TH, delta_TH, _), token_ids_T = stream, batch.token_ids_T
         self.layers[layers.start].attention_streams.begin(x_TSH, streams)
@@ -151,11 +151,11 @@ class CompressedDecoder(StepWorkspace):
         return Stream(x_TSH, normed_TH, delta_TH, has_delta=False)
 
     def finish(self, stream: Stream) -> torch.Tensor:
-        """The other end, up to the head: final hidden states of the rows that are left, which the last layer has normed."""
+        """Return final hidden states of the remaining rows, which the last layer has normed."""
         return stream.x_TH
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """The head: float32 logits [R, V], valid until the workspace is used again."""
+        """Run the head: float32 logits [R, V], valid until the workspace is used again."""
         head, quantized = self._head_buffers(hidden_RH.shape[0])
         return linear_float32(hidden_RH, self._head_VH, head["logits"], quantized)
 

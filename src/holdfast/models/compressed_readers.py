@@ -1,9 +1,9 @@
-"""The family with compressed attention: how config.json of DeepSeek-V4 becomes a ModelSpec, and how its tensors are spelled; no torch.
+"""The family with compressed attention: reads config.json of DeepSeek-V4, and spells its tensors; no torch.
 
-DeepSeek writes what layers are as `compress_ratios` (0, 4, 128) and `num_hash_layers`; transformers as `layer_types` with
-`compress_rates`, and as `mlp_layer_types`. Rotary settings are one set for all layers with entries, or one set for each kind.
-Keys that a config.json leaves out take the value that transformers gives them, but for what layers are: its default is no
-model's.
+DeepSeek writes the kinds of layers as `compress_ratios` (0, 4, 128) and `num_hash_layers`; transformers as
+`layer_types` with `compress_rates`, and as `mlp_layer_types`. RoPE has one set of settings for all layers with
+entries, or one for each kind. Absent keys take the default of transformers, except the kinds of layers: that default
+matches no model.
 """
 
 import re
@@ -41,23 +41,23 @@ from holdfast.models.spec import (
 
 NAME, ARCHITECTURE = "deepseek_v4", "DeepseekV4ForCausalLM"
 SLIDING, OVERLAPPED, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-"""Kinds of layers: with a window alone, with overlapped entries and an index, with entries of many tokens."""
+"""Kinds of layers: a window alone, overlapped entries with an index, entries of many tokens."""
 KINDS_BY_RATIO: Mapping[int, str] = {0: SLIDING, 4: OVERLAPPED, 128: HEAVY}
 RATE_KEYS: Mapping[str, tuple[str, int]] = {OVERLAPPED: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
-"""An older key that says how many tokens an entry stands for, and what it is where nothing does."""
+"""An older key with the number of tokens per entry, and its default."""
 MAX_RATIO = 256
 TABLE, SCORES = "hash_moe", "moe"
-"""Kinds of experts: taken from a table by token, or those with the best scores."""
+"""Kinds of experts: looked up in a table by token, or chosen by score."""
 MAX_STREAMS = 8
 MAX_ITERATIONS = 1000
 MAX_CHOSEN = 2**17
-"""Entries that a row may choose: far more than any model does, and what buffers for them can have."""
+"""Most entries that a row may choose: far more than any model does, and within the limit of their buffers."""
 SCORING = "sqrtsoftplus"
 METHOD = "noaux_tc"
 
 
 def read_compressed(settings: Settings) -> ModelSpec:
-    """DeepSeek-V4: a window and compressed entries in every layer, streams around it, experts behind it."""
+    """Read DeepSeek-V4: a window and compressed entries, then experts, in every layer, with residual streams."""
     decline(settings, read_data("families.json")["declined"][NAME])
     num_layers = settings.count("num_hidden_layers", 43, MAX_LAYERS)
     num_drafts = settings.count("num_nextn_predict_layers", 1, MAX_LAYERS, low=0)
@@ -112,7 +112,7 @@ def read_compressed(settings: Settings) -> ModelSpec:
 
 
 def _read_dims(settings: Settings) -> tuple[int, int]:
-    """Elements of a head, and how many of them are rotated: said as they are, or as a share."""
+    """Read the elements of a head, and how many RoPE rotates: as a number, or as a share."""
     head_dim = settings.count("head_dim", 512, MAX_WIDTH)
     if head_dim > MAX_LATENT_DIM:
         raise settings.refuse("head_dim", head_dim, f"up to {MAX_LATENT_DIM}, which kernels support")
@@ -140,7 +140,7 @@ def _layer_kinds(settings: Settings, num_layers: int, num_drafts: int) -> tuple[
     ratios = settings.values.get("compress_ratios")
     if ratios is None:
         raise settings.missing("compress_ratios", "nothing else says which layers compress, and how far")
-    # Lists go on behind the last layer, with those that draft, also where settings have left these out.
+    # Lists continue past the last layer, with draft layers, even if settings omit those.
     listed = ratios if isinstance(ratios, list) else []
     is_whole = num_layers <= len(listed) <= num_layers + max(1, num_drafts)
     if not is_whole or not all(type(ratio) is int and ratio in KINDS_BY_RATIO for ratio in listed):
@@ -150,7 +150,7 @@ def _layer_kinds(settings: Settings, num_layers: int, num_drafts: int) -> tuple[
 
 
 def _read_ratio(settings: Settings, kind: str, taken: set[int]) -> int:
-    """Tokens of an entry, which no other kind has. They divide a page, whose tokens are a power of two."""
+    """Read the tokens per entry, distinct for each kind. They divide a page, whose tokens are a power of two."""
     old_key, default = RATE_KEYS[kind]
     rates = settings.part("compress_rates")
     key, where = (old_key, settings) if old_key in settings or rates is None else (kind, rates)
@@ -165,7 +165,7 @@ def _read_ratio(settings: Settings, kind: str, taken: set[int]) -> int:
 
 
 def _read_ropes(settings: Settings, rope_dim: int, max_position: int) -> tuple[RopeSpec, RopeSpec]:
-    """The rotation of layers with entries, and of those without. yarn never multiplies cos and sin here."""
+    """Read RoPE of layers with entries, and of those without. yarn never multiplies cos and sin here."""
     theta = settings.number("rope_theta", 10_000.0, low=2.0)
     theirs = settings.number("compress_rope_theta", 160_000.0, low=2.0)
     flat = settings.part("rope_scaling") or settings.part("rope_parameters") or Settings({}, settings.file)
@@ -184,7 +184,7 @@ def _read_ropes(settings: Settings, rope_dim: int, max_position: int) -> tuple[R
 
 
 def _without_share(rope: Settings) -> Settings:
-    """How much of a head is rotated has been read."""
+    """Drop the rotated share of a head, which has been read."""
     values = {key: value for key, value in rope.values.items() if key != "partial_rotary_factor"}
     return Settings(values, rope.file, rope.section)
 
@@ -199,9 +199,9 @@ def _read_groups(settings: Settings, num_heads: int) -> int:
 def _read_index(
     settings: Settings, compressors: tuple[CompressorSpec | None, ...], rope_dim: int, max_position: int
 ) -> IndexSpec | None:
-    """By which rows choose among overlapped entries; None where no layer has any.
+    """Read the index that chooses among overlapped entries; None if no layer has any.
 
-    A context may have fewer entries than are chosen: then all of them are. More than the longest can have is a mistake.
+    If a context has fewer entries than are chosen, all are taken. More than the longest context can have is an error.
     """
     ratios = [one.ratio for one in compressors if one is not None and one.is_overlapped]
     if not ratios:
@@ -216,7 +216,7 @@ def _read_index(
 
 
 def _read_experts(settings: Settings, num_layers: int) -> ExpertsSpec:
-    """Experts of every layer, the first ones by token."""
+    """Read the experts of every layer; the first layers choose by token."""
     if read_activation(settings, "hidden_act", "silu") != "silu":
         raise settings.unsupported("hidden_act", "experts are gated with silu here")
     if settings.text("scoring_func", SCORING) != SCORING:
@@ -244,7 +244,7 @@ def _read_experts(settings: Settings, num_layers: int) -> ExpertsSpec:
 
 
 def _read_limit(settings: Settings) -> float | None:
-    """Where gate and up are cut off; nothing and zero mean nowhere."""
+    """Read the clamp on gate and up; None if it is absent or zero."""
     if settings.values.get("swiglu_limit", 10.0) is None:
         return None
     return settings.number("swiglu_limit", 10.0, low=0.0) or None
@@ -252,14 +252,14 @@ def _read_limit(settings: Settings) -> float | None:
 
 _NAMES = read_data("deepseek_v4_names.json")
 SPELLINGS: Mapping[str, str] = _NAMES["model"]
-"""Modules and tensors of a whole model as transformers calls them, and as DeepSeek does; a head goes by the name that all families have."""
+"""Maps transformers' modules and tensors of a whole model to DeepSeek's. A head has the name that all families use."""
 LAYER_SPELLINGS: Mapping[str, str] = _NAMES["layer"]
 """Renames within a layer, after its number. transformers writes some of these names back ambiguously (attn.norm)."""
 PREFIX = "model."
 
 
 def _pattern(names: Mapping[str, str], prefix: str) -> re.Pattern[str]:
-    """Whole components of a name; of two that both match the longer one."""
+    """Match whole components of a name, the longest first."""
     longest = sorted(names, key=len, reverse=True)
     return re.compile(rf"({prefix})({'|'.join(map(re.escape, longest))})(?=\.|$)")
 

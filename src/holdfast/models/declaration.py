@@ -1,4 +1,4 @@
-"""Declaration: what a plan asks of one kind of model (weights, cache, workspace of a step), and its experts; no torch."""
+"""Declaration: what a plan needs of a kind of model (weights, cache, workspace), and its experts; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,49 +35,49 @@ class CacheRows(NamedTuple):
 
 
 class HeadGeometry(NamedTuple):
-    """Attention as the backends of this version know it: with keys and values by head, or over latents."""
+    """Attention as backends see it: keys and values by head, or latents."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """For latents, all that is kept of a token, `rope_dim` included."""
+    """For latents: all elements stored per token, `rope_dim` included."""
     windows: tuple[int | None, ...]
     """One entry a layer."""
     has_key_bias: bool = False
     has_separable_key_bias: bool = False
-    """Nothing stands between the projection and rope, so that keys can be stored without their bias."""
+    """True if no norm stands between the projection and RoPE: keys can be stored without their bias."""
     scale: float | None = None
-    """What scores are multiplied by; None: head_dim ** -0.5."""
+    """Factor on scores; None: head_dim ** -0.5."""
     softcap: float | None = None
-    """cap * tanh(score / cap) in the place of every score; None: as they are."""
+    """Replaces every score by cap * tanh(score / cap); None: no cap."""
     has_sinks: bool = False
-    """One logit a query head joins every softmax."""
+    """One logit per query head joins every softmax."""
     is_rotated: bool = True
-    """Positions are rotated into keys and queries; else they are learned."""
+    """RoPE rotates keys and queries; else positions are learned."""
     rope_dim: int = 0
     """Rotated elements of a latent (MLA); 0: keys and values by head."""
     nope_dim: int = 0
-    """Elements of a query head that meet the latent through kv_b, beside `rope_dim`; 0 where there are no latents."""
+    """Elements of a query head that meet the latent through kv_b, beside `rope_dim`; 0 without latents."""
     value_dim: int = 0
-    """Elements of a head's output there."""
+    """Elements of a head's output, for latents."""
     index_heads: int = 0
     """Heads of the index (DSA), of `index_dim` elements each; 0: none."""
     index_dim: int = 0
     index_top_k: int = 0
     """Most tokens that a row attends to."""
     index_turns_neighbours: bool = False
-    """Rope turns neighbouring elements of the index, not halves."""
+    """RoPE rotates neighbouring elements of the index, not halves."""
     shared_layers: frozenset[int] = frozenset()
-    """Layers without an index, which take what one before them chose."""
+    """Layers without an index, which reuse the choice of an earlier layer."""
     ratios: tuple[int, ...] = ()
-    """Compressed attention, by layer: tokens that one entry stands for, 0 if the layer has its window only; empty:
+    """Compressed attention, by layer: tokens per entry, 0 if the layer has its window only; empty:
     every other attention."""
     overlapped_layers: frozenset[int] = frozenset()
-    """Layers whose entries overlap, and which have an index to choose among them."""
+    """Layers whose entries overlap, with an index to choose among them."""
 
     @property
     def is_compressed(self) -> bool:
-        """Whether layers attend to a window and to entries that stand for several tokens (cache/compressed.py)."""
+        """True if layers attend to a window and to entries that stand for several tokens (cache/compressed.py)."""
         return bool(self.ratios)
 
     def compressed_specs(
@@ -136,22 +136,22 @@ class StepShape(NamedTuple):
     dtype: str
     device_kind: str = "cpu"
     recipe: WeightRecipe = AS_STORED
-    """Which weights are quantized: some schemes take the inputs of products as codes, which need room."""
+    """Which weights are quantized. Some schemes quantize the inputs of products too, which needs scratch."""
 
 
 class Declaration(Protocol):
-    """One kind of model; each method answers for the rank of the mesh."""
+    """One kind of model. Each method answers for the mesh's rank."""
 
     def rope_pairs(self, mesh: Mesh) -> int:
-        """Columns of cos that a step has of each token, for all rotations of its stage together; 0 where positions are learned."""
+        """Return a step's columns of cos per token, for all rotations of its stage; 0 if positions are learned."""
         ...
 
     def indivisible(self, mesh: Mesh) -> str | None:
-        """Return None, or what does not divide into so many parts; equal on all ranks."""
+        """Return None, or what the ranks do not divide; equal on all ranks."""
         ...
 
     def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
-        """Every tensor of one rank."""
+        """List every tensor of one rank."""
         ...
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
@@ -159,23 +159,23 @@ class Declaration(Protocol):
         ...
 
     def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
-        """What grows with the tokens of a sequence."""
+        """List what grows with the tokens of a sequence."""
         ...
 
     def sequence_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
-        """What a sequence costs whatever its length."""
+        """Return the bytes of a sequence that do not depend on its length."""
         ...
 
     def heads(self, mesh: Mesh) -> HeadGeometry | None:
-        """Keys and values by head, or latents; None where the cache keeps something else."""
+        """Return keys and values by head, or latents; None if the cache keeps something else."""
         ...
 
     def room_elements(self, mesh: Mesh, num_rows: int) -> int:
-        """Elements of the largest part of a step of so many rows that ranks exchange; 0 where none of them share layers."""
+        """Return the elements of the largest part of a step that ranks exchange; 0 if none of them share layers."""
         ...
 
     def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
-        """Workspace of a step; `scratch` is what an attention backend wants beside queries and outputs."""
+        """List a step's workspace; `scratch` is what an attention backend needs beside queries and outputs."""
         ...
 
 
@@ -185,14 +185,14 @@ def split(size: int, num_ranks: int, what: str) -> str | None:
 
 
 def needed(settings: Settings, key: str, high: int) -> int:
-    """A whole number without which a plan would be a guess."""
+    """Read a whole number that a plan cannot do without."""
     if settings.values.get(key) is None:
         raise settings.missing(key, "a plan would be a guess without it")
     return settings.count(key, 1, high)
 
 
 def rank_experts(experts: ExpertsSpec, mesh: Mesh) -> ExpertsSpec:
-    """The experts as a rank computes them: a slice of the inner width of each, or whole ones."""
+    """Return the experts as a rank computes them: a slice of each one's inner width, or whole ones."""
     experts = replace(experts, shared_size=experts.shared_size // mesh.tensor_size)
     if mesh.expert_size == 1:
         return replace(experts, intermediate_size=experts.intermediate_size // mesh.tensor_size)
@@ -201,7 +201,7 @@ def rank_experts(experts: ExpertsSpec, mesh: Mesh) -> ExpertsSpec:
 
 
 def indivisible_experts(experts: ExpertsSpec, mesh: Mesh) -> str | None:
-    """Return None, or which width or number of experts does not divide into so many parts."""
+    """Return None, or which width or number of experts the ranks do not divide."""
     if mesh.expert_size > 1:
         reason = split(experts.num_experts, mesh.expert_size, "experts")
     else:

@@ -1,4 +1,4 @@
-"""DeclaredModel: a model as planning sees it: what it declares, and what has been listed of that; also of those that cannot run here; no torch."""
+"""DeclaredModel: what a model declares for planning, with a memo; also models that cannot run here; no torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -39,13 +39,13 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class DeclaredModel:
-    """A model as numbers. Sizes are those of the whole; methods take a `Mesh` for a rank's part."""
+    """A model as numbers, those of the whole model. Methods take a `Mesh` and answer for a rank."""
 
     name: str
     spec: ModelSpec | None
-    """The decoder that runs; None where this version has none."""
+    """The decoder that runs; None if this version has none."""
     not_runnable: str | None
-    """Why there is none."""
+    """Reason why it cannot run."""
     max_position: int
     checkpoint_dtype: str
     vocab_size: int
@@ -53,28 +53,28 @@ class DeclaredModel:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    """1 where all query heads share what is kept."""
+    """1 if all query heads share one vector per token."""
     head_dim: int
-    """Elements kept of a token: a key, or a latent with its rotated part."""
+    """Elements stored per token: a key, or a latent with its rotated part."""
     declaration: Declaration
     stored: Mapping[str, WeightScheme] = field(default_factory=dict)
-    """Weights that the checkpoint has quantized, as its headers say; nothing where they have not been read."""
+    """Quantized weights of the checkpoint, from its headers; empty if they have not been read."""
     open_weights: frozenset[str] = frozenset()
-    """Other weights that a load may quantize: neither excluded nor saved unquantized by the makers."""
+    """Other weights that a load may quantize: neither excluded nor left unquantized by the publisher."""
     on_disk: OnDisk | None = None
-    """The files by stored type, where their headers have been read and store blocks (GGUF)."""
+    """File contents by stored type, if headers have been read and store blocks (GGUF)."""
     unread_pattern: str | None = None
-    """An exclusion pattern of the makers that is not supported; with one, open weights are unknown."""
+    """An exclusion pattern of the publisher that is not supported. With one, open weights are unknown."""
     keeps_latents: bool = False
-    """What is kept of a token is one latent (MLA), which has formats of its own."""
+    """Each token has one latent (MLA), with KV formats of its own."""
     is_compressed: bool = False
-    """What is kept is a window, and entries that stand for several tokens each, which have formats of their own too."""
+    """The cache is a window, and entries that stand for several tokens each, with formats of their own."""
     notes: tuple[str, ...] = ()
-    """What a plan of it leaves out or assumes: a sentence each."""
+    """Sentences on what a plan of it leaves out or assumes."""
     typed: tuple[str, ...] = ()
-    """Words of a command line that name it, unless a model's name does."""
+    """Command-line words that name the model, if its name does not."""
     _memo: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """What has been listed before: a plan asks many times, with other sizes of everything else."""
+    """Memo of earlier results: a plan asks many times while it varies other sizes."""
 
     @property
     def has_learned_positions(self) -> bool:
@@ -82,7 +82,7 @@ class DeclaredModel:
         return self.declaration.rope_pairs(ALONE) == 0
 
     def remembered(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
-        """What was made of this model for this key before, or is now."""
+        """Return the memoized value for this key, or make it."""
         if key not in self._memo:
             self._memo[key] = make()
         return cast("_Made", self._memo[key])
@@ -101,7 +101,7 @@ class DeclaredModel:
         )
 
     def check_ranks(self, mesh: Mesh) -> None:
-        """Raise if so many ranks cannot share layers, or there are fewer layers than stages."""
+        """Raise if these ranks cannot share layers, or there are fewer layers than stages."""
         if mesh.num_stages > self.num_layers:
             raise ConfigError(
                 "families.too_many_stages", value=mesh.num_stages, model=self.name, layers=self.num_layers
@@ -120,11 +120,11 @@ class DeclaredModel:
         raise ConfigError("families.indivisible", option=option, reason=self.declaration.indivisible(mesh), fix=fix)
 
     def is_divisible(self, mesh: Mesh) -> bool:
-        """Whether layers can be shared by so many ranks."""
+        """Return True if so many ranks can share layers."""
         return self.declaration.indivisible(mesh) is None
 
     def parameters(self, mesh: Mesh = ALONE) -> tuple[Weight, ...]:
-        """Every tensor that a rank holds, with its kind."""
+        """List every tensor that a rank holds, with its kind."""
         self.check_ranks(mesh)
         # All ranks of a stage but the last, which may have a shorter share of the vocabulary, hold the same shapes.
         if mesh.tensor_rank < mesh.tensor_size - 1:
@@ -139,44 +139,44 @@ class DeclaredModel:
 
     @property
     def stored_recipe(self) -> WeightRecipe | None:
-        """How the checkpoint has its weights quantized; None where it has not."""
+        """Return the checkpoint's quantization recipe; None if it is unquantized."""
         return self.remembered(("stored",), lambda: stored_recipe(self.parameters()))
 
     def review_stored(self, wanted: WeightRecipe) -> WeightRecipe:
-        """The recipe of a load where `stored_recipe` is there; one that asks for what cannot be raises."""
+        """Return the recipe of a load from a quantized checkpoint. An impossible recipe raises."""
         return self.remembered(("stored", wanted), lambda: review_stored(self.parameters(), wanted, self.open_weights))
 
     def review_recipe(self, recipe: WeightRecipe) -> Review:
-        """What a recipe does to this model; one that asks for what cannot be raises."""
+        """Return what a recipe does to this model. An impossible recipe raises."""
         return self.remembered(("review", recipe), lambda: review_recipe(self.parameters(), recipe))
 
     def group_bytes(
         self, dtype: str, recipe: WeightRecipe = AS_STORED, mesh: Mesh = ALONE
     ) -> Mapping[str, WeightGroup]:
-        """Tensors and bytes in an arena, by group: embed, layers, experts, lm_head and so on."""
+        """Return tensors and bytes in an arena, by group: embed, layers, experts, lm_head and so on."""
         key = ("groups", dtype, recipe, mesh)
         return self.remembered(key, lambda: weight_groups(self.parameters(mesh), dtype, recipe))
 
     def weight_bytes(self, dtype: str, recipe: WeightRecipe = AS_STORED, mesh: Mesh = ALONE) -> int:
-        """Bytes of the arena that holds every parameter of a rank."""
+        """Return the bytes of the arena that holds every parameter of a rank."""
         groups = self.group_bytes(dtype, recipe, mesh)
         return sum(group.num_bytes for group in groups.values())
 
     def kv_bytes_per_token(self, format: KVFormat | str, mesh: Mesh = ALONE) -> Fraction:
-        """Exact: a row of a compressed cache stands for several tokens."""
+        """Return the exact bytes, a fraction because a row of a compressed cache stands for several tokens."""
         found = self.check_format(format)
         self.check_ranks(mesh)
         rows = self.declaration.cache_rows(found, mesh)
         return sum((row.bytes_per_token for row in rows), Fraction(0))
 
     def kv_bytes_per_sequence(self, format: KVFormat | str, mesh: Mesh = ALONE) -> int:
-        """What a sequence costs whatever its length: windows and the like; nothing in ordinary models."""
+        """Return the bytes of a sequence that do not depend on its length, such as windows; 0 in ordinary models."""
         found = self.check_format(format)
         self.check_ranks(mesh)
         return self.declaration.sequence_bytes(found, mesh)
 
     def check_format(self, format: KVFormat | str, option: str = "kv_cache_dtype") -> KVFormat:
-        """The format, by name or as it is, or an error that names the option where this model's cache cannot be kept in it."""
+        """Return the format. If this model's cache does not support it, raise an error that names the option."""
         found = kv_format(format) if isinstance(format, str) else format
         given, known = found.name, formats_of(self.keeps_latents, self.is_compressed)
         names = COMPRESSED_NAMES if self.is_compressed else MLA_NAMES if self.keeps_latents else {}
@@ -198,7 +198,7 @@ class DeclaredModel:
 
 
 def _resized(mesh: Mesh, size: int) -> Mesh:
-    """Return such a mesh with so many ranks to a layer."""
+    """Return such a mesh with `size` ranks to a layer."""
     is_exact, expert_size = mesh.is_exact and size > 1, size if mesh.expert_size > 1 else 1
     return replace(mesh, tensor_rank=0, tensor_size=size, expert_rank=0, expert_size=expert_size, is_exact=is_exact)
 
@@ -206,9 +206,9 @@ def _resized(mesh: Mesh, size: int) -> Mesh:
 def declare_decoder(
     spec: ModelSpec, name: str, native: str | None = None, expert_native: str | None = None
 ) -> DeclaredModel:
-    """What is declared of a decoder that runs: its parameters are those that an engine loads.
+    """Declare a decoder that runs: its parameters are those that an engine loads.
 
-    `native` is the scheme in which the checkpoint stores matrices, `expert_native` that of experts where it is another.
+    `native` is the checkpoint's scheme of matrices, `expert_native` that of experts if it differs.
     """
     kind = DecoderDeclaration if spec.latent is None else LatentDeclaration
     if spec.compressed is not None:
@@ -221,7 +221,7 @@ def declare_decoder(
 
 
 def draft_notes(num_layers: int) -> tuple[str, ...]:
-    """What a plan says of layers that draft tokens; nothing if there are none."""
+    """Return a plan's note on layers that draft tokens; empty without any."""
     words = f"layers that draft tokens (multi-token prediction: {num_layers}) are neither planned nor loaded"
     return (words,) if num_layers else ()
 

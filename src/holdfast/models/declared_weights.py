@@ -1,4 +1,4 @@
-"""Weights of a plan: how each is stored and what it takes, and a recipe of quantization held against them; no torch."""
+"""Weights of a plan: how each is stored and its bytes, and checks of a quantization recipe against them; no torch."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -27,23 +27,23 @@ class Weight(NamedTuple):
     native: str | WeightScheme | None = None
     """The scheme in which the checkpoint stores it, by name or as a load settles it; None: unquantized."""
     dtype: str | None = None
-    """Its own type, whatever the dtype of the engine; None: that one."""
+    """Its own type; None: the dtype of the engine."""
     tensors: tuple[str, ...] = ()
-    """The checkpoint tensors that it is made of, where they are known."""
+    """The checkpoint tensors that it is made of, if known."""
     seam_rows: int = 0
-    """What divides every row at which two of them meet; 0 where none do."""
+    """A divisor of every row at which two of them meet; 0 if none do."""
     whole_name: str = ""
-    """Its name in the whole model, where a stage counts layers otherwise; empty: `name`."""
+    """Its name in the whole model, if a stage numbers its layer differently; empty: `name`."""
 
     @property
     def group(self) -> str:
-        """Whose bytes they are in a plan's table: all layers together, experts apart."""
+        """The plan's table line that counts its bytes: layers together, experts apart."""
         first = self.name.partition(".")[0]
         return "experts" if self.kind == "expert" and first == "layers" else first
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name by which a pattern may mean it: the same ones whichever rank holds it."""
+        """Every name that a pattern may match, the same on every rank."""
         return (self.model_name, *self.tensors)
 
     @property
@@ -52,11 +52,11 @@ class Weight(NamedTuple):
         return self.whole_name or self.name
 
     def scheme(self, recipe: WeightRecipe) -> WeightScheme | None:
-        """How it is stored: as it is given, else as the checkpoint has it; None for plain numbers."""
+        """Return how it is stored: as in the checkpoint, else as the recipe says; None if unquantized."""
         given = self.stored_scheme or recipe.scheme_for(self.kind, self.names)
         if given is None:
             return None
-        # Stacked matrices end where a block does, each of them; those of a rank may be lower than the ones that were settled.
+        # Each stacked matrix ends at the end of a block. A rank's matrices may be lower than the whole model's.
         return given.with_parts((self.seam_rows, self.shape[-2] if len(self.shape) > 2 else 0))
 
     @property
@@ -66,7 +66,7 @@ class Weight(NamedTuple):
 
 
 def weight_of(parameter: Parameter, native: str | None = None) -> Weight:
-    """A parameter of a decoder that runs, or a rank's share of one."""
+    """Return a parameter of a decoder that runs, or a rank's share of one, as a weight."""
     whole = parameter.whole or parameter
     return Weight(
         parameter.name,
@@ -81,22 +81,22 @@ def weight_of(parameter: Parameter, native: str | None = None) -> Weight:
 
 
 def weight_bytes(weight: Weight, dtype: str, recipe: WeightRecipe) -> int:
-    """What a weight takes in an arena, scales included."""
+    """Return the bytes of a weight in an arena, scales included."""
     return _bytes(weight, dtype, weight.scheme(recipe))
 
 
 class WeightGroup(NamedTuple):
-    """Weights that are one line of a plan."""
+    """Weights that share one line of a plan."""
 
     num_tensors: int
     num_bytes: int
-    """In an arena, scales included."""
+    """Bytes in an arena, scales included."""
     stored_as: tuple[str, ...]
-    """Every scheme, then every type, in which some of them are stored; what most of them have comes first."""
+    """Every scheme, then every type, in which some are stored; the most common one comes first."""
 
 
 def weight_groups(weights: Iterable[Weight], dtype: str, recipe: WeightRecipe) -> dict[str, WeightGroup]:
-    """By group: embed, layers, experts, lm_head and so on."""
+    """Group weights: embed, layers, experts, lm_head and so on."""
     sizes: Counter[str] = Counter()
     kinds: dict[str, Counter[tuple[bool, str]]] = {}
     for weight in weights:
@@ -120,17 +120,17 @@ def _bytes(weight: Weight, dtype: str, scheme: WeightScheme | None) -> int:
 QUANTIZED_KINDS = ("linear", "expert", "head", "embedding")
 """Kinds of weights that a scheme may apply to."""
 HEAD_NAMES = ("lm_head", "lm_head.weight")
-"""Names of a head, also if it is tied to the embedding."""
+"""Names of a head, which also apply if it is tied to the embedding."""
 BEFORE = "take the model as it was before it was quantized"
 
 
 class Review(NamedTuple):
-    """What a recipe does to a model."""
+    """The effect of a recipe on a model."""
 
     num_weights: int
     num_quantized: int
     idle: tuple[str, ...]
-    """Patterns whose weights would not be quantized anyway."""
+    """Patterns that match only weights that would not be quantized anyway."""
 
 
 def review_recipe(weights: Iterable[Weight], recipe: WeightRecipe) -> Review:

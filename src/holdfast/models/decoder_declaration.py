@@ -1,4 +1,4 @@
-"""DecoderDeclaration: what the decoder of models/layer_stack.py takes: weights, caches, scratch; the only source for plan, load and run; no torch."""
+"""DecoderDeclaration: weights, caches and scratch of the decoder; the only source for plan, load and run; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,14 +26,14 @@ from holdfast.quant.weight_schemes import MXFP4
 
 
 class DecoderDeclaration(NamedTuple):
-    """A decoder as ranks share it."""
+    """A decoder, with methods that answer for a rank."""
 
     decoder: ModelSpec
     names: CheckpointNames
     native: str | None = None
-    """The scheme in which the checkpoint stores matrices."""
+    """The scheme of the checkpoint's matrices."""
     expert_native: str | None = None
-    """That of experts, where it is another."""
+    """The scheme of experts, if it differs."""
 
     def rope_pairs(self, mesh: Mesh) -> int:
         spec = self.rank(mesh)
@@ -78,13 +78,13 @@ class DecoderDeclaration(NamedTuple):
 
     @property
     def units(self) -> tuple[int, int, int]:
-        """What ranks must not cut: query heads, key heads, groups of heads (`shard_parameters`)."""
+        """Units that ranks must not cut: query heads, key heads, groups of heads (`shard_parameters`)."""
         compressed = self.decoder.compressed
         groups = 1 if compressed is None else compressed.num_output_groups
         return self.decoder.num_heads, self.decoder.num_kv_heads, groups
 
     def _as_in(self, layer: int, first: int, other: int, weights: list[Weight]) -> list[Weight]:
-        """Weights of another layer as those of this one: only names differ, and hundreds of experts have many."""
+        """Copy another layer's weights to this one: only names differ, and a layer may have hundreds of experts."""
         ours, theirs, whole = f"layers.{layer - first}.", self.names.layer.format(layer), f"layers.{layer}."
         our_start, their_start = len(f"layers.{other - first}."), len(self.names.layer.format(other))
         return [
@@ -135,7 +135,7 @@ class DecoderDeclaration(NamedTuple):
         return tuple(request for request in requests if request.specs)
 
     def rank(self, mesh: Mesh) -> ModelSpec:
-        """The decoder as one rank has it: the layers of its stage, heads and inner width divided, key heads shared where there are too few."""
+        """Return one rank's decoder: its stage's layers, its heads and inner width; ranks share key heads if few."""
         spec, num_ranks = self.decoder, mesh.tensor_size
         if mesh.layers is not None:
             spec = spec.layer_slice(*mesh.layers)

@@ -1,4 +1,4 @@
-"""Layers of decoders, put together from the spec's values and the weights' names, and the parts that decoders are built from."""
+"""Layers of decoders, built from the spec and the names of weights, and the parts that decoders are built from."""
 
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -44,7 +44,7 @@ class DecoderLayer(NamedTuple, Generic[AttentionT]):
 
 @dataclass(frozen=True, eq=False)
 class DecoderParts:
-    """What a decoder is built from: a spec, final weights, attention over pages, and a workspace."""
+    """Inputs of a decoder: a spec, final weights, attention over pages, and a workspace."""
 
     spec: ModelSpec
     weights: Weights
@@ -52,16 +52,16 @@ class DecoderParts:
     rope: StepRope
     workspace: Workspace
     scratch: tuple[TensorSpec, ...]
-    """The backend's, as its declaration lists it."""
+    """The backend's scratch, as its declaration lists it."""
     takes_fused_decode: bool = False
     dtype: str | None = None
-    """The type of activations; None for that of norms."""
+    """The type of activations; None: that of norms."""
     recipe: WeightRecipe = AS_STORED
     """How the weights were quantized."""
     exchange: Exchange | None = None
-    """With it, spec and weights are those of one rank, and logits those of its share of the vocabulary."""
+    """If set, spec and weights are one rank's, and logits are of its share of the vocabulary."""
     is_exact: bool = False
-    """As in the rank's Mesh."""
+    """Like `is_exact` of the rank's Mesh."""
 
     @property
     def sharing(self) -> OutputSharing | None:

@@ -1,13 +1,14 @@
-"""FusedDecode: the fused decode path of small batches: a layer as four products with the norm in their prologue and gate or residual in their epilogue.
+"""FusedDecode: the fused decode path of small batches. A layer is four products with the norm as prologue and gate or
+residual as epilogue.
 
 T rows, H hidden, X any other width
 
-Where ranks share layers (tensor parallel), a residual product leaves its part where peers read, and the sum of all parts is added
-to the stream with the next norm deferred: x has the same bits on every rank. A stage of a pipeline begins with the stream that it
+stream with the next norm deferred, so x has the same bits on every rank. A pipeline stage begins with the stream
+that it received, and ends with the one that it sends.
 received, and ends with the one that it sends.
 
-`takes_fused_decode` (models/activations.py) says which models take it, `declined` which weights do not, and
-`fits_fused_decode` which steps of a model that does.
+`takes_fused_decode` (models/activations.py) decides by model, `declined` by weights, and
+`fits_fused_decode` by step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +36,9 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 
 def declined(layers: Sequence[DecoderLayer[Any]], head: torch.Tensor | QuantizedWeight | None) -> str | None:
-    """None, or why these weights of a model that `takes_fused_decode` cannot: all must be plain, or all have eight bits and scales by row.
+    """Return None, or why these weights cannot: all must be plain, or all must have eight bits and row scales.
 
-    `head` is None where another stage has it.
+    `head` is None if another stage has it.
     """
     blocks = [layer.mlp for layer in layers]
     if any(isinstance(block, ExpertLayer) and block.has_table for block in blocks):
@@ -70,7 +71,7 @@ def _products(layer: DecoderLayer[Any]) -> list[torch.Tensor | QuantizedWeight]:
 
 
 class FusedDecode:
-    """The layers of a decoder for small batches: GEMVs or small-batch GEMMs, and nothing between them but attention, or experts."""
+    """A decoder's layers for small batches: GEMVs or small-batch GEMMs, with only attention or experts between them."""
 
     def __init__(
         self,
@@ -79,15 +80,15 @@ class FusedDecode:
         head: torch.Tensor | QuantizedWeight | None,
         scratch: SmallBatchScratch,
     ) -> None:
-        """Norm and head are None where another stage has them."""
+        """Norm and head are None if another stage has them."""
         self._layers = layers
-        # Behind the last layer of a stage a norm is deferred in vain: the stream alone goes on.
+        # After the last layer of a stage the deferred norm is unused: the stream alone continues.
         self._norms = [*(layer.attn_norm for layer in layers[1:]), final_norm or layers[-1].mlp_norm]
         self._head = head
         self.scratch = scratch
 
     def logits(self, rows: NormedRows, logits_TV: torch.Tensor) -> torch.Tensor:
-        """float32 logits of every row behind the last layer, into `logits_TV`."""
+        """Compute float32 logits of every row after the last layer into `logits_TV`."""
         assert self._head is not None, "the head is in another stage"
         return normed_linear(rows, self._head, None, False, logits_TV, self.scratch)
 
@@ -100,7 +101,7 @@ class FusedDecode:
         mlp_buffers: Callable[[int], MLPBuffers],
         expert_buffers: Callable[[int], ExpertBuffers],
     ) -> NormedRows:
-        """All layers of this stage: x of the stream, which is as `embed` leaves it, and the norm of it deferred."""
+        """Run this stage's layers: return x of the stream that `embed` left, with its norm deferred."""
         x_TH, scaled_TH, delta_TH, _ = stream
         scratch, num_rows = self.scratch, batch.num_rows
         rows = defer_rms_norm(_rms(self._layers[0].attn_norm).defer(x_TH, scaled_TH, scratch))
@@ -122,7 +123,7 @@ class FusedDecode:
         return rows
 
     def _input_amax(self, a_TX: torch.Tensor, product: Linear) -> RowAmax | None:
-        """The amax of what a residual product takes from elsewhere; those of the gate that follows are cleared on the way."""
+        """Return the amax of a residual product's input; clear those of the next gate on the way."""
         amax, weight = self.scratch.amax, product.weight_NK
         if amax is None or not isinstance(weight, QuantizedWeight) or not weight.scheme.quantizes_activations:
             return None
@@ -131,7 +132,7 @@ class FusedDecode:
     def _add(
         self, a_TX: torch.Tensor, product: Linear, stream: Stream, norm: RMSNorm, amax: RowAmax | None
     ) -> NormedRows:
-        """x += the product, of all ranks together where they share it, with the next norm deferred."""
+        """Add the product to x with the next norm deferred; all-reduce it first if ranks share it."""
         weight, bias_N, (x_TH, scaled_TH, _, _) = product.weight_NK, product.bias_N, stream
         onto = norm.defer(x_TH, scaled_TH, self.scratch)
         if not isinstance(product, SummedLinear):
@@ -142,7 +143,7 @@ class FusedDecode:
 
 
 def make_scratch(held: Mapping[str, torch.Tensor]) -> SmallBatchScratch:
-    """From the tensors of `fused_decode_request`, by name; counters and amax that products raise begin at zero."""
+    """Build scratch from the tensors of `fused_decode_request`, by name; counters and amax start at zero."""
     squares, partials, arrived = held["squares"], held["parts"], held["arrived"].zero_()
     if "amax" not in held:
         return SmallBatchScratch(squares, partials, arrived)

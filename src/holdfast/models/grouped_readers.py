@@ -1,6 +1,6 @@
-"""The families: from an architecture's config.json to a ModelSpec, and the names of its tensors; no torch.
+"""The families: read an architecture's config.json into a ModelSpec, and name its tensors; no torch.
 
-A new family is a reader, and in data/families.json a row and its defaults. An absent key takes the default of
+A new family needs a reader, and a row with defaults in data/families.json. An absent key takes the default of
 transformers; a setting that the decoder does not compute raises.
 """
 
@@ -42,10 +42,10 @@ from holdfast.models.settings import (
 from holdfast.models.spec import ModelSpec
 
 TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""A `model_type` that differs from its architecture's name, and the one that does not."""
+"""Maps a `model_type` that differs from its architecture's name to the one that does not."""
 _DATA = read_data("families.json")
 NEUTRAL: Mapping[str, list[object]] = _DATA["neutral"]
-"""Settings that most families here do not compute, with the values that have no effect."""
+"""Settings that most families here do not compute, with the values at which they have no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Family:
     """One architecture: its reader, tensor names and special tokens."""
 
     name: str
-    """Also the `model_type` of its config.json."""
+    """Equal to the `model_type` of its config.json."""
     architecture: str
     read: "Reader"
     names: CheckpointNames
@@ -69,13 +69,13 @@ class Family:
     text_key: str = ""
     """Key of the decoder's settings in the config.json of a model with more parts; empty: the whole file."""
     text_type: str = ""
-    """The `model_type` there."""
+    """`model_type` of that part."""
     unread: tuple[str, ...] = ()
     """Prefixes of the tensors of the other parts, which are not read."""
     unread_words: str = ""
-    """What these are."""
+    """What these tensors are for."""
     draft: str = ""
-    """Prefix of layers that draft tokens; empty: they are the layers after the last one."""
+    """Prefix of draft layers; empty: they are the layers after the last one."""
 
 
 Reader = Callable[[Settings, Family], ModelSpec]
@@ -94,9 +94,9 @@ def read_spec(config: Mapping[str, object], file: str = "config.json") -> ModelS
 
 
 SHARED_KEYS = ("dtype", "torch_dtype")
-"""Keys of all parts of a model, unless a part has its own."""
+"""Keys of the whole file that apply to a part unless it has its own."""
 OUTER_KEYS = ("bos_token_id", "eos_token_id", "quantization_config")
-"""Keys of all parts, whatever a part has."""
+"""Keys of the whole file that override a part's."""
 
 
 def model_settings(settings: Settings) -> Settings:
@@ -234,7 +234,7 @@ def _read_qwen2_moe(settings: Settings, family: Family) -> ModelSpec:
     if settings.texts("layer_types") is not None:
         windows = _typed_windows(settings, spec.num_layers, window)
     elif window is not None:
-        # Every other layer among the first ones: so transformers reads the same settings for this family alone.
+        # Every other one of the first layers: transformers reads the same settings like this for this family alone.
         num_windowed = settings.count("max_window_layers", 28, MAX_POSITIONS, low=0)
         windows = tuple(window if layer < num_windowed and layer % 2 == 0 else None for layer in range(spec.num_layers))
     experts = _read_silu_experts(settings, spec, ExpertDefaults(60, 4, 1408, shared_size=5632))
@@ -257,13 +257,13 @@ def _read_silu_experts(settings: Settings, spec: ModelSpec, defaults: ExpertDefa
 
 
 GEMMA3_PATTERN = 6
-"""One layer in so many has full attention."""
+"""One of so many layers has full attention."""
 
 
 def _read_gemma3(settings: Settings, family: Family) -> ModelSpec:
     spec = _read_rotary(settings, family)
     windows = _gemma3_windows(settings, spec.num_layers)
-    # Positions are stretched already in what a config.json of this family calls the longest context.
+    # The longest context in this family's config.json already includes RoPE scaling.
     max_position = settings.count(
         "max_position_embeddings", DEFAULTS[family.text_type or family.name].max_position, MAX_POSITIONS
     )
@@ -366,7 +366,7 @@ def _read_opt(settings: Settings, family: Family) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Defaults:
-    """Defaults of transformers by which families with rotary positions differ."""
+    """Defaults of transformers that differ among families with RoPE."""
 
     vocab_size: int
     intermediate_size: int
@@ -378,13 +378,13 @@ class _Defaults:
     num_heads: int = 32
     is_tied: bool = False
     global_theta: float | None = None
-    """Theta of layers with full attention, if kinds of layers differ."""
+    """Theta of layers with full attention, if it differs by kind of layer."""
     norm_eps: float = 1e-6
     rope_theta: float = DEFAULT_THETA
 
 
 DEFAULTS = {name: _Defaults(**row) for name, row in _DATA["grouped"].items()}
-"""By `model_type`."""
+"""Keyed by `model_type`."""
 
 
 def _read_rotary(settings: Settings, family: Family) -> ModelSpec:
@@ -483,7 +483,7 @@ READERS: Mapping[str, Reader] = {
     **dict.fromkeys(LATENT_FAMILIES, lambda settings, family: read_latent(LATENT_FAMILIES[family.name], settings)),
     DEEPSEEK_V4_TYPE: lambda settings, _: read_compressed(settings),
 }
-"""By `model_type`."""
+"""Keyed by `model_type`."""
 
 
 def _read_family(row: Mapping[str, Any]) -> Family:
@@ -494,4 +494,4 @@ def _read_family(row: Mapping[str, Any]) -> Family:
 
 
 FAMILIES: Mapping[str, Family] = {row["architecture"]: _read_family(row) for row in _DATA["families"]}
-"""Every architecture that is run, by the name in config.json."""
+"""Every architecture that runs, by the name in config.json."""

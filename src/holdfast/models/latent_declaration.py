@@ -1,4 +1,4 @@
-"""LatentDeclaration: what a decoder with latent attention (MLA) takes where that differs from keys and values by head; no torch."""
+"""LatentDeclaration: what a decoder with latent attention (MLA) declares differently from KV by head; no torch."""
 
 from holdfast.distributed.mesh import Mesh
 from holdfast.models.declaration import CacheRows, HeadGeometry
@@ -8,7 +8,9 @@ from holdfast.quant.formats import KVFormat, index_dtype_beside, index_planes
 
 
 class LatentDeclaration(DecoderDeclaration):
-    """A decoder whose layers keep one latent a token, and perhaps an index beside it. Ranks share query heads, MLPs and experts; latents and index each has whole."""
+    """A decoder whose layers keep one latent per token, and perhaps an index.
+
+    Ranks split query heads, MLPs and experts; each has all latents and the whole index."""
 
     __slots__ = ()
 

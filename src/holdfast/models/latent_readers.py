@@ -1,7 +1,7 @@
 """Readers of config.json with latent attention (MLA): DeepSeek-V2, V3, V3.2, GLM-4.7-Flash and GLM-5; no torch.
 
-Keys that a config.json leaves out take the value that transformers gives them. Layers that draft tokens (multi-token
-prediction) are counted, so that their tensors are known, and are no part of the model.
+Absent keys take the default of transformers. Draft layers (multi-token prediction) are counted, so that their
+tensors are recognized, but are not part of the model.
 """
 
 from collections.abc import Mapping
@@ -33,22 +33,23 @@ from holdfast.models.settings import (
 from holdfast.models.spec import ExpertsSpec, GroupScore, IndexSpec, LatentSpec, ModelSpec, RopeSpec, Scoring
 
 GREEDY, LIMITED_GREEDY, CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
-"""Ways to choose experts (`topk_method`): of all; of the groups with the largest score; of those with the two largest, by corrected scores."""
+"""Choice of experts (`topk_method`): among all; in the groups with the largest score; in those with the two largest,
+by corrected scores."""
 MAX_SHARED_EXPERTS = 1024
 SPARSE, DENSE = "sparse", "dense"
 FULL, SHARED = "full", "shared"
-"""A layer has an index, or attends to what the last one before it with an index chose (`indexer_types`)."""
+"""A layer has an index, or reuses the choice of the last layer before it with an index (`indexer_types`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentFamily:
-    """What is fixed in a family, and what transformers assumes where config.json does not say."""
+    """Fixed values of a family, and transformers' defaults for absent keys."""
 
     name: str
     architecture: str
     scoring: Scoring
     methods: tuple[str, ...]
-    """The ways to choose experts that it knows; the first is the default."""
+    """The ways to choose experts that it supports; the first is the default."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -72,9 +73,9 @@ class LatentFamily:
     rope_dim: int = 64
     normalizes: bool = True
     index: IndexSpec | None = None
-    """Layers attend to the tokens that an index chooses; None: to all."""
+    """The index that chooses the tokens to attend to; None: layers attend to all."""
     shares_choices: bool = False
-    """Layers may have no index and take what one before them chose."""
+    """Layers may lack an index and reuse the choice of an earlier layer."""
 
 
 def _read_row(row: Mapping[str, Any]) -> LatentFamily:
@@ -84,11 +85,11 @@ def _read_row(row: Mapping[str, Any]) -> LatentFamily:
 
 _DATA = read_data("families.json")
 LATENT_FAMILIES = {name: _read_row(row) for name, row in _DATA["latent"].items()}
-"""By `model_type`."""
+"""Keyed by `model_type`."""
 
 
 def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
-    """A decoder with latent attention in every layer."""
+    """Read a decoder with latent attention in every layer."""
     decline(settings, _DATA["declined"]["latent"])
     num_heads = settings.count("num_attention_heads", family.num_heads, MAX_HEADS)
     if settings.optional_count("num_key_value_heads", None, MAX_HEADS) not in (None, 1, num_heads):
@@ -129,7 +130,7 @@ def read_latent(family: LatentFamily, settings: Settings) -> ModelSpec:
 
 
 def _read_dims(settings: Settings, family: LatentFamily) -> LatentSpec:
-    """Widths of queries, latents and values; those that no kernel takes are refused."""
+    """Read widths of queries, latents and values; refuse those that no kernel supports."""
     kv_rank = settings.count("kv_lora_rank", family.kv_rank, MAX_WIDTH)
     if kv_rank % LATENT_MULTIPLE or kv_rank > MAX_LATENT_DIM:
         wanted = f"a multiple of {LATENT_MULTIPLE} up to {MAX_LATENT_DIM}, which kernels support"
@@ -148,7 +149,7 @@ def _read_dims(settings: Settings, family: LatentFamily) -> LatentSpec:
 
 
 def _read_index(settings: Settings, default: IndexSpec, latent: LatentSpec, max_position: int) -> IndexSpec:
-    """Sizes of the index, as kernels take them; it may choose any number of tokens that a context can have."""
+    """Read sizes of the index, as kernels support them. It may choose any number of tokens that a context can have."""
     if latent.q_rank is None:
         raise settings.missing("q_lora_rank", "an index takes its queries from there")
     num_heads, head_dim = read_index_sizes(settings, default.num_heads, default.head_dim, latent.rope_dim)
@@ -162,13 +163,13 @@ def _read_index(settings: Settings, default: IndexSpec, latent: LatentSpec, max_
 
 
 def _read_shared(settings: Settings, family: LatentFamily, num_layers: int, num_drafts: int) -> frozenset[int]:
-    """Layers that take what one before them chose: as they are listed, else by a pattern, else every so many but a few."""
+    """Read the layers that reuse an earlier choice: as listed, else by pattern, else by frequency."""
     key, kinds = _listed_indexers(settings)
     if kinds is None:
         every = max(1, settings.count("index_topk_freq", 1, MAX_LAYERS, low=0))
         key, skipped = "index_topk_freq", settings.count("index_skip_topk_offset", 2, MAX_LAYERS, low=0)
         kinds = tuple(FULL if max(layer - skipped + 1, 0) % every == 0 else SHARED for layer in range(num_layers))
-    # Some lists go on behind the last layer, with those that draft.
+    # Some lists continue past the last layer, with draft layers.
     if not num_layers <= len(kinds) <= num_layers + num_drafts or set(kinds) - {FULL, SHARED}:
         wanted = f"{FULL} or {SHARED} for each of {num_layers} layers"
         raise settings.refuse(key, settings.values.get(key), wanted)
@@ -183,7 +184,7 @@ def _read_shared(settings: Settings, family: LatentFamily, num_layers: int, num_
 
 
 def _listed_indexers(settings: Settings) -> tuple[str, tuple[str, ...] | None]:
-    """Kinds of layers by name, or by letter, and the key that says so; None where neither is there."""
+    """Return the kinds of layers, by name or letter, and their key; None if neither is there."""
     kinds = settings.texts("indexer_types")
     if kinds is not None:
         return "indexer_types", kinds
@@ -196,7 +197,7 @@ def _listed_indexers(settings: Settings) -> tuple[str, tuple[str, ...] | None]:
 
 
 def _read_rope(settings: Settings, rope_dim: int, max_position: int) -> RopeSpec:
-    """As everywhere, but yarn must say what it stretches, and how far: scores depend on it too."""
+    """Read RoPE. yarn must state its factor and original context, since scores depend on them too."""
     part = settings.part("rope_scaling") or settings.part("rope_parameters")
     if part is not None and part.text("rope_type", part.text("type", "default")) == "yarn":
         for key in ("factor", "original_max_position_embeddings"):
@@ -206,14 +207,14 @@ def _read_rope(settings: Settings, rope_dim: int, max_position: int) -> RopeSpec
 
 
 def _temperature(rope: RopeSpec) -> float:
-    """What yarn multiplies scores by, beside what it does to cos and sin; 1 where it says nothing."""
+    """Return yarn's factor on scores, beside its effect on cos and sin; 1 if it states none."""
     if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
         return 1.0
     return (0.1 * rope.mscale_all_dim * log(rope.factor) + 1.0) ** 2
 
 
 def _read_experts(settings: Settings, family: LatentFamily, num_layers: int) -> ExpertsSpec | None:
-    """The experts of all layers but the dense ones; None where no layer has any."""
+    """Read the experts of all layers but the dense ones; None if no layer has any."""
     first_few = "first_k_dense_replace", family.num_dense_layers
     dense_layers = read_mlp_layers(settings, num_layers, (SPARSE, DENSE), DENSE, first_few)
     if len(dense_layers) == num_layers:
@@ -252,7 +253,7 @@ def _read_experts(settings: Settings, family: LatentFamily, num_layers: int) -> 
 
 
 def _read_method(settings: Settings, family: LatentFamily) -> str:
-    """How experts are chosen. What makes a score of a logit is fixed in a family, and a file may only agree."""
+    """Read how experts are chosen. The scoring function is fixed in a family, and a file may only agree."""
     if settings.text("scoring_func", family.scoring) != family.scoring:
         raise settings.unsupported("scoring_func", f"scores of {family.name} are a {family.scoring} of logits")
     method = settings.text("topk_method", family.methods[0])
@@ -265,7 +266,7 @@ def _read_method(settings: Settings, family: LatentFamily) -> str:
 def _read_groups(
     settings: Settings, family: LatentFamily, method: str, num_experts: int, top_k: int
 ) -> tuple[int, int]:
-    """Groups of experts, and how many of them a token takes its own from; one of all where nothing limits them."""
+    """Read the groups of experts, and how many of them a token chooses from; one group of all if unlimited."""
     if method == GREEDY:
         return 1, 1
     num_groups = _group_count(settings, "n_group", family.num_groups)

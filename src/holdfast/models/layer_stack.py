@@ -1,8 +1,8 @@
-"""LayerStack: what all decoders share: embed, a range of layers, norm, logits, all in tensors of one workspace; attention is theirs.
+"""LayerStack: what decoders share: embed, a range of layers, norm and logits in one workspace. Attention is their own.
 
 T rows of the step, R rows whose logits are wanted, H hidden, E embedding, V vocabulary, X any other width
 
-The residual stream is x, and what the last product computed is added to it by the norm that follows: one pass over memory
+The residual stream is x. The norm that follows a product adds its output to x: one pass over memory
 for both.
 """
 
@@ -34,18 +34,18 @@ from holdfast.quant.weight_schemes import WeightRecipe
 log = get_logger(__name__)
 
 MAX_CACHED_SIZES = 128
-"""Row counts whose requests are kept, the latest: steps have thousands of sizes, and reach nearly all of them in time."""
+"""Most row counts whose requests are cached, the latest ones: steps reach thousands of sizes in time."""
 
 
 class HeadRequests(NamedTuple):
-    """What logits of some rows need of the workspace."""
+    """Workspace requests of logits for some rows."""
 
     head: Request
     codes: Request
 
 
 class StepWorkspace:
-    """How decoders of all kinds get tensors of the workspace; `dtype` is that of activations."""
+    """Gives decoders of all kinds tensors of the workspace; `dtype` is that of activations."""
 
     def __init__(self, spec: ModelSpec, workspace: Workspace, dtype: str, recipe: WeightRecipe) -> None:
         self._spec = spec
@@ -60,7 +60,7 @@ class StepWorkspace:
         """Called before every layer on a CPU; it may raise, which abandons the step."""
 
     def _make_tile_scratch(self) -> TileScratch | None:
-        """Acquire what products of middle batches share, if the plan has it; counters begin at zero."""
+        """Acquire the scratch that medium-batch products share, if the plan has it; counters start at zero."""
         request = activations.row_scaled_request(self._spec, self._recipe)
         if request.lane not in self.workspace.lanes:
             return None
@@ -68,7 +68,7 @@ class StepWorkspace:
         return TileScratch(held["parts"], held["arrived"].zero_(), held["row_amax"])
 
     def _head_buffers(self, num_rows: int) -> tuple[dict[str, torch.Tensor], QuantizedRows | None]:
-        """Acquire the logits of so many rows, and the buffer for the head's quantized inputs."""
+        """Acquire logits of `num_rows` rows, and the buffer for the head's quantized inputs."""
         requests = self._head_requests(num_rows)
         return self.acquire(requests.head), self._quantized(requests.codes)
 
@@ -104,7 +104,7 @@ class LayerStack(StepWorkspace):
         self._exchange = parts.exchange
         self._make_buffers = GroupedBuffers.of if spec.latent is None else LatentBuffers.of
         self._embed_VE = weights.get("embed.weight")
-        """None between the first stage of a pipeline and the last, and there too where the head is another weight."""
+        """None in middle stages of a pipeline, and in the last one if the head is another weight."""
         self._embed_scale = _rounded(spec.embedding_scale, self._dtype)
         self._positions_PH = weights.get("positions.weight")
         self._embed_in = builder.linear("embed_in") if "embed_in.weight" in weights else None
@@ -117,11 +117,11 @@ class LayerStack(StepWorkspace):
             partial(activations.step_requests, spec, dtype=dtype, scratch=parts.scratch, recipe=parts.recipe)
         )
         self.fused = self._fused_decode() if parts.takes_fused_decode else None
-        """The fused decode path; None where no step takes it."""
+        """The fused decode path; None if no step takes it."""
 
     @property
     def expert_layers(self) -> list[ExpertLayer]:
-        """Sparse layers, from the first to the last."""
+        """Sparse layers, first to last."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertLayer)]
 
     @property
@@ -129,7 +129,7 @@ class LayerStack(StepWorkspace):
         return len(self.layers)
 
     def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again; none before the last stage."""
+        """Compute float32 logits [R, V], valid until the workspace is used again; none before the last stage."""
         if self.fused is not None and batch.logits is None and activations.fits_fused_decode(len(batch.token_ids_T)):
             return self.fused_logits(batch, plan, self.fused)
         hidden_RH = self.hidden(batch, plan)
@@ -149,7 +149,7 @@ class LayerStack(StepWorkspace):
         return fused_decode.declined(self.layers, self._head_VE)
 
     def _fused_decode(self) -> FusedDecode | None:
-        """The fused decode path, unless what was loaded cannot take it."""
+        """Build the fused decode path, unless the loaded weights cannot take it."""
         reason = self.fused_decode_declined()
         if reason is not None:
             log.info("small batches do not take the fused decode path because %s", reason)
@@ -158,17 +158,17 @@ class LayerStack(StepWorkspace):
         return FusedDecode(self.layers, self._final_norm, self._head_VE, scratch)
 
     def hidden(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """Final hidden states of the rows whose logits are wanted: [R, H], in the stream.
+        """Compute final hidden states of the rows whose logits are wanted: [R, H], in the stream.
 
-        A stage before the last sends its rows to the next one, all of them, and has none itself: [0, H].
+        A stage before the last sends all its rows to the next one and returns [0, H].
         """
         stream = self.run_layers(self.embed(batch), batch, plan, range(self.num_layers))
         return self.finish(stream) if self._spec.is_last_stage else self._send(stream)
 
     def embed(self, batch: Batch) -> Stream:
-        """The first end: token embeddings, and learned positions where there are; or what the stage before has sent.
+        """Embed tokens and learned positions, if any; or receive the previous stage's rows.
 
-        Every stage computes cos and sin of the step's rows first, for all of its layers.
+        Every stage first computes cos and sin of the step's rows, for all its layers.
         """
         if self._rope is not None:
             fill_rope_rows(batch.positions_T, self._rope)
@@ -193,7 +193,7 @@ class LayerStack(StepWorkspace):
         return Stream(x_TH, stream["normed"], stream["delta"], has_delta=False)
 
     def _send(self, stream: Stream) -> torch.Tensor:
-        """The stream to the next stage, with what the next norm would have added first: it rounds the same sum (kernels/norm.py)."""
+        """Send the stream and its pending output to the next stage: the next norm rounds the same sum (norm.py)."""
         assert self._exchange is not None, "a pipeline stage has no exchange to send by"
         if stream.has_delta:
             stream.x_TH.add_(stream.delta_TH)
@@ -201,7 +201,7 @@ class LayerStack(StepWorkspace):
         return stream.x_TH[:0]
 
     def _lookup(self, ids_T: torch.Tensor, out_TE: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding; on ranks each has some, and zeros for the others' ids."""
+        """Look up rows of the embedding. Each rank has some, takes zeros for other ids, and all-reduces."""
         exchange = self._exchange
         assert self._embed_VE is not None, "the embedding is in another stage"
         if exchange is None or exchange.size == 1:
@@ -218,7 +218,7 @@ class LayerStack(StepWorkspace):
         plan: StepPlan,
         layers: range,
     ) -> Stream:
-        """Some layers in a row. Behind the attention of the last of all only rows whose logits are wanted go on."""
+        """Run consecutive layers. After the attention of the last one only rows whose logits are wanted go on."""
         last = self.num_layers - 1 if self._spec.is_last_stage and batch.logits is not None else None
         for index in layers:
             if self.before_layer is not None:
@@ -235,7 +235,7 @@ class LayerStack(StepWorkspace):
                 num_rows = len(batch.logits.rows_R)
                 if num_rows == 0:
                     return Stream(x_TH[:0], normed_TH[:0], delta_TH[:0], has_delta=False)
-                # The two tensors change their parts.
+                # The two tensors swap roles.
                 x_TH = torch.index_select(x_TH, 0, batch.logits.rows_R, out=normed_TH[:num_rows])
                 normed_TH = stream.x_TH[:num_rows]
             self.feed_forward(layer, x_TH, normed_TH, delta_RH)
@@ -243,7 +243,7 @@ class LayerStack(StepWorkspace):
         return stream
 
     def finish(self, stream: Stream) -> torch.Tensor:
-        """The other end, up to the head: final hidden states of the rows that are left."""
+        """Return final hidden states of the remaining rows, the head's input."""
         x_RH, normed_RH, delta_RH, has_delta = stream
         if x_RH.shape[0] == 0 or not has_delta:
             return x_RH
@@ -252,7 +252,7 @@ class LayerStack(StepWorkspace):
         return self._final_norm(x_RH, delta_RH, normed_RH)
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """The head: float32 logits [R, V], valid until the workspace is used again."""
+        """Run the head: float32 logits [R, V], valid until the workspace is used again."""
         assert self._head_VE is not None, "the head is in another stage"
         head, quantized = self._head_buffers(hidden_RH.shape[0])
         if self._embed_out is not None:
@@ -264,7 +264,7 @@ class LayerStack(StepWorkspace):
     def feed_forward(
         self, layer: DecoderLayer[Any], x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
     ) -> None:
-        """x += delta, and delta = MLP of it; where norms come last, x is finished instead."""
+        """Compute x += delta, and delta = MLP of it; if norms come last, finish x instead."""
         if self._spec.norm_first:
             if layer.attn_out_norm is not None:
                 layer.attn_out_norm(delta_RH, None, delta_RH)
@@ -282,7 +282,7 @@ class LayerStack(StepWorkspace):
     def _run_normed_mlp(
         self, layer: DecoderLayer[Any], x_RH: torch.Tensor, normed_RH: torch.Tensor, delta_RH: torch.Tensor
     ) -> None:
-        """x += delta, and delta = MLP of the norm of x, which the norm leaves as codes too where the MLP takes them."""
+        """Compute x += delta, and delta = MLP of the normed x. The norm quantizes x too if the MLP takes codes."""
         num_rows = x_RH.shape[0]
         if isinstance(layer.mlp, ExpertLayer):
             layer.mlp(layer.mlp_norm(x_RH, delta_RH, normed_RH), self._expert_buffers(num_rows), delta_RH)
@@ -310,5 +310,5 @@ class LayerStack(StepWorkspace):
 
 
 def _rounded(number: float | None, dtype: str) -> float | None:
-    """As a tensor of that type would hold it."""
+    """Round a number to that type."""
     return None if number is None else torch.tensor(number, dtype=getattr(torch, dtype)).item()

@@ -1,9 +1,9 @@
-"""Model: what a runner needs of a model: two ends and a range of layers between them, and the Stream between layers.
+"""Model: what a runner needs of a model: embedding, a range of layers, and head, and the Stream between layers.
 
 T rows of the step, R rows whose logits are wanted, H hidden, V vocabulary
 
-What a model takes (parameters, caches, scratch) is declared without torch. That declaration is the only source for plan, load
-and run.
+A model's memory (parameters, caches, scratch) is declared without torch. That declaration is the only source for plan,
+load and run.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ class Stream(NamedTuple):
     normed_TH: torch.Tensor
     """Buffer for a normed copy."""
     delta_TH: torch.Tensor
-    """The last layer's output that is not added yet, or a buffer for it."""
+    """The last layer's output that is not added to x yet, or a buffer for it."""
     has_delta: bool
 
 
 class Model(Protocol):
-    """One computation over final weights, pages and a workspace; `plan` is what its attention backend made of the batch."""
+    """One computation over final weights, pages and a workspace; its attention backend makes `plan` from the batch."""
 
     before_layer: Callable[[], None] | None
     """Called before every layer, if set; it may raise, which abandons the step."""
@@ -39,11 +39,11 @@ class Model(Protocol):
         ...
 
     def run_layers(self, stream: Stream, batch: Batch, plan: StepPlan, layers: range) -> Stream:
-        """Run some layers in a row; after the last of all only rows whose logits are wanted are left."""
+        """Run consecutive layers; after the last one only rows whose logits are wanted are left."""
         ...
 
     def finish(self, stream: Stream) -> torch.Tensor:
-        """Compute the final hidden states of the rows that are left: [R, H]."""
+        """Compute the final hidden states of the remaining rows: [R, H]."""
         ...
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
@@ -55,5 +55,5 @@ class Model(Protocol):
         ...
 
     def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """Run the whole step, by the fastest path that it can take: [R, V]."""
+        """Run the whole step, by its fastest path: [R, V]."""
         ...

@@ -1,20 +1,20 @@
-"""Names of checkpoint tensors by family, and the parameters that a spec makes of them; no torch.
+"""Names of checkpoint tensors by family, and the parameters that a spec needs; no torch.
 
 A parameter is one final tensor, such as the fused layers.3.qkv.weight. A part is a checkpoint tensor, or some rows and
-columns of one, that fills some of its rows. Rows count all leading dimensions: the experts [E, N, K] of a layer are E * N
-rows of K columns, and expert e begins at row e * N; a vector has one column. Checkpoint tensors are named as Hugging Face
-names them; a source with other names (GGUF) translates.
+columns of one, that fills some of its rows. Rows count all leading dimensions: the experts [E, N, K] of a layer are
+E * N rows of K columns, and expert e begins at row e * N; a vector has one column. Checkpoint tensors are named as
+Hugging Face names them; a source with other names (GGUF) translates.
 
 E experts, I inner width of one, H hidden
 
 separate     every expert's gate, up and down are tensors of their own: [I, H], [I, H], [H, I]
 fused        gate and up of all experts are one tensor, [E, 2 I, H], and down is another, [E, H, I]
-transposed   the same as [E, H, 2 I] and [E, I, H]
+transposed   like fused, as [E, H, 2 I] and [E, I, H]
 by kind      gate, up and down of all experts are one tensor each: [E, I, H], [E, I, H], [E, H, I]
-interleaved  transposed, and nothing else: columns of gate and up alternate; biases [E, 2 I] and [E, H] (gpt-oss)
+interleaved  like transposed, but columns of gate and up alternate; biases [E, 2 I] and [E, H] (gpt-oss)
 
-Those from fused to by kind go by module names with and without ".weight". Parts are by expert and by gate and up in every layout, so
-that ranks divide experts in the same order; interleaved, gate and up are one.
+Layouts from fused to by kind match module names with and without ".weight". Parts are by expert and by gate and up in
+every layout, so that ranks divide experts in the same order; if interleaved, gate and up are one part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,21 +28,21 @@ from holdfast.memory.devices import read_data
 from holdfast.models.spec import CompressedSpec, CompressorSpec, ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 
 Kind = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router", "absorbed"]
-"""What a parameter is for; linear, expert and head are what quantization is for.
+"""Use of a parameter; quantization applies to linear, expert and head.
 
-An absorbed one (kv_b of latent attention, o_a of compressed attention) is multiplied by heads, or by groups of them, each by its
-own rows: it is small, and kept in the type of the engine whatever the checkpoint stores it in."""
+An absorbed one (kv_b of latent attention, o_a of compressed attention) is multiplied by heads, or by groups of them,
+each by its own rows. It is small, and keeps the engine's type whatever the checkpoint's."""
 Split = Literal["none", "rows", "columns", "outputs"]
-"""How ranks share a parameter: all of it each, some rows of every part each, or some columns of all rows each.
+"""How ranks share a parameter: each has all of it, some rows of every part, or some columns of all rows.
 
-Those that are split by columns are output projections: where ranks gather (`Mesh.is_exact`) they are split by rows as well.
-Their biases are `outputs`: all of it each where ranks add up their products, their own elements where they gather."""
+Those split by columns are output projections; if ranks gather (`Mesh.is_exact`), they are split by rows.
+Their biases are `outputs`: each rank has all of it if it adds up products, its own elements if it gathers."""
 
 
 class Part(NamedTuple):
-    """Rows of a parameter, from `row_start` on, and where in a checkpoint tensor they come from.
+    """Rows of a parameter, from `row_start` on, and their source in a checkpoint tensor.
 
-    A large mixture of experts has hundreds of thousands: a tuple is made in half the time of a dataclass.
+    A large mixture of experts has hundreds of thousands: a tuple is built in half the time of a dataclass.
     """
 
     tensor: str
@@ -50,18 +50,18 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the whole checkpoint tensor."""
     rows: tuple[int, int] | None = None
-    """The rows [start, end) of the checkpoint tensor that are taken, leading dimensions counted as rows; None: all.
-    Of a transposed one they are rows after transposing."""
+    """The taken rows [start, end) of the checkpoint tensor, leading dimensions counted as rows; None: all.
+    For a transposed tensor, rows after transposing."""
     columns: tuple[int, int] | None = None
-    """The columns that are taken of them; None: all. A scale that is shared by a row still follows from all of it."""
+    """The taken columns of these rows; None: all. A row's shared scale still follows from the whole row."""
     is_transposed: bool = False
-    """The last two dimensions are stored the other way round: [E, K, N] instead of [E, N, K]."""
+    """True if the last two dimensions are stored swapped: [E, K, N] instead of [E, N, K]."""
     repeats: int = 1
-    """Rows of the parameter that each row fills: a stored scale that stands for several of ours."""
+    """Rows of the parameter that each row fills: one stored scale may stand for several of ours."""
     whole_rows: tuple[int, int] | None = None
-    """The rows of the checkpoint tensor of which `rows` are one rank's share; None: `rows` are all there are."""
+    """The checkpoint rows of which `rows` are a rank's share; None: `rows` are all."""
     joined_rows: int = 1
-    """Stored rows that are one row here: [E, N, K / 32, 16] stands for rows of K / 2, each of K / 32 stored ones."""
+    """Stored rows per row here: [E, N, K / 32, 16] stands for rows of K / 2, each of K / 32 stored ones."""
 
     @property
     def source_rows(self) -> int:
@@ -70,12 +70,12 @@ class Part(NamedTuple):
 
     @property
     def source_columns(self) -> int:
-        """Columns of the whole checkpoint tensor, after transposing and joining; 1 of a vector or a single number."""
+        """Columns of the whole checkpoint tensor, after transposing and joining; 1 for a vector or a scalar."""
         return self.shape[-2 if self.is_transposed else -1] * self.joined_rows if len(self.shape) > 1 else 1
 
     @property
     def matrix_rows(self) -> int:
-        """Rows of one of the matrices that the checkpoint tensor is a stack of."""
+        """Rows of one matrix in the stack that the checkpoint tensor is."""
         if len(self.shape) < 2:
             return self.source_rows
         return self.shape[-1 if self.is_transposed else -2 if self.joined_rows == 1 else -3]
@@ -90,12 +90,12 @@ class Part(NamedTuple):
 
     @property
     def whole_range(self) -> tuple[int, int]:
-        """The rows that a scale for the whole of them follows from, whichever of them are taken."""
+        """The rows that a shared scale follows from, whichever of them are taken."""
         return self.whole_rows or self.row_range
 
     @property
     def num_rows(self) -> int:
-        """Rows of the parameter that it fills."""
+        """Rows of the parameter that the part fills."""
         start, end = self.row_range
         return (end - start) * self.repeats
 
@@ -105,7 +105,7 @@ class Part(NamedTuple):
         return end - start
 
     def check(self) -> None:
-        """What it takes lies inside the checkpoint tensor, and inside what it is a share of."""
+        """Check that the part lies inside the checkpoint tensor, and inside the range that it is a share of."""
         start, end = self.row_range
         assert 0 <= start < end <= self.source_rows, f"{self.tensor}: rows {start} to {end} of {self.source_rows}"
         first, last = self.whole_range
@@ -124,13 +124,13 @@ class Parameter:
     kind: Kind = "linear"
     split: Split = "none"
     layouts: tuple[tuple[Part, ...], ...] = ()
-    """Other ways in which checkpoints store the same: the first whose tensors are there with these shapes is taken."""
+    """Other layouts in checkpoints. The first one whose tensors exist with these shapes is taken."""
     dtype: str | None = None
-    """Its own type, whatever the dtype of the engine; None: that one."""
+    """Its own type; None: the dtype of the engine."""
     whole: "Parameter | None" = None
-    """The parameter of the whole model of which this one is a rank's share; None: this one is."""
+    """The whole model's parameter, of which this one is a rank's share; None: this one is whole."""
     limit: int = 0
-    """Its numbers are whole ones from 0 to one less than this; 0: they are any."""
+    """If set, its values are integers from 0 to `limit` - 1; 0: any numbers."""
 
     @property
     def num_elements(self) -> int:
@@ -138,7 +138,7 @@ class Parameter:
 
     @property
     def num_rows(self) -> int:
-        """All leading dimensions; of a vector, its elements."""
+        """Product of all leading dimensions; for a vector, its elements."""
         return prod(self.shape[:-1] if len(self.shape) > 1 else self.shape)
 
     @property
@@ -147,14 +147,14 @@ class Parameter:
 
     @property
     def seam_rows(self) -> int:
-        """What divides every row at which two parts or two stacked matrices of the whole parameter meet; 0: none do."""
+        """A divisor of every row at which two parts or two stacked matrices of the whole parameter meet; 0: none do."""
         if self.whole is not None:
             return self.whole.seam_rows
         stacked = self.shape[-2] if len(self.shape) > 2 else 0
         return gcd(stacked, *(part.row_start for part in self.parts))
 
     def check(self) -> None:
-        """In every layout each row is filled once, in order, by parts of the right width."""
+        """Check that parts of the right width fill each row once, in order, in every layout."""
         for parts in (self.parts, *self.layouts):
             row = 0
             for part in parts:
@@ -166,7 +166,7 @@ class Parameter:
 
 
 def stack_parts(tensors: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Part, ...]:
-    """One part a tensor, given as name and shape; the rows of a tensor are its first dimension."""
+    """Make one part per tensor, given as name and shape. The rows of a tensor are its first dimension."""
     parts: list[Part] = []
     row = 0
     for tensor, shape in tensors:
@@ -176,7 +176,7 @@ def stack_parts(tensors: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Part, .
 
 
 def stacked(name: str, tensors: Sequence[tuple[str, tuple[int, ...]]], kind: Kind, split: Split) -> Parameter:
-    """One parameter that holds all rows of all of them."""
+    """Make one parameter that stacks all rows of these tensors."""
     num_rows = sum(shape[0] for _, shape in tensors)
     return Parameter(name, (num_rows, *tensors[0][1][1:]), stack_parts(tensors), kind, split)
 
@@ -188,7 +188,7 @@ Modules = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a family calls the modules of a sparse layer; names of an expert follow `experts` and its number."""
+    """A family's names of a sparse layer's modules; names of an expert follow `experts` and its number."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
@@ -199,16 +199,16 @@ class ExpertNames:
     down: str = "down_proj"
     gate_up: str = "gate_up_proj"
     score_bias: str = "e_score_correction_bias"
-    """What follows the router's name in that of the bias on its scores."""
+    """Suffix of the router's name for the bias on its scores."""
     bias: str = "_bias"
-    """What follows the name of a stacked tensor in the name of its biases."""
+    """Suffix of a stacked tensor's name for its biases."""
     table: str = "tid2eid"
-    """What follows the router's name in that of the experts by token."""
+    """Suffix of the router's name for the table of experts by token."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
-    """What a family calls its modules; names in a layer follow `layer` with the layer's number filled in."""
+    """A family's module names; names in a layer follow `layer` with the layer's number filled in."""
 
     embed: str
     layer: str
@@ -248,15 +248,15 @@ def _read_names() -> dict[str, CheckpointNames]:
 NAMES: Mapping[str, CheckpointNames] = _read_names()
 LLAMA_NAMES = NAMES["llama"]
 LATENT_NAMES, COMPRESSED_NAMES = (SimpleNamespace(**names) for names in read_data("attention_names.json").values())
-"""Modules of latent and of compressed attention, whose names all families share.
+"""Module names of latent and of compressed attention, which all families share.
 
-`k_b` and `v_b` are keys, transposed, and values of kv_b, where a checkpoint (GGUF) has split it. `positions` ends a tensor's name;
-names of streams come before fn, base and scale.
+`k_b` (keys, transposed) and `v_b` (values) are the halves of kv_b in checkpoints that split it (GGUF). `positions` ends
+a tensor's name; names of streams come before fn, base and scale.
 """
 
 
 def _slices(tensor: str, shape: tuple[int, int, int], num_parts: int, is_transposed: bool = False) -> tuple[Part, ...]:
-    """All rows of a stacked tensor, in so many equal parts."""
+    """Cut all rows of a stacked tensor into `num_parts` equal parts."""
     num_rows = shape[0] * shape[2 if is_transposed else 1] // num_parts
     return tuple(
         Part(tensor, start, shape, (start, start + num_rows), is_transposed=is_transposed)
@@ -265,14 +265,14 @@ def _slices(tensor: str, shape: tuple[int, int, int], num_parts: int, is_transpo
 
 
 def _in_turn(tensors: list[tuple[Part, ...]], num_rows: int) -> tuple[Part, ...]:
-    """The first part of each tensor, then the second of each, and so on; each fills `num_rows`."""
+    """Interleave: the first part of each tensor, then the second of each, and so on; each fills `num_rows`."""
     parts = [part for same in zip(*tensors, strict=True) for part in same]
     return tuple(Part(part.tensor, place * num_rows, part.shape, part.rows) for place, part in enumerate(parts))
 
 
 @dataclass(frozen=True, slots=True)
 class _Lister:
-    """Lists parameters whose names begin with one prefix here, and with another in the checkpoint."""
+    """Lists parameters, whose names begin with one prefix here and with another in the checkpoint."""
 
     ours: str
     theirs: str
@@ -333,7 +333,7 @@ class _Lister:
         ]
 
     def streams(self, name: str, prefix: str, num_rows: int, num_streams: int, num_scales: int) -> list[Parameter]:
-        """List how residual streams are mixed: weight, bias and scales, in float32."""
+        """List the weight, bias and scales that mix residual streams, in float32."""
         return [
             self.tensor(
                 f"{name}.weight", f"{prefix}fn", (num_rows, num_streams * self.hidden), "router", dtype="float32"
@@ -343,9 +343,9 @@ class _Lister:
         ]
 
     def experts(self, experts: ExpertsSpec, names: ExpertNames, table_size: int) -> list[Parameter]:
-        """List the router, the experts and what every token takes.
+        """List the router, the experts and the shared expert.
 
-        With `table_size` that many tokens have their experts in a table, and no bias is for choosing them.
+        With `table_size`, a table gives the experts of that many tokens, and scores have no bias.
         """
         count, inner, hidden = experts.num_experts, experts.intermediate_size, self.hidden
         parameters = [self.tensor("router.weight", f"{names.router}.weight", (count, hidden), "router")]
@@ -364,7 +364,7 @@ class _Lister:
             self._of_experts("down", (names.down,), names, (count, hidden, inner), "columns", interleaved)
         )
         if experts.has_bias:
-            # Ranks share columns as they share rows of the weight; each has all of what is added last.
+            # Ranks share columns as they share rows of the weight; each has the whole bias that is added last.
             gate_up, down = (prefix + name + names.bias for name in (names.gate_up, names.down))
             parameters.append(self.tensor("experts.gate_up.bias", gate_up, (count, 2 * inner), "bias", "columns"))
             parameters.append(self.tensor("experts.down.bias", down, (count, hidden), "bias", "outputs"))
@@ -385,7 +385,7 @@ class _Lister:
         split: Split,
         is_interleaved: bool,
     ) -> Parameter:
-        """List one stacked weight of all experts; `each`: the experts, then rows and columns of one module of one expert."""
+        """List one stacked weight of all experts; `each`: the experts, then rows and columns of one expert's module."""
         (count, height, width), prefix, num_parts = each, f"{self.theirs}{names.experts}.", len(modules) * each[0]
         num_rows, fused = len(modules) * height, prefix + (names.gate_up if len(modules) > 1 else modules[0])
         ours, shape, stored = f"{self.ours}experts.{name}.weight", (count, num_rows, width), (count, width, num_rows)
@@ -407,12 +407,12 @@ class _Lister:
 def list_experts(
     experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, theirs: str, with_layouts: bool = True
 ) -> list[Parameter]:
-    """List the router, the experts and what every token takes, of one layer; `ours` and `theirs` are prefixes of names."""
+    """List one layer's router, experts and shared expert; `ours` and `theirs` are prefixes of names."""
     return _Lister(ours, theirs, hidden, with_layouts=with_layouts).experts(experts, names, 0)
 
 
 def list_parameters(spec: ModelSpec, names: CheckpointNames, with_layouts: bool = True) -> tuple[Parameter, ...]:
-    """Every parameter of the decoder, in the order of computation; a plan of memory does without other layouts."""
+    """List every parameter of the decoder, in the order of computation; a memory plan omits other layouts."""
     layers = [list_layer(spec, names, layer, with_layouts) for layer in range(spec.num_layers)]
     return (*list_before_layers(spec, names), *chain.from_iterable(layers), *list_behind_layers(spec, names))
 
@@ -490,7 +490,7 @@ def _list_grouped(one: _Lister, spec: ModelSpec, names: CheckpointNames) -> list
 
 
 def _list_latent(one: _Lister, spec: ModelSpec, latent: LatentSpec, layer: int) -> list[Parameter]:
-    """List latent attention up to its output. Ranks share query heads; latents are the same on all of them."""
+    """List latent attention up to its output. Ranks split query heads; all have the same latents."""
     hidden, q_rank, own = spec.hidden_size, latent.q_rank, LATENT_NAMES
     kv_a, q_rows = (own.kv_a, latent.row_dim), spec.num_heads * latent.query_dim
     if q_rank is None:
@@ -504,7 +504,7 @@ def _list_latent(one: _Lister, spec: ModelSpec, latent: LatentSpec, layer: int) 
     parameters.append(_kv_b(one, spec.num_heads, latent))
     index = spec.layer_index(layer)
     if index is not None and q_rank is not None:
-        # Every rank has all of the index: its heads are summed up before tokens are chosen.
+        # Every rank has the whole index: the sum over its heads comes before the choice of tokens.
         parameters += one.linear("index_q", [(own.index_q, index.num_heads * index.head_dim)], q_rank, "none")
         parameters += one.linear("index_k", [(own.index_k, index.head_dim)], hidden, "none")
         parameters += one.norm("index_k_norm", own.index_k_norm, index.head_dim, has_bias=True)
@@ -515,7 +515,7 @@ def _list_latent(one: _Lister, spec: ModelSpec, latent: LatentSpec, layer: int) 
 def _list_compressed(
     one: _Lister, spec: ModelSpec, compressed: CompressedSpec, names: CheckpointNames, layer: int
 ) -> list[Parameter]:
-    """List compressed attention and the streams of its layer. Ranks share query heads and groups of them; the rest each has whole."""
+    """List compressed attention and its streams. Ranks split query heads and groups; each has the rest whole."""
     own, hidden, q_rank = COMPRESSED_NAMES, spec.hidden_size, compressed.q_rank
     groups, compressor = compressed.num_output_groups * compressed.output_rank, spec.layer_kind(layer).compressor
     assert spec.streams is not None, f"{spec.architecture} has one stream"
@@ -543,7 +543,7 @@ def _list_compressor(
     compressor: CompressorSpec,
     index: IndexSpec | None,
 ) -> list[Parameter]:
-    """List what pools tokens into entries, and into those of an index. One product gives all that they are pooled from."""
+    """List the weights that pool tokens into entries, and into those of an index. One product gives all inputs."""
     own = COMPRESSED_NAMES
     columns, made = 2 if compressor.is_overlapped else 1, [("compressor", own.compressor, spec.head_dim)]
     if index is not None:
@@ -561,7 +561,7 @@ def _list_compressor(
 
 
 def _kv_b(one: _Lister, num_heads: int, latent: LatentSpec) -> Parameter:
-    """[heads * (nope_dim + value_dim), kv_rank], head by head, keys before values: whole, or from two tensors."""
+    """List kv_b [heads * (nope_dim + value_dim), kv_rank], by head, keys before values: whole, or from two tensors."""
     nope, value, rank = latent.nope_dim, latent.value_dim, latent.kv_rank
     parameter = one.matrix("kv_b", [(LATENT_NAMES.kv_b, num_heads * latent.expanded_dim)], rank, "absorbed", "rows")
     if not one.with_layouts:

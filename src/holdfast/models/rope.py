@@ -1,7 +1,7 @@
-"""StepRope: cos and sin of a step's rows for every layer; the frequencies of every scaling kind; what turns the bias of stored keys.
+"""StepRope: cos and sin of a step's rows for every layer; frequencies of every scaling kind; rotations of key biases.
 
-Two kinds look at the length of the running text (dynamic, longrope). Keys already cached cannot be rotated again when the
-text grows, so the length is decided once, by max_model_len: a token then does not depend on when it was computed.
+Two kinds depend on the length of the text (dynamic, longrope). Cached keys cannot be rotated again when the
+text grows, so max_model_len fixes the length once: a token then does not depend on when it was computed.
 """
 
 import math
@@ -17,20 +17,20 @@ from holdfast.models.spec import ModelSpec, RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class StepRope:
-    """The rows of all rotations of a model, which every step fills before its first layer."""
+    """Rows of all rotations of a model, which every step fills before its first layer."""
 
     rows: RopeRows | None
     """None: positions are learned."""
     rotaries: tuple[Rotary | None, ...]
-    """By layer, of tokens; layers that rotate alike share rows."""
+    """Rotations of tokens, by layer; layers with equal RoPE share rows."""
     entries: tuple[Rotary | None, ...]
-    """By layer, of the first token of each row's entry; None in layers without entries."""
+    """By layer, rotations of the first token of each row's entry; None in layers without entries."""
 
 
 def make_step_rope(
     spec: ModelSpec, max_model_len: int, max_num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> StepRope:
-    """Room for steps of up to `max_num_rows` rows; cos and sin are [S, max_num_rows, rope_dim / 2] each."""
+    """Allocate for steps of up to `max_num_rows` rows; cos and sin are [S, max_num_rows, rope_dim / 2] each."""
     sets = spec.rope_sets
     if not sets:
         nothing = (None,) * spec.num_layers
@@ -61,7 +61,7 @@ def key_turns(
 def rope_frequencies(
     rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int
 ) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies [head_dim / 2] and the factor on cos and sin."""
+    """Compute inverse frequencies [head_dim / 2] and the factor on cos and sin."""
     exponent_d = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain_d = 1.0 / rope.theta**exponent_d
     match rope.kind:
@@ -84,7 +84,7 @@ def rope_frequencies(
 
 
 def _llama3(rope: RopeSpec, plain_d: torch.Tensor) -> torch.Tensor:
-    """Slow frequencies are divided by the factor, fast ones kept, those between blended."""
+    """Divide slow frequencies by the factor, keep fast ones, and blend those between."""
     wavelength_d = 2 * math.pi / plain_d
     turns_d = rope.original_max_position / wavelength_d
     keep_d = (turns_d - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -94,7 +94,7 @@ def _llama3(rope: RopeSpec, plain_d: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeSpec, head_dim: int, plain_d: torch.Tensor) -> torch.Tensor:
-    """A linear ramp from kept to divided frequencies, between the dimensions that turn beta_fast and beta_slow times."""
+    """Ramp linearly from kept to divided frequencies, between dimensions that rotate beta_fast and beta_slow times."""
 
     def dimension_of(turns: float) -> float:
         return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,6 +1,6 @@
-"""Settings: checked values of a config.json, its experts, rotary positions and what else families share; no torch.
+"""Settings: checked values of a config.json, with experts, RoPE and other values that families share; no torch.
 
-Rotary settings come in an old spelling (rope_theta, rope_scaling) and a new one (rope_parameters).
+RoPE settings come in an old spelling (rope_theta, rope_scaling) and a new one (rope_parameters).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ MAX_VOCAB = 2**24
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 EXPERT_DTYPES: Mapping[str, str | None] = {"fp4": "mxfp4", "fp8": None}
-"""Values of `expert_dtype` beside fp8 matrices, and the scheme of experts; None: that of the matrices."""
+"""Maps `expert_dtype` beside fp8 matrices to the scheme of experts; None: that of the matrices."""
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -41,10 +41,10 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 MAX_EXPERTS = 2**16
 MAX_MODEL_EXPERTS = 2**17
-"""Most experts of all layers: each is listed before a file is read. The largest models have about 23 thousand."""
+"""Most experts over all layers: each is listed before a file is read. The largest models have about 23 thousand."""
 MAX_EXPERT_WIDTH = 2**20
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts")
-"""Two names of one key, by family and version of transformers."""
+"""Two names of one key, which depend on family and transformers version."""
 
 DEFAULT_THETA = 10_000.0
 KINDS: tuple[str, ...] = get_args(RopeKind)
@@ -56,7 +56,7 @@ KNOWN_KEYS = frozenset(
         *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "finetuned"),
     }
 )
-"""`finetuned` is a remark of older yarn checkpoints; the rest is read below."""
+"""`finetuned` is a remark in older yarn checkpoints; the code below reads the rest."""
 
 
 def plain(text: str) -> str:
@@ -190,7 +190,7 @@ class ExpertDefaults:
     top_k: int
     intermediate_size: int
     shared_size: int = 0
-    """0: the family has no shared expert, whatever its config.json says."""
+    """0: the family has no shared expert, even if its config.json names one."""
 
 
 def read_experts(settings: Settings, num_layers: int, defaults: ExpertDefaults) -> ExpertsSpec | None:
@@ -233,7 +233,7 @@ def read_clamped_experts(
 
 
 def decline(settings: Settings, rows: Mapping[str, tuple[Sequence[object], str]]) -> None:
-    """Refuse settings that a reader does not compute: by key, the values that have no effect, and the reason."""
+    """Refuse settings that a reader does not compute. `rows`: by key, values without effect, and the reason."""
     for key, (neutral, reason) in rows.items():
         if settings.values.get(key) not in neutral:
             raise settings.unsupported(key, reason)
@@ -242,7 +242,7 @@ def decline(settings: Settings, rows: Mapping[str, tuple[Sequence[object], str]]
 def read_mlp_layers(
     settings: Settings, num_layers: int, kinds: tuple[str, str], kind: str, first_few: tuple[str, int]
 ) -> frozenset[int]:
-    """Read which layers have this one of two kinds of MLP: as they are listed, else the first few, by a key and its default."""
+    """Read which layers have this one of two kinds of MLP: as listed, else the first few, by a key and its default."""
     listed = settings.texts("mlp_layer_types")
     if listed is None:
         return frozenset(range(min(num_layers, settings.count(*first_few, MAX_LAYERS, low=0))))
@@ -252,7 +252,7 @@ def read_mlp_layers(
 
 
 def check_total(settings: Settings, key: str, num_experts: int, num_sparse: int) -> None:
-    """Refuse more experts in all layers together than can be listed."""
+    """Refuse a total of experts over all layers that is too large to list."""
     if num_experts * num_sparse > MAX_MODEL_EXPERTS:
         most = f"at most {MAX_MODEL_EXPERTS // num_sparse} in each of {num_sparse} layers"
         raise settings.refuse(key, num_experts, most)
@@ -287,7 +287,7 @@ def read_rope(config: Settings, head_dim: int, max_position: int, default_theta:
 
 
 ROPE_LAYERS = ("full_attention", "sliding_attention")
-"""Kinds of layers that may have rotary settings of their own."""
+"""Kinds of layers that may have their own RoPE settings."""
 
 
 def read_layer_rope(config: Settings, kind: str, theta: float, head_dim: int, max_position: int) -> RopeSpec:
@@ -372,7 +372,7 @@ def _scaled(
 
 
 def _original_max_position(config: Settings, rope: Settings, max_position: int) -> int:
-    # Beside the rotary settings the key wins over the one among them: Phi3's checkpoints rely on that.
+    # The outer key wins over the one in the RoPE settings: Phi3's checkpoints rely on that.
     inner = rope.count("original_max_position_embeddings", max_position, MAX_POSITIONS)
     return config.count("original_max_position_embeddings", inner, MAX_POSITIONS, low=2)
 
@@ -382,7 +382,7 @@ def _factor(rope: Settings, stretch: float | None) -> float:
 
 
 def read_index_sizes(settings: Settings, num_heads: int, head_dim: int, rope_dim: int) -> tuple[int, int]:
-    """Read heads and head dim of an index that chooses what rows attend to, with these defaults."""
+    """Read heads and head dim of an index that chooses the tokens to attend to, with these defaults."""
     num_heads = settings.count("index_n_heads", num_heads, MAX_HEADS)
     if num_heads > MAX_INDEX_HEADS:
         raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels support")

@@ -1,13 +1,13 @@
-"""Ranks that share a model: which layers, rows, columns and experts of every parameter each of them holds and reads; no torch.
+"""Sharding: which layers, rows, columns and experts of every parameter each rank holds and reads; no torch.
 
-layers    those of its stage, counted from 0; the embedding is in the first stage, final norm and head are in the last
-rows      of every part (q, k, v; gate, up; of each expert) a rank holds its share, one after the other
-columns   of all rows a rank holds its share of the columns; of the rows instead where outputs are gathered (Mesh.is_exact)
-outputs   biases of those: all of it each, or a rank's own elements where outputs are gathered
-experts   whole ones, the first ranks the first, where they are not shared by rows and columns
+layers    those of its stage, counted from 0; the first stage has the embedding, the last one final norm and head
+rows      a rank holds its share of every part (q, k, v; gate, up; of each expert), one after the other
+columns   a rank holds its share of columns of all rows; if outputs are gathered (Mesh.is_exact), its share of rows
+outputs   biases of those: each rank has all of it, or its own elements if outputs are gathered
+experts   whole ones in order of ranks, unless they are split by rows and columns
 
-Nothing is padded. Query heads, inner widths and experts must divide by the ranks; key and value heads may also be fewer
-than the ranks, which then share them; of a vocabulary that does not divide, the last rank holds fewer rows.
+Nothing is padded. Query heads, inner widths and experts must divide by the ranks. Ranks share key and value heads if
+there are fewer heads than ranks. If a vocabulary does not divide, the last rank holds fewer rows.
 """
 
 from collections.abc import Iterable
@@ -20,21 +20,21 @@ from holdfast.models.parameters import Parameter, Part
 from holdfast.models.settings import MAX_LAYERS
 
 QKV_NAMES = (".qkv.weight", ".qkv.bias")
-"""Endings of parameters whose three parts are split by heads."""
+"""Suffixes of parameters whose three parts are split by heads."""
 LATENT_HEAD_NAMES = (".q.weight", ".q_b.weight", ".kv_b.weight")
-"""Endings of those of latent attention that are all query heads."""
+"""Suffixes of latent attention's parameters that consist of query heads."""
 GROUP_NAME = ".o_a.weight"
-"""The ending of one whose rows are groups of heads."""
+"""Suffix of the parameter whose rows are groups of heads."""
 BEFORE_LAYERS = ("embed", "positions", "embed_in")
-"""First parts of the names of parameters that the first stage has."""
+"""First components of the names of parameters in the first stage."""
 
 
 def shard_parameters(
     parameters: Iterable[Parameter], mesh: Mesh, num_heads: int, num_kv_heads: int, num_groups: int = 1
 ) -> tuple[Parameter, ...]:
-    """The parameters of one rank. Each knows the whole one, so that all ranks find the same faults and the same blocks.
+    """Return one rank's parameters. Each refers to the whole one, so that all ranks find the same errors and blocks.
 
-    `num_groups` are those in which heads go through an output projection in two steps (`CompressedSpec.num_output_groups`).
+    Heads go through an output projection in two steps in `num_groups` groups (`CompressedSpec.num_output_groups`).
     """
     units = _Units(num_heads, num_kv_heads, num_groups)
     staged = (_staged(parameter, mesh) for parameter in parameters)
@@ -42,7 +42,7 @@ def shard_parameters(
 
 
 def _staged(parameter: Parameter, mesh: Mesh) -> Parameter | None:
-    """The parameter as a stage calls it; None where another stage has it."""
+    """Return the parameter as a stage names it; None if another stage has it."""
     if mesh.num_stages == 1 and mesh.layers is None:
         return parameter
     first, _, rest = parameter.name.partition(".")
@@ -61,14 +61,14 @@ def _staged(parameter: Parameter, mesh: Mesh) -> Parameter | None:
 
 
 class _Units(NamedTuple):
-    """What must not be cut."""
+    """Units that ranks must not cut."""
 
     num_heads: int
     num_kv_heads: int
     num_groups: int
 
     def of(self, name: str) -> tuple[int, ...]:
-        """How many each part of a parameter consists of; nothing where its rows are apart from each other."""
+        """Return the units in each part of a parameter; empty if its rows are independent."""
         if name.endswith(QKV_NAMES):
             return self.num_heads, self.num_kv_heads, self.num_kv_heads
         if name.endswith(LATENT_HEAD_NAMES):
@@ -77,7 +77,7 @@ class _Units(NamedTuple):
 
 
 def vocabulary_rows(num_rows: int, mesh: Mesh) -> tuple[int, int]:
-    """The rows of an embedding or a head that a rank holds; all have the same number but the last, which may have fewer."""
+    """Return the rows of an embedding or head that a rank holds: equal numbers, but the last rank may have fewer."""
     most = -(-num_rows // mesh.tensor_size)
     start, end = (min(num_rows, rank * most) for rank in (mesh.tensor_rank, mesh.tensor_rank + 1))
     if num_rows <= most * (mesh.tensor_size - 1):
@@ -108,7 +108,7 @@ def _tensor_share(parameter: Parameter, mesh: Mesh, units: _Units) -> Parameter:
 
 
 def _is_by_expert(parameter: Parameter) -> bool:
-    """Whether each expert has some of it: weights, and biases, which are called so."""
+    """Return True if each expert has some of it: weights, and biases, which have their names."""
     return parameter.kind == "expert" or (parameter.kind == "bias" and ".experts." in parameter.name)
 
 
@@ -143,7 +143,7 @@ def _row_share(parameter: Parameter, mesh: Mesh, units: _Units) -> Parameter:
 def _rows_of(
     parameter: Parameter, start: int, end: int, num_units: int | None, mesh: Mesh, is_shareable: bool
 ) -> tuple[int, int]:
-    """A rank's share of the rows [start, end), which are so many heads; of the rows themselves where there are no heads."""
+    """Return a rank's share of rows [start, end) that form `num_heads` heads, or of single rows without heads."""
     what = (
         f"rows {start} to {end - 1} of it are {num_units} heads"
         if num_units
@@ -180,20 +180,20 @@ def _narrowed(part: Part, column_start: int, num_columns: int) -> Part:
 
 
 def _seams(parameter: Parameter) -> list[int]:
-    """The rows at which parts or stacked matrices begin, and the end; the first layout speaks for all."""
+    """Return the first rows of parts or stacked matrices, and the end; the first layout stands for all."""
     matrix_rows = parameter.shape[-2] if len(parameter.shape) > 2 else parameter.num_rows
     starts = {part.row_start for part in parameter.parts}
     return sorted(starts | set(range(0, parameter.num_rows + 1, matrix_rows)))
 
 
 def _rebuilt(parameter: Parameter, rows: list[tuple[int, int]], shape: tuple[int, ...]) -> Parameter:
-    """The parameter that has only these rows of it, in every layout."""
+    """Return the parameter restricted to these rows, in every layout."""
     parts, *layouts = (_taken(parts, rows) for parts in (parameter.parts, *parameter.layouts))
     return replace(parameter, shape=shape, parts=parts, layouts=tuple(layouts))
 
 
 def _taken(parts: tuple[Part, ...], ranges: list[tuple[int, int]]) -> tuple[Part, ...]:
-    """What parts give to some of the rows that they fill; both are in order."""
+    """Cut parts to some of the rows that they fill; both are in order."""
     taken: list[Part] = []
     row = place = 0
     for part in parts:

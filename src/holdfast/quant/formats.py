@@ -1,7 +1,7 @@
 """Storage formats as values: element types and the planes of a KV page; no torch.
 
-A KV format says which planes one token of one layer occupies. Everything else (page pool, planner, storage, scheduler)
-works from bytes and never asks which format it is; only an attention backend and its kernels know what the planes mean.
+A KV format lists the planes that one token of one layer occupies. Everything else (page pool, planner, storage,
+scheduler) works from bytes, whatever the format. Only an attention backend and its kernels interpret the planes.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ DTYPE_BYTES: dict[str, int] = {
 
 
 def bytes_for(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a dense tensor."""
+    """Return the bytes of a dense tensor."""
     return DTYPE_BYTES[dtype] * prod(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One tensor of a layer's cache, described by what a single token adds to it."""
+    """One tensor of a layer's cache, described by its share of a single token."""
 
     name: str
     dtype: str
@@ -46,11 +46,11 @@ class Plane:
 LATENT_TILE = 128
 """Latent elements that share a float32 scale in a row of fp8_ds_mla."""
 LATENT_MULTIPLE = 8
-"""Vectors of compressed attention are quantized to 4 bits where their elements before the rotated ones are a multiple of this."""
+"""If the elements before the rotated ones are a multiple of this, compressed attention can be quantized to 4 bits."""
 EXPONENT_TILE = 64
 """Elements that share an exponent as their scale in a row of fp8_ds_v4."""
 EXPONENT_ALIGNMENT = 8
-"""The exponents of a row are filled up to a multiple of so many bytes."""
+"""The exponents of a row are padded to a multiple of this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +66,29 @@ class KVFormat:
     rope_dtype: str | None = None
     """Type of the rotated elements beside a latent; None: a format by head."""
     index_dtype: str = ""
-    """How an index beside latents is kept (DSA), one of INDEX_FORMATS; nothing: as goes with the format."""
+    """Format of an index beside latents (DSA), one of INDEX_FORMATS; empty: the default beside this format."""
     has_exponents: bool = False
     """Scales are exponents of two, in a plane of their own (DeepSeek-V4)."""
 
     @property
     def is_quantized(self) -> bool:
-        """Whether heads or latents are codes and scales, which only their own kernels read."""
+        """True if heads or latents are codes and scales, which only their own kernels read."""
         return self.key_bits is not None
 
     @property
     def is_latent(self) -> bool:
-        """Whether only latents can be kept in it."""
+        """True if only latents can be stored in it."""
         return self.rope_dtype is not None
 
     @property
     def rotates_latents(self) -> bool:
-        """Whether latents are quantized in the rotated space, which the weights around them are then folded into."""
+        """True if latents are quantized in the rotated space. The weights around them then absorb the rotation."""
         return self.is_latent and self.key_bits == 4
 
     def planes(self, num_kv_heads: int, head_dim: int, rope_dim: int = 0) -> tuple[Plane, ...]:
-        """The planes of one layer, in the order in which they are laid out.
+        """Return the planes of one layer, in memory order.
 
-        With `rope_dim` a token is one latent, of which the last `rope_dim` of `head_dim` elements are the rotated ones.
+        With `rope_dim` a token is one latent, and the last `rope_dim` of its `head_dim` elements are rotated.
         """
         if rope_dim:
             return self._latent_planes(head_dim - rope_dim, rope_dim)
@@ -103,7 +103,7 @@ class KVFormat:
         return (*keys, *values)
 
     def _latent_planes(self, latent_dim: int, rope_dim: int) -> tuple[Plane, ...]:
-        """A row of one plane; or codes, scales and rotated elements each in a plane of its own, so that rows stay aligned."""
+        """Return one plane of rows; or a plane each of codes, scales and rotated elements, to keep rows aligned."""
         if not self.is_quantized:
             return (Plane("latent", self.key_dtype, (latent_dim + rope_dim,)),)
         assert self.rope_dtype is not None, f"{self.name} keeps keys and values by head, not latents"
@@ -121,18 +121,18 @@ class KVFormat:
         )
 
     def bytes_per_token(self, num_kv_heads: int, head_dim: int, rope_dim: int = 0) -> int:
-        """What a token takes in one layer."""
+        """Return the bytes of a token in one layer."""
         return sum(plane.bytes_per_token for plane in self.planes(num_kv_heads, head_dim, rope_dim))
 
 
 def num_exponents(latent_dim: int) -> int:
-    """Bytes of a row's scales in fp8_ds_v4, those that fill it up included."""
+    """Return the bytes of a row's scales in fp8_ds_v4, padding included."""
     num_tiles = -(-latent_dim // EXPONENT_TILE)
     return -(-num_tiles // EXPONENT_ALIGNMENT) * EXPONENT_ALIGNMENT
 
 
 def _quantized_planes(name: str, bits: int, num_kv_heads: int, head_dim: int) -> tuple[Plane, ...]:
-    """Codes, the third bits where there are three, and a scale. Within a page a plane lies head by head, then by token."""
+    """Return codes, third bits for 3-bit formats, and a scale. Within a page a plane lies by head, then by token."""
     scale = Plane(f"{name}_scale", "float16", (num_kv_heads,))
     if bits == 3:
         codes = Plane(f"{name}_codes", "uint8", (num_kv_heads, head_dim // 4))
@@ -154,7 +154,7 @@ KV_FORMATS: dict[str, KVFormat] = {
         )
     },
 }
-"""Formats of keys and values by head, by the name that `kv_cache_dtype` takes; plain ones keep latents too."""
+"""Formats of keys and values by head, keyed by the names of `kv_cache_dtype`; latents can use plain ones too."""
 MLA_FORMATS: dict[str, KVFormat] = {
     kv_format.name: kv_format
     for kv_format in (
@@ -163,26 +163,26 @@ MLA_FORMATS: dict[str, KVFormat] = {
         KVFormat("turboquant_mla_4bit_r8", "uint8", "uint8", key_bits=4, value_bits=4, rope_dtype=FP8),
     )
 }
-"""Formats of latents alone (MLA): what 8 and 4 bits are there."""
+"""Formats of latents alone (MLA), with 8 and 4 bits."""
 MLA_NAMES: dict[str, str] = {"fp8": "fp8_ds_mla", "turboquant_4bit_nc": "turboquant_mla_4bit"}
-"""What a model that keeps latents takes a format of heads for."""
+"""Maps a format of heads to the one that a model with latents uses instead."""
 COMPRESSED_FORMATS: dict[str, KVFormat] = {
     "fp8_ds_v4": KVFormat("fp8_ds_v4", FP8, FP8, key_bits=8, value_bits=8, rope_dtype="bfloat16", has_exponents=True),
     "turboquant_mla_4bit": MLA_FORMATS["turboquant_mla_4bit"],
 }
-"""Formats of tokens and entries of compressed attention (DeepSeek-V4): what 8 and 4 bits are there."""
+"""Formats of tokens and entries of compressed attention (DeepSeek-V4), with 8 and 4 bits."""
 COMPRESSED_NAMES: dict[str, str] = {
     "fp8": "fp8_ds_v4",
     "fp8_ds_mla": "fp8_ds_v4",
     "turboquant_4bit_nc": "turboquant_mla_4bit",
 }
-"""What such a model takes another format of as many bits for."""
+"""Maps a format to the one with as many bits that such a model uses instead."""
 ALL_KV_FORMATS: dict[str, KVFormat] = {**KV_FORMATS, **MLA_FORMATS, **COMPRESSED_FORMATS}
-"""Every name that `kv_cache_dtype` takes."""
+"""Every name that `kv_cache_dtype` accepts."""
 
 
 def formats_of(is_latent: bool, is_compressed: bool = False) -> dict[str, KVFormat]:
-    """The formats of a model that keeps latents, or tokens and entries (compressed), or of one with keys and values by head."""
+    """Return the formats for latents, for tokens and entries (compressed), or for keys and values by head."""
     if not is_latent and not is_compressed:
         return KV_FORMATS
     plain = {name: value for name, value in KV_FORMATS.items() if not value.is_quantized}
@@ -190,11 +190,11 @@ def formats_of(is_latent: bool, is_compressed: bool = False) -> dict[str, KVForm
 
 
 INDEX_FORMATS = ("fp8", "bfloat16", "float16", "float32")
-"""How an index beside latents is kept (DSA): e4m3 with a float32 scale a token, which is a power of two, or plain."""
+"""Formats of an index beside latents (DSA): e4m3 with a float32 power-of-two scale per token, or plain."""
 
 
 def index_planes(dtype: str, dim: int) -> tuple[Plane, ...]:
-    """The planes of an index of so many elements a token."""
+    """Return the planes of an index with `dim` elements per token."""
     if dtype == "fp8":
         return Plane("index", FP8, (dim,)), Plane("index_scale", "float32", (1,))
     return (Plane("index", dtype, (dim,)),)
@@ -214,7 +214,7 @@ DEFAULT_PROTECTED_LAYERS: dict[str, int] = {
 }
 """Default number of layers in a wider format, by format; others protect none."""
 QUANTIZED_HEAD_DIM = 16
-"""Quantized formats take heads of a multiple of so many elements: that is what their rotation and their words of codes divide into."""
+"""Quantized formats require heads of a multiple of this many elements, which the rotation and the packed words need."""
 
 
 def kv_format(name: str) -> KVFormat:

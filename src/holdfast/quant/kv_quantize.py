@@ -1,7 +1,7 @@
 """KV heads quantized (TurboQuant): rotation, codebooks, codes and scales in plain torch, and the order of bits in a page.
 
-A head that was rotated and divided by its norm has coordinates that are nearly Gaussian, so one codebook serves all heads.
-The best one (Lloyd-Max) has values that no instruction makes cheaply. These have, and lose next to nothing by it:
+A head that is rotated and divided by its norm has nearly Gaussian coordinates, so one codebook serves all heads.
+No instruction computes the values of the best codebook (Lloyd-Max) cheaply. These are cheap, and lose almost nothing:
 
                 mean squared error of N(0, 1)      4 bits             3 bits
     Lloyd-Max                                      0.009501           0.034548
@@ -11,7 +11,7 @@ The best one (Lloyd-Max) has values that no instruction makes cheaply. These hav
 X any leading dimensions, D head dim (a multiple of 16), B bytes of a head's codes, S bytes of its sign bits
 
 A quantized head is scale * codebook[code]. Keys and values of 3 and 4 bits are quantized in the rotated space;
-8 bits are e4m3 numbers of the head as it is, with a scale that takes its largest to the largest of them.
+8 bits are e4m3 numbers of the unrotated head, with a scale that maps its largest to e4m3's largest.
 
 Words are little-endian. Kernels take a word's codes apart into parts: tensors that hold the coordinates at the same place
 of every word. With P parts, part j at column c is coordinate (j // p) * D / 2 + p * c + j % p, where p = max(1, P / 2).
@@ -39,12 +39,12 @@ import torch
 
 
 def hadamard_block(head_dim: int) -> int:
-    """The side of a block: the largest power of two that divides the head."""
+    """Return the side of a block: the largest power of two that divides the head."""
     return head_dim & -head_dim
 
 
 def hadamard_signs(head_dim: int) -> torch.Tensor:
-    """[D, D], symmetric: +1 and -1 inside the blocks, 0 outside. Divided by the root of the block's side it is a rotation."""
+    """Return symmetric [D, D]: +1 and -1 inside blocks, 0 outside. Divided by the root of the side, it rotates."""
     block = hadamard_block(head_dim)
     signs = torch.ones(1, 1)
     while signs.shape[0] < block:
@@ -53,9 +53,10 @@ def hadamard_signs(head_dim: int) -> torch.Tensor:
 
 
 def rotation_table(head_dim: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """What kernels read, [D + 1, D]: the signs, and below them -1 for columns from D / 16 on, else 0.
+    """Return the table that kernels read, [D + 1, D]: the signs, then a row of -1 for columns from D / 16 on, else 0.
 
-    That last row tells words of values of 3 bits in the upper half of a head from the lower ones (kernels/attention/dequantize.py).
+    For 3-bit values the last row separates words of a head's upper half from the lower ones
+    (kernels/attention/dequantize.py).
     """
     upper_1D = torch.where(torch.arange(head_dim) >= head_dim // 16, -1.0, 0.0).unsqueeze(0)
     return torch.cat((hadamard_signs(head_dim), upper_1D)).to(device, dtype)
@@ -70,7 +71,7 @@ def rotate_heads(x_XD: torch.Tensor) -> torch.Tensor:
 
 CUBIC_4_BITS = 0.00907135009765625
 CUBIC_3_BITS = 0.024566650390625
-"""beta of the cubic codebooks, as float16 has them: a code n stands for t + beta t^3, t = n - (number of codes - 1) / 2."""
+"""beta of the cubic codebooks in float16: a code n stands for t + beta t^3, t = n - (number of codes - 1) / 2."""
 FP8_MAX = 448.0
 """The largest e4m3 number."""
 FP16_MAX = 65504.0
@@ -84,21 +85,21 @@ class Codebook:
     magnitudes: tuple[float, ...]
     """The positive values, rising; the negative ones are their mirror."""
     gain: float
-    """A standard normal number times this is on the codebook's scale."""
+    """Factor from a standard normal number to the codebook's scale."""
 
     @property
     def values(self) -> tuple[float, ...]:
-        """By rising code."""
+        """Values in order of code."""
         return (*(-value for value in reversed(self.magnitudes)), *self.magnitudes)
 
     @property
     def boundaries(self) -> tuple[float, ...]:
-        """Half way between neighbours: a number above i of them has code i."""
+        """Midpoints between neighbours: a number above i of them has code i."""
         values = self.values
         return tuple((low + high) / 2 for low, high in pairwise(values))
 
     def code(self, number: float) -> int:
-        """The code of one number on the codebook's scale."""
+        """Return the code of one number on the codebook's scale."""
         return bisect_left(self.boundaries, number)
 
 
@@ -111,7 +112,7 @@ VALUE_CODEBOOKS: dict[int, Codebook] = {
     4: Codebook(4, (0.5009765625, 1.53125, 2.640625, 3.890625, 5.328125, 7.0078125, 8.984375, 11.328125), 4.2098),
     3: Codebook(3, (0.5029296875, 1.583984375, 2.8828125, 4.5546875), 2.12107),
 }
-"""What half-precision arithmetic makes of the cubic, to the bit, by bits."""
+"""Values of the cubic in half-precision arithmetic, to the bit, keyed by bits."""
 
 
 KEY_PARTS = {8: 1, 4: 2, 3: 4}
@@ -119,18 +120,18 @@ VALUE_PARTS = {8: 2, 4: 4, 3: 8}
 
 
 class QuantizedHeads(NamedTuple):
-    """Some heads as they lie in a page."""
+    """Some heads in their page layout."""
 
     codes_XB: torch.Tensor
     """uint8."""
     signs_XS: torch.Tensor | None
-    """uint8: the bits that do not fit beside the others; None but for 3 bits."""
+    """uint8: the third bits, which do not fit in `codes_XB`; None unless 3 bits."""
     scale_X: torch.Tensor
     """float16."""
 
 
 def quantize_keys(y_XD: torch.Tensor, bits: int) -> QuantizedHeads:
-    """Keys, rotated already where bits are below 8; the quantized head has the length of the true one."""
+    """Quantize keys, already rotated if `bits` < 8. The quantized head has the length of the true one."""
     if bits == 8:
         return _quantize_fp8(y_XD, parts=KEY_PARTS[8])
     rising_XD, values_XD = nearest_codes(y_XD, KEY_CODEBOOKS[bits])
@@ -140,7 +141,7 @@ def quantize_keys(y_XD: torch.Tensor, bits: int) -> QuantizedHeads:
 
 
 def quantize_values(y_XD: torch.Tensor, bits: int) -> QuantizedHeads:
-    """Values, rotated already where bits are below 8; the quantized head is the nearest to the true one."""
+    """Quantize values, already rotated if `bits` < 8. The quantized head is the nearest to the true one."""
     if bits == 8:
         return _quantize_fp8(y_XD, parts=VALUE_PARTS[8])
     rising_XD, values_XD = nearest_codes(y_XD, VALUE_CODEBOOKS[bits])
@@ -149,7 +150,7 @@ def quantize_values(y_XD: torch.Tensor, bits: int) -> QuantizedHeads:
 
 
 def dequantize_keys(heads: QuantizedHeads, bits: int, head_dim: int) -> torch.Tensor:
-    """float32 [X, D], rotated as they were quantized."""
+    """Return float32 [X, D], in the rotation of the quantized keys."""
     if bits == 8:
         return _dequantize_fp8(heads, parts=KEY_PARTS[8])
     magnitudes = KEY_CODEBOOKS[bits].magnitudes
@@ -158,7 +159,7 @@ def dequantize_keys(heads: QuantizedHeads, bits: int, head_dim: int) -> torch.Te
 
 
 def dequantize_values(heads: QuantizedHeads, bits: int, head_dim: int) -> torch.Tensor:
-    """float32 [X, D], rotated as they were quantized."""
+    """Return float32 [X, D], in the rotation of the quantized values."""
     if bits == 8:
         return _dequantize_fp8(heads, parts=VALUE_PARTS[8])
     values_XD = looked_up(_unpack_values(heads, bits), VALUE_CODEBOOKS[bits].values)
@@ -166,14 +167,14 @@ def dequantize_values(heads: QuantizedHeads, bits: int, head_dim: int) -> torch.
 
 
 def part_dims(num_parts: int, head_dim: int) -> torch.Tensor:
-    """[parts, columns]: the coordinate that a part has at a column."""
+    """Return [parts, columns]: the coordinate of each part and column."""
     per_half = max(1, num_parts // 2)
     part_P1, column_C = torch.arange(num_parts).unsqueeze(1), torch.arange(head_dim // num_parts)
     return part_P1 // per_half * (head_dim // 2) + per_half * column_C + part_P1 % per_half
 
 
 def nearest_codes(y_XD: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rising codes (int32) and their values (float32). Of a head of zeros all are alike, of one without numbers all are 0."""
+    """Return codes (int32) and their values (float32). A head of zeros has equal codes, a head of NaN has zeros."""
     y_XD = y_XD.float()
     norm_X1 = y_XD.norm(dim=-1, keepdim=True)
     factor_X1 = codebook.gain * y_XD.shape[-1] ** 0.5 / torch.where(norm_X1 > 0, norm_X1, 1.0)
@@ -184,7 +185,7 @@ def nearest_codes(y_XD: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor,
 
 
 def looked_up(codes_XD: torch.Tensor, numbers: tuple[float, ...]) -> torch.Tensor:
-    """The number that each code (int32) stands for, as float32."""
+    """Return the float32 number that each int32 code stands for."""
     table = torch.tensor(numbers, device=codes_XD.device)
     return table.index_select(0, codes_XD.reshape(-1)).view(codes_XD.shape)
 
@@ -204,40 +205,40 @@ def _dequantize_fp8(heads: QuantizedHeads, parts: int) -> torch.Tensor:
 
 
 def _by_part(x_XD: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """[X, parts, columns]: what `part_dims` says, as a view where it can be one."""
+    """Return [X, parts, columns], ordered as `part_dims`; a view if possible."""
     halves, per_half = min(num_parts, 2), max(1, num_parts // 2)
     return x_XD.unflatten(-1, (halves, -1, per_half)).transpose(-1, -2).flatten(-3, -2)
 
 
 def _from_parts(x_XPC: torch.Tensor) -> torch.Tensor:
-    """The inverse: [X, D]."""
+    """Invert `_by_part`: [X, D]."""
     num_parts = x_XPC.shape[-2]
     halves, per_half = min(num_parts, 2), max(1, num_parts // 2)
     return x_XPC.unflatten(-2, (halves, per_half)).transpose(-1, -2).flatten(-3)
 
 
 def _bytes_of(words_XW: torch.Tensor) -> torch.Tensor:
-    """uint8, little-endian."""
+    """View words as uint8, little-endian."""
     return words_XW.contiguous().view(torch.uint8)
 
 
 def _words_of(bytes_XB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """int32; the bits above those of the words are their highest bit again, and are never looked at."""
+    """Read words as int32; the bits above a word repeat its highest bit, and are not used."""
     return bytes_XB.contiguous().view(dtype).int()
 
 
 def _magnitude_bit(part: int, column: int) -> int:
-    """The lowest bit of a key's magnitude in its word; the column is that within the word."""
+    """Return the lowest bit of a key's magnitude in its word; `column` counts within the word."""
     return 4 * column + 16 * (part % 2) + 2 * (part // 2)
 
 
 def _sign_bit(part: int, column: int) -> int:
-    """The bit of the sign of a key of 4 bits in its word."""
+    """Return the bit of a 4-bit key's sign in its word."""
     return 8 * column + 7 - 4 * part
 
 
 def _key_shifts(bit: Callable[[int, int], int], bits: int, device: torch.device) -> torch.Tensor:
-    """[parts, 1, 4], to shift words by part, word and column."""
+    """Return [parts, 1, 4] to shift words by part, word and column."""
     shifts = [[[bit(part, column) for column in range(4)]] for part in range(KEY_PARTS[bits])]
     return torch.tensor(shifts, dtype=torch.int32, device=device)
 
@@ -247,7 +248,7 @@ def _part_numbers(num_parts: int, device: torch.device) -> torch.Tensor:
 
 
 def _joined(fields: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
-    """Fields that share no bit, as one int32; a sum that passes 31 bits wraps, as it should."""
+    """Join fields that share no bit into one int32; a sum above 31 bits wraps as intended."""
     return fields.sum(dim, dtype=torch.int32)
 
 
@@ -267,7 +268,7 @@ def _pack_keys(rising_XD: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.
 
 
 def _unpack_keys(heads: QuantizedHeads, bits: int) -> torch.Tensor:
-    """[X, D]: magnitudes, and above them the sign. One shift after the other: broadcast, they take three times as long."""
+    """Return [X, D]: magnitudes with the sign above. Shifts run in turn: broadcast, they take three times as long."""
     num_parts, half = KEY_PARTS[bits], 2 ** (bits - 1)
     words_XW = _words_of(heads.codes_XB, torch.int32)
 
@@ -295,7 +296,7 @@ def _pack_values(rising_XD: torch.Tensor, bits: int) -> tuple[torch.Tensor, torc
 
 
 def _unpack_values(heads: QuantizedHeads, bits: int) -> torch.Tensor:
-    """[X, D]: rising codes."""
+    """Return [X, D]: codes in rising order of value."""
     words_XC = _words_of(heads.codes_XB, torch.int16)
     if bits == 4:
         return _from_parts(torch.stack([words_XC >> 4 * part & 15 for part in range(VALUE_PARTS[4])], dim=-2))

@@ -25,11 +25,11 @@ from holdfast.quant.formats import EXPONENT_TILE, LATENT_TILE, num_exponents
 from holdfast.quant.kv_quantize import FP8_MAX, FP16_MAX, Codebook, looked_up, nearest_codes
 
 LATENT_STEP = 3 / 32
-"""What a code adds to t."""
+"""Step of t from code to code."""
 LATENT_PARTS = 4
-"""Codes of a word."""
+"""Codes per word."""
 LEAST_TILE = 1e-4
-"""The least amax of a tile of fp8_ds_v4 that a scale is chosen for."""
+"""Smallest amax that sets the scale of a tile of fp8_ds_v4."""
 EXPONENT_BIAS = 127
 LEAST_FP8_SCALE = torch.finfo(torch.float32).tiny
 LATENT_CODEBOOK = Codebook(
@@ -46,27 +46,27 @@ LATENT_CODEBOOK = Codebook(
     ),
     0.39065,
 )
-"""What half-precision arithmetic makes of the cubic, to the bit."""
+"""Values of the cubic in half-precision arithmetic, to the bit."""
 
 
 class QuantizedLatents(NamedTuple):
-    """Some latents as TurboQuant's planes hold them."""
+    """Some latents in TurboQuant's planes."""
 
     codes_XB: torch.Tensor
     """uint8."""
     scales_XC: torch.Tensor
-    """float16: of the latent, and of the rotated elements where they are e4m3."""
+    """float16: one for the latent, and one for the rotated elements if they are e4m3."""
     rope_XR: torch.Tensor
     """bfloat16 or float8_e4m3fn."""
 
 
 def num_fp8_tiles(latent_dim: int) -> int:
-    """Scales of a row of fp8_ds_mla."""
+    """Count the scales of a row of fp8_ds_mla."""
     return -(-latent_dim // LATENT_TILE)
 
 
 def pack_fp8_rows(latent_XL: torch.Tensor, rope_XR: torch.Tensor) -> torch.Tensor:
-    """Rows of fp8_ds_mla, uint8 [X, B]."""
+    """Pack rows of fp8_ds_mla, uint8 [X, B]."""
     tiles = latent_XL.float().split(LATENT_TILE, dim=-1)
     scales = [(tile_XE.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=LEAST_FP8_SCALE) for tile_XE in tiles]
     codes = [_e4m3(tile_XE / scale_X1) for tile_XE, scale_X1 in zip(tiles, scales, strict=True)]
@@ -75,7 +75,7 @@ def pack_fp8_rows(latent_XL: torch.Tensor, rope_XR: torch.Tensor) -> torch.Tenso
 
 
 def unpack_fp8_rows(rows_XB: torch.Tensor, latent_dim: int, rope_dim: int) -> torch.Tensor:
-    """float32 [X, L + R] of rows of fp8_ds_mla."""
+    """Unpack rows of fp8_ds_mla to float32 [X, L + R]."""
     num_tiles = num_fp8_tiles(latent_dim)
     codes_XL, scales_XB, rope_XB = rows_XB.split((latent_dim, 4 * num_tiles, 2 * rope_dim), dim=-1)
     scales_XC = scales_XB.contiguous().view(torch.float32)
@@ -85,7 +85,7 @@ def unpack_fp8_rows(rows_XB: torch.Tensor, latent_dim: int, rope_dim: int) -> to
 
 
 def pack_exponent_rows(latent_XL: torch.Tensor, rope_XR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of fp8_ds_v4: uint8 [X, L + 2 R], and their exponents, uint8 [X, num_exponents(L)]; what fills them up is zero."""
+    """Pack rows of fp8_ds_v4: uint8 [X, L + 2 R], and exponents, uint8 [X, num_exponents(L)], padded with zeros."""
     latent_dim = latent_XL.shape[-1]
     assert latent_dim % EXPONENT_TILE == 0, f"{latent_dim} elements are no tiles of {EXPONENT_TILE}"
     tiles_XCE = latent_XL.bfloat16().float().unflatten(-1, (-1, EXPONENT_TILE))
@@ -103,7 +103,7 @@ def pack_exponent_rows(latent_XL: torch.Tensor, rope_XR: torch.Tensor) -> tuple[
 def unpack_exponent_rows(
     rows_XB: torch.Tensor, exponents_XC: torch.Tensor, latent_dim: int, rope_dim: int
 ) -> torch.Tensor:
-    """float32 [X, L + R] of rows of fp8_ds_v4 and their exponents."""
+    """Unpack rows of fp8_ds_v4 and their exponents to float32 [X, L + R]."""
     codes_XL, rope_XB = rows_XB.split((latent_dim, 2 * rope_dim), dim=-1)
     scales_XC = _scales_of(exponents_XC[..., : latent_dim // EXPONENT_TILE].int())
     tiles_XCE = codes_XL.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, EXPONENT_TILE))
@@ -112,15 +112,15 @@ def unpack_exponent_rows(
 
 
 def _scales_of(bytes_XC: torch.Tensor) -> torch.Tensor:
-    """float32 powers of two; NaN for 255."""
+    """Return float32 powers of two; NaN for 255."""
     powers_XC = torch.ldexp(torch.ones_like(bytes_XC, dtype=torch.float32), bytes_XC - EXPONENT_BIAS)
     return torch.where(bytes_XC == 255, torch.nan, powers_XC)
 
 
 def quantize_latents(rotated_XL: torch.Tensor, rope_XR: torch.Tensor, rope_dtype: torch.dtype) -> QuantizedLatents:
-    """Latents that were rotated already, as TurboQuant keeps them; a quantized latent has the length of the true one.
+    """Quantize rotated latents for TurboQuant's planes. A quantized latent has the length of the true one.
 
-    The nearest one would be 1 % shorter, in every token alike: an error that a long context does not average out.
+    The nearest one would be 1 % shorter for every token: a bias that a long context does not average out.
     """
     rising_XL, values_XL = nearest_codes(rotated_XL, LATENT_CODEBOOK)
     norm_X1 = rotated_XL.float().norm(dim=-1, keepdim=True)
@@ -137,7 +137,7 @@ def quantize_latents(rotated_XL: torch.Tensor, rope_XR: torch.Tensor, rope_dtype
 
 
 def dequantize_latents(latents: QuantizedLatents) -> torch.Tensor:
-    """float32 [X, L + R]; the latent stays in the rotated space."""
+    """Return float32 [X, L + R]; the latent stays in the rotated space."""
     words_XW = latents.codes_XB.contiguous().view(torch.int16).int()
     rising_XL = torch.cat([words_XW >> 4 * part & 15 for part in range(LATENT_PARTS)], dim=-1)
     scales_XC = latents.scales_XC.float()

@@ -1,4 +1,4 @@
-"""QuantizedWeight: a matrix of weights as codes and scales, in the place of a plain tensor."""
+"""QuantizedWeight: a weight matrix as codes and scales, instead of a plain tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class QuantizedWeight:
     scales: torch.Tensor
 
     def check(self) -> None:
-        """The planes are those that the scheme has for this shape."""
+        """Check that the planes are those that the scheme has for this shape."""
         for plane, tensor in zip(self.scheme.planes(self.shape), (self.codes, self.scales), strict=True):
             dtype = str(tensor.dtype).removeprefix("torch.")
             assert tuple(tensor.shape) == plane.shape, f"{self.scheme.name} {self.shape}: {tensor.shape=}, not {plane}"

@@ -1,10 +1,10 @@
-"""Weights quantized and dequantized, for every scheme, in plain torch: what kernels are held to, bit by bit.
+"""Quantize and dequantize weights in every scheme, in plain torch: the bitwise reference of the kernels.
 
 R rows, K columns, I blocks of rows, J blocks of columns
 
-A scale takes codes back: w is about code * scale. Quotients are true divisions, rounded once to float32, then once more to
-the code, ties to even. Zeros have a scale too, and codes that are zeros. What is not finite does not move a scale: an
-infinity becomes the largest code of its sign, a NaN the NaN of e4m3 (0x7F), or zero where codes have no NaN.
+Scales multiply codes: w is about code * scale. Quotients are true divisions, rounded once to float32, then to the
+code, ties to even. Zeros have a scale too, and zero codes. Numbers that are not finite do not affect a scale: an
+infinity becomes the largest code of its sign, a NaN e4m3's NaN (0x7F), or zero if codes have no NaN.
 """
 
 import torch
@@ -21,16 +21,16 @@ INT8_MAX = 127.0
 LEAST_INT8_SCALE = 2.0**-126
 """The least normal number: below it division is slow or, on some hardware, wrong."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What codes 0 to 7 stand for; 8 to 15 are their negatives."""
+"""Values of codes 0 to 7; codes 8 to 15 are their negatives."""
 E2M1_LIMITS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-"""Half way between two values, and whether a number there belongs to the upper one: the one with the even code."""
+"""Midpoints of neighbouring values, and True if a number there rounds up: ties go to the even code."""
 E8M0_NAN = 255
 E8M0_MOST = 252
-"""Six times this scale is still finite; only numbers from 2.55e38 on would ask for more."""
+"""Six times this scale is still finite; only numbers from 2.55e38 on would need more."""
 
 
 def find_scales(values_RK: torch.Tensor, scheme: WeightScheme, amax: torch.Tensor | None = None) -> torch.Tensor:
-    """Scales [R] or [I, J] of float32 rows; `amax` [1] is the largest magnitude of the tensor, for a scheme that needs it."""
+    """Return scales [R] or [I, J] of float32 rows; `amax` [1] is the tensor's amax, for a scheme that needs it."""
     if scheme.is_whole_tensor:
         assert amax is not None, f"{scheme.name}: a scale needs the amax of the whole tensor"
         return _scales_of(amax.expand(values_RK.shape[0]), scheme)
@@ -40,7 +40,7 @@ def find_scales(values_RK: torch.Tensor, scheme: WeightScheme, amax: torch.Tenso
 
 
 def largest_finite(values: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude along the last dimension, among numbers that are finite; 0 where there are none."""
+    """Return the largest finite magnitude along the last dimension; 0 if there is none."""
     if values.shape[-1] == 0:
         return values.new_zeros(values.shape[:-1])
     least, most = values.aminmax(dim=-1)
@@ -51,9 +51,9 @@ def largest_finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def encode(values_RK: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
-    """The codes of float32 rows under scales that are known: [R, K / codes_per_byte]."""
+    """Return the codes of float32 rows under given scales: [R, K / codes_per_byte]."""
     if scheme.scale_is_power_of_two:
-        # Times 2^(127 - e) is exact, and for every scale that is given out a normal number.
+        # Multiplying by 2^(127 - e) is exact, and gives a normal number for every scale in use.
         factors = ((254 - scales.to(torch.int32)) << 23).view(torch.float32)
         return _e2m1_codes(values_RK * _by_column(factors, scheme, values_RK.shape))
     quotients = values_RK / _by_column(scales, scheme, values_RK.shape)
@@ -68,7 +68,7 @@ def encode(values_RK: torch.Tensor, scales: torch.Tensor, scheme: WeightScheme) 
 
 
 def dequantize(weight: QuantizedWeight, rows: tuple[int, int] | None = None) -> torch.Tensor:
-    """Rows [start, end) of a weight as float32 [R, K], leading dimensions counted as rows; None: all."""
+    """Return rows [start, end) of a weight as float32 [R, K], leading dimensions counted as rows; None: all."""
     num_columns = weight.shape[-1]
     codes_RB = weight.codes.view(-1, weight.codes.shape[-1])
     start, end = rows or (0, codes_RB.shape[0])
@@ -86,7 +86,7 @@ def dequantize(weight: QuantizedWeight, rows: tuple[int, int] | None = None) -> 
 
 
 def e8m0_values(scales: torch.Tensor) -> torch.Tensor:
-    """Bytes that are exponents, as the powers of two that they stand for: 2^(e - 127), and NaN for 255."""
+    """Convert exponent bytes to powers of two: 2^(e - 127), and NaN for 255."""
     exponents = scales.to(torch.int32)
     bits = torch.where(exponents == 0, 1 << 22, exponents << 23)  # 2^-127 is below the normal numbers
     return bits.masked_fill_(exponents == E8M0_NAN, 0x7FC00000).view(torch.float32)
@@ -97,13 +97,13 @@ def _scales_of(amax: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
         return (amax / INT8_MAX).clamp_min_(LEAST_INT8_SCALE)
     if not scheme.scale_is_power_of_two:
         return (amax / E4M3_MAX).clamp_min_(LEAST_E4M3_SCALE)
-    # The power of two below the amax, or the one above from 1.75 times that on, so that few numbers exceed 6, the largest code.
+    # The power of two below the amax, or from 1.75 times that on the one above: few numbers exceed 6, the largest code.
     exponents = (amax.view(torch.int32) + (1 << 21)) >> 23
     return (exponents - 2).clamp_(0, E8M0_MOST).to(torch.uint8)
 
 
 def _in_blocks(values_RK: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
-    """[I, J, block_rows * block_columns], zeros behind the last rows and columns."""
+    """Return [I, J, block_rows * block_columns], padded with zeros after the last rows and columns."""
     num_rows, num_columns = values_RK.shape
     width, height = scheme.block_columns, scheme.block_rows
     x = F.pad(values_RK, (0, -num_columns % width, 0, -num_rows % height))
@@ -113,7 +113,7 @@ def _in_blocks(values_RK: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
 
 
 def _by_column(scales: torch.Tensor, scheme: WeightScheme, shape: tuple[int, ...] | torch.Size) -> torch.Tensor:
-    """Scales so that they go with rows and columns of values: [R, 1] or [R, K]."""
+    """Expand scales to rows and columns of values: [R, 1] or [R, K]."""
     num_rows, num_columns = shape
     if scheme.block_columns == 0:
         return scales[:, None]
@@ -122,7 +122,7 @@ def _by_column(scales: torch.Tensor, scheme: WeightScheme, shape: tuple[int, ...
 
 
 def _e2m1_codes(values_RK: torch.Tensor) -> torch.Tensor:
-    """Two to a byte, the even column in the low half; a zero has no sign."""
+    """Return codes, two to a byte, the even column in the low half; a zero has no sign."""
     sizes = values_RK.abs()
     codes = torch.zeros(values_RK.shape, dtype=torch.uint8, device=values_RK.device)
     for limit, is_upper in E2M1_LIMITS:
@@ -132,7 +132,7 @@ def _e2m1_codes(values_RK: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers_of(codes_RB: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
-    """Codes as float32 without their scales: [R, K]."""
+    """Return codes as float32 without their scales: [R, K]."""
     if scheme.codes_per_byte == 1:
         return codes_RB.to(torch.float32)
     values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes_RB.device)

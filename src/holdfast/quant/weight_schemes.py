@@ -1,7 +1,7 @@
-"""Weight schemes as values (codes, scales, bytes), and WeightRecipe: which weights of a model are quantized, and how; no torch.
+"""Weight schemes as values (codes, scales, bytes), and WeightRecipe: which weights to quantize and how; no torch.
 
-A matrix of N rows and K columns becomes two planes: codes, and scales that take them back (w is about code * scale).
-Everything here is counted in rows, so experts that are stacked in front are so many more rows.
+A matrix of N rows and K columns becomes two planes: codes, and scales that multiply them (w is about code * scale).
+Everything here counts rows, so leading dimensions of stacked experts multiply the rows.
 
 name          codes   scales                                             activations
 fp8           e4m3    float32, one a row                                 e4m3, one scale a token
@@ -23,15 +23,15 @@ from holdfast.errors import ConfigError, did_you_mean
 from holdfast.quant.formats import bytes_for
 
 SCALE_SUFFIX = ".scale"
-"""What follows the name of a weight in the name of its scales."""
+"""Suffix of a weight's name for its scales."""
 UNQUANTIZED = "none"
 
 
 class WeightPlane(NamedTuple):
-    """One of the tensors that a quantized weight consists of."""
+    """One tensor of a quantized weight."""
 
     suffix: str
-    """What follows the weight's name: nothing for the codes."""
+    """Suffix of the weight's name; empty for the codes."""
     shape: tuple[int, ...]
     dtype: str
 
@@ -53,20 +53,20 @@ class WeightScheme:
     """Columns that share a scale; 0: the whole row."""
     codes_per_byte: int = 1
     quantizes_activations: bool = False
-    """Products take activations as e4m3, scaled by token (and by block of columns where weights are)."""
+    """Products take activations as e4m3, scaled by token (and by block of columns if weights are)."""
     is_whole_tensor: bool = False
-    """A scale follows from a whole checkpoint tensor, which is therefore looked at twice."""
+    """A scale follows from a whole checkpoint tensor, which needs two passes over it."""
     scale_is_power_of_two: bool = False
 
     def planes(self, shape: tuple[int, ...]) -> tuple[WeightPlane, WeightPlane]:
-        """Codes and scales of a weight of this shape; leading dimensions stay in front where rows keep their own scales."""
+        """Return codes and scales of a weight of this shape; leading dimensions stay if rows have their own scales."""
         *leading, num_rows, num_columns = shape
         assert num_columns % self.codes_per_byte == 0, f"{self.name}: {shape=} has half a byte of codes in a row"
         codes = WeightPlane("", (*leading, num_rows, num_columns // self.codes_per_byte), self.code_dtype)
         return codes, WeightPlane(SCALE_SUFFIX, self.scale_shape(shape), self.scale_dtype)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """[..., N] for scales by row, else [..., N / block_rows, K / block_columns], both rounded up."""
+        """Return [..., N] for scales by row, else [..., N / block_rows, K / block_columns], both rounded up."""
         *leading, num_rows, num_columns = shape
         assert self.block_rows == 1 or num_rows % self.block_rows == 0 or not leading, (
             f"{self.name}: {num_rows} rows of each of {prod(leading)} matrices in blocks of {self.block_rows}"
@@ -102,12 +102,12 @@ MXFP4 = WeightScheme("mxfp4", "uint8", "uint8", block_columns=32, codes_per_byte
 WEIGHT_SCHEMES: Mapping[str, WeightScheme] = {
     scheme.name: scheme for scheme in (FP8, FP8_TENSOR, FP8_BLOCK, INT8, MXFP4)
 }
-"""What `quantization` may name."""
+"""Values of `quantization`."""
 ROW_SCHEMES = tuple(scheme for scheme in WEIGHT_SCHEMES.values() if scheme.block_columns == 0)
-"""Those with a scale for every row, as a head has to have them."""
+"""Schemes with a scale per row, which a head requires."""
 HEAD_SCHEME = INT8
-"""Scheme of head and embeddings. Rows are looked up one by one, so each needs a scale; on rows without outliers int8 loses a
-tenth of what e4m3 does (docs/log.md)."""
+"""Scheme of head and embeddings. Rows are looked up one by one, so each needs a scale. On rows without outliers int8
+loses a tenth of what e4m3 does (docs/log.md)."""
 
 
 def find_scheme(value: object, name: str = "quantization") -> WeightScheme | None:
@@ -124,7 +124,7 @@ def find_scheme(value: object, name: str = "quantization") -> WeightScheme | Non
 
 QuantizedEmbeddings = Literal["none", "head", "all"]
 EMBEDDING_CHOICES: tuple[QuantizedEmbeddings, ...] = ("none", "head", "all")
-"""none: neither head nor embedding; head: the head, also where it is the embedding (tied); all: both."""
+"""none: neither head nor embedding; head: the head, even if it is the embedding (tied); all: both."""
 REGEX_PREFIX = "re:"
 
 
@@ -135,11 +135,11 @@ class WeightRecipe:
     scheme: WeightScheme | None = None
     embeddings: QuantizedEmbeddings = "head"
     ignore: tuple[str, ...] = ()
-    """Globs such as "*.down_proj*", or regular expressions behind "re:", over a weight's own name and its tensors' names."""
+    """Globs such as "*.down_proj*", or regular expressions after "re:", over names of a weight and its tensors."""
     head_scheme: WeightScheme = HEAD_SCHEME
-    """Another one only where a checkpoint stores its head so."""
+    """Differs only if a checkpoint stores its head in another scheme."""
     expert_scheme: WeightScheme | None = None
-    """That of experts, where a checkpoint stores them otherwise than other matrices; None: the same."""
+    """The scheme of experts, if a checkpoint stores them differently; None: the same."""
 
     def __post_init__(self) -> None:
         if self.embeddings not in EMBEDDING_CHOICES:
@@ -149,9 +149,9 @@ class WeightRecipe:
             check_pattern(pattern, "quantization_ignore")
 
     def scheme_for(self, kind: str, names: Iterable[str]) -> WeightScheme | None:
-        """The scheme of a weight of this kind ("linear", "expert", "head", ...), known by any of these names; None: as it is.
+        """Return the scheme of a weight of this kind ("linear", "expert", "head", ...) and names; None: unquantized.
 
-        A fused weight is left alone as soon as one of its parts is to be.
+        A pattern for one part keeps the whole fused weight from being quantized.
         """
         if self.scheme is None or self.is_ignored(names):
             return None
@@ -163,7 +163,7 @@ class WeightRecipe:
         return self.head_scheme if kind == "head" else HEAD_SCHEME
 
     def of_kind(self, kind: str) -> WeightScheme | None:
-        """The scheme of layers, or that of their experts."""
+        """Return the scheme of layers, or that of their experts."""
         return self.expert_scheme or self.scheme if kind == "expert" else self.scheme
 
     def is_ignored(self, names: Iterable[str]) -> bool:
@@ -175,7 +175,7 @@ AS_STORED = WeightRecipe()
 
 
 def check_pattern(pattern: object, name: str) -> None:
-    """Refuse a pattern that matches nothing whatever the model is."""
+    """Refuse a pattern that could never match, whatever the model."""
     problem = ""
     if not isinstance(pattern, str):
         problem = "is not a string"
@@ -192,7 +192,7 @@ def check_pattern(pattern: object, name: str) -> None:
 
 @lru_cache(maxsize=256)
 def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    """Whether a name matches one of the patterns. Those of a stored checkpoint are hundreds of plain names, looked up at once."""
+    """Return a function that matches names. Stored checkpoints have hundreds of plain names, which take one lookup."""
     plain = frozenset(pattern for pattern in patterns if not _is_expression(pattern))
     others = [re.compile(_as_regex(pattern)) for pattern in patterns if pattern not in plain]
 

@@ -41,7 +41,7 @@ class TritonCompressedDeclaration(BackendDeclaration):
         return unsupported_top_k(own.index_top_k, own.most_entries) if own.is_overlapped else None
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
-        """Declare partials of few rows; and, if rows choose, what a choice among all entries works in."""
+        """Declare partials for few rows, and scratch for choosing among all entries if rows choose."""
         heads, dim = specs[0].num_heads, specs[0].cache.head_dim
         num_partials = compressed_partials(bounds.max_num_rows, heads)
         partials = partial_specs(

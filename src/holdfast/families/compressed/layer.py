@@ -33,7 +33,7 @@ class CompressedBuffers(NamedTuple):
     q_TX: torch.Tensor
     attended_TX: torch.Tensor
     grouped_TX: torch.Tensor
-    """After the first half of the output projection."""
+    """Output of the output projection's first half."""
     pooled_X: torch.Tensor | None
     """float32, a vector: each layer takes rows of its own width."""
     index_q_TX: torch.Tensor | None

@@ -20,13 +20,13 @@ class CompressedAttentionSpec(AttentionSpec):
     entries: LayerCache | None = None
     """The entries that a row attends to beside its window, with their index; None: the window only."""
     entries_group: int = -1
-    """Cache group of the entries ..."""
+    """Cache group of the entries."""
     entries_index: int = -1
-    """... and their place in its storage."""
+    """Place of the entries in its storage."""
     ratio: int = 0
     """Tokens that an entry stands for; 0: there are none."""
     is_overlapped: bool = False
-    """An entry is made of as many tokens before its own too, and an index chooses the entries of a row."""
+    """An entry also covers as many tokens before its own, and an index chooses the entries of a row."""
     index_heads: int = 0
     index_top_k: int = 0
 
@@ -63,16 +63,16 @@ class CompressedSpec:
     """Compressed attention of a model."""
 
     q_rank: int
-    """Width of the queries' own latent, which has a norm; a query head has another, without a weight."""
+    """Width of the queries' own latent, which has a norm; query heads have another norm, without a weight."""
     rope_dim: int
     window: int
     """How many of the newest tokens, the current one included, a token sees in every layer."""
     compressors: tuple[CompressorSpec | None, ...]
     """By layer; None: the layer has its window only."""
     num_output_groups: int
-    """Heads go through the output projection in so many groups of neighbours ..."""
+    """Number of groups of neighbouring heads in the output projection."""
     output_rank: int
-    """... each to a latent of this width; those together to the residual stream."""
+    """Width of each group's latent. The latents together are projected to the residual stream."""
     index: IndexSpec | None
     """The index of layers with overlapped entries, if there are any. RoPE turns the last elements of its heads."""
 

@@ -38,7 +38,7 @@ class TritonCompressedPlan:
     page_tables: tuple[torch.Tensor, ...]
     """By group."""
     has_chosen: bool
-    """Some rows may choose entries."""
+    """True if some rows may choose entries."""
     wanted_rows_R: torch.Tensor | None
 
 

@@ -114,7 +114,7 @@ DECLARATIONS = NativePagedDeclaration(), TritonPagedDeclaration(), TorchPagedDec
 
 
 class TileKind(NamedTuple):
-    """The facts that decide how a kernel wants its tiles."""
+    """The properties that decide a kernel's tile sizes."""
 
     num_heads: int
     num_kv_heads: int
@@ -134,7 +134,7 @@ def tile_kinds(specs: Sequence[AttentionSpec]) -> tuple[TileKind, ...]:
 
 
 def max_tiles(kind: TileKind, max_model_len: int, bounds: StepBounds) -> int:
-    """Count the tiles of the largest step: whole ones, the last one of each sequence, and one for each split."""
+    """Count the tiles of the largest step: whole ones, the last one of each sequence, and one per split."""
     rows_per_tile = least_tile_rows(kind)
     tiles = -(-bounds.max_num_rows // rows_per_tile) + min(bounds.max_num_seqs, bounds.max_num_rows)
     return tiles + max_partials(max_model_len, bounds)

@@ -1,10 +1,10 @@
-"""Keys without their bias: what a runner holds beside its weights so that quantized layers store such keys, and scores get the rest.
+"""Keys without their bias: what a runner holds so that quantized layers store such keys, and scores get the bias.
 
 K key/value heads, D head dim, X width of the fused QKV projection
 
-Other runners may share a loaded bias, so it is never changed: a quantized layer gets a copy whose key part is zero. Copy and key
-bias depend on the weights alone, and so do the codes. A page means the same to every step of a runner; neither the prefix cache
-(of one runner) nor the cache of quantized weights (which has the loaded bias) needs another key.
+Other runners may share a loaded bias, so it never changes: a quantized layer gets a copy whose key part is zero. Copy
+and key bias depend on the weights alone, and so do the codes. A page means the same to every step of a runner; neither
+the prefix cache (of one runner) nor the cache of quantized weights (which has the loaded bias) needs another key.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,8 +43,8 @@ def split_biases(
 ) -> SplitBiases:
     """Split the bias of every quantized layer if the model's keys are a sum of two parts (`is_separable`).
 
-    `turns` is None without RoPE. Then the bias adds one number to all scores of a row. A plain softmax does not see it, so
-    nothing is added. Layers with sinks or a cap do see it, so their keys keep the bias.
+    `turns` is None without RoPE. Then the bias adds one number to all scores of a row, which a plain softmax ignores,
+    so nothing is added. Layers with sinks or a cap do not ignore it, so their keys keep the bias.
     """
     layers = [
         layer

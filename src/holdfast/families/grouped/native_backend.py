@@ -16,7 +16,7 @@ from holdfast.kernels.attention.paged_attention import SEQUENCE_FIELDS, Scoring,
 
 @dataclass(frozen=True, slots=True)
 class NativeRows:
-    """Where each sequence's rows and its pages of one cache group lie, as the kernel reads it."""
+    """Locations of each sequence's rows and its pages of one cache group, as the kernel reads them."""
 
     pages_P: torch.Tensor
     sequences_N4: torch.Tensor
@@ -60,7 +60,7 @@ class NativePagedAttention(GroupedBackend):
 
 
 def _group_rows(sequences: Sequence[SequenceRows], group: int) -> NativeRows:
-    """The kernel follows no entry that lies behind a window: holes may stay."""
+    """The kernel skips entries outside a window, so freed pages may stay in the table."""
     rows, pages = [], []
     for sequence in sequences:
         rows.append((sequence.row_start, sequence.num_rows, sequence.start, len(pages)))

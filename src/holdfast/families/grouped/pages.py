@@ -1,10 +1,10 @@
-"""GroupedBackend: the KV pages of every layer, plain or quantized: how each kind is written, attended to in tiles, and read in torch.
+"""GroupedBackend: the KV pages of every layer, plain or quantized: writing, attention in tiles, and reading in torch.
 
 X any leading dimensions, D head dim, B bytes of a head's codes, C columns (quant/kv_quantize.py has the order of bits)
 
-The numbers are those of quant/kv_quantize.py to the bit. A table's entry holds 2 or 4 coordinates as one element, since torch
-copies single elements much faster than short rows. Coordinates stay in the order in which they are stored: attention does not
-mind as long as queries follow the keys, and what comes out, which is little, is put in order.
+The numbers are those of quant/kv_quantize.py to the bit. A table's entry holds 2 or 4 coordinates as one element, since
+torch copies single elements much faster than short rows. Coordinates stay in storage order: attention works as long as
+queries follow the keys. Only the outputs, which are small, are reordered.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,17 +45,17 @@ from holdfast.quant.kv_quantize import (
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """The slots of positions [first, end) of one sequence: a run of neighbours, or a list of pages to gather."""
+    """The slots of positions [first, end) of one sequence: one contiguous run, or a list of pages to gather."""
 
     first: int
     num_tokens: int
     first_slot: int
     pages_P: torch.Tensor | None
-    """None where the slots are neighbours."""
+    """None if the slots are contiguous."""
 
     @classmethod
     def locate(cls, pages: Sequence[int], first: int, end: int, page_tokens: int, device: torch.device) -> "PagedRows":
-        """Find the tokens [first, end) of a sequence on these pages; others are not looked at."""
+        """Locate tokens [first, end) of a sequence on these pages; skip other pages."""
         page_start, page_end = first // page_tokens, -(-end // page_tokens)
         held = list(pages[page_start:page_end])
         offset = first - page_start * page_tokens
@@ -64,7 +64,7 @@ class PagedRows:
         return cls(first, end - first, offset, torch.tensor(held, device=device))
 
     def read(self, plane_SKD: torch.Tensor, page_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-        """The tokens as [K, L, D] in the given dtype: a view of the plane where that is possible."""
+        """Return the tokens as [K, L, D] in the given dtype: a view of the plane if possible."""
         if self.pages_P is None:
             rows_LKD = plane_SKD.narrow(0, self.first_slot, self.num_tokens)
         else:
@@ -74,7 +74,7 @@ class PagedRows:
         return rows_KLD if rows_KLD.dtype == dtype else rows_KLD.to(dtype)
 
     def read_by_head(self, plane_PKtX: torch.Tensor) -> torch.Tensor:
-        """The tokens as [K, L, ...] of a plane whose pages lie head by head."""
+        """Return the tokens as [K, L, ...] of a plane whose pages lie by head."""
         page_tokens = plane_PKtX.shape[2]
         if self.pages_P is None:
             first_page, offset = divmod(self.first_slot, page_tokens)
@@ -96,10 +96,10 @@ class Dequantizer:
         self._key_table = key_tables[key_bits]().to(device) if key_bits < 8 else None
         self._value_table = value_tables[value_bits]().to(device) if value_bits < 8 else None
         self.key_order_D = _key_order(key_bits, head_dim).to(device)
-        """The coordinate that each place of a key has."""
+        """Coordinate at each place of a key."""
         order_D = part_dims(VALUE_PARTS[value_bits], head_dim).T.reshape(-1)
         self.value_places_D = order_D.argsort().to(device)
-        """The place that each coordinate of a value has."""
+        """Place of each coordinate of a value."""
 
     @property
     def num_bytes(self) -> int:
@@ -108,7 +108,7 @@ class Dequantizer:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def keys(self, heads: QuantizedHeads) -> torch.Tensor:
-        """float32 [X, D], rotated as they were quantized, in the order of `key_order_D`."""
+        """Return float32 [X, D], in the rotation of the stored keys and in the order of `key_order_D`."""
         if self._key_table is None:
             numbers_XD = heads.codes_XB.view(torch.float8_e4m3fn).float()
         elif self._key_bits == 4:
@@ -119,7 +119,7 @@ class Dequantizer:
         return numbers_XD.mul_(heads.scale_X.float().unsqueeze(-1))
 
     def values(self, heads: QuantizedHeads) -> torch.Tensor:
-        """float32 [X, D], rotated as they were quantized, each coordinate at its place in `value_places_D`."""
+        """Return float32 [X, D], in the rotation of the stored values; `value_places_D` has each coordinate's place."""
         if self._value_table is None:
             numbers_XD = heads.codes_XB.view(torch.float8_e4m3fn).float()
         elif self._value_bits == 4:
@@ -143,7 +143,7 @@ def _looked_up(index_XC: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def _key_index_of_4_bits(codes_XB: torch.Tensor) -> torch.Tensor:
-    """Two coordinates a byte, each a magnitude below its sign. Signs lie 8 bits apart, so they move to the magnitudes' 4."""
+    """Index two coordinates per byte, a magnitude below its sign. Signs, 8 bits apart, move to the magnitudes' 4."""
     words_XW = codes_XB.contiguous().view(torch.int32)
     first_XW = _closer_signs(words_XW >> 4)
     second_XW = _closer_signs(words_XW) << 16
@@ -151,14 +151,14 @@ def _key_index_of_4_bits(codes_XB: torch.Tensor) -> torch.Tensor:
 
 
 def _closer_signs(words_XW: torch.Tensor) -> torch.Tensor:
-    """Bits 3, 11, 19 and 27 to bits 3, 7, 11 and 15; no others."""
+    """Move bits 3, 11, 19 and 27 to bits 3, 7, 11 and 15; drop the others."""
     signs_XW = words_XW & 0x08080808
     signs_XW = (signs_XW | signs_XW >> 4) & 0x00880088
     return (signs_XW | signs_XW >> 8) & 0x8888
 
 
 def _key_index_of_3_bits(codes_XB: torch.Tensor, signs_XS: torch.Tensor) -> torch.Tensor:
-    """[X, C]: the magnitudes of parts 0, 2, 1 and 3 of a column, two bits each, then the signs of all."""
+    """Return [X, C]: magnitudes of parts 0, 2, 1 and 3 of a column, two bits each, then all their signs."""
     shifts_4 = 4 * torch.arange(4, dtype=torch.int32, device=codes_XB.device)
     words_XW4 = codes_XB.contiguous().view(torch.int32).unsqueeze(-1) >> shifts_4
     magnitudes_XC = (words_XW4 & 15 | words_XW4 >> 12 & 240).flatten(-2)
@@ -167,7 +167,7 @@ def _key_index_of_3_bits(codes_XB: torch.Tensor, signs_XS: torch.Tensor) -> torc
 
 
 def _value_index_of_3_bits(codes_XB: torch.Tensor, signs_XS: torch.Tensor) -> torch.Tensor:
-    """[X, B]: the lower bits of 4 codes, then their highest bits, which lie 2 bits apart and move together."""
+    """Return [X, B]: the lower bits of 4 codes, then their highest bits, which are 2 bits apart and move together."""
     highest_XB = torch.cat((signs_XS, signs_XS >> 1), dim=-1) & 0x55
     highest_XB = (highest_XB | highest_XB >> 1) & 0x33
     highest_XB = (highest_XB | highest_XB >> 2) & 0x0F
@@ -175,12 +175,12 @@ def _value_index_of_3_bits(codes_XB: torch.Tensor, signs_XS: torch.Tensor) -> to
 
 
 def _elements(rows: list[tuple[float, ...]]) -> torch.Tensor:
-    """Each row as one element of 8 or 16 bytes."""
+    """View each row as one element of 8 or 16 bytes."""
     return torch.tensor(rows, dtype=torch.float32).view(torch.int64 if len(rows[0]) == 2 else torch.complex128).view(-1)
 
 
 def _signed_magnitudes(bits: int) -> list[float]:
-    """By sign and magnitude, the sign above."""
+    """List values by sign and magnitude; the sign is the higher bit."""
     magnitudes = KEY_CODEBOOKS[bits].magnitudes
     return [*magnitudes, *(-magnitude for magnitude in magnitudes)]
 
@@ -228,11 +228,11 @@ class PlainPages:
         rotary: Rotary | None,
         out_THD: torch.Tensor,
     ) -> None:
-        """Keys and values to their slots, queries to `out_THD`, all in one pass."""
+        """Write keys and values to their slots and queries to `out_THD` in one pass."""
         write_kv(qkv_TX, batch.slots_GT[self._group], *self.planes, head_norm, rotary, out_THD)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:
-        """How the kernel of `attend_tiles` wants its tiles."""
+        """Return the tile geometry of the kernel of `attend_tiles`."""
         num_kv_heads = self.planes[0].shape[1]
         return TileGeometry(
             small_rows=tile_rows(num_heads, num_kv_heads, large=False),
@@ -245,24 +245,24 @@ class PlainPages:
         )
 
     def attend_tiles(self, call: TileCall) -> None:
-        """All rows of a step, on a GPU."""
+        """Attend with all rows of a step, on a GPU."""
         tiled_attention(call, *self.planes, self._page_tokens)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
-        """Queries in the form that what is `read` takes."""
+        """Return queries in the layout of the keys that `read` returns."""
         return q_THD
 
     def read(self, rows: PagedRows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of these rows, each [K, L, D]: views of the planes where that is possible."""
+        """Return keys and values of these rows, each [K, L, D]: views of the planes if possible."""
         k_plane_SKD, v_plane_SKD = self.planes
         return rows.read(k_plane_SKD, self._page_tokens, dtype), rows.read(v_plane_SKD, self._page_tokens, dtype)
 
     def finish(self, out_TX: torch.Tensor) -> None:
-        """Bring p times what was `read` into the form of outputs: it is."""
+        """Convert outputs from the layout of the values that `read` returns: nothing to do."""
 
 
 class QuantizedPages:
-    """The planes of one layer; all tokens are attended to as they are stored, also those of the step itself."""
+    """The planes of one layer. Attention reads all tokens as stored, those of the current step too."""
 
     def __init__(self, planes: QuantizedPlanes, reader: Dequantizer | None = None, group: int = 0) -> None:
         self.planes = planes
@@ -277,25 +277,25 @@ class QuantizedPages:
         rotary: Rotary | None,
         out_THD: torch.Tensor,
     ) -> None:
-        """Quantized keys and values to their slots, queries to `out_THD`, rotated as the keys are."""
+        """Write quantized keys and values to their slots, and queries in the keys' rotation to `out_THD`."""
         slots_T = batch.slots_GT[self._group]
         write_quantized_kv(qkv_TX, slots_T, self.planes, head_norm, rotary, out_THD)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:
-        """How the kernel of `attend_tiles` wants its tiles."""
+        """Return the tile geometry of the kernel of `attend_tiles`."""
         planes = self.planes
         return quantized_geometry(num_heads, planes.num_kv_heads, planes.key_bits, planes.value_bits)
 
     def attend_tiles(self, call: TileCall) -> None:
-        """All rows of a step, on a GPU."""
+        """Attend with all rows of a step, on a GPU."""
         quantized_attention(call, self.planes)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
-        """Queries in the form that what is `read` takes: their coordinates in the order of the keys'."""
+        """Return queries in the layout of the keys that `read` returns: coordinates in the keys' order."""
         return q_THD if self.planes.key_bits == 8 else q_THD.index_select(-1, self.reader.key_order_D)
 
     def read(self, rows: PagedRows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of these rows, each [K, L, D], with their coordinates in the order in which they are stored."""
+        """Return keys and values of these rows, each [K, L, D], with coordinates in storage order."""
         planes, reader = self.planes, self.reader
         k_KLD = reader.keys(_heads(rows, planes.k_codes_PKtB, planes.k_signs_PKtS, planes.k_scale_PKt))
         v_KLD = reader.values(_heads(rows, planes.v_codes_PKtB, planes.v_signs_PKtS, planes.v_scale_PKt))
@@ -304,7 +304,7 @@ class QuantizedPages:
         return k_KLD.to(dtype), v_KLD.to(dtype)
 
     def _key_bias_rows(self, key_bias: KeyBias, rows: PagedRows) -> torch.Tensor:
-        """What these keys are stored without, in float32, in their order and rotation."""
+        """Return the bias that these keys are stored without, in float32, in their order and rotation."""
         position_L = torch.arange(rows.first, rows.first + rows.num_tokens, device=key_bias.bias_KD.device)
         bias_KLD = key_bias_rows(key_bias, position_L)
         if not self.planes.rotates_keys:
@@ -314,7 +314,7 @@ class QuantizedPages:
         return bias_KLD @ (signs_DD.float() * hadamard_block(head_dim) ** -0.5)
 
     def finish(self, out_TX: torch.Tensor) -> None:
-        """Bring p times values into the form of outputs: in order, and rotated back."""
+        """Convert outputs from the values' layout: reorder, and rotate back."""
         out_XD = out_TX.view(-1, self.planes.head_dim)
         ordered_XD = out_XD.index_select(-1, self.reader.value_places_D)
         if self.planes.rotates_values:
@@ -324,7 +324,7 @@ class QuantizedPages:
 
     @property
     def reader(self) -> Dequantizer:
-        """What `read` dequantizes with."""
+        """The dequantizer that `read` uses."""
         assert self._reader is not None, "these pages were made for kernels, not for reading"
         return self._reader
 
@@ -337,15 +337,15 @@ def _heads(
 
 
 KeyMeans = Sequence[torch.Tensor | None]
-"""By quantized layer [K, D] in float32, rotated like its keys; None: nothing is subtracted from them."""
+"""By quantized layer [K, D] in float32, rotated like its keys; None: no mean is subtracted from them."""
 KeyBiases = Sequence[KeyBias | None]
-"""By layer whose pages hold keys without their bias; None: there is none, or the keys have it."""
+"""By layer whose pages hold keys without their bias; None: no bias, or the keys include it."""
 Sinks = Sequence[torch.Tensor | None]
-"""By layer [H] in float32; None: its softmax is a plain one."""
+"""By layer [H] in float32; None: a plain softmax."""
 
 
 class GroupedBackend(AttentionBackend):
-    """Keys and values by head. `specs[i]` and the planes of the storage's i-th entry belong to layer i."""
+    """Keys and values by head. `specs[i]` and the storage's i-th planes belong to layer i."""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ class GroupedBackend(AttentionBackend):
         key_biases: KeyBiases | None = None,
         sinks: Sinks | None = None,
     ) -> None:
-        """`is_read`: quantized pages are read in plain torch, which takes tables."""
+        """`is_read`: plain torch reads quantized pages, which takes tables."""
         self._specs = specs
         self._sinks = sinks or (None,) * len(specs)
         for spec, sinks_H in zip(specs, self._sinks, strict=True):
@@ -387,7 +387,7 @@ class GroupedBackend(AttentionBackend):
         layer: int,
         out_THD: torch.Tensor,
     ) -> None:
-        """Keys and values to their slots, queries to `out_THD`, all in one pass."""
+        """Write keys and values to their slots and queries to `out_THD` in one pass."""
         if self.on_write is not None:
             self.on_write(layer, qkv_TX, head_norm)
         self.pages[layer].write(qkv_TX, batch, head_norm, rotary, out_THD)
@@ -397,7 +397,7 @@ class GroupedBackend(AttentionBackend):
         raise NotImplementedError
 
     def held_bytes(self) -> dict[str, int]:
-        """What quantized pages take beside the storage, and sinks."""
+        """Bytes of quantized pages beside the storage, and of sinks."""
         held: dict[str, int] = {}
         if self._readers:
             held["attention/dequantize"] = sum(reader.num_bytes for reader in self._readers.values())

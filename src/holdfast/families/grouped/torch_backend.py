@@ -2,13 +2,13 @@
 
     T rows of the step, H query heads, K key/value heads, G = H / K, D head dim, L stored tokens, n rows of a block
 
-Rows of a sequence are taken in blocks aligned to absolute positions. A block sees stored tokens [low, high), so one call of
-torch's fused attention with one slice of a mask template does it, whatever the chunking. A lone row folds its G heads into
-the row dimension instead and needs no mask. Quantized tokens become numbers again for as long as they are attended to.
+Rows of a sequence form blocks aligned to absolute positions. A block sees stored tokens [low, high), so one call of
+torch's fused attention with one slice of a mask template suffices, whatever the chunking. A single row folds its G
+heads into the row dimension instead and needs no mask. Quantized tokens are dequantized only while attended to.
 
-Torch's attention knows neither sinks nor soft-capping: where a layer has them its blocks are computed here, in float32, a
-key head at a time. A block begins with the first token that its first row sees, so nothing behind a window is ever read;
-what later rows of it do not see is the sequence's own, because pages are given back by what a whole step sees.
+Torch's attention supports neither sinks nor soft-capping. Blocks of layers with them are computed here, in float32, one
+key head at a time. A block begins with the first token that its first row sees, so nothing before a window is read.
+Tokens that later rows do not see are still the sequence's own: what a whole step sees decides which pages are freed.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans,
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Those of torch that pass on what they do not take. cuDNN's is not among them: torch tries it first, and it fails."""
+"""Torch kernels that pass on what they do not support. cuDNN's is excluded: torch tries it first, and it fails."""
 MASK_ALIGNMENT = 8
-"""Elements. Fused kernels load a mask in vectors: rows must lie so far apart, and the first begin at such a place."""
+"""Elements. Fused kernels load a mask in vectors: its start and its row stride must be multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows [row, row + num_rows) of the step against tokens [low, high) of their sequence, counted from what was located."""
+    """Rows [row, row + num_rows) of the step against tokens [low, high), counted from the first located token."""
 
     row: int
     num_rows: int
@@ -46,14 +46,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """One sequence: where its tokens lie, and the blocks of its rows."""
+    """The location of one sequence's tokens, and the blocks of its rows."""
 
     rows: PagedRows
     blocks: tuple[Block, ...]
 
 
 WindowPlans = dict[tuple[int | None, int], tuple[SequencePlan, ...]]
-"""Some rows of a step, for each distinct window among the layers and the cache group that has it."""
+"""Plans of some rows of a step, by window and by the cache group that has it."""
 
 
 TorchPlan = RowsPlan[WindowPlans]
@@ -95,7 +95,7 @@ class TorchPagedAttention(GroupedBackend):
         num_kv_heads = spec.cache.num_kv_heads
         q_TKGD = pages.queries(q_THD).view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out_TKGD = out_TX[:num_rows].view_as(q_TKGD)
-        # On a CPU torch has no choice that could go wrong.
+        # On a CPU torch has no kernel to choose wrongly.
         with sdpa_kernel(GPU_KERNELS) if self._device.type == "cuda" else nullcontext():
             for sequence in rows[spec.window, spec.group]:
                 k_KLD, v_KLD = pages.read(sequence.rows, self._dtype)
@@ -145,7 +145,7 @@ class TorchPagedAttention(GroupedBackend):
         return x_KlD.unsqueeze(1).expand(num_kv_heads, num_groups, num_tokens, head_dim)
 
     def _plan_sequence(self, parts: Sequence[SequenceRows], window: int | None, group: int) -> SequencePlan:
-        """Rows of one sequence, perhaps not all of them: what they see is located, and read, once."""
+        """Plan some or all rows of one sequence. The tokens that they see are located and read once."""
         first = 0 if window is None else max(0, min(rows.start for rows in parts) - window + 1)
         end = max(rows.end for rows in parts)
         located = PagedRows.locate(parts[0].tables[group], first, end, self._page_tokens, self._device)
@@ -163,14 +163,14 @@ class TorchPagedAttention(GroupedBackend):
         return blocks
 
     def _mask_template(self, window: int | None) -> torch.Tensor:
-        """0 where row i may see column x, with the row's own position at column max_model_len + i; -inf elsewhere."""
+        """Build the template: 0 if row i sees column x (its own position is column max_model_len + i), else -inf."""
         row_n1 = torch.arange(self._block_rows).unsqueeze(1)
         distance_nX = self._max_model_len + row_n1 - torch.arange(self._max_model_len + self._block_rows)
         seen_nX = distance_nX >= 0 if window is None else (distance_nX >= 0) & (distance_nX < window)
         return torch.where(seen_nX, 0.0, float("-inf")).to(self._device, self._dtype)
 
     def _mask(self, window: int | None, position: int, end: int, low: int) -> torch.Tensor:
-        """The slice for rows at positions [position, end) and tokens [low, end)."""
+        """Return the slice for rows at positions [position, end) and tokens from `low` on."""
         shift = self._max_model_len - position
         mask_nL = self._masks[window][: end - position, shift + low : shift + end]
         return aligned_mask(mask_nL) if self._device.type == "cuda" else mask_nL
@@ -185,7 +185,7 @@ def attend_block(
     spec: GroupedAttentionSpec,
     sinks_H: torch.Tensor | None,
 ) -> None:
-    """One block with scores that are capped, and sinks in the softmax; one key head at a time has its scores in memory."""
+    """Attend with one block that has capped scores or sinks. Only one key head's scores are in memory at a time."""
     rows, tokens = slice(block.row, block.row + block.num_rows), slice(block.low, block.high)
     sinks_KG11 = None if sinks_H is None else sinks_H.view(*q_TKGD.shape[1:3], 1, 1)
     for head, (k_LD, v_LD) in enumerate(zip(k_KLD[:, tokens].float(), v_KLD[:, tokens].float(), strict=True)):
@@ -202,7 +202,7 @@ def attend_block(
 
 
 def aligned_mask(mask_nL: torch.Tensor) -> torch.Tensor:
-    """A copy that a fused kernel can load: torch looks at the strides of a mask but not at where it begins."""
+    """Copy a mask so that fused kernels can load it: torch checks its strides but not its start."""
     num_rows, num_tokens = mask_nL.shape
     padded_nX = mask_nL.new_zeros(num_rows, num_tokens + -num_tokens % MASK_ALIGNMENT)
     padded_nX[:, :num_tokens] = mask_nL

@@ -17,12 +17,12 @@ from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.tiled_attention import TileCall, TileWork
 
 WorkKey = tuple[TileKind, int | None]
-"""What layers that share their lists have in common: the kind of their tiles, and the window."""
+"""What layers that share tile lists have in common: the kind of tiles, and the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """One step's work for each kind of tiles and window among the layers, and the page table of each cache group."""
+    """One step's tile lists for each kind of tiles and window, and the page table of each cache group."""
 
     work: dict[WorkKey, TileWork]
     page_tables: tuple[torch.Tensor, ...]

@@ -24,9 +24,9 @@ from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import bytes_for
 
 HEAD_ROWS = 2**16
-"""Most rows times heads in the latent space at once. Larger parts of a step go in groups of heads ..."""
+"""Most rows times heads in the latent space at once. Larger parts of a step run in groups of heads."""
 HEADS_AT_ONCE = 64
-"""... of this many, as many as a tile has side by side."""
+"""Heads in such a group, as many as a tile has side by side."""
 
 
 class LatentDeclaration(BackendDeclaration):

@@ -36,7 +36,7 @@ class LatentPart(NamedTuple):
     num_rows: int
     work: TileWork
     has_chosen: bool = False
-    """Some rows may attend to tokens that an index chose (families/sparse/triton_backend.py)."""
+    """True if some rows may attend to tokens that an index chose (families/sparse/triton_backend.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class TritonLatentAttention(LatentBackend):
         }
 
     def eager_steps(self) -> tuple[EagerStep, ...]:
-        """List up-projected steps: as many rows as can be, and some after a context that is split."""
+        """List up-projected steps: as many rows as possible, and some after a context that is split."""
         steps = warm_steps(self._up_projection, self._most_rows, self._max_model_len)
         return tuple(EagerStep(start, num_rows) for start, num_rows in steps)
 

@@ -39,11 +39,11 @@ class TritonSparseDeclaration(TritonLatentDeclaration):
         return max(latent_partials(spec, bounds), sparse_partials(rows, spec.num_heads))
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
-        """Declare, beside that of all latents, what a choice among all tokens of the context works in."""
+        """Declare the scratch of all latents, and of a choice among all tokens of the context."""
         dense, spec = super().scratch(specs, bounds), sparse(specs[0])
         if not spec.can_choose:
             return dense
-        # The partials come after the rest, as a plan has always laid them out.
+        # The partials come last, in the order that every plan has used.
         partials = [one for one in dense if one.name.startswith("partial_")]
         others = [one for one in dense if one not in partials]
         choice = selection_specs(spec.index_heads, spec.cache.index_dim, spec.index_top_k, spec.max_model_len, bounds)

@@ -18,19 +18,19 @@ from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_o
 # pyright: reportPossiblyUnboundVariable=false
 
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 16, 64, 512
-"""Limits of rows for smaller blocks."""
+"""Most rows for each of the smaller blocks."""
 MANY_HEADS = 64
-"""From so many heads on programs of few rows may be larger: there are still enough of them."""
+"""Fewest heads with which programs of few rows may be larger: enough programs remain."""
 
 
 class ProjectionBlocks(NamedTuple):
-    """What a program takes."""
+    """Rows, columns and depth of a program."""
 
     rows: int
     columns: int
     """Columns of the latent, or of a head's output."""
     depth: int
-    """Elements that are multiplied at once; 0: all, so their weights are loaded first."""
+    """Elements per loop iteration; 0: all at once, so their weights are loaded first."""
     num_warps: int
 
 

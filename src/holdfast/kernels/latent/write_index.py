@@ -24,7 +24,7 @@ ELEMENTS_PER_PROGRAM = 2048
 NUM_WARPS = 4
 LEAST_KEY = 1e-4
 LEAST_QUERY = 1e-10
-"""Smaller amax values of a key, or of a query head, are raised to this before a scale is chosen."""
+"""Least amax of a key, or of a query head, when a scale is chosen."""
 E4M3_MAX = 448.0
 
 
@@ -165,7 +165,7 @@ def _write_index_kernel(
 ):  # fmt: skip
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     HALF: constexpr = ROPE_DIM // 2
-    # Distances to the next element of a half, and to the partner.
+    # Strides to the next element of a half, and to the partner.
     STEP: constexpr = 2 if NEIGHBOURS else 1
     APART: constexpr = 1 if NEIGHBOURS else HALF
     i_program = tl.program_id(0)
@@ -247,8 +247,8 @@ def _quantize_queries_kernel(
 
 @jit
 def coded_index(b_x, LEAST: constexpr):
-    """[H, D] codes and the scale of each row: the least power of two >= max(amax, LEAST) / 448; non-finite scales stay."""
-    # As integers, where NaN is above all numbers and is not lost.
+    """Return codes [H, D] and row scales: the least power of two >= max(amax, LEAST) / 448; non-finite ones stay."""
+    # Compare as integers: NaN is above all numbers, so it is not lost.
     b_amax = tl.max(size_bits(b_x), axis=1).to(tl.float32, bitcast=True)
     b_amax = tl.where(b_amax < LEAST, LEAST, b_amax)
     b_bits = size_bits(tl.div_rn(b_amax, tl.full(b_amax.shape, 448.0, tl.float32)))

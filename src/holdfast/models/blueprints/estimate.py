@@ -1,4 +1,4 @@
-"""An estimate from a number of parameters, for a model without a config.json: weights exact by count, KV of a typical shape; no torch."""
+"""An estimate from a parameter count, without a config.json: exact weights, KV of a typical shape; no torch."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,7 @@ from holdfast.models.spec import ModelSpec, RopeSpec
 
 
 class Shape(NamedTuple):
-    """A dense decoder that many of its size are like."""
+    """A dense decoder shape that is typical of its size."""
 
     billions: float
     hidden: int
@@ -37,19 +37,19 @@ SHAPES = (
     Shape(70, 8192, 80, 64, 8, vocab=128256),
     Shape(405, 16384, 126, 128, 8, vocab=128256),
 )
-"""SmolLM2, Qwen3 and Llama 3, of which the catalogue has the configs."""
+"""Shapes of SmolLM2, Qwen3 and Llama 3, whose configs are in the catalogue."""
 POSITIONS = 131072
 UNITS = {"m": 10**6, "b": 10**9, "t": 10**12}
 LEAST, MOST = 70 * 10**6, 20 * 10**12
 _COUNT = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*([mbt])", re.IGNORECASE)
 MOST_WITHOUT_MLP = 0.9
-"""Share of the parameters that embeddings and attention may take."""
+"""Largest share of the parameters that embeddings and attention may take."""
 INNER_STEP, REST_COLUMNS = 32, 128
-"""Inner widths are multiples of what ranks and four-bit blocks divide; what is left over of the count is rows of so many columns."""
+"""Inner widths are multiples that ranks and four-bit blocks divide. The remaining count becomes rows of this width."""
 
 
 def parse_count(text: str) -> int:
-    """A number of parameters such as 32B, 350M or 1.2T."""
+    """Parse a number of parameters such as 32B, 350M or 1.2T."""
     found = _COUNT.fullmatch(text.strip()) if len(text) <= 20 else None
     count = 0 if found is None else round(float(found[1]) * UNITS[found[2].lower()])
     if not LEAST <= count <= MOST:
@@ -58,7 +58,7 @@ def parse_count(text: str) -> int:
 
 
 def declare_estimate(text: str, name: str | None = None) -> DeclaredModel:
-    """A dense decoder with that many parameters in bfloat16."""
+    """Declare a dense decoder with that many parameters in bfloat16."""
     count = parse_count(text)
     fitting = [shape for shape in SHAPES if _without_mlp(shape) < MOST_WITHOUT_MLP * count]
     shape = min(fitting, key=lambda one: abs(log(count / 1e9 / one.billions)))
@@ -85,13 +85,13 @@ def _attention(shape: Shape) -> tuple[Part, ...]:
 
 
 def _without_mlp(shape: Shape) -> int:
-    """Parameters of the ends and of attention."""
+    """Count the parameters of embeddings, final norm, head and attention."""
     ends = shape.vocab * shape.hidden * (1 if shape.is_tied else 2) + shape.hidden
     return ends + shape.num_layers * sum(prod(part.shape) for part in _attention(shape))
 
 
 def _decoder(shape: Shape, count: int) -> LayeredBlueprint:
-    """As wide an MLP as the count allows, and its rest beside it."""
+    """Build a decoder with the widest MLP that the count allows; the rest becomes one more tensor."""
     hidden, layers = shape.hidden, shape.num_layers
     left = count - _without_mlp(shape)
     inner = left // (3 * hidden * layers) // INNER_STEP * INNER_STEP

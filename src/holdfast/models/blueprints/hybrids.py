@@ -1,6 +1,6 @@
-"""Readers of decoders with several kinds of layers: Qwen3-Next to 3.6, Gemma 4, Llama 4, MiniMax-M2, Nemotron 3; no torch.
+"""Readers of hybrid decoders: Qwen3-Next to 3.6, Gemma 4, Llama 4, MiniMax-M2, Nemotron 3; no torch.
 
-Of a model that sees or hears, the text model is read. Layers that draft tokens are not.
+Only the text model of a multimodal model is read. Layers that draft tokens are not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ MAX_GROUPS, MAX_CONV, MAX_STATE = 4096, 64, 2**16
 
 
 def _text(settings: Settings, *, is_tied: bool = False) -> Settings:
-    """The decoder's own settings; what is said of the whole model holds for tied embeddings."""
+    """Return the decoder's own settings; `tie_word_embeddings` of the whole model holds for it too."""
     if settings.part(TEXT) is None:
         return settings
     part = read_part(settings, TEXT)
@@ -51,7 +51,7 @@ def _text(settings: Settings, *, is_tied: bool = False) -> Settings:
 
 
 def _kinds(settings: Settings, num_layers: int, default: Sequence[str]) -> tuple[str, ...]:
-    """The kind of every layer, as listed or by default."""
+    """Return the kind of every layer, as listed or by default."""
     kinds = settings.texts("layer_types") or tuple(default)
     known = set(default) | {FULL}
     if len(kinds) != num_layers or not set(kinds) <= known:
@@ -61,7 +61,7 @@ def _kinds(settings: Settings, num_layers: int, default: Sequence[str]) -> tuple
 
 
 def _window(settings: Settings, key: str, spec: ModelSpec) -> int | None:
-    """The tokens that a layer keeps; None where that is the whole context."""
+    """Read how many tokens a windowed layer keeps; None if that is the whole context."""
     window = needed(settings, key, MAX_POSITIONS)
     return window if window < spec.max_position else None
 
@@ -75,7 +75,7 @@ def _with_experts(
     shared: int,
     dense: Sequence[int] = (),
 ) -> tuple[ModelSpec, int]:
-    """The decoder with its experts, as workspaces and steps see them, and how many a layer has."""
+    """Return the decoder with its experts, as workspaces and steps see them, and their number in a layer."""
     count = needed(settings, count_key, MAX_EXPERTS)
     check_total(settings, count_key, count, spec.num_layers)
     top_k = needed(settings, top_key, count)
@@ -83,7 +83,7 @@ def _with_experts(
 
 
 def _rotated(settings: Settings, head_dim: int) -> int:
-    """Elements of a head that positions rotate."""
+    """Return how many elements of a head RoPE rotates."""
     rope = settings.part("rope_parameters") or settings
     share = rope.optional_number("partial_rotary_factor") or settings.optional_number("partial_rotary_factor") or 1.0
     return int(head_dim * min(1.0, share))
@@ -94,7 +94,7 @@ def _blueprint(spec: ModelSpec, native: str | None, layers: Sequence[Layer], rot
 
 
 def read_delta(settings: Settings, native: str | None) -> LayeredBlueprint:
-    """Qwen3-Next, 3.5 and 3.6: gated delta nets, and every fourth layer gated attention; an MLP or experts."""
+    """Read Qwen3-Next, 3.5 and 3.6: gated delta nets, every fourth layer gated attention, and an MLP or experts."""
     text = _text(settings)
     has_experts = text.values.get("num_experts") is not None
     inner_key = "moe_intermediate_size" if has_experts else "intermediate_size"
@@ -117,7 +117,7 @@ def read_delta(settings: Settings, native: str | None) -> LayeredBlueprint:
 
 
 def _qwen_experts(text: Settings, spec: ModelSpec) -> tuple[tuple[Part, ...], ModelSpec]:
-    """Experts in every layer, and a gated one that every token takes."""
+    """List the experts of every layer, and the gated shared one."""
     for key, plain in (("decoder_sparse_step", (None, 1)), ("mlp_only_layers", (None, []))):
         if text.values.get(key) not in plain:
             raise text.refuse(key, text.values[key], "experts in every layer, as in published models")
@@ -131,7 +131,7 @@ def _qwen_experts(text: Settings, spec: ModelSpec) -> tuple[tuple[Part, ...], Mo
 
 
 def _delta_net(text: Settings, hidden: int) -> tuple[tuple[Part, ...], State, int]:
-    """A gated delta net, its state, and the columns of its projections. Ranks take key heads with their value heads."""
+    """Return a gated delta net, its state, and its columns. Ranks split key heads with their value heads."""
     keys, values = needed(text, "linear_num_key_heads", MAX_HEADS), needed(text, "linear_num_value_heads", MAX_HEADS)
     key_dim, value_dim = (needed(text, f"linear_{name}_head_dim", MAX_HEAD_DIM) for name in ("key", "value"))
     width = needed(text, "linear_conv_kernel_dim", MAX_CONV)
@@ -153,11 +153,11 @@ def _delta_net(text: Settings, hidden: int) -> tuple[tuple[Part, ...], State, in
 
 
 PER_LAYER_WIDTH = 256
-"""What transformers assumes of per-layer embeddings; models that take images and sound without towers have none."""
+"""Default of transformers. Models that take images and sound without towers have no per-layer embeddings."""
 
 
 def read_gemma4(settings: Settings, native: str | None) -> LayeredBlueprint:
-    """Gemma 4: windows, wider heads in full layers, shared KV, K=V, per-layer embeddings, experts beside an MLP."""
+    """Read Gemma 4: windows, wider heads in full layers, shared KV, K=V, per-layer embeddings, experts and an MLP."""
     text = _text(settings, is_tied=True)
     if "hidden_size_per_layer_input" not in text:
         is_unified = "unified" in text.text("model_type", "") or "unified" in settings.text("model_type", "")
@@ -193,7 +193,7 @@ def read_gemma4(settings: Settings, native: str | None) -> LayeredBlueprint:
 
 
 def _gemma4_more(text: Settings, spec: ModelSpec) -> tuple[tuple[Part, ...], ModelSpec]:
-    """What every layer has besides attention and MLP."""
+    """List what every layer has besides attention and MLP."""
     hidden = spec.hidden_size
     parts = [norm(name, hidden) for name in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")]
     parts.append(Part("scalar", (1,), "norm"))
@@ -211,7 +211,7 @@ def _gemma4_more(text: Settings, spec: ModelSpec) -> tuple[tuple[Part, ...], Mod
 
 
 def _per_layer_embeddings(text: Settings, spec: ModelSpec) -> tuple[Part, ...]:
-    """A second table of embeddings, with a row for each layer; none in the larger models."""
+    """List the second embedding table, with a row per layer; empty for the larger models."""
     width = text.count("hidden_size_per_layer_input", 0, MAX_WIDTH, low=0)
     if not width:
         return ()
@@ -225,7 +225,7 @@ def _per_layer_embeddings(text: Settings, spec: ModelSpec) -> tuple[Part, ...]:
 
 
 def read_llama4(settings: Settings, native: str | None) -> LayeredBlueprint:
-    """Llama 4: three of four layers attend within a chunk; experts with a shared one in every layer or every other."""
+    """Read Llama 4: three of four layers attend within a chunk; every layer or every other has experts."""
     text = _text(settings)
     spec = read_decoder(text, head_dim=128, inner_key="intermediate_size_mlp")
     hidden, inner = spec.hidden_size, needed(text, "intermediate_size", MAX_WIDTH)
@@ -251,7 +251,7 @@ def read_llama4(settings: Settings, native: str | None) -> LayeredBlueprint:
 
 
 def _llama4_dense(text: Settings, num_layers: int) -> list[int]:
-    """Layers that have an MLP: as experts are listed, else by a step."""
+    """List the layers with an MLP: by the list of expert layers, else by a step."""
     step = text.count("interleave_moe_layer_step", 1, MAX_LAYERS)
     sparse = text.values.get("moe_layers") or list(range(step - 1, num_layers, step))
     if not isinstance(sparse, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in sparse):
@@ -260,7 +260,7 @@ def _llama4_dense(text: Settings, num_layers: int) -> list[int]:
 
 
 def read_minimax(settings: Settings, native: str | None) -> LayeredBlueprint:
-    """MiniMax-M2: norms over all query and all key heads together; experts in every layer, chosen with a bias."""
+    """Read MiniMax-M2: norms over all query heads and all key heads; experts in every layer, chosen with a bias."""
     spec = read_decoder(settings, head_dim=128)
     hidden, inner = spec.hidden_size, spec.intermediate_size
     spec, count = _with_experts(settings, spec, "num_local_experts", "num_experts_per_tok", inner, 0)
@@ -278,11 +278,11 @@ def read_minimax(settings: Settings, native: str | None) -> LayeredBlueprint:
 
 
 SYMBOLS: Mapping[str, str] = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
-"""Letters of `hybrid_override_pattern`, and the names of `layers_block_type`."""
+"""Maps letters of `hybrid_override_pattern` to names of `layers_block_type`."""
 
 
 def read_nemotron(settings: Settings, native: str | None) -> LayeredBlueprint:
-    """Nemotron 3 and Nemotron-H: every layer is one of Mamba2, experts, an MLP or attention without positions."""
+    """Read Nemotron 3 and Nemotron-H: a layer is one of Mamba2, experts, an MLP or attention without positions."""
     kinds = _mixers(settings)
     known = Settings({**settings.values, "num_hidden_layers": len(kinds)}, settings.file)
     spec = replace(read_decoder(known, head_dim=128), gated_mlp=False, activation="relu")
@@ -305,7 +305,7 @@ def read_nemotron(settings: Settings, native: str | None) -> LayeredBlueprint:
 
 
 def _mixers(settings: Settings) -> tuple[str, ...]:
-    """What each layer is, from a list of words or a string of symbols."""
+    """Return the kind of each layer, from a list of words or a string of symbols."""
     words = settings.texts("layers_block_type")
     if words is None:
         if "hybrid_override_pattern" not in settings:
@@ -319,7 +319,7 @@ def _mixers(settings: Settings) -> tuple[str, ...]:
 
 
 def _nemotron_experts(settings: Settings, spec: ModelSpec, dense: list[int]) -> tuple[tuple[Part, ...], ModelSpec]:
-    """Experts without a gate, over a narrower stream in the larger models, and a shared one."""
+    """List experts without a gate, over a narrower stream in the larger models, and a shared one."""
     hidden, inner = spec.hidden_size, needed(settings, "moe_intermediate_size", MAX_EXPERT_WIDTH)
     shared = settings.optional_count("moe_shared_expert_intermediate_size", None, MAX_EXPERT_WIDTH) or 0
     shared *= settings.count("n_shared_experts", 1, MAX_EXPERTS, low=0)
@@ -334,7 +334,7 @@ def _nemotron_experts(settings: Settings, spec: ModelSpec, dense: list[int]) -> 
 
 
 def _mamba(settings: Settings, hidden: int) -> tuple[tuple[Part, ...], State, int]:
-    """A Mamba2 mixer, its state, and the columns of its projections. Ranks take heads; too few groups are shared."""
+    """Return a Mamba2 mixer, its state, and its columns. Ranks split heads and share groups that are too few."""
     heads, head_dim = needed(settings, "mamba_num_heads", MAX_HEADS), needed(settings, "mamba_head_dim", MAX_HEAD_DIM)
     groups, size = needed(settings, "n_groups", MAX_GROUPS), needed(settings, "ssm_state_size", MAX_STATE)
     width = needed(settings, "conv_kernel", MAX_CONV)

@@ -1,6 +1,7 @@
-"""Blueprint, and LayeredBlueprint: a decoder whose layers differ in weights, KV and state, listed layer by layer; planned and not run; no torch.
+"""Blueprint, and LayeredBlueprint: a decoder listed layer by layer (weights, KV, state), planned and not run; no torch.
 
-A window keeps that many tokens of a sequence, a state (gated delta net, Mamba2) a fixed number of bytes; other layers keep all tokens.
+A window keeps that many tokens of a sequence, a state (gated delta net, Mamba2) a fixed number of bytes. Other layers
+keep all tokens.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,7 +21,7 @@ from holdfast.quant.formats import KVFormat
 
 Cut = Literal["whole", "rows", "columns"]
 CONV_BYTES, STATE_BYTES = 2, 4
-"""A convolution keeps inputs in the model's 16-bit type; recurrent states are float32, as configs say (`mamba_ssm_dtype`)."""
+"""Bytes per element: convolution inputs have the model's 16-bit type, recurrent states float32 (`mamba_ssm_dtype`)."""
 
 
 class Part(NamedTuple):
@@ -32,11 +33,11 @@ class Part(NamedTuple):
     cut: Cut = "whole"
     """Rows are outputs, columns inputs. An expert tensor is (experts, rows, columns)."""
     units: int = 0
-    """Rows consist of so many heads or groups, which ranks do not cut; with fewer units than ranks, ranks share one. 0: single rows."""
+    """Heads or groups that rows consist of. Ranks never cut one, and share one if there are too few; 0: single rows."""
     dtype: str | None = None
 
     def weight(self, prefix: str, native: str | None, mesh: Mesh) -> Weight:
-        """The tensor as one rank holds it."""
+        """Return the tensor as one rank holds it."""
         scheme = native if self.kind in ("linear", "expert") else None
         return Weight(f"{prefix}{self.name}", self._shape(mesh), self.kind, scheme, self.dtype)
 
@@ -47,7 +48,7 @@ class Part(NamedTuple):
         if self.cut == "whole" or mesh.tensor_size == 1:
             return self.shape
         shape = list(self.shape)
-        # Ranks that gather cut outputs of every matrix.
+        # Ranks that gather split the outputs of every matrix.
         axis = len(shape) - 1 if self.cut == "columns" and not mesh.is_exact else int(is_expert)
         if self.units and axis == 0:
             shape[0] = shape[0] // self.units * max(1, self.units // mesh.tensor_size)
@@ -74,13 +75,13 @@ class State(NamedTuple):
     """What a recurrent layer keeps of a sequence."""
 
     heads: int
-    """Ranks divide heads, and groups."""
+    """Ranks split heads and groups."""
     elements: int
-    """Elements of the recurrent state of one head."""
+    """Elements of one head's recurrent state."""
     groups: int
     group_channels: int
     head_channels: int
-    """Channels of the convolution: of a group and of a head."""
+    """Convolution channels of a group and of a head."""
     conv_width: int
 
     def num_bytes(self, num_ranks: int) -> int:
@@ -94,10 +95,10 @@ class Layer(NamedTuple):
 
     parts: tuple[Part, ...]
     num_kv_heads: int = 0
-    """0: it keeps no keys and values of its own."""
+    """0: the layer keeps no keys and values of its own."""
     head_dim: int = 0
     window: int | None = None
-    """Newest tokens that it keeps; None: all."""
+    """Newest tokens that the layer keeps; None: all."""
     state: State | None = None
 
 
@@ -106,9 +107,9 @@ class Blueprint:
     """A decoder that is planned as a whole and not run."""
 
     grouped: DecoderDeclaration
-    """The decoder as the families that run have it: its ends, the widest layer's workspace, and what ranks need in common."""
+    """The decoder as running families declare it: its ends, the widest layer's workspace, and what ranks share."""
     rotated_dim: int
-    """Elements of a head that positions rotate."""
+    """Elements of a head that RoPE rotates."""
 
     @property
     def decoder(self) -> ModelSpec:
@@ -116,16 +117,16 @@ class Blueprint:
 
     @property
     def parts(self) -> Collection[Part]:
-        """Distinct tensors that ranks divide, beside those of `grouped`."""
+        """Distinct tensors that ranks split, beside those of `grouped`."""
         return ()
 
     @property
     def is_paged(self) -> bool:
-        """True if all layers keep all tokens alike, as the pages of this version do."""
+        """True if all layers keep all tokens alike, as the paged cache does."""
         raise NotImplementedError
 
     def rope_pairs(self, mesh: Mesh) -> int:
-        # 0 would say that positions are learned. Attention without any takes what is smallest.
+        # 0 would mean learned positions. Attention without positions takes the smallest value.
         return max(1, self.rotated_dim // 2)
 
     def indivisible(self, mesh: Mesh) -> str | None:
@@ -161,7 +162,7 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class LayeredBlueprint(Blueprint):
-    """A decoder by its layers."""
+    """A decoder given layer by layer."""
 
     layers: tuple[Layer, ...]
     ends: tuple[Part, ...] = ()
@@ -221,13 +222,13 @@ def matrix(name: str, rows: int, columns: int, cut: Cut, units: int = 0) -> Part
 
 
 def mlp(hidden: int, inner: int, *, gated: bool = True, prefix: str = "") -> tuple[Part, ...]:
-    """Gate and up as one matrix, and down."""
+    """List gate and up as one matrix, and down."""
     wide = matrix(f"{prefix}gate_up" if gated else f"{prefix}up", (2 if gated else 1) * inner, hidden, "rows")
     return wide, matrix(f"{prefix}down", hidden, inner, "columns")
 
 
 def experts(num_experts: int, width: int, inner: int, *, gated: bool = True) -> tuple[Part, ...]:
-    """All experts of a layer, over a stream of that width."""
+    """List all experts of a layer, over a stream of that width."""
     wide = "gate_up" if gated else "up"
     return (
         Part(f"experts.{wide}.weight", (num_experts, (2 if gated else 1) * inner, width), "expert", "rows"),
@@ -236,7 +237,7 @@ def experts(num_experts: int, width: int, inner: int, *, gated: bool = True) -> 
 
 
 def router(num_experts: int, hidden: int, *, has_bias: bool = False) -> tuple[Part, ...]:
-    """Logits of experts, and the float32 bias by which they are chosen."""
+    """List the router, and the float32 bias that is added to choose experts."""
     parts = (Part("router.weight", (num_experts, hidden), "router"),)
     return (*parts, Part("router.bias", (num_experts,), "bias", dtype="float32")) if has_bias else parts
 
@@ -245,7 +246,7 @@ def attention(
     hidden: int, heads: int, kv_heads: int, head_dim: int, *, has_gate: bool = False, has_keys: bool = True,
     has_values: bool = True,
 ) -> tuple[Part, ...]:  # fmt: skip
-    """Queries (with a gate beside each, if there is one), keys, values and the way back."""
+    """List projections of queries (with a gate beside each if `has_gate`), keys, values and output."""
     width = heads * head_dim
     parts = [matrix("q", (2 if has_gate else 1) * width, hidden, "rows", heads)]
     for name, is_there in (("k", has_keys), ("v", has_keys and has_values)):

@@ -1,7 +1,7 @@
-"""Decoders with keys and values by head that are planned and not run: Mixtral, Phi, Ministral 3, Gemma 2, GLM; image towers; no torch.
+"""Planned decoders with KV by head: Mixtral, Phi, Ministral 3, Gemma 2, GLM; image towers; no torch.
 
-Layers with a sliding window keep that many tokens of a sequence, whatever its length: so their makers mean it. Models that
-run keep all tokens of all layers.
+Layers with a sliding window keep that many tokens of a sequence, as the models' authors intend. Models that
+run here keep all tokens of all layers.
 """
 
 from dataclasses import dataclass, replace
@@ -28,15 +28,15 @@ from holdfast.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from holdfast.quant.formats import KVFormat
 
 STAYS: Kind = "router"
-"""The kind of weights that no scheme is for: towers are as they are stored."""
+"""The kind of weights that no scheme applies to: towers stay as they are stored."""
 
 
 @dataclass(frozen=True)
 class PlannedBlueprint(Blueprint):
-    """A decoder as the families that run have it, with sliding windows, and what it has beside that."""
+    """A decoder as running families declare it, with sliding windows and additional weights."""
 
     more: tuple[Weight, ...] = ()
-    """Weights that every rank has whole: a tower that makes embeddings of images, and norms after attention and MLP."""
+    """Weights that every rank has whole: an image tower, and norms after attention and MLP."""
 
     @property
     def is_paged(self) -> bool:
@@ -143,7 +143,7 @@ READERS = {
 
 
 def read_part(settings: Settings, key: str) -> Settings:
-    """A nested model; what is said of all of it is said of this too."""
+    """Read a nested model, which inherits settings of the whole."""
     part = settings.part(key)
     if part is None:
         raise settings.missing(key, "a plan would be a guess without it")
@@ -154,7 +154,7 @@ def read_part(settings: Settings, key: str) -> Settings:
 def read_decoder(
     settings: Settings, *, is_tied: bool = False, head_dim: int | None = None, inner_key: str = "intermediate_size"
 ) -> ModelSpec:
-    """What all of them say in the same words."""
+    """Read the settings that all of these decoders share."""
     hidden, num_heads = needed(settings, "hidden_size", MAX_WIDTH), needed(settings, "num_attention_heads", MAX_HEADS)
     num_kv_heads = settings.optional_count("num_key_value_heads", None, MAX_HEADS) or num_heads
     if num_heads % num_kv_heads:
@@ -181,7 +181,7 @@ def read_decoder(
 
 
 def read_dtype(settings: Settings) -> str:
-    """The type in which a checkpoint says it is stored."""
+    """Read the type in which the checkpoint is stored."""
     name = settings.text("dtype", settings.text("torch_dtype", "bfloat16")).removeprefix("torch.")
     if name not in DTYPES:
         raise settings.refuse("torch_dtype", name, f"one of {', '.join(DTYPES)}")
@@ -194,7 +194,7 @@ def _blueprint(settings: Settings, spec: ModelSpec, native: str | None, rotated:
 
 
 def _windows(settings: Settings, spec: ModelSpec, window: int | None, every: int) -> tuple[int | None, ...]:
-    """The window of each layer: as they are listed, else of all but every so many."""
+    """Return the window of each layer: as listed, else for all but every `every`-th layer."""
     if window is None or window >= spec.max_position:
         return ()
     kinds = settings.texts("layer_types")
@@ -209,7 +209,7 @@ def _windows(settings: Settings, spec: ModelSpec, window: int | None, every: int
 
 
 def _pixtral(settings: Settings, text_width: int, merged: int) -> tuple[Weight, ...]:
-    """Pixtral, rotated in two dimensions; patches are merged and projected to the text model."""
+    """List the weights of Pixtral: RoPE in two dimensions; patches are merged and projected to the text model."""
     hidden, inner = needed(settings, "hidden_size", MAX_WIDTH), needed(settings, "intermediate_size", MAX_WIDTH)
     num_layers, patch = needed(settings, "num_hidden_layers", MAX_LAYERS), needed(settings, "patch_size", MAX_WIDTH)
     shapes: list[tuple[str, tuple[int, ...]]] = [

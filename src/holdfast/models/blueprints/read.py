@@ -77,7 +77,7 @@ def _read_kimi(settings: Settings, name: str, architecture: str) -> DeclaredMode
 
 
 INT4 = WeightScheme("int4", "uint8", "bfloat16", block_columns=32, codes_per_byte=2)
-"""Planned and not run: codes of four bits, and a scale in bfloat16 for 32 of them."""
+"""Planned and not run: codes of four bits, with a bfloat16 scale for 32 of them."""
 
 
 def _check_int4(settings: Settings) -> None:
