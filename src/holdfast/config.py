@@ -89,9 +89,12 @@ class Between:
     is_integer: bool = True
 
     def __call__(self, value: object, name: str) -> None:
-        if isinstance(value, bool) or not isinstance(value, int if self.is_integer else int | float):
+        is_too_long = isinstance(value, str) and value.isdecimal()  # more digits than are parsed
+        if not is_too_long and (
+            isinstance(value, bool) or not isinstance(value, int if self.is_integer else int | float)
+        ):
             raise ConfigError("value.not_integer" if self.is_integer else "value.not_number", name=name, value=value)
-        if not self.minimum <= value <= self.maximum:
+        if is_too_long or not self.minimum <= value <= self.maximum:  # type: ignore[operator]
             bounds = {"minimum": self.minimum, "maximum": self.maximum}
             raise ConfigError("value.out_of_range", name=name, value=value, **bounds)
 

@@ -24,6 +24,7 @@ A code is lower-case words with dots: `config.unknown_option`. Its first word na
 text. A code never changes its meaning; the text may.
 """
 
+import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,8 @@ def message_of(code: str, values: Mapping[str, object]) -> str:
     """Render the message of a code. A missing value or code is a defect, so the text says which."""
     area, _, name = code.partition(".")
     try:
-        return _Template().vformat(messages_of(area)[name], (), values).strip()
+        text = _Template().vformat(messages_of(area)[name], (), values).strip()
+        return re.sub(r"(?<!\.)\.\.(?!\.)", ".", text)  # a value may end a sentence, too
     except (KeyError, OSError) as error:
         return f"{code} ({', '.join(f'{key}={shown(value)}' for key, value in values.items())}; no message: {error!r})"
 

@@ -173,7 +173,7 @@ class AsyncLLM(Opened):
         return [scoring_output(scoring.used(outputs, place), score) for place, score in enumerate(scores)]
 
     async def _whole_all(self, prepared: Sequence[PreparedRequest]) -> list[RequestOutput]:
-        """Answer many requests, a few queued at a time."""
+        """Answer many requests with a bounded number in the queue."""
         places = asyncio.Semaphore(min(MAX_AT_ONCE, self.max_queue))
 
         async def whole(one: PreparedRequest) -> RequestOutput:

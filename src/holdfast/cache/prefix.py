@@ -65,7 +65,7 @@ class PrefixEntry:
     salt: bytes
     key: BlockKey
     children: "dict[bytes, PrefixEntry]" = field(default_factory=dict)
-    """By digest."""
+    """Children by digest."""
     is_registered: bool = True
 
 
@@ -147,7 +147,7 @@ class PrefixCache:
         self._parts = tuple(parts)
         self._windows = tuple(part for part in parts if part.group.window is not None)
         self.is_whole = tuple(part.group.window is None for part in parts for _ in range(part.count))
-        """For each slot, True if its group keeps the whole context."""
+        """True for each slot whose group keeps the whole context."""
         self._periods = tuple(group.state_period for group in groups if group.is_state)
         self._can_hit = can_hit(groups)
         self._hash = hash_bytes

@@ -1,4 +1,4 @@
-"""The entry point of `holdfast`: every command ends with an exit code and at most one line on stderr; no torch."""
+"""Entry point of `holdfast`: a command ends with an exit code and at most one line on stderr; no torch."""
 
 import atexit
 import errno

@@ -191,7 +191,7 @@ class HoldfastContestant:
         return Timing(tuple(map(tuple, token_ids.values())), first_seconds, total_seconds)
 
     def count_experts(self, case: Case) -> dict[str, float] | None:
-        """Count the distinct experts of one more run, as means over layers and steps; None without experts or on ranks."""
+        """Rerun and return mean distinct experts over layers and steps; None without experts or with several ranks."""
         from holdfast.engine.core import EngineCore
         from holdfast.runner.expert_counts import counting_experts
         from holdfast.runner.runner import Runner

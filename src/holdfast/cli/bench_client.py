@@ -1,6 +1,6 @@
 """An HTTP client for load tests: one streamed answer per connection, with the time of each event; no torch.
 
-A connection costs a protocol and a future, and its bytes are parsed once, on arrival: thousands fit one process.
+A connection costs a protocol and a future, and parses its bytes once on arrival, so one process holds thousands.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: what is installed, and what is missing for each feature; no torch.
+"""`holdfast doctor`: installed software, and missing parts of each feature; no torch.
 
 `gather` collects facts; `abilities` is a function of the facts alone.
 """
@@ -52,7 +52,7 @@ class GpuFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """What torch reports in another process."""
+    """Facts that torch reports in another process."""
 
     version: str
     cuda: str | None = None

@@ -1,6 +1,6 @@
 """Flags of vLLM, llama.cpp and Ollama (data/habits.json): translated to ours, ignored with a note, or refused; no torch.
 
-A command's own flags come first: a row of the table never changes what one of them means. A row for a flag of ours applies to
+A command's own flags win: a row of the table never changes their meaning. A row for a flag of ours applies to
 commands that have it. Help pages and completion leave these spellings out; docs/from_vllm.md lists them.
 """
 
@@ -85,7 +85,7 @@ class Habit:
     """A flag of another program."""
 
     flags: str
-    """Every spelling."""
+    """All spellings."""
     own: str = ""
     """Our flag with the same meaning; MODEL for the argument; empty if none."""
     note: str = ""

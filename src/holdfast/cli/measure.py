@@ -1,4 +1,4 @@
-"""`holdfast doctor --measure`: rates of this machine's devices, measured in another process and stored for plans; no torch."""
+"""`holdfast doctor --measure`: measure device rates in another process and store them for plans; no torch."""
 
 import json
 import os

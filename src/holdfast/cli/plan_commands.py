@@ -74,7 +74,7 @@ def plan_command(
             device = {"memory": _size_text(request.target.total_bytes)}
     if "gpu" in options:
         device = {"gpu": options.pop("gpu")}
-    # Without --for, a plan that does not fit becomes a plan for one chat.
+    # --for is needed: otherwise a plan that does not fit becomes one for a chat.
     has_purpose = purpose != "serve" or (change is not None and not change.fits)
     words = ["holdfast", "plan", *(request.declared.typed or ([] if model is None else [model]))]
     typed = device | _rank_options(request) | ({"for": purpose} if has_purpose else {}) | options

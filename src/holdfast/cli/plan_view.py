@@ -386,7 +386,7 @@ TITLES: Mapping[Purpose, str] = {"serve": "to serve it", "chat": "to chat with i
 
 
 def _starts(view: PlanView, request: PlanRequest, model: str | None, beside: Beside) -> tuple[Start, ...]:
-    """List the commands of a plan that fits: its own, then one chat beside a server, or a small server beside a chat."""
+    """List commands of a plan that fits: its own, then those of one chat, or of a small server beside a chat."""
     assert view.command is not None, "what fits and runs can be started"
     starts = [Start(TITLES[view.purpose], view.command, view.kv_tokens, view.speed)]
     chat = None if beside.chat is None else try_fit(resolve(beside.chat))

@@ -1,4 +1,4 @@
-"""`holdfast ps`: the servers on ports of this machine, from their /memory: model, memory, sequences; no torch."""
+"""`holdfast ps`: list servers on this machine's ports with model, memory and sequences (/memory); no torch."""
 
 import asyncio
 import json

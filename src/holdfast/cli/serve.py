@@ -149,7 +149,9 @@ def check_parsers(options: ServeOptions) -> ServeOptions:
         except RequestError as error:
             typed = f"--{option.replace('_', '-')} {shown(name)}"
             if name not in PARSERS_OF_VLLM:
-                raise ConfigError("cli.unknown_parser", typed=typed, reason=str(error)) from error
+                raise ConfigError(
+                    "cli.unknown_parser", typed=typed, accepted=error.values.get("accepted", ())
+                ) from error
             write_line(f"note: ignored: {typed} (the chat template decides the format)")
             options = replace(options, **{option: "auto"})
     return options

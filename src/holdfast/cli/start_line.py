@@ -12,7 +12,7 @@ REDRAW_SECONDS = 0.5
 
 
 class StartLine:
-    """`show` names the stage on a terminal, `report` everywhere; `clear` makes room for bars and other lines.
+    """`show` names the stage on a terminal, `report` everywhere; `clear` erases the line for other output.
 
     The cursor stays at the beginning of the line, so that a log line of another process overwrites it.
     """

@@ -2,12 +2,12 @@
 
 S ranks that share layers; T, H, X, Y, R, V, W as in distributed/exchange.py
 
-Sums are an all-gather and an addition in float32, in rank order: the order of a library's all-reduce depends on the size. So every
-rank has the same bits, and the same as over symmetric memory.
+Sums are an all-gather and an addition in float32, in rank order: the order of a library's all-reduce depends on the
+size. So every rank has the same bits, and the same as over symmetric memory.
 
-Gloo has a group for the ranks of a stage and one for all, without global state. NCCL has one communicator for all; calls among
-some of its ranks are grouped sends and receives. On a GPU calls are enqueued and awaited in the stream, never by the host, in
-preallocated memory: a graph of one stage's steps may capture them.
+Gloo has a group for the ranks of a stage and one for all, without global state. NCCL has one communicator for all;
+calls among some of its ranks are grouped sends and receives. On a GPU calls are enqueued and awaited in the stream,
+never by the host, in preallocated memory: a graph of one stage's steps may capture them.
 """
 
 import threading
@@ -46,7 +46,7 @@ class PeersOfAll:
     """Sends and receives among all ranks. Calls but `send` wait, on a GPU in its stream."""
 
     _all: Any
-    """The group of all ranks."""
+    """Group of all ranks."""
 
     def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 a Work
         return self._all.send([tensor], rank, 0)
@@ -56,9 +56,10 @@ class PeersOfAll:
 
 
 class GlooPeers(PeersOfAll):
-    """Two groups: the stage's (ranks by their place in it), and all ranks' with several stages (by rank).
+    """Two groups: the stage's (by tensor rank), and, with several stages, all ranks' (by rank).
 
-    A tensor that `send` takes must not change until the returned work is awaited. Other calls wait, on a GPU in its stream.
+    A tensor that `send` takes must not change until the returned work is awaited. Other calls wait, on a GPU in its
+    stream.
     """
 
     def __init__(self, store: Store, mesh: Mesh, timeout_s: float) -> None:
@@ -95,8 +96,9 @@ class GlooPeers(PeersOfAll):
 class NcclPeers(PeersOfAll):
     """One communicator among all; with stages another between the last one and rank 0.
 
-    Calls of a communicator run in order, and a send ends when it is received. Rank 0 sends the rows of a step before it receives
-    the logits of an earlier one, and the last stage sends those before it receives the rows: one communicator would deadlock.
+    Calls of a communicator run in order, and a send ends when it is received. Rank 0 sends the rows of a step before
+    it receives the logits of an earlier one, and the last stage sends those before it receives the rows: one
+    communicator would deadlock.
     """
 
     def __init__(self, store: Store, mesh: Mesh, timeout_s: float, device: torch.device) -> None:
@@ -171,7 +173,7 @@ class CollectiveExchange(HeldExchange):
         ledger: Ledger,
         specs: Mapping[str, TensorSpec] | None = None,
     ) -> None:
-        """`specs`: what it holds, if that is not all of the plan."""
+        """`specs`: the tensors it holds, if not all of the plan."""
         kind = "gloo" if device.type == "cpu" else "nccl"
         specs = exchange_specs(needs, mesh, kind) if specs is None else specs
         tensors, self._arenas = allocate_held(specs, device, ledger, f"exchange of {mesh.num_ranks} ranks by {kind}")
@@ -270,7 +272,7 @@ class CollectiveExchange(HeldExchange):
         return out_TH
 
     def end_step(self) -> None:
-        self._held.turn = 0  # each call copies its part, so no peer reads a room
+        self._held.turn = 0  # each call copies its part, so no peer reads a buffer
 
     def abandon(self) -> None:
         peers = self._peers
@@ -293,7 +295,7 @@ class CollectiveExchange(HeldExchange):
     def warm(self) -> None:
         """Make every kind of call once, so that nothing connects or allocates later.
 
-        NCCL connects an algorithm at its first use, by size: smallest and largest, in the memory for them.
+        NCCL connects an algorithm at its first use, by size. So call with the smallest and the largest size.
         """
         is_nccl = self._nccl_owner is not None
         if "exchange/rows" in self._held.tensors:

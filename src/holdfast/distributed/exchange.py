@@ -1,13 +1,13 @@
-"""Exchange: collectives of the ranks of one engine inside a step: all-reduce and all-gather of rows, logits, tokens, sends between stages.
+"""Exchange: collectives inside a step: all-reduce and all-gather of rows, logits, tokens; sends between stages.
 
 T rows of the step, R rows with logits, H hidden, X a rank's share of columns, V a rank's share of the vocabulary,
 W the whole vocabulary, S ranks that share layers
 
-Only models and the runner's ends of a step get one; with one rank they get None. All ranks of a stage make the same calls with
-the same shapes in the same order; no call depends on values, so a CUDA graph may capture it.
+Only models and the runner's sampling and token inputs use one; with one rank they get None. All ranks of a stage make
+the same calls with the same shapes in the same order; no call depends on values, so a CUDA graph may capture it.
 
-The last stage has the logits, and rank 0, in the first, samples. So the ranks of the last stage call `gather_logits` and
-`gather_small`, and with several stages rank 0 calls them too, without a part.
+The last stage has the logits, and rank 0, in the first, samples. So the ranks of the last stage call `gather_logits`
+and `gather_small`, and with several stages rank 0 calls them too, without a part.
 """
 
 from typing import Protocol
@@ -33,7 +33,8 @@ class Exchange(Protocol):
     def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the buffer that peers read, [num_rows, width], dense and uninitialized. A rank writes its part here.
 
-        Two buffers alternate: a call that takes a part moves on to the other one. Until then the same buffer is returned.
+        Two buffers alternate: a call that takes a part moves on to the other one. Until then the same buffer is
+        returned.
         """
         ...
 
@@ -78,23 +79,23 @@ class Exchange(Protocol):
         ...
 
     def send_rows(self, x_TH: torch.Tensor) -> None:
-        """Send to the rank of the same place in the next stage; `x_TH` may be reused at once."""
+        """Send to the same tensor rank of the next stage; `x_TH` may be reused at once."""
         ...
 
     def receive_rows(self, out_TH: torch.Tensor) -> torch.Tensor:
-        """Receive from the rank of the same place in the stage before."""
+        """Receive from the same tensor rank of the previous stage."""
         ...
 
     def end_step(self) -> None:
-        """End a step, inside what a graph captures: the next step finds both rooms free.
+        """End a step, inside the captured graph, so that both buffers are free for the next step.
 
-        Every step starts with the same room, because a graph is captured with addresses. After an odd number of calls the
-        last room is the first of the next step, and a slower peer may still read it.
+        Every step starts with the same buffer, because a graph captures addresses. After an odd number of calls the
+        last buffer is the first of the next step, and a slower peer may still read it.
         """
         ...
 
     def abandon(self) -> None:
-        """Release whatever waits for peers on this device after a peer is lost; results are garbage. Any thread."""
+        """Release all waits for peers on this device after a peer is lost; results are garbage. Any thread."""
         ...
 
     def close(self) -> None:

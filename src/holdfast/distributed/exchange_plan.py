@@ -1,8 +1,8 @@
-"""Memory of an exchange on a rank, by owner, from shapes: rooms that peers read, logits, signals; no torch.
+"""Memory of an exchange on a rank, by owner, from shapes: buffers that peers read, logits, signals; no torch.
 
-exchange/rows      two alternating rooms (all-reduce and all-gather of rows, expert pairs, tokens)
+exchange/rows      two alternating buffers (all-reduce and all-gather of rows, expert pairs, tokens)
 exchange/gathered  for gloo and NCCL: the parts of all ranks
-exchange/logits    this rank's share of the logits, readable by peers; on rank 0 the whole too
+exchange/logits    this rank's share of the logits, readable by peers; on rank 0 also the whole
 exchange/signals   which ranks have written and read
 exchange/rounding  of symmetric memory: rounding by the driver
 pipeline/hidden    rows between stages
@@ -18,16 +18,16 @@ from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import TensorSpec, aligned, arena_bytes
 
 ExchangeKind = Literal["symmetric", "gloo", "nccl", "linked"]
-"""Symmetric memory on a node, gloo among CPUs, NCCL between nodes; linked: symmetric memory in each stage, NCCL between."""
+"""Symmetric memory on a node, gloo among CPUs, NCCL between nodes; linked: symmetric within a stage, NCCL between."""
 NODE_GPUS = 8
 """GPUs that read each other's memory."""
 SIGNAL_BYTES = 2**14
 NCCL_CONNECT_BYTES = 186 * 2**20
 NCCL_CALLS_BYTES = 186 * 2**20
 NCCL_HEAD_BYTES = 4 * 2**20
-"""Memory of NCCL 2.28.9 on an H200: at connection, after every call, and for a second communicator. 2 and 4 ranks as nodes, and two
-stages, took 370, 370 and 376 MiB each in engines: mostly code, so independent of the number of ranks. (In an otherwise idle process
-a first send adds 58 MiB, which kernels of an engine have taken before.)"""
+"""Memory of NCCL 2.28.9 on an H200: at connection, after every call, and for a second communicator. In engines, 2 and 4
+ranks as nodes, and two stages, took 370, 370 and 376 MiB each: mostly code, so independent of the number of ranks. (In
+an otherwise idle process a first send adds 58 MiB, which kernels of an engine have already taken.)"""
 SYMMETRIC_UNIT_BYTES = 2 * 2**20
 """Granularity of memory that other processes may map."""
 TORCH_SIGNAL_BYTES = 2048
@@ -61,7 +61,7 @@ class ExchangeNeeds(NamedTuple):
     """The largest exchanges of a model's steps."""
 
     room_bytes: int
-    """Largest part in a room."""
+    """Largest part in a buffer."""
     num_logit_rows: int
     vocab_size: int
     """Vocabulary of the whole model."""
@@ -107,7 +107,7 @@ def in_stage(needs: ExchangeNeeds, mesh: Mesh) -> tuple[ExchangeNeeds, Mesh]:
 
 
 def rounding_bytes(needs: ExchangeNeeds, mesh: Mesh) -> int:
-    """Bytes of symmetric memory beside its tensors."""
+    """Return bytes of symmetric memory beside its tensors."""
     num_bytes = arena_bytes(shared_specs(needs, mesh).values())
     return -(-(num_bytes + TORCH_SIGNAL_BYTES) // SYMMETRIC_UNIT_BYTES) * SYMMETRIC_UNIT_BYTES - num_bytes
 
@@ -117,7 +117,7 @@ CHOICE_FIELDS = 2
 
 
 def choice_specs(needs: ExchangeNeeds, mesh: Mesh) -> tuple[TensorSpec, TensorSpec]:
-    """Return the tensors for sampling from shares of the vocabulary: of its own share, and of all."""
+    """Return the tensors for sampling by shares: of this rank's share, and of all."""
     rows = needs.num_logit_rows
     own = TensorSpec("own", (rows, CHOICE_FIELDS), "float32")
     return own, TensorSpec("all", (mesh.tensor_size * rows * CHOICE_FIELDS,), "float32")
@@ -127,13 +127,13 @@ NCCL_REASON = "NCCL's communicators; measured on an H200"
 
 
 def nccl_bytes(mesh: Mesh) -> int:
-    """Memory of NCCL on a rank after every call."""
+    """Return NCCL's memory on a rank after every call."""
     has_head = mesh.num_stages > 1 and (mesh.is_last_stage or mesh.rank == 0)
     return NCCL_CONNECT_BYTES + NCCL_CALLS_BYTES + (NCCL_HEAD_BYTES if has_head else 0)
 
 
 def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tuple[Term, ...]:
-    """Return the lines of the plan."""
+    """Return the exchange's plan terms."""
     reasons = {
         "exchange/rows": "two rooms in which peers read parts of products",
         "exchange/gathered": f"parts of {mesh.tensor_size} ranks",

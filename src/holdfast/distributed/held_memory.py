@@ -1,6 +1,6 @@
-"""HeldMemory: the tensors of an exchange: two alternating rooms, logits, signals, rows between stages.
+"""HeldMemory: tensors of an exchange: two alternating buffers, logits, signals, rows between stages.
 
-They are the specs of distributed/exchange_plan.py, each with its line in the ledger.
+distributed/exchange_plan.py declares them; each has its line in the ledger.
 """
 
 from collections.abc import Mapping
@@ -15,28 +15,28 @@ from holdfast.memory.workspace_plan import TensorSpec
 
 
 class HeldMemory:
-    """The next room, and views of the tensors."""
+    """The tensors, and which buffer is next."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], needs: ExchangeNeeds, mesh: Mesh) -> None:
         self.tensors = dict(tensors)
         self.needs = needs
         self.mesh = mesh
         self.turn = 0
-        """Index of the next room."""
+        """Index of the next buffer."""
 
     def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a view of the next room."""
+        """Return a view of the next buffer."""
         return self.room_at(self.turn, num_rows, width, dtype)
 
     def room_at(self, turn: int, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a view of one of the two rooms."""
+        """Return a view of one of the two buffers."""
         room = self.tensors["exchange/rows"][turn]
         num_bytes = num_rows * width * dtype.itemsize
         assert num_bytes <= room.nbytes, f"[{num_rows}, {width}] {dtype} in a room of {room.nbytes} bytes"
         return room[:num_bytes].view(dtype).view(num_rows, width)
 
     def take(self, part: torch.Tensor) -> int:
-        """Return the room of a part, and move on to the other."""
+        """Return the part's buffer index, and switch to the other."""
         turn = self.turn
         begin = self.tensors["exchange/rows"][turn].data_ptr()
         assert part.is_contiguous(), f"{part.shape=} {part.stride()=} is not dense"
@@ -45,7 +45,7 @@ class HeldMemory:
         return turn
 
     def share_width(self, rank: int) -> int:
-        """Logit columns of this rank of the stage."""
+        """Count the logit columns of a tensor rank."""
         share = self.needs.vocab_share(self.mesh)
         return max(0, min(share, self.needs.vocab_size - rank * share))
 

@@ -1,9 +1,10 @@
-"""Mesh: the place of a rank among those that run one model: tensor, expert, stage, layers; no torch.
+"""Mesh: a rank's coordinates among the ranks of one model: tensor, expert, stage, layers; no torch.
 
     rank = stage * tensor_size + tensor_rank
 
-Ranks of one stage share every layer of it: heads, columns of the MLP, the vocabulary. With expert parallelism they hold whole
-experts in place of slices of all of them. Stages hold different layers; the first has the embedding, the last the head.
+Ranks of one stage split each of its layers: heads, columns of the MLP, the vocabulary. With expert parallelism they
+hold whole experts instead of slices of all. Stages hold different layers; the first has the embedding, the last the
+head.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ def _check(kind: str, rank: object, size: object, rank_name: str = "", size_name
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """One rank's place. Model and mesh determine what a rank holds, plans and computes."""
+    """One rank's coordinates. Model and mesh determine its weights, plan and computation."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -31,7 +32,7 @@ class Mesh:
     stage: int = 0
     num_stages: int = 1
     layers: tuple[int, int] | None = None
-    """The layers of this stage, from the first to before the last; None: all of the model."""
+    """Layers of this stage, [first, end); None: all of the model."""
     is_exact: bool = False
     """Output projections are split along N like all other weights, so that no result depends on the number of ranks;
     otherwise along K, with an all-reduce of float32 sums."""
@@ -44,7 +45,7 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """Rank among all."""
+        """Global rank."""
         return self.stage * self.tensor_size + self.tensor_rank
 
     @property
@@ -72,7 +73,7 @@ class Mesh:
         return replace(self, stage=0, num_stages=1, layers=None)
 
     def layer_range(self, num_layers: int) -> range:
-        """The layers that it holds."""
+        """Return this rank's layers."""
         return range(num_layers) if self.layers is None else range(*self.layers)
 
 

@@ -2,9 +2,10 @@
 
 S ranks that share layers; T, H, X, Y, R, V, W as in distributed/exchange.py
 
-Rooms, logits and signals lie in one symmetric allocation of equal size on every rank, so products write where peers read. A call
-launches one kernel (kernels/exchange) and neither allocates nor synchronizes with the host. kernels/exchange/signals.py explains
-why one barrier a call suffices; kernels/exchange/links.py has the rows between stages.
+Buffers, logits and signals lie in one symmetric allocation of equal size on every rank, so products write where peers
+read. A call launches one kernel (kernels/exchange) and neither allocates nor synchronizes with the host.
+kernels/exchange/signals.py explains why one barrier per call suffices; kernels/exchange/links.py sends rows between
+stages.
 """
 
 import json
@@ -103,8 +104,8 @@ def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
 def agree_blocks(store: Store, mesh: Mesh, device: torch.device, share: int) -> int:
     """Agree on the programs of a waiting kernel: equal on all ranks, and few if several ranks share a GPU.
 
-    There they wait for a peer whose own kernels need SMs: a product may need whole SMs, several together (a cluster). So all that can
-    wait at once take one SM in `share`.
+    There they wait for a peer whose own kernels need SMs: a product may need several whole SMs at once (a cluster). So
+    all kernels that wait at once take one SM in `share`.
     """
     properties = torch.cuda.get_device_properties(device)
     own = {"device": str(properties.uuid), "num_processors": properties.multi_processor_count}
@@ -176,7 +177,7 @@ class SymmetricExchange(HeldExchange):
         return self._memory.name
 
     def peer_rooms(self, turn: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return one of the two rooms of every rank in this type; views are cached."""
+        """Return one of the two buffers of every rank as `dtype`; views are cached."""
         found = self._typed_rooms.get((turn, dtype))
         if found is None:
             found = tuple(rooms[turn].view(dtype) for rooms in self._peer_rooms)
@@ -194,8 +195,8 @@ class SymmetricExchange(HeldExchange):
         return sum_rows_triton(self._take(part_TH), out_TH, self.ranks)
 
     def _warm_sums(self, dtype: torch.dtype, out_TH: torch.Tensor) -> None:
-        """Warm up every specialization of a sum of these types, on a few elements of the free room: the warm-up of steps need not
-        know at which row counts another one begins."""
+        """Warm up every specialization of a sum of these types, on a few elements of the free buffer. So the warm-up of
+        steps need not know which row counts change specialization."""
         self._warmed_sums.add((dtype, out_TH.dtype))
         few_N, rooms = out_TH.view(-1)[:WARM_ELEMENTS], self.peer_rooms(1 - self._held.turn, dtype)
         for tiles in tile_forms(supports_pdl(out_TH)):
@@ -265,7 +266,7 @@ class SymmetricExchange(HeldExchange):
             share_first_triton(ids_T, self._take_any(ids_T), self.ranks)
 
     def _take_any(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Take the next room for a part that lies elsewhere: a kernel copies it."""
+        """Take the next buffer for a part that lies elsewhere; a kernel copies it."""
         return self._take(self._held.room(1, part.numel(), part.dtype))
 
     def send_rows(self, x_TH: torch.Tensor) -> None:
@@ -289,8 +290,8 @@ class SymmetricExchange(HeldExchange):
         self._held.turn = 0
 
     def abandon(self) -> None:
-        # A separate stream, because the step stream waits. Release other ranks too: they are about to be killed, and under MPS a
-        # kernel that never ends breaks the device for all.
+        # Use a separate stream, because the step stream waits. Release other ranks too: they are about to be killed,
+        # and under MPS a kernel that never ends breaks the device for all.
         with self._closing:
             if self._memory is None:
                 return

@@ -101,7 +101,7 @@ class StepRunner(Protocol):
 
 
 class Core(Protocol):
-    """What an engine drives: an EngineCore in this process, or a CoreProcess. Methods as in `EngineCore`."""
+    """Core of an engine: an EngineCore in this process, or a CoreProcess. Methods as in `EngineCore`."""
 
     @property
     def facts(self) -> CoreFacts: ...
@@ -125,7 +125,7 @@ class Core(Protocol):
 
 
 class CoreResources(NamedTuple):
-    """What a core holds beside its queue, and how it releases it."""
+    """Resources of a core besides its queue, and their release."""
 
     memory: MemoryReport | None = None
     release: Callable[[], None] | None = None
@@ -219,7 +219,7 @@ class EngineCore:
         return bool(self._live or self.in_flight)
 
     def check_room(self, num_sequences: int) -> None:
-        """Raise QueueFullError if the queue cannot take so many more."""
+        """Raise QueueFullError if the queue cannot take `num_sequences` more."""
         refuse_full(num_sequences, self.num_queued, self.scheduler.max_queue)
 
     def submit(self, requests: SequenceABC[CoreRequest]) -> None:

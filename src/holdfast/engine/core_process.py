@@ -6,7 +6,7 @@
                                   <-- Heartbeat ------------------  watchdog thread; heartbeats also in shared memory
                                                                     (engine/pulse.py)
 
-The child never waits for the front: it sends the outputs of a step and goes on. Aborts and stop strings reach it a few
+The child never waits for the front: it sends a step's outputs and continues. Aborts and stop strings reach it a few
 steps late, and the front drops the surplus. If the front does not read, the child stops at a full socket.
 
 **Ends.** A child that ends, or sends nothing for `core_timeout` seconds, raises in the next call, which ends the
@@ -149,7 +149,7 @@ class CoreProcess:
         return self.child.pulse.look()
 
     def check_room(self, num_sequences: int) -> None:
-        """Raise QueueFullError if the queue cannot take so many more. An idle core is queried first.
+        """Like `EngineCore.check_room`, but query an idle core first.
 
         A busy core answers only after its step, which would delay every caller.
         """

@@ -23,7 +23,7 @@ from holdfast.request.outputs import CompletionDelta
 
 
 class DeltaSink(Protocol):
-    """Where the deltas of one request go."""
+    """Destination of one request's deltas."""
 
     def add(self, delta: CompletionDelta) -> None:
         """Add one delta."""

@@ -27,7 +27,7 @@ WATCH_SECONDS = 1.0
 MAP_SECONDS = 0.02
 """Like WATCH_SECONDS, while an idle engine has to return a map."""
 NUM_REMEMBERED = 64
-"""Number of recent request ends that give the pace."""
+"""Most recent request ends used to estimate the pace."""
 RETRY_SECONDS = (1.0, 60.0)
 """Bounds of Retry-After when the queue is full."""
 _log = get_logger(__name__)
@@ -225,7 +225,7 @@ class EngineThread:
                 self._post(self._look)
 
     def check_room(self, num_sequences: int) -> None:
-        """Raise QueueFullError if the queue cannot take so many more, as far as is known here."""
+        """Raise QueueFullError if the queue, as known here, cannot take `num_sequences` more."""
         core = self.engine.core
         try:
             refuse_full(num_sequences, core.num_queued + self._num_posted, core.facts.max_queue)

@@ -69,7 +69,7 @@ class SequenceOutput(NamedTuple):
     sequence_id: Count
     token_ids: tuple[TokenId, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of these tokens, if the request wants them."""
+    """One for each of these tokens, if requested."""
     ending: Ending | None = None
     """Set if the last of these tokens ended the sequence."""
     num_cached_tokens: Count = 0
@@ -78,7 +78,7 @@ class SequenceOutput(NamedTuple):
     """Time from its submission to its first step."""
     prompt_start: Count = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """For prompt positions prompt_start + 1, prompt_start + 2, ..., if the request wants them."""
+    """Logprobs of prompt positions prompt_start + 1, prompt_start + 2, ..., if requested."""
     pooled: Pooled = b""
     """Final hidden state of a pooled sequence that ends, as little-endian float32."""
 

@@ -80,7 +80,7 @@ class NgramProposer:
         return tuple(copied)
 
     def is_waiting(self, sequence_id: int, num_tokens: int) -> bool:
-        """True if a sequence of so many tokens backs off."""
+        """True if a sequence of `num_tokens` backs off."""
         index = self._indexes.get(sequence_id)
         return index is not None and num_tokens < index.resumes_at
 

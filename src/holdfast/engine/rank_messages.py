@@ -37,14 +37,14 @@ class RankStart:
 
 @dataclass(frozen=True, slots=True)
 class RankReported:
-    """What a rank has, by name; planning/ranks.py defines the names."""
+    """A rank's RankReport by name; planning/ranks.py defines the names."""
 
     report: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlanned:
-    """What all ranks agree on, by name; planning/ranks.py defines the names."""
+    """The Agreement of all ranks by name; planning/ranks.py defines the names."""
 
     agreement: dict[str, Any] = field(default_factory=dict)
 
@@ -77,10 +77,10 @@ class RankReady:
 
 @dataclass(frozen=True, slots=True)
 class RankFrame:
-    """What a rank needs for one more step."""
+    """Results and a step, sent to every rank."""
 
     results: tuple[tuple[tuple[TokenIdOrNone, ...], ...], ...]
-    """For each step collected since the last frame: the tokens of each of its items."""
+    """Tokens of each item of each step collected since the last frame."""
     step: Step
 
 

@@ -68,7 +68,7 @@ class Link:
         self.sent = Numbering()
         self._received = Numbering()
         self.trouble: str | None = None
-        """Why it cannot go on."""
+        """Reason that it failed; None if it has not."""
         self.refusal: HoldfastError | None = None
 
     def send(self, message: RankMessage) -> None:
@@ -377,7 +377,7 @@ class RankGroup:
 
 
 def _release_waiting(on_death: Callable[[], None]) -> None:
-    """Call `on_death` in a thread, and give released kernels a moment to end.
+    """Call `on_death` in a thread, and wait a moment for released kernels to end.
 
     Repeatedly: work that a dead rank's device had started may still overwrite the released signals.
     """

@@ -1,4 +1,4 @@
-"""Scoring: requests for pairs of texts, and their scores: a cosine, or a reranker's yes; no torch.
+"""Scoring: requests for pairs of texts, and their scores: a cosine, or a reranker's p(yes); no torch.
 
 prepare   makes the request of each input: a distinct text for its embedding, or a pair for a reranker
 again     a second request if the first returned the log-probability of one token only

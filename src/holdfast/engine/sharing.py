@@ -37,7 +37,7 @@ class Start:
     """Shared pages by cache group and place."""
     num_computed: int
     num_stored: int = 0
-    """Tokens on shared pages, if some of them are computed again or if it forks; else 0."""
+    """Tokens on shared pages, if it recomputes some of them or forks; else 0."""
     source: Completion | None = None
     """The twin that it forks from."""
 
@@ -52,7 +52,7 @@ NO_START = Start(PrefixHit((), (), 0), (), 0)
 
 
 def hit_start(hit: PrefixHit, tokens_again: int) -> Start:
-    """Start after a hit; the last `tokens_again` of it are computed again, without storing them."""
+    """Start after a hit; its last `tokens_again` are recomputed without storing them."""
     num_stored = hit.num_tokens if tokens_again else 0
     return Start(hit, hit.tables, max(hit.num_tokens - tokens_again, 0), num_stored)
 
@@ -69,7 +69,7 @@ def fork_start(hit: PrefixHit, twin: Completion, groups: Sequence[CacheGroup]) -
 
 
 class Leaders:
-    """Sequences of one step that others may share with: those whose prompt ends here, and those that go on after it."""
+    """Sequences of one step to share with: those whose prompt ends here, and those with more prompt to compute."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ class Guesses:
 
     propose: Propose
     num_rows: int
-    """Sampled rows beside one for each sequence."""
+    """Sampled rows left besides one per sequence."""
     num_claimed: int | None = None
     """Pages claimed by running sequences; None until a draft token needs a page."""
 

@@ -15,7 +15,7 @@ class LayerParts:
     """Parts of one model over its final weights."""
 
     def __init__(self, weights: Weights, sharing: OutputSharing | None = None) -> None:
-        """With `sharing` the weights are those of a rank."""
+        """With `sharing`, the weights are one rank's."""
         self.weights = weights
         self.sharing = sharing
 

@@ -1,12 +1,12 @@
-"""Linear layers that ranks share and whose outputs each of them needs whole (tensor parallel): products by a share of a weight, and the exchange around them.
+"""Tensor-parallel linear layers with whole outputs on every rank: products by a share of a weight, and their exchange.
 
 T rows, K inputs, N outputs, n ranks
 
-summed     a rank has columns of the weight, [N, K / n], and the inputs that belong to them; parts of the outputs are added up
-gathered   a rank has rows of the weight, [N / n, K]; inputs are gathered before, and outputs behind the product, so that each
-           number is computed as one rank alone would compute it
+summed     a rank has columns of the weight, [N, K / n], and their inputs; partial outputs are all-reduced
+gathered   a rank has rows of the weight, [N / n, K]; all-gathers of inputs before and outputs after the product, so
+           that each number is computed as on one rank
 
-Nothing in here waits for the host, and nothing is allocated: parts lie where peers read them, gathered rows in the workspace.
+Nothing here waits for the host or allocates: parts lie where peers read them, gathered rows in the workspace.
 """
 
 import torch
@@ -21,25 +21,25 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 
 class Gathering:
-    """Columns of all ranks side by side, in room that the workspace has for them."""
+    """All-gathers the columns of all ranks into a buffer of the workspace."""
 
     def __init__(self, exchange: Exchange, room_X: torch.Tensor) -> None:
-        """`room_X` are bytes, and enough for whatever is gathered before a product."""
+        """`room_X` are bytes, enough for the largest gathered input."""
         assert room_X.dtype == torch.uint8, f"{room_X.dtype}, not bytes"
         self.exchange = exchange
         self._room_X = room_X
         self._given = 0
-        """Where the room lies that was given away last."""
+        """Address of the buffer that `room` returned last."""
 
     def room(self, like_TX: torch.Tensor) -> torch.Tensor:
-        """Where peers read, for who makes the rows of the next call: they need not be copied then."""
+        """Return the buffer that peers read; rows written there need no copy in the next call."""
         num_rows, width = like_TX.shape
         room_TX = self.exchange.room(num_rows, width, like_TX.dtype)
         self._given = room_TX.data_ptr()
         return room_TX
 
     def __call__(self, part_TX: torch.Tensor) -> torch.Tensor:
-        """The parts of all ranks, [T, n * X], until the next call; `part_TX` is the first rows of the last `room`, or lies elsewhere."""
+        """Gather all parts, [T, n * X], valid until the next call; copy `part_TX` unless it is in the last `room`."""
         num_rows, width = part_TX.shape
         whole = num_rows, self.exchange.size * width
         num_bytes = whole[0] * whole[1] * part_TX.element_size()
@@ -51,7 +51,7 @@ class Gathering:
 
 
 def add_part(exchange: Exchange, part_TH: torch.Tensor, stream: ResidualStream) -> NormedRows:
-    """On the fused decode path: x += the parts of all ranks, with the next norm deferred; `part_TH` is the last room."""
+    """Fused decode path: x += the parts of all ranks, with the next norm deferred; `part_TH` is the last room."""
     x_TH, norm_weight_H, eps, scaled_TH, scratch = stream
     amax = None if scratch.amax is None else scratch.amax.normed
     num_squares = exchange.add_rows(part_TH, DeferredStream(x_TH, norm_weight_H, scaled_TH, scratch.squares, amax))
@@ -79,7 +79,7 @@ class SummedLinear(Linear):
 
 
 class GatheredLinear(Linear):
-    """y = x @ weight.T + bias, where each rank has some columns of x and computes some of y; weight and bias are its rows of them."""
+    """y = x @ weight.T + bias; each rank has some columns of x and y, and the rows of weight and bias for its y."""
 
     takes_codes = False
 
@@ -90,7 +90,7 @@ class GatheredLinear(Linear):
         gathering: Gathering,
         keeps_share: bool = False,
     ) -> None:
-        """With `keeps_share` outputs stay the rank's own columns, and the caller gathers them."""
+        """If `keeps_share`, outputs are the rank's own columns, and the caller gathers them."""
         super().__init__(weight_NK, bias_N)
         self._gathering = gathering
         self._keeps_share = keeps_share
@@ -101,7 +101,7 @@ class GatheredLinear(Linear):
     def __call__(
         self, x_TK: torch.Tensor, out_TN: torch.Tensor, quantized: QuantizedRows | None = None, is_coded: bool = False
     ) -> torch.Tensor:
-        """Codes follow from whole rows, so that they are made here."""
+        """Quantize here, since scales follow from whole rows."""
         assert not is_coded, "codes of a rank's columns are not those of whole rows"
         if out_TN.shape[0] == 0:
             return out_TN
@@ -115,17 +115,17 @@ class GatheredLinear(Linear):
 
 
 class OutputSharing:
-    """How the outputs of a decoder's halves become whole on every rank: summed, or gathered."""
+    """Makes the outputs of a decoder's halves whole on every rank: summed or gathered."""
 
     def __init__(self, exchange: Exchange, gathering: Gathering | None) -> None:
-        """With `gathering` they are gathered: no number depends on how many ranks there are."""
+        """With `gathering` they are gathered: no result depends on the number of ranks."""
         self.exchange = exchange
         self.gathering = gathering
 
     def linear(
         self, weight_NK: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None, keeps_share: bool = False
     ) -> Linear:
-        """An output projection. With `keeps_share` what it gives is the rank's part: a summand, or columns."""
+        """Make an output projection. If `keeps_share`, it returns the rank's part: a summand or columns."""
         if self.gathering is not None:
             return GatheredLinear(weight_NK, bias_N, self.gathering, keeps_share)
         if keeps_share:

@@ -1,8 +1,8 @@
-"""Arena: one allocation for many tensors, each a view and a line of the ledger; MirroredTensor: a pinned double.
+"""Arena: one allocation for many tensors, each a view and a ledger line; MirroredTensor: a pinned host copy.
 
-**A device that has failed** does no more work for this process, and freeing pinned or symmetric memory would end the process:
-torch synchronizes with the device first, and its error is thrown in a destructor. Such memory is kept until the process ends
-(`has_failed`, `keep_with_process`).
+**A device that has failed** does no more work for this process, and freeing pinned or symmetric memory would end the
+process: torch synchronizes with the device first, and its error is thrown in a destructor. Such memory is kept until
+the process ends (`has_failed`, `keep_with_process`).
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, arena_by
 
 CPU_PAGE_BYTES = 4096
 UNWRITTEN = 0xFF
-"""Byte written to each page: the one with which torch can fill unwritten memory, so that it stays NaN in every float."""
+"""Byte written to each page: torch can fill unwritten memory with it too, so it stays NaN in every float."""
 OUT_OF_MEMORY = ("out of memory", "allocate", "ALLOC_FAILED")
 """Phrases of torch, the driver, cuBLAS, mmap and the CPU allocator; not all have an exception class."""
 
@@ -37,7 +37,7 @@ class Arena:
         )
         self._owners: list[str] = []
         for spec in specs:
-            # The bytes that it occupies, so that the ledger adds up to what was allocated.
+            # Bytes with alignment, so that the ledger adds up to what was allocated.
             ledger.record(f"{owner}/{spec.name}", spec.aligned_bytes, reason)
             self._owners.append(f"{owner}/{spec.name}")
 
@@ -93,11 +93,11 @@ def views_of(buffer: torch.Tensor, specs: tuple[TensorSpec, ...]) -> tuple[torch
 
 
 class MirroredTensor:
-    """Two pieces of memory of one shape, or one where the device is the host itself. Nothing is allocated after construction.
+    """A device tensor and its host copy; one tensor if the device is the host. It allocates only at construction.
 
-    A copy reads the double some time after `send` has returned, and there is one double: call `wait` before it is
-    written again. Copies and kernels run on one stream, the current one: what was sent for a step is read once the step
-    before it has ended. So who prepares a step when the one before the last was collected never waits for the last one.
+    A copy may read the host tensor after `send` has returned: call `wait` before writing it again. Copies and kernels
+    run on the current stream, so a copy for a step runs after the previous step. So preparing a step once the one
+    before the last was collected never waits for the last one.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_shared: bool) -> None:

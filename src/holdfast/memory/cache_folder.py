@@ -1,4 +1,4 @@
-"""The user's cache folder of Holdfast: where it lies, and that no other user can write to it; no torch."""
+"""The user's cache folder of Holdfast: its path, and a check that no other user can write to it; no torch."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ CACHE_VARIABLE = "HOLDFAST_CACHE"
 
 
 def cache_path() -> Path:
-    """The folder, whether or not it is there."""
+    """Return the folder's path, even if it does not exist."""
     root = os.environ.get(CACHE_VARIABLE) or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "holdfast")
     try:
         return Path(root).expanduser()
@@ -16,7 +16,7 @@ def cache_path() -> Path:
 
 
 def private_folder(name: str = "") -> Path:
-    """The folder, or one inside it, made if need be: files in it are believed, and some are executed."""
+    """Make and return the folder, or one inside it. It must be private: files in it are trusted, some executed."""
     folder = cache_path() / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()

@@ -33,7 +33,7 @@ class Rates(NamedTuple):
     """Large products, in bfloat16 on a GPU and float32 on a CPU."""
     fp8_flops_per_second: float = 0.0
     link: Link = "pcie"
-    """How several of them exchange."""
+    """Link between several of them."""
     num_multiprocessors: int = 0
     """0: unknown, so waves of tiles are not counted."""
 
@@ -66,7 +66,7 @@ def assumed_cpu_rates(num_cores: int) -> Rates:
 
 
 class Measured(NamedTuple):
-    """What `holdfast doctor --measure` found on one device of this machine."""
+    """Result of `holdfast doctor --measure` for one device of this machine."""
 
     device: str
     """The driver's name of a GPU, or `cpu_identity`."""
@@ -119,7 +119,7 @@ MOST_RATE = 1e18
 
 
 def write_measured(found: Sequence[Measured]) -> Path:
-    """Keep new measurements beside the kept ones of other devices, and return the file."""
+    """Add new measurements to the kept ones of other devices, and return the file."""
     new = {(one.device, one.total_bytes) for one in found}
     kept = [one for one in read_measured() if (one.device, one.total_bytes) not in new]
     path = private_folder() / MEASURED_FILE

@@ -50,14 +50,14 @@ class Gpu(NamedTuple):
     """One kind of GPU. Nominal sizes are from NVIDIA's data sheets, capabilities from developer.nvidia.com/cuda-gpus."""
 
     key: str
-    """What a user types: the model, its form factor if there are several, and its size if they differ by it."""
+    """Name that a user types: the model, then form factor and size if there are several."""
     name: str
     """The driver's name."""
     total_bytes: int
-    """What the driver reports: less than the nominal size, since the driver keeps some."""
+    """Bytes that the driver reports: less than the nominal size, since the driver keeps some."""
     context_bytes: int
     source: str
-    """Where the two numbers come from."""
+    """Source of the two numbers."""
     capability: tuple[int, int]
     nominal_gb: int
     sheet: SheetRates
@@ -99,12 +99,12 @@ ALIASES: Mapping[str, str] = read_data("gpu_aliases.json")
 
 
 class NamedGpus(NamedTuple):
-    """What a name such as 2x4090 means."""
+    """Meaning of a name such as 2x4090."""
 
     gpu: Gpu
     num_gpus: int
     note: str | None
-    """Which one was taken, if the name leaves the memory open."""
+    """Names the chosen GPU, if the name leaves the memory open."""
 
 
 class _Wanted(NamedTuple):
@@ -238,7 +238,7 @@ def _unknown(name: str, wanted: _Wanted) -> ConfigError:
     known = (PORTABLE if wanted.form == LAPTOP else GPUS).values()
     models = {_key_of(gpu).model: None for gpu in known}
     near = difflib.get_close_matches(wanted.model[:MAX_NAME], models, n=4, cutoff=0.7)
-    # One that starts alike, as h100 does, is nearer than one that ends alike.
+    # A common start counts more than a common end, as for h100.
     near.sort(key=lambda model: model[:3] != wanted.model[:3])
     nearest = [gpu.key for model in near for gpu in known if _key_of(gpu).model == model][:3]
     error = ConfigError("device.unknown_gpu", name="gpu", value=name, count=len(PLANNED_GPUS))

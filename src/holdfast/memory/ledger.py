@@ -1,4 +1,4 @@
-"""Ledger: who holds how many bytes, how many at most, and why; no torch.
+"""Ledger: current bytes, peak bytes and reason of each owner; no torch.
 
 One for each engine; owners are paths such as weights/layers.3.qkv.weight.
 """
@@ -15,7 +15,7 @@ class Entry:
     num_bytes: int
     reason: str
     peak_bytes: int
-    """The most that this owner ever held: more than now, where it was released and entered again."""
+    """Most bytes that this owner ever held: more than now if it was released and recorded again."""
 
 
 class Ledger:
@@ -28,10 +28,10 @@ class Ledger:
         self._group_peaks: dict[str, int] = {}
         self.total_bytes = 0
         self.peak_bytes = 0
-        """The most that was held at one time."""
+        """Most bytes held at one time."""
 
     def record(self, owner: str, num_bytes: int, reason: str) -> None:
-        """Enter an owner's bytes; an owner is entered once."""
+        """Record an owner's bytes; an owner is recorded once."""
         assert owner not in self._entries, f"{owner=} is in the ledger already"
         assert num_bytes >= 0, f"{owner=} cannot hold {num_bytes=}"
         self._peaks[owner] = max(num_bytes, self._peaks.get(owner, 0))
@@ -39,7 +39,7 @@ class Ledger:
         self._add(owner, num_bytes)
 
     def release(self, owner: str) -> None:
-        """Take an owner out; its peak stays."""
+        """Remove an owner; its peak stays."""
         assert owner in self._entries, f"{owner=} is not in the ledger"
         self._add(owner, -self._entries.pop(owner).num_bytes)
 
@@ -47,19 +47,19 @@ class Ledger:
         return iter(self._entries.values())
 
     def peaks(self) -> dict[str, int]:
-        """The most that each owner ever held, those included that are gone."""
+        """Return the peak bytes of each owner, released ones included."""
         return dict(self._peaks)
 
     def group_bytes(self) -> dict[str, int]:
-        """Bytes by the first part of the owner's path, in the order of entry."""
+        """Return bytes by the first part of the owner's path, in order of entry."""
         return {group: self._group_now[group] for group in self.group_reasons()}
 
     def group_peaks(self) -> dict[str, int]:
-        """The most that each group held at one time, those included that are gone."""
+        """Return the peak bytes of each group, released ones included."""
         return dict(self._group_peaks)
 
     def group_reasons(self) -> dict[str, str]:
-        """The first reason given in each group, for the table."""
+        """Return the first reason in each group, for the table."""
         reasons: dict[str, str] = {}
         for entry in self._entries.values():
             reasons.setdefault(_group(entry.owner), entry.reason)

@@ -1,4 +1,4 @@
-"""OnDisk: a model's files by stored type; DiskAccount: what they become in memory, and why; no torch."""
+"""OnDisk: a model's files by stored type; DiskAccount: their bytes in memory, and why; no torch."""
 
 import re
 from textwrap import wrap
@@ -20,7 +20,7 @@ class StoredType(NamedTuple):
 
 
 class OnDisk(NamedTuple):
-    """What a checkpoint takes on disk."""
+    """Disk usage of a checkpoint."""
 
     num_files: int
     num_bytes: int
@@ -40,7 +40,7 @@ class OnDisk(NamedTuple):
 
 
 class DiskAccount(NamedTuple):
-    """What the files take in memory, and what one option would change."""
+    """Memory usage of the files, and the effect of one option."""
 
     on_disk: OnDisk
     memory_bytes: int
@@ -53,7 +53,7 @@ class DiskAccount(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why memory holds other bytes than the disk."""
+        """Reason that memory and disk differ in bytes."""
         what = "blocks" if self.on_disk.has_blocks else "tensors"
         if self.scheme is not None:
             return f"{what} are quantized again, to {self.scheme}, as they load"
@@ -61,7 +61,7 @@ class DiskAccount(NamedTuple):
 
     @property
     def advice(self) -> str | None:
-        """The option that would hold less, and how much."""
+        """The option that would take less memory, and how much."""
         if self.other_scheme is None:
             return None
         return f"--quantization {self.other_scheme} would hold {format_bytes(self.other_bytes)}"
@@ -71,7 +71,7 @@ class DiskAccount(NamedTuple):
         """Two lines, or three with the advice, wrapped at 80 columns."""
         memory = f"{format_bytes(self.memory_bytes)}: {self.reason}"
         rows = [("on disk", self.on_disk.summary), ("in memory", memory), ("", self.advice or "")]
-        # A number stays beside what it counts.
+        # Keep a number and its unit on one line.
         joined = [f"{title:<{INDENT}}{_AFTER_NUMBER.sub(JOINT, text)}" for title, text in rows]
         lines = (line for text in joined for line in wrap(text, COLUMNS, subsequent_indent=" " * INDENT))
         return tuple(line.replace(JOINT, " ") for line in lines)

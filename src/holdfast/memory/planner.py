@@ -20,7 +20,7 @@ KV_OWNER = "kv pages"
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Bytes that are needed whatever the number of pages, in some phases or all."""
+    """Bytes that do not depend on the number of pages, in some phases or all."""
 
     owner: str
     num_bytes: int
@@ -39,7 +39,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The number of pages, and what it follows from."""
+    """The number of pages, and the numbers that determine it."""
 
     budget_bytes: int
     budget_reason: str
@@ -63,7 +63,7 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the phase that takes most."""
+        """Bytes of the largest phase."""
         return max(self.phase_bytes.values())
 
     def table(self, phase: str) -> PlanTable:

@@ -16,21 +16,21 @@ class DeviceBytes:
     """One measurement of a device. On a CPU all but the total is resident memory of this process."""
 
     allocated: int
-    """In live tensors of this process."""
+    """Bytes in live tensors of this process."""
     reserved: int
-    """Taken from the device by this process's allocator, live or not."""
+    """Bytes that this process's allocator holds, live or not."""
     used: int
-    """On the whole device, by every process, with contexts and libraries."""
+    """Bytes used on the device by all processes, with contexts and libraries."""
     total: int
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseBytes:
-    """What a phase left, and its peak, both above the start."""
+    """Bytes at the end of a phase, and its peak, both above the start."""
 
     at_end: DeviceBytes
     taken_bytes: int
-    """More used than before the first phase."""
+    """Bytes used beyond those before the first phase."""
     peak_allocated_bytes: int
 
 
@@ -102,7 +102,7 @@ def _measure_host(statm: Path) -> DeviceBytes | None:
 
 
 class PhaseProfile:
-    """Measures a device at the end of each phase. What is there when it is made is not ours."""
+    """Measures a device at the end of each phase, above the bytes in use at construction."""
 
     def __init__(
         self,
@@ -134,12 +134,12 @@ class PhaseProfile:
 
     @property
     def taken_bytes(self) -> int | None:
-        """What the last phase left; None if nothing was measured, or if others freed more than we took."""
+        """Bytes after the last phase; None if not measured, or if other processes freed more than we took."""
         taken_bytes = list(self.phases.values())[-1].taken_bytes if self.phases else None
         return None if taken_bytes is None or taken_bytes < 0 else taken_bytes
 
     def compare(self, plan: MemoryPlan, before_bytes: int = 0) -> tuple[PhaseComparison, ...]:
-        """Every measured phase against the plan.
+        """Compare every measured phase with the plan.
 
         `before_bytes` were planned too, but taken before the first measurement: a GPU needs its context to be queried.
         """

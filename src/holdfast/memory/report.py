@@ -10,21 +10,21 @@ from holdfast.memory.planner import KV_OWNER, PHASES, MemoryPlan
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One owner. It holds None if it has no memory of its own: the plan is a bound, or the phase is over."""
+    """One owner. Its held bytes are None without memory of its own: the plan is a bound, or the phase is over."""
 
     owner: str
     planned_bytes: int
-    """While serving; for an owner that is gone by then, the most of any phase."""
+    """Bytes while serving; for an owner that is gone by then, the most of any phase."""
     held_bytes: int | None
     reason: str
     phases: tuple[str, ...] = PHASES
     peak_bytes: int | None = None
-    """The most that it ever held at one time."""
+    """Most bytes that it held at one time."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAccount:
-    """One cache group in numbers that a person can check."""
+    """Page counts of one cache group."""
 
     name: str
     num_layers: int
@@ -33,19 +33,19 @@ class GroupAccount:
     prompt_pages: int
     """Most pages of one longest sequence during prefill."""
     decode_pages: int
-    """Most pages of it during decode."""
+    """Most pages of that sequence during decode."""
     padding_bytes: int
     """Bytes of a group's page that no layer uses."""
     padding_share: float
 
 
 class RankMemory(NamedTuple):
-    """What another rank of the same engine was planned to take, holds, and took as its device says."""
+    """Planned, held and measured bytes of another rank of the engine."""
 
     rank: int
     device: str
     planned_bytes: int
-    """While serving."""
+    """Bytes while serving."""
     held_bytes: int
     measured_bytes: int | None = None
     """None if not measured."""
@@ -53,10 +53,10 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """The table, and what it means in tokens."""
+    """Memory by owner, and its capacity in tokens."""
 
     rows: tuple[MemoryRow, ...]
-    """The largest first."""
+    """Rows, the largest first."""
     budget_bytes: int
     budget_reason: str
     kv_bytes_per_token: int
@@ -65,15 +65,15 @@ class MemoryReport:
     phase_bytes: dict[str, int] = field(default_factory=dict)
     """Planned bytes of each phase."""
     measured_bytes: int | None = None
-    """What this engine took, as the device reports; None if not measured."""
+    """Bytes of this engine, as the device reports; None if not measured."""
     entries: tuple[Entry, ...] = ()
     """Every owner by its full path, in the order in which they were taken."""
     disk: DiskAccount | None = None
     """Bytes of the weights on disk, if they differ from memory."""
     context_note: str = ""
-    """Which limit shortened the context, and what would lift it; empty if none did."""
+    """The limit that shortened the context, and how to lift it; empty if none did."""
     kv_note: str = ""
-    """What quantized pages mean for answers, on one line; empty if they are not quantized."""
+    """Effect of quantized pages on answers, on one line; empty if they are not quantized."""
     kv_groups: tuple[GroupAccount, ...] = ()
     """Cache groups, if some layers free pages."""
     ranks: tuple[RankMemory, ...] = ()
@@ -81,7 +81,7 @@ class MemoryReport:
 
     @property
     def planned_bytes(self) -> int:
-        """While serving."""
+        """Bytes while serving."""
         return sum(row.planned_bytes for row in self.rows if "serve" in row.phases)
 
     @property
@@ -90,7 +90,7 @@ class MemoryReport:
 
     @property
     def unaccounted_bytes(self) -> int | None:
-        """What the device reports beyond all owners; None if not measured."""
+        """Bytes that the device reports beyond all owners; None if not measured."""
         return None if self.measured_bytes is None else self.measured_bytes - self.held_bytes
 
     def as_dict(self) -> dict[str, object]:
@@ -161,5 +161,5 @@ def memory_report(
 
 
 def page_words(groups: tuple[GroupAccount, ...]) -> str:
-    """Say what a page holds, if layers differ or free pages; else empty."""
+    """Describe a page's content if layers differ or free pages; else return an empty string."""
     return f"of {' or '.join(f'{group.page_tokens} tokens ({group.name})' for group in groups)}" if groups else ""

@@ -16,11 +16,11 @@ from holdfast.memory.workspace_plan import (
 )
 
 MAX_CACHED_REQUESTS = 512
-"""Most cached requests. Views of the oldest are made again: a server sees new numbers of rows for hours."""
+"""Most cached requests. Views of the oldest are made again: a server sees new row counts for hours."""
 
 
 class Workspace:
-    """Scratch of one engine. All that one `acquire` gives lives together until the next one on the same lane."""
+    """Scratch buffers of one engine. Views of one `acquire` are valid until the next one on the same lane."""
 
     def __init__(self, plan: WorkspacePlan, device: torch.device, ledger: Ledger) -> None:
         plan.lock()
@@ -36,13 +36,13 @@ class Workspace:
             raise
 
     def acquire(self, owner: str, specs: tuple[TensorSpec, ...], lane: str = DEFAULT_LANE) -> tuple[torch.Tensor, ...]:
-        """Views for the specs: aligned, apart from each other, with whatever the last owner left in them.
+        """Return disjoint, aligned views for the specs, with whatever the last owner wrote.
 
-        The same request gets the same views. A request may be smaller than what its owner reserved, never larger.
+        Equal requests get the same views. A request may be smaller than its owner's reservation, never larger.
         """
         try:
             views = self._views.get((lane, owner, specs))
-        except TypeError:  # something in it has no hash: it is wrong, or a list
+        except TypeError:  # a part is unhashable: wrong, or a list
             specs = checked_specs(owner, specs, lane)
             views = self._views.get((lane, owner, specs))
         return self._first_views(owner, specs, lane) if views is None else views
@@ -50,16 +50,16 @@ class Workspace:
     def acquire_named(
         self, owner: str, specs: tuple[TensorSpec, ...], lane: str = DEFAULT_LANE
     ) -> dict[str, torch.Tensor]:
-        """Like `acquire`, by the names of the specs."""
+        """Like `acquire`, by spec name."""
         return {spec.name: view for spec, view in zip(specs, self.acquire(owner, specs, lane), strict=True)}
 
     @property
     def lanes(self) -> dict[str, torch.Tensor]:
-        """All bytes of each lane, as they lie."""
+        """Raw bytes of each lane."""
         return {lane: arena.tensors[lane] for lane, arena in self._arenas.items()}
 
     def release(self) -> None:
-        """Give every lane back; nothing can be acquired afterwards."""
+        """Release every lane; nothing can be acquired afterwards."""
         self._views.clear()
         while self._arenas:
             self._arenas.popitem()[1].release()

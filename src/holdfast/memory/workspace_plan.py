@@ -36,7 +36,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        """Why no tensor can have this spec; None if one can."""
+        """Reason that no tensor can have this spec; None if one can."""
         if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             return f"{shown(self.dtype)} is not the name of a type ({', '.join(DTYPE_BYTES)} are)"
         if not isinstance(self.shape, tuple) or any(type(size) is not int or size < 0 for size in self.shape):
@@ -96,7 +96,7 @@ class WorkspacePlan:
         self._is_locked = True
 
     def reserved_bytes(self, owner: str, lane: str = DEFAULT_LANE) -> int | None:
-        """Return what an owner may acquire on a lane; None if it reserved nothing."""
+        """Return the bytes that an owner may acquire on a lane; None if it reserved nothing."""
         reservation = self._lanes.get(lane, {}).get(owner)
         return None if reservation is None else reservation.num_bytes
 
@@ -136,7 +136,7 @@ def checked_specs(owner: str, specs: tuple[TensorSpec, ...], lane: str) -> tuple
 
 
 def request_values(owner: str, specs: tuple[TensorSpec, ...], lane: str) -> dict[str, object]:
-    """Return what errors show of a request."""
+    """Return the values of a request for error messages."""
     return {"request": _printed(owner, specs, lane), "caller": caller(), "num_bytes": arena_bytes(specs)}
 
 

@@ -16,7 +16,7 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""By token id: the token at this position, and the most likely ones."""
+"""Logprobs by token id: the token at this position, and the most likely ones."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    """One entry a prompt token; the first is None, since nothing comes before it."""
+    """One entry per prompt token; the first is None, since nothing precedes it."""
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
@@ -80,10 +80,10 @@ class CompletionDelta:
     stop_reason: int | str | None
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
-    """Those of the whole prompt, with the first delta of completion 0, if the request wants them."""
+    """Logprobs of the whole prompt, in the first delta of completion 0, if requested."""
     metrics: RequestMetrics | None = None
-    """With the last delta of a completion that has at least one token."""
+    """Set in the last delta of a completion with at least one token."""
     error: str | None = None
     """Why it failed, if finish_reason is "error"."""
     pooled: bytes = b""
-    """Like CompletionOutput.pooled, with the last delta."""
+    """Like CompletionOutput.pooled, in the last delta."""

@@ -17,14 +17,14 @@ Vector: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """How to turn a hidden state into a vector."""
+    """Options for turning a hidden state into a vector."""
 
     dimensions: int | None = None
-    """Keep the first so many dimensions (Matryoshka), then normalise; None keeps all."""
+    """Keep this many first dimensions (Matryoshka), then normalise; None keeps all."""
     normalize: bool | None = None
     """True for unit length; None follows the model's files, or True."""
     truncate_prompt_tokens: int | None = None
-    """-1 cuts a text that is longer than the context at its end; None refuses it."""
+    """-1 truncates a text longer than the context; None refuses it."""
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):

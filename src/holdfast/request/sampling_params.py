@@ -33,7 +33,7 @@ class RequestOutputKind(StrEnum):
     CUMULATIVE = "cumulative"
     """The answer so far."""
     DELTA = "delta"
-    """What was added since the last one."""
+    """New text and tokens since the last output."""
     FINAL_ONLY = "final_only"
     """The whole answer, once."""
 
@@ -41,14 +41,14 @@ class RequestOutputKind(StrEnum):
 @with_vllm_names(SAMPLING_NAMES, own_structured)
 @dataclass(kw_only=True, unsafe_hash=True)
 class SamplingParams:
-    """How to sample the tokens of one request, in vLLM's names.
+    """Sampling options of one request, in vLLM's names.
 
-    Without max_tokens an answer may fill the context (vLLM: 16 tokens). A field may be set later and is checked then; a request
-    keeps the values that it was created with.
+    Without max_tokens an answer may fill the context (vLLM: 16 tokens). A field may be set later and is checked then; a
+    request keeps the values that it was created with.
     """
 
     n: int = 1
-    """How many completions of the same prompt."""
+    """Number of completions of the prompt."""
     temperature: float = 1.0
     """0 takes the most likely token (argmax); otherwise logits are divided by this."""
     top_k: int = 0
@@ -62,25 +62,25 @@ class SamplingParams:
     presence_penalty: float = 0.0
     """Subtract from the logit of every token that the output holds."""
     frequency_penalty: float = 0.0
-    """Subtract this for each time the output holds the token."""
+    """Subtract this for each occurrence of the token in the output."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of these token ids."""
+    """Values added to the logits of these token ids."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens may be generated; name an end token among them, or the answer ends by length."""
     bad_words: tuple[str, ...] = ()
-    """Texts that are not generated: the last token of each, with and without a space before it, is banned when the answer
-    ends in the others."""
+    """Texts that are not generated, with and without a space before them. The last token is banned when the answer ends
+    in the others."""
     structured_outputs: StructuredOutputs | None = None
     """The grammar that an answer follows; a dict of its fields is accepted too. The answer ends when it is complete, whatever
     min_tokens and ignore_eos are. A stop string or max_tokens may cut it short."""
     seed: int | None = None
-    """Fixes the random choices of this request whatever runs beside it; None takes one from the engine's seed."""
+    """Fixes the random choices of this request, whatever the batch; None derives one from the engine's seed."""
     stop: tuple[str, ...] = ()
-    """Generation ends before the first of these strings; a single string or a list is taken too."""
+    """Generation ends before the first of these strings; accepts a string or a list too."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends at any of these tokens, which are not part of the text."""
     ignore_eos: bool = False
-    """Go on past the model's own end tokens."""
+    """Continue past the model's own end tokens."""
     max_tokens: int | None = None
     """Most tokens to generate. None: as many as the context holds; a larger number is cut to that."""
     min_tokens: int = 0
@@ -94,7 +94,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the generation in the text."""
     detokenize: bool = True
-    """Make text of the tokens; without it outputs have token ids alone, and stop strings cannot be used."""
+    """Decode tokens to text; if False, outputs have only token ids, and stop strings cannot be used."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's last tokens; -1 keeps as many as the context holds."""
     skip_reading_prefix_cache: bool = False
@@ -193,7 +193,7 @@ class SamplingParams:
 
 
 def _set(params: SamplingParams, name: str, value: object) -> None:
-    # Past the checks of a field that is set later: this is part of construction.
+    # Skips the checks of `__setattr__`: this is part of construction.
     object.__setattr__(params, name, value)
 
 
@@ -249,6 +249,8 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         return None
     if not isinstance(bias, dict):
         raise RequestError("request.not_mapping", name="logit_bias", value=bias)
+    if not all(type(token) is int and 0 <= token < 2**31 for token in bias):
+        raise RequestError("request.bias_keys", name="logit_bias", value=list(bias))
     _token_ids(list(bias), "logit_bias", MAX_LOGIT_BIASES)
     for token, value in bias.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:

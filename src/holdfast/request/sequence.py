@@ -1,13 +1,13 @@
 """Sequence: a completion as scheduler and runner each see it; LiveStep: a step over sequences; StepResult; no torch.
 
 token_ids   [ prompt ......................... | output ........ ] coming ...
-            [0, num_computed)  have their keys and values on the pages of `tables`
+            [0, num_computed)  have keys and values on the pages of `tables`
             [num_computed, num_scheduled)  are computed by steps in flight
             [num_scheduled, num_tokens + num_coming)  still have to be computed; a step takes some or all from the left
-            [0, num_stored)  are on pages whether they are computed again or not: nothing is written for them
+            [0, num_stored)  are on pages already: nothing is written for them, even if they are recomputed
 
-A step in flight samples a token that is *coming*: the device has it before the host. Scheduler and runner exchange the `Step`
-of request/step.py, which names slots; a `LiveStep` is that step with their own sequences instead of slots.
+A step in flight samples a token that is *coming*: the device has it before the host. Scheduler and runner exchange the
+`Step` of request/step.py, which names slots; a `LiveStep` is that step with their own sequences instead of slots.
 """
 
 from collections.abc import Iterator
@@ -48,15 +48,15 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the output must not contain: the last token is banned after the others."""
     is_pooled: bool = False
-    """Returns the final hidden state of its prompt's last row with its first token, which is its last."""
+    """True to return the final hidden state of the last prompt row with the first token, which is the last."""
     may_speculate: bool = False
-    """Draft tokens may follow its last token: sampling needs no earlier tokens on the host."""
+    """True if draft tokens may follow its last token: sampling needs no earlier tokens on the host."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
     """The runner's slot while it runs."""
     num_computed: int = 0
     num_stored: int = 0
-    """Tokens of its prefix that were on pages, if a state makes the last of them be computed again; else 0."""
+    """Prefix tokens found on pages, if a state requires recomputing the last of them; else 0."""
     num_scheduled: int = 0
     """Positions given to steps, including those in flight."""
     num_coming: int = 0
@@ -67,7 +67,7 @@ class Sequence:
     """Prompt tokens that the prefix cache held at the first admission."""
     num_preemptions: int = 0
     has_penalties: bool = field(init=False)
-    """As `params` has it, read for every choice."""
+    """Copy from `params`, since every choice reads it."""
 
     def __post_init__(self) -> None:
         self.has_penalties = self.params.has_penalties
@@ -82,7 +82,7 @@ class Sequence:
 
     @property
     def num_kept(self) -> int:
-        """Tokens on its pages: computed, or found there."""
+        """Tokens on its pages, computed or found there."""
         return max(self.num_computed, self.num_stored)
 
     @property
@@ -103,13 +103,13 @@ class ScheduledSequence(NamedTuple):
     samples: bool
     """True if the step reaches the last token, known or coming, so it samples the next."""
     proposals: tuple[int, ...] = ()
-    """Draft tokens after that token, the last of the new tokens; each that is sampled too is accepted."""
+    """Draft tokens, which end the new tokens; each that sampling confirms is accepted."""
     source: Sequence | None = None
     """The sequence that it forks from: it has no row and samples from the source's last row."""
 
     @classmethod
     def of(cls, sequence: Sequence, start: int, num_new_tokens: int) -> "ScheduledSequence":
-        """Positions of a sequence with no step in flight, without proposals."""
+        """Schedule positions of a sequence without steps in flight or proposals."""
         return cls(sequence, start, num_new_tokens, start + num_new_tokens == sequence.num_tokens)
 
     @property
@@ -119,14 +119,14 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def num_prompt_logits(self) -> int:
-        """Prompt rows with logits, for prompt logprobs."""
+        """Prompt rows with logits for prompt logprobs."""
         if self.sequence.params.prompt_logprobs is None:
             return 0
         return max(0, min(self.num_rows, self.sequence.num_prompt_tokens - 1 - self.start))
 
     @property
     def num_logits(self) -> int:
-        """Rows with logits: those of its prompt, and one for each sampled token."""
+        """Rows with logits: those of its prompt, and one per sampled token."""
         return self.num_prompt_logits + self.samples + len(self.proposals)
 
     @property
@@ -141,7 +141,7 @@ class LiveStep:
 
     scheduled: tuple[ScheduledSequence, ...]
     step: Step = NO_STEP
-    """Its value for the wire."""
+    """The Step that the runner gets."""
 
     @property
     def num_tokens(self) -> int:
@@ -178,9 +178,9 @@ class SequenceResult(NamedTuple):
     token_ids: tuple[int, ...] = ()
     """Accepted draft tokens and one more, which may be NO_TOKEN; empty if the step did not reach the last token."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of these but NO_TOKEN, if the request wants them."""
+    """One for each token but NO_TOKEN, if requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """For prompt positions start + 1 ... start + num_new_tokens, if the request wants them."""
+    """Logprobs of prompt positions start + 1 ... start + num_new_tokens, if requested."""
     pooled: bytes = b""
     """Final hidden state of a pooled sequence's last prompt row, as little-endian float32."""
 

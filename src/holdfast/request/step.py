@@ -2,7 +2,7 @@
 
     Step    released   slots whose sequence ended or was preempted; they are free before anything below
             admitted   sequences that take a slot, once, with everything about them but their pages
-            items      what runs: slot, positions, pages that are new since its last step
+            items      slot, positions, and new pages since its last step of each sequence that runs
 
 The runner keeps the rest: tokens (it chooses them), page tables, sampling. So a step of 256 decoding sequences is a few
 KiB. A preempted sequence is released, and admitted again with the tokens it has by then.
@@ -43,19 +43,19 @@ class Admitted(NamedTuple):
     slot: TokenId
     sequence_id: int
     token_ids: TokenIds
-    """The prompt, and the output before a preemption."""
+    """Prompt, and output before a preemption."""
     num_prompt_tokens: Positive
     params: Params
     seed: Count
     bad_word_ids: tuple[TokenIds, ...] = ()
     num_stored: Count = 0
-    """Its first tokens that are on pages already although steps run the last of them: nothing is written for these. 0 if its
-    first step begins after all that is stored. For a fork, the tokens that it shares."""
+    """First tokens that are on pages already although steps recompute the last of them: nothing is written for these.
+    0 if its first step begins after all stored tokens. For a fork, the tokens that it shares."""
     fork_of: TokenIdOrNone = -1
     """The slot of the sequence that it forks from, or -1. That sequence ends the same prompt in this step. The fork has no row:
     it samples from the other's last row, and gets copies of its pages after `num_stored`, and of its states."""
     is_pooled: bool = False
-    """The final hidden state of its prompt's last row comes back with its first token."""
+    """True to return the final hidden state of the last prompt row with the first token."""
 
 
 class StepItem(NamedTuple):
@@ -65,12 +65,12 @@ class StepItem(NamedTuple):
     start: TokenId
     num_new_tokens: TokenId
     samples: bool
-    """The step reaches its last token, known or coming, so it samples the next one."""
+    """True if the step reaches its last token, known or coming, so it samples the next one."""
     pages: Pages = ()
-    """By cache group, what is new at the end of each page table; () if nothing is new. HOLE stands for a page that a window
-    no longer needs."""
+    """New pages at the end of each cache group's page table; () if none. HOLE stands for a page that a window no longer
+    needs."""
     proposals: tuple[TokenId, ...] = ()
-    """Draft tokens after the last token: the last of the new tokens."""
+    """Draft tokens, which end the new tokens."""
 
 
 class Step(NamedTuple):
@@ -92,7 +92,7 @@ class Step(NamedTuple):
 
 
 NO_STEP = Step(0)
-"""Stands for the value if a live step is built by hand."""
+"""Placeholder for a live step that is built by hand."""
 
 
 def check_step(step: Step) -> None:

@@ -1,7 +1,7 @@
 """StructuredOutputs: the grammar of an answer: a JSON schema, a regex, a Lark grammar or one of some texts; no torch.
 
-The constructor checks sizes in time proportional to them: bytes, depth, properties, values. Compilation (text/grammar.py)
-shows whether an answer exists, before the request costs anything else.
+The constructor checks sizes in time proportional to them: bytes, depth, properties, values. Compilation
+(text/grammar.py) shows whether an answer exists, before the request costs anything else.
 """
 
 import json
@@ -17,16 +17,16 @@ from holdfast.request.vllm_names import STRUCTURED_NAMES, with_vllm_names
 MAX_SCHEMA_BYTES = 2**16
 MAX_SCHEMA_DEPTH = 64
 MAX_OBJECT_ENTRIES = 512
-"""Entries of one object, such as its properties: every step looks at what may follow each of them."""
+"""Most entries of one object, such as properties: every step checks what may follow each."""
 MAX_SCHEMA_ENTRIES = 4096
-"""Entries of all objects together."""
+"""Most entries of all objects together."""
 MAX_SCHEMA_VALUES = 4096
-"""Entries of all lists together."""
+"""Most entries of all lists together."""
 MAX_REGEX_CHARS = 4096
 MAX_GRAMMAR_BYTES = 2**16
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARS = 4096
-"""Characters of all choices together: they become one expression."""
+"""Most characters of all choices, which become one expression."""
 _NAME = "structured_outputs"
 _OPTIONS = ("json", "regex", "choice", "grammar", "json_object")
 

@@ -1,4 +1,4 @@
-"""Options of vLLM as they are typed: which name a flag has, whether a value follows, and how it is read; no torch."""
+"""Parse vLLM's command-line flags: the name, whether a value follows, and the value; no torch."""
 
 import json
 import re
@@ -12,16 +12,16 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 
 class ForeignFlag(NamedTuple):
-    """A flag of vLLM that is none of ours."""
+    """A vLLM flag that Holdfast lacks."""
 
     name: str
     foreign: Foreign
     is_off: bool = False
-    """It was typed as --no-name."""
+    """True if typed as --no-name."""
 
 
 def find_flag(typed: str, names: Mapping[str, Foreign]) -> ForeignFlag | None:
-    """Which of the names a flag is: --swap-space, --swap_space, --no-enable-lora, -O3, -cc.mode."""
+    """Find the name of a typed flag: --swap-space, --swap_space, --no-enable-lora, -O3, -cc.mode."""
     short = next((name for name in SHORT_FLAGS if re.fullmatch(rf"{name}([0-9]|\..*)?", typed)), None)
     plain = SHORT_FLAGS[short] if short else typed.removeprefix("--").partition(".")[0].replace("-", "_")
     if not typed.startswith("--") and short is None:
@@ -35,7 +35,7 @@ def find_flag(typed: str, names: Mapping[str, Foreign]) -> ForeignFlag | None:
 
 
 def read_value(text: str) -> object:
-    """A value as its text has it: a number, true, false, none, JSON; any other text stays what it is."""
+    """Parse a value: a number, true, false, none, JSON; any other text is returned as is."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _NUMBER.fullmatch(text):

@@ -1,7 +1,7 @@
-"""vLLM's names: those without effect here, those that are not in this version, and the nearest to a wrong one; no torch.
+"""vLLM's names: those without effect here, those not in this version, and the nearest to a wrong one; no torch.
 
-`settle` sorts the options of a call before the call. It accepts names and values that mean the same here, lists those without
-an effect for one log line, and raises for what would change an answer. The tables are in data/vllm_names.json;
+`settle` sorts the options of a call before the call. It accepts names and values that mean the same here, lists those
+without an effect for one log line, and raises for what would change an answer. The tables are in data/vllm_names.json;
 docs/from_vllm.md has them for people, and a test compares both.
 """
 
@@ -22,17 +22,17 @@ _DATA: dict[str, Any] = json.loads(
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A name of vLLM that is not a name here."""
+    """A vLLM name that Holdfast does not have."""
 
     words: str
-    """Why it has no effect; or the alternative, if only some values are accepted."""
+    """Reason that it has no effect; or the alternative, if only some values are accepted."""
     taken: tuple[object, ...] | None = None
-    """Values without effect; None: all of them."""
+    """Values without effect; None: all."""
     is_switch: bool = False
-    """On a command line: --name and --no-name, without a value."""
+    """True if a command line has --name and --no-name, without a value."""
 
     def takes(self, value: object) -> bool:
-        # By type too: 1 == True, and a tensor does not compare.
+        # Compare types too: 1 == True, and a tensor does not compare.
         return self.taken is None or any(type(value) is type(quiet) and value == quiet for quiet in self.taken)
 
     @property
@@ -66,7 +66,7 @@ STRUCTURED_NAMES = _foreign("structured")
 CALL_NAMES = _foreign("call")
 """Arguments of vLLM's generate and chat."""
 SERVER_NAMES = _foreign("server")
-"""Options of `vllm serve` that are not of the engine."""
+"""Options of `vllm serve` that are not engine options."""
 METHOD_NAMES = _words(_DATA["methods"])
 """Methods and attributes of vLLM's LLM and AsyncLLM, and the alternatives."""
 ABSENT_NAMES = _words(_DATA["absent_names"])
@@ -84,7 +84,7 @@ GUIDED_NAMES: Mapping[str, str] = _DATA["guided"]
 SHORT_FLAGS: Mapping[str, str] = _DATA["short_flags"]
 """Short flags of `vllm serve`, and the options that they set."""
 STORED_AS_IS = ("compressed-tensors", "fbgemm_fp8", "gguf")
-"""Names of quantization that only say how a checkpoint is stored."""
+"""Quantization names that only describe how a checkpoint is stored."""
 _Params = TypeVar("_Params", bound=type)
 
 

@@ -3,8 +3,8 @@
 frame    magic (4) | version (2) | kind (2) | length of the body (4) | CRC-32 of the body (4) | body
 body     msgpack of (number, message)
 
-A message is a dataclass or a NamedTuple. Its annotations are its schema: a `Codec` decodes by them, so a value of another type
-or out of bounds raises MessageError. Decoding runs no code from the data.
+A message is a dataclass or a NamedTuple. Its annotations are its schema: a `Codec` decodes by them, so a value of
+another type or out of bounds raises MessageError. Decoding runs no code from the data.
 """
 
 import struct
@@ -20,7 +20,7 @@ VERSION = 2
 MAX_BODY_BYTES = 2**30
 MAX_TOKEN_ID = 2**31 - 1
 MAX_POOLED_BYTES = 4 * 2**20
-"""Bytes of one hidden state: far more than any model has."""
+"""Most bytes of one hidden state: far more than any model has."""
 _HEADER = struct.Struct("<4sHHII")
 HEADER_BYTES = _HEADER.size
 
@@ -44,7 +44,7 @@ def _bounded(kind: type, **bounds: int) -> LateType:
 
 
 def length_bound(maximum: int) -> object:
-    """Annotation of a collection with at most so many items."""
+    """Annotate a collection with at most `maximum` items."""
     return _msgspec().Meta(max_length=maximum)
 
 
@@ -56,7 +56,7 @@ class _Made(type):
 
 
 def made_by(make: Callable[[Any], object]) -> LateType:
-    """Type of a value whose plain form `make` checks and converts."""
+    """Return the type of a value whose plain form `make` checks and converts."""
     return LateType(lambda: _Made("Made", (), {"from_plain": staticmethod(make)}))
 
 
@@ -82,7 +82,7 @@ class Codec:
     """Encodes messages of the given types as frames, and decodes them."""
 
     def __init__(self, types: Mapping[int, Any], check: Callable[[Any], None] | None = None) -> None:
-        """`types` by the kind of their frames; `check` raises for a message whose fields contradict each other."""
+        """`types` by frame kind; `check` raises for a message whose fields contradict each other."""
         self._types = types
         self._kinds = {kind_type: kind for kind, kind_type in types.items()}
         self._check = check

@@ -122,7 +122,7 @@ class ChunkWriter(AnswerWriter):
     """Writes OpenAI's older streams: chunks with one choice each, then the usage and [DONE]."""
 
     def __init__(self, answers: Sequence[Answer], names: dict[str, Any], fields: SamplingFields) -> None:
-        """`names` are the first fields of every chunk."""
+        """`names` are the leading fields of every chunk."""
         super().__init__(answers)
         options = fields.stream_options
         self.includes_usage = options is not None and bool(options.include_usage)
@@ -159,7 +159,7 @@ class SplitWriter(AnswerWriter):
     """Writes one completion that a parser splits into content, reasoning and tool calls."""
 
     def __init__(self, answer: Answer, parser: AnswerText | None, logprobs: ChatLogprobWriter | None = None) -> None:
-        """Without a parser the answer is content only."""
+        """`parser` splits the text; None writes content only."""
         super().__init__([answer])
         self.answer = answer
         self._parser = parser

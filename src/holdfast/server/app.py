@@ -41,7 +41,7 @@ from holdfast.server.traces import Traces
 
 
 class Endpoints:
-    """Every path of an application with its methods."""
+    """All paths of an application with their methods."""
 
     def __init__(self, routers: Iterable[APIRouter]) -> None:
         self._listed: dict[str, set[str]] = {}
@@ -85,7 +85,7 @@ class Endpoints:
 
 
 def _other_spellings(path: str) -> Iterator[str]:
-    """Yield likely corrections: a base URL with too much or too little, slashes, upper case."""
+    """Yield likely corrections of a path: base URL, slashes, upper case."""
     plain = re.sub(r"/+", "/", path[:256]).rstrip("/") or "/"
     for whole in dict.fromkeys((plain, plain.lower())):
         root = whole
@@ -118,7 +118,7 @@ def make_app(
         Middleware(Guard, fault=partial(key_fault, Keys() if keys is None else keys)),
         Middleware(Guard, fault=partial(state_fault, service)),
     ]
-    # FastAPI's own pages load scripts from another site; the document itself does not.
+    # FastAPI's own pages load scripts from another site, unlike the document.
     app = FastAPI(
         title="Holdfast",
         version=__version__,

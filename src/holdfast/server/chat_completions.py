@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation answered whole or as a stream of chunks."""
+"""/v1/chat/completions: answer a conversation whole or as a stream of chunks."""
 
 import json
 import time

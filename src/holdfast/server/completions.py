@@ -1,4 +1,4 @@
-"""/v1/completions: prompts continued, as text or token ids, one or many, whole or as a stream of chunks."""
+"""/v1/completions: continue one or many prompts (text or token ids), whole or as a stream of chunks."""
 
 import json
 import time

@@ -9,7 +9,7 @@ from holdfast.server.bodies import Body
 from holdfast.server.schemas import PromptText, prompt_kind
 
 MAX_INPUTS = 2048
-"""Per request, as in OpenAI's API."""
+"""Maximum inputs per request, as in OpenAI's API."""
 Texts = Annotated[list[PromptText], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 

@@ -1,4 +1,4 @@
-"""Guards before every endpoint, as ASGI middleware: request id and log, Host and Origin, API key, drain; no torch.
+"""ASGI middleware before every endpoint: request id and log, Host and Origin, API key, drain; no torch.
 
 All decide by `scope["path"]` and raw headers, never by a URL that was assembled from them.
 """

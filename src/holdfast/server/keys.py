@@ -17,11 +17,11 @@ MAX_KEYS = 1024
 MAX_KEY_CHARS = 512
 MAX_FILE_BYTES = 2**20
 KEY = re.compile(r"[!-~]+")
-"""Printable ASCII, which a header carries unchanged."""
+"""Characters of a key: printable ASCII, which headers carry unchanged."""
 
 
 class Keys:
-    """API keys of a server; without any it is open to every client. Keeps only their digests."""
+    """API keys of a server, kept as digests; without keys it is open to every client."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         distinct = dict.fromkeys(keys)

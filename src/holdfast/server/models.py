@@ -33,7 +33,7 @@ _DETAILS: Final[dict[str, object]] = {
     "parameter_size": "",
     "quantization_level": "",
 }
-"""What Ollama reports about the files of a model; unknown here."""
+"""Facts that Ollama reports about model files; unknown here."""
 router = APIRouter(tags=["models"])
 ollama = APIRouter(tags=["ollama"])
 

@@ -1,4 +1,4 @@
-"""/v1/responses: input items answered with output items, whole or as events; text, reasoning and function calls."""
+"""/v1/responses: convert input items to output items, whole or as events: text, reasoning, function calls."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +104,7 @@ _RETURNED = {
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
     *("prompt_cache_key", "safety_identifier", "user"),
 }
-"""Settings of a request that its response repeats."""
+"""Request settings that the response repeats."""
 router = APIRouter(tags=["responses"])
 
 
@@ -258,7 +258,7 @@ class ResponseWriter(SplitWriter):
     def add_text(self, text: str, *, is_reasoning: bool) -> None:
         kind = "reasoning" if is_reasoning else "message"
         if self._open is None or self._open["type"] != kind:
-            # Only messages have log-probabilities; a slow reader gets reasoning and its end in one piece.
+            # Only messages have log-probabilities; a slow reader may get reasoning and its end in one delta.
             if kind == "message" and self._open is not None and self._open["type"] == "reasoning":
                 self._drop_reasoning_logprobs(is_reasoning=False)
             self._close("completed")

@@ -1,4 +1,4 @@
-"""/health, /ready, /version, /metrics, /memory and its stream; cheap, and never waits for the engine; no torch.
+"""/health, /ready, /version, /metrics, /memory and its stream; cheap, and never blocks on the engine; no torch.
 
 /health   200 while the core sends heartbeats and its step is not overdue, else 503
 /ready    200 while healthy and not draining, else 503
@@ -24,9 +24,9 @@ from holdfast.server.service import Service, service_of
 
 router = APIRouter(tags=["status"])
 STREAM_SECONDS: Final = 0.2
-"""Shortest time between two events of /memory/stream ..."""
+"""Minimum time between two events of /memory/stream ..."""
 IDLE_SECONDS: Final = 1.0
-"""... and the longest, while nothing changes."""
+"""... and maximum, while nothing changes."""
 METRICS_WAIT_SECONDS: Final = 0.1
 MAX_REQUESTS_SHOWN: Final = 256
 TOTALS: Final = (

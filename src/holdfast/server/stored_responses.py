@@ -1,4 +1,4 @@
-"""/v1/responses/{id}: stored responses read, listed, deleted and continued; only by the key that made them."""
+"""/v1/responses/{id}: read, list, delete and continue stored responses, only with the key that made them."""
 
 import asyncio
 from collections.abc import Callable

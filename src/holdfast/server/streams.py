@@ -1,4 +1,4 @@
-"""Streams: answers as server-sent events, and requests that leave the engine as soon as their client disconnects.
+"""Streams: answers as server-sent events; a client that disconnects aborts its request in the engine.
 
 A reader slower than the model blocks `send`. Its deltas are merged on arrival (engine/engine_thread.py), so the backlog is
 never larger than the answer itself.
@@ -162,7 +162,7 @@ async def gathered(works: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Resul
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Await `work`; if the client disconnects first, cancel it and with it the request in the engine."""
+    """Await `work`; if the client disconnects first, cancel it and the engine request."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_gone(request.receive))
     try:

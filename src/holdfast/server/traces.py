@@ -1,6 +1,6 @@
 """Traces: an OpenTelemetry span for each request, if the environment names a collector; no torch.
 
-A span is made after its request, and the SDK's own thread sends it: no request waits for the collector.
+The SDK's own thread sends each span after its request, so no request waits for the collector.
 """
 
 import os

@@ -102,7 +102,7 @@ class HeadSyntax:
     closing: str
     written_head: str
     written_end: str = ""
-    """Forced calls: `written_head`, with {name}, precedes the arguments; this follows them, before the closing marker."""
+    """Forced calls: `written_head`, with {name}, comes before the arguments; this comes after, before `closing`."""
 
 
 MAX_HEAD_CHARS = 512

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from holdfast.errors import PromptError
+from holdfast.errors import PromptError, shown
 
 MAX_MESSAGES = 10_000
 MAX_CHAT_CHARS = 16 * 2**20
@@ -65,7 +65,7 @@ class PlainData:
 def plain_messages(messages: Sequence[Mapping[str, object]], data: PlainData) -> list[dict[str, object]]:
     """Return the messages with their content as one string each; text parts are joined by line breaks."""
     if not isinstance(messages, list | tuple):
-        raise bad_message("messages", f"a list of {_MESSAGE}", messages)
+        raise bad_message("messages", f"a list whose items are {_MESSAGE}", messages)
     if not messages:
         raise PromptError("value.empty", name="messages")
     if len(messages) > MAX_MESSAGES:
@@ -131,5 +131,6 @@ def _part_text(part: object, name: str) -> str:
         return part
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
     if not isinstance(text, str):
+        part = f"a part of type {shown(part.get('type'))}" if isinstance(part, dict) else part
         raise bad_message(name, 'a text part like {"type": "text", "text": "..."}', part)
     return text

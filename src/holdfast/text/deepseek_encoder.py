@@ -23,11 +23,11 @@ DATA_FILE = "deepseek_encodings.json"
 V32, V4 = "deepseek_v32", "deepseek_v4"
 ARCHITECTURES = {"DeepseekV32ForCausalLM": V32, "DeepseekV4ForCausalLM": V4}
 EFFORT_NAMES = {"minimal": "low", "low": "low", "medium": "low", "high": "high", "xhigh": "high", "max": "max"}
-"""OpenAI's names of efforts, and the effort that the encoder knows."""
+"""OpenAI's effort names, mapped to the encoder's."""
 NO_EFFORT = "none"
 DEFAULT_EFFORT = "high"
 ACTION = "action"
-"""The one task whose token stands after the opening of an answer, not in place of it."""
+"""The one task whose token follows the opening of an answer instead of replacing it."""
 _NO_JINJA = "{{ raise_exception('this text lists the strings of an encoder; leave chat_template out') }}"
 
 
@@ -58,7 +58,7 @@ class Encoding:
     latest_reminder: str = ""
 
     def texts(self) -> list[str]:
-        """Return every string, to detect the formats of calls and thoughts."""
+        """Return every string, to detect the format of calls and thoughts."""
         values = (getattr(self, name) for name in self.__slots__)
         return [text for value in values for text in _leaves(value)]
 
@@ -85,14 +85,14 @@ class Mode:
     effort: str
     """The text before the first message."""
     drops: bool
-    """Old thoughts go, if the chat declares no tools."""
+    """True to drop old thoughts if the chat declares no tools."""
     opens: bool
-    """The prompt ends with the opening of an answer."""
+    """True if the prompt ends with the opening of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Messages that are written as one."""
+    """Messages that are rendered as one turn."""
 
     role: str
     place: int
@@ -104,7 +104,7 @@ class Turn:
 
 
 class DeepSeekEncoder(ChatTemplate):
-    """A ChatTemplate without Jinja: the same methods, handling of control tokens and errors."""
+    """Like ChatTemplate, without Jinja: same methods, control-token handling and errors."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -140,7 +140,7 @@ class DeepSeekEncoder(ChatTemplate):
                 raise _not_one_of(f"messages[{place}]['role']", message["role"], self.encoding.roles)
 
     def _turns(self, messages: Sequence[Message]) -> list[Turn]:
-        """Join results of tools into one turn; V4 joins user texts to it too."""
+        """Join tool results into one turn; V4 also joins user texts to it."""
         joined = {"tool": "tool"} if self.name == V32 else {"tool": "user", "user": "user"}
         turns: list[Turn] = []
         for place, message in enumerate(messages):
@@ -186,7 +186,7 @@ class ChatWriter:
         self._turns = turns
         self._tools = tools
         self._order: dict[str, int] = {}
-        """Ids of the last calls written so far."""
+        """Order of the ids of the last written calls."""
         users = [index for index, turn in enumerate(turns) if turn.role in ("user", "developer")]
         self._last_user = users[-1] if users else -1
         declares = bool(tools) or any(message.get("tools") for turn in turns for message in turn.messages)
@@ -306,7 +306,7 @@ class ChatWriter:
 
 
 def encoder_of(architecture: str) -> DeepSeekEncoder | None:
-    """Return the encoder of a model without a template; None if this architecture has none."""
+    """Return the encoder of an architecture, for a model without a template; None if it has none."""
     name = ARCHITECTURES.get(architecture)
     return None if name is None else DeepSeekEncoder(name)
 
@@ -327,7 +327,7 @@ def functions(tools: object, name: str) -> list[Message]:
 
 
 def _in_call_order(messages: list[Message], order: Mapping[str, int]) -> list[Message]:
-    """Sort the results among their places; an id without a call counts as the first."""
+    """Sort tool results, within their positions, by call; an id without a call counts as the first."""
     results = [message for message in messages if message["role"] == "tool"]
     results.sort(key=lambda result: order.get(str(result.get("tool_call_id")), 0))
     waiting = iter(results)

@@ -1,4 +1,4 @@
-"""TextStream: the text of a completion as its tokens come, in constant time per token; no torch.
+"""TextStream detokenizes a streaming completion in constant time per token; no torch.
 
 The tokenizer's decoder gives the bytes of each token. A text is its tokens' bytes joined and decoded as UTF-8, so it grows
 token by token: written text never changes, and at most the three bytes of an unfinished character wait. Invalid bytes become
@@ -15,14 +15,14 @@ from holdfast.errors import UnsupportedModelError
 
 KNOWN_DECODERS = ("none", "ByteLevel", "Metaspace", "sequences of Replace, ByteFallback, Fuse and Strip")
 MIN_CONTEXT_BYTES = 8
-"""Bytes of a prompt that the continuation depends on: twice the longest character."""
+"""Prompt bytes that affect the continuation: twice the longest character."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRule:
-    """How token strings become bytes; `first_piece` is for the first token of a text."""
+    """Converts token strings to bytes; `first_piece` is for the first token of a text."""
 
     piece: Callable[[str], bytes]
     first_piece: Callable[[str], bytes]
@@ -37,11 +37,11 @@ class TokenPieces:
         self._token_of = token_of
         self.rule = rule
         self.skipped = skipped
-        """Ids that a text without special tokens leaves out."""
+        """Ids to leave out of a text without special tokens."""
         self._cache: dict[int, bytes | None] = {}
 
     def piece(self, token_id: int) -> bytes | None:
-        """Return the bytes of a token inside a text; None for ids without a token."""
+        """Return the bytes of a token within a text; None for ids without a token."""
         try:
             return self._cache[token_id]
         except KeyError:
@@ -78,7 +78,7 @@ class TextStream:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Continue a text of these tokens; reads only as many of them as matter."""
+        """Continue a text of these tokens; reads only the last ones that matter."""
         needed = MIN_CONTEXT_BYTES + 4 * self._strips_left
         tail: list[int] = []
         for token_id in reversed(token_ids):
@@ -105,7 +105,7 @@ class TextStream:
         return self._stripped(self._characters.decode(b"".join(found)))
 
     def finish(self) -> str:
-        """Return the incomplete rest as U+FFFD."""
+        """Return incomplete trailing bytes as U+FFFD."""
         return self._stripped(self._characters.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:
@@ -141,7 +141,7 @@ def decode_rule(decoder_json: bytes | str | None, origin: str) -> DecodeRule:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the characters of bytes in byte-level vocabularies: printable Latin-1 as it is, others from U+0100."""
+    """Map the characters of byte-level vocabularies to bytes: printable Latin-1 unchanged, others from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if byte not in printable]
@@ -168,7 +168,7 @@ def _metaspace_rule(step: dict[str, object]) -> DecodeRule:
 
 
 def _sequence_rule(steps: list[dict[str, object]]) -> DecodeRule | None:
-    """Return the rule of replacements, then byte tokens, then a strip at the start; None for any other order."""
+    """Return the rule for replacements, then byte tokens, then a strip at the start; None for any other order."""
     replacements: list[tuple[str, str]] = []
     has_byte_tokens = fused = False
     strip, max_strips = "", 0

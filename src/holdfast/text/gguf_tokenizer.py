@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 PREFIX = "tokenizer.ggml."
 FIX = f"Name a folder with tokenizer.json of the same model as tokenizer, or {BY_IDS}"
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""Values of token_type for tokens that are found whole in a text; the last is not special."""
+"""Values of token_type for tokens matched whole in a text; the last is not special."""
 SPACE_MARK = "▁"
 MAX_SCORED_TOKEN_CHARS = 512
-"""Longest token of a vocabulary with scores: each is cut at every place to find its merges."""
+"""Longest token of a vocabulary with scores: each is split at every position to find its merges."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a byte-level vocabulary splits text before its merges, with llama.cpp's defaults."""
+    """Splits text for byte-level BPE before its merges, with llama.cpp's defaults."""
 
     split: str | None = None
-    """A pattern whose matches are the pieces; None takes GPT-2's."""
+    """Pattern whose matches are the pieces; None: GPT-2's."""
     single_digits: bool = False
-    """Cut around every digit before anything else."""
+    """True to first split around every digit."""
     nfc: bool = False
     ignore_merges: bool = False
-    """A piece that is a token stays whole, whatever the merges."""
+    """True to keep a piece that is a token whole, whatever the merges."""
     add_bos: bool = False
 
 
 _DATA = resources.files("holdfast").joinpath("data", "pre_tokenizers.json").read_text(encoding="utf-8")
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {name: PreTokenizer(**row) for name, row in json.loads(_DATA).items()}
-"""By `tokenizer.ggml.pre`."""
+"""Pre-tokenizers by `tokenizer.ggml.pre`."""
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object], file_name: str) -> Tokenizer:
@@ -131,7 +131,7 @@ class _Fields:
 
 
 def _byte_level(fields: _Fields) -> tuple["tokenizers.Tokenizer", bool]:
-    """Make byte-level BPE with the merges of the file; return the default of add_bos_token too."""
+    """Make byte-level BPE with the file's merges; also return the default of add_bos_token."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -161,7 +161,7 @@ def _byte_level(fields: _Fields) -> tuple["tokenizers.Tokenizer", bool]:
 
 
 def _merges(fields: _Fields) -> list[tuple[str, str]]:
-    """Split each merge into its sides; a side may itself be a space, so look for the separator after the first."""
+    """Split each merge into its sides. A side may be a space, so search the separator after the first character."""
     merges = fields.strings("merges")
     split = [merge.split(" ") for merge in merges]
     if all(len(sides) == 2 and sides[0] and sides[1] for sides in split):
@@ -211,7 +211,7 @@ def _scored(fields: _Fields) -> "tokenizers.Tokenizer":
 
 
 def _merges_by_score(fields: _Fields) -> list[tuple[str, str]]:
-    """Return every pair of tokens that joins to a token, best score first, then the longer left side."""
+    """Return every pair of tokens that joins to a token: best score first, then longest left side."""
     scores = fields.sequence("scores")
     if len(scores) != len(fields.tokens):
         raise fields.broken("scores", f"it has {len(scores)} entries for {len(fields.tokens)} tokens")
@@ -247,7 +247,7 @@ def _add_found_tokens(backend: "tokenizers.Tokenizer", fields: _Fields, named: M
 def _add_ends(
     backend: "tokenizers.Tokenizer", fields: _Fields, named: Mapping[str, int], default_add_bos: bool
 ) -> None:
-    """Add bos before and eos after a text, by the file or llama.cpp's default."""
+    """Add bos before and eos after a text if the file, or llama.cpp's default, says so."""
     from tokenizers import processors
 
     wanted = [
@@ -257,7 +257,7 @@ def _add_ends(
     ends = {name: named[name] for name, is_wanted in wanted if is_wanted and name in named}
     if not ends:
         return
-    # Aliases: the template's syntax fails on a token with a colon in it.
+    # Use aliases: the template syntax fails on a token with a colon.
     single = [f"{name}:0" for name in ends if name == "bos_token"]
     single += ["$A:0"] + [f"{name}:0" for name in ends if name == "eos_token"]
     with native_calls(fields.file_name):

@@ -1,12 +1,12 @@
 """Grammars of structured outputs: compiled by llguidance, with a bitmask of the tokens that may come next; no torch.
 
     front   GrammarCheck     checks once whether a grammar compiles, before its request costs anything else
-    core    Grammars         a matcher for each sequence, compiled beside the step loop
+    core    Grammars         a matcher for each sequence, compiled concurrently with the step loop
     runner  Grammars.fill    the masks of a step, from the current tokens of the sequences
 
-A vocabulary has the bytes that our detokenizer gives for each token, so a grammar sees the text that the caller gets. It is
-made for the first grammar. Matchers of one request share their caches; those of different requests share nothing, so none can
-use up the limits of another.
+A vocabulary has our detokenizer's bytes for each token, so a grammar sees the text that the caller gets. It is made for
+the first grammar. Matchers of one request share caches; matchers of different requests share nothing, so none can use
+up the limits of another.
 
 R rows, W words of 32 bits
 """
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_VERDICTS = 1024
-"""Most cached verdicts: a digest, and the reason of a refusal, which has a bound (MAX_ERROR_CHARS)."""
+"""Most cached verdicts. Each is a digest and a refusal's reason of at most MAX_ERROR_CHARS."""
 ANY_OBJECT = '{"type":"object"}'
 HARD_WORDS = ('"allOf"', '"pattern', '"not"', '"if"', '"format"', '"$dynamicRef"', '"x-guidance"')
 """Keywords for which the compiler compares expressions; a schema without them compiles in linear time."""
 MASK_THREADS = 8
 SHARED_ROWS = 16
-"""Rows from which several threads fill masks: a row takes about 0.1 ms, and waking a thread may take as long."""
+"""Fewest rows to fill masks in several threads: a row takes about 0.1 ms, and waking a thread may take as long."""
 
 
 def grammar_text(form: StructuredOutputs) -> tuple[str, str]:
-    """Return the kind of a structured output, and its text; choices are a JSON list."""
+    """Return kind and text of a structured output; choices are a JSON list."""
     if form.json_object:
         return "json", ANY_OBJECT
     if form.choice is not None:
@@ -52,7 +52,7 @@ def grammar_text(form: StructuredOutputs) -> tuple[str, str]:
 
 
 class Vocabulary:
-    """Tokens for llguidance, made at the first use. Thread-safe."""
+    """The vocabulary for llguidance, made at first use. Thread-safe."""
 
     def __init__(
         self, open_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Iterable[int] = ()
@@ -107,7 +107,7 @@ class _TokenBytes:
 
 
 def compile_grammar(form: StructuredOutputs, vocabulary: Vocabulary) -> "LLMatcher":
-    """Compile a matcher at the beginning of an answer; ValueError with the reason if that fails."""
+    """Compile a matcher at the start of an answer; raises ValueError with the reason if that fails."""
     from llguidance import LLMatcher
 
     try:
@@ -128,7 +128,7 @@ def refuse_missing(form: StructuredOutputs) -> None:
 
 
 class GrammarCheck:
-    """Checks whether grammars compile. Thread-safe; verdicts are cached, within a bound."""
+    """Checks that grammars compile. Thread-safe; caches at most MAX_VERDICTS verdicts."""
 
     def __init__(self, vocabulary: Vocabulary, guard: GrammarGuard | None = None) -> None:
         self._vocabulary = vocabulary
@@ -187,14 +187,14 @@ class _Following:
 
 
 class Prepared(NamedTuple):
-    """Sequences whose grammar was compiled, and the error if that failed."""
+    """Sequences whose grammar has been compiled, or the error."""
 
     sequence_ids: tuple[int, ...]
     error: str | None
 
 
 class Grammars:
-    """The grammars of the sequences of one core. For one thread; compiling happens in another."""
+    """Grammars of one core's sequences. Use from one thread; another compiles."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -207,7 +207,7 @@ class Grammars:
         return len(self._following)
 
     def begin(self, sequence_ids: SequenceABC[int], form: StructuredOutputs) -> None:
-        """Start to compile the grammar of these sequences; `ready` returns it."""
+        """Start to compile the grammar of these sequences; `ready` returns the result."""
         refuse_missing(form)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, "holdfast-grammars")
@@ -234,7 +234,7 @@ class Grammars:
         return Prepared(sequence_ids, None)
 
     def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: "np.ndarray") -> None:
-        """Set bit t of row i if token t may follow sequences[i]; no bits after a failure. Rows of None stay unchanged."""
+        """Set bit t of row i if token t may follow sequences[i]; no bits after a failure. Skip rows of None."""
         import numpy as np  # imported late: a command that only opens files need not wait for it
 
         num_words = self._vocabulary.num_words
@@ -288,7 +288,7 @@ class Grammars:
         return None if one is None else one.failure
 
     def forget(self, sequence_id: int) -> None:
-        """Drop an ended sequence; cancel a compilation without sequences, unless it has begun."""
+        """Drop a finished sequence; cancel a compilation without sequences, unless it has begun."""
         if self._following.pop(sequence_id, None) is not None:
             return
         for compiling, sequence_ids in self._compiling.items():
@@ -300,7 +300,7 @@ class Grammars:
                 return
 
     def close(self) -> None:
-        """End the thread without waiting for its compilation."""
+        """Shut the thread down without waiting for its compilation."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None

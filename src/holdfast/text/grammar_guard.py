@@ -1,4 +1,4 @@
-"""GrammarGuard: compiles grammars of requests first in a child process, which dies if one takes too long; no torch.
+"""GrammarGuard first compiles grammars of requests in a child process, which dies if one takes too long; no torch.
 
 The compiler has limits (fuel, states, sizes), but not everywhere: the conjunction of several patterns may take forever. Native
 code cannot be stopped in a thread, so a child compiles a grammar first, under limits of the kernel: CPU seconds and bytes. A
@@ -25,7 +25,7 @@ WALL_SECONDS = 15.0
 CHILD_BYTES = 2 * 2**30
 MAX_ERROR_CHARS = 240
 WHITESPACE = r"(\x20|\n[\x20\t]{0,40})"
-"""Between two parts of JSON: a space, or a new line with its indent. Unbounded, a model may write nothing else."""
+"""Bounded space between parts of JSON: a space, or a line break with indent. Else a model may write only space."""
 LIMITS = {
     "max_items_in_row": 2500,
     "max_lexer_states": 20_000,
@@ -62,7 +62,7 @@ _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_"}
 
 
 def ascii_classes(regex: str) -> str:
-    r"""Return the expression with \d and \w as in JSON schemas: digits and letters of ASCII alone."""
+    r"""Return the expression with \d and \w limited to ASCII, as in JSON schemas."""
     found: list[str] = []
     is_in_class, place = False, 0
     while place < len(regex):
@@ -130,7 +130,7 @@ class GrammarGuard:
                 child.stdin.write(line)
                 child.stdin.flush()
                 answer = self._answer(child)
-            except OSError:  # it died at the grammar before
+            except OSError:  # it died at the previous grammar
                 pass
             if not answer.endswith(b"\n"):
                 self._end()
@@ -139,7 +139,7 @@ class GrammarGuard:
             return json.loads(answer)
 
     def close(self) -> None:
-        """End the child, also while it compiles; the next grammar starts another."""
+        """End the child, even while it compiles; the next grammar starts another."""
         self._end()
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -158,7 +158,7 @@ class GrammarGuard:
         return self._child
 
     def _answer(self, child: subprocess.Popen[bytes]) -> bytes:
-        """Read one line, or a part of it before the timeout."""
+        """Read one line, or part of it if the timeout comes first."""
         assert child.stdout is not None, "it was opened with a pipe"
         end, answer = time.monotonic() + self._wall_seconds, b""
         with selectors.DefaultSelector() as selector:
@@ -192,7 +192,7 @@ def try_out(kind: str, text: str) -> str | None:
 
 
 def serve(requests: IO[bytes], answers: IO[bytes], cpu_seconds: int) -> None:
-    """Run the child: one grammar per line."""
+    """Run the child's loop: one grammar per line."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))

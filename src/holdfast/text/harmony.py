@@ -1,4 +1,4 @@
-"""HarmonyParser: answers of gpt-oss, which are messages in channels: reasoning, content and calls of tools; no torch.
+"""HarmonyParser reads answers of gpt-oss: messages in channels for reasoning, content and tool calls; no torch.
 
     <|channel|>analysis<|message|>thoughts<|end|>
     <|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "Rome"}<|call|>
@@ -36,7 +36,7 @@ _FIRST_SPACE = re.compile(r"\s{0,64}")
 
 @dataclass(frozen=True, slots=True)
 class HarmonyFormat(ToolFormat):
-    """The format of gpt-oss, whose parser reads reasoning and calls at once."""
+    """The format of gpt-oss; one parser reads both reasoning and calls."""
 
     def parser(self, tools: Sequence[Tool] | None = None) -> AnswerReader:
         """Make the parser of one answer that begins right after the prompt's <|start|>assistant."""
@@ -47,7 +47,7 @@ HARMONY = HarmonyFormat("harmony", "", "", None, tokens=TOKENS, stops=(CALL, RET
 
 
 _FIRST_HEADERS, _HEADERS = (CHANNEL, MESSAGE, START, CONSTRAIN, "to="), (START, CHANNEL, MESSAGE)
-"""Beginnings of a header, the first of which the prompt began; any other text is content."""
+"""Beginnings of the first header, which the prompt opened, and of later ones; any other text is content."""
 
 
 class HarmonyParser(AnswerReader):
@@ -61,13 +61,13 @@ class HarmonyParser(AnswerReader):
         prompt: str | None = None,
         is_any_tool: bool = False,
     ) -> None:
-        """`tools`: None leaves calls in the content; `is_any_tool` accepts any name."""
+        """`tools` None leaves calls in the content; `is_any_tool` accepts any name."""
         super().__init__()
         self._reads_calls = tools is not None
         self._tools = None if is_any_tool else {tool.name: tool for tool in tools or ()}
         self._reasoning = ReasoningDelta if reads_reasoning else ContentDelta
         self._kind: type[ContentDelta] | type[ReasoningDelta] | None = ContentDelta
-        """Kind of the body that is read; None drops it."""
+        """Kind of the current body; None drops it."""
         self._name = ""
         self._arguments = ArgumentsReader()
         self._shown: set[type[ContentDelta] | type[ReasoningDelta]] = set()
@@ -77,7 +77,7 @@ class HarmonyParser(AnswerReader):
         self._follow(prompt)
 
     def _follow(self, prompt: str | None) -> None:
-        """Continue the prompt: in a header that it began, or in the body of a message."""
+        """Continue in the header or the message body that the prompt opened."""
         _, turn, tail = (prompt or "").rpartition(TURN)
         header, message, _ = tail.rpartition(MESSAGE)
         if turn and message:
@@ -121,7 +121,7 @@ class HarmonyParser(AnswerReader):
 
     def _header(self, text: str, place: int) -> int:
         limit = place + MAX_HEADER_CHARS
-        # The first character begins the header, so it ends no other.
+        # The first character begins this header, so it cannot end it.
         found = _HEADER_END.search(text, place if text.startswith(MESSAGE, place) else place + 1, limit)
         if found is None and len(text) < limit:
             return self._keep(text, place)
@@ -205,7 +205,7 @@ class HarmonyParser(AnswerReader):
         return self._keep(text, end)
 
     def _broken_arguments(self, text: str, place: int) -> int:
-        """Read arguments that are no JSON, unchanged, up to the end of the message."""
+        """Read arguments that are not JSON, unchanged, up to the end of the message."""
         return self._body(text, place)
 
     def _text(self, text: str) -> None:

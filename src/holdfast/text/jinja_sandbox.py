@@ -34,14 +34,14 @@ from markupsafe import Markup
 Value: TypeAlias = Any
 
 STEP_BYTES = 64
-"""Bytes that one step reads or makes, so that steps bound memory too."""
+"""Bytes that one step may read or make, so steps also bound memory."""
 MAX_ITEMS = 100_000
 MAX_NESTING = 64
 MAX_INTEGER_BITS = 8192
 MAX_FORMAT_CHARS = 4096
 MAX_INDENT = 64
 MAX_TEMPLATE_TOKENS = 16_000
-"""Most names, literals, operators and brackets, which compiling costs; long templates have a few thousand."""
+"""Most names, literals, operators and brackets, to bound compile time; long templates have a few thousand."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -52,28 +52,28 @@ _TABLES = json.loads(resources.files("holdfast").joinpath("data", "jinja_sandbox
 METHODS: Mapping[type, frozenset[str]] = {
     kind: _names(_TABLES["methods"][kind.__name__]) for kind in (str, dict, list, tuple)
 }
-"""Methods that templates may call; `format` of a string is checked where it is looked up."""
+"""Methods that templates may call; `str.format` is checked at its lookup."""
 _OPEN = (Namespace, Undefined, LoopContext, Macro, BlockReference)
-"""Every attribute of these without an underscore is meant for templates."""
+"""Types whose attributes without an underscore are open to templates."""
 _LAZY, _SHALLOW, _LISTING, _TEXTUAL = (
     _names(_TABLES["filters"][kind]) for kind in ("lazy", "shallow", "listing", "textual")
 )
 _SHALLOW |= _LAZY
-"""Filters that do not look into the items of their value. Listing ones make a list of it, such as the characters of a string."""
+"""Filters that do not read their value's items. Listing ones make a list of it, such as a string's characters."""
 FILTERS_ALLOWED = _SHALLOW | _LISTING | _TEXTUAL
 _WEIGHED: Mapping[str, list[str]] = _TABLES["weighed_filters"]
 """Filters that are charged before they run, and their arguments."""
 _COMPARING_TESTS, _NUMBER_TESTS = (_names(_TABLES["tests"][kind]) for kind in ("comparing", "numbers"))
 _SLOW_SEARCHES = _names(_TABLES["slow_searches"])
-"""They compare with all of their argument at every character."""
+"""Methods that compare with the whole argument at every character."""
 _LOOP, _SPEND, _WEIGH, _CONCAT, _SLICE = "|loop", "|spend", "|weigh", "|concat", "|slice"
-"""Routes; no name in the source of a template can begin so."""
+"""Names of routes, which no template source can write."""
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{4})")
 _WIDE_SPEC = re.compile(r"\{|\d{4}")
 _DATE_FORMAT = re.compile(r"(?:[^%]|%-?[a-zA-Z%]){0,100}")
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _PRINTABLE = (str, int, float, list, tuple, dict, range, Undefined, NoneType, *_VIEWS)
-"""Other types would only print their address."""
+"""Types that templates may print; others would only print their address."""
 
 
 class BudgetError(Exception):
@@ -85,20 +85,20 @@ class TemplateRefusalError(TemplateRuntimeError):
 
 
 class Budget:
-    """Budget of one rendering; longer conversations may spend more, in proportion."""
+    """Budget of one rendering, proportional to the length of the conversation."""
 
     def __init__(self, num_chars: int = 0, num_messages: int = 0) -> None:
         self.max_steps = 250_000 + 4 * num_chars + 8000 * num_messages
         self.max_chars = 2**20 + 16 * num_chars
-        """Characters of the output, and of any intermediate string."""
+        """Most characters of the output, and of any intermediate string."""
         self.max_items = MAX_ITEMS + num_chars
         self.max_seconds = 3.0 + 4e-6 * num_chars + 8e-3 * num_messages
-        """CPU time of this thread. Only a backstop: steps run out first."""
+        """CPU time limit of this thread. Only a backstop: steps run out first."""
         self._steps_left = self._next_check = self.max_steps
         self._deadline = time.thread_time() + self.max_seconds
 
     def spend(self, num_steps: int) -> None:
-        # Never gives back: a template could reach this with its own number, by the name of the route.
+        # A negative number must not refund: a template could reach this by the name of the route.
         self._steps_left -= abs(num_steps)
         if self._steps_left < self._next_check:
             self._next_check = max(self._steps_left - 1024, 0)
@@ -142,9 +142,9 @@ class Budget:
         return self.admit(list(islice(value, self.max_items + 1))) if isinstance(value, Iterator) else value
 
     def weigh(self, value: Value, printed: bool = False, indent: int = 0) -> int:
-        """Charge for traversing a value and its items, as often as they occur; return an upper bound of its text's length.
+        """Charge for traversing a value, repeated items included; return an upper bound of its text length.
 
-        Native code traverses values to compare, hash and print, without end for lists that hold each other twice.
+        Native code traverses values to compare, hash and print: without end if nested lists each hold the next twice.
         """
         if isinstance(value, str):
             self.spend(1 + len(value) // STEP_BYTES)
@@ -156,7 +156,7 @@ class Budget:
                 self.spend(1)
                 num_chars += 48 + indent * len(stack)
                 if isinstance(item, str):
-                    # A character that is not printable, or not ASCII in JSON, takes up to 12.
+                    # An unprintable character, or a non-ASCII one in JSON, becomes up to 12 characters.
                     self.spend(len(item) // STEP_BYTES)
                     num_chars += len(item) * (6 if item.isascii() else 12)
                 elif isinstance(item, int):
@@ -189,7 +189,7 @@ class Budget:
         self.expect(_growth(separator) * num_chars + len(separator) * len(items))
 
     def expect_formatted(self, template: str, mark: str, values: Iterable[Value]) -> None:
-        """Reserve the longest value for every placeholder, each up to three digits wide."""
+        """Reserve the longest value, and a width of three digits, for every placeholder."""
         if len(template) > MAX_FORMAT_CHARS:
             raise BudgetError(f"it formats a text of more than {MAX_FORMAT_CHARS} characters")
         specs = [spec for _, _, spec, _ in Formatter().parse(template) if spec] if mark == "{" else []
@@ -200,7 +200,7 @@ class Budget:
 
 
 def _growth(text: str) -> int:
-    """Return the growth of text that is joined to this one: Markup escapes it for HTML."""
+    """Return the growth factor of text joined to this one: Markup escapes it for HTML."""
     return 5 if isinstance(text, Markup) else 1
 
 
@@ -230,7 +230,7 @@ class ChatNamespace(Namespace):
 
 
 class ChatSandbox(ImmutableSandboxedEnvironment):
-    """The environment of one template, for one rendering at a time: each has its own budget."""
+    """The environment of one template. Renders one chat at a time, each with its own budget."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
@@ -307,7 +307,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Value, *args: Value, **kwargs: Value) -> Value:  # noqa: N805
         self, function = __self, __obj
         self.budget.spend(8 + len(args))
-        # Macros and recursive loops only hand their arguments on.
+        # Macros and recursive loops only pass their arguments on.
         if not isinstance(function, Macro | LoopContext):
             args = tuple(map(self.budget.settled, args))
             for argument in (*args, *kwargs.values()):
@@ -423,7 +423,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
 
 class _Routing(NodeTransformer):
-    """Sends operations that Jinja would compile to plain Python through the routes of the sandbox.
+    """Rewrites operations that Jinja would compile to plain Python into calls of the sandbox's routes.
 
     for x in items       ->  for x in items | loop(steps of one round)
     a ~ b    x[1:]       ->  a | concat(b)        x | slice(1, none, none)
@@ -458,7 +458,7 @@ def _routed(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 
 def _length(node: nodes.Node) -> int:
-    """Return the steps of one pass through a loop or macro: its nodes, and its text."""
+    """Return the steps of one pass through a loop or macro, from its nodes and its text."""
     num_chars = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
     return 1 + sum(1 for _ in node.find_all(nodes.Node)) + num_chars // STEP_BYTES
 
@@ -470,13 +470,13 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON like transformers does for templates: nothing is escaped for HTML."""
+    """Write JSON like transformers' tojson: without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _range(*args: int) -> range:
     numbers = range(*args)
-    # Not len(), which fails if the number does not fit a machine word.
+    # Not len(), which fails on numbers beyond a machine word.
     if numbers[MAX_ITEMS:]:
         raise BudgetError(f"it counts over a range of more than {MAX_ITEMS}")
     return numbers

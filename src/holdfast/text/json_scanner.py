@@ -1,7 +1,7 @@
-"""JsonScanner: reads one JSON object in pieces, and reports where its members begin and end; no torch.
+"""JsonScanner reads one JSON object in pieces and reports where members begin and end; no torch.
 
-Each character is read once, in a state that does not depend on how the text is cut. Invalid JSON is found at its first wrong
-character; only control characters in strings, which models write, are reported and accepted.
+Each character is read once, and the result does not depend on how the text is split. Invalid JSON is found at its first
+wrong character. Only control characters in strings, which models write, are reported and accepted.
 """
 
 import re
@@ -32,7 +32,7 @@ _DIGIT_KINDS = {**dict.fromkeys("123456789", "1"), "0": "0", "E": "e", "e": "e",
 
 
 class Found(Enum):
-    """Where a scan stopped."""
+    """Event at which a scan stopped; members give the position."""
 
     MORE = auto()
     """At the end of the piece."""
@@ -51,7 +51,7 @@ class Found(Enum):
 
 
 Steps = Generator[Found, None, None]
-"""Reads on, and yields every event; it resumes with more text."""
+"""Reads and yields events; resumes when there is more text."""
 
 
 class _BrokenError(Exception):
@@ -59,7 +59,7 @@ class _BrokenError(Exception):
 
 
 class JsonScanner:
-    """Scans one object. `scan` continues to the next event; its caller keeps the place."""
+    """Scans one object. `scan` continues to the next event; the caller keeps the position."""
 
     def __init__(self) -> None:
         self._text, self._place, self._limit = "", 0, 0
@@ -82,7 +82,7 @@ class JsonScanner:
             yield last
 
     def _peek(self, skips_space: bool = True) -> Generator[Found, None, str]:
-        """Return the next character, which stays unread."""
+        """Return the next character without reading it."""
         while True:
             if skips_space:
                 self._skip(_SPACE)

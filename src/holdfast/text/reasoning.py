@@ -1,6 +1,6 @@
-"""ReasoningParser: separates the thoughts of a model, between <think> and </think>, from its answer; no torch.
+"""ReasoningParser separates a model's thoughts, between <think> and </think>, from its answer; no torch.
 
-An answer begins with thoughts. Some templates write <think> at the end of the prompt, and then only </think> comes. White
+An answer begins with thoughts. Some templates end the prompt with <think>; the answer then has only </think>. White
 space beside the markers belongs to them.
 """
 
@@ -18,19 +18,19 @@ AUTO, NONE = "auto", "none"
 OPENING, CLOSING = "<think>", "</think>"
 
 Thoughts = Literal["none", "may", "open", "channels"]
-"""The beginning of an answer: no thoughts, <think> may open them, the prompt has opened them, or they are messages in their
-own channel."""
+"""How an answer begins: without thoughts, maybe with <think>, inside thoughts that the prompt opened, or with messages
+in channels."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models writes thoughts."""
+    """Format of a model family's thoughts."""
 
     name: str
     is_open: bool
-    """Answers begin with thoughts, with or without <think>."""
+    """True if answers begin with thoughts, with or without <think>."""
     is_channel: bool = False
-    """Thoughts are messages in a channel, which HarmonyParser reads."""
+    """True if thoughts are messages in a channel, which HarmonyParser reads."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class ReasoningFormat:
         return ReasoningParser(self.thoughts(prompt) == "open", also_ends)
 
     def thoughts(self, prompt: str | None) -> Thoughts:
-        """Return the beginning of an answer: the end of the prompt shows whether thoughts were begun or skipped."""
+        """Return how an answer begins: the end of the prompt shows if thoughts were begun or skipped."""
         end = "" if prompt is None else prompt[-64:].rstrip()
         if self.is_channel:
             return "channels" if prompt is None or end.endswith(TURN) else "none"
@@ -65,11 +65,11 @@ _OTHER_NAMES = {
     **dict.fromkeys(("glm", "glm45", "glm47", "kimi_k2"), QWEN3),
     **dict.fromkeys(("openai_gptoss", "openai"), HARMONY),
 }
-"""Families whose prompt shows whether thoughts were begun, like Qwen3's; and vLLM's names."""
+"""Families whose prompt shows if thoughts were begun, like Qwen3's; and vLLM's names."""
 
 
 def choose_reasoning_parser(template: str | None, name: str = AUTO) -> ReasoningFormat | None:
-    """Return the format with this name, or that of a chat template; None if there is none."""
+    """Return the format of this name, or the chat template's; None if there is none."""
     if name == NONE:
         return None
     if name != AUTO:
@@ -90,7 +90,7 @@ class ReasoningParser(AnswerReader):
         super().__init__()
         self._is_open = is_open
         self._ends = (CLOSING, *also_ends)
-        """A marker of calls ends thoughts too: some models leave </think> out before it."""
+        """Markers that end thoughts. A call's marker does too: some models omit </think> before it."""
         self._end = re.compile("|".join(map(re.escape, self._ends)))
         self._space = HeldSpace()
         self._state = self._start
@@ -100,7 +100,7 @@ class ReasoningParser(AnswerReader):
         kept, self._kept = self._kept, ""
         if self._state == self._start:
             kind = ReasoningDelta if self._is_open else ContentDelta
-            # An answer of white space alone has no thoughts.
+            # An answer of only white space has no thoughts.
             text = kept.strip() if self._is_open else self._space.release() + kept
             self._out.add(kind, text)
         elif self._state == self._thought:

@@ -1,7 +1,7 @@
-"""StopStrings: finds the first stop string in a streaming text, and never shows text too early; no torch.
+"""StopStrings finds the first stop string in a streaming text and holds back text that may begin one; no torch.
 
-The strings form one automaton (Aho and Corasick): its state is the longest end of the text that begins a stop string, which
-is exactly the text to hold back. Each character is read once, however the text is cut.
+The strings form one Aho-Corasick automaton. Its state is the longest suffix of the text that begins a stop string:
+exactly the text to hold back. Each character is read once, however the text is split.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ _ROOT: _Node = 0
 
 
 class StopStrings:
-    """Ends a text at the stop string that is complete first; of those complete at one place, at the longest.
+    """Ends a text at the stop string that completes first; if several complete together, at the longest.
 
     `feed` returns the text to show and the stop string, if any. `feed_unstoppable` is for text in which stop strings do not
     count yet (fewer than min_tokens): a string that begins there and ends later does count.
@@ -34,7 +34,7 @@ class StopStrings:
         """The stop string that ended the text."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Return the text to show, and the stop string that ended it; nothing is shown after that."""
+        """Return the text to show, and the stop string that ended it. After that, returns no text."""
         if self.matched is not None:
             return "", self.matched
         if len(self._children) == 1:
@@ -51,7 +51,7 @@ class StopStrings:
         return self._advance(node, text), None
 
     def feed_unstoppable(self, text: str) -> str:
-        """Return the text to show, while no stop string may end it."""
+        """Return the text to show; no stop string may end the text yet."""
         if self.matched is not None or len(self._children) == 1:
             return "" if self.matched is not None else text
         node = self._node
@@ -60,17 +60,17 @@ class StopStrings:
         return self._advance(node, text)
 
     def flush(self) -> str:
-        """Return the held text, after the last piece."""
+        """Return the held text; call after the last piece."""
         held, self._held, self._node = self._held, "", _ROOT
         return held
 
     @property
     def num_held(self) -> int:
-        """Characters held back: fewer than the longest stop string has."""
+        """Number of characters held back: less than the length of the longest stop string."""
         return len(self._held)
 
     def _advance(self, node: _Node, text: str) -> str:
-        # A complete string that no longer one continues cannot match again.
+        # A complete string that is no prefix of a longer one cannot match again.
         while node != _ROOT and not self._children[node]:
             node = self._fallback[node]
         whole = self._held + text
@@ -100,7 +100,7 @@ class StopStrings:
         self._found[node] = string
 
     def _link(self) -> None:
-        """Compute, breadth first, the fallback of each node and the longest string that ends in it."""
+        """Compute each node's fallback and the longest string that ends there, breadth first."""
         waiting = deque(self._children[_ROOT].values())
         while waiting:
             node = waiting.popleft()

@@ -1,6 +1,6 @@
-"""TagCall: reads one call of a tool with its name and parameters in tags: Qwen3-Coder, GLM, DeepSeek's DSML; no torch.
+"""TagCall reads one tool call with name and parameters in tags: Qwen3-Coder, GLM, DeepSeek's DSML; no torch.
 
-Arguments become one JSON object. A parameter is a text or JSON, by its tag or by the schema of the tool.
+Arguments become one JSON object. Its tag or the tool's schema says if a parameter is text or JSON.
 """
 
 import json
@@ -17,14 +17,14 @@ from holdfast.text.tools import NAME
 KEY = re.compile(r"[^<>\s](?:[^<>\n]{0,254}[^<>\s])?")
 """Names of parameters that a tag can hold."""
 MAX_TAG_CHARS = 512
-"""White space before it included."""
+"""Longest tag, with the white space before it."""
 MAX_VALUE_CHARS = 2**16
-"""Longest value of another type than text, which waits until it is complete."""
+"""Longest non-text value, which is held back until complete."""
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 class TagPattern:
-    """A tag as alternating literals and regular expressions; matches its beginnings too."""
+    """A tag as alternating literals and regular expressions; also matches its prefixes."""
 
     def __init__(self, *parts: str) -> None:
         units: list[str] = []
@@ -41,7 +41,7 @@ class TagPattern:
         return self._whole.match(text)
 
     def may_become(self, text: str) -> bool:
-        """Return True if more characters can complete this text to a tag."""
+        """Return True if more characters can complete this text into a tag."""
         return self._begun.fullmatch(text) is not None
 
 
@@ -52,7 +52,7 @@ class TagSyntax:
     heads: tuple[TagPattern, ...]
     """Alternatives of the text before the parameters."""
     parameter: TagPattern
-    """A second group says "true" if the value is a text; without one, the schema of the tool does."""
+    """A second group is "true" for a text value; without one, the tool's schema decides."""
     value_end: str
     call_end: str
     written_head: str
@@ -61,11 +61,11 @@ class TagSyntax:
     written_line: str = ""
     """For a forced call: the text after the head, after each parameter and before the end of the call."""
     are_lines_optional: bool = False
-    """Forced calls may leave their line breaks out."""
+    """True if forced calls may omit their line breaks."""
     trims_lines: bool = False
-    """A line break beside a value belongs to its tags."""
+    """True if a line break beside a value belongs to its tags."""
     is_name_bare: bool = False
-    """A head is the bare name, up to another tag. A name without parameters must then be that of a known tool."""
+    """True if a head is the bare name, up to another tag. Without parameters, it must name a known tool."""
 
 
 class TagCall(CallReader[TagSyntax]):
@@ -81,7 +81,7 @@ class TagCall(CallReader[TagSyntax]):
         self._num_value = 0
 
     def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
-        """Read from `place`; half a tag at the end waits for the next piece."""
+        """Read from `place`; a partial tag at the end waits for the next piece."""
         while place < limit and not (self.is_done or self.is_broken):
             start, was = place, (self.is_certain, self._in_value)
             step = self._value_text if self._in_value else self._tag if self.is_certain else self._head
@@ -121,7 +121,7 @@ class TagCall(CallReader[TagSyntax]):
         bare = rest.lstrip()
         begin = place + len(rest) - len(bare)
         match = self._syntax.parameter.match(bare)
-        # A line break after the tag may belong to the tag, and may still be to come.
+        # A line break after the tag may belong to it, and may still come.
         if match is not None and (not self._syntax.trims_lines or match.end() < len(bare)):
             self._begin_value(match, out)
             end = begin + match.end()
@@ -177,7 +177,7 @@ class TagCall(CallReader[TagSyntax]):
         self._value.append(piece[:left])
         self._num_value += len(piece[:left])
         if len(piece) > left:
-            # Too long to wait until it is complete: it becomes a text.
+            # Too long to hold back until complete: it becomes text.
             self._is_text = True
             out.add(self._index, '"' + json.dumps("".join(self._value) + piece[left:], ensure_ascii=False)[1:-1])
             self._value = []
@@ -188,7 +188,7 @@ class TagCall(CallReader[TagSyntax]):
 
 
 def as_json(value: str) -> str:
-    """Write a value as JSON: unchanged if it is JSON, Python's constants as JSON's, anything else as a string."""
+    """Convert a value to JSON: keep JSON, map Python's constants, quote anything else as a string."""
     bare = value.strip()
     bare = _CONSTANTS.get(bare, bare)
     try:

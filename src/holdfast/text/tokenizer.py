@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back, from the files of a folder and the special tokens in them; no torch."""
+"""Tokenizer converts text to token ids and back; it is read from a folder, with its special tokens; no torch."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,14 +35,14 @@ ADDED_TOKENS_FILE = "added_tokens.json"
 STANDARD_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 NO_BOUND = 2**31
-"""More characters than any text has."""
+"""Stands for no bound: more characters than any text has."""
 _COMPOSING = {"NFC", "NFD", "NFKC", "NFKD"}
 MAX_COMPOSED_CHARS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """A token that is found in text before anything else."""
+    """A token that is matched in text before any other."""
 
     content: str
     flags: Mapping[str, bool] = field(default_factory=dict)
@@ -57,12 +57,12 @@ class SpecialTokens:
     """Special tokens of the files beside tokenizer.json."""
 
     named: Mapping[str, TokenEntry]
-    """By name: bos_token, eos_token and the like."""
+    """Tokens by name: bos_token, eos_token etc."""
     extra: tuple[TokenEntry, ...]
     added: Mapping[int, TokenEntry] | None
-    """By id, if a file lists them; None: those of tokenizer.json."""
+    """Tokens by id, if a file lists them; None: those of tokenizer.json."""
     are_plain_text: bool = False
-    """Special tokens written out in a text are text."""
+    """True if special tokens written in a text are text."""
 
     def texts(self) -> dict[str, str]:
         """Return names and texts, for chat templates."""
@@ -70,7 +70,7 @@ class SpecialTokens:
 
 
 class Tokenizer:
-    """Text to token ids and back. Encoding is the `tokenizers` library's; decoding is byte-exact and streams."""
+    """Encodes with the `tokenizers` library. Decodes byte-exactly, and can stream."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Tokenizer:
         end_token_ids: Sequence[int] = (),
         vocab_size: int | None = None,
     ) -> None:
-        """`origin` is its file, `special_tokens` the texts of bos_token, eos_token and the like."""
+        """`origin` is the tokenizer's file; `special_tokens` are the texts of bos_token, eos_token etc."""
         self.origin = origin
         self.special_tokens = dict(special_tokens)
         self._backend = backend
@@ -98,7 +98,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         eos = () if self.eos_token_id is None else (self.eos_token_id,)
         self.end_token_ids = frozenset((*eos, *end_token_ids))
-        """Tokens that end an answer, by the tokenizer's files."""
+        """Tokens that end an answer, from the tokenizer's files."""
         self._kept_whole = {token.content: token_id for token_id, token in added.items() if not token.special}
         self._control_texts: frozenset[str] = frozenset()
         self._encoder_lock = Lock()
@@ -106,14 +106,14 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """Most characters of a text that one token stands for: a text that is too long is refused before encoding.
+        """Most characters of text per token; lets callers refuse a text that is too long before encoding.
 
-        Characters without a token, such as spaces beside a token that strips them, do not count.
+        Excludes characters without a token, such as spaces beside a token that strips them.
         """
         return longest_token_chars(self._backend)
 
     def guard(self, texts: Iterable[str]) -> None:
-        """Treat these added tokens as control tokens, although the files do not flag them as special."""
+        """Treat these added tokens as control tokens, although the files do not flag them special."""
         self._control_texts |= frozenset(texts)
         self.__dict__.pop("control_tokens", None)
         self.__dict__.pop("content_encoder", None)
@@ -140,7 +140,7 @@ class Tokenizer:
         return self._guarded(text, lambda: encoder.encode(text, list(own), add_special_tokens=False))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text; special tokens written out in it count as such, as in transformers."""
+        """Encode a text, including special tokens written in it, like transformers."""
         if not isinstance(text, str):
             raise PromptError("value.not_string", name="prompt", value=text)
         if not text.isascii():
@@ -246,7 +246,7 @@ def native_calls(origin: str) -> Iterator[None]:
     except Exception as error:
         raise _broken_tokenizer(origin, error) from error
     except BaseException as error:
-        # A panic in its Rust code arrives as a BaseException of a class that cannot be imported.
+        # A Rust panic raises a BaseException of a class that cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
         raise _broken_tokenizer(origin, error) from None
@@ -342,7 +342,7 @@ def _wrong_token(path: Path, name: str, value: object) -> ModelFormatError:
 
 
 def longest_token_chars(backend: "tokenizers.Tokenizer") -> int:
-    """Return the characters of the longest token, times those that a normalizer may merge into one.
+    """Return the length of the longest token, times the characters that a normalizer may merge into one.
 
     NO_BOUND if words of any length become one unknown token, or a normalizer removes text.
     """

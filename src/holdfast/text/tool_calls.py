@@ -1,4 +1,4 @@
-"""ToolParser: separates calls of tools from the text of an answer as it streams, in the format of its model; no torch.
+"""ToolParser separates tool calls from the text of a streaming answer, in the model's format; no torch.
 
     hermes        <tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>
     llama3_json   {"name": "look", "parameters": {"city": "Rome"}}, alone or several with ; between
@@ -7,9 +7,9 @@
     deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, kimi_k2    a section of calls between two markers
     harmony       messages in channels, read by HarmonyParser
 
-A call is reported when it is certain: its name is there and its arguments have begun. Text that turns out to be no call is
-content, unchanged. Each character is read once, and at most a bounded text waits. So the same text gives the same joined deltas,
-however it is cut, in linear time.
+A call is reported once it is certain: its name is complete and its arguments have begun. Text that proves not to be a
+call becomes content, unchanged. Each character is read once, and the held text is bounded. So a text gives the same
+joined deltas however it is split, in linear time.
 """
 
 import re
@@ -22,7 +22,7 @@ from holdfast.text.tag_calls import TagCall, TagSyntax
 from holdfast.text.tools import Tool
 
 MAX_HELD_CHARS = 2**16
-"""Longest call that is not certain yet; a longer one is content."""
+"""Most characters to hold for a call that is not certain yet; a longer one is content."""
 MAX_CALLS = 128
 MAX_PROBLEMS = 8
 
@@ -42,14 +42,14 @@ class AnswerReader:
     """
 
     _state: Callable[[str, int], int]
-    """The method that reads the text from a place on, and returns the next place."""
+    """Method that reads the text from a position and returns the next position."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
         self.num_calls = 0
         self._out = DeltaList()
         self._kept = ""
-        """The end of the last piece, which may begin a marker."""
+        """End of the last piece that may begin a marker."""
 
     def feed(self, text: str) -> list[AnswerDelta]:
         """Read a further piece of the answer; return the deltas that are certain."""
@@ -74,34 +74,34 @@ class AnswerReader:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls."""
+    """Format of a model family's calls."""
 
     name: str
     opening: str
     closing: str
-    """Marker after it; empty if there is none, or the syntax has its own end."""
+    """Marker after a call; empty if there is none, or if the syntax has its own end."""
     syntax: JsonSyntax | HeadSyntax | TagSyntax | None
-    """How one call is written between the two; None for channels."""
+    """Syntax of a call between `opening` and `closing`; None for channels."""
     section: tuple[str, str] = ("", "")
     """Markers around a run of calls; empty if each call stands alone."""
     is_bare: bool = False
-    """An answer may begin with a call that has no opening."""
+    """True if an answer may begin with a call without `opening`."""
     slack: re.Pattern[str] = _NO_SLACK
     """Pattern of the text between a call and its closing marker."""
     between: str = "\n"
     breaks_lines: bool = False
-    """A forced call has a line break on the inner side of each marker."""
+    """True if a forced call has a line break inside each marker."""
     tokens: tuple[str, ...] = ()
     """Markers that are tokens of the vocabulary. A text without special tokens may lack them."""
     stops: tuple[str, ...] = ()
 
     @property
     def lists_calls(self) -> bool:
-        """True if a marker ends the list of calls. Without one only the model's end token does."""
+        """True if a marker ends the list of calls. Otherwise only the model's end token does."""
         return bool(self.section[1])
 
     def parser(self, tools: Sequence[Tool] | None = None) -> AnswerReader:
-        """Make the parser of one answer; names of calls are compared with these tools, if given."""
+        """Make the parser of one answer; checks names of calls against these tools, if given."""
         return ToolParser(self, tools)
 
 
@@ -114,7 +114,7 @@ class ToolParser(AnswerReader):
         self._tools = None if tools is None else {tool.name: tool for tool in tools}
         self._space = HeldSpace()
         self._held: list[str] = []
-        """Text of the call that is read, until it is certain."""
+        """Text of the current call, until it is certain."""
         self._num_held = 0
         self._reader: CallReader | None = None
         self._is_after_call = False
@@ -144,7 +144,7 @@ class ToolParser(AnswerReader):
         return self._out.take()
 
     def _end_text(self, rest: str) -> None:
-        """End an answer with the beginning of a marker or of a call."""
+        """Finish an answer that ends in a partial marker or call."""
         if rest and self._is_after_call:
             self._report(f"dropped the text after call {self.num_calls - 1}, which was cut off")
             return
@@ -179,14 +179,14 @@ class ToolParser(AnswerReader):
         return self._keep(text, end)
 
     def _look(self, text: str, place: int, space: re.Pattern[str], marker: str) -> tuple[int, bool | None]:
-        """Look for a marker after this space; return the end of both, and None if the marker may still come."""
+        """Look for a marker after this space; return the end of both and True if found, None if it may still come."""
         match = space.match(text, place)
         begin = place if match is None else match.end()
         end = begin + len(marker)
         return end, text.startswith(marker, begin) or (None if marker.startswith(text[begin:end]) else False)
 
     def _section(self, text: str, place: int) -> int:
-        """Read the text after the marker of a section: the first call, or the marker is content."""
+        """Read the text after a section's marker: the first call; if there is none, the marker is content."""
         end, is_call = self._look(text, place, _SPACE, self.form.opening)
         if is_call is None:
             return self._keep(text, place)
@@ -234,7 +234,7 @@ class ToolParser(AnswerReader):
         return end
 
     def _broken_arguments(self, text: str, place: int) -> int:
-        """Stream broken arguments unchanged, up to the marker: the caller can report them to the model."""
+        """Stream broken arguments unchanged up to the marker, so the caller can report them to the model."""
         found = self._end.search(text, place) if self._ends else None
         if found is not None:
             self._out.add(self.num_calls - 1, text[place : found.start()])
@@ -267,7 +267,7 @@ class ToolParser(AnswerReader):
         return end
 
     def _between(self, text: str, place: int) -> int:
-        """Read the text after a call in a section: its end, or anything that a text may hold."""
+        """Read the text after a call in a section: the section's end, or any text."""
         end, is_ended = self._look(text, place, _SPACE, self.form.section[1])
         if is_ended is None:
             return self._keep(text, place)

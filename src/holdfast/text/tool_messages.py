@@ -1,4 +1,4 @@
-"""Messages about tools, converted to what a chat template accepts, or to text if it knows no tools; no torch."""
+"""Converts tool messages to what a chat template accepts, or to text if it has no tool support; no torch."""
 
 import json
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ What a function answers comes within <tool_response></tool_response> tags."""
 
 
 def has_tools(messages: Sequence[Message]) -> bool:
-    """Return True if the messages hold calls or answers of tools."""
+    """Return True if the messages hold tool calls or tool results."""
     return any("tool_calls" in message or message["role"] == "tool" for message in messages)
 
 
 def with_names_of_tools(messages: Sequence[Message]) -> list[Message]:
-    """Add the name of the called tool to answers of tools, which some templates write."""
+    """Add the called tool's name to tool results, because some templates write it."""
     names: dict[object, object] = {}
     named = []
     for message in messages:
@@ -53,7 +53,7 @@ def with_argument_objects(messages: Sequence[Message], data: PlainData) -> list[
 
 
 def as_plain_chat(messages: Sequence[Message], tools: object, data: PlainData, in_system: bool) -> list[Message]:
-    """Return the conversation for a template that knows no tools: their list, calls and answers become text."""
+    """Write the tool list, calls and results as text, for a template without tool support."""
     chat: list[Message] = []
     was_answer = False
     for message in messages:

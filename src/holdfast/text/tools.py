@@ -1,4 +1,4 @@
-"""Tools of a request in OpenAI's format, checked: their names and parameters, and the choice among them; no torch."""
+"""Checks a request's tools in OpenAI's format: names, parameters and tool choice; no torch."""
 
 import json
 import re
@@ -41,11 +41,11 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The choice of tools: shown to the model, or one must be called."""
+    """The tool choice of a request: tools are only shown to the model, or one must be called."""
 
     mode: Mode = "auto"
     name: str | None = None
-    """The tool that it must call if mode is required; None for any."""
+    """The tool that the model must call if the mode is required; None for any."""
 
     def allowed(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         """Return the tools that a forced call may call."""

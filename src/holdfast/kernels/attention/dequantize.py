@@ -192,7 +192,7 @@ def key_parts_4(b_codes, o_c, PLAIN: constexpr):
 
 @jit
 def key_parts_3(b_codes, b_signs, o_c, HALF_COLUMNS: constexpr, PLAIN: constexpr):
-    """Decode 3-bit keys: four parts. `b_signs` has each sign byte twice: for a column, and for the one half a row later."""
+    """Decode 3-bit keys: four parts. `b_signs` has each sign byte twice: for a column and the one half a row later."""
     if PLAIN:
         k = 4 * (o_c % 4)[None, :]
         b_bits = b_signs.to(tl.int32) >> tl.where(o_c < HALF_COLUMNS, 0, 4)[None, :]

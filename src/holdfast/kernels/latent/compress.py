@@ -1,4 +1,4 @@
-"""Pooling of a step's rows into compressed entries (DeepSeek-V4): each sequence has a state of running sums instead of tokens.
+"""Pooling of a step's rows into compressed entries (DeepSeek-V4): each sequence keeps running sums instead of tokens.
 
 T rows, R tokens of an entry (its ratio, and its window), D elements of an entry, X = D columns, or 2 D if entries overlap,
 P places for states, K sums of a state (quant/entry_state.py)
@@ -7,9 +7,9 @@ An entry is a weighted mean of tokens per channel; the weights are a softmax ove
 If entries overlap, the R before them join: their first D columns and the window's last D count. So a state is a pair of sums:
 E of the current entry, and A of this window's first columns. At the end of a window A becomes E.
 
-Positions decide which part of a state is valid. Before a window's first token A is empty, and so is E unless entries overlap
-and there is an earlier window. A place's leftovers of another sequence are never read. A sequence that resumes at the start of
-a window without its state has the true state again after that window.
+Positions decide which part of a state is valid. Before a window's first token A is empty, and so is E unless entries
+overlap and there is an earlier window. What another sequence left in a place is never read. A sequence that resumes at
+the start of a window without its state has the true state again after that window.
 """
 
 from typing import NamedTuple
@@ -35,20 +35,20 @@ from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_po
 from holdfast.quant.entry_state import num_sums, state_shape
 
 ROWS = 8
-"""Most rows that a program pools at once."""
+"""Most rows per loop iteration of a pooling program."""
 ELEMENTS_PER_PROGRAM = 2048
 """Elements of index heads per program."""
 ELEMENTS_PER_WARP = 128
-"""Elements of an entry per warp: sums across more warps take twice as long on an H200."""
+"""Elements of an entry per warp. With fewer, sums across more warps take twice as long on an H200."""
 
 
 class Compressor(NamedTuple):
-    """The compressor of one layer, or of its index."""
+    """Weights and sizes of the compressor of one layer, or of its index."""
 
     ratio: int
     is_overlapped: bool
     positions_RX: Tensor
-    """float32: added to the gates of a token by its position in its entry."""
+    """float32 bias of a token's gates, by its position in its entry."""
     weight_D: Tensor
     """Weight of the RMSNorm of an entry."""
     eps: float
@@ -63,20 +63,20 @@ class Compressor(NamedTuple):
 
 
 class PooledRows(NamedTuple):
-    """The rows of a step, and the states of their sequences."""
+    """Rows of a step, and the states of their sequences."""
 
     pooled_TX: Tensor
     """float32: X columns of values, then X of gates; rows may be strided."""
     positions_T: Tensor
     slots_T: Tensor
-    """Slots of the entries that rows end."""
+    """Slot of the entry that a row completes."""
     states_T: Tensor
-    """The place of a row's sequence in `state_PK3D`, -1 for padding."""
+    """Place of a row's sequence in `state_PK3D`; -1: padding."""
     state_PK3D: Tensor
 
 
 class Sums(NamedTuple):
-    """Running softmax sums of pooled tokens per channel, [..., D] each: what a state holds."""
+    """Running softmax sums of pooled tokens per channel, [..., D] each: the content of a state."""
 
     m: Tensor
     l: Tensor  # noqa: E741 the field's letter
@@ -111,9 +111,9 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def compress_entries_reference(step: PooledRows, compressor: Compressor, rotary: Rotary, planes: LatentPlanes) -> None:
-    """Like `compress_rows`, but norm and rotate the entry of a row that ends a window and write it to its slot (-1: none).
+    """Like `compress_rows`, then norm and rotate the entry of each row that ends a window, and write it to its slot.
 
-    `rotary` has the position of each row's window's first token.
+    A slot of -1 stores nothing. `rotary` rotates by the position of the first token of each row's window.
     """
     write_entries(*_ended_entries(step, compressor), compressor.norm, rotary, planes)
 
@@ -178,7 +178,7 @@ def _compress_sequence(
 
 
 def _windows(pooled_NX: Tensor, first: int, num_windows: int, compressor: Compressor) -> tuple[Tensor, Tensor]:
-    """[W, R, X] of values and gates; gates of a window's tokens outside these rows are -inf."""
+    """View values and gates as [W, R, X]; gates of a window's tokens outside these rows are -inf."""
     width, ratio = pooled_NX.shape[1] // 2, compressor.ratio
     x_WRX = pooled_NX.new_zeros((num_windows * ratio, width))
     gates_WRX = torch.full_like(x_WRX, -torch.inf)
@@ -207,7 +207,7 @@ def _check_layout(step: PooledRows, compressor: Compressor, entries_TD: Tensor) 
 
 
 def compress_rows_triton(step: PooledRows, compressor: Compressor, entries_TD: Tensor) -> None:
-    """`compress_rows` as a Triton kernel: that of `compress_entries` without its last step."""
+    """Launch the kernel of `compress_entries` without its last step."""
     _check_layout(step, compressor, entries_TD)
     _launch(step, compressor, None, "rows", Target(entries_TD), None, None)
 
@@ -216,7 +216,7 @@ compress_rows = operation(reference=compress_rows_reference, triton=compress_row
 
 
 def compress_entries_triton(step: PooledRows, compressor: Compressor, rotary: Rotary, planes: LatentPlanes) -> None:
-    """`compress_entries` as one Triton kernel: a program per row, which works if a window or its sequence's rows end there."""
+    """Launch one program per row, which works if a window or its sequence's rows end there."""
     dim = planes.latent_dim + planes.rope_dim
     assert compressor.dim == dim, f"{compressor.dim=} for planes of {dim} elements"
     assert rotary.dim == planes.rope_dim, f"{rotary.dim=} for {planes.rope_dim=}"
@@ -235,7 +235,7 @@ compress_entries = operation(
 def compress_index_triton(
     step: PooledRows, q_TID: Tensor, compressor: Compressor, rotary: Rotary, q_rotary: Rotary, planes: IndexPlanes
 ) -> None:
-    """`compress_index` as one Triton kernel, with more programs for the index heads of a row."""
+    """Launch the kernel of `compress_entries`, with more programs for the index heads of a row."""
     rows_SD = planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD
     assert compressor.dim == q_TID.shape[2] == rows_SD.shape[1], f"{compressor.dim=}, {q_TID.shape=}, {rows_SD.shape=}"
     assert q_TID.stride(2) == 1, f"{q_TID.stride()=}: the elements of a head must lie side by side"
@@ -247,7 +247,7 @@ compress_index = operation(reference=compress_index_reference, triton=compress_i
 
 
 class Target(NamedTuple):
-    """Where entries go: rows, and the other planes of their format."""
+    """Output of entries: rows, and the other planes of their format."""
 
     rows: Tensor
     scales: Tensor | None = None
@@ -319,7 +319,7 @@ def _compress_kernel(
             else:
                 release_then_wait(PDL)
     else:
-        # A program without work waits too: later kernels rely on all kernels before this one.
+        # Programs without work wait too: later kernels rely on all kernels before this one.
         is_last = is_row & (tl.load(p_states + i_row + 1, mask=i_row + 1 < num_rows, other=-1) != i_place)
         # An entry whose tokens are all rows of this step needs no state and has its own program. The program of the
         # sequence's last row makes all others; it alone reads and writes the state.
@@ -342,7 +342,7 @@ def _compress_kernel(
 
 @jit
 def _first_row(p_states, i_row, i_place):
-    """The first row of the same sequence in the step, by binary search: its rows are adjacent."""
+    """Return the sequence's first row in the step, by binary search: its rows are adjacent."""
     i_first = i_row
     i_before = tl.maximum(i_row - 1, 0)
     if tl.load(p_states + i_before) == i_place:
@@ -365,7 +365,7 @@ def _pool(
     BLOCK_T: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Pool some windows of the rows `i_first` to `i_row` of a sequence: those at both ends that read or leave a state."""
-    # Windows of a sequence: those that a state reaches into; the last; and the one before it, if entries overlap.
+    # Pool the windows that a state reaches into, the last one, and the one before it if entries overlap.
     HEAD: constexpr = 2 if OVERLAPPED else 1
     WIDTH: constexpr = 2 * DIM if OVERLAPPED else DIM
     o_d = tl.arange(0, BLOCK_D)

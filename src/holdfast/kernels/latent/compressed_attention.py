@@ -2,7 +2,7 @@
 
 T rows, N query heads, D head dim, R rotated elements, K entries of a list, C split-KV partials
 
-A token or an entry is one row of D elements that is key and value of all heads, so one load serves both products. A program
+A token or an entry is one row of D elements: key and value of all heads, so one load serves both products. A program
 has one row, one block of heads and one split of the row's places (compressed_scopes.py). The last R elements of outputs are
 rotated back by the row's position before they are written, so a merge need not.
 """
@@ -116,7 +116,7 @@ def _load_tile(
     KIND: constexpr, HEAD_DIM: constexpr, ROPE_DIM: constexpr, NUM_SCALES: constexpr, BLOCK_D: constexpr,
     DTYPE: constexpr,
 ):  # fmt: skip
-    """[N, D]: load rows of one scope as operands; zeros without a place."""
+    """Load rows of one scope as operands [N, D]; zeros without a place."""
     NOPE_DIM: constexpr = HEAD_DIM - ROPE_DIM
     o_d = tl.arange(0, BLOCK_D)
     if KIND == "turboquant":
@@ -256,7 +256,7 @@ def _attend_kernel(
     b_whole = b_l
     if num_splits == 1:
         b_whole = add_sinks(b_l, b_m, p_sinks, o_head, m_m)
-    # A split of places that name nothing is neutral: zeros, with -inf as lse.
+    # If no place of a split names anything, its partial is neutral: zeros, with -inf as lse.
     b_out = b_acc / tl.where(b_whole > 0, b_whole, 1.0)[:, None]
     o_rotary = i_row * rotary_stride
     b_out = _rotate_back(b_out, p_cos + o_rotary, p_sin + o_rotary, ROPE_DIM, HEAD_DIM - ROPE_DIM)

@@ -1,4 +1,4 @@
-"""Scopes of compressed attention (DeepSeek-V4): what a row sees, its splits, the call value, the merge of partials with sinks.
+"""Scopes of compressed attention (DeepSeek-V4): what a row sees, splits, operands, the merge of partials with sinks.
 
 T rows, N query heads, D head dim, R rotated elements, K entries of a list, C split-KV partials
 
@@ -25,22 +25,22 @@ from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, kernel_
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 SPREAD_SPLITS, MERGED_SPLITS, MERGED_HEADS = 32, 4, 4
-"""What a program of a merge loads at once: splits of one head for few rows, splits and heads for many."""
+"""Loads in flight of a merge program: splits of one head for few rows; splits and heads for many."""
 SPLIT_UNIT = kernel_constant(BLOCK_TOKENS)
-"""Splits are multiples of so many places: one block of the Hopper kernel."""
+"""Divisor of the places of a split: one block of the Hopper kernel."""
 
 
 class CompressedRows(NamedTuple):
-    """The rows of a step on the device, at fixed addresses."""
+    """Rows of a step on the device, at fixed addresses."""
 
     table_rows_T: Tensor
-    """int32: the page table row of each row's sequence."""
+    """int32 page table row of each row's sequence."""
     positions_T: Tensor
-    """int32: the row's own; -1: padding, whose output is zeros."""
+    """int32 position of each row; -1: padding, whose output is zeros."""
 
 
 class Scopes(NamedTuple):
-    """What rows of one layer attend to."""
+    """Window and entries that rows of one layer attend to."""
 
     window_size: int
     window: LatentPlanes
@@ -59,7 +59,7 @@ class Scopes(NamedTuple):
 
 
 class CompressedCall(NamedTuple):
-    """What one launch of compressed attention reads and writes."""
+    """Operands of one launch of compressed attention."""
 
     q_TND: Tensor
     scopes: Scopes
@@ -76,11 +76,11 @@ class CompressedCall(NamedTuple):
 
     @property
     def entries(self) -> LatentPlanes:
-        """The planes of entries, or of the window if the layer has none."""
+        """Planes of entries, or of the window if the layer has no entries."""
         return self.scopes.window if self.scopes.entries is None else self.scopes.entries
 
     def arguments(self) -> tuple[Tensor | float, ...]:
-        """Return the arguments that follow the planes in every kernel; unused tensors are replaced by others."""
+        """Return the arguments that follow the planes in every kernel; other tensors stand in for unused ones."""
         scopes, rotary = self.scopes, self.rotary
         table_NP = scopes.window_table_NP
         entries_NP = table_NP if scopes.entries_table_NP is None else scopes.entries_table_NP
@@ -128,7 +128,7 @@ def merge_scopes(call: CompressedCall, num_splits: int) -> None:
 
 @jit
 def row_places(position, num_listed, WINDOW: constexpr, RATIO: constexpr, LISTED: constexpr):
-    """Numbers of window tokens, of entries that a row sees, and of places; zeros for a padded row."""
+    """Return the numbers of window tokens, of entries and of places that a row sees; zeros for a padded row."""
     num_window = tl.maximum(tl.minimum(position + 1, WINDOW), 0)
     num_entries = num_window * 0
     num_places = num_window
@@ -143,7 +143,7 @@ def row_places(position, num_listed, WINDOW: constexpr, RATIO: constexpr, LISTED
 
 @jit
 def split_size(num_places, num_splits):
-    """Places of each split but the last that has any."""
+    """Return the places of each split, except the last one in use."""
     return ((num_places + num_splits - 1) // num_splits + SPLIT_UNIT - 1) // SPLIT_UNIT * SPLIT_UNIT
 
 
@@ -184,7 +184,7 @@ def _merge_some(
     p_partial_out, p_partial_lse, p_sinks, first_partial, num_splits, o_head, m_out, NUM_HEADS: constexpr,
     HEAD_DIM: constexpr, BLOCK_S: constexpr, o_d,
 ):  # fmt: skip
-    """[heads, D]: like `merge_heads`, with a few splits in flight at once."""
+    """Like `merge_heads`, [heads, D], with a few splits in flight at once."""
     m_head = o_head < NUM_HEADS
     b_acc = tl.zeros(m_out.shape, dtype=tl.float32)
     b_m = tl.full(o_head.shape, -float("inf"), dtype=tl.float32)

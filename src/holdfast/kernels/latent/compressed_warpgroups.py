@@ -6,12 +6,12 @@ A program has one row, one block of heads and one split of the row's places. Fou
 at most two blocks of 64 tokens ahead. Two warpgroups multiply as in gathered_attention.py: each has half of the tokens of a
 block for scores, and half of the columns for outputs. A block is key and value in one.
 
-Places of a row are its entries, then its window (compressed_scopes.py). A place has one number as its name: e for entry e,
--2 - t for token t of the window, -1 for nothing. A step is the places that the gathering warps take at once. Names are loaded
-some steps ahead, pages one step later, and rows before their use, so no load waits for another.
+Places of a row are its entries, then its window (compressed_scopes.py). The name of a place is one number: e for entry
+e, -2 - t for token t of the window, -1 for nothing. A step is the places that the gathering warps take at once. Names
+are loaded some steps ahead, pages one step later, and rows before their use, so no load waits for another.
 
-    plain        copied by cp.async, as they are
-    fp8_ds_v4    codes times the power of two of their tile, in half precision: exact, but for what half precision has no numbers for
+    plain        copied by cp.async, unchanged
+    fp8_ds_v4    codes times the power of two of their tile, in half precision: exact within the range of half precision
 
 Unlike rows of fp8_ds_mla these need no factor in scores: a normed vector is well within half precision. A mask says which rows
 hold a token; others are zeros. Blocks form a ring in shared memory, as in sparse_gather.py.
@@ -42,21 +42,21 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_c
 
 NOPE_DIM, ROPE_DIM = 448, 64
 GATHER_REGISTERS = kernel_constant(104)
-"""They leave 200 to a thread of the warpgroups."""
+"""Registers per gathering thread; 200 are left per thread of the warpgroups."""
 CODE_WORDS = kernel_constant(16)
-"""Words of the codes of a tile."""
+"""Words of a tile's codes."""
 NUM_TILES = kernel_constant(7)
 ROW_WORDS = kernel_constant(144)
-"""Codes, then rotated elements."""
+"""Words of a row: codes, then rotated elements."""
 SCALE_WORDS = kernel_constant(2)
 MOST_SCALE = kernel_constant(128.0)
-"""The largest scale whose product with every code fits half precision."""
+"""Largest scale whose product with any code fits half precision."""
 EXPONENT = kernel_constant(0x7F800000)
 HEAD_DIM, NOPE, ROPE = kernel_constant(NOPE_DIM + ROPE_DIM), kernel_constant(NOPE_DIM), kernel_constant(ROPE_DIM)
 
 
 def takes_warpgroups(call: CompressedCall) -> bool:
-    """True if this kernel takes these queries: Hopper, half precision, the sizes of released models."""
+    """Return True if this kernel supports these queries: Hopper, half precision, the sizes of released models."""
     q_TND, window = call.q_TND, call.scopes.window
     return (
         gl is not None
@@ -115,12 +115,12 @@ def _row_of(position, num_listed, WINDOW: constexpr, RATIO: constexpr, LISTED: c
 def _find_names(
     p_listed, o_place, high, num_taken, first, num_entries, num_listed, is_listed, RATIO: constexpr, LISTED: constexpr
 ):
-    """Names of these places; -1 past the end, and if a list names no entry of the row."""
+    """Return names of these places; -1 past the end, or if the list names no entry of the row."""
     b_name = gl.where((o_place >= num_taken) & (o_place < high), num_taken - 2 - first - o_place, -1)
     if RATIO > 0:
         b_entry = o_place
         if LISTED:
-            # Also without a list: the load does not wait for the row's length.
+            # Load even without a list: the load does not wait for the row's length.
             b_listed = gl.load(p_listed + o_place, mask=o_place < num_listed, other=-1)
             b_entry = gl.where(is_listed, b_listed, b_entry)
         m_entry = (o_place < gl.minimum(num_taken, high)) & (b_entry >= 0) & (b_entry < num_entries)
@@ -130,7 +130,7 @@ def _find_names(
 
 @gluon_jit
 def _index_of(b_name):
-    """Index of a token or entry in its scope."""
+    """Return the index of a token or entry in its scope."""
     return gl.where(b_name < 0, gl.maximum(-2 - b_name, 0), b_name)
 
 
@@ -149,7 +149,7 @@ def _find_rows(
     p_window, p_entries, b_page, b_name, width,
     RATIO: constexpr, WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr,
 ):  # fmt: skip
-    """Pointers to rows of `width` words; to the first row for -1."""
+    """Return pointers to rows of `width` words; to the first row for -1."""
     b_index = _index_of(b_name)
     o_page = gl.maximum(b_page, 0).to(gl.int64)
     p_row = p_window + (o_page * WINDOW_PAGE + b_index % WINDOW_PAGE) * width
@@ -201,14 +201,14 @@ def _gather_plain(
 
 @gluon_jit
 def _load_words(p_row, m_n, FIRST: constexpr, WORDS: constexpr, layout: constexpr):
-    """[N, words]: load rows from a word on."""
+    """Load [N, words]: rows from word FIRST on."""
     o_c = FIRST + gl.arange(0, WORDS, gl.SliceLayout(0, layout))
     return gl.load(p_row[:, None] + o_c[None, :], mask=m_n[:, None], other=0)
 
 
 @gluon_jit
 def _tile_scale(b_word, i_tile: constexpr):
-    """The scale of a tile, twice in half precision, from the word with its exponent."""
+    """Return the scale of a tile, twice in half precision, from the word with its exponent."""
     PLACE: constexpr = i_tile % 4
     b_bits = b_word >> 1 if PLACE == 3 else b_word << (23 - 8 * PLACE)
     b_scale = gl.minimum((b_bits & EXPONENT).to(gl.float32, bitcast=True), MOST_SCALE)
@@ -397,7 +397,7 @@ def _attend(
     if num_splits == 1:
         b_sink = gl.load(p_sinks + o_head, mask=m_head, other=-float("inf")) * PER_NAT
         b_whole = b_sum + gl.exp2(b_sink - gl.where(b_m == -float("inf"), 0.0, b_m))
-    # Padding, or a split whose places name nothing: zeros, with -inf as lse.
+    # Padding, or no place of the split names anything: zeros, with -inf as lse.
     b_share = gl.where(b_sum > 0, 1.0 / b_whole, 0.0)
     b_out = b_acc * gl.convert_layout(b_share, gl.SliceLayout(1, out_layout))[:, None]
     b_out = _rotate_back(b_out, s_turns)

@@ -63,7 +63,7 @@ def normed(x_TXD: Tensor, eps: float) -> Tensor:
 
 
 def _finished(entries_TD: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Slots of the rows that have one, and their entries after norm and RoPE."""
+    """Return the slots of rows that have one, and their entries after norm and RoPE."""
     rows_X = (slots_T >= 0).nonzero().squeeze(1)
     normed_XD = normed(entries_TD[rows_X], norm.eps) * norm.weight_L.float()
     return slots_T[rows_X], rotate_last(normed_XD, rotary.at(rows_X))
@@ -71,7 +71,7 @@ def _finished(entries_TD: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rot
 
 @jit
 def load_turn(p_cosine, p_sine, i_row, rotary_stride, DIM: constexpr, ROPE_DIM: constexpr, BLOCK_D: constexpr):
-    """cos and sin of each pair of a row's vector, [1, BLOCK_D / 2]; 1 and 0 before the last ROPE_DIM elements."""
+    """Load cos and sin of each pair of a row's vector, [1, BLOCK_D / 2]; 1 and 0 before the last ROPE_DIM elements."""
     o_f = (tl.arange(0, BLOCK_D // 2) - (DIM - ROPE_DIM) // 2)[None, :]
     m_f = (o_f >= 0) & (o_f < ROPE_DIM // 2)
     o_table = i_row * rotary_stride + o_f
@@ -82,14 +82,14 @@ def load_turn(p_cosine, p_sine, i_row, rotary_stride, DIM: constexpr, ROPE_DIM: 
 
 @jit
 def finished_vectors(b_x, b_weight, b_cos, b_sin, eps, DIM: constexpr):
-    """[H, BLOCK_D] after norm, weight and RoPE; elements from DIM on must be zero."""
+    """Apply norm, weight and RoPE to [H, BLOCK_D]; elements from DIM on must be zero."""
     b_mean = tl.sum(b_x * b_x, axis=1, keep_dims=True) / DIM
     return turned(b_x * tl.rsqrt(b_mean + eps) * b_weight, b_cos, b_sin)
 
 
 @jit
 def rotated_latents(b_x, LATENT_DIM: constexpr):
-    """[H, BLOCK_D] with the first LATENT_DIM elements in the rotated space, or back from it."""
+    """Move the first LATENT_DIM elements of [H, BLOCK_D] into the rotated space, or back."""
     SIDE: constexpr = LATENT_DIM & -LATENT_DIM
     # A Hadamard matrix is the Kronecker product of two smaller ones: for the low and the high bits of an index.
     LOW: constexpr = 8 if SIDE >= 32 else (4 if SIDE >= 8 else SIDE)
@@ -140,7 +140,7 @@ def store_vector(
         TILES: constexpr = BLOCK_D // TILE
         NUM_TILES: constexpr = LATENT_DIM // TILE
         b_tile = tl.reshape((b_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True), (TILES, TILE))
-        # As integers, where NaN is above all numbers and is not lost.
+        # Compare as integers: NaN is above all numbers, so it is not lost.
         b_amax = tl.max(size_bits(b_tile), axis=1).to(tl.float32, bitcast=True)
         b_amax = tl.where(b_amax < LEAST, LEAST, b_amax)
         b_quotient = size_bits(tl.div_rn(b_amax, tl.full((TILES,), 448.0, tl.float32)))

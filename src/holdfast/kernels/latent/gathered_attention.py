@@ -2,9 +2,9 @@
 
 T rows, N query heads, L latent, R rotated elements, K places of a list, C split-KV partials, M rows of a tile times heads
 
-The source of tokens is a range of quantized pages, or a list of selected tokens (DSA) over any pages. Over ranges a program
-runs for as long as there are tiles; over lists it has one row, one block of heads and one split of the row's list. Four of its
-warps gather rows and decode codes (sparse_gather.py), at most two blocks of 64 tokens ahead.
+The source of tokens is a range of quantized pages, or a list of selected tokens (DSA) over any pages. Over ranges
+programs are persistent and take tiles in turn; over lists it has one row, one block of heads and one split of the row's
+list. Four of its warps gather rows and decode codes (sparse_gather.py), at most two blocks of 64 tokens ahead.
 
 A warpgroup has half of the tokens of a block for scores, and half of the latent's columns for outputs, as in
 latent_warpgroups.py. They exchange p through shared memory. Each token has one factor, which multiplies its scores and its p.
@@ -39,13 +39,13 @@ from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, hopper, kernel_constant
 
 RING = kernel_constant(2)
-"""Blocks of latents in shared memory: one is multiplied, one is filled."""
+"""Blocks of latents in shared memory: one is multiplied while the other is filled."""
 GATHER_WARPS, GATHER_REGISTERS = kernel_constant(4), kernel_constant(88)
-"""They leave 208 registers to a thread of the warpgroups."""
+"""Gathering warps and registers of their threads; 208 registers are left per thread of the warpgroups."""
 
 
 def takes_gathering(call: LatentCall) -> bool:
-    """True if these kernels take tiles of 64 rows: Hopper, half precision, the sizes of released models."""
+    """Return True if these kernels support tiles of 64 rows: Hopper, half precision, the sizes of released models."""
     q_TNX, planes = call.q_TNX, call.planes
     return (
         gl is not None
@@ -58,12 +58,12 @@ def takes_gathering(call: LatentCall) -> bool:
 
 
 def gathered_memory(planes: LatentPlanes) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and rotated elements as 32-bit words; plain rows as they are."""
+    """Return codes, scales and rotated elements as 32-bit words; plain rows unchanged."""
     rows_SX = planes.rows_SX
     if planes.kind == "plain":
         return rows_SX, rows_SX, rows_SX
     words_SX = rows_SX.view(torch.int32)
-    if planes.kind == "fp8_ds_mla":  # all of them lie in its rows
+    if planes.kind == "fp8_ds_mla":  # all of them are in its rows
         return words_SX, rows_SX.view(torch.float32), words_SX
     assert planes.scales_SC is not None, "TurboQuant has a plane of scales"
     assert planes.rope_SR is not None, "TurboQuant has a plane of rotated elements"
@@ -102,7 +102,7 @@ def attend_gathered_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor)
 
 @gluon_jit
 def token_sums(b_p):
-    """Sum the numbers of a row that one thread holds, without waiting for other threads."""
+    """Sum the numbers of a row that one thread holds, without synchronizing threads."""
     # Axes of the tokens: warpgroup, tiles of an instruction, four threads, pair.
     b_p = b_p.reshape([HEIGHT, 2, TOKENS // 16, 4, 2])
     return gl.sum(gl.sum(b_p, axis=4), axis=2)
@@ -202,7 +202,7 @@ def attend_gathered(
 
 @gluon_jit
 def _list_of(p_num_tokens, i_row, num_places, places):
-    """The first place of this split, its end, and the number of tokens of the row."""
+    """Return the first place of this split, its end, and the number of tokens of the row."""
     num_tokens = gl.load(p_num_tokens + i_row)
     low = gl.program_id(1) * places
     return low, gl.minimum(low + places, gl.minimum(num_tokens, num_places)), num_tokens

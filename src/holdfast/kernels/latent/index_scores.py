@@ -19,11 +19,11 @@ from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_c
 # pyright: reportPossiblyUnboundVariable=false
 
 MAX_HEADS, MAX_DIM = 64, 128
-"""Limits of the kernel: all heads of a row are one operand of a product."""
+"""Most heads and elements of the kernel: all heads of a row are one operand of a product."""
 TOKENS_AT_ONCE = 4096
 """Tokens per block of the reference: blocks begin at multiples, so a row's scores do not depend on other rows."""
 TOKENS_PER_PROGRAM = 4096
-"""At most, at the longest context: a single long row must not keep a few programs busy after all others."""
+"""Most tokens per program at the longest context, so that one long row does not keep a few programs busy at the end."""
 MAX_PAGES = 8
 """Most pages of a block whose ids are scalars; smaller pages are looked up token by token."""
 NUM_WARPS = 4
@@ -33,7 +33,7 @@ OPERAND_BYTES: dict[Operands, int] = {"e4m3": 1, "bytes": 2, "half": 2, "float32
 
 
 class IndexBlocks(NamedTuple):
-    """How a program loads tokens and rows."""
+    """Blocks of tokens and rows that a program loads."""
 
     tokens: int
     has_pairs: bool
@@ -50,9 +50,9 @@ def index_blocks(operands: Operands, block_d: int) -> IndexBlocks:
 
 
 def num_splits(num_rows: int, num_columns: int, blocks: IndexBlocks, num_sms: int) -> int:
-    """Return the programs of a row, from the number of rows and the longest context alone, so a graph serves any lengths.
+    """Return the programs per row. Only the rows and the longest context decide, so a graph serves any lengths.
 
-    They fill the GPU once. If they would be long, there are more, so the tail does not matter.
+    They fill the GPU once. If they would run long there are more, so that the last wave is short.
     """
     at_once = num_sms * blocks.programs_per_sm
     splits = at_once // num_rows
@@ -70,7 +70,7 @@ def pages_of_block(page_tokens: int, block_tokens: int) -> int:
 
 
 def choose_operands(q_TID: Tensor, planes: IndexPlanes) -> Operands:
-    """Choose by the types of queries and keys, and by what the device multiplies."""
+    """Choose operands by the types of queries and keys, and by what the device can multiply."""
     if planes.is_quantized:
         is_known = not q_TID.is_cuda or torch.cuda.get_device_capability(q_TID.device) >= (8, 9)
         return "e4m3" if is_known and not is_interpreted() else "bytes"
@@ -82,7 +82,7 @@ def choose_operands(q_TID: Tensor, planes: IndexPlanes) -> Operands:
 def index_scores_reference(
     q_TID: Tensor, weights_TI: Tensor, planes: IndexPlanes, page_table_NP: Tensor, rows: SparseRows, out_TC: Tensor
 ) -> Tensor:
-    """Write float32 scores of every token that a row sees; the rest of `out_TC`, and rows that select none, stay as they are.
+    """Write float32 scores of every token that a row sees; the rest of `out_TC`, and rows that select none, stay.
 
     `weights_TI`: float32, with all factors (head_dim ** -0.5 * heads ** -0.5, and the scale of quantized queries). The launch
     does not depend on lengths: programs read them on the device, so a graph serves any step.
@@ -107,7 +107,7 @@ def index_scores_reference(
 
 
 def read_index(planes: IndexPlanes, pages_P: Tensor, low: int, high: int) -> Tensor:
-    """float32 [high - low, D]: read the index keys of a range of a sequence's tokens, in plain torch."""
+    """Read the index keys of a range of a sequence's tokens as float32 [high - low, D], in plain torch."""
     token_S = torch.arange(low, high, device=pages_P.device)
     slot_S = pages_P[token_S // planes.page_tokens].long() * planes.page_tokens + token_S % planes.page_tokens
     if planes.scales_S1 is None:
@@ -119,7 +119,7 @@ def read_index(planes: IndexPlanes, pages_P: Tensor, low: int, high: int) -> Ten
 def index_scores_triton(
     q_TID: Tensor, weights_TI: Tensor, planes: IndexPlanes, page_table_NP: Tensor, rows: SparseRows, out_TC: Tensor
 ) -> Tensor:
-    """`index_scores` as one Triton kernel: tokens are rows of a product and heads its columns, so a sum over heads stays in a thread.
+    """Launch one Triton kernel. Tokens are rows of a product and heads its columns, so a thread sums over heads alone.
 
     A program strides over the blocks of a row's tokens, together with the next row if that is of the same sequence.
     """

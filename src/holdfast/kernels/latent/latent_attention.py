@@ -80,7 +80,7 @@ from holdfast.kernels.triton_compat import (
 
 
 class LatentBlocks(NamedTuple):
-    """How a program loads the tokens of a tile."""
+    """Blocks and pipeline stages of a program's loads."""
 
     tokens: int
     num_stages: int
@@ -92,19 +92,20 @@ BLOCKS = {
     32: (LatentBlocks(64, 3, 8), LatentBlocks(32, 3, 4), LatentBlocks(32, 2, 4), LatentBlocks(16, 2, 4)),
     64: (LatentBlocks(64, 2, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
 }
-"""Over ranges, by the height of tiles, the fastest on an H200 first."""
+"""Choices over ranges, by the height of tiles, the fastest on an H200 first."""
 LIST_BLOCKS = {
     16: (LatentBlocks(32, 3, 4), LatentBlocks(32, 2, 4), LatentBlocks(16, 2, 4)),
     32: (LatentBlocks(64, 3, 8), LatentBlocks(32, 3, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
     64: (LatentBlocks(64, 2, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
 }
-"""Over lists. Addresses of scattered latents take registers, so low tiles load fewer at once. To be measured."""
+"""Choices over lists. Addresses of scattered latents take registers, so low tiles load fewer at once. Not yet
+measured."""
 CODED_BLOCKS = {
     16: (LatentBlocks(64, 3, 4), LatentBlocks(32, 3, 4), LatentBlocks(16, 2, 4)),
     32: (LatentBlocks(64, 2, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
 }
-"""Over codes, by the height of a pass, the fastest on an H200 first (docs/log.md). A higher tile takes several passes, and each
-reads the codes again."""
+"""Choices over codes, by the height of a pass, the fastest on an H200 first (docs/log.md). A higher tile takes several
+passes, which each read the codes again."""
 
 
 def latent_blocks(
@@ -154,7 +155,7 @@ def latent_attention(call: LatentCall, work: TileWork) -> Tensor:
 
 
 def sparse_attention(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> Tensor:
-    """Attend the rows that select tokens to their lists: [T, N, L]; other rows stay as they are.
+    """Attend the rows that select tokens to their lists: [T, N, L]; other rows do not change.
 
     `tokens_TK`: int32 positions, -1 for none. Partials hold the rows times heads of `sparse_splits`. Outputs over TurboQuant
     pages are in the rotated space.
@@ -215,10 +216,10 @@ def _attend_row(call: LatentCall, row: int, table_row: int, token_S: Tensor) -> 
 
 
 class _Launch(NamedTuple):
-    """What a launch in Triton has beside its source of tokens."""
+    """Operands and constants of a Triton launch, besides its source of tokens."""
 
     planes: tuple[Tensor | None, ...]
-    """Rows or words, scales, rotated elements."""
+    """Planes: rows or words, scales, rotated elements."""
     programs_per_sm: int
     constants: dict[str, int]
 
@@ -283,7 +284,7 @@ def _attend_plain(
     LISTED: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr, PAGE_TOKENS: constexpr, BLOCK_M: constexpr,
     BLOCK_N: constexpr, BLOCK_L: constexpr, BLOCK_R: constexpr, NUM_STAGES: constexpr,
 ):  # fmt: skip
-    """Outputs [M, L] before the division, maxima and sums of one tile over tokens, or over places of a list (LISTED).
+    """Return outputs [M, L] before division, maxima and sums of one tile over tokens, or over a list (LISTED).
 
     `b_page` is loaded for the first block. For a list, `b_token` holds its tokens and `b_ahead` the places of the next block.
     """
@@ -358,7 +359,7 @@ def _attend_codes(
     PAGE_TOKENS: constexpr, NUM_GROUPS: constexpr, ROW_WORDS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
     BLOCK_W: constexpr, BLOCK_R: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr,
 ):  # fmt: skip
-    """Outputs [M, W] of every part before the division, maxima and sums of one tile over tokens, or over a list (LISTED).
+    """Return outputs [M, W] of every part before division, maxima and sums of one tile over tokens or a list (LISTED).
 
     `b_page` is loaded for the first block. For a list `o_found` are the slots of the first block, `b_page` and `b_token` are
     of the second, and `b_ahead` are the places of the third.
@@ -437,7 +438,7 @@ def _attend_codes(
 
 @jit
 def _normalized(b_acc, b_l, PLAIN_ROWS: constexpr):
-    """Outputs divided by their sums; of codes, outputs and the factor that parts are multiplied by when they are stored."""
+    """Return outputs divided by their sums; for codes, outputs and the factor to apply when parts are stored."""
     # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
     if PLAIN_ROWS:
         return (b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None],)

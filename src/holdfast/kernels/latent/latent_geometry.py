@@ -1,8 +1,9 @@
 """Tile sizes of kernels over paged latents (MLA), shared with plans: blocks of heads, heights, splits of lists and scopes; no torch.
 
-A block of heads shares the rows of a tile, so a loaded latent serves all of them. Small tiles take as many heads as a block
-may have, because a decoded row has nothing else that could share its latents. Large ones take a few heads of many rows. A kernel
-may get some of a layer's heads and derives its blocks from those; the rows of tiles come from the geometry of all heads, and fit.
+A block of heads shares the rows of a tile, so a loaded latent serves all of them. Small tiles take as many heads as a
+block may have, because a decoded row has nothing else that could share its latents. Large ones take a few heads of many
+rows. A kernel may get some of a layer's heads and derives its blocks from those. Rows of tiles come from the geometry
+of all heads, and fit.
 
 Lists of selected tokens (DSA) are equally long for all rows, so the number of rows decides how many splits keep a GPU busy.
 The plan knows no GPU: partials are capped, and a GPU larger than the cap gets fewer splits. For a window and entries
@@ -13,15 +14,15 @@ rows stay empty, which costs almost nothing.
 from holdfast.kernels.geometry import BLOCK_TOKENS, TileGeometry
 
 SMALL_HEIGHT = 16
-"""Tensor cores take at least so many rows times heads: rows fill up a small tile of few heads."""
+"""Least rows times heads of a tensor-core tile: with few heads, a small tile takes more rows."""
 LARGE_HEIGHT = 64
 """Rows times heads of a large tile, and most heads of a block. Sums of twice as many would take all registers."""
 LARGE_HEADS = 8
 """Most heads of a block in large tiles."""
 PLAIN_PROGRAMS_PER_SM = 1
-"""Over plain pages one program with large blocks in flight reads faster than two with small ones."""
+"""Programs per SM over plain pages: one with large blocks in flight reads faster than two with small ones."""
 PLAIN_TILE_COST = 192
-"""Tokens that such a program could read between two tiles: about 6 us on an H200 (docs/log.md)."""
+"""Cost of a change of tile in tokens that such a program could read: about 6 us on an H200 (docs/log.md)."""
 
 
 def head_blocks(num_heads: int, large: bool = False) -> tuple[int, int]:
@@ -32,12 +33,12 @@ def head_blocks(num_heads: int, large: bool = False) -> tuple[int, int]:
 
 
 def tile_height(num_heads: int, large: bool) -> int:
-    """Rows times heads of a kernel's tile: a power of two."""
+    """Return rows times heads of a kernel's tile: a power of two."""
     return LARGE_HEIGHT if large else max(SMALL_HEIGHT, 1 << (head_blocks(num_heads)[1] - 1).bit_length())
 
 
 def tile_rows(num_heads: int, large: bool) -> int:
-    """Rows of a tile for the heads of a block, at least one."""
+    """Return the rows of a tile for the heads of a block, at least one."""
     return max(1, (LARGE_HEIGHT if large else SMALL_HEIGHT) // head_blocks(num_heads, large)[1])
 
 
@@ -56,20 +57,20 @@ def latent_geometry(num_heads: int, is_quantized: bool = False) -> TileGeometry:
 
 
 def programs_per_sm(height: int) -> int:
-    """Programs per multiprocessor over quantized pages: how many fit with latents, queries and sums."""
+    """Return programs per SM over quantized pages: as many as fit with latents, queries and sums."""
     return 2 if height < LARGE_HEIGHT else 1
 
 
 MAX_SPLITS = 32
-"""Splits of one list: 64 of 2,048 tokens each, a block of a kernel."""
+"""Most splits of one list: each is 64 of 2,048 tokens, one block of a kernel."""
 PROGRAMS_PER_SM = 2
-"""A step is split into at least so many low tiles per multiprocessor, if possible."""
+"""Least low tiles per SM that a step is split into, if possible."""
 PARTIAL_TILES = 2 * PROGRAMS_PER_SM * 132
-"""Partials of head blocks: if rows are slightly more than half of the programs, rounding up doubles them."""
+"""Most partials of head blocks: rounding up doubles them if rows are slightly more than half of the programs."""
 TILE_COST = 2
-"""Start and end of a high tile, in blocks of tokens of a list."""
+"""Cost to start and end a high tile, in blocks of a list's tokens."""
 PARTIAL_COST = 1 / 40
-"""Write and merge of a partial of 64 heads, in blocks; a merge costs one."""
+"""Cost to write and merge a partial of 64 heads, in blocks; a merge costs one block."""
 
 
 def sparse_splits(num_rows: int, num_heads: int, num_sms: int) -> int:
@@ -82,19 +83,19 @@ def sparse_splits(num_rows: int, num_heads: int, num_sms: int) -> int:
 
 
 def _waves_cost(num_tiles: int, splits: int, num_sms: int) -> float:
-    """Blocks of tokens per multiprocessor, with one high tile at a time, and the cost of partials."""
+    """Return the cost in blocks of tokens per SM, one high tile at a time, plus the cost of partials."""
     num_waves = -(-num_tiles * splits // num_sms)
     merge_cost = 1 + PARTIAL_COST * num_tiles * splits if splits > 1 else 0
     return num_waves * (-(-MAX_SPLITS // splits) + TILE_COST) + merge_cost
 
 
 def sparse_partials(max_rows: int, num_heads: int) -> int:
-    """Most partial rows, of all heads each, of any step of at most `max_rows` rows, on any GPU."""
+    """Return the most partial rows (all heads each) of any step of at most `max_rows` rows, on any GPU."""
     return min(max_rows * MAX_SPLITS, PARTIAL_TILES // head_blocks(num_heads)[0])
 
 
 LOW_PROGRAM_COST, LOW_MERGE_COST = 128, 128
-"""Start and end of a low tile, and a merge, in tokens."""
+"""Cost to start and end a low tile, and cost of a merge, in tokens."""
 
 
 def low_splits(num_rows: int, num_heads: int, num_places: int, num_sms: int, block_tokens: int) -> int:
@@ -111,9 +112,9 @@ def low_splits(num_rows: int, num_heads: int, num_places: int, num_sms: int, blo
 ENTRY_SPLITS = 64
 """Most splits of a row of compressed attention."""
 ENTRY_TILE_COST, ENTRY_PARTIAL_COST, ENTRY_MERGE_COST = 2.5, 0.011, 0.6
-"""Start and end of a tile, a partial of a head block, a merge: in blocks of 64 places, about 3 us each."""
+"""Costs of a tile's start and end, a head block's partial, and a merge, in blocks of 64 places (about 3 us each)."""
 ENTRY_TYPICAL_BLOCKS = (10, 18, 130)
-"""Splits minimize the relative cost of rows of so many blocks: a window and 512, 1,024 or 8,192 entries."""
+"""Blocks per row for which splits minimize the relative cost: a window and 512, 1,024 or 8,192 entries."""
 
 
 def compressed_splits(num_rows: int, num_heads: int, num_sms: int) -> int:

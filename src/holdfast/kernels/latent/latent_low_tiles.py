@@ -29,7 +29,7 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, ker
 
 SLAB, CHUNK, NUM_CHUNKS = kernel_constant(64), kernel_constant(128), kernel_constant(4)
 FP8_BYTES = kernel_constant(LATENT_DIM + 4 * 4 + 2 * ROPE_DIM)
-"""Bytes of a row of fp8_ds_mla: codes, four scales, rotated elements in bfloat16."""
+"""Bytes of an fp8_ds_mla row: codes, four scales, rotated elements in bfloat16."""
 HALVES_ASM = kernel_constant("mov.b32 {$0, $1}, $2;")
 FP8_ASM = kernel_constant(
     """{
@@ -49,7 +49,7 @@ LOW_HEIGHT = 32
 
 
 def takes_low(call: LatentCall) -> bool:
-    """True if these kernels take a step over lists: few heads, and all that `takes_gathering` wants."""
+    """Return True if these kernels support a step over lists: few heads, and all that `takes_gathering` requires."""
     return call.q_TNX.shape[1] <= LOW_HEIGHT and takes_gathering(call)
 
 
@@ -71,7 +71,7 @@ def plane_pointers(planes: LatentPlanes) -> tuple[Tensor, Tensor, Tensor]:
 
 @kernel_value
 def word_layout(words, num_warps):
-    """Layout [16 times warps, words] of a slab: a warp has the rows of its part of a product; four threads share one."""
+    """Return the layout [16 * warps, words] of a slab: a warp has the rows of its product; four threads share one."""
     words, num_warps = int(words), int(num_warps)
     columns = [1 << i for i in range((words // 4).bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -90,7 +90,7 @@ def allocate(dtype: constexpr, BLOCK_N: constexpr, BLOCK_M: constexpr, KIND: con
     operand: constexpr = dtype if KIND == PLAIN_PAGES else gl.float16
     s_q = gl.allocate_shared_memory(operand, [NUM_CHUNKS, BLOCK_M, CHUNK], layout)
     s_q_rope = gl.allocate_shared_memory(gl.float16 if KIND == CODED_R8_PAGES else dtype, [BLOCK_M, ROPE], layout)
-    # One buffer each: the compiler puts a barrier between two stores into the same one.
+    # Separate buffers: the compiler puts a barrier between two stores into the same one.
     s_vs = ()
     for _ in gl.static_range(NUM_CHUNKS):
         s_vs = s_vs + (gl.allocate_shared_memory(operand, [BLOCK_N, CHUNK], layout),)
@@ -121,14 +121,14 @@ def _product_order(b_x):
 
 @gluon_jit
 def _side_by_side(b_first, b_second):
-    """Two slabs: [N, 128]."""
+    """Join two slabs to [N, 128]."""
     ROWS: constexpr = b_first.shape[0]
     return gl.join(b_first, b_second).permute((0, 2, 1)).reshape((ROWS, CHUNK))
 
 
 @gluon_jit
 def chunk_columns(o_c, i_chunk, KIND: constexpr):
-    """The elements of a latent that the columns of a chunk are."""
+    """Return the latent elements of a chunk's columns."""
     if KIND >= CODED_PAGES:
         # 32 columns of words: eight elements of one part, then eight of the next, two parts per slab.
         i_part = o_c // SLAB * 2 + o_c // 8 % 2
@@ -159,7 +159,7 @@ def _halved(b_x, dtype: constexpr):
 
 @gluon_jit
 def row_pointers(p_rows, p_rope, p_scales, o_slot, code_layout: constexpr, rope_layout: constexpr, KIND: constexpr):
-    """Pointers of some slots to words of the first slab, to rotated elements and to scales."""
+    """Return pointers of slots to words of the first slab, to rotated elements and to scales."""
     CODE_WORDS: constexpr = code_layout.shape[1]
     ROPE_WORDS: constexpr = rope_layout.shape[1]
     o_code = gl.arange(0, CODE_WORDS, gl.SliceLayout(0, code_layout))[None, :]
@@ -200,7 +200,7 @@ def load_slabs(p_row, m_n, KIND: constexpr):
 
 @gluon_jit
 def load_scales(p_row_scales, m_n, KIND: constexpr):
-    """[N] of every group, or of a token and its rotated elements; zero without a token."""
+    """Load [N] scales of every group, or of a token and its rotated elements; zero without a token."""
     if KIND == PLAIN_PAGES:
         return ()
     elif KIND == FP8_PAGES:
@@ -217,7 +217,7 @@ def load_scales(p_row_scales, m_n, KIND: constexpr):
 
 @gluon_jit
 def _halves(b_words, dtype: constexpr):
-    """[N, W] words of two numbers: [N, 2 W]."""
+    """Unpack words of two numbers: [N, W] to [N, 2 W]."""
     ROWS: constexpr = b_words.shape[0]
     b_low, b_high = gl.inline_asm_elementwise(HALVES_ASM, "=h,=h,r", [b_words], (gl.int16, gl.int16), True, 1)
     return gl.join(b_low, b_high).reshape((ROWS, SLAB)).to(dtype, bitcast=True)
@@ -225,7 +225,7 @@ def _halves(b_words, dtype: constexpr):
 
 @gluon_jit
 def _fp8_numbers(b_words):
-    """[N, W] words of four numbers: [N, 4 W]."""
+    """Unpack words of four numbers: [N, W] to [N, 4 W]."""
     ROWS: constexpr = b_words.shape[0]
     b_0, b_1, b_2, b_3 = gl.inline_asm_elementwise(
         FP8_ASM, "=h,=h,=h,=h,r", [b_words], (gl.float16, gl.float16, gl.float16, gl.float16), True, 1
@@ -236,7 +236,7 @@ def _fp8_numbers(b_words):
 
 @gluon_jit
 def _eight_by_eight(b_first, b_second, dtype: constexpr):
-    """Two parts [N, 16] of words of two numbers: [N, 64], eight numbers of each alternately."""
+    """Unpack two parts [N, 16] of words of two numbers to [N, 64], eight numbers of each alternately."""
     ROWS: constexpr = b_first.shape[0]
     b_words = gl.join(b_first, b_second).reshape((ROWS, 4, 4, 2)).permute((0, 1, 3, 2)).reshape((ROWS, SLAB // 2))
     return _halves(b_words, dtype)
@@ -244,7 +244,7 @@ def _eight_by_eight(b_first, b_second, dtype: constexpr):
 
 @gluon_jit
 def _chunk_numbers(b_slabs, dtype: constexpr, i_chunk: constexpr, KIND: constexpr):
-    """[N, 128] numbers of a chunk, without their scales."""
+    """Decode a chunk to [N, 128] numbers without their scales."""
     if KIND == PLAIN_PAGES:
         return _side_by_side(_halves(b_slabs[2 * i_chunk], dtype), _halves(b_slabs[2 * i_chunk + 1], dtype))
     elif KIND == FP8_PAGES:
@@ -343,7 +343,7 @@ def attend_block(
         for g in gl.static_range(len(s_ps)):
             s_ps[g].permute((1, 0)).store((b_p * (b_factors[g] * P_ONE)[:, None]).to(gl.float16))
     hopper.fence_async_shared()
-    # One p for all, or one for each group.
+    # One p for all groups, or one per group.
     acc_0 = _weigh_values(s_vs[0], s_ps[0], b_accs[0], b_alpha)
     acc_1 = _weigh_values(s_vs[1], s_ps[1 if GROUPED else 0], b_accs[1], b_alpha)
     acc_2 = _weigh_values(s_vs[2], s_ps[2 if GROUPED else 0], b_accs[2], b_alpha)

@@ -1,4 +1,4 @@
-"""LatentPlanes, IndexPlanes and LatentCall: pages of latents (MLA), of compressed KV (DeepSeek-V4) and of an index (DSA) as kernels see them.
+"""LatentPlanes, IndexPlanes and LatentCall: views of latent (MLA), entry (DeepSeek-V4) and index (DSA) pages.
 
 S slots, L latent, R rotated elements, X bytes or elements of a row, D elements of an index key
 
@@ -69,7 +69,7 @@ class IndexPlanes(NamedTuple):
 
     page_tokens: int
     rows_SD: Tensor
-    """float8_e4m3fn if there are `scales_S1`."""
+    """Keys; float8_e4m3fn codes if there are `scales_S1`."""
     scales_S1: Tensor | None = None
     """float32, powers of two: 2 ** ceil(log2(max(amax, 1e-4) / 448)). A key is its codes times its scale."""
 
@@ -84,7 +84,7 @@ class IndexPlanes(NamedTuple):
 
 
 class LatentCall(NamedTuple):
-    """What one attention launch over latents reads and writes, besides its source of tokens."""
+    """Operands of one attention launch over latents, besides its source of tokens."""
 
     q_TNX: Tensor
     planes: LatentPlanes
@@ -101,12 +101,12 @@ class LatentCall(NamedTuple):
 
 
 class SparseRows(NamedTuple):
-    """Which rows of a step select tokens, on the device, at fixed addresses."""
+    """Rows of a step that select tokens, on the device, at fixed addresses."""
 
     table_rows_T: Tensor
     """int32: the page table row of each row's sequence."""
     num_tokens_T: Tensor
-    """int32: tokens that a row sees, its own included; 0: it selects none (short context, or padding)."""
+    """int32 tokens that a row sees, its own included; 0: it selects none (short context, or padding)."""
 
 
 def bits_of_rope(planes: LatentPlanes) -> Tensor | None:
@@ -115,7 +115,7 @@ def bits_of_rope(planes: LatentPlanes) -> Tensor | None:
 
 
 def read_latents(planes: LatentPlanes, slots_L: Tensor, dtype: torch.dtype) -> Tensor:
-    """[L, latent_dim + rope_dim]: read some slots in plain torch; TurboQuant latents stay in the rotated space."""
+    """Read slots as [L, latent_dim + rope_dim] in plain torch; TurboQuant latents stay in the rotated space."""
     rows_LX = planes.rows_SX[slots_L]
     if planes.kind == "plain":
         return rows_LX.to(dtype)
@@ -132,7 +132,7 @@ def read_latents(planes: LatentPlanes, slots_L: Tensor, dtype: torch.dtype) -> T
 
 
 def read_tokens(planes: LatentPlanes, pages_P: Tensor, token_S: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Like `read_latents` for tokens, or entries, of a sequence with these pages."""
+    """Like `read_latents`, for tokens or entries of a sequence with these pages."""
     slot_S = pages_P[token_S // planes.page_tokens].long() * planes.page_tokens + token_S % planes.page_tokens
     return read_latents(planes, slot_S, dtype)
 

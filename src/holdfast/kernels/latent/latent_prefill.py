@@ -63,7 +63,7 @@ def attend_up_projected_reference(
 
 
 class _Chunk(NamedTuple):
-    """Some tokens, up-projected for a group of heads."""
+    """Chunk of tokens, up-projected for a group of heads."""
 
     first: int
     rows_WX: Tensor
@@ -81,7 +81,7 @@ def attend_up_projected_triton(
     scratch: Mapping[str, Tensor],
     out_TNV: Tensor,
 ) -> Tensor:
-    """`attend_up_projected` as Triton kernels around one product per chunk and group of heads."""
+    """Launch Triton kernels around one product per chunk and group of heads."""
     shape = _shape_of(q_TND, kv_b_NXL, planes, out_TNV)
     room, state = scratch["up_projected"], scratch["up_projected_state"]
     assert room.dtype == q_TND.dtype == kv_b_NXL.dtype, f"{room.dtype=} {q_TND.dtype=} {kv_b_NXL.dtype=}"
@@ -89,7 +89,7 @@ def attend_up_projected_triton(
     tokens, state_rows = shape.chunk_tokens(group, room.numel()), shape.state_rows(state.numel())
     at_once = len(q_TND)
     if start + len(q_TND) > tokens:
-        # Rows over several chunks need a state: take equal batches of the rows that it holds.
+        # Rows over several chunks need a state: process equal batches that fit into it.
         at_once = -(-len(q_TND) // -(-len(q_TND) // max(1, state_rows // group)))
     gathered: tuple[int, int] | None = None
     for row in range(0, len(q_TND), at_once):
@@ -130,7 +130,7 @@ def _shape_of(q_TND: Tensor, kv_b_NXL: Tensor, planes: LatentPlanes, out_TNV: Te
 
 
 def _chunk(room: Tensor, tokens: int, first: int, count: int, shape: UpProjection, num_outputs: int) -> _Chunk:
-    """Return views. All chunks have their latent rows at the same place, so these stay for the next group of heads."""
+    """Return views. Latent rows of all chunks are at the same place, so they stay for the next group of heads."""
     row_dim = shape.latent_dim + shape.rope_dim
     rows_WX = room[: count * row_dim].view(count, row_dim)
     expanded_WX = room[tokens * row_dim :][: count * num_outputs].view(count, num_outputs)
@@ -146,7 +146,7 @@ def gather_latents_reference(
 
 
 def gather_latents_triton(planes: LatentPlanes, page_row_P: Tensor, first: int, count: int, out_WX: Tensor) -> Tensor:
-    """`gather_latents_reference` as a Triton kernel, a program per GATHERED_TOKENS."""
+    """Launch one program per GATHERED_TOKENS tokens."""
     assert out_WX.shape == (count, planes.latent_dim + planes.rope_dim), f"{out_WX.shape=} for {count} of {planes}"
     assert out_WX.is_contiguous(), f"{out_WX.shape} with strides {out_WX.stride()}"
     rows = planes.rows_SX if planes.kind == "plain" else planes.rows_SX.view(torch.int16)
@@ -233,7 +233,7 @@ class _Blocks(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """How a program loads tokens."""
+    """Blocks and pipeline stages of a program's loads."""
 
     tokens: int
     num_stages: int
@@ -241,7 +241,7 @@ class _Tile(NamedTuple):
 
 
 TILES = (_Tile(64, 3, 8), _Tile(64, 2, 8), _Tile(32, 2, 8), _Tile(16, 2, 8))
-"""The fastest on an H200 first."""
+"""Choices of tiles, the fastest on an H200 first."""
 
 
 def _tile_of(blocks: _Blocks, element_bytes: int, shared_bytes: int) -> _Tile:

@@ -1,4 +1,4 @@
-"""Tiles of attention over paged latents (MLA): splits of token lists, the way from a list to slots, merges of split-KV partials.
+"""Tiles of attention over paged latents (MLA): splits of token lists, lookup of slots, merges of split-KV partials.
 
 T rows, N query heads, L latent, N tokens of a block, K places of a list, C split-KV partials
 
@@ -19,7 +19,7 @@ from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, tl
 
 SPREAD_MERGE_ROWS = 64
-"""Steps of at most so many rows have many splits per row and merge one head per program."""
+"""Most rows of a step that has many splits per row and merges one head per program."""
 MERGED_SPLITS, MERGED_COLUMNS = 64, 64
 """Splits and columns that a program merges at once in steps of few rows, where a row may have hundreds of splits."""
 
@@ -28,9 +28,9 @@ class RowForm(NamedTuple):
     """The part of a launch that depends on the number of rows, padding included."""
 
     merges_side_by_side: bool
-    """A merge takes many splits of some columns of one head at once."""
+    """True if a merge takes many splits of some columns of one head at once."""
     merges_by_head: bool
-    """A merge takes one head per program; else several."""
+    """True if a merge takes one head per program, else several."""
 
 
 def row_form(num_rows: int) -> RowForm:
@@ -52,7 +52,7 @@ def merge_latents(work: TileWork, call: LatentCall) -> None:
 
 
 class ListSplits(NamedTuple):
-    """How the lists of a step are split."""
+    """Splits of a step's lists."""
 
     num_splits: int
     places: int
@@ -71,7 +71,7 @@ class ListSplits(NamedTuple):
 
 
 def merge_lists(call: LatentCall, rows: SparseRows, num_splits: int) -> None:
-    """Merge the rows that select tokens from the partials of all their splits; others stay as they are."""
+    """Merge the rows that select tokens from the partials of all their splits; others do not change."""
     num_rows, num_heads, latent_dim = call.out_TNL.shape
     shape = merge_shape(num_rows, num_heads, latent_dim)
     _merge_lists_kernel[(num_rows, -(-num_heads // shape.heads), latent_dim // shape.columns)](
@@ -108,7 +108,7 @@ def load_places(p_row_tokens, o_place, end):
 
 @jit
 def seen_tokens(b_place, num_tokens):
-    """Positions of the sequence's tokens; -1 for any other number."""
+    """Return places that are tokens of the sequence; -1 for any other number."""
     return tl.where((b_place >= 0) & (b_place < num_tokens), b_place, -1)
 
 
@@ -120,6 +120,6 @@ def load_pages(p_row_pages, b_token, PAGE_TOKENS: constexpr):
 
 @jit
 def find_slots(b_page, b_token, PAGE_TOKENS: constexpr):
-    """int64 slots; -1 if there is no token."""
+    """Return int64 slots; -1 without a token."""
     o_slot = b_page.to(tl.int64) * PAGE_TOKENS + b_token % PAGE_TOKENS
     return tl.where(b_token >= 0, o_slot, -1)

@@ -26,13 +26,13 @@ HEIGHT, TOKENS = kernel_constant(LARGE_HEIGHT), kernel_constant(BLOCK_TOKENS)
 LATENT, ROPE = kernel_constant(LATENT_DIM), kernel_constant(ROPE_DIM)
 NUM_TILE_FIELDS = kernel_constant(len(TILE_FIELDS))
 ZEROED_COLUMNS = kernel_constant(64)
-"""Columns that are zeroed at once after a sequence's end: few registers are left."""
+"""Columns zeroed at once after a sequence's end: few registers are left for it."""
 WAIT = kernel_constant("griddepcontrol.wait; // $0")
 LAUNCH_DEPENDENTS = kernel_constant("griddepcontrol.launch_dependents; // $0")
 
 
 def takes_warpgroups(planes: LatentPlanes) -> bool:
-    """True if this kernel takes tiles of 64 rows: Hopper, half precision, the sizes, whole blocks in a page."""
+    """Return True if this kernel supports tiles of 64 rows: Hopper, half precision, sizes, whole blocks in a page."""
     rows_SX = planes.rows_SX
     return (
         gl is not None
@@ -71,7 +71,7 @@ def launch_dependents():
 
 @gluon_jit
 def first_tile(p_tiles, LARGE: constexpr):
-    """The first of a step's small or large tiles, and their number."""
+    """Return the index of a step's first small or large tile, and their number."""
     num_small = gl.load(p_tiles)
     num_tiles = num_small
     first = 1
@@ -83,7 +83,7 @@ def first_tile(p_tiles, LARGE: constexpr):
 
 @gluon_jit
 def load_tile(p_tiles, i_tile):
-    """`load_tile` of split_kv.py."""
+    """Like `load_tile` of split_kv.py, in Gluon."""
     p_tile = p_tiles + i_tile * NUM_TILE_FIELDS
     table_row, row, num_rows, position = gl.load(p_tile), gl.load(p_tile + 1), gl.load(p_tile + 2), gl.load(p_tile + 3)
     low, high = gl.load(p_tile + 4), gl.load(p_tile + 5)

@@ -1,4 +1,4 @@
-"""Words of quantized latents (MLA), as Triton attention kernels decode them.
+"""Decoding of words of quantized latents (MLA) in Triton attention kernels.
 
 M rows of a tile times heads, N tokens of a block, W columns of words, R rotated elements
 
@@ -58,7 +58,7 @@ def rope_plane(planes: LatentPlanes) -> Tensor:
 
 @jit
 def part_dims(o_c, i_group, i_part, FP8: constexpr, LATENT_DIM: constexpr):
-    """The elements of a part, and a mask: a column may be beyond its group."""
+    """Return the elements of a part, and a mask: a column may be beyond its group."""
     if FP8:
         o_d = 128 * i_group + 2 * o_c + i_part
         return o_d, (2 * o_c < 128) & (o_d < LATENT_DIM)
@@ -74,7 +74,7 @@ def half(b_x):
 
 @jit
 def load_queries(p_q_m, m_m, FP8: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: constexpr, BLOCK_W: constexpr):
-    """[M, W] of every part, in half precision."""
+    """Load queries [M, W] of every part, in half precision."""
     NUM_PARTS: constexpr = 2 if FP8 else 4
     o_c = tl.arange(0, BLOCK_W)
     b_q = ()
@@ -104,7 +104,7 @@ def load_scales(
     p_words, p_scales, o_slot,
     FP8: constexpr, SMALL_ROPE: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: constexpr, ROW_WORDS: constexpr,
 ):  # fmt: skip
-    """[N] of every group, then of the rotated elements. Slots that are masked later may hold anything."""
+    """Load [N] scales of every group, then of rotated elements. Slots that are masked later may hold anything."""
     b_scales = ()
     if FP8:
         p_row = p_words.to(tl.pointer_type(tl.float32)) + o_slot * (ROW_WORDS // 2) + LATENT_DIM // 4
@@ -128,7 +128,7 @@ def load_words(
     p_words, o_slot, m_n, i_group,
     MASKED: constexpr, FP8: constexpr, LATENT_DIM: constexpr, ROW_WORDS: constexpr, BLOCK_W: constexpr,
 ):  # fmt: skip
-    """[N, W]: the words of a group."""
+    """Load the words of a group: [N, W]."""
     WHOLE: constexpr = LATENT_DIM % 128 == 0 if FP8 else LATENT_DIM // 4 == BLOCK_W
     o_c = tl.arange(0, BLOCK_W)
     o_word = i_group * 64 + o_c
@@ -153,7 +153,7 @@ def take_apart(b_words, FP8: constexpr, PLAIN: constexpr):
 
 @jit
 def group_scores(b_q, b_words, i_group, FP8: constexpr, PLAIN: constexpr):
-    """[M, N] without a scale. Words are transposed, not numbers: they go from shared memory straight to operands."""
+    """Return scores [M, N] without a scale. Words are transposed: they go from shared memory straight to operands."""
     NUM_PARTS: constexpr = 2 if FP8 else 4
     b_keys = take_apart(tl.trans(b_words), FP8, PLAIN)
     b_score = tl.dot(b_q[i_group * NUM_PARTS], b_keys[0])
@@ -168,7 +168,7 @@ def rope_scores(
     MASKED: constexpr, FP8: constexpr, SMALL_ROPE: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr,
     NUM_GROUPS: constexpr, ROW_WORDS: constexpr, BLOCK_R: constexpr, PLAIN: constexpr,
 ):  # fmt: skip
-    """[M, N] of the rotated elements, without their scale."""
+    """Return scores [M, N] of the rotated elements, without their scale."""
     COLUMNS: constexpr = ROPE_DIM // 2 if SMALL_ROPE else ROPE_DIM
     STRIDE: constexpr = ROW_WORDS if FP8 else COLUMNS
     FIRST: constexpr = LATENT_DIM // 2 + 2 * NUM_GROUPS if FP8 else 0

@@ -2,11 +2,11 @@
 
 N tokens of a block or of a step, L latent, R rotated elements
 
-Warps do nothing else. A place of a list names a token, the page table its page, and the page its row. None of the three loads
-waits for another, because places are read three steps ahead, pages two and rows one. A step is the tokens that the warps take
-at once.
+Warps that gather do nothing else. A place of a list gives a token, the page table its page, and the page its row. None
+of the three loads waits for another, because places are read three steps ahead, pages two and rows one. A step is the
+tokens that the warps take at once.
 
-    plain         copied by cp.async, as they are
+    plain         copied by cp.async, unchanged
     fp8_ds_mla    codes times the share of their group's scale in the largest of their token, at most one; half precision
     TurboQuant    the numbers of the codebook; half precision
 
@@ -35,7 +35,7 @@ cvt.rn.f16x2.e4m3x2 y, q;
 mul.rn.f16x2 $0, x, $3;
 mul.rn.f16x2 $1, y, $3;
 }""")
-"""Four e4m3 numbers times one in half precision."""
+"""Multiply four e4m3 numbers by one in half precision."""
 CUT_ASM = kernel_constant("""{
 .reg .b32 x, y;
 mov.b32 x, 0x7BFF7BFF;
@@ -43,14 +43,14 @@ mov.b32 y, 0xFBFFFBFF;
 min.f16x2 x, x, $1;
 max.f16x2 $0, x, y;
 }""")
-"""Two numbers of half precision, clamped to finite ones."""
+"""Clamp two half-precision numbers to finite ones."""
 HALF_ASM = kernel_constant("""{
 .reg .b32 x, y;
 shl.b32 x, $1, 16;
 and.b32 y, $1, 0xFFFF0000;
 cvt.rn.f16x2.f32 $0, y, x;
 }""")
-"""Two bfloat16 numbers in half precision."""
+"""Convert two bfloat16 numbers to half precision."""
 
 
 @gluon_jit
@@ -64,7 +64,7 @@ def load_places(p_row_tokens, o_place, end, IN_ORDER: constexpr):
 
 @gluon_jit
 def seen_tokens(b_place, num_tokens):
-    """Positions of the sequence's tokens; -1 for any other number."""
+    """Return places that are tokens of the sequence; -1 for any other number."""
     return gl.where((b_place >= 0) & (b_place < num_tokens), b_place, -1)
 
 
@@ -76,7 +76,7 @@ def load_pages(p_row_pages, b_token, PAGE_TOKENS: constexpr):
 
 @gluon_jit
 def find_slots(b_page, b_token, PAGE_TOKENS: constexpr):
-    """int64 slots; 0 if there is no token."""
+    """Return int64 slots; 0 without a token."""
     o_slot = b_page.to(gl.int64) * PAGE_TOKENS + b_token % PAGE_TOKENS
     return gl.where(b_token >= 0, o_slot, 0)
 
@@ -125,7 +125,7 @@ def gather_plain(
 
 @gluon_jit
 def _load_words(p_words, o_first, m_n, WORDS: constexpr, layout: constexpr):
-    """[N, words]: load a row from `o_first` on."""
+    """Load [N, words] of rows from `o_first` on."""
     o_c = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
     return gl.load(p_words + o_first[:, None] + o_c[None, :], mask=m_n[:, None], other=0)
 
@@ -140,7 +140,7 @@ def _load_scales(p_scales, o_first, m_n, NUM_SCALES: constexpr):
 
 @gluon_jit
 def twice(b_scale):
-    """A scale twice in half precision, as a word."""
+    """Pack a scale twice in half precision, as a word."""
     return gl.inline_asm_elementwise(TWICE_ASM, "=r,f", [b_scale], gl.int32, True, 1)
 
 

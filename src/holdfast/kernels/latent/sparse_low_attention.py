@@ -49,11 +49,11 @@ TURN_KINDS = {"fp8_ds_mla", "plain"}
 """Kinds of pages for which alternating warpgroups are faster."""
 HEADS = 16
 TURNS = 2
-"""Warpgroups, and blocks of the ring."""
+"""Number of warpgroups, and of blocks of the ring."""
 HEIGHT, TOKENS, RING = kernel_constant(HEADS), kernel_constant(64), kernel_constant(TURNS)
 GATHER_WARPS = kernel_constant(8)
 TURN_REGISTERS, GATHER_REGISTERS = kernel_constant(152), kernel_constant(104)
-"""Registers per thread: together all of a multiprocessor."""
+"""Registers per thread of both kinds of warps: together all of an SM."""
 
 
 def attend_low_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
@@ -73,7 +73,7 @@ def attend_low_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> i
 
 
 def takes_turns(call: LatentCall, num_places: int) -> bool:
-    """True if this kernel takes a step of low tiles: few heads, and partials for two warpgroups of every split."""
+    """Return True if this kernel supports a step of low tiles: few heads, and two partials for every split."""
     num_rows, num_heads, _ = call.q_TNX.shape
     num_splits = low_splits(num_rows, num_heads, num_places, call.num_sms, TURNS * 64)
     return num_heads <= HEADS and TURNS * num_splits * num_rows * num_heads <= call.partial_lse_CH.numel()
@@ -122,7 +122,7 @@ def _attend_kernel(
     table_row = gl.load(p_table_rows + i_row)
     if num_tokens <= 0:
         return
-    # Before the loads of latents, which would delay them.
+    # Load these before latents, which would delay them.
     o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, query_layout))
     p_q_m = p_q + ((i_row * NUM_HEADS + o_m) * (LATENT + ROPE))[:, None]
     store_queries(p_q_m, (o_m < NUM_HEADS)[:, None], s_q, s_q_rope, query_layout, KIND)
@@ -175,13 +175,13 @@ def _attend_kernel(
 
 @gluon_jit
 def _seen_tokens(b_place, o_place, high, num_tokens):
-    """Positions of the sequence's tokens; -1 for any other number, and past the end of the list."""
+    """Return places that are tokens of the sequence; -1 for any other number and past the end of the list."""
     return gl.where((b_place >= 0) & (b_place < num_tokens) & (o_place < high), b_place, -1)
 
 
 @gluon_jit
 def _slots(b_page, b_token, PAGE_TOKENS: constexpr):
-    """int64 slots; -1 if there is no token."""
+    """Return int64 slots; -1 without a token."""
     return gl.where(b_token >= 0, b_page.to(gl.int64) * PAGE_TOKENS + b_token % PAGE_TOKENS, -1)
 
 

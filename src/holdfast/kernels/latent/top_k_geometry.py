@@ -6,7 +6,7 @@ from typing import NamedTuple
 from holdfast.memory.workspace_plan import TensorSpec
 
 BLOCK_ITEMS = 8192
-"""Scores that a program holds in registers and selects from: all of a short row, the near ones of a long row."""
+"""Scores that a program holds in registers and selects from: all of a short row, the nearest of a long row."""
 CHUNK_TOKENS = 4096
 """Tokens of a row per program that filters it."""
 SAMPLE_TOKENS = 2048
@@ -14,29 +14,29 @@ SAMPLE_TOKENS = 2048
 MAX_STRIDE = 64
 """Most tokens per sampled token: longer rows have more samples."""
 MAX_CHUNKS = 1024
-"""Most chunks of a row: a program has shared memory for so many."""
+"""Most chunks of a row: the shared memory of a program holds no more."""
 MAX_TOP_K = 4096
-"""A block is at least four times as large, and a program has no registers for a larger one."""
+"""Largest K. A block is at least four times as large, and a larger one would exceed a program's registers."""
 
 
 class TopKForm(NamedTuple):
     """Sizes of the selection, all powers of two."""
 
     block_items: int = BLOCK_ITEMS
-    """At least so many, and at least four times K."""
+    """Least items of a block; it is also at least four times K."""
     chunk_tokens: int = CHUNK_TOKENS
     sample_tokens: int = SAMPLE_TOKENS
 
     def block(self, k: int) -> int:
-        """Items of the program of a row: the longest row without a sample, and the length of a list."""
+        """Return the items of a row's program: the longest row without a sample, and the length of a list."""
         return max(self.block_items, _power_of_two(4 * k))
 
     def sample(self, max_context: int) -> int:
-        """Sampled tokens of a long row."""
+        """Return the sampled tokens of a long row."""
         return max(self.sample_tokens, _power_of_two(-(-max_context // MAX_STRIDE)))
 
     def wanted(self, k: int) -> int:
-        """The rank of the key that a sample estimates: the geometric mean of K and a full list.
+        """Return the rank of the key that a sample estimates: the geometric mean of K and a full list.
 
         If one token in 64 is sampled and K is 2048, the estimate takes 64 sampled tokens; 32 are expected among the K best and
         128 in a full list. Either is more than five standard deviations away.
@@ -49,7 +49,7 @@ TOP_K_FORM = TopKForm()
 
 
 def num_warps(num_items: int) -> int:
-    """Warps of a program with so many items: 16 items per thread, if there are enough."""
+    """Return the warps of a program with this many items: 16 items per thread, if there are enough."""
     return max(1, min(16, num_items // 512), min(4, num_items // 128))
 
 

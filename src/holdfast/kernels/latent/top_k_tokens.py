@@ -56,10 +56,11 @@ def top_k_tokens_reference(
     scratch: Mapping[str, Tensor] | None = None,
     form: TopKForm = TOP_K_FORM,
 ) -> Tensor:
-    """int32 positions of the K largest scores of each row among its first num_tokens_T, ascending, then -1.
+    """Return int32 positions of each row's K largest scores among its first num_tokens_T, ascending, then -1.
 
-    Ties go to the lower position. NaN counts as the lowest score, -0 as 0. Rows of at most K tokens take all of them, rows that
-    select none have -1. `scratch`: the tensors of `top_k_specs` for at least so many rows and tokens; plain torch needs none.
+    Ties go to the lower position. NaN counts as the lowest score, -0 as 0. Rows of at most K tokens take all of them,
+    rows that select none have -1. `scratch`: the tensors of `top_k_specs` for at least these rows and tokens; plain
+    torch needs none.
     """
     del scratch, form
     num_tokens_T1 = rows.num_tokens_T.unsqueeze(1)
@@ -85,7 +86,7 @@ def top_k_tokens_triton(
     scratch: Mapping[str, Tensor] | None = None,
     form: TopKForm = TOP_K_FORM,
 ) -> Tensor:
-    """`top_k_tokens` as one Triton kernel if no row is long, else as three."""
+    """Launch one Triton kernel if no row is long, else three."""
     assert scratch is not None, "top_k_tokens needs scratch on a GPU: pass the tensors of top_k_specs"
     _check(scores_TC, rows, out_TK, scratch, form)
     (num_rows, context), k = scores_TC.shape, out_TK.shape[1]
@@ -132,14 +133,14 @@ def _check(scores_TC: Tensor, rows: SparseRows, out_TK: Tensor, scratch: Mapping
     for name, (num_held, *shape), _ in top_k_specs(num_rows, context, k, form):
         held = scratch[name].shape
         assert num_held <= held[0], f"{num_rows=} exceeds the scratch for {held[0]} ({name})"
-        # Tokens are listed without gaps between rows; what is left of chunks is not looked at.
+        # Tokens are listed without gaps between rows; kernels do not read the rest of a chunk.
         fits = held[-1] >= shape[-1] if name == "near chunks" else held[1:] == tuple(shape)
         assert fits or not num_held, f"{name}: scratch of {tuple(held)}, {context=} and {k=} need {(num_held, *shape)}"
 
 
 @jit
 def _keys(b_score, m_token):
-    """uint32 keys. Integers only, because a GPU may flush denormal numbers to zero."""
+    """Return uint32 keys, by integer operations only: a GPU may flush denormal numbers to zero."""
     b_bits = b_score.to(tl.int32, bitcast=True)
     b_size = b_bits & 0x7FFFFFFF
     b_key = (tl.where(b_bits < 0, -b_size, b_bits) ^ 0x7FFFFFFF).to(tl.uint32, bitcast=True)
@@ -149,7 +150,7 @@ def _keys(b_score, m_token):
 
 @jit
 def _items(NUM_ITEMS: constexpr):
-    """Indices of items, 32 per row: a scan of a row stays within a warp."""
+    """Return indices of items, 32 per row: a scan of a row stays within a warp."""
     return tl.arange(0, NUM_ITEMS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
 
 
@@ -194,7 +195,7 @@ def _round(
 
 @jit
 def _narrow(b_key, needed, most, words):
-    """(end, num_tied): at least `needed` and at most `most` keys are below `end`; or `needed` with the first `num_tied` ties.
+    """Return (end, num_tied): `needed` to `most` keys are below `end`; or `needed` with the first `num_tied` ties.
 
     Bins must be clear.
     """
@@ -215,7 +216,7 @@ def _narrow(b_key, needed, most, words):
 
 @jit
 def _count(b_own):
-    """Counts up to and with each item, before each 32, and of all."""
+    """Return counts up to and including each item, before each 32, and of all."""
     b_sum = tl.sum(b_own, axis=1)
     b_before = tl.cumsum(b_sum, axis=0) - b_sum
     return tl.cumsum(b_own, axis=1) + b_before[:, None], b_before, tl.sum(b_sum, axis=0)
@@ -253,7 +254,7 @@ def _by_token(
     m_below, m_equal, b_before, b_token, p_chunks, count_stride, num_chunks, words,
     CHUNKS: constexpr, CHUNK: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Offsets that turn counts of a list into counts by token: chunks are in any order, and ascend within."""
+    """Return offsets that turn counts of a list into counts by token: chunks come in any order and ascend within."""
     o_group, o_chunk = tl.arange(0, BLOCK // 32), tl.arange(0, CHUNKS)
     tl.debug_barrier()
     put_words(words, o_group, b_before)
@@ -370,7 +371,7 @@ def _row_kernel(
         _clear_bins(words)
         end, num_tied = _narrow(b_key, K, K, words)
         m_below, m_equal = b_key < end, b_key == end
-        # Two counts in one integer.
+        # Pack two counts in one integer.
         b_count, b_before, _ = _count(m_below.to(tl.int32) + (m_equal.to(tl.int32) << 16))
         if is_listed:
             b_count += _by_token(

@@ -24,7 +24,7 @@ ELEMENTS_PER_PROGRAM = 2048
 NUM_WARPS = 4
 LEAST_KEY = 1e-4
 LEAST_QUERY = 1e-10
-"""Smaller amax values of a key, or of a query head, are raised to this before a scale is chosen."""
+"""Least amax of a key, or of a query head, when a scale is chosen."""
 E4M3_MAX = 448.0
 
 
@@ -105,7 +105,7 @@ def write_index_triton(
     planes: IndexPlanes,
     by_neighbours: bool = False,
 ) -> None:
-    """`write_index` as one Triton kernel: a program for the key of a row, and more for its index heads."""
+    """Launch one program for the key of a row, and more for its index heads."""
     (num_rows, num_heads, dim), rope_dim = q_TID.shape, rotary.dim
     _check_layout(k_TD, q_TID, rotary, planes)
     if num_rows == 0:
@@ -125,7 +125,7 @@ write_index = operation(reference=write_index_reference, triton=write_index_trit
 
 
 def quantize_index_queries_triton(q_TID: Tensor, weights_TI: Tensor, codes_TID: Tensor, out_weights_TI: Tensor) -> None:
-    """`quantize_index_queries` as one Triton kernel, a program per block of heads of a row."""
+    """Launch one program per block of heads of a row."""
     num_rows, num_heads, dim = q_TID.shape
     assert codes_TID.shape == q_TID.shape, f"{codes_TID.shape=} for {q_TID.shape=}"
     for rows in (q_TID, weights_TI, codes_TID, out_weights_TI):
@@ -165,7 +165,7 @@ def _write_index_kernel(
 ):  # fmt: skip
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     HALF: constexpr = ROPE_DIM // 2
-    # Distances to the next element of a half, and to the partner.
+    # Strides to the next element of a half, and to the partner.
     STEP: constexpr = 2 if NEIGHBOURS else 1
     APART: constexpr = 1 if NEIGHBOURS else HALF
     i_program = tl.program_id(0)
@@ -247,8 +247,8 @@ def _quantize_queries_kernel(
 
 @jit
 def coded_index(b_x, LEAST: constexpr):
-    """[H, D] codes and the scale of each row: the least power of two >= max(amax, LEAST) / 448; non-finite scales stay."""
-    # As integers, where NaN is above all numbers and is not lost.
+    """Return codes [H, D] and row scales: the least power of two >= max(amax, LEAST) / 448; non-finite ones stay."""
+    # Compare as integers: NaN is above all numbers, so it is not lost.
     b_amax = tl.max(size_bits(b_x), axis=1).to(tl.float32, bitcast=True)
     b_amax = tl.where(b_amax < LEAST, LEAST, b_amax)
     b_bits = size_bits(tl.div_rn(b_amax, tl.full(b_amax.shape, 448.0, tl.float32)))

@@ -25,7 +25,7 @@ ELEMENTS_PER_PROGRAM = 2048
 """Rotated elements of query heads per program."""
 NUM_WARPS = 4
 KRONECKER_DIM = 256
-"""From here on a latent of a power of two is rotated as a matrix of 16 columns, with tl.dot."""
+"""Least latent (a power of two) that is rotated as a matrix of 16 columns, with tl.dot."""
 TILE = kernel_constant(LATENT_TILE)
 MAGNITUDES = kernel_constant(LATENT_CODEBOOK.magnitudes)
 GAIN = kernel_constant(LATENT_CODEBOOK.gain)
@@ -66,7 +66,7 @@ def rotate_neighbours(x_TXR: Tensor, rotary: Rotary) -> Tensor:
 def write_latent_triton(
     latent_TX: Tensor, q_TND: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: LatentPlanes
 ) -> None:
-    """`write_latent` as one Triton kernel: a program for the latent of a row, and more for its query heads."""
+    """Launch one program for the latent of a row, and more for its query heads."""
     (num_rows, num_heads, head_dim), rope_dim = q_TND.shape, planes.rope_dim
     _check_layout(latent_TX, q_TND, rotary, planes)
     if num_rows == 0:
@@ -138,7 +138,7 @@ def _write_latent_kernel(
             o_tile = tl.arange(0, TILES)
             o_fp8 = o_tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
             b_fp8 = _normed(p_x, p_norm, o_fp8, o_fp8 < LATENT_DIM, eps, LATENT_DIM, PDL)
-            # As integers, where NaN is above all numbers and is not lost.
+            # Compare as integers: NaN is above all numbers, so it is not lost.
             b_amax = tl.max(size_bits(b_fp8), axis=1).to(tl.float32, bitcast=True)
             b_scale = size_bits(tl.div_rn(b_amax, tl.full((TILES,), 448.0, tl.float32)))
             b_scale = tl.maximum(b_scale, 0x00800000)  # the smallest normal number
@@ -206,7 +206,7 @@ def _normed(p_x, p_norm, o_x, m_x, eps, LATENT_DIM: constexpr, PDL: constexpr):
 
 @jit
 def hadamard_sign(o_i, o_j):
-    """+1 or -1 of a Hadamard matrix: the parity of the common bits of both indices."""
+    """Return +1 or -1 of a Hadamard matrix: the parity of the common bits of both indices."""
     b_bits = o_i & o_j
     b_bits = b_bits ^ b_bits >> 8
     b_bits = b_bits ^ b_bits >> 4
@@ -217,7 +217,7 @@ def hadamard_sign(o_i, o_j):
 
 @jit
 def _rotated(b_normed, p_x, p_norm, o_4, m_4, eps, LATENT_DIM: constexpr, BLOCK_L: constexpr, KRONECKER: constexpr):
-    """The latent in the rotated space, by quarters: float32 sums of exact products."""
+    """Return the latent in the rotated space, by quarters: float32 sums of exact products."""
     SIDE: constexpr = LATENT_DIM & -LATENT_DIM
     if KRONECKER:
         # A Hadamard matrix is a Kronecker product: one factor on each side of the latent as a matrix.
@@ -245,7 +245,7 @@ def _rotated(b_normed, p_x, p_norm, o_4, m_4, eps, LATENT_DIM: constexpr, BLOCK_
 
 @jit
 def coded_latent(b_y, m_4, LATENT_DIM: constexpr):
-    """Words of four codes, and the scale that preserves the norm."""
+    """Return words of four codes, and the scale that preserves the norm."""
     b_length = tl.sqrt_rn(tl.sum(tl.sum(b_y * b_y, axis=1, keep_dims=True), axis=0, keep_dims=True))
     b_gain = tl.full((1, 1), GAIN * LATENT_DIM**0.5, tl.float32)
     b_factor = tl.div_rn(b_gain, tl.where(b_length > 0, b_length, 1.0))

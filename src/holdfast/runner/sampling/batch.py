@@ -1,9 +1,9 @@
-"""The choices of one step: the token that each row chooses, their random numbers, kinds on a CPU and parameters.
+"""Choices of one step: the token position of each row, random numbers, kinds of rows on a CPU, and parameters.
 
 R rows of a block
 
-Random numbers are a hash of (seed, position). A stateful generator would tie a sequence's choices to everything drawn
-before it: to its neighbours, to the order of rows, to a preemption. A hash of a counter has no state to share or to rebuild.
+Random numbers are a hash of (seed, position). A stateful generator would make a sequence's choices depend on earlier
+draws: on other rows, their order, a preemption. A hash of a counter has no state to share or to rebuild.
 """
 
 import struct
@@ -21,33 +21,33 @@ from holdfast.request.sequence import Sequence, TokenLogprobs
 
 _COUNTER = struct.Struct("<QQ")
 _HASH = blake2b(digest_size=8, person=b"holdfast.sample")
-"""Copied for each number, which costs half of making it."""
+"""Copied for each number: half the cost of a new one."""
 _WORD = 2**64 - 1
 LEAST_TEMPERATURE = 1e-30
-"""Taken for anything smaller above 0: float32 would round that to 0, and 0 / 0 is not a number."""
+"""Replaces smaller temperatures above 0: float32 would round them to 0, and 0 / 0 is NaN."""
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1), a multiple of 2**-53; seeds are taken modulo 2**64."""
+    """Return a multiple of 2**-53 in [0, 1); seeds count modulo 2**64."""
     counter = _HASH.copy()
     counter.update(_COUNTER.pack(seed & _WORD, position))
     return (int.from_bytes(counter.digest(), "little") >> 11) * 2.0**-53
 
 
 class Choice(NamedTuple):
-    """What one row of logits chooses: the token at `position` of a sequence."""
+    """Choice of one row of logits: the token at `position` of a sequence."""
 
     sequence: Sequence
     position: int
 
     @classmethod
     def of(cls, sequence: Sequence) -> "Choice":
-        """The token that follows all that are known."""
+        """Choose the token after all known ones."""
         return cls(sequence, len(sequence.token_ids))
 
     @property
     def is_edited(self) -> bool:
-        """Does the sequence change its logits before a token is chosen?"""
+        """True if the sequence edits its logits before choosing."""
         sequence, params = self.sequence, self.sequence.params
         return (
             sequence.has_penalties
@@ -64,8 +64,8 @@ class Choice(NamedTuple):
 
     @property
     def is_late(self) -> bool:
-        """Must it wait for a token that the host does not have yet? What counts, compares or follows tokens must; a position
-        does not."""
+        """True if the choice needs a token that the host does not have yet: for penalties, grammars or bad words of
+        several tokens."""
         sequence, params = self.sequence, self.sequence.params
         return self.position > len(sequence.token_ids) and (
             sequence.has_penalties
@@ -75,52 +75,52 @@ class Choice(NamedTuple):
 
 
 class SequenceSample(NamedTuple):
-    """What was chosen for one sequence."""
+    """Token chosen for one sequence."""
 
     token_id: int
-    """Or NO_TOKEN, where the logits hold NaN or rule every token out."""
+    """NO_TOKEN if the logits hold NaN or exclude every token."""
     logprobs: TokenLogprobs | None
     """If the request wants them and a token was chosen."""
 
 
 class Choosing(Protocol):
-    """The choices of a step, under way or made."""
+    """Choices of a step, in flight or made."""
 
     @property
     def waits(self) -> bool:
-        """Whether some rows are late and still have to be chosen."""
+        """True if late rows are still to be chosen."""
         ...
 
     def choose_late(self) -> None:
-        """Choose them, now that every token before them is known; again is the same."""
+        """Choose late rows; every token before them is known. Idempotent."""
         ...
 
     def read(self) -> list[SequenceSample]:
-        """What was chosen, in the order of the rows: the only wait. Again is the same."""
+        """Wait for the choices, and return them in row order. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Rows by kind, as a CPU takes them. A row is of one kind whatever its neighbours are, and every kind chooses by the same rule."""
+    """Rows by kind, for a CPU. A row's kind does not depend on other rows, and all kinds choose by the same rule."""
 
     num_rows: int
     edited_greedy: tuple[int, ...]
-    """The most likely token, after penalties, biases or bans."""
+    """Argmax after penalties, biases or bans."""
     unfiltered: tuple[int, ...]
-    """A random token of the whole vocabulary, or of what min_p leaves."""
+    """Sampled from the whole vocabulary, or after min_p."""
     narrow: tuple[int, ...]
-    """A random one of a few candidates: a small top_k, with or without top_p."""
+    """Sampled from a few candidates: a small top_k, with or without top_p."""
     wide: tuple[int, ...]
-    """A random one of a share of the vocabulary: top_p, or a large top_k."""
+    """Sampled from part of the vocabulary: top_p, or a large top_k."""
     logprobs: tuple[int, ...]
-    """Rows with log-probabilities; they are of one of the kinds above as well, or plain greedy."""
+    """Rows with log-probabilities; each is also of a kind above, or plain greedy."""
     num_top: int
-    """The largest number of most likely tokens among them."""
+    """Largest number of top tokens among them."""
 
     @property
     def is_plain(self) -> bool:
-        """Does every row just take the most likely token of its raw logits?"""
+        """True if every row takes the argmax of its raw logits."""
         return not (self.edited_greedy or self.unfiltered or self.narrow or self.wide)
 
     @classmethod
@@ -184,7 +184,7 @@ class RowParameters:
 
 
 def logit_row(choice: Choice, source: int, target: int, vocab_size: int) -> tuple[float, ...]:
-    """The fields of a LogitRow: what kernels need to know of a choice."""
+    """Return the fields of a LogitRow: a choice's parameters for kernels."""
     sequence, position = choice
     params = sequence.params
     if params.temperature == 0.0:

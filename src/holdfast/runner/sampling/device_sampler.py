@@ -1,15 +1,15 @@
-"""DeviceSampler: choices and log-probabilities by kernels, in buffers that are taken once; only who reads results waits.
+"""DeviceSampler: samples and computes log-probabilities by kernels, in buffers allocated once; only reading waits.
 
-One table has the parameters of every row and goes to the device in one copy. Rows whose logits are edited are copied into a
-block and edited there; all others are read where they are. What comes back is token ids, and a few numbers for each row
-with log-probabilities. After construction nothing is allocated on the device.
+One table holds the parameters of all rows and goes to the device in one copy. Edited rows are copied into a block and
+edited there; all others are read in place. Token ids come back, and a few numbers per row with log-probabilities.
+After construction nothing is allocated on the device.
 
-Two steps may be under way. The device works on them one after the other, so its buffers serve both; what the host writes for a
-step and reads of it lies in pinned memory of that step's own. Rows that are late (batch.py) are chosen when the tokens of the
-step before have been read; the logits of their step lie in the workspace until the next forward pass, which comes after.
+Two steps may be in flight. The device runs them in sequence, so its buffers serve both; each step has its own pinned
+host memory for inputs and results. Late rows (batch.py) are chosen after the tokens of the previous step have been
+read; their logits stay in the workspace until the next forward pass, which comes later.
 
-S sequences, T prompt positions, V vocabulary, R rows that are worked on together, M rows of a step with masks, F fields of a row, C columns, X any rows,
-N slots
+S sequences, T prompt positions, V vocabulary, R rows that are worked on together, M rows of a step with masks, F
+fields of a row, C columns, X any rows, N slots
 """
 
 from collections import deque
@@ -60,7 +60,7 @@ _FORM = SamplingParams(structured_outputs=StructuredOutputs(json_object=True))
 
 
 class _Doubles:
-    """Pinned memory of one step under way: what it sends, what comes back, and when that is there."""
+    """Pinned memory of one step in flight: inputs, results, and the event of their arrival."""
 
     def __init__(self, specs: SequenceABC[TensorSpec], device_edits_E2: torch.Tensor) -> None:
         self._device = device_edits_E2.device
@@ -76,26 +76,26 @@ class _Doubles:
         self._is_busy = False
 
     def begin(self) -> None:
-        """What was sent before has been read, unless an interrupt cut a step short; then it may be on its way still."""
+        """Reuse the memory. Wait if an interrupt cut its last step short: that may still be in flight."""
         if self._is_busy and self._done is not None:
             torch.cuda.current_stream(self._device).synchronize()
         self._is_busy = True
         self.staging.reset()
 
     def end(self) -> None:
-        """Everything is on its way."""
+        """Record that all copies are enqueued."""
         if self._done is not None:
             self._done.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Until it has arrived."""
+        """Wait until the copies have arrived."""
         if self._done is not None:
             self._done.synchronize()
         self._is_busy = False
 
 
 class DeviceSampler(Sampler):
-    """Chooses by kernels. From one step to the next it keeps counts of tokens on the host and the newest token by slot."""
+    """Chooses by kernels. Across steps it keeps token counts on the host and the newest token of each slot."""
 
     keeps_tokens = True
 
@@ -122,9 +122,9 @@ class DeviceSampler(Sampler):
         resolve_tokens(ids_T, self._last_tokens_N)
 
     def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
-        """The most likely token of each row, into the first places of `argmax_S`; a CUDA graph may capture this.
+        """Write the argmax of each row to the front of `argmax_S`; a CUDA graph may capture this.
 
-        With `keep_slots_S` it is also the newest of that slot, until something else is chosen for the row.
+        With `keep_slots_S` it is also the slot's newest token, until another is chosen for the row.
         """
         argmax_S = self.argmax_S[: logits_SV.shape[0]]
         argmax(logits_SV, argmax_S, self._scratch)
@@ -132,7 +132,7 @@ class DeviceSampler(Sampler):
             keep_tokens(argmax_S, keep_slots_S, self._last_tokens_N)
 
     def share_argmax(self, logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
-        """Id and logit of each row's argmax in columns of the vocabulary from `first_token` on; a CUDA graph may capture this."""
+        """Write id and logit of each row's argmax in columns from `first_token` on; a CUDA graph may capture this."""
         argmax_share(logits_SV, first_token, out_SX, self._scratch)
 
     def keep(self, tokens_S: torch.Tensor, keep_slots_S: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ class DeviceSampler(Sampler):
         chosen_by_graph: torch.Tensor | None = None,
         keep_slots_S: torch.Tensor | None = None,
     ) -> "DeviceChoosing":
-        """Enqueue the choices, all that can be made now, and the way of the results where none is late."""
+        """Enqueue the choices that can be made now, and the copies of the results if none is late."""
         if logits_SV is not None:
             self.check(logits_SV, len(choices), "choices")
         doubles = self._next_doubles()
@@ -172,7 +172,7 @@ class DeviceSampler(Sampler):
         return choosing
 
     def finish(self, choosing: "DeviceChoosing") -> None:
-        """Enqueue late rows, log-probabilities, and the way of the results."""
+        """Enqueue late rows, log-probabilities and the copies of the results."""
         table, rows, step, doubles = choosing.table, choosing.rows, choosing.step, choosing.doubles
         self._choose_edited(step, table.late, rows.late_XF, doubles, first_mask=len(table.edited))
         if choosing.keep_slots_S is not None and not table.is_plain:
@@ -215,13 +215,13 @@ class DeviceSampler(Sampler):
         return results
 
     def _next_doubles(self) -> _Doubles:
-        """Those that were used longest ago; what they were used for has been read."""
+        """Take the least recently used doubles; their results have been read."""
         self._doubles.rotate()
         self._doubles[0].begin()
         return self._doubles[0]
 
     def _send(self, doubles: _Doubles, fields: list[float]) -> torch.Tensor:
-        """Rows of a table, one behind the other, on the device."""
+        """Copy the rows of a table to the device."""
         num_rows = len(fields) // NUM_FIELDS
         if num_rows:
             doubles.fields[: len(fields)] = fields
@@ -231,7 +231,7 @@ class DeviceSampler(Sampler):
     def _choose_edited(
         self, step: "_ChoosingRows", rows: list[int], rows_XF: torch.Tensor, doubles: _Doubles, first_mask: int = 0
     ) -> None:
-        """A block of rows at a time; on the host the masks of all blocks of a step lie one behind the other."""
+        """Edit and choose rows block by block; the host holds masks of all blocks of a step in sequence."""
         for start in range(0, len(rows), self._edited_at_once):
             rows_RF = rows_XF[start : start + self._edited_at_once]
             block_RV = self._block_RV[: rows_RF.shape[0]]
@@ -284,7 +284,7 @@ class DeviceSampler(Sampler):
 
 
 class _ChoosingRows(NamedTuple):
-    """What choices are made from, and where they go."""
+    """Inputs and outputs of choices."""
 
     logits_SV: torch.Tensor
     argmax_S: torch.Tensor
@@ -304,7 +304,7 @@ class _TableRows(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class DeviceChoosing:
-    """The choices of a step on their way through the device (`Choosing` of batch.py)."""
+    """Choices of a step in flight on the device (`Choosing` of batch.py)."""
 
     sampler: DeviceSampler
     doubles: _Doubles
@@ -318,7 +318,7 @@ class DeviceChoosing:
     def choose_late(self) -> None:
         if not self.waits:
             return
-        if self.has_begun:  # an interrupt cut it short
+        if self.has_begun:  # an interrupt cut it off
             self.doubles.begin()
         self.has_begun = True
         self.sampler.finish(self)
@@ -333,18 +333,18 @@ class _Table(NamedTuple):
     """Parameters of the rows of a step."""
 
     fields: list[float]
-    """Random rows that are read in place, then `edited`, `late` and `reported`. The most likely raw token takes no row."""
+    """Random rows read in place, then `edited`, `late` and `reported`. Plain greedy rows have none."""
     num_direct: int
     edited: list[int]
-    """Rows of the step whose logits are edited, and can be already."""
+    """Rows of the step whose logits can be edited now."""
     late: list[int]
-    """Rows whose edits have to wait."""
+    """Rows whose edits must wait."""
     reported: list[int]
     """Rows of the step with log-probabilities."""
 
     @property
     def is_plain(self) -> bool:
-        """Does every row just take the most likely token of its raw logits?"""
+        """True if every row takes the argmax of its raw logits."""
         return not (self.num_direct or self.edited or self.late)
 
     @property

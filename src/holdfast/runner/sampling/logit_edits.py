@@ -1,12 +1,12 @@
-"""Edits of single logits: what penalties, biases and bans ask of a sequence, on the host and through one list on a device.
+"""Edits of single logits for penalties, biases and bans, on the host or by one list on a device.
 
 R rows of a block, S rows of a step, F fields, V vocabulary, E edits
 
-The host lists the few (row, token) pairs that change, and only those logits are touched. Nothing is kept on the device
-between steps, so nothing has to be rebuilt after a preemption and nothing can leak from one sequence into another.
+The host lists the few (row, token) pairs that change, and only those logits are touched. The device keeps nothing
+between steps. So nothing is rebuilt after a preemption, and nothing leaks from one sequence into another.
 
-Penalties ask for the counts of tokens at every step, and a sequence only grows. A count is believed only of the very list
-of tokens that it was made from, so a forgotten one, or one of another sequence, is made anew.
+Penalties need token counts at every step, and a sequence only grows. A count is valid only for the list object
+that it was made from; otherwise it is recomputed.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from holdfast.runner.sampling.batch import Choice
 
 
 class SeenTokens:
-    """Counts of the sequences that were read last."""
+    """Token counts of recently used sequences."""
 
     def __init__(self, vocab_size: int, max_sequences: int) -> None:
         self._vocab_size = vocab_size
@@ -32,11 +32,11 @@ class SeenTokens:
         self._counts: dict[int, TokenCounts] = {}
 
     def __len__(self) -> int:
-        """Sequences whose counts are kept."""
+        """Number of sequences with cached counts."""
         return len(self._counts)
 
     def of(self, sequence: Sequence) -> "TokenCounts":
-        """What a sequence holds now; the arrays in it are valid until the next call for the sequence."""
+        """Return a sequence's counts; their arrays are valid until the next call for the sequence."""
         counts = self._counts.pop(sequence.sequence_id, None)
         if counts is None or not counts.is_of(sequence):
             counts = TokenCounts(sequence, self._vocab_size)
@@ -48,7 +48,7 @@ class SeenTokens:
 
 
 class TokenCounts:
-    """Distinct tokens of one sequence; those outside the vocabulary have no logit and are left out."""
+    """Distinct tokens of one sequence, without those outside the vocabulary, which have no logit."""
 
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         self._token_ids = sequence.token_ids
@@ -62,7 +62,7 @@ class TokenCounts:
 
     @property
     def seen_ids(self) -> np.ndarray:
-        """Counts over prompt and output."""
+        """Distinct tokens of prompt and output."""
         return self._seen_ids.values
 
     @property
@@ -71,7 +71,7 @@ class TokenCounts:
 
     @property
     def output_counts(self) -> np.ndarray:
-        """How often the output holds each of `output_ids`."""
+        """Counts of each of `output_ids` in the output."""
         return self._output_counts.values
 
     def is_of(self, sequence: Sequence) -> bool:
@@ -82,7 +82,7 @@ class TokenCounts:
         )
 
     def count_new(self) -> None:
-        """Count what the sequence has grown by."""
+        """Count the sequence's new tokens."""
         for token_id in self._token_ids[self._num_counted :]:
             if not 0 <= token_id < self._vocab_size:
                 continue
@@ -102,7 +102,7 @@ class TokenCounts:
 
 
 class _Column:
-    """Numbers that more are appended to."""
+    """A growing array of numbers."""
 
     def __init__(self, numbers: set[int] | tuple[()], dtype: type) -> None:
         self._length = len(numbers)
@@ -124,14 +124,14 @@ class _Column:
 
 
 class Edits(NamedTuple):
-    """Changes of one kind to one row: token ids inside the vocabulary, none twice, and a number for each or for all."""
+    """Changes of one kind to one row: distinct token ids of the vocabulary, and a number for each or for all."""
 
     token_ids: np.ndarray
     numbers: np.ndarray | float
 
 
 class EditContext(NamedTuple):
-    """What edits depend on beside their sequence."""
+    """Inputs of edits beside their sequence."""
 
     eos_token_ids: frozenset[int]
     seen: SeenTokens
@@ -163,7 +163,7 @@ def edit_rows(logits_RV: torch.Tensor, choices: SequenceABC[Choice], context: Ed
 
 
 def allowed_tokens(choice: Choice, context: EditContext) -> Edits | None:
-    """The only tokens that may be chosen, before every edit: what is ruled out here none of them brings back."""
+    """Return the only tokens that may be chosen. This comes before all edits; none can bring others back."""
     allowed = choice.sequence.params.allowed_token_ids
     return None if allowed is None else _in_vocabulary(dict.fromkeys(allowed, 0.0), context.vocab_size)
 
@@ -193,7 +193,7 @@ def _bans(choice: Choice, context: EditContext) -> Edits | None:
     sequence = choice.sequence
     params = sequence.params
     banned = _last_of_bad_words(sequence) if sequence.bad_word_ids else []
-    # Where an answer has a form, whether it may end is part of its mask.
+    # If an answer has a grammar, its mask decides when it may end.
     if choice.may_not_end and params.structured_outputs is None:
         banned += params.stop_token_ids
         banned += () if params.ignore_eos else context.eos_token_ids
@@ -201,7 +201,7 @@ def _bans(choice: Choice, context: EditContext) -> Edits | None:
 
 
 def _last_of_bad_words(sequence: Sequence) -> list[int]:
-    """Tokens that would complete a bad word of which the output so far ends in all the others."""
+    """Return tokens that would complete a bad word at the end of the output."""
     longest = max(map(len, sequence.bad_word_ids)) - 1
     tail = sequence.token_ids[max(sequence.num_prompt_tokens, sequence.num_tokens - longest) :]
     return [
@@ -217,11 +217,11 @@ EDITS_OF: dict[EditKind, Callable[[Choice, EditContext], Edits | None]] = {
     EditKind.ADD: _biases,
     EditKind.REPLACE: _bans,
 }
-"""What a choice asks for of each kind, in the order in which kinds are applied."""
+"""Function per kind that returns a choice's edits, in the order of application."""
 
 
 def _in_vocabulary(numbers: dict[int, float], vocab_size: int) -> Edits:
-    """A token outside the vocabulary has no logit to change; in a flat index it would be one of the next row's."""
+    """Drop tokens outside the vocabulary: they have no logit, and a flat index would hit the next row."""
     known = {token_id: number for token_id, number in numbers.items() if 0 <= token_id < vocab_size}
     return Edits(np.fromiter(known, np.int32, len(known)), np.fromiter(known.values(), np.float32, len(known)))
 
@@ -243,7 +243,7 @@ _CHANGES: dict[EditKind, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 
 
 class EditedBlock(NamedTuple):
-    """Copies of rows of a step that are edited, and where they came from."""
+    """Copies of a step's rows to edit, and their sources."""
 
     block_RV: torch.Tensor
     logits_SV: torch.Tensor
@@ -251,10 +251,10 @@ class EditedBlock(NamedTuple):
 
 
 class EditStaging:
-    """Edits are added kind after kind and then applied to a block, in the order in which they came.
+    """Collects edits kind by kind, then applies them to a block in the order of arrival.
 
-    The list fills up in the course of a step. Where it is full the host waits until the device has read it.
-    In place of a kind, None puts raw logits back into rows that were copied blank.
+    The list fills up during a step. If it is full, the host waits until the device has read it.
+    Kind None restores raw logits in rows that were copied blank.
     """
 
     def __init__(self, host_E2: torch.Tensor, device_E2: torch.Tensor) -> None:
@@ -267,12 +267,12 @@ class EditStaging:
         self._run_start = 0
 
     def reset(self) -> None:
-        """Begin anew: the device has read everything that was here."""
+        """Empty the list, which the device has read."""
         self._start = self._end = self._run_start = 0
         self._runs.clear()
 
     def add(self, first_place: int, edits: Edits, kind: EditKind | None, block: EditedBlock) -> None:
-        """Edits of one row, whose first logit is at `first_place` of the flat block."""
+        """Add edits of one row, whose first logit is at `first_place` of the flat block."""
         token_ids, numbers = edits
         while len(token_ids):
             count = min(len(token_ids), len(self._list_E2) - self._end)
@@ -289,7 +289,7 @@ class EditStaging:
             numbers = numbers[count:] if isinstance(numbers, np.ndarray) else numbers
 
     def end_kind(self, kind: EditKind | None) -> None:
-        """Edits that are added from now on are of another kind, or of another round."""
+        """End a run: edits added later are of another kind or round."""
         if self._end > self._run_start:
             end = -(-self._end // EDITS_PER_PROGRAM) * EDITS_PER_PROGRAM
             self._list_E2[self._end : end] = PADDING
@@ -297,7 +297,7 @@ class EditStaging:
             self._run_start = self._end = end
 
     def apply(self, block: EditedBlock) -> None:
-        """Change a block, kind after kind; nothing is waited for."""
+        """Edit a block, kind by kind, without waiting."""
         if self._runs:
             span = slice(self._start, self._end)
             self._device_E2[span].copy_(self._host_E2[span], non_blocking=True)
@@ -311,7 +311,7 @@ class EditStaging:
             self._start = self._end
 
     def wait(self) -> None:
-        """Wait until the device has read the list, and begin anew."""
+        """Wait until the device has read the list, then empty it."""
         if self._read is not None:
             self._read.record(torch.cuda.current_stream(self._device_E2.device))
             self._read.synchronize()

@@ -20,10 +20,10 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def nearest(distance_RV: torch.Tensor, token_ids_V: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k smallest distances and their token ids, [R, K] each; among equal distances the smaller id comes first.
+    """Return the k smallest distances and their token ids, [R, K] each; at equal distances the smaller id is first.
 
-    topk alone takes any of the equals, and not the same ones for every shape. So a token's id stands in the low half
-    of a 64-bit key whose high half is its distance: no two keys are equal.
+    topk breaks ties arbitrarily, and differently by shape. So a 64-bit key holds the distance in its high half and
+    the token's id in the low half: no two keys are equal.
     """
     ids_RV = token_ids_V.expand_as(distance_RV)
     key_RV = torch.stack((ids_RV, distance_RV.view(torch.int32)), dim=-1).view(torch.int64).squeeze(-1)
@@ -32,10 +32,10 @@ def nearest(distance_RV: torch.Tensor, token_ids_V: torch.Tensor, k: int) -> tup
 
 
 def distances_(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn a block of logits into distances in its own memory; and [R, 1]: has the row a token that can be chosen?
+    """Turn logits into distances in place; also return [R, 1]: True if a row has a token that can be chosen.
 
-    A row without one, which is all -inf or holds NaN, is worked on to its end like the others, and gives nonsense in
-    its own place only. A logit of +inf is taken for the largest finite number, so that its distance is 0 and not NaN.
+    A row without one (all -inf, or NaN) is computed like the others, and gives garbage in its own place only.
+    A logit of +inf counts as the largest finite number, so that its distance is 0 and not NaN.
     """
     logits_RV.clamp_(max=_LARGEST)
     amax_R1 = logits_RV.amax(dim=1, keepdim=True) + 0.0  # -0.0 - 0.0 would be -0.0, whose bits sort before 0.0
@@ -45,7 +45,7 @@ def distances_(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def weights(
     distance_RX: torch.Tensor, negative_temperature_R1: torch.Tensor, min_p_R1: torch.Tensor | None
 ) -> torch.Tensor:
-    """Weights of tokens; those below a share `min_p` of the most likely one weigh nothing."""
+    """Return the weights of tokens; 0 for those below `min_p` times the most likely one."""
     share_RX = torch.div(distance_RX, negative_temperature_R1).exp_()
     if min_p_R1 is not None:
         share_RX.masked_fill_(share_RX < min_p_R1, 0)
@@ -53,16 +53,16 @@ def weights(
 
 
 def nucleus_weight(total_R1: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
-    """The weight that the most likely tokens have to reach: ceil(top_p * total), and all of it where top_p is 1."""
+    """Return the weight that the nucleus must reach: ceil(top_p * total), or the total if top_p is 1."""
     needed_R1 = (total_R1.to(torch.float64) * top_p_R1).ceil_().to(torch.int64).clamp_(min=1)
     return torch.where(top_p_R1 < 1, torch.minimum(needed_R1, total_R1), total_R1)
 
 
 def draw_(weight_RX: torch.Tensor, uniform_R1: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: the first place whose running total exceeds uniform * total. The weights become their running totals.
+    """Return the first index whose running total exceeds uniform * total, [R, 1]; turn weights into running totals.
 
-    The total exceeds what is looked for by at least 1, so the place exists; and the running total rises there, so its
-    weight is not zero: neither a filtered token nor one beyond the vocabulary can come out, however close to 1 the
+    The total exceeds the searched value by at least 1, so the index exists. The running total rises there, so its
+    weight is not 0: no filtered token, and none beyond the vocabulary, can come out, however close to 1 the
     random number is.
     """
     running_RX = weight_RX.cumsum_(dim=1)
@@ -75,7 +75,7 @@ def draw_(weight_RX: torch.Tensor, uniform_R1: torch.Tensor) -> torch.Tensor:
 def logprob_columns(
     logits_RV: torch.Tensor, token_ids_R1: torch.Tensor, vocabulary_V: torch.Tensor, num_top: int
 ) -> torch.Tensor:
-    """float64 [R, 4 + 2K]: all that the host needs, ready for one copy. The logits are used up."""
+    """Return all numbers for the host, float64 [R, 4 + 2K], for one copy. Overwrites the logits."""
     distance_RV, choosable_R1 = distances_(logits_RV)
     minus_one_R1 = distance_RV.new_full((distance_RV.shape[0], 1), -1.0)
     total_R1 = weights(distance_RV, minus_one_R1, None).sum(dim=1, keepdim=True)

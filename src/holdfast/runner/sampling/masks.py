@@ -1,9 +1,9 @@
-"""Masks of a step: which tokens the forms of answers leave, filled on the host row by row, in the order of a block.
+"""Masks of a step: tokens that the grammars of answers allow, filled on the host row by row, in block order.
 
 R rows of a block, W words of 32 bits
 
-A form has the last word. An end that is not wanted yet (min_tokens, ignore_eos) is ruled out only where something else may
-follow: where a form is complete the answer ends. What other wishes leave of a mask may be nothing; then the sequence fails.
+A grammar has priority. An unwanted end (min_tokens, ignore_eos) is masked only if another token may follow: if a
+grammar is complete, the answer ends. If other parameters leave no token of a mask, the sequence fails.
 """
 
 from collections.abc import Iterable
@@ -24,19 +24,19 @@ class MaskSource(Protocol):
     """Follows the grammars of sequences."""
 
     def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: np.ndarray) -> None:
-        """Bit t of row i: whether token t may follow what sequences[i] has; rows of None stay as they are."""
+        """Set bit t of row i if token t may follow sequences[i]; rows of None are unchanged."""
         ...
 
 
 def has_masks(choices: Iterable[Choice]) -> bool:
-    """Whether some of these rows follow a form."""
+    """Return True if some rows follow a grammar."""
     return any(choice.sequence.params.structured_outputs is not None for choice in choices)
 
 
 def fill_masks(
     source: MaskSource | None, choices: SequenceABC[Choice], eos_token_ids: frozenset[int], masks_RW: np.ndarray
 ) -> None:
-    """The masks of all rows of a block; every token if a row has no grammar, none if its grammar is not followed."""
+    """Fill the masks of a block: every token if a row has no grammar, none if its grammar is not followed."""
     followed = [None if choice.sequence.params.structured_outputs is None else choice.sequence for choice in choices]
     for row, sequence in enumerate(followed):
         masks_RW[row] = EVERY_TOKEN if sequence is None else 0

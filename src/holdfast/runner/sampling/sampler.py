@@ -1,28 +1,28 @@
-"""Sampler: from logits to chosen tokens and log-probabilities, on the device; `launch` waits for nothing, reading does.
+"""Sampler: chooses tokens and log-probabilities from logits, on the device; `launch` does not wait, reading does.
 
-The order of operations is the one that vLLM's users know:
+The order of operations is vLLM's:
 
 raw logits -> log-probabilities
            -> allowed tokens alone -> penalties -> logit bias -> bans: bad words, an end before min_tokens
-           -> the mask of a form (structured outputs)
+           -> the mask of a grammar (structured outputs)
            -> temperature -> min_p -> top_k -> top_p -> one token, by a random number that (seed, position) gives
 
-Every filter keeps the first tokens of one order: the more likely first, and the smaller id among equals. The token is
-then looked up among the weights that are left, in the order of the vocabulary. All sums are of whole numbers, so a row
-gives the same token and the same log-probabilities to the bit alone, in any company and in any place.
+Every filter keeps the first tokens of one order: more likely first, then smaller id. The token is then looked up among
+the remaining weights, in vocabulary order. All sums are of integers, so sampling is batch-invariant: a row gives the
+same token and log-probabilities, to the bit, in any batch and at any row.
 
-S sequences, T prompt positions, R rows of a block, V vocabulary, K candidates, X either, C columns of log-probabilities,
-B buckets of a histogram and one on each side for keys outside of them
+S sequences, T prompt positions, R rows of a block, V vocabulary, K candidates, X either, C columns of
+log-probabilities, B buckets of a histogram and one on each side for keys outside of them
 
-On a CPU the HostSampler chooses, in torch operations over blocks of rows, on a GPU the DeviceSampler.
-Random rows go one of three ways: unfiltered, narrow (sorted candidates), wide (the whole vocabulary). All three follow one
-rule and so agree to the bit wherever two of them apply; they differ in what they cost. Filters keep the first tokens of
-one order, the smaller distance below the largest logit first and the smaller id among equals, as far as top_k tokens or a
-weight of top_p of the total; then the random number picks a place in the kept weights, in the vocabulary's order.
+On a CPU the HostSampler chooses, by torch operations over blocks of rows; on a GPU the DeviceSampler. Random rows are
+unfiltered, narrow (sorted candidates) or wide (the whole vocabulary). All three follow one rule, so they agree to the
+bit if two of them apply; they differ in cost. Filters keep the first tokens by distance below the largest logit, then
+by id, up to top_k tokens or a weight of top_p of the total. Then the random number picks a position in the kept
+weights, in vocabulary order.
 
-Where the whole vocabulary is cut, three histograms of a key's bits, each inside the bucket that the one before has found,
-give the key at which the weights reach what is needed. All shapes are fixed, all sums are of whole numbers, and the memory
-is what the plan says; a sort's is not.
+To cut the whole vocabulary, three histograms of a key's bits, each inside the bucket found by the one before, give the
+key at which the weights reach the required sum. Shapes are fixed, sums are of integers, and the memory is as planned; a
+sort's is not.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ _SHIFTS = (20, 9, 0)
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The choices of a step on a CPU, which are made at once: what they need is known before a step begins."""
+    """Choices of a step on a CPU, made at once: all inputs are known before a step begins."""
 
     samples: list[SequenceSample]
     waits: bool = False
@@ -69,8 +69,8 @@ class Chosen:
 class Sampler:
     """Chooses tokens for up to `max_rows` sequences at once: a HostSampler on a CPU, a DeviceSampler on a GPU.
 
-    Logits are float32 and may be a view of a larger buffer whose rows lie side by side. On a GPU nothing is allocated after
-    construction, and nothing compiled after `warm` as long as the logits begin at a multiple of 16 bytes.
+    Logits are float32 and may be a view of a larger buffer whose rows lie side by side. On a GPU nothing is allocated
+    after construction, and nothing compiled after `warm` as long as the logits begin at a multiple of 16 bytes.
     """
 
     keeps_tokens = False
@@ -78,7 +78,7 @@ class Sampler:
     shares_tokens = False
     """True if ids of every step come from another rank's device."""
     argmax_S: torch.Tensor
-    """int64, at least `max_rows` long, and always in the same place."""
+    """int64, at least `max_rows` long, at a fixed address."""
 
     def __init__(self, vocab_size: int, max_rows: int) -> None:
         self._vocab_size = vocab_size
@@ -89,17 +89,17 @@ class Sampler:
         """End a step that chose nothing."""
 
     def follow(self, source: MaskSource) -> None:
-        """Take masks of structured outputs from this source; without one, such rows can choose nothing."""
+        """Take masks of structured outputs from `source`; without one, such rows choose nothing."""
         self.mask_source = source
 
     def warm(self, logits_SV: torch.Tensor) -> None:
-        """Compile every kernel for logits that lie like these; their values do not matter."""
+        """Compile every kernel for logits of this layout; values do not matter."""
 
     def resolve(self, ids_T: torch.Tensor) -> None:
-        """Put tokens in the places of ids that are -1 - slot: the newest of that slot; a CUDA graph may capture this."""
+        """Replace ids of -1 - slot by the newest token of the slot; a CUDA graph may capture this."""
 
     def keep(self, tokens_S: torch.Tensor, keep_slots_S: torch.Tensor) -> None:
-        """Have these be the newest tokens of their slots, if tokens are kept."""
+        """Store the newest tokens of their slots, if tokens are kept."""
 
     def launch(
         self,
@@ -112,7 +112,7 @@ class Sampler:
         """Begin to choose a token from each row of the float32 logits; None: there is nothing to choose.
 
         `chosen_by_graph` holds what `find_argmax` would find, if a graph has found it already. If rows are late, the
-        logits must stay until they are chosen. Two steps may be under way.
+        logits must stay until they are chosen. Two steps may be in flight.
         """
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class Sampler:
         eos_token_ids: frozenset[int],
         chosen_by_graph: torch.Tensor | None = None,
     ) -> list[SequenceSample]:
-        """One token for each sequence, waited for; row i of the float32 logits follows everything in sequences[i].token_ids."""
+        """Choose a token per sequence and wait; row i of the float32 logits follows all of sequences[i].token_ids."""
         self.check(logits_SV, len(sequences), "sequences")
         if not sequences:
             return []
@@ -138,7 +138,7 @@ class Sampler:
 
 
 class HostSampler(Sampler):
-    """Chooses on a CPU. From one step to the next it keeps counts of tokens and nothing else."""
+    """Chooses on a CPU. Across steps it keeps only token counts."""
 
     def __init__(self, vocab_size: int, max_rows: int) -> None:
         super().__init__(vocab_size, max_rows)
@@ -148,11 +148,11 @@ class HostSampler(Sampler):
         self._masks_RW = torch.zeros((self._rows_per_block, mask_words(vocab_size)), dtype=torch.int32)
 
     def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
-        """The most likely token of each row, into the first places of `argmax_S`; nothing is kept."""
+        """Write the argmax of each row to the front of `argmax_S`; ignore `keep_slots_S`."""
         self.argmax_S[: logits_SV.shape[0]] = _argmax(logits_SV)
 
     def share_argmax(self, logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
-        """Id and logit of the argmax of a share of the vocabulary; by numpy for the same reason as `_argmax`."""
+        """Write id and logit of a vocabulary share's argmax; by numpy for the same reason as `_argmax`."""
         logits, out = logits_SV.numpy(), out_SX.numpy()
         ids = logits.argmax(axis=1)
         out[:, 0] = ids + first_token
@@ -201,7 +201,7 @@ class HostSampler(Sampler):
         eos_token_ids: frozenset[int],
         batch: SamplingBatch,
     ) -> torch.Tensor:
-        """int64 [S]: token ids or NO_TOKEN; the logits stay as they are."""
+        """Return token ids or NO_TOKEN, int64 [S]; keep the logits unchanged."""
         chosen_S = argmax_S.clone()
         for rows in self._blocks(batch.edited_greedy):
             rows_R = torch.tensor(rows, dtype=torch.int64)
@@ -224,7 +224,7 @@ class HostSampler(Sampler):
         return torch.where(argmax_S == NO_TOKEN, NO_TOKEN, chosen_S)
 
     def _measure(self, logits_SV: torch.Tensor, chosen_S: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """float64 [S, 1 + columns of logprob_columns]: token ids, and numbers from raw logits for rows with log-probabilities."""
+        """Return token ids and, for rows with log-probabilities, numbers from raw logits: float64 [S, 1 + columns]."""
         columns_SC = logits_SV.new_zeros((batch.num_rows, 1 + FIXED_COLUMNS + 2 * batch.num_top), dtype=torch.float64)
         columns_SC[:, 0] = chosen_S
         for rows in self._blocks(batch.logprobs):
@@ -249,7 +249,7 @@ class HostSampler(Sampler):
         choices: SequenceABC[Choice],
         eos_token_ids: frozenset[int],
     ) -> torch.Tensor:
-        """A block's own copy of its logits, with every change that its sequences ask for."""
+        """Copy a block of logits and apply all edits and masks of its sequences."""
         logits_RV = logits_SV.index_select(0, rows_R)
         block = [choices[row] for row in rows]
         if any(choice.is_edited for choice in block):
@@ -262,9 +262,9 @@ class HostSampler(Sampler):
 
 
 def _argmax(logits_SV: torch.Tensor) -> torch.Tensor:
-    """int64 [S]: the id of a row's largest logit, the smallest among equals; NO_TOKEN where there is none.
+    """Return the id of a row's largest logit, the smallest among equals, or NO_TOKEN: int64 [S].
 
-    Torch takes three to ten times longer than numpy to find an index, and this is all that greedy sampling does.
+    Torch takes three to ten times longer than numpy here, and greedy sampling does nothing else.
     """
     logits = logits_SV.numpy()
     ids = logits.argmax(axis=1)  # NaN counts as the largest
@@ -273,7 +273,7 @@ def _argmax(logits_SV: torch.Tensor) -> torch.Tensor:
 
 
 def _read(columns_SC: torch.Tensor, choices: SequenceABC[Choice]) -> list[SequenceSample]:
-    """Rows of (token id, columns of logprob_columns)."""
+    """Read rows of (token id, columns of logprob_columns)."""
     samples = []
     for choice, (number, *row) in zip(choices, columns_SC.tolist(), strict=True):
         token_id, num_top = int(number), choice.sequence.params.logprobs
@@ -285,12 +285,12 @@ def _read(columns_SC: torch.Tensor, choices: SequenceABC[Choice]) -> list[Sequen
 
 
 def choose_unfiltered(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: token ids; of tokens that min_p leaves, where it is used."""
+    """Choose token ids, [R, 1], from the whole vocabulary or after min_p."""
     return draw_(_weights(distance_RV, params), params.uniform)
 
 
 def choose_narrow(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: token ids; every row has a top_k of at most MAX_NARROW_TOP_K."""
+    """Choose token ids, [R, 1]; every row has a top_k of at most MAX_NARROW_TOP_K."""
     distance_RK, ids_RK = nearest(distance_RV, vocabulary_V, params.max_top_k)
     weight_RK = _weights(distance_RK, params)
     weight_RK.masked_fill_(vocabulary_V[: params.max_top_k] >= params.top_k, 0)
@@ -302,7 +302,7 @@ def choose_narrow(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V
 
 
 def choose_wide(distance_RV: torch.Tensor, params: RowParameters, vocabulary_V: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: token ids; any top_k and top_p."""
+    """Choose token ids, [R, 1]; any top_k and top_p."""
     key_RV = distance_RV.view(torch.int32)
     weight_RV = _weights(distance_RV, params)
     if params.max_top_k:
@@ -328,7 +328,7 @@ def _choose_looking(
     uniform_R1: torch.Tensor,
     vocabulary_V: torch.Tensor,
 ) -> torch.Tensor:
-    """Choose like `_nucleus`, by a look at the numbers: most nuclei are small, and then candidates do."""
+    """Choose like `_choose_nucleus`, but from a few candidates if the nucleus is small, as most are."""
     _, ids_RK = nearest(distance_RV, vocabulary_V, min(MAX_NARROW_TOP_K, len(vocabulary_V)))
     weight_RK = weight_RV.gather(1, ids_RK)
     running_RK = weight_RK.cumsum(dim=1)
@@ -352,7 +352,7 @@ def _weights(distance_RX: torch.Tensor, params: RowParameters) -> torch.Tensor:
 
 
 def cut(key_RV: torch.Tensor, weight_RV: torch.Tensor, needed_R1: torch.Tensor) -> torch.Tensor:
-    """Booleans: which tokens fall away when the first ones whose weights reach `needed` are kept."""
+    """Return True for tokens to drop: all after the first ones whose weights reach `needed`."""
     last_key_R1, before_R1 = _last_key(key_RV, weight_RV, needed_R1)
     tie_RV = key_RV == last_key_R1
     tie_weight_RV = torch.where(tie_RV, weight_RV, 0).cumsum_(dim=1).sub_(weight_RV)
@@ -363,7 +363,7 @@ def cut(key_RV: torch.Tensor, weight_RV: torch.Tensor, needed_R1: torch.Tensor) 
 def _last_key(
     key_RV: torch.Tensor, weight_RV: torch.Tensor, needed_R1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R, 1] each: the key with which the weights of all keys up to it reach `needed`, and the weight before it."""
+    """Return the key up to which the weights reach `needed`, and the weight before it: [R, 1] each."""
     start_R1 = key_RV.new_zeros((key_RV.shape[0], 1))
     before_R1 = torch.zeros_like(needed_R1)
     for shift in _SHIFTS:
@@ -375,7 +375,7 @@ def _last_key(
 
 
 def _histogram(key_RV: torch.Tensor, weight_RV: torch.Tensor, start_R1: torch.Tensor, shift: int) -> torch.Tensor:
-    """Weights by bucket of 2**shift keys from `start` on; the first bucket is for keys before, the last for later ones."""
+    """Sum weights by bucket of 2**shift keys from `start` on; the first bucket has keys before, the last keys after."""
     bucket_RV = (key_RV - start_R1).bitwise_right_shift_(shift).clamp_(-1, NUM_BUCKETS).add_(1).to(torch.int64)
     histogram_RB = weight_RV.new_zeros((key_RV.shape[0], NUM_BUCKETS + 2))
     return histogram_RB.scatter_add_(1, bucket_RV, weight_RV)

@@ -1,16 +1,17 @@
-"""SharedSampler: sampling if each rank has a share of the vocabulary: argmax by share, whole logits on rank 0 if a row needs them.
+"""SharedSampler: samples if each rank has a share of the vocabulary: argmax by share, whole logits on rank 0 if needed.
 
-S rows that are chosen from, V a rank's share of the vocabulary, W all of it, N ranks, X the id and the logit of an argmax
+S rows that are chosen from, V a rank's share of the vocabulary, W all of it, N ranks, X the id and the logit of an
+argmax
 
-    every rank     argmax of its share and its logit -> gather_small -> the first largest: the lowest id among equals, as alone
-    rank 0         chooses; where a row is not plain greedy, from the whole logits (gather_logits)
-    other ranks    follow: they take part in every exchange, and learn from rank 0 what was chosen
+    every rank     argmax of its share and its logit -> gather_small -> the first largest: lowest id among equals
+    rank 0         chooses; if a row is not plain greedy, from the whole logits (gather_logits)
+    other ranks    follow: they join every exchange, and get the chosen tokens from rank 0
 
 Which exchanges a step makes follows from its sequences' parameters, which all ranks have.
 
-In a pipeline the logits are those of the last stage, and rank 0, in the first, meets its ranks when it reads the results: it
-passes rows without columns, by which their number is known: where a graph of the last stage has found the argmax, all of the
-graph's. Ranks between them take no part.
+In a pipeline the last stage has the logits. Rank 0, in the first stage, exchanges with its ranks when it reads the
+results: it passes logits without columns, which give only the number of rows (all of a graph's, if a graph of the last
+stage has found the argmax). Ranks in between take no part.
 """
 
 from collections.abc import Sequence as SequenceABC
@@ -30,7 +31,7 @@ from holdfast.runner.sampling.sampler import Chosen, HostSampler
 
 OWNER = "sampling/shares"
 LINK_FORM_ROWS = 8
-"""With so many rows, argmaxes and logits are multiples of 16 numbers, which have a kernel specialization of their own."""
+"""Row count at which argmaxes and logits are multiples of 16 numbers, which have their own kernel specialization."""
 
 
 class SharedSampler:
@@ -45,7 +46,7 @@ class SharedSampler:
         device: torch.device,
         ledger: Ledger,
     ) -> None:
-        """`sampler` is one of the whole vocabulary."""
+        """`sampler` handles the whole vocabulary."""
         self.sampler = sampler
         self.exchange = exchange
         self._first_token = mesh.tensor_rank * needs.vocab_share(mesh)
@@ -62,19 +63,19 @@ class SharedSampler:
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether a step can begin before the host knows the tokens of the last one."""
+        """True if a step can begin before the host knows the tokens of the last one."""
         return self.sampler.keeps_tokens
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether ids of every step come from rank 0's device: other ranks do not keep what was chosen.
+        """True if ids of every step come from rank 0's device: other ranks do not keep tokens.
 
         With stages every token that a step begins with is known when it is launched (engine/scheduler.py).
         """
         return self.sampler.keeps_tokens and self.num_stages == 1
 
     def follow(self, source: MaskSource) -> None:
-        """Have this one say which tokens the forms of answers leave."""
+        """Take the masks of structured outputs from `source`."""
         self.sampler.follow(source)
 
     def warm(self, logits_SV: torch.Tensor) -> None:
@@ -88,14 +89,14 @@ class SharedSampler:
             self.sampler.warm(whole_1W)
 
     def resolve(self, ids_T: torch.Tensor) -> None:
-        """Put tokens in the places of ids that are -1 - slot, on every rank; a CUDA graph may capture this."""
+        """Replace ids of -1 - slot by tokens, on every rank; a CUDA graph may capture this."""
         if self.shares_tokens:
             if not self.is_follower:
                 self.sampler.resolve(ids_T)
             self.exchange.share_tokens(ids_T)
 
     def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
-        """The most likely token of each row of all shares into the first places of `argmax_S`; a CUDA graph may capture this."""
+        """Write the argmax of each row over all shares to the front of `argmax_S`; a CUDA graph may capture this."""
         if not self._takes_part:
             return
         num_rows = logits_SV.shape[0]
@@ -120,7 +121,7 @@ class SharedSampler:
         chosen_by_graph: torch.Tensor | None = None,
         keep_slots_S: torch.Tensor | None = None,
     ) -> Choosing:
-        """Begin to choose a token from each row; on other ranks than 0 what is read is the argmax, until rank 0 tells."""
+        """Begin to choose a token from each row; ranks other than 0 have the argmax until rank 0 sends the token."""
         if logits_SV is None:
             self.exchange.end_step()
             return self.sampler.launch(None, choices, eos_token_ids)
@@ -139,23 +140,23 @@ class SharedSampler:
     def prompt_logprobs(
         self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
     ) -> list[TokenLogprobs]:
-        """Score target_ids[i] by row i, which predicts it; nothing on other ranks than 0."""
+        """Score target_ids[i] by row i, which predicts it; empty on ranks other than 0."""
         whole_TW = self._gather(logits_TV)
         return [] if whole_TW is None else self.sampler.prompt_logprobs(whole_TW, target_ids, num_top)
 
     def end_step(self) -> None:
-        """Behind a step that chose nothing."""
+        """End a step that chose nothing."""
         self.exchange.end_step()
 
     def _gather(self, logits_SV: torch.Tensor) -> torch.Tensor | None:
-        """All shares side by side on rank 0."""
+        """Gather all shares on rank 0."""
         whole_SW = None if self.is_follower else self.exchange.whole_logits(logits_SV.shape[0])
         self.exchange.gather_logits(None if self.is_behind else logits_SV, whole_SW)
         self._end_call()
         return whole_SW
 
     def _end_call(self) -> None:
-        """Rank 0 of a pipeline is not with the other ranks of its stage here: those have ended the step behind their layers."""
+        """End the step, except on a pipeline's rank 0: the ranks of its stage have ended it after their layers."""
         if not self.is_behind:
             self.exchange.end_step()
 
