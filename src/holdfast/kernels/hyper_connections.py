@@ -199,7 +199,7 @@ def enter_block_triton(
     rms_eps: float,
     out_TH: Tensor,
 ) -> Tensor:
-    """Launch two programs a row: one for the block's input, one for all shares."""
+    """Launch two programs per row: one for the block's input, one for all shares."""
     _check_streams(x_TSH, shares_TM, out_TH)
     assert norm_weight_H.shape == (x_TSH.shape[2],), f"{norm_weight_H.shape=} {x_TSH.shape=}"
     (num_rows, num_streams, hidden_size), is_head = x_TSH.shape, isinstance(mix, HeadMix)

@@ -71,7 +71,7 @@ def launch_rms_norm(
     offset: float,
     codes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Launch one program a row: x += delta if given, its norm into `out_TD`, and that as e4m3 codes and scales if given."""
+    """Launch one program per row: x += delta if given, then its norm into `out_TD`, and into `codes` (e4m3) if given."""
     size = weight_D.shape[0]
     for x in (x_TD, delta_TD, out_TD):
         assert x is None or x.stride(-1) == 1 or size == 1, (

@@ -49,7 +49,7 @@ def fill_rope_rows_reference(positions_T: Tensor, rows: RopeRows) -> None:
 
 
 def fill_rope_rows_triton(positions_T: Tensor, rows: RopeRows) -> None:
-    """`fill_rope_rows` as one Triton kernel, a program per row.
+    """Launch one program per row.
 
     It launches without PDL: all kernels of the step rely on its rows, even after kernels that do not wait.
     """

@@ -72,7 +72,7 @@ def _write_kv_native(
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
 ) -> Tensor:
-    """`write_kv` in C, for float32."""
+    """Like `write_kv`, in C, for float32."""
     norms = (head_norm.q_weight_D, head_norm.k_weight_D) if head_norm else (None, None)
     tables = (rotary.cos_TP, rotary.sin_TP) if rotary else (None, None)
     out = None if out_THD is None else out_THD[:0]
@@ -144,7 +144,7 @@ def write_kv_triton(
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
 ) -> Tensor:
-    """`write_kv` as one Triton kernel, a program per block of heads of a row; it rounds where the reference rounds."""
+    """Launch one program per block of heads of a row; it rounds where the reference rounds."""
     num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
     assert qkv_TX.stride(1) == 1, f"{qkv_TX.stride()=}: the elements of a row must lie side by side"
@@ -264,7 +264,7 @@ def scatter_pages_reference(updates_U2: Tensor, table_NP: Tensor) -> None:
 
 
 def scatter_pages_triton(updates_U2: Tensor, table_NP: Tensor) -> None:
-    """`scatter_pages` as a Triton kernel, a program per block of the list."""
+    """Launch one program per block of the list."""
     num_updates = updates_U2.shape[0]
     assert num_updates % BLOCK == 0, f"{num_updates=} is not a multiple of {BLOCK=}"
     assert updates_U2.is_contiguous(), f"{updates_U2.stride()=} is not dense"

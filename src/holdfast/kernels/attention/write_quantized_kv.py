@@ -72,7 +72,7 @@ def write_quantized_kv_triton(
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
 ) -> Tensor:
-    """`write_quantized_kv` as one Triton kernel, a program per block of heads of one kind; it rounds where the reference rounds."""
+    """Launch one program per block of heads of one kind; it rounds where the reference rounds."""
     num_rows, num_kv_heads, head_dim = len(qkv_TX), planes.num_kv_heads, planes.head_dim
     num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD

@@ -84,7 +84,7 @@ def quantize_rows_reference(x_TK: Tensor, quantized: QuantizedRows) -> Quantized
 
 
 def quantize_rows_triton(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRows:
-    """Launch one program a row, or for some blocks of a row."""
+    """Launch one program per row, or for some blocks of a row."""
     _check(x_TK, quantized)
     num_rows, num_columns = x_TK.shape
     num_blocks = quantized.scales_TB.shape[1]
@@ -113,7 +113,7 @@ quantize_rows = operation(reference=quantize_rows_reference, triton=quantize_row
 
 
 def quantize_rows_by_amax(x_TK: Tensor, amax: RowAmaxBits, quantized: QuantizedRows) -> QuantizedRows:
-    """Like `quantize_rows` with a scale a row, if the producer stored amax: many programs share a row."""
+    """Like `quantize_rows` with a scale per row, if the producer stored amax: many programs share a row."""
     num_rows, num_columns = x_TK.shape
     _check(x_TK, quantized)
     assert quantized.scales_TB.shape[1] == 1, f"{quantized.scales_TB.shape=}: amax are of whole rows"
@@ -138,7 +138,7 @@ def add_rms_norm_coded_reference(
     quantized: QuantizedRows,
     offset: float = 0.0,
 ) -> Tensor:
-    """Call `add_rms_norm`, then `quantize_rows` of `out_TD` with a scale a row."""
+    """Call `add_rms_norm`, then `quantize_rows` of `out_TD` with a scale per row."""
     quantize_rows(add_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset), quantized)
     return out_TD
 
@@ -152,7 +152,7 @@ def add_rms_norm_coded_triton(
     quantized: QuantizedRows,
     offset: float = 0.0,
 ) -> Tensor:
-    """Launch one program a row."""
+    """Launch one program per row."""
     assert quantized.codes_TK.shape == x_TD.shape, f"{quantized.codes_TK.shape=} {x_TD.shape=}"
     assert quantized.scales_TB.shape == (len(x_TD), 1), f"{quantized.scales_TB.shape=}: a row has one scale"
     assert quantized.codes_TK.stride(1) == 1, "the elements of a row must lie side by side"

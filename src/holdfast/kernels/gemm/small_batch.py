@@ -11,9 +11,9 @@ between two of them happens in the epilogue of the first and the prologue of the
                silu(gate) * up                             gated: the upper and the lower half of the weight's rows
                x += y;  x * next norm_weight;  squares     residual, with the next norm deferred
 
-A weight is plain, or has 8 bits and a scale a row. For e4m3 the prologue quantizes rows: their producer stored amax by
-block, which gives the scale. For int8 rows are not quantized. A deferred RMSNorm does not change a row's codes: 1 / rms is
-a factor of the whole row, like its scale.
+A weight is plain, or has 8 bits and a scale per row. For e4m3 the prologue quantizes rows: their producer stored amax
+by block, which gives the scale. For int8 rows are not quantized. A deferred RMSNorm does not change a row's codes: 1 /
+rms is a factor of the whole row, like its scale.
 
 One row is a GEMV (kernels/gemm/gemv.py). More rows go through the tensor cores: the weight is the first operand and the
 rows are the second, so that sixteen rows fill an instruction. A weight with few outputs is split along K (split-K). The

@@ -207,7 +207,7 @@ def _check_layout(step: PooledRows, compressor: Compressor, entries_TD: Tensor) 
 
 
 def compress_rows_triton(step: PooledRows, compressor: Compressor, entries_TD: Tensor) -> None:
-    """`compress_rows` as a Triton kernel: that of `compress_entries` without its last step."""
+    """Launch the kernel of `compress_entries` without its last step."""
     _check_layout(step, compressor, entries_TD)
     _launch(step, compressor, None, "rows", Target(entries_TD), None, None)
 
@@ -216,7 +216,7 @@ compress_rows = operation(reference=compress_rows_reference, triton=compress_row
 
 
 def compress_entries_triton(step: PooledRows, compressor: Compressor, rotary: Rotary, planes: LatentPlanes) -> None:
-    """`compress_entries` as one Triton kernel: a program per row, which works if a window or its sequence's rows end there."""
+    """Launch one program per row, which works if a window or its sequence's rows end there."""
     dim = planes.latent_dim + planes.rope_dim
     assert compressor.dim == dim, f"{compressor.dim=} for planes of {dim} elements"
     assert rotary.dim == planes.rope_dim, f"{rotary.dim=} for {planes.rope_dim=}"
@@ -235,7 +235,7 @@ compress_entries = operation(
 def compress_index_triton(
     step: PooledRows, q_TID: Tensor, compressor: Compressor, rotary: Rotary, q_rotary: Rotary, planes: IndexPlanes
 ) -> None:
-    """`compress_index` as one Triton kernel, with more programs for the index heads of a row."""
+    """Launch the kernel of `compress_entries`, with more programs for the index heads of a row."""
     rows_SD = planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD
     assert compressor.dim == q_TID.shape[2] == rows_SD.shape[1], f"{compressor.dim=}, {q_TID.shape=}, {rows_SD.shape=}"
     assert q_TID.stride(2) == 1, f"{q_TID.stride()=}: the elements of a head must lie side by side"

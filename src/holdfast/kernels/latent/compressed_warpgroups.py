@@ -10,8 +10,8 @@ Places of a row are its entries, then its window (compressed_scopes.py). The nam
 e, -2 - t for token t of the window, -1 for nothing. A step is the places that the gathering warps take at once. Names
 are loaded some steps ahead, pages one step later, and rows before their use, so no load waits for another.
 
-    plain        copied by cp.async, as they are
-    fp8_ds_v4    codes times the power of two of their tile, in half precision: exact, but for what half precision has no numbers for
+    plain        copied by cp.async, unchanged
+    fp8_ds_v4    codes times the power of two of their tile, in half precision: exact within the range of half precision
 
 Unlike rows of fp8_ds_mla these need no factor in scores: a normed vector is well within half precision. A mask says which rows
 hold a token; others are zeros. Blocks form a ring in shared memory, as in sparse_gather.py.
@@ -56,7 +56,7 @@ HEAD_DIM, NOPE, ROPE = kernel_constant(NOPE_DIM + ROPE_DIM), kernel_constant(NOP
 
 
 def takes_warpgroups(call: CompressedCall) -> bool:
-    """True if this kernel takes these queries: Hopper, half precision, the sizes of released models."""
+    """Return True if this kernel supports these queries: Hopper, half precision, the sizes of released models."""
     q_TND, window = call.q_TND, call.scopes.window
     return (
         gl is not None

@@ -45,7 +45,7 @@ GATHER_WARPS, GATHER_REGISTERS = kernel_constant(4), kernel_constant(88)
 
 
 def takes_gathering(call: LatentCall) -> bool:
-    """True if these kernels take tiles of 64 rows: Hopper, half precision, the sizes of released models."""
+    """Return True if these kernels support tiles of 64 rows: Hopper, half precision, the sizes of released models."""
     q_TNX, planes = call.q_TNX, call.planes
     return (
         gl is not None
@@ -58,7 +58,7 @@ def takes_gathering(call: LatentCall) -> bool:
 
 
 def gathered_memory(planes: LatentPlanes) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and rotated elements as 32-bit words; plain rows as they are."""
+    """Return codes, scales and rotated elements as 32-bit words; plain rows unchanged."""
     rows_SX = planes.rows_SX
     if planes.kind == "plain":
         return rows_SX, rows_SX, rows_SX

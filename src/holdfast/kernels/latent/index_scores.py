@@ -82,7 +82,7 @@ def choose_operands(q_TID: Tensor, planes: IndexPlanes) -> Operands:
 def index_scores_reference(
     q_TID: Tensor, weights_TI: Tensor, planes: IndexPlanes, page_table_NP: Tensor, rows: SparseRows, out_TC: Tensor
 ) -> Tensor:
-    """Write float32 scores of every token that a row sees; the rest of `out_TC`, and rows that select none, stay as they are.
+    """Write float32 scores of every token that a row sees; the rest of `out_TC`, and rows that select none, stay.
 
     `weights_TI`: float32, with all factors (head_dim ** -0.5 * heads ** -0.5, and the scale of quantized queries). The launch
     does not depend on lengths: programs read them on the device, so a graph serves any step.
@@ -119,7 +119,7 @@ def read_index(planes: IndexPlanes, pages_P: Tensor, low: int, high: int) -> Ten
 def index_scores_triton(
     q_TID: Tensor, weights_TI: Tensor, planes: IndexPlanes, page_table_NP: Tensor, rows: SparseRows, out_TC: Tensor
 ) -> Tensor:
-    """`index_scores` as one Triton kernel: tokens are rows of a product and heads its columns, so a sum over heads stays in a thread.
+    """Launch one Triton kernel. Tokens are rows of a product and heads its columns, so a thread sums over heads alone.
 
     A program strides over the blocks of a row's tokens, together with the next row if that is of the same sequence.
     """

@@ -155,7 +155,7 @@ def latent_attention(call: LatentCall, work: TileWork) -> Tensor:
 
 
 def sparse_attention(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> Tensor:
-    """Attend the rows that select tokens to their lists: [T, N, L]; other rows stay as they are.
+    """Attend the rows that select tokens to their lists: [T, N, L]; other rows do not change.
 
     `tokens_TK`: int32 positions, -1 for none. Partials hold the rows times heads of `sparse_splits`. Outputs over TurboQuant
     pages are in the rotated space.

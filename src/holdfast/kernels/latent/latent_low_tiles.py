@@ -49,7 +49,7 @@ LOW_HEIGHT = 32
 
 
 def takes_low(call: LatentCall) -> bool:
-    """True if these kernels take a step over lists: few heads, and all that `takes_gathering` wants."""
+    """Return True if these kernels support a step over lists: few heads, and all that `takes_gathering` requires."""
     return call.q_TNX.shape[1] <= LOW_HEIGHT and takes_gathering(call)
 
 

@@ -81,7 +81,7 @@ def attend_up_projected_triton(
     scratch: Mapping[str, Tensor],
     out_TNV: Tensor,
 ) -> Tensor:
-    """`attend_up_projected` as Triton kernels around one product per chunk and group of heads."""
+    """Launch Triton kernels around one product per chunk and group of heads."""
     shape = _shape_of(q_TND, kv_b_NXL, planes, out_TNV)
     room, state = scratch["up_projected"], scratch["up_projected_state"]
     assert room.dtype == q_TND.dtype == kv_b_NXL.dtype, f"{room.dtype=} {q_TND.dtype=} {kv_b_NXL.dtype=}"
@@ -146,7 +146,7 @@ def gather_latents_reference(
 
 
 def gather_latents_triton(planes: LatentPlanes, page_row_P: Tensor, first: int, count: int, out_WX: Tensor) -> Tensor:
-    """`gather_latents_reference` as a Triton kernel, a program per GATHERED_TOKENS."""
+    """Launch one program per GATHERED_TOKENS tokens."""
     assert out_WX.shape == (count, planes.latent_dim + planes.rope_dim), f"{out_WX.shape=} for {count} of {planes}"
     assert out_WX.is_contiguous(), f"{out_WX.shape} with strides {out_WX.stride()}"
     rows = planes.rows_SX if planes.kind == "plain" else planes.rows_SX.view(torch.int16)

@@ -58,7 +58,7 @@ def row_form(num_rows: int) -> tuple[ProjectionForm, ProjectionForm]:
 
 
 def absorb_queries_reference(q_TND: Tensor, kv_b_NXL: Tensor, out_TNX: Tensor) -> Tensor:
-    """[T, N, L + R]: q[:P] @ W_UK of every head, then its rotated elements; rows and heads may be strided."""
+    """Return [T, N, L + R]: q[:P] @ W_UK of every head, then its rotated elements; rows and heads may be strided."""
     latent_dim = kv_b_NXL.shape[-1]
     nope_dim = q_TND.shape[-1] - (out_TNX.shape[-1] - latent_dim)
     absorbed_TNL = torch.einsum("tnp,npl->tnl", q_TND[..., :nope_dim].float(), kv_b_NXL[:, :nope_dim].float())
@@ -68,7 +68,7 @@ def absorb_queries_reference(q_TND: Tensor, kv_b_NXL: Tensor, out_TNX: Tensor) -
 
 
 def absorb_queries_triton(q_TND: Tensor, kv_b_NXL: Tensor, out_TNX: Tensor) -> Tensor:
-    """`absorb_queries` as a Triton kernel, a program per block of rows and columns of a head."""
+    """Launch one program per block of rows and columns of a head."""
     (num_rows, num_heads, _), latent_dim = q_TND.shape, kv_b_NXL.shape[-1]
     rope_dim = out_TNX.shape[-1] - latent_dim
     nope_dim = q_TND.shape[-1] - rope_dim
@@ -91,14 +91,14 @@ absorb_queries = operation(reference=absorb_queries_reference, triton=absorb_que
 
 
 def project_values_reference(latent_TNL: Tensor, kv_b_NXL: Tensor, out_TNV: Tensor) -> Tensor:
-    """[T, N, V]: the attention output of every head times W_UV; rows and heads may be strided."""
+    """Return [T, N, V]: the attention output of every head times W_UV; rows and heads may be strided."""
     value_dim = out_TNV.shape[-1]
     w_NVL = kv_b_NXL[:, kv_b_NXL.shape[1] - value_dim :].float()
     return out_TNV.copy_(torch.einsum("tnl,nvl->tnv", latent_TNL.float(), w_NVL).to(out_TNV.dtype))
 
 
 def project_values_triton(latent_TNL: Tensor, kv_b_NXL: Tensor, out_TNV: Tensor) -> Tensor:
-    """`project_values` as a Triton kernel, a program per block of rows and columns of a head."""
+    """Launch one program per block of rows and columns of a head."""
     (num_rows, num_heads, latent_dim), value_dim = latent_TNL.shape, out_TNV.shape[-1]
     assert kv_b_NXL.shape[-1] == latent_dim, f"{latent_TNL.shape=} {kv_b_NXL.shape=}"
     assert value_dim <= kv_b_NXL.shape[1], f"{kv_b_NXL.shape=} {out_TNV.shape=}"

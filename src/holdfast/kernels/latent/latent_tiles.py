@@ -71,7 +71,7 @@ class ListSplits(NamedTuple):
 
 
 def merge_lists(call: LatentCall, rows: SparseRows, num_splits: int) -> None:
-    """Merge the rows that select tokens from the partials of all their splits; others stay as they are."""
+    """Merge the rows that select tokens from the partials of all their splits; others do not change."""
     num_rows, num_heads, latent_dim = call.out_TNL.shape
     shape = merge_shape(num_rows, num_heads, latent_dim)
     _merge_lists_kernel[(num_rows, -(-num_heads // shape.heads), latent_dim // shape.columns)](

@@ -32,7 +32,7 @@ LAUNCH_DEPENDENTS = kernel_constant("griddepcontrol.launch_dependents; // $0")
 
 
 def takes_warpgroups(planes: LatentPlanes) -> bool:
-    """True if this kernel takes tiles of 64 rows: Hopper, half precision, the sizes, whole blocks in a page."""
+    """Return True if this kernel supports tiles of 64 rows: Hopper, half precision, sizes, whole blocks in a page."""
     rows_SX = planes.rows_SX
     return (
         gl is not None

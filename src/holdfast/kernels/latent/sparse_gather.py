@@ -6,7 +6,7 @@ Warps that gather do nothing else. A place of a list gives a token, the page tab
 of the three loads waits for another, because places are read three steps ahead, pages two and rows one. A step is the
 tokens that the warps take at once.
 
-    plain         copied by cp.async, as they are
+    plain         copied by cp.async, unchanged
     fp8_ds_mla    codes times the share of their group's scale in the largest of their token, at most one; half precision
     TurboQuant    the numbers of the codebook; half precision
 

@@ -73,7 +73,7 @@ def attend_low_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> i
 
 
 def takes_turns(call: LatentCall, num_places: int) -> bool:
-    """True if this kernel takes a step of low tiles: few heads, and partials for two warpgroups of every split."""
+    """Return True if this kernel supports a step of low tiles: few heads, and two partials for every split."""
     num_rows, num_heads, _ = call.q_TNX.shape
     num_splits = low_splits(num_rows, num_heads, num_places, call.num_sms, TURNS * 64)
     return num_heads <= HEADS and TURNS * num_splits * num_rows * num_heads <= call.partial_lse_CH.numel()

@@ -58,8 +58,9 @@ def top_k_tokens_reference(
 ) -> Tensor:
     """Return int32 positions of each row's K largest scores among its first num_tokens_T, ascending, then -1.
 
-    Ties go to the lower position. NaN counts as the lowest score, -0 as 0. Rows of at most K tokens take all of them, rows that
-    select none have -1. `scratch`: the tensors of `top_k_specs` for at least so many rows and tokens; plain torch needs none.
+    Ties go to the lower position. NaN counts as the lowest score, -0 as 0. Rows of at most K tokens take all of them,
+    rows that select none have -1. `scratch`: the tensors of `top_k_specs` for at least these rows and tokens; plain
+    torch needs none.
     """
     del scratch, form
     num_tokens_T1 = rows.num_tokens_T.unsqueeze(1)
@@ -85,7 +86,7 @@ def top_k_tokens_triton(
     scratch: Mapping[str, Tensor] | None = None,
     form: TopKForm = TOP_K_FORM,
 ) -> Tensor:
-    """`top_k_tokens` as one Triton kernel if no row is long, else as three."""
+    """Launch one Triton kernel if no row is long, else three."""
     assert scratch is not None, "top_k_tokens needs scratch on a GPU: pass the tensors of top_k_specs"
     _check(scores_TC, rows, out_TK, scratch, form)
     (num_rows, context), k = scores_TC.shape, out_TK.shape[1]

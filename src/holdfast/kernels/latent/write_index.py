@@ -105,7 +105,7 @@ def write_index_triton(
     planes: IndexPlanes,
     by_neighbours: bool = False,
 ) -> None:
-    """`write_index` as one Triton kernel: a program for the key of a row, and more for its index heads."""
+    """Launch one program for the key of a row, and more for its index heads."""
     (num_rows, num_heads, dim), rope_dim = q_TID.shape, rotary.dim
     _check_layout(k_TD, q_TID, rotary, planes)
     if num_rows == 0:
@@ -125,7 +125,7 @@ write_index = operation(reference=write_index_reference, triton=write_index_trit
 
 
 def quantize_index_queries_triton(q_TID: Tensor, weights_TI: Tensor, codes_TID: Tensor, out_weights_TI: Tensor) -> None:
-    """`quantize_index_queries` as one Triton kernel, a program per block of heads of a row."""
+    """Launch one program per block of heads of a row."""
     num_rows, num_heads, dim = q_TID.shape
     assert codes_TID.shape == q_TID.shape, f"{codes_TID.shape=} for {q_TID.shape=}"
     for rows in (q_TID, weights_TI, codes_TID, out_weights_TI):

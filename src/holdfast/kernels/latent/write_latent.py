@@ -66,7 +66,7 @@ def rotate_neighbours(x_TXR: Tensor, rotary: Rotary) -> Tensor:
 def write_latent_triton(
     latent_TX: Tensor, q_TND: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: LatentPlanes
 ) -> None:
-    """`write_latent` as one Triton kernel: a program for the latent of a row, and more for its query heads."""
+    """Launch one program for the latent of a row, and more for its query heads."""
     (num_rows, num_heads, head_dim), rope_dim = q_TND.shape, planes.rope_dim
     _check_layout(latent_TX, q_TND, rotary, planes)
     if num_rows == 0:

@@ -77,7 +77,7 @@ def write_window_triton(
     planes: LatentPlanes,
     is_rotated: bool = False,
 ) -> None:
-    """`write_window` as one Triton kernel: a program for the vector of a row, and more for its query heads."""
+    """Launch one program for the vector of a row, and more for its query heads."""
     num_rows, num_heads, dim = q_TND.shape
     _check_layout(q_TND, rotary)
     assert dim == kv_TD.shape[1] == planes.latent_dim + planes.rope_dim, f"{q_TND.shape=}, {kv_TD.shape=}"
@@ -102,7 +102,7 @@ write_window = operation(reference=write_window_reference, triton=write_window_t
 
 
 def rotate_back_triton(out_TND: Tensor, rotary: Rotary) -> None:
-    """`rotate_back` as one Triton kernel: a program per block of heads of a row."""
+    """Launch one program per block of heads of a row."""
     num_rows, num_heads, dim = out_TND.shape
     _check_layout(out_TND, rotary)
     if num_rows == 0:

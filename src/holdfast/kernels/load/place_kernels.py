@@ -293,7 +293,7 @@ def _by_row_kernel(
     first_row, num_rows, num_columns, kept_start, num_kept, row_stride, column_stride,
     IS_INT8: constexpr, IS_ONE_SWEEP: constexpr, VERIFY: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Quantize with a scale a row, from its largest number or from the amax of the tensor."""
+    """Quantize with a scale per row, from its largest number or from the amax of the tensor."""
     i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = i_row < num_rows
     p_rows = p_x + i_row.to(tl.int64)[:, None] * row_stride
@@ -412,7 +412,7 @@ def _put_codes(p_out, b_x, b_scale, i_kept, num_kept, m_row, IS_INT8: constexpr,
 
 @jit
 def _put_scales(p_scale, b_bits, m_scale, b_differs, i_row, p_differing, VERIFY: constexpr):
-    """Store the bits of scales, one a row, or report rows whose scale or codes differ."""
+    """Store the bits of scales, one per row, or report rows whose scale or codes differ."""
     if VERIFY:
         m_other = (tl.load(p_scale, mask=m_scale, other=0) != b_bits) & m_scale
         report_rows(p_differing, i_row, m_other | (b_differs > 0))

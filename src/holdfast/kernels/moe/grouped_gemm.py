@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 def tile_for(block_rows: int, gated: bool, kind: OperandKind, element_bytes: int) -> Tile:
     """Return the tile of a program that does not spill registers, as measured on an H200 (docs/log.md).
 
-    Small blocks are bound by memory: a few programs a multiprocessor with deep pipelines. Large ones are bound by tensor
+    Small blocks are bound by memory: a few programs per SM with deep pipelines. Large ones are bound by tensor
     cores: as many outputs as registers hold.
     """
     if element_bytes == 4:

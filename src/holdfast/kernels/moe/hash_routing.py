@@ -49,7 +49,7 @@ def route_by_table_triton(
     shares_TS: Tensor,
     bias_E: Tensor | None = None,
 ) -> None:
-    """Launch one program a token."""
+    """Launch one program per token."""
     _check(logits_TE, table_VS, token_ids_T, routing, expert_ids_TS, shares_TS, bias_E)
     (num_rows, num_experts), top_k = logits_TE.shape, expert_ids_TS.shape[1]
     if not num_rows:

@@ -3,7 +3,7 @@
 T tokens, S experts of a token, E experts, K columns, J blocks of K
 
 One token takes one launch: each program computes some experts' logits, and the last to finish chooses. More tokens take a
-product and a launch with one program a token. Other programs of these launches finish the norm: as e4m3 codes if the
+product and a launch with one program per token. Other programs of these launches finish the norm: as e4m3 codes if the
 experts' weights are e4m3 with scales by row, else in the model's type.
 """
 

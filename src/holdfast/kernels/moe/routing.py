@@ -172,7 +172,7 @@ def route_tokens_triton(
     bias_E: Tensor | None = None,
     score_bias_E: Tensor | None = None,
 ) -> None:
-    """Launch one program a token."""
+    """Launch one program per token."""
     check_routing(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
     (num_rows, num_experts), top_k = logits_TE.shape, expert_ids_TS.shape[1]
     if not num_rows:

@@ -150,7 +150,7 @@ def mask_logits_reference(block_RV: Tensor, masks_RW: Tensor) -> None:
 
 
 def mask_logits_triton(block_RV: Tensor, masks_RW: Tensor) -> None:
-    """Launch one program a chunk of a row. It reads no logits and writes only -inf."""
+    """Launch one program per chunk of a row. It reads no logits and writes only -inf."""
     num_rows, vocab_size = block_RV.shape
     _check_masks(block_RV, masks_RW)
     if num_rows:

@@ -53,7 +53,7 @@ def logprob_rows_reference(
 def logprob_rows_triton(
     logits_SV: Tensor, argmax_S: Tensor, tokens_S: Tensor, rows_RF: Tensor, columns_RC: Tensor, scratch: LogitScratch
 ) -> None:
-    """Launch two passes over each row by many programs, then one program a row."""
+    """Launch two passes over each row by many programs, then one program per row."""
     num_rows, vocab_size = rows_RF.shape[0], logits_SV.shape[1]
     assert columns_RC.shape[0] == num_rows, f"{columns_RC.shape=} must have a row for each of {num_rows}"
     check_dense(columns_RC)

@@ -67,7 +67,7 @@ def _reference_choice(distance_V: Tensor, row: LogitRow) -> int:
 def sample_tokens_triton(
     logits_XV: Tensor, argmax_X: Tensor, rows_RF: Tensor, raw_argmax_S: Tensor, chosen_S: Tensor, scratch: LogitScratch
 ) -> None:
-    """Launch two passes over each row by many programs, then one program a row."""
+    """Launch two passes over each row by many programs, then one program per row."""
     num_rows, vocab_size = rows_RF.shape[0], logits_XV.shape[1]
     if not num_rows:
         return
