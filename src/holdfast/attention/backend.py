@@ -44,7 +44,7 @@ class SequenceRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogitRows:
-    """The rows whose logits are wanted, if not all: after the last layer's keys nothing else is computed."""
+    """Rows whose logits are wanted, if not all. After the last layer's keys only these are computed."""
 
     rows_R: torch.Tensor
     sequences: tuple[SequenceRows, ...]
@@ -58,14 +58,14 @@ class Batch:
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     slots_GT: torch.Tensor
-    """A row for each cache group."""
+    """One row per cache group."""
     sequences: tuple[SequenceRows, ...]
     logits: LogitRows | None
     """None: the logits of every row are wanted."""
     page_tables: tuple[torch.Tensor, ...] | None = None
-    """By group int32 [N, P], a row for each sequence on the device; None on a CPU, where kernels read the lists.
+    """By group, int32 [N, P], a row per sequence on the device; None on a CPU, where kernels read the lists.
 
-    Places after the newest chunk, or before a window, name some chunk of any sequence."""
+    Entries after the newest chunk, or before a window, name an arbitrary chunk."""
     states_T: torch.Tensor | None = None
     """int64: state index of each row's sequence (cache/storage.py), -1 for padding; None without states."""
 
@@ -88,7 +88,7 @@ class LayerStep(NamedTuple):
     layer: int
     plan: StepPlan
     scratch: Mapping[str, torch.Tensor]
-    """The workspace that the backend's declaration lists, by name."""
+    """Scratch buffers of the backend's declaration, by name."""
 
 
 @dataclass(frozen=True, slots=True)

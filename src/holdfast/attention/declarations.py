@@ -18,7 +18,7 @@ ROWS_AT_ONCE = 1024
 PARTIAL_HEAD_ROWS = 2 * 2 * 132 * 64
 """Rows times heads of latent split-KV partials: two waves over 132 multiprocessors, two tiles of 64 heads in each."""
 SELECTED = "selected"
-"""The scratch buffer with the choice of every row, from a layer with an index to the next one."""
+"""Scratch buffer of each row's selected tokens, kept from one layer with an index to the next."""
 INDEX_SCORE_BYTES = 128 * 2**20
 """Most bytes of index scores that a GPU holds at once."""
 SCORE_ALIGNMENT = 64

@@ -45,7 +45,7 @@ class HeldMemory:
         return turn
 
     def share_width(self, rank: int) -> int:
-        """Return the logit columns of a tensor rank."""
+        """Count the logit columns of a tensor rank."""
         share = self.needs.vocab_share(self.mesh)
         return max(0, min(share, self.needs.vocab_size - rank * share))
 

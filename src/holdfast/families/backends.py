@@ -27,9 +27,9 @@ class BackendInputs:
     num_sms: int = 1
     batch_invariant: bool = False
     k_means: KeyMeans | None = None
-    """Subtracted from the keys of each grouped layer before they are quantized."""
+    """Means subtracted from the keys of each grouped layer before they are quantized."""
     key_biases: KeyBiases | None = None
-    """Keys are stored without these; scores get them."""
+    """Biases that stored keys lack; scores include them."""
     sinks: Sinks | None = None
     """Logits that join the softmax of each grouped layer's query heads."""
     states: StateStorage | None = None

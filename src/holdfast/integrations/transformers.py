@@ -54,7 +54,7 @@ class TurnedBias:
 
     bias_X: torch.Tensor
     inverse_frequency_C: torch.Tensor | None
-    """A copy: what is subtracted must be what is added."""
+    """A copy, so that reading adds exactly what was subtracted."""
     magnitude: float
 
     def rows(self, begin: int, end: int, like_NKTD: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ class StreamBuffers(NamedTuple):
 
 
 class StreamHead:
-    """Makes the head's input: the sum of streams by shares, normed."""
+    """Makes the head's input: the normed sum of streams by shares."""
 
     def __init__(self, mix: HeadMix, numbers: MixNumbers, norm: RMSNorm) -> None:
         assert norm.offset == 0.0, f"{norm.offset=}: weights are taken as they are"

@@ -107,7 +107,7 @@ class MLPBuffers(NamedTuple):
 
 
 class GatedMLP:
-    """down(activation(gate) * up); a limit, if any, clamps gate from above and up to plus and minus."""
+    """down(activation(gate) * up); a limit, if any, clamps gate to at most it, `up` to plus or minus it."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: str, limit: float | None = None) -> None:
         self.gate_up = gate_up

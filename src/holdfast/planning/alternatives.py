@@ -18,22 +18,22 @@ from holdfast.quant.formats import DTYPE_BYTES, formats_of
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightScheme
 
 MAX_UTILIZATION = 0.98
-"""A plan by owner is exact enough for this share of a device."""
+"""Largest share of a device that a plan by owner, being exact, may use."""
 LEVER_BATCHED_TOKENS = {"cuda": 2048, "cpu": 512}
-"""Steps of so many tokens still saturate a device, and need a fraction of the scratch buffers."""
+"""Tokens of a step that still saturate a device, with a fraction of the scratch buffers."""
 LEVER_NUM_SEQS = 4
-"""Enough for a few users, at little memory for what sequences keep whatever their length."""
+"""Enough for a few users, with little per-sequence memory."""
 MIN_BATCHED_TOKENS = 64
 RANKS = (2, 4, 8)
 NUM_GPUS = 3
 ALIKE = 1.06
-"""GPUs whose memory differs by less count as one."""
+"""GPUs whose memory differs by less than this factor count as one."""
 NUM_CHANGES = 3
-"""Changes in a refusal."""
+"""Number of changes that a refusal lists."""
 NUM_COMBINED = 2
-"""Combinations that are listed beside the one with the model's own context."""
+"""Number of listed combinations beside the one with the model's own context."""
 WORTH = 1.01
-"""A lever that gives less than 1 % more is not listed."""
+"""Smallest gain of a listed lever, as a factor."""
 USEFUL_TOKENS = 2048
 """A change does not count as fitting if an open context shrinks below this."""
 LEVER, CONTEXT, FORMAT, WEIGHTS, GPU, RANKED = "lever", "context", "format", "weights", "gpu", "ranks"
@@ -52,13 +52,13 @@ LEVERS = (
 """Options that change no answer."""
 
 LEFT_OUT = ""
-"""The value of an option that a change leaves out."""
+"""The value of an option that a change removes."""
 Settings = tuple[tuple[str, str], ...]
 """Options and their values as typed, or LEFT_OUT."""
 
 
 class Alternative(NamedTuple):
-    """One change, of one option or of several that help together, and what it gives."""
+    """One change of one option, or of several that help together, and its effect."""
 
     change: str
     """An imperative: "lower max_num_seqs to 4"."""
@@ -68,11 +68,11 @@ class Alternative(NamedTuple):
     kv_tokens: int
     """0 if it does not fit."""
     max_model_len: int
-    """The longest context then; 0 if it does not fit."""
+    """The longest context after the change; 0 if it does not fit."""
     fits: bool
     is_smallest: bool = False
     speed: SpeedEstimate | None = None
-    """None if it does not fit, or if nothing is known of the device's speed."""
+    """None if it does not fit, or if the device's speed is unknown."""
 
     @property
     def max_concurrency(self) -> float:
@@ -94,7 +94,7 @@ class Alternative(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """The change, with the option if it does not name it; several changes as options alone."""
+        """The change, with its option unless it names it; several changes as options alone."""
         given = [f"{name}={value}" for name, value in self.settings]
         if len(given) > 1:
             return f"set {', '.join(given[:-1])} and {given[-1]}"
@@ -364,7 +364,7 @@ def _joined(change: _Change, other: _Change) -> _Change:
 
 
 def _memory_changes(resolved: Resolved) -> Iterator[_Change]:
-    """Take more of the memory: just as much as a useful context needs."""
+    """Take more of the memory: only as much as a useful context needs."""
     config, target = resolved.request.config, resolved.target
     if config.kv_cache_memory is not None:
         yield _set(resolved, "leave out kv_cache_memory", LEVER, "kv_cache_memory", None)
@@ -397,7 +397,7 @@ def _step_changes(resolved: Resolved) -> Iterator[_Change]:
 
 
 def _context_changes(resolved: Resolved, fit: RunnerPlan | None) -> Iterator[_Change]:
-    """Take the longest context that fits, and the power of two below it: shorter than given, or longer if memory is left."""
+    """Try the longest context that fits and the power of two below: shorter than given, or longer if memory is left."""
     longest_possible = resolved.limits.max_model_len - 1 if fit is None else resolved.declared.max_position
     low = 1 if fit is None else fit.resolved.limits.max_model_len + 1
     longest = None
@@ -527,7 +527,7 @@ def _gpu_alternatives(resolved: Resolved, fit: RunnerPlan | None) -> list[Altern
         is_same = request.target.kind == "cuda" and gpu.total_bytes == request.target.total_bytes
         if is_same or too_old_reason(target) is not None or gpu.total_bytes < ALIKE * taken_bytes:
             continue
-        # A limit was meant for the device that was named first.
+        # A limit applies to the device that was named first.
         config = replace(request.config, device="auto", memory_limit=None)
         moved = replace(request, config=config, target=target, staging=None)
         tried = next(_possible([_Change(f"take {gpu.key}", (("gpu", gpu.key),), GPU, moved)]), None)

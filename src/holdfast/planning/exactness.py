@@ -1,4 +1,4 @@
-"""Refusals of bitwise equality: what a batch, or several ranks, compute differently from one sequence on one rank; no torch.
+"""Refusals of bitwise equality: what batches or ranks compute differently from one sequence on one rank; no torch.
 
     refuse_inequality                                 tensor_parallel_sums=exact: shares of weights and heads that use other kernels
     refuse_variant_weights, refuse_variant_attention  batch_invariant: products or attention that round by the batch
@@ -16,9 +16,9 @@ from holdfast.planning.target import Target
 from holdfast.quant.weight_schemes import WeightRecipe
 
 INVARIANT_ROWS = 16
-"""From this many rows cuBLAS has kernels that multiply a row the same way whatever the others are, given a small workspace."""
+"""From this many rows cuBLAS multiplies a row the same way whatever the others are, given a small workspace."""
 EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
-"""By the number of ranks: the fewest rows of a largest step. Above it, a start compares: among 8 ranks an H200 multiplied
+"""By number of ranks: the fewest rows of a largest step. Above it, startup compares: among 8 ranks an H200 multiplied
 by shares of large weights as by whole weights from 26 rows, by small ones from 128 (benchmarks/gpu_invariance.py)."""
 
 

@@ -18,9 +18,9 @@ NETWORK_BYTES_PER_SECOND, NETWORK_SECONDS = 50e9, 10e-6
 SLOW_LINKS: Mapping[Link, tuple[float, float]] = {"pcie": (20e9, 20e-6), "host": (4e9, 200e-6)}
 """Bytes/s and seconds of one exchange without NVLink: PCIe 4.0 x16 through a host; gloo among processes. Assumed, not measured."""
 SUMS_PER_LAYER = 2
-"""After attention and after the MLP or experts."""
+"""All-reduces: after attention, and after the MLP or experts."""
 GATHERS_PER_LAYER = 4
-"""With exact sums: inputs and outputs of both output projections."""
+"""All-gathers with exact sums: inputs and outputs of both output projections."""
 
 
 def sum_seconds(num_elements: float, size: int) -> float:

@@ -31,7 +31,7 @@ AGREED_PAGES = "as many as the rank with the fewest has"
 def count_tokens(groups: tuple[CacheGroup, ...], limits: Limits, num_pages: int) -> tuple[int, float]:
     """Return the tokens that so many pages hold, and how many sequences of the longest context decode on them.
 
-    If some layers free pages, a token is its share of a longest sequence.
+    If some layers free pages, a token counts as its share of a longest sequence.
     """
     if not any(group.window is not None for group in groups):
         num_tokens = num_pages * limits.page_tokens
@@ -48,7 +48,7 @@ class RunnerPlan:
     needs: Needs
     memory: MemoryPlan
     context_note: str = ""
-    """Which limit shortened the context, from what to what, and what would lift it; empty if none did."""
+    """Which limit shortened the context, by how much, and what would lift it; empty if none did."""
 
     @property
     def declared(self) -> DeclaredModel:
@@ -70,7 +70,7 @@ class RunnerPlan:
 
     @property
     def states(self) -> tuple[StateKind, ...]:
-        """What sequences keep beside their pages: rows that are not finished."""
+        """States of sequences beside their pages: rows that are not finished."""
         pages = self.resolved.pages()
         return () if pages is None else pages.states
 
@@ -110,7 +110,7 @@ class RunnerPlan:
 
     @property
     def not_in_this_version(self) -> tuple[str, ...]:
-        """Why an engine of this version cannot run it; empty if it can."""
+        """Reasons why an engine of this version cannot run it; empty if it can."""
         return missing_here(self.resolved.request)
 
     @property

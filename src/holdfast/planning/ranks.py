@@ -29,7 +29,7 @@ from holdfast.planning.target import Target
 
 PACKAGES = ("holdfast", "torch", "triton")
 OWN_CHOICES = ("memory", "device", "max_model_len")
-"""Choices that may differ among ranks, or that are compared as numbers."""
+"""Choices that may differ among ranks, or are compared as numbers."""
 
 
 class RankReport(NamedTuple):
@@ -100,11 +100,11 @@ class Agreement(NamedTuple):
     cuts: Cuts | None
     """The layers of each stage; None if there is one."""
     num_sharing: tuple[int, ...]
-    """For each rank, how many ranks share its device."""
+    """For each rank, the number of ranks on its device."""
     summaries: tuple[Mapping[str, Any], ...]
-    """For each rank, what its plan must be."""
+    """For each rank, the summary that its plan must equal."""
     exchange: ExchangeKind
-    """How they exchange, which follows from their nodes."""
+    """The kind of exchange, which follows from the ranks' nodes."""
 
     @property
     def agreed(self) -> Agreed:
@@ -137,11 +137,11 @@ class RankPlans(NamedTuple):
     plans: tuple[RunnerPlan, ...]
     agreement: Agreement
     least: tuple[int, ...]
-    """Pages that each would have by itself, with the common context."""
+    """Pages that each rank could have alone, with the common context."""
 
     @property
     def worst(self) -> int:
-        """The first rank with the fewest pages, which decides for all."""
+        """The first rank with the fewest pages, which sets the number for all."""
         return min(range(len(self.plans)), key=self.least.__getitem__)
 
 
@@ -180,7 +180,7 @@ def check_nodes(config: EngineConfig, reports: Sequence[RankReport]) -> None:
 def worst_request(
     config: EngineConfig, declared: DeclaredModel, target: Target
 ) -> tuple[PlanRequest, RankPlans | None]:
-    """Return the request of the rank that decides for all, and all plans if every rank fits.
+    """Return the request of the rank that limits all, and all plans if every rank fits.
 
     All ranks have such a device; processes on a CPU share its memory.
     """
@@ -291,7 +291,7 @@ def _plan_rank(request: PlanRequest) -> RunnerPlan:
 
 
 def plan_summary(plan: RunnerPlan) -> dict[str, Any]:
-    """Return everything that a rank and rank 0 must plan alike, which excludes what loading holds for a while."""
+    """Return all that a rank and rank 0 must plan alike; temporary memory of loading is excluded."""
     resolved, limits = plan.resolved, plan.resolved.limits
     terms = {term.owner: term.num_bytes for term in plan.memory.terms if term.phases != ("load",)}
     choices = {one.name: one.value for one in resolved.choices if one.name not in OWN_CHOICES}
@@ -349,7 +349,7 @@ def _refuse_unlike_reports(config: EngineConfig, reports: Sequence[RankReport]) 
 
 
 def _differences(report: RankReport, first: RankReport) -> Iterator[tuple[str, str, str]]:
-    """List what a rank has otherwise than rank 0: name and both values."""
+    """List the differences of a rank from rank 0: name and both values."""
     pairs = {name: (report.versions.get(name), number) for name, number in first.versions.items()}
     pairs["device"] = report.target.kind, first.target.kind
     pairs["model (a digest of its headers)"] = report.model, first.model

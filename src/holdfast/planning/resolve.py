@@ -30,7 +30,7 @@ KV_IS_GIVEN = "kv_cache_memory"
 DEFAULT_UTILIZATION = 0.9
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 WINDOW_SHARE = 10
-"""Unless max_num_seqs is given, 1/10 of the memory is for what sequences keep whatever their length."""
+"""Unless max_num_seqs is given, 1/10 of the memory is for per-sequence storage of fixed size."""
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 PAGE_TOKENS = 16
 QUANTIZED_PAGE_TOKENS = 64
@@ -117,7 +117,7 @@ class Pages(NamedTuple):
     padding: Term
     """Bytes between planes; what groups leave of a page is part of `page_bytes`."""
     states: tuple[StateKind, ...] = ()
-    """What sequences keep beside their pages."""
+    """States of sequences beside their pages."""
 
     @classmethod
     def of(cls, cache: CacheSpec, states: tuple[StateKind, ...] = ()) -> "Pages":
@@ -126,7 +126,7 @@ class Pages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A request with every setting settled, and what follows from it for the storage of one rank."""
+    """A request with every setting settled, and the resulting storage of one rank."""
 
     request: PlanRequest
     dtype: str
@@ -197,7 +197,7 @@ class Resolved:
 
     @property
     def all_layers(self) -> "Resolved":
-        """This rank's share of the layers of all stages, which decide cache groups and the backend."""
+        """This rank's share of the layers of all stages, which determine cache groups and the backend."""
         return self if self.mesh.layers is None else self.with_mesh(self.mesh.all_layers)
 
     @property
@@ -209,7 +209,7 @@ class Resolved:
         return self.declared.remembered(("heads", self.mesh), lambda: self.declared.declaration.heads(self.mesh))
 
     def stored_key(self) -> tuple[object, ...]:
-        """Key of what the layers of this stage store, apart from the windows that contexts outgrow."""
+        """Key of what this stage's layers store, except windows that contexts exceed."""
         protected = self.protected
         return self.kv_format, protected.format, protected.layers, self.limits.page_tokens, self.mesh
 

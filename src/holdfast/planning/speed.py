@@ -32,7 +32,7 @@ class Range(NamedTuple):
 
     @property
     def middle(self) -> float:
-        """Geometric mean: as far from both bounds, as a ratio."""
+        """Geometric mean: the same ratio to both bounds."""
         return (self.low * self.high) ** 0.5
 
 
@@ -56,18 +56,18 @@ class DeviceSpeed(NamedTuple):
 
     rates: Rates
     slowest: float
-    """Speed at the low bound, as a share of what is predicted."""
+    """Ratio of the low bound to the predicted speed."""
     fastest: float
     source: str
     """Where the rates come from."""
 
 
 ON_H200 = 0.85, 1.17
-"""All records of an H200 lie in it but a few (tests/planning/test_speed_records.py holds every one to 20 %)."""
+"""Bounds that hold for all but a few H200 records (tests/planning/test_speed_records.py holds each to 20 %)."""
 ON_MEASURED_GPU = 0.75, 1.15
-"""Rates are known; kernels were tuned on an H200."""
+"""Rates are measured, but kernels were tuned on an H200."""
 ON_OTHER_GPU = 0.65, 1.15
-"""Neither are."""
+"""Rates are not measured, and kernels were tuned on an H200."""
 ON_MEASURED_CPU, ON_OTHER_CPU = (0.75, 1.3), (0.4, 1.8)
 GUESSED = 0.8
 """Factor on the low bound for a part of a step that no record has: exchange between ranks, launches without graphs."""

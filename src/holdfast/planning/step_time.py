@@ -30,7 +30,7 @@ STEP_SECONDS = 60e-6
 
 
 class LayerSeconds(NamedTuple):
-    """Launches of one layer: what a step takes beyond its bytes, divided by its layers."""
+    """Launches of one layer: a step's seconds beyond its bytes, divided by its layers."""
 
     fused: float
     """Steps of up to 16 rows on the fused decode path."""
@@ -86,19 +86,19 @@ LATENT_SHARE, CODED_LATENT_SHARE, CHOSEN_SHARE = 0.52, 0.18, 0.4
 
 
 class StepLoad(NamedTuple):
-    """What a step computes."""
+    """The work of a step."""
 
     num_sequences: int
-    """That decode one token each."""
+    """Sequences that decode one token each."""
     context: float
-    """Stored tokens that each of these sees, its own included."""
+    """Stored tokens that each decoding sequence attends to, its own included."""
     prompt_rows: int = 0
-    """Rows of prompts, of sequences that are not among those."""
+    """Rows of prompts, from other sequences."""
     num_prompts: int = 1
     prompt_context: int = 0
     """Tokens of each prompt that were computed before."""
     distinct_experts: float | None = None
-    """Experts that the rows of a layer choose together; None: as uniform routing would."""
+    """Distinct experts that a layer's rows choose; None: as in uniform routing."""
 
     @property
     def rows(self) -> int:
@@ -140,7 +140,7 @@ def step_seconds(resolved: Resolved, rates: Rates, load: StepLoad) -> float:
 
 
 def rank_spec(declared: DeclaredModel, mesh: Mesh) -> ModelSpec | None:
-    """The decoder as one rank has it; None if the declaration has none."""
+    """Return one rank's decoder; None if the declaration has none."""
     declaration = getattr(declared.declaration, "grouped", declared.declaration)
     rank = getattr(declaration, "rank", None)
     return None if rank is None else declared.remembered(("rank spec", mesh), lambda: rank(mesh))
@@ -189,7 +189,7 @@ def _sizes(resolved: Resolved) -> _Sizes:
 
 
 def _product_seconds(resolved: Resolved, rates: Rates, load: StepLoad, spec: ModelSpec | None) -> float:
-    """All products of a step, experts and head among them."""
+    """Return the seconds of all products of a step, experts and head included."""
     groups = resolved.declared.group_bytes(resolved.dtype, resolved.recipe, resolved.mesh)
     sizes = _sizes(resolved)
     seconds = 0.0
@@ -222,7 +222,7 @@ def _expert_shares(spec: ModelSpec | None, load: StepLoad) -> tuple[float, float
 def _group_seconds(
     group: WeightGroup, elements: float, num_bytes: float, flops: float, rates: Rates, rows: int
 ) -> float:
-    """Products of weights that are stored alike; `elements` and `num_bytes` are those that are read."""
+    """Return the seconds of products with weights stored alike; `elements` and `num_bytes` count what is read."""
     stored_as = group.stored_as[0]
     if rates.kind == "cpu":
         share = PRODUCT_SHARE if stored_as == "float32" else CPU_CODES_SHARE
@@ -243,7 +243,7 @@ def _group_seconds(
 
 
 class KvRead(NamedTuple):
-    """What rows read of the caches of layers that are alike."""
+    """Reads of rows from the caches of like layers."""
 
     num_layers: int
     row_bytes: int
@@ -252,17 +252,17 @@ class KvRead(NamedTuple):
     ratio: int = 1
     """Tokens that a stored row stands for."""
     most_rows: int | None = None
-    """Most stored rows that a row attends to: a window, or those that an index selects; None: all."""
+    """Most stored rows that a row attends to: a window, or the index's choice; None: all."""
     flops: float = 0.0
-    """FLOPs of a decode row with one stored row; 0: reading always takes longer."""
+    """FLOPs of a decode row per stored row; 0: reading always takes longer."""
     flops_share: float = 1.0
     prompt_flops: float = 0.0
-    """FLOPs of a row of a prompt with one stored row."""
+    """FLOPs of a prompt row per stored row."""
     in_waves: bool = False
-    """A tile of a sequence and a KV head is split for a small batch only, so that the last wave of tiles may be half empty."""
+    """True if only small batches split a tile of a sequence and KV head, so the last wave may be half empty."""
 
     def attended(self, context: float) -> float:
-        """Stored rows that a row with so many tokens attends to."""
+        """Return the stored rows that a row at this context attends to."""
         rows = context / self.ratio
         return rows if self.most_rows is None else min(rows, self.most_rows)
 
@@ -275,7 +275,7 @@ class KvRead(NamedTuple):
 
 
 def kv_reads(resolved: Resolved) -> tuple[KvRead, ...]:
-    """Every kind of stored row that a step reads."""
+    """List every kind of stored row that a step reads."""
     return resolved.declared.remembered(("kv reads", *resolved.stored_key()), lambda: _list_reads(resolved))
 
 
@@ -307,7 +307,7 @@ def _list_reads(resolved: Resolved) -> tuple[KvRead, ...]:
 
 
 def _latent_reads(heads: HeadGeometry, formats: Sequence[KVFormat]) -> tuple[KvRead, ...]:
-    """Latents, and the index that chooses among them."""
+    """List reads of latents, and of the index that chooses among them."""
     absorbed = 2.0 * heads.num_heads * (2 * heads.head_dim - heads.rope_dim)
     prompt = 2.0 * heads.num_heads * (heads.nope_dim + heads.rope_dim + heads.value_dim)
     reads = []
@@ -324,7 +324,7 @@ def _latent_reads(heads: HeadGeometry, formats: Sequence[KVFormat]) -> tuple[KvR
 
 
 def _compressed_reads(heads: HeadGeometry, formats: Sequence[KVFormat]) -> tuple[KvRead, ...]:
-    """Windows, entries that stand for several tokens, and the index of those that are chosen."""
+    """List reads of windows, of entries that stand for several tokens, and of the index that chooses entries."""
     row_bytes = formats[0].bytes_per_token(1, heads.head_dim, heads.rope_dim)
     flops = 4.0 * heads.num_heads * heads.head_dim
     own = KvRead(0, row_bytes, KV_SHARE, flops=flops, flops_share=CHOSEN_SHARE, prompt_flops=flops)
@@ -349,7 +349,7 @@ def _kv_share(kv_format: KVFormat) -> float:
 
 
 def _attention_seconds(resolved: Resolved, rates: Rates, load: StepLoad) -> float:
-    """Decode rows, then rows of prompts."""
+    """Return the seconds of decode rows plus those of prompt rows."""
     seconds, before, rows = 0.0, load.prompt_context, load.prompt_rows / load.num_prompts
     alone, waves = (1.0, 1.0) if rates.kind == "cpu" else _occupied(resolved, rates, load.num_sequences)
     prompt_share = PROMPT_ATTENTION_SHARES[rates.kind]
@@ -367,7 +367,7 @@ def _attention_seconds(resolved: Resolved, rates: Rates, load: StepLoad) -> floa
 
 
 def _occupied(resolved: Resolved, rates: Rates, num_sequences: int) -> tuple[float, float]:
-    """Return two shares of the read rate: of few sequences with their splits, and of a partly empty last wave.
+    """Return two shares of the read rate: for few sequences with splits, and for a partly empty last wave.
 
     36 sequences of 8 KV heads are 2.2 waves on 132 multiprocessors, and take 3 (h200-2026-11-15-quantized-kv).
     """

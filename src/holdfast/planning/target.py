@@ -28,13 +28,13 @@ class Target(NamedTuple):
     """torch's name of a device that is present, such as cuda:0; else its product name."""
     total_bytes: int
     available_bytes: int
-    """What other processes leave."""
+    """Bytes that other processes leave free."""
     context_bytes: int
-    """What this process takes whatever the model: CUDA and its libraries on a GPU, Python and torch on a host."""
+    """Fixed bytes of this process: CUDA and its libraries on a GPU, Python and torch on a host."""
     reason: str
-    """Where the numbers come from, and what others hold."""
+    """Source of the numbers, and bytes of other processes."""
     present_bytes: int = 0
-    """The part of the context that was there before the device was used."""
+    """The part of the context that existed before the device was used."""
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; None if unknown, and for a CPU."""
     key: str = ""
@@ -75,7 +75,7 @@ TOKEN_BYTES = 800
 """Bytes of a token in the tokenizers library. Measured with a BPE vocabulary of 262,144 tokens: 752 after the file is read, 792
 after an engine has started."""
 GROWTH_BYTES = 32 * MIB
-"""What comes after a plan is made: threads, code and C kernels; measured, 30 MiB."""
+"""Growth after a plan is made: threads, code and C kernels; measured, 30 MiB."""
 MOST_ANONYMOUS_BYTES = 320 * MIB
 """Most that Python and torch take without a vocabulary; the rest of a process belongs to its caller or another engine."""
 PROCESS_ROUNDING_BYTES = 16 * MIB

@@ -115,7 +115,7 @@ TOKEN_BUCKETS = (64, 128, 256, 512)
 PROPOSAL_BUCKETS = (8, 16, 32)
 """Rows of smaller mixed steps that are captured too if sequences have draft tokens."""
 PRESENT_BYTES = 4 * 2**20
-"""Part of the graphs' memory that the context already holds; measured on an H200."""
+"""Part of the graphs' memory that the context already includes; measured on an H200."""
 LEAST_BYTES = 2 * 2**20
 """The driver allocates in pieces of this size. The graphs' own pool stays empty: steps use the workspace."""
 GRAPH_BYTES_PER_LAYER = 38_800

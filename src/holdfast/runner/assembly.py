@@ -178,7 +178,7 @@ class Assembly:
         return SharedSampler(sampler, self.exchange, mesh, needs, self.device, self.ledger)
 
     def _folded_weights(self) -> dict[str, torch.Tensor]:
-        """Fold the rotation of stored latents into the weights around them; copies are the runner's own."""
+        """Fold the rotation of stored latents into adjacent weights; the runner owns any copies."""
         folded = fold_rotation(self.weights, self.plan.attention_specs, self.is_sharing)
         if self.is_sharing and folded:
             num_bytes = sum(weight.nbytes for weight in folded.values())

@@ -202,7 +202,7 @@ class RunnerBuild(Assembly):
         return loaded.report
 
     def _compare_products(self, shares: Mapping[str, tuple[int, ...]], on_prepare: OnPrepare) -> None:
-        """If batch invariant, find the row counts that this device multiplies alike by weights of these shapes."""
+        """If batch invariant on a GPU, find row counts that multiply alike by weights of these shapes."""
         if self.batch_invariant and self.device.type == "cuda":
             whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
             self.row_sizes = compared_sizes(

@@ -35,7 +35,7 @@ from holdfast.models.spec import ExpertsSpec
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """One graph and the logits it leaves: [R, V] in the workspace; none before the last stage."""
+    """A graph and its output logits: [R, V] in the workspace; none before the last stage."""
 
     graph: torch.cuda.CUDAGraph
     logits_RV: torch.Tensor

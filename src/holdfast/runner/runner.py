@@ -11,9 +11,9 @@ collect() makes those of the next step after it has read the results of this one
 In a pipeline each rank computes its stage of a step in launch(). In collect(), rank 0 receives from the last stage,
 which has the logits. So as many steps are in flight as there are stages; a sequence is in one of them. All stages run
 steps in one order. A step that chooses nothing ends for rank 0 before the last stage has computed it; its pages are
-reused only by later steps. The graph of a step follows from the step alone, so all stages replay or none does: both
-sides pad rows to one size, and rank 0 fetches as many argmaxes as the last stage's graph sends. Host inputs are
-copied in the stream, after the graphs of earlier steps. Their mirror is rewritten once that copy is done
+read or written again only after it. The graph of a step follows from the step alone, so all stages replay or none
+does: both sides pad rows to one size, and rank 0 fetches as many argmaxes as the last stage's graph sends. Host inputs
+are copied in the stream, after the graphs of earlier steps. Their mirror is rewritten once that copy is done
 (memory/arena.py), however many steps are in flight.
 
 T rows of a step, R rows whose logits are wanted, S sequences that sample, H hidden, V vocabulary

@@ -7,7 +7,8 @@ here: tokens (sampled here, and added when a step is booked), block tables, and 
                 [0, num_computed)   of steps that are booked
                 [.., next_start)    of steps in flight: the next step begins where the last one ends
 
-With draft tokens the end of a step is unknown until it is booked: until then its sequence is *open*, and takes no step.
+With draft tokens the end of a step is unknown until it is booked. Until then its sequence is *open*: no other step
+takes it.
 Pages that a window has freed stay in the tables and are never read. A sequence may begin some tokens before
 the end of its stored tokens, if a state must be recomputed from them (engine/scheduler.py): see `num_stored`.
 """

@@ -104,7 +104,7 @@ class GroupTable:
         self._send_list([])  # compiles the kernel, so that no step has to
 
     def growth(self, row: int, sequence: Sequence, pages: list[int], first: int) -> _Growth | None:
-        """Return a sequence's entries from page `first` on. Holes come before the first page and are skipped."""
+        """Return a sequence's entries from page `first` on. Holes come first and are skipped."""
         end, chunks = len(pages), self.shape.chunks_per_page
         assert first < end <= self._max_num_chunks // chunks, (
             f"{sequence.sequence_id=} went from {first} pages to {end}"

@@ -28,7 +28,7 @@ class CompressedBuffers(NamedTuple):
     """One layer's tensors, one set for all layers."""
 
     qkv_a_TX: torch.Tensor
-    """The queries' latent, then the vector that is kept of a token, before its norm."""
+    """The queries' latent, then the token's stored vector before its norm."""
     q_normed_TX: torch.Tensor
     q_TX: torch.Tensor
     attended_TX: torch.Tensor
@@ -56,7 +56,7 @@ class EntryIndex(NamedTuple):
     """The weights of the index by which a layer's rows choose entries."""
 
     q: Linear
-    """Takes the queries' latent after its norm."""
+    """Input: the queries' latent after its norm."""
     compressor: Compressor
     num_heads: int
 
@@ -85,7 +85,7 @@ class CompressedWeights(NamedTuple):
 
     qkv_a: Linear
     q: Linear
-    """Takes the queries' latent after `q_norm`."""
+    """Input: the queries' latent after `q_norm`."""
     out: OutputGroups
     q_norm: RMSNorm
     norm: LatentNorm

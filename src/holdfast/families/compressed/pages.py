@@ -89,7 +89,7 @@ class CompressedBackend(AttentionBackend):
         q_rotary: Rotary,
         layer: int,
     ) -> None:
-        """Do as `compress` for the layer's index; rotate the last elements of index queries in place, by `q_rotary`."""
+        """Like `compress`, for the layer's index; rotate the last elements of index queries in place by `q_rotary`."""
         states_T, slots_T, state_PK3D = self._places(batch, layer, INDEX)
         step = PooledRows(pooled_TX, batch.positions_T, slots_T, states_T, state_PK3D)
         compress_index(step, q_TID, compressor, rotary, q_rotary, self.indexes[layer])

@@ -66,7 +66,7 @@ class OnlineSoftmax:
             self._m_M1 = m_new_M1
 
     def result(self) -> torch.Tensor:
-        """[n, N, D] in float32."""
+        """Return the output [n, N, D] in float32."""
         return (self._acc_MD / self._l_M1).view(self._num_rows, self._num_heads, -1)
 
 
@@ -191,5 +191,5 @@ class TorchCompressedAttention(CompressedBackend):
 
 
 def _selected(scratch: Mapping[str, torch.Tensor], spec: CompressedAttentionSpec, num_rows: int) -> torch.Tensor:
-    """[T, K], the choice of every row of the step."""
+    """View the choice of every row of the step, [T, K]."""
     return scratch[SELECTED][: num_rows * spec.index_top_k].view(num_rows, spec.index_top_k)

@@ -144,7 +144,7 @@ class TritonCompressedAttention(CompressedBackend):
         )
 
     def _selected(self, scratch: Mapping[str, torch.Tensor], num_rows: int) -> torch.Tensor:
-        """[T, K], the choice of every row of the step."""
+        """View the choice of every row of the step, [T, K]."""
         assert self._choosing is not None, "no row chooses"
         top_k = self._choosing.index_top_k
         return scratch[SELECTED][: num_rows * top_k].view(num_rows, top_k)

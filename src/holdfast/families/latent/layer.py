@@ -27,7 +27,7 @@ class LatentBuffers(NamedTuple):
     """One layer's tensors, one set for all layers."""
 
     qkv_a_TX: torch.Tensor
-    """The queries' latent, if there is one, then the row that is kept of a token, before its norm."""
+    """The queries' latent, if there is one, then the token's stored row before its norm."""
     q_TX: torch.Tensor
     attended_TX: torch.Tensor
     q_normed_TX: torch.Tensor | None
@@ -54,11 +54,11 @@ class LatentWeights(NamedTuple):
 
     qkv_a: Linear
     q: Linear
-    """Takes the queries' latent after `q_norm`, or x if there is no norm."""
+    """Input: the queries' latent after `q_norm`, or x if there is no norm."""
     o: Linear
     q_norm: RMSNorm | None
     norm: LatentNorm
-    """The norm of the row that is kept of a token."""
+    """The norm of the token's stored row."""
     kv_b_NXL: torch.Tensor
 
     @classmethod
@@ -135,7 +135,7 @@ class LatentAttentionLayer:
 
     @property
     def _first(self) -> tuple[Linear, ...]:
-        """The products that take x."""
+        """The products whose input is x."""
         return (self.qkv_a, self.q) if self._q_norm is None else (self.qkv_a,)
 
     def _project(self, x_TH: torch.Tensor, buffers: LatentBuffers, is_coded: bool) -> torch.Tensor:

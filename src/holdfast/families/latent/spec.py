@@ -63,7 +63,7 @@ class LatentSpec:
 
     @property
     def row_dim(self) -> int:
-        """Elements that are kept of a token."""
+        """Elements stored per token."""
         return self.kv_rank + self.rope_dim
 
     @property

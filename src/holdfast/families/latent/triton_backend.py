@@ -44,9 +44,9 @@ class TritonLatentPlan:
     """One step's work."""
 
     parts: tuple[LatentPart, ...]
-    """Absorbed; rows outside their tiles come out as zeros."""
+    """Parts that run absorbed; rows outside their tiles come out as zeros."""
     up_projected: tuple[SequenceRows, ...]
-    """After them, one sequence at a time."""
+    """Sequences that run up-projected after the parts, one at a time."""
     page_table_NP: torch.Tensor
     wanted_rows_R: torch.Tensor | None
 

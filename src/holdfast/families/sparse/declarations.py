@@ -61,7 +61,7 @@ class TorchSparseDeclaration(TorchLatentDeclaration):
     name = "torch_sparse"
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        # A GPU without kernels for the choice would be slow, and without graphs, for no reason that a user sees.
+        # A GPU without kernels for the choice would be slow and without graphs, for no visible reason.
         top_k = sparse(spec).index_top_k
         declined = unsupported_top_k(top_k, spec.max_model_len) if spec.device_kind == "cuda" else None
         return declined or super().unsupported(spec)

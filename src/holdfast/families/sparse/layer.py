@@ -23,7 +23,7 @@ class LatentIndex(NamedTuple):
     """The weights of a layer's index."""
 
     q: Linear
-    """Takes the queries' latent after its norm."""
+    """Input: the queries' latent after its norm."""
     k: Linear
     weights_IH: torch.Tensor
     """Projects x to the weight of each head."""

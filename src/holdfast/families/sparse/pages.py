@@ -30,7 +30,7 @@ class SparseBackend(LatentBackend):
             for layer, spec in enumerate(specs)
             if spec.cache.index_dim
         }
-        """By layer, for those that have an index. It uses the slots of the latents."""
+        """By layer with an index. It uses the slots of the latents."""
 
     def write_index(
         self, k_TD: torch.Tensor, q_TID: torch.Tensor, batch: Batch, norm: IndexNorm, rotary: Rotary, layer: int
@@ -48,5 +48,5 @@ class SparseBackend(LatentBackend):
         raise NotImplementedError
 
     def _selected(self, scratch: Mapping[str, torch.Tensor], num_rows: int) -> torch.Tensor:
-        """[T, K], the choice of every row of the step."""
+        """View the choice of every row of the step, [T, K]."""
         return scratch[SELECTED][: num_rows * self.top_k].view(num_rows, self.top_k)

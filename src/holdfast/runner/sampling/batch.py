@@ -116,7 +116,7 @@ class SamplingBatch:
     logprobs: tuple[int, ...]
     """Rows with log-probabilities; each is also of a kind above, or plain greedy."""
     num_top: int
-    """The largest number of most likely tokens among them."""
+    """Largest number of top tokens among them."""
 
     @property
     def is_plain(self) -> bool:

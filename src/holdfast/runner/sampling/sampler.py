@@ -375,7 +375,7 @@ def _last_key(
 
 
 def _histogram(key_RV: torch.Tensor, weight_RV: torch.Tensor, start_R1: torch.Tensor, shift: int) -> torch.Tensor:
-    """Sum weights by bucket of 2**shift keys from `start` on; the first bucket is for keys before, the last for after."""
+    """Sum weights by bucket of 2**shift keys from `start` on; the first bucket has keys before, the last keys after."""
     bucket_RV = (key_RV - start_R1).bitwise_right_shift_(shift).clamp_(-1, NUM_BUCKETS).add_(1).to(torch.int64)
     histogram_RB = weight_RV.new_zeros((key_RV.shape[0], NUM_BUCKETS + 2))
     return histogram_RB.scatter_add_(1, bucket_RV, weight_RV)
