@@ -23,8 +23,11 @@ STAGED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [0, 2]}),
     "gpt_oss": ("gpt_oss", {"num_hidden_layers": 4, "layer_types": WINDOWS}),
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 3}),
+    "v4_flash": ("v4_flash", {"num_hidden_layers": 6}),
+    "v4_pro": ("v4_pro", {"num_hidden_layers": 5}),
 }
-"""Models with a layer or more for each of three stages. Of windows a stage may have no layer of a group, or of one alone."""
+"""Models with a layer or more for each of three stages. A stage may have no layer of a group, or of one alone: of windows,
+and of entries, which a stage of V4 may lack."""
 
 
 def find_model(base: Path, family: str) -> Path:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from distributed.lock_step import LockStepError
+from holdfast.cache.storage import StateStorage
 from holdfast.distributed.mesh import ALONE, Mesh, meshes
 from holdfast.errors import ConfigError
+from holdfast.families.compressed.pages import CompressedBackend
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from kernels.exactness import same_bits
@@ -81,17 +83,37 @@ def compare_pages(alone: Built, built: Built, layers: range) -> set[int]:
     spec, num_pages = alone.build.storage.spec, alone.build.storage.num_pages
     taken = pages_by_group(alone)
     assert built.runner.groups == alone.runner.groups
-    assert len(built.build.storage.spec.layers) == len(layers)
-    for place, layer in enumerate(layers):
-        group = spec.group_of(layer)
+    compare_states(alone, built, layers)
+    places = [place for place, own in enumerate(spec.layers) if own.layer in layers]
+    assert len(built.build.storage.spec.layers) == len(places)
+    for place, whole_place in enumerate(places):
+        group = spec.group_of(whole_place)
         shape = spec.groups[group].chunks_per_page, num_pages, spec.page_tokens
-        whole = alone.build.storage.planes(layer)
+        whole = alone.build.storage.planes(whole_place)
         for name, plane in built.build.storage.planes(place).items():
             right = share_of(whole[name], plane, built.mesh)
             found, right = (tensor.unflatten(0, shape)[:, taken[group]].contiguous() for tensor in (plane, right))
             assert right.view(torch.uint8).any(), "nothing was written"
-            assert torch.equal(found.view(torch.uint8), right.view(torch.uint8)), (layer, name)
-    return set(layers)
+            assert torch.equal(found.view(torch.uint8), right.view(torch.uint8)), (whole_place, name)
+    return {spec.layers[place].layer for place in places}
+
+
+def compare_states(alone: Built, built: Built, layers: range) -> None:
+    """Those of unfinished entries: of a rank's own layers, to the bit."""
+    expected = {(kind.name, layer) for kind in alone.build.plan.states for layer in kind.layers if layer in layers}
+    found = {(kind.name, layer + layers.start) for kind in built.build.plan.states for layer in kind.layers}
+    assert found == expected
+    for name, layer in expected:
+        right, own = (states_of(one).state(at, name) for one, at in ((alone, layer), (built, layer - layers.start)))
+        assert right.any(), "nothing was added up"
+        assert torch.equal(own, right), (layer, name)
+
+
+def states_of(built: Built) -> StateStorage:
+    backend = built.runner.backend
+    assert isinstance(backend, CompressedBackend), f"{type(backend).__name__} has no states"
+    assert backend._states is not None, "no layer has entries"
+    return backend._states
 
 
 @pytest.mark.each_value
@@ -107,7 +129,7 @@ def test_stages_compute_what_one_process_computes(alone_runs: AloneRuns, family:
     [
         pytest.param(name, marks=() if name in BOTH_AT_ONCE else pytest.mark.slow)
         for name in STAGED
-        if name != "opt, norms last"
+        if name not in ("opt, norms last", "v4_flash", "v4_pro")
     ],
 )
 def test_stages_of_two_ranks_match_one_process(alone_runs: AloneRuns, family: str) -> None:
@@ -132,9 +154,6 @@ def test_stage_without_its_neighbour_raises_lock_step_error(tmp_path: Path) -> N
 
 
 def test_check_ranks_declines_stages_sharing_more_than_rows() -> None:
-    first, _ = meshes(1, [(0, 20), (20, 43)])
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 .* several residual streams"):
-        declare_config(CATALOGUE["DeepSeek-V4-Flash"], "V4").check_ranks(first)
     declared = declare_config(CATALOGUE["GLM-5.2"], "GLM")
     heads = declared.declaration.heads(ALONE)
     assert heads is not None and heads.shared_layers, "no layer shares what another chose"  # noqa: PT018

@@ -144,6 +144,42 @@ MODELS["deepseek_v32"] = MODELS["deepseek_v3"] | {
     "index_topk": 5,
 }
 MODELS["opt_350m"] = MODELS["opt"] | {"word_embed_proj_dim": 40, "do_layer_norm_before": False}
+WINDOW, HCA, CSA = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
+FLASH_LAYERS, PRO_LAYERS = [WINDOW, WINDOW, CSA, HCA, CSA, HCA], [HCA, HCA, CSA, HCA, CSA]
+
+
+def _compressed(layer_types: list[str], num_tables: int) -> dict[str, Any]:
+    """DeepSeek-V4 of such layers, the first of which take their experts from tables."""
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "num_hidden_layers": len(layer_types),
+        "layer_types": layer_types,
+        "mlp_layer_types": ["hash_moe"] * num_tables + ["moe"] * (len(layer_types) - num_tables),
+        "num_key_value_heads": 1,
+        "qk_rope_head_dim": 8,
+        "q_lora_rank": 40,
+        "o_groups": 4,
+        "o_lora_rank": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "swiglu_limit": 0.8,
+        "routed_scaling_factor": 1.7,
+        "index_n_heads": 64,
+        "index_head_dim": 16,
+        "index_topk": 2,
+        "sliding_window": 8,
+        "compress_rate_hca": 8,
+        "rope_theta": 100.0,
+        "compress_rope_theta": 3000.0,
+        "hc_sinkhorn_iters": 4,
+    }
+
+
+MODELS["v4_flash"] = _compressed(FLASH_LAYERS, num_tables=3)
+MODELS["v4_pro"] = _compressed(PRO_LAYERS, num_tables=2)
 NUM_PAGES = 48
 """For every rank, so that a slot means the same on all of them."""
 NUM_TOKENS = (17, 9, 2)
@@ -177,7 +213,7 @@ def plan_rank(
     config = EngineConfig.from_options(**(OPTIONS | dict(options)))
     model, target = open_model(str(path), config.load_format), device_target("cpu")
     load, plan = plan_model(
-        config, model, target, config.weight_cache != "off", mesh, Agreed(OPTIONS["max_model_len"], NUM_PAGES)
+        config, model, target, config.weight_cache != "off", mesh, Agreed(config.max_model_len or 64, NUM_PAGES)
     )
     assert plan.memory.num_pages == NUM_PAGES, f"{plan.memory.num_pages} pages"
     return config, model, load, plan
