@@ -77,6 +77,16 @@ def step_weights(num_bytes: Mapping[str, int], is_tied: bool, num_experts: int, 
 # --- in the process of an engine
 
 
+def engine_options(model: str, quantization: str, shape: Shape) -> dict[str, Any]:
+    """Return the options of an engine."""
+    return {
+        "quantization": quantization,
+        "max_model_len": shape.prompt_tokens + shape.lengths[1] + 16,
+        "max_num_seqs": max(shape.batches or BATCHES[model]),
+        "max_num_batched_tokens": shape.max_num_batched_tokens,
+    }
+
+
 def run_engine(
     model: str, quantization: str, shape: Shape, tiny: bool, device: str, result: Path | None = None
 ) -> dict[str, Any]:
@@ -84,15 +94,9 @@ def run_engine(
     from gpu_engines import open_engine, prompts
 
     batches = shape.batches or BATCHES[model]
-    settings: dict[str, Any] = {
-        "quantization": quantization,
-        "max_model_len": shape.prompt_tokens + shape.lengths[1] + 16,
-        "max_num_seqs": max(batches),
-        "max_num_batched_tokens": shape.max_num_batched_tokens,
-    }
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        opened = open_engine(model, Path(folder), tiny, device, **settings)
+        opened = open_engine(model, Path(folder), tiny, device, **engine_options(model, quantization, shape))
         start_seconds = time.perf_counter() - start
         step = read_weights(Path(folder) / model, opened)
     memory = opened.llm.memory
@@ -232,6 +236,13 @@ def write(
                 name: value for name, value in engine.items() if name != "decode"
             }
             for (model, quantization), engine in found.items()
+        },
+        "engine_settings": {
+            f"{model}, {engine_name(quantization, arguments.device)}": {
+                "model": model,
+                "options": engine_options(model, quantization, shape),
+            }
+            for model, quantization in found
         },
     }
     if rows:
