@@ -77,16 +77,6 @@ def step_weights(num_bytes: Mapping[str, int], is_tied: bool, num_experts: int, 
 # --- in the process of an engine
 
 
-def engine_options(model: str, quantization: str, shape: Shape) -> dict[str, Any]:
-    """Return the options of an engine."""
-    return {
-        "quantization": quantization,
-        "max_model_len": shape.prompt_tokens + shape.lengths[1] + 16,
-        "max_num_seqs": max(shape.batches or BATCHES[model]),
-        "max_num_batched_tokens": shape.max_num_batched_tokens,
-    }
-
-
 def run_engine(
     model: str, quantization: str, shape: Shape, tiny: bool, device: str, result: Path | None = None
 ) -> dict[str, Any]:
@@ -94,13 +84,20 @@ def run_engine(
     from gpu_engines import open_engine, prompts
 
     batches = shape.batches or BATCHES[model]
+    settings: dict[str, Any] = {
+        "quantization": quantization,
+        "max_model_len": shape.prompt_tokens + shape.lengths[1] + 16,
+        "max_num_seqs": max(batches),
+        "max_num_batched_tokens": shape.max_num_batched_tokens,
+    }
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        opened = open_engine(model, Path(folder), tiny, device, **engine_options(model, quantization, shape))
+        opened = open_engine(model, Path(folder), tiny, device, **settings)
         start_seconds = time.perf_counter() - start
         step = read_weights(Path(folder) / model, opened)
     memory = opened.llm.memory
     found: dict[str, Any] = {
+        "options": settings,
         "start_seconds": start_seconds,
         "load_seconds": opened.built.load_report.seconds,
         "weight_bytes": next(row for row in memory.rows if row.owner == "weights").planned_bytes,
@@ -240,9 +237,10 @@ def write(
         "engine_settings": {
             f"{model}, {engine_name(quantization, arguments.device)}": {
                 "model": model,
-                "options": engine_options(model, quantization, shape),
+                "options": engine["options"],
             }
-            for model, quantization in found
+            for (model, quantization), engine in found.items()
+            if "options" in engine
         },
     }
     if rows:

@@ -28,6 +28,7 @@ RECORDS = ROOT / "benchmarks" / "records"
 NO_RECORD = "No record is committed yet."
 WORDS: dict[str, str] = json.loads((Path(__file__).parent / "record_words.json").read_text(encoding="utf-8"))
 """Names in older records, and their current names."""
+TURBOQUANT_PAGES = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
 Result = Mapping[str, Any]
 Columns = Mapping[str, Callable[[Result], object]]
 """The title of each column, and its content."""
@@ -395,9 +396,10 @@ SECTIONS: Mapping[str, Columns] = {
     },
     "gpu-quantized-kv": {
         "": _value("measure"),
-        "bfloat16 pages": _value("values", "bfloat16"),
-        "turboquant_k8v4 pages": _value("values", "turboquant_k8v4"),
         "unit": _value("unit"),
+        "bfloat16 pages": _value("values", "bfloat16"),
+        "fp8": _value("values", "fp8"),
+        **{f"turboquant_{name}": _value("values", f"turboquant_{name}") for name in TURBOQUANT_PAGES},
         "k8v4 against bfloat16": _value("against_bfloat16", "turboquant_k8v4"),
     },
     "kv-quality": {
@@ -483,10 +485,15 @@ def _against_transformers(result: Result) -> str:
     return f"{result['values']['holdfast'] / result['values']['transformers']:.2f}x transformers, in the same run"
 
 
+def _percent_of_roof(result: Result) -> str:
+    return f"{result['percent_of_roof']:.0f} % of the memory roof"
+
+
 def _worst_plan(record: Result) -> str:
     return f"within {max(abs(result['total_percent']) for result in record['results']):.2f} %"
 
 
+BATCH_WORDS = {"one stream": 1, "batch 64": 64}
 HIGHLIGHTS = (
     Highlight(
         "{model}, decode, one stream",
@@ -522,6 +529,26 @@ HIGHLIGHTS = (
         "Qwen3-32B, batch 1",
         _rate("fp8"),
         lambda result: f"{result['against_unquantized']['fp8']:.2f}x bfloat16",
+    ),
+    *(
+        Highlight(
+            f"gpt-oss-20b, {words}",
+            "gpu-groups",
+            f"gpt-oss-20b, decode, batch {batch}",
+            _rate("holdfast"),
+            _percent_of_roof,
+        )
+        for words, batch in BATCH_WORDS.items()
+    ),
+    *(
+        Highlight(
+            f"DeepSeek-V4-Flash, 31 of its layers, 8K of context, {words}",
+            "gpu-latent",
+            f"DeepSeek-V4-Flash, fp8, 31 layers, decode, batch {batch}, context 8193",
+            _rate("holdfast"),
+            _percent_of_roof,
+        )
+        for words, batch in BATCH_WORDS.items()
     ),
     Highlight(
         "decode attention over `turboquant_k8v4` pages, 32 x 8K",
