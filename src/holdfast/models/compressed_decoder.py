@@ -15,7 +15,6 @@ import torch
 from holdfast.attention.backend import Batch, StepPlan
 from holdfast.families.compressed.layer import CompressedAttentionLayer, CompressedBuffers, CompressedWeights
 from holdfast.kernels.attention.rope_rows import fill_rope_rows
-from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix
 from holdfast.layers.hyper_connections import HyperConnection, StreamBuffers, StreamHead
@@ -75,10 +74,8 @@ class CompressedDecoder(StepWorkspace):
         assert spec.streams is not None, f"{spec.architecture} has one stream"
         builder = StreamedBuilder(parts, spec.compressed, spec.streams)
         dtype = parts.dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight"))
-        super().__init__(spec, parts.workspace, dtype, parts.recipe)
+        super().__init__(spec, parts.workspace, dtype, parts.recipe, parts.exchange, weights.get("embed.weight"))
         self._rope = parts.rope.rows
-        self._exchange = parts.exchange
-        self._embed_VH = weights["embed.weight"] if spec.is_first_stage else None
         self.layers = [builder.streamed_layer(index) for index in range(spec.num_layers)]
         self._head = builder.stream_head() if spec.is_last_stage else None
         head = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
@@ -97,7 +94,10 @@ class CompressedDecoder(StepWorkspace):
         return len(self.layers)
 
     def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """Compute float32 logits [R, V] of the wanted rows, valid until the workspace is used again; none before the last stage."""
+        """Compute float32 logits [R, V] of the wanted rows, valid until the workspace is used again; none before the last stage.
+
+        V: a rank's share of the vocabulary.
+        """
         hidden_RH = self.hidden(batch, plan)
         return self.logits(hidden_RH) if self._spec.is_last_stage else hidden_RH
 
@@ -118,11 +118,11 @@ class CompressedDecoder(StepWorkspace):
             fill_rope_rows(batch.positions_T, self._rope)
         held = self.acquire(self.requests(batch.num_rows).stream)
         x_TSH, normed_TH = held["x"], held["normed"]
-        if self._embed_VH is None:
+        if self._spec.is_first_stage:
+            x_TSH.copy_(self._lookup(batch.token_ids_T, normed_TH).unsqueeze(1).expand_as(x_TSH))
+        else:
             assert self._exchange is not None, "a pipeline stage has no exchange to receive by"
             self._exchange.receive_rows(x_TSH.flatten(1))
-        else:
-            x_TSH.copy_(lookup_rows(batch.token_ids_T, self._embed_VH, normed_TH).unsqueeze(1).expand_as(x_TSH))
         return Stream(x_TSH, normed_TH, held["delta"], has_delta=False)
 
     def _send(self, stream: Stream) -> torch.Tensor:
