@@ -118,13 +118,46 @@ class DeclaredModel:
             reason = self.declaration.indivisible(mesh)
             raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason)
         works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
-        option = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
         fix = f"Try {', '.join(works)}." if works else "Leave pipeline_parallel_size out."
-        raise ConfigError("families.indivisible", option=option, reason=self.declaration.indivisible(mesh), fix=fix)
+        raise ConfigError(
+            "families.indivisible", option=_option(mesh), reason=self.declaration.indivisible(mesh), fix=fix
+        )
 
     def is_divisible(self, mesh: Mesh) -> bool:
         """Return True if so many ranks can share layers."""
         return self.declaration.indivisible(mesh) is None
+
+    def check_blocks(self, mesh: Mesh, recipe: WeightRecipe) -> None:
+        """Raise if ranks would cut a weight's columns within a block that shares a scale."""
+        reason = self._cut_block(mesh, recipe)
+        if reason is None:
+            return
+        whole = replace(mesh, expert_size=mesh.tensor_size, expert_rank=mesh.tensor_rank)
+        has_cure = mesh.expert_size == 1 and self.is_divisible(whole) and self._cut_block(whole, recipe) is None
+        works = [
+            str(size)
+            for size in range(1, mesh.tensor_size)
+            if self.is_divisible(own := _resized(mesh, size)) and self._cut_block(own, recipe) is None
+        ]
+        fix = f"Try {', '.join(works)}{', or enable_expert_parallel' * has_cure}."
+        raise ConfigError("families.indivisible", option=_option(mesh), reason=reason, fix=fix)
+
+    def _cut_block(self, mesh: Mesh, recipe: WeightRecipe) -> str | None:
+        """Return None, or the first weight that ranks would cut within a block, and its columns."""
+        mesh = replace(mesh.all_layers, tensor_rank=0, expert_rank=0)
+        if mesh.tensor_size == 1 or recipe.scheme is None:
+            return None
+
+        def find() -> str | None:
+            for weight, whole in zip(self.parameters(mesh), self.parameters(), strict=True):
+                scheme, columns = weight.scheme(recipe), weight.shape[-1]
+                size = 0 if scheme is None else scheme.block_columns
+                if scheme is not None and size and columns != whole.shape[-1] and columns % size:
+                    share = f"a rank's share of {weight.name} has {columns} columns"
+                    return f"{share}, and in {scheme.name} {size} columns share a scale"
+            return None
+
+        return self.remembered(("cut block", mesh, recipe), find)
 
     def parameters(self, mesh: Mesh = ALONE) -> tuple[Weight, ...]:
         """List every tensor that a rank holds, with its kind."""
@@ -198,6 +231,10 @@ class DeclaredModel:
             ]
             raise ConfigError("families.format", option=option, value=given, reason=reason, works=" or ".join(works))
         return found
+
+
+def _option(mesh: Mesh) -> str:
+    return f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
 
 
 def _resized(mesh: Mesh, size: int) -> Mesh:
