@@ -109,19 +109,31 @@ class DeclaredModel:
         if self.is_divisible(mesh):
             return
         if self.is_divisible(mesh.all_layers):
-            reason, other = (
-                self.declaration.indivisible(mesh),
-                "" if self.is_compressed else ", or use tensor_parallel_size",
-            )
+            reason, other = self.indivisible(mesh), "" if self.is_compressed else ", or use tensor_parallel_size"
             raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason, other=other)
         works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
         option = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
         fix = f"Try {', '.join(works)}." if works else "Leave pipeline_parallel_size out."
-        raise ConfigError("families.indivisible", option=option, reason=self.declaration.indivisible(mesh), fix=fix)
+        raise ConfigError("families.indivisible", option=option, reason=self.indivisible(mesh), fix=fix)
 
     def is_divisible(self, mesh: Mesh) -> bool:
         """Return True if so many ranks can share layers."""
-        return self.declaration.indivisible(mesh) is None
+        return self.indivisible(mesh) is None
+
+    def indivisible(self, mesh: Mesh) -> str | None:
+        """Return None, or what the ranks do not divide: sizes, or blocks of columns that share a stored scale."""
+        reason = self.declaration.indivisible(mesh)
+        if reason is not None or mesh.tensor_size == 1 or self.spec is None:
+            return reason
+        first = _resized(mesh.all_layers, mesh.tensor_size)
+        return self.remembered(("blocks", first), lambda: self._cut_block(first))
+
+    def _cut_block(self, mesh: Mesh) -> str | None:
+        for whole, own in zip(self._stored_weights(ALONE), self._stored_weights(mesh), strict=True):
+            width = 0 if own.stored_scheme is None else own.stored_scheme.block_columns
+            if width and own.shape[-1] not in (whole.shape[-1], own.shape[-1] // width * width):
+                return f"{own.shape[-1]} of {whole.shape[-1]} columns of {own.name} cut a block of {width}, which share a scale"
+        return None
 
     def parameters(self, mesh: Mesh = ALONE) -> tuple[Weight, ...]:
         """List every tensor that a rank holds, with its kind."""
