@@ -81,6 +81,12 @@ class DeclaredModel:
         """Positions beyond `max_position` do not exist."""
         return self.declaration.rope_pairs(ALONE) == 0
 
+    @property
+    def num_streams(self) -> int:
+        """Residual streams, all of which a stage sends to the next."""
+        streams = None if self.spec is None else self.spec.streams
+        return 1 if streams is None else streams.num_streams
+
     def remembered(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
         """Return the memoized value for this key, or make it."""
         if key not in self._memo:
@@ -109,8 +115,8 @@ class DeclaredModel:
         if self.is_divisible(mesh):
             return
         if self.is_divisible(mesh.all_layers):
-            reason, other = self.indivisible(mesh), "" if self.is_compressed else ", or use tensor_parallel_size"
-            raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason, other=other)
+            reason = self.indivisible(mesh)
+            raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason)
         works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
         option = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
         fix = f"Try {', '.join(works)}." if works else "Leave pipeline_parallel_size out."
