@@ -129,13 +129,14 @@ class DeclaredModel:
     def indivisible(self, mesh: Mesh) -> str | None:
         """Return None, or what the ranks do not divide: sizes, or blocks of columns that share a stored scale."""
         reason = self.declaration.indivisible(mesh)
-        if reason is not None or mesh.tensor_size == 1 or self.spec is None:
+        if reason is not None or mesh.tensor_size == 1 or self.stored_recipe is None:
             return reason
         first = _resized(mesh.all_layers, mesh.tensor_size)
         return self.remembered(("blocks", first), lambda: self._cut_block(first))
 
     def _cut_block(self, mesh: Mesh) -> str | None:
-        for whole, own in zip(self._stored_weights(ALONE), self._stored_weights(mesh), strict=True):
+        share = self.remembered(("weights", mesh), lambda: self._stored_weights(mesh))
+        for whole, own in zip(self.parameters(), share, strict=True):
             width = 0 if own.stored_scheme is None else own.stored_scheme.block_columns
             if width and own.shape[-1] not in (whole.shape[-1], own.shape[-1] // width * width):
                 return f"{own.shape[-1]} of {whole.shape[-1]} columns of {own.name} cut a block of {width}, which share a scale"
