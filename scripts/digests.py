@@ -180,7 +180,7 @@ def collect_plans(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, str | N
     return found
 
 
-def asked(tree: Path, part: str, question: object) -> Any:  # noqa: ANN401 the JSON of an answer
+def query(tree: Path, part: str, question: object) -> Any:  # noqa: ANN401 the JSON of an answer
     """Answer in a process that imports this tree."""
     command = [sys.executable, __file__, "--part", part, "--tree", str(tree)]
     done = subprocess.run(
@@ -207,7 +207,7 @@ def grouped_cases(names: Sequence[str] | None = None) -> list[str]:
 
 def case_digests(tree: Path, cases: Sequence[str], known: Mapping[str, Any], num_jobs: int) -> dict[str, Any]:
     """Return key and digest of each case; compile those with a key that is not known, or none with 0 jobs."""
-    keys = asked(tree, "keys", list(cases))
+    keys = query(tree, "keys", list(cases))
     found = {
         case: {"key": key, "ptx": known[case]["ptx"] if known.get(case, {}).get("key") == key else None}
         for case, key in keys.items()
@@ -231,7 +231,7 @@ def record_plans(tree: Path, records: Mapping[str, Record]) -> dict[str, dict[st
         for label, engine in record.get("engine_settings", {}).items()
     }
     plans: dict[str, dict[str, str | None]] = {}
-    for key, found in asked(tree, "plans", engines).items() if engines else ():
+    for key, found in query(tree, "plans", engines).items() if engines else ():
         name, label = json.loads(key)
         plans.setdefault(name, {})[label] = found
     return plans

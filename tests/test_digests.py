@@ -177,8 +177,8 @@ def test_keys_change_with_a_kernel_but_not_with_a_moved_file(tmp_path: Path) -> 
         path.write_text(f'"""Moved."""\n\n# down by two lines\n{path.read_text(encoding="utf-8")}', encoding="utf-8")
         replace(root, "src/holdfast/kernels/moe/hash_routing.py", PLANTED, f"{PLANTED} + 1")
 
-    before = digests.asked(ROOT, "keys", list(CASES))
-    after = digests.asked(tree_with(tmp_path, change), "keys", list(CASES))
+    before = digests.query(ROOT, "keys", list(CASES))
+    after = digests.query(tree_with(tmp_path, change), "keys", list(CASES))
     assert {case for case in CASES if before[case] != after[case]} == {"routing of V4 by a table"}
 
 
@@ -187,7 +187,7 @@ PLANTED = "i_row = tl.program_id(0).to(tl.int64)"
 
 @pytest.mark.slow
 def test_table_is_that_of_this_tree() -> None:
-    keys = digests.asked(ROOT, "keys", digests.grouped_cases())
+    keys = digests.query(ROOT, "keys", digests.grouped_cases())
     assert {case: entry["key"] for case, entry in table()["cases"].items()} == keys, "run: make digests"
     assert all(entry["ptx"] for entry in table()["cases"].values()), "run: make digests"
     assert digests.record_plans(ROOT, RECORDS) == table()["plans"], "run: make digests"
