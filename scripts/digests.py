@@ -207,7 +207,7 @@ def grouped_cases(names: Sequence[str] | None = None) -> list[str]:
 
 def case_digests(tree: Path, cases: Sequence[str], known: Mapping[str, Any], num_jobs: int) -> dict[str, Any]:
     """Return key and digest of each case; compile those with a key that is not known, or none with 0 jobs."""
-    keys = query(tree, "keys", list(cases))
+    keys = query(tree, "keys", list(cases)) if cases else {}
     found = {
         case: {"key": key, "ptx": known[case]["ptx"] if known.get(case, {}).get("key") == key else None}
         for case, key in keys.items()
@@ -321,20 +321,22 @@ def state_of(name: str, record: Record, table: Table | None) -> State:
 
 
 def stamp(num_jobs: int) -> None:
-    """Add `digests` to the records that name settings of engines, or kernels alone, and a commit that git has."""
-    table = read_table()
+    """Add `digests` to the records without them, from the tree of the commit of each."""
+    table, new = read_table(), {}
     assert table is not None, "refresh writes it"
     for name, record in read_records().items():
-        if "digests" in record or name in GROUPS["before_digests"]:
-            continue
-        cases = grouped_cases(groups_of(record))
-        with compare_ptx.checked_out(record["commit"]) as tree:
+        if "digests" not in record and name not in GROUPS["before_digests"]:
+            new.setdefault(record["commit"], {})[name] = record
+    for commit, records in new.items():
+        cases = grouped_cases([group for record in records.values() for group in groups_of(record)])
+        with compare_ptx.checked_out(commit) as tree:
             found = case_digests(tree, cases, table["cases"], num_jobs)
-            plans = record_plans(tree, {name: record}).get(name, {})
-        kernels = {group: group_digest(group, found) for group in groups_of(record)}
-        record["digests"] = {"triton": table["triton"], "kernels": kernels, "plans": plans}
-        (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(f"{name}: {len(kernels)} groups of kernels and {len(plans)} plans of {record['commit']}")
+            plans = record_plans(tree, records)
+        for name, record in records.items():
+            kernels = {group: group_digest(group, found) for group in groups_of(record)}
+            record["digests"] = {"triton": table["triton"], "kernels": kernels, "plans": plans.get(name, {})}
+            (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            print(f"{name}: {len(kernels)} groups of kernels and {len(plans.get(name, {}))} plans of {commit}")
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -146,6 +147,34 @@ def test_highlights_mark_old_figures(tmp_path: Path) -> None:
     header, _, row = doc_tables.highlight_table(records).splitlines()
     assert header == "| | on | Holdfast | † measured before the kernels or the plan changed |"
     assert row.endswith("| one GPU | 5 / 5 tokens/s † | 50 / 50 % of the memory roof |")
+
+
+def test_stamp_reads_each_commit_once(tmp_path: Path, monkeypatch, capsys) -> None:
+    trees = []
+    records = {name: {key: value for key, value in STAMPED[name].items() if key != "digests"} for name in STAMPED}
+    records = {name: {**record, "commit": "a" if name == "load" else "b"} for name, record in records.items()}
+    records["k8v4"] = {**STAMPED["k8v4"], "commit": "c"}
+
+    @contextmanager
+    def checked_out(commit: str) -> Iterator[Path]:
+        trees.append(commit)
+        yield tmp_path
+
+    monkeypatch.setattr(digests, "RECORDS", tmp_path)
+    monkeypatch.setattr(digests, "read_records", lambda: records)
+    monkeypatch.setattr(digests, "read_table", lambda: {**WHOLE, "triton": "1"})
+    monkeypatch.setattr(digests.compare_ptx, "checked_out", checked_out)
+    monkeypatch.setattr(digests, "case_digests", lambda tree, cases, known, jobs: {case: known[case] for case in cases})
+    monkeypatch.setattr(
+        digests, "record_plans", lambda tree, kept: {name: WHOLE["plans"].get(name, {}) for name in kept}
+    )
+    digests.stamp(1)
+    assert sorted(trees) == ["a", "b"]
+    assert "load: 1 groups of kernels and 0 plans of a" in capsys.readouterr().out
+    assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["bf16", "both", "load", "v4"]
+    for name in ("bf16", "both", "load", "v4"):
+        written = json.loads((tmp_path / f"{name}.json").read_text())["digests"]
+        assert written == {**STAMPED[name]["digests"], "triton": "1"}
 
 
 # --- keys of sources
