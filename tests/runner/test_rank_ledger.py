@@ -248,6 +248,24 @@ def runnable() -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("name", "size", "way"),
+    [
+        ("DeepSeek-V4-Flash", 2, "reduce"),
+        ("DeepSeek-V4-Flash", 4, "experts"),
+        ("DeepSeek-V4-Flash", 8, "exact"),
+        ("DeepSeek-V4-Pro", 2, "experts"),
+        ("DeepSeek-V4-Pro", 8, "reduce"),
+        ("DeepSeek-V4-Pro", 8, "exact"),
+    ],
+)
+def test_rank_ledger_with_entries_equals_its_plan(name, size, way) -> None:
+    """The first rank and the last."""
+    for mesh in ranks_of(name, size, 1, way)[:: size - 1]:
+        held, planned = held_and_planned(name, mesh, {}, is_thinned=True)
+        assert +held == +planned, mesh
+
+
+@pytest.mark.parametrize(
     ("name", "size", "num_stages", "way"),
     [
         ("gemma-3-1b-it", 2, 2, "reduce"),

@@ -115,49 +115,65 @@ class DeclaredModel:
         if self.is_divisible(mesh):
             return
         if self.is_divisible(mesh.all_layers):
-            reason = self.declaration.indivisible(mesh)
+            reason = self.indivisible(mesh)
             raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason)
-        works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
-        fix = f"Try {', '.join(works)}." if works else "Leave pipeline_parallel_size out."
-        raise ConfigError(
-            "families.indivisible", option=_option(mesh), reason=self.declaration.indivisible(mesh), fix=fix
-        )
+        raise self._refusal(mesh, self.indivisible(mesh), AS_STORED)
+
+    def check_blocks(self, mesh: Mesh, recipe: WeightRecipe) -> None:
+        """Raise if ranks would cut a block of columns that shares a scale, by a scheme that a recipe gives."""
+        reason = self._cut_block(mesh, recipe)
+        if reason is not None:
+            raise self._refusal(mesh, reason, recipe)
+
+    def _refusal(self, mesh: Mesh, reason: str | None, recipe: WeightRecipe) -> ConfigError:
+        """Return an error that lists the numbers of ranks that work."""
+
+        def works(other: Mesh) -> bool:
+            return self.is_divisible(other) and self._cut_block(other, recipe) is None
+
+        option = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
+        sizes = [str(size) for size in range(1, 17) if works(_resized(mesh, size))]
+        if mesh.expert_size == 1 and self.has_experts and works(replace(mesh, expert_size=mesh.tensor_size)):
+            sizes.append("or enable_expert_parallel")
+        fix = f"Try {', '.join(sizes)}." if sizes else "Leave pipeline_parallel_size out."
+        return ConfigError("families.indivisible", option=option, reason=reason, fix=fix)
+
+    @property
+    def has_experts(self) -> bool:
+        return self.spec is not None and self.spec.experts is not None
 
     def is_divisible(self, mesh: Mesh) -> bool:
         """Return True if so many ranks can share layers."""
-        return self.declaration.indivisible(mesh) is None
+        return self.indivisible(mesh) is None
 
-    def check_blocks(self, mesh: Mesh, recipe: WeightRecipe) -> None:
-        """Raise if ranks would cut a weight's columns within a block that shares a scale."""
-        reason = self._cut_block(mesh, recipe)
-        if reason is None:
-            return
-        whole = replace(mesh, expert_size=mesh.tensor_size, expert_rank=mesh.tensor_rank)
-        has_cure = mesh.expert_size == 1 and self.is_divisible(whole) and self._cut_block(whole, recipe) is None
-        works = [
-            str(size)
-            for size in range(1, mesh.tensor_size)
-            if self.is_divisible(own := _resized(mesh, size)) and self._cut_block(own, recipe) is None
-        ]
-        fix = f"Try {', '.join(works)}{', or enable_expert_parallel' * has_cure}."
-        raise ConfigError("families.indivisible", option=_option(mesh), reason=reason, fix=fix)
+    def indivisible(self, mesh: Mesh) -> str | None:
+        """Return None, or what the ranks do not divide: sizes, or blocks of columns that share a stored scale."""
+        reason = self.declaration.indivisible(mesh)
+        if reason is not None or mesh.tensor_size == 1 or self.stored_recipe is None:
+            return reason
+        return self._cut_block(mesh, self.stored_recipe)
 
     def _cut_block(self, mesh: Mesh, recipe: WeightRecipe) -> str | None:
-        """Return None, or the first weight that ranks would cut within a block, and its columns."""
-        mesh = replace(mesh.all_layers, tensor_rank=0, expert_rank=0)
-        if mesh.tensor_size == 1 or recipe.scheme is None:
+        """Return None, or a weight of which a rank's columns, or rows of one part, end within a block."""
+        first = _resized(mesh.all_layers, mesh.tensor_size)
+        if first.tensor_size == 1 or recipe.scheme is None:
             return None
 
         def find() -> str | None:
-            for weight, whole in zip(self.parameters(mesh), self.parameters(), strict=True):
-                scheme, columns = weight.scheme(recipe), weight.shape[-1]
-                size = 0 if scheme is None else scheme.block_columns
-                if scheme is not None and size and columns != whole.shape[-1] and columns % size:
-                    share = f"a rank's share of {weight.name} has {columns} columns"
-                    return f"{share}, and in {scheme.name} {size} columns share a scale"
+            owns = self.remembered(("weights", first), lambda: self._stored_weights(first))
+            for whole, own in zip(self.parameters(), owns, strict=True):
+                scheme = own.scheme(recipe)
+                if scheme is None or not scheme.block_columns:
+                    continue
+                sides = [(-1, "columns", scheme.block_columns)]
+                sides += [(-2, "rows", scheme.block_rows)] if not own.seam_rows and len(own.shape) == 2 else []
+                for side, what, size in sides:
+                    share, of = own.shape[side], whole.shape[side]
+                    if share != of and share % size:
+                        return f"{share} of {of} {what} of {own.name} cut a block of {size}, which share a scale"
             return None
 
-        return self.remembered(("cut block", mesh, recipe), find)
+        return self.remembered(("blocks", first, recipe), find)
 
     def parameters(self, mesh: Mesh = ALONE) -> tuple[Weight, ...]:
         """List every tensor that a rank holds, with its kind."""
@@ -231,10 +247,6 @@ class DeclaredModel:
             ]
             raise ConfigError("families.format", option=option, value=given, reason=reason, works=" or ".join(works))
         return found
-
-
-def _option(mesh: Mesh) -> str:
-    return f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
 
 
 def _resized(mesh: Mesh, size: int) -> Mesh:
