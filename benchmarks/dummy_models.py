@@ -1,6 +1,7 @@
 """Folders with the settings of a catalogue model and a byte tokenizer, for engines with dummy weights; no torch."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,14 @@ def tiny_settings(name: str) -> dict[str, Any]:
         return TINY
     shared = {"shared_expert_intermediate_size": TINY["intermediate_size"]}
     return TINY | TINY_EXPERTS | (shared if "shared_expert_intermediate_size" in config else {})
+
+
+def few_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the fewest layers that launch every kernel of a model: two, or four with dense ones before experts."""
+    num_all = config["num_hidden_layers"]
+    num_layers = min(num_all, 4 if "q_lora_rank" in config else 2)
+    lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) >= num_all}
+    return {"num_hidden_layers": num_layers, **{key: value[:num_layers] for key, value in lists.items()}}
 
 
 def write_dummy_model(folder: Path, name: str, **settings: object) -> Path:

@@ -264,21 +264,25 @@ class Bench:
         keep({"phases": self.phases, "comparisons": self.comparisons}, self.result)
 
 
-def run_mode(
-    mode: str, model: str, shape: Shape, tiny: bool, device: str, result: Path | None = None
-) -> dict[str, Any]:
-    """Run one mode in its own process."""
-    from gpu_engines import open_engine
-
-    settings: dict[str, Any] = {
+def engine_options(mode: str, shape: Shape) -> dict[str, Any]:
+    """Return the options of an engine."""
+    return {
         "max_model_len": shape.max_model_len,
         "max_num_seqs": shape.max_num_seqs,
         "max_num_batched_tokens": shape.max_num_batched_tokens,
         "kv_cache_memory": shape.kv_cache_memory,
         "batch_invariant": mode == "invariant",
     }
+
+
+def run_mode(
+    mode: str, model: str, shape: Shape, tiny: bool, device: str, result: Path | None = None
+) -> dict[str, Any]:
+    """Run one mode in its own process."""
+    from gpu_engines import open_engine
+
     with tempfile.TemporaryDirectory() as folder:
-        opened = open_engine(model, Path(folder), tiny, device, **settings)
+        opened = open_engine(model, Path(folder), tiny, device, **engine_options(mode, shape))
     return Bench(opened, shape, device, mode == "invariant", result).run()
 
 
@@ -343,7 +347,8 @@ def main() -> None:
     if not results:
         sys.exit(f"error: no engine ran: {errors}; see above")
     holds = not errors and all(row["holds"] or not row.get("must_hold", True) for row in results)
-    facts = {"holds": holds, "errors": errors, "shape": shape._asdict()}
+    settings = {mode: {"model": arguments.model, "options": engine_options(mode, shape)} for mode in found}
+    facts = {"holds": holds, "errors": errors, "shape": shape._asdict(), "engine_settings": settings}
     dtype = "bfloat16" if arguments.device.startswith("cuda") else "float32"
     record = make_record("gpu-steady", results, arguments.model, f"{dtype}, dummy weights", arguments, facts)
     show(results)

@@ -28,6 +28,7 @@ RECORDS = ROOT / "benchmarks" / "records"
 NO_RECORD = "No record is committed yet."
 WORDS: dict[str, str] = json.loads((Path(__file__).parent / "record_words.json").read_text(encoding="utf-8"))
 """Names in older records, and their current names."""
+TURBOQUANT_PAGES = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
 Result = Mapping[str, Any]
 Columns = Mapping[str, Callable[[Result], object]]
 """The title of each column, and its content."""
@@ -395,9 +396,10 @@ SECTIONS: Mapping[str, Columns] = {
     },
     "gpu-quantized-kv": {
         "": _value("measure"),
-        "bfloat16 pages": _value("values", "bfloat16"),
-        "turboquant_k8v4 pages": _value("values", "turboquant_k8v4"),
         "unit": _value("unit"),
+        "bfloat16 pages": _value("values", "bfloat16"),
+        "fp8": _value("values", "fp8"),
+        **{f"turboquant_{name}": _value("values", f"turboquant_{name}") for name in TURBOQUANT_PAGES},
         "k8v4 against bfloat16": _value("against_bfloat16", "turboquant_k8v4"),
     },
     "kv-quality": {
@@ -483,6 +485,28 @@ def _against_transformers(result: Result) -> str:
     return f"{result['values']['holdfast'] / result['values']['transformers']:.2f}x transformers, in the same run"
 
 
+def _rates(name: str, section: str, *rows: tuple[str, str]) -> Highlight:
+    """Return a highlight of several measures, each of one engine of a record."""
+
+    def several(figure: Callable[[Result, str], float]) -> Callable[[Result], str]:
+        def found(record: Result) -> str:
+            results = {result["measure"]: result for result in record["results"]}
+            return " / ".join(_number(figure(results[measure], engine)) for measure, engine in rows)
+
+        return found
+
+    def percent(result: Result, engine: str) -> float:
+        value = result["percent_of_roof"]
+        return round(value[engine] if isinstance(value, Mapping) else value)
+
+    rates, percents = several(lambda result, engine: result["values"][engine]), several(percent)
+    ours, beside = (
+        (lambda record: f"{rates(record)} tokens/s"),
+        (lambda record: f"{percents(record)} % of the memory roof"),
+    )
+    return Highlight(name, section, "", ours, beside)
+
+
 def _worst_plan(record: Result) -> str:
     return f"within {max(abs(result['total_percent']) for result in record['results']):.2f} %"
 
@@ -502,26 +526,22 @@ HIGHLIGHTS = (
         _rate("holdfast"),
         _against_transformers,
     ),
-    Highlight(
-        "Qwen3-32B, bfloat16, one stream",
+    _rates(
+        "Qwen3-32B, one stream / batch 64 / one stream with fp8 weights",
         "gpu-quantized",
-        "Qwen3-32B, batch 1",
-        _rate("bfloat16"),
-        lambda result: f"{result['percent_of_roof']['bfloat16']:.0f} % of the memory roof",
+        ("Qwen3-32B, batch 1", "bfloat16"),
+        ("Qwen3-32B, batch 64", "bfloat16"),
+        ("Qwen3-32B, batch 1", "fp8"),
     ),
-    Highlight(
-        "Qwen3-32B, bfloat16, batch 64",
-        "gpu-quantized",
-        "Qwen3-32B, batch 64",
-        _rate("bfloat16"),
-        lambda result: f"{result['percent_of_roof']['bfloat16']:.0f} % of the memory roof",
+    _rates(
+        "gpt-oss-20b, one stream / batch 64",
+        "gpu-groups",
+        *((f"gpt-oss-20b, decode, batch {batch}", "holdfast") for batch in (1, 64)),
     ),
-    Highlight(
-        "Qwen3-32B, fp8 weights, one stream",
-        "gpu-quantized",
-        "Qwen3-32B, batch 1",
-        _rate("fp8"),
-        lambda result: f"{result['against_unquantized']['fp8']:.2f}x bfloat16",
+    _rates(
+        "DeepSeek-V4-Flash, 31 of its layers, 8K of context, one stream / batch 64",
+        "gpu-latent",
+        *((f"DeepSeek-V4-Flash, fp8, 31 layers, decode, batch {batch}, context 8193", "holdfast") for batch in (1, 64)),
     ),
     Highlight(
         "decode attention over `turboquant_k8v4` pages, 32 x 8K",

@@ -58,6 +58,14 @@ CASES = [
     pytest.param("deepseek_v3", 4, True, marks=slow),
     pytest.param("deepseek_v32", 3, False, marks=slow),  # tokens chosen by an index
     pytest.param("deepseek_v32", 4, True, marks=slow),
+    pytest.param("v4_flash", 2, True),
+    pytest.param("v4_flash", 2, False, marks=slow),
+    pytest.param("v4_flash", 4, True, marks=slow),
+    pytest.param("v4_flash", 4, False),
+    pytest.param("v4_pro", 2, True, marks=slow),
+    pytest.param("v4_pro", 2, False, marks=slow),
+    pytest.param("v4_pro", 4, True),
+    pytest.param("v4_pro", 8, False, marks=slow),
     pytest.param("opt_350m", 4, False, marks=slow),  # the embedding is projected, and norms come last
 ]
 WIDE = {

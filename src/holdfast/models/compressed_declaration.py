@@ -7,7 +7,13 @@ from dataclasses import replace
 from holdfast.cache.compressed import StateKind, list_states, place_bytes
 from holdfast.distributed.mesh import Mesh
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.activations import Request, head_request, quantized_rows_request, row_scaled_request
+from holdfast.models.activations import (
+    Request,
+    gathered_request,
+    head_request,
+    quantized_rows_request,
+    row_scaled_request,
+)
 from holdfast.models.compressed_activations import compressed_requests
 from holdfast.models.declaration import CacheRows, HeadGeometry, StepShape, split
 from holdfast.models.decoder_declaration import DecoderDeclaration
@@ -119,7 +125,7 @@ class CompressedDeclaration(DecoderDeclaration):
         spec = self.rank(mesh)
         own = compressed_requests(spec, step.num_rows, step.dtype, tuple(scratch), step.recipe)
         codes = quantized_rows_request(spec, step.num_rows, step.num_logit_rows, step.recipe)
-        requests = [own.stream, own.attention, own.experts, codes]
+        requests = [own.stream, own.attention, own.experts, codes, gathered_request(spec, step.num_rows, step.dtype)]
         if step.device_kind == "cuda":
             requests.append(row_scaled_request(spec, step.recipe))
         requests = [request for request in requests if request.specs]

@@ -15,7 +15,6 @@ import torch
 from holdfast.attention.backend import Batch, StepPlan
 from holdfast.families.compressed.layer import CompressedAttentionLayer, CompressedBuffers, CompressedWeights
 from holdfast.kernels.attention.rope_rows import fill_rope_rows
-from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix
 from holdfast.layers.hyper_connections import HyperConnection, StreamBuffers, StreamHead
@@ -75,9 +74,8 @@ class CompressedDecoder(StepWorkspace):
         assert spec.streams is not None, f"{spec.architecture} has one stream"
         builder = StreamedBuilder(parts, spec.compressed, spec.streams)
         dtype = parts.dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight"))
-        super().__init__(spec, parts.workspace, dtype, parts.recipe)
+        super().__init__(spec, parts.workspace, dtype, parts.recipe, parts.exchange, weights["embed.weight"])
         self._rope = parts.rope.rows
-        self._embed_VH = weights["embed.weight"]
         self.layers = [builder.streamed_layer(index) for index in range(spec.num_layers)]
         self._head = builder.stream_head()
         self._head_VH = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
@@ -95,7 +93,7 @@ class CompressedDecoder(StepWorkspace):
         return len(self.layers)
 
     def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """Compute float32 logits [R, V] of the wanted rows, valid until the workspace is used again."""
+        """Compute float32 logits [R, V] of the wanted rows, of a rank's share of the vocabulary, valid until the workspace is used again."""
         return self.logits(self.hidden(batch, plan))
 
     def hidden(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
@@ -108,7 +106,7 @@ class CompressedDecoder(StepWorkspace):
             fill_rope_rows(batch.positions_T, self._rope)
         held = self.acquire(self.requests(batch.num_rows).stream)
         x_TSH, normed_TH = held["x"], held["normed"]
-        x_TSH.copy_(lookup_rows(batch.token_ids_T, self._embed_VH, normed_TH).unsqueeze(1).expand_as(x_TSH))
+        x_TSH.copy_(self._lookup(batch.token_ids_T, normed_TH).unsqueeze(1).expand_as(x_TSH))
         return Stream(x_TSH, normed_TH, held["delta"], has_delta=False)
 
     def run_layers(

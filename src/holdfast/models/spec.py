@@ -215,7 +215,9 @@ class ModelSpec:
 
     @property
     def attended_size(self) -> int:
-        """Columns of the attention's output, before its output projection."""
+        """Columns of the attention's output, before the last output projection."""
+        if self.compressed is not None:
+            return self.compressed.num_output_groups * self.compressed.output_rank
         return self.query_size if self.latent is None else self.num_heads * self.latent.value_dim
 
     @property

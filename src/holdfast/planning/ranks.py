@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from holdfast.config import EngineConfig
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
 from holdfast.distributed.mesh import Mesh, meshes
-from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, UnsupportedModelError, shown
+from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, shown
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.fit import RunnerPlan, plan_resolved, try_fit
@@ -201,12 +201,6 @@ def worst_request(
         return unfitting, None
     plans = plan_ranks(config, declared, reports)
     return requests[plans.worst], plans
-
-
-def refuse_unshared(config: EngineConfig, declared: DeclaredModel) -> None:
-    """Refuse to start a model on ranks that is only planned for them."""
-    if config.num_ranks > 1 and declared.is_compressed:
-        raise UnsupportedModelError("plan.no_ranks", model=declared.name, num_ranks=config.num_ranks)
 
 
 def check_ranks(config: EngineConfig, declared: DeclaredModel) -> None:

@@ -100,7 +100,7 @@ class CompressedWeights(NamedTuple):
     ) -> "CompressedWeights":
         """`rotary`: of the first token of each row's entry, if the layer has entries."""
         prefix, groups = f"layers.{layer}", (compressed.num_output_groups, compressed.output_rank, -1)
-        out = OutputGroups(parts.plain(f"{prefix}.o_a.weight").view(groups), parts.linear(f"{prefix}.o_b"))
+        out = OutputGroups(parts.plain(f"{prefix}.o_a.weight").view(groups), parts.output(f"{prefix}.o_b"))
         compressor = compressed.compressors[layer]
         return cls(
             parts.linear(f"{prefix}.qkv_a"),
@@ -168,7 +168,8 @@ class CompressedAttentionLayer:
         own = self._sinks_N, self._rotary, LayerStep(self._layer, plan, buffers.scratch)
         attended_RX = self._backend.attend(q_TND, *own, buffers.attended_TX, wanted_only)
         num_rows = attended_RX.shape[0]
-        grouped_RX = grouped_linear(attended_RX, self.out.a_GNK, buffers.grouped_TX[:num_rows])
+        grouped_TX = self.out.b.room_for_inputs(buffers.grouped_TX)
+        grouped_RX = grouped_linear(attended_RX, self.out.a_GNK, grouped_TX[:num_rows])
         return self.out.b(grouped_RX, out_TH[:num_rows], quantized)
 
     def _compress(
