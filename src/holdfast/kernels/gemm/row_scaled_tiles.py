@@ -83,8 +83,8 @@ def _launch(rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None,
     row_scaled_tile_kernel[(num_blocks, splits)](
         kernel_codes(rows.codes_TK), rows.scales_TB, kernel_codes(weight.codes), weight.scales,
         bias_N if bias_N is not None else weight.scales, out_MN, *shared, num_rows, size_n, size_k,
-        -(-size_k // (splits * ROW_SCALED_BLOCK_K)) * ROW_SCALED_BLOCK_K, 1,
-        SCALE_ROWS=0, KIND=kind, HAS_BIAS=bias_N is not None, EVEN_K=size_k % ROW_SCALED_BLOCK_K == 0, NUM_SPLITS=splits,
+        -(-size_k // (splits * ROW_SCALED_BLOCK_K)) * ROW_SCALED_BLOCK_K,
+        KIND=kind, HAS_BIAS=bias_N is not None, EVEN_K=size_k % ROW_SCALED_BLOCK_K == 0, NUM_SPLITS=splits,
         BLOCK_M=block_m, BLOCK_N=ROW_SCALED_BLOCK_N, BLOCK_K=ROW_SCALED_BLOCK_K,
         NUM_STAGES=num_stages(block_m, num_blocks * splits), PLAIN=is_interpreted(),
         num_warps=8 if block_m == 128 else 4, **pdl_flags(out_MN),
@@ -100,8 +100,8 @@ def num_stages(block_m: int, num_programs: int) -> int:
 @jit_counting("num_rows")
 def row_scaled_tile_kernel(
     p_x, p_x_scales, p_codes, p_scales, p_bias, p_out, p_partials, p_arrived, p_amax,
-    num_rows, size_n, size_k, split_k, scale_columns,
-    SCALE_ROWS: constexpr, KIND: constexpr, HAS_BIAS: constexpr, EVEN_K: constexpr, NUM_SPLITS: constexpr, BLOCK_M: constexpr,
+    num_rows, size_n, size_k, split_k,
+    KIND: constexpr, HAS_BIAS: constexpr, EVEN_K: constexpr, NUM_SPLITS: constexpr, BLOCK_M: constexpr,
     BLOCK_N: constexpr, BLOCK_K: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     GATED: constexpr = KIND != ""
@@ -130,13 +130,7 @@ def row_scaled_tile_kernel(
         b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
         b_x = loaded_numbers(tl.load(p_rows + k, mask=m_x, other=0.0), PLAIN)
         # Tensor cores add e4m3 products with few bits: accumulate in float32 every 128 columns.
-        if SCALE_ROWS > 0:
-            i_k = k // BLOCK_K
-            b_scale = tl.load(p_scales + i_n * BLOCK_N // SCALE_ROWS * scale_columns + i_k)
-            b_x_scales = tl.load(p_x_scales + o_m * scale_columns + i_k, mask=m_m, other=0.0)
-            b_y += tl.dot(loaded_numbers(b_w, PLAIN), b_x) * b_scale * b_x_scales[None, :]
-        else:
-            b_y = tl.dot(loaded_numbers(b_w, PLAIN), b_x, b_y, max_num_imprecise_acc=128)
+        b_y = tl.dot(loaded_numbers(b_w, PLAIN), b_x, b_y, max_num_imprecise_acc=128)
         if GATED:
             b_up = tl.load(p_w + up_offset + k, mask=m_w, other=0.0, eviction_policy="evict_first")
             b_up_y = tl.dot(loaded_numbers(b_up, PLAIN), b_x, b_up_y, max_num_imprecise_acc=128)
@@ -148,9 +142,8 @@ def row_scaled_tile_kernel(
         if arrived != NUM_SPLITS - 1:
             return
         b_y = sum_partials(p_partial, p_arrived, num_rows * size_n, m_nm, NUM_SPLITS)
-    if SCALE_ROWS == 0:
-        b_x_scales = tl.load(p_x_scales + o_m, mask=m_m, other=0.0)
-        b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None] * b_x_scales[None, :]
+    b_x_scales = tl.load(p_x_scales + o_m, mask=m_m, other=0.0)
+    b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None] * b_x_scales[None, :]
     if HAS_BIAS:
         b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
     if GATED:
