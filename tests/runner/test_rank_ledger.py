@@ -207,9 +207,27 @@ def runnable() -> list[str]:
     found: dict[object, str] = {}
     for name, config in CATALOGUE.items():
         model = declare_config(config, name)
-        if model.spec is not None and not model.is_compressed:
+        if model.spec is not None:
             found.setdefault(model.spec, name)
     return list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "way"),
+    [
+        ("DeepSeek-V4-Flash", 2, "reduce"),
+        ("DeepSeek-V4-Flash", 4, "experts"),
+        ("DeepSeek-V4-Flash", 8, "exact"),
+        ("DeepSeek-V4-Pro", 2, "experts"),
+        ("DeepSeek-V4-Pro", 8, "reduce"),
+        ("DeepSeek-V4-Pro", 16, "exact"),
+    ],
+)
+def test_rank_ledger_with_entries_equals_its_plan(name, size, way) -> None:
+    """The first rank and the last."""
+    for mesh in ranks_of(name, size, 1, way)[:: size - 1]:
+        held, planned = held_and_planned(name, mesh, {}, is_thinned=True)
+        assert +held == +planned, mesh
 
 
 @pytest.mark.parametrize(

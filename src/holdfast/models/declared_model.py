@@ -81,6 +81,12 @@ class DeclaredModel:
         """Positions beyond `max_position` do not exist."""
         return self.declaration.rope_pairs(ALONE) == 0
 
+    @property
+    def num_streams(self) -> int:
+        """Residual streams, all of which a stage sends to the next."""
+        streams = None if self.spec is None else self.spec.streams
+        return 1 if streams is None else streams.num_streams
+
     def remembered(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
         """Return the memoized value for this key, or make it."""
         if key not in self._memo:
@@ -109,19 +115,32 @@ class DeclaredModel:
         if self.is_divisible(mesh):
             return
         if self.is_divisible(mesh.all_layers):
-            reason, other = (
-                self.declaration.indivisible(mesh),
-                "" if self.is_compressed else ", or use tensor_parallel_size",
-            )
-            raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason, other=other)
+            reason = self.indivisible(mesh)
+            raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason)
         works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
         option = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
         fix = f"Try {', '.join(works)}." if works else "Leave pipeline_parallel_size out."
-        raise ConfigError("families.indivisible", option=option, reason=self.declaration.indivisible(mesh), fix=fix)
+        raise ConfigError("families.indivisible", option=option, reason=self.indivisible(mesh), fix=fix)
 
     def is_divisible(self, mesh: Mesh) -> bool:
         """Return True if so many ranks can share layers."""
-        return self.declaration.indivisible(mesh) is None
+        return self.indivisible(mesh) is None
+
+    def indivisible(self, mesh: Mesh) -> str | None:
+        """Return None, or what the ranks do not divide: sizes, or blocks of columns that share a stored scale."""
+        reason = self.declaration.indivisible(mesh)
+        if reason is not None or mesh.tensor_size == 1 or self.stored_recipe is None:
+            return reason
+        first = _resized(mesh.all_layers, mesh.tensor_size)
+        return self.remembered(("blocks", first), lambda: self._cut_block(first))
+
+    def _cut_block(self, mesh: Mesh) -> str | None:
+        share = self.remembered(("weights", mesh), lambda: self._stored_weights(mesh))
+        for whole, own in zip(self.parameters(), share, strict=True):
+            width = 0 if own.stored_scheme is None else own.stored_scheme.block_columns
+            if width and own.shape[-1] not in (whole.shape[-1], own.shape[-1] // width * width):
+                return f"{own.shape[-1]} of {whole.shape[-1]} columns of {own.name} cut a block of {width}, which share a scale"
+        return None
 
     def parameters(self, mesh: Mesh = ALONE) -> tuple[Weight, ...]:
         """List every tensor that a rank holds, with its kind."""
