@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from model_tables import filled, table
-
 from holdfast.config import EngineConfig
 from holdfast.memory.devices import GPUS
 from holdfast.models.blueprints.read import declare_config
@@ -14,6 +12,7 @@ from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.fit import RunnerPlan
 from holdfast.planning.ranks import worst_request
 from holdfast.planning.target import gpu_target
+from model_tables import filled, table
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "ranks.md"
 HEADINGS = "weights a rank", "exchange and pipeline", "workspace"
