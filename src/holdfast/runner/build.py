@@ -31,7 +31,7 @@ from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
 from holdfast.planning.resolve import Agreed, Resolved
 from holdfast.planning.target import SMALL_WORKSPACE, Target, choose_device, device_target
 from holdfast.runner.assembly import Assembly, MakeBackend
-from holdfast.runner.invariance import compared_sizes
+from holdfast.runner.invariance import compared_sizes, multiply_like_whole
 from holdfast.runner.runner import Runner
 from holdfast.runner.warm_up import WarmUp, warm_up
 from holdfast.runner.weight_load import WeightLoad, plan_weights, rank_spec
@@ -198,16 +198,21 @@ class RunnerBuild(Assembly):
         self._compare_products({weight.name: weight.shape for weight in load.plan.weights}, on_prepare)
         loaded = load.run(str(self.device), self.ledger, on_progress)
         self.weights = loaded.weights
+        if self.plan.mesh.is_exact:
+            multiply_like_whole(loaded.weights, self._whole_shapes)
         self.releases.append(loaded.weights.clear)
         return loaded.report
 
     def _compare_products(self, shares: Mapping[str, tuple[int, ...]], on_prepare: OnPrepare) -> None:
         """If batch invariant on a GPU, find row counts that multiply alike by weights of these shapes."""
         if self.batch_invariant and self.device.type == "cuda":
-            whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
-            self.row_sizes = compared_sizes(
-                self.plan, shares, whole, self.device, lambda *counts: on_prepare(Preparing(COMPARING, *counts))
-            )
+            told = lambda *counts: on_prepare(Preparing(COMPARING, *counts))  # noqa: E731
+            self.row_sizes = compared_sizes(self.plan, shares, self._whole_shapes, self.device, told)
+
+    @property
+    def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the whole model's weights, of which a rank may have shares."""
+        return {parameter.name: parameter.shape for parameter in self._model.parameters}
 
     def connect(self, exchange: Exchange, row_sizes: tuple[int, ...] | None = None) -> None:
         """Use this exchange, and close it on release; `row_sizes`, if given, are the step sizes common to all ranks."""

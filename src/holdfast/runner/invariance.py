@@ -10,7 +10,8 @@ rank has left, because rows go from stage to stage in one size.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from holdfast.observability.log import get_logger
 from holdfast.planning.exactness import row_sizes
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.terms import PROMPT_ROWS
+from holdfast.quant.quantized_weight import QuantizedWeight
 
 log = get_logger(__name__)
 
@@ -108,6 +110,16 @@ def compared_sizes(
     )
     torch.cuda.empty_cache()
     return sizes
+
+
+def multiply_like_whole(
+    weights: MutableMapping[str, torch.Tensor | QuantizedWeight], whole: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Let kernels choose the forms of quantized shares by the rows of the whole weights."""
+    for name, weight in weights.items():
+        num_rows = whole[name][-2] if name in whole and len(weight.shape) > 1 else 0
+        if isinstance(weight, QuantizedWeight) and weight.shape[-2] != num_rows:
+            weights[name] = replace(weight, whole_rows=num_rows)
 
 
 def invariant_sizes(
