@@ -73,6 +73,7 @@ from holdfast.kernels.latent.latent_planes import (  # noqa: E402
     SparseRows,
 )
 from holdfast.kernels.latent.top_k_geometry import top_k_specs  # noqa: E402
+from holdfast.kernels.load import place_kernels  # noqa: E402
 from holdfast.kernels.moe import (  # noqa: E402
     deep_gemv,
     expert_gemv,
@@ -124,7 +125,7 @@ class CompiledOnly:
             if parameter.is_constexpr:
                 signature[parameter.name] = "constexpr"
             else:
-                is_count = parameter.do_not_specialize and not isinstance(value, torch.Tensor)
+                is_count = parameter.do_not_specialize and isinstance(value, int)
                 signature[parameter.name] = "i32" if is_count else _type_of(value)
                 if isinstance(value, tuple):
                     attributes |= {(index, place): [["tt.divisibility", 16]] for place in range(len(value))}
@@ -730,6 +731,21 @@ def exchange_of(size: int) -> None:
     links.fetch_rows(torch.zeros(1, 16 * 5120, dtype=BF16), rooms[0], end)
 
 
+def placed_of(size_n: int, size_k: int) -> None:
+    """Rows of a checkpoint, as they are and as codes of each kind, dense and transposed."""
+    rows, finding = torch.empty(size_n, size_k, dtype=BF16), torch.zeros(1, dtype=torch.int32)
+    findings = place_kernels.Findings(finding, finding)
+    for dtype in (BF16, torch.float32):
+        place_kernels.place_plain_triton(rows, torch.empty(rows.shape, dtype=dtype), 0, findings, False)
+    for name in ("fp8", "fp8_block", "mxfp4"):
+        scheme = WEIGHT_SCHEMES[name]
+        codes, scales = (
+            torch.empty(plane.shape, dtype=getattr(torch, plane.dtype)) for plane in scheme.planes((size_n, size_k))
+        )
+        for x in (rows, torch.empty(size_k, size_n, dtype=BF16).t()):
+            place_kernels.place_quantized_triton(x, (0, size_k), scheme, codes, scales, None, 0, findings, False)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "exchange of 2": lambda: exchange_of(2),
     "exchange of 4": lambda: exchange_of(4),
@@ -761,6 +777,7 @@ CASES: dict[str, Callable[[], None]] = {
     "write quantized D256": lambda: write_quantized_of(BF16, 256),
     "write quantized in float32": lambda: write_quantized_of(torch.float32, 128, formats=((4, 4),)),
     "quantized 8/8 D128": lambda: quantized_attention_of(BF16, (8, 8), 16, 128),
+    "quantized 8/4 D128": lambda: quantized_attention_of(BF16, (8, 4), 8, 128),
     "quantized 8/4 D128, large tiles": lambda: quantized_attention_of(BF16, (8, 4), 7, 128, small=False),
     "quantized 4/4 D128": lambda: quantized_attention_of(BF16, (4, 4), 8, 128),
     "quantized 3/4 D128, small tiles": lambda: quantized_attention_of(BF16, (3, 4), 1, 128, large=False),
@@ -785,6 +802,7 @@ CASES: dict[str, Callable[[], None]] = {
     "one row by blocks, a single load": lambda: block_scaled_of(8192, 1536),
     "one row by blocks of odd sizes": lambda: block_scaled_of(101, 4112),
     "one row by blocks in float32": lambda: block_scaled_of(2112, 7168, torch.float32),
+    "rows placed": lambda: placed_of(4096, 4096),
     "layer norm": lambda: layer_norm_of(BF16),
     "a rank of 24 rows": lambda: rank_of(24),
     "a rank of 1000 rows": lambda: rank_of(1000),
@@ -891,6 +909,7 @@ def main() -> None:
         operation,
         normed_routing,
         operation,
+        place_kernels,
         quantize_activations,
         quantized_attention,
         rope_rows,
