@@ -180,7 +180,8 @@ def _by_weights(figure: str, words: str) -> Columns:
 
 def _violations(result: Result) -> object:
     """Return the violations of a run of steps, or of a comparison."""
-    names = ("num_allocations", "num_segments", "num_syncs", "num_moved", "num_errors", "num_different", "num_wild")
+    names = ("num_allocations", "num_segments", "num_syncs", "num_compilations", "num_moved", "num_errors")
+    names += ("num_different", "num_wild")
     count = sum(result.get(name, 0) for name in names)
     return result.get("error") or (count if result.get("must_hold", True) else f"{count} (not promised)")
 
@@ -384,7 +385,7 @@ SECTIONS: Mapping[str, Columns] = {
         "": _value("measure"),
         "steps": _value("num_steps"),
         "compared": _value("num_compared"),
-        "allocations, waits, moves, differences": _violations,
+        "allocations, waits, compilations, moves, differences": _violations,
     },
     "gpu-attention": {
         "": _value("measure"),
