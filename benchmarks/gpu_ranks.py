@@ -166,7 +166,7 @@ def run_part(model: str, mode: str, num_ranks: int, tiny: bool, device: str, res
         found |= speed(llm, shape)
         (folder / PLAIN_FILE).unlink()
         keep(found, result)
-        if mode in (*SUMMED, "stages", *ON_NODES):
+        if has_entries(model) or mode in (*SUMMED, "stages", *ON_NODES):
             found |= steady(llm, folder, shape, num_ranks)
             keep(found, result)
         if mode in ON_NODES:
