@@ -211,14 +211,14 @@ class RunnerBuild(Assembly):
         if self.device.type != "cuda":
             return
 
-        def told(num_done: int, num_products: int) -> None:
+        def report(num_done: int, num_products: int) -> None:
             on_prepare(Preparing(COMPARING, num_done, num_products))
 
         if self.batch_invariant:
-            self.row_sizes = compared_sizes(self.plan, shares, self._whole_shapes, self.device, told)
+            self.row_sizes = compared_sizes(self.plan, shares, self._whole_shapes, self.device, report)
         elif self.plan.mesh.is_exact:
             own = {name: shape for name, shape in shares.items() if name in plain}
-            refuse_unequal_shares(self.plan, own, self._whole_shapes, self.device, told)
+            refuse_unequal_shares(self.plan, own, self._whole_shapes, self.device, report)
 
     @property
     def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
