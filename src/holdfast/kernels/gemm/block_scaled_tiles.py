@@ -46,7 +46,7 @@ def block_scaled_linear(rows: QuantizedRows, weight: QuantizedWeight, bias_N: Te
     assert out_MN.shape == (num_rows, size_n), f"{out_MN.shape=} {weight.shape=} {num_rows=}"
     assert rows.scales_TB.shape[1] == weight.scales.shape[1], f"{rows.scales_TB.shape=} {weight.scales.shape=}"
     assert scratch is not None, "no room for partial sums"
-    num_blocks, splits = -(-size_n // BLOCK_SCALED_BLOCK_N), block_scaled_splits(size_n, size_k)
+    num_blocks, splits = -(-size_n // BLOCK_SCALED_BLOCK_N), block_scaled_splits(weight.form_rows, size_k)
     assert splits == 1 or splits * num_rows * size_n <= scratch.partials.numel(), f"{scratch.partials.shape=}"
     assert splits == 1 or num_blocks <= scratch.arrived.numel(), f"{scratch.arrived.shape=}"
     block_scaled_tile_kernel[(num_blocks, splits)](
