@@ -52,8 +52,8 @@ from holdfast.models.catalogue import find_model
 MODEL = "Qwen3-32B"
 PARTS = (("reduce", 2), ("reduce", 4), ("exact", 1), ("exact", 2), ("exact", 4), ("stages", 2), ("reduce", 1))
 PARTS += (("nodes", 2), ("nodes", 4), ("links", 2), ("links", 4))
-ENTRY_PARTS = (("reduce", 1), ("reduce", 2), ("experts", 2), ("reduce", 4))
-"""Parts of DeepSeek-V4, which has no batch_invariant."""
+ENTRY_PARTS = (("exact", 1), ("exact", 2), ("exact", 4), ("reduce", 1), ("reduce", 2), ("experts", 2), ("reduce", 4))
+"""Parts of DeepSeek-V4, whose exact ranks have whole experts and need no batch_invariant."""
 ON_NODES = ("nodes", "links")
 SUMMED = ("reduce", "experts")
 PART_SECONDS = {1: 35.0, 2: 40.0, 4: 45.0}
@@ -91,12 +91,16 @@ ENTRIES = Shape(num_layers=4, kv_cache_memory="1GiB")
 """Windows alone, chosen entries and entries of 128 tokens; experts by table and by score."""
 
 
+def has_entries(model: str) -> bool:
+    """Return True for a DeepSeek-V4."""
+    return "compress_ratios" in find_model(model)[1]
+
+
 def shape_of(model: str, tiny: bool) -> Shape:
     """Return the size of a model's run."""
-    has_entries = "compress_ratios" in find_model(model)[1]
     if tiny:
-        return TINY._replace(max_model_len=128, kv_cache_memory="64MiB") if has_entries else TINY
-    return ENTRIES if has_entries else FULL
+        return TINY._replace(max_model_len=128, kv_cache_memory="64MiB") if has_entries(model) else TINY
+    return ENTRIES if has_entries(model) else FULL
 
 
 def settings_of(model: str, tiny: bool) -> dict[str, Any]:
@@ -141,9 +145,9 @@ def run_part(model: str, mode: str, num_ranks: int, tiny: bool, device: str, res
         device=device,
         tensor_parallel_size=tensor_size(mode, num_ranks),
         pipeline_parallel_size=num_ranks // tensor_size(mode, num_ranks),
-        enable_expert_parallel=mode == "experts" and num_ranks > 1,
+        enable_expert_parallel=num_ranks > 1 and (mode == "experts" or (mode == "exact" and has_entries(model))),
         tensor_parallel_sums="reduce" if mode in SUMMED else "auto",
-        batch_invariant=mode not in SUMMED,
+        batch_invariant=mode not in SUMMED and not has_entries(model),
         max_model_len=shape.max_model_len,
         max_num_seqs=max(8, shape.num_prompts),
         max_num_batched_tokens=shape.max_num_batched_tokens,
@@ -162,7 +166,7 @@ def run_part(model: str, mode: str, num_ranks: int, tiny: bool, device: str, res
         found |= speed(llm, shape)
         (folder / PLAIN_FILE).unlink()
         keep(found, result)
-        if mode in (*SUMMED, "stages", *ON_NODES):
+        if has_entries(model) or mode in (*SUMMED, "stages", *ON_NODES):
             found |= steady(llm, folder, shape, num_ranks)
             keep(found, result)
         if mode in ON_NODES:
@@ -392,7 +396,7 @@ def memory_row(label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 def chosen_parts(text: str, model: str) -> Sequence[tuple[str, int]]:
     """Return all parts of a model, or the named ones, such as exact-2,reduce-4."""
     if not text:
-        return ENTRY_PARTS if "compress_ratios" in find_model(model)[1] else PARTS
+        return ENTRY_PARTS if has_entries(model) else PARTS
     return [(mode, int(size)) for mode, _, size in (part.partition("-") for part in text.split(","))]
 
 

@@ -147,10 +147,12 @@ class CompressedDecoder(StepWorkspace):
                 self.before_layer()
             layer, is_last = self.layers[index], self._spec.is_last_stage and index == self.num_layers - 1
             logits = batch.logits if is_last else None
-            layer.attention_streams.enter(x_TSH, streams, normed_TH)
             requests = self.requests(batch.num_rows)
             buffers = CompressedBuffers.of(self.acquire(requests.attention), self._quantized(requests.codes))
-            delta_TH = layer.attention(normed_TH, batch, plan, buffers, delta_TH, logits is not None)
+            codes = layer.attention.qkv_a.room_for_codes(buffers.quantized, batch.num_rows)
+            layer.attention_streams.enter(x_TSH, streams, normed_TH, codes)
+            wanted_only, is_coded = logits is not None, codes is not None
+            delta_TH = layer.attention(normed_TH, batch, plan, buffers, delta_TH, wanted_only, is_coded)
             num_rows = delta_TH.shape[0]
             if num_rows == 0:
                 return Stream(normed_TH[:0], normed_TH[:0], delta_TH, has_delta=False)
@@ -162,8 +164,10 @@ class CompressedDecoder(StepWorkspace):
                 )
                 streams, normed_TH = StreamBuffers(shares_TM, streams.parts), normed_TH[:num_rows]
             layer.attention_streams.leave(x_TSH, delta_TH, streams, layer.expert_streams)
-            layer.expert_streams.enter(x_TSH, streams, normed_TH)
-            layer.experts(normed_TH, self._expert_buffers(room, num_rows), delta_TH, token_ids_T)
+            own = self._expert_buffers(room, num_rows)
+            codes = layer.experts.room_for_codes(own, num_rows)
+            layer.expert_streams.enter(x_TSH, streams, normed_TH, codes)
+            layer.experts(normed_TH, own, delta_TH, token_ids_T, codes is not None)
             following = self.layers[index + 1].attention_streams if index + 1 < layers.stop else None
             layer.expert_streams.leave(x_TSH, delta_TH, streams, following)
             if is_last:

@@ -117,10 +117,30 @@ class DeclaredModel:
         if self.is_divisible(mesh.all_layers):
             reason = self.indivisible(mesh)
             raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason)
-        works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
+        raise self._refusal(mesh, self.indivisible(mesh), AS_STORED)
+
+    def check_blocks(self, mesh: Mesh, recipe: WeightRecipe) -> None:
+        """Raise if ranks would cut a block of columns that shares a scale, by a scheme that a recipe gives."""
+        reason = self._cut_block(mesh, recipe)
+        if reason is not None:
+            raise self._refusal(mesh, reason, recipe)
+
+    def _refusal(self, mesh: Mesh, reason: str | None, recipe: WeightRecipe) -> ConfigError:
+        """Return an error that lists the numbers of ranks that work."""
+
+        def works(other: Mesh) -> bool:
+            return self.is_divisible(other) and self._cut_block(other, recipe) is None
+
         option = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
-        fix = f"Try {', '.join(works)}." if works else "Leave pipeline_parallel_size out."
-        raise ConfigError("families.indivisible", option=option, reason=self.indivisible(mesh), fix=fix)
+        sizes = [str(size) for size in range(1, 17) if works(_resized(mesh, size))]
+        if mesh.expert_size == 1 and self.has_experts and works(replace(mesh, expert_size=mesh.tensor_size)):
+            sizes.append("or enable_expert_parallel")
+        fix = f"Try {', '.join(sizes)}." if sizes else "Leave pipeline_parallel_size out."
+        return ConfigError("families.indivisible", option=option, reason=reason, fix=fix)
+
+    @property
+    def has_experts(self) -> bool:
+        return self.spec is not None and self.spec.experts is not None
 
     def is_divisible(self, mesh: Mesh) -> bool:
         """Return True if so many ranks can share layers."""
@@ -131,16 +151,29 @@ class DeclaredModel:
         reason = self.declaration.indivisible(mesh)
         if reason is not None or mesh.tensor_size == 1 or self.stored_recipe is None:
             return reason
-        first = _resized(mesh.all_layers, mesh.tensor_size)
-        return self.remembered(("blocks", first), lambda: self._cut_block(first))
+        return self._cut_block(mesh, self.stored_recipe)
 
-    def _cut_block(self, mesh: Mesh) -> str | None:
-        share = self.remembered(("weights", mesh), lambda: self._stored_weights(mesh))
-        for whole, own in zip(self.parameters(), share, strict=True):
-            width = 0 if own.stored_scheme is None else own.stored_scheme.block_columns
-            if width and own.shape[-1] not in (whole.shape[-1], own.shape[-1] // width * width):
-                return f"{own.shape[-1]} of {whole.shape[-1]} columns of {own.name} cut a block of {width}, which share a scale"
-        return None
+    def _cut_block(self, mesh: Mesh, recipe: WeightRecipe) -> str | None:
+        """Return None, or a weight of which a rank's columns, or rows of one part, end within a block."""
+        first = _resized(mesh.all_layers, mesh.tensor_size)
+        if first.tensor_size == 1 or recipe.scheme is None:
+            return None
+
+        def find() -> str | None:
+            owns = self.remembered(("weights", first), lambda: self._stored_weights(first))
+            for whole, own in zip(self.parameters(), owns, strict=True):
+                scheme = own.scheme(recipe)
+                if scheme is None or not scheme.block_columns:
+                    continue
+                sides = [(-1, "columns", scheme.block_columns)]
+                sides += [(-2, "rows", scheme.block_rows)] if not own.seam_rows and len(own.shape) == 2 else []
+                for side, what, size in sides:
+                    share, of = own.shape[side], whole.shape[side]
+                    if share != of and share % size:
+                        return f"{share} of {of} {what} of {own.name} cut a block of {size}, which share a scale"
+            return None
+
+        return self.remembered(("blocks", first, recipe), find)
 
     def parameters(self, mesh: Mesh = ALONE) -> tuple[Weight, ...]:
         """List every tensor that a rank holds, with its kind."""

@@ -285,6 +285,7 @@ def resolve(request: PlanRequest) -> Resolved:
         choices.append(Choice("dtype", dtype, reason))
     recipe, recipe_choices = choose_recipe(config, model, target)
     choices += recipe_choices
+    model.check_blocks(mesh, recipe)
     kv_format = _choose_kv_format(config, model, dtype, choices)
     protected = choose_protected(config, model, kv_format, dtype)
     if protected.reason:
