@@ -33,7 +33,7 @@ MILLION = 2**20
     ],
 )
 def test_bytes_of_a_token_and_of_a_page(model: str, kv_dtype: str, token_bytes: Fraction, page_bytes: int) -> None:
-    ranks = 16 if model == PRO else 4
+    ranks = 8 if model == PRO else 4
     plan = fit_runner(plan_request(model, H200, tensor_parallel_size=ranks, kv_cache_dtype=kv_dtype))
     assert plan.kv_bytes_per_token == token_bytes
     assert plan.memory.page_bytes == page_bytes

@@ -192,8 +192,8 @@ class Rig:
         """All NaN: what a place held of another sequence may be anything."""
         declaration = declare_decoder(spec, "tiny").declaration
         assert isinstance(declaration, CompressedDeclaration), f"{spec.architecture} does not compress"
-        states = StateStorage(declaration.states(ALONE), limits.max_num_seqs, CPU, Ledger())
-        for kind in declaration.states(ALONE):
+        states = StateStorage(declaration.heads(ALONE).states, limits.max_num_seqs, CPU, Ledger())
+        for kind in declaration.heads(ALONE).states:
             for layer in kind.layers:
                 states.state(layer, kind.name).fill_(float("nan"))
         return states

@@ -6,16 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.kernels.gemm.e2m1 import E2M1_ASM_TEXT, e2m1_parts, e2m1_wide_asm, e8m0_numbers
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows_reference
-from holdfast.kernels.gemm.quantized_tiles import (
-    E2M1_ASM_TEXT,
-    OperandKind,
-    e2m1_parts,
-    e2m1_wide_asm,
-    e8m0_numbers,
-    operands_of,
-    tile_linear,
-)
+from holdfast.kernels.gemm.quantized_tiles import OperandKind, operands_of, tile_linear
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import E2M1_VALUES, e8m0_values

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from holdfast.kernels.fp8 import kernel_codes, loaded_numbers
+from holdfast.kernels.gemm.e2m1 import e2m1_numbers, e8m0_numbers
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -46,37 +47,6 @@ FP8_ROWS, FP8_BLOCKS, INT8_ROWS, E2M1_GROUPS = (
     kernel_constant(int(kind))
     for kind in (OperandKind.FP8_ROWS, OperandKind.FP8_BLOCKS, OperandKind.INT8_ROWS, OperandKind.E2M1_GROUPS)
 )
-E2M1_ASM_TEXT = """{
-.reg .b32 m, s, t, u;
-and.b32 m, $2, 0x77777777;
-prmt.b32 t, 0x3C383000, 0x4C484440, m;
-shr.u32 m, m, 16;
-prmt.b32 u, 0x3C383000, 0x4C484440, m;
-shl.b32 s, $2, 4;
-prmt.b32 m, t, u, 0x6420;
-lop3.b32 $0, m, s, 0x80808080, 0xF8;
-prmt.b32 m, t, u, 0x7531;
-lop3.b32 $1, m, $2, 0x80808080, 0xF8;
-}"""
-"""$2: four bytes of codes; $0: their lower halves as e4m3, looked up among 0 0.5 1 1.5 2 3 4 6; $1: their upper halves.
-0xF8 is a | (b & c)."""
-
-
-def e2m1_wide_asm() -> str:
-    """Assembler: $4 is four bytes of codes; $0, $1 are their low nibbles as bfloat16 by table lookup; $2, $3 the high ones."""
-    lines = ["{", ".reg .b32 m, s, t, u, v;", "and.b32 m, $4, 0x77777777;"]
-    for half, (low, high) in enumerate((("$0", "$2"), ("$1", "$3"))):
-        if half:
-            lines.append("shr.u32 m, m, 16;")
-        lines += ["prmt.b32 t, 0x3F3F3F00, 0x40404040, m;", "prmt.b32 u, 0xC0800000, 0xC0804000, m;"]
-        lines += [f"prmt.b32 s, $4, 0x0, {('0x1404', '0x3424')[half]};"]  # each byte becomes the high one of a number
-        lines += ["prmt.b32 v, u, t, 0x7351;", f"lop3.b32 {high}, v, s, 0x80008000, 0xF8;"]
-        lines += ["shl.b32 s, s, 4;", "prmt.b32 v, u, t, 0x6240;", f"lop3.b32 {low}, v, s, 0x80008000, 0xF8;"]
-    return "\n".join([*lines, "}"])
-
-
-E2M1_ASM = kernel_constant(E2M1_ASM_TEXT)
-E2M1_WIDE_ASM = kernel_constant(e2m1_wide_asm())
 
 
 class WeightOperands(NamedTuple):
@@ -109,40 +79,6 @@ def operands_of(x_XK: Tensor, weight: Tensor | QuantizedWeight, quantized: Quant
     return WeightOperands(tensors, OperandKind.FP8_BLOCKS, scheme.block_rows, scheme.block_columns, num_columns)
 
 
-@jit
-def e2m1_parts(b_codes, PLAIN: constexpr):
-    """Decode the low and the high nibbles of bytes (uint8) to half precision, without scales."""
-    if PLAIN:
-        b_codes = b_codes.to(tl.int32)
-        return e2m1_numbers(b_codes & 15), e2m1_numbers(b_codes >> 4)
-    else:
-        b_low, b_high = tl.inline_asm_elementwise(
-            E2M1_ASM, "=r,=r,r", [b_codes], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
-        )
-        return b_low.to(tl.float16), b_high.to(tl.float16)
-
-
-@jit
-def e2m1_wide_parts(b_codes):
-    """Like `e2m1_parts`, to bfloat16; not for the interpreter."""
-    return tl.inline_asm_elementwise(
-        E2M1_WIDE_ASM, "=r,=r,=r,=r,r", [b_codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-    )
-
-
-@jit
-def e2m1_numbers(b_codes):
-    """Decode 4-bit codes (int32) to half precision: place them in its high bits, then multiply by 2^14."""
-    b_bits = ((b_codes & 7) << 9) | ((b_codes & 8) << 12)
-    return (b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(tl.float16)
-
-
-@jit
-def e8m0_numbers(b_exponents):
-    """Return 2^(e - 127) of bytes in float32. 255 becomes inf, not NaN: loading a checkpoint rejects it."""
-    return tl.maximum(b_exponents.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
-
-
 BLOCK_K = 128
 """Columns per K step, and of a block of block-scaled e4m3."""
 FULL_GPU_PROGRAMS = 132
@@ -163,7 +99,7 @@ def tile_linear(
     assert operands.group in (0, BLOCK_K), f"scales for {operands.group} columns, and tiles of {BLOCK_K}"
     block_m = row_form(num_rows)
     block_n = 64 if block_m <= 64 or operands.kind == OperandKind.FP8_BLOCKS else 128
-    if block_m == 16 and -(-size_n // block_n) < FULL_GPU_PROGRAMS:
+    if block_m == 16 and -(-weight.form_rows // block_n) < FULL_GPU_PROGRAMS:
         block_n = 32
     tile_kernel[(-(-size_n // block_n), -(-num_rows // block_m))](
         *operands.tensors, bias_N if bias_N is not None else weight.scales, out_MN, num_rows, size_n, size_k,

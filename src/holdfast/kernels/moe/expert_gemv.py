@@ -7,15 +7,8 @@ from torch import Tensor
 
 from holdfast.kernels.activation import GateForm, gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
-from holdfast.kernels.gemm.quantized_tiles import (
-    FP8_BLOCKS,
-    FP8_ROWS,
-    INT8_ROWS,
-    OperandKind,
-    e2m1_parts,
-    e8m0_numbers,
-    operands_of,
-)
+from holdfast.kernels.gemm.e2m1 import e2m1_parts, e8m0_numbers
+from holdfast.kernels.gemm.quantized_tiles import FP8_BLOCKS, FP8_ROWS, INT8_ROWS, OperandKind, operands_of
 from holdfast.kernels.moe.deep_gemv import deep_gemv, takes_deep_loads, weight_rows
 from holdfast.kernels.moe.routing import ExpertProduct
 from holdfast.kernels.operation import pdl_flags
