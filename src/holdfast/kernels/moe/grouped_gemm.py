@@ -15,6 +15,13 @@ from torch import Tensor
 from holdfast.kernels.activation import gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
 from holdfast.kernels.gemm.e2m1 import e2m1_parts, e2m1_wide_parts, e8m0_numbers
+from holdfast.kernels.gemm.packed_tiles import (
+    SORTED_ORDER,
+    UNSORTED_ORDER,
+    RowBlocks,
+    packed_product,
+    takes_packed_tiles,
+)
 from holdfast.kernels.gemm.quantized_tiles import FP8_BLOCKS, FP8_ROWS, INT8_ROWS, OperandKind, operands_of
 from holdfast.kernels.moe.deep_gemv import weight_rows
 from holdfast.kernels.moe.routing import ExpertProduct
@@ -70,6 +77,9 @@ def grouped_gemm(product: ExpertProduct) -> Tensor:
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
         return out_PN
+    if takes_packed_tiles(x_XK, weight):
+        packed_product(x_XK, weight, bias_EN, _blocks_of(product), out_PN, form.flags(gated))
+        return out_PN
     size_k = x_XK.shape[1]
     operands = operands_of(x_XK, weight, quantized)
     tile = tile_for(order.block_rows, gated, operands.kind, operands.tensors[0].element_size())
@@ -97,6 +107,18 @@ def grouped_gemm(product: ExpertProduct) -> Tensor:
         KIND=int(operands.kind), BLOCK_ROWS=operands.block_rows, IS_JOINT=gated and tile.is_joint, **flags,
     )  # fmt: skip
     return out_PN
+
+
+def _blocks_of(product: ExpertProduct) -> RowBlocks:
+    """Return the blocks of packed tiles."""
+    order = product.order
+    pairs_per_row = len(product.out_PN) // len(product.x_XK)
+    if order.is_sorted:
+        blocks, kind = (order.pairs_BR, order.block_experts_B), SORTED_ORDER
+    else:
+        blocks, kind = (order.expert_ids_TS, order.expert_ids_TS), UNSORTED_ORDER
+    num_rows = len(order.expert_ids_TS)
+    return RowBlocks(*blocks, order.num_blocks, order.block_rows, num_rows, kind, order.top_k, pairs_per_row)
 
 
 @jit_counting("num_rows")
