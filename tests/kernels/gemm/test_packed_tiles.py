@@ -1,17 +1,37 @@
 """Packed tiles: the assembler decodes every code exactly, and products are as exact as torch in hostile shapes on Hopper."""
 
+import inspect
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from holdfast.kernels.gemm import packed_tiles
 from holdfast.kernels.gemm.e2m1 import e2m1_pairs_asm
-from holdfast.kernels.gemm.packed_tiles import LARGEST_EXPONENT, packed_tile, takes_packed_tiles
+from holdfast.kernels.gemm.packed_tiles import (
+    LARGEST_EXPONENT,
+    SORTED_ORDER,
+    UNSORTED_ORDER,
+    packed_tile,
+    packed_tile_kernel,
+    takes_packed_tiles,
+)
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm
+from holdfast.kernels.moe.routing import ExpertProduct
 from holdfast.quant.quantized_weight import QuantizedWeight
 from kernels.exactness import same_bits
-from kernels.expert_cases import DEEPSEEK_V4, FORMS, GPT_OSS, ExpertCase, exact, expert_case, judge, run_kernel
+from kernels.expert_cases import (
+    DEEPSEEK_V4,
+    FORMS,
+    GPT_OSS,
+    ExpertCase,
+    exact,
+    expert_case,
+    judge,
+    order_of,
+    run_kernel,
+)
 from kernels.triton_cases import QUIET
 
 pytestmark = QUIET
@@ -76,6 +96,36 @@ def test_packed_tile_fills_instructions():
 def test_takes_packed_tiles_declines_a_host():
     case = expert_case((5, 1, 2, 6, 64), True, "mxfp4", BF16)
     assert not takes_packed_tiles(case.x_XK, case.weight)
+
+
+@pytest.mark.parametrize(("num_rows", "tile_rows"), [(8, 128), (200, 256)])
+def test_packed_product_gives_every_argument(monkeypatch, num_rows, tile_rows):
+    """Without a GPU: unsorted pairs in one block of 16 for each, and sorted ones in blocks of 128."""
+    names = list(inspect.signature(getattr(packed_tile_kernel, "fn", packed_tile_kernel)).parameters)
+    launches = []
+
+    class Recorder:
+        def __class_getitem__(cls, grid):
+            return lambda *given, **named: launches.append((grid, dict(zip(names, given, strict=False)) | named))
+
+    monkeypatch.setattr(packed_tiles, "packed_tile_kernel", Recorder)
+    monkeypatch.setattr("holdfast.kernels.moe.grouped_gemm.takes_packed_tiles", lambda x, weight: True)
+    case = expert_case((num_rows, 2, 3, 300, 160), True, "mxfp4", BF16, has_bias=True, form=GPT_OSS)
+    order, out = order_of(case), torch.empty(2 * num_rows, 300, dtype=BF16)
+    grouped_gemm(ExpertProduct(case.x_XK, case.weight, order, out, True, None, case.bias_EN, case.form))
+    ((grid, given),) = launches
+    assert grid == (-(-300 // (tile_rows // 2)), order.num_blocks)
+    assert given["p_codes"].dtype == torch.int32
+    blocks = (order.pairs_BR, order.block_experts_B) if order.is_sorted else (order.expert_ids_TS, order.expert_ids_TS)
+    tensors = (case.x_XK, case.weight.codes, case.weight.scales, case.bias_EN, *blocks, out)
+    names = ("p_x", "p_codes", "p_scales", "p_bias", "p_pairs", "p_experts", "p_out")
+    assert [given[name].data_ptr() for name in names] == [tensor.data_ptr() for tensor in tensors]
+    expected = {
+        "num_rows": num_rows, "size_n": 300, "SIZE_K": 160, "GATED": True, "INTERLEAVED": True, "LIMIT": GPT_OSS.limit,
+        "IS_SCALED": True, "HAS_BIAS": True, "ORDER": SORTED_ORDER if order.is_sorted else UNSORTED_ORDER, "TOP_K": 2,
+        "PAIRS_PER_ROW": 2, "BLOCK_M": order.block_rows, "BLOCK_N": tile_rows, "FEW": num_rows == 8,
+    }  # fmt: skip
+    assert expected.items() <= given.items()
 
 
 @pytest.mark.gpu
