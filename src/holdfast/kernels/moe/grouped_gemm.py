@@ -27,6 +27,7 @@ from holdfast.kernels.moe.deep_gemv import weight_rows
 from holdfast.kernels.moe.routing import ExpertProduct
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
+from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
@@ -77,7 +78,7 @@ def grouped_gemm(product: ExpertProduct) -> Tensor:
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
         return out_PN
-    if takes_packed_tiles(x_XK, weight):
+    if isinstance(weight, QuantizedWeight) and takes_packed_tiles(x_XK, weight):
         packed_product(x_XK, weight, bias_EN, _blocks_of(product), out_PN, form.flags(gated))
         return out_PN
     size_k = x_XK.shape[1]
