@@ -352,8 +352,8 @@ def _multiply_few(b_words, b_scales, s_x, b_y):
 
 
 @gluon_jit
-def _begin_few_rows(p_rows, s_x, slot, i_step, SIZE_K: constexpr):
-    """Start to copy two chunks of a block's rows into a slot of shared memory: zeros after the last input."""
+def _begin_few_rows(p_rows, m_rows, s_x, slot, i_step, SIZE_K: constexpr):
+    """Start to copy two chunks of a block's rows into a slot of shared memory: zeros for padding and after the last input."""
     HALVES: constexpr = p_rows.shape[0]
     layout: constexpr = p_rows.type.layout
     o_k = gl.arange(0, HALVES, gl.SliceLayout(1, layout))[:, None] % 2 * 64
@@ -361,7 +361,7 @@ def _begin_few_rows(p_rows, s_x, slot, i_step, SIZE_K: constexpr):
     for i in gl.static_range(2):
         first = i_step * (2 * CHUNK) + i * CHUNK
         hopper.async_copy.async_copy_global_to_shared(
-            s_x.index(2 * slot + i), p_rows + first, mask=o_k + first < SIZE_K
+            s_x.index(2 * slot + i), p_rows + first, mask=m_rows & (o_k + first < SIZE_K)
         )
     hopper.async_copy.commit_group()
 
@@ -384,22 +384,23 @@ def _sum_few(
     b_w, b_s = _load_weight(p_w, p_s, 0, 0 if FULL > 0 else REST)
     if FULL > 1 or (FULL == 1 and REST > 0):
         b_next_w, b_next_s = _load_weight(p_w, p_s, 1, 0 if FULL > 1 else REST)
-    b_rows = (gl.maximum(b_pairs, 0) // PAIRS_PER_ROW).to(gl.int64)
-    b_rows = gl.convert_layout(gl.join(b_rows, b_rows).reshape((2 * BLOCK_M,)), gl.SliceLayout(1, copy))
+    b_halves = gl.convert_layout(gl.join(b_pairs, b_pairs).reshape((2 * BLOCK_M,)), gl.SliceLayout(1, copy))
+    m_rows = (b_halves >= 0)[:, None]
+    b_rows = (gl.maximum(b_halves, 0) // PAIRS_PER_ROW).to(gl.int64)
     o_half = gl.arange(0, 2 * BLOCK_M, gl.SliceLayout(1, copy)) % 2 * 64
     p_rows = p_x + (b_rows * SIZE_K + o_half)[:, None] + gl.arange(0, 64, gl.SliceLayout(0, copy))[None, :]
     s_x = gl.allocate_shared_memory(
         gl.bfloat16, [2 * NUM_STAGES, 2 * BLOCK_M, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     )
     for i_step in gl.static_range(NUM_STAGES - 1):
-        _begin_few_rows(p_rows, s_x, i_step, i_step, SIZE_K)
+        _begin_few_rows(p_rows, m_rows, s_x, i_step, i_step, SIZE_K)
     b_y = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, mma)
     slot = 0
     free_slot = NUM_STAGES - 1
     if PAIRS > 1:
         for i_step in range(PAIRS - 1):
             hopper.async_copy.wait_group(NUM_STAGES - 2)
-            _begin_few_rows(p_rows, s_x, free_slot, i_step + NUM_STAGES - 1, SIZE_K)
+            _begin_few_rows(p_rows, m_rows, s_x, free_slot, i_step + NUM_STAGES - 1, SIZE_K)
             b_y = _multiply_few(b_w, b_s, s_x.index(2 * slot), b_y)
             b_w, b_s = _load_weight(p_w, p_s, 2 * i_step + 2, 0)
             b_y = _multiply_few(b_next_w, b_next_s, s_x.index(2 * slot + 1), b_y)
