@@ -52,8 +52,8 @@ TINY_ENTRIES = {
     "head_dim": 80,
     "qk_rope_head_dim": 16,
     "q_lora_rank": 128,
-    "o_groups": 2,
-    "o_lora_rank": 64,
+    "o_groups": 4,
+    "o_lora_rank": 128,
     "index_n_heads": 4,
     "index_head_dim": 32,
     "index_topk": 16,
@@ -62,7 +62,7 @@ TINY_ENTRIES = {
     "num_hash_layers": 1,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": 512,
 }
 """Like the one above, for windows and entries (DeepSeek-V4), with the sizes that kernels and formats need: 64 elements and 16 RoPE elements."""
 

@@ -255,7 +255,7 @@ class Counted:
         return {
             "num_steps": self._num_steps,
             "num_allocations": self._num_allocations,
-            "num_compilations": self._counts.num_compiled,
+            "num_compilations": self._counts.num_compiled + self._counts.num_found,
         }
 
 

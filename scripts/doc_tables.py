@@ -9,6 +9,8 @@ The first engine of `values` is compared with the others; more is better. Other 
 
 A table goes between the marks of its section, in the document that has them. A record without a `section` compares engines
 (`records`); a section has its own columns. `highlights` are single figures from all records.
+
+A record's figures get a mark if its kernels or plans differ from those of benchmarks/digests.json (scripts/digests.py).
 """
 
 import json
@@ -17,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import digests
 from error_table import error_table
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +70,11 @@ def record_table(record: dict[str, Any]) -> str:
 
 
 def _title(record: Mapping[str, Any]) -> str:
-    return _said(f"{record['model']}, {record['settings']}, on {record['machine']}, {record['date']}:")
+    state = record.get("state", digests.SAME)
+    commit = record.get("commit", "unknown")
+    source = commit if " " in commit else f"commit {commit[:8]}"
+    more = f", {source}, without a digest" if state == digests.WITHOUT else f" {state.mark}".rstrip()
+    return _said(f"{record['model']}, {record['settings']}, on {record['machine']}, {record['date']}{more}:")
 
 
 def _said(text: str) -> str:
@@ -97,8 +104,10 @@ def section_table(record: dict[str, Any], columns: Columns) -> str:
     for result in record["results"]:
         values = (value_of(result) for value_of in columns.values())
         lines.append(f"| {' | '.join(_cell(value) for value in values)} |")
-    if "note" in record:
-        lines += ["", _said(record["note"])]
+    state = record.get("state", digests.SAME)
+    notes = [record.get("note"), None if state in (digests.SAME, digests.WITHOUT) else f"{state.words}."]
+    for note in filter(None, notes):
+        lines += ["", _said(note)]
     return "\n".join(lines)
 
 
@@ -171,7 +180,8 @@ def _by_weights(figure: str, words: str) -> Columns:
 
 def _violations(result: Result) -> object:
     """Return the violations of a run of steps, or of a comparison."""
-    names = ("num_allocations", "num_segments", "num_syncs", "num_moved", "num_errors", "num_different", "num_wild")
+    names = ("num_allocations", "num_segments", "num_syncs", "num_compilations", "num_moved", "num_errors")
+    names += ("num_different", "num_wild")
     count = sum(result.get(name, 0) for name in names)
     return result.get("error") or (count if result.get("must_hold", True) else f"{count} (not promised)")
 
@@ -375,7 +385,7 @@ SECTIONS: Mapping[str, Columns] = {
         "": _value("measure"),
         "steps": _value("num_steps"),
         "compared": _value("num_compared"),
-        "allocations, waits, moves, differences": _violations,
+        "allocations, waits, compilations, moves, differences": _violations,
     },
     "gpu-attention": {
         "": _value("measure"),
@@ -577,7 +587,10 @@ HIGHLIGHTS = (
 
 def records(folder: Path, section: str | None) -> list[dict[str, Any]]:
     """Return the records of one section, or without one, newest first."""
+    table = digests.read_table(folder.parent / digests.TABLE.name)
     found = [read_record(path) for path in sorted(folder.glob("*.json"))]
+    for path, record in zip(sorted(folder.glob("*.json")), found, strict=True):
+        record["state"] = digests.state_of(path.stem, record, table)
     return sorted(
         (record for record in found if record.get("section") == section), key=lambda item: item["date"], reverse=True
     )
@@ -607,11 +620,17 @@ def invariance_tables(folder: Path) -> str:
 
 def highlight_table(folder: Path) -> str:
     """Return the highlights with figures; a sentence if there is none."""
-    rows = [row for highlight in HIGHLIGHTS if (row := _highlight_row(folder, highlight)) is not None]
-    return "\n".join(["| | on | Holdfast | |", "|---|---|---|---|", *rows]) if rows else NO_RECORD
+    found = [row for highlight in HIGHLIGHTS if (row := _highlight_row(folder, highlight)) is not None]
+    if not found:
+        return NO_RECORD
+    words = "; ".join(dict.fromkeys(state.words for _, state in found if state != digests.SAME))
+    return "\n".join(
+        [f"| | on | Holdfast | {words} |".replace("|  |", "| |"), "|---|---|---|---|", *(row for row, _ in found)]
+    )
 
 
-def _highlight_row(folder: Path, highlight: Highlight) -> str | None:
+def _highlight_row(folder: Path, highlight: Highlight) -> tuple[str, digests.State] | None:
+    """Return a row and the state of its record; None without a record."""
     for record in records(folder, highlight.section):
         for result in record["results"] if highlight.measure else [record]:
             if highlight.measure and result["measure"] != highlight.measure:
@@ -621,7 +640,9 @@ def _highlight_row(folder: Path, highlight: Highlight) -> str | None:
             except (KeyError, TypeError):
                 continue  # a run that was cut short, or without the other side; an older run may have both
             words = highlight.words.format(model=record["model"].removesuffix(".gguf"))
-            return f"| {' | '.join((words, record['machine'], *figures))} |"
+            ours, beside = figures
+            cells = words, record["machine"], f"{ours} {record['state'].mark}".rstrip(), beside
+            return f"| {' | '.join(cells)} |", record["state"]
     return None
 
 
@@ -660,7 +681,10 @@ def replaced(document: str, content: str, begin: str, end: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the documents in place."""
+    """Rewrite the documents in place, after comparing the records with this tree."""
+    changed = [case for case, entry in digests.refresh()["cases"].items() if entry["ptx"] is None]
+    if changed:
+        print(f"not compared (run make digests): {', '.join(changed)}")
     for path in DOCUMENTS:
         document = path.read_text(encoding="utf-8")
         path.write_text(written(document, RECORDS), encoding="utf-8")

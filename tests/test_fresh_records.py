@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_gpu_fresh_parts_name_existing_cases() -> None:
 
 @pytest.mark.parametrize(("name", "num_layers"), [("Qwen3-32B", 2), ("gpt-oss-20b", 2), ("DeepSeek-V4-Flash", 4)])
 def test_few_layers_keep_every_kind_of_layer(name: str, num_layers: int) -> None:
-    config = dict(CATALOGUE[name])
+    config: dict[str, Any] = dict(CATALOGUE[name])
     few = dummy_models.few_layers(config)
     assert few.pop("num_hidden_layers") == num_layers
     assert all(set(layers) == set(config[key]) for key, layers in few.items())

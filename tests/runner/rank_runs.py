@@ -216,7 +216,7 @@ def plan_rank(
     config = EngineConfig.from_options(**(OPTIONS | dict(options)))
     model, target = open_model(str(path), config.load_format), device_target("cpu")
     load, plan = plan_model(
-        config, model, target, config.weight_cache != "off", mesh, Agreed(OPTIONS["max_model_len"], NUM_PAGES)
+        config, model, target, config.weight_cache != "off", mesh, Agreed(config.max_model_len or 64, NUM_PAGES)
     )
     assert plan.memory.num_pages == NUM_PAGES, f"{plan.memory.num_pages} pages"
     return config, model, load, plan

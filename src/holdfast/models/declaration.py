@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
-from holdfast.cache.compressed import ENTRIES
+from holdfast.cache.compressed import ENTRIES, StateKind, list_states
 from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.distributed.mesh import Mesh
 from holdfast.families.compressed.spec import CompressedAttentionSpec
@@ -79,6 +79,11 @@ class HeadGeometry(NamedTuple):
     def is_compressed(self) -> bool:
         """True if layers attend to a window and to entries that stand for several tokens (cache/compressed.py)."""
         return bool(self.ratios)
+
+    @property
+    def states(self) -> tuple[StateKind, ...]:
+        """The states of tokens that are not part of an entry yet."""
+        return list_states(self.ratios, self.overlapped_layers, self.head_dim, self.index_dim)
 
     def compressed_specs(
         self, cache: CacheSpec, max_model_len: int, dtype: str, device_kind: str

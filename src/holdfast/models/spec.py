@@ -325,7 +325,9 @@ class ModelSpec:
             spec = replace(spec, latent=replace(spec.latent, index=index))
         if spec.compressed is not None:
             compressors = spec.compressed.compressors[first:last]
-            spec = replace(spec, compressed=replace(spec.compressed, compressors=compressors))
+            has_index = any(one is not None and one.is_overlapped for one in compressors)
+            index = spec.compressed.index if has_index else None
+            spec = replace(spec, compressed=replace(spec.compressed, compressors=compressors, index=index))
         return spec
 
     def layer_experts(self, layer: int) -> ExpertsSpec | None:

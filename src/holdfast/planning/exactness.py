@@ -11,6 +11,7 @@ from holdfast.attention.declarations import BackendDeclaration
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError
+from holdfast.kernels.latent.latent_geometry import head_blocks
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.target import Target
 from holdfast.quant.weight_schemes import WeightRecipe
@@ -20,6 +21,11 @@ INVARIANT_ROWS = 16
 EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
 """By number of ranks: the fewest rows of a largest step. Above it, startup compares: among 8 ranks an H200 multiplied
 by shares of large weights as by whole weights from 26 rows, by small ones from 128 (benchmarks/gpu_invariance.py)."""
+
+EXACT_ENTRY_RANKS = (2, 4)
+"""Numbers of ranks whose products by groups of heads were compared on an H200; those of 8 ranks differ."""
+MOST_EXACT_ROWS = 512
+"""Most rows of an exact step of compressed attention, so that a start can compare products at every number of rows."""
 
 
 def exact_rows(num_ranks: int) -> int | None:
@@ -42,6 +48,9 @@ def refuse_inequality(
     """Refuse exact sums if ranks on a GPU would not compute what one rank does."""
     if not mesh.is_exact or target.kind != "cuda":
         return
+    if declared.is_compressed:
+        _refuse_unequal_entries(config, declared, most_rows, mesh)
+        return
     name, value = "tensor_parallel_sums", config.tensor_parallel_sums
     if not config.batch_invariant:
         raise ConfigError("plan.exact_needs_invariance", name=name, value=value)
@@ -54,6 +63,24 @@ def refuse_inequality(
     if most_rows < least_rows:
         rows = {"minimum": least_rows, "maximum": most_rows}
         raise ConfigError("plan.exact_needs_more_rows", name=name, value=value, num_ranks=size, **rows)
+
+
+def _refuse_unequal_entries(config: EngineConfig, declared: DeclaredModel, most_rows: int, mesh: Mesh) -> None:
+    """Refuse exact sums of compressed attention unless a rank computes its heads, experts and rows as one rank does.
+
+    It has no batch_invariant, so steps have any number of rows, and a start compares products at each.
+    """
+    assert declared.spec is not None, f"{declared.name} is compressed, and has no spec"
+    num_heads, size = declared.spec.num_heads, mesh.tensor_size
+    values = {"name": "tensor_parallel_sums", "value": config.tensor_parallel_sums, "num_ranks": size}
+    if size not in EXACT_ENTRY_RANKS:
+        raise ConfigError("plan.exact_never_measured", **values)
+    if head_blocks(num_heads)[0] != head_blocks(num_heads // size)[0]:
+        raise ConfigError("plan.exact_needs_like_heads", **values, num_heads=num_heads, own=num_heads // size)
+    if mesh.expert_size == 1:
+        raise ConfigError("plan.exact_needs_whole_experts", **values, model=declared.name)
+    if most_rows > MOST_EXACT_ROWS:
+        raise ConfigError("plan.exact_needs_fewer_rows", **values, rows=most_rows, maximum=MOST_EXACT_ROWS)
 
 
 def refuse_variant_weights(config: EngineConfig, recipe: WeightRecipe, target: Target) -> None:

@@ -208,7 +208,8 @@ def check_ranks(config: EngineConfig, declared: DeclaredModel) -> None:
     if config.nnodes is not None and config.nnodes > config.num_ranks:
         raise ConfigError("plan.more_nodes_than_ranks", name="nnodes", value=config.nnodes, num_ranks=config.num_ranks)
     declared.check_ranks(rank_meshes(config)[0])
-    if config.enable_expert_parallel and (declared.spec is None or declared.spec.experts is None):
+    declared.check_blocks(rank_meshes(config)[0], config.recipe)
+    if config.enable_expert_parallel and not declared.has_experts:
         raise ConfigError("plan.no_experts", name="enable_expert_parallel", model=declared.name)
     num_stages = config.pipeline_parallel_size
     if num_stages > 1:

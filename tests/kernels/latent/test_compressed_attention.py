@@ -182,6 +182,19 @@ def test_compressed_attention_is_exact_at_model_sizes(device, name, num_heads) -
 
 @pytest.mark.gpu
 @FORMATS
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_compressed_attention_of_a_share_of_heads_has_bits_of_all(device, name, num_ranks) -> None:
+    """What exact ranks rely on: 64 heads, and the last ones of them."""
+    for scope in ({"ratio": 0}, {"ratio": 128}, {"ratio": 4, "top_k": 512}):
+        sizes = replace(Sizes(), name=name, num_heads=64, **REAL, **scope)
+        case = compressed_case(LONG, sizes, torch.bfloat16, q_scale=1.0)
+        whole, own = run_compressed(case, device, 132), slice(64 - 64 // num_ranks, 64)
+        share = replace(case, q_TND=case.q_TND[:, own].contiguous(), sinks_N=case.sinks_N[own].contiguous())
+        assert same_bits(run_compressed(share, device, 132), whole[:, own])
+
+
+@pytest.mark.gpu
+@FORMATS
 def test_compressed_attention_odd_pages_and_lists_are_exact(device, name) -> None:
     for dtype, pages, top_k in (
         (torch.float16, (1, 1), 7),

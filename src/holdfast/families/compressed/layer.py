@@ -154,10 +154,14 @@ class CompressedAttentionLayer:
         buffers: CompressedBuffers,
         out_TH: torch.Tensor,
         wanted_only: bool = False,
+        is_coded: bool = False,
     ) -> torch.Tensor:
-        """Write all rows' vectors and entries; attend with all rows, or with those whose logits are wanted: [T, H] or [R, H]."""
+        """Write all rows' vectors and entries; attend with all rows, or with those whose logits are wanted: [T, H] or [R, H].
+
+        If `is_coded`, x is already quantized in `buffers.quantized`.
+        """
         q_rank, quantized = len(self._q_norm.weight_H), buffers.quantized
-        qkv_a_TX = self.qkv_a(x_TH, buffers.qkv_a_TX, quantized)
+        qkv_a_TX = self.qkv_a(x_TH, buffers.qkv_a_TX, quantized, is_coded)
         codes = self.q.room_for_codes(quantized, len(x_TH))
         self._q_norm(qkv_a_TX[:, :q_rank], None, buffers.q_normed_TX, codes)
         self.q(buffers.q_normed_TX, buffers.q_TX, quantized, is_coded=codes is not None)
