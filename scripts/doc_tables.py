@@ -313,7 +313,10 @@ SECTIONS: Mapping[str, Columns] = {
         "unit": _value("unit"),
         "against transformers": _value("ratios", "transformers"),
     },
-    "gpu-ranks": {"": _value("measure"), "found": _listed_values, "unit": _value("unit"), "%": _ranks_percent},
+    **dict.fromkeys(
+        ("gpu-ranks", "gpu-entry-ranks"),
+        {"": _value("measure"), "found": _listed_values, "unit": _value("unit"), "%": _ranks_percent},
+    ),
     "gpu-exchange": {"": _value("measure"), "found": _listed_values, "unit": _value("unit")},
     "gpu-invariance": {
         "": _value("measure"),
