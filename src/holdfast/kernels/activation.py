@@ -155,6 +155,7 @@ def launch_gate_mul(
         f"{gate_up_TX.stride()=} {out_TI.stride()=}: columns lie apart"
     )
     codes_TI, scales_TB = (None, None) if codes is None else (as_bits(codes[0]), codes[1])
+    assert scales_TB is None or scales_TB.shape[1] == -(-width // (2 * CODED_COLUMNS)), f"{scales_TB.shape=} {width=}"
     if out_TI.numel():
         num_blocks = -(-width // 2 // COLUMNS_PER_PROGRAM)
         _gate_mul_kernel[(num_rows * num_blocks,)](

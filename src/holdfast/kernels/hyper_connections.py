@@ -219,7 +219,7 @@ def launch_enter(
 ) -> Tensor:
     """Launch two programs per row: one for the block's input, one for all shares.
 
-    `codes` receive the input as e4m3 too, with scales for every CODED_COLUMNS.
+    `codes` receive the input as e4m3 too, with a scale per row or for every CODED_COLUMNS.
     """
     _check_streams(x_TSH, shares_TM, out_TH)
     assert norm_weight_H.shape == (x_TSH.shape[2],), f"{norm_weight_H.shape=} {x_TSH.shape=}"
@@ -245,7 +245,7 @@ def launch_enter(
         None if scales_TB is None else scales_TB.stride(1), numbers.norm_eps, numbers.eps, rms_eps,
         IS_HEAD=is_head, NUM_ITERATIONS=numbers.num_iterations, NUM_SUMS=num_sums, SUM_COLUMNS=parts_CTP.shape[2],
         NUM_STREAMS=num_streams, BLOCK_S=next_power_of_two(num_streams), BLOCK_C=MAX_SPLITS, BLOCK_H=block_h,
-        GROUP=min(CODED_COLUMNS, block_h), PLAIN=is_interpreted(),
+        GROUP=CODED_COLUMNS if scales_TB is not None and scales_TB.shape[1] > 1 else block_h, PLAIN=is_interpreted(),
         num_warps=max(1, min(8, block_h // COLUMNS_PER_WARP)), **pdl_flags(x_TSH),
     )  # fmt: skip
     return out_TH

@@ -27,9 +27,9 @@ SIZES = pytest.mark.parametrize("size", [129, 300, 512, 2049, 4224], ids=lambda 
 NUMBERS = hc.MixNumbers(1e-6, 1e-6, 20)
 
 
-def room(zones: RedZones, num_rows: int, size: int) -> QuantizedRows:
+def room(zones: RedZones, num_rows: int, size: int, columns: int = 128) -> QuantizedRows:
     codes = zones.allocate(num_rows, size, dtype=torch.uint8).fill_(0x55).view(torch.float8_e4m3fn)
-    return QuantizedRows(codes, zones.allocate(num_rows, -(-size // 128)).fill_(7.0))
+    return QuantizedRows(codes, zones.allocate(num_rows, -(-size // columns)).fill_(7.0))
 
 
 def assert_codes_of(y_TD: torch.Tensor, quantized: QuantizedRows) -> None:
@@ -78,11 +78,12 @@ def test_gate_mul_coded_codes_blocks_of_stored_rows(device, size, limit, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("columns", [128, 512])
 @pytest.mark.parametrize("size", [40, 128, 300, 512], ids=lambda size: f"D{size}")
-def test_enter_block_coded_codes_blocks_of_stored_rows(device, size, dtype):
+def test_enter_block_coded_codes_blocks_of_stored_rows(device, size, columns, dtype):
     x, mix = random(3, 4, size).to(device, dtype), hc.StreamMix(*(one.to(device) for one in make_mix(4, size)))
     zones, parts, norm = RedZones(device), parts_of(x, mix), random(size, seed=3).to(device, dtype)
-    quantized, out = room(zones, 3, size), zones.allocate(3, size, dtype=dtype)
+    quantized, out = room(zones, 3, size, columns), zones.allocate(3, size, dtype=dtype)
     shares, plain_shares = (torch.empty(3, 24, device=device) for _ in range(2))
     enter_block_coded_triton(x, parts, mix, NUMBERS, shares, norm, 1e-6, out, quantized)
     zones.check()
@@ -114,3 +115,6 @@ def test_coded_rows_refuse_wrong_code_buffers(device):
     x, quantized = random(3, 600).to(device), room(RedZones(device), 3, 299)
     with pytest.raises(AssertionError, match="shape"):
         gate_mul_coded_triton(x, "silu", torch.empty(3, 300, device=device), None, quantized)
+    one_scale = room(RedZones(device), 3, 300, columns=300)
+    with pytest.raises(AssertionError, match="shape"):
+        gate_mul_coded_triton(x, "silu", torch.empty(3, 300, device=device), None, one_scale)

@@ -22,6 +22,9 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 # pyright: reportPossiblyUnboundVariable=false
 
 
+NUM_STAGES = 4
+
+
 def row_form(num_rows: int) -> int:
     """Return the rows of a tile, or 0 for too many rows: the specialization for the number of rows."""
     return max(16, next_power_of_two(num_rows)) if num_rows <= BLOCK_SCALED_ROWS else 0
@@ -52,7 +55,7 @@ def block_scaled_linear(rows: QuantizedRows, weight: QuantizedWeight, bias_N: Te
         size_k, -(-size_k // (splits * BLOCK_COLUMNS)) * BLOCK_COLUMNS, weight.scales.shape[1],
         BLOCK_ROWS=weight.scheme.block_rows, HAS_BIAS=bias_N is not None, EVEN_K=size_k % BLOCK_COLUMNS == 0,
         NUM_SPLITS=splits, BLOCK_M=row_form(num_rows), BLOCK_N=BLOCK_SCALED_BLOCK_N, BLOCK_K=BLOCK_COLUMNS,
-        PLAIN=is_interpreted(), num_warps=4, num_stages=4, **pdl_flags(out_MN),
+        PLAIN=is_interpreted(), num_warps=4, num_stages=NUM_STAGES, **pdl_flags(out_MN),
     )  # fmt: skip
     return out_MN
 
@@ -73,11 +76,15 @@ def block_scaled_tile_kernel(
     m_nm = m_n[:, None] & m_m[None, :]
     p_w = p_codes + o_n[:, None].to(tl.int64) * size_k + o_k[None, :]
     p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + o_k[:, None]
-    p_w_scales = p_scales + (i_n * BLOCK_N // BLOCK_ROWS).to(tl.int64) * scale_columns
+    p_x_scales += o_m * scale_columns
+    p_scales += (i_n * BLOCK_N // BLOCK_ROWS).to(tl.int64) * scale_columns
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     first_k = tl.program_id(1) * split_k
+    i_k = first_k // BLOCK_K
+    weight_scale = tl.load(p_scales + i_k)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    b_x_scales = tl.load(p_x_scales + i_k, mask=m_m, other=0.0)
     for k in range(first_k, tl.minimum(first_k + split_k, size_k), BLOCK_K):
         m_w = m_n[:, None]
         m_x = m_m[None, :]
@@ -86,9 +93,14 @@ def block_scaled_tile_kernel(
             m_x = m_x & (k + o_k < size_k)[:, None]
         b_w = tl.load(p_w + k, mask=m_w, other=0.0)
         b_x = tl.load(p_rows + k, mask=m_x, other=0.0)
-        i_k = k // BLOCK_K
-        b_scales = tl.load(p_x_scales + o_m * scale_columns + i_k, mask=m_m, other=0.0) * tl.load(p_w_scales + i_k)
-        b_y += tl.dot(loaded_numbers(b_w, PLAIN), loaded_numbers(b_x, PLAIN)) * b_scales[None, :]
+        # Load the scales of the next block of columns before the product that this step waits for.
+        i_k = k // BLOCK_K + 1
+        next_weight_scale = tl.load(p_scales + i_k, mask=i_k < scale_columns, other=0.0)
+        b_next_x_scales = tl.load(p_x_scales + i_k, mask=m_m & (i_k < scale_columns), other=0.0)
+        b_block = tl.dot(loaded_numbers(b_w, PLAIN), loaded_numbers(b_x, PLAIN))
+        b_y += b_block * (weight_scale * b_x_scales)[None, :]
+        weight_scale = next_weight_scale
+        b_x_scales = b_next_x_scales
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if NUM_SPLITS > 1:
