@@ -26,7 +26,7 @@ say = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test setup setup-dev format lint types pytest test-changed test-slow test-mutants test-gpu check-home docs clean
+.PHONY: help demo test setup setup-dev format lint types pytest test-changed test-slow test-mutants test-gpu check-home digests docs clean
 
 help: ## Show this list
 	@printf 'Holdfast: first make demo, then make test.\n\n'
@@ -80,6 +80,9 @@ test-gpu: ## Run the tests that need CUDA with PYTHON: JOBS=12, or in parts: PAR
 
 check-home: $(DEV) $(MODEL) ## Check every promise to a new user, as commands and what they print: ONLY=WORD
 	@$(BIN)/python scripts/check_at_home.py $(if $(ONLY),--only "$(ONLY)")
+
+digests: $(DEV) ## Compile the kernels that records name and that have changed: STAMP=1 also adds digests to new records
+	@$(BIN)/python scripts/digests.py --jobs $(JOBS) $(if $(STAMP),--stamp)
 
 docs: $(DEV) ## Write the generated parts of the documents again
 	@$(BIN)/python scripts/doc_tables.py

@@ -1,6 +1,7 @@
 """Folders with the settings of a catalogue model and a byte tokenizer, for engines with dummy weights; no torch."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ TINY_ENTRIES = {
     "head_dim": 80,
     "qk_rope_head_dim": 16,
     "q_lora_rank": 128,
-    "o_groups": 2,
-    "o_lora_rank": 64,
+    "o_groups": 4,
+    "o_lora_rank": 128,
     "index_n_heads": 4,
     "index_head_dim": 32,
     "index_topk": 16,
@@ -61,7 +62,7 @@ TINY_ENTRIES = {
     "num_hash_layers": 1,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": 512,
 }
 """Like the one above, for windows and entries (DeepSeek-V4), with the sizes that kernels and formats need: 64 elements and 16 RoPE elements."""
 
@@ -78,6 +79,14 @@ def tiny_settings(name: str) -> dict[str, Any]:
         return TINY
     shared = {"shared_expert_intermediate_size": TINY["intermediate_size"]}
     return TINY | TINY_EXPERTS | (shared if "shared_expert_intermediate_size" in config else {})
+
+
+def few_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the fewest layers that launch every kernel of a model: two, or four with dense ones before experts."""
+    num_all = config["num_hidden_layers"]
+    num_layers = min(num_all, 4 if "q_lora_rank" in config else 2)
+    lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) >= num_all}
+    return {"num_hidden_layers": num_layers, **{key: value[:num_layers] for key, value in lists.items()}}
 
 
 def write_dummy_model(folder: Path, name: str, **settings: object) -> Path:

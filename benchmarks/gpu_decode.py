@@ -87,7 +87,7 @@ def run_holdfast(
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         opened = open_engine(model, Path(folder), tiny, device, **settings)
-    found: dict[str, Any] = {"start_seconds": time.perf_counter() - start, "decode": []}
+    found: dict[str, Any] = {"options": settings, "start_seconds": time.perf_counter() - start, "decode": []}
     decoder = opened.decoder
     weights = next(row for row in opened.llm.memory.rows if row.owner == "weights").planned_bytes
     embedding, head = decoder._embed_VE, decoder._head_VE
@@ -329,6 +329,11 @@ def main() -> None:
         "start_seconds": {mode: entry.get("start_seconds") for mode, entry in found.items()},
         "transformers_attention": found.get("transformers", {}).get("attention"),
         "errors": errors,
+        "engine_settings": {
+            MODES[mode]: {"model": arguments.model, "options": entry["options"]}
+            for mode, entry in found.items()
+            if "options" in entry
+        },
     }
     dtype = "bfloat16" if arguments.device.startswith("cuda") else "float32"
     record = make_record("gpu-decode", results, arguments.model, f"{dtype}, dummy weights", arguments, facts)

@@ -1,6 +1,8 @@
 """Engines with dummy weights for the GPU benchmarks, and the tensors that they hold."""
 
+import os
 import re
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,12 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from dummy_models import TINY as TINY
-from dummy_models import tiny_settings, write_dummy_model
+from dummy_models import few_layers, tiny_settings, write_dummy_model
+from gpu_records import REHEARSAL_VARIABLE
 
 import holdfast.engine.build as engine_build
 from holdfast.api.llm import LLM
 from holdfast.engine.admission import TokensPrompt
 from holdfast.engine.engine import Engine
+from holdfast.models.catalogue import find_model
 from holdfast.models.layer_stack import LayerStack
 from holdfast.runner.build import BuiltRunner
 from holdfast.runner.runner import Runner
@@ -29,6 +33,8 @@ OWNERS = (
     (r"^model\b", "weights"),
 )
 """Parts of a runner and their owners in the plan, the most specific first."""
+REHEARSED_BYTES = "1536MiB"
+"""KV memory of a rehearsed engine, so that many fit one GPU at once."""
 
 
 class OpenEngine(NamedTuple):
@@ -61,7 +67,12 @@ def open_engine(
     **settings: Any,  # noqa: ANN401
 ) -> OpenEngine:
     """Open an engine with a catalogue model's shapes; `settings` go to LLM, `shapes` replace some of the model's."""
-    path = write_dummy_model(folder, name, **(tiny_settings(name) if tiny else {}), **(shapes or {}))
+    shapes, is_rehearsed = {**(tiny_settings(name) if tiny else {}), **(shapes or {})}, REHEARSAL_VARIABLE in os.environ
+    if is_rehearsed:
+        shapes |= few_layers({**find_model(name)[1], **shapes})
+        settings = {key: value for key, value in settings.items() if not key.startswith("memory_")}
+        settings["kv_cache_memory"] = REHEARSED_BYTES
+    path = write_dummy_model(folder, name, **shapes)
     kept: list[BuiltRunner] = []
     build_runner = engine_build.build_runner
 
@@ -74,6 +85,8 @@ def open_engine(
         llm = LLM(str(path), load_format="dummy", device=device, on_progress=lambda done, total: None, **settings)
     finally:
         engine_build.build_runner = build_runner
+    if is_rehearsed:
+        sys.exit()
     return OpenEngine(llm, kept[0])
 
 

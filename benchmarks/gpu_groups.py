@@ -64,6 +64,11 @@ class Case(NamedTuple):
         layers = self.shapes.get("num_hidden_layers")
         return ", ".join([self.model, *filter(None, facts), *([f"{layers} layers"] if layers else [])])
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the plan."""
+        return {"model": self.model, "options": self.options, "shapes": self.shapes}
+
 
 CASES: Mapping[str, Case] = {
     "gpt-oss-20b": Case("gpt-oss-20b", {"max_model_len": 131072, "max_num_seqs": 64}, (1, 64)),
@@ -250,7 +255,7 @@ class Counted:
         return {
             "num_steps": self._num_steps,
             "num_allocations": self._num_allocations,
-            "num_compilations": self._counts.num_compiled,
+            "num_compilations": self._counts.num_compiled + self._counts.num_found,
         }
 
 
@@ -379,8 +384,12 @@ def run(
 ) -> None:
     """Run the cases of a command line and write their record; a child process runs one case."""
     parser.add_argument("--cases", default="", help=f"some of {', '.join(full_cases)}, with commas; else all")
+    parser.add_argument("--contexts", default="", help="such as 8193: instead of the contexts of each case")
     arguments = parser.parse_args()
     cases = tiny_cases if arguments.tiny else full_cases
+    contexts = tuple(int(context) for context in arguments.contexts.split(",") if context)
+    if contexts:
+        cases = {key: case._replace(contexts=contexts) for key, case in cases.items()}
     if arguments.child is not None:
         found = run_case(cases[arguments.child], arguments.tiny, arguments.device, arguments.result)
         leave(found, arguments.result)
@@ -392,6 +401,7 @@ def run(
         "groups": {case: entry.get("groups") for case, entry in found.items()},
         "start_seconds": {case: entry.get("start_seconds") for case, entry in found.items()},
     }
+    facts["engine_settings"] = {case: cases[case].settings for case in found}
     words = ", ".join(cases[case].model for case in found)
     record = make_record(section, results, words, "dummy weights", arguments, facts)
     lines = [
@@ -404,7 +414,9 @@ def run(
         for row in results
     ]
     print_table(words, ("", "", "%", "experts"), lines)
-    write_record(record, name, arguments)
+    write_record(
+        record, "-".join(filter(None, (name, arguments.cases, arguments.contexts))).replace(",", "-"), arguments
+    )
 
 
 def measure_all(
@@ -418,7 +430,7 @@ def measure_all(
             continue
         before = used_bytes()
         shared = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
-        command = [sys.argv[0], "--child", name, *shared]
+        command = [sys.argv[0], "--child", name, "--contexts", arguments.contexts, *shared]
         entry = run_child(command, budget.left_seconds, lambda: {"used_bytes": used_bytes()})
         if entry.get("used_bytes") is not None and before is not None:
             entry["measured_bytes"] = entry["used_bytes"] - before

@@ -14,6 +14,7 @@ import torch
 from gpu_engines import OpenEngine, moved, pointers
 
 from holdfast.attention.backend import Batch
+from holdfast.kernels.triton_compat import counting_compiles
 from holdfast.request.sequence import StepResult
 from holdfast.request.step import Step
 
@@ -179,6 +180,8 @@ class Stillness:
     num_segments: int = 0
     reserved_growth_bytes: int = 0
     num_syncs: int = 0
+    num_compilations: int = 0
+    """Kernels compiled or found in Triton's cache on disk: neither was warmed."""
     num_moved: int = 0
     first_moved: str = ""
 
@@ -226,8 +229,10 @@ class Watch:
         replace(self._runner, "launch", launch)
         replace(self._runner, "collect", collect)
         try:
-            yield found
+            with counting_compiles(lambda: None) as compiles:
+                yield found
         finally:
+            found.num_compilations = compiles.num_compiled + compiles.num_found
             replace(self._runner, "launch", self._launch)
             replace(self._runner, "collect", self._collect)
         _note_moved(found, moved(places, pointers(self._runner)))

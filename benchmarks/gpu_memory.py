@@ -44,6 +44,7 @@ class Case(NamedTuple):
     max_num_batched_tokens: int
     enforce_eager: bool
     memory_utilization: float = 0.98
+    kv_cache_dtype: str = "auto"
 
     @property
     def words(self) -> str:
@@ -51,7 +52,13 @@ class Case(NamedTuple):
         return (
             f"{self.model}, {context} x {self.max_num_seqs}, {self.max_num_batched_tokens} tokens a step, "
             f"{'eager' if self.enforce_eager else 'graphs'}"
+            f"{'' if self.kv_cache_dtype == 'auto' else f', {self.kv_cache_dtype} pages'}"
         )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options of an engine."""
+        return {name: value for name, value in self._asdict().items() if name != "model"}
 
 
 CASES = (
@@ -69,8 +76,12 @@ CASES = (
     Case("Qwen3-4B", 32768, 128, 4096, False),
     Case("Qwen2.5-7B-Instruct", 32768, 256, 2048, True),
     Case("Qwen3-0.6B", 16384, 1, 2048, True),
+    Case("Qwen3-32B", 40960, 256, 8192, False, kv_cache_dtype="turboquant_k8v4"),
+    Case("Qwen3-8B", 131072, 64, 4096, False, kv_cache_dtype="turboquant_4bit_nc"),
+    Case("Llama-3.1-8B", 131072, 128, 8192, False, kv_cache_dtype="turboquant_3bit_nc"),
+    Case("Qwen3-4B", 262144, 32, 2048, True, kv_cache_dtype="turboquant_k3v4_nc"),
 )
-"""The most important first."""
+"""The most important first; those with TurboQuant pages are the last four."""
 TINY_CASES = (Case("Qwen3-0.6B", 512, 4, 512, False), Case("Qwen2.5-7B-Instruct", 1024, 2, 256, True))
 
 
@@ -163,14 +174,13 @@ def run_case(case: Case, tiny: bool, device: str) -> dict[str, Any]:
         capture(*arguments, **named)
         looks["after capture"] = _look(device)
 
-    settings = case._asdict()
-    model = settings.pop("model")
+    settings = case.options
     if device == "cpu":
         del settings["memory_utilization"]
     StepGraphs.capture = watched_capture
     try:
         with tempfile.TemporaryDirectory() as folder:
-            opened = open_engine(model, Path(folder), tiny, device, **settings)
+            opened = open_engine(case.model, Path(folder), tiny, device, **settings)
     finally:
         StepGraphs.capture = capture
     looks["ready"] = _look(device)
@@ -311,6 +321,8 @@ def main() -> None:
     chosen = [int(number) for number in arguments.cases.split(",") if number] or list(range(len(cases)))
     results = measure_all(cases, chosen, arguments)
     facts = {"cuda_mib": constants(results), "max_total_percent": MAX_TOTAL_PERCENT, "num_cases": len(results)}
+    chosen_cases = [cases[number] for number in chosen[: len(results)]]
+    facts["engine_settings"] = {case.words: {"model": case.model, "options": case.options} for case in chosen_cases}
     words = "bfloat16, dummy weights, utilization 0.98"
     record = make_record("gpu-memory", results, "Qwen3, Qwen2.5 and Llama-3.1 shapes", words, arguments, facts)
     show(results)

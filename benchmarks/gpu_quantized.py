@@ -97,6 +97,7 @@ def run_engine(
         step = read_weights(Path(folder) / model, opened)
     memory = opened.llm.memory
     found: dict[str, Any] = {
+        "options": settings,
         "start_seconds": start_seconds,
         "load_seconds": opened.built.load_report.seconds,
         "weight_bytes": next(row for row in memory.rows if row.owner == "weights").planned_bytes,
@@ -232,6 +233,14 @@ def write(
                 name: value for name, value in engine.items() if name != "decode"
             }
             for (model, quantization), engine in found.items()
+        },
+        "engine_settings": {
+            f"{model}, {engine_name(quantization, arguments.device)}": {
+                "model": model,
+                "options": engine["options"],
+            }
+            for (model, quantization), engine in found.items()
+            if "options" in engine
         },
     }
     if rows:

@@ -2,9 +2,11 @@
 
 One process a format, at utilization 0.98 with dummy weights: tokens a second of one stream; decode steps of as many
 sequences of 8K and 32K as requested that fit at once; and, quantized, prompts that really fill 99 % of the pool, served to
-the end. Decode steps run over pages with arbitrary contents, which do not change the time.
+the end. Decode steps run over pages with arbitrary contents, which do not change the time. The record is written after
+every format. Formats without time have only the tokens that a plan for an H200 gives.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -16,13 +18,13 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpu_decode import decode_rate
-from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, write_record
+from gpu_records import Budget, device_name, keep, leave, make_record, options, print_table, run_child, write_record
 
 if TYPE_CHECKING:
     from gpu_engines import OpenEngine
 
-UTILIZATION = 0.98
-GOAL_TOKENS = 720_000
+MIN_SECONDS = 15.0
+"""Least remaining seconds to start a process."""
 FILLED = 0.99
 MADE_UP_IDS = count(-(10**6), -1)
 """First id of sequences outside the scheduler."""
@@ -39,10 +41,36 @@ class Shape(NamedTuple):
     num_steps: int = 12
     prompt_tokens: int = 512
     lengths: tuple[int, int] = (17, 81)
+    utilization: float = 0.98
 
 
 FULL = Shape()
 TINY = Shape(512, 4, 128, (128, 256), (2, 4), 3, 40, (3, 8))
+
+
+def engine_options(name: str, shape: Shape) -> dict[str, Any]:
+    """Return the options of an engine."""
+    return {
+        "max_model_len": shape.max_model_len,
+        "max_num_seqs": shape.max_num_seqs,
+        "max_num_batched_tokens": shape.max_num_batched_tokens,
+        "kv_cache_dtype": name,
+        "memory_utilization": shape.utilization,
+    }
+
+
+def planned_tokens(name: str, model: str, shape: Shape) -> int:
+    """Return the tokens that fit an H200 by the plan alone."""
+    from holdfast.config import EngineConfig
+    from holdfast.memory.devices import GPUS
+    from holdfast.models.blueprints.read import declare_config
+    from holdfast.models.catalogue import CATALOGUE
+    from holdfast.planning.fit import fit_runner
+    from holdfast.planning.resolve import PlanRequest
+    from holdfast.planning.target import gpu_target
+
+    config = EngineConfig.from_options(**engine_options(name, shape))
+    return fit_runner(PlanRequest(config, declare_config(CATALOGUE[model], model), gpu_target(GPUS["h200"]))).kv_tokens
 
 
 def run_format(
@@ -52,13 +80,7 @@ def run_format(
     from gpu_engines import open_engine
 
     start = time.perf_counter()
-    settings: dict[str, Any] = {
-        "max_model_len": shape.max_model_len,
-        "max_num_seqs": shape.max_num_seqs,
-        "max_num_batched_tokens": shape.max_num_batched_tokens,
-        "kv_cache_dtype": name,
-        "memory_utilization": UTILIZATION,
-    }
+    settings = engine_options(name, shape)
     if device == "cpu":
         settings |= {"kv_cache_memory": "64MiB"}
     with tempfile.TemporaryDirectory() as folder:
@@ -193,16 +215,50 @@ def results_of(found: Mapping[str, dict[str, Any]], shape: Shape) -> list[dict[s
     return rows
 
 
-def main() -> None:
-    """Measure each format in its own process."""
+def parse() -> tuple[argparse.Namespace, Shape]:
     parser = options("The whole engine over quantized pages against bfloat16 ones")
     parser.add_argument("--model", default="Qwen3-32B", help="a model of the catalogue")
     parser.add_argument(
-        "--formats", default="bfloat16,turboquant_k8v4,turboquant_4bit_nc", help="the first is compared with"
+        "--formats", default="bfloat16,turboquant_k8v4,turboquant_4bit_nc", help="bfloat16 is compared with"
     )
     parser.add_argument("--fill", default="turboquant_k8v4", help="the format whose pool is filled with real prompts")
+    parser.add_argument("--utilization", type=float, default=FULL.utilization, help="share of the GPU")
+    parser.add_argument("--batches", default="", help="sequences at once, such as 32; else 16,64")
+    parser.add_argument("--lengths", default="", help="their stored tokens, such as 8192; else 8192,32768")
     arguments = parser.parse_args()
-    shape = TINY if arguments.tiny else FULL
+    shape = (TINY if arguments.tiny else FULL)._replace(utilization=arguments.utilization)
+    batches, lengths = (
+        tuple(int(number) for number in words.split(",") if number) for words in (arguments.batches, arguments.lengths)
+    )
+    return arguments, shape._replace(batches=batches or shape.batches, context_lengths=lengths or shape.context_lengths)
+
+
+def write(found: Mapping[str, dict[str, Any]], shape: Shape, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Write the record so far, formats without an engine by their plan; return its rows."""
+    formats = arguments.formats.split(",")
+    every = found
+    if "H200" in device_name(arguments.device):
+        planned = {name: {"kv_tokens": planned_tokens(name, arguments.model, shape)} for name in formats}
+        every = {name: {**planned[name], **found.get(name, {})} for name in formats}
+    results = results_of(every, shape)
+    facts = {
+        "utilization": shape.utilization,
+        "filled": {name: entry["filled"] for name, entry in found.items() if "filled" in entry},
+        "start_seconds": {name: entry.get("start_seconds") for name, entry in found.items()},
+        "choices": {name: entry.get("choices") for name, entry in found.items()},
+        "errors": {name: entry["error"] for name, entry in found.items() if "error" in entry},
+        "planned_only": [name for name in every if name not in found],
+        "engine_settings": {name: {"model": arguments.model, "options": engine_options(name, shape)} for name in found},
+    }
+    words = f"bfloat16, dummy weights, utilization {shape.utilization:g}"
+    record = make_record("gpu-quantized-kv", results, arguments.model, words, arguments, facts)
+    write_record(record, "quantized-kv", arguments)
+    return results
+
+
+def main() -> None:
+    """Measure each format in its own process."""
+    arguments, shape = parse()
     if arguments.child is not None:
         fills = arguments.child == arguments.fill
         leave(
@@ -213,32 +269,20 @@ def main() -> None:
         )
         return
     budget, found = Budget(arguments.budget_seconds), {}
-    shared = [
-        "--device",
-        arguments.device,
-        "--model",
-        arguments.model,
-        "--fill",
-        arguments.fill,
-        *(["--tiny"] if arguments.tiny else []),
-    ]
+    names = ("device", "model", "fill", "utilization", "batches", "lengths")
+    shared = [word for name in names for word in (f"--{name}", str(getattr(arguments, name)))]
+    shared += ["--tiny"] if arguments.tiny else []
+    results: list[dict[str, Any]] = []
     for name in arguments.formats.split(","):
-        if budget.left_seconds < 30:
+        if budget.left_seconds < MIN_SECONDS:
             print(f"{name} is left out: no time")
             continue
         found[name] = run_child([sys.argv[0], "--child", name, *shared], budget.left_seconds)
         print(json.dumps({name: {key: value for key, value in found[name].items() if key != "choices"}}), flush=True)
-    results = results_of(found, shape)
-    facts = {
-        "utilization": UTILIZATION,
-        "goal_tokens": GOAL_TOKENS,
-        "filled": {name: entry["filled"] for name, entry in found.items() if "filled" in entry},
-        "start_seconds": {name: entry.get("start_seconds") for name, entry in found.items()},
-        "choices": {name: entry.get("choices") for name, entry in found.items()},
-        "errors": {name: entry["error"] for name, entry in found.items() if "error" in entry},
-    }
-    record = make_record("gpu-quantized-kv", results, arguments.model, "bfloat16, dummy weights", arguments, facts)
-    names = list(found)
+        results = write(found, shape, arguments)
+    if not results:
+        sys.exit("error: no engine ran; see above")
+    names = list(dict.fromkeys(name for row in results for name in row["values"]))
     print_table(
         "Tokens/s by format of KV pages",
         ("", *names, "against bfloat16"),
@@ -247,7 +291,6 @@ def main() -> None:
             for row in results
         ],
     )
-    write_record(record, "quantized-engine", arguments)
 
 
 if __name__ == "__main__":

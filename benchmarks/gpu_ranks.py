@@ -1,14 +1,18 @@
 """Engines on 1, 2 and 4 ranks, all on one GPU under MPS: python benchmarks/gpu_ranks.py
 
-Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16, sums in graphs. Each part is a process with its own time limit:
+Qwen3-32B's shapes, or with --model another model's, with fewer layers, dummy weights, bfloat16, sums in graphs. Each part is a process with its own time limit:
 
     exact   batch_invariant: tokens of 2 and 4 ranks equal those of one, greedy and sampled
     reduce  every rank's own argmax equals rank 0's token; then 1,000 steps without an allocation on any rank,
             and planned against taken memory
+    experts like reduce, with whole experts on each rank
     stages  batch_invariant: tokens of 2 stages equal those of one rank; then 1,000 steps as in reduce
     nodes   ranks started like a launcher's, each as a node, so that they exchange by NCCL: tokens as in exact, allocators
             as in reduce; then one is killed in the middle of an answer
     links   like nodes, with two stages, each on a node of its own; ranks within a stage exchange over symmetric memory
+
+Tokens of reduce are compared with one rank's too, for information: sums are rounded to bfloat16 in parts, so a choice among
+near logits may differ, and then all that follow.
 
 Ranks do not record their own counts while speed is measured.
 
@@ -43,10 +47,15 @@ from dummy_models import tiny_settings, write_dummy_model
 from gpu_records import Budget, keep, make_record, options, used_bytes, write_record
 from mps import OVERLAP, mps, pretended_node
 
+from holdfast.models.catalogue import find_model
+
 MODEL = "Qwen3-32B"
 PARTS = (("reduce", 2), ("reduce", 4), ("exact", 1), ("exact", 2), ("exact", 4), ("stages", 2), ("reduce", 1))
 PARTS += (("nodes", 2), ("nodes", 4), ("links", 2), ("links", 4))
+ENTRY_PARTS = (("exact", 1), ("exact", 2), ("exact", 4), ("reduce", 1), ("reduce", 2), ("experts", 2), ("reduce", 4))
+"""Parts of DeepSeek-V4, whose exact ranks have whole experts and need no batch_invariant."""
 ON_NODES = ("nodes", "links")
+SUMMED = ("reduce", "experts")
 PART_SECONDS = {1: 35.0, 2: 40.0, 4: 45.0}
 BUDGET_SECONDS = 285.0
 MIN_SECONDS = 10.0
@@ -78,23 +87,47 @@ class Shape(NamedTuple):
 
 
 FULL, TINY = Shape(), Shape(2, 3, 6, 20, 64, 64, "4MiB")
+ENTRIES = Shape(num_layers=4, kv_cache_memory="1GiB")
+"""Windows alone, chosen entries and entries of 128 tokens; experts by table and by score."""
+
+
+def has_entries(model: str) -> bool:
+    """Return True for a DeepSeek-V4."""
+    return "compress_ratios" in find_model(model)[1]
+
+
+def shape_of(model: str, tiny: bool) -> Shape:
+    """Return the size of a model's run."""
+    if tiny:
+        return TINY._replace(max_model_len=128, kv_cache_memory="64MiB") if has_entries(model) else TINY
+    return ENTRIES if has_entries(model) else FULL
+
+
+def settings_of(model: str, tiny: bool) -> dict[str, Any]:
+    """Return the settings that replace those of the model's config.json."""
+    if tiny:
+        return tiny_settings(model)
+    num_layers = shape_of(model, tiny).num_layers
+    ratios = find_model(model)[1].get("compress_ratios")
+    return {"num_hidden_layers": num_layers} | (
+        {"compress_ratios": ratios[:num_layers]} if isinstance(ratios, list) else {}
+    )
 
 
 # --- in the process of a part
 
 
-def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -> dict[str, Any]:
+def run_part(model: str, mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -> dict[str, Any]:
     """Run one engine; return its tokens, its speed, and with several ranks the counts of each."""
     import holdfast.engine.build as engine_build
     from holdfast.api.llm import LLM
     from holdfast.engine import rank_build
 
-    shape, before = TINY if tiny else FULL, used_bytes()
+    shape, before = shape_of(model, tiny), used_bytes()
     folder = Path(os.environ[FOLDER])
     if os.environ.get("RANK", "0") == "0":
         tell_later(0)
-    settings = tiny_settings(MODEL) if tiny else {}
-    path = write_dummy_model(folder, MODEL, **settings, **({} if tiny else {"num_hidden_layers": shape.num_layers}))
+    path = write_dummy_model(folder, model, **settings_of(model, tiny))
     kept, build_ranks, command = [], engine_build.build_ranks, (sys.executable, "-P", str(PROGRAM))
     # For a rank that a launcher started: LLM does not return there.
     rank_build.build_rank = partial(open_counted, open_plain=rank_build.build_rank)  # type: ignore[assignment]
@@ -112,8 +145,9 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
         device=device,
         tensor_parallel_size=tensor_size(mode, num_ranks),
         pipeline_parallel_size=num_ranks // tensor_size(mode, num_ranks),
-        tensor_parallel_sums="reduce" if mode == "reduce" else "auto",
-        batch_invariant=mode != "reduce",
+        enable_expert_parallel=num_ranks > 1 and (mode == "experts" or (mode == "exact" and has_entries(model))),
+        tensor_parallel_sums="reduce" if mode in SUMMED else "auto",
+        batch_invariant=mode not in SUMMED and not has_entries(model),
         max_model_len=shape.max_model_len,
         max_num_seqs=max(8, shape.num_prompts),
         max_num_batched_tokens=shape.max_num_batched_tokens,
@@ -126,13 +160,13 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
         shared = symmetric_bytes(kept[0].built.plan) if kept and mode not in ON_NODES else 0
         found |= look_at(llm, folder, num_ranks, before, shared)
         keep(found, result)
-        found |= {"tokens": answers(llm, shape, 0, shape.num_tokens, has_sampled=mode != "reduce")}
+        found |= {"tokens": answers(llm, shape, 0, shape.num_tokens, has_sampled=mode not in SUMMED)}
         keep(found, result)
         (folder / PLAIN_FILE).touch()
         found |= speed(llm, shape)
         (folder / PLAIN_FILE).unlink()
         keep(found, result)
-        if mode in ("reduce", "stages", *ON_NODES):
+        if has_entries(model) or mode in (*SUMMED, "stages", *ON_NODES):
             found |= steady(llm, folder, shape, num_ranks)
             keep(found, result)
         if mode in ON_NODES:
@@ -275,12 +309,15 @@ def symmetric_bytes(plan: Any) -> int:  # noqa: ANN401 a RunnerPlan, imported la
 def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return one row for each result."""
     rows: list[dict[str, Any]] = []
-    wanted = found.get(("exact", 1), {}).get("tokens")
+    of_one = {
+        is_summed: found.get((mode, 1), {}).get("tokens") for is_summed, mode in ((True, "reduce"), (False, "exact"))
+    }
     for (mode, size), entry in found.items():
         label = f"{size} ranks, {mode}"
         if "error" in entry:
             rows.append({"measure": label, "unit": "count", "values": {}, "holds": False, "error": entry["error"]})
-        if mode != "reduce" and size > 1 and "tokens" in entry and wanted is not None:
+        is_summed, wanted = mode in SUMMED, of_one[mode in SUMMED]
+        if size > 1 and "tokens" in entry and wanted is not None:
             both = [
                 (a, b)
                 for one, other in zip(wanted, entry["tokens"], strict=True)
@@ -289,11 +326,10 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
             values = {"compared": len(both), "different": sum(a != b for a, b in both)}
             holds = not values["different"]
             first = next((place for place, (a, b) in enumerate(both) if a != b), None)
-            row = {"measure": f"{label}: tokens against one", "unit": "count", "values": values, "holds": holds}
+            row = {"measure": f"{label}: tokens against one", "unit": "count", "values": values}
+            row |= {"same_until": same_until(wanted, entry["tokens"])} if is_summed else {"holds": holds}
             rows.append(row | ({} if first is None else {"first_difference": [first, *both[first]]}))
-        if (
-            "own" in entry and mode == "reduce" and size > 1
-        ):  # only the last stage has an argmax, for all rows of a graph
+        if "own" in entry and mode in SUMMED and size > 1:  # only the last stage has an argmax, for all rows of a graph
             values = {
                 f"rank {rank} {key}": facts[key]
                 for rank, facts in entry["own"].items()
@@ -330,6 +366,12 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
     return rows
 
 
+def same_until(wanted: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> list[int]:
+    """Return for each answer the tokens before the first that differs."""
+    pairs = [list(zip(one, other, strict=True)) for one, other in zip(wanted, found, strict=True)]
+    return [next((place for place, (a, b) in enumerate(own) if a != b), len(own)) for own in pairs]
+
+
 def memory_row(label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return planned and taken bytes, rank by rank."""
     planned, measured = entry["planned_bytes"], entry["measured_bytes"]
@@ -351,25 +393,26 @@ def memory_row(label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def chosen_parts(text: str) -> Sequence[tuple[str, int]]:
-    """Return all parts, or the named ones, such as exact-2,reduce-4."""
+def chosen_parts(text: str, model: str) -> Sequence[tuple[str, int]]:
+    """Return all parts of a model, or the named ones, such as exact-2,reduce-4."""
     if not text:
-        return PARTS
+        return ENTRY_PARTS if has_entries(model) else PARTS
     return [(mode, int(size)) for mode, _, size in (part.partition("-") for part in text.split(","))]
 
 
 def main() -> None:
     """Run the requested parts while time allows; write the record after every part."""
     parser = options("Engines on several ranks, all on one GPU")
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--parts", default="", help="such as exact-1,exact-2; else all")
     arguments = parser.parse_args()
     if arguments.child is not None:
         mode, _, size = arguments.child.partition("-")
-        found = run_part(mode, int(size), arguments.tiny, arguments.device, arguments.result)
+        found = run_part(arguments.model, mode, int(size), arguments.tiny, arguments.device, arguments.result)
         keep(found | {"is_done": True}, arguments.result)
         return
     budget, found = Budget(min(arguments.budget_seconds, BUDGET_SECONDS)), {}
-    for mode, size in chosen_parts(arguments.parts):
+    for mode, size in chosen_parts(arguments.parts, arguments.model):
         if budget.left_seconds < MIN_SECONDS:
             print(f"{mode}-{size} is left out: no time", flush=True)
             continue
@@ -387,7 +430,8 @@ def run_limited(mode: str, size: int, limit: float, arguments: argparse.Namespac
     with tempfile.TemporaryDirectory() as name, mps() if is_cuda else contextlib.nullcontext(OVERLAP) as environment:
         folder = Path(name)
         result, facts = folder / "result.json", folder / "output.txt"
-        shared = ["--device", arguments.device, "--result", str(result), *(["--tiny"] if arguments.tiny else [])]
+        shared = ["--device", arguments.device, "--result", str(result), "--model", arguments.model]
+        shared += ["--tiny"] if arguments.tiny else []
         own = {FOLDER: name, TELL_AT: str(time.time() + limit - TELL_SECONDS)}
         command = [sys.executable, __file__, "--child", f"{mode}-{size}", *shared]
         nodes = node_environments(size, 2 if mode == "links" else size) if mode in ON_NODES else [{}]
@@ -470,13 +514,13 @@ def wait_until_free(before: int | None) -> None:
 
 def show(found: Mapping[tuple[str, int], Mapping[str, Any]], part: tuple[str, int]) -> None:
     """Print the results of one part."""
-    own = {part: found[part]} | {key: entry for key, entry in found.items() if key == ("exact", 1)}
+    own = {part: found[part]} | {key: entry for key, entry in found.items() if key in (("exact", 1), ("reduce", 1))}
     label = f"{part[1]} ranks, {part[0]}"
     for row in rows_of(own):
         if row["measure"].startswith(label):
             kept = {
                 key: row[key]
-                for key in ("values", "percent", "holds", "misses", "first_difference", "words")
+                for key in ("values", "percent", "holds", "misses", "first_difference", "same_until", "words")
                 if row.get(key) is not None
             }
             print(row["measure"], json.dumps(kept), flush=True)
@@ -490,8 +534,10 @@ def write(found: Mapping[tuple[str, int], Mapping[str, Any]], arguments: argpars
         "start_seconds": {f"{mode}-{size}": entry.get("start_seconds") for (mode, size), entry in found.items()},
         "measured": "per rank: torch reserved + symmetric memory + an equal part of what else the device lost",
     }
-    settings = f"dummy weights, {FULL.num_layers} layers; all ranks on one GPU under MPS"
-    write_record(make_record("gpu-ranks", rows_of(found), MODEL, settings, arguments, facts), "ranks", arguments)
+    num_layers = shape_of(arguments.model, arguments.tiny).num_layers
+    settings = f"dummy weights, {num_layers} layers; all ranks on one GPU under MPS"
+    section, name = ("gpu-ranks", "ranks") if arguments.model == MODEL else ("gpu-entry-ranks", "entry-ranks")
+    write_record(make_record(section, rows_of(found), arguments.model, settings, arguments, facts), name, arguments)
 
 
 def numbered(entry: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from holdfast.cli import bench_record
 ROOT = Path(__file__).parent.parent
 RECORDS = Path("benchmarks") / "records"
 COMMIT_VARIABLE = "HOLDFAST_COMMIT"
+REHEARSAL_VARIABLE = "HOLDFAST_REHEARSAL"
+"""If set, an engine opens with few layers, which compiles its kernels, and its process ends."""
 PRIVATE_OPTIONS = ("--out", "--commit", "--folder", "--tree", "--old-commit")
 """Options about output, labels and paths, left out of the recorded command."""
 POLL_SECONDS = 0.05

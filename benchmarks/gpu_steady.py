@@ -2,9 +2,9 @@
 
 Requests start and end so that the number of sequences changes at every step. Prompts of the decode runs are in the prefix
 cache up to their last token. So a new request adds one row, at any context, and every step is a decode step. Counted inside
-Runner.launch and collect: allocations, segments, host waits, moved tensors. Compared to the bit: logits of a replayed graph
-and of the same step run eagerly in place, at every context from 1 to the longest and back; logits with and without NaN in
-free pages, in the workspace and in unused places of the block table.
+Runner.launch and collect: allocations, segments, host waits, moved tensors; and compilations in all. Compared to the bit:
+logits of a replayed graph and of the same step run eagerly in place, at every context from 1 to the longest and back; logits
+with and without NaN in free pages, in the workspace and in unused places of the block table.
 
 One process runs the default engine, one batch_invariant=True. There, steps that are not padded to a graph's size must give
 equal bits too.
@@ -185,7 +185,8 @@ class Bench:
             trace = traffic.drive(self.opened, num_steps)
         num_replays = self.ears.num_replays - num_replays
         row = {"phase": name, "num_replays": num_replays, "num_errors": trace.num_errors, **asdict(found)}
-        still = ("num_allocations", "num_segments", "reserved_growth_bytes", "num_syncs", "num_moved", "num_errors")
+        still = ("num_allocations", "num_segments", "reserved_growth_bytes", "num_syncs")
+        still += ("num_compilations", "num_moved", "num_errors")
         varies = kind == "mixed" or row["num_decode_steps"] == row["num_batch_changes"] == num_steps
         self.phases.append({**row, "holds": varies and not any(row[name] for name in still)})
         keep({"phases": self.phases, "comparisons": self.comparisons}, self.result)
@@ -264,21 +265,25 @@ class Bench:
         keep({"phases": self.phases, "comparisons": self.comparisons}, self.result)
 
 
-def run_mode(
-    mode: str, model: str, shape: Shape, tiny: bool, device: str, result: Path | None = None
-) -> dict[str, Any]:
-    """Run one mode in its own process."""
-    from gpu_engines import open_engine
-
-    settings: dict[str, Any] = {
+def engine_options(mode: str, shape: Shape) -> dict[str, Any]:
+    """Return the options of an engine."""
+    return {
         "max_model_len": shape.max_model_len,
         "max_num_seqs": shape.max_num_seqs,
         "max_num_batched_tokens": shape.max_num_batched_tokens,
         "kv_cache_memory": shape.kv_cache_memory,
         "batch_invariant": mode == "invariant",
     }
+
+
+def run_mode(
+    mode: str, model: str, shape: Shape, tiny: bool, device: str, result: Path | None = None
+) -> dict[str, Any]:
+    """Run one mode in its own process."""
+    from gpu_engines import open_engine
+
     with tempfile.TemporaryDirectory() as folder:
-        opened = open_engine(model, Path(folder), tiny, device, **settings)
+        opened = open_engine(model, Path(folder), tiny, device, **engine_options(mode, shape))
     return Bench(opened, shape, device, mode == "invariant", result).run()
 
 
@@ -296,9 +301,10 @@ def rows_of(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def show(results: Sequence[Mapping[str, Any]]) -> None:
     """Print the tables at the end of a run."""
     columns = ("stretch", "steps", "decode", "batch changes", "replays", "longest")
-    columns += ("allocations", "segments", "reserved", "moved", "waits", "errors", "holds")
+    columns += ("allocations", "segments", "reserved", "compiled", "moved", "waits", "errors", "holds")
     keys = ("num_steps", "num_decode_steps", "num_batch_changes", "num_replays", "longest_context")
-    keys += ("num_allocations", "num_segments", "reserved_growth_bytes", "num_moved", "num_syncs", "num_errors")
+    keys += ("num_allocations", "num_segments", "reserved_growth_bytes", "num_compilations", "num_moved")
+    keys += ("num_syncs", "num_errors")
     phases = [row for row in results if "phase" in row]
     lines = [
         (row["measure"], *(row.get(key) for key in keys), "yes" if row["holds"] else row.get("error", "no")[:80])
@@ -343,7 +349,8 @@ def main() -> None:
     if not results:
         sys.exit(f"error: no engine ran: {errors}; see above")
     holds = not errors and all(row["holds"] or not row.get("must_hold", True) for row in results)
-    facts = {"holds": holds, "errors": errors, "shape": shape._asdict()}
+    settings = {mode: {"model": arguments.model, "options": engine_options(mode, shape)} for mode in found}
+    facts = {"holds": holds, "errors": errors, "shape": shape._asdict(), "engine_settings": settings}
     dtype = "bfloat16" if arguments.device.startswith("cuda") else "float32"
     record = make_record("gpu-steady", results, arguments.model, f"{dtype}, dummy weights", arguments, facts)
     show(results)

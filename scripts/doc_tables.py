@@ -9,6 +9,8 @@ The first engine of `values` is compared with the others; more is better. Other 
 
 A table goes between the marks of its section, in the document that has them. A record without a `section` compares engines
 (`records`); a section has its own columns. `highlights` are single figures from all records.
+
+A record's figures get a mark if its kernels or plans differ from those of benchmarks/digests.json (scripts/digests.py).
 """
 
 import json
@@ -17,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import digests
 from error_table import error_table
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +31,7 @@ RECORDS = ROOT / "benchmarks" / "records"
 NO_RECORD = "No record is committed yet."
 WORDS: dict[str, str] = json.loads((Path(__file__).parent / "record_words.json").read_text(encoding="utf-8"))
 """Names in older records, and their current names."""
+TURBOQUANT_PAGES = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
 Result = Mapping[str, Any]
 Columns = Mapping[str, Callable[[Result], object]]
 """The title of each column, and its content."""
@@ -66,7 +70,11 @@ def record_table(record: dict[str, Any]) -> str:
 
 
 def _title(record: Mapping[str, Any]) -> str:
-    return _said(f"{record['model']}, {record['settings']}, on {record['machine']}, {record['date']}:")
+    state = record.get("state", digests.SAME)
+    commit = record.get("commit", "unknown")
+    source = commit if " " in commit else f"commit {commit[:8]}"
+    more = f", {source}, without a digest" if state == digests.WITHOUT else f" {state.mark}".rstrip()
+    return _said(f"{record['model']}, {record['settings']}, on {record['machine']}, {record['date']}{more}:")
 
 
 def _said(text: str) -> str:
@@ -96,8 +104,10 @@ def section_table(record: dict[str, Any], columns: Columns) -> str:
     for result in record["results"]:
         values = (value_of(result) for value_of in columns.values())
         lines.append(f"| {' | '.join(_cell(value) for value in values)} |")
-    if "note" in record:
-        lines += ["", _said(record["note"])]
+    state = record.get("state", digests.SAME)
+    notes = [record.get("note"), None if state in (digests.SAME, digests.WITHOUT) else f"{state.words}."]
+    for note in filter(None, notes):
+        lines += ["", _said(note)]
     return "\n".join(lines)
 
 
@@ -170,7 +180,8 @@ def _by_weights(figure: str, words: str) -> Columns:
 
 def _violations(result: Result) -> object:
     """Return the violations of a run of steps, or of a comparison."""
-    names = ("num_allocations", "num_segments", "num_syncs", "num_moved", "num_errors", "num_different", "num_wild")
+    names = ("num_allocations", "num_segments", "num_syncs", "num_compilations", "num_moved", "num_errors")
+    names += ("num_different", "num_wild")
     count = sum(result.get(name, 0) for name in names)
     return result.get("error") or (count if result.get("must_hold", True) else f"{count} (not promised)")
 
@@ -214,6 +225,7 @@ def _same_tokens(result: Result) -> object:
     return f"until token {', '.join(found)}"
 
 
+RANK_COLUMNS = {"": _value("measure"), "found": _listed_values, "unit": _value("unit"), "%": _ranks_percent}
 SECTIONS: Mapping[str, Columns] = {
     "fairness": {
         "": _value("measure"),
@@ -302,7 +314,8 @@ SECTIONS: Mapping[str, Columns] = {
         "unit": _value("unit"),
         "against transformers": _value("ratios", "transformers"),
     },
-    "gpu-ranks": {"": _value("measure"), "found": _listed_values, "unit": _value("unit"), "%": _ranks_percent},
+    "gpu-ranks": RANK_COLUMNS,
+    "gpu-entry-ranks": RANK_COLUMNS,
     "gpu-exchange": {"": _value("measure"), "found": _listed_values, "unit": _value("unit")},
     "gpu-invariance": {
         "": _value("measure"),
@@ -374,7 +387,7 @@ SECTIONS: Mapping[str, Columns] = {
         "": _value("measure"),
         "steps": _value("num_steps"),
         "compared": _value("num_compared"),
-        "allocations, waits, moves, differences": _violations,
+        "allocations, waits, compilations, moves, differences": _violations,
     },
     "gpu-attention": {
         "": _value("measure"),
@@ -395,9 +408,10 @@ SECTIONS: Mapping[str, Columns] = {
     },
     "gpu-quantized-kv": {
         "": _value("measure"),
-        "bfloat16 pages": _value("values", "bfloat16"),
-        "turboquant_k8v4 pages": _value("values", "turboquant_k8v4"),
         "unit": _value("unit"),
+        "bfloat16 pages": _value("values", "bfloat16"),
+        "fp8": _value("values", "fp8"),
+        **{f"turboquant_{name}": _value("values", f"turboquant_{name}") for name in TURBOQUANT_PAGES},
         "k8v4 against bfloat16": _value("against_bfloat16", "turboquant_k8v4"),
     },
     "kv-quality": {
@@ -483,6 +497,28 @@ def _against_transformers(result: Result) -> str:
     return f"{result['values']['holdfast'] / result['values']['transformers']:.2f}x transformers, in the same run"
 
 
+def _rates(name: str, section: str, *rows: tuple[str, str]) -> Highlight:
+    """Return a highlight of several measures, each of one engine of a record."""
+
+    def several(figure: Callable[[Result, str], float]) -> Callable[[Result], str]:
+        def found(record: Result) -> str:
+            results = {result["measure"]: result for result in record["results"]}
+            return " / ".join(_number(figure(results[measure], engine)) for measure, engine in rows)
+
+        return found
+
+    def percent(result: Result, engine: str) -> float:
+        value = result["percent_of_roof"]
+        return round(value[engine] if isinstance(value, Mapping) else value)
+
+    rates, percents = several(lambda result, engine: result["values"][engine]), several(percent)
+    ours, beside = (
+        (lambda record: f"{rates(record)} tokens/s"),
+        (lambda record: f"{percents(record)} % of the memory roof"),
+    )
+    return Highlight(name, section, "", ours, beside)
+
+
 def _worst_plan(record: Result) -> str:
     return f"within {max(abs(result['total_percent']) for result in record['results']):.2f} %"
 
@@ -502,26 +538,22 @@ HIGHLIGHTS = (
         _rate("holdfast"),
         _against_transformers,
     ),
-    Highlight(
-        "Qwen3-32B, bfloat16, one stream",
+    _rates(
+        "Qwen3-32B, one stream / batch 64 / one stream with fp8 weights",
         "gpu-quantized",
-        "Qwen3-32B, batch 1",
-        _rate("bfloat16"),
-        lambda result: f"{result['percent_of_roof']['bfloat16']:.0f} % of the memory roof",
+        ("Qwen3-32B, batch 1", "bfloat16"),
+        ("Qwen3-32B, batch 64", "bfloat16"),
+        ("Qwen3-32B, batch 1", "fp8"),
     ),
-    Highlight(
-        "Qwen3-32B, bfloat16, batch 64",
-        "gpu-quantized",
-        "Qwen3-32B, batch 64",
-        _rate("bfloat16"),
-        lambda result: f"{result['percent_of_roof']['bfloat16']:.0f} % of the memory roof",
+    _rates(
+        "gpt-oss-20b, one stream / batch 64",
+        "gpu-groups",
+        *((f"gpt-oss-20b, decode, batch {batch}", "holdfast") for batch in (1, 64)),
     ),
-    Highlight(
-        "Qwen3-32B, fp8 weights, one stream",
-        "gpu-quantized",
-        "Qwen3-32B, batch 1",
-        _rate("fp8"),
-        lambda result: f"{result['against_unquantized']['fp8']:.2f}x bfloat16",
+    _rates(
+        "DeepSeek-V4-Flash, 31 of its layers, 8K of context, one stream / batch 64",
+        "gpu-latent",
+        *((f"DeepSeek-V4-Flash, fp8, 31 layers, decode, batch {batch}, context 8193", "holdfast") for batch in (1, 64)),
     ),
     Highlight(
         "decode attention over `turboquant_k8v4` pages, 32 x 8K",
@@ -557,7 +589,10 @@ HIGHLIGHTS = (
 
 def records(folder: Path, section: str | None) -> list[dict[str, Any]]:
     """Return the records of one section, or without one, newest first."""
+    table = digests.read_table(folder.parent / digests.TABLE.name)
     found = [read_record(path) for path in sorted(folder.glob("*.json"))]
+    for path, record in zip(sorted(folder.glob("*.json")), found, strict=True):
+        record["state"] = digests.state_of(path.stem, record, table)
     return sorted(
         (record for record in found if record.get("section") == section), key=lambda item: item["date"], reverse=True
     )
@@ -587,11 +622,17 @@ def invariance_tables(folder: Path) -> str:
 
 def highlight_table(folder: Path) -> str:
     """Return the highlights with figures; a sentence if there is none."""
-    rows = [row for highlight in HIGHLIGHTS if (row := _highlight_row(folder, highlight)) is not None]
-    return "\n".join(["| | on | Holdfast | |", "|---|---|---|---|", *rows]) if rows else NO_RECORD
+    found = [row for highlight in HIGHLIGHTS if (row := _highlight_row(folder, highlight)) is not None]
+    if not found:
+        return NO_RECORD
+    words = "; ".join(dict.fromkeys(state.words for _, state in found if state != digests.SAME))
+    return "\n".join(
+        [f"| | on | Holdfast | {words} |".replace("|  |", "| |"), "|---|---|---|---|", *(row for row, _ in found)]
+    )
 
 
-def _highlight_row(folder: Path, highlight: Highlight) -> str | None:
+def _highlight_row(folder: Path, highlight: Highlight) -> tuple[str, digests.State] | None:
+    """Return a row and the state of its record; None without a record."""
     for record in records(folder, highlight.section):
         for result in record["results"] if highlight.measure else [record]:
             if highlight.measure and result["measure"] != highlight.measure:
@@ -601,7 +642,9 @@ def _highlight_row(folder: Path, highlight: Highlight) -> str | None:
             except (KeyError, TypeError):
                 continue  # a run that was cut short, or without the other side; an older run may have both
             words = highlight.words.format(model=record["model"].removesuffix(".gguf"))
-            return f"| {' | '.join((words, record['machine'], *figures))} |"
+            ours, beside = figures
+            cells = words, record["machine"], f"{ours} {record['state'].mark}".rstrip(), beside
+            return f"| {' | '.join(cells)} |", record["state"]
     return None
 
 
@@ -640,7 +683,10 @@ def replaced(document: str, content: str, begin: str, end: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the documents in place."""
+    """Rewrite the documents in place, after comparing the records with this tree."""
+    changed = [case for case, entry in digests.refresh()["cases"].items() if entry["ptx"] is None]
+    if changed:
+        print(f"not compared (run make digests): {', '.join(changed)}")
     for path in DOCUMENTS:
         document = path.read_text(encoding="utf-8")
         path.write_text(written(document, RECORDS), encoding="utf-8")

@@ -80,12 +80,13 @@ def test_llm_compressed_matches_transformers_in_any_chunks(case: Case, max_num_b
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["flash"], indirect=True)
 def test_llm_compressed_prefix_hits_match(case: Case) -> None:
-    llm = case.open(max_num_batched_tokens=19, max_num_seqs=3)
+    llm = case.open(max_num_batched_tokens=19, max_num_seqs=12)
     scheduler = llm.engine.scheduler
     assert answers(llm, PROMPTS) == case.answers
     assert scheduler.num_prefix_hit_tokens == 0
     block, whole = scheduler.prefix.block_tokens, PROMPTS[3] + case.answers[3]
-    assert 8 <= block <= 48, "so that a prompt has some of them"
+    longest = max(group.page_tokens for group in scheduler.groups)
+    assert 8 <= block < longest <= 48, "so that a prompt has some of them, and ends inside pages"
     # At every block, and around it: what follows there is what follows without a cache.
     lengths = [len(whole), *(at + more for at in range(block, len(whole), block) for more in (0, 1))]
     prompts = [whole[:length] for length in lengths]
@@ -112,26 +113,64 @@ def test_completions_of_one_prompt_fork(case: Case) -> None:
     assert len({tuple(one.token_ids) for one in together[1].outputs}) == 3
 
 
-@pytest.mark.slow
-def test_llm_compressed_preempted_sequences_match(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = case.open(max_num_batched_tokens=16, max_num_seqs=2)
-    scheduler, schedule = llm.engine.scheduler, llm.engine.scheduler.schedule
-    countdown = 0
+def preempt_after(llm: LLM, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempt the last sequence once, before the step behind so many."""
+    scheduler, schedule, countdown = llm.engine.scheduler, llm.engine.scheduler.schedule, num_steps
 
-    def preempting(propose: Any = None) -> Any:
+    def preempting(*given: Any) -> Any:
         nonlocal countdown
         if countdown == 0 and scheduler.num_running:
             scheduler.preempt_last()
         countdown -= 1
-        return schedule(propose)
+        return schedule(*given)
 
     monkeypatch.setattr(scheduler, "schedule", preempting)
+
+
+@pytest.mark.slow
+def test_llm_compressed_preempted_sequences_match(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = case.open(max_num_batched_tokens=16, max_num_seqs=2)
     for number in (1, 2, 5, 8, 13):
-        countdown = number
-        if number % 2:
-            llm.reset_prefix_cache()
-        assert answers(llm, [PROMPTS[1], PROMPTS[3]]) == [case.answers[1], case.answers[3]]
-    assert scheduler.num_preemptions == 5
+        with monkeypatch.context() as patch:
+            preempt_after(llm, number, patch)
+            if number % 2:
+                llm.reset_prefix_cache()
+            assert answers(llm, [PROMPTS[1], PROMPTS[3]]) == [case.answers[1], case.answers[3]]
+    assert llm.engine.scheduler.num_preemptions == 5
+
+
+def passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """Tokens and log-probabilities of all prompts: in chunks, behind cached prefixes, and with preemptions."""
+    params, found = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=2), []
+    for num_steps in (None, None, 2, 7):
+        with monkeypatch.context() as patch:
+            if num_steps is not None:
+                preempt_after(llm, num_steps, patch)
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+        found.append([(list(one.outputs[0].token_ids), one.outputs[0].logprobs) for one in outputs])
+    assert llm.engine.scheduler.num_prefix_hit_tokens > 0
+    assert llm.engine.scheduler.num_preemptions == 2
+    return found
+
+
+@pytest.mark.parametrize("whole_experts", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sliced", "whole"])
+@pytest.mark.parametrize("case", ["flash"], indirect=True)
+def test_llm_compressed_ranks_match_one_process(
+    case: Case, monkeypatch: pytest.MonkeyPatch, whole_experts: bool
+) -> None:
+    """With exact sums to the bit, log-probabilities too; ranks are processes."""
+    options = {"max_num_batched_tokens": 19, "max_num_seqs": 3}
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": whole_experts}
+    with case.open(**options) as llm:
+        expected = passes(llm, monkeypatch)
+    with case.open(**options, **ranks, tensor_parallel_sums="exact") as llm:
+        assert passes(llm, monkeypatch) == expected
+    assert [tokens for tokens, _ in expected[0]] == case.answers
+    if whole_experts:
+        return
+    with case.open(**options, **ranks, tensor_parallel_sums="reduce") as llm:
+        for own, other in zip(passes(llm, monkeypatch), expected, strict=True):
+            assert [tokens for tokens, _ in own] == [tokens for tokens, _ in other]
 
 
 def test_llm_compressed_unsupported_options_are_refused(case: Case) -> None:

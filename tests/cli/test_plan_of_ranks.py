@@ -97,7 +97,10 @@ def test_whole_experts_and_exact_sums_are_planned(here: Here) -> None:
         ("DeepSeek-V2-Lite --gpu h200 --batch-invariant", "plan.variant_attention"),
         ("Qwen3-8B --gpu 2xh200 --nnodes 3", "plan.more_nodes_than_ranks"),
         ("Qwen3-8B --gpu h200 --nnodes 2", "plan.more_nodes_than_ranks"),
-        ("DeepSeek-V4-Flash --gpu h200 --pipeline-parallel-size 2", "families.indivisible_stages"),
+        ("DeepSeek-V4-Flash --gpu h200 --pipeline-parallel-size 44", "families.too_many_stages"),
+        ("DeepSeek-V4-Flash --gpu 16xh200", "families.indivisible"),
+        ("DeepSeek-V4-Pro --gpu 16xh200", "families.indivisible"),
+        ("gpt-oss-120b --gpu 4xh200", "families.indivisible"),
     ],
 )
 def test_ranks_that_cannot_split_a_model_are_refused(here: Here, words: str, expected: str) -> None:

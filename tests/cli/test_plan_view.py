@@ -87,8 +87,8 @@ def test_view_command_given_only_where_it_works() -> None:
     assert other.best_command == "holdfast plan --gpu rtx4060ti-8g --max-model-len 8192"
     ranks = replace(FITTING, mesh=Mesh(tensor_size=2))
     assert "--tensor-parallel-size 2" in (view_of(ranks, None).command or "")
-    v4 = replace(ranks, declared=plan_request("DeepSeek-V4-Flash").declared)
-    assert view_of(v4, None).command is None, "nothing runs it yet"
+    hybrid = replace(ranks, declared=plan_request("Qwen3.5-27B").declared)
+    assert view_of(hybrid, None).command is None, "nothing runs it yet"
     quantized = replace(FITTING, config=FITTING.config.with_quantization("fp8"))
     assert "--quantization fp8" in (view_of(quantized, None).command or "")
     revised = replace(FITTING, config=EngineConfig(revision="v9"))
@@ -354,7 +354,7 @@ def test_sweep_leaves_out_contradictory_formats() -> None:
 
 
 def test_sweep_unsupported_model_runs_no_cell() -> None:
-    cells = sweep(plan_request("DeepSeek-V4-Flash", "h200", tensor_parallel_size=8))
+    cells = sweep(plan_request("Qwen3.5-27B", "h200"))
     assert not any(cell.runs for cell in cells)
     assert any(cell.kv_tokens for cell in cells)
 

@@ -4,6 +4,7 @@ import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,13 @@ class FramedRunner:
         self._runner = runner
         self._others = others
         self._unsent: list[StepResult] = []
+        self.frames: list[bytes] = []
+        self.results: list[StepResult] = []
 
     def launch(self, step: Step) -> None:
+        self.frames.append(encode_step(step))
         for other in self._others:
-            other.put((self._unsent, encode_step(step)))
+            other.put((self._unsent, self.frames[-1]))
         self._unsent = []
         self._runner.launch(step)
         self._num_in_flight += 1
@@ -49,6 +53,7 @@ class FramedRunner:
     def collect(self) -> StepResult:
         result = self._runner.collect()
         self._unsent.append(result)
+        self.results.append(result)
         self._num_in_flight -= 1
         return result
 
@@ -75,10 +80,13 @@ PARAMS = [
 Answers = dict[int, tuple[list[int], list[float], list[float]]]
 
 
-def requests(first_id: int, num_tokens: int = 7) -> list[CoreRequest]:
-    """Six, of all lengths, greedy and not; more than run at once."""
+LENGTHS = (3, 40, 11, 7, 21, 5)
+
+
+def requests(first_id: int, lengths: tuple[int, ...] = LENGTHS, num_tokens: int = 7) -> list[CoreRequest]:
+    """Some of all lengths, greedy and not; more than run at once."""
     found = []
-    for number, length in enumerate((3, 40, 11, 7, 21, 5)):
+    for number, length in enumerate(lengths):
         prompt = tuple((7 * number + 5 * place) % 120 + 3 for place in range(length))
         params = PARAMS[number % len(PARAMS)]
         bad_words = ((11, 12),) if params.bad_words else ()
@@ -88,18 +96,19 @@ def requests(first_id: int, num_tokens: int = 7) -> list[CoreRequest]:
     return found
 
 
-def make_core(runner: FramedRunner | Runner, built: Built, num_stages: int) -> EngineCore:
+def make_core(runner: FramedRunner | Runner, built: Built, num_stages: int, num_pages: int | None = None) -> EngineCore:
+    """`num_pages`: fewer than the runner has."""
     groups, num_proposals = built.runner.groups, built.build.plan.resolved.num_proposals
-    scheduler = Scheduler(runner.limits, runner.num_pages, True, 64, groups=groups, num_stages=num_stages)
+    scheduler = Scheduler(runner.limits, num_pages or runner.num_pages, True, 64, groups=groups, num_stages=num_stages)
     proposer = NgramProposer(num_proposals) if num_proposals else None
     return EngineCore(runner, scheduler, run_ahead=num_stages - 1, proposer=proposer)
 
 
-def run_core(core: EngineCore) -> Answers:
+def run_core(core: EngineCore, lengths: tuple[int, ...] = LENGTHS, num_tokens: int = 7) -> Answers:
     """All requests to their ends: tokens, and log-probabilities to the bit."""
     answers: Answers = {}
     first_id = core.stats().num_submitted
-    for request in requests(first_id):
+    for request in requests(first_id, lengths, num_tokens):
         core.submit([request])
         answers[request.sequence_id - first_id] = ([], [], [])
     while core.has_unfinished:
@@ -224,3 +233,42 @@ def test_pipeline_of_two_stages_by_two_ranks_equals_one_process(tmp_path: Path) 
     expected = run_alone(path)
     with pipeline(path, cuts_of("llama_tied", 2), 2) as found:
         assert found.run() == expected
+
+
+def replayed(path: Path, frames: list[bytes], **options: Any) -> list[StepResult]:
+    """What one process makes of the same steps, one after the other."""
+    alone = StagedRanks(path, [ALONE], **options)
+
+    def run(built: Built) -> list[StepResult]:
+        results = []
+        for frame in frames:
+            built.runner.launch(decode_step(frame))
+            results.append(built.runner.collect())
+        return results
+
+    try:
+        return alone.run(run)[0]
+    finally:
+        alone.release()
+
+
+@pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "longest", "num_pages"), [("v4_flash", 110, 34), ("v4_pro", 250, 23)])
+def test_stages_of_v4_give_results_of_one_process(
+    tmp_path: Path, family: str, longest: int, num_pages: int, num_stages: int
+) -> None:
+    """Step by step to the bit: chunks, hits of prefixes, preemption, a step in every stage."""
+    path, options = (
+        find_model(tmp_path, family),
+        {"max_model_len": longest + 10, "page_tokens": 2, "max_num_batched_tokens": 16},
+    )
+    with pipeline(path, cuts_of(family, num_stages), **options) as found:
+        found.core = make_core(found.framed, found.ranks.built[0], num_stages, num_pages)
+        for _ in range(2):
+            found.run(partial(run_core, lengths=(30, longest)))
+        found.run(partial(run_core, lengths=(3, 1, 6, 5), num_tokens=60))
+        scheduler = found.core.scheduler
+        assert scheduler.num_prefix_hit_tokens > 0
+        assert scheduler.num_preemptions > 0
+        assert found.framed.results == replayed(path, found.framed.frames, **options)
+        assert found.framed.most_in_flight == num_stages

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -24,7 +25,7 @@ from holdfast.engine.launched import Launched, accept_ranks
 from holdfast.engine.rank_build import OVERLAPPING, check_devices
 from holdfast.engine.rank_messages import RankLoaded, RankPlanned, RankReported
 from holdfast.engine.ranks import RankGroup
-from holdfast.errors import ConfigError, EngineDeadError, HoldfastError, UnsupportedModelError
+from holdfast.errors import ConfigError, EngineDeadError, HoldfastError
 from loading.compressed_models import CONFIG as COMPRESSED
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "memory_limit": "1GiB", "max_model_len": 64}
@@ -56,14 +57,25 @@ def test_tensor_parallel_size_that_does_not_divide_is_refused(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_ranks_of_compressed_attention_name_one_gpu(tmp_path: Path, monkeypatch, option: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        ({}, {"size": 3}, "4 query heads do not divide into 3 equal parts. Try 1, 2."),
+        ({}, {"size": 4}, "2 groups of heads do not divide into 4 equal parts. Try 1, 2."),
+        ({"moe_intermediate_size": 161}, {"size": 2}, "161 columns of an expert do not divide into 2 equal parts. Try 1."),
+        ({}, {"size": 2, "whole": True}, "3 experts do not divide into 2 equal parts. Try 1."),
+    ],
+    ids=["heads", "groups", "columns", "experts"],
+)  # fmt: skip
+def test_ranks_of_compressed_attention_name_what_divides(
+    tmp_path: Path, monkeypatch, settings: dict, options: dict, words: str
+) -> None:
     """Also when memory is short, which is no reason here: more memory would not help."""
     monkeypatch.setattr(rank_build, "RankGroup", lambda *_, **__: pytest.fail("a process was started"))
-    (tmp_path / "config.json").write_text(json.dumps(COMPRESSED))
-    options = OPTIONS | {option: 2, "memory_limit": "1MiB", "load_format": "dummy", "tokenizer": "none"}
-    with pytest.raises(UnsupportedModelError, match=r"Leave out tensor_parallel_size") as caught:
-        LLM(str(tmp_path), **options)
+    (tmp_path / "config.json").write_text(json.dumps(COMPRESSED | settings))
+    ranks = {"tensor_parallel_size": options["size"], "enable_expert_parallel": options.get("whole", False)}
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        LLM(str(tmp_path), **OPTIONS | ranks | {"memory_limit": "1MiB", "load_format": "dummy", "tokenizer": "none"})
     assert "\n" not in str(caught.value)
 
 

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from holdfast.kernels import hyper_connections, norm, operation, up_projection  # noqa: E402
+from holdfast.kernels import activation, hyper_connections, norm, operation, up_projection  # noqa: E402
 from holdfast.kernels.activation import GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
     quantized_attention,
@@ -39,6 +39,7 @@ from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.exchange import add_rows, gather_rows, links, sum_rows  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
     block_scaled_gemv,
+    block_scaled_tiles,
     deferred_rms_norm,
     embedding,
     packed_gemv,
@@ -74,6 +75,7 @@ from holdfast.kernels.latent.latent_planes import (  # noqa: E402
     SparseRows,
 )
 from holdfast.kernels.latent.top_k_geometry import top_k_specs  # noqa: E402
+from holdfast.kernels.load import place_kernels  # noqa: E402
 from holdfast.kernels.moe import (  # noqa: E402
     deep_gemv,
     expert_gemv,
@@ -125,7 +127,7 @@ class CompiledOnly:
             if parameter.is_constexpr:
                 signature[parameter.name] = "constexpr"
             else:
-                is_count = parameter.do_not_specialize and not isinstance(value, torch.Tensor)
+                is_count = parameter.do_not_specialize and isinstance(value, int)
                 signature[parameter.name] = "i32" if is_count else _type_of(value)
                 if isinstance(value, tuple):
                     attributes |= {(index, place): [["tt.divisibility", 16]] for place in range(len(value))}
@@ -438,6 +440,35 @@ def packed_of(size_n: int, size_k: int, dtype: torch.dtype = BF16) -> None:
     packed_gemv.packed_gemv(packed_gemv.PackedProduct(x, weight, out, bias))
 
 
+def block_scaled_tiles_of(num_rows: int, size_n: int, size_k: int) -> None:
+    """Some rows by e4m3 in blocks, and what writes their codes: a norm, a gate, the input of a block between streams."""
+    scheme = WEIGHT_SCHEMES["fp8_block"]
+    codes, scales = (
+        torch.empty(plane.shape, dtype=getattr(torch, plane.dtype)) for plane in scheme.planes((size_n, size_k))
+    )
+    weight, num_blocks = QuantizedWeight(scheme, (size_n, size_k), codes, scales), -(-size_k // 128)
+    counts = torch.empty(1024, dtype=torch.int32)
+    scratch = TileScratch(torch.empty(4 * num_rows * size_n), counts, counts)
+    codes = torch.empty(num_rows, size_k, dtype=torch.float8_e4m3fn)
+    rows = QuantizedRows(codes, torch.empty(num_rows, num_blocks), scratch)
+    x, out = torch.empty(num_rows, size_k, dtype=BF16), torch.empty(num_rows, size_n, dtype=BF16)
+    norm = torch.empty(size_k, dtype=BF16)
+    block_scaled_tiles.block_scaled_linear(rows, weight, None if size_k % 128 == 0 else out[0], out)
+    quantize_activations.add_rms_norm_coded(x, None, norm, 1e-6, x, rows)
+    quantize_activations.gate_mul_coded(torch.empty(num_rows, 2 * size_k, dtype=BF16), "silu", x, 10.0, rows)
+    mix = hyper_connections.StreamMix(torch.empty(24, 4 * size_k), torch.empty(24), torch.empty(3))
+    streams, parts = torch.empty(num_rows, 4, size_k, dtype=BF16), torch.empty(stream_parts_spec(num_rows, 4).shape)
+    numbers, shares = hyper_connections.MixNumbers(1e-6, 1e-6, 20), torch.empty(num_rows, 24)
+    quantize_activations.enter_block_coded(streams, parts, mix, numbers, shares, norm, 1e-6, x, rows)
+
+
+def single_row_of(size_n: int, size_k: int, num_groups: int) -> None:
+    """One row by a plain weight, in groups or with a float32 result."""
+    x, weight = torch.empty(1, num_groups * size_k, dtype=BF16), torch.empty(size_n, size_k, dtype=BF16)
+    out = torch.empty(1, size_n, dtype=BF16 if num_groups > 1 else torch.float32)
+    small_batch.single_row_linear(x, weight, out, num_groups)
+
+
 def expert_layer_of(scheme: str | None, num_rows: int, hidden: int, inner: int, top_k: int = 8) -> None:
     """What the fused decode path launches for a layer of 128 experts: routing, and one row's products or the sum of many's."""
     num_experts, coded = 128, scheme == "fp8"
@@ -740,6 +771,21 @@ def exchange_of(size: int) -> None:
     links.fetch_rows(torch.zeros(1, 16 * 5120, dtype=BF16), rooms[0], end)
 
 
+def placed_of(size_n: int, size_k: int) -> None:
+    """Rows of a checkpoint, as they are and as codes of each kind, dense and transposed."""
+    rows, finding = torch.empty(size_n, size_k, dtype=BF16), torch.zeros(1, dtype=torch.int32)
+    findings = place_kernels.Findings(finding, finding)
+    for dtype in (BF16, torch.float32):
+        place_kernels.place_plain_triton(rows, torch.empty(rows.shape, dtype=dtype), 0, findings, False)
+    for name in ("fp8", "fp8_block", "mxfp4"):
+        scheme = WEIGHT_SCHEMES[name]
+        codes, scales = (
+            torch.empty(plane.shape, dtype=getattr(torch, plane.dtype)) for plane in scheme.planes((size_n, size_k))
+        )
+        for x in (rows, torch.empty(size_k, size_n, dtype=BF16).t()):
+            place_kernels.place_quantized_triton(x, (0, size_k), scheme, codes, scales, None, 0, findings, False)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "exchange of 2": lambda: exchange_of(2),
     "exchange of 4": lambda: exchange_of(4),
@@ -771,6 +817,7 @@ CASES: dict[str, Callable[[], None]] = {
     "write quantized D256": lambda: write_quantized_of(BF16, 256),
     "write quantized in float32": lambda: write_quantized_of(torch.float32, 128, formats=((4, 4),)),
     "quantized 8/8 D128": lambda: quantized_attention_of(BF16, (8, 8), 16, 128),
+    "quantized 8/4 D128": lambda: quantized_attention_of(BF16, (8, 4), 8, 128),
     "quantized 8/4 D128, large tiles": lambda: quantized_attention_of(BF16, (8, 4), 7, 128, small=False),
     "quantized 4/4 D128": lambda: quantized_attention_of(BF16, (4, 4), 8, 128),
     "quantized 3/4 D128, small tiles": lambda: quantized_attention_of(BF16, (3, 4), 1, 128, large=False),
@@ -791,6 +838,11 @@ CASES: dict[str, Callable[[], None]] = {
     "row-scaled tiles, 64 rows": lambda: row_scaled_of(50, 5120, 25600),
     "row-scaled tiles, 128 rows": lambda: row_scaled_of(128, 5120, 8192),
     "row-scaled tiles of odd sizes": lambda: row_scaled_of(7, 100, 2100),
+    "blocks of 16 rows, split": lambda: block_scaled_tiles_of(16, 4096, 8192),
+    "blocks of 64 rows": lambda: block_scaled_tiles_of(50, 32768, 1024),
+    "blocks of rows of odd sizes": lambda: block_scaled_tiles_of(7, 100, 2100),
+    "one row by a router": lambda: single_row_of(256, 4096, 1),
+    "one row in groups": lambda: single_row_of(8192, 4096, 8),
     "one row by blocks": lambda: block_scaled_of(7168, 16384),
     "one row by blocks, a single load": lambda: block_scaled_of(8192, 1536),
     "one row by blocks of odd sizes": lambda: block_scaled_of(101, 4112),
@@ -799,6 +851,7 @@ CASES: dict[str, Callable[[], None]] = {
     "one row by four bits, many columns": lambda: packed_of(5120, 25600),
     "one row by four bits of odd sizes": lambda: packed_of(101, 4128),
     "one row by four bits in float32": lambda: packed_of(512, 2880, torch.float32),
+    "rows placed": lambda: placed_of(4096, 4096),
     "layer norm": lambda: layer_norm_of(BF16),
     "a rank of 24 rows": lambda: rank_of(24),
     "a rank of 1000 rows": lambda: rank_of(1000),
@@ -880,6 +933,7 @@ def main() -> None:
     modules: list[ModuleType] = [
         add_rows,
         block_scaled_gemv,
+        block_scaled_tiles,
         compressed_attention,
         compressed_scopes,
         compressed_warpgroups,
@@ -893,6 +947,7 @@ def main() -> None:
         gathered_attention,
         grouped_gemm,
         hash_routing,
+        activation,
         hyper_connections,
         index_scores,
         latent_attention,
@@ -905,6 +960,7 @@ def main() -> None:
         normed_routing,
         operation,
         packed_gemv,
+        place_kernels,
         quantize_activations,
         quantized_attention,
         rope_rows,

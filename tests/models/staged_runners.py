@@ -9,10 +9,20 @@ import torch
 
 from distributed.lock_step import LockStep
 from holdfast.distributed.mesh import ALONE, Mesh
+from holdfast.models.compressed_readers import HEAVY, OVERLAPPED, SLIDING
 from runner.rank_runs import Built, build_rank, plan_rank, steps_of, write_model
 
 WINDOWS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 PROJECTED = {"do_layer_norm_before": False, "word_embed_proj_dim": 40}
+
+
+def _compressed(layer_types: list[str], num_tables: int) -> dict[str, Any]:
+    """DeepSeek-V4 of such layers, the first of which take their experts from tables."""
+    num_layers = len(layer_types)
+    experts = ["hash_moe"] * num_tables + ["moe"] * (num_layers - num_tables)
+    return {"num_hidden_layers": num_layers, "layer_types": layer_types, "mlp_layer_types": experts}
+
+
 STAGED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_hidden_layers": 3}),
     "llama_tied": ("llama_tied", {"num_hidden_layers": 3}),
@@ -23,8 +33,11 @@ STAGED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [0, 2]}),
     "gpt_oss": ("gpt_oss", {"num_hidden_layers": 4, "layer_types": WINDOWS}),
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 3}),
+    "v4_flash": ("v4_flash", _compressed([SLIDING, SLIDING, OVERLAPPED, HEAVY, OVERLAPPED, HEAVY], num_tables=3)),
+    "v4_pro": ("v4_pro", _compressed([HEAVY, HEAVY, OVERLAPPED, HEAVY, OVERLAPPED], num_tables=2)),
 }
-"""Models with a layer or more for each of three stages. Of windows a stage may have no layer of a group, or of one alone."""
+"""Models with a layer or more for each of three stages. A stage may have no layer of a group, or of one alone: of windows,
+and of entries, which a stage of V4 may lack."""
 
 
 def find_model(base: Path, family: str) -> Path:

@@ -176,8 +176,17 @@ def test_row_scaled_request_has_split_buffers_for_fp8_only():
         "arrived": ((80,), "int32"),
         "row_amax": ((64 * 400,), "int32"),
     }
-    for recipe in (AS_STORED, WeightRecipe(FP8_BLOCK), WeightRecipe(INT8), WeightRecipe(MXFP4)):
+    for recipe in (AS_STORED, WeightRecipe(INT8), WeightRecipe(MXFP4)):
         assert activations.row_scaled_request(QWEN, recipe).specs == ()
+
+
+def test_row_scaled_request_in_blocks_splits_for_few_rows():
+    """qkv of Qwen3-32B is split in two, o and down in four; no gate is fused."""
+    assert shapes(activations.row_scaled_request(QWEN, WeightRecipe(FP8_BLOCK))) == {
+        "parts": ((64 * 2 * 10240,), "float32"),
+        "arrived": ((160,), "int32"),
+        "row_amax": ((0,), "int32"),
+    }
 
 
 def test_logits_are_float32():

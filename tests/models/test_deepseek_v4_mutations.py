@@ -250,7 +250,7 @@ def test_prefix_hit_without_a_plane_changes_logits(lost):
     if lost == "state":
         declaration = declare_decoder(rig.model.spec, "tiny").declaration
         assert isinstance(declaration, CompressedDeclaration)
-        for kind in declaration.states(ALONE):
+        for kind in declaration.heads(ALONE).states:
             for layer in kind.layers:
                 rig.states.state(layer, kind.name).fill_(float("nan"))
     request = Request(list(answer.prompt), 3)

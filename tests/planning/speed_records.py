@@ -42,6 +42,7 @@ NOT_ENGINES: Mapping[str, str] = {
     "gpu-fused-ranks": "two layers, ranks that share one GPU",
     "gpu-ranks": "two layers, ranks that share one GPU",
     "gpu-memory": "bytes",
+    "gpu-steady": "counts over steps",
     "gpu-load": "the load of weights",
     "gpu-invariance": "bits",
     "gpu-tests": "tests",

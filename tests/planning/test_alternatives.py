@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from error_codes import raises_code
-from holdfast.errors import UnsupportedModelError
 from holdfast.memory.devices import GPUS
 from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.alternatives import (
@@ -26,7 +24,6 @@ from holdfast.planning.alternatives import (
     smallest_changes,
 )
 from holdfast.planning.fit import fit_runner, missing_here, try_fit
-from holdfast.planning.ranks import refuse_unshared
 from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import gpu_target, memory_target
 from holdfast.quant.formats import KV_FORMATS, MLA_FORMATS
@@ -336,21 +333,15 @@ def test_list_alternatives_are_ordered_by_kind(wanted: PlanRequest) -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V4-Flash", "DeepSeek-V4-Pro"])
-def test_changes_of_compressed_attention_name_no_ranks(name: str) -> None:
-    """Ranks refuse it (planning/ranks.py), so neither refusal may point at the other."""
+@pytest.mark.parametrize(("name", "fewest"), [("DeepSeek-V4-Flash", "2"), ("DeepSeek-V4-Pro", "8")])
+def test_changes_of_compressed_attention_name_ranks(name: str, fewest: str) -> None:
     wanted = plan_request(name, H200)
     listed = list_alternatives(resolve(wanted))
-    assert RANKED not in {item.kind for item in listed}
-    fitting = [item.value for item in listed if item.fits]
-    assert fitting == (["b200", "b300"] if name == "DeepSeek-V4-Flash" else [])
-    smaller = "Take a smaller model: no change of options makes this one fit."
-    assert advice(listed) == ("Take b200, which fits." if fitting else smaller)
-    for size in (2, 8):
-        config = replace(wanted.config, tensor_parallel_size=size)
-        with raises_code("plan.no_ranks", UnsupportedModelError, model=name, num_ranks=size):
-            refuse_unshared(config, wanted.declared)
-    refuse_unshared(wanted.config, wanted.declared)
+    ranked = [item for item in listed if item.kind == RANKED and item.fits]
+    assert ranked[0].value == fewest
+    assert ranked[0].is_smallest
+    assert ranked[0].max_model_len == 2**20
+    assert advice(listed).startswith(f"Share it among {fewest} GPUs")
 
 
 def test_levers_that_cost_no_quality_come_first_and_together() -> None:

@@ -18,7 +18,7 @@ from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PHASES
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
-from holdfast.planning.fit import NO_RANKS, fit_runner, missing_here, try_fit, unfitting_runner
+from holdfast.planning.fit import fit_runner, missing_here, try_fit, unfitting_runner
 from holdfast.planning.plan import RunnerPlan, plan_runner
 from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import memory_target
@@ -328,7 +328,7 @@ def test_unfitting_runner_table_equals_table_of_refusal() -> None:
         *(({"kv_cache_dtype": name}, ()) for name in KV_FORMATS),
         *(({"quantization": name}, ()) for name in WEIGHT_SCHEMES),
         ({"tensor_parallel_size": 2}, ()),
-        ({"name": "DeepSeek-V4-Flash", "tensor_parallel_size": 4}, (NO_RANKS,)),
+        ({"name": "DeepSeek-V4-Flash", "tensor_parallel_size": 4}, ()),
         ({"name": "Qwen3-30B-A3B"}, ()),
     ],
 )

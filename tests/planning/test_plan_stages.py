@@ -71,6 +71,8 @@ CASES = [
     ("Llama-3.2-1B", RTX4090, 2, 2, {}),  # tied: both ends hold the embedding
     ("Qwen2.5-7B-Instruct", RTX4090, 1, 2, {"kv_cache_dtype": "turboquant_k3v4_nc", "quantization": "fp8"}),
     ("DeepSeek-V2-Lite", A100, 1, 2, {}),
+    ("DeepSeek-V4-Flash", H200, 1, 3, {}),
+    ("DeepSeek-V4-Flash", H200, 2, 2, {"kv_cache_dtype": "fp8"}),
 ]
 
 
@@ -146,7 +148,7 @@ def catalogue_cases() -> list[tuple[str, int]]:
     found: dict[object, str] = {}
     for name in CATALOGUE:
         model = declared(name)
-        if model.spec is not None and not model.is_compressed:
+        if model.spec is not None:
             found.setdefault(model.spec, name)
     return [(name, num_stages) for name in found.values() for num_stages in (2, 3, 4)]
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, LiveStep, Sequence, SequenceState, StepResult, TokenLogprobs
+from holdfast.runner.assembly import copy_cache
 from holdfast.runner.pooled_rows import PooledRows
 from holdfast.runner.runner import Runner, RunnerParts
 from holdfast.runner.sampling.batch import Choice, Choosing
@@ -179,7 +181,10 @@ class Rig:
             spec.vocab_size,
         )
         pooled_rows = PooledRows(spec.hidden_size, dtype, CPU, Ledger())
-        self.runner = Runner(RunnerParts(*parts, frozenset({2}), CPU, row_sizes=row_sizes, pooled_rows=pooled_rows))
+        copied = partial(copy_cache, self.storage, self.states)
+        self.runner = Runner(
+            RunnerParts(*parts, frozenset({2}), CPU, row_sizes=row_sizes, copy_cache=copied, pooled_rows=pooled_rows)
+        )
         self.logits: dict[int, dict[int, torch.Tensor]] = {}
 
     @staticmethod
@@ -187,8 +192,8 @@ class Rig:
         """All NaN: what a place held of another sequence may be anything."""
         declaration = declare_decoder(spec, "tiny").declaration
         assert isinstance(declaration, CompressedDeclaration), f"{spec.architecture} does not compress"
-        states = StateStorage(declaration.states(ALONE), limits.max_num_seqs, CPU, Ledger())
-        for kind in declaration.states(ALONE):
+        states = StateStorage(declaration.heads(ALONE).states, limits.max_num_seqs, CPU, Ledger())
+        for kind in declaration.heads(ALONE).states:
             for layer in kind.layers:
                 states.state(layer, kind.name).fill_(float("nan"))
         return states

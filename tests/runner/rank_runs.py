@@ -12,9 +12,12 @@ from distributed.lock_step import LockStep
 from holdfast.config import EngineConfig
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.mesh import ALONE, Mesh, meshes
+from holdfast.families.compressed.pages import CompressedBackend
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.ledger import Ledger
+from holdfast.models.compressed_readers import HEAVY, OVERLAPPED
+from holdfast.models.compressed_readers import SLIDING as WINDOW
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.resolve import Agreed
 from holdfast.planning.target import device_target
@@ -143,6 +146,42 @@ MODELS["deepseek_v32"] = MODELS["deepseek_v3"] | {
     "index_head_dim": 32,
     "index_topk": 5,
 }
+MODELS["v4_flash"] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": None,
+    "hidden_size": 48,
+    "q_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "num_attention_heads": 12,
+    "o_groups": 4,
+    "o_lora_rank": 12,
+    "layer_types": [WINDOW, OVERLAPPED, HEAVY, OVERLAPPED],
+    "num_hidden_layers": 4,
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 3,
+    "sliding_window": 8,
+    "compress_rate_hca": 8,
+    "swiglu_limit": 0.8,
+    "routed_scaling_factor": 1.7,
+    "hc_sinkhorn_iters": 4,
+}
+"""Rows choose among entries from position 15 on."""
+MODELS["v4_pro"] = MODELS["v4_flash"] | {
+    "layer_types": [HEAVY, HEAVY, OVERLAPPED],
+    "num_hidden_layers": 3,
+    "mlp_layer_types": ["hash_moe", "hash_moe", "moe"],
+    "num_attention_heads": 16,
+    "o_groups": 8,
+    "n_routed_experts": 12,
+}
 MODELS["opt_350m"] = MODELS["opt"] | {"word_embed_proj_dim": 40, "do_layer_norm_before": False}
 NUM_PAGES = 48
 """For every rank, so that a slot means the same on all of them."""
@@ -177,7 +216,7 @@ def plan_rank(
     config = EngineConfig.from_options(**(OPTIONS | dict(options)))
     model, target = open_model(str(path), config.load_format), device_target("cpu")
     load, plan = plan_model(
-        config, model, target, config.weight_cache != "off", mesh, Agreed(OPTIONS["max_model_len"], NUM_PAGES)
+        config, model, target, config.weight_cache != "off", mesh, Agreed(config.max_model_len or 64, NUM_PAGES)
     )
     assert plan.memory.num_pages == NUM_PAGES, f"{plan.memory.num_pages} pages"
     return config, model, load, plan
@@ -197,6 +236,8 @@ def build_rank(path: Path | str, options: Mapping[str, Any], mesh: Mesh, exchang
     for layer, own in enumerate(cache.layers):
         for plane in own.planes:
             build.storage.plane(layer, plane.name).view(torch.uint8).zero_()
+    for state in states_of(runner):
+        state.zero_()
     return Built(mesh, build, runner, build.weights, exchange)
 
 
@@ -268,8 +309,14 @@ def whole_logits(ran: Sequence[Ran]) -> list[torch.Tensor]:
     return [torch.cat(parts, dim=1) for parts in zip(*(one.logits for one in ran), strict=True)]
 
 
+def states_of(runner: Runner) -> list[torch.Tensor]:
+    """[layers, places, ...] of every kind of state; none without entries."""
+    backend: Any = runner.backend
+    return list(backend._states._arena.tensors.values()) if isinstance(backend, CompressedBackend) else []
+
+
 def pages_of(built: Built) -> list[torch.Tensor]:
-    """Every plane of every layer: [chunks, heads, tokens, ...] of quantized ones, which lie so, else [slots, ...]."""
+    """Every plane of every layer, [chunks, heads, tokens, ...] of quantized ones, which lie so, else [slots, ...]; and states."""
     cache, storage, planes = built.build.plan.cache, built.build.storage, []
     assert cache is not None, "no cache"
     for place, own in enumerate(cache.layers):
@@ -279,7 +326,7 @@ def pages_of(built: Built) -> list[torch.Tensor]:
                 num_heads = plane.token_shape[0]
                 held = held.view(-1, num_heads, cache.page_tokens, *plane.token_shape[1:])
             planes.append(held)
-    return planes
+    return planes + states_of(built.runner)
 
 
 def share_of(whole: torch.Tensor, like: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -115,6 +115,27 @@ def test_rank_build_inexact_gpu_shares_refused(tmp_path: Path) -> None:
         plan_on_gpu(path, 2, quantization="fp8")
 
 
+def test_rank_build_exact_entries_on_gpu_need_whole_experts_and_few_rows(tmp_path: Path) -> None:
+    sizes = {"head_dim": 80, "qk_rope_head_dim": 16, "q_lora_rank": 128, "o_lora_rank": 64, "num_attention_heads": 64}
+
+    def plan(num_ranks: int, whole_experts: bool = True, heads: int = 64, **options: object) -> None:
+        own = sizes | {"num_attention_heads": heads, "o_groups": 8}
+        path = write_model(tmp_path / f"{heads}", "v4_flash", **own)
+        config = EngineConfig.from_options(**(OPTIONS | {"dtype": "bfloat16"} | options))
+        mesh = meshes(num_ranks, is_exact=True, has_expert_parallelism=whole_experts)[0]
+        plan_model(config, open_model(str(path), "dummy"), GPU, mesh=mesh)
+
+    plan(2)
+    plan(4, max_num_batched_tokens=512)
+    with raises_code("plan.exact_needs_whole_experts", ConfigError, num_ranks=2):
+        plan(2, whole_experts=False)
+    with raises_code("plan.exact_needs_fewer_rows", ConfigError, rows=513, maximum=512):
+        plan(2, max_num_batched_tokens=513)
+    plan(2, heads=128)
+    with raises_code("plan.exact_never_measured", ConfigError, num_ranks=8):
+        plan(8)
+
+
 def test_exact_needs_our_kernels_on_a_cpu(tmp_path: Path, monkeypatch) -> None:
     require_native()
     path, ranks = write_model(tmp_path, "llama"), meshes(2, is_exact=True)

@@ -28,10 +28,14 @@ MODELS = pytest.mark.parametrize(
         ("qwen3_moe", 2, False, True, {"batch_invariant": True}),
         ("gpt_oss", 2, True, False, {"kv_cache_dtype": "turboquant_4bit_nc"}),
         ("deepseek_v3", 4, True, False, {}),
+        ("v4_flash", 2, False, False, {}),
+        ("v4_flash", 4, True, False, {"kv_cache_dtype": "fp8"}),
     ],
 )
 # An odd vocabulary, or share of one, is one that cuBLAS multiplies otherwise among more rows, or than the whole: sizes of steps would be left out.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+ENTRIES = {"num_hidden_layers": 4, "head_dim": 80, "qk_rope_head_dim": 16, "q_lora_rank": 128, "o_lora_rank": 64}
+OWN_SIZES: dict[str, dict[str, Any]] = {"deepseek_v3": {"num_hidden_layers": 3}, "v4_flash": ENTRIES}
 
 
 def build(
@@ -39,7 +43,7 @@ def build(
 ) -> BuiltRunner:
     """The first rank, without its peers."""
     mesh, *_ = meshes(num_ranks, has_expert_parallelism=whole_experts, is_exact=exact)
-    sizes = WIDE | ({"num_hidden_layers": 3} if name == "deepseek_v3" else {}) | ({"vocab_size": 512} if exact else {})
+    sizes = WIDE | OWN_SIZES.get(name, {}) | ({"vocab_size": 512} if exact else {})
     return build_alone(write_model(folder, name, **sizes), mesh, device, options)
 
 

@@ -58,6 +58,14 @@ CASES = [
     pytest.param("deepseek_v3", 4, True, marks=slow),
     pytest.param("deepseek_v32", 3, False, marks=slow),  # tokens chosen by an index
     pytest.param("deepseek_v32", 4, True, marks=slow),
+    pytest.param("v4_flash", 2, True),
+    pytest.param("v4_flash", 2, False, marks=slow),
+    pytest.param("v4_flash", 4, True, marks=slow),
+    pytest.param("v4_flash", 4, False),
+    pytest.param("v4_pro", 2, True, marks=slow),
+    pytest.param("v4_pro", 2, False, marks=slow),
+    pytest.param("v4_pro", 4, True),
+    pytest.param("v4_pro", 8, False, marks=slow),
     pytest.param("opt_350m", 4, False, marks=slow),  # the embedding is projected, and norms come last
 ]
 WIDE = {
@@ -141,6 +149,27 @@ def test_experts_that_are_stored_in_mxfp4(folder, whole_experts):
     stored = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     path = write_model(folder / "stored oss", "gpt_oss", quantization_config=stored, intermediate_size=128)
     assert_same(one_rank(path), Ranks(path, 2, exact=True, whole_experts=whole_experts))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "whole_experts"),
+    [("v4_flash", 2, False), ("v4_flash", 4, True), pytest.param("v4_pro", 4, True, marks=slow)],
+)
+@pytest.mark.parametrize("kv_format", ["auto", pytest.param("fp8", marks=slow)])
+def test_ranks_match_one_rank_for_v4_as_stored(folder, name, num_ranks, whole_experts, kv_format):
+    """fp8 in blocks, experts in MXFP4; a rank has whole blocks of columns, and shares of rows that begin within one."""
+    stored = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    sizes = {"hidden_size": 256, "head_dim": 80, "qk_rope_head_dim": 16, "q_lora_rank": 128, "o_lora_rank": 128}
+    sizes |= {"moe_intermediate_size": 256 if num_ranks == 2 else 512}
+    path = write_model(
+        folder / f"stored {name} {num_ranks}", name, **sizes, quantization_config=stored, expert_dtype="fp4"
+    )
+    alone, options = one_rank(path, kv_cache_dtype=kv_format), {"kv_cache_dtype": kv_format}
+    assert_same(alone, Ranks(path, num_ranks, exact=True, whole_experts=whole_experts, **options))
+    ran = Ranks(path, num_ranks, exact=False, whole_experts=whole_experts, **options).run(run_steps)
+    for ours, theirs in zip(whole_logits(ran), run_steps(alone).logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.5)
+        assert (ours - theirs).abs().median() < 0.02 * theirs.abs().median()
 
 
 @slow

@@ -2,18 +2,31 @@
 
 import logging
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
 from error_codes import raises_code
+from holdfast.distributed.mesh import meshes
 from holdfast.errors import ConfigError
 from holdfast.kernels.gemm.linear import linear, linear_float32
 from holdfast.planning.exactness import INVARIANT_ROWS, row_sizes
+from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.terms import graph_sizes, mixed_sizes
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_schemes import FP8_BLOCK
 from holdfast.runner import invariance
-from holdfast.runner.invariance import Product, common_sizes, invariant_sizes, products
+from holdfast.runner.invariance import (
+    Product,
+    common_sizes,
+    invariant_sizes,
+    multiply_like_whole,
+    products,
+    refuse_unequal_shares,
+)
 from kernels.exactness import require_native
+from runner.rank_runs import plan_rank, write_model
 
 SHAPES = {
     "embed.weight": (50, 24),
@@ -147,3 +160,49 @@ def test_ranks_take_what_all_have_left():
     assert common_sizes([(16, 24, 64), (24, 64), (16, 24, 64)]) == (24, 64)
     assert common_sizes([(), ()]) == ()
     assert common_sizes([(16, 64)]) == (16, 64)
+
+
+def entry_rank(folder: Path) -> tuple[RunnerPlan, dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The plan of one of two exact ranks of DeepSeek-V4, the shapes of its weights and of the whole ones."""
+    _, model, load, plan = plan_rank(write_model(folder, "v4_flash"), {}, meshes(2, is_exact=True)[1])
+    whole = {parameter.name: parameter.shape for parameter in model.parameters}
+    return plan, {weight.name: weight.shape for weight in load.plan.weights}, whole
+
+
+def test_shares_of_entries_are_compared_at_every_number_of_rows(tmp_path):
+    require_native()
+    plan, shares, whole = entry_rank(tmp_path)
+    reported: list[tuple[int, int]] = []
+    refuse_unequal_shares(plan, shares, whole, torch.device("cpu"), lambda *counts: reported.append(counts))
+    assert reported[-1][0] == reported[-1][1] >= 4
+    (groups,) = [one for one in products(shares, whole, is_exact=True, group_rows=12) if one.group_rows]
+    assert (groups.size_n, groups.all_n, groups.size_k) == (24, 48, 96)
+    x_TX, weight_NK = torch.randn(3, 4 * 96), torch.randn(48, 96)
+    expected = torch.cat([x_TX[:, 96 * g : 96 * (g + 1)] @ weight_NK[12 * g : 12 * (g + 1)].T for g in range(4)], dim=1)
+    torch.testing.assert_close(groups.multiply(x_TX, weight_NK, None), expected)
+
+
+@pytest.mark.parametrize(("name", "size_n"), [("linear_float32", 65), ("grouped_linear", 2)])
+def test_shares_of_entries_that_round_differently_are_refused(tmp_path, monkeypatch, name, size_n):
+    """`size_n` is that of a share: rows of the head, or groups of heads."""
+    plan, shares, whole = entry_rank(tmp_path)
+    multiply = getattr(invariance, name)
+
+    def changing(x_TK, weight, *others):
+        y_TN = multiply(x_TK, weight, *others)
+        y_TN[-1, -1] += 1e-3 * (len(weight) == size_n and len(x_TK) == 7)
+        return y_TN
+
+    monkeypatch.setattr(invariance, name, changing)
+    with raises_code("runner.shares_round_differently", ConfigError, num_rows=7):
+        refuse_unequal_shares(plan, shares, whole, torch.device("cpu"), lambda *counts: None)
+
+
+def test_quantized_shares_take_the_form_of_the_whole_weight():
+    whole = QuantizedWeight(FP8_BLOCK, (256, 128), torch.zeros(256, 128).to(torch.float8_e4m3fn), torch.ones(2, 1))
+    share = QuantizedWeight(FP8_BLOCK, (128, 128), whole.codes[:128], whole.scales[:1])
+    weights = {"q": share, "qkv_a": whole, "norm": torch.ones(3)}
+    multiply_like_whole(weights, {"q": (256, 128), "qkv_a": (256, 128), "norm": (3,)})
+    assert [weights[name].form_rows for name in ("q", "qkv_a")] == [256, 256]  # type: ignore[union-attr]
+    assert share.form_rows == 128
+    assert weights["qkv_a"] is whole

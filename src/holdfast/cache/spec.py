@@ -213,15 +213,16 @@ class CacheSpec:
         Page ids mean the same on all ranks. So every stage has all groups of the model, with the same tokens per
         page, even a group that has none of its layers.
         """
-        assert not self.has_states, "rows of several tokens have states, which are not cut into stages"
-        numbers = {layer: number for number, layer in enumerate(layers)}
+        own = [place for place, cache in enumerate(self.layers) if cache.layer in layers]
+        places = {place: number for number, place in enumerate(own)}
         return CacheSpec(
             self.page_tokens,
-            tuple(replace(self.layers[layer], layer=number) for layer, number in numbers.items()),
+            tuple(replace(self.layers[place], layer=self.layers[place].layer - layers.start) for place in own),
             tuple(
-                replace(group, layers=tuple(numbers[layer] for layer in group.layers if layer in numbers))
+                replace(group, layers=tuple(places[place] for place in group.layers if place in places))
                 for group in self.groups
             ),
+            self.has_states,
         )
 
 

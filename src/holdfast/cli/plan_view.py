@@ -26,7 +26,6 @@ from holdfast.planning.plan import disk_account
 from holdfast.planning.ranks import RankPlans
 from holdfast.planning.resolve import KV_IS_GIVEN, Choice, PlanRequest, Resolved, resolve
 from holdfast.planning.speed import Range, SpeedEstimate, estimate_speed
-from holdfast.planning.target import too_old_reason
 from holdfast.planning.terms import list_needs
 from holdfast.quant.formats import ALL_KV_FORMATS, formats_of
 from holdfast.quant.weight_schemes import UNQUANTIZED
@@ -94,9 +93,7 @@ def blocked_text(request: PlanRequest) -> str:
         return "an estimate has no weights"
     if request.declared.not_runnable is not None:
         return f"this version does not run {name}"
-    if too_old_reason(request.target) is not None:
-        return f"this version does not run on {device_text(request)}"
-    return f"this version does not run {name} on several GPUs"
+    return f"this version does not run on {device_text(request)}"
 
 
 def speed_dict(speed: SpeedEstimate | None) -> dict[str, object] | None:

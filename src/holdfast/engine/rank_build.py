@@ -57,7 +57,6 @@ from holdfast.planning.ranks import (
     check_ranks,
     plan_ranks,
     rank_meshes,
-    refuse_unshared,
     report_rank,
 )
 from holdfast.planning.target import choose_device, device_target
@@ -101,7 +100,6 @@ def build_ranks(
         refuse_second(launched)
     check_devices(config, launched)
     declared = declare_opened(model, model.name)
-    refuse_unshared(config, declared)  # before a process is started
     check_ranks(config, declared)
     own = report(config, model, 0, launched)
     if launched is None:

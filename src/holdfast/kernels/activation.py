@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.kernels.fp8 import CODED_COLUMNS, as_bits, store_coded_groups
 from holdfast.kernels.native_library import native_for
-from holdfast.kernels.operation import DECLINED, operation
-from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
+from holdfast.kernels.operation import DECLINED, operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, release_then_wait, tl
 
 REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -138,15 +139,31 @@ silu_mul = operation(reference=silu_mul_reference, triton=silu_mul_triton, nativ
 
 def gate_mul_triton(gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None = None) -> Tensor:
     """Launch one program for some columns of a row. It rounds once; torch rounds the activation too."""
+    return launch_gate_mul(gate_up_TX, kind, out_TI, limit)
+
+
+def launch_gate_mul(
+    gate_up_TX: Tensor,
+    kind: str,
+    out_TI: Tensor,
+    limit: float | None,
+    codes: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Launch the kernel of `gate_mul`. `codes` receive the result as e4m3 too, with a scale for every CODED_COLUMNS."""
     num_rows, width = gate_up_TX.shape
     assert gate_up_TX.stride(1) == out_TI.stride(1) == 1, (
         f"{gate_up_TX.stride()=} {out_TI.stride()=}: columns lie apart"
     )
+    codes_TI, scales_TB = (None, None) if codes is None else (as_bits(codes[0]), codes[1])
+    assert scales_TB is None or scales_TB.shape[1] == -(-width // (2 * CODED_COLUMNS)), f"{scales_TB.shape=} {width=}"
     if out_TI.numel():
         num_blocks = -(-width // 2 // COLUMNS_PER_PROGRAM)
         _gate_mul_kernel[(num_rows * num_blocks,)](
-            gate_up_TX, out_TI, gate_up_TX.stride(0), out_TI.stride(0), width // 2,
-            KIND=kind, LIMIT=limit or 0.0, NUM_BLOCKS=num_blocks, BLOCK=COLUMNS_PER_PROGRAM, num_warps=NUM_WARPS,
+            gate_up_TX, out_TI, codes_TI, scales_TB, gate_up_TX.stride(0), out_TI.stride(0),
+            *(None if rows is None else rows.stride(0) for rows in (codes_TI, scales_TB)),
+            None if scales_TB is None else scales_TB.stride(1), width // 2,
+            KIND=kind, LIMIT=limit or 0.0, NUM_BLOCKS=num_blocks, BLOCK=COLUMNS_PER_PROGRAM, GROUP=CODED_COLUMNS,
+            PLAIN=is_interpreted(), num_warps=NUM_WARPS, **pdl_flags(gate_up_TX),
         )  # fmt: skip
     return out_TI
 
@@ -156,17 +173,27 @@ gate_mul = operation(reference=gate_mul_reference, triton=gate_mul_triton)
 
 @jit
 def _gate_mul_kernel(
-    p_gate_up, p_y, x_stride, y_stride, size, KIND: constexpr, LIMIT: constexpr, NUM_BLOCKS: constexpr, BLOCK: constexpr
-):
+    p_gate_up, p_y, p_codes, p_scales, x_stride, y_stride, code_stride, scale_stride, group_stride, size,
+    KIND: constexpr, LIMIT: constexpr, NUM_BLOCKS: constexpr, BLOCK: constexpr, GROUP: constexpr, PLAIN: constexpr,
+    PDL: constexpr,
+):  # fmt: skip
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
-    o_i = (i_program % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    first = (i_program % NUM_BLOCKS) * BLOCK
+    o_i = first + tl.arange(0, BLOCK)
     m_i = o_i < size
+    release_then_wait(PDL)
     b_gate = tl.load(p_gate_up + i_row * x_stride + o_i, mask=m_i, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + i_row * x_stride + size + o_i, mask=m_i, other=0.0).to(tl.float32)
     if LIMIT > 0:
         b_gate, b_up = _clamped_numbers(b_gate, b_up, LIMIT)
-    tl.store(p_y + i_row * y_stride + o_i, (activated_numbers(b_gate, KIND) * b_up).to(p_y.dtype.element_ty), mask=m_i)
+    b_y = (activated_numbers(b_gate, KIND) * b_up).to(p_y.dtype.element_ty)
+    tl.store(p_y + i_row * y_stride + o_i, b_y, mask=m_i)
+    if p_codes is not None:
+        p_row_scales = p_scales + i_row * scale_stride + (first // GROUP) * group_stride
+        p_row_codes = p_codes + i_row * code_stride + o_i
+        b_y = tl.where(m_i, b_y.to(tl.float32), 0.0)
+        store_coded_groups(p_row_codes, p_row_scales, b_y, m_i, group_stride, size - first, GROUP, PLAIN)
 
 
 SWIGLU_ALPHA = 1.702

@@ -16,6 +16,8 @@ from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 # pyright: reportPossiblyUnboundVariable=false
 
 LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
+CODED_COLUMNS = 128
+"""Columns of codes that share a scale if a row has several: as many as in a block of weights."""
 
 
 @jit
@@ -279,8 +281,7 @@ def e4m3_of(b_x):
 
 @jit
 def e4m3_quotients(b_x, scale, PLAIN: constexpr):
-    """Return `e4m3_of` of the rounded x / scale as uint8. The scale is one number, at least 2^-18 or NaN; |x| is at most
-    448 times the scale."""
+    """Return `e4m3_of` of the rounded x / scale as uint8. Scales are at least 2^-18 or NaN; |x| is at most 448 times them."""
     if PLAIN:
         b_codes = e4m3_of(tl.div_rn(b_x, tl.zeros_like(b_x) + scale)).to(tl.uint8)
     else:
@@ -294,6 +295,20 @@ def e4m3_quotients(b_x, scale, PLAIN: constexpr):
         b_quotient = tl.where(b_quotient == 0, b_product, b_quotient)
         b_codes = b_quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return b_codes
+
+
+@jit
+def store_coded_groups(
+    p_codes, p_scales, b_y, m_y, group_stride, size, GROUP: constexpr, PLAIN: constexpr
+):  # fmt: skip
+    """Store numbers of a row as e4m3 codes, with a scale for every group of columns; `m_y` masks codes."""
+    BLOCK: constexpr = b_y.shape[0]
+    o_g = tl.arange(0, BLOCK // GROUP)
+    b_groups = tl.reshape(b_y, (BLOCK // GROUP, GROUP))
+    b_scale = e4m3_scale(tl.max(size_bits(b_groups), axis=1))
+    b_codes = e4m3_quotients(b_groups, tl.broadcast_to(b_scale[:, None], (BLOCK // GROUP, GROUP)), PLAIN)
+    tl.store(p_codes, tl.reshape(b_codes, (BLOCK,)), mask=m_y)
+    tl.store(p_scales + o_g.to(tl.int64) * group_stride, b_scale, mask=o_g * GROUP < size)
 
 
 @jit

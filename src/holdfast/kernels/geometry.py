@@ -43,6 +43,20 @@ def row_scaled_splits(size_n: int, size_k: int) -> int:
     return -(-k_blocks // blocks_of_split)
 
 
+BLOCK_SCALED_ROWS, BLOCK_SCALED_BLOCK_N = 64, 64
+"""Most rows, and outputs per program, of a block-scaled e4m3 tile (kernels/gemm/block_scaled_tiles.py)."""
+MOST_BLOCK_SCALED_SPLITS, BLOCK_SCALED_STEPS = 4, 8
+"""Most splits of a block-scaled weight along K, and fewest blocks of 128 columns in each."""
+
+
+def block_scaled_splits(size_n: int, size_k: int) -> int:
+    """Return the split-K of a block-scaled weight, from its shape alone: two programs per SM, of some blocks each."""
+    num_blocks, k_blocks = -(-size_n // BLOCK_SCALED_BLOCK_N), -(-size_k // 128)
+    wanted = min(MOST_BLOCK_SCALED_SPLITS, -(-2 * ROW_SCALED_PROGRAMS // num_blocks))
+    blocks_of_split = max(BLOCK_SCALED_STEPS, -(-k_blocks // wanted))
+    return -(-k_blocks // blocks_of_split)
+
+
 LATENT_MULTIPLE, MAX_LATENT_DIM = 16, 512
 """Divisor and maximum of the latent elements (MLA) that kernels accept."""
 LATENT_ROPE_DIMS = (16, 32, 64)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.kernels.fp8 import CODED_COLUMNS, as_bits, store_coded_groups
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.stream_geometry import (
     MANY_ROWS_BLOCK,
@@ -29,8 +30,10 @@ from holdfast.kernels.stream_geometry import (
 from holdfast.kernels.triton_compat import (
     check_dense,
     constexpr,
+    is_interpreted,
     jit,
     jit_counting,
+    kernel_constant,
     next_power_of_two,
     tl,
     wait_then_release,
@@ -40,6 +43,7 @@ from holdfast.kernels.triton_compat import (
 # pyright: reportPossiblyUnboundVariable=false
 
 
+INVERSE_ASM = kernel_constant("rcp.approx.ftz.f32 $0, $1;")
 COLUMNS_PER_WARP = 2048
 """Columns of a block's input per warp: a thread holds 64 of every stream. All warps repeat the computation of shares,
 so more warps cost time: for 4096 columns on an H200, 4.0 us for one row and 41 for 2048; with 1024 columns a warp 4.3
@@ -199,7 +203,24 @@ def enter_block_triton(
     rms_eps: float,
     out_TH: Tensor,
 ) -> Tensor:
-    """Launch two programs per row: one for the block's input, one for all shares."""
+    return launch_enter(x_TSH, parts, mix, numbers, shares_TM, norm_weight_H, rms_eps, out_TH)
+
+
+def launch_enter(
+    x_TSH: Tensor,
+    parts: Tensor,
+    mix: StreamMix | HeadMix,
+    numbers: MixNumbers,
+    shares_TM: Tensor,
+    norm_weight_H: Tensor,
+    rms_eps: float,
+    out_TH: Tensor,
+    codes: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Launch two programs per row: one for the block's input, one for all shares.
+
+    `codes` receive the input as e4m3 too, with a scale per row or for every CODED_COLUMNS.
+    """
     _check_streams(x_TSH, shares_TM, out_TH)
     assert norm_weight_H.shape == (x_TSH.shape[2],), f"{norm_weight_H.shape=} {x_TSH.shape=}"
     (num_rows, num_streams, hidden_size), is_head = x_TSH.shape, isinstance(mix, HeadMix)
@@ -216,11 +237,15 @@ def enter_block_triton(
     if not num_rows:
         return out_TH
     block_h = next_power_of_two(hidden_size)
+    codes_TH, scales_TB = (None, None) if codes is None else (as_bits(codes[0]), codes[1])
     _enter_kernel[(num_rows, 2)](
-        x_TSH, parts_CTP, bias, scale, norm_weight_H, shares_TM, out_TH, num_rows, len(parts_CTP), hidden_size,
-        shares_TM.stride(0), out_TH.stride(0), numbers.norm_eps, numbers.eps, rms_eps,
+        x_TSH, parts_CTP, bias, scale, norm_weight_H, shares_TM, out_TH, codes_TH, scales_TB, num_rows, len(parts_CTP), hidden_size,
+        shares_TM.stride(0), out_TH.stride(0),
+        *(None if rows is None else rows.stride(0) for rows in (codes_TH, scales_TB)),
+        None if scales_TB is None else scales_TB.stride(1), numbers.norm_eps, numbers.eps, rms_eps,
         IS_HEAD=is_head, NUM_ITERATIONS=numbers.num_iterations, NUM_SUMS=num_sums, SUM_COLUMNS=parts_CTP.shape[2],
         NUM_STREAMS=num_streams, BLOCK_S=next_power_of_two(num_streams), BLOCK_C=MAX_SPLITS, BLOCK_H=block_h,
+        GROUP=CODED_COLUMNS if scales_TB is not None and scales_TB.shape[1] > 1 else block_h, PLAIN=is_interpreted(),
         num_warps=max(1, min(8, block_h // COLUMNS_PER_WARP)), **pdl_flags(x_TSH),
     )  # fmt: skip
     return out_TH
@@ -390,10 +415,11 @@ def _combine_row_kernel(
 
 @jit_counting("num_rows", "num_splits")
 def _enter_kernel(
-    p_x, p_parts, p_bias, p_scale, p_norm, p_shares, p_out,
-    num_rows, num_splits, hidden_size, shares_stride, out_stride, norm_eps, eps, rms_eps,
+    p_x, p_parts, p_bias, p_scale, p_norm, p_shares, p_out, p_codes, p_code_scales,
+    num_rows, num_splits, hidden_size, shares_stride, out_stride, code_stride, scale_stride, group_stride, norm_eps, eps,
+    rms_eps,
     IS_HEAD: constexpr, NUM_ITERATIONS: constexpr, NUM_SUMS: constexpr, SUM_COLUMNS: constexpr, NUM_STREAMS: constexpr,
-    BLOCK_S: constexpr, BLOCK_C: constexpr, BLOCK_H: constexpr, PDL: constexpr,
+    BLOCK_S: constexpr, BLOCK_C: constexpr, BLOCK_H: constexpr, GROUP: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BLOCK_C)
@@ -423,7 +449,14 @@ def _enter_kernel(
         b_y = tl.sum(b_x * b_share[:, None], axis=0)
         b_y = b_y.to(p_x.dtype.element_ty).to(tl.float32)
         b_y = b_y * tl.rsqrt(tl.sum(b_y * b_y, axis=0) / hidden_size + rms_eps) * b_weight
-        tl.store(p_out + i_row * out_stride + o_h, b_y.to(p_out.dtype.element_ty), mask=m_h)
+        b_y = b_y.to(p_out.dtype.element_ty)
+        tl.store(p_out + i_row * out_stride + o_h, b_y, mask=m_h)
+        if p_codes is not None:
+            p_row_codes = p_codes + i_row * code_stride + o_h
+            p_row_scales = p_code_scales + i_row * scale_stride
+            store_coded_groups(
+                p_row_codes, p_row_scales, b_y.to(tl.float32), m_h, group_stride, hidden_size, GROUP, PLAIN
+            )  # fmt: skip
         return
     p_row = p_shares + i_row * shares_stride
     if IS_HEAD:
@@ -444,19 +477,76 @@ def _enter_kernel(
         b_post_sum = tl.sum(b_post, axis=0) * rms * post_scale + b_post_bias
         tl.store(p_row + NUM_STREAMS + o_s, 2.0 * tl.sigmoid(b_post_sum), mask=m_s)
         b_comb = tl.sum(b_comb_parts, axis=0) * rms * comb_scale + b_comb_bias
-        tl.store(p_row + o_comb, _doubly_stochastic(b_comb, m_comb, m_s, eps, NUM_ITERATIONS), mask=m_comb)
+        _store_doubly_stochastic(p_row + 2 * NUM_STREAMS, b_comb, m_comb, m_s, eps, NUM_ITERATIONS, NUM_STREAMS, PLAIN)
 
 
 @jit
-def _doubly_stochastic(b_comb, m_comb, m_s, eps, NUM_ITERATIONS: constexpr):
-    """Take the softmax of rows, then divide columns and rows by their sums in turn (Sinkhorn-Knopp)."""
+def _store_doubly_stochastic(
+    p_comb, b_comb, m_comb, m_s, eps, NUM_ITERATIONS: constexpr, NUM_STREAMS: constexpr, PLAIN: constexpr
+):  # fmt: skip
+    """Take the softmax of rows, then divide columns and rows by their sums in turn (Sinkhorn-Knopp); store the result.
+
+    Every thread has all numbers in registers: this chain of sums is the critical path. Those of missing streams are 0.
+    """
     b_comb = tl.where(m_comb, b_comb, float("-inf"))
     b_comb = tl.where(m_comb, tl.exp(b_comb - tl.where(m_s, tl.max(b_comb, axis=1), 0.0)[:, None]), 0.0)
     b_comb = b_comb / tl.where(m_s, tl.sum(b_comb, axis=1), 1.0)[:, None] + eps
     b_comb = tl.where(m_comb, b_comb, 0.0)
-    # One reciprocal a row instead of one division an element: this chain is the critical path.
-    b_comb = b_comb * (1.0 / (tl.sum(b_comb, axis=0) + eps))[None, :]
+    a_0, a_1, a_2, a_3 = _numbers_of_row(b_comb, 0)
+    b_0, b_1, b_2, b_3 = _numbers_of_row(b_comb, 1)
+    c_0, c_1, c_2, c_3 = _numbers_of_row(b_comb, 2)
+    d_0, d_1, d_2, d_3 = _numbers_of_row(b_comb, 3)
+    a_0, b_0, c_0, d_0 = _divided_by_sum(a_0, b_0, c_0, d_0, eps, PLAIN)
+    a_1, b_1, c_1, d_1 = _divided_by_sum(a_1, b_1, c_1, d_1, eps, PLAIN)
+    a_2, b_2, c_2, d_2 = _divided_by_sum(a_2, b_2, c_2, d_2, eps, PLAIN)
+    a_3, b_3, c_3, d_3 = _divided_by_sum(a_3, b_3, c_3, d_3, eps, PLAIN)
     for _ in range(NUM_ITERATIONS - 1):
-        b_comb = b_comb * (1.0 / (tl.sum(b_comb, axis=1) + eps))[:, None]
-        b_comb = b_comb * (1.0 / (tl.sum(b_comb, axis=0) + eps))[None, :]
-    return b_comb
+        a_0, a_1, a_2, a_3 = _divided_by_sum(a_0, a_1, a_2, a_3, eps, PLAIN)
+        b_0, b_1, b_2, b_3 = _divided_by_sum(b_0, b_1, b_2, b_3, eps, PLAIN)
+        c_0, c_1, c_2, c_3 = _divided_by_sum(c_0, c_1, c_2, c_3, eps, PLAIN)
+        d_0, d_1, d_2, d_3 = _divided_by_sum(d_0, d_1, d_2, d_3, eps, PLAIN)
+        a_0, b_0, c_0, d_0 = _divided_by_sum(a_0, b_0, c_0, d_0, eps, PLAIN)
+        a_1, b_1, c_1, d_1 = _divided_by_sum(a_1, b_1, c_1, d_1, eps, PLAIN)
+        a_2, b_2, c_2, d_2 = _divided_by_sum(a_2, b_2, c_2, d_2, eps, PLAIN)
+        a_3, b_3, c_3, d_3 = _divided_by_sum(a_3, b_3, c_3, d_3, eps, PLAIN)
+    _store_row(p_comb, a_0, a_1, a_2, a_3, 0, NUM_STREAMS)
+    _store_row(p_comb, b_0, b_1, b_2, b_3, 1, NUM_STREAMS)
+    _store_row(p_comb, c_0, c_1, c_2, c_3, 2, NUM_STREAMS)
+    _store_row(p_comb, d_0, d_1, d_2, d_3, 3, NUM_STREAMS)
+
+
+@jit
+def _numbers_of_row(b_comb, i):
+    """Return four numbers of a row, zeros after its last."""
+    o_s = tl.arange(0, b_comb.shape[0])
+    b_row = tl.sum(tl.where((o_s == i)[:, None], b_comb, 0.0), axis=0)
+    n_0 = tl.sum(tl.where(o_s == 0, b_row, 0.0), axis=0)
+    n_1 = tl.sum(tl.where(o_s == 1, b_row, 0.0), axis=0)
+    n_2 = tl.sum(tl.where(o_s == 2, b_row, 0.0), axis=0)
+    n_3 = tl.sum(tl.where(o_s == 3, b_row, 0.0), axis=0)
+    return n_0, n_1, n_2, n_3
+
+
+@jit
+def _divided_by_sum(n_0, n_1, n_2, n_3, eps, PLAIN: constexpr):
+    """Divide four numbers by their sum plus eps: one reciprocal and a product each."""
+    total = (n_0 + n_1) + (n_2 + n_3) + eps
+    if PLAIN:
+        inverse = 1.0 / total
+    else:
+        inverse = tl.inline_asm_elementwise(INVERSE_ASM, "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1)
+    return n_0 * inverse, n_1 * inverse, n_2 * inverse, n_3 * inverse
+
+
+@jit
+def _store_row(p_comb, n_0, n_1, n_2, n_3, i: constexpr, NUM_STREAMS: constexpr):
+    """Store the numbers of a row from those of four streams."""
+    if i < NUM_STREAMS:
+        p_row = p_comb + i * NUM_STREAMS
+        tl.store(p_row, n_0)
+        if NUM_STREAMS > 1:
+            tl.store(p_row + 1, n_1)
+        if NUM_STREAMS > 2:
+            tl.store(p_row + 2, n_2)
+        if NUM_STREAMS > 3:
+            tl.store(p_row + 3, n_3)

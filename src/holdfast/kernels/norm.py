@@ -7,17 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.fp8 import as_bits, e4m3_quotients, e4m3_scale, size_bits
+from holdfast.kernels.fp8 import CODED_COLUMNS, as_bits, e4m3_quotients, e4m3_scale, size_bits, store_coded_groups
 from holdfast.kernels.native_library import native_for
-from holdfast.kernels.operation import DECLINED, operation
+from holdfast.kernels.operation import DECLINED, operation, pdl_flags
 from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,
     jit,
     next_power_of_two,
-    pdl_launch,
     release_then_wait,
-    supports_pdl,
     tl,
 )
 
@@ -71,22 +69,26 @@ def launch_rms_norm(
     offset: float,
     codes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Launch one program per row: x += delta if given, its norm into `out_TD`, and into `codes` (e4m3) if given."""
+    """Launch one program per row: x += delta if given, its norm into `out_TD`, and into `codes` if given.
+
+    `codes` are e4m3 with their scales: one per row, or one for every CODED_COLUMNS.
+    """
     size = weight_D.shape[0]
     for x in (x_TD, delta_TD, out_TD):
         assert x is None or x.stride(-1) == 1 or size == 1, (
             f"{x.stride()=}: the elements of a row must lie side by side"
         )
     x_RD, delta_RD, y_RD = (None if x is None else x.view(-1, size) for x in (x_TD, delta_TD, out_TD))
-    codes_RD, scales_R1 = (None, None) if codes is None else (as_bits(codes[0]), codes[1])
+    codes_RD, scales_RB = (None, None) if codes is None else (as_bits(codes[0]), codes[1])
     if x_TD.numel():
         block = next_power_of_two(size)
-        pdl = codes is not None and supports_pdl(x_TD)
-        strides = (None if x is None else x.stride(0) for x in (x_RD, delta_RD, y_RD, codes_RD, scales_R1))
+        strides = (None if x is None else x.stride(0) for x in (x_RD, delta_RD, y_RD, codes_RD, scales_RB))
+        has_groups = scales_RB is not None and scales_RB.shape[1] > 1
         _rms_norm_kernel[(x_TD.numel() // size,)](
-            x_RD, delta_RD, weight_D, y_RD, codes_RD, scales_R1, *strides, size, eps,
-            OFFSET=offset, BLOCK=block, PLAIN=is_interpreted(), PDL=pdl, num_warps=max(1, min(16, block // 512)),
-            **pdl_launch(pdl),
+            x_RD, delta_RD, weight_D, y_RD, codes_RD, scales_RB, *strides,
+            scales_RB.stride(1) if scales_RB is not None and has_groups else None, size, eps,
+            OFFSET=offset, BLOCK=block, GROUP=CODED_COLUMNS if has_groups else 0, PLAIN=is_interpreted(),
+            num_warps=max(1, min(16, block // 512)), **pdl_flags(x_TD),
         )  # fmt: skip
     return out_TD
 
@@ -94,8 +96,8 @@ def launch_rms_norm(
 @jit
 def _rms_norm_kernel(
     p_x, p_delta, p_weight, p_y, p_codes, p_scales,
-    x_stride, delta_stride, y_stride, code_stride, scale_stride, size, eps,
-    OFFSET: constexpr, BLOCK: constexpr, PLAIN: constexpr, PDL: constexpr,
+    x_stride, delta_stride, y_stride, code_stride, scale_stride, group_stride, size, eps,
+    OFFSET: constexpr, BLOCK: constexpr, GROUP: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -116,9 +118,14 @@ def _rms_norm_kernel(
     tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
     if p_codes is not None:
         b_y = b_y.to(tl.float32)  # quantize what was stored
-        b_scale = e4m3_scale(tl.max(size_bits(b_y), axis=0))
-        tl.store(p_codes + i_row * code_stride + o_d, e4m3_quotients(b_y, b_scale, PLAIN), mask=m_d)
-        tl.store(p_scales + i_row * scale_stride, b_scale)
+        p_row_codes = p_codes + i_row * code_stride + o_d
+        p_row_scales = p_scales + i_row * scale_stride
+        if GROUP > 0:
+            store_coded_groups(p_row_codes, p_row_scales, b_y, m_d, group_stride, size, GROUP, PLAIN)
+        else:
+            b_scale = e4m3_scale(tl.max(size_bits(b_y), axis=0))
+            tl.store(p_row_codes, e4m3_quotients(b_y, b_scale, PLAIN), mask=m_d)
+            tl.store(p_row_scales, b_scale)
 
 
 def add_rms_norm_reference(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, enter_block_coded
 from holdfast.kernels.hyper_connections import (
     HeadMix,
     MixNumbers,
@@ -66,10 +67,17 @@ class HyperConnection:
         """Compute the sums before the first block."""
         combine_streams(x_TSH, None, None, self.mix.weight_MX, buffers.parts)
 
-    def enter(self, x_TSH: torch.Tensor, buffers: StreamBuffers, out_TH: torch.Tensor) -> torch.Tensor:
-        """Write the block's normed input to `out_TH`; shares stay in the buffers until `leave`."""
+    def enter(
+        self,
+        x_TSH: torch.Tensor,
+        buffers: StreamBuffers,
+        out_TH: torch.Tensor,
+        codes: QuantizedRows | None = None,
+    ) -> torch.Tensor:
+        """Write the block's normed input to `out_TH`, and quantized to `codes`; shares stay in the buffers until `leave`."""
         shares_TM, norm = buffers.shares_TM, self._norm
-        return enter_block(x_TSH, buffers.parts, self.mix, self._numbers, shares_TM, norm.weight_H, norm.eps, out_TH)
+        own = x_TSH, buffers.parts, self.mix, self._numbers, shares_TM, norm.weight_H, norm.eps, out_TH
+        return enter_block(*own) if codes is None else enter_block_coded(*own, codes)
 
     def leave(
         self, x_TSH: torch.Tensor, y_TH: torch.Tensor, buffers: StreamBuffers, following: "HyperConnection | None"

@@ -8,7 +8,12 @@ import torch
 from holdfast.kernels.activation import activate, gate_mul
 from holdfast.kernels.gemm.deferred_rms_norm import ResidualStream, SmallBatchScratch
 from holdfast.kernels.gemm.linear import fuses_gate, gated_linear, linear, room_for_codes
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows, add_rms_norm_coded, quantize_rows
+from holdfast.kernels.gemm.quantize_activations import (
+    QuantizedRows,
+    add_rms_norm_coded,
+    gate_mul_coded,
+    quantize_rows,
+)
 from holdfast.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from holdfast.quant.quantized_weight import QuantizedWeight
 
@@ -30,8 +35,8 @@ class Linear:
         return linear(x_TK, self.weight_NK, self.bias_N, out_TN, quantized, is_coded)
 
     def room_for_codes(self, quantized: QuantizedRows | None, num_rows: int) -> QuantizedRows | None:
-        """Return the buffer for a norm's quantized rows; None if this product takes plain rows."""
-        return room_for_codes(quantized, self.weight_NK, num_rows)
+        """Return the buffer that the producer of x fills with codes; None if this product takes plain rows."""
+        return room_for_codes(quantized, self.weight_NK, num_rows) if self.takes_codes else None
 
     def room_for_inputs(self, like_TK: torch.Tensor) -> torch.Tensor:
         """Return the buffer for this product's next input rows: `like_TK`, or one that peers read."""
@@ -58,14 +63,11 @@ class RMSNorm:
         codes: QuantizedRows | None = None,
     ) -> torch.Tensor:
         """Add `delta_TH`, if any, to x; write the norm of x to `out_TH`, and quantized to `codes`, if given."""
-        if delta_TH is not None and codes is not None:
+        if codes is not None:
             return add_rms_norm_coded(x_TH, delta_TH, self.weight_H, self.eps, out_TH, codes, self.offset)
         if delta_TH is not None:
             return add_rms_norm(x_TH, delta_TH, self.weight_H, self.eps, out_TH, self.offset)
-        rms_norm(x_TH, self.weight_H, self.eps, out_TH, self.offset)
-        if codes is not None:
-            quantize_rows(out_TH, codes)
-        return out_TH
+        return rms_norm(x_TH, self.weight_H, self.eps, out_TH, self.offset)
 
 
 class LayerNorm:
@@ -130,6 +132,10 @@ class GatedMLP:
             gated_linear(x_TH, gate_up, self.gate_up.bias_N, self._activation, active_TI, down, quantized, is_coded)
             return self.down(active_TI, out_TH, quantized, is_coded=True)
         wide_TX = self.gate_up(x_TH, buffers.wide_TX, quantized, is_coded)
+        codes = self.down.room_for_codes(quantized, len(x_TH))
+        if codes is not None and codes.scales_TB.shape[1] > 1:
+            gate_mul_coded(wide_TX, self._activation, active_TI, self.limit, codes)
+            return self.down(active_TI, out_TH, quantized, is_coded=True)
         active_TI = self.down.room_for_inputs(active_TI)
         return self.down(gate_mul(wide_TX, self._activation, active_TI, self.limit), out_TH, quantized)
 

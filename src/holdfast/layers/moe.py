@@ -11,7 +11,7 @@ import torch
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream
-from holdfast.kernels.gemm.linear import linear_float32, room_for_codes
+from holdfast.kernels.gemm.linear import linear_float32, quantizes_rows, room_for_codes
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.moe.deep_gemv import takes_deep_loads
 from holdfast.kernels.moe.expert_linear import expert_linear
@@ -122,10 +122,21 @@ class ExpertLayer:
         self.watch: Callable[[torch.Tensor], None] | None = None
         """Called with `expert_ids_TS` of every eager step (runner/expert_counts.py); a replayed graph calls nothing."""
 
+    def room_for_codes(self, buffers: ExpertBuffers, num_rows: int) -> QuantizedRows | None:
+        """Return the buffer that the producer of x fills with codes for the shared expert; None if that takes none."""
+        if self.shared is None or quantizes_rows(self.gate_up):
+            return None  # routed experts would use the buffer first
+        return self.shared.mlp.gate_up.room_for_codes(buffers.quantized, num_rows)
+
     def __call__(
-        self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor, token_ids_T: torch.Tensor | None = None
+        self,
+        x_TH: torch.Tensor,
+        buffers: ExpertBuffers,
+        out_TH: torch.Tensor,
+        token_ids_T: torch.Tensor | None = None,
+        is_coded: bool = False,
     ) -> torch.Tensor:
-        """`token_ids_T` are read only if experts come from a table."""
+        """`token_ids_T` are read only if experts come from a table. If `is_coded`, `room_for_codes` has the codes of x."""
         linear_float32(x_TH, self.router_EH, buffers.logits_TE)
         ids_TS, shares_TS = buffers.expert_ids_TS, buffers.shares_TS
         biases, table_VS = self._biases, self._table_VS
@@ -137,18 +148,23 @@ class ExpertLayer:
             )
             route_by_table(buffers.logits_TE, table_VS, token_ids_T, self._routing, ids_TS, shares_TS, biases.router_E)
         if self._sharing is not None:
-            made = self._multiply_shared(self._sharing, x_TH, buffers, is_coded=False)
+            made = self._multiply_shared(self._sharing, x_TH, buffers, shares_codes=is_coded)
             return self._sharing.combine(made, out_TH)
-        return sum_experts(self._multiply(x_TH, buffers), out_TH)
+        return sum_experts(self._multiply(x_TH, buffers, shares_codes=is_coded), out_TH)
 
     def _multiply_shared(
-        self, sharing: ExpertSharing, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool
+        self,
+        sharing: ExpertSharing,
+        x_TH: torch.Tensor,
+        buffers: ExpertBuffers,
+        is_coded: bool = False,
+        shares_codes: bool = False,
     ) -> OwnPairs:
-        """Compute this rank's products.
+        """Compute this rank's products; codes of x are those for routed experts, or those for the shared one.
 
         The shared expert runs first: it may use the buffer that peers read, where routed pairs go later.
         """
-        shared = self._share(x_TH, buffers)
+        shared = self._share(x_TH, buffers, shares_codes)
         ids_TS = sharing.dispatch(buffers.expert_ids_TS, buffers.local_ids_TS)
         order = self._order(ids_TS, buffers, sharing.num_local)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded, sharing.room_for_inputs(buffers.active_PI))
@@ -227,16 +243,20 @@ class ExpertLayer:
         product = ExpertProduct(x_TH, self.gate_up, order, active_PI, True, buffers.quantized, bias_EX, self._form)
         return expert_linear(product, is_coded)
 
-    def _multiply(self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False) -> ExpertOutputs:
-        """Compute each expert's output for each of its rows."""
+    def _multiply(
+        self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False, shares_codes: bool = False
+    ) -> ExpertOutputs:
+        """Compute each expert's output for each of its rows; codes of x are for routed experts, or for the shared one."""
         order = self._order(buffers.expert_ids_TS, buffers)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded)
         bias_EH = self._biases.down_EH
         routed_PH = buffers.routed_PH
         expert_linear(ExpertProduct(active_PI, self.down, order, routed_PH, False, buffers.quantized, bias_EH))
-        return ExpertOutputs(buffers.routed_PH, buffers.shares_TS, *self._share(x_TH, buffers))
+        return ExpertOutputs(buffers.routed_PH, buffers.shares_TS, *self._share(x_TH, buffers, shares_codes))
 
-    def _share(self, x_TH: torch.Tensor, buffers: ExpertBuffers) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _share(
+        self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Compute the output of the shared expert and the logit of its gate, if there are any."""
         shared = self.shared
         if shared is None:
@@ -244,7 +264,7 @@ class ExpertLayer:
         assert buffers.shared is not None, "no tensors for the shared expert"
         assert buffers.shared_TH is not None, "no place for what the shared expert gives"
         room_TX = buffers.shared_TH if self._sharing is None else self._sharing.columns_of(buffers.shared_TH)
-        shared_TH = shared.mlp(x_TH, buffers.shared, room_TX)
+        shared_TH = shared.mlp(x_TH, buffers.shared, room_TX, is_coded)
         if shared.gate_1H is None:
             return shared_TH, None
         assert buffers.shared_logit_T1 is not None, "no place for the logit of the shared expert"

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from holdfast.attention.declarations import SELECTED
 from holdfast.kernels.geometry import (
+    BLOCK_SCALED_BLOCK_N,
+    BLOCK_SCALED_ROWS,
     FUSED_DECODE_ROWS,
     GEMV_MIN_BLOCK_N,
     NUM_GATE_AMAX,
@@ -22,6 +24,7 @@ from holdfast.kernels.geometry import (
     ROW_SCALED_SPLIT_ROWS,
     SMALL_BATCH_BLOCK_N,
     SPLIT_K_COLUMNS,
+    block_scaled_splits,
     order_specs,
     row_scaled_splits,
 )
@@ -184,22 +187,27 @@ def quantized_rows_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, 
 def row_scaled_request(spec: ModelSpec, recipe: WeightRecipe) -> Request:
     """Request split-K partials, arrival counters and amax of gated rows, shared by medium-batch products.
 
-    Empty unless weights are e4m3 with row scales.
+    Empty unless weights are e4m3 by quantized rows. With scales by block no gate is fused, so there are no amax.
     """
     scheme = recipe.scheme_for("linear", ())
-    if scheme is None or not scheme.quantizes_activations or scheme.block_columns:
+    if scheme is None or not scheme.quantizes_activations:
         return Request(ROW_SCALED, "row_scaled", ())
-    splits = [(size_n, row_scaled_splits(size_n, size_k)) for size_n, size_k in _weight_shapes(spec)]
+    in_blocks = scheme.block_columns > 0
+    splits_of, block_n = (
+        (block_scaled_splits, BLOCK_SCALED_BLOCK_N) if in_blocks else (row_scaled_splits, ROW_SCALED_BLOCK_N)
+    )
+    splits = [(size_n, splits_of(size_n, size_k)) for size_n, size_k in _weight_shapes(spec)]
     widest = max((size_n * num_splits for size_n, num_splits in splits if num_splits > 1), default=0)
-    num_blocks = max((-(-size_n // ROW_SCALED_BLOCK_N) for size_n, num_splits in splits if num_splits > 1), default=0)
+    num_blocks = max((-(-size_n // block_n) for size_n, num_splits in splits if num_splits > 1), default=0)
     gated = max(spec.intermediate_size if spec.has_mlp else 0, spec.experts.shared_size if spec.experts else 0)
+    num_amax = 0 if in_blocks else ROW_SCALED_ROWS * -(-gated // ROW_SCALED_BLOCK_N)
     return Request(
         ROW_SCALED,
         "row_scaled",
         (
-            TensorSpec("parts", (ROW_SCALED_SPLIT_ROWS * widest,), "float32"),
+            TensorSpec("parts", ((BLOCK_SCALED_ROWS if in_blocks else ROW_SCALED_SPLIT_ROWS) * widest,), "float32"),
             TensorSpec("arrived", (num_blocks,), "int32"),
-            TensorSpec("row_amax", (ROW_SCALED_ROWS * -(-gated // ROW_SCALED_BLOCK_N),), "int32"),
+            TensorSpec("row_amax", (num_amax,), "int32"),
         ),
     )
 

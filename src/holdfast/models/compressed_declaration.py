@@ -4,10 +4,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.cache.compressed import StateKind, list_states, place_bytes
+from holdfast.cache.compressed import place_bytes
 from holdfast.distributed.mesh import Mesh
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.activations import Request, head_request, quantized_rows_request, row_scaled_request
+from holdfast.models.activations import (
+    Request,
+    gathered_request,
+    head_request,
+    quantized_rows_request,
+    row_scaled_request,
+)
 from holdfast.models.compressed_activations import compressed_requests
 from holdfast.models.declaration import CacheRows, HeadGeometry, StepShape, split
 from holdfast.models.decoder_declaration import DecoderDeclaration
@@ -37,8 +43,6 @@ class CompressedDeclaration(DecoderDeclaration):
         return compressed
 
     def indivisible(self, mesh: Mesh) -> str | None:
-        if mesh.num_stages > 1:
-            return "a stage would have to send several residual streams, and stages exchange one row of hidden states a token"
         reason = super().indivisible(mesh)
         return reason or split(self.compressed.num_output_groups, mesh.tensor_size, "groups of heads")
 
@@ -49,7 +53,7 @@ class CompressedDeclaration(DecoderDeclaration):
         return replace(spec, compressed=replace(spec.compressed, num_output_groups=groups))
 
     def compressed_of(self, mesh: Mesh) -> CompressedSpec:
-        """Return the attention of the layers of a stage."""
+        """Return the attention of a rank's layers."""
         compressed = self.rank(mesh).compressed
         assert compressed is not None, f"{self.decoder.architecture} does not compress"
         return compressed
@@ -82,13 +86,7 @@ class CompressedDeclaration(DecoderDeclaration):
 
     def sequence_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
         """Return the bytes of the states that the next entries are made from, float32 in every format."""
-        return place_bytes(self.states(mesh))
-
-    def states(self, mesh: Mesh) -> tuple[StateKind, ...]:
-        """List the states of tokens that are not part of an entry yet."""
-        compressed, geometry = self.compressed, self.heads(mesh)
-        index_dim = 0 if compressed.index is None else compressed.index.head_dim
-        return list_states(geometry.ratios, geometry.overlapped_layers, self.decoder.head_dim, index_dim)
+        return place_bytes(self.heads(mesh).states)
 
     def heads(self, mesh: Mesh) -> HeadGeometry:
         spec, compressed = self.rank(mesh), self.compressed_of(mesh)
@@ -104,6 +102,7 @@ class CompressedDeclaration(DecoderDeclaration):
             rope_dim=compressed.rope_dim,
             ratios=tuple(0 if one is None else one.ratio for one in compressors),
             overlapped_layers=overlapped,
+            form_heads=self.decoder.num_heads if mesh.is_exact else 0,
         )
         index = compressed.index
         if index is None:
@@ -119,7 +118,7 @@ class CompressedDeclaration(DecoderDeclaration):
         spec = self.rank(mesh)
         own = compressed_requests(spec, step.num_rows, step.dtype, tuple(scratch), step.recipe)
         codes = quantized_rows_request(spec, step.num_rows, step.num_logit_rows, step.recipe)
-        requests = [own.stream, own.attention, own.experts, codes]
+        requests = [own.stream, own.attention, own.experts, codes, gathered_request(spec, step.num_rows, step.dtype)]
         if step.device_kind == "cuda":
             requests.append(row_scaled_request(spec, step.recipe))
         requests = [request for request in requests if request.specs]

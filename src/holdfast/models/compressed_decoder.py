@@ -15,7 +15,6 @@ import torch
 from holdfast.attention.backend import Batch, StepPlan
 from holdfast.families.compressed.layer import CompressedAttentionLayer, CompressedBuffers, CompressedWeights
 from holdfast.kernels.attention.rope_rows import fill_rope_rows
-from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix
 from holdfast.layers.hyper_connections import HyperConnection, StreamBuffers, StreamHead
@@ -75,12 +74,12 @@ class CompressedDecoder(StepWorkspace):
         assert spec.streams is not None, f"{spec.architecture} has one stream"
         builder = StreamedBuilder(parts, spec.compressed, spec.streams)
         dtype = parts.dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight"))
-        super().__init__(spec, parts.workspace, dtype, parts.recipe)
+        super().__init__(spec, parts.workspace, dtype, parts.recipe, parts.exchange, weights.get("embed.weight"))
         self._rope = parts.rope.rows
-        self._embed_VH = weights["embed.weight"]
         self.layers = [builder.streamed_layer(index) for index in range(spec.num_layers)]
-        self._head = builder.stream_head()
-        self._head_VH = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
+        self._head = builder.stream_head() if spec.is_last_stage else None
+        head = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
+        self._head_VH = weights[head] if spec.is_last_stage else None
         self.requests: Callable[[int], CompressedRequests] = lru_cache(MAX_CACHED_SIZES)(
             partial(compressed_requests, spec, dtype=dtype, scratch=parts.scratch, recipe=parts.recipe)
         )
@@ -95,21 +94,42 @@ class CompressedDecoder(StepWorkspace):
         return len(self.layers)
 
     def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """Compute float32 logits [R, V] of the wanted rows, valid until the workspace is used again."""
-        return self.logits(self.hidden(batch, plan))
+        """Compute float32 logits [R, V] of the wanted rows, valid until the workspace is used again; none before the last stage.
+
+        V: a rank's share of the vocabulary.
+        """
+        hidden_RH = self.hidden(batch, plan)
+        return self.logits(hidden_RH) if self._spec.is_last_stage else hidden_RH
 
     def hidden(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """Compute final hidden states [R, H] of the rows whose logits are wanted."""
-        return self.finish(self.run_layers(self.embed(batch), batch, plan, range(self.num_layers)))
+        """Compute final hidden states [R, H] of the rows whose logits are wanted.
+
+        A stage before the last sends all streams of all its rows to the next one and returns [0, H].
+        """
+        stream = self.run_layers(self.embed(batch), batch, plan, range(self.num_layers))
+        return self.finish(stream) if self._spec.is_last_stage else self._send(stream)
 
     def embed(self, batch: Batch) -> Stream:
-        """Copy token embeddings into every stream, and compute cos and sin of the step's rows for all layers."""
+        """Copy token embeddings into every stream, or receive the previous stage's streams.
+
+        Every stage first computes cos and sin of the step's rows, for all its layers.
+        """
         if self._rope is not None:
             fill_rope_rows(batch.positions_T, self._rope)
         held = self.acquire(self.requests(batch.num_rows).stream)
         x_TSH, normed_TH = held["x"], held["normed"]
-        x_TSH.copy_(lookup_rows(batch.token_ids_T, self._embed_VH, normed_TH).unsqueeze(1).expand_as(x_TSH))
+        if self._spec.is_first_stage:
+            x_TSH.copy_(self._lookup(batch.token_ids_T, normed_TH).unsqueeze(1).expand_as(x_TSH))
+        else:
+            assert self._exchange is not None, "a pipeline stage has no exchange to receive by"
+            self._exchange.receive_rows(x_TSH.flatten(1))
         return Stream(x_TSH, normed_TH, held["delta"], has_delta=False)
+
+    def _send(self, stream: Stream) -> torch.Tensor:
+        """Send all streams to the next stage, which sums the products of its first mix from them."""
+        assert self._exchange is not None, "a pipeline stage has no exchange to send by"
+        self._exchange.send_rows(stream.x_TH.flatten(1))
+        return stream.normed_TH[:0]
 
     def run_layers(
         self,
@@ -118,19 +138,21 @@ class CompressedDecoder(StepWorkspace):
         plan: StepPlan,
         layers: range,
     ) -> Stream:
-        """Run consecutive layers. After the last attention only wanted rows go on, normed for the head."""
+        """Run consecutive layers. After the model's last attention only wanted rows go on, normed for the head."""
         streams = StreamBuffers.of(self.acquire(self.requests(batch.num_rows).stream))
         (x_TSH, normed_TH, delta_TH, _), token_ids_T = stream, batch.token_ids_T
         self.layers[layers.start].attention_streams.begin(x_TSH, streams)
         for index in layers:
             if self.before_layer is not None:
                 self.before_layer()
-            layer, is_last = self.layers[index], index == self.num_layers - 1
+            layer, is_last = self.layers[index], self._spec.is_last_stage and index == self.num_layers - 1
             logits = batch.logits if is_last else None
-            layer.attention_streams.enter(x_TSH, streams, normed_TH)
             requests = self.requests(batch.num_rows)
             buffers = CompressedBuffers.of(self.acquire(requests.attention), self._quantized(requests.codes))
-            delta_TH = layer.attention(normed_TH, batch, plan, buffers, delta_TH, logits is not None)
+            codes = layer.attention.qkv_a.room_for_codes(buffers.quantized, batch.num_rows)
+            layer.attention_streams.enter(x_TSH, streams, normed_TH, codes)
+            wanted_only, is_coded = logits is not None, codes is not None
+            delta_TH = layer.attention(normed_TH, batch, plan, buffers, delta_TH, wanted_only, is_coded)
             num_rows = delta_TH.shape[0]
             if num_rows == 0:
                 return Stream(normed_TH[:0], normed_TH[:0], delta_TH, has_delta=False)
@@ -142,11 +164,14 @@ class CompressedDecoder(StepWorkspace):
                 )
                 streams, normed_TH = StreamBuffers(shares_TM, streams.parts), normed_TH[:num_rows]
             layer.attention_streams.leave(x_TSH, delta_TH, streams, layer.expert_streams)
-            layer.expert_streams.enter(x_TSH, streams, normed_TH)
-            layer.experts(normed_TH, self._expert_buffers(room, num_rows), delta_TH, token_ids_T)
+            own = self._expert_buffers(room, num_rows)
+            codes = layer.experts.room_for_codes(own, num_rows)
+            layer.expert_streams.enter(x_TSH, streams, normed_TH, codes)
+            layer.experts(normed_TH, own, delta_TH, token_ids_T, codes is not None)
             following = self.layers[index + 1].attention_streams if index + 1 < layers.stop else None
             layer.expert_streams.leave(x_TSH, delta_TH, streams, following)
             if is_last:
+                assert self._head is not None, "the head is in another stage"
                 x_TSH = self._head(x_TSH, streams, normed_TH)
         return Stream(x_TSH, normed_TH, delta_TH, has_delta=False)
 
@@ -156,6 +181,7 @@ class CompressedDecoder(StepWorkspace):
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Run the head: float32 logits [R, V], valid until the workspace is used again."""
+        assert self._head_VH is not None, "the head is in another stage"
         head, quantized = self._head_buffers(hidden_RH.shape[0])
         return linear_float32(hidden_RH, self._head_VH, head["logits"], quantized)
 

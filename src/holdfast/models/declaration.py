@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
-from holdfast.cache.compressed import ENTRIES
+from holdfast.cache.compressed import ENTRIES, StateKind, list_states
 from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.distributed.mesh import Mesh
 from holdfast.families.compressed.spec import CompressedAttentionSpec
@@ -72,6 +72,8 @@ class HeadGeometry(NamedTuple):
     ratios: tuple[int, ...] = ()
     """Compressed attention, by layer: tokens per entry, 0 if the layer has its window only; empty:
     every other attention."""
+    form_heads: int = 0
+    """Compressed attention on exact ranks: query heads of all of them, by which a kernel chooses its form."""
     overlapped_layers: frozenset[int] = frozenset()
     """Layers whose entries overlap, with an index to choose among them."""
 
@@ -79,6 +81,11 @@ class HeadGeometry(NamedTuple):
     def is_compressed(self) -> bool:
         """True if layers attend to a window and to entries that stand for several tokens (cache/compressed.py)."""
         return bool(self.ratios)
+
+    @property
+    def states(self) -> tuple[StateKind, ...]:
+        """The states of tokens that are not part of an entry yet."""
+        return list_states(self.ratios, self.overlapped_layers, self.head_dim, self.index_dim)
 
     def compressed_specs(
         self, cache: CacheSpec, max_model_len: int, dtype: str, device_kind: str
@@ -95,6 +102,7 @@ class HeadGeometry(NamedTuple):
                 is_overlapped=is_overlapped,
                 index_heads=self.index_heads if is_overlapped else 0,
                 index_top_k=self.index_top_k if is_overlapped else 0,
+                form_heads=self.form_heads,
             )
             if ratio:
                 entries, group = cache.layers[place], cache.group_of(place)

@@ -81,6 +81,12 @@ class DeclaredModel:
         """Positions beyond `max_position` do not exist."""
         return self.declaration.rope_pairs(ALONE) == 0
 
+    @property
+    def num_streams(self) -> int:
+        """Residual streams, all of which a stage sends to the next."""
+        streams = None if self.spec is None else self.spec.streams
+        return 1 if streams is None else streams.num_streams
+
     def remembered(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
         """Return the memoized value for this key, or make it."""
         if key not in self._memo:
@@ -109,19 +115,65 @@ class DeclaredModel:
         if self.is_divisible(mesh):
             return
         if self.is_divisible(mesh.all_layers):
-            reason, other = (
-                self.declaration.indivisible(mesh),
-                "" if self.is_compressed else ", or use tensor_parallel_size",
-            )
-            raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason, other=other)
-        works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
+            reason = self.indivisible(mesh)
+            raise ConfigError("families.indivisible_stages", value=mesh.num_stages, reason=reason)
+        raise self._refusal(mesh, self.indivisible(mesh), AS_STORED)
+
+    def check_blocks(self, mesh: Mesh, recipe: WeightRecipe) -> None:
+        """Raise if ranks would cut a block of columns that shares a scale, by a scheme that a recipe gives."""
+        reason = self._cut_block(mesh, recipe)
+        if reason is not None:
+            raise self._refusal(mesh, reason, recipe)
+
+    def _refusal(self, mesh: Mesh, reason: str | None, recipe: WeightRecipe) -> ConfigError:
+        """Return an error that lists the numbers of ranks that work."""
+
+        def works(other: Mesh) -> bool:
+            return self.is_divisible(other) and self._cut_block(other, recipe) is None
+
         option = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
-        fix = f"Try {', '.join(works)}." if works else "Leave pipeline_parallel_size out."
-        raise ConfigError("families.indivisible", option=option, reason=self.declaration.indivisible(mesh), fix=fix)
+        sizes = [str(size) for size in range(1, 17) if works(_resized(mesh, size))]
+        if mesh.expert_size == 1 and self.has_experts and works(replace(mesh, expert_size=mesh.tensor_size)):
+            sizes.append("or enable_expert_parallel")
+        fix = f"Try {', '.join(sizes)}." if sizes else "Leave pipeline_parallel_size out."
+        return ConfigError("families.indivisible", option=option, reason=reason, fix=fix)
+
+    @property
+    def has_experts(self) -> bool:
+        return self.spec is not None and self.spec.experts is not None
 
     def is_divisible(self, mesh: Mesh) -> bool:
         """Return True if so many ranks can share layers."""
-        return self.declaration.indivisible(mesh) is None
+        return self.indivisible(mesh) is None
+
+    def indivisible(self, mesh: Mesh) -> str | None:
+        """Return None, or what the ranks do not divide: sizes, or blocks of columns that share a stored scale."""
+        reason = self.declaration.indivisible(mesh)
+        if reason is not None or mesh.tensor_size == 1 or self.stored_recipe is None:
+            return reason
+        return self._cut_block(mesh, self.stored_recipe)
+
+    def _cut_block(self, mesh: Mesh, recipe: WeightRecipe) -> str | None:
+        """Return None, or a weight of which a rank's columns, or rows of one part, end within a block."""
+        first = _resized(mesh.all_layers, mesh.tensor_size)
+        if first.tensor_size == 1 or recipe.scheme is None:
+            return None
+
+        def find() -> str | None:
+            owns = self.remembered(("weights", first), lambda: self._stored_weights(first))
+            for whole, own in zip(self.parameters(), owns, strict=True):
+                scheme = own.scheme(recipe)
+                if scheme is None or not scheme.block_columns:
+                    continue
+                sides = [(-1, "columns", scheme.block_columns)]
+                sides += [(-2, "rows", scheme.block_rows)] if not own.seam_rows and len(own.shape) == 2 else []
+                for side, what, size in sides:
+                    share, of = own.shape[side], whole.shape[side]
+                    if share != of and share % size:
+                        return f"{share} of {of} {what} of {own.name} cut a block of {size}, which share a scale"
+            return None
+
+        return self.remembered(("blocks", first, recipe), find)
 
     def parameters(self, mesh: Mesh = ALONE) -> tuple[Weight, ...]:
         """List every tensor that a rank holds, with its kind."""

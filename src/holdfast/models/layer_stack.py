@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.attention.backend import Batch, StepPlan
+from holdfast.distributed.exchange import Exchange
 from holdfast.families.grouped.layer import GroupedBuffers
 from holdfast.families.latent.layer import LatentBuffers
 from holdfast.kernels.attention.rope_rows import fill_rope_rows
@@ -29,6 +30,7 @@ from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
+from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import WeightRecipe
 
 log = get_logger(__name__)
@@ -45,10 +47,21 @@ class HeadRequests(NamedTuple):
 
 
 class StepWorkspace:
-    """Gives decoders of all kinds tensors of the workspace; `dtype` is that of activations."""
+    """Gives decoders of all kinds tensors of the workspace, and rows of the embedding; `dtype` is that of activations."""
 
-    def __init__(self, spec: ModelSpec, workspace: Workspace, dtype: str, recipe: WeightRecipe) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        workspace: Workspace,
+        dtype: str,
+        recipe: WeightRecipe,
+        exchange: Exchange | None = None,
+        embed_VE: torch.Tensor | QuantizedWeight | None = None,
+    ) -> None:
         self._spec = spec
+        self._exchange = exchange
+        self._embed_VE = embed_VE
+        """None in middle stages of a pipeline, and in the last one if the head is another weight."""
         self.workspace = workspace
         self._dtype = dtype
         self._recipe = recipe
@@ -79,6 +92,17 @@ class StepWorkspace:
         held = self.acquire(request)
         return QuantizedRows(held["codes"], held["scales"], self.tile_scratch)
 
+    def _lookup(self, ids_T: torch.Tensor, out_TE: torch.Tensor) -> torch.Tensor:
+        """Look up rows of the embedding. Each rank has some, takes zeros for other ids, and all-reduces."""
+        exchange = self._exchange
+        assert self._embed_VE is not None, "the embedding is in another stage"
+        if exchange is None or exchange.size == 1:
+            return lookup_rows(ids_T, self._embed_VE, out_TE)
+        num_rows, size = out_TE.shape
+        part_TE = exchange.room(num_rows, size, out_TE.dtype)
+        lookup_share(ids_T, self._embed_VE, self._spec.first_token, part_TE)
+        return exchange.sum_rows(part_TE, out_TE)
+
     def acquire(self, request: Request) -> dict[str, torch.Tensor]:
         return self.workspace.acquire_named(request.owner, request.specs, request.lane)
 
@@ -99,12 +123,9 @@ class LayerStack(StepWorkspace):
     def __init__(self, parts: DecoderParts) -> None:
         spec, weights, builder = parts.spec, parts.weights, LayerBuilder(parts)
         dtype = parts.dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight"))
-        super().__init__(spec, parts.workspace, dtype, parts.recipe)
+        super().__init__(spec, parts.workspace, dtype, parts.recipe, parts.exchange, weights.get("embed.weight"))
         self._rope = parts.rope.rows
-        self._exchange = parts.exchange
         self._make_buffers = GroupedBuffers.of if spec.latent is None else LatentBuffers.of
-        self._embed_VE = weights.get("embed.weight")
-        """None in middle stages of a pipeline, and in the last one if the head is another weight."""
         self._embed_scale = _rounded(spec.embedding_scale, self._dtype)
         self._positions_PH = weights.get("positions.weight")
         self._embed_in = builder.linear("embed_in") if "embed_in.weight" in weights else None
@@ -199,17 +220,6 @@ class LayerStack(StepWorkspace):
             stream.x_TH.add_(stream.delta_TH)
         self._exchange.send_rows(stream.x_TH)
         return stream.x_TH[:0]
-
-    def _lookup(self, ids_T: torch.Tensor, out_TE: torch.Tensor) -> torch.Tensor:
-        """Look up rows of the embedding. Each rank has some, takes zeros for other ids, and all-reduces."""
-        exchange = self._exchange
-        assert self._embed_VE is not None, "the embedding is in another stage"
-        if exchange is None or exchange.size == 1:
-            return lookup_rows(ids_T, self._embed_VE, out_TE)
-        num_rows, size = out_TE.shape
-        part_TE = exchange.room(num_rows, size, out_TE.dtype)
-        lookup_share(ids_T, self._embed_VE, self._spec.first_token, part_TE)
-        return exchange.sum_rows(part_TE, out_TE)
 
     def run_layers(
         self,

@@ -214,8 +214,15 @@ class ModelSpec:
         return self.latent or self.compressed or GroupedSpec(self.num_kv_heads)
 
     @property
+    def form_heads(self) -> int:
+        """Query heads by which attention kernels choose a form: on exact ranks those of all."""
+        return self.num_heads * self.num_ranks if self.gathers else self.num_heads
+
+    @property
     def attended_size(self) -> int:
-        """Columns of the attention's output, before its output projection."""
+        """Columns of the attention's output, before the last output projection."""
+        if self.compressed is not None:
+            return self.compressed.num_output_groups * self.compressed.output_rank
         return self.query_size if self.latent is None else self.num_heads * self.latent.value_dim
 
     @property
@@ -323,7 +330,9 @@ class ModelSpec:
             spec = replace(spec, latent=replace(spec.latent, index=index))
         if spec.compressed is not None:
             compressors = spec.compressed.compressors[first:last]
-            spec = replace(spec, compressed=replace(spec.compressed, compressors=compressors))
+            has_index = any(one is not None and one.is_overlapped for one in compressors)
+            index = spec.compressed.index if has_index else None
+            spec = replace(spec, compressed=replace(spec.compressed, compressors=compressors, index=index))
         return spec
 
     def layer_experts(self, layer: int) -> ExpertsSpec | None:

@@ -542,12 +542,12 @@ def _gpu_alternatives(resolved: Resolved, fit: RunnerPlan | None) -> list[Altern
 def _rank_changes(resolved: Resolved) -> Iterator[_Change]:
     """Share every layer among more GPUs.
 
-    A plan of one stage says nothing about other stages, and ranks on a CPU share its memory. Ranks refuse compressed
-    attention, and GPUs that are too old run nothing, so more of them do not help.
+    A plan of one stage says nothing about other stages, and ranks on a CPU share its memory. GPUs that are too old run
+    nothing, so more of them do not help.
     """
     request = resolved.request
-    is_no_way_out = too_old_reason(request.target) is not None or request.declared.is_compressed
-    if request.mesh.num_stages > 1 or request.target.kind == "cpu" or is_no_way_out:
+    is_too_old = too_old_reason(request.target) is not None
+    if request.mesh.num_stages > 1 or request.target.kind == "cpu" or is_too_old:
         return
     for ranks in RANKS:
         mesh = meshes(ranks, is_exact=request.mesh.is_exact)[0]

@@ -21,6 +21,11 @@ EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
 """By number of ranks: the fewest rows of a largest step. Above it, startup compares: among 8 ranks an H200 multiplied
 by shares of large weights as by whole weights from 26 rows, by small ones from 128 (benchmarks/gpu_invariance.py)."""
 
+EXACT_ENTRY_RANKS = (2, 4)
+"""Numbers of ranks whose products by groups of heads were compared on an H200; those of 8 ranks differ."""
+MOST_EXACT_ROWS = 512
+"""Most rows of an exact step of compressed attention, so that a start can compare products at every number of rows."""
+
 
 def exact_rows(num_ranks: int) -> int | None:
     """Return the fewest rows that a largest step may have; None if so many ranks were never measured."""
@@ -42,6 +47,9 @@ def refuse_inequality(
     """Refuse exact sums if ranks on a GPU would not compute what one rank does."""
     if not mesh.is_exact or target.kind != "cuda":
         return
+    if declared.is_compressed:
+        _refuse_unequal_entries(config, declared, most_rows, mesh)
+        return
     name, value = "tensor_parallel_sums", config.tensor_parallel_sums
     if not config.batch_invariant:
         raise ConfigError("plan.exact_needs_invariance", name=name, value=value)
@@ -54,6 +62,20 @@ def refuse_inequality(
     if most_rows < least_rows:
         rows = {"minimum": least_rows, "maximum": most_rows}
         raise ConfigError("plan.exact_needs_more_rows", name=name, value=value, num_ranks=size, **rows)
+
+
+def _refuse_unequal_entries(config: EngineConfig, declared: DeclaredModel, most_rows: int, mesh: Mesh) -> None:
+    """Refuse exact sums of compressed attention unless a rank computes its experts and rows as one rank does.
+
+    It has no batch_invariant, so steps have any number of rows, and a start compares products at each.
+    """
+    values = {"name": "tensor_parallel_sums", "value": config.tensor_parallel_sums, "num_ranks": mesh.tensor_size}
+    if mesh.tensor_size not in EXACT_ENTRY_RANKS:
+        raise ConfigError("plan.exact_never_measured", **values)
+    if mesh.expert_size == 1:
+        raise ConfigError("plan.exact_needs_whole_experts", **values, model=declared.name)
+    if most_rows > MOST_EXACT_ROWS:
+        raise ConfigError("plan.exact_needs_fewer_rows", **values, rows=most_rows, maximum=MOST_EXACT_ROWS)
 
 
 def refuse_variant_weights(config: EngineConfig, recipe: WeightRecipe, target: Target) -> None:

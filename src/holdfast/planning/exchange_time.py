@@ -39,11 +39,11 @@ def gather_seconds(num_elements: float, size: int) -> float:
     return sum_seconds(num_elements / size, size)
 
 
-def exchange_seconds(mesh: Mesh, num_layers: int, rows: int, row_bytes: int, link: Link) -> float:
-    """Return the seconds of all exchanges of a step of one stage; `row_bytes` are hidden states."""
+def exchange_seconds(mesh: Mesh, num_layers: int, rows: int, row_bytes: int, link: Link, num_streams: int = 1) -> float:
+    """Return the seconds of all exchanges of a step of one stage; `row_bytes` are hidden states of one stream."""
     seconds = 0.0
     if mesh.num_stages > 1:
-        seconds += NETWORK_SECONDS + rows * row_bytes / NETWORK_BYTES_PER_SECOND
+        seconds += NETWORK_SECONDS + rows * num_streams * row_bytes / NETWORK_BYTES_PER_SECOND
     size = mesh.tensor_size
     if size == 1:
         return seconds

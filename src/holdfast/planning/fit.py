@@ -23,7 +23,6 @@ from holdfast.planning.resolve import KV_IS_GIVEN, PlanRequest, Resolved, number
 from holdfast.planning.target import Target, too_old_reason
 from holdfast.planning.terms import Needs, list_needs
 
-NO_RANKS = "ranks do not share compressed attention in this version; it runs on one GPU, or on a CPU"
 SHORTENED = "shortened from the model's own"
 AGREED_PAGES = "as many as the rank with the fewest has"
 
@@ -286,9 +285,8 @@ def _shortest(resolved: Resolved) -> Resolved:
 
 def missing_here(request: PlanRequest) -> tuple[str, ...]:
     """List what of a request an engine of this version cannot run."""
-    too_old = too_old_reason(request.target)
-    no_ranks = NO_RANKS if not request.mesh.is_alone and request.declared.is_compressed else None
-    return tuple(reason for reason in (request.declared.not_runnable, no_ranks, too_old) if reason is not None)
+    reasons = request.declared.not_runnable, too_old_reason(request.target)
+    return tuple(reason for reason in reasons if reason is not None)
 
 
 def _spare_bytes(resolved: Resolved) -> tuple[int, Needs | None]:

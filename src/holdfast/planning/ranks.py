@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from holdfast.config import EngineConfig
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
 from holdfast.distributed.mesh import Mesh, meshes
-from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, UnsupportedModelError, shown
+from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, shown
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.fit import RunnerPlan, plan_resolved, try_fit
@@ -203,18 +203,13 @@ def worst_request(
     return requests[plans.worst], plans
 
 
-def refuse_unshared(config: EngineConfig, declared: DeclaredModel) -> None:
-    """Refuse to start a model on ranks that is only planned for them."""
-    if config.num_ranks > 1 and declared.is_compressed:
-        raise UnsupportedModelError("plan.no_ranks", model=declared.name, num_ranks=config.num_ranks)
-
-
 def check_ranks(config: EngineConfig, declared: DeclaredModel) -> None:
     """Raise if so many ranks cannot share the model, whatever memory they have."""
     if config.nnodes is not None and config.nnodes > config.num_ranks:
         raise ConfigError("plan.more_nodes_than_ranks", name="nnodes", value=config.nnodes, num_ranks=config.num_ranks)
     declared.check_ranks(rank_meshes(config)[0])
-    if config.enable_expert_parallel and (declared.spec is None or declared.spec.experts is None):
+    declared.check_blocks(rank_meshes(config)[0], config.recipe)
+    if config.enable_expert_parallel and not declared.has_experts:
         raise ConfigError("plan.no_experts", name="enable_expert_parallel", model=declared.name)
     num_stages = config.pipeline_parallel_size
     if num_stages > 1:

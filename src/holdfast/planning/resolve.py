@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from holdfast.attention.declarations import AttentionSpec
-from holdfast.cache.compressed import StateKind, compressed_cache, list_states
+from holdfast.cache.compressed import StateKind, compressed_cache
 from holdfast.cache.groups import CacheGroup, block_tokens, tokens_again, unrewindable
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache
 from holdfast.config import AUTO_EMBEDDINGS, NGRAM, EngineConfig, Limits, parse_layers, parse_speculative
@@ -243,9 +243,11 @@ class Resolved:
             if self.mesh.num_stages > 1:
                 whole = self.all_layers.pages()
                 assert whole is not None, f"{self.declared.name} has heads and no cache"
-                return Pages.of(whole.cache.for_stage(self.layers))
+                own = self.heads()
+                assert own is not None, f"{self.declared.name} has heads in some stages only"
+                return Pages.of(whole.cache.for_stage(self.layers), own.states)
             if heads.is_compressed:
-                return Pages.of(*compressed_pages(heads, self.formats(), limits.page_tokens))
+                return Pages.of(compressed_pages(heads, self.formats(), limits.page_tokens), heads.states)
             shape = heads.num_kv_heads, heads.head_dim, limits.page_tokens
             latent = heads.rope_dim, heads.index_dim, heads.shared_layers
             return Pages.of(mixed_cache(self.formats(), *shape, heads.windows, limits.max_model_len, *latent))
@@ -283,6 +285,7 @@ def resolve(request: PlanRequest) -> Resolved:
         choices.append(Choice("dtype", dtype, reason))
     recipe, recipe_choices = choose_recipe(config, model, target)
     choices += recipe_choices
+    model.check_blocks(mesh, recipe)
     kv_format = _choose_kv_format(config, model, dtype, choices)
     protected = choose_protected(config, model, kv_format, dtype)
     if protected.reason:
@@ -370,7 +373,7 @@ def _compressed_page_tokens(
         longest = max(heads.ratios, default=0)
         reason = f"rows, of which one stands for up to {longest} tokens" if longest else "the default"
         choices.append(Choice("page_tokens", str(rows), reason))
-    groups = compressed_pages(heads, (kv_format,) * len(heads.ratios), rows)[0].cache_groups()
+    groups = compressed_pages(heads, (kv_format,) * len(heads.ratios), rows).cache_groups()
     again = tokens_again(groups)
     reason = "whole pages of every cache group"
     if again:
@@ -379,15 +382,12 @@ def _compressed_page_tokens(
     return rows
 
 
-def compressed_pages(
-    heads: HeadGeometry, formats: Sequence[KVFormat], page_tokens: int
-) -> tuple[CacheSpec, tuple[StateKind, ...]]:
-    """Return the pages of windows and entries, and the states beside them."""
+def compressed_pages(heads: HeadGeometry, formats: Sequence[KVFormat], page_tokens: int) -> CacheSpec:
+    """Return the pages of windows and entries."""
     (window,) = set(heads.windows)
     assert window is not None, "compressed attention has a window in every layer"
     ratios = heads.ratios, heads.overlapped_layers
-    cache = compressed_cache(formats, heads.head_dim, heads.rope_dim, window, *ratios, heads.index_dim, page_tokens)
-    return cache, list_states(*ratios, heads.head_dim, heads.index_dim)
+    return compressed_cache(formats, heads.head_dim, heads.rope_dim, window, *ratios, heads.index_dim, page_tokens)
 
 
 def _limits(config: EngineConfig, model: DeclaredModel, kind: str, page_tokens: int, choices: list[Choice]) -> Limits:

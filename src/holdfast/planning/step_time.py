@@ -126,8 +126,9 @@ def step_seconds(resolved: Resolved, rates: Rates, load: StepLoad) -> float:
     seconds = STEP_SECONDS + num_layers * _layer_seconds(spec, rates, is_fused, load.rows)
     seconds += _product_seconds(resolved, rates, load, spec)
     seconds += _attention_seconds(resolved, rates, load)
-    row_bytes = resolved.declared.hidden_size * DTYPE_BYTES[resolved.dtype]
-    seconds += exchange_seconds(resolved.mesh, num_layers, load.rows, row_bytes, rates.link)
+    declared = resolved.declared
+    row_bytes, num_streams = declared.hidden_size * DTYPE_BYTES[resolved.dtype], declared.num_streams
+    seconds += exchange_seconds(resolved.mesh, num_layers, load.rows, row_bytes, rates.link, num_streams)
     has_graph = not resolved.enforce_eager and load.rows <= (TOKEN_BUCKETS[-1] if load.prompt_rows else MAX_GRAPH_ROWS)
     if rates.kind == "cpu":
         return seconds

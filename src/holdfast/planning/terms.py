@@ -384,7 +384,7 @@ def exchange_needs(resolved: Resolved) -> ExchangeNeeds | None:
         rows * DTYPE_BYTES["int64"],
         logit_rows * CHOICE_FIELDS * DTYPE_BYTES["float32"],
     )
-    hidden_bytes = rows * declared.hidden_size * element_bytes
+    hidden_bytes = rows * declared.num_streams * declared.hidden_size * element_bytes
     return ExchangeNeeds(room_bytes, logit_rows, declared.vocab_size, hidden_bytes)
 
 

@@ -20,6 +20,13 @@ class QuantizedWeight:
     """Shape of the matrix, or of the stacked matrices."""
     codes: torch.Tensor
     scales: torch.Tensor
+    whole_rows: int = 0
+    """Rows of the whole matrix if this is a rank's share that must multiply like it; 0: no such demand."""
+
+    @property
+    def form_rows(self) -> int:
+        """The rows by which kernels choose a form: a form rounds in its own order."""
+        return self.whole_rows or self.shape[-2]
 
     def check(self) -> None:
         """Check that the planes are those that the scheme has for this shape."""

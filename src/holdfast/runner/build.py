@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
 from holdfast.planning.resolve import Agreed, Resolved
 from holdfast.planning.target import SMALL_WORKSPACE, Target, choose_device, device_target
 from holdfast.runner.assembly import Assembly, MakeBackend
-from holdfast.runner.invariance import compared_sizes
+from holdfast.runner.invariance import compared_sizes, multiply_like_whole, refuse_unequal_shares
 from holdfast.runner.runner import Runner
 from holdfast.runner.warm_up import WarmUp, warm_up
 from holdfast.runner.weight_load import WeightLoad, plan_weights, rank_spec
@@ -195,19 +195,35 @@ class RunnerBuild(Assembly):
     ) -> LoadReport:
         """Bring the weights to the device; the source is closed afterwards."""
         # Before the first weight: its temporary memory is less than weights, workspace and pages will take.
-        self._compare_products({weight.name: weight.shape for weight in load.plan.weights}, on_prepare)
+        plain = {weight.name for weight in load.plan.weights if weight.scheme is None}
+        self._compare_products({weight.name: weight.shape for weight in load.plan.weights}, plain, on_prepare)
         loaded = load.run(str(self.device), self.ledger, on_progress)
         self.weights = loaded.weights
+        if self.plan.mesh.is_exact:
+            multiply_like_whole(loaded.weights, self._whole_shapes)
         self.releases.append(loaded.weights.clear)
         return loaded.report
 
-    def _compare_products(self, shares: Mapping[str, tuple[int, ...]], on_prepare: OnPrepare) -> None:
-        """If batch invariant on a GPU, find row counts that multiply alike by weights of these shapes."""
-        if self.batch_invariant and self.device.type == "cuda":
-            whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
-            self.row_sizes = compared_sizes(
-                self.plan, shares, whole, self.device, lambda *counts: on_prepare(Preparing(COMPARING, *counts))
-            )
+    def _compare_products(
+        self, shares: Mapping[str, tuple[int, ...]], plain: Collection[str], on_prepare: OnPrepare
+    ) -> None:
+        """On a GPU, find row counts that multiply alike if batch invariant; refuse exact ranks whose shares do not."""
+        if self.device.type != "cuda":
+            return
+
+        def report(num_done: int, num_products: int) -> None:
+            on_prepare(Preparing(COMPARING, num_done, num_products))
+
+        if self.batch_invariant:
+            self.row_sizes = compared_sizes(self.plan, shares, self._whole_shapes, self.device, report)
+        elif self.plan.mesh.is_exact:
+            own = {name: shape for name, shape in shares.items() if name in plain}
+            refuse_unequal_shares(self.plan, own, self._whole_shapes, self.device, report)
+
+    @property
+    def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the whole model's weights, of which a rank may have shares."""
+        return {parameter.name: parameter.shape for parameter in self._model.parameters}
 
     def connect(self, exchange: Exchange, row_sizes: tuple[int, ...] | None = None) -> None:
         """Use this exchange, and close it on release; `row_sizes`, if given, are the step sizes common to all ranks."""
@@ -219,7 +235,9 @@ class RunnerBuild(Assembly):
         """Use the weights of another build, which owns and frees them."""
         self.weights = loaded.weights
         self.is_sharing = True
-        self._compare_products({name: tuple(weight.shape) for name, weight in self.weights.items()}, prepare_silently)
+        plain = {name for name, weight in self.weights.items() if isinstance(weight, torch.Tensor)}
+        shares = {name: tuple(weight.shape) for name, weight in self.weights.items()}
+        self._compare_products(shares, plain, prepare_silently)
 
     def assemble(self, make_backend: MakeBackend | None = None) -> Runner:
         """Build pages, workspace, attention, model and runner; `make_backend` replaces grouped attention's own."""

@@ -2,6 +2,9 @@
 
 T rows, K inputs, N outputs
 
+Exact ranks of compressed attention have no batch_invariant and pad nothing: `refuse_unequal_shares` compares a share
+with the whole weight at every number of rows that a step can have.
+
 With batch_invariant a row gives the same bits in any batch, and on exact ranks by a share of a weight as by the whole.
 cuBLAS chooses kernels by shape and does not document their order of summation. So steps have few row counts
 (planning/exactness.py, `row_sizes`). A start multiplies with each count and drops those whose bits differ from the
@@ -10,17 +13,20 @@ rank has left, because rows go from stage to stage in one size.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.kernels.gemm.linear import linear, linear_float32
+from holdfast.kernels.gemm.linear import grouped_linear, linear, linear_float32
+from holdfast.models.sharding import GROUP_NAME
 from holdfast.observability.log import get_logger
 from holdfast.planning.exactness import row_sizes
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.terms import PROMPT_ROWS
+from holdfast.quant.quantized_weight import QuantizedWeight
 
 log = get_logger(__name__)
 
@@ -40,6 +46,8 @@ class Product(NamedTuple):
     has_bias: bool
     is_head: bool
     """Logits are float32, and only of wanted rows."""
+    group_rows: int = 0
+    """Rows of each group of heads, if every group has inputs of its own; 0: all rows have the same inputs."""
 
     def __str__(self) -> str:
         rows = f"{self.size_n}" if self.size_n == self.all_n else f"{self.size_n} of the {self.all_n}"
@@ -47,6 +55,9 @@ class Product(NamedTuple):
 
     def multiply(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         """Multiply as a step does."""
+        if self.group_rows:
+            weight_GNK = weight_NK.unflatten(0, (-1, self.group_rows))
+            return grouped_linear(x_TK, weight_GNK, x_TK.new_empty(len(x_TK), len(weight_NK)))
         if not self.is_head:
             return linear(x_TK, weight_NK, bias_N)
         return linear_float32(x_TK, weight_NK, x_TK.new_empty(len(x_TK), len(weight_NK), dtype=torch.float32))
@@ -69,11 +80,38 @@ class Product(NamedTuple):
                     found.remove(size)
         return found
 
+    def first_unequal(self, most_rows: int, dtype: torch.dtype, device: torch.device) -> int | None:
+        """Return the first number of rows at which a share gives other bits than the whole weight; None: up to `most_rows` none does.
+
+        Tested on random numbers, at the share's first and last place.
+        """
+        made = {"device": device, "dtype": dtype, "generator": torch.Generator(device).manual_seed(0)}
+        unit, width = self.group_rows or self.all_n, self.size_k
+        weight_NK = torch.randn(self.all_n, width, **made)
+        x_TX = torch.randn(most_rows, width * (self.all_n // unit), **made)
+        for size in range(1, most_rows + 1):
+            y_TN = self.multiply(x_TX[:size], weight_NK, None)
+            for start in {0, self.all_n - self.size_n}:
+                end, columns = start + self.size_n, slice(None)
+                if self.group_rows:
+                    columns = slice(start // unit * width, end // unit * width)
+                own_TN = self.multiply(x_TX[:size, columns].contiguous(), weight_NK[start:end], None)
+                if not torch.equal(own_TN, y_TN[:, start:end]):
+                    return size
+        return None
+
 
 def products(
-    shares: Mapping[str, tuple[int, ...]], whole: Mapping[str, tuple[int, ...]], *, is_exact: bool
+    shares: Mapping[str, tuple[int, ...]],
+    whole: Mapping[str, tuple[int, ...]],
+    *,
+    is_exact: bool,
+    group_rows: int = 0,
 ) -> tuple[Product, ...]:
-    """List one product for every shape among a rank's weights; if `is_exact`, a share must match the whole."""
+    """List one product for every shape among a rank's weights; if `is_exact`, a share must match the whole.
+
+    Groups of heads have `group_rows` rows each.
+    """
     found: dict[tuple[int | bool, ...], Product] = {}
     has_head = "lm_head.weight" in whole
     for name, shape in shares.items():
@@ -83,7 +121,8 @@ def products(
         (size_n, size_k), own = shape, whole.get(name, shape)
         all_n = own[0] if is_exact and own[1] == size_k else size_n
         has_bias = f"{name.removesuffix('.weight')}.bias" in shares
-        product = Product(name, size_n, all_n, size_k, has_bias, name in HEADS)
+        of_group = group_rows if name.endswith(GROUP_NAME) else 0
+        product = Product(name, size_n, all_n, size_k, has_bias, name in HEADS, of_group)
         found.setdefault(product[1:], product)
     return tuple(found.values())
 
@@ -108,6 +147,43 @@ def compared_sizes(
     )
     torch.cuda.empty_cache()
     return sizes
+
+
+def refuse_unequal_shares(
+    plan: RunnerPlan,
+    shares: Mapping[str, tuple[int, ...]],
+    whole: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    on_compared: Callable[[int, int], None],
+) -> None:
+    """Raise if this device multiplies by an unquantized share otherwise than by the whole weight, at any number of rows.
+
+    Quantized shares take the form of the whole weight (`multiply_like_whole`).
+    """
+    limits, compressed = plan.resolved.limits, plan.declared.spec and plan.declared.spec.compressed
+    assert compressed is not None, f"{plan.declared.name} does not compress"
+    found = products(shares, whole, is_exact=True, group_rows=compressed.output_rank)
+    listed = [product for product in found if product.size_n != product.all_n]
+    for num_done, product in enumerate(listed):
+        on_compared(num_done, len(listed))
+        most_rows = limits.max_num_batched_tokens
+        if product.is_head:
+            most_rows = min(most_rows, max(limits.sampled_rows, PROMPT_ROWS))
+        size = product.first_unequal(most_rows, getattr(torch, plan.resolved.dtype), device)
+        if size is not None:
+            raise ConfigError("runner.shares_round_differently", num_rows=size, product=product)
+    on_compared(len(listed), len(listed))
+    torch.cuda.empty_cache()
+
+
+def multiply_like_whole(
+    weights: MutableMapping[str, torch.Tensor | QuantizedWeight], whole: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Let kernels choose the forms of quantized shares by the rows of the whole weights."""
+    for name, weight in weights.items():
+        if isinstance(weight, QuantizedWeight) and weight.shape != whole.get(name, weight.shape):
+            *_, num_rows, _ = whole[name]
+            weights[name] = replace(weight, whole_rows=num_rows)
 
 
 def invariant_sizes(

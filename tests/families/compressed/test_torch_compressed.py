@@ -114,7 +114,7 @@ def test_torch_compressed_mixed_step_matches_float64_softmax(name, padding):
 def test_rows_and_vectors_in_blocks_of_any_size(monkeypatch):
     for block in (1, 3, 7):
         monkeypatch.setattr(torch_compressed, "BLOCK_TOKENS", block)
-        monkeypatch.setattr(torch_compressed, "head_block_rows", lambda _, rows=block: rows)
+        monkeypatch.setattr(torch_compressed, "BLOCK_ROWS", block)
         monkeypatch.setattr(torch_compressed, "index_block_rows", lambda *_, rows=block: rows)
         judge(Step(SHAPE, [(5, 9), (40, 6), (0, 20)], padding=1))
 

@@ -90,7 +90,7 @@ def test_add_rms_norm_coded_codes_match_stored_rows(num_rows):
 
 def test_add_rms_norm_coded_refuses_wrong_code_buffers(device):
     x, weight = random(3, 256).to(device), random(256).to(device)
-    for codes, scales in (((3, 255), (3, 1)), ((3, 256), (3, 2))):
+    for codes, scales in (((3, 255), (3, 1)), ((3, 256), (3, 3))):
         wrong = QuantizedRows(
             torch.empty(codes, dtype=torch.float8_e4m3fn, device=device), torch.empty(scales, device=device)
         )

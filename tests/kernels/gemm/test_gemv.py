@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from holdfast.kernels.gemm import small_batch
 from holdfast.kernels.gemm.gemv import MAX_K_SPLITS, num_k_splits, quantized_gemv_blocks
-from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
+from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, single_row_linear
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
 from holdfast.quant.weight_schemes import FP8, INT8
-from kernels.exactness import same_bits
+from kernels.exactness import random, same_bits
 from kernels.quantized_cases import ROW_SCHEMES, scheme_id, widest_on
 from kernels.small_batch_cases import judge_add, judge_normed, quantized_case, run_add, run_normed
+from kernels.tiled_cases import amid
 from kernels.triton_cases import QUIET
 
 # A block of which all is NaN is right where a row is.
@@ -143,3 +144,34 @@ def test_num_k_splits_gives_whole_blocks_and_no_spare_split(size_n: int, size_k:
     assert more > MAX_K_SPLITS or num_blocks * splits >= SPLIT_K_PROGRAMS or size_k % (more * block_k), (
         "more would have been better"
     )
+
+
+@pytest.mark.parametrize(
+    ("groups", "group_rows", "size_k"),
+    [(1, 1, 1), (1, 257, 300), (1, 24, 4096), (3, 5, 130), (8, 16, 512), (2, 6, 1024)],
+    ids=str,
+)
+def test_single_row_linear_gives_each_group_its_columns(device, guarded, groups, group_rows, size_k):
+    size_n = groups * group_rows
+    x, weight = random(1, groups * size_k), random(size_n, size_k, seed=1)
+    out = guarded(1, size_n, dtype=torch.float32).fill_(torch.nan)
+    assert single_row_linear(amid(x, device), amid(weight, device), out, groups) is out
+    exact = torch.einsum(
+        "gk,gnk->gn", x.double().view(groups, size_k), weight.double().view(groups, group_rows, size_k)
+    )
+    torch.testing.assert_close(out.cpu().double(), exact.view(1, -1), rtol=1e-5, atol=1e-4)
+
+
+def test_single_row_linear_is_the_same_for_a_share_of_the_weight(device):
+    x, weight = random(1, 600).half().to(device), random(96, 600, seed=1).half().to(device)
+    whole = single_row_linear(x, weight, torch.empty(1, 96, device=device))
+    part = single_row_linear(x, weight[40:80], torch.empty(1, 40, device=device))
+    assert same_bits(part, whole[:, 40:80])
+
+
+def test_single_row_linear_refuses_misfit_operands(device):
+    x, weight, out = (torch.zeros(shape, device=device) for shape in ((1, 64), (8, 32), (1, 8)))
+    with pytest.raises(AssertionError, match=r"x_1X\.shape"):
+        single_row_linear(x, weight, out)
+    with pytest.raises(AssertionError, match=r"out_1N\.shape"):
+        single_row_linear(x, weight, out[:, :4].contiguous(), 2)

@@ -11,6 +11,7 @@ from holdfast.kernels.gemm.linear import (
     takes_scaled_product,
 )
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
+from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
@@ -261,3 +262,23 @@ def test_quantized_linear_on_gpu_allocates_nothing(device, scheme, num_rows, wit
     assert_allocates_nothing(
         lambda: (quantized_linear(x, weight, bias, half, room), quantized_linear(x, weight, None, wide, room))
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size_n", "size_k"), [(32768, 1024), (4096, 8192), (4096, 2048)], ids=str)
+def test_shares_with_the_form_of_the_whole_have_its_bits(device, size_n, size_k):
+    """What exact ranks of DeepSeek-V4 rely on: queries, the output projection, the shared expert, of 1, 2 and 4 ranks."""
+    whole = weight_on(random_weight(size_n, size_k, FP8_BLOCK), device)
+    for num_rows in (1, 2, 16, 17, 64, 130):
+        x = codable_rows(num_rows, size_k, block_columns=128).to(device, torch.bfloat16)
+
+        def multiply(weight: QuantizedWeight, x: torch.Tensor = x) -> torch.Tensor:
+            out = torch.empty(len(x), weight.shape[0], dtype=torch.bfloat16, device=device)
+            return quantized_linear(x, weight, None, out, room_amid(RedZones(device), len(x), weight))
+
+        y = multiply(whole)
+        for num_ranks in (2, 4):
+            rows = slice(size_n - size_n // num_ranks, size_n)
+            codes, scales = whole.codes[rows], whole.scales[rows.start // 128 :]
+            share = QuantizedWeight(FP8_BLOCK, (len(codes), size_k), codes, scales, whole_rows=size_n)
+            assert torch.equal(multiply(share), y[:, rows]), f"{num_rows} rows, {num_ranks} ranks"

@@ -8,7 +8,6 @@ from holdfast.attention.declarations import (
     AttentionSpec,
     BackendDeclaration,
     StepBounds,
-    head_block_rows,
     index_term,
     partial_specs,
     unsupported_device,
@@ -22,6 +21,9 @@ from holdfast.kernels.latent.top_k_geometry import unsupported_top_k
 from holdfast.memory.planner import Term
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import COMPRESSED_FORMATS, bytes_for
+
+BLOCK_ROWS = 8
+"""Rows that plain torch attends for at once: not by heads, because ranks that share those take equal blocks."""
 
 
 class TritonCompressedDeclaration(BackendDeclaration):
@@ -72,10 +74,10 @@ class TorchCompressedDeclaration(BackendDeclaration):
         return () if spec is None else (TensorSpec(SELECTED, (bounds.max_num_rows * spec.index_top_k,), "int32"),)
 
     def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
-        spec, rows, tokens = specs[0], head_block_rows(specs[0].num_heads), BLOCK_TOKENS
-        head_rows, dim = rows * spec.num_heads, spec.cache.head_dim
-        num_elements = 5 * head_rows * tokens + 6 * head_rows * dim + 3 * tokens * dim
-        reason = f"scores of {rows} rows against {tokens} vectors at a time, and what they are made of"
+        spec, tokens = specs[0], BLOCK_TOKENS
+        head_rows, dim = BLOCK_ROWS * spec.num_heads, spec.cache.head_dim
+        num_elements = 5 * head_rows * tokens + 6 * head_rows * dim + 4 * tokens * dim
+        reason = f"scores of {BLOCK_ROWS} rows against {tokens} vectors at a time, and what they are made of"
         blocks = Term("attention/blocks", bytes_for("float32", (num_elements,)), reason)
         for own in map(compressed, specs):
             if own.entries is not None and own.index_heads:

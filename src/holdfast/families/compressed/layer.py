@@ -100,7 +100,7 @@ class CompressedWeights(NamedTuple):
     ) -> "CompressedWeights":
         """`rotary`: of the first token of each row's entry, if the layer has entries."""
         prefix, groups = f"layers.{layer}", (compressed.num_output_groups, compressed.output_rank, -1)
-        out = OutputGroups(parts.plain(f"{prefix}.o_a.weight").view(groups), parts.linear(f"{prefix}.o_b"))
+        out = OutputGroups(parts.plain(f"{prefix}.o_a.weight").view(groups), parts.output(f"{prefix}.o_b"))
         compressor = compressed.compressors[layer]
         return cls(
             parts.linear(f"{prefix}.qkv_a"),
@@ -154,10 +154,14 @@ class CompressedAttentionLayer:
         buffers: CompressedBuffers,
         out_TH: torch.Tensor,
         wanted_only: bool = False,
+        is_coded: bool = False,
     ) -> torch.Tensor:
-        """Write all rows' vectors and entries; attend with all rows, or with those whose logits are wanted: [T, H] or [R, H]."""
+        """Write all rows' vectors and entries; attend with all rows, or with those whose logits are wanted: [T, H] or [R, H].
+
+        If `is_coded`, x is already quantized in `buffers.quantized`.
+        """
         q_rank, quantized = len(self._q_norm.weight_H), buffers.quantized
-        qkv_a_TX = self.qkv_a(x_TH, buffers.qkv_a_TX, quantized)
+        qkv_a_TX = self.qkv_a(x_TH, buffers.qkv_a_TX, quantized, is_coded)
         codes = self.q.room_for_codes(quantized, len(x_TH))
         self._q_norm(qkv_a_TX[:, :q_rank], None, buffers.q_normed_TX, codes)
         self.q(buffers.q_normed_TX, buffers.q_TX, quantized, is_coded=codes is not None)
@@ -168,7 +172,8 @@ class CompressedAttentionLayer:
         own = self._sinks_N, self._rotary, LayerStep(self._layer, plan, buffers.scratch)
         attended_RX = self._backend.attend(q_TND, *own, buffers.attended_TX, wanted_only)
         num_rows = attended_RX.shape[0]
-        grouped_RX = grouped_linear(attended_RX, self.out.a_GNK, buffers.grouped_TX[:num_rows])
+        grouped_TX = self.out.b.room_for_inputs(buffers.grouped_TX)
+        grouped_RX = grouped_linear(attended_RX, self.out.a_GNK, grouped_TX[:num_rows])
         return self.out.b(grouped_RX, out_TH[:num_rows], quantized)
 
     def _compress(

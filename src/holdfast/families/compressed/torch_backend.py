@@ -5,22 +5,24 @@ time, n rows of a block, M = n * N
 
 A row at position p sees the tokens [p - W + 1, p] of its window and the first (p + 1) // ratio entries of its layer, all of them
 or the K that the layer's index chooses. Both are vectors of one kind, so one online softmax runs over blocks of tokens and then
-of entries; it begins with the head's sink. Memory grows neither with the context nor with the step.
+of entries; it begins with the head's sink. Memory grows neither with the context nor with the step. If a CPU has the C kernels,
+a head has the same bits whatever other heads are here, so ranks that share them compute what one rank does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from holdfast.attention.backend import Batch, LayerStep, RowsPlan, SequenceRows
-from holdfast.attention.declarations import BLOCK_TOKENS, SELECTED, head_block_rows, index_block_rows
-from holdfast.cache.storage import PageStorage, StateStorage
+from holdfast.attention.declarations import BLOCK_TOKENS, SELECTED, index_block_rows
+from holdfast.families.compressed.declarations import BLOCK_ROWS
 from holdfast.families.compressed.pages import CompressedBackend
 from holdfast.families.compressed.spec import CompressedAttentionSpec
 from holdfast.families.sparse.torch_backend import largest_tokens, score_keys
 from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.gemm.linear import plain_linear
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.latent.write_window import rotate_back
 
@@ -55,14 +57,14 @@ class OnlineSoftmax:
             rows_CD = read_latents(planes, slots_L[start : start + BLOCK_TOKENS], torch.float32)
             place_C = torch.arange(start, start + len(rows_CD), device=rows_CD.device)
             is_seen_nC = (place_C >= first_n.unsqueeze(1)) & (place_C < end_n.unsqueeze(1))
-            scores_MC = self._q_MD @ rows_CD.T
+            scores_MC = plain_linear(self._q_MD, rows_CD, None)
             hidden_MC = is_seen_nC.logical_not_().repeat_interleave(self._num_heads, dim=0)
             scores_MC.masked_fill_(hidden_MC, -torch.inf)
             m_new_M1 = torch.maximum(self._m_M1, scores_MC.amax(dim=1, keepdim=True))
             p_MC = scores_MC.sub_(m_new_M1).exp_()
             alpha_M1 = (self._m_M1 - m_new_M1).exp_()
             self._l_M1 = self._l_M1 * alpha_M1 + p_MC.sum(dim=1, keepdim=True)
-            self._acc_MD.mul_(alpha_M1).addmm_(p_MC, rows_CD)
+            self._acc_MD.mul_(alpha_M1).add_(plain_linear(p_MC, rows_CD.T.contiguous(), None))
             self._m_M1 = m_new_M1
 
     def result(self) -> torch.Tensor:
@@ -74,12 +76,6 @@ class TorchCompressedAttention(CompressedBackend):
     """The backend."""
 
     name: ClassVar[str] = "torch_compressed"
-
-    def __init__(
-        self, specs: Sequence[CompressedAttentionSpec], storage: PageStorage, states: StateStorage | None
-    ) -> None:
-        super().__init__(specs, storage, states)
-        self._block_rows = head_block_rows(specs[0].num_heads)
 
     def plan(self, batch: Batch, captured: bool = False) -> TorchCompressedPlan:
         return TorchCompressedPlan.of(batch, lambda sequences: tuple(map(self._locate, sequences)))
@@ -135,8 +131,7 @@ class TorchCompressedAttention(CompressedBackend):
     def _blocks(self, rows: SequenceRows, spec: CompressedAttentionSpec) -> list[tuple[int, int]]:
         """List first rows and row counts: rows that see all entries in blocks, rows that choose one by one."""
         num_whole = min(max(0, spec.first_choosing - rows.start), rows.num_rows)
-        size = self._block_rows
-        whole = [(first, min(size, num_whole - first)) for first in range(0, num_whole, size)]
+        whole = [(first, min(BLOCK_ROWS, num_whole - first)) for first in range(0, num_whole, BLOCK_ROWS)]
         return [*whole, *((first, 1) for first in range(num_whole, rows.num_rows))]
 
     def _attend_block(

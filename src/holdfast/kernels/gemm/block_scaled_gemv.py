@@ -105,7 +105,7 @@ def block_scaled_gemv(x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | No
     assert weight.shape == (size_n, size_k), f"{weight.shape=} {x_MK.shape=}"
     assert out_MN.shape == (num_rows, size_n), f"{out_MN.shape=} {weight.shape=} {x_MK.shape=}"
     assert x_MK.stride(1) == 1, f"{x_MK.stride()=}: columns lie apart"
-    form = gemv_form(size_n, size_k)
+    form = gemv_form(weight.form_rows, size_k)
     # A program stays within a block of rows: the largest power of two that divides it.
     block_n, block_k = min(form.block_n, scheme.block_rows & -scheme.block_rows), WARP_COLUMNS * form.num_warps
     block_scaled_gemv_kernel[(-(-size_n // block_n), num_rows)](

@@ -212,9 +212,11 @@ def gemv_kernel(
     p_scales, p_amax, p_new_amax, p_gate_amax, num_rows, size_n, size_k, num_squares, num_amax, eps,
     EVEN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, HAS_BIAS: constexpr, GATED: constexpr,
     RESIDUAL: constexpr, DEFERRED_NORM: constexpr, IS_QUANTIZED: constexpr, QUANTIZES_ROWS: constexpr,
-    BLOCK_J: constexpr, BLOCK_P: constexpr, PLAIN: constexpr, PDL: constexpr,
+    GROUP_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
+    if GROUP_ROWS > 0:
+        p_x += i_n * BLOCK_N // GROUP_ROWS * size_k  # a group of outputs has columns of x for itself
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
     m_n = o_n < size_n

@@ -4,7 +4,9 @@ T rows, K inputs, N outputs, B blocks of K, G groups
 
 On a GPU a plain weight goes to cuBLAS. Row-scaled e4m3 goes to kernels/gemm/row_scaled_tiles.py up to 64 or 128 rows,
 then to torch's scaled product (cuBLAS too). One row by block-scaled e4m3 goes to a GEMV that quantizes the row itself
-(kernels/gemm/block_scaled_gemv.py), one row by codes of four bits to another (kernels/gemm/packed_gemv.py). Everything else goes to tiles that dequantize (kernels/gemm/quantized_tiles.py). On
+(kernels/gemm/block_scaled_gemv.py), 2 to 64 rows to kernels/gemm/block_scaled_tiles.py. One row by codes of four bits
+goes to kernels/gemm/packed_gemv.py. One row by a plain weight in groups or with a float32 result goes to a GEMV, if the
+weight is no head. Everything else goes to tiles that dequantize (kernels/gemm/quantized_tiles.py). On
 a CPU plain and quantized weights go to C, whose order of summation is batch invariant. Small batches of the fused
 decode path use kernels/gemm/small_batch.py instead.
 """
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.gemm import block_scaled_gemv, packed_gemv
+from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles, packed_gemv
 from holdfast.kernels.gemm.quantize_activations import (
     BLOCK_COLUMNS,
     QuantizedRows,
@@ -22,12 +24,16 @@ from holdfast.kernels.gemm.quantize_activations import (
 )
 from holdfast.kernels.gemm.quantized_tiles import tile_linear
 from holdfast.kernels.gemm.row_scaled_tiles import row_scaled_gate, row_scaled_linear, takes, takes_gate
+from holdfast.kernels.gemm.small_batch import single_row_linear
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import can_run, check_dense
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
+MOST_ROUTED = 8192
+"""Most outputs of a float32 result of one row that a GEMV computes: routers and pools, not heads, which cuBLAS reads at
+full speed."""
 WIDENED_ELEMENTS = 2**20
 """Elements of a weight that a CPU converts to float32 at a time."""
 WIDE_RESULTS = 2**20
@@ -98,6 +104,8 @@ def plain_linear_float32(x_TK: Tensor, weight_NK: Tensor, out_TN: Tensor) -> Ten
         return plain_linear(x_TK, weight_NK, None, out_TN)
     if x_TK.is_cpu:
         return _widened(x_TK, weight_NK, None, out_TN)
+    if len(x_TK) == 1 and len(weight_NK) <= MOST_ROUTED:
+        return single_row_linear(x_TK, weight_NK, out_TN)
     return torch.mm(x_TK, weight_NK.t(), out_dtype=torch.float32, out=out_TN)
 
 
@@ -116,7 +124,7 @@ def quantized_view(
     quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
 ) -> QuantizedRows | None:
     """View the buffers for the codes of these rows; None if the weight takes rows unquantized."""
-    if isinstance(weight, Tensor) or not weight.scheme.quantizes_activations:
+    if isinstance(weight, Tensor) or not quantizes_rows(weight):
         return None
     assert quantized is not None, f"{weight.scheme.name} needs buffers for the codes of {num_rows} rows"
     size_k = weight.shape[-1]
@@ -129,10 +137,20 @@ def quantized_view(
 def room_for_codes(
     quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
 ) -> QuantizedRows | None:
-    """View the buffers that the rows' producer fills with codes; None if the weight needs none or several scales."""
-    if not isinstance(weight, QuantizedWeight) or weight.scheme.block_columns:
+    """View the buffers that the rows' producer fills with codes; None if the weight takes plain rows.
+
+    A single row by a block-scaled weight is quantized by its product, and so are the rows of block-scaled experts.
+    """
+    if not isinstance(weight, QuantizedWeight) or (weight.scheme.block_columns and len(weight.shape) != 2):
         return None
-    return quantized_view(quantized, weight, num_rows)
+    rows = quantized_view(quantized, weight, num_rows)
+    is_gemv = rows is not None and can_run(rows.codes_TK) and block_scaled_gemv.takes(weight, num_rows)
+    return None if is_gemv else rows
+
+
+def quantizes_rows(weight: Tensor | QuantizedWeight) -> bool:
+    """Return True if a product by this weight quantizes its rows."""
+    return isinstance(weight, QuantizedWeight) and weight.scheme.quantizes_activations
 
 
 def coded_rows(
@@ -165,6 +183,8 @@ def quantized_linear(
         return tile_linear(x_TK, weight, bias_N, out_TN, None)
     if takes(weight, x_TK.shape[0], rows.scratch):
         return row_scaled_linear(rows, weight, bias_N, out_TN)
+    if block_scaled_tiles.takes(weight, x_TK.shape[0], rows.scratch):
+        return block_scaled_tiles.block_scaled_linear(rows, weight, bias_N, out_TN)
     if takes_scaled_product(weight, out_TN):
         return torch._scaled_mm(  # type: ignore[attr-defined] the public form takes no `out`
             *(rows.codes_TK, weight.codes.t(), rows.scales_TB, weight.scales.view(1, -1)),
@@ -275,9 +295,11 @@ def _check(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_TN:
 
 
 def batched_linear(x_TX: Tensor, weight_GNK: Tensor, out_TX: Tensor) -> Tensor:
-    """Like `grouped_linear`, as one batched cuBLAS product over strided views."""
+    """Like `grouped_linear`, as a GEMV for one row, else as one batched cuBLAS product over strided views."""
+    num_groups = weight_GNK.shape[0]
+    if x_TX.shape[0] == 1 and can_run(x_TX):
+        return single_row_linear(x_TX, weight_GNK.flatten(0, 1), out_TX, num_groups)
     if x_TX.shape[0]:
-        num_groups = weight_GNK.shape[0]
         x_GTK, out_GTN = (rows_TX.unflatten(1, (num_groups, -1)).transpose(0, 1) for rows_TX in (x_TX, out_TX))
         torch.bmm(x_GTK, weight_GNK.transpose(1, 2), out=out_GTN)
     return out_TX

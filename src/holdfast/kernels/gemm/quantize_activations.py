@@ -9,8 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, e4m3_quotients, e4m3_scale, float32_of, size_bits
-from holdfast.kernels.norm import add_rms_norm, launch_rms_norm
+from holdfast.kernels.activation import gate_mul, launch_gate_mul
+from holdfast.kernels.fp8 import (
+    CODED_COLUMNS,
+    as_bits,
+    as_kernels_read,
+    e4m3_of,
+    e4m3_quotients,
+    e4m3_scale,
+    float32_of,
+    size_bits,
+)
+from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix, enter_block, launch_enter
+from holdfast.kernels.norm import add_rms_norm, launch_rms_norm, rms_norm
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -26,8 +37,7 @@ from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN, LEAST_E4M3_SCALE
 # pyright: reportPossiblyUnboundVariable=false
 
 
-BLOCK_COLUMNS = 128
-"""Columns that share a scale if a row has several: as many as in a block of weights."""
+BLOCK_COLUMNS = CODED_COLUMNS
 WHOLE_ROW = 16384
 """Most columns that fit into registers; longer rows are read twice."""
 COLUMNS_PER_PROGRAM = 2048
@@ -131,21 +141,25 @@ def quantize_rows_by_amax(x_TK: Tensor, amax: RowAmaxBits, quantized: QuantizedR
 
 def add_rms_norm_coded_reference(
     x_TD: Tensor,
-    delta_TD: Tensor,
+    delta_TD: Tensor | None,
     weight_D: Tensor,
     eps: float,
     out_TD: Tensor,
     quantized: QuantizedRows,
     offset: float = 0.0,
 ) -> Tensor:
-    """Call `add_rms_norm`, then `quantize_rows` of `out_TD` with a scale per row."""
-    quantize_rows(add_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset), quantized)
+    """Call `add_rms_norm`, or `rms_norm` without a delta, then `quantize_rows` of `out_TD`."""
+    if delta_TD is None:
+        rms_norm(x_TD, weight_D, eps, out_TD, offset)
+    else:
+        add_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset)
+    quantize_rows(out_TD, quantized)
     return out_TD
 
 
 def add_rms_norm_coded_triton(
     x_TD: Tensor,
-    delta_TD: Tensor,
+    delta_TD: Tensor | None,
     weight_D: Tensor,
     eps: float,
     out_TD: Tensor,
@@ -153,13 +167,68 @@ def add_rms_norm_coded_triton(
     offset: float = 0.0,
 ) -> Tensor:
     """Launch one program per row."""
-    assert quantized.codes_TK.shape == x_TD.shape, f"{quantized.codes_TK.shape=} {x_TD.shape=}"
-    assert quantized.scales_TB.shape == (len(x_TD), 1), f"{quantized.scales_TB.shape=}: a row has one scale"
-    assert quantized.codes_TK.stride(1) == 1, "the elements of a row must lie side by side"
-    return launch_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset, quantized[:2])
+    return launch_rms_norm(x_TD, delta_TD, weight_D, eps, out_TD, offset, _room(x_TD, quantized))
 
 
 add_rms_norm_coded = operation(reference=add_rms_norm_coded_reference, triton=add_rms_norm_coded_triton)
+
+
+def gate_mul_coded_reference(
+    gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None, quantized: QuantizedRows
+) -> Tensor:
+    """Call `gate_mul`, then `quantize_rows` of `out_TI` with scales by block of columns."""
+    quantize_rows(gate_mul(gate_up_TX, kind, out_TI, limit), quantized)
+    return out_TI
+
+
+def gate_mul_coded_triton(
+    gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None, quantized: QuantizedRows
+) -> Tensor:
+    return launch_gate_mul(gate_up_TX, kind, out_TI, limit, _room(out_TI, quantized))
+
+
+gate_mul_coded = operation(reference=gate_mul_coded_reference, triton=gate_mul_coded_triton)
+
+
+def enter_block_coded_reference(
+    x_TSH: Tensor,
+    parts: Tensor,
+    mix: StreamMix | HeadMix,
+    numbers: MixNumbers,
+    shares_TM: Tensor,
+    norm_weight_H: Tensor,
+    rms_eps: float,
+    out_TH: Tensor,
+    quantized: QuantizedRows,
+) -> Tensor:
+    """Call `enter_block`, then `quantize_rows` of `out_TH`."""
+    quantize_rows(enter_block(x_TSH, parts, mix, numbers, shares_TM, norm_weight_H, rms_eps, out_TH), quantized)
+    return out_TH
+
+
+def enter_block_coded_triton(
+    x_TSH: Tensor,
+    parts: Tensor,
+    mix: StreamMix | HeadMix,
+    numbers: MixNumbers,
+    shares_TM: Tensor,
+    norm_weight_H: Tensor,
+    rms_eps: float,
+    out_TH: Tensor,
+    quantized: QuantizedRows,
+) -> Tensor:
+    codes = _room(out_TH, quantized)
+    return launch_enter(x_TSH, parts, mix, numbers, shares_TM, norm_weight_H, rms_eps, out_TH, codes)
+
+
+enter_block_coded = operation(reference=enter_block_coded_reference, triton=enter_block_coded_triton)
+
+
+def _room(out_TK: Tensor, quantized: QuantizedRows) -> tuple[Tensor, Tensor]:
+    """Return the buffers for codes of `out_TK`."""
+    _check(out_TK, quantized)
+    assert quantized.codes_TK.stride(1) == 1, "the elements of a row must lie side by side"
+    return quantized[:2]
 
 
 def _check(x_TK: Tensor, quantized: QuantizedRows) -> None:

@@ -99,7 +99,7 @@ def tile_linear(
     assert operands.group in (0, BLOCK_K), f"scales for {operands.group} columns, and tiles of {BLOCK_K}"
     block_m = row_form(num_rows)
     block_n = 64 if block_m <= 64 or operands.kind == OperandKind.FP8_BLOCKS else 128
-    if block_m == 16 and -(-size_n // block_n) < FULL_GPU_PROGRAMS:
+    if block_m == 16 and -(-weight.form_rows // block_n) < FULL_GPU_PROGRAMS:
         block_n = 32
     tile_kernel[(-(-size_n // block_n), -(-num_rows // block_m))](
         *operands.tensors, bias_N if bias_N is not None else weight.scales, out_MN, num_rows, size_n, size_k,

@@ -39,6 +39,7 @@ from holdfast.kernels.gemm.gemv import (
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, SMALL_BATCH_BLOCK_N
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import (
+    check_dense,
     constexpr,
     is_interpreted,
     jit_counting,
@@ -99,6 +100,29 @@ def linear_add(
     return NormedRows(stream.scaled_MN, num_blocks, stream.eps)
 
 
+def single_row_linear(x_1X: Tensor, weight_NK: Tensor, out_1N: Tensor, num_groups: int = 1) -> Tensor:
+    """Compute one row by a plain weight into `out_1N`, in its type.
+
+    With groups, x has as many parts of K columns; each is multiplied by its own rows of the weight.
+    """
+    size_n, size_k = weight_NK.shape
+    assert x_1X.shape == (1, num_groups * size_k), f"{x_1X.shape=} {weight_NK.shape=} {num_groups=}"
+    assert out_1N.shape == (1, size_n), f"{out_1N.shape=} {weight_NK.shape=}"
+    check_dense(weight_NK)
+    group_rows = size_n // num_groups
+    block_n, block_k, _, num_warps = plain_gemv_blocks(size_k, gated=False)
+    if num_groups > 1:
+        block_n = min(block_n, group_rows & -group_rows)  # a program stays within a group
+    gemv_kernel[(-(-size_n // block_n),)](
+        x_1X, weight_NK, out_1N, out_1N, out_1N, out_1N, *(out_1N,) * 3, *(None,) * 4, 1, size_n, size_k, 1, None, 0.0,
+        EVEN=size_k % block_k == 0 and size_n % block_n == 0, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=0, HAS_BIAS=False,
+        GATED=False, RESIDUAL=False, DEFERRED_NORM=False, IS_QUANTIZED=False, QUANTIZES_ROWS=False,
+        GROUP_ROWS=group_rows if num_groups > 1 else 0, BLOCK_J=1, BLOCK_P=1, PLAIN=is_interpreted(),
+        num_warps=num_warps, **pdl_flags(x_1X),
+    )  # fmt: skip
+    return out_1N
+
+
 def _launch(
     x_MK: Tensor,
     weight: Tensor | QuantizedWeight,
@@ -146,7 +170,7 @@ def _launch(
         is_even = codes is weight and size_k % block_k == 0 and size_n % block_n == 0
         gemv_kernel[(num_blocks,)](
             *arguments, num_squares, num_amax, eps,
-            EVEN=is_even, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, num_warps=num_warps, **flags,
+            EVEN=is_even, BLOCK_N=block_n, BLOCK_K=block_k, DEPTH=depth, GROUP_ROWS=0, num_warps=num_warps, **flags,
         )  # fmt: skip
         return num_blocks
     block_k = BLOCK_K if codes is weight else QUANTIZED_BLOCK_K
