@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles
+from holdfast.kernels.gemm.joint_row import joint_row
+from holdfast.kernels.gemm.joint_row import takes as takes_joint
 from holdfast.kernels.gemm.quantize_activations import (
     BLOCK_COLUMNS,
     QuantizedRows,
@@ -70,6 +72,24 @@ def linear_float32(
     return plain_linear_float32(x_TK, weight, out_TN)
 
 
+def joint_linear(
+    x_TK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias_N: Tensor | None,
+    out_TN: Tensor,
+    plain_PK: Tensor,
+    out_TP: Tensor,
+    quantized: QuantizedRows | None = None,
+    is_coded: bool = False,
+) -> None:
+    """Call `linear_float32` of the plain weight and `linear` of the other, in one launch if possible."""
+    if can_run(x_TK) and not is_coded and isinstance(weight, QuantizedWeight) and takes_joint(x_TK, weight, plain_PK):
+        joint_row(x_TK, weight, bias_N, out_TN, plain_PK, out_TP)
+        return
+    linear_float32(x_TK, plain_PK, out_TP)
+    linear(x_TK, weight, bias_N, out_TN, quantized, is_coded)
+
+
 def plain_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor | None = None) -> Tensor:
     """Like `linear`, for a plain weight."""
     y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]) if out_TN is None else out_TN
@@ -123,7 +143,7 @@ def quantized_view(
     quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
 ) -> QuantizedRows | None:
     """View the buffers for the codes of these rows; None if the weight takes rows unquantized."""
-    if isinstance(weight, Tensor) or not quantizes_rows(weight):
+    if isinstance(weight, Tensor) or not weight.scheme.quantizes_activations:
         return None
     assert quantized is not None, f"{weight.scheme.name} needs buffers for the codes of {num_rows} rows"
     size_k = weight.shape[-1]
@@ -145,11 +165,6 @@ def room_for_codes(
     rows = quantized_view(quantized, weight, num_rows)
     is_gemv = rows is not None and can_run(rows.codes_TK) and block_scaled_gemv.takes(weight, num_rows)
     return None if is_gemv else rows
-
-
-def quantizes_rows(weight: Tensor | QuantizedWeight) -> bool:
-    """Return True if a product by this weight quantizes its rows."""
-    return isinstance(weight, QuantizedWeight) and weight.scheme.quantizes_activations
 
 
 def coded_rows(
