@@ -4,10 +4,10 @@ T rows, K inputs, N outputs, B blocks of K, G groups
 
 On a GPU a plain weight goes to cuBLAS. Row-scaled e4m3 goes to kernels/gemm/row_scaled_tiles.py up to 64 or 128 rows,
 then to torch's scaled product (cuBLAS too). One row by block-scaled e4m3 goes to a GEMV that quantizes the row itself
-(kernels/gemm/block_scaled_gemv.py), 2 to 64 rows to kernels/gemm/block_scaled_tiles.py. One row by a plain weight in groups
-or with a float32 result goes to a GEMV, if the weight is no head. Everything else goes to tiles that dequantize (kernels/gemm/quantized_tiles.py). On
-a CPU plain and quantized weights go to C, whose order of summation is batch invariant. Small batches of the fused
-decode path use kernels/gemm/small_batch.py instead.
+(kernels/gemm/block_scaled_gemv.py), and 2 to 64 rows go to kernels/gemm/block_scaled_tiles.py. One row by a plain weight
+in groups goes to a GEMV too. Everything else goes to tiles that dequantize (kernels/gemm/quantized_tiles.py). On a CPU
+plain and quantized weights go to C, whose order of summation is batch invariant. Small batches of the fused decode path
+use kernels/gemm/small_batch.py instead.
 """
 
 import torch
@@ -32,9 +32,6 @@ from holdfast.kernels.triton_compat import can_run, check_dense
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
-MOST_ROUTED = 8192
-"""Most outputs of a float32 result of one row that a GEMV computes: routers and pools, not heads, which cuBLAS reads at
-full speed."""
 WIDENED_ELEMENTS = 2**20
 """Elements of a weight that a CPU converts to float32 at a time."""
 WIDE_RESULTS = 2**20
@@ -123,8 +120,6 @@ def plain_linear_float32(x_TK: Tensor, weight_NK: Tensor, out_TN: Tensor) -> Ten
         return plain_linear(x_TK, weight_NK, None, out_TN)
     if x_TK.is_cpu:
         return _widened(x_TK, weight_NK, None, out_TN)
-    if len(x_TK) == 1 and len(weight_NK) <= MOST_ROUTED:
-        return single_row_linear(x_TK, weight_NK, out_TN)
     return torch.mm(x_TK, weight_NK.t(), out_dtype=torch.float32, out=out_TN)
 
 
