@@ -27,8 +27,14 @@ BUDGET_SECONDS = 35.0
 OTHER_TESTS = {
     "docs": ("test_docs.py",),
     "README.md": ("test_docs.py",),
-    "scripts": ("test_scripts.py", "test_mutation_lane.py", "test_compare_ptx.py", "test_changed_tests.py"),
-    "benchmarks": ("test_benchmarks.py",),
+    "scripts": (
+        "test_scripts.py",
+        "test_mutation_lane.py",
+        "test_compare_ptx.py",
+        "test_changed_tests.py",
+        "test_digests.py",
+    ),
+    "benchmarks": ("test_benchmarks.py", "test_fresh_records.py", "test_digests.py"),
     "pyproject.toml": ("test_packaging.py", "test_imports.py"),
     "Makefile": ("test_scripts.py", "test_docs.py"),
     "src/holdfast/messages": ("test_errors.py",),

@@ -32,6 +32,26 @@ def test_block_tokens_are_whole_pages_of_every_group() -> None:
     assert block_tokens(groups[:1]) == 16
 
 
+def entries(page_tokens: int, tokens_per_row: int) -> CacheGroup:
+    return CacheGroup(f"entries of {tokens_per_row}", page_tokens, tokens_per_row=tokens_per_row)
+
+
+def test_block_of_long_pages_has_whole_rows_of_each_group() -> None:
+    window = CacheGroup("window of 8", 4, window=8)
+    assert block_tokens([window, entries(16, 4), entries(64, 16)]) == 16
+    assert block_tokens([window, entries(24, 4), entries(64, 16)]) == 48 * 4, "no page straddles a block's end"
+    assert block_tokens([CacheGroup("whole context", 32), entries(64, 16)]) == 32
+    rows_of_a_window = CacheGroup("window of 64", 64, window=64, tokens_per_row=16)
+    assert block_tokens([window, rows_of_a_window]) == 64
+
+
+def test_open_rows_are_those_before_the_end_of_a_page() -> None:
+    group = entries(64, 16)
+    assert [group.open_rows(end) for end in (0, 16, 48, 64, 80, 128)] == [0, 1, 3, 0, 1, 0]
+    assert CacheGroup("whole context", 64).open_rows(16) == 0
+    assert CacheGroup("state", 0, state_pages=1).open_rows(16) == 0
+
+
 def test_pages_by_position_order_by_last_token_windows_first() -> None:
     groups = CacheGroup("whole", 4), CacheGroup("window", 8, window=9), CacheGroup("state", 0, state_pages=2)
     tables = [[10, 11, 12, 13], [HOLE, 21], [30, 31]]

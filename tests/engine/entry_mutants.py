@@ -1,7 +1,9 @@
 """Planted bugs of rows that stand for several tokens: where sequences begin behind a prefix, what is kept, what is written."""
 
 import holdfast.engine.scheduler
+from engine.fake_device import FakeDevice
 from engine.mutants import Mutant, entering
+from engine.shadow import Shadow
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.prefix import BlockPart, PrefixCache
 from holdfast.engine.scheduler import Scheduler
@@ -56,7 +58,7 @@ def a_failed_step_leaves_the_state_where_it_was(patch):
     patch.setattr(CacheGroup, "has_state", property(lambda self: self.is_state))
 
 
-@mutant("waits:", first_seed=60)
+@mutant("waits:", first_seed=72)
 def a_preempted_sequence_keeps_what_was_stored(patch):
     real = Scheduler.preempt_last
 
@@ -74,3 +76,68 @@ def a_preempted_sequence_keeps_what_was_stored(patch):
 )
 def pages_are_counted_from_where_it_computes(patch):
     patch.setattr(Sequence, "num_kept", property(lambda self: self.num_computed))
+
+
+RESTORED = "reads what is not its own|, it needs "
+
+
+def copies_are(patch, change):
+    """Copies of open rows are changed on their way into the step."""
+    real = holdfast.engine.scheduler.row_copies
+    patch.setattr(holdfast.engine.scheduler, "row_copies", lambda *own: tuple(map(change, real(*own))))
+
+
+@mutant(RESTORED)
+def a_copy_has_a_row_less(patch):
+    copies_are(patch, lambda copy: copy._replace(num_rows=copy.num_rows - 1))
+
+
+@mutant(RESTORED)
+def rows_are_copied_for_another_group(patch):
+    copies_are(patch, lambda copy: copy._replace(group=copy.group - 1))
+
+
+@mutant("reads what is not its own")
+def rows_are_not_copied(patch):
+    patch.setattr(Shadow, "copy_rows", lambda self, copy: None)
+
+
+@mutant("reads what is not its own")
+def the_last_row_is_not_copied(patch):
+    real = Shadow.copy_rows
+    patch.setattr(Shadow, "copy_rows", lambda self, copy: real(self, copy._replace(num_rows=copy.num_rows - 1)))
+
+
+@mutant("reads what is not its own")
+def rows_are_copied_after_the_step(patch):
+    def compute(self, parts):
+        late, FakeDevice.late = FakeDevice.late, []
+        real(self, parts)
+        for flight in late:
+            copy_rows(self, flight)
+
+    real, copy_rows = FakeDevice._compute, FakeDevice._copy_rows
+    patch.setattr(FakeDevice, "late", [], raising=False)
+    patch.setattr(FakeDevice, "_copy_rows", lambda self, flight: FakeDevice.late.append(flight))
+    patch.setattr(FakeDevice, "_compute", compute)
+
+
+@mutant("reads what is not its own")
+def rows_of_the_same_step_are_copied_before_it(patch):
+    patch.setattr(PrefixCache, "is_computed_by", staticmethod(lambda hit, step: False))
+
+
+@mutant("is released before|reads what is not its own")
+def a_page_that_is_copied_is_released_early(patch):
+    patch.setattr(Scheduler, "_hold", lambda self, open_rows: None)
+
+
+@mutant("is listed with another entry|entries have .* in their slots|has a hole where|the pool keeps")
+def an_evicted_long_page_drops_its_last_block_alone(patch):
+    def replace(self, page, slot):
+        self._drop(self.by_page[page])
+        if page in self.by_page:
+            del self.by_page[page]
+            self._pool.forget(page)
+
+    patch.setattr(PrefixCache, "_replace", replace)

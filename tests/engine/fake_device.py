@@ -16,7 +16,7 @@ from random import Random
 
 from engine.shadow import Shadow
 from engine.simulated_world import Client, World, first_value, mix, next_token
-from holdfast.request.step import Admitted, Step, StepItem
+from holdfast.request.step import Admitted, RowCopy, Step, StepItem
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +61,8 @@ class Flight:
     """A launched step."""
 
     parts: list[Launched] = field(default_factory=list)
+    copies: list[tuple[int, RowCopy]] = field(default_factory=list)
+    """Rows that are there before anything is computed, and whose they are."""
     has_run: bool = False
 
 
@@ -92,7 +94,7 @@ class FakeDevice:
             del self.slots[slot]
         for admitted in step.admitted:
             self._admit(admitted)
-        flight = Flight()
+        flight = Flight(copies=[(one.sequence_id, copy) for one in step.admitted for copy in one.copies])
         for item in step.items:
             assert item.slot in self.slots, f"slot {item.slot} is running, and it is empty"
             part = self._accept(item, self.slots[item.slot])
@@ -110,6 +112,7 @@ class FakeDevice:
                 continue
             self._catch_up()
             flight.has_run = True
+            self._copy_rows(flight)
             now = []
             for part in flight.parts:
                 is_surplus = part.client.num_final is not None and not self._is_read(part)
@@ -120,6 +123,11 @@ class FakeDevice:
                 if not part.is_late:
                     now.append(part)
             self._compute(now)
+
+    def _copy_rows(self, flight: Flight) -> None:
+        for sequence_id, copy in flight.copies:
+            self._shadow.copy_rows(copy)
+            self._see_pages(self._client_of(sequence_id), [copy.target])
 
     def _catch_up(self) -> None:
         """Compute what was late and is read by now: the device runs steps in order."""
@@ -213,6 +221,8 @@ class FakeDevice:
         own = {page for table in part.tables for page in table}
         others = [held for held in self.slots.values() if held is not part.held]
         others += [other.held for flight in self.flights for other in flight.parts if other.held is not part.held]
+        if any(copy.source in own for flight in self.flights for _, copy in flight.copies):
+            return True
         return any(page in own and page >= 0 for held in others for table in held.tables for page in table) or any(
             other.source is part for flight in self.flights for other in flight.parts
         )

@@ -100,7 +100,7 @@ def tokens_are_not_compared_on_a_hit(patch):
     compare(patch, lambda entry, parent, salt, key: entry.parent is parent and entry.salt == salt)
 
 
-@mutant("reads what is not its own", first_seed=28)
+@mutant("reads what is not its own|which does not know it", first_seed=28)
 def the_parent_is_not_compared_on_a_hit(patch):
     compare(patch, lambda entry, parent, salt, key: entry.key.tokens == key.tokens and entry.salt == salt)
 
@@ -632,7 +632,7 @@ def holes_are_filled_with_a_page_that_is_not_full(patch):
     patch.setattr(Scheduler, "admit", admit)
 
 
-@mutant("starts inside a page|reads what is not its own", first_seed=2)
+@mutant("starts inside a page|reads what is not its own|is written and holds a registered prefix", first_seed=2)
 def blocks_have_the_size_of_one_groups_pages(patch):
     def block_tokens(groups):
         return min((group.page_tokens for group in groups if not group.is_state), default=1)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.cache.groups import HOLE, CacheGroup
+from holdfast.request.step import RowCopy
 
 MASK = 2**64 - 1
 ODD = 0x9E3779B97F4A7C15
@@ -177,6 +178,14 @@ class Shadow:
                 self.pages[page] = [row_of(index, values[-1]) + part]
             written += tables[index]
         return written
+
+    def copy_rows(self, copy: RowCopy) -> None:
+        """Copy the first rows of a page, and no other."""
+        held = self.pages[copy.source]
+        assert held is not None, f"{copy} reads what is not its own"
+        num_rows = self.groups[copy.group].rows
+        assert copy.num_rows < num_rows, f"{copy} has a whole page of {num_rows} rows"
+        self.pages[copy.target] = held[: copy.num_rows] + [0] * (num_rows - copy.num_rows)
 
     def copy(
         self,

@@ -137,7 +137,8 @@ class World:
         world, rng = cls.plain(seed), Random(f"compressed {seed}")
         shadows = compressed_groups(rng)
         block = block_tokens([own.group for own in shadows])
-        longest = rng.randint(3, 6) * block + rng.choice((0, 1, 3))
+        longest = max(rng.randint(3, 6) * block, rng.randint(1, 3) * max(own.group.page_tokens for own in shadows))
+        longest += rng.choice((0, 1, 3))
         limits = replace(world.limits, max_model_len=longest, page_tokens=1)
         world = replace(world, limits=limits, shadows=shadows, caches_prefixes=seed % 8 != 7)
         num_pages = int(world.most_pages(longest) * rng.choice((1, 1, 1.2, 1.5, 3)))
@@ -255,7 +256,7 @@ def compressed_groups(rng: Random) -> tuple[ShadowGroup, ...]:
     reach = rng.choice((1, 2, page + 1, 2 * page + 1, 8))
     shadows = [ShadowGroup(CacheGroup(f"window of {reach}", page, reach + again), 1, reach)]
     for own, tokens_again in ((ratio, again), (2 * ratio, 0)):
-        page_tokens = own * rng.choice((1, 2))
+        page_tokens = own * rng.choice((1, 2, 2, 4, 8))
         group = CacheGroup(f"entries of {own}", page_tokens, tokens_per_row=own, tokens_again=tokens_again)
         shadows.append(ShadowGroup(group, own))
     return tuple(shadows[: rng.choice((2, 3, 3))])

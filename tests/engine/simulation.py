@@ -25,6 +25,7 @@ from holdfast.engine.sharing import hit_start
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
+from holdfast.request.step import RowCopy
 from request.frames import decode_step, encode_step
 
 SALTS = (b"", b"", b"a", b"b")
@@ -87,6 +88,8 @@ class Simulation:
         """The step that last writes each page."""
         self._forks: dict[int, Sequence] = {}
         """By the last schedule(): those that fork, and from whom."""
+        self._copies: dict[int, tuple[RowCopy, ...]] = {}
+        """By the last schedule(): rows that those who start get copies of."""
         self.epoch = 0
         self.alive: dict[int, Client] = {}
         """In order of arrival."""
@@ -272,6 +275,7 @@ class Simulation:
             chosen[index] = ()
         self.flights.popleft()
         self.scheduler.complete(step, chosen)
+        self._check_sources()
         self._see_results(step, chosen, failed)
 
     def propose(self, sequence: Sequence) -> list[int]:
@@ -300,6 +304,7 @@ class Simulation:
             for page in self._written(item):
                 self._writer_of[page], self.page_epochs[page] = number, client.epoch
         self._forks = {item.sequence.sequence_id: item.source for item in items if item.source is not None}
+        self._copies = {one.sequence_id: one.copies for one in step.step.admitted} if step is not None else {}
         self._see_changes(items)
         self._check_step(step, waits)
         self.shadow.poison(self.scheduler.pool.owner_counts(), self.scheduler.pool.kept_pages())
@@ -317,6 +322,7 @@ class Simulation:
             assert reported == step.step, f"{step.step} came as {reported}"
         self.device.launch(reported)
         self._check_mirror(items)
+        self._check_sources()
 
     def book(self, client: Client, item: ScheduledSequence, tokens: tuple[int, ...]) -> None:
         """Enters what a completed step did for a client, and looks whether the sequence has just that."""
@@ -464,7 +470,7 @@ class Simulation:
 
     def _basis(self, sequence: Sequence) -> int:
         """The latest step in flight, or about to be, that computes what a sequence starts on; 0: none."""
-        if sequence.sequence_id in self._forks:
+        if sequence.sequence_id in self._forks or self._copies.get(sequence.sequence_id):
             return self.scheduler.num_steps
         num_booked = self.scheduler.num_steps - len(self.flights) - 1
         start = max(sequence.num_computed, sequence.num_stored)
@@ -544,8 +550,28 @@ class Simulation:
             for page in (() if group.is_state else table[: start // group.page_tokens])
             if page != HOLE
         ]
+        pages += self._check_copies(sequence, start)
         ages = [self.page_epochs[page] for page in pages]
         assert all(age == self.epoch for age in ages), f"{sequence} hits pages from before a reset: {ages=}"
+
+    def _check_copies(self, sequence: Sequence, start: int) -> list[int]:
+        """It gets all rows of the pages that it starts inside, on its own pages; where they are copied from."""
+        copies, needed = self._copies.get(sequence.sequence_id, ()), list[tuple[int, int, int]]()
+        for index, (own, table) in enumerate(zip(self.world.shadows, sequence.tables, strict=True)):
+            group = own.group
+            num_rows = 0 if group.is_state else start % group.page_tokens // own.ratio
+            if num_rows:
+                needed.append((index, table[start // group.page_tokens], num_rows))
+        given = [(copy.group, copy.target, copy.num_rows) for copy in copies]
+        assert given == needed, f"{sequence} starts at {start} with {copies}, it needs {needed}"
+        self.seen["rows copied"] += sum(copy.num_rows for copy in copies)
+        return [copy.source for copy in copies]
+
+    def _check_sources(self) -> None:
+        """A page that a step in flight copies from is held: it is not given away, and its rows stay registered."""
+        for copy in (copy for live in self.flights for one in live.step.admitted for copy in one.copies):
+            is_held = self.scheduler.pool.num_owners(copy.source) > 0
+            assert is_held, f"page {copy.source} is released before {copy} has run"
 
     def _check_fork(self, sequence: Sequence, source: Sequence) -> None:
         """It has the prompt and the salt of its source, which started after the last reset, and shares whole blocks."""
@@ -609,7 +635,10 @@ class Simulation:
         self.seen["limited"] += num_rows == self._limit
 
     def _check_writer(self, item: ScheduledSequence, page: int) -> None:
-        """A page that is written belongs to one sequence, and to those that start on it in this very step."""
+        """A page that is written belongs to one sequence, and to those that start on it in this very step.
+
+        Rows of a long page may be registered, and copied, while rows behind them are written.
+        """
         pool, prefix = self.scheduler.pool, self.scheduler.prefix
         is_pending = prefix.pending.get(page) == self.scheduler.num_steps
         num_new = sum(
@@ -618,9 +647,16 @@ class Simulation:
             if number != item.sequence.sequence_id
             for table in self.alive[number].sequence.tables
         )
-        assert pool.num_owners(page) == 1 + num_new, f"page {page} is written and has other owners"
+        num_copies = sum([page] in held.tables for held in self.scheduler._quarantine if held.slot < 0)
+        assert pool.num_owners(page) == 1 + num_new + num_copies, f"page {page} is written and has other owners"
+        entry = prefix.by_page.get(page)
+        is_long = entry is not None and prefix.spans[entry.slots.index(page)] > 1
         assert not num_new or is_pending, f"page {page} is shared and is not registered"
-        assert is_pending or not pool.is_kept(page), f"page {page} is written and holds a registered prefix"
+        is_kept = pool.is_kept(page)
+        if entry is not None and is_long:
+            first = max(item.start, item.sequence.num_stored)
+            is_kept = (entry.index + 1) * self.block > first
+        assert is_pending or not is_kept, f"page {page} is written and holds a registered prefix"
 
     def _check_share(self, step: LiveStep) -> None:
         """In a pipeline: none twice, at most a stage's share, and none left out while places are free."""

@@ -43,6 +43,7 @@ from holdfast.kernels.gemm import (  # noqa: E402
     deferred_rms_norm,
     embedding,
     joint_row,
+    packed_tiles,
     quantize_activations,
     row_scaled_tiles,
     small_batch,
@@ -373,6 +374,12 @@ def experts_of(
     out, bias = torch.empty(2 * num_rows, size_n, dtype=BF16), torch.empty(shape[:2], dtype=BF16)
     x = torch.empty(num_rows, size_k, dtype=BF16)
     launch(routing.ExpertProduct(x, weight, order, out, gated, rows, bias if has_bias else None, form))
+
+
+def packed_experts_of(form: GateForm, sizes: tuple[int, int], gated: bool, num_rows: int) -> None:
+    """Tiles of packed weights, which a tensor in host memory does not take."""
+    with patch.object(grouped_gemm, "takes_packed_tiles", lambda x, weight: True):
+        experts_of("mxfp4", sizes, gated=gated, form=form, num_rows=num_rows, has_bias=form.is_interleaved)
 
 
 def ordered(*arguments: Any) -> routing.ExpertOrder:
@@ -733,6 +740,14 @@ V4_CASES: dict[str, Callable[[], None]] = {
     "streams of V4-Flash, 16 rows": lambda: streams_of(16, 4096),
     "streams of V4-Pro, 900 rows": lambda: streams_of(900, 7168),
 }
+PACKED_CASES: dict[str, Callable[[], None]] = {
+    f"packed experts of {size_n} by {size_k}, {num_rows} rows": partial(
+        packed_experts_of, form, (size_n, size_k), size_n != 96, num_rows
+    )
+    for form, size_n, size_k in ((GPT_OSS, 2880, 2880), (V4_FORM, 2048, 4096), (V4_FORM, 96, 160))
+    for num_rows in (8, 30, 130, 700)
+}
+"""Unsorted, and in blocks of 32, 64 and 128 rows."""
 LAYER_CASES: dict[str, Callable[[], None]] = {
     f"expert layer in {scheme or 'bfloat16'}, {num_rows} rows of {hidden}": partial(
         expert_layer_of, scheme, num_rows, hidden, inner
@@ -924,6 +939,7 @@ CASES: dict[str, Callable[[], None]] = {
     **V4_CASES,
     **EXPERT_CASES,
     **LAYER_CASES,
+    **PACKED_CASES,
 }
 
 
@@ -959,7 +975,7 @@ def main() -> None:
         edit_logits,
         operation,
         normed_routing,
-        operation,
+        packed_tiles,
         place_kernels,
         quantize_activations,
         quantized_attention,

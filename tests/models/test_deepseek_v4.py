@@ -13,9 +13,9 @@ from runner.drive import Request
 BOTH = "both entries"
 """Two layers that have all there is: for what takes many runs."""
 BLOCKS = {
-    "like V4-Flash": 32,
-    "both entries": 16,
-    "like V4-Pro": 24,
+    "like V4-Flash": 8,
+    "both entries": 8,
+    "like V4-Pro": 8,
     "windows": 1,
     "all entries": 8,
     "chosen entries": 4,

@@ -21,7 +21,7 @@ from holdfast.engine.messages import (
 )
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import TokenLogprobs
-from holdfast.request.step import Admitted, Step, StepItem
+from holdfast.request.step import Admitted, RowCopy, Step, StepItem
 from holdfast.request.structured import StructuredOutputs
 from request.frames import decode_step, encode_step
 
@@ -95,6 +95,7 @@ CASES: dict[str, tuple[object, list[Any], Callable[[Any, Any], object]]] = {
                 "num_stored": 2,
                 "fork_of": 0,
                 "is_pooled": True,
+                "copies": (RowCopy(2, 7, 9, 3),),
             },
             ADMITTED,
         ),

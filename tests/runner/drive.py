@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, LiveStep, Sequence, SequenceState, StepResult, TokenLogprobs
+from holdfast.runner.assembly import copy_cache
 from holdfast.runner.pooled_rows import PooledRows
 from holdfast.runner.runner import Runner, RunnerParts
 from holdfast.runner.sampling.batch import Choice, Choosing
@@ -179,7 +181,10 @@ class Rig:
             spec.vocab_size,
         )
         pooled_rows = PooledRows(spec.hidden_size, dtype, CPU, Ledger())
-        self.runner = Runner(RunnerParts(*parts, frozenset({2}), CPU, row_sizes=row_sizes, pooled_rows=pooled_rows))
+        copied = partial(copy_cache, self.storage, self.states)
+        self.runner = Runner(
+            RunnerParts(*parts, frozenset({2}), CPU, row_sizes=row_sizes, copy_cache=copied, pooled_rows=pooled_rows)
+        )
         self.logits: dict[int, dict[int, torch.Tensor]] = {}
 
     @staticmethod

@@ -58,6 +58,15 @@ class CacheGroup:
         """True if a state, on pages or outside them, accumulates every written token."""
         return self.is_state or self.tokens_per_row > 1
 
+    @property
+    def can_be_open(self) -> bool:
+        """True if a prefix may end inside a page: its rows stand for several tokens, so its pages are long."""
+        return self.tokens_per_row > 1 and self.window is None
+
+    def open_rows(self, num_tokens: int) -> int:
+        """Return the filled rows of the page that a prefix of `num_tokens` ends inside; 0 if it ends with a page."""
+        return num_tokens % self.page_tokens // self.tokens_per_row if self.can_be_open else 0
+
     def pages_for(self, num_tokens: int) -> int:
         """Return the length of the page list of a sequence of `num_tokens`, holes included."""
         if self.is_state:
@@ -114,8 +123,15 @@ def tokens_again(groups: Sequence[CacheGroup]) -> int:
 
 
 def block_tokens(groups: Sequence[CacheGroup]) -> int:
-    """Return the tokens of a prefix-cache block: whole pages of every group."""
-    return lcm(*(group.page_tokens for group in groups if not group.is_state))
+    """Return the tokens of a prefix-cache block: whole pages of every group, but only whole rows if these are long.
+
+    Each page holds whole blocks, or each block holds whole pages.
+    """
+    kept = [group for group in groups if not group.is_state]
+    block = lcm(*(group.tokens_per_row if group.can_be_open else group.page_tokens for group in kept))
+    while uneven := [own.page_tokens for own in kept if own.page_tokens % block and block % own.page_tokens]:
+        block = lcm(block, *uneven)
+    return block
 
 
 def by_position(groups: Sequence[CacheGroup], tables: Sequence[Sequence[int]]) -> list[int]:

@@ -210,6 +210,11 @@ class PagePool:
         assert self.owners_by_page[page] > 0, f"page {page} has no owner and cannot hold a prefix"
         self.kept_by_page[page] = 1
 
+    def evict_next(self, page: int) -> None:
+        """Evict a page before all that are cached now, unless a sequence holds it."""
+        if page in self.cached:
+            self.cached.move_to_end(page, last=False)
+
     def forget(self, page: int) -> None:
         """Unmark a page that held a registered prefix: without owners it becomes free."""
         assert self.kept_by_page[page], f"page {page} holds no prefix that could be forgotten"

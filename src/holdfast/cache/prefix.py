@@ -1,6 +1,6 @@
 """PrefixCache: finds pages that already hold a prefix, by a chained strong hash and a comparison; no torch.
 
-A block is a number of tokens that fills whole pages of every cache group. Its name is the digest of (its parent
+A block is a number of tokens that fills whole pages of every cache group, or a part of a long page. Its name is the digest of (its parent
 block's digest, the salt, its token ids), so equal names mean equal prefixes back to the first token. A digest only
 finds a candidate: salt, token ids and the parent itself are compared before a page is reused. So a hash collision
 never returns another prefix's page.
@@ -14,6 +14,16 @@ A slot is a HOLE if the window had passed its page when the block was completed,
 prefix of h tokens is a hit if every group can serve it. A whole context needs all pages, and a window those of the last
 W - 1 tokens. No state is kept, so h must be where a state restarts.
 
+A long page (rows of several tokens, cache/groups.py) is in the slot of every block that ends on it: it holds the rows of
+that block and of those before it on the page. A prefix that ends inside such a page has *open rows*. Its pages are
+shared, and the sequence starts with a copy of the open rows on a page of its own, because it goes on there:
+
+    entries of 128, 2,048 tokens a page    [ page a .............. ][ page b: blocks 16 to 20, then others ]
+    a hit of 21 blocks of 128 tokens         shared                   5 rows are copied
+
+Rows that are registered never change: their writer only adds rows, and leaves the page before another writes it. So
+blocks of several pages may have the same rows. If a long page is evicted, a child's page takes its place.
+
 A block is registered when the scheduler issues the step that completes it. A sequence that recomputes it keeps a
 private copy and fills holes. An evicted page of a window leaves a hole. One of a whole context removes its entry and
 all below it, which are unreachable without it. An entry without pages and children is removed; with children it stays
@@ -22,9 +32,10 @@ pages, so a small multiple of the pages bounds their number.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import lcm
 from typing import NamedTuple
 
 from holdfast.cache.groups import HOLE, CacheGroup, block_tokens
@@ -53,6 +64,14 @@ class BlockKey(NamedTuple):
     tokens: bytes
 
 
+class OpenRows(NamedTuple):
+    """First rows of a cached page, which a sequence that continues after them needs on its own page."""
+
+    group: int
+    page: int
+    num_rows: int
+
+
 @dataclass(eq=False, slots=True)
 class PrefixEntry:
     """A registered block, compared by identity: two entries are never the same prefix."""
@@ -67,6 +86,10 @@ class PrefixEntry:
     children: "dict[bytes, PrefixEntry]" = field(default_factory=dict)
     """Children by digest."""
     is_registered: bool = True
+    index: int = 0
+    """Number of blocks before it."""
+    step: int = 0
+    """The step that computes it; 0 if it was computed before it was registered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,6 +103,8 @@ class PrefixChain:
     num_blocks: int = 0
     """Number of its first blocks that are entries; `tip` is the last of them."""
     tip: PrefixEntry | None = None
+    num_prompt_tokens: int = 0
+    """Tokens before its output."""
     epoch: int = -1
     """Number of cache resets before its pages were computed."""
     is_closed: bool = False
@@ -88,12 +113,14 @@ class PrefixChain:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Cached blocks that a sequence can start on."""
+    """A prefix that a sequence can start on: what it shares, what it gets copies of (docs/adr/0021-restored-prefixes.md)."""
 
     entries: tuple[PrefixEntry, ...]
     tables: tuple[tuple[int, ...], ...]
-    """Pages of each group by place; HOLE before the window."""
+    """Shared pages of each group by place; HOLE before the window."""
     num_tokens: int
+    open_rows: tuple[OpenRows, ...] = ()
+    """At most one for each group, of the page after its shared ones."""
     known: tuple[PrefixEntry, ...] = ()
     """Entries of the sequence's blocks, also those that some group cannot serve."""
 
@@ -109,10 +136,23 @@ class BlockPart:
     group: CacheGroup
     first: int
     count: int
+    span: int = 1
+    """Blocks of a page; several if it is long."""
+
+    @classmethod
+    def of(cls, group: CacheGroup, first: int, block: int) -> "BlockPart":
+        if group.is_state:
+            return cls(group, first, 0)
+        return cls(group, first, max(block // group.page_tokens, 1), max(group.page_tokens // block, 1))
 
     @property
     def end(self) -> int:
         return self.first + self.count
+
+    def pages(self, table: Sequence[int], index: int) -> Sequence[int]:
+        """Return a sequence's pages of block `index`."""
+        first = index * self.count // self.span
+        return table[first : first + self.count]
 
     def run(self, slots: Sequence[int], run_before: int) -> int:
         """Count consecutive tokens with pages up to the block's end; `run_before` is the count at its start."""
@@ -140,21 +180,25 @@ class PrefixCache:
         self._pool = pool
         self._groups = tuple(groups)
         self.block_tokens = block_tokens(groups)
+        self._whole_tokens = lcm(*(group.page_tokens for group in groups if not group.is_state))
         parts: list[BlockPart] = []
         for group in groups:
-            count = 0 if group.is_state else self.block_tokens // group.page_tokens
-            parts.append(BlockPart(group, parts[-1].end if parts else 0, count))
+            parts.append(BlockPart.of(group, parts[-1].end if parts else 0, self.block_tokens))
         self._parts = tuple(parts)
         self._windows = tuple(part for part in parts if part.group.window is not None)
         self.is_whole = tuple(part.group.window is None for part in parts for _ in range(part.count))
         """True for each slot whose group keeps the whole context."""
+        self.spans = tuple(part.span for part in parts for _ in range(part.count))
+        """Blocks of a page, for each slot."""
         self._periods = tuple(group.state_period for group in groups if group.is_state)
         self._can_hit = can_hit(groups)
         self._hash = hash_bytes
         self._root = hash_bytes(root)
         self._entries: dict[bytes, PrefixEntry] = {}
         self.by_page: dict[int, PrefixEntry] = {}
+        """The entry of each page; of a long one, the entry with most of its rows."""
         self._epoch = 0
+        self._settled = 0
         self.pending: dict[int, int] = {}
         """Step number of each registered page that a step in flight computes."""
         self.max_entries = ENTRIES_PER_PAGE * pool.num_pages
@@ -184,11 +228,17 @@ class PrefixCache:
             if self._serves(runs, len(found) * self.block_tokens):
                 num_served = len(found)
         entries = tuple(found[:num_served])
-        return PrefixHit(entries, self.tables_of(entries), num_served * self.block_tokens, tuple(found))
+        num_tokens = num_served * self.block_tokens
+        return PrefixHit(entries, self.tables_of(entries), num_tokens, self.open_rows_of(entries), tuple(found))
 
     def miss(self) -> PrefixHit:
         """Return the match of a sequence without a cached prefix."""
         return PrefixHit((), self.tables_of(()), 0)
+
+    @staticmethod
+    def is_computed_by(hit: PrefixHit, step: int) -> bool:
+        """Return True if `step` computes open rows of a hit: only a later step can begin with a copy of them."""
+        return bool(hit.open_rows) and hit.entries[-1].step >= step
 
     def may_hold_more(self, chain: PrefixChain, hit: PrefixHit) -> bool:
         """Return True if `match` may find a block beyond those of `hit` that are still registered."""
@@ -261,9 +311,30 @@ class PrefixCache:
             else:
                 chain.tip = entry
                 chain.num_blocks += 1
+                if entry.index * self.block_tokens > chain.num_prompt_tokens:
+                    self._yield_windows(entry)
+
+    def _yield_windows(self, entry: PrefixEntry) -> None:
+        """Evict next the pages that windows see at the start of an output's block and not at its end.
+
+        Prefixes rarely end inside an output, except at its end. So short blocks do not take more of the cache than long
+        ones. Prefixes of whole pages keep their windows.
+        """
+        end = entry.index * self.block_tokens
+        if end % self._whole_tokens == 0:
+            return
+        for part in self._windows:
+            above: PrefixEntry | None = entry
+            for place in reversed(range(part.group.first_page(end), part.group.first_page(end + self.block_tokens))):
+                block, slot = divmod(place, part.count)
+                while above is not None and above.index > block:
+                    above = above.parent
+                if above is not None:
+                    self._pool.evict_next(above.slots[part.first + slot])
 
     def settle(self, step: int) -> None:
         """Record that the steps up to this one have run: their pages are no longer pending."""
+        self._settled = step
         self.pending = {page: own for page, own in self.pending.items() if own > step}
 
     def pending_step(self, tables: Sequence[Sequence[int]]) -> int:
@@ -285,8 +356,12 @@ class PrefixCache:
     def forget_pending(self) -> None:
         """Forget the pages that dropped steps were to compute, and all blocks after them."""
         for page in list(self.pending):
-            if page in self.pending:
-                self.evict(page)
+            while page in self.pending:
+                entry = self.by_page[page]
+                if self.spans[entry.slots.index(page)] > 1:
+                    self._drop(entry)  # earlier blocks of a long page stay
+                else:
+                    self.evict(page)
         assert not self.pending, f"pages {list(self.pending)} are pending and no entry has them"
 
     def reset(self) -> None:
@@ -312,15 +387,27 @@ class PrefixCache:
         tables: list[tuple[int, ...]] = []
         for part in self._parts:
             num_hidden = part.group.first_page(num_tokens)
-            pages = [page for entry in entries for page in entry.slots[part.first : part.end]]
+            pages = [
+                page for entry in entries[part.span - 1 :: part.span] for page in entry.slots[part.first : part.end]
+            ]
             tables.append((*[HOLE] * num_hidden, *pages[num_hidden:]))
         return tuple(tables)
+
+    def open_rows_of(self, entries: Sequence[PrefixEntry]) -> tuple[OpenRows, ...]:
+        """Return the rows of each long page that a prefix ends inside."""
+        num_tokens = len(entries) * self.block_tokens
+        counts = [part.group.open_rows(num_tokens) for part in self._parts]
+        return tuple(
+            OpenRows(number, entries[-1].slots[part.first], num_rows)
+            for number, (part, num_rows) in enumerate(zip(self._parts, counts, strict=True))
+            if num_rows
+        )
 
     def _slots(self, tables: Sequence[Sequence[int]], index: int) -> list[int]:
         """Return a sequence's pages of a block."""
         slots: list[int] = []
         for part, table in zip(self._parts, tables, strict=True):
-            slots += table[index * part.count : (index + 1) * part.count]
+            slots += part.pages(table, index)
         return slots
 
     def _key(self, chain: PrefixChain, token_ids: Sequence[int], index: int) -> BlockKey:
@@ -349,7 +436,7 @@ class PrefixCache:
             # A fork has no page of a block that its windows have passed: its entry would lead to no page.
             if len(self._entries) >= self.max_entries or all(page == HOLE for page in slots):
                 return None
-            entry = PrefixEntry([HOLE] * len(slots), 0, parent, chain.salt, key)
+            entry = PrefixEntry([HOLE] * len(slots), 0, parent, chain.salt, key, index=chain.num_blocks, step=step)
             self._entries[key.digest] = entry
             if parent is not None:
                 parent.children[key.digest] = entry
@@ -364,7 +451,7 @@ class PrefixCache:
         for slot, page in enumerate(slots):
             if page == HOLE or entry.slots[slot] != HOLE:
                 continue
-            assert page not in self.by_page, f"page {page} is registered twice"
+            assert page not in self.by_page or self.spans[slot] > 1, f"page {page} is registered twice"
             self._pool.keep(page)
             self.by_page[page] = entry
             if step:
@@ -376,37 +463,71 @@ class PrefixCache:
     def evict(self, page: int) -> None:
         entry = self.by_page[page]
         slot = entry.slots.index(page)
+        if self.spans[slot] > 1:
+            self._replace(page, slot)
+            return
         if self.is_whole[slot]:
             self._drop(entry)
             return
-        del self.by_page[page]
-        self.pending.pop(page, None)
         entry.slots[slot] = HOLE
         entry.num_pages -= 1
-        self._pool.forget(page)
+        self._leave(page, slot, entry)
         above: PrefixEntry | None = entry
         while above is not None and above.num_pages == 0 and not above.children:
             above, empty = above.parent, above
             self._drop(empty)
 
+    def _replace(self, page: int, slot: int) -> None:
+        """Evict a long page: its entries get the page of a child, which has their rows too, or are dropped."""
+        for entry in list(self._holders(page, slot)):
+            heirs = (child.slots[slot] for child in entry.children.values() if child.index % self.spans[slot])
+            heir = next(heirs, HOLE)
+            if heir == HOLE:
+                self._drop(entry)
+            else:
+                entry.slots[slot] = heir
+                self._leave(page, slot, entry)
+
+    def _holders(self, page: int, slot: int) -> Iterator[PrefixEntry]:
+        """Yield the entries of a long page, the last block first: all are above it, and end on this page."""
+        entry: PrefixEntry | None = self.by_page[page]
+        while entry is not None:
+            above = entry.parent if entry.index % self.spans[slot] else None
+            if entry.slots[slot] == page:
+                yield entry
+            entry = above
+
+    def _leave(self, page: int, slot: int, entry: PrefixEntry) -> None:
+        """Record that an entry no longer has a page; forget the page if no other entry has it."""
+        if self.by_page[page] is not entry:
+            return
+        above = next((one for one in self._holders(page, slot) if one is not entry), None)
+        if above is None:
+            del self.by_page[page]
+            self.pending.pop(page, None)
+            self._pool.forget(page)
+            return
+        self.by_page[page] = above
+        if self.pending.pop(page, 0) and above.step > self._settled:
+            self.pending[page] = above.step
+
     def _drop(self, top: PrefixEntry) -> None:
         """Forget an entry and everything below it."""
+        below = [top]
+        for entry in below:
+            below += entry.children.values()
+        for entry in reversed(below):
+            entry.is_registered = False
+            del self._entries[entry.key.digest]
+            for slot, page in enumerate(entry.slots):
+                if page != HOLE:
+                    self._leave(page, slot, entry)
         if top.parent is not None:
             del top.parent.children[top.key.digest]
-        pending = [top]
-        while pending:
-            entry = pending.pop()
-            pending += entry.children.values()
-            entry.is_registered = False
+        for entry in below:
             # Chains may still point here; these links would keep other entries alive.
             entry.parent = None
             entry.children.clear()
-            del self._entries[entry.key.digest]
-            for page in entry.slots:
-                if page != HOLE:
-                    del self.by_page[page]
-                    self.pending.pop(page, None)
-                    self._pool.forget(page)
 
     def check(self) -> None:
         """Assert that each kept page is in one slot of one entry, and entries are named, linked, useful and bounded."""
@@ -420,7 +541,7 @@ class PrefixCache:
         placed: list[int] = []
         for digest, entry in self._entries.items():
             pages = [page for page in entry.slots if page != HOLE]
-            placed += pages
+            placed += [page for page in pages if self.by_page.get(page) is entry]
             self._check_entry(digest, entry, pages)
             num_below += entry.parent is not None
             num_children += len(entry.children)
@@ -431,8 +552,9 @@ class PrefixCache:
         slots = entry.slots
         assert entry.is_registered, f"the entry of pages {slots} is listed and was dropped"
         assert entry.key.digest == digest, f"the entry of pages {slots} is not found under its name"
-        for page in pages:
-            assert self.by_page.get(page) is entry, f"page {page} is listed with another entry than its own"
+        for slot, page in enumerate(slots):
+            is_listed = page == HOLE or (page in self.by_page and entry in self._holders(page, slot))
+            assert is_listed, f"page {page} is listed with another entry than its own"
         assert entry.num_pages == len(pages), f"the entry of pages {slots} counts {entry.num_pages} of them"
         assert pages or entry.children, f"the entry of pages {slots} leads to no page"
         holes = [slot for slot, page in enumerate(slots) if page == HOLE] if len(pages) < len(slots) else ()
@@ -440,4 +562,5 @@ class PrefixCache:
         assert not is_short, f"the entry of pages {slots} has a hole where the whole context is kept"
         if entry.parent is not None:
             is_linked = entry.parent.is_registered and entry.parent.children.get(digest) is entry
+            is_linked = is_linked and entry.index == entry.parent.index + 1
             assert is_linked, f"the entry of pages {slots} is below {entry.parent.slots}, which does not know it"

@@ -17,10 +17,12 @@ appended when a step is booked, and a preempted sequence has nothing in flight.
 
 A sequence that ends with steps in flight leaves surplus: those steps still write its pages and its slot. Both stay in
 *quarantine*, owned by no running sequence and not reused, until the last of these steps is booked, which drops its
-surplus tokens. An end by max_tokens leaves none: no position past it is scheduled.
+surplus tokens. An end by max_tokens leaves none: no position past it is scheduled. A page that a step copies rows from
+(cache/prefix.py) is there too, until that step is booked.
 
 **Sharing** (engine/sharing.py). Full blocks of known tokens are registered once their step is certain, so sequences
-admitted in that step, or while it is in flight, start on them. Equal prompts fork without a row. An aborted leader
+admitted in that step, or while it is in flight, start on them. If their prefix has open rows, they wait for the next
+step: it begins with copies, so what it copies is computed before. Equal prompts fork without a row. An aborted leader
 leaves its pages to those that share them, because its steps still run. If steps in flight are dropped, their blocks are
 forgotten, and sequences that started on them restart. A waiting sequence never computes what a running one of the same
 or a higher priority is about to compute; that one computes in the next steps or leaves.
@@ -61,8 +63,8 @@ So between an admission and the moment a sequence has filled its extra page, non
 tokens each, of the group with the smallest pages. A step that preempted one admits none.
 
 **Preemption frees memory at once**, because it happens only with nothing in flight. A sequence admitted on a hit of h
-tokens takes a new page in every group that keeps rows, because h ends a page in all of them and the token at h is never
-part of a hit, and its states are its own. What it computed is shared only with sequences admitted later; among equals
+tokens takes a new page in every group that keeps rows, because h ends a page, or it gets a copy of that page, and the token at
+h is never part of a hit, and its states are its own. What it computed is shared only with sequences admitted later; among equals
 these are preempted first. So each preemption makes pages available, as long as some group holds the newest token, or a
 state, between steps: every group but a window of 1, which at the end of a page holds nothing. If all groups are such,
 or a more important sequence shares the pages, a preemption may free nothing, and the next one follows; the argument
@@ -94,12 +96,12 @@ from collections.abc import Sequence as SequenceABC
 
 from holdfast.cache.groups import HOLE, CacheGroup, by_position, tokens_again
 from holdfast.cache.pages import PagePool
-from holdfast.cache.prefix import PrefixCache, PrefixHit, can_hit, strong_hash
+from holdfast.cache.prefix import OpenRows, PrefixCache, PrefixHit, can_hit, strong_hash
 from holdfast.config import Limits
 from holdfast.engine.page_needs import PageNeeds
 from holdfast.engine.queues import PromptRows, Queues, SlotPool, named
-from holdfast.engine.sharing import NO_START, Leaders, Start, fork_start, hit_start
-from holdfast.engine.tracks import Blocked, Guesses, Propose, Quarantined, Track, admitted, new_pages
+from holdfast.engine.sharing import NO_START, Leaders, Start, fork_start, hit_start, row_copies
+from holdfast.engine.tracks import Blocked, Guesses, Propose, Quarantined, Track, admitted, check_table, new_pages
 from holdfast.errors import QueueFullError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
 from holdfast.request.step import Admitted, Step, StepItem
@@ -233,6 +235,7 @@ class Scheduler:
         self._queues.append(sequence)
         sequence.tables = [[] for _ in self.groups]
         chain = self.prefix.chain(sequence.cache_salt)
+        chain.num_prompt_tokens = sequence.num_prompt_tokens
         self._tracks[sequence.sequence_id] = Track(self._needs.longest(sequence), max_pages, chain)
 
     def schedule(self, propose: Propose | None = None, max_prompt_rows: int | None = None) -> LiveStep | None:
@@ -402,7 +405,7 @@ class Scheduler:
             sequence.num_coming += item.samples
             track.last_step = self.num_steps
             if not track.is_sent:
-                new.append(admitted(sequence, -1 if item.source is None else item.source.slot))
+                new.append(admitted(sequence, -1 if item.source is None else item.source.slot, track.copies))
                 track.is_sent = True
             pages = new_pages(sequence, track) if track.is_grown else ()
             sent.append(StepItem(sequence.slot, item.start, item.num_new_tokens, item.samples, pages, item.proposals))
@@ -453,8 +456,9 @@ class Scheduler:
         self._quarantine = [held for held in self._quarantine if held.last_step > number]
         for held in left:
             self.pool.release_many(by_position(self.groups, held.tables))
-            self._slots.put(held.slot)
-            self._released.append(held.slot)
+            if held.slot >= 0:
+                self._slots.put(held.slot)
+                self._released.append(held.slot)
         # No claim has counted on these pages.
         self._blocked = None
 
@@ -562,17 +566,19 @@ class Scheduler:
             if claims is None:
                 claims = sum(map(self._claim, self._queues.running))
             start = hit_start(self.hit(sequence), self.tokens_again)
+            has_to_wait = budget == 0 or self.prefix.is_computed_by(start.hit, self.num_steps + 1)
             # With one row left there is nothing to copy, and a step of single rows stays one.
-            if source is not None and (budget == 0 or start.num_computed < len(sequence.token_ids) - 1):
+            if source is not None and (has_to_wait or start.num_computed < len(sequence.token_ids) - 1):
                 fork = fork_start(start.hit, source, self.groups)
                 if claims + self._num_taken(sequence, fork) <= self.pool.num_available:
                     start = fork
-                elif budget == 0:
-                    return
+            if has_to_wait and start.source is None:
+                return
             hit = start.hit
             if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
-                # Shared pages of a window are released later: it may fit without them.
-                start = hit_start(self.prefix.miss(), self.tokens_again) if self._windows else start
+                # Shared pages of a window are released later, and a copied page takes another: it may fit without them.
+                may_fit = self._windows or start.hit.open_rows
+                start = hit_start(self.prefix.miss(), self.tokens_again) if may_fit else start
             if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
                 self._blocked = Blocked(
                     sequence.sequence_id,
@@ -607,6 +613,7 @@ class Scheduler:
         claim = self._needs.claim(sequence, start.tables, start.num_kept, longest, lambda page: num_owners(page) > 0)
         # Hits save pages, but pages without an owner counted as available.
         num_revived = sum(num_owners(page) == 0 for table in start.tables for page in table if page != HOLE)
+        num_revived += sum(num_owners(rows.page) == 0 for rows in start.hit.open_rows)
         # A page of one owner will have two: it is no longer released after that one's window.
         joined = (page for index in self._windows for page in start.tables[index] if page != HOLE)
         return claim + num_revived + sum(num_owners(page) == 1 for page in joined)
@@ -629,6 +636,7 @@ class Scheduler:
         # It gets a page of its own to release, even if its first step does not reach the end of the hit.
         has_grown = self.grow(sequence, max(first + num_new_tokens, start.hit.num_tokens + 1))
         assert has_grown, f"{named(sequence)} was admitted without pages"
+        self._tracks[sequence.sequence_id].copies = row_copies(start, self.groups, sequence.tables)
         if start.source is None:
             # A fork's own pages are copied after the forward pass: nothing of this step may read them.
             self.register(sequence, first + num_new_tokens, self.num_steps + 1)
@@ -640,12 +648,21 @@ class Scheduler:
         sequence.tables = self.prefix.share(track.chain, start.hit, start.tables or ((),) * len(self.groups))
         sequence.num_computed = sequence.num_scheduled = start.num_computed
         sequence.num_stored = start.num_stored
-        is_fork = start.source is not None
-        track.ready_step = self.num_steps + 1 if is_fork else self.prefix.pending_step(sequence.tables)
+        is_copied = start.source is not None or bool(start.hit.open_rows)
+        track.ready_step = self.num_steps + 1 if is_copied else self.prefix.pending_step(sequence.tables)
+        track.copies = ()
+        self._hold(start.hit.open_rows)
         track.num_sent = [0] * len(self.groups)
         track.is_grown = True
         track.capacity = self._needs.capacity(sequence.tables)
         track.end = start.hit.num_tokens
+
+    def _hold(self, open_rows: SequenceABC[OpenRows]) -> None:
+        """Own the pages that a prefix ends inside until the next step, which copies from them, is booked."""
+        for rows in open_rows:
+            self.pool.share(rows.page)
+            tables = [[rows.page] if index == rows.group else [] for index in range(len(self.groups))]
+            self._quarantine.append(Quarantined(self.num_steps + 1, -1, tables))
 
     def hit(self, sequence: Sequence) -> PrefixHit:
         """Find cached pages to start on; the last token is always computed, for its logits."""
@@ -732,7 +749,8 @@ class Scheduler:
         numbers = [step.step.number for step in self.in_flight]
         latest = list(range(self.num_steps - len(numbers) + 1, self.num_steps + 1))
         assert numbers == latest, f"steps {numbers} are in flight, of {self.num_steps}"
-        self._slots.check([sequence.slot for sequence in running] + [held.slot for held in self._quarantine])
+        slots = [sequence.slot for sequence in running] + [held.slot for held in self._quarantine]
+        self._slots.check([slot for slot in slots if slot >= 0])
         for held in self._quarantine:
             assert held.last_step in numbers, f"slot {held.slot} is kept for step {held.last_step}, of {numbers}"
         ends = {sequence.sequence_id: sequence.num_computed for sequence in running}
@@ -769,24 +787,8 @@ class Scheduler:
         assert len(pages) <= track.max_pages, f"{named(sequence)} holds more than {track.max_pages} pages"
         assert len(set(pages)) == len(pages), f"{named(sequence)} holds a page twice"
         for group, table in zip(self.groups, tables, strict=True):
-            self._check_table(sequence, group, table)
+            check_table(sequence, group, table, track.end, self.limits.max_num_batched_tokens)
         assert len(pages) == sum(self.pages_held(sequence)), f"{named(sequence)} holds {pages}, counted otherwise"
         num_full = max(sequence.num_kept, sequence.num_scheduled) // self.prefix.block_tokens
         num_registered = track.chain.num_blocks
         assert num_registered <= num_full, f"{named(sequence)}: {num_registered=} blocks, {num_full=}"
-
-    def _check_table(self, sequence: Sequence, group: CacheGroup, table: list[int]) -> None:
-        """Assert a whole state, a page in each place, holes only before the window, and the bound."""
-        track, num_kept = self._tracks[sequence.sequence_id], sequence.num_kept
-        num_places = group.pages_for(track.end)
-        assert len(table) == num_places, f"{named(sequence)} has not {num_places} places in {group.name}: {table}"
-        first = group.first_page(num_kept)
-        is_held = [page != HOLE for page in table]
-        assert not any(is_held[:first]), f"{named(sequence)} holds what is before its {group.name}: {table}"
-        assert all(is_held[first:]), f"{named(sequence)} has not what its {group.name} sees from {first=} on: {table}"
-        if group.window is not None:
-            # With one token a step this is the window and one page.
-            num_step_tokens = max(track.end - num_kept, 1)
-            most, num_held = group.most_held(num_step_tokens), sum(is_held)
-            assert num_step_tokens <= self.limits.max_num_batched_tokens, f"{named(sequence)}: {num_step_tokens=}"
-            assert num_held <= most, f"{named(sequence)} holds {num_held} pages of its {group.name}, at most {most}"

@@ -1,7 +1,8 @@
 """Sharing: what a waiting sequence starts on (cached blocks, blocks that this step computes, or a fork of a twin); no torch.
 
 Attention writes the keys and values of all rows of a step before any row reads them. So a sequence may start on blocks
-that another sequence computes in the same step, or in an earlier step in flight: the device runs steps in order.
+that another sequence computes in the same step, or in an earlier step in flight: the device runs steps in order. Open
+rows are copied before a step computes anything. So a sequence starts on those of earlier steps alone.
 
 A *twin* has the same prompt and reaches its end in this step. A sequence forks from its twin without a row of its own:
 it samples from the twin's last row, shares its whole blocks, and the runner copies the open rest after the step's
@@ -21,6 +22,7 @@ from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.cache.prefix import PrefixCache, PrefixChain, PrefixHit
 from holdfast.request.sequence import ScheduledSequence
 from holdfast.request.sequence import Sequence as Completion
+from holdfast.request.step import RowCopy
 
 Tables = tuple[tuple[int, ...], ...]
 Key = tuple[bytes, int, tuple[int, ...]]
@@ -66,6 +68,15 @@ def fork_start(hit: PrefixHit, twin: Completion, groups: Sequence[CacheGroup]) -
         num_hidden = group.first_page(num_computed)
         tables.append((*[HOLE] * num_hidden, *table[num_hidden:]))
     return Start(hit, tuple(tables), num_computed, hit.num_tokens, twin)
+
+
+def row_copies(start: Start, groups: Sequence[CacheGroup], tables: Sequence[Sequence[int]]) -> tuple[RowCopy, ...]:
+    """Return the copies of a start's open rows to the pages that the sequence now has; a fork copies whole pages later."""
+    num_tokens = start.hit.num_tokens
+    return tuple(
+        RowCopy(rows.group, rows.page, tables[rows.group][num_tokens // groups[rows.group].page_tokens], rows.num_rows)
+        for rows in (start.hit.open_rows if start.source is None else ())
+    )
 
 
 class Leaders:

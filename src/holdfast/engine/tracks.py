@@ -4,9 +4,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 
+from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.cache.prefix import PrefixChain, PrefixHit
+from holdfast.engine.queues import named
 from holdfast.request.sequence import Sequence
-from holdfast.request.step import Admitted
+from holdfast.request.step import Admitted, RowCopy
 
 Propose = Callable[[Sequence], SequenceABC[int]]
 """Returns any number of draft tokens after a sequence's last one."""
@@ -33,6 +35,8 @@ class Track:
     """The step that computes what it started on. If that is dropped, it restarts."""
     is_grown: bool = False
     """True if its tables have pages that no step has sent."""
+    copies: tuple[RowCopy, ...] = ()
+    """Rows that its first step copies."""
     num_sent: list[int] = field(default_factory=list)
     """Places of each table that steps have sent."""
 
@@ -55,11 +59,12 @@ class Blocked:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Pages and slot of a finished sequence that steps in flight still write."""
+    """Pages that steps in flight still use: those of a finished sequence with its slot, or one to copy rows from."""
 
     last_step: int
-    """The last step that writes these pages."""
+    """The last step that writes or copies these pages."""
     slot: int
+    """-1 if only pages are held."""
     tables: list[list[int]]
 
 
@@ -74,11 +79,12 @@ class Guesses:
     """Pages claimed by running sequences; None until a draft token needs a page."""
 
 
-def admitted(sequence: Sequence, fork_of: int) -> Admitted:
+def admitted(sequence: Sequence, fork_of: int, copies: tuple[RowCopy, ...]) -> Admitted:
     """Describe a sequence that takes a slot; `fork_of`: the slot that it forks from, or -1."""
     return Admitted(
         *(sequence.slot, sequence.sequence_id, tuple(sequence.token_ids), sequence.num_prompt_tokens),
         *(sequence.params, sequence.seed, sequence.bad_word_ids, sequence.num_stored, fork_of, sequence.is_pooled),
+        copies,
     )
 
 
@@ -89,3 +95,19 @@ def new_pages(sequence: Sequence, track: Track) -> tuple[tuple[int, ...], ...]:
     track.num_sent = [len(table) for table in tables]
     track.is_grown = False
     return pages if any(pages) else ()
+
+
+def check_table(sequence: Sequence, group: CacheGroup, table: list[int], end: int, max_step_tokens: int) -> None:
+    """Assert a whole state, a page in each place up to `end`, holes only before the window, and the bound."""
+    num_kept, num_places = sequence.num_kept, group.pages_for(end)
+    assert len(table) == num_places, f"{named(sequence)} has not {num_places} places in {group.name}: {table}"
+    first = group.first_page(num_kept)
+    is_held = [page != HOLE for page in table]
+    assert not any(is_held[:first]), f"{named(sequence)} holds what is before its {group.name}: {table}"
+    assert all(is_held[first:]), f"{named(sequence)} has not what its {group.name} sees from {first=} on: {table}"
+    if group.window is not None:
+        # With one token a step this is the window and one page.
+        num_step_tokens = max(end - num_kept, 1)
+        most, num_held = group.most_held(num_step_tokens), sum(is_held)
+        assert num_step_tokens <= max_step_tokens, f"{named(sequence)}: {num_step_tokens=}"
+        assert num_held <= most, f"{named(sequence)} holds {num_held} pages of its {group.name}, at most {most}"

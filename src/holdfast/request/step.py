@@ -27,7 +27,7 @@ from holdfast.request.wire import (
     made_by,
 )
 
-__all__ = ["MAX_TOKEN_ID", "NO_STEP", "Admitted", "Params", "Step", "StepItem"]
+__all__ = ["MAX_TOKEN_ID", "NO_STEP", "Admitted", "Params", "RowCopy", "Step", "StepItem"]
 MAX_GROUPS = 64
 if TYPE_CHECKING:
     Params: TypeAlias = SamplingParams
@@ -35,6 +35,18 @@ if TYPE_CHECKING:
 else:
     Params = made_by(lambda plain: SamplingParams(**plain))
     Pages = LateType(lambda: Annotated[tuple[tuple[TokenIdOrNone, ...], ...], length_bound(MAX_GROUPS)])
+
+
+class RowCopy(NamedTuple):
+    """The first rows of a cached page, which a sequence gets on its own page before the step computes anything."""
+
+    group: Count
+    """Index of the cache group."""
+    source: TokenId
+    """The page on which a cached prefix ends."""
+    target: TokenId
+    """The sequence's own page at the same place."""
+    num_rows: Positive
 
 
 class Admitted(NamedTuple):
@@ -56,6 +68,8 @@ class Admitted(NamedTuple):
     it samples from the other's last row, and gets copies of its pages after `num_stored`, and of its states."""
     is_pooled: bool = False
     """True to return the final hidden state of the last prompt row with the first token."""
+    copies: tuple[RowCopy, ...] = ()
+    """Rows that it starts with and cannot share, because it continues on their pages: at most one copy for each group."""
 
 
 class StepItem(NamedTuple):

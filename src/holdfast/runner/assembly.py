@@ -136,7 +136,7 @@ class Assembly:
                 device,
                 plan.mesh,
                 self.row_sizes,
-                partial(_copy_cache, storage, states),
+                partial(copy_cache, storage, states),
                 PooledRows(spec.hidden_size, plan.resolved.dtype, device, ledger),
             )
         )
@@ -236,10 +236,10 @@ class Assembly:
         return biases
 
 
-def _copy_cache(
-    storage: PageStorage, states: StateStorage | None, pairs: Sequence[tuple[int, int]], source: int, target: int
+def copy_cache(
+    storage: PageStorage, states: StateStorage | None, pairs: Sequence[tuple[int, int]], slots: tuple[int, int] | None
 ) -> None:
-    """Copy pages, and the states of a slot, for a sequence that forks."""
+    """Copy pages, and the states of one slot to another for a sequence that forks."""
     storage.copy_pages(pairs)
-    if states is not None:
-        states.copy_place(source, target)
+    if states is not None and slots is not None:
+        states.copy_place(*slots)

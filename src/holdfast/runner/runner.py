@@ -55,8 +55,8 @@ from holdfast.runner.step_inputs import BatchBuffers
 log = get_logger(__name__)
 
 
-CopyCache = Callable[[SequenceABC[tuple[int, int]], int, int], None]
-"""Copies pages, each pair from the first to the second, and the states of one slot to another."""
+CopyCache = Callable[[SequenceABC[tuple[int, int]], tuple[int, int] | None], None]
+"""Copies pages, each pair from the first to the second, and the states of one slot to another if two slots are given."""
 
 
 class WantedRows(NamedTuple):
@@ -144,7 +144,7 @@ class RunnerParts:
     row_sizes: SequenceABC[int] = ()
     """Row counts whose products round alike: every step is padded to one. Empty if any count will do."""
     copy_cache: CopyCache | None = None
-    """Copies pages and states for forks."""
+    """Copies pages for prefixes with open rows, and pages and states for forks."""
     pooled_rows: PooledRows | None = None
     """Copies hidden states to the host."""
 
@@ -294,7 +294,7 @@ class Runner:
                 self.model.hidden(batch, self.backend.plan(batch))
                 self.sampler.end_step()
             if self._copy_cache is not None:
-                self._copy_cache([(0, self.num_pages - 1)], 0, self.limits.max_num_seqs - 1)
+                self._copy_cache([(0, self.num_pages - 1)], (0, self.limits.max_num_seqs - 1))
             for number, num_rows in enumerate(rows, 1):
                 if on_warm is not None:
                     on_warm(number, len(rows) + 1)
@@ -404,11 +404,23 @@ class Runner:
         outside.wait_stream(self.stream)
 
     def begin(self, flight: _Flight) -> None:
-        """Compute a step, then copy what its forks do not share. On a GPU this enqueues and does not wait."""
+        """Copy open rows of prefixes, compute a step, then copy what its forks do not share. A GPU only enqueues."""
+        self._restore(flight.step.step)
         self._begin_rows(flight)
         for item in flight.step.scheduled if flight.step.has_forks else ():
             if item.source is not None:
                 self._copy_fork(item.sequence, item.source, item.num_tokens)
+
+    def _restore(self, step: Step) -> None:
+        """Copy the pages whose first rows admitted sequences continue; no row of this step is written yet.
+
+        A copy has the whole page, because rows of a group with several chunks a page lie apart. The sequence writes
+        what follows its rows before it reads that.
+        """
+        pairs = [(copy.source, copy.target) for one in step.admitted for copy in one.copies]
+        if pairs:
+            assert self._copy_cache is not None, "prefixes with open rows need a cache that can be copied"
+            self._copy_cache(pairs, None)
 
     def _copy_fork(self, fork: Sequence, source: Sequence, num_tokens: int) -> None:
         """Copy the pages of the source after those that the fork shares, and its states. No later step has begun."""
@@ -420,7 +432,7 @@ class Runner:
             end = group.pages_for(num_tokens)
             pairs += zip(table[first:end], pages[first:end], strict=True)
         assert self._copy_cache is not None, "forks need a cache that can be copied"
-        self._copy_cache(pairs, source.slot, fork.slot)
+        self._copy_cache(pairs, (source.slot, fork.slot))
 
     def _begin_rows(self, flight: _Flight) -> None:
         """Compute the rows of a step, and begin to choose.

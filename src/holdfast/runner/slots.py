@@ -22,7 +22,7 @@ from holdfast.cache.groups import HOLE, CacheGroup, block_tokens, tokens_again
 from holdfast.config import MAX_COUNT, Limits
 from holdfast.errors import MessageError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, StepResult
-from holdfast.request.step import Admitted, Step, StepItem
+from holdfast.request.step import Admitted, RowCopy, Step, StepItem
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +38,8 @@ class _Seat:
     """Tokens of booked steps; None before the first."""
     is_open: bool = False
     """A step with draft tokens is in flight."""
+    copies: tuple[RowCopy, ...] = ()
+    """Rows that its first step copies."""
     room: int = 0
     """Positions that the tables of all groups cover."""
 
@@ -140,7 +142,7 @@ class Slots:
             num_stored=admitted.num_stored,
             tables=[[] for _ in self._groups],
         )
-        return _Seat(sequence, sequence.num_tokens)
+        return _Seat(sequence, sequence.num_tokens, copies=admitted.copies)
 
     def _sources(self, step: Step, seats: dict[int, _Seat]) -> dict[int, Sequence]:
         """Map a fork's slot to its source: a sequence that ends the same prompt earlier in this step."""
@@ -178,6 +180,8 @@ class Slots:
             # Pages already in the tables were checked when they came.
             if item.pages or item.start + item.num_new_tokens > seat.room or seat.next_start is None:
                 self._check_pages(step, item, seat)
+            if seat.next_start is None:
+                self._check_copies(step, item, seat, item.slot in sources)
             num_tokens += 0 if item.slot in sources else item.num_new_tokens
             num_sampled += item.samples + len(item.proposals)
         if num_tokens > limits.max_num_batched_tokens:
@@ -245,6 +249,19 @@ class Slots:
             start = max(item.start, seat.sequence.num_stored)
             if _has_hole_behind(held, new) or _is_hole(held, new, group.first_page(start)):
                 _refuse_item(step, item, f"has no page where cache group {index} is read")
+
+    def _check_copies(self, step: Step, item: StepItem, seat: _Seat, is_fork: bool) -> None:
+        """Refuse a first step whose sequence does not get just the rows that its own open pages lack."""
+        start, needed = max(item.start, seat.sequence.num_stored), list[tuple[int, int, int]]()
+        for index, group in enumerate(() if is_fork else self._groups):
+            if num_rows := group.open_rows(start):
+                table = (*seat.sequence.tables[index], *(item.pages[index] if item.pages else ()))
+                needed.append((index, table[start // group.page_tokens], num_rows))
+        if needed != [(copy.group, copy.target, copy.num_rows) for copy in seat.copies]:
+            _refuse_item(step, item, f"begins at position {start} with copies {list(seat.copies)}, and needs {needed}")
+        outside = next((copy.source for copy in seat.copies if copy.source >= self._num_pages), None)
+        if outside is not None:
+            _refuse_item(step, item, f"copies page {outside}, and there are {self._num_pages}")
 
     def _apply(self, item: StepItem, sources: dict[int, Sequence]) -> ScheduledSequence:
         seat = self.seats[item.slot]
