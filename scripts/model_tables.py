@@ -1,5 +1,6 @@
 """Rewrite the tables of docs/models.md: models and GPUs known by name, with the figures used by plans."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.cli.plan_names import ModelRow, model_rows
@@ -63,13 +64,18 @@ def tables() -> dict[str, str]:
 
 def written(text: str) -> str:
     """Return the document with current tables."""
-    for name, found in tables().items():
+    return filled(text, tables())
+
+
+def filled(text: str, found: Mapping[str, str]) -> str:
+    """Return a document with these tables between their marks."""
+    for name, content in found.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         before, mark, rest = text.partition(begin)
         _, other, after = rest.partition(end)
-        assert mark, f"{DOCUMENT.name} lacks {begin}"
-        assert other, f"{DOCUMENT.name} lacks {end}"
-        text = f"{before}{begin}\n{found}\n{end}{after}"
+        assert mark, f"the document lacks {begin}"
+        assert other, f"the document lacks {end}"
+        text = f"{before}{begin}\n{content}\n{end}{after}"
     return text
 
 

@@ -1,6 +1,8 @@
 """Pipeline stages: logits of the last are those of one process to the bit, and each has the pages of its own layers."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,6 +130,39 @@ def test_stages_compute_what_one_process_computes(alone_runs: AloneRuns, family:
 )
 def test_stages_of_two_ranks_match_one_process(alone_runs: AloneRuns, family: str) -> None:
     compare(alone_runs, family, meshes(2, cuts_of(family, 2), is_exact=True), num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "num_stages"),
+    [
+        pytest.param(*case, marks=() if case in (("v4_flash", 2, 3), ("v4_pro", 4, 2)) else pytest.mark.slow)
+        for case in product(("v4_flash", "v4_pro"), (1, 2, 4), (1, 2, 3))
+        if case[1:] != (1, 1)
+    ],
+)
+def test_ledger_of_every_rank_equals_its_plan(tmp_path: Path, family: str, num_ranks: int, num_stages: int) -> None:
+    """Owner by owner, of engines that hold weights, pages and states."""
+    cuts, options = cuts_of(family, num_stages), {"tensor_parallel_size": num_ranks}
+    ranks = StagedRanks(find_model(tmp_path, family), meshes(num_ranks, cuts), **options)
+    try:
+        for built in ranks.built:
+            plan, held = built.build.plan, Counter[str]()
+            for entry in built.build.ledger:
+                held[line_of(entry.owner)] += entry.num_bytes
+            planned = Counter({"kv pages": plan.memory.kv_bytes})
+            for term in plan.memory.terms:
+                planned[line_of(term.owner)] += term.num_bytes
+            assert held == {owner: planned[owner] for owner in held}, built.mesh
+            states = {f"kv state/{kind.tensor(1).name}" for kind in plan.states}
+            assert held.keys() >= {"weights", "kv pages", "inputs/states", "workspace/layers", *states}
+    finally:
+        ranks.release()
+
+
+def line_of(owner: str) -> str:
+    """One line where plan and ledger cut it otherwise: weights by tensor, pages by plane."""
+    group = owner.partition("/")[0]
+    return group if group in ("weights", "kv pages") else owner
 
 
 @pytest.mark.parametrize("kv_dtype", ["turboquant_k8v4", pytest.param("turboquant_3bit_nc", marks=pytest.mark.slow)])

@@ -15,6 +15,7 @@ from holdfast.models.catalogue import CATALOGUE
 from holdfast.planning.alternatives import layers_note
 from holdfast.planning.fit import fit_runner, try_fit
 from holdfast.planning.plan import plan_runner
+from holdfast.planning.ranks import rank_meshes
 from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import memory_target
 from holdfast.planning.terms import list_needs
@@ -87,6 +88,27 @@ def test_states_and_tables_are_lines_of_the_plan() -> None:
     assert terms["inputs/page_table.1"] == 8 * MILLION // 64 * 4
     assert terms["inputs/page_table.2"] == 8 * MILLION // 2048 * 4
     assert "attention/sinks" not in terms, "they are read where they were loaded"
+
+
+def test_stages_plan_streams_pages_and_states_of_own_layers() -> None:
+    """Two layers with windows alone, then the others: every stage has all groups, and sends four streams of a row."""
+    cuts = ((0, 2), (2, 22), (22, 43))
+    config = EngineConfig(pipeline_parallel_size=3, max_num_seqs=8)
+    plans = [fit_runner(PlanRequest(config, declared(FLASH), H200, mesh)) for mesh in rank_meshes(config, cuts)]
+    assert len({plan.cache_groups for plan in plans}) == 1
+    layers = [[len(group.layers) for group in plan.cache.groups] for plan in plans if plan.cache is not None]
+    assert layers == [[2, 0, 0], [20, 10, 10], [21, 11, 10]]
+    assert [len(plan.states) for plan in plans] == [0, 3, 3]
+    assert sum(plan.kv_bytes_per_sequence for plan in plans) == 445_440
+    assert [plan.memory.page_bytes for plan in plans] == [
+        16 * 1024 * 2,
+        16 * (1024 * 20 + 256 * 20),
+        16 * (1024 * 22 + 256 * 22),
+    ]
+    for plan in plans:
+        terms = {term.owner: term.num_bytes for term in plan.memory.terms}
+        assert terms["pipeline/hidden"] == 3 * 8192 * 4 * 4096 * 2
+        assert terms["inputs/states"] == 8192 * 8, "rows that are computed and not stored are known in every stage"
 
 
 def test_plan_runner_v4_flash_on_one_h200_refused_with_owner() -> None:

@@ -34,7 +34,25 @@ def e2m1_wide_asm() -> str:
     return "\n".join([*lines, "}"])
 
 
+def e2m1_pairs_asm() -> str:
+    """Assembler: $8 and $9 are words of eight codes; $0 to $3 are the pairs (0, 4), (1, 5), (2, 6), (3, 7) of the first.
+
+    $4 to $7 are those of the second, in bfloat16 too. $10 holds their factor, twice. The product of a nibble by 2^6 + 2^12
+    puts sign and exponent into place. The number is 2^126 times too small then, and subnormal codes are subnormal numbers.
+    """
+    lines = ["{", ".reg .b32 m, q;"]
+    for pair in range(8):
+        word = f"${8 + pair // 4}"
+        if pair % 4 == 2:
+            lines.append(f"shr.u32 q, {word}, 8;")
+        mask, factor = (("0x000F000F", 0x1040), ("0x00F000F0", 0x104))[pair % 2]
+        lines += [f"and.b32 m, {word if pair % 4 < 2 else 'q'}, {mask};", f"mul.lo.u32 m, m, {factor};"]
+        lines += ["and.b32 m, m, 0x81C081C0;", f"mul.rn.bf16x2 ${pair}, m, $10;"]
+    return "\n".join([*lines, "}"])
+
+
 E2M1_ASM = kernel_constant(E2M1_ASM_TEXT)
+E2M1_PAIRS_ASM = kernel_constant(e2m1_pairs_asm())
 E2M1_WIDE_ASM = kernel_constant(e2m1_wide_asm())
 
 
