@@ -42,6 +42,7 @@ from holdfast.kernels.gemm import (  # noqa: E402
     block_scaled_tiles,
     deferred_rms_norm,
     embedding,
+    joint_row,
     packed_tiles,
     quantize_activations,
     row_scaled_tiles,
@@ -459,6 +460,17 @@ def block_scaled_tiles_of(num_rows: int, size_n: int, size_k: int) -> None:
     quantize_activations.enter_block_coded(streams, parts, mix, numbers, shares, norm, 1e-6, x, rows)
 
 
+def joint_row_of(size_n: int, size_p: int, size_k: int) -> None:
+    """One row by e4m3 in blocks and by a plain weight."""
+    scheme = WEIGHT_SCHEMES["fp8_block"]
+    codes, scales = (
+        torch.empty(plane.shape, dtype=getattr(torch, plane.dtype)) for plane in scheme.planes((size_n, size_k))
+    )
+    x, plain, out = (torch.empty(shape, dtype=BF16) for shape in ((1, size_k), (size_p, size_k), (1, size_n)))
+    weight = QuantizedWeight(scheme, (size_n, size_k), codes, scales)
+    joint_row.joint_row(x, weight, None, out, plain, torch.empty(1, size_p))
+
+
 def single_row_of(size_n: int, size_k: int, num_groups: int) -> None:
     """One row by a plain weight, in groups or with a float32 result."""
     x, weight = torch.empty(1, num_groups * size_k, dtype=BF16), torch.empty(size_n, size_k, dtype=BF16)
@@ -846,6 +858,7 @@ CASES: dict[str, Callable[[], None]] = {
     "blocks of 16 rows, split": lambda: block_scaled_tiles_of(16, 4096, 8192),
     "blocks of 64 rows": lambda: block_scaled_tiles_of(50, 32768, 1024),
     "blocks of rows of odd sizes": lambda: block_scaled_tiles_of(7, 100, 2100),
+    "one row by two weights": lambda: joint_row_of(1536, 2624, 4096),
     "one row by a router": lambda: single_row_of(256, 4096, 1),
     "one row in groups": lambda: single_row_of(8192, 4096, 8),
     "one row by blocks": lambda: block_scaled_of(7168, 16384),
@@ -951,6 +964,7 @@ def main() -> None:
         hash_routing,
         activation,
         hyper_connections,
+        joint_row,
         index_scores,
         latent_attention,
         latent_prefill,
