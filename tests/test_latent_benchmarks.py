@@ -32,7 +32,7 @@ def scheduler_of(num_pages: int) -> Scheduler:
     return Scheduler(limits, num_pages, True, 8, groups=GROUPS)
 
 
-@pytest.mark.parametrize(("num_tokens", "found"), [(65, 64), (64, 32), (96, 64)])
+@pytest.mark.parametrize(("num_tokens", "found"), [(65, 64), (64, 48), (96, 80)])
 def test_lend_pages_prefix_hit_reaches_last_block(num_tokens: int, found: int) -> None:
     scheduler = scheduler_of(100)
     prompts = [[number, *range(1, num_tokens)] for number in range(2)]
@@ -46,15 +46,15 @@ def test_lend_pages_prefix_hit_reaches_last_block(num_tokens: int, found: int) -
         # The last 4 tokens are computed again, and see 9 before them.
         assert [page == HOLE for page in window] == [2 * place + 2 <= found - 13 for place in range(found // 2)]
         assert HOLE not in (*fours, *many)
-    num_pages = 2 * (7 + found // 8 + found // 32)
+    num_pages = 2 * (7 + -(-found // 8) + -(-found // 32))
     assert scheduler.pool.num_cached == num_pages
     with pytest.raises(AssertionError, match=f"2 contexts of {found} tokens do not fit {num_pages - 1} pages"):
         lent_contexts.lend_pages(scheduler_of(num_pages - 1), prompts)
 
 
 def test_too_short_a_prompt_is_lent_nothing() -> None:
-    with pytest.raises(AssertionError, match="a prompt of 32 tokens has no whole block of 32"):
-        lent_contexts.lend_pages(scheduler_of(100), [[0] * 32])
+    with pytest.raises(AssertionError, match="a prompt of 16 tokens has no whole block of 16"):
+        lent_contexts.lend_pages(scheduler_of(100), [[0] * 16])
 
 
 def planned(name: str) -> RunnerPlan:
