@@ -37,6 +37,21 @@ def test_entry_ranks_on_one_gpu_match_one(tmp_path: Path, num_ranks: int) -> Non
     check_rows(run_parts(tmp_path, "cuda", *parts), num_ranks)
 
 
+@pytest.mark.gpu
+def test_entry_stages_on_one_gpu_allocate_nothing(tmp_path: Path) -> None:
+    """In graphs; windows alone in the first stage. Its steps have fewer rows than those of one rank, and round otherwise."""
+    rows = run_parts(tmp_path, "cuda", "stages-2")
+    assert not [row for row in rows.values() if not row.get("holds", True)]
+    assert rows["2 ranks, stages: after ready"]["values"]["rank 1 steps"] > 0
+
+
+@pytest.mark.slow
+def test_entry_stages_on_cpu_match_one(tmp_path: Path) -> None:
+    rows = run_parts(tmp_path, "cpu", "exact-1", "stages-2")
+    assert not [row for row in rows.values() if not row.get("holds", True)]
+    assert rows["2 ranks, stages: tokens against one"]["values"]["compared"] > 0
+
+
 @pytest.mark.slow
 def test_entry_ranks_on_cpu_match_one(tmp_path: Path) -> None:
     check_rows(run_parts(tmp_path, "cpu", "exact-1", "exact-2", "reduce-2"), 2)
