@@ -43,6 +43,7 @@ from holdfast.kernels.gemm import (  # noqa: E402
     deferred_rms_norm,
     embedding,
     joint_row,
+    packed_gemv,
     packed_tiles,
     quantize_activations,
     row_scaled_tiles,
@@ -436,6 +437,15 @@ def block_scaled_of(size_n: int, size_k: int, dtype: torch.dtype = BF16) -> None
     weight = QuantizedWeight(scheme, (size_n, size_k), codes, scales)
     x, bias, out = (torch.empty(shape, dtype=dtype) for shape in ((1, size_k), (size_n,), (1, size_n)))
     block_scaled_gemv.block_scaled_gemv(x, weight, None if size_k % 128 == 0 else bias, out)
+
+
+def packed_of(size_n: int, size_k: int, dtype: torch.dtype = BF16) -> None:
+    """One row by codes of four bits."""
+    scheme = WEIGHT_SCHEMES["mxfp4"]
+    codes, scales = (torch.empty(plane.shape, dtype=torch.uint8) for plane in scheme.planes((size_n, size_k)))
+    weight = QuantizedWeight(scheme, (size_n, size_k), codes, scales)
+    x, bias, out = (torch.empty(shape, dtype=dtype) for shape in ((1, size_k), (size_n,), (1, size_n)))
+    packed_gemv.packed_gemv(packed_gemv.PackedProduct(x, weight, out, bias))
 
 
 def block_scaled_tiles_of(num_rows: int, size_n: int, size_k: int) -> None:
@@ -865,6 +875,10 @@ CASES: dict[str, Callable[[], None]] = {
     "one row by blocks, a single load": lambda: block_scaled_of(8192, 1536),
     "one row by blocks of odd sizes": lambda: block_scaled_of(101, 4112),
     "one row by blocks in float32": lambda: block_scaled_of(2112, 7168, torch.float32),
+    "one row by four bits": lambda: packed_of(51200, 5120),
+    "one row by four bits, many columns": lambda: packed_of(5120, 25600),
+    "one row by four bits of odd sizes": lambda: packed_of(101, 4128),
+    "one row by four bits in float32": lambda: packed_of(512, 2880, torch.float32),
     "rows placed": lambda: placed_of(4096, 4096),
     "layer norm": lambda: layer_norm_of(BF16),
     "a rank of 24 rows": lambda: rank_of(24),
@@ -973,8 +987,9 @@ def main() -> None:
         latent_warpgroups,
         links,
         edit_logits,
-        operation,
         normed_routing,
+        operation,
+        packed_gemv,
         packed_tiles,
         place_kernels,
         quantize_activations,

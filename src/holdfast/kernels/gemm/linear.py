@@ -4,17 +4,17 @@ T rows, K inputs, N outputs, B blocks of K, G groups
 
 On a GPU a plain weight goes to cuBLAS. Row-scaled e4m3 goes to kernels/gemm/row_scaled_tiles.py up to 64 or 128 rows,
 then to torch's scaled product (cuBLAS too). One row by block-scaled e4m3 goes to a GEMV that quantizes the row itself
-(kernels/gemm/block_scaled_gemv.py), and 2 to 64 rows go to kernels/gemm/block_scaled_tiles.py. One row by a plain weight
-in groups goes to a GEMV too. Everything else goes to tiles that dequantize (kernels/gemm/quantized_tiles.py). On a CPU
-plain and quantized weights go to C, whose order of summation is batch invariant. Small batches of the fused decode path
-use kernels/gemm/small_batch.py instead.
+(kernels/gemm/block_scaled_gemv.py), and 2 to 64 rows go to kernels/gemm/block_scaled_tiles.py. One row by codes of four bits
+goes to a GEMV (kernels/gemm/packed_gemv.py), and so does one row by a plain weight in groups. Everything else goes to
+tiles that dequantize (kernels/gemm/quantized_tiles.py). On a CPU plain and quantized weights go to C, whose order of
+summation is batch invariant. Small batches of the fused decode path use kernels/gemm/small_batch.py instead.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles
+from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles, packed_gemv
 from holdfast.kernels.gemm.joint_row import joint_row
 from holdfast.kernels.gemm.joint_row import takes as takes_joint
 from holdfast.kernels.gemm.quantize_activations import (
@@ -185,6 +185,8 @@ def quantized_linear(
         return native_quantized_linear(dequantized_rows(x_TK, weight, quantized, is_coded), weight, bias_N, out_TN)
     if not is_coded and block_scaled_gemv.takes(weight, x_TK.shape[0]):
         return block_scaled_gemv.block_scaled_gemv(x_TK, weight, bias_N, out_TN)
+    if packed_gemv.takes(weight, x_TK.shape[0]):
+        return packed_gemv.packed_gemv(packed_gemv.PackedProduct(x_TK, weight, out_TN, bias_N))
     rows = coded_rows(x_TK, weight, quantized, is_coded)
     if rows is None:
         return tile_linear(x_TK, weight, bias_N, out_TN, None)

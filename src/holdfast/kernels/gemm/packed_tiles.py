@@ -1,4 +1,4 @@
-"""Tensor-core tiles of packed 4-bit weights on Hopper, decoded in registers, in Gluon: for an expert's rows or for all rows.
+"""Tensor-core tiles of packed 4-bit weights on Hopper, decoded in registers, in Gluon.
 
 M rows of a block, N outputs, K inputs
 
@@ -35,9 +35,6 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 # pyright: reportPossiblyUnboundVariable=false
 
 
-DENSE_ORDER, UNSORTED_ORDER, SORTED_ORDER = range(3)
-DENSE, UNSORTED, SORTED = (kernel_constant(order) for order in (DENSE_ORDER, UNSORTED_ORDER, SORTED_ORDER))
-"""Blocks of neighbouring rows, of the rows of a pair's expert, and of sorted pairs (kernels/moe/routing.py)."""
 CHUNK = kernel_constant(128)
 """Inputs of a row that four threads take at once."""
 GROUP = kernel_constant(32)
@@ -88,10 +85,11 @@ class RowBlocks(NamedTuple):
     num_blocks: int
     block_rows: int
     num_rows: int
-    """Rows of a dense product; tokens if pairs are not sorted."""
-    order: int
-    top_k: int = 1
-    pairs_per_row: int = 1
+    """Tokens, each of which has `top_k` pairs."""
+    top_k: int
+    pairs_per_row: int
+    is_sorted: bool
+    """If False, a block is a pair and takes all rows of its expert (kernels/moe/grouped_gemm.py)."""
 
 
 def packed_product(
@@ -104,7 +102,7 @@ def packed_product(
     packed_tile_kernel[(-(-size_n // num_outputs), blocks.num_blocks)](
         x_XK, weight.codes.view(torch.int32), weight.scales, out_PN if bias is None else bias, blocks.pairs,
         blocks.experts, out_PN, blocks.num_rows, size_n,
-        SIZE_K=size_k, HAS_BIAS=bias is not None, ORDER=blocks.order, TOP_K=blocks.top_k,
+        SIZE_K=size_k, HAS_BIAS=bias is not None, IS_SORTED=blocks.is_sorted, TOP_K=blocks.top_k,
         PAIRS_PER_ROW=blocks.pairs_per_row, BLOCK_M=blocks.block_rows, BLOCK_N=tile.block_n,
         NUM_STAGES=tile.num_stages, FEW=blocks.block_rows <= FEW_ROWS, num_warps=tile.num_warps,
         **form, **pdl_flags(x_XK),
@@ -156,17 +154,14 @@ def row_layout(block_m, num_warps):
 
 
 @gluon_jit
-def _block_pairs(p_pairs, p_experts, i_block, num_rows, o_m, ORDER: constexpr, TOP_K: constexpr, BLOCK_M: constexpr):
-    """Like `_block_pairs` of kernels/moe/grouped_gemm.py; the pairs of a dense product are its rows."""
-    if ORDER == DENSE:
-        expert = 0
-        b_pairs = i_block * BLOCK_M + o_m
-        b_pairs = gl.where(b_pairs < num_rows, b_pairs, -1)
-    elif ORDER == SORTED:
-        expert = gl.load(p_experts + i_block)
+def _block_pairs(
+    p_pairs, p_experts, i_block, num_rows, o_m, IS_SORTED: constexpr, TOP_K: constexpr, BLOCK_M: constexpr
+):
+    """Like `_block_pairs` of kernels/moe/grouped_gemm.py, with padding last."""
+    expert = gl.load(p_experts + i_block)
+    if IS_SORTED:
         b_pairs = gl.load(p_pairs + i_block * BLOCK_M + o_m)
     else:
-        expert = gl.load(p_experts + i_block)
         i_row = i_block // TOP_K
         time = 0
         b_times = gl.full_like(o_m, 0)
@@ -249,14 +244,14 @@ def _store_rows(b_x, s_x):
 def packed_tile_kernel(
     p_x, p_codes, p_scales, p_bias, p_pairs, p_experts, p_out, num_rows, size_n,
     SIZE_K: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr,
-    HAS_BIAS: constexpr, ORDER: constexpr, TOP_K: constexpr, PAIRS_PER_ROW: constexpr, BLOCK_M: constexpr,
+    HAS_BIAS: constexpr, IS_SORTED: constexpr, TOP_K: constexpr, PAIRS_PER_ROW: constexpr, BLOCK_M: constexpr,
     BLOCK_N: constexpr, NUM_STAGES: constexpr, FEW: constexpr, PDL: constexpr,
 ):  # fmt: skip
     if PDL:
         gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
     i_block = gl.program_id(1)
     o_m = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    expert, b_pairs = _block_pairs(p_pairs, p_experts, i_block, num_rows, o_m, ORDER, TOP_K, BLOCK_M)
+    expert, b_pairs = _block_pairs(p_pairs, p_experts, i_block, num_rows, o_m, IS_SORTED, TOP_K, BLOCK_M)
     if expert < 0:
         return
     if FEW and gl.sum((b_pairs >= 0).to(gl.int32), axis=0) <= 8:
@@ -300,7 +295,7 @@ def _weight_pointers(
     """Return pointers to a tile's words [N, 16] and scales [N, 4]. Rows after the last output read the last again."""
     words: constexpr = word_layout(BLOCK_N, gl.num_warps())
     groups: constexpr = gl.SliceLayout(2, group_layout(BLOCK_N, gl.num_warps()))
-    first_row = gl.to_tensor(expert).to(gl.int64) * (size_n * (2 if GATED else 1))
+    first_row = expert.to(gl.int64) * (size_n * (2 if GATED else 1))
     b_rows = _weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, words)), size_n, GATED, INTERLEAVED)
     p_w = p_codes + (first_row + b_rows)[:, None] * (SIZE_K // 8) + gl.arange(0, 16, gl.SliceLayout(0, words))[None, :]
     b_rows = _weight_rows(gl.arange(0, BLOCK_N, gl.SliceLayout(1, groups)), size_n, GATED, INTERLEAVED)
@@ -489,7 +484,7 @@ def _store(
     b_y *= 1152921504606846976.0  # 2^60
     if HAS_BIAS:
         o_t = gl.arange(0, BLOCK_N, gl.SliceLayout(1, b_y.type.layout))
-        p_bias += gl.to_tensor(expert).to(gl.int64) * (size_n * (2 if GATED else 1))
+        p_bias += expert.to(gl.int64) * (size_n * (2 if GATED else 1))
         b_y += gl.load(p_bias + _weight_rows(o_t, size_n, GATED, INTERLEAVED)).to(gl.float32)[:, None]
     if GATED:
         b_gate, b_up = gl.split(b_y.reshape((BLOCK_N // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1)))

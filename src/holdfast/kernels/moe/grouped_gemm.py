@@ -15,13 +15,7 @@ from torch import Tensor
 from holdfast.kernels.activation import gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
 from holdfast.kernels.gemm.e2m1 import e2m1_parts, e2m1_wide_parts, e8m0_numbers
-from holdfast.kernels.gemm.packed_tiles import (
-    SORTED_ORDER,
-    UNSORTED_ORDER,
-    RowBlocks,
-    packed_product,
-    takes_packed_tiles,
-)
+from holdfast.kernels.gemm.packed_tiles import RowBlocks, packed_product, takes_packed_tiles
 from holdfast.kernels.gemm.quantized_tiles import E2M1_GROUPS, FP8_BLOCKS, FP8_ROWS, INT8_ROWS, OperandKind, operands_of
 from holdfast.kernels.moe.deep_gemv import weight_rows
 from holdfast.kernels.moe.routing import ExpertProduct
@@ -110,14 +104,12 @@ def grouped_gemm(product: ExpertProduct) -> Tensor:
 
 def _blocks_of(product: ExpertProduct) -> RowBlocks:
     """Return the blocks of packed tiles."""
-    order = product.order
-    pairs_per_row = len(product.out_PN) // len(product.x_XK)
-    if order.is_sorted:
-        blocks, kind = (order.pairs_BR, order.block_experts_B), SORTED_ORDER
-    else:
-        blocks, kind = (order.expert_ids_TS, order.expert_ids_TS), UNSORTED_ORDER
-    num_rows = len(order.expert_ids_TS)
-    return RowBlocks(*blocks, order.num_blocks, order.block_rows, num_rows, kind, order.top_k, pairs_per_row)
+    order, ids_TS = product.order, product.order.expert_ids_TS
+    tensors = (order.pairs_BR, order.block_experts_B) if order.is_sorted else (ids_TS, ids_TS)
+    pairs_per_row = order.num_pairs // len(product.x_XK)
+    return RowBlocks(
+        *tensors, order.num_blocks, order.block_rows, len(ids_TS), order.top_k, pairs_per_row, order.is_sorted
+    )
 
 
 @jit_counting("num_rows")
