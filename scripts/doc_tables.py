@@ -225,6 +225,7 @@ def _same_tokens(result: Result) -> object:
     return f"until token {', '.join(found)}"
 
 
+RANK_COLUMNS = {"": _value("measure"), "found": _listed_values, "unit": _value("unit"), "%": _ranks_percent}
 SECTIONS: Mapping[str, Columns] = {
     "fairness": {
         "": _value("measure"),
@@ -313,7 +314,8 @@ SECTIONS: Mapping[str, Columns] = {
         "unit": _value("unit"),
         "against transformers": _value("ratios", "transformers"),
     },
-    "gpu-ranks": {"": _value("measure"), "found": _listed_values, "unit": _value("unit"), "%": _ranks_percent},
+    "gpu-ranks": RANK_COLUMNS,
+    "gpu-entry-ranks": RANK_COLUMNS,
     "gpu-exchange": {"": _value("measure"), "found": _listed_values, "unit": _value("unit")},
     "gpu-invariance": {
         "": _value("measure"),

@@ -56,6 +56,7 @@ class CompressedCase:
     rotary: Rotary
     seen: list[torch.Tensor]
     scale: float
+    form_heads: int = 0
 
     def exact(self) -> torch.Tensor:
         """[T, N, D] in float64 from the rows themselves; zeros in padded rows."""
@@ -179,7 +180,7 @@ def run_compressed(
     """The kernel on the device; what it writes lies between red zones, and there is no partial more than it asks for."""
     zones = RedZones(device)
     num_rows, num_heads, head_dim = case.q_TND.shape
-    splits = compressed_splits(num_rows, num_heads, num_sms)
+    splits = compressed_splits(num_rows, case.form_heads or num_heads, num_sms)
     num_partials = num_rows * splits if splits > 1 else 0
     out_TND = zones.allocate(num_rows, num_heads, head_dim, dtype=case.q_TND.dtype).fill_(NAN)
     dtype = partial_dtype(case.q_TND.dtype)
@@ -196,6 +197,7 @@ def run_compressed(
         partial_lse_CH,
         out_TND,
         num_sms,
+        case.form_heads,
     )
     result = function(call)
     assert result is out_TND, "the output is the one that was given"

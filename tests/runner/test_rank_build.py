@@ -131,8 +131,7 @@ def test_rank_build_exact_entries_on_gpu_need_whole_experts_and_few_rows(tmp_pat
         plan(2, whole_experts=False)
     with raises_code("plan.exact_needs_fewer_rows", ConfigError, rows=513, maximum=512):
         plan(2, max_num_batched_tokens=513)
-    with raises_code("plan.exact_needs_like_heads", ConfigError, num_heads=128, own=64):
-        plan(2, heads=128)
+    plan(2, heads=128)
     with raises_code("plan.exact_never_measured", ConfigError, num_ranks=8):
         plan(8)
 

@@ -72,6 +72,8 @@ class HeadGeometry(NamedTuple):
     ratios: tuple[int, ...] = ()
     """Compressed attention, by layer: tokens per entry, 0 if the layer has its window only; empty:
     every other attention."""
+    form_heads: int = 0
+    """Compressed attention on exact ranks: query heads of all of them, by which a kernel chooses its form."""
     overlapped_layers: frozenset[int] = frozenset()
     """Layers whose entries overlap, with an index to choose among them."""
 
@@ -100,6 +102,7 @@ class HeadGeometry(NamedTuple):
                 is_overlapped=is_overlapped,
                 index_heads=self.index_heads if is_overlapped else 0,
                 index_top_k=self.index_top_k if is_overlapped else 0,
+                form_heads=self.form_heads,
             )
             if ratio:
                 entries, group = cache.layers[place], cache.group_of(place)

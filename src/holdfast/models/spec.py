@@ -214,6 +214,11 @@ class ModelSpec:
         return self.latent or self.compressed or GroupedSpec(self.num_kv_heads)
 
     @property
+    def form_heads(self) -> int:
+        """Query heads by which attention kernels choose a form: on exact ranks those of all."""
+        return self.num_heads * self.num_ranks if self.gathers else self.num_heads
+
+    @property
     def attended_size(self) -> int:
         """Columns of the attention's output, before the last output projection."""
         if self.compressed is not None:

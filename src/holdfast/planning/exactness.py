@@ -11,7 +11,6 @@ from holdfast.attention.declarations import BackendDeclaration
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError
-from holdfast.kernels.latent.latent_geometry import head_blocks
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.target import Target
 from holdfast.quant.weight_schemes import WeightRecipe
@@ -66,17 +65,13 @@ def refuse_inequality(
 
 
 def _refuse_unequal_entries(config: EngineConfig, declared: DeclaredModel, most_rows: int, mesh: Mesh) -> None:
-    """Refuse exact sums of compressed attention unless a rank computes its heads, experts and rows as one rank does.
+    """Refuse exact sums of compressed attention unless a rank computes its experts and rows as one rank does.
 
     It has no batch_invariant, so steps have any number of rows, and a start compares products at each.
     """
-    assert declared.spec is not None, f"{declared.name} is compressed, and has no spec"
-    num_heads, size = declared.spec.num_heads, mesh.tensor_size
-    values = {"name": "tensor_parallel_sums", "value": config.tensor_parallel_sums, "num_ranks": size}
-    if size not in EXACT_ENTRY_RANKS:
+    values = {"name": "tensor_parallel_sums", "value": config.tensor_parallel_sums, "num_ranks": mesh.tensor_size}
+    if mesh.tensor_size not in EXACT_ENTRY_RANKS:
         raise ConfigError("plan.exact_never_measured", **values)
-    if head_blocks(num_heads)[0] != head_blocks(num_heads // size)[0]:
-        raise ConfigError("plan.exact_needs_like_heads", **values, num_heads=num_heads, own=num_heads // size)
     if mesh.expert_size == 1:
         raise ConfigError("plan.exact_needs_whole_experts", **values, model=declared.name)
     if most_rows > MOST_EXACT_ROWS:

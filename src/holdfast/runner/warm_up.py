@@ -50,7 +50,7 @@ class WarmUp(NamedTuple):
     def rows(self, limits: Limits) -> tuple[int, ...]:
         """List row counts whose steps launch every kernel specialization."""
         spec, numbers = self.spec, self.row_sizes or range(1, limits.max_num_batched_tokens + 1)
-        splits = None if spec.compressed is None else partial(_is_split, spec.num_heads, num_sms(self.device))
+        splits = None if spec.compressed is None else partial(_is_split, spec.form_heads, num_sms(self.device))
         return warm_rows(numbers, spec.experts, splits)
 
 

@@ -180,17 +180,30 @@ def test_compressed_attention_is_exact_at_model_sizes(device, name, num_heads) -
             judge(case, device, num_sms)
 
 
+def last_heads(case: CompressedCase, num_heads: int) -> CompressedCase:
+    """A rank's share of a step."""
+    q_TND, sinks_N = case.q_TND[:, -num_heads:].contiguous(), case.sinks_N[-num_heads:].contiguous()
+    return replace(case, q_TND=q_TND, sinks_N=sinks_N, form_heads=case.q_TND.shape[1])
+
+
+@FORMATS
+@pytest.mark.parametrize("num_heads", [20, 72], ids=lambda heads: f"{heads} heads")
+def test_compressed_attention_of_a_share_takes_the_form_of_all(device, widest, name, num_heads) -> None:
+    case = compressed_case([90, PADDING, 30], sizes_of(name, top_k=10, num_heads=num_heads), widest)
+    judge(last_heads(case, num_heads // 4), device, num_sms=20)
+
+
 @pytest.mark.gpu
 @FORMATS
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_compressed_attention_of_a_share_of_heads_has_bits_of_all(device, name, num_ranks) -> None:
-    """What exact ranks rely on: 64 heads, and the last ones of them."""
+@pytest.mark.parametrize(("num_heads", "num_ranks"), [(64, 2), (64, 4), (128, 2), (128, 4)])
+def test_compressed_attention_of_a_share_has_bits_of_all_heads(device, name, num_heads, num_ranks) -> None:
+    """What exact ranks rely on."""
     for scope in ({"ratio": 0}, {"ratio": 128}, {"ratio": 4, "top_k": 512}):
-        sizes = replace(Sizes(), name=name, num_heads=64, **REAL, **scope)
+        sizes = replace(Sizes(), name=name, num_heads=num_heads, **REAL, **scope)
         case = compressed_case(LONG, sizes, torch.bfloat16, q_scale=1.0)
-        whole, own = run_compressed(case, device, 132), slice(64 - 64 // num_ranks, 64)
-        share = replace(case, q_TND=case.q_TND[:, own].contiguous(), sinks_N=case.sinks_N[own].contiguous())
-        assert same_bits(run_compressed(share, device, 132), whole[:, own])
+        own = num_heads // num_ranks
+        share, whole = run_compressed(last_heads(case, own), device, 132), run_compressed(case, device, 132)
+        assert same_bits(share, whole[:, -own:].contiguous())
 
 
 @pytest.mark.gpu

@@ -29,6 +29,8 @@ class CompressedAttentionSpec(AttentionSpec):
     """An entry also covers as many tokens before its own, and an index chooses the entries of a row."""
     index_heads: int = 0
     index_top_k: int = 0
+    form_heads: int = 0
+    """Query heads of all ranks, if attention to a share of them must round like attention to all; 0: no such demand."""
 
     @property
     def most_entries(self) -> int:

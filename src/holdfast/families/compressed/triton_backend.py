@@ -123,6 +123,7 @@ class TritonCompressedAttention(CompressedBackend):
             scratch["partial_lse"],
             out_TX.view(num_rows, num_heads, -1),
             self._num_sms,
+            self._specs[layer].form_heads,
         )
         compressed_attention(call)
         return wanted_rows(q_TND, out_TX, plan.wanted_rows_R if wanted_only else None)

@@ -97,8 +97,8 @@ def compressed_attention_triton(call: CompressedCall) -> Tensor:
 def _attend_plain(call: CompressedCall, num_splits: int) -> None:
     """Launch all tiles of a step without the merge, in Triton for any GPU and any sizes."""
     q_TND, window, entries, constants = call.q_TND, call.scopes.window, call.entries, call.constants()
-    num_rows, num_heads, head_dim = q_TND.shape
-    block_d, height = max(16, next_power_of_two(head_dim)), tile_height(num_heads, large=False)
+    num_rows, _, head_dim = q_TND.shape
+    block_d, height = max(16, next_power_of_two(head_dim)), tile_height(call.tiled_heads, large=False)
     room = shared_bytes(q_TND) - height * block_d * q_TND.element_size()
     block_n = 32 if room >= 3 * 32 * block_d * q_TND.element_size() else 16
     planes = (window.rows_SX, window.scales_SC, bits_of_rope(window))

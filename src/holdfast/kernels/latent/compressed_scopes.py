@@ -73,6 +73,12 @@ class CompressedCall(NamedTuple):
     partial_lse_CH: Tensor
     out_TND: Tensor
     num_sms: int
+    form_heads: int = 0
+    """Heads by which tiles and splits are chosen: all ranks', if a share must round like them; 0: those of `q_TND`."""
+
+    @property
+    def tiled_heads(self) -> int:
+        return self.form_heads or self.q_TND.shape[1]
 
     @property
     def entries(self) -> LatentPlanes:
@@ -93,10 +99,10 @@ class CompressedCall(NamedTuple):
     def constants(self) -> dict[str, int]:
         """Return the constants that all kernels share."""
         scopes, num_heads = self.scopes, self.q_TND.shape[1]
-        num_blocks, group = head_blocks(num_heads)
+        group = head_blocks(self.tiled_heads)[1]
         return {
             "WINDOW": scopes.window_size, "RATIO": scopes.ratio, "LISTED": scopes.selected_TK is not None,
-            "NUM_HEADS": num_heads, "NUM_BLOCKS": num_blocks, "GROUP": group, "WINDOW_PAGE": scopes.window.page_tokens,
+            "NUM_HEADS": num_heads, "NUM_BLOCKS": -(-num_heads // group), "GROUP": group, "WINDOW_PAGE": scopes.window.page_tokens,
             "ENTRIES_PAGE": self.entries.page_tokens,
         }  # fmt: skip
 
@@ -104,7 +110,7 @@ class CompressedCall(NamedTuple):
 def choose_splits(call: CompressedCall) -> int:
     """Return `compressed_splits` of these queries; the partials must hold them."""
     num_rows, num_heads, _ = call.q_TND.shape
-    num_splits = compressed_splits(num_rows, num_heads, call.num_sms)
+    num_splits = compressed_splits(num_rows, call.tiled_heads, call.num_sms)
     needed, held = num_rows * num_heads * num_splits, call.partial_lse_CH.numel()
     assert num_splits == 1 or needed <= held, f"{needed} partials of rows and heads, room for {held}"
     return num_splits
@@ -115,7 +121,7 @@ def merge_scopes(call: CompressedCall, num_splits: int) -> None:
     (num_rows, num_heads, head_dim), scopes = call.out_TND.shape, call.scopes
     is_spread = row_form(num_rows).merges_side_by_side
     # Few rows have many splits: a program takes some columns of one head. Else several heads, a few splits at once.
-    heads = 1 if is_spread else min(MERGED_HEADS, next_power_of_two(num_heads))
+    heads = 1 if is_spread else min(MERGED_HEADS, next_power_of_two(call.tiled_heads))
     columns = min(head_dim & -head_dim, MERGED_COLUMNS) if is_spread else head_dim
     _merge_kernel[(num_rows, -(-num_heads // heads), head_dim // columns)](
         call.out_TND, call.partial_out_CX, call.partial_lse_CH, call.sinks_N, call.rows.positions_T, scopes.list_length,
