@@ -17,7 +17,8 @@ from holdfast.models.catalogue import find_model
 LITE = {"max_model_len": 32768, "max_num_seqs": 64}
 SPARSE = {"max_model_len": 131072, "max_num_seqs": 64, "kv_cache_dtype": "fp8_ds_mla", "memory_utilization": 0.95}
 BLOCK = 2048
-"""Tokens of a block of DeepSeek-V4's prefix cache. A context one token longer than whole blocks is cached except that token."""
+"""Tokens of whole pages in all of DeepSeek-V4's groups. A context one token longer is cached except that token, and no page is
+copied."""
 COMPRESSED = {"max_num_seqs": 64, "kv_cache_dtype": "fp8", "memory_utilization": 0.95}
 
 

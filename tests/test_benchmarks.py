@@ -21,6 +21,7 @@ from attention.steps import Geometry, build
 from cli.cli_models import make_model
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
+from holdfast.engine.core import EngineCore
 from holdfast.families.grouped.native_backend import NativePagedAttention
 from holdfast.families.grouped.torch_backend import TorchPagedAttention
 from holdfast.families.grouped.triton_backend import TritonPagedAttention
@@ -422,6 +423,19 @@ def test_gpu_steady_tiny_engine_is_still_and_equal(tiny_steps: dict) -> None:
     first = tiny_steps["phases"][0]
     assert first["num_decode_steps"] == first["num_replays"] == first["num_batch_changes"] == 12
     assert any("replayed up to 255 tokens" in row["comparison"] for row in tiny_steps["comparisons"])
+
+
+def test_gpu_steady_holds_if_the_host_runs_ahead(monkeypatch) -> None:
+    begin = EngineCore.__init__
+
+    def begin_ahead(core: EngineCore, *arguments, **settings) -> None:
+        begin(core, *arguments, **{**settings, "run_ahead": 1})
+
+    monkeypatch.setattr(EngineCore, "__init__", begin_ahead)
+    shape = gpu_steady.TINY._replace(num_decode_steps=12, num_mixed_steps=8, num_compared_steps=6, num_poisoned_steps=6)
+    found = gpu_steady.run_mode("default", "Qwen3-0.6B", shape, True, "cpu")
+    assert found["phases"][0]["num_steps"] == 13
+    assert all(row["holds"] for row in (*found["phases"], *found["comparisons"])), found
 
 
 def test_stretches_and_comparisons_are_shown_and_recorded(tiny_steps: dict, tmp_path: Path, capsys) -> None:

@@ -84,7 +84,7 @@ def states(found: digests.Table) -> dict[str, str]:
         ("routing of V4 by a table", {"v4"}),
         ("rows placed", {"load"}),
         ("attention D128", {"bf16", "both", "k8v4"}),
-        ("experts in mxfp4, 1 rows", {"both"}),
+        ("packed experts of 2880 by 2880, 30 rows", {"both"}),
         ("quantized 8/4 D128", {"k8v4"}),
         ("layer norm", set()),
     ],

@@ -86,10 +86,11 @@ def test_evicted_short_page_shortens_a_long_one() -> None:
     assert hit.open_rows == (OpenRows(1, tables[1][0], 2),)
 
 
-def test_dropped_step_leaves_settled_rows_of_a_long_page() -> None:
-    own = bench()
+@pytest.mark.parametrize("long", [0, 1])
+def test_dropped_step_leaves_settled_rows_of_a_long_page(long: int) -> None:
+    own = Bench(LONG, FOURS) if long == 0 else Bench(FOURS, LONG)
     chain, tables = own.compute(TOKENS[:8])
-    tables[0] += own.pool.allocate_many(2)
+    tables[1 - long] += own.pool.allocate_many(2)
     own.cache.register(chain, TOKENS, tables, 12, step=1)
     own.cache.settle(1)
     own.cache.register(chain, TOKENS, tables, 16, step=2)
@@ -97,7 +98,7 @@ def test_dropped_step_leaves_settled_rows_of_a_long_page() -> None:
     own.cache.rewind(chain, 12)
     own.cache.forget_pending()
     own.check()
-    assert own.match(TOKENS).open_rows == (OpenRows(1, tables[1][0], 3),)
+    assert own.match(TOKENS).open_rows == (OpenRows(long, tables[long][0], 3),)
     own.cache.register(chain, TOKENS, tables, 16, step=3)
     own.check()
     assert own.match(TOKENS).num_tokens == 16

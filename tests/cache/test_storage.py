@@ -154,3 +154,13 @@ def test_columns_are_lines_of_the_ledger():
     PageStorage(mixed_cache([KV_FORMATS["float32"]] * 3, 2, 32, 4, [None, 8, 8]), 2, CPU, ledger)
     assert [entry.owner for entry in ledger] == ["kv pages/float32.2x32.k", "kv pages/float32.2x32.v"]
     assert {entry.reason for entry in ledger} == {"2 pages"}
+
+
+def test_copied_pages_have_all_columns_and_others_stay():
+    storage = PageStorage(grouped(2), 4, CPU, Ledger())
+    everything = pool_bytes(storage)
+    everything.copy_(torch.arange(len(everything)) % 251)
+    before = [columns.clone() for columns in storage._columns]
+    storage.copy_pages([(0, 1), (3, 2), (1, 0)])
+    for columns, old in zip(storage._columns, before, strict=True):
+        assert torch.equal(columns, old[:, [0, 0, 3, 3]])

@@ -41,6 +41,8 @@ def _result(name: str, sources: list[Register]) -> Register:
         return sources[0] << sources[1]
     if name == "shr.u32":
         return sources[0] >> sources[1]
+    if name == "mad.lo.u32":
+        return sources[0] * sources[1] + sources[2]
     if name == "lop3.b32":
         return _by_table(sources[:3], int(sources[3].flat[0]))
     if name == "prmt.b32":
@@ -50,6 +52,11 @@ def _result(name: str, sources: list[Register]) -> Register:
         return torch.from_numpy(pairs).view(torch.float8_e4m3fn).half().numpy().view(np.uint32)
     if name == "cvt.f32.f16":
         return sources[0].astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+    if name == "cvt.rn.f16x2.f32":
+        high, low = (source.view(np.float32).astype(np.float16).view(np.uint16).astype(np.uint32) for source in sources)
+        return low | high << np.uint32(16)
+    if name == "add.f32":
+        return (sources[0].view(np.float32) + sources[1].view(np.float32)).view(np.uint32)
     if name == "cvt.rn.satfinite.e4m3x2.f32":
         high, low = (torch.from_numpy(source.view(np.float32)).clamp(-448, 448) for source in sources)
         codes = [part.to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(np.uint32) for part in (low, high)]

@@ -42,6 +42,9 @@ from holdfast.kernels.gemm import (  # noqa: E402
     block_scaled_tiles,
     deferred_rms_norm,
     embedding,
+    joint_row,
+    packed_gemv,
+    packed_tiles,
     quantize_activations,
     row_scaled_tiles,
     small_batch,
@@ -374,6 +377,12 @@ def experts_of(
     launch(routing.ExpertProduct(x, weight, order, out, gated, rows, bias if has_bias else None, form))
 
 
+def packed_experts_of(form: GateForm, sizes: tuple[int, int], gated: bool, num_rows: int) -> None:
+    """Tiles of packed weights, which a tensor in host memory does not take."""
+    with patch.object(grouped_gemm, "takes_packed_tiles", lambda x, weight: True):
+        experts_of("mxfp4", sizes, gated=gated, form=form, num_rows=num_rows, has_bias=form.is_interleaved)
+
+
 def ordered(*arguments: Any) -> routing.ExpertOrder:
     """Call `order_experts` without compiling the kernels that sort."""
     launch, routing.fill_order.triton = routing.fill_order.triton, routing.fill_order.reference
@@ -430,6 +439,15 @@ def block_scaled_of(size_n: int, size_k: int, dtype: torch.dtype = BF16) -> None
     block_scaled_gemv.block_scaled_gemv(x, weight, None if size_k % 128 == 0 else bias, out)
 
 
+def packed_of(size_n: int, size_k: int, dtype: torch.dtype = BF16) -> None:
+    """One row by codes of four bits."""
+    scheme = WEIGHT_SCHEMES["mxfp4"]
+    codes, scales = (torch.empty(plane.shape, dtype=torch.uint8) for plane in scheme.planes((size_n, size_k)))
+    weight = QuantizedWeight(scheme, (size_n, size_k), codes, scales)
+    x, bias, out = (torch.empty(shape, dtype=dtype) for shape in ((1, size_k), (size_n,), (1, size_n)))
+    packed_gemv.packed_gemv(packed_gemv.PackedProduct(x, weight, out, bias))
+
+
 def block_scaled_tiles_of(num_rows: int, size_n: int, size_k: int) -> None:
     """Some rows by e4m3 in blocks, and what writes their codes: a norm, a gate, the input of a block between streams."""
     scheme = WEIGHT_SCHEMES["fp8_block"]
@@ -450,6 +468,17 @@ def block_scaled_tiles_of(num_rows: int, size_n: int, size_k: int) -> None:
     streams, parts = torch.empty(num_rows, 4, size_k, dtype=BF16), torch.empty(stream_parts_spec(num_rows, 4).shape)
     numbers, shares = hyper_connections.MixNumbers(1e-6, 1e-6, 20), torch.empty(num_rows, 24)
     quantize_activations.enter_block_coded(streams, parts, mix, numbers, shares, norm, 1e-6, x, rows)
+
+
+def joint_row_of(size_n: int, size_p: int, size_k: int) -> None:
+    """One row by e4m3 in blocks and by a plain weight."""
+    scheme = WEIGHT_SCHEMES["fp8_block"]
+    codes, scales = (
+        torch.empty(plane.shape, dtype=getattr(torch, plane.dtype)) for plane in scheme.planes((size_n, size_k))
+    )
+    x, plain, out = (torch.empty(shape, dtype=BF16) for shape in ((1, size_k), (size_p, size_k), (1, size_n)))
+    weight = QuantizedWeight(scheme, (size_n, size_k), codes, scales)
+    joint_row.joint_row(x, weight, None, out, plain, torch.empty(1, size_p))
 
 
 def single_row_of(size_n: int, size_k: int, num_groups: int) -> None:
@@ -721,6 +750,14 @@ V4_CASES: dict[str, Callable[[], None]] = {
     "streams of V4-Flash, 16 rows": lambda: streams_of(16, 4096),
     "streams of V4-Pro, 900 rows": lambda: streams_of(900, 7168),
 }
+PACKED_CASES: dict[str, Callable[[], None]] = {
+    f"packed experts of {size_n} by {size_k}, {num_rows} rows": partial(
+        packed_experts_of, form, (size_n, size_k), size_n != 96, num_rows
+    )
+    for form, size_n, size_k in ((GPT_OSS, 2880, 2880), (V4_FORM, 2048, 4096), (V4_FORM, 96, 160))
+    for num_rows in (8, 30, 130, 700)
+}
+"""Unsorted, and in blocks of 32, 64 and 128 rows."""
 LAYER_CASES: dict[str, Callable[[], None]] = {
     f"expert layer in {scheme or 'bfloat16'}, {num_rows} rows of {hidden}": partial(
         expert_layer_of, scheme, num_rows, hidden, inner
@@ -831,12 +868,17 @@ CASES: dict[str, Callable[[], None]] = {
     "blocks of 16 rows, split": lambda: block_scaled_tiles_of(16, 4096, 8192),
     "blocks of 64 rows": lambda: block_scaled_tiles_of(50, 32768, 1024),
     "blocks of rows of odd sizes": lambda: block_scaled_tiles_of(7, 100, 2100),
+    "one row by two weights": lambda: joint_row_of(1536, 2624, 4096),
     "one row by a router": lambda: single_row_of(256, 4096, 1),
     "one row in groups": lambda: single_row_of(8192, 4096, 8),
     "one row by blocks": lambda: block_scaled_of(7168, 16384),
     "one row by blocks, a single load": lambda: block_scaled_of(8192, 1536),
     "one row by blocks of odd sizes": lambda: block_scaled_of(101, 4112),
     "one row by blocks in float32": lambda: block_scaled_of(2112, 7168, torch.float32),
+    "one row by four bits": lambda: packed_of(51200, 5120),
+    "one row by four bits, many columns": lambda: packed_of(5120, 25600),
+    "one row by four bits of odd sizes": lambda: packed_of(101, 4128),
+    "one row by four bits in float32": lambda: packed_of(512, 2880, torch.float32),
     "rows placed": lambda: placed_of(4096, 4096),
     "layer norm": lambda: layer_norm_of(BF16),
     "a rank of 24 rows": lambda: rank_of(24),
@@ -911,6 +953,7 @@ CASES: dict[str, Callable[[], None]] = {
     **V4_CASES,
     **EXPERT_CASES,
     **LAYER_CASES,
+    **PACKED_CASES,
 }
 
 
@@ -935,6 +978,7 @@ def main() -> None:
         hash_routing,
         activation,
         hyper_connections,
+        joint_row,
         index_scores,
         latent_attention,
         latent_prefill,
@@ -943,9 +987,10 @@ def main() -> None:
         latent_warpgroups,
         links,
         edit_logits,
-        operation,
         normed_routing,
         operation,
+        packed_gemv,
+        packed_tiles,
         place_kernels,
         quantize_activations,
         quantized_attention,

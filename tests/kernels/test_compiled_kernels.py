@@ -19,6 +19,7 @@ COMMON_CASES = (
     "write quantized D128, one format",
     "chosen tokens, 16 heads in low tiles",
     "streams of V4-Flash, 1 row",
+    "packed experts of 2880 by 2880, 8 rows",
 )
 """For each way to write a kernel, one that is compiled in a second or three."""
 OTHER_CASES = (
@@ -77,6 +78,10 @@ OTHER_CASES = (
     "row-scaled tiles of odd sizes",
     "one row by blocks, a single load",
     "one row by blocks of odd sizes",
+    "one row by four bits",
+    "one row by four bits, many columns",
+    "one row by four bits of odd sizes",
+    "one row by four bits in float32",
     "one row by blocks in float32",
     "rows placed",
     "layer norm",
@@ -159,6 +164,14 @@ OTHER_CASES = (
     "expert layer in fp8, 1 rows of 2000",
     "expert layer in bfloat16, 1 rows of 2048",
     "expert layer in int8, 1 rows of 2048",
+    "packed experts of 2880 by 2880, 30 rows",
+    "packed experts of 2880 by 2880, 130 rows",
+    "packed experts of 2880 by 2880, 700 rows",
+    "packed experts of 2048 by 4096, 8 rows",
+    "packed experts of 2048 by 4096, 30 rows",
+    "packed experts of 96 by 160, 8 rows",
+    "packed experts of 96 by 160, 30 rows",
+    "packed experts of 96 by 160, 700 rows",
 )
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.groups import block_tokens
 from holdfast.families.compressed import torch_backend as torch_compressed
 from holdfast.families.sparse.torch_backend import largest_tokens
@@ -135,6 +136,64 @@ def test_forks_at_every_position_side_by_side(case):
         judge(theirs, drive, request)
         assert request.sequence is not None
         assert request.sequence.num_cached_tokens == place // BLOCKS[case] * BLOCKS[case]
+
+
+@pytest.mark.parametrize("case", ["like V4-Flash", "like V4-Pro"])
+def test_sequences_that_arrive_together_share_inside_a_page(case):
+    """The second and the third wait for the step that computes their beginning, and get copies of its open rows."""
+    theirs, ours = tiny_compressed(case)
+    answer = alone(case, 61, 4)
+    drive = make_compressed_drive(ours, 96)
+    requests = [Request([*answer.prompt[:place], answer.prompt[place] ^ 1], 4) for place in (60, 47, 22)]
+    drive.run(requests)
+    drive.scheduler.check()
+    assert max(group.page_tokens for group in drive.rig.groups) > 8
+    for request, cached in zip(requests, (0, 40, 16), strict=True):
+        judge(theirs, drive, request)
+        assert request.sequence is not None
+        assert request.sequence.num_cached_tokens == cached
+
+
+@pytest.mark.parametrize("cut", [13, 24, 40, 50])
+def test_pages_after_a_hit_are_those_without_a_cache(cut):
+    """Windows, entries and the index, from the first row on; the sequence computes on, in chunks."""
+    answer = alone(BOTH, 70, 4)
+    kept = []
+    for use_prefix_cache in (True, False):
+        drive = make_compressed_drive(tiny_compressed(BOTH)[1], 7)
+        drive.run([Request([*answer.prompt[:cut], 3, 4], 1)])
+        request = Request(list(answer.prompt), 1)
+        if not use_prefix_cache:
+            drive.scheduler.reset_prefix_cache()
+        seen = {}
+        finish = drive.scheduler.finish
+        drive.scheduler.finish = lambda one, seen=seen, finish=finish: (
+            seen.update(tables=[list(table) for table in one.tables]),
+            finish(one),
+        )
+        drive.run([request])
+        assert request.sequence is not None
+        assert request.sequence.num_cached_tokens == (cut // 8 * 8 if use_prefix_cache else 0)
+        kept.append(rows_of(drive, seen["tables"], 70))
+    assert kept[0].keys() == kept[1].keys()
+    for name, rows in kept[0].items():
+        torch.testing.assert_close(rows, kept[1][name], rtol=1e-4, atol=1e-5, msg=f"{name}")
+
+
+def rows_of(drive, tables, num_tokens):
+    """All complete rows of a sequence, by layer and plane, without those that a window has passed."""
+    storage, found = drive.rig.storage, {}
+    spec = storage.spec
+    shapes = chunk_shapes(spec, storage.num_pages)
+    for number, (group, shape, own) in enumerate(zip(spec.groups, shapes, drive.rig.groups, strict=True)):
+        first = own.first_page(num_tokens) * own.page_tokens if own.window is not None else 0
+        rows = range(first // own.tokens_per_row, num_tokens // own.tokens_per_row)
+        slots = [shape.number(tables[number], row // spec.page_tokens) * spec.page_tokens for row in rows]
+        assert spec.page_tokens == 1
+        for layer in group.layers:
+            for name, plane in storage.planes(layer).items():
+                found[layer, name] = plane[slots].clone()
+    return found
 
 
 def test_top_k_choice_margin_exceeds_rounding(monkeypatch):

@@ -44,7 +44,8 @@ def test_bytes_of_a_token_and_of_a_page(model: str, kv_dtype: str, token_bytes: 
     assert plan.max_concurrency == plan.memory.num_pages / per_sequence
     assert plan.resolved.limits.page_tokens == 16
     (block,) = (choice for choice in plan.resolved.choices if choice.name == "prefix block")
-    assert block.value == "2048 tokens"
+    assert block.value == "128 tokens"
+    assert "a prefix that ends inside a longer page gets a copy of it" in block.reason
     assert "the last 4 tokens of a prefix that is found are computed again" in block.reason
 
 
@@ -119,7 +120,8 @@ def test_plan_runner_v4_flash_on_one_h200_refused_with_owner() -> None:
 def test_pages_of_other_sizes() -> None:
     plan = fit_runner(plan_request(FLASH, H200, tensor_parallel_size=4, page_tokens=64))
     (block,) = (choice for choice in plan.resolved.choices if choice.name == "prefix block")
-    assert block.value == "8192 tokens"
+    assert block.value == "128 tokens"
+    assert [group.page_tokens for group in plan.cache.cache_groups()] == [64, 512, 8192]
 
 
 def test_compressed_attention_refuses_other_options() -> None:

@@ -1,26 +1,30 @@
 """Prefix hits inside a page, on a GPU: pages are copied without an allocation, and what follows is as without a cache."""
 
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from cli.cli_models import write_tokenizer
-from holdfast.api.llm import LLM
+from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.compressed import compressed_cache
 from holdfast.cache.storage import PageStorage
+from holdfast.engine.scheduler import Scheduler
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import ALL_KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import Sequence, SequenceResult
+from holdfast.request.step import RowCopy
+from holdfast.runner.build import BuiltRunner
 from kernels.exactness import same_bits
-from runner.gpu_traffic import SMALL, write_model
+from runner.gpu_traffic import build_dummy
 
 pytestmark = pytest.mark.gpu
 
-NUM_TOKENS = 900
+BLOCK, NUM_TOKENS = 128, 900
 PROMPT = [(7919 * place + place * place // 7) % 900 + 8 for place in range(NUM_TOKENS)]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=5)
+PARAMS = SamplingParams(temperature=0.0, logprobs=20)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_ds_v4"])
@@ -41,31 +45,74 @@ def test_copied_pages_are_equal_and_nothing_is_allocated(kv_dtype: str) -> None:
         assert same_bits(columns, old[:, [0, 0, 5, 5, 4, 5]])
 
 
-def answer(llm: LLM, prompt: list[int]) -> tuple[list[int], list[Any]]:
-    (output,) = llm.generate([{"prompt_token_ids": prompt}], PARAMS, use_tqdm=False)
-    own = output.outputs[0]
-    return list(own.token_ids), list(own.logprobs or ())
+class Served:
+    """A runner behind the real scheduler, one sequence at a time."""
+
+    def __init__(self, built: BuiltRunner) -> None:
+        self.built, runner = built, built.runner
+        self.scheduler = Scheduler(runner.limits, built.storage.num_pages, True, 10, groups=runner.groups)
+        self.copies: list[RowCopy] = []
+        """Copies that the last sequence got."""
+        self._numbers = count()
+
+    def answer(self, prompt: list[int], *, use_prefix_cache: bool = True) -> tuple[Sequence, SequenceResult]:
+        """Compute a prompt, and its next token."""
+        sequence = Sequence(next(self._numbers), list(prompt), len(prompt), PARAMS, 0, 1)
+        sequence.use_prefix_cache = use_prefix_cache
+        self.scheduler.add(sequence)
+        self.copies = []
+        while True:
+            live = self.scheduler.schedule()
+            assert live is not None
+            self.copies += [copy for one in live.step.admitted for copy in one.copies]
+            self.built.runner.launch(live.step)
+            result = self.built.runner.collect()
+            self.scheduler.complete(live, [own.token_ids for own in result.results])
+            if sequence.num_output_tokens:
+                self.scheduler.finish(sequence)
+                self.scheduler.check()
+                return sequence, result.results[0]
+
+    def rows(self, group: int, page: int, num_rows: int) -> Iterator[torch.Tensor]:
+        """The first rows of a page, in every plane of each layer of a group."""
+        storage = self.built.storage
+        spec, shape = storage.spec, chunk_shapes(storage.spec, storage.num_pages)[group]
+        slots = [
+            shape.number([page], row // spec.page_tokens) * spec.page_tokens + row % spec.page_tokens
+            for row in range(num_rows)
+        ]
+        for layer in spec.groups[group].layers:
+            for plane in storage.planes(layer).values():
+                yield plane.view(len(plane), -1).view(torch.uint8)[slots]
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_prefix_hits_at_every_block_match_no_cache(kv_dtype: str, tmp_path: Path) -> None:
-    folder = write_model(tmp_path, "compressed")
-    write_tokenizer(folder)
-    options = {**SMALL, "kv_cache_dtype": kv_dtype, "model": str(folder)}
-    with LLM(**options) as llm:
-        scheduler = llm.engine.scheduler
-        assert scheduler.prefix.block_tokens == 128
-        answer(llm, PROMPT)
-        found = []
-        for end in range(128, NUM_TOKENS, 128):
-            before = scheduler.num_prefix_hit_tokens
-            found.append(answer(llm, [*PROMPT[: end + 1], end]))
-            assert scheduler.num_prefix_hit_tokens - before == end
-    with LLM(**options, enable_prefix_caching=False) as llm:
-        expected = [answer(llm, [*PROMPT[: end + 1], end]) for end in range(128, NUM_TOKENS, 128)]
-    for (_, logprobs), (_, wanted) in zip(found, expected, strict=True):
-        first, right = logprobs[0], wanted[0]
-        common = first.keys() & right.keys()
-        assert len(common) >= 3
-        for token in common:
-            assert first[token].logprob == pytest.approx(right[token].logprob, abs=0.05)
+    built = build_dummy(tmp_path, "compressed", kv_cache_dtype=kv_dtype)
+    try:
+        check_hits(Served(built))
+    finally:
+        built.release()
+
+
+def check_hits(served: Served) -> None:
+    """At each block the open rows are those of their source, and the next token is that of the whole prompt."""
+    assert served.scheduler.prefix.block_tokens == BLOCK
+    served.answer(PROMPT)
+    for end in range(BLOCK, NUM_TOKENS, BLOCK):
+        prompt = [*PROMPT[: end + 1], end]
+        sequence, found = served.answer(prompt)
+        assert sequence.num_cached_tokens == end
+        assert [copy.num_rows for copy in served.copies] == [end // BLOCK], "entries of 128"
+        for copy in served.copies:
+            pages = zip(
+                served.rows(copy.group, copy.source, copy.num_rows),
+                served.rows(copy.group, copy.target, copy.num_rows),
+                strict=True,
+            )
+            assert all(same_bits(*pair) for pair in pages), f"{end=}"
+        _, expected = served.answer(prompt, use_prefix_cache=False)
+        right = dict(expected.logprobs[0].top)
+        common = [(logprob, right[token]) for token, logprob in found.logprobs[0].top if token in right]
+        assert len(common) >= 8
+        assert all(one == pytest.approx(other, abs=0.05) for one, other in common), f"{end=}"

@@ -7,7 +7,10 @@ columns. With `page_tokens` = 16:
     group             layers   chunks of a page   rows   tokens      (DeepSeek-V4-Flash)
     window of 128       43            1             16      16
     entries of 4        21            2             32     128       and 42 columns of index
-    entries of 128      20            1             16    2048       which is the block of the prefix cache
+    entries of 128      20            1             16    2048
+
+A block of the prefix cache has 128 tokens: whole pages of the first two groups, and a row of the third. A sequence that
+starts inside a page of the third gets a copy of it (cache/prefix.py).
 
 `CacheSpec.layers` lists the windows of all layers in order, then the entries of those that have some.
 
@@ -90,7 +93,7 @@ def _spreads(groups: Sequence[LayerGroup], factor: int) -> list[tuple[LayerGroup
     """List layouts with `factor` chunks per window on a page, and up to as many of entries as fit in its columns."""
     num_columns = factor * len(groups[0].layers)
     counts = [range(1, max(1, num_columns // len(group.layers)) + 1) for group in groups[1:]]
-    # Many chunks make long blocks, and a group of few layers allows many: try only some counts.
+    # Many chunks make long pages, and a group of few layers allows many: try only some counts.
     some = [[count for count in own if count <= MOST_CHUNKS or count == own[-1]] for own in counts]
     return [
         tuple(replace(group, chunks_per_page=count) for group, count in zip(groups, (factor, *chosen), strict=True))
@@ -99,14 +102,14 @@ def _spreads(groups: Sequence[LayerGroup], factor: int) -> list[tuple[LayerGroup
 
 
 def _cost(spec: CacheSpec) -> tuple[float, int]:
-    """Return a sort key: overhead per token of a long context plus the cost of long prefix blocks; then page bytes."""
+    """Return a sort key: overhead per token of a long context plus the cost of long pages; then page bytes."""
     kept = [group for group in spec.groups if group.tokens_per_row > 1]
     paged = sum(spec.bytes_per_page / _page_tokens(spec, group) for group in kept)
     least = sum(
         sum(spec.layers[place].bytes_per_token for place in group.layers) / group.tokens_per_row for group in kept
     )
-    block = lcm(*(_page_tokens(spec, group) for group in spec.groups))
-    return paged / least - 1 + block / BLOCK_WORTH, spec.bytes_per_page
+    whole = lcm(*(_page_tokens(spec, group) for group in spec.groups))
+    return paged / least - 1 + whole / BLOCK_WORTH, spec.bytes_per_page
 
 
 def _page_tokens(spec: CacheSpec, group: LayerGroup) -> int:

@@ -29,7 +29,7 @@ from holdfast.quant.formats import KVFormat, Plane, index_dtype_beside, index_pl
 MOST_CHUNKS = 4
 """Most chunks per page of a layer of the largest group."""
 BLOCK_WORTH = 8192
-"""Prefix-block length in tokens that costs as much as a padding share of 1."""
+"""Tokens of whole pages of all groups that cost as much as a padding share of 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import torch
 
 from holdfast.kernels.activation import activate, gate_mul
 from holdfast.kernels.gemm.deferred_rms_norm import ResidualStream, SmallBatchScratch
-from holdfast.kernels.gemm.linear import fuses_gate, gated_linear, linear, room_for_codes
+from holdfast.kernels.gemm.linear import fuses_gate, gated_linear, joint_linear, linear, room_for_codes
 from holdfast.kernels.gemm.quantize_activations import (
     QuantizedRows,
     add_rms_norm_coded,
@@ -33,6 +33,20 @@ class Linear:
     ) -> torch.Tensor:
         """`quantized` is a buffer for quantized rows, which some weights need; if `is_coded`, it holds them already."""
         return linear(x_TK, self.weight_NK, self.bias_N, out_TN, quantized, is_coded)
+
+    def beside(
+        self,
+        plain_PK: torch.Tensor,
+        out_TP: torch.Tensor,
+        x_TK: torch.Tensor,
+        out_TN: torch.Tensor,
+        quantized: QuantizedRows | None = None,
+        is_coded: bool = False,
+    ) -> torch.Tensor:
+        """Call this product of x, and write that of x and another, plain weight to `out_TP`, float32."""
+        assert type(self) is Linear, f"{type(self).__name__} does more than multiply"
+        joint_linear(x_TK, self.weight_NK, self.bias_N, out_TN, plain_PK, out_TP, quantized, is_coded)
+        return out_TN
 
     def room_for_codes(self, quantized: QuantizedRows | None, num_rows: int) -> QuantizedRows | None:
         """Return the buffer that the producer of x fills with codes; None if this product takes plain rows."""
@@ -127,12 +141,22 @@ class GatedMLP:
     ) -> torch.Tensor:
         """If `is_coded`, x is already quantized in `buffers.quantized`."""
         quantized, active_TI = buffers.quantized, buffers.active_TI
-        gate_up, down = self.gate_up.weight_NK, self.down.weight_NK
-        if self.limit is None and self.down.takes_codes and fuses_gate(x_TH, gate_up, down, quantized):
+        if self.fuses_gate(x_TH, buffers):
+            gate_up, down = self.gate_up.weight_NK, self.down.weight_NK
             gated_linear(x_TH, gate_up, self.gate_up.bias_N, self._activation, active_TI, down, quantized, is_coded)
             return self.down(active_TI, out_TH, quantized, is_coded=True)
-        wide_TX = self.gate_up(x_TH, buffers.wide_TX, quantized, is_coded)
-        codes = self.down.room_for_codes(quantized, len(x_TH))
+        self.gate_up(x_TH, buffers.wide_TX, quantized, is_coded)
+        return self.finish(buffers, out_TH)
+
+    def fuses_gate(self, x_TH: torch.Tensor, buffers: MLPBuffers) -> bool:
+        """Return True if gate and up of these rows are one product with the gate in its epilogue."""
+        weights = self.gate_up.weight_NK, self.down.weight_NK
+        return self.limit is None and self.down.takes_codes and fuses_gate(x_TH, *weights, buffers.quantized)
+
+    def finish(self, buffers: MLPBuffers, out_TH: torch.Tensor) -> torch.Tensor:
+        """Continue after `gate_up`, whose result is in the buffers."""
+        quantized, wide_TX, active_TI = buffers.quantized, buffers.wide_TX, buffers.active_TI
+        codes = self.down.room_for_codes(quantized, len(wide_TX))
         if codes is not None and codes.scales_TB.shape[1] > 1:
             gate_mul_coded(wide_TX, self._activation, active_TI, self.limit, codes)
             return self.down(active_TI, out_TH, quantized, is_coded=True)

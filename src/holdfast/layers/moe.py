@@ -11,7 +11,7 @@ import torch
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream
-from holdfast.kernels.gemm.linear import linear_float32, quantizes_rows, room_for_codes
+from holdfast.kernels.gemm.linear import linear_float32, room_for_codes
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.moe.deep_gemv import takes_deep_loads
 from holdfast.kernels.moe.expert_linear import expert_linear
@@ -122,11 +122,12 @@ class ExpertLayer:
         self.watch: Callable[[torch.Tensor], None] | None = None
         """Called with `expert_ids_TS` of every eager step (runner/expert_counts.py); a replayed graph calls nothing."""
 
-    def room_for_codes(self, buffers: ExpertBuffers, num_rows: int) -> QuantizedRows | None:
+    def room_for_codes(self, buffers: ExpertBuffers, x_TH: torch.Tensor) -> QuantizedRows | None:
         """Return the buffer that the producer of x fills with codes for the shared expert; None if that takes none."""
-        if self.shared is None or quantizes_rows(self.gate_up):
-            return None  # routed experts would use the buffer first
-        return self.shared.mlp.gate_up.room_for_codes(buffers.quantized, num_rows)
+        shared = self.shared
+        if shared is None or buffers.shared is None or shared.mlp.fuses_gate(x_TH, buffers.shared):
+            return None
+        return shared.mlp.gate_up.room_for_codes(buffers.shared.quantized, len(x_TH))
 
     def __call__(
         self,
@@ -137,7 +138,7 @@ class ExpertLayer:
         is_coded: bool = False,
     ) -> torch.Tensor:
         """`token_ids_T` are read only if experts come from a table. If `is_coded`, `room_for_codes` has the codes of x."""
-        linear_float32(x_TH, self.router_EH, buffers.logits_TE)
+        has_begun = self._begin(x_TH, buffers, is_coded)
         ids_TS, shares_TS = buffers.expert_ids_TS, buffers.shares_TS
         biases, table_VS = self._biases, self._table_VS
         if table_VS is None:
@@ -148,9 +149,23 @@ class ExpertLayer:
             )
             route_by_table(buffers.logits_TE, table_VS, token_ids_T, self._routing, ids_TS, shares_TS, biases.router_E)
         if self._sharing is not None:
-            made = self._multiply_shared(self._sharing, x_TH, buffers, shares_codes=is_coded)
+            made = self._multiply_shared(self._sharing, x_TH, buffers, has_begun=has_begun)
             return self._sharing.combine(made, out_TH)
-        return sum_experts(self._multiply(x_TH, buffers, shares_codes=is_coded), out_TH)
+        return sum_experts(self._multiply(x_TH, buffers, has_begun=has_begun), out_TH)
+
+    def _begin(self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool) -> bool:
+        """Compute the router's logits, and beside them gate and up of the shared expert; return False without the latter.
+
+        `is_coded`: codes of x are in the buffers, for these.
+        """
+        shared = self.shared
+        if shared is None or buffers.shared is None or shared.mlp.fuses_gate(x_TH, buffers.shared):
+            assert not is_coded, "codes of x for a shared expert that has not begun"
+            linear_float32(x_TH, self.router_EH, buffers.logits_TE)
+            return False
+        own, wide_TX = buffers.shared.quantized, buffers.shared.wide_TX
+        shared.mlp.gate_up.beside(self.router_EH, buffers.logits_TE, x_TH, wide_TX, own, is_coded)
+        return True
 
     def _multiply_shared(
         self,
@@ -158,13 +173,13 @@ class ExpertLayer:
         x_TH: torch.Tensor,
         buffers: ExpertBuffers,
         is_coded: bool = False,
-        shares_codes: bool = False,
+        has_begun: bool = False,
     ) -> OwnPairs:
-        """Compute this rank's products; codes of x are those for routed experts, or those for the shared one.
+        """Compute this rank's products; `has_begun`: gate and up of the shared expert are in the buffers.
 
         The shared expert runs first: it may use the buffer that peers read, where routed pairs go later.
         """
-        shared = self._share(x_TH, buffers, shares_codes)
+        shared = self._share(x_TH, buffers, has_begun)
         ids_TS = sharing.dispatch(buffers.expert_ids_TS, buffers.local_ids_TS)
         order = self._order(ids_TS, buffers, sharing.num_local)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded, sharing.room_for_inputs(buffers.active_PI))
@@ -244,18 +259,18 @@ class ExpertLayer:
         return expert_linear(product, is_coded)
 
     def _multiply(
-        self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False, shares_codes: bool = False
+        self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False, has_begun: bool = False
     ) -> ExpertOutputs:
-        """Compute each expert's output for each of its rows; codes of x are for routed experts, or for the shared one."""
+        """Compute each expert's output for each of its rows; `has_begun` as in `_multiply_shared`."""
         order = self._order(buffers.expert_ids_TS, buffers)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded)
         bias_EH = self._biases.down_EH
         routed_PH = buffers.routed_PH
         expert_linear(ExpertProduct(active_PI, self.down, order, routed_PH, False, buffers.quantized, bias_EH))
-        return ExpertOutputs(buffers.routed_PH, buffers.shares_TS, *self._share(x_TH, buffers, shares_codes))
+        return ExpertOutputs(buffers.routed_PH, buffers.shares_TS, *self._share(x_TH, buffers, has_begun))
 
     def _share(
-        self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool
+        self, x_TH: torch.Tensor, buffers: ExpertBuffers, has_begun: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Compute the output of the shared expert and the logit of its gate, if there are any."""
         shared = self.shared
@@ -264,7 +279,8 @@ class ExpertLayer:
         assert buffers.shared is not None, "no tensors for the shared expert"
         assert buffers.shared_TH is not None, "no place for what the shared expert gives"
         room_TX = buffers.shared_TH if self._sharing is None else self._sharing.columns_of(buffers.shared_TH)
-        shared_TH = shared.mlp(x_TH, buffers.shared, room_TX, is_coded)
+        mlp, own = shared.mlp, buffers.shared
+        shared_TH = mlp.finish(own, room_TX) if has_begun else mlp(x_TH, own, room_TX)
         if shared.gate_1H is None:
             return shared_TH, None
         assert buffers.shared_logit_T1 is not None, "no place for the logit of the shared expert"

@@ -165,7 +165,7 @@ class CompressedDecoder(StepWorkspace):
                 streams, normed_TH = StreamBuffers(shares_TM, streams.parts), normed_TH[:num_rows]
             layer.attention_streams.leave(x_TSH, delta_TH, streams, layer.expert_streams)
             own = self._expert_buffers(room, num_rows)
-            codes = layer.experts.room_for_codes(own, num_rows)
+            codes = layer.experts.room_for_codes(own, normed_TH)
             layer.expert_streams.enter(x_TSH, streams, normed_TH, codes)
             layer.experts(normed_TH, own, delta_TH, token_ids_T, codes is not None)
             following = self.layers[index + 1].attention_streams if index + 1 < layers.stop else None

@@ -375,10 +375,13 @@ def _compressed_page_tokens(
         choices.append(Choice("page_tokens", str(rows), reason))
     groups = compressed_pages(heads, (kv_format,) * len(heads.ratios), rows).cache_groups()
     again = tokens_again(groups)
-    reason = "whole pages of every cache group"
+    block = block_tokens(groups)
+    reason = "whole rows of every cache group"
+    if any(group.page_tokens > block for group in groups):
+        reason += "; a prefix that ends inside a longer page gets a copy of it"
     if again:
         reason += f"; the last {again} tokens of a prefix that is found are computed again, to make states of them"
-    choices.append(Choice("prefix block", f"{block_tokens(groups)} tokens", reason))
+    choices.append(Choice("prefix block", f"{block} tokens", reason))
     return rows
 
 

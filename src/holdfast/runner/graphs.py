@@ -27,7 +27,14 @@ import torch
 from holdfast.kernels import geometry, hyper_connections
 from holdfast.kernels.attention import quantized_attention, tiled_attention
 from holdfast.kernels.exchange import add_rows
-from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles, gemv, quantized_tiles, row_scaled_tiles
+from holdfast.kernels.gemm import (
+    block_scaled_gemv,
+    block_scaled_tiles,
+    gemv,
+    packed_gemv,
+    quantized_tiles,
+    row_scaled_tiles,
+)
 from holdfast.kernels.latent import latent_projection, latent_tiles
 from holdfast.kernels.moe import expert_sum
 from holdfast.models.spec import ExpertsSpec
@@ -114,7 +121,7 @@ class StepGraphs:
 
 LAUNCHERS = (
     *(tiled_attention, quantized_attention, latent_tiles, latent_projection),
-    *(block_scaled_gemv, block_scaled_tiles, gemv, quantized_tiles, row_scaled_tiles),
+    *(block_scaled_gemv, block_scaled_tiles, gemv, packed_gemv, quantized_tiles, row_scaled_tiles),
     *(expert_sum, hyper_connections, add_rows),
 )
 """Launchers whose specialization follows from the row count alone, whether or not the model uses them."""

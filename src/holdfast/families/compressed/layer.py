@@ -13,7 +13,7 @@ from holdfast.families.compressed.pages import CompressedBackend
 from holdfast.families.compressed.spec import CompressedSpec, CompressorSpec
 from holdfast.families.latent.spec import IndexSpec
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.gemm.linear import grouped_linear, linear_float32
+from holdfast.kernels.gemm.linear import grouped_linear
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.latent.compress import Compressor
 from holdfast.kernels.latent.write_latent import LatentNorm
@@ -161,14 +161,14 @@ class CompressedAttentionLayer:
         If `is_coded`, x is already quantized in `buffers.quantized`.
         """
         q_rank, quantized = len(self._q_norm.weight_H), buffers.quantized
-        qkv_a_TX = self.qkv_a(x_TH, buffers.qkv_a_TX, quantized, is_coded)
+        qkv_a_TX, pooled_TX = self._project(x_TH, buffers, is_coded)
         codes = self.q.room_for_codes(quantized, len(x_TH))
         self._q_norm(qkv_a_TX[:, :q_rank], None, buffers.q_normed_TX, codes)
         self.q(buffers.q_normed_TX, buffers.q_TX, quantized, is_coded=codes is not None)
         q_TND = buffers.q_TX.unflatten(1, (len(self._sinks_N), -1))
         self._backend.write(qkv_a_TX[:, q_rank:], q_TND, batch, self._norm, self._q_norm.eps, self._rotary, self._layer)
-        if self.entries is not None:
-            self._compress(x_TH, batch, plan, buffers, self.entries, is_coded=codes is not None)
+        if self.entries is not None and pooled_TX is not None:
+            self._compress(pooled_TX, batch, plan, buffers, self.entries, is_coded=codes is not None)
         own = self._sinks_N, self._rotary, LayerStep(self._layer, plan, buffers.scratch)
         attended_RX = self._backend.attend(q_TND, *own, buffers.attended_TX, wanted_only)
         num_rows = attended_RX.shape[0]
@@ -176,9 +176,21 @@ class CompressedAttentionLayer:
         grouped_RX = grouped_linear(attended_RX, self.out.a_GNK, grouped_TX[:num_rows])
         return self.out.b(grouped_RX, out_TH[:num_rows], quantized)
 
+    def _project(
+        self, x_TH: torch.Tensor, buffers: CompressedBuffers, is_coded: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the latents of queries and vectors, and what entries are pooled from, if the layer has entries."""
+        out_TX, quantized = buffers.qkv_a_TX, buffers.quantized
+        if self.entries is None:
+            return self.qkv_a(x_TH, out_TX, quantized, is_coded), None
+        assert buffers.pooled_X is not None, "no buffer to pool entries from"
+        num_rows, pool_XH = len(x_TH), self.entries.pool_XH
+        pooled_TX = buffers.pooled_X[: num_rows * len(pool_XH)].view(num_rows, len(pool_XH))
+        return self.qkv_a.beside(pool_XH, pooled_TX, x_TH, out_TX, quantized, is_coded), pooled_TX
+
     def _compress(
         self,
-        x_TH: torch.Tensor,
+        pooled_TX: torch.Tensor,
         batch: Batch,
         plan: StepPlan,
         buffers: CompressedBuffers,
@@ -186,10 +198,7 @@ class CompressedAttentionLayer:
         is_coded: bool,
     ) -> None:
         """Add the step's rows to the layer's states, write finished entries of the layer and its index, and choose among them."""
-        num_rows, width = len(x_TH), len(entries.pool_XH)
-        assert buffers.pooled_X is not None, "no buffer to pool entries from"
-        pooled_TX = buffers.pooled_X[: num_rows * width].view(num_rows, width)
-        linear_float32(x_TH, entries.pool_XH, pooled_TX)
+        num_rows, width = pooled_TX.shape
         own, rotary, layer = 2 * entries.compressor.positions_RX.shape[1], entries.rotary, self._layer
         self._backend.compress(pooled_TX[:, :own], batch, entries.compressor, rotary, layer)
         index = entries.chooser

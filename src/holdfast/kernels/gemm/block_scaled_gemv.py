@@ -101,21 +101,30 @@ def gemv_form(size_n: int, size_k: int) -> BlockGemvForm:
 
 def block_scaled_gemv(x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor) -> Tensor:
     """Compute x @ weight.T + bias into `out_MN`, in its type. `takes` must accept the weight and rows."""
-    (num_rows, size_k), size_n, scheme = x_MK.shape, weight.shape[0], weight.scheme
+    (num_rows, size_k), size_n = x_MK.shape, weight.shape[0]
     assert weight.shape == (size_n, size_k), f"{weight.shape=} {x_MK.shape=}"
     assert out_MN.shape == (num_rows, size_n), f"{out_MN.shape=} {weight.shape=} {x_MK.shape=}"
     assert x_MK.stride(1) == 1, f"{x_MK.stride()=}: columns lie apart"
-    form = gemv_form(weight.form_rows, size_k)
-    # A program stays within a block of rows: the largest power of two that divides it.
-    block_n, block_k = min(form.block_n, scheme.block_rows & -scheme.block_rows), WARP_COLUMNS * form.num_warps
-    block_scaled_gemv_kernel[(-(-size_n // block_n), num_rows)](
+    constants = gemv_constants(weight, bias_N is not None)
+    block_scaled_gemv_kernel[(-(-size_n // constants["BLOCK_N"]), num_rows)](
         as_kernels_read(x_MK), weight.codes.view(torch.int32), weight.scales,
         bias_N if bias_N is not None else weight.scales, out_MN, size_n, weight.scales.shape[1], x_MK.stride(0),
-        SIZE_K=size_k, BLOCK_ROWS=scheme.block_rows, EVEN_N=size_n % block_n == 0, HAS_BIAS=bias_N is not None,
-        EVEN_K=size_k % block_k == 0, BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=form.ahead, PLAIN=is_interpreted(),
-        num_warps=form.num_warps, **pdl_flags(x_MK),
+        **constants, **pdl_flags(x_MK),
     )  # fmt: skip
     return out_MN
+
+
+def gemv_constants(weight: QuantizedWeight, has_bias: bool) -> dict[str, int]:
+    """Return the constants of a launch, its warps included."""
+    (size_n, size_k), block_rows = weight.shape, weight.scheme.block_rows
+    form = gemv_form(weight.form_rows, size_k)
+    # A program stays within a block of rows: the largest power of two that divides it.
+    block_n, block_k = min(form.block_n, block_rows & -block_rows), WARP_COLUMNS * form.num_warps
+    return {
+        "SIZE_K": size_k, "BLOCK_ROWS": block_rows, "EVEN_N": size_n % block_n == 0, "HAS_BIAS": has_bias,
+        "EVEN_K": size_k % block_k == 0, "BLOCK_N": block_n, "BLOCK_K": block_k, "AHEAD": form.ahead,
+        "PLAIN": is_interpreted(), "num_warps": form.num_warps,
+    }  # fmt: skip
 
 
 @jit
@@ -228,7 +237,20 @@ def block_scaled_gemv_kernel(
     BLOCK_N: constexpr, BLOCK_K: constexpr, AHEAD: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(1)
-    first = tl.program_id(0) * BLOCK_N
+    block_row_program(
+        p_x + i_row * x_stride, p_codes, p_scales, p_bias, p_out + i_row * size_n, tl.program_id(0), size_n, scale_columns,
+        SIZE_K, BLOCK_ROWS, EVEN_N, HAS_BIAS, EVEN_K, BLOCK_N, BLOCK_K, AHEAD, PLAIN, PDL,
+    )  # fmt: skip
+
+
+@jit
+def block_row_program(
+    p_x, p_codes, p_scales, p_bias, p_out, i_n, size_n, scale_columns,
+    SIZE_K: constexpr, BLOCK_ROWS: constexpr, EVEN_N: constexpr, HAS_BIAS: constexpr, EVEN_K: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, AHEAD: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
+    """Compute a block of a row's outputs."""
+    first = i_n * BLOCK_N
     o_n = first + tl.arange(0, BLOCK_N)
     m_n = o_n < size_n
     o_w = tl.arange(0, BLOCK_K // 4)
@@ -238,7 +260,6 @@ def block_scaled_gemv_kernel(
         o_r = tl.minimum(o_n, size_n - 1) - first
     p_w = p_codes + first.to(tl.int64) * NUM_WORDS + (o_r[:, None] * NUM_WORDS + o_w[None, :])
     p_scales += first // BLOCK_ROWS * scale_columns
-    p_x += i_row * x_stride
     # Load the first block of the weight before the wait: it is a constant.
     b_w = _load_words(p_w, o_w, NUM_WORDS, EVEN_K)
     if PDL:
@@ -262,4 +283,4 @@ def block_scaled_gemv_kernel(
     b_y = tl.sum(b_sum, axis=1)
     if HAS_BIAS:
         b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
-    tl.store(p_out + i_row * size_n + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)
+    tl.store(p_out + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)

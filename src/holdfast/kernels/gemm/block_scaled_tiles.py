@@ -23,6 +23,7 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 
 NUM_STAGES = 4
+"""Pipeline stages. Stated at the loop, they include the loads of scales: with 64 rows those cost as much as the product."""
 
 
 def row_form(num_rows: int) -> int:
@@ -55,7 +56,7 @@ def block_scaled_linear(rows: QuantizedRows, weight: QuantizedWeight, bias_N: Te
         size_k, -(-size_k // (splits * BLOCK_COLUMNS)) * BLOCK_COLUMNS, weight.scales.shape[1],
         BLOCK_ROWS=weight.scheme.block_rows, HAS_BIAS=bias_N is not None, EVEN_K=size_k % BLOCK_COLUMNS == 0,
         NUM_SPLITS=splits, BLOCK_M=row_form(num_rows), BLOCK_N=BLOCK_SCALED_BLOCK_N, BLOCK_K=BLOCK_COLUMNS,
-        PLAIN=is_interpreted(), num_warps=4, num_stages=NUM_STAGES, **pdl_flags(out_MN),
+        NUM_STAGES=NUM_STAGES, PLAIN=is_interpreted(), num_warps=4, **pdl_flags(out_MN),
     )  # fmt: skip
     return out_MN
 
@@ -65,7 +66,7 @@ def block_scaled_tile_kernel(
     p_x, p_x_scales, p_codes, p_scales, p_bias, p_out, p_partials, p_arrived,
     num_rows, size_n, size_k, split_k, scale_columns,
     BLOCK_ROWS: constexpr, HAS_BIAS: constexpr, EVEN_K: constexpr, NUM_SPLITS: constexpr, BLOCK_M: constexpr,
-    BLOCK_N: constexpr, BLOCK_K: constexpr, PLAIN: constexpr, PDL: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -80,27 +81,20 @@ def block_scaled_tile_kernel(
     p_scales += (i_n * BLOCK_N // BLOCK_ROWS).to(tl.int64) * scale_columns
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     first_k = tl.program_id(1) * split_k
-    i_k = first_k // BLOCK_K
-    weight_scale = tl.load(p_scales + i_k)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    b_x_scales = tl.load(p_x_scales + i_k, mask=m_m, other=0.0)
-    for k in range(first_k, tl.minimum(first_k + split_k, size_k), BLOCK_K):
+    for k in tl.range(first_k, tl.minimum(first_k + split_k, size_k), BLOCK_K, num_stages=NUM_STAGES):
         m_w = m_n[:, None]
         m_x = m_m[None, :]
         if not EVEN_K:
             m_w = m_w & (k + o_k < size_k)[None, :]
             m_x = m_x & (k + o_k < size_k)[:, None]
-        b_w = tl.load(p_w + k, mask=m_w, other=0.0)
-        b_x = tl.load(p_rows + k, mask=m_x, other=0.0)
-        # Load the scales of the next block of columns before the product that this step waits for.
-        i_k = k // BLOCK_K + 1
-        next_weight_scale = tl.load(p_scales + i_k, mask=i_k < scale_columns, other=0.0)
-        b_next_x_scales = tl.load(p_x_scales + i_k, mask=m_m & (i_k < scale_columns), other=0.0)
-        b_block = tl.dot(loaded_numbers(b_w, PLAIN), loaded_numbers(b_x, PLAIN))
-        b_y += b_block * (weight_scale * b_x_scales)[None, :]
-        weight_scale = next_weight_scale
-        b_x_scales = b_next_x_scales
+        b_w = tl.load(p_w + k, mask=m_w, other=0.0, eviction_policy="evict_first")
+        b_x = loaded_numbers(tl.load(p_rows + k, mask=m_x, other=0.0), PLAIN)
+        i_k = k // BLOCK_K
+        weight_scale = tl.load(p_scales + i_k)
+        b_x_scales = tl.load(p_x_scales + i_k, mask=m_m, other=0.0)
+        b_y += tl.dot(loaded_numbers(b_w, PLAIN), b_x) * weight_scale * b_x_scales[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if NUM_SPLITS > 1:

@@ -34,7 +34,41 @@ def e2m1_wide_asm() -> str:
     return "\n".join([*lines, "}"])
 
 
+PAIR_EXPONENT = 14
+"""`e2m1_pair_lines` decodes to numbers times 2^-14: bits of a code are those of a number in half precision, three further left."""
+
+
+def e2m1_pair_lines(word: str) -> list[tuple[int, list[str]]]:
+    """Return assembler that leaves codes p and p + 4 of a word in `h`, in half precision, for each pair p; uses u, v, w.
+
+    Half precision has a sign, five bits of the exponent and the rest: a code's sign, and three bits further right its other
+    bits. 0xE4 is c ? a : b. Twice the lower code of a byte plus 0x70 carries its sign to bit 7, and keeps the others.
+    """
+    mask, upper = "0x8E008E00", [f"shr.u32 u, {word}, 3;", f"lop3.b32 w, {word}, u, 0x80808080, 0xE4;"]
+    lower = [f"and.b32 v, {word}, 0x0F0F0F0F;", "mad.lo.u32 w, v, 2, 0x70707070;"]
+    high_byte, low_byte = [f"and.b32 h, w, {mask};"], ["shl.b32 w, w, 8;", f"and.b32 h, w, {mask};"]
+    return [(3, upper + high_byte), (1, low_byte), (2, lower + high_byte), (0, low_byte)]
+
+
+def e2m1_pairs_asm() -> str:
+    """Assembler: $8 and $9 are words of eight codes; $0 to $3 are the pairs (0, 4), (1, 5), (2, 6), (3, 7) of the first.
+
+    $4 to $7 are those of the second, in bfloat16 too. $10 holds their factor, twice. The product of a nibble by 2^6 + 2^12
+    puts sign and exponent into place. The number is 2^126 times too small then, and subnormal codes are subnormal numbers.
+    """
+    lines = ["{", ".reg .b32 m, q;"]
+    for pair in range(8):
+        word = f"${8 + pair // 4}"
+        if pair % 4 == 2:
+            lines.append(f"shr.u32 q, {word}, 8;")
+        mask, factor = (("0x000F000F", 0x1040), ("0x00F000F0", 0x104))[pair % 2]
+        lines += [f"and.b32 m, {word if pair % 4 < 2 else 'q'}, {mask};", f"mul.lo.u32 m, m, {factor};"]
+        lines += ["and.b32 m, m, 0x81C081C0;", f"mul.rn.bf16x2 ${pair}, m, $10;"]
+    return "\n".join([*lines, "}"])
+
+
 E2M1_ASM = kernel_constant(E2M1_ASM_TEXT)
+E2M1_PAIRS_ASM = kernel_constant(e2m1_pairs_asm())
 E2M1_WIDE_ASM = kernel_constant(e2m1_wide_asm())
 
 

@@ -4,17 +4,19 @@ T rows, K inputs, N outputs, B blocks of K, G groups
 
 On a GPU a plain weight goes to cuBLAS. Row-scaled e4m3 goes to kernels/gemm/row_scaled_tiles.py up to 64 or 128 rows,
 then to torch's scaled product (cuBLAS too). One row by block-scaled e4m3 goes to a GEMV that quantizes the row itself
-(kernels/gemm/block_scaled_gemv.py), 2 to 64 rows to kernels/gemm/block_scaled_tiles.py. One row by a plain weight in groups
-or with a float32 result goes to a GEMV, if the weight is no head. Everything else goes to tiles that dequantize (kernels/gemm/quantized_tiles.py). On
-a CPU plain and quantized weights go to C, whose order of summation is batch invariant. Small batches of the fused
-decode path use kernels/gemm/small_batch.py instead.
+(kernels/gemm/block_scaled_gemv.py), and 2 to 64 rows go to kernels/gemm/block_scaled_tiles.py. One row by codes of four bits
+goes to a GEMV (kernels/gemm/packed_gemv.py), and so does one row by a plain weight in groups. Everything else goes to
+tiles that dequantize (kernels/gemm/quantized_tiles.py). On a CPU plain and quantized weights go to C, whose order of
+summation is batch invariant. Small batches of the fused decode path use kernels/gemm/small_batch.py instead.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles
+from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles, packed_gemv
+from holdfast.kernels.gemm.joint_row import joint_row
+from holdfast.kernels.gemm.joint_row import takes as takes_joint
 from holdfast.kernels.gemm.quantize_activations import (
     BLOCK_COLUMNS,
     QuantizedRows,
@@ -30,9 +32,6 @@ from holdfast.kernels.triton_compat import can_run, check_dense
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
-MOST_ROUTED = 8192
-"""Most outputs of a float32 result of one row that a GEMV computes: routers and pools, not heads, which cuBLAS reads at
-full speed."""
 WIDENED_ELEMENTS = 2**20
 """Elements of a weight that a CPU converts to float32 at a time."""
 WIDE_RESULTS = 2**20
@@ -70,6 +69,24 @@ def linear_float32(
     return plain_linear_float32(x_TK, weight, out_TN)
 
 
+def joint_linear(
+    x_TK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias_N: Tensor | None,
+    out_TN: Tensor,
+    plain_PK: Tensor,
+    out_TP: Tensor,
+    quantized: QuantizedRows | None = None,
+    is_coded: bool = False,
+) -> None:
+    """Call `linear_float32` of the plain weight and `linear` of the other, in one launch if possible."""
+    if can_run(x_TK) and not is_coded and isinstance(weight, QuantizedWeight) and takes_joint(x_TK, weight, plain_PK):
+        joint_row(x_TK, weight, bias_N, out_TN, plain_PK, out_TP)
+        return
+    linear_float32(x_TK, plain_PK, out_TP)
+    linear(x_TK, weight, bias_N, out_TN, quantized, is_coded)
+
+
 def plain_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor | None = None) -> Tensor:
     """Like `linear`, for a plain weight."""
     y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]) if out_TN is None else out_TN
@@ -103,8 +120,6 @@ def plain_linear_float32(x_TK: Tensor, weight_NK: Tensor, out_TN: Tensor) -> Ten
         return plain_linear(x_TK, weight_NK, None, out_TN)
     if x_TK.is_cpu:
         return _widened(x_TK, weight_NK, None, out_TN)
-    if len(x_TK) == 1 and len(weight_NK) <= MOST_ROUTED:
-        return single_row_linear(x_TK, weight_NK, out_TN)
     return torch.mm(x_TK, weight_NK.t(), out_dtype=torch.float32, out=out_TN)
 
 
@@ -123,7 +138,7 @@ def quantized_view(
     quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
 ) -> QuantizedRows | None:
     """View the buffers for the codes of these rows; None if the weight takes rows unquantized."""
-    if isinstance(weight, Tensor) or not quantizes_rows(weight):
+    if isinstance(weight, Tensor) or not weight.scheme.quantizes_activations:
         return None
     assert quantized is not None, f"{weight.scheme.name} needs buffers for the codes of {num_rows} rows"
     size_k = weight.shape[-1]
@@ -145,11 +160,6 @@ def room_for_codes(
     rows = quantized_view(quantized, weight, num_rows)
     is_gemv = rows is not None and can_run(rows.codes_TK) and block_scaled_gemv.takes(weight, num_rows)
     return None if is_gemv else rows
-
-
-def quantizes_rows(weight: Tensor | QuantizedWeight) -> bool:
-    """Return True if a product by this weight quantizes its rows."""
-    return isinstance(weight, QuantizedWeight) and weight.scheme.quantizes_activations
 
 
 def coded_rows(
@@ -175,6 +185,8 @@ def quantized_linear(
         return native_quantized_linear(dequantized_rows(x_TK, weight, quantized, is_coded), weight, bias_N, out_TN)
     if not is_coded and block_scaled_gemv.takes(weight, x_TK.shape[0]):
         return block_scaled_gemv.block_scaled_gemv(x_TK, weight, bias_N, out_TN)
+    if packed_gemv.takes(weight, x_TK.shape[0]):
+        return packed_gemv.packed_gemv(packed_gemv.PackedProduct(x_TK, weight, out_TN, bias_N))
     rows = coded_rows(x_TK, weight, quantized, is_coded)
     if rows is None:
         return tile_linear(x_TK, weight, bias_N, out_TN, None)

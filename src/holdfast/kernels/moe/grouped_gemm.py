@@ -15,11 +15,13 @@ from torch import Tensor
 from holdfast.kernels.activation import gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
 from holdfast.kernels.gemm.e2m1 import e2m1_parts, e2m1_wide_parts, e8m0_numbers
-from holdfast.kernels.gemm.quantized_tiles import FP8_BLOCKS, FP8_ROWS, INT8_ROWS, OperandKind, operands_of
+from holdfast.kernels.gemm.packed_tiles import RowBlocks, packed_product, takes_packed_tiles
+from holdfast.kernels.gemm.quantized_tiles import E2M1_GROUPS, FP8_BLOCKS, FP8_ROWS, INT8_ROWS, OperandKind, operands_of
 from holdfast.kernels.moe.deep_gemv import weight_rows
 from holdfast.kernels.moe.routing import ExpertProduct
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, jit_counting, next_power_of_two, tl
+from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
@@ -70,6 +72,9 @@ def grouped_gemm(product: ExpertProduct) -> Tensor:
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
         return out_PN
+    if isinstance(weight, QuantizedWeight) and takes_packed_tiles(x_XK, weight):
+        packed_product(x_XK, weight, bias_EN, _blocks_of(product), out_PN, form.flags(gated))
+        return out_PN
     size_k = x_XK.shape[1]
     operands = operands_of(x_XK, weight, quantized)
     tile = tile_for(order.block_rows, gated, operands.kind, operands.tensors[0].element_size())
@@ -86,25 +91,33 @@ def grouped_gemm(product: ExpertProduct) -> Tensor:
         "BLOCK_M": order.block_rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "NUM_STAGES": tile.num_stages,
         "PLAIN": is_interpreted(), "num_warps": tile.num_warps, **form.flags(gated), **pdl_flags(x_XK),
     }  # fmt: skip
-    if operands.kind == OperandKind.E2M1_GROUPS:
-        # The fast path loads exponents of a block of K as words; bfloat16 holds all products of codes and scales.
-        is_in_words = size_k % HALF_WORD_COLUMNS == 0 and operands.tensors[3].numel() % 4 == 0
-        by_hand = is_interpreted() or x_XK.dtype != torch.bfloat16 or not is_in_words
-        _mxfp4_grouped_gemm_kernel[grid](*arguments, BY_HAND=by_hand, **flags)
-        return out_PN
+    # The fast path of packed codes loads exponents of a block of K as words; bfloat16 holds all products of codes and scales.
+    is_in_words = size_k % HALF_WORD_COLUMNS == 0 and operands.tensors[3].numel() % 4 == 0
+    by_hand = is_interpreted() or x_XK.dtype != torch.bfloat16 or not is_in_words
     _grouped_gemm_kernel[grid](
         *arguments, operands.scale_columns,
-        KIND=int(operands.kind), BLOCK_ROWS=operands.block_rows, IS_JOINT=gated and tile.is_joint, **flags,
+        KIND=int(operands.kind), BLOCK_ROWS=operands.block_rows, IS_JOINT=gated and tile.is_joint,
+        BY_HAND=by_hand and operands.kind == OperandKind.E2M1_GROUPS, **flags,
     )  # fmt: skip
     return out_PN
+
+
+def _blocks_of(product: ExpertProduct) -> RowBlocks:
+    """Return the blocks of packed tiles."""
+    order, ids_TS = product.order, product.order.expert_ids_TS
+    tensors = (order.pairs_BR, order.block_experts_B) if order.is_sorted else (ids_TS, ids_TS)
+    pairs_per_row = order.num_pairs // len(product.x_XK)
+    return RowBlocks(
+        *tensors, order.num_blocks, order.block_rows, len(ids_TS), order.top_k, pairs_per_row, order.is_sorted
+    )
 
 
 @jit_counting("num_rows")
 def _grouped_gemm_kernel(
     p_x, p_x_scales, p_weight, p_scales, p_bias, p_pairs, p_block_experts, p_out,
     num_rows, size_n, size_k, scale_columns,
-    KIND: constexpr, BLOCK_ROWS: constexpr, IS_JOINT: constexpr, GATED: constexpr, INTERLEAVED: constexpr,
-    LIMIT: constexpr, IS_SCALED: constexpr, HAS_BIAS: constexpr, IS_SORTED: constexpr, TOP_K: constexpr,
+    KIND: constexpr, BLOCK_ROWS: constexpr, IS_JOINT: constexpr, BY_HAND: constexpr, GATED: constexpr,
+    INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr, HAS_BIAS: constexpr, IS_SORTED: constexpr, TOP_K: constexpr,
     BLOCK_S: constexpr, PAIRS_PER_ROW: constexpr, EVEN_N: constexpr, EVEN_K: constexpr, BLOCK_M: constexpr,
     BLOCK_N: constexpr, BLOCK_K: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
@@ -125,6 +138,47 @@ def _grouped_gemm_kernel(
     b_weight_rows, up_rows = weight_rows(first_row, o_n, size_n, INTERLEAVED)
     if IS_JOINT:
         b_weight_rows += o_t // NUM_OUTPUTS * up_rows
+    if KIND == E2M1_GROUPS:
+        b_y, b_up_y = _packed_sums(
+            p_x, p_weight, p_scales, b_rows, b_weight_rows, up_rows, m_n, size_k,
+            GATED, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, BY_HAND, PLAIN,
+        )  # fmt: skip
+    else:
+        b_y, b_up_y = _sums(
+            p_x, p_x_scales, p_weight, p_scales, b_rows, b_weight_rows, up_rows, first_row, o_k, m_n, i_n, size_n,
+            size_k, scale_columns, KIND, BLOCK_ROWS, IS_JOINT, GATED, INTERLEAVED, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+            NUM_STAGES, PLAIN,
+        )  # fmt: skip
+    if PDL:
+        # Release late: programs of the next kernel would take occupancy from this one.
+        tl.extra.cuda.gdc_launch_dependents()
+    if KIND == FP8_ROWS or KIND == INT8_ROWS:
+        if KIND == FP8_ROWS:
+            b_x_s = tl.load(p_x_scales + b_rows)[None, :]
+            b_y *= b_x_s
+            b_up_y *= b_x_s
+        b_y *= tl.load(p_scales + b_weight_rows, mask=m_n, other=0.0)[:, None]
+        if GATED and not IS_JOINT:
+            b_up_y *= tl.load(p_scales + b_weight_rows + up_rows, mask=m_n, other=0.0)[:, None]
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        if GATED and not IS_JOINT:
+            b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
+    if IS_JOINT:
+        b_y, b_up_y = tl.split(tl.permute(tl.reshape(b_y, (2, NUM_OUTPUTS, BLOCK_M)), (1, 2, 0)))
+        o_n = i_n * NUM_OUTPUTS + tl.arange(0, NUM_OUTPUTS)
+        m_n = o_n < size_n
+    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED, LIMIT, IS_SCALED)
+
+
+@jit
+def _sums(
+    p_x, p_x_scales, p_weight, p_scales, b_rows, b_weight_rows, up_rows, first_row, o_k, m_n, i_n, size_n,
+    size_k, scale_columns, KIND: constexpr, BLOCK_ROWS: constexpr, IS_JOINT: constexpr, GATED: constexpr,
+    INTERLEAVED: constexpr, EVEN_N: constexpr, EVEN_K: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    BLOCK_K: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr,
+):  # fmt: skip
+    """Return the products of a block's rows and a tile of gates or outputs, and of its ups, before scales of rows."""
     up_offset = up_rows * size_k
     p_w = p_weight + b_weight_rows[:, None] * size_k + o_k[None, :]
     p_rows = p_x + b_rows[None, :] * size_k + o_k[:, None]
@@ -162,26 +216,7 @@ def _grouped_gemm_kernel(
             b_y = tl.dot(b_w.to(b_x.dtype), b_x, b_y, input_precision="ieee")
             if GATED and not IS_JOINT:
                 b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y, input_precision="ieee")
-    if PDL:
-        # Release late: programs of the next kernel would take occupancy from this one.
-        tl.extra.cuda.gdc_launch_dependents()
-    if KIND == FP8_ROWS or KIND == INT8_ROWS:
-        if KIND == FP8_ROWS:
-            b_x_s = tl.load(p_x_scales + b_rows)[None, :]
-            b_y *= b_x_s
-            b_up_y *= b_x_s
-        b_y *= tl.load(p_scales + b_weight_rows, mask=m_n, other=0.0)[:, None]
-        if GATED and not IS_JOINT:
-            b_up_y *= tl.load(p_scales + b_weight_rows + up_rows, mask=m_n, other=0.0)[:, None]
-    if HAS_BIAS:
-        b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
-        if GATED and not IS_JOINT:
-            b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
-    if IS_JOINT:
-        b_y, b_up_y = tl.split(tl.permute(tl.reshape(b_y, (2, NUM_OUTPUTS, BLOCK_M)), (1, 2, 0)))
-        o_n = i_n * NUM_OUTPUTS + tl.arange(0, NUM_OUTPUTS)
-        m_n = o_n < size_n
-    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED, LIMIT, IS_SCALED)
+    return b_y, b_up_y
 
 
 @jit
@@ -246,28 +281,16 @@ def _block_scales(p_s, i_n, scale_columns, size_n, INTERLEAVED: constexpr, BLOCK
         return tl.load(p_s + STEP * o_n // BLOCK_ROWS * scale_columns, mask=o_n < size_n, other=0.0)[:, None]
 
 
-@jit_counting("num_rows")
-def _mxfp4_grouped_gemm_kernel(
-    p_x, p_x_scales, p_weight, p_scales, p_bias, p_pairs, p_block_experts, p_out, num_rows, size_n, size_k,
-    GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr, HAS_BIAS: constexpr,
-    IS_SORTED: constexpr, TOP_K: constexpr, BLOCK_S: constexpr, PAIRS_PER_ROW: constexpr, EVEN_N: constexpr,
-    EVEN_K: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, NUM_STAGES: constexpr,
-    BY_HAND: constexpr, PLAIN: constexpr, PDL: constexpr,
+@jit
+def _packed_sums(
+    p_x, p_weight, p_scales, b_rows, b_weight_rows, up_rows, m_n, size_k,
+    GATED: constexpr, EVEN_N: constexpr, EVEN_K: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    BLOCK_K: constexpr, NUM_STAGES: constexpr, BY_HAND: constexpr, PLAIN: constexpr,
 ):  # fmt: skip
-    i_n = tl.program_id(0)
-    i_block = tl.program_id(1)
-    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_n = o_n < size_n
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    expert, b_pairs = _block_pairs(p_pairs, p_block_experts, i_block, num_rows, IS_SORTED, TOP_K, BLOCK_S, BLOCK_M)
-    if expert < 0:
-        return
-    b_rows = (tl.maximum(b_pairs, 0) // PAIRS_PER_ROW).to(tl.int64)
+    """Like `_sums`, for codes of four bits with a power of two for every 32 columns."""
     p_rows = p_x + b_rows[None, :] * size_k
     row_bytes = tl.multiple_of(size_k // 2, 16)
     row_groups = size_k // 32
-    b_weight_rows, up_rows = weight_rows(expert * size_n * (2 if GATED else 1), o_n, size_n, INTERLEAVED)
     p_w = p_weight + b_weight_rows[:, None] * row_bytes
     p_s = p_scales + b_weight_rows[:, None] * row_groups
     p_up = p_w + up_rows * row_bytes
@@ -309,13 +332,7 @@ def _mxfp4_grouped_gemm_kernel(
                     b_codes = tl.load(p_up + o_b[None, :] + k // 2, mask=m_b, other=0)
                     b_exponents = _word_of_halves(p_scales, b_first_groups + up_rows * row_groups, k, m_n, size_k)
                 b_up_y = tl.dot(_decoded(b_codes, b_exponents, BLOCK_N), b_x, b_up_y)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    if HAS_BIAS:
-        b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
-    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED, LIMIT, IS_SCALED)
+    return b_y, b_up_y
 
 
 @jit
