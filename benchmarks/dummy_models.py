@@ -48,6 +48,7 @@ TINY_ENTRIES = {
     **TINY,
     "hidden_size": 256,
     "num_hidden_layers": 4,
+    "num_attention_heads": 32,
     "num_key_value_heads": 1,
     "head_dim": 80,
     "qk_rope_head_dim": 16,
@@ -64,7 +65,8 @@ TINY_ENTRIES = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 512,
 }
-"""Like the one above, for windows and entries (DeepSeek-V4), with the sizes that kernels and formats need: 64 elements and 16 RoPE elements."""
+"""Like the one above, for windows and entries (DeepSeek-V4), with the sizes that kernels and formats need: 64 elements and 16 RoPE elements.
+Two or four ranks cut no block of 128."""
 
 
 def tiny_settings(name: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from holdfast.models.catalogue import find_model
 MODEL = "Qwen3-32B"
 PARTS = (("reduce", 2), ("reduce", 4), ("exact", 1), ("exact", 2), ("exact", 4), ("stages", 2), ("reduce", 1))
 PARTS += (("nodes", 2), ("nodes", 4), ("links", 2), ("links", 4))
-ENTRY_PARTS = (("exact", 1), ("exact", 2), ("exact", 4), ("reduce", 1), ("reduce", 2), ("experts", 2), ("reduce", 4))
+ENTRY_PARTS = (("exact", 1), ("exact", 2), ("exact", 4), ("reduce", 2), ("reduce", 1), ("experts", 2), ("reduce", 4))
 """Parts of DeepSeek-V4, whose exact ranks have whole experts and need no batch_invariant."""
 ON_NODES = ("nodes", "links")
 SUMMED = ("reduce", "experts")
@@ -87,7 +87,7 @@ class Shape(NamedTuple):
 
 
 FULL, TINY = Shape(), Shape(2, 3, 6, 20, 64, 64, "4MiB")
-ENTRIES = Shape(num_layers=4, kv_cache_memory="1GiB")
+ENTRIES = Shape(num_layers=4, max_num_batched_tokens=64, kv_cache_memory="1GiB")
 """Windows alone, chosen entries and entries of 128 tokens; experts by table and by score."""
 
 

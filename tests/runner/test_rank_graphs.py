@@ -16,7 +16,7 @@ from holdfast.runner.build import BuiltRunner, build_runner
 from holdfast.runner.graphs import StepGraphs
 from kernels.triton_cases import assert_allocates_nothing
 from runner.mirror_exchange import MirrorExchange
-from runner.rank_runs import OPTIONS, steps_of, write_model
+from runner.rank_runs import OPTIONS, states_of, steps_of, write_model
 
 MODELS = pytest.mark.parametrize(
     ("name", "num_ranks", "whole_experts", "exact", "options"),
@@ -108,7 +108,7 @@ def test_rank_step_neither_allocates_nor_waits(tmp_path, name, num_ranks, whole_
 @pytest.mark.gpu
 @MODELS
 def test_graphs_are_the_kernels_to_the_bit(tmp_path, name, num_ranks, whole_experts, exact, options):
-    """Decode steps of every captured size, from the same pages."""
+    """Decode steps of every captured size, from the same pages and states."""
     built = build(tmp_path, name, num_ranks, whole_experts, exact, "cuda", options)
     try:
         runner, graphs = built.runner, built.runner.graphs
@@ -118,10 +118,13 @@ def test_graphs_are_the_kernels_to_the_bit(tmp_path, name, num_ranks, whole_expe
         size = graphs.size_for(step.num_tokens, len(rows), True)
         assert size is not None
         batch = runner.buffers.fill(step, rows, size, graphs.logit_rows(size, True), is_listed=False)
+        kept = [(state, state.clone()) for state in states_of(runner)]
         with torch.inference_mode():
             plan = runner.backend.plan(batch, captured=True)
             eager = runner.model.step_logits(batch, plan)[: len(rows)].clone()
             for _ in range(3):
+                for state, before in kept:
+                    state.copy_(before)
                 assert torch.equal(graphs.replay(size, True)[: len(rows)], eager)
     finally:
         built.release()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.test_pipeline_ranks import pipeline, run_alone
+from engine.test_pipeline_ranks import BY_COMPANY, pipeline, run_alone
 from holdfast.engine.core import EngineCore
 from holdfast.engine.messages import CoreRequest
 from holdfast.request.sampling_params import SamplingParams
@@ -65,6 +65,8 @@ def capture_on(ranks: StagedRanks) -> dict[int, SeenGraphs]:
         pytest.param("gemma3", 3, 1, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 2, 1, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", 3, 1, marks=pytest.mark.slow),
+        ("v4_flash", 3, 1),
+        pytest.param("v4_pro", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_answers_from_graphs_are_those_of_eager_stages(
@@ -83,7 +85,7 @@ def test_answers_from_graphs_are_those_of_eager_stages(
     assert all(other == first for other in others), "a step that one stage replays all of them replay"
     kinds = {is_decode for _, is_decode in first}
     assert kinds == {True, False}
-    if family == "deepseek_v3":
+    if family in BY_COMPANY:
         # Torch multiplies latents by other sums in steps of other rows, and steps of a pipeline have fewer of them.
         assert {number: own[0] for number, own in answers.items()} == {
             number: own[0] for number, own in expected.items()

