@@ -17,6 +17,7 @@ from gpu_records import REHEARSAL_VARIABLE
 import holdfast.engine.build as engine_build
 from holdfast.api.llm import LLM
 from holdfast.engine.admission import TokensPrompt
+from holdfast.engine.core import EngineCore
 from holdfast.engine.engine import Engine
 from holdfast.models.catalogue import find_model
 from holdfast.models.layer_stack import LayerStack
@@ -56,6 +57,12 @@ class OpenEngine(NamedTuple):
     @property
     def engine(self) -> Engine:
         return self.llm.engine
+
+    @property
+    def core(self) -> EngineCore:
+        core = self.llm.engine.core
+        assert isinstance(core, EngineCore), f"{core} runs in another process"
+        return core
 
 
 def open_engine(

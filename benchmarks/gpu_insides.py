@@ -228,13 +228,13 @@ class Watch:
 
         replace(self._runner, "launch", launch)
         replace(self._runner, "collect", collect)
-        try:
-            with counting_compiles(lambda: None) as compiles:
+        with counting_compiles(lambda: None) as compiles:
+            try:
                 yield found
-        finally:
-            found.num_compilations = compiles.num_compiled + compiles.num_found
-            replace(self._runner, "launch", self._launch)
-            replace(self._runner, "collect", self._collect)
+            finally:
+                found.num_compilations = compiles.num_compiled + compiles.num_found
+                replace(self._runner, "launch", self._launch)
+                replace(self._runner, "collect", self._collect)
         _note_moved(found, moved(places, pointers(self._runner)))
 
     @contextmanager

@@ -164,7 +164,7 @@ class Bench:
 
     def traffic(self, kind: str) -> Traffic:
         """Return traffic with the prefix cache that this kind of run needs."""
-        while self.opened.engine.core.in_flight:
+        while self.opened.core.in_flight:
             self.opened.engine.step()
         self.opened.llm.reset_prefix_cache()
         if kind == "mixed":
@@ -233,7 +233,7 @@ class Bench:
 
         No step is in flight when poison is spread.
         """
-        core = self.opened.engine.core
+        core = self.opened.core
         run_ahead, core.run_ahead = core.run_ahead, 0
         for kind in ("decode", "mixed"):
             rows = []
