@@ -28,7 +28,7 @@ CONSTANT = {
         *("p_tiles", "p_rows", "p_pages", "p_slots", "p_states", "p_positions", "p_table_rows", "p_num_tokens"),
         *("p_w", "p_norm", "p_bias"),
     },
-    "gemm": {"p_weight", "p_codes", "p_scales"},
+    "gemm": {"p_weight", "p_codes", "p_words", "p_scales"},
     "norm": {"p_weight"},
     "moe": {"p_weight", "p_scales", "p_router", "p_norm_weight"},
     "hyper_connections": {"p_weight", "p_bias", "p_scale"},
@@ -37,10 +37,13 @@ CONSTANT = {
 TRUSTED = {
     "moe.expert_row._down_kernel": ({"p_ids", "p_shares"}, "moe.deep_gemv._deep_gemv_kernel"),
     "latent.top_k_tokens._filter_kernel": ({"p_scores"}, "latent.top_k_tokens._limit_kernel"),
+    "gemm.packed_gemv.packed_gemv_kernel": ({"p_ids"}, "gemm.packed_gemv.packed_gemv_kernel"),
 }
 """Kernels that read more before they wait, and the kernel before them, which must trigger them after its own wait."""
 ALWAYS = {"NUM_HEADS > 0"}
 """Conditions without an else that hold for every program that comes to them."""
+FLAGS = {"gemm.packed_gemv.packed_gemv_kernel": "GATED"}
+"""A flag of a kernel that moves its wait: paths are followed with it and without."""
 
 
 class State(NamedTuple):
@@ -115,10 +118,12 @@ class Walk:
         self.triggers_early = False
         self.tuples: dict[str, ast.Tuple] = {}
         module, function = kernels()[name]
-        roots = {argument.arg: frozenset({argument.arg}) for argument in function.args.args}
-        for state, line in self._function(module, function, roots, State()):
-            if not state.has_waited:
-                self.unwaited_ends.append(f"{name} line {line}")
+        flag = FLAGS.get(name)
+        for self._flags in [{}] if flag is None else [{flag: True}, {flag: False}]:
+            roots = {argument.arg: frozenset({argument.arg}) for argument in function.args.args}
+            for state, line in self._function(module, function, roots, State()):
+                if not state.has_waited:
+                    self.unwaited_ends.append(f"{name} line {line}")
 
     def _function(
         self, module: Module, function: ast.FunctionDef, roots: dict[str, frozenset[str]], state: State
@@ -169,6 +174,10 @@ class Walk:
         ends: list[tuple[State, int]],
     ) -> State | None:
         test = ast.unparse(branch.test)
+        is_negated, flag = test.startswith("not "), test.removeprefix("not ")
+        if flag in self._flags:
+            body = branch.body if self._flags[flag] != is_negated else branch.orelse
+            return self._block(module, body, roots, state, ends)
         state = self._expression(module, branch.test, roots, state)
         taken = self._block(module, branch.body, roots, state, ends)
         if test == "PDL" or test in ALWAYS:

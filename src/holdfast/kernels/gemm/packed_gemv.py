@@ -322,8 +322,10 @@ def packed_gemv_kernel(
     first_row = tl.zeros((), tl.int64)
     if HAS_IDS:
         expert = tl.load(p_ids + i_pair).to(tl.int64)
-        if expert < 0:
-            return  # its expert is on another rank
+        if expert < 0:  # its expert is on another rank
+            if not GATED:
+                wait_then_release(PDL)
+            return
         first_row = expert * num_rows
     o_w = tl.arange(0, 4 * UNITS)
     o_u = tl.arange(0, UNITS)
