@@ -230,11 +230,11 @@ def test_index_operands_follow_dtypes_and_device(monkeypatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "fp8"])
-@pytest.mark.parametrize("num_heads", [64, 32])
-def test_index_scores_match_reference_at_model_sizes(device, name, num_heads) -> None:
-    """V3.2 and GLM-5: decode of several lengths, and neighbours of a prompt."""
+@pytest.mark.parametrize(("num_heads", "dim"), [(64, 128), (32, 128), (16, 16)])
+def test_index_scores_match_reference_at_model_sizes(device, name, num_heads, dim) -> None:
+    """V3.2, GLM-5 and a tiny model: decode of several lengths, and neighbours of a prompt."""
     rows = [(0, 9000), (1, 2049), (2, 5000), (3, 0), (4, 7001), (4, 7002), (4, 7003), (5, 4097)]
-    judge(make_score_case(rows, num_heads, 128, name, 64, DTYPES[name]), device)
+    judge(make_score_case(rows, num_heads, dim, name, 64, DTYPES[name]), device)
 
 
 @pytest.mark.gpu

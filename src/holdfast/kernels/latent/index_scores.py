@@ -128,7 +128,8 @@ def index_scores_triton(
     if num_rows == 0:
         return out_TC
     operands = choose_operands(q_TID, planes)
-    block_d, num_columns = max(16, next_power_of_two(dim)), out_TC.shape[1]
+    least_d = 32 if operands == "e4m3" else 16  # fewest inputs of a tensor-core product
+    block_d, num_columns = max(least_d, next_power_of_two(dim)), out_TC.shape[1]
     blocks, num_sms = index_blocks(operands, block_d), _num_sms(q_TID)
     _score_kernel[(num_rows, num_splits(num_rows, num_columns, blocks, num_sms))](
         q_TID if operands in ("e4m3", "half") else as_kernels_read(q_TID), weights_TI,
