@@ -43,7 +43,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     return tensor.contiguous().view(integers[tensor.element_size()])
 
 
