@@ -1,9 +1,9 @@
 """A whole engine over quantized pages against bfloat16 ones: python benchmarks/gpu_quantized_kv.py [--model NAME]
 
-One process a format, at utilization 0.98 with dummy weights: tokens a second of one stream; decode steps of as many
-sequences of 8K and 32K as requested that fit at once; and, quantized, prompts that really fill 99 % of the pool, served to
-the end. Decode steps run over pages with arbitrary contents, which do not change the time. The record is written after
-every format. Formats without time have only the tokens that a plan for an H200 gives.
+One process a format with dummy weights, at utilization 0.98 or that of --utilization: tokens a second of one stream; decode
+steps of as many sequences of 8K and 32K as requested that fit at once; and, quantized, prompts that really fill 99 % of the
+pool, served to the end. Decode steps run over pages with arbitrary contents, which do not change the time. The record is
+written after every format. Formats without time have only the tokens that a plan for an H200 gives.
 """
 
 import argparse

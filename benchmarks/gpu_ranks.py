@@ -1,6 +1,7 @@
 """Engines on 1, 2 and 4 ranks, all on one GPU under MPS: python benchmarks/gpu_ranks.py
 
-Qwen3-32B's shapes, or with --model another model's, with fewer layers, dummy weights, bfloat16, sums in graphs. Each part is a process with its own time limit:
+Qwen3-32B's shapes, or with --model another model's, with fewer layers, dummy weights, bfloat16, sums in graphs. Each part
+is a process with its own time limit:
 
     exact   batch_invariant: tokens of 2 and 4 ranks equal those of one, greedy and sampled
     reduce  every rank's own argmax equals rank 0's token; then 1,000 steps without an allocation on any rank,

@@ -48,9 +48,6 @@ def digest_of(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# --- keys of sources, in a process that imports the tree
-
-
 class Definitions:
     """Definitions and constants that a kernel reaches; neither names of modules nor lines, comments and docstrings count."""
 
@@ -196,9 +193,6 @@ def query(tree: Path, part: str, question: object) -> Any:  # noqa: ANN401 the J
     return json.loads(done.stdout)
 
 
-# --- the table
-
-
 def grouped_cases(names: Sequence[str] | None = None) -> list[str]:
     """Return the cases of these groups, or of all."""
     groups = GROUPS["groups"]
@@ -315,9 +309,6 @@ def state_of(name: str, record: Record, table: Table | None) -> State:
     ):
         return OLD
     return UNKNOWN if any(new is None for _, new in kernels) else SAME
-
-
-# --- records
 
 
 def stamp(num_jobs: int) -> None:

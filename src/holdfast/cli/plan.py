@@ -69,7 +69,7 @@ def plan(options: PlanOptions, engine: Given) -> int:
         if not options.as_json:
             write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
     named, notes = name_notes(options, request), request.declared.notes
-    if request.declared.is_compressed and (request.tensor_parallel_size > 1 or not view.fits):
+    if request.declared.is_compressed and not view.fits:
         # Even the smallest exceeds most GPUs.
         notes += tuple(filter(None, (layers_note(request),)))
     if options.gpu is None and options.memory is None:

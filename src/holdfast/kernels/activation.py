@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.fp8 import CODED_COLUMNS, as_bits, store_coded_groups
+from holdfast.kernels.fp8 import BLOCK_COLUMNS, as_bits, store_coded_groups
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.operation import DECLINED, operation, pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, release_then_wait, tl
@@ -149,20 +149,20 @@ def launch_gate_mul(
     limit: float | None,
     codes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Launch the kernel of `gate_mul`. `codes` receive the result as e4m3 too, with a scale for every CODED_COLUMNS."""
+    """Launch the kernel of `gate_mul`. `codes` receive the result as e4m3 too, with a scale for every BLOCK_COLUMNS."""
     num_rows, width = gate_up_TX.shape
     assert gate_up_TX.stride(1) == out_TI.stride(1) == 1, (
         f"{gate_up_TX.stride()=} {out_TI.stride()=}: columns lie apart"
     )
     codes_TI, scales_TB = (None, None) if codes is None else (as_bits(codes[0]), codes[1])
-    assert scales_TB is None or scales_TB.shape[1] == -(-width // (2 * CODED_COLUMNS)), f"{scales_TB.shape=} {width=}"
+    assert scales_TB is None or scales_TB.shape[1] == -(-width // (2 * BLOCK_COLUMNS)), f"{scales_TB.shape=} {width=}"
     if out_TI.numel():
         num_blocks = -(-width // 2 // COLUMNS_PER_PROGRAM)
         _gate_mul_kernel[(num_rows * num_blocks,)](
             gate_up_TX, out_TI, codes_TI, scales_TB, gate_up_TX.stride(0), out_TI.stride(0),
             *(None if rows is None else rows.stride(0) for rows in (codes_TI, scales_TB)),
             None if scales_TB is None else scales_TB.stride(1), width // 2,
-            KIND=kind, LIMIT=limit or 0.0, NUM_BLOCKS=num_blocks, BLOCK=COLUMNS_PER_PROGRAM, GROUP=CODED_COLUMNS,
+            KIND=kind, LIMIT=limit or 0.0, NUM_BLOCKS=num_blocks, BLOCK=COLUMNS_PER_PROGRAM, GROUP=BLOCK_COLUMNS,
             PLAIN=is_interpreted(), num_warps=NUM_WARPS, **pdl_flags(gate_up_TX),
         )  # fmt: skip
     return out_TI

@@ -16,8 +16,8 @@ from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 # pyright: reportPossiblyUnboundVariable=false
 
 LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
-CODED_COLUMNS = 128
-"""Columns of codes that share a scale if a row has several: as many as in a block of weights."""
+BLOCK_COLUMNS = 128
+"""Columns of a row that share a scale if it has several: as many as in a block of an fp8_block weight."""
 
 
 @jit

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.fp8 import CODED_COLUMNS, as_bits, store_coded_groups
+from holdfast.kernels.fp8 import BLOCK_COLUMNS, as_bits, store_coded_groups
 from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.stream_geometry import (
     MANY_ROWS_BLOCK,
@@ -219,7 +219,7 @@ def launch_enter(
 ) -> Tensor:
     """Launch two programs per row: one for the block's input, one for all shares.
 
-    `codes` receive the input as e4m3 too, with a scale per row or for every CODED_COLUMNS.
+    `codes` receive the input as e4m3 too, with a scale per row or for every BLOCK_COLUMNS.
     """
     _check_streams(x_TSH, shares_TM, out_TH)
     assert norm_weight_H.shape == (x_TSH.shape[2],), f"{norm_weight_H.shape=} {x_TSH.shape=}"
@@ -234,6 +234,7 @@ def launch_enter(
     assert shares_TM.shape == (num_rows, num_sums), f"{shares_TM.shape=}, not {(num_rows, num_sums)}"
     assert shares_TM.stride(1) == 1, f"{shares_TM.stride()=}: columns lie apart"
     assert numbers.eps > 0.0, f"{numbers.eps=}: a divisor may be 0 without it"
+    assert num_streams <= MAX_STREAMS, f"{num_streams} streams; kernels take up to {MAX_STREAMS}"
     if not num_rows:
         return out_TH
     block_h = next_power_of_two(hidden_size)
@@ -245,7 +246,7 @@ def launch_enter(
         None if scales_TB is None else scales_TB.stride(1), numbers.norm_eps, numbers.eps, rms_eps,
         IS_HEAD=is_head, NUM_ITERATIONS=numbers.num_iterations, NUM_SUMS=num_sums, SUM_COLUMNS=parts_CTP.shape[2],
         NUM_STREAMS=num_streams, BLOCK_S=next_power_of_two(num_streams), BLOCK_C=MAX_SPLITS, BLOCK_H=block_h,
-        GROUP=CODED_COLUMNS if scales_TB is not None and scales_TB.shape[1] > 1 else block_h, PLAIN=is_interpreted(),
+        GROUP=BLOCK_COLUMNS if scales_TB is not None and scales_TB.shape[1] > 1 else block_h, PLAIN=is_interpreted(),
         num_warps=max(1, min(8, block_h // COLUMNS_PER_WARP)), **pdl_flags(x_TSH),
     )  # fmt: skip
     return out_TH

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.fp8 import CODED_COLUMNS, as_bits, e4m3_quotients, e4m3_scale, size_bits, store_coded_groups
+from holdfast.kernels.fp8 import BLOCK_COLUMNS, as_bits, e4m3_quotients, e4m3_scale, size_bits, store_coded_groups
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.operation import DECLINED, operation, pdl_flags
 from holdfast.kernels.triton_compat import (
@@ -71,7 +71,7 @@ def launch_rms_norm(
 ) -> Tensor:
     """Launch one program per row: x += delta if given, its norm into `out_TD`, and into `codes` if given.
 
-    `codes` are e4m3 with their scales: one per row, or one for every CODED_COLUMNS.
+    `codes` are e4m3 with their scales: one per row, or one for every BLOCK_COLUMNS.
     """
     size = weight_D.shape[0]
     for x in (x_TD, delta_TD, out_TD):
@@ -87,7 +87,7 @@ def launch_rms_norm(
         _rms_norm_kernel[(x_TD.numel() // size,)](
             x_RD, delta_RD, weight_D, y_RD, codes_RD, scales_RB, *strides,
             scales_RB.stride(1) if scales_RB is not None and has_groups else None, size, eps,
-            OFFSET=offset, BLOCK=block, GROUP=CODED_COLUMNS if has_groups else 0, PLAIN=is_interpreted(),
+            OFFSET=offset, BLOCK=block, GROUP=BLOCK_COLUMNS if has_groups else 0, PLAIN=is_interpreted(),
             num_warps=max(1, min(16, block // 512)), **pdl_flags(x_TD),
         )  # fmt: skip
     return out_TD

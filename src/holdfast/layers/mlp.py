@@ -34,16 +34,16 @@ class Linear:
         """`quantized` is a buffer for quantized rows, which some weights need; if `is_coded`, it holds them already."""
         return linear(x_TK, self.weight_NK, self.bias_N, out_TN, quantized, is_coded)
 
-    def beside(
+    def joint(
         self,
-        plain_PK: torch.Tensor,
-        out_TP: torch.Tensor,
         x_TK: torch.Tensor,
         out_TN: torch.Tensor,
+        plain_PK: torch.Tensor,
+        out_TP: torch.Tensor,
         quantized: QuantizedRows | None = None,
         is_coded: bool = False,
     ) -> torch.Tensor:
-        """Call this product of x, and write that of x and another, plain weight to `out_TP`, float32."""
+        """Like `__call__`, and write x @ plain.T to `out_TP` in float32: one launch for one row, if possible."""
         assert type(self) is Linear, f"{type(self).__name__} does more than multiply"
         joint_linear(x_TK, self.weight_NK, self.bias_N, out_TN, plain_PK, out_TP, quantized, is_coded)
         return out_TN

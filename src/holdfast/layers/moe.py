@@ -164,7 +164,7 @@ class ExpertLayer:
             linear_float32(x_TH, self.router_EH, buffers.logits_TE)
             return False
         own, wide_TX = buffers.shared.quantized, buffers.shared.wide_TX
-        shared.mlp.gate_up.beside(self.router_EH, buffers.logits_TE, x_TH, wide_TX, own, is_coded)
+        shared.mlp.gate_up.joint(x_TH, wide_TX, self.router_EH, buffers.logits_TE, own, is_coded)
         return True
 
     def _multiply_shared(

@@ -185,9 +185,9 @@ def quantized_rows_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, 
 
 
 def row_scaled_request(spec: ModelSpec, recipe: WeightRecipe) -> Request:
-    """Request split-K partials, arrival counters and amax of gated rows, shared by medium-batch products.
+    """Request the `TileScratch` of products by e4m3 weights, row-scaled or block-scaled, for batches of some rows.
 
-    Empty unless weights are e4m3 by quantized rows. With scales by block no gate is fused, so there are no amax.
+    Empty for other weights. With scales by block no gate is fused, so there are no amax.
     """
     scheme = recipe.scheme_for("linear", ())
     if scheme is None or not scheme.quantizes_activations:

@@ -102,7 +102,7 @@ class CompressedDeclaration(DecoderDeclaration):
             rope_dim=compressed.rope_dim,
             ratios=tuple(0 if one is None else one.ratio for one in compressors),
             overlapped_layers=overlapped,
-            form_heads=self.decoder.num_heads if mesh.is_exact else 0,
+            form_heads=spec.form_heads,
         )
         index = compressed.index
         if index is None:

@@ -72,10 +72,10 @@ class HeadGeometry(NamedTuple):
     ratios: tuple[int, ...] = ()
     """Compressed attention, by layer: tokens per entry, 0 if the layer has its window only; empty:
     every other attention."""
-    form_heads: int = 0
-    """Compressed attention on exact ranks: query heads of all of them, by which a kernel chooses its form."""
     overlapped_layers: frozenset[int] = frozenset()
     """Layers whose entries overlap, with an index to choose among them."""
+    form_heads: int = 0
+    """Compressed attention: `ModelSpec.form_heads`."""
 
     @property
     def is_compressed(self) -> bool:

@@ -215,7 +215,7 @@ class ModelSpec:
 
     @property
     def form_heads(self) -> int:
-        """Query heads by which attention kernels choose a form: on exact ranks those of all."""
+        """Query heads by which attention chooses tiles and splits: on exact ranks those of all, else those of this rank."""
         return self.num_heads * self.num_ranks if self.gathers else self.num_heads
 
     @property

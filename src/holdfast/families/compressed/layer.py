@@ -186,7 +186,7 @@ class CompressedAttentionLayer:
         assert buffers.pooled_X is not None, "no buffer to pool entries from"
         num_rows, pool_XH = len(x_TH), self.entries.pool_XH
         pooled_TX = buffers.pooled_X[: num_rows * len(pool_XH)].view(num_rows, len(pool_XH))
-        return self.qkv_a.beside(pool_XH, pooled_TX, x_TH, out_TX, quantized, is_coded), pooled_TX
+        return self.qkv_a.joint(x_TH, out_TX, pool_XH, pooled_TX, quantized, is_coded), pooled_TX
 
     def _compress(
         self,

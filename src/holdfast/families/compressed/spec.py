@@ -30,7 +30,7 @@ class CompressedAttentionSpec(AttentionSpec):
     index_heads: int = 0
     index_top_k: int = 0
     form_heads: int = 0
-    """Query heads of all ranks, if attention to a share of them must round like attention to all; 0: no such demand."""
+    """`ModelSpec.form_heads`, so that exact ranks round like one; 0: the heads that are here."""
 
     @property
     def most_entries(self) -> int:

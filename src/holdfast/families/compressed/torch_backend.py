@@ -5,8 +5,9 @@ time, n rows of a block, M = n * N
 
 A row at position p sees the tokens [p - W + 1, p] of its window and the first (p + 1) // ratio entries of its layer, all of them
 or the K that the layer's index chooses. Both are vectors of one kind, so one online softmax runs over blocks of tokens and then
-of entries; it begins with the head's sink. Memory grows neither with the context nor with the step. If a CPU has the C kernels,
-a head has the same bits whatever other heads are here, so ranks that share them compute what one rank does.
+of entries; it begins with the head's sink. Memory grows neither with the context nor with the step.
+
+With the C kernels a head's bits do not depend on the other heads. So ranks that share heads compute what one rank does.
 """
 
 from collections.abc import Mapping

@@ -12,8 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.fp8 import LEAST_SCALE, as_kernels_read, e4m3_of, e4m3_scale, e4m3_value, float32_of, size_bits
-from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS
+from holdfast.kernels.fp8 import (
+    BLOCK_COLUMNS,
+    LEAST_SCALE,
+    as_kernels_read,
+    e4m3_of,
+    e4m3_scale,
+    e4m3_value,
+    float32_of,
+    size_bits,
+)
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight

@@ -1,18 +1,18 @@
-"""Middle batches by block-scaled e4m3 weights: quantized rows through the tensor cores, nearly bound by memory.
+"""Up to 64 rows by block-scaled e4m3 weights (fp8_block): tensor-core tiles of quantized rows, nearly bound by memory.
 
 M rows, N outputs, K inputs, B blocks of 128 columns
 
-The weight is the first operand of wgmma and the rows are the second, as in kernels/gemm/row_scaled_tiles.py. Sums of a
-block are scaled before the next block, so a program waits for every product. Therefore several programs share a
-multiprocessor: a weight with few outputs is split along K (split-K), and the last program to finish adds the partial sums
-in order. The weight's shape alone decides the number of splits, so results are batch invariant.
+The weight is the first operand of wgmma and the rows are the second, as in kernels/gemm/row_scaled_tiles.py. A block's
+sums are scaled before the next block, so a program waits for every product. Several programs on a multiprocessor hide
+that wait: a weight with few outputs is split along K (split-K). The last program to finish adds the partial sums in
+order. The weight's shape alone decides the number of splits, so the order of a sum does not depend on the rows.
 """
 
 from torch import Tensor
 
-from holdfast.kernels.fp8 import kernel_codes, loaded_numbers
+from holdfast.kernels.fp8 import BLOCK_COLUMNS, kernel_codes, loaded_numbers
 from holdfast.kernels.gemm.gemv import arrive, sum_partials
-from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS, QuantizedRows, TileScratch
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch
 from holdfast.kernels.geometry import BLOCK_SCALED_BLOCK_N, BLOCK_SCALED_ROWS, block_scaled_splits
 from holdfast.kernels.operation import pdl_flags
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit_counting, next_power_of_two, tl

@@ -1,6 +1,13 @@
 """Decoding of 4-bit codes (e2m1) and of their scales (e8m0: powers of two), for kernels.
 
 A byte holds the codes of two neighbouring inputs, the first in its low half. A scale is a byte for 32 inputs of a row.
+Each kernel decodes codes in the order in which it multiplies them:
+
+    e2m1_pair_lines    half precision, two codes of a word at once    GEMV (kernels/gemm/packed_gemv.py)
+    E2M1_PAIRS_ASM     bfloat16 with scales, two codes at once        tiles on Hopper (kernels/gemm/packed_tiles.py)
+    e2m1_wide_parts    bfloat16, both halves of a byte                grouped GEMM on other GPUs (kernels/moe/grouped_gemm.py)
+    e2m1_parts         half precision, both halves of a byte          the same, for odd sizes and other types
+    e2m1_numbers       half precision, one code                       dense tiles, and every kernel in the interpreter
 """
 
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
@@ -39,7 +46,7 @@ PAIR_EXPONENT = 14
 
 
 def e2m1_pair_lines(word: str) -> list[tuple[int, list[str]]]:
-    """Return assembler that leaves codes p and p + 4 of a word in `h`, in half precision, for each pair p; uses u, v, w.
+    """Return pairs p with assembler that leaves codes p and p + 4 of a word in `h`, in half precision; it uses u, v, w.
 
     Half precision has a sign, five bits of the exponent and the rest: a code's sign, and three bits further right its other
     bits. 0xE4 is c ? a : b. Twice the lower code of a byte plus 0x70 carries its sign to bit 7, and keeps the others.

@@ -2,29 +2,31 @@
 
 T rows, K inputs, N outputs, B blocks of K, G groups
 
-On a GPU a plain weight goes to cuBLAS. Row-scaled e4m3 goes to kernels/gemm/row_scaled_tiles.py up to 64 or 128 rows,
-then to torch's scaled product (cuBLAS too). One row by block-scaled e4m3 goes to a GEMV that quantizes the row itself
-(kernels/gemm/block_scaled_gemv.py), and 2 to 64 rows go to kernels/gemm/block_scaled_tiles.py. One row by codes of four bits
-goes to a GEMV (kernels/gemm/packed_gemv.py), and so does one row by a plain weight in groups. Everything else goes to
-tiles that dequantize (kernels/gemm/quantized_tiles.py). On a CPU plain and quantized weights go to C, whose order of
-summation is batch invariant. Small batches of the fused decode path use kernels/gemm/small_batch.py instead.
+On a GPU the weight and the number of rows choose the kernel:
+
+    plain               cuBLAS; one row by a weight in groups: the GEMV of kernels/gemm/small_batch.py
+    row-scaled e4m3     up to 64 or 128 rows kernels/gemm/row_scaled_tiles.py, then torch's scaled product (cuBLAS too)
+    block-scaled e4m3   one row kernels/gemm/block_scaled_gemv.py, which quantizes the row itself; up to 64 rows
+                        kernels/gemm/block_scaled_tiles.py
+    codes of 4 bits     one row kernels/gemm/packed_gemv.py
+    all else            kernels/gemm/quantized_tiles.py, which dequantizes
+
+On a CPU plain and quantized weights go to C, whose order of summation is batch invariant. Small batches of the fused
+decode path use kernels/gemm/small_batch.py instead.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles, packed_gemv
-from holdfast.kernels.gemm.joint_row import joint_row
-from holdfast.kernels.gemm.joint_row import takes as takes_joint
+from holdfast.kernels.fp8 import BLOCK_COLUMNS
+from holdfast.kernels.gemm import block_scaled_gemv, block_scaled_tiles, joint_row, packed_gemv, row_scaled_tiles
 from holdfast.kernels.gemm.quantize_activations import (
-    BLOCK_COLUMNS,
     QuantizedRows,
     quantize_rows,
     quantize_rows_by_amax,
 )
 from holdfast.kernels.gemm.quantized_tiles import tile_linear
-from holdfast.kernels.gemm.row_scaled_tiles import row_scaled_gate, row_scaled_linear, takes, takes_gate
 from holdfast.kernels.gemm.small_batch import single_row_linear
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.operation import operation
@@ -80,8 +82,13 @@ def joint_linear(
     is_coded: bool = False,
 ) -> None:
     """Call `linear_float32` of the plain weight and `linear` of the other, in one launch if possible."""
-    if can_run(x_TK) and not is_coded and isinstance(weight, QuantizedWeight) and takes_joint(x_TK, weight, plain_PK):
-        joint_row(x_TK, weight, bias_N, out_TN, plain_PK, out_TP)
+    if (
+        can_run(x_TK)
+        and not is_coded
+        and isinstance(weight, QuantizedWeight)
+        and joint_row.takes(x_TK, weight, plain_PK)
+    ):
+        joint_row.joint_row(x_TK, weight, bias_N, out_TN, plain_PK, out_TP)
         return
     linear_float32(x_TK, plain_PK, out_TP)
     linear(x_TK, weight, bias_N, out_TN, quantized, is_coded)
@@ -190,8 +197,8 @@ def quantized_linear(
     rows = coded_rows(x_TK, weight, quantized, is_coded)
     if rows is None:
         return tile_linear(x_TK, weight, bias_N, out_TN, None)
-    if takes(weight, x_TK.shape[0], rows.scratch):
-        return row_scaled_linear(rows, weight, bias_N, out_TN)
+    if row_scaled_tiles.takes(weight, x_TK.shape[0], rows.scratch):
+        return row_scaled_tiles.row_scaled_linear(rows, weight, bias_N, out_TN)
     if block_scaled_tiles.takes(weight, x_TK.shape[0], rows.scratch):
         return block_scaled_tiles.block_scaled_linear(rows, weight, bias_N, out_TN)
     if takes_scaled_product(weight, out_TN):
@@ -208,7 +215,11 @@ def fuses_gate(
     x_TK: Tensor, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, quantized: QuantizedRows | None
 ) -> bool:
     """Return True if `gated_linear` takes these rows and weights."""
-    return quantized is not None and can_run(x_TK) and takes_gate(gate_up, down, x_TK.shape[0], quantized.scratch)
+    return (
+        quantized is not None
+        and can_run(x_TK)
+        and row_scaled_tiles.takes_gate(gate_up, down, x_TK.shape[0], quantized.scratch)
+    )
 
 
 def gated_linear(
@@ -226,7 +237,7 @@ def gated_linear(
     assert isinstance(down, QuantizedWeight), "down is plain"
     rows = coded_rows(x_TK, gate_up, quantized, is_coded)
     assert rows is not None, f"{gate_up.scheme.name} does not quantize activations"
-    amax = row_scaled_gate(rows, gate_up, bias_N, kind, out_TI)
+    amax = row_scaled_tiles.row_scaled_gate(rows, gate_up, bias_N, kind, out_TI)
     codes = quantized_view(quantized, down, x_TK.shape[0])
     assert codes is not None, f"{down.scheme.name} does not quantize activations"
     quantize_rows_by_amax(out_TI, amax, codes)

@@ -2,17 +2,17 @@
 
 P pairs of token and expert (dense: rows), N outputs, K inputs, R rows of the weight in a program, U units of 32 columns
 
-A thread loads one unit of a row at a time: four words of eight codes, as they are stored, and their scale. All threads of a
-warp lie along K, so a thread holds the inputs of its unit for all rows of its program. They become half precision, times
-the power of two that gives the largest one the exponent 14. A word becomes four pairs (inputs 0 and 4, 1 and 5, 2 and 6,
-3 and 7), which are multiplied two at a time. Products of 8-bit and 2-bit significands are exact in half precision. Two
+A thread loads one unit of a row at a time: four words of eight codes, as they are stored, and their scale. All threads of
+a warp lie along K, so a thread has the inputs of its unit for all rows of its program. They become half precision, times
+the power of two that gives the largest one the exponent 14. A word becomes four pairs: inputs 0 and 4, 1 and 5, 2 and 6,
+3 and 7. One instruction multiplies a pair. Products of 8-bit and 2-bit significands are exact in half precision. Two
 sums of 16 columns each stay below 16 x 12; then float32 takes over with the scale. float32 and float16 rows are
 multiplied in float32.
 
-A scheme plugs in as a `PackedForm`: assembler that decodes a word to these pairs, its counterpart for one code in
-`packed_numbers`, the columns that share a scale, and the type of scales in `scale_numbers`. The kernel and its launchers
-stay as they are. Scales for 16 columns would multiply both sums of a unit before they are added; a zero point adds the
-sum of a unit's inputs times -zero * scale.
+A new scheme is a `PackedForm` in PACKED_FORMS. Its codes are a case of `packed_numbers`, and of `_products` with assembler
+that decodes a word to pairs. Its scales are a case of `scale_numbers`. Loads and launchers stay as they are. Scales for
+16 columns would multiply both sums of a unit before they are added. A zero point adds the sum of a unit's inputs times
+-zero * scale.
 
 Loops are not unrolled: straight code of several units exceeds the instruction cache, which costs up to half the speed.
 """
@@ -63,9 +63,9 @@ UNIT = 32
 BLOCK_ROWS = 8
 """Rows of a weight in a program: more registers would leave too few warps."""
 MOST_PADDING = 1.125
-LARGEST_EXPONENT = 14
+INPUT_EXPONENT = 14
 """Exponent of a unit's largest input in half precision."""
-FIELDS = kernel_constant(2 * 127 + LARGEST_EXPONENT)
+FIELDS = kernel_constant(2 * 127 + INPUT_EXPONENT)
 """Sum of the exponent fields of that input and of the unit's scale; as `PAIR_EXPONENT` is 14 too, also of scale and factor."""
 DECODED = kernel_constant(2.0**-PAIR_EXPONENT)
 PAIR_ASM = kernel_constant("cvt.rn.f16x2.f32 $0, $2, $1;")

@@ -7,9 +7,10 @@ bytes, which are 32 inputs with one scale. The order of K inside a product is fr
 p + 4 make a pair, and rows of x are put into that order.
 
 Blocks of few rows take mma.sync, because wgmma costs as much for 8 rows as for 64. Their codes go straight to registers.
-Larger blocks take wgmma, with codes and rows in shared memory.
+Larger blocks take wgmma, with codes and rows in shared memory. kernels/moe/grouped_gemm.py launches these tiles, and has
+tiles of its own for other GPUs and types.
 
-A scheme is a decode function and the scales of its groups: see `_decoded`.
+`_decoded` knows the scheme, MXFP4: its codes, and GROUP inputs to a scale. `_store` applies the rest of the factor.
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from holdfast.kernels.triton_compat import (
     kernel_value,
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_schemes import MXFP4
 
 # Kernels bind a name and read it under the same constexpr condition.
 # pyright: reportPossiblyUnboundVariable=false
@@ -59,11 +61,11 @@ class PackedTile(NamedTuple):
 
 
 def takes_packed_tiles(x_XK: Tensor, weight: Tensor | QuantizedWeight) -> bool:
-    """Return True for 4-bit weights and rows in bfloat16 on Hopper."""
+    """Return True for MXFP4 weights and rows in bfloat16 on Hopper."""
     return (
         gl is not None
         and isinstance(weight, QuantizedWeight)
-        and weight.scheme.codes_per_byte == 2
+        and weight.scheme.name == MXFP4.name
         and x_XK.dtype == torch.bfloat16
         and x_XK.is_cuda
         and torch.cuda.get_device_capability(x_XK.device)[0] == 9
@@ -97,6 +99,9 @@ def packed_product(
 ) -> None:
     """Multiply each block's rows by its expert's weight, which `takes_packed_tiles` accepts; `form` has the flags of the gate."""
     size_n, size_k = out_PN.shape[1], x_XK.shape[1]
+    assert weight.shape[-2:] == (size_n * (2 if form["GATED"] else 1), size_k), (
+        f"{weight.shape=} {x_XK.shape=} {out_PN.shape=}"
+    )
     tile = packed_tile(blocks.block_rows)
     num_outputs = tile.block_n // 2 if form["GATED"] else tile.block_n
     packed_tile_kernel[(-(-size_n // num_outputs), blocks.num_blocks)](

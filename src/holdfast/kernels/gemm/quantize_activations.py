@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.kernels.activation import gate_mul, launch_gate_mul
 from holdfast.kernels.fp8 import (
-    CODED_COLUMNS,
+    BLOCK_COLUMNS,
     as_bits,
     as_kernels_read,
     e4m3_of,
@@ -37,7 +37,6 @@ from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN, LEAST_E4M3_SCALE
 # pyright: reportPossiblyUnboundVariable=false
 
 
-BLOCK_COLUMNS = CODED_COLUMNS
 WHOLE_ROW = 16384
 """Most columns that fit into registers; longer rows are read twice."""
 COLUMNS_PER_PROGRAM = 2048
@@ -45,14 +44,14 @@ COLUMNS_PER_PROGRAM = 2048
 
 
 class TileScratch(NamedTuple):
-    """Scratch buffers of kernels/gemm/row_scaled_tiles.py."""
+    """Scratch buffers of kernels/gemm/row_scaled_tiles.py and kernels/gemm/block_scaled_tiles.py."""
 
     partials: Tensor
     """float32 split-K partial sums: splits x rows x outputs."""
     arrived: Tensor
     """int32 arrival counts for each block of outputs: zeros between launches."""
     amax: Tensor
-    """int32: amax bits of a gated product, for each row and block of outputs."""
+    """int32: amax bits of a gated row-scaled product, for each row and block of outputs."""
 
 
 class QuantizedRows(NamedTuple):

@@ -23,6 +23,7 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_schemes import MXFP4
 
 # Triton resolves branches on constants at compile time, so both sides must stand in an if and an else.
 # Kernels bind a name and read it under the same constexpr condition.
@@ -69,7 +70,9 @@ def operands_of(x_XK: Tensor, weight: Tensor | QuantizedWeight, quantized: Quant
     scheme = weight.scheme
     assert (quantized is not None) == scheme.quantizes_activations, f"{scheme.name} with {quantized=}"
     if quantized is None:
-        kind = OperandKind.E2M1_GROUPS if scheme.codes_per_byte == 2 else OperandKind.INT8_ROWS
+        is_packed = scheme.codes_per_byte == 2
+        assert not is_packed or scheme.name == MXFP4.name, f"{scheme.name}: kernels decode e2m1 alone"
+        kind = OperandKind.E2M1_GROUPS if is_packed else OperandKind.INT8_ROWS
         return WeightOperands((x_XK, x_XK, weight.codes, weight.scales), kind)
     tensors = (kernel_codes(quantized.codes_TK), quantized.scales_TB, kernel_codes(weight.codes), weight.scales)
     if scheme.block_columns == 0:
