@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from holdfast.kernels.geometry import MAX_LATENT_DIM
+from holdfast.kernels.stream_geometry import MAX_STREAMS
 from holdfast.memory.devices import read_data
 from holdfast.models.settings import (
     MAX_EXPERT_WIDTH,
@@ -48,7 +49,6 @@ RATE_KEYS: Mapping[str, tuple[str, int]] = {OVERLAPPED: ("compress_rate_csa", 4)
 MAX_RATIO = 256
 TABLE, SCORES = "hash_moe", "moe"
 """Kinds of experts: looked up in a table by token, or chosen by score."""
-MAX_STREAMS = 8
 MAX_ITERATIONS = 1000
 MAX_CHOSEN = 2**17
 """Most entries that a row may choose: far more than any model does, and within the limit of their buffers."""
