@@ -58,7 +58,7 @@ def a_failed_step_leaves_the_state_where_it_was(patch):
     patch.setattr(CacheGroup, "has_state", property(lambda self: self.is_state))
 
 
-@mutant("waits:", first_seed=72)
+@mutant("waits:", first_seed=54)
 def a_preempted_sequence_keeps_what_was_stored(patch):
     real = Scheduler.preempt_last
 

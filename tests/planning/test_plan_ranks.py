@@ -119,6 +119,7 @@ REFUSED = [
     ({"size": 16}, "DeepSeek-V4-Flash", "8 groups of heads do not divide into 16 equal parts. Try 1, 2, 4, 8."),
     ({"size": 1, "num_stages": 44}, "DeepSeek-V4-Flash", "pipeline_parallel_size is 44, but DeepSeek-V4-Flash has 43 layers"),
     ({"size": 16}, "DeepSeek-V4-Pro", "192 of 3072 columns of layers.0.shared.down.weight cut a block of 128, which share a scale. Try 1, 2, 4, 8."),
+    ({"size": 16, "tensor_parallel_sums": "exact"}, "DeepSeek-V4-Pro", "448 of 7168 rows of layers.0.o_b.weight cut a block of 128, which share a scale. Try 1, 2, 4, 8."),
     ({"size": 8}, "gpt-oss-120b", "360 of 2880 columns of layers.0.experts.down.weight cut a block of 32, which share a scale. Try 1, 2, or enable_expert_parallel."),
     ({"size": 8, "quantization": "fp8_block"}, "Qwen3-30B-A3B", "96 of 768 columns of layers.0.experts.down.weight cut a block of 128, which share a scale. Try 1, 2, or enable_expert_parallel."),
     ({"size": 2, "num_stages": 2}, "gemma-2-9b", "2 stages are planned of models that run"),
