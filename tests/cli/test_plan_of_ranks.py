@@ -119,8 +119,14 @@ def test_whole_experts_and_exact_sums_are_planned(here: Here) -> None:
         ("gpt-oss-120b --gpu 4xh200", "families.indivisible"),
         ("DeepSeek-V4-Flash --gpu 2xh200 --batch-invariant", "plan.variant_weights"),
         ("DeepSeek-V4-Flash --gpu 4xh200 --tensor-parallel-sums exact", "plan.exact_needs_whole_experts"),
-        ("DeepSeek-V4-Flash --gpu 4xh200 --tensor-parallel-sums exact --enable-expert-parallel", "plan.exact_needs_fewer_rows"),
-        ("DeepSeek-V4-Flash --gpu 8xh200 --tensor-parallel-sums exact --enable-expert-parallel", "plan.exact_never_measured"),
+        (
+            "DeepSeek-V4-Flash --gpu 4xh200 --tensor-parallel-sums exact --enable-expert-parallel",
+            "plan.exact_needs_fewer_rows",
+        ),
+        (
+            "DeepSeek-V4-Flash --gpu 8xh200 --tensor-parallel-sums exact --enable-expert-parallel",
+            "plan.exact_never_measured",
+        ),
     ],
 )
 def test_ranks_that_cannot_split_a_model_are_refused(here: Here, words: str, expected: str) -> None:

@@ -303,7 +303,7 @@ def test_ranks_of_v4_have_results_and_pages_of_one_process(
 ) -> None:
     """Step by step: exact ones to the bit, and every page and state after the last step."""
     path, exact = find_model(tmp_path, family), sums == "exact"
-    options = {"max_model_len": 110, "page_tokens": 2, "max_num_batched_tokens": 16}
+    options: dict[str, Any] = {"max_model_len": 110, "page_tokens": 2, "max_num_batched_tokens": 16}
     ways = {"exact": exact, "whole_experts": whole_experts}
     with pipeline(path, cuts_of(family, 1), num_ranks, **ways, **options) as found:
         run_with_hits(found, NUM_PAGES[family])
@@ -338,12 +338,10 @@ def assert_pages_are_near(alone: Built, ranks: list[Built]) -> None:
         pytest.param("v4_pro", 3, 1, marks=pytest.mark.slow),
     ],
 )
-def test_stages_of_v4_give_results_of_one_process(
-    tmp_path: Path, family: str, num_stages: int, num_ranks: int
-) -> None:
+def test_stages_of_v4_give_results_of_one_process(tmp_path: Path, family: str, num_stages: int, num_ranks: int) -> None:
     """Step by step to the bit: chunks, hits of prefixes, preemption, a step in every stage."""
     path = find_model(tmp_path, family)
-    options = {"max_model_len": 110, "page_tokens": 2, "max_num_batched_tokens": 16}
+    options: dict[str, Any] = {"max_model_len": 110, "page_tokens": 2, "max_num_batched_tokens": 16}
     with pipeline(path, cuts_of(family, num_stages), num_ranks, **options) as found:
         run_with_hits(found, NUM_PAGES[family])
         assert found.framed.results == replayed(path, found.framed.frames, **options)
