@@ -1,6 +1,7 @@
 """All ranks planned by one: what they have in common, what each plans for itself, and refusals with rank, term and both numbers."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -139,6 +140,24 @@ def test_plan_ranks_indivisible_model_refused_in_one_line(options, name, words) 
             ask()
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (4, 1), (8, 1)])
+def test_plan_ranks_of_v4_context_too_long_names_what_fits(size: int, num_stages: int) -> None:
+    """The length that the error names is planned, and one block more is not."""
+    model, reports = declared("DeepSeek-V4-Flash"), reports_of(*[H200] * (size * num_stages))
+    options: dict[str, Any] = {"kv_cache_memory": "2GiB"}
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_ranks(config_of(size, num_stages, **options, max_model_len=1_048_576), model, reports)
+    words = str(caught.value)
+    assert f"of {size * num_stages} (" in words
+    assert "\n" not in words
+    found = re.search(r"lower max_model_len to (\d+)", words)
+    assert found is not None, words
+    length = int(found[1])
+    assert plan_ranks(config_of(size, num_stages, **options, max_model_len=length), model, reports).plans
+    with pytest.raises(MemoryPlanError):
+        plan_ranks(config_of(size, num_stages, **options, max_model_len=length + 2048), model, reports)
 
 
 def test_worst_request_invalid_ranks_refused_before_reports(monkeypatch) -> None:
