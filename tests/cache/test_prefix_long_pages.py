@@ -66,6 +66,28 @@ def test_evicted_long_page_is_replaced_by_that_of_a_child() -> None:
     assert len(own.cache) == 0
 
 
+def test_replaced_long_page_waits_for_the_step_of_its_child() -> None:
+    """A sequence that found the block and recomputed it, for want of a window, has all its rows on a page of its own."""
+    own = bench()
+    _, first = own.compute(TOKENS[:5])
+    chain = own.cache.chain(b"")
+    tables = own.cache.share(chain, own.cache.miss())
+    for group, table in zip(own.groups, tables, strict=True):
+        table += own.pool.allocate_many(group.pages_for(12))
+    own.cache.register(chain, TOKENS, tables, 12, step=5)
+    assert not own.cache.is_computed_by(own.match(TOKENS[:4]), 5)
+    own.cache.evict(first[1][0])
+    own.check()
+    hit = own.match(TOKENS[:4])
+    assert hit.open_rows == (OpenRows(1, tables[1][0], 1),)
+    assert own.cache.is_computed_by(hit, 5)
+    assert not own.cache.is_computed_by(hit, 6)
+    own.cache.rewind(chain, 0)
+    own.cache.forget_pending()
+    own.check()
+    assert own.match(TOKENS).num_tokens == 0, "no step has written these rows"
+
+
 def test_evicted_long_page_gets_none_of_the_next_interval() -> None:
     own = bench()
     _, tables = own.compute(TOKENS)

@@ -67,6 +67,22 @@ def test_ranks_that_gather_are_planned_as_a_gpu_takes_them(here: Here) -> None:
     assert "--batch-invariant" not in stages["command"].split(), "stages of one rank gather nothing"
 
 
+def test_exact_ranks_of_v4_are_planned_without_batch_invariant(here: Here) -> None:
+    requested = "DeepSeek-V4-Flash --gpu 4xh200 --tensor-parallel-sums exact --enable-expert-parallel"
+    found = record(here, f"{requested} --max-num-batched-tokens 512")
+    assert found["kv_tokens"] > found["max_model_len"] == 1_048_576
+    assert "--tensor-parallel-sums exact" in found["command"]
+    assert "--batch-invariant" not in found["command"]
+
+
+@pytest.mark.parametrize("num_stages", [22, 43])
+def test_plan_stages_without_entries_have_numbers(here: Here, num_stages: int) -> None:
+    """Some stages of V4-Flash have layers with a window alone, also the one with the fewest pages."""
+    found = record(here, f"DeepSeek-V4-Flash --gpu h200 --pipeline-parallel-size {num_stages}")
+    assert found["kv_tokens"] > 10 * found["max_model_len"]
+    assert found["tokens_without_groups"] == 0
+
+
 @pytest.mark.slow
 def test_whole_experts_and_exact_sums_are_planned(here: Here) -> None:
     sliced, whole, exact = (
@@ -101,6 +117,16 @@ def test_whole_experts_and_exact_sums_are_planned(here: Here) -> None:
         ("DeepSeek-V4-Flash --gpu 16xh200", "families.indivisible"),
         ("DeepSeek-V4-Pro --gpu 16xh200", "families.indivisible"),
         ("gpt-oss-120b --gpu 4xh200", "families.indivisible"),
+        ("DeepSeek-V4-Flash --gpu 2xh200 --batch-invariant", "plan.variant_weights"),
+        ("DeepSeek-V4-Flash --gpu 4xh200 --tensor-parallel-sums exact", "plan.exact_needs_whole_experts"),
+        (
+            "DeepSeek-V4-Flash --gpu 4xh200 --tensor-parallel-sums exact --enable-expert-parallel",
+            "plan.exact_needs_fewer_rows",
+        ),
+        (
+            "DeepSeek-V4-Flash --gpu 8xh200 --tensor-parallel-sums exact --enable-expert-parallel",
+            "plan.exact_never_measured",
+        ),
     ],
 )
 def test_ranks_that_cannot_split_a_model_are_refused(here: Here, words: str, expected: str) -> None:

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.config import Limits
 from holdfast.distributed.mesh import ALONE, meshes
@@ -22,7 +24,7 @@ from holdfast.request.step import Step
 from holdfast.runner.runner import Runner
 from models.staged_runners import StagedRanks, cuts_of, find_model
 from request.frames import decode_step, encode_step
-from runner.rank_runs import Built
+from runner.rank_runs import Built, assert_pages_are_slices, pages_of, share_of
 from runner.tiny_runners import held_storages
 
 
@@ -127,10 +129,21 @@ def run_core(core: EngineCore, lengths: tuple[int, ...] = LENGTHS, num_tokens: i
 class Pipeline:
     """A core over all ranks of a model."""
 
-    def __init__(self, path: Path, cuts: list[tuple[int, int]], tensor_size: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        cuts: list[tuple[int, int]],
+        tensor_size: int = 1,
+        *,
+        exact: bool = True,
+        whole_experts: bool = False,
+        **options: Any,
+    ) -> None:
         if tensor_size > 1:
             options |= {"tensor_parallel_size": tensor_size}
-        self.ranks = StagedRanks(path, meshes(tensor_size, cuts, is_exact=tensor_size > 1), **options)
+        is_exact = exact and tensor_size > 1
+        ranks = meshes(tensor_size, cuts, is_exact=is_exact, has_expert_parallelism=whole_experts)
+        self.ranks = StagedRanks(path, ranks, **options)
         self._queues: list[queue.Queue] = [queue.Queue() for _ in self.ranks.meshes[1:]]
         built = self.ranks.built[0]
         self.framed = FramedRunner(built.runner, self._queues)
@@ -239,8 +252,10 @@ def test_pipeline_of_two_stages_by_two_ranks_equals_one_process(tmp_path: Path) 
         assert found.run() == expected
 
 
-def replayed(path: Path, frames: list[bytes], **options: Any) -> list[StepResult]:
-    """What one process makes of the same steps, one after the other."""
+def replayed(
+    path: Path, frames: list[bytes], compare: Callable[[Built], None] = lambda built: None, **options: Any
+) -> list[StepResult]:
+    """What one process makes of the same steps, one after the other; `compare` what it then holds."""
     alone = StagedRanks(path, [ALONE], **options)
 
     def run(built: Built) -> list[StepResult]:
@@ -251,34 +266,83 @@ def replayed(path: Path, frames: list[bytes], **options: Any) -> list[StepResult
         return results
 
     try:
-        return alone.run(run)[0]
+        (found,) = alone.run(run)
+        compare(alone.built[0])
+        return found
     finally:
         alone.release()
 
 
+def run_with_hits(found: Pipeline, num_pages: int) -> None:
+    """Chunks, hits of prefixes that end inside pages, preemption: prompts that share their beginnings, and too few pages."""
+    found.core = make_core(found.framed, found.ranks.built[0], found.ranks.meshes[0].num_stages, num_pages)
+    for _ in range(2):
+        found.run(partial(run_core, lengths=(93,)))
+    found.run(partial(run_core, lengths=(3, 1, 6, 5), num_tokens=60))
+    scheduler = found.core.scheduler
+    assert scheduler.num_prefix_hit_tokens > 0
+    assert scheduler.num_preemptions > 0
+    frames = map(decode_step, found.framed.frames)
+    assert any(one.copies for step in frames for one in step.admitted), "no rows were copied"
+
+
+QUICK = (("v4_pro", 4, True, "exact"),)
+NUM_PAGES = {"v4_flash": 40, "v4_pro": 26}
+"""So few that sequences are preempted."""
+
+
 @pytest.mark.parametrize(
-    ("family", "num_pages", "num_stages", "num_ranks"),
+    ("family", "num_ranks", "whole_experts", "sums"),
     [
-        ("v4_flash", 40, 2, 1),
-        ("v4_pro", 26, 2, 2),
-        pytest.param("v4_flash", 40, 3, 1, marks=pytest.mark.slow),
-        pytest.param("v4_flash", 40, 2, 2, marks=pytest.mark.slow),
-        pytest.param("v4_pro", 26, 3, 1, marks=pytest.mark.slow),
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in product(NUM_PAGES, (2, 4), (False, True), ("exact", "reduce"))
     ],
 )
-def test_stages_of_v4_give_results_of_one_process(
-    tmp_path: Path, family: str, num_pages: int, num_stages: int, num_ranks: int
+def test_ranks_of_v4_have_results_and_pages_of_one_process(
+    tmp_path: Path, family: str, num_ranks: int, whole_experts: bool, sums: str
 ) -> None:
+    """Step by step: exact ones to the bit, and every page and state after the last step."""
+    path, exact = find_model(tmp_path, family), sums == "exact"
+    options: dict[str, Any] = {"max_model_len": 110, "page_tokens": 2, "max_num_batched_tokens": 16}
+    ways = {"exact": exact, "whole_experts": whole_experts}
+    with pipeline(path, cuts_of(family, 1), num_ranks, **ways, **options) as found:
+        run_with_hits(found, NUM_PAGES[family])
+        results, frames, ranks = found.framed.results, found.framed.frames, found.ranks.built
+        if exact:
+            expected = replayed(path, frames, lambda alone: assert_pages_are_slices(alone, ranks), **options)
+            assert results == expected
+            return
+        expected = replayed(path, frames, lambda alone: assert_pages_are_near(alone, ranks), **options)
+        for step, right in zip(results, expected, strict=True):
+            assert [own.token_ids for own in step.results] == [own.token_ids for own in right.results]
+            assert logprobs_of(step) == pytest.approx(logprobs_of(right), abs=1e-4)
+
+
+def logprobs_of(step: StepResult) -> list[float]:
+    return [one.logprob for own in step.results for one in (*own.logprobs, *own.prompt_logprobs)]
+
+
+def assert_pages_are_near(alone: Built, ranks: list[Built]) -> None:
+    for built in ranks:
+        for whole, own in zip(pages_of(alone), pages_of(built), strict=True):
+            torch.testing.assert_close(own, share_of(whole, own, built.mesh), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_stages", "num_ranks"),
+    [
+        ("v4_flash", 2, 1),
+        ("v4_pro", 2, 2),
+        pytest.param("v4_flash", 3, 1, marks=pytest.mark.slow),
+        pytest.param("v4_flash", 2, 2, marks=pytest.mark.slow),
+        pytest.param("v4_pro", 3, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_of_v4_give_results_of_one_process(tmp_path: Path, family: str, num_stages: int, num_ranks: int) -> None:
     """Step by step to the bit: chunks, hits of prefixes, preemption, a step in every stage."""
     path = find_model(tmp_path, family)
-    options = {"max_model_len": 110, "page_tokens": 2, "max_num_batched_tokens": 16}
+    options: dict[str, Any] = {"max_model_len": 110, "page_tokens": 2, "max_num_batched_tokens": 16}
     with pipeline(path, cuts_of(family, num_stages), num_ranks, **options) as found:
-        found.core = make_core(found.framed, found.ranks.built[0], num_stages, num_pages)
-        for _ in range(2):
-            found.run(partial(run_core, lengths=(100,)))
-        found.run(partial(run_core, lengths=(3, 1, 6, 5), num_tokens=60))
-        scheduler = found.core.scheduler
-        assert scheduler.num_prefix_hit_tokens > 0
-        assert scheduler.num_preemptions > 0
+        run_with_hits(found, NUM_PAGES[family])
         assert found.framed.results == replayed(path, found.framed.frames, **options)
         assert found.framed.most_in_flight == num_stages

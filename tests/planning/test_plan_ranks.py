@@ -1,6 +1,7 @@
 """All ranks planned by one: what they have in common, what each plans for itself, and refusals with rank, term and both numbers."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -119,6 +120,7 @@ REFUSED = [
     ({"size": 16}, "DeepSeek-V4-Flash", "8 groups of heads do not divide into 16 equal parts. Try 1, 2, 4, 8."),
     ({"size": 1, "num_stages": 44}, "DeepSeek-V4-Flash", "pipeline_parallel_size is 44, but DeepSeek-V4-Flash has 43 layers"),
     ({"size": 16}, "DeepSeek-V4-Pro", "192 of 3072 columns of layers.0.shared.down.weight cut a block of 128, which share a scale. Try 1, 2, 4, 8."),
+    ({"size": 16, "tensor_parallel_sums": "exact"}, "DeepSeek-V4-Pro", "448 of 7168 rows of layers.0.o_b.weight cut a block of 128, which share a scale. Try 1, 2, 4, 8."),
     ({"size": 8}, "gpt-oss-120b", "360 of 2880 columns of layers.0.experts.down.weight cut a block of 32, which share a scale. Try 1, 2, or enable_expert_parallel."),
     ({"size": 8, "quantization": "fp8_block"}, "Qwen3-30B-A3B", "96 of 768 columns of layers.0.experts.down.weight cut a block of 128, which share a scale. Try 1, 2, or enable_expert_parallel."),
     ({"size": 2, "num_stages": 2}, "gemma-2-9b", "2 stages are planned of models that run"),
@@ -138,6 +140,24 @@ def test_plan_ranks_indivisible_model_refused_in_one_line(options, name, words) 
             ask()
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (4, 1), (8, 1)])
+def test_plan_ranks_of_v4_context_too_long_names_what_fits(size: int, num_stages: int) -> None:
+    """The length that the error names is planned, and one block more is not."""
+    model, reports = declared("DeepSeek-V4-Flash"), reports_of(*[H200] * (size * num_stages))
+    options: dict[str, Any] = {"kv_cache_memory": "2GiB"}
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_ranks(config_of(size, num_stages, **options, max_model_len=1_048_576), model, reports)
+    words = str(caught.value)
+    assert f"of {size * num_stages} (" in words
+    assert "\n" not in words
+    found = re.search(r"lower max_model_len to (\d+)", words)
+    assert found is not None, words
+    length = int(found[1])
+    assert plan_ranks(config_of(size, num_stages, **options, max_model_len=length), model, reports).plans
+    with pytest.raises(MemoryPlanError):
+        plan_ranks(config_of(size, num_stages, **options, max_model_len=length + 2048), model, reports)
 
 
 def test_worst_request_invalid_ranks_refused_before_reports(monkeypatch) -> None:

@@ -157,10 +157,10 @@ def test_experts_that_are_stored_in_mxfp4(folder, whole_experts):
 )
 @pytest.mark.parametrize("kv_format", ["auto", pytest.param("fp8", marks=slow)])
 def test_ranks_match_one_rank_for_v4_as_stored(folder, name, num_ranks, whole_experts, kv_format):
-    """fp8 in blocks, experts in MXFP4; a rank has whole blocks of columns, and shares of rows that begin within one."""
+    """fp8 in blocks, experts in MXFP4; a rank has whole blocks of columns and rows."""
     stored = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-    sizes = {"hidden_size": 256, "head_dim": 80, "qk_rope_head_dim": 16, "q_lora_rank": 128, "o_lora_rank": 128}
-    sizes |= {"moe_intermediate_size": 256 if num_ranks == 2 else 512}
+    sizes = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64, "q_lora_rank": 128, "o_lora_rank": 128}
+    sizes |= {"hidden_size": 128 * num_ranks, "moe_intermediate_size": 128 * num_ranks}
     path = write_model(
         folder / f"stored {name} {num_ranks}", name, **sizes, quantization_config=stored, expert_dtype="fp4"
     )

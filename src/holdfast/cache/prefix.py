@@ -89,7 +89,7 @@ class PrefixEntry:
     index: int = 0
     """Number of blocks before it."""
     step: int = 0
-    """The step that computes it; 0 if it was computed before it was registered."""
+    """The step that computes it on its long pages; 0 if it was computed before it was registered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -480,12 +480,12 @@ class PrefixCache:
     def _replace(self, page: int, slot: int) -> None:
         """Evict a long page: its entries get the page of a child, which has their rows too, or are dropped."""
         for entry in list(self._holders(page, slot)):
-            heirs = (child.slots[slot] for child in entry.children.values() if child.index % self.spans[slot])
-            heir = next(heirs, HOLE)
-            if heir == HOLE:
+            heir = next((child for child in entry.children.values() if child.index % self.spans[slot]), None)
+            if heir is None:
                 self._drop(entry)
             else:
-                entry.slots[slot] = heir
+                entry.slots[slot] = heir.slots[slot]
+                entry.step = max(entry.step, heir.step)  # the step that writes the child may write these rows too
                 self._leave(page, slot, entry)
 
     def _holders(self, page: int, slot: int) -> Iterator[PrefixEntry]:

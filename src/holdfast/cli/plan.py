@@ -134,7 +134,12 @@ def place(config: EngineConfig, declared: DeclaredModel, target: Target) -> tupl
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
         check_ranks(config, declared)
         return PlanRequest(config, declared, target), None
-    if target.kind == "cuda" and config.tensor_parallel_size > 1 and sums_exactly(config):
+    if (
+        target.kind == "cuda"
+        and config.tensor_parallel_size > 1
+        and sums_exactly(config)
+        and not declared.is_compressed
+    ):
         config = replace(config, batch_invariant=True)  # a GPU requires it, and the printed command includes it
     return worst_request(config, declared, target)
 

@@ -334,6 +334,8 @@ def view_of(
     memory, resolved, listed = planned.memory, planned.resolved, list_alternatives(settled)
     smallest = next((item for item in listed if item.is_smallest), None)
     can_start = not planned.not_in_this_version and (fits or smallest is not None)
+    # A stage of a model with entries may have none, and windows alone.
+    has_windows = bool(planned.groups) and not request.declared.is_compressed
     speed = estimate_speed(planned) if fits else None
     started = None
     if can_start:
@@ -358,7 +360,7 @@ def view_of(
         commands=tuple(plan_command(request, model, item, purpose) for item in listed),
         groups=planned.groups,
         max_kv_bytes=resolved.max_kv_bytes if resolved.max_kv_reason == KV_IS_GIVEN else None,
-        tokens_without_groups=planned.tokens_without_groups if fits and planned.groups and not planned.states else 0,
+        tokens_without_groups=planned.tokens_without_groups if fits and has_windows else 0,
         ranks=() if ranks is None else rank_rows(ranks),
         device=device_text(request),
         blocked=blocked_text(request),
