@@ -166,10 +166,7 @@ class DeclaredModel:
                 if scheme is None or not scheme.block_columns:
                     continue
                 sides = [(-1, "columns", scheme.block_columns)]
-                # Stored scales may be repeated for a share that begins within a block of rows; new ones would differ.
-                is_stored = own.stored_scheme is not None or recipe == self.stored_recipe
-                is_new = not is_stored and not own.seam_rows and len(own.shape) == 2
-                sides += [(-2, "rows", scheme.block_rows)] if is_new else []
+                sides += [(-2, "rows", scheme.block_rows)] if not own.seam_rows and len(own.shape) == 2 else []
                 for side, what, size in sides:
                     share, of = own.shape[side], whole.shape[side]
                     if share != of and share % size:

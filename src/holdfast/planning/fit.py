@@ -186,8 +186,8 @@ def try_fit(resolved: Resolved) -> RunnerPlan | None:
     # Weights alone rule out most GPUs that are too small, and their bytes are cached.
     if resolved.declared.weight_bytes(resolved.dtype, resolved.recipe, resolved.mesh) > resolved.budget_bytes:
         return None
-    spare_bytes, needs = _spare_bytes(resolved)
-    if spare_bytes >= 0:
+    num_spare, needs = spare_bytes(resolved)
+    if num_spare >= 0:
         found = _fit(resolved, needs)
         assert isinstance(found, RunnerPlan), found
         return found
@@ -257,7 +257,7 @@ def _longest_between(resolved: Resolved, low: int, high: int, reason: str) -> Ru
     """
 
     def spare(length: int) -> int:
-        return _spare_bytes(resolved.with_max_model_len(length, reason))[0]
+        return spare_bytes(resolved.with_max_model_len(length, reason))[0]
 
     left, short = spare(low), -spare(high)
     if left < 0:
@@ -289,7 +289,7 @@ def missing_here(request: PlanRequest) -> tuple[str, ...]:
     return tuple(reason for reason in reasons if reason is not None)
 
 
-def _spare_bytes(resolved: Resolved) -> tuple[int, Needs | None]:
+def spare_bytes(resolved: Resolved) -> tuple[int, Needs | None]:
     """Return the bytes left beside one longest sequence, negative if they are short, and the needs if they were counted."""
     min_pages, max_pages, _ = _page_bounds(resolved)
     page_bytes = resolved.page_bytes()

@@ -10,6 +10,7 @@ A page id means the same everywhere, so all ranks have the pages and the context
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from json import dumps
@@ -21,7 +22,7 @@ from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, shown
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.planning.fit import RunnerPlan, plan_resolved, try_fit
+from holdfast.planning.fit import RunnerPlan, plan_resolved, spare_bytes, try_fit
 from holdfast.planning.plan import with_advice
 from holdfast.planning.resolve import Agreed, PlanRequest, resolve
 from holdfast.planning.stages import Cuts, StageCosts, best_cuts
@@ -196,9 +197,9 @@ def worst_request(
     cuts = cut_stages(config, declared, [own] * num_ranks)
     requests = [PlanRequest(config, declared, own, mesh) for mesh in rank_meshes(config, cuts)]
     first_of_stages = requests[:: config.tensor_parallel_size]
-    unfitting = next((request for request in first_of_stages if try_fit(resolve(request)) is None), None)
-    if unfitting is not None:
-        return unfitting, None
+    unfitting = [request for request in first_of_stages if try_fit(resolve(request)) is None]
+    if unfitting:
+        return min(unfitting, key=lambda request: spare_bytes(resolve(request))[0]), None
     plans = plan_ranks(config, declared, reports)
     return requests[plans.worst], plans
 
@@ -258,31 +259,38 @@ def shared_target(target: Target, num_sharing: int) -> Target:
 
 
 def _each(requests: Sequence[PlanRequest]) -> tuple[RunnerPlan, ...]:
-    """Plan each rank, and like ranks once. A refusal names the rank and what would fit."""
-    known: dict[object, RunnerPlan] = {}
-    plans = []
+    """Plan each rank, and like ranks once. A refusal names the rank that lacks most, and what would fit there."""
+    known: dict[object, RunnerPlan | MemoryPlanError] = {}
+    keys, refused = [], []
     for request in requests:
         mesh = request.mesh
         is_edge = mesh.tensor_rank in (0, mesh.tensor_size - 1)
-        key = mesh.stage, mesh.tensor_rank if is_edge else -1, request.target
-        if key not in known:
-            known[key] = _plan_rank(request)
-        plans.append(replace(known[key], resolved=known[key].resolved.with_mesh(mesh)))
-    return tuple(plans)
+        keys.append((mesh.stage, mesh.tensor_rank if is_edge else -1, request.target))
+        if keys[-1] not in known:
+            with _naming_rank(request):
+                found = known[keys[-1]] = plan_resolved(resolve(request))
+            if isinstance(found, MemoryPlanError):
+                refused.append((found, request))
+    if refused:
+        worst, request = min(refused, key=lambda pair: spare_bytes(resolve(pair[1]))[0])
+        with _naming_rank(request):
+            raise with_advice(resolve(request), worst)
+    plans = ((known[key], request.mesh) for key, request in zip(keys, requests, strict=True))
+    return tuple(
+        replace(plan, resolved=plan.resolved.with_mesh(mesh)) for plan, mesh in plans if isinstance(plan, RunnerPlan)
+    )
 
 
-def _plan_rank(request: PlanRequest) -> RunnerPlan:
+@contextmanager
+def _naming_rank(request: PlanRequest) -> Iterator[None]:
+    """Add the rank, its device and its layers to an error."""
     mesh = request.mesh
     layers = "" if mesh.layers is None else f", layers {mesh.layers[0]} to {mesh.layers[1] - 1}"
     try:
-        resolved = resolve(request)
-        found = plan_resolved(resolved)
-        if isinstance(found, MemoryPlanError):
-            raise with_advice(resolved, found)
+        yield
     except HoldfastError as error:
         error.within(f"rank {mesh.rank} of {mesh.num_ranks} ({request.target.name}{layers})")
         raise
-    return found
 
 
 def plan_summary(plan: RunnerPlan) -> dict[str, Any]:
