@@ -140,8 +140,8 @@ def entries_at_the_last_token(model: LoadedModel, monkeypatch: pytest.MonkeyPatc
         held[layer] = rotary
         write(own, kv, q, batch, norm, q_eps, rotary, layer)
 
-    def rotate(own: Any, pooled: Any, batch: Any, compressor: Any, _: Any, layer: int, scratch: Any) -> None:
-        compress_rows(own, pooled, batch, compressor, held[layer], layer, scratch)
+    def rotate(own: Any, pooled: Any, batch: Any, compressor: Any, _: Any, layer: int) -> None:
+        compress_rows(own, pooled, batch, compressor, held[layer], layer)
 
     monkeypatch.setattr(TorchCompressedAttention, "write", keep)
     monkeypatch.setattr(TorchCompressedAttention, "compress", rotate)

@@ -119,7 +119,7 @@ def test_late_device_any_schedule_gives_the_same_to_the_bit(monkeypatch, model, 
     guessing = with_guesses(wishes, [person.output for person in expected.people], VOCAB, seed)
     ran, device = run_late(monkeypatch, model, guessing, seed)
     assert_same(ran, expected)
-    assert sum(len(person.pooled) for person in ran.people) > 2
+    assert sum(len(person.pooled) for person in ran.people) >= 2
     assert device.most_queued > 20
     assert device.num_waits > len(ran.steps)
 
