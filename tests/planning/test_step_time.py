@@ -133,7 +133,7 @@ def test_step_of_experts_reads_those_that_are_chosen() -> None:
     token = 2 * 8 * 64 * 2
     waves = rows * 8 / 132
     attention = rows * 12 * (context + 128) * token / (0.95 * waves / ceil(waves) * READ)
-    for rates, share in ((GPU, 0.9), (GPU._replace(read_bytes_per_second=4e12), 1.3 / 4)):
+    for rates, share in ((GPU, 0.9), (GPU._replace(read_bytes_per_second=4e12), 2.6 / 4)):
         faster = rates.read_bytes_per_second / READ
         expected = (
             *(FIXED + 24 * 45e-6, attention / faster, product(5888, 0.93 * faster, 0)),

@@ -45,8 +45,8 @@ LATENT = LayerSeconds(42e-6, 55e-6)
 """DeepSeek-V2-Lite with the fused decode path and without it (h200-2026-11-17-latent, -latent-v2-lite)."""
 SPARSE = LayerSeconds(100e-6, 100e-6)
 """DeepSeek-V3.2: index scores and the choice of tokens beside it (h200-2026-11-17-latent-v32)."""
-COMPRESSED = LayerSeconds(75e-6, 75e-6)
-"""DeepSeek-V4-Flash: entries, streams and tables outside of the fused decode path (h200-2026-11-17-latent-v4)."""
+COMPRESSED = LayerSeconds(45e-6, 45e-6)
+"""DeepSeek-V4-Flash: entries, streams and tables outside of the fused decode path (h200-2026-11-19-latent-v4-flash-8193)."""
 QUERY_LATENT_SECONDS = 8e-6
 """Queries with a latent of their own have one more product and norm: GLM-4.7-Flash (h200-2026-11-17-latent), R1 (-latent-r1)."""
 FEW_ROWS_SECONDS = 15e-6
@@ -61,8 +61,9 @@ CPU_LAYER_SECONDS = 60e-6
 
 CODES_SHARE = 0.9
 """Share of the read rate for weights in codes: Qwen3-32B and 30B-A3B in fp8 (h200-2026-11-17-overlap)."""
-MXFP4_BYTES_PER_SECOND = 1.3e12
-"""Upper bound: decoding e2m1 takes arithmetic, not bandwidth. gpt-oss-20b on an H200 (h200-2026-11-17-groups), taken for every GPU."""
+MXFP4_BYTES_PER_SECOND = 2.6e12
+"""Upper bound: decoding e2m1 takes arithmetic too. gpt-oss-20b and DeepSeek-V4-Flash on an H200 (h200-2026-11-19-groups-gpt-oss-20b,
+-latent-v4-flash-8193), taken for every GPU."""
 GEMV_SHARE, GEMM_SHARE = 1.0, 0.93
 """Shares for plain weights: one row by GEMV, more rows by small-batch GEMM or cuBLAS (Qwen3-32B at 1, 32 and 64)."""
 PRODUCT_SHARE = 0.9
