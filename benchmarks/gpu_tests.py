@@ -31,6 +31,7 @@ PACKAGES = {
     "xdist": "tests run in one process, not in several",
     "hypothesis": "files that draw examples are skipped",
     "gguf": "files that compare with it are skipped",
+    "msgspec": "files of steps and ranks fail as they are collected",
     "transformers": "files that compare with it are skipped",
 }
 """Modules that may be missing, and the effect; nothing is installed."""
