@@ -11,6 +11,7 @@ is a process with its own time limit:
     nodes   ranks started like a launcher's, each as a node, so that they exchange by NCCL: tokens as in exact, allocators
             as in reduce; then one is killed in the middle of an answer
     links   like nodes, with two stages, each on a node of its own; ranks within a stage exchange over symmetric memory
+    trace   DeepSeek-V4 without graphs: what each part of a layer takes and gives has the bits of one rank (traced_layers.py)
 
 Tokens of reduce are compared with one rank's too, for information: sums are rounded to bfloat16 in parts, so a choice among
 near logits may differ, and then all that follow.
@@ -47,16 +48,20 @@ from counted_rank import COUNT_FILE, FOLDER, LATE_FILE, PLAIN_FILE, TELL_AT, dev
 from dummy_models import tiny_settings, write_dummy_model
 from gpu_records import Budget, keep, make_record, options, used_bytes, write_record
 from mps import OVERLAP, mps, pretended_node
+from traced_layers import first_difference
 
 from holdfast.models.catalogue import find_model
 
 MODEL = "Qwen3-32B"
 PARTS = (("reduce", 2), ("reduce", 4), ("exact", 1), ("exact", 2), ("exact", 4), ("stages", 2), ("reduce", 1))
 PARTS += (("nodes", 2), ("nodes", 4), ("links", 2), ("links", 4))
-ENTRY_PARTS = (("exact", 1), ("exact", 2), ("exact", 4), ("reduce", 2), ("reduce", 1), ("experts", 2), ("reduce", 4))
+ENTRY_PARTS = (("exact", 1), ("exact", 2), ("exact", 4), ("trace", 1), ("trace", 2), ("reduce", 2), ("reduce", 1))
+ENTRY_PARTS += (("experts", 2), ("reduce", 4))
 """Parts of DeepSeek-V4, whose exact ranks have whole experts and need no batch_invariant."""
 ON_NODES = ("nodes", "links")
 SUMMED = ("reduce", "experts")
+GATHERED = ("exact", "trace")
+TRACED_TOKENS = 8
 PART_SECONDS = {1: 35.0, 2: 40.0, 4: 45.0}
 BUDGET_SECONDS = 285.0
 MIN_SECONDS = 10.0
@@ -146,8 +151,9 @@ def run_part(model: str, mode: str, num_ranks: int, tiny: bool, device: str, res
         device=device,
         tensor_parallel_size=tensor_size(mode, num_ranks),
         pipeline_parallel_size=num_ranks // tensor_size(mode, num_ranks),
-        enable_expert_parallel=num_ranks > 1 and (mode == "experts" or (mode == "exact" and has_entries(model))),
-        tensor_parallel_sums="reduce" if mode in SUMMED else "auto",
+        enable_expert_parallel=num_ranks > 1 and (mode == "experts" or (mode in GATHERED and has_entries(model))),
+        enforce_eager=mode == "trace",
+        tensor_parallel_sums=sums_of(model, mode, num_ranks),
         batch_invariant=mode not in SUMMED and not has_entries(model),
         max_model_len=shape.max_model_len,
         max_num_seqs=max(8, shape.num_prompts),
@@ -161,6 +167,13 @@ def run_part(model: str, mode: str, num_ranks: int, tiny: bool, device: str, res
         shared = symmetric_bytes(kept[0].built.plan) if kept and mode not in ON_NODES else 0
         found |= look_at(llm, folder, num_ranks, before, shared)
         keep(found, result)
+        if mode == "trace":
+            from traced_layers import trace
+
+            core: Any = llm.engine.core
+            prints = trace((kept[0].built.runner if kept else core.runner).model, num_ranks)
+            answers(llm, shape, 0, min(shape.num_tokens, TRACED_TOKENS))
+            return found | {"prints": [list(one) for one in prints]}
         found |= {"tokens": answers(llm, shape, 0, shape.num_tokens, has_sampled=mode not in SUMMED)}
         keep(found, result)
         (folder / PLAIN_FILE).touch()
@@ -175,6 +188,13 @@ def run_part(model: str, mode: str, num_ranks: int, tiny: bool, device: str, res
             keep(found | {"is_done": True}, result)  # under MPS a killed process destroys the contexts of all others
         begin = time.perf_counter()
     return found | {"close_seconds": round(time.perf_counter() - begin, 2)}
+
+
+def sums_of(model: str, mode: str, num_ranks: int) -> str:
+    """Return how sums are made: batch_invariant chooses exact ones, and DeepSeek-V4 has none."""
+    if mode in SUMMED:
+        return "reduce"
+    return "exact" if num_ranks > 1 and mode in GATHERED and has_entries(model) else "auto"
 
 
 def tensor_size(mode: str, num_ranks: int) -> int:
@@ -317,6 +337,11 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
         label = f"{size} ranks, {mode}"
         if "error" in entry:
             rows.append({"measure": label, "unit": "count", "values": {}, "holds": False, "error": entry["error"]})
+        if "prints" in entry and size > 1 and ("trace", 1) in found:
+            values = first_difference(found["trace", 1].get("prints", ()), entry["prints"])
+            where = {key: values.pop(key) for key in ("first", "place", "rows") if key in values}
+            row = {"measure": f"{label}: parts of layers against one", "unit": "count", "values": values}
+            rows.append(row | {"holds": not values["different"], "first_difference": where or None})
         is_summed, wanted = mode in SUMMED, of_one[mode in SUMMED]
         if size > 1 and "tokens" in entry and wanted is not None:
             both = [
@@ -515,7 +540,8 @@ def wait_until_free(before: int | None) -> None:
 
 def show(found: Mapping[tuple[str, int], Mapping[str, Any]], part: tuple[str, int]) -> None:
     """Print the results of one part."""
-    own = {part: found[part]} | {key: entry for key, entry in found.items() if key in (("exact", 1), ("reduce", 1))}
+    ones = ("exact", 1), ("reduce", 1), ("trace", 1)
+    own = {part: found[part]} | {key: entry for key, entry in found.items() if key in ones}
     label = f"{part[1]} ranks, {part[0]}"
     for row in rows_of(own):
         if row["measure"].startswith(label):

@@ -105,3 +105,26 @@ def test_rank_benchmark_times_a_part_from_ready(name: str, tmp_path: Path, monke
     finally:
         child.kill()
         child.wait()
+
+
+def test_sums_of_compressed_ranks_are_exact_where_compared() -> None:
+    """DeepSeek-V4 has no batch_invariant, by which other models choose exact sums."""
+    v4 = "DeepSeek-V4-Flash"
+    assert [gpu_ranks.sums_of(v4, mode, 2) for mode in ("exact", "trace", "reduce", "experts")] == [
+        *("exact", "exact", "reduce", "reduce")
+    ]
+    assert gpu_ranks.sums_of(v4, "exact", 1) == gpu_ranks.sums_of(gpu_ranks.MODEL, "exact", 2) == "auto"
+
+
+def test_trace_names_first_part_that_differs() -> None:
+    one = [["layer 0 attention takes", 3, 7], ["layer 0 attention gives", 3, 8], ["layer 0 experts takes", 3, 9]]
+
+    def row(*prints: list) -> dict:
+        found = rows(trace_1={"prints": one}, trace_2={"prints": [*prints]})
+        return found["2 ranks, trace: parts of layers against one"]
+
+    found = row(one[0], ["layer 0 attention gives", 3, 5], one[2])
+    assert (found["values"], found["holds"]) == ({"compared": 3, "different": 1}, False)
+    assert found["first_difference"] == {"first": 1, "place": "layer 0 attention gives", "rows": 3}
+    assert (row(*one[:2])["values"], row(*one[:2])["holds"]) == ({"compared": 2, "different": 1}, False)
+    assert row(*one)["holds"]

@@ -49,6 +49,15 @@ def test_entry_stages_on_cpu_match_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_entry_ranks_on_cpu_have_bits_of_one(tmp_path: Path) -> None:
+    """Every part of every layer: tokens alone hid that sums were not exact."""
+    rows = run_parts(tmp_path, "cpu", "trace-1", "trace-2")
+    values = rows["2 ranks, trace: parts of layers against one"]["values"]
+    assert values["compared"] > 0
+    assert values["different"] == 0
+
+
+@pytest.mark.slow
 def test_entry_ranks_on_cpu_match_one(tmp_path: Path) -> None:
     rows = run_parts(tmp_path, "cpu", "exact-1", "exact-2", "reduce-2")
     check_rows(rows, "2 ranks, reduce")
