@@ -49,6 +49,7 @@ class Part(NamedTuple):
 PARTS = (
     Part("V4", "gpu_latent.py --cases v4-flash --contexts 8193", 75, 60, ("v4-flash",)),
     Part("gpt-oss", "gpu_groups.py --cases gpt-oss-20b", 25, 20, ("gpt-oss-20b",)),
+    Part("V4 ranks", "gpu_ranks.py --model DeepSeek-V4-Flash --parts exact-1,exact-2,exact-4,trace-1,trace-2", 100, 60),
     Part(
         "decode",
         "gpu_quantized.py --models Qwen3-32B --quantizations none,fp8 --batches 1,64",
