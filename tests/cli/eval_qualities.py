@@ -1,7 +1,7 @@
 """Dummy figures of formats, for tests of what is reported about them."""
 
 from holdfast.cli.tables import EvalView
-from holdfast.eval.kv_quality import Quality
+from holdfast.eval.quality import Quality
 
 BASE = {
     "num_predictions": 2046,

@@ -18,7 +18,7 @@ from holdfast.cli import eval as eval_command
 from holdfast.cli.eval import TOPICS, EvalBar, quality_record, read_schemes, topics_or_text
 from holdfast.cli.tables import KV_PAGES
 from holdfast.cli.terminal import dumps
-from holdfast.eval.kv_quality import Quality
+from holdfast.eval.quality import Quality
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from loading.stored_models import make_stored
