@@ -77,7 +77,9 @@ class EvalBar(Bar):
         if part > self._num_reported:
             self._num_reported = part
             left = _seconds_left(num_done, num_total, speed)
-            write_line(f"{self._prefix}read {num_done:,} of {num_total:,} tokens, {speed:.0f} tokens/s, {left:.0f} s left")
+            write_line(
+                f"{self._prefix}read {num_done:,} of {num_total:,} tokens, {speed:.0f} tokens/s, {left:.0f} s left"
+            )
 
 
 def _seconds_left(num_done: int, num_total: int, speed: float) -> float:
@@ -191,9 +193,7 @@ class KvExtent(NamedTuple):
         if size.recall.strip().lower() != NONE:
             distances = tuple(sorted(set(read_counts(size.recall, "--recall"))))
             if distances[0] < MIN_DISTANCE or len(distances) > MAX_DISTANCES:
-                raise ConfigError(
-                    "eval.bad_recall", value=size.recall, minimum=MIN_DISTANCE, maximum=MAX_DISTANCES
-                )
+                raise ConfigError("eval.bad_recall", value=size.recall, minimum=MIN_DISTANCE, maximum=MAX_DISTANCES)
         answer_tokens = read_whole(size.answer_tokens, "--answer-tokens", 0, MAX_ANSWER)
         return cls(options.quick, distances, answer_tokens, size.num_continuations, size.num_objects)
 
@@ -288,31 +288,34 @@ def measure_formats(
     save: Callable[[EvalView], None] = lambda view: None,
 ) -> EvalView:
     """Measure formats one by one; `save` gets the view after each. Ctrl-C ends with those that are complete."""
-    from holdfast.eval.kv_quality import SEQUENCES, evaluate, open_contenders, settle_config
+    from holdfast.eval.kv_quality import SEQUENCES, Pair, entry_of, evaluate, open_contenders, settle_config
     from holdfast.eval.recall import longest_test
 
-    name, max_position = model_name(config), model.spec.max_position
-    extent = extent.within(max_position, longest_test(extent.distances))
-    config = settle_config(
-        config, model, text.window, max(longest_test(extent.distances), extent.longest_answer), SEQUENCES
-    )
-    work = _kv_work(config, model, text, extent)
-    entries = _format_entries(config, model, names, extent.quick)
+    name = model_name(config)
+    extent = extent.within(model.spec.max_position, longest_test(extent.distances))
+    settled = settle_config(config, model, text.window)
+    longest = max(longest_test(extent.distances), extent.longest_answer)
+    longer = settle_config(config, model, text.window, longest, SEQUENCES) if longest else None
+    work = _kv_work(settled, model, text, extent)
+    entries = _format_entries(settled, model, names, extent.quick)
+    others = [] if longer is None else [entry_of(longer, model, entry.name) for entry in entries]
     if not is_watched():
         write_line(f"Loading {name}")
     with LoadingBar() as bar:
-        opened = open_contenders(entries, model, bar)
-    settings, plain = f"{config.dtype} on {config.device}", float(opened.plain_bytes_per_token)
+        opened = open_contenders([*entries, *others], model, bar)
+    count = len(entries)
+    pairs = list(map(Pair, opened.contenders[:count], opened.contenders[-count:]))
+    settings, plain = f"{settled.dtype} on {settled.device}", float(opened.plain_bytes_per_token)
     view = EvalView(name, settings, text.name, text.window, len(work.windows), plain, [])
     bars: list[EvalBar] = []
 
     def watching(contender: "Contender") -> Callable[[int, int], None]:
-        own = f"{contender.name} ({len(bars) + 1} of {len(entries)})"
+        own = f"{contender.name} ({len(bars) + 1} of {count})"
         bars.append(EvalBar(own, NUM_KV_LINES).__enter__())
         return bars[-1]
 
     try:
-        for result in evaluate(opened.contenders, work, watching):
+        for result in evaluate(pairs, work, watching):
             bars[-1].__exit__()
             view = view.with_result(result)
             write_line(progress_line(view))
@@ -343,7 +346,9 @@ def _kv_work(config: EngineConfig, model: OpenModel, text: EvalText, extent: KvE
     windows = cut_windows(tokenizer, text.text, text.window, text.max_tokens, model.spec.vocab_size)
     most = most_windows(text.window, model.spec.hidden_size, config.dtype)
     if len(windows) > most:
-        write_line(f"reading {most} of {len(windows)} windows: the reference's states of more take over 1 GiB; see --tokens")
+        write_line(
+            f"reading {most} of {len(windows)} windows: the reference's states of more take over 1 GiB; see --tokens"
+        )
         windows = windows[:most]
     tasks = read_tasks().first(extent.num_continuations, extent.num_objects)
     questions, test = None, None
@@ -359,12 +364,12 @@ def _format_entries(
     config: EngineConfig, model: OpenModel, names: Sequence[str] | None, is_quick: bool
 ) -> "list[Entry]":
     """List the reference and the named formats, or all that can run, or two of them."""
-    from holdfast.eval.kv_quality import format_entry, narrower_formats, quick_formats, reference_entry
+    from holdfast.eval.kv_quality import entry_of, narrower_formats, quick_formats
 
     if names is None:
         choice = narrower_formats(config, model)
         names = quick_formats(choice.names, model) if is_quick else _reported(choice)
-    return [reference_entry(config), *(format_entry(config, model, name) for name in names if name != config.dtype)]
+    return [entry_of(config, model, name) for name in dict.fromkeys((config.dtype, *names))]
 
 
 def _reported(choice: "Possible") -> tuple[str, ...]:

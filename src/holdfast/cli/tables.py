@@ -56,7 +56,7 @@ UNKNOWN_COLUMNS = 80
 """Width to use if a terminal reports 0, at which rich prints nothing."""
 LEAST_COLUMNS = 40
 """Minimum layout width; a narrower terminal breaks lines itself."""
-ASCII = str.maketrans({"█": "#", "░": ".", "→": ">", "·": "-", "…": "~"} | dict.fromkeys("▏▎▍▌▋▊▉", "#"))
+ASCII = str.maketrans({"█": "#", "░": ".", "→": ">", "·": "-", "…": "~", "±": "+-"} | dict.fromkeys("▏▎▍▌▋▊▉", "#"))
 BAR_CELLS = 20
 MEMORY_HEADINGS = ("owner", "planned", "held", "", "why")
 GROUP_HEADING = ("cache group", "layers", "tokens a page", "in prefill", "in decode", "padding of a page")
@@ -65,7 +65,17 @@ UNACCOUNTED = "unaccounted"
 SWEEP_CELLS = 40
 NUM_DIFFERENCES = 4
 """Maximum owners per rank line, largest differences first."""
-FIGURES = ("against 16 bit", "perplexity", "change", "mean KL", "p99 KL", "p99.9 KL", "max KL", "same top-1", "tokens/s")
+FIGURES = (
+    "against 16 bit",
+    "perplexity",
+    "change",
+    "mean KL",
+    "p99 KL",
+    "p99.9 KL",
+    "max KL",
+    "same top-1",
+    "tokens/s",
+)
 ANSWER_FIGURES = ("same tokens", "JSON", "tool calls")
 NOT_FINITE = "not finite"
 
@@ -619,7 +629,9 @@ def behaviour_notes(view: EvalView) -> list[str]:
             if own.answers.json.num_lost or own.answers.tools.num_lost
         ]
         before = f"valid over {view.qualities[0].name} pages and not any more"
-        notes.append(f"JSON, tool calls: answers with an object of the requested keys; {before}: {', '.join(lost) or 'none'}")
+        notes.append(
+            f"JSON, tool calls: answers with an object of the requested keys; {before}: {', '.join(lost) or 'none'}"
+        )
     if view.behaviours and (recall := view.behaviours[0].recall):
         notes.append(
             "recall: facts so many tokens back whose word is the most likely one, and the mean probability of the right "

@@ -85,9 +85,7 @@ class Questions:
         num_objects = len(self.tasks.json) + len(self.tasks.tools) if self.chat_template is not None else 0
         return len(self.tasks.continuations) * self.num_tokens + num_objects * MAX_OBJECT_TOKENS
 
-    def generate(
-        self, contender: Contender, on_halves: Callable[[int], None] = lambda num_halves: None
-    ) -> Generated:
+    def generate(self, contender: Contender, on_halves: Callable[[int], None] = lambda num_halves: None) -> Generated:
         """Answer all tasks greedily. `on_halves` gets half tokens. Chats that do not fit into the context are left out."""
         engine = open_engine(contender, self.tokenizer, self.chat_template)
         try:

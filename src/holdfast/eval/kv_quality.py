@@ -19,7 +19,6 @@ from holdfast.quant.formats import DTYPE_BYTES, formats_of
 from holdfast.runner.build import plan_model
 from holdfast.runner.variants import Variant, build_variants
 
-
 OnProgress = Callable[[int, int], None]
 """Gets tokens done, and all."""
 
@@ -53,24 +52,34 @@ class Work(NamedTuple):
         return sum(map(len, self.windows)) + num_recall + (0 if self.questions is None else self.questions.num_rows)
 
 
-def evaluate(
-    contenders: Sequence[Contender], work: Work, watching: Callable[[Contender], OnProgress]
-) -> Iterator[Result]:
-    """Yield the figures of the reference, then those of each other contender when it is done.
+class Pair(NamedTuple):
+    """Two runners of one format.
+
+    Key means are averaged over a runner's whole context (runner/key_means.py). So the text has a runner whose context is a
+    window, and its figures do not depend on the other tasks.
+    """
+
+    text: Contender
+    tasks: Contender
+    """For answers and recall, with a longer context and several sequences; may be that of the text."""
+
+
+def evaluate(pairs: Sequence[Pair], work: Work, watching: Callable[[Contender], OnProgress]) -> Iterator[Result]:
+    """Yield the figures of the reference, then those of each other format when it is done.
 
     `watching(contender)` returns the progress callback of each.
     """
-    reading = ReferenceReading(contenders[0], work.windows)
+    reading = ReferenceReading(pairs[0].text, work.windows)
     reference: Generated | None = None
-    for place, contender in enumerate(contenders):
+    for place, (contender, longer) in enumerate(pairs):
         halves = HalfTokens(work.num_tokens, watching(contender))
         quality = measure_against(reading, contender, halves.add) if place else reading.read(halves.add)
         answers = None
         if work.questions is not None:
-            own = work.questions.generate(contender, halves.add)
+            own = work.questions.generate(longer, halves.add)
             reference = reference or own
             answers = work.questions.compare(reference, own)
-        recall = () if work.recall is None else measure_recall(contender, work.recall, halves.add)
+        recall = () if work.recall is None else measure_recall(longer, work.recall, halves.add)
         halves.finish()
         yield Result(quality, Behaviour(answers, recall))
 
@@ -181,6 +190,11 @@ def format_entry(config: EngineConfig, model: OpenModel, name: str) -> Entry:
         )
         layers = config.kv_protected_layers if own < wide else None
     return Entry(name, Variant(replace(config, kv_cache_dtype=name, kv_protected_layers=layers)))
+
+
+def entry_of(config: EngineConfig, model: OpenModel, name: str) -> Entry:
+    """Make the entry of a format, or of the reference if it is the compute type."""
+    return reference_entry(config) if name == config.dtype else format_entry(config, model, name)
 
 
 def narrower_formats(config: EngineConfig, model: OpenModel) -> Possible:

@@ -149,7 +149,7 @@ class Tally:
         kl_NP, loss_NP = self.kl_NP.astype(np.float64), self.loss_NP.astype(np.float64)
         is_broken = bool(np.isinf(kl_NP).any())
         perplexity, error = _perplexity(loss_NP, is_broken)
-        change, change_error = _perplexity(loss_NP - reference_loss_NP, is_broken)
+        _, change_error = _perplexity(loss_NP - reference_loss_NP, is_broken)
         bins = np.array_split(kl_NP, min(NUM_BINS, kl_NP.shape[1]), axis=1)
         return Quality(
             name=contender.name,
