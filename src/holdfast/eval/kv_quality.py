@@ -175,7 +175,7 @@ def quick_formats(names: Sequence[str], model: OpenModel) -> tuple[str, ...]:
     quantized = [name for name in names if formats[name].is_quantized]
     if not quantized:
         return tuple(names[-2:])
-    few = [name for name in quantized if formats[name].key_bits <= FEW_BITS]
+    few = [name for name in quantized if (formats[name].key_bits or FEW_BITS) <= FEW_BITS]
     return tuple(dict.fromkeys((quantized[0], few[0] if few else quantized[-1])))
 
 

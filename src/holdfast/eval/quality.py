@@ -29,8 +29,8 @@ from holdfast.runner.runner import Runner
 
 PIECE_ELEMENTS = 2**22
 """Maximum logits of a piece, in float32."""
-BLOCK_ELEMENTS = 2**17
-"""Logits compared together on a CPU: a block is passed several times in float64, and stays in its cache."""
+BLOCK_ELEMENTS = 2**19
+"""Logits compared together on a CPU: several passes in float64. Smaller blocks stay in a cache, but start more threads."""
 NUM_BINS = 8
 """Parts of a window with their own mean divergence."""
 MAX_HIDDEN_BYTES = 2**30
