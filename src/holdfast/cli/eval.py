@@ -179,7 +179,7 @@ class KvExtent(NamedTuple):
 
     quick: bool = False
     distances: tuple[int, ...] = ()
-    """Of facts, in tokens; empty to skip them."""
+    """Tokens between each fact and its question; empty to skip facts."""
     answer_tokens: int = 0
     """Tokens of a continuation; 0 to skip all answers."""
     num_continuations: int = 0

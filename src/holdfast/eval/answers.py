@@ -92,16 +92,16 @@ class Questions:
             open_ended = SamplingParams(temperature=0.0, max_tokens=self.num_tokens, ignore_eos=True)
             objects = SamplingParams(temperature=0.0, max_tokens=MAX_OBJECT_TOKENS)
             prepared = [engine.prepare(prompt, open_ended) for prompt in self.tasks.continuations]
-            asked = (*self.tasks.json, *self.tasks.tools) if self.chat_template is not None else ()
+            chats = (*self.tasks.json, *self.tasks.tools) if self.chat_template is not None else ()
             try:
-                prepared += [engine.prepare_chat(list(task.conversation), objects) for task in asked]
+                prepared += [engine.prepare_chat(list(task.conversation), objects) for task in chats]
             except RequestError:
-                asked = ()
-            outputs = run_all(engine, prepared[: len(self.tasks.continuations) + len(asked)], on_halves)
+                chats = ()
+            outputs = run_all(engine, prepared[: len(self.tasks.continuations) + len(chats)], on_halves)
         finally:
             engine.close()
         count, num_json = len(self.tasks.continuations), len(self.tasks.json)
-        valid = [is_valid(task, output.text) for task, output in zip(asked, outputs[count:], strict=True)]
+        valid = [is_valid(task, output.text) for task, output in zip(chats, outputs[count:], strict=True)]
         continuations = tuple(tuple(output.token_ids) for output in outputs[:count])
         return Generated(continuations, tuple(valid[:num_json]), tuple(valid[num_json:]))
 

@@ -28,9 +28,7 @@ from holdfast.request.sequence import Sequence as TokenSequence
 from holdfast.runner.runner import Runner
 
 PIECE_ELEMENTS = 2**22
-"""Maximum logits of a piece, in float32."""
-BLOCK_ELEMENTS = 2**19
-"""Logits compared together on a CPU: several passes in float64. Smaller blocks stay in a cache, but start more threads."""
+"""Maximum logits of a piece; three float64 tensors of them live at once. Smaller pieces wait for threads more often."""
 NUM_BINS = 8
 """Parts of a window with their own mean divergence."""
 MAX_HIDDEN_BYTES = 2**30
@@ -91,16 +89,10 @@ class Compared(NamedTuple):
 
 
 def compare(reference_RV: torch.Tensor, logits_RV: torch.Tensor, target_ids_R: torch.Tensor) -> Compared:
-    """Compare float32 logits in float64, block by block."""
-    num_rows = len(logits_RV)
-    if logits_RV.device.type == "cpu":
-        num_rows = max(1, BLOCK_ELEMENTS // logits_RV.shape[1])
-    blocks = zip(reference_RV.split(num_rows), logits_RV.split(num_rows), target_ids_R.split(num_rows), strict=True)
-    return Compared(*map(torch.cat, zip(*(_compare_block(*block) for block in blocks), strict=True)))
+    """Compare float32 logits in float64.
 
-
-def _compare_block(reference_RV: torch.Tensor, logits_RV: torch.Tensor, target_ids_R: torch.Tensor) -> Compared:
-    """Compute KL(p || q) = log Z_q - log Z_p + sum of p (a - b), for logits a of p and b of q less their maxima."""
+    KL(p || q) = log Z_q - log Z_p + sum of p (a - b), for logits a of p and b of q less their maxima.
+    """
     top_R1, argmax_R1 = reference_RV.max(dim=-1, keepdim=True)
     own_top_R1 = logits_RV.amax(dim=-1, keepdim=True)
     is_same_R1 = logits_RV.gather(1, argmax_R1) == own_top_R1

@@ -112,11 +112,11 @@ def make_test(
 
 def _words(task: RecallTask, tokenizer: Tokenizer) -> list[tuple[str, int]]:
     """Return words with the first token of each as an answer; words that share one are left out."""
-    asked = EDGE + task.question.format(key=task.keys[0])
-    before = tokenizer.encode(asked, add_special_tokens=False)
+    question = EDGE + task.question.format(key=task.keys[0])
+    before = tokenizer.encode(question, add_special_tokens=False)
     found: dict[int, str] = {}
     for word in task.words:
-        whole = tokenizer.encode(f"{asked} {word}", add_special_tokens=False)
+        whole = tokenizer.encode(f"{question} {word}", add_special_tokens=False)
         if whole[: len(before)] == before and len(whole) > len(before):
             found.setdefault(whole[len(before)], word)
     return [(word, token_id) for token_id, word in found.items()]
