@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 
 from holdfast.cli import bench_record
 from holdfast.config import EngineConfig
-from holdfast.eval.kv_quality import Quality, format_entry, measure, open_contenders, reference_entry, settle_config
+from holdfast.eval.kv_quality import format_entry, measure, open_contenders, reference_entry, settle_config
+from holdfast.eval.quality import Quality
 from holdfast.loading.model_files import open_model
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import KV_FORMATS

@@ -23,7 +23,6 @@ from holdfast.config import EngineConfig
 from holdfast.engine.open_text import open_tokenizer
 from holdfast.eval.kv_quality import (
     Entry,
-    Quality,
     format_entry,
     measure,
     narrower_formats,
@@ -31,6 +30,7 @@ from holdfast.eval.kv_quality import (
     reference_entry,
     settle_config,
 )
+from holdfast.eval.quality import Quality
 from holdfast.eval.text_windows import cut_windows
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel

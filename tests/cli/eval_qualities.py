@@ -1,14 +1,17 @@
 """Dummy figures of formats, for tests of what is reported about them."""
 
 from holdfast.cli.tables import EvalView
-from holdfast.eval.kv_quality import Quality
+from holdfast.eval.quality import Quality
 
 BASE = {
     "num_predictions": 2046,
     "perplexity": 12.5,
+    "perplexity_error": 0.25,
+    "change_error": 0.0,
     "mean_kl": 0.0,
     "kl_error": 0.0,
     "p99_kl": 0.0,
+    "p999_kl": 0.0,
     "max_kl": 0.0,
     "agreement": 1.0,
     "kl_by_place": (0.0, 0.0),
@@ -34,6 +37,9 @@ FP8 = quality(
     perplexity=12.625,
     mean_kl=0.000512,
     p99_kl=0.0123,
+    p999_kl=0.0234,
+    max_kl=0.0345,
+    change_error=0.0021,
     agreement=0.9912,
     kl_by_place=(0.0004, 0.0006),
     seconds=8.0,
@@ -45,9 +51,12 @@ BROKEN = quality(
     "half",
     2048.0,
     perplexity=float("inf"),
+    perplexity_error=float("inf"),
+    change_error=float("inf"),
     mean_kl=float("inf"),
     kl_error=float("inf"),
     p99_kl=float("inf"),
+    p999_kl=float("inf"),
     max_kl=float("inf"),
     agreement=0.5,
     kl_by_place=(0.1, float("inf")),

@@ -17,8 +17,9 @@ from cli.page_reader import Element, read_page
 from holdfast.cli import eval as eval_command
 from holdfast.cli.eval import TOPICS, EvalBar, quality_record, read_schemes, topics_or_text
 from holdfast.cli.tables import KV_PAGES
-from holdfast.cli.terminal import dumps
-from holdfast.eval.kv_quality import Quality
+from holdfast.cli.terminal import INTERRUPTED, dumps
+from holdfast.eval import kv_quality, quality
+from holdfast.eval.quality import Quality
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from loading.stored_models import make_stored
@@ -27,6 +28,7 @@ WORDS = "It is not known who first thought of it, but there it was. "
 
 
 SMALL = ("--window", "48", "--tokens", "96", "--max-num-batched-tokens", "32", "--device", "cpu")
+SMALL_KV = (*SMALL, "--recall", "none", "--answer-tokens", "0")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,8 @@ def rows(out: str) -> dict[str, list[str]]:
     """The table's cells by format or scheme."""
     lines = out.splitlines()
     start = next(place for place, line in enumerate(lines) if line.startswith(("format ", "scheme ")))
-    return {line.split()[0]: line.split()[1:] for line in lines[start + 1 : lines.index("", start)]}
+    split = [re.split(r"\s{2,}", line) for line in lines[start + 1 : lines.index("", start)]]
+    return {name: cells for name, *cells in split}
 
 
 class Run(NamedTuple):
@@ -55,7 +58,7 @@ class Run(NamedTuple):
 def reported(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("reported")
     record, html = folder / "record.json", folder / "page.html"
-    ended = run_apart("eval", "kv", tiny, "--text", text, *SMALL, "--json", record, "--html", html)
+    ended = run_apart("eval", "kv", tiny, "--text", text, *SMALL_KV, "--json", record, "--html", html)
     assert ended.code == 0, ended
     return Run(ended, json.loads(record.read_text()), read_page(html.read_text(encoding="utf-8")))
 
@@ -64,7 +67,7 @@ def test_eval_kv_has_row_per_format_reference_first(reported: Run) -> None:
     found = rows(reported.ended.out)
     assert list(found) == list(KV_FORMATS)
     assert len(found["float32"]) == 4, "nothing is compared with itself"
-    assert all(len(cells) == 8 for name, cells in found.items() if name != "float32")
+    assert all(len(cells) == 10 for name, cells in found.items() if name != "float32")
     assert "2 windows of 48 tokens of book.txt, 94 predictions" in reported.ended.out
     assert "tokens/s" in reported.ended.err
     assert "\x1b" not in reported.ended.out
@@ -78,7 +81,7 @@ def test_eval_kv_record_and_page_match_table(reported: Run) -> None:
     assert made["results"][0]["mean_kl"] == 0 < fp8["mean_kl"]
     assert (made["window"], made["num_windows"], made["text"]) == (48, 2, "book.txt")
     assert re.fullmatch(r"[0-9a-f]{64}", made["text_sha256"])
-    assert f"{fp8['perplexity']:.4f}" in found["fp8"]
+    assert f"{fp8['perplexity']:.4f} ±{fp8['perplexity_error']:.2g}" in found["fp8"]
     cells = [[cell.text for cell in row.all("td")] for row in reported.page.all("tbody")[0].all("tr")]
     assert {name: own for name, *own in cells}["fp8"] == found["fp8"]
     assert "page written to" in reported.ended.err
@@ -89,7 +92,7 @@ def test_eval_kv_formats_deduplicates_and_writes_json_to_stdout(
     here: Here, tiny: Path, text: Path, reported: Run
 ) -> None:
     requested = " bfloat16,turboquant_3bit_nc, bfloat16,float32"
-    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--formats", requested, "--json", "-")
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, "--formats", requested, "--json", "-")
     assert "turboquant_3bit_nc" in ended.err, "the table gives way to the record"
     made = json.loads(ended.out)
     assert made["command"].startswith("holdfast eval kv ")
@@ -100,7 +103,7 @@ def test_eval_kv_formats_deduplicates_and_writes_json_to_stdout(
 
 
 def test_eval_kv_fewer_tokens_than_window_reads_one_window(here: Here, tiny: Path, text: Path, reported: Run) -> None:
-    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--tokens", "20", "--formats", "float16")
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, "--tokens", "20", "--formats", "float16")
     assert "one window of 48 tokens" in ended.out
     assert "reading 48 tokens, not 20: one window is the minimum" in ended.err
     assert "tokens are read, not" not in reported.ended.err
@@ -109,7 +112,7 @@ def test_eval_kv_fewer_tokens_than_window_reads_one_window(here: Here, tiny: Pat
 def test_eval_kv_protected_layers_count_in_bytes_per_token(here: Here, tiny: Path, text: Path) -> None:
     def bytes_with(layers: str) -> list[str]:
         requested = ("--formats", "float16,fp8,turboquant_4bit_nc", "--kv-protected-layers", layers, "--tokens", "48")
-        ended = here("eval", "kv", tiny, "--text", text, *SMALL, *requested)
+        ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, *requested)
         assert ended.code == 0, ended
         notes.append(ended.out.splitlines()[-1])
         return [cells[0] for cells in rows(ended.out).values()]
@@ -123,10 +126,10 @@ def test_eval_kv_protected_layers_count_in_bytes_per_token(here: Here, tiny: Pat
 
 def test_eval_kv_unquantizable_model_keeps_plain_formats(here: Here, tmp_path: Path, text: Path) -> None:
     odd = make_model(tmp_path / "odd", head_dim=24)
-    ended = here("eval", "kv", odd, "--text", text, *SMALL)
+    ended = here("eval", "kv", odd, "--text", text, *SMALL_KV)
     assert list(rows(ended.out)) == ["float32", "float16", "bfloat16"]
     assert ended.err.count("skipping ") == len(KV_FORMATS) - 3
-    refused = here("eval", "kv", odd, "--text", text, *SMALL, "--formats", "fp8")
+    refused = here("eval", "kv", odd, "--text", text, *SMALL_KV, "--formats", "fp8")
     assert refused.code in (1, 2)
     assert refused.out == ""
     assert re.match("error: .* 24", refused.err.splitlines()[-1]), refused
@@ -144,6 +147,11 @@ REFUSED = [
     (("--tokens", "many"), "value.too_small"),
     (("--json", "no/such/folder/record.json"), "its folder does not exist"),
     (("--html", "no/such/folder/page.html"), "its folder does not exist"),
+    (("--recall", "64"), "eval.bad_recall"),
+    (("--recall", "many"), "cli.bad_counts"),
+    (("--recall", "200,300,400,500,600,700,800,900,1000"), "eval.bad_recall"),
+    (("--answer-tokens", "-1"), "--answer-tokens"),
+    (("--answer-tokens", "1M"), "value.out_of_range"),
     (("--kv-protected-layers", "0,0"), "layers"),
     (("--dtype", "int3"), "dtype"),
 ]
@@ -158,10 +166,68 @@ def test_eval_kv_refuses_bad_options(here: Here, tiny: Path, text: Path, options
     assert ended.refuses(words), ended
 
 
-def test_eval_kv_without_text_is_refused(here: Here, tiny: Path) -> None:
-    ended = here("eval", "kv", tiny)
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.refuses("eval.no_text")
+def test_eval_kv_without_text_reads_python_topics(here: Here, tiny: Path, tmp_path: Path) -> None:
+    html = tmp_path / "page.html"
+    ended = here("eval", "kv", tiny, "--quick", "--device", "cpu", *SMALL[:4], "--answer-tokens", "3", "--html", html)
+    assert ended.code == 0, ended
+    assert f"2 windows of 48 tokens of {TOPICS}, 94 predictions" in ended.out
+    assert list(rows(ended.out)) == ["float32", "fp8", "turboquant_4bit_nc"], "two formats"
+    assert rows(ended.out)["fp8"][-1].endswith(" of 3"), "chats do not fit, continuations do"
+    assert "turboquant_4bit_nc: perplexity " in ended.err, "each format is reported when it is done"
+    assert "never different" in html.read_text(encoding="utf-8")
+
+
+def test_eval_kv_recall_needs_context_for_distance(here: Here, tiny: Path, text: Path) -> None:
+    options = ("--text", text, *SMALL, "--answer-tokens", "0", "--formats", "fp8", "--recall", "128,4K")
+    ended = here("eval", "kv", tiny, *options)
+    assert ended.code == 0, ended
+    assert "recall 4K" not in ended.out, "the context has 256 tokens"
+
+
+def test_eval_kv_interrupt_keeps_complete_formats(
+    here: Here, tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reported: Run
+) -> None:
+    record, html = tmp_path / "record.json", tmp_path / "page.html"
+    real, measured = kv_quality.measure_against, []
+
+    def interrupted(reading, contender, on_halves):
+        measured.append(contender.name)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return real(reading, contender, on_halves)
+
+    monkeypatch.setattr(kv_quality, "measure_against", interrupted)
+    formats = ("--formats", "fp8,turboquant_k8v4,bfloat16")
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, *formats, "--json", record, "--html", html)
+    assert ended.code == INTERRUPTED
+    assert list(rows(ended.out)) == ["float32", "fp8"]
+    assert rows(ended.out)["fp8"][:-1] == rows(reported.ended.out)["fp8"][:-1]
+    assert "interrupted: turboquant_k8v4, bfloat16 not measured" in ended.err.splitlines()
+    made = json.loads(record.read_text())
+    assert made["missing"] == ["turboquant_k8v4", "bfloat16"]
+    assert [result["measure"] for result in made["results"]] == ["float32", "fp8"]
+    assert "Interrupted; not measured: turboquant_k8v4, bfloat16" in html.read_text(encoding="utf-8")
+
+
+def test_eval_kv_interrupt_before_reference_has_no_table(
+    here: Here, tiny: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self, on_halves):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kv_quality.ReferenceReading, "read", interrupted)
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, "--formats", "fp8")
+    assert (ended.code, ended.out) == (INTERRUPTED, "")
+    assert ended.err.splitlines()[-1] == "interrupted"
+
+
+def test_eval_kv_reports_bound_on_kept_states(
+    here: Here, tiny: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "MAX_HIDDEN_BYTES", 48 * 64 * 4)
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, "--formats", "float16")
+    assert "one window of 48 tokens" in ended.out
+    assert "reading 1 of 2 windows: " in ended.err
 
 
 @pytest.mark.parametrize(
@@ -213,7 +279,7 @@ def test_eval_kv_missing_model_prints_one_line(here: Here, tmp_path: Path, text:
 
 
 def test_eval_kv_over_memory_limit_is_refused(here: Here, tiny: Path, text: Path) -> None:
-    ended = here("eval", "kv", tiny, "--text", text, *SMALL, "--memory-limit", "600KiB")
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, "--memory-limit", "600KiB")
     assert ended.code == 1, ended
     assert ended.out == ""
     assert "budget" in ended.err
@@ -226,7 +292,7 @@ def test_eval_weights_has_row_per_runnable_scheme(here: Here, tiny: Path) -> Non
     assert list(found) == ["float32", "fp8", "fp8_tensor", "fp8_block", "int8"]
     assert "skipping mxfp4: " in ended.err
     assert len(found["float32"]) == 4, "nothing is compared with itself"
-    assert all(len(cells) == 8 for name, cells in found.items() if name != "float32")
+    assert all(len(cells) == 10 for name, cells in found.items() if name != "float32")
     assert f"2 windows of 48 tokens of {TOPICS}, 94 predictions" in ended.out
     assert "from that of weights in float32, in nats" in ended.out
     assert [line for line in ended.err.splitlines() if line.startswith("Loading ")] == [

@@ -1,8 +1,10 @@
 """Text for people: columns and bars, and every figure of memory, plans and evaluations in its place."""
 
 import dataclasses
+import math
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,13 +15,16 @@ from holdfast.cli.plan_view import PlanView, view_of
 from holdfast.cli.tables import (
     BAR_CELLS,
     FIGURES,
+    EvalView,
     alternative_lines,
     cells_of,
     change_text,
+    headings,
     kl_text,
     memory_lines,
     owner_lines,
     plan_lines,
+    progress_line,
     quality_cells,
     quality_lines,
     rate_text,
@@ -27,6 +32,10 @@ from holdfast.cli.tables import (
     show_beside,
 )
 from holdfast.errors import PlanRow, PlanTable
+from holdfast.eval.answers import Answers, Valid
+from holdfast.eval.kv_quality import Behaviour, Result
+from holdfast.eval.quality import Quality
+from holdfast.eval.recall import Recall
 from holdfast.memory.report import MemoryReport, MemoryRow, RankMemory
 from holdfast.planning.speed import Range, SpeedEstimate
 
@@ -306,8 +315,9 @@ def test_alternative_lines_name_changed_context() -> None:
 
 def test_quality_cells_have_measured_figures() -> None:
     reference, fp8, few = quality_cells(view(FP8, FEW))
-    assert reference == ("float32", "4,096", "0.50x", "12.5000", "", "", "", "", "512.0")
-    assert fp8 == ("fp8", "1,040", "1.97x", "12.6250", "+1.000%", "0.000512", "0.0123", "99.12%", "256.0")
+    assert reference == ("float32", "4,096", "0.50x", "12.5000 ±0.25", *[""] * 6, "512.0")
+    divergences = ("0.000512", "0.0123", "0.0234", "0.0345")
+    assert fp8 == ("fp8", "1,040", "1.97x", "12.6250 ±0.25", "+1.000% ±0.21", *divergences, "99.12%", "256.0")
     assert few[2] == "5.12x"
 
 
@@ -323,9 +333,47 @@ def test_lines_are_as_wide_as_their_columns() -> None:
 
 def test_quality_lines_report_non_finite_format() -> None:
     made = view(FP8, BROKEN)
-    assert quality_cells(made)[2][3:8] == ("not finite", "not finite", "not finite", "not finite", "50.00%")
+    assert quality_cells(made)[2][3:10] == (*["not finite"] * 6, "50.00%")
     assert quality_lines(made)[-1].text == "half: 1,023 of 2,046 predictions are not finite"
     assert quality_lines(made)[-1].style == "bold red"
+
+
+def behaving(*results: tuple[Quality, Behaviour]) -> EvalView:
+    """A view of contenders with answers and recall, the first as the reference."""
+    made = view()._replace(qualities=[])
+    for result in results:
+        made = made.with_result(Result(*result))
+    return made
+
+
+ANSWERS = Answers(32, (32, 3, 8, 5), Valid(4, 4, 0), Valid(4, 3, 0))
+RECALL = (Recall(500, 4, 40, 2, math.log(0.12), 3.0), Recall(4096, 4, 40, 4, math.log(0.5), 1.0))
+
+
+def test_quality_cells_have_answers_and_recall() -> None:
+    worse = replace(ANSWERS, json=Valid(4, 2, 2), tools=Valid(4, 3, 1))
+    made = behaving((quality("float32", 9.0), Behaviour(ANSWERS, RECALL)), (FP8, Behaviour(worse, RECALL[:1] * 2)))
+    assert headings(made)[-5:] == ("same tokens", "JSON", "tool calls", "recall 500", "recall 4K")
+    reference, fp8 = quality_cells(made)
+    assert reference[-5:] == ("", "4 of 4", "3 of 4", "2 of 4, 12%", "4 of 4, 50%")
+    assert fp8[-5:-1] == ("6.5 of 32", "2 of 4", "3 of 4", "2 of 4, 12%")
+    text = "\n".join(line.text for line in quality_lines(made))
+    assert "in the median of 4 continuations of code and prose; never different: fp8 1" in text
+    assert "valid over float32 pages and not any more: fp8 2 JSON and 1 tool calls" in text
+    assert "right word among 40" in text
+    line = progress_line(made)
+    assert line.startswith("fp8: perplexity 12.6250 ±0.25 (+1.000% ±0.21); mean KL 0.000512, p99.9 0.0234; ")
+    assert line.endswith(
+        "same tokens 6.5 of 32; JSON 2 of 4; tool calls 3 of 4; recall 500 2 of 4, 12%; recall 4K 2 of 4, 12%"
+    )
+
+
+def test_quality_cells_without_chat_have_no_json() -> None:
+    answers = replace(ANSWERS, json=None, tools=None)
+    made = behaving((quality("float32", 9.0), Behaviour(answers)), (FP8, Behaviour(answers)))
+    assert headings(made)[-2:] == ("tokens/s", "same tokens")
+    assert quality_cells(made)[1][-1] == "6.5 of 32"
+    assert headings(behaving((quality("float32", 9.0), Behaviour()), (FP8, Behaviour())))[-1] == "tokens/s"
 
 
 def test_quality_lines_print_each_note_once() -> None:

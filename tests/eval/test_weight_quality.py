@@ -6,14 +6,13 @@ import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.eval.kv_quality import Contender, Quality, measure
+from holdfast.eval.kv_quality import measure
+from holdfast.eval.quality import Contender, Quality, ReferenceReading, measure_against
 from holdfast.eval.weight_quality import (
     Listener,
-    ReferenceReading,
     SchemeEntry,
     as_stored_entry,
     compare_schemes,
-    measure_scheme,
     opened_scheme,
     plain_bytes,
     possible_schemes,
@@ -68,27 +67,27 @@ def without_seconds(quality: Quality) -> dict[str, object]:
     return {name: getattr(quality, name) for name in quality.__dataclass_fields__ if name != "seconds"}
 
 
-def test_measure_scheme_in_turn_equals_measure_at_once(folder: Path, opened) -> None:
+def test_measure_against_in_turn_equals_measure_at_once(folder: Path, opened) -> None:
     first, second = (opened(entry) for entry in entries(folder, "fp8"))
     counted: list[int] = []
     reading = ReferenceReading(first, WINDOWS)
     own = reading.read(counted.append)
-    other = measure_scheme(second, reading, counted.append)
-    assert sum(counted) == 2 * 96
+    other = measure_against(reading, second, counted.append)
+    assert sum(counted) == 2 * 2 * 96
     together = measure(first, [second], WINDOWS, lambda done, total: None)
     assert [without_seconds(quality) for quality in (own, other)] == [without_seconds(quality) for quality in together]
     assert own.mean_kl == 0 < other.mean_kl < 0.1
     assert own.agreement == 1
     assert other.size_bytes < 0.4 * own.size_bytes
-    again = measure_scheme(second, reading, lambda num: None)
+    again = measure_against(reading, second, lambda num: None)
     assert without_seconds(again) == without_seconds(other), "what is kept of the reference does not change"
 
 
-def test_measure_scheme_of_reference_gives_its_own_figures(folder: Path, opened) -> None:
+def test_measure_against_of_reference_gives_its_own_figures(folder: Path, opened) -> None:
     first, second = (opened(entry) for entry in entries(folder, "none"))
     reading = ReferenceReading(first, WINDOWS)
     own = reading.read(lambda num: None)
-    assert without_seconds(measure_scheme(second, reading, lambda num: None)) == without_seconds(own)
+    assert without_seconds(measure_against(reading, second, lambda num: None)) == without_seconds(own)
 
 
 def test_reference_reading_refuses_non_finite_logits(folder: Path, opened, monkeypatch) -> None:

@@ -13,23 +13,31 @@ from holdfast.api.opened import open_headers
 from holdfast.api.progress import SECONDS_BETWEEN_UPDATES, Bar, LoadingBar, is_watched
 from holdfast.cli.bench_record import make_record, record_file, write_record
 from holdfast.cli.opened_model import BYTE_ORDER_MARK, import_torch, model_name, shown_download
-from holdfast.cli.options import Given, read_count, read_whole
+from holdfast.cli.options import Given, read_count, read_counts, read_whole
 from holdfast.cli.page import eval_page, page_file, write_page
-from holdfast.cli.tables import WEIGHTS, EvalView, quality_lines, show, show_beside
-from holdfast.cli.terminal import MAX_PATH, STDOUT, log_plainly, write_line
+from holdfast.cli.tables import WEIGHTS, EvalView, progress_line, quality_lines, show, show_beside
+from holdfast.cli.terminal import INTERRUPTED, MAX_PATH, STDOUT, log_plainly, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, PromptError, did_you_mean, shown
-from holdfast.eval.text_windows import MIN_WINDOW, cut_windows
+from holdfast.eval.text_windows import MIN_WINDOW, beginning, cut_windows
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.quant.formats import ALL_KV_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED, find_scheme
 
 if TYPE_CHECKING:
-    from holdfast.eval.kv_quality import Entry, Possible
+    from holdfast.eval.kv_quality import Entry, Possible, Work
+    from holdfast.eval.quality import Contender
     from holdfast.eval.weight_quality import SchemeEntry
 
-NUM_LINES = 10
-ALL = "all"
+NUM_LINES, NUM_KV_LINES = 10, 4
+"""Lines of progress without a terminal."""
+ALL, NONE = "all", "none"
+MIN_DISTANCE, MAX_DISTANCES = 128, 8
+"""Least tokens between a fact and its question, and most distances at once."""
+MAX_ANSWER = 4096
+FILLER_CHARS = 2**18
+PROMPT_TOKENS = 448
+"""Room for a task and an answer in JSON."""
 MAX_TEXT_BYTES = 64 * 2**20
 MAX_WINDOW = 2**24
 TOPICS = "the topics of Python's help"
@@ -37,19 +45,21 @@ TOPICS = "the topics of Python's help"
 
 
 class EvalBar(Bar):
-    """`bar(done, total)` in tokens of all formats or schemes; without a terminal, a line per tenth."""
+    """`bar(done, total)` in tokens; without a terminal, `num_lines` lines. `name` is that of what is measured."""
 
     starts_at_once = True
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "", num_lines: int = NUM_LINES) -> None:
         self._started_at = self._shown_at = time.monotonic()
-        self._num_reported = 0
+        self._num_reported, self._num_lines = 0, num_lines
+        self._prefix = f"{name}: " if name else ""
         if not is_watched():
             return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
         speed = TextColumn("tokens, {task.fields[speed]:.0f} tokens/s, {task.fields[left]} left")
-        self.open((TextColumn("Reading"), BarColumn(), MofNCompleteColumn(), speed), speed=0.0, left="-:--:--")
+        title = TextColumn(f"Measuring {name}" if name else "Reading", markup=False)
+        self.open((title, BarColumn(), MofNCompleteColumn(), speed), speed=0.0, left="-:--:--")
 
     def __call__(self, num_done: int, num_total: int) -> None:
         now = time.monotonic()
@@ -63,11 +73,13 @@ class EvalBar(Bar):
             self.update(completed=num_done, total=num_total, speed=speed, left=left)
 
     def _report(self, num_done: int, num_total: int, speed: float) -> None:
-        tenth = num_done * NUM_LINES // max(num_total, 1)
-        if tenth > self._num_reported:
-            self._num_reported = tenth
+        part = num_done * self._num_lines // max(num_total, 1)
+        if part > self._num_reported:
+            self._num_reported = part
             left = _seconds_left(num_done, num_total, speed)
-            write_line(f"read {num_done:,} of {num_total:,} tokens, {speed:.0f} tokens/s, {left:.0f} s left")
+            write_line(
+                f"{self._prefix}read {num_done:,} of {num_total:,} tokens, {speed:.0f} tokens/s, {left:.0f} s left"
+            )
 
 
 def _seconds_left(num_done: int, num_total: int, speed: float) -> float:
@@ -85,6 +97,7 @@ def quality_record(view: EvalView, command: Sequence[str], facts: Mapping[str, o
         "num_windows": view.num_windows,
         "reference": view.qualities[0].name,
         f"plain_{view.subject.size_key}": view.plain_bytes,
+        **({"missing": list(view.missing)} if view.missing else {}),
     }
     results = [_result(view, place) for place in range(len(view.qualities))]
     return make_record(view.model, settings, results, command, **own, **facts)
@@ -99,6 +112,7 @@ def _result(view: EvalView, place: int) -> dict[str, object]:
         "values": {"mean_kl": quality.mean_kl},
         view.subject.size_key: figures.pop("size_bytes"),
         **figures,
+        **(asdict(view.behaviours[place]) if view.behaviours else {}),
         "ratio_to_16_bit": view.plain_bytes / quality.size_bytes,
         "perplexity_change": quality.perplexity / view.qualities[0].perplexity - 1,
     }
@@ -113,8 +127,85 @@ class EvalOptions(NamedTuple):
     tokens: str | None
     json_file: str | None
     html: str | None
-    formats: str = ALL
     schemes: str = ALL
+
+
+class Size(NamedTuple):
+    """How much `eval kv` measures, unless options say otherwise."""
+
+    window: str
+    tokens: str
+    recall: str
+    answer_tokens: str
+    num_continuations: int
+    num_objects: int
+    """Tasks in JSON, and as many tool calls."""
+
+
+FULL = Size("1024", "8K", "1K,2K,4K,8K", "64", 8, 6)
+QUICK = Size("512", "1K", "512", "32", 4, 3)
+
+
+class KvOptions(NamedTuple):
+    """Options of `eval kv`; None is what the size says."""
+
+    model: str | None
+    text: str | None
+    formats: str
+    quick: bool
+    window: str | None
+    tokens: str | None
+    recall: str | None
+    answer_tokens: str | None
+    json_file: str | None
+    html: str | None
+
+    @property
+    def size(self) -> Size:
+        """The size with the given options in place."""
+        size = QUICK if self.quick else FULL
+        names = ("window", "tokens", "recall", "answer_tokens")
+        own = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return size._replace(**own)
+
+    @property
+    def shared(self) -> EvalOptions:
+        """The options that both commands have."""
+        return EvalOptions(self.model, self.text, self.size.window, self.size.tokens, self.json_file, self.html)
+
+
+class KvExtent(NamedTuple):
+    """What `eval kv` measures besides the text."""
+
+    quick: bool = False
+    distances: tuple[int, ...] = ()
+    """Tokens between each fact and its question; empty to skip facts."""
+    answer_tokens: int = 0
+    """Tokens of a continuation; 0 to skip all answers."""
+    num_continuations: int = 0
+    num_objects: int = 0
+
+    @classmethod
+    def read(cls, options: KvOptions) -> "KvExtent":
+        """Check the options."""
+        size = options.size
+        distances: tuple[int, ...] = ()
+        if size.recall.strip().lower() != NONE:
+            distances = tuple(sorted(set(read_counts(size.recall, "--recall"))))
+            if distances[0] < MIN_DISTANCE or len(distances) > MAX_DISTANCES:
+                raise ConfigError("eval.bad_recall", value=size.recall, minimum=MIN_DISTANCE, maximum=MAX_DISTANCES)
+        answer_tokens = read_whole(size.answer_tokens, "--answer-tokens", 0, MAX_ANSWER)
+        return cls(options.quick, distances, answer_tokens, size.num_continuations, size.num_objects)
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return PROMPT_TOKENS + self.answer_tokens if self.answer_tokens else 0
+
+    def within(self, max_position: int, longest: int) -> "KvExtent":
+        """Leave out distances beyond the model's context; `longest` is the context of the largest."""
+        room = max_position - (longest - max(self.distances, default=0))
+        return self._replace(distances=tuple(distance for distance in self.distances if distance <= room))
 
 
 class EvalText(NamedTuple):
@@ -151,58 +242,137 @@ class _Setup(NamedTuple):
 
     def write(self, view: EvalView) -> None:
         """Print the table, and write page and record."""
+        self.save(view)
         if self.html is not None:
-            write_page(self.html, eval_page(view))
             write_line(f"page written to {shown(str(self.html), MAX_PATH)[1:-1]}")
         lines = quality_lines(view)
         show_beside(lines) if self.json_file == STDOUT else show(lines)
         if self.json_file is not None:
-            facts = {"text_sha256": hashlib.sha256(self.text.text.encode()).hexdigest()}
-            write_record(quality_record(view, ["holdfast", *sys.argv[1:]], facts), self.json_file)
+            write_record(self._record(view), self.json_file)
+
+    def save(self, view: EvalView) -> None:
+        """Write the page."""
+        if self.html is not None:
+            write_page(self.html, eval_page(view))
+
+    def _record(self, view: EvalView) -> dict[str, object]:
+        facts = {"text_sha256": hashlib.sha256(self.text.text.encode()).hexdigest()}
+        return quality_record(view, ["holdfast", *sys.argv[1:]], facts)
 
 
-def eval_kv(options: EvalOptions, engine: Given) -> None:
-    """Measure KV formats. All options are checked before the model is opened."""
+def eval_kv(options: KvOptions, engine: Given) -> int:
+    """Measure KV formats. All options are checked before the model is opened. After Ctrl-C, write what is complete."""
     names = read_formats(options.formats)
+    extent = KvExtent.read(options)
     config = EngineConfig.from_options(model=options.model, **engine)
-    setup = _Setup.read(options, lambda file: (read_text(file), Path(str(file)).name))
+    setup = _Setup.read(options.shared, topics_or_text)
     model = open_headers(config, shown_download)
     try:
         import_torch()
-        view = measure_formats(config, model, names, setup.text)
+        view = measure_formats(config, model, names, setup.text, extent, setup.save)
     finally:
         model.source.close()
     setup.write(view)
+    if view.missing:
+        write_line(f"interrupted: {', '.join(view.missing)} not measured")
+        return INTERRUPTED
+    return 0
 
 
-def measure_formats(config: EngineConfig, model: OpenModel, names: Sequence[str] | None, text: EvalText) -> EvalView:
-    from holdfast.engine.open_text import open_tokenizer
-    from holdfast.eval.kv_quality import measure, open_contenders, settle_config
+def measure_formats(
+    config: EngineConfig,
+    model: OpenModel,
+    names: Sequence[str] | None,
+    text: EvalText,
+    extent: KvExtent = KvExtent(),  # noqa: B008 - a frozen value
+    save: Callable[[EvalView], None] = lambda view: None,
+) -> EvalView:
+    """Measure formats one by one; `save` gets the view after each. Ctrl-C ends with those that are complete."""
+    from holdfast.eval.kv_quality import SEQUENCES, Pair, entry_of, evaluate, open_contenders, settle_config
+    from holdfast.eval.recall import cannot_recall, longest_test
 
-    name, tokenizer = model_name(config), open_tokenizer(config, model)
-    windows = cut_windows(tokenizer, text.text, text.window, text.max_tokens, model.spec.vocab_size)
-    config = settle_config(config, model, text.window)
-    entries = _format_entries(config, model, names)
+    name = model_name(config)
+    extent = extent.within(model.spec.max_position, longest_test(extent.distances))
+    settled = settle_config(config, model, text.window)
+    longest = max(longest_test(extent.distances), extent.longest_answer)
+    longer = settle_config(config, model, text.window, longest, SEQUENCES) if longest else None
+    work = _kv_work(settled, model, text, extent)
+    entries = _format_entries(settled, model, names, extent.quick)
+    others = [] if longer is None else [entry_of(longer, model, entry.name) for entry in entries]
     if not is_watched():
         write_line(f"Loading {name}")
     with LoadingBar() as bar:
-        opened = open_contenders(entries, model, bar)
+        opened = open_contenders([*entries, *others], model, bar)
+    count = len(entries)
+    pairs = list(map(Pair, opened.contenders[:count], opened.contenders[-count:]))
+    if work.recall is not None and (reason := cannot_recall(pairs[0].tasks.runner)) is not None:
+        write_line(f"skipping recall: {reason}")
+        work = work._replace(recall=None)
+    settings, plain = f"{settled.dtype} on {settled.device}", float(opened.plain_bytes_per_token)
+    view = EvalView(name, settings, text.name, text.window, len(work.windows), plain, [])
+    bars: list[EvalBar] = []
+
+    def watching(contender: "Contender") -> Callable[[int, int], None]:
+        own = f"{contender.name} ({len(bars) + 1} of {count})"
+        bars.append(EvalBar(own, NUM_KV_LINES).__enter__())
+        return bars[-1]
+
     try:
-        with EvalBar() as bar:
-            qualities = measure(opened.contenders[0], opened.contenders[1:], windows, bar)
+        for result in evaluate(pairs, work, watching):
+            bars[-1].__exit__()
+            view = view.with_result(result)
+            write_line(progress_line(view))
+            save(view)
+    except KeyboardInterrupt:
+        if not view.qualities:
+            raise
+        view = view._replace(missing=tuple(entry.name for entry in entries[len(view.qualities) :]))
     finally:
+        for bar in bars:
+            bar.__exit__()
         opened.release()
-    plain = float(opened.plain_bytes_per_token)
-    return EvalView(name, f"{config.dtype} on {config.device}", text.name, text.window, len(windows), plain, qualities)
+    return view
 
 
-def _format_entries(config: EngineConfig, model: OpenModel, names: Sequence[str] | None) -> "list[Entry]":
-    """List the reference and the named formats, or all that can run."""
-    from holdfast.eval.kv_quality import format_entry, narrower_formats, reference_entry
+def _kv_work(config: EngineConfig, model: OpenModel, text: EvalText, extent: KvExtent) -> "Work":
+    """Make windows, questions and facts."""
+    from holdfast.engine.open_text import open_text
+    from holdfast.eval.answers import Questions
+    from holdfast.eval.kv_quality import Work
+    from holdfast.eval.quality import most_windows
+    from holdfast.eval.recall import make_test
+    from holdfast.eval.tasks import read_tasks
+
+    tokenizer, template = open_text(config, model)
+    if tokenizer is None:
+        raise ConfigError("engine.no_tokenizer")
+    windows = cut_windows(tokenizer, text.text, text.window, text.max_tokens, model.spec.vocab_size)
+    most = most_windows(text.window, model.spec.hidden_size, config.dtype)
+    if len(windows) > most:
+        write_line(
+            f"reading {most} of {len(windows)} windows: the reference's states of more take over 1 GiB; see --tokens"
+        )
+        windows = windows[:most]
+    tasks = read_tasks().first(extent.num_continuations, extent.num_objects)
+    questions, test = None, None
+    if extent.answer_tokens:
+        questions = Questions(tasks, tokenizer, template, extent.answer_tokens)
+    if extent.distances:
+        filler = tokenizer.encode(text.text[:FILLER_CHARS], add_special_tokens=False)
+        test = make_test(tasks.recall, tokenizer, filler, extent.distances, beginning(tokenizer))
+    return Work(windows, questions, test)
+
+
+def _format_entries(
+    config: EngineConfig, model: OpenModel, names: Sequence[str] | None, is_quick: bool
+) -> "list[Entry]":
+    """List the reference and the named formats, or all that can run, or two of them."""
+    from holdfast.eval.kv_quality import entry_of, narrower_formats, quick_formats
 
     if names is None:
-        names = _reported(narrower_formats(config, model))
-    return [reference_entry(config), *(format_entry(config, model, name) for name in names if name != config.dtype)]
+        choice = narrower_formats(config, model)
+        names = quick_formats(choice.names, model) if is_quick else _reported(choice)
+    return [entry_of(config, model, name) for name in dict.fromkeys((config.dtype, *names))]
 
 
 def _reported(choice: "Possible") -> tuple[str, ...]:
@@ -229,10 +399,8 @@ def read_formats(typed: str) -> tuple[str, ...] | None:
     return names
 
 
-def read_text(file: str | None) -> str:
+def read_text(file: str) -> str:
     """Read a UTF-8 file."""
-    if file is None:
-        raise PromptError("eval.no_text")
     try:
         with Path(file).expanduser().open("rb") as opened:
             data = opened.read(MAX_TEXT_BYTES + 1).removeprefix(BYTE_ORDER_MARK)

@@ -19,6 +19,7 @@ from holdfast.cli.tables import (
     SERVE,
     UNACCOUNTED,
     EvalView,
+    behaviour_notes,
     broken_notes,
     concurrency_text,
     group_rows,
@@ -41,7 +42,8 @@ from holdfast.memory.sizes import format_bytes
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
-    from holdfast.eval.kv_quality import Quality
+    from holdfast.eval.kv_quality import Behaviour
+    from holdfast.eval.quality import Quality
     from holdfast.planning.alternatives import Alternative
 
 DOCTYPE = b"<!doctype html>"
@@ -464,7 +466,10 @@ def eval_page(view: EvalView) -> str:
         sizes=size_chart(view.qualities[1:], view.subject.size_text),
         places=place_chart(view.qualities[1:], view.window),
         figures=plain_table(names, quality_cells(view), len(names) - 1),
-        notes=(meaning(view), *notes_of(view)),
+        recall=recall_chart(view.qualities, view.behaviours),
+        has_recall=any(own.recall for own in view.behaviours),
+        missing=view.missing,
+        notes=(meaning(view), *behaviour_notes(view), *notes_of(view)),
         broken=broken_notes(view),
     )
 
@@ -505,6 +510,40 @@ def place_chart(qualities: "Sequence[Quality]", window: int) -> Picture:
         lines.append(Group({"data-name": quality.name}, title, shapes))
     steps = [window * part / 8 for part in range(9)]
     return _chart("Divergence along a window", x, steps, "position in the window", y, lines)
+
+
+def recall_chart(qualities: "Sequence[Quality]", behaviours: "Sequence[Behaviour]") -> Picture:
+    """Plot the mean probability of the right word by distance, one line per contender, the reference too."""
+    colour = colours(quality.name for quality in qualities[1:])
+    drawn = [
+        (quality.name, [(each.distance, each.probability) for each in own.recall if _has_place(each.probability)])
+        for quality, own in zip(qualities, behaviours, strict=bool(behaviours))
+    ]
+    drawn = [(name, points) for name, points in drawn if points]
+    distances = sorted({distance for _, points in drawn for distance, _ in points})
+    x = log_scale(distances, LEFT, WIDTH - NAME_WIDTH)
+    y = log_scale([number for _, points in drawn for _, number in points], HEIGHT - BOTTOM, TOP)
+    heights = label_heights([y(points[-1][1]) for _, points in drawn])
+    lines = [
+        _recall_line(name, points, (x, y), height, colour.get(name, UNKNOWN_COLOUR))
+        for (name, points), height in zip(drawn, heights, strict=True)
+    ]
+    return _chart("Recall by distance", x, distances, "tokens between a fact and the question", y, lines)
+
+
+def _recall_line(
+    name: str, points: Sequence[tuple[int, float]], scales: tuple[Scale, Scale], height: float, colour: str
+) -> Group:
+    x, y = scales
+    path = " ".join(f"{x(distance):.1f},{y(number):.1f}" for distance, number in points)
+    place = {"x": WIDTH - NAME_WIDTH + 8, "y": f"{height:.1f}", "class": "value"}
+    title = f"{name}: {', '.join(f'{number:.1%} at {distance:,}' for distance, number in points)}"
+    dots: list[Shape] = [
+        ("circle", {"cx": f"{x(distance):.1f}", "cy": f"{y(number):.1f}", "r": DOT // 2, "fill": colour}, "")
+        for distance, number in points
+    ]
+    line = ("polyline", {"points": path, "fill": "none", "stroke": colour, "stroke-width": 2.5}, "")
+    return Group({"data-name": name}, title, (line, *dots, ("text", place, name)))
 
 
 def _points(quality: "Quality", window: int, x: Scale, y: Scale) -> list[tuple[float, float]]:

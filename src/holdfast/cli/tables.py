@@ -30,7 +30,9 @@ from holdfast.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
     from holdfast.cli.plan_view import Cell, PlanView, RankRow, Start
-    from holdfast.eval.kv_quality import Quality
+    from holdfast.eval.answers import Answers
+    from holdfast.eval.kv_quality import Behaviour, Result
+    from holdfast.eval.quality import Quality
     from holdfast.planning.alternatives import Alternative
     from holdfast.planning.speed import Range, SpeedEstimate
 
@@ -54,7 +56,7 @@ UNKNOWN_COLUMNS = 80
 """Width to use if a terminal reports 0, at which rich prints nothing."""
 LEAST_COLUMNS = 40
 """Minimum layout width; a narrower terminal breaks lines itself."""
-ASCII = str.maketrans({"█": "#", "░": ".", "→": ">", "·": "-", "…": "~"} | dict.fromkeys("▏▎▍▌▋▊▉", "#"))
+ASCII = str.maketrans({"█": "#", "░": ".", "→": ">", "·": "-", "…": "~", "±": "+-"} | dict.fromkeys("▏▎▍▌▋▊▉", "#"))
 BAR_CELLS = 20
 MEMORY_HEADINGS = ("owner", "planned", "held", "", "why")
 GROUP_HEADING = ("cache group", "layers", "tokens a page", "in prefill", "in decode", "padding of a page")
@@ -63,7 +65,18 @@ UNACCOUNTED = "unaccounted"
 SWEEP_CELLS = 40
 NUM_DIFFERENCES = 4
 """Maximum owners per rank line, largest differences first."""
-FIGURES = ("against 16 bit", "perplexity", "change", "mean KL", "p99 KL", "same top-1", "tokens/s")
+FIGURES = (
+    "against 16 bit",
+    "perplexity",
+    "change",
+    "mean KL",
+    "p99 KL",
+    "p99.9 KL",
+    "max KL",
+    "same top-1",
+    "tokens/s",
+)
+ANSWER_FIGURES = ("same tokens", "JSON", "tool calls")
 NOT_FINITE = "not finite"
 
 
@@ -479,6 +492,15 @@ class EvalView(NamedTuple):
     qualities: "Sequence[Quality]"
     """Results, the reference first."""
     subject: Subject = KV_PAGES
+    behaviours: "Sequence[Behaviour]" = ()
+    """Answers and recall by contender; empty if they were not measured."""
+    missing: tuple[str, ...] = ()
+    """Contenders that Ctrl-C left out."""
+
+    def with_result(self, result: "Result") -> "EvalView":
+        """Add a contender."""
+        qualities, behaviours = [*self.qualities, result.quality], [*self.behaviours, result.behaviour]
+        return self._replace(qualities=qualities, behaviours=behaviours)
 
     @property
     def title(self) -> str:
@@ -502,14 +524,23 @@ def quality_lines(view: EvalView) -> list[Line]:
         Line(""),
         *_table([names, *quality_cells(view)], right=tuple(range(1, len(names)))),
         Line(""),
-        *(Line(text, "dim") for text in (meaning(view), *notes_of(view))),
+        *(Line(text, "dim") for text in (meaning(view), *behaviour_notes(view), *notes_of(view))),
         *(Line(text, "bold red") for text in broken_notes(view)),
     ]
 
 
 def headings(view: EvalView) -> tuple[str, ...]:
     """Return the column headings."""
-    return (view.subject.row, view.subject.size, *FIGURES)
+    return (view.subject.row, view.subject.size, *FIGURES, *behaviour_headings(view))
+
+
+def behaviour_headings(view: EvalView) -> tuple[str, ...]:
+    """Return the headings over answers and recall, as far as the reference has them."""
+    if not view.behaviours:
+        return ()
+    answers, recall = view.behaviours[0].answers, view.behaviours[0].recall
+    named = () if answers is None else ANSWER_FIGURES[: 1 if answers.json is None else None]
+    return (*named, *(f"recall {distance_text(each.distance)}" for each in recall))
 
 
 def quality_cells(view: EvalView) -> list[tuple[str, ...]]:
@@ -518,9 +549,8 @@ def quality_cells(view: EvalView) -> list[tuple[str, ...]]:
     rows = []
     for place, quality in enumerate(view.qualities):
         compared = (
-            change_text(quality.perplexity, reference.perplexity),
-            kl_text(quality.mean_kl),
-            kl_text(quality.p99_kl),
+            change_text(quality.perplexity, reference.perplexity, quality.change_error),
+            *map(kl_text, (quality.mean_kl, quality.p99_kl, quality.p999_kl, quality.max_kl)),
             f"{quality.agreement:.2%}",
         )
         rows.append(
@@ -528,12 +558,48 @@ def quality_cells(view: EvalView) -> list[tuple[str, ...]]:
                 quality.name,
                 f"{quality.size_bytes:,.10g}",
                 f"{view.plain_bytes / quality.size_bytes:.2f}x",
-                number_text(quality.perplexity, ".4f"),
-                *(compared if place else ("", "", "", "")),
+                perplexity_text(quality),
+                *(compared if place else [""] * len(compared)),
                 f"{(quality.num_predictions + view.num_windows) / max(quality.seconds, 1e-9):.1f}",
+                *(behaviour_cells(view.behaviours[place], bool(place)) if view.behaviours else ()),
             )
         )
     return rows
+
+
+def behaviour_cells(behaviour: "Behaviour", is_compared: bool) -> tuple[str, ...]:
+    """Format answers and recall; the reference's answers are not compared with themselves."""
+    answers, cells = behaviour.answers, []
+    if answers is not None:
+        cells.append(f"{answers.median_same:g} of {answers.num_tokens}" if is_compared else "")
+        cells += [f"{own.num_valid} of {own.num_tasks}" for own in (answers.json, answers.tools) if own is not None]
+    return (*cells, *(f"{each.num_right} of {each.num_facts}, {each.probability:.0%}" for each in behaviour.recall))
+
+
+def progress_line(view: EvalView) -> str:
+    """Describe the newest contender on one line."""
+    quality = view.qualities[-1]
+    parts = [f"perplexity {perplexity_text(quality)}"]
+    if len(view.qualities) > 1:
+        change = change_text(quality.perplexity, view.qualities[0].perplexity, quality.change_error)
+        parts[0] += f" ({change})"
+        parts.append(f"mean KL {kl_text(quality.mean_kl)}, p99.9 {kl_text(quality.p999_kl)}")
+        parts.append(f"same top-1 {quality.agreement:.2%}")
+    if view.behaviours:
+        cells = behaviour_cells(view.behaviours[-1], len(view.qualities) > 1)
+        parts += [f"{name} {cell}" for name, cell in zip(behaviour_headings(view), cells, strict=True) if cell]
+    return f"{quality.name}: {'; '.join(parts)}"
+
+
+def distance_text(distance: int) -> str:
+    """Format a number of tokens, such as 4K."""
+    return f"{distance // 1024}K" if distance % 1024 == 0 else f"{distance:,}"
+
+
+def perplexity_text(quality: "Quality") -> str:
+    """Format a perplexity with its standard error."""
+    text = number_text(quality.perplexity, ".4f")
+    return f"{text} ±{quality.perplexity_error:.2g}" if math.isfinite(quality.perplexity_error) else text
 
 
 def meaning(view: EvalView) -> str:
@@ -541,8 +607,48 @@ def meaning(view: EvalView) -> str:
     against = view.subject.against.format(view.qualities[0].name)
     return (
         f"KL: divergence of the next token's distribution from {against}, in nats; "
-        "same top-1: how often the most likely token is the same"
+        "same top-1: how often the most likely token is the same; ±: standard error"
     )
+
+
+def behaviour_notes(view: EvalView) -> list[str]:
+    """Explain the columns of answers and recall, and name lost answers."""
+    names, notes = behaviour_headings(view), []
+    if ANSWER_FIGURES[0] in names:
+        equal = [f"{quality.name} {own.answers.num_equal}" for quality, own in _compared(view) if own.answers]
+        notes.append(
+            "same tokens: greedy tokens before the first that differs, in the median of "
+            f"{len(_answers_of(view).same_tokens)} continuations of code and prose; "
+            f"never different: {', '.join(equal) or 'not compared'}"
+        )
+    if ANSWER_FIGURES[1] in names:
+        lost = [
+            f"{quality.name} {own.answers.json.num_lost} JSON and {own.answers.tools.num_lost} tool calls"
+            for quality, own in _compared(view)
+            if own.answers and own.answers.json and own.answers.tools
+            if own.answers.json.num_lost or own.answers.tools.num_lost
+        ]
+        before = f"valid over {view.qualities[0].name} pages and not any more"
+        notes.append(
+            f"JSON, tool calls: answers with an object of the requested keys; {before}: {', '.join(lost) or 'none'}"
+        )
+    if view.behaviours and (recall := view.behaviours[0].recall):
+        notes.append(
+            "recall: facts so many tokens back whose word is the most likely one, and the mean probability of the right "
+            f"word among {recall[0].num_words}"
+        )
+    return notes
+
+
+def _compared(view: EvalView) -> "list[tuple[Quality, Behaviour]]":
+    """List the contenders after the reference."""
+    return list(zip(view.qualities, view.behaviours, strict=True))[1:]
+
+
+def _answers_of(view: EvalView) -> "Answers":
+    answers = view.behaviours[0].answers
+    assert answers is not None, "no answers were measured"
+    return answers
 
 
 def notes_of(view: EvalView) -> list[str]:
@@ -573,6 +679,9 @@ def number_text(number: float, format_spec: str) -> str:
     return format(number, format_spec) if math.isfinite(number) else NOT_FINITE
 
 
-def change_text(number: float, base: float) -> str:
-    """Format a relative change in percent."""
-    return f"{100 * (number / base - 1):+.3f}%" if math.isfinite(number) else NOT_FINITE
+def change_text(number: float, base: float, error: float | None = None) -> str:
+    """Format a relative change in percent, with its standard error."""
+    if not math.isfinite(number):
+        return NOT_FINITE
+    text = f"{100 * (number / base - 1):+.3f}%"
+    return text if error is None else f"{text} ±{100 * error:.2g}"

@@ -1,260 +1,106 @@
-"""Quality of KV formats: runners of several formats over one set of weights, compared prediction by prediction.
+"""Quality of KV formats: runners of several formats over one set of weights, each measured against full precision."""
 
-T rows of a step, R rows of a piece, H hidden, V vocabulary, N windows, P predictions of a window
-
-All runners read the text together, a chunk of a window at a time. Logits come in pieces of a few rows, so memory grows
-neither with the window nor with the text; two numbers are kept per prediction.
-"""
-
-import math
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
-from holdfast.cache.chunks import ring_tables
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigError, HoldfastError, UnsupportedModelError
+from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.eval.answers import Answers, Generated, Questions
+from holdfast.eval.quality import Contender, HalfTokens, Quality, ReferenceReading, measure_against
+from holdfast.eval.recall import Recall, RecallTest, measure_recall
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.resolve import PlanRequest, numbers, resolve
 from holdfast.planning.target import choose_device, device_target
-from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.quant.formats import DTYPE_BYTES, formats_of
-from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import LiveStep, ScheduledSequence
-from holdfast.request.sequence import Sequence as TokenSequence
 from holdfast.runner.build import plan_model
-from holdfast.runner.runner import Runner
 from holdfast.runner.variants import Variant, build_variants
 
-PIECE_ELEMENTS = 2**21
-"""Maximum logits of a piece: several float64 tensors of them live at once."""
-NUM_BINS = 8
-"""Parts of a window with their own mean divergence."""
+OnProgress = Callable[[int, int], None]
+"""Gets tokens done, and all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    """A runner with a KV format or a weight scheme."""
+class Behaviour:
+    """Figures of one contender besides those of the text."""
 
-    name: str
-    runner: Runner
-    size_bytes: Fraction
-    """KV bytes of a token, or bytes of all weights."""
-    note: str = ""
-    """Such as layers in another format."""
+    answers: Answers | None = None
+    recall: tuple[Recall, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """Figures of one contender. Predictions with logits that are not finite have infinite divergence."""
+class Result(NamedTuple):
+    """All figures of one contender."""
 
-    name: str
-    size_bytes: float
-    """KV bytes of a token, or bytes of all weights."""
-    num_predictions: int
-    perplexity: float
-    mean_kl: float
-    """KL(reference || contender), in nats."""
-    kl_error: float
-    """Standard error of the mean."""
-    p99_kl: float
-    max_kl: float
-    agreement: float
-    """Share of predictions with the reference's argmax."""
-    kl_by_place: tuple[float, ...]
-    """Mean divergence in equal parts of a window."""
-    num_broken: int
-    """Predictions with logits that are not finite."""
-    seconds: float
-    note: str = ""
+    quality: Quality
+    behaviour: Behaviour
 
 
-@dataclass(frozen=True, slots=True)
-class ReferencePiece:
-    """Predictions of the reference for some rows."""
+class Work(NamedTuple):
+    """What every contender does."""
 
-    logprob_RV: torch.Tensor
-    prob_RV: torch.Tensor
-    argmax_R1: torch.Tensor
-    target_ids_R1: torch.Tensor
+    windows: Sequence[Sequence[int]]
+    questions: Questions | None = None
+    recall: RecallTest | None = None
 
-    @classmethod
-    def of(cls, logits_RV: torch.Tensor, target_ids_R: torch.Tensor) -> "ReferencePiece":
-        logprob_RV = torch.log_softmax(logits_RV, dim=-1, dtype=torch.float64)
-        return cls(logprob_RV, logprob_RV.exp(), logits_RV.argmax(dim=-1, keepdim=True), target_ids_R.unsqueeze(1))
-
-
-class Tally:
-    """Divergence and loss of every prediction of one contender."""
-
-    def __init__(self, num_windows: int, num_predictions: int) -> None:
-        self.kl_NP = np.full((num_windows, num_predictions), np.nan, dtype=np.float32)
-        self.loss_NP = np.full((num_windows, num_predictions), np.nan, dtype=np.float32)
-        self.num_agreeing = 0
-        self.seconds = 0.0
-
-    def add(self, window: int, first: int, reference: ReferencePiece, logits_RV: torch.Tensor) -> None:
-        """Add the predictions of a window from `first` on."""
-        logprob_RV = torch.log_softmax(logits_RV, dim=-1, dtype=torch.float64)
-        loss_R = -logprob_RV.gather(1, reference.target_ids_R1).squeeze(1)
-        is_sound_R = logprob_RV.sum(dim=-1).isfinite()
-        # Half the time of an argmax; of equally likely tokens either counts.
-        is_same_R = logits_RV.gather(1, reference.argmax_R1).squeeze(1) == logits_RV.amax(dim=-1)
-        self.num_agreeing += int((is_sound_R & is_same_R).sum())
-        # In place: the tensor is twice as large as the logits.
-        kl_R = logprob_RV.sub_(reference.logprob_RV).mul_(reference.prob_RV).sum(dim=-1).neg_().clamp_(min=0)
-        place = slice(first, first + len(kl_R))
-        self.kl_NP[window, place] = torch.where(is_sound_R, kl_R, math.inf).cpu().numpy()
-        self.loss_NP[window, place] = torch.where(is_sound_R, loss_R, math.inf).cpu().numpy()
-
-    @contextmanager
-    def timed(self, device: torch.device) -> Iterator[None]:
-        """Add the time of the context."""
-        start = time.monotonic()
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self.seconds += time.monotonic() - start
-
-    def quality(self, contender: Contender) -> Quality:
-        """Compute the figures of all windows."""
-        assert not np.isnan(self.loss_NP).any(), f"{contender.name} has missing predictions"
-        kl_NP, count = self.kl_NP.astype(np.float64), self.kl_NP.size
-        is_broken = bool(np.isinf(kl_NP).any())
-        bins = np.array_split(kl_NP, min(NUM_BINS, kl_NP.shape[1]), axis=1)
-        return Quality(
-            name=contender.name,
-            size_bytes=float(contender.size_bytes),
-            num_predictions=count,
-            perplexity=_exp(self.loss_NP.mean(dtype=np.float64)),
-            mean_kl=float(kl_NP.mean()),
-            kl_error=math.inf if is_broken else float(kl_NP.std()) / math.sqrt(count),
-            p99_kl=float(np.quantile(kl_NP, 0.99, method="higher")),
-            max_kl=float(kl_NP.max()),
-            agreement=self.num_agreeing / count,
-            kl_by_place=tuple(float(part.mean()) for part in bins),
-            num_broken=int(np.isinf(kl_NP).sum()),
-            seconds=self.seconds,
-            note=contender.note,
-        )
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one contender, for progress."""
+        num_recall = 0 if self.recall is None else self.recall.num_rows
+        return sum(map(len, self.windows)) + num_recall + (0 if self.questions is None else self.questions.num_rows)
 
 
-class HalfTokens:
-    """Progress in whole tokens."""
+class Pair(NamedTuple):
+    """Two runners of one format.
 
-    def __init__(self, num_tokens: int, on_progress: Callable[[int, int], None]) -> None:
-        self._num_tokens, self._num_halves, self._num_reported = num_tokens, 0, 0
-        self._on_progress = on_progress
-        on_progress(0, num_tokens)
+    Key means are averaged over a runner's whole context (runner/key_means.py). So the text has a runner whose context is a
+    window, and its figures do not depend on the other tasks.
+    """
 
-    def add(self, num_halves: int) -> None:
-        """Add half tokens, and report whole ones."""
-        self._num_halves += num_halves
-        if self._num_halves // 2 > self._num_reported:
-            self._num_reported = self._num_halves // 2
-            self._on_progress(self._num_reported, self._num_tokens)
+    text: Contender
+    tasks: Contender
+    """For answers and recall, with a longer context and several sequences; may be that of the text."""
 
 
-@torch.inference_mode()
+def evaluate(pairs: Sequence[Pair], work: Work, watching: Callable[[Contender], OnProgress]) -> Iterator[Result]:
+    """Yield the figures of the reference, then those of each other format when it is done.
+
+    `watching(contender)` returns the progress callback of each.
+    """
+    reading = ReferenceReading(pairs[0].text, work.windows)
+    reference: Generated | None = None
+    for place, (contender, longer) in enumerate(pairs):
+        halves = HalfTokens(work.num_tokens, watching(contender))
+        quality = measure_against(reading, contender, halves.add) if place else reading.read(halves.add)
+        answers = None
+        if work.questions is not None:
+            own = work.questions.generate(longer, halves.add)
+            reference = reference or own
+            answers = work.questions.compare(reference, own)
+        recall = () if work.recall is None else measure_recall(longer, work.recall, halves.add)
+        halves.finish()
+        yield Result(quality, Behaviour(answers, recall))
+
+
 def measure(
     reference: Contender,
     others: Sequence[Contender],
     windows: Sequence[Sequence[int]],
     on_progress: Callable[[int, int], None],
 ) -> list[Quality]:
-    """Measure the reference, then all others against it. `on_progress(done, total)` counts tokens of all.
-
-    A token counts half after reading and half after comparing: either may take most of the time.
-    """
-    contenders = [reference, *others]
-    num_predictions = len(windows[0]) - 1
-    tallies = [Tally(len(windows), num_predictions) for _ in contenders]
-    halves = HalfTokens(len(contenders) * sum(map(len, windows)), on_progress)
-    for index, token_ids in enumerate(windows):
-        assert len(token_ids) == num_predictions + 1, f"window {index} has {len(token_ids)} tokens"
-        all_steps = [steps_of(index, token_ids, contender.runner) for contender in contenders]
-        for steps in zip(*all_steps, strict=True):
-            hidden = []
-            for contender, tally, step in zip(contenders, tallies, steps, strict=True):
-                with tally.timed(contender.runner.device):
-                    hidden.append(contender.runner.hidden_rows(step))
-                halves.add(step.num_tokens)
-            _compare(index, steps[0], contenders, tallies, hidden, halves)
-    return [tally.quality(contender) for contender, tally in zip(contenders, tallies, strict=True)]
-
-
-def steps_of(window: int, token_ids: Sequence[int], runner: Runner) -> list[LiveStep]:
-    """Return the steps of one sequence on the first pages, in chunks."""
-    limits, num_tokens = runner.limits, len(token_ids)
-    chunk = limits.max_num_batched_tokens
-    assert num_tokens <= limits.max_model_len, f"{num_tokens=} is more than {limits}"
-    tables = ring_tables(runner.groups, num_tokens, chunk)
-    sequence = TokenSequence(window, list(token_ids), num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
-    sequence.slot = 0  # states beside pages use the first slot
-    starts = range(0, num_tokens, chunk)
-    return [LiveStep((ScheduledSequence.of(sequence, start, min(chunk, num_tokens - start)),)) for start in starts]
-
-
-def pieces_of(step: LiveStep, vocab_size: int) -> Iterator[tuple[int, slice, list[int]]]:
-    """Yield a few predicting rows of a step at a time: position of the first, row slice, target tokens."""
-    (item,) = step.scheduled
-    num_rows = min(item.num_new_tokens, item.sequence.num_tokens - 1 - item.start)
-    piece_rows = max(1, min(PROMPT_ROWS, PIECE_ELEMENTS // vocab_size))
-    for offset in range(0, num_rows, piece_rows):
-        rows = slice(offset, min(offset + piece_rows, num_rows))
-        first = item.start + offset
-        yield first, rows, item.sequence.token_ids[first + 1 : first + 1 + rows.stop - rows.start]
-
-
-def _compare(
-    window: int,
-    step: LiveStep,
-    contenders: Sequence[Contender],
-    tallies: Sequence[Tally],
-    hidden: Sequence[torch.Tensor],
-    halves: HalfTokens,
-) -> None:
-    """Compare the logits of a chunk with the reference's, piece by piece."""
-    runner, num_left = contenders[0].runner, len(contenders) * step.num_tokens
-    for first, rows, targets in pieces_of(step, runner.vocab_size):
-        piece = None
-        for contender, tally, hidden_TH in zip(contenders, tallies, hidden, strict=True):
-            with tally.timed(runner.device):
-                logits_RV = contender.runner.row_logits(hidden_TH[rows])
-            if piece is None:
-                refuse_broken(contender, hidden_TH.dtype, logits_RV)
-                piece = ReferencePiece.of(logits_RV, torch.tensor(targets, device=logits_RV.device))
-            tally.add(window, first, piece, logits_RV)
-            num_left -= len(targets)
-            halves.add(len(targets))
-    halves.add(num_left)  # the last token of a window has no prediction
-
-
-def refuse_broken(reference: Contender, dtype: torch.dtype, logits_RV: torch.Tensor) -> None:
-    """Refuse a reference with logits that are not finite; `dtype` is its compute type."""
-    if not bool(logits_RV.isfinite().all()):
-        widest = "Check the weights and scales for NaN or infinity."
-        advice = widest if dtype == torch.float32 else "Run it in another dtype, such as float32."
-        raise HoldfastError("eval.reference_not_finite", name=reference.name, advice=advice)
-
-
-def _exp(number: float) -> float:
-    try:
-        return math.exp(number)
-    except OverflowError:
-        return math.inf
+    """Measure the reference, then each other against it. `on_progress(done, total)` counts tokens of all."""
+    halves = HalfTokens((1 + len(others)) * sum(map(len, windows)), on_progress)
+    reading = ReferenceReading(reference, windows)
+    return [reading.read(halves.add), *(measure_against(reading, other, halves.add) for other in others)]
 
 
 CHUNK_TOKENS = 512
 """Default tokens of a step: every contender has a workspace for them."""
+FEW_BITS = 4
+SEQUENCES = 8
+"""Answers that are generated at once."""
 PLAIN_BYTES = 2
 """Bytes of an element in half precision."""
 
@@ -298,13 +144,16 @@ class Possible(NamedTuple):
         return cls(tuple(name for name in names if name not in left_out), left_out)
 
 
-def settle_config(config: EngineConfig, model: OpenModel, window: int) -> EngineConfig:
-    """Settle type and device for one sequence of a window, in small steps."""
+def settle_config(
+    config: EngineConfig, model: OpenModel, window: int, most_tokens: int = 0, num_seqs: int = 1
+) -> EngineConfig:
+    """Settle type and device for sequences of a window, or of `most_tokens` if they are more, in small steps."""
+    chunk = min(window, config.max_num_batched_tokens or CHUNK_TOKENS)
     config = replace(
         config,
-        max_model_len=window,
-        max_num_seqs=1,
-        max_num_batched_tokens=min(window, config.max_num_batched_tokens or CHUNK_TOKENS),
+        max_model_len=max(window, min(most_tokens, model.spec.max_position)),
+        max_num_seqs=min(num_seqs, chunk),
+        max_num_batched_tokens=chunk,
         enforce_eager=True,
     )
     # Protected layers depend on the format.
@@ -320,6 +169,16 @@ def reference_entry(config: EngineConfig) -> Entry:
     return Entry(config.dtype, Variant(plain))
 
 
+def quick_formats(names: Sequence[str], model: OpenModel) -> tuple[str, ...]:
+    """Choose two: the widest quantized format, and the widest of at most 4 bits a key; else the last."""
+    formats = formats_of(model.spec.latent is not None, model.spec.compressed is not None)
+    quantized = [name for name in names if formats[name].is_quantized]
+    if not quantized:
+        return tuple(names[-2:])
+    few = [name for name in quantized if (formats[name].key_bits or FEW_BITS) <= FEW_BITS]
+    return tuple(dict.fromkeys((quantized[0], few[0] if few else quantized[-1])))
+
+
 def format_entry(config: EngineConfig, model: OpenModel, name: str) -> Entry:
     """Make the entry of a format; protect layers only if the format is narrower than the protecting one."""
     spec, layers = model.spec, None
@@ -331,6 +190,11 @@ def format_entry(config: EngineConfig, model: OpenModel, name: str) -> Entry:
         )
         layers = config.kv_protected_layers if own < wide else None
     return Entry(name, Variant(replace(config, kv_cache_dtype=name, kv_protected_layers=layers)))
+
+
+def entry_of(config: EngineConfig, model: OpenModel, name: str) -> Entry:
+    """Make the entry of a format, or of the reference if it is the compute type."""
+    return reference_entry(config) if name == config.dtype else format_entry(config, model, name)
 
 
 def narrower_formats(config: EngineConfig, model: OpenModel) -> Possible:

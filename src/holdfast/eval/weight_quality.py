@@ -1,9 +1,6 @@
 """Quality of weight schemes: one model with its weights as stored, then in one scheme after the other.
 
-R rows of a piece, T rows of a step, H hidden, V vocabulary
-
-Schemes load one after the other beside the reference. It reads the text once and keeps its hidden states, a few kilobytes
-per token, which become logits again for each comparison.
+Schemes load one after the other beside the reference, whose hidden states are kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,94 +9,17 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
-import torch
-
 from holdfast.config import EngineConfig
-from holdfast.eval.kv_quality import (
-    Contender,
-    Possible,
-    Quality,
-    ReferencePiece,
-    Tally,
-    pieces_of,
-    refuse_broken,
-    settle_config,
-    steps_of,
-)
+from holdfast.eval.kv_quality import Possible, settle_config
+from holdfast.eval.quality import Contender, HalfTokens, Quality, ReferenceReading, measure_against
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.quantized.source import QuantizedSource
 from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.target import device_target
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
-from holdfast.request.sequence import LiveStep
 from holdfast.runner.build import plan_model
 from holdfast.runner.variants import Variant, build_variants
-
-OnTokens = Callable[[int], None]
-"""Called with the tokens read and compared since the last call."""
-
-
-class ReferenceReading:
-    """Hidden states of the reference for a whole text, on the host."""
-
-    def __init__(self, reference: Contender, windows: Sequence[Sequence[int]]) -> None:
-        self.reference = reference
-        self.windows = windows
-        self._hidden: dict[tuple[int, int], torch.Tensor] = {}
-
-    @property
-    def num_predictions(self) -> int:
-        """Predictions of a window."""
-        return len(self.windows[0]) - 1
-
-    def steps(self) -> Iterator[tuple[int, LiveStep]]:
-        """Yield every chunk of every window."""
-        for index, token_ids in enumerate(self.windows):
-            for step in steps_of(index, token_ids, self.reference.runner):
-                yield index, step
-
-    @torch.inference_mode()
-    def read(self, on_tokens: OnTokens) -> Quality:
-        """Read the text once and return the reference's figures."""
-        tally = Tally(len(self.windows), self.num_predictions)
-        device = self.reference.runner.device
-        for index, step in self.steps():
-            with tally.timed(device):
-                hidden_TH = self.reference.runner.hidden_rows(step)
-            self._hidden[index, step.scheduled[0].start] = hidden_TH.to("cpu", copy=True)
-            for first, _, piece, logits_RV in self.pieces(index, step):
-                refuse_broken(self.reference, hidden_TH.dtype, logits_RV)
-                tally.add(index, first, piece, logits_RV)
-            on_tokens(step.num_tokens)
-        return tally.quality(self.reference)
-
-    def pieces(self, index: int, step: LiveStep) -> Iterator[tuple[int, slice, ReferencePiece, torch.Tensor]]:
-        """Yield a few rows of a step at a time: first position, row slice, reference predictions, logits."""
-        runner = self.reference.runner
-        hidden_TH = self._hidden[index, step.scheduled[0].start].to(runner.device)
-        for first, rows, targets in pieces_of(step, runner.vocab_size):
-            logits_RV = runner.row_logits(hidden_TH[rows])
-            yield first, rows, ReferencePiece.of(logits_RV, torch.tensor(targets, device=logits_RV.device)), logits_RV
-
-
-@torch.inference_mode()
-def measure_scheme(contender: Contender, reading: ReferenceReading, on_tokens: OnTokens) -> Quality:
-    """Measure one scheme against the reference. Both have the same limits, so their steps are equal."""
-    limits, wanted = contender.runner.limits, reading.reference.runner.limits
-    assert limits == wanted, f"{contender.name} has {limits}, the reference {wanted}"
-    tally = Tally(len(reading.windows), reading.num_predictions)
-    device = contender.runner.device
-    for index, step in reading.steps():
-        with tally.timed(device):
-            hidden_TH = contender.runner.hidden_rows(step)
-        for first, rows, piece, _ in reading.pieces(index, step):
-            with tally.timed(device):
-                logits_RV = contender.runner.row_logits(hidden_TH[rows])
-            tally.add(index, first, piece, logits_RV)
-        on_tokens(step.num_tokens)
-    return tally.quality(contender)
-
 
 REFERENCE_DTYPE = "float32"
 HALF = "bfloat16"
@@ -168,20 +88,13 @@ def compare_schemes(
     reference: SchemeEntry, entries: Sequence[SchemeEntry], windows: Sequence[Sequence[int]], listener: Listener
 ) -> list[Quality]:
     """Measure the reference, then each scheme, loaded and freed in turn."""
-    num_tokens = sum(map(len, windows))
-    num_done, num_total = 0, (1 + len(entries)) * num_tokens
-
-    def count(num_more: int) -> None:
-        nonlocal num_done
-        num_done += num_more
-        listener.reading(num_done, num_total)
-
+    halves = HalfTokens((1 + len(entries)) * sum(map(len, windows)), listener.reading)
     with opened_scheme(reference, listener) as contender:
         reading = ReferenceReading(contender, windows)
-        qualities = [reading.read(count)]
+        qualities = [reading.read(halves.add)]
         for entry in entries:
             with opened_scheme(entry, listener) as other:
-                qualities.append(measure_scheme(other, reading, count))
+                qualities.append(measure_against(reading, other, halves.add))
     return qualities
 
 
