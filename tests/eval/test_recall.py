@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ import torch
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.eval.quality import Contender
-from holdfast.eval.recall import FACTS, RecallTest, _score, longest_test, make_test, measure_recall
+from holdfast.eval.recall import FACTS, RecallTest, _score, cannot_recall, longest_test, make_test, measure_recall
 from holdfast.eval.tasks import read_tasks
 
 TASK = read_tasks().recall
+GROUPS = (("pages", False), ("kept state", True))
 
 
 class Words:
@@ -104,3 +106,10 @@ def test_score_counts_words_at_least_as_likely() -> None:
     assert rank == 3
     assert logprob == pytest.approx(1 - math.log(1 + 2 * math.e**2 + math.e))
     assert _score(torch.tensor([0.0, math.nan]), 0) == (-math.inf, 2)
+
+
+def test_cannot_recall_names_a_group_with_a_state():
+    """A question cannot be taken back out of a state, so the next one would follow it too."""
+    pages, state = (SimpleNamespace(name=name, is_state=is_state, has_state=is_state) for name, is_state in GROUPS)
+    assert cannot_recall(SimpleNamespace(groups=[pages])) is None
+    assert "kept state" in cannot_recall(SimpleNamespace(groups=[pages, state]))
