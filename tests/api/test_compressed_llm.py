@@ -153,7 +153,8 @@ def passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("whole_experts", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sliced", "whole"])
+@pytest.mark.slow
+@pytest.mark.parametrize("whole_experts", [False, True], ids=["sliced", "whole"])
 @pytest.mark.parametrize("case", ["flash"], indirect=True)
 def test_llm_compressed_ranks_match_one_process(
     case: Case, monkeypatch: pytest.MonkeyPatch, whole_experts: bool

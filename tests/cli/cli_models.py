@@ -113,7 +113,9 @@ class Here:
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
         self._monkeypatch.setattr(sys, "argv", ["holdfast", *words])
         self._capsys.readouterr()
+        hears = signal.getsignal(signal.SIGINT)
         code = app.run(words)
+        signal.signal(signal.SIGINT, hears)  # an interrupted command leaves a second Ctrl-C to end the process
         self._monkeypatch.setattr(app, "report", report)
         forget_log()
         return Ended(code, *self._capsys.readouterr(), error=errors[0] if errors else None)

@@ -153,7 +153,7 @@ def test_experts_that_are_stored_in_mxfp4(folder, whole_experts):
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "whole_experts"),
-    [("v4_flash", 2, False), ("v4_flash", 4, True), pytest.param("v4_pro", 4, True, marks=slow)],
+    [("v4_flash", 2, False), *(pytest.param(name, 4, True, marks=slow) for name in ("v4_flash", "v4_pro"))],
 )
 @pytest.mark.parametrize("kv_format", ["auto", pytest.param("fp8", marks=slow)])
 def test_ranks_match_one_rank_for_v4_as_stored(folder, name, num_ranks, whole_experts, kv_format):
