@@ -354,10 +354,10 @@ def test_hang_up_stops_a_step_and_counts_are_fresh(make_remote):
     seen = []
 
     def hang_up() -> None:
-        while engine.stats().num_running == 0 and len(seen) < 400:
-            seen.append(engine.stats().num_waiting)
+        while (stats := engine.stats()).num_running == 0 and len(seen) < 400:
+            seen.append(stats.num_waiting)
             time.sleep(0.02)
-        seen.append(engine.stats().num_running)
+        seen.append(stats.num_running)
         engine.hang_up("a")
 
     thread = threading.Thread(target=hang_up)
