@@ -67,7 +67,7 @@ PARTS = (
     Part("steady", "gpu_steady.py --only default", 75, 40, ("default",)),
     Part("memory", "gpu_memory.py --cases 14,15,16,17,0,2,4", 60, 12, ("15", "16", "17")),
     Part("load", "gpu_load.py --models Qwen1.5-MoE-A2.7B,Qwen3-8B --schemes fp8 --dummy ''", 70, 35),
-    Part("V4, long contexts", "gpu_latent.py --cases v4-flash --contexts 131073", 110, 90),
+    Part("V4 at 128K", "gpu_latent.py --cases v4-flash --contexts 131073", 110, 90),
     Part("decode of every batch", "gpu_decode.py --only default", 50, 40),
 )
 """The most important first. Seconds are those of an H200."""

@@ -196,6 +196,15 @@ def test_tile_scheduler_lone_long_context_fills_gpu(case):
     assert replace(case, num_sms=1).splits([(MILLION - 1, 1)]) == [1]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "splits"),
+    [([528], [9]), ([2048], [32]), ([100, 528], [2, 9]), ([33, 200, 129], [1, 4, 3]), ([2113], [17])],
+)
+def test_plain_step_of_few_blocks_gives_each_its_program(lengths, splits):
+    """264 programs for 8 key heads take 33 blocks of 64 tokens; 34 blocks share programs."""
+    assert PLAIN.splits([(length - 1, 1) for length in lengths]) == splits
+
+
 def test_steps_of_few_rows_have_programs_of_their_own():
     (few,) = QUANTIZED.splits([(MILLION - 1, 1)])
     many, *_ = QUANTIZED.splits([(MILLION - 1, 1), *(3 * [(0, 1)])])

@@ -107,7 +107,7 @@ def test_packed_gemv_is_exact_at_every_size(device, dtype, sizes):
     ids=str,
 )
 def test_packed_gemv_is_exact_in_every_form(device, monkeypatch, form):
-    monkeypatch.setattr(kernels, "gemv_form", lambda size_k: form)
+    monkeypatch.setattr(kernels, "gemv_form", lambda size_k, gated: form)
     for size_k in (32, 352, 2880):
         judge_rows(random(2, size_k).to(BF16), random_weight(21, size_k, MXFP4), None, device)
 
@@ -207,13 +207,15 @@ def test_takes_follows_scheme_and_rows():
 
 
 def test_gemv_form_follows_the_columns():
-    """gpt-oss and dense models of 5,120 columns fill one warp at a time, DeepSeek-V4 two or four."""
-    found = {size_k: gemv_form(size_k).num_warps for size_k in (32, 2048, 2880, 4096, 5120, 8192, 25600)}
-    assert found == {32: 1, 2048: 2, 2880: 1, 4096: 4, 5120: 1, 8192: 4, 25600: 4}
+    """gpt-oss and dense models of 5,120 columns fill one warp at a time, DeepSeek-V4 two or four; gates of gpt-oss pad to four."""
+    sizes = (32, 2048, 2880, 4096, 5120, 8192, 25600)
+    found = {size_k: tuple(gemv_form(size_k, gated).num_warps for gated in (False, True)) for size_k in sizes}
+    assert found == {32: (1, 1), 2048: (2, 2), 2880: (1, 4), 4096: (4, 4), 5120: (1, 2), 8192: (4, 4), 25600: (4, 4)}
     for size_k in range(32, 30000, 32):
-        form = gemv_form(size_k)
-        assert form.units == 32 * form.num_warps or size_k < 1024
-        assert form.units // 2 < size_k / 32 or form.units == 32
+        for gated in (False, True):
+            form = gemv_form(size_k, gated)
+            assert form.units == 32 * form.num_warps or size_k < 1024
+            assert form.units // 2 < size_k / 32 or form.units == 32
 
 
 @pytest.mark.gpu

@@ -96,7 +96,7 @@ def test_small_batch_thousand_outputs_are_exact(device, widest, num_rows):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_rows", [1, 5], ids=lambda count: f"{count} rows")
-@pytest.mark.parametrize("size_k", [640, 1280, 5120, 6208, 8192, 16448], ids=lambda size: f"K{size}")
+@pytest.mark.parametrize("size_k", [640, 1100, 1280, 2880, 5120, 6208, 8192, 16448], ids=lambda size: f"K{size}")
 def test_small_batch_long_rows_are_exact(device, widest, num_rows, size_k):
     """Each way in which blocks along K are chosen."""
     judge_normed(small_batch_case(num_rows, 5, size_k, widest), device)

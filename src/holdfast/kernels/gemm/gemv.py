@@ -94,6 +94,8 @@ def plain_gemv_blocks(size_k: int, gated: bool) -> GemvBlocks:
     if size_k > 6144:
         return GemvBlocks(8, 512, 0, 8)
     block_k = next((size for size in (1024, 512, 256, 128) if size_k % size == 0), 512)
+    if size_k > 1024 and size_k % block_k:
+        return GemvBlocks(GEMV_MIN_BLOCK_N, 1024, 0, 1)  # masked, such as 2880 columns
     return GemvBlocks((GEMV_MIN_BLOCK_N if gated else 4) * 1024 // block_k, block_k, 0, 4)
 
 

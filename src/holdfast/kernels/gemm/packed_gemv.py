@@ -62,7 +62,7 @@ UNIT = 32
 """Columns of a thread's load: four words. Rows of a weight must begin at multiples of this."""
 BLOCK_ROWS = 8
 """Rows of a weight in a program: more registers would leave too few warps."""
-MOST_PADDING = 1.125
+MOST_PADDING, MOST_GATED_PADDING = 1.125, 1.5
 INPUT_EXPONENT = 14
 """Exponent of a unit's largest input in half precision."""
 FIELDS = kernel_constant(2 * 127 + INPUT_EXPONENT)
@@ -124,13 +124,17 @@ def takes(weight: QuantizedWeight, num_rows: int) -> bool:
     return weight.scheme.name in PACKED_FORMS and len(weight.shape) == 2 and row_form(num_rows)
 
 
-def gemv_form(size_k: int) -> PackedGemvForm:
-    """Return the launch for rows of this width: as many warps as it fills, with little padding (H200, docs/log.md)."""
+def gemv_form(size_k: int, gated: bool) -> PackedGemvForm:
+    """Return the launch for rows of this width: as many warps as it fills, with little padding (H200, docs/log.md).
+
+    Gate and up have more programs, so they take more padding for fewer registers.
+    """
     num_units = -(-size_k // UNIT)
     if num_units < 32:
         return PackedGemvForm(BLOCK_ROWS, next_power_of_two(num_units), 1)
     padded = {warps: -(-num_units // (32 * warps)) * 32 * warps for warps in (4, 2, 1)}
-    num_warps = next((warps for warps, units in padded.items() if units <= MOST_PADDING * num_units), 1)
+    most = MOST_GATED_PADDING if gated else MOST_PADDING
+    num_warps = next((warps for warps, units in padded.items() if units <= most * num_units), 1)
     return PackedGemvForm(BLOCK_ROWS, 32 * num_warps, num_warps)
 
 
@@ -143,7 +147,7 @@ def packed_gemv(product: PackedProduct) -> Tensor:
     packed = PACKED_FORMS[weight.scheme.name]
     assert weight.shape[-2:] == (size_n * (2 if gated else 1), size_k), f"{weight.shape=} {x_XK.shape=} {out_PN.shape=}"
     assert size_k % UNIT == 0, f"{size_k=} is no multiple of {UNIT}"
-    form = gemv_form(size_k)
+    form = gemv_form(size_k, gated)
     packed_gemv_kernel[(-(-weight.shape[-2] // form.block_rows), num_pairs)](
         as_kernels_read(x_XK), weight.codes.view(torch.int32), weight.scales, out_PN if bias is None else bias,
         out_PN if ids_P is None else ids_P, out_PN, size_n, x_XK.stride(0),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, ResidualStream, defer_rms_norm_reference
 from holdfast.kernels.operation import operation, pdl_flags
-from holdfast.kernels.triton_compat import check_dense, constexpr, jit, release_then_wait, tl, wait_then_release
+from holdfast.kernels.triton_compat import check_dense, constexpr, jit, release_then_wait, tl
 
 SMALL_BATCH_TOKENS = 16
 SMALL_BATCH_COLUMNS, LARGE_BATCH_COLUMNS = 256, 1024
@@ -176,7 +176,7 @@ def _add_kernel(
     o_h = i_h * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < size
     b_norm = tl.load(p_norm_weight + o_h, mask=m_h, other=0.0).to(tl.float32)
-    wait_then_release(PDL)
+    release_then_wait(PDL)
     b_sum = _summed(
         p_routed, p_shares, p_shared, p_logit, p_shares, size, i_row, o_h, m_h, TOP_K, False, HAS_SHARED, HAS_GATE
     )
