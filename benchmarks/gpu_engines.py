@@ -102,6 +102,10 @@ def prompts(dice: Random, lengths: list[int], vocab_size: int) -> list[TokensPro
     return [{"prompt_token_ids": [dice.randrange(vocab_size) for _ in range(length)]} for length in lengths]
 
 
+IN_TURN = re.compile(r"(^|\.)_(collected|flights)\b")
+"""Paths of the steps in flight: each has other buffers than the one before, in turn."""
+
+
 def tensors_of(root: object) -> Iterator[tuple[str, torch.Tensor]]:
     """Return every tensor reachable from an object, by its shortest path."""
     waiting: deque[tuple[str, object]] = deque([("", root)])
@@ -160,5 +164,7 @@ def moved(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, 
     """Return tensors that moved, and new ones in new memory; new views of old memory are fine."""
     known = {storage for _, storage in before.values()}
     return [
-        path for path, place in after.items() if (before[path] != place if path in before else place[1] not in known)
+        path
+        for path, place in after.items()
+        if (before[path] != place if path in before else place[1] not in known) and not IN_TURN.search(path)
     ]

@@ -283,6 +283,8 @@ def test_moved_finds_moved_tensors_but_no_new_views() -> None:
     before = {"a": (100, 100), "b": (108, 100)}
     assert gpu_engines.moved(before, {**before, "view": (116, 100)}) == []
     assert gpu_engines.moved(before, {"a": (100, 100), "b": (109, 100), "new": (300, 300)}) == ["b", "new"]
+    flying = {**before, "_collected.choosing.chosen_S": (400, 400)}
+    assert gpu_engines.moved(flying, {**flying, "_collected.choosing.chosen_S": (500, 500)}) == []
 
 
 # --- decode

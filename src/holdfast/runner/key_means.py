@@ -13,7 +13,7 @@ context. Pairs that rotate fast average to zero. This shifts all scores of a row
 softmax ignores. Sinks and soft-capping would not, so nothing is subtracted from the keys of layers that have them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,6 +101,15 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
         runner.hidden_rows(_step(warm_token_ids(runner.vocab_size, num_tokens), runner.groups))
     finally:
         backend.on_write = None
+    with runner.on_runner_stream():  # cuBLAS takes a workspace for each stream with a product
+        _store_means(runner, spec, rooms, found)
+    return num_tokens
+
+
+def _store_means(runner: Runner, spec: ModelSpec, rooms: KeyRooms, found: Mapping[int, torch.Tensor]) -> None:
+    """Give each layer its mean: to the bias of its scores, or as the vector that its keys are short of."""
+    limits, backend = runner.limits, runner.backend
+    assert isinstance(backend, GroupedBackend), f"{type(backend).__name__} has no means"
     shape = spec.head_dim, spec.max_position, limits.max_model_len
     turns = {
         rope: average_turn(*rope_frequencies(rope, *shape), limits.max_model_len)
@@ -122,7 +131,6 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
             pages = backend.pages[layer]
             assert isinstance(pages, QuantizedPages), f"layer {layer} has a mean and plain pages"
             room_KD.copy_(rotate_heads(turned_KD) if pages.planes.rotates_keys else turned_KD)
-    return num_tokens
 
 
 def mean_key(qkv_TX: torch.Tensor, spec: ModelSpec, head_norm: HeadNorm | None) -> torch.Tensor:
