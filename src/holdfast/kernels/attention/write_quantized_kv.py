@@ -241,8 +241,8 @@ def _write_quantized_kv_kernel(
                 if p_bias is not None:
                     position = tl.load(p_positions + i_row).to(tl.int64)
                     b_biased = _biased(
-                        b_turned, p_bias + o_head[:, None] * HEAD_DIM, p_turn_cos, p_turn_sin, p_turn_near, position,
-                        m_near, p_qkv, HEAD_DIM,
+                        b_turned, p_bias + o_head[:, None] * HEAD_DIM, m_x, p_turn_cos, p_turn_sin, p_turn_near,
+                        position, m_d & (i_near >= 0), p_qkv, HEAD_DIM,
                     )  # fmt: skip
                     b_near = _rotated_quarters(b_biased, b_k_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
                 if p_k_mean is not None:
@@ -308,19 +308,17 @@ def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr,
 
 
 @jit
-def _biased(
-    b_x, p_bias, p_cos, p_sin, p_near, position, m_x, p_like, HEAD_DIM: constexpr
-):  # fmt: skip
+def _biased(b_x, p_bias, m_x, p_cos, p_sin, p_near, position, m_turn, p_like, HEAD_DIM: constexpr):
     """Add the bias of keys to heads of a row, turned by its position as attention turns it; round to the type of `p_like`."""
     PAIRS: constexpr = HEAD_DIM // 2
     o_d = tl.arange(0, m_x.shape[1])[None, :]
     i_near = position % TURN_TOKENS * PAIRS
-    p_near_cos, p_near_sin = p_near + i_near, p_near + TURN_TOKENS * PAIRS + i_near
     i_block = position // TURN_TOKENS * PAIRS
     b_bias = quarters(p_bias + o_d, m_x, HEAD_DIM)
-    b_cos_0, b_sin_0 = _turn(p_cos + i_block + o_d, p_sin + i_block + o_d, p_near_cos + o_d, p_near_sin + o_d, m_x)
-    o_d += HEAD_DIM // 4
-    b_cos_1, b_sin_1 = _turn(p_cos + i_block + o_d, p_sin + i_block + o_d, p_near_cos + o_d, p_near_sin + o_d, m_x)
+    p_cos, p_sin = p_cos + i_block + o_d, p_sin + i_block + o_d
+    p_near_cos, p_near_sin = p_near + i_near + o_d, p_near + TURN_TOKENS * PAIRS + i_near + o_d
+    b_cos_0, b_sin_0 = _turn(p_cos, p_sin, p_near_cos, p_near_sin, m_turn, 0)
+    b_cos_1, b_sin_1 = _turn(p_cos, p_sin, p_near_cos, p_near_sin, m_turn, HEAD_DIM // 4)
     return (
         _rounded(b_x[0] + (b_bias[0] * b_cos_0 - b_bias[2] * b_sin_0), p_like),
         _rounded(b_x[1] + (b_bias[1] * b_cos_1 - b_bias[3] * b_sin_1), p_like),
@@ -330,11 +328,12 @@ def _biased(
 
 
 @jit
-def _turn(p_cos, p_sin, p_near_cos, p_near_sin, m_x):
-    """Return cos and sin of a position, from those of its block's middle and of its distance to it (key_bias.py)."""
-    b_cos, b_sin = tl.load(p_cos, mask=m_x, other=0.0), tl.load(p_sin, mask=m_x, other=0.0)
-    b_near_cos = tl.load(p_near_cos, mask=m_x, other=0.0).to(tl.float32) / TURN_SCALE
-    b_near_sin = tl.load(p_near_sin, mask=m_x, other=0.0).to(tl.float32) / TURN_SCALE
+def _turn(p_cos, p_sin, p_near_cos, p_near_sin, m_turn, PAIR: constexpr):
+    """Return cos and sin of pairs from PAIR on, from those of the middle of a block and of the distance to it."""
+    b_cos = tl.load(p_cos + PAIR, mask=m_turn, other=0.0)
+    b_sin = tl.load(p_sin + PAIR, mask=m_turn, other=0.0)
+    b_near_cos = tl.load(p_near_cos + PAIR, mask=m_turn, other=0.0).to(tl.float32) / TURN_SCALE
+    b_near_sin = tl.load(p_near_sin + PAIR, mask=m_turn, other=0.0).to(tl.float32) / TURN_SCALE
     return b_cos + (b_cos * b_near_cos - b_sin * b_near_sin), b_sin + (b_sin * b_near_cos + b_cos * b_near_sin)
 
 
