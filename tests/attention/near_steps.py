@@ -316,5 +316,3 @@ def texts_of(geometry: NearGeometry, lengths: list[int], seed: int = 0) -> tuple
     for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         made.append(Text(geometry, length, [order.pop() for _ in range(count)], seed=seed + 10 + index))
     return made, NearStorage(geometry, num_pages)
-
-

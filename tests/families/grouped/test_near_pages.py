@@ -169,9 +169,7 @@ def test_triton_paged_near_windows_are_exact(device, window):
     "num_heads, num_kv_heads, head_dim, page_tokens, near_page",
     [(2, 2, 80, 16, 4), (3, 1, 16, 1, 64), (16, 2, 128, 64, 8), (8, 1, 256, 16, 1)],
 )
-def test_triton_paged_near_heads_and_pages_are_exact(
-    device, num_heads, num_kv_heads, head_dim, page_tokens, near_page
-):
+def test_triton_paged_near_heads_and_pages_are_exact(device, num_heads, num_kv_heads, head_dim, page_tokens, near_page):
     geometry = NearGeometry(num_heads, num_kv_heads, head_dim, page_tokens, kv_dtype="turboquant_k3v4_nc")
     check_last_rows(on_triton(replace(geometry, near_page=near_page), device), [150, 70], [1, 3])
 
