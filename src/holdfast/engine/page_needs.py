@@ -13,10 +13,9 @@ from holdfast.request.sequence import Sequence
 def skipped(group: CacheGroup, num_places: int, num_kept: int) -> range:
     """Return the places after the first `num_places` that a sequence with `num_kept` tokens on pages never fills.
 
-    Only a fork skips places: it begins inside a later block than the one that its shared pages end with.
+    Only a fork that shares no kept page skips places: it gets kept pages of its own, and begins in a later block.
     """
-    passed = group.passed(num_kept)
-    return range(max(num_places, passed.start), passed.stop)
+    return group.passed(num_kept) if num_places < group.kept_pages else range(0)
 
 
 @dataclass(frozen=True, slots=True)

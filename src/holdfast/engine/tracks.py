@@ -107,7 +107,7 @@ def check_table(sequence: Sequence, group: CacheGroup, table: list[int], end: in
         f"{named(sequence)} holds what is before its {group.name}: {table}"
     )
     is_seen = all(is_held[: passed.start]) and all(is_held[passed.stop :])
-    assert is_seen, f"{named(sequence)} has not what its {group.name} sees beside {passed}: {table}"
+    assert is_seen, f"{named(sequence)} has not what its {group.name} sees from {passed.stop} on: {table}"
     if group.window is not None:
         # With one token a step this is the window and one page.
         num_step_tokens = max(end - num_kept, 1)
