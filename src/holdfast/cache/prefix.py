@@ -575,6 +575,10 @@ class PrefixCache:
         holes = [slot for slot, page in enumerate(slots) if page == HOLE] if len(pages) < len(slots) else ()
         is_short = any(self.is_whole[slot] for slot in holes)
         assert not is_short, f"the entry of pages {slots} has a hole where the whole context is kept"
+        for part in self._parts:
+            num_kept = 0 if entry.index else part.group.kept_pages
+            extra = slots[part.first + num_kept : part.end] if part.group.is_blocked else ()
+            assert all(page == HOLE for page in extra), f"the entry of {slots} has {extra} of {part.group.name}, unused"
         if entry.parent is not None:
             is_linked = entry.parent.is_registered and entry.parent.children.get(digest) is entry
             is_linked = is_linked and entry.index == entry.parent.index + 1
