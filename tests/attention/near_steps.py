@@ -187,7 +187,8 @@ def run_near_layer(
     held = [plane[pages, :, tokens] for plane in planes]
     for plane in planes:
         plane[pages, :, tokens] = 255 if plane.dtype == torch.uint8 else NAN
-    result = backend.attend(q, LayerStep(layer, backend.plan(batch), geometry.scratch()), out, wanted_only)
+    scratch = geometry.scratch() if isinstance(backend, TritonPagedAttention) else {}
+    result = backend.attend(q, LayerStep(layer, backend.plan(batch), scratch), out, wanted_only)
     for plane, before in zip(planes, held, strict=True):
         plane[pages, :, tokens] = before
     storage.zones.check()

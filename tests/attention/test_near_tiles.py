@@ -195,6 +195,13 @@ def test_near_tiles_kernels_follow_from_rows(captured):
     assert (work.has_small, work.has_large, work.has_merge) == (captured, False, True)
 
 
+def test_near_partials_leave_splits_of_prompts_their_room():
+    """Rows that are not split have up to three partials each, for which the scratch has places of their own."""
+    case = ListCase(8, 1, bounds=StepBounds(450, 450, 16), quantized=True)
+    ranges = ranges_of(case, 64, dummy_batch([(40000, 16), *(420 * [(100, 1)])]))
+    assert len(ranges[0][0]) > 8, "codes of a long prompt are not split"
+
+
 def test_near_lists_lie_where_the_first_ones_lay():
     lists = lists_of(CASE, 64)
     works = [lists.fill(StepRows.of(dummy_batch([(start, 1)]).sequences, 1), True) for start in (40000, 3)]

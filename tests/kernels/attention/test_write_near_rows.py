@@ -10,7 +10,7 @@ from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import turned_heads
 from holdfast.kernels.attention.write_quantized_kv import (
-    NearRows,
+    NearWrite,
     write_quantized_kv,
     write_quantized_kv_reference,
     write_quantized_kv_triton,
@@ -53,7 +53,7 @@ def write(function, case: Case, bits, device, near_slots, has_bias=False, mean=N
         planes = replace(planes, key_bias=KeyBias(random(num_kv_heads, head_dim, seed=4, scale=9.0).to(device), turns))
     near_k, near_v = (zones.allocate(NUM_SLOTS, num_kv_heads, head_dim, dtype=dtype).fill_(NAN) for _ in range(2))
     positions = torch.tensor(POSITIONS[: len(case.slots)], device=device)
-    near = NearRows(torch.tensor(near_slots, device=device), positions, near_k, near_v) if with_near else None
+    near = NearWrite(torch.tensor(near_slots, device=device), positions, near_k, near_v) if with_near else None
     moved = case.on(device)
     q = function(moved.qkv, moved.slots, planes, moved.head_norm, moved.rotary, None, near)
     zones.check()
@@ -138,7 +138,7 @@ def test_write_near_rows_refuse_planes_of_other_shapes(device):
     numbers = torch.zeros(2, dtype=torch.int64, device=device)
     plane = torch.zeros(8, 2, 32, device=device)
     for wrong, message in ((plane[:, :1], "heads of"), (plane[::2], "side by side")):
-        near = NearRows(numbers, numbers, plane, wrong)
+        near = NearWrite(numbers, numbers, plane, wrong)
         with pytest.raises(AssertionError, match=message):
             write_quantized_kv_triton(case.qkv, case.slots, planes, None, case.rotary, None, near)
 
@@ -149,7 +149,7 @@ def test_write_near_rows_allocate_nothing(device, bits):
     case = make_case(5, 128, with_norm=False).rounded(torch.bfloat16).on(device)
     planes = make_planes(*bits, 2, 128, 16, 1, torch.bfloat16, device)
     near_planes = torch.zeros(2, 16, 2, 128, dtype=torch.bfloat16, device=device)
-    near = NearRows(case.slots, case.slots, near_planes[0], near_planes[1])
+    near = NearWrite(case.slots, case.slots, near_planes[0], near_planes[1])
     out = torch.empty(5, 6, 128, dtype=torch.bfloat16, device=device)
     rows = case.qkv, case.slots
     assert_allocates_nothing(lambda: write_quantized_kv(*rows, planes, None, case.rotary, out, near))

@@ -30,7 +30,7 @@ from holdfast.kernels.attention.tiled_attention import (
     tiled_attention,
 )
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv
-from holdfast.kernels.attention.write_quantized_kv import NearRows, write_quantized_kv
+from holdfast.kernels.attention.write_quantized_kv import NearWrite, write_quantized_kv
 from holdfast.kernels.geometry import BLOCK_TOKENS, TileGeometry
 from holdfast.quant.kv_quantize import (
     KEY_CODEBOOKS,
@@ -300,7 +300,7 @@ class QuantizedPages:
         slots_T, near = batch.slots_GT[self._group], None
         if self._near is not None:
             k_plane_SKD, v_plane_SKD, spec = self._near
-            near = NearRows(batch.slots_GT[spec.group], batch.positions_T, k_plane_SKD, v_plane_SKD)
+            near = NearWrite(batch.slots_GT[spec.group], batch.positions_T, k_plane_SKD, v_plane_SKD)
         write_quantized_kv(qkv_TX, slots_T, self.planes, head_norm, rotary, out_THD, near)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:

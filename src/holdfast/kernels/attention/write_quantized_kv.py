@@ -40,7 +40,7 @@ TURN_TOKENS = kernel_constant(BLOCK_TOKENS)
 TURN_SCALE = kernel_constant(NEAR_SCALE)
 
 
-class NearRows(NamedTuple):
+class NearWrite(NamedTuple):
     """Where a write also stores keys and values as they are before quantization: rotated, and less the mean of the keys.
 
     If codes leave out a key bias, these keys have it.
@@ -61,7 +61,7 @@ def write_quantized_kv_reference(
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
-    near: NearRows | None = None,
+    near: NearWrite | None = None,
 ) -> Tensor:
     """Quantize keys and values of each row into its slot; return queries as [T, H, D], in `out_THD` if given.
 
@@ -95,7 +95,7 @@ def write_quantized_kv_triton(
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
-    near: NearRows | None = None,
+    near: NearWrite | None = None,
 ) -> Tensor:
     """Launch one program per block of heads of one kind; it rounds where the reference rounds."""
     num_rows, num_kv_heads, head_dim = len(qkv_TX), planes.num_kv_heads, planes.head_dim
@@ -120,7 +120,7 @@ def write_quantized_kv_triton(
             None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16), planes.v_scale_PKt, q_THD,
             planes.rotation_DD, planes.k_mean_KD, head_norm.q_weight_D if head_norm else None,
             head_norm.k_weight_D if head_norm else None, rotary.cos_TP if rotary else None,
-            rotary.sin_TP if rotary else None, *(near or (None,) * len(NearRows._fields)), *_bias_tables(bias),
+            rotary.sin_TP if rotary else None, *(near or (None,) * len(NearWrite._fields)), *_bias_tables(bias),
             head_norm.eps if head_norm else 0.0, qkv_TX.stride(0), q_THD.stride(0),
             OFFSET=head_norm.offset if head_norm else 0.0, KEY_BITS=planes.key_bits, VALUE_BITS=planes.value_bits,
             KEY_MAGNITUDES=key_codebook.magnitudes, VALUE_MAGNITUDES=value_codebook.magnitudes,
@@ -149,7 +149,7 @@ def _check_layout(qkv_TX: Tensor, q_THD: Tensor, planes: QuantizedPlanes, rotary
         assert planes.k_mean_KD.is_contiguous(), f"{planes.k_mean_KD.stride()=}: the means must lie side by side"
 
 
-def _check_near(near: NearRows, planes: QuantizedPlanes) -> None:
+def _check_near(near: NearWrite, planes: QuantizedPlanes) -> None:
     shape = planes.num_kv_heads, planes.head_dim
     for plane_SKD in (near.k_plane_SKD, near.v_plane_SKD):
         assert plane_SKD.shape[1:] == shape, f"{plane_SKD.shape=} of near rows, whose codes have heads of {shape}"
@@ -166,7 +166,7 @@ def _bias_tables(bias: KeyBias | None) -> tuple[Tensor | None, ...]:
     return tables
 
 
-def _store_near(near: NearRows, k_TKD: Tensor, v_TKD: Tensor, planes: QuantizedPlanes) -> None:
+def _store_near(near: NearWrite, k_TKD: Tensor, v_TKD: Tensor, planes: QuantizedPlanes) -> None:
     """Store keys and values of the rows that have a near slot."""
     rows_R = (near.slots_T >= 0).nonzero().squeeze(1)
     slots_R, k_RKD, v_RKD = near.slots_T[rows_R], k_TKD[rows_R], v_TKD[rows_R]
