@@ -325,7 +325,7 @@ class TileScheduler:
 
         Tiles over near pages are appended to `near`. Their partials are the first of each row.
         """
-        total_B = count_B = splits.count_B
+        count_B, total_B, num_near_B = splits.count_B, splits.count_B, np.zeros(0, dtype=np.int64)
         if self._near is not None:
             # A merge leaves out rows of one partial, so a row with its own block alone has an empty tile beside it.
             num_near_B = np.where((count_B == 0) | self._near.keeps_first, 2, 1)
@@ -338,7 +338,7 @@ class TileScheduler:
         tiles_8B[:4], tiles_8B[4], tiles_8B[5] = blocks.columns_4B, blocks.low_B, blocks.high_B
         tiles_8B[6], tiles_8B[7] = np.where(is_split_B, first_partial_B, -1), total_B
         if self._near is not None:
-            near += _near_tiles(tiles_8B, num_near_B > 1, self._near)
+            near += _near_tiles(tiles_8B, num_near_B, self._near)
             tiles_8B[6] += num_near_B
         if next_partial > first_partial:
             index_X, split_X = _spread(count_B)
@@ -370,10 +370,10 @@ class TileScheduler:
         self._host_rows_T2[row_B, 1] = count_B
 
 
-def _near_tiles(tiles_8B: np.ndarray, has_second_B: np.ndarray, near: NearTokens) -> list[np.ndarray]:
+def _near_tiles(tiles_8B: np.ndarray, num_near_B: np.ndarray, near: NearTokens) -> list[np.ndarray]:
     """Return tiles [X, 8] over own blocks, and over the first block or nothing."""
     position_B, num_rows_B = tiles_8B[3], tiles_8B[2]
-    own_8B, second_8B = tiles_8B.copy(), tiles_8B[:, has_second_B]
+    own_8B, second_8B = tiles_8B.copy(), tiles_8B[:, num_near_B == 2]
     own_8B[4] = position_B // near.block_tokens * near.block_tokens
     own_8B[5] = position_B + num_rows_B
     is_behind_B = near.keeps_first & (second_8B[3] >= near.block_tokens)

@@ -26,7 +26,7 @@ pytestmark = QUIET
 
 NAN = float("nan")
 NUM_SLOTS = 24
-POSITIONS = [130, 3, 64, 63, 1000, 0]
+POSITIONS = [130, 63, 3, 1000]
 """Of rows: over several blocks of a bias' turns."""
 
 
@@ -115,8 +115,8 @@ def test_write_near_rows_take_every_grouping(device, group, num_kv_heads):
 def test_write_near_keys_have_the_bias_that_codes_leave_out(device, bits, with_mean):
     mean = random(2, 48, seed=6) if with_mean else None
     for dtype in (torch.float32, torch.float16):
-        case = make_case(6, 48, group=1, with_norm=False).rounded(dtype)
-        judge(case, bits, device, [9, 3, 17, -1, 1, 22], has_bias=True, mean=mean)
+        case = make_case(4, 48, group=1, with_norm=False).rounded(dtype)
+        judge(case, bits, device, [9, 3, -1, 22], has_bias=True, mean=mean)
 
 
 @for_each("has_bias", [True, False])

@@ -144,21 +144,23 @@ class TorchPagedAttention(GroupedBackend):
             yield *pages.read(sequence.rows, self._dtype), sequence.blocks
             return
         assert isinstance(pages, QuantizedPages), f"{pages=} beside near pages"
-        cache, num_tokens = self._specs[layer].cache, sequence.end - sequence.first
-        shape = cache.num_kv_heads, num_tokens, cache.head_dim
-        whole = tuple(torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2))
+        cache = self._specs[layer].cache
+        shape = cache.num_kv_heads, sequence.end - sequence.first, cache.head_dim
+        k_KLD, v_KLD = (torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2))
         for rows in sequence.near:
-            for own_KLD, some_KLD in zip(whole, pages.read_near(rows, self._dtype), strict=True):
-                own_KLD.narrow(1, rows.first - sequence.first, rows.num_tokens).copy_(some_KLD)
-        codes = sequence.codes and pages.read(sequence.codes, self._dtype)
-        done = sequence.codes.first if sequence.codes else sequence.end
+            k_KlD, v_KlD = pages.read_near(rows, self._dtype)
+            k_KLD.narrow(1, rows.first - sequence.first, rows.num_tokens).copy_(k_KlD)
+            v_KLD.narrow(1, rows.first - sequence.first, rows.num_tokens).copy_(v_KlD)
+        codes, num_copied = sequence.codes, 0
+        code_k_KlD, code_v_KlD = (k_KLD, v_KLD) if codes is None else pages.read(codes, self._dtype)
         for own, blocks in sequence.own_blocks:
-            if codes and own > done:
-                for own_KLD, some_KLD in zip(whole, codes, strict=True):
-                    some_KlD = some_KLD.narrow(1, done - sequence.codes.first, own - done)
-                    own_KLD.narrow(1, done - sequence.first, own - done).copy_(some_KlD)
-                done = own
-            yield *whole, blocks
+            if codes is not None and own > codes.first + num_copied:
+                more = own - codes.first - num_copied
+                place = codes.first - sequence.first + num_copied
+                k_KLD.narrow(1, place, more).copy_(code_k_KlD.narrow(1, num_copied, more))
+                v_KLD.narrow(1, place, more).copy_(code_v_KlD.narrow(1, num_copied, more))
+                num_copied += more
+            yield k_KLD, v_KLD, blocks
 
     def _attend(
         self,
