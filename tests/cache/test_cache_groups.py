@@ -46,6 +46,18 @@ def test_cache_group_of_blocks_bound_is_reached() -> None:
     assert [list(group.passed(start)) for start in (0, 15, 16, 31, 32)] == [[], [], [], [], [4, 5, 6, 7]]
 
 
+@given(st.integers(1, 3), st.integers(1, 4), st.sampled_from(["whole", "window", "near", "kept"]), st.data())
+def test_cache_group_fork_copies_what_it_sees_and_does_not_share(page_tokens, num_pages, kind, data) -> None:
+    window, block = page_tokens * num_pages, page_tokens * num_pages * 2
+    blocks = {"is_blocked": kind in ("near", "kept"), "kept_pages": num_pages if kind == "kept" else 0}
+    group = CacheGroup(kind, page_tokens, None if kind == "whole" else window, **blocks)
+    num_tokens = data.draw(st.integers(1, 4 * block))
+    num_shared = data.draw(st.integers(0, (num_tokens - 1) // block)) * block
+    seen = [place for place in range(group.pages_for(num_tokens)) if place not in group.passed(num_tokens - 1)]
+    copied = [place for places in group.copied(num_shared, num_tokens) for place in places]
+    assert copied == [place for place in seen if place * page_tokens >= num_shared]
+
+
 @pytest.mark.parametrize(
     "own",
     [
