@@ -18,9 +18,7 @@ def test_cache_group_window_bound_holds_at_any_step_start(page_tokens: int, wind
     assert max(pages) + 1 == group.pages_for(start + n)
 
 
-@given(
-    st.integers(1, 8), st.integers(1, 6), st.booleans(), st.integers(0, 200), st.integers(1, 30), st.integers(0, 12)
-)
+@given(st.integers(1, 8), st.integers(1, 6), st.booleans(), st.integers(0, 200), st.integers(1, 30), st.integers(0, 12))
 def test_cache_group_of_blocks_holds_what_its_tokens_see(
     page_tokens: int, num_pages: int, keeps: bool, start: int, n: int, num_more: int
 ) -> None:

@@ -231,7 +231,7 @@ def test_prefix_hit_without_a_kept_page_is_none(place: int) -> None:
     bench.check()
     assert -1 in bench.cache.owners_seen(hit)
     assert (bench.match(tokens).num_tokens, bench.match(tokens).num_known) == (0, 4), "all its codes are still there"
-    # Whoever computes the first block again fills the hole, and serves every prefix behind it.
+    # The next sequence that computes the first block fills the hole, and serves every prefix behind it.
     _, again = bench.compute(tokens[:6])
     found = bench.match(tokens)
     assert found.num_tokens == 16

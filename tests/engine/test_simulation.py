@@ -112,7 +112,10 @@ def test_million_events_with_compressed_rows_are_sound(batch: int) -> None:
 
 
 def test_sample_with_near_pages_is_sound() -> None:
-    assert run_all(BUGGED_NEAR_SEEDS, NUM_NEAR_EVENTS, World.near) >= NEEDED - {"queue full", "refuse"} | {"forks", "proposals"}
+    assert run_all(BUGGED_NEAR_SEEDS, NUM_NEAR_EVENTS, World.near) >= NEEDED - {"queue full", "refuse"} | {
+        "forks",
+        "proposals",
+    }
 
 
 @pytest.mark.slow

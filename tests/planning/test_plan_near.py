@@ -118,7 +118,9 @@ def test_near_tokens_beside_plain_pages_have_no_effect(options) -> None:
     assert "newest" not in plan.kv_note()
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "Qwen3-Next-80B-A3B-Instruct"])
+@pytest.mark.parametrize(
+    "name", ["DeepSeek-V2-Lite", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "Qwen3-Next-80B-A3B-Instruct"]
+)
 @pytest.mark.parametrize("kv_format", ["auto", "fp8"])
 def test_near_tokens_need_keys_and_values_by_head(name: str, kv_format: str) -> None:
     with raises_code("plan.near_needs_heads", ConfigError, name="kv_near_tokens", value=64, model=name):
@@ -139,9 +141,7 @@ def test_near_tokens_need_pages_that_hold_one() -> None:
 
 def test_ranks_share_the_heads_of_near_pages() -> None:
     whole, half = (
-        fit_runner(
-            plan_request("Qwen3-8B", H200, mesh=Mesh(tensor_size=size), kv_near_tokens=64, **SMALL, **NARROW)
-        )
+        fit_runner(plan_request("Qwen3-8B", H200, mesh=Mesh(tensor_size=size), kv_near_tokens=64, **SMALL, **NARROW))
         for size in (1, 2)
     )
     assert whole.cache_groups == half.cache_groups
