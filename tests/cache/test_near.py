@@ -47,7 +47,8 @@ TOKENS = [
 
 @pytest.mark.parametrize(("formats", "windows", "dtype", "tokens"), TOKENS, ids=lambda own: str(own)[:30])
 def test_near_page_has_the_tokens_that_fit_a_page(formats, windows, dtype, tokens) -> None:
-    spec, without = near_spec(formats, windows, dtype=dtype), mixed_cache(*mixed(formats), windows, 10_000)
+    spec = near_spec(formats, windows, dtype=dtype)
+    without = mixed_cache([KV_FORMATS[name] for name in formats], HEADS, DIM, 64, windows, 10_000)
     group = spec.cache_groups()[-1]
     assert group == CacheGroup("near", tokens, 64, is_blocked=True, kept_pages=64 // tokens)
     assert spec.cache_groups()[:-1] == without.cache_groups()
@@ -55,10 +56,6 @@ def test_near_page_has_the_tokens_that_fit_a_page(formats, windows, dtype, token
     num_layers = sum(KV_FORMATS[name].is_quantized for name in formats)
     used = 2 * num_layers * tokens * HEADS * DIM * (4 if dtype == "float32" else 2)
     assert spec.padding_bytes(len(spec.groups) - 1) == spec.bytes_per_page - used >= 0
-
-
-def mixed(formats: list[str]) -> tuple:
-    return [KV_FORMATS[name] for name in formats], HEADS, DIM, 64
 
 
 @pytest.mark.parametrize(("formats", "windows", "dtype", "tokens"), TOKENS, ids=lambda own: str(own)[:30])
