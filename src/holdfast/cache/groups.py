@@ -99,6 +99,14 @@ class CacheGroup:
         """Return the places whose pages no step from `start` on uses: holes, once they are released."""
         return range(self.kept_pages, max(self.first_page(start), self.kept_pages))
 
+    def copied(self, num_shared: int, num_tokens: int) -> tuple[range, ...]:
+        """Return the places that a fork fills with copies: what its last token, of `num_tokens`, sees and it does not share."""
+        end = self.pages_for(num_tokens)
+        if self.is_state:
+            return (range(end),)
+        first, passed = num_shared // self.page_tokens, self.passed(num_tokens - 1)
+        return range(first, min(passed.start, end)), range(max(first, passed.stop), end)
+
     def num_held(self, num_places: int, start: int) -> int:
         """Count the pages among the first `num_places` that a step from `start` on uses."""
         passed = self.passed(start)

@@ -58,6 +58,12 @@ def row_bytes(num_kv_heads: int, head_dim: int, dtype: str) -> int:
     return bytes_for(dtype, (num_kv_heads, head_dim))
 
 
+def can_host(kind: tuple[Plane, ...], page_tokens: int, chunk_bytes: int) -> bool:
+    """Return True if near chunks of `chunk_bytes` fill a chunk of one of these planes."""
+    sizes = [plane.bytes_per_token * page_tokens for plane in kind]
+    return any(size % chunk_bytes == 0 for size in sizes)
+
+
 def near_stride(
     columns: Mapping[tuple[Plane, ...], int], page_tokens: int, chunk_bytes: int, num_planes: int
 ) -> int | None:

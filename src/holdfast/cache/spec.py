@@ -22,7 +22,7 @@ from math import gcd, lcm
 from typing import NamedTuple
 
 from holdfast.cache.groups import CacheGroup
-from holdfast.cache.near import NEAR, NearLayout, NearRows, most_near_tokens, place_near, row_bytes
+from holdfast.cache.near import NEAR, NearLayout, NearRows, can_host, most_near_tokens, place_near, row_bytes
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec
 from holdfast.quant.formats import KVFormat, Plane, index_dtype_beside, index_planes
@@ -175,11 +175,10 @@ class CacheSpec:
             found = place_near(self.columns, self.page_tokens, page_tokens, row, group.layers)
             if found is not None:
                 return found
-            kind = kinds[group.layers[0]][0]
-            assert any(self.page_tokens * plane.bytes_per_token % (page_tokens * row) == 0 for plane in kind), (
-                f"{page_tokens} near tokens of {row} bytes do not divide a chunk of {kind}"
-            )
-            self.columns[kind] += 1
+            sizes = {kinds[layer][0]: _token_bytes(kinds[layer][0]) for layer in group.layers}
+            hosts = [kind for kind in sizes if can_host(kind, self.page_tokens, page_tokens * row)]
+            assert hosts, f"{page_tokens} near tokens of {row} bytes fit no chunk of {sizes}"
+            self.columns[min(hosts, key=lambda kind: sizes[kind])] += 1
 
     def _near_row_bytes(self, group: LayerGroup) -> int:
         """Return the bytes of a token in one near plane; 0 if none of the group's layers is here."""

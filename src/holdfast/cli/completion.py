@@ -9,7 +9,7 @@ from typing import NamedTuple
 from holdfast.cli.options import ARGUMENTS, Option, Setting
 from holdfast.cli.plan_commands import PURPOSES
 from holdfast.cli.terminal import write_answer
-from holdfast.config import DTYPES, LOAD_FORMATS, NEAR_TOKENS, WEIGHT_CACHES
+from holdfast.config import DTYPES, LOAD_FORMATS, WEIGHT_CACHES
 from holdfast.errors import ConfigError
 from holdfast.memory.devices import GPUS
 from holdfast.models.catalogue import CATALOGUE
@@ -32,7 +32,6 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "kv_cache_dtype": ("auto", *ALL_KV_FORMATS),
     "index_cache_dtype": ("auto", *INDEX_FORMATS),
     "kv_protected_dtype": ("auto", *ALL_KV_FORMATS),
-    "kv_near_tokens": tuple(map(str, NEAR_TOKENS)),
     "formats": ("all", *(name for name, kv_format in ALL_KV_FORMATS.items() if kv_format.is_quantized)),
     "schemes": ("all", *WEIGHT_SCHEMES),
     "gpu": tuple(GPUS),

@@ -320,6 +320,7 @@ def resolve(request: PlanRequest) -> Resolved:
     protected = choose_protected(config, model, kv_format, dtype)
     if protected.reason:
         choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
+    near_tokens = _choose_near(config, model, kv_format, choices)
     page_tokens = _page_tokens(config, model, kv_format, choices)
     limits = _limits(config, model, target.kind, page_tokens, choices)
     budget_bytes, budget_reason, max_kv_bytes, max_kv_reason = _budget(config, target)
@@ -334,7 +335,7 @@ def resolve(request: PlanRequest) -> Resolved:
     budget = budget_bytes, budget_reason, max_kv_bytes, max_kv_reason
     is_open = config.max_model_len is None and request.agreed is None
     settings = dtype, recipe, kv_format, protected, limits, is_open, *budget, tuple(choices), num_proposals
-    resolved = Resolved(request, *settings, near_tokens=_choose_near(config, model, kv_format, choices))
+    resolved = Resolved(request, *settings, near_tokens=near_tokens)
     # Staging is counted for the settings as they are before ranks agree on a context.
     staging = request.staging(resolved) if callable(request.staging) else request.staging
     resolved = replace(resolved, staging=staging)
