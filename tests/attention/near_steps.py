@@ -50,7 +50,7 @@ class NearGeometry(Geometry):
 
     @property
     def num_near_pages(self) -> int:
-        """Of a pool that some steps share, red zones and free ones among them."""
+        """Pages of the pool that the texts of a test share."""
         return 8 * (BOUNDS.max_num_rows // self.near_page + 2 * self.block_tokens // self.near_page + 2)
 
     def bias(self, layer: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from holdfast.kernels.geometry import TILE_FIELDS
 
 CASE = ListCase(quantized=True)
 Ranges = dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]]
-"""Of every row: the tokens it reads as codes and those it reads exact, in the order of its partials."""
+"""Each row's tokens: those it reads as codes and those it reads exact, in the order of its partials."""
 
 
 def kind_of(case: ListCase) -> TileKind:

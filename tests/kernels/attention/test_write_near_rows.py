@@ -27,7 +27,7 @@ pytestmark = QUIET
 NAN = float("nan")
 NUM_SLOTS = 24
 POSITIONS = [130, 63, 3, 1000]
-"""Of rows: over several blocks of a bias' turns."""
+"""Positions of rows, over several blocks of the turns of a bias."""
 
 
 def frequency_of(head_dim: int) -> torch.Tensor:
