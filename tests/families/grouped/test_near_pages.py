@@ -8,6 +8,7 @@ import torch
 
 from attention.near_steps import (
     BOUNDS,
+    NAN,
     NearGeometry,
     exact_near,
     near_batch,
@@ -17,12 +18,15 @@ from attention.near_steps import (
     texts_of,
 )
 from attention.steps import QUIET, TOLERANCE, on_triton, steps_of
+from attention.work_lists import dummy_batch
 from for_each import for_each
+from holdfast.attention.backend import LayerStep
 from holdfast.families.grouped.declarations import TorchPagedDeclaration, TritonPagedDeclaration
 from holdfast.families.grouped.torch_backend import TorchPagedAttention
 from holdfast.families.grouped.triton_backend import TritonPagedAttention
 from holdfast.quant.formats import KV_FORMATS
 from kernels.exactness import same_bits
+from kernels.triton_cases import assert_allocates_nothing
 
 pytestmark = QUIET
 
@@ -236,3 +240,82 @@ def test_near_backend_holds_bytes_of_its_declared_terms(windows, max_model_len):
         _, storage = texts_of(geometry, [1])
         terms = declaration.terms(geometry.specs, BOUNDS)
         assert geometry.build(backend_type, storage).held_bytes() == {term.owner: term.num_bytes for term in terms}
+
+
+ON_GPU = [
+    *((name, torch.bfloat16, (64, 8, 128)) for name in QUANTIZED),
+    ("turboquant_k8v4", torch.float16, (14, 2, 64)),
+    ("turboquant_3bit_nc", torch.bfloat16, (8, 1, 256)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kv_dtype", "dtype", "heads"), ON_GPU, ids=str)
+def test_near_half_precision_on_a_gpu(device, kv_dtype, dtype, heads):
+    geometry = NearGeometry(*heads, 16, (None, 100), kv_dtype, dtype, 2048, device)
+    check_last_rows(geometry, [1, 65, 1000, 400, 520], [1, 65, 1, 120, 2], padding=3, num_sms=132)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@EVERY_FORMAT
+def test_near_invariant_prompt_cuts_at_real_shapes_change_no_bit(device, kv_dtype, window):
+    geometry = NearGeometry(64, 8, 128, 16, (window,), kv_dtype, max_model_len=2048)
+    cuts = (30, 31, 63, 64, 126, 190, 256, 300)
+    assert_cuts_change_nothing(on_triton(geometry, device), 300, cuts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["turboquant_k8v4", "turboquant_3bit_nc"])
+def test_near_captured_graph_replays_other_batches(device, kv_dtype):
+    """Captured on padding alone, replayed at any length, and each time what runs without a graph gives."""
+    geometry = on_triton(replace(LARGE, kv_dtype=kv_dtype), device)
+    made, storage = texts_of(geometry, [900, 300, 1, 64])
+    backend = geometry.build(TRITON, storage)
+    store_all(geometry, storage, backend, made)
+    tables = tuple(torch.zeros(8, 80, dtype=torch.int32, device=device) for _ in range(2))
+    q, out, eager = (torch.randn(4, 4 * 64, device=device).half() for _ in range(3))
+    scratch = geometry.scratch()
+
+    def attend(plan, out_TX):
+        backend.attend(q.view(4, 4, 64), LayerStep(0, plan, scratch), out_TX, False)
+
+    empty = replace(dummy_batch([], num_padding=4), page_tables=tables)
+    plan = backend.plan(empty, captured=True)
+    attend(plan, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(plan, out)
+    for chosen in ([0, 1, 2, 3], [2], [3, 0], [1, 1, 1, 1], []):
+        parts = [(made[index], len(made[index].qkv) - 1, len(made[index].qkv)) for index in chosen]
+        batch = empty
+        if parts:
+            batch, _ = near_batch(geometry, storage, parts, num_rows=4)
+            for table, own in zip(tables, batch.page_tables, strict=True):
+                table[: len(parts) + 1, : own.shape[1]] = own
+            batch = replace(batch, page_tables=tables)
+        out.fill_(NAN)
+        eager.fill_(NAN)
+        attend(backend.plan(batch), eager)
+        backend.plan(batch, captured=True)
+        graph.replay()
+        assert same_bits(out, eager), f"{chosen=}"
+        assert not out[len(chosen) :].any()
+
+
+@pytest.mark.gpu
+def test_near_step_allocates_nothing(device):
+    geometry = on_triton(replace(LARGE, windows=(None, None), kv_dtype="turboquant_k8v4 float16"), device)
+    made, storage = texts_of(geometry, [300, 40])
+    backend = geometry.build(TRITON, storage)
+    batch, qkv = near_batch(geometry, storage, [(made[0], 0, 250), (made[1], 39, 40)], 256)
+    q, out, scratch = qkv.new_empty(256, 4, 64), qkv.new_empty(256, 256), geometry.scratch()
+
+    def step():
+        plan = backend.plan(batch)
+        for layer in range(2):
+            backend.write(qkv, batch, None, None, layer, q)
+            backend.attend(q, LayerStep(layer, plan, scratch), out, False)
+
+    assert_allocates_nothing(step)
