@@ -2,11 +2,11 @@
 
 One pool of pages of equal bytes serves all groups. Each group has its own number of tokens per page.
 
-    whole     [ page 0 | page 1 | ... | page k-1 ]                 page i holds tokens [i * page_tokens, (i + 1) *
-    page_tokens) window    [ HOLE   | HOLE   | ... | page k-2 | page k-1 ]      pages that no later token sees are given
-    back entries   [ page 0 | page 1 | ... | page k-1 ]                 a row of a page stands for `tokens_per_row`
-    tokens state     [ page 0 .. state_pages - 1 ]                        one state per sequence, whatever its length
-    near      [ page 0 | HOLE   | ... | page k-2 | page k-1 ]      the first block of tokens and the newest are kept
+    whole     [ page 0 | page 1 | ... | page k-1 ]     page i holds tokens [i * page_tokens, (i + 1) * page_tokens)
+    window    [ HOLE   | HOLE   | ... | page k-1 ]     pages that no later token sees are given back
+    entries   [ page 0 | page 1 | ... | page k-1 ]     a row of a page stands for `tokens_per_row` tokens
+    near      [ page 0 | HOLE   | ... | page k-1 ]     the first block of tokens and the newest one stay
+    state     [ page 0 .. state_pages - 1 ]            one state per sequence, whatever its length
 
 A token at position p sees, in a group with a window of W tokens, positions [p - W + 1, p]. So a step over positions
 [start, end) reads and writes [start - W + 1, end): W - 1 + n tokens, which lie on at most ceil((W - 1 + n) / page_tokens) + 1

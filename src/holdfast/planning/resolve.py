@@ -182,7 +182,21 @@ class Resolved:
     def with_max_model_len(self, max_model_len: int, reason: str) -> "Resolved":
         limits = replace(self.limits, max_model_len=max_model_len)
         choice = Choice("max_model_len", str(max_model_len), reason)
-        return replace(self, limits=limits, choices=self._with_choice(choice))
+        return replace(self, limits=limits, choices=self._with_choice(choice)).with_near_choice()
+
+    def with_near_choice(self) -> "Resolved":
+        """Note what near pages cost a sequence, whatever its length."""
+        pages, value = self.pages() if self.near_tokens else None, self.near_tokens
+        if pages is None:
+            return self
+        if pages.cache.near is None:
+            choice = Choice("kv_near_tokens", "0", f"{value} has no effect: no layer's pages are quantized")
+            return replace(self, near_tokens=0, choices=self._with_choice(choice))
+        group = pages.groups[-1]
+        num_bytes = group.most_held(1) * pages.page_bytes
+        which = f"the first and the newest {value} tokens" if group.kept_pages else f"the newest {value} tokens"
+        reason = f"given: {which} stay in {self.dtype} too, which takes up to {format_bytes(num_bytes)} a sequence"
+        return replace(self, choices=self._with_choice(Choice("kv_near_tokens", str(value), reason)))
 
     def with_protected(self, protected: ProtectedLayers) -> "Resolved":
         choice = Choice("kv_protected_layers", listed(protected.layers), protected.reason)
@@ -341,8 +355,7 @@ def resolve(request: PlanRequest) -> Resolved:
     resolved = replace(resolved, staging=staging)
     if request.agreed is not None and request.agreed.max_model_len != limits.max_model_len:
         resolved = resolved.with_max_model_len(request.agreed.max_model_len, AGREED_CONTEXT)
-    if resolved.near_tokens:
-        resolved = _with_near_choice(resolved)
+    resolved = resolved.with_near_choice()
     pages = resolved.pages() if num_proposals else None
     if pages is not None and (problem := unrewindable(pages.groups)) is not None:
         raise ConfigError("plan.no_draft_tokens", name="speculative", value=config.speculative, reason=problem)
@@ -381,20 +394,6 @@ def _choose_near(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat
         choices.append(Choice("kv_near_tokens", "0", f"{value} has no effect: pages are not quantized"))
         return 0
     return value
-
-
-def _with_near_choice(resolved: Resolved) -> Resolved:
-    """Note what near pages cost a sequence, whatever its length."""
-    pages, value = resolved.pages(), resolved.near_tokens
-    assert pages is not None, f"{resolved.declared.name} has near pages and no pages"
-    if pages.cache.near is None:
-        choice = Choice("kv_near_tokens", "0", f"{value} has no effect: no layer's pages are quantized")
-        return replace(resolved, near_tokens=0, choices=(*resolved.choices, choice))
-    group = pages.groups[-1]
-    num_bytes = group.most_held(1) * pages.page_bytes
-    which = f"the first and the newest {value} tokens" if group.kept_pages else f"the newest {value} tokens"
-    reason = f"given: {which} stay in {resolved.dtype} too, which takes up to {format_bytes(num_bytes)} a sequence"
-    return replace(resolved, choices=(*resolved.choices, Choice("kv_near_tokens", str(value), reason)))
 
 
 def choose_dtype(config: EngineConfig, checkpoint_dtype: str, kind: str) -> tuple[str, str]:
