@@ -39,6 +39,8 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 WEIGHT_CACHES = ("auto", "on", "off")
 NO_TOKENIZER = "none"
 AUTO_EMBEDDINGS = "auto"
+NEAR_TOKENS = (0, 64, 128)
+"""Accepted values of `kv_near_tokens`: tiles of 64 tokens, which is what kernels over pages take at a time."""
 """The model's file decides how much of the vocabulary is quantized."""
 MAX_PATTERNS = 256
 MAX_COUNT = 2**31 - 1
@@ -186,6 +188,11 @@ def _check_scheme(value: object, name: str) -> None:
     find_scheme(value, name)
 
 
+def _check_near_tokens(value: object, name: str) -> None:
+    if type(value) is not int or value not in NEAR_TOKENS:
+        raise ConfigError("value.not_one_of", name=name, value=value, accepted=tuple(map(str, NEAR_TOKENS)))
+
+
 _COUNT = Between(1)
 _RANKS = Between(1, MAX_RANKS)
 _KV_DTYPES = OneOf(("auto", *ALL_KV_FORMATS))
@@ -215,6 +222,8 @@ class EngineConfig:
     latents, else the type of the latents."""
     kv_protected_dtype: Annotated[str, _KV_DTYPES] = "fp8"
     """The wider format of protected layers; auto: the dtype."""
+    kv_near_tokens: Annotated[int, _check_near_tokens] = 0
+    """Tokens of the first and of the newest block that attention reads in 16 bits beside quantized pages: 64 or 128; 0: none."""
     quantization: Annotated[str | None, _check_scheme] = None
     """Scheme to which weights are quantized while they load: fp8, fp8_tensor, fp8_block, int8, mxfp4; None or none: as stored."""
     quantized_embeddings: Annotated[str, OneOf((AUTO_EMBEDDINGS, *EMBEDDING_CHOICES))] = AUTO_EMBEDDINGS

@@ -18,6 +18,64 @@ def test_cache_group_window_bound_holds_at_any_step_start(page_tokens: int, wind
     assert max(pages) + 1 == group.pages_for(start + n)
 
 
+@given(st.integers(1, 8), st.integers(1, 6), st.booleans(), st.integers(0, 200), st.integers(1, 30), st.integers(0, 12))
+def test_cache_group_of_blocks_holds_what_its_tokens_see(
+    page_tokens: int, num_pages: int, keeps: bool, start: int, n: int, num_more: int
+) -> None:
+    """A token sees its own block up to itself, and the first one if that is kept; all else is passed for good."""
+    window = page_tokens * num_pages
+    group = CacheGroup("near", page_tokens, window, is_blocked=True, kept_pages=num_pages * keeps)
+    first = range(window if keeps else 0)
+    seen = {p for row in range(start, start + n) for p in (*range(row // window * window, row + 1), *first) if p <= row}
+    pages = {position // page_tokens for position in seen}
+    assert {place for place in range(group.pages_for(start + n)) if place not in group.passed(start)} == pages
+    assert len(pages) == group.num_held(group.pages_for(start + n), start)
+    assert len(pages) <= group.most_held(n)
+    assert len(pages) <= group.most_pages(start + n, n)
+    assert set(group.passed(start)) <= set(group.passed(start + num_more)), "what is passed stays so"
+    if start % window == 0:
+        assert group.first_page(start) == start // page_tokens, "a prefix that ends with a block shares no open page"
+
+
+def test_cache_group_of_blocks_bound_is_reached() -> None:
+    group = CacheGroup("near", 4, 16, is_blocked=True, kept_pages=4)
+    assert (group.most_held(1), group.most_held(2), group.most_pages(1000, 17)) == (8, 9, 12)
+    assert (group.num_held(8, 31), group.num_held(13, 31)) == (8, 13)
+    assert [list(group.passed(start)) for start in (0, 15, 16, 31, 32)] == [[], [], [], [], [4, 5, 6, 7]]
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.sampled_from(["whole", "window", "near", "kept"]), st.data())
+def test_cache_group_fork_copies_what_it_sees_and_does_not_share(page_tokens, num_pages, kind, data) -> None:
+    window, block = page_tokens * num_pages, page_tokens * num_pages * 2
+    blocks = {"is_blocked": kind in ("near", "kept"), "kept_pages": num_pages if kind == "kept" else 0}
+    group = CacheGroup(kind, page_tokens, None if kind == "whole" else window, **blocks)
+    num_tokens = data.draw(st.integers(1, 4 * block))
+    num_shared = data.draw(st.integers(0, (num_tokens - 1) // block)) * block
+    seen = [place for place in range(group.pages_for(num_tokens)) if place not in group.passed(num_tokens - 1)]
+    copied = [place for places in group.copied(num_shared, num_tokens) for place in places]
+    assert copied == [place for place in seen if place * page_tokens >= num_shared]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"window": None, "is_blocked": True},
+        {"window": 10, "is_blocked": True},
+        {"window": 16, "is_blocked": True, "kept_pages": 3},
+        {"window": 16, "kept_pages": 4},
+    ],
+)
+def test_cache_group_of_impossible_blocks_is_an_error(own: dict[str, int]) -> None:
+    with pytest.raises(AssertionError, match="near"):
+        CacheGroup("near", 4, **own)
+
+
+def test_block_tokens_are_whole_blocks() -> None:
+    near = CacheGroup("near", 4, 64, is_blocked=True, kept_pages=16)
+    assert block_tokens((CacheGroup("whole", 16), near)) == 64
+    assert block_tokens((CacheGroup("whole", 128), near)) == 128
+
+
 def test_cache_group_pages_of_full_context_and_state_by_hand() -> None:
     whole, state = CacheGroup("whole", 4), CacheGroup("state", 0, state_pages=3, state_period=128)
     assert [whole.pages_for(tokens) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]

@@ -8,12 +8,14 @@ from holdfast.cache.chunks import ChunkShape, ring_tables
 from holdfast.cache.groups import HOLE, CacheGroup
 
 PAGES = [7, HOLE, 3, 0, 11]
-shapes = st.builds(ChunkShape, st.integers(1, 5), st.just(12))
+shapes = st.builds(ChunkShape, st.integers(1, 5), st.just(12), st.just(1), st.just(0), st.integers(1, 3))
 
 
 def plain(shape: ChunkShape, pages: list[int]) -> list[int]:
     return [
-        HOLE if page == HOLE else nth * shape.num_pages + page for page in pages for nth in range(shape.chunks_per_page)
+        HOLE if page == HOLE else (nth * shape.num_pages + page) * shape.stride
+        for page in pages
+        for nth in range(shape.chunks_per_page)
     ]
 
 
@@ -40,7 +42,8 @@ def test_chunk_shape_one_chunk_page_returns_same_table() -> None:
 @pytest.mark.parametrize("max_step_tokens", [1, 3, 16, 100])
 @pytest.mark.parametrize("num_tokens", [1, 7, 40, 100])
 def test_rings_hold_all_that_a_step_sees(num_tokens: int, max_step_tokens: int) -> None:
-    groups = (CacheGroup("whole", 8), CacheGroup("wide", 4, 20), CacheGroup("narrow", 4, 1))
+    near = (CacheGroup("near", 4, 16, is_blocked=True, kept_pages=kept) for kept in (0, 4))
+    groups = (CacheGroup("whole", 8), CacheGroup("wide", 4, 20), CacheGroup("narrow", 4, 1), *near)
     tables = ring_tables(groups, num_tokens, max_step_tokens)
     owners = [set(table) for table in tables]
     assert sum(map(len, owners)) == len(set().union(*owners)), "groups overlap"
@@ -54,6 +57,8 @@ def test_rings_hold_all_that_a_step_sees(num_tokens: int, max_step_tokens: int) 
             for position in range(start, end):
                 held[table[position // group.page_tokens]] = position // group.page_tokens
             seen = range(0 if group.window is None else max(0, start - group.window + 1), end)
+            if group.is_blocked:
+                seen = (*range(min(group.kept_pages * group.page_tokens, end)), *range(start // 16 * 16, end))
             for place in {position // group.page_tokens for position in seen}:
                 assert held[table[place]] == place, f"{group.name}: the page of place {place} was written over"
 

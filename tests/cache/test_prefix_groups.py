@@ -6,6 +6,7 @@ from holdfast.cache.groups import HOLE, CacheGroup, by_position
 from holdfast.cache.pages import PagePool
 from holdfast.cache.prefix import ENTRIES_PER_PAGE, PrefixCache, PrefixChain, PrefixHit, can_hit
 
+NEAR = CacheGroup("near", 2, window=4, is_blocked=True, kept_pages=2)
 WHOLE, WINDOW = CacheGroup("whole context", 4), CacheGroup("window of 5", 2, window=5)
 STATE = CacheGroup("state", 0, state_pages=1, state_period=8)
 
@@ -32,7 +33,7 @@ class Bench:
                 table += self.pool.allocate_many(group.pages_for(computed) - len(table))
             self.cache.register(chain, tokens, tables, computed)
             for group, table in zip(self.groups, tables, strict=True):
-                for place in range(group.first_page(computed)):
+                for place in group.passed(computed):
                     if table[place] != HOLE:
                         self.pool.release(table[place])
                         table[place] = HOLE
@@ -203,3 +204,54 @@ def test_hit_needs_every_page_that_its_window_sees(page_tokens: int, window: int
         lost = range(gone * page_tokens, (gone + 1) * page_tokens)
         served = [h for h in (0, 4, 8, 12, 16) if not set(lost) & set(range(max(h - window + 1, 0), h))]
         assert bench.match(tokens).num_tokens == max(served)
+
+
+def test_prefix_hit_restores_kept_pages_and_no_other_near_page() -> None:
+    bench = Bench(WHOLE, NEAR)
+    tokens = list(range(18))
+    _, tables = bench.compute(tokens, step=5)
+    for num_tokens in (5, 9, 17, 18):
+        hit = bench.match(tokens[:num_tokens])
+        num_pages = hit.num_tokens // 2
+        assert hit.num_tokens == num_tokens // 4 * 4
+        assert hit.tables[1] == (*tables[1][:2], *[HOLE] * (num_pages - 2))
+    registered = {page for entry in bench.match(tokens).entries for page in entry.slots if page != HOLE}
+    assert registered == {*tables[0][:4], *tables[1][:2]}, "pages of later blocks are not kept for anyone"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_prefix_hit_without_a_kept_page_is_none(place: int) -> None:
+    bench = Bench(WHOLE, NEAR)
+    tokens = list(range(16))
+    _, tables = bench.compute(tokens)
+    bench.release(tables)
+    hit = bench.match(tokens)
+    assert bench.cache.owners_seen(hit) == (0, 0)
+    bench.cache.evict(tables[1][place])
+    bench.check()
+    assert -1 in bench.cache.owners_seen(hit)
+    assert (bench.match(tokens).num_tokens, bench.match(tokens).num_known) == (0, 4), "all its codes are still there"
+    # The next sequence that computes the first block fills the hole, and serves every prefix behind it.
+    _, again = bench.compute(tokens[:6])
+    found = bench.match(tokens)
+    assert found.num_tokens == 16
+    assert found.tables[1][place] == again[1][place]
+    assert found.tables[1][1 - place] == tables[1][1 - place]
+
+
+def test_prefix_cache_kept_pages_are_evicted_after_the_codes_of_their_block() -> None:
+    bench = Bench(WHOLE, NEAR)
+    _, tables = bench.compute(list(range(8)))
+    bench.release(tables)
+    order = list(bench.pool.cached)
+    assert order == [tables[0][1], tables[0][0], tables[1][1], tables[1][0]]
+
+
+def test_prefix_hit_behind_windows_needs_no_near_page() -> None:
+    own = CacheGroup("near", 2, window=4, is_blocked=True)
+    bench = Bench(WINDOW, own)
+    tokens = list(range(16))
+    bench.compute(tokens)
+    hit = bench.match(tokens)
+    assert hit.num_tokens == 16
+    assert hit.tables[1] == (HOLE,) * 8

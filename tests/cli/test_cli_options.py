@@ -78,7 +78,14 @@ def test_quantization_help_names_every_scheme() -> None:
 )
 def test_engine_option_reaches_its_field(setting) -> None:
     values = {"TOKENS": "32", "N": "3", "SHARE": "0.5", "SIZE": "1GiB", "PATH": "somewhere", "NAME": "auto"}
-    values |= {"LAYERS": "0,1,30,31", "METHOD": "ngram:3", "SECONDS": "1.5", "WAY": "exact", "POLICY": "fcfs"}
+    values |= {
+        "LAYERS": "0,1,30,31",
+        "BLOCK": "64",
+        "METHOD": "ngram:3",
+        "SECONDS": "1.5",
+        "WAY": "exact",
+        "POLICY": "fcfs",
+    }
     flag = f"--{setting.name.replace('_', '-')}"
     arguments = [flag] if setting.is_switch else [flag, values[setting.metavar]]
     engine, sampling = parsed(*arguments)

@@ -340,7 +340,9 @@ def runs_are_joined_over_a_page_in_use(patch):
 @mutant(r"has not \d+ pages for \d+ tokens")
 def one_page_too_few_for_a_full_last_page(patch):
     real = PageNeeds.missing
-    patch.setattr(PageNeeds, "missing", lambda self, tables, num_tokens: real(self, tables, max(num_tokens - 1, 1)))
+    patch.setattr(
+        PageNeeds, "missing", lambda self, tables, tokens, kept=0: real(self, tables, max(tokens - 1, 1), kept)
+    )
 
 
 @mutant("was admitted without pages", first_seed=4)
@@ -682,8 +684,8 @@ def a_state_goes_on_after_a_step_that_failed(patch):
 
 @mutant(r"has not \d+ pages for \d+ tokens", first_seed=15)
 def the_last_group_does_not_grow(patch):
-    def missing(self, tables, num_tokens):
-        found = real(self, tables, num_tokens)
+    def missing(self, tables, num_tokens, num_kept=0):
+        found = real(self, tables, num_tokens, num_kept)
         return found if len(found) == 1 else [*found[:-1], 0]
 
     real = PageNeeds.missing

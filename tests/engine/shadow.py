@@ -39,6 +39,16 @@ class ShadowGroup:
         """Rows are added up beside the pages."""
         return self.group.tokens_per_row > 1
 
+    def places_seen(self, start: int, end: int | None = None) -> list[int]:
+        """Places of the pages that attention touches in a step from `start` to `end`, or of one row."""
+        page_tokens, end = self.group.page_tokens, start + 1 if end is None else end
+        first = 0 if self.window is None else max(0, start - self.window + 1)
+        if self.group.is_blocked:
+            assert self.window is not None, f"{self.group} has blocks of no size"
+            first = start - start % self.window
+        own = range(first // page_tokens, -(-end // page_tokens))
+        return sorted({*own, *range(min(self.group.kept_pages, -(-end // page_tokens)))})
+
     @property
     def rows(self) -> int:
         """Contents of a page."""
@@ -53,6 +63,8 @@ class ShadowGroup:
         if own.window is None:
             return every
         span = own.window - 1 + min(budget, num_tokens)
+        if own.is_blocked:  # from the first page of a block on, beside the first block
+            return min(every, -(-span // own.page_tokens) + own.kept_pages)
         for first in range(own.page_tokens):  # wherever on a page the window begins
             most = max(most, (first + span - 1) // own.page_tokens + 1)
         # The promise is a page for each started page_tokens and one more, which no position exceeds.
@@ -121,7 +133,7 @@ class Shadow:
         self._states = [index for index, own in enumerate(groups) if own.group.is_state]
         self.pooled: dict[tuple[int, int], Pooled] = {}
         """By slot and group; a slot keeps the state of its last sequence."""
-        seen = [i for i in rows if groups[i].ratio == 1 and groups[i].window != 1]
+        seen = [i for i in rows if groups[i].ratio == 1 and groups[i].window != 1 and not groups[i].group.is_blocked]
         self._carrier = seen[0] if seen else None
         self._rows = rows
 
@@ -198,12 +210,13 @@ class Shadow:
         """Pages after the shared ones, states and unfinished rows, from one sequence to another; which were written."""
         written = []
         for index, own in enumerate(self.groups):
-            first, last = 0, own.group.state_pages
+            places = {*range(own.group.state_pages)}
             if not own.group.is_state:
-                seen = 0 if own.group.window is None else max(0, num_tokens - own.group.window)
-                first = max(num_shared, seen) // own.group.page_tokens
-                last = -(-num_tokens // own.group.page_tokens)
-            for page, copied in zip(source[index][first:last], target[index][first:last], strict=True):
+                end = -(-num_tokens // own.group.page_tokens)
+                places = {place for place in own.places_seen(num_tokens - 1) if place < end}
+                places -= {*range(num_shared // own.group.page_tokens)}
+            for place in sorted(places):
+                page, copied = source[index][place], target[index][place]
                 held = self.pages[page]
                 self.pages[copied] = None if held is None else list(held)
                 written.append(copied)
@@ -215,14 +228,12 @@ class Shadow:
         """Everything that attention would touch in a step over [start, end), against the truth."""
         for index in self._rows:
             own, table, right = self.groups[index], tables[index], truth.pages[index]
-            first = 0
-            if own.window is not None:
-                first = max(0, start - own.window + 1) // own.group.page_tokens
             num_full, rest = divmod(end // own.ratio, own.rows)
-            found = [self.pages[page] if page != HOLE else None for page in table[first:num_full]]
-            is_right = found == right[first:num_full]
-            if rest and num_full >= first:
+            seen = [place for place in own.places_seen(start, end) if place < num_full]
+            found = [None if table[place] == HOLE else self.pages[table[place]] for place in seen]
+            is_right = found == [right[place] for place in seen]
+            if rest and num_full in own.places_seen(start, end):
                 held = self.pages[table[num_full]] if table[num_full] != HOLE else None
                 is_right = is_right and held is not None and held[:rest] == right[num_full][:rest]
-            self.num_reads += max(num_full - first, 0) * own.rows + rest
+            self.num_reads += len(seen) * own.rows + rest
             assert is_right, f"{name} reads what is not its own in {own.group.name}: [{start}, {end})"

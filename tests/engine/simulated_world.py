@@ -146,6 +146,18 @@ class World:
         return cls._made_late(world, seed) if seed % 2 else world
 
     @classmethod
+    def near(cls, seed: int) -> "World":
+        """Pages of the first and the newest block beside others; half have late results, half bursts of equal prompts."""
+        world, rng = cls.plain(seed), Random(f"near {seed}")
+        shadows = near_groups(rng, world.limits.page_tokens)
+        block = block_tokens([own.group for own in shadows])
+        longest = max(world.limits.max_model_len, rng.randint(3, 5) * block + rng.choice((0, 1, 3)))
+        world = replace(world, limits=replace(world.limits, max_model_len=longest), shadows=shadows)
+        num_pages = int(world.most_pages(longest) * rng.choice((1, 1, 1.2, 1.5, 3)))
+        world = replace(world, num_pages=max(num_pages, 4), comes_together=seed % 4 > 1)
+        return cls._made_late(world, seed) if seed % 2 else world
+
+    @classmethod
     def unequal(cls, seed: int) -> "World":
         """Any of these, with sequences that are more important than others."""
         makers = (cls.from_seed, cls.late, cls.from_seed, cls.compressed)
@@ -247,6 +259,18 @@ def random_groups(rng: Random, page: int, context: int) -> tuple[ShadowGroup, ..
         shadows.append(ShadowGroup(state))
     rng.shuffle(shadows)
     return tuple(shadows)
+
+
+def near_groups(rng: Random, page: int) -> tuple[ShadowGroup, ...]:
+    """Whole contexts, windows or both; and behind them blocks of their own pages, the first of which may be kept."""
+    kinds, shadows = rng.choice(("h", "h", "hw", "w")), list[ShadowGroup]()
+    for kind in kinds:
+        window = rng.choice((1, page + 1, 3 * page)) if kind == "w" else None
+        shadows.append(ShadowGroup(CacheGroup(f"codes ({kind})", page, window)))
+    page_tokens, num_pages = rng.choice((1, 1, 2, 4)), rng.choice((1, 2, 4))
+    kept_pages = num_pages if "h" in kinds else rng.choice((0, num_pages))
+    near = CacheGroup("near", page_tokens, num_pages * page_tokens, is_blocked=True, kept_pages=kept_pages)
+    return (*shadows, ShadowGroup(near))
 
 
 def compressed_groups(rng: Random) -> tuple[ShadowGroup, ...]:

@@ -793,6 +793,7 @@ def main(num_worlds: int, num_events: int, kind: str = "", first_seed: str = "0"
         kinds = {
             "late": World.late,
             "compressed": World.compressed,
+            "near": World.near,
             "unequal": World.unequal,
             "piped": World.piped,
             "invariant": World.invariant,

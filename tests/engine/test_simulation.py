@@ -11,6 +11,7 @@ import pytest
 from engine.entry_mutants import ENTRY_MUTANTS
 from engine.late_mutants import LATE_MUTANTS
 from engine.mutants import MUTANTS
+from engine.near_mutants import NEAR_MUTANTS
 from engine.simulated_world import World, solo_run
 from engine.simulation import Simulation
 from holdfast.cache.groups import CacheGroup
@@ -24,7 +25,8 @@ BUGGED_SEEDS = (0, 2, 12, 4, 3, 6, 10, 14, 15, 18, 47, 5, 8, 9, 1, 24, 28, 38, 8
 """Plain worlds and worlds with groups of all kinds, which show all planted bugs; those that show most come first."""
 BUGGED_LATE_SEEDS = (7, 4, 12, 2, 8, 17, 19, 36, 34, 5, 11, 40)
 BUGGED_ENTRY_SEEDS = (*range(10), 20, 24, 54)
-NUM_EVENTS, NUM_ENTRY_EVENTS = 300, 400
+BUGGED_NEAR_SEEDS = (0, 1, 2, 3, 6, 7, 10, 40)
+NUM_EVENTS, NUM_ENTRY_EVENTS, NUM_NEAR_EVENTS = 300, 400, 200
 """In each of these worlds: enough for every planted bug to show."""
 NEEDED = {"arrive", "finish", "abort", "preempt", "share", "reset", "queue full", "refuse", "step", "failed step"}
 GUESSES = {"proposals", "accepted"}
@@ -51,6 +53,12 @@ def run_compressed_worlds(first: int | None = None) -> None:
     """Like the base, with compressed rows."""
     for seed in beginning_with(BUGGED_ENTRY_SEEDS, first):
         Simulation(seed, World.compressed(seed)).run(NUM_ENTRY_EVENTS)
+
+
+def run_near_worlds(first: int | None = None) -> None:
+    """Like the base, with near pages."""
+    for seed in beginning_with(BUGGED_NEAR_SEEDS, first):
+        Simulation(seed, World.near(seed)).run(NUM_NEAR_EVENTS)
 
 
 def run_all(seeds: Iterable[int], num_events: int, world: Callable[[int], World] = World.from_seed) -> set[str]:
@@ -101,6 +109,20 @@ def test_sample_with_compressed_rows_is_sound() -> None:
 def test_million_events_with_compressed_rows_are_sound(batch: int) -> None:
     seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
     assert run_all(seeds, EVENTS_PER_WORLD, World.compressed) >= NEEDED
+
+
+def test_sample_with_near_pages_is_sound() -> None:
+    assert run_all(BUGGED_NEAR_SEEDS, NUM_NEAR_EVENTS, World.near) >= NEEDED - {"queue full", "refuse"} | {
+        "forks",
+        "proposals",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(10))
+def test_million_events_with_near_pages_are_sound(batch: int) -> None:
+    seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
+    assert run_all(seeds, EVENTS_PER_WORLD, World.near) >= NEEDED
 
 
 def test_sample_of_invariant_worlds_is_sound() -> None:
@@ -182,6 +204,13 @@ def test_simulation_catches_planted_bug_of_compressed_rows(name: str, monkeypatc
     ENTRY_MUTANTS[name].plant(monkeypatch)
     with pytest.raises(AssertionError, match=ENTRY_MUTANTS[name].says):
         run_compressed_worlds(ENTRY_MUTANTS[name].first_seed)
+
+
+@pytest.mark.parametrize("name", NEAR_MUTANTS)
+def test_simulation_catches_planted_bug_of_near_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    NEAR_MUTANTS[name].plant(monkeypatch)
+    with pytest.raises(AssertionError, match=NEAR_MUTANTS[name].says):
+        run_near_worlds(NEAR_MUTANTS[name].first_seed)
 
 
 @pytest.mark.each_value

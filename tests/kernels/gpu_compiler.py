@@ -33,6 +33,7 @@ from holdfast.kernels.attention import (  # noqa: E402
     write_kv,
     write_quantized_kv,
 )
+from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns  # noqa: E402
 from holdfast.kernels.attention.paged_attention import Scoring  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
@@ -314,16 +315,24 @@ def write_of(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def write_quantized_of(
-    dtype: torch.dtype, head_dim: int, with_norm: bool = True, formats: tuple[tuple[int, int], ...] = QUANTIZED_BITS
+    dtype: torch.dtype,
+    head_dim: int,
+    with_norm: bool = True,
+    formats: tuple[tuple[int, int], ...] = QUANTIZED_BITS,
+    with_near: bool = False,
 ) -> None:
-    """The write into quantized pages."""
+    """The write into quantized pages; near rows have a key bias where there is no norm."""
     rotary, slots = rotary_of(3, head_dim, dtype), torch.empty(3, dtype=torch.int64)
     norms = torch.empty(2, head_dim, dtype=dtype)
     head_norm = HeadNorm(norms[0], norms[1], 1e-6) if with_norm else None
     for key_bits, value_bits in formats:
         planes = planes_of(dtype, key_bits, value_bits, head_dim)
-        qkv = torch.empty(3, 18 * head_dim, dtype=dtype)
-        write_quantized_kv.write_quantized_kv(qkv, slots, planes, head_norm, rotary)
+        qkv, near = torch.empty(3, 18 * head_dim, dtype=dtype), None
+        if with_near:
+            near = write_quantized_kv.NearWrite(slots, slots, *torch.empty(2, 32, 2, head_dim, dtype=dtype))
+            turns = make_key_turns(torch.ones(head_dim // 2), 1.0, 128, dtype, "cpu")
+            planes = planes if with_norm else replace(planes, key_bias=KeyBias(torch.empty(2, head_dim), turns))
+        write_quantized_kv.write_quantized_kv(qkv, slots, planes, head_norm, rotary, None, near)
 
 
 def quantized_attention_of(
@@ -841,6 +850,8 @@ CASES: dict[str, Callable[[], None]] = {
     "write quantized D80": lambda: write_quantized_of(BF16, 80, with_norm=False),
     "write quantized D128": lambda: write_quantized_of(BF16, 128),
     "write quantized D128, one format": lambda: write_quantized_of(BF16, 128, formats=((4, 4),)),
+    "write quantized D128, near rows": lambda: write_quantized_of(BF16, 128, with_near=True),
+    "write quantized D80, near rows with a bias": lambda: write_quantized_of(FP16, 80, False, with_near=True),
     "write quantized D256": lambda: write_quantized_of(BF16, 256),
     "write quantized in float32": lambda: write_quantized_of(torch.float32, 128, formats=((4, 4),)),
     "quantized 8/8 D128": lambda: quantized_attention_of(BF16, (8, 8), 16, 128),

@@ -55,6 +55,8 @@ OTHER_CASES = (
     "write quantized D64",
     "write quantized D80",
     "write quantized D128",
+    "write quantized D128, near rows",
+    "write quantized D80, near rows with a bias",
     "write quantized D256",
     "write quantized in float32",
     "quantized 8/8 D128",

@@ -19,7 +19,7 @@ A100 = gpu_target(GPUS["a100-80g"])
 RTX4090 = gpu_target(GPUS["rtx4090"])
 HOST = Target("cpu", "cpu", 16 * GIB, 16 * GIB, 0, "a dummy")
 RANKS = "tensor_parallel_size"
-NUMBERS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+NUMBERS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_near_tokens")
 
 
 @cache

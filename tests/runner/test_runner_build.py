@@ -64,6 +64,8 @@ SETTINGS = {
     "fp8": {"kv_cache_dtype": "fp8", "page_tokens": None},
     "mixed": {"kv_cache_dtype": "turboquant_3bit_nc", "page_tokens": None},
     "mixed with plain": {"kv_cache_dtype": "turboquant_4bit_nc", "kv_protected_dtype": "auto", "page_tokens": 1},
+    "near": {"kv_cache_dtype": "turboquant_3bit_nc", "kv_near_tokens": 64, "page_tokens": None},
+    "near and many": {"kv_cache_dtype": "fp8", "kv_near_tokens": 128, "page_tokens": 32, "max_model_len": 250},
     "many": {"max_num_seqs": 70, "max_num_batched_tokens": 300, "page_tokens": 16, "max_model_len": 200},
 }
 

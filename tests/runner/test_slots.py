@@ -381,6 +381,34 @@ def test_slots_forks_take_no_rows_of_a_step():
     assert again.scheduled[0].source is None, "it forks once"
 
 
+NEAR = (CacheGroup("whole", 4), CacheGroup("near", 2, window=4, is_blocked=True, kept_pages=2))
+
+
+@pytest.mark.parametrize(
+    ("near", "is_sound"),
+    [
+        ((20, 21, HOLE, HOLE, 24), True),
+        ((20, 21, 22, 23, 24), True),
+        ((HOLE, 21, HOLE, HOLE, 24), False),
+        ((20, HOLE, HOLE, HOLE, 24), False),
+        ((20, 21, 22, HOLE, 24), False),
+        ((20, 21, HOLE, HOLE, HOLE), False),
+    ],
+)
+def test_slots_near_pages_are_kept_ones_and_those_of_the_own_block(near, is_sound):
+    """A sequence that begins behind a hit of 8 tokens: its first block is there, and the block that it continues."""
+    slots = Slots(LIMITS, NEAR, NUM_PAGES, VOCAB)
+    step = Step(1, admitted=(admitted(0, 7, 10),), items=(StepItem(0, 8, 2, True, ((1, 2, 3), near)),))
+    if is_sound:
+        assert slots.accept(step).scheduled[0].sequence.tables == [[1, 2, 3], list(near)]
+        # Later pages come one by one, as in every group.
+        more = Step(2, items=(StepItem(0, 10, 1, True, ((), (25,))),))
+        assert slots.accept(more).scheduled[0].sequence.tables[1] == [*near, 25]
+        return
+    with pytest.raises(MessageError, match="has no page where cache group 1 is read"):
+        slots.accept(step)
+
+
 def test_slots_module_imports_no_torch():
     code = "import sys, holdfast.runner.slots; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -703,6 +703,40 @@ def test_page_table_hole_sends_nothing_and_keeps_stale_chunk():
         table.rows([grouped_sequence(1, [4, HOLE], [7], [2])])
 
 
+NEAR_SHAPES = (ChunkShape(1, 50), ChunkShape(1, 50, near_tokens=2, stride=3))
+
+
+def test_page_table_sends_kept_pages_and_those_behind_their_holes():
+    table = PageTable(Limits(2, 64, 480, 4), CPU, Ledger(), NEAR_SHAPES)
+    assert [one.shape[1] for one in table.tables] == [120, 240], "a chunk of the near group has 2 tokens"
+    own = grouped_sequence(0, [4, 5, 6], [7, 8, HOLE, HOLE, 9])
+    (row,) = table.rows([own])
+    table.check([own])
+    near = table.tables[1][row]
+    assert near[[0, 1, 4]].tolist() == [21, 24, 27]
+    own.tables[1] += [11, 12]
+    table.rows([own])
+    table.check([own])
+    assert near[:7].tolist() == [21, 24, near[2], near[3], 27, 33, 36]
+    only_kept = grouped_sequence(1, [4], [3, 2])
+    (other,) = table.rows([only_kept])
+    assert table.tables[1][other, :2].tolist() == [9, 6]
+
+
+@BOTH
+def test_rows_of_near_pages_have_their_own_slots(is_shared):
+    bounds = limits()
+    buffers = BatchBuffers(bounds, CPU, Ledger(), is_shared=is_shared, shapes=NEAR_SHAPES)
+    first = grouped_sequence(0, [4, 5, 6], [7, 8, HOLE, HOLE, 9, 10])
+    last = grouped_sequence(1, [1, 2], [11, 12, 13])
+    step = LiveStep((ScheduledSequence(first, 8, 3, False), ScheduledSequence(last, 4, 1, False)))
+    batch = buffers.fill(step, [0])
+    assert batch.slots_GT.tolist() == [[24, 25, 26, 8], [27 * 2, 27 * 2 + 1, 30 * 2, 39 * 2]]
+    tables = [own.tables for own in batch.sequences]
+    assert [list(own[1]) for own in tables] == [[21, 24, HOLE, HOLE, 27, 30], [33, 36, 39]]
+    assert [list(own[0]) for own in tables] == [[4, 5, 6], [1, 2]]
+
+
 def test_tables_of_groups_interrupted_between_two_are_sent_again(monkeypatch):
     table = PageTable(Limits(2, 64, 480, 4), CPU, Ledger(), SHAPES)
     own = grouped_sequence(0, [4], [7], [2])

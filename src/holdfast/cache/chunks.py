@@ -20,29 +20,45 @@ class ChunkShape(NamedTuple):
     """Pages of the pool; 0 if a page is one chunk, with the page's number."""
     tokens_per_row: int = 1
     """Tokens that a row of a chunk stands for."""
+    near_tokens: int = 0
+    """Tokens of a chunk of near pages (cache/near.py); 0: those of every other chunk."""
+    stride: int = 1
+    """Chunks of near pages that fit where a page has one: the page p has number p * stride."""
+
+    @property
+    def is_page(self) -> bool:
+        """True if a page is one chunk, with the page's number."""
+        return self.chunks_per_page == self.stride == 1
 
     def numbers(self, pages: Sequence[int]) -> np.ndarray:
         """Return the numbers of all chunks on these pages, in order; HOLE for those of a hole."""
         pages_P = np.asarray(pages, dtype=np.int64)
-        if self.chunks_per_page == 1:
+        if self.is_page:
             return pages_P
-        number_PC = pages_P[:, None] + np.arange(self.chunks_per_page) * self.num_pages
+        number_PC = (pages_P[:, None] + np.arange(self.chunks_per_page) * self.num_pages) * self.stride
         number_PC[pages_P == HOLE] = HOLE
         return number_PC.reshape(-1)
 
     def number(self, pages: Sequence[int], chunk: int) -> int:
         """Return the number of one chunk, on a page that is not a hole."""
         place, nth = divmod(chunk, self.chunks_per_page)
-        return nth * self.num_pages + pages[place]
+        return (nth * self.num_pages + pages[place]) * self.stride
 
     def table(self, pages: list[int]) -> Sequence[int]:
         """Return all chunk numbers by position: the list itself if a page is one chunk, else a lazy table."""
-        return pages if self.chunks_per_page == 1 else ChunkTable(self, pages)
+        return pages if self.is_page else ChunkTable(self, pages)
 
 
 def chunk_shapes(spec: CacheSpec, num_pages: int) -> tuple[ChunkShape, ...]:
     """Return the chunk shape of each group for a pool of `num_pages`."""
-    return tuple(ChunkShape(group.chunks_per_page, num_pages, group.tokens_per_row) for group in spec.groups)
+    shapes = (ChunkShape(group.chunks_per_page, num_pages, group.tokens_per_row) for group in spec.groups)
+    near = spec.near
+    return tuple(
+        shape
+        if group.near is None or near is None
+        else shape._replace(near_tokens=near.page_tokens, stride=near.stride)
+        for shape, group in zip(shapes, spec.groups, strict=True)
+    )
 
 
 class ChunkTable(Sequence[int]):
@@ -71,7 +87,7 @@ class ChunkTable(Sequence[int]):
             return numbers[start - first * size : max(start, stop) - first * size].tolist()
         place, nth = divmod(range(len(self))[index], size)
         page = self._pages[place]
-        return HOLE if page == HOLE else nth * self._shape.num_pages + page
+        return HOLE if page == HOLE else (nth * self._shape.num_pages + page) * self._shape.stride
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._shape.numbers(self._pages).tolist())
@@ -85,7 +101,8 @@ def ring_tables(groups: Sequence[CacheGroup], num_tokens: int, max_step_tokens: 
     """
     tables, first = [], 0
     for group in groups:
-        num_pages = group.most_pages(num_tokens, max_step_tokens)
-        tables.append([first + place % num_pages for place in range(group.pages_for(num_tokens))])
+        num_pages, kept = group.most_pages(num_tokens, max_step_tokens), group.kept_pages
+        places = range(group.pages_for(num_tokens))
+        tables.append([first + (p if p < kept else kept + (p - kept) % (num_pages - kept)) for p in places])
         first += num_pages
     return tables

@@ -2,10 +2,11 @@
 
 One pool of pages of equal bytes serves all groups. Each group has its own number of tokens per page.
 
-    whole     [ page 0 | page 1 | ... | page k-1 ]                 page i holds tokens [i * page_tokens, (i + 1) *
-    page_tokens) window    [ HOLE   | HOLE   | ... | page k-2 | page k-1 ]      pages that no later token sees are given
-    back entries   [ page 0 | page 1 | ... | page k-1 ]                 a row of a page stands for `tokens_per_row`
-    tokens state     [ page 0 .. state_pages - 1 ]                        one state per sequence, whatever its length
+    whole     [ page 0 | page 1 | ... | page k-1 ]     page i holds tokens [i * page_tokens, (i + 1) * page_tokens)
+    window    [ HOLE   | HOLE   | ... | page k-1 ]     pages that no later token sees are given back
+    entries   [ page 0 | page 1 | ... | page k-1 ]     a row of a page stands for `tokens_per_row` tokens
+    near      [ page 0 | HOLE   | ... | page k-1 ]     the first block of tokens and the newest one stay
+    state     [ page 0 .. state_pages - 1 ]            one state per sequence, whatever its length
 
 A token at position p sees, in a group with a window of W tokens, positions [p - W + 1, p]. So a step over positions
 [start, end) reads and writes [start - W + 1, end): W - 1 + n tokens, which lie on at most ceil((W - 1 + n) / page_tokens) + 1
@@ -38,6 +39,10 @@ class CacheGroup:
     sequence. That state restarts with every row ..."""
     tokens_again: int = 0
     """... except for so many tokens before it, if rows overlap: a sequence recomputes them after a prefix hit."""
+    is_blocked: bool = False
+    """A token sees its own block of `window` tokens up to itself, not the newest `window` tokens."""
+    kept_pages: int = 0
+    """First pages that a sequence keeps as long as it lives, and that a prefix hit restores."""
 
     def __post_init__(self) -> None:
         is_rows = self.page_tokens >= 1 and self.state_pages == 0
@@ -48,6 +53,15 @@ class CacheGroup:
         is_whole = self.tokens_per_row == 1 or (is_rows and self.page_tokens % self.tokens_per_row == 0)
         assert is_whole, f"{self.name} has {self.page_tokens} tokens a page, and rows of {self.tokens_per_row}"
         assert self.tokens_again in (0, self.tokens_per_row), f"{self.name} has {self.tokens_again=}"
+        if not self.is_blocked:
+            assert self.kept_pages == 0, f"{self.name} has {self.kept_pages=} and no blocks"
+            return
+        assert self.window is not None, f"{self.name} has blocks of no size"
+        assert self.window % self.page_tokens == 0, (
+            f"{self.name}: {self.window=} is not whole pages of {self.page_tokens}"
+        )
+        assert self.tokens_per_row == 1, f"{self.name} has blocks, and rows of {self.tokens_per_row} tokens"
+        assert self.kept_pages in (0, self.window // self.page_tokens), f"{self.name} has {self.kept_pages=}"
 
     @property
     def is_state(self) -> bool:
@@ -74,10 +88,29 @@ class CacheGroup:
         return -(-num_tokens // self.page_tokens)
 
     def first_page(self, start: int) -> int:
-        """Return the first place whose page a step from `start` on uses; the window has passed those before it."""
+        """Return the first place whose page a step from `start` on uses, beside the kept ones; those before are passed."""
         if self.window is None:
             return 0
+        if self.is_blocked:
+            return start // self.window * (self.window // self.page_tokens)
         return max(0, start - self.window + 1) // self.page_tokens
+
+    def passed(self, start: int) -> range:
+        """Return the places whose pages no step from `start` on uses: holes, once they are released."""
+        return range(self.kept_pages, max(self.first_page(start), self.kept_pages))
+
+    def copied(self, num_shared: int, num_tokens: int) -> tuple[range, ...]:
+        """Return the places that a fork fills with copies: what its last token, of `num_tokens`, sees and it does not share."""
+        end = self.pages_for(num_tokens)
+        if self.is_state:
+            return (range(end),)
+        first, passed = num_shared // self.page_tokens, self.passed(num_tokens - 1)
+        return range(first, min(passed.start, end)), range(max(first, passed.stop), end)
+
+    def num_held(self, num_places: int, start: int) -> int:
+        """Count the pages among the first `num_places` that a step from `start` on uses."""
+        passed = self.passed(start)
+        return num_places - max(min(passed.stop, num_places) - passed.start, 0)
 
     def most_pages(self, num_tokens: int, max_step_tokens: int) -> int:
         """Return the most pages held at once while `num_tokens` are computed in steps of at most `max_step_tokens`."""
@@ -85,9 +118,10 @@ class CacheGroup:
         return every if self.window is None else min(every, self.most_held(min(max_step_tokens, num_tokens)))
 
     def most_held(self, step_tokens: int) -> int:
-        """Return the most pages of a window that a step of `step_tokens` reads and writes."""
+        """Return the most pages of a window that a step of `step_tokens` reads and writes, and of those it keeps."""
         assert self.window is not None, f"{self.name} keeps every token, and no step bounds that"
-        return -(-(self.window - 1 + step_tokens) // self.page_tokens) + 1
+        # A block begins with a page, a window anywhere.
+        return -(-(self.window - 1 + step_tokens) // self.page_tokens) + (self.kept_pages if self.is_blocked else 1)
 
 
 def longest_sequence(groups: Sequence[CacheGroup], num_pages: int, most: int, max_step_tokens: int) -> int:
@@ -125,13 +159,20 @@ def tokens_again(groups: Sequence[CacheGroup]) -> int:
 def block_tokens(groups: Sequence[CacheGroup]) -> int:
     """Return the tokens of a prefix-cache block: whole pages of every group, but only whole rows if these are long.
 
-    Each page holds whole blocks, or each block holds whole pages.
+    Each page holds whole blocks, or each block holds whole pages. It also is whole blocks of blocked groups, so a prefix
+    ends where a new one begins.
     """
     kept = [group for group in groups if not group.is_state]
-    block = lcm(*(group.tokens_per_row if group.can_be_open else group.page_tokens for group in kept))
+    block = lcm(*map(_least_block, kept))
     while uneven := [own.page_tokens for own in kept if own.page_tokens % block and block % own.page_tokens]:
         block = lcm(block, *uneven)
     return block
+
+
+def _least_block(group: CacheGroup) -> int:
+    if group.is_blocked and group.window is not None:
+        return group.window
+    return group.tokens_per_row if group.can_be_open else group.page_tokens
 
 
 def by_position(groups: Sequence[CacheGroup], tables: Sequence[Sequence[int]]) -> list[int]:

@@ -12,7 +12,8 @@ The cache is a forest whose nodes are full blocks. An entry has a slot for each 
 
 A slot is a HOLE if the window had passed its page when the block was completed, or if the page was evicted since. A
 prefix of h tokens is a hit if every group can serve it. A whole context needs all pages, and a window those of the last
-W - 1 tokens. No state is kept, so h must be where a state restarts.
+W - 1 tokens. A blocked group needs the pages that it keeps, which all lie in the first block; none of its others is ever
+registered, because h begins a new block. No state is kept, so h must be where a state restarts.
 
 A long page (rows of several tokens, cache/groups.py) is in the slot of every block that ends on it: it holds the rows of
 that block and of those before it on the page. A prefix that ends inside such a page has *open rows*. Its pages are
@@ -150,9 +151,16 @@ class BlockPart:
         return self.first + self.count
 
     def pages(self, table: Sequence[int], index: int) -> Sequence[int]:
-        """Return a sequence's pages of block `index`."""
+        """Return a sequence's pages of block `index`; of a blocked group only those that it keeps."""
         first = index * self.count // self.span
+        if self.group.is_blocked:
+            kept = table[first : min(first + self.count, self.group.kept_pages)]
+            return (*kept, *[HOLE] * (self.count - len(kept)))
         return table[first : first + self.count]
+
+    def keeps(self, first: PrefixEntry) -> bool:
+        """Return True if the first block of a prefix has every page that the group keeps."""
+        return HOLE not in first.slots[self.first : self.first + self.group.kept_pages]
 
     def run(self, slots: Sequence[int], run_before: int) -> int:
         """Count consecutive tokens with pages up to the block's end; `run_before` is the count at its start."""
@@ -185,7 +193,8 @@ class PrefixCache:
         for group in groups:
             parts.append(BlockPart.of(group, parts[-1].end if parts else 0, self.block_tokens))
         self._parts = tuple(parts)
-        self._windows = tuple(part for part in parts if part.group.window is not None)
+        self._windows = tuple(part for part in parts if part.group.window is not None and not part.group.is_blocked)
+        self._kept = tuple(part for part in parts if part.group.kept_pages)
         self.is_whole = tuple(part.group.window is None for part in parts for _ in range(part.count))
         """True for each slot whose group keeps the whole context."""
         self.spans = tuple(part.span for part in parts for _ in range(part.count))
@@ -225,7 +234,7 @@ class PrefixCache:
                 break
             found.append(entry)
             runs = [part.run(entry.slots, run) for part, run in zip(self._windows, runs, strict=True)]
-            if self._serves(runs, len(found) * self.block_tokens):
+            if self._serves(found[0], runs, len(found) * self.block_tokens):
                 num_served = len(found)
         entries = tuple(found[:num_served])
         num_tokens = num_served * self.block_tokens
@@ -248,13 +257,15 @@ class PrefixCache:
         return index < len(chain.keys) and chain.keys[index].digest in self._entries
 
     def owners_seen(self, hit: PrefixHit) -> tuple[int, ...]:
-        """Count owners of each page of a hit that windows see: 0, 1, or 2 for several; -1 if it was evicted since."""
+        """Count owners of each page of a hit that windows see or blocked groups keep: 0, 1, or 2 for several; -1 if it was
+        evicted since."""
         if hit.entries and not hit.entries[-1].is_registered:
             return (-1,)
         num_owners: list[int] = []
-        for part in self._windows:
+        for part in (*self._windows, *self._kept):
             num_places = len(hit.entries) * part.count
-            for place in range(part.group.first_page(hit.num_tokens), num_places):
+            passed = part.group.passed(hit.num_tokens)
+            for place in (*range(min(passed.start, num_places)), *range(passed.stop, num_places)):
                 block, slot = divmod(place, part.count)
                 page = hit.entries[block].slots[part.first + slot]
                 num_owners.append(-1 if page == HOLE else min(self._pool.num_owners(page), 2))
@@ -377,20 +388,24 @@ class PrefixCache:
         self.pending.clear()
         self._epoch += 1
 
-    def _serves(self, runs: Sequence[int], num_tokens: int) -> bool:
-        """Return True if windows have what they see, and states restart; every entry has its whole-context pages."""
+    def _serves(self, first: PrefixEntry, runs: Sequence[int], num_tokens: int) -> bool:
+        """Return True if windows have what they see, the kept pages of the first block are there, and states restart.
+
+        Every entry has its whole-context pages.
+        """
         is_seen = all(part.serves(run, num_tokens) for part, run in zip(self._windows, runs, strict=True))
+        is_seen = is_seen and all(part.keeps(first) for part in self._kept)
         return is_seen and all(num_tokens % period == 0 for period in self._periods)
 
     def tables_of(self, entries: Sequence[PrefixEntry]) -> tuple[tuple[int, ...], ...]:
         num_tokens = len(entries) * self.block_tokens
         tables: list[tuple[int, ...]] = []
         for part in self._parts:
-            num_hidden = part.group.first_page(num_tokens)
+            passed = part.group.passed(num_tokens)
             pages = [
                 page for entry in entries[part.span - 1 :: part.span] for page in entry.slots[part.first : part.end]
             ]
-            tables.append((*[HOLE] * num_hidden, *pages[num_hidden:]))
+            tables.append((*pages[: passed.start], *[HOLE] * len(passed), *pages[passed.stop :]))
         return tuple(tables)
 
     def open_rows_of(self, entries: Sequence[PrefixEntry]) -> tuple[OpenRows, ...]:
@@ -560,6 +575,10 @@ class PrefixCache:
         holes = [slot for slot, page in enumerate(slots) if page == HOLE] if len(pages) < len(slots) else ()
         is_short = any(self.is_whole[slot] for slot in holes)
         assert not is_short, f"the entry of pages {slots} has a hole where the whole context is kept"
+        for part in self._parts:
+            num_kept = 0 if entry.index else part.group.kept_pages
+            extra = slots[part.first + num_kept : part.end] if part.group.is_blocked else ()
+            assert all(page == HOLE for page in extra), f"the entry of {slots} has {extra} of {part.group.name}, unused"
         if entry.parent is not None:
             is_linked = entry.parent.is_registered and entry.parent.children.get(digest) is entry
             is_linked = is_linked and entry.index == entry.parent.index + 1

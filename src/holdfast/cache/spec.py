@@ -22,6 +22,7 @@ from math import gcd, lcm
 from typing import NamedTuple
 
 from holdfast.cache.groups import CacheGroup
+from holdfast.cache.near import NEAR, NearLayout, NearRows, can_host, most_near_tokens, place_near, row_bytes
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec
 from holdfast.quant.formats import KVFormat, Plane, index_dtype_beside, index_planes
@@ -93,9 +94,13 @@ class LayerGroup:
     """Tokens that each of their rows stands for."""
     is_overlapped: bool = False
     """True if a row also covers as many tokens before its own."""
+    near: NearRows | None = None
+    """What near pages of these layers hold; None: their group keeps the rows of `LayerCache`."""
 
     @property
     def name(self) -> str:
+        if self.near is not None:
+            return NEAR
         if self.tokens_per_row > 1:
             return f"entries of {self.tokens_per_row}"
         return "whole context" if self.window is None else f"window of {self.window}"
@@ -128,11 +133,24 @@ class CacheSpec:
     """True if sequences also have a place outside the pages, for unfinished rows (cache/storage.py)."""
     columns: dict[tuple[Plane, ...], int] = field(init=False, compare=False, repr=False)
     """Columns of each kind: as many as the group with most of them takes."""
+    near: NearLayout | None = field(init=False, compare=False, repr=False)
+    """Where near planes lie over these columns; None: there are none."""
 
     def __post_init__(self) -> None:
         if not self.groups:
             object.__setattr__(self, "groups", (LayerGroup(None, tuple(range(len(self.layers)))),))
         object.__setattr__(self, "columns", self._count_columns())
+        group = self.near_group
+        object.__setattr__(self, "near", None if group is None else self._place_near(group))
+
+    @property
+    def row_groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of rows of `LayerCache`: all but that of near pages, which is the last."""
+        return self.groups if self.near_group is None else self.groups[:-1]
+
+    @property
+    def near_group(self) -> LayerGroup | None:
+        return self.groups[-1] if self.groups[-1].near is not None else None
 
     @property
     def bytes_per_token(self) -> int:
@@ -142,10 +160,33 @@ class CacheSpec:
     def _count_columns(self) -> dict[tuple[Plane, ...], int]:
         most: dict[tuple[Plane, ...], int] = {}
         kinds = self._kinds()
-        for group in self.groups:
+        for group in self.row_groups:
             for kind, count in Counter(kind for layer in group.layers for kind in kinds[layer]).items():
                 most[kind] = max(most.get(kind, 0), count * group.chunks_per_page)
         return most
+
+    def _place_near(self, group: LayerGroup) -> NearLayout:
+        """Place near planes over the columns. Only a stage with an uneven share of the layers may need another column."""
+        assert group.near is not None, f"{group} has no near pages"
+        kinds, page_tokens, row = self._kinds(), group.near.page_tokens, self._near_row_bytes(group)
+        if not group.layers:
+            return NearLayout(page_tokens, 1, {})
+        while True:
+            found = place_near(self.columns, self.page_tokens, page_tokens, row, group.layers)
+            if found is not None:
+                return found
+            sizes = {kinds[layer][0]: _token_bytes(kinds[layer][0]) for layer in group.layers}
+            hosts = [kind for kind in sizes if can_host(kind, self.page_tokens, page_tokens * row)]
+            assert hosts, f"{page_tokens} near tokens of {row} bytes fit no chunk of {sizes}"
+            self.columns[min(hosts, key=lambda kind: sizes[kind])] += 1
+
+    def _near_row_bytes(self, group: LayerGroup) -> int:
+        """Return the bytes of a token in one near plane; 0 if none of the group's layers is here."""
+        assert group.near is not None, f"{group} has no near pages"
+        if not group.layers:
+            return 0
+        first = self.layers[group.layers[0]]
+        return row_bytes(first.num_kv_heads, first.head_dim, group.near.dtype)
 
     def _kinds(self) -> list[tuple[tuple[Plane, ...], ...]]:
         """List the kinds of every layer. Listing planes is slow, so layers of one shape share a result."""
@@ -162,6 +203,8 @@ class CacheSpec:
     def padding_bytes(self, group: int) -> int:
         """Bytes of a group's page that no layer uses."""
         own, kinds = self.groups[group], self._kinds()
+        if own.near is not None:
+            return self.bytes_per_page - 2 * len(own.layers) * own.near.page_tokens * self._near_row_bytes(own)
         counts = Counter(kind for layer in own.layers for kind in kinds[layer])
         used = own.chunks_per_page * sum(count * _token_bytes(kind) for kind, count in counts.items())
         return self.bytes_per_page - self.page_tokens * used
@@ -181,7 +224,7 @@ class CacheSpec:
         kinds, found = self._kinds(), []
         for kind, num_columns in self.columns.items():
             columns: dict[int, tuple[int, int]] = {}
-            for group in self.groups:
+            for group in self.row_groups:
                 members = [layer for layer in group.layers if kind in kinds[layer]]
                 size = group.chunks_per_page
                 columns |= {layer: (place * size, size) for place, layer in enumerate(members)}
@@ -204,8 +247,23 @@ class CacheSpec:
                 tokens_per_row=group.tokens_per_row,
                 tokens_again=group.tokens_per_row if group.is_overlapped else 0,
             )
+            if group.near is None
+            else _near_cache_group(group.near)
             for group in self.groups
         )
+
+    def with_near(self, layers: Sequence[int], block_tokens: int, keeps_first: bool, dtype: str) -> "CacheSpec | None":
+        """Return the spec with near pages of these layers; None if a page is too small for one near token.
+
+        A near page has as many tokens as fit in the bytes of a page.
+        """
+        group = LayerGroup(block_tokens, tuple(layers), near=NearRows(block_tokens, 1, keeps_first, dtype))
+        row = self._near_row_bytes(group)
+        tokens = most_near_tokens(self.columns, self.page_tokens, row, len(layers), block_tokens)
+        if not tokens:
+            return None
+        own = NearRows(block_tokens, tokens, keeps_first, dtype)
+        return replace(self, groups=(*self.groups, replace(group, near=own)))
 
     def for_stage(self, layers: range) -> "CacheSpec":
         """Return the spec of a pipeline stage: its own layers, numbered from 0, in their own columns.
@@ -224,6 +282,11 @@ class CacheSpec:
             ),
             self.has_states,
         )
+
+
+def _near_cache_group(near: NearRows) -> CacheGroup:
+    kept = near.block_tokens // near.page_tokens if near.keeps_first else 0
+    return CacheGroup(NEAR, near.page_tokens, near.block_tokens, is_blocked=True, kept_pages=kept)
 
 
 def _token_bytes(kind: tuple[Plane, ...]) -> int:

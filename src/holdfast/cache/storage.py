@@ -2,6 +2,7 @@
 
 With one group of layers, each plane of each layer is a tensor. With several, each plane of each kind is one tensor over
 all columns of a page. A layer has the slots of its own columns, which layers of different groups share page by page.
+Near planes are views of the codes' columns in another type (cache/near.py).
 
 P places of states, K entries in progress, D channels (cache/compressed.py)
 """
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.cache.compressed import ENTRIES, STATE_OWNER, StateKind
+from holdfast.cache.near import NEAR_PLANES, NearLayout
 from holdfast.cache.spec import CacheSpec
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
@@ -37,6 +39,21 @@ class PageStorage:
             for layer, columns in plane.columns.items():
                 first, num_columns = columns
                 self._planes[layer][plane.plane.name] = whole_SX.narrow(0, first * num_slots, num_columns * num_slots)
+        if spec.near is not None:
+            self._add_near(spec.near)
+
+    def _add_near(self, near: NearLayout) -> None:
+        """Add the near planes: [slots, K, D] from their first chunk on, to the end of the column of their host."""
+        group = self.spec.near_group
+        assert group is not None and group.near is not None, f"{self.spec} has no near group"  # noqa: PT018
+        stored = ((kind, plane) for kind in self.spec.columns for plane in kind)
+        columns = dict(zip(stored, self._columns, strict=True))
+        dtype: torch.dtype = getattr(torch, group.near.dtype)
+        for layer, places in near.places.items():
+            heads = self.spec.layers[layer].num_kv_heads, self.spec.layers[layer].head_dim
+            for name, place in zip(NEAR_PLANES, places, strict=True):
+                own_SKD = columns[place.kind, place.plane][place.column].reshape(-1).view(dtype).view(-1, *heads)
+                self._planes[layer][name] = own_SKD[place.nth * near.page_tokens :]
 
     def plane(self, index: int, name: str) -> torch.Tensor:
         """Return a plane of `CacheSpec.layers[index]`: [num_slots, *token_shape], for all its possible chunks."""

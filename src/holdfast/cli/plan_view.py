@@ -334,8 +334,9 @@ def view_of(
     memory, resolved, listed = planned.memory, planned.resolved, list_alternatives(settled)
     smallest = next((item for item in listed if item.is_smallest), None)
     can_start = not planned.not_in_this_version and (fits or smallest is not None)
-    # A stage of a model with entries may have none, and windows alone.
-    has_windows = bool(planned.groups) and not request.declared.is_compressed
+    # A stage of a model with entries may have none, and windows alone. Near pages come beside those of every token.
+    has_windows = any(group.window is not None and not group.is_blocked for group in planned.cache_groups)
+    has_windows = has_windows and not request.declared.is_compressed
     speed = estimate_speed(planned) if fits else None
     started = None
     if can_start:

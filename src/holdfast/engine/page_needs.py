@@ -10,6 +10,14 @@ from holdfast.errors import RequestError
 from holdfast.request.sequence import Sequence
 
 
+def skipped(group: CacheGroup, num_places: int, num_kept: int) -> range:
+    """Return the places after the first `num_places` that a sequence with `num_kept` tokens on pages never fills.
+
+    Only a fork that shares no kept page skips places: it gets kept pages of its own, and begins in a later block.
+    """
+    return group.passed(num_kept) if num_places < group.kept_pages else range(0)
+
+
 @dataclass(frozen=True, slots=True)
 class PageNeeds:
     """The arithmetic of one engine: its limits, its number of pages and its cache groups."""
@@ -18,9 +26,13 @@ class PageNeeds:
     num_pages: int
     groups: tuple[CacheGroup, ...]
 
-    def missing(self, tables: SequenceABC[SequenceABC[int]], num_tokens: int) -> list[int]:
-        """Count the pages that each group lacks for the first `num_tokens` of a sequence."""
-        return [group.pages_for(num_tokens) - len(table) for group, table in zip(self.groups, tables, strict=True)]
+    def missing(self, tables: SequenceABC[SequenceABC[int]], num_tokens: int, num_kept: int = 0) -> list[int]:
+        """Count the pages that each group lacks for the first `num_tokens` of a sequence with `num_kept` on pages."""
+        pairs = zip(self.groups, tables, strict=True)
+        return [
+            group.pages_for(num_tokens) - len(table) - len(skipped(group, len(table), num_kept))
+            for group, table in pairs
+        ]
 
     def capacity(self, tables: SequenceABC[SequenceABC[int]]) -> int:
         """Return the number of tokens that the tables of all groups can hold."""
@@ -48,10 +60,10 @@ class PageNeeds:
             end = min(num_tokens + group.page_tokens, longest)
             claim = group.pages_for(end) - len(table)
             if group.window is not None and claim > 0:
-                first, last = group.first_page(num_kept), group.first_page(end - 1)
-                num_stuck = sum(map(is_shared, table[first:last]))
+                passed, later = group.passed(num_kept), group.passed(end - 1)
+                num_stuck = sum(map(is_shared, table[passed.stop : later.stop]))
                 most = group.most_pages(end, min(budget, max(num_tokens - num_kept, 1)))
-                claim = min(claim, most - (len(table) - first) + num_stuck)
+                claim = min(claim, most - group.num_held(len(table), num_kept) + num_stuck)
             total += max(claim, 0)
         return total
 

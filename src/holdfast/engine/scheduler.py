@@ -42,7 +42,8 @@ a preempted sequence recomputes its output row by row. And only pages of prompts
 on needs, in a group with a window, only pages from `first_page(start)` on: when a step is booked, pages before the
 first unbooked position are released and become holes; steps in flight start there or later. So such a group holds at
 most W - 1 tokens and one page, and with n tokens in flight W - 1 + n and one page, where n <= max_num_batched_tokens: a
-sequence with windows is not scheduled further ahead. Whole contexts only grow; a state is held from the first token on.
+sequence with windows is not scheduled further ahead. Near pages (cache/groups.py) are windows that begin with a block,
+and their first block stays too. Whole contexts only grow; a state is held from the first token on.
 
 **States beside pages.** A row that stands for several tokens accumulates in a state at the sequence's slot. It restarts
 with every row, and blocks of the prefix cache end with a row in every group, so a hit needs none. Rows that overlap are
@@ -98,7 +99,7 @@ from holdfast.cache.groups import HOLE, CacheGroup, by_position, tokens_again
 from holdfast.cache.pages import PagePool
 from holdfast.cache.prefix import OpenRows, PrefixCache, PrefixHit, can_hit, strong_hash
 from holdfast.config import Limits
-from holdfast.engine.page_needs import PageNeeds
+from holdfast.engine.page_needs import PageNeeds, skipped
 from holdfast.engine.queues import PromptRows, Queues, SlotPool, named
 from holdfast.engine.sharing import NO_START, Leaders, Start, fork_start, hit_start, row_copies
 from holdfast.engine.tracks import Blocked, Guesses, Propose, Quarantined, Track, admitted, check_table, new_pages
@@ -219,8 +220,7 @@ class Scheduler:
         """Pages of a sequence in each group, shared ones included, without reading its tables."""
         num_kept = sequence.num_kept
         return tuple(
-            len(table) - min(group.first_page(num_kept), len(table))
-            for group, table in zip(self.groups, sequence.tables, strict=True)
+            group.num_held(len(table), num_kept) for group, table in zip(self.groups, sequence.tables, strict=True)
         )
 
     def check_fits(self, sequence: Sequence) -> None:
@@ -467,7 +467,7 @@ class Scheduler:
 
         False if it was preempted itself, or if a preemption must wait for steps in flight.
         """
-        missing = self._needs.missing(sequence.tables, num_tokens)
+        missing = self._needs.missing(sequence.tables, num_tokens, sequence.num_kept)
         while sum(missing) > self.pool.num_available:
             if self.in_flight or self.preempt_last() is sequence:
                 return False
@@ -484,7 +484,10 @@ class Scheduler:
         for index, (group, table, num_missing) in enumerate(zip(self.groups, sequence.tables, missing, strict=True)):
             after = table[-1] if table and table[-1] != HOLE else None
             num_expected = min(group.pages_for(num_known) - len(table), group.most_pages(num_known, budget))
-            table += self.pool.allocate_many(num_missing, after, num_expected, index)
+            pages = self.pool.allocate_many(num_missing, after, num_expected, index)
+            places = skipped(group, len(table), sequence.num_kept)
+            first = places.start - len(table)
+            table += [*pages[:first], *[HOLE] * len(places), *pages[first:]] if places else pages
         track.capacity = self._needs.capacity(sequence.tables)
         track.end = max(track.end, num_tokens)
         track.is_grown = True
@@ -507,7 +510,7 @@ class Scheduler:
         if end > track.capacity:
             if guesses.num_claimed is None:
                 guesses.num_claimed = sum(map(self._claim, self._queues.running))
-            missing = self._needs.missing(sequence.tables, end)
+            missing = self._needs.missing(sequence.tables, end, sequence.num_kept)
             if sum(missing) + guesses.num_claimed <= self.pool.num_available:
                 self.extend(sequence, end, missing)
             else:
@@ -519,8 +522,9 @@ class Scheduler:
         """Release the pages before the window in each group that has one, the last first."""
         for index in self._windows:
             table = sequence.tables[index]
-            place = self.groups[index].first_page(sequence.num_kept) - 1
-            while place >= 0 and table[place] != HOLE:
+            passed = self.groups[index].passed(sequence.num_kept)
+            place = passed.stop - 1
+            while place >= passed.start and table[place] != HOLE:
                 self.pool.release(table[place])
                 table[place] = HOLE
                 place -= 1
@@ -615,7 +619,8 @@ class Scheduler:
         num_revived = sum(num_owners(page) == 0 for table in start.tables for page in table if page != HOLE)
         num_revived += sum(num_owners(rows.page) == 0 for rows in start.hit.open_rows)
         # A page of one owner will have two: it is no longer released after that one's window.
-        joined = (page for index in self._windows for page in start.tables[index] if page != HOLE)
+        windows = ((self.groups[index].kept_pages, start.tables[index]) for index in self._windows)
+        joined = (page for num_kept, table in windows for page in table[num_kept:] if page != HOLE)
         return claim + num_revived + sum(num_owners(page) == 1 for page in joined)
 
     def admit(self, sequence: Sequence, start: Start, max_new_tokens: int) -> ScheduledSequence:

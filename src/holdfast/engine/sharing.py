@@ -64,9 +64,10 @@ def fork_start(hit: PrefixHit, twin: Completion, groups: Sequence[CacheGroup]) -
     num_computed = twin.num_prompt_tokens - 1
     tables = []
     for group, table in zip(groups, hit.tables, strict=True):
-        # A block may be longer than a window: then holes follow the hit too.
-        num_hidden = group.first_page(num_computed)
-        tables.append((*[HOLE] * num_hidden, *table[num_hidden:]))
+        # A block may be longer than a window: then holes follow the hit too. Kept pages are shared, or come first.
+        passed = group.passed(num_computed)
+        has_kept = len(table) >= passed.start
+        tables.append((*table[: passed.start], *[HOLE] * (len(passed) * has_kept), *table[passed.stop :]))
     return Start(hit, tuple(tables), num_computed, hit.num_tokens, twin)
 
 

@@ -101,10 +101,13 @@ def check_table(sequence: Sequence, group: CacheGroup, table: list[int], end: in
     """Assert a whole state, a page in each place up to `end`, holes only before the window, and the bound."""
     num_kept, num_places = sequence.num_kept, group.pages_for(end)
     assert len(table) == num_places, f"{named(sequence)} has not {num_places} places in {group.name}: {table}"
-    first = group.first_page(num_kept)
+    passed = group.passed(num_kept)
     is_held = [page != HOLE for page in table]
-    assert not any(is_held[:first]), f"{named(sequence)} holds what is before its {group.name}: {table}"
-    assert all(is_held[first:]), f"{named(sequence)} has not what its {group.name} sees from {first=} on: {table}"
+    assert not any(is_held[passed.start : passed.stop]), (
+        f"{named(sequence)} holds what is before its {group.name}: {table}"
+    )
+    is_seen = all(is_held[: passed.start]) and all(is_held[passed.stop :])
+    assert is_seen, f"{named(sequence)} has not what its {group.name} sees from {passed.stop} on: {table}"
     if group.window is not None:
         # With one token a step this is the window and one page.
         num_step_tokens = max(end - num_kept, 1)

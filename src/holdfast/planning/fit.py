@@ -158,6 +158,8 @@ class RunnerPlan:
         if protected.layers:
             why = protected.reason.rpartition(": ")[2] or "given"
             parts.append(f"layers {numbers(protected.layers)} protected in {protected.format.name} ({why})")
+        if self.resolved.near_tokens:
+            parts.append(f"the first and newest {self.resolved.near_tokens} tokens in {dtype} too")
         if any(spec.has_key_bias for spec in self.attention_specs):
             parts.append("keys stored without their bias")
         parts.append(f"answers can differ from {dtype} pages: holdfast eval kv measures how much")
@@ -168,7 +170,7 @@ class RunnerPlan:
         protected, cache = self.resolved.protected, self.cache
         assert cache is not None, f"{self.declared.name} has no layers to protect"
         assert len(layers) == len(protected.layers), f"{layers} were not planned for, {protected.layers} were"
-        assert len(cache.groups) == 1, f"{cache.groups} share columns, which layers cannot change"
+        assert len(cache.row_groups) == 1, f"{cache.groups} share columns, which layers cannot change"
         protected = protected._replace(layers=layers, is_open=False, reason=reason)
         return replace(self, resolved=self.resolved.with_protected(protected))
 

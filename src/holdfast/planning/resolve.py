@@ -14,6 +14,7 @@ from holdfast.config import AUTO_EMBEDDINGS, NGRAM, EngineConfig, Limits, parse_
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
+from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes, parse_bytes
 from holdfast.models.declaration import HeadGeometry
@@ -146,6 +147,8 @@ class Resolved:
     num_proposals: int = 0
     """Most draft tokens of a sequence in a step."""
     staging: Term | None = None
+    near_tokens: int = 0
+    """Tokens of the first and of the newest block that are kept exact beside quantized pages; 0: none."""
 
     @property
     def mesh(self) -> Mesh:
@@ -179,7 +182,21 @@ class Resolved:
     def with_max_model_len(self, max_model_len: int, reason: str) -> "Resolved":
         limits = replace(self.limits, max_model_len=max_model_len)
         choice = Choice("max_model_len", str(max_model_len), reason)
-        return replace(self, limits=limits, choices=self._with_choice(choice))
+        return replace(self, limits=limits, choices=self._with_choice(choice)).with_near_choice()
+
+    def with_near_choice(self) -> "Resolved":
+        """Note what near pages cost a sequence, whatever its length."""
+        pages, value = self.pages() if self.near_tokens else None, self.near_tokens
+        if pages is None:
+            return self
+        if pages.cache.near is None:
+            choice = Choice("kv_near_tokens", "0", f"{value} has no effect: no layer's pages are quantized")
+            return replace(self, near_tokens=0, choices=self._with_choice(choice))
+        group = pages.groups[-1]
+        num_bytes = group.most_held(1) * pages.page_bytes
+        which = f"the first and the newest {value} tokens" if group.kept_pages else f"the newest {value} tokens"
+        reason = f"given: {which} stay in {self.dtype} too, which takes up to {format_bytes(num_bytes)} a sequence"
+        return replace(self, choices=self._with_choice(Choice("kv_near_tokens", str(value), reason)))
 
     def with_protected(self, protected: ProtectedLayers) -> "Resolved":
         choice = Choice("kv_protected_layers", listed(protected.layers), protected.reason)
@@ -211,7 +228,8 @@ class Resolved:
     def stored_key(self) -> tuple[object, ...]:
         """Key of what this stage's layers store, except windows that contexts exceed."""
         protected = self.protected
-        return self.kv_format, protected.format, protected.layers, self.limits.page_tokens, self.mesh
+        own = self.kv_format, protected.format, protected.layers, self.limits.page_tokens, self.mesh
+        return (*own, self.near_tokens, self.dtype) if self.near_tokens else own
 
     def formats(self) -> tuple[KVFormat, ...]:
         """The KV format of each layer of this stage."""
@@ -250,9 +268,31 @@ class Resolved:
                 return Pages.of(compressed_pages(heads, self.formats(), limits.page_tokens), heads.states)
             shape = heads.num_kv_heads, heads.head_dim, limits.page_tokens
             latent = heads.rope_dim, heads.index_dim, heads.shared_layers
-            return Pages.of(mixed_cache(self.formats(), *shape, heads.windows, limits.max_model_len, *latent))
+            cache = mixed_cache(self.formats(), *shape, heads.windows, limits.max_model_len, *latent)
+            return Pages.of(self._with_near(cache, heads))
 
         return self.declared.remembered(("pages", *self.stored_key(), outgrown), make)
+
+    def _with_near(self, cache: CacheSpec, heads: HeadGeometry) -> CacheSpec:
+        """Add near pages of the layers whose pages are quantized, if there are any."""
+        layers = [place for place, own in enumerate(cache.layers) if own.format.is_quantized]
+        if not self.near_tokens or not layers:
+            return cache
+        keeps_first = any(heads.windows[layer] is None for layer in layers)
+        found = cache.with_near(layers, self.near_tokens, keeps_first, self.dtype)
+        if found is None:
+            values = {"value": self.near_tokens, "page_tokens": self.limits.page_tokens, "dtype": self.dtype}
+            raise ConfigError("plan.near_page_too_small", name="kv_near_tokens", **values)
+        return found
+
+    def _near_spec(self, layer: LayerCache, heads: HeadGeometry) -> NearSpec | None:
+        """Return what a layer keeps exact beside its own pages."""
+        pages = self.pages()
+        near = None if pages is None else pages.cache.near
+        if near is None or pages is None or not layer.format.is_quantized:
+            return None
+        keeps_first = heads.windows[layer.layer] is None
+        return NearSpec(self.near_tokens, len(pages.groups) - 1, near.page_tokens, keeps_first)
 
     def sequence_pages(self, max_step_tokens: int) -> int:
         """Most pages of one sequence of the longest context, in steps of at most so many tokens."""
@@ -262,7 +302,10 @@ class Resolved:
         return sum(group.most_pages(limits.max_model_len, max_step_tokens) for group in pages.groups)
 
     def attention_spec(self, layer: LayerCache, heads: HeadGeometry, group: int = 0) -> AttentionSpec:
-        return heads.attention_spec(layer, group, self.limits.max_model_len, self.dtype, self.target.kind)
+        spec = heads.attention_spec(layer, group, self.limits.max_model_len, self.dtype, self.target.kind)
+        if not self.near_tokens or not isinstance(spec, GroupedAttentionSpec):
+            return spec
+        return replace(spec, near=self._near_spec(layer, heads))
 
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """The attention of every layer; empty if the model stores something else."""
@@ -271,7 +314,8 @@ class Resolved:
             return ()
         if heads.is_compressed:
             return heads.compressed_specs(pages.cache, self.limits.max_model_len, self.dtype, self.target.kind)
-        group_of = {layer: index for index, group in enumerate(pages.cache.groups) for layer in group.layers}
+        rows = pages.cache.row_groups
+        group_of = {layer: index for index, group in enumerate(rows) for layer in group.layers}
         return tuple(self.attention_spec(layer, heads, group_of[layer.layer]) for layer in pages.cache.layers)
 
 
@@ -290,6 +334,7 @@ def resolve(request: PlanRequest) -> Resolved:
     protected = choose_protected(config, model, kv_format, dtype)
     if protected.reason:
         choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
+    near_tokens = _choose_near(config, model, kv_format, choices)
     page_tokens = _page_tokens(config, model, kv_format, choices)
     limits = _limits(config, model, target.kind, page_tokens, choices)
     budget_bytes, budget_reason, max_kv_bytes, max_kv_reason = _budget(config, target)
@@ -304,12 +349,13 @@ def resolve(request: PlanRequest) -> Resolved:
     budget = budget_bytes, budget_reason, max_kv_bytes, max_kv_reason
     is_open = config.max_model_len is None and request.agreed is None
     settings = dtype, recipe, kv_format, protected, limits, is_open, *budget, tuple(choices), num_proposals
-    resolved = Resolved(request, *settings)
+    resolved = Resolved(request, *settings, near_tokens=near_tokens)
     # Staging is counted for the settings as they are before ranks agree on a context.
     staging = request.staging(resolved) if callable(request.staging) else request.staging
     resolved = replace(resolved, staging=staging)
     if request.agreed is not None and request.agreed.max_model_len != limits.max_model_len:
         resolved = resolved.with_max_model_len(request.agreed.max_model_len, AGREED_CONTEXT)
+    resolved = resolved.with_near_choice()
     pages = resolved.pages() if num_proposals else None
     if pages is not None and (problem := unrewindable(pages.groups)) is not None:
         raise ConfigError("plan.no_draft_tokens", name="speculative", value=config.speculative, reason=problem)
@@ -335,6 +381,19 @@ def _choose_kv_format(config: EngineConfig, model: DeclaredModel, dtype: str, ch
         reason = f"{what} are quantized too" if kv_format.is_quantized else f"as {what} are"
         choices.append(Choice("index_cache_dtype", index_dtype, reason))
     return replace(kv_format, index_dtype=index_dtype)
+
+
+def _choose_near(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]) -> int:
+    """Return the tokens of a block that is kept exact beside quantized pages; 0 if there are none."""
+    value, heads = config.kv_near_tokens, model.declaration.heads(ALONE)
+    if not value:
+        return 0
+    if heads is None or heads.is_compressed or heads.rope_dim:
+        raise ConfigError("plan.near_needs_heads", name="kv_near_tokens", value=value, model=model.name)
+    if not kv_format.is_quantized:
+        choices.append(Choice("kv_near_tokens", "0", f"{value} has no effect: pages are not quantized"))
+        return 0
+    return value
 
 
 def choose_dtype(config: EngineConfig, checkpoint_dtype: str, kind: str) -> tuple[str, str]:

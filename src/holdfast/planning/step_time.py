@@ -8,7 +8,7 @@ the Euclidean norm of both. On a CPU a core either loads or multiplies, so both 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, hypot, prod
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from holdfast.models.spec import ExpertsSpec, ModelSpec, uniform_experts
 from holdfast.planning.exchange_time import exchange_seconds
 from holdfast.planning.resolve import Resolved
 from holdfast.planning.terms import MAX_GRAPH_ROWS, TOKEN_BUCKETS
-from holdfast.quant.formats import DTYPE_BYTES, KVFormat, index_dtype_beside, index_planes
+from holdfast.quant.formats import DTYPE_BYTES, KVFormat, bytes_for, index_dtype_beside, index_planes
 from holdfast.quant.weight_schemes import MXFP4, WEIGHT_SCHEMES
 
 STEP_SECONDS = 60e-6
@@ -297,7 +297,7 @@ def _list_reads(resolved: Resolved) -> tuple[KvRead, ...]:
         return _latent_reads(heads, formats)
     flops = 4.0 * heads.num_heads * heads.head_dim
     counts = Counter(zip(formats, heads.windows, strict=True))
-    return tuple(
+    reads = tuple(
         KvRead(
             *(count, kv_format.bytes_per_token(heads.num_kv_heads, heads.head_dim), _kv_share(kv_format)),
             most_rows=window,
@@ -306,6 +306,19 @@ def _list_reads(resolved: Resolved) -> tuple[KvRead, ...]:
         )
         for (kv_format, window), count in counts.items()
     )
+    return (*reads, *_near_reads(resolved, heads, counts)) if resolved.near_tokens else reads
+
+
+def _near_reads(
+    resolved: Resolved, heads: HeadGeometry, counts: Mapping[tuple[KVFormat, int | None], int]
+) -> Iterator[KvRead]:
+    """Yield what near tokens take beyond codes: the first block and, on average, half of a row's own."""
+    for (kv_format, window), count in counts.items():
+        if kv_format.is_quantized:
+            most = resolved.near_tokens // 2 + (resolved.near_tokens if window is None else 0)
+            near_bytes = 2 * bytes_for(resolved.dtype, (heads.num_kv_heads, heads.head_dim))
+            more_bytes = near_bytes - kv_format.bytes_per_token(heads.num_kv_heads, heads.head_dim)
+            yield KvRead(count, more_bytes, KV_SHARE, most_rows=most)
 
 
 def _latent_reads(heads: HeadGeometry, formats: Sequence[KVFormat]) -> tuple[KvRead, ...]:

@@ -54,15 +54,19 @@ def batch_terms(
     chunks_per_page: tuple[int, ...] = ONE_GROUP,
     tokens_per_row: tuple[int, ...] = (),
     has_states: bool = False,
+    near_tokens: int = 0,
 ) -> tuple[Term, ...]:
     """Return the bytes of the input buffers, and on a GPU of the page tables.
 
     `chunks_per_page` and `tokens_per_row` have a number for each cache group; the latter may be empty if all are 1.
+    `near_tokens`: tokens of a page of the last group, if that is the group of near pages.
     """
     specs = input_specs(limits, len(chunks_per_page), device_kind, has_states)
     if device_kind != "cpu":
         for group, chunks in enumerate(chunks_per_page):
-            specs += page_table_specs(limits, chunks, group, tokens_per_row[group] if tokens_per_row else 1)
+            is_last = group == len(chunks_per_page) - 1
+            own = tokens_per_row[group] if tokens_per_row else 1
+            specs += page_table_specs(limits, chunks, group, own, near_tokens if is_last else 0)
     return tuple(map(input_term, specs))
 
 
@@ -90,10 +94,14 @@ def input_specs(
 
 
 def page_table_specs(
-    limits: Limits, chunks_per_page: int = 1, group: int = 0, tokens_per_row: int = 1
+    limits: Limits, chunks_per_page: int = 1, group: int = 0, tokens_per_row: int = 1, near_tokens: int = 0
 ) -> tuple[TensorSpec, TensorSpec]:
-    """Return the block table of a group, and the list of its changes: (index in the table, chunk)."""
-    num_pages = -(-limits.max_model_len // (limits.page_tokens * chunks_per_page * tokens_per_row))
+    """Return the block table of a group, and the list of its changes: (index in the table, chunk).
+
+    `near_tokens`: tokens of a chunk of near pages; 0 for every other group.
+    """
+    page_tokens = (near_tokens or limits.page_tokens) * chunks_per_page * tokens_per_row
+    num_pages = -(-limits.max_model_len // page_tokens)
     shape_NP = (limits.max_num_seqs, num_pages * chunks_per_page)
     shape_U2 = (limits.max_num_seqs * listed_entries(chunks_per_page), 2)
     names = _of_group("page_table", group), _of_group("page_updates", group)
@@ -414,14 +422,16 @@ def _distinct_layers(resolved: Resolved, heads: HeadGeometry) -> tuple[LayerCach
     return tuple(LayerCache(layer, "attention", kv_format, *shape) for (kv_format, _), layer in first_of.items())
 
 
-def _group_shapes(resolved: Resolved) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """Return each group's chunks of a page and tokens of a row, and True if sequences have states beside pages."""
+def _group_shapes(resolved: Resolved) -> tuple[tuple[int, ...], tuple[int, ...], bool, int]:
+    """Return each group's chunks of a page and tokens of a row, True if sequences have states beside pages, and the tokens
+    of a near page, 0 if there are none."""
     pages = resolved.pages()
     if pages is None:
-        return ONE_GROUP, ONE_GROUP, False
+        return ONE_GROUP, ONE_GROUP, False, 0
     groups = pages.cache.groups
     chunks = tuple(group.chunks_per_page for group in groups)
-    return chunks, tuple(group.tokens_per_row for group in groups), pages.cache.has_states
+    near_tokens = 0 if pages.cache.near is None else pages.cache.near.page_tokens
+    return chunks, tuple(group.tokens_per_row for group in groups), pages.cache.has_states, near_tokens
 
 
 def _counted(group: WeightGroup) -> str:

@@ -426,11 +426,8 @@ class Runner:
         """Copy the pages of the source after those that the fork shares, and its states. No later step has begun."""
         pairs: list[tuple[int, int]] = []
         for group, table, pages in zip(self.groups, source.tables, fork.tables, strict=True):
-            first = 0
-            if not group.is_state:
-                first = max(fork.num_stored // group.page_tokens, group.first_page(num_tokens - 1))
-            end = group.pages_for(num_tokens)
-            pairs += zip(table[first:end], pages[first:end], strict=True)
+            for own in group.copied(fork.num_stored, num_tokens):
+                pairs += zip(table[own.start : own.stop], pages[own.start : own.stop], strict=True)
         assert self._copy_cache is not None, "forks need a cache that can be copied"
         self._copy_cache(pairs, (source.slot, fork.slot))
 

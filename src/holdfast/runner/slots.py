@@ -247,7 +247,12 @@ class Slots:
             if len(held) + len(new) < least:
                 _refuse_item(step, item, f"{has}, and needs {least} to position {end}")
             start = max(item.start, seat.sequence.num_stored)
-            if _has_hole_behind(held, new) or _is_hole(held, new, group.first_page(start)):
+            lacks_kept, place = False, group.passed(start).stop
+            if kept := group.kept_pages:
+                num_new = max(kept - len(held), 0)
+                lacks_kept, place = HOLE in held[:kept] or HOLE in new[:num_new], place - kept
+                held, new = held[kept:], new[num_new:]
+            if lacks_kept or _has_hole_behind(held, new) or _is_hole(held, new, place):
                 _refuse_item(step, item, f"has no page where cache group {index} is read")
 
     def _check_copies(self, step: Step, item: StepItem, seat: _Seat, is_fork: bool) -> None:

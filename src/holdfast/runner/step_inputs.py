@@ -90,7 +90,7 @@ class GroupTable:
     """Page table of one cache group; sends its entries to the device."""
 
     def __init__(self, limits: Limits, shape: ChunkShape, group: int, device: torch.device, ledger: Ledger) -> None:
-        table, updates = page_table_specs(limits, shape.chunks_per_page, group, shape.tokens_per_row)
+        table, updates = page_table_specs(limits, shape.chunks_per_page, group, shape.tokens_per_row, shape.near_tokens)
         self.shape = shape
         self._max_num_chunks = table.shape[1]
         self._most_listed = listed_entries(shape.chunks_per_page)
@@ -103,18 +103,24 @@ class GroupTable:
         self.table_NP = self.table.tensor
         self._send_list([])  # compiles the kernel, so that no step has to
 
-    def growth(self, row: int, sequence: Sequence, pages: list[int], first: int) -> _Growth | None:
-        """Return a sequence's entries from page `first` on. Holes come first and are skipped."""
+    def growths(self, row: int, sequence: Sequence, pages: list[int], first: int) -> list[_Growth]:
+        """Return a sequence's entries from page `first` on. Holes come first, or after kept pages, and are skipped."""
         end, chunks = len(pages), self.shape.chunks_per_page
         assert first < end <= self._max_num_chunks // chunks, (
             f"{sequence.sequence_id=} went from {first} pages to {end}"
         )
-        while first < end and pages[first] == HOLE:
-            first += 1
-        if first == end:
-            return None
-        own = pages[first:] if chunks == 1 else self.shape.numbers(pages[first:]).tolist()
-        return _Growth(row, first * chunks, own)
+        found: list[_Growth] = []
+        while first < end:
+            while first < end and pages[first] == HOLE:
+                first += 1
+            # The only holes behind pages are those of a sequence that starts with near pages.
+            is_split = not found and self.shape.near_tokens > 0 and HOLE in pages[first:]
+            last = pages.index(HOLE, first) if is_split else end
+            if first < last:
+                own = pages[first:last] if self.shape.is_page else self.shape.numbers(pages[first:last]).tolist()
+                found.append(_Growth(row, first * chunks, own))
+            first = last
+        return found
 
     def send(self, growths: list[_Growth]) -> None:
         """Write entries on host and device, each by the cheaper way."""
@@ -189,9 +195,7 @@ class PageTable:
                 first = known if is_known else 0
                 if first != len(pages):
                     has_grown = True
-                    growth = self.groups[group].growth(own.row, sequence, pages, first)
-                    if growth is not None:
-                        growths[group].append(growth)
+                    growths[group] += self.groups[group].growths(own.row, sequence, pages, first)
             if has_grown:
                 grown.append((own, sequence))
         for table, own_growths in zip(self.groups, growths, strict=True):
@@ -262,7 +266,7 @@ class BatchBuffers:
         specs = input_specs(limits, len(shapes), "cpu" if is_shared else "cuda", has_states)
         self._page_tokens = limits.page_tokens
         self._shapes = tuple(shapes)
-        self._has_pages_for_chunks = all(shape.chunks_per_page == 1 for shape in shapes)
+        self._has_pages_for_chunks = all(shape.is_page for shape in shapes)
         self._num_places = specs[0].shape[0]
         self.inputs = MirroredTensor((len(specs), self._num_places), torch.int64, device, is_shared)
         for term in map(input_term, specs):
@@ -348,6 +352,10 @@ class BatchBuffers:
                     if shape.tokens_per_row > 1:
                         slots[row] = self._entry_slots(shape, pages, start, 1)[0]
                         continue
+                    if shape.near_tokens:
+                        place, near_offset = divmod(start, shape.near_tokens)
+                        slots[row] = shape.number(pages, place) * shape.near_tokens + near_offset
+                        continue
                     number = pages[chunk] if shape.chunks_per_page == 1 else shape.number(pages, chunk)
                     slots[row] = number * self._page_tokens + offset
             else:
@@ -380,11 +388,12 @@ class BatchBuffers:
     def _slots(self, shape: ChunkShape, pages: list[int], start: int, num_rows: int) -> np.ndarray:
         """Return slots of rows: of positions, if each stands for one token."""
         positions = np.arange(start, start + num_rows)
-        page_tokens = shape.chunks_per_page * self._page_tokens
+        chunk_tokens = shape.near_tokens or self._page_tokens
+        page_tokens = shape.chunks_per_page * chunk_tokens
         first = start // page_tokens
         chunks = shape.numbers(pages[first : (start + num_rows - 1) // page_tokens + 1])
-        numbers = chunks[positions // self._page_tokens - first * shape.chunks_per_page]
-        return numbers * self._page_tokens + positions % self._page_tokens
+        numbers = chunks[positions // chunk_tokens - first * shape.chunks_per_page]
+        return numbers * chunk_tokens + positions % chunk_tokens
 
     def _write_logit_rows(
         self, logit_rows: list[int], sequences: list[SequenceRows], num_padded: int | None

@@ -10,13 +10,14 @@ queries follow the keys. Only the outputs, which are small, are reordered.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
 from holdfast.attention.backend import AttentionBackend, Batch, LayerStep
 from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import rotated_head_dims
-from holdfast.families.grouped.spec import GroupedAttentionSpec
+from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
 from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows
 from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_geometry
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
@@ -29,7 +30,7 @@ from holdfast.kernels.attention.tiled_attention import (
     tiled_attention,
 )
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv
-from holdfast.kernels.attention.write_quantized_kv import write_quantized_kv
+from holdfast.kernels.attention.write_quantized_kv import NearWrite, write_quantized_kv
 from holdfast.kernels.geometry import BLOCK_TOKENS, TileGeometry
 from holdfast.quant.kv_quantize import (
     KEY_CODEBOOKS,
@@ -261,13 +262,31 @@ class PlainPages:
         """Convert outputs from the layout of the values that `read` returns: nothing to do."""
 
 
-class QuantizedPages:
-    """The planes of one layer. Attention reads all tokens as stored, those of the current step too."""
+class NearPlanes(NamedTuple):
+    """Keys and values of one layer as they were before quantization, on pages of their own: each [slots, K, D]."""
 
-    def __init__(self, planes: QuantizedPlanes, reader: Dequantizer | None = None, group: int = 0) -> None:
+    k_plane_SKD: torch.Tensor
+    v_plane_SKD: torch.Tensor
+    spec: NearSpec
+
+
+class QuantizedPages:
+    """The planes of one layer. Attention reads all tokens as stored, those of the current step too.
+
+    With near planes it reads some tokens there instead: a row's own block, and perhaps the first one.
+    """
+
+    def __init__(
+        self,
+        planes: QuantizedPlanes,
+        reader: Dequantizer | None = None,
+        group: int = 0,
+        near: NearPlanes | None = None,
+    ) -> None:
         self.planes = planes
         self._reader = reader
         self._group = group
+        self._near = near
 
     def write(
         self,
@@ -278,8 +297,11 @@ class QuantizedPages:
         out_THD: torch.Tensor,
     ) -> None:
         """Write quantized keys and values to their slots, and queries in the keys' rotation to `out_THD`."""
-        slots_T = batch.slots_GT[self._group]
-        write_quantized_kv(qkv_TX, slots_T, self.planes, head_norm, rotary, out_THD)
+        slots_T, near = batch.slots_GT[self._group], None
+        if self._near is not None:
+            k_plane_SKD, v_plane_SKD, spec = self._near
+            near = NearWrite(batch.slots_GT[spec.group], batch.positions_T, k_plane_SKD, v_plane_SKD)
+        write_quantized_kv(qkv_TX, slots_T, self.planes, head_norm, rotary, out_THD, near)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:
         """Return the tile geometry of the kernel of `attend_tiles`."""
@@ -289,6 +311,15 @@ class QuantizedPages:
     def attend_tiles(self, call: TileCall) -> None:
         """Attend with all rows of a step, on a GPU."""
         quantized_attention(call, self.planes)
+
+    def attend_near(self, call: TileCall, page_table_NP: torch.Tensor) -> None:
+        """Attend with all rows of a step to near pages: partials, which the merge of `attend_tiles` takes."""
+        assert self._near is not None, "this layer has no near pages"
+        assert call.work.near is not None, "these lists have no tiles over near pages"
+        scoring = call.scoring._replace(sinks_H=None)  # the merge adds sinks, once
+        call = call._replace(work=call.work.near, page_table_NP=page_table_NP, scoring=scoring)
+        k_plane_SKD, v_plane_SKD, spec = self._near
+        tiled_attention(call, k_plane_SKD, v_plane_SKD, spec.page_tokens)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Return queries in the layout of the keys that `read` returns: coordinates in the keys' order."""
@@ -302,6 +333,14 @@ class QuantizedPages:
         if planes.key_bias is not None:
             k_KLD += self._key_bias_rows(planes.key_bias, rows)
         return k_KLD.to(dtype), v_KLD.to(dtype)
+
+    def read_near(self, rows: PagedRows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of these rows of near pages, each [K, L, D], as `read` returns those of codes."""
+        assert self._near is not None, "this layer has no near pages"
+        k_plane_SKD, v_plane_SKD, spec = self._near
+        k_KLD, v_KLD = (rows.read(plane, spec.page_tokens, dtype) for plane in (k_plane_SKD, v_plane_SKD))
+        k_KLD = k_KLD if self.planes.key_bits == 8 else k_KLD.index_select(-1, self.reader.key_order_D)
+        return k_KLD, torch.empty_like(v_KLD).index_copy_(-1, self.reader.value_places_D, v_KLD)
 
     def _key_bias_rows(self, key_bias: KeyBias, rows: PagedRows) -> torch.Tensor:
         """Return the bias that these keys are stored without, in float32, in their order and rotation."""
@@ -426,9 +465,14 @@ class GroupedBackend(AttentionBackend):
             k_mean_KD,
             self._key_biases[layer],
         )
+        near = self._near_planes(layer, storage)
         if not is_read:
-            return QuantizedPages(planes, None, group)
+            return QuantizedPages(planes, None, group, near)
         kind = (key_bits, value_bits, head_dim)
         if kind not in self._readers:
             self._readers[kind] = Dequantizer(*kind, self._device)
-        return QuantizedPages(planes, self._readers[kind], group)
+        return QuantizedPages(planes, self._readers[kind], group, near)
+
+    def _near_planes(self, layer: int, storage: PageStorage) -> NearPlanes | None:
+        near = self._specs[layer].near
+        return near and NearPlanes(storage.plane(layer, "near_k"), storage.plane(layer, "near_v"), near)

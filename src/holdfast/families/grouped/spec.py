@@ -7,6 +7,19 @@ from holdfast.attention.declarations import AttentionSpec
 from holdfast.memory.workspace_plan import TensorSpec
 
 
+class NearSpec(NamedTuple):
+    """Tokens that a layer with quantized pages keeps as they came, in the planes near_k and near_v (cache/near.py)."""
+
+    block_tokens: int
+    """A row sees the tokens of its own block exact: those from its position // block_tokens * block_tokens on."""
+    group: int
+    """Cache group of these planes: their slots and their page table."""
+    page_tokens: int
+    """Tokens of a chunk of these planes, which kernels call a page."""
+    keeps_first: bool
+    """True if a row sees the tokens of the first block exact too; False in a layer with a window."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedAttentionSpec(AttentionSpec):
     """One layer with keys and values by head."""
@@ -15,6 +28,8 @@ class GroupedAttentionSpec(AttentionSpec):
     """Replace every score by cap * tanh(score / cap), after `scale`."""
     has_sinks: bool = False
     """One logit per query head joins every softmax, in the denominator alone."""
+    near: NearSpec | None = None
+    """Tokens that are exact beside quantized pages; None: every token is read as stored."""
 
     @property
     def key_part(self) -> slice:

@@ -9,9 +9,12 @@ heads into the row dimension instead and needs no mask. Quantized tokens are deq
 Torch's attention supports neither sinks nor soft-capping. Blocks of layers with them are computed here, in float32, one
 key head at a time. A block begins with the first token that its first row sees, so nothing before a window is read.
 Tokens that later rows do not see are still the sequence's own: what a whole step sees decides which pages are freed.
+
+With near pages (families/grouped/spec.py) rows attend one own block after the other, over one copy of all tokens. It holds
+near rows from the first of these blocks on. When a block is done, codes replace its near rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,8 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from holdfast.attention.backend import Batch, LayerStep, RowsPlan, SequenceRows
 from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import mask_rows
-from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, PagedRows, Sinks
-from holdfast.families.grouped.spec import GroupedAttentionSpec
+from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, PagedRows, QuantizedPages, Sinks
+from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
 
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Torch kernels that pass on what they do not support. cuDNN's is excluded: torch tries it first, and it fails."""
@@ -52,8 +55,23 @@ class SequencePlan:
     blocks: tuple[Block, ...]
 
 
-WindowPlans = dict[tuple[int | None, int], tuple[SequencePlan, ...]]
-"""Plans of some rows of a step, by window and by the cache group that has it."""
+@dataclass(frozen=True, slots=True)
+class NearPlan:
+    """The location of one sequence's tokens on both kinds of pages, and the blocks of its rows by their own block."""
+
+    first: int
+    """Position of the first token that a row sees; blocks count from it."""
+    end: int
+    codes: PagedRows | None
+    """Tokens that some row sees as codes."""
+    near: tuple[PagedRows, ...]
+    """Near rows from the first row's own block on; and those of the first block, if it lies before."""
+    own_blocks: tuple[tuple[int, tuple[Block, ...]], ...]
+    """Position of an own block, and the blocks of rows in it; ascending."""
+
+
+WindowPlans = dict[tuple[int | None, int, NearSpec | None], tuple[SequencePlan | NearPlan, ...]]
+"""Plans of some rows of a step, by window, the cache group that has it, and near pages."""
 
 
 TorchPlan = RowsPlan[WindowPlans]
@@ -77,7 +95,7 @@ class TorchPagedAttention(GroupedBackend):
         self._page_tokens = storage.spec.page_tokens
         self._max_model_len = specs[0].max_model_len
         self._block_rows = mask_rows(self._max_model_len)
-        self._windows = tuple(dict.fromkeys((spec.window, spec.group) for spec in specs))
+        self._windows = tuple(dict.fromkeys((spec.window, spec.group, spec.near) for spec in specs))
         self._masks = {window: self._mask_template(window) for window in dict.fromkeys(spec.window for spec in specs)}
 
     def held_bytes(self) -> dict[str, int]:
@@ -97,22 +115,52 @@ class TorchPagedAttention(GroupedBackend):
         out_TKGD = out_TX[:num_rows].view_as(q_TKGD)
         # On a CPU torch has no kernel to choose wrongly.
         with sdpa_kernel(GPU_KERNELS) if self._device.type == "cuda" else nullcontext():
-            for sequence in rows[spec.window, spec.group]:
-                k_KLD, v_KLD = pages.read(sequence.rows, self._dtype)
-                for block in sequence.blocks:
-                    if spec.is_plain_softmax:
-                        self._attend(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec.scale)
-                    else:
-                        attend_block(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec, self._sinks[layer])
+            for sequence in rows[spec.window, spec.group, spec.near]:
+                for k_KLD, v_KLD, blocks in self._tokens(layer, sequence):
+                    for block in blocks:
+                        if spec.is_plain_softmax:
+                            self._attend(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec.scale)
+                        else:
+                            attend_block(q_TKGD, k_KLD, v_KLD, out_TKGD, block, spec, self._sinks[layer])
         pages.finish(out_TX[:num_rows])
         return out_TX[:num_rows]
 
     def _plan_rows(self, sequences: Sequence[SequenceRows]) -> WindowPlans:
         parts = [tuple(part) for _, part in groupby(sequences, key=lambda rows: id(rows.tables))]
         return {
-            (window, group): tuple(self._plan_sequence(part, window, group) for part in parts)
-            for window, group in self._windows
+            (window, group, near): tuple(
+                self._plan_sequence(part, window, group) if near is None else self._plan_near(part, window, group, near)
+                for part in parts
+            )
+            for window, group, near in self._windows
         }
+
+    def _tokens(
+        self, layer: int, sequence: SequencePlan | NearPlan
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[Block, ...]]]:
+        """Yield keys and values, each [K, L, D], and the blocks of rows that attend to them."""
+        pages = self.pages[layer]
+        if isinstance(sequence, SequencePlan):
+            yield *pages.read(sequence.rows, self._dtype), sequence.blocks
+            return
+        assert isinstance(pages, QuantizedPages), f"{pages=} beside near pages"
+        cache = self._specs[layer].cache
+        shape = cache.num_kv_heads, sequence.end - sequence.first, cache.head_dim
+        k_KLD, v_KLD = (torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2))
+        for rows in sequence.near:
+            k_KlD, v_KlD = pages.read_near(rows, self._dtype)
+            k_KLD.narrow(1, rows.first - sequence.first, rows.num_tokens).copy_(k_KlD)
+            v_KLD.narrow(1, rows.first - sequence.first, rows.num_tokens).copy_(v_KlD)
+        codes, num_copied = sequence.codes, 0
+        code_k_KlD, code_v_KlD = (k_KLD, v_KLD) if codes is None else pages.read(codes, self._dtype)
+        for own, blocks in sequence.own_blocks:
+            if codes is not None and own > codes.first + num_copied:
+                more = own - codes.first - num_copied
+                place = codes.first - sequence.first + num_copied
+                k_KLD.narrow(1, place, more).copy_(code_k_KlD.narrow(1, num_copied, more))
+                v_KLD.narrow(1, place, more).copy_(code_v_KlD.narrow(1, num_copied, more))
+                num_copied += more
+            yield k_KLD, v_KLD, blocks
 
     def _attend(
         self,
@@ -149,16 +197,42 @@ class TorchPagedAttention(GroupedBackend):
         first = 0 if window is None else max(0, min(rows.start for rows in parts) - window + 1)
         end = max(rows.end for rows in parts)
         located = PagedRows.locate(parts[0].tables[group], first, end, self._page_tokens, self._device)
-        return SequencePlan(located, tuple(block for rows in parts for block in self._blocks(rows, window, first)))
+        return SequencePlan(located, tuple(block for rows in parts for _, block in self._blocks(rows, window, first)))
 
-    def _blocks(self, rows: SequenceRows, window: int | None, first: int) -> list[Block]:
+    def _plan_near(self, parts: Sequence[SequenceRows], window: int | None, group: int, near: NearSpec) -> NearPlan:
+        """Plan some or all rows of one sequence whose own blocks, and perhaps whose first block, are exact."""
+        size, start = near.block_tokens, min(rows.start for rows in parts)
+        first = 0 if window is None else max(0, start - window + 1)
+        end = max(rows.end for rows in parts)
+        own, last_own = start // size * size, (end - 1) // size * size
+        located = [self._locate_near(parts[0], max(first, own), end, near)]
+        if near.keeps_first and own > 0:
+            located.append(self._locate_near(parts[0], 0, size, near))
+        codes, first_code = None, size if near.keeps_first else first
+        if first_code < last_own:
+            codes = PagedRows.locate(parts[0].tables[group], first_code, last_own, self._page_tokens, self._device)
+        found = [one for rows in parts for one in self._blocks(rows, window, first, size)]
+        found.sort(key=lambda one: one[0] // size)
+        by_own = groupby(found, key=lambda one: one[0] // size * size)
+        own_blocks = tuple((own, tuple(block for _, block in some)) for own, some in by_own)
+        return NearPlan(first, end, codes, tuple(located), own_blocks)
+
+    def _locate_near(self, rows: SequenceRows, first: int, end: int, near: NearSpec) -> PagedRows:
+        return PagedRows.locate(rows.tables[near.group], first, end, near.page_tokens, self._device)
+
+    def _blocks(
+        self, rows: SequenceRows, window: int | None, first: int, own_tokens: int = 0
+    ) -> list[tuple[int, Block]]:
+        """Cut rows into blocks, each with the position of its first; also where a block of `own_tokens` ends, if any."""
         blocks, position = [], rows.start
         while position < rows.end:
             block_end = min(rows.end, (position // self._block_rows + 1) * self._block_rows)
+            if own_tokens:
+                block_end = min(block_end, (position // own_tokens + 1) * own_tokens)
             low = 0 if window is None else max(0, position - window + 1)
             mask_nL = None if rows.num_rows == 1 else self._mask(window, position, block_end, low)
             row = rows.row_start + position - rows.start
-            blocks.append(Block(row, block_end - position, low - first, block_end - first, mask_nL))
+            blocks.append((position, Block(row, block_end - position, low - first, block_end - first, mask_nL)))
             position = block_end
         return blocks
 

@@ -8,10 +8,17 @@ import torch
 
 from holdfast.attention.backend import Batch, LayerStep, wanted_rows
 from holdfast.attention.declarations import StepBounds, max_partials
-from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
+from holdfast.attention.tile_scheduler import ListRoom, Machine, NearTokens, StepRows, TileScheduler
 from holdfast.cache.storage import PageStorage
-from holdfast.families.grouped.declarations import TileKind, least_tile_rows, max_tiles, tile_kinds
-from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, Sinks
+from holdfast.families.grouped.declarations import (
+    TileKind,
+    least_tile_rows,
+    max_near_tiles,
+    max_tiles,
+    near_block,
+    tile_kinds,
+)
+from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, QuantizedPages, Sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.tiled_attention import TileCall, TileWork
@@ -49,21 +56,24 @@ class TritonPagedAttention(GroupedBackend):
         self._num_sms = num_sms
         self._keys: list[WorkKey] = [(TileKind.of(spec), spec.window) for spec in specs]
         machine = Machine(num_sms, batch_invariant, self._device)
-        max_model_len = specs[0].max_model_len
         self._lists: dict[WorkKey, TileScheduler] = {}
         for kind in tile_kinds(specs):
             pages = self.pages[next(layer for layer, (other, _) in enumerate(self._keys) if other == kind)]
             geometry = pages.tile_geometry(kind.num_heads)
             least_rows = least_tile_rows(kind)
             assert geometry.large_rows >= least_rows, f"{geometry=}: lists are made for tiles of {least_rows} rows"
+            near = 0 if kind.key_bits is None else near_block(specs)
             room = ListRoom(
-                max_tiles(kind, max_model_len, bounds),
+                max_tiles(kind, specs[0].max_model_len, bounds, near),
                 bounds.max_num_rows,
                 bounds.max_num_seqs,
-                max_partials(max_model_len, bounds),
+                max_partials(specs[0].max_model_len, bounds),
+                max_near_tiles(kind, bounds, near) if near else 0,
             )
             for window in dict.fromkeys(spec.window for spec in specs):
-                self._lists[kind, window] = TileScheduler(geometry, kind.num_kv_heads, window, room, machine)
+                tokens = NearTokens(near, keeps_first=window is None) if near else None
+                lists = TileScheduler(geometry, kind.num_kv_heads, window, room, machine, tokens)
+                self._lists[kind, window] = lists
 
     def held_bytes(self) -> dict[str, int]:
         lists = self._lists.values()
@@ -85,5 +95,9 @@ class TritonPagedAttention(GroupedBackend):
         partials = (scratch["partial_out"], scratch["partial_lse"]) if scratch else (out_TX, out_TX)
         scoring = Scoring(spec.scale, spec.window, self._sinks[layer], spec.softcap)
         call = TileCall(q_THD, plan.page_tables[spec.group], work, scoring, *partials, out_TX, self._num_sms)
-        self.pages[layer].attend_tiles(call)
+        pages = self.pages[layer]
+        if spec.near is not None:
+            assert isinstance(pages, QuantizedPages), f"{spec.near=} beside pages that are not quantized"
+            pages.attend_near(call, plan.page_tables[spec.near.group])
+        pages.attend_tiles(call)
         return wanted_rows(q_THD, out_TX, plan.wanted_rows_R if wanted_only else None)

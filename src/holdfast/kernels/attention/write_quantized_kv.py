@@ -3,14 +3,18 @@
 T rows, H query heads, K key/value heads, D head dim, X = (H + 2 K) D, R rows that are not padding
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from holdfast.kernels.attention.key_bias import NEAR_SCALE, KeyBias, key_bias_rows
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
 from holdfast.kernels.fp8 import quarters, store_keys, store_values, sum_of_products
+from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.kernels.operation import operation, pdl_flags
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, next_power_of_two, release_then_wait, tl
 from holdfast.quant.kv_quantize import (
     KEY_CODEBOOKS,
     VALUE_CODEBOOKS,
@@ -31,6 +35,23 @@ LEAST_BLOCK = 16
 """Least length of a tensor-core sum."""
 NUM_WARPS = 4
 NO_CODEBOOK = Codebook(bits=8, magnitudes=(), gain=0.0)
+TURN_TOKENS = kernel_constant(BLOCK_TOKENS)
+"""Tokens that share a row of `KeyTurns.cos_BC`."""
+TURN_SCALE = kernel_constant(NEAR_SCALE)
+
+
+class NearWrite(NamedTuple):
+    """Where a write also stores keys and values as they are before quantization: rotated, and less the mean of the keys.
+
+    If codes leave out a key bias, these keys have it.
+    """
+
+    slots_T: Tensor
+    """-1: the row stores none."""
+    positions_T: Tensor
+    """A key bias turns by them."""
+    k_plane_SKD: Tensor
+    v_plane_SKD: Tensor
 
 
 def write_quantized_kv_reference(
@@ -40,6 +61,7 @@ def write_quantized_kv_reference(
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
+    near: NearWrite | None = None,
 ) -> Tensor:
     """Quantize keys and values of each row into its slot; return queries as [T, H, D], in `out_THD` if given.
 
@@ -48,6 +70,8 @@ def write_quantized_kv_reference(
     """
     shape = planes.num_kv_heads, planes.head_dim
     q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, *shape, head_norm, rotary)
+    if near is not None:
+        _store_near(near, k_TKD, v_TKD, planes)
     used_T = slots_T >= 0
     rows_R = used_T.nonzero().squeeze(1)
     slots_R, k_RKD, v_RKD = slots_T[rows_R], k_TKD[rows_R], v_TKD[rows_R]
@@ -71,12 +95,16 @@ def write_quantized_kv_triton(
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
     out_THD: Tensor | None = None,
+    near: NearWrite | None = None,
 ) -> Tensor:
     """Launch one program per block of heads of one kind; it rounds where the reference rounds."""
     num_rows, num_kv_heads, head_dim = len(qkv_TX), planes.num_kv_heads, planes.head_dim
     num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
     _check_layout(qkv_TX, q_THD, planes, rotary)
+    if near is not None:
+        _check_near(near, planes)
+    bias = None if near is None else planes.key_bias
     if num_rows:
         block = max(LEAST_BLOCK, next_power_of_two(head_dim // 4))
         most_heads = max(LEAST_HEADS, ELEMENTS_PER_PROGRAM // (4 * block))
@@ -92,7 +120,8 @@ def write_quantized_kv_triton(
             None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16), planes.v_scale_PKt, q_THD,
             planes.rotation_DD, planes.k_mean_KD, head_norm.q_weight_D if head_norm else None,
             head_norm.k_weight_D if head_norm else None, rotary.cos_TP if rotary else None,
-            rotary.sin_TP if rotary else None, head_norm.eps if head_norm else 0.0, qkv_TX.stride(0), q_THD.stride(0),
+            rotary.sin_TP if rotary else None, *(near or (None,) * len(NearWrite._fields)), *_bias_tables(bias),
+            head_norm.eps if head_norm else 0.0, qkv_TX.stride(0), q_THD.stride(0),
             OFFSET=head_norm.offset if head_norm else 0.0, KEY_BITS=planes.key_bits, VALUE_BITS=planes.value_bits,
             KEY_MAGNITUDES=key_codebook.magnitudes, VALUE_MAGNITUDES=value_codebook.magnitudes,
             KEY_GAIN=key_codebook.gain * head_dim**0.5, VALUE_GAIN=value_codebook.gain * head_dim**0.5,
@@ -120,6 +149,38 @@ def _check_layout(qkv_TX: Tensor, q_THD: Tensor, planes: QuantizedPlanes, rotary
         assert planes.k_mean_KD.is_contiguous(), f"{planes.k_mean_KD.stride()=}: the means must lie side by side"
 
 
+def _check_near(near: NearWrite, planes: QuantizedPlanes) -> None:
+    shape = planes.num_kv_heads, planes.head_dim
+    for plane_SKD in (near.k_plane_SKD, near.v_plane_SKD):
+        assert plane_SKD.shape[1:] == shape, f"{plane_SKD.shape=} of near rows, whose codes have heads of {shape}"
+        assert plane_SKD.is_contiguous(), f"{plane_SKD.stride()=}: the rows of a plane must lie side by side"
+
+
+def _bias_tables(bias: KeyBias | None) -> tuple[Tensor | None, ...]:
+    """Return the bias and its turns in the order of the kernel's arguments."""
+    if bias is None:
+        return (None,) * 4
+    tables = bias.bias_KD, bias.turns.cos_BC, bias.turns.sin_BC, bias.turns.near_2NC
+    for table in tables:
+        assert table.is_contiguous(), f"{table.stride()=}: the rows of a table must lie side by side"
+    return tables
+
+
+def _store_near(near: NearWrite, k_TKD: Tensor, v_TKD: Tensor, planes: QuantizedPlanes) -> None:
+    """Store keys and values of the rows that have a near slot."""
+    rows_R = (near.slots_T >= 0).nonzero().squeeze(1)
+    slots_R, k_RKD, v_RKD = near.slots_T[rows_R], k_TKD[rows_R], v_TKD[rows_R]
+    if planes.key_bias is not None:
+        bias_RKD = key_bias_rows(planes.key_bias, near.positions_T[rows_R]).transpose(0, 1)
+        k_RKD = (k_RKD.float() + bias_RKD).to(k_TKD.dtype)
+    k_RKD = _rotated(k_RKD, planes) if planes.rotates_keys else k_RKD
+    v_RKD = _rotated(v_RKD, planes) if planes.rotates_values else v_RKD
+    if planes.k_mean_KD is not None:
+        k_RKD = k_RKD.float() - planes.k_mean_KD
+    near.k_plane_SKD.index_copy_(0, slots_R, k_RKD.to(near.k_plane_SKD.dtype))
+    near.v_plane_SKD.index_copy_(0, slots_R, v_RKD.to(near.v_plane_SKD.dtype))
+
+
 def _rotated(x_XD: Tensor, planes: QuantizedPlanes) -> Tensor:
     return x_XD.float() @ planes.rotation_DD[: planes.head_dim].float() * hadamard_block(planes.head_dim) ** -0.5
 
@@ -127,7 +188,8 @@ def _rotated(x_XD: Tensor, planes: QuantizedPlanes) -> Tensor:
 @jit
 def _write_quantized_kv_kernel(
     p_qkv, p_slots, p_k_codes, p_k_signs, p_k_scale, p_v_codes, p_v_signs, p_v_scale, p_q, p_rotation, p_k_mean,
-    p_q_norm, p_k_norm, p_cosine, p_sine, eps, qkv_stride, q_stride,
+    p_q_norm, p_k_norm, p_cosine, p_sine, p_near_slots, p_positions, p_near_k, p_near_v, p_bias, p_turn_cos, p_turn_sin,
+    p_turn_near, eps, qkv_stride, q_stride,
     OFFSET: constexpr, KEY_BITS: constexpr, VALUE_BITS: constexpr, KEY_MAGNITUDES: constexpr,
     VALUE_MAGNITUDES: constexpr, KEY_GAIN: constexpr, VALUE_GAIN: constexpr, NUM_HEADS: constexpr,
     NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr, QUERY_HEADS: constexpr, KV_HEADS: constexpr,
@@ -163,13 +225,34 @@ def _write_quantized_kv_kernel(
         m_x = m_head[:, None] & m_d
         m_store = m_head & (i_slot >= 0)
         p_key = p_row + (NUM_HEADS + o_head)[:, None] * HEAD_DIM
+        if p_near_slots is not None:
+            i_near = tl.load(p_near_slots + i_row).to(tl.int64)
+            m_near = m_x & (i_near >= 0)
+            o_near = (i_near * NUM_KV_HEADS + o_head[:, None]) * HEAD_DIM + o_d
         i_place = (i_slot // PAGE_TOKENS * NUM_KV_HEADS + o_head) * PAGE_TOKENS + i_slot % PAGE_TOKENS
         if i_block < QUERY_BLOCKS + KV_BLOCKS:
             b_k_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
             if p_k_mean is not None:
                 b_mean = quarters(p_k_mean + o_head[:, None] * HEAD_DIM + o_d, m_x, HEAD_DIM)
-            b_k = _turned(p_key, m_x, p_k_norm, p_cosine, p_sine, o_table, eps, OFFSET, HEAD_DIM, PDL)
-            b_k = _rotated_quarters(b_k, b_k_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
+            b_turned = _turned(p_key, m_x, p_k_norm, p_cosine, p_sine, o_table, eps, OFFSET, HEAD_DIM, PDL)
+            b_k = _rotated_quarters(b_turned, b_k_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
+            if p_near_k is not None:
+                b_near = b_k
+                if p_bias is not None:
+                    position = tl.load(p_positions + i_row).to(tl.int64)
+                    b_biased = _biased(
+                        b_turned, p_bias + o_head[:, None] * HEAD_DIM, m_x, p_turn_cos, p_turn_sin, p_turn_near,
+                        position, m_d & (i_near >= 0), p_qkv, HEAD_DIM,
+                    )  # fmt: skip
+                    b_near = _rotated_quarters(b_biased, b_k_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
+                if p_k_mean is not None:
+                    b_near = (
+                        b_near[0] - b_mean[0],
+                        b_near[1] - b_mean[1],
+                        b_near[2] - b_mean[2],
+                        b_near[3] - b_mean[3],
+                    )
+                _store_quarters(p_near_k + o_near, b_near, m_near, HEAD_DIM)
             if p_k_mean is not None:
                 b_k = (b_k[0] - b_mean[0], b_k[1] - b_mean[1], b_k[2] - b_mean[2], b_k[3] - b_mean[3])
             b_k_scale = store_keys(
@@ -181,6 +264,8 @@ def _write_quantized_kv_kernel(
             release_then_wait(PDL)
             b_v = quarters(p_key + NUM_KV_HEADS * HEAD_DIM, m_x, HEAD_DIM)
             b_v = _rotated_quarters(b_v, b_v_table, p_rotation, HEAD_DIM, BLOCK, VALUE_BITS)
+            if p_near_v is not None:
+                _store_quarters(p_near_v + o_near, b_v, m_near, HEAD_DIM)
             b_v_scale = store_values(
                 p_v_codes, p_v_signs, i_place, m_store, b_v, HEAD_DIM, VALUE_BITS, VALUE_GAIN, VALUE_MAGNITUDES
             )
@@ -220,6 +305,42 @@ def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr,
             _rounded(_rounded(b_x[3] * b_cos_1, p_x) + b_x[1] * b_sin_1, p_x),
         )
     return b_x
+
+
+@jit
+def _biased(b_x, p_bias, m_x, p_cos, p_sin, p_near, position, m_turn, p_like, HEAD_DIM: constexpr):
+    """Add the bias of keys to heads of a row, turned by its position as attention turns it; round to the type of `p_like`."""
+    PAIRS: constexpr = HEAD_DIM // 2
+    o_d = tl.arange(0, m_x.shape[1])[None, :]
+    i_near = position % TURN_TOKENS * PAIRS
+    i_block = position // TURN_TOKENS * PAIRS
+    b_bias = quarters(p_bias + o_d, m_x, HEAD_DIM)
+    p_cos, p_sin = p_cos + i_block + o_d, p_sin + i_block + o_d
+    p_near_cos, p_near_sin = p_near + i_near + o_d, p_near + TURN_TOKENS * PAIRS + i_near + o_d
+    b_cos_0, b_sin_0 = _turn(p_cos, p_sin, p_near_cos, p_near_sin, m_turn, 0)
+    b_cos_1, b_sin_1 = _turn(p_cos, p_sin, p_near_cos, p_near_sin, m_turn, HEAD_DIM // 4)
+    return (
+        _rounded(b_x[0] + (b_bias[0] * b_cos_0 - b_bias[2] * b_sin_0), p_like),
+        _rounded(b_x[1] + (b_bias[1] * b_cos_1 - b_bias[3] * b_sin_1), p_like),
+        _rounded(b_x[2] + (b_bias[2] * b_cos_0 + b_bias[0] * b_sin_0), p_like),
+        _rounded(b_x[3] + (b_bias[3] * b_cos_1 + b_bias[1] * b_sin_1), p_like),
+    )
+
+
+@jit
+def _turn(p_cos, p_sin, p_near_cos, p_near_sin, m_turn, PAIR: constexpr):
+    """Return cos and sin of pairs from PAIR on, from those of the middle of a block and of the distance to it."""
+    b_cos = tl.load(p_cos + PAIR, mask=m_turn, other=0.0)
+    b_sin = tl.load(p_sin + PAIR, mask=m_turn, other=0.0)
+    b_near_cos = tl.load(p_near_cos + PAIR, mask=m_turn, other=0.0).to(tl.float32) / TURN_SCALE
+    b_near_sin = tl.load(p_near_sin + PAIR, mask=m_turn, other=0.0).to(tl.float32) / TURN_SCALE
+    return b_cos + (b_cos * b_near_cos - b_sin * b_near_sin), b_sin + (b_sin * b_near_cos + b_cos * b_near_sin)
+
+
+@jit
+def _store_quarters(p_y, b_x, m_x, HEAD_DIM: constexpr):
+    for i in tl.static_range(4):
+        tl.store(p_y + i * (HEAD_DIM // 4), b_x[i].to(p_y.dtype.element_ty), mask=m_x)
 
 
 @jit
