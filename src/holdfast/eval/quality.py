@@ -251,9 +251,10 @@ def measure_against(reading: ReferenceReading, contender: Contender, on_halves: 
     chunk, wanted = runner.limits.max_num_batched_tokens, reference.limits.max_num_batched_tokens
     assert chunk == wanted, f"{contender.name} has steps of {chunk} tokens, the reference of {wanted}"
     tally, device = Tally(*reading.tally.kl_NP.shape), runner.device
-    for index, step in reading.steps():
+    own_steps = (step for index, token_ids in enumerate(reading.windows) for step in steps_of(index, token_ids, runner))
+    for (index, step), own_step in zip(reading.steps(), own_steps, strict=True):
         with tally.timed(device):
-            hidden_TH = runner.hidden_rows(step)
+            hidden_TH = runner.hidden_rows(own_step)
         on_halves(step.num_tokens)
         for first, rows, reference_RV, target_ids_R in reading.pieces(index, step):
             with tally.timed(device):
