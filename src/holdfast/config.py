@@ -39,9 +39,9 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 WEIGHT_CACHES = ("auto", "on", "off")
 NO_TOKENIZER = "none"
 AUTO_EMBEDDINGS = "auto"
+"""The model's file decides how much of the vocabulary is quantized."""
 NEAR_TOKENS = (0, 64, 128)
 """Accepted values of `kv_near_tokens`: tiles of 64 tokens, which is what kernels over pages take at a time."""
-"""The model's file decides how much of the vocabulary is quantized."""
 MAX_PATTERNS = 256
 MAX_COUNT = 2**31 - 1
 NGRAM = "ngram"
@@ -223,7 +223,8 @@ class EngineConfig:
     kv_protected_dtype: Annotated[str, _KV_DTYPES] = "fp8"
     """The wider format of protected layers; auto: the dtype."""
     kv_near_tokens: Annotated[int, _check_near_tokens] = 0
-    """Tokens of the first and of the newest block that attention reads in 16 bits beside quantized pages: 64 or 128; 0: none."""
+    """Tokens of the newest block, which attention reads in 16 bits beside quantized pages, like the first 16 tokens: 64 or 128;
+    0: none."""
     quantization: Annotated[str | None, _check_scheme] = None
     """Scheme to which weights are quantized while they load: fp8, fp8_tensor, fp8_block, int8, mxfp4; None or none: as stored."""
     quantized_embeddings: Annotated[str, OneOf((AUTO_EMBEDDINGS, *EMBEDDING_CHOICES))] = AUTO_EMBEDDINGS

@@ -29,6 +29,7 @@ class NearGeometry(Geometry):
     """A model whose quantized layers have near pages, which are group 1."""
 
     block_tokens: int = 64
+    first_tokens: int = 16
     near_page: int = 16
     has_bias: bool = False
     """Codes leave out a bias of the keys."""
@@ -41,7 +42,7 @@ class NearGeometry(Geometry):
             replace(
                 spec,
                 has_key_bias=self.has_bias,
-                near=NearSpec(self.block_tokens, 1, self.near_page, keeps_first=spec.window is None)
+                near=NearSpec(self.block_tokens, 1, self.near_page, self.first_tokens if spec.window is None else 0)
                 if spec.cache.format.is_quantized
                 else None,
             )
@@ -118,20 +119,25 @@ class NearStorage:
                 self._poison(table[place])
 
     def give_back(self, text: Text, end: int) -> None:
-        """After a step: pages before the open block, except those of the first one; other sequences write NaN there."""
-        size, block = self.geometry.near_page, self.geometry.block_tokens
-        kept = block // size if any(window is None for window in self.geometry.windows) else 0
+        """After a step: pages before the open block, except those of the first tokens; other sequences write NaN there.
+
+        What a kept page has behind the first tokens is NaN too, once no row sees it.
+        """
+        size, block, first = self.geometry.near_page, self.geometry.block_tokens, self.geometry.first_tokens
+        kept = -(-first // size) if any(window is None for window in self.geometry.windows) else 0
         table = self.table(text)
+        if kept and end >= block and first % size:
+            self._poison(table[kept - 1], first % size)
         for place in range(kept, min(len(table), end // block * block // size)):
             if table[place] != HOLE:
                 self._poison(table[place])
                 self._free.insert(0, table[place])
                 table[place] = HOLE
 
-    def _poison(self, page: int) -> None:
+    def _poison(self, page: int, first: int = 0) -> None:
         size = self.geometry.near_page
         for plane in self._near.values():
-            plane[page * size : (page + 1) * size] = NAN
+            plane[page * size + first : (page + 1) * size] = NAN
 
 
 def near_batch(
@@ -196,14 +202,14 @@ def run_near_layer(
 
 
 def hidden_slots(geometry: NearGeometry, batch: Batch, layer: int) -> list[int]:
-    """Slots of codes that no row of the step sees: of the last own block, and of the first block without a window."""
+    """Slots of codes that no row of the step sees: of the last own block, and of the first tokens without a window."""
     if geometry.specs[layer].near is None:
         return []
     slots, size, block = [], geometry.page_tokens, geometry.block_tokens
     for sequence in batch.sequences:
         hidden = set(range((sequence.end - 1) // block * block, sequence.end))
         if geometry.windows[layer] is None:
-            hidden |= set(range(min(block, sequence.end)))
+            hidden |= set(range(min(geometry.first_tokens, sequence.end)))
         slots += [sequence.tables[0][i // size] * size + i % size for i in sorted(hidden)]
     return slots
 
@@ -267,7 +273,7 @@ def exact_near(
     own = position // geometry.block_tokens * geometry.block_tokens
     is_near = position >= own.unsqueeze(1)
     if window is None:
-        is_near |= position < geometry.block_tokens
+        is_near |= position < geometry.first_tokens
     return mixed_attention(geometry, layer, own_q, (code_k.double() + rotated_bias, code_v), (near_k, near_v), is_near)
 
 

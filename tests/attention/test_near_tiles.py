@@ -29,7 +29,7 @@ def kind_of(case: ListCase) -> TileKind:
     return TileKind(case.num_heads, case.num_kv_heads, 4, 4)
 
 
-def lists_of(case: ListCase, block: int) -> TileScheduler:
+def lists_of(case: ListCase, block: int, first: int = 16) -> TileScheduler:
     """With the geometry of the kernel of 4 bits."""
     kind, bounds = kind_of(case), case.bounds
     room = ListRoom(
@@ -41,13 +41,13 @@ def lists_of(case: ListCase, block: int) -> TileScheduler:
     )
     geometry = quantized_geometry(case.num_heads, case.num_kv_heads, 4, 4)
     machine = Machine(case.num_sms, case.batch_invariant, CPU)
-    near = NearTokens(block, keeps_first=case.window is None)
+    near = NearTokens(block, first if case.window is None else 0)
     return TileScheduler(geometry, case.num_kv_heads, case.window, room, machine, near)
 
 
-def ranges_of(case: ListCase, block: int, batch: Batch, captured: bool = False) -> Ranges:
+def ranges_of(case: ListCase, block: int, batch: Batch, captured: bool = False, first: int = 16) -> Ranges:
     """Fill the lists, and check everything that kernels and the merge rely on."""
-    work = lists_of(case, block).fill(StepRows.of(batch.sequences, batch.num_rows), captured)
+    work = lists_of(case, block, first).fill(StepRows.of(batch.sequences, batch.num_rows), captured)
     assert work.near is not None
     assert work.near.rows_T2 is work.rows_T2
     assert not work.near.has_merge
@@ -63,7 +63,9 @@ def ranges_of(case: ListCase, block: int, batch: Batch, captured: bool = False) 
     for name, list_work in (("codes", work), ("near", work.near)):
         for tile, most in tiles_of(case, list_work, name):
             assert 1 <= tile["num_rows"] <= most, f"{tile=} has more than {most} rows"
-            assert tile["low"] % 64 == 0, f"{tile=} does not begin with a block of tokens"
+            is_first = name == "codes" and case.window is None and tile["low"] == first
+            assert tile["low"] % 64 == 0 or is_first, f"{tile=} does not begin with a block of tokens"
+            assert name == "near" or tile["high"] % 64 == 0, f"{tile=} does not end with a block of tokens"
             assert tile["first_partial"] >= 0, f"{tile=} writes to the output"
             for i in range(tile["num_rows"]):
                 row, place = tile["row"] + i, tile["first_partial"] + i * tile["num_splits"]
@@ -99,7 +101,7 @@ def tiles_of(case: ListCase, work: TileWork, name: str) -> list[tuple[dict[str, 
     return [(dict(zip(TILE_FIELDS, tile, strict=True)), most[index >= num_small]) for index, tile in enumerate(used)]
 
 
-def check_tokens(case: ListCase, block: int, batch: Batch, ranges: Ranges) -> None:
+def check_tokens(case: ListCase, block: int, batch: Batch, ranges: Ranges, first_tokens: int = 16) -> None:
     """Tokens of both kinds against the rule; windows hide what a range has before them."""
     for sequence in batch.sequences:
         for i in range(sequence.num_rows):
@@ -107,9 +109,9 @@ def check_tokens(case: ListCase, block: int, batch: Batch, ranges: Ranges) -> No
             own, first = position // block * block, max(0, position - (case.window or MILLION) + 1)
             assert near[0][0] == own, f"{near=} at {position=}"
             assert position < near[0][1] <= own + block, f"{near=} at {position=}"
-            low = block if case.window is None else first
+            low = first_tokens if case.window is None else first
             if case.window is None:
-                assert near[1:] == [(0, block if own else 0)], f"{near=} at {position=}"
+                assert near[1:] == [(0, first_tokens if own else 0)], f"{near=} at {position=}"
             else:
                 assert near[1:] == ([] if codes else [(0, 0)]), f"{near=} at {position=}"
             if low < own:
@@ -147,7 +149,9 @@ def cases(draw):
         start = draw(st.one_of(st.integers(0, longest), st.just(longest), st.integers(0, min(longest, 300))))
         rows.append((start, count, draw(st.booleans())))
         left -= count
-    return case, draw(st.sampled_from([64, 128])), rows, draw(st.integers(0, min(left, 8)))
+    block = draw(st.sampled_from([64, 128]))
+    first = draw(st.sampled_from([1, 16, 16, 63, 64, block - 28, block]))
+    return case, (block, first), rows, draw(st.integers(0, min(left, 8)))
 
 
 FULL = ListCase(3, 3, None, 1000, StepBounds(8, 16, 16), quantized=True)
@@ -155,25 +159,26 @@ FULL = ListCase(3, 3, None, 1000, StepBounds(8, 16, 16), quantized=True)
 
 @hypothesis_settings(max_examples=80)
 @given(made=cases(), captured=st.booleans())
-@example(made=(FULL, 64, 8 * [(63, 2, True)], 0), captured=False)
-@example(made=(replace(FULL, window=5), 64, 8 * [(63, 2, False)], 0), captured=True)
+@example(made=(FULL, (64, 16), 8 * [(63, 2, True)], 0), captured=False)
+@example(made=(replace(FULL, window=5), (64, 16), 8 * [(63, 2, False)], 0), captured=True)
 def test_near_tiles_cover_each_visible_token_once(made, captured):
-    case, block, rows, num_padding = made
+    case, (block, first), rows, num_padding = made
     batch = dummy_batch(rows, num_padding)
-    check_tokens(case, block, batch, ranges_of(case, block, batch, captured))
+    check_tokens(case, block, batch, ranges_of(case, block, batch, captured, first), first)
 
 
 @hypothesis_settings(max_examples=25)
 @given(made=cases(), num_sms=st.sampled_from([1, 132]))
 def test_near_tiles_batch_invariant_split_by_own_position(made, num_sms):
-    case, block, rows, num_padding = made
+    case, (block, first), rows, num_padding = made
     case = replace(case, batch_invariant=True, num_sms=num_sms, window=None)
-    together = ranges_of(case, block, dummy_batch(rows, num_padding))
+    together = ranges_of(case, block, dummy_batch(rows, num_padding), first=first)
     row = 0
     for start, count, is_prompt in rows:
         for i in sorted({0, count // 2, count - 1}):
             kinds = is_prompt or count > quantized_geometry(case.num_heads, case.num_kv_heads, 4, 4).small_rows
-            codes, near = ranges_of(replace(case, num_sms=40), block, dummy_batch([(start + i, 1, kinds)]))[0]
+            alone = dummy_batch([(start + i, 1, kinds)])
+            codes, near = ranges_of(replace(case, num_sms=40), block, alone, first=first)[0]
             assert together[row + i][0] == codes, f"codes at {start + i}"
             assert [low for low, _ in together[row + i][1]] == [low for low, _ in near], f"near at {start + i}"
         row += count
@@ -210,8 +215,21 @@ def test_near_lists_lie_where_the_first_ones_lay():
         assert one.data_ptr() % 16 == 0 or one.numel() == 0
 
 
-@for_each("window, keeps_first, block", [(5, True, 64), (None, True, 32), (None, True, 96)])
-def test_near_lists_refuse_rules_that_tiles_cannot_keep(window, keeps_first, block):
+def test_near_tiles_of_a_split_context_by_hand():
+    """Only the first split begins inside a block of tokens."""
+    case = replace(CASE, num_heads=4, num_kv_heads=1, num_sms=1)
+    ranges = ranges_of(case, 64, dummy_batch([(650, 1), (70, 1), (9, 1)]))
+    codes, near = ranges[0]
+    assert len(codes) > 2
+    assert codes[0][0] == 16
+    assert all(low % 64 == 0 for low, _ in codes[1:])
+    assert near == [(640, 651), (0, 16)]
+    assert ranges[1] == ([(16, 64)], [(64, 71), (0, 16)])
+    assert ranges[2] == ([], [(0, 10), (0, 0)])
+
+
+@for_each("window, first, block", [(5, 16, 64), (None, 16, 32), (None, 16, 96), (None, 65, 64), (None, -1, 64)])
+def test_near_lists_refuse_rules_that_tiles_cannot_keep(window, first, block):
     room, machine = CASE.room, Machine(1, False, CPU)
     with pytest.raises(AssertionError, match="near="):
-        TileScheduler(CASE.geometry, 8, window, room, machine, NearTokens(block, keeps_first))
+        TileScheduler(CASE.geometry, 8, window, room, machine, NearTokens(block, first))

@@ -18,14 +18,14 @@ def test_cache_group_window_bound_holds_at_any_step_start(page_tokens: int, wind
     assert max(pages) + 1 == group.pages_for(start + n)
 
 
-@given(st.integers(1, 8), st.integers(1, 6), st.booleans(), st.integers(0, 200), st.integers(1, 30), st.integers(0, 12))
+@given(st.integers(1, 8), st.integers(1, 6), st.data(), st.integers(0, 200), st.integers(1, 30), st.integers(0, 12))
 def test_cache_group_of_blocks_holds_what_its_tokens_see(
-    page_tokens: int, num_pages: int, keeps: bool, start: int, n: int, num_more: int
+    page_tokens: int, num_pages: int, data: st.DataObject, start: int, n: int, num_more: int
 ) -> None:
-    """A token sees its own block up to itself, and the first one if that is kept; all else is passed for good."""
-    window = page_tokens * num_pages
-    group = CacheGroup("near", page_tokens, window, is_blocked=True, kept_pages=num_pages * keeps)
-    first = range(window if keeps else 0)
+    """A token sees its own block up to itself, and the first pages that are kept; all else is passed for good."""
+    window, kept_pages = page_tokens * num_pages, data.draw(st.integers(0, num_pages))
+    group = CacheGroup("near", page_tokens, window, is_blocked=True, kept_pages=kept_pages)
+    first = range(page_tokens * kept_pages)
     seen = {p for row in range(start, start + n) for p in (*range(row // window * window, row + 1), *first) if p <= row}
     pages = {position // page_tokens for position in seen}
     assert {place for place in range(group.pages_for(start + n)) if place not in group.passed(start)} == pages
@@ -42,12 +42,18 @@ def test_cache_group_of_blocks_bound_is_reached() -> None:
     assert (group.most_held(1), group.most_held(2), group.most_pages(1000, 17)) == (8, 9, 12)
     assert (group.num_held(8, 31), group.num_held(13, 31)) == (8, 13)
     assert [list(group.passed(start)) for start in (0, 15, 16, 31, 32)] == [[], [], [], [], [4, 5, 6, 7]]
+    part = CacheGroup("near", 4, 16, is_blocked=True, kept_pages=1)
+    assert (part.most_held(1), part.most_held(2), part.most_pages(1000, 17)) == (5, 6, 9)
+    assert [list(part.passed(start)) for start in (0, 15, 16, 31, 32)] == [[], [], [1, 2, 3], [1, 2, 3], [*range(1, 8)]]
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.sampled_from(["whole", "window", "near", "kept"]), st.data())
 def test_cache_group_fork_copies_what_it_sees_and_does_not_share(page_tokens, num_pages, kind, data) -> None:
     window, block = page_tokens * num_pages, page_tokens * num_pages * 2
-    blocks = {"is_blocked": kind in ("near", "kept"), "kept_pages": num_pages if kind == "kept" else 0}
+    blocks = {
+        "is_blocked": kind in ("near", "kept"),
+        "kept_pages": data.draw(st.integers(0, num_pages)) if kind == "kept" else 0,
+    }
     group = CacheGroup(kind, page_tokens, None if kind == "whole" else window, **blocks)
     num_tokens = data.draw(st.integers(1, 4 * block))
     num_shared = data.draw(st.integers(0, (num_tokens - 1) // block)) * block
@@ -61,7 +67,8 @@ def test_cache_group_fork_copies_what_it_sees_and_does_not_share(page_tokens, nu
     [
         {"window": None, "is_blocked": True},
         {"window": 10, "is_blocked": True},
-        {"window": 16, "is_blocked": True, "kept_pages": 3},
+        {"window": 16, "is_blocked": True, "kept_pages": 5},
+        {"window": 16, "is_blocked": True, "kept_pages": -1},
         {"window": 16, "kept_pages": 4},
     ],
 )

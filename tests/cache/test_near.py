@@ -7,6 +7,7 @@ import torch
 
 from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.groups import CacheGroup
+from holdfast.cache.near import FIRST_TOKENS
 from holdfast.cache.spec import CacheSpec, mixed_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.memory.ledger import Ledger
@@ -22,8 +23,8 @@ def near_spec(
 ) -> CacheSpec:
     spec = mixed_cache([KV_FORMATS[name] for name in formats], HEADS, DIM, page_tokens, windows, 10_000)
     layers = [layer for layer, name in enumerate(formats) if KV_FORMATS[name].is_quantized]
-    keeps_first = any(not windows or windows[layer] is None for layer in layers)
-    found = spec.with_near(layers, block, keeps_first, dtype)
+    first_tokens = FIRST_TOKENS if any(not windows or windows[layer] is None for layer in layers) else 0
+    found = spec.with_near(layers, block, first_tokens, dtype)
     assert found is not None
     return found
 
@@ -50,7 +51,7 @@ def test_near_page_has_the_tokens_that_fit_a_page(formats, windows, dtype, token
     spec = near_spec(formats, windows, dtype=dtype)
     without = mixed_cache([KV_FORMATS[name] for name in formats], HEADS, DIM, 64, windows, 10_000)
     group = spec.cache_groups()[-1]
-    assert group == CacheGroup("near", tokens, 64, is_blocked=True, kept_pages=64 // tokens)
+    assert group == CacheGroup("near", tokens, 64, is_blocked=True, kept_pages=-(-16 // tokens))
     assert spec.cache_groups()[:-1] == without.cache_groups()
     assert spec.bytes_per_page == without.bytes_per_page, "near pages lie over the others"
     num_layers = sum(KV_FORMATS[name].is_quantized for name in formats)
@@ -96,12 +97,19 @@ def test_near_page_copies_with_its_page() -> None:
     assert (plane[target] == 7).all()
 
 
+@pytest.mark.parametrize(("first_tokens", "kept"), [(0, 0), (1, 1), (16, 1), (17, 2), (33, 3), (64, 4)])
+def test_near_group_keeps_the_pages_of_the_first_tokens(first_tokens: int, kept: int) -> None:
+    spec = mixed_cache([NARROW] * 3, HEADS, DIM, 64).with_near(range(3), 64, first_tokens, "bfloat16")
+    assert spec is not None
+    assert spec.cache_groups()[-1] == CacheGroup("near", 16, 64, is_blocked=True, kept_pages=kept)
+
+
 def test_near_page_too_small_for_a_token_is_none() -> None:
     spec = mixed_cache([NARROW] * 2, HEADS, DIM, page_tokens=2)
-    assert spec.with_near([0, 1], 64, True, "bfloat16") is None
+    assert spec.with_near([0, 1], 64, 16, "bfloat16") is None
 
 
-def test_near_group_keeps_no_first_block_behind_windows() -> None:
+def test_near_group_keeps_no_first_tokens_behind_windows() -> None:
     spec = near_spec(["turboquant_4bit_nc"] * 2, (100, 100))
     assert spec.cache_groups()[-1].kept_pages == 0
     assert near_spec(["turboquant_4bit_nc", "bfloat16"], (100, None)).cache_groups()[-1].kept_pages == 0

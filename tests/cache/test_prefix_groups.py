@@ -1,5 +1,7 @@
 """PrefixCache with several groups: what every group can serve, holes and how they are filled, eviction, links and their bound."""
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.cache.groups import HOLE, CacheGroup, by_position
@@ -206,17 +208,18 @@ def test_hit_needs_every_page_that_its_window_sees(page_tokens: int, window: int
         assert bench.match(tokens).num_tokens == max(served)
 
 
-def test_prefix_hit_restores_kept_pages_and_no_other_near_page() -> None:
-    bench = Bench(WHOLE, NEAR)
+@pytest.mark.parametrize("kept", [1, 2])
+def test_prefix_hit_restores_kept_pages_and_no_other_near_page(kept: int) -> None:
+    bench = Bench(WHOLE, replace(NEAR, kept_pages=kept))
     tokens = list(range(18))
     _, tables = bench.compute(tokens, step=5)
     for num_tokens in (5, 9, 17, 18):
         hit = bench.match(tokens[:num_tokens])
         num_pages = hit.num_tokens // 2
         assert hit.num_tokens == num_tokens // 4 * 4
-        assert hit.tables[1] == (*tables[1][:2], *[HOLE] * (num_pages - 2))
+        assert hit.tables[1] == (*tables[1][:kept], *[HOLE] * (num_pages - min(kept, num_pages)))
     registered = {page for entry in bench.match(tokens).entries for page in entry.slots if page != HOLE}
-    assert registered == {*tables[0][:4], *tables[1][:2]}, "pages of later blocks are not kept for anyone"
+    assert registered == {*tables[0][:4], *tables[1][:kept]}, "other pages are not kept for anyone"
 
 
 @pytest.mark.parametrize("place", [0, 1])

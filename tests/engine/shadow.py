@@ -63,7 +63,7 @@ class ShadowGroup:
         if own.window is None:
             return every
         span = own.window - 1 + min(budget, num_tokens)
-        if own.is_blocked:  # from the first page of a block on, beside the first block
+        if own.is_blocked:  # from the first page of a block on, beside the kept pages
             return min(every, -(-span // own.page_tokens) + own.kept_pages)
         for first in range(own.page_tokens):  # wherever on a page the window begins
             most = max(most, (first + span - 1) // own.page_tokens + 1)

@@ -262,13 +262,13 @@ def random_groups(rng: Random, page: int, context: int) -> tuple[ShadowGroup, ..
 
 
 def near_groups(rng: Random, page: int) -> tuple[ShadowGroup, ...]:
-    """Whole contexts, windows or both; and behind them blocks of their own pages, the first of which may be kept."""
+    """Whole contexts, windows or both; and behind them blocks of their own pages, of which the first may be kept."""
     kinds, shadows = rng.choice(("h", "h", "hw", "w")), list[ShadowGroup]()
     for kind in kinds:
         window = rng.choice((1, page + 1, 3 * page)) if kind == "w" else None
         shadows.append(ShadowGroup(CacheGroup(f"codes ({kind})", page, window)))
     page_tokens, num_pages = rng.choice((1, 1, 2, 4)), rng.choice((1, 2, 4))
-    kept_pages = num_pages if "h" in kinds else rng.choice((0, num_pages))
+    kept_pages = rng.randint(1, num_pages) if "h" in kinds else rng.randint(0, num_pages)
     near = CacheGroup("near", page_tokens, num_pages * page_tokens, is_blocked=True, kept_pages=kept_pages)
     return (*shadows, ShadowGroup(near))
 

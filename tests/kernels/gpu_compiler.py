@@ -346,6 +346,7 @@ def quantized_attention_of(
     page_tokens: int = 64,
     with_sinks: bool = False,
     softcap: float | None = None,
+    first_tokens: int = 0,
 ) -> None:
     """Attention to quantized pages, and the merge."""
     planes = planes_of(dtype, *bits, head_dim, page_tokens=page_tokens)
@@ -356,7 +357,7 @@ def quantized_attention_of(
     sinks, out = torch.empty(2 * group) if with_sinks else None, q.view(16, -1)
     scoring = Scoring(0.1, window, sinks, softcap)
     call = tiled_attention.TileCall(q, numbers, work, scoring, partial, partial, out, 132)
-    quantized_attention.quantized_attention(call, planes)
+    quantized_attention.quantized_attention(call, planes, first_tokens)
 
 
 def experts_of(
@@ -860,6 +861,11 @@ CASES: dict[str, Callable[[], None]] = {
     "quantized 4/4 D128": lambda: quantized_attention_of(BF16, (4, 4), 8, 128),
     "quantized 3/4 D128, small tiles": lambda: quantized_attention_of(BF16, (3, 4), 1, 128, large=False),
     "quantized 3/3 D128, window": lambda: quantized_attention_of(BF16, (3, 3), 8, 128, window=4096),
+    "quantized 4/4 D128, first tokens": lambda: quantized_attention_of(BF16, (4, 4), 8, 128, first_tokens=16),
+    "quantized 3/3 D64, first tokens": lambda: quantized_attention_of(
+        FP16, (3, 3), 3, 64, page_tokens=16, first_tokens=16
+    ),
+    "quantized 8/8 D128, first tokens": lambda: quantized_attention_of(BF16, (8, 8), 1, 128, first_tokens=16),
     "quantized 4/4 D64": lambda: quantized_attention_of(FP16, (4, 4), 7, 64, page_tokens=16),
     "quantized 3/3 D64 in float32": lambda: quantized_attention_of(torch.float32, (3, 3), 16, 64, large=False),
     "quantized 3/3 D64, small tiles": lambda: quantized_attention_of(FP16, (3, 3), 16, 64, large=False),

@@ -40,17 +40,17 @@ def test_near_pages_of_qwen3_8b_by_hand() -> None:
     options = {"max_model_len": 4096, "max_num_batched_tokens": 2048, "max_num_seqs": 8, **NARROW}
     plan = fit_runner(plan_request("Qwen3-8B", H200, kv_near_tokens=64, **options))
     without = fit_runner(plan_request("Qwen3-8B", H200, **options))
-    assert near_of(plan) == [NearSpec(64, 1, 16, True)] * 36
+    assert near_of(plan) == [NearSpec(64, 1, 16, 16)] * 36
     page_bytes = 36 * 2 * 8 * 64 * (64 + 2)
     assert plan.memory.page_bytes == without.memory.page_bytes == page_bytes
-    # Own block and step, beside the first block; codes of the longest context.
-    prompt_pages = -(-(63 + 2048) // 16) + 4
+    # Own block and step, beside the first tokens; codes of the longest context.
+    prompt_pages = -(-(63 + 2048) // 16) + 1
     assert [(one.name, one.prompt_pages, one.decode_pages) for one in plan.groups] == [
         ("whole context", 64, 64),
-        ("near", prompt_pages, 8),
+        ("near", prompt_pages, 5),
     ]
     assert plan.memory.num_pages == 8 * (64 + prompt_pages)
-    assert plan.max_concurrency == plan.memory.num_pages / 72
+    assert plan.max_concurrency == plan.memory.num_pages / 69
     assert plan.groups[1].padding_bytes == page_bytes - 36 * 2 * 16 * 8 * 128 * 2
     more = {owner: num_bytes - terms_of(without).get(owner, 0) for owner, num_bytes in terms_of(plan).items()}
     inputs = {owner: num_bytes for owner, num_bytes in more.items() if owner.startswith("inputs/") and num_bytes}
@@ -59,12 +59,13 @@ def test_near_pages_of_qwen3_8b_by_hand() -> None:
         "inputs/page_table.1": 4 * 8 * (4096 // 16),
         "inputs/page_updates.1": terms_of(without)["inputs/page_updates"],
     }
-    num_bytes = 8 * page_bytes / 2**20
+    num_bytes = 5 * page_bytes / 2**20
+    which = "the first 16 tokens and the newest block of 64 tokens"
     assert reason(plan) == (
         "64",
-        f"given: the first and the newest 64 tokens stay in bfloat16 too, which takes up to {num_bytes:.2f} MiB a sequence",
+        f"given: {which} stay in bfloat16 too, which takes up to {num_bytes:.2f} MiB a sequence",
     )
-    assert "the first and newest 64 tokens in bfloat16 too" in plan.kv_note()
+    assert f"{which} in bfloat16 too" in plan.kv_note()
 
 
 CASES = [
@@ -89,15 +90,51 @@ def test_storage_takes_the_planned_bytes_of_near_pages(name, options, groups) ->
         assert (near is not None) == spec.cache.format.is_quantized
         if near is not None:
             assert plan.cache_groups[near.group].page_tokens == near.page_tokens
-            assert near.keeps_first == (spec.window is None)
+            assert near.first_tokens == (16 if spec.window is None else 0)
             assert storage.plane(layer, "near_v").shape[1:] == (spec.cache.num_kv_heads, spec.cache.head_dim)
 
 
-def test_near_tokens_of_windowed_layers_keep_no_first_block() -> None:
+def test_near_tokens_of_windowed_layers_keep_no_first_tokens() -> None:
     plan = fit_runner(plan_request("gpt-oss-20b", H200, kv_near_tokens=128, **SMALL, **NARROW))
-    assert [None if near is None else near.keeps_first for near in near_of(plan)] == [False, True] * 12
+    assert [None if near is None else near.first_tokens for near in near_of(plan)] == [0, 16] * 12
     near = plan.cache_groups[-1]
-    assert near.kept_pages * near.page_tokens == near.window == 128, "the layers without windows keep theirs"
+    assert near.window == 128
+    assert near.kept_pages == -(-16 // near.page_tokens) > 0, "the layers without windows keep theirs"
+
+
+WIDE = {"kv_cache_dtype": "turboquant_4bit_nc"}
+
+
+@pytest.mark.parametrize(
+    ("options", "num_protected"),
+    [
+        ({}, 0),
+        ({"kv_near_tokens": 0}, 4),
+        ({"kv_protected_layers": 2}, 2),
+        ({"kv_protected_layers": "0,35"}, 2),
+        ({"kv_protected_layers": 0}, 0),
+        ({"kv_protected_dtype": "bfloat16"}, 4),
+        ({"kv_protected_dtype": "turboquant_k8v4", "kv_protected_layers": 1}, 1),
+    ],
+    ids=str,
+)
+def test_near_tokens_protect_no_layer_unless_asked(options, num_protected) -> None:
+    plan = fit_runner(plan_request("Qwen3-8B", H200, **{"kv_near_tokens": 64} | SMALL | WIDE | options))
+    assert len(plan.resolved.protected.layers) == num_protected
+    reasons = {choice.name: (choice.value, choice.reason) for choice in plan.resolved.choices}
+    is_left_out = not options
+    assert ("kv_near_tokens lowers the error more" in reasons.get("kv_protected_layers", ("", ""))[1]) == is_left_out
+    if is_left_out:
+        assert reasons["kv_protected_layers"][0] == "0"
+        near = plan.cache_groups[-1]
+        mixed = fit_runner(plan_request("Qwen3-8B", H200, kv_near_tokens=64, kv_protected_layers=4, **SMALL, **WIDE))
+        assert (near.page_tokens, mixed.cache_groups[-1].page_tokens) == (16, 8), "mixed pages hold half as many"
+        assert "protected" not in plan.kv_note()
+
+
+def test_near_tokens_beside_plain_pages_leave_protection_as_it_is() -> None:
+    near, plain = (resolve(plan_request("Qwen3-8B", H200, kv_near_tokens=value)) for value in (64, 0))
+    assert near.protected == plain.protected
 
 
 def test_near_tokens_off_are_the_plan_without_the_option() -> None:

@@ -10,8 +10,10 @@ tokens in order, and blocks that only other rows of its tile see add nothing to 
 With near pages (families/grouped/spec.py) a row has two kinds of tiles: over codes, and over the tokens that it sees exact.
 Rows of a tile share their own block, so blocks of rows end at multiples of it. All tiles of a row write partials:
 
-    row      own block | first block, or nothing | codes, split as usual, if it sees any
-    partial      0                 1                2, 3, ...          with a window and codes, codes begin at 1
+    row      own block | first tokens, or nothing | codes, split as usual, if it sees any
+    partial      0                  1               2, 3, ...          with a window and codes, codes begin at 1
+
+Splits of codes begin with a block of tokens. Where the first tokens end inside one, only the first split begins there.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,8 +93,8 @@ class NearTokens(NamedTuple):
 
     block_tokens: int
     """Rows see their own block of this many tokens exact."""
-    keeps_first: bool
-    """Rows see the first block exact too; never with a window."""
+    first_tokens: int
+    """Rows see so many tokens at the start exact too; 0 with a window."""
 
 
 class ListRoom(NamedTuple):
@@ -128,7 +130,8 @@ class TileScheduler:
     ) -> None:
         if near is not None:
             assert near.block_tokens % geometry.block_tokens == 0, f"{near=} is not whole blocks of {geometry=}"
-            assert window is None or not near.keeps_first, f"{near=}: a window of {window} hides the first block"
+            assert window is None or not near.first_tokens, f"{near=}: a window of {window} hides the first tokens"
+            assert 0 <= near.first_tokens <= near.block_tokens, f"{near=}: the first tokens are at most a block"
         self._geometry = geometry
         self._num_kv_heads = num_kv_heads
         self._window = window
@@ -242,7 +245,8 @@ class TileScheduler:
         if self._near is None:
             return Blocks(columns_4B, low_B, position_B + columns_4B[2])
         own_B = position_B // self._near.block_tokens * self._near.block_tokens
-        low_B = np.maximum(low_B, self._near.block_tokens) if self._near.keeps_first else low_B
+        # Here splits begin with a block of tokens; `_write` moves the first to the end of the first tokens.
+        low_B = np.maximum(low_B, self._near.first_tokens // block_tokens * block_tokens)
         return Blocks(columns_4B, np.minimum(low_B, own_B), own_B)
 
     def _split(self, blocks: Blocks, find: Callable[[Blocks], Splits]) -> Splits:
@@ -336,7 +340,7 @@ class TileScheduler:
         count_B, total_B, num_near_B = splits.count_B, splits.count_B, np.zeros(0, dtype=np.int64)
         if self._near is not None:
             # A merge leaves out rows of one partial, so a row with its own block alone has an empty tile beside it.
-            num_near_B = np.where((count_B == 0) | self._near.keeps_first, 2, 1)
+            num_near_B = np.where((count_B == 0) | (self._near.first_tokens > 0), 2, 1)
             total_B = count_B + num_near_B
         is_split_B = total_B > 1
         num_partials_B = blocks.columns_4B[2] * total_B * is_split_B
@@ -354,6 +358,8 @@ class TileScheduler:
             tiles_8B[4] += split_X * tokens_X
             tiles_8B[5] = np.minimum(tiles_8B[5], tiles_8B[4] + tokens_X)
             tiles_8B[6] += split_X
+        if self._near is not None:
+            tiles_8B[4] = np.maximum(tiles_8B[4], self._near.first_tokens)
         num_tiles = tiles_8B.shape[1]
         self._host_tiles_X8[first_tile : first_tile + num_tiles] = tiles_8B.T
         self._write_rows(blocks.columns_4B[1], blocks.columns_4B[2], first_partial_B, total_B)
@@ -379,13 +385,12 @@ class TileScheduler:
 
 
 def _near_tiles(tiles_8B: np.ndarray, num_near_B: np.ndarray, near: NearTokens) -> list[np.ndarray]:
-    """Return tiles [X, 8] over own blocks, and over the first block or nothing."""
+    """Return tiles [X, 8] over own blocks, and over the first tokens or nothing."""
     position_B, num_rows_B = tiles_8B[3], tiles_8B[2]
     own_8B, second_8B = tiles_8B.copy(), tiles_8B[:, num_near_B == 2]
     own_8B[4] = position_B // near.block_tokens * near.block_tokens
     own_8B[5] = position_B + num_rows_B
-    is_behind_B = near.keeps_first & (second_8B[3] >= near.block_tokens)
-    second_8B[4], second_8B[5] = 0, np.where(is_behind_B, near.block_tokens, 0)
+    second_8B[4], second_8B[5] = 0, np.where(second_8B[3] >= near.block_tokens, near.first_tokens, 0)
     second_8B[6] += 1
     return [own_8B.T, second_8B.T]
 

@@ -5,7 +5,7 @@ One pool of pages of equal bytes serves all groups. Each group has its own numbe
     whole     [ page 0 | page 1 | ... | page k-1 ]     page i holds tokens [i * page_tokens, (i + 1) * page_tokens)
     window    [ HOLE   | HOLE   | ... | page k-1 ]     pages that no later token sees are given back
     entries   [ page 0 | page 1 | ... | page k-1 ]     a row of a page stands for `tokens_per_row` tokens
-    near      [ page 0 | HOLE   | ... | page k-1 ]     the first block of tokens and the newest one stay
+    near      [ page 0 | HOLE   | ... | page k-1 ]     the first tokens and the newest block stay
     state     [ page 0 .. state_pages - 1 ]            one state per sequence, whatever its length
 
 A token at position p sees, in a group with a window of W tokens, positions [p - W + 1, p]. So a step over positions
@@ -61,7 +61,9 @@ class CacheGroup:
             f"{self.name}: {self.window=} is not whole pages of {self.page_tokens}"
         )
         assert self.tokens_per_row == 1, f"{self.name} has blocks, and rows of {self.tokens_per_row} tokens"
-        assert self.kept_pages in (0, self.window // self.page_tokens), f"{self.name} has {self.kept_pages=}"
+        assert 0 <= self.kept_pages <= self.window // self.page_tokens, (
+            f"{self.name} has {self.kept_pages=} and a block of {self.window // self.page_tokens}"
+        )
 
     @property
     def is_state(self) -> bool:

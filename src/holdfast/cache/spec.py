@@ -252,17 +252,17 @@ class CacheSpec:
             for group in self.groups
         )
 
-    def with_near(self, layers: Sequence[int], block_tokens: int, keeps_first: bool, dtype: str) -> "CacheSpec | None":
+    def with_near(self, layers: Sequence[int], block_tokens: int, first_tokens: int, dtype: str) -> "CacheSpec | None":
         """Return the spec with near pages of these layers; None if a page is too small for one near token.
 
         A near page has as many tokens as fit in the bytes of a page.
         """
-        group = LayerGroup(block_tokens, tuple(layers), near=NearRows(block_tokens, 1, keeps_first, dtype))
+        group = LayerGroup(block_tokens, tuple(layers), near=NearRows(block_tokens, 1, first_tokens, dtype))
         row = self._near_row_bytes(group)
         tokens = most_near_tokens(self.columns, self.page_tokens, row, len(layers), block_tokens)
         if not tokens:
             return None
-        own = NearRows(block_tokens, tokens, keeps_first, dtype)
+        own = NearRows(block_tokens, tokens, first_tokens, dtype)
         return replace(self, groups=(*self.groups, replace(group, near=own)))
 
     def for_stage(self, layers: range) -> "CacheSpec":
@@ -285,7 +285,7 @@ class CacheSpec:
 
 
 def _near_cache_group(near: NearRows) -> CacheGroup:
-    kept = near.block_tokens // near.page_tokens if near.keeps_first else 0
+    kept = -(-near.first_tokens // near.page_tokens)
     return CacheGroup(NEAR, near.page_tokens, near.block_tokens, is_blocked=True, kept_pages=kept)
 
 

@@ -159,7 +159,7 @@ class RunnerPlan:
             why = protected.reason.rpartition(": ")[2] or "given"
             parts.append(f"layers {numbers(protected.layers)} protected in {protected.format.name} ({why})")
         if self.resolved.near_tokens:
-            parts.append(f"the first and newest {self.resolved.near_tokens} tokens in {dtype} too")
+            parts.append(f"{self.resolved.near_which()} in {dtype} too")
         if any(spec.has_key_bias for spec in self.attention_specs):
             parts.append("keys stored without their bias")
         parts.append(f"answers can differ from {dtype} pages: holdfast eval kv measures how much")

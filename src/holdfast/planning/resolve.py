@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.compressed import StateKind, compressed_cache
 from holdfast.cache.groups import CacheGroup, block_tokens, tokens_again, unrewindable
+from holdfast.cache.near import FIRST_TOKENS
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache
 from holdfast.config import AUTO_EMBEDDINGS, NGRAM, EngineConfig, Limits, parse_layers, parse_speculative
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
@@ -47,6 +48,9 @@ SPECULATED_ROWS = 128
 MOST_PADDING = 0.05
 """Share of a cache group's page that protected layers may leave unused, unless the user chose them."""
 AGREED_CONTEXT = "what fits on every rank"
+NEAR_INSTEAD = (
+    "kv_near_tokens lowers the error more per byte, and pages of one format hold twice the near tokens of mixed ones"
+)
 
 
 class Choice(NamedTuple):
@@ -148,7 +152,7 @@ class Resolved:
     """Most draft tokens of a sequence in a step."""
     staging: Term | None = None
     near_tokens: int = 0
-    """Tokens of the first and of the newest block that are kept exact beside quantized pages; 0: none."""
+    """Tokens of the newest block, which is kept exact beside quantized pages, as the first tokens are; 0: none."""
 
     @property
     def mesh(self) -> Mesh:
@@ -192,10 +196,8 @@ class Resolved:
         if pages.cache.near is None:
             choice = Choice("kv_near_tokens", "0", f"{value} has no effect: no layer's pages are quantized")
             return replace(self, near_tokens=0, choices=self._with_choice(choice))
-        group = pages.groups[-1]
-        num_bytes = group.most_held(1) * pages.page_bytes
-        which = f"the first and the newest {value} tokens" if group.kept_pages else f"the newest {value} tokens"
-        reason = f"given: {which} stay in {self.dtype} too, which takes up to {format_bytes(num_bytes)} a sequence"
+        num_bytes = pages.groups[-1].most_held(1) * pages.page_bytes
+        reason = f"given: {self.near_which()} stay in {self.dtype} too, which takes up to {format_bytes(num_bytes)} a sequence"
         return replace(self, choices=self._with_choice(Choice("kv_near_tokens", str(value), reason)))
 
     def with_protected(self, protected: ProtectedLayers) -> "Resolved":
@@ -216,6 +218,12 @@ class Resolved:
     def all_layers(self) -> "Resolved":
         """This rank's share of the layers of all stages, which determine cache groups and the backend."""
         return self if self.mesh.layers is None else self.with_mesh(self.mesh.all_layers)
+
+    def near_which(self) -> str:
+        """Name the tokens that stay exact."""
+        pages, newest = self.pages(), f"the newest block of {self.near_tokens} tokens"
+        has_first = pages is not None and pages.groups[-1].kept_pages > 0
+        return f"the first {FIRST_TOKENS} tokens and {newest}" if has_first else newest
 
     @property
     def layers(self) -> range:
@@ -278,8 +286,8 @@ class Resolved:
         layers = [place for place, own in enumerate(cache.layers) if own.format.is_quantized]
         if not self.near_tokens or not layers:
             return cache
-        keeps_first = any(heads.windows[layer] is None for layer in layers)
-        found = cache.with_near(layers, self.near_tokens, keeps_first, self.dtype)
+        first_tokens = max(_first_tokens(heads.windows[layer]) for layer in layers)
+        found = cache.with_near(layers, self.near_tokens, first_tokens, self.dtype)
         if found is None:
             values = {"value": self.near_tokens, "page_tokens": self.limits.page_tokens, "dtype": self.dtype}
             raise ConfigError("plan.near_page_too_small", name="kv_near_tokens", **values)
@@ -291,8 +299,8 @@ class Resolved:
         near = None if pages is None else pages.cache.near
         if near is None or pages is None or not layer.format.is_quantized:
             return None
-        keeps_first = heads.windows[layer.layer] is None
-        return NearSpec(self.near_tokens, len(pages.groups) - 1, near.page_tokens, keeps_first)
+        first_tokens = _first_tokens(heads.windows[layer.layer])
+        return NearSpec(self.near_tokens, len(pages.groups) - 1, near.page_tokens, first_tokens)
 
     def sequence_pages(self, max_step_tokens: int) -> int:
         """Most pages of one sequence of the longest context, in steps of at most so many tokens."""
@@ -394,6 +402,11 @@ def _choose_near(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat
         choices.append(Choice("kv_near_tokens", "0", f"{value} has no effect: pages are not quantized"))
         return 0
     return value
+
+
+def _first_tokens(window: int | None) -> int:
+    """Return the tokens at the start that a layer with near pages sees exact."""
+    return FIRST_TOKENS if window is None else 0
 
 
 def choose_dtype(config: EngineConfig, checkpoint_dtype: str, kind: str) -> tuple[str, str]:
@@ -550,6 +563,8 @@ def choose_protected(config: EngineConfig, model: DeclaredModel, kv_format: KVFo
     if isinstance(given, tuple):
         return ProtectedLayers(given, _wider_format(config, model, kv_format, dtype))
     default = DEFAULT_PROTECTED_LAYERS.get(kv_format.name, 0)
+    if default and given is None and config.kv_near_tokens and not _sets_protection(config):
+        return ProtectedLayers((), kv_format, False, NEAR_INSTEAD)
     count = given if given is not None else min(default, num_layers // 2)
     if count == 0:
         reason = f"the default of {kv_format.name}" if default == 0 else f"half of {num_layers} layers is none"
@@ -570,6 +585,12 @@ def choose_protected(config: EngineConfig, model: DeclaredModel, kv_format: KVFo
             reason = f"{len(layers)} in {wider.name}, {why}, would leave {100 * padding:.0f}% of a cache group's pages unused"
             return none._replace(reason=reason)
     return found
+
+
+def _sets_protection(config: EngineConfig) -> bool:
+    """Return True if the user chose layers or their format."""
+    is_default = config.kv_protected_dtype == EngineConfig.kv_protected_dtype
+    return config.kv_protected_layers is not None or not is_default
 
 
 def _num_groups(config: EngineConfig, model: DeclaredModel, heads: HeadGeometry) -> int:

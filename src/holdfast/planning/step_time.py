@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, hypot, prod
 from typing import NamedTuple
 
+from holdfast.cache.near import FIRST_TOKENS
 from holdfast.distributed.mesh import Mesh
 from holdfast.memory.device_rates import Rates
 from holdfast.models.activations import fits_fused_decode, takes_fused_decode
@@ -312,10 +313,10 @@ def _list_reads(resolved: Resolved) -> tuple[KvRead, ...]:
 def _near_reads(
     resolved: Resolved, heads: HeadGeometry, counts: Mapping[tuple[KVFormat, int | None], int]
 ) -> Iterator[KvRead]:
-    """Yield what near tokens take beyond codes: the first block and, on average, half of a row's own."""
+    """Yield what near tokens take beyond codes: the first tokens and, on average, half of a row's own block."""
     for (kv_format, window), count in counts.items():
         if kv_format.is_quantized:
-            most = resolved.near_tokens // 2 + (resolved.near_tokens if window is None else 0)
+            most = resolved.near_tokens // 2 + (FIRST_TOKENS if window is None else 0)
             near_bytes = 2 * bytes_for(resolved.dtype, (heads.num_kv_heads, heads.head_dim))
             more_bytes = near_bytes - kv_format.bytes_per_token(heads.num_kv_heads, heads.head_dim)
             yield KvRead(count, more_bytes, KV_SHARE, most_rows=most)

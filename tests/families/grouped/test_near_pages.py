@@ -1,4 +1,4 @@
-"""Near pages beside quantized ones: every row sees its own block and the first one exact, and all else as codes."""
+"""Near pages beside quantized ones: every row sees its own block and the first tokens exact, and all else as codes."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -100,6 +100,24 @@ def test_torch_paged_near_page_sizes_are_exact(block_tokens, near_page, page_tok
     check_texts(geometry, TORCH, 100, [130, 300])
 
 
+FIRST = [
+    (64, 1, 16),
+    (64, 15, 8),
+    (64, 17, 16),
+    (64, 63, 16),
+    (64, 64, 16),
+    (128, 100, 32),
+    (128, 64, 4),
+    (128, 128, 16),
+]
+
+
+@for_each("block_tokens, first_tokens, near_page", FIRST)
+def test_torch_paged_near_first_tokens_are_exact(block_tokens, first_tokens, near_page):
+    geometry = replace(SMALL, block_tokens=block_tokens, first_tokens=first_tokens, near_page=near_page)
+    check_texts(geometry, TORCH, 90, [40, 200, 300])
+
+
 @for_each("num_heads, num_kv_heads, head_dim", [(1, 1, 16), (3, 1, 80), (8, 2, 48), (8, 1, 256)])
 def test_torch_paged_near_heads_are_exact(num_heads, num_kv_heads, head_dim):
     for kv_dtype in ("turboquant_k3v4_nc", "fp8"):
@@ -174,6 +192,21 @@ def test_triton_paged_near_windows_are_exact(device, window):
 def test_triton_paged_near_heads_and_pages_are_exact(device, num_heads, num_kv_heads, head_dim, page_tokens, near_page):
     geometry = NearGeometry(num_heads, num_kv_heads, head_dim, page_tokens, kv_dtype="turboquant_k3v4_nc")
     check_last_rows(on_triton(replace(geometry, near_page=near_page), device), [150, 70], [1, 3])
+
+
+@for_each("block_tokens, first_tokens, near_page", FIRST)
+def test_triton_paged_near_first_tokens_are_exact(device, block_tokens, first_tokens, near_page):
+    """Rows before and behind the first tokens, in the first block, in the second, and further on."""
+    geometry = replace(LARGE, head_dim=16, block_tokens=block_tokens, first_tokens=first_tokens, near_page=near_page)
+    geometry = replace(geometry, num_kv_heads=2, kv_dtype="turboquant_4bit_nc")
+    check_last_rows(on_triton(geometry, device), [first_tokens, 40, 150, 270], [1, 20, 12, 1], num_sms=2)
+
+
+@for_each("num_heads, num_kv_heads, head_dim", [(2, 2, 128), (3, 1, 64), (8, 1, 32)])
+@for_each("kv_dtype", ["fp8", "turboquant_3bit_nc"])
+def test_triton_paged_near_heads_behind_first_tokens_are_exact(device, num_heads, num_kv_heads, head_dim, kv_dtype):
+    geometry = NearGeometry(num_heads, num_kv_heads, head_dim, 64, kv_dtype=kv_dtype)
+    check_last_rows(on_triton(geometry, device), [100, 200], [1, 30])
 
 
 def test_triton_paged_near_contexts_are_split_over_codes(device):

@@ -146,7 +146,7 @@ def max_tiles(kind: TileKind, max_model_len: int, bounds: StepBounds, near: int 
 
 
 def max_near_tiles(kind: TileKind, bounds: StepBounds, near: int) -> int:
-    """Count the tiles over near pages: the own block of all rows of a tile, and the first block."""
+    """Count the tiles over near pages: the own block of all rows of a tile, and the first tokens."""
     return 2 * _row_blocks(kind, bounds, near)
 
 
@@ -166,8 +166,19 @@ def near_block(specs: Sequence[AttentionSpec]) -> int:
     return max(near, default=0)
 
 
+def near_first_tokens(specs: Sequence[AttentionSpec], window: int | None) -> int:
+    """Return the tokens at the start that rows of layers with this window see exact too; 0: none."""
+    first_tokens = {
+        spec.near.first_tokens
+        for spec in specs
+        if isinstance(spec, GroupedAttentionSpec) and spec.near is not None and spec.window == window
+    }
+    assert len(first_tokens) <= 1, f"{first_tokens=}: layers of one window share lists"
+    return max(first_tokens, default=0)
+
+
 def near_partials(specs: Sequence[AttentionSpec], bounds: StepBounds) -> int:
-    """Count the partials of rows that are not split over codes: of codes, of the own block and, without a window, the first."""
+    """Count the partials of rows that are not split over codes: of codes, of the own block and, without a window, of the first tokens."""
     if not near_block(specs):
         return 0
     return bounds.max_num_rows * (3 if any(spec.window is None for spec in specs) else 2)

@@ -273,7 +273,7 @@ class NearPlanes(NamedTuple):
 class QuantizedPages:
     """The planes of one layer. Attention reads all tokens as stored, those of the current step too.
 
-    With near planes it reads some tokens there instead: a row's own block, and perhaps the first one.
+    With near planes it reads some tokens there instead: a row's own block, and perhaps the first tokens.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class QuantizedPages:
 
     def attend_tiles(self, call: TileCall) -> None:
         """Attend with all rows of a step, on a GPU."""
-        quantized_attention(call, self.planes)
+        quantized_attention(call, self.planes, 0 if self._near is None else self._near.spec.first_tokens)
 
     def attend_near(self, call: TileCall, page_table_NP: torch.Tensor) -> None:
         """Attend with all rows of a step to near pages: partials, which the merge of `attend_tiles` takes."""

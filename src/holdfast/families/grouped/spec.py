@@ -16,8 +16,8 @@ class NearSpec(NamedTuple):
     """Cache group of these planes: their slots and their page table."""
     page_tokens: int
     """Tokens of a chunk of these planes, which kernels call a page."""
-    keeps_first: bool
-    """True if a row sees the tokens of the first block exact too; False in a layer with a window."""
+    first_tokens: int
+    """A row sees so many tokens at the start exact too; 0 in a layer with a window."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class NearPlan:
     codes: PagedRows | None
     """Tokens that some row sees as codes."""
     near: tuple[PagedRows, ...]
-    """Near rows from the first row's own block on; and those of the first block, if it lies before."""
+    """Near rows from the first row's own block on; and those of the first tokens, if they lie before."""
     own_blocks: tuple[tuple[int, tuple[Block, ...]], ...]
     """Position of an own block, and the blocks of rows in it; ascending."""
 
@@ -200,15 +200,15 @@ class TorchPagedAttention(GroupedBackend):
         return SequencePlan(located, tuple(block for rows in parts for _, block in self._blocks(rows, window, first)))
 
     def _plan_near(self, parts: Sequence[SequenceRows], window: int | None, group: int, near: NearSpec) -> NearPlan:
-        """Plan some or all rows of one sequence whose own blocks, and perhaps whose first block, are exact."""
+        """Plan some or all rows of one sequence whose own blocks, and perhaps whose first tokens, are exact."""
         size, start = near.block_tokens, min(rows.start for rows in parts)
         first = 0 if window is None else max(0, start - window + 1)
         end = max(rows.end for rows in parts)
         own, last_own = start // size * size, (end - 1) // size * size
         located = [self._locate_near(parts[0], max(first, own), end, near)]
-        if near.keeps_first and own > 0:
-            located.append(self._locate_near(parts[0], 0, size, near))
-        codes, first_code = None, size if near.keeps_first else first
+        if near.first_tokens and own > 0:
+            located.append(self._locate_near(parts[0], 0, near.first_tokens, near))
+        codes, first_code = None, near.first_tokens or first
         if first_code < last_own:
             codes = PagedRows.locate(parts[0].tables[group], first_code, last_own, self._page_tokens, self._device)
         found = [one for rows in parts for one in self._blocks(rows, window, first, size)]

@@ -16,6 +16,7 @@ from holdfast.families.grouped.declarations import (
     max_near_tiles,
     max_tiles,
     near_block,
+    near_first_tokens,
     tile_kinds,
 )
 from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, QuantizedPages, Sinks
@@ -71,7 +72,7 @@ class TritonPagedAttention(GroupedBackend):
                 max_near_tiles(kind, bounds, near) if near else 0,
             )
             for window in dict.fromkeys(spec.window for spec in specs):
-                tokens = NearTokens(near, keeps_first=window is None) if near else None
+                tokens = NearTokens(near, near_first_tokens(specs, window)) if near else None
                 lists = TileScheduler(geometry, kind.num_kv_heads, window, room, machine, tokens)
                 self._lists[kind, window] = lists
 

@@ -123,11 +123,16 @@ def row_form(num_rows: int) -> int:
     return 1 if num_rows <= MERGE_BY_HEAD_ROWS else MERGED_HEADS
 
 
-def quantized_attention(call: TileCall, planes: QuantizedPlanes) -> Tensor:
-    """Like `tiled_attention` over quantized pages: [T, H * D]. The soft cap applies to scores with the bias of the keys."""
+def quantized_attention(call: TileCall, planes: QuantizedPlanes, first_tokens: int = 0) -> Tensor:
+    """Like `tiled_attention` over quantized pages: [T, H * D]. The soft cap applies to scores with the bias of the keys.
+
+    With `first_tokens`, which are exact elsewhere, tiles may begin inside a block of tokens. Then every row sees a whole tile,
+    and all tiles end with a block.
+    """
     _, num_heads, head_dim = call.q_THD.shape
     group, plain = num_heads // planes.num_kv_heads, is_interpreted()
     scale, window, sinks_H, softcap = call.scoring
+    assert not first_tokens or window is None, f"{first_tokens=} are hidden by a window of {window}"
     rotation_scale = hadamard_block(head_dim) ** -0.5
     arguments = (
         call.q_THD, planes.k_codes_PKtB, planes.k_signs_PKtS, planes.k_scale_PKt,
@@ -148,6 +153,7 @@ def quantized_attention(call: TileCall, planes: QuantizedPlanes) -> Tensor:
         "HEAD_DIM": head_dim,
         "PAGE_TOKENS": planes.page_tokens,
         "HAS_WINDOW": window is not None,
+        "HAS_FIRST": first_tokens > 0,
         "HAS_KEY_BIAS": planes.key_bias is not None,
         "BLOCK_N": BLOCK_TOKENS,
         "VALUE_COLUMNS": max(16, next_power_of_two(head_dim // VALUE_PARTS[planes.value_bits])),
@@ -225,8 +231,8 @@ def _decode_kernel(
     p_tiles, p_bias, p_cos, p_sin, p_near, p_fragments, p_sinks, table_stride, scale_log2, softcap_log2, rotation_scale,
     window,
     KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr,
-    PAGE_TOKENS: constexpr, HAS_WINDOW: constexpr, HAS_KEY_BIAS: constexpr, BLOCK_G: constexpr, BLOCK_N: constexpr,
-    BLOCK_D: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr, PAIR_COLUMNS: constexpr,
+    PAGE_TOKENS: constexpr, HAS_WINDOW: constexpr, HAS_FIRST: constexpr, HAS_KEY_BIAS: constexpr, BLOCK_G: constexpr,
+    BLOCK_N: constexpr, BLOCK_D: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr, PAIR_COLUMNS: constexpr,
     NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
@@ -240,8 +246,10 @@ def _decode_kernel(
             p_tiles, 1 + i_item // NUM_KV_HEADS
         )
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
-        seen = position - window + 1  # for the first row: other sequences may own earlier pages
-        page = pages_of(p_row_pages, low, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
+        # Of the first row: other sequences may own earlier pages. First tokens are hidden from all rows.
+        seen = low if HAS_FIRST else position - window + 1
+        begin = low // BLOCK_N * BLOCK_N if HAS_FIRST else low
+        page = pages_of(p_row_pages, begin, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
         if PDL:
             tl.extra.cuda.gdc_wait()  # tiles and pages are older; queries and new keys come from the last kernel
         m_g = o_row < num_rows
@@ -262,17 +270,21 @@ def _decode_kernel(
         b_acc = ()
         for _ in tl.static_range(2 if VALUE_BITS == 8 else (4 if VALUE_BITS == 4 else 8)):
             b_acc = b_acc + (tl.zeros((VALUE_COLUMNS, BLOCK_G), dtype=tl.float32),)
-        clear = clear_end(low, high, position, HAS_WINDOW, BLOCK_N)
-        for MASKED in tl.static_range(2):
+        # Masked blocks come last. With first tokens only the first block can be masked.
+        if HAS_FIRST:
+            clear = tl.cdiv(low, BLOCK_N) * BLOCK_N
+        else:
+            clear = clear_end(low, high, position, HAS_WINDOW, BLOCK_N)
+        for MASKED in tl.static_range(1 if HAS_FIRST else 0, -1 if HAS_FIRST else 2, -1 if HAS_FIRST else 1):
             # Count in blocks, so the compiler knows the alignment of tokens.
-            first_block = clear // BLOCK_N if MASKED else low // BLOCK_N
-            end_block = tl.cdiv(high, BLOCK_N) if MASKED else clear // BLOCK_N
+            first_block = low // BLOCK_N if MASKED == HAS_FIRST else clear // BLOCK_N
+            end_block = clear // BLOCK_N if MASKED == HAS_FIRST else tl.cdiv(high, BLOCK_N)
             for i_block in tl.range(first_block, end_block, num_stages=1 if MASKED else NUM_STAGES):
                 n = i_block * BLOCK_N
                 o_token = n + o_n
                 o_slot, m_n, b_ks, b_vs, page, b_next_ks, b_next_vs = _next_block(
                     page, b_ks, b_vs, p_k_scale, p_v_scale, p_row_pages, i_head, n, o_n, o_token, seen, high, MASKED,
-                    HAS_WINDOW, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N,
+                    HAS_WINDOW, HAS_FIRST, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N,
                 )  # fmt: skip
                 b_score = _scores(b_q, p_k, p_k_signs, o_slot, m_n, 1, MASKED, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
                 b_score = b_score * b_ks.to(tl.float32)[:, None]
@@ -328,8 +340,8 @@ def _prefill_kernel(
     p_tiles, p_bias, p_cos, p_sin, p_near, p_fragments, p_sinks, table_stride, scale_log2, softcap_log2, rotation_scale,
     window,
     KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr,
-    PAGE_TOKENS: constexpr, HAS_WINDOW: constexpr, HAS_KEY_BIAS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
-    BLOCK_D: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr, PAIR_COLUMNS: constexpr,
+    PAGE_TOKENS: constexpr, HAS_WINDOW: constexpr, HAS_FIRST: constexpr, HAS_KEY_BIAS: constexpr, BLOCK_M: constexpr,
+    BLOCK_N: constexpr, BLOCK_D: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr, PAIR_COLUMNS: constexpr,
     NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
@@ -351,8 +363,10 @@ def _prefill_kernel(
             p_tiles, 1 + num_small + i_item // NUM_KV_HEADS
         )
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
-        seen = position - window + 1  # for the first row: other sequences may own earlier pages
-        page = pages_of(p_row_pages, low, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
+        # Of the first row: other sequences may own earlier pages. First tokens are hidden from all rows.
+        seen = low if HAS_FIRST else position - window + 1
+        begin = low // BLOCK_N * BLOCK_N if HAS_FIRST else low
+        page = pages_of(p_row_pages, begin, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
         if PDL:
             tl.extra.cuda.gdc_wait()  # tiles and pages are older; queries and new keys come from the last kernel
         m_m = o_row < num_rows
@@ -373,17 +387,21 @@ def _prefill_kernel(
         b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
         b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        clear = clear_end(low, high, position, HAS_WINDOW, BLOCK_N)
-        for MASKED in tl.static_range(2):
+        # Masked blocks come last. With first tokens only the first block can be masked.
+        if HAS_FIRST:
+            clear = tl.cdiv(low, BLOCK_N) * BLOCK_N
+        else:
+            clear = clear_end(low, high, position, HAS_WINDOW, BLOCK_N)
+        for MASKED in tl.static_range(1 if HAS_FIRST else 0, -1 if HAS_FIRST else 2, -1 if HAS_FIRST else 1):
             # Count in blocks, so the compiler knows the alignment of tokens.
-            first_block = clear // BLOCK_N if MASKED else low // BLOCK_N
-            end_block = tl.cdiv(high, BLOCK_N) if MASKED else clear // BLOCK_N
+            first_block = low // BLOCK_N if MASKED == HAS_FIRST else clear // BLOCK_N
+            end_block = clear // BLOCK_N if MASKED == HAS_FIRST else tl.cdiv(high, BLOCK_N)
             for i_block in tl.range(first_block, end_block, num_stages=1 if MASKED else NUM_STAGES):
                 n = i_block * BLOCK_N
                 o_token = n + o_n
                 o_slot, m_n, b_ks, b_vs, page, b_next_ks, b_next_vs = _next_block(
                     page, b_ks, b_vs, p_k_scale, p_v_scale, p_row_pages, i_head, n, o_n, o_token, seen, high, MASKED,
-                    HAS_WINDOW, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N,
+                    HAS_WINDOW, HAS_FIRST, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N,
                 )  # fmt: skip
                 b_score = _scores(b_q, p_k, p_k_signs, o_slot, m_n, 0, MASKED, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
                 b_score = b_score * b_ks.to(tl.float32)[None, :]
@@ -447,11 +465,12 @@ def _prefill_kernel(
 @jit
 def _next_block(
     page, b_ks, b_vs, p_k_scale, p_v_scale, p_row_pages, i_head, n, o_n, o_token, seen, high,
-    MASKED: constexpr, HAS_WINDOW: constexpr, NUM_KV_HEADS: constexpr, PAGE_TOKENS: constexpr, BLOCK_N: constexpr,
+    MASKED: constexpr, HAS_WINDOW: constexpr, HAS_FIRST: constexpr, NUM_KV_HEADS: constexpr, PAGE_TOKENS: constexpr,
+    BLOCK_N: constexpr,
 ):  # fmt: skip
     """Return slots, mask and scales of a block, and page and scales of the next one, loaded a block ahead."""
     m_n = o_token < high if MASKED else o_n >= 0
-    if MASKED and HAS_WINDOW:
+    if MASKED and (HAS_WINDOW or HAS_FIRST):
         m_n = m_n & (o_token >= seen)  # older tokens may hold anything
     o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
     page = pages_of(p_row_pages, n + BLOCK_N, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
