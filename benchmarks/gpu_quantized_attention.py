@@ -3,15 +3,19 @@
 Decode at several batch sizes and contexts, and chunks of a long prompt over what is stored already, for every format, with
 pages of 64 tokens in shuffled order and tiles from the backend's own plan. SDPA gets plain bfloat16 keys and values, as in
 gpu_attention.py. Correctness comes first: a mixed step of each format against plain torch over the decoded pages.
-`--key-bias` instead measures the cost of key biases added to scores: calls with and without, in turn.
+`--key-bias` instead measures the cost of key biases added to scores: calls with and without, in turn; `--near` that of
+near pages.
 
 On a CPU, to see that it runs: TRITON_INTERPRET=1 python benchmarks/gpu_quantized_attention.py --tiny --device cpu
 """
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from gpu_attention import FLOPS_PER_PAIR, READ_BYTES_PER_SECOND, ROTATED_BYTES, Rig, seconds_per_call
@@ -20,10 +24,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.attention.backend import Batch, SequenceRows
 from holdfast.attention.declarations import StepBounds
-from holdfast.cache.spec import uniform_cache
+from holdfast.cache.chunks import chunk_shapes
+from holdfast.cache.near import FIRST_TOKENS, NEAR_PLANES
+from holdfast.cache.spec import CacheSpec, uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import TritonPagedDeclaration
-from holdfast.families.grouped.spec import GroupedAttentionSpec
+from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
 from holdfast.families.grouped.triton_backend import TritonPagedAttention
 from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns
 from holdfast.kernels.attention.paged_attention import Scoring
@@ -37,6 +43,7 @@ from holdfast.quant.formats import KV_FORMATS
 MAX_LAYERS = 24
 MAX_ERROR = 0.02
 LONG_CONTEXT = 2**20
+NEAR_TOKENS = 64
 FORMATS = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized)
 
 
@@ -85,17 +92,26 @@ def make_rig(
     num_layers: int,
     device: torch.device,
     num_padding: int = 0,
+    near_tokens: int = 0,
 ) -> Rig:
-    """Build a rig. `rows` are start and number of rows of each sequence."""
+    """Build a rig. `rows` are start and number of rows of each sequence; `near_tokens`: those of a near block, if any."""
     page_tokens, kv_format = shape.bounds.page_tokens, KV_FORMATS[format_name]
     num_pages = [-(-(start + count) // page_tokens) for start, count in rows]
     cache = uniform_cache(num_layers, kv_format, shape.num_kv_heads, shape.head_dim, page_tokens)
+    near = None
+    if near_tokens:
+        with_near = cache.with_near(range(num_layers), near_tokens, FIRST_TOKENS, shape.dtype)
+        assert with_near is not None, f"{format_name} has no room for a near token"
+        cache, near_chunk = with_near, with_near.cache_groups()[-1]
+        near = NearSpec(near_tokens, 1, near_chunk.page_tokens, FIRST_TOKENS)
     scale, dtype = shape.head_dim**-0.5, getattr(torch, shape.dtype)
     specs = tuple(
-        GroupedAttentionSpec(layer, shape.num_heads, scale, None, shape.max_model_len, shape.dtype, "cuda")
+        GroupedAttentionSpec(layer, shape.num_heads, scale, None, shape.max_model_len, shape.dtype, "cuda", near=near)
         for layer in cache.layers
     )
-    storage = PageStorage(cache, sum(num_pages), device, Ledger())
+    near_places = [near_chunk_places(cache, start, count) for start, count in rows] if near_tokens else []
+    num_all_pages = sum(num_pages) + sum(map(len, near_places))
+    storage = PageStorage(cache, num_all_pages, device, Ledger())
     for layer in range(num_layers):
         for plane in cache.layers[layer].planes:
             fill(
@@ -103,16 +119,31 @@ def make_rig(
                 storage.plane(layer, plane.name),
                 kv_format.key_bits if plane.name[0] == "k" else kv_format.value_bits,
             )
-    places = torch.randperm(sum(num_pages), generator=torch.Generator().manual_seed(0)).tolist()
-    table_NP = torch.zeros(len(rows), -(-shape.max_model_len // page_tokens), dtype=torch.int32)
+    places = torch.randperm(num_all_pages, generator=torch.Generator().manual_seed(0)).tolist()
+    shapes = chunk_shapes(cache, num_all_pages)
+    tables = [
+        torch.zeros(len(rows), -(-shape.max_model_len // group.page_tokens), dtype=torch.int32)
+        for group in cache.cache_groups()
+    ]
     sequences, row = [], 0
     for index, ((start, count), needed) in enumerate(zip(rows, num_pages, strict=True)):
         pages, places = places[:needed], places[needed:]
-        table_NP[index, :needed] = torch.tensor(pages, dtype=torch.int32)
-        sequences.append(SequenceRows(row, count, start, (pages,), index))
+        tables[0][index, :needed] = torch.tensor(pages, dtype=torch.int32)
+        by_group = [pages]
+        if near is not None:
+            own = near_places[index]
+            chunks = shapes[1].numbers(places[: len(own)])
+            places = places[len(own) :]
+            tables[1][index, own] = torch.from_numpy(chunks).int()
+            by_group.append(tables[1][index].tolist())
+            slots = (chunks[:, None] * near.page_tokens + np.arange(near.page_tokens)).reshape(-1)
+            for layer, name in product(range(num_layers), NEAR_PLANES):
+                storage.plane(layer, name)[torch.from_numpy(slots).to(device)] = 1.0
+        sequences.append(SequenceRows(row, count, start, tuple(by_group), index))
         row += count
     rows_T = torch.zeros(row + num_padding, dtype=torch.int64, device=device)
-    batch = Batch(rows_T, rows_T, rows_T.unsqueeze(0), tuple(sequences), None, (table_NP.to(device),))
+    slots_GT = rows_T.expand(len(tables), -1).contiguous()
+    batch = Batch(rows_T, rows_T, slots_GT, tuple(sequences), None, tuple(table_NP.to(device) for table_NP in tables))
     q_THD = torch.randn(len(rows_T), shape.num_heads, shape.head_dim, device=device).to(dtype)
     out_TX = torch.full((len(rows_T), shape.num_heads * shape.head_dim), float("nan"), dtype=dtype, device=device)
     scratch = {
@@ -121,6 +152,13 @@ def make_rig(
     }
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     return Rig(storage, specs, batch, q_THD, out_TX, scratch, shape.bounds, num_sms)
+
+
+def near_chunk_places(cache: CacheSpec, start: int, count: int) -> list[int]:
+    """Return the places in the near table of a sequence that a step of rows [start, start + count) uses."""
+    group = cache.cache_groups()[-1]
+    end = group.pages_for(start + count)
+    return [place for place in range(end) if place not in group.passed(start)]
 
 
 def check(shape: Shape, format_name: str, device: torch.device, has_bias: bool = False) -> float:
@@ -163,6 +201,27 @@ def key_bias_row(shape: Shape, name: str, rows: Sequence[tuple[int, int]], devic
         "with": round(with_bias, 5),
         "without, again": round(after, 5),
         "ratio": round(2 * with_bias / (before + after), 3),
+    }
+
+
+@torch.inference_mode()
+def near_row(shape: Shape, name: str, rows: Sequence[tuple[int, int]], device: torch.device) -> dict[str, Any]:
+    """Return milliseconds of one step of these rows: without near pages, with them, and again without."""
+    token_bytes = sum(plane.bytes_per_token for plane in KV_FORMATS[name].planes(shape.num_kv_heads, shape.head_dim))
+    num_layers = layers_for(float(sum(start + count for start, count in rows) * token_bytes), device)
+    plain, near = (
+        make_rig(shape, name, rows, num_layers, device, near_tokens=tokens).calls(False, rows[0][1] == 1)
+        for tokens in (0, NEAR_TOKENS)
+    )
+    before, with_near, after = (seconds_per_call(calls, device) * 1e3 for calls in (plain, near, plain))
+    kind = "decode" if rows[0][1] == 1 else "prefill"
+    return {
+        "measure": f"{kind}, {len(rows)} x {rows[0][1]} behind {rows[0][0]}, {name}",
+        "format": name,
+        "unit": "ms",
+        "values": {"without": round((before + after) / 2, 5), "near": round(with_near, 5)},
+        "spread": round(abs(before - after) / (before + after), 4),
+        "ratio": round(2 * with_near / (before + after), 4),
     }
 
 
@@ -290,13 +349,32 @@ def verdicts(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     return found
 
 
+def measure_near(shape: Shape, device: torch.device, arguments: argparse.Namespace) -> None:
+    """Measure steps with and without near pages, print them, and write a record."""
+    steps = [*([(length - 1, 1)] * num_seqs for num_seqs, length in shape.decode), *([pair] for pair in shape.prefill)]
+    results = []
+    for rows in steps:
+        for name in FORMATS:
+            results.append(near_row(shape, name, rows, device))
+            print(results[-1], flush=True)
+    words = f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, near blocks of {NEAR_TOKENS} tokens"
+    record = make_record("gpu-near-attention", results, "Attention with near pages", words, arguments, {})
+    write_record(record, "near-attention", arguments)
+
+
 def main() -> None:
     """Check, measure, print."""
     parser = options("Attention over quantized pages against torch SDPA in bfloat16")
     parser.add_argument("--key-bias", action="store_true", help="what key biases cost; leaves no record")
+    parser.add_argument(
+        "--near", action="store_true", help="what exact tokens of the newest block cost; its own record"
+    )
     arguments = parser.parse_args()
     shape, device = TINY if arguments.tiny else FULL, torch.device(arguments.device)
     torch.manual_seed(0)
+    if arguments.near:
+        measure_near(shape, device, arguments)
+        return
     if arguments.key_bias:
         print(
             f"errors against plain torch: { ({name: check(shape, name, device, True) for name in FORMATS}) }",
