@@ -118,7 +118,7 @@ WIDE = {"kv_cache_dtype": "turboquant_4bit_nc"}
     ],
     ids=str,
 )
-def test_near_tokens_protect_no_layer_unless_asked(options, num_protected) -> None:
+def test_near_tokens_protect_only_given_layers(options, num_protected) -> None:
     plan = fit_runner(plan_request("Qwen3-8B", H200, **{"kv_near_tokens": 64} | SMALL | WIDE | options))
     assert len(plan.resolved.protected.layers) == num_protected
     reasons = {choice.name: (choice.value, choice.reason) for choice in plan.resolved.choices}
