@@ -109,6 +109,24 @@ def test_eval_kv_fewer_tokens_than_window_reads_one_window(here: Here, tiny: Pat
     assert "tokens are read, not" not in reported.ended.err
 
 
+def test_eval_kv_near_tokens_make_a_window_of_one_block_exact(
+    here: Here, tiny: Path, text: Path, reported: Run
+) -> None:
+    """The bytes of a token stay; what else a sequence holds does not grow with it."""
+    requested = ("--formats", "fp8,turboquant_3bit_nc", "--kv-near-tokens", "64")
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, *requested, "--json", "-")
+    assert ended.code == 0, ended
+    before = {result["measure"]: result for result in reported.record["results"]}
+    found = {result["measure"]: result for result in json.loads(ended.out)["results"]}
+    assert found["float32"]["perplexity"] == before["float32"]["perplexity"]
+    assert found["fp8"]["bytes_per_token"] == before["fp8"]["bytes_per_token"]
+    for name in ("fp8", "turboquant_3bit_nc"):
+        assert found[name]["mean_kl"] < 1e-6 < before[name]["mean_kl"]
+    assert ended.err.splitlines()[-1] == (
+        "the first 16 tokens and the newest block of 64 tokens in float32: fp8, turboquant_3bit_nc"
+    )
+
+
 def test_eval_kv_protected_layers_count_in_bytes_per_token(here: Here, tiny: Path, text: Path) -> None:
     def bytes_with(layers: str) -> list[str]:
         requested = ("--formats", "float16,fp8,turboquant_4bit_nc", "--kv-protected-layers", layers, "--tokens", "48")

@@ -28,7 +28,7 @@ def kept_pages_are_given_back(patch):
     patch.setattr(Scheduler, "give_back", give_back)
 
 
-@mutant(f"{LACKS}|{READS}", first_seed=40)
+@mutant(f"{LACKS}|{READS}", first_seed=111)
 def a_hit_needs_no_kept_page(patch):
     patch.setattr(BlockPart, "keeps", lambda self, first: True)
 
@@ -105,3 +105,33 @@ def kept_pages_are_restored_from_the_last_block(patch):
         return tuple(found)
 
     patch.setattr(PrefixCache, "tables_of", tables_of)
+
+
+@mutant("holds what is before its near")
+def the_whole_first_block_is_kept(patch):
+    def passed_behind_a_block(self, start):
+        found = passed(self, start)
+        first = self.window // self.page_tokens if self.kept_pages else 0
+        return range(first, max(found.stop, first))
+
+    def give_back(self, sequence):
+        with patch.context() as inside:
+            inside.setattr(CacheGroup, "passed", passed_behind_a_block)
+            real(self, sequence)
+
+    real, passed = Scheduler.give_back, CacheGroup.passed
+    patch.setattr(Scheduler, "give_back", give_back)
+
+
+@mutant(LACKS)
+def first_pages_but_one_are_given_back(patch):
+    def give_back(self, sequence):
+        real(self, sequence)
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            place = group.kept_pages - 1
+            if place > 0 and group.first_page(sequence.num_kept) > place and table[place] != HOLE:
+                self.pool.release(table[place])
+                table[place] = HOLE
+
+    real = Scheduler.give_back
+    patch.setattr(Scheduler, "give_back", give_back)

@@ -147,7 +147,7 @@ class World:
 
     @classmethod
     def near(cls, seed: int) -> "World":
-        """Pages of the first and the newest block beside others; half have late results, half bursts of equal prompts."""
+        """Pages of the first tokens and the newest block beside others; half have late results, half bursts of equal prompts."""
         world, rng = cls.plain(seed), Random(f"near {seed}")
         shadows = near_groups(rng, world.limits.page_tokens)
         block = block_tokens([own.group for own in shadows])

@@ -131,6 +131,27 @@ def test_fewer_bits_are_further_away(qualities: dict[str, Quality]) -> None:
     assert 0 < distances[0] < 1e-5
 
 
+def test_near_tokens_bring_few_bits_closer(folder: Path, theirs) -> None:
+    """Longer windows than a block, so that rows of later blocks read codes; the reference stays exact."""
+    windows = [[DICE.randrange(8, VOCAB) for _ in range(200)] for _ in range(2)]
+    found = []
+    for near_tokens in (0, 64):
+        with model_of(folder) as model:
+            config = EngineConfig(device="cpu", kv_protected_layers=0, kv_near_tokens=near_tokens)
+            config = settle_config(config, model, 200)
+            entries = [reference_entry(config), format_entry(config, model, "turboquant_3bit_nc")]
+            contenders = open_contenders(entries, model, silent)
+        try:
+            has_near = [len(one.runner.groups) == 2 for one in contenders.contenders]
+            assert has_near == [False, near_tokens > 0]
+            found.append(measure(contenders.contenders[0], contenders.contenders[1:], windows, silent))
+        finally:
+            contenders.release()
+    (reference, coded), (same, near) = found
+    assert same.perplexity == reference.perplexity
+    assert 0 < near.mean_kl < 0.7 * coded.mean_kl
+
+
 def test_bytes_are_the_formats_own(opened: OpenedContenders) -> None:
     heads, head_dim, layers = 2, 16, 2
     by_name = {contender.name: contender.size_bytes for contender in opened.contenders}

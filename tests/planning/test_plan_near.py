@@ -118,7 +118,7 @@ WIDE = {"kv_cache_dtype": "turboquant_4bit_nc"}
     ],
     ids=str,
 )
-def test_near_tokens_protect_no_layer_unless_asked(options, num_protected) -> None:
+def test_near_tokens_protect_only_given_layers(options, num_protected) -> None:
     plan = fit_runner(plan_request("Qwen3-8B", H200, **{"kv_near_tokens": 64} | SMALL | WIDE | options))
     assert len(plan.resolved.protected.layers) == num_protected
     reasons = {choice.name: (choice.value, choice.reason) for choice in plan.resolved.choices}
@@ -211,6 +211,17 @@ def test_near_tokens_slow_a_stream_by_what_is_read_more() -> None:
     assert speed is not None
     for context in (32, 2048):
         assert 0.9 < decode_rate(near, speed.rates, 64, context) / decode_rate(plain, speed.rates, 64, context) < 1
+
+
+def test_near_tokens_take_the_time_of_the_rows_they_add() -> None:
+    """The first 16 tokens, and half of the own block on average: 48 and 80 rows."""
+    resolved = [
+        resolve(plan_request("Qwen3-8B", H200, kv_near_tokens=n, max_model_len=4096, **NARROW)) for n in (0, 64, 128)
+    ]
+    speed = find_device_speed(H200, ())
+    assert speed is not None
+    plain, short, long = (1 / decode_rate(one, speed.rates, 64, 2048) for one in resolved)
+    assert (long - plain) / (short - plain) == pytest.approx(80 / 48, rel=0.02)
 
 
 def test_alternatives_offer_pages_without_near_tokens() -> None:

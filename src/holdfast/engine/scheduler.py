@@ -43,7 +43,7 @@ on needs, in a group with a window, only pages from `first_page(start)` on: when
 first unbooked position are released and become holes; steps in flight start there or later. So such a group holds at
 most W - 1 tokens and one page, and with n tokens in flight W - 1 + n and one page, where n <= max_num_batched_tokens: a
 sequence with windows is not scheduled further ahead. Near pages (cache/groups.py) are windows that begin with a block,
-and their first block stays too. Whole contexts only grow; a state is held from the first token on.
+and their first pages stay too. Whole contexts only grow; a state is held from the first token on.
 
 **States beside pages.** A row that stands for several tokens accumulates in a state at the sequence's slot. It restarts
 with every row, and blocks of the prefix cache end with a row in every group, so a hit needs none. Rows that overlap are

@@ -205,10 +205,14 @@ def narrower_formats(config: EngineConfig, model: OpenModel) -> Possible:
     return Possible.of(narrower, lambda name: format_entry(config, model, name).variant.config, model)
 
 
-def protection_note(plan: RunnerPlan) -> str:
-    """Name the layers with a wider format."""
-    protected = plan.resolved.protected
-    return f"layers {numbers(protected.layers)} in {protected.format.name}" if protected.layers else ""
+def format_note(plan: RunnerPlan) -> str:
+    """Name the layers with a wider format, and the tokens that are exact beside codes."""
+    protected, notes = plan.resolved.protected, []
+    if protected.layers:
+        notes.append(f"layers {numbers(protected.layers)} in {protected.format.name}")
+    if plan.resolved.near_tokens:
+        notes.append(f"{plan.resolved.near_which()} in {plan.resolved.dtype}")
+    return "; ".join(notes)
 
 
 def open_contenders(
@@ -219,7 +223,7 @@ def open_contenders(
     contenders = []
     for entry, runner, plan in zip(entries, built.runners, built.plans, strict=True):
         num_bytes = plan.kv_bytes_per_token if entry.bytes_per_token is None else entry.bytes_per_token
-        note = protection_note(plan) if entry.note is None else entry.note
+        note = format_note(plan) if entry.note is None else entry.note
         contenders.append(Contender(entry.name, runner, num_bytes, note))
     reference = built.plans[0]
     plain = reference.kv_bytes_per_token * PLAIN_BYTES / DTYPE_BYTES[reference.resolved.dtype]

@@ -563,7 +563,7 @@ def choose_protected(config: EngineConfig, model: DeclaredModel, kv_format: KVFo
     if isinstance(given, tuple):
         return ProtectedLayers(given, _wider_format(config, model, kv_format, dtype))
     default = DEFAULT_PROTECTED_LAYERS.get(kv_format.name, 0)
-    if default and given is None and config.kv_near_tokens and not _sets_protection(config):
+    if default and config.kv_near_tokens and not _sets_protection(config):
         return ProtectedLayers((), kv_format, False, NEAR_INSTEAD)
     count = given if given is not None else min(default, num_layers // 2)
     if count == 0:
