@@ -32,7 +32,7 @@ pytestmark = QUIET
 
 QUANTIZED = [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized]
 EVERY_FORMAT = pytest.mark.parametrize("kv_dtype", QUANTIZED)
-LENGTHS = [1, 64, 65, 129, 270]
+LENGTHS = [1, 64, 65, 200]
 SMALL = NearGeometry(kv_dtype="turboquant_4bit_nc", max_model_len=512)
 LARGE = NearGeometry(num_heads=4, num_kv_heads=1, head_dim=64, page_tokens=16, max_model_len=1024)
 TORCH, TRITON = TorchPagedAttention, TritonPagedAttention
@@ -212,7 +212,7 @@ def assert_cuts_change_nothing(geometry: NearGeometry, num_prompt: int, cuts: tu
 @pytest.mark.parametrize("window", [None, 40])
 def test_near_invariant_prompt_cuts_change_no_bit(device, window):
     geometry = replace(LARGE, head_dim=16, windows=(window,), kv_dtype="turboquant_4bit_nc")
-    assert_cuts_change_nothing(on_triton(geometry, device), 132, (58, 59, 63, 67, 129, 132))
+    assert_cuts_change_nothing(on_triton(geometry, device), 142, (120, 121, 127, 131, 142))
 
 
 def test_near_invariant_row_has_same_bits_in_any_batch(device):
