@@ -270,14 +270,11 @@ class TileScheduler:
         programs = self._machine.num_sms * geometry.small_programs(num_step_rows)
         if geometry.takes_whole_turns:
             return self._whole_turns(blocks, programs)
+        # Each block of tokens gets a program of its own if all of them fit.
         blocks_B = -(-length_B // geometry.block_tokens)
-        if (
-            int(blocks_B.sum()) * self._num_kv_heads <= programs
-            and _num_partials(blocks_B, blocks) <= room.max_partials
-        ):
-            return Splits.into(
-                blocks_B, length_B, geometry.block_tokens
-            )  # every block of tokens has a program of its own
+        has_programs = int(blocks_B.sum()) * self._num_kv_heads <= programs
+        if has_programs and _num_partials(blocks_B, blocks) <= room.max_partials:
+            return Splits.into(blocks_B, length_B, geometry.block_tokens)
         fair_share = max(geometry.block_tokens, -(-int(length_B.sum()) * self._num_kv_heads // programs))
         while True:
             wanted_B = np.maximum(1, np.rint(length_B / fair_share).astype(np.int64))

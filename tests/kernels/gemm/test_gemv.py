@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.kernels.gemm import small_batch
-from holdfast.kernels.gemm.gemv import MAX_K_SPLITS, num_k_splits, quantized_gemv_blocks
+from holdfast.kernels.gemm.gemv import MAX_K_SPLITS, num_k_splits, plain_gemv_blocks, quantized_gemv_blocks
 from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, single_row_linear
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
 from holdfast.quant.weight_schemes import FP8, INT8
@@ -113,6 +113,15 @@ def test_quantized_gemv_blocks_are_powers_of_two(size_k, gated, residual, quanti
     assert blocks.block_n >= GEMV_MIN_BLOCK_N, "squares and amax have room for no more blocks"
     assert 0 <= blocks.depth <= 5, "more products could exceed half precision"
     assert blocks.depth == 0 or (quantized and size_k % (blocks.block_k * blocks.depth) == 0)
+
+
+@given(st.integers(1, 40_000), st.booleans())
+def test_plain_gemv_blocks_are_powers_of_two(size_k, gated):
+    blocks = plain_gemv_blocks(size_k, gated)
+    for size in (blocks.block_n, blocks.block_k, blocks.num_warps):
+        assert size & (size - 1) == 0
+    assert blocks.block_n >= GEMV_MIN_BLOCK_N, "squares have room for no more blocks"
+    assert blocks.depth == 0
 
 
 @pytest.mark.parametrize("size_k", [640, 1536, 2048])
