@@ -14,6 +14,7 @@ A record's figures get a mark if its kernels or plans differ from those of bench
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -520,7 +521,8 @@ def _rates(name: str, section: str, *rows: tuple[str, str]) -> Highlight:
 
 
 def _worst_plan(record: Result) -> str:
-    return f"within {max(abs(result['total_percent']) for result in record['results']):.2f} %"
+    worst = max(abs(result["total_percent"]) for result in record["results"])
+    return f"within {math.ceil(100 * worst) / 100:.2f} %"
 
 
 HIGHLIGHTS = (

@@ -342,6 +342,7 @@ def test_near_step_allocates_nothing(device):
     geometry = on_triton(replace(LARGE, windows=(None, None), kv_dtype="turboquant_k8v4 float16"), device)
     made, storage = texts_of(geometry, [300, 40])
     backend = geometry.build(TRITON, storage)
+    store_all(geometry, storage, backend, made)
     batch, qkv = near_batch(geometry, storage, [(made[0], 0, 250), (made[1], 39, 40)], 256)
     q, out, scratch = qkv.new_empty(256, 4, 64), qkv.new_empty(256, 256), geometry.scratch()
 
