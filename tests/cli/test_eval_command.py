@@ -116,8 +116,11 @@ def test_eval_kv_near_tokens_make_a_window_of_one_block_exact(
     requested = ("--formats", "fp8,turboquant_3bit_nc", "--kv-near-tokens", "64")
     ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, *requested, "--json", "-")
     assert ended.code == 0, ended
+    record = json.loads(ended.out)
+    assert "near blocks of 64 tokens" in record["settings"]
+    assert "near" not in reported.record["settings"]
     before = {result["measure"]: result for result in reported.record["results"]}
-    found = {result["measure"]: result for result in json.loads(ended.out)["results"]}
+    found = {result["measure"]: result for result in record["results"]}
     assert found["float32"]["perplexity"] == before["float32"]["perplexity"]
     assert found["fp8"]["bytes_per_token"] == before["fp8"]["bytes_per_token"]
     for name in ("fp8", "turboquant_3bit_nc"):

@@ -308,7 +308,8 @@ def measure_formats(
     if work.recall is not None and (reason := cannot_recall(pairs[0].tasks.runner)) is not None:
         write_line(f"skipping recall: {reason}")
         work = work._replace(recall=None)
-    settings, plain = f"{settled.dtype} on {settled.device}", float(opened.plain_bytes_per_token)
+    near = f", near blocks of {settled.kv_near_tokens} tokens" if settled.kv_near_tokens else ""
+    settings, plain = f"{settled.dtype} on {settled.device}{near}", float(opened.plain_bytes_per_token)
     view = EvalView(name, settings, text.name, text.window, len(work.windows), plain, [])
     bars: list[EvalBar] = []
 
