@@ -331,7 +331,7 @@ def assert_pages_are_near(alone: Built, ranks: list[Built]) -> None:
 @pytest.mark.parametrize(
     ("family", "num_stages", "num_ranks"),
     [
-        ("v4_flash", 2, 1),
+        pytest.param("v4_flash", 2, 1, marks=pytest.mark.slow),
         pytest.param("v4_pro", 2, 2, marks=pytest.mark.slow),
         pytest.param("v4_flash", 3, 1, marks=pytest.mark.slow),
         pytest.param("v4_flash", 2, 2, marks=pytest.mark.slow),
