@@ -352,14 +352,14 @@ def verdicts(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 def measure_near(shape: Shape, device: torch.device, arguments: argparse.Namespace) -> None:
     """Measure steps with and without near pages, print them, and write a record."""
     steps = [*([(length - 1, 1)] * num_seqs for num_seqs, length in shape.decode), *([pair] for pair in shape.prefill)]
-    results = []
+    words = f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, near blocks of {NEAR_TOKENS} tokens"
+    results: list[dict[str, Any]] = []
     for rows in steps:
         for name in FORMATS:
             results.append(near_row(shape, name, rows, device))
             print(results[-1], flush=True)
-    words = f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, near blocks of {NEAR_TOKENS} tokens"
-    record = make_record("gpu-near-attention", results, "Attention with near pages", words, arguments, {})
-    write_record(record, "near-attention", arguments)
+        record = make_record("gpu-near-attention", results, "Attention with near pages", words, arguments, {})
+        write_record(record, "near-attention", arguments)  # after each step, so that a run that is cut off leaves one
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
 """Latent attention (MLA) through LLM: greedy tokens are those of transformers, alone and in company, on found and on lost pages."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from api.greedy_answers import answer_greedily, generate_greedily
 from cli.cli_models import write_tokenizer
 from error_codes import raises_code
 from holdfast.api.llm import LLM
@@ -28,6 +30,8 @@ MODELS = {
 PROMPTS = [[(7 * number + 5 * place * place) % 250 + 3 for place in range(3 + 13 * number)] for number in range(4)]
 """For 3 to 42 tokens, none of them a multiple of a page."""
 NUM_OUTPUT = 8
+answers = partial(answer_greedily, num_tokens=NUM_OUTPUT)
+greedy = partial(generate_greedily, num_tokens=NUM_OUTPUT)
 
 
 class Case:
@@ -58,14 +62,6 @@ def embedded(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
     return [output.outputs.embedding for output in outputs]
 
 
-@torch.no_grad()
-def greedy(model: Any, prompt: list[int]) -> list[int]:
-    output = model.generate(
-        torch.tensor([prompt]), max_new_tokens=NUM_OUTPUT, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    return output[0, len(prompt) :].tolist()
-
-
 # GLM-5 attends as V3.2 does, and GLM as V3 does; their own layers are in tests/models/test_glm_dsa.py and test_glm4_lite.py.
 @pytest.fixture(
     scope="module",
@@ -73,12 +69,6 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def test_llm_latent_matches_transformers_in_any_chunks(case: Case) -> None:

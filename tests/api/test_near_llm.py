@@ -1,20 +1,22 @@
 """Near tokens beside 3-bit pages through LLM: a short context is exact, and chunks, hits and preemptions change no token."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from api.greedy_answers import answer_greedily, generate_greedily
 from cli.cli_models import write_tokenizer
 from holdfast.api.llm import LLM
-from holdfast.request.sampling_params import SamplingParams
 from loading.tiny_models import save_tiny
 
 NEAR_TOKENS = 64
 PROMPTS = [[(7 * number + 5 * place * place) % 250 + 3 for place in range(20 + 60 * number)] for number in range(4)]
 """For 20 to 200 tokens: within the first block, and up to the fourth."""
 NUM_OUTPUT = 10
+answers = partial(answer_greedily, num_tokens=NUM_OUTPUT)
+greedy = partial(generate_greedily, num_tokens=NUM_OUTPUT)
 SHAPE = {"max_position_embeddings": 256, "head_dim": 32, "hidden_size": 64, "num_attention_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -43,23 +45,9 @@ class Case:
         return LLM(model=str(self.folder), dtype="float32", max_model_len=256, device="cpu", **near)
 
 
-def greedy(model: Any, prompt: list[int]) -> list[int]:
-    with torch.no_grad():
-        output = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NUM_OUTPUT, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-    return output[0, len(prompt) :].tolist()
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def test_llm_near_first_block_is_exact(case: Case) -> None:

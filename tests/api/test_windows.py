@@ -1,15 +1,16 @@
 """Sliding windows through LLM, over cache groups: greedy tokens are those of transformers, whatever happens to pages on the way."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from api.greedy_answers import answer_greedily
 from cli.cli_models import write_tokenizer
 from holdfast.api.llm import LLM
 from holdfast.cache.groups import HOLE
-from holdfast.request.sampling_params import SamplingParams
 from loading.tiny_models import save_tiny
 
 WINDOW = 8
@@ -23,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
 PROMPTS = [[(7 * number + 5 * place * place) % 250 + 3 for place in range(3 + 13 * number)] for number in range(6)]
 """For 3 to 68 tokens: several windows, none of them a multiple of a page."""
 NUM_OUTPUT = 30
+answers = partial(answer_greedily, num_tokens=NUM_OUTPUT)
 
 
 class Case:
@@ -49,12 +51,6 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 @pytest.fixture(scope="module", params=MODELS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def test_llm_windows_match_transformers_in_any_chunks(case: Case) -> None:

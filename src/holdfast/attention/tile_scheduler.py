@@ -13,7 +13,7 @@ Rows of a tile share their own block, so blocks of rows end at multiples of it. 
     row      own block | first tokens, or nothing | codes, split as usual, if it sees any
     partial      0                  1               2, 3, ...          with a window and codes, codes begin at 1
 
-Splits of codes begin with a block of tokens. Where the first tokens end inside one, only the first split begins there.
+Splits of codes begin with a block of tokens. If the first tokens end inside a block, the first split begins there.
 """
 
 from collections.abc import Callable, Sequence
@@ -185,8 +185,8 @@ class TileScheduler:
         self._host_tiles_X8[0, :2] = num_small, num_large
         num_numbers, first = (1 + num_small + num_large) * len(TILE_FIELDS), self._first_row_number
         ranges = [(0, num_numbers), (first, first + 2 * step.num_rows)]
-        # With near pages a list may be empty where rows of its size are: its kernel runs all the same, so that which
-        # kernels a step launches follows from its rows.
+        # With near pages a list may be empty although the step has rows of its size. Its kernel is launched anyway: rows
+        # alone decide which kernels a step launches.
         has_small, has_large = small is not None, large is not None
         work = TileWork(
             self._tiles_X8,

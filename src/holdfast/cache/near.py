@@ -1,10 +1,11 @@
-"""Near pages: the first tokens and the newest block in 16 bits beside quantized pages, in the same pool; no torch.
+"""Near pages keep the first tokens and the newest block in 16 bits beside quantized pages; no torch.
 
 A layer with quantized pages also has the planes near_k and near_v, which hold keys and values in the type of the model.
-They lie over the codes: a page of the pool has codes of the layers of one group, or near rows of all quantized layers.
+Near planes overlay the planes of codes: a page of the pool has codes of the layers of one group, or near rows of all
+quantized layers.
 
-    a page of 64 tokens of codes      [ k_codes of layer 0 | k_codes of layer 1 | ... | v_codes of layer 0 | ... ]
-    the same page of 16 near tokens   [ near_k of layer 0  | near_v of layer 0  | ... | ...                      ]
+    a page as 64 tokens of codes      [ k_codes of layer 0 | k_codes of layer 1 | ... | v_codes of layer 0 | ... ]
+    that page as 16 near tokens       [ near_k of layer 0  | near_v of layer 0  | ... | ...                      ]
 
 A *host* is a column of code planes. All hosts have chunks of equal bytes, so each holds `stride` near chunks: those of
 page p have numbers p * stride and following. A near plane begins with one of them, and its chunk of page p is p * stride

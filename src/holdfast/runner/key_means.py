@@ -34,7 +34,7 @@ from holdfast.request.sequence import Sequence as TokenSequence
 from holdfast.runner.runner import Runner
 
 WARM_TOKENS = 128
-FIRST_TOKENS = 4
+SKIPPED_TOKENS = 4
 """Left out of the mean: the first tokens attract attention and have unusual keys."""
 LEAST_TOKENS = 32
 """Fewer tokens give no useful mean."""
@@ -94,7 +94,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
 
     def measure(layer: int, qkv_TX: torch.Tensor, head_norm: HeadNorm | None) -> None:
         if isinstance(backend.pages[layer], QuantizedPages):
-            found[layer] = mean_key(qkv_TX[FIRST_TOKENS:num_tokens], spec, head_norm)
+            found[layer] = mean_key(qkv_TX[SKIPPED_TOKENS:num_tokens], spec, head_norm)
 
     backend.on_write = measure
     try:
