@@ -351,7 +351,10 @@ def verdicts(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 
 def measure_near(shape: Shape, device: torch.device, arguments: argparse.Namespace) -> None:
     """Measure steps with and without near pages, print them, and write a record."""
-    steps = [*([(length - 1, 1)] * num_seqs for num_seqs, length in shape.decode), *([pair] for pair in shape.prefill)]
+    # A row in the middle of its own block, which is the mean over a decode.
+    middle = NEAR_TOKENS // 2
+    decode = [[(length // NEAR_TOKENS * NEAR_TOKENS - middle, 1)] * num_seqs for num_seqs, length in shape.decode]
+    steps = [*decode, *([pair] for pair in shape.prefill), [(0, shape.prefill[0][1])]]
     words = f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, near blocks of {NEAR_TOKENS} tokens"
     results: list[dict[str, Any]] = []
     for rows in steps:

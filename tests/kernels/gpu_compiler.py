@@ -34,6 +34,7 @@ from holdfast.kernels.attention import (  # noqa: E402
     write_quantized_kv,
 )
 from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns  # noqa: E402
+from holdfast.kernels.attention.near_tokens import NearPages  # noqa: E402
 from holdfast.kernels.attention.paged_attention import Scoring  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
@@ -147,9 +148,8 @@ class CompiledOnly:
         _check_words(compiled.asm["ptx"], compiled.metadata.shared)
         _check_polls(compiled.asm["ptx"])
         is_large = self._kernel.__name__ == "_prefill_kernel" or constants.get("LARGE")
-        if (
-            is_large and "kernels.attention" in self._kernel.__module__
-        ):  # latents are declined where batches are to change nothing
+        # Latents are declined where batches are to change nothing. With near tokens a row's position alone masks blocks.
+        if is_large and "kernels.attention" in self._kernel.__module__ and not constants.get("NEAR_BLOCK"):
             _check_loops(compiled.asm["ptx"])
         self.shared_bytes = max(self.shared_bytes, compiled.metadata.shared)
         self.num_copies = compiled.asm["ttgir"].count("ttg.async_copy_global_to_local")
@@ -346,9 +346,9 @@ def quantized_attention_of(
     page_tokens: int = 64,
     with_sinks: bool = False,
     softcap: float | None = None,
-    first_tokens: int = 0,
+    near: int | None = None,
 ) -> None:
-    """Attention to quantized pages, and the merge."""
+    """Attention to quantized pages, and the merge. `near`: first tokens beside near blocks of 64."""
     planes = planes_of(dtype, *bits, head_dim, page_tokens=page_tokens)
     planes = replace(planes, rotation_DD=rotation_table(head_dim, dtype, "cpu"))
     q, numbers = torch.empty(16, 2 * group, head_dim, dtype=dtype), torch.empty(4, 16, dtype=torch.int32)
@@ -357,7 +357,9 @@ def quantized_attention_of(
     sinks, out = torch.empty(2 * group) if with_sinks else None, q.view(16, -1)
     scoring = Scoring(0.1, window, sinks, softcap)
     call = tiled_attention.TileCall(q, numbers, work, scoring, partial, partial, out, 132)
-    quantized_attention.quantized_attention(call, planes, first_tokens)
+    near_plane = torch.empty(64, 2, head_dim, dtype=dtype)
+    near_pages = None if near is None else NearPages(near_plane, near_plane, numbers, 16, 64, near)
+    quantized_attention.quantized_attention(call, planes, near_pages)
 
 
 def experts_of(
@@ -861,11 +863,14 @@ CASES: dict[str, Callable[[], None]] = {
     "quantized 4/4 D128": lambda: quantized_attention_of(BF16, (4, 4), 8, 128),
     "quantized 3/4 D128, small tiles": lambda: quantized_attention_of(BF16, (3, 4), 1, 128, large=False),
     "quantized 3/3 D128, window": lambda: quantized_attention_of(BF16, (3, 3), 8, 128, window=4096),
-    "quantized 4/4 D128, first tokens": lambda: quantized_attention_of(BF16, (4, 4), 8, 128, first_tokens=16),
-    "quantized 3/3 D64, first tokens": lambda: quantized_attention_of(
-        FP16, (3, 3), 3, 64, page_tokens=16, first_tokens=16
+    "quantized 4/4 D128, near": lambda: quantized_attention_of(BF16, (4, 4), 8, 128, near=16),
+    "quantized 3/4 D128, near": lambda: quantized_attention_of(BF16, (3, 4), 8, 128, near=16),
+    "quantized 3/3 D64, near": lambda: quantized_attention_of(FP16, (3, 3), 3, 64, page_tokens=16, near=16),
+    "quantized 8/8 D128, near": lambda: quantized_attention_of(BF16, (8, 8), 1, 128, near=16),
+    "quantized 8/4 D256, near and window": lambda: quantized_attention_of(BF16, (8, 4), 2, 256, 1024, near=0),
+    "quantized 3/3 D80, near and both": lambda: quantized_attention_of(
+        BF16, (3, 3), 5, 80, with_sinks=True, softcap=50.0, near=16
     ),
-    "quantized 8/8 D128, first tokens": lambda: quantized_attention_of(BF16, (8, 8), 1, 128, first_tokens=16),
     "quantized 4/4 D64": lambda: quantized_attention_of(FP16, (4, 4), 7, 64, page_tokens=16),
     "quantized 3/3 D64 in float32": lambda: quantized_attention_of(torch.float32, (3, 3), 16, 64, large=False),
     "quantized 3/3 D64, small tiles": lambda: quantized_attention_of(FP16, (3, 3), 16, 64, large=False),

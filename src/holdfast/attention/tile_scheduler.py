@@ -7,17 +7,13 @@ splits a row by its own length alone, which costs long contexts in small batches
 through large tiles, however few they are, so that chunking a prompt changes nothing: there a row reads blocks of
 tokens in order, and blocks that only other rows of its tile see add nothing to it.
 
-With near pages (families/grouped/spec.py) a row has two kinds of tiles: over codes, and over the tokens that it sees exact.
-Rows of a tile share their own block, so blocks of rows end at multiples of it. All tiles of a row write partials:
-
-    row      own block | first tokens, or nothing | codes, split as usual, if it sees any
-    partial      0                  1               2, 3, ...          with a window and codes, codes begin at 1
-
-Splits of codes begin with a block of tokens. If the first tokens end inside a block, the first split begins there.
+With near pages (families/grouped/spec.py) tiles are over codes, and read the tokens that their rows see exact besides. Rows of
+a tile share their own block, so blocks of rows end at multiples of it. A row that sees no codes has one tile over none. The
+number of a split tells its tile which near tokens are its part (kernels/attention/near_tokens.py). Splits of codes begin with
+a block of tokens. If the first tokens end inside a block, the first split begins there.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +22,7 @@ import torch
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import MIN_SPLIT_TOKENS
 from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.geometry import TILE_FIELDS, TileGeometry
+from holdfast.kernels.geometry import NEAR_SPLIT, TILE_FIELDS, TileGeometry
 from holdfast.memory.arena import MirroredTensor
 
 MORE_TURNS = 6
@@ -104,8 +100,7 @@ class ListRoom(NamedTuple):
     max_num_rows: int
     max_num_seqs: int
     max_partials: int
-    """Most row-split pairs of a step; 0: never split. Rows that are not split, and near tiles, do not count."""
-    max_near_tiles: int = 0
+    """Most row-split pairs of a step; 0: never split. Rows that are not split do not count."""
 
 
 class Machine(NamedTuple):
@@ -138,24 +133,19 @@ class TileScheduler:
         self._room = room
         self._machine = machine
         self._near = near
-        num_tile_numbers = (1 + room.max_tiles) * len(TILE_FIELDS)
-        first_row = num_tile_numbers
-        if near is not None:
-            first_row += (1 + room.max_near_tiles) * len(TILE_FIELDS)
+        first_row = (1 + room.max_tiles) * len(TILE_FIELDS)
         num_numbers = first_row + 2 * room.max_num_rows
         device = machine.device
         self._lists = MirroredTensor((num_numbers,), torch.int32, device, is_shared=device.type == "cpu")
-        self._first_near_number, self._first_row_number = num_tile_numbers, first_row
-        self._host_tiles_X8 = self._lists.host[:num_tile_numbers].reshape(-1, len(TILE_FIELDS))
-        self._host_near_X8 = self._lists.host[num_tile_numbers:first_row].reshape(-1, len(TILE_FIELDS))
+        self._first_row_number = first_row
+        self._host_tiles_X8 = self._lists.host[:first_row].reshape(-1, len(TILE_FIELDS))
         self._host_rows_T2 = self._lists.host[first_row:].reshape(-1, 2)
-        self._tiles_X8 = self._lists.tensor[:num_tile_numbers].view(-1, len(TILE_FIELDS))
-        self._near_X8 = self._lists.tensor[num_tile_numbers:first_row].view(-1, len(TILE_FIELDS))
+        self._tiles_X8 = self._lists.tensor[:first_row].view(-1, len(TILE_FIELDS))
         self._rows_T2 = self._lists.tensor[first_row:].view(-1, 2)
 
     @property
     def tile_bytes(self) -> int:
-        return self._tiles_X8.nbytes + self._near_X8.nbytes
+        return self._tiles_X8.nbytes
 
     @property
     def row_bytes(self) -> int:
@@ -169,37 +159,26 @@ class TileScheduler:
         self._lists.wait()
         self._host_rows_T2[: step.num_rows] = 0
         small, large = self._blocks(step)
-        num_small = num_large = num_partials = num_split = 0
-        near: list[np.ndarray] = []
+        num_small = num_large = num_partials = 0
         if small is not None:
             splits = self._split(small, lambda blocks: self._small_splits(blocks, step.num_rows))
-            num_split = _num_partials(splits.count_B, small)
-            num_small, num_partials = self._write(small, splits, 1, 0, near)
-        num_near_small = sum(map(len, near))
+            num_small, num_partials = self._write(small, splits, 1, 0)
         if large is not None:
-            splits = self._split(large, lambda blocks: self._large_splits(blocks, self._room.max_partials - num_split))
-            num_large, num_partials = self._write(large, splits, 1 + num_small, num_partials, near)
+            splits = self._split(large, lambda blocks: self._large_splits(blocks, self._room.max_partials - num_partials))
+            num_large, num_partials = self._write(large, splits, 1 + num_small, num_partials)
             tiles_X8 = self._host_tiles_X8[1 + num_small : 1 + num_small + num_large]
             # Longest first, so that no long tile starts last.
             tiles_X8[:] = tiles_X8[np.argsort(tiles_X8[:, 4] - tiles_X8[:, 5], kind="stable")]
         self._host_tiles_X8[0, :2] = num_small, num_large
         num_numbers, first = (1 + num_small + num_large) * len(TILE_FIELDS), self._first_row_number
-        ranges = [(0, num_numbers), (first, first + 2 * step.num_rows)]
-        # With near pages a list may be empty although the step has rows of its size. Its kernel is launched anyway: rows
-        # alone decide which kernels a step launches.
-        has_small, has_large = small is not None, large is not None
-        work = TileWork(
+        self._lists.send(((0, num_numbers), (first, first + 2 * step.num_rows)))
+        return TileWork(
             self._tiles_X8,
             self._rows_T2,
-            has_small=captured or has_small,
-            has_large=has_large or (captured and not step.is_decode),
+            has_small=captured or num_small > 0,
+            has_large=num_large > 0 or (captured and not step.is_decode),
             has_merge=captured or num_partials > 0 or int(step.columns_4N[2].sum()) < step.num_rows,
         )
-        if self._near is not None:
-            ranges.append(self._write_near(near, num_near_small))
-            work = replace(work, near=replace(work, tiles_X8=self._near_X8, has_merge=False))
-        self._lists.send(ranges)
-        return work
 
     def _blocks(self, step: StepRows) -> tuple[Blocks | None, Blocks | None]:
         """Return sequences of few rows as small blocks, and the others cut into large tiles."""
@@ -250,11 +229,11 @@ class TileScheduler:
         return Blocks(columns_4B, np.minimum(low_B, own_B), own_B)
 
     def _split(self, blocks: Blocks, find: Callable[[Blocks], Splits]) -> Splits:
-        """Split the tokens of blocks; those that see no codes beside near pages have no split."""
+        """Split the tokens of blocks; those that see no codes beside near pages have one split of none."""
         if self._near is None:
             return find(blocks)
         seen_B = blocks.lengths > 0
-        tokens_B, count_B = np.ones_like(blocks.low_B), np.zeros_like(blocks.low_B)
+        tokens_B, count_B = np.ones_like(blocks.low_B), np.ones_like(blocks.low_B)
         if seen_B.any():
             tokens_B[seen_B], count_B[seen_B] = find(blocks.at(seen_B))
         return Splits(tokens_B, count_B)
@@ -327,47 +306,31 @@ class TileScheduler:
 
         return splits_of(_least(0, wanted - 1, lambda fewer: _num_partials(splits_of(fewer).count_B, blocks) <= room))
 
-    def _write(
-        self, blocks: Blocks, splits: Splits, first_tile: int, first_partial: int, near: list[np.ndarray]
-    ) -> tuple[int, int]:
-        """Write a tile per split and each row's partials; return the tile count and the next free partial.
-
-        Tiles over near pages are appended to `near`. Their partials are the first of each row.
-        """
-        count_B, total_B, num_near_B = splits.count_B, splits.count_B, np.zeros(0, dtype=np.int64)
-        if self._near is not None:
-            # A merge leaves out rows of one partial, so a row with its own block alone has an empty tile beside it.
-            num_near_B = np.where((count_B == 0) | (self._near.first_tokens > 0), 2, 1)
-            total_B = count_B + num_near_B
-        is_split_B = total_B > 1
-        num_partials_B = blocks.columns_4B[2] * total_B * is_split_B
+    def _write(self, blocks: Blocks, splits: Splits, first_tile: int, first_partial: int) -> tuple[int, int]:
+        """Write a tile per split and each row's partials; return the tile count and the next free partial."""
+        count_B = splits.count_B
+        is_split_B = count_B > 1
+        num_partials_B = blocks.columns_4B[2] * count_B * is_split_B
         ends_B = first_partial + num_partials_B.cumsum()
         first_partial_B, next_partial = ends_B - num_partials_B, int(ends_B[-1])
         tiles_8B = np.empty((len(TILE_FIELDS), len(count_B)), dtype=np.int64)
         tiles_8B[:4], tiles_8B[4], tiles_8B[5] = blocks.columns_4B, blocks.low_B, blocks.high_B
-        tiles_8B[6], tiles_8B[7] = np.where(is_split_B, first_partial_B, -1), total_B
-        if self._near is not None:
-            near += _near_tiles(tiles_8B, num_near_B, self._near)
-            tiles_8B[6] += num_near_B
+        tiles_8B[6], tiles_8B[7] = np.where(is_split_B, first_partial_B, -1), count_B
         if next_partial > first_partial:
             index_X, split_X = _spread(count_B)
             tiles_8B, tokens_X = tiles_8B[:, index_X], splits.tokens_B[index_X]
             tiles_8B[4] += split_X * tokens_X
             tiles_8B[5] = np.minimum(tiles_8B[5], tiles_8B[4] + tokens_X)
             tiles_8B[6] += split_X
+            if self._near is not None:
+                tiles_8B[7] += split_X * NEAR_SPLIT
         if self._near is not None:
-            tiles_8B[4] = np.maximum(tiles_8B[4], self._near.first_tokens)
+            has_codes_X = tiles_8B[4] < tiles_8B[5]
+            tiles_8B[4] = np.where(has_codes_X, np.maximum(tiles_8B[4], self._near.first_tokens), tiles_8B[4])
         num_tiles = tiles_8B.shape[1]
         self._host_tiles_X8[first_tile : first_tile + num_tiles] = tiles_8B.T
-        self._write_rows(blocks.columns_4B[1], blocks.columns_4B[2], first_partial_B, total_B)
+        self._write_rows(blocks.columns_4B[1], blocks.columns_4B[2], first_partial_B, count_B)
         return num_tiles, next_partial
-
-    def _write_near(self, near: list[np.ndarray], num_small: int) -> tuple[int, int]:
-        """Write the tiles over near pages; return the numbers to send."""
-        tiles_X8 = np.concatenate(near) if near else np.empty((0, len(TILE_FIELDS)), dtype=np.int64)
-        self._host_near_X8[0, :2] = num_small, len(tiles_X8) - num_small
-        self._host_near_X8[1 : 1 + len(tiles_X8)] = tiles_X8
-        return self._first_near_number, self._first_near_number + (1 + len(tiles_X8)) * len(TILE_FIELDS)
 
     def _write_rows(
         self, row_B: np.ndarray, num_rows_B: np.ndarray, first_partial_B: np.ndarray, count_B: np.ndarray
@@ -379,17 +342,6 @@ class TileScheduler:
             first_partial_B = first_partial_B[index_R] + nth_R * count_B
         self._host_rows_T2[row_B, 0] = first_partial_B
         self._host_rows_T2[row_B, 1] = count_B
-
-
-def _near_tiles(tiles_8B: np.ndarray, num_near_B: np.ndarray, near: NearTokens) -> list[np.ndarray]:
-    """Return tiles [X, 8] over own blocks, and over the first tokens or nothing."""
-    position_B, num_rows_B = tiles_8B[3], tiles_8B[2]
-    own_8B, second_8B = tiles_8B.copy(), tiles_8B[:, num_near_B == 2]
-    own_8B[4] = position_B // near.block_tokens * near.block_tokens
-    own_8B[5] = position_B + num_rows_B
-    second_8B[4], second_8B[5] = 0, np.where(second_8B[3] >= near.block_tokens, near.first_tokens, 0)
-    second_8B[6] += 1
-    return [own_8B.T, second_8B.T]
 
 
 def _num_partials(count_B: np.ndarray, blocks: Blocks) -> int:

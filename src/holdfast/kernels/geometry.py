@@ -146,6 +146,8 @@ def order_specs(num_rows: int, top_k: int, num_experts: int, num_local: int | No
 
 TILE_FIELDS = ("table_row", "row", "num_rows", "position", "low", "high", "first_partial", "num_splits")
 """Fields of a tile in a step's list (kernels/attention/tiled_attention.py)."""
+NEAR_SPLIT = 2**16
+"""With near tokens the last field is the splits of a row plus the number of this one times NEAR_SPLIT."""
 BLOCK_TOKENS = 64
 """Tokens of KV that an attention kernel loads at once."""
 LARGE_TILE = 128

@@ -68,14 +68,11 @@ class TritonPagedDeclaration(BackendDeclaration):
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
         num_heads = max(spec.num_heads for spec in specs)
         width = max(spec.num_heads * spec.cache.head_dim for spec in specs)
-        num_partials = max_partials(specs[0].max_model_len, bounds) + near_partials(specs, bounds)
-        return partial_specs(num_partials, num_heads, width)
+        return partial_specs(max_partials(specs[0].max_model_len, bounds), num_heads, width)
 
     def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
         kinds, windows, near = tile_kinds(specs), {spec.window for spec in specs}, near_block(specs)
-        near_kinds = [kind for kind in kinds if near and kind.key_bits is not None]
         num_tiles = sum(max_tiles(kind, specs[0].max_model_len, bounds, near) for kind in kinds)
-        num_tiles += sum(1 + max_near_tiles(kind, bounds, near) for kind in near_kinds)
         num_lists, num_list_tiles = len(kinds) * len(windows), len(windows) * num_tiles
         list_bytes = bytes_for("int32", (num_list_tiles + num_lists, len(TILE_FIELDS)))
         row_bytes = bytes_for("int32", (num_lists, bounds.max_num_rows, 2))
@@ -141,20 +138,11 @@ def max_tiles(kind: TileKind, max_model_len: int, bounds: StepBounds, near: int 
 
     Over quantized pages beside near ones, tiles also end where a block of `near` tokens does.
     """
-    tiles = _row_blocks(kind, bounds, near if kind.key_bits is not None else 0)
-    return tiles + max_partials(max_model_len, bounds)
-
-
-def max_near_tiles(kind: TileKind, bounds: StepBounds, near: int) -> int:
-    """Count the tiles over near pages: the own block of all rows of a tile, and the first tokens."""
-    return 2 * _row_blocks(kind, bounds, near)
-
-
-def _row_blocks(kind: TileKind, bounds: StepBounds, near: int) -> int:
-    """Count the most blocks of rows: n rows are cut at each of the multiples of `near` among them, at most n // near + 1."""
     num_seqs = min(bounds.max_num_seqs, bounds.max_num_rows)
-    num_cuts = bounds.max_num_rows // near + num_seqs if near else 0
-    return -(-bounds.max_num_rows // least_tile_rows(kind)) + num_seqs + num_cuts
+    # n rows are cut at each of the multiples of `near` among them: at most n // near + 1.
+    num_cuts = bounds.max_num_rows // near + num_seqs if near and kind.key_bits is not None else 0
+    tiles = -(-bounds.max_num_rows // least_tile_rows(kind)) + num_seqs + num_cuts
+    return tiles + max_partials(max_model_len, bounds)
 
 
 def near_block(specs: Sequence[AttentionSpec]) -> int:
@@ -175,13 +163,6 @@ def near_first_tokens(specs: Sequence[AttentionSpec], window: int | None) -> int
     }
     assert len(first_tokens) <= 1, f"{first_tokens=}: layers of one window share lists"
     return max(first_tokens, default=0)
-
-
-def near_partials(specs: Sequence[AttentionSpec], bounds: StepBounds) -> int:
-    """Count the partials of rows that are not split over codes: of codes, of the own block and, without a window, of the first tokens."""
-    if not near_block(specs):
-        return 0
-    return bounds.max_num_rows * (3 if any(spec.window is None for spec in specs) else 2)
 
 
 def least_tile_rows(kind: TileKind) -> int:

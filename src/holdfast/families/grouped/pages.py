@@ -19,6 +19,7 @@ from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import rotated_head_dims
 from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
 from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows
+from holdfast.kernels.attention.near_tokens import NearPages
 from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_geometry
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import (
@@ -245,8 +246,9 @@ class PlainPages:
             small_batch_programs_per_sm=small_programs(SMALL_BATCH_ROWS)[0],
         )
 
-    def attend_tiles(self, call: TileCall) -> None:
+    def attend_tiles(self, call: TileCall, near_table_NP: torch.Tensor | None = None) -> None:
         """Attend with all rows of a step, on a GPU."""
+        assert near_table_NP is None, "plain pages are exact already"
         tiled_attention(call, *self.planes, self._page_tokens)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
@@ -308,18 +310,16 @@ class QuantizedPages:
         planes = self.planes
         return quantized_geometry(num_heads, planes.num_kv_heads, planes.key_bits, planes.value_bits)
 
-    def attend_tiles(self, call: TileCall) -> None:
+    def attend_tiles(self, call: TileCall, near_table_NP: torch.Tensor | None = None) -> None:
         """Attend with all rows of a step, on a GPU."""
-        quantized_attention(call, self.planes, 0 if self._near is None else self._near.spec.first_tokens)
-
-    def attend_near(self, call: TileCall, page_table_NP: torch.Tensor) -> None:
-        """Attend with all rows of a step to near pages: partials, which the merge of `attend_tiles` takes."""
-        assert self._near is not None, "this layer has no near pages"
-        assert call.work.near is not None, "these lists have no tiles over near pages"
-        scoring = call.scoring._replace(sinks_H=None)  # the merge adds sinks, once
-        call = call._replace(work=call.work.near, page_table_NP=page_table_NP, scoring=scoring)
-        k_plane_SKD, v_plane_SKD, spec = self._near
-        tiled_attention(call, k_plane_SKD, v_plane_SKD, spec.page_tokens)
+        near = None
+        if self._near is not None:
+            assert near_table_NP is not None, "near pages have a page table of their own"
+            k_plane_SKD, v_plane_SKD, spec = self._near
+            near = NearPages(
+                k_plane_SKD, v_plane_SKD, near_table_NP, spec.page_tokens, spec.block_tokens, spec.first_tokens
+            )
+        quantized_attention(call, self.planes, near)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Return queries in the layout of the keys that `read` returns: coordinates in the keys' order."""

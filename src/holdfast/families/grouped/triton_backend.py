@@ -13,13 +13,12 @@ from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import (
     TileKind,
     least_tile_rows,
-    max_near_tiles,
     max_tiles,
     near_block,
     near_first_tokens,
     tile_kinds,
 )
-from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, QuantizedPages, Sinks
+from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, Sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.tiled_attention import TileCall, TileWork
@@ -69,7 +68,6 @@ class TritonPagedAttention(GroupedBackend):
                 bounds.max_num_rows,
                 bounds.max_num_seqs,
                 max_partials(specs[0].max_model_len, bounds),
-                max_near_tiles(kind, bounds, near) if near else 0,
             )
             for window in dict.fromkeys(spec.window for spec in specs):
                 tokens = NearTokens(near, near_first_tokens(specs, window)) if near else None
@@ -96,9 +94,5 @@ class TritonPagedAttention(GroupedBackend):
         partials = (scratch["partial_out"], scratch["partial_lse"]) if scratch else (out_TX, out_TX)
         scoring = Scoring(spec.scale, spec.window, self._sinks[layer], spec.softcap)
         call = TileCall(q_THD, plan.page_tables[spec.group], work, scoring, *partials, out_TX, self._num_sms)
-        pages = self.pages[layer]
-        if spec.near is not None:
-            assert isinstance(pages, QuantizedPages), f"{spec.near=} beside pages that are not quantized"
-            pages.attend_near(call, plan.page_tables[spec.near.group])
-        pages.attend_tiles(call)
+        self.pages[layer].attend_tiles(call, None if spec.near is None else plan.page_tables[spec.near.group])
         return wanted_rows(q_THD, out_TX, plan.wanted_rows_R if wanted_only else None)

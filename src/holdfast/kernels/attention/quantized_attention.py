@@ -11,6 +11,8 @@ decode     small tiles: tokens are rows of the product, the heads of a GQA group
            half empty. No warp waits for another, and a few shuffles turn p into an operand.
 prefill    large tiles: codes become operands once for 128 rows of queries and heads
 
+Some tokens may be exact instead (near_tokens.py).
+
 In kernels G columns or M rows are the rows of a tile times the heads of a group, N tokens of a block, C columns of words.
 """
 
@@ -38,6 +40,16 @@ from holdfast.kernels.attention.key_bias import (
     near_fragments,
     query_waves,
     turned_waves,
+)
+from holdfast.kernels.attention.near_tokens import (
+    LARGE_CHUNK,
+    SMALL_CHUNK,
+    SPLIT,
+    NearPages,
+    near_chunk,
+    near_chunks,
+    near_large,
+    near_small,
 )
 from holdfast.kernels.attention.quantized_planes import (
     LEAST_LOG2,
@@ -123,15 +135,16 @@ def row_form(num_rows: int) -> int:
     return 1 if num_rows <= MERGE_BY_HEAD_ROWS else MERGED_HEADS
 
 
-def quantized_attention(call: TileCall, planes: QuantizedPlanes, first_tokens: int = 0) -> Tensor:
+def quantized_attention(call: TileCall, planes: QuantizedPlanes, near: NearPages | None = None) -> Tensor:
     """Like `tiled_attention` over quantized pages: [T, H * D]. The soft cap applies to scores with the bias of the keys.
 
-    With `first_tokens`, which are exact elsewhere, tiles may begin inside a block of tokens. Then every row sees a whole tile,
-    and all tiles end with a block.
+    With near pages all ranges of codes end with a block, before every row of their tile. With first tokens they may begin
+    inside a block.
     """
     _, num_heads, head_dim = call.q_THD.shape
     group, plain = num_heads // planes.num_kv_heads, is_interpreted()
     scale, window, sinks_H, softcap = call.scoring
+    first_tokens = 0 if near is None else near.first_tokens
     assert not first_tokens or window is None, f"{first_tokens=} are hidden by a window of {window}"
     rotation_scale = hadamard_block(head_dim) ** -0.5
     arguments = (
@@ -140,7 +153,7 @@ def quantized_attention(call: TileCall, planes: QuantizedPlanes, first_tokens: i
         None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16), planes.v_scale_PKt,
         planes.rotation_DD, call.out_TX, *call.partials, call.page_table_NP, call.work.tiles_X8,
         *_key_bias_tables(planes.key_bias), sinks_H, call.page_table_NP.stride(0), scale * LOG2_E,
-        None if softcap is None else softcap * LOG2_E, rotation_scale, window or 0,
+        None if softcap is None else softcap * LOG2_E, rotation_scale, window or 0, *_near_operands(near, call.q_THD),
     )  # fmt: skip
     key_parts = KEY_PARTS[planes.key_bits]
     if planes.key_bits == 3 and head_dim % 32 == 0 and not plain:
@@ -153,7 +166,9 @@ def quantized_attention(call: TileCall, planes: QuantizedPlanes, first_tokens: i
         "HEAD_DIM": head_dim,
         "PAGE_TOKENS": planes.page_tokens,
         "HAS_WINDOW": window is not None,
-        "HAS_FIRST": first_tokens > 0,
+        "NEAR_BLOCK": 0 if near is None else near.block_tokens,
+        "FIRST_TOKENS": first_tokens,
+        "NEAR_PAGE": 0 if near is None else near.page_tokens,
         "HAS_KEY_BIAS": planes.key_bias is not None,
         "BLOCK_N": BLOCK_TOKENS,
         "VALUE_COLUMNS": max(16, next_power_of_two(head_dim // VALUE_PARTS[planes.value_bits])),
@@ -183,7 +198,7 @@ def quantized_attention(call: TileCall, planes: QuantizedPlanes, first_tokens: i
     return call.out_TX
 
 
-def quantized_attention_reference(call: TileCall, planes: QuantizedPlanes) -> Tensor:
+def quantized_attention_reference(call: TileCall, planes: QuantizedPlanes, near: NearPages | None = None) -> Tensor:
     """Like `quantized_attention` in plain torch, one row at a time over all its tokens, without splits."""
     (num_rows, num_heads, head_dim), q_THD, work = call.q_THD.shape, call.q_THD, call.work
     scale, window, sinks_H, softcap = call.scoring
@@ -203,6 +218,13 @@ def quantized_attention_reference(call: TileCall, planes: QuantizedPlanes) -> Te
         if planes.key_bias is not None:
             bias_LKD = key_bias_rows(planes.key_bias, token_L).transpose(0, 1)
             k_LKD = k_LKD + (rotate_heads(bias_LKD) if planes.rotates_keys else bias_LKD)
+        if near is not None:
+            own = position // near.block_tokens * near.block_tokens
+            is_near_L = (token_L >= own) | (token_L < near.first_tokens)
+            near_L = token_L[is_near_L]
+            slot_L = near.page_table_NP[table_row, near_L // near.page_tokens].long() * near.page_tokens
+            slot_L += near_L % near.page_tokens
+            k_LKD[is_near_L], v_LKD[is_near_L] = near.k_plane_SKD[slot_L].float(), near.v_plane_SKD[slot_L].float()
         scores_HL = torch.einsum("hd,lhd->hl", q_THD[row].float(), k_LKD.repeat_interleave(group, dim=1)) * scale
         if softcap is not None:
             scores_HL = softcap * torch.tanh(scores_HL / softcap)
@@ -213,6 +235,17 @@ def quantized_attention_reference(call: TileCall, planes: QuantizedPlanes) -> Te
     if work.has_merge:
         out_THD[work.rows_T2[:num_rows, 1] == 0] = 0
     return call.out_TX
+
+
+def _near_operands(near: NearPages | None, q_THD: Tensor) -> tuple[Tensor | int | None, ...]:
+    """Return the planes, the page table and its stride in the order of the kernels' arguments."""
+    if near is None:
+        return None, None, None, None
+    k_plane_SKD, v_plane_SKD, page_table_NP = near[:3]
+    for plane in (k_plane_SKD, v_plane_SKD):
+        assert plane.is_contiguous() and plane.dtype == q_THD.dtype, "near rows are queries' type, side by side"  # noqa: PT018
+        assert plane.element_size() == 2 and plane.data_ptr() % 8 == 0, f"{plane.dtype=}: words of near values"  # noqa: PT018
+    return k_plane_SKD, v_plane_SKD, page_table_NP, page_table_NP.stride(0)
 
 
 def _key_bias_tables(key_bias: KeyBias | None) -> tuple[Tensor | None, ...]:
@@ -229,13 +262,14 @@ def _key_bias_tables(key_bias: KeyBias | None) -> tuple[Tensor | None, ...]:
 def _decode_kernel(
     p_q, p_k, p_k_signs, p_k_scale, p_v, p_v_signs, p_v_scale, p_rotation, p_out, p_partial_out, p_partial_lse, p_pages,
     p_tiles, p_bias, p_cos, p_sin, p_near, p_fragments, p_sinks, table_stride, scale_log2, softcap_log2, rotation_scale,
-    window,
+    window, p_near_k, p_near_v, p_near_pages, near_stride,
     KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr,
-    PAGE_TOKENS: constexpr, HAS_WINDOW: constexpr, HAS_FIRST: constexpr, HAS_KEY_BIAS: constexpr, BLOCK_G: constexpr,
-    BLOCK_N: constexpr, BLOCK_D: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr, PAIR_COLUMNS: constexpr,
-    NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
+    PAGE_TOKENS: constexpr, HAS_WINDOW: constexpr, NEAR_BLOCK: constexpr, FIRST_TOKENS: constexpr, NEAR_PAGE: constexpr,
+    HAS_KEY_BIAS: constexpr, BLOCK_G: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr, KEY_COLUMNS: constexpr,
+    VALUE_COLUMNS: constexpr, PAIR_COLUMNS: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
+    HAS_FIRST: constexpr = FIRST_TOKENS > 0
     num_tiles = tl.load(p_tiles)
     o_g = tl.arange(0, BLOCK_G)
     o_n = tl.arange(0, BLOCK_N)
@@ -250,6 +284,13 @@ def _decode_kernel(
         seen = low if HAS_FIRST else position - window + 1
         begin = low // BLOCK_N * BLOCK_N if HAS_FIRST else low
         page = pages_of(p_row_pages, begin, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
+        if NEAR_BLOCK > 0:
+            near_begin, near_end = near_chunks(position, num_rows, num_splits, NEAR_BLOCK, FIRST_TOKENS, SMALL_CHUNK)
+            num_splits = num_splits % SPLIT
+            p_row_near = p_near_pages + table_row.to(tl.int64) * near_stride
+            o_near, near_page = near_chunk(
+                p_row_near, near_begin, near_end, position, num_rows, NEAR_BLOCK, FIRST_TOKENS, NEAR_PAGE, SMALL_CHUNK
+            )
         if PDL:
             tl.extra.cuda.gdc_wait()  # tiles and pages are older; queries and new keys come from the last kernel
         m_g = o_row < num_rows
@@ -265,11 +306,19 @@ def _decode_kernel(
         o_slot = slots_of(page, i_head, low // BLOCK_N * BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
         b_ks = tl.load(p_k_scale + o_slot)
         b_vs = tl.load(p_v_scale + o_slot)
-        b_m = tl.full((BLOCK_G,), -float("inf"), dtype=tl.float32)
-        b_l_tokens = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
-        b_acc = ()
-        for _ in tl.static_range(2 if VALUE_BITS == 8 else (4 if VALUE_BITS == 4 else 8)):
-            b_acc = b_acc + (tl.zeros((VALUE_COLUMNS, BLOCK_G), dtype=tl.float32),)
+        if NEAR_BLOCK > 0:
+            b_acc, b_m, b_l = near_small(
+                p_q, o_q, m_g, p_near_k, p_near_v, p_row_near, near_begin, near_end, o_near, near_page, position, num_rows,
+                o_row, i_head, scale_log2, softcap_log2, window,
+                VALUE_BITS, NUM_KV_HEADS, HEAD_DIM, NEAR_BLOCK, FIRST_TOKENS, NEAR_PAGE, HAS_WINDOW, BLOCK_G, BLOCK_D, VALUE_COLUMNS,
+            )  # fmt: skip
+            b_l_tokens = tl.where(o_n[:, None] == 0, b_l[None, :], 0.0)
+        else:
+            b_m = tl.full((BLOCK_G,), -float("inf"), dtype=tl.float32)
+            b_l_tokens = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
+            b_acc = ()
+            for _ in tl.static_range(2 if VALUE_BITS == 8 else (4 if VALUE_BITS == 4 else 8)):
+                b_acc = b_acc + (tl.zeros((VALUE_COLUMNS, BLOCK_G), dtype=tl.float32),)
         # Masked blocks come last. With first tokens only the first block can be masked.
         if HAS_FIRST:
             clear = tl.cdiv(low, BLOCK_N) * BLOCK_N
@@ -338,13 +387,14 @@ def _decode_kernel(
 def _prefill_kernel(
     p_q, p_k, p_k_signs, p_k_scale, p_v, p_v_signs, p_v_scale, p_rotation, p_out, p_partial_out, p_partial_lse, p_pages,
     p_tiles, p_bias, p_cos, p_sin, p_near, p_fragments, p_sinks, table_stride, scale_log2, softcap_log2, rotation_scale,
-    window,
+    window, p_near_k, p_near_v, p_near_pages, near_stride,
     KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr,
-    PAGE_TOKENS: constexpr, HAS_WINDOW: constexpr, HAS_FIRST: constexpr, HAS_KEY_BIAS: constexpr, BLOCK_M: constexpr,
-    BLOCK_N: constexpr, BLOCK_D: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr, PAIR_COLUMNS: constexpr,
-    NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
+    PAGE_TOKENS: constexpr, HAS_WINDOW: constexpr, NEAR_BLOCK: constexpr, FIRST_TOKENS: constexpr, NEAR_PAGE: constexpr,
+    HAS_KEY_BIAS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr, KEY_COLUMNS: constexpr,
+    VALUE_COLUMNS: constexpr, PAIR_COLUMNS: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
+    HAS_FIRST: constexpr = FIRST_TOKENS > 0
     num_small = tl.load(p_tiles)
     num_tiles = tl.load(p_tiles + 1)
     o_m = tl.arange(0, BLOCK_M)
@@ -384,9 +434,18 @@ def _prefill_kernel(
         o_slot = slots_of(page, i_head, low // BLOCK_N * BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
         b_ks = tl.load(p_k_scale + o_slot)
         b_vs = tl.load(p_v_scale + o_slot)
-        b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
-        b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        if NEAR_BLOCK > 0:
+            near_begin, near_end = near_chunks(position, num_rows, num_splits, NEAR_BLOCK, FIRST_TOKENS, LARGE_CHUNK)
+            num_splits = num_splits % SPLIT
+            b_acc, b_m, b_l = near_large(
+                p_q, o_q, m_m, p_near_k, p_near_v, p_near_pages + table_row.to(tl.int64) * near_stride,
+                near_begin, near_end, position, num_rows, o_row, i_head, scale_log2, softcap_log2, window,
+                NUM_KV_HEADS, HEAD_DIM, NEAR_BLOCK, FIRST_TOKENS, NEAR_PAGE, HAS_WINDOW, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+        else:
+            b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+            b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+            b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
         # Masked blocks come last. With first tokens only the first block can be masked.
         if HAS_FIRST:
             clear = tl.cdiv(low, BLOCK_N) * BLOCK_N
@@ -396,6 +455,11 @@ def _prefill_kernel(
             # Count in blocks, so the compiler knows the alignment of tokens.
             first_block = low // BLOCK_N if MASKED == HAS_FIRST else clear // BLOCK_N
             end_block = clear // BLOCK_N if MASKED == HAS_FIRST else tl.cdiv(high, BLOCK_N)
+            if HAS_FIRST and not MASKED and KEY_BITS < 8:
+                page = pages_of(p_row_pages, clear, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
+                o_slot = slots_of(page, i_head, clear, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
+                b_ks = tl.load(p_k_scale + o_slot)
+                b_vs = tl.load(p_v_scale + o_slot)
             for i_block in tl.range(first_block, end_block, num_stages=1 if MASKED else NUM_STAGES):
                 n = i_block * BLOCK_N
                 o_token = n + o_n

@@ -54,8 +54,6 @@ class TileWork:
     has_large: bool
     has_merge: bool
     """True if some rows are split or padded."""
-    near: "TileWork | None" = None
-    """Tiles over near pages beside these over codes. Every row has both kinds of partials, and one merge takes them."""
 
 
 class TileCall(NamedTuple):
