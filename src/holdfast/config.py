@@ -189,7 +189,7 @@ def _check_scheme(value: object, name: str) -> None:
 
 
 def _check_near_tokens(value: object, name: str) -> None:
-    if type(value) is not int or value not in NEAR_TOKENS:
+    if value is not None and (type(value) is not int or value not in NEAR_TOKENS):
         raise ConfigError("value.not_one_of", name=name, value=value, accepted=tuple(map(str, NEAR_TOKENS)))
 
 
@@ -222,9 +222,9 @@ class EngineConfig:
     latents, else the type of the latents."""
     kv_protected_dtype: Annotated[str, _KV_DTYPES] = "fp8"
     """The wider format of protected layers; auto: the dtype."""
-    kv_near_tokens: Annotated[int, _check_near_tokens] = 0
+    kv_near_tokens: Annotated[int | None, _check_near_tokens] = None
     """Tokens of the newest block, which attention reads in 16 bits beside quantized pages, like the first 16 tokens: 64 or 128;
-    0: none."""
+    0: none; None: 64 beside turboquant formats."""
     quantization: Annotated[str | None, _check_scheme] = None
     """Scheme to which weights are quantized while they load: fp8, fp8_tensor, fp8_block, int8, mxfp4; None or none: as stored."""
     quantized_embeddings: Annotated[str, OneOf((AUTO_EMBEDDINGS, *EMBEDDING_CHOICES))] = AUTO_EMBEDDINGS

@@ -17,6 +17,7 @@ CONSTANT = {
         "p_tiles",
         "p_rows",
         "p_pages",
+        "p_near_pages",
         "p_slots",
         "p_near_slots",
         "p_q_norm",

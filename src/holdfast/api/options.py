@@ -29,7 +29,7 @@ class EngineOptions(TypedDict, total=False):
     kv_protected_layers: int | str | None
     index_cache_dtype: str
     kv_protected_dtype: str
-    kv_near_tokens: int
+    kv_near_tokens: int | None
     quantization: str | None
     quantized_embeddings: str
     quantization_ignore: tuple[str, ...] | str

@@ -177,10 +177,23 @@ class RunnerPlan:
 
 def plan_resolved(resolved: Resolved) -> RunnerPlan | MemoryPlanError:
     """Plan pages for the longest context that fits. Returns a refusal if none fits, or not the given one."""
-    found = try_fit(resolved) or _fit(_shortest(resolved) if resolved.may_shorten else resolved)
+    found = _fit_longest(resolved)
+    for shorter in resolved.with_shorter_steps():
+        if _length(found) == resolved.limits.max_model_len:
+            break
+        other = _fit_longest(shorter)
+        found = other if _length(other) > _length(found) else found
     if isinstance(found, RunnerPlan):
         _refuse_variance(found)
     return found
+
+
+def _fit_longest(resolved: Resolved) -> RunnerPlan | MemoryPlanError:
+    return try_fit(resolved) or _fit(_shortest(resolved) if resolved.may_shorten else resolved)
+
+
+def _length(found: RunnerPlan | MemoryPlanError) -> int:
+    return found.resolved.limits.max_model_len if isinstance(found, RunnerPlan) else 0
 
 
 def try_fit(resolved: Resolved) -> RunnerPlan | None:
