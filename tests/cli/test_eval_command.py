@@ -28,7 +28,7 @@ WORDS = "It is not known who first thought of it, but there it was. "
 
 
 SMALL = ("--window", "48", "--tokens", "96", "--max-num-batched-tokens", "32", "--device", "cpu")
-SMALL_KV = (*SMALL, "--recall", "none", "--answer-tokens", "0")
+SMALL_KV = (*SMALL, "--kv-near-tokens", "0", "--recall", "none", "--answer-tokens", "0")
 
 
 @pytest.fixture(scope="module")

@@ -155,8 +155,6 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         format kv_cache_dtype={TQ}_4bit_nc
         format kv_cache_dtype={TQ}_k3v4_nc
         format kv_cache_dtype={TQ}_3bit_nc
-        format kv_cache_dtype=fp8 {FREE}
-        format kv_cache_dtype={TQ}_k8v4 {FREE}
         ranks tensor_parallel_size=2
         ranks tensor_parallel_size=4
         ranks tensor_parallel_size=8
@@ -177,7 +175,7 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         smallest weights quantization=mxfp4
         weights quantization=mxfp4 {FREE}
         weights quantization=mxfp4 kv_cache_dtype=fp8 {FREE}
-        weights quantization=mxfp4 kv_cache_dtype={TQ}_k8v4 {FREE}
+        weights quantization=mxfp4 kv_cache_dtype={TQ}_4bit_nc {FREE}
         no ranks tensor_parallel_size=2
         ranks tensor_parallel_size=4
         ranks tensor_parallel_size=8
@@ -212,7 +210,7 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         context max_model_len=32768
         no format kv_cache_dtype=fp8
         no format kv_cache_dtype={TQ}_k8v4
-        no format kv_cache_dtype={TQ}_4bit_nc
+        format kv_cache_dtype={TQ}_4bit_nc
         format kv_cache_dtype={TQ}_k3v4_nc
         format kv_cache_dtype={TQ}_3bit_nc
         no weights quantization=fp8
@@ -299,7 +297,7 @@ def test_best_change_is_the_smallest_with_free_settings() -> None:
         (5088, 5088),
         (17_456, 17_456),
         (34_368, 34_368),
-        (45_568, 40_960),
+        (67_123, 40_960),
     ], "alone, with free settings, with pages in fp8 too, and with those that give the whole context"
     assert weights[0].is_smallest
     assert best_change(listed) == weights[1]

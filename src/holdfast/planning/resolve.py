@@ -213,6 +213,9 @@ class Resolved:
         pages, value = self.pages() if self.near_tokens else None, self.near_tokens
         if pages is None:
             return self
+        if self.lacks_near and self.request.config.kv_near_tokens is not None:
+            values = {"value": value, "page_tokens": self.limits.page_tokens, "dtype": self.dtype}
+            raise ConfigError("plan.near_page_too_small", name="kv_near_tokens", **values)
         if pages.cache.near is None:
             choice = Choice("kv_near_tokens", "0", f"{value} has no effect: no layer's pages are quantized")
             return replace(self, near_tokens=0, choices=self._with_choice(choice))
@@ -242,7 +245,7 @@ class Resolved:
 
     @property
     def lacks_near(self) -> bool:
-        """True if the default of near tokens does not fit the pages."""
+        """True if quantized pages are too small for a near token of every layer."""
         pages = self.pages() if self.near_tokens else None
         is_quantized = pages is not None and any(layer.format.is_quantized for layer in pages.cache.layers)
         return is_quantized and pages is not None and pages.cache.near is None
@@ -316,12 +319,7 @@ class Resolved:
             return cache
         first_tokens = max(_first_tokens(heads.windows[layer]) for layer in layers)
         found = cache.with_near(layers, self.near_tokens, first_tokens, self.dtype)
-        if found is None:
-            if self.request.config.kv_near_tokens is None:
-                return cache
-            values = {"value": self.near_tokens, "page_tokens": self.limits.page_tokens, "dtype": self.dtype}
-            raise ConfigError("plan.near_page_too_small", name="kv_near_tokens", **values)
-        return found
+        return cache if found is None else found
 
     def _near_spec(self, layer: LayerCache, heads: HeadGeometry) -> NearSpec | None:
         """Return what a layer keeps exact beside its own pages."""
@@ -338,6 +336,16 @@ class Resolved:
         if pages is None:
             return -(-limits.max_model_len // limits.page_tokens)
         return sum(group.most_pages(limits.max_model_len, max_step_tokens) for group in pages.groups)
+
+    def most_pages(self) -> int:
+        """Most pages that all sequences of a full engine hold at once."""
+        limits, pages = self.limits, self.pages()
+        most = limits.max_num_seqs * self.sequence_pages(limits.max_num_batched_tokens)
+        if pages is None or pages.cache.near is None:
+            return most
+        near, held = pages.groups[-1], limits.max_num_seqs * (self.sequence_pages(1) + 1)
+        # Rows of two steps, one of them in flight, are shared by all sequences; each may round up by a page.
+        return min(most, held + 2 * -(-limits.max_num_batched_tokens // near.page_tokens))
 
     def attention_spec(self, layer: LayerCache, heads: HeadGeometry, group: int = 0) -> AttentionSpec:
         spec = heads.attention_spec(layer, group, self.limits.max_model_len, self.dtype, self.target.kind)
@@ -388,13 +396,13 @@ def resolve(request: PlanRequest) -> Resolved:
     is_open = config.max_model_len is None and request.agreed is None
     settings = dtype, recipe, kv_format, protected, limits, is_open, *budget, tuple(choices), num_proposals
     resolved = Resolved(request, *settings, near_tokens=near_tokens)
+    if config.kv_near_tokens is None and resolved.lacks_near:
+        return resolve(replace(request, config=replace(config, kv_near_tokens=0)))
     # Staging is counted for the settings as they are before ranks agree on a context.
     staging = request.staging(resolved) if callable(request.staging) else request.staging
     resolved = replace(resolved, staging=staging)
     if request.agreed is not None and request.agreed.max_model_len != limits.max_model_len:
         resolved = resolved.with_max_model_len(request.agreed.max_model_len, AGREED_CONTEXT)
-    if resolved.lacks_near:
-        return resolve(replace(request, config=replace(config, kv_near_tokens=0)))
     resolved = resolved.with_near_choice()
     pages = resolved.pages() if num_proposals else None
     if pages is not None and (problem := unrewindable(pages.groups)) is not None:
