@@ -11,13 +11,14 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.engine.build import build_engine
 from holdfast.engine.engine import Engine
+from holdfast.quant.formats import KV_FORMATS
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.runner.runner import Runner
 from runner.gpu_traffic import write_model
 
 CASES = {
-    "qwen3": ("auto", "fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
+    "qwen3": ("auto", *(name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized)),
     "windows": ("auto", "turboquant_k8v4"),
     "gemma3": ("auto",),
     "gpt_oss": ("auto", "turboquant_4bit_nc"),

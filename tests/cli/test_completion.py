@@ -70,7 +70,7 @@ def test_bash_offers_the_options_of_the_command_at_hand(complete: Complete) -> N
         (("run", "--dtype", "=", "b"), ["bfloat16"]),
         (("run", "--dtype=b"), ["--dtype=bfloat16"]),
         (("run", "--dtype", "="), ["auto", "float32", "float16", "bfloat16"]),
-        (("eval", "kv", "--formats", "turboquant_k"), ["turboquant_k8v4", "turboquant_k3v4_nc"]),
+        (("eval", "kv", "--formats", "turboquant_k"), ["turboquant_k8v4", "turboquant_k5v4", "turboquant_k3v4_nc"]),
         (("completion", ""), list(SHELLS)),
         (("run", "-p", ""), []),
         (("run", "--max-tokens", ""), []),

@@ -37,6 +37,10 @@ def _result(name: str, sources: list[Register]) -> Register:
         return sources[0]
     if name == "and.b32":
         return sources[0] & sources[1]
+    if name == "or.b32":
+        return sources[0] | sources[1]
+    if name == "xor.b32":
+        return sources[0] ^ sources[1]
     if name == "shl.b32":
         return sources[0] << sources[1]
     if name == "shr.u32":
@@ -78,8 +82,11 @@ def _by_table(sources: list[Register], table: int) -> Register:
 
 
 def _permuted(low: Register, high: Register, selector: Register) -> Register:
-    """Four bytes of eight."""
-    assert not (selector & 0x8888).any(), "a selector with this bit copies a sign, which is not known here"
+    """Four bytes of eight; a selector of 8 and above fills a byte with the sign of its own."""
     both = np.stack((low, high), axis=-1).view(np.uint8)
-    chosen = [np.take_along_axis(both, (selector >> np.uint32(4 * i) & 7)[..., None], -1) for i in range(4)]
+    chosen = []
+    for i in range(4):
+        place = (selector >> np.uint32(4 * i) & 15)[..., None]
+        number = np.take_along_axis(both, place & 7, -1)
+        chosen.append(np.where(place & 8, number.view(np.int8) >> 7, number.view(np.int8)).view(np.uint8))
     return np.concatenate(chosen, axis=-1).view(np.uint32)[..., 0]

@@ -35,7 +35,7 @@ from scratch_memory import Memory, Poison
 
 POISON_BYTE = 0xFF
 """As a scale, and as an e4m3 code, this is NaN."""
-BITS = ((8, 8), (8, 4), (4, 4), (3, 4), (3, 3))
+BITS = ((8, 8), (8, 4), (5, 4), (4, 4), (3, 4), (3, 3))
 """Bits of keys and values of every format."""
 FORMATS = pytest.mark.parametrize(
     ("key_bits", "value_bits"), BITS, ids=[f"k{key_bits}v{value_bits}" for key_bits, value_bits in BITS]

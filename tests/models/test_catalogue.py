@@ -106,7 +106,7 @@ def test_bytes_of_latents(name: str) -> None:
     assert tuple(declared.kv_bytes_per_token(format) for format in LATENT_FORMATS) == exact
     assert declared.kv_bytes_per_token("fp8") == exact[1], "as the format of latents with eight bits"
     assert declared.kv_bytes_per_token("turboquant_4bit_nc") == exact[2]
-    for format in ("turboquant_k8v4", "turboquant_k3v4_nc", "turboquant_3bit_nc"):
+    for format in ("turboquant_k8v4", "turboquant_k5v4", "turboquant_k3v4_nc", "turboquant_3bit_nc"):
         with pytest.raises(ConfigError, match=f"kv_cache_dtype={format} is not possible: .* this model keeps latents"):
             declared.kv_bytes_per_token(format)
 

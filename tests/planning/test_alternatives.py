@@ -516,7 +516,7 @@ def test_list_alternatives_omits_contradicting_options() -> None:
     """Protected layers in fp8 are no wider than pages in fp8, or in bfloat16."""
     wanted = plan_request("Qwen3-8B", H200, kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=6)
     values = [item.value for item in list_alternatives(resolve(wanted)) if item.option == "kv_cache_dtype"]
-    assert values == ["turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc"]
+    assert values == ["turboquant_k8v4", "turboquant_k5v4", "turboquant_4bit_nc", "turboquant_k3v4_nc"]
 
 
 def test_heads_that_cannot_be_quantized_are_not_offered_codes() -> None:

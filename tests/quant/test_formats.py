@@ -67,6 +67,7 @@ def test_bytes_for_unknown_dtype_raises_key_error() -> None:
 SLOTS = {
     "fp8": {64: 132, 128: 260, 256: 516},
     "turboquant_k8v4": {64: 100, 80: 124, 128: 196, 256: 388},
+    "turboquant_k5v4": {64: 76, 80: 94, 128: 148, 256: 292},
     "turboquant_4bit_nc": {64: 68, 80: 84, 128: 132, 256: 260},
     "turboquant_k3v4_nc": {64: 60, 80: 74, 128: 116, 256: 228},
     "turboquant_3bit_nc": {64: 52, 80: 64, 128: 100, 256: 196},
@@ -114,8 +115,8 @@ def test_kv_format_finds_each_format_by_name() -> None:
 
 
 def test_default_protected_layers_cover_quantized_formats() -> None:
-    """Formats that rotate keys protect four layers; 8-bit keys need none."""
-    assert {name: 4 * (KV_FORMATS[name].key_bits != 8) for name in QUANTIZED} == DEFAULT_PROTECTED_LAYERS
+    """Formats with keys of few bits protect four layers; keys of 8 and 5 bits need none."""
+    assert {name: 4 * (KV_FORMATS[name].key_bits in (3, 4)) for name in QUANTIZED} == DEFAULT_PROTECTED_LAYERS
 
 
 @pytest.mark.parametrize(

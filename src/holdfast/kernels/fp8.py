@@ -124,11 +124,16 @@ def store_keys(
                 b_bits = b_numbers[i] << 4 * o_k | b_numbers[i + 2] << 4 * o_k + 16
                 b_bits = b_bits | b_signs[i] << 8 * o_k + 7 | b_signs[i + 2] << 8 * o_k + 3
                 _store_words(p_codes, i_place, m_store, b_bits, 4, i * (QUARTER // 4), QUARTER // 4, HEAD_DIM // 8)
+            elif BITS == 5:
+                o_k = 4 * (o_d // 2 % 2)
+                for j in tl.static_range(2 * i, 2 * i + 2):
+                    b_bits = b_numbers[j] << o_k
+                    _store_split_words(p_codes, i_place, m_store, b_bits, j * (QUARTER // 4), QUARTER // 4, 2 * QUARTER)
             else:
                 o_k = 4 * (o_d // 2 % 2)
                 b_bits = b_numbers[i] << o_k | b_numbers[i + 2] << o_k + 2
                 _store_split_words(p_codes, i_place, m_store, b_bits, i * (QUARTER // 4), QUARTER // 4, QUARTER)
-        if BITS == 3:
+        if BITS != 4:
             o_j = o_d % 2
             b_bits = b_signs[0] << o_j | b_signs[2] << o_j + 2 | b_signs[1] << o_j + 4 | b_signs[3] << o_j + 6
             _store_words(p_signs, i_place, m_store, b_bits, 2, 0, QUARTER // 2, HEAD_DIM // 8)
@@ -191,7 +196,7 @@ def _store_words(
 
 @jit
 def _store_split_words(p_bytes, i_place, m_store, b_bits, FIRST: constexpr, COUNT: constexpr, STRIDE: constexpr):
-    """Store pairs of columns of 3-bit keys. The even pair has bytes 0 and 2 of a word, the odd one 1 and 3: a word may
+    """Store pairs of columns of 3-bit or 5-bit keys. The even pair has bytes 0 and 2 of a word, the odd one 1 and 3: a word may
     span two quarters, a byte does not."""
     PAIRS: constexpr = b_bits.shape[1] // 4
     b_bytes = tl.sum(tl.reshape(b_bits, (b_bits.shape[0], PAIRS, 2, 2)), axis=2)

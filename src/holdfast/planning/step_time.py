@@ -72,11 +72,12 @@ PRODUCT_SHARE = 0.9
 KV_SHARES = {
     "fp8": 0.92,
     "turboquant_k8v4": 0.84,
+    "turboquant_k5v4": 0.58,
     "turboquant_4bit_nc": 0.58,
     "turboquant_k3v4_nc": 0.56,
     "turboquant_3bit_nc": 0.42,
 }
-"""Shares of the read rate, 32 x 8192 and 8 x 32768 (h200-2026-11-18-quantized-attention)."""
+"""Shares of the read rate, 32 x 8192 and 8 x 32768 (h200-2026-11-18-quantized-attention). Assumed: turboquant_k5v4 as 4 bits."""
 KV_SHARE, INDEX_SHARE, ONE_SEQUENCE_SHARE, WHOLE_BATCH = 0.95, 0.8, 0.6, 8
 """Shares for plain pages, and for one sequence, which has fewer splits than the device has multiprocessors (-attention)."""
 PROMPT_ATTENTION_SHARES = {"cuda": 0.43, "cpu": 1.0}

@@ -132,15 +132,17 @@ def num_exponents(latent_dim: int) -> int:
 
 
 def _quantized_planes(name: str, bits: int, num_kv_heads: int, head_dim: int) -> tuple[Plane, ...]:
-    """Return codes, third bits for 3-bit formats, and a scale. Within a page a plane lies by head, then by token."""
+    """Return codes, odd bits if their number is odd, and a scale. Within a page a plane lies by head, then by token."""
     scale = Plane(f"{name}_scale", "float16", (num_kv_heads,))
-    if bits == 3:
-        codes = Plane(f"{name}_codes", "uint8", (num_kv_heads, head_dim // 4))
+    if bits in BITS_WITH_SIGNS:
+        codes = Plane(f"{name}_codes", "uint8", (num_kv_heads, head_dim * (bits - 1) // 8))
         return codes, Plane(f"{name}_signs", "uint8", (num_kv_heads, head_dim // 8)), scale
     return Plane(f"{name}_codes", "uint8", (num_kv_heads, head_dim * bits // 8)), scale
 
 
 FP8 = "float8_e4m3fn"
+BITS_WITH_SIGNS = (3, 5)
+"""Bits of codes that keep one of them in a plane of its own, so that the others fill words."""
 KV_FORMATS: dict[str, KVFormat] = {
     **{name: KVFormat(name, name, name) for name in ("float32", "float16", "bfloat16")},
     **{
@@ -148,6 +150,7 @@ KV_FORMATS: dict[str, KVFormat] = {
         for kv_format in (
             KVFormat("fp8", FP8, FP8, key_bits=8, value_bits=8),
             KVFormat("turboquant_k8v4", FP8, "uint8", key_bits=8, value_bits=4),
+            KVFormat("turboquant_k5v4", "uint8", "uint8", key_bits=5, value_bits=4),
             KVFormat("turboquant_4bit_nc", "uint8", "uint8", key_bits=4, value_bits=4),
             KVFormat("turboquant_k3v4_nc", "uint8", "uint8", key_bits=3, value_bits=4),
             KVFormat("turboquant_3bit_nc", "uint8", "uint8", key_bits=3, value_bits=3),
@@ -208,6 +211,7 @@ def index_dtype_beside(kv_format: KVFormat) -> str:
 DEFAULT_PROTECTED_LAYERS: dict[str, int] = {
     "fp8": 0,
     "turboquant_k8v4": 0,
+    "turboquant_k5v4": 0,
     "turboquant_4bit_nc": 4,
     "turboquant_k3v4_nc": 4,
     "turboquant_3bit_nc": 4,

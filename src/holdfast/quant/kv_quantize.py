@@ -3,20 +3,23 @@
 A head that is rotated and divided by its norm has nearly Gaussian coordinates, so one codebook serves all heads.
 No instruction computes the values of the best codebook (Lloyd-Max) cheaply. These are cheap, and lose almost nothing:
 
-                mean squared error of N(0, 1)      4 bits             3 bits
-    Lloyd-Max                                      0.009501           0.034548
-    keys: values that are e4m3 numbers             0.009569 (+0.7 %)  0.034589 (+0.1 %)     looked up by byte permutation
-    values: t + beta t^3 in half precision         0.009685 (+1.9 %)  0.034618 (+0.2 %)     three packed multiplications
+    mean squared error of N(0, 1)             5 bits             4 bits             3 bits
+    Lloyd-Max                                 0.002505           0.009501           0.034548
+    keys: values that are e4m3 numbers        0.002627 (+4.9 %)  0.009569 (+0.7 %)  0.034589 (+0.1 %)  looked up by bytes
+    values: t + beta t^3 in half precision                       0.009685 (+1.9 %)  0.034618 (+0.2 %)  multiplied in pairs
 
 X any leading dimensions, D head dim (a multiple of 16), B bytes of a head's codes, S bytes of its sign bits
 
-A quantized head is scale * codebook[code]. Keys and values of 3 and 4 bits are quantized in the rotated space;
+A quantized head is scale * codebook[code]. Keys and values of less than 8 bits are quantized in the rotated space;
 8 bits are e4m3 numbers of the unrotated head, with a scale that maps its largest to e4m3's largest.
 
 Words are little-endian. Kernels take a word's codes apart into parts: tensors that hold the coordinates at the same place
 of every word. With P parts, part j at column c is coordinate (j // p) * D / 2 + p * c + j % p, where p = max(1, P / 2).
 
     keys 8     a byte a coordinate, in order                                                               1 part
+    keys 5     words of parts 0 and 1, then as many of parts 2 and 3; word m, columns c = 4 m + k:         4 parts
+               magnitude of part j in the four bits from 4 k + 16 (j % 2), signs as in keys 3:
+               the upper bit of a magnitude makes a byte permutation of the lower eight give zero
     keys 4     32-bit word m, columns c = 4 m + k (k < 4): magnitude of part 0 in bits 4 k to 4 k + 2,     2 parts
                of part 1 in bits 16 + 4 k to 16 + 4 k + 2; sign of part 0 in bit 8 k + 7, of part 1 in 8 k + 3:
                the magnitudes are the selectors of a byte permutation, and the signs lie where e4m3 has them
@@ -36,6 +39,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+
+from holdfast.quant.formats import BITS_WITH_SIGNS
 
 
 def hadamard_block(head_dim: int) -> int:
@@ -104,6 +109,11 @@ class Codebook:
 
 
 KEY_CODEBOOKS: dict[int, Codebook] = {
+    5: Codebook(
+        5,
+        (0.0859375, 0.25, 0.4375, 0.625, 0.8125, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.25, 3.75, 4.5),
+        1.39319,
+    ),
     4: Codebook(4, (0.140625, 0.40625, 0.6875, 1.0, 1.375, 1.75, 2.25, 3.0), 1.08555),
     3: Codebook(3, (0.1875, 0.5625, 1.0, 1.625), 0.752226),
 }
@@ -115,7 +125,9 @@ VALUE_CODEBOOKS: dict[int, Codebook] = {
 """Values of the cubic in half-precision arithmetic, to the bit, keyed by bits."""
 
 
-KEY_PARTS = {8: 1, 4: 2, 3: 4}
+KEY_PARTS = {8: 1, 5: 4, 4: 2, 3: 4}
+KEY_PARTS_OF_WORD = {5: 2, 4: 2, 3: 4}
+"""Parts of keys that share a 32-bit word."""
 VALUE_PARTS = {8: 2, 4: 4, 3: 8}
 
 
@@ -125,7 +137,7 @@ class QuantizedHeads(NamedTuple):
     codes_XB: torch.Tensor
     """uint8."""
     signs_XS: torch.Tensor | None
-    """uint8: the third bits, which do not fit in `codes_XB`; None unless 3 bits."""
+    """uint8: the odd bits, which do not fit in `codes_XB`; None unless 3 or 5 bits."""
     scale_X: torch.Tensor
     """float16."""
 
@@ -228,7 +240,7 @@ def _words_of(bytes_XB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _magnitude_bit(part: int, column: int) -> int:
-    """Return the lowest bit of a key's magnitude in its word; `column` counts within the word."""
+    """Return the lowest bit of a key's magnitude in its word; `part` and `column` count within the word."""
     return 4 * column + 16 * (part % 2) + 2 * (part // 2)
 
 
@@ -239,7 +251,8 @@ def _sign_bit(part: int, column: int) -> int:
 
 def _key_shifts(bit: Callable[[int, int], int], bits: int, device: torch.device) -> torch.Tensor:
     """Return [parts, 1, 4] to shift words by part, word and column."""
-    shifts = [[[bit(part, column) for column in range(4)]] for part in range(KEY_PARTS[bits])]
+    of_word = KEY_PARTS_OF_WORD[bits]
+    shifts = [[[bit(part % of_word, column) for column in range(4)]] for part in range(KEY_PARTS[bits])]
     return torch.tensor(shifts, dtype=torch.int32, device=device)
 
 
@@ -261,24 +274,27 @@ def _pack_keys(rising_XD: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.
     fields_XPW4 = magnitude_XPW4 << _key_shifts(_magnitude_bit, bits, rising_XD.device)
     if bits == 4:
         fields_XPW4 |= sign_XPC.unflatten(-1, (-1, 4)) << _key_shifts(_sign_bit, bits, rising_XD.device)
-        return _bytes_of(_joined(fields_XPW4, (-3, -1))), None
+    words_XW = _joined(fields_XPW4.unflatten(-3, (-1, KEY_PARTS_OF_WORD[bits])), (-3, -1)).flatten(-2)
+    if bits not in BITS_WITH_SIGNS:
+        return _bytes_of(words_XW), None
     nibble_XC = _joined(sign_XPC << _part_numbers(KEY_PARTS[bits], rising_XD.device), -2)
     low_XS, high_XS = nibble_XC.chunk(2, dim=-1)
-    return _bytes_of(_joined(fields_XPW4, (-3, -1))), (low_XS | high_XS << 4).to(torch.uint8)
+    return _bytes_of(words_XW), (low_XS | high_XS << 4).to(torch.uint8)
 
 
 def _unpack_keys(heads: QuantizedHeads, bits: int) -> torch.Tensor:
     """Return [X, D]: magnitudes with the sign above. Shifts run in turn: broadcast, they take three times as long."""
-    num_parts, half = KEY_PARTS[bits], 2 ** (bits - 1)
-    words_XW = _words_of(heads.codes_XB, torch.int32)
+    num_parts, of_word, half = KEY_PARTS[bits], KEY_PARTS_OF_WORD[bits], 2 ** (bits - 1)
+    pieces = _words_of(heads.codes_XB, torch.int32).chunk(num_parts // of_word, dim=-1)
 
     def field(part: int, column: int) -> torch.Tensor:
-        magnitude_XW = words_XW >> _magnitude_bit(part, column) & half - 1
+        words_XW = pieces[part // of_word]
+        magnitude_XW = words_XW >> _magnitude_bit(part % of_word, column) & half - 1
         return magnitude_XW | (words_XW >> _sign_bit(part, column) & 1) * half if bits == 4 else magnitude_XW
 
     parts = [torch.stack([field(part, column) for column in range(4)], -1).flatten(-2) for part in range(num_parts)]
-    if bits == 3:
-        assert heads.signs_XS is not None, "keys of 3 bits have sign bits"
+    if bits in BITS_WITH_SIGNS:
+        assert heads.signs_XS is not None, f"keys of {bits} bits have sign bits"
         signs_XS = heads.signs_XS.int()
         nibble_XC = torch.cat((signs_XS, signs_XS >> 4), dim=-1)
         parts = [part_XC | (nibble_XC >> part & 1) * half for part, part_XC in enumerate(parts)]

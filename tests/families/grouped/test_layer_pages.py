@@ -103,7 +103,16 @@ def test_half_pages_are_widened(pages, dtype):
     assert read[0, :, 0].tolist() == expected_slots(pages, 0, 7, 4)
 
 
-BITS = pytest.mark.parametrize("bits", [8, 4, 3])
+KINDS = [("keys", 8), ("keys", 5), ("keys", 4), ("keys", 3), ("values", 8), ("values", 4), ("values", 3)]
+EVERY_KIND = pytest.mark.parametrize(("which", "bits"), KINDS)
+FORMAT_BITS = [(8, 8), (8, 4), (5, 4), (4, 4), (3, 4), (3, 3)]
+
+
+def reader_of(which: str, bits: int, head_dim: int) -> Dequantizer:
+    """Values have no 5 bits."""
+    return Dequantizer(bits, min(bits, 4) if which == "keys" else bits, head_dim, CPU)
+
+
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 112, 128, 192, 256])
 
 
@@ -117,47 +126,44 @@ def check(heads: QuantizedHeads, bits: int, head_dim: int, reader: Dequantizer, 
 
 
 @pytest.mark.each_pair
-@BITS
+@EVERY_KIND
 @HEAD_DIMS
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (2, 0)], ids=str)
-def test_heads_that_were_quantized(bits, head_dim, shape):
-    reader = Dequantizer(bits, bits, head_dim, CPU)
+def test_heads_that_were_quantized(which, bits, head_dim, shape):
     y = random(*shape, head_dim, seed=head_dim, scale=3.0)
-    check(quantize_keys(y, bits), bits, head_dim, reader, "keys")
-    check(quantize_values(y, bits), bits, head_dim, reader, "values")
+    quantized = quantize_keys(y, bits) if which == "keys" else quantize_values(y, bits)
+    check(quantized, bits, head_dim, reader_of(which, bits, head_dim), which)
 
 
-@BITS
-@pytest.mark.parametrize("which", ["keys", "values"])
+@EVERY_KIND
 def test_dequantizer_decodes_any_bytes(bits, which):
     """Also those that nothing quantized: every code meets every neighbour."""
     generator = torch.Generator().manual_seed(1)
-    num_bytes = {8: 64, 4: 32, 3: 16}[bits]
+    num_bytes = {8: 64, 5: 32, 4: 32, 3: 16}[bits]
     codes = torch.randint(0, 256, (7, 700, num_bytes), generator=generator, dtype=torch.uint8)
     if bits == 8:
         codes[codes & 127 == 127] = 0  # NaN, which no product keeps to the bit
-    signs = torch.randint(0, 256, (7, 700, 8), generator=generator, dtype=torch.uint8) if bits == 3 else None
+    signs = torch.randint(0, 256, (7, 700, 8), generator=generator, dtype=torch.uint8) if bits in (3, 5) else None
     heads = QuantizedHeads(codes, signs, torch.rand(7, 700, generator=generator).half())
-    check(heads, bits, 64, Dequantizer(bits, bits, 64, CPU), which)
+    check(heads, bits, 64, reader_of(which, bits, 64), which)
 
 
-@BITS
-@pytest.mark.parametrize("which", ["keys", "values"])
+@EVERY_KIND
 def test_heads_that_lie_apart(bits, which):
     """As a window leaves them: some tokens in the middle of some pages."""
     y = random(2, 40, 64)
     whole = quantize_keys(y, bits) if which == "keys" else quantize_values(y, bits)
     part = QuantizedHeads(*(None if x is None else x[:, 3:17] for x in whole))
-    check(part, bits, 64, Dequantizer(bits, bits, 64, CPU), which)
+    check(part, bits, 64, reader_of(which, bits, 64), which)
 
 
-@BITS
-def test_orders_are_permutations(bits):
-    reader = Dequantizer(bits, bits, 80, CPU)
+@pytest.mark.parametrize(("key_bits", "value_bits"), FORMAT_BITS)
+def test_orders_are_permutations(key_bits, value_bits):
+    reader = Dequantizer(key_bits, value_bits, 80, CPU)
     assert sorted(reader.key_order_D.tolist()) == sorted(reader.value_places_D.tolist()) == list(range(80))
 
 
-@pytest.mark.parametrize(("key_bits", "value_bits"), [(8, 8), (8, 4), (4, 4), (3, 4), (3, 3)])
+@pytest.mark.parametrize(("key_bits", "value_bits"), FORMAT_BITS)
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_dequantizer_holds_declared_table_bytes(key_bits, value_bits, head_dim):
     reader = Dequantizer(key_bits, value_bits, head_dim, CPU)

@@ -10,6 +10,7 @@ from holdfast.attention.declarations import StepBounds
 from holdfast.families.grouped.declarations import TorchPagedDeclaration
 from holdfast.families.grouped.pages import PagedRows
 from holdfast.families.grouped.torch_backend import MASK_ALIGNMENT, TorchPagedAttention, aligned_mask
+from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.kv_quantize import rotate_heads
 from kernels.exactness import random, same_bits
 
@@ -35,7 +36,7 @@ def test_torch_paged_every_plain_format_is_exact(kv_dtype, consecutive, chunk):
     check(Geometry(kv_dtype=kv_dtype), consecutive, chunk)
 
 
-QUANTIZED = ("fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+QUANTIZED = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized)
 EVERY_QUANTIZED = pytest.mark.parametrize("kv_dtype", QUANTIZED)
 
 

@@ -15,6 +15,8 @@ from holdfast.kernels.attention.dequantize import (
     key_parts_3,
     key_parts_3_halves,
     key_parts_4,
+    key_parts_5,
+    key_parts_5_halves,
     upper_columns,
     value_parts_3,
     value_parts_4,
@@ -45,17 +47,20 @@ HEAD_DIM, NUM_TOKENS, BLOCK_N = 128, 256, 64
 HALF = HEAD_DIM // 8
 """Columns of a half row of keys of 3 bits."""
 
+KINDS = [("keys", 8), ("keys", 5), ("keys", 4), ("keys", 3), ("values", 8), ("values", 4), ("values", 3)]
+
 
 def any_heads(what: str, bits: int) -> QuantizedHeads:
     """Random bytes, with which every code lies at every place; the scale is one. Bytes that are no number are left out."""
     generator = torch.Generator().manual_seed(bits)
-    num_bytes = HEAD_DIM * {8: 8, 4: 4, 3: 2}[bits] // 8
+    num_bytes = HEAD_DIM * {8: 8, 5: 4, 4: 4, 3: 2}[bits] // 8
     codes = torch.randint(256, (NUM_TOKENS, num_bytes), generator=generator, dtype=torch.uint8)
-    if bits == 8:
+    if bits in (8, 5):
         codes = (torch.arange(256).unsqueeze(1) + torch.arange(num_bytes)).to(torch.uint8)
+    if bits == 8:
         codes[codes & 127 == 127] = 0
     signs = torch.randint(256, (NUM_TOKENS, HEAD_DIM // 8), generator=generator, dtype=torch.uint8)
-    return QuantizedHeads(codes, signs if bits == 3 else None, torch.ones(NUM_TOKENS, dtype=torch.float16))
+    return QuantizedHeads(codes, signs if bits in (3, 5) else None, torch.ones(NUM_TOKENS, dtype=torch.float16))
 
 
 def expected_parts(heads: QuantizedHeads, what: str, bits: int) -> torch.Tensor:
@@ -65,8 +70,7 @@ def expected_parts(heads: QuantizedHeads, what: str, bits: int) -> torch.Tensor:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("what", ["keys", "values"])
-@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize(("what", "bits"), KINDS)
 def test_dequantize_cases_hold_every_code_in_every_place(what, bits):
     heads = any_heads(what, bits)
     numbers = expected_parts(heads, what, bits)
@@ -132,7 +136,7 @@ def from_f16(words: list[np.ndarray]) -> torch.Tensor:
     return torch.stack([torch.from_numpy(word.view(np.float16)).float() for word in words])
 
 
-@for_each("bits", [4, 3])
+@for_each("bits", [5, 4, 3])
 def test_key_asm_looks_up_every_code(bits):
     heads = any_heads("keys", bits)
     codes = heads.codes_XB.numpy()
@@ -142,16 +146,20 @@ def test_key_asm_looks_up_every_code(bits):
         assert heads.signs_XS is not None
         signs = np.tile(heads.signs_XS.numpy(), 2)
         upper = np.broadcast_to(np.repeat([0, 255], HALF).astype(np.uint8), signs.shape)
-        out = run_assembler(dequantize.keys_3_asm(is_halved=False), [codes, signs, upper], 4)
+        text, pieces = (dequantize.keys_5_asm(is_halved=False), 2) if bits == 5 else (dequantize.keys_3_asm(is_halved=False), 1)
+        out = run_assembler(text, [*np.split(codes, pieces, axis=1), signs, upper], 4)
     assert torch.equal(from_e4m3(out), expected_parts(heads, "keys", bits))
 
 
-def test_key_asm_looks_up_both_halves():
-    heads = any_heads("keys", 3)
+@for_each("bits", [5, 3])
+def test_key_asm_looks_up_both_halves(bits):
+    heads = any_heads("keys", bits)
     assert heads.signs_XS is not None
-    lower, upper = heads.codes_XB.numpy()[:, :HALF], heads.codes_XB.numpy()[:, HALF:]
-    out = run_assembler(dequantize.keys_3_asm(is_halved=True), [lower, upper, heads.signs_XS.numpy()], 8)
-    assert torch.equal(torch.cat((from_e4m3(out[:4]), from_e4m3(out[4:])), -1), expected_parts(heads, "keys", 3))
+    pieces = np.split(heads.codes_XB.numpy(), bits - 1, axis=1)
+    pieces = pieces[::2] + pieces[1::2]  # the lower half of columns first
+    text = dequantize.keys_5_asm(is_halved=True) if bits == 5 else dequantize.keys_3_asm(is_halved=True)
+    out = run_assembler(text, [*pieces, heads.signs_XS.numpy()], 8)
+    assert torch.equal(torch.cat((from_e4m3(out[:4]), from_e4m3(out[4:])), -1), expected_parts(heads, "keys", bits))
 
 
 @for_each("bits", [8, 4, 3])
@@ -173,7 +181,7 @@ def _key_kernel(
     p_codes, p_signs, p_out, BITS: constexpr, HEAD_DIM: constexpr, BLOCK_N: constexpr, COLUMNS: constexpr, HALVED: constexpr, PLAIN: constexpr
 ):  # fmt: skip
     """Parts [part, token, column], or [part, half, token, column]; as operands of a product with the identity, as elsewhere."""
-    ROW: constexpr = HEAD_DIM * (8 if BITS == 8 else (4 if BITS == 4 else 2)) // 8
+    ROW: constexpr = HEAD_DIM * (8 if BITS == 8 else (2 if BITS == 3 else 4)) // 8
     SIGNS: constexpr = HEAD_DIM // 8
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_c = tl.arange(0, COLUMNS)
@@ -192,10 +200,18 @@ def _key_kernel(
         else:
             if HALVED:
                 b_signs = tl.load(p_signs + o_n[:, None] * SIGNS + o_c[None, :])
-                b_parts = key_parts_3_halves(b_codes, tl.load(p_row + SIGNS), b_signs)
+                if BITS == 5:
+                    b_codes_2, b_upper_2 = tl.load(p_row + 2 * SIGNS), tl.load(p_row + 3 * SIGNS)
+                    b_parts = key_parts_5_halves(b_codes, b_codes_2, tl.load(p_row + SIGNS), b_upper_2, b_signs)
+                else:
+                    b_parts = key_parts_3_halves(b_codes, tl.load(p_row + SIGNS), b_signs)
             else:
                 b_signs = tl.load(p_signs + o_n[:, None] * SIGNS + (o_c % SIGNS)[None, :])
-                b_parts = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)
+                if BITS == 5:
+                    p_upper = p_words + HEAD_DIM // 16 if PLAIN else p_row + HEAD_DIM // 4
+                    b_parts = key_parts_5(b_codes, tl.load(p_upper), b_signs, o_c, SIGNS, PLAIN)
+                else:
+                    b_parts = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)
     NUM_PARTS: constexpr = 1 if BITS == 8 else (2 if BITS == 4 else (8 if HALVED else 4))
     for part in tl.static_range(NUM_PARTS):
         p_part = p_out + (part * tl.num_programs(0) * BLOCK_N + o_n)[:, None] * COLUMNS + o_c[None, :]
@@ -249,17 +265,17 @@ def run_parts(what: str, bits: int, device: torch.device, halved: bool = False) 
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("what", ["keys", "values"])
-@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize(("what", "bits"), KINDS)
 def test_dequantized_parts_equal_codebook_values(device, what, bits):
     parts, heads = run_parts(what, bits, device)
     assert torch.equal(parts, expected_parts(heads, what, bits))
 
 
 @pytest.mark.gpu
-def test_dequantized_halves_equal_codebook_values(device):
-    parts, heads = run_parts("keys", 3, device, halved=True)
-    assert torch.equal(torch.cat((parts[:4], parts[4:]), -1), expected_parts(heads, "keys", 3))
+@for_each("bits", [5, 3])
+def test_dequantized_halves_equal_codebook_values(device, bits):
+    parts, heads = run_parts("keys", bits, device, halved=True)
+    assert torch.equal(torch.cat((parts[:4], parts[4:]), -1), expected_parts(heads, "keys", bits))
 
 
 @jit

@@ -129,7 +129,7 @@ def test_quantized_planes_cases_use_the_space_of_the_layer(with_mean, key_bits, 
     for back, true, bits, signal in zip(
         heads_at(planes, slots), (biased, v), (key_bits, value_bits), (k, v), strict=True
     ):
-        allowed = {8: 0.05, 4: 0.16, 3: 0.3}[bits]
+        allowed = {8: 0.05, 5: 0.09, 4: 0.16, 3: 0.3}[bits]
         assert ((back - true).norm(dim=-1) <= allowed * signal.norm(dim=-1)).all()
     assert_untouched(planes, slots)
     with pytest.raises(AssertionError, match="belongs to no row"):

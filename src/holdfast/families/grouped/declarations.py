@@ -23,8 +23,8 @@ from holdfast.quant.formats import DTYPE_BYTES, bytes_for
 
 QUANTIZED_HEADS = 16
 """Quantized heads are multiples of this."""
-CODE_TABLE_BYTES = {8: 0, 4: 256 * 8, 3: 4096 * 16}
-"""Tables of plain torch by bits: two coordinates for every byte, or four for every 12 bits, in float32."""
+CODE_TABLE_BYTES = {8: 0, 5: 1024 * 8, 4: 256 * 8, 3: 4096 * 16}
+"""Tables of plain torch by bits: two coordinates for every 8 or 10 bits, or four for every 12 bits, in float32."""
 MAX_MASK_ROWS = 128
 MASK_ELEMENTS = 2**22
 """Most elements of plain torch's mask template: block rows x context. Longer contexts take lower blocks."""

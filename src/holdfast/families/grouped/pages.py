@@ -93,7 +93,7 @@ class Dequantizer:
     def __init__(self, key_bits: int, value_bits: int, head_dim: int, device: torch.device) -> None:
         self._key_bits = key_bits
         self._value_bits = value_bits
-        key_tables = {4: _key_pairs_of_4_bits, 3: _key_quads_of_3_bits}
+        key_tables = {5: _key_pairs_of_5_bits, 4: _key_pairs_of_4_bits, 3: _key_quads_of_3_bits}
         value_tables = {4: _value_pairs_of_4_bits, 3: _value_quads_of_3_bits}
         self._key_table = key_tables[key_bits]().to(device) if key_bits < 8 else None
         self._value_table = value_tables[value_bits]().to(device) if value_bits < 8 else None
@@ -116,8 +116,9 @@ class Dequantizer:
         elif self._key_bits == 4:
             numbers_XD = _looked_up(_key_index_of_4_bits(heads.codes_XB), self._key_table)
         else:
-            assert heads.signs_XS is not None, "keys of 3 bits have sign bits"
-            numbers_XD = _looked_up(_key_index_of_3_bits(heads.codes_XB, heads.signs_XS), self._key_table)
+            assert heads.signs_XS is not None, f"keys of {self._key_bits} bits have sign bits"
+            index = _key_index_of_5_bits if self._key_bits == 5 else _key_index_of_3_bits
+            numbers_XD = _looked_up(index(heads.codes_XB, heads.signs_XS), self._key_table)
         return numbers_XD.mul_(heads.scale_X.float().unsqueeze(-1))
 
     def values(self, heads: QuantizedHeads) -> torch.Tensor:
@@ -136,6 +137,8 @@ def _key_order(bits: int, head_dim: int) -> torch.Tensor:
     dims_PC = part_dims(KEY_PARTS[bits], head_dim)
     if bits == 4:  # a word has 4 columns of one part, then 4 of the other
         return dims_PC.unflatten(-1, (-1, 4)).transpose(0, 1).reshape(-1)
+    if bits == 5:  # two parts of every column, then the other two
+        return dims_PC.unflatten(0, (2, 2)).transpose(1, 2).reshape(-1)
     return dims_PC.T.reshape(-1)
 
 
@@ -159,13 +162,23 @@ def _closer_signs(words_XW: torch.Tensor) -> torch.Tensor:
     return (signs_XW | signs_XW >> 8) & 0x8888
 
 
+def _key_index_of_5_bits(codes_XB: torch.Tensor, signs_XS: torch.Tensor) -> torch.Tensor:
+    """Return [X, 2 C]: magnitudes of parts 0 and 1 of a column, four bits each, then their signs; then of parts 2 and 3."""
+    signs_XC = torch.cat((signs_XS & 15, signs_XS >> 4), dim=-1)
+    return _column_nibbles(codes_XB) | torch.cat((signs_XC & 3, signs_XC >> 2), dim=-1).int() << 8
+
+
 def _key_index_of_3_bits(codes_XB: torch.Tensor, signs_XS: torch.Tensor) -> torch.Tensor:
     """Return [X, C]: magnitudes of parts 0, 2, 1 and 3 of a column, two bits each, then all their signs."""
+    signs_XC = torch.cat((signs_XS & 15, signs_XS >> 4), dim=-1)
+    return _column_nibbles(codes_XB) | signs_XC.int() << 8
+
+
+def _column_nibbles(codes_XB: torch.Tensor) -> torch.Tensor:
+    """Return the four bits of each column in the lower half of a word, below those in the upper half."""
     shifts_4 = 4 * torch.arange(4, dtype=torch.int32, device=codes_XB.device)
     words_XW4 = codes_XB.contiguous().view(torch.int32).unsqueeze(-1) >> shifts_4
-    magnitudes_XC = (words_XW4 & 15 | words_XW4 >> 12 & 240).flatten(-2)
-    signs_XC = torch.cat((signs_XS & 15, signs_XS >> 4), dim=-1)
-    return magnitudes_XC | signs_XC.int() << 8
+    return (words_XW4 & 15 | words_XW4 >> 12 & 240).flatten(-2)
 
 
 def _value_index_of_3_bits(codes_XB: torch.Tensor, signs_XS: torch.Tensor) -> torch.Tensor:
@@ -185,6 +198,15 @@ def _signed_magnitudes(bits: int) -> list[float]:
     """List values by sign and magnitude; the sign is the higher bit."""
     magnitudes = KEY_CODEBOOKS[bits].magnitudes
     return [*magnitudes, *(-magnitude for magnitude in magnitudes)]
+
+
+def _key_pairs_of_5_bits() -> torch.Tensor:
+    numbers = _signed_magnitudes(5)
+    rows = [
+        (numbers[first | (signs & 1) << 4], numbers[second | signs >> 1 << 4])
+        for signs, second, first in product(range(4), range(16), range(16))
+    ]
+    return _elements(rows)
 
 
 def _key_pairs_of_4_bits() -> torch.Tensor:

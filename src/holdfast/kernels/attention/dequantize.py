@@ -1,7 +1,7 @@
 """Decoding of codes inside a kernel: words of a page to half-precision operands, two or four numbers per instruction.
 
 A part of a head is one bit field of all its words (quant/kv_quantize.py). Keys are looked up: the magnitudes in a word select
-bytes of eight e4m3 numbers (prmt), and its signs are at e4m3's sign bits. Values are computed: their bits are or-ed into the
+bytes of eight e4m3 numbers (prmt; two of them for 5 bits), and its signs are at e4m3's sign bits. Values are computed: their bits are or-ed into the
 mantissa of 512, and a cubic in packed half precision does the rest.
 
 PLAIN computes the same bits without assembler, for the interpreter.
@@ -43,7 +43,7 @@ def fp16_twice(number: float) -> str:
     return f"0x{bits << 16 | bits:08x}"
 
 
-_KEY_4, _KEY_3 = KEY_CODEBOOKS[4].magnitudes, KEY_CODEBOOKS[3].magnitudes
+_KEY_5, _KEY_4, _KEY_3 = (KEY_CODEBOOKS[bits].magnitudes for bits in (5, 4, 3))
 KEYS_4_TEXT = f"""{{
 .reg .b32 m, s, t;
 and.b32 m, $2, 0x77777777;
@@ -55,6 +55,31 @@ shl.b32 s, $2, 4;
 lop3.b32 $1, t, s, 0x80808080, 0xF8;
 }}"""
 """$2: four bytes of codes; $0, $1: four e4m3 numbers each of parts 0 and 1. 0xF8 is a | (b & c)."""
+
+
+def keys_5_asm(is_halved: bool) -> str:
+    """Return assembler from code bytes of parts 0 and 1, those of parts 2 and 3, and sign bits to four parts; or from code
+    bytes of the lower half of columns, those of the upper half, and sign bytes to four parts each.
+
+    A selector of 8 and above copies the sign of a byte, which is 0: so one permutation knows the lower magnitudes, another
+    the upper ones, and the result is both or-ed. Sign bits are those of `keys_3_asm`.
+    """
+    lower, upper = (f"{fp8_word(half[:4])}, {fp8_word(half[4:])}" for half in (_KEY_5[:8], _KEY_5[8:]))
+    lines = ["{", ".reg .b32 m, n, s, t, u, v;"]
+    if is_halved:
+        halves = ((("$8", "$9"), "$12", 0), (("$10", "$11"), "$12", 4))
+    else:
+        halves = ((("$4", "$5"), "v", 0),)
+        lines += ["shr.u32 s, $6, 4;", "lop3.b32 v, $6, s, $7, 0xD8;"]
+    for half, (pieces, signs, first_bit) in enumerate(halves):
+        for part in range(4):
+            if part % 2:
+                lines += ["shr.u32 m, m, 16;", "shr.u32 n, n, 16;"]
+            else:
+                lines += [f"mov.b32 m, {pieces[part // 2]};", "xor.b32 n, m, 0x88888888;"]
+            lines += [f"prmt.b32 t, {lower}, m;", f"prmt.b32 u, {upper}, n;", f"shl.b32 s, {signs}, {7 - part - first_bit};"]
+            lines += ["and.b32 s, s, 0x80808080;", f"lop3.b32 ${4 * half + part}, t, u, s, 0xFE;"]
+    return "\n".join([*lines, "}"])
 
 
 def keys_3_asm(is_halved: bool) -> str:
@@ -134,6 +159,8 @@ cvt.rn.f16x2.e4m3x2 $1, q;
 }"""
 """$2: two words of two bytes; $0: both lower bytes, $1: both upper bytes, as half precision."""
 
+KEYS_5_ASM = kernel_constant(keys_5_asm(is_halved=False))
+KEYS_5_HALVES_ASM = kernel_constant(keys_5_asm(is_halved=True))
 KEYS_4_ASM = kernel_constant(KEYS_4_TEXT)
 KEYS_3_ASM = kernel_constant(keys_3_asm(is_halved=False))
 KEYS_3_HALVES_ASM = kernel_constant(keys_3_asm(is_halved=True))
@@ -141,6 +168,7 @@ VALUES_8_ASM = kernel_constant(VALUES_8_TEXT)
 VALUES_4_ASM = kernel_constant(values_4_asm())
 VALUES_3_ASM = kernel_constant(values_3_asm())
 LATENTS_4_ASM = kernel_constant(latents_4_asm())
+KEY_5 = kernel_constant(_KEY_5)
 STEP = kernel_constant(LATENT_STEP)
 CUBIC_4 = kernel_constant(CUBIC_4_BITS)
 CUBIC_3 = kernel_constant(CUBIC_3_BITS)
@@ -191,6 +219,27 @@ def key_parts_4(b_codes, o_c, PLAIN: constexpr):
 
 
 @jit
+def key_parts_5(b_lower, b_upper, b_signs, o_c, HALF_COLUMNS: constexpr, PLAIN: constexpr):
+    """Decode 5-bit keys: four parts, from codes of the first two and of the other two. Signs lie as those of 3 bits."""
+    if PLAIN:
+        k = 4 * (o_c % 4)[None, :]
+        b_bits = b_signs.to(tl.int32) >> tl.where(o_c < HALF_COLUMNS, 0, 4)[None, :]
+        b_0 = _looked_up_5(b_lower >> k & 15, b_bits & 1)
+        b_1 = _looked_up_5(b_lower >> (k + 16) & 15, b_bits >> 1 & 1)
+        b_2 = _looked_up_5(b_upper >> k & 15, b_bits >> 2 & 1)
+        b_3 = _looked_up_5(b_upper >> (k + 16) & 15, b_bits >> 3 & 1)
+        return b_0, b_1, b_2, b_3
+    else:
+        b_half = tl.where(o_c < HALF_COLUMNS, 0, 255).to(tl.uint8)[None, :]
+        b_half = tl.broadcast_to(b_half, b_lower.shape)
+        b_0, b_1, b_2, b_3 = tl.inline_asm_elementwise(
+            KEYS_5_ASM, "=r,=r,=r,=r,r,r,r,r", [b_lower, b_upper, b_signs, b_half],
+            (tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv), True, 4,
+        )  # fmt: skip
+        return b_0.to(tl.float16), b_1.to(tl.float16), b_2.to(tl.float16), b_3.to(tl.float16)
+
+
+@jit
 def key_parts_3(b_codes, b_signs, o_c, HALF_COLUMNS: constexpr, PLAIN: constexpr):
     """Decode 3-bit keys: four parts. `b_signs` has each sign byte twice: for a column and the one half a row later."""
     if PLAIN:
@@ -216,6 +265,21 @@ def key_parts_3_halves(b_lower, b_upper, b_signs):
     """Decode 3-bit keys if a half row is whole words: four parts of the lower and of the upper half of columns."""
     b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = tl.inline_asm_elementwise(
         KEYS_3_HALVES_ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [b_lower, b_upper, b_signs],
+        (tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
+        True, 4,
+    )  # fmt: skip
+    b_0, b_1, b_2, b_3 = b_0.to(tl.float16), b_1.to(tl.float16), b_2.to(tl.float16), b_3.to(tl.float16)
+    return b_0, b_1, b_2, b_3, b_4.to(tl.float16), b_5.to(tl.float16), b_6.to(tl.float16), b_7.to(tl.float16)
+
+
+@jit
+def key_parts_5_halves(b_lower_0, b_lower_2, b_upper_0, b_upper_2, b_signs):
+    """Decode 5-bit keys if a half row is whole words: four parts of the lower and of the upper half of columns.
+
+    Of each half: codes of parts 0 and 1, and of parts 2 and 3.
+    """
+    b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = tl.inline_asm_elementwise(
+        KEYS_5_HALVES_ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r", [b_lower_0, b_lower_2, b_upper_0, b_upper_2, b_signs],
         (tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
         True, 4,
     )  # fmt: skip
@@ -308,6 +372,14 @@ def _fp8_numbers(b_bytes):
     b_normal = (8.0 + b_mantissa) * tl.exp2((b_exponent - 10).to(tl.float32))
     b_size = tl.where(b_exponent == 0, b_mantissa * 0.001953125, b_normal)
     return tl.where((b_bytes >> 7 & 1) == 1, -b_size, b_size).to(tl.float16)
+
+
+@jit
+def _looked_up_5(b_index, b_sign):
+    b_size = tl.full(b_index.shape, KEY_5[0], tl.float32)
+    for i in tl.static_range(1, 16):
+        b_size = tl.where(b_index == i, KEY_5[i], b_size)
+    return tl.where(b_sign == 1, -b_size, b_size).to(tl.float16)
 
 
 @jit

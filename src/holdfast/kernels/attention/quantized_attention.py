@@ -28,6 +28,8 @@ from holdfast.kernels.attention.dequantize import (
     key_parts_3,
     key_parts_3_halves,
     key_parts_4,
+    key_parts_5,
+    key_parts_5_halves,
     upper_columns,
     value_parts_3,
     value_parts_4,
@@ -156,7 +158,7 @@ def quantized_attention(call: TileCall, planes: QuantizedPlanes, near: NearPages
         None if softcap is None else softcap * LOG2_E, rotation_scale, window or 0, *_near_operands(near, call.q_THD),
     )  # fmt: skip
     key_parts = KEY_PARTS[planes.key_bits]
-    if planes.key_bits == 3 and head_dim % 32 == 0 and not plain:
+    if planes.k_signs_PKtS is not None and head_dim % 32 == 0 and not plain:
         key_parts *= 2  # the kernel takes both halves of a row at once
     constants = {
         "KEY_BITS": planes.key_bits,
@@ -563,8 +565,8 @@ def _queries(
 ):  # fmt: skip
     """Load the parts of the queries that match the parts of the keys."""
     NUM_PARTS: constexpr = 1 if KEY_BITS == 8 else (2 if KEY_BITS == 4 else 4)
-    # Small tiles take keys of 3 bits as parts of the lower and of the upper half of columns.
-    HALVED: constexpr = QUERY_AXIS == 1 and KEY_BITS == 3 and HEAD_DIM % 32 == 0 and not PLAIN
+    # Small tiles take keys with signs apart as parts of the lower and of the upper half of columns.
+    HALVED: constexpr = QUERY_AXIS == 1 and (KEY_BITS == 3 or KEY_BITS == 5) and HEAD_DIM % 32 == 0 and not PLAIN
     COLUMNS: constexpr = HEAD_DIM // 8 if HALVED else HEAD_DIM // NUM_PARTS
     o_c = tl.arange(0, KEY_COLUMNS)
     b_q = ()
@@ -587,19 +589,29 @@ def _scores(
     """Return keys without their scale times queries: [N, G], or [M, N] if QUERY_AXIS is 0."""
     SIGNS: constexpr = HEAD_DIM // 8
     o_c = tl.arange(0, KEY_COLUMNS)
-    if QUERY_AXIS == 1 and KEY_BITS == 3 and HEAD_DIM % 32 == 0 and not PLAIN:
-        ROW: constexpr = 2 * SIGNS
+    if QUERY_AXIS == 1 and (KEY_BITS == 3 or KEY_BITS == 5) and HEAD_DIM % 32 == 0 and not PLAIN:
+        ROW: constexpr = (KEY_BITS - 1) * SIGNS
         MASK: constexpr = MASKED or SIGNS < KEY_COLUMNS
         b_lower = bytes_at(p_k, o_slot, o_c, m_n, SIGNS, ROW, MASK)
         b_upper = bytes_at(p_k + SIGNS, o_slot, o_c, m_n, SIGNS, ROW, MASK)
+        if KEY_BITS == 5:
+            b_lower_2 = bytes_at(p_k + 2 * SIGNS, o_slot, o_c, m_n, SIGNS, ROW, MASK)
+            b_upper_2 = bytes_at(p_k + 3 * SIGNS, o_slot, o_c, m_n, SIGNS, ROW, MASK)
         b_signs = bytes_at(p_signs, o_slot, o_c, m_n, SIGNS, SIGNS, MASK)
-        b_keys = key_parts_3_halves(b_lower, b_upper, b_signs)
+        if KEY_BITS == 5:
+            b_keys = key_parts_5_halves(b_lower, b_lower_2, b_upper, b_upper_2, b_signs)
+        else:
+            b_keys = key_parts_3_halves(b_lower, b_upper, b_signs)
     else:
         b_codes = key_codes(p_k, o_slot, o_c, m_n, MASKED, KEY_BITS, HEAD_DIM, PLAIN)
         if KEY_BITS == 8:
             b_keys = (key_numbers(b_codes, PLAIN),)
         elif KEY_BITS == 4:
             b_keys = key_parts_4(b_codes, o_c, PLAIN)
+        elif KEY_BITS == 5:
+            b_upper = key_codes(p_k + 2 * SIGNS, o_slot, o_c, m_n, MASKED, KEY_BITS, HEAD_DIM, PLAIN)
+            b_signs = bytes_at(p_signs, o_slot, o_c % SIGNS, m_n, SIGNS, SIGNS, MASKED or QUERY_AXIS == 1)
+            b_keys = key_parts_5(b_codes, b_upper, b_signs, o_c, SIGNS, PLAIN)
         else:
             b_signs = bytes_at(p_signs, o_slot, o_c % SIGNS, m_n, SIGNS, SIGNS, MASKED or QUERY_AXIS == 1)
             b_keys = key_parts_3(b_codes, b_signs, o_c, SIGNS, PLAIN)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from holdfast.kernels.attention.key_bias import KeyBias
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
+from holdfast.quant.formats import BITS_WITH_SIGNS
 from holdfast.quant.kv_quantize import QuantizedHeads
 
 
@@ -56,8 +57,9 @@ class QuantizedPlanes:
             return plane_SK.view(num_pages, num_heads, page_tokens, *plane_SK.shape[2:])
 
         return cls(
-            key_bits, value_bits, head_dim, by_head("k_codes"), by_head("k_signs") if key_bits == 3 else None,
-            by_head("k_scale"), by_head("v_codes"), by_head("v_signs") if value_bits == 3 else None, by_head("v_scale"),
+            key_bits, value_bits, head_dim,
+            by_head("k_codes"), by_head("k_signs") if key_bits in BITS_WITH_SIGNS else None, by_head("k_scale"),
+            by_head("v_codes"), by_head("v_signs") if value_bits in BITS_WITH_SIGNS else None, by_head("v_scale"),
             rotation_DD, k_mean_KD, key_bias,
         )  # fmt: skip
 
@@ -155,13 +157,17 @@ def bytes_at(p, o_slot, o_c, m_n, limit, ROW: constexpr, MASKED: constexpr):
 
 @jit
 def key_codes(p_k, o_slot, o_c, m_n, MASKED: constexpr, KEY_BITS: constexpr, HEAD_DIM: constexpr, PLAIN: constexpr):
-    """Load key codes [N, C] for dequantize.py: bytes, or whole words if there is no assembler."""
-    ROW: constexpr = HEAD_DIM if KEY_BITS == 8 else (HEAD_DIM // 2 if KEY_BITS == 4 else HEAD_DIM // 4)
+    """Load key codes [N, C] for dequantize.py: bytes, or whole words if there is no assembler.
+
+    Of 5 bits these are the codes of two parts; those of the other two lie HEAD_DIM // 4 bytes behind.
+    """
+    ROW: constexpr = HEAD_DIM if KEY_BITS == 8 else (HEAD_DIM // 4 if KEY_BITS == 3 else HEAD_DIM // 2)
+    COLUMNS: constexpr = HEAD_DIM // 4 if KEY_BITS == 5 else ROW
     if PLAIN and KEY_BITS < 8:
         p_words = p_k.to(tl.pointer_type(tl.int32)) + o_slot[:, None] * (ROW // 4) + (o_c // 4)[None, :]
-        return tl.load(p_words, mask=m_n[:, None] & (o_c < ROW)[None, :], other=0)
+        return tl.load(p_words, mask=m_n[:, None] & (o_c < COLUMNS)[None, :], other=0)
     else:
-        return bytes_at(p_k, o_slot, o_c, m_n, ROW, ROW, MASKED or o_c.shape[0] > ROW)
+        return bytes_at(p_k, o_slot, o_c, m_n, COLUMNS, ROW, MASKED or o_c.shape[0] > COLUMNS)
 
 
 @jit
