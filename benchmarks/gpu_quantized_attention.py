@@ -356,7 +356,8 @@ def measure_near(shape: Shape, device: torch.device, arguments: argparse.Namespa
     # A row in the middle of its own block, which is the mean over a decode.
     middle = NEAR_TOKENS // 2
     decode = [[(length // NEAR_TOKENS * NEAR_TOKENS - middle, 1)] * num_seqs for num_seqs, length in shape.decode]
-    steps = [*decode, *([pair] for pair in shape.prefill), [(0, shape.prefill[0][1])]]
+    prefill = [*([pair] for pair in shape.prefill), [(0, shape.prefill[0][1])]]
+    steps = [*decode[1:3], prefill[-1], *prefill[:-1], *decode[:1], *decode[3:]]
     words = f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, near blocks of {NEAR_TOKENS} tokens"
     results: list[dict[str, Any]] = []
     for rows in steps:

@@ -218,7 +218,7 @@ DEFAULT_PROTECTED_LAYERS: dict[str, int] = {
 }
 """Default number of layers in a wider format without near tokens, by format; others protect none."""
 DEFAULT_NEAR_TOKENS: dict[str, int] = dict.fromkeys(
-    ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"), 64
+    ("turboquant_k8v4", "turboquant_k5v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"), 64
 )
 """Default tokens of the newest block that attention reads exact, by format; others read all of them as codes."""
 QUANTIZED_HEAD_DIM = 16
