@@ -47,8 +47,8 @@ def test_kv_quality_chooses_the_first_format_that_holds_the_context(
     assert plan.resolved.limits.max_model_len == length
     assert plan.max_concurrency >= 1
     assert reasons(plan)["kv_cache_dtype"].startswith(f"kv_quality={quality}: it holds one sequence of {length:,} tokens")
-    asked = {"kv_cache_dtype": name, "kv_near_tokens": near, "max_model_len": length}
-    assert plan.memory == fit_runner(plan_request("Qwen3-8B", RTX4090, **SMALL, **asked)).memory
+    given = {"kv_cache_dtype": name, "kv_near_tokens": near, "max_model_len": length}
+    assert plan.memory == fit_runner(plan_request("Qwen3-8B", RTX4090, **SMALL, **given)).memory
 
 
 def test_kv_quality_counts_the_sequences_that_were_given() -> None:
