@@ -46,7 +46,9 @@ def test_kv_quality_chooses_the_first_format_that_holds_the_context(
     assert chosen(plan) == (name, near)
     assert plan.resolved.limits.max_model_len == length
     assert plan.max_concurrency >= 1
-    assert reasons(plan)["kv_cache_dtype"].startswith(f"kv_quality={quality}: it holds one sequence of {length:,} tokens")
+    assert reasons(plan)["kv_cache_dtype"].startswith(
+        f"kv_quality={quality}: it holds one sequence of {length:,} tokens"
+    )
     given = {"kv_cache_dtype": name, "kv_near_tokens": near, "max_model_len": length}
     assert plan.memory == fit_runner(plan_request("Qwen3-8B", RTX4090, **SMALL, **given)).memory
 

@@ -146,7 +146,9 @@ def test_key_asm_looks_up_every_code(bits):
         assert heads.signs_XS is not None
         signs = np.tile(heads.signs_XS.numpy(), 2)
         upper = np.broadcast_to(np.repeat([0, 255], HALF).astype(np.uint8), signs.shape)
-        text, pieces = (dequantize.keys_5_asm(is_halved=False), 2) if bits == 5 else (dequantize.keys_3_asm(is_halved=False), 1)
+        text, pieces = (
+            (dequantize.keys_5_asm(is_halved=False), 2) if bits == 5 else (dequantize.keys_3_asm(is_halved=False), 1)
+        )
         out = run_assembler(text, [*np.split(codes, pieces, axis=1), signs, upper], 4)
     assert torch.equal(from_e4m3(out), expected_parts(heads, "keys", bits))
 

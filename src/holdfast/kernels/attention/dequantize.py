@@ -77,7 +77,11 @@ def keys_5_asm(is_halved: bool) -> str:
                 lines += ["shr.u32 m, m, 16;", "shr.u32 n, n, 16;"]
             else:
                 lines += [f"mov.b32 m, {pieces[part // 2]};", "xor.b32 n, m, 0x88888888;"]
-            lines += [f"prmt.b32 t, {lower}, m;", f"prmt.b32 u, {upper}, n;", f"shl.b32 s, {signs}, {7 - part - first_bit};"]
+            lines += [
+                f"prmt.b32 t, {lower}, m;",
+                f"prmt.b32 u, {upper}, n;",
+                f"shl.b32 s, {signs}, {7 - part - first_bit};",
+            ]
             lines += ["and.b32 s, s, 0x80808080;", f"lop3.b32 ${4 * half + part}, t, u, s, 0xFE;"]
     return "\n".join([*lines, "}"])
 
