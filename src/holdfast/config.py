@@ -35,6 +35,8 @@ from holdfast.request.vllm_names import (
 )
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_QUALITIES = ("high", "balanced")
+"""Accepted values of `kv_quality`."""
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 WEIGHT_CACHES = ("auto", "on", "off")
 NO_TOKENIZER = "none"
@@ -213,8 +215,11 @@ class EngineConfig:
     dtype: Annotated[str, OneOf(DTYPES)] = "auto"
     """Type of weights and activations: auto, float32, float16, bfloat16. auto: float32 on a CPU, the checkpoint's on a GPU."""
     kv_cache_dtype: Annotated[str, _KV_DTYPES] = "auto"
-    """Format of KV pages: auto (the dtype), float32, float16, bfloat16, fp8, a turboquant format of 8, 4 or 3 bits, or one for
+    """Format of KV pages: auto (the dtype), float32, float16, bfloat16, fp8, a turboquant format of 8, 5, 4 or 3 bits, or one for
     latents (MLA): fp8_ds_mla, turboquant_mla_4bit, turboquant_mla_4bit_r8."""
+    kv_quality: Annotated[str | None, OneOf(KV_QUALITIES)] = None
+    """Let the plan choose kv_cache_dtype and kv_near_tokens: high or balanced takes the best of its formats that holds
+    max_num_seqs sequences of max_model_len tokens (one, if the number is not given)."""
     kv_protected_layers: Annotated[int | str | None, parse_layers] = None
     """Layers whose KV pages stay in a wider format: how many, or which, such as "0,1,30,31"; None: the format's default."""
     index_cache_dtype: Annotated[str, OneOf(("auto", *INDEX_FORMATS))] = "auto"
@@ -296,6 +301,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None or not is_optional:
                 check(value, name)
+        if self.kv_quality is not None and self.kv_cache_dtype != "auto":
+            values = {"value": self.kv_quality, "kv_cache_dtype": self.kv_cache_dtype}
+            raise ConfigError("config.quality_and_format", name="kv_quality", **values)
         if self.is_quantized:
             return
         needing = ("quantization_ignore", "save_quantized") + (("weight_cache",) if self.weight_cache == "on" else ())

@@ -152,6 +152,7 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         lever enforce_eager=true
         format kv_cache_dtype=fp8
         format kv_cache_dtype={TQ}_k8v4
+        format kv_cache_dtype={TQ}_k5v4
         format kv_cache_dtype={TQ}_4bit_nc
         format kv_cache_dtype={TQ}_k3v4_nc
         format kv_cache_dtype={TQ}_3bit_nc
@@ -168,6 +169,7 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         f"""
         no format kv_cache_dtype=fp8
         no format kv_cache_dtype={TQ}_k8v4
+        no format kv_cache_dtype={TQ}_k5v4
         no format kv_cache_dtype={TQ}_4bit_nc
         no format kv_cache_dtype={TQ}_k3v4_nc
         no format kv_cache_dtype={TQ}_3bit_nc
@@ -189,6 +191,7 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         f"""
         no format kv_cache_dtype=fp8
         no format kv_cache_dtype={TQ}_k8v4
+        no format kv_cache_dtype={TQ}_k5v4
         no format kv_cache_dtype={TQ}_4bit_nc
         no format kv_cache_dtype={TQ}_k3v4_nc
         no format kv_cache_dtype={TQ}_3bit_nc
@@ -210,6 +213,7 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         context max_model_len=32768
         no format kv_cache_dtype=fp8
         no format kv_cache_dtype={TQ}_k8v4
+        no format kv_cache_dtype={TQ}_k5v4
         format kv_cache_dtype={TQ}_4bit_nc
         format kv_cache_dtype={TQ}_k3v4_nc
         format kv_cache_dtype={TQ}_3bit_nc
@@ -232,6 +236,7 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         format dtype=bfloat16
         format kv_cache_dtype=fp8
         format kv_cache_dtype={TQ}_k8v4
+        format kv_cache_dtype={TQ}_k5v4
         format kv_cache_dtype={TQ}_4bit_nc
         format kv_cache_dtype={TQ}_k3v4_nc
         format kv_cache_dtype={TQ}_3bit_nc
@@ -501,7 +506,8 @@ def test_list_alternatives_omits_current_settings() -> None:
 
 def test_fewer_bits_are_offered_one_after_the_other() -> None:
     """Requests of which none may be shorter: pages in fewer bits are the smallest change."""
-    for length, name in ((70_000, "fp8"), (110_000, "turboquant_k8v4"), (150_000, "turboquant_4bit_nc")):
+    names = {70_000: "fp8", 110_000: "turboquant_k8v4", 150_000: "turboquant_k5v4", 175_000: "turboquant_k3v4_nc"}
+    for length, name in names.items():  # 4 bits with protected layers take about the bytes of keys of 5 bits
         wanted = plan_request(
             "Qwen3-8B", RTX4090, max_model_len=length, memory_utilization=0.98, max_num_batched_tokens=64
         )

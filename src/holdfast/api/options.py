@@ -26,6 +26,7 @@ class EngineOptions(TypedDict, total=False):
     chat_template: str | None
     dtype: str
     kv_cache_dtype: str
+    kv_quality: str | None
     kv_protected_layers: int | str | None
     index_cache_dtype: str
     kv_protected_dtype: str

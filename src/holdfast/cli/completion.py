@@ -9,7 +9,7 @@ from typing import NamedTuple
 from holdfast.cli.options import ARGUMENTS, Option, Setting
 from holdfast.cli.plan_commands import PURPOSES
 from holdfast.cli.terminal import write_answer
-from holdfast.config import DTYPES, LOAD_FORMATS, WEIGHT_CACHES
+from holdfast.config import DTYPES, KV_QUALITIES, LOAD_FORMATS, WEIGHT_CACHES
 from holdfast.errors import ConfigError
 from holdfast.memory.devices import GPUS
 from holdfast.models.catalogue import CATALOGUE
@@ -30,6 +30,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "quantized_embeddings": tuple(EMBEDDING_CHOICES),
     "weight_cache": tuple(WEIGHT_CACHES),
     "kv_cache_dtype": ("auto", *ALL_KV_FORMATS),
+    "kv_quality": KV_QUALITIES,
     "index_cache_dtype": ("auto", *INDEX_FORMATS),
     "kv_protected_dtype": ("auto", *ALL_KV_FORMATS),
     "formats": ("all", *(name for name, kv_format in ALL_KV_FORMATS.items() if kv_format.is_quantized)),

@@ -20,6 +20,7 @@ from holdfast.models.catalogue import CATALOGUE, SAME, is_known, stored_as
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.alternatives import layers_note, shortest_useful
 from holdfast.planning.fit import try_fit
+from holdfast.planning.kv_ladder import choose_kv
 from holdfast.planning.ranks import RankPlans, check_ranks, sums_exactly, worst_request
 from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
@@ -133,7 +134,7 @@ def place(config: EngineConfig, declared: DeclaredModel, target: Target) -> tupl
     """Return the request of the rank with the fewest pages, and all plans if every one of several ranks fits."""
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
         check_ranks(config, declared)
-        return PlanRequest(config, declared, target), None
+        return choose_kv(PlanRequest(config, declared, target)), None
     if (
         target.kind == "cuda"
         and config.tensor_parallel_size > 1

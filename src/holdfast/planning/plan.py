@@ -7,6 +7,7 @@ from holdfast.errors import MemoryPlanError
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.planning.alternatives import advice, context_note, list_alternatives, plan_changes
 from holdfast.planning.fit import RunnerPlan, plan_resolved
+from holdfast.planning.kv_ladder import choose_kv
 from holdfast.planning.resolve import PlanRequest, Resolved, resolve, with_stored_embedding
 from holdfast.quant.weight_schemes import INT8
 
@@ -15,7 +16,7 @@ __all__ = ["PlanRequest", "RunnerPlan", "plan_runner"]
 
 def plan_runner(request: PlanRequest) -> RunnerPlan:
     """Plan one rank. An open context shrinks to what fits; anything else that does not fit raises."""
-    resolved = resolve(request)
+    resolved = resolve(choose_kv(request))
     found = plan_resolved(resolved)
     if isinstance(found, MemoryPlanError):
         raise with_advice(resolved, found)

@@ -108,6 +108,8 @@ class PlanRequest:
     """None: plan this rank by itself."""
     exchange: ExchangeKind | None = None
     """How ranks exchange, if already known."""
+    kv_reason: str = ""
+    """Why kv_quality chose this kv_cache_dtype and these kv_near_tokens; empty if it did not."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -220,7 +222,9 @@ class Resolved:
             choice = Choice("kv_near_tokens", "0", f"{value} has no effect: no layer's pages are quantized")
             return replace(self, near_tokens=0, choices=self._with_choice(choice))
         num_bytes = pages.groups[-1].most_held(1) * pages.page_bytes
-        why = f"the default of {self.kv_format.name}" if self.request.config.kv_near_tokens is None else "given"
+        is_open, chosen = self.request.config.kv_near_tokens is None, self.request.kv_reason
+        why = f"the default of {self.kv_format.name}" if is_open else "given"
+        why = "chosen beside kv_cache_dtype" if chosen else why
         reason = f"{why}: {self.near_which()} stay in {self.dtype} too, which takes up to {format_bytes(num_bytes)} a sequence"
         return replace(self, choices=self._with_choice(Choice("kv_near_tokens", str(value), reason)))
 
@@ -376,7 +380,9 @@ def resolve(request: PlanRequest) -> Resolved:
     recipe, recipe_choices = choose_recipe(config, model, target)
     choices += recipe_choices
     model.check_blocks(mesh, recipe)
-    kv_format = _choose_kv_format(config, model, dtype, choices)
+    if config.kv_quality is not None:
+        raise ConfigError("plan.kv_quality_ranks", name="kv_quality", value=config.kv_quality)
+    kv_format = _choose_kv_format(request, dtype, choices)
     page_tokens = _page_tokens(config, model, kv_format, choices)
     near_tokens = _choose_near(config, model, kv_format, choices)
     protected = choose_protected(config, model, kv_format, dtype, near_tokens)
@@ -410,12 +416,15 @@ def resolve(request: PlanRequest) -> Resolved:
     return resolved
 
 
-def _choose_kv_format(config: EngineConfig, model: DeclaredModel, dtype: str, choices: list[Choice]) -> KVFormat:
+def _choose_kv_format(request: PlanRequest, dtype: str, choices: list[Choice]) -> KVFormat:
     """Return the format of the KV pages, with that of the index beside latents if the model has one."""
-    if config.kv_cache_dtype == "auto":
-        choices.append(Choice("kv_cache_dtype", dtype, "the same as dtype"))
+    config, model = request.config, request.declared
     kv_format = model.check_format(dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
-    if kv_format.name not in (config.kv_cache_dtype, dtype):
+    if request.kv_reason:
+        choices.append(Choice("kv_cache_dtype", kv_format.name, request.kv_reason))
+    elif config.kv_cache_dtype == "auto":
+        choices.append(Choice("kv_cache_dtype", dtype, "the same as dtype"))
+    elif kv_format.name not in (config.kv_cache_dtype, dtype):
         what = "tokens and entries that all heads share" if model.is_compressed else "latents (MLA)"
         choices.append(Choice("kv_cache_dtype", kv_format.name, f"what {config.kv_cache_dtype} is of {what}"))
     heads, index_dtype = model.declaration.heads(ALONE), config.index_cache_dtype

@@ -1,0 +1,81 @@
+"""choose_kv: the KV format that `kv_quality` stands for, which is the first of a list whose plan holds enough; no torch."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.planning.fit import RunnerPlan, try_fit
+from holdfast.planning.resolve import PlanRequest, resolve
+
+NEAR_TOKENS = 64
+"""Near tokens beside a quantized format, unless the user gave another number."""
+
+
+class Rung(NamedTuple):
+    """A format, and whether near tokens stand beside it."""
+
+    name: str
+    has_near: bool = False
+
+
+LADDERS = {
+    "high": (Rung("auto"), Rung("turboquant_k8v4", True), Rung("turboquant_k5v4", True)),
+    "balanced": (Rung("turboquant_k5v4", True), Rung("turboquant_4bit_nc", True), Rung("turboquant_k3v4_nc", True)),
+}
+"""Formats of keys and values by head, keyed by `kv_quality`, the best first."""
+LATENT_LADDERS = {
+    "high": (Rung("auto"), Rung("fp8")),
+    "balanced": (Rung("fp8"), Rung("turboquant_4bit_nc")),
+}
+"""Formats of latents and of compressed attention, which have no near tokens."""
+
+
+def choose_kv(request: PlanRequest) -> PlanRequest:
+    """Return the request with the format and the near tokens that `kv_quality` stands for; without the option, the same.
+
+    The plan has to hold as many sequences of the longest context as the user set: one, of the model's own length, by
+    default. A format that the model, the device or another option excludes is skipped. Ranks plan in processes of their own,
+    so `resolve` refuses the option there.
+    """
+    config, declared = request.config, request.declared
+    if config.kv_quality is None or request.mesh.num_ranks > 1 or config.num_ranks > 1:
+        return request
+    length, num_seqs = config.max_model_len or declared.max_position, config.max_num_seqs or 1
+    ladders = LATENT_LADDERS if declared.keeps_latents or declared.is_compressed else LADDERS
+    sequences = "one sequence" if num_seqs == 1 else f"{num_seqs} sequences"
+    wanted, passed = f"{sequences} of {length:,} tokens", []
+    for rung in ladders[config.kv_quality]:
+        own = _with_rung(request, rung)
+        found = _try(own, length)
+        if isinstance(found, str):
+            passed.append(found)
+            continue
+        if found.max_concurrency >= num_seqs:
+            reason = f"kv_quality={config.kv_quality}: it holds {wanted}"
+            return replace(own, kv_reason="; ".join((reason, *passed)))
+        passed.append(f"{_label(found)} holds {found.max_concurrency:.2f}")
+    other = ", take kv_quality=balanced" if config.kv_quality == "high" else ""
+    values = {"value": config.kv_quality, "wanted": wanted, "found": tuple(passed), "other": other}
+    raise ConfigError("plan.kv_quality_too_small", name="kv_quality", **values)
+
+
+def _with_rung(request: PlanRequest, rung: Rung) -> PlanRequest:
+    near_tokens = request.config.kv_near_tokens or NEAR_TOKENS if rung.has_near else request.config.kv_near_tokens
+    config = replace(request.config, kv_quality=None, kv_cache_dtype=rung.name, kv_near_tokens=near_tokens)
+    return replace(request, config=config)
+
+
+def _try(request: PlanRequest, length: int) -> RunnerPlan | str:
+    """Return the plan of a format with this context, or why there is none."""
+    name = request.config.kv_cache_dtype
+    try:
+        resolved = resolve(replace(request, config=replace(request.config, max_model_len=length)))
+        found = try_fit(resolved)
+    except (ConfigError, UnsupportedModelError) as error:
+        return f"{name} is not possible ({str(error).rstrip('.')})"
+    return f"{resolved.kv_format.name} holds none" if found is None else found
+
+
+def _label(plan: RunnerPlan) -> str:
+    near_tokens = plan.resolved.near_tokens
+    return plan.resolved.kv_format.name + (f" beside {near_tokens} near tokens" if near_tokens else "")
