@@ -215,11 +215,12 @@ def main() -> None:
         f"Against the same format {AS_VLLM} runs it", columns, [list(row.values()) for row in found]
     )
     facts = {"against_vllm": found, "text_sha256": hashlib.sha256(text.encode()).hexdigest()}
-    if later:
-        facts["after_prompt"] = [
-            {**asdict(quality), "perplexity_change": quality.perplexity / later[0].perplexity - 1} for quality in later
-        ]
     record = quality_record(view, command(arguments), facts)
+    results = record["results"]
+    assert isinstance(results, list)
+    for result, quality in zip(results, later, strict=False):
+        change = quality.perplexity / later[0].perplexity - 1
+        result["after_prompt"] = {**asdict(quality), "perplexity_change": change}
     record["commit"] = arguments.commit or record["commit"]
     if arguments.html is not None:
         write_page(arguments.html, eval_page(view))
