@@ -85,7 +85,7 @@ class Assembly:
         log.info("kv_protected_layers=%s because %s", listed(layers), reason)
 
     def runner(self, eos_token_ids: frozenset[int], make_backend: MakeBackend | None = None) -> Runner:
-        """Build the runner; `make_backend` replaces `build_backend` of grouped attention."""
+        """Build the runner; `make_backend` replaces `build_backend`."""
         self.settle_layers()
         plan, spec, device, ledger = self.plan, self.spec, self.device, self.ledger
         limits, cache, declaration = plan.resolved.limits, plan.cache, plan.declaration
@@ -101,7 +101,7 @@ class Assembly:
         inputs = BackendInputs(
             bounds, num_sms(device), self.batch_invariant, **self._layer_tables(by_head, biases, means), states=states
         )
-        make = make_backend if by_head and make_backend is not None else build_backend
+        make = make_backend or build_backend
         backend = make(declaration, plan.attention_specs, storage, inputs)
         parts = DecoderParts(
             spec,

@@ -240,7 +240,7 @@ class RunnerBuild(Assembly):
         self._compare_products(shares, plain, prepare_silently)
 
     def assemble(self, make_backend: MakeBackend | None = None) -> Runner:
-        """Build pages, workspace, attention, model and runner; `make_backend` replaces grouped attention's own."""
+        """Build pages, workspace, attention, model and runner; `make_backend` replaces the attention's own."""
         return self.runner(frozenset(self._model.generation.eos_token_ids), make_backend)
 
     def capture(self, runner: Runner, enforce_eager: bool, on_prepare: OnPrepare = prepare_silently) -> None:
