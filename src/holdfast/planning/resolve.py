@@ -11,7 +11,7 @@ from holdfast.cache.compressed import StateKind, compressed_cache
 from holdfast.cache.groups import CacheGroup, block_tokens, tokens_again, unrewindable
 from holdfast.cache.near import FIRST_TOKENS
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache
-from holdfast.config import AUTO_EMBEDDINGS, NGRAM, EngineConfig, Limits, parse_layers, parse_speculative
+from holdfast.config import AUTO_EMBEDDINGS, NGRAM, NO_TOKENIZER, EngineConfig, Limits, parse_layers, parse_speculative
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
@@ -153,6 +153,8 @@ class Resolved:
     staging: Term | None = None
     near_tokens: int = 0
     """Tokens of the newest block, which is kept exact beside quantized pages, as the first tokens are; 0: none."""
+    key_scale: bool = False
+    """Rotated keys are scaled by pair before they are quantized."""
 
     @property
     def mesh(self) -> Mesh:
@@ -343,6 +345,7 @@ def resolve(request: PlanRequest) -> Resolved:
     if protected.reason:
         choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
     near_tokens = _choose_near(config, model, kv_format, choices)
+    key_scale = _choose_key_scale(request, protected.formats(kv_format, model.num_layers), choices)
     page_tokens = _page_tokens(config, model, kv_format, choices)
     limits = _limits(config, model, target.kind, page_tokens, choices)
     budget_bytes, budget_reason, max_kv_bytes, max_kv_reason = _budget(config, target)
@@ -357,7 +360,7 @@ def resolve(request: PlanRequest) -> Resolved:
     budget = budget_bytes, budget_reason, max_kv_bytes, max_kv_reason
     is_open = config.max_model_len is None and request.agreed is None
     settings = dtype, recipe, kv_format, protected, limits, is_open, *budget, tuple(choices), num_proposals
-    resolved = Resolved(request, *settings, near_tokens=near_tokens)
+    resolved = Resolved(request, *settings, near_tokens=near_tokens, key_scale=key_scale)
     # Staging is counted for the settings as they are before ranks agree on a context.
     staging = request.staging(resolved) if callable(request.staging) else request.staging
     resolved = replace(resolved, staging=staging)
@@ -402,6 +405,23 @@ def _choose_near(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat
         choices.append(Choice("kv_near_tokens", "0", f"{value} has no effect: pages are not quantized"))
         return 0
     return value
+
+
+def _choose_key_scale(request: PlanRequest, formats: Sequence[KVFormat], choices: list[Choice]) -> bool:
+    """Return True if keys are scaled; note why they are not if the user wanted it."""
+    heads, num_ranks = request.declared.declaration.heads(ALONE), request.mesh.tensor_size
+    if not request.config.kv_key_scale:
+        return False
+    reason = ""
+    if heads is None or heads.is_compressed or heads.rope_dim or not any(one.rotates_keys for one in formats):
+        reason = "no layer stores keys in 3 or 4 bits"
+    elif request.config.tokenizer == NO_TOKENIZER:
+        reason = "scales are measured on a text, and tokenizer=none reads none"
+    elif num_ranks > heads.num_kv_heads:
+        reason = f"{num_ranks} ranks share {heads.num_kv_heads} key heads, and no rank has all queries of one"
+    if reason:
+        choices.append(Choice("kv_key_scale", "False", f"True has no effect: {reason}"))
+    return not reason
 
 
 def _first_tokens(window: int | None) -> int:
