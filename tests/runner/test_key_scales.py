@@ -1,6 +1,5 @@
 """Key scales: what they are, what quantized layers hold for them to the byte, what they are worth, and what they must not change."""
 
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -152,7 +151,7 @@ def test_key_scales_of_a_head_that_is_no_number_are_one(build: TinyBuilder) -> N
 
 
 def test_pair_scale_is_the_fourth_root_of_the_ratio() -> None:
-    """Of queries to keys, with a mean share on top; the geometric mean is 1."""
+    """Queries over keys, with a mean share on top; the geometric mean is 1."""
     q_squares = torch.tensor([[1.0, 4.0, 16.0, 64.0]], dtype=torch.float64)
     k_squares = q_squares.flip(1)
     mixed = q_squares + MIXED * q_squares.mean()

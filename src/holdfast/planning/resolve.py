@@ -345,7 +345,7 @@ def resolve(request: PlanRequest) -> Resolved:
     if protected.reason:
         choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
     near_tokens = _choose_near(config, model, kv_format, choices)
-    key_scale = _choose_key_scale(request, protected.formats(kv_format, model.num_layers), choices)
+    key_scale = config.kv_key_scale and _choose_key_scale(request, kv_format, protected, choices)
     page_tokens = _page_tokens(config, model, kv_format, choices)
     limits = _limits(config, model, target.kind, page_tokens, choices)
     budget_bytes, budget_reason, max_kv_bytes, max_kv_reason = _budget(config, target)
@@ -407,11 +407,12 @@ def _choose_near(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat
     return value
 
 
-def _choose_key_scale(request: PlanRequest, formats: Sequence[KVFormat], choices: list[Choice]) -> bool:
-    """Return True if keys are scaled; note why they are not if the user wanted it."""
+def _choose_key_scale(
+    request: PlanRequest, kv_format: KVFormat, protected: ProtectedLayers, choices: list[Choice]
+) -> bool:
+    """Return True if keys can be scaled, which the user wants; note why if not."""
     heads, num_ranks = request.declared.declaration.heads(ALONE), request.mesh.tensor_size
-    if not request.config.kv_key_scale:
-        return False
+    formats = protected.formats(kv_format, request.declared.num_layers)
     reason = ""
     if heads is None or heads.is_compressed or heads.rope_dim or not any(one.rotates_keys for one in formats):
         reason = "no layer stores keys in 3 or 4 bits"

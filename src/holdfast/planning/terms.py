@@ -512,8 +512,9 @@ def _key_bias_terms(resolved: Resolved, specs: tuple[AttentionSpec, ...]) -> lis
 
 def _key_scale_terms(resolved: Resolved) -> list[Term]:
     """Return the scales of keys, and of queries, by pair."""
-    heads, num_layers = resolved.heads(), sum(one.rotates_keys for one in resolved.formats())
-    if heads is None or not resolved.key_scale or not num_layers:
+    heads = resolved.heads() if resolved.key_scale else None
+    num_layers = 0 if heads is None else sum(one.rotates_keys for one in resolved.formats())
+    if heads is None or not num_layers:
         return []
     num_bytes = 2 * num_layers * key_bias_spec(heads.num_kv_heads, heads.head_dim).num_bytes
     return [Term("attention/key_scales", num_bytes, f"factors of keys and queries by pair, in {num_layers} layers")]

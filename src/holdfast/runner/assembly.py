@@ -100,15 +100,9 @@ class Assembly:
         rope, bounds = self._step_rope(), self._bounds
         by_head = self._by_head()
         biases, means = self._split_biases(by_head), make_means(by_head, device)
-        scales = make_scales(by_head, device) if plan.resolved.key_scale else ()
+        tables = self._layer_tables(by_head, biases, means)
         states = self._states() if spec.compressed is not None else None
-        inputs = BackendInputs(
-            bounds,
-            num_sms(device),
-            self.batch_invariant,
-            **self._layer_tables(by_head, biases, means, scales),
-            states=states,
-        )
+        inputs = BackendInputs(bounds, num_sms(device), self.batch_invariant, **tables, states=states)
         make = make_backend if by_head and make_backend is not None else build_backend
         backend = make(declaration, plan.attention_specs, storage, inputs)
         parts = DecoderParts(
@@ -150,7 +144,7 @@ class Assembly:
         )
         self.releases.append(runner.close)
         self._centre_keys(runner, biases, means)
-        self._scale_keys(runner, by_head, scales)
+        self._scale_keys(runner, by_head, tables.get("pair_scales", ()))
         return runner
 
     def _by_head(self) -> list[GroupedAttentionSpec]:
@@ -196,16 +190,12 @@ class Assembly:
         return folded
 
     def _layer_tables(
-        self,
-        specs: Sequence[GroupedAttentionSpec],
-        biases: SplitBiases,
-        means: Sequence[torch.Tensor | None],
-        scales: Sequence[torch.Tensor | None],
+        self, specs: Sequence[GroupedAttentionSpec], biases: SplitBiases, means: Sequence[torch.Tensor | None]
     ) -> dict[str, Any]:
         """Return the tables of grouped layers: key biases, means, scales, sinks, if any layer has them."""
         sinks = copy_sinks(self.weights, specs)
         named: dict[str, Sequence[Any]] = {"key_biases": biases.keys, "k_means": means, "sinks": sinks}
-        named["pair_scales"] = scales
+        named["pair_scales"] = make_scales(specs, self.device) if self.plan.resolved.key_scale else ()
         return {name: tables for name, tables in named.items() if any(table is not None for table in tables)}
 
     def _record(self, backend: AttentionBackend) -> None:
@@ -232,12 +222,12 @@ class Assembly:
         self, runner: Runner, specs: Sequence[GroupedAttentionSpec], scales: Sequence[torch.Tensor | None]
     ) -> None:
         """Measure the key scales after the means, before the first page of a request is written."""
+        if not self.plan.resolved.key_scale:
+            return
         scale_bytes = sum(scale_2KD.nbytes for scale_2KD in scales if scale_2KD is not None)
         if scale_bytes:
             self.ledger.record("attention/key_scales", scale_bytes, "factors of keys and queries by pair")
         # The text runs through all stages, even those with nothing to measure.
-        if not self.plan.resolved.key_scale:
-            return
         num_tokens, num_heads = scale_keys(runner, specs, self.text_ids)
         if num_tokens:
             log.info("Keys of %d heads are scaled, measured on %d tokens of text", num_heads, num_tokens)
