@@ -4,11 +4,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.cache.spec import uniform_cache
 from holdfast.families.grouped.pages import QuantizedPages
+from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
+from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.kv_quantize import dequantize_keys, quantize_keys, rotate_heads
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner.build import BuiltRunner
-from holdfast.runner.key_scale import MIXED, pair_scale
+from holdfast.runner.key_scale import MIXED, Balance, best_choices, pair_scale
+from kernels.exactness import random
+from kernels.quantized_kv_cases import make_planes
 from loading.tiny_models import save_tiny
 from runner.tiny_runners import TinyBuilder, held_storages
 from runner.unbalanced_models import unbalance
@@ -148,6 +154,56 @@ def test_key_scales_of_a_head_that_is_no_number_are_one(build: TinyBuilder) -> N
     built = build("infinite", text_ids=TEXT, **FEW_BITS, kv_key_scale=True, allow_nonfinite=True)
     assert bool((scales_of(built)[1][:, 0] == 1).all())
     built.release()
+
+
+def test_key_scales_scale_means_and_biases_too(build: TinyBuilder) -> None:
+    for family in ("llama planted", "qwen2 planted"):
+        plain, scaled = (build(family, text_ids=TEXT, **FEW_BITS, kv_key_scale=on) for on in (False, True))
+        for own, other in zip(scaled.runner.backend.pages, plain.runner.backend.pages, strict=True):
+            assert own.planes.pair_scale_2KD is not None
+            scale = own.planes.pair_scale_2KD[0]
+            if own.planes.key_bias is not None:
+                torch.testing.assert_close(own.planes.key_bias.bias_KD, other.planes.key_bias.bias_KD * scale)
+            else:
+                wanted = rotate_heads(rotate_heads(other.planes.k_mean_KD) * scale)
+                torch.testing.assert_close(own.planes.k_mean_KD, wanted)
+        for built in (plain, scaled):
+            built.release()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(
+    "near", [None, NearSpec(64, 1, 16, 0), NearSpec(64, 1, 16, 16)], ids=["codes", "late", "first"]
+)
+def test_balance_weighs_errors_by_the_softmax(softcap: float | None, near: NearSpec | None) -> None:
+    """Against loops in float64; the first tokens count unless they are read exact."""
+    num_kv_heads, head_dim, half = 2, 16, 32
+    cache = uniform_cache(1, KV_FORMATS["turboquant_4bit_nc"], num_kv_heads, head_dim, 4).layers[0]
+    spec = GroupedAttentionSpec(cache, 6, 0.4, None, 64, "float32", "cpu", softcap=softcap, near=near)
+    planes = make_planes(4, 4, num_kv_heads, head_dim, 4, 1, torch.float32, k_mean_KD=random(num_kv_heads, head_dim))
+    balance, qkv = Balance(spec, planes, half), random(64, 10 * head_dim, seed=3)
+    for start in (0, 32):
+        balance.read(qkv[start : start + 32], None, None)
+    q, k = qkv.double().unflatten(1, (10, head_dim)).split((6, 4), dim=1)
+    k, firsts = k[:, :2], list(range(0 if near is not None and near.first_tokens else 4))
+    coded = k - rotate_heads(planes.k_mean_KD).double()
+    codes = quantize_keys(rotate_heads(coded.float()), 4)
+    error = rotate_heads(dequantize_keys(codes, 4, head_dim)).double() - coded
+    wanted = torch.zeros(num_kv_heads, dtype=torch.float64)
+    for row in range(32, 64):
+        seen = [*firsts, *range(32, row + 1)]
+        for head in range(6):
+            scores = k[seen, head // 3] @ q[row, head] * 0.4
+            scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+            weights, wrong = scores.softmax(0), error[seen, head // 3] @ q[row, head] * 0.4
+            wanted[head // 3] += weights @ (wrong - weights @ wrong) ** 2
+    torch.testing.assert_close(balance.error_SK[0], wanted, rtol=1e-4, atol=0.0)
+
+
+def test_best_choices_need_a_gain() -> None:
+    error = torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.9, 0.96, 0.8, 0.0], [0.7, 0.99, 0.9, 0.0]])
+    assert best_choices(error)[:3].tolist() == [2, 0, 1]
+    assert best_choices(error.nan_to_num() + torch.nan).tolist() == [0] * 4
 
 
 def test_pair_scale_is_the_fourth_root_of_the_ratio() -> None:

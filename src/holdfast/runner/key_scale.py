@@ -128,7 +128,8 @@ class Balance:
         self._q_squares_KC, self._k_squares_KC = torch.zeros(2, *shape, dtype=torch.float64)
         self._first: tuple[torch.Tensor, torch.Tensor] | None = None
         self._choices_SKD: torch.Tensor | None = None
-        self._error_SK = torch.zeros(1 + len(STRENGTHS), shape[0], dtype=torch.float64)
+        self.error_SK = torch.zeros(1 + len(STRENGTHS), shape[0], dtype=torch.float64)
+        """By choice: no scale, then each strength."""
 
     def read(self, qkv_tX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None) -> None:
         """Add a step's rows: to the squares, or from the second half on to the errors."""
@@ -151,12 +152,9 @@ class Balance:
         self._start += num_rows
 
     def chosen(self) -> torch.Tensor:
-        """Return the scale of each head that lowers its error most, or 1."""
+        """Return the scale of each head: [K, D]."""
         assert self._choices_SKD is not None, "the second half of the text was not read"
-        none_K, others_SK = self._error_SK[0], self._error_SK[1:]
-        least_K, best_K = others_SK.min(0)
-        best_K = torch.where(least_K <= (1 - LEAST_GAIN) * none_K, 1 + best_K, 0)
-        return self._choices_SKD[best_K, torch.arange(len(best_K))]
+        return self._choices_SKD[best_choices(self.error_SK), torch.arange(self.planes.num_kv_heads)]
 
     def _add_errors(self, q_tKGD: torch.Tensor, seen_tKD: torch.Tensor, coded_tKD: torch.Tensor) -> None:
         """Add the variance of each score's error under the softmax, twice its divergence to second order."""
@@ -178,7 +176,13 @@ class Balance:
             read_tKD = rotate_heads(dequantize_keys(code, self.planes.key_bits, self.planes.head_dim)) / scale_KD
             error_KGtN = _scores(q_tKGD, read_tKD - coded_tKD) * self._spec.scale
             mean_KGt1 = (weights_KGtN * error_KGtN).sum(-1, keepdim=True)
-            self._error_SK[choice] += (weights_KGtN * (error_KGtN - mean_KGt1).square()).sum((1, 2, 3))
+            self.error_SK[choice] += (weights_KGtN * (error_KGtN - mean_KGt1).square()).sum((1, 2, 3))
+
+
+def best_choices(error_SK: torch.Tensor) -> torch.Tensor:
+    """Return the choice with the least error in each head; 0, which is no scale, unless another gains enough."""
+    least_K, best_K = error_SK[1:].min(0)
+    return torch.where(least_K <= (1 - LEAST_GAIN) * error_SK[0], 1 + best_K, 0)
 
 
 def pair_scale(q_squares_KC: torch.Tensor, k_squares_KC: torch.Tensor) -> torch.Tensor:
