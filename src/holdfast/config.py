@@ -226,7 +226,7 @@ class EngineConfig:
     """Tokens of the newest block, which attention reads in 16 bits beside quantized pages, like the first 16 tokens: 64 or 128;
     0: none."""
     kv_key_scale: bool = False
-    """Balance keys of 3 or 4 bits with their queries, pair by pair, by a short text that is read at the start."""
+    """Multiply keys of fewer than 8 bits, and divide their queries, by numbers that a short text gives at the start."""
     quantization: Annotated[str | None, _check_scheme] = None
     """Scheme to which weights are quantized while they load: fp8, fp8_tensor, fp8_block, int8, mxfp4; None or none: as stored."""
     quantized_embeddings: Annotated[str, OneOf((AUTO_EMBEDDINGS, *EMBEDDING_CHOICES))] = AUTO_EMBEDDINGS

@@ -35,7 +35,7 @@ def test_key_scales_of_a_rank_are_those_of_its_heads(mesh: Mesh, num_bytes: int)
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("Qwen3-8B", {"kv_cache_dtype": "turboquant_k8v4"}, "no layer stores keys in 3 or 4 bits"),
+        ("Qwen3-8B", {"kv_cache_dtype": "turboquant_k8v4"}, "no layer stores keys in fewer than 8 bits"),
         ("Qwen3-8B", {"kv_cache_dtype": "auto"}, "no layer stores keys"),
         ("DeepSeek-V3", {"kv_cache_dtype": "turboquant_mla_4bit"}, "no layer stores keys"),
         ("Qwen3-8B", {"tokenizer": "none"}, "tokenizer=none reads none"),

@@ -415,7 +415,7 @@ def _choose_key_scale(
     formats = protected.formats(kv_format, request.declared.num_layers)
     reason = ""
     if heads is None or heads.is_compressed or heads.rope_dim or not any(one.rotates_keys for one in formats):
-        reason = "no layer stores keys in 3 or 4 bits"
+        reason = "no layer stores keys in fewer than 8 bits"
     elif request.config.tokenizer == NO_TOKENIZER:
         reason = "scales are measured on a text, and tokenizer=none reads none"
     elif num_ranks > heads.num_kv_heads:
