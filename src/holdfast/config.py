@@ -230,6 +230,8 @@ class EngineConfig:
     kv_near_tokens: Annotated[int | None, _check_near_tokens] = None
     """Tokens of the newest block, which attention reads in 16 bits beside quantized pages, like the first 16 tokens: 64 or 128;
     0: none; None: 64 beside turboquant formats."""
+    kv_key_scale: bool = False
+    """Multiply keys of fewer than 8 bits, and divide their queries, by numbers that a short text gives at the start."""
     quantization: Annotated[str | None, _check_scheme] = None
     """Scheme to which weights are quantized while they load: fp8, fp8_tensor, fp8_block, int8, mxfp4; None or none: as stored."""
     quantized_embeddings: Annotated[str, OneOf((AUTO_EMBEDDINGS, *EMBEDDING_CHOICES))] = AUTO_EMBEDDINGS

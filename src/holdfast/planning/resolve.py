@@ -11,7 +11,7 @@ from holdfast.cache.compressed import StateKind, compressed_cache
 from holdfast.cache.groups import CacheGroup, block_tokens, tokens_again, unrewindable
 from holdfast.cache.near import FIRST_TOKENS
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache
-from holdfast.config import AUTO_EMBEDDINGS, NGRAM, EngineConfig, Limits, parse_layers, parse_speculative
+from holdfast.config import AUTO_EMBEDDINGS, NGRAM, NO_TOKENIZER, EngineConfig, Limits, parse_layers, parse_speculative
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
@@ -163,6 +163,8 @@ class Resolved:
     staging: Term | None = None
     near_tokens: int = 0
     """Tokens of the newest block, which is kept exact beside quantized pages, as the first tokens are; 0: none."""
+    key_scale: bool = False
+    """Rotated keys are scaled by pair before they are quantized."""
 
     @property
     def mesh(self) -> Mesh:
@@ -388,6 +390,7 @@ def resolve(request: PlanRequest) -> Resolved:
     protected = choose_protected(config, model, kv_format, dtype, near_tokens)
     if protected.reason:
         choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
+    key_scale = config.kv_key_scale and _choose_key_scale(request, kv_format, protected, choices)
     limits = _limits(config, model, target.kind, page_tokens, choices)
     budget_bytes, budget_reason, max_kv_bytes, max_kv_reason = _budget(config, target)
     choices.append(Choice("memory", format_bytes(budget_bytes), budget_reason))
@@ -401,7 +404,7 @@ def resolve(request: PlanRequest) -> Resolved:
     budget = budget_bytes, budget_reason, max_kv_bytes, max_kv_reason
     is_open = config.max_model_len is None and request.agreed is None
     settings = dtype, recipe, kv_format, protected, limits, is_open, *budget, tuple(choices), num_proposals
-    resolved = Resolved(request, *settings, near_tokens=near_tokens)
+    resolved = Resolved(request, *settings, near_tokens=near_tokens, key_scale=key_scale)
     if config.kv_near_tokens is None and resolved.lacks_near:
         return resolve(replace(request, config=replace(config, kv_near_tokens=0)))
     # Staging is counted for the settings as they are before ranks agree on a context.
@@ -454,6 +457,24 @@ def _choose_near(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat
         choices.append(Choice("kv_near_tokens", "0", f"{value} has no effect: pages are not quantized"))
         return 0
     return value
+
+
+def _choose_key_scale(
+    request: PlanRequest, kv_format: KVFormat, protected: ProtectedLayers, choices: list[Choice]
+) -> bool:
+    """Return True if keys can be scaled, which the user wants; note why if not."""
+    heads, num_ranks = request.declared.declaration.heads(ALONE), request.mesh.tensor_size
+    formats = protected.formats(kv_format, request.declared.num_layers)
+    reason = ""
+    if heads is None or heads.is_compressed or heads.rope_dim or not any(one.rotates_keys for one in formats):
+        reason = "no layer stores keys in fewer than 8 bits"
+    elif request.config.tokenizer == NO_TOKENIZER:
+        reason = "scales are measured on a text, and tokenizer=none reads none"
+    elif num_ranks > heads.num_kv_heads:
+        reason = f"{num_ranks} ranks share {heads.num_kv_heads} key heads, and no rank has all queries of one"
+    if reason:
+        choices.append(Choice("kv_key_scale", "False", f"True has no effect: {reason}"))
+    return not reason
 
 
 def _first_tokens(window: int | None) -> int:

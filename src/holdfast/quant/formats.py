@@ -76,6 +76,11 @@ class KVFormat:
         return self.key_bits is not None
 
     @property
+    def rotates_keys(self) -> bool:
+        """True if keys are codes in the rotated space: of heads, with fewer than 8 bits."""
+        return self.key_bits is not None and self.key_bits < 8 and not self.is_latent
+
+    @property
     def is_latent(self) -> bool:
         """True if only latents can be stored in it."""
         return self.rope_dtype is not None
