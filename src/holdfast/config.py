@@ -230,7 +230,7 @@ class EngineConfig:
     kv_near_tokens: Annotated[int | None, _check_near_tokens] = None
     """Tokens of the newest block, which attention reads in 16 bits beside quantized pages, like the first 16 tokens: 64 or 128;
     0: none; None: 64 beside turboquant formats."""
-    kv_key_scale: bool = False
+    kv_key_scale: bool = True
     """Multiply keys of fewer than 8 bits, and divide their queries, by numbers that a short text gives at the start."""
     quantization: Annotated[str | None, _check_scheme] = None
     """Scheme to which weights are quantized while they load: fp8, fp8_tensor, fp8_block, int8, mxfp4; None or none: as stored."""
@@ -324,6 +324,12 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def may_scale_keys(self) -> bool:
+        """True if scales of keys may be measured on a text; the plan says whether they are."""
+        names_codes = self.kv_quality is not None or self.kv_cache_dtype.startswith("turboquant")
+        return self.kv_key_scale and names_codes and self.tokenizer != NO_TOKENIZER
 
     @property
     def takes_priorities(self) -> bool:

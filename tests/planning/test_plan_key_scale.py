@@ -12,7 +12,7 @@ NARROW = {"kv_cache_dtype": "turboquant_4bit_nc", "max_model_len": 300, "max_num
 
 def scale_bytes(name: str = "Qwen3-8B", mesh: Mesh | None = None, **options) -> int | None:
     own = {} if mesh is None else {"mesh": mesh}
-    plan = fit_runner(plan_request(name, H200, **own, **{"kv_key_scale": True} | NARROW | options))
+    plan = fit_runner(plan_request(name, H200, **own, **NARROW | options))
     return {term.owner: term.num_bytes for term in plan.memory.terms}.get("attention/key_scales")
 
 
@@ -33,18 +33,23 @@ def test_key_scales_of_a_rank_are_those_of_its_heads(mesh: Mesh, num_bytes: int)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "reason"),
+    ("name", "options", "has_scales"),
     [
-        ("Qwen3-8B", {"kv_cache_dtype": "turboquant_k8v4"}, "no layer stores keys in fewer than 8 bits"),
-        ("Qwen3-8B", {"kv_cache_dtype": "auto"}, "no layer stores keys"),
-        ("DeepSeek-V3", {"kv_cache_dtype": "turboquant_mla_4bit"}, "no layer stores keys"),
-        ("Qwen3-8B", {"tokenizer": "none"}, "tokenizer=none reads none"),
-        ("Qwen3-8B", {"mesh": Mesh(tensor_size=16)}, "16 ranks share 8 key heads"),
+        ("Qwen3-8B", {}, True),
+        ("Qwen3-8B", {"kv_key_scale": False}, False),
+        ("Qwen3-8B", {"kv_cache_dtype": "turboquant_k8v4"}, False),
+        (
+            "Qwen3-8B",
+            {"kv_cache_dtype": "turboquant_k8v4", "kv_protected_dtype": "auto", "kv_protected_layers": 3},
+            False,
+        ),
+        ("Qwen3-8B", {"kv_cache_dtype": "auto"}, False),
+        ("DeepSeek-V3", {"kv_cache_dtype": "turboquant_mla_4bit"}, False),
+        ("Qwen3-8B", {"tokenizer": "none"}, False),
+        ("Qwen3-8B", {"mesh": Mesh(tensor_size=8)}, True),
+        ("Qwen3-8B", {"mesh": Mesh(tensor_size=16)}, False),
     ],
 )
-def test_key_scales_without_effect_say_why(name: str, options: dict, reason: str) -> None:
-    resolved = resolve(plan_request(name, H200, **{"kv_key_scale": True} | NARROW | options))
-    (choice,) = (one for one in resolved.choices if one.name == "kv_key_scale")
-    assert not resolved.key_scale
-    assert choice.value == "False"
-    assert reason in choice.reason
+def test_key_scales_need_codes_by_head_and_a_text(name: str, options: dict, has_scales: bool) -> None:
+    """Ranks that share a key head have not all of its queries."""
+    assert resolve(plan_request(name, H200, **NARROW | options)).key_scale == has_scales

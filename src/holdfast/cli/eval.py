@@ -311,7 +311,7 @@ def measure_formats(
         write_line(f"skipping recall: {reason}")
         work = work._replace(recall=None)
     near = f", near blocks of {settled.kv_near_tokens} tokens" if settled.kv_near_tokens else ""
-    near += ", keys scaled" if settled.kv_key_scale else ""
+    near += "" if settled.kv_key_scale else ", keys not scaled"
     settings, plain = f"{settled.dtype} on {settled.device}{near}", float(opened.plain_bytes_per_token)
     view = EvalView(name, settings, text.name, text.window, len(work.windows), plain, [])
     bars: list[EvalBar] = []

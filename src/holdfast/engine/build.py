@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from holdfast.config import AUTO_STRETCH, NO_TOKENIZER, EngineConfig
+from holdfast.config import AUTO_STRETCH, EngineConfig
 from holdfast.distributed.mesh import ALONE
 from holdfast.engine.core import CoreResources, EngineCore, StepRunner, weak_check
 from holdfast.engine.engine import Engine
@@ -81,7 +81,7 @@ def build_core(
         if config.enable_expert_parallel or config.nnodes is not None:
             check_ranks(config, declare_opened(model, model.name))
         text_ids: tuple[int, ...] = ()
-        if config.kv_key_scale and config.tokenizer != NO_TOKENIZER:
+        if config.may_scale_keys:
             text_ids = key_text_ids(vocabulary.open_tokenizer(), vocabulary.vocab_size)
         built = build_runner(config, model, on_progress, on_prepare, text_ids=text_ids)
         runner, release, ranks, watch = built.runner, built.release, (), None

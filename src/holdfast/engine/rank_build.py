@@ -24,7 +24,7 @@ from hashlib import blake2b
 
 import torch
 
-from holdfast.config import NO_TOKENIZER, EngineConfig
+from holdfast.config import EngineConfig
 from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.linked import open_linked
@@ -258,7 +258,7 @@ def build_share(
     """Build a rank's runner after the agreement."""
     rank = own.rank
     own_config, text_ids = replace(config, device=own.target.name), ()
-    if config.kv_key_scale and config.tokenizer != NO_TOKENIZER:
+    if config.may_scale_keys:
         text_ids = key_text_ids(open_tokenizer(config, model), model.spec.vocab_size)
     return build_runner(
         *(own_config, model, on_progress, on_prepare),

@@ -390,7 +390,7 @@ def resolve(request: PlanRequest) -> Resolved:
     protected = choose_protected(config, model, kv_format, dtype, near_tokens)
     if protected.reason:
         choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
-    key_scale = config.kv_key_scale and _choose_key_scale(request, kv_format, protected, choices)
+    key_scale = config.kv_key_scale and _can_scale_keys(request, kv_format, protected)
     limits = _limits(config, model, target.kind, page_tokens, choices)
     budget_bytes, budget_reason, max_kv_bytes, max_kv_reason = _budget(config, target)
     choices.append(Choice("memory", format_bytes(budget_bytes), budget_reason))
@@ -459,22 +459,13 @@ def _choose_near(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat
     return value
 
 
-def _choose_key_scale(
-    request: PlanRequest, kv_format: KVFormat, protected: ProtectedLayers, choices: list[Choice]
-) -> bool:
-    """Return True if keys can be scaled, which the user wants; note why if not."""
-    heads, num_ranks = request.declared.declaration.heads(ALONE), request.mesh.tensor_size
+def _can_scale_keys(request: PlanRequest, kv_format: KVFormat, protected: ProtectedLayers) -> bool:
+    """Return True if some layer codes keys by head, a text can be read, and each rank has all queries of its key heads."""
+    heads = request.declared.declaration.heads(ALONE)
+    if heads is None or heads.is_compressed or heads.rope_dim or request.config.tokenizer == NO_TOKENIZER:
+        return False
     formats = protected.formats(kv_format, request.declared.num_layers)
-    reason = ""
-    if heads is None or heads.is_compressed or heads.rope_dim or not any(one.rotates_keys for one in formats):
-        reason = "no layer stores keys in fewer than 8 bits"
-    elif request.config.tokenizer == NO_TOKENIZER:
-        reason = "scales are measured on a text, and tokenizer=none reads none"
-    elif num_ranks > heads.num_kv_heads:
-        reason = f"{num_ranks} ranks share {heads.num_kv_heads} key heads, and no rank has all queries of one"
-    if reason:
-        choices.append(Choice("kv_key_scale", "False", f"True has no effect: {reason}"))
-    return not reason
+    return any(one.rotates_keys for one in formats) and request.mesh.tensor_size <= heads.num_kv_heads
 
 
 def _first_tokens(window: int | None) -> int:

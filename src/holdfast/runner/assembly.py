@@ -232,9 +232,7 @@ class Assembly:
         if num_tokens:
             log.info("Keys of %d heads are scaled, measured on %d tokens of text", num_heads, num_tokens)
         else:
-            log.warning(
-                "%s", "kv_key_scale=True scales no key: there is no text, or a step or the pages hold too little of it"
-            )
+            log.info("%s", "kv_key_scale scales no key: there is no text, or a step or the pages hold too little of it")
 
     def _step_rope(self) -> StepRope:
         """Allocate cos and sin of the largest step."""
