@@ -83,3 +83,18 @@ def test_key_text_is_long_enough_and_of_the_vocabulary(case: Case) -> None:
     ids = key_text_ids(tokenizer, 10_000)
     assert len(ids) >= 4.5 * 512
     assert max(key_text_ids(tokenizer, 60)) == 59
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2, "tensor_parallel_sums": "exact"},
+        {"pipeline_parallel_size": 2},
+        {"core_process": True},
+    ],
+    ids=["tensor ranks", "stages", "core process"],
+)
+def test_llm_key_scale_ranks_and_processes_change_no_token(case: Case, options: dict[str, Any]) -> None:
+    """Each reads the text with a tokenizer of its own; heads of other ranks have no part in a scale."""
+    assert answers(case.open(max_num_batched_tokens=256, max_num_seqs=1, **options), PROMPTS) == case.answers

@@ -23,6 +23,7 @@ CONSTANT = {
         "p_q_norm",
         "p_k_norm",
         "p_k_mean",
+        "p_pair_scale",
         "p_rotation",
         "p_near",
     },
