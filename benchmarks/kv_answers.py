@@ -2,6 +2,7 @@
 
 Code prompts pass through the chat template. A contender's answer counts its tokens before the first that differs from the
 reference's. JSON, tool calls and facts are those of `holdfast eval kv`; recall repeats with other cities, words and filler.
+The record is of the section kv-answers, or kv-recall without answers.
 """
 
 import argparse
@@ -119,7 +120,8 @@ def run(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str, str]:
     text = "\n\n".join(topics.values()) if arguments.text is None else read_text(arguments.text)
     filler = tokenizer.encode(text, add_special_tokens=False)
     questions = Questions(code_tasks(template), tokenizer, template, arguments.tokens)
-    tests = [recall_test(arguments, number, filler, tokenizer) for number in range(arguments.tests)]
+    num_tests = arguments.tests if arguments.recall else 0
+    tests = [recall_test(arguments, number, filler, tokenizer) for number in range(num_tests)]
     results: list[dict[str, Any]] = []
     reference = None
     try:
@@ -154,13 +156,14 @@ def main() -> None:
     arguments = options().parse_args()
     results, model, settings = run(arguments)
     text = {} if arguments.text is None else {"text": Path(arguments.text).name}
-    words = ["--tokens", arguments.tokens, "--tests", arguments.tests, "--recall", *arguments.recall]
+    words: list[object] = ["--tokens", arguments.tokens, "--tests", arguments.tests, "--recall", *arguments.recall]
     words += ["--formats", *arguments.formats, "--near", *arguments.near, *(("--text", text["text"]) if text else ())]
     command = ["python", "benchmarks/kv_answers.py", *map(str, words)]
-    record = bench_record.make_record(model, settings, results, command, section="kv-answers", **text)
+    section = "kv-answers" if arguments.tokens else "kv-recall"
+    record = bench_record.make_record(model, settings, results, command, section=section, **text)
     record["commit"] = arguments.commit or record["commit"]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / gpu_records.record_name(str(record["cpu"]), "kv-answers", str(record["date"]))
+    path = arguments.out / gpu_records.record_name(str(record["cpu"]), section, str(record["date"]))
     path.write_text(f"{dumps(record, indent=1)}\n", encoding="utf-8")
     print(f"record: {path.name}")
 
