@@ -127,10 +127,10 @@ def run(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str, str]:
     num_tests = arguments.tests if arguments.recall else 0
     tests = [recall_test(arguments, number, filler, tokenizer) for number in range(num_tests)]
     results: list[dict[str, Any]] = []
-    reference = None
+    reference, unit = None, "tokens" if arguments.tokens else "probability"
     try:
         for contender in opened.contenders:
-            row: dict[str, Any] = {"measure": contender.name, "unit": "tokens", "values": {}}
+            row: dict[str, Any] = {"measure": contender.name, "unit": unit, "values": {}}
             if arguments.tokens:
                 own = questions.generate(contender)
                 reference = reference or own
@@ -140,6 +140,7 @@ def run(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str, str]:
                 print(contender.name, row["values"], answers, sep=": ", flush=True)
             if arguments.recall:
                 row["recall"] = together([measure_recall(contender, test) for test in tests])
+                row["values"] |= {f"recall {recall['distance']}": recall["probability"] for recall in row["recall"]}
                 print(contender.name, *row["recall"], sep="\n  ", flush=True)
             results.append(row)
     finally:
