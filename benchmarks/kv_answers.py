@@ -2,6 +2,8 @@
 
 Code prompts pass through the chat template. A contender's answer counts its tokens before the first that differs from the
 reference's. JSON, tool calls and facts are those of `holdfast eval kv`; recall repeats with other cities, words and filler.
+--behind puts text before each code prompt, so that no part of an answer is in its first near block. The record is of the
+section kv-answers, or kv-recall without answers.
 """
 
 import argparse
@@ -42,7 +44,7 @@ PROMPTS = (
     "Write a Python decorator that prints how long a function takes.",
 )
 CONTEXT = 512
-"""Tokens of a prompt and its answer."""
+"""Tokens of a prompt and its answer, without the text before it."""
 FILLER_TOKENS = 2**14
 SHIFT = 8
 """Places by which keys and words of a further recall test move."""
@@ -56,6 +58,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--formats", nargs="*", default=["turboquant_4bit_nc"], help="quantized KV formats")
     parser.add_argument("--near", type=int, nargs="*", default=[0, 64], help="blocks of near tokens")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer; 0 for none")
+    parser.add_argument("--behind", type=int, default=0, help="tokens of the text before each code prompt")
     parser.add_argument("--recall", type=int, nargs="*", default=[1024, 2048, 4096, 8000], help="distances in tokens")
     parser.add_argument("--tests", type=int, default=2, help="recall tests of 4 facts a distance")
     parser.add_argument("--out", type=Path, default=gpu_records.ROOT / gpu_records.RECORDS, help="folder of the record")
@@ -73,10 +76,10 @@ def entries(config: EngineConfig, model: OpenModel, formats: Sequence[str], near
     return found
 
 
-def code_tasks(template: ChatTemplate) -> Tasks:
-    """Return the code prompts as chats, with the packaged JSON and tool tasks."""
+def code_tasks(template: ChatTemplate, before: str = "") -> Tasks:
+    """Return the code prompts as chats behind a text, with the packaged JSON and tool tasks."""
     packaged = read_tasks()
-    chats = (template.render([{"role": "user", "content": prompt}]) for prompt in PROMPTS)
+    chats = (template.render([{"role": "user", "content": before + prompt}]) for prompt in PROMPTS)
     return replace(packaged, continuations=tuple(chats))
 
 
@@ -110,21 +113,24 @@ def run(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str, str]:
         tokenizer, template = open_text(config, model)
         assert tokenizer is not None, "the model has no tokenizer"
         assert template is not None, "the model has no chat template"
-        longest = max(longest_test(arguments.recall), CONTEXT)
-        settled = settle_config(config, model, CONTEXT, longest, SEQUENCES)
+        context = CONTEXT + arguments.behind
+        longest = max(longest_test(arguments.recall), context)
+        settled = settle_config(config, model, context, longest, SEQUENCES)
         chosen = entries(settled, model, arguments.formats, arguments.near)
         opened = open_contenders(chosen, model, lambda done, total: None)
     finally:
         model.source.close()
     text = "\n\n".join(topics.values()) if arguments.text is None else read_text(arguments.text)
     filler = tokenizer.encode(text, add_special_tokens=False)
-    questions = Questions(code_tasks(template), tokenizer, template, arguments.tokens)
-    tests = [recall_test(arguments, number, filler, tokenizer) for number in range(arguments.tests)]
+    before = f"{tokenizer.decode(filler[: arguments.behind])}\n\n" if arguments.behind else ""
+    questions = Questions(code_tasks(template, before), tokenizer, template, arguments.tokens)
+    num_tests = arguments.tests if arguments.recall else 0
+    tests = [recall_test(arguments, number, filler, tokenizer) for number in range(num_tests)]
     results: list[dict[str, Any]] = []
-    reference = None
+    reference, unit = None, "tokens" if arguments.tokens else "probability"
     try:
         for contender in opened.contenders:
-            row: dict[str, Any] = {"measure": contender.name, "unit": "tokens", "values": {}}
+            row: dict[str, Any] = {"measure": contender.name, "unit": unit, "values": {}}
             if arguments.tokens:
                 own = questions.generate(contender)
                 reference = reference or own
@@ -134,6 +140,7 @@ def run(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str, str]:
                 print(contender.name, row["values"], answers, sep=": ", flush=True)
             if arguments.recall:
                 row["recall"] = together([measure_recall(contender, test) for test in tests])
+                row["values"] |= {f"recall {recall['distance']}": recall["probability"] for recall in row["recall"]}
                 print(contender.name, *row["recall"], sep="\n  ", flush=True)
             results.append(row)
     finally:
@@ -154,13 +161,15 @@ def main() -> None:
     arguments = options().parse_args()
     results, model, settings = run(arguments)
     text = {} if arguments.text is None else {"text": Path(arguments.text).name}
-    words = ["--tokens", arguments.tokens, "--tests", arguments.tests, "--recall", *arguments.recall]
+    words: list[object] = ["--tokens", arguments.tokens, "--tests", arguments.tests, "--recall", *arguments.recall]
+    words += ["--behind", arguments.behind] if arguments.behind else []
     words += ["--formats", *arguments.formats, "--near", *arguments.near, *(("--text", text["text"]) if text else ())]
     command = ["python", "benchmarks/kv_answers.py", *map(str, words)]
-    record = bench_record.make_record(model, settings, results, command, section="kv-answers", **text)
+    section = f"kv-answers{'-behind' if arguments.behind else ''}" if arguments.tokens else "kv-recall"
+    record = bench_record.make_record(model, settings, results, command, section=section, **text)
     record["commit"] = arguments.commit or record["commit"]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / gpu_records.record_name(str(record["cpu"]), "kv-answers", str(record["date"]))
+    path = arguments.out / gpu_records.record_name(str(record["cpu"]), section, str(record["date"]))
     path.write_text(f"{dumps(record, indent=1)}\n", encoding="utf-8")
     print(f"record: {path.name}")
 
