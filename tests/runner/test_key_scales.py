@@ -75,7 +75,7 @@ def error_of(build: TinyBuilder, family: str, **options) -> float:
 def test_key_scales_balance_planted_pairs(build: TinyBuilder, family: str, kv_format: str) -> None:
     """Codes lose what they lose without the planted pairs; without scales they lose far more."""
     plain, unscaled, scaled = (
-        error_of(build, name, kv_cache_dtype=kv_format, kv_key_scale=is_scaled)
+        error_of(build, name, kv_cache_dtype=kv_format, kv_near_tokens=0, kv_key_scale=is_scaled)
         for name, is_scaled in ((family, False), (f"{family} planted", False), (f"{family} planted", True))
     )
     assert unscaled > 1.5 * plain, (plain, unscaled, scaled)
