@@ -24,7 +24,6 @@ CONSTANT = {
         "p_k_norm",
         "p_k_mean",
         "p_pair_scale",
-        "p_pair_scale",
         "p_rotation",
         "p_near",
     },
