@@ -86,7 +86,7 @@ def test_quantized_tokens_match_the_round_trip_of_the_format(name: str, side: st
     quantized.append(x_NKTD)
     torch.testing.assert_close(read(quantized, x_NKTD), round_trip(x_NKTD, name, side), rtol=0, atol=2e-5)
     error = (read(quantized, x_NKTD) - x_NKTD).square().mean() / x_NKTD.square().mean()
-    assert error < {8: 0.001, 4: 0.012, 3: 0.04}[bits_of(name, side)]
+    assert error < {8: 0.001, 5: 0.004, 4: 0.012, 3: 0.04}[bits_of(name, side)]
 
 
 @pytest.mark.each_value
