@@ -419,6 +419,13 @@ SECTIONS: Mapping[str, Columns] = {
         "% of the roof": _value("percent_of_roof"),
         "speed against it": _value("speed_against_sdpa"),
     },
+    "gpu-near-attention": {
+        "": _value("measure"),
+        "without, ms": _value("values", "without"),
+        "with near tokens, ms": _value("values", "near"),
+        "a layer": _value("ratio"),
+        "64 layers": _value("model_ratio"),
+    },
     "gpu-quantized-kv": {
         "": _value("measure"),
         "unit": _value("unit"),
