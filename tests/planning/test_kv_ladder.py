@@ -7,11 +7,12 @@ import pytest
 from error_codes import raises_code
 from holdfast.config import KV_QUALITIES, EngineConfig
 from holdfast.errors import ConfigError
+from holdfast.memory.planner import Term
 from holdfast.planning.fit import RunnerPlan, fit_runner
 from holdfast.planning.kv_ladder import LADDERS, LATENT_LADDERS, choose_kv
 from holdfast.planning.plan import plan_runner
-from holdfast.planning.resolve import resolve
-from planning.plan_cases import H200, HOST, RTX4090, plan_request
+from holdfast.planning.resolve import Resolved, resolve
+from planning.plan_cases import GIB, H200, HOST, RTX4090, plan_request
 
 SMALL = {"max_num_batched_tokens": 256, "memory_utilization": 0.9}
 
@@ -104,12 +105,20 @@ def test_kv_quality_of_latents_takes_formats_of_latents(name: str, quality: str,
 
 
 def test_kv_quality_skips_formats_that_another_option_excludes() -> None:
-    """Near rows have no place beside pages of two tokens, except beside wider codes."""
+    """The codes of two tokens take fewer bytes than one near row."""
     options = {"kv_quality": "high", "max_model_len": 60_000, "page_tokens": 2, **SMALL}
     with raises_code("plan.kv_quality_too_small", ConfigError, name="kv_quality") as raised:
         plan_runner(plan_request("Qwen3-8B", RTX4090, **options))
     assert "bfloat16 holds none" in str(raised.value)
-    assert "turboquant_k5v4 is not possible (kv_near_tokens=64 is not possible with page_tokens=2" in str(raised.value)
+    assert "turboquant_k5v4 is not possible: kv_near_tokens=64 is not possible with page_tokens=2" in str(raised.value)
+
+
+def test_kv_quality_without_a_possible_format_is_refused() -> None:
+    """The codes of one token take fewer bytes than its near row."""
+    request = plan_request("Qwen3-8B", H200, kv_quality="balanced", page_tokens=1)
+    with raises_code("plan.kv_quality_impossible", ConfigError, name="kv_quality", value="balanced") as raised:
+        plan_runner(request)
+    assert str(raised.value).count("kv_near_tokens=64 is not possible with page_tokens=1") == 3
 
 
 @pytest.mark.parametrize(("quality", "advice"), [("high", ", take kv_quality=balanced, or"), ("balanced", ", or")])
@@ -119,6 +128,21 @@ def test_kv_quality_refuses_what_no_format_holds(quality: str, advice: str) -> N
         plan_runner(request)
     assert "64 sequences of 40,960 tokens" in str(raised.value)
     assert f"max_num_seqs{advice} set kv_cache_dtype." in str(raised.value)
+
+
+def test_kv_quality_plans_the_load_once() -> None:
+    """A loader keeps what it planned, so a second call would be a second load."""
+    loads: list[str] = []
+
+    def staging(resolved: Resolved) -> Term:
+        loads.append(resolved.kv_format.name)
+        return Term("staging", 5 * GIB, "a load", ("load",))
+
+    request = plan_request("Qwen3-8B", RTX4090, kv_quality="high", max_model_len=110_000, staging=staging, **SMALL)
+    plan = plan_runner(request)
+    assert loads == ["bfloat16"]
+    assert chosen(plan) == ("turboquant_k5v4", 64)
+    assert {term.owner: term.num_bytes for term in plan.memory.terms}["staging"] == 5 * GIB
 
 
 def test_kv_quality_of_several_ranks_is_refused() -> None:

@@ -64,6 +64,7 @@ SETTINGS = {
     "fp8": {"kv_cache_dtype": "fp8", "page_tokens": None},
     "mixed": {"kv_cache_dtype": "turboquant_3bit_nc", "page_tokens": None},
     "mixed with plain": {"kv_cache_dtype": "turboquant_4bit_nc", "kv_protected_dtype": "auto", "page_tokens": 1},
+    "keys of 5 bits": {"kv_cache_dtype": "turboquant_k5v4", "page_tokens": None},
     "near": {"kv_cache_dtype": "turboquant_3bit_nc", "kv_near_tokens": 64, "page_tokens": None},
     "near and many": {"kv_cache_dtype": "fp8", "kv_near_tokens": 128, "page_tokens": 32, "max_model_len": 250},
     "many": {"max_num_seqs": 70, "max_num_batched_tokens": 300, "page_tokens": 16, "max_model_len": 200},
@@ -93,6 +94,15 @@ def test_plan_ledger_and_memory_agree_to_the_byte(build, family, settings):
     (mask_bytes,) = (term.num_bytes for term in built.plan.memory.terms if term.owner == "sampling/masks")
     own_bytes = 4 * built.runner.vocab_size + 8 * built.runner.limits.max_num_seqs + mask_bytes  # the sampler's results
     assert sum(held_storages(built.runner).values()) == built.ledger.total_bytes + own_bytes
+
+
+def test_plan_chosen_by_kv_quality_is_what_is_held(build):
+    built = build("qwen3", kv_quality="balanced", page_tokens=None, max_model_len=60)
+    assert (built.plan.resolved.kv_format.name, built.plan.resolved.near_tokens) == ("turboquant_k5v4", 64)
+    planes = {plane.name for plane in KV_FORMATS["turboquant_k5v4"].planes(1, 64)}
+    held = [entry for entry in built.ledger if entry.owner.startswith("kv pages/")]
+    assert {entry.owner.rpartition(".")[2] for entry in held} == planes
+    assert sum(entry.num_bytes for entry in held) >= built.plan.memory.kv_bytes
 
 
 def is_quantized(options: dict) -> bool:

@@ -1,11 +1,13 @@
 """choose_kv: the KV format that `kv_quality` stands for, which is the first of a list whose plan holds enough; no torch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.memory.planner import Term
 from holdfast.planning.fit import RunnerPlan, try_fit
-from holdfast.planning.resolve import PlanRequest, resolve
+from holdfast.planning.resolve import PlanRequest, Resolved, resolve
 
 NEAR_TOKENS = 64
 """Near tokens beside a quantized format, unless the user gave another number."""
@@ -43,10 +45,17 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
     length, num_seqs = config.max_model_len or declared.max_position, config.max_num_seqs or 1
     ladders = LATENT_LADDERS if declared.keeps_latents or declared.is_compressed else LADDERS
     sequences = "one sequence" if num_seqs == 1 else f"{num_seqs} sequences"
-    wanted, passed = f"{sequences} of {length:,} tokens", []
+    wanted, passed, is_possible = f"{sequences} of {length:,} tokens", [], False
+    if callable(request.staging):
+        request = replace(request, staging=_remembered(request.staging))
     for rung in ladders[config.kv_quality]:
         own = _with_rung(request, rung)
-        found = _try(own, length)
+        try:
+            found = _plan(own, length)
+        except (ConfigError, UnsupportedModelError) as error:
+            passed.append(f"{rung.name} is not possible: {_reason(error, rung)}")
+            continue
+        is_possible = True
         if isinstance(found, str):
             passed.append(found)
             continue
@@ -54,6 +63,8 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
             reason = f"kv_quality={config.kv_quality}: it holds {wanted}"
             return replace(own, kv_reason="; ".join((reason, *passed)))
         passed.append(f"{_label(found)} holds {found.max_concurrency:.2f}")
+    if not is_possible:
+        raise ConfigError("plan.kv_quality_impossible", name="kv_quality", value=config.kv_quality, found=tuple(passed))
     other = ", take kv_quality=balanced" if config.kv_quality == "high" else ""
     values = {"value": config.kv_quality, "wanted": wanted, "found": tuple(passed), "other": other}
     raise ConfigError("plan.kv_quality_too_small", name="kv_quality", **values)
@@ -65,15 +76,27 @@ def _with_rung(request: PlanRequest, rung: Rung) -> PlanRequest:
     return replace(request, config=config)
 
 
-def _try(request: PlanRequest, length: int) -> RunnerPlan | str:
-    """Return the plan of a format with this context, or why there is none."""
-    name = request.config.kv_cache_dtype
-    try:
-        resolved = resolve(replace(request, config=replace(request.config, max_model_len=length)))
-        found = try_fit(resolved)
-    except (ConfigError, UnsupportedModelError) as error:
-        return f"{name} is not possible ({str(error).rstrip('.')})"
+def _plan(request: PlanRequest, length: int) -> RunnerPlan | str:
+    """Return the plan of a format with this context, or that none fits. Raises if the format is not possible."""
+    resolved = resolve(replace(request, config=replace(request.config, max_model_len=length)))
+    found = try_fit(resolved)
     return f"{resolved.kv_format.name} holds none" if found is None else found
+
+
+def _reason(error: Exception, rung: Rung) -> str:
+    return str(error).removeprefix(f"kv_cache_dtype={rung.name} is not possible: ").rstrip(".")
+
+
+def _remembered(staging: Callable[[Resolved], Term | None]) -> Callable[[Resolved], Term | None]:
+    """Return a function that calls `staging` once: formats of pages do not change how weights load."""
+    known: list[Term | None] = []
+
+    def once(resolved: Resolved) -> Term | None:
+        if not known:
+            known.append(staging(resolved))
+        return known[0]
+
+    return once
 
 
 def _label(plan: RunnerPlan) -> str:
