@@ -112,7 +112,9 @@ def qualities(folder: Path, text: list[int], formats: tuple[str, ...], protected
     """Compare every format with float32 pages of the same model; None protects the default number of layers."""
     model = open_model(str(folder), "auto")
     try:
-        config = EngineConfig(model=str(folder), device="cpu", kv_protected_layers=protected)
+        config = EngineConfig(
+            model=str(folder), device="cpu", kv_protected_layers=protected, kv_near_tokens=0, kv_key_scale=False
+        )
         config = settle_config(config, model, len(text))
         entries = [reference_entry(config), *(format_entry(config, model, name) for name in formats)]
         opened = open_contenders(entries, model, lambda done, total: None)

@@ -107,7 +107,7 @@ def together(tests: Sequence[Sequence[Recall]]) -> list[Mapping[str, object]]:
 
 def run(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str, str]:
     """Measure every contender; return results, model and settings."""
-    config = EngineConfig(model=arguments.model, device="cpu")
+    config = EngineConfig(model=arguments.model, device="cpu", kv_near_tokens=0, kv_key_scale=False)
     model = open_model(config.model, config.load_format, config.revision)
     try:
         tokenizer, template = open_text(config, model)

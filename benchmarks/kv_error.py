@@ -217,7 +217,9 @@ def main() -> None:
     model = open_model(arguments.model, "auto", None)
     chosen = Chosen()
     try:
-        config = replace(EngineConfig(model=arguments.model, device="cpu"), kv_protected_layers=0)
+        config = EngineConfig(
+            model=arguments.model, device="cpu", kv_protected_layers=0, kv_near_tokens=0, kv_key_scale=False
+        )
         settled = settle_config(config, model, arguments.window)
         tokenizer, spec = open_tokenizer(config, model), model.spec
         text = "\n\n".join(topics.values()) if arguments.text is None else read_text(arguments.text)

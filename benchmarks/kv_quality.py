@@ -47,6 +47,7 @@ TOPICS = "the topics of Python's help"
 AS_VLLM = "as vLLM"
 WIDE = "protected in half precision"
 NONE = "no layer protected"
+SCALED = ", keys scaled"
 PROMPT_AS_VLLM = "as vLLM, its prompt exact"
 CONTEXT = 4096
 """Tokens of a sequence whose near pages count: they are as many at any length."""
@@ -67,6 +68,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--near", nargs="*", default=[], help="blocks of near tokens: 64 for all formats, FORMAT:128 for one"
     )
+    parser.add_argument("--key-scale", action="store_true", help="beside near tokens also scale keys")
     parser.add_argument(
         "--prompt", action="store_true", help=f"also vLLM's with a prompt of {CHUNK_TOKENS} tokens that is exact"
     )
@@ -76,21 +78,27 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def near_entry(config: EngineConfig, model: OpenModel, name: str, near: int) -> Entry:
+def near_entry(config: EngineConfig, model: OpenModel, name: str, near: int, has_scale: bool = False) -> Entry:
     """Return a format beside near tokens; its bytes are those of CONTEXT tokens in half precision, near pages included."""
-    found = format_entry(replace(config, kv_near_tokens=near), model, name)
+    found = format_entry(replace(config, kv_near_tokens=near, kv_key_scale=has_scale), model, name)
     in_half = replace(found.variant.config, dtype=HALF_PRECISION)
     _, plan = plan_model(in_half, model, device_target(config.device))
     pages = plan.resolved.pages()
     assert pages is not None, f"{name} has no pages"
     near_bytes = pages.groups[-1].most_held(1) * pages.page_bytes
     return found._replace(
-        name=f"{name}, near {near}", bytes_per_token=plan.kv_bytes_per_token + Fraction(near_bytes, CONTEXT)
+        name=f"{name}, near {near}{SCALED if has_scale else ''}",
+        bytes_per_token=plan.kv_bytes_per_token + Fraction(near_bytes, CONTEXT),
     )
 
 
 def entries(
-    config: EngineConfig, model: OpenModel, with_layers: bool, near: Sequence[str] = (), with_prompt: bool = False
+    config: EngineConfig,
+    model: OpenModel,
+    with_layers: bool,
+    near: Sequence[str] = (),
+    with_prompt: bool = False,
+    with_scale: bool = False,
 ) -> list[Entry]:
     """Return the reference, our formats and vLLM's; with other protected layers, near tokens or prompts, if requested."""
     ours = [name for name in narrower_formats(config, model).names if KV_FORMATS[name].is_quantized]
@@ -105,7 +113,8 @@ def entries(
     few_bits = [name for name in ours if KV_FORMATS[name].value_bits in (3, 4)]
     for words in near:
         name, _, tokens = words.rpartition(":")
-        found += [near_entry(config, model, own, int(tokens)) for own in ([name] if name else few_bits)]
+        for has_scale in (False, True) if with_scale else (False,):
+            found += [near_entry(config, model, own, int(tokens), has_scale) for own in ([name] if name else few_bits)]
     plain = found[0].variant.config
     for vllm_format in VLLM_FORMATS:
         num_bytes, note = vllm_format.bytes_per_token(model.spec), vllm_format.note(model.spec.num_layers)
@@ -174,6 +183,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
             words += [f"--{option}", Path(getattr(arguments, option)).name]
     words += ["--layers"] if arguments.layers else []
     words += ["--near", *arguments.near] if arguments.near else []
+    words += ["--key-scale"] if arguments.key_scale else []
     return [*words, *(["--prompt"] if arguments.prompt else [])]
 
 
@@ -181,14 +191,14 @@ def run(arguments: argparse.Namespace) -> tuple[EvalView, list[Quality], str]:
     """Run all windows through all formats; return results, those after the prompt, and the text."""
     text = "\n\n".join(topics.values()) if arguments.text is None else read_text(arguments.text)
     text_name = TOPICS if arguments.text is None else Path(arguments.text).name
-    config = EngineConfig(model=arguments.model, device=arguments.device)
+    config = EngineConfig(model=arguments.model, device=arguments.device, kv_near_tokens=0, kv_key_scale=False)
     model = open_model(config.model, config.load_format, config.revision)
     try:
         tokenizer = open_tokenizer(config, model)
         windows = cut_windows(tokenizer, text, arguments.window, arguments.tokens, model.spec.vocab_size)
         settled = settle_config(config, model, arguments.window)
-        chosen = entries(settled, model, arguments.layers, arguments.near, arguments.prompt)
-        opened = open_contenders(chosen, model, lambda done, total: None)
+        chosen = entries(settled, model, arguments.layers, arguments.near, arguments.prompt, arguments.key_scale)
+        opened = open_contenders(chosen, model, lambda done, total: None, tokenizer)
     finally:
         model.source.close()
     try:
