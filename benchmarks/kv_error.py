@@ -11,7 +11,7 @@ T rows of the step, L stored tokens, K key/value heads, G query heads of each, D
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
