@@ -38,12 +38,14 @@ from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import TileCall
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import arena_bytes
-from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 
 MAX_LAYERS = 24
 MAX_ERROR = 0.02
 LONG_CONTEXT = 2**20
 NEAR_TOKENS = 64
+MODEL_LAYERS = 64
+"""Layers of a model with these heads, Qwen3-32B."""
 FORMATS = tuple(name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized)
 
 
@@ -354,15 +356,25 @@ def measure_near(shape: Shape, device: torch.device, arguments: argparse.Namespa
     # A row in the middle of its own block, which is the mean over a decode.
     middle = NEAR_TOKENS // 2
     decode = [[(length // NEAR_TOKENS * NEAR_TOKENS - middle, 1)] * num_seqs for num_seqs, length in shape.decode]
-    steps = [*decode, *([pair] for pair in shape.prefill), [(0, shape.prefill[0][1])]]
+    prefill = [*([pair] for pair in shape.prefill), [(0, shape.prefill[0][1])]]
+    steps = [*decode[1:3], prefill[-1], *prefill[:-1], *decode[:1], *decode[3:]]
     words = f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, near blocks of {NEAR_TOKENS} tokens"
     results: list[dict[str, Any]] = []
     for rows in steps:
-        for name in FORMATS:
-            results.append(near_row(shape, name, rows, device))
-            print(results[-1], flush=True)
+        found = {name: near_row(shape, name, rows, device) for name in FORMATS}
+        for name, row in found.items():
+            row["model_ratio"] = model_ratio(name, {other: one["values"] for other, one in found.items()})
+            print(row, flush=True)
+        results += found.values()
         record = make_record("gpu-near-attention", results, "Attention with near pages", words, arguments, {})
         write_record(record, "near-attention", arguments)  # after each step, so that a run that is cut off leaves one
+
+
+def model_ratio(name: str, found: Mapping[str, Mapping[str, float]]) -> float:
+    """Return the attention of MODEL_LAYERS layers with near tokens over that without, where some layers are in fp8."""
+    num_wider = DEFAULT_PROTECTED_LAYERS.get(name, 0)
+    without = (MODEL_LAYERS - num_wider) * found[name]["without"] + num_wider * found["fp8"]["without"]
+    return round(MODEL_LAYERS * found[name]["near"] / without, 4)
 
 
 def main() -> None:

@@ -1,8 +1,12 @@
-"""Say where the error of a KV format comes from: keys or values, layers, heads, positions: python benchmarks/kv_error.py
+"""Say where the error of a KV format comes from: keys or values, layers, heads, positions, distances: python benchmarks/kv_error.py
 
 Full-precision pages hold keys and values after the format's round trip, but only those of a part: all else stays exact.
 The mean KL of a part, as a share of that of the whole format, is its share of the error. Shares of disjoint parts need not
-sum to 1. No layer is protected. A part of positions is one of keys and values; every query reads it.
+sum to 1. No layer is protected. A part of positions is one of keys and values; every query reads it. A part of distances is
+one of keys and values that a query reads so many tokens later; all other queries read them as they came. All distances
+together give the figure of the format again.
+
+T rows of the step, L stored tokens, K key/value heads, G query heads of each, D head dim
 """
 
 import argparse
@@ -14,9 +18,11 @@ from typing import NamedTuple
 import torch
 from vllm_pages import VLLM_FORMATS, VllmPages
 
-from holdfast.attention.backend import AttentionBackend, Batch
+from holdfast.attention.backend import AttentionBackend, Batch, LayerStep, SequenceRows
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
+from holdfast.cache.near import FIRST_TOKENS
 from holdfast.cache.storage import PageStorage
+from holdfast.cli.eval import read_text
 from holdfast.config import EngineConfig
 from holdfast.engine.open_text import open_tokenizer
 from holdfast.eval.kv_quality import Entry, format_entry, open_contenders, reference_entry, settle_config
@@ -24,6 +30,7 @@ from holdfast.eval.quality import Contender, ReferenceReading, measure_against
 from holdfast.eval.text_windows import cut_windows
 from holdfast.families.backends import BackendInputs, build_backend
 from holdfast.families.grouped.pages import GroupedBackend, QuantizedPages
+from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.loading.model_files import open_model
@@ -36,7 +43,9 @@ from holdfast.quant.kv_quantize import (
 )
 from holdfast.runner.variants import Variant
 
-POSITIONS = ((0, 1), (1, 4), (4, 64), (64, 256), (256, 2**31))
+FAR = 2**31
+POSITIONS = ((0, 1), (1, 4), (4, 64), (64, 256), (256, FAR))
+DISTANCES = ((0, FAR), (0, 1), (1, 16), (0, 16), (16, 64), (64, 256), (256, FAR))
 WORST = 4
 """Layers whose heads are measured one by one."""
 
@@ -49,7 +58,9 @@ class Part(NamedTuple):
     values: bool = True
     layers: frozenset[int] | None = None
     heads: frozenset[int] | None = None
-    positions: tuple[int, int] = (0, 2**31)
+    positions: tuple[int, int] = (0, FAR)
+    distances: tuple[int, int] | None = None
+    """Tokens between a query and what it reads; None: every query reads the part."""
 
 
 NOTHING = Part("nothing", keys=False, values=False)
@@ -81,9 +92,13 @@ class PartPages(VllmPages):
 
     name = "part_pages"
 
-    def __init__(self, inner: GroupedBackend, storage: PageStorage, chosen: Chosen) -> None:
+    def __init__(
+        self, inner: GroupedBackend, specs: Sequence[AttentionSpec], storage: PageStorage, chosen: Chosen
+    ) -> None:
         super().__init__(inner, storage, VLLM_FORMATS[0])
+        self._specs = specs
         self._chosen = chosen
+        self._rows: SequenceRows | None = None
 
     def write(
         self,
@@ -95,8 +110,9 @@ class PartPages(VllmPages):
         out_THD: torch.Tensor,
     ) -> None:
         self._inner.write(qkv_TX, batch, head_norm, rotary, layer, out_THD)
+        (self._rows,) = batch.sequences
         part = self._chosen.part
-        if not self._chosen.planes or (part.layers is not None and layer not in part.layers):
+        if not self._has_codes(layer) or part.distances is not None:
             return
         slots_T = batch.slots_GT[self._storage.spec.group_of(layer)]
         # One sequence on the first pages: a slot is a position.
@@ -110,6 +126,37 @@ class PartPages(VllmPages):
                 for head in heads:
                     x_RKD[:, head] = read_RKD[:, head]
                 plane_SKD[slots_T] = x_RKD
+
+    def attend(self, q_THD: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool) -> torch.Tensor:
+        part, layer = self._chosen.part, step.layer
+        if part.distances is None or not self._has_codes(layer):
+            return super().attend(q_THD, step, out_TX, wanted_only)
+        spec, rows = self._specs[layer], self._rows
+        assert isinstance(spec, GroupedAttentionSpec)
+        assert rows is not None, "a step is written before it is attended"
+        is_whole = spec.is_plain_softmax and spec.window is None
+        assert is_whole, f"layer {layer} has sinks, a cap or a window"
+        k_LKD, v_LKD = (self._storage.plane(layer, name)[: rows.end] for name in ("k", "v"))
+        planes = self._chosen.planes[layer]
+        k_read_LKD = round_trip(k_LKD, planes, True) if part.keys else k_LKD
+        v_read_LKD = round_trip(v_LKD, planes, False) if part.values else v_LKD
+        place_T1, place_L = torch.arange(rows.start, rows.end).unsqueeze(1), torch.arange(rows.end)
+        distance_TL = place_T1 - place_L
+        is_read_TL = (distance_TL >= part.distances[0]) & (distance_TL < part.distances[1])
+        is_read_TL &= (place_L >= part.positions[0]) & (place_L < part.positions[1])
+        q_TKGD = q_THD[: rows.num_rows].unflatten(1, (k_LKD.shape[1], -1))
+        out_TKGD = out_TX[: rows.num_rows].view_as(q_TKGD)
+        for head in range(k_LKD.shape[1]):
+            q_GTD = q_TKGD[:, head].transpose(0, 1)
+            scores_GTL = torch.where(is_read_TL, q_GTD @ k_read_LKD[:, head].T, q_GTD @ k_LKD[:, head].T)
+            p_GTL = scores_GTL.mul_(spec.scale).masked_fill_(distance_TL < 0, -torch.inf).softmax(-1)
+            read_GTD = (p_GTL * is_read_TL) @ v_read_LKD[:, head] + (p_GTL * ~is_read_TL) @ v_LKD[:, head]
+            out_TKGD[:, head] = read_GTD.transpose(0, 1)
+        return out_TX[: rows.num_rows]
+
+    def _has_codes(self, layer: int) -> bool:
+        layers = self._chosen.part.layers
+        return bool(self._chosen.planes) and (layers is None or layer in layers)
 
 
 class MakePartPages(NamedTuple):
@@ -126,7 +173,7 @@ class MakePartPages(NamedTuple):
     ) -> AttentionBackend:
         inner = build_backend(declaration, specs, storage, inputs)
         assert isinstance(inner, GroupedBackend), f"{inner.name} keeps no keys and values by head"
-        return PartPages(inner, storage, self.chosen)
+        return PartPages(inner, specs, storage, self.chosen)
 
 
 def parts_of(num_layers: int, num_heads: int) -> Iterator[Part]:
@@ -135,18 +182,29 @@ def parts_of(num_layers: int, num_heads: int) -> Iterator[Part]:
     yield Part("keys", values=False)
     yield Part("values", keys=False)
     for low, high in POSITIONS:
-        yield Part(f"tokens {low} to {high - 1}" if high < 2**31 else f"tokens from {low} on", positions=(low, high))
-    yield Part("tokens from 1 on", positions=(1, 2**31))
+        yield Part(f"tokens {named(low, high)}", positions=(low, high))
+    yield Part("tokens from 1 on", positions=(1, FAR))
+    for distances in DISTANCES:
+        yield Part(f"distance {named(*distances)}", distances=distances)
+        behind = FIRST_TOKENS, FAR
+        yield Part(f"distance {named(*distances)}, tokens {named(*behind)}", positions=behind, distances=distances)
     for head in range(num_heads):
         yield Part(f"keys of head {head}, all layers", values=False, heads=frozenset({head}))
+        yield Part(f"values of head {head}, all layers", keys=False, heads=frozenset({head}))
     for layer in range(num_layers):
         yield Part(f"keys of layer {layer}", values=False, layers=frozenset({layer}))
+
+
+def named(low: int, high: int) -> str:
+    """Name the numbers from `low` to below `high`."""
+    return f"{low} to {high - 1}" if high < FAR else f"from {low} on"
 
 
 def options() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=None, help="a folder or a GGUF file; left out: the default model")
+    parser.add_argument("--text", default=None, help="a file of plain text; left out: the topics of Python's help")
     parser.add_argument("--format", default="turboquant_4bit_nc", help="a quantized KV format")
     parser.add_argument("--tokens", type=int, default=1024, help="of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens that are read together")
@@ -162,7 +220,7 @@ def main() -> None:
         config = replace(EngineConfig(model=arguments.model, device="cpu"), kv_protected_layers=0)
         settled = settle_config(config, model, arguments.window)
         tokenizer, spec = open_tokenizer(config, model), model.spec
-        text = "\n\n".join(topics.values())
+        text = "\n\n".join(topics.values()) if arguments.text is None else read_text(arguments.text)
         windows = cut_windows(tokenizer, text, arguments.window, arguments.tokens, spec.vocab_size)
         reference = reference_entry(settled)
         part_entry = Entry("part", Variant(reference.variant.config, MakePartPages(chosen)))

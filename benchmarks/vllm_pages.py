@@ -6,6 +6,7 @@ X any leading dimensions, K key/value heads, D head dim
               Gaussian; read back as norm * codes / |codes|, the norm in float16
     values    not rotated: from the least to the largest of a head in equal steps, step and least in float16
     layers    the first two and the last two stay in half precision, whatever the format
+    prompt    rows of the first step may read keys and values as they came, as vLLM's do; later steps read its codes
 
 Attention over the stored values is ours, so any difference in quality comes from the codes. Elements in half precision are
 not rounded here, and count as two bytes.
@@ -136,10 +137,14 @@ class VllmPages(GroupedBackend):
 
     name: ClassVar[str] = "vllm_pages"
 
-    def __init__(self, inner: GroupedBackend, storage: PageStorage, vllm_format: VllmFormat) -> None:
+    def __init__(
+        self, inner: GroupedBackend, storage: PageStorage, vllm_format: VllmFormat, has_exact_prompt: bool = False
+    ) -> None:
         self._inner, self.pages, self.on_write = inner, inner.pages, inner.on_write
         self._storage = storage
         self._format = vllm_format
+        self._has_exact_prompt = has_exact_prompt
+        self._prompt_slots: dict[int, torch.Tensor] = {}
         self._exact = vllm_format.exact_layers(len(storage.spec.layers))
 
     def held_bytes(self) -> dict[str, int]:
@@ -165,6 +170,13 @@ class VllmPages(GroupedBackend):
             return
         slots_T = batch.slots_GT[self._storage.spec.group_of(layer)]
         slots_T = slots_T[slots_T >= 0]
+        if self._has_exact_prompt:
+            # One sequence on the first pages: its first step writes slot 0.
+            if bool((slots_T == 0).any()):
+                self._prompt_slots[layer] = slots_T.clone()
+                return
+            if layer in self._prompt_slots:
+                slots_T = torch.cat((self._prompt_slots.pop(layer), slots_T))
         for name, quantized in (("k", self._format.keys), ("v", self._format.values)):
             plane_SKD = self._storage.plane(layer, name)
             plane_SKD[slots_T] = quantized(plane_SKD[slots_T])
@@ -183,6 +195,8 @@ class MakeVllmPages(NamedTuple):
     """Builds this backend instead of ours."""
 
     format: VllmFormat
+    has_exact_prompt: bool = False
+    """The first step reads keys and values as they came."""
 
     def __call__(
         self,
@@ -193,4 +207,4 @@ class MakeVllmPages(NamedTuple):
     ) -> AttentionBackend:
         inner = build_backend(declaration, specs, storage, inputs)
         assert isinstance(inner, GroupedBackend), f"{inner.name} keeps no keys and values by head"
-        return VllmPages(inner, storage, self.format)
+        return VllmPages(inner, storage, self.format, self.has_exact_prompt)

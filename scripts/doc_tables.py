@@ -140,6 +140,18 @@ def _percent(*path: str) -> Callable[[Result], object]:
     return found
 
 
+def _change(*path: str) -> Callable[[Result], object]:
+    """Format a change of perplexity with its standard error, in percent."""
+
+    def found(result: Result) -> object:
+        change, error = (_value(*path, name)(result) for name in ("perplexity_change", "change_error"))
+        if not isinstance(change, int | float) or not isinstance(error, int | float):
+            return None
+        return f"{change:+.2%} ± {error:.2%}"
+
+    return found
+
+
 def _mib(*path: str) -> Callable[[Result], object]:
     """Format a number of bytes in MiB."""
 
@@ -407,6 +419,13 @@ SECTIONS: Mapping[str, Columns] = {
         "% of the roof": _value("percent_of_roof"),
         "speed against it": _value("speed_against_sdpa"),
     },
+    "gpu-near-attention": {
+        "": _value("measure"),
+        "without, ms": _value("values", "without"),
+        "with near tokens, ms": _value("values", "near"),
+        "a layer": _value("ratio"),
+        "64 layers": _value("model_ratio"),
+    },
     "gpu-quantized-kv": {
         "": _value("measure"),
         "unit": _value("unit"),
@@ -422,6 +441,17 @@ SECTIONS: Mapping[str, Columns] = {
         "mean KL": _value("mean_kl"),
         "p99 KL": _value("p99_kl"),
         "same top token": _value("agreement"),
+    },
+    "kv-near": {
+        "": _value("measure"),
+        "bytes a token": _value("bytes_per_token"),
+        "perplexity": _change(),
+        "mean KL": _value("mean_kl"),
+        "p99.9 KL": _value("p999_kl"),
+        "largest KL": _value("max_kl"),
+        "same top token": _value("agreement"),
+        "perplexity after the prompt": _change("after_prompt"),
+        "mean KL after it": _value("after_prompt", "mean_kl"),
     },
     "key-bias": {
         "": _value("measure"),

@@ -5,6 +5,7 @@ import math
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +138,26 @@ def test_kv_quality_measures_ours_and_vllm_in_one_run(record: dict) -> None:
 
 
 @pytest.mark.slow
+def test_kv_quality_with_near_tokens_measures_both_and_later_predictions(six_layers: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("No reader had ever posed it that before, and so it had no answer. " * 4)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(kv_quality, "CHUNK_TOKENS", 64)
+    options = ["--model", str(six_layers), "--text", str(text), "--window", "96", "--tokens", "96", "--prompt"]
+    near = ["--near", "64", "turboquant_4bit_nc:128"]
+    patch.setattr(sys, "argv", ["kv_quality.py", *options, *near, "--out", str(tmp_path)])
+    kv_quality.main()
+    patch.undo()
+    (path,) = tmp_path.glob("*-kv-near.json")
+    record = json.loads(path.read_text())
+    by_name = {result["measure"]: result for result in record["results"]}
+    assert 0 < by_name["turboquant_4bit_nc, near 64"]["mean_kl"] < by_name["turboquant_4bit_nc"]["mean_kl"]
+    assert {name for name in by_name if name.endswith("near 128")} == {"turboquant_4bit_nc, near 128"}
+    assert {result["after_prompt"]["num_predictions"] for result in record["results"]} == {95 - 64}
+    assert all(result["after_prompt"]["name"] == name for name, result in by_name.items())
+
+
+@pytest.mark.slow
 def test_kv_quality_record_has_verdict_per_format(record: dict) -> None:
     found = {row["format"]: row for row in record["against_vllm"]}
     assert found.keys() == FORMATS.keys()
@@ -148,6 +169,38 @@ def test_kv_quality_record_has_verdict_per_format(record: dict) -> None:
         assert row["holds"] == (
             ours["mean_kl"] <= theirs["mean_kl"] and ours["bytes_per_token"] <= theirs["bytes_per_token"]
         )
+
+
+class Inner:
+    """A backend that writes nothing."""
+
+    pages, on_write = (), None
+
+    def write(self, *arguments: object) -> None:
+        """Do nothing."""
+
+
+def test_exact_prompt_is_quantized_before_second_step_reads() -> None:
+    own = FORMATS["turboquant_4bit_nc"]._replace(has_boundary=False)
+    planes = {"k": heads(8, 1, 16), "v": heads(8, 1, 16, seed=1)}
+    came = {name: plane.clone() for name, plane in planes.items()}
+    spec = SimpleNamespace(layers=(0,), group_of=lambda layer: 0)
+    storage = SimpleNamespace(spec=spec, plane=lambda layer, name: planes[name])
+    pages = vllm_pages.VllmPages(Inner(), storage, own, True)
+
+    def write(*slots: int) -> None:
+        batch = SimpleNamespace(slots_GT=torch.tensor([slots]))
+        pages.write(torch.empty(0), batch, None, None, 0, torch.empty(0))
+
+    write(0, 1, 2, -1)
+    assert all(planes[name].equal(came[name]) for name in planes), "rows of the prompt read it as it came"
+    write(3, 4)
+    for name, quantized in (("k", own.keys), ("v", own.values)):
+        assert torch.allclose(planes[name][:5], quantized(came[name][:5]))
+        assert planes[name][5:].equal(came[name][5:])
+    read = {name: plane.clone() for name, plane in planes.items()}
+    write(5)
+    assert all(planes[name][:5].equal(read[name][:5]) for name in planes), "the prompt is quantized once"
 
 
 def test_verdicts_without_divergence_have_no_ratio() -> None:

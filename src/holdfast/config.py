@@ -191,7 +191,7 @@ def _check_scheme(value: object, name: str) -> None:
 
 
 def _check_near_tokens(value: object, name: str) -> None:
-    if type(value) is not int or value not in NEAR_TOKENS:
+    if value is not None and (type(value) is not int or value not in NEAR_TOKENS):
         raise ConfigError("value.not_one_of", name=name, value=value, accepted=tuple(map(str, NEAR_TOKENS)))
 
 
@@ -227,9 +227,11 @@ class EngineConfig:
     latents, else the type of the latents."""
     kv_protected_dtype: Annotated[str, _KV_DTYPES] = "fp8"
     """The wider format of protected layers; auto: the dtype."""
-    kv_near_tokens: Annotated[int, _check_near_tokens] = 0
+    kv_near_tokens: Annotated[int | None, _check_near_tokens] = None
     """Tokens of the newest block, which attention reads in 16 bits beside quantized pages, like the first 16 tokens: 64 or 128;
-    0: none."""
+    0: none; None: 64 beside turboquant formats."""
+    kv_key_scale: bool = True
+    """Multiply keys of fewer than 8 bits, and divide their queries, by numbers that a short text gives at the start."""
     quantization: Annotated[str | None, _check_scheme] = None
     """Scheme to which weights are quantized while they load: fp8, fp8_tensor, fp8_block, int8, mxfp4; None or none: as stored."""
     quantized_embeddings: Annotated[str, OneOf((AUTO_EMBEDDINGS, *EMBEDDING_CHOICES))] = AUTO_EMBEDDINGS
@@ -322,6 +324,12 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def may_scale_keys(self) -> bool:
+        """True if scales of keys may be measured on a text; the plan says whether they are."""
+        names_codes = self.kv_quality is not None or self.kv_cache_dtype.startswith("turboquant")
+        return self.kv_key_scale and names_codes and self.tokenizer != NO_TOKENIZER
 
     @property
     def takes_priorities(self) -> bool:

@@ -28,7 +28,7 @@ WORDS = "It is not known who first thought of it, but there it was. "
 
 
 SMALL = ("--window", "48", "--tokens", "96", "--max-num-batched-tokens", "32", "--device", "cpu")
-SMALL_KV = (*SMALL, "--recall", "none", "--answer-tokens", "0")
+SMALL_KV = (*SMALL, "--kv-near-tokens", "0", "--recall", "none", "--answer-tokens", "0")
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,22 @@ def test_eval_kv_near_tokens_make_a_window_of_one_block_exact(
     assert ended.err.splitlines()[-1] == (
         "the first 16 tokens and the newest block of 64 tokens in float32: fp8, turboquant_3bit_nc"
     )
+
+
+def test_eval_kv_key_scale_keeps_bytes_and_names_scaled_formats(
+    here: Here, tiny: Path, text: Path, reported: Run
+) -> None:
+    """Windows of 64 tokens hold the shortest text that scales are measured on; fp8 has none."""
+    requested = ("--formats", "fp8,turboquant_3bit_nc", "--kv-key-scale", "--window", "64")
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, *requested, "--json", "-")
+    assert ended.code == 0, ended
+    record = json.loads(ended.out)
+    assert "keys scaled" in record["settings"]
+    before = {result["measure"]: result for result in reported.record["results"]}
+    found = {result["measure"]: result for result in record["results"]}
+    assert found["fp8"]["bytes_per_token"] == before["fp8"]["bytes_per_token"]
+    assert "keys scaled by pair: turboquant_3bit_nc" in ended.err
+    assert "scales no key" not in ended.err
 
 
 def test_eval_kv_protected_layers_count_in_bytes_per_token(here: Here, tiny: Path, text: Path) -> None:

@@ -405,7 +405,7 @@ def test_write_page_replaces_old_page(tmp_path: Path) -> None:
 
 
 REQUEST = plan_request("Qwen3-8B", "rtx4090")
-VIEW, CELLS = view_of(REQUEST, None), sweep(REQUEST)
+VIEW, CELLS = view_of(REQUEST, None), sweep(replace(REQUEST, config=replace(REQUEST.config, kv_near_tokens=0)))
 
 
 def test_plan_page_phase_strips_fill_budget() -> None:

@@ -303,9 +303,7 @@ def test_another_gpu_is_no_option_of_a_command() -> None:
     assert start_command(plan_request(), "Qwen3-8B", change("gpu", "b200")) is None
 
 
-REQUEST = plan_request("Qwen3-8B", "rtx4090", max_num_seqs=64)
-
-
+REQUEST = plan_request("Qwen3-8B", "rtx4090", max_num_seqs=64, kv_near_tokens=0)
 CELLS = sweep(REQUEST)
 
 

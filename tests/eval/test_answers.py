@@ -30,7 +30,7 @@ WINDOW = 64
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     """Results of a model whose context holds every chat."""
     model = open_model(str(make_model(tmp_path_factory.mktemp("long") / "model", max_position_embeddings=1024)), "auto")
-    config = EngineConfig(device="cpu")
+    config = EngineConfig(device="cpu", kv_near_tokens=0)
     tokenizer, template = open_text(config, model)
     assert tokenizer is not None
     text, tasks = settle_config(config, model, WINDOW), settle_config(config, model, WINDOW, 700, SEQUENCES)

@@ -54,7 +54,7 @@ def theirs(folder: Path):
 
 def opened_with(folder: Path, chunk: int, *formats: str) -> OpenedContenders:
     model = open_model(str(folder), "auto")
-    config = settle_config(EngineConfig(device="cpu", max_num_batched_tokens=chunk), model, WINDOW)
+    config = settle_config(EngineConfig(device="cpu", max_num_batched_tokens=chunk, kv_near_tokens=0), model, WINDOW)
     reference = reference_entry(config)
     entries = [reference, reference, *(format_entry(config, model, name) for name in formats)]
     try:
@@ -296,7 +296,7 @@ def test_measure_missing_predictions_raise(monkeypatch) -> None:
 def test_measure_on_gpu_agrees_with_transformers(folder: Path, theirs) -> None:
     """Runners have streams of their own there, and hand their logits from one to the other."""
     model = open_model(str(folder), "auto")
-    config = settle_config(EngineConfig(device="cuda", dtype="bfloat16", max_num_batched_tokens=CHUNK), model, WINDOW)
+    config = settle_config(EngineConfig(device="cuda", dtype="bfloat16", max_num_batched_tokens=CHUNK, kv_near_tokens=0), model, WINDOW)
     reference = reference_entry(config)
     entries = [reference, reference, *(format_entry(config, model, name) for name in ("fp8", "turboquant_3bit_nc"))]
     opened = open_contenders(entries, model, silent)

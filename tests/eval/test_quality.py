@@ -61,6 +61,17 @@ def test_quality_errors_match_hand_computation() -> None:
     assert found.change_error == pytest.approx(math.exp(0.25) * math.sqrt(0.75 / 4) / 2)
 
 
+def test_quality_from_first_prediction_leaves_earlier_ones_out() -> None:
+    tally = Tally(1, 4)
+    is_same = torch.tensor([True, True, False, True])
+    tally.add(0, 0, Compared(torch.tensor([9.0, 9.0, 0.1, 0.3]), torch.tensor([9.0, 9.0, 1.5, 2.5]), is_same))
+    found = tally.quality(Contender("x", None, Fraction(1)), np.ones((1, 4)), 2)  # type: ignore[arg-type]
+    assert (found.num_predictions, found.agreement) == (2, 0.5)
+    assert (found.mean_kl, found.max_kl) == pytest.approx((0.2, 0.3))
+    assert found.perplexity == pytest.approx(math.exp(2.0))
+    assert found.change_error == pytest.approx(math.exp(1.0) * 0.5 / math.sqrt(2))
+
+
 def test_quality_quantiles_take_the_higher_value() -> None:
     kl = [float(place) for place in range(2000)]
     found = filled(kl, [1.0] * 2000).quality(Contender("x", None, Fraction(1)), np.ones((1, 2000)))  # type: ignore[arg-type]

@@ -320,6 +320,7 @@ def write_quantized_of(
     with_norm: bool = True,
     formats: tuple[tuple[int, int], ...] = QUANTIZED_BITS,
     with_near: bool = False,
+    with_scale: bool = False,
 ) -> None:
     """The write into quantized pages; near rows have a key bias where there is no norm."""
     rotary, slots = rotary_of(3, head_dim, dtype), torch.empty(3, dtype=torch.int64)
@@ -327,6 +328,7 @@ def write_quantized_of(
     head_norm = HeadNorm(norms[0], norms[1], 1e-6) if with_norm else None
     for key_bits, value_bits in formats:
         planes = planes_of(dtype, key_bits, value_bits, head_dim)
+        planes = replace(planes, pair_scale_2KD=torch.empty(2, 2, head_dim)) if with_scale else planes
         qkv, near = torch.empty(3, 18 * head_dim, dtype=dtype), None
         if with_near:
             near = write_quantized_kv.NearWrite(slots, slots, *torch.empty(2, 32, 2, head_dim, dtype=dtype))
@@ -855,6 +857,12 @@ CASES: dict[str, Callable[[], None]] = {
     "write quantized D128, one format": lambda: write_quantized_of(BF16, 128, formats=((4, 4),)),
     "write quantized D128, near rows": lambda: write_quantized_of(BF16, 128, with_near=True),
     "write quantized D80, near rows with a bias": lambda: write_quantized_of(FP16, 80, False, with_near=True),
+    "write quantized D128, scaled keys": lambda: write_quantized_of(
+        BF16, 128, formats=((4, 4), (3, 3)), with_scale=True
+    ),
+    "write quantized D80, near rows and scaled keys": lambda: write_quantized_of(
+        FP16, 80, False, ((4, 4),), with_near=True, with_scale=True
+    ),
     "write quantized D256": lambda: write_quantized_of(BF16, 256),
     "write quantized D128, keys of 5 bits": lambda: write_quantized_of(BF16, 128, formats=((5, 4),)),
     "write quantized D80, keys of 5 bits": lambda: write_quantized_of(FP16, 80, False, ((5, 4),), with_near=True),

@@ -57,6 +57,8 @@ OTHER_CASES = (
     "write quantized D128",
     "write quantized D128, near rows",
     "write quantized D80, near rows with a bias",
+    "write quantized D128, scaled keys",
+    "write quantized D80, near rows and scaled keys",
     "write quantized D256",
     "write quantized D128, keys of 5 bits",
     "write quantized D80, keys of 5 bits",

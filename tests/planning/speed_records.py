@@ -37,6 +37,7 @@ NOT_ENGINES: Mapping[str, str] = {
     "gpu-attention": "attention alone",
     "gpu-compressed-attention": "attention alone",
     "gpu-latent-attention": "attention alone",
+    "gpu-near-attention": "attention alone",
     "gpu-quantized-attention": "attention alone",
     "gpu-sparse-attention": "attention alone",
     "gpu-masks": "one kernel",

@@ -156,8 +156,6 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         format kv_cache_dtype={TQ}_4bit_nc
         format kv_cache_dtype={TQ}_k3v4_nc
         format kv_cache_dtype={TQ}_3bit_nc
-        format kv_cache_dtype=fp8 {FREE}
-        format kv_cache_dtype={TQ}_k8v4 {FREE}
         ranks tensor_parallel_size=2
         ranks tensor_parallel_size=4
         ranks tensor_parallel_size=8
@@ -179,7 +177,7 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         smallest weights quantization=mxfp4
         weights quantization=mxfp4 {FREE}
         weights quantization=mxfp4 kv_cache_dtype=fp8 {FREE}
-        weights quantization=mxfp4 kv_cache_dtype={TQ}_k8v4 {FREE}
+        weights quantization=mxfp4 kv_cache_dtype={TQ}_k5v4 {FREE}
         no ranks tensor_parallel_size=2
         ranks tensor_parallel_size=4
         ranks tensor_parallel_size=8
@@ -215,8 +213,8 @@ LISTED: dict[str, tuple[PlanRequest, str]] = {
         context max_model_len=32768
         no format kv_cache_dtype=fp8
         no format kv_cache_dtype={TQ}_k8v4
-        no format kv_cache_dtype={TQ}_k5v4
-        no format kv_cache_dtype={TQ}_4bit_nc
+        format kv_cache_dtype={TQ}_k5v4
+        format kv_cache_dtype={TQ}_4bit_nc
         format kv_cache_dtype={TQ}_k3v4_nc
         format kv_cache_dtype={TQ}_3bit_nc
         no weights quantization=fp8
@@ -304,7 +302,7 @@ def test_best_change_is_the_smallest_with_free_settings() -> None:
         (5088, 5088),
         (17_456, 17_456),
         (34_368, 34_368),
-        (45_568, 40_960),
+        (59_884, 40_960),
     ], "alone, with free settings, with pages in fp8 too, and with those that give the whole context"
     assert weights[0].is_smallest
     assert best_change(listed) == weights[1]
@@ -508,8 +506,8 @@ def test_list_alternatives_omits_current_settings() -> None:
 
 def test_fewer_bits_are_offered_one_after_the_other() -> None:
     """Requests of which none may be shorter: pages in fewer bits are the smallest change."""
-    names = {70_000: "fp8", 110_000: "turboquant_k8v4", 150_000: "turboquant_k5v4", 175_000: "turboquant_k3v4_nc"}
-    for length, name in names.items():  # 4 bits with protected layers take about the bytes of keys of 5 bits
+    names = {70_000: "fp8", 110_000: "turboquant_k8v4", 150_000: "turboquant_k5v4", 175_000: "turboquant_4bit_nc"}
+    for length, name in names.items():
         wanted = plan_request(
             "Qwen3-8B", RTX4090, max_model_len=length, memory_utilization=0.98, max_num_batched_tokens=64
         )

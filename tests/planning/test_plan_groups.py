@@ -146,10 +146,11 @@ def test_fit_runner_group_padding_is_reported_and_bounded() -> None:
 def test_protected_layers_may_leave_what_others_leave(num_windows: int, num_whole: int, is_protected: bool) -> None:
     """More than a twentieth of a page, if pages without them leave as much; if not, none is protected unless requested."""
     model = windowed(*[512] * num_windows, *[None] * num_whole)
-    plan = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc"))
+    options = {"kv_cache_dtype": "turboquant_4bit_nc", "kv_near_tokens": 0}
+    plan = fit_runner(request_of(model, **options))
     assert bool(plan.resolved.protected.layers) is is_protected
-    bare = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=0))
-    requested = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=4))
+    bare = fit_runner(request_of(model, **options, kv_protected_layers=0))
+    requested = fit_runner(request_of(model, **options, kv_protected_layers=4))
     shares = [max(group.padding_share for group in each.groups) for each in (bare, requested)]
     assert shares[1] > 0.05
     assert (shares[1] <= shares[0]) is is_protected

@@ -19,6 +19,7 @@ from holdfast.planning.speed import decode_rate, find_device_speed
 from planning.plan_cases import H200, RTX4090, plan_request
 
 NARROW = {"kv_cache_dtype": "turboquant_4bit_nc", "kv_protected_layers": 0}
+WITHOUT = NARROW | {"kv_near_tokens": 0}
 SMALL = {"max_model_len": 300, "max_num_batched_tokens": 64, "max_num_seqs": 2}
 
 
@@ -39,7 +40,7 @@ def test_near_pages_of_qwen3_8b_by_hand() -> None:
     """36 layers of 8 heads of 128: 64 tokens in 4 bits take 4,096 x 8 bytes a plane, which are 16 tokens in bfloat16."""
     options = {"max_model_len": 4096, "max_num_batched_tokens": 2048, "max_num_seqs": 8, **NARROW}
     plan = fit_runner(plan_request("Qwen3-8B", H200, kv_near_tokens=64, **options))
-    without = fit_runner(plan_request("Qwen3-8B", H200, **options))
+    without = fit_runner(plan_request("Qwen3-8B", H200, **options, kv_near_tokens=0))
     assert near_of(plan) == [NearSpec(64, 1, 16, 16)] * 36
     page_bytes = 36 * 2 * 8 * 64 * (64 + 2)
     assert plan.memory.page_bytes == without.memory.page_bytes == page_bytes
@@ -49,8 +50,8 @@ def test_near_pages_of_qwen3_8b_by_hand() -> None:
         ("whole context", 64, 64),
         ("near", prompt_pages, 5),
     ]
-    assert plan.memory.num_pages == 8 * (64 + prompt_pages)
-    assert plan.max_concurrency == plan.memory.num_pages / 69
+    assert plan.memory.num_pages == 8 * (64 + 5 + 1) + 2 * 2048 // 16
+    assert plan.max_concurrency == 8, "more pages serve prompts alone"
     assert plan.groups[1].padding_bytes == page_bytes - 36 * 2 * 16 * 8 * 128 * 2
     more = {owner: num_bytes - terms_of(without).get(owner, 0) for owner, num_bytes in terms_of(plan).items()}
     inputs = {owner: num_bytes for owner, num_bytes in more.items() if owner.startswith("inputs/") and num_bytes}
@@ -137,11 +138,50 @@ def test_near_tokens_beside_plain_pages_leave_protection_as_it_is() -> None:
     assert near.protected == plain.protected
 
 
-def test_near_tokens_off_are_the_plan_without_the_option() -> None:
-    off = fit_runner(plan_request("Qwen3-8B", H200, kv_near_tokens=0, **NARROW))
-    plain = fit_runner(plan_request("Qwen3-8B", H200, **NARROW))
-    assert (off.memory, off.cache, off.resolved.choices) == (plain.memory, plain.cache, plain.resolved.choices)
-    assert near_of(off) == [None] * 36
+@pytest.mark.parametrize(
+    ("name", "kv_format", "near_tokens"),
+    [
+        ("Qwen3-8B", "turboquant_k8v4", 64),
+        ("Qwen3-8B", "turboquant_4bit_nc", 64),
+        ("Qwen3-8B", "turboquant_3bit_nc", 64),
+        ("gpt-oss-20b", "turboquant_k3v4_nc", 64),
+        ("Qwen3-8B", "fp8", 0),
+        ("Qwen3-8B", "auto", 0),
+        ("DeepSeek-V2-Lite", "turboquant_mla_4bit", 0),
+        ("DeepSeek-V2-Lite", "fp8", 0),
+    ],
+)
+def test_near_tokens_default_of_a_format(name: str, kv_format: str, near_tokens: int) -> None:
+    plan = fit_runner(plan_request(name, H200, kv_cache_dtype=kv_format, **SMALL))
+    assert plan.resolved.near_tokens == near_tokens
+    if near_tokens:
+        assert reason(plan)[1].startswith(f"the default of {kv_format}: the first 16 tokens and the newest block of 64")
+
+
+def test_near_tokens_default_gives_way_to_small_pages() -> None:
+    """Layers are protected then as they are without near tokens."""
+    options = {"kv_cache_dtype": "turboquant_4bit_nc", "page_tokens": 2, **SMALL}
+    plan, without = (
+        fit_runner(plan_request("Qwen3-8B", H200, **options, **near)) for near in ({}, {"kv_near_tokens": 0})
+    )
+    assert (plan.resolved.near_tokens, len(plan.resolved.protected.layers)) == (0, 4)
+    assert plan.memory == without.memory
+
+
+def test_near_tokens_take_shorter_steps_instead_of_a_shorter_context() -> None:
+    """A step's rows are on near pages, 16 bits each: 8,192 of them would leave a fifth of the context."""
+    options = {"quantization": "mxfp4", "kv_cache_dtype": "turboquant_4bit_nc"}
+    plan, given, without = (
+        fit_runner(plan_request("Qwen3-32B", RTX4090, **options, **more))
+        for more in ({}, {"max_num_batched_tokens": 8192}, {"kv_near_tokens": 0})
+    )
+    assert plan.resolved.limits.max_num_batched_tokens == 512
+    reasons = {choice.name: choice.reason for choice in plan.resolved.choices}
+    assert reasons["max_num_batched_tokens"] == "more near tokens in bfloat16 would leave less context"
+    lengths = [one.resolved.limits.max_model_len for one in (given, without, plan)]
+    assert 4 * lengths[0] < lengths[1] < lengths[2]
+    ample = fit_runner(plan_request("Qwen3-8B", H200, kv_cache_dtype="turboquant_4bit_nc"))
+    assert ample.resolved.limits.max_num_batched_tokens == 8192
 
 
 @pytest.mark.parametrize("options", [{}, {**NARROW, "kv_protected_layers": 36, "kv_protected_dtype": "auto"}])
@@ -164,7 +204,7 @@ def test_near_tokens_need_keys_and_values_by_head(name: str, kv_format: str) -> 
         resolve(plan_request(name, H200, kv_near_tokens=64, kv_cache_dtype=kv_format))
 
 
-@pytest.mark.parametrize("value", [1, 32, 65, 256, -64, True, "64", 64.0, None])
+@pytest.mark.parametrize("value", [1, 32, 65, 256, -64, True, "64", 64.0])
 def test_near_tokens_accept_whole_tiles_alone(value: object) -> None:
     with raises_code("value.not_one_of", ConfigError, name="kv_near_tokens"):
         EngineConfig(kv_near_tokens=value)  # type: ignore[arg-type]
@@ -228,5 +268,5 @@ def test_alternatives_offer_pages_without_near_tokens() -> None:
     wanted = resolve(plan_request("Qwen3-8B", RTX4090, kv_near_tokens=64, **NARROW))
     found = [item for item in list_alternatives(wanted) if item.option == "kv_near_tokens"]
     assert [(item.value, item.fits) for item in found] == [("0", True)]
-    off = resolve(plan_request("Qwen3-8B", RTX4090, **NARROW))
+    off = resolve(plan_request("Qwen3-8B", RTX4090, **WITHOUT))
     assert not [item for item in list_alternatives(off) if item.option == "kv_near_tokens"]

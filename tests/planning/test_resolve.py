@@ -45,7 +45,7 @@ NARROW = "turboquant_4bit_nc"
 
 
 def chosen(model: DeclaredModel = SMOL, kv_format: str = NARROW, dtype: str = "bfloat16", **options) -> ProtectedLayers:
-    return choose_protected(EngineConfig(**options), model, KV_FORMATS[kv_format], dtype)
+    return choose_protected(EngineConfig(**options), model, KV_FORMATS[kv_format], dtype, near_tokens=0)
 
 
 def with_layers(num_layers: int) -> DeclaredModel:
@@ -145,11 +145,11 @@ def test_impossible_protected_layers_are_refused(kv_format: str, options: dict, 
 def test_protected_latents_need_a_wider_latent_format() -> None:
     config = EngineConfig(kv_protected_layers=2, kv_protected_dtype="turboquant_3bit_nc")
     with pytest.raises(ConfigError, match="this model keeps latents"):
-        choose_protected(config, declared("DeepSeek-R1"), MLA_FORMATS["fp8_ds_mla"], "bfloat16")
+        choose_protected(config, declared("DeepSeek-R1"), MLA_FORMATS["fp8_ds_mla"], "bfloat16", 0)
     config = replace(config, kv_protected_dtype="turboquant_mla_4bit")
     values = {"num_bytes": 386, "kv_bytes": 656, "accepted": ("float32", "float16", "bfloat16")}
     with raises_code("plan.protected_not_wider", ConfigError, **values):
-        choose_protected(config, declared("DeepSeek-R1"), MLA_FORMATS["fp8_ds_mla"], "bfloat16")
+        choose_protected(config, declared("DeepSeek-R1"), MLA_FORMATS["fp8_ds_mla"], "bfloat16", 0)
 
 
 @pytest.mark.parametrize(
@@ -461,11 +461,11 @@ def test_quantized_pages_are_a_tile_unless_given() -> None:
 
 def test_protected_layers_are_a_choice_with_a_reason() -> None:
     deep = replace(SPEC, num_layers=30)
-    assert reasons(settle(deep, kv_cache_dtype="turboquant_4bit_nc"))["kv_protected_layers"] == (
+    assert reasons(settle(deep, kv_cache_dtype="turboquant_4bit_nc", kv_near_tokens=0))["kv_protected_layers"] == (
         "4",
         "the default of turboquant_4bit_nc; kept in fp8: the first and the last (0,1,28,29)",
     )
-    assert settle(deep, kv_cache_dtype="turboquant_4bit_nc").protected.layers == (0, 1, 28, 29)
+    assert settle(deep, kv_cache_dtype="turboquant_4bit_nc", kv_near_tokens=0).protected.layers == (0, 1, 28, 29)
     assert "kv_protected_layers" not in reasons(settle(deep)), "plain pages protect nothing"
 
 

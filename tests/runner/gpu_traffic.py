@@ -324,8 +324,8 @@ class Traffic:
         """What lies behind a window goes back first, and may be another's in the same step."""
         sequence.tables += [[] for _ in range(len(self._groups) - len(sequence.tables))]
         for group, table in zip(self._groups, sequence.tables, strict=True):
-            for place in range(min(group.first_page(start), len(table))):
-                if table[place] != HOLE:
+            for place in group.passed(start):
+                if place < len(table) and table[place] != HOLE:
                     self._free.insert(0, table[place])
                     table[place] = HOLE
             table += [self._free.pop() for _ in range(group.pages_for(end) - len(table))]

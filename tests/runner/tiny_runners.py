@@ -1,7 +1,7 @@
 """Runners of tiny models, built as an engine builds them, and every piece of memory that an object reaches."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ class UnreadableSource:
 
 
 class TinyBuilder:
-    """build(family, readable=..., on_progress=..., max_position=..., **options) -> a runner and its account."""
+    """build(family, readable=..., on_progress=..., max_position=..., text_ids=..., **options) -> a runner and its account."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,6 +57,7 @@ class TinyBuilder:
         readable: bool = True,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         max_position: int | None = None,
+        text_ids: Sequence[int] = (),
         **options,
     ) -> BuiltRunner:
         path = self.folder / family
@@ -69,7 +70,7 @@ class TinyBuilder:
         source = model.source if readable else UnreadableSource(model.source)
         config = EngineConfig.from_options(**(SMALL | options))
         try:
-            return build_runner(config, replace(model, source=source), on_progress)
+            return build_runner(config, replace(model, source=source), on_progress, text_ids=text_ids)
         finally:
             model.source.close()
 

@@ -30,7 +30,8 @@ class EngineOptions(TypedDict, total=False):
     kv_protected_layers: int | str | None
     index_cache_dtype: str
     kv_protected_dtype: str
-    kv_near_tokens: int
+    kv_near_tokens: int | None
+    kv_key_scale: bool
     quantization: str | None
     quantized_embeddings: str
     quantization_ignore: tuple[str, ...] | str

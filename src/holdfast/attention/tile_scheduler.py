@@ -164,7 +164,9 @@ class TileScheduler:
             splits = self._split(small, lambda blocks: self._small_splits(blocks, step.num_rows))
             num_small, num_partials = self._write(small, splits, 1, 0)
         if large is not None:
-            splits = self._split(large, lambda blocks: self._large_splits(blocks, self._room.max_partials - num_partials))
+            splits = self._split(
+                large, lambda blocks: self._large_splits(blocks, self._room.max_partials - num_partials)
+            )
             num_large, num_partials = self._write(large, splits, 1 + num_small, num_partials)
             tiles_X8 = self._host_tiles_X8[1 + num_small : 1 + num_small + num_large]
             # Longest first, so that no long tile starts last.

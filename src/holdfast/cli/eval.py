@@ -288,6 +288,7 @@ def measure_formats(
     save: Callable[[EvalView], None] = lambda view: None,
 ) -> EvalView:
     """Measure formats one by one; `save` gets the view after each. Ctrl-C ends with those that are complete."""
+    from holdfast.engine.open_text import open_tokenizer
     from holdfast.eval.kv_quality import SEQUENCES, Pair, entry_of, evaluate, open_contenders, settle_config
     from holdfast.eval.recall import cannot_recall, longest_test
 
@@ -302,13 +303,15 @@ def measure_formats(
     if not is_watched():
         write_line(f"Loading {name}")
     with LoadingBar() as bar:
-        opened = open_contenders([*entries, *others], model, bar)
+        tokenizer = open_tokenizer(config, model) if settled.kv_key_scale else None
+        opened = open_contenders([*entries, *others], model, bar, tokenizer)
     count = len(entries)
     pairs = list(map(Pair, opened.contenders[:count], opened.contenders[-count:]))
     if work.recall is not None and (reason := cannot_recall(pairs[0].tasks.runner)) is not None:
         write_line(f"skipping recall: {reason}")
         work = work._replace(recall=None)
     near = f", near blocks of {settled.kv_near_tokens} tokens" if settled.kv_near_tokens else ""
+    near += "" if settled.kv_key_scale else ", keys not scaled"
     settings, plain = f"{settled.dtype} on {settled.device}{near}", float(opened.plain_bytes_per_token)
     view = EvalView(name, settings, text.name, text.window, len(work.windows), plain, [])
     bars: list[EvalBar] = []

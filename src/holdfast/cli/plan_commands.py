@@ -24,7 +24,7 @@ ONE_SEQUENCE = 1
 STARTING = (
     *("revision", "dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
     *("kv_cache_memory", "kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype", "index_cache_dtype"),
-    "kv_near_tokens",
+    *("kv_near_tokens", "kv_key_scale"),
     *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization", "speculative"),
     *("pipeline_parallel_size", "nnodes", "tensor_parallel_sums"),
 )

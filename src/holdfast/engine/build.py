@@ -26,6 +26,7 @@ from holdfast.planning.ranks import check_ranks
 from holdfast.runner.build import BuiltRunner, build_runner
 from holdfast.runner.runner import Runner
 from holdfast.text.grammar import Grammars, Vocabulary
+from holdfast.text.key_text import key_text_ids
 from holdfast.text.tokenizer import Tokenizer
 
 AUTO_STRETCHES = {"cpu": 3.0, "cuda": 1.7}
@@ -79,7 +80,10 @@ def build_core(
     if config.num_ranks == 1:
         if config.enable_expert_parallel or config.nnodes is not None:
             check_ranks(config, declare_opened(model, model.name))
-        built = build_runner(config, model, on_progress, on_prepare)
+        text_ids: tuple[int, ...] = ()
+        if config.may_scale_keys:
+            text_ids = key_text_ids(vocabulary.open_tokenizer(), vocabulary.vocab_size)
+        built = build_runner(config, model, on_progress, on_prepare, text_ids=text_ids)
         runner, release, ranks, watch = built.runner, built.release, (), None
     else:
         all_ranks = build_ranks(config, model, on_progress, on_prepare, is_remote=is_remote)

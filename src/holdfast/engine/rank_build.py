@@ -30,6 +30,7 @@ from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.linked import open_linked
 from holdfast.distributed.rendezvous import LOOPBACK, Place, listen_for_ranks
 from holdfast.engine.launched import Launched, accept_ranks, find_launcher, node_name, refuse_second, serve_launched
+from holdfast.engine.open_text import open_tokenizer
 from holdfast.engine.rank_messages import RankConnect, RankLoaded, RankPlanned, RankReady, RankReported, RankStart
 from holdfast.engine.rank_server import RankServer
 from holdfast.engine.ranked_runner import CLOSE_SECONDS, RankedRunner
@@ -65,6 +66,7 @@ from holdfast.request.step import Step
 from holdfast.runner.build import BuiltRunner, Connect, build_runner
 from holdfast.runner.invariance import common_sizes
 from holdfast.runner.runner import Runner
+from holdfast.text.key_text import key_text_ids
 
 log = get_logger(__name__)
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -255,7 +257,9 @@ def build_share(
 ) -> BuiltRunner:
     """Build a rank's runner after the agreement."""
     rank = own.rank
-    own_config = replace(config, device=own.target.name)
+    own_config, text_ids = replace(config, device=own.target.name), ()
+    if config.may_scale_keys:
+        text_ids = key_text_ids(open_tokenizer(config, model), model.spec.vocab_size)
     return build_runner(
         *(own_config, model, on_progress, on_prepare),
         mesh=rank_meshes(config, agreement.cuts)[rank],
@@ -263,6 +267,7 @@ def build_share(
         agreed=agreement.agreed,
         agree=partial(agreement.check, rank),
         connect=connect,
+        text_ids=text_ids,
     )
 
 

@@ -18,6 +18,8 @@ from holdfast.planning.target import choose_device, device_target
 from holdfast.quant.formats import DTYPE_BYTES, formats_of
 from holdfast.runner.build import plan_model
 from holdfast.runner.variants import Variant, build_variants
+from holdfast.text.key_text import key_text_ids
+from holdfast.text.tokenizer import Tokenizer
 
 OnProgress = Callable[[int, int], None]
 """Gets tokens done, and all."""
@@ -210,16 +212,25 @@ def format_note(plan: RunnerPlan) -> str:
     protected, notes = plan.resolved.protected, []
     if protected.layers:
         notes.append(f"layers {numbers(protected.layers)} in {protected.format.name}")
+    if plan.resolved.key_scale:
+        notes.append("keys scaled by pair")
     if plan.resolved.near_tokens:
         notes.append(f"{plan.resolved.near_which()} in {plan.resolved.dtype}")
     return "; ".join(notes)
 
 
 def open_contenders(
-    entries: Sequence[Entry], model: OpenModel, on_progress: Callable[[int, int], None]
+    entries: Sequence[Entry],
+    model: OpenModel,
+    on_progress: Callable[[int, int], None],
+    tokenizer: Tokenizer | None = None,
 ) -> OpenedContenders:
-    """Load the weights once and open a runner for each entry; the first is the reference."""
-    built = build_variants([entry.variant for entry in entries], model, on_progress)
+    """Load the weights once and open a runner for each entry; the first is the reference.
+
+    The tokenizer reads the text for key scales.
+    """
+    text_ids = () if tokenizer is None else key_text_ids(tokenizer, model.spec.vocab_size)
+    built = build_variants([entry.variant for entry in entries], model, on_progress, text_ids)
     contenders = []
     for entry, runner, plan in zip(entries, built.runners, built.plans, strict=True):
         num_bytes = plan.kv_bytes_per_token if entry.bytes_per_token is None else entry.bytes_per_token

@@ -116,13 +116,13 @@ class Tally:
     def __init__(self, num_windows: int, num_predictions: int) -> None:
         self.kl_NP = np.full((num_windows, num_predictions), np.nan, dtype=np.float32)
         self.loss_NP = np.full((num_windows, num_predictions), np.nan, dtype=np.float32)
-        self.num_agreeing = 0
+        self.is_same_NP = np.zeros((num_windows, num_predictions), dtype=bool)
         self.seconds = 0.0
 
     def add(self, window: int, first: int, compared: Compared) -> None:
         """Add the predictions of a window from `first` on."""
-        self.num_agreeing += int(compared.is_same_R.sum())
         place = slice(first, first + len(compared.kl_R))
+        self.is_same_NP[window, place] = compared.is_same_R.cpu().numpy()
         self.kl_NP[window, place] = compared.kl_R.cpu().numpy()
         self.loss_NP[window, place] = compared.loss_R.cpu().numpy()
 
@@ -135,13 +135,13 @@ class Tally:
             torch.cuda.synchronize(device)
         self.seconds += time.monotonic() - start
 
-    def quality(self, contender: Contender, reference_loss_NP: np.ndarray) -> Quality:
-        """Compute the figures of all windows."""
+    def quality(self, contender: Contender, reference_loss_NP: np.ndarray, first: int = 0) -> Quality:
+        """Compute the figures of all windows, from their prediction `first` on."""
         assert not np.isnan(self.loss_NP).any(), f"{contender.name} has missing predictions"
-        kl_NP, loss_NP = self.kl_NP.astype(np.float64), self.loss_NP.astype(np.float64)
+        kl_NP, loss_NP = self.kl_NP[:, first:].astype(np.float64), self.loss_NP[:, first:].astype(np.float64)
         is_broken = bool(np.isinf(kl_NP).any())
         perplexity, error = _perplexity(loss_NP, is_broken)
-        _, change_error = _perplexity(loss_NP - reference_loss_NP, is_broken)
+        _, change_error = _perplexity(loss_NP - reference_loss_NP[:, first:], is_broken)
         bins = np.array_split(kl_NP, min(NUM_BINS, kl_NP.shape[1]), axis=1)
         return Quality(
             name=contender.name,
@@ -155,7 +155,7 @@ class Tally:
             p99_kl=float(np.quantile(kl_NP, 0.99, method="higher")),
             p999_kl=float(np.quantile(kl_NP, 0.999, method="higher")),
             max_kl=float(kl_NP.max()),
-            agreement=self.num_agreeing / kl_NP.size,
+            agreement=int(self.is_same_NP[:, first:].sum()) / kl_NP.size,
             kl_by_place=tuple(float(part.mean()) for part in bins),
             num_broken=int(np.isinf(kl_NP).sum()),
             seconds=self.seconds,
@@ -244,9 +244,14 @@ class ReferenceReading:
             yield first, rows, logits_RV, torch.tensor(targets, device=logits_RV.device)
 
 
-@torch.inference_mode()
 def measure_against(reading: ReferenceReading, contender: Contender, on_halves: Callable[[int], None]) -> Quality:
     """Measure one contender against the reference. Their steps are equally long."""
+    return tally_against(reading, contender, on_halves).quality(contender, reading.tally.loss_NP)
+
+
+@torch.inference_mode()
+def tally_against(reading: ReferenceReading, contender: Contender, on_halves: Callable[[int], None]) -> Tally:
+    """Compare every prediction of one contender with the reference's."""
     runner, reference = contender.runner, reading.reference.runner
     chunk, wanted = runner.limits.max_num_batched_tokens, reference.limits.max_num_batched_tokens
     assert chunk == wanted, f"{contender.name} has steps of {chunk} tokens, the reference of {wanted}"
@@ -261,7 +266,7 @@ def measure_against(reading: ReferenceReading, contender: Contender, on_halves: 
                 logits_RV = runner.row_logits(hidden_TH[rows])
             tally.add(index, first, compare(reference_RV, logits_RV, target_ids_R))
         on_halves(step.num_tokens)
-    return tally.quality(contender, reading.tally.loss_NP)
+    return tally
 
 
 def most_windows(window: int, hidden_size: int, dtype: str) -> int:

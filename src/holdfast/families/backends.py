@@ -10,7 +10,7 @@ from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.families.compressed.torch_backend import TorchCompressedAttention
 from holdfast.families.compressed.triton_backend import TritonCompressedAttention
 from holdfast.families.grouped.native_backend import NativePagedAttention
-from holdfast.families.grouped.pages import KeyBiases, KeyMeans, Sinks
+from holdfast.families.grouped.pages import KeyBiases, KeyMeans, PairScales, Sinks
 from holdfast.families.grouped.torch_backend import TorchPagedAttention
 from holdfast.families.grouped.triton_backend import TritonPagedAttention
 from holdfast.families.latent.torch_backend import TorchLatentAttention
@@ -32,6 +32,8 @@ class BackendInputs:
     """Biases that stored keys lack; scores include them."""
     sinks: Sinks | None = None
     """Logits that join the softmax of each grouped layer's query heads."""
+    pair_scales: PairScales | None = None
+    """Factors of keys before they are quantized, and of queries."""
     states: StateStorage | None = None
     """States of compressed layers, if one has entries."""
 
@@ -41,7 +43,8 @@ def build_backend(
 ) -> AttentionBackend:
     """Build the backend of a declaration; `specs` are those of its family."""
     name, machine = declaration.name, (inputs.bounds, inputs.num_sms)
-    layers = {"k_means": inputs.k_means, "key_biases": inputs.key_biases, "sinks": inputs.sinks}
+    names = "k_means", "key_biases", "sinks", "pair_scales"
+    layers = {one: getattr(inputs, one) for one in names}
     match name:
         case NativePagedAttention.name:
             return NativePagedAttention(specs, storage, inputs.sinks)

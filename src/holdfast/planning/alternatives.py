@@ -73,10 +73,8 @@ class Alternative(NamedTuple):
     is_smallest: bool = False
     speed: SpeedEstimate | None = None
     """None if it does not fit, or if the device's speed is unknown."""
-
-    @property
-    def max_concurrency(self) -> float:
-        return self.kv_tokens / self.max_model_len if self.fits else 0.0
+    max_concurrency: float = 0.0
+    """Sequences of the longest context that fit together."""
 
     @property
     def option(self) -> str | None:
@@ -276,7 +274,8 @@ def _tried(change: _Change) -> Alternative:
     named = change.text, change.settings, change.kind
     if fit is None:
         return Alternative(*named, 0, 0, False)
-    return Alternative(*named, fit.kv_tokens, fit.resolved.limits.max_model_len, True, speed=estimate_speed(fit))
+    counts = fit.kv_tokens, fit.resolved.limits.max_model_len
+    return Alternative(*named, *counts, True, speed=estimate_speed(fit), max_concurrency=fit.max_concurrency)
 
 
 def shortest_useful(request: PlanRequest) -> int:

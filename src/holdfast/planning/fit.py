@@ -36,6 +36,8 @@ def count_tokens(groups: tuple[CacheGroup, ...], limits: Limits, num_pages: int)
         num_tokens = num_pages * limits.page_tokens
         return num_tokens, num_tokens / limits.max_model_len
     per_sequence = sum(group.most_pages(limits.max_model_len, 1) for group in groups)
+    # Beyond what all sequences decode on, pages serve prompts alone.
+    num_pages = min(num_pages, limits.max_num_seqs * per_sequence)
     return num_pages * limits.max_model_len // per_sequence, num_pages / per_sequence
 
 
@@ -177,7 +179,10 @@ class RunnerPlan:
 
 def plan_resolved(resolved: Resolved) -> RunnerPlan | MemoryPlanError:
     """Plan pages for the longest context that fits. Returns a refusal if none fits, or not the given one."""
-    found = try_fit(resolved) or _fit(_shortest(resolved) if resolved.may_shorten else resolved)
+    found = try_fit(resolved)
+    if found is None:
+        least = [resolved, *resolved.with_shorter_steps()][-1]
+        found = _fit(_shortest(least) if least.may_shorten else least)
     if isinstance(found, RunnerPlan):
         _refuse_variance(found)
     return found
@@ -185,6 +190,18 @@ def plan_resolved(resolved: Resolved) -> RunnerPlan | MemoryPlanError:
 
 def try_fit(resolved: Resolved) -> RunnerPlan | None:
     """Like `plan_resolved`, but returns None instead of a refusal."""
+    found = _try_steps(resolved)
+    for shorter in resolved.with_shorter_steps():
+        if found is not None and found.resolved.limits.max_model_len == resolved.limits.max_model_len:
+            break
+        other = _try_steps(shorter)
+        if other is not None and (found is None or other.kv_tokens > found.kv_tokens):
+            found = other
+    return found
+
+
+def _try_steps(resolved: Resolved) -> RunnerPlan | None:
+    """Fit a plan with steps of as many tokens as it has."""
     # Weights alone rule out most GPUs that are too small, and their bytes are cached.
     if resolved.declared.weight_bytes(resolved.dtype, resolved.recipe, resolved.mesh) > resolved.budget_bytes:
         return None
@@ -326,7 +343,7 @@ def _page_bounds(resolved: Resolved) -> tuple[int, int, tuple[str, ...]]:
     """
     limits, agreed = resolved.limits, resolved.request.agreed
     min_pages = resolved.sequence_pages(limits.max_num_batched_tokens)
-    max_pages = limits.max_num_seqs * min_pages
+    max_pages = resolved.most_pages()
     if agreed is not None and agreed.num_pages is not None:
         return min_pages, agreed.num_pages, (AGREED_PAGES,)
     if resolved.max_kv_bytes is None:

@@ -71,7 +71,8 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
 
 
 def _with_rung(request: PlanRequest, rung: Rung) -> PlanRequest:
-    near_tokens = request.config.kv_near_tokens or NEAR_TOKENS if rung.has_near else request.config.kv_near_tokens
+    near_tokens = request.config.kv_near_tokens
+    near_tokens = NEAR_TOKENS if rung.has_near and near_tokens is None else near_tokens
     config = replace(request.config, kv_quality=None, kv_cache_dtype=rung.name, kv_near_tokens=near_tokens)
     return replace(request, config=config)
 

@@ -1,7 +1,7 @@
 """PlanRequest and Resolved: every open setting settled, with a reason, and how a rank stores the model; no torch."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from holdfast.cache.compressed import StateKind, compressed_cache
 from holdfast.cache.groups import CacheGroup, block_tokens, tokens_again, unrewindable
 from holdfast.cache.near import FIRST_TOKENS
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache
-from holdfast.config import AUTO_EMBEDDINGS, NGRAM, EngineConfig, Limits, parse_layers, parse_speculative
+from holdfast.config import AUTO_EMBEDDINGS, NGRAM, NO_TOKENIZER, EngineConfig, Limits, parse_layers, parse_speculative
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
@@ -23,7 +23,13 @@ from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import BEFORE
 from holdfast.planning.exactness import refuse_inequality, refuse_variant_weights
 from holdfast.planning.target import Target
-from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KVFormat, formats_of, index_dtype_beside
+from holdfast.quant.formats import (
+    DEFAULT_NEAR_TOKENS,
+    DEFAULT_PROTECTED_LAYERS,
+    KVFormat,
+    formats_of,
+    index_dtype_beside,
+)
 from holdfast.quant.weight_schemes import HEAD_SCHEME, WEIGHT_SCHEMES, WeightRecipe, WeightScheme
 
 CPU_KV_BYTES = 1024**3
@@ -43,6 +49,8 @@ COMPRESSED_PAGE_TOKENS = 16
 """Rows of a page of compressed attention: one row stands for up to 128 tokens, and prefixes are cached by whole pages."""
 FP8_PRODUCTS = (8, 9)
 """The lowest compute capability with e4m3 products."""
+SHORTER_STEPS = (2048, 512)
+"""Default tokens of a step, in turn, if near rows of longer steps would cut the context."""
 SPECULATED_ROWS = 128
 """Sampled rows of a step with draft tokens, unless there are more sequences: beyond, compute costs more than reading weights."""
 MOST_PADDING = 0.05
@@ -155,6 +163,8 @@ class Resolved:
     staging: Term | None = None
     near_tokens: int = 0
     """Tokens of the newest block, which is kept exact beside quantized pages, as the first tokens are; 0: none."""
+    key_scale: bool = False
+    """Rotated keys are scaled by pair before they are quantized."""
 
     @property
     def mesh(self) -> Mesh:
@@ -190,16 +200,33 @@ class Resolved:
         choice = Choice("max_model_len", str(max_model_len), reason)
         return replace(self, limits=limits, choices=self._with_choice(choice)).with_near_choice()
 
+    def with_shorter_steps(self) -> Iterator["Resolved"]:
+        """Yield this with fewer tokens a step, if they are open. All near rows of a step are on pages, in 16 bits each."""
+        config, limits = self.request.config, self.limits
+        if not self.near_tokens or config.max_num_batched_tokens is not None or self.mesh.num_ranks > 1:
+            return
+        for tokens in SHORTER_STEPS:
+            if limits.sampled_rows <= tokens < limits.max_num_batched_tokens:
+                reason = f"more near tokens in {self.dtype} would leave less context"
+                choice = Choice("max_num_batched_tokens", str(tokens), reason)
+                shorter = replace(limits, max_num_batched_tokens=tokens)
+                yield replace(self, limits=shorter, choices=self._with_choice(choice))
+
     def with_near_choice(self) -> "Resolved":
         """Note what near pages cost a sequence, whatever its length."""
         pages, value = self.pages() if self.near_tokens else None, self.near_tokens
         if pages is None:
             return self
+        if self.lacks_near and self.request.config.kv_near_tokens is not None:
+            values = {"value": value, "page_tokens": self.limits.page_tokens, "dtype": self.dtype}
+            raise ConfigError("plan.near_page_too_small", name="kv_near_tokens", **values)
         if pages.cache.near is None:
             choice = Choice("kv_near_tokens", "0", f"{value} has no effect: no layer's pages are quantized")
             return replace(self, near_tokens=0, choices=self._with_choice(choice))
         num_bytes = pages.groups[-1].most_held(1) * pages.page_bytes
-        why = "chosen beside kv_cache_dtype" if self.request.kv_reason else "given"
+        is_open, chosen = self.request.config.kv_near_tokens is None, self.request.kv_reason
+        why = f"the default of {self.kv_format.name}" if is_open else "given"
+        why = "chosen beside kv_cache_dtype" if chosen else why
         reason = f"{why}: {self.near_which()} stay in {self.dtype} too, which takes up to {format_bytes(num_bytes)} a sequence"
         return replace(self, choices=self._with_choice(Choice("kv_near_tokens", str(value), reason)))
 
@@ -221,6 +248,13 @@ class Resolved:
     def all_layers(self) -> "Resolved":
         """This rank's share of the layers of all stages, which determine cache groups and the backend."""
         return self if self.mesh.layers is None else self.with_mesh(self.mesh.all_layers)
+
+    @property
+    def lacks_near(self) -> bool:
+        """True if quantized pages are too small for a near token of every layer."""
+        pages = self.pages() if self.near_tokens else None
+        is_quantized = pages is not None and any(layer.format.is_quantized for layer in pages.cache.layers)
+        return is_quantized and pages is not None and pages.cache.near is None
 
     def near_which(self) -> str:
         """Name the tokens that stay exact."""
@@ -291,10 +325,7 @@ class Resolved:
             return cache
         first_tokens = max(_first_tokens(heads.windows[layer]) for layer in layers)
         found = cache.with_near(layers, self.near_tokens, first_tokens, self.dtype)
-        if found is None:
-            values = {"value": self.near_tokens, "page_tokens": self.limits.page_tokens, "dtype": self.dtype}
-            raise ConfigError("plan.near_page_too_small", name="kv_near_tokens", **values)
-        return found
+        return cache if found is None else found
 
     def _near_spec(self, layer: LayerCache, heads: HeadGeometry) -> NearSpec | None:
         """Return what a layer keeps exact beside its own pages."""
@@ -311,6 +342,16 @@ class Resolved:
         if pages is None:
             return -(-limits.max_model_len // limits.page_tokens)
         return sum(group.most_pages(limits.max_model_len, max_step_tokens) for group in pages.groups)
+
+    def most_pages(self) -> int:
+        """Most pages that all sequences of a full engine hold at once."""
+        limits, pages = self.limits, self.pages()
+        most = limits.max_num_seqs * self.sequence_pages(limits.max_num_batched_tokens)
+        if pages is None or pages.cache.near is None:
+            return most
+        near, held = pages.groups[-1], limits.max_num_seqs * (self.sequence_pages(1) + 1)
+        # Rows of two steps, one of them in flight, are shared by all sequences; each may round up by a page.
+        return min(most, held + 2 * -(-limits.max_num_batched_tokens // near.page_tokens))
 
     def attention_spec(self, layer: LayerCache, heads: HeadGeometry, group: int = 0) -> AttentionSpec:
         spec = heads.attention_spec(layer, group, self.limits.max_model_len, self.dtype, self.target.kind)
@@ -344,11 +385,12 @@ def resolve(request: PlanRequest) -> Resolved:
     if config.kv_quality is not None:
         raise ConfigError("plan.kv_quality_ranks", name="kv_quality", value=config.kv_quality)
     kv_format = _choose_kv_format(request, dtype, choices)
-    protected = choose_protected(config, model, kv_format, dtype)
+    page_tokens = _page_tokens(config, model, kv_format, choices)
+    near_tokens = _choose_near(config, model, kv_format, choices)
+    protected = choose_protected(config, model, kv_format, dtype, near_tokens)
     if protected.reason:
         choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
-    near_tokens = _choose_near(config, model, kv_format, choices)
-    page_tokens = _page_tokens(config, model, kv_format, choices)
+    key_scale = config.kv_key_scale and _can_scale_keys(request, kv_format, protected)
     limits = _limits(config, model, target.kind, page_tokens, choices)
     budget_bytes, budget_reason, max_kv_bytes, max_kv_reason = _budget(config, target)
     choices.append(Choice("memory", format_bytes(budget_bytes), budget_reason))
@@ -362,7 +404,9 @@ def resolve(request: PlanRequest) -> Resolved:
     budget = budget_bytes, budget_reason, max_kv_bytes, max_kv_reason
     is_open = config.max_model_len is None and request.agreed is None
     settings = dtype, recipe, kv_format, protected, limits, is_open, *budget, tuple(choices), num_proposals
-    resolved = Resolved(request, *settings, near_tokens=near_tokens)
+    resolved = Resolved(request, *settings, near_tokens=near_tokens, key_scale=key_scale)
+    if config.kv_near_tokens is None and resolved.lacks_near:
+        return resolve(replace(request, config=replace(config, kv_near_tokens=0)))
     # Staging is counted for the settings as they are before ranks agree on a context.
     staging = request.staging(resolved) if callable(request.staging) else request.staging
     resolved = replace(resolved, staging=staging)
@@ -402,14 +446,26 @@ def _choose_kv_format(request: PlanRequest, dtype: str, choices: list[Choice]) -
 def _choose_near(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]) -> int:
     """Return the tokens of a block that is kept exact beside quantized pages; 0 if there are none."""
     value, heads = config.kv_near_tokens, model.declaration.heads(ALONE)
+    has_heads = heads is not None and not heads.is_compressed and not heads.rope_dim
+    if value is None:
+        return DEFAULT_NEAR_TOKENS.get(kv_format.name, 0) if has_heads else 0
     if not value:
         return 0
-    if heads is None or heads.is_compressed or heads.rope_dim:
+    if not has_heads:
         raise ConfigError("plan.near_needs_heads", name="kv_near_tokens", value=value, model=model.name)
     if not kv_format.is_quantized:
         choices.append(Choice("kv_near_tokens", "0", f"{value} has no effect: pages are not quantized"))
         return 0
     return value
+
+
+def _can_scale_keys(request: PlanRequest, kv_format: KVFormat, protected: ProtectedLayers) -> bool:
+    """Return True if some layer codes keys by head, a text can be read, and each rank has all queries of its key heads."""
+    heads = request.declared.declaration.heads(ALONE)
+    if heads is None or heads.is_compressed or heads.rope_dim or request.config.tokenizer == NO_TOKENIZER:
+        return False
+    formats = protected.formats(kv_format, request.declared.num_layers)
+    return any(one.rotates_keys for one in formats) and request.mesh.tensor_size <= heads.num_kv_heads
 
 
 def _first_tokens(window: int | None) -> int:
@@ -557,7 +613,9 @@ def _bounded_reason(target: Target, wanted: str) -> str:
     return f"what others leave: they hold {format_bytes(target.held_by_others_bytes)} of the device's {total}"
 
 
-def choose_protected(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str) -> ProtectedLayers:
+def choose_protected(
+    config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str, near_tokens: int
+) -> ProtectedLayers:
     """Return the given layers, or the default of the format; chosen by position until the weights are loaded."""
     given = parse_layers(config.kv_protected_layers, "kv_protected_layers")
     heads, num_layers = model.declaration.heads(ALONE), model.num_layers
@@ -571,7 +629,7 @@ def choose_protected(config: EngineConfig, model: DeclaredModel, kv_format: KVFo
     if isinstance(given, tuple):
         return ProtectedLayers(given, _wider_format(config, model, kv_format, dtype))
     default = DEFAULT_PROTECTED_LAYERS.get(kv_format.name, 0)
-    if default and config.kv_near_tokens and not _sets_protection(config):
+    if default and near_tokens and not _sets_protection(config):
         return ProtectedLayers((), kv_format, False, NEAR_INSTEAD)
     count = given if given is not None else min(default, num_layers // 2)
     if count == 0:

@@ -369,6 +369,7 @@ def needs_beside_weights(resolved: Resolved) -> Needs:
         *_rope_terms(resolved),
         *(() if declaration is None else declaration.terms(specs, bounds)),
         *_key_bias_terms(resolved, specs),
+        *_key_scale_terms(resolved),
         # Sinks of compressed attention stay where they were loaded.
         *sink_terms(specs[:1] * len(resolved.layers)),
         *_device_terms(resolved, captures),
@@ -507,6 +508,16 @@ def _key_bias_terms(resolved: Resolved, specs: tuple[AttentionSpec, ...]) -> lis
     terms = [*means, Term("attention/qkv_bias", num_bytes, f"biases of {num_layers} layers with zeros for the keys")]
     biased = next((spec for spec in specs if spec.has_key_bias), None)
     return terms if biased is None else [*terms, *key_bias_terms((biased,) * num_layers)]
+
+
+def _key_scale_terms(resolved: Resolved) -> list[Term]:
+    """Return the scales of keys, and of queries, by pair."""
+    heads = resolved.heads() if resolved.key_scale else None
+    num_layers = 0 if heads is None else sum(one.rotates_keys for one in resolved.formats())
+    if heads is None or not num_layers:
+        return []
+    num_bytes = 2 * num_layers * key_bias_spec(heads.num_kv_heads, heads.head_dim).num_bytes
+    return [Term("attention/key_scales", num_bytes, f"factors of keys and queries by pair, in {num_layers} layers")]
 
 
 def _device_terms(resolved: Resolved, has_graphs: bool) -> list[Term]:

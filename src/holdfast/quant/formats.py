@@ -76,6 +76,11 @@ class KVFormat:
         return self.key_bits is not None
 
     @property
+    def rotates_keys(self) -> bool:
+        """True if keys are codes in the rotated space: of heads, with fewer than 8 bits."""
+        return self.key_bits is not None and self.key_bits < 8 and not self.is_latent
+
+    @property
     def is_latent(self) -> bool:
         """True if only latents can be stored in it."""
         return self.rope_dtype is not None
@@ -216,7 +221,11 @@ DEFAULT_PROTECTED_LAYERS: dict[str, int] = {
     "turboquant_k3v4_nc": 4,
     "turboquant_3bit_nc": 4,
 }
-"""Default number of layers in a wider format, by format; others protect none."""
+"""Default number of layers in a wider format without near tokens, by format; others protect none."""
+DEFAULT_NEAR_TOKENS: dict[str, int] = dict.fromkeys(
+    ("turboquant_k8v4", "turboquant_k5v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"), 64
+)
+"""Default tokens of the newest block that attention reads exact, by format; others read all of them as codes."""
 QUANTIZED_HEAD_DIM = 16
 """Quantized formats require heads of a multiple of this many elements, which the rotation and the packed words need."""
 

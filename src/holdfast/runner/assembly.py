@@ -31,6 +31,7 @@ from holdfast.planning.resolve import by_key_bias, listed
 from holdfast.planning.terms import PROCESS_OWNER, TOKENIZER_OWNER
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
+from holdfast.runner.key_scale import make_scales, scale_keys
 from holdfast.runner.pooled_rows import PooledRows
 from holdfast.runner.runner import Runner, RunnerParts
 from holdfast.runner.sampling.device_sampler import DeviceSampler
@@ -69,6 +70,8 @@ class Assembly:
     batch_invariant: bool = False
     is_sharing: bool = False
     """Other runners read the weights too, so they are not changed in place."""
+    text_ids: Sequence[int] = ()
+    """A short text, which key scales are measured on."""
     releases: list[Callable[[], None]] = field(default_factory=list)
     storage: PageStorage = field(init=False)
     """The pages; set by `runner`."""
@@ -85,7 +88,7 @@ class Assembly:
         log.info("kv_protected_layers=%s because %s", listed(layers), reason)
 
     def runner(self, eos_token_ids: frozenset[int], make_backend: MakeBackend | None = None) -> Runner:
-        """Build the runner; `make_backend` replaces `build_backend` of grouped attention."""
+        """Build the runner; `make_backend` replaces `build_backend`."""
         self.settle_layers()
         plan, spec, device, ledger = self.plan, self.spec, self.device, self.ledger
         limits, cache, declaration = plan.resolved.limits, plan.cache, plan.declaration
@@ -97,11 +100,10 @@ class Assembly:
         rope, bounds = self._step_rope(), self._bounds
         by_head = self._by_head()
         biases, means = self._split_biases(by_head), make_means(by_head, device)
+        tables = self._layer_tables(by_head, biases, means)
         states = self._states() if spec.compressed is not None else None
-        inputs = BackendInputs(
-            bounds, num_sms(device), self.batch_invariant, **self._layer_tables(by_head, biases, means), states=states
-        )
-        make = make_backend if by_head and make_backend is not None else build_backend
+        inputs = BackendInputs(bounds, num_sms(device), self.batch_invariant, **tables, states=states)
+        make = make_backend or build_backend
         backend = make(declaration, plan.attention_specs, storage, inputs)
         parts = DecoderParts(
             spec,
@@ -142,6 +144,7 @@ class Assembly:
         )
         self.releases.append(runner.close)
         self._centre_keys(runner, biases, means)
+        self._scale_keys(runner, by_head, tables.get("pair_scales", ()))
         return runner
 
     def _by_head(self) -> list[GroupedAttentionSpec]:
@@ -189,9 +192,10 @@ class Assembly:
     def _layer_tables(
         self, specs: Sequence[GroupedAttentionSpec], biases: SplitBiases, means: Sequence[torch.Tensor | None]
     ) -> dict[str, Any]:
-        """Return the tables of grouped layers: key biases, means, sinks, if any layer has them."""
+        """Return the tables of grouped layers: key biases, means, scales, sinks, if any layer has them."""
         sinks = copy_sinks(self.weights, specs)
         named: dict[str, Sequence[Any]] = {"key_biases": biases.keys, "k_means": means, "sinks": sinks}
+        named["pair_scales"] = make_scales(specs, self.device) if self.plan.resolved.key_scale else ()
         return {name: tables for name, tables in named.items() if any(table is not None for table in tables)}
 
     def _record(self, backend: AttentionBackend) -> None:
@@ -213,6 +217,22 @@ class Assembly:
             rooms = KeyRooms(biases.keys, biases.by_layer, means)
             num_tokens = centre_keys(runner, self.spec, rooms)
             log.info("Keys are centred by their mean over %d warm-up tokens", num_tokens)
+
+    def _scale_keys(
+        self, runner: Runner, specs: Sequence[GroupedAttentionSpec], scales: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Measure the key scales after the means, before the first page of a request is written."""
+        if not self.plan.resolved.key_scale:
+            return
+        scale_bytes = sum(scale_2KD.nbytes for scale_2KD in scales if scale_2KD is not None)
+        if scale_bytes:
+            self.ledger.record("attention/key_scales", scale_bytes, "factors of keys and queries by pair")
+        # The text runs through all stages, even those with nothing to measure.
+        num_tokens, num_heads = scale_keys(runner, specs, self.text_ids)
+        if num_tokens:
+            log.info("Keys of %d heads are scaled, measured on %d tokens of text", num_heads, num_tokens)
+        else:
+            log.info("%s", "kv_key_scale scales no key: there is no text, or a step or the pages hold too little of it")
 
     def _step_rope(self) -> StepRope:
         """Allocate cos and sin of the largest step."""

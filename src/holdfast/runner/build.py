@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,12 +72,14 @@ def build_runner(
     agreed: Agreed | None = None,
     agree: Callable[[RunnerPlan], None] | None = None,
     connect: Connect | None = None,
+    text_ids: Sequence[int] = (),
 ) -> BuiltRunner:
     """Build a runner, or one rank's runner, from a model's headers.
 
     `on_progress(done, total)` counts bytes read; `on_prepare` gets compiled kernels and captured graphs. Each of
     several ranks plans with the values in `agreed`. It calls `agree` with its plan before a weight is read, which
     raises if plans differ, and `connect` after its weights are loaded. `target` is the device that the rank reported.
+    Key scales are measured on `text_ids`.
     """
     assert mesh.is_alone or connect is not None, f"{mesh} has no exchange"
     device, device_reason = choose_device(config)
@@ -97,7 +99,7 @@ def build_runner(
     if config.is_quantized and load.plan.num_quantized == 0:
         log.warning("quantization=%s changes nothing: every weight is left as it is", config.quantization)
     ledger = Ledger()
-    build = RunnerBuild(config, model, plan, ledger, torch.device(device))
+    build = RunnerBuild(config, model, plan, ledger, torch.device(device), text_ids)
     try:
         start = time.monotonic()
         report = build.load(load, on_progress, on_prepare)
@@ -184,10 +186,18 @@ class RunnerBuild(Assembly):
     """An Assembly that frees everything taken so far, wherever a start stops."""
 
     def __init__(
-        self, config: EngineConfig, model: OpenModel, plan: RunnerPlan, ledger: Ledger, device: torch.device
+        self,
+        config: EngineConfig,
+        model: OpenModel,
+        plan: RunnerPlan,
+        ledger: Ledger,
+        device: torch.device,
+        text_ids: Sequence[int] = (),
     ) -> None:
         spec = model.spec if plan.mesh.is_alone else rank_spec(plan.declared, plan.mesh)
-        super().__init__(plan, model.spec, spec, {}, ledger, device, batch_invariant=config.batch_invariant)
+        super().__init__(
+            plan, model.spec, spec, {}, ledger, device, batch_invariant=config.batch_invariant, text_ids=text_ids
+        )
         self._model = model
 
     def load(
@@ -240,7 +250,7 @@ class RunnerBuild(Assembly):
         self._compare_products(shares, plain, prepare_silently)
 
     def assemble(self, make_backend: MakeBackend | None = None) -> Runner:
-        """Build pages, workspace, attention, model and runner; `make_backend` replaces grouped attention's own."""
+        """Build pages, workspace, attention, model and runner; `make_backend` replaces the attention's own."""
         return self.runner(frozenset(self._model.generation.eos_token_ids), make_backend)
 
     def capture(self, runner: Runner, enforce_eager: bool, on_prepare: OnPrepare = prepare_silently) -> None:

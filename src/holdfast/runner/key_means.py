@@ -23,7 +23,7 @@ from holdfast.cache.groups import CacheGroup
 from holdfast.families.grouped.pages import GroupedBackend, QuantizedPages
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.key_bias import KeyBias
-from holdfast.kernels.attention.write_kv import HeadNorm
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.norm import rms_norm_reference
 from holdfast.models.rope import rope_frequencies
 from holdfast.models.spec import ModelSpec
@@ -92,7 +92,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
         return 0
     found: dict[int, torch.Tensor] = {}
 
-    def measure(layer: int, qkv_TX: torch.Tensor, head_norm: HeadNorm | None) -> None:
+    def measure(layer: int, qkv_TX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None) -> None:
         if isinstance(backend.pages[layer], QuantizedPages):
             found[layer] = mean_key(qkv_TX[SKIPPED_TOKENS:num_tokens], spec, head_norm)
 

@@ -38,7 +38,10 @@ class BuiltVariants:
 
 
 def build_variants(
-    variants: Sequence[Variant], model: OpenModel, on_progress: Callable[[int, int], None]
+    variants: Sequence[Variant],
+    model: OpenModel,
+    on_progress: Callable[[int, int], None],
+    text_ids: Sequence[int] = (),
 ) -> BuiltVariants:
     """Plan all variants, load once, assemble each. Nothing is warmed or captured: they serve to compare results."""
     device, _ = choose_device(variants[0].config)
@@ -49,7 +52,7 @@ def build_variants(
     assert len(kinds) == 1, f"{len(kinds)} kinds of weights, and variants share one"
     _refuse_crowd(plans)
     builds = [
-        RunnerBuild(variant.config, model, plan, Ledger(), torch.device(device))
+        RunnerBuild(variant.config, model, plan, Ledger(), torch.device(device), text_ids)
         for variant, plan in zip(variants, plans, strict=True)
     ]
 

@@ -57,7 +57,7 @@ class Vocabulary:
     def __init__(
         self, open_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Iterable[int] = ()
     ) -> None:
-        self._open_tokenizer = open_tokenizer
+        self.open_tokenizer = open_tokenizer
         self.vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class Vocabulary:
     def _make(self) -> "LLTokenizer":
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        tokenizer = self._open_tokenizer()
+        tokenizer = self.open_tokenizer()
         ends = self._eos_token_ids or [self.vocab_size]
         num_tokens = self.vocab_size + (not self.has_end)
         wrapped = TokenizerWrapper(_TokenBytes(tokenizer, self.vocab_size, num_tokens, ends))

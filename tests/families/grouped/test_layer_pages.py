@@ -16,7 +16,7 @@ from holdfast.families.grouped.pages import Dequantizer, GroupedBackend, PagedRo
 from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import small_programs, tile_rows
-from holdfast.kernels.attention.write_kv import HeadNorm
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.kv_quantize import (
@@ -394,7 +394,7 @@ def test_means_and_biases_belong_to_their_layer():
 
 
 def test_grouped_backend_on_write_runs_before_pages_are_written():
-    """With its layer and norm; queries may then be written over the projection."""
+    """With its layer, norm and RoPE; queries may then be written over the projection."""
     made, num_pages = texts(MIX, [3], consecutive=True)
     storage = MIX.storage(num_pages)
     layers, seen = GroupedBackend(MIX.specs, storage), []
@@ -402,20 +402,21 @@ def test_grouped_backend_on_write_runs_before_pages_are_written():
     before_TX, norm = qkv_TX.clone(), HeadNorm(torch.ones(16), torch.ones(16), 1e-5)
     planes = [storage.plane(layer, MIX.cache.layers[layer].planes[0].name) for layer in range(5)]
 
-    def note(layer, given_TX, head_norm):
+    def note(layer, given_TX, head_norm, rotary):
         assert torch.equal(given_TX, before_TX)
         assert not planes[layer].view(torch.uint8).any()
-        seen.append((layer, head_norm))
+        seen.append((layer, head_norm, rotary))
 
     for plane in planes:
         plane.zero_()
     layers.on_write = note
-    for layer, head_norm in ((3, norm), (0, None)):
+    rotary = Rotary(torch.ones(3, 8), torch.zeros(3, 8))
+    for layer, head_norm, turn in ((3, norm, None), (0, None, rotary)):
         queries_THD = qkv_TX.clone().unflatten(1, (-1, 16))[:, :6]
-        layers.write(qkv_TX, batch, head_norm, None, layer, queries_THD)
+        layers.write(qkv_TX, batch, head_norm, turn, layer, queries_THD)
     layers.on_write = None
     layers.write(qkv_TX, batch, None, None, 0, torch.empty(3, 6, 16))
-    assert seen == [(3, norm), (0, None)]
+    assert seen == [(3, norm, None), (0, None, rotary)]
 
 
 @EVERY_FORMAT

@@ -399,10 +399,14 @@ def _heads(
 
 KeyMeans = Sequence[torch.Tensor | None]
 """By quantized layer [K, D] in float32, rotated like its keys; None: no mean is subtracted from them."""
+PairScales = Sequence[torch.Tensor | None]
+"""By quantized layer [2, K, D] in float32: factors of keys, and of queries; None: they stay as they are."""
 KeyBiases = Sequence[KeyBias | None]
 """By layer whose pages hold keys without their bias; None: no bias, or the keys include it."""
 Sinks = Sequence[torch.Tensor | None]
 """By layer [H] in float32; None: a plain softmax."""
+OnWrite = Callable[[int, torch.Tensor, HeadNorm | None, Rotary | None], None]
+"""Takes a layer, the projection of a step, its head norm and its RoPE."""
 
 
 class GroupedBackend(AttentionBackend):
@@ -416,6 +420,7 @@ class GroupedBackend(AttentionBackend):
         is_read: bool = False,
         key_biases: KeyBiases | None = None,
         sinks: Sinks | None = None,
+        pair_scales: PairScales | None = None,
     ) -> None:
         """`is_read`: plain torch reads quantized pages, which takes tables."""
         self._specs = specs
@@ -423,14 +428,15 @@ class GroupedBackend(AttentionBackend):
         for spec, sinks_H in zip(specs, self._sinks, strict=True):
             shape = None if sinks_H is None else tuple(sinks_H.shape)
             assert shape == ((spec.num_heads,) if spec.has_sinks else None), f"sinks of {shape} for {spec}"
-        self.on_write: Callable[[int, torch.Tensor, HeadNorm | None], None] | None = None
-        """Called with the layer, the projection of a step and its head norm, before anything is written."""
+        self.on_write: OnWrite | None = None
+        """Called before anything is written."""
         self._device = storage.plane(0, specs[0].cache.planes[0].name).device
         dtype: torch.dtype = getattr(torch, specs[0].dtype)
         self._rotations = {dim: rotation_table(dim, dtype, self._device) for dim in rotated_head_dims(specs)}
         self._no_rotation = torch.empty(0, 0, dtype=dtype, device=self._device)
         self._readers: dict[tuple[int, int, int], Dequantizer] = {}
         means, self._key_biases = k_means or (None,) * len(specs), key_biases or (None,) * len(specs)
+        self._pair_scales = pair_scales or (None,) * len(specs)
         self.pages: tuple[PlainPages | QuantizedPages, ...] = tuple(
             self._quantized(layer, storage, k_mean_KD, is_read)
             if spec.cache.format.is_quantized
@@ -450,7 +456,7 @@ class GroupedBackend(AttentionBackend):
     ) -> None:
         """Write keys and values to their slots and queries to `out_THD` in one pass."""
         if self.on_write is not None:
-            self.on_write(layer, qkv_TX, head_norm)
+            self.on_write(layer, qkv_TX, head_norm, rotary)
         self.pages[layer].write(qkv_TX, batch, head_norm, rotary, out_THD)
 
     def attend(self, q_THD: torch.Tensor, step: LayerStep, out_TX: torch.Tensor, wanted_only: bool) -> torch.Tensor:
@@ -486,6 +492,7 @@ class GroupedBackend(AttentionBackend):
             self._rotations[head_dim] if min(key_bits, value_bits) < 8 else self._no_rotation,
             k_mean_KD,
             self._key_biases[layer],
+            self._pair_scales[layer],
         )
         near = self._near_planes(layer, storage)
         if not is_read:

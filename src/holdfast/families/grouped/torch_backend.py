@@ -27,7 +27,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from holdfast.attention.backend import Batch, LayerStep, RowsPlan, SequenceRows
 from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import mask_rows
-from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, PagedRows, QuantizedPages, Sinks
+from holdfast.families.grouped.pages import (
+    GroupedBackend,
+    KeyBiases,
+    KeyMeans,
+    PagedRows,
+    PairScales,
+    QuantizedPages,
+    Sinks,
+)
 from holdfast.families.grouped.spec import GroupedAttentionSpec, NearSpec
 
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -89,8 +97,9 @@ class TorchPagedAttention(GroupedBackend):
         k_means: KeyMeans | None = None,
         key_biases: KeyBiases | None = None,
         sinks: Sinks | None = None,
+        pair_scales: PairScales | None = None,
     ) -> None:
-        super().__init__(specs, storage, k_means, is_read=True, key_biases=key_biases, sinks=sinks)
+        super().__init__(specs, storage, k_means, True, key_biases, sinks, pair_scales)
         self._dtype: torch.dtype = getattr(torch, specs[0].dtype)
         self._page_tokens = storage.spec.page_tokens
         self._max_model_len = specs[0].max_model_len

@@ -18,7 +18,7 @@ from holdfast.families.grouped.declarations import (
     near_first_tokens,
     tile_kinds,
 )
-from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, Sinks
+from holdfast.families.grouped.pages import GroupedBackend, KeyBiases, KeyMeans, PairScales, Sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.tiled_attention import TileCall, TileWork
@@ -51,8 +51,9 @@ class TritonPagedAttention(GroupedBackend):
         k_means: KeyMeans | None = None,
         key_biases: KeyBiases | None = None,
         sinks: Sinks | None = None,
+        pair_scales: PairScales | None = None,
     ) -> None:
-        super().__init__(specs, storage, k_means, key_biases=key_biases, sinks=sinks)
+        super().__init__(specs, storage, k_means, False, key_biases, sinks, pair_scales)
         self._num_sms = num_sms
         self._keys: list[WorkKey] = [(TileKind.of(spec), spec.window) for spec in specs]
         machine = Machine(num_sms, batch_invariant, self._device)

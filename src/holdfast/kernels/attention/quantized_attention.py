@@ -457,11 +457,6 @@ def _prefill_kernel(
             # Count in blocks, so the compiler knows the alignment of tokens.
             first_block = low // BLOCK_N if MASKED == HAS_FIRST else clear // BLOCK_N
             end_block = clear // BLOCK_N if MASKED == HAS_FIRST else tl.cdiv(high, BLOCK_N)
-            if HAS_FIRST and not MASKED and KEY_BITS < 8:
-                page = pages_of(p_row_pages, clear, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
-                o_slot = slots_of(page, i_head, clear, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
-                b_ks = tl.load(p_k_scale + o_slot)
-                b_vs = tl.load(p_v_scale + o_slot)
             for i_block in tl.range(first_block, end_block, num_stages=1 if MASKED else NUM_STAGES):
                 n = i_block * BLOCK_N
                 o_token = n + o_n

@@ -36,6 +36,9 @@ class QuantizedPlanes:
     """float32, rotated like the keys: subtracted from every key before quantization, which softmax ignores."""
     key_bias: KeyBias | None = None
     """Added to the scores if keys are stored without the bias of their projection."""
+    pair_scale_2KD: Tensor | None = None
+    """float32: what keys are multiplied by before rotation, then its inverse, for the queries; equal in both dims of a pair
+    of RoPE. The mean and the key bias are those of scaled keys."""
 
     @classmethod
     def of(
@@ -48,6 +51,7 @@ class QuantizedPlanes:
         rotation_DD: Tensor,
         k_mean_KD: Tensor | None = None,
         key_bias: KeyBias | None = None,
+        pair_scale_2KD: Tensor | None = None,
     ) -> "QuantizedPlanes":
         """View the storage's planes, [slots, K, bytes] and [slots, K] by name, head by head."""
 
@@ -60,7 +64,7 @@ class QuantizedPlanes:
             key_bits, value_bits, head_dim,
             by_head("k_codes"), by_head("k_signs") if key_bits in BITS_WITH_SIGNS else None, by_head("k_scale"),
             by_head("v_codes"), by_head("v_signs") if value_bits in BITS_WITH_SIGNS else None, by_head("v_scale"),
-            rotation_DD, k_mean_KD, key_bias,
+            rotation_DD, k_mean_KD, key_bias, pair_scale_2KD,
         )  # fmt: skip
 
     @property

@@ -41,7 +41,7 @@ TURN_SCALE = kernel_constant(NEAR_SCALE)
 
 
 class NearWrite(NamedTuple):
-    """Where a write also stores keys and values as they are before quantization: rotated, and less the mean of the keys.
+    """Where a write also stores keys and values as they are before quantization: scaled, rotated, less the mean of the keys.
 
     If codes leave out a key bias, these keys have it.
     """
@@ -70,6 +70,8 @@ def write_quantized_kv_reference(
     """
     shape = planes.num_kv_heads, planes.head_dim
     q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, *shape, head_norm, rotary)
+    if planes.pair_scale_2KD is not None:
+        q_THD, k_TKD = _balanced(q_THD, k_TKD, planes.pair_scale_2KD)
     if near is not None:
         _store_near(near, k_TKD, v_TKD, planes)
     used_T = slots_T >= 0
@@ -118,7 +120,7 @@ def write_quantized_kv_triton(
             qkv_TX, slots_T, planes.k_codes_PKtB.view(torch.int32) if planes.key_bits == 4 else planes.k_codes_PKtB,
             planes.k_signs_PKtS, planes.k_scale_PKt, planes.v_codes_PKtB.view(torch.int16),
             None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16), planes.v_scale_PKt, q_THD,
-            planes.rotation_DD, planes.k_mean_KD, head_norm.q_weight_D if head_norm else None,
+            planes.rotation_DD, planes.k_mean_KD, planes.pair_scale_2KD, head_norm.q_weight_D if head_norm else None,
             head_norm.k_weight_D if head_norm else None, rotary.cos_TP if rotary else None,
             rotary.sin_TP if rotary else None, *(near or (None,) * len(NearWrite._fields)), *_bias_tables(bias),
             head_norm.eps if head_norm else 0.0, qkv_TX.stride(0), q_THD.stride(0),
@@ -147,6 +149,9 @@ def _check_layout(qkv_TX: Tensor, q_THD: Tensor, planes: QuantizedPlanes, rotary
         assert plane.is_contiguous(), f"{plane.stride()=}: the pages of a plane must lie side by side"
     if planes.k_mean_KD is not None:
         assert planes.k_mean_KD.is_contiguous(), f"{planes.k_mean_KD.stride()=}: the means must lie side by side"
+    if planes.pair_scale_2KD is not None:
+        assert planes.rotates_keys, f"{planes.key_bits=}: keys of 8 bits have no pair scale"
+        assert planes.pair_scale_2KD.is_contiguous(), f"{planes.pair_scale_2KD.stride()=}: scales must lie side by side"
 
 
 def _check_near(near: NearWrite, planes: QuantizedPlanes) -> None:
@@ -181,6 +186,13 @@ def _store_near(near: NearWrite, k_TKD: Tensor, v_TKD: Tensor, planes: Quantized
     near.v_plane_SKD.index_copy_(0, slots_R, v_RKD.to(near.v_plane_SKD.dtype))
 
 
+def _balanced(q_THD: Tensor, k_TKD: Tensor, pair_scale_2KD: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply keys by their scale and queries by its inverse, rounded to the type of the rows."""
+    scale_KD, inverse_KD = pair_scale_2KD.unbind()
+    inverse_HD = inverse_KD.repeat_interleave(q_THD.shape[1] // len(scale_KD), dim=0)
+    return (q_THD.float() * inverse_HD).to(q_THD.dtype), (k_TKD.float() * scale_KD).to(k_TKD.dtype)
+
+
 def _rotated(x_XD: Tensor, planes: QuantizedPlanes) -> Tensor:
     return x_XD.float() @ planes.rotation_DD[: planes.head_dim].float() * hadamard_block(planes.head_dim) ** -0.5
 
@@ -188,8 +200,8 @@ def _rotated(x_XD: Tensor, planes: QuantizedPlanes) -> Tensor:
 @jit
 def _write_quantized_kv_kernel(
     p_qkv, p_slots, p_k_codes, p_k_signs, p_k_scale, p_v_codes, p_v_signs, p_v_scale, p_q, p_rotation, p_k_mean,
-    p_q_norm, p_k_norm, p_cosine, p_sine, p_near_slots, p_positions, p_near_k, p_near_v, p_bias, p_turn_cos, p_turn_sin,
-    p_turn_near, eps, qkv_stride, q_stride,
+    p_pair_scale, p_q_norm, p_k_norm, p_cosine, p_sine, p_near_slots, p_positions, p_near_k, p_near_v, p_bias,
+    p_turn_cos, p_turn_sin, p_turn_near, eps, qkv_stride, q_stride,
     OFFSET: constexpr, KEY_BITS: constexpr, VALUE_BITS: constexpr, KEY_MAGNITUDES: constexpr,
     VALUE_MAGNITUDES: constexpr, KEY_GAIN: constexpr, VALUE_GAIN: constexpr, NUM_HEADS: constexpr,
     NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr, QUERY_HEADS: constexpr, KV_HEADS: constexpr,
@@ -213,7 +225,12 @@ def _write_quantized_kv_kernel(
         m_query = (o_query < NUM_HEADS) & m_d
         p_query = p_row + o_query * HEAD_DIM
         b_q_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
+        if p_pair_scale is not None:
+            o_inverse = (NUM_KV_HEADS + o_query // (NUM_HEADS // NUM_KV_HEADS)) * HEAD_DIM + o_d
+            b_inverse = quarters(p_pair_scale + o_inverse, m_query, HEAD_DIM)
         b_q = _turned(p_query, m_query, p_q_norm, p_cosine, p_sine, o_table, eps, OFFSET, HEAD_DIM, PDL)
+        if p_pair_scale is not None:
+            b_q = _times(b_q, b_inverse, p_qkv)
         b_q = _rotated_quarters(b_q, b_q_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
         p_y = p_q + i_row * q_stride + o_query * HEAD_DIM + o_d
         for i in tl.static_range(4):
@@ -234,7 +251,11 @@ def _write_quantized_kv_kernel(
             b_k_table = _rotation_table(p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
             if p_k_mean is not None:
                 b_mean = quarters(p_k_mean + o_head[:, None] * HEAD_DIM + o_d, m_x, HEAD_DIM)
+            if p_pair_scale is not None:
+                b_scale = quarters(p_pair_scale + o_head[:, None] * HEAD_DIM + o_d, m_x, HEAD_DIM)
             b_turned = _turned(p_key, m_x, p_k_norm, p_cosine, p_sine, o_table, eps, OFFSET, HEAD_DIM, PDL)
+            if p_pair_scale is not None:
+                b_turned = _times(b_turned, b_scale, p_qkv)
             b_k = _rotated_quarters(b_turned, b_k_table, p_rotation, HEAD_DIM, BLOCK, KEY_BITS)
             if p_near_k is not None:
                 b_near = b_k
@@ -305,6 +326,17 @@ def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr,
             _rounded(_rounded(b_x[3] * b_cos_1, p_x) + b_x[1] * b_sin_1, p_x),
         )
     return b_x
+
+
+@jit
+def _times(b_x, b_factor, p_like):
+    """Multiply quarters of heads; round to the type of `p_like`."""
+    return (
+        _rounded(b_x[0] * b_factor[0], p_like),
+        _rounded(b_x[1] * b_factor[1], p_like),
+        _rounded(b_x[2] * b_factor[2], p_like),
+        _rounded(b_x[3] * b_factor[3], p_like),
+    )
 
 
 @jit

@@ -1,0 +1,28 @@
+"""Models whose queries and keys do not share their size evenly, pair by pair: codes of keys lose more, and exact keys nothing."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+BIAS = 8.0
+
+
+def unbalance(folder: Path, head_dim: int, most: float) -> None:
+    """Multiply queries and divide keys of each pair by a number of its own, up to `most`: no score changes.
+
+    Key biases, if there are any, become large first.
+    """
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    places = torch.linspace(-1, 1, head_dim // 2)[torch.randperm(head_dim // 2, generator=torch.Generator())]
+    for name in sorted(tensors):
+        if ".q_proj." not in name and ".k_proj." not in name:
+            continue
+        heads = tensors[name].unflatten(0, (-1, head_dim))
+        if name.endswith("k_proj.bias"):
+            heads = torch.randn(heads.shape, generator=torch.Generator().manual_seed(len(name))) * BIAS
+        factor = (most ** (places if ".q_proj." in name else -places)).repeat(2)
+        heads = heads * (factor if heads.dim() == 2 else factor.unsqueeze(-1))
+        tensors[name] = heads.to(tensors[name].dtype).flatten(0, 1).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
