@@ -218,7 +218,7 @@ class EngineConfig:
     """Format of KV pages: auto (the dtype), float32, float16, bfloat16, fp8, a turboquant format of 8, 5, 4 or 3 bits, or one for
     latents (MLA): fp8_ds_mla, turboquant_mla_4bit, turboquant_mla_4bit_r8."""
     kv_quality: Annotated[str | None, OneOf(KV_QUALITIES)] = None
-    """Let the plan choose kv_cache_dtype and kv_near_tokens: high or balanced takes the best of its formats that holds
+    """Let the plan choose kv_cache_dtype: high or balanced takes the best of its formats that holds
     max_num_seqs sequences of max_model_len tokens (one, if the number is not given)."""
     kv_protected_layers: Annotated[int | str | None, parse_layers] = None
     """Layers whose KV pages stay in a wider format: how many, or which, such as "0,1,30,31"; None: the format's default."""

@@ -2,38 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.memory.planner import Term
 from holdfast.planning.fit import RunnerPlan, try_fit
 from holdfast.planning.resolve import PlanRequest, Resolved, resolve
 
-NEAR_TOKENS = 64
-"""Near tokens beside a quantized format, unless the user gave another number."""
-
-
-class Rung(NamedTuple):
-    """A format, and whether near tokens stand beside it."""
-
-    name: str
-    has_near: bool = False
-
-
 LADDERS = {
-    "high": (Rung("auto"), Rung("turboquant_k8v4", True), Rung("turboquant_k5v4", True)),
-    "balanced": (Rung("turboquant_k5v4", True), Rung("turboquant_4bit_nc", True), Rung("turboquant_k3v4_nc", True)),
+    "high": ("auto", "turboquant_k8v4", "turboquant_k5v4"),
+    "balanced": ("turboquant_k5v4", "turboquant_4bit_nc", "turboquant_k3v4_nc"),
 }
 """Formats of keys and values by head, keyed by `kv_quality`, the best first."""
-LATENT_LADDERS = {
-    "high": (Rung("auto"), Rung("fp8")),
-    "balanced": (Rung("fp8"), Rung("turboquant_4bit_nc")),
-}
-"""Formats of latents and of compressed attention, which have no near tokens."""
+LATENT_LADDERS = {"high": ("auto", "fp8"), "balanced": ("fp8", "turboquant_4bit_nc")}
+"""Formats of latents and of compressed attention."""
 
 
 def choose_kv(request: PlanRequest) -> PlanRequest:
-    """Return the request with the format and the near tokens that `kv_quality` stands for; without the option, the same.
+    """Return the request with the format that `kv_quality` stands for; without the option, the same.
 
     The plan has to hold as many sequences of the longest context as the user set: one, of the model's own length, by
     default. A format that the model, the device or another option excludes is skipped. Ranks plan in processes of their own,
@@ -48,12 +33,12 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
     wanted, passed, is_possible = f"{sequences} of {length:,} tokens", [], False
     if callable(request.staging):
         request = replace(request, staging=_remembered(request.staging))
-    for rung in ladders[config.kv_quality]:
-        own = _with_rung(request, rung)
+    for name in ladders[config.kv_quality]:
+        own = replace(request, config=replace(config, kv_quality=None, kv_cache_dtype=name))
         try:
             found = _plan(own, length)
         except (ConfigError, UnsupportedModelError) as error:
-            passed.append(f"{rung.name} is not possible: {_reason(error, rung)}")
+            passed.append(f"{name} is not possible: {_reason(error, name)}")
             continue
         is_possible = True
         if isinstance(found, str):
@@ -70,13 +55,6 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
     raise ConfigError("plan.kv_quality_too_small", name="kv_quality", **values)
 
 
-def _with_rung(request: PlanRequest, rung: Rung) -> PlanRequest:
-    near_tokens = request.config.kv_near_tokens
-    near_tokens = NEAR_TOKENS if rung.has_near and near_tokens is None else near_tokens
-    config = replace(request.config, kv_quality=None, kv_cache_dtype=rung.name, kv_near_tokens=near_tokens)
-    return replace(request, config=config)
-
-
 def _plan(request: PlanRequest, length: int) -> RunnerPlan | str:
     """Return the plan of a format with this context, or that none fits. Raises if the format is not possible."""
     resolved = resolve(replace(request, config=replace(request.config, max_model_len=length)))
@@ -84,8 +62,8 @@ def _plan(request: PlanRequest, length: int) -> RunnerPlan | str:
     return f"{resolved.kv_format.name} holds none" if found is None else found
 
 
-def _reason(error: Exception, rung: Rung) -> str:
-    return str(error).removeprefix(f"kv_cache_dtype={rung.name} is not possible: ").rstrip(".")
+def _reason(error: Exception, name: str) -> str:
+    return str(error).removeprefix(f"kv_cache_dtype={name} is not possible: ").rstrip(".")
 
 
 def _remembered(staging: Callable[[Resolved], Term | None]) -> Callable[[Resolved], Term | None]:

@@ -109,7 +109,7 @@ class PlanRequest:
     exchange: ExchangeKind | None = None
     """How ranks exchange, if already known."""
     kv_reason: str = ""
-    """Why kv_quality chose this kv_cache_dtype and these kv_near_tokens; empty if it did not."""
+    """Why kv_quality chose this kv_cache_dtype; empty if it did not."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -224,9 +224,7 @@ class Resolved:
             choice = Choice("kv_near_tokens", "0", f"{value} has no effect: no layer's pages are quantized")
             return replace(self, near_tokens=0, choices=self._with_choice(choice))
         num_bytes = pages.groups[-1].most_held(1) * pages.page_bytes
-        is_open, chosen = self.request.config.kv_near_tokens is None, self.request.kv_reason
-        why = f"the default of {self.kv_format.name}" if is_open else "given"
-        why = "chosen beside kv_cache_dtype" if chosen else why
+        why = f"the default of {self.kv_format.name}" if self.request.config.kv_near_tokens is None else "given"
         reason = f"{why}: {self.near_which()} stay in {self.dtype} too, which takes up to {format_bytes(num_bytes)} a sequence"
         return replace(self, choices=self._with_choice(Choice("kv_near_tokens", str(value), reason)))
 
