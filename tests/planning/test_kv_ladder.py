@@ -69,7 +69,7 @@ def test_kv_quality_says_what_the_formats_before_hold() -> None:
     reason = reasons(plan)["kv_cache_dtype"]
     assert "; bfloat16 holds 2." in reason
     assert "; turboquant_k8v4 beside 64 near tokens holds 5." in reason
-    assert reasons(plan)["kv_near_tokens"].startswith("chosen beside kv_cache_dtype: ")
+    assert reasons(plan)["kv_near_tokens"].startswith("the default of turboquant_k5v4: ")
 
 
 def test_kv_quality_without_a_context_holds_the_models_own() -> None:
@@ -107,7 +107,7 @@ def test_kv_quality_of_latents_takes_formats_of_latents(name: str, quality: str,
 
 def test_kv_quality_skips_formats_that_another_option_excludes() -> None:
     """The codes of two tokens take fewer bytes than one near row."""
-    options = {"kv_quality": "high", "max_model_len": 60_000, "page_tokens": 2, **SMALL}
+    options = {"kv_quality": "high", "max_model_len": 60_000, "page_tokens": 2, "kv_near_tokens": 64, **SMALL}
     with raises_code("plan.kv_quality_too_small", ConfigError, name="kv_quality") as raised:
         plan_runner(plan_request("Qwen3-8B", RTX4090, **options))
     assert "bfloat16 holds none" in str(raised.value)
@@ -116,7 +116,7 @@ def test_kv_quality_skips_formats_that_another_option_excludes() -> None:
 
 def test_kv_quality_without_a_possible_format_is_refused() -> None:
     """The codes of one token take fewer bytes than its near row."""
-    request = plan_request("Qwen3-8B", H200, kv_quality="balanced", page_tokens=1)
+    request = plan_request("Qwen3-8B", H200, kv_quality="balanced", page_tokens=1, kv_near_tokens=64)
     with raises_code("plan.kv_quality_impossible", ConfigError, name="kv_quality", value="balanced") as raised:
         plan_runner(request)
     assert str(raised.value).count("kv_near_tokens=64 is not possible with page_tokens=1") == 3
