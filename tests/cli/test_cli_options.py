@@ -81,6 +81,7 @@ def test_engine_option_reaches_its_field(setting) -> None:
     values |= {
         "LAYERS": "0,1,30,31",
         "BLOCK": "64",
+        "LEVEL": "high",
         "METHOD": "ngram:3",
         "SECONDS": "1.5",
         "WAY": "exact",

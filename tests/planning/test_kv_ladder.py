@@ -78,9 +78,10 @@ def test_kv_quality_without_a_context_holds_the_models_own() -> None:
     assert plan.resolved.limits.max_model_len == 40_960
 
 
-def test_kv_quality_keeps_given_near_tokens() -> None:
-    plan = plan_runner(plan_request("Qwen3-8B", H200, kv_quality="balanced", kv_near_tokens=128))
-    assert chosen(plan) == ("turboquant_k5v4", 128)
+@pytest.mark.parametrize("near", [0, 128])
+def test_kv_quality_keeps_given_near_tokens(near: int) -> None:
+    plan = plan_runner(plan_request("Qwen3-8B", H200, kv_quality="balanced", kv_near_tokens=near))
+    assert chosen(plan) == ("turboquant_k5v4", near)
 
 
 def test_kv_quality_unset_changes_nothing() -> None:
