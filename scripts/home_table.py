@@ -125,7 +125,7 @@ print(f"from the cache {best['auto']:.2f} s, quantized anew {best['off']:.2f} s"
 print(f"ratio {best['auto'] / best['off']:.3f}")
 END"""
 LIMIT = "holdfast run -p Hi --max-tokens 1 --memory-limit 640MiB"
-QUANTIZED_PAGES = "holdfast run tiny -p Hello --kv-cache-dtype turboquant_4bit_nc --max-tokens 2"
+QUANTIZED_PAGES = "holdfast run tiny -p Hello --kv-cache-dtype turboquant_4bit_nc --kv-near-tokens 0 --max-tokens 2"
 
 WAY_IN_CHECKS = (
     Check(WAY_IN, "--version", "holdfast --version", (r"^holdfast \d+\.\d+",), seconds=1),

@@ -228,7 +228,7 @@ class EngineConfig:
     kv_protected_dtype: Annotated[str, _KV_DTYPES] = "fp8"
     """The wider format of protected layers; auto: the dtype."""
     kv_near_tokens: Annotated[int | None, _check_near_tokens] = None
-    """Tokens of the newest block, which attention reads in 16 bits beside quantized pages, like the first 16 tokens: 64 or 128;
+    """Tokens of the newest block, which attention reads in dtype beside quantized pages, like the first 16 tokens: 64 or 128;
     0: none; None: 64 beside turboquant formats."""
     kv_key_scale: bool = True
     """Multiply keys of fewer than 8 bits, and divide their queries, by numbers that a short text gives at the start."""
@@ -328,8 +328,9 @@ class EngineConfig:
     @property
     def may_scale_keys(self) -> bool:
         """True if scales of keys may be measured on a text; the plan says whether they are."""
-        names_codes = self.kv_quality is not None or self.kv_cache_dtype.startswith("turboquant")
-        return self.kv_key_scale and names_codes and self.tokenizer != NO_TOKENIZER
+        name = self.kv_cache_dtype
+        has_codes = self.kv_quality is not None or (name != "auto" and ALL_KV_FORMATS[name].rotates_keys)
+        return self.kv_key_scale and has_codes and self.tokenizer != NO_TOKENIZER
 
     @property
     def takes_priorities(self) -> bool:

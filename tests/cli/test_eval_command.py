@@ -118,7 +118,7 @@ def test_eval_kv_near_tokens_make_a_window_of_one_block_exact(
     assert ended.code == 0, ended
     record = json.loads(ended.out)
     assert "near blocks of 64 tokens" in record["settings"]
-    assert "near" not in reported.record["settings"]
+    assert "no near tokens" in reported.record["settings"]
     before = {result["measure"]: result for result in reported.record["results"]}
     found = {result["measure"]: result for result in record["results"]}
     assert found["float32"]["perplexity"] == before["float32"]["perplexity"]

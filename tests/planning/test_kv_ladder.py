@@ -63,6 +63,15 @@ def test_kv_quality_counts_the_sequences_that_were_given() -> None:
     assert names == {1: "bfloat16", 4: "turboquant_k8v4", 7: "turboquant_k5v4"}
 
 
+def test_kv_quality_takes_shorter_steps_for_more_sequences() -> None:
+    """Near rows of 8,192 tokens a step would leave room for two; the engine's own plan would stop there."""
+    plan = plan_runner(plan_request("Qwen3-8B", RTX4090, kv_quality="balanced", max_num_seqs=3))
+    assert chosen(plan) == ("turboquant_k5v4", 64)
+    assert plan.resolved.limits.max_num_batched_tokens < 8192
+    assert plan.max_concurrency >= 3
+    assert f"in steps of {plan.resolved.limits.max_num_batched_tokens}" in reasons(plan)["kv_cache_dtype"]
+
+
 def test_kv_quality_says_what_the_formats_before_hold() -> None:
     options = {"kv_quality": "high", "max_model_len": 16_384, "max_num_seqs": 7, **SMALL}
     plan = plan_runner(plan_request("Qwen3-8B", RTX4090, **options))

@@ -177,7 +177,7 @@ def test_near_tokens_take_shorter_steps_instead_of_a_shorter_context() -> None:
     )
     assert plan.resolved.limits.max_num_batched_tokens == 512
     reasons = {choice.name: choice.reason for choice in plan.resolved.choices}
-    assert reasons["max_num_batched_tokens"] == "more near tokens in bfloat16 would leave less context"
+    assert reasons["max_num_batched_tokens"].endswith("would leave less context")
     lengths = [one.resolved.limits.max_model_len for one in (given, without, plan)]
     assert 4 * lengths[0] < lengths[1] < lengths[2]
     ample = fit_runner(plan_request("Qwen3-8B", H200, kv_cache_dtype="turboquant_4bit_nc"))

@@ -9,7 +9,7 @@ tokens in order, and blocks that only other rows of its tile see add nothing to 
 
 With near pages (families/grouped/spec.py) tiles are over codes, and read the tokens that their rows see exact besides. Rows of
 a tile share their own block, so blocks of rows end at multiples of it. A row that sees no codes has one tile over none. The
-number of a split tells its tile which near tokens are its part (kernels/attention/near_tokens.py). Splits of codes begin with
+number of a split decides which near tokens are its part (kernels/attention/near_tokens.py). Splits of codes begin with
 a block of tokens. If the first tokens end inside a block, the first split begins there.
 """
 
@@ -25,6 +25,7 @@ from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.geometry import NEAR_SPLIT, TILE_FIELDS, TileGeometry
 from holdfast.memory.arena import MirroredTensor
 
+MAX_NEAR_SPLITS = 2**31 // NEAR_SPLIT
 MORE_TURNS = 6
 """Most waves to try beyond those of unsplit tiles."""
 WORTH_MORE_TURNS = 1.1
@@ -325,6 +326,7 @@ class TileScheduler:
             tiles_8B[5] = np.minimum(tiles_8B[5], tiles_8B[4] + tokens_X)
             tiles_8B[6] += split_X
             if self._near is not None:
+                assert int(count_B.max()) < MAX_NEAR_SPLITS, f"{count_B.max()} splits do not fit a tile's last field"
                 tiles_8B[7] += split_X * NEAR_SPLIT
         if self._near is not None:
             has_codes_X = tiles_8B[4] < tiles_8B[5]

@@ -1,4 +1,4 @@
-"""Near pages keep the first tokens and the newest block in 16 bits beside quantized pages; no torch.
+"""Near pages keep the first tokens and the newest block in the type of the model beside quantized pages; no torch.
 
 A layer with quantized pages also has the planes near_k and near_v, which hold keys and values in the type of the model.
 Near planes overlay the planes of codes: a page of the pool has codes of the layers of one group, or near rows of all

@@ -310,9 +310,12 @@ def measure_formats(
     if work.recall is not None and (reason := cannot_recall(pairs[0].tasks.runner)) is not None:
         write_line(f"skipping recall: {reason}")
         work = work._replace(recall=None)
-    near = f", near blocks of {settled.kv_near_tokens} tokens" if settled.kv_near_tokens else ""
-    near += "" if settled.kv_key_scale else ", keys not scaled"
-    settings, plain = f"{settled.dtype} on {settled.device}{near}", float(opened.plain_bytes_per_token)
+    notes = [f"{settled.dtype} on {settled.device}"]
+    if settled.kv_near_tokens is not None:
+        notes.append(f"near blocks of {settled.kv_near_tokens} tokens" if settled.kv_near_tokens else "no near tokens")
+    if not settled.kv_key_scale:
+        notes.append("keys not scaled")
+    settings, plain = ", ".join(notes), float(opened.plain_bytes_per_token)
     view = EvalView(name, settings, text.name, text.window, len(work.windows), plain, [])
     bars: list[EvalBar] = []
 

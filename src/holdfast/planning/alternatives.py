@@ -420,7 +420,7 @@ def _format_changes(resolved: Resolved) -> Iterator[_Change]:
         return _set(resolved, f"keep KV pages in {name}", FORMAT, "kv_cache_dtype", name)
 
     if resolved.near_tokens:
-        yield _set(resolved, "keep no tokens in 16 bits beside KV pages", FORMAT, "kv_near_tokens", 0)
+        yield _set(resolved, "keep no near tokens beside KV pages", FORMAT, "kv_near_tokens", 0)
     if current not in ("float16", "bfloat16"):
         yield pages_in(half)
     if resolved.dtype == "float32":

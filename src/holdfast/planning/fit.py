@@ -181,7 +181,7 @@ def plan_resolved(resolved: Resolved) -> RunnerPlan | MemoryPlanError:
     """Plan pages for the longest context that fits. Returns a refusal if none fits, or not the given one."""
     found = try_fit(resolved)
     if found is None:
-        least = [resolved, *resolved.with_shorter_steps()][-1]
+        least = _least(resolved)
         found = _fit(_shortest(least) if least.may_shorten else least)
     if isinstance(found, RunnerPlan):
         _refuse_variance(found)
@@ -198,6 +198,11 @@ def try_fit(resolved: Resolved) -> RunnerPlan | None:
         if other is not None and (found is None or other.kv_tokens > found.kv_tokens):
             found = other
     return found
+
+
+def _least(resolved: Resolved) -> Resolved:
+    """Return this with the fewest tokens a step that are open."""
+    return [resolved, *resolved.with_shorter_steps()][-1]
 
 
 def _try_steps(resolved: Resolved) -> RunnerPlan | None:
@@ -223,6 +228,7 @@ def fit_runner(request: PlanRequest) -> RunnerPlan:
 
 def unfitting_runner(resolved: Resolved) -> RunnerPlan:
     """Return the plan with pages for one longest sequence, whatever the memory: for printing a refusal."""
+    resolved = _least(resolved)
     resolved = _shortest(resolved) if resolved.may_shorten else resolved
     needs = list_needs(resolved)
     num_pages = resolved.sequence_pages(resolved.limits.max_num_batched_tokens)

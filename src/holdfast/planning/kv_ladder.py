@@ -1,5 +1,6 @@
 """choose_kv: the KV format that `kv_quality` stands for, which is the first of a list whose plan holds enough; no torch."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -36,7 +37,7 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
     for name in ladders[config.kv_quality]:
         own = replace(request, config=replace(config, kv_quality=None, kv_cache_dtype=name))
         try:
-            found = _plan(own, length)
+            found = _plan(own, length, num_seqs)
         except (ConfigError, UnsupportedModelError) as error:
             passed.append(f"{name} is not possible: {_reason(error, name)}")
             continue
@@ -46,8 +47,13 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
             continue
         if found.max_concurrency >= num_seqs:
             reason = f"kv_quality={config.kv_quality}: it holds {wanted}"
+            limits = found.resolved.limits
+            if limits.max_num_batched_tokens != resolve(own).limits.max_num_batched_tokens:
+                # The plan of the engine takes shorter steps for its context alone, not for the number of sequences.
+                reason += f" in steps of {limits.max_num_batched_tokens}"
+                own = replace(own, config=replace(own.config, max_num_batched_tokens=limits.max_num_batched_tokens))
             return replace(own, kv_reason="; ".join((reason, *passed)))
-        passed.append(f"{_label(found)} holds {found.max_concurrency:.2f}")
+        passed.append(f"{_label(found)} holds {math.floor(100 * found.max_concurrency) / 100:.2f}")
     if not is_possible:
         raise ConfigError("plan.kv_quality_impossible", name="kv_quality", value=config.kv_quality, found=tuple(passed))
     other = ", take kv_quality=balanced" if config.kv_quality == "high" else ""
@@ -55,10 +61,17 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
     raise ConfigError("plan.kv_quality_too_small", name="kv_quality", **values)
 
 
-def _plan(request: PlanRequest, length: int) -> RunnerPlan | str:
-    """Return the plan of a format with this context, or that none fits. Raises if the format is not possible."""
+def _plan(request: PlanRequest, length: int, num_seqs: int) -> RunnerPlan | str:
+    """Return the plan of a format with this context, or that none fits. Raises if the format is not possible.
+
+    Steps are as long as that leaves room for so many sequences.
+    """
     resolved = resolve(replace(request, config=replace(request.config, max_model_len=length)))
-    found = try_fit(resolved)
+    found = None
+    for steps in (resolved, *resolved.with_shorter_steps()):
+        if found is not None and found.max_concurrency >= num_seqs:
+            break
+        found = try_fit(steps) or found
     return f"{resolved.kv_format.name} holds none" if found is None else found
 
 

@@ -201,13 +201,13 @@ class Resolved:
         return replace(self, limits=limits, choices=self._with_choice(choice)).with_near_choice()
 
     def with_shorter_steps(self) -> Iterator["Resolved"]:
-        """Yield this with fewer tokens a step, if they are open. All near rows of a step are on pages, in 16 bits each."""
+        """Yield this with fewer tokens a step, if they are open. All near rows of a step are on pages, in the type of the model."""
         config, limits = self.request.config, self.limits
         if not self.near_tokens or config.max_num_batched_tokens is not None or self.mesh.num_ranks > 1:
             return
         for tokens in SHORTER_STEPS:
             if limits.sampled_rows <= tokens < limits.max_num_batched_tokens:
-                reason = f"more near tokens in {self.dtype} would leave less context"
+                reason = f"longer steps, whose rows are in {self.dtype} while they run, would leave less context"
                 choice = Choice("max_num_batched_tokens", str(tokens), reason)
                 shorter = replace(limits, max_num_batched_tokens=tokens)
                 yield replace(self, limits=shorter, choices=self._with_choice(choice))
@@ -347,9 +347,10 @@ class Resolved:
         most = limits.max_num_seqs * self.sequence_pages(limits.max_num_batched_tokens)
         if pages is None or pages.cache.near is None:
             return most
-        near, held = pages.groups[-1], limits.max_num_seqs * (self.sequence_pages(1) + 1)
-        # Rows of two steps, one of them in flight, are shared by all sequences; each may round up by a page.
-        return min(most, held + 2 * -(-limits.max_num_batched_tokens // near.page_tokens))
+        windows = [group for group in pages.groups if group.window is not None]
+        held = limits.max_num_seqs * (self.sequence_pages(1) + len(windows))
+        # Rows of two steps, one of them in flight, are shared by all sequences; each may round up by a page of a group.
+        return min(most, held + 2 * sum(group.pages_for(limits.max_num_batched_tokens) for group in windows))
 
     def attention_spec(self, layer: LayerCache, heads: HeadGeometry, group: int = 0) -> AttentionSpec:
         spec = heads.attention_spec(layer, group, self.limits.max_model_len, self.dtype, self.target.kind)
@@ -404,7 +405,9 @@ def resolve(request: PlanRequest) -> Resolved:
     settings = dtype, recipe, kv_format, protected, limits, is_open, *budget, tuple(choices), num_proposals
     resolved = Resolved(request, *settings, near_tokens=near_tokens, key_scale=key_scale)
     if config.kv_near_tokens is None and resolved.lacks_near:
-        return resolve(replace(request, config=replace(config, kv_near_tokens=0)))
+        without = resolve(replace(request, config=replace(config, kv_near_tokens=0)))
+        reason = f"pages of {page_tokens} tokens hold no near token of every layer"
+        return replace(without, choices=(*without.choices, Choice("kv_near_tokens", "0", reason)))
     # Staging is counted for the settings as they are before ranks agree on a context.
     staging = request.staging(resolved) if callable(request.staging) else request.staging
     resolved = replace(resolved, staging=staging)

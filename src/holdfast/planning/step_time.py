@@ -77,7 +77,8 @@ KV_SHARES = {
     "turboquant_k3v4_nc": 0.56,
     "turboquant_3bit_nc": 0.42,
 }
-"""Shares of the read rate, 32 x 8192 and 8 x 32768 (h200-2026-11-18-quantized-attention). Assumed: turboquant_k5v4 as 4 bits."""
+"""Shares of the read rate, 32 x 8192 and 8 x 32768 (h200-2026-11-18-quantized-attention); turboquant_k5v4: 32 x 8160
+(h200-2026-11-19-near-attention)."""
 KV_SHARE, INDEX_SHARE, ONE_SEQUENCE_SHARE, WHOLE_BATCH = 0.95, 0.8, 0.6, 8
 """Shares for plain pages, and for one sequence, which has fewer splits than the device has multiprocessors (-attention)."""
 PROMPT_ATTENTION_SHARES = {"cuda": 0.43, "cpu": 1.0}

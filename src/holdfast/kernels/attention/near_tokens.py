@@ -43,12 +43,12 @@ class NearPages(NamedTuple):
 
 @jit
 def near_chunks(
-    position, num_rows, splits, NEAR_BLOCK: constexpr, FIRST_TOKENS: constexpr, CHUNK: constexpr
+    position, num_rows, packed_splits, NEAR_BLOCK: constexpr, FIRST_TOKENS: constexpr, CHUNK: constexpr
 ):  # fmt: skip
     """Return the range of chunks that this split reads."""
     FIRST_CHUNKS: constexpr = (FIRST_TOKENS + CHUNK - 1) // CHUNK
     NUM_CHUNKS: constexpr = FIRST_CHUNKS + (NEAR_BLOCK + CHUNK - 1) // CHUNK
-    i_split, num_splits = splits // SPLIT, splits % SPLIT
+    i_split, num_splits = packed_splits // SPLIT, packed_splits % SPLIT
     own = position // NEAR_BLOCK * NEAR_BLOCK
     # Rows of the first block read the first tokens there.
     begin = tl.maximum(i_split * NUM_CHUNKS // num_splits, tl.where(own == 0, FIRST_CHUNKS, 0))
@@ -83,7 +83,10 @@ def near_small(
     VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, NEAR_BLOCK: constexpr, FIRST_TOKENS: constexpr,
     NEAR_PAGE: constexpr, HAS_WINDOW: constexpr, BLOCK_G: constexpr, BLOCK_D: constexpr, VALUE_COLUMNS: constexpr,
 ):  # fmt: skip
-    """Begin a small tile with its near tokens, from a chunk on whose pages are there: accumulators by part [C, G], maxima [G] and sums [G]."""
+    """Begin a small tile with its near tokens: accumulators by part [C, G], maxima [G] and sums [G].
+
+    The pages of the first chunk are loaded already.
+    """
     b_m = tl.full((BLOCK_G,), -float("inf"), dtype=tl.float32)
     b_l = tl.zeros((BLOCK_G,), dtype=tl.float32)
     b_acc = ()
