@@ -1,5 +1,7 @@
 """Run the tests that need CUDA in this Python, and write a record: python benchmarks/gpu_tests.py [--jobs 12] [--part 1/2]
 
+--only tests/runner,tests/kernels runs these files first, --without the same value runs the rest.
+
 Tests are collected once. Tests that share the device run in --jobs processes. Then tests that measure the whole device
 (marker `alone`) run in one process. If a process dies in a test, that test fails and another process runs the rest, so no
 test is lost. Compiled kernels are kept in .triton-cache/ between runs.
@@ -274,14 +276,24 @@ def missing_packages() -> dict[str, str]:
     return {name: words for name, words in PACKAGES.items() if find_spec(name) is None}
 
 
-def run_lane(lane: Lane, part: tuple[int, int], known: Mapping[str, float]) -> dict[str, Found]:
-    """Run the tests of one part: first the shared ones, then those that need the whole device."""
+def run_lane(
+    lane: Lane,
+    part: tuple[int, int],
+    known: Mapping[str, float],
+    only: tuple[str, ...] = ("",),
+    without: tuple[str, ...] = (),
+) -> dict[str, Found]:
+    """Run the tests of one part: first the shared ones, then those that need the whole device.
+
+    `only` and `without` are beginnings of test ids.
+    """
     num_jobs = lane.num_jobs if find_spec("xdist") else 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         collected, found = collect(lane, folder)
         number, num_parts = part
-        ids = parts_of(collected, num_parts, known)[number - 1]
+        wanted = [name for name in collected if name.startswith(only) and not name.startswith(without)]
+        ids = parts_of(wanted, num_parts, known)[number - 1]
         shared, alone = ([name for name in ids if collected[name] is is_alone] for is_alone in (False, True))
         print(f"{len(shared)} tests in {num_jobs} processes, then {len(alone)} alone", flush=True)
         found |= run(lane, shared, folder, num_jobs) if shared else {}
@@ -308,6 +320,11 @@ def as_part(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def as_paths(text: str) -> tuple[str, ...]:
+    """tests/a.py,tests/b -> ("tests/a.py", "tests/b")"""
+    return tuple(text.split(","))
+
+
 def main() -> int:
     """Run, print, record."""
     sys.path.insert(0, str(ROOT / "src"))
@@ -316,6 +333,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The tests that need CUDA")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--part", type=as_part, default=(1, 1), help="such as 1/2: the first of two halves")
+    parser.add_argument("--only", type=as_paths, default=("",), help="such as tests/runner,tests/kernels: no others")
+    parser.add_argument("--without", type=as_paths, default=(), help="such as tests/runner: all others")
+    parser.add_argument("--label", default="", help="added to the record's name")
     parser.add_argument("--budget-seconds", type=float, default=540.0, help="what runs then is ended")
     parser.add_argument("--out", type=Path, default=ROOT / RECORDS, help="folder of the record")
     parser.add_argument("--commit", default=None, help=f"else ${COMMIT_VARIABLE}, else what git says")
@@ -328,7 +348,7 @@ def main() -> int:
         print(f"{name} is not there: {words}")
     start = time.monotonic()
     lane = Lane(ROOT, max(1, arguments.jobs), arguments.budget_seconds, start)
-    found = run_lane(lane, arguments.part, known_seconds(arguments.out))
+    found = run_lane(lane, arguments.part, known_seconds(arguments.out), arguments.only, arguments.without)
     seconds = time.monotonic() - start
     facts = summary(found)
     counts = {"passed": facts["passed"], "failed": len(facts["failed"]), "skipped": sum(facts["skipped"].values())}
@@ -353,7 +373,8 @@ def main() -> int:
     for why, count in facts["skipped"].items():
         print(f"skipped {count}: {why}")
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped in {seconds:.0f} s")
-    write_record(record, "tests" if num_parts == 1 else f"tests-{number}-of-{num_parts}", arguments)
+    name = "tests" if num_parts == 1 else f"tests-{number}-of-{num_parts}"
+    write_record(record, f"{name}-{arguments.label}" if arguments.label else name, arguments)
     return 1 if counts["failed"] or not counts["passed"] else 0
 
 
