@@ -1,6 +1,7 @@
 """Run the tests that need CUDA in this Python, and write a record: python benchmarks/gpu_tests.py [--jobs 12] [--part 1/2]
 
---only tests/runner,tests/kernels runs these files first, --without the same value runs the rest.
+--only tests/runner,tests/kernels runs these files. --after RECORD runs all that was not green in an earlier record, so that
+two short runs make one lane.
 
 Tests are collected once. Tests that share the device run in --jobs processes. Then tests that measure the whole device
 (marker `alone`) run in one process. If a process dies in a test, that test fails and another process runs the rest, so no
@@ -239,6 +240,12 @@ def known_seconds(records: Path) -> dict[str, float]:
     return found
 
 
+def green_functions(record: Mapping[str, Any]) -> dict[str, int]:
+    """Return the functions of a record that ran with no failure, and how many tests each had."""
+    failed = {function_of(name) for name in record["failed"]}
+    return {name: count for name, (count, _) in record["seconds_by_function"].items() if name not in failed}
+
+
 def parts_of(ids: Iterable[str], num_parts: int, known: Mapping[str, float]) -> list[list[str]]:
     """Split tests into deterministic parts: whole functions, longest first, each to the shortest part."""
     functions: dict[str, list[str]] = defaultdict(list)
@@ -281,18 +288,18 @@ def run_lane(
     part: tuple[int, int],
     known: Mapping[str, float],
     only: tuple[str, ...] = ("",),
-    without: tuple[str, ...] = (),
+    green: Collection[str] = (),
 ) -> dict[str, Found]:
     """Run the tests of one part: first the shared ones, then those that need the whole device.
 
-    `only` and `without` are beginnings of test ids.
+    `only` has beginnings of test ids; functions in `green` are left out.
     """
     num_jobs = lane.num_jobs if find_spec("xdist") else 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         collected, found = collect(lane, folder)
         number, num_parts = part
-        wanted = [name for name in collected if name.startswith(only) and not name.startswith(without)]
+        wanted = [name for name in collected if name.startswith(only) and function_of(name) not in green]
         ids = parts_of(wanted, num_parts, known)[number - 1]
         shared, alone = ([name for name in ids if collected[name] is is_alone] for is_alone in (False, True))
         print(f"{len(shared)} tests in {num_jobs} processes, then {len(alone)} alone", flush=True)
@@ -334,7 +341,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--part", type=as_part, default=(1, 1), help="such as 1/2: the first of two halves")
     parser.add_argument("--only", type=as_paths, default=("",), help="such as tests/runner,tests/kernels: no others")
-    parser.add_argument("--without", type=as_paths, default=(), help="such as tests/runner: all others")
+    parser.add_argument("--after", type=Path, default=None, help="a record: its green functions are left out")
     parser.add_argument("--label", default="", help="added to the record's name")
     parser.add_argument("--budget-seconds", type=float, default=540.0, help="what runs then is ended")
     parser.add_argument("--out", type=Path, default=ROOT / RECORDS, help="folder of the record")
@@ -348,7 +355,8 @@ def main() -> int:
         print(f"{name} is not there: {words}")
     start = time.monotonic()
     lane = Lane(ROOT, max(1, arguments.jobs), arguments.budget_seconds, start)
-    found = run_lane(lane, arguments.part, known_seconds(arguments.out), arguments.only, arguments.without)
+    green = green_functions(json.loads(arguments.after.read_text())) if arguments.after else {}
+    found = run_lane(lane, arguments.part, known_seconds(arguments.out), arguments.only, green)
     seconds = time.monotonic() - start
     facts = summary(found)
     counts = {"passed": facts["passed"], "failed": len(facts["failed"]), "skipped": sum(facts["skipped"].values())}
@@ -358,6 +366,7 @@ def main() -> int:
         "part": f"{number}/{num_parts}",
         "seconds": round(seconds, 1),
         "missing": missing,
+        "passed_before": {"record": arguments.after.name, "tests": sum(green.values())} if arguments.after else None,
     }
     record = make_record(
         "gpu-tests",

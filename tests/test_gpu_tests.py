@@ -200,6 +200,11 @@ def test_earlier_records_say_how_long_tests_take(tmp_path: Path) -> None:
     assert gpu_tests.known_seconds(tmp_path) == {"t.py::f": 1.5}
 
 
+def test_green_functions_leave_out_what_failed() -> None:
+    record = {"seconds_by_function": {"t.py::f": [4, 8.0], "t.py::g": [2, 1.0]}, "failed": {"t.py::g[1]": "no time"}}
+    assert gpu_tests.green_functions(record) == {"t.py::f": 4}
+
+
 @pytest.mark.parametrize(("text", "part"), [("1/1", (1, 1)), ("2/3", (2, 3))])
 def test_as_part_reads_number_of_number(text: str, part: tuple[int, int]) -> None:
     assert gpu_tests.as_part(text) == part

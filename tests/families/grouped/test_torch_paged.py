@@ -145,10 +145,11 @@ def test_aligned_mask_start_and_rows_are_aligned(dtype, num_rows, start, end):
 def test_torch_paged_mixed_formats_on_gpu_are_exact(device, dtype):
     """Where no kernel takes the mix, since a layer's pages are wider than its queries."""
     names = f"float32 {' '.join(QUANTIZED)}"
-    geometry = Geometry(head_dim=64, page_tokens=16, windows=6 * (None,), kv_dtype=names, dtype=dtype, device=device)
+    windows = len(names.split()) * (None,)
+    geometry = Geometry(head_dim=64, page_tokens=16, windows=windows, kv_dtype=names, dtype=dtype, device=device)
     made, num_pages = texts(geometry, LENGTHS, consecutive=False)
     backend = TorchPagedAttention(geometry.specs, geometry.storage(num_pages))
-    for layer in range(6):
+    for layer in range(len(windows)):
         outputs = run_steps(backend, geometry, made, steps_of(made, 40), geometry.head_norm(), geometry.rotary(), layer)
         for text, out in zip(made, outputs, strict=True):
             exact = text.exact(None, geometry.head_norm(), geometry.rotary(), layer)
