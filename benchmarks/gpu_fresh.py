@@ -24,7 +24,7 @@ REHEARSAL_SECONDS = 100.0
 """Limit on compiling kernels before the first part."""
 MAX_OVERRUN = 1.8
 """Limit on the seconds of a part, as a multiple of those expected."""
-FORMATS = "turboquant_k8v4,bfloat16,turboquant_4bit_nc,fp8,turboquant_k3v4_nc,turboquant_3bit_nc"
+FORMATS = "turboquant_k8v4,bfloat16,turboquant_k5v4,turboquant_4bit_nc,fp8,turboquant_k3v4_nc,turboquant_3bit_nc"
 
 
 class Part(NamedTuple):

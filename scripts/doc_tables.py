@@ -239,6 +239,16 @@ def _same_tokens(result: Result) -> object:
 
 
 RANK_COLUMNS = {"": _value("measure"), "found": _listed_values, "unit": _value("unit"), "%": _ranks_percent}
+ANSWERS: Columns = {
+    "": _value("measure"),
+    "same tokens, median": _value("values", "median_same"),
+    "same tokens, mean": _value("values", "mean_same"),
+    "valid JSON": _value("json", "num_valid"),
+    "valid tool calls": _value("tools", "num_valid"),
+    "of": _value("json", "num_tasks"),
+}
+LATENT_PARTS = ("turboquant_mla_4bit", "token 0", "cure: near tokens exact")
+"""Rows of latent-error that are shown."""
 SECTIONS: Mapping[str, Columns] = {
     "fairness": {
         "": _value("measure"),
@@ -453,6 +463,19 @@ SECTIONS: Mapping[str, Columns] = {
         "perplexity after the prompt": _change("after_prompt"),
         "mean KL after it": _value("after_prompt", "mean_kl"),
     },
+    "kv-answers": ANSWERS,
+    "kv-answers-behind": ANSWERS,
+    "kv-recall": {
+        "": _value("measure"),
+        "1,024 tokens back": _value("values", "recall 1024"),
+        "2,048": _value("values", "recall 2048"),
+        "4,096": _value("values", "recall 4096"),
+    },
+    "latent-error": {
+        "": _value("measure"),
+        "mean KL": _value("values", "mean_kl"),
+        "of all": _value("values", "of all"),
+    },
     "key-bias": {
         "": _value("measure"),
         "mean KL": _value("values", "mean_kl"),
@@ -652,6 +675,15 @@ def invariance_tables(folder: Path) -> str:
     return "\n\n".join(shown) or NO_RECORD
 
 
+def latent_table(folder: Path) -> str:
+    """Return the error of 4-bit latents by what is planted: all of it, that of token 0, and what a cure leaves."""
+    shown = []
+    for record in records(folder, "latent-error"):
+        rows = [result for result in record["results"] if result["measure"].partition(": ")[2] in LATENT_PARTS]
+        shown.append(section_table({**record, "results": rows}, SECTIONS["latent-error"]))
+    return "\n\n".join(shown) or NO_RECORD
+
+
 def highlight_table(folder: Path) -> str:
     """Return the highlights with figures; a sentence if there is none."""
     found = [row for highlight in HIGHLIGHTS if (row := _highlight_row(folder, highlight)) is not None]
@@ -691,6 +723,7 @@ MAKERS: Mapping[str, Callable[[Path], str]] = {
     "highlights": highlight_table,
     **{section: lambda folder, section=section: section_tables(folder, section) for section in SECTIONS},
     "gpu-invariance": invariance_tables,
+    "latent-error": latent_table,
     "error-codes": error_table,
 }
 """Content between the marks of each section."""

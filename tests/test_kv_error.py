@@ -30,7 +30,9 @@ def parts_of_keys(tmp_path_factory) -> dict[str, Quality]:
     """The format of a tiny model, and some of its parts."""
     folder = make_model(tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=3, hidden_size=64, head_dim=16)
     model, chosen = open_model(str(folder), "auto"), kv_error.Chosen()
-    config = settle_config(EngineConfig(model=str(folder), device="cpu", kv_protected_layers=0), model, WINDOW)
+    config = settle_config(
+        EngineConfig(model=str(folder), device="cpu", kv_protected_layers=0, kv_near_tokens=0), model, WINDOW
+    )
     reference = reference_entry(config)
     part_entry = Entry("part", Variant(reference.variant.config, kv_error.MakePartPages(chosen)))
     opened = open_contenders(

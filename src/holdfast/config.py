@@ -191,7 +191,11 @@ def _check_scheme(value: object, name: str) -> None:
 
 
 def _check_near_tokens(value: object, name: str) -> None:
-    if value is not None and (type(value) is not int or value not in NEAR_TOKENS):
+    if value is None:
+        return
+    if type(value) is not int:
+        raise ConfigError("value.not_integer", name=name, value=value)
+    if value not in NEAR_TOKENS:
         raise ConfigError("value.not_one_of", name=name, value=value, accepted=tuple(map(str, NEAR_TOKENS)))
 
 

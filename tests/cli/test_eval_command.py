@@ -1,8 +1,10 @@
 """`holdfast eval`: a table, a record and a page of a text; progress; and whatever can be typed wrong, reported in one line."""
 
+import errno
 import io
 import json
 import re
+import signal
 from contextlib import redirect_stderr
 from dataclasses import fields
 from pathlib import Path
@@ -138,7 +140,7 @@ def test_eval_kv_key_scale_keeps_bytes_and_names_scaled_formats(
     ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, *requested, "--json", "-")
     assert ended.code == 0, ended
     record = json.loads(ended.out)
-    assert "keys scaled" in record["settings"]
+    assert "keys not scaled" not in record["settings"]
     before = {result["measure"]: result for result in reported.record["results"]}
     found = {result["measure"]: result for result in record["results"]}
     assert found["fp8"]["bytes_per_token"] == before["fp8"]["bytes_per_token"]
@@ -244,6 +246,54 @@ def test_eval_kv_interrupt_keeps_complete_formats(
     assert made["missing"] == ["turboquant_k8v4", "bfloat16"]
     assert [result["measure"] for result in made["results"]] == ["float32", "fp8"]
     assert "Interrupted; not measured: turboquant_k8v4, bfloat16" in html.read_text(encoding="utf-8")
+
+
+def test_eval_kv_second_interrupt_waits_for_table_and_record(
+    here: Here, tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the weights are released."""
+    record = tmp_path / "record.json"
+    real_measure, real_table = kv_quality.measure_against, eval_command.quality_lines
+
+    def interrupted(reading, contender, on_halves):
+        if contender.name == "turboquant_k8v4":
+            signal.raise_signal(signal.SIGINT)
+        return real_measure(reading, contender, on_halves)
+
+    def interrupted_again(view):
+        signal.raise_signal(signal.SIGINT)
+        return real_table(view)
+
+    monkeypatch.setattr(kv_quality, "measure_against", interrupted)
+    monkeypatch.setattr(eval_command, "quality_lines", interrupted_again)
+    formats = ("--formats", "fp8,turboquant_k8v4")
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, *formats, "--json", record)
+    assert ended.code == INTERRUPTED
+    assert list(rows(ended.out)) == ["float32", "fp8"]
+    assert json.loads(record.read_text())["missing"] == ["turboquant_k8v4"]
+    assert "stopping: results that are complete are written" in ended.err.splitlines()
+
+
+def test_eval_kv_full_disk_costs_the_page_alone(
+    here: Here, tiny: Path, text: Path, tmp_path: Path, monkeypatch
+) -> None:
+    def full(file, page):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(eval_command, "write_page", full)
+    record, html = tmp_path / "record.json", tmp_path / "page.html"
+    outputs = ("--json", record, "--html", html)
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, "--formats", "fp8", *outputs)
+    assert ended.code == 0
+    assert list(rows(ended.out)) == ["float32", "fp8"]
+    assert [result["measure"] for result in json.loads(record.read_text())["results"]] == ["float32", "fp8"]
+    assert f"page not written to {html}: No space left on device" in ended.err
+
+
+def test_eval_kv_window_within_near_tokens_is_reported(here: Here, tiny: Path, text: Path) -> None:
+    requested = ("--formats", "turboquant_3bit_nc", "--kv-near-tokens", "64")
+    ended = here("eval", "kv", tiny, "--text", text, *SMALL_KV, *requested)
+    assert "windows of 48 tokens lie within the newest block of 64 tokens" in ended.err
 
 
 def test_eval_kv_interrupt_before_reference_has_no_table(

@@ -6,7 +6,7 @@ import pytest
 
 from error_codes import raises_code
 from holdfast.config import KV_QUALITIES, EngineConfig
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import Term
 from holdfast.planning.fit import RunnerPlan, fit_runner
 from holdfast.planning.kv_ladder import LADDERS, LATENT_LADDERS, choose_kv
@@ -116,10 +116,11 @@ def test_kv_quality_of_latents_takes_formats_of_latents(name: str, quality: str,
 
 def test_kv_quality_skips_formats_that_another_option_excludes() -> None:
     """The codes of two tokens take fewer bytes than one near row."""
-    options = {"kv_quality": "high", "max_model_len": 60_000, "page_tokens": 2, "kv_near_tokens": 64, **SMALL}
-    with raises_code("plan.kv_quality_too_small", ConfigError, name="kv_quality") as raised:
+    sequences = {"max_model_len": 20_000, "max_num_seqs": 16}
+    options = {"kv_quality": "high", "page_tokens": 2, "kv_near_tokens": 64, **sequences, **SMALL}
+    with raises_code("plan.kv_quality_too_small", MemoryPlanError, name="kv_quality") as raised:
         plan_runner(plan_request("Qwen3-8B", RTX4090, **options))
-    assert "bfloat16 holds none" in str(raised.value)
+    assert "bfloat16 holds 1." in str(raised.value)
     assert "turboquant_k5v4 is not possible: kv_near_tokens=64 is not possible with page_tokens=2" in str(raised.value)
 
 
@@ -131,13 +132,25 @@ def test_kv_quality_without_a_possible_format_is_refused() -> None:
     assert str(raised.value).count("kv_near_tokens=64 is not possible with page_tokens=1") == 3
 
 
-@pytest.mark.parametrize(("quality", "advice"), [("high", ", take kv_quality=balanced, or"), ("balanced", ", or")])
-def test_kv_quality_refuses_what_no_format_holds(quality: str, advice: str) -> None:
-    request = plan_request("Qwen3-8B", RTX4090, kv_quality=quality, max_model_len=40_960, max_num_seqs=64, **SMALL)
-    with raises_code("plan.kv_quality_too_small", ConfigError, name="kv_quality", value=quality) as raised:
+@pytest.mark.parametrize(
+    ("quality", "num_seqs", "advice"),
+    [("high", 64, ", or"), ("high", 4, ", take kv_quality=balanced, or"), ("balanced", 64, ", or")],
+)
+def test_kv_quality_refuses_what_no_format_holds(quality: str, num_seqs: int, advice: str) -> None:
+    options = {"kv_quality": quality, "max_model_len": 38_000, "max_num_seqs": num_seqs, **SMALL}
+    request = plan_request("Qwen3-8B", RTX4090, **options)
+    with raises_code("plan.kv_quality_too_small", MemoryPlanError, name="kv_quality", value=quality) as raised:
         plan_runner(request)
-    assert "64 sequences of 40,960 tokens" in str(raised.value)
+    assert f"{num_seqs} sequences of 38,000 tokens" in str(raised.value)
     assert f"max_num_seqs{advice} set kv_cache_dtype." in str(raised.value)
+
+
+@pytest.mark.parametrize("quality", ["high", "balanced"])
+def test_kv_quality_without_a_fit_is_refused_with_the_table(quality: str) -> None:
+    """The weights alone are too large, which no format changes."""
+    with raises_code("plan.over_budget", MemoryPlanError) as raised:
+        plan_runner(plan_request("Qwen3-32B", RTX4090, kv_quality=quality))
+    assert raised.value.table is not None
 
 
 def test_kv_quality_plans_the_load_once() -> None:

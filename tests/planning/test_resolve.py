@@ -14,19 +14,8 @@ from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
 from holdfast.models.spec import ModelSpec, RopeSpec
-from holdfast.planning.resolve import (
-    CPU_KV_BYTES,
-    PlanRequest,
-    ProtectedLayers,
-    Resolved,
-    by_key_bias,
-    by_position,
-    choose_protected,
-    choose_recipe,
-    listed,
-    resolve,
-    unsupported_scheme,
-)
+from holdfast.planning.protected_layers import ProtectedLayers, by_key_bias, by_position, choose_protected, listed
+from holdfast.planning.resolve import CPU_KV_BYTES, PlanRequest, Resolved, choose_recipe, resolve, unsupported_scheme
 from holdfast.planning.target import Target, memory_target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, MLA_FORMATS
 from holdfast.quant.weight_schemes import (
@@ -45,7 +34,7 @@ NARROW = "turboquant_4bit_nc"
 
 
 def chosen(model: DeclaredModel = SMOL, kv_format: str = NARROW, dtype: str = "bfloat16", **options) -> ProtectedLayers:
-    return choose_protected(EngineConfig(**options), model, KV_FORMATS[kv_format], dtype, near_tokens=0)
+    return choose_protected(EngineConfig(**options), model, KV_FORMATS[kv_format], dtype, near_tokens=0, page_tokens=64)
 
 
 def with_layers(num_layers: int) -> DeclaredModel:
@@ -145,11 +134,11 @@ def test_impossible_protected_layers_are_refused(kv_format: str, options: dict, 
 def test_protected_latents_need_a_wider_latent_format() -> None:
     config = EngineConfig(kv_protected_layers=2, kv_protected_dtype="turboquant_3bit_nc")
     with pytest.raises(ConfigError, match="this model keeps latents"):
-        choose_protected(config, declared("DeepSeek-R1"), MLA_FORMATS["fp8_ds_mla"], "bfloat16", 0)
+        choose_protected(config, declared("DeepSeek-R1"), MLA_FORMATS["fp8_ds_mla"], "bfloat16", 0, 64)
     config = replace(config, kv_protected_dtype="turboquant_mla_4bit")
     values = {"num_bytes": 386, "kv_bytes": 656, "accepted": ("float32", "float16", "bfloat16")}
     with raises_code("plan.protected_not_wider", ConfigError, **values):
-        choose_protected(config, declared("DeepSeek-R1"), MLA_FORMATS["fp8_ds_mla"], "bfloat16", 0)
+        choose_protected(config, declared("DeepSeek-R1"), MLA_FORMATS["fp8_ds_mla"], "bfloat16", 0, 64)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_mean_is_of_the_keys_after_the_first_four(tmp_path: Path, family: str, n
     """Against transformers: each head and pair, norms that add 1, a rope for each kind of layer; a key bias is part of it."""
     (tmp_path / family).mkdir()
     model = save_tiny(family, tmp_path / family)
-    built = TinyBuilder(tmp_path)(family, kv_cache_dtype="fp8", max_model_len=64, max_num_batched_tokens=num_tokens)
+    built = TinyBuilder(tmp_path)(family, kv_cache_dtype="fp8", max_model_len=num_tokens)
     spec = open_model(str(tmp_path / family), "auto").spec
     keys = transformers_keys(model, warm_token_ids(spec.vocab_size, num_tokens))
     for layer, pages in enumerate(built.runner.backend.pages):
@@ -216,11 +216,31 @@ def test_mean_is_of_the_keys_after_the_first_four(tmp_path: Path, family: str, n
             found = pages.planes.key_bias.bias_KD
         else:
             assert pages.planes.k_mean_KD is not None
-            found, expected = pages.planes.k_mean_KD, averaged(expected, spec, layer, 64)
+            found, expected = pages.planes.k_mean_KD, averaged(expected, spec, layer, num_tokens)
         # Pages in fp8 change what the layers after them read.
         error = float((found - expected).norm() / expected.norm())
-        assert error < (1e-5 if layer == 0 else 0.06)
+        assert error < (2**-8 if layer == 0 else 0.06)
     built.release()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
+def test_centred_keys_step_size_changes_no_mean(build: TinyBuilder, family: str) -> None:
+    found = []
+    for num_tokens in (64, 33, 5):
+        built = build(
+            family,
+            kv_cache_dtype="turboquant_4bit_nc",
+            max_model_len=64,
+            max_num_batched_tokens=num_tokens,
+            kv_protected_layers=0,
+        )
+        pages = [one.planes for one in built.runner.backend.pages]
+        tables = [one.k_mean_KD if one.key_bias is None else one.key_bias.bias_KD for one in pages]
+        found.append([table.clone() for table in tables if table is not None])
+        assert found[-1]
+        built.release()
+    for others in found[1:]:
+        assert all(torch.equal(first, other) for first, other in zip(found[0], others, strict=True))
 
 
 def test_key_mean_of_rotated_format_is_rotated(build: TinyBuilder) -> None:
@@ -239,8 +259,8 @@ def test_key_mean_of_rotated_format_is_rotated(build: TinyBuilder) -> None:
 @pytest.mark.parametrize(
     ("options", "has_mean"),
     [
-        ({"max_num_batched_tokens": 31}, False),
-        ({"max_num_batched_tokens": 32}, True),
+        ({"max_num_batched_tokens": 1}, True),
+        ({"max_num_batched_tokens": 31}, True),
         ({"max_model_len": 31}, False),
         ({"max_model_len": 32}, True),
     ],

@@ -279,7 +279,7 @@ def test_backends_follow_formats(build):
 
 @pytest.mark.parametrize("kv_format", [name for name, value in KV_FORMATS.items() if value.is_quantized])
 def test_pages_of_quantized_formats(build, kv_format):
-    built = build("qwen3", kv_cache_dtype=kv_format, page_tokens=None, max_model_len=100)
+    built = build("qwen3", kv_cache_dtype=kv_format, kv_near_tokens=0, page_tokens=None, max_model_len=100)
     assert built.runner.limits.page_tokens == 64
     names = [spec.cache.format.name for spec in built.plan.attention_specs]
     num_wide = min(DEFAULT_PROTECTED_LAYERS[kv_format], 1)
@@ -294,7 +294,8 @@ def test_weights_say_which_layers_are_protected(build, caplog):
     No context outgrows the window, so that all layers are one group.
     """
     with caplog.at_level(logging.INFO, logger="holdfast"):
-        built = build("qwen2_window", kv_cache_dtype="turboquant_4bit_nc", max_model_len=8, page_tokens=None)
+        options = {"kv_cache_dtype": "turboquant_4bit_nc", "kv_near_tokens": 0}
+        built = build("qwen2_window", **options, max_model_len=8, page_tokens=None)
     weights = load_file(build.folder / "qwen2_window" / "model.safetensors")
     norms = [weights[f"model.layers.{layer}.self_attn.k_proj.bias"].norm().item() for layer in range(3)]
     largest = norms.index(max(norms))
@@ -313,7 +314,7 @@ def test_weights_say_which_layers_are_protected(build, caplog):
 def test_pages_and_attention_follow_the_weights(build, monkeypatch, norms, count):
     monkeypatch.setattr("holdfast.runner.assembly.key_bias_norms", lambda *_: norms)
     options = {"kv_cache_dtype": "turboquant_k3v4_nc", "kv_protected_dtype": "auto", "kv_protected_layers": count}
-    built = build("qwen2_window", **options, max_model_len=8)
+    built = build("qwen2_window", **options, kv_near_tokens=0, max_model_len=8)
     sizes = [math.inf if math.isnan(norm) else norm for norm in norms]
     expected = sorted(sorted(range(3), key=lambda layer: -sizes[layer])[:count])
     if norms[:2] == [1.0, 1.0] and count == 2:
@@ -329,7 +330,7 @@ def test_build_listed_layers_are_protected(build):
 
 def test_build_cache_groups_protect_layers_by_position(build):
     """Weights come too late: which layers are wider decides how groups share a page."""
-    options = {"kv_cache_dtype": "turboquant_4bit_nc", "page_tokens": None, "max_model_len": 64}
+    options = {"kv_cache_dtype": "turboquant_4bit_nc", "kv_near_tokens": 0, "page_tokens": None, "max_model_len": 64}
     built = build("qwen2_window", **options)
     assert built.plan.resolved.protected.layers == ()
     (reason,) = (choice.reason for choice in built.plan.resolved.choices if choice.name == "kv_protected_layers")

@@ -242,18 +242,23 @@ class _Setup(NamedTuple):
 
     def write(self, view: EvalView) -> None:
         """Print the table, and write page and record."""
-        self.save(view)
-        if self.html is not None:
+        if self.save(view) and self.html is not None:
             write_line(f"page written to {shown(str(self.html), MAX_PATH)[1:-1]}")
         lines = quality_lines(view)
         show_beside(lines) if self.json_file == STDOUT else show(lines)
         if self.json_file is not None:
             write_record(self._record(view), self.json_file)
 
-    def save(self, view: EvalView) -> None:
-        """Write the page."""
-        if self.html is not None:
+    def save(self, view: EvalView) -> bool:
+        """Write the page; return False if there is none. A full disk costs the page, not the figures."""
+        if self.html is None:
+            return False
+        try:
             write_page(self.html, eval_page(view))
+        except OSError as error:
+            write_line(f"page not written to {shown(str(self.html), MAX_PATH)[1:-1]}: {error.strerror or error}")
+            return False
+        return True
 
     def _record(self, view: EvalView) -> dict[str, object]:
         facts = {"text_sha256": hashlib.sha256(self.text.text.encode()).hexdigest()}
@@ -269,14 +274,18 @@ def eval_kv(options: KvOptions, engine: Given) -> int:
     model = open_headers(config, shown_download)
     try:
         import_torch()
-        view = measure_formats(config, model, names, setup.text, extent, setup.save)
+        from holdfast.engine.engine import InterruptShield
+
+        # A second Ctrl-C waits until everything that is complete is written.
+        with InterruptShield() as shield:
+            with shield.lifted():
+                view = measure_formats(config, model, names, setup.text, extent, setup.save)
+            setup.write(view)
+            if view.missing:
+                write_line(f"interrupted: {', '.join(view.missing)} not measured")
     finally:
         model.source.close()
-    setup.write(view)
-    if view.missing:
-        write_line(f"interrupted: {', '.join(view.missing)} not measured")
-        return INTERRUPTED
-    return 0
+    return INTERRUPTED if view.missing else 0
 
 
 def measure_formats(
@@ -285,7 +294,7 @@ def measure_formats(
     names: Sequence[str] | None,
     text: EvalText,
     extent: KvExtent = KvExtent(),  # noqa: B008 - a frozen value
-    save: Callable[[EvalView], None] = lambda view: None,
+    save: Callable[[EvalView], object] = lambda view: None,
 ) -> EvalView:
     """Measure formats one by one; `save` gets the view after each. Ctrl-C ends with those that are complete."""
     from holdfast.engine.open_text import open_tokenizer
@@ -310,13 +319,9 @@ def measure_formats(
     if work.recall is not None and (reason := cannot_recall(pairs[0].tasks.runner)) is not None:
         write_line(f"skipping recall: {reason}")
         work = work._replace(recall=None)
-    notes = [f"{settled.dtype} on {settled.device}"]
-    if settled.kv_near_tokens is not None:
-        notes.append(f"near blocks of {settled.kv_near_tokens} tokens" if settled.kv_near_tokens else "no near tokens")
-    if not settled.kv_key_scale:
-        notes.append("keys not scaled")
-    settings, plain = ", ".join(notes), float(opened.plain_bytes_per_token)
-    view = EvalView(name, settings, text.name, text.window, len(work.windows), plain, [])
+    _report_exact_windows(text.window, opened.most_near_tokens)
+    plain = float(opened.plain_bytes_per_token)
+    view = EvalView(name, _settings_text(settled), text.name, text.window, len(work.windows), plain, [])
     bars: list[EvalBar] = []
 
     def watching(contender: "Contender") -> Callable[[int, int], None]:
@@ -333,12 +338,32 @@ def measure_formats(
     except KeyboardInterrupt:
         if not view.qualities:
             raise
+        write_line("stopping: results that are complete are written")
         view = view._replace(missing=tuple(entry.name for entry in entries[len(view.qualities) :]))
     finally:
         for bar in bars:
             bar.__exit__()
         opened.release()
     return view
+
+
+def _report_exact_windows(window: int, near_tokens: int) -> None:
+    """Print a line if attention reads no codes, because every window is one exact block."""
+    if window <= near_tokens:
+        write_line(
+            f"windows of {window} tokens lie within the newest block of {near_tokens} tokens, which is exact: "
+            "they show no error of the codes; see --window"
+        )
+
+
+def _settings_text(config: EngineConfig) -> str:
+    """Return type, device, and the options that are not at their default."""
+    notes = [f"{config.dtype} on {config.device}"]
+    if config.kv_near_tokens is not None:
+        notes.append(f"near blocks of {config.kv_near_tokens} tokens" if config.kv_near_tokens else "no near tokens")
+    if not config.kv_key_scale:
+        notes.append("keys not scaled")
+    return ", ".join(notes)
 
 
 def _kv_work(config: EngineConfig, model: OpenModel, text: EvalText, extent: KvExtent) -> "Work":

@@ -13,10 +13,13 @@ from holdfast.eval.recall import Recall, RecallTest, measure_recall
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.plan import RunnerPlan
-from holdfast.planning.resolve import PlanRequest, numbers, resolve
+from holdfast.planning.protected_layers import numbers
+from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import choose_device, device_target
 from holdfast.quant.formats import DTYPE_BYTES, formats_of
 from holdfast.runner.build import plan_model
+from holdfast.runner.key_scale import num_scaled_heads
+from holdfast.runner.runner import Runner
 from holdfast.runner.variants import Variant, build_variants
 from holdfast.text.key_text import key_text_ids
 from holdfast.text.tokenizer import Tokenizer
@@ -124,6 +127,8 @@ class OpenedContenders(NamedTuple):
     contenders: list[Contender]
     plain_bytes_per_token: Fraction
     """KV bytes of a token in half precision."""
+    most_near_tokens: int
+    """Tokens of the newest block that are exact, in the contender with most."""
     release: Callable[[], None]
 
 
@@ -207,12 +212,12 @@ def narrower_formats(config: EngineConfig, model: OpenModel) -> Possible:
     return Possible.of(narrower, lambda name: format_entry(config, model, name).variant.config, model)
 
 
-def format_note(plan: RunnerPlan) -> str:
+def format_note(plan: RunnerPlan, runner: Runner) -> str:
     """Name the layers with a wider format, and the tokens that are exact beside codes."""
     protected, notes = plan.resolved.protected, []
     if protected.layers:
         notes.append(f"layers {numbers(protected.layers)} in {protected.format.name}")
-    if plan.resolved.key_scale:
+    if num_scaled_heads(runner.backend):
         notes.append("keys scaled by pair")
     if plan.resolved.near_tokens:
         notes.append(f"{plan.resolved.near_which()} in {plan.resolved.dtype}")
@@ -234,8 +239,9 @@ def open_contenders(
     contenders = []
     for entry, runner, plan in zip(entries, built.runners, built.plans, strict=True):
         num_bytes = plan.kv_bytes_per_token if entry.bytes_per_token is None else entry.bytes_per_token
-        note = format_note(plan) if entry.note is None else entry.note
+        note = format_note(plan, runner) if entry.note is None else entry.note
         contenders.append(Contender(entry.name, runner, num_bytes, note))
     reference = built.plans[0]
     plain = reference.kv_bytes_per_token * PLAIN_BYTES / DTYPE_BYTES[reference.resolved.dtype]
-    return OpenedContenders(contenders, plain, built.release)
+    near_tokens = max(plan.resolved.near_tokens for plan in built.plans)
+    return OpenedContenders(contenders, plain, near_tokens, built.release)

@@ -20,7 +20,7 @@ import torch
 
 from holdfast.errors import ConfigError
 from holdfast.observability.log import get_logger
-from holdfast.planning.resolve import by_key_bias, by_position, numbers
+from holdfast.planning.protected_layers import by_key_bias, by_position, numbers
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, QUANTIZED_HEAD_DIM, KVFormat, Plane, kv_format
 from holdfast.quant.kv_quantize import (
     QuantizedHeads,

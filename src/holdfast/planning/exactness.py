@@ -98,5 +98,7 @@ def refuse_variant_attention(
     if declared.is_compressed or declared.keeps_latents:
         kind = "compressed attention" if declared.is_compressed else "latents (MLA)"
         fix = f"Leave it out: no such kernel exists for {kind}."
+    elif target.kind == "cpu" and config.kv_cache_dtype not in ("auto", dtype):
+        fix = f"On a CPU take kv_cache_dtype=auto in place of {config.kv_cache_dtype}, or leave it out."
     values = {"backend": declaration.name, "dtype": dtype, "device": target.name, "fix": fix}
     raise ConfigError("plan.variant_attention", name="batch_invariant", **values)

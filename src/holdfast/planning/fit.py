@@ -19,7 +19,8 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.exactness import refuse_variant_attention
-from holdfast.planning.resolve import KV_IS_GIVEN, PlanRequest, Resolved, numbers, resolve
+from holdfast.planning.protected_layers import numbers
+from holdfast.planning.resolve import KV_IS_GIVEN, PlanRequest, Resolved, resolve
 from holdfast.planning.target import Target, too_old_reason
 from holdfast.planning.terms import Needs, list_needs
 
@@ -328,7 +329,10 @@ def spare_bytes(resolved: Resolved) -> tuple[int, Needs | None]:
 def _fit(resolved: Resolved, needs: Needs | None = None) -> RunnerPlan | MemoryPlanError:
     page_bytes, (min_pages, max_pages, reasons) = resolved.page_bytes(), _page_bounds(resolved)
     if max_pages < min_pages:
-        given, needed = format_bytes(resolved.max_kv_bytes or 0), format_bytes(min_pages * page_bytes)
+        sizes = resolved.max_kv_bytes or 0, min_pages * page_bytes
+        given, needed = map(format_bytes, sizes)
+        if given == needed:
+            given, needed = (f"{num_bytes:,} bytes" for num_bytes in sizes)
         length = resolved.limits.max_model_len
         return MemoryPlanError(
             "plan.kv_cache_too_small", name=KV_IS_GIVEN, value=given, needed=needed, max_model_len=length

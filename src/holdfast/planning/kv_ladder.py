@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, UnsupportedModelError
 from holdfast.memory.planner import Term
 from holdfast.planning.fit import RunnerPlan, try_fit
 from holdfast.planning.resolve import PlanRequest, Resolved, resolve
@@ -22,8 +22,9 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
     """Return the request with the format that `kv_quality` stands for; without the option, the same.
 
     The plan has to hold as many sequences of the longest context as the user set: one, of the model's own length, by
-    default. A format that the model, the device or another option excludes is skipped. Ranks plan in processes of their own,
-    so `resolve` refuses the option there.
+    default. A format that the model, the device or another option excludes is skipped. If none fits at all, the narrowest
+    is returned, and its plan is refused with its table. Ranks plan in processes of their own, so `resolve` refuses the
+    option there.
     """
     config, declared = request.config, request.declared
     if config.kv_quality is None or request.mesh.num_ranks > 1 or config.num_ranks > 1:
@@ -31,7 +32,7 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
     length, num_seqs = config.max_model_len or declared.max_position, config.max_num_seqs or 1
     ladders = LATENT_LADDERS if declared.keeps_latents or declared.is_compressed else LADDERS
     sequences = "one sequence" if num_seqs == 1 else f"{num_seqs} sequences"
-    wanted, passed, is_possible = f"{sequences} of {length:,} tokens", [], False
+    wanted, passed, narrowest, fits = f"{sequences} of {length:,} tokens", [], None, False
     if callable(request.staging):
         request = replace(request, staging=_remembered(request.staging))
     for name in ladders[config.kv_quality]:
@@ -41,10 +42,11 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
         except (ConfigError, UnsupportedModelError) as error:
             passed.append(f"{name} is not possible: {_reason(error, name)}")
             continue
-        is_possible = True
+        narrowest = own
         if isinstance(found, str):
             passed.append(found)
             continue
+        fits = True
         if found.max_concurrency >= num_seqs:
             reason = f"kv_quality={config.kv_quality}: it holds {wanted}"
             limits = found.resolved.limits
@@ -54,11 +56,22 @@ def choose_kv(request: PlanRequest) -> PlanRequest:
                 own = replace(own, config=replace(own.config, max_num_batched_tokens=limits.max_num_batched_tokens))
             return replace(own, kv_reason="; ".join((reason, *passed)))
         passed.append(f"{_label(found)} holds {math.floor(100 * found.max_concurrency) / 100:.2f}")
-    if not is_possible:
+    if narrowest is None:
         raise ConfigError("plan.kv_quality_impossible", name="kv_quality", value=config.kv_quality, found=tuple(passed))
-    other = ", take kv_quality=balanced" if config.kv_quality == "high" else ""
+    if not fits:
+        return replace(narrowest, kv_reason="; ".join((f"kv_quality={config.kv_quality}: no format fits", *passed)))
+    other = ", take kv_quality=balanced" if config.kv_quality == "high" and _is_enough(request, "balanced") else ""
     values = {"value": config.kv_quality, "wanted": wanted, "found": tuple(passed), "other": other}
-    raise ConfigError("plan.kv_quality_too_small", name="kv_quality", **values)
+    raise MemoryPlanError("plan.kv_quality_too_small", name="kv_quality", **values)
+
+
+def _is_enough(request: PlanRequest, quality: str) -> bool:
+    """Return True if another `kv_quality` holds what the user wants."""
+    try:
+        choose_kv(replace(request, config=replace(request.config, kv_quality=quality)))
+    except HoldfastError:
+        return False
+    return True
 
 
 def _plan(request: PlanRequest, length: int, num_seqs: int) -> RunnerPlan | str:

@@ -11,7 +11,7 @@ from holdfast.cache.compressed import StateKind, compressed_cache
 from holdfast.cache.groups import CacheGroup, block_tokens, tokens_again, unrewindable
 from holdfast.cache.near import FIRST_TOKENS
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache
-from holdfast.config import AUTO_EMBEDDINGS, NGRAM, NO_TOKENIZER, EngineConfig, Limits, parse_layers, parse_speculative
+from holdfast.config import AUTO_EMBEDDINGS, NGRAM, NO_TOKENIZER, EngineConfig, Limits, parse_speculative
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
@@ -22,12 +22,11 @@ from holdfast.models.declaration import HeadGeometry
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import BEFORE
 from holdfast.planning.exactness import refuse_inequality, refuse_variant_weights
+from holdfast.planning.protected_layers import ProtectedLayers, choose_protected, listed
 from holdfast.planning.target import Target
 from holdfast.quant.formats import (
     DEFAULT_NEAR_TOKENS,
-    DEFAULT_PROTECTED_LAYERS,
     KVFormat,
-    formats_of,
     index_dtype_beside,
 )
 from holdfast.quant.weight_schemes import HEAD_SCHEME, WEIGHT_SCHEMES, WeightRecipe, WeightScheme
@@ -53,12 +52,7 @@ SHORTER_STEPS = (2048, 512)
 """Default tokens of a step, in turn, if near rows of longer steps would cut the context."""
 SPECULATED_ROWS = 128
 """Sampled rows of a step with draft tokens, unless there are more sequences: beyond, compute costs more than reading weights."""
-MOST_PADDING = 0.05
-"""Share of a cache group's page that protected layers may leave unused, unless the user chose them."""
 AGREED_CONTEXT = "what fits on every rank"
-NEAR_INSTEAD = (
-    "kv_near_tokens lowers the error more per byte, and pages of one format hold twice the near tokens of mixed ones"
-)
 
 
 class Choice(NamedTuple):
@@ -67,20 +61,6 @@ class Choice(NamedTuple):
     name: str
     value: str
     reason: str
-
-
-class ProtectedLayers(NamedTuple):
-    """Layers in a wider KV format, in rising order."""
-
-    layers: tuple[int, ...]
-    format: KVFormat
-    is_open: bool = False
-    """The count and all bytes are settled; the weights decide which layers."""
-    reason: str = ""
-
-    def formats(self, kv_format: KVFormat, num_layers: int) -> tuple[KVFormat, ...]:
-        """Return the format of every layer if all others have `kv_format`."""
-        return tuple(self.format if layer in self.layers else kv_format for layer in range(num_layers))
 
 
 class Agreed(NamedTuple):
@@ -386,7 +366,7 @@ def resolve(request: PlanRequest) -> Resolved:
     kv_format = _choose_kv_format(request, dtype, choices)
     page_tokens = _page_tokens(config, model, kv_format, choices)
     near_tokens = _choose_near(config, model, kv_format, choices)
-    protected = choose_protected(config, model, kv_format, dtype, near_tokens)
+    protected = choose_protected(config, model, kv_format, dtype, near_tokens, page_tokens)
     if protected.reason:
         choices.append(Choice("kv_protected_layers", str(len(protected.layers)), protected.reason))
     key_scale = config.kv_key_scale and _can_scale_keys(request, kv_format, protected)
@@ -612,124 +592,6 @@ def _bounded_reason(target: Target, wanted: str) -> str:
     if target.held_by_others_bytes == 0:
         return f"all of the device's {total}, less than {wanted}"
     return f"what others leave: they hold {format_bytes(target.held_by_others_bytes)} of the device's {total}"
-
-
-def choose_protected(
-    config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str, near_tokens: int
-) -> ProtectedLayers:
-    """Return the given layers, or the default of the format; chosen by position until the weights are loaded."""
-    given = parse_layers(config.kv_protected_layers, "kv_protected_layers")
-    heads, num_layers = model.declaration.heads(ALONE), model.num_layers
-    if given in (0, None) and (heads is None or heads.is_compressed or not kv_format.is_quantized):
-        return ProtectedLayers((), kv_format)
-    values = {"name": "kv_protected_layers", "value": config.kv_protected_layers, "model": model.name}
-    if heads is None or heads.is_compressed:
-        raise ConfigError("plan.one_kv_format", **values)
-    if (given[-1] >= num_layers) if isinstance(given, tuple) else (given or 0) > num_layers:
-        raise ConfigError("plan.too_many_layers", **values, num_layers=num_layers, last=num_layers - 1)
-    if isinstance(given, tuple):
-        return ProtectedLayers(given, _wider_format(config, model, kv_format, dtype))
-    default = DEFAULT_PROTECTED_LAYERS.get(kv_format.name, 0)
-    if default and near_tokens and not _sets_protection(config):
-        return ProtectedLayers((), kv_format, False, NEAR_INSTEAD)
-    count = given if given is not None else min(default, num_layers // 2)
-    if count == 0:
-        reason = f"the default of {kv_format.name}" if default == 0 else f"half of {num_layers} layers is none"
-        return ProtectedLayers((), kv_format, False, "" if given == 0 else reason)
-    wider = _wider_format(config, model, kv_format, dtype)
-    layers, has_groups = by_position(count, num_layers), _num_groups(config, model, heads) > 1
-    # If groups share columns, or stages have different layers, bytes depend on which layers are protected: weights come too late.
-    is_open = heads.has_key_bias and count < num_layers and not has_groups and config.pipeline_parallel_size == 1
-    ends = "the first" if count == 1 else "the first and the last"
-    which = "those with the largest key biases" if is_open else f"{ends} ({numbers(layers)})"
-    why = f"the default of {kv_format.name}" if count == default else f"half of the layers, {default} would be more"
-    why = "given" if given is not None else why
-    found = ProtectedLayers(layers, wider, is_open, f"{why}; kept in {wider.name}: {which}")
-    if given is None and has_groups:
-        padding = _padding_share(config, model, heads, kv_format, found)
-        none = ProtectedLayers((), kv_format)
-        if padding > max(MOST_PADDING, _padding_share(config, model, heads, kv_format, none)):
-            reason = f"{len(layers)} in {wider.name}, {why}, would leave {100 * padding:.0f}% of a cache group's pages unused"
-            return none._replace(reason=reason)
-    return found
-
-
-def _sets_protection(config: EngineConfig) -> bool:
-    """Return True if the user chose layers or their format."""
-    is_default = config.kv_protected_dtype == EngineConfig.kv_protected_dtype
-    return config.kv_protected_layers is not None or not is_default
-
-
-def _num_groups(config: EngineConfig, model: DeclaredModel, heads: HeadGeometry) -> int:
-    """Count the cache groups at the longest possible context."""
-    longest = config.max_model_len or model.max_position
-    return len({None if window is None or window >= longest else window for window in heads.windows})
-
-
-def _padding_share(
-    config: EngineConfig, model: DeclaredModel, heads: HeadGeometry, kv_format: KVFormat, protected: ProtectedLayers
-) -> float:
-    """Return the largest share of a page that a cache group leaves unused."""
-    formats = protected.formats(kv_format, model.num_layers)
-    shape = heads.num_kv_heads, heads.head_dim, _page_tokens(config, model, kv_format, [])
-    longest = config.max_model_len or model.max_position
-    latent = heads.rope_dim, heads.index_dim, heads.shared_layers
-    cache = mixed_cache(formats, *shape, heads.windows, longest, *latent)
-    return max(map(cache.padding_bytes, range(len(cache.groups)))) / cache.bytes_per_page
-
-
-def by_position(count: int, num_layers: int) -> tuple[int, ...]:
-    """Return the first half and the last half of `count` layers: the ends of a model suffer most from compression."""
-    first = (count + 1) // 2
-    return (*range(first), *range(num_layers - (count - first), num_layers))
-
-
-def by_key_bias(count: int, norms: Sequence[float]) -> tuple[tuple[int, ...], str]:
-    """Return the layers with the largest norms of key biases, and the reason.
-
-    A bias is the same in every key, so it uses some of the few codes without telling keys apart. Ties go to the layers
-    nearest to the ends; NaN counts as infinite.
-    """
-    sizes = [math.inf if math.isnan(norm) else norm for norm in norms]
-    if len(set(sizes)) == 1:
-        layers = by_position(count, len(sizes))
-        return layers, "all key biases are alike, and these are the first and the last"
-    order = sorted(range(len(sizes)), key=lambda layer: (-sizes[layer], _distance_to_end(layer, len(sizes))))
-    high, low, median = (sizes[order[place]] for place in (0, count - 1, len(order) // 2))
-    reason = f"their key biases are the largest, {low:.3g} to {high:.3g} where the median is {median:.3g}"
-    return tuple(sorted(order[:count])), reason
-
-
-def _distance_to_end(layer: int, num_layers: int) -> int:
-    """Rank layers as first, last, second, second last, and so on."""
-    return min(2 * layer, 2 * (num_layers - 1 - layer) + 1)
-
-
-def numbers(layers: Sequence[int]) -> str:
-    """Join layers with commas."""
-    return ",".join(map(str, layers))
-
-
-def listed(layers: Sequence[int]) -> str:
-    """Print layers as the option takes them; one alone has a comma after it."""
-    return numbers(layers) + ("," if len(layers) == 1 else "")
-
-
-def _wider_format(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str) -> KVFormat:
-    wanted = dtype if config.kv_protected_dtype == "auto" else config.kv_protected_dtype
-    found = model.check_format(wanted, "kv_protected_dtype")
-    heads, known = model.declaration.heads(ALONE), formats_of(model.keeps_latents, model.is_compressed)
-    rope_dim = 0 if heads is None else heads.rope_dim
-    sizes = {name: value.bytes_per_token(1, model.head_dim, rope_dim) for name, value in known.items()}
-    own, other = sizes[kv_format.name], sizes[found.name]
-    if other > own:
-        # A given index format holds for every layer; left open, it is as wide as the latents beside it.
-        index_dtype = "" if config.index_cache_dtype == "auto" else config.index_cache_dtype
-        return replace(found, index_dtype=index_dtype)
-    wider = tuple(name for name, size in sizes.items() if size > own)
-    code = "plan.protected_not_wider" if kv_format.is_quantized else "plan.nothing_to_protect"
-    values = {"value": found.name, "num_bytes": other, "kv_cache_dtype": kv_format.name, "kv_bytes": own}
-    raise ConfigError(code, name="kv_protected_dtype", **values, accepted=wider)
 
 
 def choose_recipe(

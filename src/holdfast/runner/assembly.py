@@ -27,7 +27,7 @@ from holdfast.models.rope import StepRope, key_turns, make_step_rope
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.planning.plan import RunnerPlan
-from holdfast.planning.resolve import by_key_bias, listed
+from holdfast.planning.protected_layers import by_key_bias, listed
 from holdfast.planning.terms import PROCESS_OWNER, TOKENIZER_OWNER
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
@@ -216,7 +216,8 @@ class Assembly:
         if mean_bytes or any(biases.keys) or is_staged:
             rooms = KeyRooms(biases.keys, biases.by_layer, means)
             num_tokens = centre_keys(runner, self.spec, rooms)
-            log.info("Keys are centred by their mean over %d warm-up tokens", num_tokens)
+            if num_tokens:
+                log.info("Keys are centred by their mean over %d warm-up tokens", num_tokens)
 
     def _scale_keys(
         self, runner: Runner, specs: Sequence[GroupedAttentionSpec], scales: Sequence[torch.Tensor | None]
@@ -232,7 +233,9 @@ class Assembly:
         if num_tokens:
             log.info("Keys of %d heads are scaled, measured on %d tokens of text", num_heads, num_tokens)
         else:
-            log.info("%s", "kv_key_scale scales no key: there is no text, or a step or the pages hold too little of it")
+            log.info(
+                "%s", "kv_key_scale scales no key: there is no text, or a sequence or the pages hold too little of it"
+            )
 
     def _step_rope(self) -> StepRope:
         """Allocate cos and sin of the largest step."""

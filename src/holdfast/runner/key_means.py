@@ -4,8 +4,8 @@ K key/value heads, D head dim, X width of the fused QKV projection, T rows of th
 
 The mean of a head's keys uses up code range and distinguishes no key from another. It is measured once, before the
 first page of a request is written, after the norm and before RoPE. It never changes, so a page means the same in every
-step. The prompt's token ids follow from the vocabulary size alone. So codes stay a function of weights and settings,
-and two starts give the same ones.
+step. The prompt's token ids follow from the vocabulary size alone, and it is read in short steps whatever a step of the
+engine may hold. So codes stay a function of weights and settings, and two starts give the same ones.
 
 If scores have a key bias already, the mean is added to it: exact at every position, whatever follows the scores.
 Otherwise one vector is subtracted from all keys: their mean, rotated to each position and averaged over the whole
@@ -13,13 +13,12 @@ context. Pairs that rotate fast average to zero. This shifts all scores of a row
 softmax ignores. Sinks and soft-capping would not, so nothing is subtracted from the keys of layers that have them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from holdfast.cache.chunks import ring_tables
-from holdfast.cache.groups import CacheGroup
 from holdfast.families.grouped.pages import GroupedBackend, QuantizedPages
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.key_bias import KeyBias
@@ -34,6 +33,8 @@ from holdfast.request.sequence import Sequence as TokenSequence
 from holdfast.runner.runner import Runner
 
 WARM_TOKENS = 128
+STEP_TOKENS = 32
+"""Rows of a step that measures; fewer, by a power of two, if a step of the engine holds fewer."""
 SKIPPED_TOKENS = 4
 """Left out of the mean: the first tokens attract attention and have unusual keys."""
 LEAST_TOKENS = 32
@@ -79,35 +80,56 @@ class KeyRooms(NamedTuple):
 
 @torch.inference_mode()
 def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
-    """Measure and store the means. Return the number of tokens read, 0 if a step fits too few.
+    """Measure and store the means. Return the number of tokens read, 0 if the pages or a sequence hold too few.
 
-    Each rank measures its own heads, in one common step: `spec` is the rank's, token ids come from the whole
-    vocabulary.
+    Each rank measures its own heads, in common steps: `spec` is the rank's, token ids come from the whole vocabulary.
     """
-    limits, backend = runner.limits, runner.backend
-    num_tokens = min(WARM_TOKENS, limits.max_model_len, limits.max_num_batched_tokens)
-    while sum(group.pages_for(num_tokens) for group in runner.groups) > runner.num_pages:
+    backend = runner.backend
+    num_tokens = min(WARM_TOKENS, runner.limits.max_model_len)
+    while sum(group.most_pages(num_tokens, STEP_TOKENS) for group in runner.groups) > runner.num_pages:
         num_tokens -= 1
     if num_tokens < LEAST_TOKENS or not isinstance(backend, GroupedBackend):
         return 0
-    found: dict[int, torch.Tensor] = {}
+    keys: dict[int, list[torch.Tensor]] = {}
 
-    def measure(layer: int, qkv_TX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None) -> None:
+    def measure(layer: int, qkv_tX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None) -> None:
         if isinstance(backend.pages[layer], QuantizedPages):
-            found[layer] = mean_key(qkv_TX[SKIPPED_TOKENS:num_tokens], spec, head_norm)
+            keys.setdefault(layer, []).append(normed_keys(qkv_tX, spec, head_norm).to("cpu", copy=True))
 
-    backend.on_write = measure
-    try:
-        runner.hidden_rows(_step(warm_token_ids(runner.vocab_size, num_tokens), runner.groups))
-    finally:
-        backend.on_write = None
-    with runner.on_runner_stream():  # cuBLAS takes a workspace for each stream with a product
+    read_in_steps(runner, warm_token_ids(runner.vocab_size, num_tokens), measure)
+    found = {layer: mean_key(torch.cat(steps)) for layer, steps in keys.items()}
+    with runner.on_runner_stream():
         _store_means(runner, spec, rooms, found)
     return num_tokens
 
 
+def read_in_steps(
+    runner: Runner,
+    token_ids: Sequence[int],
+    measure: Callable[[int, torch.Tensor, HeadNorm | None, Rotary | None], None],
+) -> None:
+    """Run a text through the model in short steps of one sequence; `measure` gets the rows of each layer and step."""
+    backend, ids, num_tokens = runner.backend, list(token_ids), len(token_ids)
+    assert isinstance(backend, GroupedBackend), f"{type(backend).__name__} has no keys by head"
+    step_tokens = min(STEP_TOKENS, 1 << (runner.limits.max_num_batched_tokens.bit_length() - 1))
+    tables = ring_tables(runner.groups, num_tokens, step_tokens)
+    sequence = TokenSequence(0, ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
+    num_rows = 0
+
+    def measure_rows(layer: int, qkv_tX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None) -> None:
+        measure(layer, qkv_tX[:num_rows], head_norm, rotary)
+
+    backend.on_write = measure_rows
+    try:
+        for start in range(0, num_tokens, step_tokens):
+            num_rows = min(step_tokens, num_tokens - start)
+            runner.hidden_rows(LiveStep((ScheduledSequence.of(sequence, start, num_rows),)))
+    finally:
+        backend.on_write = None
+
+
 def _store_means(runner: Runner, spec: ModelSpec, rooms: KeyRooms, found: Mapping[int, torch.Tensor]) -> None:
-    """Give each layer its mean: to the bias of its scores, or as the vector that its keys are short of."""
+    """Give each layer its mean, found on the host: to the bias of its scores, or as the vector that its keys are short of."""
     limits, backend = runner.limits, runner.backend
     assert isinstance(backend, GroupedBackend), f"{type(backend).__name__} has no means"
     shape = spec.head_dim, spec.max_position, limits.max_model_len
@@ -122,23 +144,28 @@ def _store_means(runner: Runner, spec: ModelSpec, rooms: KeyRooms, found: Mappin
         bias, room_KD = rooms.biases[layer], rooms.means[layer]
         if bias is not None:
             qkv_X = rooms.qkv[layer]
-            mean_KD = mean_KD.to(qkv_X.dtype)  # what keys are short of is what scores get, to the bit
+            mean_KD = mean_KD.to(qkv_X)  # what keys are short of is what scores get, to the bit
             qkv_X[spec.key_part] -= mean_KD.flatten()
             bias.bias_KD.add_(mean_KD)
         elif room_KD is not None:
             rope = spec.layer_rope(layer)
-            turned_KD = mean_KD if rope is None else mean_KD @ turns[rope].to(mean_KD.device)
+            turned_KD = mean_KD if rope is None else mean_KD @ turns[rope]
             pages = backend.pages[layer]
             assert isinstance(pages, QuantizedPages), f"layer {layer} has a mean and plain pages"
             room_KD.copy_(rotate_heads(turned_KD) if pages.planes.rotates_keys else turned_KD)
 
 
-def mean_key(qkv_TX: torch.Tensor, spec: ModelSpec, head_norm: HeadNorm | None) -> torch.Tensor:
-    """Return the mean key before RoPE, float32 [K, D]."""
+def normed_keys(qkv_TX: torch.Tensor, spec: ModelSpec, head_norm: HeadNorm | None) -> torch.Tensor:
+    """Return the keys before RoPE: [T, K, D]."""
     k_TKD = qkv_TX[:, spec.key_part].unflatten(-1, (spec.num_kv_heads, spec.head_dim))
-    if head_norm is not None:
-        k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps, offset=head_norm.offset)
-    return k_TKD.mean(0, dtype=torch.float32)
+    if head_norm is None:
+        return k_TKD
+    return rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps, offset=head_norm.offset)
+
+
+def mean_key(k_TKD: torch.Tensor) -> torch.Tensor:
+    """Return the mean key of a text, float32 [K, D]. It is rounded, so that the last bits of a step's sums do not reach it."""
+    return k_TKD[SKIPPED_TOKENS:].mean(0, dtype=torch.float64).bfloat16().float()
 
 
 def average_turn(frequency_P: torch.Tensor, magnitude: float, num_positions: int) -> torch.Tensor:
@@ -152,11 +179,3 @@ def average_turn(frequency_P: torch.Tensor, magnitude: float, num_positions: int
     cos_P, sin_P = size_P * middle_P.cos(), size_P * middle_P.sin()
     swapped_DD = torch.eye(2 * len(half_P), dtype=torch.float64).roll(len(half_P), dims=0)
     return (torch.cat((cos_P, cos_P)).diag() + swapped_DD * torch.cat((-sin_P, sin_P))).float()
-
-
-def _step(token_ids: list[int], groups: Sequence[CacheGroup]) -> LiveStep:
-    """Make a step of one sequence on the first pages, which are free."""
-    num_tokens = len(token_ids)
-    tables = ring_tables(groups, num_tokens, num_tokens)
-    sequence = TokenSequence(0, token_ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
-    return LiveStep((ScheduledSequence.of(sequence, 0, num_tokens),))

@@ -6,9 +6,9 @@ Rotation spreads the error of a code evenly over a key. Queries do not weigh all
 large queries loses most. If keys are multiplied by s and queries divided by it, scores stay what they were, and the error of
 a score is least for s = (E[q^2] / E[k^2])^(1/4). Both dims of a pair have one s, so it commutes with RoPE.
 
-The text follows the measurement of means (key_means.py), in steps of one length whatever a step of the engine may hold. Its
+The text follows the measurement of means (key_means.py), in blocks of one length whatever a step of the engine may hold. Its
 first half gives E[q^2] and E[k^2]. Its second half decides: a head takes the strength of s that lowers the error of its
-softmax most, or s = 1. A head weighs its keys of the same step, and the first tokens if codes are read for those.
+softmax most, or s = 1. A head weighs its keys of the same block, and the first tokens if codes are read for those.
 
 Numbers are computed on the host, from rows that the device wrote. So the device's memory holds s and nothing else.
 """
@@ -17,21 +17,17 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.cache.chunks import ring_tables
+from holdfast.attention.backend import AttentionBackend
 from holdfast.families.grouped.pages import GroupedBackend, QuantizedPages
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
 from holdfast.quant.kv_quantize import dequantize_keys, quantize_keys, rotate_heads
-from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import LiveStep, ScheduledSequence
-from holdfast.request.sequence import Sequence as TokenSequence
-from holdfast.runner.key_means import SKIPPED_TOKENS
+from holdfast.runner.key_means import SKIPPED_TOKENS, STEP_TOKENS, read_in_steps
 from holdfast.runner.runner import Runner
 
 TEXT_TOKENS = 512
-STEP_TOKENS = 32
 STRENGTHS = (1.0, 0.5)
 """Exponents of s to choose from, beside 0."""
 LEAST_GAIN = 0.05
@@ -60,7 +56,7 @@ def make_scales(specs: Sequence[GroupedAttentionSpec], device: torch.device) -> 
 def scale_keys(runner: Runner, specs: Sequence[GroupedAttentionSpec], token_ids: Sequence[int]) -> tuple[int, int]:
     """Measure and store the scales. Return the number of tokens read, and of heads that have a scale.
 
-    No token is read if a step or the pages hold too few. Each rank measures its own heads.
+    No token is read if a sequence or the pages hold too few. Each rank measures its own heads.
     """
     backend = runner.backend
     num_tokens = _num_tokens(runner, len(token_ids))
@@ -72,36 +68,37 @@ def scale_keys(runner: Runner, specs: Sequence[GroupedAttentionSpec], token_ids:
         if isinstance(pages, QuantizedPages) and pages.planes.pair_scale_2KD is not None
     }
 
-    def measure(layer: int, qkv_TX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None) -> None:
+    def measure(layer: int, qkv_tX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None) -> None:
         if layer in balances:
-            balances[layer].read(qkv_TX[:STEP_TOKENS], head_norm, rotary)
+            balances[layer].read(qkv_tX, head_norm, rotary)
 
-    tables = ring_tables(runner.groups, num_tokens, STEP_TOKENS)
-    backend.on_write = measure
-    try:
-        ids = list(token_ids[:num_tokens])
-        sequence = TokenSequence(0, ids, num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
-        for start in range(0, num_tokens, STEP_TOKENS):
-            runner.hidden_rows(LiveStep((ScheduledSequence.of(sequence, start, STEP_TOKENS),)))
-    finally:
-        backend.on_write = None
+    read_in_steps(runner, token_ids[:num_tokens], measure)
     with runner.on_runner_stream():
-        return num_tokens, sum(_store(balance.planes, balance.chosen()) for balance in balances.values())
+        for balance in balances.values():
+            _store(balance.planes, balance.chosen())
+        return num_tokens, num_scaled_heads(backend)
+
+
+def num_scaled_heads(backend: AttentionBackend) -> int:
+    """Return the number of heads whose keys are scaled."""
+    if not isinstance(backend, GroupedBackend):
+        return 0
+    planes = [pages.planes for pages in backend.pages if isinstance(pages, QuantizedPages)]
+    scales = [one.pair_scale_2KD[0] for one in planes if one.pair_scale_2KD is not None]
+    return sum(int((scale_KD != 1).any(-1).sum()) for scale_KD in scales)
 
 
 def _num_tokens(runner: Runner, num_ids: int) -> int:
     """Return the tokens of the text that fit, in pairs of steps."""
-    limits, pair = runner.limits, 2 * STEP_TOKENS
-    if limits.max_num_batched_tokens < STEP_TOKENS:
-        return 0
-    num_tokens = min(TEXT_TOKENS, num_ids, limits.max_model_len) // pair * pair
+    pair = 2 * STEP_TOKENS
+    num_tokens = min(TEXT_TOKENS, num_ids, runner.limits.max_model_len) // pair * pair
     while sum(group.most_pages(num_tokens, STEP_TOKENS) for group in runner.groups) > runner.num_pages:
         num_tokens -= pair
     return num_tokens
 
 
-def _store(planes: QuantizedPlanes, scale_KD: torch.Tensor) -> int:
-    """Give a layer its scales, and its mean and key bias those of scaled keys. Return the number of scaled heads."""
+def _store(planes: QuantizedPlanes, scale_KD: torch.Tensor) -> None:
+    """Give a layer its scales, and its mean and key bias those of scaled keys."""
     scales_2KD, mean_KD = planes.pair_scale_2KD, planes.k_mean_KD
     assert scales_2KD is not None, "this layer has no room for scales"
     heads_K = (scale_KD != 1).any(-1)
@@ -112,7 +109,6 @@ def _store(planes: QuantizedPlanes, scale_KD: torch.Tensor) -> int:
         mean_KD.copy_(torch.where(heads_K.to(mean_KD.device).unsqueeze(-1), scaled_KD, mean_KD))
     if planes.key_bias is not None:
         planes.key_bias.bias_KD.mul_(scale_KD)
-    return int(heads_K.sum())
 
 
 class Balance:
@@ -123,6 +119,7 @@ class Balance:
         self._spec = spec
         self._half = half
         self._start = 0
+        self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
         mean_KD, shape = planes.k_mean_KD, (planes.num_kv_heads, planes.head_dim // 2)
         self._mean_KD = None if mean_KD is None else rotate_heads(mean_KD.cpu())
         self._q_squares_KC, self._k_squares_KC = torch.zeros(2, *shape, dtype=torch.float64)
@@ -132,11 +129,18 @@ class Balance:
         """By choice: no scale, then each strength."""
 
     def read(self, qkv_tX: torch.Tensor, head_norm: HeadNorm | None, rotary: Rotary | None) -> None:
-        """Add a step's rows: to the squares, or from the second half on to the errors."""
-        num_rows, num_kv_heads = len(qkv_tX), self.planes.num_kv_heads
+        """Keep a step's rows until they fill a block."""
+        num_kv_heads = self.planes.num_kv_heads
         q_tHD, k_tKD, _ = turned_heads(qkv_tX, num_kv_heads, self.planes.head_dim, head_norm, rotary)
-        q_tKGD = q_tHD.float().cpu().unflatten(1, (num_kv_heads, -1))
-        seen_tKD = coded_tKD = k_tKD.float().cpu()
+        self._rows.append((q_tHD.to("cpu", torch.float32, copy=True), k_tKD.to("cpu", torch.float32, copy=True)))
+        if sum(len(k_tKD) for _, k_tKD in self._rows) == STEP_TOKENS:
+            q_tHD, k_tKD = (torch.cat(rows) for rows in zip(*self._rows, strict=True))
+            self._rows.clear()
+            self._add(q_tHD.unflatten(1, (num_kv_heads, -1)), k_tKD)
+
+    def _add(self, q_tKGD: torch.Tensor, k_tKD: torch.Tensor) -> None:
+        """Add a block's rows: to the squares, or from the second half on to the errors."""
+        num_rows, seen_tKD, coded_tKD = len(k_tKD), k_tKD, k_tKD
         if self._mean_KD is not None:
             coded_tKD = coded_tKD - self._mean_KD
         if self.planes.key_bias is not None:
