@@ -240,10 +240,9 @@ def known_seconds(records: Path) -> dict[str, float]:
     return found
 
 
-def green_functions(record: Mapping[str, Any]) -> dict[str, int]:
-    """Return the functions of a record that ran with no failure, and how many tests each had."""
-    failed = {function_of(name) for name in record["failed"]}
-    return {name: count for name, (count, _) in record["seconds_by_function"].items() if name not in failed}
+def was_green(name: str, record: Mapping[str, Any]) -> bool:
+    """Return True if a test of an earlier record passed: its function ran, and the test is not among the failures."""
+    return function_of(name) in record["seconds_by_function"] and name not in record["failed"]
 
 
 def parts_of(ids: Iterable[str], num_parts: int, known: Mapping[str, float]) -> list[list[str]]:
@@ -288,18 +287,19 @@ def run_lane(
     part: tuple[int, int],
     known: Mapping[str, float],
     only: tuple[str, ...] = ("",),
-    green: Collection[str] = (),
+    before: Mapping[str, Any] | None = None,
 ) -> dict[str, Found]:
     """Run the tests of one part: first the shared ones, then those that need the whole device.
 
-    `only` has beginnings of test ids; functions in `green` are left out.
+    `only` has beginnings of test ids. Tests that passed in the record `before` are left out.
     """
     num_jobs = lane.num_jobs if find_spec("xdist") else 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         collected, found = collect(lane, folder)
         number, num_parts = part
-        wanted = [name for name in collected if name.startswith(only) and function_of(name) not in green]
+        wanted = [name for name in collected if name.startswith(only)]
+        wanted = [name for name in wanted if before is None or not was_green(name, before)]
         ids = parts_of(wanted, num_parts, known)[number - 1]
         shared, alone = ([name for name in ids if collected[name] is is_alone] for is_alone in (False, True))
         print(f"{len(shared)} tests in {num_jobs} processes, then {len(alone)} alone", flush=True)
@@ -341,7 +341,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--part", type=as_part, default=(1, 1), help="such as 1/2: the first of two halves")
     parser.add_argument("--only", type=as_paths, default=("",), help="such as tests/runner,tests/kernels: no others")
-    parser.add_argument("--after", type=Path, default=None, help="a record: its green functions are left out")
+    parser.add_argument("--after", type=Path, default=None, help="a record: what passed there is left out")
     parser.add_argument("--label", default="", help="added to the record's name")
     parser.add_argument("--budget-seconds", type=float, default=540.0, help="what runs then is ended")
     parser.add_argument("--out", type=Path, default=ROOT / RECORDS, help="folder of the record")
@@ -355,8 +355,8 @@ def main() -> int:
         print(f"{name} is not there: {words}")
     start = time.monotonic()
     lane = Lane(ROOT, max(1, arguments.jobs), arguments.budget_seconds, start)
-    green = green_functions(json.loads(arguments.after.read_text())) if arguments.after else {}
-    found = run_lane(lane, arguments.part, known_seconds(arguments.out), arguments.only, green)
+    before = json.loads(arguments.after.read_text()) if arguments.after else None
+    found = run_lane(lane, arguments.part, known_seconds(arguments.out), arguments.only, before)
     seconds = time.monotonic() - start
     facts = summary(found)
     counts = {"passed": facts["passed"], "failed": len(facts["failed"]), "skipped": sum(facts["skipped"].values())}
@@ -366,7 +366,7 @@ def main() -> int:
         "part": f"{number}/{num_parts}",
         "seconds": round(seconds, 1),
         "missing": missing,
-        "passed_before": {"record": arguments.after.name, "tests": sum(green.values())} if arguments.after else None,
+        "after": before and {"record": arguments.after.name, "commit": before["commit"], "passed": before["passed"]},
     }
     record = make_record(
         "gpu-tests",

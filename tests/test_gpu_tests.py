@@ -200,9 +200,10 @@ def test_earlier_records_say_how_long_tests_take(tmp_path: Path) -> None:
     assert gpu_tests.known_seconds(tmp_path) == {"t.py::f": 1.5}
 
 
-def test_green_functions_leave_out_what_failed() -> None:
-    record = {"seconds_by_function": {"t.py::f": [4, 8.0], "t.py::g": [2, 1.0]}, "failed": {"t.py::g[1]": "no time"}}
-    assert gpu_tests.green_functions(record) == {"t.py::f": 4}
+def test_was_green_needs_a_run_without_failure() -> None:
+    record = {"seconds_by_function": {"t.py::f": [1, 8.0], "t.py::g": [2, 1.0]}, "failed": {"t.py::g[1]": "no time"}}
+    names = ["t.py::f", "t.py::g[0]", "t.py::g[1]", "t.py::new"]
+    assert [gpu_tests.was_green(name, record) for name in names] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("text", "part"), [("1/1", (1, 1)), ("2/3", (2, 3))])
