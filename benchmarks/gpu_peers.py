@@ -19,7 +19,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -410,7 +410,12 @@ def measure_all(run: Run, budget: Budget) -> None:
             if "error" in found[engine]:
                 print(f"{key}, {engine}: {found[engine]['error']}", flush=True)
         if run.rows:
-            write_record(run.record(), "peers", run.arguments)
+            write_record(run.record(), record_label(run.cases), run.arguments)
+
+
+def record_label(cases: Collection[str]) -> str:
+    """Return the record's name; runs of different cases on one day have different names."""
+    return "peers" if set(cases) == CASES.keys() else "-".join(("peers", *cases))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
