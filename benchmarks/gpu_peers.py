@@ -45,7 +45,7 @@ ROUTING = {
 }
 """How each engine chooses experts."""
 NOT_THERE = (
-    "vLLM is not there, so Holdfast is measured alone; make a folder with "
+    "vLLM is not there, so it is not measured; make a folder with "
     "`pip install --target FOLDER vllm==0.26.0` (built for torch 2.11), and pass --peer FOLDER"
 )
 MAX_OVERRUN = 2.0
@@ -127,7 +127,7 @@ def _first_tokens(words: str, seconds: Mapping[str, float], both: Mapping[str, A
         "Qwen3-32B",
         words,
         seconds,
-        LONG | both,
+        {**LONG, **both},
         DENSE_OURS,
         DENSE_PEER | ONE_GRAPH,
         YARN,

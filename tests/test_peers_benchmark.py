@@ -255,6 +255,7 @@ def test_peer_process_past_limit_ends_with_its_children(tmp_path: Path, monkeypa
     sleeper = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, 2); time.sleep(60)"
     work = f"subprocess.run([sys.executable, '-c', {sleeper!r}])"
     task = gpu_peers.task_of(gpu_peers.tiny_case(CASE), PEER, tmp_path, gpu_peers.TINY, "cpu")
+    # The limit is over as soon as the engine's own child runs.
     monkeypatch.setattr(gpu_records.time, "monotonic", lambda clock=time.monotonic: clock() + 1e6 * lock.exists())
     found = gpu_peers.run_engine(task, fake_site(tmp_path / "site", work), 1e5, lambda found: None)
     assert "it took more than" in found["error"]
