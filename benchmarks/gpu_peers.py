@@ -55,6 +55,8 @@ FREE_SECONDS = 60.0
 FREE_BYTES = 256 * 2**20
 """Tolerance of a free GPU."""
 NUM_ERROR_CHARACTERS = 300
+NUM_SHOWN_LINES = 150
+"""Limit on the printed output of a failed engine: vLLM's cause stands above the traceback of its first process."""
 
 
 class PeerCase(NamedTuple):
@@ -233,7 +235,8 @@ def run_engine(task: Mapping[str, Any], site: Path | None, timeout_seconds: floa
     """Run a task in its own process; return its findings, with an error of one line if it failed."""
     # With -P the benchmarks' folder comes last, so that no script there hides a package.
     command = ["-P", str(CASE_SCRIPT), json.dumps(task)]
-    found = run_child(command, timeout_seconds, environment=environment_of(task["engine"], site), on_keep=show)
+    environment = environment_of(task["engine"], site)
+    found = run_child(command, timeout_seconds, environment=environment, on_keep=show, num_shown_lines=NUM_SHOWN_LINES)
     show(found)
     if "error" in found:
         found["error"] = " ".join(str(found["error"]).split())[:NUM_ERROR_CHARACTERS]
@@ -270,8 +273,10 @@ def figures_of(case: PeerCase, found: Mapping[str, Any]) -> dict[str, Figure]:
         figures["start"] = Figure(round(found["start_seconds"], 1), "s")
     for entry in found.get("decode", ()):
         seconds = {int(length): runs for length, runs in entry["seconds"].items()}
-        rate = decode_rate(entry["batch"], (min(seconds), max(seconds)), seconds)
-        figures[f"decode, batch {entry['batch']}"] = Figure(round(rate, 1), "tokens/s")
+        lengths = min(seconds), max(seconds)
+        if min(seconds[lengths[1]]) > min(seconds[lengths[0]]):  # else no step was slow enough to be timed
+            rate = decode_rate(entry["batch"], lengths, seconds)
+            figures[f"decode, batch {entry['batch']}"] = Figure(round(rate, 1), "tokens/s")
     for entry in found.get("prefill", ()):
         num_tokens, best = entry["tokens"], min(entry["seconds"])
         if num_tokens == case.prefill_tokens:
@@ -282,6 +287,10 @@ def figures_of(case: PeerCase, found: Mapping[str, Any]) -> dict[str, Figure]:
         if found.get(key) is not None and found.get("before_bytes") is not None:
             gib = (found[key] - found["before_bytes"]) / 2**30
             figures[f"memory after {words}"] = Figure(round(gib, 3), "GiB")
+    if "planned_bytes" in found:
+        figures["planned memory"] = Figure(round(found["planned_bytes"] / 2**30, 3), "GiB")
+    if "allocations" in found.get("after_ready", {}):
+        figures["allocations after ready"] = Figure(found["after_ready"]["allocations"], "allocations")
     return figures
 
 
@@ -387,9 +396,8 @@ def measure(run: Run, key: str, engine: str, budget: Budget, empty_bytes: int | 
     """Run one engine of a case if the time and the GPU allow; an engine that does not run has an error of one line."""
     case = run.cases[key]
     expected = case.seconds[engine]
-    if not run.arguments.tiny and budget.left_seconds < expected:
-        return {"error": f"left out: it takes {expected:.0f} s, and {budget.left_seconds:.0f} s are left"}
-    if (error := wait_until_free(empty_bytes)) is not None:
+    error = no_time(run, expected, budget) or wait_until_free(empty_bytes)
+    if error is not None:
         return {"error": error}
     with tempfile.TemporaryDirectory() as folder:
         task = task_of(case, engine, Path(folder), run.shape, run.arguments.device)
@@ -397,16 +405,24 @@ def measure(run: Run, key: str, engine: str, budget: Budget, empty_bytes: int | 
         return run_engine(task, run.site, limit_seconds, printer(key, engine, case))
 
 
+def no_time(run: Run, expected_seconds: float, budget: Budget) -> str | None:
+    """Return an error of one line if so many seconds are not left."""
+    if run.arguments.tiny or budget.left_seconds >= expected_seconds:
+        return None
+    return f"left out: it takes {expected_seconds:.0f} s, and {budget.left_seconds:.0f} s are left"
+
+
 def measure_all(run: Run, budget: Budget) -> None:
-    """Measure the cases in turn, and write the record after each."""
+    """Measure the cases in turn, and write the record after each; a case begins only if all of its engines fit the time."""
     empty_bytes = used_bytes() if run.arguments.device.startswith("cuda") else None
     for key, case in run.cases.items():
         for length in case.first_token_lengths:
             if not case.does_fit(length):
                 print(f"{key}: no first token after {length} tokens: the context has {case.shared['max_model_len']}")
         found = run.findings[key] = {}
+        error = no_time(run, sum(case.seconds[engine] for engine in run.engines), budget)
         for engine in run.engines:
-            found[engine] = measure(run, key, engine, budget, empty_bytes)
+            found[engine] = measure(run, key, engine, budget, empty_bytes) if error is None else {"error": error}
             if "error" in found[engine]:
                 print(f"{key}, {engine}: {found[engine]['error']}", flush=True)
         if run.rows:

@@ -77,6 +77,7 @@ def run_child(
     while_it_waits: Callable[[], Mapping[str, object]] = dict,
     environment: Mapping[str, str] | None = None,
     on_keep: Callable[[Mapping[str, Any]], None] = lambda found: None,
+    num_shown_lines: int = NUM_SHOWN_LINES,
 ) -> dict[str, Any]:
     """Run a script in its own process; return its findings, or those that it kept and {"error": ...} with its last line.
 
@@ -105,7 +106,7 @@ def run_child(
                 found = json.loads(result.read_text())
                 return {**found, **while_it_waits()}
             words = output.read_text(errors="replace").splitlines()
-            print("\n".join(words[-NUM_SHOWN_LINES:]), file=sys.stderr)
+            print("\n".join(words[-num_shown_lines:]), file=sys.stderr)
             found = json.loads(kept.read_text()) if kept.exists() else {}
             if child.poll() is None:
                 return {**found, "error": f"it took more than {timeout_seconds:.0f} s"}

@@ -139,6 +139,18 @@ def test_rows_of_both_engines_have_ratio() -> None:
     assert {row["unit"] for row in rows} == {"s", "tokens/s", "ms", "GiB"}
 
 
+def test_figures_have_plan_and_allocations_of_holdfast() -> None:
+    found = {"planned_bytes": 3 * GIB, "after_ready": {"allocations": 7, "reserved_bytes": 0}}
+    figures = gpu_peers.figures_of(CASE, found)
+    assert figures == {"planned memory": (3.0, "GiB"), "allocations after ready": (7, "allocations")}
+    assert gpu_peers.figures_of(CASE, {"after_ready": {}}) == {}
+
+
+def test_decode_without_difference_has_no_figure() -> None:
+    equal = [{"batch": 1, "seconds": {"17": [1.0], "81": [1.0]}, "prompts": "d1"}]
+    assert gpu_peers.figures_of(CASE, {"decode": equal}) == {}
+
+
 def test_rows_of_failed_engine_keep_other_side() -> None:
     rows = gpu_peers.rows_of(CASE, {OURS: findings(), PEER: {"error": "no room", "start_seconds": 9.0}})
     assert [row["values"].keys() for row in rows] == [{OURS, PEER}] + [{OURS}] * 6
@@ -276,6 +288,14 @@ def test_measure_without_time_is_left_out(tmp_path: Path) -> None:
     assert found == {"error": "left out: it takes 2 s, and 2 s are left"}
 
 
+def test_case_that_does_not_fit_runs_no_engine(tmp_path: Path, capsys) -> None:
+    run = make_run(tmp_path, tiny=False)
+    gpu_peers.measure_all(run, gpu_records.Budget(2.5, lambda: 0.0))
+    error = "left out: it takes 3 s, and 2 s are left"
+    assert run.findings == {"32b-fp8": {OURS: {"error": error}, PEER: {"error": error}}}
+    assert capsys.readouterr().out.splitlines() == [f"32b-fp8, {engine}: {error}" for engine in (OURS, PEER)]
+
+
 def test_measure_on_occupied_gpu_is_left_out(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(gpu_peers, "used_bytes", lambda: 3 * GIB)
     monkeypatch.setattr(gpu_peers, "wait_until_free", lambda empty, wait=gpu_peers.wait_until_free: wait(empty, 0.0))
@@ -295,8 +315,12 @@ def test_holdfast_tiny_engine_has_prompts_of_imitation(tmp_path: Path) -> None:
     theirs = gpu_peers.measure(run, "a3b-bf16", PEER, gpu_records.Budget(60.0), None)
     assert gpu_peers.prompts_of(found) == gpu_peers.prompts_of(theirs)
     assert len(gpu_peers.prompts_of(found)) == 3
-    rows = gpu_peers.rows_of(case, {OURS: found, PEER: theirs})
-    assert all(row["values"].keys() == {OURS, PEER} for row in rows)
+    values = {
+        row["measure"].rpartition("bfloat16, ")[2]: row["values"].keys()
+        for row in gpu_peers.rows_of(case, {OURS: found, PEER: theirs})
+    }
+    assert values["start"] == values["prefill of 40 tokens"] == {OURS, PEER}
+    assert values["planned memory"] == {OURS}
 
 
 # --- the record
@@ -307,7 +331,7 @@ def answers(monkeypatch) -> dict[str, dict[str, Any]]:
     """Findings of each engine, which replace its process."""
     found = {OURS: findings(), PEER: findings()}
 
-    def run_child(command: list[str], timeout_seconds: float, environment: Any, on_keep: Any) -> dict[str, Any]:
+    def run_child(command: list[str], timeout_seconds: float, **others: Any) -> dict[str, Any]:
         return found[json.loads(command[-1])["engine"]]
 
     monkeypatch.setattr(gpu_peers, "run_child", run_child)
