@@ -19,6 +19,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from child_report import keep as keep
+from child_report import leave as leave
+from child_report import smi as smi
+from child_report import used_bytes as used_bytes
+
 from holdfast import __version__
 from holdfast.cli import bench_record
 
@@ -27,7 +32,7 @@ RECORDS = Path("benchmarks") / "records"
 COMMIT_VARIABLE = "HOLDFAST_COMMIT"
 REHEARSAL_VARIABLE = "HOLDFAST_REHEARSAL"
 """If set, an engine opens with few layers, which compiles its kernels, and its process ends."""
-PRIVATE_OPTIONS = ("--out", "--commit", "--folder", "--tree", "--old-commit")
+PRIVATE_OPTIONS = ("--out", "--commit", "--folder", "--tree", "--old-commit", "--peer")
 """Options about output, labels and paths, left out of the recorded command."""
 POLL_SECONDS = 0.05
 NUM_SHOWN_LINES = 25
@@ -71,10 +76,12 @@ def run_child(
     timeout_seconds: float,
     while_it_waits: Callable[[], Mapping[str, object]] = dict,
     environment: Mapping[str, str] | None = None,
+    on_keep: Callable[[Mapping[str, Any]], None] = lambda found: None,
+    num_shown_lines: int = NUM_SHOWN_LINES,
 ) -> dict[str, Any]:
-    """Run a script in its own process; return its findings, or {"error": ...} with the end of its stderr.
+    """Run a script in its own process; return its findings, or those that it kept and {"error": ...} with its last line.
 
-    `environment` is added to this process's. The script passes its findings to `leave` and waits there with its memory held, while `while_it_waits` runs.
+    `environment` is added to this process's. `on_keep` gets the findings each time the script keeps some. The script passes its findings to `leave` and waits there with its memory held, while `while_it_waits` runs.
     """
     with tempfile.TemporaryDirectory() as folder:
         result, output = Path(folder) / "result.json", Path(folder) / "output.txt"
@@ -88,37 +95,25 @@ def run_child(
                 env={**os.environ, **(environment or {})},
             )
         end = time.monotonic() + timeout_seconds
+        kept, seen_ns = result.with_suffix(".kept"), 0
         try:
             while not result.exists() and child.poll() is None and time.monotonic() < end:
                 time.sleep(POLL_SECONDS)
+                if kept.exists() and (changed_ns := kept.stat().st_mtime_ns) != seen_ns:
+                    seen_ns = changed_ns
+                    on_keep(json.loads(kept.read_text()))
             if result.exists():
                 found = json.loads(result.read_text())
                 return {**found, **while_it_waits()}
             words = output.read_text(errors="replace").splitlines()
-            print("\n".join(words[-NUM_SHOWN_LINES:]), file=sys.stderr)
+            print("\n".join(words[-num_shown_lines:]), file=sys.stderr)
+            found = json.loads(kept.read_text()) if kept.exists() else {}
             if child.poll() is None:
-                kept = result.with_suffix(".kept")
-                found = json.loads(kept.read_text()) if kept.exists() else {}
                 return {**found, "error": f"it took more than {timeout_seconds:.0f} s"}
-            return {"error": next((line for line in reversed(words) if line.strip()), f"exit {child.returncode}")}
+            last = next((line for line in reversed(words) if line.strip()), f"exit {child.returncode}")
+            return {**found, "error": last}
         finally:
             end_child(child)
-
-
-def keep(findings: Mapping[str, object], result: Path | None) -> None:
-    """Save the findings so far, in case the time runs out."""
-    if result is not None:
-        partial = result.with_suffix(".partial")
-        partial.write_text(json.dumps(findings))
-        partial.rename(result.with_suffix(".kept"))
-
-
-def leave(findings: Mapping[str, object], result: Path) -> None:
-    """Send findings to the parent process, and wait until it has measured."""
-    partial = result.with_suffix(".partial")
-    partial.write_text(json.dumps(findings))
-    partial.rename(result)
-    sys.stdin.read()
 
 
 def end_child(child: subprocess.Popen[bytes]) -> None:
@@ -130,22 +125,6 @@ def end_child(child: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-
-
-def smi(field: str) -> str | None:
-    """Query nvidia-smi for the first GPU, without a CUDA context; None if there is no GPU."""
-    command = ("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip().partition("\n")[0] or None if done.returncode == 0 else None
-
-
-def used_bytes() -> int | None:
-    """Return the used bytes of the first GPU, over all processes, to the MiB."""
-    mebibytes = smi("memory.used")
-    return int(mebibytes) * 2**20 if mebibytes is not None and mebibytes.isdecimal() else None
 
 
 def device_name(device: str) -> str:

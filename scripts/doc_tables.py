@@ -507,6 +507,13 @@ SECTIONS: Mapping[str, Columns] = {
         "after": _value("values", "new"),
         "after / before": _value("ratio"),
     },
+    "gpu-peers": {
+        "": _value("measure"),
+        "unit": _value("unit"),
+        "holdfast": _value("values", "holdfast"),
+        "vLLM": _value("values", "vllm"),
+        "holdfast / vLLM": _value("ratio"),
+    },
     "gpu-tests": {
         "": _value("measure"),
         "passed": _value("values", "passed"),
