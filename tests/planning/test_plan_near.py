@@ -204,9 +204,15 @@ def test_near_tokens_need_keys_and_values_by_head(name: str, kv_format: str) -> 
         resolve(plan_request(name, H200, kv_near_tokens=64, kv_cache_dtype=kv_format))
 
 
-@pytest.mark.parametrize("value", [1, 32, 65, 256, -64, True, "64", 64.0])
-def test_near_tokens_accept_whole_tiles_alone(value: object) -> None:
+@pytest.mark.parametrize("value", [1, 32, 65, 256, -64])
+def test_near_tokens_accept_whole_tiles_alone(value: int) -> None:
     with raises_code("value.not_one_of", ConfigError, name="kv_near_tokens"):
+        EngineConfig(kv_near_tokens=value)
+
+
+@pytest.mark.parametrize("value", [True, "64", 64.0])
+def test_near_tokens_of_another_type_are_refused(value: object) -> None:
+    with raises_code("value.not_integer", ConfigError, name="kv_near_tokens"):
         EngineConfig(kv_near_tokens=value)  # type: ignore[arg-type]
 
 
