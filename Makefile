@@ -75,8 +75,8 @@ test-mutants: $(DEV) $(MODEL) ## Plant known bugs one by one and report those th
 	@$(BIN)/python scripts/mutation_lane.py --jobs $(JOBS) $(if $(ONLY),--only "$(ONLY)")
 
 # With PYTHON as it is: a machine with a GPU has its own torch, and nothing is installed beside it.
-test-gpu: ## Run the tests that need CUDA with PYTHON: JOBS=12, or in parts: PART=1/2
-	@$(PYTHON) benchmarks/gpu_tests.py --jobs $(JOBS) $(if $(PART),--part $(PART))
+test-gpu: ## Run the tests that need CUDA with PYTHON: JOBS=12, in parts: PART=1/2, or the rest of a record: AFTER=FILE
+	@$(PYTHON) benchmarks/gpu_tests.py --jobs $(JOBS) $(if $(PART),--part $(PART)) $(if $(AFTER),--after $(AFTER))
 
 check-home: $(DEV) $(MODEL) ## Check every promise to a new user, as commands and what they print: ONLY=WORD
 	@$(BIN)/python scripts/check_at_home.py $(if $(ONLY),--only "$(ONLY)")
