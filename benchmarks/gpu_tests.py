@@ -42,6 +42,7 @@ UNKNOWN_SECONDS = 1.0
 """Assumed seconds of a test without a record."""
 NUM_SLOWEST = 25
 ENDED = "the process ended in it"
+NO_TIME = "no time"
 
 
 # --- in the processes of pytest
@@ -198,7 +199,9 @@ def run(lane: Lane, ids: Sequence[str], folder: Path, num_jobs: int) -> dict[str
         status = lane.pytest(["-m", "gpu", "-q", *spread, "--lane-ids", str(wanted), *files], notes)
         seen = results(read_notes(notes), left)
         if status is None:
-            ended = {name: Found("failed", f"no time: the lane was ended after {lane.seconds:.0f} s") for name in left}
+            ended = {
+                name: Found("failed", f"{NO_TIME}: the lane was ended after {lane.seconds:.0f} s") for name in left
+            }
             return {**found, **ended, **{name: one for name, one in seen.items() if one.reason != ENDED}}
         if not seen:
             return found | {name: Found("failed", f"it was not run: pytest ended with {status}") for name in left}
@@ -264,7 +267,7 @@ def summary(found: Mapping[str, Found]) -> dict[str, Any]:
     outcomes = Counter(one.outcome for one in found.values())
     by_function: dict[str, list[float]] = {}
     for name, one in found.items():
-        if one.outcome != "skipped":
+        if one.outcome != "skipped" and not (one.reason or "").startswith(NO_TIME):
             entry = by_function.setdefault(function_of(name), [0, 0.0])
             entry[0], entry[1] = entry[0] + 1, round(entry[1] + one.seconds, 2)
     slowest = sorted(found, key=lambda name: -found[name].seconds)[:NUM_SLOWEST]

@@ -200,6 +200,16 @@ def test_earlier_records_say_how_long_tests_take(tmp_path: Path) -> None:
     assert gpu_tests.known_seconds(tmp_path) == {"t.py::f": 1.5}
 
 
+def test_summary_times_no_test_that_had_no_time() -> None:
+    found = {
+        "t.py::f[0]": gpu_tests.Found("passed", None, 2.0),
+        "t.py::f[1]": gpu_tests.Found("failed", "no time: ..."),
+    }
+    report = gpu_tests.summary(found)
+    assert report["seconds_by_function"] == {"t.py::f": [1, 2.0]}
+    assert failures(report) == {"f[1]": "no time: ..."}
+
+
 def test_was_green_needs_a_run_without_failure() -> None:
     record = {"seconds_by_function": {"t.py::f": [1, 8.0], "t.py::g": [2, 1.0]}, "failed": {"t.py::g[1]": "no time"}}
     names = ["t.py::f", "t.py::g[0]", "t.py::g[1]", "t.py::new"]
