@@ -1,0 +1,205 @@
+"""PackedSource: each layout against its publisher's formula, bit by bit, in any range of rows and columns."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from for_each import for_each
+from holdfast.loading.packed import source as packed_source
+from holdfast.loading.packed.settings import read_packed
+from holdfast.loading.packed.source import PackedSource, expand_packed
+from holdfast.loading.sources.source import RowRead, read_rows
+from holdfast.models.parameters import Parameter, Part
+from loading.packed import packed_settings, packers
+from loading.packed.packers import Packed
+from loading.tensor_source import TensorSource
+
+Case = tuple[dict[str, Any], Callable[[np.random.Generator, int, int], Packed]]
+
+
+def gptq_case(**settings: Any) -> Case:
+    said = {key: value for key, value in settings.items() if key != "written"}
+    return packed_settings.gptq(**said), lambda rng, rows, columns: packers.gptq(rng, rows, columns, **settings)
+
+
+def int_case(**settings: Any) -> Case:
+    known = {key: value for key, value in settings.items() if key != "dtype"}
+    said = packed_settings.integers(**(known | {"order": "group" if settings.get("order") else None}))
+    return (
+        packed_settings.compressed("pack-quantized", said),
+        lambda rng, rows, columns: packers.packed_int(rng, rows, columns, **settings),
+    )
+
+
+def byte_case(sym: bool = True, shape: Callable[[int, int], tuple[int, ...]] | None = None) -> Case:
+    said = packed_settings.integers(-1, 8, sym)
+    return (
+        packed_settings.compressed("int-quantized", said),
+        lambda rng, rows, columns: packers.int8(
+            rng, rows, columns, sym=sym, shape=None if shape is None else shape(rows, columns)
+        ),
+    )
+
+
+CASES: dict[str, Case] = {
+    "awq": (packed_settings.awq(32), lambda rng, rows, columns: packers.awq(rng, rows, columns, 32)),
+    "awq-channel": (packed_settings.awq(-1), lambda rng, rows, columns: packers.awq(rng, rows, columns, -1)),
+    "auto-round-awq": (
+        packed_settings.auto_round("auto_round:auto_awq", 64),
+        lambda rng, rows, columns: packers.awq(rng, rows, columns, 64),
+    ),
+    "gptq-v1": gptq_case(group=32),
+    "gptq-v2": gptq_case(group=64, version=2),
+    "gptq-v1-8bit": gptq_case(group=32, bits=8),
+    "gptq-v2-8bit": gptq_case(group=-1, bits=8, version=2),
+    "gptq-sym": gptq_case(group=64, sym=True),
+    "gptq-sym-8bit": gptq_case(group=64, sym=True, bits=8),
+    "gptq-sym-mislabelled": gptq_case(group=32, sym=True, written=2),
+    "gptq-order": gptq_case(group=32, order=True),
+    "gptq-order-channel": gptq_case(group=-1, order=True, version=2),
+    "auto-round-gptq": (
+        packed_settings.auto_round("auto_round:auto_gptq", 32, sym=False),
+        lambda rng, rows, columns: packers.gptq(rng, rows, columns, 32),
+    ),
+    "auto-round": (
+        packed_settings.auto_round("auto_round", 32, sym=False),
+        lambda rng, rows, columns: packers.gptq(rng, rows, columns, 32, version=2),
+    ),
+    "int4": int_case(group=32),
+    "int4-asym": int_case(group=64, sym=False),
+    "int4-channel": int_case(group=-1),
+    "int4-channel-asym": int_case(group=-1, sym=False, dtype=torch.float16),
+    "int4-order": int_case(group=32, sym=False, order=True),
+    "int8-packed": int_case(group=32, bits=8, sym=False),
+    "int8-rows": byte_case(),
+    "int8-rows-asym": byte_case(sym=False),
+    "int8-vector": byte_case(shape=lambda rows, columns: (rows,)),
+    "int8-one": byte_case(sym=False, shape=lambda rows, columns: (1,)),
+    "nvfp4": (packed_settings.compressed("nvfp4-pack-quantized", packed_settings.floats(16)), packers.nvfp4),
+    "nvfp4-modelopt": (packed_settings.modelopt(), packers.modelopt_nvfp4),
+    "mxfp4": (packed_settings.compressed("mxfp4-pack-quantized", packed_settings.floats(32)), packers.mxfp4),
+    "fp8-tensor": (packed_settings.modelopt("FP8"), packers.fp8),
+    "fp8-row": (packed_settings.modelopt("FP8"), lambda rng, rows, columns: packers.fp8(rng, rows, columns, "row")),
+    "fp8-block": (
+        packed_settings.modelopt("FP8"),
+        lambda rng, rows, columns: packers.fp8(rng, rows, columns, "block"),
+    ),
+}
+MODULE = "model.layers.0.mlp.down_proj"
+NAME = f"{MODULE}.weight"
+
+
+def parameter(num_rows: int, num_columns: int, module: str = MODULE) -> Parameter:
+    shape = (num_rows, num_columns)
+    return Parameter("layers.0.down.weight", shape, (Part(f"{module}.weight", 0, shape),))
+
+
+def packed(
+    case: str, num_rows: int, num_columns: int, seed: int = 0, known: bool = True
+) -> tuple[PackedSource, Packed]:
+    """A module of this layout; with `known`, a parameter says its shape."""
+    said, make = CASES[case]
+    made = make(np.random.default_rng(seed), num_rows, num_columns)
+    tensors = {MODULE + suffix: values for suffix, values in made.tensors.items()}
+    settings = read_packed(said)
+    assert settings is not None
+    parameters = [parameter(num_rows, num_columns)] if known else []
+    return expand_packed(TensorSource(tensors=tensors), settings, parameters), made
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal bits, but for the sign of zeros."""
+    return one.shape == other.shape and bool((one == other).all())
+
+
+@for_each("case", CASES)
+def test_packed_source_every_layout_equals_its_formula(case: str) -> None:
+    source, made = packed(case, 40, 576)
+    assert source.entries[NAME].dtype == "float32"
+    assert source.entries[NAME].shape == (40, 576)
+    assert same(read_rows(source, NAME, 0, 40), made.weight), case
+
+
+@for_each("case", CASES)
+def test_packed_source_reads_any_rows_and_columns(case: str) -> None:
+    source, made = packed(case, 40, 576)
+    for rows, columns in (((3, 29), (0, 576)), ((0, 40), (288, 576)), ((8, 16), (31, 33)), ((39, 40), (100, 575)),
+                          ((5, 6), (575, 576)), ((16, 40), (64, 192)), ((0, 1), (0, 1))):  # fmt: skip
+        found = read_rows(source, NAME, *rows, columns)
+        assert same(found, made.weight[slice(*rows), slice(*columns)]), f"{case}: {rows}, {columns}"
+
+
+@pytest.mark.parametrize(("step", "tile"), [(8, 4), (96, 20), (700, 36), (2**11, 2**9)])
+def test_packed_source_small_steps_give_equal_values(monkeypatch: pytest.MonkeyPatch, step: int, tile: int) -> None:
+    monkeypatch.setattr(packed_source, "STEP_ELEMENTS", step)
+    monkeypatch.setattr(packed_source, "SCALES_PER_TILE", tile)
+    for case in ("awq", "gptq-v1", "gptq-order", "int4-asym", "int4-order", "nvfp4", "fp8-block"):
+        source, made = packed(case, 24, 192)
+        assert same(read_rows(source, NAME, 0, 24), made.weight), case
+        assert same(read_rows(source, NAME, 3, 21, (17, 161)), made.weight[3:21, 17:161]), case
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_packed_source_hostile_shapes_equal_the_formula(data: st.DataObject) -> None:
+    """Odd rows where a layout allows them, groups that end short, words that end short."""
+    case = data.draw(st.sampled_from([*CASES]))
+    said, _ = CASES[case]
+    whole_rows = 8 if "awq" in case else 1
+    num_rows = data.draw(st.integers(1, 9 if whole_rows == 8 else 45)) * whole_rows
+    unit = 8 if said["quant_method"] in ("gptq", "auto-round") and "awq" not in case else 64
+    unit = 1 if case in ("int4-channel", "int4-channel-asym", "int8-rows", "fp8-tensor", "fp8-block") else unit
+    num_columns = data.draw(st.integers(1, 300 if unit == 1 else 40 if unit == 8 else 9)) * unit
+    source, made = packed(case, num_rows, num_columns, data.draw(st.integers(0, 99)))
+    first, low = data.draw(st.integers(0, num_rows - 1)), data.draw(st.integers(0, num_columns - 1))
+    last, high = data.draw(st.integers(first + 1, num_rows)), data.draw(st.integers(low + 1, num_columns))
+    assert same(read_rows(source, NAME, first, last, (low, high)), made.weight[first:last, low:high]), case
+
+
+def test_packed_source_shape_without_a_parameter_follows_from_the_codes() -> None:
+    for case in CASES:
+        source, made = packed(case, 40, 576, known=False)
+        assert same(read_rows(source, NAME, 0, 40), made.weight), case
+
+
+def test_packed_source_reads_only_needed_columns_of_wide_words() -> None:
+    for case in ("awq", "gptq-v1"):
+        source, _ = packed(case, 40 * 64, 64)
+        source.read_into(NAME, 0, 40, memoryview(bytearray(40 * 64 * 4)))
+        inner = source._source
+        assert isinstance(inner, TensorSource)
+        assert inner.reads, case
+        for name, row_start, row_end, columns in inner.reads:
+            if not name.endswith(".g_idx"):
+                assert columns is not None, f"{case}: {name} was read whole"
+                assert (columns[1] - columns[0]) * (row_end - row_start) <= 40 * 64, f"{case}: {name} {columns}"
+
+
+def test_packed_source_read_together_matches_single_reads() -> None:
+    source, made = packed("gptq-v1", 16, 64)
+    inner = source._source
+    assert isinstance(inner, TensorSource)
+    inner._entries["other"] = TensorSource(tensors={"other": torch.arange(6.0).view(2, 3)}).entries["other"]
+    inner.tensors["other"] = torch.arange(6.0).view(2, 3)
+    outs = torch.empty(5, 64), torch.empty(2, 3)
+    views = [memoryview(out.view(-1).view(torch.uint8).numpy()) for out in outs]
+    source.read_together([RowRead(NAME, 3, 8, views[0], None), RowRead("other", 0, 2, views[1], None)])
+    assert same(outs[0], made.weight[3:8])
+    assert same(outs[1], torch.arange(6.0).view(2, 3))
+
+
+def test_packed_source_keeps_files_and_marks_leftovers_ignorable() -> None:
+    for case in CASES:
+        source, made = packed(case, 40, 576)
+        beside = {MODULE + suffix for suffix in made.tensors} - {NAME, f"{MODULE}.qweight", f"{MODULE}.weight_packed"}
+        assert set(source.entries) == {NAME, *beside}, case
+        assert source.ignorable == beside, case
+        total = sum(values.nbytes for values in made.tensors.values())
+        used = total - sum(values.nbytes for name, values in made.tensors.items() if "input" in name)
+        assert source.entries[NAME].num_bytes == used, case
+        assert source.on_disk.num_bytes == total
