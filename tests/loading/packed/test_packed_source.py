@@ -1,5 +1,6 @@
 """PackedSource: each layout against its publisher's formula, bit by bit, in any range of rows and columns."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from for_each import for_each
 from holdfast.loading.packed import source as packed_source
@@ -17,7 +19,7 @@ from holdfast.loading.sources.source import RowRead, read_rows
 from holdfast.models.parameters import Parameter, Part
 from loading.packed import packed_settings, packers
 from loading.packed.packers import Packed
-from loading.tensor_source import TensorSource
+from loading.tensor_source import TensorSource, entry
 
 Case = tuple[dict[str, Any], Callable[[np.random.Generator, int, int], Packed]]
 
@@ -203,3 +205,66 @@ def test_packed_source_keeps_files_and_marks_leftovers_ignorable() -> None:
         used = total - sum(values.nbytes for name, values in made.tensors.items() if "input" in name)
         assert source.entries[NAME].num_bytes == used, case
         assert source.on_disk.num_bytes == total
+
+
+class Held(TorchDispatchMode):
+    """Measures the most bytes of tensors that live at once, without views of `others`."""
+
+    def __init__(self, *others: torch.Tensor) -> None:
+        super().__init__()
+        self.most_bytes = 0
+        self._others = {other.untyped_storage().data_ptr() for other in others}
+        self._held: dict[int, list[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in self._others:
+                storage = result.untyped_storage()
+                self._held.setdefault(storage.data_ptr(), [storage.nbytes(), 0])[1] += 1
+                weakref.finalize(result, self._release, storage.data_ptr())
+        self.most_bytes = max(self.most_bytes, sum(num_bytes for num_bytes, _ in self._held.values()))
+        return results
+
+    def _release(self, place: int) -> None:
+        self._held[place][1] -= 1
+        if not self._held[place][1]:
+            del self._held[place]
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq-v1", "gptq-order", "int4-order", "nvfp4", "int8-rows-asym", "fp8-block"])
+def test_packed_source_scratch_is_at_most_the_stated_bytes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_source, "STEP_ELEMENTS", 2**12)
+    monkeypatch.setattr(packed_source, "SCALES_PER_TILE", 2**10)
+    monkeypatch.setattr(packed_source, "WHOLE_BYTES", 2**12)
+    source, _ = packed(case, 96, 1536)
+    inner = source._source
+    assert isinstance(inner, TensorSource)
+    for rows, columns in (((0, 96), (0, 1536)), ((5, 90), (40, 1500))):
+        out = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
+        view = memoryview(out.view(-1).view(torch.uint8).numpy())
+        with Held(out, *inner.tensors.values()) as held:
+            source.read_into(NAME, *rows, view, columns)
+        own_bytes = source.scratch_bytes_per_reader
+        assert held.most_bytes <= own_bytes, f"{case}: {held.most_bytes} of {own_bytes}"
+
+
+def test_packed_source_scratch_of_large_matrices_is_small() -> None:
+    """An embedding, the widest inputs, and act-order in small groups."""
+    for said, make in ((packed_settings.awq(32), packers.awq), (packed_settings.gptq(32, order=True), packers.gptq)):
+        settings = read_packed(said)
+        assert settings is not None
+        for num_rows, num_columns in ((151_936, 8192), (8192, 53_248), (576, 29_568)):
+            shapes = make(np.random.default_rng(0), 8, 32, 32).tensors
+            entries = []
+            for suffix, values in shapes.items():
+                layout = settings.layouts[0]
+                shape = {
+                    ".qweight": layout.code_shape(num_rows, num_columns),
+                    ".g_idx": (num_columns,),
+                    ".scales": (num_columns // 32, num_rows),
+                    ".qzeros": (num_columns // 32, num_rows // 8),
+                }[suffix]
+                entries.append(entry(MODULE + suffix, shape, str(values.dtype).removeprefix("torch.")))
+            source = expand_packed(TensorSource(entries), settings, [parameter(num_rows, num_columns)])
+            assert source.scratch_bytes_per_reader <= 5 * 2**20

@@ -55,15 +55,21 @@ ScalesOf = Callable[[PackedMatrix, Reader, Span, Span], Scales]
 def fields_of(words_AW: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
     """Unpack words to codes, as bytes [A, W, P], from the low bits or in the given order of fields."""
     num_rows, num_words = words_AW.shape
-    bytes_AB = words_AW.contiguous().view(torch.uint8).view(num_rows, -1)
-    if bits == 4:
-        fields_AC = torch.empty(num_rows, 2 * bytes_AB.shape[1], dtype=torch.uint8)
-        torch.bitwise_and(bytes_AB, 0x0F, out=fields_AC[:, 0::2])
-        torch.bitwise_right_shift(bytes_AB, 4, out=fields_AC[:, 1::2])
-    else:
-        fields_AC = bytes_AB
-    fields_AWP = fields_AC.view(num_rows, num_words, -1)
-    return fields_AWP[..., list(order)] if order else fields_AWP
+    whole_AW = words_AW.clone(memory_format=torch.contiguous_format)  # a single word has any stride
+    bytes_AWB = whole_AW.view(torch.uint8).view(num_rows, num_words, -1)
+    if bits == 8:
+        return bytes_AWB
+    each = 2 * bytes_AWB.shape[2]
+    if not order:
+        fields_AWP = torch.empty(num_rows, num_words, each, dtype=torch.uint8)
+        torch.bitwise_and(bytes_AWB, 0x0F, out=fields_AWP[..., 0::2])
+        torch.bitwise_right_shift(bytes_AWB, 4, out=fields_AWP[..., 1::2])
+        return fields_AWP
+    fields_APW = torch.empty(num_rows, each, num_words, dtype=torch.uint8)
+    for place, field in enumerate(order):
+        half = torch.bitwise_right_shift if field % 2 else torch.bitwise_and
+        half(bytes_AWB[..., field // 2], 4 if field % 2 else 0x0F, out=fields_APW[:, place])
+    return fields_APW.transpose(1, 2)
 
 
 def along_rows(fields_AWP: torch.Tensor) -> torch.Tensor:
@@ -85,14 +91,16 @@ def words_around(span: Span, each: int) -> tuple[Span, Span]:
 
 def _awq_codes(matrix: PackedMatrix, reader: Reader, rows: Span, columns: Span) -> torch.Tensor:
     words, (first, last) = words_around(rows, matrix.layout.codes_per_word)
-    fields = fields_of(reader.read(matrix.codes, columns, words), matrix.layout.bits, matrix.layout.format.fields)
-    return along_rows(fields)[:, first:last].T
+    # Words move to their rows before they are unpacked: they are an eighth of the codes.
+    words_WC = reader.read(matrix.codes, columns, words).T
+    fields = fields_of(words_WC, matrix.layout.bits, matrix.layout.format.fields)
+    return across_rows(fields)[first:last]
 
 
 def _gptq_codes(matrix: PackedMatrix, reader: Reader, rows: Span, columns: Span) -> torch.Tensor:
     words, (first, last) = words_around(columns, matrix.layout.codes_per_word)
-    fields = fields_of(reader.read(matrix.codes, words, rows), matrix.layout.bits)
-    return across_rows(fields)[first:last].T
+    words_RW = reader.read(matrix.codes, words, rows).T
+    return along_rows(fields_of(words_RW, matrix.layout.bits))[:, first:last]
 
 
 def _input_codes(matrix: PackedMatrix, reader: Reader, rows: Span, columns: Span) -> torch.Tensor:

@@ -22,7 +22,7 @@ from holdfast.loading.packed.layout import (
     PackedLayout,
     Zeros,
 )
-from holdfast.loading.sources.files import CONFIG_FILE, QUANTIZATION_KEY, read_json_object
+from holdfast.loading.sources.files import CONFIG_FILE, QUANTIZATION_FILES, QUANTIZATION_KEY, read_json_object
 from holdfast.loading.sources.safetensors import file_inside, has_file
 from holdfast.memory.devices import read_data
 from holdfast.models.settings import Settings, listed
@@ -33,8 +33,6 @@ METHODS = ("awq", "gptq", "compressed-tensors", "modelopt", "auto-round")
 METHOD_SPELLINGS = {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "intel/auto-round": "auto-round"}
 STORED_METHODS = ("fp8", "fbgemm_fp8", "mxfp4")
 """Methods whose weights load unchanged (loading/planning/stored_schemes.py)."""
-SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files with the settings of older checkpoints, and the method of those that name none."""
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 ALL = -1
 """Size of a group of all inputs."""
@@ -69,7 +67,7 @@ def read_side_settings(folder: Path, config: Mapping[str, object]) -> tuple[Mapp
     """Return the settings of a folder and their file: of config.json, else of a file beside it."""
     if config.get(QUANTIZATION_KEY):
         return None, CONFIG_FILE
-    for name, method in SIDE_FILES.items():
+    for name, method in QUANTIZATION_FILES.items():
         if has_file(folder, name):
             values = read_json_object(file_inside(folder, name))
             return {"quant_method": method, **values}, name

@@ -27,6 +27,7 @@ from holdfast.loading.sources.source import (
 )
 from holdfast.memory.on_disk import OnDisk, StoredType
 from holdfast.models.parameters import Parameter
+from holdfast.quant.formats import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +37,12 @@ STEP_ELEMENTS = 2**17
 """Elements per step: few enough that each pass finds the previous pass's results in cache."""
 SCALES_PER_TILE = 2**15
 """Scales of a tile, for all its groups."""
-WHOLE_SHARE = 8
-"""Rows of words are read whole if at most so many times the needed bytes come along: one system call, not one a row."""
-ELEMENT_SCRATCH, SCALE_SCRATCH = 16, 4 * WHOLE_SHARE + 24
+WHOLE_SHARE, WHOLE_BYTES = 32, 2**20
+"""Rows of words are read whole if they have at most so many times the needed bytes, and so many bytes.
+
+That is one system call; columns of rows are one run for each row.
+"""
+ELEMENT_SCRATCH, SCALE_SCRATCH = 12, 16
 """Bytes of scratch for an element of a step, and for a scale of a tile: as stored, unpacked, as float32, expanded."""
 Tile = tuple[tuple[int, int], list[tuple[int, int]]]
 
@@ -185,11 +189,12 @@ class PackedSource:
 
     def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
         """Read rows and columns of a stored tensor; of a vector, elements."""
-        shape = self._source.entries[name].shape
-        num_columns = table_shape(shape)[1]
-        if columns is None or columns == (0, num_columns) or len(shape) < 2:
+        entry = self._source.entries[name]
+        num_columns = table_shape(entry.shape)[1]
+        if columns is None or columns == (0, num_columns) or len(entry.shape) < 2:
             return read_rows(self._source, name, *rows)
-        if num_columns <= WHOLE_SHARE * (columns[1] - columns[0]):
+        whole_bytes = (rows[1] - rows[0]) * num_columns * DTYPE_BYTES[entry.dtype]
+        if num_columns <= WHOLE_SHARE * (columns[1] - columns[0]) and whole_bytes <= WHOLE_BYTES:
             return read_rows(self._source, name, *rows)[:, slice(*columns)]
         return read_rows(self._source, name, *rows, columns)
 
@@ -253,4 +258,4 @@ def _scratch_bytes(matrix: PackedMatrix) -> int:
     num_scales = min(matrix.num_rows * groups, max(SCALES_PER_TILE, each * groups))
     num_elements = min(matrix.num_rows * matrix.num_columns, max(STEP_ELEMENTS, matrix.num_columns))
     index_bytes = 3 * 8 * matrix.num_columns if matrix.groups else 0
-    return ELEMENT_SCRATCH * num_elements + SCALE_SCRATCH * num_scales + index_bytes
+    return ELEMENT_SCRATCH * num_elements + SCALE_SCRATCH * num_scales + index_bytes + WHOLE_BYTES
