@@ -136,6 +136,13 @@ def test_packed_source_reads_any_rows_and_columns(case: str) -> None:
         assert same(found, made.weight[slice(*rows), slice(*columns)]), f"{case}: {rows}, {columns}"
 
 
+def test_packed_source_fp8_blocks_of_rows_count_from_the_first_row() -> None:
+    source, made = packed("fp8-block", 300, 200)
+    for rows, columns in (((0, 300), (0, 200)), ((100, 290), (3, 150)), ((128, 130), (127, 129))):
+        found = read_rows(source, NAME, *rows, columns)
+        assert same(found, made.weight[slice(*rows), slice(*columns)]), f"{rows}, {columns}"
+
+
 @pytest.mark.parametrize(("step", "tile"), [(8, 4), (96, 20), (700, 36), (2**11, 2**9)])
 def test_packed_source_small_steps_give_equal_values(monkeypatch: pytest.MonkeyPatch, step: int, tile: int) -> None:
     monkeypatch.setattr(packed_source, "STEP_ELEMENTS", step)

@@ -144,7 +144,11 @@ def _awq(settings: Settings) -> list[PackedLayout]:
             raise declined(settings, key, value, reason)
     if settings.values.get("zero_point") is False:
         raise declined(settings, "zero_point", False, "AWQ is read with zero points; take a checkpoint that has them")
-    return [PackedLayout(AWQ, _bits(settings, (4,)), _group_size(settings), "words")]
+    return [_awq_layout(settings)]
+
+
+def _awq_layout(settings: Settings) -> PackedLayout:
+    return PackedLayout(AWQ, _bits(settings, (4,)), _group_size(settings), "words")
 
 
 def _gptq(settings: Settings) -> list[PackedLayout]:
@@ -189,7 +193,7 @@ def _auto_round(settings: Settings) -> list[PackedLayout]:
         raise declined(settings, key, packing, f"those read are {', '.join(packings)}")
     way = packings[packing]
     if way == "awq":
-        return [PackedLayout(AWQ, _bits(settings, (4,)), _group_size(settings), "words")]
+        return [_awq_layout(settings)]
     if way != "llm_compressor":
         return _gptq_layouts(settings, TABLES["gptq_formats"][way], "extra_config")
     numbers = settings.text("data_type", "int")
