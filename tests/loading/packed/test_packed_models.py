@@ -18,6 +18,7 @@ from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_directory, open_path
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.planning.plan import plan_load
+from holdfast.loading.quantized.manifest import identify_source
 from holdfast.memory.ledger import Ledger
 from holdfast.models.sharding import shard_parameters
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -189,3 +190,14 @@ def test_open_path_dummy_weights_of_a_packed_config_are_plain(tmp_path: Path) ->
     opened = open_path(folder, "dummy")
     assert opened.stored is None
     assert {entry.dtype for entry in opened.source.entries.values()} == {"float32"}
+
+
+def test_identify_source_sees_settings_beside_config(tmp_path: Path) -> None:
+    """Cached weights of other settings would be of another reading."""
+    folder = make_packed(tmp_path / "model", *MODELS["awq"])
+    with_settings(folder, None)
+    (folder / "quant_config.json").write_text(json.dumps({"w_bit": 4, "q_group_size": 32}))
+    before = identify_source(open_directory(folder))
+    assert before == identify_source(open_directory(folder))
+    (folder / "quant_config.json").write_text(json.dumps({"w_bit": 4, "q_group_size": 32, "zero_point": True}))
+    assert before != identify_source(open_directory(folder))

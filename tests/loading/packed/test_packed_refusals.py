@@ -231,6 +231,16 @@ def test_open_directory_groups_that_do_not_divide_are_refused(said, make, sizes,
     assert reason in str(caught.value)
 
 
+@for_each("suffix", [".weight.quant_state.bitsandbytes__nf4", ".trellis", ".q_weight"])
+def test_open_directory_formats_without_settings_are_refused_by_name(suffix: str, tmp_path: Path) -> None:
+    folder = make_packed(tmp_path / suffix, *MODELS["awq"], plain=("model",))
+    with_settings(folder, None)
+    rewrite(folder, added(suffix, torch.zeros(3)))
+    with raises_code("weights.packed_format", UnsupportedModelError) as caught:
+        open_directory(folder)
+    assert "not read; take" in str(caught.value)
+
+
 def test_load_short_last_group_of_gptq_is_read(tmp_path: Path) -> None:
     make = lambda rng, rows, columns: packers.gptq(rng, rows, columns, 48, order=True)  # noqa: E731
     load(make_packed(tmp_path / "model", packed_settings.gptq(48, order=True), make, **MOE))

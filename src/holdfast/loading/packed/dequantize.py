@@ -125,7 +125,7 @@ def _output_scales(matrix: PackedMatrix, reader: Reader, rows: Span, groups: Spa
     words, (first, last) = words_around(rows, layout.codes_per_word)
     words_JW = reader.read(matrix.zeros, groups, words)
     if layout.zeros == "middle":
-        _check_middle(matrix, reader, words_JW)
+        _check_middle(matrix, reader, along_rows(fields_of(words_JW, layout.bits))[:, first:last])
         return Scales(scales_RJ, None, layout.middle)
     if layout.zeros == "words_less_one":
         # The encoder subtracts 1 from whole words, so borrows cross codes; the sum of words takes them back.
@@ -134,11 +134,10 @@ def _output_scales(matrix: PackedMatrix, reader: Reader, rows: Span, groups: Spa
     return Scales(scales_RJ, along_rows(fields)[:, first:last].T.float(), 0)
 
 
-def _check_middle(matrix: PackedMatrix, reader: Reader, words_JW: torch.Tensor) -> None:
+def _check_middle(matrix: PackedMatrix, reader: Reader, zeros_JR: torch.Tensor) -> None:
     """Check that symmetric zero points are the middle code, or one less (v1), in all codes alike."""
-    middle = fields_of(words_JW, matrix.layout.bits)
     accepted = matrix.layout.middle - 1, matrix.layout.middle
-    if not any(bool((middle == value).all()) for value in accepted):
+    if not any(bool((zeros_JR == value).all()) for value in accepted):
         problem = f"has zero points other than {accepted[0]} or {accepted[1]}, and the settings say sym"
         raise reader.wrong(matrix.zeros, problem)
 
@@ -204,8 +203,8 @@ def group_index(matrix: PackedMatrix, reader: Reader) -> torch.Tensor | None:
         return None
     index_K = reader.read(matrix.groups, (0, matrix.num_columns)).to(torch.int64)
     least, most, num_groups = int(index_K.min()), int(index_K.max()), matrix.num_groups
-    is_unset = most == least and least in (-1, 0) and not matrix.layout.has_order
-    if is_unset or (least == most == -1 and not matrix.layout.format.is_input_major):
+    is_gptq = matrix.layout.format.is_input_major
+    if least == most == (0 if is_gptq else -1) and not (is_gptq and matrix.layout.has_order):
         return None  # never filled in
     if least < 0 or most >= num_groups:
         raise reader.wrong(matrix.groups, f"names the groups {least} to {most}, and there are {num_groups}")
