@@ -12,7 +12,7 @@ from error_codes import raises_code
 from for_each import for_each
 from holdfast import LLM, SamplingParams
 from holdfast.distributed.mesh import Mesh
-from holdfast.errors import ModelFormatError
+from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.declared import declare_file, open_declared
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_directory, open_path
@@ -153,6 +153,14 @@ def test_open_directory_settings_beside_config_are_read(tmp_path: Path) -> None:
         (folder / name).write_text(json.dumps(said))
         assert_alike(load(open_directory(folder)), load(open_directory(plain_of(folder))))
         assert len(open_declared(str(folder)).notes) == 1
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A16_AWQ"}}))
+    for opening in (open_directory, lambda path: open_declared(str(path))):
+        with raises_code("weights.unsupported_setting", UnsupportedModelError) as caught:
+            opening(folder)
+        assert (caught.value.values["file"], caught.value.values["key"]) == (
+            "hf_quant_config.json",
+            "quantization.quant_algo",
+        )
 
 
 def test_open_directory_config_without_dtype_takes_the_plain_tensors_type(tmp_path: Path) -> None:

@@ -38,6 +38,11 @@ E4M3 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"
         (auto_round("auto_round:gptqmodel"), [PackedLayout(GPTQ, 4, 128, "middle")]),
         (auto_round("auto_round:auto_awq", 32), [PackedLayout(AWQ, 4, 32, "words")]),
         (auto_round("auto_round:llm_compressor"), [PackedLayout(PACKED_INT, 4, 128)]),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "bits": 8, "group_size": 32},
+            [PackedLayout(PACKED_INT, 8, 32)],
+        ),
+        (auto_round("auto_round:llm_compressor", sym=False), [PackedLayout(PACKED_INT, 4, 128, "words")]),
         (auto_round("auto_round:llm_compressor", data_type="nv_fp4"), [PackedLayout(NVFP4, 4, 16)]),
         (auto_round("auto_round:llm_compressor", data_type="mx_fp"), [PackedLayout(MXFP4, 4, 32)]),
         ({"quant_method": "auto-round", "backend": "auto_round", "bits": 4, "group_size": 128, "sym": False,
