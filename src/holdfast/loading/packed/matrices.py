@@ -157,7 +157,13 @@ def _settle(
     else:
         groups = ""
     scale_rows, scale_columns = accepted[scales.shape]
-    bias = module + BIAS
+    bias, shape = module + BIAS, module + SHAPE
+    has_zero_bias = bias in entries and bias not in shapes
+    if has_zero_bias:
+        _check_shape(entries[bias], ((num_rows,),))
+    if shape in entries:
+        _check_shape(entries[shape], ((2,),))
+        _check_dtype(entries[shape], INDEX_DTYPES)
     others = {module + ending for ending in LEFTOVERS} & entries.keys()
     return PackedMatrix(
         tensor=module + WEIGHT,
@@ -171,9 +177,9 @@ def _settle(
         zeros=zeros,
         second=second if form.second else "",
         groups=groups,
-        shape=module + SHAPE if module + SHAPE in entries else "",
-        zero_bias=bias if bias in entries and bias not in shapes else "",
-        used=frozenset(others | ({bias} if bias in entries and bias not in shapes else set())),
+        shape=shape if shape in entries else "",
+        zero_bias=bias if has_zero_bias else "",
+        used=frozenset(others | {bias} if has_zero_bias else others),
     )
 
 
