@@ -8,7 +8,9 @@ def awq(group: int = 128, **other: Any) -> dict[str, Any]:
     return said | {"modules_to_not_convert": None} | other
 
 
-def gptq(group: int = 128, bits: int = 4, version: int = 1, sym: bool = False, order: bool = False, **other: Any):
+def gptq(
+    group: int = 128, bits: int = 4, version: int = 1, sym: bool = False, order: bool = False, **other: Any
+) -> dict[str, Any]:
     said = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "desc_act": order}
     said |= {"checkpoint_format": "gptq" if version == 1 else "gptq_v2", "damp_percent": 0.01, "true_sequential": True}
     return said | other
