@@ -127,7 +127,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
         ({"num_speculative_tokens": 4}, "use speculative: ngram:4"),
         ({"cpu_offload_gb": 4}, "memory_limit"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "use fp8, which is e4m3"),
-        ({"quantization": "awq"}, "quantization fp8, int8 or mxfp4"),
+        ({"quantization": "bitsandbytes"}, "quantization fp8, int8 or mxfp4"),
         ({"tensor_parallel_siz": 1}, "Did you mean tensor_parallel_size?"),
         ({"gpu_memory_utilisation": 0.5}, "Did you mean gpu_memory_utilization?"),
         ({"trust_remote_cod": True}, "Did you mean trust_remote_code?"),

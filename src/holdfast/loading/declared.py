@@ -5,6 +5,7 @@ Imports are lazy: a plan from the catalogue answers before a reader of weights i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 
 GGUF_ENDING = "-gguf"
+SideSettings = tuple[Mapping[str, object] | None, str]
+"""Settings of quantization in a file beside config.json, and the file; None: config.json has them, if any."""
+NO_SIDE: SideSettings = (None, CONFIG_FILE)
 
 
 def open_declared(model: str | None, revision: str | None = None) -> DeclaredModel:
@@ -88,6 +92,7 @@ def _bare(model: str) -> str:
 
 def _read_folder(folder: Path, label: str = "") -> DeclaredModel:
     from holdfast.loading.model_files import gguf_of
+    from holdfast.loading.packed.settings import read_side_settings
     from holdfast.loading.sources.safetensors import file_inside, has_file
 
     name = label or folder.resolve().name
@@ -100,12 +105,12 @@ def _read_folder(folder: Path, label: str = "") -> DeclaredModel:
         config = read_json_object(file_inside(folder, CONFIG_FILE))
     except OSError as error:
         raise ModelNotFoundError("file.unreadable", file=folder, reason=error.strerror or error) from error
-    stored = None
-    if has_file(folder, MANIFEST_FILE) or config.get(QUANTIZATION_KEY):
+    stored, side = None, read_side_settings(folder, config)
+    if has_file(folder, MANIFEST_FILE) or config.get(QUANTIZATION_KEY) or side[0] is not None:
         if (opened := _open_weights(folder)) is not None:
             with closing(opened.source):
                 return declare_opened(opened, name)
-        stored = _stored_in_settings(config, name)
+        stored = _stored_in_settings(config, name, side)
     if stored is not None:
         return stored
     declared = declare_config(config, name)
@@ -136,12 +141,15 @@ def _open_weights(folder: Path) -> OpenModel | None:
 def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
     """Declare a model from its headers, with its stored schemes and the weights that stay unquantized."""
     from holdfast.loading.gguf.parts import on_disk
+    from holdfast.loading.packed.source import PackedSource
     from holdfast.loading.planning.moves import choose_all
     from holdfast.loading.planning.plan import plan_load
     from holdfast.loading.quantized.source import QuantizedSource, plan_quantized
 
     declared, source = declare_decoder(opened.spec, name), opened.source
     tensors: dict[str, list[str]] = {}
+    if isinstance(source, PackedSource):
+        return replace(declared, on_disk=source.on_disk, notes=(*declared.notes, *source.notes))
     if isinstance(source, QuantizedSource):  # every weight has its final scheme
         plan = plan_quantized(opened.parameters, source, opened.spec.checkpoint_dtype)
     elif opened.stored is not None:
@@ -156,18 +164,21 @@ def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
     return replace(declared, stored=schemes, open_weights=open_weights, unread_pattern=unread)
 
 
-def _stored_in_settings(config: dict[str, object], name: str) -> DeclaredModel | None:
-    """Declare a quantized model by its settings alone; None if they do not describe one."""
+def _stored_in_settings(config: dict[str, object], name: str, side: SideSettings = NO_SIDE) -> DeclaredModel | None:
+    """Declare a quantized model by its settings alone, or those of a file beside; None if they do not describe one."""
+    from holdfast.loading.packed.settings import read_packed
     from holdfast.loading.planning.stored_schemes import quantization_of, read_stored_schemes
     from holdfast.models.grouped_readers import FAMILIES, named_architecture
     from holdfast.models.settings import Settings
 
     architecture = named_architecture(Settings(config, CONFIG_FILE), known_architectures())
-    quantization = config.get(QUANTIZATION_KEY)
-    if architecture not in FAMILIES or not isinstance(quantization, dict):
+    quantization, file = (config.get(QUANTIZATION_KEY), CONFIG_FILE) if side[0] is None else side
+    if architecture not in FAMILIES or not isinstance(quantization, Mapping):
         return None
-    stored = read_stored_schemes(quantization_of(Settings(config, CONFIG_FILE)), CONFIG_FILE)
     declared = declare_config({**config, QUANTIZATION_KEY: None}, name)
+    if (packed := read_packed(quantization, file)) is not None:
+        return replace(declared, notes=(*declared.notes, *packed.notes))
+    stored = read_stored_schemes(quantization_of(Settings({**config, QUANTIZATION_KEY: quantization}, file)), file)
     if stored is None:
         return declared
     stored.refuse_unread()

@@ -12,9 +12,17 @@ from holdfast.loading.gguf.parts import gguf_inside, read_parts
 from holdfast.loading.gguf.source import GGUFSource
 from holdfast.loading.hub.download import Watch
 from holdfast.loading.locate import locate_model
+from holdfast.loading.packed.matrices import refuse_undeclared
+from holdfast.loading.packed.settings import PackedSettings, read_packed, read_side_settings
+from holdfast.loading.packed.source import expand_packed
 from holdfast.loading.planning.dequantized_source import dequantize_plain_kinds
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
-from holdfast.loading.planning.stored_schemes import dummy_source, quantization_of, read_stored_schemes
+from holdfast.loading.planning.stored_schemes import (
+    StoredSchemes,
+    dummy_source,
+    quantization_of,
+    read_stored_schemes,
+)
 from holdfast.loading.pooling import gguf_pooling, read_pooling
 from holdfast.loading.quantized.source import has_saved_weights, open_quantized
 from holdfast.loading.sources.dummy import DummySource
@@ -109,7 +117,7 @@ def open_directory(folder: Path) -> OpenModel:
     spec, config = _read_config(folder)
     family = FAMILIES[spec.architecture]
     generation = _read_generation(folder, config, family)
-    stored = read_stored_schemes(quantization_of(config), CONFIG_FILE)
+    stored, packed = _read_storage(folder, config)
     if has_saved_weights(folder):
         source, pooling = open_quantized(folder), read_pooling(folder)
         return OpenModel(folder, "directory", spec, parameters(spec), source, generation, pooling=pooling)
@@ -122,15 +130,31 @@ def open_directory(folder: Path) -> OpenModel:
         # An embedding model's logits are unused. Tie the head to the embedding to save memory.
         spec, pooling = replace(spec, tied_embeddings=True), replace(pooling, has_head=False)
     _log_unread(source.unread, folder, purpose)
-    refuse_other_queries(spec, source.entries, CONFIG_FILE, "q_lora_rank")
     has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))
     if stored is not None:
         stored = stored.used_by(source.entries)
+    if packed is not None:
+        expanded = expand_packed(source, packed, parameters(spec))
+        refuse_other_queries(spec, expanded.entries, CONFIG_FILE, "q_lora_rank")
+        if not has_dtype:
+            spec = replace(spec, checkpoint_dtype=_commonest_dtype(expanded.plain_entries, spec.checkpoint_dtype))
+        return OpenModel(folder, "directory", spec, parameters(spec), expanded, generation, pooling=pooling)
+    refuse_other_queries(spec, source.entries, CONFIG_FILE, "q_lora_rank")
+    if stored is None:
+        refuse_undeclared(source.entries, source.unread, CONFIG_FILE)
     if not has_dtype and stored is None:
         spec = replace(spec, checkpoint_dtype=_commonest_dtype(source.entries, spec.checkpoint_dtype))
     wanted = parameters(spec)
     plain = dequantize_plain_kinds(source, wanted, stored)
     return OpenModel(folder, "directory", spec, wanted, plain, generation, stored=stored, pooling=pooling)
+
+
+def _read_storage(folder: Path, config: Settings) -> tuple[StoredSchemes | None, PackedSettings | None]:
+    """Read how the checkpoint is quantized: schemes that load unchanged, or packed layouts, or neither."""
+    side, file = read_side_settings(folder, config.values)
+    quantization = quantization_of(config) if side is None else side
+    packed = read_packed(quantization, file)
+    return (read_stored_schemes(quantization, file) if packed is None else None), packed
 
 
 def _log_unread(tensors: frozenset[str], path: Path, purpose: str) -> None:
@@ -161,7 +185,7 @@ def open_directory_without_weights(folder: Path) -> OpenModel:
         raise UnsupportedModelError("model.no_dummy", folder=folder)
     spec, config = _read_config(folder)
     generation = _read_generation(folder, config, FAMILIES[spec.architecture])
-    dummy, stored = parameters(spec), read_stored_schemes(quantization_of(config), CONFIG_FILE)
+    dummy, (stored, _) = parameters(spec), _read_storage(folder, config)
     source = dummy_source(dummy, spec.checkpoint_dtype, stored)
     if stored is not None:
         stored = stored.used_by(source.entries)

@@ -83,7 +83,8 @@ GUIDED_NAMES: Mapping[str, str] = _DATA["guided"]
 """Older names of vLLM for structured_outputs with one field, and that field."""
 SHORT_FLAGS: Mapping[str, str] = _DATA["short_flags"]
 """Short flags of `vllm serve`, and the options that they set."""
-STORED_AS_IS = ("compressed-tensors", "fbgemm_fp8", "gguf")
+STORED_AS_IS = ("compressed-tensors", "fbgemm_fp8", "gguf", "awq", "awq_marlin", "gptq", "gptq_marlin")
+STORED_AS_IS += ("modelopt", "modelopt_fp4", "auto-round")
 """Quantization names that only describe how a checkpoint is stored."""
 _Params = TypeVar("_Params", bound=type)
 

@@ -387,7 +387,7 @@ def test_dummy_planes_are_planned_and_held_as_real_ones(how, tmp_path, monkeypat
 
 
 def test_open_without_weights_unknown_scheme_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "hqq"}}))
     with raises_code("weights.unsupported_setting", UnsupportedModelError):
         open_directory_without_weights(tmp_path)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.hub.names import HubName
-from holdfast.loading.sources.files import MANIFEST_FILE, POOLING_FILES, SETTINGS_FILES
+from holdfast.loading.sources.files import MANIFEST_FILE, POOLING_FILES, QUANTIZATION_FILES, SETTINGS_FILES
 from holdfast.loading.sources.safetensors import INDEX_FILE, PICKLE_ENDINGS, SINGLE_FILE
 from holdfast.models.settings import listed
 
@@ -116,7 +116,7 @@ def takes_gguf(name: HubName, names: Collection[str], load_format: str = "auto")
 
 def settings_files(names: Collection[str]) -> tuple[str, ...]:
     """Return the small files of a folder."""
-    return tuple(file for file in (*SETTINGS_FILES, *POOLING_FILES) if file in names)
+    return tuple(file for file in (*SETTINGS_FILES, *POOLING_FILES, *QUANTIZATION_FILES) if file in names)
 
 
 def weight_files(names: Collection[str], shards: Collection[str]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from holdfast.loading.planning.moves import PlannedWeight
 from holdfast.loading.planning.open_model import OpenModel
-from holdfast.loading.sources.files import CONFIG_FILE, read_json_object, unreadable
+from holdfast.loading.sources.files import CONFIG_FILE, QUANTIZATION_FILES, read_json_object, unreadable
 from holdfast.loading.sources.safetensors import MAX_HEADER_BYTES, file_inside
 from holdfast.loading.sources.source import WritingSource
 from holdfast.quant.formats import DTYPE_BYTES
@@ -94,8 +94,9 @@ def identify_source(model: OpenModel) -> SourceIdentity | None:
         assert set(names) <= {file.name for file in files}, f"tensors of {model.path.name} are in {names}"
         return SourceIdentity(files, digest(b"").hex())
     files = tuple(_identify(file_inside(model.path, name), None) for name in names)
-    settings = file_inside(model.path, CONFIG_FILE)
-    return SourceIdentity(files, digest(_beginning(settings, MAX_SETTINGS_BYTES)[0]).hex())
+    paths = [file_inside(model.path, name) for name in (CONFIG_FILE, *QUANTIZATION_FILES)]
+    settings = [_beginning(path, MAX_SETTINGS_BYTES)[0] for path in paths if path.name == CONFIG_FILE or path.is_file()]
+    return SourceIdentity(files, digest(b"".join(settings)).hex())
 
 
 def header_digest(path: Path) -> str:

@@ -26,6 +26,8 @@ MANIFEST_FILE = "holdfast-weights.json"
 MODULES_FILE = "modules.json"
 """How sentence-transformers pools hidden states (loading/pooling.py)."""
 POOLING_FILES = (MODULES_FILE, "1_Pooling/config.json")
+QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files with the quantization of older checkpoints, whose config.json has none, and the method of those that name none."""
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILES = (
     CONFIG_FILE,
@@ -86,6 +88,8 @@ class OpenFile:
             if count == 0 and any(map(len, buffers[first:])):
                 break
             num_read += count
+            if not first and count == sum(map(len, buffers)):
+                break  # the usual case, without a step for each buffer
             while first < len(buffers) and count >= len(buffers[first]):
                 count -= len(buffers[first])
                 first += 1

@@ -1,0 +1,261 @@
+"""PackedSource: presents packed matrices as X.weight in float32 [N, K], dequantized by the reading thread; no torch until a read.
+
+A read goes tile by tile: scales and zero points of some rows once, then their codes in steps of columns. Tensors with
+inputs as rows (AWQ, GPTQ) are read by the columns of their words that a tile needs, or whole where that costs little.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from holdfast.errors import ModelFormatError
+from holdfast.loading.packed.matrices import PackedMatrix, find_matrices, packed_bytes
+from holdfast.loading.packed.settings import TABLES, PackedSettings
+from holdfast.loading.sources.source import (
+    Columns,
+    RowRead,
+    TensorEntry,
+    TogetherSource,
+    WeightSource,
+    check_read,
+    read_rows,
+    table_shape,
+)
+from holdfast.memory.on_disk import OnDisk, StoredType
+from holdfast.models.parameters import Parameter
+from holdfast.quant.formats import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+READ_DTYPE = "float32"
+STEP_ELEMENTS = 2**17
+"""Elements per step: few enough that each pass finds the previous pass's results in cache."""
+SCALES_PER_TILE = 2**15
+"""Scales of a tile, for all its groups."""
+WHOLE_SHARE, WHOLE_BYTES = 32, 2**20
+"""Rows of words are read whole if they have at most so many times the needed bytes, and so many bytes.
+
+That is one system call; columns of rows are one run for each row.
+"""
+ELEMENT_SCRATCH, SCALE_SCRATCH = 12, 16
+"""Bytes of scratch for an element of a step, and for a scale of a tile: as stored, unpacked, as float32, expanded."""
+Tile = tuple[tuple[int, int], list[tuple[int, int]]]
+
+
+def expand_packed(source: WeightSource, settings: PackedSettings, parameters: Iterable[Parameter]) -> PackedSource:
+    """Return a source that dequantizes packed matrices; refuse tensors that the settings do not declare."""
+    unread = source.ignorable
+    return PackedSource(source, settings, find_matrices(source.entries, unread, settings, parameters))
+
+
+class PackedSource:
+    """Implements WeightSource over another source. Reads hold their scratch only while they run."""
+
+    def __init__(self, source: WeightSource, settings: PackedSettings, found: dict[str, PackedMatrix]) -> None:
+        self._source = source
+        self._matrices = {matrix.tensor: matrix for matrix in found.values()}
+        self._checked: set[str] = set()
+        self.settings = settings
+        self.entries: dict[str, TensorEntry] = {}
+        """Every tensor, scales included, so that the list of files is complete; codes as the matrix that they hold."""
+        for name, entry in source.entries.items():
+            matrix = found.get(name)
+            if matrix is not None:
+                entry = replace(
+                    entry,
+                    name=matrix.tensor,
+                    dtype=READ_DTYPE,
+                    shape=(matrix.num_rows, matrix.num_columns),
+                    num_bytes=packed_bytes(matrix, source.entries),
+                )
+            if entry.name in self.entries:
+                raise ModelFormatError(
+                    "weights.duplicate_tensor",
+                    file=entry.file,
+                    tensor=entry.name,
+                    other=self.entries[entry.name].file,
+                )
+            self.entries[entry.name] = entry
+
+    @property
+    def ignorable(self) -> frozenset[str]:
+        """What is beside codes, and calibrated scales of activations and of KV pages."""
+        used = frozenset[str]().union(*(matrix.used for matrix in self._matrices.values()))
+        endings = tuple(TABLES["unneeded_endings"])
+        return self._source.ignorable | used | {name for name in self.entries if name.endswith(endings)}
+
+    @property
+    def num_cache_scales(self) -> int:
+        """Number of tensors with scales of KV pages, which are unused."""
+        return sum(name.endswith(tuple(TABLES["cache_endings"])) for name in self.entries)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A plan's sentences on the storage; scales of KV pages count if the files or the settings have any."""
+        return replace(
+            self.settings, has_cache_scales=self.settings.has_cache_scales or self.num_cache_scales > 0
+        ).notes
+
+    @property
+    def scratch_bytes_per_reader(self) -> int:
+        """Most bytes of any read's tile: its scales and zero points, one step of codes, and groups by column."""
+        own_bytes = max(_scratch_bytes(matrix) for matrix in self._matrices.values())
+        return self._source.scratch_bytes_per_reader + own_bytes
+
+    @property
+    def on_disk(self) -> OnDisk:
+        """Sum bytes by stored type; tensors beside codes count with these."""
+        counts: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        ignorable = self.ignorable
+        for name, entry in self.entries.items():
+            matrix = self._matrices.get(name)
+            if matrix is None and name in ignorable:
+                continue
+            stored_as = entry.dtype if matrix is None else matrix.layout.title
+            counts[stored_as] += 1
+            sizes[stored_as] += entry.num_bytes
+        return OnDisk(
+            num_files=len({entry.file for entry in self.entries.values()}),
+            num_bytes=sum(entry.num_bytes for entry in self._source.entries.values()),
+            types=tuple(StoredType(name, count, sizes[name]) for name, count in counts.most_common()),
+            has_blocks=True,
+            embedding_type=None,
+        )
+
+    @property
+    def plain_entries(self) -> dict[str, TensorEntry]:
+        """Return the tensors that are stored plain."""
+        ignorable = self.ignorable
+        return {
+            name: entry for name, entry in self.entries.items() if name not in self._matrices and name not in ignorable
+        }
+
+    def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
+        """Dequantize rows of a packed matrix; read other tensors unchanged."""
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            self._source.read_into(name, row_start, row_end, out, columns)
+            return
+        import torch
+
+        from holdfast.loading.packed.dequantize import FUNCTIONS, expand, group_index
+
+        first, last = check_read(self.entries[name], row_start, row_end, out, columns)
+        self._check_module(matrix)
+        if row_start == row_end:
+            return
+        values_RC = torch.frombuffer(out, dtype=torch.float32).view(row_end - row_start, last - first)
+        index_K, functions = group_index(matrix, self), FUNCTIONS[matrix.layout.format.name]
+        groups = _groups_of(matrix, index_K, (first, last))
+        for rows, steps in tiles(matrix, (row_start, row_end), (first, last), groups[1] - groups[0]):
+            scales = functions.scales(matrix, self, rows, groups)
+            for step in steps:
+                codes_RC = functions.codes(matrix, self, rows, step)
+                own = slice(rows[0] - row_start, rows[1] - row_start), slice(step[0] - first, step[1] - first)
+                size = _whole_groups(matrix, step)
+                if index_K is None and size:
+                    groups_before = step[0] // matrix.scale_columns - groups[0]
+                    some = slice(groups_before, groups_before + (step[1] - step[0]) // size)
+                    zeros_RJ = None if scales.zeros_RJ is None else scales.zeros_RJ[:, some]
+                    narrow = scales._replace(scales_RJ=scales.scales_RJ[:, some], zeros_RJ=zeros_RJ)
+                    expand(matrix, codes_RC, narrow, size, values_RC[own])
+                    continue
+                if index_K is None:
+                    places_C = torch.arange(*step) // matrix.scale_columns - groups[0]
+                else:
+                    places_C = index_K[slice(*step)] - groups[0]
+                expand(matrix, codes_RC, scales, places_C, values_RC[own])
+
+    def read_together(self, reads: Sequence[RowRead]) -> None:
+        """Read packed matrices one by one, and the rest together if the inner source supports it."""
+        others = [read for read in reads if read.name not in self._matrices]
+        if isinstance(self._source, TogetherSource):
+            self._source.read_together(others)
+        else:
+            for read in others:
+                self._source.read_into(*read)
+        for read in reads:
+            if read.name in self._matrices:
+                self.read_into(*read)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
+        """Read rows and columns of a stored tensor; of a vector, elements."""
+        entry = self._source.entries[name]
+        num_columns = table_shape(entry.shape)[1]
+        if columns is None or columns == (0, num_columns) or len(entry.shape) < 2:
+            return read_rows(self._source, name, *rows)
+        whole_bytes = (rows[1] - rows[0]) * num_columns * DTYPE_BYTES[entry.dtype]
+        if num_columns <= WHOLE_SHARE * (columns[1] - columns[0]) and whole_bytes <= WHOLE_BYTES:
+            return read_rows(self._source, name, *rows)[:, slice(*columns)]
+        return read_rows(self._source, name, *rows, columns)
+
+    def wrong(self, name: str, problem: str) -> ModelFormatError:
+        """Return the error about the values of a stored tensor."""
+        file = self._source.entries[name].file
+        return ModelFormatError("weights.packed_values", file=file, tensor=name, problem=problem)
+
+    def _check_module(self, matrix: PackedMatrix) -> None:
+        """Check the small tensors of a module before its first read."""
+        if matrix.tensor in self._checked:
+            return
+        if matrix.shape:
+            stated = read_rows(self._source, matrix.shape, 0, prod(self._source.entries[matrix.shape].shape)).tolist()
+            if stated != [matrix.num_rows, matrix.num_columns]:
+                problem = f"says {stated}, and the matrix is [{matrix.num_rows}, {matrix.num_columns}]"
+                raise self.wrong(matrix.shape, problem)
+        if matrix.zero_bias:
+            bias = read_rows(self._source, matrix.zero_bias, 0, prod(self._source.entries[matrix.zero_bias].shape))
+            if bool(bias.any()):
+                raise self.wrong(matrix.zero_bias, "is not zero, and the model has no such bias")
+        self._checked.add(matrix.tensor)
+
+
+def tiles(matrix: PackedMatrix, rows: tuple[int, int], columns: tuple[int, int], num_groups: int) -> Iterator[Tile]:
+    """Cut a read into tiles of rows, and each tile into steps of columns; words and groups stay whole if possible."""
+    width, each = columns[1] - columns[0], matrix.layout.codes_per_word
+    most_rows = max(1, SCALES_PER_TILE // num_groups)
+    if not matrix.layout.format.is_input_major:
+        step_rows, step_columns = min(most_rows, max(1, STEP_ELEMENTS // width)), STEP_ELEMENTS
+    else:
+        step_rows = max(each, most_rows // each * each)
+        step_columns = max(each, STEP_ELEMENTS // min(step_rows, rows[1] - rows[0]) // each * each)
+        if matrix.scale_columns <= step_columns:
+            step_columns = step_columns // matrix.scale_columns * matrix.scale_columns
+    for start in range(rows[0], rows[1], step_rows):
+        end = min(start + step_rows, rows[1])
+        edges = [columns[0], *range((columns[0] // step_columns + 1) * step_columns, columns[1], step_columns)]
+        yield (start, end), list(zip(edges, [*edges[1:], columns[1]], strict=True))
+
+
+def _groups_of(matrix: PackedMatrix, index_K: torch.Tensor | None, columns: tuple[int, int]) -> tuple[int, int]:
+    """Return the range of groups that these columns have."""
+    if index_K is None:
+        return columns[0] // matrix.scale_columns, -(-columns[1] // matrix.scale_columns)
+    own = index_K[slice(*columns)]
+    return int(own.min()), int(own.max()) + 1
+
+
+def _whole_groups(matrix: PackedMatrix, step: tuple[int, int]) -> int:
+    """Return the columns of each group in a step; 0 if a group is cut."""
+    size = matrix.scale_columns
+    if step[0] // size == (step[1] - 1) // size:
+        return step[1] - step[0]
+    return 0 if step[0] % size or step[1] % size else size
+
+
+def _scratch_bytes(matrix: PackedMatrix) -> int:
+    """Return the most bytes that a read of this matrix holds beside its result."""
+    each, groups = matrix.layout.codes_per_word, matrix.num_groups
+    num_scales = min(matrix.num_rows * groups, max(SCALES_PER_TILE, each * groups))
+    num_elements = min(matrix.num_rows * matrix.num_columns, max(STEP_ELEMENTS, matrix.num_columns))
+    index_bytes = 3 * 8 * matrix.num_columns if matrix.groups else 0
+    return ELEMENT_SCRATCH * num_elements + SCALE_SCRATCH * num_scales + index_bytes + WHOLE_BYTES
