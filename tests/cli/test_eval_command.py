@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from safetensors import safe_open
 
 import doc_tables
 from cli.cli_models import Ended, Here, make_model, run_apart
@@ -24,6 +25,7 @@ from holdfast.eval import kv_quality, quality
 from holdfast.eval.quality import Quality
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
+from loading.packed.packed_models import MODELS, make_packed, plain_of
 from loading.stored_models import make_stored
 
 WORDS = "It is not known who first thought of it, but there it was. "
@@ -423,6 +425,32 @@ def test_eval_weights_names_stored_scheme_as_reference(here: Here, tmp_path: Pat
     ended = here("eval", "weights", stored, *SMALL, "--schemes", "mxfp4")
     assert ended.code == 2, ended
     assert "stored stores its weights in fp8_block. Leave --schemes out" in ended.err
+
+
+def test_eval_weights_files_compare_versions_of_one_model(here: Here, tmp_path: Path) -> None:
+    """A packed file equals the model with its dequantized weights, at a fraction of the bytes."""
+    packed = make_packed(tmp_path / "awq", *MODELS["awq"])
+    plain = plain_of(packed)
+    ended = here("eval", "weights", plain, *SMALL, "--files", packed, "--json", "-")
+    assert ended.code == 0, ended
+    reference, found = json.loads(ended.out)["results"]
+    assert (reference["measure"], found["measure"]) == ("float32", "awq")
+    assert abs(found["mean_kl"]) < 1e-9
+    with safe_open(packed / "model.safetensors", "pt") as tensors:
+        num_bytes = sum(tensors.get_tensor(name).nbytes for name in tensors.keys())  # noqa: SIM118
+    assert found["weight_bytes"] == num_bytes < reference["weight_bytes"]
+    both = here("eval", "weights", packed, *SMALL, "--files", plain, "--schemes", "int8")
+    assert list(rows(both.out)) == ["float32", "int8", plain.name]
+
+
+def test_eval_weights_files_of_another_model_are_refused(here: Here, tiny: Path, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", num_hidden_layers=4)
+    ended = here("eval", "weights", tiny, *SMALL, "--files", other)
+    assert ended.code == 2
+    assert "is not the same model as model: its num_layers is 4, not" in ended.err
+    assert "Loading" not in ended.err, "headers are enough"
+    for files in (",", "nothing"):
+        assert here("eval", "weights", tiny, *SMALL, "--files", files).code != 0
 
 
 REFUSED_SCHEMES = [

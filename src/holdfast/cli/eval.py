@@ -127,7 +127,8 @@ class EvalOptions(NamedTuple):
     tokens: str | None
     json_file: str | None
     html: str | None
-    schemes: str = ALL
+    schemes: str | None = None
+    files: str | None = None
 
 
 class Size(NamedTuple):
@@ -448,14 +449,16 @@ def read_text(file: str) -> str:
 
 def eval_weights(options: EvalOptions, engine: Given) -> None:
     """Measure weight schemes. All options are checked before the model is opened."""
-    names = read_schemes(options.schemes)
+    files = read_files(options.files)
+    typed = options.schemes
+    names = () if files and typed is None else read_schemes(ALL if typed is None else typed)
     ignore = engine.pop("quantization_ignore", ())
     # Patterns apply to every scheme, so any scheme can check them.
     EngineConfig.from_options(quantization="fp8", quantization_ignore=ignore)
     config = EngineConfig.from_options(model=options.model, **engine)
     setup = _Setup.read(options, topics_or_text)
     import_torch()
-    setup.write(measure_schemes(config, ignore, names, setup.text))
+    setup.write(measure_schemes(config, ignore, names, setup.text, files))
 
 
 def topics_or_text(file: str | None) -> tuple[str, str]:
@@ -468,14 +471,19 @@ def topics_or_text(file: str | None) -> tuple[str, str]:
 
 
 def measure_schemes(
-    config: EngineConfig, ignore: tuple[str, ...], names: Sequence[str] | None, text: EvalText
+    config: EngineConfig,
+    ignore: tuple[str, ...],
+    names: Sequence[str] | None,
+    text: EvalText,
+    files: Sequence[str] = (),
 ) -> EvalView:
-    """Measure the named schemes, or all that can run."""
+    """Measure the named schemes, or all that can run, then other files of the model."""
     from holdfast.engine.open_text import open_tokenizer
     from holdfast.eval.weight_quality import (
         Listener,
         as_stored_entry,
         compare_schemes,
+        file_entry,
         plain_bytes,
         settle_entries,
         stored_scheme,
@@ -487,7 +495,8 @@ def measure_schemes(
         windows = cut_windows(tokenizer, text.text, text.window, text.max_tokens, model.spec.vocab_size)
         reference, settled = settle_entries(config, model, text.window)
         stored = stored_scheme(reference, model)
-        entries = _scheme_entries(settled, model, names, ignore, stored)
+        entries = [] if files and not names else _scheme_entries(settled, model, names, ignore, stored)
+        entries += [file_entry(reference, model, file) for file in files]
         half_bytes = float(plain_bytes(model))
     finally:
         model.source.close()
@@ -498,6 +507,16 @@ def measure_schemes(
         qualities = compare_schemes(as_stored_entry(reference, stored), entries, windows, listener)
     settings = f"{settled.dtype} on {settled.device}"
     return EvalView(name, settings, text.name, text.window, len(windows), half_bytes, qualities, WEIGHTS)
+
+
+def read_files(typed: str | None) -> tuple[str, ...]:
+    """Read comma-separated files, each once."""
+    if typed is None:
+        return ()
+    files = tuple(dict.fromkeys(part.strip() for part in typed.split(",") if part.strip()))
+    if not files:
+        raise ConfigError("eval.no_files", value=typed)
+    return files
 
 
 def read_schemes(typed: str) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""Quality of weight schemes: one model with its weights as stored, then in one scheme after the other.
+"""Quality of weights: one model as stored, then in one scheme or file after the other.
 
 Schemes load one after the other beside the reference, whose hidden states are kept.
 """
@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError
 from holdfast.eval.kv_quality import Possible, settle_config
 from holdfast.eval.quality import Contender, HalfTokens, Quality, ReferenceReading, measure_against
 from holdfast.loading.model_files import open_model
@@ -31,6 +32,8 @@ class SchemeEntry(NamedTuple):
 
     name: str
     config: EngineConfig
+    disk_bytes: int | None = None
+    """Bytes of the tensors of another file; None: the bytes that the weights take in memory."""
 
 
 class Listener(NamedTuple):
@@ -67,6 +70,22 @@ def scheme_entry(settled: EngineConfig, name: str, ignore: tuple[str, ...] | str
     """Make the entry of a scheme."""
     config = settled.with_quantization(name)
     return SchemeEntry(name, replace(config, quantization_ignore=ignore, weight_cache="off"))
+
+
+def file_entry(reference: EngineConfig, model: OpenModel, file: str) -> SchemeEntry:
+    """Make the entry of another file of the model, checked by its headers: as stored, in the type of the reference."""
+    config = replace(reference, model=file, load_format="auto", revision=None)
+    other = open_model(file, config.load_format, config.revision)
+    try:
+        for name in ("vocab_size", "num_layers", "hidden_size"):
+            found, expected = getattr(other.spec, name), getattr(model.spec, name)
+            if found != expected:
+                values = {"file": file, "model": model.name, "name": name, "found": found, "expected": expected}
+                raise ConfigError("eval.other_model", **values)
+        used = other.source.entries.keys() - other.source.ignorable  # scales beside codes count with their codes
+        return SchemeEntry(other.name, config, sum(other.source.entries[name].num_bytes for name in used))
+    finally:
+        other.source.close()
 
 
 def possible_schemes(
@@ -109,7 +128,9 @@ def opened_scheme(entry: SchemeEntry, listener: Listener) -> Iterator[Contender]
         model.source.close()
     try:
         plan = built.plans[0]
-        size = sum(term.num_bytes for term in plan.memory.terms if term.group == "weights")
+        size = entry.disk_bytes
+        if size is None:
+            size = sum(term.num_bytes for term in plan.memory.terms if term.group == "weights")
         yield Contender(entry.name, built.runners[0], Fraction(size))
     finally:
         built.release()
