@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cli.cli_models import Here
 from cli.page_reader import read_page
+from loading.block_files import expanded, model_tensors, write_tensors
 
 DISK = "on disk    93.81 MiB: 210 Q4_1, 61 F32, 1 Q8_0"
 
@@ -23,6 +24,19 @@ def test_plan_gguf_shows_disk_size_in_text_json_and_page(here: Here, tmp_path: P
     assert (found["disk_bytes"], found["num_files"], found["memory_bytes"]) == (98_362_432, 1, 269_037_824)
     assert found["types"]["Q4_1"]["tensors"] == 210
     assert found["less_with"] == {"int8": 135_376_640}
+
+
+def test_plan_gguf_nvfp4_counts_factors_on_disk_and_expanded_values_in_memory(here: Here, tmp_path: Path) -> None:
+    path, tensors = tmp_path / "blocks.gguf", model_tensors("NVFP4")
+    write_tensors(path, tensors)
+    ended = here("plan", path, "--gpu", "h200", "--json")
+    assert ended.code == 0, ended
+    found = json.loads(ended.out)["weights_on_disk"]
+    blocks = [stored.raw.nbytes for stored in tensors.values() if stored.kind == "NVFP4"]
+    assert found["disk_bytes"] == path.stat().st_size
+    assert found["types"]["NVFP4"] == {"tensors": len(blocks), "bytes": sum(blocks)}
+    in_bfloat16 = [stored.raw.nbytes // 2 for stored in expanded(tensors).values()]
+    assert found["memory_bytes"] == sum(-(-num_bytes // 256) * 256 for num_bytes in in_bfloat16)
 
 
 def test_plan_folder_has_no_weights_on_disk(here: Here, tiny: Path) -> None:

@@ -24,10 +24,16 @@ SCALE_PLACES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
     "MXFP4": (),
+    "NVFP4": (),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
 }
-"""Bytes at which a block keeps its float16 scales; MXFP4 has an exponent in place of them."""
+"""Bytes at which a block keeps its float16 scales; MXFP4 has an exponent in place of them, NVFP4 four fp8 scales."""
 CASES = {known.name: known for known in TYPES.values() if known.block_elements > 1}
-WITH_QUANTIZER = [name for name in CASES if not name.endswith("_K") and not name.startswith("IQ")]
+WITH_QUANTIZER = [name for name in CASES if not name.endswith("_K") and not name.startswith(("IQ", "NV"))]
 """Types that the `gguf` package can quantize to."""
 
 
@@ -78,7 +84,7 @@ def test_dequantize_mxfp4_each_code_with_each_exponent():
     assert_same_bits(raw, CASES["MXFP4"])
 
 
-@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "IQ4_XS"])
+@for_each("name", ["Q2_K", "Q3_K", *(name for name in CASES if name.startswith(("IQ", "NV")))])
 def test_dequantize_each_sub_scale_byte_matches_gguf_package(name):
     """Blocks whose bytes outside of the scales are all alike, for each value of a byte."""
     ggml_type = CASES[name]

@@ -299,7 +299,7 @@ def test_read_gguf_broken_file_is_refused_by_name(tmp_path, case):
     assert len(message) < 500
 
 
-@for_each("number", [4, 5, 9, 15, 16, 28, 33, 40, 41, 77, 2**32 - 1])
+@for_each("number", [4, 5, 9, 15, 19, 28, 29, 33, 34, 35, 41, 42, 77, 2**32 - 1])
 def test_read_gguf_unknown_type_is_refused(tmp_path, number):
     with raises_code("gguf.unsupported_type", UnsupportedModelError):
         parse(tmp_path, with_tensor(tensor(b"odd", (256,), number, 32)))

@@ -1,10 +1,10 @@
 """GGUF blocks to float32, bit for bit what the `gguf` package computes.
 
-A block holds codes and one or two float16 scales, or a power of two. Scale times code is exact in float32 for every type
+A block holds codes and one or two float16 scales, a power of two, or fp8 scales. Scale times code is exact in float32 for every type
 (11 bits of scale times at most 13 of sub-scale and code), so the only rounding is the last addition and the order of work
 is free. Only MXFP4 may leave float32's range; there one product rounds.
 
-N blocks, S sub-blocks in a block, E elements in a block
+N blocks, S sub-blocks in a block, E elements in a block, H bytes of two codes each
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from holdfast.loading.gguf.file import GGMLType
+from holdfast.loading.gguf.grids import GRID_FILLS
 
 CHUNK_ELEMENTS = 2**18
 """Elements per chunk: 1 MiB of results, so each pass finds the previous pass's results in cache."""
@@ -83,12 +84,12 @@ E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _fill_from_table(codes: torch.Tensor, values: tuple[int, ...], out: torch.Tensor) -> None:
-    """16 bytes of codes -> 32 values of a table: those of low halves first. `codes` is [..., 16] and `out` [..., 32]."""
+    """Bytes of codes -> values of a table: those of low halves first. `codes` is [..., H] and `out` [..., 2 * H]."""
     table = torch.tensor(values, dtype=torch.int8)
     pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1).view(torch.int16).view(-1)
     found = pairs.index_select(0, codes.reshape(-1).to(torch.int32)).view(torch.int8).view(*codes.shape, 2)
-    out[..., :16].copy_(found[..., 0])
-    out[..., 16:].copy_(found[..., 1])
+    out[..., : codes.shape[-1]].copy_(found[..., 0])
+    out[..., codes.shape[-1] :].copy_(found[..., 1])
 
 
 def _fill_iq4_nl(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
@@ -104,6 +105,20 @@ def _fill_mxfp4(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
     # The two smallest scales are subnormal: a bit of the mantissa in place of an exponent.
     bits = torch.where(exponents < 2, 0x200000 << exponents, exponents.sub(1) << 23)
     out_NE.mul_(bits.view(torch.float32))
+
+
+def _fill_nvfp4(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
+    """Four ue4m3 scales, then eight bytes of codes for each 16 elements: low halves are 0-7, high halves 8-15.
+
+    value = scale / 2 * table[code]. Scale byte 0x7F is zero, and the top bit is unused. A tensor's own scale multiplies the
+    values afterwards (loading/gguf/source.py).
+    """
+    _fill_from_table(blocks[:, 4:].unflatten(1, (4, 8)), E2M1_VALUES, out_NE.view(-1, 4, 16))
+    scale_bytes = blocks[:, :4]
+    scales_NS = (scale_bytes & 0x7F).view(torch.float8_e4m3fn).float().mul_(0.5)
+    # In e4m3fn 0x7F is NaN. With the top bit set, the unsigned type has a value there: 480.
+    scales_NS.masked_fill_(scale_bytes == 0x7F, 0).masked_fill_(scale_bytes == 0xFF, 240)
+    out_NE.view(-1, 4, 16).mul_(scales_NS.unsqueeze(2))
 
 
 def _two_bit_codes(blocks: torch.Tensor, first_byte: int) -> torch.Tensor:
@@ -219,4 +234,6 @@ _FILLS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "IQ4_NL": _fill_iq4_nl,
     "IQ4_XS": _fill_iq4_xs,
     "MXFP4": _fill_mxfp4,
+    "NVFP4": _fill_nvfp4,
+    **GRID_FILLS,
 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from threading import local
 from typing import TYPE_CHECKING
 
+from holdfast.errors import ModelFormatError
 from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS, TABLES
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
 from holdfast.loading.sources.source import Columns, TensorEntry, check_read, table_shape
@@ -36,6 +38,10 @@ def layer_modules(names: CheckpointNames) -> dict[str, str]:
     return {name: module for name, module in modules.items() if module}
 
 
+SCALED_TYPE = "NVFP4"
+"""Type of weights that may have a factor of their own beside the scales of blocks."""
+FACTOR, INPUT_FACTOR = "scale", "input_scale"
+"""Endings of tensors beside such a weight: its factor, and one for codes of activations, which stay plain here."""
 NATIVE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that torch holds as they are; all others are read as float32."""
 STEP_ELEMENTS = 2**18
@@ -81,8 +87,15 @@ class GGUFSource:
         modules = layer_modules(names)
         self._unread = tuple(unread)
         self._data = GGUFData(file)
+        self._file = file
+        self._factors = {
+            name: _factor_of(file, tensor) for name, tensor in file.tensors.items() if tensor.type.name == SCALED_TYPE
+        }
+        beside = {_beside(name, ending) for name in self._factors for ending in (FACTOR, INPUT_FACTOR)}
         self._tensors = {
-            hugging_face_name(name, modules): _as_expected(tensor) for name, tensor in file.tensors.items()
+            hugging_face_name(name, modules): _as_expected(tensor)
+            for name, tensor in file.tensors.items()
+            if name not in beside
         }
         self._head_dim = interleaved_head_dim
         self._buffers = local()
@@ -92,7 +105,7 @@ class GGUFSource:
                 dtype=NATIVE_DTYPES.get(tensor.type.name, "float32"),
                 shape=tensor.shape,
                 file=file.files[tensor.part].path.name,
-                num_bytes=tensor.num_bytes,
+                num_bytes=tensor.num_bytes + self._factor_bytes(tensor),
             )
             for name, tensor in self._tensors.items()
         }
@@ -141,7 +154,9 @@ class GGUFSource:
         step = max(1, STEP_ELEMENTS // num_columns)
         for start in range(row_start, row_end, step):
             rows = start, min(start + step, row_end)
-            self._read_step(tensor, rows, head_dim, (first, last), values[start - row_start : rows[1] - row_start])
+            step_values = values[start - row_start : rows[1] - row_start]
+            self._read_step(tensor, rows, head_dim, (first, last), step_values)
+            self._apply_factors(tensor, rows, step_values)
 
     def close(self) -> None:
         """Drop the file and the buffers. Idempotent."""
@@ -192,6 +207,29 @@ class GGUFSource:
             skipped = first_block * kind.block_elements
             out.copy_(whole.view(blocks.shape[0], -1)[:, first - skipped : last - skipped])
 
+    def _factor_bytes(self, tensor: GGUFTensor) -> int:
+        factors = self._factors.get(tensor.name)
+        return 0 if factors is None else factors.num_bytes
+
+    def _apply_factors(self, tensor: GGUFTensor, rows: tuple[int, int], values: torch.Tensor) -> None:
+        """Multiply rows [start, end) by the factors of their matrices, which are read anew and not held."""
+        import torch
+
+        factors = self._factors.get(tensor.name)
+        if factors is None:
+            return
+        start, end = rows
+        matrix_rows = table_shape(tensor.shape)[0] // factors.shape[0]
+        first, last = start // matrix_rows, -(-end // matrix_rows)
+        raw = bytearray(4 * (last - first))
+        self._data.read_into(factors, 4 * first, memoryview(raw))
+        numbers = torch.frombuffer(raw, dtype=torch.float32)
+        if not bool(numbers.isfinite().all()):
+            raise _wrong_factors(self._file, factors, "holds infinity or NaN", "a finite number")
+        for matrix in range(first, last):
+            low, high = max(start, matrix * matrix_rows), min(end, (matrix + 1) * matrix_rows)
+            values[low - start : high - start].mul_(numbers[matrix - first])
+
     def _read_blocks(self, tensor: GGUFTensor, first: int, last: int) -> torch.Tensor:
         """Read blocks [first, last) of a tensor as bytes; valid until this thread's next read."""
         import torch
@@ -223,6 +261,26 @@ class GGUFSource:
         if tensor.type.name in NATIVE_DTYPES:
             return 2 * raw_bytes
         return 2 * raw_bytes + 4 * num_elements + DEQUANT_BYTES
+
+
+def _beside(name: str, ending: str) -> str:
+    """Return the name of a tensor beside a weight: blk.0.ffn_up.scale beside blk.0.ffn_up.weight."""
+    return f"{name.removesuffix('.weight')}.{ending}"
+
+
+def _factor_of(file: GGUFFile, tensor: GGUFTensor) -> GGUFTensor | None:
+    """Return the tensor with a factor for each matrix; None if it is absent, since conversions leave out ones."""
+    factors = file.tensors.get(_beside(tensor.name, FACTOR))
+    shape = (prod(tensor.shape[:-2]),)
+    if factors is not None and (factors.type.name, factors.shape) != ("F32", shape):
+        found = f"is {factors.type.name} of shape {factors.shape}"
+        raise _wrong_factors(file, factors, found, f"F32 of shape {shape}")
+    return factors
+
+
+def _wrong_factors(file: GGUFFile, factors: GGUFTensor, found: str, expected: str) -> ModelFormatError:
+    name = file.files[factors.part].path.name
+    return ModelFormatError("gguf.wrong_tensor", file=name, tensor=factors.name, found=found, expected=expected)
 
 
 def _as_expected(tensor: GGUFTensor) -> GGUFTensor:
